@@ -1,0 +1,43 @@
+# The three things a new user does: `make demo`, `make test`, `make lab`. Each sets up what is missing in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST_ARGS ?=
+DEMO := $(addprefix demo/,ddp.yaml megatron-tp.yaml dapple.yaml tensor-pipeline.yaml)
+
+.PHONY: demo test lab lint clean
+
+demo: .venv/.ready $(DEMO)
+	$(BIN)/workbench compare $(DEMO) --run --html report.html
+
+demo/tensor-pipeline.yaml: GPUS := 4
+demo/%.yaml: GPUS ?= 2
+demo/%.yaml: .venv/.ready
+	@mkdir -p demo
+	$(BIN)/workbench plan --model tiny --gpu local --gpus $(GPUS) --strategy $* \
+	  --set training.steps=40 --set training.sequence_length=128 --set training.global_batch=8 \
+	  --set training.micro_batch=1 --set training.optimizer.learning_rate=0.003 \
+	  --set training.optimizer.warmup_steps=5 -o $@
+
+test: .venv/.ready-test lint
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/.ready-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+lab: .venv/.ready
+	$(BIN)/workbench lab notebooks/00_quickstart.ipynb
+
+.venv/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}; give another: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --editable .
+	@touch $@
+
+.venv/.ready-test: .venv/.ready
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[test]'
+	@touch $@
+
+clean:
+	rm -rf .venv demo report.html build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,91 @@
+"""A child process: its words come line by line, its failures keep theirs, and nothing of it outlives the caller."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from workbench.runs import child
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Make a module of the given text importable by children; its name."""
+
+    def write(text):
+        (tmp_path / "a_child_program.py").write_text(textwrap.dedent(text))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        return "a_child_program"
+
+    return write
+
+
+def test_lines_and_arguments(program):
+    said = []
+    child.python(program("import sys; print('one'); print(*sys.argv[1:])"), ["a", "b"], said.append)
+    assert said == ["one", "a b"]
+
+
+def test_exit_code_2_is_a_value_error_with_its_words(program):
+    with pytest.raises(ValueError, match=r"^the field is wrong$"):
+        child.python(program("import sys; print('the field is wrong', file=sys.stderr); sys.exit(2)"), [], print)
+
+
+@pytest.mark.parametrize("ending, words", [
+    ("raise RuntimeError('broken')", "exit code 1"), ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
+])  # fmt: skip
+def test_other_failures_say_what_was_said_last(program, ending, words):
+    with pytest.raises(child.ChildError, match=words):
+        child.python(program(ending), [], print)
+
+
+SLEEPER = """
+    import os, sys, time
+    if os.fork() == 0:
+        time.sleep(60)
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_an_interrupt_ends_the_whole_session(program):
+    pids = []
+
+    def interrupt(line):
+        pids.extend([int(line), *(p.pid for p in psutil.Process(int(line)).children())])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        child.python(program(SLEEPER), [], interrupt)
+    assert len(pids) == 2 and all(_gone(pid) for pid in pids)
+
+
+def test_a_killed_caller_takes_its_child_along(program):
+    name = program("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    call = f"from workbench.runs import child; child.python({name!r}, [], lambda line: print(line, flush=True))"
+    caller = subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    pid = int(caller.stdout.readline())
+    caller.kill()
+    caller.wait()
+    caller.stdout.close()
+    assert _gone(pid)
+
+
+def _gone(pid):
+    """Whether the process ends within a few seconds: a signal is delivered when the kernel comes to it."""
+    deadline = time.monotonic() + 5
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not _alive(pid)
+
+
+def _alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

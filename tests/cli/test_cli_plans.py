@@ -1,0 +1,236 @@
+"""The shell's verbs on plans: JSON for machines, errors in a line, exit codes, files whole or absent."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import yaml
+
+from workbench.cli import answer
+
+LOCAL = ["--model", "tiny", "--gpu", "local", "--gpus", "1", "--strategy", "single"]
+TINY = ["--model", "tiny", "--gpu", "h100-sxm-80gb", "--gpus", "4"]
+
+
+@pytest.fixture
+def ask(capsys):
+    """Run a command line; (exit code, stdout, stderr)."""
+
+    def run(*words):
+        code = answer([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_importing_the_command_loads_no_torch():
+    program = "import sys, workbench.cli, workbench.verbs; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_strategies_list_the_four_keys_that_scripts_rely_on(ask):
+    code, out, _ = ask("strategies", "--json")
+    rows = json.loads(out)
+    assert code == 0 and all(set(row) == {"name", "title", "source", "runnable"} for row in rows)
+    can = {row["name"]: row["runnable"] for row in rows}
+    assert can["ddp"] and can["dapple"] and can["megatron-tp"] and can["tensor-pipeline"]
+    assert not can["zero-3"] and not can["pangu-5d"]
+
+
+@pytest.mark.parametrize("verb, name", [("models", "llama-3-8b"), ("gpus", "ascend-910"), ("gpus", "local")])
+def test_catalog_lists(ask, verb, name):
+    code, out, _ = ask(verb, "--json")
+    assert code == 0 and name in [row["name"] for row in json.loads(out)]
+    assert name in ask(verb)[1]
+
+
+def test_plan_writes_a_file_that_reads_back(ask, tmp_path):
+    path = tmp_path / "plan.yaml"
+    code, out, _ = ask(
+        "plan", *TINY, "--strategy", "dapple", "--set", "training.optimizer.learning_rate=3e-4", "-o", path, "--json"
+    )
+    assert code == 0 and json.loads(out)["sizes"]["pipeline"] == 4
+    assert yaml.safe_load(path.read_text())["training"]["optimizer"]["learning_rate"] == 3e-4
+    code, out, _ = ask("plan", path, "--json")
+    assert code == 0 and json.loads(out)["plan"]["strategy"]["preset"] == "dapple"
+
+
+def test_a_strategy_given_beside_a_file_is_not_held_back_by_the_file(ask, tmp_path):
+    path = tmp_path / "plan.yaml"
+    ask("plan", *TINY, "--strategy", "dapple", "--complete", "-o", path)
+    code, out, _ = ask("plan", path, "--strategy", "megatron-tp", "--json")
+    assert code == 0 and json.loads(out)["sizes"] == {"tensor": 4, "context": 1, "data": 1, "pipeline": 1}
+    code, out, _ = ask("plan", path, "--gpu", "a100-sxm-80gb", "--gpus", "2", "--strategy", "ddp", "--json")
+    full = json.loads(out)["plan"]
+    assert full["cluster"]["fabric"]["name"] == "dgx-a100" and full["cluster"]["gpus_per_node"] == 2
+
+
+def test_differences_between_two_plans(ask, tmp_path):
+    path = tmp_path / "plan.yaml"
+    ask("plan", *TINY, "-o", path, "--strategy", "ddp")
+    code, out, _ = ask("plan", path, "--set", "training.steps=7", "--diff", path, "--json")
+    assert code == 0 and json.loads(out)["diff"] == [{"field": "training.steps", "other": 100, "this": 7}]
+
+
+@pytest.mark.parametrize("words, says", [
+    (["estimate"], "give a plan file, or --model"),
+    (["plan", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+    (["plan", *TINY, "--strategy", "dappel"], "did you mean dapple"),
+    (["plan", *TINY, "--set", "training.step=3"], "did you mean steps"),
+    (["plan", *TINY, "--set", "steps"], "key=value"),
+    (["plan", *TINY, "--strategy", "ddp", "--set", "strategy.tensor.size=3"], "legal for tiny: 1, 2, 4"),
+    (["plan", "--model", "tiny", "--gpu", "local", "--gpus", "4096", "--strategy", "ddp"], "are attached here"),
+    (["run", *TINY, "--strategy", "zero-3"], "zero-3 can be planned and estimated; this version cannot run it"),
+    (["rehearse", *TINY, "--strategy", "zero-3"], "this version cannot rehearse it"),
+    (["rehearse", *TINY, "--strategy", "ddp", "--ranks", "0,9"], "legal: 0 to 3"),
+    (["rehearse", *TINY, "--strategy", "ddp", "--ranks", "all"], "numbers with commas"),
+    (["verify", *TINY, "--strategy", "ddp", "--precision", "fp8"], "legal: fp64, fp32"),
+    (["verify", "--model", "gpt3-175b", "--gpu", "a100-sxm-80gb", "--gpus", "4", "--strategy", "dapple"],
+     "a smaller model"),
+    (["verify", *TINY[:-1], "4096", "--strategy", "ddp"], "a proof runs on CPU ranks"),
+    (["attach", "no-such-run"], "is no run directory"),
+    (["stop", "no-such-run"], "is no run directory"),
+    (["run", *LOCAL, "--resume", "no-such-run"], "is no run directory"),
+    (["run", *LOCAL, "--resume", "/"], "legal: a run directory, or one of its checkpoints"),
+    (["run", *LOCAL, "--set", "checkpoint.load=nowhere"], "'nowhere' is no checkpoint"),
+    (["run", *LOCAL, "--set", "corpus=nowhere"], "'nowhere' does not exist"),
+    (["run", *LOCAL, "--root", "/dev/null/runs"], "cannot be written"),
+    (["run", *LOCAL, "--port", "99999"], "port"),
+    (["compare", "plan.yml"], "cannot be read"),
+    (["compare", "a.yaml", "--html", "/no/where.html"], "cannot be read"),
+    (["compare", "no-such-run"], "is no run directory"),
+])  # fmt: skip
+def test_bad_input_is_said_in_words_with_exit_code_2(ask, tmp_path, monkeypatch, words, says):
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    code, out, err = ask(*words)
+    assert code == 2 and says in " ".join(err.split()) and out == "" and "Traceback" not in err
+    code, out, err = ask(*words, "--json")
+    told = json.loads(out)
+    assert code == told["exit_code"] == 2 and told["error"]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [["no-such-verb"], ["plan", "--gpus", "two"], ["plan", "--no-such-option"], ["stop"]])
+def test_a_wrong_command_line_exits_with_2(ask, words):
+    code, _, err = ask(*words)
+    assert code == 2 and "Traceback" not in err
+
+
+def test_a_folder_that_cannot_be_written(ask, tmp_path):
+    code, _, err = ask("plan", *TINY, "--strategy", "ddp", "-o", tmp_path / "no" / "plan.yaml")
+    assert code == 2 and "--output" in err
+    code, _, err = ask("export", *TINY, "--strategy", "ddp", "--to", "/dev/null/x")
+    assert code == 2 and "--to" in err
+
+
+def test_export_writes_four_files(ask, tmp_path):
+    code, out, _ = ask("export", *TINY, "--strategy", "ddp", "--to", tmp_path / "out", "--json")
+    assert code == 0 and len(json.loads(out)["files"]) == 4 == len(list((tmp_path / "out").iterdir()))
+
+
+def test_doctor_and_lab_answer_machines(ask):
+    code, out, _ = ask("doctor", "--json")
+    found = {row["what"]: row for row in json.loads(out)}
+    assert code in (0, 1) and found["torch"]["ok"] and found["devices"]["ok"]
+    code, out, _ = ask("lab", "--json", "--no-browser")
+    assert code == 0 and "jupyterlab" in json.loads(out)["command"]
+
+
+def test_no_runs(ask, tmp_path):
+    code, out, _ = ask("runs", "--root", tmp_path, "--json")
+    assert code == 0 and json.loads(out) == []
+
+
+@pytest.mark.parametrize("words", [["runs"], ["attach", "x"], ["run", *LOCAL]])
+def test_a_file_is_no_folder_of_runs(ask, tmp_path, words):
+    (tmp_path / "file").write_text("")
+    code, out, err = ask(*words, "--root", tmp_path / "file")
+    assert code == 2 and out == "" and "--root" in err and "is a file" in " ".join(err.replace("│", " ").split())
+    code, out, _ = ask(*words, "--root", tmp_path / "file", "--json")
+    assert code == 2 and "--root" in json.loads(out)["error"]
+
+
+def test_rehearse_answers_with_the_keys_of_a_profile(ask):
+    code, out, err = ask("rehearse", *TINY, "--strategy", "dapple", "--set", "training.global_batch=4", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["source"] == "rehearsed" and found["world_size"] == 4 and found["fits"] is True
+    assert set(found["memory"]["peak_bytes_by_rank"]) == {"0", "1", "2", "3"} and found["step_seconds"] is None
+    assert found["memory"]["by_category"]["parameters"] > 0
+
+
+def test_verify_passes_and_says_how_far(ask):
+    code, out, err = ask(
+        "verify", *TINY[:-1], "2", "--strategy", "dapple", "--set", "training.global_batch=4", "--json"
+    )
+    assert code == 0, err
+    found = json.loads(out)
+    assert (
+        found["passed"] and set(found["max_abs_diff"]) == {"loss", "gradients", "weights"} and found["worst"]["tensor"]
+    )
+
+
+def test_estimate_says_what_would_fit(ask):
+    plan = ["--model", "gpt-7.5b", "--gpu", "v100-sxm2-32gb", "--gpus", "64", "--strategy", "zero-1"]
+    code, out, _ = ask("estimate", *plan, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["source"] == "estimated" and found["fits"] is False and found["step_seconds"] > 0
+    assert len(found["memory"]["peak_bytes_by_rank"]) == 64
+    change = found["advice"]
+    code, out, _ = ask("estimate", *plan, "--set", f"{change['field']}={change['to']}", "--json")
+    assert code == 0 and json.loads(out)["fits"] is True
+    code, out, _ = ask("estimate", *plan)
+    assert code == 0 and "smallest change that fits" in out and "NO" in out
+
+
+def test_ctrl_c_ends_a_rehearsal_and_its_child():
+    command = [sys.executable, "-m", "workbench.cli", "rehearse", "--model", "tiny", "--gpu", "h100-sxm-80gb"]
+    process = subprocess.Popen(
+        [*command, "--gpus", "64", "--strategy", "megatron-3d"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline, children = time.monotonic() + 30, []
+    while not children and time.monotonic() < deadline:
+        children = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert children and not any(child.is_running() for child in children)
+
+
+@pytest.mark.parametrize("words", [("estimat",), ("estimate", "--gpus", "x"), ("estimate", "--bogus"), ("export",)])
+def test_a_wrong_command_line_is_json_for_machines_too(ask, words):
+    code, out, err = ask(*words, "--json")
+    assert code == 2 and json.loads(out)["exit_code"] == 2
+    assert json.loads(out)["error"] in err.replace("Error: ", "")
+
+
+def test_a_plan_that_cannot_be_written_leaves_no_draft(ask, tmp_path):
+    folder = tmp_path / "taken"
+    folder.mkdir()
+    code, _, err = ask("plan", *TINY, "-o", folder)
+    assert code == 2 and err.startswith("error: --output")
+    assert list(tmp_path.iterdir()) == [folder] and not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("words", [("gpus",), ("gpus", "--json")])
+def test_an_answer_that_cannot_be_printed_is_a_failure_in_one_line(words):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "workbench.cli", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_the_command_is_loaded_is_one_word(tmp_path):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from workbench.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")

@@ -1,0 +1,57 @@
+"""`import workbench as wb`: every name is there, none of them costs before it is used."""
+
+import subprocess
+import sys
+
+import pytest
+
+import workbench as wb
+from workbench.plan.errors import PlanError
+
+PROGRAM = """
+import sys, workbench as wb
+plan = wb.Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3")
+assert wb.estimate(plan).fits
+loaded = {"torch", "altair", "ipywidgets", "typer"} & set(sys.modules)
+sys.exit(f"loaded {loaded}" if loaded else 0)
+"""
+
+
+@pytest.mark.parametrize("name", wb.__all__)
+def test_names(name):
+    assert getattr(wb, name) is not None and name in dir(wb)
+
+
+def test_planning_and_estimating_load_neither_torch_nor_widgets():
+    assert subprocess.run([sys.executable, "-c", PROGRAM], check=False).returncode == 0
+
+
+def test_an_unknown_name_says_what_there_is():
+    with pytest.raises(AttributeError, match="it has Plan"):
+        wb.simulate  # noqa: B018
+
+
+def test_plans_and_plan_files_are_the_same_to_a_verb(tmp_path):
+    plan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="dapple")
+    (tmp_path / "plan.yaml").write_text(plan.to_yaml())
+    assert wb.estimate(tmp_path / "plan.yaml").peak_bytes_by_rank == wb.estimate(plan).peak_bytes_by_rank
+    assert "preset: dapple" in plan._repr_html_() and "'preset': 'dapple'" in repr(plan)
+
+
+def test_what_cannot_be_done_is_refused_by_name():
+    plan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="zero-3")
+    for verb in (wb.rehearse, wb.verify, wb.run):
+        with pytest.raises(PlanError, match=r"strategy\.preset: zero-3 can be planned"):
+            verb(plan)
+
+
+def test_compare_leaves_out_what_cannot_be_rehearsed():
+    plan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="zero-3")
+    found = wb.compare(plan)
+    assert set(found.summary.source) == {"estimated"}
+
+
+def test_a_profile_shows_itself():
+    found = wb.estimate(wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="dapple"))
+    assert "estimated" in repr(found) and "fits yes" in repr(found)
+    assert "<td>parameters, at most</td>" in found._repr_html_() and "<td>ranks</td><td>4</td>" in found._repr_html_()

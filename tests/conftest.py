@@ -1,0 +1,19 @@
+"""Set-up shared by all tests."""
+
+import pytest
+import torch
+
+# Before any operator runs: ranks may be forked from this process at any time.
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-browser", action="store_true", help="fail if a browser test is skipped")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and item.get_closest_marker("browser") and item.config.getoption("--require-browser"):
+        report.outcome = "failed"

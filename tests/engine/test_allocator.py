@@ -1,0 +1,137 @@
+"""The measured sum is the allocator's: exact on known allocations, tied across windows."""
+
+import pytest
+import torch
+from torch import nn
+
+from workbench.engine.allocator import CpuMeter, CudaMeter, meter
+
+
+def block(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def test_known_allocations_exactly() -> None:
+    meter = CpuMeter()
+    meter.start()
+    a = block(1000)
+    meter.mark("one")
+    b = block(5000)
+    del a
+    meter.mark("two")
+    c = block(300)
+    del c
+    meter.mark("three")
+    window = meter.stop()
+    assert (window.peak, window.end) == (6000, 5000)
+    assert [(s.label, s.start, s.peak) for s in window.sections] == [
+        ("one", 1000, 6000), ("two", 5000, 5300), ("three", 5000, 5000),
+    ]  # fmt: skip
+    assert window.at("two") == 5000
+    assert window.peak_of("one") == 6000
+    with pytest.raises(KeyError):
+        window.at("four")
+    del b
+
+
+def test_later_windows_are_tied_at_a_mark() -> None:
+    meter = CpuMeter()
+    meter.start()
+    kept = [block(4_000)]
+    meter.mark("step")
+    kept.append(block(6_000))
+    meter.mark("step")
+    scratch = block(500)
+    assert meter.stop().end == 10_500
+    del scratch  # unseen, between the windows
+    for size in (700, 900):
+        meter.start()
+        earlier = block(64)
+        del earlier
+        meter.mark("step")
+        scratch = block(size)
+        del scratch
+        window = meter.stop()
+        assert (window.at("step"), window.peak_of("step"), window.end) == (10_000, 10_000 + size, 10_000)
+    del kept
+
+
+def test_kept_block_is_subtracted_when_freed_in_a_later_window() -> None:
+    meter = CpuMeter()
+    meter.start()
+    kept = block(10_000)
+    meter.mark("step")
+    meter.stop()
+    meter.start()
+    meter.mark("step")
+    del kept
+    assert meter.stop().end == 0
+
+
+def test_blocks_of_the_time_before_do_not_count() -> None:
+    earlier = CpuMeter()
+    earlier.start()
+    kept = block(10_000)
+    earlier.stop()
+    meter = CpuMeter()
+    meter.start()
+    del kept
+    again = block(300)
+    window = meter.stop()
+    assert (window.peak, window.end) == (300, 300)
+    del again
+
+
+def test_an_unseen_free_is_mended_when_the_address_returns() -> None:
+    """A process group's thread may drop the last reference; the profiler does not hear of it."""
+    window = CpuMeter()._sum([(1, None, 0x10, 100), (2, None, 0x20, 7), (3, None, 0x10, 50), (4, None, 0x10, -50)])
+    assert (window.peak, window.end) == (107, 7)
+
+
+def test_training_step_against_storages_alive() -> None:
+    """Linear → ReLU → Linear: forward and backward by hand from shapes."""
+    meter = CpuMeter()
+    meter.start()
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 32))
+    parameters = sum(p.nbytes for p in model.parameters())
+    x = torch.randn(128, 64)
+    meter.mark("step")
+    y = model(x)
+    meter.mark("backward")
+    y.backward(torch.ones_like(y))
+    meter.mark("done")
+    window = meter.stop()
+    unit = 128 * 4
+    assert window.at("step") == parameters + 64 * unit
+    # ReLU keeps its output, which is also the next layer's input; Linear's own output is freed.
+    assert window.at("backward") == parameters + 64 * unit + (256 + 32) * unit
+    assert window.at("done") == 2 * parameters + (64 + 32) * unit
+
+
+def test_meter_by_device() -> None:
+    assert isinstance(meter(torch.device("cpu")), CpuMeter)
+    with pytest.raises(ValueError, match=r"cluster\.gpu: memory of a meta device"):
+        meter(torch.device("meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_counts_in_blocks() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    cuda = CudaMeter(device)
+    cuda.start()
+    base = cuda.now()
+    assert base is not None
+    a = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+    cuda.mark("one")
+    b = torch.empty(4 << 20, dtype=torch.uint8, device=device)
+    del b
+    cuda.mark("two")
+    window = cuda.stop()
+    assert window.at("one") - base == 1 << 20
+    assert window.peak_of("one") - base == window.peak - base == 5 << 20
+    assert window.peak_of("two") - base == window.end - base == 1 << 20
+    assert window.reserved is not None
+    assert window.reserved >= window.peak
+    assert window.device_used is None or window.device_used >= window.peak
+    del a

@@ -1,0 +1,112 @@
+"""Tokens are made once, whole, and are the text."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from workbench.engine import corpus as corpora
+from workbench.plan import schema
+
+TEXTS = {"a.txt": "the quick brown fox jumps over the lazy dog. " * 40, "b.txt": "häßliche Wörter\n" * 30, "c.txt": ""}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def whole(tokens: corpora.Tokens) -> list[int]:
+    return [*tokens.train.tolist(), *tokens.holdout.tolist()]
+
+
+def test_bytes_are_the_files(source: Path, tmp_path: Path) -> None:
+    tokens = corpora.load(schema.Corpus(source=str(source), holdout=0.25), 300, folder=tmp_path / "cache")
+    paths = corpora.files(str(source))
+    assert bytes(whole(tokens)) == b"".join(p.read_bytes() + b"\0" for p in paths)
+    assert len(tokens.holdout) == len(whole(tokens)) // 4
+    assert isinstance(tokens.train, np.memmap)
+    assert tokens.train.dtype == np.uint16
+    assert not tokens.train.flags.writeable
+
+
+def test_bpe_round_trips_and_is_deterministic(source: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    setting = schema.Corpus(source=str(source), tokenizer="bpe", holdout=0.0)
+    first, second = (corpora.load(setting, 320, folder=tmp_path / name) for name in ("one", "two"))
+    assert whole(first) == whole(second)
+    assert max(whole(first)) < 320
+    assert len(whole(first)) < sum(len(text.encode()) for text in TEXTS.values()) / 2
+    assert first.tokenizer_file is not None
+    decoded = Tokenizer.from_file(str(first.tokenizer_file)).decode(whole(first))
+    assert decoded == "".join(p.read_text() for p in corpora.files(str(source)))
+
+
+def test_cache_is_used_without_reading_the_text(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = schema.Corpus(source=str(source), sha256=corpora.digest(str(source)))
+    before = whole(corpora.load(setting, 256, folder=tmp_path))
+
+    def fail(*_: object) -> None:
+        raise AssertionError("read the text again")
+
+    monkeypatch.setattr(corpora, "digest", fail)
+    monkeypatch.setattr(corpora, "files", fail)
+    assert whole(corpora.load(setting, 256, folder=tmp_path)) == before
+
+
+@pytest.mark.parametrize("damage", ["truncate", "no-count", "torn-count"])
+def test_half_written_cache_is_made_again(source: Path, tmp_path: Path, damage: str) -> None:
+    setting = schema.Corpus(source=str(source))
+    before = whole(corpora.load(setting, 256, folder=tmp_path / "cache"))
+    (data,) = (tmp_path / "cache").glob("*.bin")
+    (meta,) = (tmp_path / "cache").glob("*.json")
+    if damage == "truncate":
+        os.truncate(data, data.stat().st_size // 2)
+    elif damage == "no-count":
+        meta.unlink()
+    else:
+        meta.write_text(meta.read_text()[:5])
+    assert whole(corpora.load(setting, 256, folder=tmp_path / "cache")) == before
+
+
+def test_errors_name_the_field(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"corpus\.tokenizer: bytes needs .* at least 256, the model has 100"):
+        corpora.load(schema.Corpus(source=str(source)), 100, folder=tmp_path)
+    with pytest.raises(ValueError, match=r"corpus\.sha256: the plan was resolved with 0000"):
+        corpora.load(schema.Corpus(source=str(source), sha256="0" * 64), 256, folder=tmp_path)
+    assert not list(tmp_path.glob("*.bin*"))
+
+
+def test_waiting_ends_at_the_deadline(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with (
+            pytest.raises(ValueError, match="another process has been making the tokens"),
+            corpora._only_one(tmp_path / "lock", 0.1),
+        ):
+            pass
+
+
+def test_several_processes_build_once(source: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from workbench.engine import corpus as c\n"
+        "from workbench.plan import schema\n"
+        "build = c._build\n"
+        "def count(*a):\n    open(sys.argv[3], 'a').write('x'); build(*a)\n"
+        "c._build = count\n"
+        "t = c.load(schema.Corpus(source=sys.argv[1]), 256, folder=Path(sys.argv[2])); print(len(t.train))"
+    )
+    arguments = [sys.executable, "-c", code, str(source), str(tmp_path / "cache"), str(tmp_path / "built")]
+    children = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    lengths = {child.communicate(timeout=60)[0] for child in children}
+    assert len(lengths) == 1
+    assert (tmp_path / "built").read_text() == "x"

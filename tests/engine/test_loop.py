@@ -1,0 +1,165 @@
+"""The training loop at the edges: sampling every step or never, one step, checkpoints every step, odd resumptions."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench.engine import checkpoint
+from workbench.engine.train import train
+from workbench.plan.schema import Plan
+from workbench.runs import Reader
+
+Records = list[dict[str, Any]]
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{n} squared is {n * n}. " for n in range(500)))
+    return path
+
+
+def trained(folder: Path, text: Path, model: str = "tiny", **changes: Any) -> tuple[int, Records]:
+    """Exit code and records of one rank that trains in a forked process, its run directory being `folder`."""
+    written = {
+        "corpus.source": str(text), "training.sequence_length": 16, "training.global_batch": 2, "training.steps": 3,
+    } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
+    plan = Plan.of(model, gpu="local", gpus=1, strategy="single", set=written)
+    folder.mkdir(exist_ok=True)
+    (folder / "plan.yaml").write_text(plan.resolved().to_yaml())
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(folder / "plan.yaml",))
+    process.start()
+    process.join(60)
+    assert process.exitcode is not None
+    return process.exitcode, Reader(folder).poll()
+
+
+def _child(path: Path) -> None:
+    raise SystemExit(train(path))
+
+
+def steps(records: Records, kind: str) -> list[int]:
+    return [record["step"] for record in records if record["kind"] == kind]
+
+
+def refusal(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "errors" / "rank00000.json").read_text()))
+
+
+@pytest.mark.parametrize("every, sampled", [(1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 4]), (0, [0, 1]), (100, [0, 1])])
+def test_memory_is_sampled_as_the_plan_says(tmp_path: Path, text: Path, every: int, sampled: list[int]) -> None:
+    code, records = trained(tmp_path / "run", text, training__steps=5, telemetry__memory_every=every)
+    assert code == 0
+    for kind in ("memory", "timeline", "collectives"):
+        assert steps(records, kind) == sampled
+    assert steps(records, "step") == [0, 1, 2, 3, 4] and steps(records, "bye") == [5]
+    peaks = [
+        row["bytes"]
+        for record in records
+        if record["kind"] == "memory"
+        for row in record["rows"]
+        if (row["category"], row["moment"]) == ("allocated", "peak")
+    ]
+    assert peaks == pytest.approx([peaks[0]] * len(sampled), rel=0.02)
+
+
+def test_one_step(tmp_path: Path, text: Path) -> None:
+    code, records = trained(tmp_path / "run", text, training__steps=1, checkpoint__every=7)
+    assert code == 0
+    assert steps(records, "step") == steps(records, "memory") == [0] and steps(records, "bye") == [1]
+    assert steps(records, "checkpoint") == [1]
+
+
+def test_a_checkpoint_every_step_of_which_one_is_kept(tmp_path: Path, text: Path) -> None:
+    code, records = trained(tmp_path / "run", text, checkpoint__every=1, checkpoint__keep=1)
+    assert (code, steps(records, "checkpoint")) == (0, [1, 2, 3])
+    folder = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step-00000003"]
+
+
+def test_evaluation_every_step(tmp_path: Path, text: Path) -> None:
+    code, records = trained(tmp_path / "run", text, training__evaluation__every=1)
+    assert (code, steps(records, "evaluation")) == (0, [1, 2, 3])
+    assert steps(records, "memory") == [0, 1]
+
+
+def test_held_out_text_that_is_too_short_is_refused_before_the_first_step(tmp_path: Path, text: Path) -> None:
+    changes = {"training__evaluation__every": 2, "corpus__holdout": 0.0005}
+    code, records = trained(tmp_path / "run", text, **changes)
+    assert (code, steps(records, "step")) == (1, [])
+    assert "the held-out text has" in refusal(tmp_path / "run")["message"]
+
+
+def test_a_second_launch_in_the_same_folder_is_told_alone(tmp_path: Path, text: Path) -> None:
+    assert trained(tmp_path / "run", text, checkpoint__load="nowhere")[0] == 1
+    code, records = trained(tmp_path / "run", text)
+    assert (code, steps(records, "step")) == (0, [0, 1, 2])
+    assert not (tmp_path / "run" / "errors" / "rank00000.json").exists()
+    code, records = trained(tmp_path / "run", text, training__steps=1)
+    assert (code, steps(records, "step"), len([r for r in records if r["kind"] == "hello"])) == (0, [0], 1)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, text: Path) -> Path:
+    code, _ = trained(tmp_path / "first", text, checkpoint__every=3)
+    assert code == 0
+    return tmp_path / "first" / "checkpoints" / "step-00000003"
+
+
+def test_a_run_that_is_already_done_ends_at_once(tmp_path: Path, text: Path, saved: Path) -> None:
+    code, records = trained(tmp_path / "again", text, checkpoint__load=str(saved), checkpoint__every=1)
+    assert (code, steps(records, "step"), steps(records, "bye")) == (0, [], [3])
+    assert not (tmp_path / "again" / "errors" / "rank00000.json").exists()
+
+
+def test_more_steps_go_on_where_it_ended(tmp_path: Path, text: Path, saved: Path) -> None:
+    code, records = trained(tmp_path / "again", text, checkpoint__load=str(saved), training__steps=5)
+    assert (code, steps(records, "step"), steps(records, "memory")) == (0, [3, 4], [3, 4])
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"model": "tiny-gpt"}, "of another model"),
+    ({"strategy__precision": "bf16"}, "strategy.precision"),
+    ({"training__optimizer__name": "sgd", "training__global_batch": 4}, "global_batch is 4"),
+    ({"checkpoint__load": "nowhere"}, "nowhere is not a finished checkpoint"),
+])  # fmt: skip
+def test_a_checkpoint_that_does_not_fit_is_refused_in_words(
+    tmp_path: Path, text: Path, saved: Path, changes: dict[str, Any], words: str
+) -> None:
+    code, records = trained(tmp_path / "again", text, **{"checkpoint__load": str(saved), **changes})
+    assert (code, steps(records, "step")) == (1, [])
+    error = refusal(tmp_path / "again")
+    assert error["type"] == "ValueError" and words in error["message"]
+
+
+def test_a_larger_shape_of_the_same_names_is_refused(tmp_path: Path, text: Path, saved: Path) -> None:
+    code, _ = trained(tmp_path / "again", text, "small", checkpoint__load=str(saved))
+    message = refusal(tmp_path / "again")["message"]
+    assert code == 1 and "has shape" in message and "the plan's model needs" in message
+
+
+def test_dying_while_saving_leaves_the_former_checkpoint(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = checkpoint._commit
+
+    def die_at_two(writing: Path, final: Path, *rest: Any) -> None:
+        if final.name == "step-00000002":
+            raise KeyboardInterrupt
+        commit(writing, final, *rest)
+
+    monkeypatch.setattr(checkpoint, "_commit", die_at_two)
+    code, _ = trained(tmp_path / "run", text, checkpoint__every=1)
+    folder = tmp_path / "run" / "checkpoints"
+    assert code != 0 and [path.name for path in checkpoint.finished(folder)] == ["step-00000001"]
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    again = {"checkpoint__load": str(folder / "step-00000001"), "checkpoint__every": 1}
+    code, records = trained(tmp_path / "again", text, **again)
+    assert (code, steps(records, "checkpoint")) == (0, [2, 3])

@@ -1,0 +1,138 @@
+"""Our optimizer equals torch's, keeps masters, and needs no values."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from workbench.engine.optimizer import Optimizer, learning_rate
+from workbench.plan import schema
+
+SHAPES = {"matrix": (7, 5), "vector": (11,), "other": (3, 4, 2)}
+
+
+def named(dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        n: nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)) for n, s in SHAPES.items()
+    }
+
+
+def gradients_of(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {n: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for n, s in SHAPES.items()}
+
+
+def fill(into: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        into[name].copy_(value)
+
+
+def config(**changes: object) -> schema.Optimizer:
+    return schema.Optimizer.model_validate({"learning_rate": 1e-2, "decay": "constant", **changes})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_equals_torch(dtype: torch.dtype, name: str) -> None:
+    settings = config(name=name)
+    ours, theirs = named(dtype), named(dtype)
+    gradients = gradients_of(0, dtype)
+    optimizer = Optimizer(ours, gradients, settings, 10)
+    groups = [
+        {"params": [p for p in theirs.values() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in theirs.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if name == "adamw":
+        reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    else:
+        reference = torch.optim.SGD([{**g, "weight_decay": 0.0} for g in groups], lr=1e-2, momentum=0.9, foreach=False)
+    for step in range(4):
+        fill(gradients, gradients_of(step, dtype))
+        for key, parameter in theirs.items():
+            parameter.grad = gradients_of(step, dtype)[key] * 0.5
+            if name == "sgd" and parameter.ndim >= 2:
+                parameter.data.mul_(1 - 1e-2 * 0.1)
+        reference.step()
+        optimizer.step(step, torch.tensor(0.5))
+    for key, parameter in ours.items():
+        torch.testing.assert_close(parameter, theirs[key], rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-7)
+    assert all(float(entry["step"]) == 4 for entry in optimizer.state().values())
+
+
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
+def test_master_follows_fp32_and_parameter_rounds_it(gradient_dtype: torch.dtype) -> None:
+    small, wide = named(torch.bfloat16), {n: nn.Parameter(p.detach().float()) for n, p in named(torch.bfloat16).items()}
+    narrow = gradients_of(0, gradient_dtype)
+    full = {n: g.float().clone() for n, g in narrow.items()}
+    ours, reference = (
+        Optimizer(small, narrow, config(learning_rate=1e-4), 10),
+        Optimizer(wide, full, config(learning_rate=1e-4), 10),
+    )
+    for step in range(5):
+        fill(narrow, gradients_of(step, gradient_dtype))
+        fill(full, gradients_of(step, gradient_dtype))
+        ours.step(step, torch.tensor(0.7))
+        reference.step(step, torch.tensor(0.7))
+    for name, parameter in small.items():
+        state = ours.state()[name]
+        assert state["master"].dtype == state["moment1"].dtype == torch.float32
+        torch.testing.assert_close(state["master"], wide[name].detach(), rtol=0, atol=0)
+        assert torch.equal(parameter.detach(), state["master"].bfloat16())
+
+
+def test_casting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for limit in (1, 2**30):
+        monkeypatch.setattr("workbench.engine.optimizer.CAST_BYTES", limit)
+        parameters = named(torch.bfloat16)
+        optimizer = Optimizer(parameters, gradients_of(0, torch.bfloat16), config(), 3)
+        assert len(list(optimizer._pieces(list(parameters)))) == (3 if limit == 1 else 1)
+        optimizer.step(0, None)
+        results.append(parameters)
+    assert all(torch.equal(results[0][n], results[1][n]) for n in SHAPES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_runs_on_fake_tensors(dtype: torch.dtype, name: str) -> None:
+    with FakeTensorMode():
+        parameters = {n: nn.Parameter(torch.empty(s, dtype=dtype)) for n, s in SHAPES.items()}
+        gradients = {n: torch.empty(s, dtype=torch.float32) for n, s in SHAPES.items()}
+        Optimizer(parameters, gradients, config(name=name), 3).step(0, torch.ones(()))
+
+
+def test_state_loads_exactly_and_refuses_others() -> None:
+    first, gradients = named(torch.float32), gradients_of(0, torch.float32)
+    optimizer = Optimizer(first, gradients, config(), 10)
+    optimizer.step(0)
+    other = Optimizer(
+        {n: nn.Parameter(p.detach().clone()) for n, p in first.items()}, gradients_of(1, torch.float32), config(), 10
+    )
+    other.load(optimizer.state())
+    fill(gradients, gradients_of(1, torch.float32))
+    optimizer.step(1)
+    other.step(1)
+    assert all(torch.equal(first[n], other.parameters[n]) for n in SHAPES)
+    state = {n: dict(entry) for n, entry in optimizer.state().items()}
+    state["vector"]["moment2"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"moment2 of vector: shape \(3,\), needs \(11,\)"):
+        other.load(state)
+    del state["vector"]["moment2"]
+    with pytest.raises(ValueError, match="optimizer state of vector"):
+        other.load(state)
+
+
+def test_learning_rate_schedule() -> None:
+    cosine = schema.Optimizer(learning_rate=1.0, warmup_steps=4, decay="cosine", final_ratio=0.1)
+    assert [learning_rate(s, cosine, 14) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert learning_rate(4, cosine, 14) == 1.0
+    assert math.isclose(learning_rate(13, cosine, 14), 0.1)
+    assert math.isclose(learning_rate(7, cosine, 14), 0.1 + 0.9 * (1 + math.cos(math.pi / 3)) / 2)
+    linear = cosine.model_copy(update={"decay": "linear"})
+    assert math.isclose(learning_rate(7, linear, 14), 0.1 + 0.9 * (1 - 3 / 9))
+    constant = cosine.model_copy(update={"decay": "constant"})
+    assert learning_rate(13, constant, 14) == 1.0
+    assert learning_rate(0, schema.Optimizer(), 1) == 3e-4

@@ -1,0 +1,69 @@
+"""The union of all ranks is one device's batch, in its order; every epoch sees every sequence once."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.engine.corpus import Tokens
+from workbench.engine.sampler import Sampler, permute
+
+
+def tokens(train: int = 1000, holdout: int = 200) -> Tokens:
+    return Tokens(np.arange(train, dtype=np.uint16), np.arange(holdout, dtype=np.uint16), 1000, "", "bytes", None)
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**40))
+def test_permutation_is_one(size: int, key: int) -> None:
+    image = permute(np.arange(size), size, key)
+    assert sorted(image.tolist()) == list(range(size))
+
+
+def test_permutation_mixes() -> None:
+    image = permute(np.arange(10_000), 10_000, 7)
+    assert abs(np.corrcoef(np.arange(10_000), image)[0, 1]) < 0.05
+    assert (permute(np.arange(10_000), 10_000, 8) == image).mean() < 0.01
+    assert permute(np.array([5]), 2**40, 1)[0] < 2**40
+
+
+def test_ranks_together_are_one_device() -> None:
+    one = Sampler(tokens(), 10, 12, 1, seed=3)
+    for size, micro in ((2, 3), (4, 1), (3, 2)):
+        parts = [Sampler(tokens(), 10, 12, micro, seed=3, data_index=d, data_size=size) for d in range(size)]
+        for call in (lambda s: s.batch(9), lambda s: s.evaluation(1)):
+            together = torch.cat([call(part)[0].reshape(-1, 10) for part in parts])
+            assert torch.equal(together, call(one)[0].reshape(-1, 10))
+        assert parts[0].batch(0)[0].shape == (12 // size // micro, micro, 10)
+
+
+def test_targets_are_the_next_tokens() -> None:
+    inputs, targets = Sampler(tokens(), 10, 4, 2).batch(0)
+    assert inputs.dtype == torch.int64
+    assert torch.equal(inputs + 1, targets)
+
+
+def test_epochs_cover_the_text_in_other_orders() -> None:
+    sampler = Sampler(tokens(), 10, 3, 1, seed=1)
+    assert sampler.num_sequences == 99
+    orders = [sampler.order(np.arange(e * 99, (e + 1) * 99)).tolist() for e in range(2)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(99))
+    assert orders[0] != orders[1]
+    across = sampler.order(np.arange(90, 110)).tolist()
+    assert across == orders[0][90:] + orders[1][:11]
+    assert Sampler(tokens(), 10, 3, 1, seed=2).order(np.arange(99)).tolist() != orders[0]
+
+
+def test_resumes_by_sample_index_under_another_batch() -> None:
+    first, second = Sampler(tokens(), 10, 4, 1), Sampler(tokens(), 10, 8, 2)
+    old = torch.cat([first.batch(s)[0].reshape(-1, 10) for s in (6, 7)])
+    assert torch.equal(second.take(first.sample_index(6))[0].reshape(-1, 10), old)
+
+
+def test_short_text_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"training\.sequence_length: 1000 needs 1001 tokens, the training text has 1000"
+    ):
+        Sampler(tokens(), 1000, 4, 1)
+    with pytest.raises(ValueError, match="the held-out text has 3"):
+        Sampler(tokens(holdout=3), 10, 4, 1).evaluation(0)

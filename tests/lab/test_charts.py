@@ -1,0 +1,149 @@
+import json
+
+import pytest
+import vl_convert
+
+from workbench.lab import charts
+from workbench.lab.figure import MIME, SCHEMA, Figure
+
+from . import synthetic
+
+
+def all_figures() -> list[Figure]:
+    e, r, m = (synthetic.profile(s, steps=30 if s == "measured" else 0) for s in ("estimated", "rehearsed", "measured"))
+    many = synthetic.profile("measured", 64, steps=5, pipeline=False)
+    return [
+        charts.memory(e, r, m),
+        charts.memory(many),
+        charts.memory_map(many),
+        charts.memory_steps(m),
+        charts.loss(m),
+        charts.throughput(m),
+        charts.throughput(many),
+        charts.timeline(e),
+        charts.timeline(e, m),
+        charts.collectives(e, m),
+        charts.parts(e, m),
+    ]
+
+
+@pytest.mark.parametrize("figure", all_figures(), ids=lambda figure: figure.name)
+def test_every_chart_draws_with_the_oldest_vega_lite_at_hand(figure: Figure, capfd: pytest.CaptureFixture[str]) -> None:
+    json.dumps(figure.static())
+    drawn = vl_convert.vegalite_to_svg(figure.static(), vl_version="5.8")
+    assert drawn.count("<path") > 5 and "NaN" not in drawn
+    assert "WARN" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("figure", all_figures(), ids=lambda figure: figure.name)
+def test_every_chart_names_its_source_and_its_unit(figure: Figure) -> None:
+    assert any(word in figure.subtitle for word in ("estimated", "rehearsed", "measured"))
+    assert ("(" in figure.title and figure.title.endswith(")")) or "ranks" in figure.title
+
+
+def test_notebooks_get_a_mime_that_jupyterlab_draws_and_two_to_fall_back_on() -> None:
+    data = charts.memory(synthetic.profile())._repr_mimebundle_()
+    assert data[MIME]["$schema"] == SCHEMA and MIME.endswith("v5+json")
+    assert data["image/svg+xml"].startswith("<svg") and "Memory" in data["text/plain"]
+
+
+def test_a_measured_bar_is_as_long_as_the_allocator_says() -> None:
+    measured = synthetic.profile("measured", 2)
+    rows = charts.memory(measured).rows
+    for rank, peak in measured.peak_bytes_by_rank.items():
+        bar = [row for row in rows if row["label"].startswith(f"rank {rank}")]
+        assert sum(row["value"] for row in bar) * 2**20 == pytest.approx(peak)
+        assert any(row["category"] == "unattributed" for row in bar)
+
+
+def test_the_three_sources_stand_side_by_side_with_their_steps() -> None:
+    profiles = [synthetic.profile(s, 2) for s in ("estimated", "rehearsed", "measured")]
+    rows = charts.memory(*profiles).rows
+    assert {(row["label"], row["source"]) for row in rows} == {
+        (f"rank {rank} · stage {rank}", source) for rank in (0, 1) for source in ("estimated", "rehearsed", "measured")
+    }
+    assert {row["step"] for row in rows if row["source"] == "measured"} == {2}
+
+
+def test_a_card_is_drawn_where_it_is_near_and_told_where_it_is_far() -> None:
+    near = synthetic.profile("estimated")
+    far = synthetic.profile("estimated", scale=2**20)
+    assert charts.memory(near).rows[0]["card_text"] == "card: 1,024 MiB" and "%" not in charts.memory(near).subtitle
+    assert "card" not in charts.memory(far).rows[0] and "% of 1.00 GiB" in charts.memory(far).subtitle
+
+
+def test_units_follow_the_size() -> None:
+    assert "(GiB)" in charts.memory(synthetic.profile(scale=2**31)).title
+    assert "(MiB)" in charts.memory(synthetic.profile(scale=2**24)).title
+
+
+def test_beyond_sixteen_ranks_the_extremes_stand_for_all() -> None:
+    many = synthetic.profile("measured", 64, steps=4, pipeline=False)
+    labels = {row["label"] for row in charts.memory(many).rows}
+    peaks = many.peak_bytes_by_rank
+    assert (
+        f"rank {max(peaks, key=peaks.__getitem__)}" in labels and f"rank {min(peaks, key=peaks.__getitem__)}" in labels
+    )
+    assert len(labels) <= 10
+    band = [row for row in charts.throughput(many).rows if row["rank"] == "median"]
+    assert len(band) == 4 and all(row["low"] <= row["value"] <= row["high"] for row in band)
+    assert len({row["rank"] for row in charts.throughput(many).rows}) == 4
+
+
+def test_ranks_that_are_alike_are_drawn_once() -> None:
+    many = synthetic.profile("estimated", 64)
+    many.representative = {rank: rank // 16 * 16 for rank in range(64)}
+    assert {row["label"].split(" · ")[-1] for row in charts.memory(many).rows} == {"16 alike"}
+
+
+def test_loss_is_one_line_a_run_and_long_runs_stay_small() -> None:
+    runs = [synthetic.profile("measured", 2, run=name, steps=2000) for name in ("a", "b")]
+    rows = charts.loss(*runs).rows
+    assert {row["run"] for row in rows} == {"a", "b"}
+    assert len(rows) <= 1000 and max(row["step"] for row in rows) == 1999
+
+
+def test_a_timeline_shows_each_action_where_it_was() -> None:
+    profile = synthetic.profile("estimated", 4)
+    rows = charts.timeline(profile).rows
+    assert len(rows) == len(profile.timeline)
+    first = min(rows, key=lambda row: row["start"])
+    assert (first["lane"], first["action"], first["microbatch"]) == ("rank 0 · stage 0", "forward", 0)
+    assert first["end"] - first["start"] == pytest.approx(10)  # ms
+
+
+def test_communication_is_the_busiest_rank_s_payload() -> None:
+    rows = charts.collectives(synthetic.profile("estimated", 2)).rows
+    assert {(row["axis"], row["kind"], round(row["value"])) for row in rows} == {
+        ("data", "all-reduce", 100),
+        ("pipeline", "send", 16),
+        ("tensor", "all-reduce", 32),
+    }
+
+
+def test_empty_profiles_give_empty_charts_with_words() -> None:
+    empty = synthetic.profile("measured", 2)
+    for kind in ("memory", "timeline", "collectives", "steps"):
+        setattr(empty, kind, getattr(empty, kind).iloc[:0])
+    for chart in (
+        charts.memory,
+        charts.memory_steps,
+        charts.loss,
+        charts.throughput,
+        charts.timeline,
+        charts.collectives,
+    ):
+        figure = chart(empty)
+        assert figure.rows == [] and figure.empty and figure.svg()
+
+
+def test_two_estimates_have_a_bar_each_and_one_needs_no_words() -> None:
+    pair = [synthetic.profile(run=name) for name in ("a", "b")]
+    for chart in (charts.memory, charts.collectives, charts.parts):
+        assert {row["bar"] for row in chart(*pair).rows} == {"estimated · a", "estimated · b"}
+    assert charts.memory(pair[0]).rows[0]["text"] == "680"
+
+
+def test_a_map_marks_what_does_not_fit() -> None:
+    many = synthetic.profile(world=64, scale=2**30)
+    assert "datum.value > " in json.dumps(charts.memory_map(many).spec)

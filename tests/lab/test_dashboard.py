@@ -1,0 +1,88 @@
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from workbench.lab.dashboard import Dashboard, watch
+from workbench.lab.figure import MIME
+from workbench.runs.run import Run
+from workbench.runs.state import first_state
+
+from . import fake_run, synthetic
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return fake_run.make(tmp_path / "20260101-000000-tiny", world=2, steps=12)
+
+
+def play(folder: Path, steps: int = 12, seconds: float = 0.02) -> threading.Thread:
+    thread = threading.Thread(target=fake_run.play, args=(folder, 2, steps, seconds), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_run_is_followed_to_its_end(folder: Path) -> None:
+    play(folder)
+    dashboard = watch(Run(folder), [synthetic.profile("estimated", 2, scale=20 * 2**20)])
+    assert dashboard.wait(20)
+    assert dashboard.board.banner["headline"] == "Finished: 12 steps" and dashboard.board.banner["tone"] == "good"
+    assert len([row for row in dashboard.board.rows("loss") if row["text"] == "training"]) == 12
+    assert len(dashboard.board.rows("throughput")) == 24 and len(dashboard.board.rows("memory_steps")) == 4
+    assert {row["source"] for row in dashboard.board.rows("memory")} == {"estimated", "measured"}
+    assert {row["lane"] for row in dashboard.board.rows("timeline")} == {"rank 0 · stage 0", "rank 1 · stage 1"}
+    assert dashboard.board.banner["buttons"] == []
+
+
+def test_the_snapshot_holds_the_whole_run_and_no_widget(folder: Path) -> None:
+    play(folder)
+    dashboard = watch(Run(folder), [])
+    assert dashboard.wait(20)
+    data = dashboard.snapshot()
+    assert set(data) == {MIME, "image/svg+xml", "text/plain"}
+    losses = next(rows for name, rows in data[MIME]["datasets"].items() if name.endswith("_loss"))
+    assert len(losses) == 13  # twelve steps and one evaluation
+    assert "Finished: 12 steps" in data["text/plain"]
+
+
+def test_stop_asks_the_run_and_the_banner_says_so(folder: Path) -> None:
+    play(folder, steps=400)
+    dashboard = watch(Run(folder), [])
+    deadline = time.monotonic() + 20
+    while dashboard.progress.done < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    dashboard.board._heard(dashboard.board, {"type": "press", "action": "stop"}, [])
+    assert dashboard.wait(20)
+    assert dashboard.board.banner["headline"].startswith("Stopped after step ") and dashboard.progress.done < 400
+
+
+def test_a_second_view_attached_later_sees_everything(folder: Path) -> None:
+    play(folder).join(20)
+    late = Dashboard(Run(folder)).start()
+    assert late.wait(20) and late.progress.done == 12
+    assert len([row for row in late.board.rows("loss") if row["text"] == "training"]) == 12
+
+
+def test_a_failure_is_told_with_its_first_cause(folder: Path) -> None:
+    fake_run.hello(folder, 2)
+    fake_run.fail(folder)
+    dashboard = watch(Run(folder), [])
+    assert dashboard.wait(20)
+    banner = dashboard.board.banner
+    assert banner["headline"] == "Failed: rank 1 was killed by SIGKILL in step 3" and banner["tone"] == "bad"
+    assert "Watch the machine's free memory." in banner["lines"] and banner["code"] == "last line of rank 1"
+    assert "SIGKILL" in dashboard.snapshot()["text/plain"]
+
+
+def test_ranks_that_are_up_are_counted(folder: Path) -> None:
+    fake_run.put_state(folder, first_state(2, 12))
+    dashboard = Dashboard(Run(folder))
+    dashboard._look()
+    assert dashboard.board.banner["headline"] == "Starting: 0 of 2 ranks are up"
+    fake_run.hello(folder, 2)
+    dashboard._look()
+    assert dashboard.board.banner["headline"] == "Training · step 0 of 12"
+    fake_run.step(folder, 2, 0)
+    dashboard._look()
+    assert dashboard.board.banner["fraction"] == pytest.approx(1 / 12)

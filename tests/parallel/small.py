@@ -1,0 +1,41 @@
+"""Small plans of both model styles for proofs on forked ranks."""
+
+from typing import Any
+
+from workbench.plan.schema import Plan
+
+LLAMA: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 257}
+GPT: dict[str, Any] = {
+    "layers": 4, "hidden": 32, "heads": 4, "ffn": 64, "vocab": 257, "norm": "layernorm", "mlp": "gelu",
+    "positions": "learned", "biases": "all", "max_positions": 64,
+}  # fmt: skip
+
+
+def plan(
+    tensor: int = 1,
+    pipeline: int = 1,
+    data: int = 1,
+    *,
+    shape: dict[str, Any] = LLAMA,
+    microbatches: int = 4,
+    changes: dict[str, Any] | None = None,
+    **more: Any,
+) -> Plan:
+    """A plan on tensor x pipeline x data ranks; `more` adds to the shape, `changes` are by dotted path."""
+    written = {
+        "model": {**shape, **more},
+        "cluster": {"gpu": "local", "gpus": tensor * pipeline * data},
+        "strategy": {
+            "tensor": {"size": tensor},
+            "pipeline": {"size": pipeline},
+            "data": {"bucket_mib": 0.01},
+        },
+        "training": {
+            "sequence_length": 16,
+            "global_batch": data * microbatches * 2,
+            "micro_batch": 2,
+            "steps": 3,
+            "optimizer": {"clip": 0.5, "learning_rate": 1e-2},
+        },
+    }
+    return Plan.model_validate(written).replace(**(changes or {}))

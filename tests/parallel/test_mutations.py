@@ -1,0 +1,100 @@
+"""The prover is honest: with each of these faults planted, it fails and names a tensor that the fault spoils."""
+
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.parallel.small import GPT, plan
+from workbench.engine import session as session_module
+from workbench.engine.session import Session
+from workbench.engine.verify import verify
+from workbench.parallel.layout import square_norm
+from workbench.parallel.pipeline.executor import Executor
+from workbench.parallel.tensor import linear, vocabulary
+from workbench.parallel.tensor.linear import RowLinear
+from workbench.schedules import Action
+
+
+def failure_of(answer: dict[str, Any]) -> dict[str, Any]:
+    assert not answer["passed"], answer
+    worst: dict[str, Any] = answer["worst"]
+    assert worst["relative"] > 100 * answer["tolerance"]
+    return worst
+
+
+def test_missing_all_reduce_in_a_row_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "reduce_from", lambda x, axis: x)
+    worst = failure_of(verify(plan(2)))
+    assert worst["kind"] in ("gradients", "weights") and worst["tensor"] != "loss"
+
+
+def test_bias_added_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: RowLinear, x: Tensor) -> Tensor:
+        return linear.reduce_from(F.linear(x, self.weight, self.bias), self.axis)
+
+    monkeypatch.setattr(RowLinear, "forward", forward)
+    assert failure_of(verify(plan(2, shape=GPT)))["tensor"]
+
+
+def test_gradients_summed_instead_of_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Executor.step
+
+    def step(self: Executor, tokens: Tensor, targets: Tensor, scale: float, observe: Any = None) -> Any:
+        return original(self, tokens, targets, scale * 2, observe)
+
+    monkeypatch.setattr(Executor, "step", step)
+    answer = verify(plan(data=2, changes={"training.optimizer.clip": None}))
+    assert failure_of(answer)
+    assert answer["max_relative_diff"]["gradients"] == pytest.approx(1.0, rel=1e-6)
+
+
+def test_tied_embedding_not_reduced_across_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "sum_tied", lambda gradient, axis: None)
+    assert failure_of(verify(plan(pipeline=2, tied=True)))["tensor"] == "embedding.tokens.weight"
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=["tensor", "pipeline"])
+def test_clipping_by_the_local_norm(monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, int, int]) -> None:
+    def agree(self: Session, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        agreed, _, stopping = original(self, loss, stop)
+        return agreed, square_norm(self.part.buckets.gradients, self.part.layouts, self.mesh).sqrt(), stopping
+
+    original = Session._agree
+    monkeypatch.setattr(Session, "_agree", agree)
+    # SGD, because AdamW hardly feels a gradient's size; the clip is tight, so that it bites.
+    answer = verify(plan(*mesh, changes={"training.optimizer.name": "sgd", "training.optimizer.clip": 0.05}))
+    assert failure_of(answer)["kind"] == "weights"
+    assert answer["max_relative_diff"]["gradients"] <= answer["tolerance"]
+
+
+def test_dropped_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Executor._forward
+
+    def forward(self: Executor, action: Action, flight: Any, tokens: Tensor, targets: Tensor, scale: float) -> None:
+        original(self, action, flight, tokens, targets, 0.0 if action.microbatch == 3 else scale)
+
+    monkeypatch.setattr(Executor, "_forward", forward)
+    assert failure_of(verify(plan(pipeline=2)))["tensor"]
+
+
+def test_padded_vocabulary_in_the_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "exclude_padding", lambda logits, num_rows: None)
+    assert failure_of(verify(plan(2)))["tensor"]
+
+
+def test_replica_that_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that only one rank holds wrong is found on that rank."""
+    original = Session.build.__func__  # type: ignore[attr-defined]
+
+    def build(cls: type[Session], plan: Any, mesh: Any, *rest: Any) -> Session:
+        session: Session = original(cls, plan, mesh, *rest)
+        if mesh.rank == 1:
+            norm = session.part.parameters["final_norm.weight"]
+            norm.register_hook(lambda gradient: gradient * 1.5)
+        return session
+
+    monkeypatch.setattr(Session, "build", classmethod(build))
+    worst = failure_of(verify(plan(2)))
+    assert worst["rank"] == 1 or worst["tensor"] == "final_norm.weight"

@@ -1,0 +1,144 @@
+"""The catalog: published counts, cards with their fabrics, presets that work with a bare number of cards."""
+
+import json
+
+import pytest
+
+from workbench.plan import catalog, huggingface
+from workbench.plan.errors import PlanError
+from workbench.plan.parameters import parameters
+from workbench.plan.schema import Plan
+from workbench.plan.support import runnable, unsupported
+
+RELIED_ON = {
+    "models": ["tiny", "gpt-7.5b", "gpt3-175b", "llama-3-8b", "pangu-200b"],
+    "gpus": ["v100-sxm2-32gb", "a100-sxm-80gb", "h100-sxm-80gb", "ascend-910"],
+    "strategies": ["single", "ddp", "zero-0", "zero-1", "zero-2", "zero-3", "zero-offload", "gpipe", "dapple",
+                   "megatron-tp", "megatron-3d", "pangu-5d"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RELIED_ON)
+def test_names_that_scripts_rely_on(kind):
+    assert set(RELIED_ON[kind]) <= set(getattr(catalog, kind)())
+
+
+@pytest.mark.parametrize("name", catalog.models())
+def test_closed_form_count_is_the_published_one(name):
+    entry = catalog.models()[name]
+    assert entry.source
+    found = parameters(entry.shape)
+    assert found.total == pytest.approx(entry.parameters, rel=0.01)
+    if entry.active_parameters:  # published to two digits, and by some without the embedding lookup
+        counts = (found.active, found.active - found.embedding)
+        assert min(abs(count / entry.active_parameters - 1) for count in counts) < 0.03
+
+
+def test_dense_models_are_all_active():
+    found = parameters(catalog.models()["llama-3-8b"].shape)
+    assert found.active == found.total == 8030261248
+
+
+@pytest.mark.parametrize("name", catalog.gpus())
+def test_cards_have_a_source_and_a_known_fabric(name):
+    entry = catalog.gpus()[name]
+    assert entry.card.source and entry.fabric in catalog.clusters()
+    assert all(entry.card.tflops.values()) and entry.card.bandwidth_gbs > entry.card.pcie_gbs
+
+
+def test_an_80_gb_card_has_79_3_gib():
+    assert catalog.gpus()["h100-sxm-80gb"].card.memory_gib == 79.3
+
+
+@pytest.mark.parametrize("preset", catalog.strategies())
+@pytest.mark.parametrize("model, gpu, gpus", [
+    ("tiny", "h100-sxm-80gb", 1), ("tiny-moe", "a100-sxm-80gb", 4), ("llama-3-8b", "h100-sxm-80gb", 24),
+    ("gpt3-175b", "v100-sxm2-32gb", 1024), ("mixtral-8x7b", "gb200", 128),
+])  # fmt: skip
+def test_presets_need_only_a_number_of_cards(preset, model, gpu, gpus):
+    if preset == "single" and gpus > 1:
+        return
+    full = Plan.of(model, gpu=gpu, gpus=gpus, strategy=preset).complete()
+    product = 1
+    for size in full.sizes.values():
+        product *= size
+    assert product == gpus
+    assert full.complete() == full
+    assert isinstance(full.strategy.pipeline.partition, list)
+    assert "auto" not in (full.strategy.precision, full.strategy.gradient_dtype)
+
+
+@pytest.mark.parametrize("preset, sizes", [
+    ("ddp", (1, 4, 1)), ("megatron-tp", (4, 1, 1)), ("dapple", (1, 1, 4)), ("gpipe", (1, 1, 4)),
+    ("tensor-pipeline", (2, 1, 2)), ("megatron-3d", (2, 1, 2)),
+])  # fmt: skip
+def test_sizes_on_four_ranks(preset, sizes):
+    found = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy=preset).complete().sizes
+    assert (found["tensor"], found["data"], found["pipeline"]) == sizes
+    assert runnable(preset)
+
+
+def test_pangu_on_its_own_cluster():
+    full = Plan.of("pangu-200b", gpu="ascend-910", gpus=2048, strategy="pangu-5d").complete()
+    assert full.sizes == {"tensor": 8, "context": 1, "data": 16, "pipeline": 16}
+    assert full.strategy.precision == "fp16" and full.strategy.placement[:2] == ["tensor", "pipeline"]
+
+
+def test_a_written_size_wins_over_a_rule_and_the_rest_follows():
+    plan = Plan.of(
+        "llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="tensor-pipeline", set={"strategy.tensor.size": 2}
+    )
+    assert plan.complete().sizes["pipeline"] == 32
+
+
+@pytest.mark.parametrize("preset", ["zero-1", "zero-3", "pangu-5d", "colossal-2d", "ring-attention"])
+def test_presets_that_cannot_run_are_refused_by_name(preset):
+    full = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy=preset).complete()
+    first = unsupported(full, "run")[0]
+    assert first.field == "strategy.preset" and preset in first.message
+    assert ("estimated" in first.message) == (not unsupported(full, "estimate")) == (preset != "colossal-2d")
+
+
+@pytest.mark.parametrize("gpus, nodes, each", [(64, 8, 8), (12, 2, 6), (4, 1, 4)])
+def test_nodes_hold_the_same_number_of_cards(gpus, nodes, each):
+    cluster = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp").complete().cluster
+    assert (cluster.nodes, cluster.gpus_per_node) == (nodes, each)
+
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+         "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+         "rope_theta": 500000, "hidden_act": "silu"}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+DEEPSEEK = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432,
+            "vocab_size": 129280, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
+            "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+            "v_head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 163840}  # fmt: skip
+
+
+@pytest.mark.parametrize("config, name", [(LLAMA, "llama-3-8b"), (GPT2, "gpt2"), (DEEPSEEK, "deepseek-v3")])
+def test_hugging_face_configurations(tmp_path, config, name):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    full = Plan.of(str(tmp_path), gpu="h100-sxm-80gb", gpus=1).complete()
+    known = catalog.models()[name].shape
+    assert full.shape.model_copy(update={"name": name}) == known
+
+
+def test_unknown_family_is_refused_by_name():
+    with pytest.raises(PlanError, match="model_type 'mamba'; legal: bloom, deepseek_v2"):
+        huggingface.shape_of({"model_type": "mamba"})
+
+
+def test_missing_key_of_a_configuration_is_named():
+    with pytest.raises(PlanError, match="has no hidden_size"):
+        huggingface.shape_of({"model_type": "llama", "num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "[" * 100_000, "\x00"])
+def test_a_file_that_is_no_configuration_is_told_of(tmp_path, text):
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(PlanError, match=r"is not JSON|is no model configuration") as caught:
+        huggingface.read(str(file))
+    assert caught.value.problems[0].field == "model"

@@ -1,0 +1,238 @@
+"""Legality: each rule refuses what it should, naming the field, the numbers and what is legal; and accepts the rest."""
+
+import pytest
+
+from workbench.plan import attached as machine
+from workbench.plan import corpus
+from workbench.plan.catalog import models
+from workbench.plan.check import check
+from workbench.plan.errors import PlanError
+from workbench.plan.partition import balanced, costs
+from workbench.plan.schema import Plan
+
+
+def plan(model="tiny", gpus=8, strategy=None, **fields):
+    sections: dict = {"model": model, "cluster": {"gpu": "h100-sxm-80gb", "gpus": gpus}}
+    built = Plan.model_validate(sections | ({"strategy": {"preset": strategy}} if strategy else {}))
+    return built.replace(**{key.replace("__", "."): value for key, value in fields.items()})
+
+
+ILLEGAL = [
+    ("strategy.tensor.size", "legal for tiny: 1, 2, 4", {"strategy__tensor__size": 8}),
+    ("cluster.gpus", "legal: gpus 6, 9", {"strategy__pipeline__size": 3, "strategy__tensor__size": 1}),
+    ("strategy.pipeline.size", "4 layers; legal sizes: 1 to 4", {"strategy__pipeline__size": 8}),
+    ("strategy.pipeline.partition", "2 numbers that add up to 4",
+     {"strategy__pipeline__size": 2, "strategy__pipeline__partition": [4]}),
+    ("strategy.pipeline.chunks", "interleaved takes 2 or more", {"strategy__pipeline__schedule": "interleaved"}),
+    ("strategy.pipeline.schedule", "'1f2b' is not known; legal: gpipe", {"strategy__pipeline__schedule": "1f2b"}),
+    ("training.global_batch", "legal: 8, 16", {"training__global_batch": 12}),
+    ("strategy.data.shard", "zero is 0", {"strategy__data__shard": 2}),
+    ("strategy.data.shard", "legal: all, 1, 2, 4, 8", {"strategy__data__shard": 3, "strategy__data__zero": 1}),
+    ("strategy.data.keep_gathered", "needs data.zero 3", {"strategy__data__keep_gathered": True}),
+    ("strategy.data.offload", "needs data.zero 1", {"strategy__data__offload": "optimizer"}),
+    ("strategy.context.size", "2 x size divides sequence_length = 100; legal: 1, 2",
+     {"strategy__context__size": 4, "training__sequence_length": 100}),
+    ("strategy.expert.size", "has no experts; legal: 1", {"strategy__expert__size": 2}),
+    ("strategy.placement", "must name each of tensor", {"strategy__placement": ["tensor", "data"]}),
+    ("strategy.recompute", "from 0 to 3", {"strategy__recompute": [4]}),
+    ("strategy.gradient_dtype", "legal: fp32 or bf16", {"strategy__gradient_dtype": "fp16"}),
+    ("strategy.tensor.size", "algorithm 2d takes [q, q]", {"strategy__tensor": {"size": [4, 2], "algorithm": "2d"}}),
+    ("training.optimizer.warmup_steps", "legal: 0 to 100", {"training__optimizer__warmup_steps": 101}),
+    ("cluster.gpus_per_node", "legal: 1 to 8", {"cluster__gpus_per_node": 16}),
+    ("cluster.gpus", "2 nodes x 8 cards = 16", {"cluster__gpus": 12, "cluster__gpus_per_node": 8}),
+    ("model.kv_heads", "does not divide heads = 4; legal: 1, 2, 4", {"model__kv_heads": 3}),
+    ("model.vocab", "at least 256", {"model__vocab": 100}),
+    ("corpus.holdout", "has no text to read", {"corpus__holdout": 0.0, "training__evaluation__every": 5}),
+    ("strategy.preset", "did you mean dapple", {"strategy__preset": "dappel"}),
+    ("cluster.gpu", "did you mean h100-sxm-80gb", {"cluster__gpu": "h100-sxm-80"}),
+    ("model", "did you mean tiny", {"model": "tinny"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field, words, fields", ILLEGAL, ids=[f"{i}-{case[0]}" for i, case in enumerate(ILLEGAL)])
+def test_illegal(field, words, fields):
+    found = {problem.field: problem.message for problem in check(plan(**fields))}
+    assert words in found.get(field, f"not refused; {found}")
+
+
+@pytest.mark.parametrize("fields", [
+    {}, {"strategy__tensor__size": 4}, {"strategy__tensor__size": 4, "strategy__pipeline__size": 2},
+    {"strategy__pipeline__size": 4, "strategy__pipeline__partition": "uniform"},
+    {"strategy__pipeline__size": 2, "strategy__pipeline__partition": [1, 3]},
+    {"strategy__data__zero": 3, "strategy__data__shard": 2, "strategy__data__offload": "parameters"},
+    {"strategy__context__size": 4}, {"model": "tiny-moe", "strategy__expert__size": 8},
+    {"strategy__placement": ["data", "pipeline", "context", "tensor"]},
+    {"strategy__tensor": {"size": [2, 2, 2], "algorithm": "2.5d"}}, {"strategy__recompute": [0, 3]},
+    {"training__sequence_length": 4096},
+])  # fmt: skip
+def test_legal(fields):
+    assert check(plan(**fields)) == []
+
+
+def test_learned_positions_bound_the_sequence():
+    found = check(plan(model="tiny-gpt", training__sequence_length=257))
+    assert found[0].field == "training.sequence_length" and "legal: 1 to 256" in found[0].message
+
+
+def test_bf16_needs_a_card_that_has_it():
+    found = check(plan(cluster__gpu="v100-sxm2-32gb", strategy__precision="bf16"))
+    assert found[0].field == "strategy.precision" and "legal: fp32, fp16" in found[0].message
+
+
+def test_key_value_heads_may_be_replicated():
+    assert plan(strategy__tensor__size=4).complete().shape.kv_heads == 2
+
+
+def test_several_problems_are_listed_together():
+    with pytest.raises(PlanError) as caught:
+        plan(strategy__tensor__size=8, strategy__recompute=[9], training__global_batch=12).complete()
+    assert len(caught.value.problems) == 2 and str(caught.value).startswith("2 problems in the plan:")
+
+
+def test_single_is_one_device():
+    assert "another preset" in check(plan(strategy="single"))[0].message
+
+
+@pytest.mark.parametrize("fields, precision, gradients", [
+    ({"cluster__gpu": "h100-sxm-80gb"}, "bf16", "fp32"),
+    ({"cluster__gpu": "v100-sxm2-32gb"}, "fp16", "fp32"),
+    ({"cluster__gpu": "v100-sxm2-32gb", "strategy": "zero-3"}, "fp16", "fp16"),
+    ({"training__global_batch": 8}, "bf16", "bf16"),
+    ({"strategy__precision": "fp32"}, "fp32", "fp32"),
+])  # fmt: skip
+def test_auto_precision(fields, precision, gradients):
+    full = plan(**fields).complete().strategy
+    assert (full.precision, full.gradient_dtype) == (precision, gradients)
+
+
+def test_defaults_follow_model_and_world():
+    full = plan(gpus=8).complete().training
+    assert (full.sequence_length, full.global_batch) == (256, 32)
+
+
+class TestLocal:
+    """`gpu: local`, with a machine of two cores."""
+
+    @pytest.fixture(autouse=True)
+    def two_cores(self, monkeypatch):
+        found = machine.Attached("cpu", 8, "CPU, 2 cores", 16 * 2**30, 2)
+        monkeypatch.setattr("workbench.plan.resolve.attached", lambda: found)
+
+    def test_memory_is_shared_by_the_ranks(self):
+        full = plan(cluster__gpu="local", gpus=4).complete()
+        assert full.card.memory_gib == 4.0 and full.card.device == "cpu" and full.strategy.precision == "fp32"
+
+    def test_more_ranks_than_are_attached(self):
+        message = check(plan(cluster__gpu="local", gpus=9))[0].message
+        assert "is 9" in message and "1 to 8" in message
+
+    def test_a_card_named_by_its_driver(self, monkeypatch):
+        found = machine.Attached("cuda", 4, "NVIDIA A100-SXM4-80GB", 79 * 2**30, 16)
+        monkeypatch.setattr("workbench.plan.resolve.attached", lambda: found)
+        full = plan(cluster__gpu="local", gpus=4).complete()
+        assert full.card.name == "a100-sxm-80gb" and full.fabric.gpus_per_node == 4
+
+    def test_an_unknown_card_says_what_to_write(self, monkeypatch):
+        found = machine.Attached("cuda", 1, "NVIDIA A1000 Laptop", 6 * 2**30, 16)
+        monkeypatch.setattr("workbench.plan.resolve.attached", lambda: found)
+        assert "A1000" in check(plan(cluster__gpu="local", gpus=1))[0].message
+
+
+def test_this_machine_has_something_attached():
+    found = machine.attached()
+    assert found.count >= 1 and found.memory_bytes > 2**28
+
+
+@pytest.mark.parametrize(
+    "name, stages", [("llama-3-8b", 4), ("llama-3.2-1b", 4), ("gpt3-175b", 16), ("deepseek-v3", 8)]
+)
+def test_balanced_partition_beats_an_even_one(name, stages):
+    shape = models()[name].shape
+    _, blocks, head = costs(shape, 4096)
+
+    def worst(counts):
+        load, first = [], 0
+        for count in counts:
+            load.append(sum(blocks[first : first + count]))
+            first += count
+        load[-1] += head
+        return max(load)
+
+    counts = balanced(shape, stages, 4096)
+    even = [shape.layers // stages + (i < shape.layers % stages) for i in range(stages)]
+    assert sum(counts) == shape.layers and min(counts) >= 1
+    assert worst(counts) <= worst(even) * 1.01
+    assert counts[-1] <= max(counts)
+
+
+def test_a_large_head_takes_layers_off_the_last_stage():
+    counts = balanced(models()["llama-3.2-1b"].shape, 4, 4096)
+    assert counts[-1] < min(counts[:-1])
+
+
+def test_corpus_of_a_folder_is_stable_and_hashed_by_content(tmp_path):
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "a.md").write_text("one")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "picture.png").write_bytes(b"\x89")
+    assert [path.name for path in corpus.files(str(tmp_path))] == ["a.md", "b.txt"]
+    before = corpus.digest(str(tmp_path))
+    (tmp_path / "b.txt").write_text("three")
+    assert corpus.digest(str(tmp_path)) != before
+
+
+@pytest.mark.parametrize("source", ["no/such/text", "{empty}"])
+def test_missing_corpus_names_the_field(tmp_path, source):
+    with pytest.raises(PlanError, match=r"corpus\.source: .*(does not exist|holds no text)"):
+        corpus.files(source.format(empty=tmp_path))
+
+
+def test_resolved_names_the_text_and_notices_when_it_changes(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    full = plan(corpus=str(tmp_path)).resolved()
+    assert len(full.corpus.sha256) == 64 and full.resolved() == full
+    (tmp_path / "a.txt").write_text("two")
+    with pytest.raises(PlanError, match=r"corpus\.sha256"):
+        full.resolved()
+
+
+def test_resolved_paths_do_not_depend_on_where_one_stands(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one")
+    monkeypatch.chdir(tmp_path)
+    full = plan(corpus="a.txt", checkpoint__load="runs/one").resolved()
+    monkeypatch.chdir("/")
+    assert full.resolved() == full
+    assert full.corpus.source == str(tmp_path / "a.txt") and full.checkpoint.load == str(tmp_path / "runs/one")
+
+
+@pytest.mark.parametrize("chosen, seen", [
+    (None, [0, 1, 2, 3]), ("", []), ("-1", []), ("2", [2]), ("3,1", [3, 1]), ("GPU-a,GPU-b", [0, 1]), ("7", []),
+])  # fmt: skip
+def test_cards_that_torch_would_see(monkeypatch, chosen, seen):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert machine._visible(4) == seen
+
+
+@pytest.mark.parametrize("limit, cores", [("max 100000", 8), ("200000 100000", 2), ("50000 100000", 1), ("", 8)])
+def test_a_container_may_use_fewer_cores_than_there_are(monkeypatch, tmp_path, limit, cores):
+    (tmp_path / "cpu.max").write_text(limit)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert machine.host_cores() == cores
+
+
+def fields(model, above=""):
+    for name, field in model.model_fields.items():
+        yield f"{above}{name}", field
+        for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(inner, type) and hasattr(inner, "model_fields"):
+                yield from fields(inner, f"{above}{name}.")
+
+
+def test_every_field_says_what_it_is_in_one_line():
+    told = dict(fields(Plan))
+    assert "strategy.pipeline.schedule" in told and "model.moe.top_k" in told
+    for name, field in told.items():
+        assert field.description and field.description.endswith(".") and len(field.description) < 100, name

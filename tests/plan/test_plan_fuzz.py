@@ -1,0 +1,68 @@
+"""Whatever stands in a plan file, the answer is a plan that means the same when read back, or a `PlanError`."""
+
+import copy
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.plan import source
+from workbench.plan.errors import PlanError
+from workbench.plan.schema import Plan
+from workbench.plan.support import unsupported
+
+WRITTEN = [
+    source.plain(Plan.of("tiny", gpu="h100-sxm-80gb", gpus=8, strategy="megatron-3d").complete()),
+    source.plain(Plan.of("deepseek-v2-lite", gpu="a100-sxm-80gb", gpus=16, strategy="deepseek-v3").complete()),
+    source.plain(Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3")),
+]
+VALUES = [
+    None, 0, -1, 1, 2, 3, 5, 7, 8, 10**12, 1.5, math.inf, math.nan, "", "x", "auto", "all", "node", "rest", [], [1],
+    [2, 2], [0], ["a"], {}, {"a": 1}, True, False, "1f1b", "3e-4", [[1]], "../../etc", "\x00", "é" * 300,
+]  # fmt: skip
+
+
+def paths(data, above=()):
+    for key, value in data.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*above, key))
+
+
+def mutate(data, pick):
+    *above, last = pick.choice(list(paths(data)))
+    for key in above:
+        data = data[key]
+    kind = pick.random()
+    if kind < 0.75:
+        data[last] = copy.deepcopy(pick.choice(VALUES))
+    elif kind < 0.9:
+        data.pop(last)
+    else:
+        data[pick.choice(["", "size", "zzz"])] = 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_field_may_hold_anything(seed):
+    pick, legal = random.Random(seed), 0
+    for _ in range(150):
+        data = copy.deepcopy(pick.choice(WRITTEN))
+        for _ in range(pick.choice([1, 1, 2, 3])):
+            mutate(data, pick)
+        try:
+            full = source.build(data).complete()
+        except PlanError as error:
+            assert str(error) and all(problem.message for problem in error.problems)
+            continue
+        legal += 1
+        assert full.complete() == full == source.parse(full.to_yaml())
+        unsupported(full, "run")
+    assert legal, "a test that refuses everything tests nothing"
+
+
+@given(st.text(max_size=80))
+def test_any_text_is_a_plan_or_a_plan_error(text):
+    with pytest.raises(PlanError):
+        source.parse(text)

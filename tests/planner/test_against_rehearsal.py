@@ -1,0 +1,54 @@
+"""The estimate against the real engine on fake tensors: peak memory per rank, and every collective of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from workbench.plan.schema import Plan
+from workbench.planner import estimate
+from workbench.profile import Profile
+from workbench.rehearsal.rehearse import rehearse
+
+ODD = {
+    "layers": 5, "hidden": 96, "heads": 4, "kv_heads": 4, "ffn": 160, "vocab": 3000, "max_positions": 128,
+    "norm": "layernorm", "mlp": "relu", "positions": "learned", "biases": "all", "tied": True,
+}  # fmt: skip
+SHARED = {"layers": 3, "hidden": 96, "heads": 8, "kv_heads": 2, "ffn": 160, "vocab": 3000, "biases": "qkv"}
+"""Fewer key-value heads than tensor ranks."""
+
+CASES = [
+    ("tiny", "fp32", "single", 1), ("tiny", "bf16", "ddp", 2), ("tiny", "fp32", "megatron-tp", 2),
+    ("tiny", "bf16", "tensor-pipeline", 4), ("tiny-gpt", "fp32", "dapple", 3), ("tiny-gpt", "fp32", "gpipe", 2),
+    (ODD, "fp32", "single", 1), (ODD, "fp32", "dapple", 2), (ODD, "fp32", "tensor-pipeline", 4),
+    ("tiny", "bf16", "megatron-tp", 4), (SHARED, "fp32", "megatron-tp", 4),
+]  # fmt: skip
+
+
+def small(model: Any, strategy: str, gpus: int, precision: str) -> Plan:
+    changes = {
+        "model": model, "strategy.precision": precision, "strategy.data.bucket_mib": 1.0,
+        "training.sequence_length": 128, "training.micro_batch": 2, "training.global_batch": 4 * gpus,
+    }  # fmt: skip
+    return Plan.of("tiny", gpu="local", gpus=gpus, strategy=strategy, set=changes)
+
+
+def traffic(profile: Profile) -> Counter[tuple[Any, ...]]:
+    """Calls of the last step by everything that names a collective."""
+    rows = profile.collectives[profile.collectives.step == profile.collectives.step.max()]
+    names = ["rank", "axis", "kind", "group_size", "dtype", "bytes", "action"]
+    count: Counter[tuple[Any, ...]] = Counter()
+    for key, calls in zip(rows[names].itertuples(index=False), rows["count"]):
+        count[tuple(key)] += int(calls)
+    return count
+
+
+@pytest.mark.parametrize(("model", "precision", "strategy", "gpus"), CASES)
+def test_peaks_and_collectives_are_the_engines(model: Any, precision: str, strategy: str, gpus: int) -> None:
+    plan = small(model, strategy, gpus, precision)
+    estimated, rehearsed = estimate(plan), rehearse(plan)
+    assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
+    assert traffic(estimated) == traffic(rehearsed)
+    assert estimated.representative == rehearsed.representative

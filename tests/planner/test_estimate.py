@@ -1,0 +1,159 @@
+"""The whole answer: vocabulary, collectives, time that adds up, advice that works, refusals by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.plan.errors import PlanError
+from workbench.plan.schema import Plan
+from workbench.planner import compute, estimate
+from workbench.planner.collectives import Link, seconds
+from workbench.planner.constants import constants
+from workbench.planner.traffic import calls
+from workbench.planner.workload import workload
+from workbench.profile import CATEGORIES, COLUMNS, MOMENTS, Profile
+
+
+def on_cards(model: str, gpus: int = 8, strategy: str = "single", /, **changes: Any) -> Plan:
+    return Plan.of(model, gpu="h100-sxm-80gb", gpus=gpus, strategy=strategy, set=changes)
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Profile:
+    return estimate(on_cards("gpt3-175b", 2048, "megatron-3d"))
+
+
+def test_frames_speak_the_vocabulary(megatron: Profile) -> None:
+    for kind, columns in COLUMNS.items():
+        assert tuple(getattr(megatron, kind).columns) == columns
+    assert set(megatron.memory.moment) == set(MOMENTS)
+    assert set(megatron.memory.category) <= set(CATEGORIES)
+    assert set(megatron.memory.source) == {"estimated"}
+    assert set(megatron.collectives.kind) <= {"all_reduce", "all_gather", "reduce_scatter", "send", "recv"}
+
+
+def test_every_rank_is_represented_by_one_of_its_stage(megatron: Profile) -> None:
+    assert set(megatron.representative) == set(range(2048))
+    assert set(megatron.representative.values()) == set(megatron.memory["rank"])
+    assert len(megatron.peak_bytes_by_rank) == 2048
+
+
+def test_parts_of_the_step_add_up(megatron: Profile) -> None:
+    parts = megatron.notes["time"]
+    assert {"compute", "bubble", "tensor_comm", "data_comm", "pipeline_comm", "optimizer", "overhead"} <= set(parts)
+    assert all(value >= 0 for value in parts.values())
+    assert sum(parts.values()) == pytest.approx(megatron.step_seconds)
+    assert 0.1 < megatron.notes["model_flops_utilisation"] < 0.8
+
+
+SQUARE = {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 16384, "vocab": 256, "max_positions": 4096}
+
+
+@given(st.sampled_from(["gpipe", "dapple"]), st.sampled_from([2, 4, 8]), st.sampled_from([8, 16, 64]))
+@settings(max_examples=12, deadline=None)
+def test_the_bubble_is_the_papers_share(strategy: str, pipeline: int, batch: int) -> None:
+    """(p-1)/m of the ideal, where all stages are equal: next to no vocabulary, an even partition."""
+    changes = {"model": SQUARE, "training.global_batch": batch, "strategy.pipeline.partition": "uniform"}
+    parts = estimate(on_cards("tiny", pipeline, strategy, **changes)).notes["time"]
+    ideal = parts["compute"] + parts["pipeline_comm"]
+    assert parts["bubble"] / ideal == pytest.approx((pipeline - 1) / batch, rel=0.05)
+
+
+@pytest.mark.parametrize(("model", "percent"), [("gpt3-175b", 2.7), ("mt-nlg-530b", 1.6)])
+def test_attention_is_the_share_of_flops_that_korthikanti_gives(model: str, percent: float) -> None:
+    """s / 6h of a layer's other FLOPs, causality not counted (2205.05198 prints 2.7 % and 1.6 %)."""
+    w = workload(on_cards(model, 8, "ddp", **{"training.sequence_length": 2048}).complete())
+    causal = compute.attention_flops(w)
+    assert 100 * 2 * causal / (compute.layer_flops(w, False) - causal) == pytest.approx(percent, abs=0.1)
+
+
+def test_collectives_of_a_megatron_layer() -> None:
+    """Four sums of 2sbh a layer and microbatch, and the embedding's, the head's and the loss's two."""
+    plan = on_cards("llama-3-8b", 8, "megatron-tp", **{"training.global_batch": 4}).complete()
+    w = workload(plan)
+    own = [c for c in calls(plan, w, 0) if c.axis == "tensor" and c.bytes == w.stream]
+    assert sum(c.count for c in own) == 4 * (4 * 32 + 2)
+    assert w.stream == 2 * plan.training.sequence_length * 4096
+
+
+@pytest.mark.parametrize(("zero", "elements"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_zero_traffic_at_one_microbatch(zero: int, elements: int) -> None:
+    """2P, 2P, 2P, 3P elements a step: an all-reduce counts twice (1910.02054)."""
+    plan = on_cards("llama-3-8b", 8, f"zero-{zero}", **{"training.global_batch": 8}).complete()
+    parameters = float(
+        workload(plan).shape.vocab and sum(_sent(c) for c in calls(plan, workload(plan), 0) if c.axis == "data")
+    )
+    assert parameters / 8.03e9 == pytest.approx(elements, rel=0.01)
+
+
+def _sent(call: Any) -> float:
+    return call.bytes / {"fp32": 4, "bf16": 2}[call.dtype] * call.count * (2 if call.kind == "all_reduce" else 1)
+
+
+def test_a_ring_costs_its_closed_form() -> None:
+    c, link = constants("cuda", "eager"), Link(8, 1e9, 1e-6)
+    assert seconds("all_reduce", 8e6, link, c) == pytest.approx(2 * 7 / 8 * 8e-3 + 14e-6)
+    assert seconds("all_gather", 8e6, link, c) == pytest.approx(7 / 8 * 8e-3 + 7e-6)
+    assert seconds("all_gather", 8e6, Link(1, 1e9, 1e-6), c) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "strategy"),
+    [("gpt-7.5b", 64, "zero-0"), ("llama-3-70b", 64, "ddp"), ("llama-3-8b", 1, "single"), ("gpt-1t", 8, "ddp")],
+)
+def test_advice_names_a_change_that_fits(model: str, gpus: int, strategy: str) -> None:
+    plan = Plan.of(model, gpu="v100-sxm2-32gb", gpus=gpus, strategy=strategy, set={"strategy.precision": "fp16"})
+    profile = estimate(plan)
+    assert profile.fits is False
+    advice = profile.notes["advice"]
+    assert set(advice) == {"field", "from", "to", "peak_bytes", "changes"}
+    changed = estimate(plan.replace(**advice["changes"]))
+    assert changed.fits is True
+    assert max(changed.peak_bytes_by_rank.values()) == pytest.approx(advice["peak_bytes"], rel=1e-6)
+
+
+def test_a_plan_that_fits_gets_no_advice(megatron: Profile) -> None:
+    assert megatron.fits is True and "advice" not in megatron.notes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "field"),
+    [
+        ("colossal-2d", {}, "strategy.tensor.algorithm"),
+        ("zb-v", {}, "strategy.pipeline.schedule"),
+        ("ddp", {"strategy.precision": "fp8"}, "strategy.precision"),
+        ("ddp", {"strategy.operators": {"blocks.*": [[4, 1], [1, 1]]}}, "strategy.operators"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_by_name(strategy: str, changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(PlanError) as error:
+        estimate(on_cards("llama-3-8b", 16, strategy, **changes))
+    assert field in [problem.field for problem in error.value.problems]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["interleaved", "ring-attention", "ulysses", "expert-parallel", "fsdp", "hybrid-shard"]
+)
+def test_broader_presets_are_estimated(strategy: str) -> None:
+    model = "mixtral-8x7b" if strategy == "expert-parallel" else "llama-3-8b"
+    profile = estimate(on_cards(model, 16, strategy))
+    assert profile.step_seconds and profile.step_seconds > 0
+    assert min(profile.peak_bytes_by_rank.values()) > 0
+
+
+def test_more_cards_train_faster() -> None:
+    times = [
+        estimate(on_cards("llama-3-8b", n, "fsdp", **{"training.global_batch": 512})).step_seconds for n in (8, 32, 128)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def test_no_torch_and_no_scipy_at_import() -> None:
+    code = "import sys, workbench.planner; print([m for m in ('torch', 'scipy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

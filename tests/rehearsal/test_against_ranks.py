@@ -1,0 +1,92 @@
+"""A rehearsal without bytes equals real ranks: peaks within two per cent, traffic call by call."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from tests.rehearsal.measured import STEPS, Rows, measure, total, traffic
+from workbench.plan.schema import Plan
+from workbench.profile import Profile
+from workbench.rehearsal.rehearse import rehearse
+
+CASES = {
+    "single": ("tiny", 1, "single"), "ddp": ("tiny", 2, "ddp"), "megatron-tp": ("tiny", 2, "megatron-tp"),
+    "dapple": ("tiny", 2, "dapple"), "gpipe": ("tiny", 2, "gpipe"), "tensor-pipeline": ("tiny", 4, "tensor-pipeline"),
+    "shared key-value heads": ("tiny", 4, "megatron-tp"),
+    "gpt, tied": ("tiny-gpt", 2, "dapple"), "gpt, tied, four": ("tiny-gpt", 4, "tensor-pipeline"),
+}  # fmt: skip
+ALL = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+EACH = pytest.mark.parametrize("case", CASES)
+
+
+def plan(case: str, precision: str) -> Plan:
+    model, gpus, strategy = CASES[case]
+    changes: dict[str, Any] = {
+        "strategy.precision": precision,
+        "strategy.data.bucket_mib": 1.0,
+        "training.sequence_length": 48,
+        "training.micro_batch": 2,
+        "training.global_batch": 6 * (gpus if strategy == "ddp" else 1),
+    }
+    return Plan.of(model, gpu="local", gpus=gpus, strategy=strategy, set=changes).complete()
+
+
+@lru_cache
+def both(case: str, precision: str) -> tuple[Profile, list[tuple[Rows, Rows, Rows]]]:
+    """A rehearsal, and what every rank measured."""
+    found = plan(case, precision)
+    return rehearse(found), measure(found)
+
+
+def of_rank(profile: Profile, kind: str, rank: int) -> Rows:
+    """Rows of the rank that was rehearsed for `rank`."""
+    frame = getattr(profile, kind)
+    return frame[frame["rank"] == profile.representative[rank]].to_dict("records")
+
+
+@EACH
+@ALL
+def test_rehearsed_peak_is_the_allocators_peak(case: str, precision: str) -> None:
+    profile, ranks = both(case, precision)
+    for rank, (allocated, _, _) in enumerate(ranks):
+        rehearsed = of_rank(profile, "memory", rank)
+        for step in range(STEPS):
+            real = total(allocated, step, "peak")
+            assert total(rehearsed, step, "peak") == pytest.approx(real, rel=0.02), (rank, step)
+
+
+@EACH
+@ALL
+def test_what_lasts_is_the_allocators_level_between_steps(case: str, precision: str) -> None:
+    profile, ranks = both(case, precision)
+    for rank, (allocated, _, _) in enumerate(ranks):
+        real = total(allocated, 1, "initialised")
+        assert total(of_rank(profile, "memory", rank), 1, "initialised") == pytest.approx(real, rel=0.01), rank
+
+
+@EACH
+@ALL
+def test_categories_are_those_of_real_ranks(case: str, precision: str) -> None:
+    profile, ranks = both(case, precision)
+    for rank, (_, counted, _) in enumerate(ranks):
+        for category in ("parameters", "gradients", "optimizer", "activations", "logits"):
+            real, rehearsed = (
+                max((r["bytes"] for r in rows if (r["moment"], r["category"]) == ("maximum", category)), default=0)
+                for rows in (counted, of_rank(profile, "memory", rank))
+            )
+            assert rehearsed == pytest.approx(real, rel=0.02), (rank, category)
+
+
+@EACH
+@ALL
+def test_traffic_is_that_of_real_ranks_call_by_call(case: str, precision: str) -> None:
+    profile, ranks = both(case, precision)
+    for rank, (_, _, calls) in enumerate(ranks):
+        assert traffic(of_rank(profile, "collectives", rank)) == traffic(calls), rank
+    axes = {row["axis"] for _, _, calls in ranks for row in calls}
+    sizes = plan(case, precision).sizes
+    assert axes >= {name for name, size in sizes.items() if size > 1}
+    assert not axes & {name for name, size in sizes.items() if size == 1}

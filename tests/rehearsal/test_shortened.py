@@ -1,0 +1,26 @@
+"""A rehearsal of few microbatches says what a rehearsal of all would."""
+
+import pytest
+
+from tests.parallel.small import GPT, LLAMA, plan
+from workbench.rehearsal import rehearse as module
+from workbench.rehearsal.rehearse import rehearse
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 4, 1), (2, 3, 1)], ids=str)
+def test_memory_and_traffic_are_those_of_the_whole_step(
+    mesh: tuple[int, int, int], shape: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = plan(*mesh, shape=shape, tied=True, microbatches=11)
+    assert module.shortened(many.complete(), mesh[1] - 1).num_microbatches == 3
+    short = rehearse(many)
+    monkeypatch.setattr(module, "shortened", lambda plan, stage: plan)
+    whole = rehearse(many)
+    assert short.peak_bytes_by_rank == whole.peak_bytes_by_rank
+    assert short.by_category == whole.by_category
+    keys = ["rank", "step", "axis", "kind", "group_size", "dtype", "bytes", "action"]
+    for profile in (short, whole):
+        assert not profile.collectives.duplicated(keys).any()
+    ours, theirs = (p.collectives.set_index(keys)["count"].sort_index() for p in (short, whole))
+    assert ours.equals(theirs)

@@ -1,0 +1,158 @@
+"""Chosen ranks of large worlds rehearse in about a second; the child process, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from workbench.plan import catalog
+from workbench.plan.errors import PlanError
+from workbench.plan.parameters import parameters
+from workbench.plan.schema import Plan
+from workbench.plan.support import runnable
+from workbench.profile import Profile
+from workbench.rehearsal.rehearse import rehearse
+
+RUNNABLE = [name for name in catalog.strategies() if runnable(name) and name != "single"]
+MIDDLE = {
+    "layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "name": "a quarter of 8B",
+}  # fmt: skip
+SECONDS = 10.0
+"""A rank takes about one on an idle machine."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """The first fake tensor of a process imports half of torch."""
+    rehearse(Plan.of("tiny", gpu="local", gpus=1, strategy="single", set={"training.sequence_length": 8}))
+
+
+def large(strategy: str, gpus: int, **changes: object) -> Plan:
+    """One micro-batch a pipeline stage; two at least."""
+    shape = dict(MIDDLE)
+    plan = Plan.model_validate({
+        "model": shape,
+        "cluster": {"gpu": "h100-sxm-80gb", "gpus": gpus},
+        "strategy": {"preset": strategy, "precision": "bf16"},
+        "training": {"sequence_length": 512, "global_batch": 2 * gpus, "micro_batch": 1},
+    })  # fmt: skip
+    found = plan.complete()
+    microbatches = max(2, found.sizes["pipeline"])
+    return plan.replace(**{"training.global_batch": microbatches * found.sizes["data"], **changes}).complete()
+
+
+def last_stage(plan: Plan) -> int:
+    """Parameters on a rank of the last stage, which is split over the tensor axis but for the norms."""
+    shape, partition, size = plan.shape, plan.strategy.pipeline.partition, plan.sizes["tensor"]
+    assert isinstance(partition, list)
+    whole = parameters(shape)
+    tables = (whole.head + (whole.embedding if len(partition) == 1 else 0)) // size
+    matrices = (whole.attention + whole.mlp) // shape.layers // size
+    return partition[-1] * (matrices + 2 * shape.hidden) + shape.hidden + tables
+
+
+@pytest.mark.parametrize("gpus", [8, 64, 2048])
+@pytest.mark.parametrize("strategy", RUNNABLE)
+def test_every_runnable_preset_rehearses_at_any_size(strategy: str, gpus: int) -> None:
+    plan = large(strategy, gpus)
+    began = time.process_time()
+    profile = rehearse(plan, [gpus - 1])
+    assert time.process_time() - began < SECONDS
+    rows = profile.memory[profile.memory.moment == "peak"]
+    assert set(rows["rank"]) == {gpus - 1} and profile.world_size == gpus
+    held = {c: int(rows[rows.category == c].bytes.max()) for c in ("parameters", "gradients", "master")}
+    assert held["parameters"] == 2 * last_stage(plan)
+    assert held["gradients"] == held["master"] if plan.strategy.gradient_dtype == "fp32" else held["parameters"]
+    assert held["master"] == 2 * held["parameters"]
+    assert profile.peak_bytes_by_rank[gpus - 1] == rows.groupby("step").bytes.sum().max()
+    assert len(profile.peak_bytes_by_rank) == gpus / plan.sizes["pipeline"]
+    assert profile.fits is (None if plan.sizes["pipeline"] > 1 else True)
+    groups = profile.collectives.groupby("axis").group_size.max()
+    for axis, size in plan.sizes.items():
+        if size > 1:
+            assert groups[axis] == size
+    assert groups["world"] == gpus
+
+
+def test_a_product_of_three_axes_on_2048_ranks() -> None:
+    plan = large("megatron-3d", 2048, **{"strategy.tensor.size": 8, "strategy.pipeline.size": 8})
+    profile = rehearse(plan, [0, 2047])
+    assert plan.sizes == {"tensor": 8, "context": 1, "data": 32, "pipeline": 8}
+    stages = profile.memory.groupby("rank").stage.first().to_dict()
+    assert stages == {0: 0, 2047: 7}
+    logits = profile.memory[profile.memory.category == "logits"]
+    assert set(logits["rank"]) == {2047}
+    data = profile.collectives[profile.collectives.axis == "data"]
+    sums = (data.bytes * data["count"])[data.step == 1].groupby(data["rank"]).sum()
+    weights = profile.memory[(profile.memory.category == "gradients") & (profile.memory.moment == "maximum")]
+    assert sums.to_dict() == weights.groupby("rank").bytes.max().to_dict()
+
+
+def test_ranks_that_do_the_same_are_rehearsed_once() -> None:
+    profile = rehearse(large("tensor-pipeline", 8))
+    assert set(profile.representative) == set(range(8))
+    stages = large("tensor-pipeline", 8).sizes["pipeline"]
+    assert len(set(profile.representative.values())) == stages == profile.memory["rank"].nunique()
+    assert set(profile.peak_bytes_by_rank) == set(range(8))
+
+
+@pytest.mark.parametrize("strategy", ["zero-1", "zero-3", "megatron-sp", "colossal-2d", "ring-attention", "pangu-5d"])
+def test_what_cannot_be_rehearsed_is_refused_by_name(strategy: str) -> None:
+    if runnable(strategy):
+        pytest.skip(f"this version can rehearse {strategy}")
+    plan = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=8, strategy=strategy)
+    with pytest.raises(PlanError, match=rf"strategy\.preset.*{strategy}.*cannot rehearse.*Legal: .*ddp"):
+        rehearse(plan)
+
+
+@pytest.mark.parametrize("field, value", [
+    ("strategy.precision", "fp16"), ("strategy.kernels", "compiled"), ("strategy.pipeline.schedule", "zb-h1"),
+    ("strategy.recompute", "full"),
+])  # fmt: skip
+def test_fields_that_cannot_be_rehearsed_are_named(field: str, value: str) -> None:
+    plan = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy="dapple", set={field: value})
+    with pytest.raises(PlanError) as caught:
+        rehearse(plan)
+    assert [problem.field for problem in caught.value.problems] == [field]
+    assert value in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [-1, 8])
+def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"--ranks: {rank} is not one of 0 to 7"):
+        rehearse(large("ddp", 8), [rank])
+
+
+def child(folder: Path, plan: Plan, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "plan.yaml"
+    path.write_text(plan.to_yaml())
+    command = [sys.executable, "-m", "workbench.rehearsal", str(path), "--to", str(folder / "out"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_child_tells_its_progress_and_writes_a_profile(tmp_path: Path) -> None:
+    plan = Plan.of("tiny", gpu="local", gpus=2, strategy="dapple", set={"training.sequence_length": 32})
+    done = child(tmp_path, plan)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [{"done": 1, "of": 2}, {"done": 2, "of": 2}]
+    profile = Profile.read(tmp_path / "out")
+    here = rehearse(plan)
+    assert profile.source == "rehearsed" and profile.peak_bytes_by_rank == here.peak_bytes_by_rank
+    assert profile.representative == here.representative
+
+
+@pytest.mark.parametrize("strategy, arguments, words", [
+    ("dapple", ["--ranks", "2"], "--ranks: 2 is not one of 0 to 1"),
+    ("dapple", ["--ranks", "one"], "--ranks"),
+    ("zero-offload", [], "strategy.preset: zero-offload can be planned"),
+])  # fmt: skip
+def test_the_child_refuses_in_words(tmp_path: Path, strategy: str, arguments: list[str], words: str) -> None:
+    done = child(tmp_path, Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy=strategy), *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr and "Traceback" not in done.stderr and not done.stdout
+    assert not (tmp_path / "out").exists()

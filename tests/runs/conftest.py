@@ -1,0 +1,66 @@
+"""A plan of three ranks, runs of it through the stub worker, and proof that each leaves no process behind."""
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from workbench.plan.schema import Plan
+from workbench.runs.launch import Recipe
+from workbench.runs.run import start
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def plan(tmp_path):
+    text = tmp_path / "corpus.txt"
+    text.write_text("to be or not to be " * 100)
+    changes = {"training.steps": 5, "corpus.source": str(text)}
+    return Plan.of("tiny", gpu="local", gpus=3, strategy="ddp", set=changes)
+
+
+@pytest.fixture
+def go(plan, tmp_path, monkeypatch):
+    """`go(fault, steps, world)` starts a run of stub workers; afterwards nothing of it may be alive."""
+    monkeypatch.chdir(REPOSITORY)
+    runs = []
+
+    def launch(fault="none", steps=5, hello_seconds=20.0, progress_seconds=20.0, module="tests.runs.stub_worker"):
+        launcher = (sys.executable, "-m", "tests.runs.light_launcher", str(plan.world_size), fault)
+        recipe = Recipe(module, launcher, hello_seconds, progress_seconds)
+        run = start(plan.replace(**{"training.steps": steps}), root=tmp_path / "runs", _recipe=recipe)
+        runs.append(run)
+        return run
+
+    yield launch
+    deadline = time.monotonic() + 5  # a supervisor ends a moment after it wrote the last state
+    while any(processes_of(run) for run in runs) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [process for run in runs for process in processes_of(run)]
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def processes_of(run):
+    """Every live process of a run: each has the run directory on its command line."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(run.dir) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def until(condition, seconds=20.0):
+    """Wait until `condition()` is true and give it back; fail at the deadline."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return value

@@ -1,0 +1,56 @@
+"""The real launcher: `accelerate launch` starts the ranks, keeps their streams apart, and reports who failed."""
+
+import os
+import signal
+
+import pytest
+
+from tests.runs.conftest import REPOSITORY, processes_of, until
+from workbench.runs import Reader, start
+from workbench.runs.launch import Recipe
+
+
+@pytest.fixture
+def run(plan, tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    plan = plan.replace(**{"cluster.gpus": 2, "training.steps": 500, "name": "a plan; with 'odd' letters"})
+    run = start(plan, root=tmp_path / "runs and more", _recipe=Recipe(module="tests.runs.stub_worker"))
+    yield run
+    until(lambda: not processes_of(run), seconds=10)
+
+
+def stepping(run):
+    """Process ids by rank once two ranks take steps."""
+
+    def both():
+        records = Reader(run.dir).poll()
+        if {r["rank"] for r in records if r["kind"] == "step"} == {0, 1}:
+            return {r["rank"]: r["pid"] for r in records if r["kind"] == "hello"}
+        return None
+
+    return until(both, seconds=90)
+
+
+@pytest.mark.slow
+def test_two_ranks_start_and_stop(run):
+    stepping(run)
+    run.stop()
+    state = run.wait(60)
+    assert (state.phase, state.exit_code) == ("stopped", 0)
+    assert sum(record["kind"] == "bye" for record in Reader(run.dir).poll()) == 2
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_from_the_launchers_report(run):
+    os.kill(stepping(run)[1], signal.SIGKILL)
+    state = run.wait(90)
+    assert (state.phase, state.cause.rank) == ("failed", 1)
+    assert "rank 1 was killed by SIGKILL" in state.cause.message
+
+
+@pytest.mark.slow
+def test_nothing_of_accelerate_outlives_the_supervisor(run):
+    stepping(run)
+    os.kill(run.state.supervisor_pid, signal.SIGKILL)
+    until(lambda: not processes_of(run), seconds=5)
+    assert run.state.phase == "failed"

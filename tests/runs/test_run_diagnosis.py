@@ -1,0 +1,100 @@
+"""The first cause, from evidence alone."""
+
+import json
+
+import pytest
+
+from workbench.plan.support import unsupported
+from workbench.runs.diagnose import RankSeen, first_cause
+
+CLOSED = "[pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
+TIMED_OUT = "[unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete"
+
+
+@pytest.fixture
+def blame(plan, tmp_path):
+    """`blame(ranks, errors, log)`: the cause of a run with these remains."""
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "plan.yaml").write_text(plan.replace(**{"training.micro_batch": 4}).resolved().to_yaml())
+
+    def judge(ranks, errors=(), log="", exit_code=1, out_of_memory=False):
+        for rank, when, kind, message in errors:
+            content = {"rank": rank, "step": 7, "action": "1B0", "type": kind, "message": message, "t_epoch": when}
+            (tmp_path / "errors" / f"rank{rank:05d}.json").write_text(json.dumps(content))
+        (tmp_path / "logs" / "launcher.log").write_text(log)
+        return first_cause(tmp_path, {seen.rank: seen for seen in ranks}, exit_code, out_of_memory=out_of_memory)
+
+    return judge
+
+
+def seen(rank, **more):
+    return RankSeen(rank, pid=100 + rank, step=6, phase="training", gone=1000.0, **more)
+
+
+def report(*failures):
+    blocks = [f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 1)\n" for rank, code in failures]
+    return "Failures:\n" + "\n".join(blocks)
+
+
+def test_the_earliest_real_error_wins(blame):
+    errors = [(0, 50.0, "RuntimeError", CLOSED), (1, 90.0, "ValueError", "late"), (2, 60.0, "ValueError", "early")]
+    cause = blame([seen(0), seen(1), seen(2)], errors, report((0, 1), (1, 1), (2, 1)))
+    assert cause.rank == 2 and cause.message == "rank 2 raised ValueError: early in step 7, during 1B0"
+
+
+def test_a_killed_rank_before_its_survivors(blame):
+    errors = [(0, 50.0, "RuntimeError", CLOSED), (2, 50.1, "DistNetworkError", "Connection reset by peer")]
+    cause = blame([seen(0), seen(1), seen(2)], errors, report((0, 1), (2, 1), (1, -9)))
+    assert cause.rank == 1 and "killed by SIGKILL" in cause.message and "outside" in cause.advice
+
+
+def test_a_rank_that_the_launcher_killed_is_not_the_cause(blame):
+    errors = [(2, 50.0, "ValueError", "bad batch")]
+    cause = blame([seen(0), seen(1), seen(2)], errors, report((0, -9), (1, -15), (2, 1)))
+    assert cause.rank == 2
+
+
+def test_a_silent_rank_before_those_that_waited_for_it(blame):
+    errors = [(0, 50.0, "RuntimeError", TIMED_OUT), (2, 50.1, "RuntimeError", TIMED_OUT)]
+    cause = blame([seen(0), seen(1), seen(2)], errors, report((1, -15), (2, 1), (0, 1)))
+    assert cause.rank == 1 and "stopped answering" in cause.message and "timeout_seconds" in cause.advice
+
+
+def test_a_rank_that_somebody_ended_is_the_cause(blame):
+    errors = [(0, 50.0, "RuntimeError", CLOSED)]
+    cause = blame([seen(0), seen(1)], errors, report((0, 1), (1, -15)))
+    assert cause.rank == 1 and "killed by SIGTERM" in cause.message
+
+
+def test_a_frozen_rank_before_those_that_waited_for_it(blame):
+    errors = [(0, 50.0, "RuntimeError", TIMED_OUT)]
+    cause = blame([seen(0), seen(1, stopped=True)], errors, report((0, 1)))
+    assert cause.rank == 1 and "frozen" in cause.message
+
+
+def test_only_consequences_blame_the_first_of_them(blame):
+    errors = [(0, 51.0, "RuntimeError", CLOSED), (1, 50.0, "RuntimeError", CLOSED)]
+    assert blame([seen(0), seen(1)], errors, report((0, 1), (1, 1))).rank == 1
+
+
+def test_out_of_memory_says_what_this_plan_can_still_change(blame, plan):
+    cause = blame([seen(0)], [(0, 1.0, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")])
+    assert "training.micro_batch: 2 (now 4)" in cause.advice and "strategy.tensor.size: 2" in cause.advice
+    assert "zero" not in cause.advice or not unsupported(plan.replace(**{"strategy.data.zero": 3}).complete(), "run")
+
+
+def test_the_kernels_killing_for_memory_is_told_from_another(blame):
+    ranks, log = [seen(0), seen(1)], report((1, -9))
+    assert "out of memory" in blame(ranks, log=log, out_of_memory=True).advice
+    assert "out of memory" not in blame(ranks, log=log).advice
+
+
+def test_a_launcher_that_fails_alone_shows_its_last_words(blame):
+    cause = blame([RankSeen(0), RankSeen(1)], log="Traceback\nValueError: unknown key `nprocs`", exit_code=1)
+    assert cause.rank is None and "exit code 1" in cause.message and "unknown key `nprocs`" in cause.message
+
+
+def test_a_broken_error_file_is_no_obstacle(blame, tmp_path):
+    (tmp_path / "errors" / "rank00000.json").write_text('{"rank": 0')
+    assert blame([seen(0)], log=report((0, 3))).rank == 0

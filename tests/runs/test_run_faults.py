@@ -1,0 +1,155 @@
+"""What breaks, and who is blamed for it; after each the fixture proves that no process is left."""
+
+import json
+import os
+import signal
+
+import psutil
+import pytest
+
+from tests.runs.conftest import processes_of, until
+from workbench.runs import Reader
+
+
+def pids(run):
+    """Process ids by rank, once every rank has said hello and taken a step."""
+
+    def all_stepping():
+        records = Reader(run.dir).poll()
+        if {r["rank"] for r in records if r["kind"] == "step"} == {0, 1, 2}:
+            return {r["rank"]: r["pid"] for r in records if r["kind"] == "hello"}
+        return None
+
+    return until(all_stepping)
+
+
+def test_a_killed_rank_is_blamed_not_its_survivors(go):
+    run = go(steps=500)
+    os.kill(pids(run)[1], signal.SIGKILL)
+    state = run.wait(30)
+    assert state.phase == "failed" and state.cause.rank == 1
+    assert "rank 1 was killed by SIGKILL" in state.cause.message and "last step done" in state.cause.message
+    assert state.cause.advice
+
+
+def test_a_raising_rank_is_blamed_with_its_words(go):
+    run = go("raise:2:3", steps=500)
+    state = run.wait(30)
+    assert (state.phase, state.cause.rank) == ("failed", 2)
+    assert "RuntimeError: CUDA out of memory" in state.cause.message and "step 3" in state.cause.message
+    assert "strategy.tensor" in state.cause.advice
+    assert "RuntimeError" in state.cause.log_tail
+
+
+def test_survivors_say_connection_closed_and_are_not_blamed(go):
+    run = go("raise:2:3", steps=500)
+    state = run.wait(30)
+    others = [p for p in (run.dir / "errors").glob("*.json") if json.loads(p.read_bytes())["rank"] != 2]
+    assert state.cause.rank == 2 and len(others) <= 2
+
+
+def test_an_exit_without_a_word_is_explained_by_the_log(go):
+    state = go("exit:1:2", steps=500).wait(30)
+    assert (state.phase, state.cause.rank) == ("failed", 1)
+    assert "exit code 7" in state.cause.message and "native code gave up" in state.cause.message
+
+
+def test_a_frozen_rank_is_named(go):
+    run = go(steps=5000, progress_seconds=2.5)
+    os.kill(pids(run)[2], signal.SIGSTOP)
+    state = run.wait(30)
+    assert (state.phase, state.cause.rank) == ("failed", 2)
+    assert "rank 2 is frozen" in state.cause.message
+
+
+def test_a_rank_that_never_says_hello_is_named(go):
+    state = go("silent:1", hello_seconds=2.0).wait(30)
+    assert (state.phase, state.cause.rank) == ("failed", 1)
+    assert "rank 1 of 3 never said hello within" in state.cause.message
+    assert "a device that never comes" in state.cause.log_tail
+
+
+def test_an_end_without_bye_is_no_success(go):
+    state = go("nobye:1").wait(30)
+    assert (state.phase, state.exit_code, state.cause.rank) == ("failed", 0, 1)
+
+
+def test_nothing_outlives_a_killed_supervisor(go):
+    run = go(steps=5000)
+    pids(run)
+    os.kill(run.state.supervisor_pid, signal.SIGKILL)
+    until(lambda: not processes_of(run), seconds=5)
+    state = run.state
+    assert state.phase == "failed" and "supervisor of this run is gone" in state.cause.message
+    assert run.wait(1).phase == "failed"
+    run.stop()
+    assert not (run.dir / "stop").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_a_killed_launcher(go, number):
+    run = go(steps=5000)
+    pids(run)
+    os.kill(run.state.launcher_pid, number)
+    state = run.wait(30)
+    assert state.phase == "failed" and f"launcher was killed by {number.name}" in state.cause.message
+
+
+def test_a_launcher_that_does_not_end_is_ended(go):
+    run = go(steps=60, progress_seconds=2.5)
+    pids(run)
+    os.kill(run.state.launcher_pid, signal.SIGSTOP)
+    assert run.wait(30).phase == "finished"
+
+
+def test_a_frozen_launcher_does_not_hide_a_killed_rank(go):
+    run = go(steps=5000, progress_seconds=2.5)
+    numbers = pids(run)
+    os.kill(run.state.launcher_pid, signal.SIGSTOP)
+    os.kill(numbers[1], signal.SIGKILL)
+    state = run.wait(30)
+    assert (state.phase, state.cause.rank) == ("failed", 1)
+
+
+def test_what_a_rank_left_behind_is_ended(go):
+    run = go("helper:1", steps=2)
+    assert run.wait(30).phase == "finished"
+    until(lambda: not processes_of(run), seconds=2)
+
+
+def test_a_terminated_supervisor_stops_the_run(go):
+    run = go(steps=5000)
+    pids(run)
+    os.kill(run.state.supervisor_pid, signal.SIGTERM)
+    assert run.wait(30).phase == "stopped"
+
+
+def test_a_number_that_another_process_has_now_is_not_believed(go):
+    run = go(steps=5000)
+    pids(run)
+    state = json.loads((run.dir / "state.json").read_bytes())
+    os.kill(state["supervisor_pid"], signal.SIGKILL)
+    until(lambda: not processes_of(run), seconds=5)
+    state |= {"supervisor_pid": os.getpid(), "supervisor_created": psutil.Process().create_time() - 100}
+    (run.dir / "state.json").write_text(json.dumps(state))
+    assert run.state.phase == "failed"
+
+
+def test_a_torn_last_record_is_left_out(go):
+    run = go("torn:1", steps=3)
+    assert run.wait(30).phase == "failed"
+    assert [r["step"] for r in Reader(run.dir).poll() if r["kind"] == "step" and r["rank"] == 1] == [0, 1, 2]
+
+
+def test_a_worker_that_cannot_be_imported_is_told_as_such(go):
+    state = go(module="tests.runs.absent").wait(30)
+    assert state.phase == "failed"
+    assert "No module named" in state.cause.message and "doctor" in state.cause.advice
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"unknown": 1}'])
+def test_a_stop_file_made_by_hand_works(go, content):
+    run = go(steps=5000)
+    until(lambda: run.state.phase == "running")
+    (run.dir / "stop").write_bytes(content)
+    assert run.wait(30).phase == "stopped"

@@ -1,0 +1,228 @@
+"""What this machine cannot run is refused before anything is written, by field, with numbers and what is legal."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from workbench.plan.attached import Attached
+from workbench.plan.errors import PlanError
+from workbench.plan.parameters import parameters
+from workbench.plan.schema import Plan
+from workbench.runs import directory, launch, preflight, start
+from workbench.runs.checkpoints import checkpoint_of
+from workbench.runs.memory import free_card_bytes, least_bytes
+
+
+def messages(plan, **more):
+    return [str(problem) for problem in preflight(plan, **more)]
+
+
+def test_a_plan_for_this_machine_may_run(plan, tmp_path):
+    assert messages(plan, root=tmp_path) == []
+
+
+def test_cards_that_are_not_attached_are_refused(plan):
+    told = messages(plan.replace(**{"cluster.gpu": "h100-sxm-80gb", "cluster.gpus": 4}), root="/tmp")
+    assert len(told) == 1 and told[0].startswith("cluster.gpu: 4 x h100-sxm-80gb needs cuda devices; here: CPU")
+    assert "cluster.gpu: local" in told[0]
+
+
+def machine(monkeypatch, found, free=80 * 2**30):
+    monkeypatch.setattr(sys.modules["workbench.runs.machine"], "attached", lambda: found)
+    monkeypatch.setattr("workbench.runs.memory.free_card_bytes", lambda ranks: free)
+
+
+def h100s(gpus):
+    return Plan.of("tiny", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp")
+
+
+def test_more_ranks_than_cards_are_refused(monkeypatch, tmp_path):
+    machine(monkeypatch, Attached("cuda", 2, "NVIDIA H100 80GB HBM3", 80 * 2**30, 8))
+    (told,) = messages(h100s(4), root=tmp_path)
+    assert told.startswith("cluster.gpus: is 4, more than is attached") and "from 1 to 2" in told
+    assert messages(h100s(2), root=tmp_path) == []
+
+
+def test_a_smaller_card_is_not_the_planned_one(monkeypatch, tmp_path):
+    machine(monkeypatch, Attached("cuda", 2, "NVIDIA A100 40GB", 40 * 2**30, 8))
+    (told,) = messages(h100s(2), root=tmp_path)
+    assert told.startswith("cluster.gpu: h100-sxm-80gb has") and "40.0 GiB" in told
+
+
+def test_several_nodes_are_for_export(monkeypatch, tmp_path):
+    machine(monkeypatch, Attached("cuda", 8, "NVIDIA H100 80GB HBM3", 80 * 2**30, 8))
+    (told,) = messages(h100s(16), root=tmp_path)
+    assert told.startswith("cluster.nodes: is 2") and "export" in told
+
+
+def test_what_this_version_cannot_run_is_refused_by_field(plan, tmp_path):
+    assert any("strategy.data.zero" in m for m in messages(plan.replace(**{"strategy.data.zero": 3}), root=tmp_path))
+
+
+def test_a_missing_corpus_is_refused(plan, tmp_path):
+    (told,) = messages(plan.replace(**{"corpus.source": str(tmp_path / "none")}), root=tmp_path)
+    assert told.startswith("corpus.source") and "does not exist" in told
+
+
+def test_a_folder_that_may_not_be_entered_is_told_by_field(plan, monkeypatch, tmp_path):
+    real = os.stat
+
+    def stat(path, *more, **words):
+        if "locked" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *more, **words)
+
+    monkeypatch.setattr("os.stat", stat)
+    told = messages(plan.replace(**{"corpus.source": str(tmp_path / "locked" / "a.txt")}), root=tmp_path)
+    assert len(told) == 1 and told[0].startswith("corpus.source") and "may not be read" in told[0]
+
+
+def test_a_corpus_shorter_than_a_sequence_is_refused(plan, tmp_path):
+    text = tmp_path / "short.txt"
+    short = plan.replace(**{"corpus.source": str(text), "corpus.holdout": 0.0, "training.sequence_length": 16})
+    text.write_text("x")
+    (told,) = messages(short, root=tmp_path)
+    assert told.startswith("corpus.source") and "2 tokens" in told and "16 needs 17" in told
+    text.write_text("x" * 16)
+    assert messages(short, root=tmp_path) == []
+
+
+@pytest.mark.parametrize("below", ["file", "file/deeper/runs"])
+def test_an_unwritable_root_is_refused_and_nothing_is_written(plan, tmp_path, below):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match="runs cannot be written in"):
+        start(plan, root=tmp_path / below)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "file"]
+
+
+def test_a_root_that_turns_out_unwritable_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match="root: runs cannot be written in"):
+        directory.create(tmp_path / "file", "x", lambda folder, final: None)
+
+
+def test_a_failure_while_filling_leaves_nothing(tmp_path):
+    def fill(folder, final):
+        (folder / "plan.yaml").write_text("half")
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        directory.create(tmp_path, "x", fill)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_of_one_second_get_names_of_their_own(tmp_path):
+    made = {directory.create(tmp_path, "A b/../c", lambda folder, final: None).name for _ in range(5)}
+    assert len(made) == 5 and all("a-b-c" in name and "/" not in name for name in made)
+
+
+def test_a_port_in_use_is_refused(plan, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (told,) = messages(plan, root=tmp_path, port=port)
+        assert told.startswith(f"port: port = {port} is in use")
+        with pytest.raises(PlanError, match="is in use"):
+            start(plan, root=tmp_path / "runs", port=port)
+    assert not (tmp_path / "runs").exists()
+    assert messages(plan, root=tmp_path, port=port) == []
+    assert "outside 1024..65535" in messages(plan, root=tmp_path, port=80)[0]
+
+
+def test_a_full_disk_is_refused_unless_forced(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20))
+    (told,) = messages(plan.replace(**{"checkpoint.every": 5}), root=tmp_path)
+    assert told.startswith("checkpoint.keep: 3 checkpoints") and "0.00 GiB are free" in told
+    assert messages(plan, root=tmp_path, force=True) == []
+    (told,) = messages(plan, root=tmp_path)
+    assert told.startswith("root: the logs of a run take about 0.06 GiB") and "checkpoint" not in told
+
+
+def test_a_card_that_others_have_filled_is_refused_unless_forced(monkeypatch, tmp_path):
+    machine(monkeypatch, Attached("cuda", 2, "NVIDIA H100 80GB HBM3", 80 * 2**30, 8), free=2**20)
+    (told,) = messages(h100s(2), root=tmp_path)
+    assert (
+        told.startswith("cluster.gpus: weights, gradients and optimizer take at least") and "0.0 GiB are free" in told
+    )
+    assert messages(h100s(2), root=tmp_path, force=True) == []
+
+
+def test_the_fullest_visible_card_counts(monkeypatch):
+    free = [5, 30, 20, 40]
+    driver = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: len(free),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda index: SimpleNamespace(free=free[index]),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert free_card_bytes(2) == 5
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0")
+    assert free_card_bytes(2) == 30
+
+
+def test_the_least_that_a_rank_holds():
+    def least(**changes):
+        return least_bytes(h100s(4).replace(**changes).complete())
+
+    whole = parameters(h100s(4).complete().shape).total
+    assert least() == 16 * whole
+    assert least(**{"strategy.precision": "bf16"}) == 16 * whole
+    assert least(**{"training.optimizer.name": "sgd"}) == 12 * whole
+    assert least(**{"strategy.tensor.size": 2}) == 8 * whole
+
+
+def test_every_problem_is_told_at_once(plan, tmp_path):
+    bad = plan.replace(**{"cluster.gpu": "h100-sxm-80gb", "corpus.source": "/none", "strategy.data.zero": 1})
+    assert {problem.field for problem in preflight(bad, root=tmp_path)} >= {
+        "cluster.gpu", "corpus.source", "strategy.data.zero",
+    }  # fmt: skip
+
+
+def test_the_command_is_accelerate_launch(plan, tmp_path):
+    full = plan.complete()
+    folder = tmp_path / "a run; rm -rf"
+    command = launch.compose(full, folder, 29999, launch.Recipe())
+    assert command.argv[:4] == [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    assert command.argv[4] == str(folder / "accelerate.yaml")
+    assert command.argv[-3:] == ["-m", "workbench.engine.worker", str(folder / "plan.yaml")]
+    assert command.env["ACCELERATE_USE_CPU"] == "true" and command.env["OMP_WAIT_POLICY"] == "passive"
+    assert int(command.env["OMP_NUM_THREADS"]) >= 1
+
+
+def test_another_launch_does_not_leak_in(plan, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    command = launch.compose(plan.complete(), tmp_path, 29999, launch.Recipe())
+    assert {"RANK", "TORCHELASTIC_RUN_ID"} <= set(command.unset)
+
+
+def test_a_checkpoint_to_go_on_from(tmp_path):
+    run = tmp_path / "run"
+    for name in ("telemetry", "checkpoints/step-00000009", "checkpoints/step-00000100", "checkpoints/step-00000200"):
+        (run / name).mkdir(parents=True)
+    (run / "state.json").write_text("{}")
+    with pytest.raises(PlanError, match="holds no checkpoint"):
+        checkpoint_of(run)
+    lines = [{"kind": "checkpoint", "t": 0, "step": n, "path": f"checkpoints/step-{n:08d}"} for n in (9, 100, 150)]
+    (run / "telemetry" / "rank00000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert checkpoint_of(run) == run / "checkpoints/step-00000100"  # 150 was deleted, 200 is not whole
+    with pytest.raises(PlanError, match="is neither"):
+        checkpoint_of(run / "checkpoints/step-00000009")
+    (run / "checkpoints/step-00000009/manifest.json").write_text("{}")
+    assert checkpoint_of(run / "checkpoints/step-00000009").name == "step-00000009"
+    with pytest.raises(PlanError, match="does not exist"):
+        checkpoint_of(tmp_path / "none")
+
+
+@pytest.mark.parametrize("module,allowed", [("lifeline", ""), ("supervisor", ""), ("run", "pandas pydantic")])
+def test_nothing_slow_is_imported(module, allowed):
+    code = f"import sys, workbench.runs.{module}; print(*{{'torch', 'pandas', 'pydantic'}} & set(sys.modules))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0 and set(told.stdout.split()) <= set(allowed.split()), told.stderr

@@ -1,0 +1,141 @@
+"""Telemetry is read while it grows, and becomes frames little by little."""
+
+import json
+import time
+
+import pytest
+
+from workbench.runs.frames import Measured
+from workbench.runs.reader import Reader
+from workbench.runs.state import State, first_state, is_process, is_run, read_state, write_state
+from workbench.runs.stopping import Stop, read_stop, request_stop
+
+
+@pytest.fixture
+def telemetry(tmp_path):
+    (tmp_path / "telemetry").mkdir()
+    return tmp_path / "telemetry"
+
+
+def step(number, **more):
+    return json.dumps({"kind": "step", "t": 0.5, "step": number, "loss": 1.0, **more}).encode() + b"\n"
+
+
+def test_a_torn_line_is_kept_until_it_is_whole(telemetry):
+    reader = Reader(telemetry.parent)
+    assert reader.poll() == []
+    file, line = telemetry / "rank00003.jsonl", step(1)
+    file.write_bytes(step(0) + line[:20])
+    assert [(r["rank"], r["step"]) for r in reader.poll()] == [(3, 0)]
+    assert reader.poll() == []
+    with file.open("ab") as stream:
+        stream.write(line[20:] + step(2))
+    assert [r["step"] for r in reader.poll()] == [1, 2]
+    assert reader.poll() == [] and reader.damaged == 0
+
+
+def test_every_cut_of_the_file_gives_the_same_records(telemetry):
+    whole = b"".join(step(n, action="é" * n) for n in range(4))
+    for cut in range(len(whole) + 1):
+        file = telemetry / "rank00000.jsonl"
+        file.write_bytes(whole[:cut])
+        reader = Reader(telemetry.parent)
+        first = reader.poll()
+        file.write_bytes(whole)
+        assert [r["step"] for r in first + reader.poll()] == [0, 1, 2, 3]
+
+
+def test_damaged_lines_are_left_out_and_counted(telemetry):
+    (telemetry / "rank00000.jsonl").write_bytes(step(0) + b'{"kind": "ste\n' + b"[1]\n\n" + step(1))
+    reader = Reader(telemetry.parent)
+    assert [r["step"] for r in reader.poll()] == [0, 1]
+    assert reader.damaged == 2
+
+
+def test_other_files_are_not_telemetry(telemetry):
+    (telemetry / "rank00000.jsonl.swp").write_bytes(step(0))
+    assert Reader(telemetry.parent).poll() == []
+
+
+def test_reading_keeps_up_with_64_ranks(telemetry):
+    for rank in range(64):
+        (telemetry / f"rank{rank:05d}.jsonl").write_bytes(b"".join(step(n) for n in range(500)))
+    before = time.process_time()
+    assert len(Reader(telemetry.parent).poll()) == 32_000
+    assert time.process_time() - before < 1.0
+
+
+def test_frames_grow_by_what_is_new():
+    measured = Measured("a", 1, capacity_bytes=100)
+    hello = {"kind": "hello", "rank": 0, "stage": 1}
+    first = {"kind": "step", "rank": 0, "step": 0, "loss": 2.0, "seconds": 0.5, "tokens": 10, "bytes": 70}
+    second = {**first, "step": 1, "loss": 1.0, "bytes": None}
+    new = measured.add([hello, first])
+    assert [row["loss"] for row in new["steps"]] == [2.0]
+    assert [(row["stage"], row["moment"], row["category"], row["bytes"]) for row in new["memory"]] == [
+        (1, "after_optimizer", "allocated", 70)
+    ]
+    new = measured.add([second, {"kind": "evaluation", "rank": 0, "step": 1, "loss": 1.5}])
+    assert len(new["steps"]) == 1 and new["memory"] == []
+    profile = measured.profile()
+    assert profile.loss == [2.0, 1.0] and profile.tokens_per_second == 20
+    assert profile.notes["evaluation"] == [{"step": 1, "loss": 1.5}]
+
+
+def test_a_profile_without_records_is_empty_and_shows_itself():
+    assert Measured("a", 2).profile().summary()["memory"] == {"peak_bytes_by_rank": {}, "by_category": {}}
+
+
+def test_sampled_rows_carry_run_rank_and_step():
+    measured = Measured("a", 4)
+    rows = [{"axis": "tensor", "kind": "all_reduce", "group_size": 2, "dtype": "fp32", "bytes": 8, "count": 3}]
+    times = [{"stage": 0, "microbatch": 1, "action": "0F1", "start": 0.0, "end": 0.25}]
+    measured.add([{"kind": "collectives", "rank": 2, "step": 7, "rows": rows}])
+    measured.add([{"kind": "timeline", "rank": 3, "step": 8, "rows": times}])
+    profile = measured.profile()
+    assert profile.collectives.iloc[0][["run", "source", "rank", "step", "kind"]].tolist() == [
+        "a", "measured", 2, 7, "all_reduce",
+    ]  # fmt: skip
+    assert profile.timeline.iloc[0][["rank", "step", "action", "end"]].tolist() == [3, 8, "0F1", 0.25]
+
+
+@pytest.mark.parametrize(
+    "change", [{"phase": "weird"}, {"world_size": "x"}, {"steps": None}, {"heartbeat": None}, {"ended": "now"}]
+)
+def test_a_damaged_state_is_no_run(tmp_path, change):
+    write_state(tmp_path, State(**{**vars(first_state(4, 10)), **change}))
+    assert not is_run(tmp_path)
+    with pytest.raises(ValueError, match=r"is not a run directory: state\.json is damaged"):
+        read_state(tmp_path)
+
+
+def test_a_state_is_replaced_whole(tmp_path):
+    state = first_state(4, 10)
+    write_state(tmp_path, state)
+    assert read_state(tmp_path) == state
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_run_on_another_host_is_judged_by_its_heartbeat(tmp_path):
+    state = State("running", 2, 5, heartbeat=time.time(), host="elsewhere", supervisor_pid=1, supervisor_created=1.0)
+    write_state(tmp_path, state)
+    assert read_state(tmp_path).phase == "running"
+    write_state(tmp_path, State(**{**vars(state), "heartbeat": time.time() - 120}))
+    assert read_state(tmp_path).phase == "failed"
+
+
+def test_no_process_is_none():
+    assert not is_process(None, None) and not is_process(2**22 + 1, 5.0)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not a run directory"):
+        read_state(tmp_path)
+
+
+def test_the_first_request_to_stop_holds(tmp_path):
+    assert read_stop(tmp_path) is None
+    request_stop(tmp_path, Stop(checkpoint=True, grace_seconds=2))
+    request_stop(tmp_path)
+    assert read_stop(tmp_path) == Stop(checkpoint=True, grace_seconds=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["stop"]

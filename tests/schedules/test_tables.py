@@ -1,0 +1,120 @@
+"""Grammar, CSV and what `validate` says of broken tables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.schedules import Action, Table, generate, lower, parse, read_csv, table_of, validate, write_csv
+from workbench.schedules.action import KINDS, WHOLE_STAGE, matching
+
+actions = st.builds(
+    lambda stage, kind, m: Action(stage, kind, None if kind in WHOLE_STAGE else m),
+    st.integers(0, 99),
+    st.sampled_from(KINDS),
+    st.integers(0, 999),
+)
+
+
+@given(actions)
+def test_an_action_reads_back(action: Action) -> None:
+    assert parse(f" {action} ") == action
+
+
+@given(actions.filter(lambda a: a.is_p2p and a.stage > 0))
+def test_the_other_end_of_the_other_end_is_the_action(action: Action) -> None:
+    assert matching(matching(action)) == action
+    assert matching(action).kind[:4] != action.kind[:4]
+
+
+def test_words_are_those_of_the_field() -> None:
+    assert parse("1SEND_F0") == Action(1, "SEND_F", 0)
+    assert parse("0REDUCE_GRAD") == Action(0, "REDUCE_GRAD")
+    assert matching(parse("1SEND_B3")) == parse("0RECV_B3")
+
+
+@pytest.mark.parametrize("text", ["", "F0", "0X0", "0F", "0F-1", "0REDUCE_GRAD3", "0F0 1F0", "0f0"])
+def test_a_bad_action_is_refused_by_its_text(text: str) -> None:
+    with pytest.raises(ValueError, match=r"kind|microbatch"):
+        parse(text)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("lowered", [False, True])
+def test_csv_reads_back(tmp_path: Path, name: str, lowered: bool) -> None:
+    table = generate(name, 3, 5)
+    table = lower(table) if lowered else table
+    write_csv(table, tmp_path / "t.csv")
+    assert read_csv(tmp_path / "t.csv") == table
+
+
+def test_empty_cells_are_idle(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("0F0,,0B0\n,1F0,1B0\n")
+    assert [len(row) for row in read_csv(tmp_path / "t.csv").rows] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0F0,0Q0\n", "rank 0, cell 1.*0Q0"),
+        ("0F0,0B0\n0F1,0B1\n", "stage 0 runs forward on rank 0 and on rank 1"),
+        ("0F0,0B0\n2F0,2B0\n", "no rank runs forward for stage 1"),
+        ("", "no forward"),
+    ],
+)
+def test_a_broken_file_names_the_place(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(ValueError, match=f"t.csv.*{words}"):
+        read_csv(tmp_path / "t.csv")
+
+
+def drawn(*rows: str) -> Table:
+    return table_of([[parse(cell) for cell in row.split()] for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (drawn("0F0 0F1 0B0"), "0B1 is missing"),
+        (drawn("0F0 0I0"), "0B0 is missing, or its half 0W0"),
+        (drawn("0F0 0B0 0W0"), "beside its half 0W0"),
+        (drawn("0F0 0B0 0B0"), "0B0 stands 2 times"),
+        (drawn("0B0 0F0"), "0B0 stands before 0F0"),
+        (drawn("0F0 0W0 0I0"), "0W0 stands before 0I0"),
+        (drawn("0F0 0B0 1B0", "1F0"), "1B0 belongs to rank 1"),
+        (drawn("0F0 0REDUCE_GRAD 0B0"), "0REDUCE_GRAD stands before 0B0"),
+        (drawn("0F0 0F1 0B0 0B1 0B2"), "0B2 is beyond the 2 microbatches"),
+        (drawn("0F0 0SEND_F0 0RECV_B0 0B0", "1F0 1B0 1SEND_B0"), "1F0 has no 1RECV_F0"),
+        (drawn("0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"), "1RECV_F0 has no 0SEND_F0"),
+        (drawn("0SEND_F0 0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"), "0SEND_F0 stands before 0F0"),
+        (drawn("0F0 0B0 0F1 0B1", "1F1 1F0 1B1 1B0"), "deadlocks.*rank 0 at 0B0, rank 1 at 1F1"),
+    ],
+)
+def test_validate_says_what_is_wrong(table: Table, words: str) -> None:
+    assert any(re.search(words, problem) for problem in validate(table)), validate(table)
+
+
+def test_transfers_in_two_orders_are_found() -> None:
+    table = drawn(
+        "0F0 0F1 0SEND_F0 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F1 1RECV_F0 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
+    )
+    assert validate(table) == ["rank 0 sends to rank 1 in another order than it receives"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("zb-h9", 2, 2), "'zb-h9' does not exist; there are: 1f1b, gpipe"),
+        (("1f1b", 0, 2), "ranks = 0"),
+        (("1f1b", 2, 0), "microbatches = 0"),
+        (("gpipe", 2, 2, 2), "chunks = 2"),
+    ],
+)
+def test_generate_refuses_by_name(arguments: tuple, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        generate(*arguments)

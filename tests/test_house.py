@@ -1,0 +1,89 @@
+"""The floors of the house: who may import whom, and what the light rooms may never load."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "workbench"
+FLOORS = [
+    "schedules", "plan", "profile", "planner", "runs", "models", "kernels", "parallel", "engine", "rehearsal", "lab",
+    "top",
+]  # fmt: skip
+"""Rooms, lowest first; what lies outside them (the verbs and the command line) is the top."""
+
+OUTSIDE = {
+    "schedules": set(),
+    "plan": {"pydantic", "yaml", "pynvml", "pydantic_core"},
+    "profile": {"pandas"},
+    "planner": {"numpy", "scipy", "pandas"},
+    "runs": {"psutil", "orjson", "pynvml", "pandas"},
+    "models": {"torch"},
+    "kernels": {"torch", "triton"},
+    "parallel": {"torch"},
+    "engine": {"torch", "accelerate", "safetensors", "tokenizers", "numpy"},
+    "rehearsal": {"torch"},
+    "lab": {"ipywidgets", "anywidget", "altair", "vl_convert", "traitlets", "pandas", "IPython", "jinja2"},
+    "top": {"typer", "rich", "pandas", "accelerate", "psutil"},
+}
+"""Packages outside the standard library that a room may import."""
+
+LIGHT = ("schedules", "plan", "profile", "planner", "runs", "lab", "top")
+"""Rooms in which a slider moves or a kernel lives: no torch, ever."""
+
+PRIVATE = ("torch._subclasses", "torch.testing._internal", "torch.distributed._tools", "torch.utils._python_dispatch")
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return first if first in FLOORS else "top"
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+FILES = sorted(path for path in ROOT.rglob("*.py") if "_assets" not in path.parts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_room_imports_only_from_floors_below(path: Path) -> None:
+    room = room_of(path)
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "workbench" and len(parts) > 1:
+            other = parts[1] if parts[1] in FLOORS else "top" if (ROOT / f"{parts[1]}.py").exists() else None
+            if other is not None:
+                assert FLOORS.index(other) <= FLOORS.index(room), f"{room} imports {name}"
+        elif parts[0] not in sys.stdlib_module_names and parts[0] != "workbench":
+            assert parts[0] in OUTSIDE[room], f"{room} imports {name}"
+
+
+def test_private_torch_is_imported_in_one_file_each() -> None:
+    for private in PRIVATE:
+        users = [path.name for path in FILES if any(name.startswith(private) for name in imports(path))]
+        assert len(users) <= 1, f"{private} is imported by {users}"
+
+
+@pytest.mark.parametrize("room", LIGHT)
+def test_light_rooms_load_no_torch(room: str) -> None:
+    module = "workbench.cli" if room == "top" else f"workbench.{room}"
+    code = f"import sys, {module}, workbench; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_files_stay_small() -> None:
+    lines = {path: path.read_text().count("\n") for path in FILES}
+    largest = max(lines, key=lambda path: lines[path])
+    assert lines[largest] <= 600, f"{largest} has {lines[largest]} lines"
+    ordered = sorted(lines.values())
+    assert ordered[int(len(ordered) * 0.9)] <= 350
+    assert ordered[len(ordered) // 2] <= 150

@@ -1,0 +1,40 @@
+"""A notebook-first workbench for distributed training: one plan, three instruments, one table.
+
+`import workbench as wb` is quick and loads no torch; names are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.lab.planner import Planner
+    from workbench.plan.errors import PlanError
+    from workbench.plan.schema import Plan
+    from workbench.profile import Profile
+    from workbench.verbs import attach, compare, estimate, export, rehearse, run, verify, watch
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Plan": "plan.schema", "PlanError": "plan.errors", "Planner": "lab.planner", "Profile": "profile",
+    "attach": "verbs", "compare": "verbs", "estimate": "verbs", "export": "verbs", "list_runs": "runs.run",
+    "rehearse": "verbs", "report": "lab.report", "run": "verbs", "verify": "verbs", "watch": "verbs",
+}  # fmt: skip
+
+__all__ = [
+    "Plan", "PlanError", "Planner", "Profile", "attach", "compare", "estimate", "export", "rehearse", "run", "verify",
+    "watch",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}; it has {', '.join(_HOMES)}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

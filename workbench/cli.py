@@ -1,0 +1,85 @@
+"""The shell's side of the verbs: `workbench COMMAND`.
+
+Exit codes: 2 usage or an illegal plan, 1 failure, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from workbench import cli_plans, cli_runs
+from workbench.cli_options import console
+from workbench.cli_progress import RunError
+from workbench.plan.errors import PlanError
+from workbench.runs.child import ChildError
+
+USAGE, FAILURE, INTERRUPTED = 2, 1, 130
+
+app = typer.Typer(
+    name="workbench",
+    help="Plan, estimate, rehearse, run and compare distributed training: one plan, three instruments.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+)  # fmt: skip
+for _verb in (
+    cli_plans.models, cli_plans.gpus, cli_plans.strategies, cli_plans.plan, cli_plans.estimate, cli_plans.rehearse,
+    cli_runs.run, cli_runs.attach, cli_runs.stop, cli_runs.runs, cli_plans.compare, cli_plans.verify, cli_plans.export,
+    cli_runs.doctor, cli_runs.lab,
+):  # fmt: skip
+    app.command()(_verb)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the `workbench` command."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    code = answer(words)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        code = code or FAILURE
+        # What could not be written must not be tried again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def answer(words: list[str]) -> int:
+    """Run one command line; its exit code. Errors are said on stderr, and as JSON on stdout too where that is asked."""
+    try:
+        code = typer.main.get_command(app).main(args=words, prog_name="workbench", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except PlanError as error:
+        return _said(words, str(error), USAGE, [vars(problem) for problem in error.problems])
+    except ValueError as error:
+        return _said(words, str(error), USAGE)
+    except (ChildError, RunError, TimeoutError, OSError) as error:
+        return _said(words, str(error), FAILURE)
+    except (KeyboardInterrupt, typer.Abort):
+        return _said(words, "interrupted", INTERRUPTED)
+    except Exception as error:
+        if not hasattr(error, "show"):
+            raise
+        error.show()  # a usage error of the command line itself
+        code = int(getattr(error, "exit_code", USAGE))
+        return _to_machines(words, getattr(error, "format_message", error.__str__)(), code)
+
+
+def _said(words: list[str], message: str, code: int, problems: list[dict[str, str]] | None = None) -> int:
+    console(stderr=True).print(f"error: {message}", markup=False, style="red", soft_wrap=True)
+    return _to_machines(words, message, code, problems)
+
+
+def _to_machines(words: list[str], message: str, code: int, problems: list[dict[str, str]] | None = None) -> int:
+    if "--json" in words:
+        with contextlib.suppress(OSError):  # the error may be that stdout takes no more
+            sys.stdout.write(json.dumps({"error": message, "problems": problems or [], "exit_code": code}) + "\n")
+            sys.stdout.flush()
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What the commands share: how a plan is named, how an answer is printed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from workbench.plan.errors import refuse
+from workbench.plan.schema import Plan
+from workbench.plan.source import assignments, build, plain
+
+PIPE_WIDTH = 160
+"""Columns of a table that no terminal shows."""
+
+PlanFile = Annotated[Path | None, typer.Argument(metavar="[PLAN]", help="Plan file; or choose with the options.")]
+Model = Annotated[str | None, typer.Option("--model", help="Model of `workbench models`, or a config.json.")]
+Gpu = Annotated[str | None, typer.Option("--gpu", help="Card of `workbench gpus`; local: what is attached.")]
+Gpus = Annotated[int | None, typer.Option("--gpus", help="Cards, or CPU ranks, of the whole job.")]
+Strategy = Annotated[str | None, typer.Option("--strategy", help="Preset of `workbench strategies`.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any field by dotted path; may be repeated.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for machines.")]
+Root = Annotated[
+    Path | None,
+    typer.Option("--root", file_okay=False, help="Folder of runs; default $WORKBENCH_RUNS, else ./runs."),
+]
+
+
+def chosen(
+    file: Path | None,
+    model: str | None,
+    gpu: str | None,
+    gpus: int | None,
+    strategy: str | None,
+    sets: list[str] | None,
+) -> Plan:
+    """The plan that the options mean: the file's, or one built from the choices; options override the file.
+
+    A card, a number of cards or a strategy given here brings its own settings: those that the file had for another go.
+    Raises `PlanError` for what is illegal.
+    """
+    if file is None and model is None:
+        raise refuse("PLAN", "give a plan file, or --model (and --gpu, --gpus, --strategy)")
+    plan = Plan.load(file) if file else build({"model": model, "cluster": {"gpu": "local", "gpus": 1}})
+    changes: dict[str, Any] = {} if model is None else {"model": model}
+    if gpu is not None or gpus is not None:
+        changes["cluster"] = _cluster(plain(plan)["cluster"], gpu, gpus)
+    if strategy is not None:
+        changes["strategy"] = {"preset": strategy}
+    plan = plan.replace(**changes, **assignments(sets or []))
+    plan.complete()
+    return plan
+
+
+def _cluster(written: dict[str, Any], gpu: str | None, gpus: int | None) -> dict[str, Any]:
+    kept = {"fabric": written["fabric"]} if gpu is None and "fabric" in written else {}
+    return {"gpu": written["gpu"] if gpu is None else gpu, "gpus": written["gpus"] if gpus is None else gpus, **kept}
+
+
+def writable(path: Path | None) -> None:
+    """Refuse a report that could not be written, before the work that it is about."""
+    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
+        raise refuse("--html", f"'{path}' cannot be written; legal: a file in a folder that exists")
+
+
+def emit(as_json: bool, data: Any, *shown: RenderableType | None) -> None:
+    """Print the answer: `data` as one JSON document, or what is `shown` as tables for people."""
+    if as_json:
+        sys.stdout.write(json.dumps(finite(data), indent=2, default=str) + "\n")
+        sys.stdout.flush()
+        return
+    screen = console()
+    for part in shown:
+        if part is not None:
+            screen.print(part, soft_wrap=isinstance(part, Text))
+
+
+def console(stderr: bool = False) -> Console:
+    """A console; as wide as the terminal, or wide enough for a table where there is none."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else PIPE_WIDTH, highlight=False, soft_wrap=False)
+
+
+def finite(data: Any) -> Any:
+    """`data` with numbers that JSON cannot hold (infinite, NaN) as null."""
+    if isinstance(data, dict):
+        return {str(key): finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,0 +1,81 @@
+"""How a command that takes its time says where it is: on stderr, a bar in a terminal and lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from workbench.cli_options import console
+from workbench.runs.run import Run
+from workbench.runs.state import State
+from workbench.tables import culprit
+
+LINE_SECONDS = 5.0
+"""At most one line in this time, and one for the last step, where no terminal can redraw one."""
+STOP_SECONDS = 60.0
+
+
+class RunError(RuntimeError):
+    """A run failed; the message holds its cause."""
+
+
+class waiting:
+    """Work of unknown length; the value is called with what it is at."""
+
+    def __init__(self, words: str) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self.bar = Progress(*columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        self.task = self.bar.add_task(words, total=None)
+
+    def __enter__(self) -> waiting:
+        self.bar.start()
+        return self
+
+    def __call__(self, words: str) -> None:
+        self.bar.update(self.task, description=words)
+        if self.bar.disable:
+            print(words, file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+
+def followed(run: Run, words: str = "") -> State:
+    """Wait for the end of `run`, telling its steps and loss; `words` say which run it is."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    steps, quiet = run.state.steps, not sys.stderr.isatty()
+    said = 0.0
+    with Progress(*columns, console=console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task(f"{words} starting".strip(), total=steps)
+
+        def progress(records: list[dict[str, Any]]) -> None:
+            nonlocal said
+            losses = [r for r in records if r["kind"] == "step" and r.get("loss") is not None]
+            if not losses:
+                return
+            last = losses[-1]
+            text = f"{words} loss {last['loss']:.4f}".strip()
+            bar.update(task, completed=last["step"] + 1, description=text)
+            if quiet and (time.monotonic() - said > LINE_SECONDS or last["step"] + 1 == steps):
+                said = time.monotonic()
+                print(f"{text}, step {last['step'] + 1} of {steps}", file=sys.stderr, flush=True)
+
+        return run.wait(progress=progress)
+
+
+def finished(run: Run, words: str) -> Run:
+    """`run` when it is over; Ctrl-C stops it. Raises `RunError` where it failed."""
+    try:
+        state = followed(run, words)
+    except KeyboardInterrupt:
+        run.stop()
+        run.wait(STOP_SECONDS)
+        raise
+    if state.phase != "finished":
+        cause = state.cause
+        why = f": {culprit(cause)}. {cause.advice}\n{cause.log_tail}" if cause else ""
+        raise RunError(f"run {run.id} {state.phase}{why}".rstrip())
+    return run

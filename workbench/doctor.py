@@ -1,0 +1,82 @@
+"""What is attached, what is installed, what is missing, and the command that mends it. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench.plan.attached import attached, host_memory
+from workbench.runs.directory import default_root
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+NEEDED = ("torch", "accelerate", "safetensors", "tokenizers", "numpy", "pandas", "pydantic", "psutil", "orjson",
+          "jupyterlab", "anywidget", "altair", "vl-convert-python")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. `ok` is None where it is optional and absent."""
+
+    what: str
+    ok: bool | None
+    found: str
+    mend: str = ""
+
+
+def examine() -> list[Finding]:
+    """Everything that a run, a notebook or a test needs of this machine."""
+    return [_python(), *_devices(), _memory(), *map(_package, NEEDED), _launcher(), _runs(), *_optional()]
+
+
+def _python() -> Finding:
+    found = platform.python_version()
+    return Finding("python", sys.version_info >= (3, 11), found, "workbench needs Python 3.11 or later")
+
+
+def _devices() -> list[Finding]:
+    here = attached()
+    what = f"{here.count} x {here.name}" if here.device == "cuda" else f"{here.name}: up to {here.count} ranks"
+    cards = Finding("devices", True, what)
+    if here.device == "cuda":
+        return [cards]
+    return [cards, Finding("cards", None, here.why_not_cuda, "runs use CPU ranks; a CUDA build of torch uses cards")]
+
+
+def _memory() -> Finding:
+    return Finding("memory", True, f"{host_memory() / 2**30:.1f} GiB")
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, True, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, False, "not installed", f"pip install {name}")
+
+
+def _launcher() -> Finding:
+    beside = Path(sys.executable).with_name("accelerate")
+    found = str(beside) if beside.exists() else shutil.which("accelerate")
+    return Finding("accelerate launch", bool(found), "found" if found else "not on PATH", "pip install accelerate")
+
+
+def _runs() -> Finding:
+    root = default_root()
+    nearest = next(folder for folder in (root, *root.parents) if folder.exists())
+    free = shutil.disk_usage(nearest).free / 2**30
+    fine = os.access(nearest, os.W_OK)
+    return Finding("runs", fine, f"{root}, {free:.1f} GiB free", "set WORKBENCH_RUNS to a folder that you may write")
+
+
+def _optional() -> list[Finding]:
+    browser = next((name for name in BROWSERS if shutil.which(name)), None)
+    found = [Finding("browser (tests)", bool(browser) or None, browser or "none", "apt-get install chromium")]
+    for name in TRACKERS:
+        one = _package(name)
+        found.append(one if one.ok else Finding(f"{name} (tracker)", None, one.found, one.mend))
+    return found

@@ -1,0 +1,178 @@
+"""The training loop of one rank."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor
+
+from workbench.engine import corpus
+from workbench.engine.allocator import meter
+from workbench.engine.observe import Follower, Sampler, allocated_rows
+from workbench.engine.optimizer import learning_rate
+from workbench.engine.sampler import Sampler as TextSampler
+from workbench.engine.saving import Saver
+from workbench.engine.session import Session, StepResult
+from workbench.engine.telemetry import Telemetry
+from workbench.engine.trackers import Trackers
+from workbench.parallel.mesh import Mesh
+from workbench.plan.schema import Plan
+from workbench.runs.stopping import read_stop
+
+FIRST_SAMPLES = 2
+"""Steps at the start whose memory is always sampled: the first, and the first of the steady state."""
+GO_ON, STOP, SAVE_AND_STOP = 0, 1, 2
+
+
+class Loop:
+    """Builds this rank's session and trains it. `index` is the step under way, `follower` knows the action."""
+
+    def __init__(self, plan: Plan, run_dir: Path, mesh: Mesh, accelerator: Accelerator, telemetry: Telemetry) -> None:
+        self.plan, self.run_dir, self.mesh, self.telemetry = plan, run_dir, mesh, telemetry
+        self.follower = Follower()
+        self.follower.doing = "building"
+        self.index = 0
+        self.meter = meter(accelerator.device)
+        self.trackers = Trackers(accelerator, plan)
+        self._phase("building")
+        self.text = self._text()
+        self._samples: list[tuple[int, Sampler]] = []
+        self._window_open = False
+        self._open_window()
+        self.session = Session.build(plan, mesh, accelerator.device)
+        shape = (plan.num_microbatches, plan.training.micro_batch, plan.training.sequence_length)
+        self.tokens = torch.zeros(shape, dtype=torch.long, device=accelerator.device)
+        self.targets = torch.zeros_like(self.tokens)
+        self.saver = Saver(self.session, run_dir)
+
+    def _text(self) -> TextSampler:
+        t, data = self.plan.training, self.mesh["data"]
+        tokens = corpus.load(self.plan.corpus, self.plan.shape.vocab)
+        text = TextSampler(tokens, t.sequence_length, t.global_batch, t.micro_batch, t.seed, data.index, data.size)
+        if t.evaluation.every:
+            text.evaluation(0)  # refuses held-out text that is too short now, not at the first evaluation
+        return text
+
+    def run(self) -> None:
+        """Train from where the checkpoint stands, or from the start, to the last step or until asked to stop."""
+        self.index = self.saver.load()
+        first, last = self.index, self.plan.training.steps
+        self._phase("training")
+        while self.index < last:
+            done = self.index - first
+            if done >= FIRST_SAMPLES:
+                self._end_window()
+            stopping = self._step(sampled=self._is_sampled(done))
+            self.index += 1
+            self._evaluate()
+            self._save(stopping == SAVE_AND_STOP)
+            if stopping != GO_ON:
+                break
+        self._end_window()
+        self.trackers.close()
+        self._phase("done")
+        self.telemetry.record("bye", step=self.index)
+
+    def _is_sampled(self, done: int) -> bool:
+        every = self.plan.telemetry.memory_every
+        return done < FIRST_SAMPLES or bool(every and done % every == 0)
+
+    def _step(self, sampled: bool) -> int:
+        """One step, told; what all ranks agreed to do next."""
+        began = time.perf_counter()
+        self._fill(*self.text.batch(self.index))
+        asked = self._asked_to_stop()
+        result = self._sampled(asked) if sampled else self._plain(asked)
+        loss, norm, stop = torch.stack(result).tolist()
+        t = self.plan.training
+        record: dict[str, Any] = {
+            "step": self.index,
+            "loss": loss,
+            "seconds": time.perf_counter() - began,
+            "tokens": t.global_batch * t.sequence_length,
+            "gradient_norm": norm,
+            "learning_rate": learning_rate(self.index, t.optimizer, t.steps),
+            "loss_scale": None,
+            "skipped": False,
+            "bytes": self.meter.now(),
+            "action": self.follower.doing,
+        }
+        self.telemetry.record("step", **record)
+        self.trackers.log(record, self.index)
+        return int(stop)
+
+    def _asked_to_stop(self) -> int:
+        """What somebody wants of the run, as rank 0 sees it; all ranks learn it in the step."""
+        wish = read_stop(self.run_dir) if self.mesh.rank == 0 else None
+        return GO_ON if wish is None else SAVE_AND_STOP if wish.checkpoint else STOP
+
+    def _fill(self, tokens: Tensor, targets: Tensor) -> None:
+        self.tokens.copy_(tokens)
+        self.targets.copy_(targets)
+
+    def _plain(self, asked: int) -> StepResult:
+        return self.session.step(self.index, self.tokens, self.targets, self.follower, asked)
+
+    def _sampled(self, asked: int) -> StepResult:
+        self._open_window()
+        sampler = Sampler(self.session, self.meter)
+        self._samples.append((self.index, sampler))
+        with sampler.step():
+            return self.session.step(self.index, self.tokens, self.targets, sampler, asked)
+
+    def _open_window(self) -> None:
+        if not self._window_open:
+            self.meter.start()
+            self._window_open = True
+
+    def _end_window(self) -> None:
+        """Tell what the sampled steps since the window's start have shown."""
+        if not self._window_open:
+            return
+        self._window_open = False
+        stage = self.mesh["pipeline"].index
+        totals = allocated_rows(self.meter.stop(), stage)
+        for (step, sampler), allocated in zip(self._samples, totals, strict=True):
+            self.telemetry.record("memory", step=step, rows=[*allocated, *sampler.memory_rows()])
+            self.telemetry.record("timeline", step=step, rows=sampler.timeline_rows())
+            self.telemetry.record("collectives", step=step, rows=sampler.collective_rows())
+        self._samples.clear()
+
+    def _evaluate(self) -> None:
+        """Loss on held-out text, when its turn has come; equal on every rank."""
+        e = self.plan.training.evaluation
+        if not e.every or self.index % e.every:
+            return
+        self._end_window()
+        self._phase("evaluating")
+        total = torch.zeros((), dtype=torch.float64, device=self.session.device)
+        for i in range(e.batches):
+            self._fill(*self.text.evaluation(i))
+            loss = self.session.evaluate(self.tokens, self.targets)
+            total += 0.0 if loss is None or self.mesh["tensor"].index else loss.double()
+        if self.mesh.world_size > 1:
+            dist.all_reduce(total)
+        tokens = e.batches * self.plan.training.global_batch * self.plan.training.sequence_length
+        record = {"step": self.index, "loss": total.item() / tokens}
+        self.telemetry.record("evaluation", **record)
+        self.trackers.log({"held_out_loss": record["loss"]}, self.index)
+        self._phase("training")
+
+    def _save(self, asked: bool) -> None:
+        """Write a checkpoint, when its turn has come or the run is asked to leave one."""
+        every, last = self.plan.checkpoint.every, self.index == self.plan.training.steps
+        if not asked and not (every and (self.index % every == 0 or last)):
+            return
+        self._end_window()
+        self._phase("checkpointing")
+        path = self.saver.save(self.index)
+        self.telemetry.record("checkpoint", step=self.index, path=str(path))
+        self._phase("training")
+
+    def _phase(self, phase: str) -> None:
+        self.telemetry.record("phase", phase=phase, step=self.index)

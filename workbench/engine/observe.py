@@ -1,0 +1,210 @@
+"""What is seen of a step: where it is, and on sampled steps its memory, its collectives and its timeline."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.engine.allocator import CpuMeter, CudaMeter, Window
+from workbench.engine.live import LiveBytes
+from workbench.engine.session import Session
+from workbench.profile import ALLOCATED
+from workbench.schedules import Action
+from workbench.schedules.action import COMPUTE
+
+STEP = "initialised"
+"""Mark of a step's start: the moment when only what lasts is there."""
+
+
+class Follower:
+    """Remembers what the rank does now, so that an error can say where it happened."""
+
+    def __init__(self) -> None:
+        self.doing = ""
+
+    def action(self, label: str, action: Action | None) -> AbstractContextManager[None]:
+        """Remember the label."""
+        self.doing = label
+        return nullcontext()
+
+    def moment(self, name: str) -> None:
+        """Remember the moment."""
+        self.doing = name
+
+
+class Sampler(Follower):
+    """Counts live bytes by category and collectives on one step; marks the allocator's window, times the actions."""
+
+    def __init__(self, session: Session, meter: CpuMeter | CudaMeter | None) -> None:
+        super().__init__()
+        self.session, self.meter = session, meter
+        self.live = LiveBytes(session.device.type)
+        self.clock = Clock(session.device)
+        self._forward_seen = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Round one step."""
+        with ExitStack() as stack:
+            stack.enter_context(self.live)
+            for category, tensors in lasting(self.session).items():
+                self.live.register(tensors, category)
+            if self.session.part.model.head is not None:
+                stack.callback(_logits_scope(self.session.part.model.head, self.live))
+            self.live.restart()
+            self.moment(STEP)
+            self.clock.start()
+            yield
+            self.clock.stop()
+
+    @contextmanager
+    def action(self, label: str, action: Action | None) -> Iterator[None]:
+        """Count and time one action."""
+        super().action(label, action)
+        with self.live.action(action.kind if action else label), self.clock.span(label, action):
+            yield
+        if action and action.kind == "F" and not self._forward_seen:
+            self._forward_seen = True
+            self.moment("forward_end")
+
+    def moment(self, name: str) -> None:
+        """Keep the levels at a named moment."""
+        super().moment(name)
+        self.live.snapshot(name)
+        if self.meter is not None:
+            self.meter.mark(name)
+
+    def memory_rows(self) -> list[dict[str, Any]]:
+        """Rows of the memory frame by category."""
+        return self.live.memory_rows(self.session.mesh["pipeline"].index)
+
+    def collective_rows(self, seen: int = 1, of: int = 1) -> list[dict[str, Any]]:
+        """Rows of the collectives frame.
+
+        Where only `seen` of a step's `of` microbatches were run, what every microbatch repeats is counted `of` times.
+        """
+        groups = {str(axis.group.group_name): name for name, axis in self.session.mesh.axes.items() if axis.group}
+        counts: Counter[tuple[tuple[str, Any], ...]] = Counter()
+        for row in self.live.collective_rows(groups):
+            often = row.pop("count") * (of if _every_microbatch(row) else seen)
+            counts[tuple((row | _where(row)).items())] += often
+        assert not any(count % seen for count in counts.values()), (counts, seen)
+        return [{**dict(row), "count": count // seen} for row, count in counts.items()]
+
+    def timeline_rows(self) -> list[dict[str, Any]]:
+        """Rows of the timeline frame."""
+        stage = self.session.mesh["pipeline"].index
+        return [{"stage": stage, **row} for row in self.clock.rows()]
+
+
+def _every_microbatch(row: dict[str, Any]) -> bool:
+    """Whether a collective belongs to a microbatch's pass, not to the step."""
+    kind = row["action"]
+    return row["axis"] != "data" and (kind in COMPUTE or kind.startswith(("SEND", "RECV")))
+
+
+def _where(row: dict[str, Any]) -> dict[str, Any]:
+    """A mesh of one long axis lends its group to the whole job, and a batch of transfers goes both ways."""
+    if row["action"] == "CLIP":
+        return {"axis": "world"}
+    return {"action": "P2P"} if row["kind"] in ("send", "recv") else {}
+
+
+def lasting(session: Session) -> dict[str, list[Tensor]]:
+    """Tensors that live as long as the session, by category of the memory vocabulary."""
+    states = session.optimizer.state().values()
+    return {
+        "parameters": list(session.part.parameters.values()),
+        "gradients": [bucket.flat for bucket in session.part.buckets.buckets],
+        "optimizer": [x for state in states for kind, x in state.items() if kind != "master"],
+        "master": [state["master"] for state in states if "master" in state],
+    }
+
+
+def _logits_scope(head: nn.Module, live: LiveBytes) -> Callable[[], None]:
+    """Count what the head's forward makes as logits; returns what undoes it."""
+    scopes: list[ExitStack] = []
+
+    def enter(*_: object) -> None:
+        scopes.append(ExitStack())
+        scopes[-1].enter_context(live.category("logits"))
+
+    def leave(*_: object) -> None:
+        scopes.pop().close()
+
+    handles = [head.register_forward_pre_hook(enter), head.register_forward_hook(leave)]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+class Clock:
+    """Spans of a step in seconds from its start; on CUDA by events, read only after the step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self._spans: list[tuple[str, Action | None, Any, Any]] = []
+        self._start: Any = None
+
+    def start(self) -> None:
+        """The step begins."""
+        self._start = self._now()
+
+    def stop(self) -> None:
+        """The step has ended."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    @contextmanager
+    def span(self, label: str, action: Action | None) -> Iterator[None]:
+        """Time what runs inside."""
+        begin = self._now()
+        yield
+        self._spans.append((label, action, begin, self._now()))
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, moment: Any) -> float:
+        return self._start.elapsed_time(moment) / 1e3 if self.cuda else moment - self._start
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a span: microbatch (or null), action, start and end."""
+        return [
+            {
+                "microbatch": action.microbatch if action else None,
+                "action": action.kind if action and not action.is_p2p else label if action is None else "P2P",
+                "start": self._seconds(begin),
+                "end": self._seconds(end),
+            }
+            for label, action, begin, end in self._spans
+        ]
+
+
+def allocated_rows(window: Window, stage: int) -> list[list[dict[str, Any]]]:
+    """The allocator's totals of every step in a window: rows of category `allocated`, a list a step."""
+    steps: list[list[dict[str, Any]]] = []
+    for section in window.sections:
+        if section.label == STEP:
+            steps.append([_total(stage, "peak", 0)])
+        if steps:
+            steps[-1][0]["bytes"] = max(steps[-1][0]["bytes"], section.peak)
+            steps[-1].append(_total(stage, section.label, section.start))
+    return steps
+
+
+def _total(stage: int, moment: str, size: int) -> dict[str, Any]:
+    return {"stage": stage, "moment": moment, "tier": "device", "category": ALLOCATED, "bytes": size}

@@ -1,0 +1,140 @@
+"""A rank's part of a training job, built from a plan, and its step.
+
+The worker, the rehearsal and the verification all build this, so that what is proved is what runs.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workbench.engine.optimizer import Optimizer
+from workbench.engine.precision import dtypes
+from workbench.parallel.apply import Parallelised, parallelise
+from workbench.parallel.layout import square_norm
+from workbench.parallel.mesh import Mesh
+from workbench.parallel.pipeline.collectives import sum_tied
+from workbench.parallel.pipeline.executor import Executor
+from workbench.plan.schema import Plan
+from workbench.schedules import Action, generate, lower
+
+
+class Observer(Protocol):
+    """Watches a step without changing it: wraps every action, and is told of the moments of the memory vocabulary."""
+
+    def action(self, label: str, action: Action | None) -> AbstractContextManager[None]:
+        """Round one action of the schedule, or a named part of the step."""
+        ...
+
+    def moment(self, name: str) -> None:
+        """Called when the step reaches a moment of `profile.MOMENTS`."""
+        ...
+
+
+class Unobserved:
+    """Watches nothing."""
+
+    def action(self, label: str, action: Action | None) -> AbstractContextManager[None]:
+        """No wrapping."""
+        return nullcontext()
+
+    def moment(self, name: str) -> None:
+        """Nothing."""
+
+
+class StepResult(NamedTuple):
+    """Scalars on the device, equal on every rank: mean loss over the step's tokens, and the global gradient norm."""
+
+    loss: Tensor
+    gradient_norm: Tensor
+    stop: Tensor
+
+
+@dataclass
+class Session:
+    """Everything a rank needs to train."""
+
+    plan: Plan
+    mesh: Mesh
+    device: torch.device
+    part: Parallelised
+    optimizer: Optimizer
+    executor: Executor
+
+    @classmethod
+    def build(
+        cls,
+        plan: Plan,
+        mesh: Mesh,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> Session:
+        """Build this rank's part of a complete plan. `dtype` overrides the plan's precision (verification)."""
+        own, gradients = dtypes(plan)
+        own, gradients = (dtype or own), (dtype or gradients)
+        part = parallelise(plan, mesh, device, own, gradients)
+        optimizer = Optimizer(part.parameters, part.buckets.gradients, plan.training.optimizer, plan.training.steps)
+        table = lower(generate(plan.strategy.pipeline.schedule, mesh["pipeline"].size, plan.num_microbatches))
+        t = plan.training
+        crossing = (t.micro_batch, t.sequence_length, plan.shape.hidden)
+        executor = Executor(
+            table,
+            {mesh["pipeline"].index: part.model},
+            mesh["pipeline"],
+            partial(torch.empty, crossing, dtype=own, device=device),
+            reduce=lambda stage: part.buckets.reduce(),
+            last_backward=lambda stage: part.buckets.expect_last(),
+        )
+        return cls(plan, mesh, device, part, optimizer, executor)
+
+    def step(
+        self, index: int, tokens_MBT: Tensor, targets_MBT: Tensor, observer: Observer | None = None, stop: int = 0
+    ) -> StepResult:
+        """One optimizer step on this data-parallel rank's microbatches [M, B, T]; `index` counts from 0.
+
+        The loss is divided by the step's global number of valid tokens: text is packed, so all are valid.
+        `stop` is what this rank asks of all (0: nothing); the sum of all wishes comes back with the step's reduction.
+        """
+        watch = observer or Unobserved()
+        t = self.plan.training
+        scale = 1.0 / (t.global_batch * t.sequence_length)
+        self.part.buckets.zero()
+        loss = self.executor.step(tokens_MBT, targets_MBT, scale, watch.action)
+        if self.part.tied_across_stages is not None:
+            sum_tied(self.part.buckets.gradients[self.part.tied_across_stages], self.mesh["pipeline"])
+        watch.moment("before_optimizer")
+        with watch.action("CLIP", None):
+            loss_sum, norm, stopping = self._agree(loss, stop)
+            factor = clip_factor(norm, self.plan.training.optimizer.clip)
+        with watch.action("OPTIMIZER", None):
+            self.optimizer.step(index, factor)
+        watch.moment("after_optimizer")
+        return StepResult(loss_sum, norm, stopping)
+
+    def _agree(self, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and gradient norm of the whole job, by one small sum over all ranks."""
+        square = square_norm(self.part.buckets.gradients, self.part.layouts, self.mesh)
+        counted = loss is not None and self.mesh["tensor"].index == 0
+        own_loss = loss.to(square.dtype) if counted and loss is not None else torch.zeros_like(square)
+        both = torch.stack((own_loss, square, torch.full_like(square, float(stop))))
+        if self.mesh.world_size > 1:
+            dist.all_reduce(both)
+        return both[0], both[1].sqrt(), both[2]
+
+    def evaluate(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> Tensor | None:
+        """Summed loss of this rank's microbatches without training on them; None where the head is not."""
+        self.part.model.eval()
+        loss = self.executor.evaluate(tokens_MBT, targets_MBT)
+        self.part.model.train()
+        return loss
+
+
+def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
+    """What to multiply gradients by so that their global norm is at most `limit`; a scalar, or None."""
+    return None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)

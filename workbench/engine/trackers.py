@@ -1,0 +1,69 @@
+"""TensorBoard, Weights & Biases and MLflow, through Accelerate's trackers, beside the run's own telemetry."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from accelerate import Accelerator
+
+    from workbench.plan.schema import Plan
+
+
+def require(names: Iterable[str]) -> None:
+    """Raise ValueError, naming the field and the packages, where a tracker's package is not installed.
+
+    To be asked before launch: Accelerate itself leaves a missing tracker out without a word.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"telemetry.trackers: {', '.join(missing)} not installed; "
+            f"`pip install {' '.join(missing)}`, or leave it out of the list"
+        )
+
+
+class Trackers:
+    """The trackers that the plan names; only the main process writes, elsewhere every call does nothing.
+
+    `accelerator` must have been made with `log_with` and a project folder. The run outlives its trackers: the first
+    that fails (a service that is away) is told of once and all are let go.
+    """
+
+    def __init__(self, accelerator: Accelerator, plan: Plan) -> None:
+        require(plan.telemetry.trackers)
+        self._accelerator: Accelerator | None = accelerator if plan.telemetry.trackers else None
+        if self._accelerator is not None:
+            config = dict(flat(plan.model_dump(mode="json")))
+            self._accelerator.init_trackers("workbench", config=config)
+
+    def log(self, record: Mapping[str, Any], step: int) -> None:
+        """Write the record's numbers; what is not a number is left out."""
+        if self._accelerator is None:
+            return
+        numbers = {k: float(v) for k, v in record.items() if isinstance(v, int | float) and k != "step"}
+        try:
+            self._accelerator.log(numbers, step=step)
+        except Exception as error:
+            print(f"telemetry.trackers: gave up after {type(error).__name__}: {error}", file=sys.stderr)
+            self._accelerator = None
+
+    def close(self) -> None:
+        """Let the trackers write what they hold."""
+        if self._accelerator is not None:
+            for tracker in self._accelerator.trackers:
+                tracker.finish()
+            self._accelerator = None
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested data by dotted name; what trackers cannot hold (lists, null) as text."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from flat(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value if isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,29 @@
+"""What `accelerate launch` starts on every rank: `python -m workbench.engine.worker RUN/plan.yaml`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from workbench.runs.lifeline import die_with_parent
+
+
+def main() -> int:
+    """Train the plan named on the command line; the run directory is the plan's folder."""
+    die_with_parent()
+    # Imported only now: torch takes seconds, in which a launcher may already have died.
+    from workbench.engine.train import train
+
+    if len(sys.argv) != 2:
+        print("usage: python -m workbench.engine.worker RUN/plan.yaml", file=sys.stderr)
+        return 2
+    return train(Path(sys.argv[1]).resolve())
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is written and closed. The interpreter's own end would race the transport's threads, which may abort.
+    os._exit(status)

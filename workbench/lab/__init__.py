@@ -1,0 +1,26 @@
+"""What a person sees: charts, the planner, the dashboard, comparison and report.
+
+Names are loaded when first used: altair alone takes a second to import, and a command that draws nothing must not wait.
+Comparing and reporting are functions of the modules `compare` and `report`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "Board": "workbench.lab.board",
+    "Comparison": "workbench.lab.compare",
+    "Dashboard": "workbench.lab.dashboard",
+    "Figure": "workbench.lab.figure",
+    "Planner": "workbench.lab.planner",
+    "watch": "workbench.lab.dashboard",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"workbench.lab has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOME[name]), name)

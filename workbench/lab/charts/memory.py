@@ -1,0 +1,133 @@
+"""Memory of each rank, stacked by category, with the card's capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from workbench.lab import palette, ranks
+from workbench.lab.charts import common
+from workbench.lab.figure import Figure, declare
+from workbench.lab.units import byte_unit, bytes_text, digits
+from workbench.profile import ALLOCATED, Profile
+
+NEAR = 0.15
+"""A card's capacity is drawn where the fullest rank reaches this share of it, and told in words elsewhere."""
+BAR = 15
+
+
+def memory(*profiles: Profile) -> Figure:
+    """Bytes at the instant of the largest sum, rank by rank, one bar a source.
+
+    A measured bar's length is the allocator's own count; what its categories leave over is drawn as unattributed.
+    """
+    labels = ranks.shown_ranks(profiles)
+    named = zip(profiles, common.names_of(profiles))
+    bars = [bar for profile, name in named for bar in bars_of(profile, name, labels)]
+    unit, size = byte_unit(bar["total"] for bar in bars)
+    several = len(profiles) > 1
+    rows = [row for bar in bars for row in rows_of(bar, size, bar["bar"] if several else "")]
+    capacity = next((p.capacity_bytes for p in profiles if p.capacity_bytes), None)
+    largest = max((bar["total"] for bar in bars), default=0)
+    near = capacity if capacity and largest >= NEAR * capacity else None
+    if rows:
+        rows[0] |= frame_of(unit, size, largest * (1.45 if several else 1.2), near)
+    categories = tuple(name for name in palette.MEMORY if any(row["category"] == name for row in rows))
+    order = tuple(dict.fromkeys(bar["bar"] for bar in bars))
+    names = tuple(labels[rank] for rank in labels if any(bar["label"] == labels[rank] for bar in bars))
+    return Figure(
+        name="memory",
+        title=f"Memory of each rank at its peak ({unit})",
+        subtitle=words(profiles, capacity, near, largest),
+        spec=spec(unit, categories, names, order, near is not None),
+        rows=rows,
+    )
+
+
+def bars_of(profile: Profile, name: str, labels: dict[int, str]) -> list[dict[str, Any]]:
+    """One bar a rank: its total and its categories in bytes, of the sampled step with the largest total."""
+    frame = profile.memory
+    frame = frame[(frame.tier == "device") & (frame.moment == "peak") & (frame.bytes > 0)]
+    found = []
+    for rank, text in labels.items():
+        rows = frame[frame["rank"] == profile.representative.get(rank, rank)]
+        if len(rows):
+            found.append({"label": text, "bar": name, "source": profile.source, **fullest(rows)})
+    return found
+
+
+def fullest(rows: pd.DataFrame) -> dict[str, Any]:
+    """Total, categories (bytes) and step of one rank's fullest sampled step."""
+    told = rows.assign(step=rows.step.fillna(-1))
+    counted = told[told.category == ALLOCATED]
+    step = (counted if len(counted) else told).groupby("step").bytes.sum().idxmax()
+    told, counted = told[told.step == step], counted[counted.step == step]
+    parts = told[told.category != ALLOCATED].groupby("category").bytes.sum()
+    categories = {str(name): int(value) for name, value in parts.items()}
+    total = int(counted.bytes.sum()) if len(counted) else sum(categories.values())
+    if total > sum(categories.values()):
+        categories["unattributed"] = total - sum(categories.values())
+    return {"total": total, "categories": categories, "step": ranks.number(step if step != -1 else None)}
+
+
+def rows_of(bar: dict[str, Any], size: int, told: str) -> list[dict[str, Any]]:
+    """Rows of one bar, in units of `size` bytes; the first carries the bar's words, `told` among them."""
+    common_cells = {k: bar[k] for k in ("label", "bar", "source", "step")} | {"total": bar["total"] / size}
+    rows: list[dict[str, Any]] = []
+    for order, name in enumerate(palette.MEMORY):
+        if name in bar["categories"]:
+            value = bar["categories"][name]
+            text = " ".join([digits(bar["total"] / size), told]).strip() if not rows else None
+            rows.append(
+                common_cells
+                | {"category": name, "order": order, "value": value / size, "text": text, "share": value / bar["total"]}
+            )
+    return rows
+
+
+def frame_of(unit: str, size: int, reach: float, card: int | None) -> dict[str, Any]:
+    """Cells of the first row alone: the card's memory, its words, and how far the axis reaches (bars have words)."""
+    found: dict[str, Any] = {"room": max(reach, (card or 0) * 1.02) / size}
+    if card:
+        found |= {"card": card / size, "card_text": f"card: {digits(card / size)} {unit}"}
+    return found
+
+
+def words(profiles: Sequence[Profile], capacity: int | None, near: int | None, largest: int) -> str:
+    """The subtitle: sources, and where a card's capacity is off the chart, what it is."""
+    told = common.sources(profiles)
+    if capacity and not near:
+        told += f" · the fullest rank holds {digits(100 * largest / capacity, 2)} % of {bytes_text(capacity)}"
+    return told
+
+
+@lru_cache(maxsize=64)
+def spec(
+    unit: str, categories: tuple[str, ...], labels: tuple[str, ...], bars: tuple[str, ...], card: bool
+) -> dict[str, Any]:
+    """The declaration: a bar for each of `bars` in each of `labels`. Values are in the rows; `card`: its memory too."""
+    y = alt.Y("label:N", sort=list(labels), axis=common.names())
+    offset = alt.YOffset("bar:N", sort=list(bars), scale=alt.Scale(paddingInner=0.12))
+    x = alt.X("value:Q", title=unit, stack="zero", scale=alt.Scale(nice=False), axis=common.amounts())
+    colour = alt.Scale(domain=list(categories), range=[palette.MEMORY[name] for name in categories])
+    base = alt.Chart(common.ROWS).encode(y=y, yOffset=offset)
+    stack = base.mark_bar(stroke="white", strokeWidth=0.6, strokeOpacity=0.5).encode(
+        x=x,
+        color=alt.Color("category:N", scale=colour, legend=common.legend()),
+        order=alt.Order("order:Q"),
+        tooltip=[
+            alt.Tooltip("label:N", title="where"), alt.Tooltip("bar:N", title="source"), "step:Q", "category:N",
+            alt.Tooltip("value:Q", title=unit, format=",.3~f"), alt.Tooltip("share:Q", format=".1%"),
+        ],
+    )  # fmt: skip
+    said = base.transform_filter("datum.text != null").mark_text(align="left", dx=5, fontSize=11)
+    layers: list[Any] = [stack, said.encode(x=alt.X("total:Q"), text="text:N")]
+    layers += common.marker("card", "card_text") if card else []
+    layers.append(
+        alt.Chart(common.ROWS).transform_filter("isValid(datum.room)").mark_point(opacity=0).encode(x="room:Q")
+    )
+    return declare(alt.layer(*layers), height=max(60, len(labels) * (len(bars) * BAR + 7)))

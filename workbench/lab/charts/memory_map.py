@@ -1,0 +1,69 @@
+"""Peak memory of many ranks as a map, a node a line."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import altair as alt
+
+from workbench.lab import palette, ranks
+from workbench.lab.charts import common
+from workbench.lab.figure import Figure, declare
+from workbench.lab.units import byte_unit
+from workbench.profile import Profile
+
+MOST = 4096
+"""Most ranks drawn; a larger job is as well told by its representatives."""
+
+
+def drawable(world_size: int) -> bool:
+    """Whether a map helps: there are too many ranks for a bar each, and not too many for a square each."""
+    return ranks.FEW < world_size <= MOST
+
+
+def memory_map(profile: Profile) -> Figure:
+    """Every rank of one profile as a square, coloured by its peak; red where that is beyond the card's memory."""
+    peaks = profile.peak_bytes_by_rank
+    per_row = 16 if len(peaks) <= 256 else 64
+    unit, size = byte_unit(peaks.values())
+    stages = ranks.stage_of(profile)
+    rows: list[dict[str, Any]] = [
+        {
+            "column": rank % per_row,
+            "row": f"{rank - rank % per_row}",
+            "rank": rank,
+            "stage": stages.get(profile.representative.get(rank, rank), "0"),
+            "value": value / size,
+        }
+        for rank, value in peaks.items()
+    ]
+    lines = -(-len(peaks) // per_row)
+    return Figure(
+        name="memory_map",
+        title=f"Peak memory of all {len(peaks)} ranks ({unit})",
+        subtitle=profile.source,
+        spec=spec(unit, lines, profile.capacity_bytes / size if profile.capacity_bytes else None),
+        rows=rows,
+    )
+
+
+@lru_cache(maxsize=32)
+def spec(unit: str, lines: int, capacity: float | None) -> dict[str, Any]:
+    """The declaration; the colour runs from nothing to the card's capacity where that is known."""
+    domain = [0, capacity] if capacity else alt.Undefined
+    legend = alt.Legend(
+        title=None, orient="bottom", direction="horizontal", gradientLength=180, gradientThickness=8, offset=4
+    )
+    scale = alt.Scale(scheme="viridis", reverse=True, domain=domain, clamp=True)
+    colour: Any = alt.Color("value:Q", scale=scale, legend=legend)
+    if capacity:
+        colour = alt.condition(f"datum.value > {capacity}", alt.value(palette.LIMIT), colour)
+    lines_axis = alt.Axis(labelOverlap=True)
+    chart = alt.Chart(common.ROWS).mark_rect(stroke="white", strokeWidth=1, strokeOpacity=0.4).encode(
+        x=alt.X("column:O", title="rank within the line", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+        y=alt.Y("row:O", title="first rank", sort=alt.EncodingSortField("rank", "min"), axis=lines_axis),
+        color=colour,
+        tooltip=["rank:Q", "stage:N", alt.Tooltip("value:Q", title=unit, format=",.3~f")],
+    )  # fmt: skip
+    return declare(chart, height=max(40, lines * (14 if lines <= 16 else 8)))

@@ -1,0 +1,50 @@
+"""Memory over the steps of a run, by the allocator's count."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pandas as pd
+
+from workbench.lab import ranks
+from workbench.lab.charts import lines
+from workbench.lab.figure import Figure, declare
+from workbench.lab.units import byte_unit
+from workbench.profile import ALLOCATED, Profile
+
+END, PEAK = "after_optimizer", "peak"
+WHEN = {END: "ends of steps", PEAK: "peaks of sampled steps"}
+
+
+def memory_steps(profile: Profile) -> Figure:
+    """The allocator's count step by step, a line a rank; beyond 16 ranks a band and the fullest three.
+
+    At the end of each step where every step has a count (CUDA), else at the peak of the sampled steps.
+    """
+    frame = profile.memory
+    counts = frame[(frame.category == ALLOCATED) & (frame.tier == "device")]
+    ends, peaks = counts[counts.moment == END], counts[counts.moment == PEAK]
+    moment, rows = (END, ends) if ends.step.nunique() > peaks.step.nunique() else (PEAK, peaks)
+    totals = rows.groupby(["rank", "step"]).bytes.sum().rename("value").astype(float).reset_index()
+    return figure(totals, profile.world_size, profile.source, moment)
+
+
+def figure(totals: pd.DataFrame, world_size: int, source: str, moment: str) -> Figure:
+    """The figure of a frame (rank, step, value in bytes), counted at `moment`."""
+    unit, size = byte_unit(totals.value)
+    scaled = totals.assign(value=totals.value / size)
+    return Figure(
+        name="memory_steps",
+        title=f"Memory of each rank, step by step ({unit})",
+        subtitle=f"{source} by the allocator · {WHEN[moment]}",
+        spec=spec(unit, world_size),
+        rows=lines.rows(scaled, world_size, worst="largest"),
+        empty="Shown after the first step.",
+    )
+
+
+@lru_cache(maxsize=32)
+def spec(unit: str, world_size: int) -> dict[str, Any]:
+    """The declaration: lines of `value` by step, or a band of all ranks with the outliers as lines."""
+    return declare(lines.chart(unit, world_size > ranks.FEW, point=True), height=150)

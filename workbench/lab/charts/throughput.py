@@ -1,0 +1,39 @@
+"""Throughput of a run, rank by rank."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pandas as pd
+
+from workbench.lab import ranks
+from workbench.lab.charts import lines
+from workbench.lab.figure import Figure, declare
+from workbench.profile import Profile
+
+
+def throughput(profile: Profile) -> Figure:
+    """Tokens of the whole job a second as each rank timed its steps; beyond 16 ranks a band and the slowest three."""
+    steps = profile.steps.dropna(subset=["seconds", "tokens"])
+    steps = steps[steps.seconds > 0]
+    values = steps[["rank", "step"]].assign(value=(steps.tokens / steps.seconds).astype(float))
+    return figure(values, profile.world_size, profile.source)
+
+
+def figure(values: pd.DataFrame, world_size: int, source: str) -> Figure:
+    """The figure of a frame (rank, step, value in tokens a second)."""
+    return Figure(
+        name="throughput",
+        title="Throughput (tokens a second)",
+        subtitle=f"{source} · the whole job, as each rank timed the step",
+        spec=spec(world_size),
+        rows=lines.rows(values, world_size, worst="smallest"),
+        empty="Shown after the first step.",
+    )
+
+
+@lru_cache(maxsize=8)
+def spec(world_size: int) -> dict[str, Any]:
+    """The declaration."""
+    return declare(lines.chart("tokens/s", world_size > ranks.FEW), height=150)

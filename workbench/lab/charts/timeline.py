@@ -1,0 +1,134 @@
+"""What each rank does in one step, as a Gantt chart: a simulated and a measured schedule look alike."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from workbench.lab import palette, ranks
+from workbench.lab.charts import common
+from workbench.lab.figure import Figure, declare
+from workbench.lab.units import digits, time_unit
+from workbench.profile import Profile
+
+MOST = 8_000
+"""Most bars drawn; of a longer step the beginning is shown, and the title says so."""
+NUMBERED = 400
+"""Up to this many bars carry their microbatch's number."""
+BAR = 18
+
+
+def timeline(*profiles: Profile, step: int | None = None) -> Figure:
+    """Actions of `step` (default: the last one timed) by rank, coloured by kind, lighter for earlier microbatches."""
+    frames = {lane: frame for profile in profiles for lane, frame in lanes(profile, step, len(profiles) > 1).items()}
+    unit, size = time_unit(frame.end.max() for frame in frames.values())
+    found = sorted(
+        (row for lane, frame in frames.items() for row in rows_of(lane, frame, size)), key=lambda row: row["start"]
+    )
+    titles = {palette.action(str(name)) for frame in frames.values() for name in frame.action}
+    order = tuple(
+        entry for entry in dict.fromkeys([*palette.ACTIONS.values(), palette.OTHER_ACTION]) if entry in titles
+    )
+    cut = f" · the first {digits(found[MOST - 1]['end'])} {unit}" if len(found) > MOST else ""
+    return Figure(
+        name="timeline",
+        title=f"What each rank does in a step ({unit})",
+        subtitle=words(profiles, frames) + cut,
+        spec=spec(unit, tuple(frames), order, len(found) <= NUMBERED),
+        rows=found[:MOST],
+        wide=True,
+        empty="Shown when a step has been timed.",
+    )
+
+
+def lanes(profile: Profile, step: int | None, tell_source: bool) -> dict[str, pd.DataFrame]:
+    """Label -> the rows of one rank and step; at most 16 ranks, spread over the pipeline."""
+    frame = profile.timeline
+    if not len(frame):
+        return {}
+    if frame.step.notna().any():
+        frame = frame[frame.step == (frame.step.max() if step is None else step)]
+    stages = ranks.stage_of(profile)
+    several = len(set(stages.values())) > 1
+    tail = f" · {profile.source}" if tell_source else ""
+    return {
+        ranks.label(rank, stages if several else {}) + tail: frame[frame["rank"] == rank] for rank in distinct(frame)
+    }
+
+
+def distinct(frame: pd.DataFrame) -> list[int]:
+    """All ranks up to 16; else one a pipeline stage, and of those at most 16, evenly spread."""
+    found = sorted(int(rank) for rank in frame["rank"].unique())
+    if len(found) <= ranks.FEW:
+        return found
+    found = sorted({int(rank) for rank in frame.groupby("stage", dropna=False)["rank"].min()})
+    count = min(len(found), ranks.FEW)
+    return [found[round(i * (len(found) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def rows_of(lane: str, frame: pd.DataFrame, size: float) -> list[dict[str, Any]]:
+    """Rows of one lane, in units of `size` seconds."""
+    numbers = frame.microbatch.dropna()
+    most = max(1, int(numbers.max())) if len(numbers) else 1
+    found = []
+    for name, batch, start, end, stage in zip(frame.action, frame.microbatch, frame.start, frame.end, frame.stage):
+        index = ranks.number(batch)
+        found.append({
+            "lane": lane, "action": palette.action(str(name))[0], "name": str(name), "microbatch": index,
+            "stage": ranks.number(stage), "start": start / size, "end": end / size, "middle": (start + end) / 2 / size,
+            "shade": 0.7 + 0.3 * (index / most) if index is not None else 1.0,
+        })  # fmt: skip
+    return found
+
+
+def words(profiles: tuple[Profile, ...], frames: dict[str, pd.DataFrame]) -> str:
+    """The subtitle: sources, the steps shown, and how much of the time the ranks do nothing."""
+    measured = [frame[frame.source == "measured"] for frame in frames.values()]
+    steps = sorted({int(s) for frame in measured for s in frame.step.dropna().unique()})
+    told = common.sources(profiles) + (f" · step {', '.join(map(str, steps))}" if steps else "")
+    part = next((p.notes["timeline_microbatches"] for p in profiles if p.notes.get("timeline_microbatches")), None)
+    told += f" · the first {part} microbatches" if part else ""
+    idle = [1 - busy(frame) for frame in frames.values()]
+    return told + (f" · idle {digits(100 * sum(idle) / len(idle), 2)} % of the step" if idle else "")
+
+
+def busy(frame: pd.DataFrame) -> float:
+    """Share of the step in which a rank computes (forward or backward, whole or in part)."""
+    span = frame.end.max()
+    work = frame[frame.action.isin(["F", "B", "I", "W"])]
+    return float((work.end - work.start).sum() / span) if span else 0.0
+
+
+@lru_cache(maxsize=64)
+def spec(unit: str, labels: tuple[str, ...], actions: tuple[tuple[str, str], ...], numbered: bool) -> dict[str, Any]:
+    """The declaration: one line for each of `labels`, one colour for each of `actions`."""
+    colour = alt.Scale(domain=[title for title, _ in actions], range=[colour for _, colour in actions])
+    y = alt.Y("lane:N", sort=list(labels), axis=common.names())
+    base = alt.Chart(common.ROWS).encode(y=y)
+    bars = base.mark_bar(stroke="white", strokeWidth=0.5, strokeOpacity=0.6).encode(
+        x=alt.X("start:Q", title=f"{unit} from the start of the step", scale=alt.Scale(nice=False),
+            axis=alt.Axis(tickCount=10)),
+        x2="end:Q",
+        color=alt.Color("action:N", scale=colour, legend=common.legend(6)),
+        fillOpacity=alt.FillOpacity("shade:Q", scale=None, legend=None),
+        tooltip=[
+            alt.Tooltip("lane:N", title="where"), "stage:Q", "action:N", alt.Tooltip("name:N", title="in the schedule"),
+            "microbatch:Q", alt.Tooltip("start:Q", format=",.4~r"), alt.Tooltip("end:Q", format=",.4~r"),
+        ],
+    )  # fmt: skip
+    if not numbered:
+        return declare(bars, height=max(50, BAR * len(labels)))
+    wide = "datum.microbatch != null && indexof(['F','B','I','W'], datum.name) >= 0"
+    inside = (
+        base.transform_filter(wide)
+        .mark_text(fontSize=9)
+        .encode(
+            x="middle:Q",
+            text="microbatch:Q",
+            color=alt.condition("datum.name == 'F'", alt.value("white"), alt.value("#1a1a1a")),
+        )
+    )
+    return declare(alt.layer(bars, inside), height=max(50, BAR * len(labels)))

@@ -1,0 +1,123 @@
+// A board: a banner and a grid of charts. Declarations and the banner are synchronised state, so a reloaded page has
+// them at once; rows come as messages, coalesced to one change of every chart a frame.
+
+class Board {
+  constructor(model, element) {
+    this.model = model;
+    this.charts = new Map();
+    this.touched = new Set();
+    this.queued = false;
+    this.busy = false;
+    this.root = make("div", "wb-board");
+    this.banner = new Banner((action) => model.send({ type: "press", action }));
+    this.grid = make("div", "wb-grid");
+    this.root.append(this.banner.root, this.grid);
+    element.append(this.root);
+    this.undo = [
+      this.listen("change:figures", () => this.declare()),
+      this.listen("change:banner", () => this.announce()),
+      this.listen("msg:custom", (message) => this.receive(message)),
+      watchTheme(() => this.redress()),
+      this.watchSize(),
+    ];
+    this.announce();
+    this.declare();
+    model.send({ type: "hello" });
+  }
+
+  listen(event, heard) {
+    this.model.on(event, heard);
+    return () => this.model.off(event, heard);
+  }
+
+  watchSize() {
+    const observer = new ResizeObserver(() => this.charts.forEach((chart) => chart.fit()));
+    observer.observe(this.grid);
+    return () => observer.disconnect();
+  }
+
+  announce() {
+    this.banner.show(this.model.get("banner"));
+  }
+
+  // A chart is made anew only where its declaration changed; its rows stay.
+  declare() {
+    const figures = this.model.get("figures");
+    for (const [name, chart] of this.charts) {
+      if (!figures.some((figure) => figure.name === name)) {
+        chart.forget();
+        chart.root.remove();
+        this.charts.delete(name);
+      }
+    }
+    for (const figure of figures) {
+      const chart = this.charts.get(figure.name);
+      if (chart === undefined) this.charts.set(figure.name, new Chart(figure));
+      else {
+        const stale = JSON.stringify(chart.figure.spec) !== JSON.stringify(figure.spec);
+        chart.describe(figure);
+        if (stale) chart.forget();
+      }
+      this.touched.add(figure.name);
+    }
+    this.grid.replaceChildren(...figures.map((figure) => this.charts.get(figure.name).root));
+    this.kick();
+  }
+
+  // message: {type: "rows", number, charts: {name: {rows, append}}}
+  receive(message) {
+    if (message.type !== "rows") return;
+    for (const [name, change] of Object.entries(message.charts)) {
+      this.charts.get(name)?.take(change);
+      this.touched.add(name);
+    }
+    this.number = message.number;
+    this.kick();
+  }
+
+  redress() {
+    // The theme's style sheet arrives a little after the attribute.
+    setTimeout(() => {
+      this.charts.forEach((chart, name) => {
+        chart.forget();
+        this.touched.add(name);
+      });
+      this.kick();
+    }, 300);
+  }
+
+  kick() {
+    if (this.queued || this.busy) return;
+    this.queued = true;
+    const soon = document.hidden ? (work) => setTimeout(work, 250) : requestAnimationFrame;
+    soon(() => this.flush());
+  }
+
+  async flush() {
+    this.queued = false;
+    this.busy = true;
+    const names = [...this.touched];
+    this.touched.clear();
+    const number = this.number;
+    try {
+      await Promise.all(names.map((name) => this.charts.get(name)?.draw()));
+    } catch (error) {
+      console.error("workbench: a chart could not be drawn", error);
+    }
+    this.busy = false;
+    if (number !== undefined) this.root.dataset.number = String(number);
+    if (this.touched.size > 0) this.kick();
+  }
+
+  dispose() {
+    for (const step of this.undo) step();
+    this.charts.forEach((chart) => chart.forget());
+  }
+}
+
+function render({ model, el }) {
+  const board = new Board(model, el);
+  return () => board.dispose();
+}
+
+export default { render };

@@ -1,0 +1,80 @@
+// One chart of a board: its words, its place, its Vega view, and the rows that the view shows.
+
+class Chart {
+  constructor(figure) {
+    this.rows = [];
+    this.waiting = []; // rows not yet in the view
+    this.reset = true; // whether the view is to forget what it has
+    this.view = null;
+    this.root = make("figure", "wb-figure");
+    this.heading = make("figcaption", "wb-title");
+    this.source = make("div", "wb-source");
+    this.place = make("div", "wb-chart");
+    this.nothing = make("div", "wb-empty");
+    this.root.append(this.heading, this.source, this.nothing, this.place);
+    this.describe(figure);
+  }
+
+  describe(figure) {
+    this.figure = figure;
+    this.root.dataset.name = figure.name;
+    this.root.classList.toggle("wb-wide", Boolean(figure.wide));
+    this.place.setAttribute("role", "img");
+    this.place.setAttribute("aria-label", `${figure.title}. ${figure.subtitle}`);
+    this.heading.textContent = figure.title;
+    this.source.textContent = figure.subtitle;
+    this.nothing.textContent = figure.empty;
+  }
+
+  // change: {rows, append}
+  take({ rows, append }) {
+    if (!append) {
+      this.rows = [];
+      this.waiting = [];
+      this.reset = true;
+    }
+    this.rows.push(...rows);
+    this.waiting.push(...rows);
+  }
+
+  async draw() {
+    const empty = this.rows.length === 0;
+    this.nothing.hidden = !empty;
+    this.place.hidden = empty;
+    if (empty) return;
+    if (this.view === null) await this.build();
+    const change = this.view.changeset();
+    if (this.reset) change.remove(() => true);
+    change.insert(this.waiting);
+    this.waiting = [];
+    this.reset = false;
+    this.view.change("rows", change);
+    this.view.resize(); // else the layout of the empty chart stays, with clipped labels
+    await this.view.runAsync();
+    this.root.dataset.rows = String(this.rows.length);
+  }
+
+  async build() {
+    const { $schema, ...spec } = structuredClone(this.figure.spec); // the schema named is the one for saved notebooks
+    const config = themeConfig(this.place);
+    const options = { actions: false, renderer: "canvas", mode: "vega-lite", config, logLevel: 1 };
+    this.embedded = await vegaEmbed(this.place, spec, options);
+    this.view = this.embedded.view;
+    this.waiting = [...this.rows];
+    this.reset = true;
+  }
+
+  fit() {
+    const width = this.place.clientWidth;
+    if (this.view !== null && width > 0 && width !== this.width) {
+      this.width = width;
+      this.view.width(width).resize().runAsync();
+    }
+  }
+
+  forget() {
+    this.embedded?.finalize();
+    this.embedded = null;
+    this.view = null;
+  }
+}

@@ -1,0 +1,88 @@
+"""Colours and words of every chart, in one place, so that a category looks the same wherever it is drawn.
+
+Built on Okabe and Ito's colour-blind-safe set; what neighbours in a stack differs in lightness too (a test simulates
+protanopia, deuteranopia and tritanopia). Blues are what a rank holds between steps, warm colours come and go with the
+batch, greens are copies made to communicate, greys are the rest.
+"""
+
+from __future__ import annotations
+
+MEMORY: dict[str, str] = {
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer": "#5B4BB5",
+    "master": "#B9ADE8",
+    "activations": "#D55E00",
+    "logits": "#F2C45A",
+    "gathered": "#00765A",
+    "communication": "#66C9A9",
+    "temporary": "#585858",
+    "overhead": "#9C9C9C",
+    "unattributed": "#D9D2C5",
+}
+"""Memory category -> colour, in the order of a stack. `unattributed`: seen by the allocator, claimed by no category."""
+
+ACTIONS: dict[str, tuple[str, str]] = {
+    "F": ("forward", "#0072B2"),
+    "B": ("backward", "#E69F00"),
+    "I": ("input gradient", "#F2C45A"),
+    "W": ("weight gradient", "#B5651D"),
+    "P2P": ("send / receive", "#66C9A9"),
+    "SEND_F": ("send / receive", "#66C9A9"),
+    "RECV_F": ("send / receive", "#66C9A9"),
+    "SEND_B": ("send / receive", "#66C9A9"),
+    "RECV_B": ("send / receive", "#66C9A9"),
+    "UNSHARD": ("gather parameters", "#00765A"),
+    "RESHARD": ("gather parameters", "#00765A"),
+    "REDUCE_GRAD": ("reduce gradients", "#CC79A7"),
+    "CLIP": ("clip gradients", "#B8336A"),
+    "OPTIMIZER": ("optimizer", "#5B4BB5"),
+}
+"""Action of a schedule -> what it is called in a chart, and its colour."""
+OTHER_ACTION = ("other", "#9E9E9E")
+
+KINDS: dict[str, str] = {
+    "all-reduce": "#0072B2",
+    "reduce-scatter": "#56B4E9",
+    "all-gather": "#E69F00",
+    "all-to-all": "#CC79A7",
+    "broadcast": "#5B4BB5",
+    "send": "#009E73",
+    "recv": "#B8DFC9",
+    "other": "#9E9E9E",
+}
+"""Kind of collective -> colour."""
+
+PARTS: tuple[str, ...] = ("#0072B2", "#E69F00", "#00765A", "#CC79A7", "#56B4E9", "#7666D0", "#F2C45A", "#9E9E9E")
+"""Parts of a step's time, by order of appearance."""
+
+SERIES: tuple[str, ...] = ("#1F83C6", "#E69F00", "#0B6E4F", "#CC79A7", "#56B4E9", "#D55E00", "#7666D0", "#8A8A8A")
+"""Runs of one chart, by order of appearance; beyond eight they repeat with another dash."""
+
+SOURCES: dict[str, str] = {"estimated": "#56B4E9", "rehearsed": "#E69F00", "measured": "#0072B2"}
+"""Who says a number -> colour, and the order in which the three are listed."""
+
+LIMIT = "#C4314B"
+"""What must not be crossed: a card's memory."""
+NEUTRAL = "#777777"
+"""Text of a snapshot: about 4.5:1 on white, and on JupyterLab's dark background."""
+
+
+def action(name: str) -> tuple[str, str]:
+    """Title and colour of a schedule's action; unknown ones share one grey."""
+    return ACTIONS.get(name, OTHER_ACTION)
+
+
+def kind(name: str) -> str:
+    """The collective's kind in the palette's words: `all_reduce` and `allreduce` are all-reduce."""
+    plain = (
+        name.lower().replace("_", "").replace("-", "").replace("tensor", "").replace("single", "").replace("base", "")
+    )
+    known = {k.replace("-", ""): k for k in KINDS}
+    return known.get({"isend": "send", "irecv": "recv", "receive": "recv"}.get(plain, plain), "other")
+
+
+def words(name: str) -> str:
+    """A key in words: tensor_comm is tensor communication."""
+    found = name.removesuffix("_comm") + " communication" if name.endswith("_comm") else name
+    return found.replace("_", " ").replace("flops", "FLOPs")

@@ -1,0 +1,65 @@
+"""Which ranks to show one by one, and how they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from workbench.profile import Profile
+
+FEW = 16
+"""Up to this many ranks every one is shown; beyond it a map, a band and the extremes."""
+
+
+def number(value: object) -> int | None:
+    """A frame's integer cell, or None where it is empty."""
+    return None if value is None or value != value else int(str(value).split(".")[0])
+
+
+def stage_of(profile: Profile) -> dict[int, str]:
+    """Rank -> its stages in words ('0', or '0+4' where a rank holds several), from the rows of the profile."""
+    rows = (
+        pd.concat([profile.memory[["rank", "stage"]], profile.timeline[["rank", "stage"]]]).dropna().drop_duplicates()
+    )
+    stages = rows.astype(int).groupby("rank").stage.agg(lambda s: "+".join(str(x) for x in sorted(set(s))))
+    return {int(str(rank)): text for rank, text in stages.items()}
+
+
+def shown_ranks(profiles: Sequence[Profile]) -> dict[int, str]:
+    """Ranks to draw one by one -> their labels.
+
+    All of them up to `FEW`. Beyond: one of each kind where an instrument says which ranks are alike, else the eight
+    with the largest peak, the median and the smallest.
+    """
+    world = max((profile.world_size for profile in profiles), default=0)
+    stages: dict[int, str] = {}
+    for profile in profiles:
+        stages |= stage_of(profile)
+    several = len(set(stages.values())) > 1
+    if world <= FEW:
+        return {rank: label(rank, stages if several else {}) for rank in range(world)}
+    alike = next((p.representative for p in profiles if 0 < len(set(p.representative.values())) <= FEW), None)
+    if alike:
+        others = pd.Series(list(alike.values())).value_counts()
+        return {rank: label(rank, stages if several else {}, int(others[rank])) for rank in sorted(set(alike.values()))}
+    return {
+        rank: label(rank, stages if several else {})
+        for rank in extremes(next((p.peak_bytes_by_rank for p in profiles), {}))
+    }
+
+
+def extremes(values: Mapping[int, float], worst: int = 8) -> list[int]:
+    """The ranks with the `worst` largest values, the median and the smallest, in rank order."""
+    order = sorted(values, key=lambda rank: (-values[rank], rank))
+    return sorted({*order[:worst], *order[len(order) // 2 : len(order) // 2 + 1], *order[-1:]})
+
+
+def label(rank: int, stages: Mapping[int, str], alike: int = 1) -> str:
+    """How a rank is called in a chart: 'rank 8 · stage 1 · 8 alike'."""
+    words = [f"rank {rank}"]
+    if rank in stages:
+        words.append(f"stage {stages[rank]}")
+    if alike > 1:
+        words.append(f"{alike} alike")
+    return " · ".join(words)

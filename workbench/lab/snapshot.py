@@ -1,0 +1,59 @@
+"""A view that stands still: all its charts as one picture, for a saved notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from workbench.lab import palette
+from workbench.lab.figure import DATA, SCHEMA, Figure, bundle, config
+
+WIDTH = 330
+GAP = 30
+
+
+def mimebundle(
+    figures: Iterable[Figure], headline: str, lines: Sequence[str] = (), failed: bool = False
+) -> dict[str, Any]:
+    """Mime bundle of the charts that have rows, under a headline; drawn offline by JupyterLab 4."""
+    drawn = [figure for figure in figures if figure.rows]
+    text = "\n".join([headline, *lines, *(f"  {figure.title} ({figure.subtitle})" for figure in drawn)])
+    return bundle(compose(drawn, headline, lines, failed), text) if drawn else {"text/plain": text}
+
+
+def compose(figures: Sequence[Figure], headline: str, lines: Sequence[str], failed: bool = False) -> dict[str, Any]:
+    """One declaration of all charts, two a line and the wide ones alone."""
+    title: dict[str, Any] = {"text": headline, "subtitle": list(lines), "fontSize": 15, "offset": 14, "anchor": "start"}
+    if failed:
+        title["color"] = palette.LIMIT
+    return {
+        "$schema": SCHEMA,
+        "config": config(),
+        "background": None,
+        "title": title,
+        "datasets": {f"{DATA}_{figure.name}": figure.rows for figure in figures},
+        "vconcat": [line(pair) for pair in pairs(figures)],
+        "spacing": GAP,
+    }
+
+
+def pairs(figures: Sequence[Figure]) -> list[list[Figure]]:
+    """Figures line by line; the order of the narrow ones stays, the wide ones come last."""
+    narrow = [figure for figure in figures if not figure.wide]
+    return [narrow[i : i + 2] for i in range(0, len(narrow), 2)] + [[figure] for figure in figures if figure.wide]
+
+
+def line(figures: Sequence[Figure]) -> dict[str, Any]:
+    """One line of the picture."""
+    return {
+        "hconcat": [part(figure) for figure in figures],
+        "spacing": GAP,
+        "resolve": {"scale": {"color": "independent"}},
+    }
+
+
+def part(figure: Figure) -> dict[str, Any]:
+    """One chart of the picture, its rows taken by name."""
+    title = {"text": figure.title, "subtitle": figure.subtitle, "anchor": "start", "frame": "group"}
+    width = 2 * WIDTH + 110 if figure.wide else WIDTH
+    return figure.view(width) | {"title": title, "data": {"name": f"{DATA}_{figure.name}"}}

@@ -1,0 +1,141 @@
+"""The tables of a comparison, for a page, for a terminal and for machines."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pandas as pd
+
+from workbench.lab import ranks
+from workbench.lab.units import byte_unit, bytes_text, count_text, digits, seconds_text
+
+STYLE = """
+<style>
+.wb-table { border-collapse: collapse; margin: 4px 0 14px; font-size: 13px; font-variant-numeric: tabular-nums; }
+.wb-table caption { text-align: left; font-weight: 600; padding: 6px 0; caption-side: top; }
+.wb-table th, .wb-table td { padding: 4px 12px; text-align: right; border-bottom: 1px solid rgba(128,128,128,.25); }
+.wb-table th { font-weight: 600; vertical-align: bottom; }
+.wb-table td { white-space: nowrap; }
+.wb-table .wb-name { text-align: left; white-space: normal; }
+</style>
+"""
+
+Column = tuple[str, str, Callable[[Any], str]]
+"""Column of the frame, its heading, and how a cell is said."""
+NAMES = ("plan", "source", "state", "run")
+
+
+def summary_html(summary: pd.DataFrame) -> str:
+    """The summary as an HTML table."""
+    return STYLE + page_table("What was compared", summary_columns(), summary)
+
+
+def memory_html(frame: pd.DataFrame) -> str:
+    """The memory table as HTML."""
+    return STYLE + page_table(*memory_table(frame))
+
+
+def summary_text(summary: pd.DataFrame) -> str:
+    """The summary as lines of text."""
+    return text_table("What was compared", summary_columns(), summary)
+
+
+def memory_text(frame: pd.DataFrame) -> str:
+    """The memory table as lines of text."""
+    return text_table(*memory_table(frame))
+
+
+def memory_table(frame: pd.DataFrame) -> tuple[str, list[Column], pd.DataFrame]:
+    """Caption, columns and rows of the memory table: of many ranks the fullest eight, the median and the emptiest."""
+    columns, unit = memory_columns(frame)
+    caption = f"Peak memory of each rank ({unit})"
+    kept = pd.concat([extremes(rows) for _, rows in frame.groupby("plan", sort=False)]) if len(frame) else frame
+    if len(kept) < len(frame):
+        caption += f"; {len(kept)} of {len(frame)} rows: the fullest, the median and the emptiest rank of each plan"
+    return caption, columns, kept
+
+
+def extremes(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of one plan that are shown."""
+    if len(rows) <= ranks.FEW:
+        return rows
+    told = [column for column in rows.columns if column.endswith("_bytes") and rows[column].notna().all()]
+    chosen = ranks.extremes(dict(zip(rows["rank"], rows[told[-1]]))) if told else rows["rank"][: ranks.FEW]
+    return rows[rows["rank"].isin(chosen)]
+
+
+def summary_columns() -> list[Column]:
+    """Columns of the summary."""
+    return [
+        ("plan", "plan", str), ("source", "source", str), ("ranks", "ranks", whole),
+        ("peak_bytes", "fullest rank", present(bytes_text)), ("step_seconds", "a step", present(seconds_text)),
+        ("tokens_per_second", "tokens/s", present(count_text)), ("steps", "steps", whole),
+        ("state", "state", present(str)),
+        ("first_loss", "first loss", present("{:.3f}".format)), ("last_loss", "last loss", present("{:.3f}".format)),
+    ]  # fmt: skip
+
+
+def memory_columns(frame: pd.DataFrame) -> tuple[list[Column], str]:
+    """Columns of the memory table, and the one unit of its bytes."""
+    found = [column for column in frame.columns if column.endswith("_bytes")]
+    unit, size = byte_unit(float(v) for column in found for v in frame[column].dropna())
+    amount = present(lambda value: digits(value / size, 4))
+    columns: list[Column] = [("plan", "plan", str), ("rank", "rank", whole)]
+    columns += [(name, name.removesuffix("_bytes"), amount) for name in found]
+    columns += [(f"{s}_error", f"{s} − measured", present("{:+.2%}".format)) for s in ("estimated", "rehearsed")]
+    return [*columns, ("run", "measured in run", present(str)), ("step", "at step", whole)], unit
+
+
+def page_table(caption: str, columns: list[Column], frame: pd.DataFrame) -> str:
+    """A frame as an HTML table; names are given once while they repeat."""
+    head = "".join(f'<th scope="col"{_side(name)}>{html.escape(title)}</th>' for name, title, _ in columns)
+    body = "".join(f"<tr>{''.join(_cell(name, text) for name, text in row)}</tr>" for row in _rows(columns, frame))
+    return f'<table class="wb-table"><caption>{html.escape(caption)}</caption><tr>{head}</tr>{body}</table>'
+
+
+def text_table(caption: str, columns: list[Column], frame: pd.DataFrame) -> str:
+    """A frame as aligned lines of text."""
+    lines = [[title for _, title, _ in columns], *([text for _, text in row] for row in _rows(columns, frame))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    sides = [str.ljust if name in NAMES else str.rjust for name, _, _ in columns]
+    told = ["  ".join(side(text, width) for side, text, width in zip(sides, line, widths)).rstrip() for line in lines]
+    return "\n".join([caption, *told])
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as plain data; what is not known is None."""
+    return [{str(k): _plain(v) for k, v in row.items()} for row in frame.to_dict("records")]
+
+
+def present(say: Callable[[Any], str]) -> Callable[[Any], str]:
+    """`say`, with a dash for what is not known."""
+    return lambda value: "–" if value is None or value != value else say(value)
+
+
+def whole(value: Any) -> str:
+    """A whole number, or a dash."""
+    return "–" if value is None or value != value else str(int(value))
+
+
+def _rows(columns: list[Column], frame: pd.DataFrame) -> Iterable[list[tuple[str, str]]]:
+    before: Any = object()
+    for row in frame.to_dict("records"):
+        cells = [(name, say(row.get(name))) for name, _, say in columns]
+        repeated = row.get("plan") == before
+        before = row.get("plan")
+        yield [(name, "" if name == "plan" and repeated else text) for name, text in cells]
+
+
+def _side(name: str) -> str:
+    return ' class="wb-name"' if name in NAMES else ""
+
+
+def _cell(name: str, text: str) -> str:
+    return f"<td{_side(name)}>{html.escape(text)}</td>"
+
+
+def _plain(value: Any) -> Any:
+    value = value.item() if hasattr(value, "item") else value
+    return None if value != value else value

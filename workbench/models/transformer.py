@@ -1,0 +1,149 @@
+"""A decoder-only transformer built from its shape: Llama style, GPT style and what lies between.
+
+A plain single-device model. It knows no mesh: a stage of a pipeline is this model with some parts absent, and a
+tensor-parallel rank is this model with narrower layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from workbench.models.seams import (
+    Activate,
+    AddNorm,
+    Attend,
+    HeadLoss,
+    NoRope,
+    Positions,
+    Rope,
+    positions_of,
+)
+from workbench.plan.shape import Shape
+
+
+class Embedding(nn.Module):
+    """Token embedding, with learned positions and a norm where the shape has them."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocab, shape.hidden)
+        learned = shape.positions == "learned"
+        self.positions = nn.Embedding(shape.max_positions, shape.hidden) if learned else None
+        self.norm = _norm(shape) if shape.embedding_norm else None
+
+    def forward(self, tokens_BT: Tensor, positions: Positions) -> Tensor:
+        """Embedded tokens [B, T, D]."""
+        x = self.tokens(tokens_BT)
+        if self.positions is not None:
+            x = x + self.positions(positions.indices)
+        return x if self.norm is None else self.norm(x, None)[0]
+
+
+class Attention(nn.Module):
+    """Causal self-attention with as many key-value heads as the shape says; head counts follow from the widths."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_dim = int(shape.head_dim or 0)
+        qkv_bias = shape.biases in ("qkv", "all")
+        self.q = nn.Linear(shape.hidden, shape.q_width, bias=qkv_bias)
+        self.k = nn.Linear(shape.hidden, shape.kv_width, bias=qkv_bias)
+        self.v = nn.Linear(shape.hidden, shape.kv_width, bias=qkv_bias)
+        self.o = nn.Linear(shape.q_width, shape.hidden, bias=shape.biases == "all")
+        self.rope = Rope() if shape.positions == "rope" else NoRope()
+        self.attend = Attend()
+
+    def forward(self, x_BTD: Tensor, positions: Positions) -> Tensor:
+        """Attention branch [B, T, D]."""
+        q, k, v = (project(x_BTD).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        q, k = self.rope(q, k, positions)
+        return self.o(self.attend(q, k, v, positions).flatten(-2))
+
+
+class Mlp(nn.Module):
+    """The feed-forward layer, gated or not."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        bias = shape.biases == "all"
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=bias) if shape.gated else None
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=bias)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=bias)
+        self.activate = Activate(shape.mlp)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Feed-forward branch [B, T, D]."""
+        up = self.up(x_BTD)
+        return self.down(self.activate(up, None) if self.gate is None else self.activate(self.gate(x_BTD), up))
+
+
+class Block(nn.Module):
+    """One pre-norm layer. It carries the residual stream as a pair, so that adding and normalising can be fused."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = _norm(shape)
+        self.attention = Attention(shape)
+        self.mlp_norm = _norm(shape)
+        self.mlp = Mlp(shape)
+
+    def forward(self, x_BTD: Tensor, residual_BTD: Tensor | None, positions: Positions) -> tuple[Tensor, Tensor]:
+        """(branch not yet added, residual stream), both [B, T, D]."""
+        h, residual = self.attention_norm(x_BTD, residual_BTD)
+        h, residual = self.mlp_norm(self.attention(h, positions), residual)
+        return self.mlp(h), residual
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, final norm and head. A part set to None is not this rank's.
+
+    Raises ValueError for shapes that can be planned but not built yet.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        _refuse_unbuilt(shape)
+        self.shape = shape
+        self.embedding: Embedding | None = Embedding(shape)
+        self.blocks = nn.ModuleDict({str(i): Block(shape) for i in range(shape.layers)})
+        self.final_norm: AddNorm | None = _norm(shape)
+        self.head: HeadLoss | None = HeadLoss(shape.hidden, shape.vocab)
+        if shape.tied:
+            self.head.weight = self.embedding.tokens.weight  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Tokens [B, T], or a former stage's output [B, T, D], to the summed loss, or to this stage's [B, T, D]."""
+        positions = self.positions(x)
+        residual: Tensor | None = None
+        if self.embedding is not None:
+            x = self.embedding(x, positions)
+        for block in self.blocks.values():
+            x, residual = block(x, residual, positions)
+        if self.head is None or self.final_norm is None:
+            return x if residual is None else x + residual
+        x, _ = self.final_norm(x, residual)
+        assert targets_BT is not None, "the stage that holds the head needs targets"
+        return self.head(x, targets_BT)
+
+    def positions(self, x: Tensor) -> Positions:
+        """Positions of a whole sequence that starts at 0."""
+        dtype = next(self.parameters()).dtype
+        indices = torch.arange(x.shape[1], device=x.device)
+        rope_dim = int(self.shape.head_dim or 0) if self.shape.positions == "rope" else 0
+        return positions_of(indices, rope_dim, self.shape.rope_theta, dtype)
+
+
+def _norm(shape: Shape) -> AddNorm:
+    return AddNorm(shape.norm, shape.hidden, shape.norm_epsilon, bias=shape.norm == "layernorm")
+
+
+def _refuse_unbuilt(shape: Shape) -> None:
+    for field, unbuilt in (
+        ("moe", shape.moe is not None),
+        ("mla", shape.mla is not None),
+        ("window", shape.window is not None),
+        ("positions", shape.positions == "alibi"),
+    ):
+        if unbuilt:
+            raise ValueError(f"model.{field} = {getattr(shape, field)!r} of {shape.name} may be planned, not built yet")

@@ -1,0 +1,1 @@
+"""Data parallelism: every rank the same weights, another part of the batch."""

@@ -1,0 +1,1 @@
+"""The declaration: what a plan is, what its names mean, whether it is legal."""

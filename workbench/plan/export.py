@@ -1,0 +1,128 @@
+"""A plan as files that run anywhere: plan.yaml, accelerate.yaml, launch.sh and a Slurm job.
+
+What `accelerate launch` needs on CPU ranks: `distributed_type: MULTI_GPU` in the file (MULTI_CPU starts one process
+only) and ACCELERATE_USE_CPU=true in the environment; each node is one launch that names its machine rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from workbench.plan import yamlio
+from workbench.plan.errors import refuse
+from workbench.plan.schema import Plan
+
+DEFAULT_PORT = 29500
+WORKER = "workbench.engine.worker"
+
+
+def accelerate_config(plan: Plan, port: int = DEFAULT_PORT, main_ip: str | None = None) -> dict[str, Any]:
+    """What `accelerate launch --config_file` reads for a complete `plan`; axes are the worker's own, not declared here.
+
+    `port` and `main_ip` are where the first node listens; `main_ip` defaults to this machine for one node.
+    """
+    nodes = int(plan.cluster.nodes or 1)
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "MULTI_NPU" if plan.card.device == "npu" else "MULTI_GPU",
+        "downcast_bf16": "no",
+        "enable_cpu_affinity": False,
+        "gpu_ids": "all",
+        "machine_rank": 0,
+        "main_process_ip": main_ip or "127.0.0.1",
+        "main_process_port": port,
+        "main_training_function": "main",
+        "mixed_precision": "no",
+        "num_machines": nodes,
+        "num_processes": plan.world_size,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": plan.card.device == "cpu",
+    }
+
+
+def environment(plan: Plan, cores: int | None = None) -> dict[str, str]:
+    """Environment of `accelerate launch` for a complete `plan`; `cores` of the machine, default this one's.
+
+    The profiler that measures memory would fill the logs with its own comings and goings.
+    """
+    quiet = {"PYTHONUNBUFFERED": "1", "KINETO_LOG_LEVEL": "6"}
+    if plan.card.device != "cpu":
+        return quiet
+    ranks = int(plan.cluster.gpus_per_node or plan.world_size)
+    threads = max(1, (cores or os.cpu_count() or 1) // ranks)
+    waiting = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    return {"ACCELERATE_USE_CPU": "true", **waiting, **quiet}
+
+
+def export(plan: Plan, folder: str | Path) -> list[Path]:
+    """Write the files into `folder`, all or none; returns their paths. Raises `PlanError` if it cannot be written."""
+    full, folder = plan.resolved(), Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as draft:
+            for name, text in contents(full).items():
+                path = Path(draft, name)
+                path.write_text(text, encoding="utf-8")
+                path.chmod(0o755 if name == "launch.sh" else 0o644)
+            return [Path(shutil.move(path, folder / path.name)) for path in sorted(Path(draft).iterdir())]
+    except OSError as error:
+        raise refuse("--to", f"'{folder}' cannot be written: {error.strerror or error}") from None
+
+
+def contents(plan: Plan) -> dict[str, str]:
+    """File name -> text of an exported, resolved `plan`."""
+    return {
+        "plan.yaml": plan.to_yaml(),
+        "accelerate.yaml": yamlio.dump(accelerate_config(plan)),
+        "launch.sh": launch_script(plan),
+        "job.sbatch": slurm_script(plan),
+    }
+
+
+def launch_script(plan: Plan) -> str:
+    """A shell script that starts this node's ranks; on several nodes it is run once a node."""
+    lines = ["#!/usr/bin/env bash", f"# {' '.join(plan.name.split())}", "set -euo pipefail", 'cd "$(dirname "$0")"']
+    for key, value in environment(plan, cores=0).items():
+        lines.append(f'export {key}="${{{key}:-{value}}}"')
+    if plan.card.device == "cpu":
+        threads = f"$(( $(nproc) / {plan.cluster.gpus_per_node} ))"
+        lines = [line for line in lines if "OMP_NUM_THREADS" not in line]
+        lines += [f"threads={threads}", 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( threads > 0 ? threads : 1 ))}"']
+    lines += ["exec accelerate launch \\", "  --config_file accelerate.yaml \\"]
+    if (plan.cluster.nodes or 1) > 1:
+        lines.insert(2, "# On every node: MACHINE_RANK=0..n-1 MAIN_IP=<address of node 0> ./launch.sh")
+        lines += [
+            '  --machine_rank "${MACHINE_RANK:?rank of this node, from 0}" \\',
+            '  --main_process_ip "${MAIN_IP:?address of the first node}" \\',
+        ]
+    lines += [f'  --main_process_port "${{MAIN_PORT:-{DEFAULT_PORT}}}" \\']
+    lines += ['  --rdzv_backend "${RDZV_BACKEND:-static}" \\', f"  -m {WORKER} plan.yaml", ""]
+    return "\n".join(lines)
+
+
+def slurm_script(plan: Plan) -> str:
+    """A Slurm batch file: one task a node, each of which is one launch."""
+    nodes, per_node = plan.cluster.nodes, plan.cluster.gpus_per_node
+    cards = [] if plan.card.device == "cpu" else [f"#SBATCH --gpus-per-node={per_node}"]
+    title = "".join(c if c.isalnum() else "-" for c in plan.name)[:40]
+    return "\n".join([
+        "#!/usr/bin/env bash",
+        f"#SBATCH --job-name={title}",
+        f"#SBATCH --nodes={nodes}",
+        "#SBATCH --ntasks-per-node=1",
+        *cards,
+        "#SBATCH --output=slurm-%j.out",
+        "set -euo pipefail",
+        'cd "$SLURM_SUBMIT_DIR"',
+        'export MAIN_IP="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
+        'export MAIN_PORT="${MAIN_PORT:-$(( 20000 + SLURM_JOB_ID % 10000 ))}"',
+        "# Each task sees its own SLURM_NODEID, so the variable is expanded there and not here.",
+        "srun --kill-on-bad-exit=1 bash -c 'MACHINE_RANK=\"$SLURM_NODEID\" exec bash ./launch.sh'",
+        "",
+    ])  # fmt: skip

@@ -1,0 +1,321 @@
+"""The plan: pure data that says everything a run does.
+
+A plan as written may be short; `Plan.complete()` fills what was left out from the catalog and the presets,
+and `Plan.resolved()` also pins by sha256 whatever the plan points to.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+
+from workbench.plan.shape import Frozen, Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+Axis = Literal["tensor", "context", "data", "pipeline"]
+AXES: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "auto"]
+GradientDtype = Literal["fp32", "bf16", "fp16", "parameters", "auto"]
+
+
+class PythonModel(Frozen):
+    """A model built by the user's own function; runs only where the user allows code."""
+
+    python: str = Field(description="pkg.module:factory that returns an nn.Module.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the factory.")
+
+
+class Card(Frozen):
+    """One accelerator: physical constants with their source in data/gpus.yaml."""
+
+    name: str = Field(description="Catalog name.")
+    title: str = Field("", description="Name in full.")
+    device: Literal["cuda", "npu", "cpu"] = Field("cuda", description="torch device type.")
+    memory_gib: float = Field(gt=0, description="Usable device memory, GiB.")
+    bandwidth_gbs: float = Field(gt=0, description="Memory bandwidth, GB/s.")
+    tflops: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        description="Dense peak by dtype (fp32, tf32, fp16, bf16, fp8), TFLOP/s."
+    )
+    link_gbs: float = Field(gt=0, description="Bandwidth to peers in the node, one direction, GB/s.")
+    pcie_gbs: float = Field(gt=0, description="Bandwidth to the host, one direction, GB/s.")
+    watts: float | None = Field(None, description="Board power, W.")
+    source: str = Field("", description="Where the figures come from.")
+
+
+class Fabric(Frozen):
+    """The network between nodes, and how many cards share a node."""
+
+    name: str = Field(description="Catalog name.")
+    gpus_per_node: PositiveInt = Field(description="Cards in a node.")
+    nic_gbs: float = Field(gt=0, description="Network bandwidth of one node, one direction, GB/s.")
+    link_latency_us: float = Field(ge=0, description="Latency of a hop inside the node, microseconds.")
+    nic_latency_us: float = Field(ge=0, description="Latency of a hop between nodes, microseconds.")
+    source: str = Field("", description="Where the figures come from.")
+
+
+class Cluster(Frozen):
+    """Which cards, how many, and how they are wired."""
+
+    gpu: str | Card = Field(description="Card name from `workbench gpus`; `local` is what is attached.")
+    gpus: int = Field(ge=1, le=2**20, description="Ranks in the whole job; at most 1,048,576.")
+    nodes: PositiveInt | None = Field(None, description="Nodes; default gpus / gpus_per_node, rounded up.")
+    gpus_per_node: PositiveInt | None = Field(None, description="Cards in a node; default from the fabric.")
+    fabric: str | Fabric | None = Field(None, description="Fabric name; default: the card's usual one.")
+
+
+class Data(Frozen):
+    """Data parallelism; its size is what the other axes leave over (Rajbhandari et al. 2020 for ZeRO)."""
+
+    zero: Literal[0, 1, 2, 3] = Field(0, description="ZeRO stage: 1 shards optimizer, 2 gradients, 3 parameters.")
+    shard: PositiveInt | Literal["all"] = Field("all", description="Ranks a shard group spans; rest replicate.")
+    offload: Literal["none", "optimizer", "parameters"] = Field("none", description="What lives in host memory.")
+    reduce: Literal["step", "microbatch"] = Field("step", description="When gradients are reduced.")
+    keep_gathered: bool = Field(False, description="ZeRO-3 keeps gathered parameters between forward and backward.")
+    bucket_mib: float = Field(25.0, gt=0, description="Gradient bucket, MiB.")
+
+
+class Tensor(Frozen):
+    """Tensor parallelism (Shoeybi et al. 2019; 2-D, 2.5-D, 3-D: Colossal-AI)."""
+
+    size: PositiveInt | list[PositiveInt] = Field(1, description="Ranks, or the grid [q,q], [q,q,d], [l,l,l].")
+    algorithm: Literal["1d", "2d", "2.5d", "3d"] = Field("1d", description="How matrix products are split.")
+    sequence: bool = Field(False, description="Split norms and residuals over the sequence (2205.05198).")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole tensor axis."""
+        return self.size if isinstance(self.size, int) else math.prod(self.size)
+
+
+class Pipeline(Frozen):
+    """Pipeline parallelism (GPipe 2019, DAPPLE 2021, 2104.04473)."""
+
+    size: PositiveInt = Field(1, description="Pipeline ranks.")
+    schedule: str = Field("1f1b", description="gpipe | 1f1b | interleaved | zb-h1 | zb-h2 | zb-v | dualpipe-v | a CSV.")
+    chunks: PositiveInt = Field(1, description="Model chunks a rank.")
+    partition: Literal["balanced", "uniform"] | list[PositiveInt] = Field(
+        "balanced", description="Layers a stage: balanced by cost, uniform, or a list."
+    )
+
+
+class Context(Frozen):
+    """Context parallelism: the sequence split inside attention too."""
+
+    size: PositiveInt = Field(1, description="Ranks.")
+    algorithm: Literal["ring", "ulysses"] = Field("ring", description="Ring attention or all-to-all over heads.")
+
+
+class Expert(Frozen):
+    """Expert parallelism; divides data x context and multiplies nothing."""
+
+    size: PositiveInt = Field(1, description="Ranks over which experts are spread.")
+
+
+class Strategy(Frozen):
+    """How the work is split. A preset supplies it; what is written beside the preset overrides it."""
+
+    preset: str | None = Field(None, description="Name from strategies.yaml.")
+    data: Data = Field(default_factory=Data, description="Data parallelism and ZeRO.")
+    tensor: Tensor = Field(default_factory=Tensor, description="Tensor parallelism.")
+    pipeline: Pipeline = Field(default_factory=Pipeline, description="Pipeline parallelism.")
+    context: Context = Field(default_factory=Context, description="Context parallelism.")
+    expert: Expert = Field(default_factory=Expert, description="Expert parallelism.")
+    operators: dict[str, Any] = Field(default_factory=dict, description="Module pattern -> operator strategy.")
+    placement: list[Axis] = Field(default=list(AXES), description="Axes, innermost first.")
+    recompute: Literal["none", "selective", "full"] | list[NonNegativeInt] = Field(
+        "none", description="Activations recomputed in backward; a list names layers recomputed in full."
+    )
+    precision: Precision = Field(
+        "auto", description="Parameters, activations, gradients; auto: bf16, else fp16; fp32 on CPU ranks."
+    )
+    gradient_dtype: GradientDtype = Field(
+        "auto",
+        description="Gradients add up and are reduced in it; parameters: as they are; auto: fp32 if several add up.",
+    )
+    kernels: Literal["eager", "compiled", "fused"] = Field("eager", description="What runs memory-bound operators.")
+
+
+class Optimizer(Frozen):
+    """The optimizer and its learning-rate schedule."""
+
+    name: Literal["adamw", "sgd"] = Field("adamw", description="AdamW (1711.05101), or SGD with momentum.")
+    learning_rate: float = Field(3e-4, gt=0, description="Peak learning rate.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW first-moment decay; SGD momentum.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW second-moment decay.")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW denominator floor.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled decay of matrices; vectors are not decayed.")
+    warmup_steps: NonNegativeInt = Field(0, description="Steps of linear warm-up.")
+    decay: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after warm-up.")
+    final_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate over the peak.")
+    clip: float | None = Field(1.0, gt=0, description="Largest global gradient norm; null: no clipping.")
+
+
+class Evaluation(Frozen):
+    """Loss on text held out from training."""
+
+    every: NonNegativeInt = Field(0, description="Steps between evaluations; 0: never.")
+    batches: PositiveInt = Field(2, description="Global batches an evaluation reads.")
+
+
+class Training(Frozen):
+    """Pre-training: what is done with the model."""
+
+    sequence_length: PositiveInt = Field(2048, description="Tokens a sequence; default 2048, or the model's longest.")
+    global_batch: PositiveInt = Field(
+        8, description="Sequences a step, over all ranks; default four micro-batches a rank, at least 8."
+    )
+    micro_batch: PositiveInt = Field(1, description="Sequences a rank takes at once.")
+    steps: PositiveInt = Field(100, description="Optimizer steps.")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="Held-out loss.")
+    seed: NonNegativeInt = Field(0, description="Seed of initial weights and sampling.")
+
+
+class Corpus(Frozen):
+    """The text that is trained on."""
+
+    source: str = Field("stdlib", description="stdlib = the Python standard library's sources, or a file or folder.")
+    tokenizer: Literal["bytes", "bpe"] = Field("bytes", description="Bytes, or a BPE of the model's vocabulary.")
+    holdout: float = Field(0.05, ge=0, lt=1, description="Last share of the text, kept for evaluation.")
+    sha256: str | None = Field(None, description="Hash of the text; filled when a plan is resolved.")
+
+
+class Checkpoint(Frozen):
+    """What is saved, and what is loaded at the start."""
+
+    every: NonNegativeInt = Field(0, description="Steps between checkpoints; 0: only at the end of the run, if at all.")
+    keep: PositiveInt = Field(2, description="Checkpoints kept.")
+    load: str | None = Field(None, description="Checkpoint folder to start from.")
+
+
+class Telemetry(Frozen):
+    """What a run measures of itself."""
+
+    memory_every: NonNegativeInt = Field(100, description="Steps between memory samples after the first two; 0: none.")
+    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
+        default_factory=list, description="Accelerate trackers to write to."
+    )
+    timeout_seconds: PositiveInt = Field(120, description="Deadline of every collective.")
+
+
+class Plan(Frozen):
+    """One experiment, declared."""
+
+    version: Literal[1] = Field(1, description="Schema version.")
+    name: str = Field("", description="What people call it; default: model, cards, strategy.")
+    model: str | Shape | PythonModel = Field(description="Catalog name, config.json path, inline shape, or Python.")
+    cluster: Cluster = Field(description="Cards and wiring.")
+    strategy: Strategy = Field(default_factory=Strategy, description="How the work is split.")
+    training: Training = Field(default_factory=Training, description="What is done.")
+    corpus: Corpus = Field(default_factory=Corpus, description="Text; a bare string is its source.")
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving and loading.")
+    telemetry: Telemetry = Field(default_factory=Telemetry, description="Measuring.")
+
+    @field_validator("corpus", mode="before")
+    @classmethod
+    def _corpus_by_name(cls, value: object) -> object:
+        return {"source": value} if isinstance(value, str) else value
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        *,
+        gpu: str = "local",
+        gpus: int = 1,
+        strategy: str = "single",
+        set: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """A plan from the four choices a person makes; `set` overrides fields by dotted path.
+
+        Raises `PlanError` where a name is unknown or a field illegal.
+        """
+        from workbench.plan.source import plan_of
+
+        return plan_of(model, gpu=gpu, gpus=gpus, strategy=strategy, changes=set or {})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file (YAML, safely). Raises `PlanError` naming the field and what would be legal."""
+        from workbench.plan.source import load
+
+        return load(path)
+
+    def replace(self, **changes: Any) -> Plan:
+        """This plan with fields changed by dotted path, e.g. `plan.replace(**{"strategy.tensor.size": 2})`."""
+        from workbench.plan.source import replace
+
+        return replace(self, changes)
+
+    def to_yaml(self) -> str:
+        """The plan as YAML, only what was written; reading it back gives an equal plan."""
+        from workbench.plan.source import to_yaml
+
+        return to_yaml(self)
+
+    def complete(self) -> Plan:
+        """Every default and catalog entry filled in; legal (raises `PlanError`). Milliseconds, reads no corpus."""
+        from workbench.plan.resolve import complete
+
+        return complete(self)
+
+    def resolved(self) -> Plan:
+        """`complete()`, and whatever the plan points to named by sha256 (reads the corpus)."""
+        from workbench.plan.resolve import resolved
+
+        return resolved(self)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.model_dump(exclude_unset=True)})"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """The plan file, as a notebook shows it."""
+        return f"<pre>{html.escape(self.to_yaml())}</pre>"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.cluster.gpus
+
+    @property
+    def shape(self) -> Shape:
+        """The model's shape; only of a complete plan."""
+        assert isinstance(self.model, Shape), "complete() the plan first"
+        return self.model
+
+    @property
+    def card(self) -> Card:
+        """The card; only of a complete plan."""
+        assert isinstance(self.cluster.gpu, Card), "complete() the plan first"
+        return self.cluster.gpu
+
+    @property
+    def fabric(self) -> Fabric:
+        """The fabric; only of a complete plan."""
+        assert isinstance(self.cluster.fabric, Fabric), "complete() the plan first"
+        return self.cluster.fabric
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis, in `AXES` order; data takes what the others leave over."""
+        s = self.strategy
+        others = s.tensor.ranks * s.context.size * s.pipeline.size
+        return {
+            "tensor": s.tensor.ranks,
+            "context": s.context.size,
+            "data": max(1, self.world_size // others),
+            "pipeline": s.pipeline.size,
+        }
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches a data-parallel rank takes in a step."""
+        return self.training.global_batch // (self.training.micro_batch * self.sizes["data"])

@@ -1,0 +1,120 @@
+"""Plans in and out: from four words, from a file, with fields changed, and back to YAML."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from workbench.plan import catalog, yamlio
+from workbench.plan.errors import refuse
+from workbench.plan.explain import plan_error
+from workbench.plan.schema import Plan
+from workbench.plan.shape import Shape
+
+
+def plan_of(model: str, *, gpu: str, gpus: int, strategy: str, changes: Mapping[str, Any]) -> Plan:
+    """A plan from the four choices a person makes, with `changes` by dotted path; completed once to prove it legal."""
+    written = {"model": model, "cluster": {"gpu": gpu, "gpus": gpus}, "strategy": {"preset": strategy}}
+    plan = build(_changed(written, changes))
+    plan.complete()
+    return plan
+
+
+def load(path: str | Path) -> Plan:
+    """The plan in the YAML file `path`. Raises `PlanError` if it cannot be read or says something illegal."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return parse(text, where=str(path))
+
+
+def parse(text: str, where: str = "plan") -> Plan:
+    """The plan that YAML `text` says; `where` names it in errors."""
+    written = yamlio.parse(text, where=where)
+    if not isinstance(written, dict):
+        raise refuse(where, f"a plan is a mapping with `model:` and `cluster:`, this is {type(written).__name__}")
+    return build(written)
+
+
+def build(written: Mapping[str, Any]) -> Plan:
+    """A plan from plain data. Raises `PlanError` naming each wrong field, its value and what is legal."""
+    try:
+        return Plan.model_validate(dict(written))
+    except ValidationError as error:
+        raise plan_error(error, written) from None
+
+
+def replace(plan: Plan, changes: Mapping[str, Any]) -> Plan:
+    """`plan` with fields changed by dotted path; a path below a catalog name first writes that entry out."""
+    return build(_changed(plain(plan), changes))
+
+
+def plain(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data: only what was written."""
+    return plan.model_dump(exclude_unset=True)
+
+
+def to_yaml(plan: Plan) -> str:
+    """The plan as YAML, only what was written; `parse` gives an equal plan back."""
+    return yamlio.dump(plain(plan))
+
+
+def assignments(items: list[str]) -> dict[str, Any]:
+    """`key=value` words of a command line as changes; values are YAML, so `3e-4` is a number and `[2, 2]` a list."""
+    changes = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise refuse("--set", f"'{item}' is not of the form key=value, e.g. strategy.tensor.size=2")
+        changes[key.strip()] = yamlio.parse(value, where=key.strip())
+    return changes
+
+
+def _changed(written: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    result = copy.deepcopy(dict(written))
+    for path, value in changes.items():
+        _assign(result, path.split("."), value)
+    return result
+
+
+def _assign(target: dict[str, Any], path: list[str], value: Any) -> None:
+    for depth, key in enumerate(path[:-1], start=1):
+        inner = target.get(key)
+        if inner is None:
+            inner = {}
+        elif isinstance(inner, str):
+            inner = _written_out(".".join(path[:depth]), inner, ".".join(path))
+        elif not isinstance(inner, dict):
+            raise refuse(".".join(path), f"{'.'.join(path[:depth])} is {inner!r} and has no fields")
+        target[key] = inner
+        target = inner
+    target[path[-1]] = value
+
+
+def _written_out(field: str, name: str, path: str) -> dict[str, Any]:
+    """The entry that a catalog name stands for, as data, so that one of its fields can be changed."""
+    if field == "corpus":
+        return {"source": name}
+    if field == "model" and name in catalog.models():
+        return _underived(catalog.models()[name].shape)
+    if field == "cluster.gpu" and name in catalog.gpus():
+        return catalog.gpus()[name].card.model_dump(exclude_unset=True)
+    if field == "cluster.fabric" and name in catalog.clusters():
+        return catalog.clusters()[name].model_dump(exclude_unset=True)
+    raise refuse(path, f"{field} is '{name}', which has no fields to change")
+
+
+def _underived(shape: Shape) -> dict[str, Any]:
+    """The shape as data without widths that follow from others, so that they follow a change."""
+    data = shape.model_dump(exclude_unset=True)
+    if shape.kv_heads == shape.heads:
+        data.pop("kv_heads", None)
+    if shape.mla is None and shape.heads * int(shape.head_dim or 0) == shape.hidden:
+        data.pop("head_dim", None)
+    return data

@@ -1,0 +1,99 @@
+"""What this version can do with a legal plan, by verb: one table, read by `run`, `rehearse` and the list of strategies.
+
+Widening the product means widening this table: a field that is not fully built is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Literal
+
+from workbench.plan import catalog
+from workbench.plan.errors import PlanError, Problem
+from workbench.plan.schema import Plan
+
+Verb = Literal["estimate", "rehearse", "run"]
+
+
+def _schedule(plan: Plan) -> str:
+    """The schedule, where there is a pipeline to follow it."""
+    return plan.strategy.pipeline.schedule if plan.strategy.pipeline.size > 1 else "1f1b"
+
+
+BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
+    ("strategy.data.zero", lambda p: p.strategy.data.zero, (0,)),
+    ("strategy.data.offload", lambda p: p.strategy.data.offload, ("none",)),
+    ("strategy.data.reduce", lambda p: p.strategy.data.reduce, ("step",)),
+    ("strategy.tensor.algorithm", lambda p: p.strategy.tensor.algorithm, ("1d",)),
+    ("strategy.tensor.sequence", lambda p: p.strategy.tensor.sequence and p.sizes["tensor"] > 1, (False,)),
+    ("strategy.pipeline.schedule", _schedule, ("gpipe", "1f1b")),
+    ("strategy.pipeline.chunks", lambda p: p.strategy.pipeline.chunks, (1,)),
+    ("strategy.context.size", lambda p: p.strategy.context.size, (1,)),
+    ("strategy.expert.size", lambda p: p.strategy.expert.size, (1,)),
+    ("strategy.operators", lambda p: p.strategy.operators, ({},)),
+    ("strategy.recompute", lambda p: p.strategy.recompute, ("none", [])),
+    ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "bf16")),
+    ("strategy.kernels", lambda p: p.strategy.kernels, ("eager",)),
+    ("model.moe", lambda p: "set" if p.shape.moe else None, (None,)),
+    ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
+    ("model.positions", lambda p: p.shape.positions, ("rope", "learned")),
+    ("model.window", lambda p: p.shape.window, (None,)),
+)
+"""(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which share the engine."""
+
+ESTIMATED: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
+    ("strategy.tensor.algorithm", lambda p: p.strategy.tensor.algorithm, ("1d",)),
+    ("strategy.pipeline.schedule", _schedule, ("gpipe", "1f1b", "interleaved")),
+    ("strategy.operators", lambda p: p.strategy.operators, ({},)),
+    ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "bf16", "fp16")),
+)
+"""The same for `estimate`."""
+
+
+def unsupported(plan: Plan, verb: Verb) -> list[Problem]:
+    """What a complete `plan` asks that this version cannot do with `verb`, field by field; empty if it can.
+
+    A preset that cannot run is named first, by its own name, even where little of it is left.
+    """
+    found, preset = _lacking(plan, verb), plan.strategy.preset
+    if verb != "estimate" and preset in catalog.strategies() and not runnable(preset):
+        can = "planned" if _lacking(plan, "estimate") else "planned and estimated"
+        what = f"{preset} can be {can}; this version cannot {verb} it. Legal: {', '.join(_runnable())}"
+        found.insert(0, Problem("strategy.preset", what))
+    return found
+
+
+def require(plan: Plan, verb: Verb) -> None:
+    """Raise `PlanError` where a complete `plan` asks `verb` for what this version cannot do."""
+    if found := unsupported(plan, verb):
+        raise PlanError(found)
+
+
+@lru_cache(maxsize=256)
+def runnable(preset: str) -> bool:
+    """Whether the preset named `preset` can run: tried on eight cards with a small model, of experts if need be."""
+    model = "tiny-moe" if "expert" in catalog.strategies()[preset].strategy else "tiny-gpt"
+    cluster = {"gpu": "h100-sxm-80gb", "gpus": 1 if preset == "single" else 8}
+    try:
+        plan = Plan.model_validate({"model": model, "cluster": cluster, "strategy": {"preset": preset}})
+        return not _lacking(plan.complete(), "run")
+    except PlanError:
+        return False
+
+
+def _runnable() -> list[str]:
+    return [name for name in catalog.strategies() if runnable(name)]
+
+
+def _lacking(plan: Plan, verb: Verb) -> list[Problem]:
+    table = ESTIMATED if verb == "estimate" else BUILT
+    return [
+        Problem(field, f"is {value!r}; this version can {verb} {_legal(can)}")
+        for field, read, can in table
+        if (value := read(plan)) not in can
+    ]
+
+
+def _legal(can: tuple[Any, ...]) -> str:
+    return "only without it" if can == (None,) else " or ".join(map(repr, can))

@@ -1,0 +1,89 @@
+"""YAML as people expect it: read safely, duplicate keys refused, `3e-4` a number, `on` and `010` no surprises.
+
+PyYAML follows YAML 1.1, where `3e-4` is a string, `yes` a boolean and `010` eight; here YAML 1.2's core schema holds.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from workbench.plan.errors import PlanError, refuse
+
+_INT = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN)")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_NULL = re.compile(r"~|null|Null|NULL|")
+_CORE = (
+    ("bool", _BOOL, "tTfF"), ("int", _INT, "-+0123456789"), ("float", _FLOAT, "-+0123456789."), ("null", _NULL, "~nN"),
+)  # fmt: skip
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML 1.2's core schema."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either YAML 1.1 or 1.2 would misread, for other programs (accelerate) read our files by 1.1."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+BREAKS = frozenset("\x85\u2028\u2029\ufeff")
+"""Characters that YAML takes for line breaks or drops, unless they are escaped."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"' if BREAKS & set(value) else None)
+
+
+_Dumper.add_representer(str, _text)
+_Loader.yaml_implicit_resolvers = {}
+_Dumper.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeDumper.yaml_implicit_resolvers.items()}
+for _class in (_Loader, _Dumper):
+    for _name, _pattern, _first in _CORE:
+        # An empty plain scalar starts with no character at all, which the resolver looks up under "".
+        _starts = [*_first, ""] if _name == "null" else [*_first]
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern.pattern})$"), _starts)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        key = key_node.value
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(problem="a key is one word", problem_mark=key_node.start_mark)
+        if key in seen:
+            lines = f"lines {seen[key]} and {key_node.start_mark.line + 1}"
+            raise refuse(str(key), f"is written twice ({lines}); keep one of them")
+        seen[key] = key_node.start_mark.line + 1
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(str(node.value)))
+
+
+def parse(text: str, where: str = "") -> Any:
+    """The value that `text` says. Raises `PlanError` with line and column for broken or duplicated YAML."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader with a stricter schema
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        why = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise refuse(where, f"not valid YAML{at}: {why}") from None
+    except RecursionError:
+        raise refuse(where, "not valid YAML: nested too deeply") from None
+    except (ValueError, KeyError, AttributeError) as error:  # `!!bool maybe`: a tag that its text does not have
+        if isinstance(error, PlanError):
+            raise
+        raise refuse(where, f"not valid YAML: a value is not of its type: {error}") from None
+
+
+def dump(value: Any) -> str:
+    """`value` as YAML in block style; `parse` gives it back unchanged."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110, default_flow_style=False)

@@ -1,0 +1,170 @@
+"""Activations: what each part of our modules saves for backward, and what comes and goes while it runs.
+
+The counts follow `models/` and `parallel/` line by line, with torch's eager operators. A peak is a live set: every
+function says what is live at one instant beyond what is saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.planner.workload import Array, Workload
+
+PIECE = 2**22
+"""Entries of a 16-bit gradient that are widened at once (`parallel/data/buckets.py`)."""
+INDEX = 8
+"""Bytes of a token id."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes of one layer and microbatch on one rank."""
+
+    saved: float
+    """Held from forward to backward."""
+    checkpoint: float
+    """Held instead where the layer is recomputed in full."""
+    forward: float
+    """Temporaries at the end of its forward."""
+    transient: float
+    """Temporaries while its feed-forward runs backward, beside all that is saved."""
+    released: float
+    """Of what is saved, gone when the norm before the feed-forward runs backward."""
+    norm: float
+    """Temporaries then."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """Bytes of the final norm, the head and the loss, for one microbatch."""
+
+    saved: float
+    """Activations kept from forward to backward."""
+    logits: float
+    """Of vocabulary width, kept from forward to backward."""
+    forward: float
+    """Of vocabulary width, at the loss's own peak forward."""
+    loss: float
+    """Temporaries while the loss runs backward, beside what is kept."""
+    projection: float
+    """Temporaries while the projection runs backward; the kept logits are gone by then."""
+    norm: float
+    """Temporaries while the final norm runs backward; what the head kept is gone by then."""
+
+
+def norm_saved(w: Workload, own_input: bool = True) -> float:
+    """One norm's saved tensors, its output among them; `own_input` where its input is a tensor of its own.
+
+    Our rmsnorm keeps its input and one number a token, on every device; torch's layernorm its input and two.
+    """
+    stream = w.stream / w.sequence_parallel
+    statistics = w.wide * w.tokens / w.sequence_parallel
+    if w.shape.norm == "layernorm":
+        return (1 + own_input) * stream + 2 * statistics * (w.element / w.wide if w.device == "cpu" else 1)
+    return (1 + own_input) * stream + statistics
+
+
+def layer(w: Workload, mixture: bool = False) -> Layer:
+    """One transformer layer; `mixture` where its feed-forward is a mixture of experts."""
+    attention = (w.q_width + w.k_width + w.v_width + w.o_width) * w.tokens * w.element
+    statistics = 4 * w.heads * w.tokens
+    wide, matrix = _feed_forward(w, mixture)
+    ffn = _feed_forward_saved(w, mixture)
+    saved = 2 * norm_saved(w) + _latent(w) + attention + ffn
+    if w.recompute != "selective":
+        saved += statistics
+    stream = w.stream / w.sequence_parallel
+    gathered = w.stream - stream
+    # Down projection: its input's gradient and its weight's, which is then added; the gate: two more, one tensor gone.
+    made, added = wide + matrix * w.element, added_gradient(w, matrix)
+    transient = max(made, added, (1 if w.shape.mlp == "gelu" else 2) * wide) + gathered
+    branch = stream + (wide if w.shape.mlp == "relu" else 0.0)
+    return Layer(saved, stream, branch, transient, ffn + norm_saved(w), norm_backward(w))
+
+
+def _feed_forward(w: Workload, mixture: bool) -> tuple[float, float]:
+    """(bytes of one ffn-wide tensor, parameters of its output projection)."""
+    moe = w.shape.moe
+    if not mixture or moe is None:
+        return w.ffn * w.tokens * w.element, w.ffn * w.shape.hidden
+    width = moe.ffn / w.tensor
+    wide = (moe.top_k + moe.shared) * width * w.tokens * w.element
+    return wide, width * w.shape.hidden
+
+
+def _feed_forward_saved(w: Workload, mixture: bool) -> float:
+    """Gate, up, activated gate and product, or up and activated up (ReLU: that alone); a mixture also its tokens."""
+    wide, _ = _feed_forward(w, mixture)
+    kept = (4 if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
+    if mixture and w.shape.moe is not None:
+        kept += (w.shape.moe.top_k * 2 * w.stream) + w.shape.moe.experts * w.tokens * 4
+    return kept
+
+
+def _latent(w: Workload) -> float:
+    """MLA's compressed queries and keys, with their norms."""
+    mla = w.shape.mla
+    return 0.0 if mla is None else 2.0 * (mla.kv_rank + (mla.q_rank or 0)) * w.tokens * w.element
+
+
+def added_gradient(w: Workload, parameters: float) -> float:
+    """Bytes of a weight's gradient while it is added to its bucket, widened in pieces where dtypes differ."""
+    widened = w.gradient_element if w.gradient_element != w.element else 0
+    return parameters * w.element + min(parameters, PIECE) * widened
+
+
+def head(w: Workload) -> Head:
+    """The final norm and the loss; over a split vocabulary the loss is our own and works in place."""
+    logits = w.vocab * w.tokens
+    narrow = w.element * logits
+    table = w.vocab * w.shape.hidden
+    split = w.tensor > 1
+    indices = 10 * w.tokens if split else 0.0
+    return Head(
+        saved=norm_saved(w) + indices,
+        logits=w.wide * logits,
+        forward=w.wide * logits + (narrow if w.element < w.wide else 0.0) if split else 2 * w.wide * logits,
+        loss=(narrow if w.element < w.wide else 0.0) if split else 2 * w.wide * logits,
+        projection=w.stream + max(narrow + table * w.element, added_gradient(w, table)),
+        norm=norm_backward(w),
+    )
+
+
+def norm_backward(w: Workload) -> float:
+    """Temporaries of a norm's backward, its own kept input among them; our rmsnorm works in fp32 or better."""
+    stream, wider = w.stream / w.sequence_parallel, w.wide / w.element
+    if w.shape.norm == "layernorm":
+        return 3 * stream
+    return stream * (2 + 3 * wider + (wider if wider > 1 else 0))
+
+
+def ends(w: Workload) -> tuple[Array, Array]:
+    """(kept with a microbatch besides its layers, kept from a stage's neighbours) by pipeline rank.
+
+    Kept: position tables, the embedding's masks. From the neighbours: the output until its own backward; the received
+    input is what the first norm keeps.
+    """
+    length = w.sequence_length / w.context
+    rotary = length * (w.shape.head_dim or 0) * w.element if w.shape.positions == "rope" else 0.0
+    kept = np.full(w.pipeline, rotary + INDEX * length)
+    if w.tensor > 1:
+        kept = kept + w.first * (INDEX + 1) * w.tokens
+    boundary = w.stream / w.sequence_parallel
+    return kept, np.asarray((1 - w.last) * boundary)
+
+
+def embedding(w: Workload) -> float:
+    """Temporaries while the embedding runs backward: its gradients are dense, and a tied one is added to the head's."""
+    table = w.vocab * w.shape.hidden
+    positions = w.shape.max_positions * w.shape.hidden if w.shape.positions == "learned" else 0
+    made = w.stream + max(table, positions) * w.element
+    if shared_here(w):
+        return max(made + table * w.element, 3 * table * w.element, added_gradient(w, table))
+    return max(made, added_gradient(w, max(table, positions)))
+
+
+def shared_here(w: Workload) -> bool:
+    """Whether one rank's embedding and head share a weight: then the head's gradient waits for the embedding's."""
+    return w.shape.tied and w.pipeline == 1

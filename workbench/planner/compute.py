@@ -1,0 +1,161 @@
+"""Seconds of compute: a roofline over matrix products, attention and memory-bound operators, with a launch floor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workbench.plan.schema import Card
+from workbench.planner.constants import Constants
+from workbench.planner.workload import Array, Workload
+
+OPERATORS = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40)}
+"""Kernels of one layer (forward, backward), by the plan's kernels: counted on our modules."""
+HEAD_TRAFFIC = (3, 4)
+"""Passes over the fp32 logits (forward, backward): cast and log-softmax; two gradients."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One card: what a kernel can reach at best."""
+
+    flops: float
+    """Matrix products, FLOP/s at the plan's precision."""
+    bandwidth: float
+    """Bytes a second."""
+    constants: Constants
+    asynchronous: bool
+    """Whether the host runs ahead, so that launching hides behind compute."""
+
+
+def machine(card: Card, precision: str, constants: Constants) -> Machine:
+    """A card at a precision; a dtype that the card does not list runs as fp32."""
+    peak = card.tflops.get(precision, card.tflops.get("fp32", max(card.tflops.values())))
+    return Machine(peak * 1e12, card.bandwidth_gbs * 1e9 * constants.memory_share, constants, card.device != "cpu")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of a forward and of a backward of one microbatch."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds and FLOPs of one microbatch, by pipeline rank."""
+
+    forward: Array
+    backward: Array
+    model_flops: Array
+    """Of the model (causal attention counted half), forward and backward, nothing recomputed."""
+
+
+def product(m: Machine, rows: float, columns: float, inner: float, element: int) -> float:
+    """One matrix product [rows, inner] x [inner, columns], seconds."""
+    c = m.constants
+    slow = 1 + c.gemm_half_dim * (1 / rows + 1 / columns + 1 / inner)
+    flops = 2 * rows * columns * inner / (m.flops * c.gemm_share) * slow
+    return max(flops, (rows * columns + rows * inner + columns * inner) * element / m.bandwidth)
+
+
+def compute(w: Workload, m: Machine) -> Compute:
+    """One microbatch on each pipeline rank."""
+    dense, mixture = layer_pass(w, m, False), layer_pass(w, m, w.shape.moe is not None)
+    head = head_pass(w, m)
+    sparse = w.layers - w.dense_layers
+    forward = w.dense_layers * dense.forward + sparse * mixture.forward + w.last * head.forward
+    backward = w.dense_layers * dense.backward + sparse * mixture.backward + w.last * head.backward
+    again = dense.forward if w.shape.moe is None else mixture.forward
+    extra = w.recomputed * again + (w.layers * attention_pass(w, m).forward if w.recompute == "selective" else 0.0)
+    embedding = w.first * 4 * w.stream / m.bandwidth
+    flops = w.dense_layers * layer_flops(w, False) + sparse * layer_flops(w, True) + w.last * head_flops(w)
+    return Compute(forward + embedding, backward + extra + embedding, 3 * flops)
+
+
+def layer_products(w: Workload, mixture: bool) -> list[tuple[float, float, float]]:
+    """(rows, columns, inner) of each matrix product of one layer's forward."""
+    h, t = w.shape.hidden, w.tokens
+    mla = w.shape.mla
+    if mla is None:
+        columns: list[tuple[float, float, float]] = [(t, w.q_width, h), (t, w.k_width, h), (t, w.v_width, h)]
+    else:
+        query = [(t, mla.q_rank, h), (t, w.q_width, mla.q_rank)] if mla.q_rank else [(t, w.q_width, h)]
+        up = w.shape.heads * (mla.nope_dim + mla.value_dim) / w.tensor
+        columns = [*query, (t, mla.kv_rank + mla.rope_dim, h), (t, up, mla.kv_rank)]
+    return [*columns, (t, h, w.o_width), *_feed_forward_products(w, mixture)]
+
+
+def _feed_forward_products(w: Workload, mixture: bool) -> list[tuple[float, float, float]]:
+    h, t, wide = w.shape.hidden, w.tokens, 2 if w.shape.gated else 1
+    moe = w.shape.moe
+    if not mixture or moe is None:
+        return [(t, w.ffn, h)] * wide + [(t, h, w.ffn)]
+    width, visits = moe.ffn / w.tensor, moe.top_k + moe.shared
+    return [(t, moe.experts, h)] + [(t * visits, width, h)] * wide + [(t * visits, h, width)]
+
+
+def layer_pass(w: Workload, m: Machine, mixture: bool) -> Pass:
+    """One layer and microbatch; a backward product is two, for the input and for the weight."""
+    e = w.element
+    forward = sum(product(m, *p, e) for p in layer_products(w, mixture))
+    backward = sum(product(m, r, k, c, e) + product(m, c, k, r, e) for r, c, k in layer_products(w, mixture))
+    attention, bound = attention_pass(w, m), memory_bound(w, m)
+    forward += attention.forward + bound.forward
+    backward += attention.backward + bound.backward
+    launches = OPERATORS[w.kernels]
+    return Pass(_launched(m, forward, launches[0]), _launched(m, backward, launches[1]))
+
+
+def _launched(m: Machine, seconds: float, kernels: int) -> float:
+    """With a host that runs ahead the slower of the two decides; without one they add."""
+    host = kernels * m.constants.launch_us * 1e-6
+    return max(seconds, host) if m.asynchronous else seconds + host
+
+
+def attention_pass(w: Workload, m: Machine) -> Pass:
+    """Fused causal attention of one layer: backward does two and a half times the work (2307.08691)."""
+    rate = m.flops * m.constants.attention_share
+    forward = attention_flops(w) / rate
+    return Pass(forward, 2.5 * forward / m.constants.attention_backward)
+
+
+def attention_flops(w: Workload) -> float:
+    """Scores and values of one layer forward, the causal half."""
+    seen = min(w.sequence_length, w.shape.window or w.sequence_length)
+    return w.tokens * seen * (w.k_width if w.shape.mla else w.q_width) + w.tokens * seen * w.o_width
+
+
+def memory_bound(w: Workload, m: Machine) -> Pass:
+    """Norms, residuals, positions and activation of one layer, by bytes moved at the textbook count."""
+    h, gated, half = w.shape.hidden / w.sequence_parallel, w.shape.gated, w.element / 2
+    rope = 8 * (w.q_width + w.k_width) if w.shape.positions == "rope" else 0.0
+    forward = 20 * h + rope + (6 if gated else 4) * w.ffn
+    backward = 36 * h + rope + (10 if gated else 6) * w.ffn
+    rate = m.bandwidth / (w.tokens * half * m.constants.traffic)
+    return Pass(forward / rate, backward / rate)
+
+
+def head_pass(w: Workload, m: Machine) -> Pass:
+    """Projection onto the vocabulary and the loss."""
+    t, v, h = w.tokens, float(w.vocab), w.shape.hidden
+    logits = t * v * w.wide / m.bandwidth
+    forward = product(m, t, v, h, w.element) + HEAD_TRAFFIC[0] * logits
+    backward = product(m, t, h, v, w.element) + product(m, v, h, t, w.element) + HEAD_TRAFFIC[1] * logits
+    return Pass(forward, backward)
+
+
+def layer_flops(w: Workload, mixture: bool) -> float:
+    """Forward FLOPs of one layer and microbatch on a rank."""
+    return sum(2 * r * c * k for r, c, k in layer_products(w, mixture)) + attention_flops(w)
+
+
+def head_flops(w: Workload) -> float:
+    """Forward FLOPs of the output projection on a rank."""
+    return 2 * w.tokens * w.vocab * w.shape.hidden
+
+
+def optimizer_seconds(w: Workload, m: Machine, owned: Array) -> Array:
+    """The update and the gradient norm: every state read and written once, the gradient read twice."""
+    traffic = owned * (2 * (w.moment_bytes + (w.master_bytes or w.element)) + 2 * w.gradient_element + w.element)
+    return traffic / m.bandwidth

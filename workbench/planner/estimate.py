@@ -1,0 +1,104 @@
+"""What a plan will cost, in closed form and milliseconds: the planner's whole answer as a Profile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from workbench.plan.schema import Plan
+from workbench.planner.advice import advise
+from workbench.planner.constants import constants
+from workbench.planner.memory import Memory, memory
+from workbench.planner.step import step_time
+from workbench.planner.traffic import Call
+from workbench.planner.workload import workload
+from workbench.profile import COLUMNS, MOMENTS, Profile, frame
+from workbench.schedules import Timeline
+
+
+def estimate(plan: Plan) -> Profile:
+    """Memory by category and pipeline stage, step time by part, every collective; fits, and else what would fit.
+
+    Completes the plan. One rank a pipeline stage stands for all ranks of that stage. Raises `PlanError` where the plan
+    is illegal or asks for what the planner does not model.
+    """
+    full = plan.complete()
+    w = workload(full)
+    k = constants(full.card.device, full.strategy.kernels)
+    live, time = memory(w, k), step_time(full, w, k)
+    stride = _stride(full)
+    head = {"run": full.name, "source": "estimated", "step": 0}
+    capacity = int(full.card.memory_gib * 2**30)
+    notes: dict[str, Any] = {"time": time.parts, "model_flops_utilisation": time.utilisation}
+    if time.timeline is None or time.simulated < w.microbatches:
+        notes["timeline_microbatches"] = time.simulated
+    if float(live.peak.max()) > capacity:
+        notes["advice"] = advise(plan, full)
+    return Profile(
+        run=full.name, source="estimated", world_size=full.world_size,
+        memory=_memory_frame(head, live, stride),
+        timeline=_timeline_frame(head, time.timeline, stride),
+        collectives=_collectives_frame(head, time.calls, stride),
+        steps=frame("steps", [head | {"rank": 0, "seconds": time.seconds, "tokens": _tokens(full), "skipped": False}]),
+        representative=_representative(full, stride), capacity_bytes=capacity, notes=notes,
+    )  # fmt: skip
+
+
+def _tokens(plan: Plan) -> int:
+    return plan.training.global_batch * plan.training.sequence_length
+
+
+def _stride(plan: Plan) -> int:
+    """Distance in ranks from one pipeline stage to the next."""
+    order = plan.strategy.placement
+    inner = order[: order.index("pipeline")]
+    return int(np.prod([plan.sizes[axis] for axis in inner], dtype=int))
+
+
+def _representative(plan: Plan, stride: int) -> dict[int, int]:
+    ranks = np.arange(plan.world_size)
+    stands_for = ranks // stride % plan.sizes["pipeline"] * stride
+    return dict(enumerate(stands_for.tolist()))
+
+
+def _memory_frame(head: dict[str, Any], live: Memory, stride: int) -> pd.DataFrame:
+    """A row a stage, moment and category that is not nothing; host rows at every moment, for they do not move."""
+    columns: dict[str, list[Any]] = {name: [] for name in ("stage", "moment", "tier", "category", "bytes")}
+    for moment in MOMENTS:
+        for tier, table in (("device", live.moments[moment]), ("host", live.host)):
+            for category, sizes in table.items():
+                for stage, size in enumerate(sizes.tolist()):
+                    if size > 0:
+                        for name, value in zip(columns, (stage, moment, tier, category, round(size))):
+                            columns[name].append(value)
+    return _frame("memory", head, columns, stride)
+
+
+def _timeline_frame(head: dict[str, Any], timeline: Timeline | None, stride: int) -> pd.DataFrame:
+    intervals = timeline.intervals if timeline else ()
+    columns: dict[str, list[Any]] = {
+        "stage": [i.action.stage for i in intervals],
+        "microbatch": [i.action.microbatch for i in intervals],
+        "action": [i.action.kind for i in intervals],
+        "start": [i.start for i in intervals],
+        "end": [i.end for i in intervals],
+    }
+    return _frame("timeline", head, columns, stride)
+
+
+def _collectives_frame(head: dict[str, Any], calls: list[list[Call]], stride: int) -> pd.DataFrame:
+    names = ("axis", "kind", "group_size", "dtype", "bytes", "count", "action")
+    rows = [(stage, call) for stage, own in enumerate(calls) for call in own]
+    columns: dict[str, list[Any]] = {name: [getattr(call, name) for _, call in rows] for name in names}
+    columns |= {name: [round(x) for x in columns[name]] for name in ("bytes", "count")}
+    columns["stage"] = [stage for stage, _ in rows]
+    return _frame("collectives", head, columns, stride)
+
+
+def _frame(kind: str, head: dict[str, Any], columns: dict[str, list[Any]], stride: int) -> pd.DataFrame:
+    """A frame from columns; ranks follow from stages."""
+    arrays = {name: np.array(values) for name, values in columns.items()}
+    ranks = {"rank": arrays["stage"].astype(int) * stride}
+    return pd.DataFrame(arrays | ranks | head, columns=list(COLUMNS[kind]), index=range(len(columns["stage"])))

@@ -1,0 +1,142 @@
+"""The instants of a step at which memory can be largest, and what lives then beside the persistent states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.planner import activations
+from workbench.planner.activations import Head, Layer
+from workbench.planner.states import Held
+from workbench.planner.workload import Array, Workload
+
+CAST_BYTES = 64 * 2**20
+"""The optimizer widens 16-bit gradients in pieces of this size."""
+
+Live = dict[str, Array]
+"""Category -> bytes by pipeline rank."""
+
+
+@dataclass(frozen=True)
+class Flight:
+    """Activations at their fullest: all microbatches in flight. Bytes by pipeline rank."""
+
+    all: Array
+    logits: Array
+    one: Array
+    """Of one microbatch's layers."""
+
+
+def instants(w: Workload, p: Held) -> dict[str, Live]:
+    """What lives beside the states at each instant that can be the largest, and after the first forward."""
+    head, layer = activations.head(w), activations.layer(w, mixture=w.shape.moe is not None)
+    flight = _flight(w, head)
+    full = {"activations": flight.all, "logits": flight.logits}
+    first = {name: size / w.in_flight for name, size in full.items()}
+    lives = {
+        "first_forward": first,
+        "forward": plus(full, _forward(w, head, layer), _sent(w)),
+        **_head_backward(w, head, flight),
+        **_layer_backward(w, head, layer, flight),
+    }
+    lives = {name: plus(live, _gathered(w, p)) for name, live in lives.items()}
+    return lives | {"optimizer": _optimizer(w, p)}
+
+
+def _flight(w: Workload, head: Head) -> Flight:
+    dense, mixture = activations.layer(w), activations.layer(w, mixture=w.shape.moe is not None)
+    share = np.divide(w.dense_layers, w.layers)
+    kept_whole = share * dense.saved + (1 - share) * mixture.saved
+    saved = (w.layers - w.recomputed) * kept_whole + w.recomputed * dense.checkpoint
+    kept, boundary = activations.ends(w)
+    one = saved + kept + w.last * head.saved + boundary * w.chunks
+    return Flight(w.in_flight * one, w.in_flight * w.last * head.logits, saved)
+
+
+def _forward(w: Workload, head: Head, layer: Layer) -> Live:
+    """The end of the last forward before a backward."""
+    return {"logits": w.last * (head.forward - head.logits), "temporary": np.full(w.pipeline, layer.forward)}
+
+
+def _head_backward(w: Workload, head: Head, flight: Flight) -> dict[str, Live]:
+    """The loss, the projection (the kept logits are gone) and the final norm (what the head kept is gone)."""
+    logits = flight.logits - w.last * head.logits
+    before = flight.all - w.last * head.saved
+    lives: dict[str, Live] = {
+        "loss": {"activations": flight.all, "logits": flight.logits, "temporary": w.last * head.loss},
+        "projection": {"activations": flight.all, "logits": logits, "temporary": w.last * head.projection},
+        "final_norm": {"activations": before, "logits": logits, "temporary": w.last * head.norm + _waiting(w)},
+    }
+    return {name: plus(live, _sent(w)) for name, live in lives.items()}
+
+
+def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> dict[str, Live]:
+    """A stage's last layer (feed-forward, then its norm) with the incoming gradient, and at last the embedding.
+
+    Recomputing brings the whole set of one layer back.
+    """
+    logits = flight.logits - w.last * head.logits
+    before = flight.all - w.last * head.saved
+    again = (w.recomputed > 0) * max(0.0, layer.saved - layer.checkpoint)
+    incoming: Live = {
+        "communication": np.asarray((1 - w.last) * w.stream / w.sequence_parallel),
+        "temporary": np.asarray(w.last * w.stream + _waiting(w)),
+    }
+    released = layer.released * (w.recomputed == 0)
+    return {
+        "layer": plus(
+            {"activations": before, "logits": logits, "temporary": np.asarray(layer.transient + again)}, incoming
+        ),
+        "norm": plus(
+            {"activations": before - released, "logits": logits, "temporary": np.full(w.pipeline, layer.norm)}, incoming
+        ),
+        "embedding": {
+            "activations": before - flight.one,
+            "logits": logits,
+            "temporary": w.first * activations.embedding(w),
+        },
+    }
+
+
+def _waiting(w: Workload) -> float:
+    """The head's gradient of a weight that the embedding on the same rank shares."""
+    return w.vocab * w.shape.hidden * w.element * float(activations.shared_here(w))
+
+
+def _sent(w: Workload) -> Live:
+    """The last stage of an early-backward schedule transfers nothing between two backwards: it holds what it sent."""
+    holds = w.last * (1 - w.first) * float(w.microbatches > 1 and w.schedule != "gpipe")
+    return {"communication": np.asarray(holds * w.stream / w.sequence_parallel)}
+
+
+def _gathered(w: Workload, p: Held) -> Live:
+    """ZeRO-3's working set: two units, or all where they stay gathered; and the gradient of a unit not yet sharded."""
+    reduced = float(w.reduce_microbatch)
+    if w.zero == 2:
+        return {"communication": np.minimum(w.bucket_bytes, p.total * w.gradient_element) * reduced}
+    if w.zero < 3:
+        return {}
+    unit = np.maximum(p.layer, np.maximum(w.first, w.last) * w.vocab * w.shape.hidden)
+    units = p.total if w.keep_gathered or w.pipeline > 1 else np.minimum(p.total, unit + p.layer)
+    return {"gathered": units * w.element, "communication": unit * w.gradient_element * reduced}
+
+
+def _optimizer(w: Workload, p: Held) -> Live:
+    """Widened gradients, in pieces; and the other end's gradient of a weight that the first and last stage share."""
+    pieces = np.zeros(w.pipeline)
+    table = w.vocab * w.shape.hidden
+    if w.gradient_element < 4:
+        owned = p.total / (w.shard if w.zero >= 1 else 1)
+        pieces = np.minimum(owned * 4, max(CAST_BYTES, table * 4.0))
+    tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.first, w.last)
+    return {"temporary": np.maximum(pieces, tied * table * w.gradient_element)}
+
+
+def plus(*lives: Live) -> Live:
+    """The sum of live sets, category by category."""
+    result: Live = {}
+    for live in lives:
+        for category, value in live.items():
+            result[category] = result[category] + value if category in result else value
+    return result

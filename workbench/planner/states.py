@@ -1,0 +1,100 @@
+"""Parameters of each pipeline rank, and the bytes of parameters, gradients and optimizer (1910.02054 for ZeRO)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.plan.parameters import block_norms, norm
+from workbench.planner.workload import Array, Workload
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of one rank, by pipeline rank; experts apart, because they are replicated on fewer ranks."""
+
+    dense: Array
+    experts: Array
+    layer: float
+    """Parameters of one dense layer: a unit that ZeRO-3 gathers."""
+
+    @property
+    def total(self) -> Array:
+        """All parameters."""
+        return self.dense + self.experts
+
+
+def held(w: Workload) -> Held:
+    """Parameters that a rank holds before data parallelism shards anything."""
+    shape = w.shape
+    layer = attention_parameters(w) + block_norms(shape)
+    mlp = feed_forward_parameters(w, w.ffn)
+    sparse = w.layers - w.dense_layers
+    moe = shape.moe
+    expert = feed_forward_parameters(w, moe.ffn / w.tensor) if moe else 0.0
+    router = shape.hidden * moe.experts + moe.shared * expert if moe else 0.0
+    dense = w.layers * layer + w.dense_layers * mlp + sparse * router + _ends(w)
+    experts = sparse * (moe.experts / w.expert * expert if moe else 0.0)
+    return Held(dense, experts, layer + (mlp if moe is None else router + moe.experts / w.expert * expert))
+
+
+def attention_parameters(w: Workload) -> float:
+    """Of one block's attention, on a tensor rank: columns of q, k, v and rows of o are split, o's bias is not."""
+    shape, h = w.shape, w.shape.hidden
+    if shape.mla is None:
+        bias = (w.q_width + 2 * w.k_width) * (shape.biases in ("qkv", "all")) + h * (shape.biases == "all")
+        return h * (w.q_width + w.k_width + w.v_width + w.o_width) + bias
+    m = shape.mla
+    query = h * m.q_rank + m.q_rank * w.q_width if m.q_rank else h * w.q_width
+    up = m.kv_rank * shape.heads * (m.nope_dim + m.value_dim) / w.tensor
+    return query + h * (m.kv_rank + m.rope_dim) + up + w.o_width * h
+
+
+def feed_forward_parameters(w: Workload, width: float) -> float:
+    """Of one feed-forward layer whose local width is `width`."""
+    wide = 2 if w.shape.gated else 1
+    bias = wide * width + w.shape.hidden if w.shape.biases == "all" else 0.0
+    return (wide + 1) * w.shape.hidden * width + bias
+
+
+def _ends(w: Workload) -> Array:
+    shape, table = w.shape, w.vocab * w.shape.hidden
+    positions = shape.max_positions * shape.hidden if shape.positions == "learned" else 0
+    head = table * (1.0 - w.first * float(shape.tied))
+    first = w.first * (table + positions + shape.embedding_norm * norm(shape, shape.hidden))
+    return np.asarray(first + w.last * (head + norm(shape, shape.hidden)))
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes that persist from step to step, by pipeline rank and tier (True: host)."""
+
+    parameters: Array
+    gradients: Array
+    optimizer: Array
+    master: Array
+    optimizer_on_host: bool
+    parameters_on_host: bool
+
+
+def states(w: Workload, p: Held) -> States:
+    """Parameters, gradients and optimizer as ZeRO's stage shards them.
+
+    Gradients stay whole where ZeRO-2 or 3 reduces them only once a step of several microbatches.
+    """
+    whole, shards = p.total, _sharded(w, p)
+    gradients_sharded = w.zero >= 2 and w.reduce_microbatch
+    return States(
+        parameters=(shards if w.zero == 3 else whole) * w.element,
+        gradients=(shards if gradients_sharded else whole) * w.gradient_element,
+        optimizer=(shards if w.zero >= 1 else whole) * w.moment_bytes,
+        master=(shards if w.zero >= 1 else whole) * w.master_bytes,
+        optimizer_on_host=w.offload != "none",
+        parameters_on_host=w.offload == "parameters",
+    )
+
+
+def _sharded(w: Workload, p: Held) -> Array:
+    """Parameters of one rank after sharding over data x context; experts over what expert ranks leave of it."""
+    return np.asarray(p.dense / w.shard + p.experts / max(1.0, w.shard / w.expert))

@@ -1,0 +1,40 @@
+"""`python -m workbench.rehearsal PLAN --to FOLDER [--ranks 0,1]`: rehearse in a process of its own.
+
+Writes the profile into FOLDER; prints a line of JSON after each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from workbench.plan.schema import Plan
+from workbench.rehearsal.rehearse import rehearse
+
+
+def main() -> int:
+    """Rehearse the plan; 2 with one line on stderr where it cannot be."""
+    parser = argparse.ArgumentParser(prog="python -m workbench.rehearsal")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--ranks", type=lambda text: [int(x) for x in text.split(",")])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+
+    def progress(done: int, of: int) -> None:
+        print(json.dumps({"done": done, "of": of}), flush=True)
+
+    try:
+        rehearse(Plan.load(arguments.plan), arguments.ranks, progress).save(arguments.to)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

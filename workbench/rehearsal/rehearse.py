@@ -1,0 +1,106 @@
+"""Rehearse a plan: build and step the same session that a run would, rank by rank, without bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from workbench.engine.observe import Sampler
+from workbench.engine.session import Session
+from workbench.parallel.mesh import build_mesh
+from workbench.plan.placement import coordinates, rank_at
+from workbench.plan.schema import Plan
+from workbench.plan.support import require
+from workbench.profile import Profile, frame
+from workbench.rehearsal.fake import fake_tensors, fake_world
+
+STEADY = 2
+"""Microbatches rehearsed beyond those that fill the pipeline."""
+STEPS = 2
+"""The first step, and the first of the steady state."""
+
+
+def rehearse(
+    plan: Plan, ranks: Sequence[int] | None = None, progress: Callable[[int, int], None] | None = None
+) -> Profile:
+    """Peak memory by category and every collective of `ranks`; default: one rank a pipeline stage.
+
+    Ranks of a stage do the same, so the others are represented by their stage's first. Raises `PlanError` where the
+    engine cannot run the plan yet, ValueError for a rank outside the world. `progress(done, of)` is told of each rank.
+    """
+    plan = plan.complete()
+    require(plan, "rehearse")
+    representative = {rank: _representative(plan, rank) for rank in range(plan.world_size)}
+    chosen = sorted(set(representative.values()) if ranks is None else set(ranks))
+    for rank in chosen:
+        if not 0 <= rank < plan.world_size:
+            raise ValueError(f"--ranks: {rank} is not one of 0 to {plan.world_size - 1}")
+    memory: list[dict[str, Any]] = []
+    collectives: list[dict[str, Any]] = []
+    for done, rank in enumerate(chosen, 1):
+        _rehearse_rank(plan, rank, memory, collectives)
+        if progress:
+            progress(done, len(chosen))
+    return Profile(
+        plan.name,
+        "rehearsed",
+        plan.world_size,
+        memory=frame("memory", memory),
+        collectives=frame("collectives", collectives),
+        representative=_stand_ins(representative, chosen),
+        capacity_bytes=int(plan.card.memory_gib * 2**30),
+    )
+
+
+def _representative(plan: Plan, rank: int) -> int:
+    sizes, placement = plan.sizes, plan.strategy.placement
+    where = dict.fromkeys(sizes, 0) | {"pipeline": coordinates(rank, sizes, placement)["pipeline"]}
+    return rank_at(where, sizes, placement)
+
+
+def _stand_ins(representative: dict[int, int], chosen: list[int]) -> dict[int, int]:
+    """Rank -> the rehearsed rank that does the same: itself, or the first of its stage; ranks that have none left out.
+
+    `representative` maps ranks of a stage to one of them.
+    """
+    first: dict[int, int] = {}
+    for rank in chosen:
+        first.setdefault(representative[rank], rank)
+    own = {rank: rank for rank in chosen}
+    return {rank: own.get(rank, first[rep]) for rank, rep in representative.items() if rep in first}
+
+
+def shortened(plan: Plan, stage: int) -> Plan:
+    """The plan with as few microbatches as show all that this stage does: its pipeline fills, runs and drains.
+
+    With early backward a stage holds at most `pipeline - stage` microbatches, however many there are, and every
+    further one repeats what the former did. GPipe holds them all, and is not shortened.
+    """
+    if plan.strategy.pipeline.schedule != "1f1b":
+        return plan
+    enough = min(plan.num_microbatches, plan.sizes["pipeline"] - stage + STEADY)
+    batch = enough * plan.training.micro_batch * plan.sizes["data"]
+    return plan.replace(**{"training.global_batch": batch})
+
+
+def _rehearse_rank(plan: Plan, rank: int, memory: list[dict[str, Any]], collectives: list[dict[str, Any]]) -> None:
+    """Two steps of one rank; the fake tensors are on the CPU whatever the plan's card."""
+    device, t = torch.device("cpu"), plan.training
+    with fake_world(rank, plan.world_size):
+        mesh = build_mesh(plan.sizes, plan.strategy.placement, rank, device.type)
+        short = shortened(plan, mesh["pipeline"].index)
+        with fake_tensors():
+            session = Session.build(short, mesh, device)
+            shape = (plan.num_microbatches, t.micro_batch, t.sequence_length)
+            batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
+            for step in range(STEPS):
+                sampler = Sampler(session, None)
+                with sampler.step():
+                    session.step(step, *batch, sampler)
+                head = {"run": plan.name, "source": "rehearsed", "rank": rank, "step": step}
+                memory += [head | row for row in sampler.memory_rows()]
+                collectives += [
+                    head | row for row in sampler.collective_rows(short.num_microbatches, plan.num_microbatches)
+                ]

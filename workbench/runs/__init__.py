@@ -1,0 +1,26 @@
+"""A run on disk: preflight, launch, supervisor, attach, stop, telemetry and its reader. Imports no torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.runs.machine import preflight
+    from workbench.runs.reader import Reader
+    from workbench.runs.run import Run, attach, list_runs, profile_of, start
+    from workbench.runs.state import Cause, State
+
+_HOMES = {
+    "Cause": "state", "Reader": "reader", "Run": "run", "State": "state", "attach": "run", "list_runs": "run",
+    "preflight": "machine", "profile_of": "run", "start": "run",
+}  # fmt: skip
+
+__all__ = ["Cause", "Reader", "Run", "State", "attach", "list_runs", "preflight", "profile_of", "start"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: a worker that wants its lifeline must not wait for pandas."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

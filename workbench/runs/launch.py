@@ -1,0 +1,95 @@
+"""The one command that a run is: `accelerate launch` with the worker and the plan, and the environment it needs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench.plan import export
+from workbench.plan.attached import attached
+from workbench.plan.errors import PlanError, Problem
+from workbench.plan.schema import Plan
+from workbench.runs.command import Command
+
+LOOPBACK = "127.0.0.1"
+INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+"""Variables of another launch that this process may itself be part of; a run must not see them."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is launched and how patiently it is watched; users never change it, fault tests do."""
+
+    module: str = "workbench.engine.worker"
+    launcher: tuple[str, ...] = ()
+    """Command before the module and the plan; empty: `accelerate launch`."""
+    hello_seconds: float | None = None
+    """Deadline of a rank's first record; None: from the plan's timeout and world size."""
+    progress_seconds: float | None = None
+    """Longest silence of a rank that is not working; None: the plan's timeout."""
+
+
+def compose(plan: Plan, folder: Path, port: int, recipe: Recipe) -> Command:
+    """The command of a complete `plan` whose run directory is (or will be) `folder`."""
+    timeout = float(plan.telemetry.timeout_seconds)
+    return Command(
+        argv=[*(recipe.launcher or accelerate_launch(folder, port)), "-m", recipe.module, str(folder / "plan.yaml")],
+        env=environment(plan),
+        unset=[name for name in os.environ if name in INHERITED or name.startswith("TORCHELASTIC_")],
+        cwd=os.getcwd(),
+        world_size=plan.world_size,
+        steps=plan.training.steps,
+        hello_seconds=recipe.hello_seconds or max(60.0, timeout) + 5.0 * plan.world_size,
+        progress_seconds=recipe.progress_seconds or timeout,
+    )
+
+
+def accelerate_launch(folder: Path, port: int) -> list[str]:
+    """`accelerate launch` for the run in `folder`; each rank's streams also go to `logs/`."""
+    config = str(folder / "accelerate.yaml")
+    logs = ["--tee", "3", "--log_dir", str(folder / "logs")]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
+    return [*launch, "--main_process_ip", LOOPBACK, "--main_process_port", str(port), *logs]
+
+
+def environment(plan: Plan) -> dict[str, str]:
+    """Variables that ranks need; none of them steers a number.
+
+    Ranks that wait must not spin while others compute on the same cores: hence the passive waiting.
+    """
+    return export.environment(plan, cores=attached().cores)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback address that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def port_problem(port: int) -> Problem | None:
+    """Why ranks cannot meet on `port`; None where they can."""
+    if not 1024 <= port <= 65535:
+        return Problem("port", f"port = {port} is outside 1024..65535")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+            return Problem("port", f"port = {port} {reason}; leave it out and a free one is chosen (now {free_port()})")
+    return None
+
+
+def checked_port(port: int | None) -> int:
+    """`port` if ranks can meet there, or a free one. Raises `PlanError`."""
+    if port is None:
+        return free_port()
+    problem = port_problem(port)
+    if problem:
+        raise PlanError([problem])
+    return port

@@ -1,0 +1,57 @@
+"""What a run's processes printed, and what the launcher reported of its ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_REPORT = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
+"""How torchrun reports a rank that failed, or that it ended after another had; the first failure comes last."""
+_ALONE = re.compile(r"died with <Signals\.\w+: (\d+)>")
+"""How a launch that is one process without torchrun reports a signal."""
+_TOLD_TO_END = re.compile(r"Received (\d+) death signal|Process \d+ got signal: (\d+)")
+"""How torchrun says that somebody asked it to end."""
+
+TAIL_LINES = 20
+
+
+def launcher_report(folder: Path) -> tuple[dict[int, int], int | None]:
+    """(exit code by rank, the rank that failed first), as the launcher reported them; code -n: signal n."""
+    text = tail_of(folder / "logs" / "launcher.log", 200)
+    found = [(int(rank), int(code)) for rank, code in _REPORT.findall(text)]
+    alone = _ALONE.search(text)
+    if not found and alone:
+        found = [(0, -int(alone[1]))]
+    return dict(found), found[-1][0] if found else None
+
+
+def launcher_signal(folder: Path, exit_code: int | None) -> int | None:
+    """The signal that ended the launcher itself; None where it ended by itself or because of a rank."""
+    if exit_code is not None and exit_code < 0:
+        return -exit_code
+    told = _TOLD_TO_END.search(tail_of(folder / "logs" / "launcher.log", 200))
+    return int(told[1] or told[2]) if told else None
+
+
+def log_tail(folder: Path, rank: int, lines: int = TAIL_LINES) -> str:
+    """The last lines that `rank` printed: its errors, else its output, else what it kept itself.
+
+    A launch by torchrun keeps each rank's streams apart; where nothing did, the launcher's own lines.
+    """
+    logs = folder / "logs"
+    streams = [path for name in ("stderr", "stdout") for path in logs.glob(f"*/attempt_*/{rank}/{name}.log")]
+    own = [*streams, logs / f"rank{rank:05d}.log"]
+    found = next((text for path in own if (text := tail_of(path, lines))), "")
+    return found if found or streams else tail_of(logs / "launcher.log", lines)
+
+
+def tail_of(path: Path, lines: int = TAIL_LINES) -> str:
+    """The last `lines` lines of a text file that may be large; empty where it is missing."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(0, stream.tell() - 400 * lines))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-lines:])

@@ -1,0 +1,181 @@
+"""A run, seen from outside: everything is read from its directory, so any process can hold one, now or next week."""
+
+from __future__ import annotations
+
+import html
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from workbench.plan import export, yamlio
+from workbench.plan.errors import PlanError
+from workbench.plan.schema import Plan
+from workbench.profile import Profile
+from workbench.runs.checkpoints import checkpoint_of
+from workbench.runs.command import write_command
+from workbench.runs.directory import create, default_root
+from workbench.runs.frames import Measured
+from workbench.runs.launch import Recipe, checked_port, compose
+from workbench.runs.logs import log_tail
+from workbench.runs.machine import preflight
+from workbench.runs.reader import Reader
+from workbench.runs.state import State, first_state, is_run, read_state, write_state
+from workbench.runs.stopping import GRACE_SECONDS, Stop, request_stop
+
+POLL_SECONDS = 0.1
+
+
+class Run:
+    """The run in a directory; a view that owns nothing."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.dir = Path(folder).absolute()
+        read_state(self.dir)
+
+    @property
+    def id(self) -> str:
+        """The name of its directory."""
+        return self.dir.name
+
+    @property
+    def state(self) -> State:
+        """What it is doing now."""
+        return read_state(self.dir)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan that runs, resolved."""
+        return Plan.load(self.dir / "plan.yaml").complete()
+
+    def measured(self) -> Measured:
+        """An empty collection for this run's records; feed it from a `Reader` to follow the run."""
+        return measured(self.id, self.plan)
+
+    def profile(self) -> Profile:
+        """What has been measured so far."""
+        return profile_of(self.dir)
+
+    def wait(
+        self, timeout: float | None = None, progress: Callable[[list[dict[str, Any]]], None] | None = None
+    ) -> State:
+        """Wait until the run is over; its last state. `progress` is called with new telemetry records as they come.
+
+        `timeout` is in seconds; None waits as long as the run's supervisor lives. Raises `TimeoutError`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        reader = Reader(self.dir)
+        while True:
+            state = self.state
+            if progress and (records := reader.poll()):
+                progress(records)
+            if state.final:
+                return state
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"run {self.id} is still {state.phase} after {timeout:g} s")
+            time.sleep(POLL_SECONDS)
+
+    def stop(self, *, checkpoint: bool = False, grace_seconds: float = GRACE_SECONDS) -> None:
+        """Ask the run to stop after its step, and return at once; a run that is over is left alone.
+
+        `checkpoint` asks it to save one first. Ranks that do not end within `grace_seconds` are ended.
+        """
+        if not self.state.final:
+            request_stop(self.dir, Stop(checkpoint, grace_seconds))
+
+    def log(self, rank: int, lines: int = 20) -> str:
+        """The last lines that `rank` printed."""
+        return log_tail(self.dir, rank, lines)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.id}: {_words(self.state)}>"
+
+    def _repr_html_(self) -> str:
+        state = self.state
+        tail = state.cause.log_tail if state.cause else ""
+        log = f"<pre>{html.escape(tail)}</pre>" if tail else ""
+        words, folder = html.escape(_words(state)), html.escape(str(self.dir))
+        return f"<div><b>{html.escape(self.id)}</b> {words}<br>{folder}{log}</div>"
+
+
+def _words(state: State) -> str:
+    text = f"{state.phase}, {state.world_size} ranks, {state.steps} steps"
+    return f"{text}: {state.cause.message}. {state.cause.advice}".rstrip() if state.cause else text
+
+
+def measured(run: str, plan: Plan) -> Measured:
+    """An empty collection for records of a run of the complete `plan`."""
+    return Measured(run, plan.world_size, int(plan.card.memory_gib * 2**30))
+
+
+def profile_of(folder: str | Path) -> Profile:
+    """What was measured in `folder`: a run directory, or an exported plan's folder that was launched by hand.
+
+    Raises `PlanError` where it holds no plan.
+    """
+    folder = Path(folder).absolute()
+    found = measured(folder.name, Plan.load(folder / "plan.yaml").complete())
+    found.add(Reader(folder).poll())
+    profile = found.profile()
+    profile.notes["run_dir"] = str(folder)
+    return profile
+
+
+def start(
+    plan: Plan,
+    *,
+    root: str | Path | None = None,
+    force: bool = False,
+    resume: str | Path | Run | None = None,
+    port: int | None = None,
+    _recipe: Recipe | None = None,
+) -> Run:
+    """Start `plan` on this machine and return at once; the run goes on when this process ends.
+
+    `root` holds run directories (default $WORKBENCH_RUNS, else ./runs); `resume` is a run, its directory, or one of its
+    checkpoints to go on from; `port` is where ranks meet (default: a free one); `force` as in `preflight`.
+    Raises `PlanError` with everything that stands against it; then nothing has been written.
+    """
+    if resume is not None:
+        source = resume.dir if isinstance(resume, Run) else resume
+        plan = plan.replace(**{"checkpoint.load": str(checkpoint_of(source))})
+    if problems := preflight(plan, root=root, port=port, force=force):
+        raise PlanError(problems)
+    full, recipe, meeting = plan.resolved(), _recipe or Recipe(), checked_port(port)
+
+    def fill(folder: Path, final: Path) -> None:
+        (folder / "plan.yaml").write_text(full.to_yaml(), encoding="utf-8")
+        (folder / "accelerate.yaml").write_text(yamlio.dump(export.accelerate_config(full, meeting)), encoding="utf-8")
+        write_command(folder, compose(full, final, meeting, recipe))
+        write_state(folder, first_state(full.world_size, full.training.steps))
+
+    folder = create(default_root(root), full.name, fill)
+    _supervise(folder)
+    return Run(folder)
+
+
+def _supervise(folder: Path) -> None:
+    """Start the supervisor in a session of its own: neither Ctrl-C nor the end of a notebook kernel reaches it."""
+    with (folder / "logs" / "supervisor.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "workbench.runs.supervisor", str(folder)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    threading.Thread(target=process.wait, name=f"reap {process.pid}", daemon=True).start()
+
+
+def attach(folder: str | Path) -> Run:
+    """The run in `folder`, from any process at any time. Raises `ValueError` where it is no run directory."""
+    return Run(folder)
+
+
+def list_runs(root: str | Path | None = None) -> list[Run]:
+    """Runs kept in `root` (default as in `start`), latest first."""
+    folder = default_root(root)
+    names = sorted(os.listdir(folder), reverse=True) if folder.is_dir() else []
+    return [Run(folder / name) for name in names if name[0] != "." and is_run(folder / name)]

@@ -1,0 +1,45 @@
+"""Asking a run to stop: a file in its directory, which the supervisor and rank 0 both look for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import orjson
+
+GRACE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The content of `RUN/stop`; an empty file means the defaults."""
+
+    checkpoint: bool = False
+    """Whether ranks save a checkpoint before they end."""
+    grace_seconds: float = GRACE_SECONDS
+    """How long ranks may take to end by themselves before they are ended."""
+
+
+def request_stop(folder: Path, stop: Stop | None = None) -> None:
+    """Ask the run in `folder` to stop; a second request changes nothing."""
+    temporary = folder / f".stop.{os.getpid()}"
+    temporary.write_bytes(orjson.dumps(asdict(stop or Stop())))
+    try:
+        os.link(temporary, folder / "stop")
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()
+
+
+def read_stop(folder: Path) -> Stop | None:
+    """What was asked of the run in `folder`; None where nobody asked it to stop."""
+    try:
+        content = (folder / "stop").read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return Stop(**orjson.loads(content))
+    except (orjson.JSONDecodeError, TypeError):
+        return Stop()

@@ -1,0 +1,38 @@
+"""Pipeline schedules as tables of actions: grammar, generators, lowering, validator, simulator."""
+
+from workbench.schedules.action import Action, parse
+from workbench.schedules.generate import generate, names
+from workbench.schedules.lower import lower
+from workbench.schedules.simulate import (
+    Deadlock,
+    Interval,
+    Timeline,
+    batches,
+    in_flight,
+    in_flight_by_stage,
+    simulate,
+    uniform,
+)
+from workbench.schedules.table import Table, read_csv, table_of, write_csv
+from workbench.schedules.validate import validate
+
+__all__ = [
+    "Action",
+    "Deadlock",
+    "Interval",
+    "Table",
+    "Timeline",
+    "batches",
+    "generate",
+    "in_flight",
+    "in_flight_by_stage",
+    "lower",
+    "names",
+    "parse",
+    "read_csv",
+    "simulate",
+    "table_of",
+    "uniform",
+    "validate",
+    "write_csv",
+]

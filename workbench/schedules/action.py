@@ -1,0 +1,64 @@
+"""The grammar of a schedule: one action is `[stage][kind][microbatch]`, e.g. `0F3`, `1SEND_B0`, `2REDUCE_GRAD`.
+
+The words are those of torch's pipelining CSV, so that its tools and ours read each other's tables.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+COMPUTE = ("F", "I", "W", "B")
+"""Forward; input gradient; weight gradient; full backward, B = I + W."""
+SENDS = ("SEND_F", "SEND_B")
+RECVS = ("RECV_F", "RECV_B")
+WHOLE_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+"""Actions on a stage's parameters or gradients, which belong to no microbatch."""
+KINDS = COMPUTE + SENDS + RECVS + WHOLE_STAGE
+
+_TEXT = re.compile(rf"(\d+)({'|'.join(sorted(KINDS, key=len, reverse=True))})(\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a pipeline rank does: `kind` on `stage`, for `microbatch` (None where the kind has none)."""
+
+    stage: int
+    kind: str
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether the action runs the model: F, I, W or B."""
+        return self.kind in COMPUTE
+
+    @property
+    def is_p2p(self) -> bool:
+        """Whether the action sends or receives."""
+        return self.kind in SENDS or self.kind in RECVS
+
+
+def parse(text: str) -> Action:
+    """Read one action. Raises ValueError naming the text and what would be legal."""
+    match = _TEXT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(
+            f"{text!r} is no action; write [stage][kind][microbatch], e.g. 0F3, with kind {'|'.join(KINDS)}"
+        )
+    stage, kind, microbatch = match.groups()
+    if (microbatch == "") != (kind in WHOLE_STAGE):
+        need = "takes no microbatch" if microbatch else "needs a microbatch"
+        raise ValueError(f"{text!r}: {kind} {need}")
+    return Action(int(stage), kind, int(microbatch) if microbatch else None)
+
+
+def matching(action: Action) -> Action:
+    """The other end of a transfer: the RECV of a SEND, the SEND of a RECV."""
+    assert action.is_p2p, action
+    verb, direction = action.kind.split("_")
+    towards_last = (verb == "SEND") == (direction == "F")
+    other = "RECV" if verb == "SEND" else "SEND"
+    return Action(action.stage + (1 if towards_last else -1), f"{other}_{direction}", action.microbatch)

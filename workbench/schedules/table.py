@@ -1,0 +1,90 @@
+"""A schedule as a table of actions, one row a pipeline rank, and its CSV form."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench.schedules.action import Action, parse
+
+Row = tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What every rank of a pipeline does, in order."""
+
+    rows: tuple[Row, ...]
+    """Actions by pipeline rank, in the order in which the rank takes them."""
+    stages: int
+    microbatches: int
+    placement: tuple[int, ...]
+    """Stage -> the pipeline rank that holds it."""
+
+    @property
+    def ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.rows)
+
+    @property
+    def lowered(self) -> bool:
+        """Whether sends and receives stand in the table."""
+        return any(action.is_p2p for row in self.rows for action in row)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that `rank` holds, ascending."""
+        return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+
+def table_of(rows: list[list[Action]]) -> Table:
+    """A table from rows alone: the forwards say which rank holds a stage and how many microbatches there are.
+
+    Raises ValueError where they do not: no forward, a stage on two ranks, a gap in the stages.
+    """
+    home: dict[int, int] = {}
+    microbatches = 0
+    for rank, row in enumerate(rows):
+        for action in row:
+            if action.kind == "F":
+                if home.setdefault(action.stage, rank) != rank:
+                    raise ValueError(
+                        f"stage {action.stage} runs forward on rank {home[action.stage]} and on rank {rank}"
+                    )
+                microbatches = max(microbatches, int(action.microbatch or 0) + 1)
+    if not home:
+        raise ValueError("the table has no forward action (such as 0F0)")
+    if missing := sorted(set(range(max(home) + 1)) - set(home)):
+        raise ValueError(f"no rank runs forward for stage {missing[0]}, yet there is a stage {max(home)}")
+    placement = tuple(home[stage] for stage in range(len(home)))
+    return Table(tuple(map(tuple, rows)), len(home), microbatches, placement)
+
+
+def read_csv(path: str | Path) -> Table:
+    """Read a table: one line a rank, one action a cell, empty cells skipped.
+
+    Raises ValueError naming the file, the rank and the cell where a cell is no action.
+    """
+    rows: list[list[Action]] = []
+    with open(path, newline="", encoding="utf-8") as file:
+        for rank, cells in enumerate(csv.reader(file)):
+            row = []
+            for column, cell in enumerate(cells):
+                try:
+                    row += [parse(cell)] if cell.strip() else []
+                except ValueError as error:
+                    raise ValueError(f"{path}: rank {rank}, cell {column}: {error}") from None
+            rows.append(row)
+    try:
+        return table_of(rows)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def write_csv(table: Table, path: str | Path) -> None:
+    """Write a table, one line a rank, one action a cell."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([[str(action) for action in row] for row in table.rows])

@@ -1,0 +1,154 @@
+"""The verbs, one set for shell and notebook: data in, data out.
+
+Importing them loads no torch; what needs it happens in a child process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from workbench.plan.errors import refuse
+from workbench.plan.schema import Plan
+from workbench.profile import Profile
+
+if TYPE_CHECKING:
+    from workbench.lab.compare import Comparison
+    from workbench.runs.run import Run
+
+Planned = Plan | str | Path
+"""A plan, or the path of a plan file."""
+
+
+def as_plan(plan: Planned) -> Plan:
+    """The plan itself, or the one in the file named. Raises `PlanError`."""
+    return plan if isinstance(plan, Plan) else Plan.load(plan)
+
+
+def estimate(plan: Planned) -> Profile:
+    """What `plan` will cost, in closed form, on any cluster; milliseconds. Raises `PlanError` for an illegal plan."""
+    from workbench.planner import estimate as closed_form
+
+    return closed_form(as_plan(plan))
+
+
+def rehearse(
+    plan: Planned, ranks: Sequence[int] | None = None, progress: Callable[[int, int], None] | None = None
+) -> Profile:
+    """Run the real code of `plan` on fake tensors, in a child process, at any world size.
+
+    `ranks` to rehearse, default one a pipeline stage; `progress(done, of)` is told of each. Raises `PlanError` for a
+    plan that is illegal or that this version cannot rehearse, `ChildError` if the rehearsal fails.
+    """
+    from workbench.runs import apart
+
+    return apart.rehearse(as_plan(plan), ranks, progress)
+
+
+def run(
+    plan: Planned,
+    *,
+    wait: bool = False,
+    force: bool = False,
+    resume: str | Path | Run | None = None,
+    root: str | Path | None = None,
+    port: int | None = None,
+) -> Run:
+    """Start `plan` on this machine through `accelerate launch`, and return at once (or when it is over, with `wait`).
+
+    Refuses (`PlanError`) what is illegal, what this version cannot run, what this machine does not have, and what by
+    its estimate does not fit, unless `force`. `resume` is a run, its directory or a checkpoint to go on from. `root`
+    holds run directories; `port` is where ranks meet, default a free one.
+    """
+    from workbench.runs import ready
+
+    started = ready.run(as_plan(plan), force=force, resume=resume, root=root, port=port)
+    if wait:
+        started.wait()
+    return started
+
+
+def attach(folder: str | Path, *, root: str | Path | None = None) -> Run:
+    """The run in `folder`, or of that name under `root`; from any process, at any time. Raises `PlanError`."""
+    from workbench import runs
+    from workbench.runs.directory import default_root
+    from workbench.runs.state import is_run
+
+    kept = default_root(root)
+    for path in (Path(folder), kept / folder):
+        if is_run(path):
+            return runs.attach(path)
+    known = ", ".join(run.id for run in runs.list_runs(root)[:5])
+    raise refuse("run", f"'{folder}' is no run directory, nor a run kept in {kept}; there: {known or 'none'}")
+
+
+def runs(root: str | Path | None = None) -> list[Run]:
+    """Runs kept in `root` (default $WORKBENCH_RUNS, else ./runs), latest first."""
+    from workbench.runs import list_runs
+
+    return list_runs(root)
+
+
+def watch(run: Run | str | Path) -> Any:
+    """A live dashboard of a run, for a notebook; returns at once."""
+    from workbench.lab.dashboard import watch as follow
+
+    return follow(attach(run) if isinstance(run, str | Path) else run)
+
+
+def compare(
+    *items: Any, rehearsed: bool = True, root: str | Path | None = None, progress: Callable[[str], None] | None = None
+) -> Comparison:
+    """Plans, runs and profiles side by side: estimated, rehearsed and measured peaks of each rank in one table.
+
+    Items are plans or plan files, runs, their directories or their names under `root`, and profiles. `rehearsed`
+    rehearses each plan that can be, which takes seconds; `progress` is told whose turn it is. Raises `PlanError`.
+    """
+    from workbench.lab.compare import Comparison
+    from workbench.lab.compare import compare as side_by_side
+    from workbench.plan.support import unsupported
+
+    found = side_by_side(*opened(items, root))
+    if not rehearsed:
+        return found
+    for entry in found.entries:
+        if entry.plan is None or entry.of("rehearsed") or unsupported(full := entry.plan.complete(), "rehearse"):
+            continue
+        if progress:
+            progress(f"rehearsing {entry.name}")
+        entry.profiles.append(rehearse(full))
+    return Comparison(found.entries)
+
+
+def opened(items: Sequence[Any], root: str | Path | None = None) -> list[Any]:
+    """The items, with the plan or the run in place of each name. Raises `PlanError` for a name that is neither."""
+    return [_opened(item, root) if isinstance(item, str | Path) else item for item in items]
+
+
+def _opened(name: str | Path, root: str | Path | None) -> Plan | Run:
+    if Path(name).is_file():
+        plan = Plan.load(name)
+        plan.complete()
+        return plan
+    if str(name).endswith((".yaml", ".yml")):
+        return Plan.load(name)  # says why it cannot be read
+    return attach(name, root=root)
+
+
+def verify(plan: Planned, precision: Literal["fp64", "fp32"] = "fp64") -> dict[str, Any]:
+    """Train a few steps with the same seed on one device and under `plan`, on CPU ranks, and compare every tensor.
+
+    Returns the largest differences of loss, gradients and weights, the worst tensor, and `passed`. Raises `PlanError`
+    for a plan that is illegal, that this version cannot run, or that is too large for the CPU ranks of this machine.
+    """
+    from workbench.runs import apart
+
+    return apart.verify(as_plan(plan), precision)
+
+
+def export(plan: Planned, folder: str | Path) -> list[Path]:
+    """Write `plan` resolved, with what launches it (`launch.sh`, `accelerate.yaml`, `job.sbatch`), into `folder`."""
+    from workbench.plan.export import export as write
+
+    return write(as_plan(plan), folder)
