@@ -71,10 +71,7 @@ class Dashboard:
         return snapshot.mimebundle(figures, told["headline"], told["lines"], failed=told["tone"] == "bad")
 
     def _ipython_display_(self) -> None:
-        ended = self._over.is_set()
-        self._output.show(self.snapshot() if ended else widget_bundle(self.board, f"Dashboard of {self.run.id}"))
-        if not ended and self._over.is_set():  # it ended just now: nobody else replaces what was shown
-            self._output.replace(self.snapshot())
+        self._output.show(widget_bundle(self.board, f"Dashboard of {self.run.id}"))
 
     def _follow(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 from uuid import uuid4
 
@@ -11,21 +12,26 @@ class Output:
 
     def __init__(self) -> None:
         self.id = uuid4().hex
-        self.shown = False
+        self._lock = threading.Lock()
+        self._shown = False
+        self._instead: dict[str, Any] | None = None
 
     def show(self, data: dict[str, Any]) -> None:
-        """Put a mime bundle where the notebook now writes."""
+        """Put a mime bundle where the notebook now writes, or what has replaced it meanwhile."""
         from IPython.display import display
 
-        self.shown = True
-        display(data, raw=True, display_id=self.id)
+        with self._lock:
+            display(self._instead or data, raw=True, display_id=self.id)
+            self._shown = True
 
     def replace(self, data: dict[str, Any]) -> None:
-        """Put another mime bundle in its place; nothing where it was never shown."""
+        """Put another mime bundle in its place, now and wherever it is shown later."""
         from IPython.display import update_display
 
-        if self.shown:
-            update_display(data, raw=True, display_id=self.id)
+        with self._lock:
+            self._instead = data
+            if self._shown:
+                update_display(data, raw=True, display_id=self.id)
 
 
 def widget_bundle(widget: Any, text: str) -> dict[str, Any]:
