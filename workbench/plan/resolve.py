@@ -125,6 +125,8 @@ def _cluster(cluster: Cluster, card: Card, fabric: Fabric) -> dict[str, Any]:
         "gpus_per_node": per_node,
         "nodes": nodes or math.ceil(gpus / per_node),
         "fabric": fabric.model_dump(),
+        "calibration": cluster.calibration,
+        "calibration_sha256": cluster.calibration_sha256,
     }
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Axis = Literal["tensor", "context", "data", "pipeline"]
 AXES: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
-Precision = Literal["fp32", "bf16", "fp16", "fp8", "auto"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
 GradientDtype = Literal["fp32", "bf16", "fp16", "parameters", "auto"]
 
 
@@ -67,6 +67,8 @@ class Cluster(Frozen):
     nodes: PositiveInt | None = Field(None, description="Nodes; default gpus / gpus_per_node, rounded up.")
     gpus_per_node: PositiveInt | None = Field(None, description="Cards in a node; default from the fabric.")
     fabric: str | Fabric | None = Field(None, description="Fabric name; default: the card's usual one.")
+    calibration: str | None = Field(None, description="Calibration file that `workbench calibrate` wrote.")
+    calibration_sha256: str | None = Field(None, description="Hash of that file; filled when a plan is resolved.")
 
 
 class Data(Frozen):
@@ -78,6 +80,7 @@ class Data(Frozen):
     reduce: Literal["step", "microbatch"] = Field("step", description="When gradients are reduced.")
     keep_gathered: bool = Field(False, description="ZeRO-3 keeps gathered parameters between forward and backward.")
     bucket_mib: float = Field(25.0, gt=0, description="Gradient bucket, MiB.")
+    overlap: bool = Field(True, description="Hide reduction and gathering behind compute.")
 
 
 class Tensor(Frozen):
@@ -101,6 +104,9 @@ class Pipeline(Frozen):
     chunks: PositiveInt = Field(1, description="Model chunks a rank.")
     partition: Literal["balanced", "uniform"] | list[PositiveInt] = Field(
         "balanced", description="Layers a stage: balanced by cost, uniform, or a list."
+    )
+    replicas: list[PositiveInt] | None = Field(
+        None, description="Ranks of each stage where they differ (DAPPLE); they add up to gpus / (tensor x context)."
     )
 
 
@@ -131,6 +137,9 @@ class Strategy(Frozen):
     recompute: Literal["none", "selective", "full"] | list[NonNegativeInt] = Field(
         "none", description="Activations recomputed in backward; a list names layers recomputed in full."
     )
+    stack: str = Field(
+        "workbench", description="Software that runs the plan: workbench, or a name of data/stacks.yaml."
+    )
     precision: Precision = Field(
         "auto", description="Parameters, activations, gradients; auto: bf16, else fp16; fp32 on CPU ranks."
     )
@@ -153,6 +162,8 @@ class Optimizer(Frozen):
     warmup_steps: NonNegativeInt = Field(0, description="Steps of linear warm-up.")
     decay: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after warm-up.")
     final_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate over the peak.")
+    moments: Literal["fp32", "bf16", "int8"] = Field("fp32", description="Dtype of the moments.")
+    master: Literal["auto", "none"] = Field("auto", description="auto: fp32 master weights beside 16-bit parameters.")
     clip: float | None = Field(1.0, gt=0, description="Largest global gradient norm; null: no clipping.")
 
 
@@ -161,6 +172,13 @@ class Evaluation(Frozen):
 
     every: NonNegativeInt = Field(0, description="Steps between evaluations; 0: never.")
     batches: PositiveInt = Field(2, description="Global batches an evaluation reads.")
+
+
+class Lora(Frozen):
+    """Low-rank adapters (2106.09685): the base model is frozen, two thin matrices a projection are trained."""
+
+    rank: PositiveInt = Field(description="Width of an adapter.")
+    targets: Literal["attention", "all"] = Field("all", description="Projections that carry one.")
 
 
 class Training(Frozen):
@@ -174,6 +192,7 @@ class Training(Frozen):
     steps: PositiveInt = Field(100, description="Optimizer steps.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Held-out loss.")
+    lora: Lora | None = Field(None, description="Train low-rank adapters only; null: the whole model.")
     seed: NonNegativeInt = Field(0, description="Seed of initial weights and sampling.")
 
 
