@@ -138,7 +138,7 @@ class Strategy(Frozen):
         "none", description="Activations recomputed in backward; a list names layers recomputed in full."
     )
     stack: str = Field(
-        "workbench", description="Software that runs the plan: workbench, or a name of data/stacks.yaml."
+        "workbench", description="Software that runs it: workbench, or a name in data/stacks.yaml."
     )
     precision: Precision = Field(
         "auto", description="Parameters, activations, gradients; auto: bf16, else fp16; fp32 on CPU ranks."
