@@ -45,6 +45,8 @@ class Card(Frozen):
     link_gbs: float = Field(gt=0, description="Bandwidth to peers in the node, one direction, GB/s.")
     pcie_gbs: float = Field(gt=0, description="Bandwidth to the host, one direction, GB/s.")
     watts: float | None = Field(None, description="Board power, W.")
+    price_per_hour: float | None = Field(None, ge=0, description="On-demand price of one card, USD an hour.")
+    price_source: str = Field("", description="Whose price it is, and when it was read.")
     source: str = Field("", description="Where the figures come from.")
 
 
