@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.schedules import Action, Table, generate, lower, parse, read_csv, table_of, validate, write_csv
-from workbench.schedules.action import KINDS, WHOLE_STAGE, matching
+from workbench.schedules import Action, Table, generate, lower, names, parse, read_csv, table_of, validate, write_csv
+from workbench.schedules.action import KINDS, WHOLE_STAGE, matching, parse_cell
+
+CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
 
 actions = st.builds(
     lambda stage, kind, m: Action(stage, kind, None if kind in WHOLE_STAGE else m),
@@ -43,10 +45,20 @@ def test_a_bad_action_is_refused_by_its_text(text: str) -> None:
         parse(text)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_an_overlapped_pair_reads_as_one_after_the_other() -> None:
+    assert parse_cell("(3F1;4B0)OVERLAP_F_B") == (parse("3F1"), parse("4B0"))
+
+
+@pytest.mark.parametrize("text", ["(3F1)OVERLAP_F_B", "3F1;4B0OVERLAP_F_B", "(4B0;3F1)OVERLAP_F_B", "OVERLAP_F_B"])
+def test_a_bad_overlap_is_refused_by_its_text(text: str) -> None:
+    with pytest.raises(ValueError, match="takes a forward and a backward"):
+        parse_cell(text)
+
+
+@pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("lowered", [False, True])
 def test_csv_reads_back(tmp_path: Path, name: str, lowered: bool) -> None:
-    table = generate(name, 3, 5)
+    table = generate(name, 3, 6, CHUNKS.get(name, 1))
     table = lower(table) if lowered else table
     write_csv(table, tmp_path / "t.csv")
     assert read_csv(tmp_path / "t.csv") == table
@@ -109,10 +121,21 @@ def test_transfers_in_two_orders_are_found() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("zb-h9", 2, 2), "'zb-h9' does not exist; there are: 1f1b, gpipe"),
+        (
+            ("zb-h9", 2, 2),
+            "'zb-h9' does not exist; there are: 1f1b, dualpipe-v, gpipe, interleaved, zb-h1, zb-h2, zb-v",
+        ),
         (("1f1b", 0, 2), "ranks = 0"),
         (("1f1b", 2, 0), "microbatches = 0"),
-        (("gpipe", 2, 2, 2), "chunks = 2"),
+        (("1f1b", 2, 2, 0), "chunks = 0"),
+        (("gpipe", 2, 2, 2), "chunks = 2; schedule 'gpipe' takes 1 a rank"),
+        (("zb-h1", 2, 2, 2), "chunks = 2; schedule 'zb-h1' takes 1 a rank"),
+        (("zb-v", 2, 2), "chunks = 1; schedule 'zb-v' takes 2 a rank"),
+        (("dualpipe-v", 2, 4, 3), "chunks = 3; schedule 'dualpipe-v' takes 2 a rank"),
+        (("interleaved", 2, 2, 1), "chunks = 1; schedule 'interleaved' takes 2 or more a rank"),
+        (("interleaved", 4, 6, 2), "microbatches = 6; .* multiple of its 4 ranks, such as 4 or 8"),
+        (("interleaved", 4, 3, 2), "microbatches = 3; .* multiple of its 4 ranks, such as 4"),
+        (("dualpipe-v", 4, 7, 2), "microbatches = 7; .* two for each of its 4 ranks, at least 8"),
     ],
 )
 def test_generate_refuses_by_name(arguments: tuple, words: str) -> None:

@@ -16,6 +16,9 @@ WHOLE_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 """Actions on a stage's parameters or gradients, which belong to no microbatch."""
 KINDS = COMPUTE + SENDS + RECVS + WHOLE_STAGE
 
+OVERLAP = "OVERLAP_F_B"
+"""A cell `(3F1;4B0)OVERLAP_F_B` runs a forward and a backward at once; a table of ours holds one after the other."""
+
 _TEXT = re.compile(rf"(\d+)({'|'.join(sorted(KINDS, key=len, reverse=True))})(\d*)")
 
 
@@ -53,6 +56,23 @@ def parse(text: str) -> Action:
         need = "takes no microbatch" if microbatch else "needs a microbatch"
         raise ValueError(f"{text!r}: {kind} {need}")
     return Action(int(stage), kind, int(microbatch) if microbatch else None)
+
+
+def parse_cell(text: str) -> tuple[Action, ...]:
+    """Read a cell: one action, none where it is blank, or both of `(3F1;4B0)OVERLAP_F_B` in their order.
+
+    Raises ValueError naming the text and what would be legal.
+    """
+    text = text.strip()
+    if not text:
+        return ()
+    if not text.endswith(OVERLAP):
+        return (parse(text),)
+    inner = text.removesuffix(OVERLAP)
+    pair = tuple(parse(part) for part in inner[1:-1].split(";")) if inner[:1] + inner[-1:] == "()" else ()
+    if len(pair) != 2 or pair[0].kind != "F" or pair[1].kind not in ("B", "I"):
+        raise ValueError(f"{text!r}: {OVERLAP} takes a forward and a backward, e.g. (3F1;4B0){OVERLAP}")
+    return pair
 
 
 def matching(action: Action) -> Action:

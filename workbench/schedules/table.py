@@ -6,7 +6,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from workbench.schedules.action import Action, parse
+from workbench.schedules.action import Action, parse_cell
 
 Row = tuple[Action, ...]
 
@@ -64,17 +64,17 @@ def table_of(rows: list[list[Action]]) -> Table:
 
 
 def read_csv(path: str | Path) -> Table:
-    """Read a table: one line a rank, one action a cell, empty cells skipped.
+    """Read a table: one line a rank, one action a cell (or two that overlap), empty cells skipped.
 
     Raises ValueError naming the file, the rank and the cell where a cell is no action.
     """
     rows: list[list[Action]] = []
     with open(path, newline="", encoding="utf-8") as file:
         for rank, cells in enumerate(csv.reader(file)):
-            row = []
+            row: list[Action] = []
             for column, cell in enumerate(cells):
                 try:
-                    row += [parse(cell)] if cell.strip() else []
+                    row += parse_cell(cell)
                 except ValueError as error:
                     raise ValueError(f"{path}: rank {rank}, cell {column}: {error}") from None
             rows.append(row)
