@@ -15,7 +15,7 @@ from workbench.plan.schema import Plan
 from workbench.planner import compute, estimate
 from workbench.planner.collectives import Link, seconds
 from workbench.planner.constants import constants
-from workbench.planner.traffic import calls
+from workbench.planner.traffic import Call, calls, exactly
 from workbench.planner.workload import workload
 from workbench.profile import CATEGORIES, COLUMNS, MOMENTS, Profile
 
@@ -77,7 +77,7 @@ def test_collectives_of_a_megatron_layer() -> None:
     """Four sums of 2sbh a layer and microbatch, and the embedding's, the head's and the loss's two."""
     plan = on_cards("llama-3-8b", 8, "megatron-tp", **{"training.global_batch": 4}).complete()
     w = workload(plan)
-    own = [c for c in calls(plan, w, 0) if c.axis == "tensor" and c.bytes == w.stream]
+    own = [c for c in exactly(w, calls(w), 0) if c.axis == "tensor" and c.bytes == w.stream]
     assert sum(c.count for c in own) == 4 * (4 * 32 + 2)
     assert w.stream == 2 * plan.training.sequence_length * 4096
 
@@ -86,21 +86,20 @@ def test_collectives_of_a_megatron_layer() -> None:
 def test_zero_traffic_at_one_microbatch(zero: int, elements: int) -> None:
     """2P, 2P, 2P, 3P elements a step: an all-reduce counts twice (1910.02054)."""
     plan = on_cards("llama-3-8b", 8, f"zero-{zero}", **{"training.global_batch": 8}).complete()
-    parameters = float(
-        workload(plan).shape.vocab and sum(_sent(c) for c in calls(plan, workload(plan), 0) if c.axis == "data")
-    )
+    w = workload(plan)
+    parameters = sum(_sent(c) for c in exactly(w, calls(w), 0) if c.axis == "data")
     assert parameters / 8.03e9 == pytest.approx(elements, rel=0.01)
 
 
-def _sent(call: Any) -> float:
+def _sent(call: Call) -> float:
     return call.bytes / {"fp32": 4, "bf16": 2}[call.dtype] * call.count * (2 if call.kind == "all_reduce" else 1)
 
 
 def test_a_ring_costs_its_closed_form() -> None:
-    c, link = constants("cuda", "eager"), Link(8, 1e9, 1e-6)
-    assert seconds("all_reduce", 8e6, link, c) == pytest.approx(2 * 7 / 8 * 8e-3 + 14e-6)
-    assert seconds("all_gather", 8e6, link, c) == pytest.approx(7 / 8 * 8e-3 + 7e-6)
-    assert seconds("all_gather", 8e6, Link(1, 1e9, 1e-6), c) == 0
+    c, link = constants("cuda", "eager"), Link(1e9, 1e-6)
+    assert seconds("all_reduce", 8e6, 8, link, c) == pytest.approx(2 * 7 / 8 * 8e-3 + 14e-6)
+    assert seconds("all_gather", 8e6, 8, link, c) == pytest.approx(7 / 8 * 8e-3 + 7e-6)
+    assert seconds("all_gather", 8e6, 1, link, c) == 0
 
 
 @pytest.mark.parametrize(

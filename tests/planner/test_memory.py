@@ -63,7 +63,7 @@ def gpt3(tensor: int, sequence: bool) -> Plan:
 def test_a_gpt_layer_keeps_what_korthikanti_counts() -> None:
     """34 sbh less the dropout masks that we do not have (2 sbh), less scores, plus fused attention's log-sum-exp."""
     w = workload(gpt3(1, sequence=False))
-    s, h, a = w.sequence_length, w.shape.hidden, w.shape.heads
+    s, h, a = w.setting.sequence_length, w.shape.hidden, w.shape.heads
     assert activations.layer(w).saved == pytest.approx(32 * s * h + 4 * a * s, rel=1e-3)
 
 

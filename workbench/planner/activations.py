@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.planner.workload import Array, Workload
+from workbench.planner.setting import Array, Number
+from workbench.planner.workload import Workload
 
 PIECE = 2**22
 """Entries of a 16-bit gradient that are widened at once (`parallel/data/buckets.py`)."""
@@ -22,17 +23,17 @@ INDEX = 8
 class Layer:
     """Bytes of one layer and microbatch on one rank."""
 
-    saved: float
+    saved: Number
     """Held from forward to backward."""
-    checkpoint: float
+    checkpoint: Number
     """Held instead where the layer is recomputed in full."""
-    forward: float
+    forward: Number
     """Temporaries at the end of its forward."""
-    transient: float
+    transient: Number
     """Temporaries while its feed-forward runs backward, beside all that is saved."""
-    released: float
+    released: Number
     """Of what is saved, gone when the norm before the feed-forward runs backward."""
-    norm: float
+    norm: Number
     """Temporaries then."""
 
 
@@ -40,21 +41,21 @@ class Layer:
 class Head:
     """Bytes of the final norm, the head and the loss, for one microbatch."""
 
-    saved: float
+    saved: Number
     """Activations kept from forward to backward."""
-    logits: float
+    logits: Number
     """Of vocabulary width, kept from forward to backward."""
-    forward: float
+    forward: Number
     """Of vocabulary width, at the loss's own peak forward."""
-    loss: float
+    loss: Number
     """Temporaries while the loss runs backward, beside what is kept."""
-    projection: float
+    projection: Number
     """Temporaries while the projection runs backward; the kept logits are gone by then."""
-    norm: float
+    norm: Number
     """Temporaries while the final norm runs backward; what the head kept is gone by then."""
 
 
-def norm_saved(w: Workload, own_input: bool = True) -> float:
+def norm_saved(w: Workload, own_input: bool = True) -> Number:
     """One norm's saved tensors, its output among them; `own_input` where its input is a tensor of its own.
 
     Our rmsnorm keeps its input and one number a token, on every device; torch's layernorm its input and two.
@@ -62,7 +63,7 @@ def norm_saved(w: Workload, own_input: bool = True) -> float:
     stream = w.stream / w.sequence_parallel
     statistics = w.wide * w.tokens / w.sequence_parallel
     if w.shape.norm == "layernorm":
-        return (1 + own_input) * stream + 2 * statistics * (w.element / w.wide if w.device == "cpu" else 1)
+        return (1 + own_input) * stream + 2 * statistics * (w.element / w.wide if w.setting.card.device == "cpu" else 1)
     return (1 + own_input) * stream + statistics
 
 
@@ -73,18 +74,17 @@ def layer(w: Workload, mixture: bool = False) -> Layer:
     wide, matrix = _feed_forward(w, mixture)
     ffn = _feed_forward_saved(w, mixture)
     saved = 2 * norm_saved(w) + _latent(w) + attention + ffn
-    if w.recompute != "selective":
-        saved += statistics
+    saved = saved + statistics * (1 - w.knobs.selective)
     stream = w.stream / w.sequence_parallel
     gathered = w.stream - stream
     # Down projection: its input's gradient and its weight's, which is then added; the gate: two more, one tensor gone.
     made, added = wide + matrix * w.element, added_gradient(w, matrix)
-    transient = max(made, added, (1 if w.shape.mlp == "gelu" else 2) * wide) + gathered
+    transient = np.maximum(np.maximum(made, added), (1 if w.shape.mlp == "gelu" else 2) * wide) + gathered
     branch = stream + (wide if w.shape.mlp == "relu" else 0.0)
     return Layer(saved, stream, branch, transient, ffn + norm_saved(w), norm_backward(w))
 
 
-def _feed_forward(w: Workload, mixture: bool) -> tuple[float, float]:
+def _feed_forward(w: Workload, mixture: bool) -> tuple[Number, Number]:
     """(bytes of one ffn-wide tensor, parameters of its output projection)."""
     moe = w.shape.moe
     if not mixture or moe is None:
@@ -94,7 +94,7 @@ def _feed_forward(w: Workload, mixture: bool) -> tuple[float, float]:
     return wide, width * w.shape.hidden
 
 
-def _feed_forward_saved(w: Workload, mixture: bool) -> float:
+def _feed_forward_saved(w: Workload, mixture: bool) -> Number:
     """Gate, up, activated gate and product, or up and activated up (ReLU: that alone); a mixture also its tokens."""
     wide, _ = _feed_forward(w, mixture)
     kept = (4 if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
@@ -103,16 +103,16 @@ def _feed_forward_saved(w: Workload, mixture: bool) -> float:
     return kept
 
 
-def _latent(w: Workload) -> float:
+def _latent(w: Workload) -> Number:
     """MLA's compressed queries and keys, with their norms."""
     mla = w.shape.mla
     return 0.0 if mla is None else 2.0 * (mla.kv_rank + (mla.q_rank or 0)) * w.tokens * w.element
 
 
-def added_gradient(w: Workload, parameters: float) -> float:
+def added_gradient(w: Workload, parameters: float) -> Number:
     """Bytes of a weight's gradient while it is added to its bucket, widened in pieces where dtypes differ."""
-    widened = w.gradient_element if w.gradient_element != w.element else 0
-    return parameters * w.element + min(parameters, PIECE) * widened
+    widened = w.gradient_element * (w.gradient_element != w.element)
+    return parameters * w.element + np.minimum(parameters, PIECE) * widened
 
 
 def head(w: Workload) -> Head:
@@ -120,19 +120,19 @@ def head(w: Workload) -> Head:
     logits = w.vocab * w.tokens
     narrow = w.element * logits
     table = w.vocab * w.shape.hidden
-    split = w.tensor > 1
-    indices = 10 * w.tokens if split else 0.0
+    split = np.asarray(w.tensor > 1, dtype=float)
+    cast = narrow if w.element < w.wide else 0.0
     return Head(
-        saved=norm_saved(w) + indices,
+        saved=norm_saved(w) + split * 10 * w.tokens,
         logits=w.wide * logits,
-        forward=w.wide * logits + (narrow if w.element < w.wide else 0.0) if split else 2 * w.wide * logits,
-        loss=(narrow if w.element < w.wide else 0.0) if split else 2 * w.wide * logits,
-        projection=w.stream + max(narrow + table * w.element, added_gradient(w, table)),
+        forward=split * (w.wide * logits + cast) + (1 - split) * (2 * w.wide * logits),
+        loss=split * cast + (1 - split) * (2 * w.wide * logits),
+        projection=w.stream + np.maximum(narrow + table * w.element, added_gradient(w, table)),
         norm=norm_backward(w),
     )
 
 
-def norm_backward(w: Workload) -> float:
+def norm_backward(w: Workload) -> Number:
     """Temporaries of a norm's backward, its own kept input among them; our rmsnorm works in fp32 or better."""
     stream, wider = w.stream / w.sequence_parallel, w.wide / w.element
     if w.shape.norm == "layernorm":
@@ -146,23 +146,21 @@ def ends(w: Workload) -> tuple[Array, Array]:
     Kept: position tables, the embedding's masks. From the neighbours: the output until its own backward; the received
     input is what the first norm keeps.
     """
-    length = w.sequence_length / w.context
-    rotary = length * (w.shape.head_dim or 0) * w.element if w.shape.positions == "rope" else 0.0
-    kept = np.full(w.pipeline, rotary + INDEX * length)
-    if w.tensor > 1:
-        kept = kept + w.first * (INDEX + 1) * w.tokens
+    length = w.setting.sequence_length / w.knobs.context
+    rotary = length * ((w.shape.head_dim or 0) * w.element if w.shape.positions == "rope" else 0.0)
+    kept = w.nothing + rotary + INDEX * length + (w.tensor > 1) * w.first * (INDEX + 1) * w.tokens
     boundary = w.stream / w.sequence_parallel
     return kept, np.asarray((1 - w.last) * boundary)
 
 
-def embedding(w: Workload) -> float:
+def embedding(w: Workload) -> Number:
     """Temporaries while the embedding runs backward: its gradients are dense, and a tied one is added to the head's."""
     table = w.vocab * w.shape.hidden
     positions = w.shape.max_positions * w.shape.hidden if w.shape.positions == "learned" else 0
-    made = w.stream + max(table, positions) * w.element
+    made = w.stream + np.maximum(table, positions) * w.element
     if shared_here(w):
-        return max(made + table * w.element, 3 * table * w.element, added_gradient(w, table))
-    return max(made, added_gradient(w, max(table, positions)))
+        return np.maximum(np.maximum(made, 2 * table * w.element) + table * w.element, added_gradient(w, table))
+    return np.maximum(made, added_gradient(w, np.maximum(table, positions)))
 
 
 def shared_here(w: Workload) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from workbench.plan.schema import Plan
+import numpy as np
+
 from workbench.planner.constants import Constants
+from workbench.planner.setting import Number
+from workbench.planner.traffic import Call
+from workbench.planner.workload import Workload
 
 SHARE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 """Times (n-1)/n of the full tensor that a rank sends, by kind (rings)."""
@@ -16,47 +20,51 @@ SHARE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_al
 class Link:
     """One axis as its collectives see it."""
 
-    size: int
-    bandwidth: float
+    bandwidth: Number
     """Bytes a second of one rank."""
-    latency: float
+    latency: Number
     """Seconds a hop."""
 
 
-def links(plan: Plan, constants: Constants) -> dict[str, Link]:
+def links(w: Workload, constants: Constants) -> dict[str, Link]:
     """The link of each axis, from the placement: an axis inside a node rides its links, one beyond shares its network.
 
     Inter-node bandwidth of a rank = the node's network / the groups of that axis that cross it at once.
     """
-    node, fabric, card = int(plan.cluster.gpus_per_node or 1), plan.fabric, plan.card
+    s, k = w.setting, w.knobs
+    sizes = {"tensor": k.tensor, "context": k.context, "data": w.data, "pipeline": s.pipeline}
+    inner = s.card.link_gbs * 1e9 * constants.link_share
+    outer = s.fabric.nic_gbs * 1e9 * constants.nic_share
     result: dict[str, Link] = {}
-    stride = 1
-    for axis in plan.strategy.placement:
-        size = plan.sizes[axis]
-        inside = max(1, min(size, node // stride)) if stride < node else 1
-        if size * stride <= node or size == 1:
-            result[axis] = Link(size, card.link_gbs * 1e9 * constants.link_share, fabric.link_latency_us * 1e-6)
-        else:
-            # `node / inside` groups leave a node together; the ranks of one group in a node share the group's part.
-            rate = fabric.nic_gbs * 1e9 * constants.nic_share * inside / node
-            rate = min(rate, card.link_gbs * 1e9 * constants.link_share)
-            result[axis] = Link(size, rate, fabric.nic_latency_us * 1e-6)
-        stride *= size
-    return result
+    for axis, size in sizes.items():
+        stride = k.strides[axis]
+        within = (size * stride <= s.node) | (size == 1)
+        inside = np.maximum(1, np.minimum(size, s.node // stride))
+        # `node / inside` groups leave a node together; the ranks of one group in a node share the group's part.
+        bandwidth = np.where(within, inner, np.minimum(inner, outer * inside / s.node))
+        latency = np.where(within, s.fabric.link_latency_us, s.fabric.nic_latency_us) * 1e-6
+        result[axis] = Link(bandwidth, latency)
+    # Gradients are reduced over data x context, experts exchange over them: the slower of the two decides.
+    data, context = result["data"], result["context"]
+    alone, lone = w.data == 1, k.context == 1
+    slow = np.where(
+        lone, data.bandwidth, np.where(alone, context.bandwidth, np.minimum(data.bandwidth, context.bandwidth))
+    )
+    late = np.where(lone, data.latency, np.where(alone, context.latency, np.maximum(data.latency, context.latency)))
+    return result | {"data": Link(slow, late), "expert": Link(slow, late)}
 
 
-def joint(links: dict[str, Link], axes: tuple[str, ...]) -> Link:
-    """The link of a group that spans several axes: the slowest of those longer than 1."""
-    long = [links[a] for a in axes if links[a].size > 1] or [links[axes[0]]]
-    return Link(math.prod(links[a].size for a in axes), min(x.bandwidth for x in long), max(x.latency for x in long))
-
-
-def seconds(kind: str, size: float, link: Link, constants: Constants) -> float:
-    """One call, ring costs; a latency that stops growing beyond `latency_ranks` (trees)."""
-    n = link.size
-    if n <= 1:
-        return 0.0
+def seconds(kind: str, size: Number, ranks: Number, link: Link, constants: Constants) -> Number:
+    """One call, ring costs; a latency that stops growing beyond `latency_ranks` (trees). Nothing for one rank."""
     if kind in ("send", "recv"):
         return size / link.bandwidth + link.latency
-    hops = min(n - 1, constants.latency_ranks) * (2 if kind == "all_reduce" else 1)
-    return SHARE[kind] * (n - 1) / n * size / link.bandwidth + hops * link.latency
+    hops = np.minimum(ranks - 1, constants.latency_ranks) * (2 if kind == "all_reduce" else 1)
+    return size * (SHARE[kind] * (ranks - 1) / ranks / link.bandwidth) + hops * link.latency
+
+
+def spent(
+    calls: Iterable[Call], links: dict[str, Link], constants: Constants, axis: str, action: str | None = None
+) -> Number:
+    """Seconds in a step that each pipeline rank spends in the collectives of one axis (and action)."""
+    chosen = [c for c in calls if c.axis == axis and action in (None, c.action) and c.kind != "recv"]
+    return sum((c.count * seconds(c.kind, c.bytes, c.group_size, links[axis], constants) for c in chosen), 0.0)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from workbench.plan.schema import Card
 from workbench.planner.constants import Constants
-from workbench.planner.workload import Array, Workload
+from workbench.planner.setting import Array, Number
+from workbench.planner.workload import Workload
 
 OPERATORS = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40)}
 """Kernels of one layer (forward, backward), by the plan's kernels: counted on our modules."""
@@ -37,8 +40,8 @@ def machine(card: Card, precision: str, constants: Constants) -> Machine:
 class Pass:
     """Seconds of a forward and of a backward of one microbatch."""
 
-    forward: float
-    backward: float
+    forward: Number
+    backward: Number
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,12 @@ class Compute:
     """Of the model (causal attention counted half), forward and backward, nothing recomputed."""
 
 
-def product(m: Machine, rows: float, columns: float, inner: float, element: int) -> float:
+def product(m: Machine, rows: Number, columns: Number, inner: Number, element: int) -> Number:
     """One matrix product [rows, inner] x [inner, columns], seconds."""
     c = m.constants
     slow = 1 + c.gemm_half_dim * (1 / rows + 1 / columns + 1 / inner)
     flops = 2 * rows * columns * inner / (m.flops * c.gemm_share) * slow
-    return max(flops, (rows * columns + rows * inner + columns * inner) * element / m.bandwidth)
+    return np.maximum(flops, (rows * columns + rows * inner + columns * inner) * element / m.bandwidth)
 
 
 def compute(w: Workload, m: Machine) -> Compute:
@@ -67,18 +70,18 @@ def compute(w: Workload, m: Machine) -> Compute:
     forward = w.dense_layers * dense.forward + sparse * mixture.forward + w.last * head.forward
     backward = w.dense_layers * dense.backward + sparse * mixture.backward + w.last * head.backward
     again = dense.forward if w.shape.moe is None else mixture.forward
-    extra = w.recomputed * again + (w.layers * attention_pass(w, m).forward if w.recompute == "selective" else 0.0)
+    extra = w.recomputed * again + w.layers * (w.knobs.selective * attention_pass(w, m).forward)
     embedding = w.first * 4 * w.stream / m.bandwidth
     flops = w.dense_layers * layer_flops(w, False) + sparse * layer_flops(w, True) + w.last * head_flops(w)
     return Compute(forward + embedding, backward + extra + embedding, 3 * flops)
 
 
-def layer_products(w: Workload, mixture: bool) -> list[tuple[float, float, float]]:
+def layer_products(w: Workload, mixture: bool) -> list[tuple[Number, Number, Number]]:
     """(rows, columns, inner) of each matrix product of one layer's forward."""
     h, t = w.shape.hidden, w.tokens
     mla = w.shape.mla
     if mla is None:
-        columns: list[tuple[float, float, float]] = [(t, w.q_width, h), (t, w.k_width, h), (t, w.v_width, h)]
+        columns: list[tuple[Number, Number, Number]] = [(t, w.q_width, h), (t, w.k_width, h), (t, w.v_width, h)]
     else:
         query = [(t, mla.q_rank, h), (t, w.q_width, mla.q_rank)] if mla.q_rank else [(t, w.q_width, h)]
         up = w.shape.heads * (mla.nope_dim + mla.value_dim) / w.tensor
@@ -86,7 +89,7 @@ def layer_products(w: Workload, mixture: bool) -> list[tuple[float, float, float
     return [*columns, (t, h, w.o_width), *_feed_forward_products(w, mixture)]
 
 
-def _feed_forward_products(w: Workload, mixture: bool) -> list[tuple[float, float, float]]:
+def _feed_forward_products(w: Workload, mixture: bool) -> list[tuple[Number, Number, Number]]:
     h, t, wide = w.shape.hidden, w.tokens, 2 if w.shape.gated else 1
     moe = w.shape.moe
     if not mixture or moe is None:
@@ -103,14 +106,14 @@ def layer_pass(w: Workload, m: Machine, mixture: bool) -> Pass:
     attention, bound = attention_pass(w, m), memory_bound(w, m)
     forward += attention.forward + bound.forward
     backward += attention.backward + bound.backward
-    launches = OPERATORS[w.kernels]
+    launches = OPERATORS[w.setting.kernels]
     return Pass(_launched(m, forward, launches[0]), _launched(m, backward, launches[1]))
 
 
-def _launched(m: Machine, seconds: float, kernels: int) -> float:
+def _launched(m: Machine, seconds: Number, kernels: int) -> Number:
     """With a host that runs ahead the slower of the two decides; without one they add."""
     host = kernels * m.constants.launch_us * 1e-6
-    return max(seconds, host) if m.asynchronous else seconds + host
+    return np.maximum(seconds, host) if m.asynchronous else seconds + host
 
 
 def attention_pass(w: Workload, m: Machine) -> Pass:
@@ -120,9 +123,10 @@ def attention_pass(w: Workload, m: Machine) -> Pass:
     return Pass(forward, 2.5 * forward / m.constants.attention_backward)
 
 
-def attention_flops(w: Workload) -> float:
+def attention_flops(w: Workload) -> Number:
     """Scores and values of one layer forward, the causal half."""
-    seen = min(w.sequence_length, w.shape.window or w.sequence_length)
+    length = w.setting.sequence_length
+    seen = min(length, w.shape.window or length)
     return w.tokens * seen * (w.k_width if w.shape.mla else w.q_width) + w.tokens * seen * w.o_width
 
 
@@ -138,24 +142,25 @@ def memory_bound(w: Workload, m: Machine) -> Pass:
 
 def head_pass(w: Workload, m: Machine) -> Pass:
     """Projection onto the vocabulary and the loss."""
-    t, v, h = w.tokens, float(w.vocab), w.shape.hidden
+    t, v, h = w.tokens, w.vocab, w.shape.hidden
     logits = t * v * w.wide / m.bandwidth
     forward = product(m, t, v, h, w.element) + HEAD_TRAFFIC[0] * logits
     backward = product(m, t, h, v, w.element) + product(m, v, h, t, w.element) + HEAD_TRAFFIC[1] * logits
     return Pass(forward, backward)
 
 
-def layer_flops(w: Workload, mixture: bool) -> float:
+def layer_flops(w: Workload, mixture: bool) -> Number:
     """Forward FLOPs of one layer and microbatch on a rank."""
     return sum(2 * r * c * k for r, c, k in layer_products(w, mixture)) + attention_flops(w)
 
 
-def head_flops(w: Workload) -> float:
+def head_flops(w: Workload) -> Number:
     """Forward FLOPs of the output projection on a rank."""
     return 2 * w.tokens * w.vocab * w.shape.hidden
 
 
 def optimizer_seconds(w: Workload, m: Machine, owned: Array) -> Array:
     """The update and the gradient norm: every state read and written once, the gradient read twice."""
-    traffic = owned * (2 * (w.moment_bytes + (w.master_bytes or w.element)) + 2 * w.gradient_element + w.element)
+    kept = w.setting.moment_bytes + (w.setting.master_bytes or w.element)
+    traffic = owned * (2 * kept + 2 * w.gradient_element + w.element)
     return traffic / m.bandwidth

@@ -11,8 +11,9 @@ from workbench.plan.schema import Plan
 from workbench.planner.advice import advise
 from workbench.planner.constants import constants
 from workbench.planner.memory import Memory, memory
-from workbench.planner.step import step_time
-from workbench.planner.traffic import Call
+from workbench.planner.step import parts, step_time
+from workbench.planner.timeline import timeline
+from workbench.planner.traffic import Call, exactly
 from workbench.planner.workload import workload
 from workbench.profile import COLUMNS, MOMENTS, Profile, frame
 from workbench.schedules import Timeline
@@ -27,21 +28,24 @@ def estimate(plan: Plan) -> Profile:
     full = plan.complete()
     w = workload(full)
     k = constants(full.card.device, full.strategy.kernels)
-    live, time = memory(w, k), step_time(full, w, k)
+    live, time = memory(w, k), step_time(w, k)
+    drawn, microbatches = timeline(w, time.durations)
     stride = _stride(full)
     head = {"run": full.name, "source": "estimated", "step": 0}
     capacity = int(full.card.memory_gib * 2**30)
-    notes: dict[str, Any] = {"time": time.parts, "model_flops_utilisation": time.utilisation}
-    if time.timeline is None or time.simulated < w.microbatches:
-        notes["timeline_microbatches"] = time.simulated
+    notes: dict[str, Any] = {"time": parts(w, time), "model_flops_utilisation": float(time.utilisation)}
+    if microbatches < w.microbatches:
+        notes["timeline_microbatches"] = microbatches
     if float(live.peak.max()) > capacity:
         notes["advice"] = advise(plan, full)
+    own = [exactly(w, time.calls, rank) for rank in range(w.pipeline)]
+    seconds = float(time.seconds)
     return Profile(
         run=full.name, source="estimated", world_size=full.world_size,
         memory=_memory_frame(head, live, stride),
-        timeline=_timeline_frame(head, time.timeline, stride),
-        collectives=_collectives_frame(head, time.calls, stride),
-        steps=frame("steps", [head | {"rank": 0, "seconds": time.seconds, "tokens": _tokens(full), "skipped": False}]),
+        timeline=_timeline_frame(head, drawn, stride),
+        collectives=_collectives_frame(head, own, stride),
+        steps=frame("steps", [head | {"rank": 0, "seconds": seconds, "tokens": _tokens(full), "skipped": False}]),
         representative=_representative(full, stride), capacity_bytes=capacity, notes=notes,
     )  # fmt: skip
 

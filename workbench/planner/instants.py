@@ -9,7 +9,8 @@ import numpy as np
 from workbench.planner import activations
 from workbench.planner.activations import Head, Layer
 from workbench.planner.states import Held
-from workbench.planner.workload import Array, Workload
+from workbench.planner.setting import Array, Number
+from workbench.planner.workload import Workload
 
 CAST_BYTES = 64 * 2**20
 """The optimizer widens 16-bit gradients in pieces of this size."""
@@ -28,20 +29,17 @@ class Flight:
     """Of one microbatch's layers."""
 
 
-def instants(w: Workload, p: Held) -> dict[str, Live]:
-    """What lives beside the states at each instant that can be the largest, and after the first forward."""
+def passes(w: Workload) -> dict[str, Live]:
+    """What forward and backward add at each instant that can be the largest, and after the first forward."""
     head, layer = activations.head(w), activations.layer(w, mixture=w.shape.moe is not None)
     flight = _flight(w, head)
     full = {"activations": flight.all, "logits": flight.logits}
-    first = {name: size / w.in_flight for name, size in full.items()}
-    lives = {
-        "first_forward": first,
+    return {
+        "first_forward": {name: size / w.in_flight for name, size in full.items()},
         "forward": plus(full, _forward(w, head, layer), _sent(w)),
         **_head_backward(w, head, flight),
         **_layer_backward(w, head, layer, flight),
     }
-    lives = {name: plus(live, _gathered(w, p)) for name, live in lives.items()}
-    return lives | {"optimizer": _optimizer(w, p)}
 
 
 def _flight(w: Workload, head: Head) -> Flight:
@@ -50,13 +48,13 @@ def _flight(w: Workload, head: Head) -> Flight:
     kept_whole = share * dense.saved + (1 - share) * mixture.saved
     saved = (w.layers - w.recomputed) * kept_whole + w.recomputed * dense.checkpoint
     kept, boundary = activations.ends(w)
-    one = saved + kept + w.last * head.saved + boundary * w.chunks
+    one = saved + kept + w.last * head.saved + boundary * w.setting.chunks
     return Flight(w.in_flight * one, w.in_flight * w.last * head.logits, saved)
 
 
 def _forward(w: Workload, head: Head, layer: Layer) -> Live:
     """The end of the last forward before a backward."""
-    return {"logits": w.last * (head.forward - head.logits), "temporary": np.full(w.pipeline, layer.forward)}
+    return {"logits": w.last * (head.forward - head.logits), "temporary": w.nothing + layer.forward}
 
 
 def _head_backward(w: Workload, head: Head, flight: Flight) -> dict[str, Live]:
@@ -78,7 +76,7 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
     """
     logits = flight.logits - w.last * head.logits
     before = flight.all - w.last * head.saved
-    again = (w.recomputed > 0) * max(0.0, layer.saved - layer.checkpoint)
+    again = (w.recomputed > 0) * np.maximum(0.0, layer.saved - layer.checkpoint)
     incoming: Live = {
         "communication": np.asarray((1 - w.last) * w.stream / w.sequence_parallel),
         "temporary": np.asarray(w.last * w.stream + _waiting(w)),
@@ -89,7 +87,7 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
             {"activations": before, "logits": logits, "temporary": np.asarray(layer.transient + again)}, incoming
         ),
         "norm": plus(
-            {"activations": before - released, "logits": logits, "temporary": np.full(w.pipeline, layer.norm)}, incoming
+            {"activations": before - released, "logits": logits, "temporary": w.nothing + layer.norm}, incoming
         ),
         "embedding": {
             "activations": before - flight.one,
@@ -99,36 +97,35 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
     }
 
 
-def _waiting(w: Workload) -> float:
+def _waiting(w: Workload) -> Number:
     """The head's gradient of a weight that the embedding on the same rank shares."""
     return w.vocab * w.shape.hidden * w.element * float(activations.shared_here(w))
 
 
 def _sent(w: Workload) -> Live:
     """The last stage of an early-backward schedule transfers nothing between two backwards: it holds what it sent."""
-    holds = w.last * (1 - w.first) * float(w.microbatches > 1 and w.schedule != "gpipe")
+    holds = w.last * (1 - w.first) * (w.microbatches > 1) * (w.setting.schedule != "gpipe")
     return {"communication": np.asarray(holds * w.stream / w.sequence_parallel)}
 
 
-def _gathered(w: Workload, p: Held) -> Live:
+def gathered(w: Workload, p: Held) -> Live:
     """ZeRO-3's working set: two units, or all where they stay gathered; and the gradient of a unit not yet sharded."""
-    reduced = float(w.reduce_microbatch)
-    if w.zero == 2:
-        return {"communication": np.minimum(w.bucket_bytes, p.total * w.gradient_element) * reduced}
-    if w.zero < 3:
+    if w.zero < 2:
         return {}
-    unit = np.maximum(p.layer, np.maximum(w.first, w.last) * w.vocab * w.shape.hidden)
-    units = p.total if w.keep_gathered or w.pipeline > 1 else np.minimum(p.total, unit + p.layer)
-    return {"gathered": units * w.element, "communication": unit * w.gradient_element * reduced}
+    if w.zero == 2:
+        return {"communication": np.minimum(w.setting.bucket_bytes, p.total * w.gradient_element) * w.reduce_microbatch}
+    unit = np.maximum(p.layer, np.maximum(w.first, w.last) * (w.vocab * w.shape.hidden))
+    kept = np.maximum(w.knobs.keep_gathered, w.pipeline > 1)
+    units = np.where(kept > 0, p.total, np.minimum(p.total, unit + p.layer))
+    return {"gathered": units * w.element, "communication": unit * w.gradient_element * w.reduce_microbatch}
 
 
-def _optimizer(w: Workload, p: Held) -> Live:
+def optimizer(w: Workload, p: Held) -> Live:
     """Widened gradients, in pieces; and the other end's gradient of a weight that the first and last stage share."""
-    pieces = np.zeros(w.pipeline)
     table = w.vocab * w.shape.hidden
-    if w.gradient_element < 4:
-        owned = p.total / (w.shard if w.zero >= 1 else 1)
-        pieces = np.minimum(owned * 4, max(CAST_BYTES, table * 4.0))
+    owned = p.total / (w.knobs.shard if w.zero >= 1 else 1)
+    narrow = w.gradient_element < 4
+    pieces = np.minimum(owned * 4, np.maximum(CAST_BYTES, table * 4.0)) * narrow
     tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.first, w.last)
     return {"temporary": np.maximum(pieces, tied * table * w.gradient_element)}
 

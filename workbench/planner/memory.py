@@ -8,9 +8,11 @@ import numpy as np
 
 from workbench.planner.activations import INDEX
 from workbench.planner.constants import Constants
-from workbench.planner.instants import Live, instants, plus
+from workbench.planner import instants
+from workbench.planner.instants import Live, plus
 from workbench.planner.states import States, held, states
-from workbench.planner.workload import Array, Workload
+from workbench.planner.setting import Array, Number
+from workbench.planner.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,15 @@ def total(live: Live) -> Array:
 
 
 def memory(w: Workload, constants: Constants) -> Memory:
-    """All moments of `profile.MOMENTS`."""
+    """All moments of `profile.MOMENTS`, of one plan."""
     parameters = held(w)
     persistent, host = _persistent(w, states(w, parameters))
-    lives = {name: plus(persistent, live) for name, live in instants(w, parameters).items()}
+    working = instants.gathered(w, parameters)
+    lives = {name: plus(persistent, live, working) for name, live in instants.passes(w).items()}
     forward_end = lives.pop("first_forward")
+    lives["optimizer"] = plus(persistent, instants.optimizer(w, parameters))
     peak = _at_largest(list(lives.values()))
-    fixed = np.full(w.pipeline, (constants.workspace_mib + constants.context_mib) * 2**20)
+    fixed = w.nothing + _fixed(constants)
     overhead = {"overhead": fixed + constants.fragmentation * total(peak)}
     moments = {
         "initialised": plus(persistent, {"overhead": fixed}),
@@ -51,19 +55,43 @@ def memory(w: Workload, constants: Constants) -> Memory:
     return Memory({m: live if m == "initialised" else plus(live, overhead) for m, live in moments.items()}, host)
 
 
+def peaks(w: Workload, constants: Constants) -> Array:
+    """The largest peak over the pipeline ranks of each candidate, bytes: `memory` without its categories.
+
+    What depends on the layers alone is reduced to its largest instant before the states' axes join in.
+    """
+    parameters = held(w)
+    persistent, _ = _persistent(w, states(w, parameters))
+    lives = instants.passes(w)
+    del lives["first_forward"]
+    passes = _largest([total(live) for live in lives.values()])
+    if working := instants.gathered(w, parameters):
+        passes = passes + total(working)
+    live = total(persistent) + np.maximum(passes, total(instants.optimizer(w, parameters)))
+    return np.asarray(live.max(axis=0) * (1 + constants.fragmentation) + _fixed(constants))
+
+
+def _largest(sums: list[Array]) -> Array:
+    most = sums[0]
+    for each in sums[1:]:
+        most = np.maximum(most, each)
+    return most
+
+
+def _fixed(constants: Constants) -> float:
+    return (constants.workspace_mib + constants.context_mib) * 2**20
+
+
 def _persistent(w: Workload, s: States) -> tuple[Live, Live]:
     """(on the device, on the host): states, and the tokens and targets of a step."""
-    nothing = np.zeros(w.pipeline)
-    batch = 2 * INDEX * w.microbatches * w.sequences * w.sequence_length
-    device = {"parameters": s.parameters, "gradients": s.gradients, "optimizer": s.optimizer, "master": s.master}
-    host: Live = {}
-    if s.optimizer_on_host:
-        host |= {"optimizer": device["optimizer"], "master": device["master"]}
-        device |= {"optimizer": nothing, "master": nothing}
-    if s.parameters_on_host:
-        host["parameters"] = device["parameters"]
-        device["parameters"] = nothing
-    return device | {"overhead": np.full(w.pipeline, float(batch))}, host
+    k = w.knobs
+    sequences = w.microbatches * k.micro_batch
+    states_ = {"optimizer": s.optimizer, "master": s.master}
+    device: Live = {"parameters": s.parameters * (1 - k.offload_parameters), "gradients": s.gradients}
+    device |= {name: value * (1 - k.offload_optimizer) for name, value in states_.items()}
+    device["overhead"] = w.nothing + 2 * INDEX * w.setting.sequence_length * sequences
+    host = {name: value * k.offload_optimizer for name, value in states_.items()}
+    return device, host | {"parameters": s.parameters * k.offload_parameters}
 
 
 def _at_largest(lives: list[Live]) -> Live:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.plan.parameters import block_norms, norm
-from workbench.planner.workload import Array, Workload
+from workbench.planner.setting import Array, Number
+from workbench.planner.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Held:
 
     dense: Array
     experts: Array
-    layer: float
+    layer: Number
     """Parameters of one dense layer: a unit that ZeRO-3 gathers."""
 
     @property
@@ -35,11 +36,11 @@ def held(w: Workload) -> Held:
     expert = feed_forward_parameters(w, moe.ffn / w.tensor) if moe else 0.0
     router = shape.hidden * moe.experts + moe.shared * expert if moe else 0.0
     dense = w.layers * layer + w.dense_layers * mlp + sparse * router + _ends(w)
-    experts = sparse * (moe.experts / w.expert * expert if moe else 0.0)
-    return Held(dense, experts, layer + (mlp if moe is None else router + moe.experts / w.expert * expert))
+    experts = sparse * (moe.experts / w.knobs.expert * expert if moe else 0.0)
+    return Held(dense, experts, layer + (mlp if moe is None else router + moe.experts / w.knobs.expert * expert))
 
 
-def attention_parameters(w: Workload) -> float:
+def attention_parameters(w: Workload) -> Number:
     """Of one block's attention, on a tensor rank: columns of q, k, v and rows of o are split, o's bias is not."""
     shape, h = w.shape, w.shape.hidden
     if shape.mla is None:
@@ -51,7 +52,7 @@ def attention_parameters(w: Workload) -> float:
     return query + h * (m.kv_rank + m.rope_dim) + up + w.o_width * h
 
 
-def feed_forward_parameters(w: Workload, width: float) -> float:
+def feed_forward_parameters(w: Workload, width: Number) -> Number:
     """Of one feed-forward layer whose local width is `width`."""
     wide = 2 if w.shape.gated else 1
     bias = wide * width + w.shape.hidden if w.shape.biases == "all" else 0.0
@@ -68,14 +69,12 @@ def _ends(w: Workload) -> Array:
 
 @dataclass(frozen=True)
 class States:
-    """Bytes that persist from step to step, by pipeline rank and tier (True: host)."""
+    """Bytes that persist from step to step, by pipeline rank."""
 
     parameters: Array
     gradients: Array
     optimizer: Array
     master: Array
-    optimizer_on_host: bool
-    parameters_on_host: bool
 
 
 def states(w: Workload, p: Held) -> States:
@@ -83,18 +82,20 @@ def states(w: Workload, p: Held) -> States:
 
     Gradients stay whole where ZeRO-2 or 3 reduces them only once a step of several microbatches.
     """
-    whole, shards = p.total, _sharded(w, p)
-    gradients_sharded = w.zero >= 2 and w.reduce_microbatch
+    whole, shards = p.total, sharded(w, p)
+    optimizer = shards if w.zero >= 1 else whole
+    gradients = whole
+    if w.zero >= 2:
+        gradients = np.where(w.reduce_microbatch > 0, shards, whole)
     return States(
         parameters=(shards if w.zero == 3 else whole) * w.element,
-        gradients=(shards if gradients_sharded else whole) * w.gradient_element,
-        optimizer=(shards if w.zero >= 1 else whole) * w.moment_bytes,
-        master=(shards if w.zero >= 1 else whole) * w.master_bytes,
-        optimizer_on_host=w.offload != "none",
-        parameters_on_host=w.offload == "parameters",
+        gradients=gradients * w.gradient_element,
+        optimizer=optimizer * w.setting.moment_bytes,
+        master=optimizer * w.setting.master_bytes,
     )
 
 
-def _sharded(w: Workload, p: Held) -> Array:
+def sharded(w: Workload, p: Held) -> Array:
     """Parameters of one rank after sharding over data x context; experts over what expert ranks leave of it."""
-    return np.asarray(p.dense / w.shard + p.experts / max(1.0, w.shard / w.expert))
+    shard, expert = w.knobs.shard, w.knobs.expert
+    return np.asarray(p.dense / shard + p.experts / np.maximum(1.0, shard / expert))

@@ -2,90 +2,99 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
-from workbench.plan.schema import Plan
-from workbench.planner.collectives import Link, joint, seconds
-from workbench.planner.constants import Constants
-from workbench.planner.states import feed_forward_parameters
+import numpy as np
+
+from workbench.planner.setting import Number
+from workbench.planner.states import feed_forward_parameters, held
 from workbench.planner.workload import Workload
+
+LOSS_BYTES = 12.0
+"""Loss, squared norm and stop sign: three fp32 numbers that all ranks add once a step."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Calls of one collective a step, on one pipeline rank; `bytes` is the full tensor's."""
+    """Calls of one collective a step, by pipeline rank; `bytes` is the full tensor's."""
 
     axis: str
     kind: str
-    group_size: int
+    group_size: Number
     dtype: str
-    bytes: float
-    count: float
+    bytes: Number
+    count: Number
     action: str
 
 
-def calls(plan: Plan, w: Workload, rank: int) -> list[Call]:
-    """All collectives of pipeline rank `rank` in a step."""
-    dtype = plan.strategy.precision
+def calls(w: Workload) -> list[Call]:
+    """All collectives of a step. Buckets of gradients count as equal; `exactly` packs them as the engine does."""
+    everyone = Call("world", "all_reduce", w.setting.world, "fp32", LOSS_BYTES, 1.0, "CLIP")
+    return [*_tensor(w), *_loss(w), *_context(w), *_experts(w), *_pipeline(w), *_data(w), everyone]
+
+
+def exactly(w: Workload, all_calls: list[Call], rank: int) -> list[Call]:
+    """The calls of pipeline rank `rank` of one plan, gradient buckets with their own sizes, without those of nothing."""
+    own = [_on_rank(call, rank) for call in all_calls]
+    packed = Counter(buckets(w, rank))
+    result: list[Call] = []
+    for call in own:
+        if call.axis == "data" and call.kind == "all_reduce" and w.zero == 0:
+            result += [replace(call, bytes=size, count=float(count)) for size, count in packed.items()]
+        else:
+            result.append(call)
+    return [call for call in result if call.group_size > 1 and call.count > 0 and call.bytes > 0]
+
+
+def _on_rank(call: Call, rank: int) -> Call:
+    group_size, size, count = (_at(value, rank) for value in (call.group_size, call.bytes, call.count))
+    return replace(call, group_size=round(group_size), bytes=size, count=count)
+
+
+def _at(value: Number, rank: int) -> float:
+    return float(value[rank] if np.ndim(value) else value)
+
+
+def _tensor(w: Workload) -> list[Call]:
+    """Two sums a layer and pass; the embedding's and the head's (1909.08053); with sequence parallel the same bytes as
+    gathers and scatters, and a gather of each input again for the weights' gradients (2205.05198)."""
+    t, m, dtype, stream = w.tensor, w.microbatches, w.setting.precision, w.stream
+    two, first, last, again = 2 * w.layers, w.first, w.last, 2 * w.recomputed
+    on, off = w.knobs.sequence, 1 - w.knobs.sequence
     return [
-        call
-        for call in (
-            *_tensor(w, rank, dtype),
-            *_context(w, rank, dtype, plan.strategy.context.algorithm),
-            *_experts(w, rank, dtype),
-            *_pipeline(w, rank, dtype),
-            *_data(plan, w, rank),
-            Call("world", "all_reduce", plan.world_size, "fp32", 12.0, 1, "CLIP"),
-        )
-        if call.group_size > 1 and call.count > 0 and call.bytes > 0
+        Call("tensor", "all_reduce", t, dtype, stream, off * m * (two + first), "F"),
+        Call("tensor", "all_reduce", t, dtype, stream, off * m * (two + last + again), "B"),
+        Call("tensor", "all_gather", t, dtype, stream, on * m * (two + last), "F"),
+        Call("tensor", "reduce_scatter", t, dtype, stream, on * m * (two + first), "F"),
+        Call("tensor", "all_gather", t, dtype, stream, on * m * (two + first + two + again), "B"),
+        Call("tensor", "reduce_scatter", t, dtype, stream, on * m * (two + last + again), "B"),
+        *_shared_heads(w),
     ]
 
 
-def _tensor(w: Workload, rank: int, dtype: str) -> list[Call]:
-    """Two sums a layer and pass; the embedding's, the head's, and the loss's two numbers a token (1909.08053)."""
-    t, m, layers = w.tensor, w.microbatches, float(w.layers[rank])
-    first, last, again = w.first[rank], w.last[rank], float(w.recomputed[rank])
-    if w.sequence_parallel > 1:
-        forward, backward = 2 * layers + first, 2 * layers + last
-        return [
-            Call("tensor", "all_gather", t, dtype, w.stream, m * (2 * layers + last), "F"),
-            Call("tensor", "reduce_scatter", t, dtype, w.stream, m * forward, "F"),
-            Call("tensor", "all_gather", t, dtype, w.stream, m * (forward + 2 * layers + 2 * again), "B"),
-            Call("tensor", "reduce_scatter", t, dtype, w.stream, m * (backward + 2 * again), "B"),
-            *_shared_heads(w, m * layers, dtype),
-            *_loss(w, last),
-        ]
-    return [
-        Call("tensor", "all_reduce", t, dtype, w.stream, m * (2 * layers + first), "F"),
-        Call("tensor", "all_reduce", t, dtype, w.stream, m * (2 * layers + last + 2 * again), "B"),
-        *_shared_heads(w, m * layers, dtype),
-        *_loss(w, last),
-    ]
-
-
-def _shared_heads(w: Workload, times: float, dtype: str) -> list[Call]:
+def _shared_heads(w: Workload) -> list[Call]:
     """Gradients of key and value projections that several tensor ranks hold alike, where heads are fewer than ranks."""
     shape = w.shape
-    if shape.mla is not None or int(shape.kv_heads or 0) >= w.tensor:
+    if shape.mla is not None:
         return []
+    times = 2 * w.microbatches * w.layers * (w.tensor > int(shape.kv_heads or 0))
     sizes = [shape.kv_width * shape.hidden, *([shape.kv_width] if shape.biases in ("qkv", "all") else [])]
-    return [Call("tensor", "all_reduce", w.tensor, dtype, n * w.element, 2 * times, "B") for n in sizes]
+    return [Call("tensor", "all_reduce", w.tensor, w.setting.precision, n * w.element, times, "B") for n in sizes]
 
 
-def _loss(w: Workload, last: float) -> list[Call]:
-    return [
-        Call("tensor", "all_reduce", w.tensor, "fp32", n * 4 * w.tokens, w.microbatches * last, "F") for n in (1, 2)
-    ]
+def _loss(w: Workload) -> list[Call]:
+    count = w.microbatches * w.last
+    return [Call("tensor", "all_reduce", w.tensor, "fp32", n * 4 * w.tokens, count, "F") for n in (1, 2)]
 
 
-def _context(w: Workload, rank: int, dtype: str, algorithm: str) -> list[Call]:
+def _context(w: Workload) -> list[Call]:
     """Ring: keys and values go round, twice that backward (2310.01889). Ulysses: heads for sequence (2309.14509)."""
-    c, times = w.context, w.microbatches * float(w.layers[rank])
+    c, dtype, times = w.knobs.context, w.setting.precision, w.microbatches * w.layers
     keys = (w.k_width + w.v_width) * w.tokens * w.element
-    if algorithm == "ring":
-        hops = times * (c - 1)
+    if w.setting.context_algorithm == "ring":
         return [
-            Call("context", kind, c, dtype, keys * share, hops, action)
+            Call("context", kind, c, dtype, keys * share, times * (c - 1), action)
             for action, share in (("F", 1), ("B", 2))
             for kind in ("send", "recv")
         ]
@@ -93,57 +102,67 @@ def _context(w: Workload, rank: int, dtype: str, algorithm: str) -> list[Call]:
     return [Call("context", "all_to_all", c, dtype, heads, times, action) for action in ("F", "B")]
 
 
-def _experts(w: Workload, rank: int, dtype: str) -> list[Call]:
+def _experts(w: Workload) -> list[Call]:
     """Tokens go to their experts and come back, each way."""
-    moe = w.shape.moe
+    moe, dtype = w.shape.moe, w.setting.precision
     if moe is None:
         return []
-    times = 2 * w.microbatches * float(w.layers[rank] - w.dense_layers[rank])
-    return [Call("expert", "all_to_all", w.expert, dtype, w.stream * moe.top_k, times, action) for action in ("F", "B")]
+    times = 2 * w.microbatches * (w.layers - w.dense_layers)
+    size = w.stream * moe.top_k
+    return [Call("expert", "all_to_all", w.knobs.expert, dtype, size, times, action) for action in ("F", "B")]
 
 
-def _pipeline(w: Workload, rank: int, dtype: str) -> list[Call]:
+def _pipeline(w: Workload) -> list[Call]:
     """What crosses stage boundaries, and a tied weight's gradient between the ends."""
-    p, m = w.pipeline, w.microbatches * w.chunks
+    s, p, dtype = w.setting, w.pipeline, w.setting.precision
+    if p == 1:
+        return []
+    m = w.microbatches * s.chunks
     boundary = w.stream / w.sequence_parallel
-    wrap = w.microbatches * (w.chunks - 1) * 2.0
-    out = m * (1 - w.last[rank]) + m * (1 - w.first[rank]) + wrap * (w.first[rank] + w.last[rank]) / 2
-    ends = float(w.shape.tied) * max(w.first[rank], w.last[rank])
+    wrap = w.microbatches * (s.chunks - 1) * 2.0
+    out = m * (1 - w.last) + m * (1 - w.first) + wrap * (w.first + w.last) / 2
+    ends = w.nothing + float(w.shape.tied) * np.maximum(w.first, w.last)
     table = w.vocab * w.shape.hidden * w.gradient_element
-    gradient = "fp32" if w.gradient_element == 4 else dtype
     return [
         Call("pipeline", kind, p, kind_dtype, size, count, "P2P")
-        for size, count, kind_dtype in ((boundary, float(out), dtype), (table, float(ends), gradient))
+        for size, count, kind_dtype in ((boundary, out, dtype), (table, ends, _gradient_dtype(w)))
         for kind in ("send", "recv")
     ]
 
 
-def _data(plan: Plan, w: Workload, rank: int) -> list[Call]:
+def _gradient_dtype(w: Workload) -> str:
+    written = w.setting.gradient_dtype
+    return w.setting.precision if written in ("auto", "parameters") else written
+
+
+def _data(w: Workload) -> list[Call]:
     """Gradients once a step in buckets; ZeRO scatters them and gathers parameters (1910.02054)."""
-    group, s = w.data * w.context, plan.strategy
-    gradient = s.gradient_dtype
+    group, shard, dtype, gradient = w.data * w.knobs.context, w.knobs.shard, w.setting.precision, _gradient_dtype(w)
     action = "B" if w.pipeline == 1 else "REDUCE_GRAD"
-    sizes = buckets(w, rank)
+    elements = held(w).total
+    size = elements * w.gradient_element
+    pieces = np.maximum(1.0, np.ceil(size / w.setting.bucket_bytes))
     if w.zero == 0:
-        count = {size: sizes.count(size) for size in dict.fromkeys(sizes)}
-        return [Call("data", "all_reduce", group, gradient, size, n, action) for size, n in count.items()]
-    elements = sum(sizes) / w.gradient_element
-    units = float(w.layers[rank] + w.first[rank] + w.last[rank])
-    times = w.microbatches if w.reduce_microbatch and w.zero >= 2 else 1
-    pieces = units if w.zero == 3 else len(sizes)
-    scatter = [Call("data", "reduce_scatter", w.shard, gradient, sum(sizes) / pieces, times * pieces, action)]
-    if w.shard < group:
-        scatter.append(Call("data", "all_reduce", group // w.shard, gradient, sum(sizes) / w.shard, times, action))
+        return [Call("data", "all_reduce", group, gradient, size / pieces, pieces, action)]
+    units = w.layers + w.first + w.last
+    each = w.reduce_microbatch * float(w.zero >= 2)
+    times = 1 + each * (w.microbatches - 1)
+    if w.zero == 3:
+        pieces = units
+    scatter = [
+        Call("data", "reduce_scatter", shard, gradient, size / pieces, times * pieces, action),
+        Call("data", "all_reduce", group / shard, gradient, size / shard, times, action),
+    ]
     if w.zero < 3:
-        return [*scatter, Call("data", "all_gather", w.shard, s.precision, elements * w.element, 1, "OPTIMIZER")]
-    kept = w.keep_gathered or w.pipeline > 1
+        return [*scatter, Call("data", "all_gather", shard, dtype, elements * w.element, 1.0, "OPTIMIZER")]
+    kept = np.maximum(w.knobs.keep_gathered, w.pipeline > 1)
+    unit = elements * w.element / units
+    forward = units * (kept + (1 - kept) * w.microbatches)
     return [
         *scatter,
-        Call("data", "all_gather", w.shard, s.precision, elements * w.element / units,
-             units * (1 if kept else w.microbatches), "F"),
-        Call("data", "all_gather", w.shard, s.precision, elements * w.element / units,
-             units * (0 if kept else w.microbatches), "B"),
-    ]  # fmt: skip
+        Call("data", "all_gather", shard, dtype, unit, forward, "F"),
+        Call("data", "all_gather", shard, dtype, unit, units * (1 - kept) * w.microbatches, "B"),
+    ]
 
 
 def buckets(w: Workload, rank: int) -> list[float]:
@@ -152,7 +171,7 @@ def buckets(w: Workload, rank: int) -> list[float]:
     size = 0.0
     for parameters in reversed(_parameters(w, rank)):
         nbytes = parameters * w.gradient_element
-        if size and size + nbytes > w.bucket_bytes:
+        if size and size + nbytes > w.setting.bucket_bytes:
             sizes.append(size)
             size = 0.0
         size += nbytes
@@ -183,18 +202,6 @@ def _attention(w: Workload) -> list[float]:
 def _mlp(w: Workload) -> list[float]:
     moe, bias = w.shape.moe, w.shape.biases == "all"
     if moe is not None:
-        return [feed_forward_parameters(w, moe.ffn / w.tensor) * (moe.experts / w.expert + moe.shared)]
+        return [feed_forward_parameters(w, moe.ffn / w.tensor) * (moe.experts / w.knobs.expert + moe.shared)]
     up = [w.shape.hidden * w.ffn, *([w.ffn] if bias else [])] * (2 if w.shape.gated else 1)
     return [*up, w.shape.hidden * w.ffn, *([float(w.shape.hidden)] if bias else [])]
-
-
-def axis_seconds(
-    calls: list[Call], links: dict[str, Link], constants: Constants, axis: str, action: str | None = None
-) -> float:
-    """Seconds that a pipeline rank spends in the collectives of one axis (and action) in a step."""
-    link = joint(links, ("data", "context")) if axis in ("data", "expert") else links[axis]
-    return sum(
-        call.count * seconds(call.kind, call.bytes, Link(call.group_size, link.bandwidth, link.latency), constants)
-        for call in calls
-        if call.axis == axis and action in (None, call.action) and call.kind != "recv"
-    )

@@ -1,0 +1,163 @@
+"""What is asked of the planner: what all candidates share, and the knobs that differ from one to the next.
+
+One model serves one plan and millions: every quantity is a float, or an array in which each candidate has its place.
+Arrays of one number a pipeline stage have the stages along their first axis, candidates along the axes behind it; NumPy's
+broadcasting then computes what depends on few knobs once, on few elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.plan.schema import AXES, Card, Fabric, Plan
+from workbench.plan.shape import Shape
+
+Array = NDArray[np.float64]
+Number = Any
+"""A float, or an array of one number a candidate."""
+
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Bytes of an element of parameters and activations; fp8 computes narrow and keeps 16 bits."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all candidates at hand share."""
+
+    shape: Shape
+    card: Card
+    fabric: Fabric
+    node: int
+    """Cards in a node."""
+    world: int
+    global_batch: int
+    sequence_length: int
+    precision: str
+    gradient_dtype: str
+    """As a plan writes it; `auto` is decided for each candidate."""
+    kernels: str
+    stack: str
+    moment_bytes: float
+    """Optimizer moments, bytes a parameter."""
+    master_bytes: int
+    bucket_bytes: float
+    zero: int
+    algorithm: str
+    """Of tensor parallelism: 1d, 2d, 2.5d, 3d."""
+    context_algorithm: str
+    contexts: bool
+    """Whether any candidate splits the sequence over context ranks."""
+    pipeline: int
+    schedule: str
+    chunks: int
+    partition: tuple[int, ...]
+    """Layers of each stage."""
+    adapter_rank: int
+    """Of low-rank adapters; 0: the whole model is trained."""
+    adapter_everywhere: bool
+    """Whether every projection carries an adapter, or attention's alone."""
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What differs between candidates: floats, or arrays that broadcast against each other."""
+
+    tensor: Number
+    context: Number
+    expert: Number
+    grid: tuple[Number, Number]
+    """Sides of a higher-dimensional tensor grid: [q, d] of q x q x d, or [l, l] of l x l x l; [tensor, 1] if 1-D."""
+    micro_batch: Number
+    sequence: Number
+    """1 where norms and residuals are split over the tensor ranks."""
+    shard: Number
+    """Ranks over which ZeRO shards."""
+    offload_optimizer: Number
+    offload_parameters: Number
+    reduce_microbatch: Number
+    keep_gathered: Number
+    overlap: Number
+    selective: Number
+    recomputed: Array
+    """Layers recomputed in full, by pipeline rank (first axis)."""
+    strides: dict[str, Number]
+    """Axis -> distance in ranks between neighbours along it."""
+
+
+def setting_of(plan: Plan) -> Setting:
+    """What a complete plan fixes."""
+    s, t = plan.strategy, plan.training
+    assert isinstance(s.pipeline.partition, list), "complete() the plan first"
+    narrow = BYTES[s.precision] < 4
+    return Setting(
+        shape=plan.shape, card=plan.card, fabric=plan.fabric, node=int(plan.cluster.gpus_per_node or 1),
+        world=plan.world_size, global_batch=t.global_batch, sequence_length=t.sequence_length,
+        precision=s.precision, gradient_dtype=s.gradient_dtype, kernels=s.kernels, stack=s.stack,
+        moment_bytes=moment_bytes(plan), master_bytes=4 if narrow and t.optimizer.master == "auto" else 0,
+        bucket_bytes=s.data.bucket_mib * 2**20, zero=s.data.zero, algorithm=s.tensor.algorithm,
+        context_algorithm=s.context.algorithm, contexts=s.context.size > 1, pipeline=s.pipeline.size, schedule=s.pipeline.schedule,
+        chunks=s.pipeline.chunks, partition=tuple(s.pipeline.partition),
+        adapter_rank=t.lora.rank if t.lora else 0, adapter_everywhere=bool(t.lora and t.lora.targets == "all"),
+    )  # fmt: skip
+
+
+def moment_bytes(plan: Plan) -> float:
+    """Bytes of optimizer moments a parameter."""
+    optimizer = plan.training.optimizer
+    each = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}[optimizer.moments]
+    return each * (2 if optimizer.name == "adamw" else 1 if optimizer.beta1 else 0)
+
+
+def knobs_of(plan: Plan) -> Knobs:
+    """The one candidate that a complete plan is."""
+    s, sizes = plan.strategy, plan.sizes
+    replicas = sizes["data"] * sizes["context"]
+    return Knobs(
+        tensor=sizes["tensor"], context=sizes["context"], expert=s.expert.size, grid=grid_of(plan),
+        micro_batch=plan.training.micro_batch, sequence=float(s.tensor.sequence),
+        shard=replicas if s.data.shard == "all" else s.data.shard,
+        offload_optimizer=float(s.data.offload != "none"), offload_parameters=float(s.data.offload == "parameters"),
+        reduce_microbatch=float(s.data.reduce == "microbatch"), keep_gathered=float(s.data.keep_gathered),
+        overlap=float(s.data.overlap), selective=float(s.recompute == "selective"),
+        recomputed=recomputed_of(plan), strides=strides(s.placement, sizes),
+    )  # fmt: skip
+
+
+def grid_of(plan: Plan) -> tuple[int, int]:
+    """(q, d) of a tensor grid."""
+    size = plan.strategy.tensor.size
+    if isinstance(size, int):
+        return size, 1
+    return size[0], size[2] if len(size) > 2 else 1
+
+
+def strides(placement: list[Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """Distance in ranks between neighbours along each axis; `placement` is innermost first."""
+    result: dict[str, Any] = {}
+    stride: Any = 1
+    for axis in placement:
+        result[axis] = stride
+        stride = stride * sizes[axis]
+    return {axis: result[axis] for axis in AXES}
+
+
+def home(pipeline: int, schedule: str, partition: tuple[int, ...]) -> NDArray[np.int64]:
+    """The pipeline rank of every layer; V-shaped schedules go there and back."""
+    stages = np.arange(len(partition))
+    ranks = stages % pipeline
+    if schedule in ("zb-v", "dualpipe-v"):
+        ranks = np.where(stages // pipeline % 2 == 1, pipeline - 1 - ranks, ranks)
+    return np.repeat(ranks, partition)
+
+
+def recomputed_of(plan: Plan) -> Array:
+    """Layers recomputed in full on each pipeline rank of a complete plan."""
+    pipeline, recompute = plan.strategy.pipeline, plan.strategy.recompute
+    assert isinstance(pipeline.partition, list)
+    where = home(pipeline.size, pipeline.schedule, tuple(pipeline.partition))
+    chosen = np.isin(np.arange(len(where)), recompute) if isinstance(recompute, list) else recompute == "full"
+    return np.bincount(where[np.broadcast_to(chosen, where.shape)], minlength=pipeline.size).astype(float)

@@ -1,0 +1,21 @@
+"""The step as a picture: the schedule's table, simulated with each pipeline rank's estimated durations."""
+
+from __future__ import annotations
+
+from workbench.planner.step import Durations
+from workbench.planner.workload import Workload
+from workbench.schedules import Timeline, generate, names, simulate
+
+ACTIONS = 1536
+"""Most actions that are simulated; what a longer step adds only repeats."""
+
+
+def timeline(w: Workload, d: Durations) -> tuple[Timeline | None, int]:
+    """(timeline of one plan, microbatches in it); None where the schedule has no generator or fills too slowly."""
+    s = w.setting
+    whole = int(w.microbatches)
+    microbatches = min(whole, ACTIONS // (2 * w.pipeline))
+    if s.schedule not in names() or s.chunks > 1 or microbatches < min(whole, 2 * w.pipeline):
+        return None, 0
+    table = generate(s.schedule, w.pipeline, microbatches)
+    return simulate(table, {"F": d.forward.tolist(), "B": d.backward.tolist()}), microbatches
