@@ -6,7 +6,7 @@ import math
 import os
 from typing import Any
 
-from workbench.plan import catalog, check, corpus, huggingface
+from workbench.plan import calibration, catalog, check, corpus, huggingface
 from workbench.plan.attached import attached, local_cluster
 from workbench.plan.errors import PlanError, refuse
 from workbench.plan.partition import partition
@@ -33,24 +33,27 @@ def complete(plan: Plan) -> Plan:
         {**written, "model": shape.model_dump(), "cluster": cluster, "training": training, "strategy": strategy}
     )
     result = _settled(filled)
-    problems = check.problems(result)
+    problems = [*check.problems(result), *calibration.problems(result, local=plan.cluster.gpu == "local")]
     if problems:
         raise PlanError(problems)
     return result
 
 
 def resolved(plan: Plan) -> Plan:
-    """`complete()`, paths made absolute, and the corpus named by its hash, so that it can run from any folder.
+    """`complete()`, paths made absolute, corpus and calibration named by their hashes, so that it runs from any folder.
 
-    Raises `PlanError` if the text is missing or is no longer the one that the plan was resolved with.
+    Raises `PlanError` if one of them is missing or is no longer the one that the plan was resolved with.
     """
     full = complete(plan)
-    source, load = full.corpus.source, full.checkpoint.load
+    source, load, measured = full.corpus.source, full.checkpoint.load, full.cluster.calibration
     found = corpus.digest(source)
     if full.corpus.sha256 not in (None, found):
         raise refuse("corpus.sha256", f"the plan was resolved with text {full.corpus.sha256}, '{source}' "
                      f"now holds {found}; remove the field to train on what is there")  # fmt: skip
     changes = {"corpus.sha256": found, "corpus.source": source if source == "stdlib" else _absolute(source)}
+    if measured is not None:
+        changes |= {"cluster.calibration": _absolute(measured)}
+        changes |= {"cluster.calibration_sha256": calibration.digest(measured)}
     return full.replace(**changes, **{"checkpoint.load": load and _absolute(load)})
 
 

@@ -84,6 +84,7 @@ def parse(text: str, where: str = "") -> Any:
         raise refuse(where, f"not valid YAML: a value is not of its type: {error}") from None
 
 
-def dump(value: Any) -> str:
-    """`value` as YAML in block style; `parse` gives it back unchanged."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110, default_flow_style=False)
+def dump(value: Any, compact: bool = False) -> str:
+    """`value` as YAML in block style; `parse` gives it back unchanged. `compact`: innermost mappings on one line."""
+    flow = None if compact else False
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110, default_flow_style=flow)

@@ -1,0 +1,227 @@
+"""The calibration file: what `workbench calibrate` measured of one machine, and whether a plan may use it.
+
+A plan names the file in `cluster.calibration`; `Plan.resolved()` adds its hash. Times are seconds of one call,
+dtypes and kinds are the planner's words, `ranks` is how many ranks of the machine worked at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+
+from workbench.plan import yamlio
+from workbench.plan.attached import Attached, attached
+from workbench.plan.errors import PlanError, Problem, refuse
+from workbench.plan.schema import Plan
+from workbench.plan.shape import Frozen
+
+FIELD = "cluster.calibration"
+AGAIN = "write a new one with `workbench calibrate -o FILE`, or remove the field"
+GIB = 2**30
+CPUINFO = Path("/proc/cpuinfo")
+
+Dtype = Literal["fp32", "tf32", "bf16", "fp16"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+
+
+class Measured(Frozen):
+    """What was measured, where and when; it names no path and no host."""
+
+    device: Literal["cuda", "npu", "cpu"] = Field(description="torch device type.")
+    card: str = Field(description="Catalog name of the card; local for CPU ranks.")
+    title: str = Field(description="Name in full.")
+    count: PositiveInt = Field(description="Cards, or CPU ranks, that may run here.")
+    cores: PositiveInt = Field(description="Cores that ranks share.")
+    fingerprint: str = Field(description="Hash of processor, cores, memory and card.")
+    backend: str = Field(description="torch.distributed backend.")
+    versions: dict[str, str] = Field(description="Library versions.")
+    date: str = Field(description="Day, ISO 8601.")
+
+
+class Gemm(Frozen):
+    """One matrix product [rows, inner] x [inner, columns] without gradients."""
+
+    rows: PositiveInt
+    columns: PositiveInt
+    inner: PositiveInt
+    dtype: Dtype
+    ranks: PositiveInt
+    seconds: PositiveFloat
+
+
+class Stream(Frozen):
+    """One elementwise sum of two tensors into a third, newly allocated; `bytes` of all three."""
+
+    bytes: PositiveInt
+    ranks: PositiveInt
+    seconds: PositiveFloat
+
+
+class Attention(Frozen):
+    """Fused causal attention, forward, and backward with respect to all three inputs."""
+
+    batch: PositiveInt
+    heads: PositiveInt
+    sequence: PositiveInt
+    head_dim: PositiveInt
+    dtype: Dtype
+    ranks: PositiveInt
+    forward: PositiveFloat
+    backward: PositiveFloat
+
+
+class Host(Frozen):
+    """Costs that do not grow with tensors: a step of a model so small that only the host works.
+
+    step = step_us + microbatches * (microbatch_us + layers * layer_us) + layers * layer_step_us.
+    """
+
+    ranks: PositiveInt
+    operator_us: PositiveFloat = Field(description="One eager operator without gradients, microseconds.")
+    autograd_us: PositiveFloat = Field(description="One operator, forward and backward, microseconds.")
+    step_us: NonNegativeFloat = Field(description="Fixed cost of a step: zeroing, norm, optimizer, microseconds.")
+    microbatch_us: NonNegativeFloat = Field(description="Embedding and head, forward and backward, microseconds.")
+    layer_us: NonNegativeFloat = Field(description="One layer, forward and backward, of a microbatch, microseconds.")
+    layer_step_us: NonNegativeFloat = Field(description="One layer's part of the optimizer, microseconds.")
+
+
+class Collective(Frozen):
+    """One collective; `bytes` of the full tensor: what a gather returns, what the others take."""
+
+    kind: Kind
+    group: int = Field(ge=2)
+    ranks: PositiveInt
+    dtype: Dtype
+    bytes: PositiveInt
+    seconds: PositiveFloat
+
+
+class Scale(Frozen):
+    """Factors on estimated seconds that finished runs asked for, and the error without and with them."""
+
+    compute: PositiveFloat = Field(1.0, description="On seconds of compute.")
+    communication: PositiveFloat = Field(1.0, description="On seconds of collectives.")
+    fixed_ms: NonNegativeFloat = Field(0.0, description="Added to every step, milliseconds.")
+    runs: list[str] = Field(default_factory=list, description="Runs that it was fitted to.")
+    error_before: NonNegativeFloat | None = Field(None, description="Mean |estimated / measured - 1| without it.")
+    error_after: NonNegativeFloat | None = Field(None, description="The same with it.")
+
+
+class Calibration(Frozen):
+    """A machine as it was measured."""
+
+    version: Literal[1] = 1
+    machine: Measured
+    host: Annotated[tuple[Host, ...], Field(strict=False, min_length=1)]
+    gemm: Annotated[tuple[Gemm, ...], Field(strict=False, min_length=1)]
+    memory: Annotated[tuple[Stream, ...], Field(strict=False, min_length=1)]
+    attention: Annotated[tuple[Attention, ...], Field(strict=False)] = ()
+    collectives: Annotated[tuple[Collective, ...], Field(strict=False)] = ()
+    scale: Scale | None = None
+
+
+def read(path: str | Path) -> Calibration:
+    """The calibration in `path`. Raises `PlanError` naming the file, what is wrong with it, and the remedy."""
+    return _read(path)[0]
+
+
+def digest(path: str | Path) -> str:
+    """sha256 of the calibration file; it must be one."""
+    return _read(path)[1]
+
+
+def write(calibration: Calibration, path: str | Path) -> None:
+    """Write the file, whole or not at all. Raises OSError."""
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(yamlio.dump(calibration.model_dump(mode="json"), compact=True), encoding="utf-8")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def fingerprint(found: Attached) -> str:
+    """What tells one kind of machine from another: processor, cores, memory and card, hashed."""
+    words = (_processor(), found.cores, found.device, found.name, round(found.memory_bytes / GIB))
+    return hashlib.sha256("|".join(map(str, words)).encode()).hexdigest()[:16]
+
+
+def problems(plan: Plan, local: bool) -> Iterator[Problem]:
+    """Why a complete `plan` may not use the calibration that it names; `local`: it asks for what is attached here."""
+    cluster, path = plan.cluster, plan.cluster.calibration
+    if path is None:
+        if cluster.calibration_sha256 is not None:
+            yield Problem(f"{FIELD}_sha256", f"is set, but {FIELD} names no file; name it, or remove the hash")
+        return
+    try:
+        found, sha256 = _read(path)
+    except PlanError as error:
+        yield from error.problems
+        return
+    if cluster.calibration_sha256 not in (None, sha256):
+        yield Problem(f"{FIELD}_sha256", f"is {cluster.calibration_sha256}, but '{path}' now has {sha256}; "
+                      "remove the field to use what is there")  # fmt: skip
+    yield from _other_machine(plan, found.machine, path, local)
+
+
+def _other_machine(plan: Plan, machine: Measured, path: str, local: bool) -> Iterator[Problem]:
+    card = plan.card
+    same_title = card.device != "cpu" or card.title in ("", machine.title)
+    if (machine.device, machine.card) != (card.device, card.name) or not same_title:
+        yield Problem(FIELD, f"'{path}' was measured on {machine.card} ({machine.title}), the plan's card is "
+                      f"{card.name} ({card.title}); measure that one, set cluster.gpu to {machine.card}, "
+                      "or remove the field")  # fmt: skip
+    elif local and machine.fingerprint != (here := fingerprint(attached())):
+        yield Problem(FIELD, f"'{path}' was measured on another machine ({machine.title}, {machine.fingerprint}; "
+                      f"this is {here}); {AGAIN}")  # fmt: skip
+
+
+def _processor() -> str:
+    try:
+        lines = CPUINFO.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def _read(path: str | Path) -> tuple[Calibration, str]:
+    try:
+        seen = os.stat(path)
+        return _parsed(os.fspath(path), seen.st_mtime_ns, seen.st_size, seen.st_ino)
+    except OSError as error:
+        raise refuse(FIELD, f"'{path}' cannot be read: {error.strerror}; {AGAIN}") from None
+
+
+@lru_cache(maxsize=8)
+def _parsed(path: str, *_version: NonNegativeInt) -> tuple[Calibration, str]:
+    """Parsed once for each content: a slider completes a plan at every move."""
+    content = Path(path).read_bytes()
+    try:
+        written = yamlio.parse(content.decode("utf-8"), where=FIELD)
+        return Calibration.model_validate(written), hashlib.sha256(content).hexdigest()
+    except ValidationError as error:
+        raise refuse(FIELD, f"'{path}' is no calibration: {_first(error)}; {AGAIN}") from None
+    except PlanError as error:
+        raise refuse(FIELD, f"'{path}' is no calibration: {error.problems[0].message}; {AGAIN}") from None
+    except UnicodeDecodeError:
+        raise refuse(FIELD, f"'{path}' is no calibration: not a text file; {AGAIN}") from None
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing wrong, with its place and its value, and how many more there are."""
+    found: Any = error.errors(include_url=False)
+    place = ".".join(map(str, found[0]["loc"])) or "the file"
+    value = found[0]["input"]
+    shown = f" = {value!r}" if isinstance(value, int | float | str) else ""
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return f"{place}{shown[:60]}: {found[0]['msg']}{more}"
