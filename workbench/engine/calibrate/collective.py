@@ -1,0 +1,77 @@
+"""Points that ranks measure together: every collective by kind, group, dtype and size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from workbench.engine.calibrate.points import Point
+from workbench.engine.calibrate.survey import Survey
+from workbench.engine.precision import DTYPES
+from workbench.parallel.mesh import MeshAxis
+from workbench.parallel.pipeline.collectives import post
+from workbench.parallel.tensor.collectives import all_reduce
+from workbench.plan.calibration import Dtype, Kind
+
+SUMS = ("all_reduce", "reduce_scatter")
+"""Kinds that calculate; to the others a byte is a byte, whatever its dtype."""
+# Newer versions of torch renamed both and warn at every call of the old names.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def together(survey: Survey, device: torch.device) -> Iterator[Point]:
+    """Collectives over all ranks, and over pairs of neighbours that talk at the same time."""
+    world = dist.get_world_size()
+    for size in sorted({2, world}) if world > 1 else []:
+        axis = _axis(size, device)
+        for kind in (k for k in survey.kinds if k != "send" or size == 2):
+            for dtype in survey.dtypes if kind in SUMS else survey.dtypes[:1]:
+                for size_bytes in survey.messages:
+                    yield _point(kind, dtype, size_bytes, axis, device)
+
+
+def _axis(size: int, device: torch.device) -> MeshAxis:
+    """Neighbouring ranks in groups of `size`; this rank's own. Every rank takes part in making all of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    members = [tuple(range(first, first + size)) for first in range(0, world, size)]
+    groups = [dist.new_group(list(ranks), backend=backend) for ranks in members]
+    mine = rank // size
+    return MeshAxis("calibration", size, rank % size, members[mine], groups[mine])
+
+
+def _point(kind: Kind, dtype: Dtype, size: int, axis: MeshAxis, device: torch.device) -> Point:
+    elements = max(axis.size, size // DTYPES[dtype].itemsize // axis.size * axis.size)
+    whole = torch.zeros(elements, dtype=DTYPES[dtype], device=device)
+    part = torch.zeros(elements // axis.size, dtype=DTYPES[dtype], device=device)
+    labels = {"kind": kind, "group": axis.size, "dtype": dtype, "bytes": whole.nbytes}
+    return Point("collectives", labels, _call(kind, whole, part, axis), together=True)
+
+
+def _call(kind: Kind, whole: torch.Tensor, part: torch.Tensor, axis: MeshAxis) -> Callable[[], object]:
+    group = axis.group
+    if kind == "all_reduce":
+        return lambda: all_reduce(whole, axis)
+    if kind == "all_gather":
+        return lambda: _gather(whole, part, group=group)
+    if kind == "reduce_scatter":
+        return lambda: _scatter(part, whole, group=group)
+    if kind == "all_to_all":
+        received = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(received, whole, group=group)
+    return lambda: _passed_on(whole, axis)
+
+
+def _passed_on(x: torch.Tensor, axis: MeshAxis) -> None:
+    """Even ranks send to the next, odd ranks receive, and then back: one way is half of it."""
+    peer = axis.index ^ 1
+    if peer >= axis.size:
+        return
+    for sender in (0, 1):
+        mine = axis.index % 2 == sender
+        works = post([(x, peer)], [], axis) if mine else post([], [(x, peer)], axis)
+        for work in works:
+            work.wait()

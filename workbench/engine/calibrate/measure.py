@@ -1,0 +1,150 @@
+"""The whole measurement: worlds of 1, 2 and 4 ranks in turn, their samples brought to one number a point."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from workbench.engine.calibrate.points import OPERATORS
+from workbench.engine.calibrate.rank import Sample, measure
+from workbench.engine.calibrate.survey import Survey, survey_of
+from workbench.engine.forked import run_ranks
+from workbench.plan.attached import Attached, attached, local_cluster
+from workbench.plan.calibration import Attention, Calibration, Collective, Gemm, Host, Measured, Stream, fingerprint
+
+WORLDS = (1, 2, 4, 8)
+QUARTILE = 0.25
+"""Of the visits: other work on the machine only ever makes a visit longer."""
+PASSES = 2
+SPARE_SECONDS = 120.0
+"""Beyond its share of time, what a world may take for its start and its first visit of every point."""
+Key = tuple[str, tuple[tuple[str, Any], ...]]
+
+
+def calibrate(
+    seconds: float = 60.0,
+    told: Callable[[float, str], None] = lambda spent, words: None,
+    survey: Survey | None = None,
+    worlds: Sequence[int] | None = None,
+) -> Calibration:
+    """Measure the attached machine for about `seconds`; `told(seconds spent, words)` follows it.
+
+    `survey` and `worlds` default to what suits the device. Raises `PlanError` for a card that the catalog does not
+    know, RankError where a rank fails or hangs. The caller must have used one thread only, see `run_ranks`.
+    """
+    found = attached()
+    points = survey or survey_of(found.device)
+    sizes = worlds or _worlds(found)
+    machine = _machine(found)
+    weight = seconds / PASSES / sum(map(_points_cost, sizes))
+    shares = [(world, _points_cost(world) * weight) for _ in range(PASSES) for world in sizes]
+    samples: dict[int, list[list[Sample]]] = defaultdict(list)
+    spent = 0.0
+    for world, share in shares:
+        samples[world] += _world(found, points, world, share, partial(_at, told, spent, _words(world)))
+        spent += share
+        told(spent, _words(world))
+    return _calibration(machine, {world: _reduced(own, world) for world, own in samples.items()})
+
+
+def _at(told: Callable[[float, str], None], before: float, words: str, spent: float) -> None:
+    told(before + spent, words)
+
+
+def _words(world: int) -> str:
+    return f"{world} rank{'s' if world > 1 else ''} at once"
+
+
+def _points_cost(world: int) -> float:
+    """More ranks have more collectives to measure, and measure everything more slowly."""
+    return 1.0 + 0.5 * world
+
+
+def _worlds(found: Attached) -> list[int]:
+    """Up to as many ranks as cards, or as twice the cores: beyond that a rank only waits longer for its turn."""
+    most = found.count if found.device == "cuda" else min(found.count, 2 * found.cores)
+    return [world for world in WORLDS if world <= most]
+
+
+def _world(
+    found: Attached, survey: Survey, world: int, seconds: float, told: Callable[[float], None]
+) -> list[list[Sample]]:
+    threads = max(1, found.cores // world)
+    crowded = found.device == "cpu" and world > found.cores
+    work = partial(measure, survey=survey, device_type=found.device, threads=threads, crowded=crowded, seconds=seconds,
+                   told=told)  # fmt: skip
+    return run_ranks(world, work, seconds + SPARE_SECONDS)
+
+
+def _machine(found: Attached) -> Measured:
+    card, _ = local_cluster(found, 1)
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "numpy": np.__version__}
+    return Measured(
+        device=card.device, card=card.name, title=found.name, count=found.count, cores=found.cores,
+        fingerprint=fingerprint(found), backend="gloo" if found.device == "cpu" else "nccl", versions=versions,
+        date=datetime.date.today().isoformat(),
+    )  # fmt: skip
+
+
+def _reduced(ranks: Iterable[list[Sample]], world: int) -> dict[Key, float]:
+    """Point -> seconds: the lower quartile of visits; of all ranks for a collective, whose slowest rank counts."""
+    by_point: dict[Key, list[Sample]] = defaultdict(list)
+    for own in ranks:
+        for sample in own:
+            by_point[sample.section, tuple(sample.labels.items())].append(sample)
+    return {key: _one(samples, world) for key, samples in by_point.items()}
+
+
+def _one(samples: list[Sample], world: int) -> float:
+    if not samples[0].together:
+        return float(np.mean([np.quantile(s.seconds, QUARTILE) for s in samples]))
+    visits = [np.max([s.seconds for s in samples[i : i + world]], axis=0) for i in range(0, len(samples), world)]
+    return float(np.quantile(np.concatenate(visits), QUARTILE))
+
+
+def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calibration:
+    def of(section: str) -> list[tuple[int, dict[str, Any], float]]:
+        return [
+            (w, dict(labels), s) for w, own in found.items() for (name, labels), s in own.items() if name == section
+        ]
+
+    attention: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(dict)
+    for world, labels, seconds in of("attention"):
+        which = labels.pop("pass")
+        attention[(world, *labels.values())] |= {**labels, "ranks": world, which: _seconds(seconds)}
+    return Calibration(
+        machine=machine,
+        host=tuple(_host(world, own) for world, own in found.items()),
+        gemm=tuple(Gemm(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("gemm")),
+        memory=tuple(Stream(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("memory")),
+        attention=tuple(Attention(**row) for row in attention.values()),
+        collectives=tuple(
+            Collective(**labels, ranks=w, seconds=_passing(labels, s)) for w, labels, s in of("collectives")
+        ),
+    )
+
+
+def _passing(labels: dict[str, Any], seconds: float) -> float:
+    """A send was timed there and back."""
+    return _seconds(seconds / 2 if labels["kind"] == "send" else seconds)
+
+
+def _host(world: int, own: dict[Key, float]) -> Host:
+    operator, autograd = (own["operator", (("autograd", flag),)] / OPERATORS * 1e6 for flag in (False, True))
+    rows = [(dict(labels), s * 1e6) for (section, labels), s in own.items() if section == "steps"]
+    cells = np.array([[1, r["microbatches"], r["microbatches"] * r["layers"], r["layers"]] for r, _ in rows], float)
+    parts = np.maximum(0.0, np.linalg.solve(cells, np.array([s for _, s in rows])))
+    names = ("step_us", "microbatch_us", "layer_us", "layer_step_us")
+    costs = {name: round(float(value), 2) for name, value in zip(names, parts)}
+    return Host(ranks=world, operator_us=round(operator, 3), autograd_us=round(autograd, 3), **costs)
+
+
+def _seconds(value: float) -> float:
+    return float(f"{value:.4g}")

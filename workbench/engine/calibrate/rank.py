@@ -1,0 +1,85 @@
+"""What one rank does: visit every point again and again, in turn with the others, until the time is over.
+
+Points are interleaved, so that a neighbour's burst of work spoils one visit of many points, not all visits of one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workbench.engine.calibrate.collective import together
+from workbench.engine.calibrate.points import Point, alone
+from workbench.engine.calibrate.steps import steps
+from workbench.engine.calibrate.survey import Survey
+from workbench.engine.calibrate.timing import Stopwatch
+
+MOST_CALLS = 256
+Told = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of one call of one point: one entry a visit. Calls of `together` points are as long as the slowest."""
+
+    section: str
+    labels: dict[str, Any]
+    together: bool
+    seconds: list[float]
+
+
+def measure(rank: int, survey: Survey, device_type: str, threads: int, crowded: bool, seconds: float, told: Told,
+            ) -> list[Sample]:  # fmt: skip
+    """All points on this rank, every one visited at least once, for about `seconds`; `told` hears the seconds spent.
+
+    `crowded`: ranks share cores, so that a visit must last several of the scheduler's turns.
+    """
+    begin = time.monotonic()
+    torch.set_num_threads(threads)
+    device = _device(device_type, rank)
+    window = survey.window * (4 if crowded else 1)
+    watch = Stopwatch(device)
+    points = [*alone(survey, device), *steps(survey, device), *together(survey, device)]
+    calls = [_prepared(point, watch, window) for point in points]
+    found: list[list[float]] = [[] for _ in points]
+    while True:
+        for point, often, seen in zip(points, calls, found):
+            over = time.monotonic() - begin > seconds and bool(found[-1] or not calls[-1])
+            if _agreed(over):
+                return [Sample(p.section, p.labels, p.together, s) for p, s in zip(points, found) if s]
+            if often:
+                seen.append(watch.of(point.call, often) / often if point.together else watch.window(point.call, window))
+        if rank == 0:
+            told(time.monotonic() - begin)
+
+
+def _device(device_type: str, rank: int) -> torch.device:
+    if device_type != "cuda":
+        return torch.device(device_type)
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def _prepared(point: Point, watch: Stopwatch, window: float) -> int:
+    """Warm up; how often a visit calls the point, agreed by all ranks. 0: this backend cannot do it."""
+    try:
+        point.call()
+        watch.of(point.call, 1)
+        seconds = watch.of(point.call, 1)
+    except (RuntimeError, ValueError, NotImplementedError):
+        seconds = float("inf")
+    slowest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return 0 if slowest.isinf() else max(1, min(MOST_CALLS, int(window / max(slowest.item(), 1e-7))))
+
+
+def _agreed(over: bool) -> bool:
+    """Whether rank 0 says that the time is over; also what lets all ranks start a visit together."""
+    word = torch.tensor([float(over and dist.get_rank() == 0)])
+    dist.all_reduce(word)
+    return bool(word.item())
