@@ -15,6 +15,7 @@ from workbench.profile import Profile
 
 if TYPE_CHECKING:
     from workbench.lab.compare import Comparison
+    from workbench.planner.reasons import Explanation
     from workbench.runs.run import Run
 
 Planned = Plan | str | Path
@@ -31,6 +32,17 @@ def estimate(plan: Planned) -> Profile:
     from workbench.planner import estimate as closed_form
 
     return closed_form(as_plan(plan))
+
+
+def explain(plan: Planned, *, tokens: float | None = None, price: float | None = None) -> Explanation:
+    """What `plan` costs to train, what binds it, what makes it fit, and what changes of it do; well under a second.
+
+    `tokens` to train on, default 20 a parameter; `price` in USD an hour of one card, default its list price. Every
+    figure is estimated. Raises `PlanError` for an illegal plan or number.
+    """
+    from workbench.planner.reasons import explain as reasons
+
+    return reasons(as_plan(plan), tokens, price)
 
 
 def rehearse(

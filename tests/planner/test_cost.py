@@ -14,7 +14,7 @@ from workbench.planner import estimate
 from workbench.planner.cost import Cost, cost, power, watts_per_card
 
 
-def priced(gpu: str = "h100-sxm-80gb", /, tokens: int | None = None, price: float | None = None, **sets: Any) -> Cost:
+def priced(gpu: str = "h100-sxm-80gb", /, tokens: float | None = None, price: float | None = None, **sets: Any) -> Cost:
     plan = Plan.of("llama-3-8b", gpu=gpu, gpus=8, strategy="fsdp", set=sets)
     return cost(plan.complete(), estimate(plan), tokens, price)
 
@@ -72,7 +72,17 @@ def test_energy_grows_with_the_share_that_computes_and_never_leaves_the_ratings(
     assert found.watts is not None and found.kwh == pytest.approx(found.gpu_hours * found.watts / 1000)
 
 
-@pytest.mark.parametrize("change", [{"tokens": 0}, {"tokens": -5}, {"price": -1.0}, {"price": float("nan")}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": 0},
+        {"tokens": -5},
+        {"tokens": float("nan")},
+        {"tokens": float("inf")},
+        {"price": -1.0},
+        {"price": float("nan")},
+    ],
+)
 def test_numbers_that_cannot_be_meant_are_refused_by_name(change: dict[str, Any]) -> None:
     with pytest.raises(PlanError) as error:
         priced(**change)

@@ -19,6 +19,7 @@ from workbench.plan.schema import Card, Plan
 from workbench.profile import Profile
 
 HOUR, DAY = 3600.0, 86400.0
+MOST_TOKENS = 1e18
 TOKENS_A_PARAMETER = 20
 """Tokens a parameter that use a budget of compute best (Hoffmann et al. 2022, arXiv 2203.15556)."""
 
@@ -63,7 +64,7 @@ class Cost:
         return {field.name: getattr(self, field.name) for field in fields(self)} | {"days": self.days}
 
 
-def cost(plan: Plan, profile: Profile, tokens: int | None = None, price: float | None = None) -> Cost:
+def cost(plan: Plan, profile: Profile, tokens: float | None = None, price: float | None = None) -> Cost:
     """The cost of training a complete `plan` on `tokens`, by the step of its estimate `profile`.
 
     `tokens` default to 20 a parameter, the compute-optimal number; `price` is of one card, USD an hour, and default to
@@ -77,7 +78,7 @@ def cost(plan: Plan, profile: Profile, tokens: int | None = None, price: float |
     each, told = (plan.card.price_per_hour, plan.card.price_source) if price is None else (price, "as given")
     watts = watts_per_card(plan.card, profile.notes["time"]["compute"] / step)
     return Cost(
-        source=profile.source, tokens=wanted, tokens_from="as given" if tokens else "20 a parameter (2203.15556)",
+        source=profile.source, tokens=wanted, tokens_from="as given" if tokens else "20 a parameter",
         tokens_per_second=rate, seconds=wanted / rate, gpu_hours=hours, price_per_hour=each,
         price_source=told if each is not None else "", dollars=None if each is None else hours * each,
         watts=watts, kwh=None if watts is None else hours * watts / 1000, missing=_missing(plan.card, each, watts),
@@ -109,8 +110,8 @@ def _missing(card: Card, price: float | None, watts: float | None) -> tuple[str,
     return tuple(told)
 
 
-def _legal(tokens: int | None, price: float | None) -> None:
-    if tokens is not None and tokens < 1:
-        raise refuse("tokens", f"is {tokens}; legal: 1 or more")
+def _legal(tokens: float | None, price: float | None) -> None:
+    if tokens is not None and not 1 <= tokens <= MOST_TOKENS:
+        raise refuse("tokens", f"is {tokens:g}; legal: 1 to {MOST_TOKENS:g}")
     if price is not None and not (math.isfinite(price) and price >= 0):
         raise refuse("price", f"is {price}; legal: USD an hour of one card, 0 or more")

@@ -1,0 +1,41 @@
+"""`workbench explain` and the verb: one answer for people, machines and notebooks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import workbench as wb
+from workbench.cli import answer
+
+PLAN = ["--model", "llama-3-8b", "--gpu", "a100-sxm-80gb", "--gpus", "8", "--strategy", "zero-2"]
+
+
+def test_tables_say_cost_constraint_sensitivity_and_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(["explain", *PLAN]) == 0
+    told = capsys.readouterr().out
+    for words in (
+        "cost (estimated)",
+        "a card-hour",
+        "kWh",
+        "Memory:",
+        "Time:",
+        "Sensitivity (estimated)",
+        "Neighbours",
+    ):
+        assert words in told
+
+
+def test_json_is_the_verbs_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(["explain", *PLAN, "--tokens", "2e12", "--price", "1.5", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    plan = wb.Plan.of("llama-3-8b", gpu="a100-sxm-80gb", gpus=8, strategy="zero-2")
+    assert data == json.loads(json.dumps(wb.explain(plan, tokens=2e12, price=1.5).to_json()))
+    assert data["cost"]["dollars"] == pytest.approx(1.5 * data["cost"]["gpu_hours"])
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--tokens", "0"), ("--price", "-1")])
+def test_numbers_that_cannot_be_meant_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(["explain", *PLAN, flag, value, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["problems"][0]["field"] == flag.strip("-")

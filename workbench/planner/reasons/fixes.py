@@ -1,0 +1,77 @@
+"""For a plan that does not fit: the smallest changes that make it fit, each with the step time it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from workbench.plan.errors import PlanError
+from workbench.plan.support import unsupported
+from workbench.planner.advice import one_field, peak_bytes, several_fields
+from workbench.planner.reasons.figures import Change, Effect, Subject, figures
+
+SHOWN = 6
+HARDWARE = ("cluster.gpus", "cluster.gpu")
+
+
+def fixes(subject: Subject) -> list[Effect]:
+    """At most six changes that fit, the smallest of each kind; empty where the plan fits.
+
+    One field where one is enough without other cards, else two; then more or larger cards. Of each, those that keep a
+    plan runnable that is so come first, then the fastest by cards.
+    """
+    if subject.figures.fits:
+        return []
+    own = [change for change in one_field(subject.full) if not _hardware(change)]
+    here = _smallest(subject, iter(own)) or _smallest(subject, _pairs(own))
+    other = _smallest(subject, (change for change in one_field(subject.full) if _hardware(change)))
+    if not here and not other:
+        other = _smallest(subject, several_fields(subject.full), most=1)
+    return [*_ranked(subject, here)[: SHOWN - min(2, len(other))], *_ranked(subject, other)][:SHOWN]
+
+
+def _smallest(subject: Subject, changes: Iterator[Change], most: int = SHOWN) -> list[Change]:
+    """The first change that fits of each set of fields."""
+    found: dict[tuple[str, ...], Change] = {}
+    for change in changes:
+        if len(found) < most and tuple(change) not in found and _fits(subject, change):
+            found[tuple(change)] = change
+    return list(found.values())
+
+
+def _fits(subject: Subject, change: Change) -> bool:
+    try:
+        full = subject.plan.replace(**change).complete()
+        return peak_bytes(full) <= full.card.memory_gib * 2**30
+    except PlanError:
+        return False
+
+
+def _pairs(own: list[Change]) -> Iterator[Change]:
+    """Two fields at once, neither a whole strategy; smallest steps first."""
+    single = [change for change in own if "strategy.preset" not in change]
+    yield from (a | b for a, b in combinations(single, 2) if a.keys() != b.keys())
+
+
+def _ranked(subject: Subject, changes: list[Change]) -> list[Effect]:
+    effects = [effect for change in changes if (effect := _effect(subject, change))]
+    return sorted(effects, key=lambda e: (not _runs(subject, e), -e.after.tokens_per_second / e.after.gpus))
+
+
+def _effect(subject: Subject, change: Change) -> Effect | None:
+    """As `plan.replace` makes it: what follows from a change by a preset's rules follows."""
+    name = ", ".join(f"{field.removeprefix('strategy.')} → {value}" for field, value in change.items())
+    try:
+        return Effect(name, change, subject.figures, figures(subject.plan.replace(**change)))
+    except PlanError:
+        return None
+
+
+def _runs(subject: Subject, effect: Effect) -> bool:
+    if unsupported(subject.full, "run"):
+        return True
+    return not unsupported(subject.plan.replace(**effect.changes).complete(), "run")
+
+
+def _hardware(change: Change) -> bool:
+    return any(field in HARDWARE for field in change)
