@@ -148,7 +148,8 @@ def test_neighbours_that_fit_come_first_and_the_fastest_lead(megatron: Plan) -> 
 
 
 def test_a_complete_plan_has_the_same_neighbours(megatron: Plan) -> None:
-    short, complete = ({e.name: e.after.seconds for e in neighbours(p)} for p in (megatron, megatron.complete()))
+    plan = megatron.replace(**{"strategy.gradient_dtype": "fp32"})  # `auto` would follow a change of ZeRO
+    short, complete = ({e.name: e.after.seconds for e in neighbours(p)} for p in (plan, plan.complete()))
     assert complete == pytest.approx(short)
 
 

@@ -51,11 +51,9 @@ def _schedules(subject: Subject) -> Iterator[Move]:
     for schedule in SCHEDULES:
         if schedule != p.schedule:
             chunks = CHUNKS[schedule][0] if schedule in CHUNKS else max(2, p.chunks)
-            change: Change = {"strategy.pipeline.schedule": schedule, "strategy.pipeline.chunks": chunks}
-            yield (
-                f"schedule {p.schedule} → {schedule}",
-                change | (_repartitioned(subject) if chunks != p.chunks else {}),
-            )
+            fields: Change = {"strategy.pipeline.schedule": schedule, "strategy.pipeline.chunks": chunks}
+            fields |= _repartitioned(subject) if chunks != p.chunks else {}
+            yield f"schedule {p.schedule} → {schedule}", fields
 
 
 def _data(full: Plan) -> Iterator[Move]:
