@@ -14,6 +14,7 @@ from workbench.plan.schema import Plan
 from workbench.profile import Profile
 
 if TYPE_CHECKING:
+    from workbench.plan.calibration import Calibration
     from workbench.lab.compare import Comparison
     from workbench.planner.reasons import Explanation
     from workbench.runs.run import Run
@@ -157,6 +158,26 @@ def verify(plan: Planned, precision: Literal["fp64", "fp32"] = "fp64") -> dict[s
     from workbench.runs import apart
 
     return apart.verify(as_plan(plan), precision)
+
+
+def calibrate(
+    path: str | Path | None = None,
+    *,
+    seconds: float = 60.0,
+    runs: Sequence[Run | str | Path] = (),
+    root: str | Path | None = None,
+    progress: Callable[[float, float, str], None] | None = None,
+) -> Calibration:
+    """Measure the attached machine for about `seconds`, or correct a calibration from finished `runs`; kept in `path`.
+
+    With `runs` (runs, their directories, or names under `root`) the calibration is that in `path`, else the one that
+    the first run's plan names, else measured now; its `scale` holds the error before and after. Plans use the file by
+    `cluster.calibration`. Raises `PlanError`, and `ChildError` where measuring fails.
+    """
+    from workbench.runs import measure
+
+    found = [attach(run, root=root) if isinstance(run, str | Path) else run for run in runs]
+    return measure.kept(None if path is None else Path(path), seconds, found, progress)
 
 
 def export(plan: Planned, folder: str | Path) -> list[Path]:

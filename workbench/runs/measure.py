@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,6 +40,33 @@ def calibrate(seconds: float = 60.0, progress: Progress | None = None) -> Calibr
         path = Path(folder, "calibration.yaml")
         child.python("workbench.engine.calibrate", ["--seconds", str(seconds), "--to", str(path)], line)
         return read(path)
+
+
+def kept(
+    path: Path | None, seconds: float = 60.0, runs: Sequence[Run] = (), progress: Progress | None = None
+) -> Calibration:
+    """Measure, or learn from `runs`, and write the result to `path`; see `verbs.calibrate`."""
+    _writable(path)
+    base = _base(path, runs) if runs else None
+    found = calibrate(seconds, progress) if base is None else base
+    found = learn(found, runs) if runs else found
+    if path is not None:
+        write(found, path)
+    return found
+
+
+def _base(path: Path | None, runs: Sequence[Run]) -> Calibration | None:
+    """The calibration that runs correct; None where there is none yet."""
+    if path is not None and path.exists():
+        return read(path)
+    named = runs[0].plan.cluster.calibration
+    return None if named is None else read(named)
+
+
+def _writable(path: Path | None) -> None:
+    """Refuse a file that could not be written, before a minute of measuring."""
+    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
+        raise refuse("--output", f"'{path}' cannot be written; legal: a file in a folder that exists")
 
 
 def learn(calibration: Calibration, runs: Sequence[Run]) -> Calibration:
