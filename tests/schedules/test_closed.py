@@ -35,6 +35,18 @@ def test_bubble_is_that_of_the_simulator(name: str, ranks: int) -> None:
             assert found == pytest.approx(timeline.bubble, abs=1e-12 * timeline.makespan), (table.microbatches, f, i, w)
 
 
+@pytest.mark.parametrize("ranks", [4, 5, 6])
+def test_zb_v_that_just_fills_is_that_of_the_simulator(ranks: int) -> None:
+    """Between ranks and twice as many microbatches each of its paths is somewhere the longest: many draws."""
+    draw = random.Random(ranks)
+    for table in (generate("zb-v", ranks, m, 2) for m in range(ranks + 1, 2 * ranks)):
+        for _ in range(40):
+            f, i, w = (2 ** draw.uniform(-3, 3) for _ in "FIW")
+            timeline = simulate(table, uniform(table.stages, f / 2, i / 2, w / 2))
+            found = closed.bubble("zb-v", ranks, table.microbatches, 2, f, i, w)
+            assert found == pytest.approx(timeline.bubble, abs=1e-12 * timeline.makespan), (table.microbatches, f, i, w)
+
+
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 9])
 def test_in_flight_is_that_of_the_table(name: str, ranks: int) -> None:
