@@ -20,13 +20,13 @@ __version__ = "0.1.0"
 _HOMES = {
     "Plan": "plan.schema", "PlanError": "plan.errors", "Planner": "lab.planner", "Profile": "profile",
     "attach": "verbs", "calibrate": "verbs", "compare": "verbs", "estimate": "verbs", "explain": "verbs",
-    "export": "verbs", "list_runs": "runs.run", "rehearse": "verbs", "report": "lab.report", "run": "verbs", "verify": "verbs",
-    "watch": "verbs",
+    "export": "verbs", "list_runs": "runs.run", "rehearse": "verbs", "report": "lab.report", "run": "verbs",
+    "verify": "verbs", "watch": "verbs",
 }  # fmt: skip
 
 __all__ = [
-    "Plan", "PlanError", "Planner", "Profile", "attach", "calibrate", "compare", "estimate", "explain", "export", "rehearse",
-    "run", "verify", "watch",
+    "Plan", "PlanError", "Planner", "Profile", "attach", "calibrate", "compare", "estimate", "explain", "export",
+    "rehearse", "run", "verify", "watch",
 ]  # fmt: skip
 
 

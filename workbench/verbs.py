@@ -14,8 +14,8 @@ from workbench.plan.schema import Plan
 from workbench.profile import Profile
 
 if TYPE_CHECKING:
-    from workbench.plan.calibration import Calibration
     from workbench.lab.compare import Comparison
+    from workbench.plan.calibration import Calibration
     from workbench.planner.reasons import Explanation
     from workbench.runs.run import Run
 
