@@ -4,6 +4,7 @@ import pytest
 
 from workbench.lab.planner import Planner
 from workbench.plan.schema import Plan
+from workbench.planner import estimate
 from workbench.profile import Profile
 
 
@@ -72,6 +73,28 @@ def test_what_does_not_fit_says_the_smallest_change(planner: Planner) -> None:
     banner = planner.board.banner
     assert banner["headline"].startswith("Does not fit") and banner["tone"] == "bad"
     assert "change" in banner["lines"][0]
+
+
+def test_cost_and_constraint_stand_beneath_the_charts(planner: Planner) -> None:
+    before = planner.reasons.value
+    assert "card-hours" in before and "kWh" in before and "takes the largest part of a step" in before
+    planner.set("strategy", "ddp")
+    planner.set("gpu", "v100-sxm2-32gb")
+    assert "too much" in planner.reasons.value and planner.reasons.value != before
+    assert planner.children.index(planner.reasons) == planner.children.index(planner.board) + 1
+
+
+def test_one_turn_is_one_estimate(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(plan: Plan) -> Profile:
+        calls.append(plan)
+        return estimate(plan)
+
+    monkeypatch.setattr("workbench.planner.estimate", counted)
+    monkeypatch.setattr("workbench.planner.reasons.figures.estimate", counted)
+    planner.set("micro_batch", 2)
+    assert len(calls) == 1
 
 
 def test_many_ranks_get_a_map_and_few_lose_it(planner: Planner) -> None:

@@ -18,6 +18,7 @@ from workbench.lab.charts import collectives, memory, memory_map, parts, timelin
 from workbench.lab.charts.memory_map import drawable
 from workbench.lab.controls import Controls
 from workbench.lab.knobs import Knob
+from workbench.lab.reasons import beneath
 from workbench.lab.verdict import banner
 from workbench.plan.errors import PlanError, Problem, refuse
 from workbench.plan.schema import Plan
@@ -34,7 +35,7 @@ MOST_RANKS = 2**16
 
 
 class Planner(widgets.VBox):
-    """Controls, what they cost, and the plan file. `plan` defaults to a model on eight cards.
+    """Controls, what they cost and why, and the plan file. `plan` defaults to a model on eight cards.
 
     `plan` is always the last legal plan, `profile` its estimate, `problems` what stands against what is typed now,
     `run` the run that the button started.
@@ -53,8 +54,8 @@ class Planner(widgets.VBox):
         self.controls = Controls(self._turned)
         self.board = Board(self._pressed)
         self.path = widgets.Text(value="plan.yaml", description="Plan file", continuous_update=False)
-        self._yaml = widgets.HTML()
-        super().__init__([self.controls.box, self.board, self.path, self._yaml])
+        self.reasons, self._yaml = widgets.HTML(), widgets.HTML()
+        super().__init__([self.controls.box, self.board, self.reasons, self.path, self._yaml])
         self._replan()
 
     def set(self, name: str, value: Any) -> None:
@@ -92,6 +93,7 @@ class Planner(widgets.VBox):
         self.plan, self.profile, self.rehearsed, self.problems, self._news = self._typed, profile, None, [], ""
         self.controls.complain([])
         self.controls.show(full, self._typed)
+        self.reasons.value = beneath(full, profile)
         self._draw()
 
     def _refuse(self, problems: list[Problem]) -> None:
@@ -130,7 +132,7 @@ class Planner(widgets.VBox):
 
         self.run = run(self.plan)
         self.dashboard = watch(self.run)
-        self.children = (*self.children[:4], self.dashboard.board)
+        self.children = (*self.children[:5], self.dashboard.board)
         self._say(f"Started: {self.run.dir}")
 
     def _rehearse(self) -> None:
