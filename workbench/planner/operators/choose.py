@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from workbench.planner.operators.chain import solve_chain
 from workbench.planner.operators.cost import Bytes
 from workbench.planner.operators.form import written
 from workbench.planner.operators.graph import solve_graph
-from workbench.planner.operators.layer import layer, model
+from workbench.planner.operators.layer import Graph, branch, layer, model
 from workbench.planner.operators.mesh import Machine, mesh
 from workbench.planner.operators.operator import Form, Operator, Strategy
 from workbench.planner.operators.price import Priced, price
@@ -22,6 +23,7 @@ from workbench.planner.operators.problem import Between
 from workbench.planner.operators.reason import reason
 from workbench.planner.operators.result import OperatorPlan, Redistribution, Row
 
+Part = Literal["model", "layer", "attention", "mlp"]
 GIB = 2**30
 SHOWN = 8
 """Legal strategies that a refusal lists."""
@@ -34,7 +36,7 @@ def choose(
     machine: Machine,
     *,
     sequence_length: int | None = None,
-    whole: bool = True,
+    part: Part = "model",
     fused: bool = False,
     memory: float | None = None,
     microbatches: int = 1,
@@ -44,21 +46,27 @@ def choose(
     """The strategies that cost least: seconds of one microbatch forward and backward, nothing overlapped.
 
     `tokens` of one microbatch over all `ranks` (a number, or a grid such as (nodes, ranks a node)), in sequences of
-    `sequence_length` tokens (default: one sequence), which are never cut. `whole`: the model, else one block among
-    many. `fused`: attention is one operator that keeps no scores. `memory`: bytes that parameters, states and kept
-    activations of a rank may take. `microbatches` over which a weight's gradient adds up before it is reduced.
-    `fixed`: module patterns whose strategy is given. The optimum is exact: dynamic programming on a chain, integer
-    programming on a graph. Raises `PlanError` for what is impossible.
+    `sequence_length` tokens (default: one sequence), which are never cut. `part`: the whole model, one block among
+    many, or one branch of a block. `fused`: attention is one operator that keeps no scores. `memory`: bytes that
+    parameters, states and kept activations of a rank may take. `microbatches` over which a weight's gradient adds up
+    before it is reduced. `fixed`: module patterns whose strategy is given. The optimum is exact: dynamic programming
+    on a chain, integer programming on a graph. Raises `PlanError` for what is impossible.
     """
     length = sequence_length or tokens
     if tokens < 1 or length < 1 or tokens % length:
         raise refuse("tokens", f"is {tokens} in sequences of {length}; legal: a multiple of {length}, 1 or more")
     if memory is not None and not memory > 0:
         raise refuse("memory", f"is {memory:g} bytes; legal: more than 0")
-    graph = (model if whole else layer)(shape, tokens // length, length, fused)
+    graph = _graph(part, shape, tokens // length, length, fused)
     priced = price(graph, mesh(ranks, machine), machine, sizes or Bytes(), microbatches, memory)
     picked, solver = solve(priced, fixed or {})
     return _answer(priced, picked, solver)
+
+
+def _graph(part: Part, shape: Shape, sequences: int, length: int, fused: bool) -> Graph:
+    if part == "attention" or part == "mlp":
+        return branch(shape, sequences, length, fused, part)
+    return (model if part == "model" else layer)(shape, sequences, length, fused)
 
 
 def solve(priced: Priced, fixed: Mapping[str, Form]) -> tuple[tuple[int, ...], str]:

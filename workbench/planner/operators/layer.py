@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from workbench.plan.errors import refuse
 from workbench.plan.shape import Shape
@@ -56,6 +57,14 @@ def layer(shape: Shape, sequences: int, length: int, fused: bool = False) -> Gra
     operators = _block(shape, sequences, length, fused)
     wrap = [("mlp.add", entry, place) for entry, place in ENTRIES]
     return Graph(operators, _edges(operators, [*_inside(operators), *wrap]))
+
+
+def branch(shape: Shape, sequences: int, length: int, fused: bool, name: Literal["attention", "mlp"]) -> Graph:
+    """A block's attention or feed-forward branch, from its norm to its last product: a chain, if attention is fused."""
+    block = _block(shape, sequences, length, fused)
+    operators = tuple(op for op in block if op.name.startswith(name) and op.kind != "Add")
+    inside = {op.name for op in operators}
+    return Graph(operators, _edges(operators, [edge for edge in _inside(block) if {edge[0], edge[1]} <= inside]))
 
 
 def model(shape: Shape, sequences: int, length: int, fused: bool = False) -> Graph:

@@ -11,7 +11,7 @@ from workbench.planner.operators.cost import Bytes, Move, OperatorCost, operator
 from workbench.planner.operators.layer import Edge, Graph
 from workbench.planner.operators.mesh import Machine, Mesh
 from workbench.planner.operators.operator import Layout, Strategy, strategies
-from workbench.planner.operators.problem import Between, Problem
+from workbench.planner.operators.problem import Array, Between, Problem
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,16 @@ def price(
     times = [operator.times for operator in graph.operators]
     seconds = tuple(np.array([cost.seconds for cost in found]) * n for found, n in zip(costs, times))
     held = tuple(np.array([cost.bytes for cost in found]) * n for found, n in zip(costs, times))
-    edges = tuple(_between(edge, options, graph, grid, sizes) for edge in graph.edges)
-    return Priced(graph, grid, sizes, options, costs, Problem(seconds, edges, held, memory))
+    edges: dict[tuple[int, int], Between] = {}  # tensors between the same two operators are one edge of the problem
+    for edge in graph.edges:
+        pair, costs_of = (edge.source, edge.target), _between(edge, options, graph, grid, sizes)
+        edges[pair] = Between(*pair, edges[pair].costs + costs_of if pair in edges else costs_of)
+    return Priced(
+        graph, grid, sizes, options, costs, Problem(seconds, tuple(edges[pair] for pair in sorted(edges)), held, memory)
+    )
 
 
-def _between(edge: Edge, options: tuple[tuple[Strategy, ...], ...], graph: Graph, grid: Mesh, sizes: Bytes) -> Between:
+def _between(edge: Edge, options: tuple[tuple[Strategy, ...], ...], graph: Graph, grid: Mesh, sizes: Bytes) -> Array:
     """Costs of all pairs; pairs of equal layouts are priced once."""
     known: dict[tuple[Layout, Layout], float] = {}
     costs = np.empty((len(options[edge.source]), len(options[edge.target])))
@@ -61,7 +66,7 @@ def _between(edge: Edge, options: tuple[tuple[Strategy, ...], ...], graph: Graph
             if key not in known:
                 known[key] = edge.times * sum(m.seconds for m in _moves(edge, held, target, graph, grid, sizes))
             costs[i, j] = known[key]
-    return Between(edge.source, edge.target, costs)
+    return costs
 
 
 def _moves(edge: Edge, held: Layout, target: Strategy, graph: Graph, grid: Mesh, sizes: Bytes) -> tuple[Move, ...]:

@@ -1,0 +1,309 @@
+"""Operator strategies: legal forms, hand-computed costs, and the exact choice against brute force."""
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.plan.errors import PlanError
+from workbench.plan.shape import Shape
+from workbench.planner.operators import Bytes, Machine, choose, parse, read, write, written
+from workbench.planner.operators.chain import solve_chain
+from workbench.planner.operators.cost import operator_cost, redistribution
+from workbench.planner.operators.graph import solve_graph
+from workbench.planner.operators.layer import layer, model
+from workbench.planner.operators.mesh import mesh
+from workbench.planner.operators.operator import Dim, Operator, Tensor, strategies
+from workbench.planner.operators.price import price
+from workbench.planner.operators.problem import Between, Problem
+
+MACHINE = Machine(flops=1e12, bandwidth=1e9, latency=1e-6)
+GPT = Shape(layers=2, hidden=64, heads=4, ffn=256, vocab=500, mlp="gelu", norm="layernorm")
+
+
+def product(rows=8, inner=16, columns=32, units=(8, 16, 32)):
+    dims = tuple(Dim(n, s, u) for n, s, u in zip(("rows", "inner", "columns"), (rows, inner, columns), units))
+    inputs = (Tensor("input", ("rows", "inner")), Tensor("weight", ("inner", "columns"), "parameter"))
+    return Operator(
+        "product", "MatMul", dims, inputs, Tensor("output", ("rows", "columns")), 2.0 * rows * inner * columns
+    )
+
+
+def option(operator, grid, text):
+    return next(s for s in strategies(operator, grid) if written(s.form) == text)
+
+
+# --- legal strategies ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8, 12])
+def test_strategies_are_all_divisor_triples_whose_product_divides_the_ranks(ranks):
+    operator = product(units=(8, 12, 6))
+    legal = {
+        (a, b, c)
+        for a, b, c in itertools.product(range(1, ranks + 1), repeat=3)
+        if ranks % (a * b * c) == 0 and 8 % a == 0 and 12 % b == 0 and 6 % c == 0
+    }
+    found = strategies(operator, mesh(ranks, MACHINE))
+    assert sorted(s.form for s in found) == sorted((((a, b), (b, c))) for a, b, c in legal)
+
+
+def test_a_grid_gives_each_axis_to_one_dimension_or_none():
+    found = strategies(product(units=(2, 16, 32)), mesh((4, 2), MACHINE))
+    assert {s.placement for s in found} == {
+        (a, b) for a in (None, "inner", "columns") for b in (None, "rows", "inner", "columns")
+    }
+
+
+def test_a_dimension_of_one_unit_stays_whole():
+    assert {s.form for s in strategies(product(units=(1, 1, 1)), mesh(4, MACHINE))} == {((1, 1), (1, 1))}
+
+
+# --- costs, by hand -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "form, moved",
+    [
+        ("((4,1),(1,1))", [("backward", "weight", 16 * 32)]),  # rows: the weight's gradient
+        ("((1,4),(4,1))", [("forward", "output", 8 * 32)]),  # contraction: the output
+        ("((1,1),(1,4))", [("backward", "input", 8 * 16)]),  # columns: the input's gradient
+        ("((1,1),(1,1))", []),
+    ],
+)
+def test_the_operator_reduces_what_is_partial(form, moved):
+    operator, grid = product(), mesh(4, MACHINE)
+    cost = operator_cost(operator, option(operator, grid, form), grid, MACHINE, Bytes(element=2))
+    assert [(m.when, m.tensor, m.bytes) for m in cost.moves] == [(w, t, 2 * n) for w, t, n in moved]
+    for move in cost.moves:
+        assert move.seconds == pytest.approx(2 * 3 / 4 * move.bytes / 1e9 + 2 * 3 * 1e-6, rel=1e-12)
+    used = 4 if moved else 1
+    assert cost.compute == pytest.approx(3 * 2 * 8 * 16 * 32 / used / 1e12, rel=1e-12)
+
+
+def test_memory_counts_local_parameters_with_states_and_the_local_output():
+    operator, grid = product(), mesh(8, MACHINE)
+    cost = operator_cost(operator, option(operator, grid, "((2,1),(1,4))"), grid, MACHINE, Bytes(2, 16))
+    assert (cost.parameter_bytes, cost.activation_bytes) == (16 * 32 / 4 * 16, 8 * 32 / 8 * 2)
+
+
+def test_a_weight_is_reduced_once_in_all_microbatches():
+    operator, grid = product(), mesh(4, MACHINE)
+    rows = option(operator, grid, "((4,1),(1,1))")
+    one, eight = (operator_cost(operator, rows, grid, MACHINE, Bytes(), n) for n in (1, 8))
+    assert eight.moves[0].seconds == pytest.approx(one.moves[0].seconds / 8, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "held, wanted, kinds",
+    [
+        ((0,), (0,), []),
+        ((0,), (None,), [("forward", "all_gather", 3 / 4 * 400), ("backward", "slice", 0)]),
+        ((None,), (1,), [("forward", "slice", 0), ("backward", "all_gather", 3 / 4 * 400)]),
+        ((0,), (1,), [("forward", "all_to_all", 3 / 4 * 100), ("backward", "all_to_all", 3 / 4 * 100)]),
+    ],
+)
+def test_redistribution_moves_the_tensor_and_its_gradient_back(held, wanted, kinds):
+    grid = mesh((4,), Machine(1e12, bandwidth=1.0, latency=0.0))
+    moves = redistribution(held, wanted, 400.0, grid, "x")
+    assert [(m.when, m.kind, m.seconds) for m in moves] == kinds
+
+
+def test_a_slice_comes_before_a_gather_and_leaves_it_less():
+    grid = mesh((2, 4), Machine(1e12, bandwidth=1.0, latency=0.0))
+    there = [m for m in redistribution((0, None), (None, 0), 800.0, grid, "x") if m.when == "forward"]
+    assert [(m.kind, m.bytes, m.seconds) for m in there] == [("slice", 100.0, 0.0), ("all_gather", 200.0, 100.0)]
+
+
+def test_an_all_reduce_over_two_levels_crosses_the_outer_one_with_a_part():
+    grid = mesh((2, 4), Machine(1e12, bandwidth=(1.0, 10.0), latency=(0.5, 0.25)))
+    inside, outside = 2 * (3 / 4 * 80 / 10 + 3 * 0.25), 2 * (1 / 2 * 20 / 1 + 0.5)
+    assert grid.seconds("all_reduce", 80.0, (0, 1)) == pytest.approx(inside + outside, rel=1e-12)
+
+
+def test_equal_links_make_one_ring():
+    grid = mesh(8, Machine(1e12, bandwidth=2.0, latency=0.5))
+    assert grid.seconds("all_gather", 80.0, (0, 1, 2)) == pytest.approx(7 / 8 * 80 / 2 + 7 * 0.5, rel=1e-12)
+
+
+def test_grouped_heads_move_fewer_keys_and_values():
+    grouped = GPT.model_copy(update={"kv_heads": 2})
+    graph = layer(grouped, 2, 16)
+    sizes = {edge.wanted.name: graph.operators[edge.target].size(edge.wanted) for edge in graph.edges}
+    assert (sizes["query"], sizes["key"], sizes["value"]) == (2 * 16 * 64, 2 * 16 * 32, 2 * 16 * 32)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_of_the_whole_model_are_the_shape_s_matrices(tied):
+    graph = model(GPT.model_copy(update={"tied": tied}), 1, 32)
+    counted = sum(o.times * o.size(t) for o in graph.operators for t in o.inputs if t.kind == "parameter")
+    blocks = 2 * (4 * 64 * 64 + 2 * 64 * 256 + 2 * 64)
+    assert counted == blocks + 64 + 512 * 64 * (1 if tied else 2)
+
+
+# --- the exact choice ---------------------------------------------------------------------------------------------
+
+
+def brute(problem):
+    legal = (
+        picked
+        for picked in itertools.product(*(range(len(cost)) for cost in problem.costs))
+        if problem.limit is None or problem.memory(picked) <= problem.limit
+    )
+    return min(legal, key=problem.total, default=None)
+
+
+@st.composite
+def problems(draw, chain):
+    count = draw(st.integers(1, 5))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    sizes = [int(rng.integers(1, 5)) for _ in range(count)]
+    pairs = [(i, i + 1) for i in range(count - 1)]
+    if not chain:
+        pairs += [(i, j) for i in range(count) for j in range(count) if i != j and rng.random() < 0.3]
+    # Whole numbers and few of them: equal rows, equal columns and equal optima all occur.
+    ceiling = draw(st.sampled_from([3, 1000]))
+    edges = tuple(Between(i, j, rng.integers(0, ceiling, (sizes[i], sizes[j])).astype(float)) for i, j in pairs)
+    costs, held = (tuple(rng.integers(0, ceiling, n).astype(float) for n in sizes) for _ in range(2))
+    return Problem(costs, edges, held)
+
+
+@given(problems(chain=True))
+@settings(max_examples=40, deadline=None)
+def test_dynamic_and_integer_programming_find_the_optimum_of_a_chain(problem):
+    best = problem.total(brute(problem))
+    assert problem.total(solve_chain(problem)) == best
+    assert problem.total(solve_graph(problem)) == best
+
+
+@given(problems(chain=False), st.floats(0.0, 1.0))
+@settings(max_examples=60, deadline=None)
+def test_integer_programming_finds_the_optimum_of_a_graph_within_a_limit(problem, tightness):
+    least, most = (sum(f(size) for size in problem.bytes) for f in (np.min, np.max))
+    limited = Problem(
+        problem.costs, problem.edges, problem.bytes, float(max(1, round(least + tightness * (most - least))))
+    )
+    for asked in (problem, limited):
+        picked = solve_graph(asked)
+        assert asked.total(picked) == asked.total(brute(asked))
+        assert asked.limit is None or asked.memory(picked) <= asked.limit
+
+
+@pytest.mark.parametrize("rate", [1e8, 1e10, 1e12])
+def test_a_priced_block_with_its_residual_is_solved_as_brute_force_does(rate):
+    machine = Machine(1e12, rate, 1e-6, 1e11)
+    priced = price(layer(GPT, 1, 32, fused=True), mesh(2, machine), machine, Bytes())
+    best = brute(priced.problem)
+    assert not priced.problem.is_chain
+    assert priced.problem.total(solve_graph(priced.problem)) == pytest.approx(priced.problem.total(best), rel=1e-12)
+    tight = replace(priced.problem, limit=0.75 * priced.problem.memory(best))
+    assert tight.total(solve_graph(tight)) == pytest.approx(tight.total(brute(tight)), rel=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, (2,)])
+@pytest.mark.parametrize("rate", [1e8, 1e10, 1e12])
+def test_a_priced_branch_is_solved_as_brute_force_does(ranks, rate):
+    from workbench.planner.operators.choose import _graph, solve
+
+    machine = Machine(1e12, rate, 1e-6, 1e11)
+    for part, fused in (("mlp", False), ("attention", True), ("attention", False)):
+        priced = price(_graph(part, GPT, 2, 16, fused), mesh(ranks, machine), machine, Bytes())
+        picked, solver = solve(priced, {})
+        assert solver == ("dynamic programming" if part == "mlp" or fused else "integer programming")
+        assert priced.problem.total(picked) == pytest.approx(priced.problem.total(brute(priced.problem)), rel=1e-12)
+
+
+def test_the_sum_of_the_rows_is_the_total():
+    found = choose(GPT, 64, 4, Machine(1e12, 1e9, 1e-6, 1e11), sequence_length=16)
+    total = sum(row.seconds * row.times for row in found.rows)
+    total += sum(between.seconds * between.times for between in found.redistributions)
+    assert found.seconds == pytest.approx(total, rel=1e-12)
+    assert found.bytes == pytest.approx(sum(row.bytes * row.times for row in found.rows), rel=1e-12)
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.integers(1, 4096), min_size=1, max_size=4), min_size=1, max_size=3))
+def test_a_strategy_survives_writing_and_reading(parts):
+    form = tuple(map(tuple, parts))
+    assert parse(written(form), "x") == form
+    assert read(write({"blocks.*.mlp.up": form})) == {"blocks.*.mlp.up": form}
+
+
+@pytest.mark.parametrize("text, form", [
+    ("((4,1),(1,1))", ((4, 1), (1, 1))), (" ( (4, 1) , (1,1), ) ", ((4, 1), (1, 1))), ("((2,),)", ((2,),)),
+    ("((4))", ((4,),)),
+])  # fmt: skip
+def test_legal_text(text, form):
+    assert parse(text, "x") == form
+
+
+@pytest.mark.parametrize("text", [
+    "", "4", "()", "(())", "((4,1)", "((4,1),(1,1)))", "((4,-1),(1,1))", "((0,1),)", "((4.0,1),)", "((a,1),)",
+    "((4,,1),)", "((4,1)(1,1))", "__import__('os')", "((1,1),(1,1))\n; x", "((٤,1),)", None, [[4, 1], [1, 1]],
+    "(" * 5000, "((1" + "0" * 50 + ",1),)",
+])  # fmt: skip
+def test_illegal_text_is_refused_with_the_legal_form(text):
+    with pytest.raises(
+        PlanError, match=r"strategy\.operators\.head: is .*legal: a tuple of tuples.*\(\(4,1\),\(1,1\)\)"
+    ):
+        read({"head": text})
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_that_nothing_meets_names_the_least():
+    least = choose(GPT, 64, 4, MACHINE, memory=2**30).bytes
+    with pytest.raises(
+        PlanError, match=r"memory: is 9\.537e-07 GiB a rank, but every choice takes .* GiB or more"
+    ) as e:
+        choose(GPT, 64, 4, MACHINE, memory=1024.0)
+    said = float(str(e.value).split("takes ")[1].split(" GiB")[0]) * 2**30
+    assert said <= least * 1.001
+    # And the least itself is met.
+    assert choose(GPT, 64, 4, MACHINE, memory=said * 1.001).bytes <= said * 1.001
+
+
+def test_ranks_that_divide_nothing_are_refused_with_what_could_be_split():
+    with pytest.raises(PlanError, match=r"ranks: is 7, which no operator can be split over .*attention\.qkv inner 64"):
+        choose(GPT, 64, 7, MACHINE)
+
+
+@pytest.mark.parametrize("call, message", [
+    ({"tokens": 0}, "tokens: is 0"), ({"tokens": 10, "sequence_length": 4}, "legal: a multiple of 4"),
+    ({"ranks": 0}, "ranks: is 0"), ({"ranks": (2, 0)}, "ranks: is"), ({"ranks": ()}, "ranks: is"),
+    ({"ranks": 512}, "ranks: is 512; legal: up to 256, or a grid"), ({"memory": 0.0}, "memory: is 0"),
+    ({"memory": float("nan")}, "memory: is nan"),
+    ({"machine": Machine(1e12, (1e9, 1e9), 1e-6)}, r"machine.bandwidth: has 2 values for 1 axes"),
+    ({"fixed": {"blocks.3.nose": ((1,),)}}, r"operators.blocks.3.nose: names no operator; legal: embedding"),
+    ({"fixed": {"head": ((3, 1), (1, 1))}}, r"operators.head: is \(\(3,1\),\(1,1\)\) for head; legal: \(\(1"),
+])  # fmt: skip
+def test_what_is_impossible_is_refused(call, message):
+    call = {"tokens": 64, "ranks": (2,), "machine": MACHINE} | call
+    with pytest.raises(PlanError, match=message):
+        choose(GPT, **call)
+
+
+@pytest.mark.parametrize("rates", [(0, 1, 1), (1, -1, 1), (1, 1, -1), (float("nan"), 1, 1), (1, 1, float("inf"))])
+def test_a_machine_has_positive_rates(rates):
+    with pytest.raises(PlanError, match="machine"):
+        Machine(*rates)
+
+
+def test_experts_and_latent_attention_are_refused_by_name():
+    from workbench.plan.shape import Moe
+
+    with pytest.raises(PlanError, match=r"model\.moe"):
+        choose(GPT.model_copy(update={"moe": Moe(experts=4, top_k=1, ffn=64)}), 64, 2, MACHINE)
+
+
+def test_the_solver_is_imported_only_when_it_is_asked():
+    program = "import sys, workbench.planner.operators; sys.exit('scipy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
