@@ -13,7 +13,19 @@ if TYPE_CHECKING:
     from workbench.plan.errors import PlanError
     from workbench.plan.schema import Plan
     from workbench.profile import Profile
-    from workbench.verbs import attach, calibrate, compare, estimate, explain, export, rehearse, run, verify, watch
+    from workbench.verbs import (
+        attach,
+        calibrate,
+        compare,
+        estimate,
+        explain,
+        export,
+        rehearse,
+        run,
+        validate,
+        verify,
+        watch,
+    )
 
 __version__ = "0.1.0"
 
@@ -21,12 +33,12 @@ _HOMES = {
     "Plan": "plan.schema", "PlanError": "plan.errors", "Planner": "lab.planner", "Profile": "profile",
     "attach": "verbs", "calibrate": "verbs", "compare": "verbs", "estimate": "verbs", "explain": "verbs",
     "export": "verbs", "list_runs": "runs.run", "rehearse": "verbs", "report": "lab.report", "run": "verbs",
-    "verify": "verbs", "watch": "verbs",
+    "validate": "verbs", "verify": "verbs", "watch": "verbs",
 }  # fmt: skip
 
 __all__ = [
     "Plan", "PlanError", "Planner", "Profile", "attach", "calibrate", "compare", "estimate", "explain", "export",
-    "rehearse", "run", "verify", "watch",
+    "rehearse", "run", "validate", "verify", "watch",
 ]  # fmt: skip
 
 

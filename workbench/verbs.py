@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from workbench.lab.compare import Comparison
     from workbench.plan.calibration import Calibration
     from workbench.planner.reasons import Explanation
+    from workbench.planner.truth import Validation
     from workbench.runs.run import Run
 
 Planned = Plan | str | Path
@@ -185,3 +186,13 @@ def export(plan: Planned, folder: str | Path) -> list[Path]:
     from workbench.plan.export import export as write
 
     return write(as_plan(plan), folder)
+
+
+def validate(*files: str | Path) -> Validation:
+    """Published measurements (CSV, a row a configuration) predicted row by row: errors, ranking, and what was left out.
+
+    Raises `PlanError` for a file that cannot be read; a row that cannot be said as a plan is counted with its reason.
+    """
+    from workbench.planner.truth import validate as against
+
+    return against(files)

@@ -1,0 +1,83 @@
+"""Rows that contradict themselves: the rate a row prints against the rate that its own shape, batch and time imply.
+
+r = FLOPs(shape, global batch) / (step time x cards x printed FLOP/s of a card). Pages count FLOPs by different rules
+(attention causal or not, recomputation or not), so r is compared with the median of the rows that were counted alike:
+same source, same kind of figure, under whichever rule makes them agree best.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.plan.schema import Plan
+from workbench.plan.shape import Shape
+from workbench.planner.truth.express import Expressed
+
+TOLERANCE = 0.12
+"""A row further than this from its group's median is suspect."""
+LEAST = 3
+"""Rows of a group below which nothing can be said."""
+RULES = ((False, False), (True, False), (False, True), (True, True))
+"""Ways of counting: (attention causal, the embedding's lookup counted as a product)."""
+
+
+def flops(plan: Plan, causal: bool = True, lookup: bool = False) -> float:
+    """Model FLOPs of one step of a complete plan: 6 a weight and token, and attention's products (2104.04473).
+
+    Low-rank adapters need no weight gradients of the base: 4 a weight and token.
+    """
+    shape, t = plan.shape, plan.training
+    tokens = float(t.global_batch * t.sequence_length)
+    attended = (0.5 if causal else 1.0) * 2 * 2 * t.sequence_length * shape.q_width * shape.layers
+    passes = 2 if t.lora else 3
+    return passes * tokens * (2 * weights(shape, lookup) + attended)
+
+
+def weights(shape: Shape, lookup: bool) -> float:
+    """Weights that a token is multiplied with: blocks, head, and the embedding where its lookup is counted."""
+    h, moe = shape.hidden, shape.moe
+    wide = 3 if shape.gated else 2
+    block = h * (shape.q_width * 2 + 2 * shape.kv_width)
+    sparse = shape.layers - moe.first_dense if moe else 0
+    routed = (moe.top_k + moe.shared) * wide * h * moe.ffn + h * moe.experts if moe else 0
+    dense = (shape.layers - sparse) * wide * h * shape.ffn
+    return shape.layers * block + dense + sparse * routed + (2 if lookup else 1) * h * shape.vocab
+
+
+def ratios(rows: Sequence[Expressed]) -> NDArray[np.float64]:
+    """r over the median of the rows counted alike; NaN where nothing can be said."""
+    found = np.full(len(rows), np.nan)
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        if row.seconds and rate(row):
+            groups[row.row.source, row.row.tflops_kind].append(index)
+    for indices in groups.values():
+        if len(indices) >= LEAST:
+            counted = [np.array([_ratio(rows[i], *rule) for i in indices]) for rule in RULES]
+            scaled = [values / np.median(values) for values in counted]
+            found[indices] = min(scaled, key=lambda values: float(np.median(np.abs(values - 1))))
+    return found
+
+
+def suspect(rows: Sequence[Expressed]) -> NDArray[np.bool_]:
+    """Rows that fail the check; those of which nothing can be said pass."""
+    off = np.abs(ratios(rows) - 1)
+    return np.asarray(np.nan_to_num(off) > TOLERANCE)
+
+
+def rate(row: Expressed) -> float | None:
+    """The printed TFLOP/s of a card, or what the printed utilisation means of its 16-bit peak."""
+    if row.row.tflops:
+        return row.row.tflops
+    peak = row.plan.card.tflops.get("bf16", row.plan.card.tflops.get("fp16"))
+    return row.row.utilisation * peak if row.row.utilisation and peak else None
+
+
+def _ratio(row: Expressed, causal: bool, lookup: bool) -> float:
+    hardware = "hardware" in row.row.tflops_kind.lower() and row.plan.strategy.recompute == "full"
+    done = flops(row.plan, causal, lookup) * (4 / 3 if hardware else 1)
+    return done / ((row.seconds or 1) * row.plan.world_size * (rate(row) or 1) * 1e12)

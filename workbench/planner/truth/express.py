@@ -1,0 +1,235 @@
+"""A row as a `Plan`: what the row says, and for what it leaves open the stack's documented defaults."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from workbench.plan.errors import PlanError
+from workbench.plan.legal import divisors
+from workbench.plan.schema import Card, Plan
+from workbench.planner.truth import cards, fields
+from workbench.planner.truth.rows import Row
+from workbench.planner.truth.shapes import Inexpressible, is_dense, missing, shape
+from workbench.planner.truth.stacks import Stack, named
+
+SCHEDULES = (
+    ("dualpipe-v", r"dual.?pipe"),
+    ("zb-v", r"zb.?v|zero.?bubble v"),
+    ("zb-h2", r"zb.?h?2"),
+    ("zb-h1", r"zb|zero.?bubble"),
+    ("interleaved", r"interleav|looped|virtual"),
+    ("gpipe", r"gpipe|f-?then-?b|all.?forward"),
+    ("1f1b", r"1f1b|one.?f|dapple|pipedream"),
+)
+
+
+@dataclass(frozen=True)
+class Expressed:
+    """A row, the complete plan that says it, and the figures that can be compared."""
+
+    row: Row
+    plan: Plan
+    stack: str
+    seconds: float | None
+    """Measured step time of the plan's global batch."""
+    assumed: tuple[str, ...]
+    """Plan fields that took a stack's documented default, because the row leaves them open."""
+
+    @property
+    def memory_gib(self) -> float | None:
+        """Measured peak."""
+        return self.row.memory_gib
+
+
+def complete(row: Row) -> bool:
+    """Whether the row is one that must be expressible: a measured dense decoder with every field that decides cost.
+
+    These are the shape, the sequence, the number of cards and their name, and enough of batch and micro-batch to know
+    both; fields with a documented default (recompute, sharding, schedule, sequence parallelism) may be open.
+    """
+    if not row.measured or not is_dense(row) or missing(row) or not row.gpu:
+        return False
+    return _cards(row) is not None and row.micro_batch is not None and (row.batch or row.accumulation) is not None
+
+
+def express(row: Row) -> Expressed:
+    """The plan that `row` describes, complete and legal. Raises `Inexpressible` with a reason to be counted by."""
+    if not row.measured:
+        raise Inexpressible("not a measurement")
+    model = shape(row)
+    gpus, data = _layout(row)
+    micro, batch, known = _batch(row, data)
+    card = cards.card(row.gpu, row.gpu_memory)
+    if card is None:
+        raise Inexpressible(f"card unknown: {row.gpu or 'none given'}")
+    stack = _stack(row, card)
+    strategy, training, assumed = _strategy(row, stack, model.layers, data)
+    network = cards.fabric(card.name, f"{row.table} {row.gpu} {row.notes}".lower())
+    if fields.hybrid(row.sharding):
+        _shard_in_node(strategy, data * row.context, max(1, network.gpus_per_node // row.tensor))
+    written = {
+        "name": row.label, "model": model, "strategy": strategy,
+        "cluster": {"gpu": card, "gpus": gpus, "fabric": network},
+        "training": {"sequence_length": row.sequence, "global_batch": batch, "micro_batch": micro, **training},
+    }  # fmt: skip
+    try:
+        plan = Plan.model_validate(written).complete()
+    except PlanError as error:
+        raise Inexpressible(f"illegal: {error.problems[0].field}") from None
+    except ValidationError as error:
+        raise Inexpressible(f"illegal: {'.'.join(map(str, error.errors()[0]['loc']))}") from None
+    return Expressed(row, plan, stack.name, _seconds(row, batch, known), tuple(assumed))
+
+
+def _cards(row: Row) -> int | None:
+    """Ranks of the job: as printed, else the product of the axes."""
+    others = row.tensor * row.pipeline * row.context
+    return row.gpus or (others * row.data if row.data else None)
+
+
+def _layout(row: Row) -> tuple[int, int]:
+    """(ranks, size of data parallelism). Raises where the axes do not multiply to the cards."""
+    gpus, others = _cards(row), row.tensor * row.pipeline * row.context
+    if gpus is None:
+        raise Inexpressible("missing n_gpus")
+    if gpus % others:
+        raise Inexpressible("layout contradicts the number of cards")
+    data = gpus // others
+    if row.data is not None and row.data not in (data, data * row.context):
+        raise Inexpressible("layout contradicts the number of cards")
+    return gpus, data
+
+
+def _batch(row: Row, data: int) -> tuple[int, int, bool]:
+    """(micro-batch, global batch, whether the row says so much); one follows from the others."""
+    micro, batch, steps = row.micro_batch, row.batch, row.accumulation
+    if micro is None and batch is not None and (steps or batch == data):
+        micro = batch // (data * (steps or 1)) or None
+    if micro is None:
+        raise Inexpressible("missing mbs")
+    if batch is None and steps is None and row.pipeline > 1:
+        raise Inexpressible("missing gbs")
+    known = batch is not None or steps is not None
+    batch = batch or micro * data * (steps or 1)
+    if batch % (micro * data) or (steps and micro * data * steps != batch):
+        raise Inexpressible("batch fields contradict")
+    return micro, batch, known
+
+
+def _seconds(row: Row, batch: int, known: bool) -> float | None:
+    """Measured step time: as printed, else from a rate and the batch; None where the batch is not known."""
+    if row.iteration:
+        return row.iteration if known else None
+    if row.samples_per_second:
+        return batch / row.samples_per_second
+    return batch * row.sequence / row.tokens_per_second if row.tokens_per_second and row.sequence else None
+
+
+def _shard_in_node(strategy: dict[str, Any], replicas: int, most: int) -> None:
+    """Hybrid sharding: the largest group that stays inside a node."""
+    strategy["data"]["shard"] = max(size for size in divisors(replicas) if size <= most)
+
+
+def _stack(row: Row, card: Card) -> Stack:
+    said = row.attention.lower()
+    fused = re.search(r"flash|cudnn|sdpa|\bte\b|fused", said) is not None
+    sharded = row.pipeline == 1 and (row.zero or 0) >= 2
+    return named(row.framework, sharded, fused or (not said and "fp8" in card.tflops))
+
+
+def _strategy(row: Row, stack: Stack, layers: int, data: int) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """(strategy, training, plan fields that took a default) as plain data."""
+    precision = fields.precision(row.precision) or "auto"
+    if precision == "fp4":
+        raise Inexpressible("precision fp4")
+    said = _said(row, layers, data)
+    usual = {path: value for path, value in stack.defaults.items() if path not in said and _applies(path, row)}
+    plan: dict[str, Any] = {"strategy": {"stack": stack.name, "precision": precision}, "training": {}}
+    for path, value in {**usual, **said}.items():
+        if value is not None:
+            _put(plan, path.split("."), value)
+    _settle(plan["strategy"], row)
+    if "lora" in row.text:
+        plan["training"]["lora"] = {"rank": _rank(row, stack)}
+    return plan["strategy"], plan["training"], sorted(usual)
+
+
+def _said(row: Row, layers: int, data: int) -> dict[str, Any]:
+    """Plan fields that the row itself states, by dotted path."""
+    words = f"{row.sharding} {row.notes} {row.table}"
+    recompute = fields.recompute(row.recompute, layers)
+    shard = fields.shard(row.sharding)
+    found: dict[str, Any] = {
+        "strategy.tensor.size": row.tensor, "strategy.pipeline.size": row.pipeline,
+        "strategy.context.size": row.context, "strategy.expert.size": row.expert,
+        "strategy.data.zero": row.zero, "strategy.recompute": recompute,
+        "strategy.tensor.sequence": row.sequence_parallel, "strategy.gradient_dtype": fields.gradients(row.precision),
+        "strategy.pipeline.chunks": row.chunks if row.pipeline > 1 else None,
+        "strategy.data.shard": shard if shard and shard < data * row.context else None,
+        "training.optimizer.moments": fields.moments(f"{row.precision} {row.notes}"),
+        "training.optimizer.master": "none" if fields.pure(row.precision) else None,
+        "strategy.kernels": _kernels(row),
+    }  # fmt: skip
+    if (offload := fields.offload(words)) != "none":
+        found["strategy.data.offload"] = offload
+    if fields.pure(row.precision) and found["training.optimizer.moments"] is None:
+        found["training.optimizer.moments"] = "bf16"
+    return {path: value for path, value in found.items() if value is not None}
+
+
+def _kernels(row: Row) -> str | None:
+    words = f"{row.framework} {row.notes} {row.attention}".lower()
+    if re.search(r"compile|thunder|inductor", words):
+        return "compiled"
+    return "eager" if re.search(r"\beager\b", words) else None
+
+
+def _applies(path: str, row: Row) -> bool:
+    """Whether a default has something to act on: no sequence parallelism without tensor, no chunks without stages."""
+    if path == "strategy.tensor.sequence":
+        return row.tensor > 1
+    if path == "strategy.pipeline.chunks":
+        return row.pipeline > 1 and "interleav" in row.schedule.lower()
+    return not path.startswith("training.lora")
+
+
+def _settle(strategy: dict[str, Any], row: Row) -> None:
+    """The schedule that goes with the chunks, and shards and offloads that ZeRO's stage allows."""
+    pipeline, data = strategy["pipeline"], strategy["data"]
+    chunks = pipeline.get("chunks", 1)
+    if pipeline["size"] > 1:
+        named_as = next((name for name, pattern in SCHEDULES if re.search(pattern, row.schedule.lower())), "1f1b")
+        pipeline["schedule"] = "interleaved" if chunks > 1 and named_as == "1f1b" else named_as
+        if named_as == "interleaved" and chunks == 1:
+            pipeline["chunks"] = 2
+    if strategy["tensor"]["size"] == 1:
+        strategy["tensor"].pop("sequence", None)
+    zero = data.setdefault("zero", 0)
+    if zero == 0:
+        data.pop("shard", None)
+        data.pop("offload", None)
+    elif data.get("offload") == "parameters" and zero < 3:
+        data["offload"] = "optimizer"
+    if data.get("reduce") == "microbatch" and zero < 2:
+        data.pop("reduce")
+
+
+def _rank(row: Row, stack: Stack) -> int:
+    """Rank of the adapters: as the row says, else the stack's documented default."""
+    if "qlora" in row.text or "nf4" in row.text:
+        raise Inexpressible("adapters on a quantised model")
+    said = re.search(r"\b(?:rank|dim|r)\s*[=: ]\s*(\d+)", row.notes.lower())
+    rank = fields.count(said.group(1)) if said else stack.defaults.get("training.lora.rank")
+    if rank is None:
+        raise Inexpressible("adapters of unknown rank")
+    return int(rank)
+
+
+def _put(target: dict[str, Any], path: list[str], value: Any) -> None:
+    for key in path[:-1]:
+        target = target.setdefault(key, {})
+    target[path[-1]] = value

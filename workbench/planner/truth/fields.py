@@ -1,0 +1,196 @@
+"""What the cells of a table of measurements say: numbers, yes or no, dtypes, recompute, sharding, kinds of memory.
+
+Cells are written by people. Each function takes the text as it stands and answers with a value, or None where the text
+is empty, says "unknown" or cannot be read; none of them raises.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+_NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+_FIRST = re.compile(_NUMBER)
+_RANGE = re.compile(rf"^\D{{0,3}}({_NUMBER})\s*\w{{0,3}}?\s*(?:-|–|—|\.\.+|to)\s*({_NUMBER})")
+_LARGEST = 1e18
+_UNKNOWN = re.compile(
+    r"\b(see|not (in|on|read|stated|printed|given|known)|unknown|unstated|unclear|n/?a|none stated|tbd)\b|^[-?]*$"
+)
+GIB_OF_GB = 1e9 / 2**30
+YES_NO = {"yes": True, "true": True, "y": True, "on": True, "1": True} | dict.fromkeys(
+    ("no", "false", "n", "off", "0", "none"), False
+)
+
+
+def number(text: str) -> float | None:
+    """The number in `text`, at least 0; the middle of a range; None where there is none."""
+    if span := _RANGE.match(text):
+        low, high = (float(part.replace(",", "")) for part in span.groups())
+        value = (low + high) / 2 if 0 <= low <= high else low
+    elif found := _FIRST.search(text):
+        value = float(found.group().replace(",", ""))
+    else:
+        return None
+    return value if math.isfinite(value) and 0 <= value < _LARGEST else None
+
+
+def whole(text: str) -> int | None:
+    """The integer in `text`; None for a range, a fraction or nothing. `8k` is 8192."""
+    value = None if _RANGE.match(text) else number(text)
+    if value is not None and re.search(r"\d\s*k\b", text.lower()):
+        value *= 1024
+    return int(value) if value is not None and value == int(value) else None
+
+
+def count(text: str) -> int | None:
+    """A positive integer, or None."""
+    return whole(text) or None
+
+
+def yes(text: str) -> bool | None:
+    """Yes or no; None where the text says neither."""
+    word = re.match(r"\s*(\w+)", text.lower())
+    if word is None:
+        return None
+    return YES_NO.get(word.group(1))
+
+
+def unknown(text: str) -> bool:
+    """Whether the text is empty or only says that nothing is known ("see recipe", "not in table")."""
+    return _UNKNOWN.search(text.strip().lower()) is not None
+
+
+def seconds(text: str) -> float | None:
+    """A duration in seconds; a trailing `ms` is honoured."""
+    value = number(text)
+    return value / 1000 if value and re.search(r"\d\s*ms\b", text.lower()) else value or None
+
+
+def gib(text: str, unit: str) -> float | None:
+    """Memory in GiB. "GB" acts as GiB, as drivers and loggers print it, unless the unit speaks of 1e9 bytes."""
+    value, unit = number(text), (unit + " " + text).lower()
+    if not value:
+        return None
+    if re.search(r"1e9|10\^9|10\*\*9|1000\^3|decimal", unit):
+        return value * GIB_OF_GB
+    leading = re.match(r"\W*(mib|mb)\b", unit) or re.search(r"\d\s*(mib|mb)\b", text.lower())
+    return value / 1024 if leading else value
+
+
+def memory_kind(text: str) -> str:
+    """allocated | reserved | nvidia-smi | unknown. A text that names two, or doubts its own, is unknown."""
+    text = text.lower()
+    if re.search(r"nvidia.?smi|nvml", text) and "not stated" not in text:
+        return "nvidia-smi"
+    said = [kind for kind in ("allocated", "reserved") if re.search(rf"\b{kind}\b", text)]
+    return said[0] if len(said) == 1 and "not stated" not in text else "unknown"
+
+
+def status(text: str, measured: bool) -> str:
+    """ran | out_of_memory | failed. A failure that may have been something else than memory is `failed`."""
+    text = text.strip().lower()
+    if not text:
+        return "ran" if measured else "failed"
+    short = re.search(r"\boom\b|out[ _-]of[ _-]memory|does ?n.t fit|does not fit", text)
+    other = re.search(r"fail|crash|timeout|timed out|error|hang|\bnan\b|diverge|killed", text)
+    if short:
+        return "failed" if other else "out_of_memory"
+    return "failed" if other else "ran"
+
+
+def precision(text: str) -> str | None:
+    """fp32 | tf32 | bf16 | fp16 | fp8 | fp4 by the narrowest dtype that matrix products are said to use."""
+    text = text.lower()
+    for name, pattern in (
+        ("fp4", r"fp4|float4"),
+        ("fp8", r"fp8|float8|e4m3|e5m2"),
+        ("bf16", r"bf16|bfloat16"),
+        ("fp16", r"fp16|float16|half"),
+        ("tf32", r"tf32"),
+        ("fp32", r"fp32|float32|single|32.true"),
+    ):
+        if re.search(pattern, text):
+            return name
+    return None
+
+
+def pure(text: str) -> bool:
+    """Whether the optimizer updates 16-bit weights themselves: "bf16-true", "pure bf16", "bf16 weights"."""
+    return re.search(r"\b(pure|true)\b|16 (weights|params)\b|16.true", text.lower()) is not None
+
+
+def gradients(text: str) -> str | None:
+    """fp32 where gradients are said to add up or be reduced in it, else None."""
+    said = re.search(r"fp32 (grad|main grad|reduce|accum)|(accum\w*|reduce\w*|grad\w*) in fp32", text.lower())
+    return "fp32" if said else None
+
+
+def moments(text: str) -> str | None:
+    """Dtype of the optimizer's moments where it is said: int8, bf16 or fp32; else None."""
+    text = text.lower()
+    if re.search(r"8.?bit (adam|optim)|adamw?_?8.?bit", text):
+        return "int8"
+    if re.search(r"bf16 (adam|m/v|moments|optim)|(adamw?|moments|states) (in )?bf16", text):
+        return "bf16"
+    return None
+
+
+def recompute(text: str, layers: int) -> str | list[int] | None:
+    """none | selective | full | the layers recomputed in full; None where the text does not say."""
+    text = text.strip().lower()
+    if unknown(text):
+        return None
+    if every := re.search(r"every (\d+|other|second|2nd|third|3rd)", text):
+        step = {"other": 2, "second": 2, "2nd": 2, "third": 3, "3rd": 3}.get(every.group(1)) or number(every.group(1))
+        return list(range(0, layers, max(1, int(step or 2))))
+    if re.match(r"(none|no|off|false|disabled)\b", text):
+        return "none"
+    if re.search(r"select|core.?attn|per.?op|recompute-(?!block)|\bsac\b|mlp|attention|norm|partial", text):
+        return "selective"
+    if re.search(r"\b(full|yes|true|on|block|uniform|all|layer|checkpoint\w*)\b|activation", text):
+        return "full"
+    return None
+
+
+def zero(stage: str, sharding: str) -> int | None:
+    """ZeRO stage: the number given, else what the sharding's words mean; None where neither says."""
+    given = whole(stage)
+    if given in (0, 1, 2, 3):
+        return given
+    text = sharding.lower()
+    if unknown(text):
+        return None
+    if named := re.search(r"zero[- _]?(?:stage)?[- _]?([0-3])\b", text):
+        return int(named.group(1))
+    for value, pattern in (
+        (2, r"shard_grad_op|shard.?grad(?!.*shard.?weight)|fsdp ?0\.5"),
+        (3, r"full_?shard|hsdp|hybrid|fsdp|shard.?weight|fully"),
+        (1, r"distributed optim|dist.?opt|optimizer shard|shard\w* optim"),
+        (0, r"\bddp\b|none|no\b|data parallel"),
+    ):
+        if re.search(pattern, text):
+            return value
+    return None
+
+
+def shard(text: str) -> int | None:
+    """Ranks of a shard group where sharding is said to stay inside one ("within group of 8", "FSDP 64")."""
+    found = re.search(r"(?:within|group of|groups of|fsdp[ =])\D{0,12}(\d+)", text.lower())
+    return count(found.group(1)) if found else None
+
+
+def hybrid(text: str) -> bool:
+    """Whether parameters are sharded inside a node and replicated across nodes."""
+    return re.search(r"hsdp|hybrid", text.lower()) is not None
+
+
+def offload(text: str) -> str:
+    """none | optimizer | parameters: what the words say lives in host memory."""
+    text = re.sub(r"offload\w*\s*[=:]\s*(false|no|none|0)\b", "", text.lower())
+    if "offload" not in text and "infinity" not in text:
+        return "none"
+    if re.search(r"(no|without) \w*\s?offload|act\w*[- ](cpu[- ])?offload|offload[- ](residual|act)", text):
+        text = re.sub(r"(no|without) \w*\s?offload|act\w*[- ](cpu[- ])?offload|offload[- ](residual|act\w*)", "", text)
+    if re.search(r"offload[- ]param|param\w* offload|offload\w* (of )?(all )?param|zero-?3 offload|infinity", text):
+        return "parameters"
+    return "optimizer" if "offload" in text else "none"

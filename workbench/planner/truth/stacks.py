@@ -1,0 +1,62 @@
+"""Named software stacks of `data/stacks.yaml`: found by a framework's name, with documented defaults as plan fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from workbench.plan import catalog
+
+UNNAMED = "textbook"
+"""The stack of a framework that the catalog does not know."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack, with what it inherits filled in."""
+
+    name: str
+    matches: tuple[str, ...]
+    attention: str
+    becomes: Mapping[str, str] = field(hash=False)
+    defaults: Mapping[str, Any] = field(hash=False)
+    """Plan field by dotted path -> documented default."""
+
+
+@lru_cache(maxsize=1)
+def stacks() -> dict[str, Stack]:
+    """Every stack of `data/stacks.yaml` by name."""
+    table = catalog.read("data/stacks.yaml")
+    return {name: _stack(name, entry, table) for name, entry in table.items()}
+
+
+def _stack(name: str, entry: Mapping[str, Any], table: Mapping[str, Any]) -> Stack:
+    base = table[entry["like"]] if "like" in entry else {}
+    defaults = {**base.get("defaults", {}), **entry.get("defaults", {})}
+    return Stack(
+        name=name,
+        matches=tuple(entry["matches"]),
+        attention=entry.get("attention", base.get("attention", "flash")),
+        becomes=entry.get("becomes", {}),
+        defaults={path: said["value"] for path, said in defaults.items()},
+    )
+
+
+@lru_cache(maxsize=4096)
+def named(framework: str, sharded: bool, flash: bool) -> Stack:
+    """The stack that `framework` means: the first match in it, of those the longest; then what that becomes.
+
+    `sharded`: ZeRO-2 or 3 without a pipeline. `flash`: attention is fused.
+    """
+    words, table = " ".join(framework.lower().split()), stacks()
+    found = [
+        (words.index(match), -len(match), name)
+        for name, stack in table.items() for match in stack.matches if match in words
+    ]  # fmt: skip
+    stack = table[min(found)[2] if found else UNNAMED]
+    for condition, holds in (("sharded", sharded), ("flash", flash)):
+        if holds and condition in stack.becomes:
+            return table[stack.becomes[condition]]
+    return stack

@@ -1,0 +1,195 @@
+"""Predictions against published measurements: read, express, predict, compare."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from workbench.plan.errors import PlanError
+from workbench.plan.schema import Plan
+from workbench.planner.truth.consistency import flops, suspect
+from workbench.planner.truth.express import Expressed, complete, express
+from workbench.planner.truth.rows import Row, read
+from workbench.planner.truth.shapes import Inexpressible
+
+NEAR_LIMIT = 0.9
+"""Share of the card above which allocators retry and times mean little."""
+SLOW = 0.05
+"""Utilisation below which a measured time says more about the machine than about the plan."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner says of one plan: GiB on the fullest card, seconds of a step, and 5 % and 95 % bounds."""
+
+    peak_gib: float
+    seconds: float | None
+    peak_low: float | None = None
+    peak_high: float | None = None
+    seconds_low: float | None = None
+    seconds_high: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by part of the step, and GiB by category."""
+
+
+Predict = Callable[[Plan], Prediction]
+
+
+def predict(plan: Plan) -> Prediction:
+    """What `estimate` says of a complete `plan`. Raises `PlanError` for what the planner does not model."""
+    from workbench.planner.estimate import estimate
+
+    found = estimate(plan)
+    sizes = _at_peak(found.memory)
+    times = {f"{name} s": float(value) for name, value in found.notes.get("time", {}).items()}
+    parts = {**times, **{f"{name} GiB": size for name, size in sizes.items()}}
+    return Prediction(peak_gib=sum(sizes.values()), seconds=found.step_seconds, parts=parts)
+
+
+def _at_peak(memory: pd.DataFrame) -> dict[str, float]:
+    """GiB by category on the fullest rank at its fullest moment; without a groupby, which costs more than planning."""
+    held = memory[memory.tier.to_numpy() == "device"]
+    instants = pd.factorize(held["rank"].astype(str) + held.moment)[0]
+    sizes = held.bytes.to_numpy(dtype=float) / 2**30
+    here = instants == np.bincount(instants, weights=sizes).argmax()
+    return dict(zip(held.category.to_numpy()[here], sizes[here].tolist()))
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Every row that could be predicted, and why the others could not."""
+
+    files: tuple[str, ...]
+    rows: int
+    expressed: int
+    complete: int
+    complete_expressed: int
+    reasons: Mapping[str, int]
+    refused: Mapping[str, int]
+    """Plans that the planner refused, by the field it named."""
+    table: pd.DataFrame
+    """A row a prediction; columns `COLUMNS`."""
+    parts: Sequence[Mapping[str, float]]
+    seconds: float
+
+    @property
+    def coverage(self) -> float | None:
+        """Share of the dense rows with complete fields that could be expressed."""
+        return self.complete_expressed / self.complete if self.complete else None
+
+    def summary(self) -> dict[str, Any]:
+        """The whole answer, as plain data."""
+        from workbench.planner.truth.report import summary
+
+        return summary(self)
+
+    def dump(self, path: str | Path) -> Path:
+        """Write every predicted row, with the parts of its prediction, as CSV. Raises `OSError`."""
+        parts = pd.DataFrame(list(self.parts), index=self.table.index)
+        pd.concat([self.table, parts], axis=1).to_csv(path, index=False, float_format="%.6g")
+        return Path(path)
+
+
+def validate(files: Sequence[str | Path], predict: Predict = predict) -> Validation:
+    """Read every row of `files`, predict those that can be expressed, and set prediction beside measurement.
+
+    Raises `PlanError` where a file cannot be read; a row never fails the run, it is counted with its reason.
+    """
+    start = time.perf_counter()
+    rows = [row for file in files for row in read(file)]
+    said, reasons = _expressed(rows)
+    found, refused = _predicted(said, predict)
+    must = {id(row) for row in rows if complete(row)}
+    return Validation(
+        files=tuple(str(file) for file in files), rows=len(rows), expressed=len(said), complete=len(must),
+        complete_expressed=sum(id(one.row) in must for one in said), reasons=reasons, refused=refused,
+        table=_table(found), parts=[prediction.parts for _, prediction in found],
+        seconds=time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def _expressed(rows: Sequence[Row]) -> tuple[list[Expressed], dict[str, int]]:
+    said, reasons = [], Counter[str]()
+    for row in rows:
+        try:
+            said.append(express(row))
+        except Inexpressible as reason:
+            reasons[str(reason)] += 1
+    return said, dict(reasons.most_common())
+
+
+def _predicted(
+    said: Sequence[Expressed], predict: Predict
+) -> tuple[list[tuple[Expressed, Prediction]], dict[str, int]]:
+    """Each row with its prediction; equal plans are predicted once."""
+    known: dict[str, Prediction | str] = {}
+    found, refused = [], Counter[str]()
+    for one in said:
+        key = one.plan.model_copy(update={"name": ""}).model_dump_json()
+        if key not in known:
+            try:
+                known[key] = predict(one.plan)
+            except PlanError as error:
+                known[key] = error.problems[0].field
+        answer = known[key]
+        if isinstance(answer, str):
+            refused[answer] += 1
+        else:
+            found.append((one, answer))
+    return found, dict(refused.most_common())
+
+
+def _table(found: Sequence[tuple[Expressed, Prediction]]) -> pd.DataFrame:
+    """One line a predicted row; times that cannot be compared are missing."""
+    table = pd.DataFrame([_line(one, prediction) for one, prediction in found], columns=COLUMNS)
+    table["suspect"] = suspect([one for one, _ in found])
+    used = table.measured_gib / table.card_gib > NEAR_LIMIT
+    table["clean"] = ~table.suspect & ~used & ~(table.utilisation < SLOW)
+    table["memory_ratio"] = table.predicted_gib / table.measured_gib
+    table["time_ratio"] = table.predicted_s / table.measured_s
+    return table
+
+
+COLUMNS = [
+    "row", "file", "source", "table", "framework", "stack", "model", "gpu", "card", "gpus", "status", "memory_kind",
+    "card_gib", "measured_gib", "predicted_gib", "gib_low", "gib_high", "measured_s", "predicted_s", "s_low", "s_high",
+    "tokens", "utilisation", "layout", "assumed",
+]  # fmt: skip
+
+
+def _line(one: Expressed, p: Prediction) -> tuple[Any, ...]:
+    row, plan = one.row, one.plan
+    memory = one.memory_gib if row.status != "failed" else None
+    seconds = one.seconds if row.status == "ran" else None
+    peak = plan.card.tflops.get("bf16", plan.card.tflops.get("fp16", plan.card.tflops["fp32"]))
+    done = flops(plan) / (seconds * plan.world_size * peak * 1e12) if seconds else None
+    return (
+        row.label, row.file, row.source, row.table, row.framework, one.stack, row.model, row.gpu, plan.card.name,
+        plan.world_size, row.status, row.memory_kind, plan.card.memory_gib, memory, p.peak_gib, p.peak_low, p.peak_high,
+        seconds, p.seconds, p.seconds_low, p.seconds_high, plan.training.global_batch * plan.training.sequence_length,
+        done, _layout(plan), " ".join(one.assumed),
+    )  # fmt: skip
+
+
+def _layout(plan: Plan) -> str:
+    """The strategy in one line, as people write it in a table."""
+    s, t = plan.strategy, plan.training
+    recompute = s.recompute if isinstance(s.recompute, str) else f"{len(s.recompute)} layers"
+    sizes = " ".join(f"{axis[0]}{size}" for axis, size in plan.sizes.items())
+    chunks = f" v{s.pipeline.chunks}" if s.pipeline.chunks > 1 else ""
+    return (
+        f"{sizes}{chunks} z{s.data.zero} mb{t.micro_batch} gb{t.global_batch} s{t.sequence_length} "
+        f"{s.precision} {recompute}{' sp' if s.tensor.sequence else ''}"
+    )
+
+
+def numbers(column: pd.Series[Any]) -> np.ndarray[Any, Any]:
+    """A column as floats, missing as NaN."""
+    return pd.to_numeric(column, errors="coerce").to_numpy(dtype=float)
