@@ -18,4 +18,5 @@ def timeline(w: Workload, d: Durations) -> tuple[Timeline | None, int]:
     if s.schedule not in names() or s.chunks > 1 or microbatches < min(whole, 2 * w.pipeline):
         return None, 0
     table = generate(s.schedule, w.pipeline, microbatches)
-    return simulate(table, {"F": d.forward.tolist(), "B": d.backward.tolist()}), microbatches
+    seconds = {"F": d.forward, "B": d.backward, "I": d.backward - d.weight, "W": d.weight}
+    return simulate(table, {kind: by_rank.tolist() for kind, by_rank in seconds.items()}), microbatches
