@@ -12,8 +12,9 @@ def costs(shape: Shape, sequence: int) -> tuple[float, list[float], float]:
     The embedding is a lookup: it moves one row and multiplies nothing. Attention counts the causal half of its scores.
     """
     attention = shape.q_width * min(sequence, shape.window or sequence)
-    blocks = [block_matrices(shape, layer) + attention for layer in range(shape.layers)]
-    return 0.0, [float(cost) for cost in blocks], float(shape.hidden * shape.vocab)
+    dense = min(shape.layers, shape.moe.first_dense) if shape.moe else shape.layers
+    first, last = (float(block_matrices(shape, layer) + attention) for layer in (0, shape.layers - 1))
+    return 0.0, [first] * dense + [last] * (shape.layers - dense), float(shape.hidden * shape.vocab)
 
 
 def balanced(shape: Shape, stages: int, sequence: int) -> list[int]:
