@@ -4,6 +4,7 @@ from workbench.planner.operators.choose import choose
 from workbench.planner.operators.cost import Bytes
 from workbench.planner.operators.form import parse, read, write, written
 from workbench.planner.operators.mesh import Machine
+from workbench.planner.operators.of_plan import choose_for
 from workbench.planner.operators.result import OperatorPlan
 
-__all__ = ["Bytes", "Machine", "OperatorPlan", "choose", "parse", "read", "write", "written"]
+__all__ = ["Bytes", "Machine", "OperatorPlan", "choose", "choose_for", "parse", "read", "write", "written"]

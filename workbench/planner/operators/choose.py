@@ -122,7 +122,7 @@ def _unknown(pattern: str, priced: Priced) -> Problem:
 def _illegal(operator: Operator, options: tuple[Strategy, ...], asked: Mapping[str, Form]) -> Problem:
     forms = list(dict.fromkeys(written(option.form) for option in options))
     more = f", and {len(forms) - SHOWN} more" if len(forms) > SHOWN else ""
-    said = " and ".join(written(form) for form in asked.values())
+    said = " and ".join(dict.fromkeys(written(form) for form in asked.values()))
     legal = f"{', '.join(forms[:SHOWN])}{more}"
     return Problem(f"strategy.operators.{next(iter(asked))}", f"is {said} for {operator.name}; legal: {legal}")
 

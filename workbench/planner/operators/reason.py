@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from workbench.planner.operators.result import Row
 
 GIB = 2**30
+MEGATRON = {
+    "embedding": "vocabulary", "attention.qkv": "columns", "attention.attend": "heads",
+    "attention.attend.scores": "heads", "attention.attend.softmax": "heads", "attention.attend.context": "heads",
+    "attention.o": "inner", "mlp.up": "columns", "mlp.activate": "width", "mlp.down": "inner", "head": "columns",
+    "loss": "vocabulary",
+}  # fmt: skip
+"""The dimension that each operator is split by in 1909.08053; the others are repeated. Only to compare with."""
 
 
 def reason(priced: Priced, picked: tuple[int, ...], rows: Sequence[Row]) -> str:
@@ -21,7 +28,11 @@ def reason(priced: Priced, picked: tuple[int, ...], rows: Sequence[Row]) -> str:
     said = [*_pairs(priced, picked), *_rows(priced, picked), *_idle(priced, picked)]
     total, held = problem.total(picked), problem.memory(picked)
     said.append(f"Estimated {_ms(total)} a microbatch and {held / GIB:.3g} GiB a rank.")
-    simple = {"Data parallel": data_parallel(priced), "Everything repeated on every rank": repeated(priced)}
+    simple = {
+        "Data parallel": _uniform(priced, dict.fromkeys(_names(priced), "rows")),
+        "Megatron's pairing over all ranks": _uniform(priced, MEGATRON),
+        "Everything repeated on every rank": _uniform(priced, {}),
+    }
     for name, other in simple.items():
         if other is not None and other != picked:
             seconds, size = problem.total(other), problem.memory(other)
@@ -37,12 +48,20 @@ def _pairs(priced: Priced, picked: tuple[int, ...]) -> list[str]:
     said = []
     for first, second in pairwise(products):
         columns, inner = (_axes(priced, i, picked, name) for i, name in ((first, "columns"), (second, "inner")))
-        if columns and columns == inner:
-            a, b = priced.graph.operators[first].name, priced.graph.operators[second].name
-            ways, times = priced.mesh.ranks_over(columns), _times(priced.graph.operators[first])
+        if not inner or not set(inner) <= set(columns):
+            continue
+        a, b = (priced.graph.operators[i].name for i in (first, second))
+        ways, pieces = priced.mesh.ranks_over(columns), priced.mesh.ranks_over(inner)
+        times = _times(priced.graph.operators[first])
+        if ways == pieces:
             said.append(
                 f"{a} by columns and {b} by its inner dimension, {ways} ways each: what passes between them stays in"
                 f" place, one all-reduce forward after {b} and one backward before {a}{times}."
+            )
+        else:
+            said.append(
+                f"{a} by columns {ways} ways, {b} by its inner dimension only {pieces} ways: a smaller all-reduce after"
+                f" {b}, and what is split with it, repay the gathering between them{times}."
             )
     return said
 
@@ -65,7 +84,7 @@ def _rows(priced: Priced, picked: tuple[int, ...]) -> list[str]:
     if max(ways) == 1:
         return [f"Splitting {sequences} sequences costs more than it saves here."]
     if len(ways) == 1:
-        return [f"Every operator splits the rows of {sequences} sequences {max(ways)} ways; weights are reduced once."]
+        return [f"Every operator splits {sequences} sequences {max(ways)} ways and adds up its weights' gradients."]
     return [f"Rows of {sequences} sequences are split {min(ways)} to {max(ways)} ways."]
 
 
@@ -75,18 +94,13 @@ def _idle(priced: Priced, picked: tuple[int, ...]) -> list[str]:
     return [f"Repeated on several ranks, for it is cheaper: {', '.join(whole)}."] if whole else []
 
 
-def data_parallel(priced: Priced) -> tuple[int, ...] | None:
-    """Every operator split by rows over all ranks; None where sequences do not suffice."""
-    return _uniform(priced, "rows")
+def _names(priced: Priced) -> list[str]:
+    return [operator.name for operator in priced.graph.operators]
 
 
-def repeated(priced: Priced) -> tuple[int, ...] | None:
-    """Nothing split."""
-    return _uniform(priced, None)
-
-
-def _uniform(priced: Priced, name: str | None) -> tuple[int, ...] | None:
-    picked = [_find(found, name) for found in priced.options]
+def _uniform(priced: Priced, dims: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Each operator named split over all ranks by that dimension, the others whole; None where that is illegal."""
+    picked = [_find(found, dims.get(name)) for name, found in zip(_names(priced), priced.options)]
     return None if None in picked else tuple(option for option in picked if option is not None)
 
 

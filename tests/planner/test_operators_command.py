@@ -1,0 +1,103 @@
+"""Operator strategies of a plan: the command, its JSON, a plan written and read back, refusals, links by topology."""
+
+import json
+import math
+
+import pytest
+
+from workbench.cli import answer
+from workbench.plan.schema import Plan
+from workbench.planner.constants import constants
+from workbench.planner.operators import choose, choose_for, read
+from workbench.planner.operators.of_plan import machine
+
+H100 = ["--model", "llama-3-8b", "--gpu", "h100-sxm-80gb"]
+
+
+@pytest.fixture
+def ask(capsys):
+    """Run a command line; (exit code, stdout, stderr)."""
+
+    def run(*words):
+        code = answer(["operators", *map(str, words)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def plan(gpus=8, **fields):
+    return Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp", set=fields).complete()
+
+
+def test_json_holds_the_rows_the_mapping_and_the_reason(ask):
+    code, out, _ = ask(*H100, "--gpus", 4, "--strategy", "megatron-tp", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["source"] == "estimated" and found["ranks"] == [4]
+    rows = {row["operator"]: row for row in found["rows"]}
+    assert rows["mlp.up"]["strategy"] == "((1,1),(1,4))"
+    total = sum(r["seconds"] * r["times"] for r in found["rows"] + found["redistributions"])
+    assert found["seconds"] == pytest.approx(total, rel=1e-12)
+    assert found["operators"]["blocks.*.mlp.gate"] == "((1,1),(1,4))" and "mlp.up by columns" in found["reason"]
+
+
+def test_tables_say_estimated_and_give_the_reason(ask):
+    code, out, _ = ask(*H100, "--gpus", 16, "--strategy", "ddp", "--ranks", "2x8", "--memory", 70)
+    assert code == 0 and "Operators over 2 x 8 ranks (estimated)" in out and "Total (estimated)" in out
+    assert "limit" in out and "70.0 GiB" in out and "Estimated" in out and "integer programming" in out
+
+
+def test_a_plan_written_with_its_operators_is_read_back_and_kept(ask, tmp_path):
+    path = tmp_path / "plan.yaml"
+    code, out, _ = ask(*H100, "--gpus", 4, "--strategy", "ddp", "-o", path, "--json")
+    first = json.loads(out)
+    assert code == 0 and first["path"] == str(path)
+    kept = Plan.load(path)
+    assert kept.strategy.operators == first["operators"] and read(kept.strategy.operators)
+    code, out, _ = ask(path, "--json")
+    second = json.loads(out)
+    assert code == 0 and second["operators"] == first["operators"]
+    assert second["seconds"] == pytest.approx(first["seconds"], rel=1e-12)
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--memory", "1"], "memory: is 1 GiB a rank, but every choice takes"), (["--ranks", "11"], "ranks: is 11, which"),
+    (["--ranks", "x8"], "--ranks: is 'x8'; legal"), (["--ranks", "-1"], "--ranks: is '-1'"),
+    (["--memory", "-1"], "memory: is -"), (["--sequences", "0"], "sequences: is 0"),
+    (["--set", "strategy.operators={head: column}"], "operators.head: is 'column'; legal: a tuple"),
+    (["--memory", "nan"], "memory: is nan"),
+])  # fmt: skip
+def test_what_is_impossible_is_said_in_a_line(ask, words, message):
+    code, out, err = ask(*H100, "--gpus", 8, "--strategy", "megatron-tp", *words, "--json")
+    assert code == 2 and message in err and "Traceback" not in err
+    assert json.loads(out)["exit_code"] == 2
+
+
+def test_more_sequences_turn_tensor_parallel_into_data_parallel(ask):
+    few, many = (
+        json.loads(ask(*H100, "--gpus", 8, "--strategy", "megatron-tp", "--sequences", n, "--json")[1])["operators"]
+        for n in (1, 64)
+    )
+    assert few["blocks.*.mlp.up"] == "((1,1),(1,8))" and many["blocks.*.mlp.up"] == "((8,1),(1,1))"
+
+
+def test_one_rank_splits_nothing(ask):
+    code, out, _ = ask("--model", "tiny", "--gpu", "local", "--gpus", 1, "--json")
+    found = json.loads(out)
+    assert code == 0 and not found["redistributions"] and all(row["splits"] == "whole" for row in found["rows"])
+
+
+def test_ranks_of_several_nodes_are_a_grid_with_the_network_outside():
+    two = plan(16)
+    assert choose_for(two).ranks == (2, 8)
+    known = constants("cuda", two.strategy.kernels)
+    found = machine(two, (2, 8))
+    network = two.fabric.nic_gbs * 1e9 * known.nic_share / 8
+    assert found.bandwidth == (pytest.approx(network), pytest.approx(two.card.link_gbs * 1e9 * known.link_share))
+    assert found.latency == (two.fabric.nic_latency_us * 1e-6, two.fabric.link_latency_us * 1e-6)
+
+
+def test_the_batch_is_the_plan_s_microbatch_over_all_data_ranks():
+    one = plan(8, **{"training.micro_batch": 2, "training.global_batch": 64, "training.sequence_length": 1024})
+    direct = choose(one.shape, 16 * 1024, 8, machine(one, 8), sequence_length=1024, fused=True, microbatches=4)
+    assert math.isclose(choose_for(one).seconds, direct.seconds, rel_tol=1e-12)

@@ -1,0 +1,92 @@
+"""The command on operator strategies: how each operator of a model is best split, what it costs, and why."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from workbench import tables
+from workbench.cli_options import Gpu, Gpus, Json, Model, PlanFile, Set, Strategy, chosen, emit
+from workbench.cli_plans import write_whole
+from workbench.lab.units import bytes_text, seconds_text
+from workbench.plan.errors import refuse
+
+if TYPE_CHECKING:
+    from workbench.planner.operators import OperatorPlan
+
+GIB = 2**30
+
+
+def operators(
+    file: PlanFile = None,
+    model: Model = None,
+    gpu: Gpu = None,
+    gpus: Gpus = None,
+    strategy: Strategy = None,
+    set: Set = None,
+    ranks: Annotated[
+        str | None, typer.Option("--ranks", help="Ranks, or a grid such as 4x8, outermost first; default all cards.")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option("--memory", metavar="GIB", help="Memory limit of a rank, GiB.")
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option("--sequences", help="Sequences of a microbatch over all ranks; default the plan's.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the plan with `strategy.operators` filled in here.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """A strategy for each operator, chosen exactly: what is split, what is communicated, estimated cost, and why."""
+    from workbench.planner.operators import choose_for
+
+    plan = chosen(file, model, gpu, gpus, strategy, set)
+    limit = None if memory is None else memory * GIB
+    found = choose_for(plan.complete(), None if ranks is None else mesh_of(ranks), limit, sequences)
+    data, between = found.to_json(), _between(found) if found.redistributions else None
+    if output is not None:
+        write_whole(output, plan.replace(**{"strategy.operators": found.forms}).to_yaml())
+        data["path"] = str(output)
+    emit(json, data, _rows(found), between, _total(found), Text(found.reason))
+
+
+def mesh_of(text: str) -> int | tuple[int, ...]:
+    """Ranks as a number or a grid: '8' -> 8, '2x4' -> (2, 4). Raises `PlanError`."""
+    if not re.fullmatch(r"[1-9][0-9]{0,6}(x[1-9][0-9]{0,6}){0,3}", text, re.ASCII):
+        raise refuse("--ranks", f"is '{text}'; legal: a number such as 8, or a grid such as 2x4")
+    sizes = tuple(int(word) for word in text.split("x"))
+    return sizes if len(sizes) > 1 else sizes[0]
+
+
+def _rows(found: OperatorPlan) -> Table:
+    columns = ("operator", "strategy", "split", "communicated", "time a layer", "memory a layer", "layers")
+    title = f"Operators over {' x '.join(map(str, found.ranks))} ranks ({found.source})"
+    built = tables.table(title, columns, columns[4:])
+    for row in found.rows:
+        cost = (seconds_text(row.seconds), bytes_text(row.bytes), str(row.times))
+        built.add_row(row.operator, row.strategy, row.splits, row.communicated, *cost)
+    return built
+
+
+def _between(found: OperatorPlan) -> Table:
+    columns = ("from", "to", "redistributed", "time a layer", "layers")
+    built = tables.table(f"Redistributions ({found.source})", columns, columns[3:])
+    for row in found.redistributions:
+        built.add_row(row.source, row.target, row.communicated, seconds_text(row.seconds), str(row.times))
+    return built
+
+
+def _total(found: OperatorPlan) -> Table:
+    built = tables.table(f"Total ({found.source})", ("what", "value"), ("value",))
+    built.add_row("a microbatch forward and backward, nothing overlapped", seconds_text(found.seconds))
+    built.add_row("parameters, states and kept activations of a rank", bytes_text(found.bytes))
+    if found.limit is not None:
+        built.add_row("limit", bytes_text(found.limit))
+    built.add_row("found by", found.solver)
+    return built
