@@ -132,7 +132,7 @@ class Curves:
         """(seconds, seconds a byte) of a collective; the straight line through what was measured."""
         curve, _, _ = self._collective(kind, group, dtype)
         times = self.collective_seconds(kind, curve.sizes, group, dtype)
-        alpha, beta = _fit(np.stack((np.ones_like(curve.sizes), curve.sizes), axis=1), times)
+        alpha, beta = fit(np.stack((np.ones_like(curve.sizes), curve.sizes), axis=1), times)
         return float(alpha), float(beta)
 
     def _collective(self, kind: str, group: int, dtype: str) -> tuple[Curve, int, float]:
@@ -178,13 +178,13 @@ def _products(gemm: tuple[Gemm, ...], ranks: int, crowd: float, dtype: str) -> P
     dims = np.array([(g.rows, g.columns, g.inner) for g in points], float)
     times = np.array([g.seconds for g in points]) * crowd
     flops = 2 * dims.prod(axis=1)
-    launch, a, b = _fit(np.stack((np.ones_like(flops), flops, flops * (1 / dims).sum(axis=1)), axis=1), times)
+    launch, a, b = fit(np.stack((np.ones_like(flops), flops, flops * (1 / dims).sum(axis=1)), axis=1), times)
     a = max(a, 0.5 * float(np.min(times / flops)))  # too few points leave the rate open
     found = Products(float(1 / a), float(b / a), float(launch), np.log2(dims), np.zeros(len(points)))
     return replace(found, deviations=np.log(times / found.fitted(*dims.T)))
 
 
-def _fit(terms: Array, times: Array) -> Array:
+def fit(terms: Array, times: Array) -> Array:
     """Coefficients, none negative, of `times` [P] in `terms` [P, terms], by least absolute relative residuals."""
     from scipy.optimize import nnls  # half of the planner's import time, and only a calibrated plan needs it
 

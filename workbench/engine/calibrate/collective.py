@@ -48,7 +48,7 @@ def _point(kind: Kind, dtype: Dtype, size: int, axis: MeshAxis, device: torch.de
     whole = torch.zeros(elements, dtype=DTYPES[dtype], device=device)
     part = torch.zeros(elements // axis.size, dtype=DTYPES[dtype], device=device)
     labels = {"kind": kind, "group": axis.size, "dtype": dtype, "bytes": whole.nbytes}
-    return Point("collectives", labels, _call(kind, whole, part, axis), together=True)
+    return Point("collectives", labels, _call(kind, whole, part, axis), "together")
 
 
 def _call(kind: Kind, whole: torch.Tensor, part: torch.Tensor, axis: MeshAxis) -> Callable[[], object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,10 +19,12 @@ from workbench.engine.calibrate.survey import Survey, survey_of
 from workbench.engine.forked import run_ranks
 from workbench.plan.attached import Attached, attached, local_cluster
 from workbench.plan.calibration import Attention, Calibration, Collective, Gemm, Host, Measured, Stream, fingerprint
+from workbench.planner.curves import fit
 
 WORLDS = (1, 2, 4, 8)
 QUARTILE = 0.25
-"""Of the visits: other work on the machine only ever makes a visit longer."""
+"""Of the visits of ranks that share cores or talk, whose times vary by themselves; of others the quickest counts, for
+other work on the machine only ever makes a visit longer."""
 PASSES = 2
 SPARE_SECONDS = 120.0
 """Beyond its share of time, what a world may take for its start and its first visit of every point."""
@@ -43,26 +46,29 @@ def calibrate(
     points = survey or survey_of(found.device)
     sizes = worlds or _worlds(found)
     machine = _machine(found)
-    weight = seconds / PASSES / sum(map(_points_cost, sizes))
-    shares = [(world, _points_cost(world) * weight) for _ in range(PASSES) for world in sizes]
+    begin = time.monotonic()
+    turns = [(world, turn == 0) for turn in range(PASSES) for world in sizes]
     samples: dict[int, list[list[Sample]]] = defaultdict(list)
-    spent = 0.0
-    for world, share in shares:
-        samples[world] += _world(found, points, world, share, partial(_at, told, spent, _words(world)))
-        spent += share
-        told(spent, _words(world))
-    return _calibration(machine, {world: _reduced(own, world) for world, own in samples.items()})
+    for place, (world, first) in enumerate(turns):
+        spent = time.monotonic() - begin
+        share = (seconds - spent) * _cost(world) / sum(_cost(w) for w, _ in turns[place:])
+        if first or share > 0:
+            samples[world] += _world(found, points, world, max(0.0, share), first, partial(_at, told, spent, world))
+            told(time.monotonic() - begin, _words(world))
+    return _calibration(
+        machine, {world: _reduced(own, world, _crowded(found, world)) for world, own in samples.items()}
+    )
 
 
-def _at(told: Callable[[float, str], None], before: float, words: str, spent: float) -> None:
-    told(before + spent, words)
+def _at(told: Callable[[float, str], None], before: float, world: int, spent: float) -> None:
+    told(before + spent, _words(world))
 
 
 def _words(world: int) -> str:
     return f"{world} rank{'s' if world > 1 else ''} at once"
 
 
-def _points_cost(world: int) -> float:
+def _cost(world: int) -> float:
     """More ranks have more collectives to measure, and measure everything more slowly."""
     return 1.0 + 0.5 * world
 
@@ -73,13 +79,18 @@ def _worlds(found: Attached) -> list[int]:
     return [world for world in WORLDS if world <= most]
 
 
+def _crowded(found: Attached, world: int) -> bool:
+    return found.device == "cpu" and world > found.cores
+
+
 def _world(
-    found: Attached, survey: Survey, world: int, seconds: float, told: Callable[[float], None]
+    found: Attached, survey: Survey, world: int, seconds: float, first: bool, told: Callable[[float], None]
 ) -> list[list[Sample]]:
     threads = max(1, found.cores // world)
-    crowded = found.device == "cpu" and world > found.cores
-    work = partial(measure, survey=survey, device_type=found.device, threads=threads, crowded=crowded, seconds=seconds,
-                   told=told)  # fmt: skip
+    work = partial(
+        measure, survey=survey, device_type=found.device, threads=threads, crowded=_crowded(found, world),
+        seconds=seconds, every=first, told=told,
+    )  # fmt: skip
     return run_ranks(world, work, seconds + SPARE_SECONDS)
 
 
@@ -93,18 +104,22 @@ def _machine(found: Attached) -> Measured:
     )  # fmt: skip
 
 
-def _reduced(ranks: Iterable[list[Sample]], world: int) -> dict[Key, float]:
-    """Point -> seconds: the lower quartile of visits; of all ranks for a collective, whose slowest rank counts."""
+def _reduced(ranks: Iterable[list[Sample]], world: int, crowded: bool) -> dict[Key, float]:
+    """Point -> seconds of one call, from all visits; `ranks` in order, those of one pass after another's."""
     by_point: dict[Key, list[Sample]] = defaultdict(list)
     for own in ranks:
         for sample in own:
             by_point[sample.section, tuple(sample.labels.items())].append(sample)
-    return {key: _one(samples, world) for key, samples in by_point.items()}
+    return {key: _one(samples, world, crowded) for key, samples in by_point.items()}
 
 
-def _one(samples: list[Sample], world: int) -> float:
-    if not samples[0].together:
-        return float(np.mean([np.quantile(s.seconds, QUARTILE) for s in samples]))
+def _one(samples: list[Sample], world: int, crowded: bool) -> float:
+    """A rank's quickest or early visit, the mean over ranks; of what ranks do together, the slowest rank counts."""
+    if samples[0].how != "together":
+        each = [np.concatenate([s.seconds for s in samples[rank::world]]) for rank in range(world)]
+        return float(
+            np.mean([np.quantile(one, QUARTILE if crowded and samples[0].how == "alone" else 0.0) for one in each])
+        )
     visits = [np.max([s.seconds for s in samples[i : i + world]], axis=0) for i in range(0, len(samples), world)]
     return float(np.quantile(np.concatenate(visits), QUARTILE))
 
@@ -139,8 +154,9 @@ def _passing(labels: dict[str, Any], seconds: float) -> float:
 def _host(world: int, own: dict[Key, float]) -> Host:
     operator, autograd = (own["operator", (("autograd", flag),)] / OPERATORS * 1e6 for flag in (False, True))
     rows = [(dict(labels), s * 1e6) for (section, labels), s in own.items() if section == "steps"]
-    cells = np.array([[1, r["microbatches"], r["microbatches"] * r["layers"], r["layers"]] for r, _ in rows], float)
-    parts = np.maximum(0.0, np.linalg.solve(cells, np.array([s for _, s in rows])))
+    cells = [[1.0, r["microbatches"], r["microbatches"] * r["layers"], r["layers"]] for r, _ in rows]
+    times = np.array([s for _, s in rows])
+    parts = fit(np.array(cells), times)
     names = ("step_us", "microbatch_us", "layer_us", "layer_step_us")
     costs = {name: round(float(value), 2) for name, value in zip(names, parts)}
     return Host(ranks=world, operator_us=round(operator, 3), autograd_us=round(autograd, 3), **costs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,16 @@ OPERATORS = 50
 
 @dataclass(frozen=True)
 class Point:
-    """One thing to time. A collective is called equally often by all ranks; the rest fills a window of time."""
+    """One thing to time.
+
+    A collective (`together`) is called equally often by all ranks; the rest fills a window of time, of which what no
+    neighbour can slow (`host`) counts its quickest part.
+    """
 
     section: str
     labels: dict[str, Any]
     call: Callable[[], object]
-    together: bool = False
+    how: Literal["alone", "host", "together"] = "alone"
 
 
 def alone(survey: Survey, device: torch.device) -> Iterator[Point]:
@@ -40,8 +44,8 @@ def alone(survey: Survey, device: torch.device) -> Iterator[Point]:
             yield Point("attention", {**labels, "pass": "backward"}, backward)
     for size in survey.streams:
         yield Point("memory", {"bytes": size}, _stream(size, device))
-    yield Point("operator", {"autograd": False}, _operators(device, False))
-    yield Point("operator", {"autograd": True}, _operators(device, True))
+    yield Point("operator", {"autograd": False}, _operators(device, False), "host")
+    yield Point("operator", {"autograd": True}, _operators(device, True), "host")
 
 
 def _product(rows: int, columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:

@@ -5,6 +5,7 @@ Points are interleaved, so that a neighbour's burst of work spoils one visit of 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,19 +26,21 @@ Told = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of one call of one point: one entry a visit. Calls of `together` points are as long as the slowest."""
+    """Seconds of one call of one point: one entry a visit."""
 
     section: str
     labels: dict[str, Any]
-    together: bool
+    how: str
     seconds: list[float]
 
 
-def measure(rank: int, survey: Survey, device_type: str, threads: int, crowded: bool, seconds: float, told: Told,
-            ) -> list[Sample]:  # fmt: skip
-    """All points on this rank, every one visited at least once, for about `seconds`; `told` hears the seconds spent.
+def measure(
+    rank: int, survey: Survey, device_type: str, threads: int, crowded: bool, seconds: float, every: bool, told: Told
+) -> list[Sample]:
+    """All points on this rank for about `seconds`; `told` hears the seconds spent.
 
-    `crowded`: ranks share cores, so that a visit must last several of the scheduler's turns.
+    `every`: each point is visited, however long it takes. `crowded`: ranks share cores, so that a visit must last
+    several of the scheduler's turns.
     """
     begin = time.monotonic()
     torch.set_num_threads(threads)
@@ -45,17 +48,25 @@ def measure(rank: int, survey: Survey, device_type: str, threads: int, crowded: 
     window = survey.window * (4 if crowded else 1)
     watch = Stopwatch(device)
     points = [*alone(survey, device), *steps(survey, device), *together(survey, device)]
-    calls = [_prepared(point, watch, window) for point in points]
+    calls = [_prepared(point, watch, survey.window) for point in points]
     found: list[list[float]] = [[] for _ in points]
-    while True:
+    for rounds in itertools.count():
         for point, often, seen in zip(points, calls, found):
-            over = time.monotonic() - begin > seconds and bool(found[-1] or not calls[-1])
+            over = time.monotonic() - begin > seconds and (not every or rounds > 0)
             if _agreed(over):
-                return [Sample(p.section, p.labels, p.together, s) for p, s in zip(points, found) if s]
+                return [Sample(p.section, p.labels, p.how, s) for p, s in zip(points, found) if s]
             if often:
-                seen.append(watch.of(point.call, often) / often if point.together else watch.window(point.call, window))
+                seen.append(_visit(point, watch, often, window))
         if rank == 0:
             told(time.monotonic() - begin)
+    raise AssertionError("a count has no end")
+
+
+def _visit(point: Point, watch: Stopwatch, calls: int, window: float) -> float:
+    """Seconds of one call."""
+    if point.how == "together":
+        return watch.of(point.call, calls) / calls
+    return watch.window(point.call, window, quickest=point.how == "host")
 
 
 def _device(device_type: str, rank: int) -> torch.device:

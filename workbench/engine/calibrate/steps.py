@@ -21,7 +21,7 @@ def steps(survey: Survey, device: torch.device) -> Iterator[Point]:
     """Every combination of layers and microbatches, on this rank alone."""
     for layers, microbatches in itertools.product(survey.layers, survey.microbatches):
         labels = {"layers": layers, "microbatches": microbatches}
-        yield Point("steps", labels, _step(_tiny(layers, microbatches, device.type), device))
+        yield Point("steps", labels, _step(_tiny(layers, microbatches, device.type), device), "host")
 
 
 def _tiny(layers: int, microbatches: int, device: str) -> Plan:

@@ -1,0 +1,108 @@
+"""A short real measurement: two ranks, few points. Speeds are the machine's; what is asked is sense, not numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from workbench.engine.calibrate import collective, timing
+from workbench.engine.calibrate.measure import calibrate
+from workbench.engine.calibrate.survey import Survey
+from workbench.engine.calibrate.timing import Stopwatch
+from workbench.engine.precision import DTYPES
+from workbench.plan.attached import attached
+from workbench.plan.calibration import KINDS, Calibration, fingerprint, read, write
+from workbench.planner.curves import Curves
+
+SMALL = Survey(
+    gemm=((16, 16, 16), (256, 256, 256)), streams=(12 * 2**10, 12 * 2**20), attention=((1, 2, 64, 16),),
+    messages=(256, 2**23), window=0.002,
+)  # fmt: skip
+TOLD: list[tuple[float, str]] = []
+
+
+@pytest.fixture(scope="module")
+def found() -> Calibration:
+    return calibrate(1.0, lambda spent, words: TOLD.append((spent, words)), survey=SMALL, worlds=(1, 2))
+
+
+def test_every_point_of_the_survey_is_there(found: Calibration) -> None:
+    worlds, dtypes = {1, 2}, set(SMALL.dtypes)
+    assert {(g.rows, g.dtype, g.ranks) for g in found.gemm} == {
+        (s, d, w) for s in (16, 256) for d in dtypes for w in worlds
+    }
+    assert {(s.bytes, s.ranks) for s in found.memory} == {(size, w) for size in SMALL.streams for w in worlds}
+    assert {(a.dtype, a.ranks) for a in found.attention} == {(d, w) for d in dtypes for w in worlds}
+    assert {(c.kind, c.bytes) for c in found.collectives} == {(kind, size) for kind in KINDS for size in SMALL.messages}
+    assert {(c.kind, c.dtype) for c in found.collectives} >= {("all_reduce", "bf16"), ("all_reduce", "fp32")}
+    assert {(c.group, c.ranks) for c in found.collectives} == {(2, 2)}
+    assert [h.ranks for h in found.host] == [1, 2]
+
+
+def test_figures_are_finite_positive_seconds(found: Calibration) -> None:
+    times = [x.seconds for part in (found.gemm, found.memory, found.collectives) for x in part]
+    times += [x for a in found.attention for x in (a.forward, a.backward)]
+    assert all(math.isfinite(x) and 1e-8 < x < 10 for x in times)
+    for host in found.host:
+        assert host.autograd_us > host.operator_us > 0
+        assert host.layer_us + host.microbatch_us + host.step_us + host.layer_step_us > host.autograd_us
+
+
+def test_more_work_takes_longer(found: Calibration) -> None:
+    """A factor of a thousand in bytes and of four thousand in operations drowns any noise."""
+    for kind in KINDS:
+        small, large = (
+            min(c.seconds for c in found.collectives if c.kind == kind and c.bytes == s) for s in SMALL.messages
+        )
+        assert small < large
+    for ranks in (1, 2):
+        stream = {s.bytes: s.seconds for s in found.memory if s.ranks == ranks}
+        assert stream[SMALL.streams[0]] < stream[SMALL.streams[1]]
+        gemm = {g.rows: g.seconds for g in found.gemm if g.ranks == ranks and g.dtype == "fp32"}
+        assert gemm[16] < gemm[256]
+
+
+def test_it_says_what_it_measured_and_names_no_host(found: Calibration) -> None:
+    here = attached()
+    machine = found.machine
+    assert machine.fingerprint == fingerprint(here) and machine.cores == here.cores
+    assert machine.versions["torch"] == torch.__version__
+    assert (machine.device, machine.backend) in (("cpu", "gloo"), ("cuda", "nccl"))
+
+
+def test_it_is_followed_to_its_end(found: Calibration) -> None:
+    spent = [seconds for seconds, _ in TOLD]
+    assert spent == sorted(spent) and {words for _, words in TOLD} == {"1 rank at once", "2 ranks at once"}
+
+
+def test_the_file_gives_curves(found: Calibration, tmp_path) -> None:
+    write(found, tmp_path / "calibration.yaml")
+    assert read(tmp_path / "calibration.yaml") == found
+    curves = Curves(found, 2)
+    assert curves.gemm_rate(256, 256, 256, "fp32") > curves.gemm_rate(16, 16, 16, "fp32") > 0
+    assert curves.collective_seconds("all_reduce", 2**23, 2) > curves.collective_seconds("all_reduce", 256, 2) > 0
+
+
+def test_what_the_backend_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo sums no fp8: those points are skipped on all ranks alike, and the rest is measured."""
+    monkeypatch.setattr(collective, "DTYPES", {**DTYPES, "bf16": torch.float8_e4m3fn})
+    survey = replace(SMALL, gemm=SMALL.gemm[:1], streams=SMALL.streams[:1], messages=SMALL.messages[:1], attention=())
+    found = calibrate(0.0, survey=survey, worlds=(2,))
+    assert {c.dtype for c in found.collectives} == {"fp32"} and {c.kind for c in found.collectives} == set(KINDS)
+
+
+def test_a_window_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that every call moves on: the first by a lot, as a cold cache would."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def call() -> None:
+        now[0] += 0.004 if now[0] == 0 else 0.001
+
+    watch = Stopwatch(torch.device("cpu"))
+    assert watch.window(call, 0.010) == pytest.approx(0.010 / 7)
+    now[0] = 0.0
+    assert watch.window(call, 0.010, quickest=True) == pytest.approx(0.001)
