@@ -1,0 +1,65 @@
+"""Configurations of other software, in and out: read as a plan, or written from one, with what was lost named.
+
+A format is one file: `deepspeed`, `megatron`, `torchtitan`, `fsdp`, each with `read` and `write`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from workbench.plan.errors import refuse
+from workbench.plan.foreign import deepspeed, fsdp, megatron, torchtitan
+from workbench.plan.foreign.base import FORMATS, TITLES, Format, Given, Imported, Note, Written
+from workbench.plan.foreign.texts import detect
+from workbench.plan.schema import Card, Plan
+from workbench.plan.shape import Shape
+
+__all__ = ["FORMATS", "TITLES", "Format", "Given", "Imported", "Note", "Written", "detect", "load", "read", "write"]
+
+MOST = 4 * 2**20
+"""Bytes of the largest file that is read: no configuration is near it."""
+
+_READERS: dict[Format, Callable[..., Imported]] = {
+    "deepspeed": deepspeed.read, "megatron": megatron.read, "torchtitan": torchtitan.read, "fsdp": fsdp.read,
+}  # fmt: skip
+_WRITERS: dict[Format, Callable[[Plan], Written]] = {
+    "deepspeed": deepspeed.write, "megatron": megatron.write, "torchtitan": torchtitan.write, "fsdp": fsdp.write,
+}  # fmt: skip
+
+
+def read(
+    text: str,
+    format: Format | None = None,
+    *,
+    model: str | Shape | None = None,
+    gpu: str | Card | None = None,
+    gpus: int | None = None,
+    lenient: bool = False,
+) -> Imported:
+    """The plan that foreign `text` means, with its keys that no plan can say and the fields that it left open.
+
+    `format` is found by the content where it is None. `model`, `gpu` and `gpus` are what the text lacks. Keys that the
+    format does not have are refused, or with `lenient` told with the untranslated. Raises `PlanError`.
+    """
+    return _READERS[format or detect(text)](text, Given(model, gpu, gpus), lenient)
+
+
+def load(path: str | Path, **given: Any) -> Imported:
+    """`read` of the file `path`. Raises `PlanError` where it cannot be read."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > MOST:
+            raise refuse(str(path), f"is no configuration: it is larger than {MOST} bytes")
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return read(text, **given)
+
+
+def write(plan: Plan, format: Format) -> Written:
+    """`plan` in a foreign `format`, and its fields that the text does not say. Raises `PlanError`."""
+    if format not in FORMATS:
+        raise refuse("format", f"is '{format}'; legal: {', '.join(FORMATS)}")
+    return _WRITERS[format](plan)

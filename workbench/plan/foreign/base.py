@@ -1,0 +1,129 @@
+"""What foreign formats share: their names, what an import and a translation say, what is given beside a file."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+from workbench.plan import catalog
+from workbench.plan.errors import PlanError, Problem, refuse
+from workbench.plan.schema import Card, Fabric, Plan
+from workbench.plan.shape import Shape
+from workbench.plan.source import build
+
+Format = Literal["deepspeed", "megatron", "torchtitan", "fsdp"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+"""Foreign formats; `strategy.stack` of what is imported has the same name, for that software runs it."""
+
+TITLES: dict[Format, str] = {
+    "deepspeed": "DeepSpeed ds_config.json",
+    "megatron": "Megatron-LM arguments",
+    "torchtitan": "torchtitan job TOML",
+    "fsdp": "FSDP accelerate YAML",
+}
+
+
+@dataclass(frozen=True)
+class Note:
+    """One key or field, its value, and why it was left out or taken so."""
+
+    field: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A plan that a foreign file means, and what of the file is not in it."""
+
+    format: Format
+    plan: Plan
+    translated: list[str]
+    """Keys of the file that the plan holds."""
+    untranslated: list[Note]
+    """Keys of the file that a plan cannot say, with their values."""
+    assumed: list[Note]
+    """Fields of the plan that the file does not say, with the value taken and whose default it is."""
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_() + notes_html("Not translated", self.untranslated) + notes_html(
+            "Assumed", self.assumed
+        )  # fmt: skip
+
+
+class Written(NamedTuple):
+    """A plan in a foreign format, and the fields of the plan that the text does not say."""
+
+    text: str
+    untranslated: list[Note]
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.text)}</pre>" + notes_html("Not translated", self.untranslated)
+
+
+def notes_html(title: str, notes: Sequence[Note]) -> str:
+    """The notes as an HTML table; a line that says so where there are none."""
+    if not notes:
+        return f"<p>{title}: nothing</p>"
+    cells = (f"<td>{html.escape(n.field)}</td><td>{html.escape(str(n.value))}</td><td>{html.escape(n.why)}</td>"
+             for n in notes)  # fmt: skip
+    return f"<p>{title}</p><table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What stands beside a foreign file that lacks it: a model, a card, how many cards. None: the file says it."""
+
+    model: str | Shape | None = None
+    gpu: str | Card | None = None
+    gpus: int | None = None
+    fabric: str | Fabric | None = field(default=None)
+
+    def world(self, found: int | None, key: str) -> int:
+        """Ranks of the job: `found` in the file at `key`, or given. Raises `PlanError` if neither or both differ."""
+        if self.gpus is not None and self.gpus < 1:
+            raise refuse("gpus", f"is {self.gpus}; legal: 1 or more")
+        if found is not None and self.gpus not in (None, found):
+            raise refuse("gpus", f"is {self.gpus}, but the file says {found} ({key}); legal: {found}, or leave it out")
+        world = self.gpus if found is None else found
+        if world is None:
+            raise refuse("gpus", f"the file does not say how many cards ({key}); give gpus (--gpus), e.g. 8")
+        return world
+
+    def card(self) -> str | dict[str, Any]:
+        """The card, which no foreign file says. Raises `PlanError` naming what to give."""
+        if self.gpu is None:
+            raise refuse("gpu", "the file does not say which card; give gpu (--gpu), a card of `workbench gpus`, "
+                         "or local")  # fmt: skip
+        return self.gpu.model_dump() if isinstance(self.gpu, Card) else self.gpu
+
+    def the_model(self, why: str) -> str | dict[str, Any]:
+        """The model, where the file has none (`why`). Raises `PlanError` naming what to give."""
+        if self.model is None:
+            raise refuse("model", f"{why}; give model (--model), a model of `workbench models` or a config.json")
+        return self.model.model_dump() if isinstance(self.model, Shape) else self.model
+
+    def cluster(self, gpus: int, **more: Any) -> dict[str, Any]:
+        """The `cluster` section of the plan."""
+        fabric = self.fabric.model_dump() if isinstance(self.fabric, Fabric) else self.fabric
+        found = {"gpu": self.card(), "gpus": gpus, "fabric": fabric, **more}
+        return {key: value for key, value in found.items() if value is not None}
+
+
+def catalogued(shape: Shape) -> str | None:
+    """The catalog's name for a shape, whatever name it bears here; None where the catalog has no such shape."""
+    bare = shape.model_copy(update={"name": ""})
+    return next((n for n, e in catalog.models().items() if e.shape.model_copy(update={"name": ""}) == bare), None)
+
+
+def legal(plan: dict[str, Any], format: Format) -> Plan:
+    """The plan built and proved legal. Raises `PlanError` that says which format it came from."""
+    try:
+        built = build(plan)
+        built.complete()
+    except PlanError as error:
+        said = [Problem(p.field, f"{p.message} (as {TITLES[format]} says it)") for p in error.problems]
+        raise PlanError(said) from None
+    return built

@@ -1,0 +1,294 @@
+"""DeepSpeed's `ds_config.json`, by https://www.deepspeed.ai/docs/config-json/: what it says of a plan.
+
+DeepSpeed takes from the user's code what it does not say here: the model, its sequence length, its number of steps,
+whether layers are recomputed outside a pipeline, and experts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.plan.errors import refuse
+from workbench.plan.foreign import deepspeed_keys as known
+from workbench.plan.foreign.base import Given, Imported, Written, legal
+from workbench.plan.foreign.keys import Keys
+from workbench.plan.foreign.loss import lost, nearest
+from workbench.plan.foreign.texts import from_json, mapping
+from workbench.plan.schema import Plan
+
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+MIB = 2**20
+BUCKET = 500_000_000
+"""Elements of DeepSpeed's gradient bucket where the file does not say."""
+
+
+def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False) -> Imported:
+    """The plan of a ds_config.json, as text or already parsed. Raises `PlanError` naming key and legal values."""
+    given = given or Given()
+    data = mapping(from_json(text, "file") if isinstance(text, str) else text, "file")
+    keys = Keys(data)
+    _leave_to_trainer(keys)
+    axes = _axes(keys)
+    zero = keys.whole("zero_optimization.stage", 0, 3) or 0
+    precision, accumulated = _precision(keys)
+    world, batch = _batch(keys, given, math.prod(axes.values()))
+    data_section = _data(keys, zero, accumulated, precision)
+    optimizer, steps = _optimizer(keys)
+    if not steps:
+        keys.assume("training.steps", 100, "the file has no length; the plan's default")
+    keys.assume("training.sequence_length", "default", "the file has none; the plan's default")
+    strategy = {
+        "stack": "deepspeed", "data": data_section, "precision": precision, "gradient_dtype": accumulated,
+        "tensor": {"size": axes["tensor"]}, "pipeline": {"size": axes["pipeline"]},
+        "context": {"size": axes["context"], "algorithm": "ulysses"}, "recompute": _recompute(keys),
+    }  # fmt: skip
+    plan: dict[str, Any] = {
+        "model": given.the_model("a ds_config.json does not say the model"), "cluster": given.cluster(world),
+        "strategy": strategy, "training": {**batch, **steps, "optimizer": optimizer},
+        "telemetry": {"trackers": [name for name in ("tensorboard", "wandb") if keys.flag(f"{name}.enabled")]},
+    }  # fmt: skip
+    keys.finish(known.KNOWN, known.WHYS, known.SECTIONS, lenient)
+    return Imported("deepspeed", legal(plan, "deepspeed"), keys.translated, keys.untranslated, keys.assumed)
+
+
+def _leave_to_trainer(keys: Keys) -> None:
+    """Set "auto" aside: a trainer above DeepSpeed fills it when it starts."""
+    for key in keys.autos():
+        keys.leave(key, "auto: the trainer fills it at the start; the plan's own value stands")
+
+
+def _axes(keys: Keys) -> dict[str, int]:
+    """Ranks of the axes beside data; `autotp_size` 0 means none."""
+    return {
+        "tensor": keys.whole("tensor_parallel.autotp_size", 0) or 1,
+        "context": keys.whole("sequence_parallel_size") or 1,
+        "pipeline": keys.whole("pipeline.stages") or 1,
+    }
+
+
+def _batch(keys: Keys, given: Given, others: int) -> tuple[int, dict[str, int]]:
+    """(ranks, batch sizes): train_batch_size = train_micro_batch_size_per_gpu x accumulation x data-parallel ranks."""
+    total, micro, steps, data = (keys.whole(key) for key in known.BATCH)
+    if data is None and given.gpus is None and total and micro and steps and total % (micro * steps) == 0:
+        data = total // (micro * steps)
+    world = given.world(None if data is None else data * others, "train_batch_size, data_parallel_size")
+    if world % others:
+        raise refuse("gpus", f"is {world}, which tensor x sequence x pipeline = {others} does not divide")
+    data = world // others
+    if micro is None:
+        micro, left = divmod(total or 0, (steps or 1) * data)
+        if left or not micro:
+            if total:
+                raise refuse("train_batch_size", f"is {total}, not a multiple of gradient_accumulation_steps "
+                             f"{steps or 1} x {data} data-parallel ranks")  # fmt: skip
+            micro = int(keys.assume("training.micro_batch", 1, "the file has none; the plan's default"))
+            if steps is None:
+                keys.assume("training.global_batch", "default", "the file has none; the plan's default")
+                return world, {"micro_batch": micro}
+    if total is None:
+        total = micro * (steps or 1) * data
+    if total % (micro * data) or (steps is not None and total != micro * steps * data):
+        near = max(1, total // (micro * data)) * micro * data if steps is None else micro * steps * data
+        count = "a whole number" if steps is None else f"gradient_accumulation_steps {steps}"
+        raise refuse("train_batch_size", f"is {total}, but train_micro_batch_size_per_gpu {micro} x {count} x {data} "
+                     f"data-parallel ranks is not; legal: {near}")  # fmt: skip
+    return world, {"micro_batch": micro, "global_batch": total}
+
+
+def _precision(keys: Keys) -> tuple[str, str]:
+    """(precision, dtype that gradients add up in)."""
+    enabled = [name for name in ("bf16", "fp16") if keys.flag(f"{name}.enabled")]
+    if len(enabled) == 2:
+        raise refuse("fp16.enabled", "is true beside bf16.enabled; legal: one of them")
+    precision = enabled[0] if enabled else "fp32"
+    kinds = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+    accumulated = keys.choice("data_types.grad_accum_dtype", kinds)
+    if accumulated not in (None, "fp32", precision):
+        raise refuse("data_types.grad_accum_dtype", f"is {accumulated} with parameters in {precision}; "
+                     f"legal: {' or '.join(dict.fromkeys(('fp32', precision)))}")  # fmt: skip
+    if accumulated is None:
+        accumulated = keys.assume("strategy.gradient_dtype", precision, "DeepSpeed's default: as the parameters")
+    return precision, accumulated
+
+
+def _data(keys: Keys, zero: int, gradients: str, precision: str) -> dict[str, Any]:
+    overlap = keys.flag("zero_optimization.overlap_comm")
+    if overlap is None:
+        overlap = keys.assume("strategy.data.overlap", zero == 3, "DeepSpeed's default: from stage 3 up")
+    bucket = keys.whole("zero_optimization.reduce_bucket_size")
+    if bucket is None:
+        bucket = BUCKET
+        keys.assume("strategy.data.bucket_mib", bucket * BYTES[gradients] / MIB, "DeepSpeed's default: 5e8 elements")
+    found: dict[str, Any] = {
+        "zero": zero, "overlap": overlap, "bucket_mib": bucket * BYTES[gradients] / MIB,
+        "reduce": "microbatch" if zero >= 2 else "step", "offload": _offload(keys, zero),
+    }  # fmt: skip
+    shard = keys.whole("zero_optimization.mics_shard_size", -1)
+    return found | ({"shard": shard} if shard is not None and shard > 0 else {})
+
+
+def _offload(keys: Keys, zero: int) -> str:
+    """Where states live. A plan that offloads parameters offloads the optimizer too (ZeRO-Infinity)."""
+    devices = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
+    old = keys.flag("zero_optimization.cpu_offload")
+    optimizer = keys.choice("zero_optimization.offload_optimizer.device", devices) or ("cpu" if old else "none")
+    parameters = keys.choice("zero_optimization.offload_param.device", devices) or "none"
+    for part, device, least in (("optimizer", optimizer, 1), ("param", parameters, 3)):
+        key = f"zero_optimization.offload_{part}.device"
+        if device == "nvme":
+            keys.doubt(key, device, "a plan offloads to host memory only; host memory was taken")
+        if device != "none" and zero < least:
+            raise refuse(key, f"is {device} at stage {zero}; legal: none, or stage {least} or more")
+    if parameters != "none" and optimizer == "none":
+        keys.doubt("zero_optimization.offload_param.device", parameters, "a plan offloads parameters only together "
+                   "with the optimizer; both stay on the card")  # fmt: skip
+        return "none"
+    return "parameters" if parameters != "none" else "optimizer" if optimizer != "none" else "none"
+
+
+def _recompute(keys: Keys) -> str:
+    interval = keys.whole("pipeline.activation_checkpoint_interval", 0)
+    if interval is None:
+        return str(keys.assume("strategy.recompute", "none", "decided by the model's code, not by this file"))
+    if interval > 1:
+        keys.doubt("pipeline.activation_checkpoint_interval", interval, "a plan recomputes layer by layer; full taken")
+    return "full" if interval else "none"
+
+
+def _optimizer(keys: Keys) -> tuple[dict[str, Any], dict[str, int]]:
+    """(optimizer and learning-rate schedule, steps if the schedule says them)."""
+    params = "optimizer.params"
+    kind = keys.choice("optimizer.type", known.OPTIMIZERS)
+    name = known.PLAN_OPTIMIZER.get(kind or "adamw")
+    if name is None:
+        keys.doubt("optimizer.type", kind, "a plan trains with adamw or sgd; adamw was taken")
+    found: dict[str, Any] = {"name": name or "adamw", "clip": _clip(keys)}
+    betas = keys.take(f"{params}.betas")
+    if betas is not None:
+        if not (isinstance(betas, list) and len(betas) == 2 and all(_share(beta) for beta in betas)):
+            raise refuse(
+                f"{params}.betas", f"is {betas!r:.60}; must be two numbers from 0 to below 1, e.g. [0.9, 0.95]"
+            )
+        found |= {"beta1": float(betas[0]), "beta2": float(betas[1])}
+    if name == "sgd" and (momentum := keys.number(f"{params}.momentum", 0, 1)) is not None:
+        found["beta1"] = momentum
+    for key, (field, default) in known.DEFAULTS.items():
+        value = keys.number(f"{params}.{key}", 0)
+        if value is not None:
+            found[field] = value
+        elif kind is not None and default is not None:
+            found[field] = keys.assume(f"training.optimizer.{field}", default, "the optimizer's own default")
+    if kind is None:
+        keys.assume("training.optimizer.name", "adamw", "the file has no optimizer; the plan's default")
+    if keys.flag("bf16.bf16_master_weights_and_grads"):
+        found["master"] = "none"
+    if keys.flag("bf16.bf16_optimizer_states"):
+        found["moments"] = "bf16"
+    schedule, steps = _schedule(keys, found.get("learning_rate"))
+    return found | schedule, steps
+
+
+def _share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+
+
+def _clip(keys: Keys) -> float | None:
+    clip = keys.number("gradient_clipping", 0)
+    if clip is None:
+        keys.assume("training.optimizer.clip", None, "DeepSpeed's default: no clipping")
+    return clip or None
+
+
+def _schedule(keys: Keys, rate: float | None) -> tuple[dict[str, Any], dict[str, int]]:
+    params = "scheduler.params"
+    kind = keys.choice("scheduler.type", {name: name for name in (*known.DECAYS, "OneCycle", "LRRangeTest")})
+    if kind not in known.DECAYS:
+        if kind is not None:
+            keys.doubt("scheduler.type", kind, "a plan decays constantly, linearly or by a cosine; constant was taken")
+        return {"decay": "constant"}, {}
+    found: dict[str, Any] = {"decay": known.DECAYS[kind]}
+    peak = keys.number(f"{params}.warmup_max_lr", 0)
+    if peak is not None and rate is not None and peak != rate:
+        keys.doubt(f"{params}.warmup_max_lr", peak, f"differs from optimizer.params.lr = {rate:g}, which was taken")
+    elif peak:
+        found["learning_rate"] = peak
+    if (warmup := keys.whole(f"{params}.warmup_num_steps", 0)) is not None:
+        found["warmup_steps"] = warmup
+    if kind == "WarmupCosineLR":
+        found["final_ratio"] = keys.number(f"{params}.cos_min_ratio", 0, 1) or 0.0
+    elif kind == "WarmupDecayLR":
+        found["final_ratio"] = 0.0
+    steps = keys.whole(f"{params}.total_num_steps")
+    return found, {} if steps is None else {"steps": steps}
+
+
+def write(plan: Plan) -> Written:
+    """The plan as a ds_config.json, and the fields that it does not say. Raises `PlanError` for an illegal plan."""
+    full = plan.complete()
+    text = json.dumps(_config(full), indent=2) + "\n"
+    with nearest("deepspeed"):
+        back = read(text, Given(full.shape, full.card, None, full.fabric))
+    return Written(text, lost(plan, full, back, known.LOST, ("model", "cluster.gpu")))
+
+
+def _config(full: Plan) -> dict[str, Any]:
+    s, t, sizes = full.strategy, full.training, full.sizes
+    config: dict[str, Any] = {
+        "train_batch_size": t.global_batch,
+        "train_micro_batch_size_per_gpu": t.micro_batch,
+        "gradient_accumulation_steps": full.num_microbatches,
+        "gradient_clipping": t.optimizer.clip or 0.0,
+        "zero_optimization": _zero(full),
+        "data_types": {"grad_accum_dtype": s.gradient_dtype},
+        "optimizer": _written_optimizer(full),
+        "scheduler": _written_schedule(full),
+    }
+    if s.precision in ("bf16", "fp16"):
+        config[s.precision] = {"enabled": True}
+    if s.precision == "bf16" and t.optimizer.master == "none":
+        config["bf16"]["bf16_master_weights_and_grads"] = True
+    if s.precision == "bf16" and t.optimizer.moments == "bf16":
+        config["bf16"]["bf16_optimizer_states"] = True
+    if sizes["tensor"] > 1:
+        config["tensor_parallel"] = {"autotp_size": sizes["tensor"]}
+    if sizes["context"] > 1:
+        config |= {"sequence_parallel_size": sizes["context"], "data_parallel_size": sizes["data"]}
+    if sizes["pipeline"] > 1:
+        interval = 1 if s.recompute == "full" else 0
+        config["pipeline"] = {"stages": sizes["pipeline"], "activation_checkpoint_interval": interval}
+    return config | {name: {"enabled": True} for name in full.telemetry.trackers if name != "mlflow"}
+
+
+def _zero(full: Plan) -> dict[str, Any]:
+    data, gradients = full.strategy.data, full.strategy.gradient_dtype
+    found: dict[str, Any] = {
+        "stage": data.zero, "overlap_comm": data.overlap,
+        "reduce_bucket_size": max(1, round(data.bucket_mib * MIB / BYTES[gradients])),
+    }  # fmt: skip
+    if data.offload != "none":
+        found["offload_optimizer"] = {"device": "cpu"}
+    if data.offload == "parameters":
+        found["offload_param"] = {"device": "cpu"}
+    return found | ({"mics_shard_size": data.shard} if isinstance(data.shard, int) and data.zero == 3 else {})
+
+
+def _written_optimizer(full: Plan) -> dict[str, Any]:
+    o = full.training.optimizer
+    if o.name == "sgd":
+        return {"type": "SGD", "params": {"lr": o.learning_rate, "momentum": o.beta1, "weight_decay": o.weight_decay}}
+    params = {"lr": o.learning_rate, "betas": [o.beta1, o.beta2], "eps": o.epsilon, "weight_decay": o.weight_decay}
+    return {"type": "AdamW", "params": params}
+
+
+def _written_schedule(full: Plan) -> dict[str, Any]:
+    o = full.training.optimizer
+    kind = next(name for name, decay in known.DECAYS.items() if decay == o.decay)
+    params: dict[str, Any] = {"warmup_num_steps": o.warmup_steps}
+    if kind != "WarmupCosineLR":
+        params |= {"warmup_min_lr": 0, "warmup_max_lr": o.learning_rate, "warmup_type": "linear"}
+    if kind != "WarmupLR":
+        params["total_num_steps"] = full.training.steps
+    return {"type": kind, "params": params | ({"cos_min_ratio": o.final_ratio} if kind == "WarmupCosineLR" else {})}

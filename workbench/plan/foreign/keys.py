@@ -1,0 +1,172 @@
+"""The keys of a foreign file, each taken once: what is taken is translated, what is left is told."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from workbench.plan.errors import refuse
+from workbench.plan.foreign.base import Note
+
+NO_FIELD = "a plan has no such field"
+
+
+class Keys:
+    """Dotted keys of one file with their values, and what was made of each. Lives as long as one reading."""
+
+    def __init__(self, data: Mapping[str, Any], spell: str = "{}") -> None:
+        """`data` nested or flat; `spell` is how a key is written in messages, e.g. `--{}`."""
+        self._left = flat(data)
+        self._spell = spell
+        self.translated: list[str] = []
+        self.untranslated: list[Note] = []
+        self.assumed: list[Note] = []
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._left
+
+    def name(self, key: str) -> str:
+        """The key as the file spells it."""
+        return self._spell.format(key)
+
+    def take(self, key: str) -> Any:
+        """The value of `key`, now translated; None where the file does not say it."""
+        if key not in self._left:
+            return None
+        self.translated.append(self.name(key))
+        return self._left.pop(key)
+
+    def number(self, key: str, least: float = -math.inf, most: float = math.inf) -> float | None:
+        """The number at `key`, within bounds; None where absent. Raises `PlanError`."""
+        value = self.take(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise refuse(self.name(key), f"is {shown(value)}; must be a number{_between(least, most)}")
+        try:
+            return float(value)
+        except OverflowError:
+            raise refuse(self.name(key), "is too large for a number") from None
+
+    def whole(self, key: str, least: float = 1, most: float = 2**53) -> int | None:
+        """The integer at `key`, within bounds, also written as 5e8; None where absent. Raises `PlanError`."""
+        value = self.take(key)
+        if value is None:
+            return None
+        exact = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not exact or not least <= value <= most:
+            raise refuse(self.name(key), f"is {shown(value)}; must be an integer{_between(least, most)}")
+        return int(value)
+
+    def flag(self, key: str) -> bool | None:
+        """True or false at `key`; None where absent. Raises `PlanError`."""
+        value = self.take(key)
+        if isinstance(value, str):
+            value = {"true": True, "yes": True, "false": False, "no": False}.get(value.lower(), value)
+        if value is not None and not isinstance(value, bool):
+            raise refuse(self.name(key), f"is {shown(value)}; legal: true, false")
+        return value
+
+    def text(self, key: str) -> str | None:
+        """The text at `key`; None where absent. Raises `PlanError`."""
+        value = self.take(key)
+        if value is not None and not isinstance(value, str):
+            raise refuse(self.name(key), f"is {shown(value)}; must be text")
+        return value
+
+    def choice(self, key: str, legal: Mapping[str, Any]) -> Any:
+        """What `legal` says of the word at `key` (in any case of letters); None where absent. Raises `PlanError`."""
+        value = self.take(key)
+        if value is None:
+            return None
+        words = {word.lower(): found for word, found in legal.items()}
+        if not isinstance(value, str | int | float) or str(value).lower() not in words:
+            raise refuse(self.name(key), f"is {shown(value)}; legal: {', '.join(legal)}")
+        return words[str(value).lower()]
+
+    def autos(self) -> list[str]:
+        """Keys whose value is the word auto."""
+        return [key for key, value in self._left.items() if value == "auto"]
+
+    def leave(self, key: str, why: str) -> Any:
+        """Tell `key` as not translated, and return its value; None where absent."""
+        if key not in self._left:
+            return None
+        value = self._left.pop(key)
+        self.untranslated.append(Note(self.name(key), value, why))
+        return value
+
+    def doubt(self, key: str, value: Any, why: str) -> None:
+        """Tell a key that was taken as not translated after all, or only in part."""
+        if self.name(key) in self.translated:
+            self.translated.remove(self.name(key))
+        self.untranslated.append(Note(self.name(key), value, why))
+
+    def assume(self, field: str, value: Any, why: str) -> Any:
+        """Tell a field of the plan that the file does not say; returns `value`."""
+        self.assumed.append(Note(field, value, why))
+        return value
+
+    def finish(self, known: Collection[str], whys: Mapping[str, str], sections: Collection[str], lenient: bool) -> None:
+        """Tell all keys that are left; those that are neither `known` nor in open `sections` raise `PlanError`.
+
+        `whys` maps a key, or the beginning of keys, to the reason why a plan does not hold it. With `lenient` an
+        unknown key is told with the rest.
+        """
+        words = sorted({*known, *self._taken(), *whys})
+        for key in list(self._left):
+            foreign = key not in known and key not in whys and not any(_below(key, section) for section in sections)
+            if foreign and not lenient:
+                raise unknown(self.name(key), key, words, self._spell)
+            reason = "the format does not know this key" if foreign else _why(key, whys)
+            self.leave(key, reason)
+
+    def _taken(self) -> list[str]:
+        return [name.removeprefix(self._spell.format("")) for name in self.translated]
+
+
+def unknown(name: str, key: str, words: Collection[str], spell: str = "{}") -> Exception:
+    """The error for a key that a format does not have: the close ones, else a few that are legal."""
+    close = difflib.get_close_matches(key, words, n=3, cutoff=0.6)
+    legal = ", ".join(spell.format(word) for word in (close or list(words)[:8]))
+    hint = f"did you mean {legal}?" if close else f"legal are for example {legal}."
+    return refuse(name, f"unknown key; {hint} To list unknown keys as not translated instead, read with lenient "
+                  "(--lenient)")  # fmt: skip
+
+
+def flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys; lists and empty mappings are values. Raises `PlanError` for a key not text."""
+    rows: dict[str, Any] = {}
+    for key, value in data.items():
+        if not isinstance(key, str):
+            raise refuse(above.rstrip(".") or str(key), f"the key {shown(key)} is not text; every key is")
+        if isinstance(value, Mapping) and value:
+            rows |= flat(value, f"{above}{key}.")
+        else:
+            rows[f"{above}{key}"] = value
+    return rows
+
+
+def shown(value: Any) -> str:
+    """A value in a message, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = "a very long number"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _between(least: float, most: float) -> str:
+    low = f" of at least {least:g}" if least > -math.inf else ""
+    return f"{low} and at most {most:g}" if math.inf > most != 2**53 else low
+
+
+def _below(key: str, section: str) -> bool:
+    return key == section or key.startswith(section + ".")
+
+
+def _why(key: str, whys: Mapping[str, str]) -> str:
+    best = max((start for start in whys if _below(key, start)), key=len, default=None)
+    return NO_FIELD if best is None else whys[best]

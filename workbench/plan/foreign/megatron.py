@@ -1,0 +1,249 @@
+"""Megatron-LM's arguments, by megatron/training/arguments.py: what they say of a plan, and a plan as arguments.
+
+They hold the model's shape too, and in front of the script torchrun's words for how many cards there are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.plan.errors import refuse
+from workbench.plan.foreign import megatron_keys as known
+from workbench.plan.foreign.base import Given, Imported, Written, legal
+from workbench.plan.foreign.keys import Keys, shown
+from workbench.plan.foreign.loss import lost, nearest
+from workbench.plan.foreign.megatron_shape import read_model
+from workbench.plan.foreign.megatron_training import read_training
+from workbench.plan.foreign.megatron_words import command, flags
+from workbench.plan.foreign.megatron_write import arguments, launcher
+from workbench.plan.foreign.texts import Parsed
+from workbench.plan.schema import Plan
+from workbench.plan.shape import Shape
+
+MIB = 2**20
+BUCKET = 40_000_000
+"""Elements of the smallest gradient bucket where the arguments do not say."""
+_SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_RINGS = {"p2p": "ring", "allgather": "ring", "a2a": "ulysses", "a2a+p2p": "ring"}
+
+
+def read(source: str | Parsed, given: Given | None = None, lenient: bool = False) -> Imported:
+    """The plan of Megatron-LM arguments: a shell command or script, a list of words, or a mapping of arguments.
+
+    Raises `PlanError` naming the argument and what is legal.
+    """
+    given = given or Given()
+    keys = Keys(flags(source), "--{}")
+    model, shape = read_model(keys, given)
+    cluster = _cluster(keys, given)
+    axes = {axis: keys.whole(key) or 1 for axis, key in _AXES.items()}
+    world, others = int(cluster["gpus"]), math.prod(axes.values())
+    if world % others:
+        raise refuse("gpus", f"is {world}, which tensor x pipeline x context = {others} does not divide")
+    training = read_training(keys, world // others)
+    pipeline = _pipeline(keys, axes["pipeline"], shape)
+    precision, gradients = _precision(keys)
+    strategy = {
+        "stack": "megatron", "data": _data(keys, world // others * axes["context"], gradients),
+        "tensor": {"size": axes["tensor"], "sequence": bool(keys.flag("sequence-parallel")) and axes["tensor"] > 1},
+        "pipeline": pipeline, "context": _context(keys, axes["context"]), "expert": _expert(keys, axes["tensor"]),
+        "recompute": _recompute(keys, shape, pipeline), "precision": precision, "gradient_dtype": gradients,
+        "placement": _placement(keys), "kernels": _kernels(keys),
+    }  # fmt: skip
+    plan = {"model": model, "cluster": cluster, "strategy": strategy, **training}
+    keys.finish(known.KNOWN, known.WHYS, (), lenient)
+    return Imported("megatron", legal(plan, "megatron"), keys.translated, keys.untranslated, keys.assumed)
+
+
+_AXES = {
+    "tensor": "tensor-model-parallel-size", "pipeline": "pipeline-model-parallel-size",
+    "context": "context-parallel-size",
+}  # fmt: skip
+
+
+def _cluster(keys: Keys, given: Given) -> dict[str, Any]:
+    """The cluster, from torchrun's words where they are numbers."""
+    found = {key: keys.take(key) for key in known.LAUNCHER[:2]}
+    for key, value in found.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            keys.doubt(key, value, "not a number of its own; gpus was taken as given")
+            found[key] = None
+    per_node, nodes = found["nproc-per-node"], found["nnodes"]
+    if per_node is None:
+        return given.cluster(given.world(None, "torchrun --nproc-per-node x --nnodes"))
+    told = "--nnodes" in {note.field for note in keys.untranslated}
+    world = given.world(None if told else per_node * (nodes or 1), "--nproc-per-node x --nnodes")
+    nodes = nodes or max(1, world // per_node)
+    return given.cluster(world, gpus_per_node=per_node, nodes=nodes)
+
+
+def _data(keys: Keys, replicas: int, gradients: str) -> dict[str, Any]:
+    kind = keys.choice("data-parallel-sharding-strategy", _SHARDING)
+    fsdp = keys.flag("use-megatron-fsdp") or keys.flag("use-custom-fsdp")
+    zero = 1 if keys.flag("use-distributed-optimizer") else 0
+    if fsdp:
+        zero = 0 if kind is None else kind
+    elif kind is not None:
+        keys.doubt("data-parallel-sharding-strategy", kind, "read only with --use-megatron-fsdp")
+    if keys.flag("use-torch-fsdp2"):
+        zero = 3
+    overlap = bool(keys.flag("overlap-grad-reduce"))
+    gathered = bool(keys.flag("overlap-param-gather"))
+    if overlap and zero and not gathered:
+        keys.assume("strategy.data.overlap", True, "--overlap-grad-reduce alone: gathering parameters is not hidden")
+    found: dict[str, Any] = {
+        "zero": zero, "overlap": overlap or gathered, "reduce": "microbatch" if zero >= 2 else "step",
+        "offload": _offload(keys, zero),
+    }  # fmt: skip
+    size = 4 if gradients == "fp32" else 2
+    bucket = keys.whole("ddp-bucket-size")
+    if bucket is None and overlap:
+        bucket = max(BUCKET, 1_000_000 * replicas)
+        keys.assume("strategy.data.bucket_mib", bucket * size / MIB, "Megatron's default: 4e7 elements, or 1e6 a rank")
+    if bucket is not None:
+        found["bucket_mib"] = bucket * size / MIB
+    instances = keys.whole("num-distributed-optimizer-instances")
+    if instances is not None and instances > 1:
+        if replicas % instances:
+            raise refuse("--num-distributed-optimizer-instances", f"is {instances}, which data x context = {replicas} "
+                         "does not divide")  # fmt: skip
+        found["shard"] = replicas // instances
+    return found
+
+
+def _offload(keys: Keys, zero: int) -> str:
+    share = keys.number("optimizer-offload-fraction", 0, 1)
+    if not keys.flag("optimizer-cpu-offload"):
+        return "none"
+    if share not in (None, 1.0):
+        keys.doubt("optimizer-offload-fraction", share, "a plan offloads the whole optimizer")
+    if zero == 0:
+        keys.doubt("optimizer-cpu-offload", True, "a plan offloads only a sharded optimizer; it stays on the card")
+        return "none"
+    return "optimizer"
+
+
+def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
+    virtual, stages = keys.whole("num-layers-per-virtual-pipeline-stage"), None
+    chunks = keys.whole("num-virtual-stages-per-pipeline-rank") or 1
+    if virtual is not None:
+        chunks, left = divmod(shape.layers, size * virtual)
+        if left or not chunks:
+            raise refuse("--num-layers-per-virtual-pipeline-stage", f"is {virtual}, but {shape.layers} layers are no "
+                         f"multiple of {size} ranks x {virtual}")  # fmt: skip
+    stages = _layout(keys, shape.layers)
+    if stages is not None:
+        if len(stages) % size:
+            raise refuse("--pipeline-model-parallel-layout", f"has {len(stages)} stages; legal: a multiple of {size}")
+        chunks = len(stages) // size
+    stages = stages or _uneven(keys, size * chunks, shape.layers)
+    found: dict[str, Any] = {"size": size, "chunks": chunks, "schedule": "interleaved" if chunks > 1 else "1f1b"}
+    return found | {"partition": stages or "uniform"}
+
+
+def _layout(keys: Keys, layers: int) -> list[int] | None:
+    """Layers of each stage that a layout such as `Ettt|tttt|ttL` says: E embedding, t layer, L loss."""
+    text = keys.text("pipeline-model-parallel-layout")
+    if text is None:
+        return None
+    plain = text.replace(",", "")
+    for _ in range(8):  # groups may hold groups
+        plain = re.sub(r"\(([^()]*)\)\*(\d{1,4})", lambda m: m[1] * int(m[2]), plain)
+        plain = re.sub(r"([A-Za-z|])\*(\d{1,4})", lambda m: m[1] * int(m[2]), plain)
+    counts = [stage.count("t") for stage in plain.split("|")]
+    if not re.fullmatch(r"[EtmL|]+", plain) or sum(counts) != layers or min(counts) < 1:
+        raise refuse("--pipeline-model-parallel-layout", f"is {shown(text)}; legal: stages such as Ett|tt|ttL with "
+                     f"{layers} layers t in all, and one or more in each")  # fmt: skip
+    return counts
+
+
+def _uneven(keys: Keys, stages: int, layers: int) -> list[int] | None:
+    first, last = (keys.whole(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    if first is None and last is None:
+        return None
+    middle = stages - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    if stages < 2 or (rest % middle if middle else rest) or rest < middle:
+        key = "first" if first is not None else "last"
+        raise refuse(f"--decoder-{key}-pipeline-num-layers", f"leaves {rest} layers to {middle} stages, which do not "
+                     "divide them")  # fmt: skip
+    return [*([first] if first else []), *[rest // max(1, middle)] * middle, *([last] if last else [])]
+
+
+def _context(keys: Keys, size: int) -> dict[str, Any]:
+    kinds = keys.take("cp-comm-type")
+    words = {str(word) for word in (kinds if isinstance(kinds, list) else [kinds or "p2p"])}
+    if not words <= set(_RINGS):
+        raise refuse("--cp-comm-type", f"is {shown(kinds)}; legal: {', '.join(_RINGS)}")
+    if len(words) > 1 or words & {"allgather", "a2a+p2p"}:
+        keys.doubt("cp-comm-type", kinds, "a plan's context parallelism is a ring, or Ulysses for every layer; "
+                   "ring taken")  # fmt: skip
+    return {"size": size, "algorithm": "ulysses" if words == {"a2a"} else "ring"}
+
+
+def _expert(keys: Keys, tensor: int) -> dict[str, int]:
+    own = keys.whole("expert-tensor-parallel-size")
+    if own is not None and own != tensor:
+        keys.doubt("expert-tensor-parallel-size", own, f"a plan splits experts as all else, {tensor} ways")
+    return {"size": keys.whole("expert-model-parallel-size") or 1}
+
+
+def _recompute(keys: Keys, shape: Shape, pipeline: Mapping[str, Any]) -> str | list[int]:
+    kind = keys.choice("recompute-granularity", {"full": "full", "selective": "selective"})
+    if keys.flag("recompute-activations"):
+        kind = "selective"
+    method = keys.choice("recompute-method", {"uniform": "uniform", "block": "block"})
+    layers = keys.whole("recompute-num-layers")
+    if kind == "full" and method == "block" and layers is not None:
+        return first_layers(_stages(shape, pipeline), layers)
+    if kind == "full" and layers not in (None, 1):
+        keys.doubt("recompute-num-layers", layers, "a plan keeps the input of every layer, not of groups of layers")
+    return kind or "none"
+
+
+def first_layers(stages: list[int], layers: int) -> list[int]:
+    """The first `layers` layers of each stage, numbered through the model."""
+    starts = [sum(stages[:stage]) for stage in range(len(stages))]
+    return [start + k for start, held in zip(starts, stages, strict=True) for k in range(min(layers, held))]
+
+
+def _stages(shape: Shape, pipeline: Mapping[str, Any]) -> list[int]:
+    if isinstance(pipeline["partition"], list):
+        return pipeline["partition"]
+    count = pipeline["size"] * pipeline["chunks"]
+    return [shape.layers // count] * count
+
+
+def _precision(keys: Keys) -> tuple[str, str]:
+    """(precision, dtype of gradients); bf16's are fp32 unless --grad-reduce-in-bf16."""
+    bf16, fp16 = keys.flag("bf16"), keys.flag("fp16")
+    if bf16 and fp16:
+        raise refuse("--fp16", "is given beside --bf16; legal: one of them")
+    eighth = keys.take("fp8-format")
+    wide, narrow = keys.flag("accumulate-allreduce-grads-in-fp32"), keys.flag("grad-reduce-in-bf16")
+    if bf16 or eighth:
+        gradients = "bf16" if narrow and not wide else "fp32"
+    else:
+        gradients = "fp16" if fp16 and not wide else "fp32"
+    return "fp8" if eighth else "bf16" if bf16 else "fp16" if fp16 else "fp32", gradients
+
+
+def _placement(keys: Keys) -> list[str]:
+    inner = ["tensor", "context"]
+    return [*inner, "pipeline", "data"] if keys.flag("use-tp-pp-dp-mapping") else [*inner, "data", "pipeline"]
+
+
+def _kernels(keys: Keys) -> str:
+    return str(keys.choice("transformer-impl", {"local": "eager", "transformer_engine": "fused"}) or "fused")
+
+
+def write(plan: Plan) -> Written:
+    """The plan as a torchrun command with Megatron's arguments, and the fields that it does not say."""
+    full = plan.complete()
+    text = command(launcher(full), arguments(full))
+    with nearest("megatron"):
+        back = read(text, Given(None, full.card, None, full.fabric))
+    return Written(text, lost(plan, full, back, known.LOST, ("cluster.gpu",)))

@@ -1,0 +1,219 @@
+"""A model's shape as Megatron-LM's arguments, and back."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from workbench.plan.errors import PlanError, Problem, refuse
+from workbench.plan.foreign.base import Given, catalogued
+from workbench.plan.foreign.keys import Keys, shown
+from workbench.plan.foreign.megatron_keys import VOCABULARIES
+from workbench.plan.resolve import model_shape
+from workbench.plan.schema import Plan
+from workbench.plan.shape import Frozen, Shape
+from workbench.plan.source import build
+
+REQUIRED = ("num-layers", "hidden-size", "num-attention-heads")
+_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "alibi": "alibi"}
+_FREQUENCY = re.compile(r"\(?\[0\]\*(\d{1,6})\+\[1\]\*(\d{1,6})\)?")
+
+
+def read_model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape]:
+    """The plan's `model` (a catalog name where one has this shape), and its shape.
+
+    A model that is given wins; arguments that say otherwise are told as not translated. Raises `PlanError` naming
+    the arguments that are missing.
+    """
+    if given.model is None and (missing := [key for key in REQUIRED if key not in keys]):
+        raise PlanError([Problem(f"--{key}", "is missing; give it, or model (--model)") for key in missing])
+    if given.model is not None:
+        return _given(keys, given)
+    shape = _shape(_read(keys))
+    return catalogued(shape) or shape.model_dump(exclude_unset=True), shape
+
+
+def _given(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape]:
+    model = given.the_model("")
+    shape = given.model if isinstance(given.model, Shape) else model_shape(str(given.model))
+    before = set(keys.translated)
+    found = _read(keys, required=False)
+    for field, value in found.items():
+        ours: Any = getattr(shape, field)
+        ours = ours.model_dump() if isinstance(ours, Frozen) else ours
+        if value != ours and f"--{_FLAGS.get(field, field)}" in set(keys.translated) - before:
+            keys.doubt(_FLAGS[field], value, f"the model given has {shown(ours)}")
+    keys.assumed[:] = [note for note in keys.assumed if not note.field.startswith("model.")]
+    return model, shape
+
+
+_FLAGS = {
+    "layers": "num-layers", "hidden": "hidden-size", "heads": "num-attention-heads", "kv_heads": "num-query-groups",
+    "head_dim": "kv-channels", "ffn": "ffn-hidden-size", "vocab": "vocab-size",
+    "max_positions": "max-position-embeddings", "positions": "position-embedding-type", "norm": "normalization",
+    "norm_epsilon": "norm-epsilon", "mlp": "swiglu", "biases": "disable-bias-linear",
+    "tied": "untie-embeddings-and-output-weights", "window": "window-size", "rope_theta": "rotary-base",
+    "moe": "num-experts", "mla": "multi-latent-attention",
+}  # fmt: skip
+"""Field of a shape -> the argument that says it."""
+
+
+def _shape(fields: dict[str, Any]) -> Shape:
+    plan = build({"model": fields, "cluster": {"gpu": "local", "gpus": 1}})
+    assert isinstance(plan.model, Shape)
+    return plan.model
+
+
+def _read(keys: Keys, required: bool = True) -> dict[str, Any]:
+    layers, hidden, heads = (keys.whole(key) for key in REQUIRED)
+    gated, positions = keys.flag("swiglu"), _positions(keys)
+    ffn = keys.whole("ffn-hidden-size")
+    if ffn is None and hidden:
+        ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+        keys.assume("model.ffn", ffn, "Megatron's default from --hidden-size")
+    found: dict[str, Any] = {
+        "layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "kv_heads": _kv_heads(keys, heads),
+        "head_dim": keys.whole("kv-channels"), "vocab": _vocabulary(keys, required),
+        "max_positions": keys.whole("max-position-embeddings"), "positions": positions, "mlp": _mlp(keys, gated),
+        "biases": _biases(keys),
+        "norm": keys.choice("normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}) or "layernorm",
+        "norm_epsilon": keys.number("norm-epsilon", 0) or keys.number("layernorm-epsilon", 0),
+        "tied": not keys.flag("untie-embeddings-and-output-weights"), "window": _window(keys),
+        "rope_theta": keys.number("rotary-base", 1e-9), "embedding_norm": keys.flag("embed-layernorm"),
+        "moe": _moe(keys, layers, ffn), "mla": _mla(keys),
+    }  # fmt: skip
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _kv_heads(keys: Keys, heads: int | None) -> int | None:
+    if keys.flag("group-query-attention"):
+        return keys.whole("num-query-groups") or 1
+    keys.leave("num-query-groups", "Megatron reads it only with --group-query-attention")
+    return heads
+
+
+def _vocabulary(keys: Keys, required: bool) -> int | None:
+    vocab = keys.whole("vocab-size")
+    tokenizer = keys.leave("tokenizer-type", "a plan names its text in `corpus`")
+    if vocab is None and tokenizer in VOCABULARIES:
+        return int(keys.assume("model.vocab", VOCABULARIES[tokenizer], f"what --tokenizer-type {tokenizer} has"))
+    if vocab is None and required:
+        raise refuse("--vocab-size", "is missing, and the vocabulary decides the embedding's size; "
+                     "give it, or model (--model)")  # fmt: skip
+    return vocab
+
+
+def _positions(keys: Keys) -> str:
+    kind = keys.choice("position-embedding-type", _POSITIONS)
+    if keys.flag("use-rotary-position-embeddings"):
+        return "rope"
+    if kind is None and "rotary-base" in keys:
+        return str(keys.assume("model.positions", "rope", "--rotary-base is given"))
+    return kind or "learned"
+
+
+def _mlp(keys: Keys, gated: bool | None) -> str:
+    if keys.leave("squared-relu", "a plan's model has relu, not its square; relu was taken"):
+        return "relu"
+    if keys.flag("quick-geglu"):
+        return "geglu"
+    return "swiglu" if gated else "gelu"
+
+
+def _biases(keys: Keys) -> str:
+    none, attention = keys.flag("disable-bias-linear"), keys.flag("add-qkv-bias")
+    return "all" if not none else "qkv" if attention else "none"
+
+
+def _window(keys: Keys) -> int | None:
+    value = keys.take("window-size")
+    if value is None:
+        return None
+    numbers = [int(n) for n in re.findall(r"-?\d{1,9}", str(value))]
+    if not numbers or numbers[0] < 1:
+        raise refuse("--window-size", f"is {shown(value)}; legal: a pair such as 4096,0")
+    return numbers[0]
+
+
+def _moe(keys: Keys, layers: int | None, ffn: int | None) -> dict[str, Any] | None:
+    experts = keys.whole("num-experts")
+    if experts is None:
+        return None
+    width = keys.whole("moe-ffn-hidden-size") or ffn
+    shared, left = divmod(keys.whole("moe-shared-expert-intermediate-size", 0) or 0, width or 1)
+    if left:
+        keys.doubt("moe-shared-expert-intermediate-size", shared * (width or 1) + left,
+                   f"a plan's shared experts are as wide as the others, {width}; {shared} were taken")  # fmt: skip
+    found = {"experts": experts, "top_k": keys.whole("moe-router-topk") or 2, "ffn": width, "shared": shared}
+    return {**found, "first_dense": _first_dense(keys, layers)}
+
+
+def _first_dense(keys: Keys, layers: int | None) -> int:
+    value = keys.take("moe-layer-freq")
+    if value in (None, 1):
+        return 0
+    text = str(value).replace(" ", "")
+    match, listed = _FREQUENCY.fullmatch(text), re.fullmatch(r"\[(?:0,){0,9999}1(?:,1){0,9999}\]", text)
+    dense = int(match[1]) if match else text.count("0")
+    if (match or listed) and layers in (None, int(match[1]) + int(match[2]) if match else text.count(",") + 1):
+        return dense
+    keys.doubt("moe-layer-freq", value, "a plan's dense layers are the first ones; none was taken")
+    return 0
+
+
+def _mla(keys: Keys) -> dict[str, Any] | None:
+    if not keys.flag("multi-latent-attention"):
+        return None
+    defaults = {"kv_rank": ("kv-lora-rank", 32), "rope_dim": ("qk-pos-emb-head-dim", 64),
+                "nope_dim": ("qk-head-dim", 128), "value_dim": ("v-head-dim", 128)}  # fmt: skip
+    found = {field: keys.whole(key) or default for field, (key, default) in defaults.items()}
+    return found | {"q_rank": keys.whole("q-lora-rank")}
+
+
+def write_model(plan: Plan) -> dict[str, Any]:
+    """The arguments of a complete plan's shape."""
+    s = plan.shape
+    longest = max(s.max_positions, plan.training.sequence_length)  # Megatron asserts that it holds the sequence
+    found: dict[str, Any] = {
+        "num-layers": s.layers, "hidden-size": s.hidden, "num-attention-heads": s.heads, "ffn-hidden-size": s.ffn,
+        "vocab-size": s.vocab, "max-position-embeddings": longest,
+        "position-embedding-type": "rope" if s.positions == "rope" else "learned_absolute",
+        "normalization": "RMSNorm" if s.norm == "rmsnorm" else "LayerNorm", "norm-epsilon": s.norm_epsilon,
+    }  # fmt: skip
+    if s.mla is None:
+        found["kv-channels"] = s.head_dim
+        if s.kv_heads != s.heads:
+            found |= {"group-query-attention": True, "num-query-groups": s.kv_heads}
+    if s.positions == "rope":
+        found["rotary-base"] = int(s.rope_theta) if s.rope_theta.is_integer() else s.rope_theta
+    if s.biases != "all":
+        found["disable-bias-linear"] = True
+    flags = {"swiglu": s.mlp == "swiglu", "add-qkv-bias": s.biases == "qkv",
+             "untie-embeddings-and-output-weights": not s.tied}  # fmt: skip
+    found |= {key: True for key, on in flags.items() if on}
+    if s.window is not None:
+        found["window-size"] = f"{s.window},0"
+    return found | _written_moe(s) | _written_mla(s)
+
+
+def _written_moe(s: Shape) -> dict[str, Any]:
+    if s.moe is None:
+        return {}
+    found: dict[str, Any] = {
+        "num-experts": s.moe.experts, "moe-router-topk": s.moe.top_k, "moe-ffn-hidden-size": s.moe.ffn,
+    }  # fmt: skip
+    if s.moe.shared:
+        found["moe-shared-expert-intermediate-size"] = s.moe.shared * s.moe.ffn
+    if s.moe.first_dense:
+        found["moe-layer-freq"] = f"([0]*{s.moe.first_dense}+[1]*{s.layers - s.moe.first_dense})"
+    return found
+
+
+def _written_mla(s: Shape) -> dict[str, Any]:
+    if s.mla is None:
+        return {}
+    found: dict[str, Any] = {
+        "multi-latent-attention": True, "kv-lora-rank": s.mla.kv_rank, "qk-pos-emb-head-dim": s.mla.rope_dim,
+        "qk-head-dim": s.mla.nope_dim, "v-head-dim": s.mla.value_dim,
+    }  # fmt: skip
+    return found | ({"q-lora-rank": s.mla.q_rank} if s.mla.q_rank else {})

@@ -1,0 +1,123 @@
+"""Foreign text to plain data and back, and which format a text is in, by its content."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.plan import yamlio
+from workbench.plan.errors import PlanError, refuse
+from workbench.plan.foreign.base import FORMATS, TITLES, Format
+from workbench.plan.foreign.keys import shown
+
+Parsed = Mapping[str, Any] | list[Any]
+_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+_SECTIONS = ("parallelism", "activation_checkpoint", "lr_scheduler", "job", "training", "model")
+_FLAG = re.compile(r"(?:^|[\s\[\"'(=])--[A-Za-z]")
+
+
+def from_json(text: str, where: str) -> Any:
+    """The value of JSON `text`. Raises `PlanError` naming line and column, or a key that is written twice."""
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+    except json.JSONDecodeError as error:
+        raise refuse(where, f"not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise refuse(where, "not valid JSON: nested too deeply") from None
+    except ValueError as error:
+        if isinstance(error, PlanError):
+            raise
+        raise refuse(where, f"not valid JSON: {str(error)[:100]}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise refuse(key, "is written twice; keep one of them")
+        found[key] = value
+    return found
+
+
+def _no_number(word: str) -> Any:
+    raise refuse("", f"{word} is no number of JSON; legal: finite numbers")
+
+
+def from_toml(text: str, where: str) -> dict[str, Any]:
+    """The tables of TOML `text`. Raises `PlanError` naming line and column; TOML refuses duplicate keys itself."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise refuse(where, "not valid TOML: nested too deeply") from None
+    except ValueError as error:
+        raise refuse(where, f"not valid TOML: {str(error)[:200]}") from None
+
+
+def to_toml(data: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tables of plain values as TOML: numbers, text, true and false, and lists of them."""
+    parts = [f"[{table}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in rows.items()) for table, rows in data.items()]
+    return "\n".join(parts)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but TOML also wants DEL escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value)
+
+
+def mapping(value: Any, where: str) -> dict[str, Any]:
+    """`value` if it is a mapping. Raises `PlanError`."""
+    if not isinstance(value, Mapping):
+        raise refuse(where, f"is {shown(value)}; must be a mapping of keys to values")
+    return dict(value)
+
+
+def detect(text: str) -> Format:
+    """The format of a foreign file, by its content alone. Raises `PlanError` naming the formats and their marks."""
+    start = text.lstrip("\ufeff \t\r\n")
+    if start.startswith("{"):
+        return _of_mapping(mapping(from_json(start, "file"), "file"))
+    if re.search(r"(?m)^\s*\[+[A-Za-z_][\w.\-]*\]+\s*(?:#.*)?$", text) and any(
+        re.search(rf"(?m)^\s*\[{section}[\].]", text) for section in _SECTIONS
+    ):
+        return "torchtitan"
+    if re.search(r"(?m)^\s*[\"']?distributed_type[\"']?\s*:", text):
+        return "fsdp"
+    if _FLAG.search(text):
+        return "megatron"
+    try:
+        return _of_mapping(mapping(yamlio.parse(text, where="file"), "file"))
+    except PlanError:
+        raise _undetected() from None
+
+
+def _of_mapping(data: dict[str, Any]) -> Format:
+    if "distributed_type" in data or "fsdp_config" in data:
+        return "fsdp"
+    if any(key in data for key in _DEEPSPEED):
+        return "deepspeed"
+    words = {str(key).lstrip("-").replace("_", "-") for key in data}
+    if words & {"num-layers", "hidden-size", "tensor-model-parallel-size", "micro-batch-size"}:
+        return "megatron"
+    if sum(section in data for section in _SECTIONS) >= 2:
+        return "torchtitan"
+    if words & {"bf16", "fp16", "optimizer", "scheduler", "gradient-clipping"}:
+        return "deepspeed"
+    raise _undetected()
+
+
+def _undetected() -> PlanError:
+    marks = {
+        "deepspeed": "train_batch_size, zero_optimization",
+        "megatron": "--num-layers",
+        "torchtitan": "[parallelism]",
+        "fsdp": "distributed_type: FSDP",
+    }
+    legal = "; ".join(f"{TITLES[name]} ({marks[name]})" for name in FORMATS)
+    return refuse("file", f"is in no format that is known here; legal: {legal}")

@@ -1,0 +1,219 @@
+"""torchtitan's job TOML, by torchtitan/config/job_config.py: what it says of a plan, and a plan as such a file."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.plan import catalog
+from workbench.plan.errors import refuse
+from workbench.plan.foreign import torchtitan_keys as known
+from workbench.plan.foreign.base import Given, Imported, Written, legal
+from workbench.plan.foreign.keys import Keys
+from workbench.plan.foreign.loss import lost, nearest
+from workbench.plan.foreign.texts import from_toml, mapping, to_toml
+from workbench.plan.foreign.torchtitan_training import read_training
+from workbench.plan.foreign.torchtitan_write import tables
+from workbench.plan.resolve import model_shape
+from workbench.plan.schema import Plan
+from workbench.plan.shape import Shape
+
+P = "parallelism."
+
+
+def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False) -> Imported:
+    """The plan of a torchtitan job, as TOML or already parsed. Raises `PlanError` naming key and legal values."""
+    given = given or Given()
+    keys = Keys(mapping(from_toml(text, "file") if isinstance(text, str) else text, "file"))
+    model, shape, fp8 = _model(keys, given)
+    sizes, world = _sizes(keys, given)
+    pipeline = _pipeline(keys, sizes["pipeline"], shape)
+    training = read_training(keys, sizes["data"], sizes["pipeline"])
+    strategy = {
+        "stack": "torchtitan", "data": _data(keys, sizes),
+        "tensor": {"size": sizes["tensor"], "sequence": sizes["tensor"] > 1}, "pipeline": pipeline,
+        "context": {"size": sizes["context"], "algorithm": "ring"},
+        "expert": {"size": keys.whole(P + "expert_parallel_degree") or 1}, "recompute": _recompute(keys, shape.layers),
+        "kernels": _kernels(keys), **_precision(keys, fp8),
+    }  # fmt: skip
+    plan = {"model": model, "cluster": given.cluster(world), "strategy": strategy, **training}
+    if name := keys.text("job.description"):
+        plan["name"] = name
+    keys.finish(known.KNOWN, known.WHYS, known.OPEN, lenient)
+    return Imported("torchtitan", legal(plan, "torchtitan"), keys.translated, keys.untranslated, keys.assumed)
+
+
+def _model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape, bool]:
+    """(the plan's model, its shape, whether it computes in fp8)."""
+    name, flavor = keys.text("model.name"), keys.text("model.flavor")
+    found = known.MODELS.get((name or "llama3", flavor or ""))
+    if given.model is not None and (flavor is not None or name is not None):
+        ours = given.model if isinstance(given.model, str) else given.model.name
+        for key, value in (("model.name", name), ("model.flavor", flavor)):
+            if value is not None and found != ours:
+                keys.doubt(key, value, f"the model given is {ours}")
+    flavors = ", ".join(f"{family} {size}" for family, size in known.MODELS)
+    why = f"model.name '{name}', model.flavor '{flavor}' is no model that is known here ({flavors})"
+    model = found if found is not None and given.model is None else given.the_model(why)
+    shape = given.model if isinstance(given.model, Shape) else model_shape(str(model))
+    return model, shape, _converted(keys)
+
+
+def _converted(keys: Keys) -> bool:
+    value = keys.take("model.converters")
+    words = [
+        str(word) for word in (value if isinstance(value, list) else re.split(r"[,\s]+", str(value or ""))) if word
+    ]
+    eighth = [word for word in words if re.search("float8|mx", word)]
+    if rest := [word for word in words if word not in eighth]:
+        keys.doubt("model.converters", rest, "a plan knows no such conversion of layers")
+    tables = ("float8", "mx", "quantize.linear.float8", "quantize.linear.mx")
+    return bool(eighth) or (value is None and any(f"{table}.recipe_name" in keys for table in tables))
+
+
+def _sizes(keys: Keys, given: Given) -> tuple[dict[str, int], int]:
+    """(ranks of each axis with those that share the data, ranks of the job)."""
+    sizes = {axis: keys.whole(f"{P}{axis}_parallel_degree") or 1 for axis in ("tensor", "context", "pipeline")}
+    replicate = keys.whole(P + "data_parallel_replicate_degree") or 1
+    shard = keys.whole(P + "data_parallel_shard_degree", -1)
+    if shard == 0:
+        raise refuse(P + "data_parallel_shard_degree", "is 0; legal: -1 for all that are left over, or 1 or more")
+    others = math.prod(sizes.values()) * replicate
+    if shard in (None, -1):
+        world = given.world(None, P + "data_parallel_shard_degree is -1: whatever is left over")
+        if world % others:
+            raise refuse("gpus", f"is {world}, which tensor x context x pipeline x replicate = {others} does not "
+                         "divide")  # fmt: skip
+        shard = world // others
+    assert shard is not None
+    world = given.world(others * shard, "the product of the degrees in [parallelism]")
+    return {**sizes, "replicate": replicate, "shard": shard, "data": replicate * shard}, world
+
+
+def _data(keys: Keys, sizes: Mapping[str, int]) -> dict[str, Any]:
+    sharded = sizes["shard"] * sizes["context"] > 1
+    policy = keys.choice(P + "fsdp_reshard_after_forward", {w: w for w in ("default", "always", "never")}) or "default"
+    offload = keys.flag("training.enable_cpu_offload")
+    if not sharded:
+        for key, value in ((P + "fsdp_reshard_after_forward", policy), ("training.enable_cpu_offload", offload)):
+            if value not in (None, False, "default"):
+                keys.doubt(key, value, "nothing is sharded here, so it does nothing")
+        return {"zero": 0}
+    found: dict[str, Any] = {
+        "zero": 3, "reduce": "microbatch", "offload": "parameters" if offload else "none",
+        "keep_gathered": policy == "never" or (policy == "default" and sizes["pipeline"] > 1),
+    }  # fmt: skip
+    return found | ({"shard": sizes["shard"] * sizes["context"]} if sizes["replicate"] > 1 else {})
+
+
+def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
+    word = keys.choice(P + "pipeline_parallel_schedule", {name: name for name in (*known.SCHEDULES, *known.LONE)})
+    table = keys.text(P + "pipeline_parallel_schedule_csv")
+    schedule = known.SCHEDULES.get(word or "1F1B") or known.LONE[word]
+    if table:
+        schedule = table if table.endswith(".csv") else f"{table}.csv"
+    elif word in known.LONE:
+        schedule = schedule or "1f1b"
+        keys.doubt(P + "pipeline_parallel_schedule", word, f"a plan knows no such schedule; {schedule} was taken")
+    single = schedule in ("1f1b", "gpipe")
+    held = keys.whole(P + "pipeline_parallel_layers_per_stage")
+    stages = _parts(keys, shape.layers)
+    chunks = 1 if single else 2
+    if stages is None and held is not None:
+        chunks = max(1, -(-shape.layers // (held * size)))
+        stages = _spread(shape.layers, size * chunks)
+    if stages is not None and size > 1:
+        if len(stages) % size:
+            raise refuse(P + "module_fqns_per_model_part", f"makes {len(stages)} stages; legal: a multiple of {size}")
+        chunks = len(stages) // size
+    elif size > 1:
+        keys.assume("strategy.pipeline.partition", "balanced", "torchtitan's own split; the plan's default")
+    found: dict[str, Any] = {
+        "size": size,
+        "chunks": chunks if size > 1 else 1,
+        "schedule": schedule if size > 1 else "1f1b",
+    }
+    return found | ({"partition": stages} if stages and size > 1 else {})
+
+
+def _spread(layers: int, stages: int) -> list[int] | None:
+    """Layers over stages as evenly as they go, more in front."""
+    if layers < stages:
+        return None
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+
+def _parts(keys: Keys, layers: int) -> list[int] | None:
+    """Layers of each stage that the lists of modules, or the older split points, say."""
+    parts, points = keys.take(P + "module_fqns_per_model_part"), keys.take(P + "pipeline_parallel_split_points")
+    if parts is not None:
+        if not (isinstance(parts, list) and all(isinstance(part, list) for part in parts)):
+            raise refuse(P + "module_fqns_per_model_part", "must be a list of lists of module names")
+        counts = [sum(str(name).startswith("layers.") for name in part) for part in parts]
+        if sum(counts) != layers or min(counts, default=0) < 1:
+            raise refuse(P + "module_fqns_per_model_part", f"holds {counts} layers; legal: {layers} in all, one or "
+                         "more in each part")  # fmt: skip
+        return counts
+    if not points:
+        return None
+    starts = [int(number) for number in re.findall(r"layers\.(\d{1,6})", str(points))]
+    bounds = [0, *starts, layers]
+    counts = [after - before for before, after in itertools.pairwise(bounds)]
+    if min(counts) < 1:
+        raise refuse(P + "pipeline_parallel_split_points", f"is {str(points)[:60]!r}; legal: rising names from "
+                     f"layers.1 to layers.{layers - 1}")  # fmt: skip
+    return counts
+
+
+def _recompute(keys: Keys, layers: int) -> str | list[int]:
+    mode = keys.choice("activation_checkpoint.mode", {w: w for w in ("selective", "full", "none", "memory_budget")})
+    option = keys.take("activation_checkpoint.selective_ac_option")
+    if mode == "memory_budget":
+        keys.doubt("activation_checkpoint.mode", mode, "a plan has no such budget; selective was taken")
+        return "selective"
+    if mode is None:
+        mode = keys.assume("strategy.recompute", "selective", "torchtitan's default")
+    if mode != "selective" or option in (None, "op"):
+        return str(mode)
+    if not re.fullmatch(r"[1-9]\d{0,5}", str(option)):
+        raise refuse("activation_checkpoint.selective_ac_option", f"is {option!r:.60}; legal: op, or n for every n-th "
+                     "layer")  # fmt: skip
+    step = int(option)
+    return "full" if step == 1 else list(range(step - 1, layers, step))
+
+
+def _precision(keys: Keys, fp8: bool) -> dict[str, str]:
+    kinds = {"bfloat16": "bf16", "float32": "fp32"}
+    precision = keys.choice("training.mixed_precision_param", kinds) or "bf16"
+    gradients = keys.choice("training.mixed_precision_reduce", kinds) or "fp32"
+    if keys.choice("training.dtype", kinds) == "bf16":
+        keys.doubt("training.dtype", "bfloat16", "a plan keeps fp32 master weights beside 16-bit parameters")
+    if gradients == "bf16" and precision == "fp32" and not fp8:
+        keys.doubt("training.mixed_precision_reduce", "bfloat16", "a plan reduces fp32 gradients as they are")
+        gradients = "fp32"
+    return {"precision": "fp8" if fp8 else precision, "gradient_dtype": gradients}
+
+
+def _kernels(keys: Keys) -> str:
+    compiled = [keys.flag(key) for key in ("training.compile", "compile.enable")]
+    return "compiled" if any(compiled) else "eager"
+
+
+def write(plan: Plan) -> Written:
+    """The plan as a torchtitan job, and the fields that it does not say. Raises `PlanError` for an illegal plan."""
+    full = plan.complete()
+    flavor = flavor_of(full.shape)
+    text = to_toml(tables(full, flavor, bool(plan.name)))
+    with nearest("torchtitan"):
+        back = read(text, Given(None if flavor else full.shape, full.card, None, full.fabric))
+    handed = ("cluster.gpu",) if flavor else ("model", "cluster.gpu")
+    return Written(text, lost(plan, full, back, known.LOST, handed))
+
+
+def flavor_of(shape: Shape) -> tuple[str, str] | None:
+    """(model.name, model.flavor) of a model that torchtitan has; None for another."""
+    same = (key for key, name in known.MODELS.items() if catalog.models()[name].shape == shape)
+    return next(same, None)
