@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from workbench.plan.calibration import Calibration, Scale, read
@@ -125,9 +125,9 @@ def _scaled(
 ) -> tuple[Card, Fabric, dict[str, float]]:
     """What computes slower by one factor, what communicates by another, every step longer by a sum."""
     slow, far = scale.compute, scale.communication
-    changed = {name: value / slow if name in SLOWED else value for name, value in found.items()}
-    changed["launch_us"] *= slow
-    changed["step_fixed_ms"] = found.get("step_fixed_ms", usual.step_fixed_ms) + scale.fixed_ms
+    whole = asdict(usual) | found
+    changed = found | {name: whole[name] / slow for name in SLOWED}
+    changed |= {"launch_us": whole["launch_us"] * slow, "step_fixed_ms": whole["step_fixed_ms"] + scale.fixed_ms}
     link = {"link_gbs": card.link_gbs / far}
     latency = {"link_latency_us": fabric.link_latency_us * far, "nic_latency_us": fabric.nic_latency_us * far}
     further = latency | {"nic_gbs": fabric.nic_gbs / far}

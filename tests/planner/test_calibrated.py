@@ -1,0 +1,220 @@
+"""Curves through measured points, the plan that uses them, and what finished runs correct."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from workbench.plan import calibration
+from workbench.plan.attached import attached, local_cluster
+from workbench.plan.calibration import Calibration, Collective, Gemm, Host, Measured, Scale, Stream
+from workbench.plan.schema import Plan
+from workbench.planner import estimate
+from workbench.planner.calibrated import calibrated, curves_of
+from workbench.planner.constants import Constants
+from workbench.planner.curves import Curves, fit
+from workbench.planner.feedback import Told, error, scale, told
+
+RATE, HALF, LAUNCH = 80e9, 12.0, 5e-6
+ALPHA, BETA = 2e-4, 1e-9
+
+
+def product_seconds(m: int, n: int, k: int, ranks: int) -> float:
+    return LAUNCH + 2 * m * n * k / (RATE / ranks) * (1 + HALF * (1 / m + 1 / n + 1 / k))
+
+
+SHAPES = [(s, s, s) for s in (32, 128, 512, 1024)] + [(2048, 64, 192), (64, 2048, 64), (256, 64, 1024)]
+
+
+def made(**changes: Any) -> Calibration:
+    """A machine whose every figure is known, of two cores."""
+    found = attached()
+    card, _ = local_cluster(found, 1)
+    machine = Measured(
+        device="cpu", card=card.name, title=found.name, count=8, cores=2, fingerprint=calibration.fingerprint(found),
+        backend="gloo", versions={"torch": "2.12.0"}, date="2026-01-01",
+    )  # fmt: skip
+    host = Host(ranks=1, operator_us=2.0, autograd_us=6.0, step_us=500.0, microbatch_us=300.0, layer_us=1060.0,
+                layer_step_us=100.0)  # fmt: skip
+    kinds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 0.5, "send": 0.5}
+    values: dict[str, Any] = {
+        "machine": machine,
+        "host": (host, host.model_copy(update={"ranks": 2, "layer_us": 2120.0})),
+        "gemm": tuple(Gemm(rows=m, columns=n, inner=k, dtype="fp32", ranks=r, seconds=product_seconds(m, n, k, r))
+                      for m, n, k in SHAPES for r in (1, 2)),
+        "memory": tuple(Stream(bytes=b, ranks=r, seconds=b * r / 10e9) for b in (2**16, 2**20, 2**26) for r in (1, 2)),
+        "collectives": tuple(Collective(kind=k, group=2, ranks=2, dtype="fp32", bytes=b, seconds=x * (ALPHA + BETA * b))
+                             for k, x in kinds.items() for b in (256, 2**16, 2**20, 2**24)),
+    }  # fmt: skip
+    return Calibration(**{**values, **changes})
+
+
+def plan(path: Path | None = None, gpus: int = 2, strategy: str = "ddp", **changes: Any) -> Plan:
+    short = Plan.of("tiny", gpu="local", gpus=gpus, strategy=strategy, set=changes)
+    return short if path is None else short.replace(**{"cluster.calibration": str(path)})
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    path = tmp_path / "calibration.yaml"
+    calibration.write(made(), path)
+    return path
+
+
+def test_the_form_is_recovered_from_its_own_points() -> None:
+    for ranks in (1, 2):
+        found = Curves(made(), ranks).products("fp32")
+        assert found.rate == pytest.approx(RATE / ranks, rel=1e-6)
+        assert found.half_dim == pytest.approx(HALF, rel=1e-5) and found.launch == pytest.approx(LAUNCH, rel=1e-5)
+        assert np.abs(found.deviations).max() < 1e-5
+
+
+def test_one_disturbed_point_does_not_move_the_fit() -> None:
+    gemm = list(made().gemm)
+    gemm[8] = gemm[8].model_copy(update={"seconds": 9 * gemm[8].seconds})
+    found = Curves(made(gemm=tuple(gemm)), gemm[8].ranks).products("fp32")
+    assert found.rate == pytest.approx(RATE / gemm[8].ranks, rel=0.02)
+
+
+def test_a_measured_shape_is_met_and_a_far_one_follows_the_form() -> None:
+    gemm = [g.model_copy(update={"seconds": g.seconds * (1.3 if g.rows == 2048 else 1)}) for g in made().gemm]
+    found = Curves(made(gemm=tuple(gemm)), 1).products("fp32")
+    assert found.seconds(2048, 64, 192) == pytest.approx(1.3 * product_seconds(2048, 64, 192, 1), rel=1e-3)
+    assert found.seconds(2**20, 2**20, 2**20) == pytest.approx(found.fitted(2**20, 2**20, 2**20), rel=1e-3)
+
+
+def test_products_take_arrays_and_broadcast() -> None:
+    found = Curves(made(), 1)
+    rows, columns = np.array([[32], [64], [128]]), np.array([48, 96])
+    rates = found.gemm_rate(rows, columns, 64, "fp32")
+    assert rates.shape == (3, 2) and (np.diff(rates, axis=0) > 0).all() and (rates < RATE).all()
+    assert found.gemm_rate(64, 96, 64, "fp32") == pytest.approx(rates[1, 1])
+
+
+def test_an_unmeasured_dtype_takes_its_stand_in() -> None:
+    assert Curves(made(), 1).products("fp16").rate == pytest.approx(RATE, rel=1e-6)
+
+
+def test_more_ranks_than_were_measured_wait_for_cores() -> None:
+    four, two = Curves(made(), 4), Curves(made(), 2)
+    assert four.products("fp32").rate == pytest.approx(two.products("fp32").rate / 2)
+    assert four.host.layer_us == pytest.approx(2 * two.host.layer_us)
+    assert four.memory_rate(2**20) == pytest.approx(two.memory_rate(2**20) / 2)
+
+
+def test_memory_is_straight_on_logarithmic_paper_and_proportional_beyond() -> None:
+    found = Curves(made(), 1)
+    assert found.memory_rate(2**18) == pytest.approx(10e9) and found.memory_rate(2**30) == pytest.approx(10e9)
+    assert found.stream_seconds(1) == found.stream_seconds(2**16), "a tiny tensor is no quicker than the smallest seen"
+
+
+def test_collectives_by_kind_size_and_group() -> None:
+    found = Curves(made(), 2)
+    assert found.alpha_beta("all_reduce", 2) == pytest.approx((2 * ALPHA, 2 * BETA), rel=1e-6)
+    sizes = np.array([256, 2**20, 2**24])
+    assert found.collective_seconds("all_gather", sizes, 2) == pytest.approx(ALPHA + BETA * sizes)
+    assert found.collective_seconds("recv", 2**20, 2) == pytest.approx(0.5 * (ALPHA + BETA * 2**20))
+    assert (found.collective_seconds("all_reduce", sizes, 1) == 0).all()
+    ring = Curves(made(), 1).collective_seconds("all_gather", 2**24, 4)
+    first = ALPHA + BETA * 256
+    assert ring == pytest.approx(3 * first + 1.5 * (ALPHA + BETA * 2**24 - first), rel=1e-6), "ring: hops and (n-1)/n"
+    with pytest.raises(ValueError, match="holds no all_reduce"):
+        Curves(made(collectives=()), 2).collective_seconds("all_reduce", 1, 2)
+
+
+def test_a_larger_message_never_counts_as_quicker() -> None:
+    points = [c.model_copy(update={"seconds": 0.5}) if c.bytes == 256 else c for c in made().collectives]
+    times = Curves(made(collectives=tuple(points)), 2).collective_seconds("all_reduce", 2.0 ** np.arange(6, 28), 2)
+    assert (np.diff(times) >= 0).all() and times[0] < 0.01
+
+
+def test_coefficients_are_never_negative() -> None:
+    terms = np.stack((np.ones(4), np.arange(1.0, 5.0)), axis=1)
+    assert (fit(terms, np.array([4.0, 3.0, 2.0, 1.0])) >= 0).all()
+    assert fit(terms, terms @ np.array([0.0, 2.0])) == pytest.approx([0.0, 2.0], abs=1e-9)
+
+
+def test_without_a_calibration_nothing_changes() -> None:
+    full = plan().complete()
+    assert calibrated(full) == (full.card, full.fabric, {}) and curves_of(full) is None
+
+
+def test_a_calibrated_plan_has_the_measured_figures(kept: Path) -> None:
+    full = plan(kept).complete()
+    card, fabric, changed = calibrated(full)
+    assert card.tflops == pytest.approx({"fp32": RATE / 2 / 1e12}) and card.bandwidth_gbs == pytest.approx(5.0)
+    assert card.memory_gib == full.card.memory_gib, "memory is not measured"
+    assert card.link_gbs == pytest.approx(1 / (2 * BETA) / 1e9) and fabric.link_latency_us == pytest.approx(ALPHA * 1e6)
+    assert "measured" in card.source
+    assert changed["gemm_share"] == pytest.approx(1) and changed["gemm_half_dim"] == pytest.approx(HALF, rel=1e-4)
+    assert changed["step_doubling_ms"] == 0 and changed["launch_us"] == pytest.approx(20.0)
+    assert set(changed) <= set(Constants.__dataclass_fields__)
+    assert all(math.isfinite(value) and value >= 0 for value in changed.values())
+
+
+def test_one_rank_keeps_its_link(kept: Path) -> None:
+    full = plan(kept, gpus=1, strategy="single").complete()
+    card, fabric, changed = calibrated(full)
+    assert (card.link_gbs, fabric.link_latency_us) == (full.card.link_gbs, full.fabric.link_latency_us)
+    assert "link_share" not in changed and curves_of(full).ranks == 1  # type: ignore[union-attr]
+
+
+def test_a_published_peak_stays_and_shares_are_of_it(tmp_path: Path) -> None:
+    machine = made().machine.model_copy(update={"device": "cuda", "card": "h100-sxm-80gb", "backend": "nccl"})
+    gemm = tuple(g.model_copy(update={"dtype": "bf16", "seconds": g.seconds / 5000}) for g in made().gemm)
+    path = tmp_path / "h100.yaml"
+    calibration.write(made(machine=machine, gemm=gemm), path)
+    full = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3").replace(
+        **{"cluster.calibration": str(path)}
+    )
+    card, _, changed = calibrated(full.complete())
+    published = full.complete().card
+    assert (card.tflops, card.bandwidth_gbs) == (published.tflops, published.bandwidth_gbs)
+    assert changed["gemm_share"] == pytest.approx(RATE / 2 * 5000 / (published.tflops["bf16"] * 1e12), rel=1e-3)
+    assert changed["step_fixed_ms"] == 10.0, "eight nodes were not measured by one"
+
+
+def test_an_estimate_uses_the_file(kept: Path) -> None:
+    slow = made(gemm=tuple(g.model_copy(update={"seconds": 100 * g.seconds}) for g in made().gemm))
+    before = estimate(plan(kept))
+    calibration.write(slow, kept)
+    after = estimate(plan(kept))
+    assert after.notes["time"]["compute"] > 20 * before.notes["time"]["compute"]
+    assert after.peak_bytes_by_rank == before.peak_bytes_by_rank
+    assert before.step_seconds != estimate(plan()).step_seconds
+
+
+def test_a_scale_multiplies_its_part_of_the_step(kept: Path) -> None:
+    base = estimate(plan(kept)).notes["time"]
+    calibration.write(made(scale=Scale(compute=2.0, communication=3.0, fixed_ms=7.0)), kept)
+    found = estimate(plan(kept)).notes["time"]
+    assert found["compute"] == pytest.approx(2 * base["compute"]) and found["optimizer"] == pytest.approx(
+        2 * base["optimizer"]
+    )
+    assert found["data_comm"] == pytest.approx(3 * base["data_comm"])
+    assert found["overhead"] == pytest.approx(base["overhead"] + 7e-3)
+
+
+def test_one_run_is_met_exactly() -> None:
+    run = told(1.0, {"compute": 0.3, "bubble": 0.1, "optimizer": 0.05, "data_comm": 0.05, "overhead": 0.1})
+    assert (run.compute, run.communication, run.overhead) == pytest.approx((0.45, 0.05, 0.1))
+    found = scale([run], Scale())
+    assert found.compute == pytest.approx(1.8) == found.communication and found.fixed_ms == 0
+    assert error([Told(1.0, 0.45 * found.compute, 0.05 * found.communication, 0.1)]) == pytest.approx(0, abs=1e-12)
+
+
+def test_several_runs_tell_compute_communication_and_fixed_cost_apart() -> None:
+    parts = [(1.0, 0.0), (0.1, 0.9), (3.0, 0.5), (0.02, 0.01), (0.5, 2.0)]
+    runs = [Told(1.5 * c + 4.0 * m + 0.02 + 0.01, c, m, 0.01) for c, m in parts]
+    found = scale(runs, Scale())
+    assert found.compute == pytest.approx(1.5, rel=0.03) and found.communication == pytest.approx(4.0, rel=0.03)
+    assert found.fixed_ms == pytest.approx(20, rel=0.1)
+
+
+def test_a_step_shorter_than_its_overhead_still_gives_positive_factors() -> None:
+    found = scale([Told(0.01, 0.1, 0.0, 0.05)], Scale())
+    assert 0 < found.compute < 1 and found.fixed_ms == 0
