@@ -88,14 +88,15 @@ def test_the_operator_reduces_what_is_partial(form, moved):
 
 def test_memory_counts_local_parameters_with_states_and_the_local_output():
     operator, grid = product(), mesh(8, MACHINE)
-    cost = operator_cost(operator, option(operator, grid, "((2,1),(1,4))"), grid, MACHINE, Bytes(2, 16))
+    cost = operator_cost(operator, option(operator, grid, "((2,1),(1,4))"), grid, MACHINE, Bytes(2, 2, 16))
     assert (cost.parameter_bytes, cost.activation_bytes) == (16 * 32 / 4 * 16, 8 * 32 / 8 * 2)
 
 
 def test_a_weight_is_reduced_once_in_all_microbatches():
     operator, grid = product(), mesh(4, MACHINE)
     rows = option(operator, grid, "((4,1),(1,1))")
-    one, eight = (operator_cost(operator, rows, grid, MACHINE, Bytes(), n) for n in (1, 8))
+    one, eight = (operator_cost(operator, rows, grid, MACHINE, Bytes(gradient=4), n) for n in (1, 8))
+    assert one.moves[0].bytes == 16 * 32 * 4
     assert eight.moves[0].seconds == pytest.approx(one.moves[0].seconds / 8, rel=1e-12)
 
 

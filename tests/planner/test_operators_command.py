@@ -8,7 +8,7 @@ import pytest
 from workbench.cli import answer
 from workbench.plan.schema import Plan
 from workbench.planner.constants import constants
-from workbench.planner.operators import choose, choose_for, read
+from workbench.planner.operators import Bytes, choose, choose_for, read
 from workbench.planner.operators.of_plan import machine
 
 H100 = ["--model", "llama-3-8b", "--gpu", "h100-sxm-80gb"]
@@ -99,5 +99,9 @@ def test_ranks_of_several_nodes_are_a_grid_with_the_network_outside():
 
 def test_the_batch_is_the_plan_s_microbatch_over_all_data_ranks():
     one = plan(8, **{"training.micro_batch": 2, "training.global_batch": 64, "training.sequence_length": 1024})
-    direct = choose(one.shape, 16 * 1024, 8, machine(one, 8), sequence_length=1024, fused=True, microbatches=4)
+    sizes = Bytes(element=2, gradient=4, state=2 + 4 + 8 + 4)  # bf16, fp32 gradients that add up, Adam, master
+    direct = choose(
+        one.shape, 16 * 1024, 8, machine(one, 8), sequence_length=1024, fused=True, microbatches=4, sizes=sizes
+    )
     assert math.isclose(choose_for(one).seconds, direct.seconds, rel_tol=1e-12)
+    assert choose_for(one).bytes == pytest.approx(direct.bytes, rel=1e-12)

@@ -21,7 +21,9 @@ class Bytes:
     """Bytes an element takes."""
 
     element: int = 2
-    """Of parameters, gradients and activations."""
+    """Of parameters, activations and their gradients."""
+    gradient: int = 2
+    """Of a parameter's gradient, as it is reduced."""
     state: int = 16
     """Of a parameter with its gradient and optimizer state (mixed-precision Adam, 1910.02054)."""
 
@@ -91,7 +93,8 @@ def _sum(
 ) -> Move | None:  # fmt: skip
     """The all-reduce of an output forward, or of an input's gradient backward, where ranks hold parts of a sum."""
     axes = strategy.partial(tensor)
-    ranks, size = mesh.ranks_over(axes), local[tensor.name] * sizes.element
+    element = sizes.gradient if tensor.kind in ("parameter", "tied") else sizes.element
+    ranks, size = mesh.ranks_over(axes), local[tensor.name] * element
     if ranks == 1:
         return None
     return Move(when, "all_reduce", tensor.name, ranks, size * times, mesh.seconds("all_reduce", size, axes) * times)

@@ -14,6 +14,8 @@ from workbench.planner.operators.form import read
 from workbench.planner.operators.mesh import Machine
 from workbench.planner.operators.result import OperatorPlan
 
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+
 
 def choose_for(
     plan: Plan, ranks: int | Sequence[int] | None = None, memory: float | None = None, sequences: int | None = None
@@ -38,8 +40,12 @@ def choose_for(
 
 
 def _sizes(plan: Plan) -> Bytes:
-    """16 bytes a parameter under mixed precision and under fp32 alike (1910.02054)."""
-    return Bytes(element=4 if plan.strategy.precision in ("fp32", "tf32") else 2)
+    """Parameter, gradient, moments and 32-bit master weight, in the dtypes that the plan names (1910.02054)."""
+    optimizer, gradient = plan.training.optimizer, BYTES.get(plan.strategy.gradient_dtype)
+    element = 4 if plan.strategy.precision in ("fp32", "tf32") else 2
+    moments = BYTES[optimizer.moments] * (2 if optimizer.name == "adamw" else 1)
+    master = 4 if element == 2 and optimizer.master == "auto" else 0
+    return Bytes(element, gradient or element, element + (gradient or element) + moments + master)
 
 
 def machine(plan: Plan, grid: int | Sequence[int]) -> Machine:
