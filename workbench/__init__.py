@@ -20,8 +20,10 @@ if TYPE_CHECKING:
         estimate,
         explain,
         export,
+        import_config,
         rehearse,
         run,
+        translate,
         validate,
         verify,
         watch,
@@ -32,13 +34,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "Plan": "plan.schema", "PlanError": "plan.errors", "Planner": "lab.planner", "Profile": "profile",
     "attach": "verbs", "calibrate": "verbs", "compare": "verbs", "estimate": "verbs", "explain": "verbs",
-    "export": "verbs", "list_runs": "runs.run", "rehearse": "verbs", "report": "lab.report", "run": "verbs",
-    "validate": "verbs", "verify": "verbs", "watch": "verbs",
+    "export": "verbs", "import_config": "verbs", "list_runs": "runs.run", "rehearse": "verbs",
+    "report": "lab.report", "run": "verbs", "translate": "verbs", "validate": "verbs", "verify": "verbs",
+    "watch": "verbs",
 }  # fmt: skip
 
 __all__ = [
-    "Plan", "PlanError", "Planner", "Profile", "attach", "calibrate", "compare", "estimate", "explain", "export",
-    "rehearse", "run", "validate", "verify", "watch",
+    "Plan", "PlanError", "Planner", "Profile", "attach", "calibrate", "compare", "estimate", "explain",
+    "export", "import_config", "rehearse", "run", "translate", "validate", "verify", "watch",
 ]  # fmt: skip
 
 

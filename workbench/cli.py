@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import typer
 
-from workbench import cli_calibrate, cli_explain, cli_operators, cli_plans, cli_runs, cli_truth
+from workbench import cli_calibrate, cli_explain, cli_foreign, cli_operators, cli_plans, cli_runs, cli_truth
 from workbench.cli_options import console
 from workbench.cli_progress import RunError
 from workbench.plan.errors import PlanError
@@ -33,6 +33,8 @@ for _verb in (
     cli_calibrate.calibrate, cli_truth.validate, cli_runs.doctor, cli_runs.lab,
 ):  # fmt: skip
     app.command()(_verb)
+app.command("import")(cli_foreign.import_config)
+app.command()(cli_foreign.translate)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from workbench.profile import Profile
 if TYPE_CHECKING:
     from workbench.lab.compare import Comparison
     from workbench.plan.calibration import Calibration
+    from workbench.plan.foreign import Format, Imported, Written
     from workbench.planner.reasons import Explanation
     from workbench.planner.truth import Validation
     from workbench.runs.run import Run
@@ -196,3 +197,32 @@ def validate(*files: str | Path) -> Validation:
     from workbench.planner.truth import validate as against
 
     return against(files)
+
+
+def import_config(
+    path: str | Path,
+    *,
+    model: str | None = None,
+    gpu: str | None = None,
+    gpus: int | None = None,
+    lenient: bool = False,
+) -> Imported:
+    """The plan that a configuration of other software means, and what of the file is not in it, key by key.
+
+    Read are DeepSpeed's ds_config.json, Megatron-LM arguments, torchtitan's job TOML and an FSDP accelerate YAML; which
+    one it is shows in the content. `model`, `gpu` and `gpus` say what the file lacks. Keys that the format does not
+    have are refused, or with `lenient` told with the others. Raises `PlanError`.
+    """
+    from workbench.plan import foreign
+
+    return foreign.load(path, model=model, gpu=gpu, gpus=gpus, lenient=lenient)
+
+
+def translate(plan: Planned, format: Format) -> Written:
+    """`plan` in the words of other software (deepspeed, megatron, torchtitan, fsdp), and the fields that are lost.
+
+    Raises `PlanError` for an illegal plan, and for one that has nothing near it in that format.
+    """
+    from workbench.plan import foreign
+
+    return foreign.write(as_plan(plan), format)

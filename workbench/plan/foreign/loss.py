@@ -29,7 +29,9 @@ def nearest(format: Format) -> Iterator[None]:
         yield
     except PlanError as error:
         why = f"cannot be written as {TITLES[format]}; the nearest that it can say is illegal: "
-        raise PlanError([Problem(p.field, why + p.message) for p in error.problems]) from None
+        raise PlanError(
+            [Problem(p.field, why + p.message.removesuffix(f" (as {TITLES[format]} says it)")) for p in error.problems]
+        ) from None
 
 
 def lost(plan: Plan, full: Plan, back: Imported, whys: Mapping[str, str], handed: Collection[str]) -> list[Note]:

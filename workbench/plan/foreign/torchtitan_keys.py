@@ -61,7 +61,7 @@ OPEN = ("float8", "mx", "quantize", "fault_tolerance", "debug", "experimental", 
 WHYS = {
     "job": "how it is launched; a run keeps its own directory", "profiling": "a run keeps its own telemetry",
     "metrics": "logging; a run keeps its own telemetry", "model.tokenizer_path": "a plan names its text in `corpus`",
-    "model.hf_assets_path": "a plan names its text in `corpus`", 
+    "model.hf_assets_path": "a plan names its text in `corpus`",
     "training.dataset": "a plan names its text in `corpus`",
     "training.dataset_path": "a plan names its text in `corpus`",
     "optimizer.implementation": "a plan's optimizer is fused or not as strategy.kernels says",

@@ -1,0 +1,90 @@
+"""Commands about configurations of other software: read one as a plan, write a plan as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from workbench import tables, verbs
+from workbench.cli_options import Gpu, Gpus, Json, Model, PlanFile, Set, Strategy, chosen, emit
+from workbench.cli_plans import write_whole
+from workbench.plan.errors import refuse
+from workbench.plan.foreign import FORMATS, TITLES, Format, Note
+
+
+def import_config(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="ds_config.json, Megatron-LM arguments or script, "
+                                         "torchtitan TOML, or FSDP accelerate YAML.")],
+    model: Model = None,
+    gpu: Gpu = None,
+    gpus: Gpus = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan file here.")] = None,
+    lenient: Annotated[bool, typer.Option("--lenient", help="List keys that the format does not have, instead of "
+                                          "refusing them.")] = False,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Read a configuration of other software as a plan, and say what could not be translated."""
+    found = verbs.import_config(file, model=model, gpu=gpu, gpus=gpus, lenient=lenient)
+    full, text = found.plan.complete(), found.plan.to_yaml()
+    if output is not None:
+        write_whole(output, text)
+    data: dict[str, Any] = {
+        "format": found.format, "plan": found.plan.model_dump(exclude_unset=True), "sizes": full.sizes,
+        "world_size": full.world_size, "translated": found.translated, "untranslated": _rows(found.untranslated),
+        "assumed": _rows(found.assumed),
+    }  # fmt: skip
+    if output is not None:
+        data["path"] = str(output)
+    emit(
+        json,
+        data,
+        Text(f"{file}: {TITLES[found.format]}"),
+        tables.plan(full),
+        *notes("Not translated: what the file says and a plan cannot", "key", found.untranslated),
+        *notes("Assumed: what the file does not say", "field", found.assumed),
+        None if output else Text(text.rstrip()),
+    )
+
+
+def translate(
+    to: Annotated[str, typer.Option("--as", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
+    file: PlanFile = None,
+    model: Model = None,
+    gpu: Gpu = None,
+    gpus: Gpus = None,
+    strategy: Strategy = None,
+    set: Set = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the configuration here.")] = None,
+    json: Json = False,
+) -> None:
+    """Write a plan as a configuration of other software, and say what that cannot hold."""
+    if to not in FORMATS:
+        raise refuse("--as", f"is '{to}'; legal: {', '.join(FORMATS)}")
+    found = verbs.translate(chosen(file, model, gpu, gpus, strategy, set), cast(Format, to))
+    if output is not None:
+        write_whole(output, found.text)
+    data: dict[str, Any] = {"format": to, "text": found.text, "untranslated": _rows(found.untranslated)}
+    if output is not None:
+        data["path"] = str(output)
+    title = f"Not translated: what the plan says and {TITLES[cast(Format, to)]} cannot"
+    emit(json, data, None if output else Text(found.text.rstrip()), *notes(title, "field", found.untranslated))
+
+
+def notes(title: str, what: str, found: Sequence[Note]) -> list[Table | Text]:
+    """Notes as a table; a line that says so where there are none."""
+    if not found:
+        return [Text(f"{title}: nothing")]
+    built = tables.table(title, (what, "value", "why"))
+    for note in found:
+        built.add_row(Text(note.field), Text(str(note.value)), Text(note.why))
+    return [built]
+
+
+def _rows(found: Sequence[Note]) -> list[dict[str, Any]]:
+    return [asdict(note) for note in found]
