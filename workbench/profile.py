@@ -68,11 +68,17 @@ class Profile:
     @property
     def peak_bytes_by_rank(self) -> dict[int, int]:
         """Largest sum at one instant, by rank; ranks of which nothing is known are left out."""
-        rows = self.memory[(self.memory.moment == "peak") & (self.memory.tier == "device")]
-        totals = rows[rows.category == ALLOCATED]
-        rows = totals if len(totals) else rows
-        by_step = rows.groupby(["rank", "step"], dropna=False).bytes.sum().groupby("rank").max()
-        peaks = {int(str(rank)): int(value) for rank, value in by_step.items()}
+        rows = self.memory
+        here = (rows.moment.to_numpy() == "peak") & (rows.tier.to_numpy() == "device")
+        counted = here & (rows.category.to_numpy() == ALLOCATED)
+        here = counted if counted.any() else here
+        sums: dict[tuple[int, float], float] = {}
+        for rank, step, size in zip(*(rows[name].to_numpy()[here].tolist() for name in ("rank", "step", "bytes"))):
+            instant = int(rank), -1 if step is None or step != step else step
+            sums[instant] = sums.get(instant, 0) + size
+        peaks: dict[int, int] = {}
+        for (rank, _), total in sums.items():
+            peaks[rank] = max(peaks.get(rank, 0), int(total))
         stand_ins = {rank: self.representative.get(rank, rank) for rank in range(self.world_size)}
         return {rank: peaks[stand_in] for rank, stand_in in stand_ins.items() if stand_in in peaks}
 

@@ -19,11 +19,12 @@ def number(value: object) -> int | None:
 
 def stage_of(profile: Profile) -> dict[int, str]:
     """Rank -> its stages in words ('0', or '0+4' where a rank holds several), from the rows of the profile."""
-    rows = (
-        pd.concat([profile.memory[["rank", "stage"]], profile.timeline[["rank", "stage"]]]).dropna().drop_duplicates()
-    )
-    stages = rows.astype(int).groupby("rank").stage.agg(lambda s: "+".join(str(x) for x in sorted(set(s))))
-    return {int(str(rank)): text for rank, text in stages.items()}
+    found: dict[int, set[int]] = {}
+    for frame in (profile.memory, profile.timeline):
+        for rank, stage in dict.fromkeys(zip(frame["rank"].tolist(), frame.stage.tolist())):
+            if (one := number(rank)) is not None and (own := number(stage)) is not None:
+                found.setdefault(one, set()).add(own)
+    return {rank: "+".join(map(str, sorted(found[rank]))) for rank in sorted(found)}
 
 
 def shown_ranks(profiles: Sequence[Profile]) -> dict[int, str]:

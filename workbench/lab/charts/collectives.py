@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 
 import altair as alt
-import pandas as pd
 
 from workbench.lab import palette
 from workbench.lab.charts import common
@@ -19,10 +18,9 @@ AXES = ("tensor", "sequence", "context", "expert", "data", "pipeline")
 
 def collectives(*profiles: Profile) -> Figure:
     """Bytes that the busiest rank hands to collectives in one step, by axis and kind, one bar a source."""
-    frames = list(zip(common.names_of(profiles), map(busiest, profiles)))
-    totals = [frame.groupby("axis").payload.sum().max() for _, frame in frames if len(frame)]
-    unit, size = byte_unit(totals)
-    rows = [row for name, frame in frames for row in rows_of(name, frame, size, name if len(frames) > 1 else "")]
+    told = list(zip(common.names_of(profiles), map(busiest, profiles)))
+    unit, size = byte_unit(max(by_axis(calls).values()) for _, calls in told if calls)
+    rows = [row for name, calls in told for row in rows_of(name, calls, size, name if len(told) > 1 else "")]
     kinds = tuple(name for name in palette.KINDS if any(row["kind"] == name for row in rows))
     found = [row["axis"] for row in rows]
     axes = tuple(dict.fromkeys([*(axis for axis in AXES if axis in found), *found]))
@@ -37,31 +35,45 @@ def collectives(*profiles: Profile) -> Figure:
     )
 
 
-def busiest(profile: Profile) -> pd.DataFrame:
+Call = tuple[str, str, float, float, float]
+"""Axis, kind, bytes handed over, calls, ranks of the group: one row of a rank's collectives."""
+
+
+def busiest(profile: Profile) -> list[Call]:
     """Rows of the rank and step with the largest payload (bytes x count)."""
     frame = profile.collectives
-    frame = frame.assign(payload=frame.bytes.astype(float) * frame["count"].astype(float), step=frame.step.fillna(-1))
-    if not len(frame):
-        return frame
-    totals = frame.groupby(["rank", "step"], as_index=False).payload.sum()
-    most = totals.loc[totals.payload.idxmax()]
-    return frame[(frame["rank"] == most["rank"]) & (frame.step == most["step"])]
+    columns = ("rank", "step", "axis", "kind", "bytes", "count", "group_size")
+    by_instant: dict[tuple[int, int], list[Call]] = {}
+    for rank, step, axis, kind, size, count, ranks in zip(*(frame[name].tolist() for name in columns)):
+        instant = int(rank), -1 if step is None or step != step else int(step)
+        by_instant.setdefault(instant, []).append((axis, kind, float(size) * float(count), count, ranks))
+    return max((by_instant[key] for key in sorted(by_instant)), key=lambda rows: sum(r[2] for r in rows), default=[])
 
 
-def rows_of(bar: str, frame: pd.DataFrame, size: int, told: str) -> list[dict[str, Any]]:
+def rows_of(bar: str, calls: list[Call], size: int, told: str) -> list[dict[str, Any]]:
     """One row an axis and kind, in units of `size` bytes; the first of an axis carries the words, `told` among them."""
-    named = frame.assign(kind=[palette.kind(str(name)) for name in frame.kind]) if len(frame) else frame
-    groups = named.groupby(["axis", "kind"], as_index=False).agg(
-        payload=("payload", "sum"), calls=("count", "sum"), ranks=("group_size", "max")
-    )
+    groups: dict[tuple[str, str], list[Call]] = {}
+    for call in calls:
+        groups.setdefault((call[0], palette.kind(str(call[1]))), []).append(call)
+    totals = by_axis(calls)
     rows: list[dict[str, Any]] = []
-    for axis, kind, payload, calls, ranks in groups.itertuples(index=False):
+    for (axis, kind), own in sorted(groups.items()):
+        total = totals[axis] / size
         first = not any(row["axis"] == axis for row in rows)
-        total = groups[groups.axis == axis].payload.sum() / size
         text = " ".join([bytes_text(total * size), told]).strip() if first else None
-        cells = {"axis": axis, "kind": kind, "bar": bar, "value": payload / size, "total": total, "text": text}
-        rows.append(cells | {"calls": int(calls), "ranks": int(ranks), "order": list(palette.KINDS).index(kind)})
+        value = sum(call[2] for call in own) / size
+        cells = {"axis": axis, "kind": kind, "bar": bar, "value": value, "total": total, "text": text}
+        counts = {"calls": int(sum(call[3] for call in own)), "ranks": int(max(call[4] for call in own))}
+        rows.append(cells | counts | {"order": list(palette.KINDS).index(kind)})
     return rows
+
+
+def by_axis(calls: list[Call]) -> dict[str, float]:
+    """Bytes of each axis."""
+    totals: dict[str, float] = {}
+    for axis, _, payload, *_ in calls:
+        totals[axis] = totals.get(axis, 0.0) + payload
+    return totals
 
 
 @lru_cache(maxsize=64)

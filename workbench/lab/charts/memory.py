@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 import altair as alt
-import pandas as pd
 
 from workbench.lab import palette, ranks
 from workbench.lab.charts import common
@@ -48,30 +47,53 @@ def memory(*profiles: Profile) -> Figure:
     )
 
 
+Part = tuple[int, str, float]
+"""Sampled step (-1: none), category and bytes: one row of a rank's memory."""
+
+
 def bars_of(profile: Profile, name: str, labels: dict[int, str]) -> list[dict[str, Any]]:
     """One bar a rank: its total and its categories in bytes, of the sampled step with the largest total."""
+    parts = parts_by_rank(profile)
+    told = {rank: parts.get(profile.representative.get(rank, rank)) for rank in labels}
+    return [
+        {"label": labels[rank], "bar": name, "source": profile.source, **fullest(own)}
+        for rank, own in told.items() if own
+    ]  # fmt: skip
+
+
+def parts_by_rank(profile: Profile) -> dict[int, list[Part]]:
+    """What each rank holds on its device at its peaks."""
     frame = profile.memory
-    frame = frame[(frame.tier == "device") & (frame.moment == "peak") & (frame.bytes > 0)]
-    found = []
-    for rank, text in labels.items():
-        rows = frame[frame["rank"] == profile.representative.get(rank, rank)]
-        if len(rows):
-            found.append({"label": text, "bar": name, "source": profile.source, **fullest(rows)})
+    here = (frame.tier.to_numpy() == "device") & (frame.moment.to_numpy() == "peak")
+    columns = (frame[name].to_numpy()[here].tolist() for name in ("rank", "step", "category", "bytes"))
+    found: dict[int, list[Part]] = {}
+    for rank, step, category, size in zip(*columns):
+        if size > 0:
+            at = ranks.number(step)
+            found.setdefault(int(rank), []).append((-1 if at is None else at, str(category), size))
     return found
 
 
-def fullest(rows: pd.DataFrame) -> dict[str, Any]:
+def fullest(parts: list[Part]) -> dict[str, Any]:
     """Total, categories (bytes) and step of one rank's fullest sampled step."""
-    told = rows.assign(step=rows.step.fillna(-1))
-    counted = told[told.category == ALLOCATED]
-    step = (counted if len(counted) else told).groupby("step").bytes.sum().idxmax()
-    told, counted = told[told.step == step], counted[counted.step == step]
-    parts = told[told.category != ALLOCATED].groupby("category").bytes.sum()
-    categories = {str(name): int(value) for name, value in parts.items()}
-    total = int(counted.bytes.sum()) if len(counted) else sum(categories.values())
+    counted, told = sums(parts, ALLOCATED), sums(parts)
+    sampled = {step: sum(own.values()) for step, own in (counted or told).items()}
+    step = max(sorted(sampled), key=lambda at: sampled[at])
+    categories = {name: int(size) for name, size in told.get(step, {}).items()}
+    total = int(sampled[step]) if counted else sum(categories.values())
     if total > sum(categories.values()):
         categories["unattributed"] = total - sum(categories.values())
-    return {"total": total, "categories": categories, "step": ranks.number(step if step != -1 else None)}
+    return {"total": total, "categories": categories, "step": None if step == -1 else step}
+
+
+def sums(parts: list[Part], only: str = "") -> dict[int, dict[str, float]]:
+    """Step -> category -> bytes; of the category `only`, or of all but measured totals."""
+    found: dict[int, dict[str, float]] = {}
+    for step, category, size in parts:
+        if (category == only) if only else (category != ALLOCATED):
+            own = found.setdefault(step, {})
+            own[category] = own.get(category, 0) + size
+    return found
 
 
 def rows_of(bar: dict[str, Any], size: int, told: str) -> list[dict[str, Any]]:

@@ -86,7 +86,8 @@ def rows_of(lane: str, frame: pd.DataFrame, size: float) -> list[dict[str, Any]]
 
 def words(profiles: tuple[Profile, ...], frames: dict[str, pd.DataFrame]) -> str:
     """The subtitle: sources, the steps shown, and how much of the time the ranks do nothing."""
-    measured = [frame[frame.source == "measured"] for frame in frames.values()]
+    timed = any(profile.source == "measured" for profile in profiles)
+    measured = [frame[frame.source == "measured"] for frame in frames.values() if timed]
     steps = sorted({int(s) for frame in measured for s in frame.step.dropna().unique()})
     told = common.sources(profiles) + (f" · step {', '.join(map(str, steps))}" if steps else "")
     part = next((p.notes["timeline_microbatches"] for p in profiles if p.notes.get("timeline_microbatches")), None)
@@ -97,9 +98,9 @@ def words(profiles: tuple[Profile, ...], frames: dict[str, pd.DataFrame]) -> str
 
 def busy(frame: pd.DataFrame) -> float:
     """Share of the step in which a rank computes (forward or backward, whole or in part)."""
-    span = frame.end.max()
-    work = frame[frame.action.isin(["F", "B", "I", "W"])]
-    return float((work.end - work.start).sum() / span) if span else 0.0
+    span = max(frame.end.tolist(), default=0.0)
+    actions = zip(frame.action.tolist(), frame.start.tolist(), frame.end.tolist())
+    return sum(end - start for name, start, end in actions if name in ("F", "B", "I", "W")) / span if span else 0.0
 
 
 @lru_cache(maxsize=64)
