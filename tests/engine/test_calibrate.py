@@ -39,7 +39,7 @@ def test_every_point_of_the_survey_is_there(found: Calibration) -> None:
     assert {(c.kind, c.bytes) for c in found.collectives} == {(kind, size) for kind in KINDS for size in SMALL.messages}
     assert {(c.kind, c.dtype) for c in found.collectives} >= {("all_reduce", "bf16"), ("all_reduce", "fp32")}
     assert {(c.group, c.ranks) for c in found.collectives} == {(2, 2)}
-    assert [h.ranks for h in found.host] == [1, 2]
+    assert [h.ranks for h in found.host] == [w for w in (1, 2) if w <= attached().cores], "others wait for cores"
 
 
 def test_figures_are_finite_positive_seconds(found: Calibration) -> None:
@@ -90,7 +90,7 @@ def test_what_the_backend_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     """gloo sums no fp8: those points are skipped on all ranks alike, and the rest is measured."""
     monkeypatch.setattr(collective, "DTYPES", {**DTYPES, "bf16": torch.float8_e4m3fn})
     survey = replace(SMALL, gemm=SMALL.gemm[:1], streams=SMALL.streams[:1], messages=SMALL.messages[:1], attention=())
-    found = calibrate(0.0, survey=survey, worlds=(2,))
+    found = calibrate(0.0, survey=survey, worlds=(1, 2))
     assert {c.dtype for c in found.collectives} == {"fp32"} and {c.kind for c in found.collectives} == set(KINDS)
 
 

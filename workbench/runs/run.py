@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -29,6 +30,8 @@ from workbench.runs.state import State, first_state, is_run, read_state, write_s
 from workbench.runs.stopping import GRACE_SECONDS, Stop, request_stop
 
 POLL_SECONDS = 0.1
+CALIBRATION = "calibration.yaml"
+"""A run's own copy of the calibration that its plan names."""
 
 
 class Run:
@@ -149,7 +152,7 @@ def start(
     full, recipe, meeting = plan.resolved(), _recipe or Recipe(), checked_port(port)
 
     def fill(folder: Path, final: Path) -> None:
-        (folder / "plan.yaml").write_text(full.to_yaml(), encoding="utf-8")
+        (folder / "plan.yaml").write_text(_with_calibration(full, folder, final).to_yaml(), encoding="utf-8")
         (folder / "accelerate.yaml").write_text(yamlio.dump(export.accelerate_config(full, meeting)), encoding="utf-8")
         write_command(folder, compose(full, final, meeting, recipe))
         write_state(folder, first_state(full.world_size, full.training.steps))
@@ -157,6 +160,15 @@ def start(
     folder = create(default_root(root), full.name, fill)
     _supervise(folder)
     return Run(folder)
+
+
+def _with_calibration(plan: Plan, folder: Path, final: Path) -> Plan:
+    """The plan with a calibration of its own: the machine may be measured anew while the run is kept."""
+    source = plan.cluster.calibration
+    if source is None:
+        return plan
+    shutil.copyfile(source, folder / CALIBRATION)
+    return plan.replace(**{"cluster.calibration": str(final / CALIBRATION)})
 
 
 def _supervise(folder: Path) -> None:

@@ -23,8 +23,8 @@ from workbench.planner.curves import fit
 
 WORLDS = (1, 2, 4, 8)
 QUARTILE = 0.25
-"""Of the visits of ranks that share cores or talk, whose times vary by themselves; of others the quickest counts, for
-other work on the machine only ever makes a visit longer."""
+"""Of the visits of ranks that share cores, whose times vary by themselves; of others the quickest visit counts, for
+other work on the machine only ever makes it longer."""
 PASSES = 2
 SPARE_SECONDS = 120.0
 """Beyond its share of time, what a world may take for its start and its first visit of every point."""
@@ -115,13 +115,12 @@ def _reduced(ranks: Iterable[list[Sample]], world: int, crowded: bool) -> dict[K
 
 def _one(samples: list[Sample], world: int, crowded: bool) -> float:
     """A rank's quickest or early visit, the mean over ranks; of what ranks do together, the slowest rank counts."""
+    early = QUARTILE if crowded else 0.0
     if samples[0].how != "together":
         each = [np.concatenate([s.seconds for s in samples[rank::world]]) for rank in range(world)]
-        return float(
-            np.mean([np.quantile(one, QUARTILE if crowded and samples[0].how == "alone" else 0.0) for one in each])
-        )
+        return float(np.mean([np.quantile(one, early) for one in each]))
     visits = [np.max([s.seconds for s in samples[i : i + world]], axis=0) for i in range(0, len(samples), world)]
-    return float(np.quantile(np.concatenate(visits), QUARTILE))
+    return float(np.quantile(np.concatenate(visits), early))
 
 
 def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calibration:
@@ -136,7 +135,7 @@ def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calib
         attention[(world, *labels.values())] |= {**labels, "ranks": world, which: _seconds(seconds)}
     return Calibration(
         machine=machine,
-        host=tuple(_host(world, own) for world, own in found.items()),
+        host=tuple(_host(world, own) for world, own in found.items() if any(key[0] == "steps" for key in own)),
         gemm=tuple(Gemm(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("gemm")),
         memory=tuple(Stream(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("memory")),
         attention=tuple(Attention(**row) for row in attention.values()),
