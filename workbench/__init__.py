@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         import_config,
         rehearse,
         run,
+        search,
         translate,
         validate,
         verify,
@@ -35,13 +36,13 @@ _HOMES = {
     "Plan": "plan.schema", "PlanError": "plan.errors", "Planner": "lab.planner", "Profile": "profile",
     "attach": "verbs", "calibrate": "verbs", "compare": "verbs", "estimate": "verbs", "explain": "verbs",
     "export": "verbs", "import_config": "verbs", "list_runs": "runs.run", "rehearse": "verbs",
-    "report": "lab.report", "run": "verbs", "translate": "verbs", "validate": "verbs", "verify": "verbs",
-    "watch": "verbs",
+    "report": "lab.report", "run": "verbs", "search": "verbs", "translate": "verbs", "validate": "verbs",
+    "verify": "verbs", "watch": "verbs",
 }  # fmt: skip
 
 __all__ = [
     "Plan", "PlanError", "Planner", "Profile", "attach", "calibrate", "compare", "estimate", "explain",
-    "export", "import_config", "rehearse", "run", "translate", "validate", "verify", "watch",
+    "export", "import_config", "rehearse", "run", "search", "translate", "validate", "verify", "watch",
 ]  # fmt: skip
 
 

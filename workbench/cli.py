@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import typer
 
-from workbench import cli_calibrate, cli_explain, cli_foreign, cli_operators, cli_plans, cli_runs, cli_truth
+from workbench import cli_calibrate, cli_explain, cli_foreign, cli_operators, cli_plans, cli_runs, cli_search, cli_truth
 from workbench.cli_options import console
 from workbench.cli_progress import RunError
 from workbench.plan.errors import PlanError
@@ -29,6 +29,7 @@ app = typer.Typer(
 for _verb in (
     cli_plans.models, cli_plans.gpus, cli_plans.strategies, cli_plans.plan, cli_plans.estimate,
     cli_explain.explain, cli_operators.operators, cli_plans.rehearse,
+    cli_search.search,
     cli_runs.run, cli_runs.attach, cli_runs.stop, cli_runs.runs, cli_plans.compare, cli_plans.verify, cli_plans.export,
     cli_calibrate.calibrate, cli_truth.validate, cli_runs.doctor, cli_runs.lab,
 ):  # fmt: skip

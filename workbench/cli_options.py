@@ -42,11 +42,13 @@ def chosen(
     gpus: int | None,
     strategy: str | None,
     sets: list[str] | None,
+    *,
+    legal: bool = True,
 ) -> Plan:
     """The plan that the options mean: the file's, or one built from the choices; options override the file.
 
     A card, a number of cards or a strategy given here brings its own settings: those that the file had for another go.
-    Raises `PlanError` for what is illegal.
+    Raises `PlanError` for what is illegal; with `legal` off only for what cannot be read.
     """
     if file is None and model is None:
         raise refuse("PLAN", "give a plan file, or --model (and --gpu, --gpus, --strategy)")
@@ -57,7 +59,8 @@ def chosen(
     if strategy is not None:
         changes["strategy"] = {"preset": strategy}
     plan = plan.replace(**changes, **assignments(sets or []))
-    plan.complete()
+    if legal:
+        plan.complete()
     return plan
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from workbench.plan.calibration import Calibration
     from workbench.plan.foreign import Format, Imported, Written
     from workbench.planner.reasons import Explanation
+    from workbench.planner.search import SearchResult
     from workbench.planner.truth import Validation
     from workbench.runs.run import Run
 
@@ -46,6 +47,29 @@ def explain(plan: Planned, *, tokens: float | None = None, price: float | None =
     from workbench.planner.reasons import explain as reasons
 
     return reasons(as_plan(plan), tokens, price)
+
+
+def search(
+    plan: Planned,
+    objective: str = "time",
+    *,
+    space: str = "default",
+    top: int = 10,
+    where: Sequence[str] = (),
+    deadline_days: float | None = None,
+    tokens: float | None = None,
+) -> SearchResult:
+    """The best strategies for the model, cards and batch of `plan`, whose own strategy does not matter.
+
+    `objective`: time of a step, cost, energy or gpus (fewest). `space`: default, or wide for millions of plans.
+    `where`: conditions such as `strategy.tensor.size<=8` or `peak_gib<60`. `deadline_days` keeps what trains `tokens`
+    in time. Raises `PlanError` for words that mean nothing.
+    """
+    from workbench.planner.search import search as through
+
+    return through(
+        as_plan(plan), objective, space=space, top=top, where=where, deadline_days=deadline_days, tokens=tokens
+    )
 
 
 def rehearse(

@@ -15,9 +15,7 @@ from workbench.planner import activations, estimate
 from workbench.planner.constants import constants
 from workbench.planner.memory import Memory, memory, total
 from workbench.planner.states import held
-from workbench.planner.workload import in_flight, workload
-from workbench.schedules import generate
-from workbench.schedules import in_flight as in_flight_of
+from workbench.planner.workload import workload
 
 STATES = ("parameters", "gradients", "optimizer", "master")
 
@@ -73,18 +71,6 @@ def test_sequence_parallel_divides_all_of_a_layer(tensor: int) -> None:
     one, whole, split = (workload(gpt3(t, sequence=on)) for t, on in ((1, False), (tensor, False), (tensor, True)))
     assert activations.layer(split).saved == pytest.approx(activations.layer(one).saved / tensor)
     assert activations.layer(whole).saved > activations.layer(split).saved
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (4, 2), (4, 8), (8, 8)])
-def test_in_flight_is_that_of_the_table(schedule: str, ranks: int, microbatches: int) -> None:
-    assert in_flight(schedule, ranks, 1, microbatches).tolist() == list(
-        in_flight_of(generate(schedule, ranks, microbatches))
-    )
-
-
-def test_interleaved_in_flight_is_that_of_the_paper() -> None:
-    assert (in_flight("interleaved", 4, 2, 8) * 2).tolist() == [11, 9, 7, 5]
 
 
 @pytest.mark.parametrize("model", ["tiny", "gpt2", "llama-3-8b", "mixtral-8x7b", "deepseek-v2-lite", "bloom-7b1"])

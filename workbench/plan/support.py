@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from workbench.plan import catalog
+from workbench.plan.check_axes import SCHEDULES
 from workbench.plan.errors import PlanError, Problem
 from workbench.plan.schema import Plan
 
@@ -50,9 +51,9 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
 
 ESTIMATED: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("strategy.tensor.algorithm", lambda p: p.strategy.tensor.algorithm, ("1d",)),
-    ("strategy.pipeline.schedule", _schedule, ("gpipe", "1f1b", "interleaved")),
+    ("strategy.pipeline.schedule", _schedule, SCHEDULES),
     ("strategy.operators", lambda p: p.strategy.operators, ({},)),
-    ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "bf16", "fp16")),
+    ("strategy.pipeline.replicas", lambda p: p.strategy.pipeline.replicas, (None,)),
 )
 """The same for `estimate`."""
 

@@ -42,16 +42,28 @@ class Pass:
 
     forward: Number
     backward: Number
+    weight: Number = 0.0
+    """Of the backward, what makes the weights' gradients."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Seconds of one layer and microbatch of each kind, and of the head: what no pipeline or sharding changes."""
+
+    dense: Pass
+    mixture: Pass
+    attention: Pass
+    head: Pass
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds and FLOPs of one microbatch, by pipeline rank."""
+    """Seconds of one microbatch, by pipeline rank."""
 
     forward: Array
     backward: Array
-    model_flops: Array
-    """Of the model (causal attention counted half), forward and backward, nothing recomputed."""
+    weight: Array
+    """Of the backward, what makes the weights' gradients."""
 
 
 def product(m: Machine, rows: Number, columns: Number, inner: Number, element: int) -> Number:
@@ -62,18 +74,33 @@ def product(m: Machine, rows: Number, columns: Number, inner: Number, element: i
     return np.maximum(flops, (rows * columns + rows * inner + columns * inner) * element / m.bandwidth)
 
 
-def compute(w: Workload, m: Machine) -> Compute:
+def kernels(w: Workload, m: Machine) -> Kernels:
+    """One layer of each kind and the head."""
+    dense = layer_pass(w, m, False)
+    mixture = layer_pass(w, m, True) if w.shape.moe else dense
+    return Kernels(dense, mixture, attention_pass(w, m), head_pass(w, m))
+
+
+def compute(w: Workload, m: Machine, k: Kernels) -> Compute:
     """One microbatch on each pipeline rank."""
-    dense, mixture = layer_pass(w, m, False), layer_pass(w, m, w.shape.moe is not None)
-    head = head_pass(w, m)
     sparse = w.layers - w.dense_layers
-    forward = w.dense_layers * dense.forward + sparse * mixture.forward + w.last * head.forward
-    backward = w.dense_layers * dense.backward + sparse * mixture.backward + w.last * head.backward
-    again = dense.forward if w.shape.moe is None else mixture.forward
-    extra = w.recomputed * again + w.layers * (w.knobs.selective * attention_pass(w, m).forward)
-    embedding = w.first * 4 * w.stream / m.bandwidth
-    flops = w.dense_layers * layer_flops(w, False) + sparse * layer_flops(w, True) + w.last * head_flops(w)
-    return Compute(forward + embedding, backward + extra + embedding, 3 * flops)
+    embedding = w.first * (4 / m.bandwidth * w.stream)
+    forward = w.dense_layers * k.dense.forward + w.last * k.head.forward + embedding
+    backward = w.dense_layers * k.dense.backward + w.last * k.head.backward + embedding
+    if w.shape.moe:
+        forward = forward + sparse * k.mixture.forward
+        backward = backward + sparse * k.mixture.backward
+    again = w.recomputed * k.mixture.forward + w.layers * (w.knobs.selective * k.attention.forward)
+    weight = w.dense_layers * k.dense.weight + sparse * k.mixture.weight + w.last * k.head.weight
+    return Compute(forward, backward + again, np.asarray(weight))
+
+
+def model_flops(w: Workload) -> Number:
+    """FLOPs of one microbatch through the whole model on one tensor and context rank: causal attention counted half,
+    forward and backward, nothing recomputed."""
+    sparse = w.layers - w.dense_layers
+    each = w.dense_layers * layer_flops(w, False) + sparse * layer_flops(w, True) + w.last * head_flops(w)
+    return 3 * (w.weight * each).sum(axis=0)
 
 
 def layer_products(w: Workload, mixture: bool) -> list[tuple[Number, Number, Number]]:
@@ -102,12 +129,13 @@ def layer_pass(w: Workload, m: Machine, mixture: bool) -> Pass:
     """One layer and microbatch; a backward product is two, for the input and for the weight."""
     e = w.element
     forward = sum(product(m, *p, e) for p in layer_products(w, mixture))
-    backward = sum(product(m, r, k, c, e) + product(m, c, k, r, e) for r, c, k in layer_products(w, mixture))
+    weight = sum(product(m, c, k, r, e) for r, c, k in layer_products(w, mixture))
+    backward = weight + sum(product(m, r, k, c, e) for r, c, k in layer_products(w, mixture))
     attention, bound = attention_pass(w, m), memory_bound(w, m)
-    forward += attention.forward + bound.forward
-    backward += attention.backward + bound.backward
+    forward = forward + attention.forward + bound.forward
+    backward = backward + attention.backward + bound.backward
     launches = OPERATORS[w.setting.kernels]
-    return Pass(_launched(m, forward, launches[0]), _launched(m, backward, launches[1]))
+    return Pass(_launched(m, forward, launches[0]), _launched(m, backward, launches[1]), weight)
 
 
 def _launched(m: Machine, seconds: Number, kernels: int) -> Number:
@@ -145,8 +173,9 @@ def head_pass(w: Workload, m: Machine) -> Pass:
     t, v, h = w.tokens, w.vocab, w.shape.hidden
     logits = t * v * w.wide / m.bandwidth
     forward = product(m, t, v, h, w.element) + HEAD_TRAFFIC[0] * logits
-    backward = product(m, t, h, v, w.element) + product(m, v, h, t, w.element) + HEAD_TRAFFIC[1] * logits
-    return Pass(forward, backward)
+    weight = product(m, v, h, t, w.element)
+    backward = weight + product(m, t, h, v, w.element) + HEAD_TRAFFIC[1] * logits
+    return Pass(forward, backward, weight)
 
 
 def layer_flops(w: Workload, mixture: bool) -> Number:

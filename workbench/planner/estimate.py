@@ -9,9 +9,9 @@ import pandas as pd
 
 from workbench.plan.schema import Plan
 from workbench.planner.advice import advise
-from workbench.planner.constants import constants
+from workbench.planner.calibrated import on_machine
 from workbench.planner.memory import Memory, memory
-from workbench.planner.step import parts, step_time
+from workbench.planner.step import parts, step_time, utilisation
 from workbench.planner.timeline import timeline
 from workbench.planner.traffic import Call, exactly
 from workbench.planner.workload import workload
@@ -25,15 +25,14 @@ def estimate(plan: Plan) -> Profile:
     Completes the plan. One rank a pipeline stage stands for all ranks of that stage. Raises `PlanError` where the plan
     is illegal or asks for what the planner does not model.
     """
-    full = plan.complete()
+    full, k = on_machine(plan.complete())
     w = workload(full)
-    k = constants(full.card.device, full.strategy.kernels)
     live, time = memory(w, k), step_time(w, k)
     drawn, microbatches = timeline(w, time.durations)
     stride = _stride(full)
     head = {"run": full.name, "source": "estimated", "step": 0}
     capacity = int(full.card.memory_gib * 2**30)
-    notes: dict[str, Any] = {"time": parts(w, time), "model_flops_utilisation": float(time.utilisation)}
+    notes: dict[str, Any] = {"time": parts(w, time), "model_flops_utilisation": float(utilisation(w, k, time))}
     if microbatches < w.microbatches:
         notes["timeline_microbatches"] = microbatches
     if float(live.peak.max()) > capacity:
@@ -89,7 +88,7 @@ def _timeline_frame(head: dict[str, Any], timeline: Timeline | None, stride: int
         "start": [i.start for i in intervals],
         "end": [i.end for i in intervals],
     }
-    return _frame("timeline", head, columns, stride)
+    return _frame("timeline", head, columns, stride, [i.rank for i in intervals])
 
 
 def _collectives_frame(head: dict[str, Any], calls: list[list[Call]], stride: int) -> pd.DataFrame:
@@ -101,8 +100,10 @@ def _collectives_frame(head: dict[str, Any], calls: list[list[Call]], stride: in
     return _frame("collectives", head, columns, stride)
 
 
-def _frame(kind: str, head: dict[str, Any], columns: dict[str, list[Any]], stride: int) -> pd.DataFrame:
-    """A frame from columns; ranks follow from stages."""
+def _frame(
+    kind: str, head: dict[str, Any], columns: dict[str, list[Any]], stride: int, homes: list[int] | None = None
+) -> pd.DataFrame:
+    """A frame from columns; ranks follow from pipeline ranks, which are the stages unless `homes` says."""
     arrays = {name: np.array(values) for name, values in columns.items()}
-    ranks = {"rank": arrays["stage"].astype(int) * stride}
+    ranks = {"rank": np.array(arrays["stage"] if homes is None else homes, dtype=int) * stride}
     return pd.DataFrame(arrays | ranks | head, columns=list(COLUMNS[kind]), index=range(len(columns["stage"])))

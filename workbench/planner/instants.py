@@ -8,8 +8,8 @@ import numpy as np
 
 from workbench.planner import activations
 from workbench.planner.activations import Head, Layer
-from workbench.planner.states import Held
 from workbench.planner.setting import Array, Number
+from workbench.planner.states import Held
 from workbench.planner.workload import Workload
 
 CAST_BYTES = 64 * 2**20

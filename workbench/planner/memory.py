@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.planner import instants
 from workbench.planner.activations import INDEX
 from workbench.planner.constants import Constants
-from workbench.planner import instants
 from workbench.planner.instants import Live, plus
+from workbench.planner.setting import Array
 from workbench.planner.states import States, held, states
-from workbench.planner.setting import Array, Number
 from workbench.planner.workload import Workload
 
 

@@ -1,8 +1,8 @@
 """What is asked of the planner: what all candidates share, and the knobs that differ from one to the next.
 
 One model serves one plan and millions: every quantity is a float, or an array in which each candidate has its place.
-Arrays of one number a pipeline stage have the stages along their first axis, candidates along the axes behind it; NumPy's
-broadcasting then computes what depends on few knobs once, on few elements.
+Arrays of one number a pipeline stage have the stages along their first axis, candidates along the axes behind it;
+NumPy's broadcasting then computes what depends on few knobs once, on few elements.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ def setting_of(plan: Plan) -> Setting:
         precision=s.precision, gradient_dtype=s.gradient_dtype, kernels=s.kernels, stack=s.stack,
         moment_bytes=moment_bytes(plan), master_bytes=4 if narrow and t.optimizer.master == "auto" else 0,
         bucket_bytes=s.data.bucket_mib * 2**20, zero=s.data.zero, algorithm=s.tensor.algorithm,
-        context_algorithm=s.context.algorithm, contexts=s.context.size > 1, pipeline=s.pipeline.size, schedule=s.pipeline.schedule,
-        chunks=s.pipeline.chunks, partition=tuple(s.pipeline.partition),
+        context_algorithm=s.context.algorithm, contexts=s.context.size > 1,
+        pipeline=s.pipeline.size, schedule=s.pipeline.schedule, chunks=s.pipeline.chunks,
+        partition=tuple(s.pipeline.partition),
         adapter_rank=t.lora.rank if t.lora else 0, adapter_everywhere=bool(t.lora and t.lora.targets == "all"),
     )  # fmt: skip
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from workbench.planner.collectives import Link, links, seconds, spent
-from workbench.planner.compute import Compute, Machine, attention_pass, compute, machine, optimizer_seconds
+from workbench.planner.compute import (
+    Kernels,
+    Machine,
+    compute,
+    kernels,
+    machine,
+    model_flops,
+    optimizer_seconds,
+)
 from workbench.planner.constants import Constants
 from workbench.planner.setting import Array, Number
 from workbench.planner.states import held
 from workbench.planner.traffic import Call, calls
 from workbench.planner.workload import Workload
+from workbench.schedules import closed
 
 HIDDEN_BEHIND_ATTENTION = 0.8
 """Share of attention behind which a ring hides its hops."""
@@ -27,6 +37,8 @@ class Durations:
 
     forward: Array
     backward: Array
+    weight: Array
+    """Of the backward, what makes the weights' gradients."""
     compute: Array
     communication: dict[str, Array]
     """Part of the step (tensor_comm, context_comm, ...) -> seconds of one microbatch."""
@@ -41,31 +53,38 @@ class StepTime:
     bubble: Number
     after: dict[str, Number]
     """Part of the step -> seconds that follow the last microbatch."""
-    utilisation: Number
-    """Model FLOPs over what all cards could do in the step."""
     calls: list[Call]
 
 
-def step_time(w: Workload, constants: Constants) -> StepTime:
-    """The time of a step."""
+def step_time(w: Workload, constants: Constants, layers: Kernels | None = None) -> StepTime:
+    """The time of a step; `layers` where the caller has them already."""
     m = machine(w.setting.card, w.setting.precision, constants)
     wires, every = links(w, constants), calls(w)
-    work = compute(w, m)
-    d = _durations(w, m, work, every, wires)
-    both = d.forward + d.backward
-    slowest = both.max(axis=0)
+    k = layers or kernels(w, m)
+    d = _durations(w, m, k, every, wires)
+    slowest = (d.forward + d.backward).max(axis=0)
     bubble = _bubble(w, d, slowest)
     makespan = w.microbatches * slowest + bubble
     owned = held(w).total / (w.knobs.shard if w.zero >= 1 else 1)
-    update = optimizer_seconds(w, m, owned).max(axis=0)
     after = {
         "data_comm": _data_exposed(w, constants, d, every, wires),
-        "optimizer": update + _offload(w, constants, owned, makespan),
+        "optimizer": optimizer_seconds(w, m, owned).max(axis=0),
+        "offload": _offload(w, constants, owned, makespan) if w.zero else 0.0,
         "overhead": 1e-3 * (constants.step_fixed_ms + constants.step_doubling_ms * math.log2(w.setting.world)),
     }
-    total = makespan + after["data_comm"] + after["optimizer"] + after["overhead"]
-    flops = (w.weight * work.model_flops).sum(axis=0) * w.microbatches * w.tensor * w.knobs.context * w.data
-    return StepTime(total, d, bubble, after, flops / (total * (w.setting.world * m.flops)), every)
+    return StepTime(makespan + _sum(after.values()), d, bubble, after, every)
+
+
+def utilisation(w: Workload, constants: Constants, time: StepTime) -> Number:
+    """Model FLOPs over what all cards could do in the step."""
+    m = machine(w.setting.card, w.setting.precision, constants)
+    flops = model_flops(w) * w.microbatches * w.tensor * w.knobs.context * w.data
+    return flops / (time.seconds * (w.setting.world * m.flops))
+
+
+def computing(w: Workload, time: StepTime) -> Number:
+    """Seconds of the step in which the pipeline rank that computes longest does."""
+    return w.microbatches * time.durations.compute.max(axis=0)
 
 
 def parts(w: Workload, time: StepTime) -> dict[str, float]:
@@ -75,15 +94,15 @@ def parts(w: Workload, time: StepTime) -> dict[str, float]:
     result = {"compute": float(w.microbatches * d.compute[busiest])}
     result |= {k: float(w.microbatches * v[busiest]) for k, v in d.communication.items()}
     result["bubble"] = float(time.bubble)
-    return result | {k: result.get(k, 0.0) + float(v) for k, v in time.after.items()}
+    result |= {k: result.get(k, 0.0) + float(v) for k, v in time.after.items() if k != "offload" or np.any(v)}
+    return result
 
 
-def _durations(w: Workload, m: Machine, work: Compute, every: list[Call], wires: dict[str, Link]) -> Durations:
+def _durations(w: Workload, m: Machine, k: Kernels, every: list[Call], wires: dict[str, Link]) -> Durations:
     """Compute, and the communication that a microbatch waits for."""
-    c = m.constants
+    c, work = m.constants, compute(w, m, k)
     hidden = {"F": work.forward, "B": work.backward}
-    ring = attention_pass(w, m)
-    covered = {"F": ring.forward * w.layers, "B": ring.backward * w.layers}
+    covered = {"F": k.attention.forward, "B": k.attention.backward}
     waits: dict[str, dict[str, Array]] = {}
     for action in ("F", "B"):
 
@@ -92,7 +111,8 @@ def _durations(w: Workload, m: Machine, work: Compute, every: list[Call], wires:
 
         waits[action] = {"tensor_comm": of("tensor"), "pipeline_comm": _received(w, wires["pipeline"], c, action)}
         if w.setting.contexts:
-            waits[action]["context_comm"] = np.maximum(0.0, of("context") - HIDDEN_BEHIND_ATTENTION * covered[action])
+            behind = w.layers * (HIDDEN_BEHIND_ATTENTION * covered[action])
+            waits[action]["context_comm"] = np.maximum(0.0, of("context") - behind)
         if w.shape.moe:
             waits[action]["expert_comm"] = of("expert")
         if w.zero == 3:
@@ -100,16 +120,17 @@ def _durations(w: Workload, m: Machine, work: Compute, every: list[Call], wires:
             behind = c.gather_overlap * w.knobs.overlap * hidden[action]
             waits[action]["data_comm"] = np.maximum(gathers - behind, LEAST_EXPOSED * gathers)
     return Durations(
-        forward=np.asarray(work.forward + _sum(waits["F"])),
-        backward=np.asarray(work.backward + _sum(waits["B"])),
+        forward=np.asarray(work.forward + _sum(waits["F"].values())),
+        backward=np.asarray(work.backward + _sum(waits["B"].values())),
+        weight=work.weight,
         compute=np.asarray(work.forward + work.backward),
         communication={name: waits["F"][name] + waits["B"][name] for name in waits["F"]},
     )
 
 
-def _sum(waits: dict[str, Array]) -> Number:
-    """Those of few axes first, so that few additions see them all."""
-    return sum(sorted(waits.values(), key=lambda value: value.size), 0.0)
+def _sum(values: Iterable[Number]) -> Number:
+    """Those of few elements first, so that few additions see them all."""
+    return sum(sorted(values, key=np.size), 0.0)
 
 
 def _received(w: Workload, link: Link, constants: Constants, action: str) -> Array:
@@ -124,20 +145,19 @@ def _received(w: Workload, link: Link, constants: Constants, action: str) -> Arr
 def _bubble(w: Workload, d: Durations, slowest: Number) -> Number:
     """What the slowest rank waits in a step while others fill and drain the pipeline, in closed form.
 
-    Exact for equal stages; of unequal ones, the path through the slowest stage. GPipe: 1811.06965; 1F1B and interleaved:
-    2104.04473; zero-bubble: 2401.10241, with the synchronous optimizer that clipping by the global norm asks for.
+    Exact for equal stages (`schedules.closed`). Of unequal ones it is the path through the slowest stage where backward
+    is whole, and that of mean stages where it is split.
     """
     if w.pipeline == 1:
         return 0.0
-    name, weight = w.setting.schedule, w.weight
-    if name == "gpipe":
-        passes = [(weight * x).sum(axis=0) + (w.microbatches - 1) * x.max(axis=0) for x in (d.forward, d.backward)]
-        return passes[0] + passes[1] - w.microbatches * slowest
-    others = (weight * (d.forward + d.backward)).sum(axis=0) - slowest
-    if name in ("1f1b", "interleaved"):
-        return others / w.setting.chunks
-    ahead = (weight * d.forward).sum(axis=0) * (1 - 1 / w.pipeline)
-    return ahead if name == "zb-h2" else ahead / 2 if name in ("zb-v", "dualpipe-v") else ahead
+    s, m = w.setting, w.microbatches
+    if s.schedule == "gpipe":
+        passes = [(w.weight * x).sum(axis=0) + (m - 1) * x.max(axis=0) for x in (d.forward, d.backward)]
+        return passes[0] + passes[1] - m * slowest
+    if s.schedule in ("1f1b", "interleaved"):
+        return ((w.weight * (d.forward + d.backward)).sum(axis=0) - slowest) / s.chunks
+    forward, backward, weight = ((w.weight * x).sum(axis=0) / w.pipeline for x in (d.forward, d.backward, d.weight))
+    return closed.bubble(s.schedule, w.pipeline, m, s.chunks, forward, backward - weight, weight)
 
 
 def _data_exposed(w: Workload, constants: Constants, d: Durations, every: list[Call], wires: dict[str, Link]) -> Number:

@@ -35,7 +35,7 @@ def calls(w: Workload) -> list[Call]:
 
 
 def exactly(w: Workload, all_calls: list[Call], rank: int) -> list[Call]:
-    """The calls of pipeline rank `rank` of one plan, gradient buckets with their own sizes, without those of nothing."""
+    """The calls of pipeline rank `rank` of one plan: gradient buckets of their own sizes, none that moves nothing."""
     own = [_on_rank(call, rank) for call in all_calls]
     packed = Counter(buckets(w, rank))
     result: list[Call] = []

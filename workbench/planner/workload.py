@@ -15,6 +15,7 @@ from workbench.plan.schema import Plan
 from workbench.plan.shape import Shape
 from workbench.plan.support import require
 from workbench.planner.setting import BYTES, Array, Knobs, Number, Setting, home, knobs_of, setting_of
+from workbench.schedules import closed
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) ->
         weight=np.ones_like(ranks, dtype=float) if weight is None else weight,
         layers=layers[at], dense_layers=dense[at],
         first=(at == 0).astype(float), last=(at == _last_rank(s)).astype(float),
-        in_flight=in_flight(s.schedule, s.pipeline, s.chunks, microbatches, ranks),
+        in_flight=in_flight(s, microbatches, ranks),
     )  # fmt: skip
 
 
@@ -143,23 +144,12 @@ def _last_rank(s: Setting) -> int:
     return 0 if s.schedule in ("zb-v", "dualpipe-v") else s.pipeline - 1
 
 
-def in_flight(schedule: str, ranks: int, chunks: int, microbatches: Number, rank: Array | None = None) -> Array:
-    """Microbatches held at once by each pipeline rank; a chunk counts 1/chunks.
-
-    GPipe: Huang 2019; 1F1B and interleaved: 2104.04473; ZB-H1 and H2: 2401.10241; ZB-V: 2405.15362; DualPipe-V: DeepSeek.
-    """
-    at = np.arange(ranks) if rank is None else rank
-    if schedule == "gpipe":
-        held = np.asarray(microbatches + 0.0 * at)
-    elif schedule == "interleaved":
-        held = (2 * (ranks - at - 1) + (chunks - 1) * ranks + 1) / chunks
-    elif schedule == "zb-h2":
-        held = 2.0 * (ranks - at) - 1
-    else:
-        held = {"zb-h1": ranks - at, "zb-v": ranks + 0.0 * at, "dualpipe-v": ranks + 0.5 + 0.0 * at}.get(
-            schedule, ranks - at
-        )
-    return np.asarray(np.minimum(microbatches, held), dtype=float)
+def in_flight(s: Setting, microbatches: Number, rank: Number) -> Array:
+    """Microbatches held at once by each pipeline rank; a chunk counts 1/chunks."""
+    if s.pipeline == 1:
+        return np.asarray(1.0 + 0 * rank)
+    held = closed.in_flight(s.schedule, rank, s.pipeline, microbatches, s.chunks)
+    return np.asarray(held / s.chunks, dtype=float)
 
 
 def _kv_width(shape: Shape, tensor: Number) -> Number:

@@ -1,0 +1,132 @@
+"""Search: every candidate is what `estimate` says of its plan, nothing better is overlooked, and emptiness has a reason."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from workbench.plan.errors import PlanError
+from workbench.plan.schema import Plan
+from workbench.planner import estimate
+from workbench.planner.search import search
+from workbench.planner.search.cells import cells
+from workbench.planner.search.constraint import narrowed, parse
+from workbench.planner.search.evaluate import Evaluator
+from workbench.planner.search.space import Space, plan_of, space_of
+
+
+def of(model: str = "gpt3-175b", gpus: int = 512, /, **changes: Any) -> Plan:
+    plan = Plan.model_validate({"model": model, "cluster": {"gpu": "a100-sxm-80gb", "gpus": gpus}})
+    return plan.replace(**{"training.global_batch": 3 * gpus, **changes})
+
+
+def legal_ones(space: Space) -> list[tuple[Any, int, float, float]]:
+    """(cell, number, seconds, peak) of every distinct legal candidate."""
+    evaluator, found = Evaluator.of(space), []
+    for cell in cells(space):
+        e = evaluator(cell, cell.grid())
+        numbers = np.flatnonzero(np.broadcast_to(e.legal, e.shape))
+        found += list(zip([cell] * len(numbers), numbers, e.at(e.seconds, numbers), e.at(e.peak, numbers)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "where"),
+    [
+        (of(), ["strategy.pipeline.size in 1,8", "strategy.data.reduce=step"]),
+        (of("llama-3-8b", 32, **{"training.sequence_length": 32768}), ["strategy.data.overlap=true"]),
+        (of("mixtral-8x7b", 32), ["strategy.data.overlap=true"]),
+    ],
+    ids=["dense", "long", "mixture"],
+)
+def test_a_candidate_is_what_estimate_says_of_its_plan(plan: Plan, where: list[str]) -> None:
+    space = narrowed(space_of(plan, "wide"), map(parse, where))
+    evaluator, draw = Evaluator.of(space), random.Random(0)
+    for cell in draw.sample(list(cells(space)), 30):
+        e = evaluator(cell, cell.grid())
+        legal = np.flatnonzero(np.broadcast_to(e.legal, e.shape)).tolist()
+        numbers = np.array(draw.sample(legal, min(2, len(legal))), dtype=int)
+        for number, seconds, peak in zip(numbers, e.at(e.seconds, numbers), e.at(e.peak, numbers)):
+            found = estimate(plan_of(space, cell.choice(number)))
+            assert found.step_seconds == pytest.approx(seconds, rel=1e-9)
+            assert max(found.peak_bytes_by_rank.values()) == pytest.approx(peak, rel=1e-9, abs=32)
+
+
+def test_candidates_are_distinct_plans() -> None:
+    plan = of("llama-3-8b", 16)
+    space = narrowed(space_of(plan, "wide"), [parse("strategy.recompute=none"), parse("strategy.data.zero in 0,3")])
+    drawn = random.Random(1).sample(legal_ones(space), 300)
+    plans = {plan_of(space, cell.choice(number)).complete().model_dump_json() for cell, number, *_ in drawn}
+    assert len(plans) == 300
+
+
+@pytest.mark.parametrize("objective", ["time", "cost", "gpus"])
+def test_brute_force_finds_the_same(objective: str) -> None:
+    plan = of("llama-3-8b", 8)
+    where = ["strategy.tensor.size<=2", "strategy.recompute in none,full", "training.micro_batch<=2",
+             "strategy.data.zero in 0,3", "strategy.data.offload=none", "strategy.pipeline.schedule=1f1b"]  # fmt: skip
+    found = search(plan, objective, where=where)
+    worlds = (8,) if objective == "time" else (8, 4, 2, 1)
+    space = narrowed(space_of(plan, "default", worlds), map(parse, where))
+    rows = []
+    for cell, number, *_ in legal_ones(space):
+        profile = estimate(plan_of(space, cell.choice(number)))
+        score = {"time": 1, "cost": profile.world_size, "gpus": 0}[objective] * profile.step_seconds
+        rows.append((profile.world_size if objective == "gpus" else 0, score, profile.step_seconds, profile))
+    assert len(rows) == found.candidates
+    fitting = sorted((row[:3] for row in rows if row[3].fits))
+    assert len(fitting) == found.feasible
+    assert [one.seconds for one in found.top] == pytest.approx([row[2] for row in fitting[:10]], rel=1e-9)
+
+
+def test_no_candidate_beats_the_front() -> None:
+    plan = of("llama-3-8b", 16)
+    found = search(plan, top=1)
+    front = [(one.seconds, one.peak_bytes) for one in found.pareto]
+    assert front == sorted(front) and len(front) > 3
+    capacity = found.top[0].plan.complete().card.memory_gib * 2**30
+    for _, _, seconds, peak in legal_ones(space_of(plan)):
+        if peak <= capacity:
+            assert any(s <= seconds and p <= peak for s, p in front)
+    assert found.top[0].seconds == front[0][0]
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "where", "said"),
+    [
+        ("gpt3-175b", 1, [], "no plan fits a100-sxm-80gb"),
+        ("llama-3-8b", 8, ["peak_gib<1"], "no plan meets 'peak_gib<1'; without it"),
+        ("llama-3-8b", 8, ["seconds<2", "strategy.tensor.size=3"], "without it"),
+    ],
+)
+def test_an_empty_search_says_why(model: str, gpus: int, where: list[str], said: str) -> None:
+    found = search(of(model, gpus), where=where)
+    assert not found.top and found.feasible == 0
+    assert said in found.empty
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ({"objective": "joy"}, "--objective"), ({"space": "huge"}, "--space"), ({"top": 0}, "--top"),
+        ({"where": ["tensor ~ 3"]}, "--where"), ({"where": ["training.steps<3"]}, "--where"),
+        ({"deadline_days": 3.0}, "--deadline"), ({"deadline_days": float("nan"), "tokens": 1e9}, "--deadline"),
+    ],
+)  # fmt: skip
+def test_words_that_mean_nothing_are_refused(words: dict[str, Any], field: str) -> None:
+    with pytest.raises(PlanError) as error:
+        search(of("tiny", 8), **words)
+    assert [problem.field for problem in error.value.problems] == [field]
+
+
+def test_a_deadline_keeps_what_is_fast_enough() -> None:
+    plan = of("llama-3-8b", 64)
+    free = search(plan, "cost", top=1)
+    tokens = 1e12
+    slow = free.top[0].seconds * tokens / (free.top[0].plan.training.global_batch * 2048) / 86400
+    kept = search(plan, "cost", top=1, deadline_days=slow / 2, tokens=tokens)
+    assert kept.top[0].seconds <= free.top[0].seconds / 2
+    assert kept.top[0].score >= free.top[0].score

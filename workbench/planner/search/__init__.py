@@ -1,0 +1,5 @@
+"""Search: the best strategies of a whole space, by time, cost, energy or cards."""
+
+from workbench.planner.search.search import OBJECTIVES, Candidate, SearchResult, search
+
+__all__ = ["OBJECTIVES", "Candidate", "SearchResult", "search"]

@@ -1,0 +1,224 @@
+"""The space cut into cells: a cell fixes what decides the code path, and holds the rest as arrays that broadcast.
+
+Axes run from what layers depend on to what states depend on, so that NumPy joins neighbours into long inner loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.plan.partition import balanced
+from workbench.planner.search.space import Space, chosen_layers
+from workbench.planner.setting import Array, Knobs, Number, Setting, home, strides
+from workbench.planner.workload import Workload, assemble, stage_layers
+
+AXES = ("split", "placement", "recompute", "shard", "offload", "reduce", "keep_gathered", "overlap")
+"""Knobs of a cell, in the order of its axes."""
+WORDS = {"none": 0.0, "optimizer": 1.0, "parameters": 2.0, "step": 0.0, "microbatch": 1.0, "all": 0.0}
+"""What words count as where a knob is a number."""
+
+Index = dict[str, NDArray[np.int64]]
+"""Axis -> places in its values; arrays that broadcast against each other. An axis that is absent has one value."""
+
+
+class Split(NamedTuple):
+    """How one layer's work is cut: the knobs that its kernels depend on. They share an axis, for few combinations of
+    them are legal together."""
+
+    tensor: int
+    context: int
+    expert: int
+    micro_batch: int
+    sequence: bool
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Candidates that share cards, schedule and ZeRO stage: every combination of `values`."""
+
+    setting: Setting
+    values: dict[str, tuple[Any, ...]]
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Length of each axis."""
+        return tuple(len(self.values[axis]) for axis in AXES)
+
+    @property
+    def size(self) -> int:
+        """Combinations, legal or not."""
+        return int(np.prod(self.shape))
+
+    def choice(self, at: int) -> dict[str, Any]:
+        """The knobs of combination number `at`, by name."""
+        s = self.setting
+        fixed = {
+            "world": s.world,
+            "node": s.node,
+            "pipeline": s.pipeline,
+            "schedule": s.schedule,
+            "chunks": s.chunks,
+            "zero": s.zero,
+        }
+        at_axis = {axis: self.values[axis][i] for axis, i in zip(AXES, np.unravel_index(at, self.shape))}
+        return fixed | {"partition": s.partition} | at_axis.pop("split")._asdict() | at_axis
+
+    def grid(self) -> Index:
+        """Every combination: each axis of several values along a dimension of its own."""
+        long = [(axis, len(self.values[axis])) for axis in AXES if len(self.values[axis]) > 1]
+        return {
+            axis: np.arange(length).reshape([length if place == i else 1 for i in range(len(long))])
+            for place, (axis, length) in enumerate(long)
+        }
+
+    def workload(self, index: Index) -> tuple[Workload, Number]:
+        """(what the combinations ask of a rank, whether each is a plan of its own)."""
+        dims = max((places.ndim for places in index.values()), default=0)
+        rows, weight = self._stages
+        split = Split(*(_at(column, index.get("split")) for column in np.array(self.values["split"], dtype=float).T))
+        take = {axis: self._take(axis, index) for axis in AXES if axis not in ("split", "placement", "recompute")}
+        group, replicas = take["shard"], self.setting.world / (split.tensor * self.setting.pipeline)
+        sizes = {
+            "tensor": split.tensor, "context": split.context, "data": replicas / split.context,
+            "pipeline": self.setting.pipeline,
+        }  # fmt: skip
+        recompute = index.get("recompute", np.zeros((), dtype=int))
+        recomputed = self._recomputed[:, recompute.ravel()]
+        knobs = Knobs(
+            **split._asdict(), grid=(split.tensor, 1), shard=np.where(group == 0, replicas, group),
+            offload_optimizer=np.minimum(take["offload"], 1), offload_parameters=np.maximum(take["offload"] - 1, 0),
+            reduce_microbatch=take["reduce"], keep_gathered=take["keep_gathered"], overlap=take["overlap"],
+            selective=_at(np.array([kind == "selective" for kind in self.values["recompute"]], float), recompute),
+            recomputed=recomputed.reshape((len(rows), *(1,) * (dims - recompute.ndim), *recompute.shape)),
+            strides=self._strides(index, sizes),
+        )  # fmt: skip
+        ahead = (len(rows), *(1,) * dims)
+        w = assemble(self.setting, knobs, rows.reshape(ahead).astype(float), weight.reshape(ahead))
+        return w, self._legal(w, group, replicas) & self._own_order(sizes, knobs.strides, index)
+
+    def _take(self, axis: str, index: Index) -> Number:
+        return _at(np.array([float(WORDS.get(value, value)) for value in self.values[axis]]), index.get(axis))
+
+    def _strides(self, index: Index, sizes: dict[str, Number]) -> dict[str, Number]:
+        each = [strides(list(order), sizes) for order in self.values["placement"]]
+        if len(each) == 1:
+            return each[0]
+        return {axis: np.choose(index["placement"], [one[axis] for one in each]) for axis in sizes}
+
+    @cached_property
+    def _by_rank(self) -> tuple[Array, Array]:
+        """(layers and dense ones, layers recomputed by each kind) of every pipeline rank."""
+        s = self.setting
+        where = home(s.pipeline, s.schedule, s.partition)
+        kinds = [where[list(chosen_layers(kind, s.partition))] for kind in self.values["recompute"]]
+        recomputed = [np.bincount(kind, minlength=s.pipeline) for kind in kinds]
+        return np.stack(stage_layers(s), axis=1), np.stack(recomputed, axis=1).astype(float)
+
+    @cached_property
+    def _stages(self) -> tuple[NDArray[np.int64], Array]:
+        """(pipeline ranks, how many each stands for): of ranks alike the one that holds most in flight."""
+        rank = np.arange(self.setting.pipeline)
+        ends = np.stack([rank == 0, rank == self.setting.pipeline - 1], axis=1)
+        alike = np.concatenate([*self._by_rank, ends], axis=1)
+        order = -1 if self.setting.schedule == "zb-v" else 1  # while it fills, later ranks hold more; elsewhere earlier
+        _, most, count = np.unique(alike[::order], axis=0, return_index=True, return_counts=True)
+        return rank[::order][most], count.astype(float)
+
+    @cached_property
+    def _recomputed(self) -> Array:
+        return self._by_rank[1][self._stages[0]]
+
+    def _legal(self, w: Workload, group: Number, replicas: Number) -> Number:
+        """Whether each combination is a legal plan, and the only one of those that do the same."""
+        good: Number = np.True_
+        if self.setting.zero:  # over one replica there is nothing to shard, but something to offload
+            good = (replicas > 1) | ((w.knobs.offload_optimizer > 0) & (self.setting.zero == 1))
+        if len(self.values["shard"]) > 1:
+            good = good & ((group == 0) | ((replicas % np.maximum(group, 1) == 0) & (group < replicas)))
+        if len(self.values["reduce"]) > 1:
+            good = good & ((w.knobs.reduce_microbatch == 0) | (w.microbatches > 1))
+        return good
+
+    def _own_order(self, sizes: dict[str, Number], found: dict[str, Number], index: Index) -> Number:
+        """False where an earlier placement puts all axes of several ranks as this one does."""
+        if len(self.values["placement"]) == 1 or index["placement"].ndim == 1:
+            return np.True_
+        along = int(np.argmax(index["placement"].shape))
+        axes = [np.where(sizes[axis] > 1, stride, 0) for axis, stride in found.items()]
+        shape = np.broadcast_shapes(index["placement"].shape, *map(np.shape, axes))
+        axes = [np.moveaxis(np.broadcast_to(x, shape), along, 0) for x in axes]
+        own = [np.True_]
+        for later in range(1, len(self.values["placement"])):
+            same = [np.logical_and.reduce([x[later] == x[earlier] for x in axes]) for earlier in range(later)]
+            own.append(~np.logical_or.reduce(same))
+        return np.moveaxis(np.array(np.broadcast_arrays(*own)), 0, along)
+
+
+def _at(values: Array, index: NDArray[np.int64] | None) -> Number:
+    return float(values[0]) if index is None or (index.ndim == 0 and len(values) == 1) else values[index]
+
+
+def cells(space: Space) -> Iterator[Cell]:
+    """Every cell of a space that has candidates; knobs that change nothing in it have one value there."""
+    for setting in space.settings:
+        for schedule, chunks, pipeline in space.schedules:
+            if setting.world % pipeline:
+                continue
+            partition = tuple(balanced(setting.shape, pipeline * chunks, setting.sequence_length))
+            fixed = replace(
+                setting, schedule=schedule, chunks=chunks, pipeline=pipeline, partition=partition,
+                contexts=max(space.context) > 1,
+            )  # fmt: skip
+            if splits := tuple(split for split in all_splits(space) if _fits(fixed, split)):
+                for zero in space.zero:
+                    yield Cell(replace(fixed, zero=zero), _values(space, replace(fixed, zero=zero), splits))
+
+
+def all_splits(space: Space) -> Iterator[Split]:
+    """Every combination of the knobs of a split that some cell may find legal."""
+    for t, c, e, b, sequence in product(space.tensor, space.context, space.expert, space.micro_batch, space.sequence):
+        if not sequence or t > 1:  # of one tensor rank there is nothing to split
+            yield Split(t, c, e, b, sequence)
+
+
+def _fits(s: Setting, split: Split) -> bool:
+    """Whether world, batch and sequence divide as the split asks; `plan.check` says the same of a plan."""
+    t, c, e, b, sequence = split
+    length, ranks = s.sequence_length, t * c * s.pipeline
+    if s.world % ranks or (s.world // (t * s.pipeline)) % e or (sequence and length // c % t):
+        return False
+    if c > 1 and length % (2 * c):
+        return False
+    microbatches, rest = divmod(s.global_batch, b * (s.world // ranks))
+    if rest or microbatches < 1:
+        return False
+    if s.pipeline > 1 and s.schedule == "interleaved":
+        return microbatches % s.pipeline == 0
+    return s.schedule != "dualpipe-v" or microbatches >= 2 * s.pipeline
+
+
+def _values(space: Space, s: Setting, splits: tuple[Split, ...]) -> dict[str, tuple[Any, ...]]:
+    return {
+        "split": splits,
+        "placement": _orders(space, s),
+        "recompute": space.recompute,
+        "shard": space.shard if s.zero else ("all",),
+        "offload": space.offload if s.zero == 3 else space.offload[:2] if s.zero else ("none",),
+        "reduce": space.reduce if s.zero >= 2 else ("step",),
+        "keep_gathered": space.keep_gathered if s.zero == 3 and s.pipeline == 1 else (False,),
+        "overlap": space.overlap if s.zero == 3 or s.pipeline == 1 else space.overlap[:1],
+    }
+
+
+def _orders(space: Space, s: Setting) -> tuple[tuple[str, ...], ...]:
+    """Placements that differ in the order of axes that may be longer than one rank."""
+    long = {"tensor", "data"} | ({"context"} if s.contexts else set()) | ({"pipeline"} if s.pipeline > 1 else set())
+    orders = {tuple(axis for axis in order if axis in long): order for order in reversed(space.placement)}
+    return tuple(reversed(orders.values()))
