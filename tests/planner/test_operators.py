@@ -23,7 +23,7 @@ from workbench.planner.operators.price import price
 from workbench.planner.operators.problem import Between, Problem
 
 MACHINE = Machine(flops=1e12, bandwidth=1e9, latency=1e-6)
-GPT = Shape(layers=2, hidden=64, heads=4, ffn=256, vocab=500, mlp="gelu", norm="layernorm")
+GPT = Shape(layers=3, hidden=64, heads=4, ffn=256, vocab=500, mlp="gelu", norm="layernorm")
 
 
 def product(rows=8, inner=16, columns=32, units=(8, 16, 32)):
@@ -62,6 +62,15 @@ def test_a_grid_gives_each_axis_to_one_dimension_or_none():
 
 def test_a_dimension_of_one_unit_stays_whole():
     assert {s.form for s in strategies(product(units=(1, 1, 1)), mesh(4, MACHINE))} == {((1, 1), (1, 1))}
+
+
+@pytest.mark.parametrize("form, placement", [
+    ("((2,1),(1,1))", ("rows", None, None)), ("((1,1),(1,2))", (None, None, "columns")),
+    ("((1,2),(2,1))", (None, None, "inner")), ("((4,1),(1,2))", ("rows", "rows", "columns")),
+    ("((2,2),(2,2))", ("rows", "inner", "columns")),
+])  # fmt: skip
+def test_on_plain_ranks_rows_lie_outside_so_that_columns_meet_the_next_inner_dimension(form, placement):
+    assert option(product(), mesh(8, MACHINE), form).placement == placement
 
 
 # --- costs, by hand -----------------------------------------------------------------------------------------------
@@ -132,6 +141,43 @@ def test_equal_links_make_one_ring():
     assert grid.seconds("all_gather", 80.0, (0, 1, 2)) == pytest.approx(7 / 8 * 80 / 2 + 7 * 0.5, rel=1e-12)
 
 
+@pytest.mark.parametrize("form, used", [("((1,1),(1,1))", 1), ("((2,2),(2,2))", 4)])
+def test_an_addition_takes_as_long_as_its_memory_traffic(form, used):
+    machine, tensors = replace(MACHINE, memory_bandwidth=1e9), [Tensor(n, ("rows", "width")) for n in "abc"]
+    dims = Dim("rows", 8, 8), Dim("width", 16, 16)
+    operator, grid = Operator("add", "Add", dims, tuple(tensors[:2]), tensors[2], 8.0 * 16), mesh(4, machine)
+    cost = operator_cost(operator, option(operator, grid, form), grid, machine, Bytes(element=2))
+    # Two inputs are read twice and their gradients written, the output written and its gradient read.
+    assert cost.compute == pytest.approx((2 * 3 + 2) * 8 * 16 * 2 / used / 1e9, rel=1e-12)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_input_that_an_operator_makes_has_its_edge(fused):
+    graph = model(GPT, 2, 16, fused)
+    wanted = {(op.name, t.name) for op in graph.operators[1:] for t in op.inputs if t.kind == "activation"}
+    assert {(graph.operators[e.target].name, e.wanted.name) for e in graph.edges} == wanted
+    names = [op.name for op in graph.operators]
+    layers = {(names[e.source], names[e.target]): e.times for e in graph.edges if e.times != GPT.layers}
+    assert layers == {
+        ("embedding", "attention_norm"): 1, ("embedding", "attention.add"): 1, ("mlp.add", "attention_norm"): 2,
+        ("mlp.add", "attention.add"): 2, ("mlp.add", "final_norm"): 1, ("final_norm", "head"): 1, ("head", "loss"): 1,
+    }  # fmt: skip
+    residual = [names[e.source] for e in graph.edges if (names[e.target], e.wanted.name) == ("mlp.add", "input 1")]
+    assert residual == ["attention.add"]
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=20, deadline=None)
+def test_the_problem_is_the_sum_of_what_its_operators_and_tensors_cost(seed):
+    grouped = GPT.model_copy(update={"kv_heads": 2, "mlp": "swiglu", "tied": True})
+    priced = price(model(grouped, 4, 16), mesh(4, MACHINE), MACHINE, Bytes())
+    rng = np.random.default_rng(seed)
+    picked = tuple(int(rng.integers(len(options))) for options in priced.options)
+    rows = [cost[i].seconds * op.times for cost, i, op in zip(priced.costs, picked, priced.graph.operators)]
+    moved = [edge.times * move.seconds for edge in priced.graph.edges for move in priced.moves(edge, picked)]
+    assert priced.problem.total(picked) == pytest.approx(sum(rows) + sum(moved), rel=1e-12)
+
+
 def test_grouped_heads_move_fewer_keys_and_values():
     grouped = GPT.model_copy(update={"kv_heads": 2})
     graph = layer(grouped, 2, 16)
@@ -143,7 +189,7 @@ def test_grouped_heads_move_fewer_keys_and_values():
 def test_parameters_of_the_whole_model_are_the_shape_s_matrices(tied):
     graph = model(GPT.model_copy(update={"tied": tied}), 1, 32)
     counted = sum(o.times * o.size(t) for o in graph.operators for t in o.inputs if t.kind == "parameter")
-    blocks = 2 * (4 * 64 * 64 + 2 * 64 * 256 + 2 * 64)
+    blocks = 3 * (4 * 64 * 64 + 2 * 64 * 256 + 2 * 64)
     assert counted == blocks + 64 + 512 * 64 * (1 if tied else 2)
 
 
