@@ -9,7 +9,7 @@ from workbench.plan import catalog
 from workbench.plan.errors import PlanError
 from workbench.plan.schema import Card, Plan
 from workbench.plan.support import unsupported
-from workbench.planner.constants import constants
+from workbench.planner.calibrated import on_machine
 from workbench.planner.memory import memory
 from workbench.planner.workload import workload
 
@@ -24,7 +24,8 @@ PRESETS = ("zero-3", "megatron-3d", "zero-infinity")
 
 def peak_bytes(full: Plan) -> int:
     """Largest peak over the ranks of a complete plan."""
-    return round(float(memory(workload(full), constants(full.card.device, full.strategy.kernels)).peak.max()))
+    here, constants = on_machine(full)
+    return round(float(memory(workload(here), constants).peak.max()))
 
 
 def advise(plan: Plan, full: Plan) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.plan.schema import Plan
+from workbench.planner.calibrated import on_machine
 from workbench.planner.reasons.figures import stage_sums
 from workbench.planner.reasons.words import gib, of, percent, seconds
 from workbench.profile import Profile
@@ -24,6 +25,7 @@ NAMES = {
     "data_comm": "exposed data-parallel communication",
     "pipeline_comm": "transfers between pipeline stages",
     "optimizer": "the optimizer",
+    "offload": "transfers to and from host memory",
     "overhead": "the fixed cost of a step",
 }
 
@@ -44,6 +46,7 @@ class Binding:
 
 def binding(full: Plan, profile: Profile) -> Binding:
     """What binds the complete plan `full`, read off its estimate: memory where it does not fit, else a part of time."""
+    full, _ = on_machine(full)
     over = max(stage_sums(profile, "peak")) > (profile.capacity_bytes or np.inf)
     parts: dict[str, float] = profile.notes["time"]
     largest = max(parts, key=lambda part: parts[part])
@@ -114,8 +117,8 @@ def _because(part: str, full: Plan, profile: Profile) -> str:
         return f", {_bubble(full)}"
     if part.endswith("_comm"):
         return _wire(part.removesuffix("_comm"), full, profile)
-    if part == "optimizer" and full.strategy.data.offload != "none":
-        return f", with its states in host memory over {full.card.pcie_gbs:g} GB/s"
+    if part == "offload":
+        return f", over {full.card.pcie_gbs:g} GB/s a card"
     return ", its states at the bandwidth of the card's memory" if part == "optimizer" else ""
 
 

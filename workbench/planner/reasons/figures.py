@@ -10,13 +10,16 @@ import numpy as np
 from workbench.plan.errors import PlanError
 from workbench.plan.resolve import with_preset
 from workbench.plan.schema import Plan
+from workbench.planner.calibrated import on_machine
+from workbench.planner.constants import Constants
 from workbench.planner.estimate import estimate
+from workbench.planner.memory import memory
+from workbench.planner.step import step_time
+from workbench.planner.workload import workload
 from workbench.profile import Profile
 
 Change = dict[str, Any]
 """Field -> value, as `Plan.replace` takes it."""
-ROOM_GIB = 2.0**30
-"""Memory of a card on which everything fits, so that an estimate does not look for advice each time."""
 
 
 @dataclass(frozen=True)
@@ -90,31 +93,37 @@ class Subject:
         """What `change`, and nothing else, does; None where it is illegal or cannot be estimated."""
         changes = {**self.pins, **change}
         try:
-            return Effect(name, changes, self.figures, figures(self.plan.replace(**changes)))
+            return Effect(name, changes, self.figures, figures(self.plan.replace(**changes).complete()))
         except PlanError:
             return None
+
+    def with_hardware(self, name: str, card: Change, fabric: Change) -> Effect:
+        """What other figures of the card and the fabric do. No change of a plan says them where it is calibrated."""
+        here, constants = on_machine(self.full)
+        machine = {"gpu": here.card.model_copy(update=card), "fabric": here.fabric.model_copy(update=fabric)}
+        faster = here.model_copy(update={"cluster": here.cluster.model_copy(update=machine)})
+        written = {f"cluster.{field}": figure.model_dump() for field, figure in machine.items()}
+        changes = {} if self.full.cluster.calibration else {**self.pins, **written}
+        return Effect(name, changes, self.figures, _figures(faster, constants))
 
 
 def subject(plan: Plan, profile: Profile | None = None) -> Subject:
     """The subject of questions about `plan`; `profile` is its estimate where there is one. Raises `PlanError`."""
     full = plan.complete()
-    profile = profile or estimate(plan)
-    return Subject(plan, full, profile, in_short(full, profile), _pins(plan, full))
+    return Subject(plan, full, profile or estimate(plan), figures(full), _pins(plan, full))
 
 
-def figures(plan: Plan) -> Figures:
-    """The estimate of `plan` in short. Raises `PlanError` where it is illegal or cannot be estimated."""
-    full = plan.complete()
-    card = full.card.model_dump() | {"memory_gib": ROOM_GIB}
-    roomy = plan.replace(**{"cluster.gpu": card, "cluster.fabric": full.fabric.model_dump()})
-    return in_short(full, estimate(roomy))
+def figures(full: Plan) -> Figures:
+    """The estimate of a complete plan in short, without its frames and advice. Raises `PlanError`."""
+    return _figures(*on_machine(full))
 
 
-def in_short(full: Plan, profile: Profile) -> Figures:
-    """The figures of an estimate of the complete plan `full`."""
+def _figures(full: Plan, constants: Constants) -> Figures:
+    w = workload(full)
     return Figures(
-        seconds=float(profile.steps.seconds.iloc[0]), tokens=float(profile.steps.tokens.iloc[0]),
-        peak_bytes=round(max(stage_sums(profile, "peak"), default=0.0)),
+        seconds=float(step_time(w, constants).seconds),
+        tokens=float(full.training.global_batch * full.training.sequence_length),
+        peak_bytes=round(float(memory(w, constants).peak.max())),
         capacity_bytes=int(full.card.memory_gib * 2**30), gpus=full.world_size,
     )  # fmt: skip
 

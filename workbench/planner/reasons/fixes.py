@@ -62,7 +62,7 @@ def _effect(subject: Subject, change: Change) -> Effect | None:
     """As `plan.replace` makes it: what follows from a change by a preset's rules follows."""
     name = ", ".join(f"{field.removeprefix('strategy.')} → {value}" for field, value in change.items())
     try:
-        return Effect(name, change, subject.figures, figures(subject.plan.replace(**change)))
+        return Effect(name, change, subject.figures, figures(subject.plan.replace(**change).complete()))
     except PlanError:
         return None
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
+from workbench.planner.calibrated import on_machine
 from workbench.planner.reasons.figures import Change, Effect, Subject
 from workbench.planner.reasons.moves import Move
 
@@ -17,20 +18,23 @@ FAR = 8
 
 def sensitivity(subject: Subject) -> list[Effect]:
     """The effects of what can be changed and estimated, in a fixed order."""
-    return [effect for name, change in _questions(subject) if (effect := subject.effect(name, change))]
+    return [*_hardware(subject), *(e for name, change in _questions(subject) if (e := subject.effect(name, change)))]
+
+
+def _hardware(subject: Subject) -> Iterator[Effect]:
+    here = on_machine(subject.full)[0]
+    card, fabric = here.card, here.fabric
+    doubled: tuple[tuple[str, Change, Change], ...] = (
+        ("twice the network between nodes", {}, {"nic_gbs": 2 * fabric.nic_gbs}),
+        ("twice the link inside a node", {"link_gbs": 2 * card.link_gbs}, {}),
+        ("twice the memory bandwidth", {"bandwidth_gbs": 2 * card.bandwidth_gbs}, {}),
+        ("twice the FLOP/s", {"tflops": {dtype: 2 * rate for dtype, rate in card.tflops.items()}}, {}),
+    )
+    yield from (subject.with_hardware(*question) for question in doubled)
 
 
 def _questions(subject: Subject) -> Iterator[Move]:
     full = subject.full
-    card, fabric = full.card.model_dump(), full.fabric.model_dump()
-    doubled = {
-        "twice the network between nodes": (card, fabric | {"nic_gbs": 2 * full.fabric.nic_gbs}),
-        "twice the link inside a node": (card | {"link_gbs": 2 * full.card.link_gbs}, fabric),
-        "twice the memory bandwidth": (card | {"bandwidth_gbs": 2 * full.card.bandwidth_gbs}, fabric),
-        "twice the FLOP/s": (card | {"tflops": {name: 2 * rate for name, rate in full.card.tflops.items()}}, fabric),
-    }
-    for name, (gpu, wires) in doubled.items():
-        yield name, {"cluster.gpu": gpu, "cluster.fabric": wires}
     yield from _more_cards(subject)
     yield "twice the sequence", {"training.sequence_length": 2 * full.training.sequence_length}
     size = full.training.micro_batch
