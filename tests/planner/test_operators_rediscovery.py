@@ -64,7 +64,13 @@ def test_a_limit_that_forbids_whole_weights_turns_data_into_tensor_parallel():
     assert free.bytes > weights > weights / 4 >= tight.bytes
     assert tight.seconds >= free.seconds
     assert forms(tight)["mlp.up"] == "((1,1),(1,8))" and forms(tight)["mlp.down"] == "((1,8),(8,1))"
-    assert "more than the limit" in tight.reason
+    assert "Without the limit the best choice would take" in tight.reason and "more than the limit" in tight.reason
+    assert f"{free.bytes / 2**30:.3g} GiB" in tight.reason and "Without the limit" not in free.reason
+
+
+def test_a_limit_that_forbids_nothing_changes_nothing():
+    free, roomy = (choose(LLAMA, 4096, (4,), H100, part="layer", memory=limit) for limit in (None, 2.0**40))
+    assert (roomy.seconds, roomy.reason) == (pytest.approx(free.seconds, rel=1e-12), free.reason)
 
 
 def test_a_grid_of_slow_and_fast_links_mixes_rows_outside_with_columns_inside():

@@ -60,13 +60,19 @@ def choose(
     graph = _graph(part, shape, tokens // length, length, fused)
     priced = price(graph, mesh(ranks, machine), machine, sizes or Bytes(), microbatches, memory)
     picked, solver = solve(priced, fixed or {})
-    return _answer(priced, picked, solver)
+    return _answer(priced, picked, solver, None if memory is None else _too_large(priced, fixed or {}))
 
 
 def _graph(part: Part, shape: Shape, sequences: int, length: int, fused: bool) -> Graph:
     if part == "attention" or part == "mlp":
         return branch(shape, sequences, length, fused, part)
     return (model if part == "model" else layer)(shape, sequences, length, fused)
+
+
+def _too_large(priced: Priced, fixed: Mapping[str, Form]) -> tuple[int, ...] | None:
+    """The best choice without the limit, where the limit forbids it."""
+    free, _ = solve(replace(priced, problem=replace(priced.problem, limit=None)), fixed)
+    return free if priced.problem.memory(free) > (priced.problem.limit or 0.0) else None
 
 
 def solve(priced: Priced, fixed: Mapping[str, Form]) -> tuple[tuple[int, ...], str]:
@@ -127,7 +133,7 @@ def _illegal(operator: Operator, options: tuple[Strategy, ...], asked: Mapping[s
     return Problem(f"strategy.operators.{next(iter(asked))}", f"is {said} for {operator.name}; legal: {legal}")
 
 
-def _answer(priced: Priced, picked: tuple[int, ...], solver: str) -> OperatorPlan:
+def _answer(priced: Priced, picked: tuple[int, ...], solver: str, free: tuple[int, ...] | None) -> OperatorPlan:
     operators, grid = priced.graph.operators, priced.mesh
     rows = tuple(_row(priced, i, option) for i, option in enumerate(picked))
     between = [
@@ -137,7 +143,7 @@ def _answer(priced: Priced, picked: tuple[int, ...], solver: str) -> OperatorPla
     ]
     axes = tuple(axis.size for axis in grid.axes) if grid.grid else (grid.ranks,)
     seconds, held = priced.problem.total(picked), priced.problem.memory(picked)
-    why = reason(priced, picked, rows)
+    why = reason(priced, picked, free)
     return OperatorPlan(rows, tuple(between), axes, solver, seconds, held, priced.problem.limit, why)
 
 

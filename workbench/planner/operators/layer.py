@@ -99,7 +99,7 @@ def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Oper
     for field in ("moe", "mla"):
         if getattr(shape, field) is not None:
             what = "dense feed-forward layers" if field == "moe" else "multi-head or grouped-query attention"
-            raise refuse(f"model.{field}", f"of {shape.name}: operator strategies can be chosen for {what} only")
+            raise refuse(f"model.{field}", f"{shape.name} has it; legal for operator strategies: {what}")
     rows = Dim("rows", sequences * length, sequences)
     hidden, ffn = (shape.hidden, shape.hidden), (shape.ffn, shape.ffn)
     groups = math.gcd(shape.heads, int(shape.kv_heads or shape.heads))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,6 @@ from workbench.planner.operators.operator import Operator, Strategy
 
 if TYPE_CHECKING:
     from workbench.planner.operators.price import Priced
-    from workbench.planner.operators.result import Row
 
 GIB = 2**30
 MEGATRON = {
@@ -22,23 +21,25 @@ MEGATRON = {
 """The dimension that each operator is split by in 1909.08053; the others are repeated. Only to compare with."""
 
 
-def reason(priced: Priced, picked: tuple[int, ...], rows: Sequence[Row]) -> str:
-    """Sentences: pairs of products, rows, whole operators, and the total beside data parallel and one rank's work."""
+def reason(priced: Priced, picked: tuple[int, ...], free: tuple[int, ...] | None = None) -> str:
+    """Sentences: pairs of products, rows, whole operators, and the total beside simpler choices.
+
+    `free` is the best choice without the limit, where the limit forbids it.
+    """
     problem = priced.problem
     said = [*_pairs(priced, picked), *_rows(priced, picked), *_idle(priced, picked)]
-    total, held = problem.total(picked), problem.memory(picked)
-    said.append(f"Estimated {_ms(total)} a microbatch and {held / GIB:.3g} GiB a rank.")
+    said.append(f"Estimated {_cost(problem.total(picked), problem.memory(picked))} a rank and microbatch.")
     simple = {
+        "Without the limit the best choice": free,
         "Data parallel": _uniform(priced, dict.fromkeys(_names(priced), "rows")),
         "Megatron's pairing over all ranks": _uniform(priced, MEGATRON),
         "Everything repeated on every rank": _uniform(priced, {}),
     }
     for name, other in simple.items():
         if other is not None and other != picked:
-            seconds, size = problem.total(other), problem.memory(other)
-            over = problem.limit is not None and size > problem.limit
-            fits = ", more than the limit" if over else ""
-            said.append(f"{name} would take {_ms(seconds)} and {size / GIB:.3g} GiB{fits}.")
+            size = problem.memory(other)
+            over = ", more than the limit" if problem.limit is not None and size > problem.limit else ""
+            said.append(f"{name} would take {_cost(problem.total(other), size)}{over}.")
     return " ".join(said)
 
 
@@ -108,5 +109,6 @@ def _find(options: tuple[Strategy, ...], name: str | None) -> int | None:
     return next((i for i, option in enumerate(options) if set(option.placement) <= {name}), None)
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+def _cost(seconds: float, size: float) -> str:
+    time = f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.3g} s" if seconds < 1e3 else f"{seconds:,.0f} s"
+    return f"{time} and {size / GIB:,.3g} GiB" if size < 1e3 * GIB else f"{time} and {size / GIB:,.0f} GiB"
