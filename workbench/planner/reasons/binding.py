@@ -119,7 +119,7 @@ def _because(part: str, full: Plan, profile: Profile) -> str:
         return _wire(part.removesuffix("_comm"), full, profile)
     if part == "offload":
         return f", over {full.card.pcie_gbs:g} GB/s a card"
-    return ", its states at the bandwidth of the card's memory" if part == "optimizer" else ""
+    return f", reading and writing its states at {full.card.bandwidth_gbs:g} GB/s" if part == "optimizer" else ""
 
 
 def _bubble(full: Plan) -> str:
