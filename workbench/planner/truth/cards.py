@@ -38,7 +38,7 @@ def card(text: str, memory_gb: float | None) -> Card | None:
 def _score(name: str, words: frozenset[str], memory: float | None) -> tuple[int, bool, bool, float] | None:
     """How far the card `name` is from the words, smaller is nearer; None if it is another card."""
     own = _words(name)
-    family = {word for word in own if word not in FORMS and not word.endswith("gb")}
+    family = {word for word in own if word not in FORMS and not re.fullmatch(r"\d+gb", word)}
     if not family <= words:
         return None
     form = next((form for form in FORMS if form in own), "")
@@ -52,7 +52,7 @@ def _words(text: str) -> frozenset[str]:
     """Lower-case words; `RTX5090` and `5060 Ti` as the catalog splits them."""
     plain = re.sub(r"(rtx|gtx)(?=\d)", r"\1 ", text.lower().replace("ascend910", "ascend 910"))
     plain = re.sub(r"sxm\d", "sxm", plain)
-    plain = re.sub(r"(\d+)\s*(gb|gib|g)\b", r"\1gb", plain)
+    plain = re.sub(r"\b(\d+)\s*(gb|gib|g)\b", r"\1gb", plain)
     words = re.split(r"[^a-z0-9]+", plain)
     return frozenset(word for word in words if word and word not in ("nvidia", "amd", "geforce", "tesla", "instinct"))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +22,19 @@ TOLERANCE = 0.12
 """A row further than this from its group's median is suspect."""
 LEAST = 3
 """Rows of a group below which nothing can be said."""
-RULES = ((False, False), (True, False), (False, True), (True, True))
-"""Ways of counting: (attention causal, the embedding's lookup counted as a product)."""
+PRINTED = 0.0005
+"""Half of the last digit of a printed utilisation: small ones are coarse, which is no contradiction."""
+
+Counted = Literal["once", "twice", "held"]
+"""How often tables of the vocabulary count: the head alone; head and embedding; what all stages hold (tied weights
+twice in a pipeline)."""
+RULES: tuple[tuple[bool, Counted], ...] = tuple(
+    (causal, counted) for counted in ("once", "twice", "held") for causal in (False, True)
+)
+"""Ways of counting FLOPs: (attention causal, tables counted)."""
 
 
-def flops(plan: Plan, causal: bool = True, lookup: bool = False) -> float:
+def flops(plan: Plan, causal: bool = True, counted: Counted = "once") -> float:
     """Model FLOPs of one step of a complete plan: 6 a weight and token, and attention's products (2104.04473).
 
     Low-rank adapters need no weight gradients of the base: 4 a weight and token.
@@ -34,18 +43,20 @@ def flops(plan: Plan, causal: bool = True, lookup: bool = False) -> float:
     tokens = float(t.global_batch * t.sequence_length)
     attended = (0.5 if causal else 1.0) * 2 * 2 * t.sequence_length * shape.q_width * shape.layers
     passes = 2 if t.lora else 3
-    return passes * tokens * (2 * weights(shape, lookup) + attended)
+    apart = not shape.tied or plan.strategy.pipeline.size > 1
+    tables = 2 if counted == "twice" or (counted == "held" and apart) else 1
+    return passes * tokens * (2 * weights(shape, tables) + attended)
 
 
-def weights(shape: Shape, lookup: bool) -> float:
-    """Weights that a token is multiplied with: blocks, head, and the embedding where its lookup is counted."""
+def weights(shape: Shape, tables: int) -> float:
+    """Weights that a token is multiplied with: blocks, and so many tables of the vocabulary."""
     h, moe = shape.hidden, shape.moe
     wide = 3 if shape.gated else 2
     block = h * (shape.q_width * 2 + 2 * shape.kv_width)
     sparse = shape.layers - moe.first_dense if moe else 0
     routed = (moe.top_k + moe.shared) * wide * h * moe.ffn + h * moe.experts if moe else 0
     dense = (shape.layers - sparse) * wide * h * shape.ffn
-    return shape.layers * block + dense + sparse * routed + (2 if lookup else 1) * h * shape.vocab
+    return shape.layers * block + dense + sparse * routed + tables * h * shape.vocab
 
 
 def ratios(rows: Sequence[Expressed]) -> NDArray[np.float64]:
@@ -53,7 +64,7 @@ def ratios(rows: Sequence[Expressed]) -> NDArray[np.float64]:
     found = np.full(len(rows), np.nan)
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        if row.seconds and rate(row):
+        if row.seconds and row.row.tflops:
             groups[row.row.source, row.row.tflops_kind].append(index)
     for indices in groups.values():
         if len(indices) >= LEAST:
@@ -65,19 +76,11 @@ def ratios(rows: Sequence[Expressed]) -> NDArray[np.float64]:
 
 def suspect(rows: Sequence[Expressed]) -> NDArray[np.bool_]:
     """Rows that fail the check; those of which nothing can be said pass."""
-    off = np.abs(ratios(rows) - 1)
-    return np.asarray(np.nan_to_num(off) > TOLERANCE)
+    coarse = np.array([PRINTED / row.row.utilisation if row.row.utilisation else 0.0 for row in rows])
+    return np.asarray(np.nan_to_num(np.abs(ratios(rows) - 1) - coarse) > TOLERANCE)
 
 
-def rate(row: Expressed) -> float | None:
-    """The printed TFLOP/s of a card, or what the printed utilisation means of its 16-bit peak."""
-    if row.row.tflops:
-        return row.row.tflops
-    peak = row.plan.card.tflops.get("bf16", row.plan.card.tflops.get("fp16"))
-    return row.row.utilisation * peak if row.row.utilisation and peak else None
-
-
-def _ratio(row: Expressed, causal: bool, lookup: bool) -> float:
+def _ratio(row: Expressed, causal: bool, counted: Counted) -> float:
     hardware = "hardware" in row.row.tflops_kind.lower() and row.plan.strategy.recompute == "full"
-    done = flops(row.plan, causal, lookup) * (4 / 3 if hardware else 1)
-    return done / ((row.seconds or 1) * row.plan.world_size * (rate(row) or 1) * 1e12)
+    done = flops(row.plan, causal, counted) * (4 / 3 if hardware else 1)
+    return done / ((row.seconds or 1) * row.plan.world_size * (row.row.tflops or 1) * 1e12)

@@ -199,7 +199,7 @@ def _applies(path: str, row: Row) -> bool:
 
 def _settle(strategy: dict[str, Any], row: Row) -> None:
     """The schedule that goes with the chunks, and shards and offloads that ZeRO's stage allows."""
-    pipeline, data = strategy["pipeline"], strategy["data"]
+    pipeline, data = strategy["pipeline"], strategy.setdefault("data", {})
     chunks = pipeline.get("chunks", 1)
     if pipeline["size"] > 1:
         named_as = next((name for name, pattern in SCHEDULES if re.search(pattern, row.schedule.lower())), "1f1b")

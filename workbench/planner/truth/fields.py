@@ -185,12 +185,16 @@ def hybrid(text: str) -> bool:
 
 
 def offload(text: str) -> str:
-    """none | optimizer | parameters: what the words say lives in host memory."""
-    text = re.sub(r"offload\w*\s*[=:]\s*(false|no|none|0)\b", "", text.lower())
-    if "offload" not in text and "infinity" not in text:
-        return "none"
-    if re.search(r"(no|without) \w*\s?offload|act\w*[- ](cpu[- ])?offload|offload[- ](residual|act)", text):
-        text = re.sub(r"(no|without) \w*\s?offload|act\w*[- ](cpu[- ])?offload|offload[- ](residual|act\w*)", "", text)
-    if re.search(r"offload[- ]param|param\w* offload|offload\w* (of )?(all )?param|zero-?3 offload|infinity", text):
+    """none | optimizer | parameters: what the words say lives in host memory. Activations there are another matter."""
+    clauses = [clause for clause in re.split(r"[;.]\s|[;,]", text.lower()) if "offload" in clause]
+    told = " ".join(clause for clause in clauses if not _NOT_OFFLOADED.search(clause))
+    told = _ACTIVATIONS_OFFLOADED.sub("", told)
+    if re.search(r"offload[- ]param|param\w* offload|(full|zero-?3) \+? ?(full )?offload|offload\w* (of )?all", told):
         return "parameters"
-    return "optimizer" if "offload" in text else "none"
+    return "optimizer" if "offload" in told else "none"
+
+
+_NOT_OFFLOADED = re.compile(
+    r"not (stated|known|used)|unknown|\b(no|without)\b|offload\w*\s*[=:]\s*(false|no|none|0)\b|do(es)? not fit|tops out"
+)
+_ACTIVATIONS_OFFLOADED = re.compile(r"act\w*[- ](cpu[- ])?offload\w*|-*offload[- ](residual|act|quant)\w*")

@@ -6,6 +6,7 @@ Columns are found by their names, in any order; one that is missing counts as em
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,7 @@ def row(cells: Mapping[str | None, object], file: str = "", line: int = 0) -> Ro
     said = get("kind", "").lower()
     billions, share = fields.number(get("params_b", "")), fields.number(get("mfu_pct", ""))
     return Row(
-        file=file, line=line, id=get("id", ""), source=get("source", "") or file, table=get("table", ""),
+        file=file, line=line, id=get("id", ""), source=get("source", "") or file, table=_table(get("table", "")),
         measured=not any(word in said for word in ("formula", "theor", "arithmetic", "simulat", "estimate")),
         framework=get("framework", ""), model=get("model", ""), arch=get("arch", ""),
         parameters=billions * 1e9 if billions else None, **{name: whole[name] for name in OPTIONAL},
@@ -162,6 +163,11 @@ def _times(cell: Mapping[str, str]) -> tuple[float | None, float | None, float |
 def _decimal(kind: str) -> str:
     """What the kind of memory says about the unit: only that a figure was divided by 1e9."""
     return "1e9" if "1e9" in kind else ""
+
+
+def _table(text: str) -> str:
+    """The table's name without the line on which the row stands."""
+    return re.sub(r"[,;]?\s*\(?(line|row) \d+\)?$", "", text)
 
 
 def _column(name: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner.truth.consistency import flops, suspect
 from workbench.planner.truth.express import Expressed, complete, express
+from workbench.planner.truth.predict import Predict, Prediction, predict
 from workbench.planner.truth.rows import Row, read
 from workbench.planner.truth.shapes import Inexpressible
 
@@ -23,43 +24,6 @@ NEAR_LIMIT = 0.9
 """Share of the card above which allocators retry and times mean little."""
 SLOW = 0.05
 """Utilisation below which a measured time says more about the machine than about the plan."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What the planner says of one plan: GiB on the fullest card, seconds of a step, and 5 % and 95 % bounds."""
-
-    peak_gib: float
-    seconds: float | None
-    peak_low: float | None = None
-    peak_high: float | None = None
-    seconds_low: float | None = None
-    seconds_high: float | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by part of the step, and GiB by category."""
-
-
-Predict = Callable[[Plan], Prediction]
-
-
-def predict(plan: Plan) -> Prediction:
-    """What `estimate` says of a complete `plan`. Raises `PlanError` for what the planner does not model."""
-    from workbench.planner.estimate import estimate
-
-    found = estimate(plan)
-    sizes = _at_peak(found.memory)
-    times = {f"{name} s": float(value) for name, value in found.notes.get("time", {}).items()}
-    parts = {**times, **{f"{name} GiB": size for name, size in sizes.items()}}
-    return Prediction(peak_gib=sum(sizes.values()), seconds=found.step_seconds, parts=parts)
-
-
-def _at_peak(memory: pd.DataFrame) -> dict[str, float]:
-    """GiB by category on the fullest rank at its fullest moment; without a groupby, which costs more than planning."""
-    held = memory[memory.tier.to_numpy() == "device"]
-    instants = pd.factorize(held["rank"].astype(str) + held.moment)[0]
-    sizes = held.bytes.to_numpy(dtype=float) / 2**30
-    here = instants == np.bincount(instants, weights=sizes).argmax()
-    return dict(zip(held.category.to_numpy()[here], sizes[here].tolist()))
 
 
 @dataclass(frozen=True)

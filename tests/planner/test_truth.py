@@ -1,0 +1,374 @@
+"""Measurements read from tables: units, kinds, batches; rows as plans; nothing that people write makes it fail."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.plan import catalog
+from workbench.plan.errors import PlanError
+from workbench.plan.parameters import parameters
+from workbench.planner import estimate
+from workbench.planner.truth import fields, predict
+from workbench.planner.truth.cards import card, fabric
+from workbench.planner.truth.express import Expressed, complete, express
+from workbench.planner.truth.rows import Row, read, row
+from workbench.planner.truth.shapes import Inexpressible
+from workbench.planner.truth.stacks import named, stacks
+
+LLAMA = {
+    "id": "a-1", "source": "here", "table": "one, line 7", "kind": "measured", "framework": "torchtitan",
+    "model": "Llama-3-8B", "arch": "llama dense GQA", "params_b": "8.03", "layers": "32", "hidden": "4096",
+    "ffn": "14336", "heads": "32", "kv_heads": "8", "vocab": "128256", "seq": "8192", "tied_emb": "no",
+    "gated_ffn": "yes", "gpu": "H100-SXM-80GB", "gpu_mem_gb": "80", "n_gpus": "8", "tp": "1", "pp": "1", "dp": "8",
+    "mbs": "1", "gbs": "8", "precision": "bf16", "iter_time_s": "1.5", "mem_gib": "60", "mem_unit": "GiB",
+    "mem_kind": "torch max allocated", "status": "ok",
+}  # fmt: skip
+
+
+def cells(**changes: str) -> dict[str | None, object]:
+    return {**LLAMA, **changes}
+
+
+def said(**changes: str) -> Expressed:
+    return express(row(cells(**changes)))
+
+
+def reason(**changes: str) -> str:
+    with pytest.raises(Inexpressible) as caught:
+        said(**changes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "expected"),
+    [
+        ("80", "GiB", 80.0),
+        ("80", "GB as printed (nvidia-smi MiB rounded, probably GiB)", 80.0),
+        ("80", "GB as printed; logger divides by 1024^3", 80.0),
+        ("80", "GB as printed (max_memory_allocated/1e9)", 80e9 / 2**30),
+        ("81920", "MiB", 80.0),
+        ("81,920 MiB", "", 80.0),
+        ("36.6", "GiB (printed MB = MiB from NVML)", 36.6),
+        ("", "GiB", None),
+        ("n/a", "GiB", None),
+    ],
+)
+def test_memory_in_gib(text: str, unit: str, expected: float | None) -> None:
+    assert fields.gib(text, unit) == (pytest.approx(expected) if expected else None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("torch max allocated", "allocated"),
+        ("peak allocated", "allocated"),
+        ("torch max reserved, max over all GPUs", "reserved"),
+        ("torch max allocated or reserved on logging rank (not stated which)", "unknown"),
+        ("nvidia-smi snapshot", "nvidia-smi"),
+        ("NVML device used (includes context)", "nvidia-smi"),
+        ("not stated (likely nvidia-smi)", "unknown"),
+        ("", "unknown"),
+    ],
+)
+def test_kind_of_memory(text: str, expected: str) -> None:
+    assert fields.memory_kind(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ok", "ran"),
+        ("OOM", "out_of_memory"),
+        ("out of memory on rank 0", "out_of_memory"),
+        ("failed (OOM or crash; source does not separate them)", "failed"),
+        ("timeout", "failed"),
+    ],
+)
+def test_status(text: str, expected: str) -> None:
+    assert fields.status(text, True) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("fp8 e4m3 matmul, bf16 weights", "fp8"),
+        ("bf16 mixed (fp32 master params)", "bf16"),
+        ("MXFP8", "fp8"),
+        ("NVFP4", "fp4"),
+        ("fp16 amp", "fp16"),
+        ("TF32", "tf32"),
+        ("", None),
+    ],
+)
+def test_precision(text: str, expected: str | None) -> None:
+    assert fields.precision(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("none (assumed)", "none"),
+        ("full (likely)", "full"),
+        ("recompute-block", "full"),
+        ("selective (per-op SAC)", "selective"),
+        ("selective (every 2nd layer)", [0, 2, 4]),
+        ("see recipe (not in table)", None),
+        ("not in table", None),
+        ("", None),
+    ],
+)
+def test_recompute(text: str, expected: Any) -> None:
+    assert fields.recompute(text, 6) == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "sharding", "expected"),
+    [
+        ("2", "FSDP", 2),
+        ("", "FSDP FULL_SHARD", 3),
+        ("", "FSDP SHARD_GRAD_OP", 2),
+        ("", "distributed optimizer (default)", 1),
+        ("", "DDP", 0),
+        ("", "ZeRO-1 within group of 8", 1),
+        ("", "", None),
+    ],
+)
+def test_zero(stage: str, sharding: str, expected: int | None) -> None:
+    assert fields.zero(stage, sharding) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ZeRO-2 + optimizer offload to CPU", "optimizer"),
+        ("ZeRO-3 Offload (1.5 TB CPU memory)", "parameters"),
+        ("flags: --offload-opt-m --offload-master", "optimizer"),
+        ("--offload-residual", "none"),
+        ("act-cpu-offload=False; FULL_SHARD", "none"),
+        ("2T model offload state not stated", "none"),
+        ("", "none"),
+    ],
+)
+def test_offload(text: str, expected: str) -> None:
+    assert fields.offload(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "memory", "name", "gib"),
+    [
+        ("H100-SXM-80GB", 80, "h100-sxm-80gb", 79.3),
+        ("NVIDIA A100 80G", None, "a100-sxm-80gb", 79.3),
+        ("A100-40GB", 40, "a100-sxm-40gb", 39.6),
+        ("A100 (size not read)", None, "a100-sxm-80gb", 79.3),
+        ("A100-SXM4-64GB", 64, "a100-sxm-80gb", 0.991 * 64),
+        ("V100-SXM3-32GB", 32, "v100-sxm2-32gb", 31.7),
+        ("A10G", 24, "a10g", 23.8),
+        ("RTX4090", 24, "rtx-4090", 23.8),
+        ("H100-SXM 96GB HBM2e 500W", 96, "h100-sxm-96gb", 95.1),
+        ("GB200", 192, "gb200", 184.3),
+    ],
+)
+def test_cards_by_words(text: str, memory: float | None, name: str, gib: float) -> None:
+    found = card(text, memory)
+    assert found is not None
+    assert (found.name, found.memory_gib) == (name, pytest.approx(gib))
+
+
+@pytest.mark.parametrize("text", ["", "TPU v5p", "a fast one", "80GB SXM"])
+def test_unknown_cards_are_reported(text: str) -> None:
+    assert reason(gpu=text) == f"card unknown: {text or 'none given'}"
+
+
+def test_networks_by_words() -> None:
+    usual = fabric("h100-sxm-80gb", "nothing said")
+    assert usual.name == "dgx-h100"
+    assert fabric("h100-sxm-80gb", "efa (aws p5) inter-node").nic_latency_us == 35.0
+    assert fabric("a100-sxm-80gb", "4x100gb roce between nodes").nic_gbs == 50.0
+    assert fabric("v100-sxm2-32gb", "4-gpu v100 nodes (nvlink), omni-path").gpus_per_node == 4
+
+
+def test_a_row_becomes_a_plan() -> None:
+    found = said()
+    plan = found.plan
+    assert found.stack == "torchtitan"
+    assert (plan.world_size, plan.sizes["data"], plan.training.global_batch) == (8, 8, 8)
+    assert plan.strategy.data.zero == 3
+    assert plan.strategy.recompute == "selective"
+    assert {"strategy.data.zero", "strategy.recompute"} <= set(found.assumed)
+    assert found.seconds == 1.5
+    assert found.memory_gib == 60.0
+    assert parameters(plan.shape).total == pytest.approx(8.03e9, rel=0.01)
+    assert found.row.table == "one"
+
+
+def test_what_the_row_says_goes_before_the_stack() -> None:
+    found = said(recompute="full", zero_stage="2", notes="torch.compile; 4-GPU nodes")
+    assert (found.plan.strategy.recompute, found.plan.strategy.data.zero) == ("full", 2)
+    assert found.plan.strategy.kernels == "compiled"
+    assert found.plan.cluster.gpus_per_node == 4
+    assert "strategy.recompute" not in found.assumed
+
+
+def test_times_from_rates() -> None:
+    assert said(iter_time_s="", samples_per_s="16").seconds == pytest.approx(0.5)
+    assert said(iter_time_s="", tokens_per_s="131072").seconds == pytest.approx(0.5)
+    assert said(iter_time_s="", tokens_per_s_gpu="16,384").seconds == pytest.approx(0.5)
+    assert said(iter_time_s="250 ms").seconds == pytest.approx(0.25)
+    assert said(iter_time_s="").seconds is None
+
+
+def test_batches_follow_from_each_other() -> None:
+    assert said(gbs="", grad_accum="4").plan.training.global_batch == 32
+    assert said(mbs="", gbs="64", grad_accum="4").plan.training.micro_batch == 2
+    assert said(gbs="64", grad_accum="").plan.num_microbatches == 8
+    assert reason(gbs="64", grad_accum="2") == "batch fields contradict"
+    assert reason(gbs="12") == "batch fields contradict"
+    assert reason(dp="3") == "layout contradicts the number of cards"
+    # An unknown number of accumulated steps leaves the memory good and the time of a step unknown.
+    assert said(gbs="").seconds is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"layers": ""}, "missing layers"),
+        ({"mbs": "", "gbs": "64"}, "missing mbs"),
+        ({"n_gpus": "", "dp": ""}, "missing n_gpus"),
+        ({"arch": "bert encoder"}, "not a dense decoder: not a decoder"),
+        ({"arch": "llama sliding window"}, "not a dense decoder: sliding window"),
+        ({"kind": "paper formula"}, "not a measurement"),
+        ({"precision": "NVFP4"}, "precision fp4"),
+        ({"precision": "fp8", "gpu": "A100-80GB"}, "illegal: strategy.precision"),
+        ({"tp": "3", "dp": "", "n_gpus": "6", "gbs": "2"}, "illegal: strategy.tensor.size"),
+        ({"arch": "MLA+MoE", "n_experts": "64"}, "mixture of experts: latent attention, whose widths are not in the "
+         "schema"),
+        ({"notes": "QLoRA"}, "adapters on a quantised model"),
+        ({"notes": "LoRA"}, "adapters of unknown rank"),
+    ],
+)  # fmt: skip
+def test_reasons(changes: dict[str, str], expected: str) -> None:
+    assert reason(**changes) == expected
+
+
+def test_shapes_by_words() -> None:
+    gpt = said(
+        arch="gpt dense MHA (alibi, embedding LN)", gated_ffn="no", ffn="", tied_emb="", params_b="6.9", kv_heads=""
+    )
+    shape = gpt.plan.shape
+    assert (shape.mlp, shape.norm, shape.positions, shape.biases) == ("gelu", "layernorm", "alibi", "all")
+    assert (shape.ffn, shape.embedding_norm, shape.kv_heads) == (16384, True, 32)
+    assert shape.tied, "6.9B is nearer to one table of the vocabulary than to two"
+    assert said(arch="qwen2 (qkv bias)").plan.shape.biases == "qkv"
+    moe = said(arch="MoE GQA (moe_ffn 768), 1 shared", n_experts="128", topk="8", params_b="").plan.shape.moe
+    assert moe is not None
+    assert (moe.experts, moe.top_k, moe.ffn, moe.shared) == (128, 8, 768, 1)
+
+
+def test_vocabulary_from_the_stated_parameters() -> None:
+    assert said(vocab="").plan.shape.vocab == pytest.approx(128256, rel=0.02)
+
+
+def test_adapters_take_the_stack_default() -> None:
+    lora = said(framework="NeMo 24.07", table="Finetuning LoRA").plan.training.lora
+    assert lora is not None
+    assert lora.rank == stacks()["nemo"].defaults["training.lora.rank"]
+    stated = said(framework="NeMo 24.07", notes="LoRA rank=16").plan.training.lora
+    assert stated is not None
+    assert stated.rank == 16
+
+
+@pytest.mark.parametrize(
+    ("framework", "sharded", "flash", "expected"),
+    [
+        ("nanotron", False, True, "nanotron"),
+        ("NeMo 24.07 / mcore", False, True, "nemo"),
+        ("NeMo AutoModel (PyTorch FSDP2)", True, True, "fsdp"),
+        ("Megatron-Bridge/mcore", False, True, "megatron-bridge"),
+        ("Megatron-DeepSpeed", False, False, "deepspeed-3d"),
+        ("Megatron-DeepSpeed, ZeRO-3 data parallel only", True, False, "deepspeed-zero"),
+        ("Megatron-LM", False, False, "megatron-2021"),
+        ("Megatron-LM", False, True, "megatron"),
+        ("llm-foundry (Composer+PyTorch FSDP)", True, True, "fsdp"),
+        ("something new", True, True, "textbook"),
+        ("", False, False, "textbook"),
+    ],
+)
+def test_stacks_by_words(framework: str, sharded: bool, flash: bool, expected: str) -> None:
+    assert named(framework, sharded, flash).name == expected
+
+
+def test_stacks_say_only_what_is_sourced() -> None:
+    """Every constant has a value, a meaning or a plan field, and a source; nothing is keyed by a model or a dataset."""
+    table = catalog.read("data/stacks.yaml")
+    models = {name.lower() for name in catalog.models()}
+    for name, entry in table.items():
+        assert name not in models
+        assert set(entry) <= {"title", "matches", "like", "attention", "becomes", "defaults", "memory", "time"}
+        for path, default in entry.get("defaults", {}).items():
+            assert path.split(".")[0] in ("strategy", "training"), path
+            assert set(default) == {"value", "source"} and default["source"], path
+        for constant in entry.get("memory", {}).values():
+            assert set(constant) == {"value", "meaning", "source"} and constant["source"]
+        assert set(entry.get("becomes", {}).values()) | {entry.get("like", name)} <= set(table)
+
+
+def test_complete_rows_are_those_with_what_decides_the_cost() -> None:
+    assert complete(row(cells(recompute="", zero_stage="", seq_parallel="")))
+    for field in ("layers", "hidden", "heads", "ffn", "seq", "gpu", "mbs"):
+        assert not complete(row(cells(**{field: ""}))), field
+    assert not complete(row(cells(gbs="", grad_accum="")))
+    assert not complete(row(cells(n_experts="8")))
+
+
+def test_predict_is_estimate() -> None:
+    for changes in ({}, {"tp": "2", "dp": "4", "pp": "1", "gbs": "8", "seq_parallel": "yes"}, {"recompute": "full"}):
+        plan = said(**changes).plan
+        short, whole = predict(plan), estimate(plan)
+        assert short.seconds == pytest.approx(whole.step_seconds)
+        assert short.peak_gib == pytest.approx(max(whole.peak_bytes_by_rank.values()) / 2**30, rel=1e-6)
+
+
+WORDS = st.text(max_size=30) | st.sampled_from(
+    ["", "0", "-1", "1", "2", "8", "4-8", "1e400", "nan", "4,096", "8k", "80 GB", "yes", "no", "none", "full", "LoRA",
+     "FSDP 64", "every 0 layers", "HSDP", "ZeRO-3", "1e9", "offload", "4x0Gb", "0-GPU nodes", "moe", "99999999999999"]
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(LLAMA)) | st.sampled_from(["notes", "sharding", "vpp", "schedule", "cp",
+       "zero_stage", "recompute", "n_experts", "topk", "seq_parallel", "grad_accum", "unheard_of", "attn_impl"]), WORDS,
+       max_size=6))  # fmt: skip
+def test_no_row_fails(changes: dict[str, str]) -> None:
+    found = row(cells(**changes))
+    assert isinstance(found, Row)
+    complete(found)
+    try:
+        plan = express(found).plan
+    except Inexpressible as why:
+        assert str(why)
+    else:
+        assert plan.world_size >= 1
+
+
+def write(path: Path, rows: list[dict[str | None, object]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [str(name) for name in rows[0]])
+        writer.writeheader()
+        writer.writerows(rows)  # type: ignore[arg-type]
+    return path
+
+
+def test_files_with_oddities(tmp_path: Path) -> None:
+    odd = tmp_path / "odd.csv"
+    odd.write_bytes(b"\xef\xbb\xbfID, Layers ,n_gpus\n1,2,\x00\n\xff,,,,,\n\n")
+    assert [found.layers for found in read(odd)] == [2, None]
+    (tmp_path / "empty.csv").write_text("")
+    for name in ("empty.csv", "missing.csv", "."):
+        with pytest.raises(PlanError):
+            read(tmp_path / name)

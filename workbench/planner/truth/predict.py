@@ -1,0 +1,46 @@
+"""The planner's answer for one plan in three numbers, by the same functions as `estimate`, without its frames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from workbench.plan.schema import Plan
+from workbench.planner.calibrated import on_machine
+from workbench.planner.memory import memory
+from workbench.planner.step import parts, step_time
+from workbench.planner.workload import workload
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner says of one plan: GiB on the fullest card, seconds of a step, and 5 % and 95 % bounds."""
+
+    peak_gib: float
+    seconds: float | None
+    peak_low: float | None = None
+    peak_high: float | None = None
+    seconds_low: float | None = None
+    seconds_high: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by part of the step, and GiB by category at the peak."""
+
+
+Predict = Callable[[Plan], Prediction]
+
+
+def predict(plan: Plan) -> Prediction:
+    """What the planner says of a complete `plan`. Raises `PlanError` for what it does not model."""
+    full, constants = on_machine(plan)
+    w = workload(full)
+    live, time = memory(w, constants), step_time(w, constants)
+    fullest = int(np.argmax(live.peak))
+    sizes = {name: float(np.ravel(size)[fullest]) / 2**30 for name, size in live.moments["peak"].items()}
+    times = {f"{name} s": seconds for name, seconds in parts(w, time).items()}
+    return Prediction(
+        peak_gib=sum(sizes.values()),
+        seconds=float(time.seconds),
+        parts={**times, **{f"{name} GiB": size for name, size in sizes.items() if size}},
+    )
