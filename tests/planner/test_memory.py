@@ -22,7 +22,7 @@ STATES = ("parameters", "gradients", "optimizer", "master")
 
 def memory_of(plan: Plan) -> Memory:
     full = plan.complete()
-    return memory(workload(full), constants(full.card.device, full.strategy.kernels))
+    return memory(workload(full), constants(full.card, full.strategy.kernels))
 
 
 def on_cards(model: str, gpus: int = 8, strategy: str = "single", /, **changes: Any) -> Plan:

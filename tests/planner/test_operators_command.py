@@ -90,7 +90,7 @@ def test_one_rank_splits_nothing(ask):
 def test_ranks_of_several_nodes_are_a_grid_with_the_network_outside():
     two = plan(16)
     assert choose_for(two).ranks == (2, 8)
-    known = constants("cuda", two.strategy.kernels)
+    known = constants(two.card, two.strategy.kernels)
     found = machine(two, (2, 8))
     network = two.fabric.nic_gbs * 1e9 * known.nic_share / 8
     assert found.bandwidth == (pytest.approx(network), pytest.approx(two.card.link_gbs * 1e9 * known.link_share))

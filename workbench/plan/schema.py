@@ -37,6 +37,7 @@ class Card(Frozen):
     name: str = Field(description="Catalog name.")
     title: str = Field("", description="Name in full.")
     device: Literal["cuda", "npu", "cpu"] = Field("cuda", description="torch device type.")
+    architecture: str = Field("", description="Generation of its matrix units, as data/planner.yaml names them.")
     memory_gib: float = Field(gt=0, description="Usable device memory, GiB.")
     bandwidth_gbs: float = Field(gt=0, description="Memory bandwidth, GB/s.")
     tflops: dict[str, Annotated[float, Field(gt=0)]] = Field(
@@ -139,9 +140,7 @@ class Strategy(Frozen):
     recompute: Literal["none", "selective", "full"] | list[NonNegativeInt] = Field(
         "none", description="Activations recomputed in backward; a list names layers recomputed in full."
     )
-    stack: str = Field(
-        "workbench", description="Software that runs it: workbench, or a name in data/stacks.yaml."
-    )
+    stack: str = Field("workbench", description="Software that runs it: workbench, or a name in data/stacks.yaml.")
     precision: Precision = Field(
         "auto", description="Parameters, activations, gradients; auto: bf16, else fp16; fp32 on CPU ranks."
     )

@@ -74,7 +74,13 @@ def layer(w: Workload, mixture: bool = False) -> Layer:
     wide, matrix = _feed_forward(w, mixture)
     ffn = _feed_forward_saved(w, mixture)
     saved = 2 * norm_saved(w) + _latent(w) + attention + ffn
-    saved = saved + statistics * (1 - w.knobs.selective)
+    kept = w.setting.software
+    scores = (2 + 3 * kept.dropout) * w.heads * w.tokens * w.setting.sequence_length if kept.unfused else statistics
+    saved = (
+        saved + kept.dropout * w.tokens * w.shape.hidden * 2 / w.sequence_parallel + scores * (1 - w.knobs.selective)
+    )
+    if kept.selective >= 0:
+        saved = saved * (1 - w.knobs.selective * (1 - kept.selective))
     stream = w.stream / w.sequence_parallel
     gathered = w.stream - stream
     # Down projection: its input's gradient and its weight's, which is then added; the gate: two more, one tensor gone.
@@ -97,7 +103,8 @@ def _feed_forward(w: Workload, mixture: bool) -> tuple[Number, Number]:
 def _feed_forward_saved(w: Workload, mixture: bool) -> Number:
     """Gate, up, activated gate and product, or up and activated up (ReLU: that alone); a mixture also its tokens."""
     wide, _ = _feed_forward(w, mixture)
-    kept = (4 if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
+    gated = w.setting.software.gated_kept
+    kept = (gated if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
     if mixture and w.shape.moe is not None:
         kept += (w.shape.moe.top_k * 2 * w.stream) + w.shape.moe.experts * w.tokens * 4
     return kept
@@ -122,11 +129,16 @@ def head(w: Workload) -> Head:
     table = w.vocab * w.shape.hidden
     split = np.asarray(w.tensor > 1, dtype=float)
     cast = narrow if w.element < w.wide else 0.0
+    told = w.setting.software.logit_bytes
+    if told >= 0:
+        split, cast, more = np.ones_like(split), 0.0, (told - w.wide) * logits
+    else:
+        more = 0.0
     return Head(
         saved=norm_saved(w) + split * 10 * w.tokens,
         logits=w.wide * logits,
-        forward=split * (w.wide * logits + cast) + (1 - split) * (2 * w.wide * logits),
-        loss=split * cast + (1 - split) * (2 * w.wide * logits),
+        forward=split * (w.wide * logits + cast) + (1 - split) * (2 * w.wide * logits) + more,
+        loss=split * cast + (1 - split) * (2 * w.wide * logits) + more,
         projection=w.stream + np.maximum(narrow + table * w.element, added_gradient(w, table)),
         norm=norm_backward(w),
     )

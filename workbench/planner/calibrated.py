@@ -33,7 +33,7 @@ def on_machine(plan: Plan) -> tuple[Plan, Constants]:
     """A complete plan with the figures of the machine that its calibration measured, and the constants beside them."""
     card, fabric, changed = calibrated(plan)
     cluster = plan.cluster.model_copy(update={"gpu": card, "fabric": fabric})
-    usual = constants(card.device, plan.strategy.kernels)
+    usual = constants(card, plan.strategy.kernels, plan.strategy.stack)
     return plan.model_copy(update={"cluster": cluster}), replace(usual, **changed)
 
 
@@ -55,7 +55,7 @@ def applied(calibration: Calibration, plan: Plan) -> tuple[Card, Fabric, dict[st
     card = plan.card.model_copy(update=_known(figures, Card) | {"source": _source(calibration)})
     fabric = plan.fabric.model_copy(update=_known(figures, Fabric))
     found = constants_of(curves, card, plan)
-    usual = constants(card.device, plan.strategy.kernels)
+    usual = constants(card, plan.strategy.kernels, plan.strategy.stack)
     return _scaled(calibration.scale or Scale(), card, fabric, found, usual)
 
 

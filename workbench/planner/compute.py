@@ -13,6 +13,10 @@ from workbench.planner.workload import Workload
 
 OPERATORS = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40)}
 """Kernels of one layer (forward, backward), by the plan's kernels: counted on our modules."""
+NARROW_HEAD = 100
+"""Heads narrower than this fill fused attention's tiles less."""
+ALIGNMENT = 64
+"""Widths that are multiples of this fill the tiles of a matrix product."""
 HEAD_TRAFFIC = (3, 4)
 """Passes over the fp32 logits (forward, backward): cast and log-softmax; two gradients."""
 
@@ -22,7 +26,9 @@ class Machine:
     """One card: what a kernel can reach at best."""
 
     flops: float
-    """Matrix products, FLOP/s at the plan's precision."""
+    """Matrix products of layers, FLOP/s at the plan's precision."""
+    wide_flops: float
+    """Attention and the head, which stay in 16 bits where products are in fp8."""
     bandwidth: float
     """Bytes a second."""
     constants: Constants
@@ -32,8 +38,11 @@ class Machine:
 
 def machine(card: Card, precision: str, constants: Constants) -> Machine:
     """A card at a precision; a dtype that the card does not list runs as fp32."""
-    peak = card.tflops.get(precision, card.tflops.get("fp32", max(card.tflops.values())))
-    return Machine(peak * 1e12, card.bandwidth_gbs * 1e9 * constants.memory_share, constants, card.device != "cpu")
+    dense = card.tflops.get(precision, card.tflops.get("fp32", max(card.tflops.values())))
+    wide = card.tflops.get("bf16", card.tflops.get("fp16", dense)) if precision == "fp8" else dense
+    return Machine(
+        dense * 1e12, wide * 1e12, card.bandwidth_gbs * 1e9 * constants.memory_share, constants, card.device != "cpu"
+    )
 
 
 @dataclass(frozen=True)
@@ -66,11 +75,13 @@ class Compute:
     """Of the backward, what makes the weights' gradients."""
 
 
-def product(m: Machine, rows: Number, columns: Number, inner: Number, element: int) -> Number:
-    """One matrix product [rows, inner] x [inner, columns], seconds."""
+def product(m: Machine, rows: Number, columns: Number, inner: Number, element: int, narrow: bool = False) -> Number:
+    """One matrix product [rows, inner] x [inner, columns], seconds; `narrow` ones run in fp8."""
     c = m.constants
+    rate = m.flops * c.narrow_share if narrow else m.wide_flops * c.gemm_share
     slow = 1 + c.gemm_half_dim * (1 / rows + 1 / columns + 1 / inner)
-    flops = 2 * rows * columns * inner / (m.flops * c.gemm_share) * slow
+    odd = (columns % ALIGNMENT != 0) | (inner % ALIGNMENT != 0)
+    flops = 2 * rows * columns * inner / rate * slow * (1 + c.gemm_misaligned * odd)
     return np.maximum(flops, (rows * columns + rows * inner + columns * inner) * element / m.bandwidth)
 
 
@@ -127,28 +138,40 @@ def _feed_forward_products(w: Workload, mixture: bool) -> list[tuple[Number, Num
 
 def layer_pass(w: Workload, m: Machine, mixture: bool) -> Pass:
     """One layer and microbatch; a backward product is two, for the input and for the weight."""
-    e = w.element
-    forward = sum(product(m, *p, e) for p in layer_products(w, mixture))
-    weight = sum(product(m, c, k, r, e) for r, c, k in layer_products(w, mixture))
-    backward = weight + sum(product(m, r, k, c, e) for r, c, k in layer_products(w, mixture))
-    attention, bound = attention_pass(w, m), memory_bound(w, m)
-    forward = forward + attention.forward + bound.forward
-    backward = backward + attention.backward + bound.backward
+    e, narrow = w.element, w.setting.precision == "fp8"
+    every = layer_products(w, mixture)
+    forward = sum(product(m, *each, e, narrow) for each in every)
+    weight = sum(product(m, c, k, r, e, narrow) for r, c, k in every)
+    backward = weight + sum(product(m, r, k, c, e, narrow) for r, c, k in every)
+    attention, bound, pace = attention_pass(w, m), memory_bound(w, m), m.constants.pace
     launches = OPERATORS[w.setting.kernels]
-    return Pass(_launched(m, forward, launches[0]), _launched(m, backward, launches[1]), weight)
+    return Pass(
+        _launched(m, pace * (forward + attention.forward + bound.forward), launches[0]),
+        _launched(m, pace * (backward + attention.backward + bound.backward), launches[1]),
+        pace * weight,
+    )
 
 
 def _launched(m: Machine, seconds: Number, kernels: int) -> Number:
     """With a host that runs ahead the slower of the two decides; without one they add."""
-    host = kernels * m.constants.launch_us * 1e-6
+    c = m.constants
+    host = (c.host_us or kernels * c.launch_us) * 1e-6
     return np.maximum(seconds, host) if m.asynchronous else seconds + host
 
 
 def attention_pass(w: Workload, m: Machine) -> Pass:
-    """Fused causal attention of one layer: backward does two and a half times the work (2307.08691)."""
-    rate = m.flops * m.constants.attention_share
-    forward = attention_flops(w) / rate
-    return Pass(forward, 2.5 * forward / m.constants.attention_backward)
+    """Causal attention of one layer: fused, backward does two and a half times the work (2307.08691); unfused, whole
+    products, and scores that pass through memory."""
+    c, heads = m.constants, (w.shape.head_dim or 128)
+    if not w.setting.software.unfused:
+        rate = m.wide_flops * c.attention_share * (c.attention_narrow if heads < NARROW_HEAD else 1.0)
+        forward = attention_flops(w) / rate
+        return Pass(forward, 2.5 * forward / c.attention_backward)
+    rate = m.wide_flops * c.unfused_share * min(1.0, heads / 128)
+    drop, scores = w.setting.software.dropout, w.heads * w.tokens * w.setting.sequence_length
+    moved = 1.5 * scores / m.bandwidth
+    products = 2 * attention_flops(w) / rate
+    return Pass(products + (4 + 5 * drop) * moved, 2 * products + (6 + 5 * drop) * moved)
 
 
 def attention_flops(w: Workload) -> Number:
@@ -162,8 +185,12 @@ def memory_bound(w: Workload, m: Machine) -> Pass:
     """Norms, residuals, positions and activation of one layer, by bytes moved at the textbook count."""
     h, gated, half = w.shape.hidden / w.sequence_parallel, w.shape.gated, w.element / 2
     rope = 8 * (w.q_width + w.k_width) if w.shape.positions == "rope" else 0.0
-    forward = 20 * h + rope + (6 if gated else 4) * w.ffn
-    backward = 36 * h + rope + (10 if gated else 6) * w.ffn
+    drop = 4 * w.setting.software.dropout * h
+    forward = 20 * h + rope + (6 if gated else 4) * w.ffn + drop
+    backward = 36 * h + rope + (10 if gated else 6) * w.ffn + drop
+    if w.setting.precision == "fp8":
+        cast = 4 * (2 * h + w.ffn)
+        forward, backward = forward + cast, backward + cast
     rate = m.bandwidth / (w.tokens * half * m.constants.traffic)
     return Pass(forward / rate, backward / rate)
 
@@ -175,7 +202,8 @@ def head_pass(w: Workload, m: Machine) -> Pass:
     forward = product(m, t, v, h, w.element) + HEAD_TRAFFIC[0] * logits
     weight = product(m, v, h, t, w.element)
     backward = weight + product(m, t, h, v, w.element) + HEAD_TRAFFIC[1] * logits
-    return Pass(forward, backward, weight)
+    pace = m.constants.pace
+    return Pass(pace * forward, pace * backward, pace * weight)
 
 
 def layer_flops(w: Workload, mixture: bool) -> Number:

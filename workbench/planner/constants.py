@@ -1,4 +1,4 @@
-"""Constants of the planner, from `data/planner.yaml`."""
+"""Constants of the planner: of a kind of device, its generation, the plan's kernels and its software stack."""
 
 from __future__ import annotations
 
@@ -6,38 +6,57 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from workbench.plan import catalog
+from workbench.plan.schema import Card
+from workbench.planner.stack import timing
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What the planner takes a device type to be; meanings and sources stand in `data/planner.yaml`."""
+    """What the planner takes hardware and software to be; meanings and sources stand in `data/planner.yaml`."""
 
     gemm_share: float
     gemm_half_dim: float
+    gemm_misaligned: float
+    narrow_share: float
     attention_share: float
     attention_backward: float
+    attention_narrow: float
+    unfused_share: float
     memory_share: float
     launch_us: float
+    host_us: float
     link_share: float
     nic_share: float
     latency_ranks: float
     data_overlap: float
+    pipeline_overlap: float
     gather_overlap: float
+    tensor_overlap: float
     offload_overlap: float
     step_fixed_ms: float
     step_doubling_ms: float
     workspace_mib: float
     context_mib: float
     fragmentation: float
+    pace: float
     traffic: float
     """Traffic of memory-bound operators relative to the textbook count, by the plan's kernels."""
 
 
-@lru_cache(maxsize=16)
-def constants(device: str, kernels: str) -> Constants:
-    """The constants of a device type (cuda, npu, cpu) with the plan's kernels (eager, compiled, fused)."""
+def constants(card: Card, kernels: str, stack: str = "workbench") -> Constants:
+    """The constants of a card with the plan's kernels (eager, compiled, fused) and stack."""
+    return _constants(card.device, card.architecture, kernels, stack)
+
+
+@lru_cache(maxsize=256)
+def _constants(device: str, architecture: str, kernels: str, stack: str) -> Constants:
     table = catalog.read("data/planner.yaml")
     section = table[device]
     section = table[section["like"]] if "like" in section else section
-    values = {f.name: float(section[f.name]["value"]) for f in fields(Constants) if f.name != "traffic"}
-    return Constants(**values, traffic=float(table["kernels"][kernels]["value"]))
+    generation = table["architectures"].get(architecture, {}) if device != "cpu" else {}
+    entries = {**section, **generation}
+    values = {f.name: float(entries[f.name]["value"]) for f in fields(Constants) if f.name != "traffic"}
+    values["traffic"] = float(table["kernels"][kernels]["value"])
+    changed = dict(timing(stack))
+    values["traffic"] *= changed.pop("traffic_factor", 1.0)
+    return Constants(**(values | changed))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from workbench.plan.schema import AXES, Card, Fabric, Plan
 from workbench.plan.shape import Shape
+from workbench.planner.stack import Software, software
 
 Array = NDArray[np.float64]
 Number = Any
@@ -41,9 +42,17 @@ class Setting:
     """As a plan writes it; `auto` is decided for each candidate."""
     kernels: str
     stack: str
+    software: Software
+    """What that stack keeps."""
+    parameter_bytes: float
+    """A parameter as it is stored."""
+    gradient_bytes: float
+    """A gradient as it is stored; negative: as it is reduced."""
+    accumulator_bytes: float
+    """A second gradient beside it, whole on every rank."""
     moment_bytes: float
     """Optimizer moments, bytes a parameter."""
-    master_bytes: int
+    master_bytes: float
     bucket_bytes: float
     zero: int
     algorithm: str
@@ -92,12 +101,18 @@ def setting_of(plan: Plan) -> Setting:
     """What a complete plan fixes."""
     s, t = plan.strategy, plan.training
     assert isinstance(s.pipeline.partition, list), "complete() the plan first"
-    narrow = BYTES[s.precision] < 4
+    narrow, kept = BYTES[s.precision] < 4, software(s.stack)
+    moments, master = moment_bytes(plan), 4.0 if narrow and t.optimizer.master == "auto" else 0.0
+    if narrow and kept.optimizer >= 0 and t.optimizer.master == "auto":
+        master = kept.optimizer - moments
     return Setting(
         shape=plan.shape, card=plan.card, fabric=plan.fabric, node=int(plan.cluster.gpus_per_node or 1),
         world=plan.world_size, global_batch=t.global_batch, sequence_length=t.sequence_length,
         precision=s.precision, gradient_dtype=s.gradient_dtype, kernels=s.kernels, stack=s.stack,
-        moment_bytes=moment_bytes(plan), master_bytes=4 if narrow and t.optimizer.master == "auto" else 0,
+        software=kept, parameter_bytes=kept.parameters if narrow and kept.parameters > 0 else BYTES[s.precision],
+        gradient_bytes=kept.gradients if narrow else -1.0,
+        accumulator_bytes=kept.accumulator + kept.narrow_accumulator * (s.precision == "bf16"),
+        moment_bytes=moments, master_bytes=max(0.0, master),
         bucket_bytes=s.data.bucket_mib * 2**20, zero=s.data.zero, algorithm=s.tensor.algorithm,
         context_algorithm=s.context.algorithm, contexts=s.context.size > 1,
         pipeline=s.pipeline.size, schedule=s.pipeline.schedule, chunks=s.pipeline.chunks,

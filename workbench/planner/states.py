@@ -88,8 +88,8 @@ def states(w: Workload, p: Held) -> States:
     if w.zero >= 2:
         gradients = np.where(w.reduce_microbatch > 0, shards, whole)
     return States(
-        parameters=(shards if w.zero == 3 else whole) * w.element,
-        gradients=gradients * w.gradient_element,
+        parameters=(shards if w.zero == 3 else whole) * w.setting.parameter_bytes,
+        gradients=gradients * w.stored_gradient + whole * w.setting.accumulator_bytes,
         optimizer=optimizer * w.setting.moment_bytes,
         master=optimizer * w.setting.master_bytes,
     )

@@ -109,7 +109,10 @@ def _durations(w: Workload, m: Machine, k: Kernels, every: list[Call], wires: di
         def of(axis: str, action: str = action) -> Array:
             return np.asarray(w.nothing + spent(every, wires, c, axis, action) / w.microbatches)
 
-        waits[action] = {"tensor_comm": of("tensor"), "pipeline_comm": _received(w, wires["pipeline"], c, action)}
+        waits[action] = {
+            "tensor_comm": (1 - c.tensor_overlap) * of("tensor"),
+            "pipeline_comm": _received(w, wires["pipeline"], c, action),
+        }
         if w.setting.contexts:
             behind = w.layers * (HIDDEN_BEHIND_ATTENTION * covered[action])
             waits[action]["context_comm"] = np.maximum(0.0, of("context") - behind)
@@ -167,7 +170,8 @@ def _data_exposed(w: Workload, constants: Constants, d: Durations, every: list[C
     chosen = [c for c in chosen if not (w.zero == 3 and c.kind == "all_gather")]
     took = spent(chosen, wires, constants, "data")
     buckets = np.maximum(1.0, sum(c.count * (c.group_size > 1) for c in chosen))
-    behind = constants.data_overlap * w.knobs.overlap * d.backward if w.pipeline == 1 else 0.0
+    share = constants.data_overlap if w.pipeline == 1 else constants.pipeline_overlap
+    behind = share * w.knobs.overlap * d.backward
     return np.asarray(np.maximum(took - behind, took / buckets)).max(axis=0)
 
 

@@ -84,6 +84,11 @@ class Workload:
         return self.knobs.recomputed
 
     @property
+    def stored_gradient(self) -> Number:
+        """Bytes of a gradient as it is kept."""
+        return self.gradient_element if self.setting.gradient_bytes < 0 else self.setting.gradient_bytes
+
+    @property
     def stream(self) -> Number:
         """Bytes of one hidden-wide tensor of a microbatch, in the model's dtype."""
         return self.tokens * (self.shape.hidden * self.element)

@@ -50,7 +50,7 @@ def _sizes(plan: Plan) -> Bytes:
 
 def machine(plan: Plan, grid: int | Sequence[int]) -> Machine:
     """A card of the plan as operators see it, and its links: of all ranks, or along each axis of a grid."""
-    known, card, precision = constants(plan.card.device, plan.strategy.kernels), plan.card, plan.strategy.precision
+    known, card, precision = constants(plan.card, plan.strategy.kernels), plan.card, plan.strategy.precision
     peak = card.tflops.get(precision, card.tflops.get("fp32", max(card.tflops.values())))
     rates = peak * 1e12 * known.gemm_share, card.bandwidth_gbs * 1e9 * known.memory_share
     if isinstance(grid, int):

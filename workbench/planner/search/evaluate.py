@@ -51,7 +51,7 @@ class Evaluator:
     def of(cls, space: Space) -> Evaluator:
         """Computes every layer of the space."""
         setting = space.settings[0]
-        k = constants(setting.card.device, setting.kernels)
+        k = constants(setting.card, setting.kernels, setting.stack)
         splits = tuple(all_splits(space))
         alone = replace(setting, pipeline=1, schedule="1f1b", chunks=1, partition=(setting.shape.layers,), zero=0)
         cell = Cell(alone, dict.fromkeys(("recompute", "offload"), ("none",)) | {

@@ -1,0 +1,65 @@
+"""What a named software stack keeps and how it computes, from `data/stacks.yaml`; where it says nothing, as ours does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+from workbench.plan import catalog
+from workbench.plan.errors import refuse
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a stack keeps in memory; a negative number means: as the plan says, or as our own modules do."""
+
+    unfused: bool
+    """Whether attention keeps its scores."""
+    parameters: float = -1.0
+    """Bytes a parameter is stored in."""
+    gradients: float = -1.0
+    """Bytes a gradient is stored in."""
+    accumulator: float = 0.0
+    """Bytes of a second gradient, whole on every rank."""
+    narrow_accumulator: float = 0.0
+    """The same with bf16 only."""
+    optimizer: float = -1.0
+    """Bytes of moments and master weights a parameter."""
+    gated_kept: float = 4.0
+    """Feed-forward-wide tensors that a gated layer keeps."""
+    dropout: float = 0.0
+    """1 where dropout keeps masks and moves bytes."""
+    selective: float = -1.0
+    """Share of a layer's activations that selective recomputation keeps."""
+    logit_bytes: float = -1.0
+    """Bytes a logit takes at the loss's peak."""
+
+
+@lru_cache(maxsize=64)
+def software(name: str) -> Software:
+    """The stack `name`. Raises `PlanError` where it is not known."""
+    entry = _entry(name)
+    known = {field.name for field in fields(Software)} - {"unfused"}
+    values = {key: float(said["value"]) for key, said in entry["memory"].items() if key in known}
+    return Software(unfused=entry["attention"] == "unfused", **values)
+
+
+@lru_cache(maxsize=64)
+def timing(name: str) -> Mapping[str, float]:
+    """Constants of `data/planner.yaml` that the stack `name` changes. Raises `PlanError` where it is not known."""
+    return {key: float(said["value"]) for key, said in _entry(name)["time"].items()}
+
+
+def _entry(name: str) -> dict[str, Any]:
+    """A stack's entry with what it inherits filled in."""
+    table = catalog.read("data/stacks.yaml")
+    if name not in table:
+        raise refuse("strategy.stack", f"is '{name}'; legal: {', '.join(table)}")
+    entry = table[name]
+    base: dict[str, Any] = {"attention": "flash", "memory": {}, "time": {}}
+    if "like" in entry:
+        base = _entry(entry["like"])
+    merged = {part: {**base[part], **entry.get(part, {})} for part in ("memory", "time")}
+    return {**merged, "attention": entry.get("attention", base["attention"])}
