@@ -246,12 +246,12 @@ def _config(full: Plan) -> dict[str, Any]:
         "optimizer": _written_optimizer(full),
         "scheduler": _written_schedule(full),
     }
-    if s.precision in ("bf16", "fp16"):
-        config[s.precision] = {"enabled": True}
-    if s.precision == "bf16" and t.optimizer.master == "none":
-        config["bf16"]["bf16_master_weights_and_grads"] = True
-    if s.precision == "bf16" and t.optimizer.moments == "bf16":
-        config["bf16"]["bf16_optimizer_states"] = True
+    if s.precision in ("bf16", "fp8"):  # fp8 keeps its parameters in bf16
+        wide = {"bf16_master_weights_and_grads": t.optimizer.master == "none"}
+        wide |= {"bf16_optimizer_states": t.optimizer.moments == "bf16"}
+        config["bf16"] = {"enabled": True} | {key: True for key, on in wide.items() if on}
+    if s.precision == "fp16":
+        config["fp16"] = {"enabled": True}
     if sizes["tensor"] > 1:
         config["tensor_parallel"] = {"autotp_size": sizes["tensor"]}
     if sizes["context"] > 1:

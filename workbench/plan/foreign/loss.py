@@ -91,7 +91,7 @@ def _matters(name: str, field: str, value: Any, written: Mapping[str, Any], defa
         return any(key == name or key.startswith(name + ".") for key in written)
     if field == PARTITION:
         return False  # always filled; where it matters it reads back otherwise
-    return name in ALWAYS or field in written or value != default.get(field, value)
+    return name in ALWAYS or (field in written and value is not None) or value != default.get(field, value)
 
 
 def _same(field: str, ours: Any, theirs: Any, full: Plan) -> bool:

@@ -133,4 +133,4 @@ def _seed(keys: Keys) -> int:
 
 def _checkpoint(keys: Keys) -> dict[str, Any]:
     every, load = keys.whole("save-interval", 0), keys.text("load")
-    return {key: value for key, value in (("every", every), ("load", load)) if value is not None}
+    return {"every": every or 0} | ({} if load is None else {"load": load})

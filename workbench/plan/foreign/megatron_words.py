@@ -38,19 +38,33 @@ def _parsed(text: str) -> Parsed:
     elif re.match(r"(?:#.*\n\s*)*-\s", start) or (not re.search(r"--[A-Za-z]", text) and ":" in text):
         found = yamlio.parse(text, where="file")
     else:
-        found = _words(text)
+        found = _words(text, lines=True)
     if not isinstance(found, Mapping | list):
         raise refuse("file", f"is {shown(found)}; must be arguments such as --num-layers 24, or a mapping of them")
     return found
 
 
-def _words(text: str) -> list[str]:
-    joined = re.sub(r"\\\r?\n", " ", text)
-    bare = re.sub(r"(?m)(^|\s)#.*$", r"\1", joined)
+def _words(text: str, lines: bool = False) -> list[str]:
+    """The words of shell text; with `lines`, `;` stands where a line ends a command."""
+    bare = re.sub(r"(?m)(^|[ \t])#.*$", r"\1", re.sub(r"\\\r?\n", " ", text))
     try:
-        return shlex.split(bare)
+        return shlex.split(_ended(bare) if lines else bare)
     except ValueError as error:
         raise refuse("file", f"is no shell command: {str(error).lower()}") from None
+
+
+def _ended(text: str) -> str:
+    """`text` with `;` before each newline that stands in no quotes and no parentheses."""
+    quote, depth, found = "", 0, []
+    for mark in text:
+        if quote:
+            quote = "" if mark == quote else quote
+        elif mark in "'\"":
+            quote = mark
+        else:
+            depth += (mark == "(") - (mark == ")")
+        found.append(" ;\n" if mark == "\n" and not quote and depth <= 0 else mark)
+    return "".join(found)
 
 
 def _listed(items: Iterable[Any]) -> list[Any]:
@@ -101,6 +115,8 @@ def _opened(words: Iterable[Any]) -> Iterable[Any]:
         if assigned and (assigned[2].startswith("(") or re.search(r"(?:^|\s)--[A-Za-z]", assigned[2])):
             yield f"{assigned[1]}="  # its words stand here, so where it is used it adds nothing
             yield from _opened(_words(assigned[2].lstrip("(")))
+            if not assigned[2].startswith("("):
+                yield ")"
         elif word.endswith(")") and len(word) > 1 and word.count("(") < word.count(")"):
             yield from (word[:-1], ")")
         else:

@@ -100,7 +100,7 @@ def _optimizer(full: Plan) -> dict[str, Any]:
     o = full.training.optimizer
     found: dict[str, Any] = {
         "optimizer": "sgd" if o.name == "sgd" else "adam", "lr": o.learning_rate,
-        "min-lr": float(f"{o.learning_rate * o.final_ratio:.15g}"), "lr-decay-style": o.decay,
+        "min-lr": min(o.learning_rate, float(f"{o.learning_rate * o.final_ratio:.15g}")), "lr-decay-style": o.decay,
         "lr-decay-iters": full.training.steps,
         "lr-warmup-iters": o.warmup_steps, "weight-decay": o.weight_decay, "clip-grad": o.clip or 0.0,
     }  # fmt: skip

@@ -74,12 +74,12 @@ def _schedule(keys: Keys, steps: int) -> dict[str, Any]:
     if warmup is None:
         warmup = int(keys.assume("training.optimizer.warmup_steps", min(200, steps), "torchtitan's default"))
     kind = keys.choice("lr_scheduler.decay_type", {"linear": "linear", "sqrt": "sqrt", "cosine": "cosine"})
-    if kind is None:
+    share = keys.number("lr_scheduler.decay_ratio", 0, 1)
+    if kind is None and share != 0:
         kind = keys.assume("training.optimizer.decay", "linear", "torchtitan's default")
     elif kind == "sqrt":
         keys.doubt("lr_scheduler.decay_type", kind, "a plan decays constantly, linearly or by a cosine; linear taken")
         kind = "linear"
-    share = keys.number("lr_scheduler.decay_ratio", 0, 1)
     if share is not None and share > 0:
         keys.doubt("lr_scheduler.decay_ratio", share, "a plan decays from the end of the warm-up on")
     least = keys.number("lr_scheduler.min_lr_factor", 0, 1)

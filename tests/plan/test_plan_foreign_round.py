@@ -1,0 +1,186 @@
+"""There and back: what a format can say survives, and what it cannot is named, whatever the plan."""
+
+import json
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from workbench.plan import foreign, yamlio
+from workbench.plan.foreign.keys import flat
+from workbench.plan.foreign.megatron_words import flags
+from workbench.plan.schema import Plan
+from workbench.plan.source import build, plain
+
+SAMPLES = Path(__file__).parent / "foreign"
+CARD = "h100-sxm-80gb"
+AXES = ("strategy.tensor.size", "strategy.context.size")
+BATCH = ("training.global_batch", "training.micro_batch")
+ADAM = tuple(
+    f"training.optimizer.{field}"
+    for field in ("name", "learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "warmup_steps", "decay", "clip")
+)
+SHAPE = tuple(
+    f"model.{field}"
+    for field in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "norm", "biases", "tied", "window", "moe")
+)
+ALWAYS_SAID = {
+    "deepspeed": ("cluster.gpus", *AXES, "strategy.pipeline.size", "strategy.data.zero", "strategy.data.offload",
+                  "strategy.gradient_dtype", *BATCH, *ADAM),
+    "megatron": ("cluster.gpus", *AXES, "strategy.pipeline.size", "strategy.pipeline.chunks",
+                 "strategy.pipeline.partition", "strategy.data.zero", "strategy.expert.size", *BATCH, *ADAM, *SHAPE,
+                 "strategy.gradient_dtype", "training.sequence_length", "training.steps", "training.seed",
+                 "training.optimizer.final_ratio", "training.optimizer.moments", "checkpoint.every"),
+    "torchtitan": ("cluster.gpus", *AXES, "strategy.pipeline.size", "strategy.expert.size", *BATCH, *ADAM,
+                   "training.sequence_length", "training.steps", "training.seed", "training.optimizer.final_ratio",
+                   "checkpoint.every", "telemetry.timeout_seconds", "name"),
+    "fsdp": ("cluster.gpus", *AXES, "strategy.precision"),
+}  # fmt: skip
+"""Fields that a format says for every plan drawn here; kept apart from the code that it tests."""
+
+shapes = st.builds(
+    lambda heads, kv, wide, **rest: {"heads": heads, "kv_heads": heads // kv, "hidden": heads * wide, **rest},
+    heads=st.just(4), kv=st.sampled_from([1, 2, 4]), wide=st.sampled_from([16, 32]), layers=st.integers(4, 9),
+    ffn=st.sampled_from([128, 256]), vocab=st.sampled_from([256, 500]), max_positions=st.just(64),
+    positions=st.sampled_from(["learned", "rope", "alibi"]), norm=st.sampled_from(["rmsnorm", "layernorm"]),
+    mlp=st.sampled_from(["gelu", "swiglu", "geglu", "relu"]), biases=st.sampled_from(["none", "qkv", "all"]),
+    tied=st.booleans(), window=st.sampled_from([None, 16]),
+    moe=st.sampled_from([None, {"experts": 4, "top_k": 2, "ffn": 64, "shared": 1, "first_dense": 1}]),
+)  # fmt: skip
+optimizers = st.fixed_dictionaries({
+    "learning_rate": st.floats(1e-6, 1), "beta1": st.floats(0, 0.99), "beta2": st.floats(0, 0.999),
+    "epsilon": st.sampled_from([1e-8, 1e-6]), "weight_decay": st.floats(0, 1), "warmup_steps": st.integers(0, 5),
+    "decay": st.sampled_from(["constant", "linear", "cosine"]), "final_ratio": st.sampled_from([0.0, 0.1, 1.0]),
+    "clip": st.sampled_from([None, 1.0, 0.3]), "moments": st.sampled_from(["fp32", "bf16"]),
+})  # fmt: skip
+SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipe-v", 2)]
+
+
+@st.composite
+def plans(draw):
+    """A small legal plan with every field that some format can say drawn."""
+    tensor, context, pipeline, data = (draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 2], [1, 2, 4]))
+    zero = draw(st.integers(0, 3))
+    schedule, chunks = draw(st.sampled_from(SCHEDULES)) if pipeline > 1 else ("1f1b", 1)
+    shape = draw(shapes)
+    micro, per_rank = draw(st.integers(1, 2)), draw(st.sampled_from([4, 8]))
+    precision = draw(st.sampled_from(["bf16", "fp16", "fp32", "fp8"]))
+    offload = draw(st.sampled_from(["none", *(["optimizer"] if zero else []), *(["parameters"] if zero == 3 else [])]))
+    strategy = {
+        "data": {"zero": zero, "offload": offload, "overlap": draw(st.booleans()), "bucket_mib": 32.0,
+                 "shard": draw(st.sampled_from(["all", *([context] if zero else [])])),
+                 "keep_gathered": zero == 3 and draw(st.booleans())},
+        "tensor": {"size": tensor, "sequence": tensor > 1 and draw(st.booleans())},
+        "context": {"size": context, "algorithm": draw(st.sampled_from(["ring", "ulysses"]))},
+        "pipeline": {"size": pipeline, "schedule": schedule, "chunks": chunks},
+        "expert": {"size": draw(st.sampled_from([1, context * data])) if shape["moe"] and data < 4 else 1},
+        "recompute": draw(st.sampled_from(["none", "selective", "full", [0], [1, 3]])), "precision": precision,
+        "gradient_dtype": draw(st.sampled_from(["fp32", "bf16" if precision == "fp8" else precision])),
+        "kernels": draw(st.sampled_from(["eager", "compiled", "fused"])),
+        "placement": draw(st.permutations(["tensor", "context", "data", "pipeline"])),
+    }  # fmt: skip
+    training = {
+        "sequence_length": draw(st.sampled_from([32, 64])), "micro_batch": micro, "steps": draw(st.integers(5, 500)),
+        "global_batch": micro * data * per_rank, "optimizer": draw(optimizers), "seed": draw(st.integers(0, 9)),
+        "evaluation": {"every": draw(st.sampled_from([0, 7]))},
+    }  # fmt: skip
+    return build({
+        "name": "drawn", "model": shape, "cluster": {"gpu": CARD, "gpus": tensor * context * pipeline * data},
+        "strategy": strategy, "training": training, "checkpoint": {"every": draw(st.sampled_from([0, 3]))},
+        "telemetry": {"timeout_seconds": draw(st.integers(1, 400)),
+                      "trackers": draw(st.sampled_from([[], ["wandb"], ["tensorboard", "mlflow"]]))},
+    })  # fmt: skip
+
+
+def leaves(plan):
+    return flat(plain(plan))
+
+
+def same(ours, theirs):
+    if isinstance(ours, float | int) and isinstance(theirs, float | int):
+        return math.isclose(ours, theirs, rel_tol=1e-11)
+    return ours == theirs
+
+
+def said(field, names):
+    return not any(field == name or field.startswith(name + ".") or name.startswith(field + ".") for name in names)
+
+
+IDLE = ("version", "strategy.stack", "strategy.placement", "strategy.context.algorithm", "strategy.data.reduce",
+        "strategy.data.overlap", "strategy.data.bucket_mib", "training.optimizer.final_ratio",
+        "training.evaluation.batches", "strategy.pipeline.partition", "name")  # fmt: skip
+"""Fields that may differ without a loss: how an axis of one rank is split, what a constant rate ends at."""
+
+
+@pytest.mark.parametrize("format", foreign.FORMATS)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(plan=plans())
+def test_a_plan_survives_or_its_loss_is_named(format, plan):
+    full = plan.complete()
+    text, lost = foreign.write(plan, format)
+    names = [note.field for note in lost]
+    assert len(set(names)) == len(names) and all(note.why for note in lost)
+    lacks = {} if format == "megatron" else {"model": full.shape}
+    back = foreign.read(text, gpu=CARD, **lacks)
+    assert back.format == foreign.detect(text) == format == back.plan.strategy.stack
+    assert not {note.field for note in back.untranslated if note.why == "the format does not know this key"}
+    ours, theirs = leaves(full), leaves(back.plan.complete())
+    for field in ALWAYS_SAID[format]:
+        mine = {key: value for key, value in ours.items() if key == field or key.startswith(field + ".")}
+        assert mine, field
+        for key, value in mine.items():
+            idle = key in IDLE and (key != "name") and said(key, names)
+            assert idle or same(value, theirs.get(key)), f"{key}: {value} came back as {theirs.get(key)}"
+            assert said(key, names), f"{key} came back, but is called lost"
+    for field, value in ours.items():
+        if field not in IDLE:
+            assert same(value, theirs.get(field)) or not said(field, names), f"{field} was lost without a word"
+
+
+FILES = {
+    "ds_config.json": {"model": "llama-3-8b", "gpu": CARD}, "megatron.sh": {"gpu": CARD},
+    "megatron.yaml": {"gpu": CARD, "gpus": 16}, "torchtitan.toml": {"gpu": CARD},
+    "accelerate.yaml": {"model": "llama-3-8b", "gpu": CARD},
+}  # fmt: skip
+
+
+def keys_of(text, format):
+    if format == "megatron":
+        return {f"--{key}": value for key, value in flags(text).items()}
+    parse = {"deepspeed": json.loads, "torchtitan": tomllib.loads, "fsdp": yamlio.parse}[format]
+    return flat(parse(text))
+
+
+REWORDED = {
+    "fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_backward_prefetch", "--num-layers-per-virtual-pipeline-stage",
+    "--cp-comm-type", "--recompute-activations", "--fp8-format", "model.converters",
+}  # fmt: skip
+"""Translated keys that come back in other words for the same thing."""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_keeps_its_translated_keys(name):
+    first = foreign.load(SAMPLES / name, **FILES[name])
+    text, lost = foreign.write(first.plan, first.format)
+    lacks = {key: value for key, value in FILES[name].items() if key != "gpus" or first.format != "megatron"}
+    second = foreign.read(text, **lacks)
+    assert second.plan.complete() == first.plan.complete()
+    old, new = keys_of((SAMPLES / name).read_text(), first.format), keys_of(text, first.format)
+    kept = [key for key in first.translated if key in new and key not in REWORDED]
+    assert len(kept) > len(first.translated) / 2
+    for key in set(first.translated) - REWORDED:
+        written = old.get(key, old.get(key.lstrip("-").replace("-", "_")))
+        if isinstance(written, str) or written is None or key in ("--nproc-per-node", "--nnodes"):
+            continue  # a word in other letters, or a shell variable
+        assert same(new.get(key), written), key
+    assert {note.field for note in lost} <= {"model", "cluster.gpu", "training.sequence_length", "training.steps",
+                                             *BATCH, "strategy.recompute"}  # fmt: skip
+
+
+def test_a_plan_of_a_catalog_model_keeps_its_name():
+    text, lost = foreign.write(Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="megatron-3d"), "megatron")
+    assert foreign.read(text, gpu=CARD).plan.model == "llama-3-8b"
+    assert "model.name" not in {note.field for note in lost}
