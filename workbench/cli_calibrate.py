@@ -70,7 +70,7 @@ def _answer(found: Calibration) -> dict[str, Any]:
 
 
 def _figures(found: Calibration) -> list[dict[str, Any]]:
-    return [_of_ranks(Curves(found, ranks)) for ranks in sorted({g.ranks for g in found.gemm})]
+    return [_of_ranks(Curves(found, ranks)) for ranks in sorted({x.ranks for x in (*found.gemm, *found.collectives)})]
 
 
 def _of_ranks(curves: Curves) -> dict[str, Any]:

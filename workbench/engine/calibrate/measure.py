@@ -22,10 +22,8 @@ from workbench.plan.calibration import Attention, Calibration, Collective, Gemm,
 from workbench.planner.curves import fit
 
 WORLDS = (1, 2, 4, 8)
-QUARTILE = 0.25
-"""Of the visits of ranks that share cores, whose times vary by themselves; of others the quickest visit counts, for
-other work on the machine only ever makes it longer."""
-PASSES = 2
+QUARTILE, MEDIAN = 0.25, 0.5
+PASSES = 3
 SPARE_SECONDS = 120.0
 """Beyond its share of time, what a world may take for its start and its first visit of every point."""
 Key = tuple[str, tuple[tuple[str, Any], ...]]
@@ -69,8 +67,8 @@ def _words(world: int) -> str:
 
 
 def _cost(world: int) -> float:
-    """More ranks have more collectives to measure, and measure everything more slowly."""
-    return 1.0 + 0.5 * world
+    """More ranks have collectives to measure too, and measure everything more slowly."""
+    return 1.0 if world == 1 else 2.0
 
 
 def _worlds(found: Attached) -> list[int]:
@@ -114,13 +112,16 @@ def _reduced(ranks: Iterable[list[Sample]], world: int, crowded: bool) -> dict[K
 
 
 def _one(samples: list[Sample], world: int, crowded: bool) -> float:
-    """A rank's quickest or early visit, the mean over ranks; of what ranks do together, the slowest rank counts."""
-    early = QUARTILE if crowded else 0.0
+    """The visit that counts: the mean over ranks, or the slowest of ranks that talk.
+
+    Other work on the machine only ever makes a visit longer, so the quickest counts. But ranks that work side by side
+    slow each other, which belongs to the measurement: there the median counts, by a clock that runs for them alone.
+    """
     if samples[0].how != "together":
         each = [np.concatenate([s.seconds for s in samples[rank::world]]) for rank in range(world)]
-        return float(np.mean([np.quantile(one, early) for one in each]))
+        return float(np.mean([np.quantile(one, MEDIAN if world > 1 else 0.0) for one in each]))
     visits = [np.max([s.seconds for s in samples[i : i + world]], axis=0) for i in range(0, len(samples), world)]
-    return float(np.quantile(np.concatenate(visits), early))
+    return float(np.quantile(np.concatenate(visits), QUARTILE if crowded else 0.0))
 
 
 def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calibration:

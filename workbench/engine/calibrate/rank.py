@@ -39,18 +39,17 @@ def measure(
 ) -> list[Sample]:
     """All points on this rank for about `seconds`; `told` hears the seconds spent.
 
-    `every`: each point is visited, however long it takes. `crowded`: ranks share cores, so that a visit must last
-    several of the scheduler's turns.
+    `every`: each point is visited, however long it takes. `crowded`: ranks share cores, and only what they do together
+    is measured.
     """
     begin = time.monotonic()
     torch.set_num_threads(threads)
     device = _device(device_type, rank)
-    window = survey.window * (4 if crowded else 1)
-    watch = Stopwatch(device)
-    points = [*alone(survey, device), *steps(survey, device), *together(survey, device)]
-    if crowded:  # what takes turns on a core takes as many times longer; nothing is learned from timing the scheduler
-        points = [point for point in points if point.how != "host"]
-    calls = [_prepared(point, watch, survey.window) for point in points]
+    watches = _watches(device, threads)
+    # What takes turns on a core takes as many times longer: nothing is learned from timing the scheduler.
+    own = [] if crowded else [*alone(survey, device), *steps(survey, device)]
+    points = [*own, *together(survey, device)]
+    calls = [_prepared(point, watches[point.how], survey.window) for point in points]
     found: list[list[float]] = [[] for _ in points]
     for rounds in itertools.count():
         for point, often, seen in zip(points, calls, found):
@@ -58,17 +57,24 @@ def measure(
             if _agreed(over):
                 return [Sample(p.section, p.labels, p.how, s) for p, s in zip(points, found) if s]
             if often:
-                seen.append(_visit(point, watch, often, window))
+                seen.append(_visit(point, watches[point.how], often, survey.window))
         if rank == 0:
             told(time.monotonic() - begin)
     raise AssertionError("a count has no end")
+
+
+def _watches(device: torch.device, threads: int) -> dict[str, Stopwatch]:
+    """How each kind of point is timed: what waits for nobody by the time that it has a core."""
+    wall, own = Stopwatch(device), Stopwatch(device, time.process_time)
+    return {"together": wall, "alone": own if threads == 1 else wall, "host": own}
 
 
 def _visit(point: Point, watch: Stopwatch, calls: int, window: float) -> float:
     """Seconds of one call."""
     if point.how == "together":
         return watch.of(point.call, calls) / calls
-    return watch.window(point.call, window, quickest=point.how == "host")
+    undisturbed = point.how == "host" and dist.get_world_size() == 1
+    return (watch.quickest if undisturbed else watch.window)(point.call, window)
 
 
 def _device(device_type: str, rank: int) -> torch.device:

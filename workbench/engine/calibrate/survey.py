@@ -33,7 +33,7 @@ class Survey:
     microbatches: tuple[int, int] = (1, 3)
     """Tiny steps of all combinations are solved for the host's cost by step, microbatch and layer."""
     window: float = 0.01
-    """Seconds of one visit of a point where every rank has a core."""
+    """Seconds of one visit of a point."""
 
 
 @dataclass(frozen=True)
