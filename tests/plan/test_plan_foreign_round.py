@@ -155,7 +155,8 @@ def keys_of(text, format):
 
 
 REWORDED = {
-    "fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_backward_prefetch", "--num-layers-per-virtual-pipeline-stage",
+    "fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_backward_prefetch",
+    "--num-layers-per-virtual-pipeline-stage",
     "--cp-comm-type", "--recompute-activations", "--fp8-format", "model.converters",
 }  # fmt: skip
 """Translated keys that come back in other words for the same thing."""

@@ -30,6 +30,7 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
     given = given or Given()
     data = mapping(from_json(text, "file") if isinstance(text, str) else text, "file")
     keys = Keys(data)
+    keys.sections(*known.MAPPINGS)
     _leave_to_trainer(keys)
     axes = _axes(keys)
     zero = keys.whole("zero_optimization.stage", 0, 3) or 0

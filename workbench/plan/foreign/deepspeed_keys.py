@@ -5,6 +5,11 @@ Names are from https://www.deepspeed.ai/docs/config-json/ and the pages that it 
 
 from __future__ import annotations
 
+MAPPINGS = (
+    "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16", "fp16",
+    "optimizer", "optimizer.params", "scheduler", "scheduler.params", "data_types", "tensor_parallel", "pipeline",
+)  # fmt: skip
+"""Keys that hold other keys."""
 BATCH = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "data_parallel_size",
 )  # fmt: skip

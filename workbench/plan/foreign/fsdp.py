@@ -25,6 +25,7 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
     """The plan of an accelerate YAML (or JSON) with FSDP, as text or parsed. Raises `PlanError` naming the key."""
     given = given or Given()
     keys = Keys(_spelled(mapping(yamlio.parse(text, where="file") if isinstance(text, str) else text, "file")))
+    keys.sections("fsdp_config", "parallelism_config", "dynamo_config")
     _require_fsdp(keys)
     nodes = keys.whole("num_machines")
     world = given.world(keys.whole("num_processes"), "num_processes")
@@ -57,7 +58,7 @@ def _spelled(data: dict[str, Any]) -> dict[str, Any]:
         if prefix and isinstance(value, Mapping):
             renamed: dict[str, Any] = {}
             for key, inner in value.items():
-                full = key if str(key).startswith(prefix) else f"{prefix}{key}"
+                full = f"{prefix}{key}" if isinstance(key, str) and not key.startswith(prefix) else key
                 if full in renamed:
                     raise refuse(f"{section}.{full}", "is written twice; keep one of them")
                 renamed[full] = inner

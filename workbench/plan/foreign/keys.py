@@ -18,7 +18,7 @@ class Keys:
 
     def __init__(self, data: Mapping[str, Any], spell: str = "{}") -> None:
         """`data` nested or flat; `spell` is how a key is written in messages, e.g. `--{}`."""
-        self._left = flat(data)
+        self._left = {key: value for key, value in flat(data).items() if value is not None}
         self._spell = spell
         self.translated: list[str] = []
         self.untranslated: list[Note] = []
@@ -30,6 +30,14 @@ class Keys:
     def name(self, key: str) -> str:
         """The key as the file spells it."""
         return self._spell.format(key)
+
+    def sections(self, *names: str) -> None:
+        """Refuse what stands where a section should: `names` hold keys, not a value. Raises `PlanError`."""
+        for name in names:
+            if self._left.get(name) == {}:
+                del self._left[name]
+            elif name in self._left:
+                raise refuse(self.name(name), f"is {shown(self._left[name])}; must be a mapping of keys to values")
 
     def take(self, key: str) -> Any:
         """The value of `key`, now translated; None where the file does not say it."""

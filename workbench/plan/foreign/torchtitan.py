@@ -28,6 +28,7 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
     """The plan of a torchtitan job, as TOML or already parsed. Raises `PlanError` naming key and legal values."""
     given = given or Given()
     keys = Keys(mapping(from_toml(text, "file") if isinstance(text, str) else text, "file"))
+    keys.sections(*known.MAPPINGS)
     model, shape, fp8 = _model(keys, given)
     sizes, world = _sizes(keys, given)
     pipeline = _pipeline(keys, sizes["pipeline"], shape)

@@ -55,6 +55,7 @@ _SECTIONS = {
     "pipeline_parallel_degree enable_async_tensor_parallel enable_compiled_autograd",
 }
 KNOWN = frozenset(f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys.split())
+MAPPINGS = tuple(_SECTIONS)
 OPEN = ("float8", "mx", "quantize", "fault_tolerance", "debug", "experimental", "comm")
 """Sections of other matters: whatever stands in them is known, and told as not translated."""
 

@@ -1,0 +1,390 @@
+"""Foreign configurations read: what they mean, what is left out and why, and what is refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from workbench.plan import foreign
+from workbench.plan.errors import PlanError
+from workbench.plan.foreign import deepspeed, fsdp, megatron, torchtitan
+from workbench.plan.foreign.base import Given
+from workbench.plan.schema import Plan
+
+SAMPLES = Path(__file__).parent / "foreign"
+CARD = "h100-sxm-80gb"
+ON_16 = Given("llama-3-8b", CARD, 16)
+
+
+def problems(call, *arguments, **named):
+    with pytest.raises(PlanError) as caught:
+        call(*arguments, **named)
+    return {problem.field: problem.message for problem in caught.value.problems}
+
+
+def load(name, **given):
+    return foreign.load(SAMPLES / name, gpu=CARD, **given)
+
+
+def left(found):
+    return {note.field: note.value for note in found.untranslated}
+
+
+def assumed(found):
+    return {note.field: note.value for note in found.assumed}
+
+
+# ---- DeepSpeed ------------------------------------------------------------------------------------
+
+
+def test_a_ds_config_says_sharding_batch_optimizer_and_so_how_many_cards():
+    found = load("ds_config.json", model="llama-3-8b")
+    plan = found.plan
+    assert found.format == plan.strategy.stack == "deepspeed"
+    assert plan.cluster.gpus == 512 // (4 * 8)
+    assert (plan.strategy.data.zero, plan.strategy.data.offload, plan.strategy.data.overlap) == (2, "optimizer", True)
+    assert plan.strategy.data.bucket_mib == 2e8 * 4 / 2**20  # elements, in the gradients' fp32
+    assert (plan.strategy.precision, plan.strategy.gradient_dtype) == ("bf16", "fp32")
+    assert (plan.training.global_batch, plan.training.micro_batch, plan.training.steps) == (512, 4, 900)
+    optimizer = plan.training.optimizer
+    assert (optimizer.learning_rate, optimizer.beta2, optimizer.weight_decay) == (2e-4, 0.98, 0.05)
+    assert (optimizer.decay, optimizer.warmup_steps, optimizer.final_ratio, optimizer.clip) == ("linear", 30, 0, 0.5)
+    assert plan.telemetry.trackers == ["tensorboard"]
+    assert left(found) == {
+        "zero_optimization.allgather_bucket_size": 2e8, "zero_optimization.offload_optimizer.pin_memory": True,
+        "scheduler.params.warmup_min_lr": 0, "tensorboard.output_path": "logs", "flops_profiler.enabled": False,
+        "steps_per_print": 20,
+    }  # fmt: skip
+    assert set(assumed(found)) == {"strategy.recompute", "training.sequence_length"}
+
+
+def test_every_key_of_a_file_is_either_translated_or_told():
+    for name, more in (
+        ("ds_config.json", {"model": "tiny"}),
+        ("accelerate.yaml", {"model": "tiny"}),
+        ("megatron.sh", {}),
+    ):
+        found = load(name, **more)
+        told = [*found.translated, *left(found)]
+        assert len(told) == len(set(told))
+    keys = {"zero_optimization.stage", "steps_per_print", "train_batch_size", "scheduler.params.warmup_type"}
+    config = {"train_batch_size": 16, "zero_optimization": {"stage": 1}, "steps_per_print": 3,
+              "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}}  # fmt: skip
+    found = deepspeed.read(config, ON_16)
+    assert keys | {"scheduler.type"} == {*found.translated, *left(found)}
+
+
+@pytest.mark.parametrize(
+    "sizes, global_batch, micro",
+    [((64, None, None), 64, 4), ((64, 2, None), 64, 2), ((None, 2, 3), 96, 2), ((64, None, 2), 64, 2)],
+)
+def test_two_batch_sizes_give_the_third(sizes, global_batch, micro):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
+    training = deepspeed.read(config, ON_16).plan.training
+    assert (training.global_batch, training.micro_batch) == (global_batch, micro)
+
+
+def test_batch_sizes_that_contradict_each_other():
+    config = {"train_batch_size": 60, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    message = problems(deepspeed.read, config, ON_16)["train_batch_size"]
+    assert "60" in message and "2 x gradient_accumulation_steps 2 x 16" in message and "legal: 64" in message
+    assert (
+        "legal: 32"
+        in problems(deepspeed.read, {"train_batch_size": 40, "train_micro_batch_size_per_gpu": 2}, ON_16)[
+            "train_batch_size"
+        ]
+    )
+
+
+def test_axes_of_a_ds_config_share_the_cards():
+    config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2,
+              "pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}  # fmt: skip
+    full = deepspeed.read(config, ON_16).plan.complete()
+    assert full.sizes == {"tensor": 2, "context": 2, "data": 2, "pipeline": 2}
+    assert full.strategy.context.algorithm == "ulysses" and full.strategy.recompute == "full"
+
+
+def test_auto_is_left_to_the_trainer_and_told():
+    config = {"train_batch_size": "auto", "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
+    assert left(deepspeed.read(config, ON_16)) == {
+        "train_batch_size": "auto",
+        "zero_optimization.reduce_bucket_size": "auto",
+    }
+
+
+def test_what_is_nearest_is_told_too():
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"},
+                                    "offload_param": {"device": "cpu"}},
+              "optimizer": {"type": "Lamb"}}  # fmt: skip
+    found = deepspeed.read(config, ON_16)
+    assert found.plan.strategy.data.offload == "parameters" and found.plan.training.optimizer.name == "adamw"
+    assert left(found) == {"zero_optimization.offload_optimizer.device": "nvme", "optimizer.type": "lamb"}
+    assert "optimizer.type" not in found.translated
+
+
+# ---- Megatron-LM ----------------------------------------------------------------------------------
+
+
+def test_a_megatron_script_holds_shape_cluster_and_strategy():
+    found = load("megatron.sh")
+    full = found.plan.complete()
+    assert full.strategy.stack == found.format == "megatron"
+    shape = full.shape
+    assert (shape.layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads) == (32, 4096, 11008, 32, 8)
+    assert (shape.positions, shape.norm, shape.mlp, shape.biases, shape.tied) == (
+        "rope",
+        "rmsnorm",
+        "swiglu",
+        "none",
+        False,
+    )
+    assert full.sizes == {"tensor": 2, "context": 1, "data": 4, "pipeline": 4}
+    assert (full.cluster.nodes, full.cluster.gpus_per_node) == (4, 8)
+    pipeline = full.strategy.pipeline
+    assert (pipeline.schedule, pipeline.chunks, pipeline.partition) == ("interleaved", 2, [4] * 8)
+    assert full.strategy.data.zero == 1 and full.strategy.tensor.sequence and full.strategy.recompute == "selective"
+    assert full.strategy.gradient_dtype == "fp32" and full.checkpoint.every == 500
+    assert full.training.optimizer.final_ratio == 0.1 and full.training.sequence_length == 4096
+    assert left(found)["--data-path"] == ["part_a", "part_b"] and "--use-flash-attn" in left(found)
+    assert assumed(found)["training.optimizer.epsilon"] == 1e-8
+
+
+def test_a_mapping_of_arguments_with_experts():
+    full = load("megatron.yaml", gpus=16).plan.complete()
+    moe = full.shape.moe
+    assert (moe.experts, moe.top_k, moe.ffn, moe.shared, moe.first_dense) == (8, 2, 128, 2, 1)
+    assert full.strategy.expert.size == 4 and full.strategy.context.algorithm == "ulysses"
+    assert full.strategy.precision == "fp8" and full.shape.biases == "none"
+
+
+LLAMA = [
+    "--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4, "--vocab-size", 512, "--seq-length", 64,
+    "--micro-batch-size", 1, "--global-batch-size", 32, "--bf16",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spell", [list, json.dumps, lambda w: " ".join(map(str, w)), lambda w: "\n".join(f"- {x}" for x in w)]
+)
+def test_arguments_may_be_a_list_text_json_or_yaml(spell):
+    plan = megatron.read(spell(LLAMA), Given(None, CARD, 8)).plan
+    assert plan.complete().shape.ffn == 256 and plan.strategy.precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    "more, field, value",
+    [
+        (["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", 1,
+          "--pipeline-model-parallel-size", 2], "recompute", [0, 2]),
+        (["--recompute-activations"], "recompute", "selective"),
+        (["--use-tp-pp-dp-mapping"], "placement", ["tensor", "context", "pipeline", "data"]),
+        (["--transformer-impl", "local"], "kernels", "eager"),
+    ],
+)  # fmt: skip
+def test_words_of_a_strategy(more, field, value):
+    found = megatron.read([*LLAMA, *more], Given(None, CARD, 8))
+    assert getattr(found.plan.strategy, field) == value
+
+
+@pytest.mark.parametrize(
+    "more, counts",
+    [(["--pipeline-model-parallel-layout", "Et|(t|)*2tL"], [1, 1, 1, 1]),
+     (["--pipeline-model-parallel-layout", "Et*2|tL|t|"], None),
+     (["--decoder-first-pipeline-num-layers", 1], [1, 3])],
+)  # fmt: skip
+def test_uneven_stages(more, counts):
+    words = [*LLAMA, "--pipeline-model-parallel-size", 2, *more]
+    if counts is None:
+        assert "--pipeline-model-parallel-layout" in problems(megatron.read, words, Given(None, CARD, 8))
+    else:
+        assert megatron.read(words, Given(None, CARD, 8)).plan.strategy.pipeline.partition == counts
+
+
+def test_a_model_that_is_given_wins_and_what_differs_is_told():
+    found = megatron.read(LLAMA, Given("tiny", CARD, 8))
+    assert found.plan.model == "tiny"
+    assert left(found) == {"--hidden-size": 64}
+
+
+def test_without_a_shape_each_missing_argument_is_named():
+    found = problems(megatron.read, "--bf16 --micro-batch-size 1", Given(None, CARD, 8))
+    assert set(found) == {"--num-layers", "--hidden-size", "--num-attention-heads"}
+    assert "--model" in found["--num-layers"]
+
+
+# ---- torchtitan and FSDP --------------------------------------------------------------------------
+
+
+def test_a_torchtitan_job():
+    found = load("torchtitan.toml")
+    plan, data = found.plan, found.plan.strategy.data
+    assert (plan.model, plan.name, plan.cluster.gpus, plan.strategy.stack) == (
+        "llama-3-8b",
+        "an 8B job",
+        32,
+        "torchtitan",
+    )
+    assert (data.zero, data.shard, data.reduce, data.keep_gathered) == (3, 8, "microbatch", False)
+    assert plan.strategy.tensor.sequence and plan.strategy.precision == "fp8" and plan.strategy.kernels == "compiled"
+    assert (plan.training.micro_batch, plan.training.global_batch, plan.training.sequence_length) == (2, 64, 8192)
+    assert (plan.checkpoint.every, plan.checkpoint.keep) == (100, 3)
+    assert set(left(found)) == {"job.dump_folder", "training.dataset", "parallelism.enable_async_tensor_parallel",
+                                "float8.recipe_name"}  # fmt: skip
+
+
+def test_every_second_layer_is_a_list_of_layers():
+    text = '[model]\nflavor = "8B"\n[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "2"\n'
+    assert torchtitan.read(text, Given(None, CARD, 8)).plan.strategy.recompute == list(range(1, 32, 2))
+
+
+def test_a_pipeline_of_torchtitan_counts_its_own_microbatches():
+    text = """[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 8\n
+[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = "ZBVZeroBubble"\n"""
+    full = torchtitan.read(text, Given(None, CARD, 8)).plan.complete()
+    assert full.strategy.pipeline.schedule == "zb-v" and len(full.strategy.pipeline.partition) == 8
+    assert full.training.micro_batch == 1 and full.num_microbatches == 8
+
+
+def test_an_accelerate_yaml_with_fsdp():
+    found = load("accelerate.yaml", model="llama-3-8b")
+    plan, data = found.plan, found.plan.strategy.data
+    assert (plan.cluster.gpus, plan.cluster.nodes, plan.strategy.stack) == (16, 2, "fsdp")
+    assert (data.zero, data.shard, data.overlap) == (3, 8, True)
+    assert plan.strategy.recompute == "full" and plan.strategy.precision == "bf16"
+    assert "training.global_batch" in assumed(found) and left(found)["rdzv_backend"] == "static"
+
+
+@pytest.mark.parametrize(
+    "word, zero", [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 0), (1, 3), ("full_shard", 3)]
+)
+def test_sharding_strategies(word, zero):
+    config = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"sharding_strategy": word}}
+    assert fsdp.read(config, ON_16 and Given("tiny", CARD)).plan.strategy.data.zero == zero
+
+
+def test_the_second_version_keeps_or_frees_gathered_parameters():
+    section = {"fsdp_version": 2, "fsdp_reshard_after_forward": False}
+    data = fsdp.read({"distributed_type": "FSDP", "fsdp_config": section}, ON_16).plan.strategy.data
+    assert (data.zero, data.keep_gathered) == (3, True)
+
+
+# ---- what is refused ------------------------------------------------------------------------------
+
+DS = '{"train_batch_size": 16, "zero_optimization": {"stage": 1}}'
+TITAN = '[model]\nflavor = "8B"\n[parallelism]\ntensor_parallel_degree = 2\n'
+FSDP = "distributed_type: FSDP\nnum_processes: 16\n"
+
+
+@pytest.mark.parametrize(
+    "text, field, words",
+    [
+        (DS[:-1], "file", "not valid JSON at line 1"),
+        (DS.replace("{", '{"bf16": {}, "bf16": {}, ', 1), "bf16", "written twice"),
+        (DS.replace('"stage": 1', '"stage": 5'), "zero_optimization.stage", "at least 0 and at most 3"),
+        (DS.replace('"stage": 1', '"stag": 1'), "zero_optimization.stag", "did you mean zero_optimization.stage"),
+        (DS.replace("16", '"many"'), "train_batch_size", "is 'many'; must be an integer"),
+        (DS.replace("16", "NaN"), "", "NaN is no number"),
+        (DS.replace("}}", '}, "bf16": {"enabled": true}, "fp16": {"enabled": true}}'), "fp16.enabled", "one of them"),
+        (DS.replace("}}", '}, "optimizer": {"type": "Sgdd"}}'), "optimizer.type", "legal: Adam"),
+        ("[model\n[parallelism]\n[training]", "file", "not valid TOML"),
+        (TITAN + "tensor_parallel_degree = 4\n", "file", "not valid TOML"),
+        (TITAN + "data_parallel_shard_degree = 3\n", "gpus", "the file says 6"),
+        (TITAN + "pipeline_parallel_schedule = '2F2B'\n", "parallelism.pipeline_parallel_schedule", "1F1B, GPipe"),
+        (TITAN + "degree = 3\n", "parallelism.degree", "unknown key"),
+        (TITAN.replace("= 2", "= 'two'"), "parallelism.tensor_parallel_degree", "must be an integer"),
+        (FSDP + "num_processes: 8\n", "num_processes", "lines 2 and 3"),
+        (FSDP.replace("16", "12"), "gpus", "the file says 12"),
+        (FSDP.replace("FSDP", "MULTI_GPU"), "distributed_type", "legal here: FSDP"),
+        (FSDP + "fsdp_config: [1]\n", "fsdp_config", "is [1]; must be a mapping"),
+        ('{"zero_optimization": true}', "zero_optimization", "is True; must be a mapping"),
+        ("training = 3\n" + TITAN, "training", "is 3; must be a mapping"),
+        (FSDP + "fsdp_config: {fsdp_sharding_strategy: HALF}\n", "fsdp_config.fsdp_sharding_strategy",
+         "FULL_SHARD, SHARD"),
+        (FSDP + "mixed_precision: fp12\n", "mixed_precision", "legal: no, fp16, bf16"),
+        ("--num-layers 4 --num-layers 4", "--num-layers", "written twice"),
+        ("--num-layers 4 --hiden-size 4", "--hidden-size", "missing"),
+        ("--num-layers '4", "file", "no closing quotation"),
+        ("hello", "file", "no format that is known here"),
+        ("", "file", "DeepSpeed ds_config.json (train_batch_size"),
+    ],
+)  # fmt: skip
+def test_refused_by_name(text, field, words):
+    given = {"gpu": CARD, "gpus": 16} | ({} if "flavor" in text or "--num" in text else {"model": "tiny"})
+    found = problems(foreign.read, text, **given)
+    assert words in found[field], found
+
+
+@pytest.mark.parametrize(
+    "more, field, words",
+    [
+        (["--hiden-size", 4], "--hiden-size", "did you mean --hidden-size"),
+        (["--fp16"], "--fp16", "beside --bf16"),
+        (["--min-lr", 1], "--min-lr", "above --lr"),
+        (["--global-batch-sizes", 4], "--global-batch-sizes", "--lenient"),
+        (["--tensor-model-parallel-size", "$TP"], "--tensor-model-parallel-size", "'$TP'; must be an integer"),
+        (["--tensor-model-parallel-size", 3], "gpus", "tensor x pipeline x context = 3"),
+        (["--context-parallel-size", 8, "--cp-comm-type", "carrier"], "--cp-comm-type", "p2p, allgather, a2a"),
+        (["--num-experts", 4, "--expert-model-parallel-size", 3], "strategy.expert.size", "legal: 1, 2, 4"),
+        (["--pipeline-model-parallel-size", 8], "strategy.pipeline.size", "legal sizes: 1 to 4"),
+        (["--sequence-parallel", 3], "--sequence-parallel", "true, false"),
+    ],
+)
+def test_arguments_refused_by_name(more, field, words):
+    assert words in problems(megatron.read, [*LLAMA, *more], Given(None, CARD, 8))[field]
+
+
+def test_unknown_keys_may_be_told_instead():
+    found = foreign.read(
+        DS.replace("16,", '16, "house_style": {"a": 1},'), model="tiny", gpu=CARD, gpus=16, lenient=True
+    )
+    assert left(found) == {"house_style.a": 1}
+
+
+@pytest.mark.parametrize(
+    "lack, name, words", [("gpu", "ds_config.json", "--gpu"), ("model", "accelerate.yaml", "--model"),
+                          ("gpus", "megatron.yaml", "--gpus")],
+)  # fmt: skip
+def test_what_a_file_lacks_is_asked_for_by_name(lack, name, words):
+    given = {"model": "tiny", "gpu": CARD, "gpus": 16}
+    if name == "ds_config.json":
+        given.pop("gpus")
+    given.pop(lack)
+    assert words in problems(foreign.load, SAMPLES / name, **given)[lack]
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    assert "cannot be read" in problems(foreign.load, tmp_path / "no.json")[str(tmp_path / "no.json")]
+    (tmp_path / "bin").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read" in problems(foreign.load, tmp_path / "bin")[str(tmp_path / "bin")]
+
+
+# ---- writing --------------------------------------------------------------------------------------
+
+
+NOT_MEGATRONS = {"model.name", "model.positions", "model.embedding_norm"}
+
+
+def test_what_a_format_cannot_say_is_named_with_value_and_reason():
+    plan = Plan.of("bloom-7b1", gpu=CARD, gpus=16, strategy="pangu-5d", set={"corpus": "/text", "training.steps": 100})
+    lost = {
+        format: {note.field: note for note in foreign.write(plan, format).untranslated} for format in foreign.FORMATS
+    }
+    assert all({"cluster.gpu", "corpus.source"} <= set(found) for found in lost.values())
+    assert lost["megatron"]["model.positions"].value == "alibi"
+    assert lost["fsdp"]["strategy.pipeline.size"].value == plan.complete().strategy.pipeline.size
+    assert lost["deepspeed"]["training.sequence_length"].value == 2048
+    assert lost["torchtitan"]["model"].value == "bloom-7b1"
+    assert not any(field.startswith("model") for field in set(lost["megatron"]) - NOT_MEGATRONS)
+
+
+def test_a_plan_with_nothing_near_it_is_refused_with_the_field():
+    plan = Plan.of("tiny", gpu=CARD, gpus=16, strategy="colossal-2d")
+    assert "cannot be written as Megatron-LM" in problems(foreign.write, plan, "megatron")["strategy.tensor.size"]
+    assert "legal: deepspeed, megatron" in problems(foreign.write, plan, "nemo")["format"]
+
+
+def test_an_import_shows_itself_in_a_notebook():
+    shown = load("ds_config.json", model="llama-3-8b")._repr_html_()
+    assert "steps_per_print" in shown and "<table>" in shown and "stack: deepspeed" in shown
+    assert "sequence_length" in foreign.write(Plan.of("tiny", gpu=CARD), "fsdp")._repr_html_()

@@ -1,0 +1,117 @@
+"""Whatever stands in a foreign file, the answer is a plan with its notes, or a `PlanError` with a message."""
+
+import copy
+import json
+import math
+import random
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.plan import foreign, yamlio
+from workbench.plan.errors import PlanError
+from workbench.plan.foreign import deepspeed, fsdp, megatron, torchtitan
+from workbench.plan.foreign.base import Given
+from workbench.plan.foreign.keys import flat
+
+SAMPLES = Path(__file__).parent / "foreign"
+CARD = "h100-sxm-80gb"
+TEXTS = {path.name: path.read_text() for path in sorted(SAMPLES.iterdir())}
+DATA = {
+    deepspeed: (json.loads(TEXTS["ds_config.json"]), 16), megatron: (yamlio.parse(TEXTS["megatron.yaml"]), 16),
+    torchtitan: (tomllib.loads(TEXTS["torchtitan.toml"]), None), fsdp: (yamlio.parse(TEXTS["accelerate.yaml"]), None),
+}  # fmt: skip
+VALUES = [
+    None, 0, -1, 1, 2, 3, 7, 8, 10**12, 10**400, 1.5, 1e308, math.inf, math.nan, "", "x", "auto", "all", [], [1],
+    [2, 2],
+    ["a"], {}, {"a": 1}, True, False, "1f1b", "3e-4", [[1]], "\x00",
+    "é" * 300, "$X", "$((2*3))", "yes", [None], {"": 1},
+]  # fmt: skip
+
+
+def paths(data, above=()):
+    for key, value in data.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*above, key))
+
+
+def mutate(data, pick):
+    *above, last = pick.choice(list(paths(data)))
+    for key in above:
+        data = data[key]
+    kind = pick.random()
+    if kind < 0.75:
+        data[last] = copy.deepcopy(pick.choice(VALUES))
+    elif kind < 0.9:
+        data.pop(last)
+    else:
+        data[pick.choice(["", "size", "zzz", last + "s", 3])] = 1
+
+
+@pytest.mark.parametrize("reader", DATA, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_any_key_may_hold_anything(reader):
+    pick, read, refused = random.Random(reader.__name__), 0, 0
+    for _ in range(300):
+        written, gpus = DATA[reader]
+        data = copy.deepcopy(written)
+        for _ in range(pick.choice([1, 1, 2, 3])):
+            mutate(data, pick)
+        given_beside = Given(pick.choice(["tiny-moe", "tiny-moe", None]), CARD, gpus)
+        try:
+            found = reader.read(data, given_beside, lenient=pick.random() < 0.5)
+        except PlanError as error:
+            refused += 1
+            assert all(problem.message for problem in error.problems)
+            continue
+        read += 1
+        if reader in (deepspeed, torchtitan):
+            told = {*found.translated, *(note.field for note in found.untranslated)}
+            assert {key for key, value in flat(data).items() if value not in (None, {})} <= told
+        for format in pick.sample(foreign.FORMATS, 1):
+            try:
+                foreign.write(found.plan, format)
+            except PlanError as error:
+                assert "cannot be written as" in str(error)
+    assert read and refused, "a test that refuses or reads everything tests nothing"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_file_cut_off_or_with_letters_changed(name):
+    pick, text = random.Random(name), TEXTS[name]
+    for _ in range(80):
+        place = pick.randrange(len(text))
+        letters = "".join(pick.choice("{}[]()\"'#=:-\n\\$ xX0") for _ in range(pick.randint(0, 3)))
+        changed = text[:place] + (letters + text[place + len(letters) :] if pick.random() < 0.8 else "")
+        try:
+            found = foreign.read(changed, model=pick.choice([None, "tiny"]), gpu=CARD, gpus=pick.choice([None, 16]))
+        except PlanError as error:
+            assert str(error)
+            continue
+        assert found.plan.complete()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.text(max_size=60),
+    st.sampled_from(["", "--num-layers ", '{"train_batch_size": ', "[training]\n", "distributed_type: "]),
+)
+def test_any_text_is_a_configuration_or_a_plan_error(text, start):
+    try:
+        foreign.read(start + text, model="tiny", gpu=CARD, gpus=8)
+    except PlanError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    "text", ["{" * 5000, '{"a":' * 5000, "[training]\na = " + "[" * 5000, "distributed_type: " + "[" * 5000,
+             "--num-layers " + "9" * 5000, '{"train_batch_size": ' + "9" * 5000 + "}", "A=$A --x $A", "A='--a $(B' B=(",
+             "\x00", "--", "-- --", "{}", "[]", "[1]", '["--num-layers"]', "null", "[model]\n[training]\n"],
+)  # fmt: skip
+def test_odd_texts_are_refused_with_a_message(text):
+    with pytest.raises(PlanError) as caught:
+        foreign.read(text, gpu=CARD, gpus=8)
+    assert str(caught.value)
