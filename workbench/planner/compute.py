@@ -9,6 +9,7 @@ import numpy as np
 from workbench.plan.schema import Card
 from workbench.planner.constants import Constants
 from workbench.planner.setting import Array, Number
+from workbench.planner.states import held
 from workbench.planner.workload import Workload
 
 OPERATORS = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40)}
@@ -101,6 +102,9 @@ def compute(w: Workload, m: Machine, k: Kernels) -> Compute:
     if w.shape.moe:
         forward = forward + sparse * k.mixture.forward
         backward = backward + sparse * k.mixture.backward
+    # Every microbatch after the first adds its gradients to those that are there.
+    added = held(w).total * ((2 * w.stored_gradient + w.element) / m.bandwidth * (w.microbatches > 1))
+    backward = backward + added
     again = w.recomputed * k.mixture.forward + w.layers * (w.knobs.selective * k.attention.forward)
     weight = w.dense_layers * k.dense.weight + sparse * k.mixture.weight + w.last * k.head.weight
     return Compute(forward, backward + again, np.asarray(weight))

@@ -58,5 +58,6 @@ def _constants(device: str, architecture: str, kernels: str, stack: str) -> Cons
     values = {f.name: float(entries[f.name]["value"]) for f in fields(Constants) if f.name != "traffic"}
     values["traffic"] = float(table["kernels"][kernels]["value"])
     changed = dict(timing(stack))
-    values["traffic"] *= changed.pop("traffic_factor", 1.0)
+    for share in ("traffic", "attention_share"):
+        values[share] *= changed.pop(f"{share}_factor", 1.0)
     return Constants(**(values | changed))

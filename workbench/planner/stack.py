@@ -1,4 +1,4 @@
-"""What a named software stack keeps and how it computes, from `data/stacks.yaml`; where it says nothing, as ours does."""
+"""What a software stack keeps and how it computes, from `data/stacks.yaml`; where it says nothing, as ours does."""
 
 from __future__ import annotations
 

@@ -71,6 +71,7 @@ def express(row: Row) -> Expressed:
     network = cards.fabric(card.name, f"{row.table} {row.gpu} {row.notes}".lower())
     if fields.hybrid(row.sharding):
         _shard_in_node(strategy, data * row.context, max(1, network.gpus_per_node // row.tensor))
+    _deal(strategy, stack, model.layers)
     written = {
         "name": row.label, "model": model, "strategy": strategy,
         "cluster": {"gpu": card, "gpus": gpus, "fabric": network},
@@ -83,6 +84,15 @@ def express(row: Row) -> Expressed:
     except ValidationError as error:
         raise Inexpressible(f"illegal: {'.'.join(map(str, error.errors()[0]['loc']))}") from None
     return Expressed(row, plan, stack.name, _seconds(row, batch, known), tuple(assumed))
+
+
+def _deal(strategy: dict[str, Any], stack: Stack, layers: int) -> None:
+    """Layers of each pipeline stage by their number alone, where the stack does not weigh the head."""
+    pipeline = strategy["pipeline"]
+    stages = pipeline["size"] * pipeline.get("chunks", 1)
+    if stack.partition == "even" and 1 < stages <= layers:
+        less, more = divmod(layers, stages)
+        pipeline["partition"] = [less + (stage < more) for stage in range(stages)]
 
 
 def _cards(row: Row) -> int | None:

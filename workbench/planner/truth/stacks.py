@@ -20,6 +20,8 @@ class Stack:
     name: str
     matches: tuple[str, ...]
     attention: str
+    partition: str
+    """How layers are dealt to pipeline stages: `balanced` with the head as a block, or `even` by their number alone."""
     becomes: Mapping[str, str] = field(hash=False)
     defaults: Mapping[str, Any] = field(hash=False)
     """Plan field by dotted path -> documented default."""
@@ -39,6 +41,7 @@ def _stack(name: str, entry: Mapping[str, Any], table: Mapping[str, Any]) -> Sta
         name=name,
         matches=tuple(entry["matches"]),
         attention=entry.get("attention", base.get("attention", "flash")),
+        partition=entry.get("partition", base.get("partition", "even")),
         becomes=entry.get("becomes", {}),
         defaults={path: said["value"] for path, said in defaults.items()},
     )
