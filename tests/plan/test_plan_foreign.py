@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.plan import foreign
+from workbench.plan import catalog, foreign
 from workbench.plan.errors import PlanError
 from workbench.plan.foreign import deepspeed, fsdp, megatron, torchtitan
 from workbench.plan.foreign.base import Given
@@ -40,7 +40,7 @@ def assumed(found):
 def test_a_ds_config_says_sharding_batch_optimizer_and_so_how_many_cards():
     found = load("ds_config.json", model="llama-3-8b")
     plan = found.plan
-    assert found.format == plan.strategy.stack == "deepspeed"
+    assert (found.format, plan.strategy.stack) == ("deepspeed", "deepspeed-zero")
     assert plan.cluster.gpus == 512 // (4 * 8)
     assert (plan.strategy.data.zero, plan.strategy.data.offload, plan.strategy.data.overlap) == (2, "optimizer", True)
     assert plan.strategy.data.bucket_mib == 2e8 * 4 / 2**20  # elements, in the gradients' fp32
@@ -56,6 +56,13 @@ def test_a_ds_config_says_sharding_batch_optimizer_and_so_how_many_cards():
         "steps_per_print": 20,
     }  # fmt: skip
     assert set(assumed(found)) == {"strategy.recompute", "training.sequence_length"}
+
+
+@pytest.mark.parametrize("name", ["ds_config.json", "accelerate.yaml", "megatron.sh", "torchtitan.toml"])
+def test_the_stack_is_one_that_the_planner_knows(name):
+    more = {} if name in ("megatron.sh", "torchtitan.toml") else {"model": "tiny"}
+    assert load(name, **more).plan.strategy.stack in catalog.read("data/stacks.yaml")
+    assert deepspeed.read({"pipeline": {"stages": 2}}, ON_16).plan.strategy.stack in catalog.read("data/stacks.yaml")
 
 
 def test_every_key_of_a_file_is_either_translated_or_told():
@@ -119,7 +126,7 @@ def test_what_is_nearest_is_told_too():
               "optimizer": {"type": "Lamb"}}  # fmt: skip
     found = deepspeed.read(config, ON_16)
     assert found.plan.strategy.data.offload == "parameters" and found.plan.training.optimizer.name == "adamw"
-    assert left(found) == {"zero_optimization.offload_optimizer.device": "nvme", "optimizer.type": "lamb"}
+    assert left(found) == {"zero_optimization.offload_optimizer.device": "nvme", "optimizer.type": "Lamb"}
     assert "optimizer.type" not in found.translated
 
 
@@ -386,5 +393,5 @@ def test_a_plan_with_nothing_near_it_is_refused_with_the_field():
 
 def test_an_import_shows_itself_in_a_notebook():
     shown = load("ds_config.json", model="llama-3-8b")._repr_html_()
-    assert "steps_per_print" in shown and "<table>" in shown and "stack: deepspeed" in shown
+    assert "steps_per_print" in shown and "<table>" in shown and "stack: deepspeed-zero" in shown
     assert "sequence_length" in foreign.write(Plan.of("tiny", gpu=CARD), "fsdp")._repr_html_()

@@ -125,7 +125,8 @@ def test_a_plan_survives_or_its_loss_is_named(format, plan):
     assert len(set(names)) == len(names) and all(note.why for note in lost)
     lacks = {} if format == "megatron" else {"model": full.shape}
     back = foreign.read(text, gpu=CARD, **lacks)
-    assert back.format == foreign.detect(text) == format == back.plan.strategy.stack
+    assert back.format == foreign.detect(text) == format
+    assert back.plan.strategy.stack.startswith(format)
     assert not {note.field for note in back.untranslated if note.why == "the format does not know this key"}
     ours, theirs = leaves(full), leaves(back.plan.complete())
     for field in ALWAYS_SAID[format]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from workbench.plan import catalog
 from workbench.plan.errors import PlanError, Problem, refuse
@@ -13,9 +13,19 @@ from workbench.plan.schema import Card, Fabric, Plan
 from workbench.plan.shape import Shape
 from workbench.plan.source import build
 
+if TYPE_CHECKING:
+    from workbench.plan.foreign.keys import Keys
+
 Format = Literal["deepspeed", "megatron", "torchtitan", "fsdp"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-"""Foreign formats; `strategy.stack` of what is imported has the same name, for that software runs it."""
+"""Foreign formats, by name."""
+
+STACKS: dict[Format, str] = {
+    "deepspeed": "deepspeed-zero", "megatron": "megatron", "torchtitan": "torchtitan", "fsdp": "fsdp",
+}  # fmt: skip
+"""Format -> `strategy.stack` of what is imported, a name in data/stacks.yaml: that software runs it."""
+PIPED = "deepspeed-3d"
+"""The stack of a ds_config.json with pipeline stages."""
 
 TITLES: dict[Format, str] = {
     "deepspeed": "DeepSpeed ds_config.json",
@@ -118,12 +128,24 @@ def catalogued(shape: Shape) -> str | None:
     return next((n for n, e in catalog.models().items() if e.shape.model_copy(update={"name": ""}) == bare), None)
 
 
-def legal(plan: dict[str, Any], format: Format) -> Plan:
-    """The plan built and proved legal. Raises `PlanError` that says which format it came from."""
+DEFAULT = "default"
+"""In a note: the plan's own default, whose value is filled in when the plan is complete."""
+
+
+def imported(format: Format, plan: dict[str, Any], keys: Keys) -> Imported:
+    """The plan built and proved legal, with what was made of `keys`. Raises `PlanError` that names the format."""
     try:
         built = build(plan)
-        built.complete()
+        full = built.complete()
     except PlanError as error:
         said = [Problem(p.field, f"{p.message} (as {TITLES[format]} says it)") for p in error.problems]
         raise PlanError(said) from None
-    return built
+    assumed = [Note(n.field, _at(full, n.field) if n.value == DEFAULT else n.value, n.why) for n in keys.assumed]
+    return Imported(format, built, keys.translated, keys.untranslated, assumed)
+
+
+def _at(plan: Plan, field: str) -> Any:
+    value: Any = plan
+    for name in field.split("."):
+        value = getattr(value, name)
+    return value

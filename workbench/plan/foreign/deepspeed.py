@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from workbench.plan import yamlio
 from workbench.plan.errors import refuse
 from workbench.plan.foreign import deepspeed_keys as known
-from workbench.plan.foreign.base import Given, Imported, Written, legal
+from workbench.plan.foreign.base import PIPED, STACKS, Given, Imported, Written, imported
 from workbench.plan.foreign.keys import Keys
 from workbench.plan.foreign.loss import lost, nearest
 from workbench.plan.foreign.texts import from_json, mapping
@@ -28,8 +29,7 @@ BUCKET = 500_000_000
 def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False) -> Imported:
     """The plan of a ds_config.json, as text or already parsed. Raises `PlanError` naming key and legal values."""
     given = given or Given()
-    data = mapping(from_json(text, "file") if isinstance(text, str) else text, "file")
-    keys = Keys(data)
+    keys = Keys(mapping(_parsed(text) if isinstance(text, str) else text, "file"))
     keys.sections(*known.MAPPINGS)
     _leave_to_trainer(keys)
     axes = _axes(keys)
@@ -42,7 +42,8 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
         keys.assume("training.steps", 100, "the file has no length; the plan's default")
     keys.assume("training.sequence_length", "default", "the file has none; the plan's default")
     strategy = {
-        "stack": "deepspeed", "data": data_section, "precision": precision, "gradient_dtype": accumulated,
+        "stack": STACKS["deepspeed"] if axes["pipeline"] == 1 else PIPED,
+        "data": data_section, "precision": precision, "gradient_dtype": accumulated,
         "tensor": {"size": axes["tensor"]}, "pipeline": {"size": axes["pipeline"]},
         "context": {"size": axes["context"], "algorithm": "ulysses"}, "recompute": _recompute(keys),
     }  # fmt: skip
@@ -52,7 +53,12 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
         "telemetry": {"trackers": [name for name in ("tensorboard", "wandb") if keys.flag(f"{name}.enabled")]},
     }  # fmt: skip
     keys.finish(known.KNOWN, known.WHYS, known.SECTIONS, lenient)
-    return Imported("deepspeed", legal(plan, "deepspeed"), keys.translated, keys.untranslated, keys.assumed)
+    return imported("deepspeed", plan, keys)
+
+
+def _parsed(text: str) -> Any:
+    """JSON, or the same keys as YAML."""
+    return from_json(text, "file") if text.lstrip("\ufeff \t\r\n").startswith("{") else yamlio.parse(text, where="file")
 
 
 def _leave_to_trainer(keys: Keys) -> None:
@@ -140,11 +146,11 @@ def _offload(keys: Keys, zero: int) -> str:
     for part, device, least in (("optimizer", optimizer, 1), ("param", parameters, 3)):
         key = f"zero_optimization.offload_{part}.device"
         if device == "nvme":
-            keys.doubt(key, device, "a plan offloads to host memory only; host memory was taken")
+            keys.doubt(key, "a plan offloads to host memory only; host memory was taken")
         if device != "none" and zero < least:
             raise refuse(key, f"is {device} at stage {zero}; legal: none, or stage {least} or more")
     if parameters != "none" and optimizer == "none":
-        keys.doubt("zero_optimization.offload_param.device", parameters, "a plan offloads parameters only together "
+        keys.doubt("zero_optimization.offload_param.device", "a plan offloads parameters only together "
                    "with the optimizer; both stay on the card")  # fmt: skip
         return "none"
     return "parameters" if parameters != "none" else "optimizer" if optimizer != "none" else "none"
@@ -155,7 +161,7 @@ def _recompute(keys: Keys) -> str:
     if interval is None:
         return str(keys.assume("strategy.recompute", "none", "decided by the model's code, not by this file"))
     if interval > 1:
-        keys.doubt("pipeline.activation_checkpoint_interval", interval, "a plan recomputes layer by layer; full taken")
+        keys.doubt("pipeline.activation_checkpoint_interval", "a plan recomputes layer by layer; full taken")
     return "full" if interval else "none"
 
 
@@ -165,7 +171,7 @@ def _optimizer(keys: Keys) -> tuple[dict[str, Any], dict[str, int]]:
     kind = keys.choice("optimizer.type", known.OPTIMIZERS)
     name = known.PLAN_OPTIMIZER.get(kind or "adamw")
     if name is None:
-        keys.doubt("optimizer.type", kind, "a plan trains with adamw or sgd; adamw was taken")
+        keys.doubt("optimizer.type", "a plan trains with adamw or sgd; adamw was taken")
     found: dict[str, Any] = {"name": name or "adamw", "clip": _clip(keys)}
     betas = keys.take(f"{params}.betas")
     if betas is not None:
@@ -208,12 +214,12 @@ def _schedule(keys: Keys, rate: float | None) -> tuple[dict[str, Any], dict[str,
     kind = keys.choice("scheduler.type", {name: name for name in (*known.DECAYS, "OneCycle", "LRRangeTest")})
     if kind not in known.DECAYS:
         if kind is not None:
-            keys.doubt("scheduler.type", kind, "a plan decays constantly, linearly or by a cosine; constant was taken")
+            keys.doubt("scheduler.type", "a plan decays constantly, linearly or by a cosine; constant was taken")
         return {"decay": "constant"}, {}
     found: dict[str, Any] = {"decay": known.DECAYS[kind]}
     peak = keys.number(f"{params}.warmup_max_lr", 0)
     if peak is not None and rate is not None and peak != rate:
-        keys.doubt(f"{params}.warmup_max_lr", peak, f"differs from optimizer.params.lr = {rate:g}, which was taken")
+        keys.doubt(f"{params}.warmup_max_lr", f"differs from optimizer.params.lr = {rate:g}, which was taken")
     elif peak:
         found["learning_rate"] = peak
     if (warmup := keys.whole(f"{params}.warmup_num_steps", 0)) is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from workbench.plan import catalog, yamlio
 from workbench.plan.errors import refuse
 from workbench.plan.foreign import fsdp_keys as known
-from workbench.plan.foreign.base import Given, Imported, Written, legal
+from workbench.plan.foreign.base import STACKS, Given, Imported, Written, imported
 from workbench.plan.foreign.keys import Keys, shown
 from workbench.plan.foreign.loss import lost, nearest
 from workbench.plan.foreign.texts import mapping
@@ -37,7 +37,7 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
     keys.leave(f"{AXIS}sp_size", "runs under DeepSpeed, not FSDP (Ulysses)")
     precision = keys.choice("mixed_precision", _KINDS) or "fp32"
     strategy = {
-        "stack": "fsdp", "data": _data(keys, given, world, nodes or 1, sizes), "precision": precision,
+        "stack": STACKS["fsdp"], "data": _data(keys, given, world, nodes or 1, sizes), "precision": precision,
         "gradient_dtype": "parameters", "tensor": {"size": sizes["tensor"]},
         "context": {"size": sizes["context"], "algorithm": "ring"}, "kernels": _kernels(keys),
         "recompute": "full" if keys.flag(F + "activation_checkpointing") else "none",
@@ -47,7 +47,7 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
     plan = {"model": given.the_model("an accelerate YAML does not say the model"), "cluster": cluster,
             "strategy": strategy}  # fmt: skip
     keys.finish(known.KNOWN, known.WHYS, known.OPEN, lenient)
-    return Imported("fsdp", legal(plan, "fsdp"), keys.translated, keys.untranslated, keys.assumed)
+    return imported("fsdp", plan, keys)
 
 
 def _spelled(data: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _data(keys: Keys, given: Given, world: int, nodes: int, sizes: Mapping[str, 
         if zero == 3:
             found["offload"] = "parameters"
         else:
-            keys.doubt(F + "offload_params", True, "a plan offloads parameters only where they are sharded")
+            keys.doubt(F + "offload_params", "a plan offloads parameters only where they are sharded")
     if node:
         found["shard"] = _node(given, world, nodes)
     elif (replicate or 1) > 1 and zero:
@@ -120,7 +120,7 @@ def _sharding(keys: Keys, version: int) -> tuple[int, bool, bool]:
     again = keys.choice(F + "reshard_after_forward", names | numbered | {"true": True, "false": False})
     if version == 2:
         if older is not None:
-            keys.doubt(F + "sharding_strategy", older, "read only by the first version; reshard_after_forward counts")
+            keys.doubt(F + "sharding_strategy", "read only by the first version; reshard_after_forward counts")
         if isinstance(again, str):
             raise refuse(F + "reshard_after_forward", f"is {again} with fsdp_version 2; legal: true, false")
         return 3, again is False, False

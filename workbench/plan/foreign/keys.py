@@ -19,6 +19,7 @@ class Keys:
     def __init__(self, data: Mapping[str, Any], spell: str = "{}") -> None:
         """`data` nested or flat; `spell` is how a key is written in messages, e.g. `--{}`."""
         self._left = {key: value for key, value in flat(data).items() if value is not None}
+        self._taken: dict[str, Any] = {}
         self._spell = spell
         self.translated: list[str] = []
         self.untranslated: list[Note] = []
@@ -44,7 +45,8 @@ class Keys:
         if key not in self._left:
             return None
         self.translated.append(self.name(key))
-        return self._left.pop(key)
+        self._taken[key] = self._left.pop(key)
+        return self._taken[key]
 
     def number(self, key: str, least: float = -math.inf, most: float = math.inf) -> float | None:
         """The number at `key`, within bounds; None where absent. Raises `PlanError`."""
@@ -106,11 +108,12 @@ class Keys:
         self.untranslated.append(Note(self.name(key), value, why))
         return value
 
-    def doubt(self, key: str, value: Any, why: str) -> None:
+    def doubt(self, key: str, why: str) -> None:
         """Tell a key that was taken as not translated after all, or only in part."""
+        assert key in self._taken, "doubt is about a key that the file has"
         if self.name(key) in self.translated:
             self.translated.remove(self.name(key))
-        self.untranslated.append(Note(self.name(key), value, why))
+        self.untranslated.append(Note(self.name(key), self._taken[key], why))
 
     def assume(self, field: str, value: Any, why: str) -> Any:
         """Tell a field of the plan that the file does not say; returns `value`."""
@@ -123,16 +126,13 @@ class Keys:
         `whys` maps a key, or the beginning of keys, to the reason why a plan does not hold it. With `lenient` an
         unknown key is told with the rest.
         """
-        words = sorted({*known, *self._taken(), *whys})
+        words = sorted({*known, *self._taken, *whys})
         for key in list(self._left):
             foreign = key not in known and key not in whys and not any(_below(key, section) for section in sections)
             if foreign and not lenient:
                 raise unknown(self.name(key), key, words, self._spell)
             reason = "the format does not know this key" if foreign else _why(key, whys)
             self.leave(key, reason)
-
-    def _taken(self) -> list[str]:
-        return [name.removeprefix(self._spell.format("")) for name in self.translated]
 
 
 def unknown(name: str, key: str, words: Collection[str], spell: str = "{}") -> Exception:

@@ -12,7 +12,7 @@ from typing import Any
 
 from workbench.plan.errors import refuse
 from workbench.plan.foreign import megatron_keys as known
-from workbench.plan.foreign.base import Given, Imported, Written, legal
+from workbench.plan.foreign.base import STACKS, Given, Imported, Written, imported
 from workbench.plan.foreign.keys import Keys, shown
 from workbench.plan.foreign.loss import lost, nearest
 from workbench.plan.foreign.megatron_shape import read_model
@@ -47,7 +47,7 @@ def read(source: str | Parsed, given: Given | None = None, lenient: bool = False
     pipeline = _pipeline(keys, axes["pipeline"], shape)
     precision, gradients = _precision(keys)
     strategy = {
-        "stack": "megatron", "data": _data(keys, world // others * axes["context"], gradients),
+        "stack": STACKS["megatron"], "data": _data(keys, world // others * axes["context"], gradients),
         "tensor": {"size": axes["tensor"], "sequence": bool(keys.flag("sequence-parallel")) and axes["tensor"] > 1},
         "pipeline": pipeline, "context": _context(keys, axes["context"]), "expert": _expert(keys, axes["tensor"]),
         "recompute": _recompute(keys, shape, pipeline), "precision": precision, "gradient_dtype": gradients,
@@ -55,7 +55,7 @@ def read(source: str | Parsed, given: Given | None = None, lenient: bool = False
     }  # fmt: skip
     plan = {"model": model, "cluster": cluster, "strategy": strategy, **training}
     keys.finish(known.KNOWN, known.WHYS, (), lenient)
-    return Imported("megatron", legal(plan, "megatron"), keys.translated, keys.untranslated, keys.assumed)
+    return imported("megatron", plan, keys)
 
 
 _AXES = {
@@ -69,7 +69,7 @@ def _cluster(keys: Keys, given: Given) -> dict[str, Any]:
     found = {key: keys.take(key) for key in known.LAUNCHER[:2]}
     for key, value in found.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            keys.doubt(key, value, "not a number of its own; gpus was taken as given")
+            keys.doubt(key, "not a number of its own; gpus was taken as given")
             found[key] = None
     per_node, nodes = found["nproc-per-node"], found["nnodes"]
     if per_node is None:
@@ -87,9 +87,10 @@ def _data(keys: Keys, replicas: int, gradients: str) -> dict[str, Any]:
     if fsdp:
         zero = 0 if kind is None else kind
     elif kind is not None:
-        keys.doubt("data-parallel-sharding-strategy", kind, "read only with --use-megatron-fsdp")
+        keys.doubt("data-parallel-sharding-strategy", "read only with --use-megatron-fsdp")
     if keys.flag("use-torch-fsdp2"):
         zero = 3
+    zero = max(zero, keys.whole("zero-stage", 0, 3) or 0)
     overlap = bool(keys.flag("overlap-grad-reduce"))
     gathered = bool(keys.flag("overlap-param-gather"))
     if overlap and zero and not gathered:
@@ -119,9 +120,9 @@ def _offload(keys: Keys, zero: int) -> str:
     if not keys.flag("optimizer-cpu-offload"):
         return "none"
     if share not in (None, 1.0):
-        keys.doubt("optimizer-offload-fraction", share, "a plan offloads the whole optimizer")
+        keys.doubt("optimizer-offload-fraction", "a plan offloads the whole optimizer")
     if zero == 0:
-        keys.doubt("optimizer-cpu-offload", True, "a plan offloads only a sharded optimizer; it stays on the card")
+        keys.doubt("optimizer-cpu-offload", "a plan offloads only a sharded optimizer; it stays on the card")
         return "none"
     return "optimizer"
 
@@ -179,7 +180,7 @@ def _context(keys: Keys, size: int) -> dict[str, Any]:
     if not words <= set(_RINGS):
         raise refuse("--cp-comm-type", f"is {shown(kinds)}; legal: {', '.join(_RINGS)}")
     if len(words) > 1 or words & {"allgather", "a2a+p2p"}:
-        keys.doubt("cp-comm-type", kinds, "a plan's context parallelism is a ring, or Ulysses for every layer; "
+        keys.doubt("cp-comm-type", "a plan's context parallelism is a ring, or Ulysses for every layer; "
                    "ring taken")  # fmt: skip
     return {"size": size, "algorithm": "ulysses" if words == {"a2a"} else "ring"}
 
@@ -187,7 +188,7 @@ def _context(keys: Keys, size: int) -> dict[str, Any]:
 def _expert(keys: Keys, tensor: int) -> dict[str, int]:
     own = keys.whole("expert-tensor-parallel-size")
     if own is not None and own != tensor:
-        keys.doubt("expert-tensor-parallel-size", own, f"a plan splits experts as all else, {tensor} ways")
+        keys.doubt("expert-tensor-parallel-size", f"a plan splits experts as all else, {tensor} ways")
     return {"size": keys.whole("expert-model-parallel-size") or 1}
 
 
@@ -195,12 +196,14 @@ def _recompute(keys: Keys, shape: Shape, pipeline: Mapping[str, Any]) -> str | l
     kind = keys.choice("recompute-granularity", {"full": "full", "selective": "selective"})
     if keys.flag("recompute-activations"):
         kind = "selective"
+    if any([keys.flag("checkpoint-activations"), keys.flag("deepspeed-activation-checkpointing")]):
+        kind = "full"
     method = keys.choice("recompute-method", {"uniform": "uniform", "block": "block"})
     layers = keys.whole("recompute-num-layers")
     if kind == "full" and method == "block" and layers is not None:
         return first_layers(_stages(shape, pipeline), layers)
     if kind == "full" and layers not in (None, 1):
-        keys.doubt("recompute-num-layers", layers, "a plan keeps the input of every layer, not of groups of layers")
+        keys.doubt("recompute-num-layers", "a plan keeps the input of every layer, not of groups of layers")
     return kind or "none"
 
 

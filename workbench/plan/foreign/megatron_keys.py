@@ -113,6 +113,12 @@ window-attn-skip-freq window-size yaml-cfg
 """
 """Every argument, without its dashes."""
 
+OLDER = (
+    "deepspeed", "deepspeed-config", "deepspeed-activation-checkpointing", "zero-stage", "no-pipeline-parallel",
+    "ds-sequence-parallel-size", "deepspeed-mpi", "deepscale", "partition-activations", "cpu-optimizer",
+)  # fmt: skip
+"""Arguments of Megatron-DeepSpeed, the fork that trains with both."""
+
 LAUNCHER = (
     "nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id",
     "rdzv-conf", "max-restarts", "monitor-interval", "standalone", "start-method", "role", "module", "no-python",
@@ -120,7 +126,7 @@ LAUNCHER = (
 )  # fmt: skip
 """Arguments of torchrun, which stand before the script's."""
 
-KNOWN = frozenset(WORDS.split()) | frozenset(LAUNCHER)
+KNOWN = frozenset(WORDS.split()) | frozenset(LAUNCHER) | frozenset(OLDER)
 
 _DATA = "a plan names its text in `corpus`"
 _LOG = "logging; a run keeps its own telemetry"
@@ -132,6 +138,7 @@ WHYS = {
     **{word: _DATA for word in KNOWN if word.endswith("data-path") or word.startswith("tokenizer")},
     **dict.fromkeys(("split", "mock-data", "vocab-file", "merge-file", "num-workers", "data-cache-path",
                      "dataloader-type"), _DATA),
+    "deepspeed-config": "another file: import it by itself",
     "save": "a run keeps its checkpoints in its own directory",
     "attention-dropout": "a plan's model has no dropout", "hidden-dropout": "a plan's model has no dropout",
     "make-vocab-size-divisible-by": "a plan pads the vocabulary by its own rule",

@@ -42,7 +42,7 @@ def _given(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape]:
         ours: Any = getattr(shape, field)
         ours = ours.model_dump() if isinstance(ours, Frozen) else ours
         if value != ours and f"--{_FLAGS.get(field, field)}" in set(keys.translated) - before:
-            keys.doubt(_FLAGS[field], value, f"the model given has {shown(ours)}")
+            keys.doubt(_FLAGS[field], f"the model given has {shown(ours)}")
     keys.assumed[:] = [note for note in keys.assumed if not note.field.startswith("model.")]
     return model, shape
 
@@ -142,7 +142,7 @@ def _moe(keys: Keys, layers: int | None, ffn: int | None) -> dict[str, Any] | No
     width = keys.whole("moe-ffn-hidden-size") or ffn
     shared, left = divmod(keys.whole("moe-shared-expert-intermediate-size", 0) or 0, width or 1)
     if left:
-        keys.doubt("moe-shared-expert-intermediate-size", shared * (width or 1) + left,
+        keys.doubt("moe-shared-expert-intermediate-size",
                    f"a plan's shared experts are as wide as the others, {width}; {shared} were taken")  # fmt: skip
     found = {"experts": experts, "top_k": keys.whole("moe-router-topk") or 2, "ffn": width, "shared": shared}
     return {**found, "first_dense": _first_dense(keys, layers)}
@@ -157,7 +157,7 @@ def _first_dense(keys: Keys, layers: int | None) -> int:
     dense = int(match[1]) if match else text.count("0")
     if (match or listed) and layers in (None, int(match[1]) + int(match[2]) if match else text.count(",") + 1):
         return dense
-    keys.doubt("moe-layer-freq", value, "a plan's dense layers are the first ones; none was taken")
+    keys.doubt("moe-layer-freq", "a plan's dense layers are the first ones; none was taken")
     return 0
 
 

@@ -58,7 +58,7 @@ def _steps(keys: Keys, batch: int) -> int | None:
 def _optimizer(keys: Keys, steps: int, batch: int) -> dict[str, Any]:
     name = keys.choice("optimizer", {"adam": "adamw", "sgd": "sgd", "muon": "", "dist_muon": ""})
     if name == "":
-        keys.doubt("optimizer", "muon", "a plan trains with adamw or sgd; adamw was taken")
+        keys.doubt("optimizer", "a plan trains with adamw or sgd; adamw was taken")
     name = name or "adamw"
     first = ("sgd-momentum", 0.9) if name == "sgd" else ("adam-beta1", 0.9)
     found: dict[str, Any] = {"name": name}
@@ -83,14 +83,14 @@ def _moments(keys: Keys) -> dict[str, str]:
         return {"moments": "bf16"}
     for key, kind in (("exp-avg-dtype", first), ("exp-avg-sq-dtype", second)):
         if kind not in (None, "fp32"):
-            keys.doubt(key, kind, "a plan's moments are both of one dtype; fp32 was taken")
+            keys.doubt(key, "a plan's moments are both of one dtype; fp32 was taken")
     return {"moments": "fp32"}
 
 
 def _schedule(keys: Keys, steps: int, batch: int) -> dict[str, Any]:
     decay = keys.choice("lr-decay-style", _DECAYS)
     if decay == "":
-        keys.doubt("lr-decay-style", "inverse-square-root or WSD", "a plan decays constantly, linearly or by a cosine; "
+        keys.doubt("lr-decay-style", "a plan decays constantly, linearly or by a cosine; "
                    "linear was taken")  # fmt: skip
     if decay is None:
         keys.assume("training.optimizer.decay", "linear", "Megatron's default")
@@ -105,7 +105,7 @@ def _schedule(keys: Keys, steps: int, batch: int) -> dict[str, Any]:
     found["final_ratio"] = float(f"{least / rate:.12g}") if rate else 0.0
     over = keys.whole("lr-decay-iters")
     if over is not None and over != steps:
-        keys.doubt("lr-decay-iters", over, f"a plan decays over all its steps, {steps}")
+        keys.doubt("lr-decay-iters", f"a plan decays over all its steps, {steps}")
     return {**found, "learning_rate": rate}
 
 
@@ -133,4 +133,7 @@ def _seed(keys: Keys) -> int:
 
 def _checkpoint(keys: Keys) -> dict[str, Any]:
     every, load = keys.whole("save-interval", 0), keys.text("load")
+    if load is not None and ("$" in load or load == keys.text("save")):
+        keys.doubt("load", "where this very job left off, or a shell variable; a plan names a checkpoint to start from")
+        load = None
     return {"every": every or 0} | ({} if load is None else {"load": load})

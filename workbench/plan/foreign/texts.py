@@ -105,8 +105,6 @@ def _of_mapping(data: dict[str, Any]) -> Format:
     words = {str(key).lstrip("-").replace("_", "-") for key in data}
     if words & {"num-layers", "hidden-size", "tensor-model-parallel-size", "micro-batch-size"}:
         return "megatron"
-    if sum(section in data for section in _SECTIONS) >= 2:
-        return "torchtitan"
     if words & {"bf16", "fp16", "optimizer", "scheduler", "gradient-clipping"}:
         return "deepspeed"
     raise _undetected()

@@ -11,7 +11,7 @@ from typing import Any
 from workbench.plan import catalog
 from workbench.plan.errors import refuse
 from workbench.plan.foreign import torchtitan_keys as known
-from workbench.plan.foreign.base import Given, Imported, Written, legal
+from workbench.plan.foreign.base import STACKS, Given, Imported, Written, imported
 from workbench.plan.foreign.keys import Keys
 from workbench.plan.foreign.loss import lost, nearest
 from workbench.plan.foreign.texts import from_toml, mapping, to_toml
@@ -34,7 +34,7 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
     pipeline = _pipeline(keys, sizes["pipeline"], shape)
     training = read_training(keys, sizes["data"], sizes["pipeline"])
     strategy = {
-        "stack": "torchtitan", "data": _data(keys, sizes),
+        "stack": STACKS["torchtitan"], "data": _data(keys, sizes),
         "tensor": {"size": sizes["tensor"], "sequence": sizes["tensor"] > 1}, "pipeline": pipeline,
         "context": {"size": sizes["context"], "algorithm": "ring"},
         "expert": {"size": keys.whole(P + "expert_parallel_degree") or 1}, "recompute": _recompute(keys, shape.layers),
@@ -44,7 +44,7 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
     if name := keys.text("job.description"):
         plan["name"] = name
     keys.finish(known.KNOWN, known.WHYS, known.OPEN, lenient)
-    return Imported("torchtitan", legal(plan, "torchtitan"), keys.translated, keys.untranslated, keys.assumed)
+    return imported("torchtitan", plan, keys)
 
 
 def _model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape, bool]:
@@ -55,7 +55,7 @@ def _model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape, bool]
         ours = given.model if isinstance(given.model, str) else given.model.name
         for key, value in (("model.name", name), ("model.flavor", flavor)):
             if value is not None and found != ours:
-                keys.doubt(key, value, f"the model given is {ours}")
+                keys.doubt(key, f"the model given is {ours}")
     flavors = ", ".join(f"{family} {size}" for family, size in known.MODELS)
     why = f"model.name '{name}', model.flavor '{flavor}' is no model that is known here ({flavors})"
     model = found if found is not None and given.model is None else given.the_model(why)
@@ -70,7 +70,7 @@ def _converted(keys: Keys) -> bool:
     ]
     eighth = [word for word in words if re.search("float8|mx", word)]
     if rest := [word for word in words if word not in eighth]:
-        keys.doubt("model.converters", rest, "a plan knows no such conversion of layers")
+        keys.doubt("model.converters", f"a plan knows no such conversion of layers: {', '.join(rest)}")
     tables = ("float8", "mx", "quantize.linear.float8", "quantize.linear.mx")
     return bool(eighth) or (value is None and any(f"{table}.recipe_name" in keys for table in tables))
 
@@ -101,7 +101,7 @@ def _data(keys: Keys, sizes: Mapping[str, int]) -> dict[str, Any]:
     if not sharded:
         for key, value in ((P + "fsdp_reshard_after_forward", policy), ("training.enable_cpu_offload", offload)):
             if value not in (None, False, "default"):
-                keys.doubt(key, value, "nothing is sharded here, so it does nothing")
+                keys.doubt(key, "nothing is sharded here, so it does nothing")
         return {"zero": 0}
     found: dict[str, Any] = {
         "zero": 3, "reduce": "microbatch", "offload": "parameters" if offload else "none",
@@ -118,7 +118,7 @@ def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
         schedule = table if table.endswith(".csv") else f"{table}.csv"
     elif word in known.LONE:
         schedule = schedule or "1f1b"
-        keys.doubt(P + "pipeline_parallel_schedule", word, f"a plan knows no such schedule; {schedule} was taken")
+        keys.doubt(P + "pipeline_parallel_schedule", f"a plan knows no such schedule; {schedule} was taken")
     single = schedule in ("1f1b", "gpipe")
     held = keys.whole(P + "pipeline_parallel_layers_per_stage")
     stages = _parts(keys, shape.layers)
@@ -173,7 +173,7 @@ def _recompute(keys: Keys, layers: int) -> str | list[int]:
     mode = keys.choice("activation_checkpoint.mode", {w: w for w in ("selective", "full", "none", "memory_budget")})
     option = keys.take("activation_checkpoint.selective_ac_option")
     if mode == "memory_budget":
-        keys.doubt("activation_checkpoint.mode", mode, "a plan has no such budget; selective was taken")
+        keys.doubt("activation_checkpoint.mode", "a plan has no such budget; selective was taken")
         return "selective"
     if mode is None:
         mode = keys.assume("strategy.recompute", "selective", "torchtitan's default")
@@ -191,9 +191,9 @@ def _precision(keys: Keys, fp8: bool) -> dict[str, str]:
     precision = keys.choice("training.mixed_precision_param", kinds) or "bf16"
     gradients = keys.choice("training.mixed_precision_reduce", kinds) or "fp32"
     if keys.choice("training.dtype", kinds) == "bf16":
-        keys.doubt("training.dtype", "bfloat16", "a plan keeps fp32 master weights beside 16-bit parameters")
+        keys.doubt("training.dtype", "a plan keeps fp32 master weights beside 16-bit parameters")
     if gradients == "bf16" and precision == "fp32" and not fp8:
-        keys.doubt("training.mixed_precision_reduce", "bfloat16", "a plan reduces fp32 gradients as they are")
+        keys.doubt("training.mixed_precision_reduce", "a plan reduces fp32 gradients as they are")
         gradients = "fp32"
     return {"precision": "fp8" if fp8 else precision, "gradient_dtype": gradients}
 

@@ -46,14 +46,14 @@ def _batch(keys: Keys, data: int, pipeline: int) -> dict[str, int]:
         raise refuse("parallelism.pipeline_parallel_microbatch_size", f"is {micro}, which does not divide "
                      f"local_batch_size {local}")  # fmt: skip
     if total != local * data:
-        keys.doubt("training.local_batch_size", local, "a plan fills the pipeline once a step, with the whole batch")
+        keys.doubt("training.local_batch_size", "a plan fills the pipeline once a step, with the whole batch")
     return {"micro_batch": micro, "global_batch": total}
 
 
 def _optimizer(keys: Keys, steps: int) -> dict[str, Any]:
     name = keys.choice("optimizer.name", {"AdamW": "adamw", "Adam": "adam"})
     if name == "adam":
-        keys.doubt("optimizer.name", "Adam", "a plan's AdamW decays weights apart from gradients; adamw was taken")
+        keys.doubt("optimizer.name", "a plan's AdamW decays weights apart from gradients; adamw was taken")
     found: dict[str, Any] = {"name": "adamw"}
     defaults = {"lr": ("learning_rate", 8e-4), "beta1": ("beta1", 0.9), "beta2": ("beta2", 0.95),
                 "eps": ("epsilon", 1e-8), "weight_decay": ("weight_decay", 0.1)}  # fmt: skip
@@ -78,10 +78,10 @@ def _schedule(keys: Keys, steps: int) -> dict[str, Any]:
     if kind is None and share != 0:
         kind = keys.assume("training.optimizer.decay", "linear", "torchtitan's default")
     elif kind == "sqrt":
-        keys.doubt("lr_scheduler.decay_type", kind, "a plan decays constantly, linearly or by a cosine; linear taken")
+        keys.doubt("lr_scheduler.decay_type", "a plan decays constantly, linearly or by a cosine; linear taken")
         kind = "linear"
     if share is not None and share > 0:
-        keys.doubt("lr_scheduler.decay_ratio", share, "a plan decays from the end of the warm-up on")
+        keys.doubt("lr_scheduler.decay_ratio", "a plan decays from the end of the warm-up on")
     least = keys.number("lr_scheduler.min_lr_factor", 0, 1)
     older = keys.number("lr_scheduler.lr_min", 0, 1)
     found = {"warmup_steps": warmup, "decay": "constant" if share == 0 else kind}
@@ -95,7 +95,7 @@ def _evaluation(keys: Keys) -> dict[str, int]:
     batches, every = keys.whole("validation.steps", -1), keys.whole("validation.freq")
     found = {"every": every or 10}
     if batches is not None and batches < 1:
-        keys.doubt("validation.steps", batches, "a plan reads a number of batches, not the whole text")
+        keys.doubt("validation.steps", "a plan reads a number of batches, not the whole text")
         return found
     return found | ({"batches": batches} if batches is not None else {})
 
@@ -105,9 +105,9 @@ def _checkpoint(keys: Keys) -> dict[str, Any]:
     every, keep = keys.whole("checkpoint.interval"), keys.whole("checkpoint.keep_latest_k", 0)
     found: dict[str, Any] = {"every": (every or 500) if any(flags) else 0}
     if every is not None and not any(flags):
-        keys.doubt("checkpoint.interval", every, "checkpoints are off in the file")
+        keys.doubt("checkpoint.interval", "checkpoints are off in the file")
     if keep == 0:
-        keys.doubt("checkpoint.keep_latest_k", 0, "a plan keeps a number of checkpoints; its own default was taken")
+        keys.doubt("checkpoint.keep_latest_k", "a plan keeps a number of checkpoints; its own default was taken")
     elif keep is not None:
         found["keep"] = keep
     load = keys.text("checkpoint.initial_load_path")
