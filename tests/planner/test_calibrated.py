@@ -11,8 +11,9 @@ import pytest
 
 from workbench.plan import calibration
 from workbench.plan.attached import attached, local_cluster
-from workbench.plan.calibration import Calibration, Collective, Gemm, Host, Measured, Scale, Stream
+from workbench.plan.calibration import Calibration, Collective, Gemm, Host, Measured, Probe, Scale, Stream
 from workbench.plan.schema import Plan
+from workbench.plan.source import build
 from workbench.planner import estimate
 from workbench.planner.calibrated import calibrated, curves_of
 from workbench.planner.constants import Constants
@@ -199,12 +200,33 @@ def test_a_scale_multiplies_its_part_of_the_step(kept: Path) -> None:
     assert found["overhead"] == pytest.approx(base["overhead"] + 7e-3)
 
 
+@pytest.mark.parametrize("kernels", ["eager", "fused"])
+def test_probes_settle_what_memory_bound_operators_cost(tmp_path: Path, kernels: str) -> None:
+    sizes = {"layers": 2, "hidden": 128, "heads": 4, "ffn": 384, "vocab": 512}
+    probes = tuple(Probe(**sizes, sequence=64, microbatches=2, ranks=r, seconds=0.5 * r) for r in (1, 2))
+    path = tmp_path / "calibration.yaml"
+    calibration.write(made(probes=probes), path)
+    cluster = {"gpu": "local", "gpus": 1, "calibration": str(path)}
+    training = {"sequence_length": 64, "global_batch": 2, "micro_batch": 1}
+    written = build({"model": sizes, "cluster": cluster, "training": training, "strategy": {"kernels": kernels}})
+    seconds = estimate(written).step_seconds
+    assert seconds is not None
+    assert seconds == pytest.approx(0.5, rel=0.02) if kernels == "eager" else seconds < 0.4
+
+
 def test_one_run_is_met_exactly() -> None:
     run = told(1.0, {"compute": 0.3, "bubble": 0.1, "optimizer": 0.05, "data_comm": 0.05, "overhead": 0.1})
     assert (run.compute, run.communication, run.overhead) == pytest.approx((0.45, 0.05, 0.1))
     found = scale([run], Scale())
     assert found.compute == pytest.approx(1.8) == found.communication and found.fixed_ms == 0
     assert error([Told(1.0, 0.45 * found.compute, 0.05 * found.communication, 0.1)]) == pytest.approx(0, abs=1e-12)
+
+
+def test_two_runs_share_one_factor() -> None:
+    """Two steps cannot tell three numbers apart: the fit would meet both and predict nothing."""
+    runs = [Told(2.0, 0.9, 0.1, 0.0), Told(2.4, 0.5, 0.3, 0.0)]
+    found = scale(runs, Scale())
+    assert 2.0 < found.compute == found.communication < 3.0 and found.fixed_ms == 0
 
 
 def test_several_runs_tell_compute_communication_and_fixed_cost_apart() -> None:

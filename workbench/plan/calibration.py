@@ -21,6 +21,7 @@ from workbench.plan.attached import Attached, attached
 from workbench.plan.errors import PlanError, Problem, refuse
 from workbench.plan.schema import Plan
 from workbench.plan.shape import Frozen
+from workbench.plan.source import build
 
 FIELD = "cluster.calibration"
 AGAIN = "write a new one with `workbench calibrate -o FILE`, or remove the field"
@@ -93,6 +94,20 @@ class Host(Frozen):
     layer_step_us: NonNegativeFloat = Field(description="One layer's part of the optimizer, microseconds.")
 
 
+class Probe(Frozen):
+    """A whole step of a small Llama-like model on one rank, eager, fp32, AdamW: the parts above, and the rest."""
+
+    layers: PositiveInt
+    hidden: PositiveInt
+    heads: PositiveInt
+    ffn: PositiveInt
+    vocab: PositiveInt
+    sequence: PositiveInt
+    microbatches: PositiveInt
+    ranks: PositiveInt
+    seconds: PositiveFloat
+
+
 class Collective(Frozen):
     """One collective; `bytes` of the full tensor: what a gather returns, what the others take."""
 
@@ -124,8 +139,12 @@ class Calibration(Frozen):
     gemm: Annotated[tuple[Gemm, ...], Field(strict=False, min_length=1)]
     memory: Annotated[tuple[Stream, ...], Field(strict=False, min_length=1)]
     attention: Annotated[tuple[Attention, ...], Field(strict=False)] = ()
+    probes: Annotated[tuple[Probe, ...], Field(strict=False)] = ()
     collectives: Annotated[tuple[Collective, ...], Field(strict=False)] = ()
     scale: Scale | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.machine.fingerprint, self.gemm, self.memory, self.attention, self.host, self.collectives))
 
 
 def read(path: str | Path) -> Calibration:
@@ -153,6 +172,15 @@ def fingerprint(found: Attached) -> str:
     """What tells one kind of machine from another: processor, cores, memory and card, hashed."""
     words = (_processor(), found.cores, found.device, found.name, round(found.memory_bytes / GIB))
     return hashlib.sha256("|".join(map(str, words)).encode()).hexdigest()[:16]
+
+
+def small_plan(device: str, sequence: int, microbatches: int, **shape: int) -> Plan:
+    """The complete plan of a probe, one rank; figures of its card mean nothing. `shape` as in a plan's `model`."""
+    figures = dict.fromkeys(("memory_gib", "bandwidth_gbs", "link_gbs", "pcie_gbs"), 1.0)
+    card = {"name": "any", "device": device, "tflops": {"fp32": 1.0}, **figures}
+    training = {"sequence_length": sequence, "global_batch": microbatches, "micro_batch": 1}
+    written = {"model": shape, "cluster": {"gpu": card, "gpus": 1}, "strategy": {"precision": "fp32"}}
+    return build({**written, "training": training}).complete()
 
 
 def problems(plan: Plan, local: bool) -> Iterator[Problem]:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import lru_cache
 from typing import Any
 
-from workbench.plan.calibration import Calibration, Scale, read
+import numpy as np
+
+from workbench.plan.calibration import Calibration, Probe, Scale, read, small_plan
 from workbench.plan.schema import Card, Fabric, Plan
 from workbench.planner.collectives import SHARE
 from workbench.planner.compute import OPERATORS
 from workbench.planner.constants import Constants, constants
 from workbench.planner.curves import Curves
 from workbench.planner.setting import BYTES
+from workbench.planner.step import step_time
+from workbench.planner.workload import workload
 
 STREAMS = 3
 """Tensors that a typical elementwise operator touches."""
+LEAST_TRAFFIC = 0.3
+"""A step quicker than its products was disturbed less than they were."""
 SLOWED = ("gemm_share", "attention_share", "memory_share")
 """Constants that are a share of a peak."""
 
@@ -56,6 +63,8 @@ def applied(calibration: Calibration, plan: Plan) -> tuple[Card, Fabric, dict[st
     fabric = plan.fabric.model_copy(update=_known(figures, Fabric))
     found = constants_of(curves, card, plan)
     usual = constants(card, plan.strategy.kernels, plan.strategy.stack)
+    if traffic := _traffic(calibration, curves.ranks):
+        found["traffic"] = traffic * usual.traffic / constants(card, "eager").traffic
     return _scaled(calibration.scale or Scale(), card, fabric, found, usual)
 
 
@@ -118,6 +127,26 @@ def constants_of(curves: Curves, card: Card, plan: Plan) -> dict[str, float]:
         layers = -(-plan.shape.layers // plan.sizes["pipeline"])
         found |= {"step_fixed_ms": (host.step_us + layers * host.layer_step_us) / 1e3, "step_doubling_ms": 0.0}
     return found
+
+
+@lru_cache(maxsize=16)
+def _traffic(calibration: Calibration, ranks: int) -> float | None:
+    """Traffic of eager memory-bound operators over the textbook's: what products, attention and the host leave
+    unexplained of whole steps of small models. None: none was timed.
+    """
+    near = {probe.ranks for probe in Curves(calibration, ranks).probes}
+    found = [_of_probe(Curves(calibration, at), probe) for at in near for probe in Curves(calibration, at).probes]
+    return max(LEAST_TRAFFIC, float(np.median(found))) if found else None
+
+
+def _of_probe(curves: Curves, probe: Probe) -> float:
+    sizes = probe.model_dump(exclude={"ranks", "seconds"})
+    plan = small_plan(curves.calibration.machine.device, **sizes)
+    card = plan.card.model_copy(update=_known(overrides(curves, plan), Card))
+    w = workload(plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"gpu": card})}))
+    k = replace(constants(card, "eager"), **constants_of(curves, card, plan))
+    one, two = (float(step_time(w, replace(k, traffic=traffic)).seconds) for traffic in (1.0, 2.0))
+    return 1.0 + (probe.seconds - one) / (two - one)
 
 
 def _scaled(

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from workbench.plan.calibration import Calibration, Gemm, Host
+from workbench.plan.calibration import Calibration, Gemm, Host, Probe
 
 Array = NDArray[np.float64]
 T = TypeVar("T")
@@ -83,6 +83,12 @@ class Curves:
         found = next(h for h in self.calibration.host if h.ranks == chosen)
         costs = {name: value * crowd for name, value in found.model_dump().items() if name != "ranks"}
         return Host(ranks=self.ranks, **costs)
+
+    @property
+    def probes(self) -> list[Probe]:
+        """Whole steps that were timed at the nearest number of ranks at once."""
+        found = self.calibration.probes
+        return [p for p in found if p.ranks == self._crowd({p.ranks for p in found})[0]]
 
     def products(self, dtype: str) -> Products:
         """Matrix products in `dtype`; tf32 and fp16 fall back to fp32 and bf16 where they were not measured."""

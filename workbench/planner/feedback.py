@@ -9,6 +9,8 @@ import numpy as np
 
 from workbench.plan.calibration import Scale
 
+ENOUGH = 4
+"""Runs that fix three numbers; fewer would be met exactly by numbers that predict nothing."""
 TRUST = 0.05
 """Weight of the assumption that compute and communication are off by one common factor: with few runs they cannot be
 told apart. Relative to a run's own error."""
@@ -40,11 +42,11 @@ def told(measured: float, parts: dict[str, float]) -> Told:
 def scale(runs: Sequence[Told], before: Scale) -> Scale:
     """Factors that bring estimates made with `before` to the measured steps.
 
-    One run fixes one factor, on compute and communication alike, and is met exactly; more runs fix up to three numbers,
-    by least squares of relative errors.
+    One run fixes one factor, on compute and communication alike, and is met exactly; `ENOUGH` runs fix three numbers, by
+    least squares of relative errors.
     """
     common = float(np.median([_common(run) for run in runs]))
-    compute, communication, fixed = (common, common, 0.0) if len(runs) == 1 else _several(runs, common)
+    compute, communication, fixed = _several(runs, common) if len(runs) >= ENOUGH else (common, common, 0.0)
     return Scale(
         compute=before.compute * compute,
         communication=before.communication * communication,

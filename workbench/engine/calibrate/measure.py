@@ -18,7 +18,17 @@ from workbench.engine.calibrate.rank import Sample, measure
 from workbench.engine.calibrate.survey import Survey, survey_of
 from workbench.engine.forked import run_ranks
 from workbench.plan.attached import Attached, attached, local_cluster
-from workbench.plan.calibration import Attention, Calibration, Collective, Gemm, Host, Measured, Stream, fingerprint
+from workbench.plan.calibration import (
+    Attention,
+    Calibration,
+    Collective,
+    Gemm,
+    Host,
+    Measured,
+    Probe,
+    Stream,
+    fingerprint,
+)
 from workbench.planner.curves import fit
 
 WORLDS = (1, 2, 4, 8)
@@ -140,6 +150,7 @@ def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calib
         gemm=tuple(Gemm(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("gemm")),
         memory=tuple(Stream(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("memory")),
         attention=tuple(Attention(**row) for row in attention.values()),
+        probes=tuple(Probe(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("probes")),
         collectives=tuple(
             Collective(**labels, ranks=w, seconds=_passing(labels, s)) for w, labels, s in of("collectives")
         ),
