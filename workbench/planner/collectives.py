@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.plan.schema import Fabric
 from workbench.planner.constants import Constants
 from workbench.planner.setting import Number
 from workbench.planner.traffic import Call
@@ -42,8 +43,7 @@ def links(w: Workload, constants: Constants) -> dict[str, Link]:
         inside = np.maximum(1, np.minimum(size, s.node // stride))
         # `node / inside` groups leave a node together; the ranks of one group in a node share the group's part.
         bandwidth = np.where(within, inner, np.minimum(inner, outer * inside / s.node))
-        latency = np.where(within, s.fabric.link_latency_us, s.fabric.nic_latency_us) * 1e-6
-        result[axis] = Link(bandwidth, latency)
+        result[axis] = Link(bandwidth, 1e-6 * _hop(size, inside, s.fabric))
     # Gradients are reduced over data x context, experts exchange over them: the slower of the two decides.
     data, context = result["data"], result["context"]
     alone, lone = w.data == 1, k.context == 1
@@ -52,6 +52,13 @@ def links(w: Workload, constants: Constants) -> dict[str, Link]:
     )
     late = np.where(lone, data.latency, np.where(alone, context.latency, np.maximum(data.latency, context.latency)))
     return result | {"data": Link(slow, late), "expert": Link(slow, late)}
+
+
+def _hop(size: Number, inside: Number, fabric: Fabric) -> Number:
+    """Mean latency of a ring's hops, microseconds: of `size` ranks, `inside` of them in each node."""
+    nodes = size / np.minimum(inside, size)
+    between = np.where(nodes > 1, nodes, 0)
+    return (between * fabric.nic_latency_us + (size - between) * fabric.link_latency_us) / size
 
 
 def seconds(kind: str, size: Number, ranks: Number, link: Link, constants: Constants) -> Number:
