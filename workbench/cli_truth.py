@@ -21,6 +21,8 @@ BY = ("framework", "gpu", "model", "table", "source", "stack", "file")
 """What errors can be split by."""
 HEAD = ("rows", "mean", "median", "bias", "within 10 %", "worst")
 REASONS_SHOWN = 30
+PARTS_SHOWN = 25
+"""Of a split, the largest; `--json` has all."""
 
 
 def validate(
@@ -119,7 +121,8 @@ def _parts(name: str, parts: dict[str, Any]) -> Table:
     from workbench.planner.truth.report import line
 
     built = table(f"By {name}", (name, "of", *HEAD))
-    for part, errors in parts.items():
+    largest = sorted(parts.items(), key=lambda part: -part[1]["rows"])
+    for part, errors in largest[:PARTS_SHOWN]:
         for what in ("memory", "time", "clean"):
             if errors[what].get("rows"):
                 built.add_row(part, what, *line(errors[what]))

@@ -118,7 +118,7 @@ def row(cells: Mapping[str | None, object], file: str = "", line: int = 0) -> Ro
     """One line of a table, by column name, as a `Row`; never raises."""
     cell = {_column(key): str(value).strip() for key, value in cells.items() if key and isinstance(value, str)}
     get = cell.get
-    whole = {name: fields.count(get(column, "")) for name, column in COUNTS.items()}
+    whole = {name: _believed(name, fields.count(get(column, ""))) for name, column in COUNTS.items()}
     memory = fields.gib(get("mem_gib", ""), f"{get('mem_unit', '')} {_decimal(get('mem_kind', ''))}")
     times = _times(cell)
     said = get("kind", "").lower()
@@ -150,6 +150,15 @@ COUNTS = {
 }  # fmt: skip
 """Field -> column of the positive integers."""
 OPTIONAL = [name for name in COUNTS if name not in ("tensor", "pipeline", "context", "expert")]
+
+
+MOST = {"layers": 2**12, "hidden": 2**20, "ffn": 2**22, "vocab": 2**24, "sequence": 2**30, "batch": 2**24, "gpus": 2**20}
+MOST_OTHERS = 2**16
+"""Largest counts that can be meant; what is larger was misread."""
+
+
+def _believed(name: str, value: int | None) -> int | None:
+    return value if value is not None and value <= MOST.get(name, MOST_OTHERS) else None
 
 
 def _times(cell: Mapping[str, str]) -> tuple[float | None, float | None, float | None]:
