@@ -179,6 +179,21 @@ def test_arguments_may_be_a_list_text_json_or_yaml(spell):
     assert plan.complete().shape.ffn == 256 and plan.strategy.precision == "bf16"
 
 
+def test_the_rest_of_a_script_is_no_argument():
+    script = """set -e
+ROOT=/data  # where it all is
+if [ "$RANK" == 0 ]; then echo "starts --now"; fi
+CORE="--num-layers 4 --hidden-size 64
+      --num-attention-heads 4"
+torchrun --nproc_per_node=8 train.py $CORE --vocab-size 512 --seq-length 64 --bf16 \\
+    --micro-batch-size 1 --save '/my runs/a' "$@" | tee "$ROOT/log"
+echo done
+"""
+    found = megatron.read(script, Given(None, CARD))
+    assert found.plan.cluster.gpus == 8 and found.plan.strategy.precision == "bf16"
+    assert left(found) == {"--save": "/my runs/a"}
+
+
 @pytest.mark.parametrize(
     "more, field, value",
     [

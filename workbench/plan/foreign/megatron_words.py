@@ -15,7 +15,7 @@ from workbench.plan.foreign.texts import Parsed, from_json
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
-_ENDS = frozenset({"&&", "||", "|", ";", "&", ")", "do", "done", "fi"})
+_ENDS = frozenset({"$@", "$*", "&&", "||", "|", ";", "&", ")", "do", "done", "fi"})
 _NEGATED = {"add-bias-linear": "disable-bias-linear", "overlap-p2p-comm": "no-overlap-p2p-communication",
             "add-position-embedding": "no-position-embedding"}  # fmt: skip
 _RENAMED = {"fp8": "fp8-format"}
@@ -69,7 +69,11 @@ def _ended(text: str) -> str:
 
 def _listed(items: Iterable[Any]) -> list[Any]:
     """A list's items, those that hold a flag and its value as one text split."""
-    return [word for item in items for word in (_words(item) if isinstance(item, str) else [item])]
+    found: list[Any] = []
+    for item in items:
+        both = isinstance(item, str) and re.match(r"--[A-Za-z]\S*\s", item)
+        found += _words(item) if both else [item]
+    return found
 
 
 def _of_mapping(data: Mapping[str, Any]) -> dict[str, Any]:
