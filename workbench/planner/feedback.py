@@ -42,8 +42,8 @@ def told(measured: float, parts: dict[str, float]) -> Told:
 def scale(runs: Sequence[Told], before: Scale) -> Scale:
     """Factors that bring estimates made with `before` to the measured steps.
 
-    One run fixes one factor, on compute and communication alike, and is met exactly; `ENOUGH` runs fix three numbers, by
-    least squares of relative errors.
+    One run fixes one factor, on compute and communication alike, and is met exactly; `ENOUGH` runs fix three numbers,
+    by least squares of relative errors.
     """
     common = float(np.median([_common(run) for run in runs]))
     compute, communication, fixed = _several(runs, common) if len(runs) >= ENOUGH else (common, common, 0.0)
