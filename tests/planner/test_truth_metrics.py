@@ -23,8 +23,9 @@ from workbench.planner.truth.rows import row
 SHAPE = {
     "kind": "measured", "framework": "Megatron-LM", "model": "small", "arch": "gpt dense MHA", "layers": "4",
     "hidden": "1024", "ffn": "4096", "heads": "8", "vocab": "32000", "seq": "1024", "tied_emb": "yes",
-    "gated_ffn": "no", "gpu": "A100-SXM-80GB", "gpu_mem_gb": "80", "n_gpus": "8", "tp": "1", "pp": "1", "mbs": "1", "gbs": "64",
-    "precision": "bf16", "recompute": "none", "attn_impl": "flash", "mem_unit": "GiB", "status": "ok",
+    "gated_ffn": "no", "gpu": "A100-SXM-80GB", "gpu_mem_gb": "80", "n_gpus": "8", "tp": "1", "pp": "1",
+    "mbs": "1", "gbs": "64", "precision": "bf16", "recompute": "none", "attn_impl": "flash", "mem_unit": "GiB",
+    "status": "ok",
 }  # fmt: skip
 
 

@@ -6,11 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
 from workbench.plan.errors import PlanError
 from workbench.plan.legal import divisors
 from workbench.plan.schema import Card, Plan
+from workbench.plan.source import build
 from workbench.planner.truth import cards, fields
 from workbench.planner.truth.rows import Row
 from workbench.planner.truth.shapes import Inexpressible, is_dense, missing, shape
@@ -78,11 +77,9 @@ def express(row: Row) -> Expressed:
         "training": {"sequence_length": row.sequence, "global_batch": batch, "micro_batch": micro, **training},
     }  # fmt: skip
     try:
-        plan = Plan.model_validate(written).complete()
+        plan = build(written).complete()
     except PlanError as error:
         raise Inexpressible(f"illegal: {error.problems[0].field}") from None
-    except ValidationError as error:
-        raise Inexpressible(f"illegal: {'.'.join(map(str, error.errors()[0]['loc']))}") from None
     return Expressed(row, plan, stack.name, _seconds(row, batch, known), tuple(assumed))
 
 

@@ -152,7 +152,15 @@ COUNTS = {
 OPTIONAL = [name for name in COUNTS if name not in ("tensor", "pipeline", "context", "expert")]
 
 
-MOST = {"layers": 2**12, "hidden": 2**20, "ffn": 2**22, "vocab": 2**24, "sequence": 2**30, "batch": 2**24, "gpus": 2**20}
+MOST = {
+    "layers": 2**12,
+    "hidden": 2**20,
+    "ffn": 2**22,
+    "vocab": 2**24,
+    "sequence": 2**30,
+    "batch": 2**24,
+    "gpus": 2**20,
+}
 MOST_OTHERS = 2**16
 """Largest counts that can be meant; what is larger was misread."""
 

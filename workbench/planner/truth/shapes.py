@@ -6,8 +6,6 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from pydantic import ValidationError
-
 from workbench.plan.parameters import parameters
 from workbench.plan.shape import Shape
 from workbench.planner.truth.fields import count
@@ -71,8 +69,8 @@ def _made(
         if vocab is None:
             written["vocab"] = _vocabulary(written, tied, total or 0)
         found = Shape.model_validate({**written, "tied": bool(tied)})
-    except ValidationError as error:
-        raise Inexpressible(f"impossible shape: {error.errors()[0]['msg']}") from None
+    except ValueError:
+        raise Inexpressible("impossible shape") from None
     return found if tied is not None or total is None else _nearest_tie(found, total)
 
 
