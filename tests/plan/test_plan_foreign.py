@@ -255,6 +255,14 @@ def test_a_torchtitan_job():
                                 "float8.recipe_name"}  # fmt: skip
 
 
+def test_a_torchtitan_job_of_2024_has_its_degrees_elsewhere():
+    text = """[model]\nflavor = "8B"\n[training]\nbatch_size = 1\ntensor_parallel_degree = 2\nwarmup_steps = 7
+data_parallel_degree = -1\n[experimental]\npipeline_parallel_degree = 2\n"""
+    full = torchtitan.read(text, Given(None, CARD, 8)).plan.complete()
+    assert full.sizes == {"tensor": 2, "context": 1, "data": 2, "pipeline": 2}
+    assert full.training.optimizer.warmup_steps == 7
+
+
 def test_every_second_layer_is_a_list_of_layers():
     text = '[model]\nflavor = "8B"\n[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "2"\n'
     assert torchtitan.read(text, Given(None, CARD, 8)).plan.strategy.recompute == list(range(1, 32, 2))
@@ -313,6 +321,7 @@ FSDP = "distributed_type: FSDP\nnum_processes: 16\n"
         (TITAN + "tensor_parallel_degree = 4\n", "file", "not valid TOML"),
         (TITAN + "data_parallel_shard_degree = 3\n", "gpus", "the file says 6"),
         (TITAN + "pipeline_parallel_schedule = '2F2B'\n", "parallelism.pipeline_parallel_schedule", "1F1B, GPipe"),
+        (TITAN + "data_parallel_shard_degree = 0\n", "parallelism.data_parallel_shard_degree", "legal: -1"),
         (TITAN + "degree = 3\n", "parallelism.degree", "unknown key"),
         (TITAN.replace("= 2", "= 'two'"), "parallelism.tensor_parallel_degree", "must be an integer"),
         (FSDP + "num_processes: 8\n", "num_processes", "lines 2 and 3"),
@@ -373,6 +382,15 @@ def test_what_a_file_lacks_is_asked_for_by_name(lack, name, words):
         given.pop("gpus")
     given.pop(lack)
     assert words in problems(foreign.load, SAMPLES / name, **given)[lack]
+
+
+@pytest.mark.parametrize(
+    "given, field", [({"gpus": "8"}, "gpus"), ({"gpus": 0}, "gpus"), ({"gpu": "h1000"}, "cluster.gpu"),
+                     ({"model": "no"}, "model"), ({"format": "nemo"}, "format")],
+)  # fmt: skip
+def test_what_is_given_beside_is_checked(given, field):
+    found = problems(foreign.read, DS, **({"model": "tiny", "gpu": CARD, "gpus": 16} | given))
+    assert "ds_config" not in found[field]
 
 
 def test_files_that_cannot_be_read(tmp_path):

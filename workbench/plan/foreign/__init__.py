@@ -43,6 +43,8 @@ def read(
     `format` is found by the content where it is None. `model`, `gpu` and `gpus` are what the text lacks. Keys that the
     format does not have are refused, or with `lenient` told with the untranslated. Raises `PlanError`.
     """
+    if format is not None and format not in FORMATS:
+        raise refuse("format", f"is '{format}'; legal: {', '.join(FORMATS)}")
     return _READERS[format or detect(text)](text, Given(model, gpu, gpus), lenient)
 
 

@@ -93,8 +93,8 @@ class Given:
 
     def world(self, found: int | None, key: str) -> int:
         """Ranks of the job: `found` in the file at `key`, or given. Raises `PlanError` if neither or both differ."""
-        if self.gpus is not None and self.gpus < 1:
-            raise refuse("gpus", f"is {self.gpus}; legal: 1 or more")
+        if self.gpus is not None and (not isinstance(self.gpus, int) or self.gpus < 1):
+            raise refuse("gpus", f"is {self.gpus!r}; legal: 1 or more")
         if found is not None and self.gpus not in (None, found):
             raise refuse("gpus", f"is {self.gpus}, but the file says {found} ({key}); legal: {found}, or leave it out")
         world = self.gpus if found is None else found
@@ -138,7 +138,10 @@ def imported(format: Format, plan: dict[str, Any], keys: Keys) -> Imported:
         built = build(plan)
         full = built.complete()
     except PlanError as error:
-        said = [Problem(p.field, f"{p.message} (as {TITLES[format]} says it)") for p in error.problems]
+        told = f" (as {TITLES[format]} says it)"
+        said = [
+            Problem(p.field, p.message + told * p.field.startswith(("strategy", "training"))) for p in error.problems
+        ]
         raise PlanError(said) from None
     assumed = [Note(n.field, _at(full, n.field) if n.value == DEFAULT else n.value, n.why) for n in keys.assumed]
     return Imported(format, built, keys.translated, keys.untranslated, assumed)

@@ -77,9 +77,10 @@ def _converted(keys: Keys) -> bool:
 
 def _sizes(keys: Keys, given: Given) -> tuple[dict[str, int], int]:
     """(ranks of each axis with those that share the data, ranks of the job)."""
-    sizes = {axis: keys.whole(f"{P}{axis}_parallel_degree") or 1 for axis in ("tensor", "context", "pipeline")}
-    replicate = keys.whole(P + "data_parallel_replicate_degree") or 1
-    shard = keys.whole(P + "data_parallel_shard_degree", -1)
+    sizes = {axis: _degree(keys, f"{axis}_parallel_degree") or 1 for axis in ("tensor", "context", "pipeline")}
+    replicate = _degree(keys, "data_parallel_replicate_degree") or 1
+    shards = [_degree(keys, name, -1) for name in ("data_parallel_shard_degree", "data_parallel_degree")]
+    shard = next((degree for degree in shards if degree is not None), None)
     if shard == 0:
         raise refuse(P + "data_parallel_shard_degree", "is 0; legal: -1 for all that are left over, or 1 or more")
     others = math.prod(sizes.values()) * replicate
@@ -92,6 +93,15 @@ def _sizes(keys: Keys, given: Given) -> tuple[dict[str, int], int]:
     assert shard is not None
     world = given.world(others * shard, "the product of the degrees in [parallelism]")
     return {**sizes, "replicate": replicate, "shard": shard, "data": replicate * shard}, world
+
+
+def _degree(keys: Keys, name: str, least: int = 1) -> int | None:
+    """A degree of [parallelism], or of the sections where jobs of 2024 have it."""
+    found = {section: keys.whole(f"{section}.{name}", least) for section in ("parallelism", "training", "experimental")}
+    said = {section: degree for section, degree in found.items() if degree is not None}
+    if len(set(said.values())) > 1:
+        raise refuse(P + name, f"is {said}; legal: the same, or one of them")
+    return next(iter(said.values()), None)
 
 
 def _data(keys: Keys, sizes: Mapping[str, int]) -> dict[str, Any]:

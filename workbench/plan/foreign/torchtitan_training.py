@@ -70,7 +70,8 @@ def _optimizer(keys: Keys, steps: int) -> dict[str, Any]:
 
 
 def _schedule(keys: Keys, steps: int) -> dict[str, Any]:
-    warmup = keys.whole("lr_scheduler.warmup_steps", 0)
+    warmup, older = keys.whole("lr_scheduler.warmup_steps", 0), keys.whole("training.warmup_steps", 0)
+    warmup = older if warmup is None else warmup
     if warmup is None:
         warmup = int(keys.assume("training.optimizer.warmup_steps", min(200, steps), "torchtitan's default"))
     kind = keys.choice("lr_scheduler.decay_type", {"linear": "linear", "sqrt": "sqrt", "cosine": "cosine"})
@@ -83,9 +84,9 @@ def _schedule(keys: Keys, steps: int) -> dict[str, Any]:
     if share is not None and share > 0:
         keys.doubt("lr_scheduler.decay_ratio", "a plan decays from the end of the warm-up on")
     least = keys.number("lr_scheduler.min_lr_factor", 0, 1)
-    older = keys.number("lr_scheduler.lr_min", 0, 1)
+    before = keys.number("lr_scheduler.lr_min", 0, 1)
     found = {"warmup_steps": warmup, "decay": "constant" if share == 0 else kind}
-    return {**found, "final_ratio": next((value for value in (least, older) if value is not None), 0.0)}
+    return {**found, "final_ratio": next((value for value in (least, before) if value is not None), 0.0)}
 
 
 def _evaluation(keys: Keys) -> dict[str, int]:
