@@ -250,6 +250,7 @@ def test_batches_follow_from_each_other() -> None:
          "schema"),
         ({"notes": "QLoRA"}, "adapters on a quantised model"),
         ({"notes": "LoRA"}, "adapters of unknown rank"),
+        ({"notes": "opt-in-bwd"}, "optimizer steps inside backward"),
     ],
 )  # fmt: skip
 def test_reasons(changes: dict[str, str], expected: str) -> None:
@@ -272,6 +273,27 @@ def test_shapes_by_words() -> None:
 
 def test_vocabulary_from_the_stated_parameters() -> None:
     assert said(vocab="").plan.shape.vocab == pytest.approx(128256, rel=0.02)
+
+
+def test_a_bare_gb_is_what_the_stack_prints() -> None:
+    bridge, plain = {"framework": "Megatron-Bridge"}, {"mem_unit": "GB as printed"}
+    assert said(**bridge, **plain).memory_gib == pytest.approx(60e9 / 2**30)
+    assert said(**plain).memory_gib == 60.0
+    assert said(**bridge).memory_gib == 60.0
+    assert said(**bridge, **plain, mem_kind="nvidia-smi").memory_gib == 60.0
+
+
+def test_rows_that_their_table_warns_of() -> None:
+    assert row(cells(kind="measured (author warns +-40% from network noise)")).doubted
+    assert row(cells(notes="duplicate config in source with another value")).doubted
+    assert not row(cells()).doubted
+
+
+def test_defaults_of_several_devices() -> None:
+    one = said(framework="litgpt", n_gpus="1", dp="1", gbs="1").plan.strategy
+    assert (one.data.zero, one.recompute) == (0, "none")
+    many = said(framework="litgpt").plan.strategy
+    assert (many.data.zero, many.recompute) == (3, "full")
 
 
 def test_adapters_take_the_stack_default() -> None:

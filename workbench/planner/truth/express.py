@@ -35,13 +35,10 @@ class Expressed:
     stack: str
     seconds: float | None
     """Measured step time of the plan's global batch."""
+    memory_gib: float | None
+    """Measured peak."""
     assumed: tuple[str, ...]
     """Plan fields that took a stack's documented default, because the row leaves them open."""
-
-    @property
-    def memory_gib(self) -> float | None:
-        """Measured peak."""
-        return self.row.memory_gib
 
 
 def complete(row: Row) -> bool:
@@ -80,7 +77,7 @@ def express(row: Row) -> Expressed:
         plan = build(written).complete()
     except PlanError as error:
         raise Inexpressible(f"illegal: {error.problems[0].field}") from None
-    return Expressed(row, plan, stack.name, _seconds(row, batch, known), tuple(assumed))
+    return Expressed(row, plan, stack.name, _seconds(row, batch, known), _memory(row, stack), tuple(assumed))
 
 
 def _deal(strategy: dict[str, Any], stack: Stack, layers: int) -> None:
@@ -136,6 +133,13 @@ def _seconds(row: Row, batch: int, known: bool) -> float | None:
     return batch * row.sequence / row.tokens_per_second if row.tokens_per_second and row.sequence else None
 
 
+def _memory(row: Row, stack: Stack) -> float | None:
+    """Measured peak, GiB; a bare GB of the allocator's figures is what the stack's own reports mean by it."""
+    if row.memory_gib is None or not row.plain_gb or row.memory_kind not in ("allocated", "reserved"):
+        return row.memory_gib
+    return row.memory_gib * stack.gigabyte / 2**30
+
+
 def _shard_in_node(strategy: dict[str, Any], replicas: int, most: int) -> None:
     """Hybrid sharding: the largest group that stays inside a node."""
     strategy["data"]["shard"] = max(size for size in divisors(replicas) if size <= most)
@@ -153,8 +157,10 @@ def _strategy(row: Row, stack: Stack, layers: int, data: int) -> tuple[dict[str,
     precision = fields.precision(row.precision) or "auto"
     if precision == "fp4":
         raise Inexpressible("precision fp4")
+    if re.search(r"opt\w*.in.bwd|optimizer.in.back", row.text):
+        raise Inexpressible("optimizer steps inside backward")
     said = _said(row, layers, data)
-    usual = {path: value for path, value in stack.defaults.items() if path not in said and _applies(path, row)}
+    usual = {path: value for path, value in stack.defaults.items() if path not in said and _applies(path, row, stack)}
     plan: dict[str, Any] = {"strategy": {"stack": stack.name, "precision": precision}, "training": {}}
     for path, value in {**usual, **said}.items():
         if value is not None:
@@ -195,8 +201,10 @@ def _kernels(row: Row) -> str | None:
     return "eager" if re.search(r"\beager\b", words) else None
 
 
-def _applies(path: str, row: Row) -> bool:
+def _applies(path: str, row: Row, stack: Stack) -> bool:
     """Whether a default has something to act on: no sequence parallelism without tensor, no chunks without stages."""
+    if path in stack.several and _cards(row) == 1:
+        return False
     if path == "strategy.tensor.sequence":
         return row.tensor > 1
     if path == "strategy.pipeline.chunks":

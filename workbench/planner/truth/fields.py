@@ -77,6 +77,23 @@ def gib(text: str, unit: str) -> float | None:
     return value / 1024 if leading else value
 
 
+def doubted(text: str) -> bool:
+    """Whether a table warns of a row: noise, throttled cards, labels mixed up, figures that contradict each other."""
+    return _DOUBTS.search(text.lower()) is not None
+
+
+_DOUBTS = re.compile(
+    r"\bnois|warns|throttl|power.?limited|mislabel|mixed up|not proportional|inconsistent|duplicate config|unreliable"
+)
+
+
+def plain_gb(unit: str) -> bool:
+    """Whether a unit is a bare GB that does not say what it is."""
+    return re.search(r"\bgb\b", unit.lower()) is not None and not re.search(
+        r"gib|mib|\bmb\b|1e9|10\^9|10\*\*9|decimal|1024|2\^30|rounded", unit.lower()
+    )
+
+
 def memory_kind(text: str) -> str:
     """allocated | reserved | nvidia-smi | unknown. A text that names two, or doubts its own, is unknown."""
     text = text.lower()

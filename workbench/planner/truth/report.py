@@ -58,7 +58,7 @@ def memory_errors(table: pd.DataFrame) -> dict[str, Any]:
 def time(table: pd.DataFrame) -> dict[str, Any]:
     """Errors of the step time over rows that pass the consistency check; `clean` and `all` beside.
 
-    Clean rows also use less than 90 % of the card and more than 5 % of its peak.
+    Clean rows also use less than 90 % of the card and more than 5 % of its peak, and their table does not warn of them.
     """
     has = timed(table)
     passed = has[~has.suspect]

@@ -75,6 +75,10 @@ class Row:
     tflops_kind: str
     memory_gib: float | None
     memory_kind: str
+    plain_gb: bool
+    """Whether the memory's unit is a bare GB, which may be 2**30 or 1e9 bytes."""
+    doubted: bool
+    """Whether the table itself warns of the row."""
     status: str
     notes: str
     iteration: float | None
@@ -136,6 +140,8 @@ def row(cells: Mapping[str | None, object], file: str = "", line: int = 0) -> Ro
         recompute=get("recompute", ""), schedule=get("schedule", ""), attention=get("attn_impl", ""),
         tflops=fields.number(get("tflops_gpu", "")) or None, tflops_kind=get("tflops_kind", ""),
         memory_gib=memory, memory_kind=fields.memory_kind(get("mem_kind", "")),
+        plain_gb=fields.plain_gb(get("mem_unit", "")),
+        doubted=fields.doubted(" ".join(get(name, "") for name in ("kind", "table", "status", "notes"))),
         status=fields.status(get("status", ""), memory is not None or any(times)), notes=get("notes", ""),
         iteration=times[0], samples_per_second=times[1], tokens_per_second=times[2],
         utilisation=share / 100 if share else None,

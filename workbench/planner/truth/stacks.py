@@ -25,6 +25,10 @@ class Stack:
     becomes: Mapping[str, str] = field(hash=False)
     defaults: Mapping[str, Any] = field(hash=False)
     """Plan field by dotted path -> documented default."""
+    several: frozenset[str]
+    """Those of them that hold only where there is more than one device."""
+    gigabyte: float
+    """Bytes of the GB in which its own reports print memory."""
 
 
 @lru_cache(maxsize=1)
@@ -44,6 +48,8 @@ def _stack(name: str, entry: Mapping[str, Any], table: Mapping[str, Any]) -> Sta
         partition=entry.get("partition", base.get("partition", "even")),
         becomes=entry.get("becomes", {}),
         defaults={path: said["value"] for path, said in defaults.items()},
+        several=frozenset(path for path, said in defaults.items() if said.get("when") == "several"),
+        gigabyte=float(entry.get("gigabyte", base.get("gigabyte", {"value": 2**30}))["value"]),
     )
 
 

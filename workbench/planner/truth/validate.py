@@ -115,7 +115,7 @@ def _table(found: Sequence[tuple[Expressed, Prediction]]) -> pd.DataFrame:
     table = pd.DataFrame([_line(one, prediction) for one, prediction in found], columns=COLUMNS)
     table["suspect"] = suspect([one for one, _ in found])
     used = table.measured_gib / table.card_gib > NEAR_LIMIT
-    table["clean"] = ~table.suspect & ~used & ~(table.utilisation < SLOW)
+    table["clean"] = ~table.suspect & ~table.doubted.astype(bool) & ~used & ~(table.utilisation < SLOW)
     table["memory_ratio"] = table.predicted_gib / table.measured_gib
     table["time_ratio"] = table.predicted_s / table.measured_s
     return table
@@ -124,7 +124,7 @@ def _table(found: Sequence[tuple[Expressed, Prediction]]) -> pd.DataFrame:
 COLUMNS = [
     "row", "file", "source", "table", "framework", "stack", "model", "gpu", "card", "gpus", "status", "memory_kind",
     "card_gib", "measured_gib", "predicted_gib", "gib_low", "gib_high", "measured_s", "predicted_s", "s_low", "s_high",
-    "tokens", "utilisation", "layout", "assumed",
+    "tokens", "utilisation", "doubted", "layout", "assumed",
 ]  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def _line(one: Expressed, p: Prediction) -> tuple[Any, ...]:
         row.label, row.file, row.source, row.table, row.framework, one.stack, row.model, row.gpu, plan.card.name,
         plan.world_size, row.status, row.memory_kind, plan.card.memory_gib, memory, p.peak_gib, p.peak_low, p.peak_high,
         seconds, p.seconds, p.seconds_low, p.seconds_high, plan.training.global_batch * plan.training.sequence_length,
-        done, _layout(plan), " ".join(one.assumed),
+        done, row.doubted, _layout(plan), " ".join(one.assumed),
     )  # fmt: skip
 
 
