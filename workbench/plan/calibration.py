@@ -143,6 +143,13 @@ class Calibration(Frozen):
     collectives: Annotated[tuple[Collective, ...], Field(strict=False)] = ()
     scale: Scale | None = None
 
+    def __repr__(self) -> str:
+        points = len(self.gemm) + len(self.memory) + len(self.attention) + len(self.probes) + len(self.collectives)
+        learned = f", learned from {', '.join(self.scale.runs)}" if self.scale else ""
+        return f"<Calibration of {self.machine.title}: {points} points measured {self.machine.date}{learned}>"
+
+    __str__ = __repr__
+
     def __hash__(self) -> int:
         return hash((self.machine.fingerprint, self.gemm, self.memory, self.attention, self.host, self.collectives))
 
