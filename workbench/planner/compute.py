@@ -103,9 +103,11 @@ def compute(w: Workload, m: Machine, k: Kernels) -> Compute:
         forward = forward + sparse * k.mixture.forward
         backward = backward + sparse * k.mixture.backward
     # Every microbatch after the first adds its gradients to those that are there.
-    added = held(w).total * ((2 * w.stored_gradient + w.element) / m.bandwidth * (w.microbatches > 1))
+    added = held(w).trained * ((2 * w.stored_gradient + w.element) / m.bandwidth * (w.microbatches > 1))
     backward = backward + added
-    again = w.recomputed * k.mixture.forward + w.layers * (w.knobs.selective * k.attention.forward)
+    repeated = w.setting.software.selective_again  # of a layer's forward; else attention alone
+    part = k.attention.forward if repeated < 0 else repeated * k.mixture.forward
+    again = w.recomputed * k.mixture.forward + w.layers * (w.knobs.selective * part)
     weight = w.dense_layers * k.dense.weight + sparse * k.mixture.weight + w.last * k.head.weight
     return Compute(forward, backward + again, np.asarray(weight))
 
@@ -118,36 +120,57 @@ def model_flops(w: Workload) -> Number:
     return 3 * (w.weight * each).sum(axis=0)
 
 
-def layer_products(w: Workload, mixture: bool) -> list[tuple[Number, Number, Number]]:
-    """(rows, columns, inner) of each matrix product of one layer's forward."""
+@dataclass(frozen=True)
+class Product:
+    """`count` matrix products [rows, inner] x [inner, columns]."""
+
+    rows: Number
+    columns: Number
+    inner: Number
+    count: Number = 1.0
+
+    @property
+    def flops(self) -> Number:
+        """Multiplications and additions."""
+        return 2 * self.count * self.rows * self.columns * self.inner
+
+
+def layer_products(w: Workload, mixture: bool) -> list[Product]:
+    """Each matrix product of one layer's forward; the experts of a rank one by one."""
     h, t = w.shape.hidden, w.tokens
     mla = w.shape.mla
     if mla is None:
-        columns: list[tuple[Number, Number, Number]] = [(t, w.q_width, h), (t, w.k_width, h), (t, w.v_width, h)]
+        into = [Product(t, w.q_width, h), Product(t, w.k_width, h), Product(t, w.v_width, h)]
     else:
-        query = [(t, mla.q_rank, h), (t, w.q_width, mla.q_rank)] if mla.q_rank else [(t, w.q_width, h)]
+        query = [(mla.q_rank, h), (w.q_width, mla.q_rank)] if mla.q_rank else [(w.q_width, h)]
         up = w.shape.heads * (mla.nope_dim + mla.value_dim) / w.tensor
-        columns = [*query, (t, mla.kv_rank + mla.rope_dim, h), (t, up, mla.kv_rank)]
-    return [*columns, (t, h, w.o_width), *_feed_forward_products(w, mixture)]
+        widths = [*query, (mla.kv_rank + mla.rope_dim, h), (up, mla.kv_rank)]
+        into = [Product(t, columns, inner) for columns, inner in widths]
+    return [*into, Product(t, h, w.o_width), *_feed_forward_products(w, mixture)]
 
 
-def _feed_forward_products(w: Workload, mixture: bool) -> list[tuple[Number, Number, Number]]:
+def _feed_forward_products(w: Workload, mixture: bool) -> list[Product]:
     h, t, wide = w.shape.hidden, w.tokens, 2 if w.shape.gated else 1
     moe = w.shape.moe
     if not mixture or moe is None:
-        return [(t, w.ffn, h)] * wide + [(t, h, w.ffn)]
-    width, visits = moe.ffn / w.tensor, moe.top_k + moe.shared
-    return [(t, moe.experts, h)] + [(t * visits, width, h)] * wide + [(t * visits, h, width)]
+        return [Product(t, w.ffn, h)] * wide + [Product(t, h, w.ffn)]
+    width, own = moe.ffn / w.tensor, moe.experts / w.knobs.expert
+    routed = t * moe.top_k / own
+    result = [Product(t, moe.experts, h), *[Product(routed, width, h, own)] * wide, Product(routed, h, width, own)]
+    if moe.shared:
+        shared = moe.shared * width
+        result += [*[Product(t, shared, h)] * wide, Product(t, h, shared)]
+    return result
 
 
 def layer_pass(w: Workload, m: Machine, mixture: bool) -> Pass:
     """One layer and microbatch; a backward product is two, for the input and for the weight."""
     e, narrow = w.element, w.setting.precision == "fp8"
-    every = layer_products(w, mixture)
-    forward = sum(product(m, *each, e, narrow) for each in every)
-    weight = sum(product(m, c, k, r, e, narrow) for r, c, k in every)
-    backward = weight + sum(product(m, r, k, c, e, narrow) for r, c, k in every)
-    attention, bound, pace = attention_pass(w, m), memory_bound(w, m), m.constants.pace
+    every, trained = layer_products(w, mixture), float(w.setting.adapter_rank == 0)
+    forward = sum(p.count * product(m, p.rows, p.columns, p.inner, e, narrow) for p in every)
+    weight = trained * sum(p.count * product(m, p.columns, p.inner, p.rows, e, narrow) for p in every)
+    backward = weight + sum(p.count * product(m, p.rows, p.inner, p.columns, e, narrow) for p in every)
+    attention, bound, pace = attention_pass(w, m), memory_bound(w, m, mixture), m.constants.pace
     launches = OPERATORS[w.setting.kernels]
     return Pass(
         _launched(m, pace * (forward + attention.forward + bound.forward), launches[0]),
@@ -185,13 +208,18 @@ def attention_flops(w: Workload) -> Number:
     return w.tokens * seen * (w.k_width if w.shape.mla else w.q_width) + w.tokens * seen * w.o_width
 
 
-def memory_bound(w: Workload, m: Machine) -> Pass:
+def memory_bound(w: Workload, m: Machine, mixture: bool) -> Pass:
     """Norms, residuals, positions and activation of one layer, by bytes moved at the textbook count."""
     h, gated, half = w.shape.hidden / w.sequence_parallel, w.shape.gated, w.element / 2
     rope = 8 * (w.q_width + w.k_width) if w.shape.positions == "rope" else 0.0
     drop = 4 * w.setting.software.dropout * h
-    forward = 20 * h + rope + (6 if gated else 4) * w.ffn + drop
-    backward = 36 * h + rope + (10 if gated else 6) * w.ffn + drop
+    passes = (6, 10) if gated else (4, 6)
+    forward, backward = 20 * h + rope + passes[0] * w.ffn + drop, 36 * h + rope + passes[1] * w.ffn + drop
+    if mixture and w.shape.moe:  # the gate's activation on routed tokens alone, and tokens copied there and back
+        moe = w.shape.moe
+        visits = (moe.top_k + moe.shared) * moe.ffn / w.tensor / w.ffn
+        forward, backward = (x + y * w.ffn * (visits - 1) for x, y in zip((forward, backward), passes))
+        forward, backward = forward + 8 * moe.top_k * h, backward + 8 * moe.top_k * h
     if w.setting.precision == "fp8":
         cast = 4 * (2 * h + w.ffn)
         forward, backward = forward + cast, backward + cast
@@ -204,7 +232,7 @@ def head_pass(w: Workload, m: Machine) -> Pass:
     t, v, h = w.tokens, w.vocab, w.shape.hidden
     logits = t * v * w.wide / m.bandwidth
     forward = product(m, t, v, h, w.element) + HEAD_TRAFFIC[0] * logits
-    weight = product(m, v, h, t, w.element)
+    weight = product(m, v, h, t, w.element) * float(w.setting.adapter_rank == 0)
     backward = weight + product(m, t, h, v, w.element) + HEAD_TRAFFIC[1] * logits
     pace = m.constants.pace
     return Pass(pace * forward, pace * backward, pace * weight)
@@ -212,7 +240,7 @@ def head_pass(w: Workload, m: Machine) -> Pass:
 
 def layer_flops(w: Workload, mixture: bool) -> Number:
     """Forward FLOPs of one layer and microbatch on a rank."""
-    return sum(2 * r * c * k for r, c, k in layer_products(w, mixture)) + attention_flops(w)
+    return sum(p.flops for p in layer_products(w, mixture)) + attention_flops(w)
 
 
 def head_flops(w: Workload) -> Number:

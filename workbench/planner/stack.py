@@ -33,8 +33,22 @@ class Software:
     """1 where dropout keeps masks and moves bytes."""
     selective: float = -1.0
     """Share of a layer's activations that selective recomputation keeps."""
+    selective_again: float = -1.0
+    """Share of a layer's forward that selective recomputation repeats; negative: attention alone."""
     logit_bytes: float = -1.0
     """Bytes a logit takes at the loss's peak."""
+    logit_stale: float = 0.0
+    """Bytes a logit of the microbatch before still takes then."""
+    narrow_inputs: float = 0.0
+    """1 where fp8 products keep their inputs in 8 bits."""
+    gathered_kept: float = 0.0
+    """Whole hidden-wide tensors that a layer keeps beside its own share of the sequence."""
+    gathered_buffers: float = 0.0
+    """Whole hidden-wide tensors that gathers of the sequence have in their hands at once."""
+    table_bytes: float = 0.0
+    """More bytes of every weight of an embedding or head."""
+    bucket_mib: float = 0.0
+    """Communication buckets that a sharded optimizer holds, MiB."""
 
 
 @lru_cache(maxsize=64)

@@ -19,11 +19,18 @@ class Held:
     experts: Array
     layer: Number
     """Parameters of one dense layer: a unit that ZeRO-3 gathers."""
+    adapters: Array
+    """Parameters of low-rank adapters, replicated as the dense ones."""
 
     @property
     def total(self) -> Array:
         """All parameters."""
-        return self.dense + self.experts
+        return self.dense + self.experts + self.adapters
+
+    @property
+    def trained(self) -> Array:
+        """Those that have gradients and moments: the adapters alone where there are any."""
+        return np.where(self.adapters > 0, self.adapters, self.total)
 
 
 def held(w: Workload) -> Held:
@@ -37,7 +44,16 @@ def held(w: Workload) -> Held:
     router = shape.hidden * moe.experts + moe.shared * expert if moe else 0.0
     dense = w.layers * layer + w.dense_layers * mlp + sparse * router + _ends(w)
     experts = sparse * (moe.experts / w.knobs.expert * expert if moe else 0.0)
-    return Held(dense, experts, layer + (mlp if moe is None else router + moe.experts / w.knobs.expert * expert))
+    unit = layer + (mlp if moe is None else router + moe.experts / w.knobs.expert * expert)
+    return Held(dense, experts, unit, w.layers * _adapter(w))
+
+
+def _adapter(w: Workload) -> Number:
+    """Parameters of one layer's adapters (2106.09685): rank x (inputs + outputs) of each projection that has one."""
+    rank, h = w.setting.adapter_rank, w.shape.hidden
+    attention = 4 * h + w.q_width + w.k_width + w.v_width + w.o_width
+    wide = (2 if w.shape.gated else 1) * (h + w.ffn) + w.ffn + h
+    return rank * (attention + wide * w.setting.adapter_everywhere)
 
 
 def attention_parameters(w: Workload) -> Number:
@@ -82,13 +98,15 @@ def states(w: Workload, p: Held) -> States:
 
     Gradients stay whole where ZeRO-2 or 3 reduces them only once a step of several microbatches.
     """
-    whole, shards = p.total, sharded(w, p)
+    whole, shards = p.trained, sharded(w, p)
+    if w.setting.adapter_rank:
+        shards = whole / w.knobs.shard
     optimizer = shards if w.zero >= 1 else whole
     gradients = whole
     if w.zero >= 2:
         gradients = np.where(w.reduce_microbatch > 0, shards, whole)
     return States(
-        parameters=(shards if w.zero == 3 else whole) * w.setting.parameter_bytes,
+        parameters=(sharded(w, p) if w.zero == 3 else p.total) * w.setting.parameter_bytes,
         gradients=gradients * w.stored_gradient + whole * w.setting.accumulator_bytes,
         optimizer=optimizer * w.setting.moment_bytes,
         master=optimizer * w.setting.master_bytes,
@@ -98,4 +116,4 @@ def states(w: Workload, p: Held) -> States:
 def sharded(w: Workload, p: Held) -> Array:
     """Parameters of one rank after sharding over data x context; experts over what expert ranks leave of it."""
     shard, expert = w.knobs.shard, w.knobs.expert
-    return np.asarray(p.dense / shard + p.experts / np.maximum(1.0, shard / expert))
+    return np.asarray((p.dense + p.adapters) / shard + p.experts / np.maximum(1.0, shard / expert))

@@ -65,7 +65,7 @@ def step_time(w: Workload, constants: Constants, layers: Kernels | None = None) 
     slowest = (d.forward + d.backward).max(axis=0)
     bubble = _bubble(w, d, slowest)
     makespan = w.microbatches * slowest + bubble
-    owned = held(w).total / (w.knobs.shard if w.zero >= 1 else 1)
+    owned = held(w).trained / (w.knobs.shard if w.zero >= 1 else 1)
     after = {
         "data_comm": _data_exposed(w, constants, d, every, wires),
         "optimizer": optimizer_seconds(w, m, owned).max(axis=0),

@@ -139,7 +139,7 @@ def _data(w: Workload) -> list[Call]:
     """Gradients once a step in buckets; ZeRO scatters them and gathers parameters (1910.02054)."""
     group, shard, dtype, gradient = w.data * w.knobs.context, w.knobs.shard, w.setting.precision, _gradient_dtype(w)
     action = "B" if w.pipeline == 1 else "REDUCE_GRAD"
-    elements = held(w).total
+    elements, gathered = held(w).trained, held(w).total
     size = elements * w.gradient_element
     pieces = np.maximum(1.0, np.ceil(size / w.setting.bucket_bytes))
     if w.zero == 0:
@@ -156,7 +156,7 @@ def _data(w: Workload) -> list[Call]:
     if w.zero < 3:
         return [*scatter, Call("data", "all_gather", shard, dtype, elements * w.element, 1.0, "OPTIMIZER")]
     kept = np.maximum(w.knobs.keep_gathered, w.pipeline > 1)
-    unit = elements * w.element / units
+    unit = gathered * w.element / units
     forward = units * (kept + (1 - kept) * w.microbatches)
     return [
         *scatter,
