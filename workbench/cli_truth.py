@@ -28,6 +28,7 @@ PARTS_SHOWN = 25
 def validate(
     files: Annotated[list[Path], typer.Argument(metavar="FILE.csv...", help="Measurements, a row a configuration.")],
     by: Annotated[str | None, typer.Option("--by", help=f"Split errors by {', '.join(BY)}.")] = None,
+    profile: Annotated[str | None, typer.Option("--profile", help="One stack for all rows, e.g. textbook.")] = None,
     rows: Annotated[Path | None, typer.Option("--rows", help="Write every predicted row to this CSV.")] = None,
     json: Json = False,
 ) -> None:
@@ -36,7 +37,7 @@ def validate(
         raise refuse("--by", f"is '{by}'; legal: {', '.join(BY)}")
     from workbench.planner.truth.report import split
 
-    found = verbs.validate(*files)
+    found = verbs.validate(*files, profile=profile)
     data = found.summary()
     if by is not None:
         data["by"] = {by: split(found.table, by)}

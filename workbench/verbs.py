@@ -213,14 +213,15 @@ def export(plan: Planned, folder: str | Path) -> list[Path]:
     return write(as_plan(plan), folder)
 
 
-def validate(*files: str | Path) -> Validation:
+def validate(*files: str | Path, profile: str | None = None) -> Validation:
     """Published measurements (CSV, a row a configuration) predicted row by row: errors, ranking, and what was left out.
 
-    Raises `PlanError` for a file that cannot be read; a row that cannot be said as a plan is counted with its reason.
+    `profile` is one software stack to predict all rows with, in place of each row's own. Raises `PlanError` for a file
+    that cannot be read; a row that cannot be said as a plan is counted with its reason.
     """
     from workbench.planner.truth import validate as against
 
-    return against(files)
+    return against(files, profile=profile)
 
 
 def import_config(

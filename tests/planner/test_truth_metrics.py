@@ -206,6 +206,18 @@ def test_equal_plans_are_predicted_once(table: Table) -> None:
     assert len(asked) == 2
 
 
+def test_one_profile_for_all_rows(table: Table) -> None:
+    stacks = set()
+
+    def note(plan: Plan) -> Prediction:
+        stacks.add((plan.strategy.stack, plan.strategy.gradient_dtype))
+        return stub(plan)
+
+    found = validate([table(cells(id="a", mem_gib="30"))], predict=note, profile="textbook")
+    assert stacks == {("textbook", "fp32")}, "the row's own stack still says what the row leaves open"
+    assert list(found.summary()["by_stack"]) == ["megatron"]
+
+
 def test_files_without_any_row_of_the_schema_answer_too(table: Table) -> None:
     path = table({"collective": "AllReduce", "gbs": "1"})
     found = validate([path], predict=stub).summary()
@@ -233,7 +245,9 @@ def test_the_command(table: Table, tmp_path: Path, capsys: pytest.CaptureFixture
     assert verbs.validate(path).rows == 1
 
 
-@pytest.mark.parametrize("words", [("nowhere.csv",), ("--by", "colour", "nowhere.csv"), ()])
+@pytest.mark.parametrize(
+    "words", [("nowhere.csv",), ("--by", "colour", "nowhere.csv"), ("--profile", "nothing", "nowhere.csv"), ()]
+)
 def test_the_command_says_what_is_wrong(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.answer(["validate", *words]) == 2
     assert "Traceback" not in capsys.readouterr().err

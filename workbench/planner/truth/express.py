@@ -52,8 +52,11 @@ def complete(row: Row) -> bool:
     return _cards(row) is not None and row.micro_batch is not None and (row.batch or row.accumulation) is not None
 
 
-def express(row: Row) -> Expressed:
-    """The plan that `row` describes, complete and legal. Raises `Inexpressible` with a reason to be counted by."""
+def express(row: Row, profile: str | None = None) -> Expressed:
+    """The plan that `row` describes, complete and legal. Raises `Inexpressible` with a reason to be counted by.
+
+    `profile` names a stack to predict with in place of the row's own, whose documented defaults still hold.
+    """
     if not row.measured:
         raise Inexpressible("not a measurement")
     model = shape(row)
@@ -64,6 +67,7 @@ def express(row: Row) -> Expressed:
         raise Inexpressible(f"card unknown: {row.gpu or 'none given'}")
     stack = _stack(row, card)
     strategy, training, assumed = _strategy(row, stack, model.layers, data)
+    strategy["stack"] = profile or stack.name
     network = cards.fabric(card.name, f"{row.table} {row.gpu} {row.notes}".lower())
     if fields.hybrid(row.sharding):
         _shard_in_node(strategy, data * row.context, max(1, network.gpus_per_node // row.tensor))
@@ -161,7 +165,7 @@ def _strategy(row: Row, stack: Stack, layers: int, data: int) -> tuple[dict[str,
         raise Inexpressible("optimizer steps inside backward")
     said = _said(row, layers, data)
     usual = {path: value for path, value in stack.defaults.items() if path not in said and _applies(path, row, stack)}
-    plan: dict[str, Any] = {"strategy": {"stack": stack.name, "precision": precision}, "training": {}}
+    plan: dict[str, Any] = {"strategy": {"precision": precision}, "training": {}}
     for path, value in {**usual, **said}.items():
         if value is not None:
             _put(plan, path.split("."), value)

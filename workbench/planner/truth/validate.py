@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from workbench.plan import catalog
 from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner.truth.consistency import flops, suspect
@@ -19,6 +20,7 @@ from workbench.planner.truth.express import Expressed, complete, express
 from workbench.planner.truth.predict import Predict, Prediction, predict
 from workbench.planner.truth.rows import Row, read
 from workbench.planner.truth.shapes import Inexpressible
+from workbench.planner.truth.stacks import stacks
 
 NEAR_LIMIT = 0.9
 """Share of the card above which allocators retry and times mean little."""
@@ -61,14 +63,17 @@ class Validation:
         return Path(path)
 
 
-def validate(files: Sequence[str | Path], predict: Predict = predict) -> Validation:
+def validate(files: Sequence[str | Path], predict: Predict = predict, profile: str | None = None) -> Validation:
     """Read every row of `files`, predict those that can be expressed, and set prediction beside measurement.
 
-    Raises `PlanError` where a file cannot be read; a row never fails the run, it is counted with its reason.
+    `profile` names one stack to predict all rows with, in place of each row's own. Raises `PlanError` where a file
+    cannot be read or the profile is unknown; a row never fails the run, it is counted with its reason.
     """
     start = time.perf_counter()
+    if profile is not None and profile not in stacks():
+        raise catalog.unknown("profile", profile, stacks())
     rows = [row for file in files for row in read(file)]
-    said, reasons = _expressed(rows)
+    said, reasons = _expressed(rows, profile)
     found, refused = _predicted(said, predict)
     must = {id(row) for row in rows if complete(row)}
     return Validation(
@@ -79,11 +84,11 @@ def validate(files: Sequence[str | Path], predict: Predict = predict) -> Validat
     )  # fmt: skip
 
 
-def _expressed(rows: Sequence[Row]) -> tuple[list[Expressed], dict[str, int]]:
+def _expressed(rows: Sequence[Row], profile: str | None) -> tuple[list[Expressed], dict[str, int]]:
     said, reasons = [], Counter[str]()
     for row in rows:
         try:
-            said.append(express(row))
+            said.append(express(row, profile))
         except Inexpressible as reason:
             reasons[str(reason)] += 1
     return said, dict(reasons.most_common())
