@@ -154,7 +154,10 @@ def stub(plan: Plan) -> Prediction:
     """30 GiB, and a second for 64 sequences; refuses two cards."""
     if plan.world_size == 2:
         raise refuse("cluster.gpus", "is 2")
-    return Prediction(30.0, plan.training.global_batch / 64, 27.0, 36.0, 0.9, 1.1, {"compute s": 1.0})
+    return Prediction(
+        peak_gib=30.0, seconds=plan.training.global_batch / 64, peak_low=27.0, peak_high=36.0, seconds_low=0.9,
+        seconds_high=1.1, parts={"compute s": 1.0},
+    )  # fmt: skip
 
 
 def measured(table: Table) -> Validation:
