@@ -128,6 +128,8 @@ class Product:
     columns: Number
     inner: Number
     count: Number = 1.0
+    alone: bool = True
+    """Whether it is one product, not one of a group of experts'."""
 
     @property
     def flops(self) -> Number:
@@ -156,7 +158,8 @@ def _feed_forward_products(w: Workload, mixture: bool) -> list[Product]:
         return [Product(t, w.ffn, h)] * wide + [Product(t, h, w.ffn)]
     width, own = moe.ffn / w.tensor, moe.experts / w.knobs.expert
     routed = t * moe.top_k / own
-    result = [Product(t, moe.experts, h), *[Product(routed, width, h, own)] * wide, Product(routed, h, width, own)]
+    result = [Product(t, moe.experts, h), *[Product(routed, width, h, own, False)] * wide]
+    result.append(Product(routed, h, width, own, False))
     if moe.shared:
         shared = moe.shared * width
         result += [*[Product(t, shared, h)] * wide, Product(t, h, shared)]
@@ -167,9 +170,10 @@ def layer_pass(w: Workload, m: Machine, mixture: bool) -> Pass:
     """One layer and microbatch; a backward product is two, for the input and for the weight."""
     e, narrow = w.element, w.setting.precision == "fp8"
     every, trained = layer_products(w, mixture), float(w.setting.adapter_rank == 0)
-    forward = sum(p.count * product(m, p.rows, p.columns, p.inner, e, narrow) for p in every)
-    weight = trained * sum(p.count * product(m, p.columns, p.inner, p.rows, e, narrow) for p in every)
-    backward = weight + sum(p.count * product(m, p.rows, p.inner, p.columns, e, narrow) for p in every)
+    each = [(p, p.count / (1.0 if p.alone else m.constants.grouped_share)) for p in every]
+    forward = sum(n * product(m, p.rows, p.columns, p.inner, e, narrow) for p, n in each)
+    weight = trained * sum(n * product(m, p.columns, p.inner, p.rows, e, narrow) for p, n in each)
+    backward = weight + sum(n * product(m, p.rows, p.inner, p.columns, e, narrow) for p, n in each)
     attention, bound, pace = attention_pass(w, m), memory_bound(w, m, mixture), m.constants.pace
     launches = OPERATORS[w.setting.kernels]
     return Pass(

@@ -18,6 +18,7 @@ class Constants:
     gemm_half_dim: float
     gemm_misaligned: float
     narrow_share: float
+    grouped_share: float
     attention_share: float
     attention_backward: float
     attention_narrow: float

@@ -41,10 +41,10 @@ class Software:
     """Bytes a logit of the microbatch before still takes then."""
     narrow_inputs: float = 0.0
     """1 where fp8 products keep their inputs in 8 bits."""
-    gathered_kept: float = 0.0
-    """Whole hidden-wide tensors that a layer keeps beside its own share of the sequence."""
     gathered_buffers: float = 0.0
-    """Whole hidden-wide tensors that gathers of the sequence have in their hands at once."""
+    """Whole hidden-wide tensors that gathers of the sequence hold at once where no pipeline makes the host wait."""
+    ahead: float = 0.0
+    """Share by which blocks that another stream still holds add to activations, where tensor ranks gather sequences."""
     table_bytes: float = 0.0
     """More bytes of every weight of an embedding or head."""
     bucket_mib: float = 0.0
@@ -56,14 +56,15 @@ def software(name: str) -> Software:
     """The stack `name`. Raises `PlanError` where it is not known."""
     entry = _entry(name)
     known = {field.name for field in fields(Software)} - {"unfused"}
-    values = {key: float(said["value"]) for key, said in entry["memory"].items() if key in known}
+    values = {key: float(said["value"]) for key, said in (entry["memory"] | entry["time"]).items() if key in known}
     return Software(unfused=entry["attention"] == "unfused", **values)
 
 
 @lru_cache(maxsize=64)
 def timing(name: str) -> Mapping[str, float]:
     """Constants of `data/planner.yaml` that the stack `name` changes. Raises `PlanError` where it is not known."""
-    return {key: float(said["value"]) for key, said in _entry(name)["time"].items()}
+    kept = {field.name for field in fields(Software)}
+    return {key: float(said["value"]) for key, said in _entry(name)["time"].items() if key not in kept}
 
 
 def _entry(name: str) -> dict[str, Any]:
