@@ -75,6 +75,7 @@ def layer(w: Workload, mixture: bool = False) -> Layer:
     ffn = _feed_forward_saved(w, mixture)
     saved = 2 * norm_saved(w) + _latent(w) + attention + ffn
     kept = w.setting.software
+    saved = saved + _narrowed(w, mixture) - _unneeded(w, wide)
     scores = (2 + 3 * kept.dropout) * w.heads * w.tokens * w.setting.sequence_length if kept.unfused else statistics
     saved = (
         saved + kept.dropout * w.tokens * w.shape.hidden * 2 / w.sequence_parallel + scores * (1 - w.knobs.selective)
@@ -84,10 +85,31 @@ def layer(w: Workload, mixture: bool = False) -> Layer:
     stream = w.stream / w.sequence_parallel
     gathered = w.stream - stream
     # Down projection: its input's gradient and its weight's, which is then added; the gate: two more, one tensor gone.
-    made, added = wide + matrix * w.element, added_gradient(w, matrix)
+    made, added = wide + matrix * w.element * trained(w), added_gradient(w, matrix)
     transient = np.maximum(np.maximum(made, added), (1 if w.shape.mlp == "gelu" else 2) * wide) + gathered
     branch = stream + (wide if w.shape.mlp == "relu" else 0.0)
     return Layer(saved, stream, branch, transient, ffn + norm_saved(w), norm_backward(w))
+
+
+def trained(w: Workload) -> float:
+    """1 where the model's own weights have gradients, 0 where they are frozen under adapters."""
+    return float(w.setting.adapter_rank == 0)
+
+
+def _narrowed(w: Workload, mixture: bool) -> Number:
+    """What fp8 products change where they keep their inputs in 8 bits: norms' and feed-forward's results shrink to a
+    byte, attention's needs a second, narrow copy."""
+    if w.setting.precision != "fp8" or not w.setting.software.narrow_inputs:
+        return 0.0
+    wide, _ = _feed_forward(w, mixture)
+    return (w.o_width * w.tokens * w.element - 2 * w.stream / w.sequence_parallel - wide) / 2
+
+
+def _unneeded(w: Workload, wide: Number) -> Number:
+    """Inputs of the feed-forward's products, which only the gradients of frozen weights without adapters would read."""
+    if not w.setting.adapter_rank or w.setting.adapter_everywhere:
+        return 0.0
+    return w.stream / w.sequence_parallel + wide
 
 
 def _feed_forward(w: Workload, mixture: bool) -> tuple[Number, Number]:
@@ -119,7 +141,7 @@ def _latent(w: Workload) -> Number:
 def added_gradient(w: Workload, parameters: float) -> Number:
     """Bytes of a weight's gradient while it is added to its bucket, widened in pieces where dtypes differ."""
     widened = w.gradient_element * (w.gradient_element != w.element)
-    return parameters * w.element + np.minimum(parameters, PIECE) * widened
+    return (parameters * w.element + np.minimum(parameters, PIECE) * widened) * trained(w)
 
 
 def head(w: Workload) -> Head:
@@ -132,6 +154,7 @@ def head(w: Workload) -> Head:
     told = w.setting.software.logit_bytes
     if told >= 0:
         split, cast, more = np.ones_like(split), 0.0, (told - w.wide) * logits
+        more = more + w.setting.software.logit_stale * logits * (w.microbatches > 1)
     else:
         more = 0.0
     return Head(
@@ -139,7 +162,7 @@ def head(w: Workload) -> Head:
         logits=w.wide * logits,
         forward=split * (w.wide * logits + cast) + (1 - split) * (2 * w.wide * logits) + more,
         loss=split * cast + (1 - split) * (2 * w.wide * logits) + more,
-        projection=w.stream + np.maximum(narrow + table * w.element, added_gradient(w, table)),
+        projection=w.stream + np.maximum(narrow + table * w.element * trained(w), added_gradient(w, table)),
         norm=norm_backward(w),
     )
 
@@ -167,8 +190,8 @@ def ends(w: Workload) -> tuple[Array, Array]:
 
 def embedding(w: Workload) -> Number:
     """Temporaries while the embedding runs backward: its gradients are dense, and a tied one is added to the head's."""
-    table = w.vocab * w.shape.hidden
-    positions = w.shape.max_positions * w.shape.hidden if w.shape.positions == "learned" else 0
+    table = w.vocab * w.shape.hidden * trained(w)
+    positions = w.shape.max_positions * w.shape.hidden * trained(w) if w.shape.positions == "learned" else 0.0
     made = w.stream + np.maximum(table, positions) * w.element
     if shared_here(w):
         return np.maximum(np.maximum(made, 2 * table * w.element) + table * w.element, added_gradient(w, table))
@@ -177,4 +200,4 @@ def embedding(w: Workload) -> Number:
 
 def shared_here(w: Workload) -> bool:
     """Whether one rank's embedding and head share a weight: then the head's gradient waits for the embedding's."""
-    return w.shape.tied and w.pipeline == 1
+    return w.shape.tied and w.pipeline == 1 and w.setting.adapter_rank == 0

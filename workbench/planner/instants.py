@@ -49,6 +49,7 @@ def _flight(w: Workload, head: Head) -> Flight:
     saved = (w.layers - w.recomputed) * kept_whole + w.recomputed * dense.checkpoint
     kept, boundary = activations.ends(w)
     one = saved + kept + w.last * head.saved + boundary * w.setting.chunks
+    one = one * (1 + w.setting.software.ahead * (w.sequence_parallel > 1))
     return Flight(w.in_flight * one, w.in_flight * w.last * head.logits, saved)
 
 
@@ -108,22 +109,36 @@ def _sent(w: Workload) -> Live:
     return {"communication": np.asarray(holds * w.stream / w.sequence_parallel)}
 
 
+def working(w: Workload, p: Held) -> Live:
+    """What a stack has in its hands all through forward and backward: gathered parameters, sequences and buckets."""
+    kept, live = w.setting.software, gathered(w, p)
+    sequences = kept.gathered_buffers * w.stream * (w.sequence_parallel > 1) * (w.pipeline == 1)
+    tables = kept.table_bytes * w.vocab * w.shape.hidden * np.maximum(w.first, w.last)
+    buckets = kept.bucket_mib * 2**20 * (w.zero >= 1)
+    if not (kept.gathered_buffers or kept.table_bytes or kept.bucket_mib):
+        return live
+    return plus(live, {"communication": w.nothing + sequences + tables + buckets})
+
+
 def gathered(w: Workload, p: Held) -> Live:
     """ZeRO-3's working set: two units, or all where they stay gathered; and the gradient of a unit not yet sharded."""
     if w.zero < 2:
         return {}
     if w.zero == 2:
-        return {"communication": np.minimum(w.setting.bucket_bytes, p.total * w.gradient_element) * w.reduce_microbatch}
+        return {
+            "communication": np.minimum(w.setting.bucket_bytes, p.trained * w.gradient_element) * w.reduce_microbatch
+        }
     unit = np.maximum(p.layer, np.maximum(w.first, w.last) * (w.vocab * w.shape.hidden))
     kept = np.maximum(w.knobs.keep_gathered, w.pipeline > 1)
     units = np.where(kept > 0, p.total, np.minimum(p.total, unit + p.layer))
-    return {"gathered": units * w.element, "communication": unit * w.gradient_element * w.reduce_microbatch}
+    made = unit * w.gradient_element * w.reduce_microbatch * activations.trained(w)
+    return {"gathered": units * w.element, "communication": w.nothing + made}
 
 
 def optimizer(w: Workload, p: Held) -> Live:
     """Widened gradients, in pieces; and the other end's gradient of a weight that the first and last stage share."""
-    table = w.vocab * w.shape.hidden
-    owned = p.total / (w.knobs.shard if w.zero >= 1 else 1)
+    table = w.vocab * w.shape.hidden * activations.trained(w)
+    owned = p.trained / (w.knobs.shard if w.zero >= 1 else 1)
     narrow = w.gradient_element < 4
     pieces = np.minimum(owned * 4, np.maximum(CAST_BYTES, table * 4.0)) * narrow
     tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.first, w.last)

@@ -21,6 +21,8 @@ class Memory:
 
     moments: dict[str, Live]
     host: Live
+    live: Array
+    """The peak without workspaces, fragmentation and the driver's context."""
 
     @property
     def peak(self) -> Array:
@@ -37,7 +39,7 @@ def memory(w: Workload, constants: Constants) -> Memory:
     """All moments of `profile.MOMENTS`, of one plan."""
     parameters = held(w)
     persistent, host = _persistent(w, states(w, parameters))
-    working = instants.gathered(w, parameters)
+    working = instants.working(w, parameters)
     lives = {name: plus(persistent, live, working) for name, live in instants.passes(w).items()}
     forward_end = lives.pop("first_forward")
     lives["optimizer"] = plus(persistent, instants.optimizer(w, parameters))
@@ -52,7 +54,8 @@ def memory(w: Workload, constants: Constants) -> Memory:
         "after_optimizer": persistent,
         "maximum": _own_maxima(list(lives.values())),
     }
-    return Memory({m: live if m == "initialised" else plus(live, overhead) for m, live in moments.items()}, host)
+    whole = {m: live if m == "initialised" else plus(live, overhead) for m, live in moments.items()}
+    return Memory(whole, host, total(peak))
 
 
 def peaks(w: Workload, constants: Constants) -> Array:
@@ -65,7 +68,7 @@ def peaks(w: Workload, constants: Constants) -> Array:
     lives = instants.passes(w)
     del lives["first_forward"]
     passes = _largest([total(live) for live in lives.values()])
-    if working := instants.gathered(w, parameters):
+    if working := instants.working(w, parameters):
         passes = passes + total(working)
     live = total(persistent) + np.maximum(passes, total(instants.optimizer(w, parameters)))
     return np.asarray(live.max(axis=0) * (1 + constants.fragmentation) + _fixed(constants))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from workbench.plan.errors import PlanError
 from workbench.plan.legal import divisors
 from workbench.plan.schema import Card, Plan
+from workbench.plan.shape import Shape
 from workbench.plan.source import build
 from workbench.planner.truth import cards, fields
 from workbench.planner.truth.rows import Row
@@ -71,7 +74,7 @@ def express(row: Row, profile: str | None = None) -> Expressed:
     network = cards.fabric(card.name, f"{row.table} {row.gpu} {row.notes}".lower())
     if fields.hybrid(row.sharding):
         _shard_in_node(strategy, data * row.context, max(1, network.gpus_per_node // row.tensor))
-    _deal(strategy, stack, model.layers)
+    _deal(strategy, stack, model)
     written = {
         "name": row.label, "model": model, "strategy": strategy,
         "cluster": {"gpu": card, "gpus": gpus, "fabric": network},
@@ -84,13 +87,26 @@ def express(row: Row, profile: str | None = None) -> Expressed:
     return Expressed(row, plan, stack.name, _seconds(row, batch, known), _memory(row, stack), tuple(assumed))
 
 
-def _deal(strategy: dict[str, Any], stack: Stack, layers: int) -> None:
-    """Layers of each pipeline stage by their number alone, where the stack does not weigh the head."""
+def _deal(strategy: dict[str, Any], stack: Stack, model: Shape) -> None:
+    """Layers of each pipeline stage as the stack deals them, where it does not balance them as the planner does."""
+    layers = model.layers
     pipeline = strategy["pipeline"]
     stages = pipeline["size"] * pipeline.get("chunks", 1)
     if stack.partition == "even" and 1 < stages <= layers:
         less, more = divmod(layers, stages)
         pipeline["partition"] = [less + (stage < more) for stage in range(stages)]
+    elif stack.partition == "cumulative" and 1 < stages <= layers:
+        pipeline["partition"] = cumulative(model, stages)
+
+
+def cumulative(model: Shape, stages: int) -> list[int]:
+    """Layers of each stage where one ends as soon as the weights so far reach its share; the head weighs too."""
+    layer = model.hidden * (4 * model.q_width + (3 if model.gated else 2) * model.ffn)
+    share = (model.layers * layer + model.vocab * model.hidden) / (stages * layer)
+    ends = [
+        min(math.ceil(share * (stage + 1) - 1e-9), model.layers - stages + stage + 1) for stage in range(stages - 1)
+    ]
+    return [after - before for before, after in pairwise([0, *ends, model.layers])]
 
 
 def _cards(row: Row) -> int | None:

@@ -103,6 +103,16 @@ def memory_kind(text: str) -> str:
     return said[0] if len(said) == 1 and "not stated" not in text else "unknown"
 
 
+def nearest_kind(text: str) -> str:
+    """allocated | reserved | nvidia-smi | unknown by the first word that speaks of one, doubts aside.
+
+    What torch calls active it has handed out.
+    """
+    words = {"allocated": "allocated", "active": "allocated", "reserved": "reserved"}
+    found = re.search(r"allocated|active|reserved|nvidia.?smi|nvml", text.lower())
+    return words.get(found.group(), "nvidia-smi") if found else "unknown"
+
+
 def status(text: str, measured: bool) -> str:
     """ran | out_of_memory | failed. A failure that may have been something else than memory is `failed`."""
     text = text.strip().lower()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated import on_machine
 from workbench.planner.memory import memory
+from workbench.planner.readings import readings
 from workbench.planner.step import parts, step_time
 from workbench.planner.workload import workload
 
@@ -19,11 +20,14 @@ class Prediction:
     """What the planner says of one plan: GiB on the fullest card, seconds of a step, and 5 % and 95 % bounds."""
 
     peak_gib: float
+    """What the fullest card must hold."""
     seconds: float | None
     peak_low: float | None = None
     peak_high: float | None = None
     seconds_low: float | None = None
     seconds_high: float | None = None
+    readings: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """What would be read, GiB by pipeline rank: allocated, reserved, nvidia-smi."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Seconds by part of the step, and GiB by category at the peak."""
 
@@ -42,5 +46,6 @@ def predict(plan: Plan) -> Prediction:
     return Prediction(
         peak_gib=sum(sizes.values()),
         seconds=float(time.seconds),
+        readings={kind: tuple((size / 2**30).tolist()) for kind, size in readings(w, live, constants).items()},
         parts={**times, **{f"{name} GiB": size for name, size in sizes.items() if size}},
     )

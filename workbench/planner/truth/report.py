@@ -34,7 +34,7 @@ def summary(found: Validation) -> dict[str, Any]:
         "memory": memory(table),
         "time": time(table),
         "groups": groups(table),
-        "fit": metrics.fit(table.predicted_gib, table.card_gib, list(table.status)),
+        "fit": metrics.fit(table.needed_gib, table.card_gib, list(table.status)),
         "by_stack": {name: _both(part) for name, part in table.groupby("stack")},
         "seconds": found.seconds,
     }

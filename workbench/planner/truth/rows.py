@@ -75,6 +75,11 @@ class Row:
     tflops_kind: str
     memory_gib: float | None
     memory_kind: str
+    """What was read, where the table says so for certain."""
+    memory_reading: str
+    """The kind of reading that its words are nearest to."""
+    memory_first: bool
+    """Whether it was read on the rank that logs, which is of the first stage, not on the fullest."""
     plain_gb: bool
     """Whether the memory's unit is a bare GB, which may be 2**30 or 1e9 bytes."""
     doubted: bool
@@ -140,6 +145,7 @@ def row(cells: Mapping[str | None, object], file: str = "", line: int = 0) -> Ro
         recompute=get("recompute", ""), schedule=get("schedule", ""), attention=get("attn_impl", ""),
         tflops=fields.number(get("tflops_gpu", "")) or None, tflops_kind=get("tflops_kind", ""),
         memory_gib=memory, memory_kind=fields.memory_kind(get("mem_kind", "")),
+        memory_reading=fields.nearest_kind(get("mem_kind", "")), memory_first="logging rank" in get("mem_kind", ""),
         plain_gb=fields.plain_gb(get("mem_unit", "")),
         doubted=fields.doubted(" ".join(get(name, "") for name in ("kind", "table", "status", "notes"))),
         status=fields.status(get("status", ""), memory is not None or any(times)), notes=get("notes", ""),

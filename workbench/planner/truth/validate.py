@@ -128,7 +128,8 @@ def _table(found: Sequence[tuple[Expressed, Prediction]]) -> pd.DataFrame:
 
 COLUMNS = [
     "row", "file", "source", "table", "framework", "stack", "model", "gpu", "card", "gpus", "status", "memory_kind",
-    "card_gib", "measured_gib", "predicted_gib", "gib_low", "gib_high", "measured_s", "predicted_s", "s_low", "s_high",
+    "card_gib", "needed_gib", "measured_gib", "predicted_gib", "gib_low", "gib_high",
+    "measured_s", "predicted_s", "s_low", "s_high",
     "tokens", "utilisation", "doubted", "layout", "assumed",
 ]  # fmt: skip
 
@@ -141,10 +142,19 @@ def _line(one: Expressed, p: Prediction) -> tuple[Any, ...]:
     done = flops(plan) / (seconds * plan.world_size * peak * 1e12) if seconds else None
     return (
         row.label, row.file, row.source, row.table, row.framework, one.stack, row.model, row.gpu, plan.card.name,
-        plan.world_size, row.status, row.memory_kind, plan.card.memory_gib, memory, p.peak_gib, p.peak_low, p.peak_high,
+        plan.world_size, row.status, row.memory_kind, plan.card.memory_gib, p.peak_gib, memory,
+        *reading(row, p),
         seconds, p.seconds, p.seconds_low, p.seconds_high, plan.training.global_batch * plan.training.sequence_length,
         done, row.doubted, _layout(plan), " ".join(one.assumed),
     )  # fmt: skip
+
+
+def reading(row: Row, p: Prediction) -> tuple[float, float | None, float | None]:
+    """(what the row's way of reading should show, its 5 % and 95 % bounds), GiB."""
+    stages = p.readings.get(row.memory_reading)
+    scale = 1.0 if not stages else (stages[0] if row.memory_first else max(stages)) / p.peak_gib
+    low, high = (None if bound is None else bound * scale for bound in (p.peak_low, p.peak_high))
+    return p.peak_gib * scale, low, high
 
 
 def _layout(plan: Plan) -> str:
