@@ -9,7 +9,6 @@ import numpy as np
 from workbench.plan.schema import Card
 from workbench.planner.constants import Constants
 from workbench.planner.setting import Array, Number
-from workbench.planner.states import held
 from workbench.planner.workload import Workload
 
 OPERATORS = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40)}
@@ -103,7 +102,7 @@ def compute(w: Workload, m: Machine, k: Kernels) -> Compute:
         forward = forward + sparse * k.mixture.forward
         backward = backward + sparse * k.mixture.backward
     # Every microbatch after the first adds its gradients to those that are there.
-    added = held(w).trained * ((2 * w.stored_gradient + w.element) / m.bandwidth * (w.microbatches > 1))
+    added = w.held.trained * ((2 * w.stored_gradient + w.element) / m.bandwidth * (w.microbatches > 1))
     backward = backward + added
     repeated = w.setting.software.selective_again  # of a layer's forward; else attention alone
     part = k.attention.forward if repeated < 0 else repeated * k.mixture.forward

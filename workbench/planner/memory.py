@@ -11,7 +11,7 @@ from workbench.planner.activations import INDEX
 from workbench.planner.constants import Constants
 from workbench.planner.instants import Live, plus
 from workbench.planner.setting import Array
-from workbench.planner.states import States, held, states
+from workbench.planner.states import States, states
 from workbench.planner.workload import Workload
 
 
@@ -37,10 +37,14 @@ def total(live: Live) -> Array:
 
 def memory(w: Workload, constants: Constants) -> Memory:
     """All moments of `profile.MOMENTS`, of one plan."""
-    parameters = held(w)
+    parameters = w.held
     persistent, host = _persistent(w, states(w, parameters))
     working = instants.working(w, parameters)
-    lives = {name: plus(persistent, live, working) for name, live in instants.passes(w).items()}
+    early = persistent | {"gradients": np.asarray(persistent["gradients"] * instants.early_gradients(w))}
+    lives = {
+        name: plus(persistent if name in instants.LATE else early, live, working)
+        for name, live in instants.passes(w).items()
+    }
     forward_end = lives.pop("first_forward")
     lives["optimizer"] = plus(persistent, instants.optimizer(w, parameters))
     peak = _at_largest(list(lives.values()))
@@ -63,11 +67,15 @@ def peaks(w: Workload, constants: Constants) -> Array:
 
     What depends on the layers alone is reduced to its largest instant before the states' axes join in.
     """
-    parameters = held(w)
+    parameters = w.held
     persistent, _ = _persistent(w, states(w, parameters))
     lives = instants.passes(w)
     del lives["first_forward"]
-    passes = _largest([total(live) for live in lives.values()])
+    late = [total(lives.pop(name)) for name in instants.LATE if name in lives]
+    passes = _largest([total(live) for live in lives.values()] + late)
+    if w.setting.software.late_gradients:
+        missing = persistent["gradients"] * (1 - instants.early_gradients(w))
+        passes = _largest([_largest([total(live) for live in lives.values()]) - missing, *late])
     if working := instants.working(w, parameters):
         passes = passes + total(working)
     live = total(persistent) + np.maximum(passes, total(instants.optimizer(w, parameters)))
@@ -90,7 +98,8 @@ def _persistent(w: Workload, s: States) -> tuple[Live, Live]:
     k = w.knobs
     sequences = w.microbatches * k.micro_batch
     states_ = {"optimizer": s.optimizer, "master": s.master}
-    device: Live = {"parameters": s.parameters * (1 - k.offload_parameters), "gradients": s.gradients}
+    device: Live = {"parameters": s.parameters * (1 - k.offload_parameters)}
+    device["gradients"] = s.gradients * (1 - k.offload_optimizer * w.setting.software.offload_gradients)
     device |= {name: value * (1 - k.offload_optimizer) for name, value in states_.items()}
     device["overhead"] = w.nothing + 2 * INDEX * w.setting.sequence_length * sequences
     host = {name: value * k.offload_optimizer for name, value in states_.items()}

@@ -20,7 +20,6 @@ from workbench.planner.compute import (
 )
 from workbench.planner.constants import Constants
 from workbench.planner.setting import Array, Number
-from workbench.planner.states import held
 from workbench.planner.traffic import Call, calls
 from workbench.planner.workload import Workload
 from workbench.schedules import closed
@@ -65,7 +64,7 @@ def step_time(w: Workload, constants: Constants, layers: Kernels | None = None) 
     slowest = (d.forward + d.backward).max(axis=0)
     bubble = _bubble(w, d, slowest)
     makespan = w.microbatches * slowest + bubble
-    owned = held(w).trained / (w.knobs.shard if w.zero >= 1 else 1)
+    owned = w.held.trained / (w.knobs.shard if w.zero >= 1 else 1)
     after = {
         "data_comm": _data_exposed(w, constants, d, every, wires),
         "optimizer": optimizer_seconds(w, m, owned).max(axis=0),
@@ -171,7 +170,7 @@ def _data_exposed(w: Workload, constants: Constants, d: Durations, every: list[C
     took = spent(chosen, wires, constants, "data")
     buckets = np.maximum(1.0, sum(c.count * (c.group_size > 1) for c in chosen))
     share = constants.data_overlap if w.pipeline == 1 else constants.pipeline_overlap
-    behind = share * w.knobs.overlap * d.backward
+    behind = share * w.knobs.overlap * d.backward if share else 0.0
     return np.asarray(np.maximum(took - behind, took / buckets)).max(axis=0)
 
 
@@ -179,6 +178,6 @@ def _offload(w: Workload, constants: Constants, owned: Array, makespan: Number) 
     """Gradients to the host and parameters back, beyond what compute hides (2101.06840)."""
     k = w.knobs
     moved = owned.max(axis=0) * (w.gradient_element + w.element) * k.offload_optimizer
-    moved = moved + k.offload_parameters * (2 * w.microbatches * held(w).total.max(axis=0) * w.element)
+    moved = moved + k.offload_parameters * (2 * w.microbatches * w.held.total.max(axis=0) * w.element)
     took = moved / (w.setting.card.pcie_gbs * 1e9)
     return np.maximum(0.0, took - k.offload_optimizer * constants.offload_overlap * makespan)

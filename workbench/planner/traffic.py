@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from workbench.planner.setting import Number
-from workbench.planner.states import feed_forward_parameters, held
+from workbench.planner.states import feed_forward_parameters
 from workbench.planner.workload import Workload
 
 LOSS_BYTES = 12.0
@@ -139,7 +139,7 @@ def _data(w: Workload) -> list[Call]:
     """Gradients once a step in buckets; ZeRO scatters them and gathers parameters (1910.02054)."""
     group, shard, dtype, gradient = w.data * w.knobs.context, w.knobs.shard, w.setting.precision, _gradient_dtype(w)
     action = "B" if w.pipeline == 1 else "REDUCE_GRAD"
-    elements, gathered = held(w).trained, held(w).total
+    elements, gathered = w.held.trained, w.held.total
     size = elements * w.gradient_element
     pieces = np.maximum(1.0, np.ceil(size / w.setting.bucket_bytes))
     if w.zero == 0:

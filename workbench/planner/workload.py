@@ -7,6 +7,8 @@ of one tensor-parallel rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +18,9 @@ from workbench.plan.shape import Shape
 from workbench.plan.support import require
 from workbench.planner.setting import BYTES, Array, Knobs, Number, Setting, home, knobs_of, setting_of
 from workbench.schedules import closed
+
+if TYPE_CHECKING:
+    from workbench.planner.states import Held
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,13 @@ class Workload:
     def recomputed(self) -> Array:
         """Layers recomputed in full, by pipeline rank."""
         return self.knobs.recomputed
+
+    @cached_property
+    def held(self) -> Held:
+        """Parameters of each pipeline rank before data parallelism shards anything."""
+        from workbench.planner.states import held
+
+        return held(self)
 
     @property
     def stored_gradient(self) -> Number:

@@ -43,11 +43,12 @@ class Best:
     def take(self, cell: Cell, e: Evaluated, fits: NDArray[np.bool_], score: Array) -> None:
         """Look through a cell; less score is better. Few candidates are looked at closely."""
         bins = np.minimum(e.peak * (BINS / self.capacity), BINS + 1).astype(int)
-        good = e.seconds <= np.where(fits, self._floor[bins], -np.inf)
-        if len(self.top) < self.most:
-            good = good | fits
-        elif self.top[-1].score >= float(np.min(score)):
-            good = good | (fits & (score <= self.top[-1].score))
+        worst = self.top[-1].score if len(self.top) == self.most else np.inf
+        limit = self._floor[bins]
+        if score is e.seconds:
+            good = e.seconds <= np.where(fits, np.maximum(limit, worst), -np.inf)
+        else:
+            good = fits & ((e.seconds <= limit) | (score <= worst))
         near = np.flatnonzero(np.broadcast_to(good, e.shape))
         if len(near):
             self._keep(cell, near, e.at(e.seconds, near), e.at(e.peak, near), e.at(score, near))

@@ -1,6 +1,6 @@
 """The space cut into cells: a cell fixes what decides the code path, and holds the rest as arrays that broadcast.
 
-Axes run from what layers depend on to what states depend on, so that NumPy joins neighbours into long inner loops.
+Nearly everything depends on how a layer is split: that axis is the last, so that inner loops are long.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.plan.partition import balanced
-from workbench.planner.search.space import Space, chosen_layers
-from workbench.planner.setting import Array, Knobs, Number, Setting, home, strides
-from workbench.planner.workload import Workload, assemble, stage_layers
+from workbench.planner.search.space import Space
+from workbench.planner.search.stages import Stages, stages_of
+from workbench.planner.setting import Array, Knobs, Number, Setting, strides
+from workbench.planner.workload import Workload, assemble
 
-AXES = ("split", "placement", "recompute", "shard", "offload", "reduce", "keep_gathered", "overlap")
+AXES = ("overlap", "keep_gathered", "reduce", "offload", "shard", "recompute", "placement", "split")
 """Knobs of a cell, in the order of its axes."""
 WORDS = {"none": 0.0, "optimizer": 1.0, "parameters": 2.0, "step": 0.0, "microbatch": 1.0, "all": 0.0}
 """What words count as where a knob is a number."""
@@ -45,6 +46,9 @@ class Cell:
 
     setting: Setting
     values: dict[str, tuple[Any, ...]]
+    stages: Stages
+    table: Array
+    """The splits as numbers: a row a knob."""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -59,14 +63,7 @@ class Cell:
     def choice(self, at: int) -> dict[str, Any]:
         """The knobs of combination number `at`, by name."""
         s = self.setting
-        fixed = {
-            "world": s.world,
-            "node": s.node,
-            "pipeline": s.pipeline,
-            "schedule": s.schedule,
-            "chunks": s.chunks,
-            "zero": s.zero,
-        }
+        fixed = {name: getattr(s, name) for name in ("world", "node", "pipeline", "schedule", "chunks", "zero")}
         at_axis = {axis: self.values[axis][i] for axis, i in zip(AXES, np.unravel_index(at, self.shape))}
         return fixed | {"partition": s.partition} | at_axis.pop("split")._asdict() | at_axis
 
@@ -81,8 +78,8 @@ class Cell:
     def workload(self, index: Index) -> tuple[Workload, Number]:
         """(what the combinations ask of a rank, whether each is a plan of its own)."""
         dims = max((places.ndim for places in index.values()), default=0)
-        rows, weight = self._stages
-        split = Split(*(_at(column, index.get("split")) for column in np.array(self.values["split"], dtype=float).T))
+        rows = self.stages.ranks
+        split = Split(*(_at(row, index.get("split")) for row in self.table))
         take = {axis: self._take(axis, index) for axis in AXES if axis not in ("split", "placement", "recompute")}
         group, replicas = take["shard"], self.setting.world / (split.tensor * self.setting.pipeline)
         sizes = {
@@ -90,7 +87,7 @@ class Cell:
             "pipeline": self.setting.pipeline,
         }  # fmt: skip
         recompute = index.get("recompute", np.zeros((), dtype=int))
-        recomputed = self._recomputed[:, recompute.ravel()]
+        recomputed = self.stages.recomputed[:, recompute.ravel()]
         knobs = Knobs(
             **split._asdict(), grid=(split.tensor, 1), shard=np.where(group == 0, replicas, group),
             offload_optimizer=np.minimum(take["offload"], 1), offload_parameters=np.maximum(take["offload"] - 1, 0),
@@ -100,7 +97,7 @@ class Cell:
             strides=self._strides(index, sizes),
         )  # fmt: skip
         ahead = (len(rows), *(1,) * dims)
-        w = assemble(self.setting, knobs, rows.reshape(ahead).astype(float), weight.reshape(ahead))
+        w = assemble(self.setting, knobs, rows.reshape(ahead).astype(float), self.stages.weight.reshape(ahead))
         return w, self._legal(w, group, replicas) & self._own_order(sizes, knobs.strides, index)
 
     def _take(self, axis: str, index: Index) -> Number:
@@ -111,29 +108,6 @@ class Cell:
         if len(each) == 1:
             return each[0]
         return {axis: np.choose(index["placement"], [one[axis] for one in each]) for axis in sizes}
-
-    @cached_property
-    def _by_rank(self) -> tuple[Array, Array]:
-        """(layers and dense ones, layers recomputed by each kind) of every pipeline rank."""
-        s = self.setting
-        where = home(s.pipeline, s.schedule, s.partition)
-        kinds = [where[list(chosen_layers(kind, s.partition))] for kind in self.values["recompute"]]
-        recomputed = [np.bincount(kind, minlength=s.pipeline) for kind in kinds]
-        return np.stack(stage_layers(s), axis=1), np.stack(recomputed, axis=1).astype(float)
-
-    @cached_property
-    def _stages(self) -> tuple[NDArray[np.int64], Array]:
-        """(pipeline ranks, how many each stands for): of ranks alike the one that holds most in flight."""
-        rank = np.arange(self.setting.pipeline)
-        ends = np.stack([rank == 0, rank == self.setting.pipeline - 1], axis=1)
-        alike = np.concatenate([*self._by_rank, ends], axis=1)
-        order = -1 if self.setting.schedule == "zb-v" else 1  # while it fills, later ranks hold more; elsewhere earlier
-        _, most, count = np.unique(alike[::order], axis=0, return_index=True, return_counts=True)
-        return rank[::order][most], count.astype(float)
-
-    @cached_property
-    def _recomputed(self) -> Array:
-        return self._by_rank[1][self._stages[0]]
 
     def _legal(self, w: Workload, group: Number, replicas: Number) -> Number:
         """Whether each combination is a legal plan, and the only one of those that do the same."""
@@ -177,8 +151,10 @@ def cells(space: Space) -> Iterator[Cell]:
                 contexts=max(space.context) > 1,
             )  # fmt: skip
             if splits := tuple(split for split in all_splits(space) if _fits(fixed, split)):
+                stages, table = stages_of(fixed, space.recompute), np.array(splits, dtype=float).T
                 for zero in space.zero:
-                    yield Cell(replace(fixed, zero=zero), _values(space, replace(fixed, zero=zero), splits))
+                    own = replace(fixed, zero=zero)
+                    yield Cell(own, _values(space, own, splits), stages, table)
 
 
 def all_splits(space: Space) -> Iterator[Split]:

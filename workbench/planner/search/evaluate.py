@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.plan.schema import Plan
+from workbench.planner.calibrated import on_machine
 from workbench.planner.compute import Kernels, Pass, kernels, machine
-from workbench.planner.constants import Constants, constants
+from workbench.planner.constants import Constants
 from workbench.planner.memory import peaks
 from workbench.planner.search.cells import Cell, Index, Split, all_splits
 from workbench.planner.search.space import Space
+from workbench.planner.search.stages import stages_of
 from workbench.planner.setting import Array, Number
 from workbench.planner.step import computing, step_time
 
@@ -43,6 +47,7 @@ class Evaluated:
 class Evaluator:
     """What all cells of a space share: constants, and the layers of every split, computed once."""
 
+    base: Plan
     constants: Constants
     places: dict[Split, int]
     layers: Kernels
@@ -51,26 +56,36 @@ class Evaluator:
     def of(cls, space: Space) -> Evaluator:
         """Computes every layer of the space."""
         setting = space.settings[0]
-        k = constants(setting.card, setting.kernels, setting.stack)
+        k = on_machine(space.base)[1]
         splits = tuple(all_splits(space))
         alone = replace(setting, pipeline=1, schedule="1f1b", chunks=1, partition=(setting.shape.layers,), zero=0)
-        cell = Cell(alone, dict.fromkeys(("recompute", "offload"), ("none",)) | {
-            "split": splits, "placement": space.placement[:1], "shard": ("all",), "reduce": ("step",),
-            "keep_gathered": (False,), "overlap": (True,),
-        })  # fmt: skip
+        values: dict[str, tuple[Any, ...]] = {
+            "split": splits, "placement": space.placement[:1], "recompute": ("none",), "shard": ("all",),
+            "offload": ("none",), "reduce": ("step",), "keep_gathered": (False,), "overlap": (True,),
+        }  # fmt: skip
+        cell = Cell(alone, values, stages_of(alone, ("none",)), np.array(splits, dtype=float).T)
         w, _ = cell.workload({"split": np.arange(len(splits))})
-        return cls(
-            k, {split: i for i, split in enumerate(splits)}, kernels(w, machine(setting.card, setting.precision, k))
-        )
+        layers = kernels(w, machine(setting.card, setting.precision, k))
+        return cls(space.base, k, {split: i for i, split in enumerate(splits)}, layers)
 
     def __call__(self, cell: Cell, index: Index) -> Evaluated:
         """The combinations at `index` of `cell`: of a grid, all of them, in the order of its axes."""
         w, legal = cell.workload(index)
-        time = step_time(w, self.constants, self._layers(cell, index))
+        k = self._constants(cell)
+        time = step_time(w, k, self._layers(cell, index))
         shape = np.broadcast_shapes(*(places.shape for places in index.values())) if index else (1,)
         return Evaluated(
-            shape, np.asarray(legal), peaks(w, self.constants), np.asarray(time.seconds), np.asarray(computing(w, time))
+            shape, np.asarray(legal), peaks(w, k), np.asarray(time.seconds), np.asarray(computing(w, time))
         )
+
+    def _constants(self, cell: Cell) -> Constants:
+        """The constants of the cell's ranks; a calibration's depend on how many there are and on the layers of each."""
+        s = cell.setting
+        if self.base.cluster.calibration is None:
+            return self.constants
+        sizes = {"cluster.gpus": s.world, "cluster.nodes": None, "cluster.gpus_per_node": s.node}
+        alike = self.base.replace(**sizes, **{"strategy.pipeline.size": s.pipeline, "training.global_batch": s.world})
+        return on_machine(alike.complete())[1]
 
     def _layers(self, cell: Cell, index: Index) -> Kernels:
         """The layers of the cell's splits, out of all."""

@@ -11,6 +11,7 @@ from workbench.plan import legal
 from workbench.plan.resolve import LEAST_BATCH, MICROBATCHES_A_RANK
 from workbench.plan.schema import AXES, Plan
 from workbench.plan.shape import Shape
+from workbench.planner.calibrated import on_machine
 from workbench.planner.setting import Setting, setting_of
 
 KINDS = ("default", "wide")
@@ -64,6 +65,7 @@ def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) ->
     """
     worlds = worlds or (plan.cluster.gpus,)
     bases = {world: _neutral(plan, world) for world in worlds}
+    measured = [on_machine(base)[0] for base in bases.values()]
     base, batch = bases[max(worlds)], _batch(plan, max(worlds))
     shape, most, wide = base.shape, max(worlds), kind == "wide"
     sequence, node = base.training.sequence_length, int(base.cluster.gpus_per_node or 1)
@@ -71,7 +73,7 @@ def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) ->
     ways = legal.context_sizes(shape, min(most, MOST_CONTEXT), sequence, 1, "ring")
     return Space(
         base=base.replace(**{"training.global_batch": batch}),
-        settings=tuple(replace(setting_of(each), global_batch=batch) for each in bases.values()),
+        settings=tuple(replace(setting_of(each), global_batch=batch) for each in measured),
         schedules=_schedules(kind, shape, most), zero=(0, 1, 2, 3), tensor=tensor,
         context=tuple(ways) if sequence >= LONG else (1,),
         expert=tuple(legal.expert_sizes(shape, most)), placement=PLACEMENTS[kind],
