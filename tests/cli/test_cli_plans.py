@@ -189,7 +189,7 @@ def test_estimate_says_what_would_fit(ask):
 
 
 def test_ctrl_c_ends_a_rehearsal_and_its_child():
-    command = [sys.executable, "-m", "workbench.cli", "rehearse", "--model", "tiny", "--gpu", "h100-sxm-80gb"]
+    command = [sys.executable, "-m", "workbench", "rehearse", "--model", "tiny", "--gpu", "h100-sxm-80gb"]
     process = subprocess.Popen(
         [*command, "--gpus", "64", "--strategy", "megatron-3d"],
         stdout=subprocess.PIPE,
@@ -224,7 +224,7 @@ def test_a_plan_that_cannot_be_written_leaves_no_draft(ask, tmp_path):
 @pytest.mark.parametrize("words", [("gpus",), ("gpus", "--json")])
 def test_an_answer_that_cannot_be_printed_is_a_failure_in_one_line(words):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "workbench.cli", *words]
+        command = [sys.executable, "-m", "workbench", *words]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr
 

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-COMMAND = [sys.executable, "-m", "workbench.cli"]
+COMMAND = [sys.executable, "-m", "workbench"]
 PLAN = ["--model", "tiny", "--gpu", "local", "--gpus", "2", "--set", "training.sequence_length=64",
         "--set", "training.global_batch=4"]  # fmt: skip
 FOREVER = [*PLAN, "--set", "training.steps=100000"]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from workbench import tables
-from workbench.cli_progress import RunError, finished
+from workbench.cli import tables
+from workbench.cli.progress import RunError, finished
 from workbench.lab.palette import words
 from workbench.profile import Profile
 from workbench.runs.run import Run

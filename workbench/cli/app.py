@@ -13,29 +13,32 @@ from collections.abc import Sequence
 
 import typer
 
-from workbench import cli_calibrate, cli_explain, cli_foreign, cli_operators, cli_plans, cli_runs, cli_search, cli_truth
-from workbench.cli_options import console
-from workbench.cli_progress import RunError
+from workbench.cli import calibrate, catalog, compare, explain, foreign, operators, plans, runs, search, truth
+from workbench.cli.groups import Grouped
+from workbench.cli.options import console
+from workbench.cli.progress import RunError
 from workbench.plan.errors import PlanError
 from workbench.runs.child import ChildError
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 
 app = typer.Typer(
-    name="workbench",
+    name="workbench", cls=Grouped,
     help="Plan, estimate, rehearse, run and compare distributed training: one plan, three instruments.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
-for _verb in (
-    cli_plans.models, cli_plans.gpus, cli_plans.strategies, cli_plans.plan, cli_plans.estimate,
-    cli_explain.explain, cli_operators.operators, cli_plans.rehearse,
-    cli_search.search,
-    cli_runs.run, cli_runs.attach, cli_runs.stop, cli_runs.runs, cli_plans.compare, cli_plans.verify, cli_plans.export,
-    cli_calibrate.calibrate, cli_truth.validate, cli_runs.doctor, cli_runs.lab,
-):  # fmt: skip
-    app.command()(_verb)
-app.command("import")(cli_foreign.import_config)
-app.command()(cli_foreign.translate)
+for _panel, _verbs in {
+    "Plan": (
+        catalog.models, catalog.gpus, catalog.strategies, plans.plan, plans.export, foreign.import_config,
+        foreign.translate,
+    ),
+    "Planner": (search.search, explain.explain, operators.operators, calibrate.calibrate, truth.validate),
+    "Instruments": (plans.estimate, plans.rehearse, plans.verify, compare.compare),
+    "Runs": (runs.run, runs.attach, runs.stop, runs.runs),
+    "This machine": (runs.doctor, runs.lab),
+}.items():  # fmt: skip
+    for _verb in _verbs:
+        app.command(_verb.__name__.removesuffix("_config"), rich_help_panel=_panel)(_verb)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,7 +86,3 @@ def _to_machines(words: list[str], message: str, code: int, problems: list[dict[
             sys.stdout.write(json.dumps({"error": message, "problems": problems or [], "exit_code": code}) + "\n")
             sys.stdout.flush()
     return code
-
-
-if __name__ == "__main__":
-    main()

@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from workbench.cli_options import console
+from workbench.cli.options import console
+from workbench.cli.tables import culprit
 from workbench.runs.run import Run
 from workbench.runs.state import State
-from workbench.tables import culprit
 
 LINE_SECONDS = 5.0
 """At most one line in this time, and one for the last step, where no terminal can redraw one."""

@@ -9,9 +9,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from workbench import tables, verbs
-from workbench.cli_options import Gpu, Gpus, Json, Model, PlanFile, Set, Strategy, chosen, emit
+from workbench import verbs
+from workbench.cli import tables
+from workbench.cli.options import Json, emit, planned
 from workbench.lab.units import count_text, digits
+from workbench.plan.schema import Plan
 from workbench.planner.cost import Cost
 from workbench.planner.reasons.figures import Effect
 from workbench.planner.reasons.report import HEADS, cells
@@ -23,20 +25,15 @@ Tokens = Annotated[
 Price = Annotated[float | None, typer.Option("--price", help="USD an hour of one card; default its list price.")]
 
 
+@planned
 def explain(
-    file: PlanFile = None,
-    model: Model = None,
-    gpu: Gpu = None,
-    gpus: Gpus = None,
-    strategy: Strategy = None,
-    set: Set = None,
+    plan: Plan,
     tokens: Tokens = None,
     price: Price = None,
     json: Json = False,
 ) -> None:
     """Why a plan costs what it costs: money and energy, what binds it, what makes it fit, what each change does."""
-    short = chosen(file, model, gpu, gpus, strategy, set)  # not the complete plan: rules must be free to follow a fix
-    found = verbs.explain(short, tokens=tokens, price=price)
+    found = verbs.explain(plan, tokens=tokens, price=price)  # not complete: rules must be free to follow a fix
     words = Text(f"{found.reasons.binding.memory}\n{found.reasons.binding.time}\n")
     effects = (_effects(title, rows) for title, rows in found.tables())
     emit(json, found.to_json(), _cost(found.name, found.cost), words, *effects)

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from workbench import verbs
-from workbench.cli_options import Json, emit
+from workbench.cli.options import Json, emit
+from workbench.cli.tables import table
 from workbench.plan.errors import refuse
-from workbench.tables import table
 
 if TYPE_CHECKING:
     from workbench.planner.truth import Validation

@@ -10,11 +10,12 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from workbench import tables
-from workbench.cli_options import Gpu, Gpus, Json, Model, PlanFile, Set, Strategy, chosen, emit
-from workbench.cli_plans import write_whole
+from workbench.cli import tables
+from workbench.cli.files import write_whole
+from workbench.cli.options import Json, emit, planned
 from workbench.lab.units import bytes_text, seconds_text
 from workbench.plan.errors import refuse
+from workbench.plan.schema import Plan
 
 if TYPE_CHECKING:
     from workbench.planner.operators import OperatorPlan
@@ -22,13 +23,9 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
+@planned
 def operators(
-    file: PlanFile = None,
-    model: Model = None,
-    gpu: Gpu = None,
-    gpus: Gpus = None,
-    strategy: Strategy = None,
-    set: Set = None,
+    plan: Plan,
     ranks: Annotated[
         str | None, typer.Option("--ranks", help="Ranks, or a grid such as 4x8, outermost first; default all cards.")
     ] = None,
@@ -46,7 +43,6 @@ def operators(
     """A strategy for each operator, chosen exactly: what is split, what is communicated, estimated cost, and why."""
     from workbench.planner.operators import choose_for
 
-    plan = chosen(file, model, gpu, gpus, strategy, set)
     limit = None if memory is None else memory * GIB
     found = choose_for(plan.complete(), None if ranks is None else mesh_of(ranks), limit, sequences)
     data, between = found.to_json(), _between(found) if found.redistributions else None

@@ -15,7 +15,7 @@ from workbench.profile import ALLOCATED
 from workbench.runs.ready import advice
 
 if TYPE_CHECKING:
-    from workbench.doctor import Finding
+    from workbench.cli.doctor import Finding
     from workbench.plan.schema import Plan
     from workbench.profile import Profile
     from workbench.runs.run import Run

@@ -10,11 +10,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from workbench import tables, verbs
-from workbench.cli_options import Gpu, Gpus, Json, Model, PlanFile, Set, chosen, emit
-from workbench.cli_plans import write_whole
-from workbench.cli_progress import waiting
+from workbench import verbs
+from workbench.cli import tables
+from workbench.cli.files import write_whole
+from workbench.cli.options import Json, emit, outlined
+from workbench.cli.progress import waiting
 from workbench.plan.errors import refuse
+from workbench.plan.schema import Plan
 from workbench.planner.search import OBJECTIVES, Candidate, SearchResult
 from workbench.planner.search.search import GIB, short
 
@@ -31,12 +33,9 @@ Tokens = Annotated[float | None, typer.Option("--tokens", help="Tokens to train,
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan here.")]
 
 
+@outlined
 def search(
-    file: PlanFile = None,
-    model: Model = None,
-    gpu: Gpu = None,
-    gpus: Gpus = None,
-    set: Set = None,
+    plan: Plan,
     objective: Wanted = "time",
     top: Top = 10,
     space: Size = "default",
@@ -47,7 +46,6 @@ def search(
     json: Json = False,
 ) -> None:
     """The best strategies for a model on given cards: every legal plan of a space, by time, cost, energy or cards."""
-    plan = chosen(file, model, gpu, gpus, "ddp" if file is None else None, set, legal=False)
     with waiting("searching"):
         found = verbs.search(
             plan, objective, space=space, top=top, where=where or (), deadline_days=deadline, tokens=tokens

@@ -11,11 +11,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from workbench import tables, verbs
-from workbench.cli_options import Gpu, Gpus, Json, Model, PlanFile, Set, Strategy, chosen, emit
-from workbench.cli_plans import write_whole
+from workbench import verbs
+from workbench.cli import tables
+from workbench.cli.files import write_whole
+from workbench.cli.options import Gpu, Gpus, Json, Model, emit, planned
 from workbench.plan.errors import refuse
 from workbench.plan.foreign import FORMATS, TITLES, Format, Note
+from workbench.plan.schema import Plan
 
 
 def import_config(
@@ -52,21 +54,17 @@ def import_config(
     )
 
 
+@planned
 def translate(
+    plan: Plan,
     to: Annotated[str, typer.Option("--as", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
-    file: PlanFile = None,
-    model: Model = None,
-    gpu: Gpu = None,
-    gpus: Gpus = None,
-    strategy: Strategy = None,
-    set: Set = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the configuration here.")] = None,
     json: Json = False,
 ) -> None:
     """Write a plan as a configuration of other software, and say what that cannot hold."""
     if to not in FORMATS:
         raise refuse("--as", f"is '{to}'; legal: {', '.join(FORMATS)}")
-    found = verbs.translate(chosen(file, model, gpu, gpus, strategy, set), cast(Format, to))
+    found = verbs.translate(plan, cast(Format, to))
     if output is not None:
         write_whole(output, found.text)
     data: dict[str, Any] = {"format": to, "text": found.text, "untranslated": _rows(found.untranslated)}

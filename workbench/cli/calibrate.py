@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from workbench import verbs
-from workbench.cli_options import Json, Root, console, emit
-from workbench.cli_progress import LINE_SECONDS
+from workbench.cli.options import Json, Root, console, emit
+from workbench.cli.progress import LINE_SECONDS
 from workbench.plan.calibration import KINDS, Calibration, Scale
 from workbench.planner.curves import Curves
 
@@ -70,7 +70,10 @@ def _answer(found: Calibration) -> dict[str, Any]:
 
 
 def _figures(found: Calibration) -> list[dict[str, Any]]:
-    return [_of_ranks(Curves(found, ranks)) for ranks in sorted({x.ranks for x in (*found.gemm, *found.collectives)})]
+    return [
+        _of_ranks(Curves(found, ranks))
+        for ranks in sorted({g.ranks for g in found.gemm} | {c.ranks for c in found.collectives})
+    ]
 
 
 def _of_ranks(curves: Curves) -> dict[str, Any]:

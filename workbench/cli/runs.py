@@ -11,10 +11,12 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from workbench import tables, verbs
-from workbench.cli_options import Gpu, Gpus, Json, Model, PlanFile, Root, Set, Strategy, chosen, console, emit
-from workbench.cli_progress import STOP_SECONDS, followed
+from workbench import verbs
+from workbench.cli import tables
+from workbench.cli.options import Json, Root, console, emit, planned
+from workbench.cli.progress import STOP_SECONDS, followed
 from workbench.plan.catalog import assets
+from workbench.plan.schema import Plan
 from workbench.runs.run import Run
 from workbench.runs.state import State
 
@@ -22,13 +24,9 @@ RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or i
 INTERRUPTED = 130
 
 
+@planned
 def run(
-    file: PlanFile = None,
-    model: Model = None,
-    gpu: Gpu = None,
-    gpus: Gpus = None,
-    strategy: Strategy = None,
-    set: Set = None,
+    plan: Plan,
     wait: Annotated[bool, typer.Option("--wait", help="Follow it to its end; Ctrl-C stops it.")] = False,
     resume: Annotated[str | None, typer.Option("--resume", help="Run or checkpoint to go on from.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Run what by its estimate does not fit.")] = False,
@@ -37,7 +35,6 @@ def run(
     json: Json = False,
 ) -> None:
     """Train a plan on this machine through `accelerate launch`; returns at once, the run goes on."""
-    plan = chosen(file, model, gpu, gpus, strategy, set)
     source = resume if resume is None or Path(resume).exists() else verbs.attach(resume, root=root)
     started = verbs.run(plan, force=force, resume=source, root=root, port=port)
     if not wait:
@@ -82,7 +79,7 @@ def runs(root: Root = None, json: Json = False) -> None:
 
 def doctor(json: Json = False) -> None:
     """What is attached, what is installed, what is missing and how to mend it."""
-    from workbench.doctor import examine
+    from workbench.cli.doctor import examine
 
     found = examine()
     emit(json, [asdict(finding) for finding in found], tables.findings(found))

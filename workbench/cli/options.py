@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import math
-import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,10 +71,38 @@ def _cluster(written: dict[str, Any], gpu: str | None, gpus: int | None) -> dict
     return {"gpu": written["gpu"] if gpu is None else gpu, "gpus": written["gpus"] if gpus is None else gpus, **kept}
 
 
-def writable(path: Path | None) -> None:
-    """Refuse a report that could not be written, before the work that it is about."""
-    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
-        raise refuse("--html", f"'{path}' cannot be written; legal: a file in a folder that exists")
+_CHOICES = {"file": PlanFile, "model": Model, "gpu": Gpu, "gpus": Gpus, "strategy": Strategy, "sets": Set}
+"""Options that name a plan, by the arguments of `chosen`."""
+
+
+def planned(command: Callable[..., None]) -> Callable[..., None]:
+    """`command(plan, ...)` as a command that is given a plan file, or the choices that make a plan."""
+    return _taking(_CHOICES, chosen, command)
+
+
+def outlined(command: Callable[..., None]) -> Callable[..., None]:
+    """As `planned`, for a command that finds a strategy itself: none is asked for, the file's may be illegal."""
+
+    def outline(file: Path | None, **choices: Any) -> Plan:
+        return chosen(file, strategy="ddp" if file is None else None, legal=False, **choices)
+
+    return _taking({name: kind for name, kind in _CHOICES.items() if name != "strategy"}, outline, command)
+
+
+def _taking(choices: dict[str, Any], plan_of: Callable[..., Plan], command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with its first parameter, the plan, replaced in its signature by the choices that make one."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    asked = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in choices.items()]
+    own = [p.replace(kind=keyword) for p in inspect.signature(command, eval_str=True).parameters.values()][1:]
+
+    @functools.wraps(command)
+    def taking(**given: Any) -> None:
+        command(plan_of(**{name: given.pop(name) for name in choices}), **given)
+
+    signature = inspect.Signature(asked + own)
+    taking.__dict__["__signature__"] = signature
+    taking.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    return taking
 
 
 def emit(as_json: bool, data: Any, *shown: RenderableType | None) -> None:

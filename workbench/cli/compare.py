@@ -1,0 +1,54 @@
+"""The command that puts plans and runs side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from workbench import verbs
+from workbench.cli.files import writable
+from workbench.cli.options import Json, Root, emit
+from workbench.cli.progress import finished, waiting
+from workbench.plan.errors import refuse
+from workbench.plan.schema import Plan
+from workbench.runs.ready import ready
+
+
+def compare(
+    these: Annotated[list[str], typer.Argument(metavar="A B...", help="Plan files, run directories, names of runs.")],
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a report that opens offline.")] = None,
+    train: Annotated[bool, typer.Option("--run", help="Run each plan first, one after the other.")] = False,
+    rehearsed: Annotated[bool, typer.Option("--rehearse/--no-rehearse", help="Rehearse each plan too.")] = True,
+    root: Root = None,
+    json: Json = False,
+) -> None:
+    """Estimated, rehearsed and measured side by side, rank by rank, of any plans and runs."""
+    items = verbs.opened(these, root)
+    writable(html)
+    if train:
+        items = _runs_of(items, root)
+    with waiting("comparing") as told:
+        found = verbs.compare(*items, rehearsed=rehearsed, progress=told)
+    try:
+        page = found.to_html(html) if html else None
+    except OSError as error:
+        raise refuse("--html", f"'{html}' cannot be written: {error.strerror or error}") from None
+    data = found.to_json() | ({"html": str(page)} if page else {})
+    emit(json, data, Text(repr(found)), Text(f"report: {page}") if page else None)
+
+
+def _runs_of(items: list[Any], root: Path | None) -> list[Any]:
+    """Each plan's finished run in its place. All plans are checked before the first runs; the first failure ends it."""
+    for item in items:
+        if isinstance(item, Plan):
+            ready(item, root=root)
+    found = []
+    for number, item in enumerate(items, start=1):
+        if isinstance(item, Plan):
+            told = f"{number} of {len(items)}: {item.complete().name}"
+            item = finished(verbs.run(item, root=root), told)
+        found.append(item)
+    return found
