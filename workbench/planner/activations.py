@@ -102,7 +102,8 @@ def _narrowed(w: Workload, mixture: bool) -> Number:
     if w.setting.precision != "fp8" or not w.setting.software.narrow_inputs:
         return 0.0
     wide, _ = _feed_forward(w, mixture)
-    return (w.o_width * w.tokens * w.element - 2 * w.stream / w.sequence_parallel - wide) / 2
+    gate = (3 if w.shape.gated else 2) * wide
+    return (w.o_width * w.tokens * w.element - 2 * w.stream / w.sequence_parallel - gate) / 2
 
 
 def _unneeded(w: Workload, wide: Number) -> Number:

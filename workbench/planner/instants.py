@@ -29,6 +29,17 @@ class Flight:
     """Of one microbatch's layers."""
 
 
+LATE = ("embedding", "optimizer")
+"""Instants at which all gradients exist, whatever the stack."""
+
+
+def early_gradients(w: Workload) -> Number:
+    """1 where gradients exist from the step's start, 0 where its only backward makes them anew."""
+    if not w.setting.software.late_gradients:
+        return 1.0
+    return np.where(w.microbatches > 1, 1.0, 0.0)
+
+
 def passes(w: Workload) -> dict[str, Live]:
     """What forward and backward add at each instant that can be the largest, and after the first forward."""
     head, layer = activations.head(w), activations.layer(w, mixture=w.shape.moe is not None)
@@ -110,12 +121,12 @@ def _sent(w: Workload) -> Live:
 
 
 def working(w: Workload, p: Held) -> Live:
-    """What a stack has in its hands all through forward and backward: gathered parameters, sequences and buckets."""
+    """What a stack has in its hands all through forward and backward: gathered parameters, sequences, buckets."""
     kept, live = w.setting.software, gathered(w, p)
     sequences = kept.gathered_buffers * w.stream * (w.sequence_parallel > 1) * (w.pipeline == 1)
     tables = kept.table_bytes * w.vocab * w.shape.hidden * np.maximum(w.first, w.last)
-    buckets = kept.bucket_mib * 2**20 * (w.zero >= 1)
-    if not (kept.gathered_buffers or kept.table_bytes or kept.bucket_mib):
+    buckets = kept.bucket_mib * 2**20 * (w.setting.precision == "fp16" and w.zero >= 1)
+    if not (kept.gathered_buffers or kept.table_bytes or buckets):
         return live
     return plus(live, {"communication": w.nothing + sequences + tables + buckets})
 
@@ -126,7 +137,7 @@ def gathered(w: Workload, p: Held) -> Live:
         return {}
     if w.zero == 2:
         return {
-            "communication": np.minimum(w.setting.bucket_bytes, p.trained * w.gradient_element) * w.reduce_microbatch
+            "communication": np.minimum(w.knobs.bucket_bytes, p.trained * w.gradient_element) * w.reduce_microbatch
         }
     unit = np.maximum(p.layer, np.maximum(w.first, w.last) * (w.vocab * w.shape.hidden))
     kept = np.maximum(w.knobs.keep_gathered, w.pipeline > 1)

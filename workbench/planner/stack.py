@@ -25,6 +25,8 @@ class Software:
     """Bytes of a second gradient, whole on every rank."""
     narrow_accumulator: float = 0.0
     """The same with bf16 only."""
+    widened_gradients: float = 0.0
+    """Bytes of a gradient widened for the step, sharded with the optimizer, with fp16 only."""
     optimizer: float = -1.0
     """Bytes of moments and master weights a parameter."""
     gated_kept: float = 4.0
@@ -40,7 +42,7 @@ class Software:
     logit_stale: float = 0.0
     """Bytes a logit of the microbatch before still takes then."""
     narrow_inputs: float = 0.0
-    """1 where fp8 products keep their inputs in 8 bits."""
+    """1 where fp8 products keep their inputs, and a gate its, in 8 bits."""
     gathered_buffers: float = 0.0
     """Whole hidden-wide tensors that gathers of the sequence hold at once where no pipeline makes the host wait."""
     ahead: float = 0.0
@@ -48,7 +50,11 @@ class Software:
     table_bytes: float = 0.0
     """More bytes of every weight of an embedding or head."""
     bucket_mib: float = 0.0
-    """Communication buckets that a sharded optimizer holds, MiB."""
+    """Communication buckets of a sharded fp16 optimizer, MiB."""
+    late_gradients: float = 0.0
+    """1 where gradients are freed after the step, so that the only microbatch's forward finds none."""
+    offload_gradients: float = 0.0
+    """1 where gradients leave the card with the optimizer."""
 
 
 @lru_cache(maxsize=64)

@@ -105,9 +105,10 @@ def states(w: Workload, p: Held) -> States:
     gradients = whole
     if w.zero >= 2:
         gradients = np.where(w.reduce_microbatch > 0, shards, whole)
+    widened = w.setting.software.widened_gradients * (w.setting.precision == "fp16")
     return States(
         parameters=(sharded(w, p) if w.zero == 3 else p.total) * w.setting.parameter_bytes,
-        gradients=gradients * w.stored_gradient + whole * w.setting.accumulator_bytes,
+        gradients=gradients * w.stored_gradient + whole * w.setting.accumulator_bytes + optimizer * widened,
         optimizer=optimizer * w.setting.moment_bytes,
         master=optimizer * w.setting.master_bytes,
     )

@@ -179,8 +179,12 @@ def _strategy(row: Row, stack: Stack, layers: int, data: int) -> tuple[dict[str,
         raise Inexpressible("precision fp4")
     if re.search(r"opt\w*.in.bwd|optimizer.in.back", row.text):
         raise Inexpressible("optimizer steps inside backward")
+    if re.search(r"select\w*.*\bmlp\b", row.recompute.lower()):
+        raise Inexpressible("selective recomputation of the feed-forward")
     said = _said(row, layers, data)
     usual = {path: value for path, value in stack.defaults.items() if path not in said and _applies(path, row, stack)}
+    if re.search(r"\bsft\b|\blora\b|fine-?tun", row.text):
+        usual |= {path: value for path, value in stack.finetuning.items() if path in usual}
     plan: dict[str, Any] = {"strategy": {"precision": precision}, "training": {}}
     for path, value in {**usual, **said}.items():
         if value is not None:
