@@ -38,8 +38,6 @@ class Setting:
     global_batch: int
     sequence_length: int
     precision: str
-    gradient_dtype: str
-    """As a plan writes it; `auto` is decided for each candidate."""
     kernels: str
     stack: str
     software: Software
@@ -53,7 +51,6 @@ class Setting:
     moment_bytes: float
     """Optimizer moments, bytes a parameter."""
     master_bytes: float
-    bucket_bytes: float
     zero: int
     algorithm: str
     """Of tensor parallelism: 1d, 2d, 2.5d, 3d."""
@@ -90,6 +87,9 @@ class Knobs:
     reduce_microbatch: Number
     keep_gathered: Number
     overlap: Number
+    bucket_bytes: Number
+    gradient_element: Number
+    """Bytes of a gradient as it adds up and is reduced; 0: decided as `auto` in a plan."""
     selective: Number
     recomputed: Array
     """Layers recomputed in full, by pipeline rank (first axis)."""
@@ -108,12 +108,12 @@ def setting_of(plan: Plan) -> Setting:
     return Setting(
         shape=plan.shape, card=plan.card, fabric=plan.fabric, node=int(plan.cluster.gpus_per_node or 1),
         world=plan.world_size, global_batch=t.global_batch, sequence_length=t.sequence_length,
-        precision=s.precision, gradient_dtype=s.gradient_dtype, kernels=s.kernels, stack=s.stack,
+        precision=s.precision, kernels=s.kernels, stack=s.stack,
         software=kept, parameter_bytes=kept.parameters if narrow and kept.parameters > 0 else BYTES[s.precision],
         gradient_bytes=kept.gradients if narrow else -1.0,
         accumulator_bytes=kept.accumulator + kept.narrow_accumulator * (s.precision == "bf16"),
         moment_bytes=moments, master_bytes=max(0.0, master),
-        bucket_bytes=s.data.bucket_mib * 2**20, zero=s.data.zero, algorithm=s.tensor.algorithm,
+        zero=s.data.zero, algorithm=s.tensor.algorithm,
         context_algorithm=s.context.algorithm, contexts=s.context.size > 1,
         pipeline=s.pipeline.size, schedule=s.pipeline.schedule, chunks=s.pipeline.chunks,
         partition=tuple(s.pipeline.partition),
@@ -138,9 +138,16 @@ def knobs_of(plan: Plan) -> Knobs:
         shard=replicas if s.data.shard == "all" else s.data.shard,
         offload_optimizer=float(s.data.offload != "none"), offload_parameters=float(s.data.offload == "parameters"),
         reduce_microbatch=float(s.data.reduce == "microbatch"), keep_gathered=float(s.data.keep_gathered),
-        overlap=float(s.data.overlap), selective=float(s.recompute == "selective"),
-        recomputed=recomputed_of(plan), strides=strides(s.placement, sizes),
+        overlap=float(s.data.overlap), bucket_bytes=s.data.bucket_mib * 2**20,
+        gradient_element=gradient_element(s.gradient_dtype, BYTES[s.precision]),
+        selective=float(s.recompute == "selective"), recomputed=recomputed_of(plan),
+        strides=strides(s.placement, sizes),
     )  # fmt: skip
+
+
+def gradient_element(dtype: str, parameter: int) -> int:
+    """Bytes of a gradient of a plan's `gradient_dtype`; 0 for `auto`."""
+    return 0 if dtype == "auto" else parameter if dtype == "parameters" else BYTES[dtype]
 
 
 def grid_of(plan: Plan) -> tuple[int, int]:

@@ -131,8 +131,9 @@ def _pipeline(w: Workload) -> list[Call]:
 
 
 def _gradient_dtype(w: Workload) -> str:
-    written = w.setting.gradient_dtype
-    return w.setting.precision if written in ("auto", "parameters") else written
+    """Of one plan; of many it is not asked for."""
+    alike = np.ndim(w.gradient_element) or float(w.gradient_element) == w.element
+    return w.setting.precision if alike else "fp32"
 
 
 def _data(w: Workload) -> list[Call]:
@@ -141,7 +142,7 @@ def _data(w: Workload) -> list[Call]:
     action = "B" if w.pipeline == 1 else "REDUCE_GRAD"
     elements, gathered = w.held.trained, w.held.total
     size = elements * w.gradient_element
-    pieces = np.maximum(1.0, np.ceil(size / w.setting.bucket_bytes))
+    pieces = np.maximum(1.0, np.ceil(size / w.knobs.bucket_bytes))
     if w.zero == 0:
         return [Call("data", "all_reduce", group, gradient, size / pieces, pieces, action)]
     units = w.layers + w.first + w.last
@@ -171,7 +172,7 @@ def buckets(w: Workload, rank: int) -> list[float]:
     size = 0.0
     for parameters in reversed(_parameters(w, rank)):
         nbytes = parameters * w.gradient_element
-        if size and size + nbytes > w.setting.bucket_bytes:
+        if size and size + nbytes > w.knobs.bucket_bytes:
             sizes.append(size)
             size = 0.0
         size += nbytes

@@ -138,7 +138,7 @@ def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) ->
         o_width=(shape.heads * mla.value_dim if mla else shape.q_width) / k.tensor,
         heads=shape.heads / k.tensor, ffn=shape.ffn / k.tensor, vocab=np.ceil(shape.vocab / k.tensor),
         sequence_parallel=1 + k.sequence * (k.tensor - 1),
-        element=BYTES[s.precision], gradient_element=_gradient_element(s, microbatches),
+        element=BYTES[s.precision], gradient_element=_gradient_element(s, k.gradient_element, microbatches),
         reduce_microbatch=np.maximum(k.reduce_microbatch, microbatches == 1),
         weight=np.ones_like(ranks, dtype=float) if weight is None else weight,
         layers=layers[at], dense_layers=dense[at],
@@ -174,13 +174,13 @@ def _kv_width(shape: Shape, tensor: Number) -> Number:
     return np.maximum(shape.kv_width / tensor, float(shape.head_dim or 0))
 
 
-def _gradient_element(s: Setting, microbatches: Number) -> Number:
-    """`auto`: fp32 where gradients of several microbatches add up; the parameters' dtype otherwise and under ZeRO."""
+def _gradient_element(s: Setting, written: Number, microbatches: Number) -> Number:
+    """As written; else fp32 where gradients of several microbatches add up, and the parameters' dtype under ZeRO."""
     parameters = BYTES[s.precision]
-    if s.gradient_dtype == "auto":
-        adds_up = np.maximum(microbatches > 1, s.pipeline > 1) * (s.zero == 0)
-        return parameters + (4 - parameters) * adds_up
-    return parameters if s.gradient_dtype == "parameters" else BYTES[s.gradient_dtype]
+    if np.ndim(written) == 0 and written:
+        return written
+    adds_up = np.maximum(microbatches > 1, s.pipeline > 1) * (s.zero == 0)
+    return np.where(written == 0, parameters + (4 - parameters) * adds_up, written)
 
 
 def _refuse(plan: Plan) -> None:

@@ -17,11 +17,15 @@ from numpy.typing import NDArray
 from workbench.plan.partition import balanced
 from workbench.planner.search.space import Space
 from workbench.planner.search.stages import Stages, stages_of
-from workbench.planner.setting import Array, Knobs, Number, Setting, strides
+from workbench.planner.setting import BYTES, Array, Knobs, Number, Setting, gradient_element, strides
 from workbench.planner.workload import Workload, assemble
 
-AXES = ("overlap", "keep_gathered", "reduce", "offload", "shard", "recompute", "placement", "split")
+AXES = (
+    "bucket_mib", "gradient", "overlap", "keep_gathered", "reduce", "offload", "shard",
+    "recompute", "placement", "split",
+)  # fmt: skip
 """Knobs of a cell, in the order of its axes."""
+NOT_NUMBERS = ("gradient", "recompute", "placement", "split")
 WORDS = {"none": 0.0, "optimizer": 1.0, "parameters": 2.0, "step": 0.0, "microbatch": 1.0, "all": 0.0}
 """What words count as where a knob is a number."""
 
@@ -80,7 +84,7 @@ class Cell:
         dims = max((places.ndim for places in index.values()), default=0)
         rows = self.stages.ranks
         split = Split(*(_at(row, index.get("split")) for row in self.table))
-        take = {axis: self._take(axis, index) for axis in AXES if axis not in ("split", "placement", "recompute")}
+        take = {axis: self._take(axis, index) for axis in AXES if axis not in NOT_NUMBERS}
         group, replicas = take["shard"], self.setting.world / (split.tensor * self.setting.pipeline)
         sizes = {
             "tensor": split.tensor, "context": split.context, "data": replicas / split.context,
@@ -92,6 +96,7 @@ class Cell:
             **split._asdict(), grid=(split.tensor, 1), shard=np.where(group == 0, replicas, group),
             offload_optimizer=np.minimum(take["offload"], 1), offload_parameters=np.maximum(take["offload"] - 1, 0),
             reduce_microbatch=take["reduce"], keep_gathered=take["keep_gathered"], overlap=take["overlap"],
+            bucket_bytes=take["bucket_mib"] * 2**20, gradient_element=self._gradients(index),
             selective=_at(np.array([kind == "selective" for kind in self.values["recompute"]], float), recompute),
             recomputed=recomputed.reshape((len(rows), *(1,) * (dims - recompute.ndim), *recompute.shape)),
             strides=self._strides(index, sizes),
@@ -102,6 +107,11 @@ class Cell:
 
     def _take(self, axis: str, index: Index) -> Number:
         return _at(np.array([float(WORDS.get(value, value)) for value in self.values[axis]]), index.get(axis))
+
+    def _gradients(self, index: Index) -> Number:
+        parameter = BYTES[self.setting.precision]
+        sizes = np.array([float(gradient_element(dtype, parameter)) for dtype in self.values["gradient"]])
+        return _at(sizes, index.get("gradient"))
 
     def _strides(self, index: Index, sizes: dict[str, Number]) -> dict[str, Number]:
         each = [strides(list(order), sizes) for order in self.values["placement"]]
@@ -190,6 +200,8 @@ def _values(space: Space, s: Setting, splits: tuple[Split, ...]) -> dict[str, tu
         "reduce": space.reduce if s.zero >= 2 else ("step",),
         "keep_gathered": space.keep_gathered if s.zero == 3 and s.pipeline == 1 else (False,),
         "overlap": space.overlap if s.zero == 3 or s.pipeline == 1 else space.overlap[:1],
+        "bucket_mib": space.bucket_mib if s.zero < 3 else space.bucket_mib[:1],
+        "gradient": space.gradient if BYTES[s.precision] < 4 else space.gradient[:1],
     }
 
 

@@ -16,7 +16,8 @@ KNOBS = {
     "strategy.tensor.size": "tensor", "strategy.tensor.sequence": "sequence", "strategy.context.size": "context",
     "strategy.expert.size": "expert", "strategy.data.zero": "zero", "strategy.data.shard": "shard",
     "strategy.data.offload": "offload", "strategy.data.reduce": "reduce", "strategy.data.overlap": "overlap",
-    "strategy.data.keep_gathered": "keep_gathered", "strategy.recompute": "recompute",
+    "strategy.data.keep_gathered": "keep_gathered", "strategy.data.bucket_mib": "bucket_mib",
+    "strategy.gradient_dtype": "gradient", "strategy.recompute": "recompute",
     "strategy.placement": "placement", "training.micro_batch": "micro_batch",
 }  # fmt: skip
 """Fields of a plan that a search varies -> the knob of the space."""

@@ -62,6 +62,7 @@ class Evaluator:
         values: dict[str, tuple[Any, ...]] = {
             "split": splits, "placement": space.placement[:1], "recompute": ("none",), "shard": ("all",),
             "offload": ("none",), "reduce": ("step",), "keep_gathered": (False,), "overlap": (True,),
+            "bucket_mib": (25.0,), "gradient": ("auto",),
         }  # fmt: skip
         cell = Cell(alone, values, stages_of(alone, ("none",)), np.array(splits, dtype=float).T)
         w, _ = cell.workload({"split": np.arange(len(splits))})

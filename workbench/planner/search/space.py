@@ -14,19 +14,26 @@ from workbench.plan.shape import Shape
 from workbench.planner.calibrated import on_machine
 from workbench.planner.setting import Setting, setting_of
 
-KINDS = ("default", "wide")
+KINDS = ("default", "wide", "vast")
 
-PLACEMENTS = {"default": (tuple(AXES),), "wide": tuple(permutations(AXES))}
+PLACEMENTS = {"default": (tuple(AXES),), "wide": tuple(permutations(AXES)), "vast": tuple(permutations(AXES))}
 """Orders of the axes, innermost first; those that differ only in where an axis of one rank stands are one."""
+EVERY_SCHEDULE = (
+    ("gpipe", 1), ("1f1b", 1), *(("interleaved", chunks) for chunks in (2, 3, 4, 6, 8)),
+    ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("dualpipe-v", 2),
+)  # fmt: skip
 SCHEDULES = {
     "default": (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-v", 2)),
-    "wide": (("gpipe", 1), ("1f1b", 1), *(("interleaved", chunks) for chunks in (2, 3, 4, 6, 8)),
-             ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("dualpipe-v", 2)),
-}  # fmt: skip
+    "wide": EVERY_SCHEDULE,
+    "vast": EVERY_SCHEDULE,
+}
 """(schedule, chunks a rank)."""
-SHARES = {"default": (0.5,), "wide": (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)}
+EIGHTHS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+SHARES = {"default": (0.5,), "wide": EIGHTHS, "vast": EIGHTHS}
 """Partial recomputation: the first layers of every stage, as a share of them (Megatron's block method, 2205.05198)."""
 MOST_CONTEXT, MOST_MICRO_BATCH = 64, 64
+BUCKETS = (12.5, 25.0, 50.0, 100.0, 400.0)
+"""Sizes of gradient buckets, MiB."""
 LONG = 16384
 """Tokens from which on it is worth splitting the sequence over context ranks."""
 
@@ -56,6 +63,9 @@ class Space:
     reduce: tuple[str, ...]
     keep_gathered: tuple[bool, ...]
     overlap: tuple[bool, ...]
+    bucket_mib: tuple[float, ...]
+    gradient: tuple[str, ...]
+    """Dtypes of gradients."""
 
 
 def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) -> Space:
@@ -67,7 +77,7 @@ def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) ->
     bases = {world: _neutral(plan, world) for world in worlds}
     measured = [on_machine(base)[0] for base in bases.values()]
     base, batch = bases[max(worlds)], _batch(plan, max(worlds))
-    shape, most, wide = base.shape, max(worlds), kind == "wide"
+    shape, most, wide = base.shape, max(worlds), kind != "default"
     sequence, node = base.training.sequence_length, int(base.cluster.gpus_per_node or 1)
     tensor = tuple(t for t in legal.tensor_sizes(shape, most) if wide or t <= node)
     ways = legal.context_sizes(shape, min(most, MOST_CONTEXT), sequence, 1, "ring")
@@ -82,15 +92,16 @@ def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) ->
         shard=("all", node) if wide else ("all",), offload=("none", "optimizer", "parameters"),
         reduce=("step", "microbatch") if wide else ("step",), keep_gathered=(False, True) if wide else (False,),
         overlap=(True, False) if wide else (True,),
+        bucket_mib=BUCKETS if kind == "vast" else (plan.strategy.data.bucket_mib,),
+        gradient=("fp32", "parameters") if kind == "vast" else (plan.strategy.gradient_dtype,),
     )  # fmt: skip
 
 
 def _neutral(plan: Plan, world: int) -> Plan:
     """The plan completed with a strategy and a batch that are legal whatever they are: both are knobs."""
-    strategy = plan.strategy.model_dump(include={"precision", "gradient_dtype", "kernels", "stack"}, exclude_unset=True)
+    strategy = plan.strategy.model_dump(include={"precision", "kernels", "stack"}, exclude_unset=True)
     changes = {"strategy": strategy, "cluster.gpus": world, "training.micro_batch": 1, "training.global_batch": world}
-    full = plan.replace(**changes, **({"cluster.nodes": None} if world != plan.cluster.gpus else {})).complete()
-    return full.replace(**{"strategy.gradient_dtype": plan.strategy.gradient_dtype})
+    return plan.replace(**changes, **({"cluster.nodes": None} if world != plan.cluster.gpus else {})).complete()
 
 
 def _batch(plan: Plan, world: int) -> int:
@@ -147,5 +158,7 @@ def plan_of(space: Space, choice: dict[str, Any]) -> Plan:
             "strategy.data.reduce": choice["reduce"],
             "strategy.data.keep_gathered": choice["keep_gathered"],
             "strategy.data.overlap": choice["overlap"],
+            "strategy.data.bucket_mib": choice["bucket_mib"],
+            "strategy.gradient_dtype": choice["gradient"],
         }
     )

@@ -1,0 +1,146 @@
+"""How fast the planner is: `python tests/benchmarks/planner.py [--json]`, on one thread.
+
+Kinds of evaluation take turns, round by round, so that what else the machine does falls on all alike; the least time of
+each is printed, and every rate over that of estimating plan by plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+from workbench.plan.schema import Plan
+from workbench.planner import estimate
+from workbench.planner.reasons.figures import figures
+from workbench.planner.search import search
+from workbench.planner.search.cells import AXES, Cell, Index, cells
+from workbench.planner.search.evaluate import Evaluator
+from workbench.planner.search.space import plan_of, space_of
+
+ROUNDS = 5
+RANDOM, BY_PLAN, EQUAL = 1_000_000, 20, 20
+IMPORT = "import time; t = time.perf_counter(); import workbench.planner.search; print(time.perf_counter() - t)"
+WHOLE = """
+import time; t = time.perf_counter()
+import json, resource, sys
+import workbench as wb
+found = wb.search(wb.Plan.model_validate(json.loads(sys.argv[1])), space="wide")
+used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps([found.candidates, time.perf_counter() - t, used]))
+"""
+LARGE = {
+    "model": "gpt3-175b", "cluster": {"gpu": "a100-sxm-80gb", "gpus": 512},
+    "training": {"global_batch": 1536, "sequence_length": 2048},
+}  # fmt: skip
+
+
+def drawn(found: list[Cell], evaluator: Evaluator, count: int, draw: random.Random) -> list[tuple[Cell, Index]]:
+    """`count` legal candidates at random, those of a cell together."""
+    share = count // len(found)
+    result = []
+    for cell in found:
+        e = evaluator(cell, cell.grid())
+        legal = np.flatnonzero(np.broadcast_to(e.legal, e.shape))
+        numbers = legal[np.array(draw.choices(range(len(legal)), k=share))]
+        places = np.unravel_index(numbers, cell.shape)
+        result.append((cell, {a: at for a, at in zip(AXES, places) if len(cell.values[a]) > 1}))
+    return result
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds of the wall."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measure() -> dict[str, Any]:
+    """Every figure; rates are distinct legal plans a second."""
+    plan, draw = Plan.model_validate(LARGE), random.Random(0)
+    space = space_of(plan, "wide")
+    evaluator, found = Evaluator.of(space), list(cells(space))
+    flat = drawn(found, evaluator, RANDOM, draw)
+    some = [plan_of(space, c.choice(_legal(evaluator, c, draw))).complete() for c in draw.choices(found, k=BY_PLAN)]
+    kinds: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
+        "enumerated, whole search": (lambda: search(plan, space="vast"), lambda result: result.candidates),
+        "random candidates": (
+            lambda: [evaluator(c, i) for c, i in flat], lambda _: sum(len(next(iter(i.values()))) for _, i in flat),
+        ),
+        "plan by plan": (lambda: [figures(one) for one in some], lambda _: len(some)),
+    }  # fmt: skip
+    least: dict[str, float] = {}
+    counts = {name: count(work()) for name, (work, count) in kinds.items()}
+    for _ in range(ROUNDS):
+        for name, (work, _count) in kinds.items():
+            least[name] = min(least.get(name, np.inf), timed(work))
+    rates = {name: counts[name] / least[name] for name in kinds}
+    return {
+        "rate_per_second": rates,
+        "ratio": {name: rate / rates["plan by plan"] for name, rate in rates.items()},
+        "candidates": counts,
+        "replan_ms": 1e3 * min(timed(partial(figures, one)) for one in some for _ in range(ROUNDS)),
+        "import_s": min(float(_python(IMPORT)) for _ in range(ROUNDS)),
+        "whole_process": _whole(),
+        "largest_difference_from_estimate": _difference(evaluator, found, draw),
+    }
+
+
+def _legal(evaluator: Evaluator, cell: Cell, draw: random.Random) -> int:
+    e = evaluator(cell, cell.grid())
+    return int(draw.choice(np.flatnonzero(np.broadcast_to(e.legal, e.shape)).tolist()))
+
+
+def _whole() -> dict[str, float]:
+    """The 175-billion space of seven million plans in a process of its own, start-up included."""
+    runs = [json.loads(_python(WHOLE, json.dumps(LARGE))) for _ in range(ROUNDS)]
+    return {"candidates": runs[0][0], "seconds": min(run[1] for run in runs), "peak_mb": max(run[2] for run in runs)}
+
+
+def _python(code: str, *words: str) -> str:
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True).stdout
+
+
+def _difference(evaluator: Evaluator, found: list[Cell], draw: random.Random) -> float:
+    """Of step time between the search and `estimate`, relative, over random candidates."""
+    space, worst = space_of(Plan.model_validate(LARGE), "wide"), 0.0
+    for cell in draw.choices(found, k=EQUAL):
+        number = _legal(evaluator, cell, draw)
+        e = evaluator(cell, cell.grid())
+        at = float(e.at(e.seconds, np.array([number]))[0])
+        whole = float(estimate(plan_of(space, cell.choice(number))).step_seconds or 0.0)
+        worst = max(worst, abs(whole / at - 1))
+    return worst
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    found = measure()
+    if parser.parse_args().json:
+        print(json.dumps(found, indent=2))
+        return
+    for name, rate in found["rate_per_second"].items():
+        print(f"{name:26} {rate:14,.0f} plans/s   {found['ratio'][name]:10,.0f} x plan by plan")
+    whole = found["whole_process"]
+    print(f"one re-plan                {found['replan_ms']:.1f} ms;  import {found['import_s']:.2f} s")
+    print(
+        f"175B on 512 cards          {whole['candidates']:,} plans in {whole['seconds']:.2f} s, {whole['peak_mb']:.0f} MB"
+    )
+    print(f"search against estimate    {found['largest_difference_from_estimate']:.1e} of the step time at most")
+
+
+if __name__ == "__main__":
+    main()
