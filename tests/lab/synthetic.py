@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+from workbench.plan.schema import Plan
+from workbench.planner.search import Candidate, SearchResult
 from workbench.profile import Profile, Source, frame
 
 MIB = 2**20
@@ -101,3 +104,15 @@ def step_rows(cells: dict[str, Any], world: int, steps: int) -> list[dict[str, A
 def loss_at(step: int) -> float:
     """The made-up loss of a step."""
     return 2 + 3.5 * math.exp(-step / 20) + 0.05 * math.sin(step)
+
+
+def found(objective: str = "time", **changes: Any) -> SearchResult:
+    """A search's result: a front of four plans, two of them among the three best."""
+    plans = [
+        Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=8, strategy="megatron-tp", set={"strategy.tensor.size": size})
+        for size in (1, 2, 4, 8)
+    ] if not changes.get("empty") else []  # fmt: skip
+    figures = ((0.1, 64.0), (0.12, 16.0), (0.3, 8.0), (0.4, 6.0))
+    front = tuple(Candidate(plan, s, gib * 2**30, s) for plan, (s, gib) in zip(plans, figures))
+    top = (*front[:2], *(replace(one, seconds=0.13, peak_bytes=32.0 * 2**30) for one in front[2:3]))
+    return replace(SearchResult(objective, 1000, len(front), 0.5, top, front), **changes)

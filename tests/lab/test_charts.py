@@ -24,6 +24,7 @@ def all_figures() -> list[Figure]:
         charts.timeline(e, m),
         charts.collectives(e, m),
         charts.parts(e, m),
+        charts.front(synthetic.found()),
     ]
 
 

@@ -17,10 +17,7 @@ from workbench.cli.options import Json, emit, outlined
 from workbench.cli.progress import waiting
 from workbench.plan.errors import refuse
 from workbench.plan.schema import Plan
-from workbench.planner.search import OBJECTIVES, Candidate, SearchResult
-from workbench.planner.search.search import GIB, short
-
-SHOWN_OF_FRONT = 12
+from workbench.planner.search import OBJECTIVES, Candidate, show
 
 Wanted = Annotated[str, typer.Option("--objective", help=f"What to make least: {', '.join(OBJECTIVES)}.")]
 Top = Annotated[int, typer.Option("--top", help="How many to show.")]
@@ -54,29 +51,12 @@ def search(
         if not found.top:
             raise refuse("--output", f"nothing to write: {found.empty}")
         write_whole(output, found.top[0].plan.to_yaml())
-    shown = [_table(f"best by {found.objective} (estimated)", found.top), _front(found)] if found.top else []
-    emit(json, found.to_json(), *shown, Text(told_of(found)))
-
-
-def told_of(found: SearchResult) -> str:
-    """How much was searched, and why nothing was found where nothing was."""
-    rate = f"{found.candidates:,} legal plans in {found.seconds:.2f} s ({found.rate / 1e6:.1f} million a second)"
-    return f"{rate}, {found.feasible:,} meet every condition" + (f"\n{found.empty}" if found.empty else "")
-
-
-def _front(found: SearchResult) -> Table:
-    """The Pareto front, thinned evenly where it is long."""
-    step = -(-len(found.pareto) // SHOWN_OF_FRONT) or 1
-    return _table("less memory for more time: none of these is beaten in both (estimated)", found.pareto[::step])
+    shown = (_table(title, rows) for title, rows in show.tables(found))
+    emit(json, found.to_json(), *shown, Text(show.told(found)))
 
 
 def _table(title: str, rows: Sequence[Candidate]) -> Table:
-    built = tables.table(
-        title, ("step", "peak", "tokens/s", "cards", "strategy"), ("step", "peak", "tokens/s", "cards")
-    )
+    built = tables.table(title, show.HEADS, show.HEADS[:-1])
     for one in rows:
-        training = one.plan.training
-        rate = training.global_batch * training.sequence_length / one.seconds
-        numbers = (f"{one.seconds:.3f} s", f"{one.peak_bytes / GIB:.1f} GiB", f"{rate:,.0f}", str(one.plan.world_size))
-        built.add_row(*numbers, short(one.plan))
+        built.add_row(*show.cells(one))
     return built

@@ -1,6 +1,7 @@
 """Charts: pure functions of Profiles, which do not know the instrument that made them. One chart a file."""
 
 from workbench.lab.charts.collectives import collectives
+from workbench.lab.charts.front import front
 from workbench.lab.charts.loss import loss
 from workbench.lab.charts.memory import memory
 from workbench.lab.charts.memory_map import memory_map
@@ -9,4 +10,4 @@ from workbench.lab.charts.parts import parts
 from workbench.lab.charts.throughput import throughput
 from workbench.lab.charts.timeline import timeline
 
-__all__ = ["collectives", "loss", "memory", "memory_map", "memory_steps", "parts", "throughput", "timeline"]
+__all__ = ["collectives", "front", "loss", "memory", "memory_map", "memory_steps", "parts", "throughput", "timeline"]
