@@ -140,8 +140,10 @@ def gathered(w: Workload, p: Held) -> Live:
             "communication": np.minimum(w.knobs.bucket_bytes, p.trained * w.gradient_element) * w.reduce_microbatch
         }
     unit = np.maximum(p.layer, np.maximum(w.first, w.last) * (w.vocab * w.shape.hidden))
+    most = w.setting.software.gathered_parameters
     kept = np.maximum(w.knobs.keep_gathered, w.pipeline > 1)
-    units = np.where(kept > 0, p.total, np.minimum(p.total, unit + p.layer))
+    units = np.where(kept > 0, p.total, np.minimum(p.total, np.minimum(unit + p.layer, most)))
+    unit = np.minimum(unit, most)
     made = unit * w.gradient_element * w.reduce_microbatch * activations.trained(w)
     return {"gathered": units * w.element, "communication": w.nothing + made}
 

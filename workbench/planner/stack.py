@@ -47,6 +47,8 @@ class Software:
     """Whole hidden-wide tensors that gathers of the sequence hold at once where no pipeline makes the host wait."""
     ahead: float = 0.0
     """Share by which blocks that another stream still holds add to activations, where tensor ranks gather sequences."""
+    gathered_parameters: float = float("inf")
+    """Parameters that ZeRO-3 gathers at once, at most, where it does so weight by weight."""
     table_bytes: float = 0.0
     """More bytes of every weight of an embedding or head."""
     bucket_mib: float = 0.0

@@ -183,8 +183,6 @@ def _strategy(row: Row, stack: Stack, layers: int, data: int) -> tuple[dict[str,
         raise Inexpressible("selective recomputation of the feed-forward")
     said = _said(row, layers, data)
     usual = {path: value for path, value in stack.defaults.items() if path not in said and _applies(path, row, stack)}
-    if re.search(r"\bsft\b|\blora\b|fine-?tun", row.text):
-        usual |= {path: value for path, value in stack.finetuning.items() if path in usual}
     plan: dict[str, Any] = {"strategy": {"precision": precision}, "training": {}}
     for path, value in {**usual, **said}.items():
         if value is not None:

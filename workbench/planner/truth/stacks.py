@@ -27,8 +27,6 @@ class Stack:
     """Plan field by dotted path -> documented default."""
     several: frozenset[str]
     """Those of them that hold only where there is more than one device."""
-    finetuning: Mapping[str, Any] = field(hash=False)
-    """Those of them that differ where a trained model is tuned."""
     gigabyte: float
     """Bytes of the GB in which its own reports print memory."""
 
@@ -50,7 +48,6 @@ def _stack(name: str, entry: Mapping[str, Any], table: Mapping[str, Any]) -> Sta
         partition=entry.get("partition", base.get("partition", "even")),
         becomes=entry.get("becomes", {}),
         defaults={path: said["value"] for path, said in defaults.items()},
-        finetuning={path: said["finetuning"] for path, said in defaults.items() if "finetuning" in said},
         several=frozenset(path for path, said in defaults.items() if said.get("when") == "several"),
         gigabyte=float(entry.get("gigabyte", base.get("gigabyte", {"value": 2**30}))["value"]),
     )
