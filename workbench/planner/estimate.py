@@ -11,6 +11,7 @@ from workbench.plan.schema import Plan
 from workbench.planner.advice import advise
 from workbench.planner.calibrated import on_machine
 from workbench.planner.memory import Memory, memory
+from workbench.planner.stack import interval
 from workbench.planner.step import parts, step_time, utilisation
 from workbench.planner.timeline import timeline
 from workbench.planner.traffic import Call, exactly
@@ -33,6 +34,7 @@ def estimate(plan: Plan) -> Profile:
     head = {"run": full.name, "source": "estimated", "step": 0}
     capacity = int(full.card.memory_gib * 2**30)
     notes: dict[str, Any] = {"time": parts(w, time), "model_flops_utilisation": float(utilisation(w, k, time))}
+    notes["step_seconds_90"] = [bound * float(time.seconds) for bound in interval(full.strategy.stack)]
     if microbatches < w.microbatches:
         notes["timeline_microbatches"] = microbatches
     if float(live.peak.max()) > capacity:

@@ -55,6 +55,8 @@ class Software:
     """Communication buckets of a sharded fp16 optimizer, MiB."""
     late_gradients: float = 0.0
     """1 where gradients are freed after the step, so that the only microbatch's forward finds none."""
+    offload_checkpoints: float = 0.0
+    """1 where the inputs of recomputed layers wait in host memory."""
     offload_gradients: float = 0.0
     """1 where gradients leave the card with the optimizer."""
 
@@ -73,6 +75,18 @@ def timing(name: str) -> Mapping[str, float]:
     """Constants of `data/planner.yaml` that the stack `name` changes. Raises `PlanError` where it is not known."""
     kept = {field.name for field in fields(Software)}
     return {key: float(said["value"]) for key, said in _entry(name)["time"].items() if key not in kept}
+
+
+@lru_cache(maxsize=64)
+def interval(name: str) -> tuple[float, float]:
+    """(low, high): nine of ten published steps of the stack `name` take between so many times the estimate.
+
+    A stack of which nothing is published has the textbook's, the spread over all stacks.
+    """
+    table = catalog.read("data/stacks.yaml")
+    entry = table[name]
+    said = entry.get("interval") or table.get(entry.get("like"), {}).get("interval") or table["textbook"]["interval"]
+    return float(said["low"]), float(said["high"])
 
 
 def _entry(name: str) -> dict[str, Any]:
