@@ -148,7 +148,7 @@ def test_zero(stage: str, sharding: str, expected: int | None) -> None:
     [
         ("ZeRO-2 + optimizer offload to CPU", "optimizer"),
         ("ZeRO-3 Offload (1.5 TB CPU memory)", "parameters"),
-        ("flags: --offload-opt-m --offload-master", "optimizer"),
+        ("flags: --offload-opt-m --offload-master", "parameters"),
         ("--offload-residual", "none"),
         ("act-cpu-offload=False; FULL_SHARD", "none"),
         ("2T model offload state not stated", "none"),
@@ -316,7 +316,7 @@ def test_adapters_take_the_stack_default() -> None:
         ("Megatron-DeepSpeed, ZeRO-3 data parallel only", True, False, "deepspeed-zero"),
         ("Megatron-LM", False, False, "megatron-2021"),
         ("Megatron-LM", False, True, "megatron"),
-        ("llm-foundry (Composer+PyTorch FSDP)", True, True, "fsdp"),
+        ("llm-foundry (Composer+PyTorch FSDP)", True, True, "llm-foundry"),
         ("something new", True, True, "textbook"),
         ("", False, False, "textbook"),
     ],

@@ -88,7 +88,8 @@ def layer(w: Workload, mixture: bool = False) -> Layer:
     made, added = wide + matrix * w.element * trained(w), added_gradient(w, matrix)
     transient = np.maximum(np.maximum(made, added), (1 if w.shape.mlp == "gelu" else 2) * wide) + gathered
     branch = stream + (wide if w.shape.mlp == "relu" else 0.0)
-    return Layer(saved, stream, branch, transient, ffn + norm_saved(w), norm_backward(w))
+    checkpoint = stream * (1 - kept.offload_checkpoints)
+    return Layer(saved, checkpoint, branch, transient, ffn + norm_saved(w), norm_backward(w))
 
 
 def trained(w: Workload) -> float:
@@ -155,6 +156,7 @@ def head(w: Workload) -> Head:
     told = w.setting.software.logit_bytes
     if told >= 0:
         split, cast, more = np.ones_like(split), 0.0, (told - w.wide) * logits
+        narrow = min(told, w.element) * logits
         more = more + w.setting.software.logit_stale * logits * (w.microbatches > 1)
     else:
         more = 0.0

@@ -179,6 +179,8 @@ def _strategy(row: Row, stack: Stack, layers: int, data: int) -> tuple[dict[str,
         raise Inexpressible("precision fp4")
     if re.search(r"opt\w*.in.bwd|optimizer.in.back", row.text):
         raise Inexpressible("optimizer steps inside backward")
+    if re.search(r"footnote \d+:\s*(;|$)", row.notes):
+        raise Inexpressible("options stand in a footnote that is not there")
     if re.search(r"select\w*.*\bmlp\b", row.recompute.lower()):
         raise Inexpressible("selective recomputation of the feed-forward")
     said = _said(row, layers, data)
@@ -246,6 +248,8 @@ def _settle(strategy: dict[str, Any], row: Row) -> None:
     if strategy["tensor"]["size"] == 1:
         strategy["tensor"].pop("sequence", None)
     zero = data.setdefault("zero", 0)
+    if row.gpus == 1 and data.get("offload"):  # on one card sharding changes nothing, but says what may leave it
+        zero = data["zero"] = max(zero, 3 if data["offload"] == "parameters" else 1)
     if zero == 0:
         data.pop("shard", None)
         data.pop("offload", None)

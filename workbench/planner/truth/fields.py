@@ -190,7 +190,7 @@ def zero(stage: str, sharding: str) -> int | None:
     if named := re.search(r"zero[- _]?(?:stage)?[- _]?([0-3])\b", text):
         return int(named.group(1))
     for value, pattern in (
-        (2, r"shard_grad_op|shard.?grad(?!.*shard.?weight)|fsdp ?0\.5"),
+        (2, r"shard_grad_op|^(?!.*shard.?weight).*shard.?grad|fsdp ?0\.5"),
         (3, r"full_?shard|hsdp|hybrid|fsdp|shard.?weight|fully"),
         (1, r"distributed optim|dist.?opt|optimizer shard|shard\w* optim"),
         (0, r"\bddp\b|none|no\b|data parallel"),
@@ -216,7 +216,9 @@ def offload(text: str) -> str:
     clauses = [clause for clause in re.split(r"[;.]\s|[;,]", text.lower()) if "offload" in clause]
     told = " ".join(clause for clause in clauses if not _NOT_OFFLOADED.search(clause))
     told = _ACTIVATIONS_OFFLOADED.sub("", told)
-    if re.search(r"offload[- ]param|param\w* offload|(full|zero-?3) \+? ?(full )?offload|offload\w* (of )?all", told):
+    if re.search(
+        r"offload[- ](param|master)|param\w* offload|(full|zero-?3) \+? ?(full )?offload|offload\w* (of )?all", told
+    ):
         return "parameters"
     return "optimizer" if "offload" in told else "none"
 
