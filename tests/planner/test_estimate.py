@@ -124,7 +124,6 @@ def test_a_plan_that_fits_gets_no_advice(megatron: Profile) -> None:
 @pytest.mark.parametrize(
     ("strategy", "changes", "field"),
     [
-        ("colossal-2d", {}, "strategy.tensor.algorithm"),
         ("ddp", {"strategy.operators": {"blocks.*": [[4, 1], [1, 1]]}}, "strategy.operators"),
     ],
 )

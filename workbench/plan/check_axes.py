@@ -54,6 +54,10 @@ def _grid(plan: Plan) -> Iterator[Problem]:
         yield Problem("strategy.tensor.size", f"is {tensor.size}; algorithm {tensor.algorithm} takes {form} whose "
                       f"product divides {plan.world_size} and whose sides divide {widths}; "
                       f"legal: {', '.join(map(str, found))}")  # fmt: skip
+    parts, batch = legal.token_parts(tensor.algorithm, tensor.size), plan.training.micro_batch
+    if batch % parts:
+        yield Problem("training.micro_batch", f"is {batch}, which {tensor.algorithm} grid {tensor.size} splits "
+                      f"into {parts}; legal: {legal.near(batch, _multiples(batch, parts))}")  # fmt: skip
     if tensor.sequence:
         yield Problem("strategy.tensor.sequence", f"is true, which algorithm {tensor.algorithm} already implies; "
                       "legal: false")  # fmt: skip

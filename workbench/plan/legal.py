@@ -64,6 +64,13 @@ def grids(algorithm: str, ranks: int, shape: Shape) -> list[list[int]]:
     return sorted((g for g in found if ranks % _product(g) == 0), key=_product)
 
 
+def token_parts(algorithm: str, grid: list[int] | int) -> int:
+    """Parts into which a tensor grid splits a micro-batch, by whole sequences: q of 2-D, q d of 2.5-D, l^2 of 3-D."""
+    if algorithm == "1d" or isinstance(grid, int):
+        return 1
+    return grid[0] * (1 if algorithm == "2d" else grid[-1])
+
+
 def _uneven(shape: Shape, side: int) -> bool:
     return bool(shape.hidden % side or splits(shape, side))
 

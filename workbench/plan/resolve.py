@@ -6,7 +6,7 @@ import math
 import os
 from typing import Any
 
-from workbench.plan import calibration, catalog, check, corpus, huggingface
+from workbench.plan import calibration, catalog, check, corpus, huggingface, legal
 from workbench.plan.attached import attached, local_cluster
 from workbench.plan.errors import PlanError, refuse
 from workbench.plan.partition import partition
@@ -26,9 +26,10 @@ def complete(plan: Plan) -> Plan:
     card, fabric = _hardware(plan.cluster)
     cluster = _cluster(plan.cluster, card, fabric)
     written = plain(plan)
-    training = _training(written.get("training", {}), shape, cluster["gpus"])
+    sequence = written.get("training", {}).get("sequence_length", min(2048, shape.max_positions))
     strategy = with_preset(plan.strategy)
-    strategy = resolve_sizes(strategy, shape, cluster["gpus"], cluster["gpus_per_node"], training["sequence_length"])
+    strategy = resolve_sizes(strategy, shape, cluster["gpus"], cluster["gpus_per_node"], sequence)
+    training = _training({"sequence_length": sequence, **written.get("training", {})}, strategy, cluster["gpus"])
     filled = build(
         {**written, "model": shape.model_dump(), "cluster": cluster, "training": training, "strategy": strategy}
     )
@@ -139,9 +140,11 @@ def _even_nodes(gpus: int, most: int) -> int:
     return next((nodes for nodes in range(fewest, 2 * fewest + 1) if gpus % nodes == 0), fewest)
 
 
-def _training(written: dict[str, Any], shape: Shape, gpus: int) -> dict[str, Any]:
-    result = dict(written)
-    result.setdefault("sequence_length", min(2048, shape.max_positions))
+def _training(written: dict[str, Any], strategy: dict[str, Any], gpus: int) -> dict[str, Any]:
+    """The batch filled in: a micro-batch of one sequence, or as many as a tensor grid splits it into."""
+    result, tensor = dict(written), strategy.get("tensor", {})
+    if (parts := legal.token_parts(tensor.get("algorithm", "1d"), tensor.get("size", 1))) > 1:
+        result.setdefault("micro_batch", parts)
     batch = MICROBATCHES_A_RANK * gpus * result.get("micro_batch", 1)
     result.setdefault("global_batch", max(LEAST_BATCH, batch))
     return result

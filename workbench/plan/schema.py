@@ -59,6 +59,9 @@ class Fabric(Frozen):
     nic_gbs: float = Field(gt=0, description="Network bandwidth of one node, one direction, GB/s.")
     link_latency_us: float = Field(ge=0, description="Latency of a hop inside the node, microseconds.")
     nic_latency_us: float = Field(ge=0, description="Latency of a hop between nodes, microseconds.")
+    rack_nodes: PositiveInt | None = Field(None, description="Nodes of a rack or pod; null: one network joins all.")
+    rack_gbs: float | None = Field(None, gt=0, description="Bandwidth of a node out of its rack, GB/s; null: nic_gbs.")
+    rack_latency_us: float | None = Field(None, ge=0, description="Latency of a hop between racks, microseconds.")
     source: str = Field("", description="Where the figures come from.")
 
 
@@ -189,7 +192,7 @@ class Training(Frozen):
     global_batch: PositiveInt = Field(
         8, description="Sequences a step, over all ranks; default four micro-batches a rank, at least 8."
     )
-    micro_batch: PositiveInt = Field(1, description="Sequences a rank takes at once.")
+    micro_batch: PositiveInt = Field(1, description="Sequences a rank, or a tensor grid, takes at once.")
     steps: PositiveInt = Field(100, description="Optimizer steps.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Held-out loss.")

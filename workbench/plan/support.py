@@ -50,7 +50,6 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
 """(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which share the engine."""
 
 ESTIMATED: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
-    ("strategy.tensor.algorithm", lambda p: p.strategy.tensor.algorithm, ("1d",)),
     ("strategy.pipeline.schedule", _schedule, SCHEDULES),
     ("strategy.operators", lambda p: p.strategy.operators, ({},)),
     ("strategy.pipeline.replicas", lambda p: p.strategy.pipeline.replicas, (None,)),

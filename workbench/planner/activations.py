@@ -77,9 +77,7 @@ def layer(w: Workload, mixture: bool = False) -> Layer:
     kept = w.setting.software
     saved = saved + _narrowed(w, mixture) - _unneeded(w, wide)
     scores = (2 + 3 * kept.dropout) * w.heads * w.tokens * w.setting.sequence_length if kept.unfused else statistics
-    saved = (
-        saved + kept.dropout * w.tokens * w.shape.hidden * 2 / w.sequence_parallel + scores * (1 - w.knobs.selective)
-    )
+    saved = saved + kept.dropout * w.tokens * w.hidden * 2 / w.sequence_parallel + scores * (1 - w.knobs.selective)
     if kept.selective >= 0:
         saved = saved * (1 - w.knobs.selective * (1 - kept.selective))
     stream = w.stream / w.sequence_parallel
@@ -88,8 +86,19 @@ def layer(w: Workload, mixture: bool = False) -> Layer:
     made, added = wide + matrix * w.element * trained(w), added_gradient(w, matrix)
     transient = np.maximum(np.maximum(made, added), (1 if w.shape.mlp == "gelu" else 2) * wide) + gathered
     branch = stream + (wide if w.shape.mlp == "relu" else 0.0)
+    if w.setting.algorithm != "1d":
+        met = blocks(w, wide, matrix)
+        transient, branch = transient + met, branch + met
     checkpoint = stream * (1 - kept.offload_checkpoints)
     return Layer(saved, checkpoint, branch, transient, ffn + norm_saved(w), norm_backward(w))
+
+
+def blocks(w: Workload, wide: Number, matrix: Number) -> Number:
+    """Bytes of the others' blocks that a rank of a tensor grid holds while it multiplies: one of each side of a
+    product, or all that it gathers and the partial result."""
+    if w.setting.algorithm == "3d":
+        return w.tiling.gathered * (w.stream + wide + matrix * w.element)
+    return (w.tiling.hidden > 1) * (wide + matrix * w.element)
 
 
 def trained(w: Workload) -> float:
@@ -118,10 +127,10 @@ def _feed_forward(w: Workload, mixture: bool) -> tuple[Number, Number]:
     """(bytes of one ffn-wide tensor, parameters of its output projection)."""
     moe = w.shape.moe
     if not mixture or moe is None:
-        return w.ffn * w.tokens * w.element, w.ffn * w.shape.hidden
-    width = moe.ffn / w.tensor
+        return w.ffn * w.tokens * w.element, w.ffn * w.height
+    width = moe.ffn / w.tiling.columns
     wide = (moe.top_k + moe.shared) * width * w.tokens * w.element
-    return wide, width * w.shape.hidden
+    return wide, width * w.height
 
 
 def _feed_forward_saved(w: Workload, mixture: bool) -> Number:
@@ -137,7 +146,7 @@ def _feed_forward_saved(w: Workload, mixture: bool) -> Number:
 def _latent(w: Workload) -> Number:
     """MLA's compressed queries and keys, with their norms."""
     mla = w.shape.mla
-    return 0.0 if mla is None else 2.0 * (mla.kv_rank + (mla.q_rank or 0)) * w.tokens * w.element
+    return 0.0 if mla is None else 2.0 * (mla.kv_rank + (mla.q_rank or 0)) / w.tiling.hidden * w.tokens * w.element
 
 
 def added_gradient(w: Workload, parameters: float) -> Number:
@@ -150,7 +159,7 @@ def head(w: Workload) -> Head:
     """The final norm and the loss; over a split vocabulary the loss is our own and works in place."""
     logits = w.vocab * w.tokens
     narrow = w.element * logits
-    table = w.vocab * w.shape.hidden
+    table = w.vocab * w.height
     split = np.asarray(w.tensor > 1, dtype=float)
     cast = narrow if w.element < w.wide else 0.0
     told = w.setting.software.logit_bytes
@@ -193,8 +202,8 @@ def ends(w: Workload) -> tuple[Array, Array]:
 
 def embedding(w: Workload) -> Number:
     """Temporaries while the embedding runs backward: its gradients are dense, and a tied one is added to the head's."""
-    table = w.vocab * w.shape.hidden * trained(w)
-    positions = w.shape.max_positions * w.shape.hidden * trained(w) if w.shape.positions == "learned" else 0.0
+    table = w.vocab * w.height * trained(w)
+    positions = w.shape.max_positions * w.height * trained(w) if w.shape.positions == "learned" else 0.0
     made = w.stream + np.maximum(table, positions) * w.element
     if shared_here(w):
         return np.maximum(np.maximum(made, 2 * table * w.element) + table * w.element, added_gradient(w, table))

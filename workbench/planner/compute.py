@@ -138,30 +138,32 @@ class Product:
 
 def layer_products(w: Workload, mixture: bool) -> list[Product]:
     """Each matrix product of one layer's forward; the experts of a rank one by one."""
-    h, t = w.shape.hidden, w.tokens
+    h, t, n = w.hidden, w.tokens * w.tiling.gathered, w.tiling.steps
     mla = w.shape.mla
     if mla is None:
-        into = [Product(t, w.q_width, h), Product(t, w.k_width, h), Product(t, w.v_width, h)]
+        into = [Product(t, w.q_width, h, n), Product(t, w.k_width, h, n), Product(t, w.v_width, h, n)]
     else:
-        query = [(mla.q_rank, h), (w.q_width, mla.q_rank)] if mla.q_rank else [(w.q_width, h)]
-        up = w.shape.heads * (mla.nope_dim + mla.value_dim) / w.tensor
-        widths = [*query, (mla.kv_rank + mla.rope_dim, h), (up, mla.kv_rank)]
-        into = [Product(t, columns, inner) for columns, inner in widths]
-    return [*into, Product(t, h, w.o_width), *_feed_forward_products(w, mixture)]
+        part = w.tiling.hidden
+        q_rank, kv_rank = (mla.q_rank or 0) / part, mla.kv_rank / part
+        query = [(q_rank, h), (w.q_width, q_rank)] if mla.q_rank else [(w.q_width, h)]
+        up = w.shape.heads * (mla.nope_dim + mla.value_dim) / w.tiling.columns
+        widths = [*query, (kv_rank + mla.rope_dim / part, h), (up, kv_rank)]
+        into = [Product(t, columns, inner, n) for columns, inner in widths]
+    return [*into, Product(t, h, w.o_width, n), *_feed_forward_products(w, mixture)]
 
 
 def _feed_forward_products(w: Workload, mixture: bool) -> list[Product]:
-    h, t, wide = w.shape.hidden, w.tokens, 2 if w.shape.gated else 1
+    h, t, wide, n = w.hidden, w.tokens * w.tiling.gathered, 2 if w.shape.gated else 1, w.tiling.steps
     moe = w.shape.moe
     if not mixture or moe is None:
-        return [Product(t, w.ffn, h)] * wide + [Product(t, h, w.ffn)]
-    width, own = moe.ffn / w.tensor, moe.experts / w.knobs.expert
+        return [Product(t, w.ffn, h, n)] * wide + [Product(t, h, w.ffn, n)]
+    width, own = moe.ffn / w.tiling.columns, moe.experts / w.knobs.expert
     routed = t * moe.top_k / own
-    result = [Product(t, moe.experts, h), *[Product(routed, width, h, own, False)] * wide]
-    result.append(Product(routed, h, width, own, False))
+    result = [Product(t, moe.experts / w.tiling.hidden, h, n), *[Product(routed, width, h, n * own, False)] * wide]
+    result.append(Product(routed, h, width, n * own, False))
     if moe.shared:
         shared = moe.shared * width
-        result += [*[Product(t, shared, h)] * wide, Product(t, h, shared)]
+        result += [*[Product(t, shared, h, n)] * wide, Product(t, h, shared, n)]
     return result
 
 
@@ -213,14 +215,14 @@ def attention_flops(w: Workload) -> Number:
 
 def memory_bound(w: Workload, m: Machine, mixture: bool) -> Pass:
     """Norms, residuals, positions and activation of one layer, by bytes moved at the textbook count."""
-    h, gated, half = w.shape.hidden / w.sequence_parallel, w.shape.gated, w.element / 2
+    h, gated, half = w.hidden / w.sequence_parallel, w.shape.gated, w.element / 2
     rope = 8 * (w.q_width + w.k_width) if w.shape.positions == "rope" else 0.0
     drop = 4 * w.setting.software.dropout * h
     passes = (6, 10) if gated else (4, 6)
     forward, backward = 20 * h + rope + passes[0] * w.ffn + drop, 36 * h + rope + passes[1] * w.ffn + drop
     if mixture and w.shape.moe:  # the gate's activation on routed tokens alone, and tokens copied there and back
         moe = w.shape.moe
-        visits = (moe.top_k + moe.shared) * moe.ffn / w.tensor / w.ffn
+        visits = (moe.top_k + moe.shared) * moe.ffn / w.tiling.columns / w.ffn
         forward, backward = (x + y * w.ffn * (visits - 1) for x, y in zip((forward, backward), passes))
         forward, backward = forward + 8 * moe.top_k * h, backward + 8 * moe.top_k * h
     if w.setting.precision == "fp8":
@@ -232,11 +234,12 @@ def memory_bound(w: Workload, m: Machine, mixture: bool) -> Pass:
 
 def head_pass(w: Workload, m: Machine) -> Pass:
     """Projection onto the vocabulary and the loss."""
-    t, v, h = w.tokens, w.vocab, w.shape.hidden
-    logits = t * v * w.wide / m.bandwidth
-    forward = product(m, t, v, h, w.element) + HEAD_TRAFFIC[0] * logits
-    weight = product(m, v, h, t, w.element) * float(w.setting.adapter_rank == 0)
-    backward = weight + product(m, t, h, v, w.element) + HEAD_TRAFFIC[1] * logits
+    p = head_product(w)
+    t, v, h, n = p.rows, p.columns, p.inner, p.count
+    logits = w.tokens * v * w.wide / m.bandwidth
+    forward = n * product(m, t, v, h, w.element) + HEAD_TRAFFIC[0] * logits
+    weight = n * product(m, v, h, t, w.element) * float(w.setting.adapter_rank == 0)
+    backward = weight + n * product(m, t, h, v, w.element) + HEAD_TRAFFIC[1] * logits
     pace = m.constants.pace
     return Pass(pace * forward, pace * backward, pace * weight)
 
@@ -248,7 +251,12 @@ def layer_flops(w: Workload, mixture: bool) -> Number:
 
 def head_flops(w: Workload) -> Number:
     """Forward FLOPs of the output projection on a rank."""
-    return 2 * w.tokens * w.vocab * w.shape.hidden
+    return head_product(w).flops
+
+
+def head_product(w: Workload) -> Product:
+    """The projection onto the vocabulary."""
+    return Product(w.tokens * w.tiling.gathered, w.vocab, w.hidden, w.tiling.steps)
 
 
 def optimizer_seconds(w: Workload, m: Machine, owned: Array) -> Array:

@@ -111,7 +111,7 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
 
 def _waiting(w: Workload) -> Number:
     """The head's gradient of a weight that the embedding on the same rank shares."""
-    return w.vocab * w.shape.hidden * w.element * float(activations.shared_here(w))
+    return w.vocab * w.height * w.element * float(activations.shared_here(w))
 
 
 def _sent(w: Workload) -> Live:
@@ -124,7 +124,7 @@ def working(w: Workload, p: Held) -> Live:
     """What a stack has in its hands all through forward and backward: gathered parameters, sequences, buckets."""
     kept, live = w.setting.software, gathered(w, p)
     sequences = kept.gathered_buffers * w.stream * (w.sequence_parallel > 1) * (w.pipeline == 1)
-    tables = kept.table_bytes * w.vocab * w.shape.hidden * np.maximum(w.first, w.last)
+    tables = kept.table_bytes * w.vocab * w.height * np.maximum(w.first, w.last)
     buckets = kept.bucket_mib * 2**20 * (w.setting.precision == "fp16" and w.zero >= 1)
     if not (kept.gathered_buffers or kept.table_bytes or buckets):
         return live
@@ -139,7 +139,7 @@ def gathered(w: Workload, p: Held) -> Live:
         return {
             "communication": np.minimum(w.knobs.bucket_bytes, p.trained * w.gradient_element) * w.reduce_microbatch
         }
-    unit = np.maximum(p.layer, np.maximum(w.first, w.last) * (w.vocab * w.shape.hidden))
+    unit = np.maximum(p.layer, np.maximum(w.first, w.last) * (w.vocab * w.height))
     most = w.setting.software.gathered_parameters
     kept = np.maximum(w.knobs.keep_gathered, w.pipeline > 1)
     units = np.where(kept > 0, p.total, np.minimum(p.total, np.minimum(unit + p.layer, most)))
@@ -150,7 +150,7 @@ def gathered(w: Workload, p: Held) -> Live:
 
 def optimizer(w: Workload, p: Held) -> Live:
     """Widened gradients, in pieces; and the other end's gradient of a weight that the first and last stage share."""
-    table = w.vocab * w.shape.hidden * activations.trained(w)
+    table = w.vocab * w.height * activations.trained(w)
     owned = p.trained / (w.knobs.shard if w.zero >= 1 else 1)
     narrow = w.gradient_element < 4
     pieces = np.minimum(owned * 4, np.maximum(CAST_BYTES, table * 4.0)) * narrow

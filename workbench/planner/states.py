@@ -36,12 +36,12 @@ class Held:
 def held(w: Workload) -> Held:
     """Parameters that a rank holds before data parallelism shards anything."""
     shape = w.shape
-    layer = attention_parameters(w) + block_norms(shape)
+    layer = attention_parameters(w) + block_norms(shape) * w.tiling.vector
     mlp = feed_forward_parameters(w, w.ffn)
     sparse = w.layers - w.dense_layers
     moe = shape.moe
-    expert = feed_forward_parameters(w, moe.ffn / w.tensor) if moe else 0.0
-    router = shape.hidden * moe.experts + moe.shared * expert if moe else 0.0
+    expert = feed_forward_parameters(w, moe.ffn / w.tiling.columns) if moe else 0.0
+    router = w.height * moe.experts / w.tiling.hidden + moe.shared * expert if moe else 0.0
     dense = w.layers * layer + w.dense_layers * mlp + sparse * router + _ends(w)
     experts = sparse * (moe.experts / w.knobs.expert * expert if moe else 0.0)
     unit = layer + (mlp if moe is None else router + moe.experts / w.knobs.expert * expert)
@@ -50,37 +50,38 @@ def held(w: Workload) -> Held:
 
 def _adapter(w: Workload) -> Number:
     """Parameters of one layer's adapters (2106.09685): rank x (inputs + outputs) of each projection that has one."""
-    rank, h = w.setting.adapter_rank, w.shape.hidden
-    attention = 4 * h + w.q_width + w.k_width + w.v_width + w.o_width
-    wide = (2 if w.shape.gated else 1) * (h + w.ffn) + w.ffn + h
+    rank, h, thin = w.setting.adapter_rank, w.shape.hidden * w.tiling.vector, w.tiling.thin
+    attention = 4 * h + thin * (w.q_width + w.k_width + w.v_width + w.o_width)
+    wide = (2 if w.shape.gated else 1) * (h + thin * w.ffn) + thin * w.ffn + h
     return rank * (attention + wide * w.setting.adapter_everywhere)
 
 
 def attention_parameters(w: Workload) -> Number:
     """Of one block's attention, on a tensor rank: columns of q, k, v and rows of o are split, o's bias is not."""
-    shape, h = w.shape, w.shape.hidden
+    shape, h, thin = w.shape, w.height, w.tiling.thin
     if shape.mla is None:
-        bias = (w.q_width + 2 * w.k_width) * (shape.biases in ("qkv", "all")) + h * (shape.biases == "all")
+        bias = thin * (w.q_width + 2 * w.k_width) * (shape.biases in ("qkv", "all"))
+        bias = bias + thin * w.hidden * (shape.biases == "all")
         return h * (w.q_width + w.k_width + w.v_width + w.o_width) + bias
-    m = shape.mla
-    query = h * m.q_rank + m.q_rank * w.q_width if m.q_rank else h * w.q_width
-    up = m.kv_rank * shape.heads * (m.nope_dim + m.value_dim) / w.tensor
-    return query + h * (m.kv_rank + m.rope_dim) + up + w.o_width * h
+    m, latent = shape.mla, h / w.tiling.hidden
+    query = latent * m.q_rank + thin * m.q_rank * w.q_width if m.q_rank else h * w.q_width
+    up = thin * m.kv_rank * shape.heads * (m.nope_dim + m.value_dim) / w.tiling.columns
+    return query + latent * (m.kv_rank + m.rope_dim) + up + w.o_width * h
 
 
 def feed_forward_parameters(w: Workload, width: Number) -> Number:
     """Of one feed-forward layer whose local width is `width`."""
     wide = 2 if w.shape.gated else 1
-    bias = wide * width + w.shape.hidden if w.shape.biases == "all" else 0.0
-    return (wide + 1) * w.shape.hidden * width + bias
+    bias = w.tiling.thin * (wide * width + w.hidden) if w.shape.biases == "all" else 0.0
+    return (wide + 1) * w.height * width + bias
 
 
 def _ends(w: Workload) -> Array:
-    shape, table = w.shape, w.vocab * w.shape.hidden
-    positions = shape.max_positions * shape.hidden if shape.positions == "learned" else 0
+    shape, table, part = w.shape, w.vocab * w.height, w.tiling.vector
+    positions = part * shape.max_positions * shape.hidden if shape.positions == "learned" else 0
     head = table * (1.0 - w.first * float(shape.tied))
-    first = w.first * (table + positions + shape.embedding_norm * norm(shape, shape.hidden))
-    return np.asarray(first + w.last * (head + norm(shape, shape.hidden)))
+    first = w.first * (table + positions + part * shape.embedding_norm * norm(shape, shape.hidden))
+    return np.asarray(first + w.last * (head + part * norm(shape, shape.hidden)))
 
 
 @dataclass(frozen=True)

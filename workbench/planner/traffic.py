@@ -59,6 +59,10 @@ def _at(value: Number, rank: int) -> float:
 def _tensor(w: Workload) -> list[Call]:
     """Two sums a layer and pass; the embedding's and the head's (1909.08053); with sequence parallel the same bytes as
     gathers and scatters, and a gather of each input again for the weights' gradients (2205.05198)."""
+    if w.setting.algorithm != "1d":
+        from workbench.planner.tiled import tiled
+
+        return tiled(w)
     t, m, dtype, stream = w.tensor, w.microbatches, w.setting.precision, w.stream
     two, first, last, again = 2 * w.layers, w.first, w.last, 2 * w.recomputed
     on, off = w.knobs.sequence, 1 - w.knobs.sequence
@@ -85,7 +89,7 @@ def _shared_heads(w: Workload) -> list[Call]:
 
 def _loss(w: Workload) -> list[Call]:
     count = w.microbatches * w.last
-    return [Call("tensor", "all_reduce", w.tensor, "fp32", n * 4 * w.tokens, count, "F") for n in (1, 2)]
+    return [Call("tensor", "all_reduce", w.tiling.columns, "fp32", n * 4 * w.tokens, count, "F") for n in (1, 2)]
 
 
 def _context(w: Workload) -> list[Call]:
@@ -122,7 +126,7 @@ def _pipeline(w: Workload) -> list[Call]:
     wrap = w.microbatches * (s.chunks - 1) * 2.0
     out = m * (1 - w.last) + m * (1 - w.first) + wrap * (w.first + w.last) / 2
     ends = w.nothing + float(w.shape.tied) * np.maximum(w.first, w.last)
-    table = w.vocab * w.shape.hidden * w.gradient_element
+    table = w.vocab * w.height * w.gradient_element
     return [
         Call("pipeline", kind, p, kind_dtype, size, count, "P2P")
         for size, count, kind_dtype in ((boundary, out, dtype), (table, ends, _gradient_dtype(w)))
@@ -181,11 +185,11 @@ def buckets(w: Workload, rank: int) -> list[float]:
 
 def _parameters(w: Workload, rank: int) -> list[float]:
     """Elements of every parameter of a pipeline rank, in the model's order; a mixture counts as one."""
-    shape, h = w.shape, w.shape.hidden
-    table = float(w.vocab * h)
-    norm = [float(h)] * (2 if shape.norm == "layernorm" else 1)
+    shape, h = w.shape, float(w.shape.hidden * w.tiling.vector)
+    table = float(w.vocab * w.height)
+    norm = [h] * (2 if shape.norm == "layernorm" else 1)
     head = [] if shape.tied and w.first[rank] else [table]
-    start = [table, *([float(shape.max_positions * h)] if shape.positions == "learned" else [])]
+    start = [table, *([shape.max_positions * h] if shape.positions == "learned" else [])]
     start += norm if shape.embedding_norm else []
     block = [*norm, *_attention(w), *norm, *_mlp(w)]
     layers = int(w.layers[rank])
@@ -193,16 +197,16 @@ def _parameters(w: Workload, rank: int) -> list[float]:
 
 
 def _attention(w: Workload) -> list[float]:
-    h, biases = w.shape.hidden, w.shape.biases
+    h, thin, biases = w.height, w.tiling.thin, w.shape.biases
     result = []
     for width in (w.q_width, w.k_width, w.v_width):
-        result += [h * width, *([width] if biases in ("qkv", "all") else [])]
-    return [*result, h * w.o_width, *([float(h)] if biases == "all" else [])]
+        result += [h * width, *([width * thin] if biases in ("qkv", "all") else [])]
+    return [*result, h * w.o_width, *([w.hidden * thin] if biases == "all" else [])]
 
 
 def _mlp(w: Workload) -> list[float]:
     moe, bias = w.shape.moe, w.shape.biases == "all"
     if moe is not None:
-        return [feed_forward_parameters(w, moe.ffn / w.tensor) * (moe.experts / w.knobs.expert + moe.shared)]
-    up = [w.shape.hidden * w.ffn, *([w.ffn] if bias else [])] * (2 if w.shape.gated else 1)
-    return [*up, w.shape.hidden * w.ffn, *([float(w.shape.hidden)] if bias else [])]
+        return [feed_forward_parameters(w, moe.ffn / w.tiling.columns) * (moe.experts / w.knobs.expert + moe.shared)]
+    up = [w.height * w.ffn, *([w.ffn * w.tiling.thin] if bias else [])] * (2 if w.shape.gated else 1)
+    return [*up, w.height * w.ffn, *([w.hidden * w.tiling.thin] if bias else [])]

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.plan.errors import refuse
 from workbench.plan.schema import Plan
 from workbench.plan.shape import Shape
 from workbench.plan.support import require
 from workbench.planner.setting import BYTES, Array, Knobs, Number, Setting, home, knobs_of, setting_of
+from workbench.planner.tiling import Tiling, tiling
 from workbench.schedules import closed
 
 if TYPE_CHECKING:
@@ -33,6 +33,12 @@ class Workload:
     microbatches: Number
     tokens: Number
     """Tokens of one microbatch on one rank."""
+    tiling: Tiling
+    """How tensor ranks cut activations and weights."""
+    hidden: Number
+    """Width of a rank's part of a hidden-wide activation."""
+    height: Number
+    """Hidden-long side of a rank's part of a weight."""
     # widths of a tensor-parallel rank
     q_width: Number
     k_width: Number
@@ -103,7 +109,7 @@ class Workload:
     @property
     def stream(self) -> Number:
         """Bytes of one hidden-wide tensor of a microbatch, in the model's dtype."""
-        return self.tokens * (self.shape.hidden * self.element)
+        return self.tokens * (self.hidden * self.element)
 
     @property
     def wide(self) -> int:
@@ -124,19 +130,21 @@ def workload(plan: Plan) -> Workload:
 
 def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) -> Workload:
     """The quantities of candidates `k` on pipeline ranks `ranks` (first axis), which stand for `weight` ranks each."""
-    shape, mla = s.shape, s.shape.mla
+    shape, mla, blocks = s.shape, s.shape.mla, tiling(s.algorithm, k)
+    columns = blocks.columns
     data = s.world / (k.tensor * k.context * s.pipeline)
     microbatches = s.global_batch / (k.micro_batch * data)
     layers, dense = stage_layers(s)
     at = ranks.astype(int)
     return Workload(
         setting=s, knobs=k, data=data, microbatches=microbatches,
-        tokens=k.micro_batch * s.sequence_length / k.context,
-        q_width=shape.q_width / k.tensor,
-        k_width=shape.q_width / k.tensor if mla else _kv_width(shape, k.tensor),
-        v_width=shape.heads * mla.value_dim / k.tensor if mla else _kv_width(shape, k.tensor),
-        o_width=(shape.heads * mla.value_dim if mla else shape.q_width) / k.tensor,
-        heads=shape.heads / k.tensor, ffn=shape.ffn / k.tensor, vocab=np.ceil(shape.vocab / k.tensor),
+        tokens=k.micro_batch * s.sequence_length / (k.context * blocks.tokens),
+        tiling=blocks, hidden=shape.hidden / blocks.hidden, height=shape.hidden / blocks.height,
+        q_width=shape.q_width / columns,
+        k_width=shape.q_width / columns if mla else _kv_width(shape, columns),
+        v_width=shape.heads * mla.value_dim / columns if mla else _kv_width(shape, columns),
+        o_width=(shape.heads * mla.value_dim if mla else shape.q_width) / columns,
+        heads=shape.heads / columns, ffn=shape.ffn / columns, vocab=np.ceil(shape.vocab / columns),
         sequence_parallel=1 + k.sequence * (k.tensor - 1),
         element=BYTES[s.precision], gradient_element=_gradient_element(s, k.gradient_element, microbatches),
         reduce_microbatch=np.maximum(k.reduce_microbatch, microbatches == 1),
@@ -185,6 +193,3 @@ def _gradient_element(s: Setting, written: Number, microbatches: Number) -> Numb
 
 def _refuse(plan: Plan) -> None:
     require(plan, "estimate")
-    s = plan.strategy
-    if s.tensor.algorithm != "1d":
-        raise refuse("strategy.tensor.algorithm", f"is {s.tensor.algorithm}; this version can estimate 1d")
