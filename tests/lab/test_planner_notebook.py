@@ -1,0 +1,38 @@
+"""The planner's notebook, headless: a search, its front, reasons, operators, foreign files and published rows."""
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from workbench.plan.schema import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_planner_notebook_runs_headless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(ROOT / "notebooks" / "01_planner.ipynb", 4)
+    assert all(not cell.get("outputs") for cell in notebook.cells), "the notebook is kept without outputs"
+    NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+
+    def of(words: str) -> list[Any]:
+        """Outputs of the one cell that has the words."""
+        return next(outputs for source, outputs in said.items() if words in source)
+
+    front = of("charts.front(")[0].data
+    assert "application/vnd.vegalite.v5+json" in front and "estimated" in front["text/plain"]
+    assert "no plan meets 'peak_gib<1'" in of(".empty")[0].text
+    assert Plan.load(tmp_path / "best.yaml").complete().strategy.data.offload == "none"
+    assert "Neighbours: one knob, one step (estimated)" in of("wb.explain(")[0].data["text/html"]
+    assert of("gain = ")[0].text.endswith("tokens a second (estimated)\n")
+    assert "attention.qkv by columns and attention.o by its inner dimension" in of("choose_for(job")[0].text
+    assert "wall_clock_breakdown" in of("wb.import_config(")[0].data["text/html"]
+    assert "--tensor-model-parallel-size" in of("wb.translate(")[1].data["text/html"]
+    assert of("wb.validate(")[0].text.startswith("3 of 3 rows predicted")
