@@ -22,6 +22,11 @@ def _schedule(plan: Plan) -> str:
     return plan.strategy.pipeline.schedule if plan.strategy.pipeline.size > 1 else "1f1b"
 
 
+def _named_schedule(plan: Plan) -> str:
+    """The same; a table that a user drew is read by its ranks, whatever its name."""
+    return "1f1b" if plan.strategy.pipeline.schedule.endswith(".csv") else _schedule(plan)
+
+
 BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("strategy.data.zero", lambda p: p.strategy.data.zero, (0,)),
     ("strategy.data.offload", lambda p: p.strategy.data.offload, ("none",)),
@@ -50,7 +55,7 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
 """(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which share the engine."""
 
 ESTIMATED: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
-    ("strategy.pipeline.schedule", _schedule, SCHEDULES),
+    ("strategy.pipeline.schedule", _named_schedule, SCHEDULES),
     ("strategy.operators", lambda p: p.strategy.operators, ({},)),
     ("strategy.pipeline.replicas", lambda p: p.strategy.pipeline.replicas, (None,)),
 )

@@ -11,9 +11,10 @@ from workbench.plan.schema import Plan
 from workbench.planner.advice import advise
 from workbench.planner.calibrated import on_machine
 from workbench.planner.memory import Memory, memory
+from workbench.planner.readings import need
 from workbench.planner.stack import interval
 from workbench.planner.step import parts, step_time, utilisation
-from workbench.planner.timeline import timeline
+from workbench.planner.timeline import simulated_seconds, timeline
 from workbench.planner.traffic import Call, exactly
 from workbench.planner.workload import workload
 from workbench.profile import COLUMNS, MOMENTS, Profile, frame
@@ -34,6 +35,8 @@ def estimate(plan: Plan) -> Profile:
     head = {"run": full.name, "source": "estimated", "step": 0}
     capacity = int(full.card.memory_gib * 2**30)
     notes: dict[str, Any] = {"time": parts(w, time), "model_flops_utilisation": float(utilisation(w, k, time))}
+    notes["memory"] = need(float(live.peak.max()), capacity, full.strategy.stack)
+    notes["simulated_step_seconds"] = simulated_seconds(w, time, drawn, microbatches)
     notes["step_seconds_90"] = [bound * float(time.seconds) for bound in interval(full.strategy.stack)]
     if microbatches < w.microbatches:
         notes["timeline_microbatches"] = microbatches

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from workbench.plan.schema import AXES, Card, Fabric, Plan
 from workbench.plan.shape import Shape
+from workbench.planner.drawn import drawn
 from workbench.planner.stack import Software, software
+from workbench.schedules import Table
 
 Array = NDArray[np.float64]
 Number = Any
@@ -62,6 +64,8 @@ class Setting:
     chunks: int
     partition: tuple[int, ...]
     """Layers of each stage."""
+    table: Table | None
+    """The schedule where a user drew it."""
     adapter_rank: int
     """Of low-rank adapters; 0: the whole model is trained."""
     adapter_everywhere: bool
@@ -117,7 +121,8 @@ def setting_of(plan: Plan) -> Setting:
         context_algorithm=s.context.algorithm, contexts=s.context.size > 1,
         pipeline=s.pipeline.size, schedule=s.pipeline.schedule, chunks=s.pipeline.chunks,
         partition=tuple(s.pipeline.partition),
-        adapter_rank=t.lora.rank if t.lora else 0, adapter_everywhere=bool(t.lora and t.lora.targets == "all"),
+        table=drawn(plan), adapter_rank=t.lora.rank if t.lora else 0,
+        adapter_everywhere=bool(t.lora and t.lora.targets == "all"),
     )  # fmt: skip
 
 
@@ -168,19 +173,26 @@ def strides(placement: list[Any], sizes: dict[str, Any]) -> dict[str, Any]:
     return {axis: result[axis] for axis in AXES}
 
 
-def home(pipeline: int, schedule: str, partition: tuple[int, ...]) -> NDArray[np.int64]:
-    """The pipeline rank of every layer; V-shaped schedules go there and back."""
-    stages = np.arange(len(partition))
-    ranks = stages % pipeline
-    if schedule in ("zb-v", "dualpipe-v"):
-        ranks = np.where(stages // pipeline % 2 == 1, pipeline - 1 - ranks, ranks)
-    return np.repeat(ranks, partition)
+def home(s: Setting) -> NDArray[np.int64]:
+    """The pipeline rank of every layer."""
+    return np.repeat(stage_homes(s.pipeline, s.schedule, len(s.partition), s.table), s.partition)
+
+
+def stage_homes(pipeline: int, schedule: str, stages: int, table: Table | None) -> NDArray[np.int64]:
+    """The pipeline rank of every stage; V-shaped schedules go there and back, a drawn table says so itself."""
+    if table is not None:
+        return np.array(table.placement)
+    stage = np.arange(stages)
+    ranks = stage % pipeline
+    back = schedule in ("zb-v", "dualpipe-v")
+    return np.where((stage // pipeline % 2 == 1) & back, pipeline - 1 - ranks, ranks)
 
 
 def recomputed_of(plan: Plan) -> Array:
     """Layers recomputed in full on each pipeline rank of a complete plan."""
     pipeline, recompute = plan.strategy.pipeline, plan.strategy.recompute
     assert isinstance(pipeline.partition, list)
-    where = home(pipeline.size, pipeline.schedule, tuple(pipeline.partition))
+    homes = stage_homes(pipeline.size, pipeline.schedule, len(pipeline.partition), drawn(plan))
+    where = np.repeat(homes, pipeline.partition)
     chosen = np.isin(np.arange(len(where)), recompute) if isinstance(recompute, list) else recompute == "full"
     return np.bincount(where[np.broadcast_to(chosen, where.shape)], minlength=pipeline.size).astype(float)

@@ -19,10 +19,10 @@ from workbench.planner.compute import (
     optimizer_seconds,
 )
 from workbench.planner.constants import Constants
-from workbench.planner.setting import Array, Number
+from workbench.planner.setting import Array, Number, stage_homes
 from workbench.planner.traffic import Call, calls
 from workbench.planner.workload import Workload
-from workbench.schedules import closed
+from workbench.schedules import closed, simulate
 
 HIDDEN_BEHIND_ATTENTION = 0.8
 """Share of attention behind which a ring hides its hops."""
@@ -153,6 +153,8 @@ def _bubble(w: Workload, d: Durations, slowest: Number) -> Number:
     if w.pipeline == 1:
         return 0.0
     s, m = w.setting, w.microbatches
+    if s.table is not None:
+        return simulate(s.table, by_stage(w, d)).makespan - m * slowest
     if s.schedule == "gpipe":
         passes = [(w.weight * x).sum(axis=0) + (m - 1) * x.max(axis=0) for x in (d.forward, d.backward)]
         return passes[0] + passes[1] - m * slowest
@@ -160,6 +162,14 @@ def _bubble(w: Workload, d: Durations, slowest: Number) -> Number:
         return ((w.weight * (d.forward + d.backward)).sum(axis=0) - slowest) / s.chunks
     forward, backward, weight = ((w.weight * x).sum(axis=0) / w.pipeline for x in (d.forward, d.backward, d.weight))
     return closed.bubble(s.schedule, w.pipeline, m, s.chunks, forward, backward - weight, weight)
+
+
+def by_stage(w: Workload, d: Durations) -> dict[str, list[float]]:
+    """Seconds of each action of one plan, by stage: a rank's, shared evenly by the stages that it holds."""
+    s = w.setting
+    seconds = {"F": d.forward, "B": d.backward, "I": d.backward - d.weight, "W": d.weight}
+    homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)
+    return {kind: (by_rank / s.chunks)[homes].tolist() for kind, by_rank in seconds.items()}
 
 
 def _data_exposed(w: Workload, constants: Constants, d: Durations, every: list[Call], wires: dict[str, Link]) -> Number:

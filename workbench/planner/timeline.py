@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workbench.planner.step import Durations
+from workbench.planner.step import Durations, StepTime, by_stage
 from workbench.planner.workload import Workload
 from workbench.schedules import Timeline, generate, names, simulate
 
@@ -11,14 +11,24 @@ ACTIONS = 1536
 
 
 def timeline(w: Workload, d: Durations) -> tuple[Timeline | None, int]:
-    """(timeline of one plan, microbatches in it); None where the schedule has no generator or fills too slowly."""
+    """(timeline of one plan, microbatches in it); None where the schedule has no table or fills too slowly."""
     s = w.setting
     whole, turn = int(w.microbatches), w.pipeline if s.schedule == "interleaved" else 1
+    if s.table is not None:
+        return simulate(s.table, by_stage(w, d)), whole
     microbatches = min(whole, ACTIONS // (2 * w.pipeline * s.chunks) // turn * turn)
     if s.schedule not in names() or microbatches < min(whole, 2 * w.pipeline):
         return None, 0
-    table = generate(s.schedule, w.pipeline, microbatches, s.chunks)
-    seconds = {"F": d.forward, "B": d.backward, "I": d.backward - d.weight, "W": d.weight}
-    placed = list(table.placement)
-    by_stage = {kind: (by_rank / s.chunks)[placed].tolist() for kind, by_rank in seconds.items()}
-    return simulate(table, by_stage), microbatches
+    return simulate(generate(s.schedule, w.pipeline, microbatches, s.chunks), by_stage(w, d)), microbatches
+
+
+def simulated_seconds(w: Workload, time: StepTime, drawn: Timeline | None, microbatches: int) -> float | None:
+    """The step of one plan by event simulation: `drawn` with `microbatches`, the rest at the slowest rank's pace.
+
+    Closed forms count unequal stages only roughly. None where nothing was simulated.
+    """
+    if drawn is None:
+        return None
+    pace = float((time.durations.forward + time.durations.backward).max())
+    makespan = drawn.makespan + (float(w.microbatches) - microbatches) * pace
+    return makespan + sum(float(part) for part in time.after.values())

@@ -18,6 +18,7 @@ from workbench.plan.support import require
 from workbench.planner.setting import BYTES, Array, Knobs, Number, Setting, home, knobs_of, setting_of
 from workbench.planner.tiling import Tiling, tiling
 from workbench.schedules import closed
+from workbench.schedules import in_flight as most_held
 
 if TYPE_CHECKING:
     from workbench.planner.states import Held
@@ -157,7 +158,7 @@ def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) ->
 
 def stage_layers(s: Setting) -> tuple[Array, Array]:
     """(layers, those with a dense feed-forward) of each pipeline rank."""
-    where = home(s.pipeline, s.schedule, s.partition)
+    where = home(s)
     moe = s.shape.moe
     dense = np.arange(len(where)) < moe.first_dense if moe else np.ones(len(where), dtype=bool)
     every, some = (np.bincount(x, minlength=s.pipeline).astype(float) for x in (where, where[dense]))
@@ -166,13 +167,15 @@ def stage_layers(s: Setting) -> tuple[Array, Array]:
 
 def _last_rank(s: Setting) -> int:
     """Where the head is: on the first rank where stages go there and back."""
-    return 0 if s.schedule in ("zb-v", "dualpipe-v") else s.pipeline - 1
+    return int(home(s)[-1])
 
 
 def in_flight(s: Setting, microbatches: Number, rank: Number) -> Array:
     """Microbatches held at once by each pipeline rank; a chunk counts 1/chunks."""
     if s.pipeline == 1:
         return np.asarray(1.0 + 0 * rank)
+    if s.table is not None:
+        return np.asarray(most_held(s.table), dtype=float)[rank.astype(int)] / s.chunks
     held = closed.in_flight(s.schedule, rank, s.pipeline, microbatches, s.chunks)
     return np.asarray(held / s.chunks, dtype=float)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
+import time as clock
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from workbench.plan.errors import PlanError, Problem, refuse
 from workbench.plan.schema import Plan
+from workbench.planner.calibrated import on_machine
 from workbench.planner.cost import watts_per_card
 from workbench.planner.search.best import Best, Found
 from workbench.planner.search.cells import Cell, cells
@@ -18,6 +19,9 @@ from workbench.planner.search.constraint import RESULTS, Constraint, narrowed, p
 from workbench.planner.search.evaluate import Evaluated, Evaluator
 from workbench.planner.search.space import KINDS, Space, plan_of, space_of
 from workbench.planner.setting import Number
+from workbench.planner.step import step_time
+from workbench.planner.timeline import simulated_seconds, timeline
+from workbench.planner.workload import workload
 
 OBJECTIVES = ("time", "cost", "energy", "gpus")
 GIB = 2**30
@@ -34,12 +38,14 @@ class Candidate:
     """Largest peak of any rank, estimated."""
     score: float
     """What the objective ranks by; less is better."""
+    simulated: float | None = None
+    """The step by event simulation, of the best few."""
 
     def to_json(self) -> dict[str, Any]:
         """For machines; the plan as what was changed in it."""
         tokens = self.plan.training.global_batch * self.plan.training.sequence_length
         return {
-            "source": "estimated", "seconds": self.seconds, "peak_gib": self.peak_bytes / GIB, "score": self.score,
+            "source": "estimated", "seconds": self.seconds, "simulated_seconds": self.simulated, "peak_gib": self.peak_bytes / GIB, "score": self.score,
             "tokens_per_second": tokens / self.seconds, "gpus": self.plan.world_size, "strategy": short(self.plan),
             "plan": self.plan.model_dump(exclude_unset=True),
         }  # fmt: skip
@@ -84,7 +90,7 @@ def search(
     fewer cards too. `where`: conditions such as `strategy.tensor.size<=8`. `deadline_days` keeps what trains `tokens`
     in time. Raises `PlanError` for words and numbers that mean nothing, not for a search that finds nothing.
     """
-    began = time.perf_counter()
+    began = clock.perf_counter()
     _legal(objective, space, top, deadline_days, tokens)
     constraints = [parse(text) for text in where]
     whole = space_of(plan, space, _worlds(plan, objective))
@@ -95,7 +101,8 @@ def search(
     seen = _look(whole, constraints, objective, top)
     why = "" if seen.feasible else _why_empty(whole, constraints, seen)
     best, front = (tuple(_candidate(whole, one) for one in some) for some in (seen.best.top, seen.best.front))
-    return SearchResult(objective, seen.candidates, seen.feasible, time.perf_counter() - began, best, front, why)
+    best = tuple(replace(one, simulated=_simulated(one.plan)) for one in best)
+    return SearchResult(objective, seen.candidates, seen.feasible, clock.perf_counter() - began, best, front, why)
 
 
 @dataclass
@@ -146,6 +153,16 @@ def _score(cell: Cell, e: Evaluated, objective: str) -> Number:
 
 def _candidate(space: Space, found: Found) -> Candidate:
     return Candidate(plan_of(space, found.cell.choice(found.number)), found.seconds, found.peak, found.score)
+
+
+def _simulated(plan: Plan) -> float | None:
+    """The step of a plan by event simulation, where there is a pipeline to simulate."""
+    if plan.strategy.pipeline.size == 1:
+        return None
+    full, k = on_machine(plan.complete())
+    w = workload(full)
+    time = step_time(w, k)
+    return simulated_seconds(w, time, *timeline(w, time.durations))
 
 
 def _worlds(plan: Plan, objective: str) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class Stages:
 
 def stages_of(s: Setting, kinds: tuple[str | float, ...]) -> Stages:
     """The distinct pipeline ranks of a setting under every kind of recomputation."""
-    where, rank = home(s.pipeline, s.schedule, s.partition), np.arange(s.pipeline)
+    where, rank = home(s), np.arange(s.pipeline)
     chosen = [where[list(chosen_layers(kind, s.partition))] for kind in kinds]
     recomputed = np.stack([np.bincount(kind, minlength=s.pipeline) for kind in chosen], axis=1).astype(float)
     ends = np.stack([rank == 0, rank == s.pipeline - 1], axis=1)
