@@ -42,3 +42,9 @@ def test_notes_are_told_in_words_and_kept_by_key():
 ])  # fmt: skip
 def test_keys_in_words(key, says):
     assert words(key) == says
+
+
+def test_an_interval_is_told_by_its_ends():
+    found = Profile("tiny", "estimated", 1, notes={"step_seconds_90": [0.1, 0.25]})
+    told = dict(zip(*(column.cells for column in tables.notes(found).columns)))
+    assert told == {"a step, in 90 of 100 cases": "100 ms to 250 ms"}

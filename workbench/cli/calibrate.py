@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from workbench import verbs
+from workbench.cli import tables
 from workbench.cli.options import Json, Root, console, emit
 from workbench.cli.progress import LINE_SECONDS
 from workbench.plan.calibration import KINDS, Calibration, Scale
@@ -92,11 +93,9 @@ def _of_ranks(curves: Curves) -> dict[str, Any]:
 def _table(found: Calibration) -> Table:
     machine = found.machine
     title = f"{machine.title}, {machine.backend}, torch {machine.versions.get('torch', '?')}, measured {machine.date}"
-    table = Table(title=title, title_justify="left")
     rows = _figures(found)
-    table.add_column("each rank, of so many at once")
-    for row in rows:
-        table.add_column(str(row["ranks"]), justify="right")
+    counts = [str(row["ranks"]) for row in rows]
+    table = tables.table(title, ["each rank, of so many at once", *counts], counts)
     for dtype in rows[0]["gflops"]:
         table.add_row(f"products, {dtype}", *(f"{row['gflops'][dtype]:,.0f} GFLOP/s" for row in rows))
     table.add_row("streams of 16 MiB", *(f"{row['memory_gbs']:.1f} GB/s" for row in rows))

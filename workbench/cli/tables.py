@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ROUNDING_SECONDS = 1e-12
 """What a difference of two times leaves where there is nothing."""
+INTERVALS = {"step_seconds_90": "a step, in 90 of 100 cases"}
+"""Notes that are the ends of an interval, in words."""
 
 
 def table(title: str, columns: Iterable[str], right: Iterable[str] = ()) -> Table:
@@ -217,11 +219,13 @@ def notes(found: Profile) -> Table | None:
             for inner, size in value.items():
                 built.add_row(f"{words(key)}: {words(inner)}", _value(key, size))
         else:
-            built.add_row(words(key), _value(key, value))
+            built.add_row(INTERVALS.get(key, words(key)), _value(key, value))
     return built
 
 
 def _value(name: str, value: object) -> str:
+    if isinstance(value, list | tuple) and "seconds" in name:
+        return " to ".join(seconds_text(one) for one in value)
     if isinstance(value, float) and name in ("time", "seconds"):
         return seconds_text(value if value > ROUNDING_SECONDS else 0.0)
     if isinstance(value, float) and name.endswith("utilisation"):

@@ -61,14 +61,21 @@ def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]
         f"{found.rows} rows, {found.expressed} expressed as plans{coverage}; {len(found.table)} predicted, "
         f"{data['suspect']} suspect, {found.seconds:.1f} s. Errors are estimated / measured - 1."
     )
-    shown: list[Any] = [Text(head), _reasons(data), _errors(data), _standing(data)]
+    shown: list[Any] = [
+        Text(head),
+        _reasons(data),
+        _errors(data),
+        _standing(data),
+    ]
     for name, parts in (("stack", data["by_stack"]), (by, data.get("by", {}).get(by, {}))):
         if name:
             shown.append(_parts(name, parts))
     return shown
 
 
-def _reasons(data: dict[str, Any]) -> Table:
+def _reasons(data: dict[str, Any]) -> Table | None:
+    if not data["reasons"] and not data["refused_by_planner"]:
+        return None
     built = table("Not predicted", ("rows", "reason"))
     for reason, count in list(data["reasons"].items())[:REASONS_SHOWN]:
         built.add_row(str(count), reason)
