@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -12,6 +13,10 @@ from workbench.planner.setting import Array
 from workbench.planner.workload import Workload
 
 KINDS = ("allocated", "reserved", "nvidia-smi")
+TEXTBOOK = "textbook"
+"""The stack of software that is not known."""
+NINETY_FIVE = 1.6449
+"""95 % quantile of the normal distribution, in standard deviations."""
 
 
 def readings(w: Workload, m: Memory, constants: Constants) -> dict[str, Array]:
@@ -32,6 +37,30 @@ def communicators(w: Workload) -> int:
     k = w.knobs
     sizes = (float(k.tensor), float(k.context), float(w.data), float(w.pipeline))
     return sum(size > 1 for size in sizes) + (w.setting.world > 1)
+
+
+def interval(kind: str, stack: str) -> tuple[float, float, float]:
+    """5 %, 50 % and 95 % quantiles of a reading of that kind over its prediction; wider where the stack is unknown."""
+    said = shares()
+    low, middle, high = (said[f"{kind}_{name}"] for name in ("low", "middle", "high"))
+    width = said["unnamed_factor"] if stack == TEXTBOOK else 1.0
+    return middle * (low / middle) ** width, middle, middle * (high / middle) ** width
+
+
+def spread(stack: str) -> float:
+    """Standard deviation of the logarithm of what a card must hold over its prediction."""
+    said = shares()
+    return said["need_spread"] * (said["unnamed_factor"] if stack == TEXTBOOK else 1.0)
+
+
+def need(peak: float, capacity: float, stack: str) -> dict[str, float]:
+    """What the fullest card must hold, bytes at 50 % and 95 %, and how likely that is more than it has (log-normal)."""
+    deviation = spread(stack)
+    over = math.log(capacity / peak) / deviation if peak > 0 else math.inf
+    return {
+        "p50": peak, "p95": peak * math.exp(NINETY_FIVE * deviation),
+        "probability_of_running_out": 0.5 * math.erfc(over / math.sqrt(2)),
+    }  # fmt: skip
 
 
 @lru_cache(maxsize=1)

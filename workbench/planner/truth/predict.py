@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ import numpy as np
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated import on_machine
 from workbench.planner.memory import memory
-from workbench.planner.readings import readings
+from workbench.planner.readings import NINETY_FIVE, readings, spread
 from workbench.planner.stack import interval
 from workbench.planner.step import parts, step_time
 from workbench.planner.workload import workload
@@ -45,11 +46,12 @@ def predict(plan: Plan) -> Prediction:
     fullest = int(np.argmax(live.peak))
     sizes = {name: float(np.ravel(size)[fullest]) / 2**30 for name, size in live.moments["peak"].items()}
     times = {f"{name} s": seconds for name, seconds in parts(w, time).items()}
+    peak, deviation = sum(sizes.values()), NINETY_FIVE * spread(plan.strategy.stack)
     return Prediction(
-        peak_gib=sum(sizes.values()),
+        peak_gib=peak, peak_low=peak * math.exp(-deviation), peak_high=peak * math.exp(deviation),
         seconds=float(time.seconds),
         seconds_low=low * float(time.seconds),
         seconds_high=high * float(time.seconds),
         readings={kind: tuple((size / 2**30).tolist()) for kind, size in readings(w, live, constants).items()},
         parts={**times, **{f"{name} GiB": size for name, size in sizes.items() if size}},
-    )
+    )  # fmt: skip

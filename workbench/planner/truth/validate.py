@@ -15,6 +15,7 @@ import pandas as pd
 from workbench.plan import catalog
 from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
+from workbench.planner.readings import interval
 from workbench.planner.truth.consistency import flops, suspect
 from workbench.planner.truth.express import Expressed, complete, express
 from workbench.planner.truth.predict import Predict, Prediction, predict
@@ -143,18 +144,20 @@ def _line(one: Expressed, p: Prediction) -> tuple[Any, ...]:
     return (
         row.label, row.file, row.source, row.table, row.framework, one.stack, row.model, row.gpu, plan.card.name,
         plan.world_size, row.status, row.memory_kind, plan.card.memory_gib, p.peak_gib, memory,
-        *reading(row, p),
+        *reading(row, p, one.stack),
         seconds, p.seconds, p.seconds_low, p.seconds_high, plan.training.global_batch * plan.training.sequence_length,
         done, row.doubted, _layout(plan), " ".join(one.assumed),
     )  # fmt: skip
 
 
-def reading(row: Row, p: Prediction) -> tuple[float, float | None, float | None]:
-    """(what the row's way of reading should show, its 5 % and 95 % bounds), GiB."""
+def reading(row: Row, p: Prediction, stack: str = "") -> tuple[float, float | None, float | None]:
+    """(what the row's way of reading should show, its 5 % and 95 % bounds), GiB; the card's own where none is known."""
     stages = p.readings.get(row.memory_reading)
-    scale = 1.0 if not stages else (stages[0] if row.memory_first else max(stages)) / p.peak_gib
-    low, high = (None if bound is None else bound * scale for bound in (p.peak_low, p.peak_high))
-    return p.peak_gib * scale, low, high
+    if not p.readings:
+        return p.peak_gib, p.peak_low, p.peak_high
+    shown = p.peak_gib if not stages else stages[0] if row.memory_first else max(stages)
+    low, _, high = interval(row.memory_kind, stack)
+    return shown, shown * low, shown * high
 
 
 def _layout(plan: Plan) -> str:
