@@ -263,4 +263,5 @@ def optimizer_seconds(w: Workload, m: Machine, owned: Array) -> Array:
     """The update and the gradient norm: every state read and written once, the gradient read twice."""
     kept = w.setting.moment_bytes + (w.setting.master_bytes or w.element)
     traffic = owned * (2 * kept + 2 * w.gradient_element + w.element)
-    return traffic / m.bandwidth
+    host = m.constants.host_gbs * 1e9  # where the optimizer lives on the host, its processors step it (2101.06840)
+    return traffic / (m.bandwidth + (host - m.bandwidth) * w.knobs.offload_optimizer)

@@ -34,6 +34,7 @@ class Constants:
     gather_overlap: float
     tensor_overlap: float
     offload_overlap: float
+    host_gbs: float
     step_fixed_ms: float
     step_doubling_ms: float
     workspace_mib: float

@@ -45,7 +45,8 @@ class Candidate:
         """For machines; the plan as what was changed in it."""
         tokens = self.plan.training.global_batch * self.plan.training.sequence_length
         return {
-            "source": "estimated", "seconds": self.seconds, "simulated_seconds": self.simulated, "peak_gib": self.peak_bytes / GIB, "score": self.score,
+            "source": "estimated", "seconds": self.seconds, "simulated_seconds": self.simulated,
+            "peak_gib": self.peak_bytes / GIB, "score": self.score,
             "tokens_per_second": tokens / self.seconds, "gpus": self.plan.world_size, "strategy": short(self.plan),
             "plan": self.plan.model_dump(exclude_unset=True),
         }  # fmt: skip
