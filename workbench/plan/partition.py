@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 from workbench.plan.parameters import block_matrices
 from workbench.plan.shape import Shape
 
@@ -18,23 +20,54 @@ def costs(shape: Shape, sequence: int) -> tuple[float, list[float], float]:
 
 
 def balanced(shape: Shape, stages: int, sequence: int) -> list[int]:
-    """Blocks of each of `stages` stages, by giving each block to the cheapest stage; the head weighs on the last.
+    """Blocks of each of `stages` stages, so that the costliest stage costs least; the head weighs on the last.
 
-    Exact when all blocks cost the same; leading dense blocks of a mixture of experts count as the mean. Of equal stages
-    the later takes the block: under 1F1B earlier stages hold more microbatches in flight.
+    Of equal ways the later stages take more blocks: under 1F1B earlier stages hold more microbatches in flight.
     """
     assert 1 <= stages <= shape.layers, "legality is checked before"
     embedding, blocks, head = costs(shape, sequence)
-    mean = sum(blocks) / len(blocks)
-    counts = [1] * stages
-    load = [mean] * stages
+    if len(set(blocks)) > 1:
+        return dealt(blocks, stages, embedding, head)
+    counts, load = [1] * stages, [blocks[0]] * stages  # equal blocks: one by one to the cheapest stage is exact
     load[0] += embedding
     load[-1] += head
     for _ in range(shape.layers - stages):
         stage = min(range(stages), key=lambda s: (load[s], -s))
         counts[stage] += 1
-        load[stage] += mean
+        load[stage] += blocks[0]
     return counts
+
+
+def dealt(blocks: list[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
+    """Consecutive blocks a stage whose costliest stage costs least: dynamic programming over cut points, exact.
+
+    `blocks` are costs, estimated or measured, of each block in order; `first` and `last` weigh on the end stages. Of
+    equal ways the one that leaves earlier stages fewer blocks.
+    """
+    assert 1 <= stages <= len(blocks), "at least a block a stage"
+    count, sums = len(blocks), [0.0, *accumulate(blocks)]
+    best = [sums[end] + first + (last if stages == 1 else 0.0) for end in range(count + 1)]
+    cuts: list[list[int]] = []
+    for stage in range(1, stages):
+        extra, cut = last if stage == stages - 1 else 0.0, [0] * (count + 1)
+        now = [float("inf")] * (count + 1)
+        at = stage  # what comes before costs more with every block, the stage less: where they meet only moves on
+        for end in range(stage + 1, count - (stages - 1 - stage) + 1):
+            while at + 1 < end and _larger(best, sums, at + 1, end, extra) < _larger(best, sums, at, end, extra):
+                at += 1
+            now[end], cut[end] = _larger(best, sums, at, end, extra), at
+        best = now
+        cuts.append(cut)
+    ends = [count]
+    for cut in reversed(cuts):
+        ends.append(cut[ends[-1]])
+    ends = [0, *reversed(ends)]
+    return [after - before for before, after in pairwise(ends)]
+
+
+def _larger(best: list[float], sums: list[float], at: int, end: int, extra: float) -> float:
+    """The costlier of the stages before block `at` and the one from there to `end`."""
+    return max(best[at], sums[end] - sums[at] + extra)
 
 
 def partition(shape: Shape, wanted: str | list[int], stages: int, sequence: int) -> str | list[int]:
