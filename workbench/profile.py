@@ -124,19 +124,21 @@ class Profile:
         return [float(x) for x in rows.sort_values("step").loss.dropna()]
 
     def summary(self) -> dict[str, Any]:
-        """The answer for machines: the keys that `--json` prints."""
+        """The answer for machines: the keys that `--json` prints; what notes say of memory stands with it."""
+        memory = {
+            "peak_bytes_by_rank": {str(k): v for k, v in self.peak_bytes_by_rank.items()},
+            "by_category": self.by_category,
+            **self.notes.get("memory", {}),
+        }
         return {
             "source": self.source,
             "run": self.run,
             "world_size": self.world_size,
-            "memory": {
-                "peak_bytes_by_rank": {str(k): v for k, v in self.peak_bytes_by_rank.items()},
-                "by_category": self.by_category,
-            },
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
             "fits": self.fits,
             **self.notes,
+            "memory": memory,
         }
 
     def facts(self) -> dict[str, str]:

@@ -45,6 +45,12 @@ def test_keys_in_words(key, says):
 
 
 def test_an_interval_is_told_by_its_ends():
-    found = Profile("tiny", "estimated", 1, notes={"step_seconds_90": [0.1, 0.25]})
+    need = {"p50": 2.0**31, "p95": 3.0 * 2**30, "probability_of_running_out": 0.0123}
+    found = Profile("tiny", "estimated", 1, notes={"step_seconds_90": [0.1, 0.25], "memory": need})
     told = dict(zip(*(column.cells for column in tables.notes(found).columns)))
-    assert told == {"a step, in 90 of 100 cases": "100 ms to 250 ms"}
+    assert told == {
+        "a step, in 90 of 100 cases": "100 ms to 250 ms",
+        "memory: in half of all cases at most": "2.00 GiB", "memory: in 95 of 100 cases at most": "3.00 GiB",
+        "memory: probability of running out": "1.2%",
+    }  # fmt: skip
+    assert found.summary()["memory"] == {"peak_bytes_by_rank": {}, "by_category": {}, **need}

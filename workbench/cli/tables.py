@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 ROUNDING_SECONDS = 1e-12
 """What a difference of two times leaves where there is nothing."""
-INTERVALS = {"step_seconds_90": "a step, in 90 of 100 cases"}
-"""Notes that are the ends of an interval, in words."""
+TOLD = {
+    "step_seconds_90": "a step, in 90 of 100 cases", "simulated_step_seconds": "a step, simulated",
+    "p50": "in half of all cases at most", "p95": "in 95 of 100 cases at most",
+}  # fmt: skip
+"""Notes whose key says too little."""
 
 
 def table(title: str, columns: Iterable[str], right: Iterable[str] = ()) -> Table:
@@ -217,17 +220,21 @@ def notes(found: Profile) -> Table | None:
             built.add_row("smallest change that fits", advice(found))
         elif isinstance(value, Mapping):
             for inner, size in value.items():
-                built.add_row(f"{words(key)}: {words(inner)}", _value(key, size))
+                built.add_row(
+                    f"{words(key)}: {TOLD.get(inner, words(inner))}", _value(inner if key == "memory" else key, size)
+                )
         else:
-            built.add_row(INTERVALS.get(key, words(key)), _value(key, value))
+            built.add_row(TOLD.get(key, words(key)), _value(key, value))
     return built
 
 
 def _value(name: str, value: object) -> str:
     if isinstance(value, list | tuple) and "seconds" in name:
         return " to ".join(seconds_text(one) for one in value)
-    if isinstance(value, float) and name in ("time", "seconds"):
+    if isinstance(value, float) and name in ("p50", "p95"):
+        return bytes_text(value)
+    if isinstance(value, float) and (name == "time" or name.endswith("seconds")):
         return seconds_text(value if value > ROUNDING_SECONDS else 0.0)
-    if isinstance(value, float) and name.endswith("utilisation"):
+    if isinstance(value, float) and (name.endswith("utilisation") or name.startswith("probability")):
         return f"{value:.1%}"
     return digits(value) if isinstance(value, float) else str(value)
