@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workbench.plan import catalog
 from workbench.plan.schema import Plan
 from workbench.planner import activations, estimate
 from workbench.planner.constants import constants
-from workbench.planner.memory import Memory, memory, total
+from workbench.planner.memory import Memory, memory, peaks, total
 from workbench.planner.states import held
 from workbench.planner.workload import workload
 
@@ -183,6 +184,19 @@ def test_moments_are_ordered(strategy: str, model: str) -> None:
         assert (size <= m.moments["maximum"][category] + 1e-6).all(), category
     states = np.sum([m.moments["initialised"][name] for name in STATES], axis=0)
     assert (states <= m.peak).all()
+
+
+@pytest.mark.parametrize("stack", sorted(catalog.read("data/stacks.yaml")))
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [("zero-3", {}), ("megatron-3d", {"strategy.precision": "fp16"}), ("zero-offload", {}),
+     ("megatron-tp", {"training.lora": {"rank": 8}, "training.global_batch": 1})],
+)  # fmt: skip
+def test_the_searchs_short_cut_says_the_same_of_every_stack(stack: str, strategy: str, changes: dict[str, Any]) -> None:
+    plan = on_cards("llama-3-8b", 8, strategy, **{"strategy.stack": stack, "strategy.kernels": "fused", **changes})
+    full = plan.complete()
+    w, k = workload(full), constants(full.card, full.strategy.kernels, stack)
+    assert float(peaks(w, k)) == pytest.approx(float(memory(w, k).peak.max()), rel=1e-9)
 
 
 def test_offload_moves_states_to_the_host() -> None:

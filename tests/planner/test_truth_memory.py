@@ -1,0 +1,80 @@
+"""Memory against a seeded sample of published readings: thresholds that accuracy may not fall below."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench.plan.schema import Plan
+from workbench.planner import estimate
+from workbench.planner.readings import interval, need
+from workbench.planner.truth import Validation, metrics, predict, validate
+
+SAMPLE = Path(__file__).parents[2] / "data/validation/memory.csv"
+
+
+@pytest.fixture(scope="module")
+def found() -> Validation:
+    return validate([SAMPLE])
+
+
+def errors(found: Validation, column: str, value: str) -> dict[str, Any]:
+    table = found.table[found.table.measured_gib.notna()]
+    chosen = table[table[column] == value]
+    return metrics.errors(chosen.predicted_gib, chosen.measured_gib, list(chosen.row))
+
+
+def test_nearly_every_complete_dense_row_is_expressed(found: Validation) -> None:
+    assert (found.coverage or 0) >= 0.9
+
+
+@pytest.mark.parametrize(
+    ("stack", "median", "bias"),
+    [("nanotron", 0.08, 0.05), ("deepspeed-3d", 0.05, 0.08), ("deepspeed-zero", 0.05, 0.05),
+     ("megatron-bridge", 0.10, 0.10), ("internevo", 0.20, 0.22)],
+)  # fmt: skip
+def test_errors_stay_where_they_are(found: Validation, stack: str, median: float, bias: float) -> None:
+    of_stack = errors(found, "stack", stack)
+    assert of_stack["median_ape"] <= median
+    assert abs(of_stack["median_bias"]) <= bias
+
+
+def test_whole_cards_are_read_within_a_few_percent(found: Validation) -> None:
+    """nvidia-smi: the allocator's blocks, the driver's context and the communicators' buffers."""
+    assert errors(found, "memory_kind", "nvidia-smi")["median_ape"] <= 0.04
+
+
+def test_ninety_five_percent_bounds_cover_what_they_say(found: Validation) -> None:
+    table = found.table[found.table.measured_gib.notna()]
+    said = metrics.coverage(table.measured_gib, table.gib_low, table.gib_high)
+    assert 0.92 <= said["below_high"] <= 0.98
+
+
+def test_what_ran_is_predicted_to_fit(found: Validation) -> None:
+    said = metrics.fit(found.table.needed_gib, found.table.card_gib, list(found.table.status))
+    assert said["ran"]["predicted_to_fit"] >= 0.98
+
+
+def test_kinds_of_readings_are_ordered() -> None:
+    """What the driver counts exceeds what the allocator holds, and that what it has handed out."""
+    plan = Plan.of("llama-3-8b", gpu="a100-sxm-80gb", gpus=8, strategy="zero-3").complete()
+    shown = predict(plan).readings
+    assert max(shown["allocated"]) < max(shown["reserved"]) < max(shown["nvidia-smi"])
+
+
+def test_an_estimate_says_how_likely_it_runs_out() -> None:
+    plan = Plan.of("llama-3-8b", gpu="a100-sxm-80gb", gpus=8, strategy="zero-3")
+    said = estimate(plan).notes["memory"]
+    assert said["p50"] < said["p95"]
+    assert 0 <= said["probability_of_running_out"] < 0.05
+    assert need(80.0, 80.0, "nanotron")["probability_of_running_out"] == pytest.approx(0.5)
+    assert need(said["p95"], said["p50"], "nanotron")["probability_of_running_out"] == pytest.approx(0.95, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["allocated", "reserved", "nvidia-smi", "unknown"])
+def test_an_unknown_stack_has_a_wider_interval(kind: str) -> None:
+    low, middle, high = interval(kind, "nanotron")
+    wide = interval(kind, "textbook")
+    assert wide[0] < low < middle == wide[1] < high < wide[2]
