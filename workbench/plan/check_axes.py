@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from workbench.plan import legal
@@ -15,9 +16,10 @@ SCHEDULES = (*CHUNKS, "interleaved")
 
 def _world(plan: Plan) -> Iterator[Problem]:
     sizes, gpus = plan.sizes, plan.world_size
-    others = sizes["tensor"] * sizes["context"] * sizes["pipeline"]
+    axes = [axis for axis in AXES if axis != "data" and (axis != "pipeline" or not plan.strategy.pipeline.replicas)]
+    others = math.prod(sizes[axis] for axis in axes)
     if gpus % others:
-        product = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if axis != "data")
+        product = " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
         yield Problem("cluster.gpus", f"is {gpus}, which {product} = {others} does not divide; "
                       f"legal: gpus {legal.near(gpus, _multiples(gpus, others))}, or axes whose product is "
                       f"{legal.near(others, legal.divisors(gpus))}")  # fmt: skip
@@ -102,6 +104,30 @@ def _schedule(plan: Plan) -> Iterator[Problem]:
                       f"schedule dualpipe-v needs two a rank; legal: at least {_batches(plan, [2 * p])}")  # fmt: skip
 
 
+def _replicas(plan: Plan) -> Iterator[Problem]:
+    """Stages replicated unequally (DAPPLE): whole stages of one chunk, plain data parallelism within each."""
+    s, ranks, sizes = plan.strategy, plan.strategy.pipeline.replicas, plan.sizes
+    if ranks is None:
+        return
+    left = plan.world_size // (sizes["tensor"] * sizes["context"])
+    if len(ranks) != s.pipeline.size or sum(ranks) != left:
+        yield Problem("strategy.pipeline.replicas", f"{ranks} gives {len(ranks)} stages and {sum(ranks)} ranks; legal: "
+                      f"{s.pipeline.size} numbers that add up to {left} = {plan.world_size} cards / (tensor "
+                      f"{sizes['tensor']} x context {sizes['context']})")  # fmt: skip
+    if len(set(ranks)) == 1:
+        return
+    last = s.placement[-1]
+    needs = (
+        ("pipeline.chunks", s.pipeline.chunks, 1), ("data.zero", s.data.zero, 0), ("expert.size", s.expert.size, 1),
+        ("placement", last, "pipeline"),
+    )  # fmt: skip
+    for field, value, legal_value in needs:
+        if value != legal_value:
+            what = f"ends with {value}" if field == "placement" else f"is {value}"
+            yield Problem(f"strategy.{field}", f"{what}, but stages are replicated {ranks} times; legal: {legal_value}"
+                          f"{' last' if field == 'placement' else ''}, or equal replicas")  # fmt: skip
+
+
 def _batches(plan: Plan, microbatches: list[int]) -> str:
     return ", ".join(str(m * plan.training.micro_batch * plan.sizes["data"]) for m in microbatches)
 
@@ -156,6 +182,6 @@ def _placement(plan: Plan) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[Plan], Iterator[Problem]], ...] = (
-    _world, _tensor, _pipeline, _schedule, _data, _context, _expert, _placement,
+    _world, _tensor, _pipeline, _schedule, _replicas, _data, _context, _expert, _placement,
 )  # fmt: skip
 """Every rule of this file; each takes a complete plan."""

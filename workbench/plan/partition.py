@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from workbench.plan.parameters import block_matrices
@@ -19,13 +20,17 @@ def costs(shape: Shape, sequence: int) -> tuple[float, list[float], float]:
     return 0.0, [first] * dense + [last] * (shape.layers - dense), float(shape.hidden * shape.vocab)
 
 
-def balanced(shape: Shape, stages: int, sequence: int) -> list[int]:
+def balanced(shape: Shape, stages: int, sequence: int, replicas: Sequence[int] | None = None) -> list[int]:
     """Blocks of each of `stages` stages, so that the costliest stage costs least; the head weighs on the last.
+
+    A stage shares its cost between its `replicas` (DAPPLE, 2007.01045); blocks then count as their mean.
 
     Of equal ways the later stages take more blocks: under 1F1B earlier stages hold more microbatches in flight.
     """
     assert 1 <= stages <= shape.layers, "legality is checked before"
     embedding, blocks, head = costs(shape, sequence)
+    if replicas is not None:
+        return _shared(sum(blocks) / len(blocks), shape.layers, embedding, head, replicas)
     if len(set(blocks)) > 1:
         return dealt(blocks, stages, embedding, head)
     counts, load = [1] * stages, [blocks[0]] * stages  # equal blocks: one by one to the cheapest stage is exact
@@ -35,6 +40,18 @@ def balanced(shape: Shape, stages: int, sequence: int) -> list[int]:
         stage = min(range(stages), key=lambda s: (load[s], -s))
         counts[stage] += 1
         load[stage] += blocks[0]
+    return counts
+
+
+def _shared(block: float, blocks: int, first: float, last: float, replicas: Sequence[int]) -> list[int]:
+    """Each of equal blocks to the stage whose replicas it leaves with least to do."""
+    counts, load = [1] * len(replicas), [block] * len(replicas)
+    load[0] += first
+    load[-1] += last
+    for _ in range(blocks - len(replicas)):
+        stage = min(range(len(replicas)), key=lambda s: ((load[s] + block) / replicas[s], -s))
+        counts[stage] += 1
+        load[stage] += block
     return counts
 
 
@@ -70,10 +87,13 @@ def _larger(best: list[float], sums: list[float], at: int, end: int, extra: floa
     return max(best[at], sums[end] - sums[at] + extra)
 
 
-def partition(shape: Shape, wanted: str | list[int], stages: int, sequence: int) -> str | list[int]:
+def partition(
+    shape: Shape, wanted: str | list[int], stages: int, sequence: int, replicas: Sequence[int] | None = None
+) -> str | list[int]:
     """`wanted` as blocks a stage where it is legal; as it was where it is not, for `check` to say why."""
     if isinstance(wanted, list) or stages > shape.layers:
         return wanted
     if wanted == "balanced":
-        return balanced(shape, stages, sequence)
+        unequal = replicas if replicas and len(replicas) == stages and len(set(replicas)) > 1 else None
+        return balanced(shape, stages, sequence, unequal)
     return [shape.layers // stages] * stages if shape.layers % stages == 0 else wanted

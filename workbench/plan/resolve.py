@@ -146,6 +146,8 @@ def _training(written: dict[str, Any], strategy: dict[str, Any], gpus: int) -> d
     if (parts := legal.token_parts(tensor.get("algorithm", "1d"), tensor.get("size", 1))) > 1:
         result.setdefault("micro_batch", parts)
     batch = MICROBATCHES_A_RANK * gpus * result.get("micro_batch", 1)
+    if replicas := strategy.get("pipeline", {}).get("replicas"):
+        batch *= math.lcm(*replicas)
     result.setdefault("global_batch", max(LEAST_BATCH, batch))
     return result
 
@@ -157,7 +159,9 @@ def _settled(plan: Plan) -> Plan:
     strategy["precision"] = _precision(plan)
     strategy["gradient_dtype"] = _gradient_dtype(plan, strategy["precision"])
     stages = plan.strategy.pipeline.size * plan.strategy.pipeline.chunks
-    pipeline["partition"] = partition(plan.shape, pipeline["partition"], stages, plan.training.sequence_length)
+    pipeline["partition"] = partition(
+        plan.shape, pipeline["partition"], stages, plan.training.sequence_length, pipeline["replicas"]
+    )
     if not plan.name:
         data["name"] = f"{plan.shape.name} on {plan.world_size} {plan.card.name}, {strategy['preset'] or 'custom'}"
     return build(data)

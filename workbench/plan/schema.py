@@ -112,7 +112,7 @@ class Pipeline(Frozen):
         "balanced", description="Layers a stage: balanced by cost, uniform, or a list."
     )
     replicas: list[PositiveInt] | None = Field(
-        None, description="Ranks of each stage where they differ (DAPPLE); they add up to gpus / (tensor x context)."
+        None, description="Replicas of each stage where they differ (DAPPLE); they add up to gpus / (tensor x context)."
     )
 
 
@@ -328,13 +328,17 @@ class Plan(Frozen):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks along each axis, in `AXES` order; data takes what the others leave over."""
+        """Ranks along each axis, in `AXES` order; data takes what the others leave over.
+
+        Where stages are replicated unequally, `data` is the least number that all of `pipeline.replicas` divide: into
+        so many parts of `micro_batch` sequences a microbatch falls, and a stage's replicas share them evenly.
+        """
         s = self.strategy
         others = s.tensor.ranks * s.context.size * s.pipeline.size
         return {
             "tensor": s.tensor.ranks,
             "context": s.context.size,
-            "data": max(1, self.world_size // others),
+            "data": math.lcm(*(s.pipeline.replicas or [max(1, self.world_size // others)])),
             "pipeline": s.pipeline.size,
         }
 

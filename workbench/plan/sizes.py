@@ -51,6 +51,8 @@ def _size(
     fields = strategy[axis]
     if rule == "grid":
         return legal.grids(fields.get("algorithm", "2d"), left, shape)[-1]
+    if axis == "pipeline" and fields.get("replicas"):
+        return len(fields["replicas"])
     if axis == "tensor":
         sizes = legal.tensor_sizes(shape, left, node)
     elif axis == "pipeline":

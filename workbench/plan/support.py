@@ -57,7 +57,6 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
 ESTIMATED: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("strategy.pipeline.schedule", _named_schedule, SCHEDULES),
     ("strategy.operators", lambda p: p.strategy.operators, ({},)),
-    ("strategy.pipeline.replicas", lambda p: p.strategy.pipeline.replicas, (None,)),
 )
 """The same for `estimate`."""
 

@@ -112,11 +112,11 @@ def compute(w: Workload, m: Machine, k: Kernels) -> Compute:
 
 
 def model_flops(w: Workload) -> Number:
-    """FLOPs of one microbatch through the whole model on one tensor and context rank: causal attention counted half,
-    forward and backward, nothing recomputed."""
+    """FLOPs of one microbatch of every replica through the whole model on one tensor and context rank: causal attention
+    counted half, forward and backward, nothing recomputed."""
     sparse = w.layers - w.dense_layers
     each = w.dense_layers * layer_flops(w, False) + sparse * layer_flops(w, True) + w.last * head_flops(w)
-    return 3 * (w.weight * each).sum(axis=0)
+    return 3 * (w.weight * w.data * each).sum(axis=0)
 
 
 @dataclass(frozen=True)

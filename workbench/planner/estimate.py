@@ -31,7 +31,7 @@ def estimate(plan: Plan) -> Profile:
     w = workload(full)
     live, time = memory(w, k), step_time(w, k)
     drawn, microbatches = timeline(w, time.durations)
-    stride = _stride(full)
+    starts = _starts(full)
     head = {"run": full.name, "source": "estimated", "step": 0}
     capacity = int(full.card.memory_gib * 2**30)
     notes: dict[str, Any] = {"time": parts(w, time), "model_flops_utilisation": float(utilisation(w, k, time))}
@@ -46,11 +46,11 @@ def estimate(plan: Plan) -> Profile:
     seconds = float(time.seconds)
     return Profile(
         run=full.name, source="estimated", world_size=full.world_size,
-        memory=_memory_frame(head, live, stride),
-        timeline=_timeline_frame(head, drawn, stride),
-        collectives=_collectives_frame(head, own, stride),
+        memory=_memory_frame(head, live, starts),
+        timeline=_timeline_frame(head, drawn, starts),
+        collectives=_collectives_frame(head, own, starts),
         steps=frame("steps", [head | {"rank": 0, "seconds": seconds, "tokens": _tokens(full), "skipped": False}]),
-        representative=_representative(full, stride), capacity_bytes=capacity, notes=notes,
+        representative=_representative(full, starts), capacity_bytes=capacity, notes=notes,
     )  # fmt: skip
 
 
@@ -65,13 +65,30 @@ def _stride(plan: Plan) -> int:
     return int(np.prod([plan.sizes[axis] for axis in inner], dtype=int))
 
 
-def _representative(plan: Plan, stride: int) -> dict[int, int]:
+def _starts(plan: Plan) -> list[int]:
+    """The first rank of each pipeline stage."""
+    if replicas := _unequal(plan):
+        each = plan.sizes["tensor"] * plan.sizes["context"]
+        return [each * sum(replicas[:stage]) for stage in range(len(replicas))]
+    return [stage * _stride(plan) for stage in range(plan.sizes["pipeline"])]
+
+
+def _unequal(plan: Plan) -> list[int]:
+    """Replicas of each stage where they differ; then stages stand one after the other."""
+    replicas = plan.strategy.pipeline.replicas or []
+    return replicas if len(set(replicas)) > 1 else []
+
+
+def _representative(plan: Plan, starts: list[int]) -> dict[int, int]:
     ranks = np.arange(plan.world_size)
+    if _unequal(plan):
+        return {int(rank): starts[np.searchsorted(starts, rank, side="right") - 1] for rank in ranks}
+    stride = _stride(plan)
     stands_for = ranks // stride % plan.sizes["pipeline"] * stride
     return dict(enumerate(stands_for.tolist()))
 
 
-def _memory_frame(head: dict[str, Any], live: Memory, stride: int) -> pd.DataFrame:
+def _memory_frame(head: dict[str, Any], live: Memory, starts: list[int]) -> pd.DataFrame:
     """A row a stage, moment and category that is not nothing; host rows at every moment, for they do not move."""
     columns: dict[str, list[Any]] = {name: [] for name in ("stage", "moment", "tier", "category", "bytes")}
     for moment in MOMENTS:
@@ -81,10 +98,10 @@ def _memory_frame(head: dict[str, Any], live: Memory, stride: int) -> pd.DataFra
                     if size > 0:
                         for name, value in zip(columns, (stage, moment, tier, category, round(size))):
                             columns[name].append(value)
-    return _frame("memory", head, columns, stride)
+    return _frame("memory", head, columns, starts)
 
 
-def _timeline_frame(head: dict[str, Any], timeline: Timeline | None, stride: int) -> pd.DataFrame:
+def _timeline_frame(head: dict[str, Any], timeline: Timeline | None, starts: list[int]) -> pd.DataFrame:
     intervals = timeline.intervals if timeline else ()
     columns: dict[str, list[Any]] = {
         "stage": [i.action.stage for i in intervals],
@@ -93,22 +110,22 @@ def _timeline_frame(head: dict[str, Any], timeline: Timeline | None, stride: int
         "start": [i.start for i in intervals],
         "end": [i.end for i in intervals],
     }
-    return _frame("timeline", head, columns, stride, [i.rank for i in intervals])
+    return _frame("timeline", head, columns, starts, [i.rank for i in intervals])
 
 
-def _collectives_frame(head: dict[str, Any], calls: list[list[Call]], stride: int) -> pd.DataFrame:
+def _collectives_frame(head: dict[str, Any], calls: list[list[Call]], starts: list[int]) -> pd.DataFrame:
     names = ("axis", "kind", "group_size", "dtype", "bytes", "count", "action")
     rows = [(stage, call) for stage, own in enumerate(calls) for call in own]
     columns: dict[str, list[Any]] = {name: [getattr(call, name) for _, call in rows] for name in names}
     columns |= {name: [round(x) for x in columns[name]] for name in ("bytes", "count")}
     columns["stage"] = [stage for stage, _ in rows]
-    return _frame("collectives", head, columns, stride)
+    return _frame("collectives", head, columns, starts)
 
 
 def _frame(
-    kind: str, head: dict[str, Any], columns: dict[str, list[Any]], stride: int, homes: list[int] | None = None
+    kind: str, head: dict[str, Any], columns: dict[str, list[Any]], starts: list[int], homes: list[int] | None = None
 ) -> pd.DataFrame:
     """A frame from columns; ranks follow from pipeline ranks, which are the stages unless `homes` says."""
     arrays = {name: np.array(values) for name, values in columns.items()}
-    ranks = {"rank": np.array(arrays["stage"] if homes is None else homes, dtype=int) * stride}
+    ranks = {"rank": np.array(starts)[np.array(arrays["stage"] if homes is None else homes, dtype=int)]}
     return pd.DataFrame(arrays | ranks | head, columns=list(COLUMNS[kind]), index=range(len(columns["stage"])))

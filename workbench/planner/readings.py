@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 
+import numpy as np
+
 from workbench.plan import catalog
 from workbench.planner.constants import Constants
 from workbench.planner.memory import Memory
@@ -35,7 +37,7 @@ def readings(w: Workload, m: Memory, constants: Constants) -> dict[str, Array]:
 def communicators(w: Workload) -> int:
     """Groups in which a rank communicates: one for each axis longer than one, and one of all ranks."""
     k = w.knobs
-    sizes = (float(k.tensor), float(k.context), float(w.data), float(w.pipeline))
+    sizes = (float(k.tensor), float(k.context), float(np.max(w.data)), float(w.pipeline))
     return sum(size > 1 for size in sizes) + (w.setting.world > 1)
 
 

@@ -66,6 +66,8 @@ class Setting:
     """Layers of each stage."""
     table: Table | None
     """The schedule where a user drew it."""
+    replicas: tuple[int, ...]
+    """Ranks over which each stage is replicated where they differ (DAPPLE, 2007.01045); empty: equally."""
     adapter_rank: int
     """Of low-rank adapters; 0: the whole model is trained."""
     adapter_everywhere: bool
@@ -120,7 +122,7 @@ def setting_of(plan: Plan) -> Setting:
         zero=s.data.zero, algorithm=s.tensor.algorithm,
         context_algorithm=s.context.algorithm, contexts=s.context.size > 1,
         pipeline=s.pipeline.size, schedule=s.pipeline.schedule, chunks=s.pipeline.chunks,
-        partition=tuple(s.pipeline.partition),
+        partition=tuple(s.pipeline.partition), replicas=tuple(s.pipeline.replicas or ()),
         table=drawn(plan), adapter_rank=t.lora.rank if t.lora else 0,
         adapter_everywhere=bool(t.lora and t.lora.targets == "all"),
     )  # fmt: skip
@@ -137,6 +139,7 @@ def knobs_of(plan: Plan) -> Knobs:
     """The one candidate that a complete plan is."""
     s, sizes = plan.strategy, plan.sizes
     replicas = sizes["data"] * sizes["context"]
+    mean = plan.world_size / (sizes["tensor"] * sizes["context"] * sizes["pipeline"])
     return Knobs(
         tensor=sizes["tensor"], context=sizes["context"], expert=s.expert.size, grid=grid_of(plan),
         micro_batch=plan.training.micro_batch, sequence=float(s.tensor.sequence),
@@ -146,7 +149,7 @@ def knobs_of(plan: Plan) -> Knobs:
         overlap=float(s.data.overlap), bucket_bytes=s.data.bucket_mib * 2**20,
         gradient_element=gradient_element(s.gradient_dtype, BYTES[s.precision]),
         selective=float(s.recompute == "selective"), recomputed=recomputed_of(plan),
-        strides=strides(s.placement, sizes),
+        strides=strides(s.placement, sizes | {"data": mean}),
     )  # fmt: skip
 
 

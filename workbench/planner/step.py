@@ -77,7 +77,7 @@ def step_time(w: Workload, constants: Constants, layers: Kernels | None = None) 
 def utilisation(w: Workload, constants: Constants, time: StepTime) -> Number:
     """Model FLOPs over what all cards could do in the step."""
     m = machine(w.setting.card, w.setting.precision, constants)
-    flops = model_flops(w) * w.microbatches * w.tensor * w.knobs.context * w.data
+    flops = model_flops(w) * w.microbatches * w.tensor * w.knobs.context
     return flops / (time.seconds * (w.setting.world * m.flops))
 
 
@@ -139,7 +139,10 @@ def _received(w: Workload, link: Link, constants: Constants, action: str) -> Arr
     """A rank waits for what it receives: activations before F, gradients before B; every chunk anew."""
     if w.pipeline == 1:
         return w.nothing
-    one = seconds("recv", w.stream / w.sequence_parallel, w.pipeline, link, constants)
+    stream = w.stream / w.sequence_parallel
+    if w.setting.replicas:  # of two stages of unequal replicas, the ranks of the one with fewer move more
+        stream = np.maximum(stream, np.roll(stream, 1 if action == "F" else -1))
+    one = seconds("recv", stream, w.pipeline, link, constants)
     receives = 1 - (w.first if action == "F" else w.last)
     return np.asarray(one * (receives + (w.setting.chunks - 1)))
 

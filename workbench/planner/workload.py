@@ -6,6 +6,7 @@ of one tensor-parallel rank.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ class Workload:
     setting: Setting
     knobs: Knobs
     data: Number
+    """Ranks over which a stage is replicated, context apart."""
     microbatches: Number
     tokens: Number
     """Tokens of one microbatch on one rank."""
@@ -134,12 +136,14 @@ def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) ->
     shape, mla, blocks = s.shape, s.shape.mla, tiling(s.algorithm, k)
     columns = blocks.columns
     data = s.world / (k.tensor * k.context * s.pipeline)
-    microbatches = s.global_batch / (k.micro_batch * data)
     layers, dense = stage_layers(s)
-    at = ranks.astype(int)
+    at, parts = ranks.astype(int), data
+    if s.replicas:  # all stages take the same microbatch, each splits it over its own replicas
+        data, parts = np.array(s.replicas, dtype=float)[at], float(math.lcm(*s.replicas))
+    microbatches = s.global_batch / (k.micro_batch * parts)
     return Workload(
         setting=s, knobs=k, data=data, microbatches=microbatches,
-        tokens=k.micro_batch * s.sequence_length / (k.context * blocks.tokens),
+        tokens=k.micro_batch * s.sequence_length / (k.context * blocks.tokens) * (parts / data if s.replicas else 1.0),
         tiling=blocks, hidden=shape.hidden / blocks.hidden, height=shape.hidden / blocks.height,
         q_width=shape.q_width / columns,
         k_width=shape.q_width / columns if mla else _kv_width(shape, columns),

@@ -1,0 +1,99 @@
+"""Stages replicated unequally, as DAPPLE plans them (2007.01045): legality, what each rank does, what it gains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from workbench.plan.errors import PlanError
+from workbench.plan.schema import Plan
+from workbench.plan.support import unsupported
+from workbench.planner import estimate
+from workbench.planner.workload import workload
+from workbench.profile import Profile
+
+
+def dapple(replicas: list[int] | None, stages: int = 2, gpus: int = 16, **changes: Any) -> Plan:
+    asked = {"strategy.pipeline.size": stages, "training.global_batch": 240, "training.sequence_length": 1024}
+    if replicas is not None:
+        asked["strategy.pipeline.replicas"] = replicas
+    set = asked | {key.replace("__", "."): value for key, value in changes.items()}
+    return Plan.of("gpt3-6.7b", gpu="h100-sxm-80gb", gpus=gpus, strategy="dapple", set=set)
+
+
+def peaks(profile: Profile) -> dict[int, int]:
+    return profile.peak_bytes_by_rank
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_equal_replicas_are_the_plain_plan(schedule: str, zero: int) -> None:
+    changes = {"strategy__pipeline__schedule": schedule, "strategy__data__zero": zero}
+    plain, told = (estimate(dapple(r, 4, 16, **changes)) for r in (None, [4, 4, 4, 4]))
+    assert told.step_seconds == pytest.approx(plain.step_seconds, rel=1e-12)
+    assert told.notes["time"] == pytest.approx(plain.notes["time"], rel=1e-12)
+    assert peaks(told) == peaks(plain)
+    assert told.collectives.drop(columns="run").equals(plain.collectives.drop(columns="run"))
+
+
+def test_each_stage_splits_the_same_microbatch_over_its_own_replicas() -> None:
+    plan = dapple([15, 1]).complete()
+    w = workload(plan)
+    assert plan.sizes["data"] == 15 and plan.num_microbatches == 16 == w.microbatches
+    assert (w.tokens * w.data).tolist() == [15 * 1024] * 2 and w.tokens.tolist() == [1024, 15 * 1024]
+    profile = estimate(plan)
+    reduced = profile.collectives[(profile.collectives.axis == "data")]
+    assert set(reduced.group_size) == {15} and set(reduced["rank"]) == {0}
+    assert profile.representative == {**dict.fromkeys(range(15), 0), 15: 15}
+
+
+def test_work_is_conserved() -> None:
+    told, plain = estimate(dapple([12, 4])), estimate(dapple(None))
+    flops = [p.notes["model_flops_utilisation"] * p.step_seconds for p in (told, plain)]
+    assert flops[0] == pytest.approx(flops[1], rel=1e-12)
+
+
+def test_a_heavy_stage_with_more_replicas_beats_equal_replication() -> None:
+    """Two stages of 24 and 8 layers on 16 cards; the paper's VGG-19 goes as far as 15 and 1."""
+    layers = {"strategy__pipeline__partition": [24, 8], "training__global_batch": 192}
+    unequal, equal = (estimate(dapple(r, **layers)) for r in ([12, 4], [8, 8]))
+    assert unequal.step_seconds < 0.8 * equal.step_seconds
+
+
+def test_balanced_stages_give_a_stage_of_more_replicas_more_layers() -> None:
+    head = 1  # as many multiplications as a layer
+    first, last = dapple([12, 4]).complete().strategy.pipeline.partition
+    assert (first, last + head) == (25, 8)
+
+
+def test_an_odd_number_of_cards_can_be_shared_out() -> None:
+    profile = estimate(dapple([2, 1], 2, 3, training__global_batch=12))
+    assert profile.world_size == 3 and len(peaks(profile)) == 3
+
+
+@pytest.mark.parametrize(
+    ("replicas", "changes", "field"),
+    [
+        ([8, 4], {}, "strategy.pipeline.replicas"),
+        ([8, 4, 4], {}, "strategy.pipeline.replicas"),
+        ([12, 4], {"strategy__data__zero": 1}, "strategy.data.zero"),
+        (
+            [12, 4],
+            {"strategy__pipeline__schedule": "zb-v", "strategy__pipeline__chunks": 2},
+            "strategy.pipeline.chunks",
+        ),
+        ([12, 4], {"strategy__placement": ["tensor", "pipeline", "context", "data"]}, "strategy.placement"),
+        ([15, 1], {"training__global_batch": 32}, "training.global_batch"),
+        ([12, 4], {"strategy__tensor__size": 2}, "strategy.pipeline.replicas"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(replicas: list[int], changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(PlanError) as error:
+        dapple(replicas, **changes).complete()
+    assert [problem.field for problem in error.value.problems] == [field]
+
+
+@pytest.mark.parametrize("verb", ["run", "rehearse"])
+def test_it_is_planned_not_run(verb: Any) -> None:
+    assert "strategy.pipeline.replicas" in [p.field for p in unsupported(dapple([12, 4]).complete(), verb)]
