@@ -1,5 +1,7 @@
 """Set-up shared by all tests."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,6 +11,19 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-browser", action="store_true", help="fail if a browser test is skipped")
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command line in this process; (exit code, stdout, stderr)."""
+    from workbench.cli import answer
+
+    def run(*words: object) -> tuple[int, str, str]:
+        code = answer([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
 
 
 @pytest.hookimpl(hookwrapper=True)

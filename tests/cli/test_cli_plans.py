@@ -10,22 +10,8 @@ import psutil
 import pytest
 import yaml
 
-from workbench.cli import answer
-
 LOCAL = ["--model", "tiny", "--gpu", "local", "--gpus", "1", "--strategy", "single"]
 TINY = ["--model", "tiny", "--gpu", "h100-sxm-80gb", "--gpus", "4"]
-
-
-@pytest.fixture
-def ask(capsys):
-    """Run a command line; (exit code, stdout, stderr)."""
-
-    def run(*words):
-        code = answer([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def test_importing_the_command_loads_no_torch():

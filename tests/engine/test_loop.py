@@ -17,14 +17,6 @@ from workbench.runs import Reader
 Records = list[dict[str, Any]]
 
 
-@pytest.fixture
-def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{n} squared is {n * n}. " for n in range(500)))
-    return path
-
-
 def trained(folder: Path, text: Path, model: str = "tiny", **changes: Any) -> tuple[int, Records]:
     """Exit code and records of one rank that trains in a forked process, its run directory being `folder`."""
     written = {

@@ -20,14 +20,6 @@ Losses = tuple[dict[int, float], dict[int, float]]
 """Training loss and held-out loss, by step."""
 
 
-@pytest.fixture
-def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{n} squared is {n * n}. " for n in range(500)))
-    return path
-
-
 def plan(text: Path, mesh: tuple[int, int, int], **changes: Any) -> Plan:
     tensor, pipeline, data = mesh
     written = {

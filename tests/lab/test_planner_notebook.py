@@ -3,24 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from workbench.plan.schema import Plan
 
-ROOT = Path(__file__).resolve().parents[2]
+from .notebooks import executed
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_planner_notebook_runs_headless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.read(ROOT / "notebooks" / "01_planner.ipynb", 4)
-    assert all(not cell.get("outputs") for cell in notebook.cells), "the notebook is kept without outputs"
-    NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    said = {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    said = executed("01_planner.ipynb", tmp_path, monkeypatch, timeout=60)
 
     def of(words: str) -> list[Any]:
         """Outputs of the one cell that has the words."""

@@ -6,25 +6,12 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
-from workbench.cli import answer
 from workbench.plan import foreign
 from workbench.plan.schema import Plan
 
 SAMPLES = Path(__file__).parent / "foreign"
 CARD = "h100-sxm-80gb"
 BESIDE = ["--model", "llama-3-8b", "--gpu", CARD]
-
-
-@pytest.fixture
-def ask(capsys):
-    """Run a command line; (exit code, stdout, stderr)."""
-
-    def run(*words):
-        code = answer([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def test_import_writes_a_plan_and_tells_what_it_left(ask, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.plan.mutation import mutate
 from workbench.plan import foreign, yamlio
 from workbench.plan.errors import PlanError
 from workbench.plan.foreign import deepspeed, fsdp, megatron, torchtitan
@@ -32,26 +33,6 @@ VALUES = [
 ]  # fmt: skip
 
 
-def paths(data, above=()):
-    for key, value in data.items():
-        yield (*above, key)
-        if isinstance(value, dict):
-            yield from paths(value, (*above, key))
-
-
-def mutate(data, pick):
-    *above, last = pick.choice(list(paths(data)))
-    for key in above:
-        data = data[key]
-    kind = pick.random()
-    if kind < 0.75:
-        data[last] = copy.deepcopy(pick.choice(VALUES))
-    elif kind < 0.9:
-        data.pop(last)
-    else:
-        data[pick.choice(["", "size", "zzz", last + "s", 3])] = 1
-
-
 @pytest.mark.parametrize("reader", DATA, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_any_key_may_hold_anything(reader):
     pick, read, refused = random.Random(reader.__name__), 0, 0
@@ -59,7 +40,7 @@ def test_any_key_may_hold_anything(reader):
         written, gpus = DATA[reader]
         data = copy.deepcopy(written)
         for _ in range(pick.choice([1, 1, 2, 3])):
-            mutate(data, pick)
+            mutate(data, pick, VALUES)
         given_beside = Given(pick.choice(["tiny-moe", "tiny-moe", None]), CARD, gpus)
         try:
             found = reader.read(data, given_beside, lenient=pick.random() < 0.5)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plan.mutation import mutate
 from workbench.plan import source
 from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
@@ -24,33 +25,13 @@ VALUES = [
 ]  # fmt: skip
 
 
-def paths(data, above=()):
-    for key, value in data.items():
-        yield (*above, key)
-        if isinstance(value, dict):
-            yield from paths(value, (*above, key))
-
-
-def mutate(data, pick):
-    *above, last = pick.choice(list(paths(data)))
-    for key in above:
-        data = data[key]
-    kind = pick.random()
-    if kind < 0.75:
-        data[last] = copy.deepcopy(pick.choice(VALUES))
-    elif kind < 0.9:
-        data.pop(last)
-    else:
-        data[pick.choice(["", "size", "zzz"])] = 1
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_any_field_may_hold_anything(seed):
     pick, legal = random.Random(seed), 0
     for _ in range(150):
         data = copy.deepcopy(pick.choice(WRITTEN))
         for _ in range(pick.choice([1, 1, 2, 3])):
-            mutate(data, pick)
+            mutate(data, pick, VALUES)
         try:
             full = source.build(data).complete()
         except PlanError as error:

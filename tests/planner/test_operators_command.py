@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from workbench.cli import answer
 from workbench.plan.schema import Plan
 from workbench.planner.constants import constants
 from workbench.planner.operators import Bytes, choose, choose_for, read
@@ -14,24 +13,12 @@ from workbench.planner.operators.of_plan import machine
 H100 = ["--model", "llama-3-8b", "--gpu", "h100-sxm-80gb"]
 
 
-@pytest.fixture
-def ask(capsys):
-    """Run a command line; (exit code, stdout, stderr)."""
-
-    def run(*words):
-        code = answer(["operators", *map(str, words)])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
-
-
 def plan(gpus=8, **fields):
     return Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp", set=fields).complete()
 
 
 def test_json_holds_the_rows_the_mapping_and_the_reason(ask):
-    code, out, _ = ask(*H100, "--gpus", 4, "--strategy", "megatron-tp", "--json")
+    code, out, _ = ask("operators", *H100, "--gpus", 4, "--strategy", "megatron-tp", "--json")
     found = json.loads(out)
     assert code == 0 and found["source"] == "estimated" and found["ranks"] == [4]
     rows = {row["operator"]: row for row in found["rows"]}
@@ -42,19 +29,19 @@ def test_json_holds_the_rows_the_mapping_and_the_reason(ask):
 
 
 def test_tables_say_estimated_and_give_the_reason(ask):
-    code, out, _ = ask(*H100, "--gpus", 16, "--strategy", "ddp", "--ranks", "2x8", "--memory", 70)
+    code, out, _ = ask("operators", *H100, "--gpus", 16, "--strategy", "ddp", "--ranks", "2x8", "--memory", 70)
     assert code == 0 and "Operators over 2 x 8 ranks (estimated)" in out and "Total (estimated)" in out
     assert "limit" in out and "70.0 GiB" in out and "Estimated" in out and "integer programming" in out
 
 
 def test_a_plan_written_with_its_operators_is_read_back_and_kept(ask, tmp_path):
     path = tmp_path / "plan.yaml"
-    code, out, _ = ask(*H100, "--gpus", 4, "--strategy", "ddp", "-o", path, "--json")
+    code, out, _ = ask("operators", *H100, "--gpus", 4, "--strategy", "ddp", "-o", path, "--json")
     first = json.loads(out)
     assert code == 0 and first["path"] == str(path)
     kept = Plan.load(path)
     assert kept.strategy.operators == first["operators"] and read(kept.strategy.operators)
-    code, out, _ = ask(path, "--json")
+    code, out, _ = ask("operators", path, "--json")
     second = json.loads(out)
     assert code == 0 and second["operators"] == first["operators"]
     assert second["seconds"] == pytest.approx(first["seconds"], rel=1e-12)
@@ -68,21 +55,23 @@ def test_a_plan_written_with_its_operators_is_read_back_and_kept(ask, tmp_path):
     (["--memory", "nan"], "memory: is nan"),
 ])  # fmt: skip
 def test_what_is_impossible_is_said_in_a_line(ask, words, message):
-    code, out, err = ask(*H100, "--gpus", 8, "--strategy", "megatron-tp", *words, "--json")
+    code, out, err = ask("operators", *H100, "--gpus", 8, "--strategy", "megatron-tp", *words, "--json")
     assert code == 2 and message in err and "Traceback" not in err
     assert json.loads(out)["exit_code"] == 2
 
 
 def test_more_sequences_turn_tensor_parallel_into_data_parallel(ask):
     few, many = (
-        json.loads(ask(*H100, "--gpus", 8, "--strategy", "megatron-tp", "--sequences", n, "--json")[1])["operators"]
+        json.loads(ask("operators", *H100, "--gpus", 8, "--strategy", "megatron-tp", "--sequences", n, "--json")[1])[
+            "operators"
+        ]
         for n in (1, 64)
     )
     assert few["blocks.*.mlp.up"] == "((1,1),(1,8))" and many["blocks.*.mlp.up"] == "((8,1),(1,1))"
 
 
 def test_one_rank_splits_nothing(ask):
-    code, out, _ = ask("--model", "tiny", "--gpu", "local", "--gpus", 1, "--json")
+    code, out, _ = ask("operators", "--model", "tiny", "--gpu", "local", "--gpus", 1, "--json")
     found = json.loads(out)
     assert code == 0 and not found["redistributions"] and all(row["splits"] == "whole" for row in found["rows"])
 

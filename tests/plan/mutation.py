@@ -1,0 +1,25 @@
+"""Nested data with one thing in it changed at random: what a file may hold when a person is wrong."""
+
+import copy
+
+
+def paths(data, above=()):
+    """Every key, as the keys that lead to it."""
+    for key, value in data.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*above, key))
+
+
+def mutate(data, pick, values):
+    """Put one of `values` anywhere, take a key out, or add one; `pick` is a `random.Random`."""
+    *above, last = pick.choice(list(paths(data)))
+    for key in above:
+        data = data[key]
+    kind = pick.random()
+    if kind < 0.75:
+        data[last] = copy.deepcopy(pick.choice(values))
+    elif kind < 0.9:
+        data.pop(last)
+    else:
+        data[pick.choice(["", "size", "zzz", last + "s", 3])] = 1
