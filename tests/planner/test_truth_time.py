@@ -1,0 +1,65 @@
+"""Step time against a seeded sample of published steps: thresholds that accuracy may not fall below."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from workbench.planner.truth import Validation, metrics, validate
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found() -> Validation:
+    return validate([ROOT / "data/validation/time.csv"])
+
+
+def errors(found: Validation, stack: str | None = None) -> dict[str, Any]:
+    table = found.table[found.table.measured_s.notna()]
+    chosen = table if stack is None else table[table.stack == stack]
+    return metrics.errors(chosen.predicted_s, chosen.measured_s, list(chosen.row))
+
+
+def test_every_row_is_expressed(found: Validation) -> None:
+    assert found.expressed == found.rows == 205
+
+
+@pytest.mark.parametrize(
+    ("stack", "mape", "median"),
+    [("llm-foundry", 0.08, 0.065), ("deepspeed-3d", 0.08, 0.075), ("nemo", 0.08, 0.07), ("internevo", 0.08, 0.06),
+     ("torchtitan", 0.10, 0.09), ("deepspeed-zero", 0.15, 0.09), ("llmq", 0.17, 0.10), ("megatron-bridge", 0.17, 0.12)],
+)  # fmt: skip
+def test_errors_of_a_stack_stay_where_they_are(found: Validation, stack: str, mape: float, median: float) -> None:
+    of_stack = errors(found, stack)
+    assert of_stack["mape"] <= mape and of_stack["median_ape"] <= median
+
+
+def test_errors_of_all_stay_where_they_are(found: Validation) -> None:
+    assert errors(found)["median_ape"] <= 0.09
+    assert abs(errors(found)["median_bias"]) <= 0.05
+
+
+def test_nine_of_ten_steps_lie_in_the_interval(found: Validation) -> None:
+    table = found.table[found.table.measured_s.notna()]
+    assert 0.85 <= metrics.coverage(table.measured_s, table.s_low, table.s_high)["inside"] <= 0.95
+
+
+def test_no_constant_is_keyed_by_a_model_or_a_source() -> None:
+    """Stacks and generations of cards have constants; models, papers and pages have none."""
+    models = set(yaml.safe_load((ROOT / "data/models.yaml").read_text()))
+    for name in ("planner.yaml", "stacks.yaml"):
+        keys: set[str] = set()
+
+        def walk(entry: Any, keys: set[str] = keys) -> None:
+            if isinstance(entry, dict):
+                keys |= {str(key).lower() for key in entry}
+                for value in entry.values():
+                    walk(value)
+
+        walk(yaml.safe_load((ROOT / "data" / name).read_text()))
+        assert not keys & {model.lower() for model in models}
+        assert not [key for key in keys if "github" in key or "http" in key or key.startswith("arxiv")]
