@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from workbench.plan.check_axes import CHUNKS, SCHEDULES
 from workbench.plan.schema import Plan
+from workbench.planner.placement import placements
 from workbench.planner.reasons.figures import Change, Effect, Subject
 
 Move = tuple[str, Change]
@@ -26,6 +27,7 @@ def moves(subject: Subject) -> Iterator[Move]:
         yield from _schedules(subject)
     yield from _twice_and_half("micro-batch", "training.micro_batch", full.training.micro_batch)
     yield from _data(full)
+    yield from _placement(full)
     yield from _words("recompute", "strategy.recompute", full.strategy.recompute, ("none", "selective", "full"))
     yield from _words("kernels", "strategy.kernels", full.strategy.kernels, ("eager", "compiled", "fused"))
 
@@ -64,6 +66,13 @@ def _data(full: Plan) -> Iterator[Move]:
     yield from _words("offload", "strategy.data.offload", d.offload, ("none", "optimizer", "parameters"))
     if full.sizes["data"] > 1:
         yield _switch("overlap", "strategy.data.overlap", d.overlap)
+
+
+def _placement(full: Plan) -> Iterator[Move]:
+    """The fastest order of the axes, where it is not the plan's own."""
+    best = list(placements(full)[0].order)
+    if best != full.strategy.placement:
+        yield f"placement → {', '.join(best)}", {"strategy.placement": best}
 
 
 def _repartitioned(subject: Subject) -> Change:
