@@ -1,4 +1,4 @@
-"""Search: every candidate is what `estimate` says of its plan, nothing better is overlooked, and emptiness has a reason."""
+"""Search: a candidate is what `estimate` says of its plan, nothing better is overlooked, emptiness has a reason."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_brute_force_finds_the_same(objective: str) -> None:
         score = {"time": 1, "cost": profile.world_size, "gpus": 0}[objective] * profile.step_seconds
         rows.append((profile.world_size if objective == "gpus" else 0, score, profile.step_seconds, profile))
     assert len(rows) == found.candidates
-    fitting = sorted((row[:3] for row in rows if row[3].fits))
+    fitting = sorted(row[:3] for row in rows if row[3].fits)
     assert len(fitting) == found.feasible
     assert [one.seconds for one in found.top] == pytest.approx([row[2] for row in fitting[:10]], rel=1e-9)
 

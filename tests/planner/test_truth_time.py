@@ -20,7 +20,7 @@ def found() -> Validation:
 
 def errors(found: Validation, stack: str | None = None) -> dict[str, Any]:
     table = found.table[found.table.measured_s.notna()]
-    chosen = table if stack is None else table[table.stack == stack]
+    chosen = table if stack is None else table[table["stack"] == stack]
     return metrics.errors(chosen.predicted_s, chosen.measured_s, list(chosen.row))
 
 
