@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from workbench.plan import check_axes, legal
 from workbench.plan.errors import PlanError, Problem
-from workbench.plan.schema import Plan
+from workbench.plan.schema import STORED, Plan
 from workbench.plan.shape import Shape
 
 BYTES = 256
@@ -88,10 +88,10 @@ def _sequence(plan: Plan) -> Iterator[Problem]:
 def _precision(plan: Plan) -> Iterator[Problem]:
     s, has = plan.strategy, list(plan.card.tflops)
     if plan.card.device != "cpu" and s.precision not in ("fp32", *has):
-        legal_names = ", ".join(dtype for dtype in ("fp32", "bf16", "fp16", "fp8") if dtype in ("fp32", *has))
+        legal_names = ", ".join(dtype for dtype in ("fp32", "tf32", "bf16", "fp16", "fp8") if dtype in ("fp32", *has))
         yield Problem("strategy.precision", f"is {s.precision}, which {plan.card.name} does not have; "
                       f"legal: {legal_names}")  # fmt: skip
-    parameters = "bf16" if s.precision == "fp8" else s.precision
+    parameters = STORED.get(s.precision, s.precision)
     if s.gradient_dtype not in ("fp32", parameters):
         kinds = " or ".join(dict.fromkeys(("fp32", parameters)))
         yield Problem("strategy.gradient_dtype", f"is {s.gradient_dtype} with precision {s.precision}; legal: {kinds}")

@@ -10,7 +10,7 @@ from workbench.plan import calibration, catalog, check, corpus, huggingface, leg
 from workbench.plan.attached import attached, local_cluster
 from workbench.plan.errors import PlanError, refuse
 from workbench.plan.partition import partition
-from workbench.plan.schema import Card, Cluster, Fabric, Plan, PythonModel, Strategy
+from workbench.plan.schema import STORED, Card, Cluster, Fabric, Plan, PythonModel, Strategy
 from workbench.plan.shape import Shape
 from workbench.plan.sizes import resolve_sizes
 from workbench.plan.source import build, plain
@@ -178,7 +178,7 @@ def _precision(plan: Plan) -> str:
 
 def _gradient_dtype(plan: Plan, precision: str) -> str:
     """`auto`: fp32 where gradients of several microbatches add up; the parameters' dtype otherwise and under ZeRO."""
-    parameters = "bf16" if precision == "fp8" else precision
+    parameters = STORED.get(precision, precision)
     wanted = plan.strategy.gradient_dtype
     if wanted == "auto":
         adds_up = plan.num_microbatches > 1 or plan.strategy.pipeline.size > 1

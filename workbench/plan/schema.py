@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Axis = Literal["tensor", "context", "data", "pipeline"]
 AXES: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
+STORED = {"tf32": "fp32", "fp8": "bf16"}
+"""Precision of matrix products -> dtype of parameters, activations and gradients, where they differ."""
 GradientDtype = Literal["fp32", "bf16", "fp16", "parameters", "auto"]
 
 

@@ -113,10 +113,11 @@ def compute(w: Workload, m: Machine, k: Kernels) -> Compute:
 
 def model_flops(w: Workload) -> Number:
     """FLOPs of one microbatch of every replica through the whole model on one tensor and context rank: causal attention
-    counted half, forward and backward, nothing recomputed."""
-    sparse = w.layers - w.dense_layers
-    each = w.dense_layers * layer_flops(w, False) + sparse * layer_flops(w, True) + w.last * head_flops(w)
-    return 3 * (w.weight * w.data * each).sum(axis=0)
+    counted half, forward and backward, nothing recomputed. Frozen weights have no gradients."""
+    sparse, passes = w.layers - w.dense_layers, 2 + float(w.setting.adapter_rank == 0)
+    products = w.dense_layers * layer_flops(w, False) + sparse * layer_flops(w, True) + w.last * head_flops(w)
+    each = passes * products + 3 * w.layers * attention_flops(w)
+    return (w.weight * w.data * each).sum(axis=0)
 
 
 @dataclass(frozen=True)
@@ -245,8 +246,8 @@ def head_pass(w: Workload, m: Machine) -> Pass:
 
 
 def layer_flops(w: Workload, mixture: bool) -> Number:
-    """Forward FLOPs of one layer and microbatch on a rank."""
-    return sum(p.flops for p in layer_products(w, mixture)) + attention_flops(w)
+    """Forward FLOPs of the matrix products of one layer and microbatch on a rank, attention's apart."""
+    return sum(p.flops for p in layer_products(w, mixture))
 
 
 def head_flops(w: Workload) -> Number:

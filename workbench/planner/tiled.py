@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from workbench.planner.compute import Product, head_product, layer_products
 from workbench.planner.setting import Number
-from workbench.planner.traffic import Call
+from workbench.planner.traffic import Call, gradient_dtype
 from workbench.planner.workload import Workload
 
 Moved = tuple[str, Number, Number]
@@ -54,7 +54,7 @@ def tiled(w: Workload) -> list[Call]:
 
 def _call(w: Workload, moved: Moved, times: Number, action: str) -> Call:
     kind, elements, calls = moved
-    return Call("tensor", kind, w.tiling.hidden, w.setting.precision, elements * w.element, times * calls, action)
+    return Call("tensor", kind, w.tiling.hidden, w.dtype, elements * w.element, times * calls, action)
 
 
 def _embedding(w: Workload) -> list[Call]:
@@ -74,4 +74,4 @@ def _norms(w: Workload) -> list[Call]:
 def _copies(w: Workload) -> Call:
     """Gradients of weights that the layers of a 2.5-D grid hold alike."""
     size = w.held.trained * w.gradient_element
-    return Call("tensor", "all_reduce", w.tiling.copies, w.setting.precision, size, 1.0, "B")
+    return Call("tensor", "all_reduce", w.tiling.copies, gradient_dtype(w), size, 1.0, "B")

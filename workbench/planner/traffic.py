@@ -63,7 +63,7 @@ def _tensor(w: Workload) -> list[Call]:
         from workbench.planner.tiled import tiled
 
         return tiled(w)
-    t, m, dtype, stream = w.tensor, w.microbatches, w.setting.precision, w.stream
+    t, m, dtype, stream = w.tensor, w.microbatches, w.dtype, w.stream
     two, first, last, again = 2 * w.layers, w.first, w.last, 2 * w.recomputed
     on, off = w.knobs.sequence, 1 - w.knobs.sequence
     return [
@@ -84,7 +84,7 @@ def _shared_heads(w: Workload) -> list[Call]:
         return []
     times = 2 * w.microbatches * w.layers * (w.tensor > int(shape.kv_heads or 0))
     sizes = [shape.kv_width * shape.hidden, *([shape.kv_width] if shape.biases in ("qkv", "all") else [])]
-    return [Call("tensor", "all_reduce", w.tensor, w.setting.precision, n * w.element, times, "B") for n in sizes]
+    return [Call("tensor", "all_reduce", w.tensor, w.dtype, n * w.element, times, "B") for n in sizes]
 
 
 def _loss(w: Workload) -> list[Call]:
@@ -94,7 +94,7 @@ def _loss(w: Workload) -> list[Call]:
 
 def _context(w: Workload) -> list[Call]:
     """Ring: keys and values go round, twice that backward (2310.01889). Ulysses: heads for sequence (2309.14509)."""
-    c, dtype, times = w.knobs.context, w.setting.precision, w.microbatches * w.layers
+    c, dtype, times = w.knobs.context, w.dtype, w.microbatches * w.layers
     keys = (w.k_width + w.v_width) * w.tokens * w.element
     if w.setting.context_algorithm == "ring":
         return [
@@ -108,7 +108,7 @@ def _context(w: Workload) -> list[Call]:
 
 def _experts(w: Workload) -> list[Call]:
     """Tokens go to their experts and come back, each way."""
-    moe, dtype = w.shape.moe, w.setting.precision
+    moe, dtype = w.shape.moe, w.dtype
     if moe is None:
         return []
     times = 2 * w.microbatches * (w.layers - w.dense_layers)
@@ -118,7 +118,7 @@ def _experts(w: Workload) -> list[Call]:
 
 def _pipeline(w: Workload) -> list[Call]:
     """What crosses stage boundaries, and a tied weight's gradient between the ends."""
-    s, p, dtype = w.setting, w.pipeline, w.setting.precision
+    s, p, dtype = w.setting, w.pipeline, w.dtype
     if p == 1:
         return []
     m = w.microbatches * s.chunks
@@ -129,20 +129,20 @@ def _pipeline(w: Workload) -> list[Call]:
     table = w.vocab * w.height * w.gradient_element
     return [
         Call("pipeline", kind, p, kind_dtype, size, count, "P2P")
-        for size, count, kind_dtype in ((boundary, out, dtype), (table, ends, _gradient_dtype(w)))
+        for size, count, kind_dtype in ((boundary, out, dtype), (table, ends, gradient_dtype(w)))
         for kind in ("send", "recv")
     ]
 
 
-def _gradient_dtype(w: Workload) -> str:
+def gradient_dtype(w: Workload) -> str:
     """Of one plan; of many it is not asked for."""
     alike = np.ndim(w.gradient_element) or float(w.gradient_element) == w.element
-    return w.setting.precision if alike else "fp32"
+    return w.dtype if alike else "fp32"
 
 
 def _data(w: Workload) -> list[Call]:
     """Gradients once a step in buckets; ZeRO scatters them and gathers parameters (1910.02054)."""
-    group, shard, dtype, gradient = w.data * w.knobs.context, w.knobs.shard, w.setting.precision, _gradient_dtype(w)
+    group, shard, dtype, gradient = w.data * w.knobs.context, w.knobs.shard, w.dtype, gradient_dtype(w)
     action = "B" if w.pipeline == 1 else "REDUCE_GRAD"
     elements, gathered = w.held.trained, w.held.total
     size = elements * w.gradient_element

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.plan.schema import Plan
+from workbench.plan.schema import STORED, Plan
 from workbench.plan.shape import Shape
 from workbench.plan.support import require
 from workbench.planner.setting import BYTES, Array, Knobs, Number, Setting, home, knobs_of, setting_of
@@ -103,6 +103,11 @@ class Workload:
         from workbench.planner.states import held
 
         return held(self)
+
+    @property
+    def dtype(self) -> str:
+        """Of parameters and activations."""
+        return STORED.get(self.setting.precision, self.setting.precision)
 
     @property
     def stored_gradient(self) -> Number:
