@@ -13,6 +13,7 @@ from workbench.plan.errors import PlanError, Problem, refuse
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated import on_machine
 from workbench.planner.cost import watts_per_card
+from workbench.planner.search import show
 from workbench.planner.search.best import Best, Found
 from workbench.planner.search.cells import Cell, cells
 from workbench.planner.search.constraint import RESULTS, Constraint, narrowed, parse
@@ -66,6 +67,13 @@ class SearchResult:
     """Fastest first: those that no other beats in both step time and peak."""
     empty: str = ""
     """Where nothing is left: why, and what to change."""
+
+    def __repr__(self) -> str:
+        return show.as_text(self)
+
+    def _repr_html_(self) -> str:
+        """The tables, as a notebook shows them."""
+        return show.as_html(self)
 
     @property
     def rate(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench.plan import legal
 from workbench.plan.resolve import LEAST_BATCH, MICROBATCHES_A_RANK
-from workbench.plan.schema import AXES, Plan
+from workbench.plan.schema import AXES, Plan, Strategy
 from workbench.plan.shape import Shape
 from workbench.planner.calibrated import on_machine
 from workbench.planner.setting import Setting, setting_of
@@ -42,8 +42,10 @@ LONG = 16384
 class Space:
     """Values of every knob. Candidates are their combinations that are legal and differ in what they do."""
 
+    asked: Plan
+    """As it was written; what is no knob stays as it is there."""
     base: Plan
-    """Complete; what is no knob stays as it is there."""
+    """The same, complete."""
     settings: tuple[Setting, ...]
     """What all candidates of one number of cards share, but for the knobs of a cell."""
     schedules: tuple[tuple[str, int, int], ...]
@@ -82,7 +84,7 @@ def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) ->
     tensor = tuple(t for t in legal.tensor_sizes(shape, most) if wide or t <= node)
     ways = legal.context_sizes(shape, min(most, MOST_CONTEXT), sequence, 1, "ring")
     return Space(
-        base=base.replace(**{"training.global_batch": batch}),
+        asked=plan, base=base.replace(**{"training.global_batch": batch}),
         settings=tuple(replace(setting_of(each), global_batch=batch) for each in measured),
         schedules=_schedules(kind, shape, most), zero=(0, 1, 2, 3), tensor=tensor,
         context=tuple(ways) if sequence >= LONG else (1,),
@@ -99,7 +101,7 @@ def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) ->
 
 def _neutral(plan: Plan, world: int) -> Plan:
     """The plan completed with a strategy and a batch that are legal whatever they are: both are knobs."""
-    strategy = plan.strategy.model_dump(include={"precision", "kernels", "stack"}, exclude_unset=True)
+    strategy = plan.strategy.model_dump(include=KEPT, exclude_unset=True)
     changes = {"strategy": strategy, "cluster.gpus": world, "training.micro_batch": 1, "training.global_batch": world}
     return plan.replace(**changes, **({"cluster.nodes": None} if world != plan.cluster.gpus else {})).complete()
 
@@ -129,36 +131,40 @@ def chosen_layers(kind: str | float, partition: tuple[int, ...]) -> tuple[int, .
 
 
 def plan_of(space: Space, choice: dict[str, Any]) -> Plan:
-    """The plan that a candidate is: the base with every knob written out."""
+    """The plan that a candidate is: as it was asked for, with every knob written out that is not at its default."""
     kind = choice["recompute"]
-    recompute = kind if isinstance(kind, str) else list(chosen_layers(kind, choice["partition"]))
-    return space.base.replace(
-        **{
-            "name": "",
-            "cluster.gpus": choice["world"],
-            "cluster.nodes": None,
-            "cluster.gpus_per_node": choice["node"],
-            "training.micro_batch": choice["micro_batch"],
-            "strategy.preset": None,
-            "strategy.tensor.algorithm": "1d",
-            "strategy.context.algorithm": "ring",
-            "strategy.tensor.size": choice["tensor"],
-            "strategy.tensor.sequence": choice["sequence"],
-            "strategy.context.size": choice["context"],
-            "strategy.expert.size": choice["expert"],
-            "strategy.pipeline.size": choice["pipeline"],
-            "strategy.pipeline.schedule": choice["schedule"],
-            "strategy.pipeline.chunks": choice["chunks"],
-            "strategy.pipeline.partition": "balanced",
-            "strategy.placement": list(choice["placement"]),
-            "strategy.recompute": recompute,
-            "strategy.data.zero": choice["zero"],
-            "strategy.data.shard": choice["shard"],
-            "strategy.data.offload": choice["offload"],
-            "strategy.data.reduce": choice["reduce"],
-            "strategy.data.keep_gathered": choice["keep_gathered"],
-            "strategy.data.overlap": choice["overlap"],
-            "strategy.data.bucket_mib": choice["bucket_mib"],
-            "strategy.gradient_dtype": choice["gradient"],
-        }
-    )
+    strategy = {
+        "tensor": {"size": choice["tensor"], "sequence": choice["sequence"]},
+        "context": {"size": choice["context"]},
+        "expert": {"size": choice["expert"]},
+        "pipeline": {"size": choice["pipeline"], "schedule": choice["schedule"], "chunks": choice["chunks"]},
+        "placement": list(choice["placement"]),
+        "recompute": kind if isinstance(kind, str) else list(chosen_layers(kind, choice["partition"])),
+        "data": {name: choice[name] for name in DATA},
+        "gradient_dtype": choice["gradient"],
+    }
+    asked = space.asked
+    kept = asked.strategy.model_dump(include=KEPT, exclude_unset=True)
+    wired = asked.cluster.model_dump(include={"gpu", "fabric", "calibration"}, exclude_unset=True)
+    cluster = wired | {"gpus": choice["world"], "gpus_per_node": choice["node"]}
+    batch = {"training.global_batch": space.base.training.global_batch, "training.micro_batch": choice["micro_batch"]}
+    name = {"name": ""} if asked.name else {}
+    return asked.replace(**name, cluster=cluster, strategy=kept | _told(strategy), **batch)
+
+
+DATA = ("zero", "shard", "offload", "reduce", "keep_gathered", "overlap", "bucket_mib")
+"""Knobs that are fields of `strategy.data`."""
+KEPT = {"precision", "kernels", "stack"}
+"""Fields of a strategy that a search leaves as they are."""
+
+
+def _told(strategy: dict[str, Any]) -> dict[str, Any]:
+    """Those fields that are not at their default."""
+    usual = Strategy().model_dump()
+    result: dict[str, Any] = {}
+    for name, value in strategy.items():
+        if isinstance(value, dict):
+            value = {key: one for key, one in value.items() if one != usual[name][key]}
+        if value and value != usual[name]:
+            result[name] = value
+    return result
