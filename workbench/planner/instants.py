@@ -136,9 +136,7 @@ def gathered(w: Workload, p: Held) -> Live:
     if w.zero < 2:
         return {}
     if w.zero == 2:
-        return {
-            "communication": np.minimum(w.knobs.bucket_bytes, p.trained * w.gradient_element) * w.reduce_microbatch
-        }
+        return {"communication": np.minimum(w.knobs.bucket_bytes, p.trained * w.gradient_element) * w.reduce_microbatch}
     unit = np.maximum(p.layer, np.maximum(w.first, w.last) * (w.vocab * w.height))
     most = w.setting.software.gathered_parameters
     kept = np.maximum(w.knobs.keep_gathered, w.pipeline > 1)
