@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         explain,
         export,
         import_config,
+        operators,
         rehearse,
         run,
         search,
@@ -35,14 +36,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "Plan": "plan.schema", "PlanError": "plan.errors", "Planner": "lab.planner", "Profile": "profile",
     "attach": "verbs", "calibrate": "verbs", "compare": "verbs", "estimate": "verbs", "explain": "verbs",
-    "export": "verbs", "import_config": "verbs", "list_runs": "runs.run", "rehearse": "verbs",
+    "export": "verbs", "import_config": "verbs", "list_runs": "runs.run", "operators": "verbs", "rehearse": "verbs",
     "report": "lab.report", "run": "verbs", "search": "verbs", "translate": "verbs", "validate": "verbs",
     "verify": "verbs", "watch": "verbs",
 }  # fmt: skip
 
 __all__ = [
     "Plan", "PlanError", "Planner", "Profile", "attach", "calibrate", "compare", "estimate", "explain",
-    "export", "import_config", "rehearse", "run", "search", "translate", "validate", "verify", "watch",
+    "export", "import_config", "operators", "rehearse", "run", "search", "translate", "validate", "verify", "watch",
 ]  # fmt: skip
 
 

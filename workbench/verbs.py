@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from workbench.plan.calibration import Calibration
     from workbench.plan.foreign import Format, Imported, Written
     from workbench.planner.reasons import Explanation
+    from workbench.planner.operators import OperatorPlan
     from workbench.planner.search import SearchResult
     from workbench.planner.truth import Validation
     from workbench.runs.run import Run
@@ -47,6 +48,21 @@ def explain(plan: Planned, *, tokens: float | None = None, price: float | None =
     from workbench.planner.reasons import explain as reasons
 
     return reasons(as_plan(plan), tokens, price)
+
+
+def operators(
+    plan: Planned, ranks: int | Sequence[int] | None = None, *, memory_gib: float | None = None,
+    sequences: int | None = None,
+) -> OperatorPlan:  # fmt: skip
+    """How each operator of the model is best split over `ranks`, exactly; default all ranks of the plan.
+
+    `ranks` may be a grid, e.g. (2, 4); `memory_gib` of a rank bounds it; `sequences` are those of one microbatch. Every
+    figure is estimated. Raises `PlanError` where no choice is legal or fits.
+    """
+    from workbench.planner.operators import choose_for
+
+    room = None if memory_gib is None else memory_gib * 2**30
+    return choose_for(as_plan(plan).complete(), ranks, room, sequences)
 
 
 def search(
