@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from workbench.lab.compare import Comparison
     from workbench.plan.calibration import Calibration
     from workbench.plan.foreign import Format, Imported, Written
-    from workbench.planner.reasons import Explanation
     from workbench.planner.operators import OperatorPlan
+    from workbench.planner.reasons import Explanation
     from workbench.planner.search import SearchResult
     from workbench.planner.truth import Validation
     from workbench.runs.run import Run

@@ -25,7 +25,7 @@ def test_the_planner_notebook_runs_headless(tmp_path: Path, monkeypatch: pytest.
     assert Plan.load(tmp_path / "best.yaml").complete().strategy.data.offload == "none"
     assert "Neighbours: one knob, one step (estimated)" in of("wb.explain(")[0].data["text/html"]
     assert of("gain = ")[0].text.endswith("tokens a second (estimated)\n")
-    assert "attention.qkv by columns and attention.o by its inner dimension" in of("choose_for(job")[0].text
+    assert "attention.qkv by columns and attention.o by its inner dimension" in of("wb.operators(job")[0].text
     assert "wall_clock_breakdown" in of("wb.import_config(")[0].data["text/html"]
     assert "--tensor-model-parallel-size" in of("wb.translate(")[1].data["text/html"]
     assert of("wb.validate(")[0].text.startswith("3 of 3 rows predicted")
