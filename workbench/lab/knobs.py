@@ -28,7 +28,7 @@ def knobs() -> list[Knob]:
     """All controls, in order; choices come from the catalog."""
     presets = [(f"{name} · {preset.title}", name) for name, preset in catalog.strategies().items()]
     zero = [("0 · nothing sharded", 0), ("1 · optimizer", 1), ("2 · + gradients", 2), ("3 · + parameters", 3)]
-    recompute, precision = _same("none", "selective", "full"), _same("fp32", "bf16", "fp16", "fp8")
+    recompute, precision = _same("none", "selective", "full"), _same("fp32", "tf32", "bf16", "fp16", "fp8")
     return [
         _choice("model", "model", "Model", "A name from the catalog", _same(*catalog.models())),
         _choice("gpu", "cluster.gpu", "GPU", "local: what is attached here", _same("local", *catalog.gpus())),
