@@ -124,9 +124,9 @@ class Cell:
         good: Number = np.True_
         if self.setting.zero:  # over one replica there is nothing to shard, but something to offload
             good = (replicas > 1) | ((w.knobs.offload_optimizer > 0) & (self.setting.zero == 1))
-        if len(self.values["shard"]) > 1:
+        if any(size != "all" for size in self.values["shard"]):
             good = good & ((group == 0) | ((replicas % np.maximum(group, 1) == 0) & (group < replicas)))
-        if len(self.values["reduce"]) > 1:
+        if "microbatch" in self.values["reduce"]:
             good = good & ((w.knobs.reduce_microbatch == 0) | (w.microbatches > 1))
         return good
 
@@ -151,6 +151,8 @@ def _at(values: Array, index: NDArray[np.int64] | None) -> Number:
 
 def cells(space: Space) -> Iterator[Cell]:
     """Every cell of a space that has candidates; knobs that change nothing in it have one value there."""
+    if () in vars(space).values():  # conditions left a knob no value
+        return
     for setting in space.settings:
         for schedule, chunks, pipeline in space.schedules:
             if setting.world % pipeline:
@@ -164,7 +166,8 @@ def cells(space: Space) -> Iterator[Cell]:
                 stages, table = stages_of(fixed, space.recompute), np.array(splits, dtype=float).T
                 for zero in space.zero:
                     own = replace(fixed, zero=zero)
-                    yield Cell(own, _values(space, own, splits), stages, table)
+                    if all((values := _values(space, own, splits)).values()):
+                        yield Cell(own, values, stages, table)
 
 
 def all_splits(space: Space) -> Iterator[Split]:
@@ -190,15 +193,25 @@ def _fits(s: Setting, split: Split) -> bool:
     return s.schedule != "dualpipe-v" or microbatches >= 2 * s.pipeline
 
 
+OFFLOADS = {0: ("none",), 1: ("none", "optimizer"), 2: ("none", "optimizer"), 3: ("none", "optimizer", "parameters")}
+"""ZeRO stage -> what it can offload."""
+
+
 def _values(space: Space, s: Setting, splits: tuple[Split, ...]) -> dict[str, tuple[Any, ...]]:
+    """Values of each axis; none where conditions ask for what this ZeRO stage or schedule does not have."""
+
+    def only(knob: str, legal: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(value for value in getattr(space, knob) if value in legal)
+
+    gathered = s.zero == 3 and s.pipeline == 1
     return {
         "split": splits,
         "placement": _orders(space, s),
         "recompute": space.recompute,
-        "shard": space.shard if s.zero else ("all",),
-        "offload": space.offload if s.zero == 3 else space.offload[:2] if s.zero else ("none",),
-        "reduce": space.reduce if s.zero >= 2 else ("step",),
-        "keep_gathered": space.keep_gathered if s.zero == 3 and s.pipeline == 1 else (False,),
+        "shard": space.shard if s.zero else only("shard", ("all",)),
+        "offload": only("offload", OFFLOADS[s.zero]),
+        "reduce": space.reduce if s.zero >= 2 else only("reduce", ("step",)),
+        "keep_gathered": space.keep_gathered if gathered else only("keep_gathered", (False,)),
         "overlap": space.overlap if s.zero == 3 or s.pipeline == 1 else space.overlap[:1],
         "bucket_mib": space.bucket_mib if s.zero < 3 else space.bucket_mib[:1],
         "gradient": space.gradient if BYTES[s.precision] < 4 else space.gradient[:1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable
@@ -31,6 +32,8 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt,
     "=": operator.eq,
 }  # fmt: skip
+BOUNDS = ("<=", ">=", "<", ">")
+"""Operators that only numbers have."""
 FORM = re.compile(r"\s*([a-z_.0-9]+)\s*(<=|>=|==|!=|<|>|=|\bin\b)\s*(.+?)\s*")
 
 
@@ -61,9 +64,39 @@ def parse(text: str) -> Constraint:
     if field not in known:
         raise refuse("--where", f"'{field}' is not searched; legal: {', '.join(known)}; set other fields with --set")
     value = yamlio.parse(f"[{written.strip('[]')}]" if sign == "in" else written, where=field)
-    if sign not in ("=", "==", "!=", "in") and not isinstance(value, int | float):
-        raise refuse("--where", f"'{text}' compares with {value!r}; {sign} takes a number")
+    if field in RESULTS and sign == "in":
+        raise refuse("--where", f"'{text}' lists values of what is estimated; legal: a bound, e.g. {field}<=2")
+    if (sign in BOUNDS or field in RESULTS) and not _number(value):
+        raise refuse("--where", f"'{text}' compares with {value!r}; {sign} takes a finite number")
     return Constraint(text, field, sign, value)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def searched(space: Space, c: Constraint) -> tuple[Any, ...]:
+    """The values that the space has of what a condition is on; none for what is estimated."""
+    if knob := KNOBS.get(c.field):
+        return tuple(getattr(space, knob))
+    if c.field in PIPELINE:
+        return tuple(dict.fromkeys(one[PIPELINE[c.field]] for one in space.schedules))
+    return tuple(one.world for one in space.settings) if c.field in CARDS else ()
+
+
+def sensible(space: Space, constraints: Iterable[Constraint]) -> None:
+    """Refuses a bound on a field that is a word wherever it is searched. Raises `PlanError`."""
+    for c in constraints:
+        values = searched(space, c)
+        if values and c.operator in BOUNDS and not any(map(_number, values)):
+            told = ", ".join(words(values))
+            raise refuse("--where", f"'{c.text}' bounds what is no number here; legal: {c.field}=VALUE, of {told}")
+
+
+def words(values: Iterable[Any]) -> Iterable[str]:
+    """Values as people write them in a condition."""
+    for value in values:
+        yield str(value).lower() if isinstance(value, bool) else str(list(value) if isinstance(value, tuple) else value)
 
 
 def narrowed(space: Space, constraints: Iterable[Constraint]) -> Space:

@@ -16,7 +16,7 @@ from workbench.planner.cost import watts_per_card
 from workbench.planner.search import show
 from workbench.planner.search.best import Best, Found
 from workbench.planner.search.cells import Cell, cells
-from workbench.planner.search.constraint import RESULTS, Constraint, narrowed, parse
+from workbench.planner.search.constraint import RESULTS, Constraint, narrowed, parse, searched, sensible, words
 from workbench.planner.search.evaluate import Evaluated, Evaluator
 from workbench.planner.search.space import KINDS, Space, plan_of, space_of
 from workbench.planner.setting import Number
@@ -103,6 +103,7 @@ def search(
     _legal(objective, space, top, deadline_days, tokens)
     constraints = [parse(text) for text in where]
     whole = space_of(plan, space, _worlds(plan, objective))
+    sensible(whole, constraints)
     if deadline_days is not None and tokens is not None:
         base = whole.base.training
         longest = deadline_days * 86400 * base.global_batch * base.sequence_length / tokens
@@ -190,7 +191,9 @@ def _why_empty(whole: Space, constraints: Sequence[Constraint], seen: _Seen) -> 
             if (left := _look(whole, others, "time", 1)).feasible:
                 best = left.best.top[0]
                 fastest = f"the fastest takes {best.seconds:.3g} s a step and {best.peak / GIB:.1f} GiB (estimated)"
-                return f"no plan meets '{c.text}'; without it {left.feasible:,} do, {fastest}"
+                of = ", ".join(words(searched(whole, c)))
+                values = f" (searched: {of})" if of else ""
+                return f"no plan meets '{c.text}'{values}; without it {left.feasible:,} do, {fastest}"
         if len(constraints) > 1 and (left := _look(whole, (), "time", 1)).feasible:
             told = ", ".join(f"'{c.text}'" for c in constraints)
             return f"no plan meets {told} together; without them {left.feasible:,} do"
