@@ -10,9 +10,16 @@ from workbench.plan.errors import refuse
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`, or leave `path` as it was. Raises `PlanError` naming `--output`."""
+    """Write `text` to `path`, or leave `path` as it was. Raises `PlanError` naming `--output`.
+
+    A link stays a link; a device or a pipe is written to, not replaced.
+    """
     draft = None
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(text, encoding="utf-8")
+            return
+        path = path.resolve()
         handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)

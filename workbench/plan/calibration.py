@@ -165,8 +165,8 @@ def digest(path: str | Path) -> str:
 
 
 def write(calibration: Calibration, path: str | Path) -> None:
-    """Write the file, whole or not at all. Raises OSError."""
-    path = Path(path)
+    """Write the file, whole or not at all; a link stays a link. Raises OSError."""
+    path = Path(path).resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(yamlio.dump(calibration.model_dump(mode="json"), compact=True), encoding="utf-8")

@@ -65,7 +65,10 @@ def _base(path: Path | None, runs: Sequence[Run]) -> Calibration | None:
 
 def _writable(path: Path | None) -> None:
     """Refuse a file that could not be written, before a minute of measuring."""
-    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
+    if path is None:
+        return
+    device = path.exists() and not path.is_file()  # or a folder: neither is to be replaced
+    if device or not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise refuse("--output", f"'{path}' cannot be written; legal: a file in a folder that exists")
 
 
