@@ -44,6 +44,7 @@ for _panel, _verbs in {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `workbench` command."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _open_streams()
     code = answer(words)
     try:
         sys.stdout.flush()
@@ -52,6 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # What could not be written must not be tried again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Where the caller closed a stream (`>&-`), what is said on it goes nowhere, not into the next file opened."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115 - for as long as the process
 
 
 def answer(words: list[str]) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 from workbench.plan.errors import refuse
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`, or leave `path` as it was. Raises `PlanError` naming `--output`.
+def write_whole(path: Path, text: str, option: str = "--output") -> None:
+    """Write `text` to `path`, or leave `path` as it was. Raises `PlanError` naming `option`.
 
     A link stays a link; a device or a pipe is written to, not replaced.
     """
@@ -28,7 +28,7 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         if draft:
             Path(draft).unlink(missing_ok=True)
-        raise refuse("--output", f"'{path}' cannot be written: {error.strerror or error}") from None
+        raise refuse(option, f"'{path}' cannot be written: {error.strerror or error}") from None
 
 
 def writable(path: Path | None) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from workbench import verbs
+from workbench.cli.files import write_whole
 from workbench.cli.options import Json, emit
 from workbench.cli.tables import table
 from workbench.plan.errors import refuse
@@ -42,15 +43,9 @@ def validate(
     if by is not None:
         data["by"] = {by: split(found.table, by)}
     if rows is not None:
-        data["rows_written"] = str(_written(found, rows))
+        write_whole(rows, found.to_csv(), "--rows")
+        data["rows_written"] = str(rows)
     emit(json, data, *_shown(found, data, by), Text(f"rows: {rows}") if rows else None)
-
-
-def _written(found: Validation, path: Path) -> Path:
-    try:
-        return found.dump(path)
-    except OSError as error:
-        raise refuse("--rows", f"'{path}' cannot be written: {error.strerror or error}") from None
 
 
 def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]:
@@ -61,12 +56,9 @@ def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]
         f"{found.rows} rows, {found.expressed} expressed as plans{coverage}; {len(found.table)} predicted, "
         f"{data['suspect']} suspect, {found.seconds:.1f} s. Errors are estimated / measured - 1."
     )
-    shown: list[Any] = [
-        Text(head),
-        _reasons(data),
-        _errors(data),
-        _standing(data),
-    ]
+    if found.table.empty:
+        return [Text(head), _reasons(data)]
+    shown: list[Any] = [Text(head), _reasons(data), _errors(data), _standing(data)]
     for name, parts in (("stack", data["by_stack"]), (by, data.get("by", {}).get(by, {}))):
         if name:
             shown.append(_parts(name, parts))

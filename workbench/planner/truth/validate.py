@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.plan import catalog
-from workbench.plan.errors import PlanError
+from workbench.plan.errors import PlanError, refuse
 from workbench.plan.schema import Plan
 from workbench.planner.readings import interval
 from workbench.planner.truth.consistency import flops, suspect
@@ -59,9 +59,13 @@ class Validation:
 
     def dump(self, path: str | Path) -> Path:
         """Write every predicted row, with the parts of its prediction, as CSV. Raises `OSError`."""
-        parts = pd.DataFrame(list(self.parts), index=self.table.index)
-        pd.concat([self.table, parts], axis=1).to_csv(path, index=False, float_format="%.6g")
+        Path(path).write_text(self.to_csv(), encoding="utf-8")
         return Path(path)
+
+    def to_csv(self) -> str:
+        """The lines of `dump`."""
+        parts = pd.DataFrame(list(self.parts), index=self.table.index)
+        return str(pd.concat([self.table, parts], axis=1).to_csv(index=False, float_format="%.6g"))
 
 
 def validate(files: Sequence[str | Path], predict: Predict = predict, profile: str | None = None) -> Validation:
@@ -74,6 +78,8 @@ def validate(files: Sequence[str | Path], predict: Predict = predict, profile: s
     if profile is not None and profile not in stacks():
         raise catalog.unknown("profile", profile, stacks())
     rows = [row for file in files for row in read(file)]
+    if rows and not any(row.model or row.gpu or row.gpus or row.layers for row in rows):
+        raise refuse(", ".join(map(str, files)), f"has none of the columns of measurements; legal: {HEADER}")
     said, reasons = _expressed(rows, profile)
     found, refused = _predicted(said, predict)
     must = {id(row) for row in rows if complete(row)}
@@ -127,6 +133,10 @@ def _table(found: Sequence[tuple[Expressed, Prediction]]) -> pd.DataFrame:
     return table
 
 
+HEADER = (
+    "a CSV file whose header names columns such as model, layers, hidden, heads, vocab, seq, gpu, n_gpus, tp, pp, "
+    "mbs, gbs, iter_time_s and mem_gib"
+)
 COLUMNS = [
     "row", "file", "source", "table", "framework", "stack", "model", "gpu", "card", "gpus", "status", "memory_kind",
     "card_gib", "needed_gib", "measured_gib", "predicted_gib", "gib_low", "gib_high",
