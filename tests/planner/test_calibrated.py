@@ -19,6 +19,7 @@ from workbench.planner.calibrated import calibrated, curves_of
 from workbench.planner.constants import Constants
 from workbench.planner.curves import Curves, fit
 from workbench.planner.feedback import Told, error, scale, told
+from workbench.planner.search import search
 
 RATE, HALF, LAUNCH = 80e9, 12.0, 5e-6
 ALPHA, BETA = 2e-4, 1e-9
@@ -240,3 +241,13 @@ def test_several_runs_tell_compute_communication_and_fixed_cost_apart() -> None:
 def test_a_step_shorter_than_its_overhead_still_gives_positive_factors() -> None:
     found = scale([Told(0.01, 0.1, 0.0, 0.05)], Scale())
     assert 0 < found.compute < 1 and found.fixed_ms == 0
+
+
+@pytest.mark.parametrize(("objective", "where"), [("time", ["strategy.pipeline.size=2"]), ("gpus", [])])
+def test_a_search_on_a_measured_machine_is_what_estimate_says(tmp_path: Path, objective: str, where: list[str]) -> None:
+    calibration.write(made(), tmp_path / "cal.yaml")
+    found = search(plan(tmp_path / "cal.yaml", 4), objective, where=where, top=20)
+    worlds = {one.plan.world_size for one in (*found.top, *found.pareto)}
+    assert worlds == ({4} if objective == "time" else {1, 2, 4})
+    for one in (*found.top, *found.pareto):
+        assert estimate(one.plan).step_seconds == pytest.approx(one.seconds, rel=1e-9)

@@ -85,7 +85,8 @@ class Evaluator:
         if self.base.cluster.calibration is None:
             return self.constants
         sizes = {"cluster.gpus": s.world, "cluster.nodes": None, "cluster.gpus_per_node": s.node}
-        alike = self.base.replace(**sizes, **{"strategy.pipeline.size": s.pipeline, "training.global_batch": s.world})
+        stages = {"strategy.pipeline.size": s.pipeline, "strategy.pipeline.partition": "balanced"}
+        alike = self.base.replace(**sizes, **stages, **{"training.global_batch": s.world})
         return on_machine(alike.complete())[1]
 
     def _layers(self, cell: Cell, index: Index) -> Kernels:

@@ -129,9 +129,9 @@ def _look(whole: Space, constraints: Sequence[Constraint], objective: str, top: 
     capacity = whole.settings[0].card.memory_gib * GIB
     seen = _Seen(Best(top, capacity))
     conditions = [c for c in constraints if c.field in RESULTS]
-    evaluator = Evaluator.of(whole)
+    evaluators = _evaluators(whole)
     for cell in cells(space):
-        e = evaluator(cell, cell.grid())
+        e = evaluators[cell.setting.world](cell, cell.grid())
         fits = e.legal & (e.peak <= capacity)
         for c in conditions:
             fits = fits & c.holds(_result(cell, e, c.field))
@@ -140,6 +140,19 @@ def _look(whole: Space, constraints: Sequence[Constraint], objective: str, top: 
         seen.least = min(seen.least, float(np.where(e.legal, e.peak, np.inf).min()))
         seen.best.take(cell, e, fits, _score(cell, e, objective))
     return seen
+
+
+def _evaluators(space: Space) -> dict[int, Evaluator]:
+    """By number of cards; a measured machine is slower the more of its ranks work at once, other cards are not."""
+    base = space.base
+    if base.cluster.calibration is None:
+        return dict.fromkeys((s.world for s in space.settings), Evaluator.of(space))
+    found = {}
+    for s in space.settings:
+        sizes = {"cluster.gpus": s.world, "cluster.nodes": None, "cluster.gpus_per_node": s.node}
+        own = base.replace(**sizes, **{"training.global_batch": s.world}).complete()
+        found[s.world] = Evaluator.of(replace(space, base=own, settings=(s,)))
+    return found
 
 
 def _result(cell: Cell, e: Evaluated, field: str) -> Number:
