@@ -56,7 +56,7 @@ def choose(
     if tokens < 1 or length < 1 or tokens % length:
         raise refuse("tokens", f"is {tokens} in sequences of {length}; legal: a multiple of {length}, 1 or more")
     if memory is not None and not memory > 0:
-        raise refuse("memory", f"is {memory:g} bytes; legal: more than 0")
+        raise refuse("memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
     graph = _graph(part, shape, tokens // length, length, fused)
     priced = price(graph, mesh(ranks, machine), machine, sizes or Bytes(), microbatches, memory)
     picked, solver = solve(priced, fixed or {})
