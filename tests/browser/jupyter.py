@@ -18,8 +18,11 @@ READY = """() => {
   const kernel = context?.session?.kernel;
   return Boolean(context?.isReady && kernel?.connectionStatus === 'connected' && kernel?.status === 'idle');
 }"""
-HARMLESS = ("favicon", "closed before the connection is established", "Failed to load resource")
-"""Console messages of JupyterLab itself that say nothing about us."""
+HARMLESS = (
+    "favicon", "closed before the connection is established", "Failed to load resource",
+    "Canceled future for", "Could not restore the debugger state",
+)  # fmt: skip
+"""Messages of JupyterLab itself that say nothing about us: what it had asked of a kernel that a page then left."""
 
 
 class Lab:
@@ -33,7 +36,7 @@ class Lab:
         page.on("request", lambda request: self._see(request.url))
         page.on("websocket", lambda socket: self._see(socket.url))
         page.on("console", lambda message: self._hear(message.type, message.text))
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("pageerror", lambda error: self._hear("error", str(error)))
 
     def notebook(self, name: str, cells: Sequence[str]) -> Path:
         """Write a notebook of code cells."""
