@@ -117,6 +117,8 @@ def constants_of(curves: Curves, card: Card, plan: Plan) -> dict[str, float]:
         "memory_share": float(curves.memory_rate(_typical_bytes(plan))) / 1e9 / card.bandwidth_gbs,
         "launch_us": host.layer_us / sum(OPERATORS["eager"]),
     }
+    if card.device == "cpu":
+        found["sharing"] = max(1.0, curves.ranks / curves.calibration.machine.cores)
     attention = curves.attention_rates(precision)
     if attention is not None:
         forward, backward = attention

@@ -41,6 +41,7 @@ class Constants:
     context_mib: float
     fragmentation: float
     pace: float
+    sharing: float
     traffic: float
     """Traffic of memory-bound operators relative to the textbook count, by the plan's kernels."""
 

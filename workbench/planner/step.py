@@ -62,7 +62,7 @@ def step_time(w: Workload, constants: Constants, layers: Kernels | None = None) 
     k = layers or kernels(w, m)
     d = _durations(w, m, k, every, wires)
     slowest = (d.forward + d.backward).max(axis=0)
-    bubble = _bubble(w, d, slowest)
+    bubble = _on_shared_cores(_bubble(w, d, slowest), w.microbatches * slowest, constants.sharing)
     makespan = w.microbatches * slowest + bubble
     owned = w.held.trained / (w.knobs.shard if w.zero >= 1 else 1)
     after = {
@@ -165,6 +165,14 @@ def _bubble(w: Workload, d: Durations, slowest: Number) -> Number:
         return ((w.weight * (d.forward + d.backward)).sum(axis=0) - slowest) / s.chunks
     forward, backward, weight = ((w.weight * x).sum(axis=0) / w.pipeline for x in (d.forward, d.backward, d.weight))
     return closed.bubble(s.schedule, w.pipeline, m, s.chunks, forward, backward - weight, weight)
+
+
+def _on_shared_cores(bubble: Number, busy: Number, sharing: float) -> Number:
+    """What is left of a bubble where `sharing` ranks take turns on a core: while one waits, another has the core.
+
+    `busy` seconds are those of a rank beside its neighbours; alone it would need so many times less.
+    """
+    return bubble if sharing <= 1 else np.maximum(0.0, (busy + bubble) / sharing - busy)
 
 
 def by_stage(w: Workload, d: Durations) -> dict[str, list[float]]:

@@ -48,7 +48,18 @@ def _point(kind: Kind, dtype: Dtype, size: int, axis: MeshAxis, device: torch.de
     whole = torch.zeros(elements, dtype=DTYPES[dtype], device=device)
     part = torch.zeros(elements // axis.size, dtype=DTYPES[dtype], device=device)
     labels = {"kind": kind, "group": axis.size, "dtype": dtype, "bytes": whole.nbytes}
-    return Point("collectives", labels, _call(kind, whole, part, axis), "together")
+    between = _layer(device) if device.type == "cpu" else None
+    return Point("collectives", labels, _call(kind, whole, part, axis), "together", between)
+
+
+def _layer(device: torch.device) -> Callable[[], object]:
+    """A millisecond of products, as a layer computes between its collectives.
+
+    Called one after the other, collectives find gloo's threads awake and all ranks in step; between layers they find
+    neither, and cost a multiple.
+    """
+    x, weight = torch.ones(256, 512, device=device), torch.ones(512, 512, device=device)
+    return lambda: torch.mm(x, weight)
 
 
 def _call(kind: Kind, whole: torch.Tensor, part: torch.Tensor, axis: MeshAxis) -> Callable[[], object]:

@@ -124,14 +124,14 @@ def _reduced(ranks: Iterable[list[Sample]], world: int, crowded: bool) -> dict[K
 def _one(samples: list[Sample], world: int, crowded: bool) -> float:
     """The visit that counts: the mean over ranks, or the slowest of ranks that talk.
 
-    Other work on the machine only ever makes a visit longer, so the quickest counts. But ranks that work side by side
+    Other work on the machine only ever makes a visit longer, so a quick one counts. But ranks that work side by side
     slow each other, which belongs to the measurement: there the median counts, by a clock that runs for them alone.
     """
     if samples[0].how != "together":
         each = [np.concatenate([s.seconds for s in samples[rank::world]]) for rank in range(world)]
         return float(np.mean([np.quantile(one, MEDIAN if world > 1 else 0.0) for one in each]))
     visits = [np.max([s.seconds for s in samples[i : i + world]], axis=0) for i in range(0, len(samples), world)]
-    return float(np.quantile(np.concatenate(visits), QUARTILE if crowded else 0.0))
+    return float(np.quantile(np.concatenate(visits), MEDIAN if crowded else QUARTILE))
 
 
 def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calibration:

@@ -29,6 +29,8 @@ class Point:
     labels: dict[str, Any]
     call: Callable[[], object]
     how: Literal["alone", "host", "together"] = "alone"
+    between: Callable[[], object] | None = None
+    """Work that stands between two calls of a collective, and whose own time does not count."""
 
 
 def alone(survey: Survey, device: torch.device) -> Iterator[Point]:

@@ -34,6 +34,10 @@ class Sample:
     seconds: list[float]
 
 
+LEAST_SECONDS = 1e-6
+"""No collective takes less; what a difference of two times may fall below."""
+
+
 def measure(
     rank: int, survey: Survey, device_type: str, threads: int, crowded: bool, seconds: float, every: bool, told: Told
 ) -> list[Sample]:
@@ -72,9 +76,23 @@ def _watches(device: torch.device, threads: int) -> dict[str, Stopwatch]:
 def _visit(point: Point, watch: Stopwatch, calls: int, window: float) -> float:
     """Seconds of one call."""
     if point.how == "together":
-        return watch.of(point.call, calls) / calls
+        return _alternating(point, watch, calls)
     undisturbed = point.how == "host" and dist.get_world_size() == 1
     return (watch.quickest if undisturbed else watch.window)(point.call, window)
+
+
+def _alternating(point: Point, watch: Stopwatch, calls: int) -> float:
+    """Seconds of one call, less those of the work between two calls."""
+    between = point.between
+    if between is None:
+        return watch.of(point.call, calls) / calls
+
+    def both() -> None:
+        between()
+        point.call()
+
+    spent = watch.of(both, calls) - watch.of(between, calls)
+    return max(spent / calls, LEAST_SECONDS)
 
 
 def _device(device_type: str, rank: int) -> torch.device:
