@@ -13,7 +13,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from workbench import cli, verbs
-from workbench.plan.errors import refuse
+from workbench.plan.errors import PlanError, refuse
 from workbench.plan.schema import Plan
 from workbench.planner.truth import Prediction, Validation, metrics, validate
 from workbench.planner.truth.consistency import flops, ratios, suspect
@@ -221,12 +221,15 @@ def test_one_profile_for_all_rows(table: Table) -> None:
     assert list(found.summary()["by_stack"]) == ["megatron"]
 
 
-def test_files_without_any_row_of_the_schema_answer_too(table: Table) -> None:
-    path = table({"collective": "AllReduce", "gbs": "1"})
-    found = validate([path], predict=stub).summary()
-    assert (found["rows"], found["expressed"], found["coverage"]) == (1, 0, None)
+def test_a_file_of_other_columns_counts_nothing_beside_measurements_and_is_refused_alone(table: Table) -> None:
+    other = table({"collective": "AllReduce", "gbs": "1"})
+    with pytest.raises(PlanError, match="has none of the columns of measurements"):
+        validate([other], predict=stub)
+    assert cli.answer(["validate", str(other), "--by", "stack"]) == 2
+    copy = other.rename(other.with_name("other.csv"))
+    found = validate([copy, table(cells(id="a", mem_gib="30"))], predict=stub).summary()
+    assert (found["rows"], found["expressed"]) == (2, 1)
     json.dumps(found)
-    assert cli.answer(["validate", str(path), "--by", "stack"]) == 0
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,6 +53,10 @@ class Pass:
     backward: Number
     weight: Number = 0.0
     """Of the backward, what makes the weights' gradients."""
+    idle_forward: Number = 0.0
+    """Of the forward, what the card waits for the host: communication hides in it."""
+    idle_backward: Number = 0.0
+    """The same of the backward."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ class Compute:
     backward: Array
     weight: Array
     """Of the backward, what makes the weights' gradients."""
+    idle_forward: Array
+    """Of the forward, what the card waits for the host."""
+    idle_backward: Array
 
 
 def product(m: Machine, rows: Number, columns: Number, inner: Number, element: int, narrow: bool = False) -> Number:
@@ -94,6 +101,7 @@ def kernels(w: Workload, m: Machine) -> Kernels:
 
 def compute(w: Workload, m: Machine, k: Kernels) -> Compute:
     """One microbatch on each pipeline rank."""
+    k = _met(w, m.constants, k)
     sparse = w.layers - w.dense_layers
     embedding = w.first * (4 / m.bandwidth * w.stream)
     forward = w.dense_layers * k.dense.forward + w.last * k.head.forward + embedding
@@ -108,7 +116,31 @@ def compute(w: Workload, m: Machine, k: Kernels) -> Compute:
     part = k.attention.forward if repeated < 0 else repeated * k.mixture.forward
     again = w.recomputed * k.mixture.forward + w.layers * (w.knobs.selective * part)
     weight = w.dense_layers * k.dense.weight + sparse * k.mixture.weight + w.last * k.head.weight
-    return Compute(forward, backward + again, np.asarray(weight))
+    idle = [
+        np.asarray(w.dense_layers * a + sparse * b)
+        for a, b in (
+            (k.dense.idle_forward, k.mixture.idle_forward), (k.dense.idle_backward, k.mixture.idle_backward)
+        )
+    ]  # fmt: skip
+    return Compute(forward, backward + again, np.asarray(weight), *idle)
+
+
+def _met(w: Workload, c: Constants, k: Kernels) -> Kernels:
+    """Layers of a stack whose tensor ranks wait for each other's hosts, under a pipeline over nodes."""
+    s = w.setting
+    if not c.host_meeting_us or s.pipeline == 1 or s.world <= s.node:
+        return k
+    least = 1e-6 * (c.host_us + c.host_meeting_us * w.tensor)
+    return replace(k, dense=_at_least(k.dense, least), mixture=_at_least(k.mixture, least))
+
+
+def _at_least(one: Pass, least: Number) -> Pass:
+    """The pass of a layer in which the card also waits until `least` seconds are over."""
+    forward, backward = np.maximum(one.forward, least), np.maximum(one.backward, least)
+    return Pass(
+        forward, backward, one.weight, one.idle_forward + forward - one.forward,
+        one.idle_backward + backward - one.backward,
+    )  # fmt: skip
 
 
 def model_flops(w: Workload) -> Number:
@@ -178,11 +210,11 @@ def layer_pass(w: Workload, m: Machine, mixture: bool) -> Pass:
     backward = weight + sum(n * product(m, p.rows, p.inner, p.columns, e, narrow) for p, n in each)
     attention, bound, pace = attention_pass(w, m), memory_bound(w, m, mixture), m.constants.pace
     launches = OPERATORS[w.setting.kernels]
-    return Pass(
-        _launched(m, pace * (forward + attention.forward + bound.forward), launches[0]),
-        _launched(m, pace * (backward + attention.backward + bound.backward), launches[1]),
-        pace * weight,
-    )
+    forward = pace * (forward + attention.forward + bound.forward)
+    backward = pace * (backward + attention.backward + bound.backward)
+    there, back = _launched(m, forward, launches[0]), _launched(m, backward, launches[1])
+    ahead = float(m.asynchronous)
+    return Pass(there, back, pace * weight, ahead * (there - forward), ahead * (back - backward))
 
 
 def _launched(m: Machine, seconds: Number, kernels: int) -> Number:

@@ -26,6 +26,7 @@ class Constants:
     memory_share: float
     launch_us: float
     host_us: float
+    host_meeting_us: float
     link_share: float
     nic_share: float
     latency_ranks: float

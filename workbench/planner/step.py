@@ -101,6 +101,7 @@ def _durations(w: Workload, m: Machine, k: Kernels, every: list[Call], wires: di
     """Compute, and the communication that a microbatch waits for."""
     c, work = m.constants, compute(w, m, k)
     hidden = {"F": work.forward, "B": work.backward}
+    idle = {"F": work.idle_forward, "B": work.idle_backward}
     covered = {"F": k.attention.forward, "B": k.attention.backward}
     waits: dict[str, dict[str, Array]] = {}
     for action in ("F", "B"):
@@ -109,7 +110,7 @@ def _durations(w: Workload, m: Machine, k: Kernels, every: list[Call], wires: di
             return np.asarray(w.nothing + spent(every, wires, c, axis, action) / w.microbatches)
 
         waits[action] = {
-            "tensor_comm": (1 - c.tensor_overlap) * of("tensor"),
+            "tensor_comm": np.maximum(0.0, (1 - c.tensor_overlap) * of("tensor") - idle[action]),
             "pipeline_comm": _received(w, wires["pipeline"], c, action),
         }
         if w.setting.contexts:

@@ -94,7 +94,12 @@ class Evaluator:
         own = np.array([self.places[split] for split in cell.values["split"]])
         at = own[index["split"]] if "split" in index else own[0]
         passes = (self.layers.dense, self.layers.mixture, self.layers.attention, self.layers.head)
-        return Kernels(*(Pass(*(_take(x, at) for x in (p.forward, p.backward, p.weight))) for p in passes))
+        return Kernels(
+            *(
+                Pass(*(_take(x, at) for x in (p.forward, p.backward, p.weight, p.idle_forward, p.idle_backward)))
+                for p in passes
+            )
+        )
 
 
 def _take(values: Number, at: NDArray[np.int64]) -> Number:
