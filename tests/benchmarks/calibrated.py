@@ -84,7 +84,7 @@ def main() -> None:
         plans = drawn(asked.model, path)
         times = np.array([[measured(plan, folder) for plan in plans] for _ in range(ROUNDS)]).min(axis=0)
         told = np.array([float(wb.estimate(plan).step_seconds or 0) for plan in plans])
-    report(plans, times, told, asked.json)
+        report(plans, times, told, asked.json)  # while the calibration that the plans name is there
 
 
 def report(plans: list[wb.Plan], times: Any, told: Any, as_json: bool) -> None:
