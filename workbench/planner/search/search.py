@@ -190,10 +190,10 @@ def _simulated(plan: Plan) -> float | None:
 
 def _worlds(plan: Plan, objective: str) -> tuple[int, ...]:
     """All cards where only time counts; else halves of them too."""
-    gpus, worlds = plan.cluster.gpus, [plan.cluster.gpus]
+    worlds = [plan.cluster.gpus]
     while objective != "time" and plan.cluster.nodes is None and worlds[-1] % 2 == 0:
         worlds.append(worlds[-1] // 2)
-    return tuple(worlds) if gpus else ()
+    return tuple(worlds)
 
 
 def _why_empty(whole: Space, constraints: Sequence[Constraint], seen: _Seen) -> str:
