@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from workbench.engine.forked import RankError, run_ranks
+from workbench.engine.answer import status
+from workbench.engine.forked import run_ranks
 from workbench.engine.precision import DTYPES
 from workbench.engine.reference import Reference, proof_value, train_plainly
 from workbench.engine.session import Session
@@ -214,16 +215,7 @@ def main() -> int:
     parser.add_argument("--precision", choices=sorted(TOLERANCE), default="fp64")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    try:
-        answer = verify(Plan.load(arguments.plan), arguments.precision)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except RankError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(json.dumps(answer))
-    return 0
+    return status(lambda: print(json.dumps(verify(Plan.load(arguments.plan), arguments.precision))))
 
 
 if __name__ == "__main__":

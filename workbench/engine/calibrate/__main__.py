@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from workbench.engine.answer import status
 from workbench.engine.calibrate.measure import calibrate
-from workbench.engine.forked import RankError
 from workbench.plan.calibration import write
 
 
@@ -28,15 +28,7 @@ def main() -> int:
     def told(spent: float, words: str) -> None:
         print(json.dumps({"done": spent, "of": arguments.seconds, "words": words}), flush=True)
 
-    try:
-        write(calibrate(arguments.seconds, told), arguments.to)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except RankError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return status(lambda: write(calibrate(arguments.seconds, told), arguments.to))
 
 
 if __name__ == "__main__":
