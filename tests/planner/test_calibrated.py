@@ -15,7 +15,7 @@ from workbench.plan.calibration import Calibration, Collective, Gemm, Host, Meas
 from workbench.plan.schema import Plan
 from workbench.plan.source import build
 from workbench.planner import estimate
-from workbench.planner.calibrated import calibrated, curves_of
+from workbench.planner.calibrated import calibrated
 from workbench.planner.constants import Constants
 from workbench.planner.curves import Curves, fit
 from workbench.planner.feedback import Told, error, scale, told
@@ -90,11 +90,11 @@ def test_a_measured_shape_is_met_and_a_far_one_follows_the_form() -> None:
 
 
 def test_products_take_arrays_and_broadcast() -> None:
-    found = Curves(made(), 1)
+    found = Curves(made(), 1).products("fp32")
     rows, columns = np.array([[32], [64], [128]]), np.array([48, 96])
-    rates = found.gemm_rate(rows, columns, 64, "fp32")
+    rates = 2 * rows * columns * 64 / found.seconds(rows, columns, 64)
     assert rates.shape == (3, 2) and (np.diff(rates, axis=0) > 0).all() and (rates < RATE).all()
-    assert found.gemm_rate(64, 96, 64, "fp32") == pytest.approx(rates[1, 1])
+    assert found.seconds(64, 96, 64) == pytest.approx(found.seconds(rows, columns, 64)[1, 1])
 
 
 def test_an_unmeasured_dtype_takes_its_stand_in() -> None:
@@ -142,7 +142,7 @@ def test_coefficients_are_never_negative() -> None:
 
 def test_without_a_calibration_nothing_changes() -> None:
     full = plan().complete()
-    assert calibrated(full) == (full.card, full.fabric, {}) and curves_of(full) is None
+    assert calibrated(full) == (full.card, full.fabric, {})
 
 
 def test_a_calibrated_plan_has_the_measured_figures(kept: Path) -> None:
@@ -162,7 +162,8 @@ def test_one_rank_keeps_its_link(kept: Path) -> None:
     full = plan(kept, gpus=1, strategy="single").complete()
     card, fabric, changed = calibrated(full)
     assert (card.link_gbs, fabric.link_latency_us) == (full.card.link_gbs, full.fabric.link_latency_us)
-    assert "link_share" not in changed and curves_of(full).ranks == 1  # type: ignore[union-attr]
+    assert "link_share" not in changed and changed["gemm_share"] == pytest.approx(1)
+    assert card.tflops == pytest.approx({"fp32": RATE / 1e12}), "one rank has the machine to itself"
 
 
 def test_a_published_peak_stays_and_shares_are_of_it(tmp_path: Path) -> None:

@@ -44,12 +44,6 @@ def on_machine(plan: Plan) -> tuple[Plan, Constants]:
     return plan.model_copy(update={"cluster": cluster}), replace(usual, **changed)
 
 
-def curves_of(plan: Plan) -> Curves | None:
-    """The measured curves for a complete plan's ranks of one node; None where it names no calibration."""
-    path = plan.cluster.calibration
-    return None if path is None else Curves(read(path), ranks_at_once(plan))
-
-
 def ranks_at_once(plan: Plan) -> int:
     """Ranks that share one machine."""
     return min(plan.world_size, int(plan.cluster.gpus_per_node or plan.world_size))

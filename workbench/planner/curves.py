@@ -95,11 +95,6 @@ class Curves:
         found = self.calibration
         return _products(found.gemm, *self._crowd({g.ranks for g in found.gemm}), dtype)
 
-    def gemm_rate(self, rows: ArrayLike, columns: ArrayLike, inner: ArrayLike, dtype: str) -> Array:
-        """FLOP/s of one rank's product [rows, inner] x [inner, columns]."""
-        m, n, k = (np.asarray(x, float) for x in (rows, columns, inner))
-        return np.asarray(2 * m * n * k / self.products(dtype).seconds(m, n, k))
-
     def stream_seconds(self, size: ArrayLike) -> Array:
         """Seconds of an elementwise operator that reads and writes `size` bytes in all."""
         chosen, crowd = self._crowd({s.ranks for s in self.calibration.memory})
