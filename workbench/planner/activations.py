@@ -25,6 +25,8 @@ class Layer:
 
     saved: Number
     """Held from forward to backward."""
+    whole: Number
+    """What its backward reads; selective recomputation brings back what is not held."""
     checkpoint: Number
     """Held instead where the layer is recomputed in full."""
     forward: Number
@@ -78,8 +80,11 @@ def layer(w: Workload, mixture: bool = False) -> Layer:
     saved = saved + _narrowed(w, mixture) - _unneeded(w, wide)
     scores = (2 + 3 * kept.dropout) * w.heads * w.tokens * w.setting.sequence_length if kept.unfused else statistics
     saved = saved + kept.dropout * w.tokens * w.hidden * 2 / w.sequence_parallel + scores * (1 - w.knobs.selective)
-    if kept.selective >= 0:
-        saved = saved * (1 - w.knobs.selective * (1 - kept.selective))
+    whole = saved
+    if kept.every_other:
+        saved = saved + w.knobs.selective * (every_other(w, wide) - saved)
+    elif kept.selective >= 0:
+        saved = whole = saved * (1 - w.knobs.selective * (1 - kept.selective))
     stream = w.stream / w.sequence_parallel
     gathered = w.stream - stream
     # Down projection: its input's gradient and its weight's, which is then added; the gate: two more, one tensor gone.
@@ -90,7 +95,7 @@ def layer(w: Workload, mixture: bool = False) -> Layer:
         met = blocks(w, wide, matrix)
         transient, branch = transient + met, branch + met
     checkpoint = stream * (1 - kept.offload_checkpoints)
-    return Layer(saved, checkpoint, branch, transient, ffn + norm_saved(w), norm_backward(w))
+    return Layer(saved, whole, checkpoint, branch, transient, ffn + norm_saved(w), norm_backward(w))
 
 
 def blocks(w: Workload, wide: Number, matrix: Number) -> Number:
@@ -99,6 +104,17 @@ def blocks(w: Workload, wide: Number, matrix: Number) -> Number:
     if w.setting.algorithm == "3d":
         return w.tiling.gathered * (w.stream + wide + matrix * w.element)
     return (w.tiling.hidden > 1) * (wide + matrix * w.element)
+
+
+def every_other(w: Workload, wide: Number) -> Number:
+    """What selective recomputation by operators holds: a layer's input, attention's output, and what every second
+    product makes: queries, values, the gate (or the only wide one) and, after a gate, the down projection.
+
+    A compiler drops the last, which no gradient reads.
+    """
+    stream = w.stream / w.sequence_parallel
+    attention = (w.q_width + w.v_width + w.o_width) * w.tokens * w.element + 4 * w.heads * w.tokens
+    return stream + attention + wide + w.stream * (w.shape.gated and w.setting.kernels != "compiled")
 
 
 def trained(w: Workload) -> float:
@@ -163,6 +179,8 @@ def head(w: Workload) -> Head:
     split = np.asarray(w.tensor > 1, dtype=float)
     cast = narrow if w.element < w.wide else 0.0
     told = w.setting.software.logit_bytes
+    if w.setting.kernels == "compiled" and w.setting.software.compiled_logit_bytes >= 0:
+        told = w.setting.software.compiled_logit_bytes
     if told >= 0:
         split, cast, more = np.ones_like(split), 0.0, (told - w.wide) * logits
         narrow = min(told, w.element) * logits
@@ -205,6 +223,8 @@ def embedding(w: Workload) -> Number:
     table = w.vocab * w.height * trained(w)
     positions = w.shape.max_positions * w.height * trained(w) if w.shape.positions == "learned" else 0.0
     made = w.stream + np.maximum(table, positions) * w.element
+    if w.setting.software.late_gradients:  # the gradient that is made is the one that is kept
+        return made
     if shared_here(w):
         return np.maximum(np.maximum(made, 2 * table * w.element) + table * w.element, added_gradient(w, table))
     return np.maximum(made, added_gradient(w, np.maximum(table, positions)))

@@ -88,7 +88,8 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
     """
     logits = flight.logits - w.last * head.logits
     before = flight.all - w.last * head.saved
-    again = (w.recomputed > 0) * np.maximum(0.0, layer.saved - layer.checkpoint)
+    again = layer.whole - layer.saved
+    again = np.where(w.recomputed > 0, np.maximum(0.0, layer.saved - layer.checkpoint), again)
     incoming: Live = {
         "communication": np.asarray((1 - w.last) * w.stream / w.sequence_parallel),
         "temporary": np.asarray(w.last * w.stream + _waiting(w)),

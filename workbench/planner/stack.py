@@ -35,10 +35,14 @@ class Software:
     """1 where dropout keeps masks and moves bytes."""
     selective: float = -1.0
     """Share of a layer's activations that selective recomputation keeps."""
+    every_other: float = 0.0
+    """1 where selective recomputation keeps what every second product and attention make, in place of a share."""
     selective_again: float = -1.0
     """Share of a layer's forward that selective recomputation repeats; negative: attention alone."""
     logit_bytes: float = -1.0
     """Bytes a logit takes at the loss's peak."""
+    compiled_logit_bytes: float = -1.0
+    """The same where a compiler fuses the loss; negative: as without."""
     logit_stale: float = 0.0
     """Bytes a logit of the microbatch before still takes then."""
     narrow_inputs: float = 0.0
@@ -57,6 +61,8 @@ class Software:
     """1 where gradients are freed after the step, so that the only microbatch's forward finds none."""
     offload_checkpoints: float = 0.0
     """1 where the inputs of recomputed layers wait in host memory."""
+    late_reduce: float = 0.0
+    """1 where under ZeRO-1 gradients are all-reduced whole, in one call after the last backward."""
     offload_gradients: float = 0.0
     """1 where gradients leave the card with the optimizer."""
 

@@ -113,6 +113,12 @@ def nearest_kind(text: str) -> str:
     return words.get(found.group(), "nvidia-smi") if found else "unknown"
 
 
+def year(text: str) -> int | None:
+    """Of a report whose name carries its month: `h100_202412.md`, `2024-12`."""
+    found = re.search(r"(?<!\d)(20[12]\d)[-_]?(0[1-9]|1[0-2])(?!\d)", text)
+    return int(found.group(1)) if found else None
+
+
 def status(text: str, measured: bool) -> str:
     """ran | out_of_memory | failed. A failure that may have been something else than memory is `failed`."""
     text = text.strip().lower()

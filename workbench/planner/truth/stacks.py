@@ -23,6 +23,10 @@ class Stack:
     partition: str
     """How layers are dealt to pipeline stages: `balanced` with the head as a block, or `even` by their number alone."""
     becomes: Mapping[str, str] = field(hash=False)
+    before: Mapping[int, str] = field(hash=False)
+    """Year -> the stack that this one was before it."""
+    separate: bool
+    """Whether a head that a model ties to its embedding is a weight of its own."""
     defaults: Mapping[str, Any] = field(hash=False)
     """Plan field by dotted path -> documented default."""
     several: frozenset[str]
@@ -47,6 +51,8 @@ def _stack(name: str, entry: Mapping[str, Any], table: Mapping[str, Any]) -> Sta
         attention=entry.get("attention", base.get("attention", "flash")),
         partition=entry.get("partition", base.get("partition", "even")),
         becomes=entry.get("becomes", {}),
+        before=entry.get("before", {}),
+        separate="separate" in entry,
         defaults={path: said["value"] for path, said in defaults.items()},
         several=frozenset(path for path, said in defaults.items() if said.get("when") == "several"),
         gigabyte=float(entry.get("gigabyte", base.get("gigabyte", {"value": 2**30}))["value"]),
@@ -54,10 +60,10 @@ def _stack(name: str, entry: Mapping[str, Any], table: Mapping[str, Any]) -> Sta
 
 
 @lru_cache(maxsize=4096)
-def named(framework: str, sharded: bool, flash: bool) -> Stack:
+def named(framework: str, sharded: bool, flash: bool, year: int | None = None) -> Stack:
     """The stack that `framework` means: the first match in it, of those the longest; then what that becomes.
 
-    `sharded`: ZeRO-2 or 3 without a pipeline. `flash`: attention is fused.
+    `sharded`: ZeRO-2 or 3 without a pipeline. `flash`: attention is fused. `year`: of the report, where it is known.
     """
     words, table = " ".join(framework.lower().split()), stacks()
     found = [
@@ -68,4 +74,5 @@ def named(framework: str, sharded: bool, flash: bool) -> Stack:
     for condition, holds in (("sharded", sharded), ("flash", flash)):
         if holds and condition in stack.becomes:
             return table[stack.becomes[condition]]
-    return stack
+    earlier = [name for since, name in stack.before.items() if year is not None and year < since]
+    return table[earlier[0]] if earlier else stack
