@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from workbench.plan.errors import PlanError
+from workbench.plan.legal import grids
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
+from workbench.planner.reasons.figures import figures
 from workbench.planner.search import search
 from workbench.planner.search.cells import cells
 from workbench.planner.search.constraint import narrowed, parse
@@ -55,9 +57,61 @@ def test_a_candidate_is_what_estimate_says_of_its_plan(plan: Plan, where: list[s
             assert max(found.peak_bytes_by_rank.values()) == pytest.approx(peak, rel=1e-9, abs=32)
 
 
+@pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b", "deepseek-v3"])
+@pytest.mark.parametrize("algorithm", ["1d", "2d", "2.5d", "3d"])
+def test_so_is_one_of_any_kernels_and_on_any_tensor_grid(model: str, algorithm: str) -> None:
+    plan = of(model, 64, **{"strategy.kernels": "compiled"})
+    space = narrowed(space_of(plan, "vast"), map(parse, (*FEW, f"strategy.tensor.algorithm={algorithm}")))
+    draw, seen = random.Random(2), set()
+    for cell, number, seconds, peak in draw.sample(legal_ones(space), 12):
+        full = plan_of(space, cell.choice(number)).complete()
+        assert full.strategy.tensor.algorithm == algorithm and isinstance(full.strategy.tensor.size, int) == (
+            algorithm == "1d"
+        )
+        found = figures(full)
+        assert found.seconds == pytest.approx(seconds, rel=1e-9)
+        assert found.peak_bytes == pytest.approx(peak, rel=1e-9, abs=32)
+        seen.add(full.strategy.kernels)
+    assert seen == {"eager", "compiled", "fused"}
+
+
+FEW = ("strategy.data.bucket_mib=25", "strategy.gradient_dtype=parameters", "strategy.recompute in none,selective",
+       "strategy.data.reduce=step", "strategy.data.overlap=true", "strategy.pipeline.schedule in 1f1b,zb-v",
+       "strategy.pipeline.size in 1,4", "strategy.placement=[tensor, context, data, pipeline]")  # fmt: skip
+
+
+def test_the_largest_space_holds_every_legal_grid() -> None:
+    space = narrowed(space_of(of("llama-3-8b", 64), "vast"), map(parse, (*FEW, "strategy.tensor.algorithm!=1d")))
+    shape = space.base.shape
+    every = {(name, tuple(grid)) for name in ("2d", "2.5d", "3d") for grid in grids(name, 64, shape)}
+    same = {(name, grid) for name, grid in every if grid[0] == 1 or grid[2:] == (1,)}
+    found = {(cell.setting.algorithm, tuple(split.size(cell.setting.algorithm)))  # type: ignore[arg-type]
+             for cell in cells(space) for split in cell.values["split"]}  # fmt: skip
+    assert found == every - same
+
+
+def test_a_search_keeps_the_kernels_that_were_written_unless_it_varies_them() -> None:
+    plan = of("llama-3-8b", 8, **{"strategy.kernels": "compiled"})
+    where = ["strategy.tensor.size=1", "strategy.pipeline.size=1", "training.micro_batch=1", "strategy.recompute=full"]
+    for space, kernels in (("default", {"compiled"}), ("vast", {"eager", "compiled", "fused"})):
+        found = search(plan, space=space, top=200, where=where)
+        assert {one.plan.complete().strategy.kernels for one in found.top} == kernels
+
+
+def test_what_was_found_is_told_without_completing_its_plans_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = search(of("llama-3-8b", 16), top=3)
+
+    def refused(_: Plan) -> None:
+        raise AssertionError("completed again")
+
+    monkeypatch.setattr(Plan, "complete", refused)
+    assert found.to_json()["top"][0]["strategy"] in repr(found)
+
+
 def test_candidates_are_distinct_plans() -> None:
     plan = of("llama-3-8b", 16)
-    space = narrowed(space_of(plan, "wide"), [parse("strategy.recompute=none"), parse("strategy.data.zero in 0,3")])
+    few = ["strategy.recompute=none", "strategy.data.zero in 0,3", "strategy.data.bucket_mib=25"]
+    space = narrowed(space_of(plan, "vast"), map(parse, few))
     drawn = random.Random(1).sample(legal_ones(space), 300)
     plans = {plan_of(space, cell.choice(number)).complete().model_dump_json() for cell, number, *_ in drawn}
     assert len(plans) == 300

@@ -32,6 +32,9 @@ def field(plan: Plan, path: str) -> Any:
         ("strategy.tensor.sequence", True, "default"),
         ("strategy.pipeline.schedule", "zb-v", "default"),
         ("training.micro_batch", 2, "default"),
+        ("strategy.kernels", "fused", "vast"),
+        ("strategy.tensor.algorithm", "2d", "vast"),
+        ("strategy.tensor.size", [2, 2], "vast"),
     ],
 )
 def test_all_that_is_returned_meets_the_condition_and_is_legal(path: str, value: Any, space: str) -> None:

@@ -22,7 +22,8 @@ from workbench.planner.search import OBJECTIVES, Candidate, show
 Wanted = Annotated[str, typer.Option("--objective", help=f"What to make least: {', '.join(OBJECTIVES)}.")]
 Top = Annotated[int, typer.Option("--top", help="How many to show.")]
 Size = Annotated[
-    str, typer.Option("--space", help="default: the usual choices; wide: many more; vast: sizes of buckets too.")
+    str,
+    typer.Option("--space", help="default: the usual; wide: many more; vast: kernels, tensor grids and buckets too."),
 ]
 Where = Annotated[
     list[str] | None, typer.Option("--where", help="Condition, e.g. strategy.tensor.size<=8, peak_gib<60; repeatable.")

@@ -8,40 +8,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench.plan.partition import balanced
 from workbench.planner.search.space import Space
+from workbench.planner.search.splits import Split, all_splits, fits
 from workbench.planner.search.stages import Stages, stages_of
 from workbench.planner.setting import BYTES, Array, Knobs, Number, Setting, gradient_element, strides
 from workbench.planner.workload import Workload, assemble
 
 AXES = (
-    "bucket_mib", "gradient", "overlap", "keep_gathered", "reduce", "offload", "shard",
+    "kernels", "bucket_mib", "gradient", "overlap", "keep_gathered", "reduce", "offload", "shard",
     "recompute", "placement", "split",
 )  # fmt: skip
 """Knobs of a cell, in the order of its axes."""
-NOT_NUMBERS = ("gradient", "recompute", "placement", "split")
+NOT_NUMBERS = ("kernels", "gradient", "recompute", "placement", "split")
 WORDS = {"none": 0.0, "optimizer": 1.0, "parameters": 2.0, "step": 0.0, "microbatch": 1.0, "all": 0.0}
 """What words count as where a knob is a number."""
 
+OF_A_CELL = ("world", "node", "pipeline", "schedule", "chunks", "partition", "zero", "algorithm")
+"""What all candidates of a cell share and a search decides."""
+
 Index = dict[str, NDArray[np.int64]]
 """Axis -> places in its values; arrays that broadcast against each other. An axis that is absent has one value."""
-
-
-class Split(NamedTuple):
-    """How one layer's work is cut: the knobs that its kernels depend on. They share an axis, for few combinations of
-    them are legal together."""
-
-    tensor: int
-    context: int
-    expert: int
-    micro_batch: int
-    sequence: bool
 
 
 @dataclass(frozen=True)
@@ -67,9 +59,10 @@ class Cell:
     def choice(self, at: int) -> dict[str, Any]:
         """The knobs of combination number `at`, by name."""
         s = self.setting
-        fixed = {name: getattr(s, name) for name in ("world", "node", "pipeline", "schedule", "chunks", "zero")}
+        fixed = {name: getattr(s, name) for name in OF_A_CELL}
         at_axis = {axis: self.values[axis][i] for axis, i in zip(AXES, np.unravel_index(at, self.shape))}
-        return fixed | {"partition": s.partition} | at_axis.pop("split")._asdict() | at_axis
+        split: Split = at_axis.pop("split")
+        return fixed | split._asdict() | {"tensor": split.size(s.algorithm)} | at_axis
 
     def grid(self) -> Index:
         """Every combination: each axis of several values along a dimension of its own."""
@@ -93,7 +86,8 @@ class Cell:
         recompute = index.get("recompute", np.zeros((), dtype=int))
         recomputed = self.stages.recomputed[:, recompute.ravel()]
         knobs = Knobs(
-            **split._asdict(), grid=(split.tensor, 1), shard=np.where(group == 0, replicas, group),
+            tensor=split.tensor, context=split.context, expert=split.expert, grid=(split.side, split.depth),
+            micro_batch=split.micro_batch, sequence=split.sequence, shard=np.where(group == 0, replicas, group),
             offload_optimizer=np.minimum(take["offload"], 1), offload_parameters=np.maximum(take["offload"] - 1, 0),
             reduce_microbatch=take["reduce"], keep_gathered=take["keep_gathered"], overlap=take["overlap"],
             bucket_bytes=take["bucket_mib"] * 2**20, gradient_element=self._gradients(index),
@@ -162,35 +156,20 @@ def cells(space: Space) -> Iterator[Cell]:
                 setting, schedule=schedule, chunks=chunks, pipeline=pipeline, partition=partition,
                 contexts=max(space.context) > 1,
             )  # fmt: skip
-            if splits := tuple(split for split in all_splits(space) if _fits(fixed, split)):
-                stages, table = stages_of(fixed, space.recompute), np.array(splits, dtype=float).T
-                for zero in space.zero:
-                    own = replace(fixed, zero=zero)
-                    if all((values := _values(space, own, splits)).values()):
-                        yield Cell(own, values, stages, table)
+            stages = stages_of(fixed, space.recompute)
+            for algorithm in space.algorithm:
+                own = replace(fixed, algorithm=algorithm)
+                if splits := tuple(split for split in all_splits(space, algorithm) if fits(own, split)):
+                    yield from _cells(space, own, splits, stages)
 
 
-def all_splits(space: Space) -> Iterator[Split]:
-    """Every combination of the knobs of a split that some cell may find legal."""
-    for t, c, e, b, sequence in product(space.tensor, space.context, space.expert, space.micro_batch, space.sequence):
-        if not sequence or t > 1:  # of one tensor rank there is nothing to split
-            yield Split(t, c, e, b, sequence)
-
-
-def _fits(s: Setting, split: Split) -> bool:
-    """Whether world, batch and sequence divide as the split asks; `plan.check` says the same of a plan."""
-    t, c, e, b, sequence = split
-    length, ranks = s.sequence_length, t * c * s.pipeline
-    if s.world % ranks or (s.world // (t * s.pipeline)) % e or (sequence and length // c % t):
-        return False
-    if c > 1 and length % (2 * c):
-        return False
-    microbatches, rest = divmod(s.global_batch, b * (s.world // ranks))
-    if rest or microbatches < 1:
-        return False
-    if s.pipeline > 1 and s.schedule == "interleaved":
-        return microbatches % s.pipeline == 0
-    return s.schedule != "dualpipe-v" or microbatches >= 2 * s.pipeline
+def _cells(space: Space, fixed: Setting, splits: tuple[Split, ...], stages: Stages) -> Iterator[Cell]:
+    """One for each ZeRO stage."""
+    table = np.array(splits, dtype=float).T
+    for zero in space.zero:
+        own = replace(fixed, zero=zero)
+        if all((values := _values(space, own, splits)).values()):
+            yield Cell(own, values, stages, table)
 
 
 OFFLOADS = {0: ("none",), 1: ("none", "optimizer"), 2: ("none", "optimizer"), 3: ("none", "optimizer", "parameters")}
@@ -206,6 +185,7 @@ def _values(space: Space, s: Setting, splits: tuple[Split, ...]) -> dict[str, tu
     gathered = s.zero == 3 and s.pipeline == 1
     return {
         "split": splits,
+        "kernels": space.kernels,
         "placement": _orders(space, s),
         "recompute": space.recompute,
         "shard": space.shard if s.zero else only("shard", ("all",)),

@@ -14,7 +14,8 @@ from workbench.plan.errors import refuse
 from workbench.planner.search.space import Space
 
 KNOBS = {
-    "strategy.tensor.size": "tensor", "strategy.tensor.sequence": "sequence", "strategy.context.size": "context",
+    "strategy.tensor.size": "tensor", "strategy.tensor.algorithm": "algorithm",
+    "strategy.tensor.sequence": "sequence", "strategy.kernels": "kernels", "strategy.context.size": "context",
     "strategy.expert.size": "expert", "strategy.data.zero": "zero", "strategy.data.shard": "shard",
     "strategy.data.offload": "offload", "strategy.data.reduce": "reduce", "strategy.data.overlap": "overlap",
     "strategy.data.keep_gathered": "keep_gathered", "strategy.data.bucket_mib": "bucket_mib",

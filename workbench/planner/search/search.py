@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from workbench.plan.errors import PlanError, Problem, refuse
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, Tensor
 from workbench.planner.calibrated import on_machine
 from workbench.planner.cost import watts_per_card
 from workbench.planner.search import show
@@ -18,7 +18,7 @@ from workbench.planner.search.best import Best, Found
 from workbench.planner.search.cells import Cell, cells
 from workbench.planner.search.constraint import RESULTS, Constraint, narrowed, parse, searched, sensible, words
 from workbench.planner.search.evaluate import Evaluated, Evaluator
-from workbench.planner.search.space import KINDS, Space, plan_of, space_of
+from workbench.planner.search.space import KINDS, Space, on_cards, plan_of, space_of
 from workbench.planner.setting import Number
 from workbench.planner.step import step_time
 from workbench.planner.timeline import simulated_seconds, timeline
@@ -147,12 +147,8 @@ def _evaluators(space: Space) -> dict[int, Evaluator]:
     base = space.base
     if base.cluster.calibration is None:
         return dict.fromkeys((s.world for s in space.settings), Evaluator.of(space))
-    found = {}
-    for s in space.settings:
-        sizes = {"cluster.gpus": s.world, "cluster.nodes": None, "cluster.gpus_per_node": s.node}
-        own = base.replace(**sizes, **{"training.global_batch": s.world}).complete()
-        found[s.world] = Evaluator.of(replace(space, base=own, settings=(s,)))
-    return found
+    alone = (replace(space, base=on_cards(base, s), settings=(s,)) for s in space.settings)
+    return {one.settings[0].world: Evaluator.of(one) for one in alone}
 
 
 def _result(cell: Cell, e: Evaluated, field: str) -> Number:
@@ -236,9 +232,9 @@ def _legal(objective: str, space: str, top: int, deadline: float | None, tokens:
 
 
 def short(plan: Plan) -> str:
-    """A plan's strategy in a few words, as people write it on a board."""
-    s, t, sizes = plan.strategy, plan.training, plan.complete().sizes
-    words = [f"t{sizes['tensor']}{'s' if s.tensor.sequence else ''}", f"d{sizes['data']}"]
+    """The strategy of a plan with its sizes written out, in a few words, as people write it on a board."""
+    s, t, sizes = plan.strategy, plan.training, plan.sizes
+    words = [f"{_tensor(s.tensor)}{'s' if s.tensor.sequence else ''}", f"d{sizes['data']}"]
     if sizes["context"] > 1:
         words.insert(1, f"c{sizes['context']}")
     if sizes["pipeline"] > 1:
@@ -251,7 +247,15 @@ def short(plan: Plan) -> str:
     words.append(f"recompute {kind if isinstance(kind, str) else f'{len(kind)} layers'}")
     if s.data.offload != "none":
         words.append(f"offload {s.data.offload}")
+    if s.kernels != "eager":
+        words.append(f"{s.kernels} kernels")
     return " · ".join(words)
+
+
+def _tensor(tensor: Tensor) -> str:
+    if isinstance(tensor.size, int):
+        return f"t{tensor.size}"
+    return f"t{'x'.join(map(str, tensor.size))} {tensor.algorithm}"
 
 
 __all__ = ["OBJECTIVES", "Candidate", "SearchResult", "search", "short"]

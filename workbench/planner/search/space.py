@@ -29,6 +29,9 @@ SCHEDULES = {
 }
 """(schedule, chunks a rank)."""
 EIGHTHS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+ALGORITHMS = {"default": ("1d",), "wide": ("1d",), "vast": ("1d", "2d", "2.5d", "3d")}
+"""Of tensor parallelism."""
+KERNELS = ("eager", "compiled", "fused")
 SHARES = {"default": (0.5,), "wide": EIGHTHS, "vast": EIGHTHS}
 """Partial recomputation: the first layers of every stage, as a share of them (Megatron's block method, 2205.05198)."""
 MOST_CONTEXT, MOST_MICRO_BATCH = 64, 64
@@ -51,7 +54,11 @@ class Space:
     schedules: tuple[tuple[str, int, int], ...]
     """(schedule, chunks, pipeline ranks)."""
     zero: tuple[int, ...]
-    tensor: tuple[int, ...]
+    tensor: tuple[int | tuple[int, ...], ...]
+    """Ranks, or the grid of a higher-dimensional algorithm."""
+    algorithm: tuple[str, ...]
+    """Of tensor parallelism."""
+    kernels: tuple[str, ...]
     context: tuple[int, ...]
     expert: tuple[int, ...]
     placement: tuple[tuple[str, ...], ...]
@@ -86,7 +93,8 @@ def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) ->
     return Space(
         asked=plan, base=base.replace(**{"training.global_batch": batch}),
         settings=tuple(replace(setting_of(each), global_batch=batch) for each in measured),
-        schedules=_schedules(kind, shape, most), zero=(0, 1, 2, 3), tensor=tensor,
+        schedules=_schedules(kind, shape, most), zero=(0, 1, 2, 3), tensor=(*tensor, *_grids(kind, shape, most)),
+        algorithm=ALGORITHMS[kind], kernels=KERNELS if kind == "vast" else (plan.strategy.kernels,),
         context=tuple(ways) if sequence >= LONG else (1,),
         expert=tuple(legal.expert_sizes(shape, most)), placement=PLACEMENTS[kind],
         micro_batch=tuple(b for b in legal.divisors(batch) if b <= MOST_MICRO_BATCH),
@@ -106,6 +114,13 @@ def _neutral(plan: Plan, world: int) -> Plan:
     return plan.replace(**changes, **({"cluster.nodes": None} if world != plan.cluster.gpus else {})).complete()
 
 
+def on_cards(base: Plan, setting: Setting, pipeline: int = 1) -> Plan:
+    """A neutral plan on the cards of `setting`, complete: a calibration's figures depend on their number."""
+    sizes = {"cluster.gpus": setting.world, "cluster.nodes": None, "cluster.gpus_per_node": setting.node}
+    stages = {"strategy.pipeline.size": pipeline, "strategy.pipeline.partition": "balanced"}
+    return base.replace(**sizes, **stages, **{"training.global_batch": setting.world}).complete()
+
+
 def _batch(plan: Plan, world: int) -> int:
     """Sequences a step: as written, or the default for these cards."""
     written = plan.model_dump(exclude_unset=True).get("training", {})
@@ -118,6 +133,12 @@ def _schedules(kind: str, shape: Shape, ranks: int) -> tuple[tuple[str, int, int
     for schedule, chunks in SCHEDULES[kind]:
         found += [(schedule, chunks, p) for p in legal.pipeline_sizes(shape, ranks, chunks) if p > 1]
     return tuple(found)
+
+
+def _grids(kind: str, shape: Shape, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Every grid of some algorithm, but those that are another's: of one rank, or of 2.5-D without depth."""
+    found = [grid for algorithm in ALGORITHMS[kind][1:] for grid in legal.grids(algorithm, ranks, shape)]
+    return tuple(dict.fromkeys(tuple(grid) for grid in found if grid[0] > 1 and grid[2:] != [1]))
 
 
 def chosen_layers(kind: str | float, partition: tuple[int, ...]) -> tuple[int, ...]:
@@ -134,7 +155,7 @@ def plan_of(space: Space, choice: dict[str, Any]) -> Plan:
     """The plan that a candidate is: as it was asked for, with every knob written out that is not at its default."""
     kind = choice["recompute"]
     strategy = {
-        "tensor": {"size": choice["tensor"], "sequence": choice["sequence"]},
+        "tensor": {name: choice[knob] for name, knob in TENSOR.items()},
         "context": {"size": choice["context"]},
         "expert": {"size": choice["expert"]},
         "pipeline": {"size": choice["pipeline"], "schedule": choice["schedule"], "chunks": choice["chunks"]},
@@ -142,6 +163,7 @@ def plan_of(space: Space, choice: dict[str, Any]) -> Plan:
         "recompute": kind if isinstance(kind, str) else list(chosen_layers(kind, choice["partition"])),
         "data": {name: choice[name] for name in DATA},
         "gradient_dtype": choice["gradient"],
+        "kernels": choice["kernels"],
     }
     asked = space.asked
     kept = asked.strategy.model_dump(include=KEPT, exclude_unset=True)
@@ -152,9 +174,11 @@ def plan_of(space: Space, choice: dict[str, Any]) -> Plan:
     return asked.replace(**name, cluster=cluster, strategy=kept | _told(strategy), **batch)
 
 
+TENSOR = {"size": "tensor", "algorithm": "algorithm", "sequence": "sequence"}
+"""Fields of `strategy.tensor` -> knob."""
 DATA = ("zero", "shard", "offload", "reduce", "keep_gathered", "overlap", "bucket_mib")
 """Knobs that are fields of `strategy.data`."""
-KEPT = {"precision", "kernels", "stack"}
+KEPT = {"precision", "stack"}
 """Fields of a strategy that a search leaves as they are."""
 
 
