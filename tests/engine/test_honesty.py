@@ -65,7 +65,7 @@ def _measured(plan: Plan, hidden: int, rank: int) -> dict[str, int]:
     device = torch.device("cpu")
     gauge = meter(device)
     gauge.start()
-    session = Session.build(plan, build_mesh(plan.sizes, plan.strategy.placement, rank, "cpu"), device)
+    session = Session.build(plan, build_mesh(plan, rank), device)
     sampler = observe.Sampler(session, gauge)
     text = torch.zeros((plan.num_microbatches, 1, plan.training.sequence_length), dtype=torch.long)
     with sampler.step():

@@ -8,9 +8,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from workbench.engine.optimizer import Optimizer, learning_rate
+from workbench.parallel.layout import Layout
 from workbench.plan import schema
 
-SHAPES = {"matrix": (7, 5), "vector": (11,), "other": (3, 4, 2)}
+SHAPES: dict[str, tuple[int, ...]] = {"matrix": (7, 5), "vector": (11,), "other": (3, 4, 2)}
+LAYOUTS = {name: Layout.whole(name, shape) for name, shape in SHAPES.items()}
 
 
 def named(dtype: torch.dtype) -> dict[str, nn.Parameter]:
@@ -40,7 +42,7 @@ def test_equals_torch(dtype: torch.dtype, name: str) -> None:
     settings = config(name=name)
     ours, theirs = named(dtype), named(dtype)
     gradients = gradients_of(0, dtype)
-    optimizer = Optimizer(ours, gradients, settings, 10)
+    optimizer = Optimizer(ours, gradients, LAYOUTS, settings, 10)
     groups = [
         {"params": [p for p in theirs.values() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in theirs.values() if p.ndim < 2], "weight_decay": 0.0},
@@ -68,8 +70,8 @@ def test_master_follows_fp32_and_parameter_rounds_it(gradient_dtype: torch.dtype
     narrow = gradients_of(0, gradient_dtype)
     full = {n: g.float().clone() for n, g in narrow.items()}
     ours, reference = (
-        Optimizer(small, narrow, config(learning_rate=1e-4), 10),
-        Optimizer(wide, full, config(learning_rate=1e-4), 10),
+        Optimizer(small, narrow, LAYOUTS, config(learning_rate=1e-4), 10),
+        Optimizer(wide, full, LAYOUTS, config(learning_rate=1e-4), 10),
     )
     for step in range(5):
         fill(narrow, gradients_of(step, gradient_dtype))
@@ -88,7 +90,7 @@ def test_casting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     for limit in (1, 2**30):
         monkeypatch.setattr("workbench.engine.optimizer.CAST_BYTES", limit)
         parameters = named(torch.bfloat16)
-        optimizer = Optimizer(parameters, gradients_of(0, torch.bfloat16), config(), 3)
+        optimizer = Optimizer(parameters, gradients_of(0, torch.bfloat16), LAYOUTS, config(), 3)
         assert len(list(optimizer._pieces(list(parameters)))) == (3 if limit == 1 else 1)
         optimizer.step(0, None)
         results.append(parameters)
@@ -101,15 +103,19 @@ def test_runs_on_fake_tensors(dtype: torch.dtype, name: str) -> None:
     with FakeTensorMode():
         parameters = {n: nn.Parameter(torch.empty(s, dtype=dtype)) for n, s in SHAPES.items()}
         gradients = {n: torch.empty(s, dtype=torch.float32) for n, s in SHAPES.items()}
-        Optimizer(parameters, gradients, config(name=name), 3).step(0, torch.ones(()))
+        Optimizer(parameters, gradients, LAYOUTS, config(name=name), 3).step(0, torch.ones(()))
 
 
 def test_state_loads_exactly_and_refuses_others() -> None:
     first, gradients = named(torch.float32), gradients_of(0, torch.float32)
-    optimizer = Optimizer(first, gradients, config(), 10)
+    optimizer = Optimizer(first, gradients, LAYOUTS, config(), 10)
     optimizer.step(0)
     other = Optimizer(
-        {n: nn.Parameter(p.detach().clone()) for n, p in first.items()}, gradients_of(1, torch.float32), config(), 10
+        {n: nn.Parameter(p.detach().clone()) for n, p in first.items()},
+        gradients_of(1, torch.float32),
+        LAYOUTS,
+        config(),
+        10,
     )
     other.load(optimizer.state())
     fill(gradients, gradients_of(1, torch.float32))

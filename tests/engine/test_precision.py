@@ -66,12 +66,12 @@ def trained(made: Plan) -> list[Trained]:
 
 
 def _trained(made: Plan, rank: int) -> bytes:
-    session = Session.build(made, build_mesh(made.sizes, made.strategy.placement, rank, "cpu"), torch.device("cpu"))
+    session = Session.build(made, build_mesh(made, rank), torch.device("cpu"))
     data, recorder = session.mesh["data"], _Recorder(session)
     text = text_of(made).chunk(data.size)[data.index]
     norm = session.step(0, text[..., :-1], text[..., 1:], recorder).gradient_norm
     masters = {name: state["master"] for name, state in session.optimizer.state().items()}
-    parameters = {name: p.detach() for name, p in session.part.parameters.items()}
+    parameters = {name: p.detach() for name, p in session.part.store.values.items()}
     answer = io.BytesIO()
     torch.save(Trained(recorder.gradients, parameters, masters, norm.item())._asdict(), answer)
     return answer.getvalue()

@@ -21,7 +21,7 @@ Whole = dict[tuple[str, str], np.ndarray]
 
 
 def session_of(made: Plan, rank: int) -> Session:
-    return Session.build(made, build_mesh(made.sizes, made.strategy.placement, rank, "cpu"), torch.device("cpu"))
+    return Session.build(made, build_mesh(made, rank), torch.device("cpu"))
 
 
 def save(made: Plan, folder: Path, rank: int) -> None:

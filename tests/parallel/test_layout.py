@@ -21,7 +21,7 @@ def test_slices_of_all_ranks_make_the_tensor(rows: int, columns: int, size: int,
         layout = Layout.whole("w", (rows, columns)).split(dim, axis("tensor", size, index))
         local = layout.take(whole)
         assert local.shape == layout.local_shape
-        assert local.sum() == layout.valid(local).sum(), "padding must be zero"
+        assert local.sum() == sum(part.sum() for part, _ in layout.parts(local)), "padding must be zero"
         sizes.add(layout.local_shape)
         layout.put(local, rebuilt)
     assert torch.equal(rebuilt, whole)
@@ -33,9 +33,30 @@ def test_every_entry_is_owned_once(tensor: int, data: int, split: bool, replica:
     owned = 0
     for t in range(tensor):
         for d in range(data):
-            axes = {"tensor": axis("tensor", tensor, t), "data": axis("data", data, d)}
+            axes = {"tensor": axis("tensor", tensor, t), "replicas": axis("replicas", data, d)}
             layout = Layout.whole("w", (12, 3), replica=replica)
             layout = layout.split(0, axes["tensor"]) if split else layout
             if layout.owned(Mesh(0, tensor * data, axes)):
-                owned += layout.valid(layout.take(torch.ones(12, 3))).numel()
+                owned += layout.held()
     assert owned == (0 if replica else 36)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(1, 5), st.integers(1, 4), st.data())
+def test_flat_shards_of_padded_slices_make_the_tensor(
+    shape: list[int], shards: int, ranks: int, data: st.DataObject
+) -> None:
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + 1
+    rebuilt, held = torch.zeros_like(whole), 0
+    for index in range(ranks):
+        local = Layout.whole("w", tuple(shape)).split(dim, axis("tensor", ranks, index))
+        size = torch.Size(local.local_shape).numel()
+        piece = -(-size // shards)
+        for shard in range(shards):
+            layout = local.flattened(min(shard * piece, size), min((shard + 1) * piece, size))
+            mine = layout.take(whole)
+            assert torch.equal(mine, local.take(whole).flatten()[layout.flat[0] : layout.flat[1]])
+            layout.put(mine, rebuilt)
+            held += layout.held()
+    assert torch.equal(rebuilt, whole)
+    assert held == whole.numel()

@@ -59,7 +59,7 @@ def test_tied_embedding_not_reduced_across_stages(monkeypatch: pytest.MonkeyPatc
 def test_clipping_by_the_local_norm(monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, int, int]) -> None:
     def agree(self: Session, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         agreed, _, stopping = original(self, loss, stop)
-        return agreed, square_norm(self.part.buckets.gradients, self.part.layouts, self.mesh).sqrt(), stopping
+        return agreed, square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh).sqrt(), stopping
 
     original = Session._agree
     monkeypatch.setattr(Session, "_agree", agree)
@@ -91,7 +91,7 @@ def test_replica_that_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(cls: type[Session], plan: Any, mesh: Any, *rest: Any) -> Session:
         session: Session = original(cls, plan, mesh, *rest)
         if mesh.rank == 1:
-            norm = session.part.parameters["final_norm.weight"]
+            norm = session.part.stages[0].get_parameter("final_norm.weight")
             norm.register_hook(lambda gradient: gradient * 1.5)
         return session
 

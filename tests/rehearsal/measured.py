@@ -26,7 +26,7 @@ def measure(plan: Plan) -> list[tuple[Rows, Rows, Rows]]:
 
 def _measure_rank(plan: Plan, rank: int) -> tuple[Rows, Rows, Rows]:
     device, t = torch.device("cpu"), plan.training
-    mesh = build_mesh(plan.sizes, plan.strategy.placement, rank, device.type)
+    mesh = build_mesh(plan, rank)
     gauge = meter(device)
     gauge.start()
     session = Session.build(plan, mesh, device)

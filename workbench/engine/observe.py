@@ -55,8 +55,8 @@ class Sampler(Follower):
             stack.enter_context(self.live)
             for category, tensors in lasting(self.session).items():
                 self.live.register(tensors, category)
-            if self.session.part.model.head is not None:
-                stack.callback(_logits_scope(self.session.part.model.head, self.live))
+            if (head := self.session.part.head) is not None:
+                stack.callback(_logits_scope(head, self.live))
             self.live.restart()
             self.moment(STEP)
             self.clock.start()
@@ -89,7 +89,7 @@ class Sampler(Follower):
 
         Where only `seen` of a step's `of` microbatches were run, what every microbatch repeats is counted `of` times.
         """
-        groups = {str(axis.group.group_name): name for name, axis in self.session.mesh.axes.items() if axis.group}
+        groups = {str(axis.group.group_name): axis.reported for axis in self.session.mesh.axes.values() if axis.group}
         counts: Counter[tuple[tuple[str, Any], ...]] = Counter()
         for row in self.live.collective_rows(groups):
             often = row.pop("count") * (of if _every_microbatch(row) else seen)
@@ -120,8 +120,7 @@ def lasting(session: Session) -> dict[str, list[Tensor]]:
     """Tensors that live as long as the session, by category of the memory vocabulary."""
     states = session.optimizer.state().values()
     return {
-        "parameters": list(session.part.parameters.values()),
-        "gradients": [bucket.flat for bucket in session.part.buckets.buckets],
+        **session.part.store.lasting(),
         "optimizer": [x for state in states for kind, x in state.items() if kind != "master"],
         "master": [state["master"] for state in states if "master" in state],
     }

@@ -11,13 +11,14 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from workbench.parallel.layout import Layout
     from workbench.plan import schema
 
 CAST_BYTES = 64 * 2**20
@@ -42,27 +43,29 @@ def learning_rate(step: int, optimizer: schema.Optimizer, total_steps: int) -> f
 class Optimizer:
     """Steps `parameters` by `gradients`; both are dicts by the same names and both are held, not copied.
 
-    Matrices (two dimensions or more) are decayed, decoupled from the gradient (1711.05101), under SGD too; vectors
-    are not. State is allocated here, not at the first step, so that memory is known before training starts:
-    `moment1` and `moment2` (SGD: `moment1` only, and none without momentum) in fp32, or in the parameter's dtype
-    where that is wider; `master`, the fp32 copy of a 16-bit parameter; `step`, a scalar.
+    Matrices (two dimensions or more, as `layouts` know them) are decayed, decoupled from the gradient (1711.05101),
+    under SGD too; vectors are not. State is allocated here, not at the first step, so that memory is known before
+    training starts: `moment1` and `moment2` (SGD: `moment1` only, and none without momentum) in fp32, or in the
+    parameter's dtype where that is wider; `master`, the fp32 copy of a 16-bit parameter; `step`, a scalar.
     """
 
     def __init__(
         self,
-        parameters: dict[str, nn.Parameter],
-        gradients: dict[str, Tensor],
+        parameters: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        layouts: Mapping[str, Layout],
         config: schema.Optimizer,
         total_steps: int,
     ) -> None:
         assert parameters.keys() == gradients.keys(), sorted(parameters.keys() ^ gradients.keys())
         self.parameters = parameters
         self.gradients = gradients
+        self.layouts = layouts
         self.config = config
         self.total_steps = total_steps
         self._state = {name: self._initial(parameter) for name, parameter in parameters.items()}
 
-    def _initial(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def _initial(self, parameter: Tensor) -> dict[str, Tensor]:
         value = parameter.detach()
         state: dict[str, Tensor] = {}
         if value.element_size() < 4:
@@ -82,7 +85,7 @@ class Optimizer:
         """
         rate = learning_rate(step_index, self.config, self.total_steps)
         for decayed in (True, False):
-            for names in self._pieces([n for n, p in self.parameters.items() if (p.ndim >= 2) == decayed]):
+            for names in self._pieces([n for n in self.parameters if (len(self.layouts[n].shape) >= 2) == decayed]):
                 self._update(names, rate, self.config.weight_decay if decayed else 0.0, scale)
 
     def _pieces(self, names: list[str]) -> Iterator[list[str]]:

@@ -42,6 +42,7 @@ class Saver:
         if source is None:
             return 0
         meta = checkpoint.load(Path(source), [shard for _, shard in self._shards()])
+        self.session.part.store.publish()
         steps, rest = divmod(int(meta["sample_index"]), batch)
         if rest:
             raise ValueError(
@@ -52,18 +53,19 @@ class Saver:
 
     def _saves(self, name: str, shard: Shard) -> bool:
         """Whether it is this rank that saves the shard; a count of steps goes with a tensor's first slice."""
-        layout = self.session.part.layouts[name]
+        layout = self.session.part.store.layouts[name]
         first = all(start == 0 for start, _ in layout.slices)
         return layout.owned(self.session.mesh) and (first or shard.kind != "step")
 
     def _shards(self) -> Iterator[tuple[str, Shard]]:
-        part, states = self.session.part, self.session.optimizer.state()
-        for name, layout in part.layouts.items():
-            for kind, tensor in {"parameter": part.parameters[name], **states[name]}.items():
+        store, states = self.session.part.store, self.session.optimizer.state()
+        for name, layout in store.layouts.items():
+            for kind, tensor in {"parameter": store.values[name], **states[name]}.items():
                 if kind == "step":
                     yield name, Shard(layout.name, kind, tensor, (), ())
                 else:
-                    yield name, Shard(layout.name, kind, layout.valid(tensor.detach()), layout.shape, layout.slices)
+                    for part, slices in layout.parts(tensor):
+                        yield name, Shard(layout.name, kind, part, layout.shape, slices)
 
     def _writers(self) -> list[int]:
         """Ranks that own something: the first replicas."""

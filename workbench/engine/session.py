@@ -78,18 +78,19 @@ class Session:
         """Build this rank's part of a complete plan. `dtype` overrides the plan's precision (verification)."""
         own, gradients = dtypes(plan)
         own, gradients = (dtype or own), (dtype or gradients)
-        part = parallelise(plan, mesh, device, own, gradients)
-        optimizer = Optimizer(part.parameters, part.buckets.gradients, plan.training.optimizer, plan.training.steps)
-        table = lower(generate(plan.strategy.pipeline.schedule, mesh["pipeline"].size, plan.num_microbatches))
-        t = plan.training
+        p, t = plan.strategy.pipeline, plan.training
+        table = lower(generate(p.schedule, mesh["pipeline"].size, plan.num_microbatches, p.chunks))
+        part = parallelise(plan, mesh, table.stages_of(mesh["pipeline"].index), device, own, gradients)
+        store = part.store
+        optimizer = Optimizer(store.values, store.gradients, store.layouts, t.optimizer, t.steps)
         crossing = (t.micro_batch, t.sequence_length, plan.shape.hidden)
         executor = Executor(
             table,
-            {mesh["pipeline"].index: part.model},
+            part.stages,
             mesh["pipeline"],
             partial(torch.empty, crossing, dtype=own, device=device),
-            reduce=lambda stage: part.buckets.reduce(),
-            last_backward=lambda stage: part.buckets.expect_last(),
+            reduce=store.reduce,
+            last_backward=store.expect_last,
         )
         return cls(plan, mesh, device, part, optimizer, executor)
 
@@ -104,22 +105,23 @@ class Session:
         watch = observer or Unobserved()
         t = self.plan.training
         scale = 1.0 / (t.global_batch * t.sequence_length)
-        self.part.buckets.zero()
+        self.part.store.start()
         loss = self.executor.step(tokens_MBT, targets_MBT, scale, watch.action)
         if self.part.tied_across_stages is not None:
-            sum_tied(self.part.buckets.gradients[self.part.tied_across_stages], self.mesh["pipeline"])
+            sum_tied(self.part.store.gradients[self.part.tied_across_stages], self.mesh["pipeline"])
         watch.moment("before_optimizer")
         with watch.action("CLIP", None):
             loss_sum, norm, stopping = self._agree(loss, stop)
             factor = clip_factor(norm, self.plan.training.optimizer.clip)
         with watch.action("OPTIMIZER", None):
             self.optimizer.step(index, factor)
+            self.part.store.publish()
         watch.moment("after_optimizer")
         return StepResult(loss_sum, norm, stopping)
 
     def _agree(self, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Loss and gradient norm of the whole job, by one small sum over all ranks."""
-        square = square_norm(self.part.buckets.gradients, self.part.layouts, self.mesh)
+        square = square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh)
         counted = loss is not None and self.mesh["tensor"].index == 0
         own_loss = loss.to(square.dtype) if counted and loss is not None else torch.zeros_like(square)
         both = torch.stack((own_loss, square, torch.full_like(square, float(stop))))
@@ -129,9 +131,11 @@ class Session:
 
     def evaluate(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> Tensor | None:
         """Summed loss of this rank's microbatches without training on them; None where the head is not."""
-        self.part.model.eval()
+        for model in self.part.stages.values():
+            model.eval()
         loss = self.executor.evaluate(tokens_MBT, targets_MBT)
-        self.part.model.train()
+        for model in self.part.stages.values():
+            model.train()
         return loss
 
 

@@ -34,7 +34,7 @@ def train(plan_path: Path) -> int:
         try:
             plan = Plan.load(plan_path).complete()
             accelerator = join(plan, run_dir)
-            mesh = build_mesh(plan.sizes, plan.strategy.placement, rank, accelerator.device.type)
+            mesh = build_mesh(plan, rank)
             telemetry.record("hello", **hello(plan, mesh, accelerator.device))
             loop = Loop(plan, run_dir, mesh, accelerator, telemetry)
             loop.run()

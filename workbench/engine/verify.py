@@ -59,7 +59,7 @@ class _Recorder:
 
     def moment(self, name: str) -> None:
         if name == "before_optimizer" and not self.gradients:
-            self.gradients = {n: g.clone() for n, g in self.session.part.buckets.gradients.items()}
+            self.gradients = {n: g.clone() for n, g in self.session.part.store.gradients.items()}
 
 
 def verify(plan: Plan, precision: Literal["fp64", "fp32"] = "fp64", seconds: float = 300.0) -> dict[str, Any]:
@@ -136,12 +136,11 @@ def _compare(
     dtype: torch.dtype,
 ) -> tuple[list[Difference], dict[str, int]]:
     device = torch.device("cpu")
-    mesh = build_mesh(plan.sizes, plan.strategy.placement, rank, device.type)
+    mesh = build_mesh(plan, rank)
     session = _proof_session(plan, mesh, device, dtype)
     recorder = _Recorder(session)
     losses = [session.step(i, *_share(plan, session, batch), recorder).loss for i, batch in enumerate(batches)]
-    weights = {name: p.detach() for name, p in session.part.parameters.items()}
-    layouts = session.part.layouts
+    weights, layouts = session.part.store.values, session.part.store.layouts
 
     def differences() -> Iterator[Difference]:
         for i, (mine, theirs) in enumerate(zip(losses, reference.losses)):
@@ -151,17 +150,17 @@ def _compare(
             yield _difference("gradients", layout, rank, recorder.gradients[name], reference.gradients, scale)
             yield _difference("weights", layout, rank, weights[name], reference.weights, scale)
 
-    owned = {layout.name: layout.valid(weights[n]).numel() for n, layout in layouts.items() if layout.owned(mesh)}
+    owned = {layout.name: layout.held() for layout in layouts.values() if layout.owned(mesh)}
     return list(differences()), owned
 
 
 def _proof_session(plan: Plan, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Session:
     session = Session.build(plan, mesh, device, dtype)
     with torch.no_grad():
-        for name, layout in session.part.layouts.items():
-            session.part.parameters[name].copy_(
-                layout.take(proof_value(layout.name, layout.shape, plan.training.seed, dtype))
-            )
+        store = session.part.store
+        for name, layout in store.layouts.items():
+            store.values[name].copy_(layout.take(proof_value(layout.name, layout.shape, plan.training.seed, dtype)))
+        store.publish()
     return session
 
 
@@ -178,9 +177,14 @@ def _difference(
     kind: Kind, layout: Layout, rank: int, mine: Tensor, wholes: dict[str, Tensor], scale: _Scale
 ) -> Difference:
     whole = wholes[layout.name]
-    expected = layout.valid(layout.take(whole))
-    gap = _finite(float((layout.valid(mine) - expected).abs().max())) if expected.numel() else 0.0
+    expected = [part for part, _ in layout.parts(layout.take(whole))]
+    gaps = [_furthest(part, other) for (part, _), other in zip(layout.parts(mine), expected)]
+    gap = max(gaps, default=0.0)
     return Difference(kind, layout.name, rank, gap, gap / scale.of(kind, layout.name, whole))
+
+
+def _furthest(mine: Tensor, expected: Tensor) -> float:
+    return _finite(float((mine - expected).abs().max())) if expected.numel() else 0.0
 
 
 def _finite(value: float) -> float:

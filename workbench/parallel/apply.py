@@ -6,6 +6,7 @@ whole model; weights come once every layout is known, so that a rank draws only 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from workbench.models import Transformer
 from workbench.models.initialise import initial_value
-from workbench.parallel.data.buckets import GradientBuckets
+from workbench.parallel.data.store import Store
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.pipeline.stage import keep_stage
@@ -25,40 +26,61 @@ TIED, TIE_OWNER = "head.weight", "embedding.tokens.weight"
 
 @dataclass
 class Parallelised:
-    """A rank's part of the model: parameters and layouts by local name, gradients in buckets."""
+    """A rank's part of the model: its stages, and the store of their parameters and gradients."""
 
-    model: Transformer
-    parameters: dict[str, nn.Parameter]
-    layouts: dict[str, Layout]
-    buckets: GradientBuckets
+    stages: dict[int, Transformer]
+    store: Store
     tied_across_stages: str | None
-    """Local name of a weight that the first and the last stage both hold, where this rank is one of them."""
+    """Local name of a weight that the first and the last stage both hold, where this rank has one of them."""
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The head, where this rank holds it."""
+        return next((stage.head for stage in self.stages.values() if stage.head is not None), None)
 
 
 def parallelise(
-    plan: Plan, mesh: Mesh, device: torch.device, dtype: torch.dtype, gradient_dtype: torch.dtype
+    plan: Plan,
+    mesh: Mesh,
+    stages: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
 ) -> Parallelised:
-    """Build this rank's part of a complete plan's model. Parameters on `device` in `dtype`."""
+    """Build this rank's `stages` of a complete plan's model. Parameters on `device` in `dtype`."""
+    built: dict[int, Transformer] = {}
+    layouts: dict[str, Layout] = {}
+    for stage in stages:
+        built[stage], own = _stage(plan, mesh, stage, device, dtype)
+        layouts |= own
+    _tie(plan, built, layouts)
+    parameters = {stage: dict(model.named_parameters()) for stage, model in built.items()}
+    if len(built) > 1:  # a weight that two stages of one rank share belongs to the first
+        parameters = _without_repeats(parameters)
+    store = Store(
+        parameters,
+        layouts,
+        dict.fromkeys(layouts, (mesh["replicas"],)),
+        gradient_dtype,
+        plan.strategy.data.bucket_mib * 2**20,
+        overlap=mesh["pipeline"].size == 1,
+    )
+    return Parallelised(built, store, _tied_across_stages(plan, layouts, stages))
+
+
+def _stage(
+    plan: Plan, mesh: Mesh, stage: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Transformer, dict[str, Layout]]:
     with torch.device("meta"):
         model = Transformer(plan.shape)
     partition = plan.strategy.pipeline.partition
     assert isinstance(partition, list)
-    keep_stage(model, mesh["pipeline"].index, partition)
+    keep_stage(model, stage, partition)
     layouts = _layouts(model)
     if mesh["tensor"].size > 1:
         split_modules(model, layouts, MEGATRON, mesh["tensor"])
     _materialise(model, layouts, plan, device, dtype)
-    _tie(model, layouts)
-    parameters = dict(model.named_parameters())
-    buckets = GradientBuckets(
-        parameters,
-        gradient_dtype,
-        mesh["data"],
-        plan.strategy.data.bucket_mib * 2**20,
-        overlap=mesh["pipeline"].size == 1,
-    )
-    tied = next((n for n, layout in layouts.items() if plan.shape.tied and layout.name == TIE_OWNER), None)
-    return Parallelised(model, parameters, layouts, buckets, tied if mesh["pipeline"].size > 1 else None)
+    return model, layouts
 
 
 def _layouts(model: Transformer) -> dict[str, Layout]:
@@ -78,8 +100,27 @@ def _materialise(
         setattr(module, name, nn.Parameter(layout.take(whole).to(device)))
 
 
-def _tie(model: Transformer, layouts: dict[str, Layout]) -> None:
-    """Make embedding and head share one parameter again, where one stage holds both."""
-    if model.shape.tied and model.embedding is not None and model.head is not None:
-        model.head.weight = model.embedding.tokens.weight  # type: ignore[assignment]
+def _tie(plan: Plan, stages: dict[int, Transformer], layouts: dict[str, Layout]) -> None:
+    """Make embedding and head share one parameter again, where one rank holds both."""
+    embedding = next((m.embedding for m in stages.values() if m.embedding is not None), None)
+    head = next((m.head for m in stages.values() if m.head is not None), None)
+    if plan.shape.tied and embedding is not None and head is not None:
+        head.weight = embedding.tokens.weight  # type: ignore[assignment]
         del layouts[TIED]
+
+
+def _without_repeats(parameters: dict[int, dict[str, nn.Parameter]]) -> dict[int, dict[str, nn.Parameter]]:
+    seen: set[int] = set()
+    result: dict[int, dict[str, nn.Parameter]] = {}
+    for stage, own in parameters.items():
+        result[stage] = {name: p for name, p in own.items() if id(p) not in seen}
+        seen |= {id(p) for p in own.values()}
+    return result
+
+
+def _tied_across_stages(plan: Plan, layouts: dict[str, Layout], stages: Sequence[int]) -> str | None:
+    """The tied weight's local name, where its other copy is on another rank."""
+    partition = plan.strategy.pipeline.partition
+    if not plan.shape.tied or {0, len(partition) - 1} <= set(stages):
+        return None
+    return next((name for name, layout in layouts.items() if layout.name == TIE_OWNER), None)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
 
-from workbench.plan.placement import coordinates, rank_at
+from workbench.plan.schema import Plan
+
+SIDES = ("tensor.0", "tensor.1", "tensor.2")
+"""Sides of a tensor grid, innermost first."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +25,21 @@ class MeshAxis:
     index: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
+    reported: str = ""
+    """The axis of the plan that its traffic is counted under."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of this rank."""
+    """All axes of this rank.
+
+    Those of the plan (tensor, context, data, pipeline), and those made of them:
+    - `replicas`, data x context: ranks that hold the same parameters, and sum their gradients;
+    - its parts `shard` (neighbours, over which ZeRO shards) and `replicate` (what is left: hybrid sharding);
+    - its parts `expert` (neighbours, which share out the experts) and `expert_replicas` (which hold the same ones),
+      of which again `expert_shard` and `expert_replicate`;
+    - the sides of a tensor grid, `tensor.0` to `tensor.2`.
+    """
 
     rank: int
     world_size: int
@@ -34,34 +49,64 @@ class Mesh:
         return self.axes[name]
 
     def coordinate(self) -> dict[str, int]:
-        """Index on every axis."""
-        return {name: axis.index for name, axis in self.axes.items()}
+        """Index on every axis of the plan."""
+        return {name: axis.index for name, axis in self.axes.items() if axis.reported == name}
 
 
-def build_mesh(sizes: Mapping[str, int], placement: Sequence[str], rank: int, device_type: str) -> Mesh:
-    """The mesh of `rank`; the default process group must exist when more than one rank takes part.
+def build_mesh(plan: Plan, rank: int) -> Mesh:
+    """The mesh of `rank` in a complete plan; the default process group must exist when more than one rank takes part.
 
-    `placement` names the axes innermost first. Groups are made only for axes longer than 1.
+    Every rank must call it, with the same plan. Groups are made only for axes longer than 1, with the plan's deadline;
+    two axes of the same ranks that are counted alike share one.
     """
-    where = coordinates(rank, sizes, placement)
-    long = [name for name in reversed(placement) if sizes[name] > 1]
-    groups: dict[str, dist.ProcessGroup] = {}
-    if long:
-        device_mesh = init_device_mesh(device_type, tuple(sizes[name] for name in long), mesh_dim_names=tuple(long))
-        groups = {name: device_mesh.get_group(name) for name in long}
-    axes = {name: _axis(name, where, sizes, placement, groups.get(name)) for name in placement}
-    world = 1
-    for name in placement:
-        world *= sizes[name]
-    return Mesh(rank, world, axes)
+    deadline = timedelta(seconds=plan.telemetry.timeout_seconds)
+    groups: dict[tuple[str, str], dist.ProcessGroup] = {}
+    axes: dict[str, MeshAxis] = {}
+    for name, (members, reported) in _axes(plan).items():
+        size, mine = members.shape[1], next(row for row in members.tolist() if rank in row)
+        key = (reported, str(members.tolist()))
+        if size > 1 and key not in groups:
+            made, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=deadline)
+            assert made is not None
+            groups[key] = made
+        axes[name] = MeshAxis(name, size, mine.index(rank), tuple(mine), groups.get(key), reported)
+    return Mesh(rank, plan.world_size, axes)
 
 
-def _axis(
-    name: str,
-    where: dict[str, int],
-    sizes: Mapping[str, int],
-    placement: Sequence[str],
-    group: dist.ProcessGroup | None,
-) -> MeshAxis:
-    ranks = tuple(rank_at({**where, name: i}, sizes, placement) for i in range(sizes[name]))
-    return MeshAxis(name, sizes[name], where[name], ranks, group)
+def _axes(plan: Plan) -> dict[str, tuple[Tensor, str]]:
+    """Axis -> (its groups of ranks [groups, size], the plan's axis that it is counted under)."""
+    s = plan.strategy
+    sizes = {**plan.sizes}
+    grid = s.tensor.size if isinstance(s.tensor.size, list) else []
+    sides = SIDES[: len(grid)]
+    sizes |= dict(zip(sides, grid))
+    order = [part for name in s.placement for part in (sides if name == "tensor" and sides else (name,))]
+    ranks = torch.arange(plan.world_size).view([sizes[name] for name in reversed(order)])
+
+    def along(*names: str) -> Tensor:
+        """Groups of the ranks that differ on `names` alone, those named first varying fastest."""
+        dims = [len(order) - 1 - order.index(name) for name in reversed(names)]
+        return ranks.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)).flatten(0, -2)
+
+    replicas = along(*(name for name in order if name in ("context", "data")))
+    shard = replicas.shape[1] if s.data.shard == "all" else s.data.shard
+    expert = s.expert.size
+    beside = _apart(replicas, expert)
+    found = {name: (along(name), name) for name in ("context", "data", "pipeline")}
+    found["tensor"] = (along(*(sides or ("tensor",))), "tensor")
+    found |= {side: (along(side), "tensor") for side in sides}
+    found |= {"replicas": (replicas, "data"), "shard": (_together(replicas, shard), "data")}
+    found |= {"replicate": (_apart(replicas, shard), "data"), "expert": (_together(replicas, expert), "expert")}
+    inner = max(1, shard // expert)
+    found |= {"expert_replicas": (beside, "data"), "expert_shard": (_together(beside, inner), "data")}
+    return found | {"expert_replicate": (_apart(beside, inner), "data")}
+
+
+def _together(groups: Tensor, size: int) -> Tensor:
+    """Each group cut into groups of `size` neighbours."""
+    return groups.reshape(-1, size)
+
+
+def _apart(groups: Tensor, size: int) -> Tensor:
+    """Each group cut into those that stand at the same place of `size` neighbours."""
+    return groups.view(len(groups), -1, size).transpose(1, 2).reshape(len(groups) * size, -1)

@@ -89,7 +89,7 @@ def _rehearse_rank(plan: Plan, rank: int, memory: list[dict[str, Any]], collecti
     """Two steps of one rank; the fake tensors are on the CPU whatever the plan's card."""
     device, t = torch.device("cpu"), plan.training
     with fake_world(rank, plan.world_size):
-        mesh = build_mesh(plan.sizes, plan.strategy.placement, rank, device.type)
+        mesh = build_mesh(plan, rank)
         short = shortened(plan, mesh["pipeline"].index)
         with fake_tensors():
             session = Session.build(short, mesh, device)

@@ -73,7 +73,7 @@ def _narrow(path: str, module: nn.Module, layouts: dict[str, Layout], kind: str,
             continue
         key = f"{path}.{name}"
         layout = layouts[key]
-        if axis.name not in layout.sharded:
+        if axis.name in layout.copies:
             dim = _DIM[kind]
             layout = layout.split(dim, axis) if pieces == axis.size else layout.share(dim, axis, pieces)
             layouts[key] = layout
