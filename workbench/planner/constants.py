@@ -40,6 +40,7 @@ class Constants:
     step_doubling_ms: float
     workspace_mib: float
     context_mib: float
+    communicator_mib: float
     fragmentation: float
     pace: float
     sharing: float

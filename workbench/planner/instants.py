@@ -139,6 +139,8 @@ def gathered(w: Workload, p: Held) -> Live:
     if w.zero == 2:
         return {"communication": np.minimum(w.knobs.bucket_bytes, p.trained * w.gradient_element) * w.reduce_microbatch}
     unit = np.maximum(p.layer, np.maximum(w.first, w.last) * (w.vocab * w.height))
+    if w.setting.software.root_gathered:
+        unit = w.vocab * w.height * (w.first + w.last * (1 - float(activations.shared_here(w)))) + p.layer
     most = w.setting.software.gathered_parameters
     kept = np.maximum(w.knobs.keep_gathered, w.pipeline > 1)
     units = np.where(kept > 0, p.total, np.minimum(p.total, np.minimum(unit + p.layer, most)))
@@ -151,7 +153,7 @@ def optimizer(w: Workload, p: Held) -> Live:
     """Widened gradients, in pieces; and the other end's gradient of a weight that the first and last stage share."""
     table = w.vocab * w.height * activations.trained(w)
     owned = p.trained / (w.knobs.shard if w.zero >= 1 else 1)
-    narrow = w.gradient_element < 4
+    narrow = (w.gradient_element < 4) * (w.setting.master_bytes > 0)  # what is stepped in 16 bits is not widened
     pieces = np.minimum(owned * 4, np.maximum(CAST_BYTES, table * 4.0)) * narrow
     tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.first, w.last)
     return {"temporary": np.maximum(pieces, tied * table * w.gradient_element)}

@@ -10,7 +10,7 @@ from workbench.planner import instants
 from workbench.planner.activations import INDEX
 from workbench.planner.constants import Constants
 from workbench.planner.instants import Live, plus
-from workbench.planner.setting import Array
+from workbench.planner.setting import Array, Number
 from workbench.planner.states import States, states
 from workbench.planner.workload import Workload
 
@@ -22,7 +22,7 @@ class Memory:
     moments: dict[str, Live]
     host: Live
     live: Array
-    """The peak without workspaces, fragmentation and the driver's context."""
+    """The peak without workspaces, fragmentation, communicators and the driver's context."""
 
     @property
     def peak(self) -> Array:
@@ -48,7 +48,7 @@ def memory(w: Workload, constants: Constants) -> Memory:
     forward_end = lives.pop("first_forward")
     lives["optimizer"] = plus(persistent, instants.optimizer(w, parameters))
     peak = _at_largest(list(lives.values()))
-    fixed = w.nothing + _fixed(constants)
+    fixed = w.nothing + _fixed(w, constants)
     overhead = {"overhead": fixed + constants.fragmentation * total(peak)}
     moments = {
         "initialised": plus(persistent, {"overhead": fixed}),
@@ -79,7 +79,7 @@ def peaks(w: Workload, constants: Constants) -> Array:
     if working := instants.working(w, parameters):
         passes = passes + total(working)
     live = total(persistent) + np.maximum(passes, total(instants.optimizer(w, parameters)))
-    return np.asarray(live.max(axis=0) * (1 + constants.fragmentation) + _fixed(constants))
+    return np.asarray(live.max(axis=0) * (1 + constants.fragmentation) + _fixed(w, constants))
 
 
 def _largest(sums: list[Array]) -> Array:
@@ -89,8 +89,18 @@ def _largest(sums: list[Array]) -> Array:
     return most
 
 
-def _fixed(constants: Constants) -> float:
-    return (constants.workspace_mib + constants.context_mib) * 2**20
+def _fixed(w: Workload, constants: Constants) -> Number:
+    """Workspaces, the driver's context and the communicators' buffers."""
+    outside = constants.context_mib + constants.communicator_mib * communicators(w)
+    return (constants.workspace_mib + outside) * 2**20
+
+
+def communicators(w: Workload) -> Number:
+    """Groups in which a rank communicates: one for each axis longer than one, and one of all ranks."""
+    k = w.knobs
+    rest = w.setting.world / (k.tensor * k.context * w.pipeline)
+    axes = np.asarray(k.tensor > 1, float) + (k.context > 1) + (rest > 1) + (w.pipeline > 1)
+    return axes + (w.setting.world > 1)
 
 
 def _persistent(w: Workload, s: States) -> tuple[Live, Live]:

@@ -6,11 +6,9 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 
-import numpy as np
-
 from workbench.plan import catalog
 from workbench.planner.constants import Constants
-from workbench.planner.memory import Memory
+from workbench.planner.memory import Memory, communicators
 from workbench.planner.setting import Array
 from workbench.planner.workload import Workload
 
@@ -30,15 +28,8 @@ def readings(w: Workload, m: Memory, constants: Constants) -> dict[str, Array]:
     said = shares()
     allocated = m.live + constants.workspace_mib * 2**20
     reserved = allocated * (1 + said["reserved_share"])
-    outside = said["driver_mib"] + said["communicator_mib"] * communicators(w)
+    outside = said["driver_mib"] + constants.communicator_mib * communicators(w)
     return {"allocated": allocated, "reserved": reserved, "nvidia-smi": reserved + outside * 2**20}
-
-
-def communicators(w: Workload) -> int:
-    """Groups in which a rank communicates: one for each axis longer than one, and one of all ranks."""
-    k = w.knobs
-    sizes = (float(k.tensor), float(k.context), float(np.max(w.data)), float(w.pipeline))
-    return sum(size > 1 for size in sizes) + (w.setting.world > 1)
 
 
 def interval(kind: str, stack: str) -> tuple[float, float, float]:

@@ -53,6 +53,8 @@ class Software:
     """Share by which blocks that another stream still holds add to activations, where tensor ranks gather sequences."""
     gathered_parameters: float = float("inf")
     """Parameters that ZeRO-3 gathers at once, at most, where it does so weight by weight."""
+    root_gathered: float = 0.0
+    """1 where ZeRO-3 gathers embedding and head for the whole step, beside the layer at hand and the next."""
     table_bytes: float = 0.0
     """More bytes of every weight of an embedding or head."""
     bucket_mib: float = 0.0

@@ -64,11 +64,13 @@ def express(row: Row, profile: str | None = None) -> Expressed:
         raise Inexpressible("not a measurement")
     model = shape(row)
     gpus, data = _layout(row)
-    micro, batch, known = _batch(row, data)
     card = cards.card(row.gpu, row.gpu_memory)
     if card is None:
         raise Inexpressible(f"card unknown: {row.gpu or 'none given'}")
     stack = _stack(row, card)
+    micro, batch, known = _batch(row, data, stack)
+    if stack.separate:
+        model = model.model_copy(update={"tied": False})
     strategy, training, assumed = _strategy(row, stack, model.layers, data)
     strategy["stack"] = profile or stack.name
     network = cards.fabric(card.name, f"{row.table} {row.gpu} {row.notes}".lower())
@@ -84,7 +86,7 @@ def express(row: Row, profile: str | None = None) -> Expressed:
         plan = build(written).complete()
     except PlanError as error:
         raise Inexpressible(f"illegal: {error.problems[0].field}") from None
-    return Expressed(row, plan, stack.name, _seconds(row, batch, known), _memory(row, stack), tuple(assumed))
+    return Expressed(row, plan, stack.family, _seconds(row, batch, known), _memory(row, stack), tuple(assumed))
 
 
 def _deal(strategy: dict[str, Any], stack: Stack, model: Shape) -> None:
@@ -128,8 +130,8 @@ def _layout(row: Row) -> tuple[int, int]:
     return gpus, data
 
 
-def _batch(row: Row, data: int) -> tuple[int, int, bool]:
-    """(micro-batch, global batch, whether the row says so much); one follows from the others."""
+def _batch(row: Row, data: int, stack: Stack) -> tuple[int, int, bool]:
+    """(micro-batch, global batch, whether the row says so much); one follows from the others, or is the stack's own."""
     micro, batch, steps = row.micro_batch, row.batch, row.accumulation
     if micro is None and batch is not None and (steps or batch == data):
         micro = batch // (data * (steps or 1)) or None
@@ -138,6 +140,9 @@ def _batch(row: Row, data: int) -> tuple[int, int, bool]:
     if batch is None and steps is None and row.pipeline > 1:
         raise Inexpressible("missing gbs")
     known = batch is not None or steps is not None
+    usual = stack.defaults.get("training.global_batch", 0)
+    if not known and usual % (micro * data) == 0:
+        batch = usual
     batch = batch or micro * data * (steps or 1)
     if batch % (micro * data) or (steps and micro * data * steps != batch):
         raise Inexpressible("batch fields contradict")
@@ -233,7 +238,7 @@ def _applies(path: str, row: Row, stack: Stack) -> bool:
         return row.tensor > 1
     if path == "strategy.pipeline.chunks":
         return row.pipeline > 1 and "interleav" in row.schedule.lower()
-    return not path.startswith("training.lora")
+    return not path.startswith(("training.lora", "training.global_batch"))
 
 
 def _settle(strategy: dict[str, Any], row: Row) -> None:

@@ -33,6 +33,8 @@ class Stack:
     """Those of them that hold only where there is more than one device."""
     gigabyte: float
     """Bytes of the GB in which its own reports print memory."""
+    family: str
+    """The stack that this one is an earlier version of; else its own name."""
 
 
 @lru_cache(maxsize=1)
@@ -56,6 +58,7 @@ def _stack(name: str, entry: Mapping[str, Any], table: Mapping[str, Any]) -> Sta
         defaults={path: said["value"] for path, said in defaults.items()},
         several=frozenset(path for path, said in defaults.items() if said.get("when") == "several"),
         gigabyte=float(entry.get("gigabyte", base.get("gigabyte", {"value": 2**30}))["value"]),
+        family=next((later for later, one in table.items() if name in one.get("before", {}).values()), name),
     )
 
 
