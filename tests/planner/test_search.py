@@ -57,10 +57,12 @@ def test_a_candidate_is_what_estimate_says_of_its_plan(plan: Plan, where: list[s
             assert max(found.peak_bytes_by_rank.values()) == pytest.approx(peak, rel=1e-9, abs=32)
 
 
-@pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("model", "stack"), [("llama-3-8b", "workbench"), ("llama-3-8b", "torchtitan"), ("deepseek-v3", "workbench")]
+)
 @pytest.mark.parametrize("algorithm", ["1d", "2d", "2.5d", "3d"])
-def test_so_is_one_of_any_kernels_and_on_any_tensor_grid(model: str, algorithm: str) -> None:
-    plan = of(model, 64, **{"strategy.kernels": "compiled"})
+def test_so_is_one_of_any_kernels_and_on_any_tensor_grid(model: str, stack: str, algorithm: str) -> None:
+    plan = of(model, 64, **{"strategy.stack": stack})
     space = narrowed(space_of(plan, "vast"), map(parse, (*FEW, f"strategy.tensor.algorithm={algorithm}")))
     draw, seen = random.Random(2), set()
     for cell, number, seconds, peak in draw.sample(legal_ones(space), 12):

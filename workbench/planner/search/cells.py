@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench.plan.partition import balanced
+from workbench.plan.schema import Strategy
 from workbench.planner.search.space import Space
 from workbench.planner.search.splits import Split, all_splits, fits
 from workbench.planner.search.stages import Stages, stages_of
@@ -164,14 +166,17 @@ def cells(space: Space) -> Iterator[Cell]:
 
 
 def _cells(space: Space, fixed: Setting, splits: tuple[Split, ...], stages: Stages) -> Iterator[Cell]:
-    """One for each ZeRO stage."""
+    """One for each ZeRO stage, and where kernels change what is held, for each of them."""
     table = np.array(splits, dtype=float).T
-    for zero in space.zero:
-        own = replace(fixed, zero=zero)
-        if all((values := _values(space, own, splits)).values()):
+    apart = [space.kernels] if fixed.stack == OWN else [(kind,) for kind in space.kernels]
+    for zero, kernels in product(space.zero, apart):
+        own = replace(fixed, zero=zero, kernels=kernels[0])
+        if all((values := _values(space, own, splits) | {"kernels": kernels}).values()):
             yield Cell(own, values, stages, table)
 
 
+OWN = Strategy().stack
+"""Our own stack holds the same tensors whatever kernels it has; another may hold fewer where it compiles."""
 OFFLOADS = {0: ("none",), 1: ("none", "optimizer"), 2: ("none", "optimizer"), 3: ("none", "optimizer", "parameters")}
 """ZeRO stage -> what it can offload."""
 
@@ -185,7 +190,6 @@ def _values(space: Space, s: Setting, splits: tuple[Split, ...]) -> dict[str, tu
     gathered = s.zero == 3 and s.pipeline == 1
     return {
         "split": splits,
-        "kernels": space.kernels,
         "placement": _orders(space, s),
         "recompute": space.recompute,
         "shard": space.shard if s.zero else only("shard", ("all",)),
