@@ -144,7 +144,14 @@ def test_neighbours_that_fit_come_first_and_the_fastest_lead(megatron: Plan) -> 
     order = [(not effect.after.fits, effect.after.seconds) for effect in found]
     assert order == sorted(order)
     knobs = {re.split(r" (?=\S+ →)", effect.name)[0] for effect in found}
-    assert {"tensor", "pipeline", "micro-batch", "ZeRO", "recompute", "sequence parallel", "kernels"} <= knobs
+    assert {"tensor", "pipeline", "micro-batch", "ZeRO", "recompute", "sequence parallel"} <= knobs
+
+
+def test_kernels_are_no_step_from_the_plan_but_what_else_could_be_installed(megatron: Plan) -> None:
+    assert not any("strategy.kernels" in effect.changes for effect in neighbours(megatron))
+    other = named(sensitivity(megatron.replace(**{"strategy.kernels": "eager"})), "fused kernels")
+    assert other.after == figures(megatron.replace(**{"strategy.kernels": "fused"}).complete())
+    assert other.after.seconds < other.before.seconds
 
 
 def test_a_complete_plan_has_the_same_neighbours(megatron: Plan) -> None:

@@ -27,6 +27,7 @@ NAMES = {
     "optimizer": "the optimizer",
     "offload": "transfers to and from host memory",
     "overhead": "the fixed cost of a step",
+    "stall": "messages that wait for a host that stalls",
 }
 
 

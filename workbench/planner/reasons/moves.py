@@ -1,4 +1,8 @@
-"""Neighbours: every legal plan that differs in one knob by one step, and what the step gains or loses."""
+"""Neighbours: every legal plan that differs in one knob by one step, and what the step gains or loses.
+
+Kernels are no such knob: they are installed, not chosen, and a search leaves them as written unless it is told to vary
+them; `sensitivity` says what others would change.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,6 @@ def moves(subject: Subject) -> Iterator[Move]:
     yield from _data(full)
     yield from _placement(full)
     yield from _words("recompute", "strategy.recompute", full.strategy.recompute, ("none", "selective", "full"))
-    yield from _words("kernels", "strategy.kernels", full.strategy.kernels, ("eager", "compiled", "fused"))
 
 
 def _axes(subject: Subject) -> Iterator[Move]:

@@ -1,4 +1,4 @@
-"""Sensitivity: what a plan's step and peak would be on twice the hardware, eight more cards, twice the sequence."""
+"""Sensitivity: what a plan's step and peak would be on twice the hardware, with other kernels, on eight more cards."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated import on_machine
+from workbench.planner.compute import OPERATORS
 from workbench.planner.reasons.figures import Change, Effect, Subject
 from workbench.planner.reasons.moves import Move
 
+KERNELS = "strategy.kernels"
 MORE = 8
 FAR = 8
 """Times the unit of cards (a replica) within which a legal number is looked for."""
@@ -36,6 +38,7 @@ def _hardware(subject: Subject) -> Iterator[Effect]:
 def _questions(subject: Subject) -> Iterator[Move]:
     full = subject.full
     yield from _more_cards(subject)
+    yield from ((f"{kind} kernels", {KERNELS: kind}) for kind in OPERATORS if kind != full.strategy.kernels)
     yield "twice the sequence", {"training.sequence_length": 2 * full.training.sequence_length}
     size = full.training.micro_batch
     if size % 2 == 0:

@@ -12,6 +12,7 @@ from workbench.plan.resolve import LEAST_BATCH, MICROBATCHES_A_RANK
 from workbench.plan.schema import AXES, Plan, Strategy
 from workbench.plan.shape import Shape
 from workbench.planner.calibrated import on_machine
+from workbench.planner.compute import OPERATORS
 from workbench.planner.setting import Setting, setting_of
 
 KINDS = ("default", "wide", "vast")
@@ -31,7 +32,6 @@ SCHEDULES = {
 EIGHTHS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 ALGORITHMS = {"default": ("1d",), "wide": ("1d",), "vast": ("1d", "2d", "2.5d", "3d")}
 """Of tensor parallelism."""
-KERNELS = ("eager", "compiled", "fused")
 SHARES = {"default": (0.5,), "wide": EIGHTHS, "vast": EIGHTHS}
 """Partial recomputation: the first layers of every stage, as a share of them (Megatron's block method, 2205.05198)."""
 MOST_CONTEXT, MOST_MICRO_BATCH = 64, 64
@@ -94,7 +94,7 @@ def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) ->
         asked=plan, base=base.replace(**{"training.global_batch": batch}),
         settings=tuple(replace(setting_of(each), global_batch=batch) for each in measured),
         schedules=_schedules(kind, shape, most), zero=(0, 1, 2, 3), tensor=(*tensor, *_grids(kind, shape, most)),
-        algorithm=ALGORITHMS[kind], kernels=KERNELS if kind == "vast" else (plan.strategy.kernels,),
+        algorithm=ALGORITHMS[kind], kernels=tuple(OPERATORS) if kind == "vast" else (plan.strategy.kernels,),
         context=tuple(ways) if sequence >= LONG else (1,),
         expert=tuple(legal.expert_sizes(shape, most)), placement=PLACEMENTS[kind],
         micro_batch=tuple(b for b in legal.divisors(batch) if b <= MOST_MICRO_BATCH),
