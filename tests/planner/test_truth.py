@@ -148,7 +148,9 @@ def test_zero(stage: str, sharding: str, expected: int | None) -> None:
     [
         ("ZeRO-2 + optimizer offload to CPU", "optimizer"),
         ("ZeRO-3 Offload (1.5 TB CPU memory)", "parameters"),
-        ("flags: --offload-opt-m --offload-master", "parameters"),
+        ("flags: --offload-opt-m --offload-master", "optimizer"),
+        ("flags: --offload-opt-m; --shard-weights --offload-master", "parameters"),
+        ("flags: --offload-quants", "parameters"),
         ("--offload-residual", "none"),
         ("act-cpu-offload=False; FULL_SHARD", "none"),
         ("2T model offload state not stated", "none"),

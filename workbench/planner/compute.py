@@ -17,8 +17,8 @@ NARROW_HEAD = 100
 """Heads narrower than this fill fused attention's tiles less."""
 ALIGNMENT = 64
 """Widths that are multiples of this fill the tiles of a matrix product."""
-HEAD_TRAFFIC = (3, 4)
-"""Passes over the fp32 logits (forward, backward): cast and log-softmax; two gradients."""
+LOSS_FORWARD = 3 / 7
+"""Share of the loss's traffic that forward moves: cast and log-softmax are three passes, two gradients four."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,9 @@ def layer_products(w: Workload, mixture: bool) -> list[Product]:
     """Each matrix product of one layer's forward; the experts of a rank one by one."""
     h, t, n = w.hidden, w.tokens * w.tiling.gathered, w.tiling.steps
     mla = w.shape.mla
-    if mla is None:
+    if mla is None and w.setting.software.joined:
+        into = [Product(t, w.q_width + w.k_width + w.v_width, h, n)]
+    elif mla is None:
         into = [Product(t, w.q_width, h, n), Product(t, w.k_width, h, n), Product(t, w.v_width, h, n)]
     else:
         part = w.tiling.hidden
@@ -186,17 +188,22 @@ def layer_products(w: Workload, mixture: bool) -> list[Product]:
 
 
 def _feed_forward_products(w: Workload, mixture: bool) -> list[Product]:
-    h, t, wide, n = w.hidden, w.tokens * w.tiling.gathered, 2 if w.shape.gated else 1, w.tiling.steps
-    moe = w.shape.moe
+    h, t, n = w.hidden, w.tokens * w.tiling.gathered, w.tiling.steps
+    moe, wide, joined = w.shape.moe, 2 if w.shape.gated else 1, 1
+    if w.setting.software.joined:
+        wide, joined = 1, wide
     if not mixture or moe is None:
-        return [Product(t, w.ffn, h, n)] * wide + [Product(t, h, w.ffn, n)]
+        return [Product(t, joined * w.ffn, h, n)] * wide + [Product(t, h, w.ffn, n)]
     width, own = moe.ffn / w.tiling.columns, moe.experts / w.knobs.expert
     routed = t * moe.top_k / own
-    result = [Product(t, moe.experts / w.tiling.hidden, h, n), *[Product(routed, width, h, n * own, False)] * wide]
+    result = [
+        Product(t, moe.experts / w.tiling.hidden, h, n),
+        *[Product(routed, joined * width, h, n * own, False)] * wide,
+    ]
     result.append(Product(routed, h, width, n * own, False))
     if moe.shared:
         shared = moe.shared * width
-        result += [*[Product(t, shared, h, n)] * wide, Product(t, h, shared, n)]
+        result += [*[Product(t, joined * shared, h, n)] * wide, Product(t, h, shared, n)]
     return result
 
 
@@ -212,15 +219,15 @@ def layer_pass(w: Workload, m: Machine, mixture: bool) -> Pass:
     launches = OPERATORS[w.setting.kernels]
     forward = pace * (forward + attention.forward + bound.forward)
     backward = pace * (backward + attention.backward + bound.backward)
-    there, back = _launched(m, forward, launches[0]), _launched(m, backward, launches[1])
+    there, back = (_launched(m, seconds, n, mixture) for seconds, n in zip((forward, backward), launches))
     ahead = float(m.asynchronous)
     return Pass(there, back, pace * weight, ahead * (there - forward), ahead * (back - backward))
 
 
-def _launched(m: Machine, seconds: Number, kernels: int) -> Number:
+def _launched(m: Machine, seconds: Number, kernels: int, mixture: bool) -> Number:
     """With a host that runs ahead the slower of the two decides; without one they add."""
     c = m.constants
-    host = (c.host_us or kernels * c.launch_us) * 1e-6
+    host = ((c.host_us or kernels * c.launch_us) + mixture * c.host_routing_us) * 1e-6
     return np.maximum(seconds, host) if m.asynchronous else seconds + host
 
 
@@ -269,10 +276,10 @@ def head_pass(w: Workload, m: Machine) -> Pass:
     """Projection onto the vocabulary and the loss."""
     p = head_product(w)
     t, v, h, n = p.rows, p.columns, p.inner, p.count
-    logits = w.tokens * v * w.wide / m.bandwidth
-    forward = n * product(m, t, v, h, w.element) + HEAD_TRAFFIC[0] * logits
+    loss = w.tokens * v * (w.wide / 4 * m.constants.loss_bytes / m.bandwidth)
+    forward = n * product(m, t, v, h, w.element) + LOSS_FORWARD * loss
     weight = n * product(m, v, h, t, w.element) * float(w.setting.adapter_rank == 0)
-    backward = weight + n * product(m, t, h, v, w.element) + HEAD_TRAFFIC[1] * logits
+    backward = weight + n * product(m, t, h, v, w.element) + (1 - LOSS_FORWARD) * loss
     pace = m.constants.pace
     return Pass(pace * forward, pace * backward, pace * weight)
 

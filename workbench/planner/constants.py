@@ -27,6 +27,8 @@ class Constants:
     launch_us: float
     host_us: float
     host_meeting_us: float
+    host_routing_us: float
+    loss_bytes: float
     link_share: float
     nic_share: float
     latency_ranks: float
@@ -34,6 +36,7 @@ class Constants:
     pipeline_overlap: float
     gather_overlap: float
     tensor_overlap: float
+    expert_overlap: float
     offload_overlap: float
     host_gbs: float
     step_fixed_ms: float
@@ -63,6 +66,6 @@ def _constants(device: str, architecture: str, kernels: str, stack: str) -> Cons
     values = {f.name: float(entries[f.name]["value"]) for f in fields(Constants) if f.name != "traffic"}
     values["traffic"] = float(table["kernels"][kernels]["value"])
     changed = dict(timing(stack))
-    for share in ("traffic", "attention_share"):
+    for share in ("traffic", "attention_share", "narrow_share"):
         values[share] *= changed.pop(f"{share}_factor", 1.0)
     return Constants(**(values | changed))

@@ -39,6 +39,8 @@ class Software:
     """1 where selective recomputation keeps what every second product and attention make, in place of a share."""
     selective_again: float = -1.0
     """Share of a layer's forward that selective recomputation repeats; negative: attention alone."""
+    joined: float = 0.0
+    """1 where query, key and value are one product, and gate and up another."""
     logit_bytes: float = -1.0
     """Bytes a logit takes at the loss's peak."""
     compiled_logit_bytes: float = -1.0
@@ -92,8 +94,9 @@ def interval(name: str) -> tuple[float, float]:
     A stack of which nothing is published has the textbook's, the spread over all stacks.
     """
     table = catalog.read("data/stacks.yaml")
-    entry = table[name]
-    said = entry.get("interval") or table.get(entry.get("like"), {}).get("interval") or table["textbook"]["interval"]
+    while "interval" not in table[name]:
+        name = table[name].get("like", "textbook")
+    said = table[name]["interval"]
     return float(said["low"]), float(said["high"])
 
 

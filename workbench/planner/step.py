@@ -26,8 +26,8 @@ from workbench.schedules import closed, simulate
 
 HIDDEN_BEHIND_ATTENTION = 0.8
 """Share of attention behind which a ring hides its hops."""
-LEAST_EXPOSED = 0.03
-"""Share of gathers that nothing hides."""
+LEAST_EXPOSED = 0.15
+"""Share of gathers that nothing hides: while they run, they take multiprocessors and memory bandwidth from compute."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _durations(w: Workload, m: Machine, k: Kernels, every: list[Call], wires: di
             behind = w.layers * (HIDDEN_BEHIND_ATTENTION * covered[action])
             waits[action]["context_comm"] = np.maximum(0.0, of("context") - behind)
         if w.shape.moe:
-            waits[action]["expert_comm"] = of("expert")
+            waits[action]["expert_comm"] = (1 - c.expert_overlap) * of("expert")
         if w.zero == 3:
             gathers = of("data")
             behind = c.gather_overlap * w.knobs.overlap * hidden[action]

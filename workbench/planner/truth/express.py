@@ -174,7 +174,8 @@ def _stack(row: Row, card: Card) -> Stack:
     said = row.attention.lower()
     fused = re.search(r"flash|cudnn|sdpa|\bte\b|fused", said) is not None
     sharded = row.pipeline == 1 and (row.zero or 0) >= 2
-    return named(row.framework, sharded, fused or (not said and "fp8" in card.tflops), fields.year(row.source))
+    when, rowwise = fields.year(f"{row.source} {row.table}"), re.search(r"row.?wise", row.precision.lower()) is not None
+    return named(row.framework, sharded, fused or (not said and "fp8" in card.tflops), when, rowwise)
 
 
 def _strategy(row: Row, stack: Stack, layers: int, data: int) -> tuple[dict[str, Any], dict[str, Any], list[str]]:

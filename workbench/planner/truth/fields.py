@@ -113,10 +113,15 @@ def nearest_kind(text: str) -> str:
     return words.get(found.group(), "nvidia-smi") if found else "unknown"
 
 
-def year(text: str) -> int | None:
-    """Of a report whose name carries its month: `h100_202412.md`, `2024-12`."""
-    found = re.search(r"(?<!\d)(20[12]\d)[-_]?(0[1-9]|1[0-2])(?!\d)", text)
-    return int(found.group(1)) if found else None
+def year(text: str) -> float | None:
+    """When a report was made, its month as hundredths, where its name says so: `h100_202412.md` is 2024.12, `26.06 NeMo
+    Container` 2026.06.
+    """
+    found = re.search(r"(?<!\d)20([12]\d)[-_]?(0[1-9]|1[0-2])(?!\d)", text) or _RELEASE.search(text)
+    return 2000 + int(found.group(1)) + int(found.group(2)) / 100 if found else None
+
+
+_RELEASE = re.compile(r"\b(2\d)\.(0[1-9]|1[0-2])\b(?=[.\d]* (?:nemo|container))", re.IGNORECASE)
 
 
 def status(text: str, measured: bool) -> str:
@@ -218,13 +223,18 @@ def hybrid(text: str) -> bool:
 
 
 def offload(text: str) -> str:
-    """none | optimizer | parameters: what the words say lives in host memory. Activations there are another matter."""
+    """none | optimizer | parameters: what the words say lives in host memory. Activations there are another matter.
+
+    Master weights there are the optimizer's, but where working weights are sharded and made from them again.
+    """
     clauses = [clause for clause in re.split(r"[;.]\s|[;,]", text.lower()) if "offload" in clause]
     told = " ".join(clause for clause in clauses if not _NOT_OFFLOADED.search(clause))
     told = _ACTIVATIONS_OFFLOADED.sub("", told)
     if re.search(
-        r"offload[- ](param|master)|param\w* offload|(full|zero-?3) \+? ?(full )?offload|offload\w* (of )?all", told
+        r"offload[- ](param|quant)|param\w* offload|(full|zero-?3) \+? ?(full )?offload|offload\w* (of )?all", told
     ):
+        return "parameters"
+    if re.search(r"offload[- ]master", told) and re.search(r"shard\W?weights", text.lower()):
         return "parameters"
     return "optimizer" if "offload" in told else "none"
 
@@ -232,4 +242,4 @@ def offload(text: str) -> str:
 _NOT_OFFLOADED = re.compile(
     r"not (stated|known|used)|unknown|\b(no|without)\b|offload\w*\s*[=:]\s*(false|no|none|0)\b|do(es)? not fit|tops out"
 )
-_ACTIVATIONS_OFFLOADED = re.compile(r"act\w*[- ](cpu[- ])?offload\w*|-*offload[- ](residual|act|quant)\w*")
+_ACTIVATIONS_OFFLOADED = re.compile(r"act\w*[- ](cpu[- ])?offload\w*|-*offload[- ](residual|act)\w*")

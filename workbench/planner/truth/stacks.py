@@ -23,8 +23,8 @@ class Stack:
     partition: str
     """How layers are dealt to pipeline stages: `balanced` with the head as a block, or `even` by their number alone."""
     becomes: Mapping[str, str] = field(hash=False)
-    before: Mapping[int, str] = field(hash=False)
-    """Year -> the stack that this one was before it."""
+    before: Mapping[float, str] = field(hash=False)
+    """Year, the month as its hundredths -> the stack that this one was before it."""
     separate: bool
     """Whether a head that a model ties to its embedding is a weight of its own."""
     defaults: Mapping[str, Any] = field(hash=False)
@@ -34,7 +34,7 @@ class Stack:
     gigabyte: float
     """Bytes of the GB in which its own reports print memory."""
     family: str
-    """The stack that this one is an earlier version of; else its own name."""
+    """The stack that this one is an earlier version of, or with other fp8 products; else its own name."""
 
 
 @lru_cache(maxsize=1)
@@ -45,7 +45,7 @@ def stacks() -> dict[str, Stack]:
 
 
 def _stack(name: str, entry: Mapping[str, Any], table: Mapping[str, Any]) -> Stack:
-    base = table[entry["like"]] if "like" in entry else {}
+    base: Mapping[str, Any] = _ancestry(entry, table)
     defaults = {**base.get("defaults", {}), **entry.get("defaults", {})}
     return Stack(
         name=name,
@@ -58,15 +58,32 @@ def _stack(name: str, entry: Mapping[str, Any], table: Mapping[str, Any]) -> Sta
         defaults={path: said["value"] for path, said in defaults.items()},
         several=frozenset(path for path, said in defaults.items() if said.get("when") == "several"),
         gigabyte=float(entry.get("gigabyte", base.get("gigabyte", {"value": 2**30}))["value"]),
-        family=next((later for later, one in table.items() if name in one.get("before", {}).values()), name),
+        family=next((whole for whole, one in table.items() if name in _variants(one)), name),
     )
 
 
+def _variants(entry: Mapping[str, Any]) -> set[str]:
+    return {*entry.get("before", {}).values(), entry.get("becomes", {}).get("rowwise", "")}
+
+
+def _ancestry(entry: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """What an entry inherits, nearest first."""
+    if "like" not in entry:
+        return {}
+    parent = table[entry["like"]]
+    further = _ancestry(parent, table)
+    defaults = {**further.get("defaults", {}), **parent.get("defaults", {})}
+    return {**further, **parent, "defaults": defaults}
+
+
 @lru_cache(maxsize=4096)
-def named(framework: str, sharded: bool, flash: bool, year: int | None = None) -> Stack:
+def named(
+    framework: str, sharded: bool, flash: bool, year: float | None = None, rowwise: bool = False
+) -> Stack:
     """The stack that `framework` means: the first match in it, of those the longest; then what that becomes.
 
     `sharded`: ZeRO-2 or 3 without a pipeline. `flash`: attention is fused. `year`: of the report, where it is known.
+    `rowwise`: fp8 products have a scale for every row.
     """
     words, table = " ".join(framework.lower().split()), stacks()
     found = [
@@ -74,7 +91,7 @@ def named(framework: str, sharded: bool, flash: bool, year: int | None = None) -
         for name, stack in table.items() for match in stack.matches if match in words
     ]  # fmt: skip
     stack = table[min(found)[2] if found else UNNAMED]
-    for condition, holds in (("sharded", sharded), ("flash", flash)):
+    for condition, holds in (("sharded", sharded), ("flash", flash), ("rowwise", rowwise)):
         if holds and condition in stack.becomes:
             return table[stack.becomes[condition]]
     earlier = [name for since, name in stack.before.items() if year is not None and year < since]
