@@ -75,10 +75,8 @@ def _link(w: Workload, constants: Constants, size: Number, stride: Number) -> Li
 
 
 def _hop(size: Number, inside: Number, fabric: Fabric) -> Number:
-    """Mean latency of a ring's hops, microseconds: of `size` ranks, `inside` of them in each node."""
-    nodes = size / np.minimum(inside, size)
-    between = np.where(nodes > 1, nodes, 0)
-    return (between * fabric.nic_latency_us + (size - between) * fabric.link_latency_us) / size
+    """Latency of a ring's hops, microseconds: its ranks go in step, so the slowest hop sets the pace of all."""
+    return np.where(size > inside, max(fabric.nic_latency_us, fabric.link_latency_us), fabric.link_latency_us)
 
 
 def seconds(kind: str, size: Number, ranks: Number, link: Link, constants: Constants) -> Number:
@@ -91,7 +89,7 @@ def seconds(kind: str, size: Number, ranks: Number, link: Link, constants: Const
     if kind in ("broadcast", "reduce"):
         hops = np.ceil(np.log2(ranks))
     else:
-        hops = np.minimum(ranks - 1, constants.latency_ranks) * (2 if kind == "all_reduce" else 1)
+        hops = np.minimum(ranks - 1, constants.latency_ranks) * 2 if kind == "all_reduce" else ranks - 1
     return size * (SHARE[kind] * (ranks - 1) / ranks / link.bandwidth) + hops * link.latency
 
 

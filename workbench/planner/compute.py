@@ -9,6 +9,7 @@ import numpy as np
 from workbench.plan.schema import Card
 from workbench.planner.constants import Constants
 from workbench.planner.setting import Array, Number
+from workbench.planner.stall import met
 from workbench.planner.workload import Workload
 
 OPERATORS = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40)}
@@ -126,11 +127,10 @@ def compute(w: Workload, m: Machine, k: Kernels) -> Compute:
 
 
 def _met(w: Workload, c: Constants, k: Kernels) -> Kernels:
-    """Layers of a stack whose tensor ranks wait for each other's hosts, under a pipeline over nodes."""
-    s = w.setting
-    if not c.host_meeting_us or s.pipeline == 1 or s.world <= s.node:
+    """Layers of a stack whose tensor ranks wait for each other's hosts."""
+    if not c.host_meeting_us:
         return k
-    least = 1e-6 * (c.host_us + c.host_meeting_us * w.tensor)
+    least = 1e-6 * (c.host_us + c.host_meeting_us * met(w, c))
     return replace(k, dense=_at_least(k.dense, least), mixture=_at_least(k.mixture, least))
 
 

@@ -27,6 +27,8 @@ class Constants:
     launch_us: float
     host_us: float
     host_meeting_us: float
+    stall_ms: float
+    stall_share: float
     host_routing_us: float
     loss_bytes: float
     link_share: float

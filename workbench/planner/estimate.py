@@ -13,7 +13,7 @@ from workbench.planner.calibrated import on_machine
 from workbench.planner.memory import Memory, memory
 from workbench.planner.readings import need
 from workbench.planner.stack import interval
-from workbench.planner.step import parts, step_time, utilisation
+from workbench.planner.step import bounds, parts, step_time, utilisation
 from workbench.planner.timeline import simulated_seconds, timeline
 from workbench.planner.traffic import Call, exactly
 from workbench.planner.workload import workload
@@ -37,7 +37,7 @@ def estimate(plan: Plan) -> Profile:
     notes: dict[str, Any] = {"time": parts(w, time), "model_flops_utilisation": float(utilisation(w, k, time))}
     notes["memory"] = need(float(live.peak.max()), capacity, full.strategy.stack)
     notes["simulated_step_seconds"] = simulated_seconds(w, time, drawn, microbatches)
-    notes["step_seconds_90"] = [bound * float(time.seconds) for bound in interval(full.strategy.stack)]
+    notes["step_seconds_90"] = list(bounds(w, k, time, interval(full.strategy.stack)))
     if microbatches < w.microbatches:
         notes["timeline_microbatches"] = microbatches
     if float(live.peak.max()) > capacity:

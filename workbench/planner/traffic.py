@@ -158,6 +158,8 @@ def _data(w: Workload) -> list[Call]:
         Call("data", "reduce_scatter", shard, gradient, size / pieces, times * pieces, action),
         Call("data", "all_reduce", group / shard, gradient, size / shard, times, action),
     ]
+    if w.zero == 1 and w.setting.software.late_reduce:
+        scatter = [Call("data", "all_reduce", group, gradient, size, 1.0, "REDUCE_GRAD")]
     if w.zero < 3:
         return [*scatter, Call("data", "all_gather", shard, dtype, elements * w.element, 1.0, "OPTIMIZER")]
     kept = np.maximum(w.knobs.keep_gathered, w.pipeline > 1)

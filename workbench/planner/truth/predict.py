@@ -13,7 +13,7 @@ from workbench.planner.calibrated import on_machine
 from workbench.planner.memory import memory
 from workbench.planner.readings import NINETY_FIVE, readings, spread
 from workbench.planner.stack import interval
-from workbench.planner.step import parts, step_time
+from workbench.planner.step import bounds, parts, step_time
 from workbench.planner.workload import workload
 
 
@@ -42,7 +42,7 @@ def predict(plan: Plan) -> Prediction:
     full, constants = on_machine(plan)
     w = workload(full)
     live, time = memory(w, constants), step_time(w, constants)
-    low, high = interval(plan.strategy.stack)
+    low, high = bounds(w, constants, time, interval(plan.strategy.stack))
     fullest = int(np.argmax(live.peak))
     sizes = {name: float(np.ravel(size)[fullest]) / 2**30 for name, size in live.moments["peak"].items()}
     times = {f"{name} s": seconds for name, seconds in parts(w, time).items()}
@@ -50,8 +50,7 @@ def predict(plan: Plan) -> Prediction:
     return Prediction(
         peak_gib=peak, peak_low=peak * math.exp(-deviation), peak_high=peak * math.exp(deviation),
         seconds=float(time.seconds),
-        seconds_low=low * float(time.seconds),
-        seconds_high=high * float(time.seconds),
+        seconds_low=low, seconds_high=high,
         readings={kind: tuple((size / 2**30).tolist()) for kind, size in readings(w, live, constants).items()},
         parts={**times, **{f"{name} GiB": size for name, size in sizes.items() if size}},
     )  # fmt: skip
