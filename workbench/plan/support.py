@@ -106,4 +106,4 @@ def _lacking(plan: Plan, verb: Verb) -> list[Problem]:
 
 
 def _legal(can: tuple[Any, ...]) -> str:
-    return "only without it" if can == (None,) else " or ".join(map(repr, can))
+    return "only without it" if can in ((None,), ({},)) else " or ".join(map(repr, can))

@@ -12,7 +12,7 @@ import numpy as np
 from workbench.plan.calibration import Calibration, Probe, Scale, read, small_plan
 from workbench.plan.schema import Card, Fabric, Plan
 from workbench.planner.collectives import SHARE
-from workbench.planner.compute import OPERATORS
+from workbench.planner.compute import OPERATORS, peak
 from workbench.planner.constants import Constants, constants
 from workbench.planner.curves import Curves
 from workbench.planner.setting import BYTES
@@ -104,9 +104,9 @@ def constants_of(curves: Curves, card: Card, plan: Plan) -> dict[str, float]:
     """Constants of `data/planner.yaml` that the measurement replaces, relative to the figures of `card`."""
     precision = plan.strategy.precision
     products, host = curves.products(precision), curves.host
-    peak = card.tflops.get(precision, card.tflops.get("fp32", max(card.tflops.values()))) * 1e12
+    most = peak(card, precision)
     found = {
-        "gemm_share": products.rate / peak,
+        "gemm_share": products.rate / most,
         "gemm_half_dim": products.half_dim,
         "memory_share": float(curves.memory_rate(_typical_bytes(plan))) / 1e9 / card.bandwidth_gbs,
         "launch_us": host.layer_us / sum(OPERATORS["eager"]),
@@ -116,7 +116,7 @@ def constants_of(curves: Curves, card: Card, plan: Plan) -> dict[str, float]:
     attention = curves.attention_rates(precision)
     if attention is not None:
         forward, backward = attention
-        found |= {"attention_share": forward / peak, "attention_backward": 2.5 / backward}
+        found |= {"attention_share": forward / most, "attention_backward": 2.5 / backward}
     if _link(curves):
         found["link_share"] = 1.0
     if plan.world_size == ranks_at_once(plan):  # one machine: all that a step costs beside its layers was seen

@@ -37,13 +37,16 @@ class Machine:
     """Whether the host runs ahead, so that launching hides behind compute."""
 
 
+def peak(card: Card, precision: str) -> float:
+    """Dense FLOP/s at a precision; a dtype that the card does not list runs as fp32."""
+    return card.tflops.get(precision, card.tflops.get("fp32", max(card.tflops.values()))) * 1e12
+
+
 def machine(card: Card, precision: str, constants: Constants) -> Machine:
-    """A card at a precision; a dtype that the card does not list runs as fp32."""
-    dense = card.tflops.get(precision, card.tflops.get("fp32", max(card.tflops.values())))
-    wide = card.tflops.get("bf16", card.tflops.get("fp16", dense)) if precision == "fp8" else dense
-    return Machine(
-        dense * 1e12, wide * 1e12, card.bandwidth_gbs * 1e9 * constants.memory_share, constants, card.device != "cpu"
-    )
+    """A card at a precision."""
+    dense = peak(card, precision)
+    wide = 1e12 * card.tflops.get("bf16", card.tflops.get("fp16", dense / 1e12)) if precision == "fp8" else dense
+    return Machine(dense, wide, card.bandwidth_gbs * 1e9 * constants.memory_share, constants, card.device != "cpu")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from workbench.plan.errors import refuse
 from workbench.plan.schema import Plan
+from workbench.planner.compute import peak
 from workbench.planner.constants import Constants, constants
 from workbench.planner.operators.choose import choose
 from workbench.planner.operators.cost import Bytes
@@ -51,8 +52,7 @@ def _sizes(plan: Plan) -> Bytes:
 def machine(plan: Plan, grid: int | Sequence[int]) -> Machine:
     """A card of the plan as operators see it, and its links: of all ranks, or along each axis of a grid."""
     known, card, precision = constants(plan.card, plan.strategy.kernels), plan.card, plan.strategy.precision
-    peak = card.tflops.get(precision, card.tflops.get("fp32", max(card.tflops.values())))
-    rates = peak * 1e12 * known.gemm_share, card.bandwidth_gbs * 1e9 * known.memory_share
+    rates = peak(card, precision) * known.gemm_share, card.bandwidth_gbs * 1e9 * known.memory_share
     if isinstance(grid, int):
         return Machine(rates[0], *_link(plan, known, 1, grid), rates[1])
     links = [_link(plan, known, math.prod(grid[a + 1 :]), size) for a, size in enumerate(grid)]

@@ -10,7 +10,7 @@ from typing import Any
 from workbench.planner.cost import Cost
 from workbench.planner.reasons.binding import Binding
 from workbench.planner.reasons.figures import Effect, Figures
-from workbench.planner.reasons.words import ROUNDING, count, days, gib, seconds, signed
+from workbench.planner.reasons.words import ROUNDING, count, days, gib, html_table, seconds, signed
 
 HEADS = ("change", "a step", "longer by", "tokens/s", "fullest rank", "more by", "fits")
 
@@ -74,7 +74,9 @@ class Explanation:
     def _repr_html_(self) -> str:
         words = [cost_line(self.cost), *self.cost.missing, self.reasons.binding.memory, self.reasons.binding.time]
         told = "".join(f"<p>{html.escape(line)}</p>" for line in words)
-        return f"<h4>{html.escape(self.name)}</h4>{told}" + "".join(_table(*pair) for pair in self.tables())
+        return f"<h4>{html.escape(self.name)}</h4>{told}" + "".join(
+            html_table(title, HEADS, map(cells, rows)) for title, rows in self.tables()
+        )
 
 
 def cost_line(cost: Cost) -> str:
@@ -108,9 +110,3 @@ def effect_lines(title: str, rows: Sequence[Effect]) -> list[str]:
     widths = [max(len(row[i]) for row in table) for i in range(len(HEADS))]
     lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))) for r in table]
     return ["", title, *lines] if rows else []
-
-
-def _table(title: str, rows: Sequence[Effect]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in HEADS)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells(row))}</tr>" for row in rows)
-    return f"<table><caption>{html.escape(title)}</caption><tr>{head}</tr>{body}</table>"

@@ -1,6 +1,9 @@
-"""Numbers as a sentence says them."""
+"""Numbers as a sentence says them, and tables as a notebook shows them."""
 
 from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
 
 ROUNDING = 1e-9
 """Relative difference of two estimates that comes of arithmetic alone."""
@@ -50,3 +53,10 @@ def days(number: float) -> str:
 def signed(value: float, told: str) -> str:
     """`told`, which says the absolute `value`, with its sign; '0' stays."""
     return told if told == "0" else f"{'+' if value >= 0 else '-'}{told}"
+
+
+def html_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table under its title; all text is escaped."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><caption>{html.escape(title)}</caption><tr>{head}</tr>{body}</table>"

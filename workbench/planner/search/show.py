@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from workbench.planner.reasons.words import gib, seconds
+from workbench.planner.reasons.words import gib, html_table, seconds
 
 if TYPE_CHECKING:
     from workbench.planner.search.search import Candidate, SearchResult
@@ -58,11 +58,5 @@ def as_text(found: SearchResult) -> str:
 
 def as_html(found: SearchResult) -> str:
     """The tables and what was searched, for a notebook."""
-    shown = "".join(_table(title, [cells(one) for one in plans]) for title, plans in tables(found))
+    shown = "".join(html_table(title, HEADS, map(cells, plans)) for title, plans in tables(found))
     return shown + "".join(f"<p>{html.escape(line)}</p>" for line in told(found).split("\n"))
-
-
-def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in HEADS)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><caption>{html.escape(title)}</caption><tr>{head}</tr>{body}</table>"
