@@ -6,6 +6,8 @@ tensor-parallel rank is this model with narrower layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -105,6 +107,7 @@ class Transformer(nn.Module):
         super().__init__()
         _refuse_unbuilt(shape)
         self.shape = shape
+        self.indices: Callable[[Tensor], Tensor] = whole_sequence
         self.embedding: Embedding | None = Embedding(shape)
         self.blocks = nn.ModuleDict({str(i): Block(shape) for i in range(shape.layers)})
         self.final_norm: AddNorm | None = _norm(shape)
@@ -127,11 +130,16 @@ class Transformer(nn.Module):
         return self.head(x, targets_BT)
 
     def positions(self, x: Tensor) -> Positions:
-        """Positions of a whole sequence that starts at 0."""
+        """Positions of the tokens that this rank sees; `indices` says where in the sequence they stand."""
         dtype = next(self.parameters()).dtype
-        indices = torch.arange(x.shape[1], device=x.device)
+        indices = self.indices(x)
         rope_dim = int(self.shape.head_dim or 0) if self.shape.positions == "rope" else 0
         return positions_of(indices, rope_dim, self.shape.rope_theta, dtype)
+
+
+def whole_sequence(x: Tensor) -> Tensor:
+    """Indices [T] of the tokens of `x` [B, T, ...] that are a whole sequence."""
+    return torch.arange(x.shape[1], device=x.device)
 
 
 def _norm(shape: Shape) -> AddNorm:
