@@ -124,12 +124,24 @@ def _sent(w: Workload) -> Live:
 def working(w: Workload, p: Held) -> Live:
     """What a stack has in its hands all through forward and backward: gathered parameters, sequences, buckets."""
     kept, live = w.setting.software, gathered(w, p)
-    sequences = kept.gathered_buffers * w.stream * (w.sequence_parallel > 1) * (w.pipeline == 1)
+    sequences = _waiting_gathers(w) * w.stream * (w.sequence_parallel > 1)
     tables = kept.table_bytes * w.vocab * w.height * np.maximum(w.first, w.last)
     buckets = kept.bucket_mib * 2**20 * (w.setting.precision == "fp16" and w.zero >= 1)
     if not (kept.gathered_buffers or kept.table_bytes or buckets):
         return live
     return plus(live, {"communication": w.nothing + sequences + tables + buckets})
+
+
+def _waiting_gathers(w: Workload) -> Number:
+    """Gathered sequences whose blocks another stream still holds: as many as the host runs ahead.
+
+    Under a pipeline it waits for its neighbours; where a tensor group spans more than two nodes, always.
+    """
+    kept = w.setting.software
+    if w.pipeline == 1:
+        return kept.gathered_buffers
+    each = kept.gathered_ahead * (w.tensor <= 2 * w.setting.node)
+    return np.minimum(kept.gathered_buffers, each * np.maximum(w.in_flight - 2, 0.0))
 
 
 def gathered(w: Workload, p: Held) -> Live:
@@ -150,11 +162,14 @@ def gathered(w: Workload, p: Held) -> Live:
 
 
 def optimizer(w: Workload, p: Held) -> Live:
-    """Widened gradients, in pieces; and the other end's gradient of a weight that the first and last stage share."""
+    """What the step makes of gradients and moments, ours widened in pieces; and the other end's gradient of a weight
+    that the first and last stage share."""
     table = w.vocab * w.height * activations.trained(w)
     owned = p.trained / (w.knobs.shard if w.zero >= 1 else 1)
     narrow = (w.gradient_element < 4) * (w.setting.master_bytes > 0)  # what is stepped in 16 bits is not widened
     pieces = np.minimum(owned * 4, np.maximum(CAST_BYTES, table * 4.0)) * narrow
+    if w.setting.software.stepped:
+        pieces = owned * w.setting.software.stepped
     tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.first, w.last)
     return {"temporary": np.maximum(pieces, tied * table * w.gradient_element)}
 

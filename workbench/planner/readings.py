@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 
+import numpy as np
+
 from workbench.plan import catalog
 from workbench.planner.constants import Constants
 from workbench.planner.memory import Memory, communicators
@@ -23,13 +25,15 @@ def readings(w: Workload, m: Memory, constants: Constants) -> dict[str, Array]:
     """Peak bytes of each pipeline rank by kind of reading.
 
     Allocated: what lives, and workspaces, for they come from the allocator too. Reserved: that and the allocator's
-    slack. nvidia-smi: that, the driver's context and the communicators' buffers, which no allocator sees.
+    slack, which it gives back where the card is full. nvidia-smi: that, the driver's context and the communicators'
+    buffers, which no allocator sees.
     """
     said = shares()
     allocated = m.live + constants.workspace_mib * 2**20
-    reserved = allocated * (1 + said["reserved_share"])
-    outside = said["driver_mib"] + constants.communicator_mib * communicators(w)
-    return {"allocated": allocated, "reserved": reserved, "nvidia-smi": reserved + outside * 2**20}
+    outside = (said["driver_mib"] + constants.communicator_mib * communicators(w)) * 2**20
+    room = np.maximum(allocated, w.setting.card.memory_gib * 2**30 - outside)
+    reserved = np.minimum(allocated * (1 + said["reserved_share"]), room)
+    return {"allocated": allocated, "reserved": reserved, "nvidia-smi": reserved + outside}
 
 
 def interval(kind: str, stack: str) -> tuple[float, float, float]:

@@ -29,6 +29,8 @@ class Software:
     """Bytes of a gradient widened for the step, sharded with the optimizer, with fp16 only."""
     optimizer: float = -1.0
     """Bytes of moments and master weights a parameter."""
+    stepped: float = 0.0
+    """Bytes a parameter that the optimizer makes and frees while it steps, sharded with its states."""
     gated_kept: float = 4.0
     """Feed-forward-wide tensors that a gated layer keeps."""
     dropout: float = 0.0
@@ -51,6 +53,8 @@ class Software:
     """1 where fp8 products keep their inputs, and a gate its, in 8 bits."""
     gathered_buffers: float = 0.0
     """Whole hidden-wide tensors that gathers of the sequence hold at once where no pipeline makes the host wait."""
+    gathered_ahead: float = 0.0
+    """The same under a pipeline, for every microbatch in flight beyond the second, at most as many as without one."""
     ahead: float = 0.0
     """Share by which blocks that another stream still holds add to activations, where tensor ranks gather sequences."""
     gathered_parameters: float = float("inf")
