@@ -15,7 +15,7 @@ from workbench.plan.calibration import Calibration, Collective, Gemm, Host, Meas
 from workbench.plan.schema import Plan
 from workbench.plan.source import build
 from workbench.planner import estimate
-from workbench.planner.calibrated import calibrated
+from workbench.planner.calibrated import calibrated, on_machine
 from workbench.planner.constants import Constants
 from workbench.planner.curves import Curves, fit
 from workbench.planner.feedback import Told, error, scale, told
@@ -252,3 +252,16 @@ def test_a_search_on_a_measured_machine_is_what_estimate_says(tmp_path: Path, ob
     assert worlds == ({4} if objective == "time" else {1, 2, 4})
     for one in (*found.top, *found.pareto):
         assert estimate(one.plan).step_seconds == pytest.approx(one.seconds, rel=1e-9)
+
+
+def test_a_search_fetches_the_constants_of_a_number_of_stages_once(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[Plan] = []
+
+    def counted(full: Plan) -> Any:
+        fetched.append(full)
+        return on_machine(full)
+
+    monkeypatch.setattr("workbench.planner.search.evaluate.on_machine", counted)
+    search(plan(kept, 4), space="wide")
+    staged = [full.strategy.pipeline.size for full in fetched if full.strategy.pipeline.size > 1]
+    assert staged and len(staged) == len(set(staged)) and len(fetched) <= len(set(staged)) + 3

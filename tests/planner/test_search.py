@@ -119,14 +119,19 @@ def test_candidates_are_distinct_plans() -> None:
     assert len(plans) == 300
 
 
-@pytest.mark.parametrize("objective", ["time", "cost", "gpus"])
-def test_brute_force_finds_the_same(objective: str) -> None:
+@pytest.mark.parametrize(
+    ("objective", "kind"), [("time", "default"), ("cost", "default"), ("gpus", "default"), ("time", "vast")]
+)
+def test_brute_force_finds_the_same(objective: str, kind: str) -> None:
     plan = of("llama-3-8b", 8)
     where = ["strategy.tensor.size<=2", "strategy.recompute in none,full", "training.micro_batch<=2",
              "strategy.data.zero in 0,3", "strategy.data.offload=none", "strategy.pipeline.schedule=1f1b"]  # fmt: skip
-    found = search(plan, objective, where=where)
+    if kind == "vast":
+        where = [*FEW, "strategy.tensor.size in 1,[2,2],[2,2,2]", "strategy.kernels!=compiled", where[3], where[4],
+                 "training.micro_batch in 2,4", "strategy.data.keep_gathered=false"]  # fmt: skip
+    found = search(plan, objective, space=kind, where=where)
     worlds = (8,) if objective == "time" else (8, 4, 2, 1)
-    space = narrowed(space_of(plan, "default", worlds), map(parse, where))
+    space = narrowed(space_of(plan, kind, worlds), map(parse, where))
     rows = []
     for cell, number, *_ in legal_ones(space):
         profile = estimate(plan_of(space, cell.choice(number)))

@@ -10,6 +10,7 @@ from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.search import search
+from workbench.planner.search.constraint import parse
 
 PLAN = Plan.model_validate({"model": "gpt2", "cluster": {"gpu": "h100-sxm-80gb", "gpus": 16}})
 
@@ -71,3 +72,12 @@ def test_a_condition_that_leaves_nothing_is_told_what_is_searched(where: str, sa
 def test_a_condition_that_cannot_be_meant_is_refused(where: str) -> None:
     with pytest.raises(PlanError, match="--where"):
         search(PLAN, where=[where])
+
+
+@pytest.mark.parametrize(
+    ("written", "values"),
+    [("1,2", [1, 2]), ("[1, 2]", [1, 2]), ("1,[2,2]", [1, [2, 2]]), ("[2,2],[4,4]", [[2, 2], [4, 4]]),
+     ("[[2,2]]", [[2, 2]])],
+)  # fmt: skip
+def test_a_condition_lists_numbers_and_grids(written: str, values: list[Any]) -> None:
+    assert parse(f"strategy.tensor.size in {written}").value == values

@@ -64,7 +64,9 @@ def parse(text: str) -> Constraint:
     known = (*KNOBS, *PIPELINE, *CARDS, *RESULTS)
     if field not in known:
         raise refuse("--where", f"'{field}' is not searched; legal: {', '.join(known)}; set other fields with --set")
-    value = yamlio.parse(f"[{written.strip('[]')}]" if sign == "in" else written, where=field)
+    value = yamlio.parse(f"[{written}]" if sign == "in" else written, where=field)
+    if sign == "in" and len(value) == 1 and isinstance(value[0], list):  # the list was written with its brackets
+        value = value[0]
     if field in RESULTS and sign == "in":
         raise refuse("--where", f"'{text}' lists values of what is estimated; legal: a bound, e.g. {field}<=2")
     if (sign in BOUNDS or field in RESULTS) and not _number(value):
