@@ -1,0 +1,124 @@
+"""Ring attention and Ulysses equal one device, and plain attention product by product."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.parallel.small import GPT, LLAMA, plan
+from tests.parallel.test_equality import assert_equal_to_one_device
+from tests.parallel.test_mutations import failure_of
+from workbench.engine.forked import run_ranks
+from workbench.engine.verify import verify
+from workbench.models.seams import Attend, Positions
+from workbench.parallel.context import ring, ulysses
+from workbench.parallel.context.order import token_indices
+from workbench.parallel.context.ring import RingAttend
+from workbench.parallel.context.ulysses import UlyssesAttend
+from workbench.parallel.mesh import MeshAxis
+from workbench.plan.schema import Plan
+
+ALGORITHMS = ["ring", "ulysses"]
+NOWHERE = Positions(torch.empty(0), torch.empty(0), torch.empty(0))
+
+
+def spread(context: int, algorithm: str, tensor: int = 1, pipeline: int = 1, data: int = 1, **more: Any) -> Plan:
+    made = plan(tensor, pipeline, data, **more)
+    sizes = {"strategy.context": {"size": context, "algorithm": algorithm}}
+    return made.replace(**{"cluster.gpus": tensor * pipeline * data * context, **sizes})
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("context", [2, 4])
+def test_alone(context: int, algorithm: str, shape: dict[str, Any]) -> None:
+    assert_equal_to_one_device(verify(spread(context, algorithm, shape=shape, tied=True), "fp64"))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)], ids=str)
+def test_with_other_axes(mesh: tuple[int, int, int], algorithm: str) -> None:
+    assert_equal_to_one_device(verify(spread(2, algorithm, *mesh), "fp64"))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_fp32(algorithm: str) -> None:
+    assert_equal_to_one_device(verify(spread(2, algorithm), "fp32"))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("heads", [(12, 12), (12, 6), (12, 1)], ids=str)
+def test_equals_plain_attention(heads: tuple[int, int], algorithm: str, ranks: int) -> None:
+    length, generator = 8 * 3, torch.Generator().manual_seed(0)
+    q, k, v, weight = (
+        torch.randn(2, length, n, 8, generator=generator, dtype=torch.float64) for n in (*heads, heads[1], heads[0])
+    )
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = Attend()(*inputs, NOWHERE)
+    (expected * weight).sum().backward()
+
+    def work(rank: int) -> list[Any]:
+        axis = MeshAxis("context", ranks, rank, tuple(range(ranks)), torch.distributed.group.WORLD)
+        attend = RingAttend(axis) if algorithm == "ring" else UlyssesAttend(Attend(), axis)
+        mine = token_indices(length, axis, algorithm, torch.device("cpu"))
+        local = [x[:, mine].clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*local, NOWHERE)
+        (out * weight[:, mine]).sum().backward()
+        return [x.numpy() for x in (out.detach(), *(x.grad for x in local if x.grad is not None))]
+
+    found = run_ranks(ranks, work)
+    places = [
+        token_indices(length, MeshAxis("context", ranks, r, (), None), algorithm, torch.device("cpu"))
+        for r in range(ranks)
+    ]
+    assert torch.equal(torch.cat(places).sort().values, torch.arange(length))
+    for got, want in zip(zip(*found), [expected.detach(), *(x.grad for x in inputs)]):
+        whole = torch.zeros_like(want)
+        for part, place in zip(got, places):
+            whole[:, place] = torch.from_numpy(part)
+        torch.testing.assert_close(whole, want, rtol=0, atol=1e-12)
+
+
+def test_bf16_ring_joins_in_fp32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 64, 2, 8, generator=generator) for _ in range(3))
+    exact = F.scaled_dot_product_attention(*(x.bfloat16().double().transpose(1, 2) for x in (q, k, v)), is_causal=True)
+
+    def work(rank: int) -> float:
+        axis = MeshAxis("context", 4, rank, (0, 1, 2, 3), torch.distributed.group.WORLD)
+        mine = token_indices(64, axis, "ring", torch.device("cpu"))
+        out = RingAttend(axis)(*(x[:, mine].bfloat16() for x in (q, k, v)), NOWHERE)
+        return float((out.double() - exact.transpose(1, 2)[:, mine]).abs().max())
+
+    assert max(run_ranks(4, work)) < 2 * torch.finfo(torch.bfloat16).eps
+
+
+def test_a_rank_that_does_not_join_what_it_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "join", lambda first, second: first)
+    assert failure_of(verify(spread(2, "ring")))["tensor"]
+
+
+def test_heads_returned_to_the_wrong_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ulysses._to_heads
+    monkeypatch.setattr(ulysses, "_to_heads", lambda x, axis: original(x.flip(1), axis))
+    assert failure_of(verify(spread(2, "ulysses")))["tensor"]
+
+
+def test_keys_of_later_tokens_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ring.attend_block
+    monkeypatch.setattr(ring, "attend_block", lambda q, k, v, causal: original(q, k, v, causal=False))
+    assert failure_of(verify(spread(2, "ring")))["tensor"]
+
+
+def test_positions_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workbench.parallel.context import apply
+
+    def first_rank(length: int, axis: MeshAxis, algorithm: str, device: torch.device) -> Tensor:
+        return token_indices(length, MeshAxis("context", axis.size, 0, (), None), algorithm, device)
+
+    monkeypatch.setattr(apply, "_indices", lambda axis, algorithm, length: lambda x: first_rank(
+        length, axis, algorithm, x.device))  # fmt: skip
+    assert failure_of(verify(spread(2, "ring")))["tensor"]
