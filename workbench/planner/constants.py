@@ -68,6 +68,6 @@ def _constants(device: str, architecture: str, kernels: str, stack: str) -> Cons
     values = {f.name: float(entries[f.name]["value"]) for f in fields(Constants) if f.name != "traffic"}
     values["traffic"] = float(table["kernels"][kernels]["value"])
     changed = dict(timing(stack))
-    for share in ("traffic", "attention_share", "narrow_share"):
+    for share in ("traffic", "attention_share", "narrow_share", "gemm_share"):
         values[share] *= changed.pop(f"{share}_factor", 1.0)
     return Constants(**(values | changed))
