@@ -113,7 +113,7 @@ def _where(row: dict[str, Any]) -> dict[str, Any]:
     """A mesh of one long axis lends its group to the whole job, and a batch of transfers goes both ways."""
     if row["action"] == "CLIP":
         return {"axis": "world"}
-    return {"action": "P2P"} if row["kind"] in ("send", "recv") else {}
+    return {"action": "P2P"} if row["axis"] == "pipeline" and row["kind"] in ("send", "recv") else {}
 
 
 def lasting(session: Session) -> dict[str, list[Tensor]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from workbench.engine.optimizer import Optimizer
 from workbench.engine.precision import dtypes
 from workbench.parallel.apply import Parallelised, parallelise
+from workbench.parallel.context.apply import own_tokens
 from workbench.parallel.layout import square_norm
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.pipeline.collectives import sum_tied
@@ -83,7 +84,7 @@ class Session:
         part = parallelise(plan, mesh, table.stages_of(mesh["pipeline"].index), device, own, gradients)
         store = part.store
         optimizer = Optimizer(store.values, store.gradients, store.layouts, t.optimizer, t.steps)
-        crossing = (t.micro_batch, t.sequence_length, plan.shape.hidden)
+        crossing = (t.micro_batch, t.sequence_length // mesh["context"].size, plan.shape.hidden)
         executor = Executor(
             table,
             part.stages,
@@ -106,7 +107,7 @@ class Session:
         t = self.plan.training
         scale = 1.0 / (t.global_batch * t.sequence_length)
         self.part.store.start()
-        loss = self.executor.step(tokens_MBT, targets_MBT, scale, watch.action)
+        loss = self.executor.step(self._own(tokens_MBT), self._own(targets_MBT), scale, watch.action)
         if self.part.tied_across_stages is not None:
             sum_tied(self.part.store.gradients[self.part.tied_across_stages], self.mesh["pipeline"])
         watch.moment("before_optimizer")
@@ -118,6 +119,10 @@ class Session:
             self.part.store.publish()
         watch.moment("after_optimizer")
         return StepResult(loss_sum, norm, stopping)
+
+    def _own(self, x_MBT: Tensor) -> Tensor:
+        """Of whole sequences, what this rank's place on the context axis sees."""
+        return own_tokens(x_MBT, self.mesh["context"], self.plan.strategy.context.algorithm)
 
     def _agree(self, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Loss and gradient norm of the whole job, by one small sum over all ranks."""
@@ -133,7 +138,7 @@ class Session:
         """Summed loss of this rank's microbatches without training on them; None where the head is not."""
         for model in self.part.stages.values():
             model.eval()
-        loss = self.executor.evaluate(tokens_MBT, targets_MBT)
+        loss = self.executor.evaluate(self._own(tokens_MBT), self._own(targets_MBT))
         for model in self.part.stages.values():
             model.train()
         return loss

@@ -1,6 +1,6 @@
 """A plan's strategy applied to its model, in one fixed order.
 
-partition into stages -> tensor -> initial weights -> data. Stages come first, so that no rank ever holds the
+partition into stages -> tensor -> context -> initial weights -> data. Stages come first, so that no rank ever holds the
 whole model; weights come once every layout is known, so that a rank draws only what it keeps.
 """
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from workbench.models import Transformer
 from workbench.models.initialise import initial_value
+from workbench.parallel.context.apply import spread_sequence
 from workbench.parallel.data.store import Store
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh
@@ -79,6 +80,8 @@ def _stage(
     layouts = _layouts(model)
     if mesh["tensor"].size > 1:
         split_modules(model, layouts, MEGATRON, mesh["tensor"])
+    if mesh["context"].size > 1:
+        spread_sequence(model, mesh["context"], plan.strategy.context.algorithm, plan.training.sequence_length)
     _materialise(model, layouts, plan, device, dtype)
     return model, layouts
 

@@ -41,7 +41,6 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("strategy.tensor.sequence", lambda p: p.strategy.tensor.sequence and p.sizes["tensor"] > 1, (False,)),
     ("strategy.pipeline.schedule", _schedule, ("gpipe", "1f1b")),
     ("strategy.pipeline.chunks", lambda p: p.strategy.pipeline.chunks, (1,)),
-    ("strategy.context.size", lambda p: p.strategy.context.size, (1,)),
     ("strategy.expert.size", lambda p: p.strategy.expert.size, (1,)),
     ("strategy.operators", lambda p: p.strategy.operators, ({},)),
     ("strategy.recompute", lambda p: p.strategy.recompute, ("none", [])),

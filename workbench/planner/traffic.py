@@ -93,17 +93,20 @@ def _loss(w: Workload) -> list[Call]:
 
 
 def _context(w: Workload) -> list[Call]:
-    """Ring: keys and values go round, twice that backward (2310.01889). Ulysses: heads for sequence (2309.14509)."""
+    """Ring: keys and values go round, in backward with their gradients, in fp32 or better (2310.01889). Ulysses: heads
+    for tokens, queries, keys and values at once, and the result back (2309.14509)."""
     c, dtype, times = w.knobs.context, w.dtype, w.microbatches * w.layers
     keys = (w.k_width + w.v_width) * w.tokens * w.element
     if w.setting.context_algorithm == "ring":
+        wide = "fp32" if w.element < w.wide else dtype
+        around = [("F", dtype, keys), ("B", dtype, keys), ("B", wide, keys * (w.wide / w.element))]
         return [
-            Call("context", kind, c, dtype, keys * share, times * (c - 1), action)
-            for action, share in (("F", 1), ("B", 2))
+            Call("context", kind, c, name, size, times * (c - 1), action)
+            for action, name, size in around
             for kind in ("send", "recv")
         ]
-    heads = keys + (w.q_width + w.o_width) * w.tokens * w.element
-    return [Call("context", "all_to_all", c, dtype, heads, times, action) for action in ("F", "B")]
+    sizes = (keys + w.q_width * w.tokens * w.element, w.o_width * w.tokens * w.element)
+    return [Call("context", "all_to_all", c, dtype, size, times, action) for action in ("F", "B") for size in sizes]
 
 
 def _experts(w: Workload) -> list[Call]:
