@@ -32,8 +32,8 @@ def test_nearly_every_complete_dense_row_is_expressed(found: Validation) -> None
 
 @pytest.mark.parametrize(
     ("stack", "median", "bias"),
-    [("nanotron", 0.08, 0.05), ("deepspeed-3d", 0.05, 0.08), ("deepspeed-zero", 0.05, 0.05),
-     ("megatron-bridge", 0.10, 0.10), ("internevo", 0.20, 0.22)],
+    [("nanotron", 0.07, 0.05), ("deepspeed-3d", 0.03, 0.05), ("deepspeed-zero", 0.05, 0.05),
+     ("megatron-bridge", 0.10, 0.10), ("internevo", 0.07, 0.06), ("torchtitan", 0.07, 0.05)],
 )  # fmt: skip
 def test_errors_stay_where_they_are(found: Validation, stack: str, median: float, bias: float) -> None:
     of_stack = errors(found, "stack", stack)
@@ -43,7 +43,7 @@ def test_errors_stay_where_they_are(found: Validation, stack: str, median: float
 
 def test_whole_cards_are_read_within_a_few_percent(found: Validation) -> None:
     """nvidia-smi: the allocator's blocks, the driver's context and the communicators' buffers."""
-    assert errors(found, "memory_kind", "nvidia-smi")["median_ape"] <= 0.04
+    assert errors(found, "memory_kind", "nvidia-smi")["median_ape"] <= 0.03
 
 
 def test_ninety_five_percent_bounds_cover_what_they_say(found: Validation) -> None:

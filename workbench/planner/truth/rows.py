@@ -140,7 +140,7 @@ def row(cells: Mapping[str | None, object], file: str = "", line: int = 0) -> Ro
         tensor=whole["tensor"] or 1, pipeline=whole["pipeline"] or 1, context=whole["context"] or 1,
         expert=whole["expert"] or 1, tied=fields.yes(get("tied_emb", "")), gated=fields.yes(get("gated_ffn", "")),
         gpu=get("gpu", ""), gpu_memory=fields.number(get("gpu_mem_gb", "")) or None,
-        zero=fields.zero(get("zero_stage", ""), get("sharding", "")), sharding=get("sharding", ""),
+        zero=fields.zero(get("zero_stage", ""), get("sharding", "") or _named_zero(get("table", ""))), sharding=get("sharding", ""),
         sequence_parallel=fields.yes(get("seq_parallel", "")), precision=get("precision", ""),
         recompute=get("recompute", ""), schedule=get("schedule", ""), attention=get("attn_impl", ""),
         tflops=fields.number(get("tflops_gpu", "")) or None, tflops_kind=get("tflops_kind", ""),
@@ -192,6 +192,12 @@ def _times(cell: Mapping[str, str]) -> tuple[float | None, float | None, float |
 def _decimal(kind: str) -> str:
     """What the kind of memory says about the unit: only that a figure was divided by 1e9."""
     return "1e9" if "1e9" in kind else ""
+
+
+def _named_zero(table: str) -> str:
+    """The stage of ZeRO that a table is named for; nothing where it names several."""
+    stages = re.findall(r"zero[- ]?[0-3]\b", table, re.IGNORECASE)
+    return stages[0] if len(stages) == 1 else ""
 
 
 def _table(text: str) -> str:

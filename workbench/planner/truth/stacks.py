@@ -77,9 +77,7 @@ def _ancestry(entry: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, A
 
 
 @lru_cache(maxsize=4096)
-def named(
-    framework: str, sharded: bool, flash: bool, year: float | None = None, rowwise: bool = False
-) -> Stack:
+def named(framework: str, sharded: bool, flash: bool, year: float | None = None, rowwise: bool = False) -> Stack:
     """The stack that `framework` means: the first match in it, of those the longest; then what that becomes.
 
     `sharded`: ZeRO-2 or 3 without a pipeline. `flash`: attention is fused. `year`: of the report, where it is known.
