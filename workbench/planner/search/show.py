@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workbench.planner.reasons.words import gib, html_table, seconds
+from workbench.planner.search.words import short
 
 if TYPE_CHECKING:
     from workbench.planner.search.search import Candidate, SearchResult
@@ -39,8 +40,6 @@ def thinned(front: Sequence[Candidate]) -> Sequence[Candidate]:
 
 def cells(one: Candidate) -> tuple[str, ...]:
     """One row under `HEADS`."""
-    from workbench.planner.search.search import short
-
     rate = one.plan.training.global_batch * one.plan.training.sequence_length / one.seconds
     return seconds(one.seconds), gib(one.peak_bytes), f"{rate:,.0f}", str(one.plan.world_size), short(one.plan)
 

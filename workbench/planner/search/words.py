@@ -1,0 +1,32 @@
+"""A found plan's strategy in a few words."""
+
+from __future__ import annotations
+
+from workbench.plan.schema import Plan, Tensor
+
+
+def short(plan: Plan) -> str:
+    """The strategy of a plan with its sizes written out, in a few words, as people write it on a board."""
+    s, t, sizes = plan.strategy, plan.training, plan.sizes
+    words = [f"{_tensor(s.tensor)}{'s' if s.tensor.sequence else ''}", f"d{sizes['data']}"]
+    if sizes["context"] > 1:
+        words.insert(1, f"c{sizes['context']}")
+    if sizes["pipeline"] > 1:
+        chunks = f"x{s.pipeline.chunks}" if s.pipeline.schedule == "interleaved" else ""
+        words.append(f"p{sizes['pipeline']} {s.pipeline.schedule}{chunks}")
+    if s.expert.size > 1:
+        words.append(f"e{s.expert.size}")
+    words += [f"micro {t.micro_batch}", f"zero {s.data.zero}"]
+    kind = s.recompute
+    words.append(f"recompute {kind if isinstance(kind, str) else f'{len(kind)} layers'}")
+    if s.data.offload != "none":
+        words.append(f"offload {s.data.offload}")
+    if s.kernels != "eager":
+        words.append(f"{s.kernels} kernels")
+    return " · ".join(words)
+
+
+def _tensor(tensor: Tensor) -> str:
+    if isinstance(tensor.size, int):
+        return f"t{tensor.size}"
+    return f"t{'x'.join(map(str, tensor.size))} {tensor.algorithm}"
