@@ -161,6 +161,17 @@ def test_offload(text: str, expected: str) -> None:
     assert fields.offload(text) == expected
 
 
+def test_versions_and_recipes_of_a_stack_are_its_own_profiles() -> None:
+    assert fields.year("26.04.01 NeMo Container / Pre-Training") == 2026.04
+    assert fields.year("benchmarks/llama3_h100_202412.md") == 2024.12
+    assert fields.year("Table 26.04 of a paper") is None
+    now, then = (named("Megatron-Bridge/mcore", False, True, year) for year in (2026.06, 2026.04))
+    assert (now.name, then.name, then.family) == ("megatron-bridge", "megatron-bridge-2025", "megatron-bridge")
+    assert then.defaults == now.defaults and then.gigabyte == now.gigabyte
+    row_by_row = named("torchtitan", False, True, rowwise=True)
+    assert (row_by_row.name, row_by_row.family) == ("torchtitan-rowwise", "torchtitan")
+
+
 @pytest.mark.parametrize(
     ("text", "memory", "name", "gib"),
     [

@@ -30,8 +30,8 @@ def test_every_row_is_expressed(found: Validation) -> None:
 
 @pytest.mark.parametrize(
     ("stack", "mape", "median"),
-    [("llm-foundry", 0.08, 0.065), ("deepspeed-3d", 0.08, 0.075), ("nemo", 0.08, 0.07), ("internevo", 0.08, 0.06),
-     ("torchtitan", 0.10, 0.09), ("deepspeed-zero", 0.15, 0.09), ("llmq", 0.17, 0.10), ("megatron-bridge", 0.17, 0.12)],
+    [("llm-foundry", 0.075, 0.065), ("deepspeed-3d", 0.065, 0.055), ("nemo", 0.05, 0.04), ("internevo", 0.05, 0.045),
+     ("torchtitan", 0.08, 0.07), ("deepspeed-zero", 0.09, 0.07), ("llmq", 0.11, 0.05), ("megatron-bridge", 0.10, 0.06)],
 )  # fmt: skip
 def test_errors_of_a_stack_stay_where_they_are(found: Validation, stack: str, mape: float, median: float) -> None:
     of_stack = errors(found, stack)
@@ -39,8 +39,18 @@ def test_errors_of_a_stack_stay_where_they_are(found: Validation, stack: str, ma
 
 
 def test_errors_of_all_stay_where_they_are(found: Validation) -> None:
-    assert errors(found)["median_ape"] <= 0.09
-    assert abs(errors(found)["median_bias"]) <= 0.05
+    assert errors(found)["mape"] <= 0.10
+    assert errors(found)["median_ape"] <= 0.065
+    assert abs(errors(found)["median_bias"]) <= 0.03
+
+
+def test_the_textbook_stays_in_the_middle_of_the_stacks() -> None:
+    table = validate([ROOT / "data/validation/time.csv"], profile="textbook").table
+    clean = table[table.measured_s.notna() & table.clean]
+    error = metrics.errors(clean.predicted_s, clean.measured_s)
+    assert error["mape"] <= 0.20
+    assert error["median_ape"] <= 0.12
+    assert abs(error["median_bias"]) <= 0.05
 
 
 def test_nine_of_ten_steps_lie_in_the_interval(found: Validation) -> None:

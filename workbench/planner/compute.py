@@ -303,8 +303,12 @@ def head_product(w: Workload) -> Product:
 
 
 def optimizer_seconds(w: Workload, m: Machine, owned: Array) -> Array:
-    """The update and the gradient norm: every state read and written once, the gradient read twice."""
+    """The update and the gradient norm: every state read and written once, the gradient read twice.
+
+    Where ranks broadcast their shares of stepped parameters in turn, as many turns as shares.
+    """
     kept = w.setting.moment_bytes + (w.setting.master_bytes or w.element)
     traffic = owned * (2 * kept + 2 * w.gradient_element + w.element)
     host = m.constants.host_gbs * 1e9  # where the optimizer lives on the host, its processors step it (2101.06840)
-    return traffic / (m.bandwidth + (host - m.bandwidth) * w.knobs.offload_optimizer)
+    turns = 1e-3 * m.constants.turn_ms * (w.zero in (1, 2)) * w.knobs.shard
+    return traffic / (m.bandwidth + (host - m.bandwidth) * w.knobs.offload_optimizer) + turns

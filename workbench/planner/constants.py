@@ -39,6 +39,7 @@ class Constants:
     gather_overlap: float
     tensor_overlap: float
     expert_overlap: float
+    turn_ms: float
     offload_overlap: float
     host_gbs: float
     step_fixed_ms: float

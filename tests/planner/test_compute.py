@@ -1,0 +1,82 @@
+"""Compute of a step: how products join, what the loss moves, what hosts of expert layers cost, shares of a card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from workbench.plan import catalog
+from workbench.plan.schema import Plan
+from workbench.planner.compute import Product, head_pass, layer_pass, layer_products, machine, optimizer_seconds
+from workbench.planner.constants import Constants, constants
+from workbench.planner.workload import Workload, workload
+
+
+def asked(model: str = "llama-3-8b", strategy: str = "zero-1", **sets: Any) -> Workload:
+    written = {name.replace("__", "."): value for name, value in sets.items()}
+    return workload(Plan.of(model, gpu="h100-sxm-80gb", gpus=8, strategy=strategy, set=written).complete())
+
+
+def usual(w: Workload, **changes: float) -> Constants:
+    return replace(constants(w.setting.card, w.setting.kernels), **changes)
+
+
+def joined(w: Workload) -> Workload:
+    setting = replace(w.setting, software=replace(w.setting.software, joined=1.0))
+    return replace(w, setting=setting)
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "gpt2-xl", "mixtral-8x7b"])
+def test_joined_products_do_the_same_work_in_fewer_calls_and_less_time(model: str) -> None:
+    w = asked(model)
+    mixture = w.shape.moe is not None
+    apart, together = layer_products(w, mixture), layer_products(joined(w), mixture)
+    assert sum(p.flops for p in together) == pytest.approx(sum(p.flops for p in apart))
+    assert len(together) == len(apart) - 2 - int(w.shape.gated)
+    m = machine(w.setting.card, "bf16", usual(w, launch_us=0.0))
+    assert layer_pass(joined(w), m, mixture).forward < layer_pass(w, m, mixture).forward
+
+
+def test_a_loss_moves_its_bytes_forward_and_backward() -> None:
+    w = asked()
+    times = []
+    for size in (0.0, 28.0):
+        head = head_pass(w, machine(w.setting.card, "bf16", usual(w, loss_bytes=size)))
+        times.append(float(head.forward + head.backward))
+    bandwidth = w.setting.card.bandwidth_gbs * 1e9 * usual(w).memory_share
+    assert times[1] - times[0] == pytest.approx(float(w.tokens * w.vocab) * 28 / bandwidth)
+
+
+def test_a_host_that_waits_for_routed_counts_slows_layers_of_experts_alone() -> None:
+    w = asked("mixtral-8x7b")
+    slow = machine(w.setting.card, "bf16", usual(w, host_us=100.0, host_routing_us=1e6))
+    quick = machine(w.setting.card, "bf16", usual(w, host_us=100.0))
+    assert layer_pass(w, slow, True).forward == pytest.approx(1.0001)
+    assert layer_pass(w, slow, False).forward == layer_pass(w, quick, False).forward
+
+
+def test_ranks_that_broadcast_in_turn_take_as_many_turns_as_shares() -> None:
+    w = asked()
+    owned = np.array([1e9])
+    none, some = (
+        optimizer_seconds(w, machine(w.setting.card, "bf16", usual(w, turn_ms=turn)), owned) for turn in (0.0, 3.0)
+    )
+    assert some - none == pytest.approx(8 * 3e-3)
+
+
+def test_a_stack_scales_a_cards_shares_and_never_hides_them() -> None:
+    """Two cards of one peak and different power keep their ratio under every stack that says nothing of its own."""
+    cards = [catalog.gpus()[name].card for name in ("gb200", "gb300")]
+    ratios = {
+        stack: constants(cards[0], "fused", stack).narrow_share / constants(cards[1], "fused", stack).narrow_share
+        for stack in ("workbench", "textbook", "megatron-bridge", "torchtitan", "torchtitan-rowwise")
+    }
+    assert all(ratio == pytest.approx(ratios["workbench"]) for ratio in ratios.values())
+    assert ratios["workbench"] < 0.9
+
+
+def test_a_product_is_worth_its_flops() -> None:
+    assert Product(2, 3, 5, 7).flops == 2 * 2 * 3 * 5 * 7
