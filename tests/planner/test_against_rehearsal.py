@@ -52,3 +52,14 @@ def test_peaks_and_collectives_are_the_engines(model: Any, precision: str, strat
     assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
     assert traffic(estimated) == traffic(rehearsed)
     assert estimated.representative == rehearsed.representative
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "ulysses"])
+@pytest.mark.parametrize(("model", "precision", "gpus"), [("tiny", "bf16", 4), (ODD, "fp32", 2)])
+def test_sequences_spread_over_ranks(model: Any, precision: str, gpus: int, algorithm: str) -> None:
+    """With fewer key-value heads than ranks too, which Ulysses repeats."""
+    spread = {"strategy.context": {"size": gpus, "algorithm": algorithm}, "training.global_batch": 4}
+    plan = small(model, "ddp", gpus, precision).replace(**{"strategy.preset": None, **spread})
+    estimated, rehearsed = estimate(plan), rehearse(plan)
+    assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
+    assert traffic(estimated) == traffic(rehearsed)

@@ -71,7 +71,7 @@ def norm_saved(w: Workload, own_input: bool = True) -> Number:
 
 def layer(w: Workload, mixture: bool = False) -> Layer:
     """One transformer layer; `mixture` where its feed-forward is a mixture of experts."""
-    attention = (w.q_width + w.k_width + w.v_width + w.o_width) * w.tokens * w.element
+    attention = (w.q_width + w.k_width + w.v_width + w.o_width) * w.tokens * w.element + _exchanged(w)
     statistics = 4 * w.heads * w.tokens
     wide, matrix = _feed_forward(w, mixture)
     ffn = _feed_forward_saved(w, mixture)
@@ -96,6 +96,14 @@ def layer(w: Workload, mixture: bool = False) -> Layer:
         transient, branch = transient + met, branch + met
     checkpoint = stream * (1 - kept.offload_checkpoints)
     return Layer(saved, whole, checkpoint, branch, transient, ffn + norm_saved(w), norm_backward(w))
+
+
+def _exchanged(w: Workload) -> Number:
+    """What Ulysses keeps beside: repeated key-value heads, and the result both as heads and as tokens."""
+    if w.setting.context_algorithm == "ring" or not w.setting.contexts:
+        return 0.0
+    more = (w.repeated_heads - 1) * (w.k_width + w.v_width) + w.o_width
+    return (w.knobs.context > 1) * more * w.tokens * w.element
 
 
 def blocks(w: Workload, wide: Number, matrix: Number) -> Number:

@@ -105,6 +105,7 @@ def _context(w: Workload) -> list[Call]:
             for action, name, size in around
             for kind in ("send", "recv")
         ]
+    keys = keys * w.repeated_heads
     sizes = (keys + w.q_width * w.tokens * w.element, w.o_width * w.tokens * w.element)
     return [Call("context", "all_to_all", c, dtype, size, times, action) for action in ("F", "B") for size in sizes]
 

@@ -120,6 +120,14 @@ class Workload:
         return self.tokens * (self.hidden * self.element)
 
     @property
+    def repeated_heads(self) -> Number:
+        """How often Ulysses repeats a key-value head so that the context ranks share them evenly."""
+        if self.shape.mla is not None:
+            return 1.0
+        heads = np.maximum(1, np.asarray(self.k_width / int(self.shape.head_dim or 1), dtype=np.int64))
+        return self.knobs.context / np.gcd(heads, np.asarray(self.knobs.context, dtype=np.int64))
+
+    @property
     def wide(self) -> int:
         """Bytes of an element where the model's 16-bit tensors are widened."""
         return max(4, self.element)

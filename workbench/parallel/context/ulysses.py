@@ -3,6 +3,7 @@ heads."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,19 +26,13 @@ class UlyssesAttend(nn.Module):
         ranks = self.axis.size
         groups = k_BTGK.shape[2]
         if groups % ranks:
-            # As many as a rank's query heads need: neighbours in the order of query heads.
-            times = _least(groups, ranks, q_BTHK.shape[2])
+            times = ranks // math.gcd(groups, ranks)
             k_BTGK, v_BTGK = (x.repeat_interleave(times, dim=2) for x in (k_BTGK, v_BTGK))
         counts = [x.shape[2] // ranks for x in (q_BTHK, k_BTGK, v_BTGK)]
         # One exchange for all three: each rank's heads of q, k and v side by side.
         parts = [x.unflatten(2, (ranks, -1)) for x in (q_BTHK, k_BTGK, v_BTGK)]
         q, k, v = _Gather.apply(torch.cat(parts, dim=3), self.axis).split(counts, dim=2)
         return _Scatter.apply(self.attend(q, k, v, positions), self.axis)
-
-
-def _least(groups: int, ranks: int, heads: int) -> int:
-    """How often a key-value head is repeated so that ranks share them evenly."""
-    return next(n for n in range(2, heads // groups + 1) if groups * n % ranks == 0 and heads % (groups * n) == 0)
 
 
 class _Gather(torch.autograd.Function):
