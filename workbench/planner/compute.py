@@ -262,14 +262,14 @@ def memory_bound(w: Workload, m: Machine, mixture: bool) -> Pass:
     rope = 8 * (w.q_width + w.k_width) if w.shape.positions == "rope" else 0.0
     drop = 4 * w.setting.software.dropout * h
     passes = (6, 10) if gated else (4, 6)
-    forward, backward = 20 * h + rope + passes[0] * w.ffn + drop, 36 * h + rope + passes[1] * w.ffn + drop
-    if mixture and w.shape.moe:  # the gate's activation on routed tokens alone, and tokens copied there and back
+    inputs, wide = 2 * h, w.ffn
+    if mixture and w.shape.moe:  # an activation for every visit of an expert; tokens copied there and back
         moe = w.shape.moe
-        visits = (moe.top_k + moe.shared) * moe.ffn / w.tiling.columns / w.ffn
-        forward, backward = (x + y * w.ffn * (visits - 1) for x, y in zip((forward, backward), passes))
-        forward, backward = forward + 8 * moe.top_k * h, backward + 8 * moe.top_k * h
+        inputs, wide = inputs + moe.top_k * h, (moe.top_k + moe.shared) * moe.ffn / w.tiling.columns
+    copies = 8 * (inputs - 2 * h)
+    forward, backward = (count * h + rope + each * wide + drop + copies for count, each in zip((20, 36), passes))
     if w.setting.precision == "fp8":
-        cast = 4 * (2 * h + w.ffn)
+        cast = 4 * (inputs + wide)
         forward, backward = forward + cast, backward + cast
     rate = m.bandwidth / (w.tokens * half * m.constants.traffic)
     return Pass(forward / rate, backward / rate)
