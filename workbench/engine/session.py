@@ -21,9 +21,10 @@ from workbench.parallel.context.apply import own_tokens
 from workbench.parallel.layout import square_norm
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.pipeline.collectives import sum_tied
-from workbench.parallel.pipeline.executor import Executor
+from workbench.parallel.pipeline.executor import Executor, Hooks
+from workbench.plan.drawn import executed
 from workbench.plan.schema import Plan
-from workbench.schedules import Action, generate, lower
+from workbench.schedules import Action
 
 
 class Observer(Protocol):
@@ -79,19 +80,22 @@ class Session:
         """Build this rank's part of a complete plan. `dtype` overrides the plan's precision (verification)."""
         own, gradients = dtypes(plan)
         own, gradients = (dtype or own), (dtype or gradients)
-        p, t = plan.strategy.pipeline, plan.training
-        table = lower(generate(p.schedule, mesh["pipeline"].size, plan.num_microbatches, p.chunks))
-        part = parallelise(plan, mesh, table.stages_of(mesh["pipeline"].index), device, own, gradients)
+        t, pipeline = plan.training, mesh["pipeline"]
+        table, partition = executed(plan)
+        stages = table.stages_of(pipeline.index)
+        overlap = table.stages == 1 and not table.split
+        part = parallelise(plan, mesh, stages, partition, overlap, device, own, gradients)
         store = part.store
         optimizer = Optimizer(store.values, store.gradients, store.layouts, t.optimizer, t.steps)
         crossing = (t.micro_batch, t.sequence_length // mesh["context"].size, plan.shape.hidden)
         executor = Executor(
             table,
             part.stages,
-            mesh["pipeline"],
+            pipeline,
             partial(torch.empty, crossing, dtype=own, device=device),
-            reduce=store.reduce,
-            last_backward=store.expect_last,
+            Hooks(store.reduce, store.expect_last, store.add),
+            whole=part.head,
+            together=frozenset({0, table.stages - 1} & set(stages)) if plan.shape.tied else frozenset(),
         )
         return cls(plan, mesh, device, part, optimizer, executor)
 
@@ -109,7 +113,9 @@ class Session:
         self.part.store.start()
         loss = self.executor.step(self._own(tokens_MBT), self._own(targets_MBT), scale, watch.action)
         if self.part.tied_across_stages is not None:
-            sum_tied(self.part.store.gradients[self.part.tied_across_stages], self.mesh["pipeline"])
+            ends = self.executor.table.placement[0], self.executor.table.placement[-1]
+            peer = ends[1] if self.mesh["pipeline"].index == ends[0] else ends[0]
+            sum_tied(self.part.store.gradients[self.part.tied_across_stages], self.mesh["pipeline"], peer)
         watch.moment("before_optimizer")
         with watch.action("CLIP", None):
             loss_sum, norm, stopping = self._agree(loss, stop)

@@ -44,15 +44,21 @@ def parallelise(
     plan: Plan,
     mesh: Mesh,
     stages: Sequence[int],
+    partition: list[int],
+    overlap: bool,
     device: torch.device,
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
 ) -> Parallelised:
-    """Build this rank's `stages` of a complete plan's model. Parameters on `device` in `dtype`."""
+    """Build this rank's `stages` of a complete plan's model. Parameters on `device` in `dtype`.
+
+    `partition` gives the layers of every stage; `overlap` says that a gradient is complete as soon as the last backward
+    has made it.
+    """
     built: dict[int, Transformer] = {}
     layouts: dict[str, Layout] = {}
     for stage in stages:
-        built[stage], own = _stage(plan, mesh, stage, device, dtype)
+        built[stage], own = _stage(plan, mesh, stage, partition, device, dtype)
         layouts |= own
     _tie(plan, built, layouts)
     parameters = {stage: dict(model.named_parameters()) for stage, model in built.items()}
@@ -64,18 +70,16 @@ def parallelise(
         dict.fromkeys(layouts, (mesh["replicas"],)),
         gradient_dtype,
         plan.strategy.data.bucket_mib * 2**20,
-        overlap=mesh["pipeline"].size == 1,
+        overlap,
     )
-    return Parallelised(built, store, _tied_across_stages(plan, layouts, stages))
+    return Parallelised(built, store, _tied_across_stages(plan, layouts, {0, len(partition) - 1} <= set(stages)))
 
 
 def _stage(
-    plan: Plan, mesh: Mesh, stage: int, device: torch.device, dtype: torch.dtype
+    plan: Plan, mesh: Mesh, stage: int, partition: list[int], device: torch.device, dtype: torch.dtype
 ) -> tuple[Transformer, dict[str, Layout]]:
     with torch.device("meta"):
         model = Transformer(plan.shape)
-    partition = plan.strategy.pipeline.partition
-    assert isinstance(partition, list)
     keep_stage(model, stage, partition)
     layouts = _layouts(model)
     if mesh["tensor"].size > 1:
@@ -121,9 +125,8 @@ def _without_repeats(parameters: dict[int, dict[str, nn.Parameter]]) -> dict[int
     return result
 
 
-def _tied_across_stages(plan: Plan, layouts: dict[str, Layout], stages: Sequence[int]) -> str | None:
-    """The tied weight's local name, where its other copy is on another rank."""
-    partition = plan.strategy.pipeline.partition
-    if not plan.shape.tied or {0, len(partition) - 1} <= set(stages):
+def _tied_across_stages(plan: Plan, layouts: dict[str, Layout], both: bool) -> str | None:
+    """The tied weight's local name, where its other copy is on another rank and not `both` are here."""
+    if not plan.shape.tied or both:
         return None
     return next((name for name, layout in layouts.items() if layout.name == TIE_OWNER), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from workbench.plan import legal
+from workbench.plan import drawn, legal
 from workbench.plan.errors import Problem
 from workbench.plan.schema import AXES, Plan
 
@@ -91,6 +91,8 @@ def _schedule(plan: Plan) -> Iterator[Problem]:
     name, chunks, p = pipeline.schedule, pipeline.chunks, pipeline.size
     if name not in SCHEDULES and not name.endswith(".csv"):
         yield Problem("strategy.pipeline.schedule", f"'{name}' is not known; legal: {', '.join(SCHEDULES)}, or a .csv")
+    elif broken := drawn.problem(plan):
+        yield from broken.problems
     low, most = CHUNKS.get(name, (2 if name == "interleaved" else 1, chunks))
     if not low <= chunks <= max(low, most):
         yield Problem("strategy.pipeline.chunks", f"is {chunks}, but schedule {name} takes "

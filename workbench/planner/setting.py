@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.plan.drawn import drawn
 from workbench.plan.schema import AXES, Card, Fabric, Plan
 from workbench.plan.shape import Shape
-from workbench.planner.drawn import drawn
 from workbench.planner.stack import Software, software
 from workbench.schedules import Table
 

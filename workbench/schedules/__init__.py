@@ -2,7 +2,7 @@
 
 from workbench.schedules.action import Action, parse
 from workbench.schedules.generate import generate, names
-from workbench.schedules.lower import lower
+from workbench.schedules.lower import executable, forwards, lower
 from workbench.schedules.simulate import (
     Deadlock,
     Interval,
@@ -23,6 +23,8 @@ __all__ = [
     "Table",
     "Timeline",
     "batches",
+    "executable",
+    "forwards",
     "generate",
     "in_flight",
     "in_flight_by_stage",

@@ -24,6 +24,24 @@ def lower(table: Table) -> Table:
     return _with_rows(table, [_with_reduction(row) for row in rows])
 
 
+def executable(table: Table) -> Table:
+    """The table with all that an executor needs: transfers where it has none, a REDUCE_GRAD for every stage.
+
+    UNSHARD and RESHARD are left out: when parameters are gathered is not the schedule's to say. Raises Deadlock where
+    no order of transfers can work.
+    """
+    rows = [[a for a in row if a.kind not in ("UNSHARD", "RESHARD")] for row in table.rows]
+    if table.lowered:
+        return _with_rows(table, [_with_reduction(row) for row in rows])
+    plain = [[a for a in row if a.kind != "REDUCE_GRAD"] for row in rows]
+    return lower(_with_rows(table, plain))
+
+
+def forwards(table: Table) -> Table:
+    """The forwards of a table alone, each rank's in their order, with their transfers: an evaluation."""
+    return lower(_with_rows(table, [[a for a in row if a.kind == "F"] for row in table.rows]))
+
+
 def _with_rows(table: Table, rows: list[list[Action]]) -> Table:
     return Table(tuple(map(tuple, rows)), table.stages, table.microbatches, table.placement)
 
@@ -117,8 +135,12 @@ def _peer(table: Table, action: Action) -> int:
 
 
 def _with_reduction(row: list[Action]) -> list[Action]:
-    """REDUCE_GRAD after each stage's last backward and the transfers that follow it, so that no peer waits for it."""
-    last = {a.stage: i for i, a in enumerate(row) if a.kind in ("B", "W")}
+    """REDUCE_GRAD after each stage's last backward and the transfers that follow it, so that no peer waits for it.
+
+    A stage that has one keeps it.
+    """
+    reduced = {a.stage for a in row if a.kind == "REDUCE_GRAD"}
+    last = {a.stage: i for i, a in enumerate(row) if a.kind in ("B", "W") and a.stage not in reduced}
     due: dict[int, list[Action]] = {}
     for stage, index in last.items():
         while index + 1 < len(row) and row[index + 1].is_p2p:

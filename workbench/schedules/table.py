@@ -32,6 +32,11 @@ class Table:
         """Whether sends and receives stand in the table."""
         return any(action.is_p2p for row in self.rows for action in row)
 
+    @property
+    def split(self) -> bool:
+        """Whether any backward comes in two halves."""
+        return any(action.kind == "W" for row in self.rows for action in row)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that `rank` holds, ascending."""
         return tuple(stage for stage, home in enumerate(self.placement) if home == rank)

@@ -46,12 +46,14 @@ class Store:
             for stage, own in stages.items()
         }
         self._reducing: set[int] = set()
+        self._places: dict[nn.Parameter, tuple[int, Bucket, Tensor]] = {}
         for stage, bucket in ((stage, bucket) for stage, own in self.buckets.items() for bucket in own):
             self.gradients.update(bucket.views)
             for name, view in bucket.views.items():
                 parameter = stages[stage][name]
                 parameter.grad = view if parameter.dtype == dtype else None
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, stage, bucket, view))
+                self._places[parameter] = stage, bucket, view
 
     def start(self) -> None:
         """Start a step with gradients of zero."""
@@ -65,6 +67,16 @@ class Store:
             self._reducing.add(stage)
         for bucket in self.buckets[stage]:
             bucket.pending = len(bucket.views)
+
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Take a gradient of one of the rank's parameters that autograd did not accumulate."""
+        stage, bucket, view = self._places[parameter]
+        if gradient.dtype == view.dtype:
+            view.add_(gradient)
+        else:
+            add_narrow(view, gradient)
+        self._count(stage, bucket)
 
     def reduce(self, stage: int) -> None:
         """Sum whatever of `stage` is not being summed yet, and wait for all."""
@@ -90,6 +102,9 @@ class Store:
             assert parameter.grad is not None
             add_narrow(view, parameter.grad)
             parameter.grad = None
+        self._count(stage, bucket)
+
+    def _count(self, stage: int, bucket: Bucket) -> None:
         bucket.pending -= 1
         if stage in self._reducing and bucket.pending == 0:
             bucket.work = start_sum(bucket.flat, bucket.sums)

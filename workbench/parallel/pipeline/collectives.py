@@ -23,9 +23,8 @@ def post(
     return dist.batch_isend_irecv(ops) if ops else []
 
 
-def sum_tied(gradient: Tensor, axis: MeshAxis) -> None:
-    """Add the other copy's gradient of a weight that the first and the last stage share, in place."""
-    peer = axis.size - 1 if axis.index == 0 else 0
+def sum_tied(gradient: Tensor, axis: MeshAxis, peer: int) -> None:
+    """Add the gradient of the other copy, on `peer`, of a weight that the first and the last stage share, in place."""
     theirs = torch.empty_like(gradient)
     for work in post([(gradient, peer)], [(theirs, peer)], axis):
         work.wait()

@@ -9,32 +9,54 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.pipeline.collectives import post
-from workbench.schedules import Action, Table, batches
+from workbench.parallel.pipeline.split import Deferred, SplitLinears, finish
+from workbench.schedules import Action, Table, batches, forwards
 
 Observer = Callable[[str, Action | None], AbstractContextManager[None]]
 """Called round each action with its label; measures, and changes nothing."""
+Key = tuple[int, int]
+"""(stage, microbatch)."""
 
 
 @dataclass
 class Flight:
-    """What lives between an action and the next one of the same microbatch; keys are (stage, microbatch)."""
+    """What lives between an action and the next one of the same microbatch."""
 
-    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    inputs: dict[Key, Tensor] = field(default_factory=dict)
+    outputs: dict[Key, Tensor] = field(default_factory=dict)
+    """What a stage made, until it is sent; the backward holds on to the graph alone."""
+    graphs: dict[Key, GradientEdge | Tensor] = field(default_factory=dict)
+    """Where the backward of a microbatch begins: the loss, or the edge into the graph of an output."""
+    gradients: dict[Key, Tensor] = field(default_factory=dict)
+    """Of a stage's output."""
+    deferred: dict[Key, list[Deferred]] = field(default_factory=dict)
     receiving: dict[Action, dist.Work] = field(default_factory=dict)
     sending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
     loss: Tensor | None = None
 
 
-class Executor:
-    """Executes a lowered table on the stages of this rank.
+@dataclass(frozen=True)
+class Hooks:
+    """What the executor asks of whoever keeps the parameters."""
 
-    `boundary` makes an empty tensor for what crosses a stage boundary, [micro_batch, T, D]. `reduce` sums a stage's
-    gradients over the data axis; `last_backward` is told before a stage's last backward of the step.
+    reduce: Callable[[int], None]
+    """Sum a stage's gradients over the data axis."""
+    last_backward: Callable[[int], None]
+    """The next backward of this stage completes its gradients."""
+    add: Callable[[nn.Parameter, Tensor], None]
+    """Take a gradient that autograd did not accumulate."""
+
+
+class Executor:
+    """Executes a lowered table on the stages of this rank, which are all that its row names.
+
+    `boundary` makes an empty tensor for what crosses a stage boundary, [micro_batch, T, D]. The backward of `whole` is
+    never split: the head, whose logits would have to be kept. Stages in `together` share a weight on this rank, whose
+    gradient is complete only when all of them are: they are reduced with the last.
     """
 
     def __init__(
@@ -43,13 +65,19 @@ class Executor:
         stages: Mapping[int, nn.Module],
         axis: MeshAxis,
         boundary: Callable[[], Tensor],
-        reduce: Callable[[int], None],
-        last_backward: Callable[[int], None],
+        hooks: Hooks,
+        whole: nn.Module | None = None,
+        together: frozenset[int] = frozenset(),
     ) -> None:
         self.table, self.stages, self.axis, self.boundary = table, stages, axis, boundary
-        self.reduce, self.last_backward = reduce, last_backward
-        self.row = [list(batch) for batch in batches(table.rows[axis.index])]
-        self.finals = set(_last_backwards(table.rows[axis.index]))
+        self.hooks, self.together = hooks, together
+        self.whole = frozenset(id(p) for p in whole.parameters()) if whole is not None else frozenset()
+        row = table.rows[axis.index]
+        self.row = [list(batch) for batch in batches(row)]
+        self.evaluation = [list(batch) for batch in batches(forwards(table).rows[axis.index])]
+        self.finals = set(_last_backwards(row))
+        self.split = {_key(action) for action in row if action.kind == "I"}
+        self.flight = Flight()
 
     def step(
         self, tokens_MBT: Tensor, targets_MBT: Tensor, scale: float, observe: Observer | None = None
@@ -59,77 +87,90 @@ class Executor:
         Each microbatch's summed loss is multiplied by `scale` before backward. Returns the sum of the scaled
         losses on the rank that holds the head, None elsewhere.
         """
-        flight = Flight()
-        watch = observe or (lambda label, action: nullcontext())
-        for batch in self.row:
-            # A batch of transfers is known by what it receives: that is what stays in memory.
-            named = next((a for a in batch if a.kind.startswith("RECV")), batch[0])
-            with watch("+".join(map(str, batch)), named):
-                if batch[0].is_p2p:
-                    self._transfer(batch, flight)
-                else:
-                    self._compute(batch[0], flight, tokens_MBT, targets_MBT, scale)
-        for work, _ in flight.sending:
-            work.wait()
-        return flight.loss
+        return self._run(self.row, tokens_MBT, targets_MBT, scale, observe)
 
     def evaluate(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> Tensor | None:
-        """Summed loss of the microbatches without gradients, where the head is; stages pass on in order."""
-        total: Tensor | None = None
-        (stage,) = self.stages
+        """Summed loss of the microbatches without gradients, where the head is: the table's forwards alone."""
         with torch.no_grad():
-            for tokens, targets in zip(tokens_MBT, targets_MBT):
-                x = tokens if stage == 0 else self._receive_from(stage - 1)
-                y = self.stages[stage](x, targets)
-                if stage < self.table.stages - 1:
-                    for work in post([(y, self.table.placement[stage + 1])], [], self.axis):
-                        work.wait()
+            return self._run(self.evaluation, tokens_MBT, targets_MBT, None, None)
+
+    def _run(
+        self,
+        row: list[list[Action]],
+        tokens_MBT: Tensor,
+        targets_MBT: Tensor,
+        scale: float | None,
+        observe: Observer | None,
+    ) -> Tensor | None:
+        flight = self.flight = Flight()
+        watch = observe or (lambda label, action: nullcontext())
+        waiting = set(self.together)
+        for batch in row:
+            # A batch of transfers is known by what it receives: that is what stays in memory.
+            action = next((a for a in batch if a.kind.startswith("RECV")), batch[0])
+            with watch("+".join(map(str, batch)), action):
+                if action.is_p2p:
+                    self._transfer(batch, flight)
+                elif action.kind == "F":
+                    self._forward(action, flight, tokens_MBT, targets_MBT, scale)
+                elif action.kind == "REDUCE_GRAD":
+                    self._reduce(action.stage, waiting)
                 else:
-                    total = y if total is None else total + y
-        return total
+                    self._backward(action, flight)
+        self._finish_sends(flight)
+        return flight.loss
 
-    def _receive_from(self, stage: int) -> Tensor:
-        x = self.boundary()
-        for work in post([], [(x, self.table.placement[stage])], self.axis):
-            work.wait()
-        return x
+    def _reduce(self, stage: int, waiting: set[int]) -> None:
+        if stage not in self.together:
+            return self.hooks.reduce(stage)
+        waiting.discard(stage)
+        if not waiting:
+            for each in sorted(self.together):
+                self.hooks.reduce(each)
+        return None
 
-    def _compute(self, action: Action, flight: Flight, tokens: Tensor, targets: Tensor, scale: float) -> None:
-        match action.kind:
-            case "F":
-                self._forward(action, flight, tokens, targets, scale)
-            case "B":
-                self._backward(action, flight)
-            case "REDUCE_GRAD":
-                self.reduce(action.stage)
-            case _:
-                raise ValueError(f"schedule action {action} cannot be executed yet; F, B and REDUCE_GRAD can")
-
-    def _forward(self, action: Action, flight: Flight, tokens: Tensor, targets: Tensor, scale: float) -> None:
+    def _forward(self, action: Action, flight: Flight, tokens: Tensor, targets: Tensor, scale: float | None) -> None:
         stage, microbatch = key = _key(action)
-        if stage == 0:
-            x = tokens[microbatch]
-        else:
-            x = self._arrived(Action(stage, "RECV_F", microbatch), flight.inputs[key], flight).requires_grad_()
-        y = self.stages[stage](x, targets[microbatch])
+        x = tokens[microbatch] if stage == 0 else self._input(key, flight)
+        with self._splitting(key, flight):
+            y = self.stages[stage](x, targets[microbatch])
         if stage == self.table.stages - 1:
-            y = y * scale
+            y = y if scale is None else y * scale
             flight.loss = y.detach() if flight.loss is None else flight.loss + y.detach()
-        flight.outputs[key] = y
+        # A stage hands over to the next one on its rank without a transfer.
+        elif self.table.placement[stage + 1] == self.axis.index:
+            flight.inputs[stage + 1, microbatch] = y.detach()
+        else:
+            flight.outputs[key] = y.detach()
+        if scale is not None:
+            flight.graphs[key] = y if stage == self.table.stages - 1 else get_gradient_edge(y)
+
+    def _input(self, key: Key, flight: Flight) -> Tensor:
+        """What the former stage made; kept only where a gradient will be asked of it."""
+        x = flight.inputs[key] if torch.is_grad_enabled() else flight.inputs.pop(key)
+        return self._arrived(Action(key[0], "RECV_F", key[1]), x, flight).requires_grad_(torch.is_grad_enabled())
+
+    def _splitting(self, key: Key, flight: Flight) -> AbstractContextManager[object]:
+        if key not in self.split or not torch.is_grad_enabled():
+            return nullcontext()
+        return SplitLinears(flight.deferred.setdefault(key, []), self.whole)
 
     def _backward(self, action: Action, flight: Flight) -> None:
         stage, microbatch = key = _key(action)
         if action in self.finals:
-            self.last_backward(stage)
-        y, x = flight.outputs.pop(key), flight.inputs.pop(key, None)
-        if stage == self.table.stages - 1:
-            y.backward()
-        else:
-            gradient = flight.gradients.pop(key)
-            torch.autograd.backward(y, self._arrived(Action(stage, "RECV_B", microbatch), gradient, flight))
+            self.hooks.last_backward(stage)
+        if action.kind == "W":
+            return finish(flight.deferred.pop(key), self.hooks.add)
+        gradient = flight.gradients.pop(key, None)
+        if gradient is not None:
+            self._arrived(Action(stage, "RECV_B", microbatch), gradient, flight)
+        with self._splitting(key, flight):
+            torch.autograd.backward(flight.graphs.pop(key), gradient)
+        x = flight.inputs.pop(key, None)
         if x is not None:
             assert x.grad is not None
             flight.gradients[stage - 1, microbatch] = x.grad
+        return None
 
     def _transfer(self, batch: list[Action], flight: Flight) -> None:
         # What was sent before is held no longer than until here; lowered tables are proved safe for it.
@@ -144,9 +185,9 @@ class Executor:
         flight.sending += [(work, x) for work, (x, _) in zip(works, sends)]
 
     def _outgoing(self, action: Action, flight: Flight) -> tuple[Tensor, int]:
-        stage, microbatch = _key(action)
+        stage, microbatch = key = _key(action)
         if action.kind == "SEND_F":
-            return flight.outputs[stage, microbatch].detach(), self.table.placement[stage + 1]
+            return flight.outputs.pop(key), self.table.placement[stage + 1]
         return flight.gradients.pop((stage - 1, microbatch)), self.table.placement[stage - 1]
 
     def _incoming(self, action: Action, flight: Flight) -> tuple[Tensor, int]:
@@ -167,11 +208,11 @@ class Executor:
         flight.sending.clear()
 
 
-def _key(action: Action) -> tuple[int, int]:
+def _key(action: Action) -> Key:
     assert action.microbatch is not None
     return action.stage, action.microbatch
 
 
 def _last_backwards(row: tuple[Action, ...]) -> Iterator[Action]:
-    last = {action.stage: action for action in row if action.kind == "B"}
+    last = {action.stage: action for action in row if action.kind in ("B", "W")}
     yield from last.values()

@@ -1,0 +1,86 @@
+"""Backward in two halves: input gradients now, weight gradients later (zero bubble, Qi et al. 2024, arXiv 2401.10241).
+
+A forward whose backward is split runs under `SplitLinears`: what a linear layer would need for its weight's gradient
+is put aside by its backward and multiplied later. Whatever is no linear layer on a weight of its own (norms,
+embeddings, weights that are first gathered or shared) gets its gradient with the input gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+class Deferred(NamedTuple):
+    """One product that a weight's gradient still needs: input [..., in] and output gradient [..., out]."""
+
+    x: Tensor
+    gradient: Tensor
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+
+class SplitLinears(TorchFunctionMode):
+    """While entered, `F.linear` on a leaf weight puts its weight's gradient aside in `deferred` when it runs backward.
+
+    `whole` holds the ids of weights that are not split: the head's, whose output gradient is of vocabulary width.
+    Enter it round the backward too, for what is recomputed there.
+    """
+
+    def __init__(self, deferred: list[Deferred], whole: Container[int]) -> None:
+        super().__init__()
+        self.deferred, self.whole = deferred, whole
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear and torch.is_grad_enabled():
+            x, weight, bias = _operands(*args, **(kwargs or {}))
+            if id(weight) not in self.whole and _is_leaf(weight) and (bias is None or _is_leaf(bias)):
+                return _SplitLinear.apply(x, weight, bias, self.deferred)
+        return func(*args, **(kwargs or {}))
+
+
+def _operands(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `F.linear` names them."""
+    return input, weight, bias
+
+
+def _is_leaf(weight: Tensor) -> bool:
+    return weight.is_leaf and weight.requires_grad
+
+
+class _SplitLinear(torch.autograd.Function):
+    """y = x W^T + b, whose backward gives the gradient of x alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, deferred: list[Deferred]
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        # Not saved but kept: the gradient goes to this very parameter.
+        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        ctx.deferred.append(Deferred(x.detach(), gradient, ctx.weight, ctx.bias))
+        return gradient @ ctx.weight if ctx.needs_input_grad[0] else None, None, None, None
+
+
+@torch.no_grad()
+def finish(deferred: list[Deferred], add: Callable[[nn.Parameter, Tensor], None]) -> None:
+    """Multiply what was put aside and `add` each weight's gradient; what is done is let go at once."""
+    deferred.reverse()
+    while deferred:
+        x, gradient, weight, bias = deferred.pop()
+        gradient_NO = gradient.flatten(0, -2)
+        add(weight, gradient_NO.t() @ x.flatten(0, -2))
+        if bias is not None:
+            add(bias, gradient_NO.sum(0))
