@@ -68,6 +68,7 @@ def test_the_interval_reaches_to_a_stall_that_is_not_rare() -> None:
 def test_hosts_are_waited_for_under_a_pipeline_over_nodes_and_in_the_node_of_a_run_that_stalls() -> None:
     found = {key: float(np.max(met(*setting(*key)))) for key in ((64, 4, 2), (64, 4, 1), (512, 4, 1), (512, 16, 1))}
     assert found == {(64, 4, 2): 4, (64, 4, 1): 0, (512, 4, 1): 4, (512, 16, 1): 8}
+    assert float(np.max(met(*setting(16, 2, 1, 1, 8)))) == 2
 
 
 def test_under_zero_1_gradients_are_reduced_whole_and_hide_behind_nothing() -> None:

@@ -45,8 +45,9 @@ def stalls(w: Workload, constants: Constants) -> Number:
 
 
 def met(w: Workload, constants: Constants) -> Number:
-    """Tensor ranks whose hosts a layer waits for: all under a pipeline over nodes; of a run that stalls a node's."""
+    """Tensor ranks whose hosts a layer waits for: all under a pipeline over nodes or on full cards, a node's where many
+    nodes stall, else none."""
     s = w.setting
     if s.pipeline > 1 and s.world > s.node:
         return w.tensor
-    return np.minimum(w.tensor, s.node) * stalls(w, constants)
+    return np.minimum(w.tensor, s.node) if crowded(s, constants) else w.tensor * stalls(w, constants)
