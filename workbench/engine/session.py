@@ -22,6 +22,7 @@ from workbench.parallel.layout import square_norm
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.pipeline.collectives import sum_tied
 from workbench.parallel.pipeline.executor import Executor, Hooks
+from workbench.parallel.tensor.apply import boundary
 from workbench.plan.drawn import executed
 from workbench.plan.schema import Plan
 from workbench.schedules import Action
@@ -87,12 +88,11 @@ class Session:
         part = parallelise(plan, mesh, stages, partition, overlap, device, own, gradients)
         store = part.store
         optimizer = Optimizer(store.values, store.gradients, store.layouts, t.optimizer, t.steps)
-        crossing = (t.micro_batch, t.sequence_length // mesh["context"].size, plan.shape.hidden)
         executor = Executor(
             table,
             part.stages,
             pipeline,
-            partial(torch.empty, crossing, dtype=own, device=device),
+            partial(torch.empty, boundary(plan), dtype=own, device=device),
             Hooks(store.reduce, store.expect_last, store.add),
             whole=part.head,
             together=frozenset({0, table.stages - 1} & set(stages)) if plan.shape.tied else frozenset(),

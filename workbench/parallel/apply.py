@@ -19,7 +19,7 @@ from workbench.parallel.data.store import Store
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.pipeline.stage import keep_stage
-from workbench.parallel.tensor.apply import MEGATRON, split_modules
+from workbench.parallel.tensor.apply import split_tensors, tensor_sums
 from workbench.plan.schema import Plan
 
 TIED, TIE_OWNER = "head.weight", "embedding.tokens.weight"
@@ -67,7 +67,7 @@ def parallelise(
     store = Store(
         parameters,
         layouts,
-        dict.fromkeys(layouts, (mesh["replicas"],)),
+        {name: (*axes, mesh["replicas"]) for name, axes in tensor_sums(layouts.items(), plan, mesh).items()},
         gradient_dtype,
         plan.strategy.data.bucket_mib * 2**20,
         overlap,
@@ -82,8 +82,7 @@ def _stage(
         model = Transformer(plan.shape)
     keep_stage(model, stage, partition)
     layouts = _layouts(model)
-    if mesh["tensor"].size > 1:
-        split_modules(model, layouts, MEGATRON, mesh["tensor"])
+    split_tensors(model, layouts, plan, mesh)
     if mesh["context"].size > 1:
         spread_sequence(model, mesh["context"], plan.strategy.context.algorithm, plan.training.sequence_length)
     _materialise(model, layouts, plan, device, dtype)

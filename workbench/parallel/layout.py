@@ -47,26 +47,21 @@ class Layout:
 
     def split(self, dim: int, axis: MeshAxis) -> Layout:
         """This layout, further split along `dim` into `axis.size` equal pieces, padded where it does not divide."""
-        start, stop = self.slices[dim]
-        piece = -(-(stop - start) // axis.size)
-        first = min(start + axis.index * piece, stop)
-        last = min(first + piece, stop)
-        return replace(
-            self.differing(axis.name),
-            slices=_with(self.slices, dim, (first, last)),
-            padding=_with(self.padding, dim, piece - (last - first)),
-        )
+        length = self.slices[dim][1] - self.slices[dim][0]
+        piece = -(-length // axis.size)
+        start = min(axis.index * piece, length)
+        return self.cut(dim, axis, (start, min(start + piece, length)), piece)
 
-    def share(self, dim: int, axis: MeshAxis, pieces: int) -> Layout:
-        """This layout, cut along `dim` into fewer equal pieces than `axis` has ranks; neighbours hold the same."""
-        (start, stop), ranks = self.slices[dim], axis.size // pieces
-        assert axis.size % pieces == 0 and (stop - start) % pieces == 0, (self, axis.size, pieces)
-        size = (stop - start) // pieces
-        first = start + axis.index // ranks * size
+    def cut(self, dim: int, axis: MeshAxis, kept: tuple[int, int], room: int, replica: bool = False) -> Layout:
+        """This layout where each rank on `axis` keeps its own entries `kept` = [start, stop) along `dim`, of those that
+        are here, and has `room` for more; `replica` where a rank before this one keeps the same."""
+        first = self.slices[dim][0]
+        assert 0 <= kept[0] <= kept[1] <= self.slices[dim][1] - first, (self, dim, kept)
         return replace(
             self.differing(axis.name),
-            slices=_with(self.slices, dim, (first, first + size)),
-            replica=self.replica or axis.index % ranks > 0,
+            slices=_with(self.slices, dim, (first + kept[0], first + kept[1])),
+            padding=_with(self.padding, dim, room - (kept[1] - kept[0])),
+            replica=self.replica or replica,
         )
 
     def differing(self, axis: str, but: tuple[str, ...] = ()) -> Layout:

@@ -38,7 +38,7 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("training.optimizer.master", lambda p: p.training.optimizer.master, ("auto",)),
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
     ("strategy.tensor.algorithm", lambda p: p.strategy.tensor.algorithm, ("1d",)),
-    ("strategy.tensor.sequence", lambda p: p.strategy.tensor.sequence and p.sizes["tensor"] > 1, (False,)),
+    ("strategy.tensor.sequence", lambda p: p.strategy.tensor.sequence and p.shape.moe is not None, (False,)),
     ("strategy.pipeline.schedule", _schedule, ("gpipe", "1f1b")),
     ("strategy.pipeline.chunks", lambda p: p.strategy.pipeline.chunks, (1,)),
     ("strategy.expert.size", lambda p: p.strategy.expert.size, (1,)),

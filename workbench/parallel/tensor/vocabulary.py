@@ -11,36 +11,62 @@ from torch import Tensor, nn
 
 from workbench.models.seams import IGNORE, at_least_fp32
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.tensor.collectives import all_reduce, copy_to, reduce_from
+from workbench.parallel.tensor.collectives import all_reduce, copy_to, reduce_from, scatter_tokens
+from workbench.parallel.tensor.sequence import Entrance, gathered_linear
 
 
 class VocabularyEmbedding(nn.Module):
-    """Rows [start, stop) of the embedding; other ranks' tokens look up nothing. Weight [vocab / ranks, D]."""
+    """Rows [start, stop) of the embedding; other ranks' tokens look up nothing. Weight [vocab / ranks, D].
 
-    def __init__(self, weight: nn.Parameter, rows: tuple[int, int], axis: MeshAxis) -> None:
+    With `sequence` each rank keeps a run of the tokens.
+    """
+
+    def __init__(self, weight: nn.Parameter, rows: tuple[int, int], axis: MeshAxis, sequence: bool = False) -> None:
         super().__init__()
-        self.weight, self.rows, self.axis = weight, rows, axis
+        self.weight, self.rows, self.axis, self.sequence = weight, rows, axis, sequence
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Embedded tokens [B, T, D], equal on every rank."""
-        start, stop = self.rows
-        foreign_BT = (tokens_BT < start) | (tokens_BT >= stop)
-        local_BT = (tokens_BT - start).masked_fill_(foreign_BT, 0)
-        x_BTD = F.embedding(local_BT, self.weight).masked_fill(foreign_BT[..., None], 0)
-        return reduce_from(x_BTD, self.axis)
+        """Embedded tokens [B, T, D], equal on every rank; with `sequence` [B, T / ranks, D]."""
+        x_BTD = look_up(tokens_BT, self.weight, self.rows)
+        return scatter_tokens(x_BTD, self.axis) if self.sequence else reduce_from(x_BTD, self.axis)
+
+
+def look_up(tokens_BT: Tensor, weight_VD: Tensor, rows: tuple[int, int]) -> Tensor:
+    """Rows of a table that holds [start, stop) of the vocabulary: [B, T, D], zero for tokens that are not there."""
+    start, stop = rows
+    foreign_BT = (tokens_BT < start) | (tokens_BT >= stop)
+    local_BT = (tokens_BT - start).masked_fill_(foreign_BT, 0)
+    return F.embedding(local_BT, weight_VD).masked_fill(foreign_BT[..., None], 0)
 
 
 class VocabularyHeadLoss(nn.Module):
-    """The head_loss seam over a split vocabulary. Weight [vocab / ranks, D]; rows past `rows` are padding."""
+    """The head_loss seam over a split vocabulary. Weight [vocab / ranks, D]; rows past `rows` are padding.
 
-    def __init__(self, weight: nn.Parameter, rows: tuple[int, int], axis: MeshAxis) -> None:
+    With `sequence` its input is a run of the tokens, its targets are all.
+    """
+
+    def __init__(self, weight: nn.Parameter, rows: tuple[int, int], axis: MeshAxis, sequence: bool = False) -> None:
         super().__init__()
         self.weight, self.rows, self.axis = weight, rows, axis
+        self.entrance = Entrance(axis) if sequence else None
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Sum over valid tokens of the negative log-likelihood; a scalar, equal on every rank."""
-        logits_NV = F.linear(copy_to(x_BTD, self.axis), self.weight).flatten(0, -2)
-        return _CrossEntropy.apply(logits_NV, targets_BT.flatten(), self.rows, self.axis)
+        logits_NV = self._logits(x_BTD).flatten(0, -2)
+        return cross_entropy(logits_NV, targets_BT.flatten(), self.rows, self.axis)
+
+    def _logits(self, x_BTD: Tensor) -> Tensor:
+        if self.entrance is None:
+            return F.linear(copy_to(x_BTD, self.axis), self.weight)
+        logits_BTV = gathered_linear(self.entrance.gather(x_BTD), self.weight, None, self.entrance)
+        self.entrance.close()
+        return logits_BTV
+
+
+def cross_entropy(logits_NV: Tensor, targets_N: Tensor, rows: tuple[int, int], axis: MeshAxis) -> Tensor:
+    """Summed cross entropy of logits whose vocabulary is split over `axis`; `logits_NV` is used up."""
+    loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, rows, axis)
+    return loss
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -1,0 +1,82 @@
+"""Sequence parallelism: norms and residuals on a part of the tokens equal one device."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parallel.small import GPT, LLAMA, plan
+from workbench.engine.verify import verify
+from workbench.parallel import apply
+from workbench.parallel.tensor import sequence
+from workbench.plan.schema import Plan
+
+SEQUENCE = {"strategy.tensor.sequence": True}
+
+
+def on(*mesh: int, shape: dict[str, Any] = LLAMA, changes: dict[str, Any] | None = None, **more: Any) -> Plan:
+    return plan(*mesh, shape=shape, changes=SEQUENCE | (changes or {}), **more)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_fp64(mesh: tuple[int, int, int], shape: dict[str, Any]) -> None:
+    answer = verify(on(*mesh, shape=shape, tied=shape is GPT), "fp64")
+    assert answer["passed"], answer
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_fp32(shape: dict[str, Any]) -> None:
+    answer = verify(on(2, 2, 1, shape=shape, tied=shape is LLAMA), "fp32")
+    assert answer["passed"], answer
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kv_heads": 2, "biases": "qkv"},
+        {"kv_heads": 1, "biases": "all", "embedding_norm": True, "vocab": 259},
+        {"positions": "learned", "max_positions": 16, "norm": "layernorm", "tied": True},
+    ],
+    ids=str,
+)
+def test_four_ranks(more: dict[str, Any]) -> None:
+    answer = verify(on(4, 1, 1, **more), "fp64")
+    assert answer["passed"], answer
+
+
+def test_with_context() -> None:
+    answer = verify(on(2, 1, 2, changes={"strategy.context.size": 2}, shape=GPT), "fp64")
+    assert answer["passed"], answer
+
+
+def failing(answer: dict[str, Any]) -> dict[str, Any]:
+    assert not answer["passed"], answer
+    worst: dict[str, Any] = answer["worst"]
+    assert worst["relative"] > 100 * answer["tolerance"]
+    return worst
+
+
+def test_norm_gradients_not_summed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "tensor_sums", lambda layouts, plan, mesh: {name: () for name, _ in layouts})
+    assert "norm" in failing(verify(on(2)))["tensor"]
+
+
+def test_positions_of_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(axis: Any, module: Any, inputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        tokens, positions = inputs
+        own = positions.indices.expand(tokens.shape).flatten().chunk(axis.size)[0]
+        return tokens, positions._replace(indices=own.view(len(tokens), -1))
+
+    monkeypatch.setattr("workbench.parallel.tensor.apply.keep_own_positions", first)
+    assert failing(verify(on(4, shape=GPT)))["tensor"]
+
+
+def test_a_part_that_is_not_gathered_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(self: sequence.Gathered, part: Tensor) -> Tensor:
+        return torch.cat([part] * self.axis.size, 1)
+
+    monkeypatch.setattr(sequence.Gathered, "again", again)
+    worst = failing(verify(on(2)))
+    assert worst["kind"] in ("gradients", "weights") and worst["tensor"] != "loss"
