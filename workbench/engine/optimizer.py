@@ -111,7 +111,7 @@ class Optimizer:
         targets = [self._target(name) for name in names]
         gradients = [self.gradients[name].to(target.dtype) for name, target in zip(names, targets)]
         if scale is not None:
-            torch._foreach_mul_(gradients, scale)
+            torch._foreach_mul_(gradients, scale.to(targets[0].device))
         if self.config.name == "adamw":
             self._adamw(names, targets, gradients, rate, decay)
         else:

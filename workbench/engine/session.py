@@ -87,7 +87,7 @@ class Session:
         overlap = table.stages == 1 and not table.split
         part = parallelise(plan, mesh, stages, partition, overlap, device, own, gradients)
         store = part.store
-        optimizer = Optimizer(store.values, store.gradients, store.layouts, t.optimizer, t.steps)
+        optimizer = Optimizer(store.values, store.stepped, store.layouts, t.optimizer, t.steps)
         executor = Executor(
             table,
             part.stages,
@@ -121,6 +121,7 @@ class Session:
             loss_sum, norm, stopping = self._agree(loss, stop)
             factor = clip_factor(norm, self.plan.training.optimizer.clip)
         with watch.action("OPTIMIZER", None):
+            self.part.store.fetch()
             self.optimizer.step(index, factor)
             self.part.store.publish()
         watch.moment("after_optimizer")

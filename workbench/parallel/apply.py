@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -58,26 +59,25 @@ def parallelise(
     built: dict[int, Transformer] = {}
     layouts: dict[str, Layout] = {}
     for stage in stages:
-        built[stage], own = _stage(plan, mesh, stage, partition, device, dtype)
+        built[stage], own = _stage(plan, mesh, stage, partition)
         layouts |= own
     _tie(plan, built, layouts)
-    parameters = {stage: dict(model.named_parameters()) for stage, model in built.items()}
-    if len(built) > 1:  # a weight that two stages of one rank share belongs to the first
-        parameters = _without_repeats(parameters)
+    tied = _tied_across_stages(plan, layouts, {0, len(partition) - 1} <= set(stages))
     store = Store(
-        parameters,
+        built,
         layouts,
         {name: (*axes, mesh["replicas"]) for name, axes in tensor_sums(layouts.items(), plan, mesh).items()},
+        mesh,
+        plan.strategy.data,
         gradient_dtype,
-        plan.strategy.data.bucket_mib * 2**20,
+        partial(_drawn, plan, layouts, device, dtype),
         overlap,
+        alone=tied,
     )
-    return Parallelised(built, store, _tied_across_stages(plan, layouts, {0, len(partition) - 1} <= set(stages)))
+    return Parallelised(built, store, tied)
 
 
-def _stage(
-    plan: Plan, mesh: Mesh, stage: int, partition: list[int], device: torch.device, dtype: torch.dtype
-) -> tuple[Transformer, dict[str, Layout]]:
+def _stage(plan: Plan, mesh: Mesh, stage: int, partition: list[int]) -> tuple[Transformer, dict[str, Layout]]:
     with torch.device("meta"):
         model = Transformer(plan.shape)
     keep_stage(model, stage, partition)
@@ -85,7 +85,6 @@ def _stage(
     split_tensors(model, layouts, plan, mesh)
     if mesh["context"].size > 1:
         spread_sequence(model, mesh["context"], plan.strategy.context.algorithm, plan.training.sequence_length)
-    _materialise(model, layouts, plan, device, dtype)
     return model, layouts
 
 
@@ -96,14 +95,11 @@ def _layouts(model: Transformer) -> dict[str, Layout]:
     return layouts
 
 
-def _materialise(
-    model: nn.Module, layouts: dict[str, Layout], plan: Plan, device: torch.device, dtype: torch.dtype
-) -> None:
-    for path, layout in layouts.items():
-        owner_path, _, name = path.rpartition(".")
-        module = model.get_submodule(owner_path)
-        whole = initial_value(layout.name, layout.shape, plan.shape.layers, plan.training.seed, dtype)
-        setattr(module, name, nn.Parameter(layout.take(whole).to(device)))
+def _drawn(plan: Plan, layouts: dict[str, Layout], device: torch.device, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """The initial value of what this rank holds of a parameter."""
+    layout = layouts[name]
+    whole = initial_value(layout.name, layout.shape, plan.shape.layers, plan.training.seed, dtype)
+    return layout.take(whole).to(device)
 
 
 def _tie(plan: Plan, stages: dict[int, Transformer], layouts: dict[str, Layout]) -> None:
@@ -113,15 +109,6 @@ def _tie(plan: Plan, stages: dict[int, Transformer], layouts: dict[str, Layout])
     if plan.shape.tied and embedding is not None and head is not None:
         head.weight = embedding.tokens.weight  # type: ignore[assignment]
         del layouts[TIED]
-
-
-def _without_repeats(parameters: dict[int, dict[str, nn.Parameter]]) -> dict[int, dict[str, nn.Parameter]]:
-    seen: set[int] = set()
-    result: dict[int, dict[str, nn.Parameter]] = {}
-    for stage, own in parameters.items():
-        result[stage] = {name: p for name, p in own.items() if id(p) not in seen}
-        seen |= {id(p) for p in own.values()}
-    return result
 
 
 def _tied_across_stages(plan: Plan, layouts: dict[str, Layout], both: bool) -> str | None:

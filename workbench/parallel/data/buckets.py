@@ -1,58 +1,109 @@
-"""Flat buckets: some tensors side by side in one, so that few large collectives carry many gradients."""
+"""What lies where in flat buckets: some tensors side by side in one, so that few large collectives carry many."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from workbench.parallel.mesh import MeshAxis
+from workbench.parallel.layout import Layout
+from workbench.parallel.mesh import Mesh, MeshAxis
 
-PIECE = 2**22
-"""Entries of a narrow gradient that are widened at once."""
+Sums = Mapping[str, tuple[MeshAxis, ...]]
+"""Local name -> the axes over which a parameter's gradient is summed; the last is the one that ZeRO shards."""
 
-
-def add_narrow(total: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to a total of another dtype, piece by piece: widening it whole would double its memory."""
-    for into, piece in zip(total.flatten().split(PIECE), gradient.flatten().split(PIECE)):
-        into.add_(piece.to(into.dtype))
-
-
-class Bucket:
-    """Some parameters' gradients side by side in one flat tensor, summed over the axes `sums`."""
-
-    def __init__(
-        self, parameters: list[tuple[str, nn.Parameter]], dtype: torch.dtype, sums: tuple[MeshAxis, ...]
-    ) -> None:
-        self.sums = sums
-        device = parameters[0][1].device
-        self.flat = torch.zeros(sum(p.numel() for _, p in parameters), dtype=dtype, device=device)
-        pieces = self.flat.split([p.numel() for _, p in parameters])
-        self.views = {name: piece.view_as(p) for (name, p), piece in zip(parameters, pieces)}
-        self.pending = 0
-        self.work: list[dist.Work] | None = None
+PARTS = {"replicas": ("shard", "replicate"), "expert_replicas": ("expert_shard", "expert_replicate")}
+"""Axis that ZeRO shards -> (its part that shares out, its part that repeats: hybrid sharding)."""
 
 
-def grouped(
-    parameters: dict[str, nn.Parameter],
-    sums: Mapping[str, tuple[MeshAxis, ...]],
-    dtype: torch.dtype,
-    bucket_bytes: float,
-) -> Iterable[list[tuple[str, nn.Parameter]]]:
-    """Parameters in buckets of at most `bucket_bytes` (a larger one stands alone), in the order of backward.
+@dataclass(frozen=True)
+class Packing:
+    """Tensors side by side in one flat bucket, padded to a multiple of the shard group.
 
-    Those that are summed over different axes never share a bucket.
+    Rank r of `shard` owns the r-th of the equal pieces; a gradient's piece is summed over `rest` too.
     """
-    open_: dict[tuple[MeshAxis, ...], tuple[list[tuple[str, nn.Parameter]], int]] = {}
-    for name, parameter in reversed(parameters.items()):
-        group, size = open_.get(sums[name], ([], 0))
-        nbytes = parameter.numel() * dtype.itemsize
-        if group and size + nbytes > bucket_bytes:
+
+    shapes: Mapping[str, tuple[int, ...]]
+    sharded: str
+    shard: MeshAxis
+    rest: tuple[MeshAxis, ...]
+
+    @property
+    def size(self) -> int:
+        """Entries of the bucket, padding included."""
+        return -(-sum(map(math.prod, self.shapes.values())) // self.shard.size) * self.shard.size
+
+    def spans(self) -> Iterator[tuple[str, int, int]]:
+        """(name, first entry, one beyond the last) of each tensor."""
+        ends = accumulate(map(math.prod, self.shapes.values()))
+        for (name, shape), end in zip(self.shapes.items(), ends):
+            yield name, end - math.prod(shape), end
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Every tensor, as a view into the whole bucket."""
+        return {name: flat[start:end].view(self.shapes[name]) for name, start, end in self.spans()}
+
+    def own(self) -> Iterator[tuple[str, int, int, int]]:
+        """(name, its first entry in the bucket, [start, stop) of the tensor) for what lies in this rank's piece."""
+        length = self.size // self.shard.size
+        first = self.shard.index * length
+        for name, start, end in self.spans():
+            low, high = max(start, first), min(end, first + length)
+            if low < high:
+                yield name, low - first, low - start, high - start
+
+    def own_views(self, piece: Tensor) -> dict[str, Tensor]:
+        """What this rank's piece holds of each tensor: one-dimensional, unless nothing is sharded."""
+        if self.shard.size == 1:
+            return self.views(piece)
+        return {name: piece[at:][: stop - start] for name, at, start, stop in self.own()}
+
+    def own_layouts(self, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+        """Where that lies in the global tensors."""
+        if self.shard.size == 1:
+            return {name: layouts[name] for name in self.shapes}
+        repeats = (PARTS[self.sharded][1],)
+        return {
+            name: layouts[name].differing(self.sharded, but=repeats).flattened(start, stop)
+            for name, _, start, stop in self.own()
+        }
+
+
+def packed(names: Iterable[str], layouts: Mapping[str, Layout], sums: Sums, mesh: Mesh, zero: int) -> Packing:
+    """Tensors that are summed alike, in one bucket; without ZeRO nothing is sharded and all axes are summed over."""
+    shapes = {name: layouts[name].local_shape for name in names}
+    *before, last = sums[next(iter(shapes))]
+    if zero == 0:
+        return Packing(shapes, last.name, MeshAxis("", 1, 0, (mesh.rank,), None), (*before, last))
+    shard, replicate = (mesh[part] for part in PARTS[last.name])
+    return Packing(shapes, last.name, shard, (replicate, *before))
+
+
+def by_size(layouts: Mapping[str, Layout], sums: Sums, limit: float, alone: str | None) -> Iterator[list[str]]:
+    """Names in buckets of at most `limit` entries (a larger tensor stands by itself), in the order of backward.
+
+    Those that are summed over different axes never share a bucket, nor does any with `alone`.
+    """
+    open_: dict[object, tuple[list[str], int]] = {}
+    for name in reversed(list(layouts)):
+        key = (sums[name], name == alone)
+        group, size = open_.get(key, ([], 0))
+        length = math.prod(layouts[name].local_shape)
+        if group and size + length > limit:
             yield group
             group, size = [], 0
-        group.append((name, parameter))
-        open_[sums[name]] = group, size + nbytes
+        group.append(name)
+        open_[key] = group, size + length
     for group, _ in open_.values():
         yield group
+
+
+def by_unit(names: Iterable[str], sums: Sums, unit_of: Callable[[str], str], alone: str | None) -> Iterator[list[str]]:
+    """Names in a bucket a unit, units in the order of backward; again apart where sums differ, and `alone`."""
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        groups.setdefault((unit_of(name), sums[name], name == alone), []).append(name)
+    yield from reversed(groups.values())

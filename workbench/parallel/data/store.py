@@ -1,110 +1,221 @@
-"""A rank's parameters and gradients as data parallelism keeps them: what the optimizer steps, and how it is shared.
-
-Gradients are summed, not averaged: the loss is already divided by the step's global number of tokens.
-"""
+"""A rank's parameters and gradients as data parallelism keeps them: what the optimizer steps, and how it is shared."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from workbench.parallel.data.buckets import Bucket, add_narrow, grouped
-from workbench.parallel.data.collectives import start_sum
+from workbench.models import Transformer
+from workbench.parallel.data.buckets import Packing, Sums, by_size, by_unit, packed
+from workbench.parallel.data.gather import StageGatherer, UnitGatherer
+from workbench.parallel.data.gradients import Flight, Kept, Passing
+from workbench.parallel.data.offload import Host
+from workbench.parallel.data.values import Draw, Unit, Whole
 from workbench.parallel.layout import Layout
-from workbench.parallel.mesh import MeshAxis
+from workbench.parallel.mesh import Mesh
+from workbench.plan.schema import Data
 
-Sums = Mapping[str, tuple[MeshAxis, ...]]
-"""Local name -> the axes over which a parameter's gradient is summed, in that order."""
+
+@dataclass
+class Bucket:
+    """Some parameters' values and gradients side by side, and how many gradients the microbatch under way owes."""
+
+    values: Whole | Unit
+    gradients: Kept | Passing
+    owed: int = 0
 
 
 class Store:
-    """All gradients of a rank, accumulated over microbatches and reduced once a step (ZeRO-0).
+    """All parameters and gradients of a rank, accumulated over microbatches, reduced and shared as ZeRO's stage says.
 
     `values`, `gradients` and `layouts`, by local name, are what the optimizer steps, what it steps by, and where that
-    lies. Where a parameter has the gradients' dtype its `.grad` is the view itself, and autograd adds in place;
-    otherwise the 16-bit gradient is added to the view and dropped. Buckets follow the order in which backward finishes.
+    lies: from ZeRO-1 up this rank's pieces of flat buckets (Rajbhandari et al. 2020, arXiv 1910.02054). Under offload
+    `values` are on the host, and `stepped` are the gradients' copies there. Buckets follow the order of backward, and
+    are reduced in that order on every rank; with `hooks` as soon as a bucket is complete.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, dict[str, nn.Parameter]],
+        models: Mapping[int, Transformer],
         layouts: dict[str, Layout],
         sums: Sums,
+        mesh: Mesh,
+        plan: Data,
         dtype: torch.dtype,
-        bucket_bytes: float,
-        overlap: bool,
+        draw: Draw,
+        hooks: bool,
+        alone: str | None,
     ) -> None:
-        self.overlap = overlap
-        self.values: dict[str, Tensor] = {n: p.detach() for own in stages.values() for n, p in own.items()}
-        self.layouts = layouts
+        self.plan, self.hooks = plan, hooks
+        self.buckets: dict[int, list[Bucket]] = {}
+        made: dict[int, nn.Parameter] = {}
+        for stage, model in models.items():
+            meta = {name: p for name, p in model.named_parameters() if id(p) not in made}
+            own = {name: layouts[name] for name in meta}
+            self.buckets[stage] = [
+                self._bucket(packed(names, own, sums, mesh, plan.zero), dtype, draw)
+                for names in self._grouped(own, sums, dtype, alone)
+            ]
+            for bucket in self.buckets[stage]:
+                made |= {id(meta[name]): p for name, p in bucket.values.parameters.items()}
+        for model in models.values():
+            _install(model, made)
+        self._tell(layouts)
+        self._watch()
+        self._gather_when_needed(models)
+        self._flying: list[Flight] = []
+        self._last: set[int] = set()
+        self._next = dict.fromkeys(self.buckets, 0)
+
+    def _grouped(
+        self, own: dict[str, Layout], sums: Sums, dtype: torch.dtype, alone: str | None
+    ) -> Iterator[list[str]]:
+        if self.plan.zero == 3:
+            return by_unit(own, sums, _unit_of, alone)
+        limit = self.plan.bucket_mib * 2**20 / dtype.itemsize
+        return by_size(own, sums, limit, alone if self.plan.zero else None)
+
+    def _bucket(self, packing: Packing, dtype: torch.dtype, draw: Draw) -> Bucket:
+        values = Unit(packing, draw, self.plan.offload == "parameters") if self.plan.zero == 3 else Whole(packing, draw)
+        passing = self.plan.zero >= 2 and self.plan.reduce == "microbatch"
+        return Bucket(values, (Passing if passing else Kept)(packing, dtype, values.flat.device))
+
+    def _tell(self, layouts: dict[str, Layout]) -> None:
+        """Fill in what the optimizer steps, by which gradients, and where that lies."""
+        self.values: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
-        self.buckets: dict[int, list[Bucket]] = {
-            stage: [Bucket(group, dtype, sums[group[0][0]]) for group in grouped(own, sums, dtype, bucket_bytes)]
-            for stage, own in stages.items()
-        }
-        self._reducing: set[int] = set()
-        self._places: dict[nn.Parameter, tuple[int, Bucket, Tensor]] = {}
-        for stage, bucket in ((stage, bucket) for stage, own in self.buckets.items() for bucket in own):
-            self.gradients.update(bucket.views)
-            for name, view in bucket.views.items():
-                parameter = stages[stage][name]
-                parameter.grad = view if parameter.dtype == dtype else None
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, stage, bucket, view))
-                self._places[parameter] = stage, bucket, view
+        self.layouts: dict[str, Layout] = {}
+        for bucket in self._all():
+            packing = bucket.values.packing
+            self.values |= packing.own_views(bucket.values.piece)
+            self.gradients |= packing.own_views(bucket.gradients.piece)
+            self.layouts |= packing.own_layouts(layouts)
+        self.stepped = self.gradients
+        self.host: Host | None = None
+        if self.plan.offload != "none":
+            self.host = Host([(bucket.values, bucket.gradients.piece) for bucket in self._all()])
+            self.values, self.stepped = self.host.values, self.host.gradients
+
+    def _watch(self) -> None:
+        self._places: dict[int, tuple[int, Bucket, str]] = {}
+        for stage, own in self.buckets.items():
+            for bucket in own:
+                for name, parameter in bucket.values.parameters.items():
+                    self._places[id(parameter)] = stage, bucket, name
+                    view = bucket.gradients.grad(name)
+                    parameter.grad = view if view is not None and view.dtype == parameter.dtype else None
+                    parameter.register_post_accumulate_grad_hook(partial(self._arrived, stage, bucket, name))
+
+    def _gather_when_needed(self, models: Mapping[int, Transformer]) -> None:
+        self._gatherers: dict[int, StageGatherer | UnitGatherer] = {}
+        values = [bucket.values for bucket in self._all()]
+        units = {id(p): unit for unit in values if isinstance(unit, Unit) for p in unit.parameters.values()}
+        for stage, model in models.items() if units else ():
+            self._gatherers[stage] = (
+                UnitGatherer(model, units, self.plan.keep_gathered) if self.hooks else StageGatherer(model, units)
+            )
+
+    def _all(self) -> Iterator[Bucket]:
+        return (bucket for own in self.buckets.values() for bucket in own)
 
     def start(self) -> None:
         """Start a step with gradients of zero."""
-        for own in self.buckets.values():
-            for bucket in own:
-                bucket.flat.zero_()
+        for bucket in self._all():
+            bucket.gradients.start()
 
     def expect_last(self, stage: int) -> None:
-        """The next backward of `stage` is its last: with `overlap`, a bucket is summed as soon as it is complete."""
-        if self.overlap:
-            self._reducing.add(stage)
-        for bucket in self.buckets[stage]:
-            bucket.pending = len(bucket.views)
+        """The next backward of `stage` is its last of the step."""
+        self._last.add(stage)
+        self._await_gradients(stage)
 
-    @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Take a gradient of one of the rank's parameters that autograd did not accumulate."""
-        stage, bucket, view = self._places[parameter]
-        if gradient.dtype == view.dtype:
-            view.add_(gradient)
-        else:
-            add_narrow(view, gradient)
+        """Add a microbatch's gradient that autograd does not accumulate: a deferred weight gradient."""
+        stage, bucket, name = self._places[id(parameter)]
+        bucket.gradients.add(name, gradient)
         self._count(stage, bucket)
 
     def reduce(self, stage: int) -> None:
-        """Sum whatever of `stage` is not being summed yet, and wait for all."""
-        for bucket in self.buckets[stage]:
-            if bucket.work is None:
-                bucket.work = start_sum(bucket.flat, bucket.sums)
-        for bucket in self.buckets[stage]:
-            for work in bucket.work or ():
-                work.wait()
-            bucket.work = None
-        self._reducing.discard(stage)
+        """A backward of `stage` is over: reduce what is due and wait for it; after its last one, free what is whole."""
+        self._launch(stage, complete=False)
+        while self._flying:
+            self._advance(self._flying)
+        self._await_gradients(stage)
+        if stage in self._last:
+            self._last.discard(stage)
+            if stage in self._gatherers:
+                self._gatherers[stage].free()
+
+    def fetch(self) -> None:
+        """Before the optimizer's step: bring the gradients where it is made."""
+        if self.host is not None:
+            self.host.fetch()
 
     def publish(self) -> None:
         """After the optimizer's step: give every rank the values that others have stepped."""
+        if self.host is not None:
+            self.host.push()
+        wholes = [bucket.values for bucket in self._all() if isinstance(bucket.values, Whole)]
+        for values in wholes:
+            values.start_publish()
+        for values in wholes:
+            values.publish()
 
     def lasting(self) -> dict[str, list[Tensor]]:
-        """What lives from step to step, by category of the memory vocabulary."""
-        flats = [bucket.flat for own in self.buckets.values() for bucket in own]
-        return {"parameters": list(self.values.values()), "gradients": flats}
+        """What lives on the device from step to step, by category of the memory vocabulary."""
+        values = [bucket.values for bucket in self._all()]
+        return {
+            "parameters": [v.lasting for v in values if not v.on_host],
+            "gathered": [v.flat for v in values if isinstance(v, Unit)],
+            "gradients": [bucket.gradients.lasting for bucket in self._all()],
+        }
 
-    def _arrived(self, stage: int, bucket: Bucket, view: Tensor, parameter: nn.Parameter) -> None:
-        if parameter.grad is not view:
+    def _arrived(self, stage: int, bucket: Bucket, name: str, parameter: nn.Parameter) -> None:
+        if parameter.grad is not bucket.gradients.grad(name):
             assert parameter.grad is not None
-            add_narrow(view, parameter.grad)
+            bucket.gradients.add(name, parameter.grad)
             parameter.grad = None
         self._count(stage, bucket)
 
     def _count(self, stage: int, bucket: Bucket) -> None:
-        bucket.pending -= 1
-        if stage in self._reducing and bucket.pending == 0:
-            bucket.work = start_sum(bucket.flat, bucket.sums)
+        if self.hooks and bucket.gradients.due(stage in self._last):
+            bucket.owed -= 1
+            self._launch(stage, complete=True)
+
+    def _await_gradients(self, stage: int) -> None:
+        self._next[stage] = 0
+        for bucket in self.buckets[stage]:
+            bucket.owed = len(bucket.values.parameters)
+
+    def _launch(self, stage: int, complete: bool) -> None:
+        """Begin reducing buckets in their order, as far as they are `complete`; otherwise all that are left."""
+        own, last = self.buckets[stage], stage in self._last
+        while self._next[stage] < len(own):
+            bucket = own[self._next[stage]]
+            if complete and bucket.owed:
+                return
+            self._next[stage] += 1
+            if bucket.gradients.due(last):
+                self._advance([flight for flight in self._flying if flight.chained])
+                self._flying.append(Flight(bucket.gradients.reduction(last), bucket.gradients.chained))
+
+    def _advance(self, flights: list[Flight]) -> None:
+        for flight in flights:
+            flight.advance()
+        self._flying = [flight for flight in self._flying if not flight.done]
+
+
+def _unit_of(name: str) -> str:
+    """What ZeRO-3 gathers at once: the embedding, a block, or the final norm with the head."""
+    first, second, *_ = name.split(".")
+    return {"blocks": second, "embedding": first}.get(first, "head")
+
+
+def _install(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
+    """Put the parameters that were made in the place of those that only described them, ties included."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, made[id(parameter)])
