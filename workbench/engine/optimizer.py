@@ -40,13 +40,18 @@ def learning_rate(step: int, optimizer: schema.Optimizer, total_steps: int) -> f
     return peak * (optimizer.final_ratio + (1 - optimizer.final_ratio) * left)
 
 
+def _is_matrix(layout: Layout) -> bool:
+    return len(layout.shape) >= 2 and not layout.name.endswith("bias")
+
+
 class Optimizer:
     """Steps `parameters` by `gradients`; both are dicts by the same names and both are held, not copied.
 
     Matrices (two dimensions or more, as `layouts` know them) are decayed, decoupled from the gradient (1711.05101),
-    under SGD too; vectors are not. State is allocated here, not at the first step, so that memory is known before
-    training starts: `moment1` and `moment2` (SGD: `moment1` only, and none without momentum) in fp32, or in the
-    parameter's dtype where that is wider; `master`, the fp32 copy of a 16-bit parameter; `step`, a scalar.
+    under SGD too; vectors are not, nor are experts' biases, however stacked. State is allocated here, not at the first
+    step, so that memory is known before training starts: `moment1` and `moment2` (SGD: `moment1` only, and none without
+    momentum) in fp32, or in the parameter's dtype where that is wider; `master`, the fp32 copy of a 16-bit parameter;
+    `step`, a scalar.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class Optimizer:
         """
         rate = learning_rate(step_index, self.config, self.total_steps)
         for decayed in (True, False):
-            for names in self._pieces([n for n in self.parameters if (len(self.layouts[n].shape) >= 2) == decayed]):
+            for names in self._pieces([n for n in self.parameters if _is_matrix(self.layouts[n]) == decayed]):
                 self._update(names, rate, self.config.weight_decay if decayed else 0.0, scale)
 
     def _pieces(self, names: list[str]) -> Iterator[list[str]]:

@@ -79,8 +79,9 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     o = plan.training.optimizer
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    decayed = {name: p.ndim >= 2 and not name.endswith("bias") for name, p in model.named_parameters()}
+    matrices = [p for name, p in model.named_parameters() if decayed[name]]
+    vectors = [p for name, p in model.named_parameters() if not decayed[name]]
     groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     if o.name == "adamw":
         return torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon)

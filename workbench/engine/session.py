@@ -16,6 +16,7 @@ from torch import Tensor
 
 from workbench.engine.optimizer import Optimizer
 from workbench.engine.precision import dtypes
+from workbench.models.moe import Counting, counted
 from workbench.parallel.apply import Parallelised, parallelise
 from workbench.parallel.context.apply import own_tokens
 from workbench.parallel.layout import square_norm
@@ -77,15 +78,20 @@ class Session:
         mesh: Mesh,
         device: torch.device,
         dtype: torch.dtype | None = None,
+        counting: Counting = counted,
     ) -> Session:
-        """Build this rank's part of a complete plan. `dtype` overrides the plan's precision (verification)."""
+        """Build this rank's part of a complete plan.
+
+        `dtype` overrides the plan's precision (verification); `counting` says how many tokens an expert gets where
+        tensors have no values (rehearsal).
+        """
         own, gradients = dtypes(plan)
         own, gradients = (dtype or own), (dtype or gradients)
         t, pipeline = plan.training, mesh["pipeline"]
         table, partition = executed(plan)
         stages = table.stages_of(pipeline.index)
         overlap = table.stages == 1 and not table.split
-        part = parallelise(plan, mesh, stages, partition, overlap, device, own, gradients)
+        part = parallelise(plan, mesh, stages, partition, overlap, device, own, gradients, counting)
         store = part.store
         optimizer = Optimizer(store.values, store.stepped, store.layouts, t.optimizer, t.steps)
         executor = Executor(
@@ -111,7 +117,9 @@ class Session:
         t = self.plan.training
         scale = 1.0 / (t.global_batch * t.sequence_length)
         self.part.store.start()
+        self.part.auxiliary.start(scale)
         loss = self.executor.step(self._own(tokens_MBT), self._own(targets_MBT), scale, watch.action)
+        loss = self.part.auxiliary.added_to(loss)
         if self.part.tied_across_stages is not None:
             ends = self.executor.table.placement[0], self.executor.table.placement[-1]
             peer = ends[1] if self.mesh["pipeline"].index == ends[0] else ends[0]

@@ -25,7 +25,7 @@ def initial_value(name: str, shape: tuple[int, ...], num_layers: int, seed: int,
     if "norm" in name:
         return torch.ones(shape, dtype=dtype)
     deviation = STANDARD_DEVIATION
-    if name.endswith(("attention.o.weight", "mlp.down.weight")):
+    if name.endswith(("attention.o.weight", "mlp.down.weight", "experts.down.weight", "shared.down.weight")):
         deviation /= math.sqrt(2 * num_layers)
     generator = torch.Generator().manual_seed(seed_of(name, seed))
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, deviation, generator=generator).to(dtype)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from workbench.models.moe import Mixture
 from workbench.models.seams import (
     Activate,
     AddNorm,
@@ -66,12 +67,12 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """The feed-forward layer, gated or not."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, width: int) -> None:
         super().__init__()
         bias = shape.biases == "all"
-        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=bias) if shape.gated else None
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=bias)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=bias)
+        self.gate = nn.Linear(shape.hidden, width, bias=bias) if shape.gated else None
+        self.up = nn.Linear(shape.hidden, width, bias=bias)
+        self.down = nn.Linear(width, shape.hidden, bias=bias)
         self.activate = Activate(shape.mlp)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -83,18 +84,23 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer. It carries the residual stream as a pair, so that adding and normalising can be fused."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, index: int) -> None:
         super().__init__()
         self.attention_norm = _norm(shape)
         self.attention = Attention(shape)
         self.mlp_norm = _norm(shape)
-        self.mlp = Mlp(shape)
+        self.mlp = _feed_forward(shape, index)
 
-    def forward(self, x_BTD: Tensor, residual_BTD: Tensor | None, positions: Positions) -> tuple[Tensor, Tensor]:
-        """(branch not yet added, residual stream), both [B, T, D]."""
+    def forward(
+        self, x_BTD: Tensor, residual_BTD: Tensor | None, positions: Positions
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(branch not yet added, residual stream), both [B, T, D], and a mixture's auxiliary loss."""
         h, residual = self.attention_norm(x_BTD, residual_BTD)
         h, residual = self.mlp_norm(self.attention(h, positions), residual)
-        return self.mlp(h), residual
+        if isinstance(self.mlp, Mixture):
+            branch, auxiliary = self.mlp(h)
+            return branch, residual, auxiliary
+        return self.mlp(h), residual, None
 
 
 class Transformer(nn.Module):
@@ -108,26 +114,35 @@ class Transformer(nn.Module):
         _refuse_unbuilt(shape)
         self.shape = shape
         self.indices: Callable[[Tensor], Tensor] = whole_sequence
+        self.hand_on: Callable[[Tensor, Tensor], Tensor] = _needs_head
         self.embedding: Embedding | None = Embedding(shape)
-        self.blocks = nn.ModuleDict({str(i): Block(shape) for i in range(shape.layers)})
+        self.blocks = nn.ModuleDict({str(i): Block(shape, i) for i in range(shape.layers)})
         self.final_norm: AddNorm | None = _norm(shape)
         self.head: HeadLoss | None = HeadLoss(shape.hidden, shape.vocab)
         if shape.tied:
             self.head.weight = self.embedding.tokens.weight  # type: ignore[assignment]
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Tokens [B, T], or a former stage's output [B, T, D], to the summed loss, or to this stage's [B, T, D]."""
+        """Tokens [B, T], or a former stage's output [B, T, D], to the summed loss, or to this stage's [B, T, D].
+
+        Mixtures' auxiliary losses are added to the loss; a stage without the head gives its own to `hand_on`, with
+        its output.
+        """
         positions = self.positions(x)
         residual: Tensor | None = None
         if self.embedding is not None:
             x = self.embedding(x, positions)
+        losses: list[Tensor] = []
         for block in self.blocks.values():
-            x, residual = block(x, residual, positions)
+            x, residual, auxiliary = block(x, residual, positions)
+            losses += [] if auxiliary is None else [auxiliary]
         if self.head is None or self.final_norm is None:
-            return x if residual is None else x + residual
+            x = x if residual is None else x + residual
+            return self.hand_on(x, torch.stack(losses).sum()) if losses else x
         x, _ = self.final_norm(x, residual)
         assert targets_BT is not None, "the stage that holds the head needs targets"
-        return self.head(x, targets_BT)
+        loss = self.head(x, targets_BT)
+        return torch.stack([loss, *losses]).sum() if losses else loss
 
     def positions(self, x: Tensor) -> Positions:
         """Positions of the tokens that this rank sees; `indices` says where in the sequence they stand."""
@@ -135,6 +150,17 @@ class Transformer(nn.Module):
         indices = self.indices(x)
         rope_dim = int(self.shape.head_dim or 0) if self.shape.positions == "rope" else 0
         return positions_of(indices, rope_dim, self.shape.rope_theta, dtype)
+
+
+def _feed_forward(shape: Shape, index: int) -> Mlp | Mixture:
+    moe = shape.moe
+    if moe is None or index < moe.first_dense:
+        return Mlp(shape, shape.ffn)
+    return Mixture(shape, Mlp(shape, moe.shared * moe.ffn) if moe.shared else None)
+
+
+def _needs_head(x_BTD: Tensor, auxiliary: Tensor) -> Tensor:
+    raise AssertionError("a stage without the head must be told how to hand on its auxiliary loss")
 
 
 def whole_sequence(x: Tensor) -> Tensor:
@@ -148,7 +174,6 @@ def _norm(shape: Shape) -> AddNorm:
 
 def _refuse_unbuilt(shape: Shape) -> None:
     for field, unbuilt in (
-        ("moe", shape.moe is not None),
         ("mla", shape.mla is not None),
         ("window", shape.window is not None),
         ("positions", shape.positions == "alibi"),

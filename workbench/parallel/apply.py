@@ -15,8 +15,11 @@ from torch import nn
 
 from workbench.models import Transformer
 from workbench.models.initialise import initial_value
+from workbench.models.moe import Counting, counted
 from workbench.parallel.context.apply import spread_sequence
 from workbench.parallel.data.store import Store
+from workbench.parallel.expert.apply import gradient_sums, spread_experts
+from workbench.parallel.expert.auxiliary import HandOn
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.pipeline.stage import keep_stage
@@ -34,6 +37,8 @@ class Parallelised:
     store: Store
     tied_across_stages: str | None
     """Local name of a weight that the first and the last stage both hold, where this rank has one of them."""
+    auxiliary: HandOn
+    """Auxiliary losses of the stages without the head."""
 
     @property
     def head(self) -> nn.Module | None:
@@ -50,6 +55,7 @@ def parallelise(
     device: torch.device,
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
+    counting: Counting = counted,
 ) -> Parallelised:
     """Build this rank's `stages` of a complete plan's model. Parameters on `device` in `dtype`.
 
@@ -57,16 +63,18 @@ def parallelise(
     has made it.
     """
     built: dict[int, Transformer] = {}
+    auxiliary = HandOn()
     layouts: dict[str, Layout] = {}
     for stage in stages:
-        built[stage], own = _stage(plan, mesh, stage, partition)
+        built[stage], own = _stage(plan, mesh, stage, partition, counting)
+        built[stage].hand_on = auxiliary
         layouts |= own
     _tie(plan, built, layouts)
     tied = _tied_across_stages(plan, layouts, {0, len(partition) - 1} <= set(stages))
     store = Store(
         built,
         layouts,
-        {name: (*axes, mesh["replicas"]) for name, axes in tensor_sums(layouts.items(), plan, mesh).items()},
+        gradient_sums(layouts, tensor_sums(layouts.items(), plan, mesh), mesh),
         mesh,
         plan.strategy.data,
         gradient_dtype,
@@ -74,15 +82,18 @@ def parallelise(
         overlap,
         alone=tied,
     )
-    return Parallelised(built, store, tied)
+    return Parallelised(built, store, tied, auxiliary)
 
 
-def _stage(plan: Plan, mesh: Mesh, stage: int, partition: list[int]) -> tuple[Transformer, dict[str, Layout]]:
+def _stage(
+    plan: Plan, mesh: Mesh, stage: int, partition: list[int], counting: Counting
+) -> tuple[Transformer, dict[str, Layout]]:
     with torch.device("meta"):
         model = Transformer(plan.shape)
     keep_stage(model, stage, partition)
     layouts = _layouts(model)
     split_tensors(model, layouts, plan, mesh)
+    spread_experts(model, layouts, mesh, plan.strategy.tensor.sequence, counting)
     if mesh["context"].size > 1:
         spread_sequence(model, mesh["context"], plan.strategy.context.algorithm, plan.training.sequence_length)
     return model, layouts

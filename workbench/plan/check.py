@@ -41,6 +41,9 @@ def _shape(plan: Plan) -> Iterator[Problem]:
     if shape.moe and shape.moe.top_k > shape.moe.experts:
         yield Problem("model.moe.top_k", f"is {shape.moe.top_k} of {shape.moe.experts} experts; "
                       f"legal: 1 to {shape.moe.experts}")  # fmt: skip
+    if shape.moe and shape.moe.renormalise and shape.moe.top_k == 1:
+        yield Problem("model.moe.renormalise", "is true with top_k 1: the only gate would always be 1, and the router "
+                      "learn nothing from the loss; legal: false")  # fmt: skip
     if shape.moe and shape.moe.first_dense > shape.layers:
         yield Problem("model.moe.first_dense", f"is {shape.moe.first_dense} of {shape.layers} layers; "
                       f"legal: 0 to {shape.layers}")  # fmt: skip

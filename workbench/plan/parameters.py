@@ -100,8 +100,9 @@ def _experts(shape: Shape) -> tuple[int, int]:
     """Parameters of one layer's experts: (all, those that a token visits)."""
     if shape.moe is None:
         return 0, 0
-    one = feed_forward(shape, shape.moe.ffn)
-    return (shape.moe.experts + shape.moe.shared) * one, (shape.moe.top_k + shape.moe.shared) * one
+    one, shared = feed_forward(shape, shape.moe.ffn), feed_forward(shape, shape.moe.shared * shape.moe.ffn)
+    shared = shared if shape.moe.shared else 0  # side by side in one layer, with one bias of its output
+    return shape.moe.experts * one + shared, shape.moe.top_k * one + shared
 
 
 def _bias(shape: Shape, kinds: tuple[str, ...], width: int) -> int:

@@ -21,6 +21,27 @@ class Moe(Frozen):
     ffn: PositiveInt = Field(description="Width of one expert's feed-forward layer.")
     shared: int = Field(0, ge=0, description="Shared experts that every token visits, each of width `ffn`.")
     first_dense: int = Field(0, ge=0, description="Leading layers that keep the dense feed-forward layer.")
+    renormalise: bool = Field(
+        True,
+        description="A token's gates add up to one (Mixtral); false: as the softmax gives them (Switch, DeepSeek).",
+    )
+    capacity: float | None = Field(
+        None,
+        gt=0,
+        description="Rows of an expert a sequence, in even shares; tokens beyond are dropped; null: none is.",
+    )
+    auxiliary_loss: float = Field(
+        0.01, ge=0, description="Coefficient of the load-balancing loss of each sequence (2101.03961); 0: none."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_gate_is_the_softmaxs(cls, data: object) -> object:
+        if (
+            isinstance(data, dict) and data.get("renormalise") is None
+        ):  # a single gate divided by itself teaches nothing
+            return {**data, "renormalise": data.get("top_k") != 1}
+        return data
 
 
 class Mla(Frozen):

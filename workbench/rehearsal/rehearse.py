@@ -9,6 +9,7 @@ import torch
 
 from workbench.engine.observe import Sampler
 from workbench.engine.session import Session
+from workbench.models.moe import balanced
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.placement import coordinates, rank_at
 from workbench.plan.schema import Plan
@@ -92,7 +93,7 @@ def _rehearse_rank(plan: Plan, rank: int, memory: list[dict[str, Any]], collecti
         mesh = build_mesh(plan, rank)
         short = shortened(plan, mesh["pipeline"].index)
         with fake_tensors():
-            session = Session.build(short, mesh, device)
+            session = Session.build(short, mesh, device, counting=balanced)
             shape = (plan.num_microbatches, t.micro_batch, t.sequence_length)
             batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
             for step in range(STEPS):

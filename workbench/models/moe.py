@@ -1,0 +1,275 @@
+"""A mixture of experts in place of a feed-forward layer: a router, many small experts, some that all tokens visit.
+
+Tokens are sorted by expert, so that each expert multiplies one contiguous slice (dropless: Gale et al. 2022,
+MegaBlocks, arXiv 2211.15841); with a capacity each expert has a fixed number of rows a sequence, and what finds none is
+dropped (Lepikhin et al. 2020, GShard, arXiv 2006.16668). Both capacity and auxiliary loss are those of one sequence, so
+that neither depends on how sequences are spread over ranks.
+
+Shapes: N tokens = B sequences x T, E experts, k choices a token, R rows = N x k (or E x B x capacity).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workbench.models.grouped import Grouped
+from workbench.models.seams import Activate, at_least_fp32
+from workbench.plan.shape import Moe, Shape
+
+Counting = Callable[[Tensor, int], list[Any]]
+"""Turns counts on the device, which add up to a total in their last dim, into integers of the host.
+
+`counted` reads them and waits for the device; a rehearsal, which has no values, takes them as `balanced`.
+"""
+
+
+def counted(counts: Tensor, total: int) -> list[Any]:
+    """The counts as they are."""
+    values: list[Any] = counts.tolist()
+    return values
+
+
+def balanced(counts: Tensor, total: int) -> list[Any]:
+    """As even as whole numbers allow, whatever the counts are."""
+    size = counts.shape[-1]
+    row = [total // size + (i < total % size) for i in range(size)]
+    return row if counts.dim() == 1 else [balanced(each, total) for each in counts.unbind()]
+
+
+class Choice(NamedTuple):
+    """What a router says: gates and experts [B, T, k], and its auxiliary loss, a scalar or None."""
+
+    gates_BTK: Tensor
+    experts_BTK: Tensor
+    auxiliary: Tensor | None
+
+
+class Rows(NamedTuple):
+    """Where tokens stand once sorted by expert."""
+
+    tokens_R: Tensor
+    """Token of each row."""
+    rows_NK: Tensor
+    """Row of each choice; any row where it is dropped."""
+    kept_NK: Tensor | None
+    """Which choices are not dropped; None: all."""
+    counts_E: Tensor | None
+    """Rows of each expert; None: all the same."""
+
+
+class Route(nn.Module):
+    """`route(x)`: softmax over experts, in fp32 or better, and the top k of it.
+
+    Gates are the softmax's own (Fedus et al. 2021, Switch, 2101.03961; DeepSeekMoE, 2401.06066) or, with
+    `renormalise`, divided by their sum (Mixtral, 2401.04088). `whole` turns what this rank counts of a sequence into
+    what all do that share the sequence.
+    """
+
+    def __init__(self, width: int, moe: Moe) -> None:
+        super().__init__()
+        self.moe = moe
+        self.weight = nn.Parameter(torch.empty(moe.experts, width))
+        self.whole: Callable[[Tensor], Tensor] = _alone
+
+    def forward(self, x_BTD: Tensor) -> Choice:
+        """Gates, experts and auxiliary loss of every token."""
+        scores_BTE = _Scores.apply(x_BTD, self.weight).softmax(-1)
+        gates, experts = scores_BTE.topk(self.moe.top_k, dim=-1)
+        if self.moe.renormalise:
+            gates = gates / gates.sum(-1, keepdim=True)
+        wanted = self.training and self.moe.auxiliary_loss > 0
+        return Choice(gates.to(x_BTD.dtype), experts, self._auxiliary(scores_BTE, experts) if wanted else None)
+
+    def _auxiliary(self, scores_BTE: Tensor, experts_BTK: Tensor) -> Tensor:
+        """coefficient x sum over sequences and tokens of experts x share of choices x score (2101.03961, eq. 4).
+
+        A sequence's mean times its tokens: over the batch's tokens, as the loss is, it is the mean over sequences.
+        """
+        chosen = experts_BTK.flatten(1)
+        counts_BE = torch.zeros_like(scores_BTE[:, 0]).scatter_add_(
+            1, chosen, torch.ones_like(chosen, dtype=scores_BTE.dtype)
+        )
+        counts_BE = self.whole(counts_BE)
+        shares_BE = counts_BE / counts_BE.sum(-1, keepdim=True) * self.moe.experts
+        return self.moe.auxiliary_loss * (shares_BE * scores_BTE.sum(1)).sum()
+
+
+class Experts(nn.Module):
+    """All routed experts of a layer: each projection's weights stacked, [experts, out, in]."""
+
+    def __init__(self, shape: Shape, moe: Moe) -> None:
+        super().__init__()
+        bias = shape.biases == "all"
+        self.gate = Grouped(moe.experts, shape.hidden, moe.ffn, bias) if shape.gated else None
+        self.up = Grouped(moe.experts, shape.hidden, moe.ffn, bias)
+        self.down = Grouped(moe.experts, moe.ffn, shape.hidden, bias)
+        self.activate = Activate(shape.mlp)
+
+    def forward(self, x_RD: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows [R, D], sorted by expert, `counts` of each, to the experts' outputs [R, D]."""
+        up = self.up(x_RD, counts)
+        wide = self.activate(up, None) if self.gate is None else self.activate(self.gate(x_RD, counts), up)
+        return self.down(wide, counts)
+
+
+class Exchange(nn.Module):
+    """`exchange(x, counts, experts)`: rows, sorted by expert, through whoever holds the experts; here: this device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting: Counting = counted
+
+    def forward(self, x_RD: Tensor, counts_E: Tensor | None, experts: Experts) -> Tensor:
+        """The experts' outputs [R, D], row by row."""
+        return experts(x_RD, self.host(counts_E, len(x_RD), len(experts.up.weight)))
+
+    def host(self, counts_E: Tensor | None, total: int, num_experts: int) -> list[int]:
+        """Rows of each expert, known to the host."""
+        return [total // num_experts] * num_experts if counts_E is None else self.counting(counts_E, total)
+
+
+class Mixture(nn.Module):
+    """The feed-forward layer as a mixture of experts; `shared` experts stand side by side in one dense layer."""
+
+    def __init__(self, shape: Shape, shared: nn.Module | None) -> None:
+        super().__init__()
+        assert shape.moe is not None
+        self.moe = shape.moe
+        self.route = Route(shape.hidden, shape.moe)
+        self.experts = Experts(shape, shape.moe)
+        self.shared = shared
+        self.exchange = Exchange()
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(feed-forward branch [B, T, D], auxiliary loss or None)."""
+        choice = self.route(x_BTD)
+        rows, gates_NK = self.rows(choice)
+        dispatched_RD = _Dispatch.apply(x_BTD.flatten(0, 1), rows)
+        returned_RD = self.exchange(dispatched_RD, rows.counts_E, self.experts)
+        y_BTD = _Combine.apply(returned_RD, gates_NK, rows.rows_NK).view_as(x_BTD)
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD), choice.auxiliary
+
+    def rows(self, choice: Choice) -> tuple[Rows, Tensor]:
+        """Where each choice goes, and the gates [N, k] of those that are not dropped."""
+        gates_NK = choice.gates_BTK.flatten(0, 1)
+        if self.moe.capacity is None:
+            return dropless(choice.experts_BTK, self.moe.experts), gates_NK
+        rows = limited(choice.experts_BTK, self.moe.experts, self.moe.capacity)
+        assert rows.kept_NK is not None
+        return rows, gates_NK * rows.kept_NK
+
+
+def dropless(experts_BTK: Tensor, num_experts: int) -> Rows:
+    """Every choice a row: sorted by expert, then by token."""
+    experts_R = experts_BTK.flatten()
+    order = experts_R.argsort(stable=True)
+    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    counts = torch.zeros(num_experts, dtype=order.dtype, device=order.device)
+    counts.scatter_add_(0, experts_R, torch.ones_like(experts_R))
+    top_k = experts_BTK.shape[-1]
+    return Rows(order // top_k, rows.view(-1, top_k), None, counts)
+
+
+def limited(experts_BTK: Tensor, num_experts: int, factor: float) -> Rows:
+    """`capacity` rows an expert and sequence; first choices before second ones, then earlier tokens first (2006.16668).
+
+    An empty row repeats the first token; nothing reads what it becomes.
+    """
+    batch, length, top_k = experts_BTK.shape
+    room = capacity(length, top_k, num_experts, factor)
+    device = experts_BTK.device
+    sequence_BTK = torch.arange(batch, device=device)[:, None, None].expand_as(experts_BTK)
+    queue = (sequence_BTK * num_experts + experts_BTK).transpose(1, 2).flatten()  # choices first
+    place_BTK = _place(queue, batch * num_experts).view(batch, top_k, length).transpose(1, 2)
+    kept = place_BTK < room
+    rows = ((experts_BTK * batch + sequence_BTK) * room + place_BTK.clamp(max=room - 1)).reshape(-1, top_k)
+    total = num_experts * batch * room
+    tokens = torch.arange(batch * length, device=device)[:, None].expand_as(rows)
+    kept_NK = kept.reshape(-1, top_k)
+    filled = torch.zeros(total + 1, dtype=rows.dtype, device=device)
+    filled.scatter_(0, rows.masked_fill(~kept_NK, total).flatten(), tokens.flatten())
+    return Rows(filled[:total], rows, kept_NK, None)
+
+
+def capacity(length: int, top_k: int, num_experts: int, factor: float) -> int:
+    """Rows that an expert has for one sequence of `length` tokens."""
+    return max(1, math.ceil(factor * length * top_k / num_experts - 1e-9))  # 1.1 x 10 is 11, not 12
+
+
+def _place(queue: Tensor, num_queues: int) -> Tensor:
+    """How many before it stand in the same queue, for each entry."""
+    order = queue.argsort(stable=True)
+    counts = torch.zeros(num_queues, dtype=queue.dtype, device=queue.device)
+    counts.scatter_add_(0, queue, torch.ones_like(queue))
+    starts = counts.cumsum(0) - counts
+    ranked = torch.arange(len(queue), device=queue.device) - starts[queue[order]]
+    return torch.empty_like(queue).scatter_(0, order, ranked)
+
+
+def _alone(counts: Tensor) -> Tensor:
+    return counts
+
+
+class _Scores(torch.autograd.Function):
+    """x W^T in fp32 or better; only what the model holds anyway is kept for backward, not its widened copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BTD, weight_ED)
+        return F.linear(at_least_fp32(x_BTD), at_least_fp32(weight_ED))
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        x_BTD, weight_ED = ctx.saved_tensors
+        outgoing = gradient_BTE @ at_least_fp32(weight_ED)
+        weight_gradient = gradient_BTE.flatten(0, -2).T @ at_least_fp32(x_BTD).flatten(0, -2)
+        return outgoing.to(x_BTD.dtype), weight_gradient.to(weight_ED.dtype)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows of tokens in the order of experts. Backward adds a token's choices in their order: the same every time."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, rows: Rows) -> Tensor:
+        ctx.save_for_backward(rows.rows_NK, rows.kept_NK)
+        return x_ND.index_select(0, rows.tokens_R)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_RD: Tensor) -> tuple[Tensor, None]:
+        rows_NK, kept_NK = ctx.saved_tensors
+        total: Tensor | None = None
+        for choice in range(rows_NK.shape[1]):
+            own = gradient_RD.index_select(0, rows_NK[:, choice])
+            if kept_NK is not None:
+                own *= kept_NK[:, choice, None]
+            total = own if total is None else total.add_(own)
+        assert total is not None
+        return total, None
+
+
+class _Combine(torch.autograd.Function):
+    """Each token's experts' outputs, weighted by its gates and added in the order of its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, gates_NK: Tensor, rows_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(y_RD, gates_NK, rows_NK)
+        total = y_RD.index_select(0, rows_NK[:, 0]).mul_(gates_NK[:, :1])
+        for choice in range(1, rows_NK.shape[1]):
+            total.addcmul_(y_RD.index_select(0, rows_NK[:, choice]), gates_NK[:, choice, None])
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor, Tensor, None]:
+        y_RD, gates_NK, rows_NK = ctx.saved_tensors
+        outgoing, gates = torch.zeros_like(y_RD), torch.empty_like(gates_NK)
+        for choice in range(rows_NK.shape[1]):
+            row = rows_NK[:, choice]
+            gates[:, choice] = (y_RD.index_select(0, row) * gradient_ND).sum(-1)
+            outgoing.index_add_(0, row, gradient_ND * gates_NK[:, choice, None])
+        return outgoing, gates, None
