@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """What the tensor is called in its file."""
+        """What the tensor is called in its file, where it is the only one of its name and kind there."""
         return f"{self.kind}/{self.name}"
 
 
@@ -109,14 +110,27 @@ def _write_rank(folder: Path, rank: int, tensors: list[Shard]) -> None:
         extent = tuple(stop - start for start, stop in shard.slices)
         assert tuple(shard.tensor.shape) == extent, (shard.name, shard.kind, tuple(shard.tensor.shape), extent)
     # Clones, because slices of one flat buffer share memory, which the format cannot say.
-    stored = {shard.key: shard.tensor.detach().cpu().contiguous().clone() for shard in tensors}
-    assert len(stored) == len(tensors), "two shards of one name and kind"
+    keys = _keys(tensors)
+    stored = {key: shard.tensor.detach().cpu().contiguous().clone() for key, shard in zip(keys, tensors)}
     path = folder / f"rank{rank:05d}.safetensors"
     save_file(stored, path)
     _sync(path)
-    index = [{"name": s.name, "kind": s.kind, "shape": s.shape, "slices": s.slices} for s in tensors]
+    index = [
+        {"key": key, "name": s.name, "kind": s.kind, "shape": s.shape, "slices": s.slices}
+        for key, s in zip(keys, tensors)
+    ]
     entry = {"file": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path), "tensors": index}
     _write_text(folder / f"rank{rank:05d}.json", json.dumps(entry))
+
+
+def _keys(tensors: list[Shard]) -> list[str]:
+    """What the shards are called in their file: several of one name and kind (boxes of a flat piece) are numbered."""
+    count: Counter[str] = Counter()
+    keys = []
+    for shard in tensors:
+        keys.append(f"{shard.key}#{count[shard.key]}" if count[shard.key] else shard.key)
+        count[shard.key] += 1
+    return keys
 
 
 def _commit(writing: Path, final: Path, writers: list[int], meta: dict[str, Any]) -> None:
@@ -201,15 +215,15 @@ def load(folder: Path, wanted: list[Shard]) -> dict[str, Any]:
     body = read_manifest(folder)
     pieces = _pieces(body)
     sources = [(shard, _sources(folder, shard, pieces)) for shard in wanted]
-    files = {file for _, found in sources for file, _ in found}
+    files = {file for _, found in sources for file, _, _ in found}
     for entry in body["files"]:
         if entry["file"] in files:
             _verify(folder / entry["file"], entry)
     with ExitStack() as stack:
         opened = {file: stack.enter_context(safe_open(folder / file, framework="pt")) for file in sorted(files)}
         for shard, found in sources:
-            for file, slices in found:
-                _copy(opened[file], shard, slices)
+            for file, key, slices in found:
+                _copy(opened[file], key, shard, slices)
     return dict(body["meta"])
 
 
@@ -225,8 +239,8 @@ def _pieces(body: dict[str, Any]) -> Pieces:
     return pieces
 
 
-def _sources(folder: Path, shard: Shard, pieces: Pieces) -> list[tuple[str, Slices]]:
-    """Files, and the slices in them, that overlap with what is wanted."""
+def _sources(folder: Path, shard: Shard, pieces: Pieces) -> list[tuple[str, str, Slices]]:
+    """Files, and the keys and slices in them, that overlap with what is wanted."""
     found = pieces.get((shard.name, shard.kind))
     if found is None:
         raise ValueError(
@@ -243,7 +257,7 @@ def _sources(folder: Path, shard: Shard, pieces: Pieces) -> list[tuple[str, Slic
     for file, tensor in found:
         slices = tuple((start, stop) for start, stop in tensor["slices"])
         if size := _size(_overlap(slices, shard.slices)):
-            overlapping.append((file, slices))
+            overlapping.append((file, tensor.get("key", shard.key), slices))
             covered += size
     if covered != _size(shard.slices):
         raise ValueError(
@@ -268,12 +282,12 @@ def _verify(path: Path, entry: dict[str, Any]) -> None:
         raise ValueError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from None
 
 
-def _copy(file: Any, shard: Shard, slices: Slices) -> None:
+def _copy(file: Any, key: str, shard: Shard, slices: Slices) -> None:
     """Copy what the stored slice and the wanted one have in common."""
     if not shard.shape:
-        shard.tensor.detach().copy_(file.get_tensor(shard.key))
+        shard.tensor.detach().copy_(file.get_tensor(key))
         return
     common = _overlap(slices, shard.slices)
     theirs = tuple(slice(s - first, e - first) for (s, e), (first, _) in zip(common, slices))
     ours = tuple(slice(s - first, e - first) for (s, e), (first, _) in zip(common, shard.slices))
-    shard.tensor.detach()[ours].copy_(file.get_slice(shard.key)[theirs])
+    shard.tensor.detach()[ours].copy_(file.get_slice(key)[theirs])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from workbench.engine import checkpoint
 from workbench.engine.checkpoint import Shard
 from workbench.engine.session import Session
-from workbench.plan.placement import coordinates
 
 
 class Saver:
@@ -29,7 +29,7 @@ class Saver:
         }
         shards = [shard for name, shard in self._shards() if self._saves(name, shard)]
         return checkpoint.save(
-            self.folder, step, shards, mesh.rank, self._writers(), meta, self._barrier, plan.checkpoint.keep
+            self.folder, step, shards, mesh.rank, self._writers(bool(shards)), meta, self._barrier, plan.checkpoint.keep
         )
 
     def load(self) -> int:
@@ -54,7 +54,7 @@ class Saver:
     def _saves(self, name: str, shard: Shard) -> bool:
         """Whether it is this rank that saves the shard; a count of steps goes with a tensor's first slice."""
         layout = self.session.part.store.layouts[name]
-        first = all(start == 0 for start, _ in layout.slices)
+        first = all(start == 0 for start, _ in layout.slices) and (layout.flat is None or layout.flat[0] == 0)
         return layout.owned(self.session.mesh) and (first or shard.kind != "step")
 
     def _shards(self) -> Iterator[tuple[str, Shard]]:
@@ -67,12 +67,14 @@ class Saver:
                     for part, slices in layout.parts(tensor):
                         yield name, Shard(layout.name, kind, part, layout.shape, slices)
 
-    def _writers(self) -> list[int]:
-        """Ranks that own something: the first replicas."""
-        plan = self.session.plan
-        sizes, placement = plan.sizes, plan.strategy.placement
-        places = {rank: coordinates(rank, sizes, placement) for rank in range(plan.world_size)}
-        return [rank for rank, where in places.items() if where["data"] == 0 and where["context"] == 0]
+    def _writers(self, owner: bool) -> list[int]:
+        """Ranks that own something, as all ranks agree."""
+        mesh = self.session.mesh
+        owners = torch.zeros(mesh.world_size, device=self.session.device)
+        owners[mesh.rank] = float(owner)
+        if mesh.world_size > 1:
+            dist.all_reduce(owners)
+        return [rank for rank, owns in enumerate(owners.tolist()) if owns]
 
     def _barrier(self) -> None:
         if self.session.mesh.world_size > 1:

@@ -36,15 +36,17 @@ def drawn(plan: Plan) -> Table | None:
 def executed(plan: Plan) -> tuple[Table, list[int]]:
     """(the table that the engine runs, with its transfers; layers of each stage) of a complete plan.
 
-    Without a pipeline a schedule has nothing to order: one stage, each microbatch forward and backward.
+    Without a pipeline a schedule has nothing to order: one stage, each microbatch forward and backward. Where gradients
+    are sharded by the microbatch they are reduced after every backward.
     """
     p = plan.strategy.pipeline
     assert isinstance(p.partition, list), "complete() the plan first"
-    table = drawn(plan)
+    table, data = drawn(plan), plan.strategy.data
+    each = data.zero >= 2 and data.reduce == "microbatch"
     if table is None and p.size == 1:
-        return executable(generate("1f1b", 1, plan.num_microbatches)), [sum(p.partition)]
+        return executable(generate("1f1b", 1, plan.num_microbatches), each), [sum(p.partition)]
     table = table or generate(p.schedule, p.size, plan.num_microbatches, p.chunks)
-    return executable(table), p.partition
+    return executable(table, each), p.partition
 
 
 def problem(plan: Plan) -> PlanError | None:

@@ -9,8 +9,10 @@ from workbench.schedules.simulate import Deadlock, simulate, uniform
 from workbench.schedules.table import Table
 
 
-def lower(table: Table) -> Table:
+def lower(table: Table, reduce_each: bool = False) -> Table:
     """Insert SEND and RECV in one globally consistent order, and one REDUCE_GRAD after a stage's last backward.
+
+    With `reduce_each` gradients are reduced after every backward instead.
 
     A RECV stands right before its use, so that no buffer is held early, and beside the SEND before it, so that the
     executor posts both at once. Where that would deadlock, receives follow the order of the sends instead.
@@ -21,10 +23,10 @@ def lower(table: Table) -> Table:
     rows = _just_in_time(table)
     if not _safe(_with_rows(table, rows)):
         rows = _in_order_of_sends(table)
-    return _with_rows(table, [_with_reduction(row) for row in rows])
+    return _with_rows(table, [_with_reduction(row, reduce_each) for row in rows])
 
 
-def executable(table: Table) -> Table:
+def executable(table: Table, reduce_each: bool = False) -> Table:
     """The table with all that an executor needs: transfers where it has none, a REDUCE_GRAD for every stage.
 
     UNSHARD and RESHARD are left out: when parameters are gathered is not the schedule's to say. Raises Deadlock where
@@ -32,9 +34,9 @@ def executable(table: Table) -> Table:
     """
     rows = [[a for a in row if a.kind not in ("UNSHARD", "RESHARD")] for row in table.rows]
     if table.lowered:
-        return _with_rows(table, [_with_reduction(row) for row in rows])
+        return _with_rows(table, [_with_reduction(row, reduce_each) for row in rows])
     plain = [[a for a in row if a.kind != "REDUCE_GRAD"] for row in rows]
-    return lower(_with_rows(table, plain))
+    return lower(_with_rows(table, plain), reduce_each)
 
 
 def forwards(table: Table) -> Table:
@@ -134,15 +136,15 @@ def _peer(table: Table, action: Action) -> int:
     return table.placement[stage] if 0 <= stage < table.stages else -1
 
 
-def _with_reduction(row: list[Action]) -> list[Action]:
+def _with_reduction(row: list[Action], each: bool) -> list[Action]:
     """REDUCE_GRAD after each stage's last backward and the transfers that follow it, so that no peer waits for it.
 
-    A stage that has one keeps it.
+    A stage that has one keeps it. With `each` it follows every backward.
     """
     reduced = {a.stage for a in row if a.kind == "REDUCE_GRAD"}
-    last = {a.stage: i for i, a in enumerate(row) if a.kind in ("B", "W") and a.stage not in reduced}
+    done = [(a.stage, i) for i, a in enumerate(row) if a.kind in ("B", "W") and a.stage not in reduced]
     due: dict[int, list[Action]] = {}
-    for stage, index in last.items():
+    for stage, index in done if each else dict(done).items():
         while index + 1 < len(row) and row[index + 1].is_p2p:
             index += 1
         due.setdefault(index, []).append(Action(stage, "REDUCE_GRAD"))
