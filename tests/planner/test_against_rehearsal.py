@@ -63,3 +63,15 @@ def test_sequences_spread_over_ranks(model: Any, precision: str, gpus: int, algo
     estimated, rehearsed = estimate(plan), rehearse(plan)
     assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
     assert traffic(estimated) == traffic(rehearsed)
+
+
+@pytest.mark.parametrize("what", ["selective", "full", [0, 2]], ids=str)
+@pytest.mark.parametrize(
+    ("model", "precision", "strategy", "gpus"),
+    [("tiny", "bf16", "tensor-pipeline", 4), (ODD, "fp32", "single", 1), ("tiny", "fp32", "ring-attention", 2)],
+)
+def test_recomputation(model: Any, precision: str, strategy: str, gpus: int, what: Any) -> None:
+    plan = small(model, strategy, gpus, precision).replace(**{"strategy.recompute": what})
+    estimated, rehearsed = estimate(plan), rehearse(plan)
+    assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
+    assert traffic(estimated) == traffic(rehearsed)

@@ -102,7 +102,7 @@ def _exchanged(w: Workload) -> Number:
     """What Ulysses keeps beside: repeated key-value heads, and the result both as heads and as tokens."""
     if w.setting.context_algorithm == "ring" or not w.setting.contexts:
         return 0.0
-    more = (w.repeated_heads - 1) * (w.k_width + w.v_width) + w.o_width
+    more = (w.repeated_heads - 1) * (w.k_width + w.v_width) + w.o_width * (1 - w.knobs.selective)
     return (w.knobs.context > 1) * more * w.tokens * w.element
 
 

@@ -89,18 +89,29 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
     logits = flight.logits - w.last * head.logits
     before = flight.all - w.last * head.saved
     again = layer.whole - layer.saved
-    again = np.where(w.recomputed > 0, np.maximum(0.0, layer.saved - layer.checkpoint), again)
+    remade = np.maximum(0.0, layer.saved - layer.checkpoint)
+    last_again = (w.recomputed > 0) & (w.kept_after == 0)
+    again = np.where(last_again, remade, again)
     incoming: Live = {
         "communication": np.asarray((1 - w.last) * w.stream / w.sequence_parallel),
         "temporary": np.asarray(w.last * w.stream + _waiting(w)),
     }
-    released = layer.released * (w.recomputed == 0)
+    released = layer.released * ~last_again
+    earlier = before - np.minimum(w.kept_after, w.layers) * layer.saved
     return {
         "layer": plus(
             {"activations": before, "logits": logits, "temporary": np.asarray(layer.transient + again)}, incoming
         ),
         "norm": plus(
             {"activations": before - released, "logits": logits, "temporary": w.nothing + layer.norm}, incoming
+        ),
+        "remade": plus(
+            {
+                "activations": np.where(w.recomputed > 0, earlier, 0.0),
+                "logits": logits,
+                "temporary": np.where(w.recomputed > 0, layer.transient + remade, 0.0),
+            },
+            {"communication": incoming["communication"]},
         ),
         "embedding": {
             "activations": before - flight.one,

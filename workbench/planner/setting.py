@@ -99,6 +99,8 @@ class Knobs:
     selective: Number
     recomputed: Array
     """Layers recomputed in full, by pipeline rank (first axis)."""
+    kept_after: Array
+    """Layers behind the last of them on its rank, which keep all."""
     strides: dict[str, Number]
     """Axis -> distance in ranks between neighbours along it."""
 
@@ -138,6 +140,7 @@ def moment_bytes(plan: Plan) -> float:
 def knobs_of(plan: Plan) -> Knobs:
     """The one candidate that a complete plan is."""
     s, sizes = plan.strategy, plan.sizes
+    recomputed, kept_after = recomputed_of(plan)
     replicas = sizes["data"] * sizes["context"]
     mean = plan.world_size / (sizes["tensor"] * sizes["context"] * sizes["pipeline"])
     return Knobs(
@@ -148,7 +151,7 @@ def knobs_of(plan: Plan) -> Knobs:
         reduce_microbatch=float(s.data.reduce == "microbatch"), keep_gathered=float(s.data.keep_gathered),
         overlap=float(s.data.overlap), bucket_bytes=s.data.bucket_mib * 2**20,
         gradient_element=gradient_element(s.gradient_dtype, BYTES[s.precision]),
-        selective=float(s.recompute == "selective"), recomputed=recomputed_of(plan),
+        selective=float(s.recompute == "selective"), recomputed=recomputed, kept_after=kept_after,
         strides=strides(s.placement, sizes | {"data": mean}),
     )  # fmt: skip
 
@@ -191,11 +194,20 @@ def stage_homes(pipeline: int, schedule: str, stages: int, table: Table | None) 
     return np.where((stage // pipeline % 2 == 1) & back, pipeline - 1 - ranks, ranks)
 
 
-def recomputed_of(plan: Plan) -> Array:
-    """Layers recomputed in full on each pipeline rank of a complete plan."""
+def recomputed_of(plan: Plan) -> tuple[Array, Array]:
+    """(layers recomputed in full, those behind the last of them) on each pipeline rank of a complete plan."""
     pipeline, recompute = plan.strategy.pipeline, plan.strategy.recompute
     assert isinstance(pipeline.partition, list)
     homes = stage_homes(pipeline.size, pipeline.schedule, len(pipeline.partition), drawn(plan))
     where = np.repeat(homes, pipeline.partition)
     chosen = np.isin(np.arange(len(where)), recompute) if isinstance(recompute, list) else recompute == "full"
-    return np.bincount(where[np.broadcast_to(chosen, where.shape)], minlength=pipeline.size).astype(float)
+    return counted(where, np.broadcast_to(chosen, where.shape), pipeline.size)
+
+
+def counted(where: NDArray[np.int64], chosen: NDArray[np.bool_], pipeline: int) -> tuple[Array, Array]:
+    """(layers `chosen`, layers behind the last chosen one, 0 where there is none) on each rank; `where` is each
+    layer's rank."""
+    number = np.bincount(where[chosen], minlength=pipeline).astype(float)
+    own = [np.flatnonzero(chosen[where == rank]) for rank in range(pipeline)]
+    held = np.bincount(where, minlength=pipeline)
+    return number, np.array([held[rank] - 1 - at[-1] if len(at) else 0 for rank, at in enumerate(own)], dtype=float)

@@ -64,14 +64,16 @@ def _tensor(w: Workload) -> list[Call]:
 
         return tiled(w)
     t, m, dtype, stream = w.tensor, w.microbatches, w.dtype, w.stream
-    two, first, last, again = 2 * w.layers, w.first, w.last, 2 * w.recomputed
+    two, first, last, gathered = 2 * w.layers, w.first, w.last, 2 * w.recomputed
+    # What nothing needs is not made again: the sum at a layer's end, unless a stack runs whole layers.
+    again = (1 + w.setting.software.repeats_whole) * w.recomputed
     on, off = w.knobs.sequence, 1 - w.knobs.sequence
     return [
         Call("tensor", "all_reduce", t, dtype, stream, off * m * (two + first), "F"),
         Call("tensor", "all_reduce", t, dtype, stream, off * m * (two + last + again), "B"),
         Call("tensor", "all_gather", t, dtype, stream, on * m * (two + last), "F"),
         Call("tensor", "reduce_scatter", t, dtype, stream, on * m * (two + first), "F"),
-        Call("tensor", "all_gather", t, dtype, stream, on * m * (two + first + two + again), "B"),
+        Call("tensor", "all_gather", t, dtype, stream, on * m * (two + first + two + gathered), "B"),
         Call("tensor", "reduce_scatter", t, dtype, stream, on * m * (two + last + again), "B"),
         *_shared_heads(w),
     ]
@@ -97,17 +99,22 @@ def _context(w: Workload) -> list[Call]:
     for tokens, queries, keys and values at once, and the result back (2309.14509)."""
     c, dtype, times = w.knobs.context, w.dtype, w.microbatches * w.layers
     keys = (w.k_width + w.v_width) * w.tokens * w.element
+    again = w.microbatches * (w.recomputed + w.knobs.selective * w.layers)
     if w.setting.context_algorithm == "ring":
         wide = "fp32" if w.element < w.wide else dtype
-        around = [("F", dtype, keys), ("B", dtype, keys), ("B", wide, keys * (w.wide / w.element))]
+        around = [
+            ("F", dtype, keys, times), ("B", dtype, keys, times + again),
+            ("B", wide, keys * (w.wide / w.element), times),
+        ]  # fmt: skip
         return [
-            Call("context", kind, c, name, size, times * (c - 1), action)
-            for action, name, size in around
+            Call("context", kind, c, name, size, often * (c - 1), action)
+            for action, name, size, often in around
             for kind in ("send", "recv")
         ]
     keys = keys * w.repeated_heads
     sizes = (keys + w.q_width * w.tokens * w.element, w.o_width * w.tokens * w.element)
-    return [Call("context", "all_to_all", c, dtype, size, times, action) for action in ("F", "B") for size in sizes]
+    often = {"F": times, "B": times + w.microbatches * w.recomputed}
+    return [Call("context", "all_to_all", c, dtype, size, often[action], action) for action in often for size in sizes]
 
 
 def _experts(w: Workload) -> list[Call]:

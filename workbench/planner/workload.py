@@ -97,6 +97,11 @@ class Workload:
         """Layers recomputed in full, by pipeline rank."""
         return self.knobs.recomputed
 
+    @property
+    def kept_after(self) -> Array:
+        """Layers behind the last of them on its rank, which keep all."""
+        return self.knobs.kept_after
+
     @cached_property
     def held(self) -> Held:
         """Parameters of each pipeline rank before data parallelism shards anything."""

@@ -86,7 +86,7 @@ class Cell:
             "pipeline": self.setting.pipeline,
         }  # fmt: skip
         recompute = index.get("recompute", np.zeros((), dtype=int))
-        recomputed = self.stages.recomputed[:, recompute.ravel()]
+        again = (len(rows), *(1,) * (dims - recompute.ndim), *recompute.shape)
         knobs = Knobs(
             tensor=split.tensor, context=split.context, expert=split.expert, grid=(split.side, split.depth),
             micro_batch=split.micro_batch, sequence=split.sequence, shard=np.where(group == 0, replicas, group),
@@ -94,7 +94,8 @@ class Cell:
             reduce_microbatch=take["reduce"], keep_gathered=take["keep_gathered"], overlap=take["overlap"],
             bucket_bytes=take["bucket_mib"] * 2**20, gradient_element=self._gradients(index),
             selective=_at(np.array([kind == "selective" for kind in self.values["recompute"]], float), recompute),
-            recomputed=recomputed.reshape((len(rows), *(1,) * (dims - recompute.ndim), *recompute.shape)),
+            recomputed=self.stages.recomputed[:, recompute.ravel()].reshape(again),
+            kept_after=self.stages.kept_after[:, recompute.ravel()].reshape(again),
             strides=self._strides(index, sizes),
         )  # fmt: skip
         ahead = (len(rows), *(1,) * dims)
