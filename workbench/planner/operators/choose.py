@@ -10,14 +10,14 @@ from typing import Literal
 import numpy as np
 
 from workbench.plan.errors import PlanError, Problem, refuse
+from workbench.plan.operators import Form, written
 from workbench.plan.shape import Shape
 from workbench.planner.operators.chain import solve_chain
 from workbench.planner.operators.cost import Bytes
-from workbench.planner.operators.form import written
 from workbench.planner.operators.graph import solve_graph
 from workbench.planner.operators.layer import Graph, branch, layer, model
 from workbench.planner.operators.mesh import Machine, mesh
-from workbench.planner.operators.operator import Form, Operator, Strategy
+from workbench.planner.operators.operator import Operator, Strategy
 from workbench.planner.operators.price import Priced, price
 from workbench.planner.operators.problem import Between
 from workbench.planner.operators.reason import reason

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from workbench.plan.errors import refuse
+from workbench.plan.operators import factors
 
 SHARE = {"all_reduce": 2.0, "all_gather": 1.0, "all_to_all": 1.0}
 """Times (n-1)/n of its bytes that a rank sends, by kind: of the sum, of the gathered tensor, of the rank's own part."""
@@ -108,11 +109,3 @@ def _along(value: float | tuple[float, ...], name: str, sizes: list[int]) -> tup
     if len(value) != len(sizes):
         raise refuse(f"machine.{name}", f"has {len(value)} values for {len(sizes)} axes {sizes}; legal: one an axis")
     return value
-
-
-def factors(number: int) -> list[int]:
-    """Prime factors, smallest first: 12 -> [2, 2, 3]."""
-    for prime in range(2, math.isqrt(number) + 1):
-        if number % prime == 0:
-            return [prime, *factors(number // prime)]
-    return [number] if number > 1 else []

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from workbench.plan.errors import refuse
+from workbench.plan.operators import read
 from workbench.plan.schema import Plan
 from workbench.planner.compute import peak
 from workbench.planner.constants import Constants, constants
 from workbench.planner.operators.choose import choose
 from workbench.planner.operators.cost import Bytes
-from workbench.planner.operators.form import read
 from workbench.planner.operators.mesh import Machine
 from workbench.planner.operators.result import OperatorPlan
 

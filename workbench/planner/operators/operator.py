@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from workbench.planner.operators.mesh import Mesh, factors
+from workbench.plan.operators import Form, placed
+from workbench.planner.operators.mesh import Mesh
 
-Form = tuple[tuple[int, ...], ...]
-"""A strategy in MindSpore's form: pieces of each dimension of each input."""
 Layout = tuple[int | None, ...]
 """Of a tensor: for each mesh axis the position of the dimension that it splits, None where it repeats the tensor."""
 
@@ -101,21 +100,11 @@ def _on_grid(operator: Operator, mesh: Mesh) -> Iterator[tuple[str | None, ...]]
 
 
 def _on_ranks(operator: Operator, mesh: Mesh) -> Iterator[tuple[str | None, ...]]:
-    dims = [dim for dim in operator.dims if dim.units > 1]
+    dims, sizes = [dim for dim in operator.dims if dim.units > 1], [axis.size for axis in mesh.axes]
     legal = [[n for n in range(1, mesh.ranks + 1) if mesh.ranks % n == 0 and dim.units % n == 0] for dim in dims]
     for pieces in product(*legal):
         if mesh.ranks % math.prod(pieces) == 0:
-            yield _placed(operator.dims[0].name, {dim.name: n for dim, n in zip(dims, pieces)}, mesh)
-
-
-def _placed(first: str, pieces: dict[str, int], mesh: Mesh) -> tuple[str | None, ...]:
-    """The axes that take the pieces: outermost for the first dimension, innermost for the others, the last first."""
-    placement: list[str | None] = [None] * len(mesh.axes)
-    for name in [name for name in pieces if name == first] + [name for name in reversed(pieces) if name != first]:
-        for prime in factors(pieces[name]):
-            free = [a for a, axis in enumerate(mesh.axes) if axis.size == prime and placement[a] is None]
-            placement[free[0] if name == first else free[-1]] = name
-    return tuple(placement)
+            yield placed(operator.dims[0].name, {dim.name: n for dim, n in zip(dims, pieces)}, sizes)
 
 
 def _pieces(name: str, placement: tuple[str | None, ...], mesh: Mesh) -> int:
