@@ -111,7 +111,7 @@ def test_what_cannot_be_rehearsed_is_refused_by_name(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("field, value", [
-    ("strategy.precision", "fp16"), ("strategy.kernels", "compiled"), ("strategy.pipeline.schedule", "zb-h1"),
+    ("strategy.precision", "fp8"), ("strategy.kernels", "compiled"), ("strategy.pipeline.schedule", "zb-h1"),
     ("strategy.recompute", "full"),
 ])  # fmt: skip
 def test_fields_that_cannot_be_rehearsed_are_named(field: str, value: str) -> None:

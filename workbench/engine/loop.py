@@ -48,7 +48,9 @@ class Loop:
         shape = (plan.num_microbatches, plan.training.micro_batch, plan.training.sequence_length)
         self.tokens = torch.zeros(shape, dtype=torch.long, device=accelerator.device)
         self.targets = torch.zeros_like(self.tokens)
-        self.saver = Saver(self.session, run_dir)
+        self.saver = Saver(self.session, run_dir, self._saved)
+        if plan.checkpoint.every:
+            self.saver.prepare()
 
     def _text(self) -> TextSampler:
         t, data = self.plan.training, self.mesh["data"]
@@ -74,6 +76,7 @@ class Loop:
             if stopping != GO_ON:
                 break
         self._end_window()
+        self._finish_saving()
         self.trackers.close()
         self._phase("done")
         self.telemetry.record("bye", step=self.index)
@@ -88,17 +91,21 @@ class Loop:
         self._fill(*self.text.batch(self.index))
         asked = self._asked_to_stop()
         result = self._sampled(asked) if sampled else self._plain(asked)
-        loss, norm, stop = torch.stack(result).tolist()
-        t = self.plan.training
+        loss, norm, stop, *scaling = torch.stack([x for x in result if x is not None]).tolist()
+        t, scaler = self.plan.training, self.session.scaler
+        scheduled = self.index - (scaler.skipped if scaler else 0)
+        skipped = bool(scaler and scaling[1])
+        if scaler:
+            scaler.tell(skipped)
         record: dict[str, Any] = {
             "step": self.index,
             "loss": loss,
             "seconds": time.perf_counter() - began,
             "tokens": t.global_batch * t.sequence_length,
             "gradient_norm": norm,
-            "learning_rate": learning_rate(self.index, t.optimizer, t.steps),
-            "loss_scale": None,
-            "skipped": False,
+            "learning_rate": learning_rate(scheduled, t.optimizer, t.steps),
+            "loss_scale": scaling[0] if scaler else None,
+            "skipped": skipped,
             "bytes": self.meter.now(),
             "action": self.follower.doing,
         }
@@ -164,15 +171,25 @@ class Loop:
         self._phase("training")
 
     def _save(self, asked: bool) -> None:
-        """Write a checkpoint, when its turn has come or the run is asked to leave one."""
+        """Have a checkpoint written, when its turn has come or the run is asked to leave one."""
+        self.saver.check()
         every, last = self.plan.checkpoint.every, self.index == self.plan.training.steps
         if not asked and not (every and (self.index % every == 0 or last)):
             return
         self._end_window()
         self._phase("checkpointing")
-        path = self.saver.save(self.index)
-        self.telemetry.record("checkpoint", step=self.index, path=str(path))
+        self.saver.save(self.index)
         self._phase("training")
+
+    def _saved(self, step: int, path: Path, seconds: float) -> None:
+        """A checkpoint counts from now on; told by the thread that has written it."""
+        self.telemetry.record("checkpoint", step=step, path=str(path), seconds=seconds)
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint under way, before the run ends."""
+        self._phase("checkpointing")
+        self.saver.wait()
+        self.saver.close()
 
     def _phase(self, phase: str) -> None:
         self.telemetry.record("phase", phase=phase, step=self.index)

@@ -83,15 +83,16 @@ class Optimizer:
         return state
 
     @torch.no_grad()
-    def step(self, step_index: int, scale: Tensor | None = None) -> None:
+    def step(self, step_index: int, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
         """One update with the learning rate of `step_index`; gradients are first multiplied by `scale` (0-d).
 
-        Gradients may be scaled in place: they are spent afterwards.
+        Gradients may be scaled in place: they are spent afterwards. Where `skip` (0-d, fp32) is 1 instead of 0,
+        whatever the gradients are, nothing changes, counts of steps included.
         """
         rate = learning_rate(step_index, self.config, self.total_steps)
         for decayed in (True, False):
             for names in self._pieces([n for n in self.parameters if _is_matrix(self.layouts[n]) == decayed]):
-                self._update(names, rate, self.config.weight_decay if decayed else 0.0, scale)
+                self._update(names, rate, self.config.weight_decay if decayed else 0.0, scale, skip)
 
     def _pieces(self, names: list[str]) -> Iterator[list[str]]:
         """Names in runs that need at most `CAST_BYTES` of cast gradients (a larger tensor stands alone)."""
@@ -112,37 +113,53 @@ class Optimizer:
         """What the update is applied to: the master where there is one."""
         return self._state[name].get("master", self.parameters[name].detach())
 
-    def _update(self, names: list[str], rate: float, decay: float, scale: Tensor | None) -> None:
+    def _update(self, names: list[str], rate: float, decay: float, scale: Tensor | None, skip: Tensor | None) -> None:
         targets = [self._target(name) for name in names]
+        skip = None if skip is None else skip.to(targets[0].device)
         gradients = [self.gradients[name].to(target.dtype) for name, target in zip(names, targets)]
         if scale is not None:
             torch._foreach_mul_(gradients, scale.to(targets[0].device))
         if self.config.name == "adamw":
-            self._adamw(names, targets, gradients, rate, decay)
+            self._adamw(names, targets, gradients, rate, decay, skip)
         else:
-            self._sgd(names, targets, gradients, rate, decay)
+            self._sgd(names, targets, gradients, rate, decay, skip)
         for name, target in zip(names, targets):
             if "master" in self._state[name]:
                 self.parameters[name].detach().copy_(target)
 
     def _adamw(
-        self, names: list[str], targets: list[Tensor], gradients: list[Tensor], rate: float, decay: float
+        self,
+        names: list[str],
+        targets: list[Tensor],
+        gradients: list[Tensor],
+        rate: float,
+        decay: float,
+        skip: Tensor | None,
     ) -> None:
         adamw(
             targets, gradients, self._all(names, "moment1"), self._all(names, "moment2"), [], self._all(names, "step"),
             fused=True, foreach=False, amsgrad=False, maximize=False, lr=rate, weight_decay=decay,
-            beta1=self.config.beta1, beta2=self.config.beta2, eps=self.config.epsilon,
+            beta1=self.config.beta1, beta2=self.config.beta2, eps=self.config.epsilon, found_inf=skip,
         )  # fmt: skip
 
-    def _sgd(self, names: list[str], targets: list[Tensor], gradients: list[Tensor], rate: float, decay: float) -> None:
+    def _sgd(
+        self,
+        names: list[str],
+        targets: list[Tensor],
+        gradients: list[Tensor],
+        rate: float,
+        decay: float,
+        skip: Tensor | None,
+    ) -> None:
+        taken = 1.0 if skip is None else 1 - skip
         if decay:
-            torch._foreach_mul_(targets, 1 - rate * decay)
+            torch._foreach_mul_(targets, 1 - rate * decay * taken)
         momentum: list[Tensor | None] = list(self._all(names, "moment1")) if self.config.beta1 else [None] * len(names)
         sgd(
             targets, gradients, momentum, fused=True, foreach=False, weight_decay=0.0, momentum=self.config.beta1,
-            lr=rate, dampening=0.0, nesterov=False, maximize=False,
+            lr=rate, dampening=0.0, nesterov=False, maximize=False, found_inf=skip,
         )  # fmt: skip
-        torch._foreach_add_(self._all(names, "step"), 1.0)
+        torch._foreach_add_(self._all(names, "step"), taken)
 
     def _all(self, names: list[str], kind: str) -> list[Tensor]:
         return [self._state[name][kind] for name in names]

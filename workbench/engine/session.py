@@ -16,6 +16,7 @@ from torch import Tensor
 
 from workbench.engine.optimizer import Optimizer
 from workbench.engine.precision import dtypes
+from workbench.engine.scaler import LossScaler, overflow, unowned
 from workbench.models.moe import Counting, counted
 from workbench.parallel.apply import Parallelised, parallelise
 from workbench.parallel.context.apply import own_tokens
@@ -53,11 +54,14 @@ class Unobserved:
 
 
 class StepResult(NamedTuple):
-    """Scalars on the device, equal on every rank: mean loss over the step's tokens, and the global gradient norm."""
+    """Scalars on the device, equal on every rank: mean loss over the step's tokens, the global gradient norm, the sum
+    of all wishes to stop; where the loss is scaled, by what it was, and 1 where the step was skipped for it."""
 
     loss: Tensor
     gradient_norm: Tensor
     stop: Tensor
+    loss_scale: Tensor | None = None
+    skipped: Tensor | None = None
 
 
 @dataclass
@@ -70,6 +74,7 @@ class Session:
     part: Parallelised
     optimizer: Optimizer
     executor: Executor
+    scaler: LossScaler | None = None
 
     @classmethod
     def build(
@@ -103,19 +108,23 @@ class Session:
             whole=part.head,
             together=frozenset({0, table.stages - 1} & set(stages)) if plan.shape.tied else frozenset(),
         )
-        return cls(plan, mesh, device, part, optimizer, executor)
+        scaler = LossScaler(device) if own == torch.float16 else None
+        return cls(plan, mesh, device, part, optimizer, executor, scaler)
 
     def step(
         self, index: int, tokens_MBT: Tensor, targets_MBT: Tensor, observer: Observer | None = None, stop: int = 0
     ) -> StepResult:
         """One optimizer step on this data-parallel rank's microbatches [M, B, T]; `index` counts from 0.
 
+        Steps that loss scaling has skipped do not move the learning rate's schedule, the text goes on (as in
+        Megatron-LM's `train_step` and Accelerate's scheduler).
         The loss is divided by the step's global number of valid tokens: text is packed, so all are valid.
         `stop` is what this rank asks of all (0: nothing); the sum of all wishes comes back with the step's reduction.
         """
         watch = observer or Unobserved()
         t = self.plan.training
-        scale = 1.0 / (t.global_batch * t.sequence_length)
+        scale: Tensor | float = 1.0 / (t.global_batch * t.sequence_length)
+        scale = scale if self.scaler is None else self.scaler.scale * scale
         self.part.store.start()
         self.part.auxiliary.start(scale)
         loss = self.executor.step(self._own(tokens_MBT), self._own(targets_MBT), scale, watch.action)
@@ -126,14 +135,24 @@ class Session:
             sum_tied(self.part.store.gradients[self.part.tied_across_stages], self.mesh["pipeline"], peer)
         watch.moment("before_optimizer")
         with watch.action("CLIP", None):
-            loss_sum, norm, stopping = self._agree(loss, stop)
-            factor = clip_factor(norm, self.plan.training.optimizer.clip)
+            result = self._unscaled(*self._agree(loss, stop))
+            factor = clip_factor(result.gradient_norm, t.optimizer.clip)
+            if result.loss_scale is not None:
+                factor = (1.0 if factor is None else factor) / result.loss_scale
         with watch.action("OPTIMIZER", None):
             self.part.store.fetch()
-            self.optimizer.step(index, factor)
+            self.optimizer.step(index - (self.scaler.skipped if self.scaler else 0), factor, result.skipped)
             self.part.store.publish()
         watch.moment("after_optimizer")
-        return StepResult(loss_sum, norm, stopping)
+        return result
+
+    def _unscaled(self, loss: Tensor, norm: Tensor, stop: Tensor) -> StepResult:
+        """What all ranks agreed on, without the loss scale, which then goes on to the next step's."""
+        if self.scaler is None:
+            return StepResult(loss, norm, stop)
+        scale, skipped = self.scaler.scale.clone(), overflow(norm)
+        self.scaler.update(skipped)
+        return StepResult(loss / scale, norm / scale, stop, scale, skipped)
 
     def _own(self, x_MBT: Tensor) -> Tensor:
         """Of whole sequences, what this rank's place on the context axis sees."""
@@ -142,6 +161,8 @@ class Session:
     def _agree(self, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Loss and gradient norm of the whole job, by one small sum over all ranks."""
         square = square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh)
+        if self.scaler is not None:
+            square = square + unowned(self.part.store.gradients, self.part.store.layouts, self.mesh)
         counted = loss is not None and self.mesh["tensor"].index == 0
         own_loss = loss.to(square.dtype) if counted and loss is not None else torch.zeros_like(square)
         both = torch.stack((own_loss, square, torch.full_like(square, float(stop))))

@@ -48,7 +48,7 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ),
     ("strategy.operators", lambda p: p.strategy.operators, ({},)),
     ("strategy.recompute", lambda p: p.strategy.recompute, ("none", [])),
-    ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "bf16")),
+    ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "bf16", "fp16")),
     ("strategy.kernels", lambda p: p.strategy.kernels, ("eager",)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
     ("model.positions", lambda p: p.shape.positions, ("rope", "learned")),

@@ -80,7 +80,7 @@ class Executor:
         self.flight = Flight()
 
     def step(
-        self, tokens_MBT: Tensor, targets_MBT: Tensor, scale: float, observe: Observer | None = None
+        self, tokens_MBT: Tensor, targets_MBT: Tensor, scale: float | Tensor, observe: Observer | None = None
     ) -> Tensor | None:
         """Run the row once: every microbatch forward and backward, gradients accumulated and reduced.
 
@@ -99,7 +99,7 @@ class Executor:
         row: list[list[Action]],
         tokens_MBT: Tensor,
         targets_MBT: Tensor,
-        scale: float | None,
+        scale: float | Tensor | None,
         observe: Observer | None,
     ) -> Tensor | None:
         flight = self.flight = Flight()
@@ -129,7 +129,9 @@ class Executor:
                 self.hooks.reduce(each)
         return None
 
-    def _forward(self, action: Action, flight: Flight, tokens: Tensor, targets: Tensor, scale: float | None) -> None:
+    def _forward(
+        self, action: Action, flight: Flight, tokens: Tensor, targets: Tensor, scale: float | Tensor | None
+    ) -> None:
         stage, microbatch = key = _key(action)
         x = tokens[microbatch] if stage == 0 else self._input(key, flight)
         with self._splitting(key, flight):

@@ -1,0 +1,184 @@
+"""Loss scaling goes as torch's, and in step: one rank's overflow makes every rank skip, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.test_precision import text_of
+from tests.parallel.small import GPT, LLAMA, plan
+from workbench.engine import scaler as scaler_module
+from workbench.engine import session as session_module
+from workbench.engine.forked import run_ranks
+from workbench.engine.scaler import INITIAL, LossScaler, overflow
+from workbench.engine.session import Session, StepResult
+from workbench.parallel.data.store import Store
+from workbench.parallel.mesh import build_mesh
+from workbench.plan.schema import Plan
+
+CPU = torch.device("cpu")
+MESHES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "data 2": ((1, 1, 2), {}),
+    "tensor 2": ((2, 1, 1), {}),
+    "pipeline 2": ((1, 2, 1), {}),
+    "tensor 2 x data 2": ((2, 1, 2), {"strategy.tensor.sequence": True}),
+    "tensor 2 x pipeline 2": ((2, 2, 1), {}),
+    "zero-1": ((1, 1, 2), {"strategy.data.zero": 1}),
+    "zero-3": ((1, 1, 2), {"strategy.data.zero": 3}),
+    "zero-1 offload": ((1, 1, 2), {"strategy.data.zero": 1, "strategy.data.offload": "optimizer"}),
+    "context 2": ((1, 1, 2), {"strategy.context.size": 2, "training.global_batch": 4}),
+    "sgd": ((1, 1, 2), {"training.optimizer.name": "sgd"}),
+}
+
+
+def made(mesh: Sequence[int], changes: dict[str, Any], shape: dict[str, Any] = LLAMA) -> Plan:
+    half = {"strategy.precision": "fp16", "training.optimizer.weight_decay": 0.5}
+    return plan(*mesh, shape=shape, changes=half | changes, layers=2, microbatches=2).complete()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """What torch imports late is imported before ranks are forked."""
+    one = made((1, 1, 1), {})
+    steps(one, {}, 0)
+
+
+class Seen(NamedTuple):
+    """What a step gave, and the state's hash after it."""
+
+    numbers: tuple[float, ...]
+    state: tuple[int, ...]
+
+
+def everything(session: Session) -> list[Tensor]:
+    """All that training carries from step to step, but the scale."""
+    states = session.optimizer.state().values()
+    return [*session.part.store.values.values(), *(x for state in states for x in state.values())]
+
+
+def fingerprint(session: Session) -> tuple[int, ...]:
+    return tuple(hash(x.numpy().tobytes()) for x in (x.detach().clone() for x in everything(session)))
+
+
+def numbers(result: StepResult) -> tuple[float, ...]:
+    return tuple(
+        x.item() for x in (result.loss, result.gradient_norm, result.loss_scale, result.skipped) if x is not None
+    )
+
+
+def steps(plan: Plan, planted: dict[int, int], rank: int) -> list[Seen]:
+    """Three steps; before the optimizer, step -> rank that gets an infinity into its last gradient."""
+    session = Session.build(plan, build_mesh(plan, rank), CPU)
+    data = session.mesh["data"]
+    text = text_of(plan).chunk(data.size)[data.index]
+    seen = [Seen((), fingerprint(session))]
+    for index in range(3):
+        plant = Planted(session.part.store, planted.get(index) == rank)
+        result = session.step(index, text[..., :-1], text[..., 1:], plant)
+        assert result.skipped is not None and session.scaler is not None
+        session.scaler.tell(bool(result.skipped))
+        seen.append(Seen(numbers(result), fingerprint(session)))
+    return seen
+
+
+class Planted(session_module.Unobserved):
+    """Puts an infinity where gradients are reduced but not yet agreed on."""
+
+    def __init__(self, store: Store, here: bool) -> None:
+        self.store, self.here = store, here
+
+    def moment(self, name: str) -> None:
+        if self.here and name == "before_optimizer":
+            list(self.store.gradients.values())[-1].view(-1)[-1] = torch.inf
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_an_overflow_on_one_rank_is_skipped_by_all_and_changes_nothing(mesh: str, guilty: int) -> None:
+    one = made(*MESHES[mesh])
+    for before, skipped, after, last in run_ranks(one.world_size, partial(steps, one, {0: guilty})):
+        _, norm, scale, flag = skipped.numbers
+        assert (flag, scale) == (1, INITIAL) and not norm < float("inf")
+        assert skipped.state == before.state
+        assert after.numbers[2:] == last.numbers[2:] == (INITIAL / 2, 0)
+        assert len({before.state, after.state, last.state}) == 3
+
+
+@pytest.mark.parametrize("mesh", ["tensor 2", "data 2", "tensor 2 x pipeline 2"])
+def test_a_rank_that_overflows_alone_on_a_gradient_that_another_counts(mesh: str) -> None:
+    """Replicas compute the same; were one to differ, all would still skip."""
+    one = made(*MESHES[mesh])
+    last = one.world_size - 1
+    for seen in run_ranks(one.world_size, partial(steps, one, {1: last})):
+        assert [s.numbers[3] for s in seen[1:]] == [0, 1, 0]
+        assert seen[2].state == seen[1].state
+
+
+def test_ranks_that_do_not_agree_would_diverge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above can fail: here every rank judges by its own gradients."""
+
+    def local(norm: Tensor) -> Tensor:
+        return overflow(norm) * float(torch.distributed.get_rank() == 0)
+
+    monkeypatch.setattr(session_module, "overflow", local)
+    one = made(*MESHES["data 2"])
+    first, second = run_ranks(2, partial(steps, one, {0: 0}))
+    assert first[1].state == first[0].state and second[1].state != second[0].state
+
+
+def test_a_skipped_step_that_decays_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "overflow", lambda norm: torch.zeros(()))
+    one = made(*MESHES["sgd"])
+    seen = run_ranks(2, partial(steps, one, {0: 0}))[0]
+    assert seen[1].state != seen[0].state
+
+
+def test_the_scale_goes_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaler_module, "INTERVAL", 3)
+    ours = LossScaler(CPU)
+    theirs, tracker = torch.full((), INITIAL), torch.zeros((), dtype=torch.int32)
+    generator = torch.Generator().manual_seed(3)
+    found = [float(x) for x in torch.rand(300, generator=generator) < 0.15]
+    # At the top a growth would make the scale infinite: it stays.
+    for one in [*found, *[0.0] * 400]:
+        ours.update(torch.tensor(one))
+        torch._amp_update_scale_(theirs, tracker, torch.tensor(one), 2.0, 0.5, 3)
+        assert (ours.scale.item(), ours.good.item()) == (theirs.item(), tracker.item())
+    assert ours.scale.item() == 2.0**127
+
+
+def test_the_scale_is_saved_and_loaded() -> None:
+    ours, other = LossScaler(CPU), LossScaler(CPU)
+    for found in (0.0, 1.0, 0.0, 0.0):
+        ours.update(torch.tensor(found))
+        ours.tell(bool(found))
+    other.load(ours.state())
+    assert other.state() == ours.state() == {"scale": INITIAL / 2, "good": 2, "skipped": 1}
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("mesh", ["data 2", "tensor 2", "pipeline 2", "context 2", "zero-3"])
+def test_fp16_trains_as_fp32(mesh: str, shape: dict[str, Any]) -> None:
+    """The scale cancels: loss and norm are those of fp32 within fp16's rounding, gradients kept in fp32 or fp16."""
+    sizes, changes = MESHES[mesh]
+    half = made(sizes, changes, shape)
+    plain = half.replace(**{"strategy.precision": "fp32", "strategy.gradient_dtype": "fp32"}).complete()
+    exact = run_ranks(plain.world_size, partial(unscaled, plain))[0]
+    for rank in run_ranks(half.world_size, partial(steps, half, {})):
+        for seen, (loss, norm) in zip(rank[1:], exact):
+            assert seen.numbers[0] == pytest.approx(loss, rel=2e-3)
+            assert seen.numbers[1] == pytest.approx(norm, rel=2e-2)
+
+
+def unscaled(plan: Plan, rank: int) -> list[tuple[float, float]]:
+    """Loss and norm of three steps."""
+    session = Session.build(plan, build_mesh(plan, rank), CPU)
+    data = session.mesh["data"]
+    text = text_of(plan).chunk(data.size)[data.index]
+    results = (session.step(index, text[..., :-1], text[..., 1:]) for index in range(3))
+    return [(r.loss.item(), r.gradient_norm.item()) for r in results]
