@@ -24,8 +24,7 @@ def test_strategies_list_the_four_keys_that_scripts_rely_on(ask):
     rows = json.loads(out)
     assert code == 0 and all(set(row) == {"name", "title", "source", "runnable"} for row in rows)
     can = {row["name"]: row["runnable"] for row in rows}
-    assert can["ddp"] and can["dapple"] and can["megatron-tp"] and can["tensor-pipeline"]
-    assert not can["zero-3"] and not can["pangu-5d"]
+    assert can["ddp"] and can["dapple"] and can["megatron-tp"] and can["tensor-pipeline"] and can["zero-3"]
 
 
 @pytest.mark.parametrize("verb, name", [("models", "llama-3-8b"), ("gpus", "ascend-910"), ("gpus", "local")])
@@ -71,8 +70,8 @@ def test_differences_between_two_plans(ask, tmp_path):
     (["plan", *TINY, "--set", "steps"], "key=value"),
     (["plan", *TINY, "--strategy", "ddp", "--set", "strategy.tensor.size=3"], "legal for tiny: 1, 2, 4"),
     (["plan", "--model", "tiny", "--gpu", "local", "--gpus", "4096", "--strategy", "ddp"], "are attached here"),
-    (["run", *TINY, "--strategy", "zero-3"], "zero-3 can be planned and estimated; this version cannot run it"),
-    (["rehearse", *TINY, "--strategy", "zero-3"], "this version cannot rehearse it"),
+    (["run", *TINY, "--set", "strategy.stack=deepspeed-3d"], "strategy.stack: is 'deepspeed-3d'; this version can run"),
+    (["rehearse", *TINY, "--set", "strategy.stack=deepspeed-3d"], "this version can rehearse 'workbench'"),
     (["rehearse", *TINY, "--strategy", "ddp", "--ranks", "0,9"], "legal: 0 to 3"),
     (["rehearse", *TINY, "--strategy", "ddp", "--ranks", "all"], "numbers with commas"),
     (["verify", *TINY, "--strategy", "ddp", "--precision", "fp8"], "legal: fp64, fp32"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from workbench.engine.allocator import CpuMeter, CudaMeter, Window
 from workbench.engine.live import LiveBytes
 from workbench.engine.session import Session
+from workbench.plan.schema import Plan
 from workbench.profile import ALLOCATED
 from workbench.schedules import Action
 from workbench.schedules.action import COMPUTE
@@ -92,7 +93,7 @@ class Sampler(Follower):
         groups = {str(axis.group.group_name): axis.reported for axis in self.session.mesh.axes.values() if axis.group}
         counts: Counter[tuple[tuple[str, Any], ...]] = Counter()
         for row in self.live.collective_rows(groups):
-            often = row.pop("count") * (of if _every_microbatch(row) else seen)
+            often = row.pop("count") * (of if _every_microbatch(row, self.session.plan) else seen)
             counts[tuple((row | _where(row)).items())] += often
         assert not any(count % seen for count in counts.values()), (counts, seen)
         return [{**dict(row), "count": count // seen} for row, count in counts.items()]
@@ -103,10 +104,15 @@ class Sampler(Follower):
         return [{"stage": stage, **row} for row in self.clock.rows()]
 
 
-def _every_microbatch(row: dict[str, Any]) -> bool:
+def _every_microbatch(row: dict[str, Any], plan: Plan) -> bool:
     """Whether a collective belongs to a microbatch's pass, not to the step."""
-    kind = row["action"]
-    return row["axis"] != "data" and (kind in COMPUTE or kind.startswith(("SEND", "RECV")))
+    kind, data = row["action"], plan.strategy.data
+    if row["axis"] != "data":
+        return kind in COMPUTE or kind.startswith(("SEND", "RECV"))
+    if row["kind"] == "reduce_scatter":
+        return data.zero >= 2 and data.reduce == "microbatch"
+    gathers = data.zero == 3 and not data.keep_gathered and plan.sizes["pipeline"] == 1
+    return gathers and row["kind"] == "all_gather"
 
 
 def _where(row: dict[str, Any]) -> dict[str, Any]:

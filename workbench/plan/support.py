@@ -28,9 +28,6 @@ def _named_schedule(plan: Plan) -> str:
 
 
 BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
-    ("strategy.data.zero", lambda p: p.strategy.data.zero, (0,)),
-    ("strategy.data.offload", lambda p: p.strategy.data.offload, ("none",)),
-    ("strategy.data.reduce", lambda p: p.strategy.data.reduce, ("step",)),
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
     ("strategy.pipeline.replicas", lambda p: p.strategy.pipeline.replicas, (None,)),

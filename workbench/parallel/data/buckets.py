@@ -23,13 +23,15 @@ PARTS = {"replicas": ("shard", "replicate"), "expert_replicas": ("expert_shard",
 class Packing:
     """Tensors side by side in one flat bucket, padded to a multiple of the shard group.
 
-    Rank r of `shard` owns the r-th of the equal pieces; a gradient's piece is summed over `rest` too.
+    Rank r of `shard` owns the r-th of the equal pieces; a gradient's piece is summed over `replicate`, and at last over
+    `partial`, along which it is partial for another reason.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     sharded: str
     shard: MeshAxis
-    rest: tuple[MeshAxis, ...]
+    replicate: MeshAxis
+    partial: tuple[MeshAxis, ...]
 
     @property
     def size(self) -> int:
@@ -75,11 +77,11 @@ class Packing:
 def packed(names: Iterable[str], layouts: Mapping[str, Layout], sums: Sums, mesh: Mesh, zero: int) -> Packing:
     """Tensors that are summed alike, in one bucket; without ZeRO nothing is sharded and all axes are summed over."""
     shapes = {name: layouts[name].local_shape for name in names}
-    *before, last = sums[next(iter(shapes))]
+    *partial, last = sums[next(iter(shapes))]
     if zero == 0:
-        return Packing(shapes, last.name, MeshAxis("", 1, 0, (mesh.rank,), None), (*before, last))
+        return Packing(shapes, last.name, MeshAxis("", 1, 0, (mesh.rank,), None), last, tuple(partial))
     shard, replicate = (mesh[part] for part in PARTS[last.name])
-    return Packing(shapes, last.name, shard, (replicate, *before))
+    return Packing(shapes, last.name, shard, replicate, tuple(partial))
 
 
 def by_size(layouts: Mapping[str, Layout], sums: Sums, limit: float, alone: str | None) -> Iterator[list[str]]:

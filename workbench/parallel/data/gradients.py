@@ -60,7 +60,7 @@ class Kept:
     @property
     def chained(self) -> bool:
         """Whether several collectives follow one another."""
-        return sum(axis.size > 1 for axis in (self.packing.shard, *self.packing.rest)) > 1
+        return self.packing.shard.size > 1 and self.packing.replicate.size > 1
 
     def due(self, last: bool) -> bool:
         """Whether there is something to reduce after this microbatch."""
@@ -69,8 +69,7 @@ class Kept:
     def reduction(self, last: bool) -> Works:
         """Sum over all ranks that hold the same parameters; this rank's piece is right afterwards."""
         yield start_scatter(self.flat, self.packing.shard)
-        for axis in self.packing.rest:
-            yield start_sum(self.piece, axis)
+        yield start_sum(self.piece, self.packing.replicate)
 
 
 class Passing:
@@ -115,7 +114,7 @@ class Passing:
         return True
 
     def reduction(self, last: bool) -> Works:
-        """Sum over the shard group into the piece that lasts; over the other axes only once a step."""
+        """Sum over the shard group into the piece that lasts; over its replicas only once a step."""
         if self._whole is not None:
             whole, self._whole = self._whole, None
             for view in self._missing.values():
@@ -125,8 +124,7 @@ class Passing:
             self.piece.add_(piece(whole, self.packing.shard))
             del whole
         if last:
-            for axis in self.packing.rest:
-                yield start_sum(self.piece, axis)
+            yield start_sum(self.piece, self.packing.replicate)
 
 
 class Flight:

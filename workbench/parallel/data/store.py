@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from workbench.models import Transformer
 from workbench.parallel.data.buckets import Packing, Sums, by_size, by_unit, packed
+from workbench.parallel.data.collectives import start_sum
 from workbench.parallel.data.gather import StageGatherer, UnitGatherer
 from workbench.parallel.data.gradients import Flight, Kept, Passing
 from workbench.parallel.data.offload import Host
@@ -146,6 +147,7 @@ class Store:
         self._await_gradients(stage)
         if stage in self._last:
             self._last.discard(stage)
+            self._sum_partial(stage)
             if stage in self._gatherers:
                 self._gatherers[stage].free()
 
@@ -184,6 +186,12 @@ class Store:
         if self.hooks and bucket.gradients.due(stage in self._last):
             bucket.owed -= 1
             self._launch(stage, complete=True)
+
+    def _sum_partial(self, stage: int) -> None:
+        for bucket in self.buckets[stage]:
+            for axis in bucket.gradients.packing.partial:
+                if work := start_sum(bucket.gradients.piece, axis):
+                    work.wait()
 
     def _await_gradients(self, stage: int) -> None:
         self._next[stage] = 0

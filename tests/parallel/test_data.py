@@ -1,0 +1,60 @@
+"""Every way of sharding data parallelism equals one device, alone and with the other axes."""
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.small import GPT, LLAMA, plan
+from tests.parallel.test_equality import assert_equal_to_one_device
+from workbench.engine.verify import verify
+from workbench.plan.schema import Plan
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gpt": GPT,
+    "gpt tied": {**GPT, "tied": True},
+    "tied with a norm": {**LLAMA, "tied": True, "embedding_norm": True},
+}
+
+CASES: list[tuple[tuple[int, int, int], str, int, dict[str, Any]]] = [
+    ((1, 1, 2), "llama", 4, {"zero": 1}),
+    ((1, 1, 2), "gpt tied", 1, {"zero": 1, "offload": "optimizer"}),
+    ((1, 1, 2), "gpt", 4, {"zero": 2, "reduce": "microbatch"}),
+    ((1, 1, 2), "llama", 1, {"zero": 2, "reduce": "step", "offload": "optimizer"}),
+    ((1, 1, 2), "gpt tied", 4, {"zero": 3, "reduce": "microbatch"}),
+    ((1, 1, 2), "tied with a norm", 4, {"zero": 3, "reduce": "step", "keep_gathered": True}),
+    ((1, 1, 2), "tied with a norm", 2, {"zero": 3, "reduce": "microbatch", "offload": "parameters"}),
+    ((1, 1, 4), "gpt", 1, {"zero": 3, "offload": "optimizer", "keep_gathered": True}),
+    ((1, 1, 4), "llama", 2, {"zero": 1, "shard": 2}),
+    ((1, 1, 4), "gpt tied", 2, {"zero": 2, "shard": 2, "reduce": "microbatch"}),
+    ((1, 1, 4), "llama", 2, {"zero": 3, "shard": 2, "reduce": "microbatch"}),
+    ((1, 1, 2), "llama", 2, {"zero": 3, "shard": 1}),
+    ((2, 1, 2), "gpt tied", 2, {"zero": 1}),
+    ((2, 1, 2), "llama", 2, {"zero": 3, "reduce": "microbatch"}),
+    ((1, 2, 2), "gpt tied", 2, {"zero": 1, "offload": "optimizer"}),
+    ((1, 2, 2), "llama", 2, {"zero": 2, "reduce": "microbatch"}),
+    ((1, 2, 2), "gpt tied", 4, {"zero": 3, "reduce": "microbatch", "offload": "parameters"}),
+    ((1, 2, 2), "llama", 2, {"zero": 3, "reduce": "step"}),
+    ((2, 2, 2), "gpt tied", 2, {"zero": 3, "reduce": "step"}),
+]
+
+
+def sharded(mesh: tuple[int, int, int], shape: str, microbatches: int, data: dict[str, Any], **changes: Any) -> Plan:
+    changes |= {f"strategy.data.{field}": value for field, value in data.items()}
+    return plan(*mesh, shape=SHAPES[shape], microbatches=microbatches, changes=changes)
+
+
+@pytest.mark.parametrize(("mesh", "shape", "microbatches", "data"), CASES, ids=lambda value: str(value))
+def test_fp64(mesh: tuple[int, int, int], shape: str, microbatches: int, data: dict[str, Any]) -> None:
+    assert_equal_to_one_device(verify(sharded(mesh, shape, microbatches, data), "fp64"))
+
+
+@pytest.mark.parametrize(("mesh", "shape", "microbatches", "data"), [CASES[2], CASES[6], CASES[16]], ids=str)
+def test_fp32(mesh: tuple[int, int, int], shape: str, microbatches: int, data: dict[str, Any]) -> None:
+    assert_equal_to_one_device(verify(sharded(mesh, shape, microbatches, data), "fp32"))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_bucket_a_tensor(zero: int) -> None:
+    data = {"zero": zero, "bucket_mib": 1e-6}
+    assert_equal_to_one_device(verify(sharded((1, 1, 2), "gpt tied", 2, data), "fp64"))

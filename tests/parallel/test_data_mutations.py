@@ -1,0 +1,80 @@
+"""The prover sees what goes wrong with shards: with each of these faults planted it fails."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.parallel.test_data import sharded
+from tests.parallel.test_mutations import failure_of
+from workbench.engine.session import Session
+from workbench.engine.verify import verify
+from workbench.parallel.data import gradients
+from workbench.parallel.data.collectives import piece
+from workbench.parallel.data.store import Store
+from workbench.parallel.data.values import Unit
+from workbench.parallel.layout import square_norm
+from workbench.parallel.mesh import MeshAxis
+
+TWO, FOUR = (1, 1, 2), (1, 1, 4)
+
+
+@pytest.mark.parametrize("data", [{"zero": 1}, {"zero": 3, "reduce": "microbatch"}], ids=str)
+def test_a_shard_stepped_with_its_neighbours_gradient(monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]) -> None:
+    def scatter(flat: Tensor, axis: MeshAxis) -> None:
+        dist.all_reduce(flat, group=axis.group)
+        piece(flat, axis).copy_(flat.view(axis.size, -1)[(axis.index + 1) % axis.size].clone())
+
+    monkeypatch.setattr(gradients, "start_scatter", scatter)
+    assert failure_of(verify(sharded(TWO, "llama", 2, data)))["kind"] == "gradients"
+
+
+def test_values_that_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, published = Store.publish, set()
+
+    def publish(self: Store) -> None:
+        if id(self) not in published:  # what the proof starts from
+            original(self)
+            published.add(id(self))
+
+    monkeypatch.setattr(Store, "publish", publish)
+    answer = verify(sharded(TWO, "llama", 2, {"zero": 1}))
+    assert failure_of(answer)
+    assert answer["max_relative_diff"]["gradients"] <= answer["tolerance"], "the first step is right"
+
+
+def test_gathered_parameters_that_are_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unit, "free", lambda self: None)
+    original = Store.publish
+
+    def publish(self: Store) -> None:
+        original(self)
+        if not hasattr(self, "fresh"):  # what the proof starts from
+            self.fresh = True  # type: ignore[attr-defined]
+            for bucket in self._all():
+                bucket.values.whole = False  # type: ignore[union-attr]
+
+    monkeypatch.setattr(Store, "publish", publish)
+    answer = verify(sharded(TWO, "llama", 2, {"zero": 3}))
+    assert failure_of(answer)
+    assert answer["max_relative_diff"]["gradients"] <= answer["tolerance"], "the first step is right"
+
+
+@pytest.mark.parametrize("data", [{"zero": 1}, {"zero": 2, "reduce": "microbatch"}], ids=str)
+def test_shards_that_are_not_summed_over_their_replicas(monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]) -> None:
+    monkeypatch.setattr(gradients, "start_sum", lambda flat, axis: None)
+    assert failure_of(verify(sharded(FOUR, "llama", 2, {"shard": 2, **data})))["kind"] == "gradients"
+
+
+def test_clipping_by_the_norm_of_the_local_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def agree(self: Session, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        agreed, _, stopping = original(self, loss, stop)
+        return agreed, square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh).sqrt(), stopping
+
+    original = Session._agree
+    monkeypatch.setattr(Session, "_agree", agree)
+    changes = {"training.optimizer.name": "sgd", "training.optimizer.clip": 0.05}
+    answer = verify(sharded(TWO, "llama", 2, {"zero": 1}, **changes))
+    assert failure_of(answer)["kind"] == "weights"
+    assert answer["max_relative_diff"]["gradients"] <= answer["tolerance"]
