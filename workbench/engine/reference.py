@@ -51,7 +51,7 @@ def proof_value(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype
 
 def train_plainly(plan: Plan, batches: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Reference:
     """Train on `batches` of (tokens, targets), each [global_batch, T], one optimizer step a batch."""
-    model = Transformer(plan.shape).to(dtype)
+    model = Transformer(plan.shape, plan.training.dropout, plan.training.seed).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(proof_value(name, tuple(parameter.shape), plan.training.seed, dtype))
@@ -60,6 +60,7 @@ def train_plainly(plan: Plan, batches: list[tuple[Tensor, Tensor]], dtype: torch
     first: dict[str, Tensor] = {}
     for step, (tokens, targets) in enumerate(batches):
         optimizer.zero_grad()
+        model.samples.start(step * plan.training.global_batch, plan.training.global_batch)
         loss = model(tokens, targets) / targets.numel()
         loss.backward()
         losses.append(loss.item())

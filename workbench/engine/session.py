@@ -104,7 +104,7 @@ class Session:
             part.stages,
             pipeline,
             partial(torch.empty, boundary(plan), dtype=own, device=device),
-            Hooks(store.reduce, store.expect_last, store.add),
+            Hooks(store.reduce, store.expect_last, store.add, part.samples.take),
             whole=part.head,
             together=frozenset({0, table.stages - 1} & set(stages)) if plan.shape.tied else frozenset(),
         )
@@ -127,6 +127,8 @@ class Session:
         scale = scale if self.scaler is None else self.scaler.scale * scale
         self.part.store.start()
         self.part.auxiliary.start(scale)
+        share = t.global_batch // self.mesh["data"].size
+        self.part.samples.start(index * t.global_batch + self.mesh["data"].index * share, t.micro_batch)
         loss = self.executor.step(self._own(tokens_MBT), self._own(targets_MBT), scale, watch.action)
         loss = self.part.auxiliary.added_to(loss)
         if self.part.tied_across_stages is not None:

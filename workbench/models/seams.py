@@ -18,11 +18,15 @@ IGNORE = -100
 
 
 class Positions(NamedTuple):
-    """Where the tokens of a sequence stand: global indices [T], and the rotary tables [T, head_dim / 2]."""
+    """Where the tokens of a sequence stand: global indices [T], and the rotary tables [T, head_dim / 2].
+
+    `rows` number the tokens of the residual stream for dropout: [B, T], or what of them is here; None without it.
+    """
 
     indices: Tensor
     cos: Tensor
     sin: Tensor
+    rows: Tensor | None = None
 
 
 def positions_of(indices: Tensor, rope_dim: int, theta: float, dtype: torch.dtype) -> Positions:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from workbench.models.dropout import Dropout, Samples
+from workbench.models.initialise import seed_of
 from workbench.models.moe import Mixture
 from workbench.models.seams import (
     Activate,
@@ -26,21 +28,23 @@ from workbench.plan.shape import Shape
 
 
 class Embedding(nn.Module):
-    """Token embedding, with learned positions and a norm where the shape has them."""
+    """Token embedding, with learned positions and a norm where the shape has them, and dropout."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, dropout: Dropout) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocab, shape.hidden)
         learned = shape.positions == "learned"
         self.positions = nn.Embedding(shape.max_positions, shape.hidden) if learned else None
         self.norm = _norm(shape) if shape.embedding_norm else None
+        self.dropout = dropout
 
     def forward(self, tokens_BT: Tensor, positions: Positions) -> Tensor:
         """Embedded tokens [B, T, D]."""
         x = self.tokens(tokens_BT)
         if self.positions is not None:
             x = x + self.positions(positions.indices)
-        return x if self.norm is None else self.norm(x, None)[0]
+        x = x if self.norm is None else self.norm(x, None)[0]
+        return self.dropout(x, positions.rows)
 
 
 class Attention(nn.Module):
@@ -82,41 +86,50 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer. It carries the residual stream as a pair, so that adding and normalising can be fused."""
+    """One pre-norm layer, with dropout of both branches as in GPT-2 (its `resid_pdrop`) and Megatron-LM.
 
-    def __init__(self, shape: Shape, index: int) -> None:
+    It carries the residual stream as a pair, so that adding and normalising can be fused.
+    """
+
+    def __init__(self, shape: Shape, index: int, rate: float, seed: int) -> None:
         super().__init__()
         self.attention_norm = _norm(shape)
         self.attention = Attention(shape)
         self.mlp_norm = _norm(shape)
         self.mlp = _feed_forward(shape, index)
+        self.attention_dropout = _dropout(f"blocks.{index}.attention", rate, seed)
+        self.mlp_dropout = _dropout(f"blocks.{index}.mlp", rate, seed)
 
     def forward(
         self, x_BTD: Tensor, residual_BTD: Tensor | None, positions: Positions
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(branch not yet added, residual stream), both [B, T, D], and a mixture's auxiliary loss."""
         h, residual = self.attention_norm(x_BTD, residual_BTD)
-        h, residual = self.mlp_norm(self.attention(h, positions), residual)
+        branch = self.attention_dropout(self.attention(h, positions), positions.rows)
+        h, residual = self.mlp_norm(branch, residual)
         if isinstance(self.mlp, Mixture):
             branch, auxiliary = self.mlp(h)
-            return branch, residual, auxiliary
-        return self.mlp(h), residual, None
+            return self.mlp_dropout(branch, positions.rows), residual, auxiliary
+        return self.mlp_dropout(self.mlp(h), positions.rows), residual, None
 
 
 class Transformer(nn.Module):
     """Embedding, blocks, final norm and head. A part set to None is not this rank's.
 
-    Raises ValueError for shapes that can be planned but not built yet.
+    `dropout` is the rate after the embedding and of both branches of every block, drawn from `seed` for the `samples`
+    that the model is told it sees. Raises ValueError for shapes that can be planned but not built yet.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, dropout: float = 0.0, seed: int = 0) -> None:
         super().__init__()
         _refuse_unbuilt(shape)
         self.shape = shape
+        self.dropout, self.samples = dropout, Samples()
         self.indices: Callable[[Tensor], Tensor] = whole_sequence
+        self.here: Callable[[Tensor], Tensor] = _all_tokens
         self.hand_on: Callable[[Tensor, Tensor], Tensor] = _needs_head
-        self.embedding: Embedding | None = Embedding(shape)
-        self.blocks = nn.ModuleDict({str(i): Block(shape, i) for i in range(shape.layers)})
+        self.embedding: Embedding | None = Embedding(shape, _dropout("embedding", dropout, seed))
+        self.blocks = nn.ModuleDict({str(i): Block(shape, i, dropout, seed) for i in range(shape.layers)})
         self.final_norm: AddNorm | None = _norm(shape)
         self.head: HeadLoss | None = HeadLoss(shape.hidden, shape.vocab)
         if shape.tied:
@@ -145,11 +158,15 @@ class Transformer(nn.Module):
         return torch.stack([loss, *losses]).sum() if losses else loss
 
     def positions(self, x: Tensor) -> Positions:
-        """Positions of the tokens that this rank sees; `indices` says where in the sequence they stand."""
+        """Positions of the tokens that this rank sees; `indices` says where in the sequence they stand, `here` which of
+        them its part of the residual stream has."""
         dtype = next(self.parameters()).dtype
         indices = self.indices(x)
         rope_dim = int(self.shape.head_dim or 0) if self.shape.positions == "rope" else 0
-        return positions_of(indices, rope_dim, self.shape.rope_theta, dtype)
+        positions = positions_of(indices, rope_dim, self.shape.rope_theta, dtype)
+        if not self.dropout or not self.training:
+            return positions
+        return positions._replace(rows=self.here(self.samples.rows(x.shape[0], indices)))
 
 
 def _feed_forward(shape: Shape, index: int) -> Mlp | Mixture:
@@ -166,6 +183,14 @@ def _needs_head(x_BTD: Tensor, auxiliary: Tensor) -> Tensor:
 def whole_sequence(x: Tensor) -> Tensor:
     """Indices [T] of the tokens of `x` [B, T, ...] that are a whole sequence."""
     return torch.arange(x.shape[1], device=x.device)
+
+
+def _all_tokens(x_BT: Tensor) -> Tensor:
+    return x_BT
+
+
+def _dropout(name: str, rate: float, seed: int) -> Dropout:
+    return Dropout(rate, seed_of(f"{name}.dropout", seed))
 
 
 def _norm(shape: Shape) -> AddNorm:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from workbench.models import Transformer
+from workbench.models.dropout import Samples
 from workbench.models.initialise import initial_value
 from workbench.models.moe import Counting, counted
 from workbench.parallel.context.apply import spread_sequence
@@ -39,6 +40,8 @@ class Parallelised:
     """Local name of a weight that the first and the last stage both hold, where this rank has one of them."""
     auxiliary: HandOn
     """Auxiliary losses of the stages without the head."""
+    samples: Samples
+    """Which samples the stages see."""
 
     @property
     def head(self) -> nn.Module | None:
@@ -63,11 +66,11 @@ def parallelise(
     has made it.
     """
     built: dict[int, Transformer] = {}
-    auxiliary = HandOn()
+    auxiliary, samples = HandOn(), Samples()
     layouts: dict[str, Layout] = {}
     for stage in stages:
         built[stage], own = _stage(plan, mesh, stage, partition, counting)
-        built[stage].hand_on = auxiliary
+        built[stage].hand_on, built[stage].samples = auxiliary, samples
         layouts |= own
     _tie(plan, built, layouts)
     tied = _tied_across_stages(plan, layouts, {0, len(partition) - 1} <= set(stages))
@@ -82,14 +85,14 @@ def parallelise(
         overlap,
         alone=tied,
     )
-    return Parallelised(built, store, tied, auxiliary)
+    return Parallelised(built, store, tied, auxiliary, samples)
 
 
 def _stage(
     plan: Plan, mesh: Mesh, stage: int, partition: list[int], counting: Counting
 ) -> tuple[Transformer, dict[str, Layout]]:
     with torch.device("meta"):
-        model = Transformer(plan.shape)
+        model = Transformer(plan.shape, plan.training.dropout, plan.training.seed)
     keep_stage(model, stage, partition)
     layouts = _layouts(model)
     split_tensors(model, layouts, plan, mesh)

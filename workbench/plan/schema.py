@@ -199,7 +199,10 @@ class Training(Frozen):
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Held-out loss.")
     lora: Lora | None = Field(None, description="Train low-rank adapters only; null: the whole model.")
-    seed: NonNegativeInt = Field(0, description="Seed of initial weights and sampling.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Share of entries dropped after the embedding and of every residual branch."
+    )
+    seed: NonNegativeInt = Field(0, description="Seed of initial weights, sampling and dropout.")
 
 
 class Corpus(Frozen):

@@ -27,12 +27,19 @@ def _named_schedule(plan: Plan) -> str:
     return "1f1b" if plan.strategy.pipeline.schedule.endswith(".csv") else _schedule(plan)
 
 
+def _split_dropout(plan: Plan) -> float:
+    """The rate, where what is dropped would be split otherwise than by tokens."""
+    s = plan.strategy
+    return plan.training.dropout if s.tensor.algorithm != "1d" or s.operators else 0.0
+
+
 BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
     ("strategy.pipeline.replicas", lambda p: p.strategy.pipeline.replicas, (None,)),
     ("training.optimizer.moments", lambda p: p.training.optimizer.moments, ("fp32",)),
     ("training.optimizer.master", lambda p: p.training.optimizer.master, ("auto",)),
+    ("training.dropout", _split_dropout, (0.0,)),
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
     ("strategy.tensor.algorithm", lambda p: p.strategy.tensor.algorithm, ("1d",)),
     ("strategy.tensor.sequence", lambda p: p.strategy.tensor.sequence and p.shape.moe is not None, (False,)),

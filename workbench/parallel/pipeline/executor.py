@@ -41,7 +41,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the executor asks of whoever keeps the parameters."""
+    """What the executor asks of whoever keeps the parameters, and says to whom a microbatch's number matters."""
 
     reduce: Callable[[int], None]
     """Sum a stage's gradients over the data axis."""
@@ -49,6 +49,8 @@ class Hooks:
     """The next backward of this stage completes its gradients."""
     add: Callable[[nn.Parameter, Tensor], None]
     """Take a gradient that autograd did not accumulate."""
+    forward: Callable[[int], None] = lambda microbatch: None
+    """The next forward is of this microbatch."""
 
 
 class Executor:
@@ -134,6 +136,7 @@ class Executor:
     ) -> None:
         stage, microbatch = key = _key(action)
         x = tokens[microbatch] if stage == 0 else self._input(key, flight)
+        self.hooks.forward(microbatch)
         with self._splitting(key, flight):
             y = self.stages[stage](x, targets[microbatch])
         if stage == self.table.stages - 1:

@@ -16,7 +16,7 @@ from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, MeshAxis
 from workbench.parallel.tensor.collectives import copy_to
 from workbench.parallel.tensor.linear import ColumnLinear, RowLinear
-from workbench.parallel.tensor.sequence import Entrance, keep_own_positions, whole_indices
+from workbench.parallel.tensor.sequence import Entrance, keep_own_positions, own_run, whole_indices
 from workbench.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHeadLoss
 from workbench.plan.heads import dealt
 from workbench.plan.schema import Plan
@@ -55,6 +55,7 @@ def split_tensors(model: Transformer, layouts: dict[str, Layout], plan: Plan, me
     split_modules(model, layouts, MEGATRON, axis, sequence)
     if sequence:
         model.indices = whole_indices(plan.training.sequence_length)
+        model.here = partial(own_run, axis)
         if model.embedding is not None:
             model.embedding.register_forward_pre_hook(partial(keep_own_positions, axis))
 

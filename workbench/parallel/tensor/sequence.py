@@ -86,9 +86,13 @@ class _GatheredLinear(torch.autograd.Function):
 def keep_own_positions(axis: MeshAxis, module: nn.Module, inputs: tuple[Tensor, Positions]) -> tuple[Tensor, Positions]:
     """Before an embedding's forward: learned positions are looked up for this rank's run of tokens alone."""
     tokens_BT, positions = inputs
-    batch, length = tokens_BT.shape
-    indices = positions.indices.expand(batch, length).flatten().chunk(axis.size)[axis.index]
-    return tokens_BT, positions._replace(indices=indices.view(batch, length // axis.size))
+    return tokens_BT, positions._replace(indices=own_run(axis, positions.indices.expand(tokens_BT.shape)))
+
+
+def own_run(axis: MeshAxis, x_BT: Tensor) -> Tensor:
+    """Of something that each token has, [B, T], what belongs to this rank's run of tokens, [B, T / ranks]."""
+    batch, length = x_BT.shape
+    return x_BT.flatten().chunk(axis.size)[axis.index].view(batch, length // axis.size)
 
 
 def whole_indices(length: int) -> Callable[[Tensor], Tensor]:
