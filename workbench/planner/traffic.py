@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from workbench.planner import buckets
 from workbench.planner.setting import Number
-from workbench.planner.states import feed_forward_parameters
 from workbench.planner.workload import Workload
 
 LOSS_BYTES = 12.0
@@ -35,16 +34,16 @@ def calls(w: Workload) -> list[Call]:
 
 
 def exactly(w: Workload, all_calls: list[Call], rank: int) -> list[Call]:
-    """The calls of pipeline rank `rank` of one plan: gradient buckets of their own sizes, none that moves nothing."""
+    """The calls of pipeline rank `rank` of one plan: buckets of their own sizes, none that moves nothing."""
     own = [_on_rank(call, rank) for call in all_calls]
-    packed = Counter(buckets(w, rank))
-    result: list[Call] = []
-    for call in own:
-        if call.axis == "data" and call.kind == "all_reduce" and w.zero == 0:
-            result += [replace(call, bytes=size, count=float(count)) for size, count in packed.items()]
-        else:
-            result.append(call)
-    return [call for call in result if call.group_size > 1 and call.count > 0 and call.bytes > 0]
+    if w.setting.stack == "workbench" and (w.shape.moe is None or w.zero == 0):
+        dtypes = {"parameter": w.dtype, "gradient": gradient_dtype(w)}
+        packed = [
+            Call(axis, kind, group, dtypes[dtype], size, float(count), action)
+            for (axis, kind, group, dtype, size, action), count in buckets.traffic(w, rank).items()
+        ]
+        own = [call for call in own if call.axis != "data"] + packed
+    return [call for call in own if call.group_size > 1 and call.count > 0 and call.bytes > 0]
 
 
 def _on_rank(call: Call, rank: int) -> Call:
@@ -137,7 +136,7 @@ def _pipeline(w: Workload) -> list[Call]:
     wrap = w.microbatches * (s.chunks - 1) * 2.0
     out = m * (1 - w.last) + m * (1 - w.first) + wrap * (w.first + w.last) / 2
     ends = w.nothing + float(w.shape.tied) * np.maximum(w.first, w.last)
-    table = w.vocab * w.height * w.gradient_element
+    table = np.ceil(w.vocab * w.height / (w.knobs.shard if w.zero else 1)) * w.gradient_element
     return [
         Call("pipeline", kind, p, kind_dtype, size, count, "P2P")
         for size, count, kind_dtype in ((boundary, out, dtype), (table, ends, gradient_dtype(w)))
@@ -181,45 +180,3 @@ def _data(w: Workload) -> list[Call]:
         Call("data", "all_gather", shard, dtype, unit, forward, "F"),
         Call("data", "all_gather", shard, dtype, unit, units * (1 - kept) * w.microbatches, "B"),
     ]
-
-
-def buckets(w: Workload, rank: int) -> list[float]:
-    """Bytes of each gradient bucket, in the order in which backward fills them: as `GradientBuckets` groups them."""
-    sizes: list[float] = []
-    size = 0.0
-    for parameters in reversed(_parameters(w, rank)):
-        nbytes = parameters * w.gradient_element
-        if size and size + nbytes > w.knobs.bucket_bytes:
-            sizes.append(size)
-            size = 0.0
-        size += nbytes
-    return [*sizes, size]
-
-
-def _parameters(w: Workload, rank: int) -> list[float]:
-    """Elements of every parameter of a pipeline rank, in the model's order; a mixture counts as one."""
-    shape, h = w.shape, float(w.shape.hidden * w.tiling.vector)
-    table = float(w.vocab * w.height)
-    norm = [h] * (2 if shape.norm == "layernorm" else 1)
-    head = [] if shape.tied and w.first[rank] else [table]
-    start = [table, *([shape.max_positions * h] if shape.positions == "learned" else [])]
-    start += norm if shape.embedding_norm else []
-    block = [*norm, *_attention(w), *norm, *_mlp(w)]
-    layers = int(w.layers[rank])
-    return (start if w.first[rank] else []) + block * layers + ([*norm, *head] if w.last[rank] else [])
-
-
-def _attention(w: Workload) -> list[float]:
-    h, thin, biases = w.height, w.tiling.thin, w.shape.biases
-    result = []
-    for width in (w.q_width, w.k_width, w.v_width):
-        result += [h * width, *([width * thin] if biases in ("qkv", "all") else [])]
-    return [*result, h * w.o_width, *([w.hidden * thin] if biases == "all" else [])]
-
-
-def _mlp(w: Workload) -> list[float]:
-    moe, bias = w.shape.moe, w.shape.biases == "all"
-    if moe is not None:
-        return [feed_forward_parameters(w, moe.ffn / w.tiling.columns) * (moe.experts / w.knobs.expert + moe.shared)]
-    up = [w.height * w.ffn, *([w.ffn * w.tiling.thin] if bias else [])] * (2 if w.shape.gated else 1)
-    return [*up, w.height * w.ffn, *([w.hidden * w.tiling.thin] if bias else [])]

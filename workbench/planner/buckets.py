@@ -1,0 +1,160 @@
+"""The flat buckets of one plan as the engine packs them, and every collective that they make: exact, by the call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from workbench.planner.setting import stage_homes
+from workbench.planner.states import feed_forward_parameters
+from workbench.planner.workload import Workload
+
+Row = tuple[str, str, int, str, float, str]
+"""Axis, kind, group size, dtype (of the parameters, or of the gradients), bytes, action."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A tensor of a stage: what ZeRO-3 gathers it with, its entries, whether tensor ranks hold parts of its gradient,
+    and whether it stands in a bucket of its own."""
+
+    unit: str
+    elements: int
+    partial: bool = False
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors side by side, padded to a multiple of the shard group."""
+
+    unit: str
+    elements: int
+    partial: bool
+
+
+def of_rank(w: Workload, rank: int) -> list[list[Bucket]]:
+    """The buckets of every stage of a pipeline rank, in the order of backward."""
+    s = w.setting
+    homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table).tolist()
+    mine = [stage for stage, home in enumerate(homes) if home == rank]
+    ends = {0, len(homes) - 1}
+    both = ends <= set(mine)
+    apart = bool(w.zero) and w.shape.tied and not both
+    return [_packed(w, list(_parameters(w, stage, len(homes), both, apart))) for stage in mine]
+
+
+def _packed(w: Workload, parameters: list[Parameter]) -> list[Bucket]:
+    shard = int(w.knobs.shard) if w.zero else 1
+    limit = w.knobs.bucket_bytes / w.gradient_element
+    full: list[Bucket] = []
+    open_: dict[object, Bucket] = {}
+    for p in reversed(parameters):
+        key = (p.unit if w.zero == 3 else "", p.partial, p.alone)
+        bucket = open_.get(key, Bucket(p.unit, 0, p.partial))
+        if w.zero < 3 and bucket.elements and bucket.elements + p.elements > limit:
+            full.append(bucket)
+            bucket = Bucket(p.unit, 0, p.partial)
+        open_[key] = Bucket(p.unit, bucket.elements + p.elements, p.partial)
+    return [Bucket(b.unit, ceil(b.elements / shard) * shard, b.partial) for b in (*full, *open_.values())]
+
+
+def traffic(w: Workload, rank: int) -> Counter[Row]:
+    """Every collective of gradients and parameters a step, on a pipeline rank."""
+    found: Counter[Row] = Counter()
+    for stage in of_rank(w, rank):
+        for row, times in _reductions(w, stage):
+            found[row] += times
+        for row, times in _gathers(w, stage):
+            found[row] += times
+    return found
+
+
+def _reductions(w: Workload, stage: list[Bucket]) -> Iterator[tuple[Row, int]]:
+    group = round(float(w.data * w.knobs.context))
+    shard = int(w.knobs.shard) if w.zero else 1
+    hooks = "B" if w.pipeline == 1 else "REDUCE_GRAD"
+    times = int(w.microbatches) if w.zero >= 2 and w.reduce_microbatch else 1
+    for index, bucket in enumerate(stage):
+        size = bucket.elements * float(w.gradient_element)
+        yield ("data", "reduce_scatter", shard, "gradient", size, hooks), times
+        # The sum over replicas follows when the next bucket is complete, and that of the last bucket at the end.
+        late = shard > 1 and index == len(stage) - 1
+        yield ("data", "all_reduce", group // shard, "gradient", size / shard, "REDUCE_GRAD" if late else hooks), 1
+        if bucket.partial:
+            yield ("tensor", "all_reduce", int(w.tensor), "gradient", size / shard, "REDUCE_GRAD"), 1
+
+
+def _gathers(w: Workload, stage: list[Bucket]) -> Iterator[tuple[Row, int]]:
+    if not w.zero:
+        return
+    for bucket in stage:
+        for action, times in _gathered(w, bucket.unit).items():
+            size = bucket.elements * float(w.element)
+            yield ("data", "all_gather", int(w.knobs.shard), "parameter", size, action), times
+
+
+def _gathered(w: Workload, unit: str) -> dict[str, int]:
+    """Action -> how often in a step a unit is gathered in it.
+
+    Backward needs no table but for a norm behind it, and begins with the last unit, which forward has left whole.
+    """
+    m, norm = int(w.microbatches), bool(w.shape.embedding_norm)
+    if w.zero < 3:
+        return {"OPTIMIZER": 1}
+    if w.knobs.keep_gathered or w.pipeline > 1:
+        return {"F": 1}
+    if unit == "embedding":
+        head = m * int(w.shape.tied)
+        return {"F": (1 if norm else m) + head, "B": m if norm and w.shape.tied else int(norm) * m}
+    return {"F": m, "B": 0 if unit == "head" else m}
+
+
+def _parameters(w: Workload, stage: int, stages: int, both: bool, apart: bool) -> Iterator[Parameter]:
+    """A stage's tensors in the model's order; a mixture counts as one."""
+    shape, partition = w.shape, w.setting.partition
+    split = bool(w.knobs.sequence) and w.tensor > 1
+    table, h = float(w.vocab * w.height), float(shape.hidden * w.tiling.vector)
+    norm = [(h, split)] * (2 if shape.norm == "layernorm" else 1)
+    if stage == 0:
+        alone = apart and stages > 1
+        yield Parameter("embedding", round(table), alone=alone)
+        rest = [(shape.max_positions * h, split)] if shape.positions == "learned" else []
+        for size, partial in rest + (norm if shape.embedding_norm else []):
+            yield Parameter("embedding", round(size), partial)
+    start = sum(partition[:stage])
+    for layer in range(start, start + partition[stage]):
+        for size, partial in [*norm, *_attention(w, split), *norm, *_mlp(w, split)]:
+            yield Parameter(str(layer), round(size), partial)
+    if stage == stages - 1:
+        yield from (Parameter("head", round(size), partial) for size, partial in norm)
+        if not (shape.tied and both):
+            yield Parameter("head", round(table), alone=apart)
+
+
+def _attention(w: Workload, split: bool) -> Iterator[tuple[float, bool]]:
+    h, thin, biases = float(w.height), float(w.tiling.thin), w.shape.biases
+    for width in map(float, (w.q_width, w.k_width, w.v_width)):
+        yield h * width, False
+        if biases in ("qkv", "all"):
+            yield width * thin, False
+    yield h * float(w.o_width), False
+    if biases == "all":
+        yield float(w.hidden) * thin, split
+
+
+def _mlp(w: Workload, split: bool) -> Iterator[tuple[float, bool]]:
+    moe, bias, thin = w.shape.moe, w.shape.biases == "all", float(w.tiling.thin)
+    if moe is not None:
+        one = float(feed_forward_parameters(w, moe.ffn / w.tiling.columns))
+        yield one * (moe.experts / float(w.knobs.expert) + moe.shared), False
+        return
+    for _ in range(2 if w.shape.gated else 1):
+        yield float(w.height * w.ffn), False
+        if bias:
+            yield float(w.ffn) * thin, False
+    yield float(w.height * w.ffn), False
+    if bias:
+        yield float(w.hidden) * thin, split
