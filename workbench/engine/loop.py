@@ -142,8 +142,7 @@ class Loop:
         if not self._window_open:
             return
         self._window_open = False
-        stage = self.mesh["pipeline"].index
-        totals = allocated_rows(self.meter.stop(), stage)
+        totals = allocated_rows(self.meter.stop(), self.session.first_stage)
         for (step, sampler), allocated in zip(self._samples, totals, strict=True):
             self.telemetry.record("memory", step=step, rows=[*allocated, *sampler.memory_rows()])
             self.telemetry.record("timeline", step=step, rows=sampler.timeline_rows())

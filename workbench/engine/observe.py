@@ -47,7 +47,10 @@ class Sampler(Follower):
         self.session, self.meter = session, meter
         self.live = LiveBytes(session.device.type)
         self.clock = Clock(session.device)
-        self._forward_seen = False
+        self.stage = session.first_stage
+        self._stages: dict[str, int] = {}
+        """Moment -> the stage that was under way."""
+        self._peak = 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -70,8 +73,14 @@ class Sampler(Follower):
         super().action(label, action)
         with self.live.action(action.kind if action else label), self.clock.span(label, action):
             yield
-        if action and action.kind == "F" and not self._forward_seen:
-            self._forward_seen = True
+            if action and action.kind == "I":
+                self.live.register(self.session.executor.put_aside(action), "activations")
+        peak = sum(self.live.peak.values())
+        if action and peak > self._peak:
+            self._stages["peak"] = action.stage
+        self._peak = peak
+        if action and action.kind == "F" and "forward_end" not in self._stages:
+            self._stages["forward_end"] = action.stage
             self.moment("forward_end")
 
     def moment(self, name: str) -> None:
@@ -82,8 +91,10 @@ class Sampler(Follower):
             self.meter.mark(name)
 
     def memory_rows(self) -> list[dict[str, Any]]:
-        """Rows of the memory frame by category."""
-        return self.live.memory_rows(self.session.mesh["pipeline"].index)
+        """Rows of the memory frame by category; of a rank's stages, the one that was under way, else its first."""
+        return [
+            row | {"stage": self._stages.get(row["moment"], self.stage)} for row in self.live.memory_rows(self.stage)
+        ]
 
     def collective_rows(self, seen: int = 1, of: int = 1) -> list[dict[str, Any]]:
         """Rows of the collectives frame.
@@ -100,8 +111,7 @@ class Sampler(Follower):
 
     def timeline_rows(self) -> list[dict[str, Any]]:
         """Rows of the timeline frame."""
-        stage = self.session.mesh["pipeline"].index
-        return [{"stage": stage, **row} for row in self.clock.rows()]
+        return self.clock.rows(self.stage)
 
 
 def _every_microbatch(row: dict[str, Any], plan: Plan) -> bool:
@@ -186,10 +196,11 @@ class Clock:
     def _seconds(self, moment: Any) -> float:
         return self._start.elapsed_time(moment) / 1e3 if self.cuda else moment - self._start
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row a span: microbatch (or null), action, start and end."""
+    def rows(self, stage: int) -> list[dict[str, Any]]:
+        """One row a span: stage (of what is no action, `stage`), microbatch (or null), action, start and end."""
         return [
             {
+                "stage": action.stage if action else stage,
                 "microbatch": action.microbatch if action else None,
                 "action": action.kind if action and not action.is_p2p else label if action is None else "P2P",
                 "start": self._seconds(begin),

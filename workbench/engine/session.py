@@ -106,10 +106,14 @@ class Session:
             partial(torch.empty, boundary(plan), dtype=own, device=device),
             Hooks(store.reduce, store.expect_last, store.add, part.samples.take),
             whole=part.head,
-            together=frozenset({0, table.stages - 1} & set(stages)) if plan.shape.tied else frozenset(),
         )
         scaler = LossScaler(device) if own == torch.float16 else None
         return cls(plan, mesh, device, part, optimizer, executor, scaler)
+
+    @property
+    def first_stage(self) -> int:
+        """The first of this rank's pipeline stages."""
+        return min(self.part.stages)
 
     def step(
         self, index: int, tokens_MBT: Tensor, targets_MBT: Tensor, observer: Observer | None = None, stop: int = 0

@@ -43,8 +43,6 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
     ("strategy.tensor.algorithm", lambda p: p.strategy.tensor.algorithm, ("1d",)),
     ("strategy.tensor.sequence", lambda p: p.strategy.tensor.sequence and p.shape.moe is not None, (False,)),
-    ("strategy.pipeline.schedule", _schedule, ("gpipe", "1f1b")),
-    ("strategy.pipeline.chunks", lambda p: p.strategy.pipeline.chunks, (1,)),
     (
         "model.moe.capacity",
         lambda p: p.shape.moe.capacity if p.shape.moe and p.strategy.context.size > 1 else None,

@@ -56,9 +56,9 @@ class Hooks:
 class Executor:
     """Executes a lowered table on the stages of this rank, which are all that its row names.
 
-    `boundary` makes an empty tensor for what crosses a stage boundary, [micro_batch, T, D]. The backward of `whole` is
-    never split: the head, whose logits would have to be kept. Stages in `together` share a weight on this rank, whose
-    gradient is complete only when all of them are: they are reduced with the last.
+    `boundary` makes an empty tensor for what crosses a stage boundary, [micro_batch, T, D]. The backward of `whole`,
+    the head, is never split: its logits would have to be kept. So, too, an embedding that shares its weight on this
+    rank is the last to give that a gradient.
     """
 
     def __init__(
@@ -69,10 +69,9 @@ class Executor:
         boundary: Callable[[], Tensor],
         hooks: Hooks,
         whole: nn.Module | None = None,
-        together: frozenset[int] = frozenset(),
     ) -> None:
         self.table, self.stages, self.axis, self.boundary = table, stages, axis, boundary
-        self.hooks, self.together = hooks, together
+        self.hooks = hooks
         self.whole = frozenset(id(p) for p in whole.parameters()) if whole is not None else frozenset()
         row = table.rows[axis.index]
         self.row = [list(batch) for batch in batches(row)]
@@ -96,6 +95,10 @@ class Executor:
         with torch.no_grad():
             return self._run(self.evaluation, tokens_MBT, targets_MBT, None, None)
 
+    def put_aside(self, action: Action) -> list[Tensor]:
+        """What the backward of an action's microbatch has left for its weight gradients."""
+        return [x for one in self.flight.deferred.get(_key(action), ()) for x in (one.x, one.gradient)]
+
     def _run(
         self,
         row: list[list[Action]],
@@ -106,7 +109,6 @@ class Executor:
     ) -> Tensor | None:
         flight = self.flight = Flight()
         watch = observe or (lambda label, action: nullcontext())
-        waiting = set(self.together)
         for batch in row:
             # A batch of transfers is known by what it receives: that is what stays in memory.
             action = next((a for a in batch if a.kind.startswith("RECV")), batch[0])
@@ -116,20 +118,11 @@ class Executor:
                 elif action.kind == "F":
                     self._forward(action, flight, tokens_MBT, targets_MBT, scale)
                 elif action.kind == "REDUCE_GRAD":
-                    self._reduce(action.stage, waiting)
+                    self.hooks.reduce(action.stage)
                 else:
                     self._backward(action, flight)
         self._finish_sends(flight)
         return flight.loss
-
-    def _reduce(self, stage: int, waiting: set[int]) -> None:
-        if stage not in self.together:
-            return self.hooks.reduce(stage)
-        waiting.discard(stage)
-        if not waiting:
-            for each in sorted(self.together):
-                self.hooks.reduce(each)
-        return None
 
     def _forward(
         self, action: Action, flight: Flight, tokens: Tensor, targets: Tensor, scale: float | Tensor | None

@@ -41,8 +41,8 @@ class SplitLinears(TorchFunctionMode):
     ) -> Any:
         if func is F.linear and torch.is_grad_enabled():
             x, weight, bias = _operands(*args, **(kwargs or {}))
-            if id(weight) not in self.whole and _is_leaf(weight) and (bias is None or _is_leaf(bias)):
-                return _SplitLinear.apply(x, weight, bias, self.deferred)
+            if x.requires_grad and id(weight) not in self.whole and all(map(_is_leaf, _present(weight, bias))):
+                return _SplitLinear.apply(x, (weight, bias), self.deferred)
         return func(*args, **(kwargs or {}))
 
 
@@ -51,27 +51,30 @@ def _operands(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tupl
     return input, weight, bias
 
 
+def _present(*tensors: Tensor | None) -> list[Tensor]:
+    return [x for x in tensors if x is not None]
+
+
 def _is_leaf(weight: Tensor) -> bool:
     return weight.is_leaf and weight.requires_grad
 
 
 class _SplitLinear(torch.autograd.Function):
-    """y = x W^T + b, whose backward gives the gradient of x alone."""
+    """y = x W^T + b, whose backward gives the gradient of x alone; weight and bias are hidden from autograd."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, deferred: list[Deferred]
+        ctx: Any, x: Tensor, parameters: tuple[nn.Parameter, nn.Parameter | None], deferred: list[Deferred]
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # Not saved but kept: the gradient goes to this very parameter.
-        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
-        return F.linear(x, weight, bias)
+        ctx.parameters, ctx.deferred = parameters, deferred
+        return F.linear(x, *parameters)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        ctx.deferred.append(Deferred(x.detach(), gradient, ctx.weight, ctx.bias))
-        return gradient @ ctx.weight if ctx.needs_input_grad[0] else None, None, None, None
+        ctx.deferred.append(Deferred(x.detach(), gradient, *ctx.parameters))
+        return gradient @ ctx.parameters[0], None, None
 
 
 @torch.no_grad()
