@@ -22,9 +22,12 @@ from workbench.parallel.data.store import Store
 from workbench.parallel.expert.apply import gradient_sums, spread_experts
 from workbench.parallel.expert.auxiliary import HandOn
 from workbench.parallel.layout import Layout
-from workbench.parallel.mesh import Mesh
+from workbench.parallel.mesh import Mesh, MeshAxis
+from workbench.parallel.operators.apply import operator_sums, split_operators
 from workbench.parallel.pipeline.stage import keep_stage
+from workbench.parallel.recompute import recompute
 from workbench.parallel.tensor.apply import split_tensors, tensor_sums
+from workbench.plan.check_operators import placements
 from workbench.plan.schema import Plan
 
 TIED, TIE_OWNER = "head.weight", "embedding.tokens.weight"
@@ -77,7 +80,7 @@ def parallelise(
     store = Store(
         built,
         layouts,
-        gradient_sums(layouts, tensor_sums(layouts.items(), plan, mesh), mesh),
+        gradient_sums(layouts, _sums(layouts, plan, mesh), mesh),
         mesh,
         plan.strategy.data,
         gradient_dtype,
@@ -95,11 +98,21 @@ def _stage(
         model = Transformer(plan.shape, plan.training.dropout, plan.training.seed)
     keep_stage(model, stage, partition)
     layouts = _layouts(model)
-    split_tensors(model, layouts, plan, mesh)
+    if plan.strategy.operators:
+        split_operators(model, layouts, placements(plan), mesh)
+    else:
+        split_tensors(model, layouts, plan, mesh)
     spread_experts(model, layouts, mesh, plan.strategy.tensor.sequence, counting)
     if mesh["context"].size > 1:
         spread_sequence(model, mesh["context"], plan.strategy.context.algorithm, plan.training.sequence_length)
+    recompute(model, plan.strategy.recompute)
     return model, layouts
+
+
+def _sums(layouts: dict[str, Layout], plan: Plan, mesh: Mesh) -> dict[str, tuple[MeshAxis, ...]]:
+    if plan.strategy.operators:
+        return operator_sums(layouts, placements(plan), mesh)
+    return tensor_sums(layouts.items(), plan, mesh)
 
 
 def _layouts(model: Transformer) -> dict[str, Layout]:

@@ -9,7 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from workbench.plan.check_operators import sides as operator_sides
 from workbench.plan.schema import Plan
 
 SIDES = ("tensor.0", "tensor.1", "tensor.2")
@@ -38,12 +40,15 @@ class Mesh:
     - its parts `shard` (neighbours, over which ZeRO shards) and `replicate` (what is left: hybrid sharding);
     - its parts `expert` (neighbours, which share out the experts) and `expert_replicas` (which hold the same ones),
       of which again `expert_shard` and `expert_replicate`;
-    - the sides of a tensor grid, `tensor.0` to `tensor.2`.
+    - the sides of a tensor grid, `tensor.0` to `tensor.2`;
+    - the sides of the grid that tensor ranks are to operator strategies, `operators.0` the outermost; `operators` is
+      the same as a DeviceMesh.
     """
 
     rank: int
     world_size: int
     axes: Mapping[str, MeshAxis]
+    operators: DeviceMesh | None = None
 
     def __getitem__(self, name: str) -> MeshAxis:
         return self.axes[name]
@@ -70,7 +75,24 @@ def build_mesh(plan: Plan, rank: int) -> Mesh:
             assert made is not None
             groups[key] = made
         axes[name] = MeshAxis(name, size, mine.index(rank), tuple(mine), groups.get(key), reported)
-    return Mesh(rank, plan.world_size, axes)
+    return Mesh(rank, plan.world_size, axes, _device_mesh([axes[name] for name in _operators(plan)], axes["tensor"]))
+
+
+def _operators(plan: Plan) -> dict[str, int]:
+    """The grid that tensor ranks are to operator strategies: axis -> size, outermost first."""
+    return {f"operators.{i}": size for i, size in enumerate(operator_sides(plan))}
+
+
+def _device_mesh(axes: list[MeshAxis], tensor: MeshAxis) -> DeviceMesh | None:
+    """The grid as DTensor knows it, over the groups that there are; None without one."""
+    groups = [axis.group for axis in axes if axis.group is not None]
+    if not groups:
+        return None
+    device = "cuda" if dist.get_backend(groups[0]) == "nccl" else "cpu"
+    ranks, names = torch.tensor(tensor.ranks).view([axis.size for axis in axes]), tuple(axis.name for axis in axes)
+    return DeviceMesh.from_group(
+        groups[0] if len(groups) == 1 else groups, device, None if len(groups) == 1 else ranks, mesh_dim_names=names
+    )
 
 
 def _axes(plan: Plan) -> dict[str, tuple[Tensor, str]]:
@@ -78,8 +100,8 @@ def _axes(plan: Plan) -> dict[str, tuple[Tensor, str]]:
     s = plan.strategy
     sizes = {**plan.sizes}
     grid = s.tensor.size if isinstance(s.tensor.size, list) else []
-    sides = SIDES[: len(grid)]
-    sizes |= dict(zip(sides, grid))
+    parts = dict(zip(SIDES, grid)) or dict(reversed(_operators(plan).items()))
+    sides, sizes = tuple(parts), sizes | parts
     order = [part for name in s.placement for part in (sides if name == "tensor" and sides else (name,))]
     ranks = torch.arange(plan.world_size).view([sizes[name] for name in reversed(order)])
 

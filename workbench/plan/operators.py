@@ -62,7 +62,7 @@ def placed(first: str, pieces: Mapping[str, int], sizes: Sequence[int]) -> Place
     """The axes of prime `sizes` that take the pieces of each dimension: outermost for the dimension `first`, innermost
     for the others, the last first, so that equal forms lie alike."""
     placement: list[str | None] = [None] * len(sizes)
-    for name in [name for name in pieces if name == first] + [name for name in reversed(pieces) if name != first]:
+    for name in [name for name in pieces if name == first] + [name for name in reversed([*pieces]) if name != first]:
         for prime in factors(pieces[name]):
             free = [a for a, size in enumerate(sizes) if size == prime and placement[a] is None]
             placement[free[0] if name == first else free[-1]] = name

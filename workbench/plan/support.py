@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal
 
-from workbench.plan import catalog
+from workbench.plan import catalog, check_operators
 from workbench.plan.check_axes import SCHEDULES
 from workbench.plan.errors import PlanError, Problem
 from workbench.plan.schema import Plan
@@ -48,8 +48,6 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
         lambda p: p.shape.moe.capacity if p.shape.moe and p.strategy.context.size > 1 else None,
         (None,),
     ),
-    ("strategy.operators", lambda p: p.strategy.operators, ({},)),
-    ("strategy.recompute", lambda p: p.strategy.recompute, ("none", [])),
     ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "bf16", "fp16")),
     ("strategy.kernels", lambda p: p.strategy.kernels, ("eager",)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
@@ -102,7 +100,8 @@ def _runnable() -> list[str]:
 
 def _lacking(plan: Plan, verb: Verb) -> list[Problem]:
     table = ESTIMATED if verb == "estimate" else BUILT
-    return [
+    unfit = [] if verb == "estimate" else check_operators.problems(plan)
+    return unfit + [
         Problem(field, f"is {value!r}; this version can {verb} {_legal(can)}")
         for field, read, can in table
         if (value := read(plan)) not in can

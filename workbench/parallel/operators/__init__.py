@@ -1,0 +1,1 @@
+"""Operator strategies: each module split as its own strategy says, redistributed where layouts differ."""
