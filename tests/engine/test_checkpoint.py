@@ -1,14 +1,25 @@
-"""Checkpoints are whole or absent, verified when read, and load under any mesh."""
+"""Checkpoints are whole or absent, written while training goes on, verified when read, and load under any mesh."""
+
+from __future__ import annotations
 
 import json
+import os
+import resource
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from workbench.engine import checkpoint
-from workbench.engine.checkpoint import Shard, finished, load, path_of, read_manifest, save
+from workbench.engine import checkpoint, reading, tensorfile
+from workbench.engine.checkpoint import Shard, finished, path_of
+from workbench.engine.reading import Ranks, assigned, source_of
+from workbench.engine.tensorfile import Entry
+from workbench.engine.writing import Writer, claim
+from workbench.runs.checkpoints import read_manifest
 
 SHAPES = {"embed.weight": (10, 6), "layers.0.weight": (8, 12), "norm.weight": (7,)}
 
@@ -40,51 +51,42 @@ def cut(dim: int, size: int, rank: int, empty: bool = False) -> list[Shard]:
     return shards
 
 
-def save_all(
-    folder: Path, step: int, size: int, dim: int = 0, keep: int = 2, meta: dict[str, object] | None = None
-) -> Path:
-    """Save from `size` ranks, each a thread."""
-    barrier = threading.Barrier(size)
-    errors: list[BaseException] = []
+def writers(folder: Path, size: int, keep: int = 2, patience: float = 20.0) -> list[Writer]:
+    """The writers of all ranks, in one process."""
+    os.close(claim(folder))
+    return [Writer(folder, rank, size, "token", keep, patience) for rank in range(size)]
 
-    def one(rank: int) -> None:
-        try:
-            save(folder, step, cut(dim, size, rank), rank, list(range(size)), meta or {}, lambda: void(barrier), keep)
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        if not isinstance(error, threading.BrokenBarrierError):
-            raise error
+def save_all(folder: Path, step: int, size: int, dim: int = 0, keep: int = 2, **meta: Any) -> Path:
+    made = writers(folder, size, keep)
+    for rank, writer in enumerate(made):
+        writer.start(step, cut(dim, size, rank), meta)
+    for writer in made:
+        writer.wait()
     return path_of(folder, step)
 
 
-def void(barrier: threading.Barrier) -> None:
-    barrier.wait(30)
+def load(path: Path, shards: list[Shard]) -> None:
+    reading.load(source_of(path), shards)
 
 
 def assert_loaded(shards: list[Shard]) -> None:
     for shard in shards:
         expected = whole()[shard.name, shard.kind][tuple(slice(*s) for s in shard.slices)]
-        assert torch.equal(shard.tensor, expected), shard.key
+        assert torch.equal(shard.tensor, expected), (shard.kind, shard.name)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_same_mesh_loads_exactly(tmp_path: Path, size: int) -> None:
-    path = save_all(tmp_path, 50, size, meta={"sample_index": 400, "plan": "abc"})
+    path = save_all(tmp_path, 50, size, sample_index=400, plan="abc")
     assert path.name == "step-00000050"
     assert sorted(p.name for p in path.iterdir()) == [
         "manifest.json", *(f"rank{r:05d}.safetensors" for r in range(size)),
     ]  # fmt: skip
+    assert source_of(path).meta == {"sample_index": 400, "plan": "abc"}
     for rank in range(size):
         shards = cut(0, size, rank, empty=True)
-        assert load(path, shards) == {"sample_index": 400, "plan": "abc", "step": 50}
+        load(path, shards)
         assert_loaded(shards)
 
 
@@ -97,20 +99,36 @@ def test_other_meshes_load_the_same_values(tmp_path: Path, dim: int, size: int) 
         assert_loaded(shards)
 
 
-def test_views_of_one_buffer_and_transposed_tensors(tmp_path: Path) -> None:
-    flat = torch.arange(24.0)
-    shards = [
-        Shard("a", "parameter", flat[:12].view(3, 4), (3, 4), ((0, 3), (0, 4))),
-        Shard("b", "parameter", flat[12:].view(3, 4).t(), (4, 3), ((0, 4), (0, 3))),
-    ]
-    save(tmp_path, 0, shards, 0, [0], {}, lambda: None)
-    flat_again = torch.zeros(24)
-    target = [
-        Shard("a", "parameter", flat_again[:12].view(3, 4), (3, 4), ((0, 3), (0, 4))),
-        Shard("b", "parameter", flat_again[12:].view(3, 4).t(), (4, 3), ((0, 4), (0, 3))),
-    ]
-    load(path_of(tmp_path, 0), target)
-    assert torch.equal(flat, flat_again)
+def test_views_of_one_buffer_transposed_and_in_several_boxes(tmp_path: Path) -> None:
+    def shards(flat: torch.Tensor) -> list[Shard]:
+        a, b, c = flat[:12].view(3, 4), flat[12:24].view(3, 4).t(), flat[24:]
+        return [
+            Shard("a", "parameter", a, (3, 4), ((0, 3), (0, 4))),
+            Shard("b", "parameter", b, (4, 3), ((0, 4), (0, 3))),
+            Shard("c", "parameter", c[:2].view(1, 2), (2, 3), ((0, 1), (1, 3))),
+            Shard("c", "parameter", c[2:5].view(1, 3), (2, 3), ((1, 2), (0, 3))),
+            Shard("c", "parameter", c[5:].view(1, 1), (2, 3), ((0, 1), (0, 1))),
+        ]
+
+    flat, again = torch.arange(30.0), torch.zeros(30)
+    (writer,) = writers(tmp_path, 1)
+    writer.start(0, shards(flat), {})
+    writer.wait()
+    load(path_of(tmp_path, 0), shards(again))
+    assert torch.equal(flat, again)
+
+
+def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.arange(3, dtype=torch.bfloat16), "a": torch.rand(2, 3), "s": torch.tensor(2.0),
+        "d": torch.rand(5, dtype=torch.float64), "e": torch.empty(0, 3), "t": torch.rand(4, 2).t(),
+    }  # fmt: skip
+    entries = [Entry(key, value.dtype, tuple(value.shape)) for key, value in tensors.items()]
+    told: list[int] = []
+    size, sha256 = tensorfile.write(tmp_path / "x", entries, tensors.__getitem__, told.append)
+    assert size == (tmp_path / "x").stat().st_size == sum(told) and sha256 == reading.digest(tmp_path / "x")
+    read = load_file(tmp_path / "x")
+    assert read.keys() == tensors.keys() and all(torch.equal(read[key], tensors[key]) for key in read)
 
 
 def test_only_the_latest_are_kept(tmp_path: Path) -> None:
@@ -118,88 +136,227 @@ def test_only_the_latest_are_kept(tmp_path: Path) -> None:
         save_all(tmp_path, step, 1)
     (tmp_path / "step-00000040").mkdir()
     assert [p.name for p in finished(tmp_path)] == ["step-00000020", "step-00000030"]
-    save_all(tmp_path, 30, 1, meta={"again": True})
-    assert read_manifest(path_of(tmp_path, 30))["meta"] == {"again": True, "step": 30}
-    assert not list(tmp_path.glob("*.writing")) + list(tmp_path.glob("*.replaced"))
+    save_all(tmp_path, 30, 1, again=True)
+    assert read_manifest(path_of(tmp_path, 30))["meta"] == {"again": True}
+    save_all(tmp_path, 5, 1)  # a run that began again earlier
+    assert [p.name for p in finished(tmp_path)] == ["step-00000005", "step-00000030"]
+    assert not list(tmp_path.glob("*.writing*")) + list(tmp_path.glob("*.replaced"))
 
 
-def test_a_rank_that_cannot_write_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_all(tmp_path, 1, 2)
+class Slow:
+    """Writes files only when told to go on."""
 
-    def full(tensors: object, path: Path) -> None:
-        if "rank00001" in path.name:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, write = threading.Event(), tensorfile.write
+
+        def slowly(*arguments: Any) -> tuple[int, str]:
+            assert self.go.wait(20)
+            return write(*arguments)
+
+        monkeypatch.setattr(tensorfile, "write", slowly)
+
+
+def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch)
+    shards = cut(0, 1, 0)
+    told: list[tuple[int, Path]] = []
+    os.close(claim(tmp_path))
+    writer = Writer(tmp_path, 0, 1, "t", 2, 20.0, lambda step, path, seconds: told.append((step, path)))
+    writer.start(1, shards, {})
+    for shard in shards:
+        shard.tensor.fill_(-5)  # the next step
+    writer.check()
+    assert not finished(tmp_path) and not told
+    slow.go.set()
+    writer.wait()
+    assert told == [(1, path_of(tmp_path, 1))]
+    again = cut(0, 1, 0, empty=True)
+    load(path_of(tmp_path, 1), again)
+    assert_loaded(again)
+
+
+def test_the_next_waits_for_the_former(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch)
+    (writer,) = writers(tmp_path, 1)
+    writer.start(1, cut(0, 1, 0), {})
+    threading.Timer(0.1, slow.go.set).start()
+    writer.start(2, cut(0, 1, 0), {})
+    assert path_of(tmp_path, 1) in finished(tmp_path)
+    writer.wait()
+    assert [p.name for p in finished(tmp_path)] == ["step-00000001", "step-00000002"]
+
+
+def full_disk(rank: int) -> Callable[..., Any]:
+    write = tensorfile.write
+
+    def failing(path: Path, *rest: Any) -> tuple[int, str]:
+        if f"rank{rank:05d}" in path.name:
             raise OSError(28, "No space left on device")
-        checkpoint_save(tensors, path)
+        return write(path, *rest)
 
-    checkpoint_save = checkpoint.save_file
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(ValueError, match=r"cannot write .*step-00000002\.writing.*No space left.*checkpoint\.every"):
-        save_all(tmp_path, 2, 2)
+    return failing
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_write_leaves_no_checkpoint_and_tells_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    save_all(tmp_path, 1, 2)
+    monkeypatch.setattr(tensorfile, "write", full_disk(failing))
+    made = writers(tmp_path, 2)
+    for rank, writer in enumerate(made):
+        writer.start(2, cut(0, 2, rank), {})
+    words = r"cannot write .*step-00000002\.writing.*No space left.*checkpoint\.every"
+    with pytest.raises(ValueError, match=words):
+        made[failing].wait()
+    with pytest.raises(ValueError, match=rf"{words}.*rank {failing}"):
+        made[1 - failing].wait()
     assert [p.name for p in finished(tmp_path)] == ["step-00000001"]
     monkeypatch.undo()
     save_all(tmp_path, 2, 2)
     assert [p.name for p in finished(tmp_path)] == ["step-00000001", "step-00000002"]
 
 
+def test_a_file_that_grows_too_large_for_the_disk(tmp_path: Path) -> None:
+    """A limit that the kernel itself holds a forked child to: what the disk says when it is full."""
+    limited = os.fork()
+    if limited == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+        (writer,) = writers(tmp_path, 1)
+        writer.start(3, cut(0, 1, 0), {})
+        try:
+            writer.wait()
+        except ValueError as error:
+            os._exit(0 if "cannot write" in str(error) and "step-00000003" in str(error) else 2)
+        os._exit(1)
+    assert os.waitpid(limited, 0)[1] == 0
+    assert finished(tmp_path) == []
+
+
+def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
+    lead, other, _ = writers(tmp_path, 3, patience=0.2)
+    lead.start(4, cut(0, 3, 0), {})
+    other.start(4, cut(0, 3, 1), {})
+    with pytest.raises(ValueError, match=r"rank 2 has not written its part of .*step-00000004.*timeout_seconds"):
+        lead.wait()
+    with pytest.raises(ValueError, match="rank 2 has not written"):
+        other.wait()
+    assert finished(tmp_path) == []
+
+
+def test_a_killed_run_leaves_nothing_that_counts(tmp_path: Path) -> None:
+    save_all(tmp_path, 1, 1)
+    killed = os.fork()
+    if killed == 0:
+        (writer,) = writers(tmp_path, 1)
+        checkpoint.commit = lambda *_: os.kill(os.getpid(), 9)  # type: ignore[assignment]
+        writer.start(2, cut(0, 1, 0), {})
+        writer.wait()
+        os._exit(1)
+    assert os.waitpid(killed, 0)[1] == 9
+    assert list(tmp_path.glob("step-00000002.writing-*")) and [p.name for p in finished(tmp_path)] == ["step-00000001"]
+    path_of(tmp_path, 1).rename(tmp_path / "step-00000001.replaced")  # killed between two renames
+    os.close(claim(tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    load(path_of(tmp_path, 1), cut(0, 1, 0, empty=True))
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    first = claim(tmp_path)
+    with pytest.raises(ValueError, match=f"another run writes to {tmp_path}; stop it"):
+        claim(tmp_path)
+    os.close(first)
+    os.close(claim(tmp_path))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"checkpoint: cannot write .*file.checkpoints: Not a directory"):
+        claim(tmp_path / "file" / "checkpoints")
+    if not os.access("/proc", os.F_OK):
+        return
+    with pytest.raises(ValueError, match="checkpoint: cannot write /proc/self"):  # a file system that takes no files
+        claim(Path("/proc/self"))
+
+
 @pytest.mark.parametrize("name", ["rank00001.safetensors", "manifest.json"])
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+@pytest.mark.parametrize("damage", ["truncate", "remove", "lengthen"])
 def test_damage_is_named_and_nothing_is_copied(tmp_path: Path, name: str, damage: str) -> None:
     path = save_all(tmp_path, 5, 2)
     file = path / name
-    data = bytearray(file.read_bytes())
-    if damage == "flip":
-        data[-20] ^= 1
-        file.write_bytes(data)
-    elif damage == "truncate":
-        file.write_bytes(data[: len(data) // 2])
-    else:
+    data = file.read_bytes()
+    if damage == "remove":
         file.unlink()
+    else:
+        file.write_bytes(data[: len(data) // 2] if damage == "truncate" else data + b" ")
     shards = cut(0, 1, 0, empty=True)
-    with pytest.raises(ValueError, match=f"{name}.*checkpoint.load"):
+    with pytest.raises(ValueError, match=rf"{name}.*checkpoint\.load"):
         load(path, shards)
     assert all((shard.tensor == -1).all() for shard in shards)
 
 
-def test_every_byte_of_the_manifest_counts(tmp_path: Path) -> None:
-    path = save_all(tmp_path, 5, 1, meta={"sample_index": 40}) / "manifest.json"
+def test_a_flipped_bit_anywhere_is_seen(tmp_path: Path) -> None:
+    path = save_all(tmp_path, 5, 1, sample_index=40)
+    for file in path.iterdir():
+        data = file.read_bytes()
+        for at in {*range(0, len(data), 17), 0, 7, 8, len(data) - 1}:
+            file.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
+            with pytest.raises(ValueError, match=rf"{file.name} is damaged.*checkpoint\.load"):
+                load(path, cut(0, 1, 0, empty=True))
+        file.write_bytes(data)
+    load(path, cut(0, 1, 0, empty=True))
+
+
+def test_an_edited_manifest_is_refused(tmp_path: Path) -> None:
+    path = save_all(tmp_path, 5, 1, sample_index=40) / "manifest.json"
     text = path.read_text()
-    path.write_text(text.replace('"sample_index": 40', '"sample_index": 41'))
-    with pytest.raises(ValueError, match="does not match its checksum"):
-        read_manifest(path.parent)
-    for other in ("[]", "null", "{}", "\x00"):
+    for other in (text.replace('"sample_index": 40', '"sample_index": 41'), text.replace(": ", ":"), "[]", "{}", "\0"):
         path.write_text(other)
-        with pytest.raises(ValueError, match="damaged"):
+        with pytest.raises(ValueError, match="does not match its checksum"):
             read_manifest(path.parent)
+    assert json.loads(text)["version"] == 2
 
 
 def test_another_model_is_refused_by_tensor(tmp_path: Path) -> None:
     path = save_all(tmp_path, 5, 1)
-    other = [Shard("norm.weight", "parameter", torch.zeros(9), (9,), ((0, 9),))]
+
+    def vector(name: str, length: int, dtype: torch.dtype = torch.float32) -> list[Shard]:
+        return [Shard(name, "parameter", torch.zeros(length, dtype=dtype), (length,), ((0, length),))]
+
     with pytest.raises(ValueError, match=r"parameter of norm\.weight has shape \(7,\), the plan's model needs \(9,\)"):
-        load(path, other)
-    absent = [Shard("head.weight", "parameter", torch.zeros(9), (9,), ((0, 9),))]
+        load(path, vector("norm.weight", 9))
     with pytest.raises(ValueError, match=r"has no parameter of head\.weight"):
-        load(path, absent)
+        load(path, vector("head.weight", 9))
+    with pytest.raises(ValueError, match=r"norm\.weight is F32, the plan needs BF16; set strategy\.precision"):
+        load(path, vector("norm.weight", 7, torch.bfloat16))
 
 
 def test_a_missing_slice_is_seen_when_saving(tmp_path: Path) -> None:
     half = [Shard("a", "parameter", torch.zeros(2), (4,), ((0, 2),))]
-    with pytest.raises(AssertionError):
-        save(tmp_path, 0, half, 0, [0], {}, lambda: None)
+    (writer,) = writers(tmp_path, 1)
+    writer.start(0, half, {})
+    with pytest.raises(RuntimeError, match="what the ranks hold does not make a whole model"):
+        writer.wait()
     assert finished(tmp_path) == []
 
 
-def test_dtypes_convert(tmp_path: Path) -> None:
-    save(
-        tmp_path,
-        0,
-        [Shard("a", "parameter", torch.ones(2, dtype=torch.bfloat16), (2,), ((0, 2),))],
-        0,
-        [0],
-        {},
-        lambda: None,
-    )
-    wide = torch.zeros(2)
-    load(path_of(tmp_path, 0), [Shard("a", "parameter", wide, (2,), ((0, 2),))])
-    assert wide.tolist() == [1.0, 1.0]
-    assert json.loads((path_of(tmp_path, 0) / "manifest.json").read_text())["version"] == 1
+def test_every_file_is_verified_once_by_a_rank_that_needs_it() -> None:
+    sizes = {"a": 5, "b": 4, "c": 3, "d": 9}
+    needs = [["a", "b", "c"], ["a", "b", "c"], ["c"], []]
+    own = assigned(needs, sizes)
+    assert sorted(file for files in own for file in files) == ["a", "b", "c"]
+    assert all(set(mine) <= set(need) for mine, need in zip(own, needs)) and own == [["a"], ["b"], ["c"], []]
+
+
+def test_what_one_rank_finds_is_raised_on_all(tmp_path: Path) -> None:
+    path = save_all(tmp_path, 5, 2)
+    (path / "rank00001.safetensors").unlink()
+    rounds: list[list[Any]] = []
+
+    def gather(item: Any) -> list[Any]:
+        rounds.append([item])
+        return [item, "rank 1 found this"] if len(rounds) == 1 else [item, item]
+
+    with pytest.raises(ValueError, match="rank 1 found this"):
+        reading.load(source_of(path), cut(0, 2, 0, empty=True), Ranks(0, gather))
+    assert rounds == [[None]]

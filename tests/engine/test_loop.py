@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +120,8 @@ def test_more_steps_go_on_where_it_ended(tmp_path: Path, text: Path, saved: Path
 @pytest.mark.parametrize("changes, words", [
     ({"model": "tiny-gpt"}, "of another model"),
     ({"strategy__precision": "bf16"}, "strategy.precision"),
-    ({"training__optimizer__name": "sgd", "training__global_batch": 4}, "global_batch is 4"),
+    ({"training__optimizer__name": "sgd"}, "was written with 'adamw'"),
+    ({"training__global_batch": 4}, "training.global_batch: is 4"),
     ({"checkpoint__load": "nowhere"}, "nowhere is not a finished checkpoint"),
 ])  # fmt: skip
 def test_a_checkpoint_that_does_not_fit_is_refused_in_words(
@@ -133,23 +136,44 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_words(
 def test_a_larger_shape_of_the_same_names_is_refused(tmp_path: Path, text: Path, saved: Path) -> None:
     code, _ = trained(tmp_path / "again", text, "small", checkpoint__load=str(saved))
     message = refusal(tmp_path / "again")["message"]
-    assert code == 1 and "has shape" in message and "the plan's model needs" in message
+    assert code == 1 and "model.hidden: is 128" in message and "of another model: there it is 64" in message
+
+
+def test_a_full_disk_ends_the_run_with_the_place_and_the_remedy(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoint.write_part
+
+    def full(folder: Path, *rest: Any) -> None:
+        if "step-00000002" in folder.name:
+            raise OSError(28, "No space left on device")
+        write(folder, *rest)
+
+    monkeypatch.setattr(checkpoint, "write_part", full)
+    for asynchronous in (True, False):
+        folder = tmp_path / str(asynchronous)
+        changes = {"training__steps": 60, "checkpoint__every": 1, "checkpoint__asynchronous": asynchronous}
+        code, records = trained(folder, text, **changes)
+        assert (code, steps(records, "checkpoint")) == (1, [1]) and len(steps(records, "step")) < 60
+        message = refusal(folder)["message"]
+        assert "cannot write" in message and "step-00000002" in message and "checkpoint.keep" in message
+        assert [path.name for path in checkpoint.finished(folder / "checkpoints")] == ["step-00000001"]
 
 
 def test_dying_while_saving_leaves_the_former_checkpoint(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = checkpoint._commit
+    commit = checkpoint.commit
 
     def die_at_two(writing: Path, final: Path, *rest: Any) -> None:
         if final.name == "step-00000002":
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGKILL)
         commit(writing, final, *rest)
 
-    monkeypatch.setattr(checkpoint, "_commit", die_at_two)
+    monkeypatch.setattr(checkpoint, "commit", die_at_two)
     code, _ = trained(tmp_path / "run", text, checkpoint__every=1)
     folder = tmp_path / "run" / "checkpoints"
-    assert code != 0 and [path.name for path in checkpoint.finished(folder)] == ["step-00000001"]
+    assert code == -signal.SIGKILL and [path.name for path in checkpoint.finished(folder)] == ["step-00000001"]
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     again = {"checkpoint__load": str(folder / "step-00000001"), "checkpoint__every": 1}

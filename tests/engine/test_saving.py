@@ -31,7 +31,9 @@ def save(made: Plan, folder: Path, rank: int) -> None:
     shape = (data.size * made.num_microbatches, 2, made.training.sequence_length)
     text = torch.randint(257, shape, generator=torch.Generator().manual_seed(1)).chunk(data.size)[data.index]
     session.step(0, text, text.flip(-1))
-    Saver(session, folder).save(1)
+    saver = Saver(session, folder)
+    saver.save(1)
+    saver.wait()
 
 
 def load(made: Plan, rank: int) -> list[tuple[str, str, Any, np.ndarray]]:

@@ -2,62 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import secrets
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from workbench.engine import checkpoint
+from workbench.engine import huggingface, reading
 from workbench.engine.checkpoint import Shard
+from workbench.engine.reading import Ranks
 from workbench.engine.session import Session
+from workbench.engine.writing import Writer, claim
+from workbench.runs.checkpoints import is_foreign, meta_of, steps_done
 
 
 class Saver:
-    """Saves and loads the session of one rank in its run directory."""
+    """Saves and loads the session of one rank in its run directory; `told` as in `Writer`."""
 
-    def __init__(self, session: Session, run_dir: Path) -> None:
-        self.session, self.folder = session, run_dir / "checkpoints"
+    def __init__(
+        self, session: Session, run_dir: Path,
+        told: Callable[[int, Path, float], None] = lambda step, path, seconds: None,
+    ) -> None:  # fmt: skip
+        self.session, self.folder, self.told = session, run_dir / "checkpoints", told
+        self._writer: Writer | None = None
+        self._lock = -1
+
+    def prepare(self) -> None:
+        """Claim the folder of checkpoints, on all ranks together, where this was not done before.
+
+        Raises ValueError on every rank where it cannot be written, or another run writes there.
+        """
+        if self._writer is not None:
+            return
+        plan, mesh = self.session.plan, self.session.mesh
+        token = reading.together(self._ranks(), self._claim)
+        token = next(word for word in self._ranks().gather(token) if word)
+        patience = float(plan.telemetry.timeout_seconds)
+        self._writer = Writer(self.folder, mesh.rank, mesh.world_size, token, plan.checkpoint.keep, patience, self.told)
+
+    def _claim(self) -> str:
+        """Rank 0's lock on the folder, and a word that no other run has; nothing on other ranks."""
+        if self.session.mesh.rank:
+            return ""
+        self._lock = claim(self.folder)
+        return secrets.token_hex(6)
 
     def save(self, step: int) -> Path:
-        """Write a checkpoint of the state after `step` steps, from all ranks together; returns its folder."""
-        plan, mesh = self.session.plan, self.session.mesh
-        meta = {
-            "plan": plan.name,
-            "world_size": plan.world_size,
-            "sample_index": step * plan.training.global_batch,
-        }
+        """Have the state after `step` steps written, from all ranks together; returns where it will be.
+
+        Copies this rank's part and returns, once the former checkpoint is whole; or only when this one is, where the
+        plan says so. Raises ValueError where a disk refuses.
+        """
+        self.prepare()
+        assert self._writer is not None
+        plan = self.session.plan
         shards = [shard for name, shard in self._shards() if self._saves(name, shard)]
-        return checkpoint.save(
-            self.folder, step, shards, mesh.rank, self._writers(bool(shards)), meta, self._barrier, plan.checkpoint.keep
-        )
+        scaler = self.session.scaler
+        meta = meta_of(plan, step) | ({"loss_scaler": scaler.state()} if scaler else {})
+        path = self._writer.start(step, shards, meta)
+        if not plan.checkpoint.asynchronous:
+            self.wait()
+        return path
+
+    def check(self) -> None:
+        """Raise what went wrong with the checkpoint under way, if it is known already."""
+        if self._writer is not None:
+            self._writer.check()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint under way, if there is one, is whole. Raises ValueError where it cannot be."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def close(self) -> None:
+        """Let another run write to the folder."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def load(self) -> int:
         """Load what the plan says to start from; the number of steps already done, 0 where there is nothing to load.
 
-        Raises ValueError, naming the file or the tensor, where the checkpoint is damaged or of another model, and
-        where the sampler's place does not fall between two of this plan's steps.
+        Of weights under Hugging Face's names parameters are loaded, the optimizer starts afresh, and no step is done.
+        Raises ValueError on every rank, naming the file or the tensor, where what is there is damaged or of another
+        model, and where the sampler's place does not fall between two of this plan's steps.
         """
-        source, batch = self.session.plan.checkpoint.load, self.session.plan.training.global_batch
-        if source is None:
+        plan, ranks = self.session.plan, self._ranks()
+        if plan.checkpoint.load is None:
             return 0
-        meta = checkpoint.load(Path(source), [shard for _, shard in self._shards()])
+        folder = Path(plan.checkpoint.load)
+        if is_foreign(folder):
+            source = reading.together(ranks, lambda: huggingface.source_of(folder, plan.shape))
+            steps, wanted = 0, [shard for _, shard in self._shards() if shard.kind in huggingface.KINDS]
+        else:
+            source = reading.together(ranks, lambda: reading.source_of(folder))
+            steps = reading.together(ranks, lambda: steps_done(folder, dict(source.meta), plan))
+            wanted = [shard for _, shard in self._shards()]
+        reading.load(source, wanted, ranks)
+        if self.session.scaler is not None and "loss_scaler" in source.meta:
+            self.session.scaler.load(source.meta["loss_scaler"])
         self.session.part.store.publish()
-        steps, rest = divmod(int(meta["sample_index"]), batch)
-        if rest:
-            raise ValueError(
-                f"training.global_batch is {batch}, but the checkpoint stands at sample {meta['sample_index']}, "
-                "which is not between two of its steps"
-            )
         return steps
 
+    def _ranks(self) -> Ranks:
+        mesh = self.session.mesh
+        if mesh.world_size == 1:
+            return Ranks()
+
+        def gather(item: Any) -> list[Any]:
+            items: list[Any] = [None] * mesh.world_size
+            dist.all_gather_object(items, item)
+            return items
+
+        return Ranks(mesh.rank, gather)
+
     def _saves(self, name: str, shard: Shard) -> bool:
-        """Whether it is this rank that saves the shard; a count of steps goes with a tensor's first slice."""
-        layout = self.session.part.store.layouts[name]
-        first = all(start == 0 for start, _ in layout.slices) and (layout.flat is None or layout.flat[0] == 0)
-        return layout.owned(self.session.mesh) and (first or shard.kind != "step")
+        """Whether it is this rank that saves the shard; a count of steps goes with a tensor's first entry."""
+        store = self.session.part.store
+        layout = store.layouts[name]
+        if not layout.owned(self.session.mesh) or not shard.tensor.numel():
+            return False
+        if shard.kind != "step":
+            return True
+        parts = layout.parts(store.values[name])
+        return any(part.numel() and all(start == 0 for start, _ in slices) for part, slices in parts)
 
     def _shards(self) -> Iterator[tuple[str, Shard]]:
+        """Local names, and the boxes of the global tensors that lie under them."""
         store, states = self.session.part.store, self.session.optimizer.state()
         for name, layout in store.layouts.items():
             for kind, tensor in {"parameter": store.values[name], **states[name]}.items():
@@ -66,16 +139,3 @@ class Saver:
                 else:
                     for part, slices in layout.parts(tensor):
                         yield name, Shard(layout.name, kind, part, layout.shape, slices)
-
-    def _writers(self, owner: bool) -> list[int]:
-        """Ranks that own something, as all ranks agree."""
-        mesh = self.session.mesh
-        owners = torch.zeros(mesh.world_size, device=self.session.device)
-        owners[mesh.rank] = float(owner)
-        if mesh.world_size > 1:
-            dist.all_reduce(owners)
-        return [rank for rank, owns in enumerate(owners.tolist()) if owns]
-
-    def _barrier(self) -> None:
-        if self.session.mesh.world_size > 1:
-            dist.barrier()

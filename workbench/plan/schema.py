@@ -219,7 +219,10 @@ class Checkpoint(Frozen):
 
     every: NonNegativeInt = Field(0, description="Steps between checkpoints; 0: only at the end of the run, if at all.")
     keep: PositiveInt = Field(2, description="Checkpoints kept.")
-    load: str | None = Field(None, description="Checkpoint folder to start from.")
+    load: str | None = Field(
+        None, description="Checkpoint, or folder of Hugging Face weights with fresh optimizer state, to start from."
+    )
+    asynchronous: bool = Field(True, description="Steps go on while a copy in host memory is written.")
 
 
 class Telemetry(Frozen):

@@ -22,7 +22,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "timeline": ("step", "rows"),
     "collectives": ("step", "rows"),
     "evaluation": ("step", "loss"),
-    "checkpoint": ("step", "path"),
+    "checkpoint": ("step", "path", "seconds"),
     "bye": ("step",),
 }  # fmt: skip
 """Fields of each kind; a value that is not known is null."""

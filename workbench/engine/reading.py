@@ -1,0 +1,191 @@
+"""Stored tensors read back into whatever a rank holds of them: all refused together, or none.
+
+Each file that somebody needs is verified once, by one of the ranks that need it; what any rank finds wrong is raised on
+all of them, so that none is left waiting. A rank reads the boxes that overlap with its own, and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError, safe_open
+
+from workbench.engine.checkpoint import Shard, Slices, size_of
+from workbench.engine.tensorfile import WORDS
+from workbench.runs.checkpoints import REMEDY, read_manifest
+
+CHUNK = 8 * 2**20
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a global tensor, in a file under `key`."""
+
+    file: str
+    key: str
+    slices: Slices
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A global tensor, in one or more boxes."""
+
+    shape: tuple[int, ...]
+    boxes: Sequence[Box]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a folder holds: tensors by (name, kind), and of each file its bytes and sha256 (None: it has none)."""
+
+    folder: Path
+    tensors: Mapping[tuple[str, str], Stored]
+    files: Mapping[str, tuple[int, str | None]]
+    meta: Mapping[str, Any]
+    exact: bool = True
+    """Whether a tensor of another dtype is refused; otherwise values are converted."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among those that load together; `gather` gives the objects of all of them, in order of rank."""
+
+    rank: int = 0
+    gather: Callable[[Any], list[Any]] = lambda item: [item]
+
+
+def source_of(folder: Path) -> Source:
+    """What a checkpoint holds. Raises ValueError where its manifest is not whole."""
+    body = read_manifest(folder)
+    found: dict[tuple[str, str], Stored] = {}
+    for entry in body["files"]:
+        for tensor in entry["tensors"]:
+            slices = tuple((start, stop) for start, stop in tensor["slices"])
+            box = Box(entry["file"], tensor["key"], slices, tensor["dtype"])
+            stored = found.setdefault((tensor["name"], tensor["kind"]), Stored(tuple(tensor["shape"]), []))
+            assert isinstance(stored.boxes, list)
+            stored.boxes.append(box)
+    files = {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in body["files"]}
+    return Source(folder, found, files, body["meta"])
+
+
+def load(source: Source, wanted: Sequence[Shard], ranks: Ranks | None = None) -> None:
+    """Copy the stored values into `wanted`, in place, from whatever mesh wrote them.
+
+    Checksums of all files that are read, and all names, shapes and dtypes, are verified before anything is copied.
+    Raises ValueError on all ranks, naming the file or the tensor, and what to do.
+    """
+    ranks = ranks or Ranks()
+    found = together(ranks, lambda: [(shard, overlapping(source, shard)) for shard in wanted])
+    needs = ranks.gather(sorted({box.file for _, boxes in found for box in boxes}))
+    own = assigned(needs, {file: size for file, (size, _) in source.files.items()})[ranks.rank]
+    together(ranks, lambda: [verify(source, file) for file in own])
+    together(ranks, lambda: copy_all(source, found))
+
+
+def together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """The result of `work`; or on every rank the first error that any of them has met."""
+    result, said = None, None
+    try:
+        result = work()
+    except (ValueError, OSError, SafetensorError) as error:
+        said = str(error)
+    for words in ranks.gather(said):
+        if words is not None:
+            raise ValueError(words)
+    return result  # type: ignore[return-value]
+
+
+def assigned(needs: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> list[list[str]]:
+    """Which files each rank verifies, by the files that each needs: every file once, about as many bytes on each."""
+    own: list[list[str]] = [[] for _ in needs]
+    load = [0] * len(needs)
+    for file in sorted({file for files in needs for file in files}, key=lambda file: (-sizes[file], file)):
+        rank = min((rank for rank, files in enumerate(needs) if file in files), key=lambda rank: load[rank])
+        own[rank].append(file)
+        load[rank] += sizes[file]
+    return own
+
+
+def overlapping(source: Source, shard: Shard) -> list[Box]:
+    """The stored boxes that overlap with what is wanted. ValueError where they are not what the plan needs."""
+    folder, what = source.folder, f"{shard.kind} of {shard.name}"
+    stored = source.tensors.get((shard.name, shard.kind))
+    if stored is None:
+        raise ValueError(f"{folder} has no {what}: it is of another model or optimizer; {REMEDY}")
+    if stored.shape != shard.shape:
+        raise ValueError(f"{folder}: {what} has shape {stored.shape}, the plan's model needs {shard.shape}; "
+                         "load it with the plan that wrote it, or change the model's shape")  # fmt: skip
+    boxes = [box for box in stored.boxes if size_of(overlap(box.slices, shard.slices))]
+    covered = sum(size_of(overlap(box.slices, shard.slices)) for box in boxes)
+    if covered != size_of(shard.slices):
+        raise ValueError(f"{folder}: {what} has {covered} of the {size_of(shard.slices)} values wanted; {REMEDY}")
+    for box in boxes:
+        if source.exact and box.dtype != WORDS[shard.tensor.dtype]:
+            raise ValueError(f"{folder}: {what} is {box.dtype}, the plan needs {WORDS[shard.tensor.dtype]}; set "
+                             "strategy.precision to what it was written with, or start from weights alone "
+                             "(`workbench weights`)")  # fmt: skip
+    return boxes
+
+
+def overlap(a: Slices, b: Slices) -> Slices:
+    """Common part of two boxes of one tensor, empty where there is none."""
+    return tuple((max(s, t), max(max(s, t), min(e, f))) for (s, e), (t, f) in zip(a, b))
+
+
+def verify(source: Source, file: str) -> None:
+    """ValueError where a file is missing, or is not what was written."""
+    path, (size, sha256) = source.folder / file, source.files[file]
+    try:
+        now = path.stat().st_size
+        if now != size:
+            raise ValueError(f"{path} is damaged: {now} bytes instead of {size}; {REMEDY}")
+        if sha256 is not None and digest(path) != sha256:
+            raise ValueError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from None
+
+
+def digest(path: Path, read: Callable[[int], None] = lambda nbytes: None) -> str:
+    """sha256 of a file; `read` is told of every chunk."""
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            total.update(chunk)
+            read(len(chunk))
+    return total.hexdigest()
+
+
+def copy_all(source: Source, found: Sequence[tuple[Shard, Sequence[Box]]]) -> None:
+    """Copy every box into the shards that overlap with it."""
+    files = sorted({box.file for _, boxes in found for box in boxes})
+    with ExitStack() as stack:
+        opened = {file: stack.enter_context(_opened(source.folder / file)) for file in files}
+        for shard, boxes in found:
+            for box in boxes:
+                _copy(opened[box.file], box, shard)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is damaged: {error}; {REMEDY}") from None
+
+
+def _copy(file: Any, box: Box, shard: Shard) -> None:
+    target = shard.tensor.detach()
+    if not shard.shape:
+        target.copy_(file.get_tensor(box.key))
+        return
+    common = overlap(box.slices, shard.slices)
+    theirs = tuple(slice(s - first, e - first) for (s, e), (first, _) in zip(common, box.slices))
+    ours = tuple(slice(s - first, e - first) for (s, e), (first, _) in zip(common, shard.slices))
+    target[ours].copy_(file.get_slice(box.key)[theirs])
