@@ -21,6 +21,7 @@ from workbench.engine.session import Session, StepResult
 from workbench.engine.telemetry import Telemetry
 from workbench.engine.trackers import Trackers
 from workbench.parallel.mesh import Mesh
+from workbench.parallel.tensor.apply import counts_loss
 from workbench.plan.schema import Plan
 from workbench.runs.stopping import read_stop
 
@@ -160,7 +161,7 @@ class Loop:
         for i in range(e.batches):
             self._fill(*self.text.evaluation(i))
             loss = self.session.evaluate(self.tokens, self.targets)
-            total += 0.0 if loss is None or self.mesh["tensor"].index else loss.double()
+            total += loss.double() if loss is not None and counts_loss(self.mesh) else 0.0
         if self.mesh.world_size > 1:
             dist.all_reduce(total)
         tokens = e.batches * self.plan.training.global_batch * self.plan.training.sequence_length

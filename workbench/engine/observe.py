@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from workbench.engine.allocator import CpuMeter, CudaMeter, Window
 from workbench.engine.live import LiveBytes
 from workbench.engine.session import Session
+from workbench.parallel.mesh import GRADIENTS
 from workbench.plan.schema import Plan
 from workbench.profile import ALLOCATED
 from workbench.schedules import Action
@@ -116,8 +117,10 @@ class Sampler(Follower):
 
 def _every_microbatch(row: dict[str, Any], plan: Plan) -> bool:
     """Whether a collective belongs to a microbatch's pass, not to the step."""
-    kind, data = row["action"], plan.strategy.data
-    if row["axis"] != "data":
+    axis, kind, data = row["axis"], row["action"], plan.strategy.data
+    if axis.endswith(GRADIENTS):
+        return False
+    if axis != "data":
         return kind in COMPUTE or kind.startswith(("SEND", "RECV"))
     if row["kind"] == "reduce_scatter":
         return data.zero >= 2 and data.reduce == "microbatch"
@@ -129,6 +132,8 @@ def _where(row: dict[str, Any]) -> dict[str, Any]:
     """A mesh of one long axis lends its group to the whole job, and a batch of transfers goes both ways."""
     if row["action"] == "CLIP":
         return {"axis": "world"}
+    if row["axis"].endswith(GRADIENTS):
+        return {"axis": row["axis"].removesuffix(GRADIENTS)}
     return {"action": "P2P"} if row["axis"] == "pipeline" and row["kind"] in ("send", "recv") else {}
 
 

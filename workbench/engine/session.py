@@ -24,7 +24,7 @@ from workbench.parallel.layout import square_norm
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.pipeline.collectives import sum_tied
 from workbench.parallel.pipeline.executor import Executor, Hooks
-from workbench.parallel.tensor.apply import boundary
+from workbench.parallel.tensor.apply import boundary, counts_loss
 from workbench.plan.drawn import executed
 from workbench.plan.schema import Plan
 from workbench.schedules import Action
@@ -169,7 +169,7 @@ class Session:
         square = square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh)
         if self.scaler is not None:
             square = square + unowned(self.part.store.gradients, self.part.store.layouts, self.mesh)
-        counted = loss is not None and self.mesh["tensor"].index == 0
+        counted = loss is not None and counts_loss(self.mesh)
         own_loss = loss.to(square.dtype) if counted and loss is not None else torch.zeros_like(square)
         both = torch.stack((own_loss, square, torch.full_like(square, float(stop))))
         if self.mesh.world_size > 1:

@@ -16,6 +16,8 @@ from workbench.plan.schema import Plan
 
 SIDES = ("tensor.0", "tensor.1", "tensor.2")
 """Sides of a tensor grid, innermost first."""
+GRADIENTS = " gradients"
+"""Ends the names of axes whose groups only sum gradients: beside the axis' own, so that neither waits for the other."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Mesh:
     - its parts `expert` (neighbours, which share out the experts) and `expert_replicas` (which hold the same ones),
       of which again `expert_shard` and `expert_replicate`;
     - the sides of a tensor grid, `tensor.0` to `tensor.2`;
+    - `tensor gradients`, and one of each side, where tensor ranks that meet different tokens sum gradients.
     - the sides of the grid that tensor ranks are to operator strategies, `operators.0` the outermost; `operators` is
       the same as a DeviceMesh.
     """
@@ -110,13 +113,15 @@ def _axes(plan: Plan) -> dict[str, tuple[Tensor, str]]:
         dims = [len(order) - 1 - order.index(name) for name in reversed(names)]
         return ranks.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)).flatten(0, -2)
 
+    summed = SIDES[: len(grid)] or (("tensor",) if s.tensor.sequence and not sides else ())
+    twins = {name + GRADIENTS: (along(name), "tensor" + GRADIENTS) for name in summed}
     replicas = along(*(name for name in order if name in ("context", "data")))
     shard = replicas.shape[1] if s.data.shard == "all" else s.data.shard
     expert = s.expert.size
     beside = _apart(replicas, expert)
     found = {name: (along(name), name) for name in ("context", "data", "pipeline")}
     found["tensor"] = (along(*(sides or ("tensor",))), "tensor")
-    found |= {side: (along(side), "tensor") for side in sides}
+    found |= {side: (along(side), "tensor") for side in sides} | twins
     found |= {"replicas": (replicas, "data"), "shard": (_together(replicas, shard), "data")}
     found |= {"replicate": (_apart(replicas, shard), "data"), "expert": (_together(replicas, expert), "expert")}
     inner = max(1, shard // expert)

@@ -33,6 +33,11 @@ def _split_dropout(plan: Plan) -> float:
     return plan.training.dropout if s.tensor.algorithm != "1d" or s.operators else 0.0
 
 
+def _tensor_algorithm(plan: Plan) -> str:
+    """Of a dense model every algorithm is as good as 1d."""
+    return plan.strategy.tensor.algorithm if plan.shape.moe else "1d"
+
+
 BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
@@ -41,7 +46,7 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("training.optimizer.master", lambda p: p.training.optimizer.master, ("auto",)),
     ("training.dropout", _split_dropout, (0.0,)),
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
-    ("strategy.tensor.algorithm", lambda p: p.strategy.tensor.algorithm, ("1d",)),
+    ("strategy.tensor.algorithm", _tensor_algorithm, ("1d",)),
     ("strategy.tensor.sequence", lambda p: p.strategy.tensor.sequence and p.shape.moe is not None, (False,)),
     (
         "model.moe.capacity",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +12,14 @@ from torch import Tensor, nn
 from workbench.models import Transformer
 from workbench.models.transformer import Attention
 from workbench.parallel.layout import Layout
-from workbench.parallel.mesh import Mesh, MeshAxis
+from workbench.parallel.mesh import GRADIENTS, SIDES, Mesh, MeshAxis
 from workbench.parallel.tensor.collectives import copy_to
+from workbench.parallel.tensor.cut import Cut
+from workbench.parallel.tensor.grid.apply import lay_over_grid
 from workbench.parallel.tensor.linear import ColumnLinear, RowLinear
 from workbench.parallel.tensor.sequence import Entrance, keep_own_positions, own_run, whole_indices
 from workbench.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHeadLoss
-from workbench.plan.heads import dealt
+from workbench.plan.legal import token_parts
 from workbench.plan.schema import Plan
 
 MEGATRON = {
@@ -38,19 +39,13 @@ Attention's are never split through a head: `plan.heads` deals them.
 _DIM = {"column": 0, "vocabulary": 0, "row": 1}
 
 
-class Cut(NamedTuple):
-    """What a rank keeps of a split dim: [start, stop), room for more that stays zero, and which piece of how many."""
-
-    kept: tuple[int, int]
-    room: int
-    piece: int
-    pieces: int
-
-
 def split_tensors(model: Transformer, layouts: dict[str, Layout], plan: Plan, mesh: Mesh) -> None:
     """Split a model on the meta device over the tensor ranks, in place, and record its parameters' new layouts."""
     axis, sequence = mesh["tensor"], plan.strategy.tensor.sequence
     if axis.size == 1:
+        return
+    if plan.strategy.tensor.algorithm != "1d":
+        lay_over_grid(model, layouts, mesh, plan.strategy.tensor.algorithm)
         return
     split_modules(model, layouts, MEGATRON, axis, sequence)
     if sequence:
@@ -63,15 +58,24 @@ def split_tensors(model: Transformer, layouts: dict[str, Layout], plan: Plan, me
 def tensor_sums(layouts: Iterable[tuple[str, Layout]], plan: Plan, mesh: Mesh) -> dict[str, tuple[MeshAxis, ...]]:
     """Local name -> the tensor axes over which a parameter's gradient is summed: those along which ranks hold the same
     parameter and meet different tokens."""
-    axes = (mesh["tensor"],) if plan.strategy.tensor.sequence and mesh["tensor"].size > 1 else ()
-    return {name: tuple(axis for axis in axes if axis.name in layout.copies) for name, layout in layouts}
+    found = SIDES if plan.strategy.tensor.algorithm != "1d" else ("tensor",) if plan.strategy.tensor.sequence else ()
+    axes = [name for name in found if name in mesh.axes and mesh[name].size > 1]
+    return {name: tuple(mesh[axis + GRADIENTS] for axis in axes if axis in layout.copies) for name, layout in layouts}
 
 
 def boundary(plan: Plan) -> tuple[int, int, int]:
     """What of a microbatch [B, T, D] one rank hands on to the next stage."""
     t, tensor = plan.training, plan.strategy.tensor
     tokens = t.sequence_length // plan.strategy.context.size
-    return t.micro_batch, tokens // tensor.ranks if tensor.sequence else tokens, plan.shape.hidden
+    if tensor.sequence:
+        tokens //= tensor.ranks
+    side = 1 if isinstance(tensor.size, int) else tensor.size[0]
+    return t.micro_batch // token_parts(tensor.algorithm, tensor.size), tokens, plan.shape.hidden // side
+
+
+def counts_loss(mesh: Mesh) -> bool:
+    """Whether this rank's loss is added to the job's: of the tensor ranks that have met the same tokens, the first."""
+    return mesh["tensor.0" if "tensor.0" in mesh.axes else "tensor"].index == 0
 
 
 def split_modules(
@@ -112,33 +116,25 @@ def _copied(axis: MeshAxis, module: nn.Module, inputs: tuple[Tensor, ...]) -> tu
 
 
 def _cut(model: Transformer, parent: nn.Module, name: str, length: int, axis: MeshAxis) -> Cut:
-    if not isinstance(parent, Attention):
-        room = -(-length // axis.size)
-        start = min(axis.index * room, length)
-        return Cut((start, min(start + room, length)), room, axis.index, axis.size)
-    heads, width = dealt(model.shape, axis.size, axis.index), parent.head_dim
-    (start, stop), room = (heads.kv, heads.kv_room) if name in ("k", "v") else (heads.query, heads.room)
-    pieces = (heads.piece, heads.pieces) if name in ("k", "v") else (axis.index, axis.size)
-    return Cut((start * width, stop * width), room * width, *pieces)
+    return Cut.heads(name, model.shape, axis) if isinstance(parent, Attention) else Cut.even(length, axis)
 
 
 def _narrow(path: str, module: nn.Module, layouts: dict[str, Layout], kind: str, axis: MeshAxis, cut: Cut) -> None:
-    again = cut.pieces < axis.size and cut.piece < cut.pieces and axis.index % (axis.size // cut.pieces) > 0
     for name in ("weight", "bias"):
         parameter = getattr(module, name, None)
         if parameter is None or (kind == "row" and name == "bias"):
             continue
         key = f"{path}.{name}"
         if axis.name in layouts[key].copies:  # a tied weight is cut once
-            layouts[key] = layouts[key].cut(_DIM[kind], axis, cut.kept, cut.room, replica=again)
+            layouts[key] = cut.of(layouts[key], _DIM[kind])
         own = torch.empty(layouts[key].local_shape, dtype=parameter.dtype, device="meta")
         setattr(module, name, nn.Parameter(own))
 
 
 def _replacement(module: nn.Module, kind: str, axis: MeshAxis, cut: Cut, sequence: bool) -> nn.Module:
-    weight, num_kept = module.weight, cut.kept[1] - cut.kept[0]
+    weight = module.weight
     assert isinstance(weight, nn.Parameter)
     if kind == "row":
-        return RowLinear(weight, module.bias, axis, num_kept, sequence)  # type: ignore[arg-type]
+        return RowLinear(weight, module.bias, axis, cut.kept, sequence)  # type: ignore[arg-type]
     vocabulary = VocabularyEmbedding if isinstance(module, nn.Embedding) else VocabularyHeadLoss
-    return vocabulary(weight, cut.kept, axis, sequence)
+    return vocabulary(weight, (cut.start, cut.stop), axis, sequence)

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from workbench.parallel.mesh import MeshAxis
 
+SCATTER: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+GATHER: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 renamed both."""
 LET_GO_SECONDS = 0.1
 LOOK_SECONDS = 50e-6
 """Long enough for gloo's thread to get the core that it needs."""
@@ -90,9 +93,7 @@ def all_gather(x_BTD: Tensor, axis: MeshAxis) -> Tensor:
     """The ranks' tokens [B, T / ranks, D] side by side, [B, T, D]: all tokens in order, cut into equal runs."""
     batch, tokens, *rest = x_BTD.shape
     whole = x_BTD.new_empty(batch, tokens * axis.size, *rest)
-    call(
-        lambda into, x: dist.all_gather_into_tensor(into, x, group=axis.group), whole.flatten(0, 1), x_BTD.flatten(0, 1)
-    )
+    call(partial(GATHER, group=axis.group), whole.flatten(0, 1), x_BTD.flatten(0, 1))
     return whole
 
 
@@ -100,8 +101,7 @@ def reduce_scatter(x_BTD: Tensor, axis: MeshAxis) -> Tensor:
     """The sum of the ranks' contiguous [B, T, D], of which each keeps its run of tokens, [B, T / ranks, D]."""
     batch, tokens, *rest = x_BTD.shape
     part = x_BTD.new_empty(batch, tokens // axis.size, *rest)
-    scatter = partial(dist.reduce_scatter_tensor, group=axis.group)
-    call(scatter, part.flatten(0, 1), x_BTD.flatten(0, 1))
+    call(partial(SCATTER, group=axis.group), part.flatten(0, 1), x_BTD.flatten(0, 1))
     return part
 
 

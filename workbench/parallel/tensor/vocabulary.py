@@ -39,6 +39,15 @@ def look_up(tokens_BT: Tensor, weight_VD: Tensor, rows: tuple[int, int]) -> Tens
     return F.embedding(local_BT, weight_VD).masked_fill(foreign_BT[..., None], 0)
 
 
+def table_gradient(tokens_BT: Tensor, gradient_BTD: Tensor, rows: tuple[int, int], room: int) -> Tensor:
+    """Gradient [room, D] of a table that holds [start, stop) of the vocabulary; foreign tokens add nothing."""
+    start, stop = rows
+    foreign_BT = (tokens_BT < start) | (tokens_BT >= stop)
+    local_BT = (tokens_BT - start).masked_fill_(foreign_BT, room)  # a row more takes them
+    table_VD = gradient_BTD.new_zeros(room + 1, gradient_BTD.shape[-1])
+    return table_VD.index_add_(0, local_BT.flatten(), gradient_BTD.flatten(0, -2))[:room]
+
+
 class VocabularyHeadLoss(nn.Module):
     """The head_loss seam over a split vocabulary. Weight [vocab / ranks, D]; rows past `rows` are padding.
 

@@ -1,0 +1,85 @@
+"""The collectives of tensor grids: blocks go round along one side, partial results come back along another."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workbench.parallel.mesh import MeshAxis
+from workbench.parallel.tensor.collectives import GATHER, SCATTER, call
+
+
+def broadcast(x: Tensor, axis: MeshAxis, root: int) -> Tensor:
+    """The block that index `root` of `axis` holds: there `x` itself, elsewhere a new tensor of its size."""
+    if axis.size == 1:
+        return x
+    block = x if axis.index == root else torch.empty_like(x)
+    call(partial(dist.broadcast, group=axis.group, group_src=root), block)
+    return block
+
+
+def reduce(x: Tensor, axis: MeshAxis, root: int) -> Tensor | None:
+    """The sum of the ranks' `x` at index `root` of `axis`, None elsewhere; `x` is used up."""
+    if axis.size > 1:
+        call(partial(dist.reduce, group=axis.group, group_dst=root), x)
+    return x if axis.index == root else None
+
+
+def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
+    """The sum of the ranks' `x`, in place."""
+    if axis.size > 1:
+        call(partial(dist.all_reduce, group=axis.group), x)
+    return x
+
+
+def all_gather(x: Tensor, axis: MeshAxis) -> Tensor:
+    """The ranks' blocks [n, ...] one after the other, [n * ranks, ...]."""
+    if axis.size == 1:
+        return x
+    whole = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+    call(partial(GATHER, group=axis.group), whole, x)
+    return whole
+
+
+def reduce_scatter(x: Tensor, axis: MeshAxis) -> Tensor:
+    """The sum of the ranks' [n * ranks, ...], of which each keeps its block [n, ...]."""
+    if axis.size == 1:
+        return x
+    block = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    call(partial(SCATTER, group=axis.group), block, x)
+    return block
+
+
+def exchange(x: Tensor, axis: MeshAxis, peer: int) -> Tensor:
+    """What index `peer` of `axis` holds in the place of `x`; it gets `x`. Nothing moves where that is this rank."""
+    if peer == axis.index:
+        return x
+    theirs = torch.empty_like(x)
+    ops = [
+        dist.P2POp(dist.isend, x, group=axis.group, group_peer=peer),
+        dist.P2POp(dist.irecv, theirs, group=axis.group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return theirs
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, peer: int) -> Tensor:
+        ctx.axis, ctx.peer = axis, peer
+        return exchange(x, axis, peer).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return exchange(gradient.contiguous(), ctx.axis, ctx.peer), None, None
+
+
+def exchanged(x: Tensor, axis: MeshAxis, peer: int) -> Tensor:
+    """`exchange`, whose backward brings the gradient home."""
+    y: Tensor = _Exchanged.apply(x, axis, peer)
+    return y
