@@ -80,3 +80,13 @@ def test_a_stack_scales_a_cards_shares_and_never_hides_them() -> None:
 
 def test_a_product_is_worth_its_flops() -> None:
     assert Product(2, 3, 5, 7).flops == 2 * 2 * 3 * 5 * 7
+
+
+def test_dropout_draws_its_masks_in_forward_and_again_in_backward() -> None:
+    none, some, more = (asked(training__dropout=rate) for rate in (0.0, 0.1, 0.5))
+    m = machine(none.setting.card, "bf16", usual(none, launch_us=0.0))
+    plain, drawn, same = (layer_pass(w, m, False) for w in (none, some, more))
+    branches = 2 * m.constants.dropout_bytes * none.tokens * none.shape.hidden / m.bandwidth * m.constants.traffic
+    assert drawn == same
+    for before, after in ((plain.forward, drawn.forward), (plain.backward, drawn.backward)):
+        assert after - before == pytest.approx(branches)

@@ -261,6 +261,8 @@ def memory_bound(w: Workload, m: Machine, mixture: bool) -> Pass:
     h, gated, half = w.hidden / w.sequence_parallel, w.shape.gated, w.element / 2
     rope = 8 * (w.q_width + w.k_width) if w.shape.positions == "rope" else 0.0
     drop = 4 * w.setting.software.dropout * h
+    if w.setting.dropout:
+        drop = drop + 2 * m.constants.dropout_bytes / half * h
     passes = (6, 10) if gated else (4, 6)
     inputs, wide = 2 * h, w.ffn
     if mixture and w.shape.moe:  # an activation for every visit of an expert; tokens copied there and back

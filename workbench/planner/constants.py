@@ -31,6 +31,7 @@ class Constants:
     stall_share: float
     host_routing_us: float
     loss_bytes: float
+    dropout_bytes: float
     link_share: float
     nic_share: float
     latency_ranks: float

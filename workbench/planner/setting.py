@@ -72,6 +72,8 @@ class Setting:
     """Of low-rank adapters; 0: the whole model is trained."""
     adapter_everywhere: bool
     """Whether every projection carries an adapter, or attention's alone."""
+    dropout: bool
+    """Whether both branches of every layer are dropped from, by masks that are drawn again in backward."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def setting_of(plan: Plan) -> Setting:
         pipeline=s.pipeline.size, schedule=s.pipeline.schedule, chunks=s.pipeline.chunks,
         partition=tuple(s.pipeline.partition), replicas=tuple(s.pipeline.replicas or ()),
         table=drawn(plan), adapter_rank=t.lora.rank if t.lora else 0,
-        adapter_everywhere=bool(t.lora and t.lora.targets == "all"),
+        adapter_everywhere=bool(t.lora and t.lora.targets == "all"), dropout=t.dropout > 0,
     )  # fmt: skip
 
 
