@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 DEMO := $(addprefix demo/,ddp.yaml megatron-tp.yaml dapple.yaml tensor-pipeline.yaml)
 
-.PHONY: demo test lab lint clean
+.PHONY: demo test verify-all lab lint clean
 
 demo: .venv/.ready $(DEMO)
 	$(BIN)/workbench compare $(DEMO) --run --html report.html
@@ -20,6 +20,9 @@ demo/%.yaml: .venv/.ready
 
 test: .venv/.ready-test lint
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+verify-all: .venv/.ready-test
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.parallel.sweep --all --json data/benchmarks/verified.json
 
 lint: .venv/.ready-test
 	$(BIN)/ruff check .

@@ -1,0 +1,179 @@
+"""Every strategy against one device: `python -m tests.parallel.sweep [--all] [--seed 0] [--json FILE]`.
+
+The space is what `plan.check` and `plan/support.py` allow of the values below. CI proves a subset in which every pair
+of values that some legal plan joins is joined at least once; `--all` proves every factorisation of the ranks with every
+schedule, ZeRO stage and tensor algorithm, the rest drawn by the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from itertools import combinations, product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from tests.parallel.small import GPT, LLAMA
+from workbench.engine.verify import verify
+from workbench.plan.errors import PlanError
+from workbench.plan.schema import Plan
+from workbench.plan.support import unsupported
+
+Choice = dict[str, Any]
+"""Name of a dimension -> its value."""
+
+MOE = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "ffn": 32}}
+MODELS: dict[str, dict[str, Any]] = {"llama": {**LLAMA, "layers": 8}, "gpt": {**GPT, "layers": 8}, "moe": MOE}
+SPACE: dict[str, tuple[Any, ...]] = {
+    "mesh": tuple(
+        (t, c, p, n // (t * c * p))
+        for n in (2, 4, 8)
+        for t, c, p in product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4))
+        if n % (t * c * p) == 0
+    ),
+    "algorithm": ("1d", "2d", "2.5d", "3d"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"),
+    "zero": (0, 1, 2, 3),
+    "sequence": (False, True),
+    "context": ("ring", "ulysses"),
+    "expert": (1, 2, 4),
+    "shard": ("all", 2),
+    "reduce": ("step", "microbatch"),
+    "keep_gathered": (False, True),
+    "offload": ("none", "optimizer", "parameters"),
+    "recompute": ("none", "selective", "full", (1, 2)),
+    "model": tuple(MODELS),
+    "tied": (False, True),
+    "microbatches": (2, 4, 8),
+    "placement": (("tensor", "context", "data", "pipeline"), ("pipeline", "data", "context", "tensor")),
+    "precision": ("fp64", "fp32"),
+}
+CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
+GRIDS = {"2d": {4: [2, 2]}, "2.5d": {4: [2, 2, 1], 8: [2, 2, 2]}, "3d": {8: [2, 2, 2]}}
+IDLE = {
+    "schedule": (lambda c: c["mesh"][2] == 1, "1f1b"), "context": (lambda c: c["mesh"][1] == 1, "ring"),
+    "sequence": (lambda c: c["mesh"][0] == 1, False), "algorithm": (lambda c: c["mesh"][0] == 1, "1d"),
+    "keep_gathered": (lambda c: c["zero"] < 3, False), "offload": (lambda c: c["zero"] == 0, "none"),
+    "shard": (lambda c: c["zero"] == 0, "all"), "expert": (lambda c: c["model"] != "moe", 1),
+}  # fmt: skip
+"""Dimension -> (when it says nothing, the one value that it then has)."""
+EXHAUSTED = ("mesh", "algorithm", "schedule", "zero", "sequence")
+"""Dimensions that `--all` runs through in full."""
+POOL = 6000
+
+
+def plan_of(choice: Choice) -> Plan | None:
+    """The complete plan of a choice; None where it is not legal or not built."""
+    if any(idle(choice) and choice[name] != value for name, (idle, value) in IDLE.items()):
+        return None
+    tensor, context, pipeline, data = choice["mesh"]
+    size = tensor if choice["algorithm"] == "1d" else GRIDS[choice["algorithm"]].get(tensor)
+    recompute = list(choice["recompute"]) if isinstance(choice["recompute"], tuple) else choice["recompute"]
+    written = {
+        "model": {**MODELS[choice["model"]], "tied": choice["tied"]},
+        "cluster": {"gpu": "local", "gpus": prod(choice["mesh"])},
+        "strategy": {
+            "tensor": {"size": size or 0, "algorithm": choice["algorithm"], "sequence": choice["sequence"]},
+            "context": {"size": context, "algorithm": choice["context"]},
+            "pipeline": {
+                "size": pipeline, "schedule": choice["schedule"], "chunks": CHUNKS.get(choice["schedule"], 1),
+            },
+            "data": {
+                "zero": choice["zero"], "shard": choice["shard"], "reduce": choice["reduce"], "bucket_mib": 0.01,
+                "keep_gathered": choice["keep_gathered"], "offload": choice["offload"],
+            },
+            "expert": {"size": choice["expert"]}, "recompute": recompute, "placement": list(choice["placement"]),
+        },
+        "training": {
+            "sequence_length": 16, "micro_batch": 4, "global_batch": 4 * choice["microbatches"] * data, "steps": 3,
+            "optimizer": {"clip": 0.5, "learning_rate": 1e-2},
+        },
+    }  # fmt: skip
+    try:
+        plan = Plan.model_validate(written).complete()
+    except (PlanError, ValueError):
+        return None
+    return None if unsupported(plan, "run") else plan
+
+
+def drawn(generator: random.Random, fixed: Choice) -> Choice:
+    """A choice with the values `fixed`, what says nothing at its idle value, the rest drawn."""
+    choice = {name: fixed.get(name, generator.choice(values)) for name, values in SPACE.items()}
+    for name, (idle, value) in IDLE.items():
+        if name not in fixed and idle(choice):
+            choice[name] = value
+    return choice
+
+
+def pairs(choice: Choice) -> set[tuple[Any, ...]]:
+    """All pairs of values that a choice joins."""
+    return set(combinations(choice.items(), 2))
+
+
+def covering(seed: int) -> list[Choice]:
+    """Few legal choices that join every pair of values that the pool joins: greedily, most new pairs first."""
+    generator = random.Random(seed)
+    pool = [c for c in (drawn(generator, {}) for _ in range(POOL)) if plan_of(c) is not None]
+    joined = [pairs(choice) for choice in pool]
+    left, chosen = set().union(*joined), []
+    while left:
+        best = max(range(len(pool)), key=lambda i: len(joined[i] & left))
+        chosen.append(pool[best])
+        left -= joined[best]
+    return chosen
+
+
+def everything(seed: int) -> Iterator[Choice]:
+    """Every legal combination of the exhausted dimensions, each with the rest drawn."""
+    generator = random.Random(seed)
+    for values in product(*(SPACE[name] for name in EXHAUSTED)):
+        fixed = dict(zip(EXHAUSTED, values))
+        for _ in range(40):
+            if plan_of(choice := drawn(generator, fixed)) is not None:
+                yield choice
+                break
+
+
+def proved(choice: Choice) -> dict[str, Any]:
+    """The answer of `verify`, with the choice; an error is a failure with its words."""
+    plan = plan_of(choice)
+    assert plan is not None
+    try:
+        answer = verify(plan, choice["precision"])
+    except Exception as error:  # a sweep goes on, and tells
+        return {**choice, "passed": False, "error": str(error)[-500:]}
+    worst = answer["worst"]
+    return {**choice, "passed": answer["passed"], "worst": worst["tensor"], "relative": worst["relative"]}
+
+
+def main() -> int:
+    """Prove and tell; 1 where something failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    choices = list(everything(arguments.seed)) if arguments.all else covering(arguments.seed)
+    start = time.perf_counter()
+    found = [proved(choice) for choice in track(choices, f"{len(choices)} plans")]
+    failed = [one for one in found if not one["passed"]]
+    for one in failed:
+        print(json.dumps(one))
+    if arguments.json:
+        head = {"source": "measured", "torch": torch.__version__, "seconds": round(time.perf_counter() - start)}
+        arguments.json.write_text(json.dumps({**head, "plans": len(found), "failed": len(failed), "proved": found}))
+    print(f"{len(found) - len(failed)} of {len(found)} plans equal one device")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
