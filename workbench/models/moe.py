@@ -10,7 +10,6 @@ Shapes: N tokens = B sequences x T, E experts, k choices a token, R rows = N x k
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from workbench.models.grouped import Grouped
 from workbench.models.seams import Activate, at_least_fp32
-from workbench.plan.shape import Moe, Shape
+from workbench.plan.shape import Moe, Shape, rows_of_an_expert
 
 Counting = Callable[[Tensor, int], list[Any]]
 """Turns counts on the device, which add up to a total in their last dim, into integers of the host.
@@ -160,7 +159,7 @@ class Mixture(nn.Module):
         gates_NK = choice.gates_BTK.flatten(0, 1)
         if self.moe.capacity is None:
             return dropless(choice.experts_BTK, self.moe.experts), gates_NK
-        rows = limited(choice.experts_BTK, self.moe.experts, self.moe.capacity)
+        rows = limited(choice.experts_BTK, self.moe)
         assert rows.kept_NK is not None
         return rows, gates_NK * rows.kept_NK
 
@@ -176,14 +175,14 @@ def dropless(experts_BTK: Tensor, num_experts: int) -> Rows:
     return Rows(order // top_k, rows.view(-1, top_k), None, counts)
 
 
-def limited(experts_BTK: Tensor, num_experts: int, factor: float) -> Rows:
-    """`capacity` rows an expert and sequence; first choices before second ones, then earlier tokens first (2006.16668).
+def limited(experts_BTK: Tensor, moe: Moe) -> Rows:
+    """As many rows an expert and sequence as there is capacity for: first choices before second ones (2006.16668), then
+    earlier tokens before later ones.
 
     An empty row repeats the first token; nothing reads what it becomes.
     """
     batch, length, top_k = experts_BTK.shape
-    room = capacity(length, top_k, num_experts, factor)
-    device = experts_BTK.device
+    num_experts, room, device = moe.experts, rows_of_an_expert(length, moe), experts_BTK.device
     sequence_BTK = torch.arange(batch, device=device)[:, None, None].expand_as(experts_BTK)
     queue = (sequence_BTK * num_experts + experts_BTK).transpose(1, 2).flatten()  # choices first
     place_BTK = _place(queue, batch * num_experts).view(batch, top_k, length).transpose(1, 2)
@@ -195,11 +194,6 @@ def limited(experts_BTK: Tensor, num_experts: int, factor: float) -> Rows:
     filled = torch.zeros(total + 1, dtype=rows.dtype, device=device)
     filled.scatter_(0, rows.masked_fill(~kept_NK, total).flatten(), tokens.flatten())
     return Rows(filled[:total], rows, kept_NK, None)
-
-
-def capacity(length: int, top_k: int, num_experts: int, factor: float) -> int:
-    """Rows that an expert has for one sequence of `length` tokens."""
-    return max(1, math.ceil(factor * length * top_k / num_experts - 1e-9))  # 1.1 x 10 is 11, not 12
 
 
 def _place(queue: Tensor, num_queues: int) -> Tensor:

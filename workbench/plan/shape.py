@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
@@ -42,6 +43,12 @@ class Moe(Frozen):
         ):  # a single gate divided by itself teaches nothing
             return {**data, "renormalise": data.get("top_k") != 1}
         return data
+
+
+def rows_of_an_expert(length: int, moe: Moe) -> int:
+    """Rows that an expert of limited capacity has for a sequence of `length` tokens."""
+    assert moe.capacity is not None
+    return max(1, math.ceil(moe.capacity * length * moe.top_k / moe.experts - 1e-9))  # 1.1 x 10 is 11, not 12
 
 
 class Mla(Frozen):

@@ -153,7 +153,7 @@ def _feed_forward(w: Workload, mixture: bool) -> tuple[Number, Number]:
     if not mixture or moe is None:
         return w.ffn * w.tokens * w.element, w.ffn * w.height
     width = moe.ffn / w.tiling.columns
-    wide = (moe.top_k + moe.shared) * width * w.tokens * w.element
+    wide = (w.visits + moe.shared) * width * w.tokens * w.element
     return wide, width * w.height
 
 
@@ -163,7 +163,7 @@ def _feed_forward_saved(w: Workload, mixture: bool) -> Number:
     gated = w.setting.software.gated_kept
     kept = (gated if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
     if mixture and w.shape.moe is not None:
-        kept += (w.shape.moe.top_k * 2 * w.stream) + w.shape.moe.experts * w.tokens * 4
+        kept += (w.visits * 2 * w.stream) + w.shape.moe.experts * w.tokens * 4
     return kept
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
-from workbench.planner.setting import stage_homes
-from workbench.planner.states import feed_forward_parameters
+from workbench.planner.setting import Number, stage_homes
 from workbench.planner.workload import Workload
 
 Row = tuple[str, str, int, str, float, str]
@@ -18,12 +17,13 @@ Row = tuple[str, str, int, str, float, str]
 @dataclass(frozen=True)
 class Parameter:
     """A tensor of a stage: what ZeRO-3 gathers it with, its entries, whether tensor ranks hold parts of its gradient,
-    and whether it stands in a bucket of its own."""
+    whether it stands in a bucket of its own, and whether it is of experts that other ranks do not hold."""
 
     unit: str
     elements: int
     partial: bool = False
     alone: bool = False
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Bucket:
     unit: str
     elements: int
     partial: bool
+    experts: bool
 
 
 def of_rank(w: Workload, rank: int) -> list[list[Bucket]]:
@@ -47,18 +48,29 @@ def of_rank(w: Workload, rank: int) -> list[list[Bucket]]:
 
 
 def _packed(w: Workload, parameters: list[Parameter]) -> list[Bucket]:
-    shard = int(w.knobs.shard) if w.zero else 1
     limit = w.knobs.bucket_bytes / w.gradient_element
     full: list[Bucket] = []
     open_: dict[object, Bucket] = {}
     for p in reversed(parameters):
-        key = (p.unit if w.zero == 3 else "", p.partial, p.alone)
-        bucket = open_.get(key, Bucket(p.unit, 0, p.partial))
+        key = (p.unit if w.zero == 3 else "", p.partial, p.alone, p.experts)
+        empty = Bucket(p.unit, 0, p.partial, p.experts)
+        bucket = open_.get(key, empty)
         if w.zero < 3 and bucket.elements and bucket.elements + p.elements > limit:
             full.append(bucket)
-            bucket = Bucket(p.unit, 0, p.partial)
-        open_[key] = Bucket(p.unit, bucket.elements + p.elements, p.partial)
-    return [Bucket(b.unit, ceil(b.elements / shard) * shard, b.partial) for b in (*full, *open_.values())]
+            bucket = empty
+        open_[key] = replace(empty, elements=bucket.elements + p.elements)
+    return [replace(b, elements=_padded(b.elements, _ranks(w, b)[1])) for b in (*full, *open_.values())]
+
+
+def _padded(elements: int, shard: int) -> int:
+    return ceil(elements / shard) * shard
+
+
+def _ranks(w: Workload, bucket: Bucket) -> tuple[int, int]:
+    """Ranks that hold the same as this one, and over how many of them ZeRO shards it."""
+    group, shard = round(float(w.data * w.knobs.context)), int(w.knobs.shard) if w.zero else 1
+    expert = int(w.knobs.expert) if bucket.experts else 1
+    return group // expert, max(1, shard // expert)
 
 
 def traffic(w: Workload, rank: int) -> Counter[Row]:
@@ -73,12 +85,10 @@ def traffic(w: Workload, rank: int) -> Counter[Row]:
 
 
 def _reductions(w: Workload, stage: list[Bucket]) -> Iterator[tuple[Row, int]]:
-    group = round(float(w.data * w.knobs.context))
-    shard = int(w.knobs.shard) if w.zero else 1
     hooks = "B" if w.pipeline == 1 else "REDUCE_GRAD"
     times = int(w.microbatches) if w.zero >= 2 and w.reduce_microbatch else 1
     for index, bucket in enumerate(stage):
-        size = bucket.elements * float(w.gradient_element)
+        size, (group, shard) = bucket.elements * float(w.gradient_element), _ranks(w, bucket)
         yield ("data", "reduce_scatter", shard, "gradient", size, hooks), times
         # The sum over replicas follows when the next bucket is complete, and that of the last bucket at the end.
         late = shard > 1 and index == len(stage) - 1
@@ -93,7 +103,7 @@ def _gathers(w: Workload, stage: list[Bucket]) -> Iterator[tuple[Row, int]]:
     for bucket in stage:
         for action, times in _gathered(w, bucket.unit).items():
             size = bucket.elements * float(w.element)
-            yield ("data", "all_gather", int(w.knobs.shard), "parameter", size, action), times
+            yield ("data", "all_gather", _ranks(w, bucket)[1], "parameter", size, action), times
 
 
 def _gathered(w: Workload, unit: str) -> dict[str, int]:
@@ -113,7 +123,7 @@ def _gathered(w: Workload, unit: str) -> dict[str, int]:
 
 
 def _parameters(w: Workload, stage: int, stages: int, both: bool, apart: bool) -> Iterator[Parameter]:
-    """A stage's tensors in the model's order; a mixture counts as one."""
+    """A stage's tensors in the model's order."""
     shape, partition = w.shape, w.setting.partition
     split = bool(w.knobs.sequence) and w.tensor > 1
     table, h = float(w.vocab * w.height), float(shape.hidden * w.tiling.vector)
@@ -126,8 +136,12 @@ def _parameters(w: Workload, stage: int, stages: int, both: bool, apart: bool) -
             yield Parameter("embedding", round(size), partial)
     start = sum(partition[:stage])
     for layer in range(start, start + partition[stage]):
-        for size, partial in [*norm, *_attention(w, split), *norm, *_mlp(w, split)]:
+        mixture = w.shape.moe is not None and layer >= w.shape.moe.first_dense
+        dense = () if mixture else _mlp(w, w.ffn, split)
+        for size, partial in [*norm, *_attention(w, split), *norm, *dense]:
             yield Parameter(str(layer), round(size), partial)
+        if mixture:
+            yield from _mixture(w, str(layer))
     if stage == stages - 1:
         yield from (Parameter("head", round(size), partial) for size, partial in norm)
         if not (shape.tied and both):
@@ -145,16 +159,26 @@ def _attention(w: Workload, split: bool) -> Iterator[tuple[float, bool]]:
         yield float(w.hidden) * thin, split
 
 
-def _mlp(w: Workload, split: bool) -> Iterator[tuple[float, bool]]:
-    moe, bias, thin = w.shape.moe, w.shape.biases == "all", float(w.tiling.thin)
-    if moe is not None:
-        one = float(feed_forward_parameters(w, moe.ffn / w.tiling.columns))
-        yield one * (moe.experts / float(w.knobs.expert) + moe.shared), False
-        return
+def _mlp(w: Workload, width: Number, split: bool) -> Iterator[tuple[float, bool]]:
+    """Of a feed-forward layer whose local width is `width`."""
+    bias, thin = w.shape.biases == "all", float(w.tiling.thin)
     for _ in range(2 if w.shape.gated else 1):
-        yield float(w.height * w.ffn), False
+        yield float(w.height * width), False
         if bias:
-            yield float(w.ffn) * thin, False
-    yield float(w.height * w.ffn), False
+            yield float(width) * thin, False
+    yield float(w.height * width), False
     if bias:
         yield float(w.hidden) * thin, split
+
+
+def _mixture(w: Workload, unit: str) -> Iterator[Parameter]:
+    """Router, experts, shared experts: tensor ranks make parts of the router's gradient, and of output biases'."""
+    moe = w.shape.moe
+    assert moe is not None
+    split, apart = bool(w.tensor > 1), bool(w.knobs.expert > 1)
+    width, own = moe.ffn / w.tiling.columns, moe.experts / w.knobs.expert
+    yield Parameter(unit, round(float(w.height * moe.experts)), split)
+    for size, partial in _mlp(w, width, split):
+        yield Parameter(unit, round(size * own), partial, experts=apart)
+    for size, partial in _mlp(w, moe.shared * width, split) if moe.shared else ():
+        yield Parameter(unit, round(size), partial)

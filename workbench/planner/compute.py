@@ -198,7 +198,7 @@ def _feed_forward_products(w: Workload, mixture: bool) -> list[Product]:
     if not mixture or moe is None:
         return [Product(t, joined * w.ffn, h, n)] * wide + [Product(t, h, w.ffn, n)]
     width, own = moe.ffn / w.tiling.columns, moe.experts / w.knobs.expert
-    routed = t * moe.top_k / own
+    routed = t * w.visits / own
     result = [
         Product(t, moe.experts / w.tiling.hidden, h, n),
         *[Product(routed, joined * width, h, n * own, False)] * wide,
@@ -267,7 +267,7 @@ def memory_bound(w: Workload, m: Machine, mixture: bool) -> Pass:
     inputs, wide = 2 * h, w.ffn
     if mixture and w.shape.moe:  # an activation for every visit of an expert; tokens copied there and back
         moe = w.shape.moe
-        inputs, wide = inputs + moe.top_k * h, (moe.top_k + moe.shared) * moe.ffn / w.tiling.columns
+        inputs, wide = inputs + w.visits * h, (w.visits + moe.shared) * moe.ffn / w.tiling.columns
     copies = 8 * (inputs - 2 * h)
     forward, backward = (count * h + rope + each * wide + drop + copies for count, each in zip((20, 36), passes))
     if w.setting.precision == "fp8":

@@ -36,7 +36,7 @@ def calls(w: Workload) -> list[Call]:
 def exactly(w: Workload, all_calls: list[Call], rank: int) -> list[Call]:
     """The calls of pipeline rank `rank` of one plan: buckets of their own sizes, none that moves nothing."""
     own = [_on_rank(call, rank) for call in all_calls]
-    if w.setting.stack == "workbench" and (w.shape.moe is None or w.zero == 0):
+    if w.setting.stack == "workbench":
         dtypes = {"parameter": w.dtype, "gradient": gradient_dtype(w)}
         packed = [
             Call(axis, kind, group, dtypes[dtype], size, float(count), action)
@@ -117,13 +117,31 @@ def _context(w: Workload) -> list[Call]:
 
 
 def _experts(w: Workload) -> list[Call]:
-    """Tokens go to their experts and come back, each way."""
+    """Tokens go to their experts and come back, each way; how many go where is told before, unless that is fixed."""
     moe, dtype = w.shape.moe, w.dtype
     if moe is None:
         return []
-    times = 2 * w.microbatches * (w.layers - w.dense_layers)
-    size = w.stream * moe.top_k
-    return [Call("expert", "all_to_all", w.knobs.expert, dtype, size, times, action) for action in ("F", "B")]
+    e, sparse = w.knobs.expert, w.layers - w.dense_layers
+    times, again = w.microbatches * sparse, w.microbatches * w.recomputed * sparse / np.maximum(w.layers, 1)
+    size, told = w.stream * w.visits, float(moe.capacity is None)
+    counts = {"F": times, "B": times + again}
+    return [
+        *(Call("expert", "all_to_all", e, dtype, size, 2 * counts[action], action) for action in counts),
+        Call("expert", "all_to_all", e, "int64", 8.0 * moe.experts, told * times, "F"),
+        Call("expert", "all_to_all", e, "int64", 8.0 * moe.experts, told * again, "B"),
+        *_balance(w, times, again),
+    ]
+
+
+def _balance(w: Workload, times: Number, again: Number) -> list[Call]:
+    """Ranks that share sequences count together how often each expert is chosen."""
+    moe = w.shape.moe
+    if moe is None or moe.auxiliary_loss == 0:
+        return []
+    size, c = w.knobs.micro_batch * moe.experts * float(w.wide), w.knobs.context
+    return [
+        Call("context", "all_reduce", c, "fp32", size, often, action) for often, action in ((times, "F"), (again, "B"))
+    ]
 
 
 def _pipeline(w: Workload) -> list[Call]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.plan.schema import STORED, Plan
-from workbench.plan.shape import Shape
+from workbench.plan.shape import Shape, rows_of_an_expert
 from workbench.plan.support import require
 from workbench.planner.setting import BYTES, Array, Knobs, Number, Setting, home, knobs_of, setting_of
 from workbench.planner.tiling import Tiling, tiling
@@ -136,6 +136,15 @@ class Workload:
     def wide(self) -> int:
         """Bytes of an element where the model's 16-bit tensors are widened."""
         return max(4, self.element)
+
+    @property
+    def visits(self) -> Number:
+        """Rows of experts that a token makes: its choices, or an even share of what experts have room for."""
+        moe = self.shape.moe
+        if moe is None or moe.capacity is None:
+            return moe.top_k if moe else 0
+        length = self.setting.sequence_length
+        return moe.experts * rows_of_an_expert(length, moe) / length
 
     @property
     def nothing(self) -> Array:
