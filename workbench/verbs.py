@@ -145,6 +145,20 @@ def runs(root: str | Path | None = None) -> list[Run]:
     return list_runs(root)
 
 
+def weights(
+    source: Run | str | Path, to: str | Path, progress: Callable[[int, int, str], None] | None = None
+) -> dict[str, Any]:
+    """Write the parameters of a checkpoint (or of a run's latest) into the new folder `to`, under Hugging Face's names.
+
+    For Llama-style models; in a child process, tensor by tensor, to the bit. A plan starts from such a folder with
+    `model` and `checkpoint.load` set to it. `progress(done, of, what)` counts bytes. Returns what was written. Raises
+    `PlanError` or ValueError where the checkpoint is damaged, its model has no such names, or `to` is there already.
+    """
+    from workbench.runs import weights as apart
+
+    return apart.export(source if isinstance(source, str | Path) else source.dir, to, progress)
+
+
 def watch(run: Run | str | Path) -> Any:
     """A live dashboard of a run, for a notebook; returns at once."""
     from workbench.lab.dashboard import watch as follow

@@ -136,7 +136,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_words(
 def test_a_larger_shape_of_the_same_names_is_refused(tmp_path: Path, text: Path, saved: Path) -> None:
     code, _ = trained(tmp_path / "again", text, "small", checkpoint__load=str(saved))
     message = refusal(tmp_path / "again")["message"]
-    assert code == 1 and "model.hidden: is 128" in message and "of another model: there it is 64" in message
+    assert code == 1 and "model.hidden: is 384" in message and "of another model: there it is 128" in message
 
 
 def test_a_full_disk_ends_the_run_with_the_place_and_the_remedy(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import typer
 
-from workbench.cli import calibrate, catalog, compare, explain, foreign, operators, plans, runs, search, truth
+from workbench.cli import calibrate, catalog, compare, explain, foreign, operators, plans, runs, search, truth, weights
 from workbench.cli.groups import Grouped
 from workbench.cli.options import console
 from workbench.cli.progress import RunError
@@ -34,7 +34,7 @@ for _panel, _verbs in {
     ),
     "Planner": (search.search, explain.explain, operators.operators, calibrate.calibrate, truth.validate),
     "Instruments": (plans.estimate, plans.rehearse, plans.verify, compare.compare),
-    "Runs": (runs.run, runs.attach, runs.stop, runs.runs),
+    "Runs": (runs.run, runs.attach, runs.stop, runs.runs, weights.weights),
     "This machine": (runs.doctor, runs.lab),
 }.items():  # fmt: skip
     for _verb in _verbs:

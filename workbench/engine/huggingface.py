@@ -18,16 +18,13 @@ from safetensors import SafetensorError, safe_open
 from workbench.engine.reading import Box, Source, Stored
 from workbench.engine.tensorfile import DTYPES
 from workbench.models import Transformer
-from workbench.plan import huggingface
-from workbench.plan.errors import PlanError, Problem
 from workbench.plan.shape import Shape
-from workbench.runs.checkpoints import CONFIG, shape_problems
+from workbench.runs.checkpoints import CONFIG
+from workbench.runs.foreign import check_config
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 KINDS = ("parameter", "master")
 """What of a training state weights alone can fill."""
-FAMILIES = ("llama", "mistral", "qwen2")
-"""model_type whose tensors have Llama's names."""
 OUTSIDE = {
     "embedding.tokens": "model.embed_tokens",
     "final_norm": "model.norm",
@@ -63,26 +60,6 @@ def parameters_of(shape: Shape) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in Transformer(shape).named_parameters()}
 
 
-def refuse_inexpressible(shape: Shape) -> None:
-    """Raise `PlanError`, field by field, for a shape that Llama's names and configuration cannot express."""
-    legal: list[tuple[str, Any, bool, str]] = [
-        ("positions", shape.positions, shape.positions == "rope", "rope"),
-        ("norm", shape.norm, shape.norm == "rmsnorm", "rmsnorm"),
-        ("mlp", shape.mlp, shape.gated, "swiglu or geglu"),
-        ("embedding_norm", shape.embedding_norm, not shape.embedding_norm, "false"),
-        ("moe", "set", shape.moe is None, "null"),
-        ("mla", "set", shape.mla is None, "null"),
-        ("heads", shape.heads, shape.hidden % shape.heads == 0, f"a divisor of hidden = {shape.hidden}"),
-    ]
-    found = [
-        Problem(f"model.{field}", f"is {value!r}, which Llama's names and config.json cannot express; legal: {can}")
-        for field, value, fits, can in legal
-        if not fits
-    ]
-    if found:
-        raise PlanError(found)
-
-
 def config_of(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     """The content of config.json. Biases on query, key and value alone are Qwen2's; on all, Llama's."""
     qwen = shape.biases == "qkv"
@@ -106,7 +83,7 @@ def source_of(folder: Path, shape: Shape) -> Source:
 
     Raises ValueError naming the file, the field or the tensor where they are not whole, or of another model.
     """
-    _check_config(folder, shape)
+    check_config(folder, shape)
     sizes, found = {}, {}
     for file in _files(folder):
         sizes[file] = ((folder / file).stat().st_size, None)
@@ -126,22 +103,6 @@ def source_of(folder: Path, shape: Shape) -> Source:
         tensors |= {(name, kind): Stored(needed, [box]) for kind in KINDS}
     _refuse_rest(folder, set(found), shape)
     return Source(folder, tensors, sizes, {}, exact=False)
-
-
-def _check_config(folder: Path, shape: Shape) -> None:
-    path = folder / CONFIG
-    theirs = huggingface.read(str(path))
-    config = json.loads(path.read_text())
-    if (family := config.get("model_type")) not in FAMILIES:
-        raise ValueError(f"{path}: model_type is {family!r}; weights are read of {', '.join(FAMILIES)}")
-    for field in ("rope_scaling", "rope_parameters"):
-        scaling = config.get(field) or {}
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind != "default":
-            raise ValueError(f"{path}: {field} is of type {kind!r}; legal: default, rotary positions as they are")
-    refuse_inexpressible(shape)
-    if problems := shape_problems(f"in {path} it", theirs, shape):
-        raise PlanError(problems)
 
 
 def _files(folder: Path) -> list[str]:

@@ -140,14 +140,14 @@ def overlap(a: Slices, b: Slices) -> Slices:
     return tuple((max(s, t), max(max(s, t), min(e, f))) for (s, e), (t, f) in zip(a, b))
 
 
-def verify(source: Source, file: str) -> None:
-    """ValueError where a file is missing, or is not what was written."""
+def verify(source: Source, file: str, read: Callable[[int], None] = lambda nbytes: None) -> None:
+    """ValueError where a file is missing, or is not what was written; `read` is told of every chunk."""
     path, (size, sha256) = source.folder / file, source.files[file]
     try:
         now = path.stat().st_size
         if now != size:
             raise ValueError(f"{path} is damaged: {now} bytes instead of {size}; {REMEDY}")
-        if sha256 is not None and digest(path) != sha256:
+        if sha256 is not None and digest(path, read) != sha256:
             raise ValueError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from None

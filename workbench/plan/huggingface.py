@@ -61,15 +61,15 @@ def _activation(config: Config, key: str, known: dict[str, str], default: str) -
 
 def _llama(config: Config) -> Config:
     """Llama, Mistral: RMSNorm, rotary positions, gated feed-forward layer, grouped keys and values."""
-    if config.get("mlp_bias"):
-        raise refuse("model", "mlp_bias is true; legal here: false")
+    if config.get("mlp_bias") and not config.get("attention_bias"):
+        raise refuse("model", "mlp_bias is true and attention_bias is not; legal here: both, or neither")
     return {
         "layers": config["num_hidden_layers"], "hidden": config["hidden_size"], "ffn": config["intermediate_size"],
         "heads": config["num_attention_heads"], "kv_heads": config.get("num_key_value_heads"),
         "head_dim": config.get("head_dim"), "vocab": config["vocab_size"],
         "max_positions": config.get("max_position_embeddings"), "norm_epsilon": config.get("rms_norm_eps"),
         "mlp": _activation(config, "hidden_act", GATED, "silu"), "positions": "rope", "norm": "rmsnorm",
-        "biases": "qkv" if config.get("attention_bias") else "none",
+        "biases": "all" if config.get("mlp_bias") else "qkv" if config.get("attention_bias") else "none",
         "tied": bool(config.get("tie_word_embeddings", False)),
         "rope_theta": _theta(config), "window": config.get("sliding_window"),
     }  # fmt: skip

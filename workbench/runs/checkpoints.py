@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.plan.errors import PlanError, Problem, refuse
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, PythonModel
 from workbench.plan.shape import Shape
 from workbench.runs.reader import Reader
 
@@ -31,20 +31,20 @@ def saved(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.is_dir())
 
 
-def checkpoint_of(source: str | Path) -> Path:
+def checkpoint_of(source: str | Path, field: str = "resume") -> Path:
     """The checkpoint meant by `source`: a checkpoint itself, or the latest of a run directory.
 
-    Raises `PlanError` where there is none.
+    Raises `PlanError`, naming `field`, where there is none.
     """
     path = Path(source).absolute()
     if not (path / "state.json").is_file():
         if (path / MANIFEST).is_file():
             return path
         why = "is neither run nor checkpoint" if path.exists() else "does not exist"
-        raise refuse("resume", f"{path} {why}; legal: a run directory, or one of its checkpoints")
+        raise refuse(field, f"{path} {why}; legal: a run directory, or one of its checkpoints")
     found = saved(path)
     if not found:
-        raise refuse("resume", f"{path} holds no checkpoint; set checkpoint.every, or stop a run with a checkpoint")
+        raise refuse(field, f"{path} holds no checkpoint; set checkpoint.every, or stop a run with a checkpoint")
     return found[-1]
 
 
@@ -91,7 +91,7 @@ def meta_of(plan: Plan, step: int) -> dict[str, Any]:
         "world_size": plan.world_size,
         "step": step,
         "sample_index": step * plan.training.global_batch,
-        "shape": plan.shape.model_dump(),
+        "model": plan.model.model_dump() if isinstance(plan.model, Shape | PythonModel) else plan.model,
         "precision": plan.strategy.precision,
         "optimizer": plan.training.optimizer.name,
     }
@@ -115,7 +115,7 @@ def steps_done(folder: Path, meta: dict[str, Any], plan: Plan) -> int:
 
 
 def _differing(folder: Path, meta: dict[str, Any], plan: Plan) -> list[Problem]:
-    found = shape_problems(f"{folder} is of another model: there it", Shape.model_validate(meta["shape"]), plan.shape)
+    found = _model_problems(folder, meta["model"], plan)
     for field, theirs, mine in (
         ("strategy.precision", meta["precision"], plan.strategy.precision),
         ("training.optimizer.name", meta["optimizer"], plan.training.optimizer.name),
@@ -124,6 +124,22 @@ def _differing(folder: Path, meta: dict[str, Any], plan: Plan) -> list[Problem]:
             how = f"set it to {theirs!r}, or start from weights alone (`workbench weights`)"
             found.append(Problem(field, f"is {mine!r}, {folder} was written with {theirs!r}; {how}"))
     return found
+
+
+def shape_of(folder: Path, meta: dict[str, Any]) -> Shape:
+    """The shape of a checkpoint's model. ValueError where that is code, which has none."""
+    if "python" in meta["model"]:
+        raise ValueError(f"{folder} is of the model '{meta['model']['python']}', which is code and has no shape")
+    return Shape.model_validate(meta["model"])
+
+
+def _model_problems(folder: Path, theirs: dict[str, Any], plan: Plan) -> list[Problem]:
+    where = f"{folder} is of another model: there it"
+    if "python" not in theirs and isinstance(plan.model, Shape):
+        return shape_problems(where, Shape.model_validate(theirs), plan.model)
+    mine = plan.model.python if isinstance(plan.model, PythonModel) else plan.shape.name
+    other = theirs.get("python", theirs.get("name"))
+    return [] if mine == other else [Problem("model", f"is {mine!r}; {where} is {other!r}; give the plan that model")]
 
 
 def shape_problems(where: str, theirs: Shape, mine: Shape) -> list[Problem]:

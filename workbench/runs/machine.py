@@ -12,8 +12,9 @@ from workbench.plan.errors import PlanError, Problem
 from workbench.plan.parameters import parameters
 from workbench.plan.schema import Plan
 from workbench.plan.support import unsupported
-from workbench.runs.checkpoints import MANIFEST
+from workbench.runs.checkpoints import CONFIG, MANIFEST, is_foreign, read_manifest, steps_done
 from workbench.runs.directory import default_root, unwritable
+from workbench.runs.foreign import check_config
 from workbench.runs.launch import port_problem
 from workbench.runs.memory import memory_problem
 
@@ -75,10 +76,23 @@ def _corpus(plan: Plan) -> list[Problem]:
 
 
 def _checkpoint(plan: Plan) -> list[Problem]:
+    """Whether what the plan starts from is whole, as far as its manifest says, and of the plan's model."""
     load = plan.checkpoint.load
-    if load is None or (Path(load) / MANIFEST).is_file():
+    if load is None:
         return []
-    return [Problem("checkpoint.load", f"'{load}' is no checkpoint; legal: a folder that holds {MANIFEST}, or null")]
+    if not is_foreign(Path(load)) and not (Path(load) / MANIFEST).is_file():
+        legal = f"legal: a folder that holds {MANIFEST}, one of Hugging Face weights with {CONFIG}, or null"
+        return [Problem("checkpoint.load", f"'{load}' is no checkpoint; {legal}")]
+    try:
+        if is_foreign(Path(load)):
+            check_config(Path(load), plan.shape)
+        else:
+            steps_done(Path(load), read_manifest(Path(load))["meta"], plan)
+    except PlanError as error:
+        return error.problems
+    except ValueError as error:
+        return [Problem("checkpoint.load", str(error))]
+    return []
 
 
 def _root(root: Path) -> list[Problem]:
