@@ -57,6 +57,9 @@ KINDS = {
 }  # fmt: skip
 """torch's operator -> the word of the field; an operator that is not here keeps its own name."""
 
+ELSEWHERE = "elsewhere"
+"""Category of what is counted on `device` but is not of it: host tensors of an offloading rank on a CPU."""
+
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -96,6 +99,7 @@ class Levels:
 
     def add(self, changes: Sequence[tuple[str, int]]) -> None:
         """Apply changes in order, following the peaks."""
+        changes = [change for change in changes if change[0] != ELSEWHERE]
         total, most, at = sum(self.now.values()), sum(self.peak.values()), -1
         before = Counter(self.now)
         for index, (category, delta) in enumerate(changes):
@@ -138,7 +142,8 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._collective(func, args, out)
-        for tensor in _tensors(out):
+        # A freed storage, or one that is filled again, changes its size in place.
+        for tensor in _tensors(args if func.namespace == "inductor" else out):
             if self._countable(tensor):
                 self._see(tensor, args)
         return out

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engine.allocator import CpuMeter, CudaMeter, Window
-from workbench.engine.live import LiveBytes
+from workbench.engine.live import ELSEWHERE, LiveBytes
 from workbench.engine.session import Session
 from workbench.parallel.mesh import GRADIENTS
 from workbench.plan.schema import Plan
@@ -60,6 +60,8 @@ class Sampler(Follower):
             stack.enter_context(self.live)
             for category, tensors in lasting(self.session).items():
                 self.live.register(tensors, category)
+            for tensors in hosted(self.session).values():
+                self.live.register(tensors, ELSEWHERE)
             if (head := self.session.part.head) is not None:
                 stack.callback(_logits_scope(head, self.live))
             self.live.restart()
@@ -72,7 +74,7 @@ class Sampler(Follower):
     def action(self, label: str, action: Action | None) -> Iterator[None]:
         """Count and time one action."""
         super().action(label, action)
-        with self.live.action(action.kind if action else label), self.clock.span(label, action):
+        with self._tier(label), self.live.action(action.kind if action else label), self.clock.span(label, action):
             yield
             if action and action.kind == "I":
                 self.live.register(self.session.executor.put_aside(action), "activations")
@@ -91,10 +93,26 @@ class Sampler(Follower):
         if self.meter is not None:
             self.meter.mark(name)
 
+    def _tier(self, label: str) -> AbstractContextManager[None]:
+        """An optimizer that steps on the host makes its temporaries there, though a CPU rank's device is that too."""
+        on_host = label == "OPTIMIZER" and self.session.part.store.host is not None
+        return self.live.category(ELSEWHERE) if on_host else nullcontext()
+
     def memory_rows(self) -> list[dict[str, Any]]:
-        """Rows of the memory frame by category; of a rank's stages, the one that was under way, else its first."""
-        return [
+        """Rows of the memory frame by category; of a rank's stages, the one that was under way, else its first.
+
+        What lives on the host does not move.
+        """
+        rows = [
             row | {"stage": self._stages.get(row["moment"], self.stage)} for row in self.live.memory_rows(self.stage)
+        ]
+        sizes = {category: _bytes(tensors) for category, tensors in hosted(self.session).items()}
+        moments = dict.fromkeys((row["stage"], row["moment"]) for row in rows)
+        return rows + [
+            {"stage": stage, "moment": moment, "tier": "host", "category": category, "bytes": size}
+            for stage, moment in moments
+            for category, size in sizes.items()
+            if size
         ]
 
     def collective_rows(self, seen: int = 1, of: int = 1) -> list[dict[str, Any]]:
@@ -138,13 +156,27 @@ def _where(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def lasting(session: Session) -> dict[str, list[Tensor]]:
-    """Tensors that live as long as the session, by category of the memory vocabulary."""
+    """Tensors that live on the device as long as the session, by category of the memory vocabulary."""
+    return session.part.store.lasting() | (_states(session) if session.part.store.host is None else {})
+
+
+def hosted(session: Session) -> dict[str, list[Tensor]]:
+    """The same of the host's memory."""
+    host = session.part.store.host
+    return {} if host is None else host.lasting() | _states(session)
+
+
+def _states(session: Session) -> dict[str, list[Tensor]]:
     states = session.optimizer.state().values()
     return {
-        **session.part.store.lasting(),
         "optimizer": [x for state in states for kind, x in state.items() if kind != "master"],
         "master": [state["master"] for state in states if "master" in state],
     }
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    storages = {id(storage): storage.nbytes() for storage in (x.untyped_storage() for x in tensors)}
+    return sum(storages.values())
 
 
 def _logits_scope(head: nn.Module, live: LiveBytes) -> Callable[[], None]:

@@ -50,6 +50,8 @@ class Host:
         """What lives on the host from step to step, by category of the memory vocabulary."""
         return {
             "parameters": [own for values, own, _, _ in self._pairs if values.on_host],
-            "master": [own for values, own, _, _ in self._pairs if not values.on_host],
-            "gradients": [own for _, _, _, own in self._pairs],
+            "communication": [
+                *(own for values, own, _, _ in self._pairs if not values.on_host),
+                *(own for _, _, _, own in self._pairs),
+            ],
         }

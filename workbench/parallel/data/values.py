@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from workbench.parallel.data.buckets import Packing
 from workbench.parallel.data.collectives import piece, start_gather
 from workbench.parallel.data.offload import to_host
+from workbench.parallel.data.resize import resize_storage
 
 Draw = Callable[[str], Tensor]
 """Local name -> the initial value, on the rank's device."""
@@ -85,7 +86,7 @@ class Unit:
         if self.whole:
             return
         self.whole = True
-        self._resize(self.full_bytes)
+        resize_storage(self.flat, self.full_bytes)
         own = self.piece
         if self.on_host or self.packing.shard.size == 1:
             own = piece(self.flat, self.packing.shard)
@@ -104,8 +105,4 @@ class Unit:
         if self.whole:
             self.gather()
             self.whole = False
-            self._resize(0)
-
-    def _resize(self, nbytes: int) -> None:
-        self.flat.untyped_storage().resize_(nbytes)
-        self.flat.detach()  # An operator on it shows its new size to whoever counts storages.
+            resize_storage(self.flat, 0)
