@@ -85,6 +85,44 @@ def test_master_follows_fp32_and_parameter_rounds_it(gradient_dtype: torch.dtype
         assert torch.equal(parameter.detach(), state["master"].bfloat16())
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize("master", ["auto", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_kept_in_16_bits_is_torchs_rounded_after_every_step(
+    dtype: torch.dtype, master: str, moments: str, name: str
+) -> None:
+    settings = config(name=name, moments=moments, master=master)
+    ours, gradients = named(dtype), gradients_of(0, dtype)
+    wide = {n: p.detach().float() for n, p in ours.items()}
+    optimizer = Optimizer(ours, gradients, LAYOUTS, settings, 10)
+    kinds = {"adamw": {"moment1": "exp_avg", "moment2": "exp_avg_sq"}, "sgd": {"moment1": "momentum_buffer"}}[name]
+    theirs = {
+        n: torch.optim.AdamW([p], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1 * (p.ndim > 1), fused=True)
+        if name == "adamw"
+        else torch.optim.SGD([p], lr=1e-2, momentum=0.9, fused=True)
+        for n, p in wide.items()
+    }
+    for step in range(4):
+        fill(gradients, gradients_of(step, dtype))
+        for n, p in wide.items():
+            p.grad = gradients[n].float()
+            if name == "sgd" and p.ndim > 1:
+                p.mul_(1 - 1e-2 * 0.1)
+            theirs[n].step()
+            if master == "none":
+                p.copy_(p.to(dtype))
+            for theirs_kind in kinds.values():
+                if moments == "bf16":
+                    theirs[n].state[p][theirs_kind].copy_(theirs[n].state[p][theirs_kind].bfloat16())
+        optimizer.step(step)
+        for n, p in wide.items():
+            state = optimizer.state()[n]
+            assert ("master" in state) == (master == "auto") and torch.equal(ours[n].detach(), p.to(dtype)), n
+            assert all(torch.equal(state[o].float(), theirs[n].state[p][t]) for o, t in kinds.items()), n
+            assert state["moment1"].dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[moments]
+
+
 def test_casting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for limit in (1, 2**30):
@@ -103,7 +141,9 @@ def test_runs_on_fake_tensors(dtype: torch.dtype, name: str) -> None:
     with FakeTensorMode():
         parameters = {n: nn.Parameter(torch.empty(s, dtype=dtype)) for n, s in SHAPES.items()}
         gradients = {n: torch.empty(s, dtype=torch.float32) for n, s in SHAPES.items()}
-        Optimizer(parameters, gradients, LAYOUTS, config(name=name), 3).step(0, torch.ones(()))
+        optimizer = Optimizer(parameters, gradients, LAYOUTS, config(name=name), 3)
+        optimizer.step(0, torch.ones(()))
+        optimizer.step(1, torch.ones(()), torch.zeros(()))
 
 
 def test_state_loads_exactly_and_refuses_others() -> None:

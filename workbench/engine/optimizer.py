@@ -8,6 +8,8 @@ ours to count, to checkpoint and to name. Nothing reads a value back, so that th
 from __future__ import annotations
 
 import math
+from functools import reduce
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from workbench.plan import schema
 
 CAST_BYTES = 64 * 2**20
-"""Gradients of another dtype than the master's are cast in pieces of this size, which bounds the temporary."""
+"""What has another dtype than a step is made in is cast in pieces of this size, which bounds the temporary."""
 
 
 def learning_rate(step: int, optimizer: schema.Optimizer, total_steps: int) -> float:
@@ -50,8 +52,11 @@ class Optimizer:
     Matrices (two dimensions or more, as `layouts` know them) are decayed, decoupled from the gradient (1711.05101),
     under SGD too; vectors are not, nor are experts' biases, however stacked. State is allocated here, not at the first
     step, so that memory is known before training starts: `moment1` and `moment2` (SGD: `moment1` only, and none without
-    momentum) in fp32, or in the parameter's dtype where that is wider; `master`, the fp32 copy of a 16-bit parameter;
-    `step`, a scalar.
+    momentum) in fp32, or in the parameter's dtype where that is wider, or in bf16 where the plan says so; `master`, the
+    fp32 copy of a 16-bit parameter, unless the plan wants none; `step`, a scalar.
+
+    A step is made in the widest dtype of the state, and what is kept in less is rounded to nearest afterwards. Only
+    AdamW of bf16 parameters and moments, with no master, is made on those, by torch's kernel, which widens within.
     """
 
     def __init__(
@@ -73,14 +78,16 @@ class Optimizer:
     def _initial(self, parameter: Tensor) -> dict[str, Tensor]:
         value = parameter.detach()
         state: dict[str, Tensor] = {}
-        if value.element_size() < 4:
+        if value.element_size() < 4 and self.config.master == "auto":
             state["master"] = value.float()
-        wide = state.get("master", value)
-        moments = ("moment1", "moment2") if self.config.name == "adamw" else ("moment1",) if self.config.beta1 else ()
-        for moment in moments:
-            state[moment] = torch.zeros_like(wide)
+        wide = torch.promote_types(value.dtype, torch.float32)
+        for moment in self._moments():
+            state[moment] = torch.zeros_like(value, dtype=torch.bfloat16 if self.config.moments == "bf16" else wide)
         state["step"] = torch.zeros((), dtype=torch.float32, device=value.device)
         return state
+
+    def _moments(self) -> tuple[str, ...]:
+        return ("moment1", "moment2") if self.config.name == "adamw" else ("moment1",) if self.config.beta1 else ()
 
     @torch.no_grad()
     def step(self, step_index: int, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -95,12 +102,13 @@ class Optimizer:
                 self._update(names, rate, self.config.weight_decay if decayed else 0.0, scale, skip)
 
     def _pieces(self, names: list[str]) -> Iterator[list[str]]:
-        """Names in runs that need at most `CAST_BYTES` of cast gradients (a larger tensor stands alone)."""
+        """Names in runs that need at most `CAST_BYTES` of cast tensors (a larger one stands alone)."""
         piece: list[str] = []
         cast = 0
         for name in names:
-            target = self._target(name)
-            need = 0 if self.gradients[name].dtype == target.dtype else target.nbytes
+            dtype = self._dtype(name)
+            used = (self.gradients[name], self._target(name), *(self._state[name][kind] for kind in self._moments()))
+            need = sum(x.numel() * dtype.itemsize for x in used if x.dtype != dtype)
             if piece and cast + need > CAST_BYTES:
                 yield piece
                 piece, cast = [], 0
@@ -113,16 +121,27 @@ class Optimizer:
         """What the update is applied to: the master where there is one."""
         return self._state[name].get("master", self.parameters[name].detach())
 
+    def _dtype(self, name: str) -> torch.dtype:
+        """What the update is made in."""
+        dtypes = [self._target(name).dtype, *(self._state[name][kind].dtype for kind in self._moments())]
+        widest = reduce(torch.promote_types, dtypes)
+        return widest if self.config.name == "adamw" else torch.promote_types(widest, torch.float32)
+
     def _update(self, names: list[str], rate: float, decay: float, scale: Tensor | None, skip: Tensor | None) -> None:
-        targets = [self._target(name) for name in names]
+        dtypes = [self._dtype(name) for name in names]
+        kept = [[self._target(name) for name in names], *(self._all(names, kind) for kind in self._moments())]
+        targets, *moments = used = [[x.to(dtype) for x, dtype in zip(of_kind, dtypes)] for of_kind in kept]
+        gradients = [self.gradients[name].to(dtype) for name, dtype in zip(names, dtypes)]
         skip = None if skip is None else skip.to(targets[0].device)
-        gradients = [self.gradients[name].to(target.dtype) for name, target in zip(names, targets)]
         if scale is not None:
             torch._foreach_mul_(gradients, scale.to(targets[0].device))
         if self.config.name == "adamw":
-            self._adamw(names, targets, gradients, rate, decay, skip)
+            self._adamw(names, targets, gradients, moments, rate, decay, skip)
         else:
-            self._sgd(names, targets, gradients, rate, decay, skip)
+            self._sgd(names, targets, gradients, moments, rate, decay, skip)
+        for narrow, wide in zip(chain(*kept), chain(*used)):
+            if narrow is not wide:
+                narrow.copy_(wide)
         for name, target in zip(names, targets):
             if "master" in self._state[name]:
                 self.parameters[name].detach().copy_(target)
@@ -132,12 +151,14 @@ class Optimizer:
         names: list[str],
         targets: list[Tensor],
         gradients: list[Tensor],
+        moments: list[list[Tensor]],
         rate: float,
         decay: float,
         skip: Tensor | None,
     ) -> None:
+        first, second = moments
         adamw(
-            targets, gradients, self._all(names, "moment1"), self._all(names, "moment2"), [], self._all(names, "step"),
+            targets, gradients, first, second, [], self._all(names, "step"),
             fused=True, foreach=False, amsgrad=False, maximize=False, lr=rate, weight_decay=decay,
             beta1=self.config.beta1, beta2=self.config.beta2, eps=self.config.epsilon, found_inf=skip,
         )  # fmt: skip
@@ -147,6 +168,7 @@ class Optimizer:
         names: list[str],
         targets: list[Tensor],
         gradients: list[Tensor],
+        moments: list[list[Tensor]],
         rate: float,
         decay: float,
         skip: Tensor | None,
@@ -154,12 +176,13 @@ class Optimizer:
         taken = 1.0 if skip is None else 1 - skip
         if decay:
             torch._foreach_mul_(targets, 1 - rate * decay * taken)
-        momentum: list[Tensor | None] = list(self._all(names, "moment1")) if self.config.beta1 else [None] * len(names)
+        momentum: list[Tensor | None] = [*moments[0]] if moments else [None] * len(names)
         sgd(
             targets, gradients, momentum, fused=True, foreach=False, weight_decay=0.0, momentum=self.config.beta1,
             lr=rate, dampening=0.0, nesterov=False, maximize=False, found_inf=skip,
         )  # fmt: skip
-        torch._foreach_add_(self._all(names, "step"), taken)
+        steps = self._all(names, "step")
+        torch._foreach_add_(steps, [torch.ones_like(steps[0]) * taken] * len(steps))
 
     def _all(self, names: list[str], kind: str) -> list[Tensor]:
         return [self._state[name][kind] for name in names]

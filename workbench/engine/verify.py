@@ -62,7 +62,9 @@ class _Recorder:
             self.gradients = {n: g.clone() for n, g in self.session.part.store.gradients.items()}
 
 
-def verify(plan: Plan, precision: Literal["fp64", "fp32"] = "fp64", seconds: float = 300.0) -> dict[str, Any]:
+def verify(
+    plan: Plan, precision: Literal["fp64", "fp32"] = "fp64", seconds: float = 300.0, allow_code: bool = False
+) -> dict[str, Any]:
     """Train `STEPS` steps on one device and under the plan, on CPU ranks whatever its card, and compare.
 
     Per tensor, the relative difference is max|d| / max(max|reference|, 1e-6 x the model's largest gradient). A
@@ -73,7 +75,7 @@ def verify(plan: Plan, precision: Literal["fp64", "fp32"] = "fp64", seconds: flo
 
     Raises `PlanError` where the engine cannot run the plan, RankError where a rank fails.
     """
-    plan = _provable(plan.complete(), precision)
+    plan = _provable(plan.complete(), precision, allow_code)
     dtype = DTYPES[precision]
     batches = list(_batches(plan))
     reference = train_plainly(plan, batches, dtype)
@@ -85,10 +87,11 @@ def verify(plan: Plan, precision: Literal["fp64", "fp32"] = "fp64", seconds: flo
     return _summary([d for differences, _ in results for d in differences], precision)
 
 
-def _provable(plan: Plan, precision: str) -> Plan:
+def _provable(plan: Plan, precision: str, allow_code: bool) -> Plan:
     """The plan as it is proved: in `precision` throughout, SGD in fp32."""
-    require(plan, "run")
+    require(plan, "run", allow_code)
     changes: dict[str, Any] = {"strategy.precision": "fp32", "strategy.gradient_dtype": "fp32"}
+    changes["training.optimizer.moments"] = "fp32"
     if precision == "fp32":
         changes["training.optimizer.name"] = "sgd"
     return plan.replace(**changes)
@@ -99,7 +102,7 @@ def _batches(plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
     t = plan.training
     generator = torch.Generator().manual_seed(t.seed)
     for _ in range(STEPS):
-        text = torch.randint(plan.shape.vocab, (t.global_batch, t.sequence_length + 1), generator=generator)
+        text = torch.randint(plan.vocab, (t.global_batch, t.sequence_length + 1), generator=generator)
         yield text[:, :-1], text[:, 1:]
 
 
@@ -217,9 +220,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workbench.engine.verify")
     parser.add_argument("plan", type=Path)
     parser.add_argument("--precision", choices=sorted(TOLERANCE), default="fp64")
+    parser.add_argument("--allow-code", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    return status(lambda: print(json.dumps(verify(Plan.load(arguments.plan), arguments.precision))))
+    return status(
+        lambda: print(
+            json.dumps(verify(Plan.load(arguments.plan), arguments.precision, allow_code=arguments.allow_code))
+        )
+    )
 
 
 if __name__ == "__main__":

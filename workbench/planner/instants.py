@@ -177,8 +177,12 @@ def optimizer(w: Workload, p: Held) -> Live:
     that the first and last stage share."""
     table = w.vocab * w.height * activations.trained(w)
     owned = p.trained / (w.knobs.shard if w.zero >= 1 else 1)
-    narrow = (w.gradient_element < 4) * (w.setting.master_bytes > 0)  # what is stepped in 16 bits is not widened
-    pieces = np.minimum(owned * 4, np.maximum(CAST_BYTES, table * 4.0)) * narrow
+    if w.setting.stack == "workbench":
+        element = w.setting.step_element
+        each = element * (w.gradient_element != element) + w.setting.step_cast
+    else:
+        each = 4.0 * (w.gradient_element < 4) * (w.setting.master_bytes > 0)  # what is stepped in 16 bits stays so
+    pieces = np.minimum(owned * each, np.maximum(CAST_BYTES, table * each) * (each > 0))
     if w.setting.software.stepped:
         pieces = owned * w.setting.software.stepped
     tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.first, w.last)

@@ -53,6 +53,10 @@ class Setting:
     moment_bytes: float
     """Optimizer moments, bytes a parameter."""
     master_bytes: float
+    step_element: float
+    """Bytes of an entry as the optimizer's step is made, where our own engine makes it."""
+    step_cast: float
+    """What of master, or parameter, and moments is kept in less, and widened for the step: bytes a parameter."""
     zero: int
     algorithm: str
     """Of tensor parallelism: 1d, 2d, 2.5d, 3d."""
@@ -122,7 +126,7 @@ def setting_of(plan: Plan) -> Setting:
         software=kept, parameter_bytes=kept.parameters if narrow and kept.parameters > 0 else BYTES[s.precision],
         gradient_bytes=kept.gradients if narrow else -1.0,
         accumulator_bytes=kept.accumulator + kept.narrow_accumulator * (s.precision == "bf16"),
-        moment_bytes=moments, master_bytes=max(0.0, master),
+        moment_bytes=moments, master_bytes=max(0.0, master), **_stepped(plan),
         zero=s.data.zero, algorithm=s.tensor.algorithm,
         context_algorithm=s.context.algorithm, contexts=s.context.size > 1,
         pipeline=s.pipeline.size, schedule=s.pipeline.schedule, chunks=s.pipeline.chunks,
@@ -137,6 +141,17 @@ def moment_bytes(plan: Plan) -> float:
     optimizer = plan.training.optimizer
     each = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}[optimizer.moments]
     return each * (2 if optimizer.name == "adamw" else 1 if optimizer.beta1 else 0)
+
+
+def _stepped(plan: Plan) -> dict[str, float]:
+    """In what our engine makes a step, and what it casts for that: AdamW of bf16 alone is stepped as it is kept."""
+    optimizer, parameter = plan.training.optimizer, BYTES[plan.strategy.precision]
+    target = 4.0 if optimizer.master == "auto" else parameter
+    moment = 2.0 if optimizer.moments == "bf16" else 4.0
+    as_kept = optimizer.name == "adamw" and plan.strategy.precision in ("bf16", "fp8") and target == moment == 2.0
+    element = 2.0 if as_kept else 4.0
+    moments = 2 if optimizer.name == "adamw" else 1 if optimizer.beta1 else 0
+    return {"step_element": element, "step_cast": element * ((target < element) + moments * (moment < element))}
 
 
 def knobs_of(plan: Plan) -> Knobs:
