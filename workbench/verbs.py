@@ -89,16 +89,21 @@ def search(
 
 
 def rehearse(
-    plan: Planned, ranks: Sequence[int] | None = None, progress: Callable[[int, int], None] | None = None
+    plan: Planned,
+    ranks: Sequence[int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    allow_code: bool = False,
 ) -> Profile:
     """Run the real code of `plan` on fake tensors, in a child process, at any world size.
 
-    `ranks` to rehearse, default one a pipeline stage; `progress(done, of)` is told of each. Raises `PlanError` for a
+    `ranks` to rehearse, default one a pipeline stage; `progress(done, of)` is told of each; a model that is code runs
+    only with `allow_code`. Raises `PlanError` for a
     plan that is illegal or that this version cannot rehearse, `ChildError` if the rehearsal fails.
     """
     from workbench.runs import apart
 
-    return apart.rehearse(as_plan(plan), ranks, progress)
+    return apart.rehearse(as_plan(plan), ranks, progress, allow_code)
 
 
 def run(
@@ -109,16 +114,18 @@ def run(
     resume: str | Path | Run | None = None,
     root: str | Path | None = None,
     port: int | None = None,
+    allow_code: bool = False,
 ) -> Run:
     """Start `plan` on this machine through `accelerate launch`, and return at once (or when it is over, with `wait`).
 
     Refuses (`PlanError`) what is illegal, what this version cannot run, what this machine does not have, and what by
     its estimate does not fit, unless `force`. `resume` is a run, its directory or a checkpoint to go on from. `root`
-    holds run directories; `port` is where ranks meet, default a free one.
+    holds run directories; `port` is where ranks meet, default a free one. A model that is code runs only with
+    `allow_code`.
     """
     from workbench.runs import ready
 
-    started = ready.run(as_plan(plan), force=force, resume=resume, root=root, port=port)
+    started = ready.run(as_plan(plan), force=force, resume=resume, root=root, port=port, allow_code=allow_code)
     if wait:
         started.wait()
     return started
@@ -205,7 +212,7 @@ def _opened(name: str | Path, root: str | Path | None) -> Plan | Run:
     return attach(name, root=root)
 
 
-def verify(plan: Planned, precision: Literal["fp64", "fp32"] = "fp64") -> dict[str, Any]:
+def verify(plan: Planned, precision: Literal["fp64", "fp32"] = "fp64", *, allow_code: bool = False) -> dict[str, Any]:
     """Train a few steps with the same seed on one device and under `plan`, on CPU ranks, and compare every tensor.
 
     Returns the largest differences of loss, gradients and weights, the worst tensor, and `passed`. Raises `PlanError`
@@ -213,7 +220,7 @@ def verify(plan: Planned, precision: Literal["fp64", "fp32"] = "fp64") -> dict[s
     """
     from workbench.runs import apart
 
-    return apart.verify(as_plan(plan), precision)
+    return apart.verify(as_plan(plan), precision, allow_code)
 
 
 def calibrate(

@@ -31,6 +31,9 @@ Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any field by dotted path; may be repeated.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for machines.")]
+AllowCode = Annotated[
+    bool, typer.Option("--allow-code", help="Run a model that is given as Python: code of whoever wrote it.")
+]
 Root = Annotated[
     Path | None,
     typer.Option("--root", file_okay=False, help="Folder of runs; default $WORKBENCH_RUNS, else ./runs."),

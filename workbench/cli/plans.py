@@ -11,7 +11,7 @@ from rich.text import Text
 from workbench import verbs
 from workbench.cli import tables
 from workbench.cli.files import write_whole
-from workbench.cli.options import Json, emit, planned
+from workbench.cli.options import AllowCode, Json, emit, planned
 from workbench.cli.progress import waiting
 from workbench.plan.diff import diff
 from workbench.plan.errors import refuse
@@ -63,13 +63,16 @@ def estimate(
 def rehearse(
     plan: Plan,
     ranks: Annotated[str | None, typer.Option("--ranks", help="Ranks, e.g. 0,7; default one a stage.")] = None,
+    allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
     """Run the real code of a plan on fake tensors: peak memory and every collective, at any world size."""
     full = plan.complete()
     wanted = None if ranks is None else _ranks(ranks, full.world_size)
     with waiting("rehearsing") as told:
-        found = verbs.rehearse(full, wanted, lambda done, of: told(f"rehearsing, rank {done} of {of}"))
+        found = verbs.rehearse(
+            full, wanted, lambda done, of: told(f"rehearsing, rank {done} of {of}"), allow_code=allow_code
+        )
     emit(
         json, found.summary(), tables.plan(full), tables.profile(found), tables.stages(found), tables.collectives(found)
     )
@@ -90,13 +93,14 @@ def _ranks(text: str, world_size: int) -> list[int]:
 def verify(
     plan: Plan,
     precision: Annotated[str, typer.Option("--precision", help="fp64 or fp32.")] = "fp64",
+    allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
     """Prove that a plan computes what one device does: same seed, then loss, gradients and weights compared."""
     if precision not in ("fp64", "fp32"):
         raise refuse("--precision", f"is '{precision}'; legal: fp64, fp32")
     with waiting("training on one device, and under the plan"):
-        found = verbs.verify(plan, "fp64" if precision == "fp64" else "fp32")
+        found = verbs.verify(plan, "fp64" if precision == "fp64" else "fp32", allow_code=allow_code)
     emit(json, found, tables.proof(found))
     if not found["passed"]:
         raise typer.Exit(1)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from workbench import verbs
 from workbench.cli import tables
-from workbench.cli.options import Json, Root, console, emit, planned
+from workbench.cli.options import AllowCode, Json, Root, console, emit, planned
 from workbench.cli.progress import STOP_SECONDS, followed
 from workbench.plan.catalog import assets
 from workbench.plan.schema import Plan
@@ -31,12 +31,13 @@ def run(
     resume: Annotated[str | None, typer.Option("--resume", help="Run or checkpoint to go on from.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Run what by its estimate does not fit.")] = False,
     port: Annotated[int | None, typer.Option("--port", help="Port where ranks meet; default a free one.")] = None,
+    allow_code: AllowCode = False,
     root: Root = None,
     json: Json = False,
 ) -> None:
     """Train a plan on this machine through `accelerate launch`; returns at once, the run goes on."""
     source = resume if resume is None or Path(resume).exists() else verbs.attach(resume, root=root)
-    started = verbs.run(plan, force=force, resume=source, root=root, port=port)
+    started = verbs.run(plan, force=force, resume=source, root=root, port=port, allow_code=allow_code)
     if not wait:
         emit(json, _answer(started, started.state), Text(_hint(started)))
         return

@@ -76,7 +76,9 @@ def plan(full: Plan) -> Table:
     built = table(full.name, ("field", "value"))
     s, t, c = full.strategy, full.training, full.cluster
     rows = {
-        "model": f"{full.shape.name}, {full.shape.layers} layers, hidden {full.shape.hidden}",
+        "model": f"{full.model_name}, {full.shape.layers} layers, hidden {full.shape.hidden}"
+        if not full.code
+        else f"{full.model_name} (code), vocabulary {full.vocab}",
         "cluster": f"{c.nodes} node(s) x {c.gpus_per_node} {full.card.name}, fabric {full.fabric.name}",
         "axes": " x ".join(f"{axis} {size}" for axis, size in full.sizes.items()),
         "ZeRO": f"{s.data.zero}, offload {s.data.offload}",

@@ -55,7 +55,7 @@ class Loop:
 
     def _text(self) -> TextSampler:
         t, data = self.plan.training, self.mesh["data"]
-        tokens = corpus.load(self.plan.corpus, self.plan.shape.vocab)
+        tokens = corpus.load(self.plan.corpus, self.plan.vocab)
         text = TextSampler(tokens, t.sequence_length, t.global_batch, t.micro_batch, t.seed, data.index, data.size)
         if t.evaluation.every:
             text.evaluation(0)  # refuses held-out text that is too short now, not at the first evaluation

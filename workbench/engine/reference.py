@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from workbench.engine.optimizer import learning_rate
 from workbench.models import Transformer
 from workbench.models.initialise import seed_of
+from workbench.models.python import build_python, give_loss
 from workbench.plan.schema import Plan
 
 
@@ -51,7 +52,7 @@ def proof_value(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype
 
 def train_plainly(plan: Plan, batches: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Reference:
     """Train on `batches` of (tokens, targets), each [global_batch, T], one optimizer step a batch."""
-    model = Transformer(plan.shape, plan.training.dropout, plan.training.seed).to(dtype)
+    model = _model(plan).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(proof_value(name, tuple(parameter.shape), plan.training.seed, dtype))
@@ -60,7 +61,8 @@ def train_plainly(plan: Plan, batches: list[tuple[Tensor, Tensor]], dtype: torch
     first: dict[str, Tensor] = {}
     for step, (tokens, targets) in enumerate(batches):
         optimizer.zero_grad()
-        model.samples.start(step * plan.training.global_batch, plan.training.global_batch)
+        if isinstance(model, Transformer):
+            model.samples.start(step * plan.training.global_batch, plan.training.global_batch)
         loss = model(tokens, targets) / targets.numel()
         loss.backward()
         losses.append(loss.item())
@@ -71,6 +73,12 @@ def train_plainly(plan: Plan, batches: list[tuple[Tensor, Tensor]], dtype: torch
             group["lr"] = learning_rate(step, plan.training.optimizer, plan.training.steps)
         optimizer.step()
     return Reference(losses, first, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def _model(plan: Plan) -> nn.Module:
+    if plan.code:
+        return give_loss(build_python(plan.code, plan.training.seed))
+    return Transformer(plan.shape, plan.training.dropout, plan.training.seed)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

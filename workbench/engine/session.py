@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.engine.optimizer import Optimizer
 from workbench.engine.precision import dtypes
@@ -84,11 +84,13 @@ class Session:
         device: torch.device,
         dtype: torch.dtype | None = None,
         counting: Counting = counted,
+        model: nn.Module | None = None,
     ) -> Session:
         """Build this rank's part of a complete plan.
 
         `dtype` overrides the plan's precision (verification); `counting` says how many tokens an expert gets where
-        tensors have no values (rehearsal).
+        tensors have no values (rehearsal); `model` is the module of a plan whose model is code, where it is built
+        already.
         """
         own, gradients = dtypes(plan)
         own, gradients = (dtype or own), (dtype or gradients)
@@ -96,7 +98,7 @@ class Session:
         table, partition = executed(plan)
         stages = table.stages_of(pipeline.index)
         overlap = table.stages == 1 and not table.split
-        part = parallelise(plan, mesh, stages, partition, overlap, device, own, gradients, counting)
+        part = parallelise(plan, mesh, stages, partition, overlap, device, own, gradients, counting, model)
         store = part.store
         optimizer = Optimizer(store.values, store.stepped, store.layouts, t.optimizer, t.steps)
         executor = Executor(

@@ -21,18 +21,23 @@ from workbench.engine.loop import Loop
 from workbench.engine.telemetry import RankLog, Telemetry, set_aside, write_error
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.schema import Plan
+from workbench.plan.support import require
 
 GLOO, NCCL = "gloo", "nccl"
 
 
-def train(plan_path: Path) -> int:
-    """Train the plan in its run directory; 0 when it ended or was stopped, 1 when it failed."""
+def train(plan_path: Path, allow_code: bool = False) -> int:
+    """Train the plan in its run directory; 0 when it ended or was stopped, 1 when it failed.
+
+    A model that is code runs only with `allow_code`.
+    """
     run_dir, rank = plan_path.parent, int(os.environ.get("RANK", "0"))
     loop: Loop | None = None
     set_aside(run_dir, rank)
     with RankLog(run_dir, rank), Telemetry(run_dir, rank) as telemetry:
         try:
             plan = Plan.load(plan_path).complete()
+            require(plan, "run", allow_code)
             accelerator = join(plan, run_dir)
             mesh = build_mesh(plan, rank)
             telemetry.record("hello", **hello(plan, mesh, accelerator.device))

@@ -1,4 +1,4 @@
-"""What `accelerate launch` starts on every rank: `python -m workbench.engine.worker RUN/plan.yaml`."""
+"""What `accelerate launch` starts on every rank: `python -m workbench.engine.worker RUN/plan.yaml [--allow-code]`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def main() -> int:
     # Imported only now: torch takes seconds, in which a launcher may already have died.
     from workbench.engine.train import train
 
-    if len(sys.argv) != 2:
-        print("usage: python -m workbench.engine.worker RUN/plan.yaml", file=sys.stderr)
+    plan, *options = sys.argv[1:] or [""]
+    if not plan or options not in ([], ["--allow-code"]):
+        print("usage: python -m workbench.engine.worker RUN/plan.yaml [--allow-code]", file=sys.stderr)
         return 2
-    return train(Path(sys.argv[1]).resolve())
+    return train(Path(plan).resolve(), allow_code=bool(options))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def values(plan: Plan, written: Plan) -> dict[str, Any]:
     """What each control shows for a complete `plan`; names come from the plan as `written`."""
     strategy, training = plan.strategy, plan.training
     return {
-        "model": written.model if isinstance(written.model, str) else plan.shape.name,
+        "model": written.model if isinstance(written.model, str) else plan.model_name,
         "gpu": written.cluster.gpu if isinstance(written.cluster.gpu, str) else plan.card.name,
         "gpus": plan.world_size,
         "strategy": strategy.preset,

@@ -6,7 +6,7 @@ whole model; weights come once every layout is known, so that a rank draws only 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,7 @@ from workbench.models import Transformer
 from workbench.models.dropout import Samples
 from workbench.models.initialise import initial_value
 from workbench.models.moe import Counting, counted
+from workbench.models.python import build_python
 from workbench.parallel.context.apply import spread_sequence
 from workbench.parallel.data.store import Store
 from workbench.parallel.expert.apply import gradient_sums, spread_experts
@@ -25,6 +26,7 @@ from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, MeshAxis
 from workbench.parallel.operators.apply import operator_sums, split_operators
 from workbench.parallel.pipeline.stage import keep_stage
+from workbench.parallel.plain import plain_stage
 from workbench.parallel.recompute import recompute
 from workbench.parallel.tensor.apply import split_tensors, tensor_sums
 from workbench.plan.check_operators import placements
@@ -37,7 +39,7 @@ TIED, TIE_OWNER = "head.weight", "embedding.tokens.weight"
 class Parallelised:
     """A rank's part of the model: its stages, and the store of their parameters and gradients."""
 
-    stages: dict[int, Transformer]
+    stages: Mapping[int, nn.Module]
     store: Store
     tied_across_stages: str | None
     """Local name of a weight that the first and the last stage both hold, where this rank has one of them."""
@@ -49,7 +51,8 @@ class Parallelised:
     @property
     def head(self) -> nn.Module | None:
         """The head, where this rank holds it."""
-        return next((stage.head for stage in self.stages.values() if stage.head is not None), None)
+        ours = (stage for stage in self.stages.values() if isinstance(stage, Transformer))
+        return next((stage.head for stage in ours if stage.head is not None), None)
 
 
 def parallelise(
@@ -62,12 +65,17 @@ def parallelise(
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
     counting: Counting = counted,
+    model: nn.Module | None = None,
 ) -> Parallelised:
     """Build this rank's `stages` of a complete plan's model. Parameters on `device` in `dtype`.
 
     `partition` gives the layers of every stage; `overlap` says that a gradient is complete as soon as the last backward
-    has made it.
+    has made it; `model` is that of a plan whose model is code, where it is built already.
     """
+    if plan.code:
+        model = model or build_python(plan.code, plan.training.seed)
+        kept = plain_stage(model, plan, mesh, overlap, device, dtype, gradient_dtype)
+        return Parallelised({0: model}, kept, None, HandOn(), Samples())
     built: dict[int, Transformer] = {}
     auxiliary, samples = HandOn(), Samples()
     layouts: dict[str, Layout] = {}

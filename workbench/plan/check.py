@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from workbench.plan import check_axes, legal
+from workbench.plan import check_axes, check_python, legal
 from workbench.plan.errors import PlanError, Problem
 from workbench.plan.schema import STORED, Plan
 from workbench.plan.shape import Shape
@@ -28,10 +28,12 @@ def check(plan: Plan) -> list[Problem]:
 
 def problems(plan: Plan) -> list[Problem]:
     """All that is illegal in a plan whose names are looked up and defaults filled."""
-    broken = [*_shape(plan), *_cluster(plan)]
+    broken = [*([] if plan.code else _shape(plan)), *_cluster(plan)]
     if broken:
         return broken  # sizes mean nothing on a shape or a cluster that cannot exist
     rules = (*check_axes.RULES, _batch, _sequence, _precision, _recompute, _training, _corpus)
+    if plan.code:
+        rules = (*check_axes.WITHOUT_SHAPE, *check_python.RULES, _batch, _precision, _training, _corpus)
     return [problem for rule in rules for problem in rule(plan)]
 
 
@@ -120,5 +122,5 @@ def _training(plan: Plan) -> Iterator[Problem]:
 
 
 def _corpus(plan: Plan) -> Iterator[Problem]:
-    if plan.shape.vocab < BYTES:
-        yield Problem("model.vocab", f"is {plan.shape.vocab}, too few for bytes; legal: at least {BYTES}")
+    if plan.vocab < BYTES:
+        yield Problem("model.vocab", f"is {plan.vocab}, too few for bytes; legal: at least {BYTES}")

@@ -187,3 +187,5 @@ RULES: tuple[Callable[[Plan], Iterator[Problem]], ...] = (
     _world, _tensor, _pipeline, _schedule, _replicas, _data, _context, _expert, _placement,
 )  # fmt: skip
 """Every rule of this file; each takes a complete plan."""
+WITHOUT_SHAPE: tuple[Callable[[Plan], Iterator[Problem]], ...] = (_world, _data, _placement)
+"""Those that ask nothing of the model."""

@@ -20,6 +20,9 @@ def problems(plan: Plan) -> list[Problem]:
     if not plan.strategy.operators:
         return []
     try:
+        if plan.code:  # its modules are known only where it is built
+            read(plan.strategy.operators)
+            return []
         return [*_beside(plan), *_fitting(plan)]
     except PlanError as error:
         return error.problems

@@ -6,7 +6,7 @@ import math
 import os
 from typing import Any
 
-from workbench.plan import calibration, catalog, check, corpus, huggingface, legal
+from workbench.plan import calibration, catalog, check, check_python, corpus, huggingface, legal
 from workbench.plan.attached import attached, local_cluster
 from workbench.plan.errors import PlanError, refuse
 from workbench.plan.partition import partition
@@ -22,16 +22,20 @@ MICROBATCHES_A_RANK = 4
 
 def complete(plan: Plan) -> Plan:
     """`plan` with every default filled and every name looked up. Raises `PlanError` naming all that is illegal."""
-    shape = model_shape(plan.model)
+    shape = None if plan.code else model_shape(plan.model)
     card, fabric = _hardware(plan.cluster)
     cluster = _cluster(plan.cluster, card, fabric)
     written = plain(plan)
-    sequence = written.get("training", {}).get("sequence_length", min(2048, shape.max_positions))
+    sequence = written.get("training", {}).get("sequence_length", min(2048, shape.max_positions if shape else 2048))
     strategy = with_preset(plan.strategy)
+    if shape is None:
+        check_python.refuse_rules(strategy)
     strategy = resolve_sizes(strategy, shape, cluster["gpus"], cluster["gpus_per_node"], sequence)
     training = _training({"sequence_length": sequence, **written.get("training", {})}, strategy, cluster["gpus"])
+    model = plan.code or shape
+    assert isinstance(model, PythonModel | Shape)
     filled = build(
-        {**written, "model": shape.model_dump(), "cluster": cluster, "training": training, "strategy": strategy}
+        {**written, "model": model.model_dump(), "cluster": cluster, "training": training, "strategy": strategy}
     )
     result = _settled(filled)
     problems = [*check.problems(result), *calibration.problems(result, local=plan.cluster.gpu == "local")]
@@ -67,8 +71,8 @@ def model_shape(model: str | Shape | PythonModel) -> Shape:
     if isinstance(model, Shape):
         return model
     if isinstance(model, PythonModel):
-        raise refuse("model.python", f"'{model.python}': models given as Python are not supported by this version; "
-                     "legal: a catalog name, a shape, a config.json")  # fmt: skip
+        raise refuse("model.python", f"'{model.python}' is code, so its shape is not known; legal: a catalog name, a "
+                     "shape, a config.json")  # fmt: skip
     if model in catalog.models():
         return catalog.models()[model].shape
     if model.endswith(".json") or os.path.isdir(model):
@@ -159,11 +163,14 @@ def _settled(plan: Plan) -> Plan:
     strategy["precision"] = _precision(plan)
     strategy["gradient_dtype"] = _gradient_dtype(plan, strategy["precision"])
     stages = plan.strategy.pipeline.size * plan.strategy.pipeline.chunks
-    pipeline["partition"] = partition(
-        plan.shape, pipeline["partition"], stages, plan.training.sequence_length, pipeline["replicas"]
+    pipeline["partition"] = (
+        [1]
+        if plan.code
+        else partition(plan.shape, pipeline["partition"], stages, plan.training.sequence_length, pipeline["replicas"])
     )
     if not plan.name:
-        data["name"] = f"{plan.shape.name} on {plan.world_size} {plan.card.name}, {strategy['preset'] or 'custom'}"
+        model, preset = plan.model_name.rpartition(":")[2], strategy["preset"] or "custom"
+        data["name"] = f"{model} on {plan.world_size} {plan.card.name}, {preset}"
     return build(data)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
+from workbench.plan.errors import refuse
 from workbench.plan.shape import Frozen, Shape
 
 if TYPE_CHECKING:
@@ -27,10 +28,23 @@ GradientDtype = Literal["fp32", "bf16", "fp16", "parameters", "auto"]
 
 
 class PythonModel(Frozen):
-    """A model built by the user's own function; runs only where the user allows code."""
+    """A model built by the user's own function; runs only where the user allows code.
+
+    The module takes tokens [B, T] and returns logits [B, T, vocab], or takes (tokens, targets) and returns the loss
+    summed over tokens. Its parameters are initialised by the factory, under the plan's seed.
+    """
 
     python: str = Field(description="pkg.module:factory that returns an nn.Module.")
+    vocab: PositiveInt = Field(description="Vocabulary entries: tokens are below it.")
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the factory.")
+
+    @field_validator("python")
+    @classmethod
+    def _names_a_function(cls, value: str) -> str:
+        module, _, factory = value.partition(":")
+        if not all(part.isidentifier() for part in (*module.split("."), factory)):
+            raise ValueError(f"is '{value}'; legal: pkg.module:factory, e.g. models.mine:build")
+        return value
 
 
 class Card(Frozen):
@@ -318,9 +332,28 @@ class Plan(Frozen):
 
     @property
     def shape(self) -> Shape:
-        """The model's shape; only of a complete plan."""
+        """The model's shape; only of a complete plan. Raises `PlanError` where the model is code, which has none."""
+        if isinstance(self.model, PythonModel):
+            raise refuse("model.python", f"'{self.model.python}' is code, so its shape is not known, and what follows "
+                         "from it (estimates, search, presets that split layers); legal: rehearse, verify and run, or "
+                         "a catalog name, a shape, a config.json")  # fmt: skip
         assert isinstance(self.model, Shape), "complete() the plan first"
         return self.model
+
+    @property
+    def code(self) -> PythonModel | None:
+        """The model, where it is the user's code."""
+        return self.model if isinstance(self.model, PythonModel) else None
+
+    @property
+    def vocab(self) -> int:
+        """Vocabulary entries of a complete plan's model."""
+        return self.code.vocab if self.code else self.shape.vocab
+
+    @property
+    def model_name(self) -> str:
+        """What a complete plan's model is called."""
+        return self.code.python if self.code else self.shape.name
 
     @property
     def card(self) -> Card:

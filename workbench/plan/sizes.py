@@ -19,18 +19,22 @@ RULES = ("node", "rest", "half", "third", "grid")
 ORDER = ("tensor", "context", "pipeline")
 
 
-def resolve_sizes(strategy: dict[str, Any], shape: Shape, ranks: int, node: int, sequence: int) -> dict[str, Any]:
+def resolve_sizes(
+    strategy: dict[str, Any], shape: Shape | None, ranks: int, node: int, sequence: int
+) -> dict[str, Any]:
     """`strategy` (plain data) with every rule replaced by a size; `node` is the cards in a node."""
     result = {key: dict(value) if isinstance(value, dict) else value for key, value in strategy.items()}
     left = ranks // max(1, math.prod(_fixed(result, axis) for axis in ORDER))
     for axis in ORDER:
         rule = result.get(axis, {}).get("size")
         if rule in RULES:
+            assert shape is not None, "rules ask for a shape"
             size = _size(axis, str(rule), result, shape, max(1, left), node, sequence)
             result[axis]["size"] = size
             left //= math.prod(size) if isinstance(size, list) else size
     replicas = max(1, left) * _fixed(result, "context")
     if result.get("expert", {}).get("size") in RULES:
+        assert shape is not None, "rules ask for a shape"
         result["expert"]["size"] = legal.expert_sizes(shape, replicas)[-1]
     if result.get("data", {}).get("shard") == "node":
         result["data"]["shard"] = _at_most(legal.divisors(replicas), max(1, node // _fixed(result, "tensor")))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal
 
-from workbench.plan import catalog, check_operators
+from workbench.plan import catalog, check_operators, check_python
 from workbench.plan.check_axes import SCHEDULES
 from workbench.plan.errors import PlanError, Problem
 from workbench.plan.schema import Plan
@@ -60,6 +60,9 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
 )
 """(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which share the engine."""
 
+OF_SHAPE = ("model.", "strategy.tensor.")
+"""Fields that say something of a model's shape."""
+
 ESTIMATED: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("strategy.pipeline.schedule", _named_schedule, SCHEDULES),
     ("strategy.operators", lambda p: p.strategy.operators, ({},)),
@@ -67,12 +70,16 @@ ESTIMATED: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
 """The same for `estimate`."""
 
 
-def unsupported(plan: Plan, verb: Verb) -> list[Problem]:
+def unsupported(plan: Plan, verb: Verb, allow_code: bool = False) -> list[Problem]:
     """What a complete `plan` asks that this version cannot do with `verb`, field by field; empty if it can.
+
+    A model that is code is refused, unless the user allows it (`allow_code`).
 
     A preset that cannot run is named first, by its own name, even where little of it is left.
     """
     found, preset = _lacking(plan, verb), plan.strategy.preset
+    if verb != "estimate" and not allow_code:
+        found += check_python.forbidden(plan)
     if verb != "estimate" and preset in catalog.strategies() and not runnable(preset):
         can = "planned" if _lacking(plan, "estimate") else "planned and estimated"
         what = f"{preset} can be {can}; this version cannot {verb} it. Legal: {', '.join(_runnable())}"
@@ -80,9 +87,9 @@ def unsupported(plan: Plan, verb: Verb) -> list[Problem]:
     return found
 
 
-def require(plan: Plan, verb: Verb) -> None:
+def require(plan: Plan, verb: Verb, allow_code: bool = False) -> None:
     """Raise `PlanError` where a complete `plan` asks `verb` for what this version cannot do."""
-    if found := unsupported(plan, verb):
+    if found := unsupported(plan, verb, allow_code):
         raise PlanError(found)
 
 
@@ -104,6 +111,11 @@ def _runnable() -> list[str]:
 
 def _lacking(plan: Plan, verb: Verb) -> list[Problem]:
     table = ESTIMATED if verb == "estimate" else BUILT
+    if plan.code and verb == "estimate":
+        what = f"'{plan.code.python}' is code, whose cost no closed form knows; legal: rehearse or run it"
+        return [Problem("model.python", what)]
+    if plan.code:
+        table = tuple(row for row in table if not row[0].startswith(OF_SHAPE))
     unfit = [] if verb == "estimate" else check_operators.problems(plan)
     return unfit + [
         Problem(field, f"is {value!r}; this version can {verb} {_legal(can)}")

@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("plan", type=Path)
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--ranks", type=lambda text: [int(x) for x in text.split(",")])
+    parser.add_argument("--allow-code", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -29,7 +30,8 @@ def main() -> int:
         print(json.dumps({"done": done, "of": of}), flush=True)
 
     try:
-        rehearse(Plan.load(arguments.plan), arguments.ranks, progress).save(arguments.to)
+        plan = Plan.load(arguments.plan)
+        rehearse(plan, arguments.ranks, progress, arguments.allow_code).save(arguments.to)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from workbench.engine.observe import Sampler
 from workbench.engine.session import Session
 from workbench.models.moe import balanced
+from workbench.models.python import build_python
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.placement import coordinates, rank_at
 from workbench.plan.schema import Plan
@@ -24,7 +26,10 @@ STEPS = 2
 
 
 def rehearse(
-    plan: Plan, ranks: Sequence[int] | None = None, progress: Callable[[int, int], None] | None = None
+    plan: Plan,
+    ranks: Sequence[int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    allow_code: bool = False,
 ) -> Profile:
     """Peak memory by category and every collective of `ranks`; default: one rank a pipeline stage.
 
@@ -32,7 +37,7 @@ def rehearse(
     engine cannot run the plan yet, ValueError for a rank outside the world. `progress(done, of)` is told of each rank.
     """
     plan = plan.complete()
-    require(plan, "rehearse")
+    require(plan, "rehearse", allow_code)
     representative = {rank: _representative(plan, rank) for rank in range(plan.world_size)}
     chosen = sorted(set(representative.values()) if ranks is None else set(ranks))
     for rank in chosen:
@@ -86,14 +91,24 @@ def shortened(plan: Plan, stage: int) -> Plan:
     return plan.replace(**{"training.global_batch": batch})
 
 
+def _described(plan: Plan) -> nn.Module | None:
+    """The module of a plan whose model is code, without bytes. Built outside the fake mode: copying a fake tensor, as
+    torch's own layers do, would copy its mode."""
+    if plan.code is None:
+        return None
+    with torch.device("meta"):
+        return build_python(plan.code, plan.training.seed)
+
+
 def _rehearse_rank(plan: Plan, rank: int, memory: list[dict[str, Any]], collectives: list[dict[str, Any]]) -> None:
     """Two steps of one rank; the fake tensors are on the CPU whatever the plan's card."""
     device, t = torch.device("cpu"), plan.training
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan, rank)
         short = shortened(plan, mesh["pipeline"].index)
+        model = _described(short)
         with fake_tensors():
-            session = Session.build(short, mesh, device, counting=balanced)
+            session = Session.build(short, mesh, device, counting=balanced, model=model)
             shape = (plan.num_microbatches, t.micro_batch, t.sequence_length)
             batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
             for step in range(STEPS):

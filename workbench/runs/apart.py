@@ -25,7 +25,10 @@ PROOF_COPIES = 8
 
 
 def rehearse(
-    plan: Plan, ranks: Sequence[int] | None = None, progress: Callable[[int, int], None] | None = None
+    plan: Plan,
+    ranks: Sequence[int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    allow_code: bool = False,
 ) -> Profile:
     """Run the real code of `plan` on fake tensors, in a child process, at any world size.
 
@@ -33,7 +36,7 @@ def rehearse(
     plan that is illegal or that this version cannot rehearse, `ChildError` if the rehearsal fails.
     """
     full = plan.complete()
-    require(full, "rehearse")
+    require(full, "rehearse", allow_code)
 
     def line(text: str) -> None:
         if progress and text.startswith("{"):
@@ -43,23 +46,38 @@ def rehearse(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "profile")
         chosen = [] if ranks is None else ["--ranks", ",".join(map(str, ranks))]
-        child.python("workbench.rehearsal", [_written(full, folder), "--to", str(out), *chosen], line)
+        options = ["--to", str(out), *chosen, *_allowing(allow_code)]
+        child.python("workbench.rehearsal", [_written(full, folder), *options], line)
         return Profile.read(out)
 
 
-def verify(plan: Plan, precision: Literal["fp64", "fp32"] = "fp64") -> dict[str, Any]:
+def verify(plan: Plan, precision: Literal["fp64", "fp32"] = "fp64", allow_code: bool = False) -> dict[str, Any]:
     """Train a few steps with the same seed on one device and under `plan`, on CPU ranks, and compare every tensor.
 
     Returns the largest differences of loss, gradients and weights, the worst tensor, and `passed`. Raises `PlanError`
     for a plan that is illegal, that this version cannot run, or that is too large for the CPU ranks of this machine.
     """
     full = plan.complete()
-    require(full, "run")
+    require(full, "run", allow_code)
     _refuse_what_is_too_large(full)
     said: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        child.python("workbench.engine.verify", [_written(full, folder), "--precision", precision], said.append)
+        options = ["--precision", precision, *_allowing(allow_code)]
+        child.python("workbench.engine.verify", [_written(full, folder), *options], said.append)
     return dict(json.loads(said[-1]))
+
+
+def inspect(plan: Plan) -> None:
+    """Build a complete plan's model, which is code that the user has allowed, and hold its operators against it.
+
+    Raises ValueError with what stands against it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        child.python("workbench.engine.inspect", [_written(plan, folder), *_allowing(True)], lambda line: None)
+
+
+def _allowing(allow_code: bool) -> list[str]:
+    return ["--allow-code"] if allow_code else []
 
 
 def _written(plan: Plan, folder: str) -> str:
@@ -74,6 +92,8 @@ def _refuse_what_is_too_large(plan: Plan) -> None:
     if plan.world_size > most:
         raise refuse("cluster.gpus", f"is {plan.world_size}; a proof runs on CPU ranks, of which this machine starts "
                      f"up to {most}; legal: 1 to {most}, with the same strategy")  # fmt: skip
+    if plan.code:  # how large it is only building it tells
+        return
     replicas = plan.sizes["data"] * plan.sizes["context"]
     need, have = 8 * PROOF_COPIES * (1 + replicas) * parameters(plan.shape).total, host_memory()
     if need > have:

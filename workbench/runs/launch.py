@@ -33,11 +33,12 @@ class Recipe:
     """Longest silence of a rank that is not working; None: the plan's timeout."""
 
 
-def compose(plan: Plan, folder: Path, port: int, recipe: Recipe) -> Command:
-    """The command of a complete `plan` whose run directory is (or will be) `folder`."""
+def compose(plan: Plan, folder: Path, port: int, recipe: Recipe, allow_code: bool = False) -> Command:
+    """The command of a complete `plan` whose run directory is (or will be) `folder`; ranks run code only if told so."""
+    module = ["-m", recipe.module, str(folder / "plan.yaml"), *(["--allow-code"] if allow_code else [])]
     timeout = float(plan.telemetry.timeout_seconds)
     return Command(
-        argv=[*(recipe.launcher or accelerate_launch(folder, port)), "-m", recipe.module, str(folder / "plan.yaml")],
+        argv=[*(recipe.launcher or accelerate_launch(folder, port)), *module],
         env=environment(plan),
         unset=[name for name in os.environ if name in INHERITED or name.startswith("TORCHELASTIC_")],
         cwd=os.getcwd(),

@@ -25,7 +25,12 @@ SAME_MEMORY = 0.9
 
 
 def preflight(
-    plan: Plan, *, root: str | Path | None = None, port: int | None = None, force: bool = False
+    plan: Plan,
+    *,
+    root: str | Path | None = None,
+    port: int | None = None,
+    force: bool = False,
+    allow_code: bool = False,
 ) -> list[Problem]:
     """Why `plan` cannot run on this machine now; empty: it can. Raises `PlanError` where the plan is illegal.
 
@@ -37,7 +42,7 @@ def preflight(
     asked = [*_cards(full, found), *_corpus(full), *_checkpoint(full), *_root(default_root(root)), *_port(port)]
     if not asked and not force:
         asked += [*_memory(full, found), *_disk(full, default_root(root))]
-    return [*unsupported(full, "run"), *asked]
+    return [*unsupported(full, "run", allow_code), *asked]
 
 
 def _cards(plan: Plan, found: Attached) -> list[Problem]:
@@ -119,7 +124,8 @@ def _disk(plan: Plan, root: Path) -> list[Problem]:
     """Free space against logs, and the checkpoints that stand at once (one is written before an old one goes)."""
     per_parameter = 12 if plan.strategy.precision == "fp32" else 14
     kept = plan.checkpoint.keep + 1 if plan.checkpoint.every else 0
-    need = SPARE_BYTES + kept * per_parameter * parameters(plan.shape).total
+    count = 0 if plan.code else parameters(plan.shape).total  # of code nobody knows before it runs
+    need = SPARE_BYTES + kept * per_parameter * count
     nearest = next(folder for folder in (root, *root.parents) if folder.exists())
     free = shutil.disk_usage(nearest).free
     if need <= free:

@@ -39,7 +39,7 @@ def least_bytes(plan: Plan) -> int:
     zero = strategy.data.zero
     each = weights if zero else 2 * weights + moments + master
     shards = sizes["tensor"] * sizes["pipeline"] * (sizes["data"] if zero == 3 else 1)
-    return parameters(plan.shape).total * each // shards
+    return 0 if plan.code else parameters(plan.shape).total * each // shards
 
 
 def free_card_bytes(ranks: int) -> int:

@@ -8,6 +8,7 @@ from workbench.plan.errors import PlanError, Problem
 from workbench.plan.schema import Card, Plan
 from workbench.planner import estimate
 from workbench.profile import Profile
+from workbench.runs import apart
 from workbench.runs.machine import preflight
 from workbench.runs.run import Run, start
 
@@ -19,16 +20,29 @@ def run(
     resume: str | Path | Run | None = None,
     root: str | Path | None = None,
     port: int | None = None,
+    allow_code: bool = False,
 ) -> Run:
     """`start`, refusing also what by its estimate does not fit its cards, unless `force`. Raises `PlanError`."""
-    full = ready(plan, force=force, root=root, port=port)
-    return start(full, root=root, force=force, resume=resume, port=port)
+    full = ready(plan, force=force, root=root, port=port, allow_code=allow_code)
+    return start(full, root=root, force=force, resume=resume, port=port, allow_code=allow_code)
 
 
-def ready(plan: Plan, *, force: bool = False, root: str | Path | None = None, port: int | None = None) -> Plan:
-    """The complete plan, if this machine can run it now; raises `PlanError` with what stands against it, as `run`."""
+def ready(
+    plan: Plan,
+    *,
+    force: bool = False,
+    root: str | Path | None = None,
+    port: int | None = None,
+    allow_code: bool = False,
+) -> Plan:
+    """The complete plan, if this machine can run it now; raises `PlanError` with what stands against it, as `run`.
+
+    A model that is code is built once in a child process, to see that the plan's operators name what it has.
+    """
     full = plan.complete()
-    problems = preflight(full, root=root, port=port, force=force)
+    problems = preflight(full, root=root, port=port, force=force, allow_code=allow_code)
+    if full.code and not problems:
+        apart.inspect(full)
     if not force:
         problems = [*_unfit(plan, full.card), *problems]
     if problems:

@@ -136,25 +136,27 @@ def start(
     force: bool = False,
     resume: str | Path | Run | None = None,
     port: int | None = None,
+    allow_code: bool = False,
     _recipe: Recipe | None = None,
 ) -> Run:
     """Start `plan` on this machine and return at once; the run goes on when this process ends.
 
     `root` holds run directories (default $WORKBENCH_RUNS, else ./runs); `resume` is a run, its directory, or one of its
-    checkpoints to go on from; `port` is where ranks meet (default: a free one); `force` as in `preflight`.
+    checkpoints to go on from; `port` is where ranks meet (default: a free one); `force` as in `preflight`;
+    `allow_code` runs a model that is code.
     Raises `PlanError` with everything that stands against it; then nothing has been written.
     """
     if resume is not None:
         source = resume.dir if isinstance(resume, Run) else resume
         plan = plan.replace(**{"checkpoint.load": str(checkpoint_of(source))})
-    if problems := preflight(plan, root=root, port=port, force=force):
+    if problems := preflight(plan, root=root, port=port, force=force, allow_code=allow_code):
         raise PlanError(problems)
     full, recipe, meeting = plan.resolved(), _recipe or Recipe(), checked_port(port)
 
     def fill(folder: Path, final: Path) -> None:
         (folder / "plan.yaml").write_text(_with_calibration(full, folder, final).to_yaml(), encoding="utf-8")
         (folder / "accelerate.yaml").write_text(yamlio.dump(export.accelerate_config(full, meeting)), encoding="utf-8")
-        write_command(folder, compose(full, final, meeting, recipe))
+        write_command(folder, compose(full, final, meeting, recipe, allow_code and full.code is not None))
         write_state(folder, first_state(full.world_size, full.training.steps))
 
     folder = create(default_root(root), full.name, fill)

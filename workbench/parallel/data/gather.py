@@ -29,13 +29,19 @@ class Consumer:
         )
 
 
-def consumers(model: Transformer, units: dict[int, Unit]) -> list[Consumer]:
+def consumers(model: nn.Module, units: dict[int, Unit]) -> list[Consumer]:
     """Of a stage, in the order of forward; `units` by the id of their parameters."""
     return [Consumer(modules, units, in_backward) for modules, in_backward in _modules(model)]
 
 
-def _modules(model: Transformer) -> Iterator[tuple[list[nn.Module], list[nn.Module]]]:
-    """(modules of each unit, those whose parameters backward reads); a table's gradient needs only the indices."""
+def _modules(model: nn.Module) -> Iterator[tuple[list[nn.Module], list[nn.Module]]]:
+    """(modules of each unit, those whose parameters backward reads); a table's gradient needs only the indices.
+
+    A model that is not ours is one unit: nothing says when each part of it computes.
+    """
+    if not isinstance(model, Transformer):
+        yield [model], [model]
+        return
     if model.embedding is not None:
         yield [model.embedding], [model.embedding.norm] if model.embedding.norm is not None else []
     for block in model.blocks.values():
@@ -47,7 +53,7 @@ def _modules(model: Transformer) -> Iterator[tuple[list[nn.Module], list[nn.Modu
 class StageGatherer:
     """Keeps a stage whole from its first forward of a step until `free`."""
 
-    def __init__(self, model: Transformer, units: dict[int, Unit]) -> None:
+    def __init__(self, model: nn.Module, units: dict[int, Unit]) -> None:
         self.units = [unit for consumer in consumers(model, units) for unit in consumer.forward]
         model.register_forward_pre_hook(self._gather)
         model.register_forward_hook(self._leave)
@@ -71,7 +77,7 @@ class StageGatherer:
 class UnitGatherer:
     """Keeps one unit whole and the next on its way; or all from a step's first forward on, with `keep`."""
 
-    def __init__(self, model: Transformer, units: dict[int, Unit], keep: bool) -> None:
+    def __init__(self, model: nn.Module, units: dict[int, Unit], keep: bool) -> None:
         self.consumers, self.keep = consumers(model, units), keep
         self._backward: int | None = None
         """The consumer that backward stands at: what runs forward again meanwhile gathers and frees nothing."""

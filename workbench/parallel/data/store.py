@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from workbench.models import Transformer
 from workbench.parallel.data.buckets import Packing, Sums, by_size, by_unit, packed
 from workbench.parallel.data.collectives import start_sum
 from workbench.parallel.data.gather import StageGatherer, UnitGatherer
@@ -41,7 +40,7 @@ class Store:
 
     def __init__(
         self,
-        models: Mapping[int, Transformer],
+        models: Mapping[int, nn.Module],
         layouts: dict[str, Layout],
         sums: Sums,
         mesh: Mesh,
@@ -111,7 +110,7 @@ class Store:
                     parameter.grad = view if view is not None and view.dtype == parameter.dtype else None
                     parameter.register_post_accumulate_grad_hook(partial(self._arrived, stage, bucket, name))
 
-    def _gather_when_needed(self, models: Mapping[int, Transformer]) -> None:
+    def _gather_when_needed(self, models: Mapping[int, nn.Module]) -> None:
         self._gatherers: dict[int, StageGatherer | UnitGatherer] = {}
         values = [bucket.values for bucket in self._all()]
         units = {id(p): unit for unit in values if isinstance(unit, Unit) for p in unit.parameters.values()}
@@ -218,7 +217,7 @@ class Store:
 
 def _unit_of(name: str) -> str:
     """What ZeRO-3 gathers at once: the embedding, a block, or the final norm with the head."""
-    first, second, *_ = name.split(".")
+    first, second, *_ = (*name.split("."), "")
     return {"blocks": second, "embedding": first}.get(first, "head")
 
 

@@ -15,7 +15,7 @@ from workbench.models.seams import Activate, AddNorm, Attend, HeadLoss, NoRope, 
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, MeshAxis
 from workbench.parallel.operators.meeting import Meeting
-from workbench.parallel.operators.modules import Embedding, Follow, Forward, Head, Local, MatMul
+from workbench.parallel.operators.modules import Embedding, Follow, Forward, Head, Local, MatMul, SelfAttention
 from workbench.parallel.operators.split import Shared, Split, whole
 from workbench.plan.operators import Placement
 
@@ -30,6 +30,8 @@ FOLLOWING: tuple[tuple[tuple[type[nn.Module], ...], tuple[int, ...] | None], ...
     ((Attend, Rope, NoRope), (0, 2)),
 )
 """Modules that go on with whatever lies before them, and which dimensions may be split there."""
+WHOLE_OF_HEADS = ("in_proj_weight", "in_proj_bias")
+"""Parameters of attention that every rank holds whole, and uses its own heads' rows of."""
 DIMS = {"rows": 0, "width": -1, "heads": 2}
 """Where the dimensions of activations lie that a module computes part by part."""
 
@@ -97,7 +99,7 @@ def split_operators(
         if isinstance(module, HeadLoss):
             forward: Forward | None = _head(path, module, layouts, placements, split, grid)
         else:
-            forward = _named(path, module, layouts, split) if named else _unnamed(module)
+            forward = _named(path, module, layouts, split, grid) if named else _unnamed(module)
         if forward is not None:
             module.forward = forward
     model.forward = partial(_meeting, model.forward, grid.device)
@@ -106,14 +108,23 @@ def split_operators(
 def operator_sums(
     names: Iterable[str], placements: Mapping[str, Placement], mesh: Mesh
 ) -> dict[str, tuple[MeshAxis, ...]]:
-    """Local name -> axes over which a parameter's gradient is summed: those along which its module splits the rows."""
+    """Local name -> axes over which a parameter's gradient is summed: those along which its module splits the rows,
+    and for a projection that all heads share, the heads."""
     if mesh.operators is None:
         return dict.fromkeys(names, ())
-    grid = Grid(mesh)
-    return {name: tuple(grid.over(placements.get(name.rpartition(".")[0], ()), "rows")) for name in names}
+    grid, found = Grid(mesh), {}
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        own = placements.get(owner, placements.get(owner.removesuffix(".out_proj"), ()))
+        over = ("rows", "heads") if last in WHOLE_OF_HEADS else ("rows",)
+        found[name] = tuple(axis for axis, placed in zip(grid.axes, own) if placed in over)
+    return found
 
 
 def _narrow(path: str, module: nn.Module, layouts: dict[str, Layout], placement: Placement, grid: Grid) -> None:
+    if isinstance(module, nn.MultiheadAttention):
+        inner: Placement = tuple("inner" if name == "heads" else name for name in placement)
+        return _narrow(f"{path}.out_proj", module.out_proj, layouts, inner, grid)
     table = next((table for kind, table in CUT if isinstance(module, kind)), {})
     for name, dims in table.items():
         parameter, key = getattr(module, name), f"{path}.{name}"
@@ -124,12 +135,14 @@ def _narrow(path: str, module: nn.Module, layouts: dict[str, Layout], placement:
         setattr(module, name, nn.Parameter(torch.empty(layouts[key].local_shape, dtype=parameter.dtype, device="meta")))
 
 
-def _named(path: str, module: nn.Module, layouts: dict[str, Layout], split: Split) -> Forward:
+def _named(path: str, module: nn.Module, layouts: dict[str, Layout], split: Split, grid: Grid) -> Forward:
     if isinstance(module, nn.Linear):
         return MatMul(module, split)
     if isinstance(module, nn.Embedding):
         return Embedding(module, split, layouts[f"{path}.weight"])
-    if isinstance(module, AddNorm):
+    if isinstance(module, nn.MultiheadAttention):
+        return SelfAttention(module, split, *_joint(grid.over(split.placement, "heads")))
+    if isinstance(module, AddNorm | nn.LayerNorm | nn.RMSNorm):
         return Local(module.forward, split, {"rows": 0})
     return Local(module.forward, split, DIMS)
 
@@ -138,13 +151,15 @@ def _unnamed(module: nn.Module) -> Forward | None:
     for kinds, dims in FOLLOWING:
         if isinstance(module, kinds):
             return Follow(module.forward, dims)
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0  # else it evaluates by one fused operator, past its own modules
     if next(module.parameters(recurse=False), None) is not None:
         return partial(_repeated, module.forward)
     return None
 
 
-def _repeated(forward: Forward, *inputs: Any) -> Any:
-    return forward(*map(whole, inputs))
+def _repeated(forward: Forward, *inputs: Any, **named: Any) -> Any:
+    return forward(*map(whole, inputs), **{name: whole(value) for name, value in named.items()})
 
 
 def _head(
@@ -165,7 +180,7 @@ def _head(
     return Head(module, split, replace(split, placement=loss), rows, stop - start, axis)
 
 
-def _meeting(forward: Forward, mesh: DeviceMesh, *inputs: Any) -> Any:
+def _meeting(forward: Forward, mesh: DeviceMesh, *inputs: Any, **named: Any) -> Any:
     """The model's forward; what leaves it is whole."""
     with Meeting(mesh):
-        return whole(forward(*inputs))
+        return whole(forward(*inputs, **named))

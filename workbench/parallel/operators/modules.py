@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -55,6 +56,42 @@ class Embedding:
 
 
 @dataclass(frozen=True)
+class SelfAttention:
+    """`nn.MultiheadAttention` by rows and by heads, projections and all; this rank has heads `part` of `parts`.
+
+    The joint projection of query, key and value is no run of rows by heads, so that every rank holds it whole.
+    """
+
+    module: nn.MultiheadAttention
+    split: Split
+    part: int
+    parts: int
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """[B, T, D] each to ([B, T, D], None): weights are not told."""
+        assert key_padding_mask is None, "split attention takes no key_padding_mask"
+        assert attn_mask is None or attn_mask.ndim == 2, "split attention takes masks of [T, T]"
+        out, bias = self.module.out_proj.weight, self.module.out_proj.bias
+        q, k, v = (self._heads(self.split.enter(x, rows=0), i) for i, x in enumerate((query, key, value)))
+        mask = attn_mask.logical_not() if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal and mask is None)
+        y = self.split.settled(F.linear(made.transpose(1, 2).flatten(-2), out), rows=0)
+        return self.split.leave(y if bias is None else y + bias, rows=0), None
+
+    def _heads(self, x_BTD: Tensor, which: int) -> Tensor:
+        """The query, key or value of this rank's heads, [B, heads, T, K]."""
+        width, head = self.module.embed_dim, self.module.head_dim
+        first, own = which * width + self.part * width // self.parts, width // self.parts
+        weight, bias = self.module.in_proj_weight, self.module.in_proj_bias
+        part = F.linear(x_BTD, weight[first:][:own], None if bias is None else bias[first:][:own])
+        return part.unflatten(-1, (-1, head)).transpose(1, 2)
+
+
+@dataclass(frozen=True)
 class Local:
     """A module that computes each of its parts by itself: `dims` of inputs and outputs may be split."""
 
@@ -62,10 +99,10 @@ class Local:
     split: Split
     dims: dict[str, int]
 
-    def __call__(self, *inputs: Any) -> Any:
-        """As the module, on this rank's part; inputs that are no tensors stay as they are."""
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """As the module, on this rank's part; what is no tensor, or is named in the call, stays as it is."""
         mine = [self.split.enter(x, **self.dims) if isinstance(x, Tensor) else x for x in inputs]
-        made = self.forward(*mine)
+        made = self.forward(*mine, **named)
         if isinstance(made, tuple):
             return tuple(self.split.leave(y, **self.dims) for y in made)
         return self.split.leave(made, **self.dims)

@@ -66,6 +66,8 @@ def tensor_sums(layouts: Iterable[tuple[str, Layout]], plan: Plan, mesh: Mesh) -
 def boundary(plan: Plan) -> tuple[int, int, int]:
     """What of a microbatch [B, T, D] one rank hands on to the next stage."""
     t, tensor = plan.training, plan.strategy.tensor
+    if plan.code:  # one stage, which hands nothing on
+        return 0, 0, 0
     tokens = t.sequence_length // plan.strategy.context.size
     if tensor.sequence:
         tokens //= tensor.ranks

@@ -1,0 +1,30 @@
+"""A model as a user would write it: plain, of torch's own modules, knowing nothing of this repository."""
+
+import torch
+from torch import Tensor, nn
+
+
+class LanguageModel(nn.Module):
+    """A causal language model of `nn.TransformerEncoderLayer`s."""
+
+    def __init__(self, vocab: int, width: int, heads: int, layers: int, longest: int, norm_first: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.register_buffer("places", torch.randn(longest, width) * 0.1)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=norm_first
+        )
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, vocab)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, dtype=self.places.dtype)
+        x = self.tokens(tokens) + self.places[:length]
+        return self.output(self.norm(self.encoder(x, mask=mask, is_causal=True)))
+
+
+def build(width: int = 32, layers: int = 2, norm_first: bool = True, vocab: int = 260) -> nn.Module:
+    """The factory that a plan names."""
+    return LanguageModel(vocab, width, 4, layers, 64, norm_first)
