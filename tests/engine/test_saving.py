@@ -93,3 +93,62 @@ def test_any_stage_of_zero_loads_what_another_saved(tmp_path: Path, index: int, 
             assert np.array_equal(tensor, wholes[name, kind][tuple(slice(*s) for s in slices)]), (rank, name, kind)
             held += tensor.size
     assert held >= sum(x.size for x in wholes.values())
+
+
+def through(made: Plan, folder: Path, rank: int) -> list[tuple[str, str, Any, np.ndarray]]:
+    """What a rank holds once it has loaded, and has saved that again."""
+    saver = Saver(session_of(made, rank), folder)
+    assert saver.load() == 1
+    held = [(shard.name, shard.kind, shard.slices, shard.tensor.float().numpy()) for _, shard in saver._shards()]
+    saver.save(1)
+    saver.wait()
+    return held
+
+
+DENSE = [
+    {"cluster.gpus": 4, "strategy.tensor.size": [2, 2], "strategy.tensor.algorithm": "2d", "training.micro_batch": 4},
+    {
+        "cluster.gpus": 4,
+        "strategy.pipeline": {"size": 2, "schedule": "interleaved", "chunks": 2},
+        "strategy.data.zero": 3,
+    },
+    {
+        "cluster.gpus": 8,
+        "strategy.tensor.size": [2, 2, 2],
+        "strategy.tensor.algorithm": "3d",
+        "training.micro_batch": 4,
+    },
+    {"cluster.gpus": 4, "strategy.context": {"size": 2, "algorithm": "ring"}, "strategy.data.zero": 1},
+    {"cluster.gpus": 4, "strategy.tensor": {"size": 2, "sequence": True}, "strategy.data.zero": 2},
+    {"cluster.gpus": 2, "strategy.pipeline": {"size": 2, "schedule": "dualpipe-v", "chunks": 2}},
+]
+MOE = [
+    {"cluster.gpus": 4, "strategy.expert.size": 2, "strategy.data.zero": 3},
+    {"cluster.gpus": 4, "strategy.expert.size": 2, "strategy.tensor.size": 2},
+    {"cluster.gpus": 4, "strategy.expert.size": 4, "strategy.data.zero": 1},
+    {"cluster.gpus": 4, "strategy.expert.size": 2, "strategy.pipeline.size": 2, "strategy.data.zero": 2},
+]
+EXPERTS = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "ffn": 24, "shared": 1, "first_dense": 1}}
+
+
+@pytest.mark.parametrize("shape, cases", [({**LLAMA, "tied": True}, DENSE), (EXPERTS, MOE)], ids=["dense", "experts"])
+def test_a_state_goes_through_every_kind_of_plan_unchanged(
+    tmp_path: Path, shape: dict[str, Any], cases: list[dict[str, Any]]
+) -> None:
+    batch = {"training.global_batch": 8}
+    first = plan(shape=shape, changes=batch).complete()
+    run_ranks(1, partial(save, first, tmp_path))
+    at = str(tmp_path / "checkpoints" / "step-00000001")
+    ((*held,),) = run_ranks(1, partial(load, first.replace(**{"checkpoint.load": at})))
+    wholes = {(name, kind): tensor for name, kind, _, tensor in held}
+    for index, case in enumerate(cases):
+        made = plan(shape=shape, changes=batch | case | {"checkpoint.load": at}).complete()
+        folder = tmp_path / str(index)
+        for rank, shards in enumerate(run_ranks(made.world_size, partial(through, made, folder))):
+            for name, kind, slices, tensor in shards:
+                expected = wholes[name, kind][tuple(slice(*s) for s in slices)]
+                assert np.array_equal(tensor, expected), (case, rank, name, kind)
+        at = str(folder / "checkpoints" / "step-00000001")
+    ((*back,),) = run_ranks(1, partial(load, first.replace(**{"checkpoint.load": at})))
+    assert len(back) == len(wholes)
+    assert all(np.array_equal(tensor, wholes[name, kind]) for name, kind, _, tensor in back)

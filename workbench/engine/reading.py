@@ -19,6 +19,10 @@ from workbench.engine.checkpoint import Shard, Slices, size_of
 from workbench.engine.tensorfile import WORDS
 from workbench.runs.checkpoints import REMEDY, read_manifest
 
+SETTINGS = (
+    "set strategy.precision and training.optimizer to what it was written with, or start from its weights alone "
+    "(`workbench weights`)"
+)
 CHUNK = 8 * 2**20
 T = TypeVar("T")
 
@@ -83,7 +87,7 @@ def load(source: Source, wanted: Sequence[Shard], ranks: Ranks | None = None) ->
     Raises ValueError on all ranks, naming the file or the tensor, and what to do.
     """
     ranks = ranks or Ranks()
-    found = together(ranks, lambda: [(shard, overlapping(source, shard)) for shard in wanted])
+    found = together(ranks, lambda: located(source, wanted))
     needs = ranks.gather(sorted({box.file for _, boxes in found for box in boxes}))
     own = assigned(needs, {file: size for file, (size, _) in source.files.items()})[ranks.rank]
     together(ranks, lambda: [verify(source, file) for file in own])
@@ -114,12 +118,22 @@ def assigned(needs: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> list[l
     return own
 
 
+def located(source: Source, wanted: Sequence[Shard]) -> list[tuple[Shard, list[Box]]]:
+    """Each shard and the boxes to read it from. ValueError where what is stored is not what the plan needs."""
+    found = [(shard, overlapping(source, shard)) for shard in wanted]
+    unwanted = {kind for _, kind in source.tensors} - {shard.kind for shard in wanted}
+    if source.exact and wanted and unwanted:
+        raise ValueError(f"{source.folder} holds {', '.join(sorted(unwanted))} of its parameters, which the plan has "
+                         f"not; {SETTINGS}")  # fmt: skip
+    return found
+
+
 def overlapping(source: Source, shard: Shard) -> list[Box]:
     """The stored boxes that overlap with what is wanted. ValueError where they are not what the plan needs."""
     folder, what = source.folder, f"{shard.kind} of {shard.name}"
     stored = source.tensors.get((shard.name, shard.kind))
     if stored is None:
-        raise ValueError(f"{folder} has no {what}: it is of another model or optimizer; {REMEDY}")
+        raise ValueError(f"{folder} has no {what}: it is of another model, or {SETTINGS}")
     if stored.shape != shard.shape:
         raise ValueError(f"{folder}: {what} has shape {stored.shape}, the plan's model needs {shard.shape}; "
                          "load it with the plan that wrote it, or change the model's shape")  # fmt: skip
@@ -129,9 +143,7 @@ def overlapping(source: Source, shard: Shard) -> list[Box]:
         raise ValueError(f"{folder}: {what} has {covered} of the {size_of(shard.slices)} values wanted; {REMEDY}")
     for box in boxes:
         if source.exact and box.dtype != WORDS[shard.tensor.dtype]:
-            raise ValueError(f"{folder}: {what} is {box.dtype}, the plan needs {WORDS[shard.tensor.dtype]}; set "
-                             "strategy.precision to what it was written with, or start from weights alone "
-                             "(`workbench weights`)")  # fmt: skip
+            raise ValueError(f"{folder}: {what} is {box.dtype}, the plan needs {WORDS[shard.tensor.dtype]}; {SETTINGS}")
     return boxes
 
 
