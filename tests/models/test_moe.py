@@ -1,0 +1,167 @@
+"""A mixture of experts equals one written here token by token, in double precision; what is dropped, and balance."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from workbench.models import Transformer
+from workbench.models.moe import Mixture, balanced, dropless, limited
+from workbench.plan.parameters import parameters
+from workbench.plan.shape import Moe, Shape, rows_of_an_expert
+
+SHAPE: dict[str, Any] = {"layers": 2, "hidden": 12, "heads": 2, "ffn": 20, "vocab": 257}
+MOE: dict[str, Any] = {"experts": 4, "top_k": 2, "ffn": 8}
+BATCH, TIME = 3, 10
+
+
+def shape_of(moe: dict[str, Any], **more: Any) -> Shape:
+    return Shape.model_validate({**SHAPE, **more, "moe": {**MOE, **moe}})
+
+
+def mixture_of(shape: Shape) -> Mixture:
+    """In double precision, with weights so large that nothing vanishes, biases included."""
+    model = Transformer(shape).double()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise / math.sqrt(parameter.shape[-1]) + 0.1)
+    mixture = model.blocks["1"].mlp  # type: ignore[union-attr]
+    assert isinstance(mixture, Mixture)
+    return mixture
+
+
+def inputs() -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(BATCH, TIME, SHAPE["hidden"], generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def visit(shape: Shape, part: nn.Module, expert: int | None, x: Tensor) -> Tensor:
+    """One token through one expert, or through the shared ones."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        layer = getattr(part, name)
+        weight, bias = (p if p is None or expert is None else p[expert] for p in (layer.weight, layer.bias))
+        return weight @ x if bias is None else weight @ x + bias
+
+    up = linear("up", x)
+    gelu = nn.functional.gelu(up, approximate="tanh")
+    return linear("down", nn.functional.silu(linear("gate", x)) * up if shape.gated else gelu)
+
+
+def oracle(shape: Shape, mixture: Mixture, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """(branch, auxiliary loss), token by token."""
+    moe = shape.moe
+    assert moe is not None
+    branch, balance = torch.zeros_like(x_BTD), torch.zeros((), dtype=x_BTD.dtype)
+    for b in range(BATCH):
+        scores = torch.stack([(mixture.route.weight @ x).softmax(0) for x in x_BTD[b]])
+        chosen = [sorted(range(moe.experts), key=lambda e, s=s: -s[e].item())[: moe.top_k] for s in scores]
+        room = dict.fromkeys(range(moe.experts), rows_of_an_expert(TIME, moe) if moe.capacity else TIME * moe.top_k)
+        for choice in range(moe.top_k):
+            for t in range(TIME):
+                expert = chosen[t][choice]
+                gate = scores[t, expert] / (sum(scores[t, e] for e in chosen[t]) if moe.renormalise else 1)
+                if room[expert]:
+                    room[expert] -= 1
+                    branch[b, t] += gate * visit(shape, mixture.experts, expert, x_BTD[b, t])
+        for expert in range(moe.experts):
+            share = sum(expert in own for own in chosen) / (moe.top_k * TIME) * moe.experts
+            balance = balance + moe.auxiliary_loss * TIME * share * scores[:, expert].mean()
+    if mixture.shared is not None:
+        branch = branch + torch.stack([visit(shape, mixture.shared, None, x) for x in x_BTD.flatten(0, 1)]).view_as(
+            x_BTD
+        )
+    return branch, balance
+
+
+CASES = [
+    ({}, {}), ({"top_k": 1}, {}), ({"renormalise": False, "top_k": 3}, {}), ({"shared": 2}, {}),
+    ({"capacity": 1.0}, {}), ({"capacity": 0.3, "top_k": 1}, {}), ({"capacity": 4.0, "shared": 1}, {}),
+    ({"shared": 1}, {"biases": "all", "mlp": "gelu"}), ({"capacity": 0.7}, {"biases": "all"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("moe", "more"), CASES, ids=str)
+def test_a_mixture_is_what_token_by_token_gives(moe: dict[str, Any], more: dict[str, Any]) -> None:
+    shape = shape_of({"auxiliary_loss": 0.5, **moe}, **more)
+    mixture, x = mixture_of(shape), inputs()
+    results = []
+    for function in (mixture, lambda x: oracle(shape, mixture, x)):
+        branch, auxiliary = function(x)
+        wanted = [x, *mixture.parameters()]
+        weights = torch.linspace(-1, 1, branch.numel(), dtype=branch.dtype).view_as(branch)
+        loss = (branch * weights).sum() + auxiliary
+        results.append([branch, auxiliary, *torch.autograd.grad(loss, wanted)])
+    for mine, expected in zip(*results):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_what_finds_no_room_is_dropped_first_choices_last() -> None:
+    moe = Moe(experts=2, top_k=2, ffn=8, capacity=0.5)  # 2 rows of the 4 that each expert is chosen for
+    experts_BTK = torch.tensor([[[0, 1], [0, 1], [0, 1], [1, 0]]])
+    rows = limited(experts_BTK, moe)
+    assert rows.kept_NK is not None
+    assert rows.kept_NK.tolist() == [[True, True], [True, False], [False, False], [True, False]]
+    assert rows.tokens_R.tolist() == [0, 1, 3, 0]
+
+
+def test_nothing_is_dropped_without_a_capacity() -> None:
+    experts_BTK = torch.randint(4, (BATCH, TIME, 2), generator=torch.Generator().manual_seed(1))
+    rows = dropless(experts_BTK, 4)
+    assert rows.counts_E is not None and int(rows.counts_E.sum()) == rows.tokens_R.numel() == BATCH * TIME * 2
+    assert (experts_BTK.flatten()[rows.rows_NK.flatten().argsort()].diff() >= 0).all()
+    assert (rows.tokens_R[rows.rows_NK] == torch.arange(BATCH * TIME)[:, None]).all()
+
+
+def test_a_sequence_is_dropped_from_and_balanced_by_itself() -> None:
+    """The same whether it comes alone or with others: nothing depends on how sequences are dealt."""
+    mixture, x = mixture_of(shape_of({"capacity": 0.8, "auxiliary_loss": 1.0})), inputs()
+    together, total = mixture(x)
+    alone = [mixture(one[None]) for one in x]
+    torch.testing.assert_close(together, torch.cat([branch for branch, _ in alone]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(total, sum(loss for _, loss in alone), rtol=1e-12, atol=1e-12)
+
+
+def test_an_even_router_has_the_least_auxiliary_loss() -> None:
+    shape = shape_of({"auxiliary_loss": 0.25, "top_k": 1})
+    mixture, x = mixture_of(shape), inputs()
+    with torch.no_grad():
+        mixture.route.weight.zero_()
+    assert mixture(x)[1].item() == pytest.approx(0.25 * BATCH * TIME)
+
+
+def test_evaluation_has_no_auxiliary_loss() -> None:
+    mixture = mixture_of(shape_of({})).eval()
+    assert mixture(inputs())[1] is None
+
+
+def test_scores_are_widened_and_their_gradients_are_not_lost() -> None:
+    mixture = mixture_of(shape_of({})).bfloat16()
+    x = inputs().detach().bfloat16().requires_grad_()
+    choice = mixture.route(x)
+    exact = (x.float() @ mixture.route.weight.float().T).softmax(-1)
+    expected = exact.topk(2)
+    assert torch.equal(choice.experts_BTK, expected.indices)
+    branch, auxiliary = mixture(x)
+    (branch.float().sum() + auxiliary).backward()
+    assert mixture.route.weight.grad is not None and mixture.route.weight.grad.dtype == torch.bfloat16
+
+
+def test_counts_without_values_are_even() -> None:
+    assert balanced(torch.zeros(4), 10) == [3, 3, 2, 2]
+    assert balanced(torch.zeros(2, 4), 8) == [[2, 2, 2, 2]] * 2
+
+
+@pytest.mark.parametrize("biases", ["none", "all"])
+def test_a_mixture_is_counted(biases: str) -> None:
+    shape = shape_of({"shared": 2, "first_dense": 1}, biases=biases)
+    assert sum(p.numel() for p in Transformer(shape).parameters()) == parameters(shape).total
+
+
+def test_one_gate_is_not_divided_by_itself() -> None:
+    assert Moe(experts=4, top_k=2, ffn=8).renormalise
+    assert not Moe(experts=4, top_k=1, ffn=8).renormalise
