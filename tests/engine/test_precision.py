@@ -12,12 +12,15 @@ from torch import Tensor
 
 from tests.parallel.small import GPT, plan
 from workbench.engine.forked import run_ranks
+from workbench.engine.precision import dtypes, set_products
 from workbench.engine.session import Session
 from workbench.engine.verify import _Recorder
 from workbench.models import Transformer
 from workbench.models.initialise import initial_value
 from workbench.parallel.mesh import build_mesh
+from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
+from workbench.plan.support import require
 
 WIDE, NARROW = torch.float32, torch.bfloat16
 NAMED = {"fp32": WIDE, "bf16": NARROW}
@@ -114,3 +117,30 @@ def test_replicas_in_16_bits_stay_equal_to_the_bit() -> None:
         kinds = {(p.float().numpy().tobytes(), m.numpy().tobytes()) for p, m in holders}
         assert len(holders) == 4 and len(kinds) == (1 if "norm" in name else 2), name
     assert len({rank.norm for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp8"])
+def test_cpu_ranks_have_no_narrow_products(precision: str) -> None:
+    with pytest.raises(PlanError, match=rf"precision.*is {precision}, which CPU ranks do not have; legal: fp32, bf16"):
+        plan(changes={"strategy.precision": precision}).complete()
+
+
+def on_a_card(precision: str) -> Plan:
+    return Plan.of("tiny", gpu="h100-sxm-80gb", gpus=1, set={"strategy.precision": precision}).complete()
+
+
+def test_tf32_is_fp32_whose_products_round_their_inputs() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision, products in (("tf32", "high"), ("fp32", "highest"), ("bf16", "highest")):
+            set_products(on_a_card(precision))
+            assert torch.get_float32_matmul_precision() == products
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert dtypes(on_a_card("tf32")) == dtypes(on_a_card("fp32")) == (WIDE, WIDE)
+    require(on_a_card("tf32"), "run")
+
+
+def test_fp8_is_refused_with_what_is_legal() -> None:
+    with pytest.raises(PlanError, match=r"precision.*'fp8'; this version can run 'fp32' or 'tf32' or 'bf16' or 'fp16'"):
+        require(on_a_card("fp8"), "run")

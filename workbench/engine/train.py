@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from workbench.engine.loop import Loop
+from workbench.engine.precision import set_products
 from workbench.engine.telemetry import RankLog, Telemetry, set_aside, write_error
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.schema import Plan
@@ -38,6 +39,7 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
         try:
             plan = Plan.load(plan_path).complete()
             require(plan, "run", allow_code)
+            set_products(plan)
             accelerator = join(plan, run_dir)
             mesh = build_mesh(plan, rank)
             telemetry.record("hello", **hello(plan, mesh, accelerator.device))

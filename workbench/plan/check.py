@@ -96,6 +96,8 @@ def _precision(plan: Plan) -> Iterator[Problem]:
         legal_names = ", ".join(dtype for dtype in ("fp32", "tf32", "bf16", "fp16", "fp8") if dtype in ("fp32", *has))
         yield Problem("strategy.precision", f"is {s.precision}, which {plan.card.name} does not have; "
                       f"legal: {legal_names}")  # fmt: skip
+    if plan.card.device == "cpu" and s.precision in ("tf32", "fp8"):
+        yield Problem("strategy.precision", f"is {s.precision}, which CPU ranks do not have; legal: fp32, bf16, fp16")
     parameters = STORED.get(s.precision, s.precision)
     if s.gradient_dtype not in ("fp32", parameters):
         kinds = " or ".join(dict.fromkeys(("fp32", parameters)))

@@ -52,7 +52,7 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
         lambda p: p.shape.moe.capacity if p.shape.moe and p.strategy.context.size > 1 else None,
         (None,),
     ),
-    ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "bf16", "fp16")),
+    ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16")),
     ("strategy.kernels", lambda p: p.strategy.kernels, ("eager",)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
     ("model.positions", lambda p: p.shape.positions, ("rope", "learned")),
