@@ -80,6 +80,17 @@ def test_data_ranks_read_and_lose_what_one_process_does(tmp_path: Path, text: Pa
         assert held_by_many == pytest.approx(held, rel=1e-6)
 
 
+def test_sharded_states_resume_to_the_bit(tmp_path: Path, text: Path) -> None:
+    made = plan(text, (1, 1, 2), strategy__data__zero=3, checkpoint__every=1, training__evaluation__every=0)
+    whole = run(tmp_path / "whole", made.replace(**{"checkpoint.keep": STEPS}))
+    half = str(tmp_path / "whole" / "checkpoints" / f"step-{HALF:08d}")
+    rest = run(tmp_path / "rest", made.replace(**{"checkpoint.load": half}))
+    for (trained, _), (again, _) in zip(whole, rest, strict=True):
+        assert again == {step: loss for step, loss in trained.items() if step >= HALF}
+    assert digests(tmp_path / "rest") == digests(tmp_path / "whole")
+    assert len(digests(tmp_path / "whole")) == 2
+
+
 @pytest.mark.slow
 def test_16_bits_resume_to_the_bit_on_every_axis(tmp_path: Path, text: Path) -> None:
     eight = plan(text, (2, 2, 2), strategy__precision="bf16")

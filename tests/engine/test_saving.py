@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,28 @@ def test_any_stage_of_zero_loads_what_another_saved(tmp_path: Path, index: int, 
             assert np.array_equal(tensor, wholes[name, kind][tuple(slice(*s) for s in slices)]), (rank, name, kind)
             held += tensor.size
     assert held >= sum(x.size for x in wholes.values())
+
+
+@pytest.mark.parametrize("written, read, words", [
+    ({}, {"training.optimizer.moments": "bf16"}, r"moment1 of .* is F32, the plan needs BF16"),
+    ({}, {"training.optimizer.beta1": 0.0}, r"holds moment1 of its parameters, which the plan has not"),
+    ({"training.optimizer.beta1": 0.0}, {}, r"has no moment1 of"),
+])  # fmt: skip
+def test_another_optimizer_state_is_refused_on_every_rank(
+    tmp_path: Path, written: dict[str, Any], read: dict[str, Any], words: str
+) -> None:
+    batch = {"training.global_batch": 8, "training.optimizer.name": "sgd"}
+    run_ranks(1, partial(save, plan(changes=batch | written).complete(), tmp_path))
+    at = {"checkpoint.load": str(tmp_path / "checkpoints" / "step-00000001"), "strategy.data.zero": 1}
+    made = plan(1, 1, 2, changes=batch | at | read).complete()
+
+    def refused(rank: int) -> str:
+        with pytest.raises(ValueError, match=r"strategy\.precision and training\.optimizer") as error:
+            load(made, rank)
+        return str(error.value)
+
+    first, second = run_ranks(2, refused)
+    assert first == second and re.search(words, first)
 
 
 def through(made: Plan, folder: Path, rank: int) -> list[tuple[str, str, Any, np.ndarray]]:

@@ -1,0 +1,71 @@
+"""`workbench weights`, and a plan that starts from what it wrote."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.test_saving import save
+from tests.parallel.small import GPT, LLAMA, plan
+from workbench import verbs
+from workbench.cli.app import answer
+from workbench.engine.forked import run_ranks
+from workbench.plan.schema import Plan
+from workbench.runs.machine import preflight
+
+
+def checkpoint(folder: Path, shape: dict[str, Any] = LLAMA) -> Path:
+    run_ranks(1, partial(save, plan(shape=shape, changes={"training.global_batch": 8}).complete(), folder))
+    return folder / "checkpoints" / "step-00000001"
+
+
+def problems(made: Plan, root: Path) -> list[str]:
+    return [
+        str(found) for found in preflight(made, root=root, force=True) if found.field not in ("cluster.gpus", "port")
+    ]
+
+
+def test_weights_go_out_and_start_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, to = checkpoint(tmp_path), tmp_path / "weights"
+    assert answer(["weights", str(path), "--to", str(to), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["folder"], told["source"], told["dtype"]) == (str(to), str(path), "float32")
+    assert told["files"] == ["model.safetensors"] and told["bytes"] == 4 * told["parameters"]
+    assert answer(["weights", str(path), "--to", str(to), "--json"]) == 2
+    assert "is there already" in json.loads(capsys.readouterr().out)["error"]
+    start = {"checkpoint.load": str(to), "corpus.source": __file__, "training.sequence_length": 16}
+    assert problems(Plan.of(str(to), set=start), tmp_path) == []
+    (other,) = problems(Plan.of(str(to), set=start).replace(**{"model": {**LLAMA, "ffn": 64}}), tmp_path)
+    assert other.startswith("model.ffn: is 64; in") and "it is 48" in other
+
+
+def test_models_without_such_names_and_no_checkpoint_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint(tmp_path, GPT)
+    with pytest.raises(ValueError, match=r"model\.positions: is 'learned'"):
+        verbs.weights(path, tmp_path / "weights")
+    assert answer(["weights", str(tmp_path), "--to", str(tmp_path / "weights")]) == 2
+    assert "SOURCE" in capsys.readouterr().err and not (tmp_path / "weights").exists()
+
+
+def test_a_checkpoint_is_held_to_the_plan_before_launch(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    start = {"checkpoint.load": str(path), "corpus.source": __file__}
+    made = plan(changes={**start, "training.global_batch": 8})
+    assert problems(made, tmp_path) == []
+    for changes, words in (
+        ({"training.global_batch": 12}, "training.global_batch: is 12, but"),
+        ({"model": {**LLAMA, "rope_theta": 1e6}}, "model.rope_theta: is 1000000.0;"),
+        ({"strategy.precision": "bf16"}, "strategy.precision: is 'bf16'"),
+        ({"training.optimizer.name": "sgd"}, "training.optimizer.name: is 'sgd'"),
+    ):
+        (found,) = problems(made.replace(**changes), tmp_path)
+        assert found.startswith(words) and str(path) in found
+    (path / "manifest.json").write_text((path / "manifest.json").read_text().replace("fp32", "bf16"))
+    (found,) = problems(made, tmp_path)
+    assert found.startswith("checkpoint.load:") and "manifest.json is damaged" in found
