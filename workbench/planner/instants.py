@@ -162,6 +162,10 @@ def gathered(w: Workload, p: Held) -> Live:
     if w.zero == 2:
         return {"communication": np.minimum(w.knobs.bucket_bytes, p.trained * w.gradient_element) * w.reduce_microbatch}
     unit = np.maximum(p.layer, np.maximum(w.first, w.last) * (w.vocab * w.height))
+    if w.setting.stack == "workbench":  # positions and norms come with the tables
+        ends = p.total - w.layers * p.layer
+        apart = 1 + w.first * w.last * (1 - float(activations.shared_here(w)))
+        unit = np.maximum(unit, np.maximum(w.first, w.last) * ends / apart)
     if w.setting.software.root_gathered:
         unit = w.vocab * w.height * (w.first + w.last * (1 - float(activations.shared_here(w)))) + p.layer
     most = w.setting.software.gathered_parameters
@@ -186,7 +190,8 @@ def optimizer(w: Workload, p: Held) -> Live:
     if w.setting.software.stepped:
         pieces = owned * w.setting.software.stepped
     tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.first, w.last)
-    return {"temporary": np.maximum(pieces, tied * table * w.gradient_element)}
+    end = table / (w.knobs.shard if w.zero >= 1 else 1)
+    return {"temporary": np.maximum(pieces, tied * end * w.gradient_element)}
 
 
 def plus(*lives: Live) -> Live:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.planner import instants
+from workbench.planner import instants, transit
 from workbench.planner.activations import INDEX
 from workbench.planner.constants import Constants
 from workbench.planner.instants import Live, plus
 from workbench.planner.setting import Array, Number
-from workbench.planner.states import States, states
+from workbench.planner.states import States, sharded, states
 from workbench.planner.workload import Workload
 
 
@@ -45,6 +45,8 @@ def memory(w: Workload, constants: Constants) -> Memory:
         name: plus(persistent if name in instants.LATE else early, live, working)
         for name, live in instants.passes(w).items()
     }
+    for name, change in transit.changes(w, parameters).items():
+        lives[name] = plus(lives[name], change)
     forward_end = lives.pop("first_forward")
     lives["optimizer"] = plus(persistent, instants.optimizer(w, parameters))
     peak = _at_largest(list(lives.values()))
@@ -56,7 +58,7 @@ def memory(w: Workload, constants: Constants) -> Memory:
         "peak": peak,
         "before_optimizer": persistent,
         "after_optimizer": persistent,
-        "maximum": _own_maxima(list(lives.values())),
+        "maximum": _own_maxima([*lives.values(), {"gathered": working["gathered"]} if "gathered" in working else {}]),
     }
     whole = {m: live if m == "initialised" else plus(live, overhead) for m, live in moments.items()}
     return Memory(whole, host, total(peak))
@@ -71,6 +73,8 @@ def peaks(w: Workload, constants: Constants) -> Array:
     persistent, _ = _persistent(w, states(w, parameters))
     lives = instants.passes(w)
     del lives["first_forward"]
+    if moved := transit.changes(w, parameters):
+        lives = {name: plus(live, moved.get(name, {})) for name, live in lives.items()}
     late = [total(lives.pop(name)) for name in instants.LATE if name in lives]
     passes = _largest([total(live) for live in lives.values()] + late)
     if w.setting.software.late_gradients:
@@ -113,6 +117,9 @@ def _persistent(w: Workload, s: States) -> tuple[Live, Live]:
     device |= {name: value * (1 - k.offload_optimizer) for name, value in states_.items()}
     device["overhead"] = w.nothing + 2 * INDEX * w.setting.sequence_length * sequences
     host = {name: value * k.offload_optimizer for name, value in states_.items()}
+    if w.setting.stack == "workbench":  # gradients on their way down, and values on their way up
+        shards = sharded(w, w.held) * k.offload_optimizer
+        host["communication"] = shards * (w.gradient_element + w.element * (1 - k.offload_parameters))
     return device, host | {"parameters": s.parameters * k.offload_parameters}
 
 
