@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.test_loop import trained
 from tests.engine.test_precision import text_of
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine import scaler as scaler_module
@@ -182,3 +184,30 @@ def unscaled(plan: Plan, rank: int) -> list[tuple[float, float]]:
     text = text_of(plan).chunk(data.size)[data.index]
     results = (session.step(index, text[..., :-1], text[..., 1:]) for index in range(3))
     return [(r.loss.item(), r.gradient_norm.item()) for r in results]
+
+
+def test_a_run_that_overflows_by_itself_says_so_and_holds_its_schedule(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first scale is far too large: steps are skipped until it is not; then a second run goes on from there."""
+    monkeypatch.setattr(scaler_module, "INITIAL", 2.0**30)
+    sets = {"strategy.precision": "fp16", "training.optimizer.warmup_steps": 10, "checkpoint.every": 12}
+    sets |= {"checkpoint.asynchronous": False, "training.steps": 24}
+    code, records = trained(tmp_path / "run", text, **sets)
+    told = [record for record in records if record["kind"] == "step"]
+    assert code == 0 and len(told) == 24
+    count = sum(record["skipped"] for record in told)
+    assert 3 < count < 20 and [record["skipped"] for record in told[:count]] == [True] * count
+    assert [record["loss_scale"] for record in told[: count + 1]] == [2.0 ** (30 - i) for i in range(count + 1)]
+    assert len({record["learning_rate"] for record in told[: count + 1]}) == 1
+    assert told[count + 1]["learning_rate"] == pytest.approx(2 * told[count]["learning_rate"])
+    assert told[0]["gradient_norm"] is None and told[count]["gradient_norm"] > 0 and told[0]["loss"] < 10
+
+    sets["checkpoint.load"] = str(tmp_path / "run" / "checkpoints" / "step-00000012")
+    code, records = trained(tmp_path / "again", text, **sets)
+    again = [record for record in records if record["kind"] == "step"]
+    assert code == 0
+    same = ("step", "loss", "gradient_norm", "learning_rate", "loss_scale", "skipped")
+    assert [[record[key] for key in same] for record in again] == [
+        [record[key] for key in same] for record in told[12:]
+    ]
