@@ -234,7 +234,7 @@ def test_a_file_that_grows_too_large_for_the_disk(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
-    lead, other, _ = writers(tmp_path, 3, patience=0.2)
+    lead, other, _ = writers(tmp_path, 3, patience=1.0)
     lead.start(4, cut(0, 3, 0), {})
     other.start(4, cut(0, 3, 1), {})
     with pytest.raises(ValueError, match=r"rank 2 has not written its part of .*step-00000004.*timeout_seconds"):

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,7 +91,7 @@ def load(source: Source, wanted: Sequence[Shard], ranks: Ranks | None = None) ->
     found = together(ranks, lambda: located(source, wanted))
     needs = ranks.gather(sorted({box.file for _, boxes in found for box in boxes}))
     own = assigned(needs, {file: size for file, (size, _) in source.files.items()})[ranks.rank]
-    together(ranks, lambda: [verify(source, file) for file in own])
+    together(ranks, partial(verify_all, source, own))
     together(ranks, lambda: copy_all(source, found))
 
 
@@ -121,7 +122,7 @@ def assigned(needs: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> list[l
 def located(source: Source, wanted: Sequence[Shard]) -> list[tuple[Shard, list[Box]]]:
     """Each shard and the boxes to read it from. ValueError where what is stored is not what the plan needs."""
     found = [(shard, overlapping(source, shard)) for shard in wanted]
-    unwanted = {kind for _, kind in source.tensors} - {shard.kind for shard in wanted}
+    unwanted = {kind for _, kind in source.tensors} - {"step", *(shard.kind for shard in wanted)}
     if source.exact and wanted and unwanted:
         raise ValueError(f"{source.folder} holds {', '.join(sorted(unwanted))} of its parameters, which the plan has "
                          f"not; {SETTINGS}")  # fmt: skip
@@ -150,6 +151,12 @@ def overlapping(source: Source, shard: Shard) -> list[Box]:
 def overlap(a: Slices, b: Slices) -> Slices:
     """Common part of two boxes of one tensor, empty where there is none."""
     return tuple((max(s, t), max(max(s, t), min(e, f))) for (s, e), (t, f) in zip(a, b))
+
+
+def verify_all(source: Source, files: Sequence[str]) -> None:
+    """ValueError where one of the files is missing, or is not what was written."""
+    for file in files:
+        verify(source, file)
 
 
 def verify(source: Source, file: str, read: Callable[[int], None] = lambda nbytes: None) -> None:

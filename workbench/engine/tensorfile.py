@@ -22,6 +22,8 @@ WORDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch
 DTYPES = {word: dtype for dtype, word in WORDS.items()}
 BLOCK = 32 * 2**20
 """Bytes written and hashed at once: after each the writer has shown that its disk answers."""
+KEPT = 8 * BLOCK
+"""Bytes that may wait in the kernel for the disk: more would be waited for in silence at the file's end."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,16 @@ def write(
     block. Wide dtypes come first, so that all are aligned. Raises OSError where the disk refuses.
     """
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.key))
-    digest, size = hashlib.sha256(), 0
+    digest, size, kept = hashlib.sha256(), 0, 0
     with path.open("wb") as file:
         for block in _blocks(ordered, tensor_of):
             file.write(block)
             digest.update(block)
             size += len(block)
+            if size - kept > KEPT:
+                file.flush()
+                os.fdatasync(file.fileno())
+                kept = size
             wrote(len(block))
         file.flush()
         os.fsync(file.fileno())

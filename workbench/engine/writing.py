@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from workbench.engine.checkpoint import Shard, path_of
 
 FIRST_LOOK, LAST_LOOK = 0.005, 0.5
 """Seconds between two looks at the folder: doubled from the first to the last."""
+BEAT = 0.1
+"""Seconds at least between two signs of life of rank 0."""
 REMEDY = "free space there, or save less often (checkpoint.every, checkpoint.keep)"
 
 
@@ -150,7 +153,7 @@ class Writer:
 
     def _write(self, job: Job) -> None:
         job.writing.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_part(job.writing, self.rank, job.shards, self._alive)
+        checkpoint.write_part(job.writing, self.rank, job.shards, partial(self._alive, job.writing))
         if self.rank == 0:
             self._gather(job.writing)
             checkpoint.commit(job.writing, job.final, self.world_size, job.meta)
@@ -159,8 +162,12 @@ class Writer:
             self._see_committed(job)
         self.told(job.step, job.final, time.monotonic() - job.started)
 
-    def _alive(self, nbytes: int = 0) -> None:
-        self._beat = time.monotonic()
+    def _alive(self, writing: Path, nbytes: int = 0) -> None:
+        """The disk has taken something; rank 0 lets the others see it, who wait for its word."""
+        now = time.monotonic()
+        if self.rank == 0 and now - self._beat > BEAT:
+            (writing / "alive").touch()
+        self._beat = now
 
     def _gather(self, writing: Path) -> None:
         """Wait until every rank has written its part, and let them see that somebody does."""
@@ -172,8 +179,7 @@ class Writer:
                 return
             if (now := _size(writing)) != size:
                 size = now
-                self._alive()
-                (writing / "alive").write_text(str(size))
+                self._alive(writing)
 
     def _see_committed(self, job: Job) -> None:
         alive = -1
@@ -186,7 +192,7 @@ class Writer:
                     return
             if now != alive:
                 alive = now
-                self._alive()
+                self._alive(job.writing)
 
     def _looks(self, writing: Path, what: Callable[[], str], slower: int = 1) -> Iterator[None]:
         """Now, and again after a while, until the disk has been silent for too long or another rank has failed."""
