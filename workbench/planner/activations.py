@@ -90,6 +90,8 @@ def layer(w: Workload, mixture: bool = False) -> Layer:
     # Down projection: its input's gradient and its weight's, which is then added; the gate: two more, one tensor gone.
     made, added = wide + matrix * w.element * trained(w), added_gradient(w, matrix)
     transient = np.maximum(np.maximum(made, added), (1 if w.shape.mlp == "gelu" else 2) * wide) + gathered
+    if w.setting.split:  # no weight's gradient yet, but the down projection's input stays
+        transient = (2 if w.shape.mlp == "gelu" else 3) * wide + gathered
     branch = stream + (wide if w.shape.mlp == "relu" else 0.0)
     if w.setting.algorithm != "1d":
         met = blocks(w, wide, matrix)
@@ -173,6 +175,12 @@ def _latent(w: Workload) -> Number:
     return 0.0 if mla is None else 2.0 * (mla.kv_rank + (mla.q_rank or 0)) / w.tiling.hidden * w.tokens * w.element
 
 
+def weights(w: Workload) -> Number:
+    """Temporaries while the largest of a layer's weights gets its gradient, apart from its input's."""
+    _, matrix = _feed_forward(w, False)
+    return added_gradient(w, matrix)
+
+
 def added_gradient(w: Workload, parameters: float) -> Number:
     """Bytes of a weight's gradient while it is added to its bucket, widened in pieces where dtypes differ."""
     widened = w.gradient_element * (w.gradient_element != w.element)
@@ -214,16 +222,23 @@ def norm_backward(w: Workload) -> Number:
 
 
 def ends(w: Workload) -> tuple[Array, Array]:
-    """(kept with a microbatch besides its layers, kept from a stage's neighbours) by pipeline rank.
+    """(kept with a microbatch besides its layers, on the way to a neighbour) by pipeline rank.
 
-    Kept: position tables, the embedding's masks. From the neighbours: the output until its own backward; the received
-    input is what the first norm keeps.
+    Kept: position tables, the embedding's masks; the received input is what the first norm keeps. On the way: an output
+    until it is sent, however many microbatches are in flight.
     """
     length = w.setting.sequence_length / w.knobs.context
     rotary = length * ((w.shape.head_dim or 0) * w.element if w.shape.positions == "rope" else 0.0)
-    kept = w.nothing + rotary + INDEX * length + (w.tensor > 1) * w.first * (INDEX + 1) * w.tokens
+    kept = w.nothing + (rotary + INDEX * length) * w.setting.chunks + (w.tensor > 1) * w.first * (INDEX + 1) * w.tokens
     boundary = w.stream / w.sequence_parallel
-    return kept, np.asarray((1 - w.last) * boundary)
+    return kept, np.asarray((1 - w.last * (w.setting.chunks == 1)) * boundary * float(w.pipeline > 1))
+
+
+def aside(w: Workload) -> Number:
+    """Bytes that a layer keeps between its two halves of a backward: inputs and output gradients of its products."""
+    wide, _ = _feed_forward(w, False)
+    widths = (w.q_width + w.k_width + w.v_width + w.o_width) * w.tokens * w.element
+    return 4 * w.stream + widths + (3 if w.shape.gated else 2) * wide
 
 
 def embedding(w: Workload) -> Number:

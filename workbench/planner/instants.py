@@ -26,7 +26,9 @@ class Flight:
     all: Array
     logits: Array
     one: Array
-    """Of one microbatch's layers."""
+    """Of one microbatch's layers of a stage."""
+    aside: Array
+    """What those leave for their weights' gradients."""
 
 
 LATE = ("embedding", "optimizer")
@@ -59,9 +61,13 @@ def _flight(w: Workload, head: Head) -> Flight:
     kept_whole = share * dense.saved + (1 - share) * mixture.saved
     saved = (w.layers - w.recomputed) * kept_whole + w.recomputed * dense.checkpoint
     kept, boundary = activations.ends(w)
-    one = saved + kept + w.last * head.saved + boundary * w.setting.chunks
-    one = one * (1 + w.setting.software.ahead * (w.sequence_parallel > 1))
-    return Flight(w.in_flight * one, w.in_flight * w.last * head.logits, saved)
+    ahead = 1 + w.setting.software.ahead * (w.sequence_parallel > 1)
+    one = (saved + kept) * ahead
+    aside = w.layers * activations.aside(w) * float(w.setting.split)
+    late = w.put_aside * (aside - saved) * float(w.setting.split)
+    loss = w.head_in_flight * w.last
+    held = w.in_flight * one + loss * head.saved * ahead + boundary + late
+    return Flight(held, loss * head.logits, saved / w.setting.chunks, aside / w.setting.chunks)
 
 
 def _forward(w: Workload, head: Head, layer: Layer) -> Live:
@@ -82,7 +88,8 @@ def _head_backward(w: Workload, head: Head, flight: Flight) -> dict[str, Live]:
 
 
 def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> dict[str, Live]:
-    """A stage's last layer (feed-forward, then its norm) with the incoming gradient, and at last the embedding.
+    """A stage's last layer (feed-forward, then its norm) with the incoming gradient, at last the embedding or the first
+    norm; and, where backward is split, the weights' half of it.
 
     Recomputing brings the whole set of one layer back.
     """
@@ -114,9 +121,14 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
             {"communication": incoming["communication"]},
         ),
         "embedding": {
-            "activations": before - flight.one,
+            "activations": before - flight.one + flight.aside,
             "logits": logits,
-            "temporary": w.first * activations.embedding(w),
+            "temporary": w.first * activations.embedding(w) + (1 - w.first) * activations.norm_backward(w),
+        },
+        "weights": {
+            "activations": before - flight.one + flight.aside,
+            "logits": logits,
+            "temporary": w.nothing + activations.weights(w) * float(w.setting.split),
         },
     }
 

@@ -79,6 +79,11 @@ class Setting:
     dropout: bool
     """Whether both branches of every layer are dropped from, by masks that are drawn again in backward."""
 
+    @property
+    def split(self) -> bool:
+        """Whether backwards come in two halves."""
+        return self.table.split if self.table is not None else self.schedule.startswith(("zb", "dualpipe"))
+
 
 @dataclass(frozen=True)
 class Knobs:

@@ -146,14 +146,12 @@ def _balance(w: Workload, times: Number, again: Number) -> list[Call]:
 
 def _pipeline(w: Workload) -> list[Call]:
     """What crosses stage boundaries, and a tied weight's gradient between the ends."""
-    s, p, dtype = w.setting, w.pipeline, w.dtype
+    p, dtype = w.pipeline, w.dtype
     if p == 1:
         return []
-    m = w.microbatches * s.chunks
     boundary = w.stream / w.sequence_parallel
-    wrap = w.microbatches * (s.chunks - 1) * 2.0
-    out = m * (1 - w.last) + m * (1 - w.first) + wrap * (w.first + w.last) / 2
-    ends = w.nothing + float(w.shape.tied) * np.maximum(w.first, w.last)
+    out = w.microbatches * (w.nothing + w.neighbours)
+    ends = w.nothing + float(w.shape.tied) * abs(w.first - w.last)
     table = np.ceil(w.vocab * w.height / (w.knobs.shard if w.zero else 1)) * w.gradient_element
     return [
         Call("pipeline", kind, p, kind_dtype, size, count, "P2P")

@@ -16,9 +16,9 @@ import numpy as np
 from workbench.plan.schema import STORED, Plan
 from workbench.plan.shape import Shape, rows_of_an_expert
 from workbench.plan.support import require
-from workbench.planner.setting import BYTES, Array, Knobs, Number, Setting, home, knobs_of, setting_of
+from workbench.planner.setting import BYTES, Array, Knobs, Number, Setting, home, knobs_of, setting_of, stage_homes
 from workbench.planner.tiling import Tiling, tiling
-from workbench.schedules import closed
+from workbench.schedules import closed, most_losses, waiting
 from workbench.schedules import in_flight as most_held
 
 if TYPE_CHECKING:
@@ -69,8 +69,14 @@ class Workload:
     """1 where the embedding is."""
     last: Array
     """1 where the head is."""
+    neighbours: Array
+    """Other ranks' stages that the rank's own hand over to, forward or backward: transfers of a microbatch each way."""
     in_flight: Array
     """Microbatches whose activations are held at once (of chunks: sums, so fractions)."""
+    put_aside: Array
+    """How many of those wait for their weight gradients alone."""
+    head_in_flight: Number
+    """Microbatches of the last stage whose loss has not run backward yet."""
 
     @property
     def shape(self) -> Shape:
@@ -183,7 +189,8 @@ def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) ->
         weight=np.ones_like(ranks, dtype=float) if weight is None else weight,
         layers=layers[at], dense_layers=dense[at],
         first=(at == 0).astype(float), last=(at == _last_rank(s)).astype(float),
-        in_flight=in_flight(s, microbatches, ranks),
+        neighbours=neighbours(s)[at], in_flight=in_flight(s, microbatches, ranks),
+        put_aside=put_aside(s, microbatches, ranks), head_in_flight=losses_in_flight(s, microbatches),
     )  # fmt: skip
 
 
@@ -209,6 +216,33 @@ def in_flight(s: Setting, microbatches: Number, rank: Number) -> Array:
         return np.asarray(most_held(s.table), dtype=float)[rank.astype(int)] / s.chunks
     held = closed.in_flight(s.schedule, rank, s.pipeline, microbatches, s.chunks)
     return np.asarray(held / s.chunks, dtype=float)
+
+
+def neighbours(s: Setting) -> Array:
+    """Stages on other ranks that each pipeline rank's stages hand over to; V shapes turn round without a transfer."""
+    homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)
+    apart = homes[1:] != homes[:-1]
+    both = np.concatenate((homes[1:][apart], homes[:-1][apart]))
+    return np.bincount(both, minlength=s.pipeline).astype(float)
+
+
+def put_aside(s: Setting, microbatches: Number, rank: Number) -> Array:
+    """Microbatches that wait for their weight gradients when a rank holds most: ZB-H1 and ZB-H2 delay them by rank.
+
+    V shapes multiply them at once while they are full, and delay them while they drain.
+    """
+    if s.table is not None:
+        return np.asarray(waiting(s.table), dtype=float)[rank.astype(int)] / s.chunks
+    late = {"zb-h1": 1.0, "zb-h2": 2.0}.get(s.schedule, 0.0) if s.pipeline > 1 else 0.0
+    before = late * (s.pipeline - 1 - rank)
+    return np.asarray(np.minimum(late * rank, np.maximum(0.0, microbatches - before - 1)) * np.ones_like(rank))
+
+
+def losses_in_flight(s: Setting, microbatches: Number) -> Number:
+    """Microbatches of the last stage between loss and backward: it turns round at once, but for GPipe."""
+    if s.table is not None:
+        return float(most_losses(s.table))
+    return microbatches if s.schedule == "gpipe" and s.pipeline > 1 else 1.0
 
 
 def _kv_width(shape: Shape, tensor: Number) -> Number:

@@ -10,8 +10,10 @@ from workbench.schedules.simulate import (
     batches,
     in_flight,
     in_flight_by_stage,
+    most_losses,
     simulate,
     uniform,
+    waiting,
 )
 from workbench.schedules.table import Table, read_csv, table_of, write_csv
 from workbench.schedules.validate import validate
@@ -29,6 +31,7 @@ __all__ = [
     "in_flight",
     "in_flight_by_stage",
     "lower",
+    "most_losses",
     "names",
     "parse",
     "read_csv",
@@ -36,5 +39,6 @@ __all__ = [
     "table_of",
     "uniform",
     "validate",
+    "waiting",
     "write_csv",
 ]

@@ -120,6 +120,31 @@ def _most_held(row: Row, stages: set[int]) -> int:
     return most
 
 
+def waiting(table: Table) -> tuple[int, ...]:
+    """How many of `in_flight` wait for weight gradients alone, by rank; the fewest where that is reached often."""
+    return tuple(_waiting(row) for row in table.rows)
+
+
+def _waiting(row: Row) -> int:
+    held = aside = 0
+    fullest = (0, 0)
+    for action in row:
+        held += (action.kind == "F") - (action.kind in ("B", "W"))
+        aside += (action.kind == "I") - (action.kind == "W")
+        fullest = max(fullest, (held, -aside))
+    return -fullest[1]
+
+
+def most_losses(table: Table) -> int:
+    """Most microbatches of the last stage whose loss has not run backward yet."""
+    held = most = 0
+    for action in table.rows[table.placement[-1]]:
+        if action.stage == table.stages - 1:
+            held += (action.kind == "F") - (action.kind in ("B", "I"))
+            most = max(most, held)
+    return most
+
+
 def seconds_of(durations: Durations, action: Action) -> float:
     """Seconds that an action takes; B is I + W where no B is given."""
     if action.kind == "B" and "B" not in durations:
