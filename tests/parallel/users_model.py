@@ -7,6 +7,8 @@ from torch import Tensor, nn
 class LanguageModel(nn.Module):
     """A causal language model of `nn.TransformerEncoderLayer`s."""
 
+    places: Tensor
+
     def __init__(self, vocab: int, width: int, heads: int, layers: int, longest: int, norm_first: bool) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
@@ -25,6 +27,38 @@ class LanguageModel(nn.Module):
         return self.output(self.norm(self.encoder(x, mask=mask, is_causal=True)))
 
 
-def build(width: int = 32, layers: int = 2, norm_first: bool = True, vocab: int = 260) -> nn.Module:
+def build(width: int = 32, heads: int = 4, norm_first: bool = True) -> nn.Module:
     """The factory that a plan names."""
-    return LanguageModel(vocab, width, 4, layers, 64, norm_first)
+    return LanguageModel(260, width, heads, 2, 64, norm_first)
+
+
+class WithLoss(nn.Module):
+    """The same, returning the summed loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def build_with_loss() -> nn.Module:
+    return WithLoss()
+
+
+def build_with_dropout() -> nn.Module:
+    model = build()
+    assert isinstance(model, LanguageModel)
+    model.encoder.layers[0].dropout.p = 0.1
+    return model
+
+
+def frozen() -> nn.Module:
+    model = build()
+    model.get_parameter("output.weight").requires_grad_(False)
+    return model
+
+
+def no_module() -> int:
+    return 1

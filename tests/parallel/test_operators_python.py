@@ -1,0 +1,189 @@
+"""A model that this repository did not write: data parallel, under ZeRO, and by operators, equal to one device."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from tests.parallel.users_model import build
+from workbench.engine.inspect import inspect
+from workbench.engine.train import train
+from workbench.engine.verify import verify
+from workbench.models.python import build_python
+from workbench.parallel import plain
+from workbench.parallel.operators.split import Split
+from workbench.plan.errors import PlanError
+from workbench.plan.schema import Plan, PythonModel
+from workbench.plan.support import require
+from workbench.rehearsal.rehearse import rehearse
+from workbench.runs import apart
+from workbench.runs.launch import Recipe, compose
+
+LAYERS = "encoder.layers.*"
+PAIRED = {
+    "tokens": "((2,1),(1,))", f"{LAYERS}.self_attn": "((1,2),)", f"{LAYERS}.linear1": "((1,1),(1,2))",
+    f"{LAYERS}.linear2": "((1,2),(2,1))", "output": "((1,1),(1,2))",
+}  # fmt: skip
+ROWS = {f"{LAYERS}.self_attn": "((2,1),)", f"{LAYERS}.linear1": "((2,1),(1,1))", f"{LAYERS}.norm1": "((2,1),(1,))"}
+GRID = {
+    "tokens": "((1,2),(2,))", f"{LAYERS}.self_attn": "((2,2),)", f"{LAYERS}.linear1": "((2,1),(1,2))",
+    f"{LAYERS}.linear2": "((2,2),(2,1))",
+}  # fmt: skip
+
+
+def users(
+    tensor: int = 1,
+    data: int = 1,
+    operators: dict[str, str] | None = None,
+    changes: dict[str, Any] | None = None,
+    factory: str = "build",
+    **args: Any,
+) -> Plan:
+    """The user's model on tensor x data ranks."""
+    model = {"python": f"tests.parallel.users_model:{factory}", "vocab": 260, "args": args}
+    strategy = {"tensor": {"size": tensor}, "data": {"bucket_mib": 0.01}, "operators": operators or {}}
+    optimizer = {"clip": 0.5, "learning_rate": 1e-2}
+    training = {"sequence_length": 16, "global_batch": data * 4, "micro_batch": 2, "steps": 3, "optimizer": optimizer}
+    cluster = {"gpu": "local", "gpus": tensor * data}
+    written = {"model": model, "cluster": cluster, "strategy": strategy, "training": training}
+    return Plan.model_validate(written).replace(**(changes or {}))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        users(data=2),
+        users(data=2, factory="build_with_loss"),
+        users(data=2, changes={"strategy.data.zero": 1}),
+        users(data=2, changes={"strategy.data.zero": 3}),
+        users(2, operators=PAIRED),
+        users(2, operators=PAIRED, norm_first=False),
+        users(2, operators=ROWS),
+        users(4, operators=GRID),
+        users(2, 2, operators=PAIRED, changes={"strategy.data.zero": 2}),
+    ],
+    ids=["data", "loss", "zero-1", "zero-3", "paired", "post-norm", "rows", "grid", "zero-2"],
+)
+def test_fp64(plan: Plan) -> None:
+    answer = verify(plan, "fp64", allow_code=True)
+    assert answer["passed"], answer
+
+
+def test_fp32() -> None:
+    answer = verify(users(2, operators=PAIRED), "fp32", allow_code=True)
+    assert answer["passed"], answer
+
+
+def test_pairing_communicates_twice_a_branch() -> None:
+    frame = rehearse(
+        users(2, operators={k: v for k, v in PAIRED.items() if "layers" in k}), allow_code=True
+    ).collectives
+    frame = frame[(frame["step"] == 1) & (frame["axis"] == "tensor") & (frame["bytes"] == 2 * 16 * 32 * 4)]
+    counts = {row["action"]: row["count"] for row in frame.to_dict("records")}
+    layers, branches, microbatches = 2, 2, 2
+    assert counts == dict.fromkeys("FB", layers * branches * microbatches)
+
+
+def test_a_partial_sum_of_heads_taken_for_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def settled(self: Split, y: Tensor, **dims: int) -> Tensor:
+        return y if "heads" in self.placement else original(self, y, **dims)
+
+    original = Split.settled
+    monkeypatch.setattr(Split, "settled", settled)
+    answer = verify(users(2, operators=PAIRED), allow_code=True)
+    assert not answer["passed"] and answer["worst"]["relative"] > 100 * answer["tolerance"]
+
+
+def test_projections_whose_gradients_are_not_summed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "operator_sums", lambda names, placements, mesh: dict.fromkeys(names, ()))
+    answer = verify(users(2, operators=PAIRED), allow_code=True)
+    assert not answer["passed"] and "in_proj" in answer["worst"]["tensor"]
+
+
+def test_its_own_initial_weights_are_those_of_the_seed() -> None:
+    model = PythonModel(python="tests.parallel.users_model:build", vocab=260)
+    one, same, other = (build_python(model, seed).state_dict() for seed in (1, 1, 2))
+    assert all(one[name].equal(same[name]) for name in one) and not one["tokens.weight"].equal(other["tokens.weight"])
+
+
+def test_code_runs_only_where_the_user_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.models.python.importlib", None)  # whoever imports it fails otherwise
+    plan, said = users(data=2), r"model.python: 'tests.parallel.users_model:build' is code.*--allow-code"
+    for run in (verify, rehearse, apart.verify, apart.rehearse):
+        with pytest.raises(PlanError, match=said):
+            run(plan)
+    (tmp_path / "plan.yaml").write_text(plan.to_yaml())
+    with pytest.raises(PlanError, match=said):
+        require(plan.complete(), "run")
+
+
+def test_a_worker_that_is_not_told_refuses_code(tmp_path: Path) -> None:
+    for folder in ("telemetry", "logs", "errors"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "plan.yaml").write_text(users().to_yaml())
+    assert train(tmp_path / "plan.yaml") == 1
+    assert "--allow-code" in "".join(path.read_text() for path in (tmp_path / "errors").iterdir())
+
+
+def test_the_flag_travels_on_the_command_line_alone(tmp_path: Path) -> None:
+    plan = users().complete()
+    assert compose(plan, tmp_path, 2000, Recipe(), allow_code=True).argv[-1] == "--allow-code"
+    assert "--allow-code" not in compose(plan, tmp_path, 2000, Recipe()).argv
+    assert "allow" not in plan.to_yaml()
+
+
+@pytest.mark.parametrize(
+    ("plan", "field", "said"),
+    [
+        (users(2, operators={"encoder.layer.*": "((1,1),(1,2))"}), "encoder.layer.*", "names no operator of the model"),
+        (users(2, operators={"output": "((1,1),(1,4))"}), "output", "make 4 parts for strategy.tensor.size = 2"),
+        (users(4, operators={"*.self_attn": "((1,4),)"}, width=36, heads=6), "*.self_attn", "cuts heads into 4 pieces"),
+        (users(2, operators={"*.linear1": "((1,1),(1,2))", "*.0.linear1": "((1,1),(1,1))"}), "*.0.linear1", "names"),
+    ],
+    ids=["nothing", "product", "heads", "twice"],
+)
+def test_operators_that_the_model_does_not_have_are_refused(plan: Plan, field: str, said: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        inspect(plan, allow_code=True)
+    assert any(p.field == f"strategy.operators.{field}" and said in p.message for p in refused.value.problems), refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"strategy.pipeline.size": 2}, "strategy.pipeline.size"),
+        ({"strategy.context.size": 2}, "strategy.context.size"),
+        ({"strategy.tensor.size": 2}, "strategy.tensor.size"),
+        ({"strategy.recompute": "full"}, "strategy.recompute"),
+        ({"strategy": {"preset": "megatron-tp"}}, "strategy.tensor.size"),
+        ({"model.python": "os.system"}, "model"),
+    ],
+)
+def test_what_names_parts_of_our_models_is_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        users(data=2).replace(**changes).complete()
+    assert any(problem.field.startswith(field) for problem in refused.value.problems), refused
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("build_with_dropout", "encoder.layers.0.dropout drops with rate 0.1"),
+        ("missing", "is not found"),
+        ("no_module", "returns a int; legal: an nn.Module"),
+        ("frozen", "output.weight is frozen"),
+    ],
+)
+def test_models_that_would_not_train_alike_are_refused(factory: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        inspect(users(factory=factory), allow_code=True)
+
+
+def test_an_estimate_of_code_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"model.python: .* no closed form knows"):
+        require(users().complete(), "estimate")
+
+
+def test_the_factory_is_plain() -> None:
+    assert isinstance(build(), nn.Module)
