@@ -82,9 +82,11 @@ def shortened(plan: Plan, stage: int) -> Plan:
     """The plan with as few microbatches as show all that this stage does: its pipeline fills, runs and drains.
 
     With early backward a stage holds at most `pipeline - stage` microbatches, however many there are, and every
-    further one repeats what the former did. GPipe holds them all, and is not shortened.
+    further one repeats what the former did. GPipe holds them all, and is not shortened; nor is ZeRO-3 with a norm
+    behind the embedding, which backward leaves gathered for the next microbatch.
     """
-    if plan.strategy.pipeline.schedule != "1f1b":
+    left_whole = plan.strategy.data.zero == 3 and plan.shape.embedding_norm
+    if plan.strategy.pipeline.schedule != "1f1b" or left_whole:
         return plan
     enough = min(plan.num_microbatches, plan.sizes["pipeline"] - stage + STEADY)
     batch = enough * plan.training.micro_batch * plan.sizes["data"]
