@@ -144,6 +144,15 @@ def test_the_planner_counts_the_same() -> None:
     assert not planned.redistributions
 
 
+def test_what_the_planner_chooses_runs() -> None:
+    built = on(4, operators={}, shape=GPT, layers=1).complete()
+    t, machine = built.training, Machine(1e9, 1e12, 0)
+    tokens = t.micro_batch * t.sequence_length
+    chosen = choose(built.shape, tokens, 4, machine, sequence_length=t.sequence_length, fused=True).forms
+    assert {"((2,1),(1,2))", "((2,2),(2,1))"} <= set(chosen.values())
+    equal(on(4, operators=chosen, shape=GPT, layers=1))
+
+
 def failure(built: Plan) -> dict[str, Any]:
     answer = verify(built)
     assert not answer["passed"], answer

@@ -1,5 +1,6 @@
 """A model that this repository did not write: data parallel, under ZeRO, and by operators, equal to one device."""
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,16 @@ def test_the_flag_travels_on_the_command_line_alone(tmp_path: Path) -> None:
     assert compose(plan, tmp_path, 2000, Recipe(), allow_code=True).argv[-1] == "--allow-code"
     assert "--allow-code" not in compose(plan, tmp_path, 2000, Recipe()).argv
     assert "allow" not in plan.to_yaml()
+
+
+def test_a_resolved_plan_names_the_code_by_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise SystemExit('this must not run')")
+    plan = users().replace(**{"model.python": "mine:build"}).resolved()
+    assert plan.code and plan.code.sha256 == sha256((tmp_path / "mine.py").read_bytes()).hexdigest()
+    (tmp_path / "mine.py").write_text("changed = True")
+    with pytest.raises(PlanError, match=r"model.sha256: the plan was resolved with code"):
+        plan.resolved()
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import math
 import os
 from typing import Any
 
-from workbench.plan import calibration, catalog, check, check_python, corpus, huggingface, legal
+from workbench.plan import calibration, catalog, check, check_python, code, corpus, huggingface, legal
 from workbench.plan.attached import attached, local_cluster
 from workbench.plan.errors import PlanError, refuse
 from workbench.plan.partition import partition
 from workbench.plan.schema import STORED, Card, Cluster, Fabric, Plan, PythonModel, Strategy
 from workbench.plan.shape import Shape
-from workbench.plan.sizes import resolve_sizes
+from workbench.plan.sizes import resolve_sizes, splits_nothing
 from workbench.plan.source import build, plain
 
 LEAST_BATCH = 8
@@ -30,7 +30,10 @@ def complete(plan: Plan) -> Plan:
     strategy = with_preset(plan.strategy)
     if shape is None:
         check_python.refuse_rules(strategy)
-    strategy = resolve_sizes(strategy, shape, cluster["gpus"], cluster["gpus_per_node"], sequence)
+    where = (shape, cluster["gpus"], cluster["gpus_per_node"], sequence)
+    if why := splits_nothing(strategy, *where):
+        raise refuse("strategy.preset" if plan.strategy.preset else "strategy", f"{plan.strategy.preset or 'it'} {why}")
+    strategy = resolve_sizes(strategy, *where)
     training = _training({"sequence_length": sequence, **written.get("training", {})}, strategy, cluster["gpus"])
     model = plan.code or shape
     assert isinstance(model, PythonModel | Shape)
@@ -59,7 +62,8 @@ def resolved(plan: Plan) -> Plan:
     if measured is not None:
         changes |= {"cluster.calibration": _absolute(measured)}
         changes |= {"cluster.calibration_sha256": calibration.digest(measured)}
-    return full.replace(**changes, **{"checkpoint.load": load and _absolute(load)})
+    pinned = {"model.sha256": code.pinned(full.code).sha256} if full.code else {}
+    return full.replace(**changes, **pinned, **{"checkpoint.load": load and _absolute(load)})
 
 
 def _absolute(path: str) -> str:

@@ -37,6 +37,7 @@ class PythonModel(Frozen):
     python: str = Field(description="pkg.module:factory that returns an nn.Module.")
     vocab: PositiveInt = Field(description="Vocabulary entries: tokens are below it.")
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the factory.")
+    sha256: str | None = Field(None, description="Hash of the factory's file; filled when a plan is resolved.")
 
     @field_validator("python")
     @classmethod
