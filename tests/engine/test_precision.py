@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import io
-from functools import partial
-from typing import NamedTuple
+from dataclasses import asdict
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.small import GPT, plan
+from tests.parallel.small import GPT, LLAMA, plan
+from workbench.engine import session as session_module
 from workbench.engine.forked import run_ranks
 from workbench.engine.precision import dtypes, set_products
 from workbench.engine.session import Session
 from workbench.engine.verify import _Recorder
 from workbench.models import Transformer
 from workbench.models.initialise import initial_value
+from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
+from workbench.plan.shape import Shape
 from workbench.plan.support import require
 
 WIDE, NARROW = torch.float32, torch.bfloat16
 NAMED = {"fp32": WIDE, "bf16": NARROW}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """What torch imports late is imported before ranks are forked."""
+    _trained(made(microbatches=1), 0)
 
 
 def made(tensor: int = 1, pipeline: int = 1, data: int = 1, gradients: str = "fp32", microbatches: int = 4) -> Plan:
@@ -144,3 +154,83 @@ def test_tf32_is_fp32_whose_products_round_their_inputs() -> None:
 def test_fp8_is_refused_with_what_is_legal() -> None:
     with pytest.raises(PlanError, match=r"precision.*'fp8'; this version can run 'fp32' or 'tf32' or 'bf16' or 'fp16'"):
         require(on_a_card("fp8"), "run")
+
+
+MIXTURE = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "ffn": 24}}
+NARROW_MESHES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "one": ((1, 1, 1), {}),
+    "data": ((1, 1, 2), {}),
+    "tensor": ((2, 1, 1), {}),
+    "sequence": ((2, 1, 1), {"strategy.tensor.sequence": True}),
+    "pipeline": ((1, 2, 1), {}),
+    "ring": ((1, 1, 2), {"strategy.context.size": 2}),
+    "ulysses": ((1, 1, 2), {"strategy.context.size": 2, "strategy.context.algorithm": "ulysses"}),
+    "expert": ((1, 1, 2), {"strategy.expert.size": 2}),
+    "zero-1": ((1, 1, 2), {"strategy.data.zero": 1}),
+    "zero-2": ((1, 1, 2), {"strategy.data.zero": 2, "strategy.data.reduce": "microbatch"}),
+    "zero-3": ((1, 1, 2), {"strategy.data.zero": 3}),
+    "tensor x data": ((2, 1, 2), {"strategy.data.zero": 1, "strategy.tensor.sequence": True}),
+    "pipeline x data": ((1, 2, 2), {"strategy.data.zero": 1}),
+}
+
+
+def clipped(mesh: str, precision: str) -> Plan:
+    """Four sequences in microbatches of one; the clip bites in every step, and SGD shows by how much."""
+    sizes, changes = NARROW_MESHES[mesh]
+    shape = MIXTURE if mesh == "expert" else {**LLAMA, "tied": " x " in mesh}
+    changes = {
+        "strategy.precision": precision, "strategy.gradient_dtype": "auto", "training.optimizer.name": "sgd",
+        "training.optimizer.clip": 0.05, "training.optimizer.weight_decay": 0.0, "training.optimizer.decay": "constant",
+        "training.global_batch": 4, "training.micro_batch": 1, **changes,
+    }  # fmt: skip
+    return plan(*sizes, shape=shape, layers=2, changes=changes).complete()
+
+
+def moved(made: Plan, rank: int) -> bytes:
+    """How far two steps have moved the masters of a rank."""
+    session = Session.build(made, build_mesh(made, rank), torch.device("cpu"))
+    store, states, data = session.part.store, session.optimizer.state(), session.mesh["data"]
+    masters = {name: states[name].get("master", value.detach()) for name, value in store.values.items()}
+    before = {name: x.clone() for name, x in masters.items()}
+    text = text_of(made).chunk(data.size)[data.index]
+    for index in range(2):
+        session.step(index, text[..., :-1], text[..., 1:])
+    answer = io.BytesIO()
+    torch.save([(asdict(store.layouts[name]), x - before[name]) for name, x in masters.items()], answer)
+    return answer.getvalue()
+
+
+@lru_cache
+def in_fp32(shape: Shape) -> dict[str, Tensor]:
+    """What one device moves in fp32, by name."""
+    (answer,) = run_ranks(1, partial(moved, clipped("one", "fp32").replace(model=shape).complete()))
+    return {layout["name"]: x for layout, x in torch.load(io.BytesIO(answer))}
+
+
+def distance(mesh: str, precision: str) -> float:
+    """Of a mesh's movement in `precision` from one device's in fp32, relative to that, on the worst rank."""
+    made, whole = clipped(mesh, precision), in_fp32(clipped(mesh, "fp32").shape)
+    worst = 0.0
+    for answer in run_ranks(made.world_size, partial(moved, made)):
+        error = size = torch.zeros(())
+        for fields, mine in torch.load(io.BytesIO(answer)):
+            layout = Layout(**fields)
+            for (part, _), (expected, _) in zip(layout.parts(mine), layout.parts(layout.take(whole[layout.name]))):
+                error, size = error + (part - expected).square().sum(), size + expected.square().sum()
+        worst = max(worst, float((error / size).sqrt()))
+    return worst
+
+
+ROUNDING = {"fp16": 2**-10, "bf16": 2**-7}
+"""Twice what a weight, an activation or a gradient loses by rounding, as it shows in what they move."""
+
+
+@pytest.mark.parametrize("precision", ROUNDING)
+@pytest.mark.parametrize("mesh", NARROW_MESHES)
+def test_accumulated_and_clipped_steps_in_16_bits_are_those_of_fp32(mesh: str, precision: str) -> None:
+    assert distance(mesh, precision) < ROUNDING[precision]
+
+
+def test_gradients_that_stay_scaled_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "clip_factor", lambda norm, limit: None)
+    assert distance("data", "fp16") > 1
