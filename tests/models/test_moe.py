@@ -29,7 +29,7 @@ def mixture_of(shape: Shape) -> Mixture:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(noise / math.sqrt(parameter.shape[-1]) + 0.1)
-    mixture = model.blocks["1"].mlp  # type: ignore[union-attr]
+    mixture = model.blocks["1"].mlp
     assert isinstance(mixture, Mixture)
     return mixture
 
@@ -59,7 +59,7 @@ def oracle(shape: Shape, mixture: Mixture, x_BTD: Tensor) -> tuple[Tensor, Tenso
     branch, balance = torch.zeros_like(x_BTD), torch.zeros((), dtype=x_BTD.dtype)
     for b in range(BATCH):
         scores = torch.stack([(mixture.route.weight @ x).softmax(0) for x in x_BTD[b]])
-        chosen = [sorted(range(moe.experts), key=lambda e, s=s: -s[e].item())[: moe.top_k] for s in scores]
+        chosen = scores.topk(moe.top_k).indices.tolist()
         room = dict.fromkeys(range(moe.experts), rows_of_an_expert(TIME, moe) if moe.capacity else TIME * moe.top_k)
         for choice in range(moe.top_k):
             for t in range(TIME):

@@ -76,6 +76,7 @@ def test_other_mixtures(moe: dict[str, Any]) -> None:
         ((1, 1, 4, 4), {"strategy.context.size": 2, "strategy.context.algorithm": "ulysses"}),
         ((1, 2, 2, 2), {"strategy.pipeline.schedule": "zb-v", "strategy.pipeline.chunks": 2}),
         ((1, 1, 2, 2), {"strategy.recompute": "full"}),
+        ((2, 1, 2, 2), {"strategy.tensor.sequence": True}),
         ((1, 1, 4, 2), {"strategy.data.zero": 3}),
         ((1, 1, 4, 2), {"strategy.data.zero": 2, "strategy.data.reduce": "microbatch", "strategy.data.shard": 2}),
         ((2, 1, 2, 2), {"strategy.data.zero": 1}),

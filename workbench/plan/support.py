@@ -46,7 +46,6 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("training.dropout", _split_dropout, (0.0,)),
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
     ("strategy.tensor.algorithm", _tensor_algorithm, ("1d",)),
-    ("strategy.tensor.sequence", lambda p: p.strategy.tensor.sequence and p.shape.moe is not None, (False,)),
     (
         "model.moe.capacity",
         lambda p: p.shape.moe.capacity if p.shape.moe and p.strategy.context.size > 1 else None,

@@ -165,7 +165,7 @@ def _feed_forward_saved(w: Workload, mixture: bool) -> Number:
     gated = w.setting.software.gated_kept
     kept = (gated if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
     if mixture and w.shape.moe is not None:
-        kept += (w.visits * 2 * w.stream) + w.shape.moe.experts * w.tokens * 4
+        kept += w.stream * (w.sequence_parallel > 1) + (w.visits * 2 * w.stream) + w.shape.moe.experts * w.tokens * 4
     return kept
 
 

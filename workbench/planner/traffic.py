@@ -67,12 +67,13 @@ def _tensor(w: Workload) -> list[Call]:
     # What nothing needs is not made again: the sum at a layer's end, unless a stack runs whole layers.
     again = (1 + w.setting.software.repeats_whole) * w.recomputed
     on, off = w.knobs.sequence, 1 - w.knobs.sequence
+    kept = w.layers - w.dense_layers  # a mixture keeps its gathered input
     return [
         Call("tensor", "all_reduce", t, dtype, stream, off * m * (two + first), "F"),
         Call("tensor", "all_reduce", t, dtype, stream, off * m * (two + last + again), "B"),
         Call("tensor", "all_gather", t, dtype, stream, on * m * (two + last), "F"),
         Call("tensor", "reduce_scatter", t, dtype, stream, on * m * (two + first), "F"),
-        Call("tensor", "all_gather", t, dtype, stream, on * m * (two + first + two + gathered), "B"),
+        Call("tensor", "all_gather", t, dtype, stream, on * m * (two + first + two + last + gathered - kept), "B"),
         Call("tensor", "reduce_scatter", t, dtype, stream, on * m * (two + last + again), "B"),
         *_shared_heads(w),
     ]

@@ -14,7 +14,7 @@ from workbench.parallel.expert.auxiliary import share_of
 from workbench.parallel.expert.collectives import summed
 from workbench.parallel.expert.exchange import ExpertExchange
 from workbench.parallel.layout import Layout
-from workbench.parallel.mesh import Mesh, MeshAxis
+from workbench.parallel.mesh import GRADIENTS, Mesh, MeshAxis
 from workbench.parallel.tensor.collectives import copy_to, gather_tokens, reduce_from, scatter_tokens
 
 SPLIT = {"gate.weight": 0, "up.weight": 0, "gate.bias": 0, "up.bias": 0, "down.weight": 1}
@@ -52,10 +52,11 @@ def gradient_sums(layouts: Mapping[str, Layout], tensor: Sums, mesh: Mesh) -> Su
     share of, are partial on the tensor ranks.
     """
     sums: dict[str, tuple[MeshAxis, ...]] = {}
+    parts = mesh.axes.get("tensor" + GRADIENTS, mesh["tensor"])
     for name, layout in layouts.items():
         data = mesh["expert_replicas"] if "expert_replicas" in layout.copies else mesh["replicas"]
         partial = name.endswith((".route.weight", ".experts.down.bias", ".shared.down.bias"))
-        sums[name] = (mesh["tensor"], data) if partial and mesh["tensor"].size > 1 else (*tensor[name], data)
+        sums[name] = (parts, data) if partial and parts.size > 1 else (*tensor[name], data)
     return sums
 
 

@@ -1,0 +1,92 @@
+"""What is estimated of mixtures of experts is what the engine does, call by call; what cannot be is refused."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.parallel.test_expert import mixture
+from tests.planner.test_against_rehearsal import small, traffic
+from workbench.plan.check import check
+from workbench.plan.schema import Plan
+from workbench.plan.support import unsupported
+from workbench.planner import estimate
+from workbench.rehearsal.rehearse import rehearse
+
+MOE = {"experts": 8, "top_k": 2, "ffn": 192, "shared": 1, "first_dense": 1}
+MODEL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 512, "moe": MOE}
+BIASED = MODEL | {"biases": "all", "mlp": "gelu", "norm": "layernorm"}
+LIMITED = MODEL | {"moe": MOE | {"capacity": 1.1}}
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "strategy", "gpus", "changes"),
+    [
+        (MODEL, "bf16", "single", 1, {}),
+        (MODEL, "fp32", "ddp", 4, {"strategy.expert.size": 2}),
+        (MODEL, "bf16", "expert-parallel", 4, {}),
+        (BIASED, "fp32", "megatron-tp", 2, {}),
+        (MODEL, "fp32", "megatron-sp", 2, {"strategy.recompute": "none"}),
+        (LIMITED, "fp32", "expert-parallel", 2, {}),
+        (MODEL, "fp32", "tensor-pipeline", 4, {}),
+        (MODEL, "fp32", "zero-1", 2, {"strategy.expert.size": 2}),
+        (MODEL, "fp32", "ring-attention", 2, {"strategy.expert.size": 2}),
+        (MODEL, "fp32", "expert-parallel", 2, {"strategy.recompute": "selective"}),
+    ],
+    ids=str,
+)
+def test_peaks_and_collectives_are_the_engines(
+    model: dict[str, Any], precision: str, strategy: str, gpus: int, changes: dict[str, Any]
+) -> None:
+    plan = small(model, strategy, gpus, precision).replace(**changes)
+    estimated, rehearsed = estimate(plan), rehearse(plan)
+    assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
+    assert traffic(estimated) == traffic(rehearsed)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strategy.recompute": "full"},
+        {"strategy.data.zero": 3},
+        {"strategy.data.zero": 2, "strategy.data.reduce": "microbatch", "strategy.data.shard": 2},
+    ],
+    ids=str,
+)
+def test_collectives_beside_recomputation_and_shards(changes: dict[str, Any]) -> None:
+    plan = small(MODEL, "expert-parallel", 4, "fp32").replace(**{"strategy.expert.size": 2, **changes})
+    assert traffic(estimate(plan)) == traffic(rehearse(plan))
+
+
+def test_all_of_an_experts_collectives_in_numbers() -> None:
+    """4 microbatches x 3 layers: counts, then rows there and back; and the same way for gradients."""
+    plan = small(MODEL, "expert-parallel", 2, "fp32")
+    rows = {key[1:]: count for key, count in traffic(rehearse(plan, [0])).items() if key[1] == "expert"}
+    size, calls = 2 * 128 * 128 * 2 * 4, plan.complete().num_microbatches * 3
+    assert rows == {
+        ("expert", "all_to_all", 2, "int64", 8 * 8, "F"): calls,
+        ("expert", "all_to_all", 2, "fp32", size, "F"): 2 * calls,
+        ("expert", "all_to_all", 2, "fp32", size, "B"): 2 * calls,
+    }
+
+
+@pytest.mark.parametrize(
+    ("plan", "field", "words"),
+    [
+        (lambda: mixture(data=4, expert=3), "strategy.expert.size", "it divides 4 experts.* = 4; legal: .*2, 4"),
+        (lambda: mixture(data=2, expert=4), "strategy.expert.size", "data x context = 2"),
+        (lambda: mixture(moe={"top_k": 5}), "model.moe.top_k", "is 5 of 4 experts; legal: 1 to 4"),
+        (lambda: mixture(moe={"first_dense": 5}), "model.moe.first_dense", "is 5 of 4 layers"),
+        (lambda: mixture(moe={"top_k": 1, "renormalise": True}), "model.moe.renormalise", "top_k 1.*legal: false"),
+        (lambda: mixture(tensor=5), "strategy.tensor.size", "moe.ffn = 24"),
+    ],
+    ids=["experts", "replicas", "top_k", "first_dense", "renormalise", "width"],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(plan: Any, field: str, words: str) -> None:
+    found = [problem for problem in check(plan()) if problem.field == field]
+    assert found and re.search(words, found[0].message), found
+
+
+def test_capacity_of_sequences_that_ranks_share_is_refused() -> None:
+    plan: Plan = mixture(data=2, moe={"capacity": 1.0}, changes={"strategy.context.size": 2})
+    assert [problem.field for problem in unsupported(plan.complete(), "run")] == ["model.moe.capacity"]
