@@ -155,7 +155,10 @@ class Strategy(Frozen):
     pipeline: Pipeline = Field(default_factory=Pipeline, description="Pipeline parallelism.")
     context: Context = Field(default_factory=Context, description="Context parallelism.")
     expert: Expert = Field(default_factory=Expert, description="Expert parallelism.")
-    operators: dict[str, Any] = Field(default_factory=dict, description="Module pattern -> operator strategy.")
+    operators: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Module pattern -> pieces over the tensor ranks, ((4,1),(1,1)); what none names is repeated.",
+    )
     placement: list[Axis] = Field(default=list(AXES), description="Axes, innermost first.")
     recompute: Literal["none", "selective", "full"] | list[NonNegativeInt] = Field(
         "none", description="Activations recomputed in backward; a list names layers recomputed in full."
@@ -237,7 +240,9 @@ class Checkpoint(Frozen):
     load: str | None = Field(
         None, description="Checkpoint, or folder of Hugging Face weights with fresh optimizer state, to start from."
     )
-    asynchronous: bool = Field(True, description="Steps go on while a copy in host memory is written.")
+    asynchronous: bool = Field(
+        True, description="Steps go on while a copy in host memory is written; false: they wait, and nothing is copied."
+    )
 
 
 class Telemetry(Frozen):
