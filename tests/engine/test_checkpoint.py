@@ -175,6 +175,19 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: p
     assert_loaded(again)
 
 
+def test_copies_are_written_over_and_may_be_left_out(tmp_path: Path) -> None:
+    shards = cut(0, 1, 0)
+    (writer,) = writers(tmp_path, 1, keep=3)
+    for step, copy in enumerate((True, True, False)):
+        for shard in shards:
+            shard.tensor.add_(step)
+        writer.start(step, shards, {}, copy)
+        writer.wait()
+        again = cut(0, 1, 0, empty=True)
+        load(path_of(tmp_path, step), again)
+        assert all(torch.equal(mine.tensor, theirs.tensor) for mine, theirs in zip(shards, again))
+
+
 def test_the_next_waits_for_the_former(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch)
     (writer,) = writers(tmp_path, 1)

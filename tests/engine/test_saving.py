@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.parallel.small import GPT, LLAMA, plan
+from workbench.engine import reading
 from workbench.engine.forked import run_ranks
 from workbench.engine.saving import Saver
 from workbench.engine.session import Session
@@ -175,3 +176,75 @@ def test_a_state_goes_through_every_kind_of_plan_unchanged(
     ((*back,),) = run_ranks(1, partial(load, first.replace(**{"checkpoint.load": at})))
     assert len(back) == len(wholes)
     assert all(np.array_equal(tensor, wholes[name, kind]) for name, kind, _, tensor in back)
+
+
+class Counted:
+    """An opened file that notes how many values are read of it."""
+
+    def __init__(self, file: Any, read: list[int]) -> None:
+        self.file, self.read = file, read
+
+    def __enter__(self) -> Counted:
+        return Counted(self.file.__enter__(), self.read)
+
+    def __exit__(self, *error: object) -> None:
+        self.file.__exit__(*error)
+
+    def get_slice(self, key: str) -> Any:
+        view, read = self.file.get_slice(key), self.read
+
+        class Slice:
+            def __getitem__(self, at: Any) -> torch.Tensor:
+                part: torch.Tensor = view[at]
+                read.append(part.numel())
+                return part
+
+        return Slice()
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        tensor: torch.Tensor = self.file.get_tensor(key)
+        assert tensor.numel() == 1, key
+        return tensor
+
+
+def sharded(folder: Path, **more: Any) -> Plan:
+    """A checkpoint of two tensor ranks, and a plan of ZeRO-3 over four that starts from it."""
+    batch = {"training.global_batch": 8}
+    run_ranks(2, partial(save, plan(2, 1, 1, changes=batch).complete(), folder))
+    at = {"checkpoint.load": str(folder / "checkpoints" / "step-00000001"), "strategy.data.zero": 3}
+    return plan(1, 1, 4, changes=batch | at | more).complete()
+
+
+def test_a_rank_reads_what_it_keeps_and_files_are_verified_once(tmp_path: Path) -> None:
+    made = sharded(tmp_path)
+
+    def watched(rank: int) -> tuple[list[int], list[str], int]:
+        read: list[int] = []
+        hashed: list[str] = []
+        opened, digest = reading.safe_open, reading.digest
+        reading.safe_open = lambda *given, **named: Counted(opened(*given, **named), read)
+        reading.digest = lambda path, told: (hashed.append(path.name), digest(path, told))[1]
+        held = load(made, rank)
+        return read, hashed, sum(tensor.size for _, kind, _, tensor in held if kind != "step")
+
+    found = run_ranks(4, watched)
+    for read, _, held in found:
+        assert sum(read) == held and held < 0.3 * sum(each for _, _, each in found)
+    hashed = [file for _, files, _ in found for file in files]
+    assert sorted(hashed) == ["rank00000.safetensors", "rank00001.safetensors"]
+
+
+def test_damage_that_one_rank_finds_is_told_by_all(tmp_path: Path) -> None:
+    made = sharded(tmp_path)
+    file = tmp_path / "checkpoints" / "step-00000001" / "rank00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(data)
+
+    def refused(rank: int) -> str:
+        with pytest.raises(ValueError, match="is damaged") as error:
+            load(made, rank)
+        return str(error.value)
+
+    said = set(run_ranks(4, refused))
+    assert len(said) == 1 and str(file) in said.pop()

@@ -64,7 +64,7 @@ def index_of(folder: Path, rank: int) -> Path:
 
 
 def write_part(folder: Path, rank: int, shards: Sequence[Shard], wrote: Callable[[int], None]) -> None:
-    """Write this rank's shards, on the host, and then its part of the index; a rank without any says so too."""
+    """Write this rank's shards, and then its part of the index; a rank without any says so too."""
     entries: list[dict[str, Any]] = []
     if shards:
         path = folder / f"rank{rank:05d}.safetensors"

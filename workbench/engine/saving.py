@@ -61,7 +61,7 @@ class Saver:
         shards = [shard for name, shard in self._shards() if self._saves(name, shard)]
         scaler = self.session.scaler
         meta = meta_of(plan, step) | ({"loss_scaler": scaler.state()} if scaler else {})
-        path = self._writer.start(step, shards, meta)
+        path = self._writer.start(step, shards, meta, copy=plan.checkpoint.asynchronous)
         if not plan.checkpoint.asynchronous:
             self.wait()
         return path

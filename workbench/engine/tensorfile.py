@@ -46,7 +46,7 @@ def write(
     tensor_of: Callable[[str], Tensor],
     wrote: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[int, str]:
-    """Write the file, asking `tensor_of(key)` for one tensor after the other; (its bytes, its sha256).
+    """Write the file, asking `tensor_of(key)` for one tensor after the other, on any device; (its bytes, its sha256).
 
     The checksum is of what was to be written, so that it tells what the disk made of it. `wrote` is told of every
     block. Wide dtypes come first, so that all are aligned. Raises OSError where the disk refuses.
@@ -73,7 +73,7 @@ def _blocks(entries: Sequence[Entry], tensor_of: Callable[[str], Tensor]) -> Ite
     for entry in entries:
         tensor = tensor_of(entry.key)
         assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), (entry, tensor.dtype, tensor.shape)
-        content = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        content = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         for start in range(0, len(content), BLOCK):
             yield content[start : start + BLOCK]
 

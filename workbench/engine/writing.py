@@ -43,23 +43,29 @@ class Job:
     started: float
 
 
-def staged(shards: Sequence[Shard]) -> list[Shard]:
+def staged(shards: Sequence[Shard], former: Sequence[Shard] = ()) -> list[Shard]:
     """The shards with their values of now, in host memory of their own; returns when they are copied.
 
-    Copies of a CUDA device's tensors are page-locked. Those on the CPU lie outside of torch's allocator, whose count is
-    the training's own memory.
+    `former` copies of the same shards are written over: fresh memory costs more than the copy itself. Copies of a CUDA
+    device's tensors are page-locked. Those on the CPU lie outside of torch's allocator, whose count is the training's
+    own memory.
     """
-    copies = [replace(shard, tensor=_copy(shard.tensor.detach())) for shard in shards]
+    known = [(copy.tensor.shape, copy.tensor.dtype) for copy in former]
+    again = known == [(shard.tensor.shape, shard.tensor.dtype) for shard in shards]
+    rooms = [copy.tensor for copy in former] if again else [_room(shard.tensor) for shard in shards]
+    copies = [
+        replace(shard, tensor=room.copy_(shard.tensor.detach(), non_blocking=shard.tensor.is_cuda))
+        for shard, room in zip(shards, rooms)
+    ]
     if any(shard.tensor.is_cuda for shard in shards):
         torch.cuda.current_stream().synchronize()
     return copies
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _room(tensor: Tensor) -> Tensor:
     if tensor.is_cuda:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-    room = torch.from_numpy(np.empty(tensor.nbytes, dtype=np.uint8))
-    return room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return torch.from_numpy(np.empty(tensor.nbytes, dtype=np.uint8)).view(tensor.dtype).view(tensor.shape)
 
 
 def claim(folder: Path) -> int:
@@ -108,17 +114,21 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._beat = 0.0
+        self._copies: list[Shard] = []
 
-    def start(self, step: int, shards: Sequence[Shard], meta: dict[str, Any]) -> Path:
+    def start(self, step: int, shards: Sequence[Shard], meta: dict[str, Any], copy: bool = True) -> Path:
         """Copy the shards, and have them written; returns where they will be. Waits for the former checkpoint first.
 
-        Called by every rank at the same steps. Raises ValueError where the former one could not be written.
+        Called by every rank at the same steps. Without `copy` the shards must stay as they are until `wait` returns.
+        Raises ValueError where the former one could not be written.
         """
         began = time.monotonic()
         self.wait()
         final = path_of(self.folder, step)
         writing = final.with_name(f"{final.name}.writing-{self.token}")
-        job = Job(step, staged(shards), meta, writing, final, began)
+        if copy:
+            shards = self._copies = staged(shards, self._copies)
+        job = Job(step, shards, meta, writing, final, began)
         self._beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
