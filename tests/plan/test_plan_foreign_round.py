@@ -85,6 +85,7 @@ def plans(draw):
     training = {
         "sequence_length": draw(st.sampled_from([32, 64])), "micro_batch": micro, "steps": draw(st.integers(5, 500)),
         "global_batch": micro * data * per_rank, "optimizer": draw(optimizers), "seed": draw(st.integers(0, 9)),
+        "dropout": draw(st.sampled_from([0.0, 0.1])),
         "evaluation": {"every": draw(st.sampled_from([0, 7]))},
     }  # fmt: skip
     return build({

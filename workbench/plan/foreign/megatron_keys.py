@@ -140,7 +140,7 @@ WHYS = {
                      "dataloader-type"), _DATA),
     "deepspeed-config": "another file: import it by itself",
     "save": "a run keeps its checkpoints in its own directory",
-    "attention-dropout": "a plan's model has no dropout", "hidden-dropout": "a plan's model has no dropout",
+    "attention-dropout": "a plan drops what goes into the residual stream, never attention's probabilities",
     "make-vocab-size-divisible-by": "a plan pads the vocabulary by its own rule",
     "use-flash-attn": "a plan's attention kernel follows strategy.kernels",
     "init-method-std": "a plan's weights start by the model's own rule",

@@ -19,6 +19,8 @@ def read_training(keys: Keys, data: int) -> dict[str, Any]:
     training = {**batch, "optimizer": optimizer, "evaluation": _evaluation(keys), "seed": _seed(keys)}
     if steps is not None:
         training["steps"] = steps
+    if (dropout := keys.number("hidden-dropout", 0, 0.999)) is not None:
+        training["dropout"] = dropout
     trackers = [name for name, key in (("tensorboard", "tensorboard-dir"), ("wandb", "wandb-project"))
                 if keys.leave(key, "only that it is written; a run keeps it in its own directory")]  # fmt: skip
     minutes = keys.whole("distributed-timeout-minutes") or 10

@@ -89,7 +89,7 @@ def _training(full: Plan) -> dict[str, Any]:
     t = full.training
     found = {
         "seq-length": t.sequence_length, "micro-batch-size": t.micro_batch, "global-batch-size": t.global_batch,
-        "train-iters": t.steps, "seed": t.seed,
+        "train-iters": t.steps, "seed": t.seed, "hidden-dropout": t.dropout, "attention-dropout": 0.0,
     }  # fmt: skip
     if t.evaluation.every == 0:
         return {**found, "eval-iters": 0}
