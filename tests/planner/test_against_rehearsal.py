@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -74,6 +75,28 @@ def test_sequences_spread_over_ranks(model: Any, precision: str, gpus: int, algo
 )
 def test_recomputation(model: Any, precision: str, strategy: str, gpus: int, what: Any) -> None:
     plan = small(model, strategy, gpus, precision).replace(**{"strategy.recompute": what})
+    estimated, rehearsed = estimate(plan), rehearse(plan)
+    assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
+    assert traffic(estimated) == traffic(rehearsed)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "pipeline", "tensor"),
+    [
+        (ODD, "fp32", 2, {"size": 2, "sequence": True}),
+        ("tiny", "bf16", 1, {"size": 2, "sequence": True}),
+        (ODD, "bf16", 1, {"size": [2, 2], "algorithm": "2d"}),
+        ("tiny-gpt", "fp32", 1, {"size": [2, 2, 2], "algorithm": "2.5d"}),
+        (ODD, "fp32", 1, {"size": [2, 2, 2], "algorithm": "3d"}),
+    ],
+    ids=str,
+)
+def test_tensor_ranks_of_every_form(model: Any, precision: str, pipeline: int, tensor: dict[str, Any]) -> None:
+    size = tensor["size"]
+    gpus = pipeline * (math.prod(size) if isinstance(size, list) else size)
+    form = {"strategy.tensor": tensor, "strategy.pipeline.size": pipeline}
+    form |= {"training.micro_batch": 4, "training.global_batch": 16}
+    plan = small(model, "ddp", gpus, precision).replace(**{"strategy.preset": None, **form})
     estimated, rehearsed = estimate(plan), rehearse(plan)
     assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
     assert traffic(estimated) == traffic(rehearsed)

@@ -51,7 +51,7 @@ def test_copies_of_weights_add_their_gradients_once_a_step(depth: int) -> None:
     w = workload(plan)
     (call,) = (c for c in tiled(w) if c.kind == "all_reduce" and isinstance(c.count, float))
     assert (call.count, call.group_size) == (1, depth)
-    assert call.bytes == pytest.approx(parameters(plan.shape).total / 16 * 4, rel=1e-3)  # fp32 gradients
+    assert call.bytes == pytest.approx(float(w.held.total.sum()) * 4)  # fp32 gradients
 
 
 @pytest.mark.parametrize("model", ["gpt3-6.7b", "llama-3-8b", "mixtral-8x7b", "deepseek-v3"])
@@ -60,8 +60,11 @@ def test_states_of_all_tensor_ranks_add_up_to_the_model(model: str, algorithm: s
     plan = on_grid(algorithm, size, model)
     w, copies = workload(plan), size[2] if algorithm == "2.5d" else 1
     padding = (w.vocab * w.tiling.columns - plan.shape.vocab) * plan.shape.hidden * (2 - plan.shape.tied)
-    held = float(w.held.total.sum()) * plan.sizes["tensor"] / copies
-    assert held == pytest.approx(parameters(plan.shape).total + padding, rel=1e-12)
+    bare, whole = parameters(plan.shape.model_copy(update={"biases": "none"})), parameters(plan.shape)
+    vectors = whole.norms + whole.positions + whole.total - bare.total  # alike along all sides but one
+    ranks = plan.sizes["tensor"] / copies
+    expected = whole.total + padding + vectors * (ranks / size[0] - 1)
+    assert float(w.held.total.sum()) * ranks == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("model", ["gpt3-6.7b", "mixtral-8x7b", "deepseek-v3"])

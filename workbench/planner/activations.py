@@ -31,6 +31,8 @@ class Layer:
     """Held instead where the layer is recomputed in full."""
     forward: Number
     """Temporaries at the end of its forward."""
+    product: Number
+    """Temporaries while the last of its products runs forward, its result among them."""
     transient: Number
     """Temporaries while its feed-forward runs backward, beside all that is saved."""
     released: Number
@@ -93,11 +95,13 @@ def layer(w: Workload, mixture: bool = False) -> Layer:
     if w.setting.split:  # no weight's gradient yet, but the down projection's input stays
         transient = (2 if w.shape.mlp == "gelu" else 3) * wide + gathered
     branch = stream + (wide if w.shape.mlp == "relu" else 0.0)
+    # What is gathered, the partial result, and the scattered one, without and with its bias.
+    product = branch + (w.sequence_parallel > 1) * (stream * (1 + (w.shape.biases == "all")) + 2 * w.stream)
     if w.setting.algorithm != "1d":
-        met = blocks(w, wide, matrix)
-        transient, branch = transient + met, branch + met
+        met = blocks(w, wide, matrix, w.stream)
+        transient, product = transient + met, branch + stream + met
     checkpoint = stream * (1 - kept.offload_checkpoints)
-    return Layer(saved, whole, checkpoint, branch, transient, ffn + norm_saved(w), norm_backward(w))
+    return Layer(saved, whole, checkpoint, branch, product, transient, ffn + norm_saved(w), norm_backward(w))
 
 
 def _exchanged(w: Workload) -> Number:
@@ -108,12 +112,12 @@ def _exchanged(w: Workload) -> Number:
     return (w.knobs.context > 1) * more * w.tokens * w.element
 
 
-def blocks(w: Workload, wide: Number, matrix: Number) -> Number:
-    """Bytes of the others' blocks that a rank of a tensor grid holds while it multiplies: one of each side of a
-    product, or all that it gathers and the partial result."""
+def blocks(w: Workload, x: Number, matrix: Number, y: Number) -> Number:
+    """Bytes of the others' blocks that a rank of a tensor grid holds while it multiplies an input of `x` bytes with a
+    weight of `matrix` entries: one block of each, or all that it gathers and the partial result of `y` bytes."""
     if w.setting.algorithm == "3d":
-        return w.tiling.gathered * (w.stream + wide + matrix * w.element)
-    return (w.tiling.hidden > 1) * (wide + matrix * w.element)
+        return w.tiling.gathered * (x + y + matrix * w.element)
+    return (w.tiling.hidden > 1) * (x + matrix * w.element)
 
 
 def every_other(w: Workload, wide: Number) -> Number:
@@ -203,12 +207,14 @@ def head(w: Workload) -> Head:
         more = more + w.setting.software.logit_stale * logits * (w.microbatches > 1)
     else:
         more = 0.0
+    own = table * w.element * trained(w) * (w.setting.algorithm != "3d")  # which scatters it once all else is gone
+    met = blocks(w, w.stream, table, narrow) if w.setting.algorithm != "1d" else 0.0
     return Head(
         saved=norm_saved(w) + split * 10 * w.tokens,
         logits=w.wide * logits,
-        forward=split * (w.wide * logits + cast) + (1 - split) * (2 * w.wide * logits) + more,
+        forward=np.maximum(split * (w.wide * logits + cast) + (1 - split) * (2 * w.wide * logits) + more, narrow + met),
         loss=split * cast + (1 - split) * (2 * w.wide * logits) + more,
-        projection=w.stream + np.maximum(narrow + table * w.element * trained(w), added_gradient(w, table)),
+        projection=w.stream + np.maximum(narrow + met + own, added_gradient(w, table)),
         norm=norm_backward(w),
     )
 

@@ -14,14 +14,18 @@ Row = tuple[str, str, int, str, float, str]
 """Axis, kind, group size, dtype (of the parameters, or of the gradients), bytes, action."""
 
 
+Sides = tuple[tuple[str, int], ...]
+"""Name and ranks of sides of the tensor axis."""
+
+
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor of a stage: what ZeRO-3 gathers it with, its entries, whether tensor ranks hold parts of its gradient,
+    """A tensor of a stage: what ZeRO-3 gathers it with, its entries, the tensor sides that hold parts of its gradient,
     whether it stands in a bucket of its own, and whether it is of experts that other ranks do not hold."""
 
     unit: str
     elements: int
-    partial: bool = False
+    partial: Sides = ()
     alone: bool = False
     experts: bool = False
 
@@ -32,7 +36,7 @@ class Bucket:
 
     unit: str
     elements: int
-    partial: bool
+    partial: Sides
     experts: bool
 
 
@@ -93,8 +97,8 @@ def _reductions(w: Workload, stage: list[Bucket]) -> Iterator[tuple[Row, int]]:
         # The sum over replicas follows when the next bucket is complete, and that of the last bucket at the end.
         late = shard > 1 and index == len(stage) - 1
         yield ("data", "all_reduce", group // shard, "gradient", size / shard, "REDUCE_GRAD" if late else hooks), 1
-        if bucket.partial:
-            yield ("tensor", "all_reduce", int(w.tensor), "gradient", size / shard, "REDUCE_GRAD"), 1
+        for _, ranks in bucket.partial:
+            yield ("tensor", "all_reduce", ranks, "gradient", size / shard, "REDUCE_GRAD"), 1
 
 
 def _gathers(w: Workload, stage: list[Bucket]) -> Iterator[tuple[Row, int]]:
@@ -122,63 +126,77 @@ def _gathered(w: Workload, unit: str) -> dict[str, int]:
     return {"F": m, "B": 0 if unit == "head" else m}
 
 
+def _sides(w: Workload) -> tuple[Sides, Sides, Sides]:
+    """Along which tensor ranks hold the same and meet different tokens: of matrices, of vectors as wide as the residual
+    stream, of other vectors."""
+    side = int(w.tiling.hidden)
+    if w.setting.algorithm == "1d":
+        whole: Sides = (("tensor", int(w.tensor)),) if w.knobs.sequence and w.tensor > 1 else ()
+        return (), whole, ()
+    if w.setting.algorithm == "3d":
+        return (), (("input", side), ("weight", side)), (("weight", side), ("output", side))
+    depth = (("depth", int(w.tiling.copies)),) if w.tiling.copies > 1 else ()
+    return depth, (("row", side), *depth), (("row", side), *depth)
+
+
 def _parameters(w: Workload, stage: int, stages: int, both: bool, apart: bool) -> Iterator[Parameter]:
     """A stage's tensors in the model's order."""
     shape, partition = w.shape, w.setting.partition
-    split = bool(w.knobs.sequence) and w.tensor > 1
+    matrix, split, _ = sides = _sides(w)
     table, h = float(w.vocab * w.height), float(shape.hidden * w.tiling.vector)
     norm = [(h, split)] * (2 if shape.norm == "layernorm" else 1)
     if stage == 0:
         alone = apart and stages > 1
-        yield Parameter("embedding", round(table), alone=alone)
+        yield Parameter("embedding", round(table), matrix, alone=alone)
         rest = [(shape.max_positions * h, split)] if shape.positions == "learned" else []
         for size, partial in rest + (norm if shape.embedding_norm else []):
             yield Parameter("embedding", round(size), partial)
     start = sum(partition[:stage])
     for layer in range(start, start + partition[stage]):
         mixture = w.shape.moe is not None and layer >= w.shape.moe.first_dense
-        dense = () if mixture else _mlp(w, w.ffn, split)
-        for size, partial in [*norm, *_attention(w, split), *norm, *dense]:
+        dense = () if mixture else _mlp(w, w.ffn, sides)
+        for size, partial in [*norm, *_attention(w), *norm, *dense]:
             yield Parameter(str(layer), round(size), partial)
         if mixture:
             yield from _mixture(w, str(layer))
     if stage == stages - 1:
         yield from (Parameter("head", round(size), partial) for size, partial in norm)
         if not (shape.tied and both):
-            yield Parameter("head", round(table), alone=apart)
+            yield Parameter("head", round(table), matrix, alone=apart)
 
 
-def _attention(w: Workload, split: bool) -> Iterator[tuple[float, bool]]:
-    h, thin, biases = float(w.height), float(w.tiling.thin), w.shape.biases
+def _attention(w: Workload) -> Iterator[tuple[float, Sides]]:
+    h, biases, (matrix, split, other) = float(w.height), w.shape.biases, _sides(w)
     for width in map(float, (w.q_width, w.k_width, w.v_width)):
-        yield h * width, False
+        yield h * width, matrix
         if biases in ("qkv", "all"):
-            yield width * thin, False
-    yield h * float(w.o_width), False
+            yield width, other
+    yield h * float(w.o_width), matrix
     if biases == "all":
-        yield float(w.hidden) * thin, split
+        yield float(w.hidden), split
 
 
-def _mlp(w: Workload, width: Number, split: bool) -> Iterator[tuple[float, bool]]:
+def _mlp(w: Workload, width: Number, sides: tuple[Sides, Sides, Sides]) -> Iterator[tuple[float, Sides]]:
     """Of a feed-forward layer whose local width is `width`."""
-    bias, thin = w.shape.biases == "all", float(w.tiling.thin)
+    bias, (matrix, split, other) = w.shape.biases == "all", sides
     for _ in range(2 if w.shape.gated else 1):
-        yield float(w.height * width), False
+        yield float(w.height * width), matrix
         if bias:
-            yield float(width) * thin, False
-    yield float(w.height * width), False
+            yield float(width), other
+    yield float(w.height * width), matrix
     if bias:
-        yield float(w.hidden) * thin, split
+        yield float(w.hidden), split
 
 
 def _mixture(w: Workload, unit: str) -> Iterator[Parameter]:
     """Router, experts, shared experts: tensor ranks make parts of the router's gradient, and of output biases'."""
     moe = w.shape.moe
     assert moe is not None
-    split, apart = bool(w.tensor > 1), bool(w.knobs.expert > 1)
+    parts: Sides = (("tensor", int(w.tensor)),) if w.tensor > 1 else ()
+    sides, apart = ((), parts, ()), bool(w.knobs.expert > 1)
     width, own = moe.ffn / w.tiling.columns, moe.experts / w.knobs.expert
-    yield Parameter(unit, round(float(w.height * moe.experts)), split)
-    for size, partial in _mlp(w, width, split):
+    yield Parameter(unit, round(float(w.height * moe.experts)), parts)
+    for size, partial in _mlp(w, width, sides):
         yield Parameter(unit, round(size * own), partial, experts=apart)
-    for size, partial in _mlp(w, moe.shared * width, split) if moe.shared else ():
+    for size, partial in _mlp(w, moe.shared * width, sides) if moe.shared else ():
         yield Parameter(unit, round(size), partial)

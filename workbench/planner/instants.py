@@ -50,6 +50,7 @@ def passes(w: Workload) -> dict[str, Live]:
     return {
         "first_forward": {name: size / w.in_flight for name, size in full.items()},
         "forward": plus(full, _forward(w, head, layer), _sent(w)),
+        "product": plus(_product(w, head, layer, flight), _sent(w)),
         **_head_backward(w, head, flight),
         **_layer_backward(w, head, layer, flight),
     }
@@ -73,6 +74,16 @@ def _flight(w: Workload, head: Head) -> Flight:
 def _forward(w: Workload, head: Head, layer: Layer) -> Live:
     """The end of the last forward before a backward."""
     return {"logits": w.last * (head.forward - head.logits), "temporary": w.nothing + layer.forward}
+
+
+def _product(w: Workload, head: Head, layer: Layer, flight: Flight) -> Live:
+    """The last layer's last product forward; neither the stage's output nor anything of the head is there yet."""
+    _, boundary = activations.ends(w)
+    return {
+        "activations": flight.all - w.last * head.saved - boundary,
+        "logits": flight.logits - w.last * head.logits,
+        "temporary": w.nothing + layer.product,
+    }
 
 
 def _head_backward(w: Workload, head: Head, flight: Flight) -> dict[str, Live]:

@@ -50,7 +50,7 @@ def held(w: Workload) -> Held:
 
 def _adapter(w: Workload) -> Number:
     """Parameters of one layer's adapters (2106.09685): rank x (inputs + outputs) of each projection that has one."""
-    rank, h, thin = w.setting.adapter_rank, w.shape.hidden * w.tiling.vector, w.tiling.thin
+    rank, h, thin = w.setting.adapter_rank, w.height / w.tiling.hidden, w.tiling.thin
     attention = 4 * h + thin * (w.q_width + w.k_width + w.v_width + w.o_width)
     wide = (2 if w.shape.gated else 1) * (h + thin * w.ffn) + thin * w.ffn + h
     return rank * (attention + wide * w.setting.adapter_everywhere)
@@ -60,8 +60,7 @@ def attention_parameters(w: Workload) -> Number:
     """Of one block's attention, on a tensor rank: columns of q, k, v and rows of o are split, o's bias is not."""
     shape, h, thin = w.shape, w.height, w.tiling.thin
     if shape.mla is None:
-        bias = thin * (w.q_width + 2 * w.k_width) * (shape.biases in ("qkv", "all"))
-        bias = bias + thin * w.hidden * (shape.biases == "all")
+        bias = (w.q_width + 2 * w.k_width) * (shape.biases in ("qkv", "all")) + w.hidden * (shape.biases == "all")
         return h * (w.q_width + w.k_width + w.v_width + w.o_width) + bias
     m, latent = shape.mla, h / w.tiling.hidden
     query = latent * m.q_rank + thin * m.q_rank * w.q_width if m.q_rank else h * w.q_width
@@ -72,7 +71,7 @@ def attention_parameters(w: Workload) -> Number:
 def feed_forward_parameters(w: Workload, width: Number) -> Number:
     """Of one feed-forward layer whose local width is `width`."""
     wide = 2 if w.shape.gated else 1
-    bias = w.tiling.thin * (wide * width + w.hidden) if w.shape.biases == "all" else 0.0
+    bias = wide * width + w.hidden if w.shape.biases == "all" else 0.0
     return (wide + 1) * w.height * width + bias
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from workbench.planner.compute import Product, head_product, layer_products
 from workbench.planner.setting import Number
-from workbench.planner.traffic import Call, gradient_dtype
+from workbench.planner.traffic import Call, gradient_dtype, shared_heads
 from workbench.planner.workload import Workload
 
 Moved = tuple[str, Number, Number]
@@ -22,11 +22,13 @@ def product_traffic(w: Workload, p: Product, action: str) -> list[Moved]:
     calls, trained = p.count / n, float(w.setting.adapter_rank == 0)
     if w.setting.algorithm == "3d":
         if action == "F":
-            return [("all_gather", g * (x + weight), calls), ("reduce_scatter", g * y, calls)]
+            return [
+                ("all_gather", g * x, calls), ("all_gather", g * weight, calls), ("reduce_scatter", g * y, calls)
+            ]  # fmt: skip
         weights = trained * calls
         return [
-            ("all_gather", g * (y + weight), calls), ("reduce_scatter", g * x, calls),
-            ("all_gather", g * (x + y), weights), ("reduce_scatter", g * weight, weights),
+            ("all_gather", g * y, calls), ("all_gather", g * weight, calls), ("reduce_scatter", g * x, calls),
+            ("all_gather", g * x, weights), ("all_gather", g * y, weights), ("reduce_scatter", g * weight, weights),
         ]  # fmt: skip
     if action == "F":
         return [("broadcast", x, n * calls), ("broadcast", weight, n * calls)]
@@ -48,7 +50,7 @@ def tiled(w: Workload) -> list[Call]:
         *(_call(w, moved, times, "F") for p, times in parts + head for moved in product_traffic(w, p, "F")),
         *(_call(w, moved, times * again, "B") for p, times in parts for moved in product_traffic(w, p, "F")),
         *(_call(w, moved, times, "B") for p, times in parts + head for moved in product_traffic(w, p, "B")),
-        *_embedding(w), *_norms(w), _copies(w),
+        *_embedding(w), *_norms(w), *shared_heads(w), _copies(w),
     ]  # fmt: skip
 
 
@@ -58,20 +60,32 @@ def _call(w: Workload, moved: Moved, times: Number, action: str) -> Call:
 
 
 def _embedding(w: Workload) -> list[Call]:
-    """Every rank looks its tokens up in the whole height of the table."""
+    """2-D: every rank looks its tokens up in the whole height of the table. 3-D: in a part of it, for others too."""
     n, g, times = w.tiling.steps, w.tiling.gathered, w.microbatches * w.first
-    kinds = ("all_gather", "reduce_scatter") if w.setting.algorithm == "3d" else ("broadcast", "reduce")
-    return [_call(w, (kind, g * w.vocab * w.height, n), times, action) for kind, action in zip(kinds, "FB")]
+    table, tokens = g * w.vocab * w.height, g * w.tokens * w.hidden
+    if w.setting.algorithm != "3d":
+        return [_call(w, (kind, table, n), times, action) for kind, action in (("broadcast", "F"), ("reduce", "B"))]
+    return [
+        _call(w, ("all_gather", table, 1), times, "F"), _call(w, ("reduce_scatter", tokens, 1), times, "F"),
+        _call(w, ("all_gather", tokens, 1), times, "B"), _call(w, ("reduce_scatter", table, 1), times, "B"),
+    ]  # fmt: skip
 
 
 def _norms(w: Workload) -> list[Call]:
-    """Sums over a hidden width that is split: one or two fp32 numbers a token, each way."""
-    sums = 2 if w.shape.norm == "layernorm" else 1
-    times = w.microbatches * (2 * w.layers + w.last)
-    return [Call("tensor", "all_reduce", w.tiling.hidden, "fp32", 4 * sums * w.tokens, times, a) for a in "FB"]
+    """Over a hidden width that is split: fp32 numbers of every token, one each way or, of a layernorm, two; forward
+    those are gathered, for mean and deviation of the parts cannot be added without loss."""
+    times = w.microbatches * (2 * w.layers + w.last + w.first * w.shape.embedding_norm)
+    again = 2 * w.microbatches * w.recomputed
+    q, size = w.tiling.hidden, 4 * w.tokens
+    if w.shape.norm == "layernorm":
+        forward, backward = ("all_gather", 2 * q * size), ("all_reduce", 2 * size)
+    else:
+        forward = backward = ("all_reduce", size)
+    each = ((forward, times, "F"), (forward, again, "B"), (backward, times, "B"))
+    return [Call("tensor", kind, q, "fp32", size, count, action) for (kind, size), count, action in each]
 
 
 def _copies(w: Workload) -> Call:
     """Gradients of weights that the layers of a 2.5-D grid hold alike."""
     size = w.held.trained * w.gradient_element
-    return Call("tensor", "all_reduce", w.tiling.copies, gradient_dtype(w), size, 1.0, "B")
+    return Call("tensor", "all_reduce", w.tiling.copies, gradient_dtype(w), size, 1.0, "REDUCE_GRAD")

@@ -2,7 +2,8 @@
 
 2-D (Optimus, 2104.05343): activations and weights in q x q blocks. 2.5-D (Tesseract, 2105.14500): weights in q x q
 blocks that the d layers of a grid hold alike, activations in q d x q. 3-D (2105.14450): all in l^3 blocks; a rank
-gathers l of them along one side before it multiplies. Tokens are split by whole sequences, vectors as weights are.
+gathers l of them along one side before it multiplies. Tokens are split by whole sequences; vectors lie along one side,
+and are alike along the others.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ class Tiling:
 
     @property
     def thin(self) -> Number:
-        """Share of a column block's vector, such as a bias, that a rank holds."""
+        """Share of a column block's other side that a rank holds."""
         return 1 / self.height
 
     @property
     def vector(self) -> Number:
         """Share of a hidden-wide vector, such as a norm's weight, that a rank holds."""
-        return 1 / (self.height * self.hidden)
+        return 1 / self.hidden
 
 
 def tiling(algorithm: str, k: Knobs) -> Tiling:

@@ -42,7 +42,7 @@ def exactly(w: Workload, all_calls: list[Call], rank: int) -> list[Call]:
             Call(axis, kind, group, dtypes[dtype], size, float(count), action)
             for (axis, kind, group, dtype, size, action), count in buckets.traffic(w, rank).items()
         ]
-        own = [call for call in own if call.axis != "data"] + packed
+        own = [call for call in own if call.axis != "data" and call.action != "REDUCE_GRAD"] + packed
     return [call for call in own if call.group_size > 1 and call.count > 0 and call.bytes > 0]
 
 
@@ -75,18 +75,19 @@ def _tensor(w: Workload) -> list[Call]:
         Call("tensor", "reduce_scatter", t, dtype, stream, on * m * (two + first), "F"),
         Call("tensor", "all_gather", t, dtype, stream, on * m * (two + first + two + last + gathered - kept), "B"),
         Call("tensor", "reduce_scatter", t, dtype, stream, on * m * (two + last + again), "B"),
-        *_shared_heads(w),
+        *shared_heads(w),
     ]
 
 
-def _shared_heads(w: Workload) -> list[Call]:
+def shared_heads(w: Workload) -> list[Call]:
     """Gradients of key and value projections that several tensor ranks hold alike, where heads are fewer than ranks."""
     shape = w.shape
     if shape.mla is not None:
         return []
-    times = 2 * w.microbatches * w.layers * (w.tensor > int(shape.kv_heads or 0))
-    sizes = [shape.kv_width * shape.hidden, *([shape.kv_width] if shape.biases in ("qkv", "all") else [])]
-    return [Call("tensor", "all_reduce", w.tensor, w.dtype, n * w.element, times, "B") for n in sizes]
+    columns = w.tiling.columns
+    times = 2 * w.microbatches * w.layers * (columns > int(shape.kv_heads or 0))
+    sizes = [shape.kv_width * w.height, *([shape.kv_width] if shape.biases in ("qkv", "all") else [])]
+    return [Call("tensor", "all_reduce", columns, w.dtype, n * w.element, times, "B") for n in sizes]
 
 
 def _loss(w: Workload) -> list[Call]:

@@ -182,7 +182,7 @@ def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) ->
         k_width=shape.q_width / columns if mla else _kv_width(shape, columns),
         v_width=shape.heads * mla.value_dim / columns if mla else _kv_width(shape, columns),
         o_width=(shape.heads * mla.value_dim if mla else shape.q_width) / columns,
-        heads=shape.heads / columns, ffn=shape.ffn / columns, vocab=np.ceil(shape.vocab / columns),
+        heads=shape.heads / columns, ffn=shape.ffn / columns, vocab=_rows(shape, blocks),
         sequence_parallel=1 + k.sequence * (k.tensor - 1),
         element=BYTES[s.precision], gradient_element=_gradient_element(s, k.gradient_element, microbatches),
         reduce_microbatch=np.maximum(k.reduce_microbatch, microbatches == 1),
@@ -243,6 +243,11 @@ def losses_in_flight(s: Setting, microbatches: Number) -> Number:
     if s.table is not None:
         return float(most_losses(s.table))
     return microbatches if s.schedule == "gpipe" and s.pipeline > 1 else 1.0
+
+
+def _rows(shape: Shape, blocks: Tiling) -> Number:
+    """Rows of the vocabulary on a tensor rank, padding included: a multiple of the blocks that are gathered at once."""
+    return np.ceil(shape.vocab / (blocks.columns * blocks.gathered)) * blocks.gathered
 
 
 def _kv_width(shape: Shape, tensor: Number) -> Number:

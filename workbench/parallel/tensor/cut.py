@@ -25,9 +25,9 @@ class Cut:
     pieces: int
 
     @classmethod
-    def even(cls, length: int, axis: MeshAxis) -> Cut:
-        """Equal pieces, the last ones padded."""
-        room = -(-length // axis.size)
+    def even(cls, length: int, axis: MeshAxis, unit: int = 1) -> Cut:
+        """Equal pieces, multiples of `unit`, the last ones padded."""
+        room = -(-length // (axis.size * unit)) * unit
         start, stop = (min((axis.index + n) * room, length) for n in (0, 1))
         return cls(axis, start, stop, room, axis.index, axis.size)
 

@@ -156,7 +156,7 @@ class OnCube(_OnGrid):
 
     def _table(self, path: str, module: nn.Module) -> tuple[nn.Parameter, Cut]:
         shape = self.model.shape
-        cut = Cut.even(shape.vocab, self.grid.input)
+        cut = Cut.even(shape.vocab, self.grid.input, unit=self.grid.weight.size)
         return self._block(path, module, cut, Cut.even(shape.hidden, self.grid.output)), cut
 
     def _block(self, path: str, module: nn.Module, outputs: Cut, inputs: Cut) -> nn.Parameter:
