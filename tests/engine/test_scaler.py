@@ -22,6 +22,8 @@ from workbench.engine.session import Session, StepResult
 from workbench.parallel.data.store import Store
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
+from workbench.planner.traffic import LOSS_BYTES
+from workbench.rehearsal.rehearse import rehearse
 
 CPU = torch.device("cpu")
 MESHES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
@@ -191,7 +193,7 @@ def test_a_run_that_overflows_by_itself_says_so_and_holds_its_schedule(
 ) -> None:
     """The first scale is far too large: steps are skipped until it is not; then a second run goes on from there."""
     monkeypatch.setattr(scaler_module, "INITIAL", 2.0**30)
-    sets = {"strategy.precision": "fp16", "training.optimizer.warmup_steps": 10, "checkpoint.every": 12}
+    sets: dict[str, Any] = {"strategy.precision": "fp16", "training.optimizer.warmup_steps": 10, "checkpoint.every": 12}
     sets |= {"checkpoint.asynchronous": False, "training.steps": 24}
     code, records = trained(tmp_path / "run", text, **sets)
     told = [record for record in records if record["kind"] == "step"]
@@ -211,3 +213,16 @@ def test_a_run_that_overflows_by_itself_says_so_and_holds_its_schedule(
     assert [[record[key] for key in same] for record in again] == [
         [record[key] for key in same] for record in told[12:]
     ]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_same_step_is_rehearsed_and_needs_no_further_collective(name: str) -> None:
+    changes = {"training.dropout": 0.1, "training.optimizer.name": name, "strategy.tensor.sequence": True}
+    sizes, narrow = (2, 2, 1), made((2, 2, 1), changes)
+    profile = rehearse(narrow)
+    calls = profile.collectives[profile.collectives["step"] == 1]
+    agreed = calls[calls["action"] == "CLIP"].groupby("rank")[["bytes", "count"]].sum()
+    assert set(map(tuple, agreed.to_numpy().tolist())) == {(LOSS_BYTES, 1)}
+    wide = rehearse(made(sizes, changes | {"strategy.precision": "bf16"})).collectives
+    columns = ["rank", "axis", "kind", "bytes", "count", "action"]
+    assert sorted(calls[columns].to_numpy().tolist()) == sorted(wide[wide["step"] == 1][columns].to_numpy().tolist())
