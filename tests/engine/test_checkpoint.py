@@ -188,13 +188,16 @@ def test_copies_are_written_over_and_may_be_left_out(tmp_path: Path) -> None:
         assert all(torch.equal(mine.tensor, theirs.tensor) for mine, theirs in zip(shards, again))
 
 
-def test_the_next_waits_for_the_former(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_waits_for_the_former_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     slow = Slow(monkeypatch)
     (writer,) = writers(tmp_path, 1)
     writer.start(1, cut(0, 1, 0), {})
     threading.Timer(0.1, slow.go.set).start()
     writer.start(2, cut(0, 1, 0), {})
     assert path_of(tmp_path, 1) in finished(tmp_path)
+    assert capsys.readouterr().out.startswith("checkpoint: step 2 waits until the former one is written")
     writer.wait()
     assert [p.name for p in finished(tmp_path)] == ["step-00000001", "step-00000002"]
 

@@ -123,6 +123,8 @@ class Writer:
         Raises ValueError where the former one could not be written.
         """
         began = time.monotonic()
+        if self.rank == 0 and self._thread is not None and self._thread.is_alive():
+            print(f"checkpoint: step {step} waits until the former one is written; a larger checkpoint.every would not")
         self.wait()
         final = path_of(self.folder, step)
         writing = final.with_name(f"{final.name}.writing-{self.token}")
