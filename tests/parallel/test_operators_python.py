@@ -86,6 +86,15 @@ def test_pairing_communicates_twice_a_branch() -> None:
     assert counts == dict.fromkeys("FB", layers * branches * microbatches)
 
 
+def test_zero_3_gathers_the_whole_model_once_a_step() -> None:
+    plan = users(4, 2, GRID, {"strategy.data.zero": 3, "strategy.precision": "bf16"})
+    frame = rehearse(plan, allow_code=True).collectives
+    frame = frame[(frame["step"] == 1) & (frame["axis"] == "data") & (frame["kind"] == "all_gather")]
+    elements = sum(row["bytes"] * row["count"] for row in frame.to_dict("records")) / 2
+    model = sum(p.numel() for p in build().parameters())
+    assert model / 2 < elements < model  # linear1 and linear2, and half of the table's rows, are halved already
+
+
 def test_a_partial_sum_of_heads_taken_for_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def settled(self: Split, y: Tensor, **dims: int) -> Tensor:
         return y if "heads" in self.placement else original(self, y, **dims)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from workbench.engine.answer import status
 from workbench.engine.forked import run_ranks
+from workbench.engine.inspect import inspect
 from workbench.engine.precision import DTYPES
 from workbench.engine.reference import Reference, proof_value, train_plainly
 from workbench.engine.session import Session
@@ -76,6 +77,7 @@ def verify(
     Raises `PlanError` where the engine cannot run the plan, RankError where a rank fails.
     """
     plan = _provable(plan.complete(), precision, allow_code)
+    inspect(plan, allow_code)
     dtype = DTYPES[precision]
     batches = list(_batches(plan))
     reference = train_plainly(plan, batches, dtype)

@@ -83,9 +83,9 @@ def shortened(plan: Plan, stage: int) -> Plan:
 
     With early backward a stage holds at most `pipeline - stage` microbatches, however many there are, and every
     further one repeats what the former did. GPipe holds them all, and is not shortened; nor is ZeRO-3 with a norm
-    behind the embedding, which backward leaves gathered for the next microbatch.
+    behind the embedding, or of a model that is code, which backward leaves gathered for the next microbatch.
     """
-    left_whole = plan.strategy.data.zero == 3 and plan.shape.embedding_norm
+    left_whole = plan.strategy.data.zero == 3 and bool(plan.code or plan.shape.embedding_norm)
     if plan.strategy.pipeline.schedule != "1f1b" or left_whole:
         return plan
     enough = min(plan.num_microbatches, plan.sizes["pipeline"] - stage + STEADY)
