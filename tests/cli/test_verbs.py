@@ -39,14 +39,14 @@ def test_plans_and_plan_files_are_the_same_to_a_verb(tmp_path):
 
 
 def test_what_cannot_be_done_is_refused_by_name():
-    plan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, set={"strategy.stack": "deepspeed-3d"})
+    plan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="ddp", set={"strategy.stack": "deepspeed-3d"})
     for verb in (wb.rehearse, wb.verify, wb.run):
         with pytest.raises(PlanError, match=r"strategy\.stack: is 'deepspeed-3d'; this version can"):
             verb(plan)
 
 
 def test_compare_leaves_out_what_cannot_be_rehearsed():
-    plan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, set={"strategy.stack": "deepspeed-3d"})
+    plan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="ddp", set={"strategy.stack": "deepspeed-3d"})
     found = wb.compare(plan)
     assert set(found.summary.source) == {"estimated"}
 
