@@ -84,11 +84,13 @@ def test_collectives_of_a_megatron_layer() -> None:
 
 @pytest.mark.parametrize(("zero", "elements"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_zero_traffic_at_one_microbatch(zero: int, elements: int) -> None:
-    """2P, 2P, 2P, 3P elements a step: an all-reduce counts twice (1910.02054)."""
+    """2P, 2P, 2P, 3P elements a step: an all-reduce counts twice (1910.02054). Stage 3 does not gather two units again:
+    backward needs no table of the embedding, and begins with the head, which forward has left whole."""
     plan = on_cards("llama-3-8b", 8, f"zero-{zero}", **{"training.global_batch": 8}).complete()
     w = workload(plan)
     parameters = sum(_sent(c) for c in exactly(w, calls(w), 0) if c.axis == "data")
-    assert parameters / 8.03e9 == pytest.approx(elements, rel=0.01)
+    once = 2 * 128256 * 4096 if zero == 3 else 0
+    assert parameters + once == pytest.approx(elements * 8.03e9, rel=0.01)
 
 
 def _sent(call: Call) -> float:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
+import numpy as np
+
 from workbench.planner.setting import Number, stage_homes
 from workbench.planner.workload import Workload
 
@@ -63,36 +65,44 @@ def _packed(w: Workload, parameters: list[Parameter]) -> list[Bucket]:
             full.append(bucket)
             bucket = empty
         open_[key] = replace(empty, elements=bucket.elements + p.elements)
-    return [replace(b, elements=_padded(b.elements, _ranks(w, b)[1])) for b in (*full, *open_.values())]
+    return [replace(b, elements=_padded(b.elements, _shard(w, b))) for b in (*full, *open_.values())]
 
 
 def _padded(elements: int, shard: int) -> int:
     return ceil(elements / shard) * shard
 
 
-def _ranks(w: Workload, bucket: Bucket) -> tuple[int, int]:
-    """Ranks that hold the same as this one, and over how many of them ZeRO shards it."""
-    group, shard = round(float(w.data * w.knobs.context)), int(w.knobs.shard) if w.zero else 1
-    expert = int(w.knobs.expert) if bucket.experts else 1
-    return group // expert, max(1, shard // expert)
+def _expert(w: Workload, bucket: Bucket) -> int:
+    return int(w.knobs.expert) if bucket.experts else 1
+
+
+def _shard(w: Workload, bucket: Bucket) -> int:
+    """Ranks over which ZeRO shards a bucket."""
+    return max(1, int(w.knobs.shard) // _expert(w, bucket)) if w.zero else 1
+
+
+def _group(w: Workload, bucket: Bucket, rank: int) -> int:
+    """Ranks that hold the same bucket as one of pipeline rank `rank`; stages may have unequally many."""
+    replicas = np.broadcast_to(np.ravel(w.data * w.knobs.context), w.setting.pipeline)[rank]
+    return round(float(replicas)) // _expert(w, bucket)
 
 
 def traffic(w: Workload, rank: int) -> Counter[Row]:
     """Every collective of gradients and parameters a step, on a pipeline rank."""
     found: Counter[Row] = Counter()
     for stage in of_rank(w, rank):
-        for row, times in _reductions(w, stage):
+        for row, times in _reductions(w, stage, rank):
             found[row] += times
         for row, times in _gathers(w, stage):
             found[row] += times
     return found
 
 
-def _reductions(w: Workload, stage: list[Bucket]) -> Iterator[tuple[Row, int]]:
+def _reductions(w: Workload, stage: list[Bucket], rank: int) -> Iterator[tuple[Row, int]]:
     hooks = "B" if w.pipeline == 1 else "REDUCE_GRAD"
     times = int(w.microbatches) if w.zero >= 2 and w.reduce_microbatch else 1
     for index, bucket in enumerate(stage):
-        size, (group, shard) = bucket.elements * float(w.gradient_element), _ranks(w, bucket)
+        size, group, shard = bucket.elements * float(w.gradient_element), _group(w, bucket, rank), _shard(w, bucket)
         yield ("data", "reduce_scatter", shard, "gradient", size, hooks), times
         # The sum over replicas follows when the next bucket is complete, and that of the last bucket at the end.
         late = shard > 1 and index == len(stage) - 1
@@ -107,7 +117,7 @@ def _gathers(w: Workload, stage: list[Bucket]) -> Iterator[tuple[Row, int]]:
     for bucket in stage:
         for action, times in _gathered(w, bucket.unit).items():
             size = bucket.elements * float(w.element)
-            yield ("data", "all_gather", _ranks(w, bucket)[1], "parameter", size, action), times
+            yield ("data", "all_gather", _shard(w, bucket), "parameter", size, action), times
 
 
 def _gathered(w: Workload, unit: str) -> dict[str, int]:

@@ -67,7 +67,8 @@ def _flight(w: Workload, head: Head) -> Flight:
     aside = w.layers * activations.aside(w) * float(w.setting.split)
     late = w.put_aside * (aside - saved) * float(w.setting.split)
     loss = w.head_in_flight * w.last
-    held = w.in_flight * one + loss * head.saved * ahead + boundary + late
+    outputs = boundary * (1 + w.setting.software.keeps_outputs * np.maximum(0.0, w.in_flight - 1))
+    held = w.in_flight * one + loss * head.saved * ahead + outputs + late
     return Flight(held, loss * head.logits, saved / w.setting.chunks, aside / w.setting.chunks)
 
 

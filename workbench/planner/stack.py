@@ -35,6 +35,8 @@ class Software:
     """Feed-forward-wide tensors that a gated layer keeps."""
     dropout: float = 0.0
     """1 where dropout keeps masks and moves bytes."""
+    keeps_outputs: float = 0.0
+    """1 where a pipeline stage keeps what it sent until that microbatch's backward."""
     repeats_whole: float = 0.0
     """1 where full recomputation runs a layer to its end, its last sum too."""
     selective: float = -1.0
