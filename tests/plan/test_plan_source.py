@@ -139,5 +139,10 @@ def test_yaml_that_means_nothing_is_told_of_its_file(text):
         parse(text)
 
 
+def test_a_grid_without_sides_is_refused():
+    text = "model: tiny\ncluster: {gpu: local, gpus: 1}\nstrategy: {tensor: {size: [], algorithm: 2d}}"
+    assert "is []; " in problems(text)["strategy.tensor.size"]
+
+
 def test_a_key_that_is_no_text_is_refused():
     assert "is 1; must be text" in problems("1: 2\nmodel: tiny\ncluster: {gpu: local, gpus: 1}")["1"]

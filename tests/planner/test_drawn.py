@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ def test_a_drawn_table_costs_what_its_name_does(name: str, chunks: int, tmp_path
     assert by_table.peak_bytes_by_rank == pytest.approx(by_name.peak_bytes_by_rank, rel=1e-3)
     # Stages are equal but for the loss on the last: closed forms of split backwards take their mean.
     assert by_table.step_seconds == pytest.approx(by_name.step_seconds, rel=0.01)
+
+
+def test_a_pipe_is_not_read_as_a_table(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    with pytest.raises(PlanError, match=r"pipe.csv' cannot be used: it is no file"):
+        plan_of(str(tmp_path / "pipe.csv")).complete()
 
 
 def test_an_order_that_waits_longer_costs_more(tmp_path: Path) -> None:

@@ -64,6 +64,11 @@ def test_csv_reads_back(tmp_path: Path, name: str, lowered: bool) -> None:
     assert read_csv(tmp_path / "t.csv") == table
 
 
+def test_a_spreadsheets_byte_order_mark_is_no_cell(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbf0F0,0B0\n")
+    assert read_csv(tmp_path / "t.csv") == drawn("0F0 0B0")
+
+
 def test_empty_cells_are_idle(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("0F0,,0B0\n,1F0,1B0\n")
     assert [len(row) for row in read_csv(tmp_path / "t.csv").rows] == [2, 2]
@@ -76,6 +81,9 @@ def test_empty_cells_are_idle(tmp_path: Path) -> None:
         ("0F0,0B0\n0F1,0B1\n", "stage 0 runs forward on rank 0 and on rank 1"),
         ("0F0,0B0\n2F0,2B0\n", "no rank runs forward for stage 1"),
         ("", "no forward"),
+        ("0F0,0B0\n999999999F0\n", "no rank runs forward for stage 1, yet there is a stage 999999999"),
+        ("0F0,0F999999999\n", "no rank runs forward for microbatch 1, yet there is a microbatch 999999999"),
+        ("0F0," + "x" * 200_000, "field larger"),
     ],
 )
 def test_a_broken_file_names_the_place(tmp_path: Path, text: str, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from functools import lru_cache
 
 from workbench.plan.errors import PlanError, refuse
@@ -61,6 +62,8 @@ def problem(plan: Plan) -> PlanError | None:
 def _read(path: str) -> Table:
     try:
         known = os.stat(path)
+        if stat.S_ISFIFO(known.st_mode) or stat.S_ISCHR(known.st_mode):  # opened, they may never end
+            raise ValueError("it is no file")
         return _valid(path, known.st_mtime_ns, known.st_size)
     except (OSError, ValueError) as error:
         raise refuse(FIELD, f"'{path}' cannot be used: {error}") from None

@@ -109,7 +109,9 @@ class Data(Frozen):
 class Tensor(Frozen):
     """Tensor parallelism (Shoeybi et al. 2019; 2-D, 2.5-D, 3-D: Colossal-AI)."""
 
-    size: PositiveInt | list[PositiveInt] = Field(1, description="Ranks, or the grid [q,q], [q,q,d], [l,l,l].")
+    size: PositiveInt | Annotated[list[PositiveInt], Field(min_length=1)] = Field(
+        1, description="Ranks, or the grid [q,q], [q,q,d], [l,l,l]."
+    )
     algorithm: Literal["1d", "2d", "2.5d", "3d"] = Field("1d", description="How matrix products are split.")
     sequence: bool = Field(False, description="Split norms and residuals over the sequence (2205.05198).")
 

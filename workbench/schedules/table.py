@@ -48,10 +48,10 @@ class Table:
 def table_of(rows: list[list[Action]]) -> Table:
     """A table from rows alone: the forwards say which rank holds a stage and how many microbatches there are.
 
-    Raises ValueError where they do not: no forward, a stage on two ranks, a gap in the stages.
+    Raises ValueError where they do not: no forward, a stage on two ranks, a gap in the stages or microbatches.
     """
     home: dict[int, int] = {}
-    microbatches = 0
+    batches: set[int] = set()
     for rank, row in enumerate(rows):
         for action in row:
             if action.kind == "F":
@@ -59,13 +59,15 @@ def table_of(rows: list[list[Action]]) -> Table:
                     raise ValueError(
                         f"stage {action.stage} runs forward on rank {home[action.stage]} and on rank {rank}"
                     )
-                microbatches = max(microbatches, int(action.microbatch or 0) + 1)
+                batches.add(int(action.microbatch or 0))
     if not home:
         raise ValueError("the table has no forward action (such as 0F0)")
-    if missing := sorted(set(range(max(home) + 1)) - set(home)):
-        raise ValueError(f"no rank runs forward for stage {missing[0]}, yet there is a stage {max(home)}")
+    for what, seen in (("stage", set(home)), ("microbatch", batches)):
+        if max(seen) >= len(seen):  # a number of any size may stand in a cell: count what is there, not up to it
+            gap = next(number for number in range(len(seen)) if number not in seen)
+            raise ValueError(f"no rank runs forward for {what} {gap}, yet there is a {what} {max(seen)}")
     placement = tuple(home[stage] for stage in range(len(home)))
-    return Table(tuple(map(tuple, rows)), len(home), microbatches, placement)
+    return Table(tuple(map(tuple, rows)), len(home), len(batches), placement)
 
 
 def read_csv(path: str | Path) -> Table:
@@ -73,20 +75,21 @@ def read_csv(path: str | Path) -> Table:
 
     Raises ValueError naming the file, the rank and the cell where a cell is no action.
     """
-    rows: list[list[Action]] = []
-    with open(path, newline="", encoding="utf-8") as file:
-        for rank, cells in enumerate(csv.reader(file)):
-            row: list[Action] = []
-            for column, cell in enumerate(cells):
-                try:
-                    row += parse_cell(cell)
-                except ValueError as error:
-                    raise ValueError(f"{path}: rank {rank}, cell {column}: {error}") from None
-            rows.append(row)
-    try:
-        return table_of(rows)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte-order mark
+        try:
+            return table_of([_row(rank, cells) for rank, cells in enumerate(csv.reader(file))])
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def _row(rank: int, cells: list[str]) -> list[Action]:
+    row: list[Action] = []
+    for column, cell in enumerate(cells):
+        try:
+            row += parse_cell(cell)
+        except ValueError as error:
+            raise ValueError(f"rank {rank}, cell {column}: {error}") from None
+    return row
 
 
 def write_csv(table: Table, path: str | Path) -> None:
