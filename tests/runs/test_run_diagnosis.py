@@ -49,6 +49,18 @@ def test_a_killed_rank_before_its_survivors(blame):
     assert cause.rank == 1 and "killed by SIGKILL" in cause.message and "outside" in cause.advice
 
 
+def test_a_killed_rank_is_the_cause_where_the_launcher_names_a_survivor_first(blame):
+    errors = [(0, 999.5, "RuntimeError", CLOSED)]
+    cause = blame([seen(0), seen(1)], errors, report((1, -9), (0, 1)))
+    assert cause.rank == 1 and "killed by SIGKILL" in cause.message and "outside" in cause.advice
+
+
+def test_a_rank_that_the_launcher_killed_in_the_end_did_not_answer(blame):
+    errors = [(0, 970.0, "RuntimeError", TIMED_OUT)]
+    cause = blame([seen(0), seen(1)], errors, report((1, -9), (0, 1)))
+    assert cause.rank == 1 and "stopped answering" in cause.message
+
+
 def test_a_rank_that_the_launcher_killed_is_not_the_cause(blame):
     errors = [(2, 50.0, "ValueError", "bad batch")]
     cause = blame([seen(0), seen(1), seen(2)], errors, report((0, -9), (1, -15), (2, 1)))

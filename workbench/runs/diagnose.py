@@ -78,8 +78,8 @@ def first_cause(folder: Path, ranks: Mapping[int, RankSeen], exit_code: int | No
     codes, root = launcher_report(folder)
     suspects = [_raised(error) for error in errors.values()]
     wordless = [seen for seen in ranks.values() if _unexplained(seen, errors, codes)]
-    # Ranks that the launcher ended because of another's failure are in its report too, which names the first one.
-    suspects += [_ended(seen, codes.get(seen.rank) if seen.rank == root else None, folder) for seen in wordless]
+    by_itself = {root, *_killed_first(wordless, errors, codes)}
+    suspects += [_ended(seen, codes.get(seen.rank) if seen.rank in by_itself else None, folder) for seen in wordless]
     first = min(suspects, key=lambda s: (s.weight, s.when, s.rank), default=None)
     if first is None or (first.weight and launcher_signal(folder, exit_code)):
         return _at_launch(folder, exit_code)
@@ -113,6 +113,21 @@ def _unexplained(seen: RankSeen, errors: Mapping[int, Any], codes: Mapping[int, 
     if seen.bye or seen.rank in errors:
         return False
     return seen.stopped or seen.pid is not None or seen.rank in codes
+
+
+def _killed_first(wordless: list[RankSeen], errors: Mapping[int, Any], codes: Mapping[int, int]) -> list[int]:
+    """Ranks killed before any other complained.
+
+    Ranks that the launcher ended because of another's failure are in its report too: by SIGTERM at first, by SIGKILL
+    half a minute later. Of those that fell between two of its looks it names the one of lowest rank the first.
+    """
+    complained = min((error["t_epoch"] for error in errors.values()), default=0.0)
+    return [
+        seen.rank
+        for seen in wordless
+        if codes.get(seen.rank, 0) < 0 and codes[seen.rank] != -signal.SIGTERM
+        if seen.gone is not None and seen.gone - LOOK_LATE_SECONDS <= complained
+    ]
 
 
 def _ended(seen: RankSeen, code: int | None, folder: Path) -> _Suspect:
