@@ -130,7 +130,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_words(
     code, records = trained(tmp_path / "again", text, **{"checkpoint__load": str(saved), **changes})
     assert (code, steps(records, "step")) == (1, [])
     error = refusal(tmp_path / "again")
-    assert error["type"] == "ValueError" and words in error["message"]
+    assert error["type"] == "PlanError" and words in error["message"]
 
 
 def test_a_larger_shape_of_the_same_names_is_refused(tmp_path: Path, text: Path, saved: Path) -> None:

@@ -43,6 +43,13 @@ def test_the_earliest_real_error_wins(blame):
     assert cause.rank == 2 and cause.message == "rank 2 raised ValueError: early in step 7, during 1B0"
 
 
+def test_what_a_rank_refused_stands_alone(blame):
+    words = "step-00000002/rank00001.safetensors is damaged: its checksum timed out"
+    errors = [(0, 50.0, "PlanError", words), (1, 50.1, "PlanError", words)]
+    cause = blame([seen(0), seen(1)], errors, report((0, 1), (1, 1)))
+    assert (cause.message, cause.log_tail) == (f"rank 0: {words}", "")
+
+
 def test_a_killed_rank_before_its_survivors(blame):
     errors = [(0, 50.0, "RuntimeError", CLOSED), (2, 50.1, "DistNetworkError", "Connection reset by peer")]
     cause = blame([seen(0), seen(1), seen(2)], errors, report((0, 1), (2, 1), (1, -9)))

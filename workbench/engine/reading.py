@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from workbench.engine.checkpoint import Shard, Slices, size_of
 from workbench.engine.tensorfile import WORDS
+from workbench.plan.errors import PlanError, Problem
 from workbench.runs.checkpoints import REMEDY, read_manifest
 
 SETTINGS = (
@@ -85,7 +86,7 @@ def load(source: Source, wanted: Sequence[Shard], ranks: Ranks | None = None) ->
     """Copy the stored values into `wanted`, in place, from whatever mesh wrote them.
 
     Checksums of all files that are read, and all names, shapes and dtypes, are verified before anything is copied.
-    Raises ValueError on all ranks, naming the file or the tensor, and what to do.
+    Raises `PlanError` on all ranks, naming the file or the tensor, and what to do.
     """
     ranks = ranks or Ranks()
     found = together(ranks, lambda: located(source, wanted))
@@ -104,7 +105,7 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
         said = str(error)
     for words in ranks.gather(said):
         if words is not None:
-            raise ValueError(words)
+            raise PlanError(Problem("", words))  # the words say all: what was read is at fault, not the code
     return result  # type: ignore[return-value]
 
 

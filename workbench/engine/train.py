@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import sys
 import time
 import traceback
 from datetime import timedelta
@@ -21,6 +22,7 @@ from workbench.engine.loop import Loop
 from workbench.engine.precision import set_products
 from workbench.engine.telemetry import RankLog, Telemetry, set_aside, write_error
 from workbench.parallel.mesh import Mesh, build_mesh
+from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.plan.support import require
 
@@ -50,7 +52,10 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
             write_error(run_dir, rank, step, doing, error)
             if not isinstance(error, Exception):
                 raise
-            traceback.print_exception(error)
+            if isinstance(error, PlanError):
+                print(f"error: {error}", file=sys.stderr)
+            else:
+                traceback.print_exception(error)
             return _leave(1)
     return _leave(0)
 

@@ -67,6 +67,8 @@ class _Suspect:
     when: float
     rank: int
     message: str
+    refused: bool = False
+    """Whether it refused what it was given, in words that say all: its log adds nothing."""
 
 
 def first_cause(folder: Path, ranks: Mapping[int, RankSeen], exit_code: int | None, *, out_of_memory: bool) -> Cause:
@@ -83,7 +85,7 @@ def first_cause(folder: Path, ranks: Mapping[int, RankSeen], exit_code: int | No
     first = min(suspects, key=lambda s: (s.weight, s.when, s.rank), default=None)
     if first is None or (first.weight and launcher_signal(folder, exit_code)):
         return _at_launch(folder, exit_code)
-    tail = log_tail(folder, first.rank)
+    tail = "" if first.refused else log_tail(folder, first.rank)
     killed = codes.get(first.rank) == -signal.SIGKILL and out_of_memory
     evidence = f"{first.message}\n{tail}" + ("\nout of memory" if killed else "")
     return Cause(first.rank, first.message, advise(folder, evidence), tail)
@@ -101,6 +103,8 @@ def read_errors(folder: Path) -> list[dict[str, Any]]:
 
 
 def _raised(error: Mapping[str, Any]) -> _Suspect:
+    if error["type"] == "PlanError":
+        return _Suspect(0, error["t_epoch"], error["rank"], f"rank {error['rank']}: {error['message']}", refused=True)
     message = f"{error['type']}: {error['message']}"
     where = f" in step {error['step']}" if error.get("step") is not None else ""
     where += f", during {error['action']}" if error.get("action") else ""
