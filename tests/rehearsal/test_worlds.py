@@ -13,9 +13,11 @@ import pytest
 from workbench.plan import catalog
 from workbench.plan.drawn import executed
 from workbench.plan.errors import PlanError
+from workbench.plan.legal import token_parts
 from workbench.plan.parameters import parameters
 from workbench.plan.schema import Plan
 from workbench.plan.support import runnable
+from workbench.planner import estimate
 from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
 
@@ -23,6 +25,12 @@ RUNNABLE = [name for name in catalog.strategies() if runnable(name) and name != 
 MIDDLE = {
     "layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "name": "a quarter of 8B",
 }  # fmt: skip
+OF_EXPERTS = ("expert-parallel", "deepseek-v3")
+BOUNDED: dict[str, dict[str, object]] = {
+    "colossal-2d": {"strategy.tensor.size": [4, 4]}, "colossal-2.5d": {"strategy.tensor.size": [4, 4, 2]},
+    "ring-attention": {"strategy.context.size": 8},
+}  # fmt: skip
+"""What takes as many turns as it has ranks on a side."""
 SECONDS = 10.0
 """A rank takes about one on an idle machine."""
 
@@ -34,17 +42,20 @@ def warm() -> None:
 
 
 def large(strategy: str, gpus: int, **changes: object) -> Plan:
-    """One micro-batch a pipeline stage; two at least."""
+    """One micro-batch a pipeline stage; two at least. A grid gets a sequence for each part that it splits them into."""
     shape = dict(MIDDLE)
     plan = Plan.model_validate({
-        "model": shape,
+        "model": shape | ({"moe": {"experts": 8, "top_k": 2, "ffn": 1792}} if strategy in OF_EXPERTS else {}),
         "cluster": {"gpu": "h100-sxm-80gb", "gpus": gpus},
         "strategy": {"preset": strategy, "precision": "bf16"},
-        "training": {"sequence_length": 512, "global_batch": 2 * gpus, "micro_batch": 1},
+        "training": {"sequence_length": 512, "global_batch": 8192 * gpus, "micro_batch": 64},
     })  # fmt: skip
     found = plan.complete()
+    tensor = found.strategy.tensor
+    micro = token_parts(tensor.algorithm, tensor.size)
     microbatches = max(2, found.sizes["pipeline"] * (2 if found.strategy.pipeline.schedule == "dualpipe-v" else 1))
-    return plan.replace(**{"training.global_batch": microbatches * found.sizes["data"], **changes}).complete()
+    batch = {"training.micro_batch": micro, "training.global_batch": microbatches * micro * found.sizes["data"]}
+    return plan.replace(**batch, **changes).complete()
 
 
 def last_stage(plan: Plan) -> int:
@@ -60,27 +71,43 @@ def last_stage(plan: Plan) -> int:
     return layers * (matrices + 2 * shape.hidden) + shape.hidden * head + tables
 
 
-@pytest.mark.parametrize("gpus", [8, 64, 2048])
+@pytest.mark.parametrize("gpus", [8, 2048])
 @pytest.mark.parametrize("strategy", RUNNABLE)
 def test_every_runnable_preset_rehearses_at_any_size(strategy: str, gpus: int) -> None:
-    plan = large(strategy, gpus)
+    plan = large(strategy, gpus, **(BOUNDED.get(strategy, {}) if gpus > 64 else {}))
     began = time.process_time()
     profile = rehearse(plan, [gpus - 1])
     assert time.process_time() - began < SECONDS
     rows = profile.memory[profile.memory.moment == "peak"]
     assert set(rows["rank"]) == {gpus - 1} and profile.world_size == gpus
     held = {c: int(rows[rows.category == c].bytes.max()) for c in ("parameters", "gradients", "master")}
-    assert held["parameters"] == 2 * last_stage(plan)
-    assert held["gradients"] == held["master"] if plan.strategy.gradient_dtype == "fp32" else held["parameters"]
-    assert held["master"] == 2 * held["parameters"]
-    assert profile.peak_bytes_by_rank[gpus - 1] == rows.groupby("step").bytes.sum().max()
+    plain = plan.strategy.data.zero == 0 and plan.strategy.tensor.algorithm == "1d" and not plan.shape.moe
+    if plain:
+        assert held["parameters"] == 2 * last_stage(plan)
+        assert held["gradients"] == held["master"] if plan.strategy.gradient_dtype == "fp32" else held["parameters"]
+        assert held["master"] == 2 * held["parameters"]
+    assert held == pytest.approx(states(plan, gpus - 1), rel=0.02)
+    on_card = rows[rows.tier == "device"]
+    assert profile.peak_bytes_by_rank[gpus - 1] == on_card.groupby("step").bytes.sum().max()
     assert len(profile.peak_bytes_by_rank) == gpus / plan.sizes["pipeline"]
     assert profile.fits is (None if plan.sizes["pipeline"] > 1 else True)
     groups = profile.collectives.groupby("axis").group_size.max()
-    for axis, size in plan.sizes.items():
+    tensor, replicas = plan.strategy.tensor, plan.sizes["data"] * plan.sizes["context"]
+    sizes = plan.sizes | {"tensor": max(tensor.size) if isinstance(tensor.size, list) else plan.sizes["tensor"]}
+    shard = plan.strategy.data.shard
+    sizes["data"] = replicas if shard == "all" else max(shard, replicas // shard)
+    for axis, size in sizes.items():
         if size > 1:
-            assert groups[axis] == size
+            assert groups[axis] == size, axis
     assert groups["world"] == gpus
+
+
+def states(plan: Plan, rank: int) -> dict[str, int]:
+    """What the planner's formulas (1910.02054) say that the rank holds."""
+    profile = estimate(plan)
+    rows = profile.memory[(profile.memory.moment == "peak")]
+    own = rows[rows["rank"] == profile.representative.get(rank, rank)]
+    return {c: int(own[own.category == c].bytes.max()) for c in ("parameters", "gradients", "master")}
 
 
 def test_a_product_of_three_axes_on_2048_ranks() -> None:
@@ -105,18 +132,8 @@ def test_ranks_that_do_the_same_are_rehearsed_once() -> None:
     assert set(profile.peak_bytes_by_rank) == set(range(8))
 
 
-@pytest.mark.parametrize("strategy", ["zero-1", "zero-3", "megatron-sp", "colossal-2d", "ring-attention", "pangu-5d"])
-def test_what_cannot_be_rehearsed_is_refused_by_name(strategy: str) -> None:
-    if runnable(strategy):
-        pytest.skip(f"this version can rehearse {strategy}")
-    plan = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=8, strategy=strategy)
-    with pytest.raises(PlanError, match=rf"strategy\.preset.*{strategy}.*cannot rehearse.*Legal: .*ddp"):
-        rehearse(plan)
-
-
 @pytest.mark.parametrize("field, value", [
     ("strategy.precision", "fp8"), ("strategy.kernels", "compiled"),
-    ("strategy.recompute", "full"),
 ])  # fmt: skip
 def test_fields_that_cannot_be_rehearsed_are_named(field: str, value: str) -> None:
     plan = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy="dapple", set={field: value})
@@ -153,7 +170,7 @@ def test_the_child_tells_its_progress_and_writes_a_profile(tmp_path: Path) -> No
 @pytest.mark.parametrize("strategy, arguments, words", [
     ("dapple", ["--ranks", "2"], "--ranks: 2 is not one of 0 to 1"),
     ("dapple", ["--ranks", "one"], "--ranks"),
-    ("zero-offload", [], "strategy.preset: zero-offload can be planned"),
+    ("dapple", ["--ranks", "0,7"], "--ranks: 7 is not one of 0 to 1"),
 ])  # fmt: skip
 def test_the_child_refuses_in_words(tmp_path: Path, strategy: str, arguments: list[str], words: str) -> None:
     done = child(tmp_path, Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy=strategy), *arguments)

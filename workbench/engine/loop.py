@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,11 @@ class Loop:
         skipped = bool(scaler and scaling[1])
         if scaler:
             scaler.tell(skipped)
+        if not (math.isfinite(loss) or skipped):
+            raise FloatingPointError(
+                f"the loss of step {self.index} is {loss}: nothing can be learnt from here; lower "
+                "training.optimizer.learning_rate, or look at the weights that checkpoint.load names"
+            )
         record: dict[str, Any] = {
             "step": self.index,
             "loss": loss,

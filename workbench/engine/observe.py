@@ -15,7 +15,6 @@ from workbench.engine.allocator import CpuMeter, CudaMeter, Window
 from workbench.engine.live import ELSEWHERE, LiveBytes
 from workbench.engine.session import Session
 from workbench.parallel.mesh import GRADIENTS
-from workbench.plan.schema import Plan
 from workbench.profile import ALLOCATED
 from workbench.schedules import Action
 from workbench.schedules.action import COMPUTE
@@ -123,7 +122,7 @@ class Sampler(Follower):
         groups = {str(axis.group.group_name): axis.reported for axis in self.session.mesh.axes.values() if axis.group}
         counts: Counter[tuple[tuple[str, Any], ...]] = Counter()
         for row in self.live.collective_rows(groups):
-            often = row.pop("count") * (of if _every_microbatch(row, self.session.plan) else seen)
+            often = row.pop("count") * (of if _every_microbatch(row) else seen)
             counts[tuple((row | _where(row)).items())] += often
         assert not any(count % seen for count in counts.values()), (counts, seen)
         return [{**dict(row), "count": count // seen} for row, count in counts.items()]
@@ -133,17 +132,10 @@ class Sampler(Follower):
         return self.clock.rows(self.stage)
 
 
-def _every_microbatch(row: dict[str, Any], plan: Plan) -> bool:
-    """Whether a collective belongs to a microbatch's pass, not to the step."""
-    axis, kind, data = row["axis"], row["action"], plan.strategy.data
-    if axis.endswith(GRADIENTS):
-        return False
-    if axis != "data":
-        return kind in COMPUTE or kind.startswith(("SEND", "RECV"))
-    if row["kind"] == "reduce_scatter":
-        return data.zero >= 2 and data.reduce == "microbatch"
-    gathers = data.zero == 3 and not data.keep_gathered and plan.sizes["pipeline"] == 1
-    return gathers and row["kind"] == "all_gather"
+def _every_microbatch(row: dict[str, Any]) -> bool:
+    """Whether a collective belongs to a microbatch's pass, not to the step; ZeRO-2 and 3 know more kinds."""
+    axis, kind = row["axis"], row["action"]
+    return not axis.endswith(("data", GRADIENTS)) and (kind in COMPUTE or kind.startswith(("SEND", "RECV")))
 
 
 def _where(row: dict[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _blocks(entries: Sequence[Entry], tensor_of: Callable[[str], Tensor]) -> Ite
     for entry in entries:
         tensor = tensor_of(entry.key)
         assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), (entry, tensor.dtype, tensor.shape)
-        content = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        content = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         for start in range(0, len(content), BLOCK):
             yield content[start : start + BLOCK]
 

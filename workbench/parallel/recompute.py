@@ -16,8 +16,9 @@ from workbench.models import Transformer
 from workbench.models.seams import Positions
 from workbench.models.transformer import Attention
 from workbench.parallel.context.ulysses import UlyssesAttend
+from workbench.parallel.pipeline.split import for_recomputation
 
-_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=for_recomputation)
 
 
 def recompute(model: Transformer, what: Literal["none", "selective", "full"] | Sequence[int]) -> None:
@@ -28,7 +29,8 @@ def recompute(model: Transformer, what: Literal["none", "selective", "full"] | S
             # Ulysses exchanges around the plain attention; what it exchanged stays.
             plain = isinstance(module, Attention) and not isinstance(module.attend, UlyssesAttend)
             if plain or isinstance(module, UlyssesAttend):
-                setattr(module, "attend", AttendAgain(module.attend))  # noqa: B010 (a seam takes any such module)
+                again = AttendAgain(module.get_submodule("attend"))
+                setattr(module, "attend", again)  # noqa: B010 (a seam takes any module of its signature)
         return
     for index, block in model.blocks.items():
         if what == "full" or (what != "none" and int(index) in what):

@@ -12,7 +12,7 @@ from workbench.engine.observe import Sampler
 from workbench.engine.session import Session
 from workbench.models.moe import balanced
 from workbench.models.python import build_python
-from workbench.parallel.mesh import build_mesh
+from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.placement import coordinates, rank_at
 from workbench.plan.schema import Plan
 from workbench.plan.support import require
@@ -89,8 +89,7 @@ def shortened(plan: Plan, stage: int) -> Plan:
     if plan.strategy.pipeline.schedule != "1f1b" or left_whole:
         return plan
     enough = min(plan.num_microbatches, plan.sizes["pipeline"] - stage + STEADY)
-    batch = enough * plan.training.micro_batch * plan.sizes["data"]
-    return plan.replace(**{"training.global_batch": batch})
+    return _with_microbatches(plan, enough)
 
 
 def _described(plan: Plan) -> nn.Module | None:
@@ -104,21 +103,46 @@ def _described(plan: Plan) -> nn.Module | None:
 
 def _rehearse_rank(plan: Plan, rank: int, memory: list[dict[str, Any]], collectives: list[dict[str, Any]]) -> None:
     """Two steps of one rank; the fake tensors are on the CPU whatever the plan's card."""
-    device, t = torch.device("cpu"), plan.training
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan, rank)
         short = shortened(plan, mesh["pipeline"].index)
-        model = _described(short)
-        with fake_tensors():
-            session = Session.build(short, mesh, device, counting=balanced, model=model)
-            shape = (plan.num_microbatches, t.micro_batch, t.sequence_length)
-            batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
-            for step in range(STEPS):
-                sampler = Sampler(session, None)
-                with sampler.step():
-                    session.step(step, *batch, sampler)
-                head = {"run": plan.name, "source": "rehearsed", "rank": rank, "step": step}
-                memory += [head | row for row in sampler.memory_rows()]
-                collectives += [
-                    head | row for row in sampler.collective_rows(short.num_microbatches, plan.num_microbatches)
-                ]
+        few, of = short.num_microbatches, plan.num_microbatches
+        samplers = _steps(short, mesh, of)
+        calls = [sampler.collective_rows(few, of) for sampler in samplers] if plan.strategy.data.zero < 2 else []
+        if not calls:
+            calls = [sampler.collective_rows() for sampler in samplers]
+            if few < of:
+                longer = _steps(_with_microbatches(plan, few + 1), mesh, of)
+                calls = [grown(a, b.collective_rows(), of - few) for a, b in zip(calls, longer)]
+        for step, (sampler, rows) in enumerate(zip(samplers, calls)):
+            head = {"run": plan.name, "source": "rehearsed", "rank": rank, "step": step}
+            memory += [head | row for row in sampler.memory_rows()]
+            collectives += [head | row for row in rows]
+
+
+def _steps(plan: Plan, mesh: Mesh, microbatches: int) -> list[Sampler]:
+    """What was seen of the steps of a rank, which holds the tokens of so many `microbatches`."""
+    device, t, model = torch.device("cpu"), plan.training, _described(plan)
+    found = []
+    with fake_tensors():
+        session = Session.build(plan, mesh, device, counting=balanced, model=model)
+        shape = (microbatches, t.micro_batch, t.sequence_length)
+        batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
+        for step in range(STEPS):
+            found.append(Sampler(session, None))
+            with found[-1].step():
+                session.step(step, *batch, found[-1])
+    return found
+
+
+def grown(rows: list[dict[str, Any]], longer: list[dict[str, Any]], more: int) -> list[dict[str, Any]]:
+    """Collectives of a step of `more` further microbatches than `rows`: each adds what `longer`, of one more, has."""
+    few, many = (
+        {tuple((k, v) for k, v in row.items() if k != "count"): row["count"] for row in x} for x in (rows, longer)
+    )
+    counts = {key: few.get(key, 0) + more * (many.get(key, 0) - few.get(key, 0)) for key in {**few, **many}}
+    return [{**dict(key), "count": count} for key, count in counts.items() if count]
+
+
+def _with_microbatches(plan: Plan, number: int) -> Plan:
+    return plan.replace(**{"training.global_batch": number * plan.training.micro_batch * plan.sizes["data"]})

@@ -162,8 +162,7 @@ class Executor:
         gradient = flight.gradients.pop(key, None)
         if gradient is not None:
             self._arrived(Action(stage, "RECV_B", microbatch), gradient, flight)
-        with self._splitting(key, flight):
-            torch.autograd.backward(flight.graphs.pop(key), gradient)
+        torch.autograd.backward(flight.graphs.pop(key), gradient)
         x = flight.inputs.pop(key, None)
         if x is not None:
             assert x.grad is not None

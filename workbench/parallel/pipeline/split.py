@@ -8,6 +8,8 @@ embeddings, weights that are first gathered or shared) gets its gradient with th
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -25,16 +27,27 @@ class Deferred(NamedTuple):
     bias: nn.Parameter | None
 
 
+_entered: ContextVar[SplitLinears | None] = ContextVar("entered", default=None)
+
+
 class SplitLinears(TorchFunctionMode):
     """While entered, `F.linear` on a leaf weight puts its weight's gradient aside in `deferred` when it runs backward.
 
     `whole` holds the ids of weights that are not split: the head's, whose output gradient is of vocabulary width.
-    Enter it round the backward too, for what is recomputed there.
     """
 
     def __init__(self, deferred: list[Deferred], whole: Container[int]) -> None:
         super().__init__()
         self.deferred, self.whole = deferred, whole
+
+    def __enter__(self) -> SplitLinears:
+        super().__enter__()
+        self._before = _entered.set(self)
+        return self
+
+    def __exit__(self, *why: Any) -> None:
+        _entered.reset(self._before)
+        super().__exit__(*why)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -44,6 +57,11 @@ class SplitLinears(TorchFunctionMode):
             if x.requires_grad and id(weight) not in self.whole and all(map(_is_leaf, _present(weight, bias))):
                 return _SplitLinear.apply(x, (weight, bias), self.deferred)
         return func(*args, **(kwargs or {}))
+
+
+def for_recomputation() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """(nothing, what is entered now): contexts of a checkpointed forward and of its repetition in backward."""
+    return nullcontext(), _entered.get() or nullcontext()
 
 
 def _operands(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
