@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,7 +48,8 @@ def operators(
     found = choose_for(plan.complete(), None if ranks is None else mesh_of(ranks), limit, sequences)
     data, between = found.to_json(), _between(found) if found.redistributions else None
     if output is not None:
-        write_whole(output, plan.replace(**{"strategy.operators": found.forms}).to_yaml())
+        split = {"strategy.operators": found.forms, "strategy.tensor.size": prod(found.ranks)}
+        write_whole(output, plan.replace(**split).to_yaml())
         data["path"] = str(output)
     emit(json, data, _rows(found), between, _total(found), Text(found.reason))
 
