@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -48,10 +48,18 @@ def operators(
     found = choose_for(plan.complete(), None if ranks is None else mesh_of(ranks), limit, sequences)
     data, between = found.to_json(), _between(found) if found.redistributions else None
     if output is not None:
-        split = {"strategy.operators": found.forms, "strategy.tensor.size": prod(found.ranks)}
-        write_whole(output, plan.replace(**split).to_yaml())
+        write_whole(output, plan.replace(**_split(plan.complete(), found, sequences)).to_yaml())
         data["path"] = str(output)
     emit(json, data, _rows(found), between, _total(found), Text(found.reason))
+
+
+def _split(plan: Plan, found: OperatorPlan, sequences: int | None) -> dict[str, Any]:
+    """Fields of a complete plan that runs as was found: all its ranks for the operators take one larger micro-batch."""
+    ranks = prod(found.ranks)
+    held = sequences or plan.training.micro_batch * plan.sizes["data"]
+    micro = max(1, held // max(1, plan.world_size // ranks))
+    fields = {"strategy.operators": found.forms, "strategy.tensor.size": ranks, "training.micro_batch": micro}
+    return fields | {"training.global_batch": plan.training.global_batch}
 
 
 def mesh_of(text: str) -> int | tuple[int, ...]:
