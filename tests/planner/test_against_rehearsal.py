@@ -101,3 +101,11 @@ def test_tensor_ranks_of_every_form(model: Any, precision: str, pipeline: int, t
     estimated, rehearsed = estimate(plan), rehearse(plan)
     assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
     assert traffic(estimated) == traffic(rehearsed)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+def test_split_backward_beside_split_sequences(schedule: str) -> None:
+    """What is gathered does not wait for its weights' gradients."""
+    split = {"strategy.tensor": {"size": 2, "sequence": True}, "strategy.pipeline": {"size": 2, "schedule": schedule}}
+    plan = small(SHARED | {"layers": 4}, "ddp", 4, "fp32").replace(**{"strategy.preset": None, **split})
+    assert estimate(plan).peak_bytes_by_rank == pytest.approx(rehearse(plan).peak_bytes_by_rank, rel=0.02)

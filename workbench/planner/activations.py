@@ -241,10 +241,15 @@ def ends(w: Workload) -> tuple[Array, Array]:
 
 
 def aside(w: Workload) -> Number:
-    """Bytes that a layer keeps between its two halves of a backward: inputs and output gradients of its products."""
+    """Bytes that a layer keeps between its two halves of a backward: inputs and output gradients of its products.
+
+    Where sequences are gathered, layers behind a gather do not wait: of the others the gradients are of all tokens.
+    """
     wide, _ = _feed_forward(w, False)
     widths = (w.q_width + w.k_width + w.v_width + w.o_width) * w.tokens * w.element
-    return 4 * w.stream + widths + (3 if w.shape.gated else 2) * wide
+    every = 4 * w.stream + widths + (3 if w.shape.gated else 2) * wide
+    rows = 2 * w.stream + w.o_width * w.tokens * w.element + wide
+    return np.where(w.sequence_parallel > 1, rows, every)
 
 
 def embedding(w: Workload) -> Number:
