@@ -49,13 +49,13 @@ def large(strategy: str, gpus: int, **changes: object) -> Plan:
         "cluster": {"gpu": "h100-sxm-80gb", "gpus": gpus},
         "strategy": {"preset": strategy, "precision": "bf16"},
         "training": {"sequence_length": 512, "global_batch": 8192 * gpus, "micro_batch": 64},
-    })  # fmt: skip
+    }).replace(**changes)  # fmt: skip
     found = plan.complete()
     tensor = found.strategy.tensor
     micro = token_parts(tensor.algorithm, tensor.size)
     microbatches = max(2, found.sizes["pipeline"] * (2 if found.strategy.pipeline.schedule == "dualpipe-v" else 1))
     batch = {"training.micro_batch": micro, "training.global_batch": microbatches * micro * found.sizes["data"]}
-    return plan.replace(**batch, **changes).complete()
+    return plan.replace(**batch).complete()
 
 
 def last_stage(plan: Plan) -> int:
