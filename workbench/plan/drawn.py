@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from functools import lru_cache
+from pathlib import Path
 
 from workbench.plan.errors import PlanError, refuse
 from workbench.plan.schema import Plan
@@ -52,11 +54,22 @@ def executed(plan: Plan) -> tuple[Table, list[int]]:
 
 def problem(plan: Plan) -> PlanError | None:
     """What is wrong with the table that a plan names, if anything."""
+    p = plan.strategy.pipeline
     try:
-        drawn(plan)
+        table = drawn(plan)
+        if p.schedule_sha256 is not None and (table is None or p.schedule_sha256 != digest(p.schedule)):
+            now = "names no file" if table is None else f"'{p.schedule}' now has {digest(p.schedule)}"
+            return refuse(
+                f"{FIELD}_sha256", f"is {p.schedule_sha256}, but {now}; remove the field to take what is there"
+            )
     except PlanError as error:
         return error
     return None
+
+
+def digest(path: str) -> str:
+    """sha256 of a table's file, which `drawn` has read."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _read(path: str) -> Table:

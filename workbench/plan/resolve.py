@@ -8,6 +8,7 @@ from typing import Any
 
 from workbench.plan import calibration, catalog, check, check_python, code, corpus, huggingface, legal
 from workbench.plan.attached import attached, local_cluster
+from workbench.plan.drawn import digest
 from workbench.plan.errors import PlanError, refuse
 from workbench.plan.partition import partition
 from workbench.plan.schema import STORED, Card, Cluster, Fabric, Plan, PythonModel, Strategy
@@ -48,7 +49,8 @@ def complete(plan: Plan) -> Plan:
 
 
 def resolved(plan: Plan) -> Plan:
-    """`complete()`, paths made absolute, corpus and calibration named by their hashes, so that it runs from any folder.
+    """`complete()`, paths made absolute, and what they hold (corpus, calibration, drawn schedule) named by its hash, so
+    that the plan runs from any folder.
 
     Raises `PlanError` if one of them is missing or is no longer the one that the plan was resolved with.
     """
@@ -62,6 +64,10 @@ def resolved(plan: Plan) -> Plan:
     if measured is not None:
         changes |= {"cluster.calibration": _absolute(measured)}
         changes |= {"cluster.calibration_sha256": calibration.digest(measured)}
+    table = full.strategy.pipeline.schedule
+    if table.endswith(".csv"):
+        changes |= {"strategy.pipeline.schedule": _absolute(table)}
+        changes |= {"strategy.pipeline.schedule_sha256": digest(table)}
     pinned = {"model.sha256": code.pinned(full.code).sha256} if full.code else {}
     return full.replace(**changes, **pinned, **{"checkpoint.load": load and _absolute(load)})
 

@@ -126,6 +126,7 @@ class Pipeline(Frozen):
 
     size: PositiveInt = Field(1, description="Pipeline ranks.")
     schedule: str = Field("1f1b", description="gpipe | 1f1b | interleaved | zb-h1 | zb-h2 | zb-v | dualpipe-v | a CSV.")
+    schedule_sha256: str | None = Field(None, description="Hash of the CSV; filled when a plan is resolved.")
     chunks: PositiveInt = Field(1, description="Model chunks a rank.")
     partition: Literal["balanced", "uniform"] | list[PositiveInt] = Field(
         "balanced", description="Layers a stage: balanced by cost, uniform, or a list."
