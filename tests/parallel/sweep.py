@@ -1,8 +1,8 @@
 """Every strategy against one device: `python -m tests.parallel.sweep [--all] [--seed 0] [--json FILE]`.
 
-The space is what `plan.check` and `plan/support.py` allow of the values below. CI proves a subset in which every pair
-of values that some legal plan joins is joined at least once; `--all` proves every factorisation of the ranks with every
-schedule, ZeRO stage and tensor algorithm, the rest drawn by the seed.
+The space is what `plan.check` and `plan/support.py` allow of the values below. CI proves a subset with every
+factorisation, in which every pair of values that some legal plan joins meets (an axis' size is a value); `--all` proves
+every factorisation of the ranks with every schedule, ZeRO stage and tensor algorithm, the rest drawn by the seed.
 """
 
 from __future__ import annotations
@@ -114,8 +114,11 @@ def drawn(generator: random.Random, fixed: Choice) -> Choice:
 
 
 def pairs(choice: Choice) -> set[tuple[Any, ...]]:
-    """All pairs of values that a choice joins."""
-    return set(combinations(choice.items(), 2))
+    """All pairs of values that a choice joins, each axis' size a value of its own; and its mesh as a whole."""
+    sizes = dict(zip(("tensor", "context axis", "pipeline", "data"), choice["mesh"]))
+    alone = {("mesh", choice["mesh"])}
+    values = sizes | {name: value for name, value in choice.items() if name != "mesh"}
+    return set(combinations(values.items(), 2)) | alone
 
 
 def covering(seed: int) -> list[Choice]:
