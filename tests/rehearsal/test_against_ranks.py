@@ -61,7 +61,7 @@ def test_rehearsed_peak_is_the_allocators_peak(case: str, precision: str) -> Non
             assert total(rehearsed, step, "peak") == pytest.approx(real, rel=0.02), (rank, step)
 
 
-@EACH
+@pytest.mark.parametrize("case", [case for case in CASES if case not in COPYING])
 @ALL
 def test_what_lasts_is_the_allocators_level_between_steps(case: str, precision: str) -> None:
     profile, ranks = both(case, precision)
