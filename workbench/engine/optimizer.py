@@ -74,6 +74,11 @@ class Optimizer:
         self.config = config
         self.total_steps = total_steps
         self._state = {name: self._initial(parameter) for name, parameter in parameters.items()}
+        self._groups = [
+            (names, config.weight_decay if decayed else 0.0)
+            for decayed in (True, False)
+            for names in self._pieces([name for name in parameters if _is_matrix(layouts[name]) == decayed])
+        ]
 
     def _initial(self, parameter: Tensor) -> dict[str, Tensor]:
         value = parameter.detach()
@@ -97,9 +102,8 @@ class Optimizer:
         whatever the gradients are, nothing changes, counts of steps included.
         """
         rate = learning_rate(step_index, self.config, self.total_steps)
-        for decayed in (True, False):
-            for names in self._pieces([n for n in self.parameters if _is_matrix(self.layouts[n]) == decayed]):
-                self._update(names, rate, self.config.weight_decay if decayed else 0.0, scale, skip)
+        for names, decay in self._groups:
+            self._update(names, rate, decay, scale, skip)
 
     def _pieces(self, names: list[str]) -> Iterator[list[str]]:
         """Names in runs that need at most `CAST_BYTES` of cast tensors (a larger one stands alone)."""

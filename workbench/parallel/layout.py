@@ -164,4 +164,4 @@ def square_norm(gradients: dict[str, Tensor], layouts: dict[str, Layout], mesh: 
     owned = [g for name, g in gradients.items() if layouts[name].owned(mesh)]
     if not owned:
         return torch.zeros((), dtype=dtype, device=some.device)
-    return torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in owned]).square().sum()
+    return torch.stack(torch._foreach_norm(owned, dtype=dtype)).square().sum()

@@ -107,8 +107,10 @@ class Store:
                 for name, parameter in bucket.values.parameters.items():
                     self._places[id(parameter)] = stage, bucket, name
                     view = bucket.gradients.grad(name)
-                    parameter.grad = view if view is not None and view.dtype == parameter.dtype else None
-                    parameter.register_post_accumulate_grad_hook(partial(self._arrived, stage, bucket, name))
+                    by_autograd = view is not None and view.dtype == parameter.dtype
+                    parameter.grad = view if by_autograd else None
+                    if self.hooks or not by_autograd:
+                        parameter.register_post_accumulate_grad_hook(partial(self._arrived, stage, bucket, name))
 
     def _gather_when_needed(self, models: Mapping[int, nn.Module]) -> None:
         self._gatherers: dict[int, StageGatherer | UnitGatherer] = {}
