@@ -12,7 +12,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import date
 from itertools import combinations, product
 from math import prod
 from pathlib import Path
@@ -158,6 +159,17 @@ def proved(choice: Choice) -> dict[str, Any]:
     return {**choice, "passed": answer["passed"], "worst": worst["tensor"], "relative": worst["relative"]}
 
 
+def keep(path: Path, head: dict[str, Any], found: Sequence[dict[str, Any]], seconds: float) -> None:
+    """Write what was proved so far, a plan a line; the file holds the former state or the new one, never half."""
+    failed = sum(not one["passed"] for one in found)
+    head = {**head, "seconds": round(seconds), "plans": len(found), "failed": failed}
+    lines = ",\n".join(f"  {json.dumps(one)}" for one in found)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(json.dumps(head, indent=1)[:-2] + f',\n "proved": [\n{lines}\n ]\n}}\n')
+    draft.replace(path)
+
+
 def main() -> int:
     """Prove and tell; 1 where something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -167,14 +179,18 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     choices = list(everything(arguments.seed)) if arguments.all else covering(arguments.seed)
-    start = time.perf_counter()
-    found = [proved(choice) for choice in track(choices, f"{len(choices)} plans")]
+    began = time.perf_counter()
+    head = {"source": "measured", "torch": torch.__version__, "date": date.today().isoformat(), "chosen": len(choices)}
+    if arguments.json:
+        keep(arguments.json, head, [], 0)
+    found: list[dict[str, Any]] = []
+    for choice in track(choices, f"{len(choices)} plans"):
+        found.append(proved(choice))
+        if arguments.json:
+            keep(arguments.json, head, found, time.perf_counter() - began)
     failed = [one for one in found if not one["passed"]]
     for one in failed:
         print(json.dumps(one))
-    if arguments.json:
-        head = {"source": "measured", "torch": torch.__version__, "seconds": round(time.perf_counter() - start)}
-        arguments.json.write_text(json.dumps({**head, "plans": len(found), "failed": len(failed), "proved": found}))
     print(f"{len(found) - len(failed)} of {len(found)} plans equal one device")
     return bool(failed)
 
