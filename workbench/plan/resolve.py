@@ -28,13 +28,13 @@ def complete(plan: Plan) -> Plan:
     cluster = _cluster(plan.cluster, card, fabric)
     written = plain(plan)
     sequence = written.get("training", {}).get("sequence_length", min(2048, shape.max_positions if shape else 2048))
-    strategy = with_preset(plan.strategy)
+    asked = with_preset(plan.strategy)
     if shape is None:
-        check_python.refuse_rules(strategy)
+        check_python.refuse_rules(asked)
     where = (shape, cluster["gpus"], cluster["gpus_per_node"], sequence)
-    if why := splits_nothing(strategy, *where):
+    strategy = resolve_sizes(asked, *where)
+    if why := splits_nothing(asked, strategy, *where):
         raise refuse("strategy.preset" if plan.strategy.preset else "strategy", f"{plan.strategy.preset or 'it'} {why}")
-    strategy = resolve_sizes(strategy, *where)
     training = _training({"sequence_length": sequence, **written.get("training", {})}, strategy, cluster["gpus"])
     model = plan.code or shape
     assert isinstance(model, PythonModel | Shape)

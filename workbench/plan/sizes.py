@@ -41,26 +41,25 @@ def resolve_sizes(
     return result
 
 
-def splits_nothing(strategy: dict[str, Any], shape: Shape | None, ranks: int, node: int, sequence: int) -> str | None:
+def splits_nothing(
+    strategy: dict[str, Any], found: dict[str, Any], shape: Shape | None, ranks: int, node: int, sequence: int
+) -> str | None:
     """Why a strategy whose rules all end at 1 is not what was asked for, with what would be; None where one does not.
 
-    `strategy` still has its rules. One rank is every strategy at once.
+    `strategy` still has its rules, `found` is what they came to. One rank is every strategy at once.
     """
     ruled = [axis for axis in (*ORDER, "expert") if strategy.get(axis, {}).get("size") in RULES]
-    if not ruled or ranks == 1 or _splits(strategy, ruled, shape, ranks, node, sequence):
+    if not ruled or ranks == 1 or _splits(found, ruled):
         return None
     more = range(2, 4 * ranks + 1)
-    enough = [n for n in more if _splits(strategy, ruled, shape, n, max(node, n), sequence)]
+    enough = [n for n in more if _splits(resolve_sizes(strategy, shape, n, max(node, n), sequence), ruled)]
     named = shape.name if shape else "this model"
     why = f"finds no {' or '.join(ruled)} size beyond 1 for {named} on {ranks} cards with sequences of {sequence}"
     return f"{why}; legal: {f'{legal.near(ranks, enough)} cards, or ' if enough else ''}another preset (ddp)"
 
 
-def _splits(
-    strategy: dict[str, Any], ruled: list[str], shape: Shape | None, ranks: int, node: int, sequence: int
-) -> bool:
-    found = resolve_sizes(strategy, shape, ranks, node, sequence)
-    return any(_fixed(found, axis) > 1 for axis in ruled)
+def _splits(found: dict[str, Any], axes: Sequence[str]) -> bool:
+    return any(_fixed(found, axis) > 1 for axis in axes)
 
 
 def _fixed(strategy: dict[str, Any], axis: str) -> int:
