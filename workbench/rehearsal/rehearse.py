@@ -105,19 +105,27 @@ def _rehearse_rank(plan: Plan, rank: int, memory: list[dict[str, Any]], collecti
     """Two steps of one rank; the fake tensors are on the CPU whatever the plan's card."""
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan, rank)
-        short = shortened(plan, mesh["pipeline"].index)
-        few, of = short.num_microbatches, plan.num_microbatches
-        samplers = _steps(short, mesh, of)
-        calls = [sampler.collective_rows(few, of) for sampler in samplers] if plan.strategy.data.zero < 2 else []
-        if not calls:
-            calls = [sampler.collective_rows() for sampler in samplers]
-            if few < of:
-                longer = _steps(_with_microbatches(plan, few + 1), mesh, of)
-                calls = [grown(a, b.collective_rows(), of - few) for a, b in zip(calls, longer)]
+        samplers = _steps(shortened(plan, mesh["pipeline"].index), mesh, plan.num_microbatches)
+        calls = _calls_of_whole_steps(plan, mesh, samplers)
         for step, (sampler, rows) in enumerate(zip(samplers, calls)):
             head = {"run": plan.name, "source": "rehearsed", "rank": rank, "step": step}
             memory += [head | row for row in sampler.memory_rows()]
             collectives += [head | row for row in rows]
+
+
+def _calls_of_whole_steps(plan: Plan, mesh: Mesh, samplers: Sequence[Sampler]) -> list[list[dict[str, Any]]]:
+    """Collectives of each whole step, from `samplers` that saw a few of its microbatches.
+
+    Below ZeRO-2 the action of a call says whether microbatches repeat it; beyond, what one microbatch more adds.
+    """
+    few, of = shortened(plan, mesh["pipeline"].index).num_microbatches, plan.num_microbatches
+    if plan.strategy.data.zero < 2:
+        return [sampler.collective_rows(few, of) for sampler in samplers]
+    calls = [sampler.collective_rows() for sampler in samplers]
+    if few == of:
+        return calls
+    longer = _steps(_with_microbatches(plan, few + 1), mesh, of)
+    return [grown(rows, more.collective_rows(), of - few) for rows, more in zip(calls, longer)]
 
 
 def _steps(plan: Plan, mesh: Mesh, microbatches: int) -> list[Sampler]:
