@@ -1,7 +1,8 @@
 """A plan's strategy applied to its model, in one fixed order.
 
-partition into stages -> tensor -> context -> initial weights -> data. Stages come first, so that no rank ever holds the
-whole model; weights come once every layout is known, so that a rank draws only what it keeps.
+partition into stages -> tensor, or a strategy for each operator -> experts -> context -> recomputation -> ties ->
+initial weights -> data. Stages come first, so that no rank ever holds the whole model; recomputation comes once a layer
+is what will run; weights come once every layout is known, so that a rank draws only what it keeps.
 """
 
 from __future__ import annotations
