@@ -103,6 +103,17 @@ def test_tensor_ranks_of_every_form(model: Any, precision: str, pipeline: int, t
     assert traffic(estimated) == traffic(rehearsed)
 
 
+@pytest.mark.parametrize(("algorithm", "size"), [("2d", [2, 2]), ("3d", [2, 2, 2])])
+def test_dropout_on_grids(algorithm: str, size: list[int]) -> None:
+    """It moves nothing, and keeps nothing: masks are drawn again."""
+    form = {"strategy.tensor": {"size": size, "algorithm": algorithm}, "training.dropout": 0.1}
+    form |= {"training.micro_batch": 4, "training.global_batch": 16}
+    plan = small("tiny", "ddp", math.prod(size), "bf16").replace(**{"strategy.preset": None, **form})
+    estimated, rehearsed = estimate(plan), rehearse(plan)
+    assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
+    assert traffic(estimated) == traffic(rehearsed) != Counter()
+
+
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
 def test_split_backward_beside_split_sequences(schedule: str) -> None:
     """What is gathered does not wait for its weights' gradients."""

@@ -28,9 +28,8 @@ def _named_schedule(plan: Plan) -> str:
 
 
 def _split_dropout(plan: Plan) -> float:
-    """The rate, where what is dropped would be split otherwise than by tokens."""
-    s = plan.strategy
-    return plan.training.dropout if s.tensor.algorithm != "1d" or s.operators else 0.0
+    """The rate, where what is dropped would be split as operators say."""
+    return plan.training.dropout if plan.strategy.operators else 0.0
 
 
 def _tensor_algorithm(plan: Plan) -> str:
@@ -73,16 +72,10 @@ def unsupported(plan: Plan, verb: Verb, allow_code: bool = False) -> list[Proble
     """What a complete `plan` asks that this version cannot do with `verb`, field by field; empty if it can.
 
     A model that is code is refused, unless the user allows it (`allow_code`).
-
-    A preset that cannot run is named first, by its own name, even where little of it is left.
     """
-    found, preset = _lacking(plan, verb), plan.strategy.preset
+    found = _lacking(plan, verb)
     if verb != "estimate" and not allow_code:
         found += check_python.forbidden(plan)
-    if verb != "estimate" and preset in catalog.strategies() and not runnable(preset):
-        can = "planned" if _lacking(plan, "estimate") else "planned and estimated"
-        what = f"{preset} can be {can}; this version cannot {verb} it. Legal: {', '.join(_runnable())}"
-        found.insert(0, Problem("strategy.preset", what))
     return found
 
 
@@ -102,10 +95,6 @@ def runnable(preset: str) -> bool:
         return not _lacking(plan.complete(), "run")
     except PlanError:
         return False
-
-
-def _runnable() -> list[str]:
-    return [name for name in catalog.strategies() if runnable(name)]
 
 
 def _lacking(plan: Plan, verb: Verb) -> list[Problem]:

@@ -18,6 +18,7 @@ from workbench.parallel.mesh import SIDES, Mesh, MeshAxis
 from workbench.parallel.tensor.cut import Cut
 from workbench.parallel.tensor.grid import cube, summa
 from workbench.parallel.tensor.grid.cube import Cube, CubeEmbedding, CubeLinear
+from workbench.parallel.tensor.grid.dropout import keep_own_masks
 from workbench.parallel.tensor.grid.head import GridHeadLoss
 from workbench.parallel.tensor.grid.norm import SplitNorm
 from workbench.parallel.tensor.grid.summa import Square, SummaEmbedding, SummaLinear
@@ -44,6 +45,7 @@ def lay_over_grid(model: Transformer, layouts: Layouts, mesh: Mesh, algorithm: s
             setattr(model.get_submodule(parent_path), name, lay.embedding(path, module))
         elif path == "head":
             model.head = lay.head(path, module)  # type: ignore[assignment]
+    keep_own_masks(model, lay.part, Cut.even(model.shape.hidden, lay.hidden).start)
 
 
 def _outputs(model: Transformer, parent: nn.Module, name: str, module: nn.Linear, axis: MeshAxis) -> Cut:
@@ -56,10 +58,10 @@ def _outputs(model: Transformer, parent: nn.Module, name: str, module: nn.Linear
 class _OnGrid:
     """What is common to all grids: narrowing parameters, and norms over the split hidden width."""
 
-    def __init__(self, model: Transformer, layouts: Layouts, hidden: MeshAxis) -> None:
+    def __init__(self, model: Transformer, layouts: Layouts, hidden: MeshAxis, part: tuple[int, int]) -> None:
         self.model, self.layouts = model, layouts
-        self.hidden = hidden
-        """The side over which the residual stream's width is split."""
+        self.hidden, self.part = hidden, part
+        """The residual stream: the side over which its width is split, and which sequences are here, of how many."""
 
     def narrow(self, path: str, module: nn.Module, name: str, cuts: dict[int, Cut]) -> nn.Parameter:
         """The parameter cut along dims, in its module and its layout."""
@@ -87,7 +89,7 @@ class OnSquare(_OnGrid):
 
     def __init__(self, model: Transformer, layouts: Layouts, mesh: Mesh) -> None:
         self.grid = Square.of(mesh)
-        super().__init__(model, layouts, hidden=self.grid.column)
+        super().__init__(model, layouts, self.grid.column, self.grid.part)
 
     def outputs(self, name: str) -> MeshAxis:
         """The side over which a layer's outputs are split."""
@@ -125,7 +127,7 @@ class OnCube(_OnGrid):
 
     def __init__(self, model: Transformer, layouts: Layouts, mesh: Mesh) -> None:
         self.grid = Cube.of(mesh)
-        super().__init__(model, layouts, hidden=self.grid.output)
+        super().__init__(model, layouts, self.grid.output, self.grid.part(self.grid.input))
 
     def outputs(self, name: str) -> MeshAxis:
         """The side over which a layer's outputs are split."""

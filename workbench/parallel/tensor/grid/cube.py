@@ -39,7 +39,12 @@ class Cube:
 
     def own(self, x: Tensor, fine: MeshAxis) -> Tensor:
         """This rank's sequences of a microbatch [B, ...], cut along `weight` and then along `fine`: [B / l^2, ...]."""
-        return x.chunk(self.weight.size * fine.size)[self.weight.index * fine.size + fine.index]
+        index, parts = self.part(fine)
+        return x.chunk(parts)[index]
+
+    def part(self, fine: MeshAxis) -> tuple[int, int]:
+        """Which part of a microbatch's sequences that is, and of how many: l^2."""
+        return self.weight.index * fine.size + fine.index, self.weight.size * fine.size
 
 
 class CubeLinear(nn.Module):

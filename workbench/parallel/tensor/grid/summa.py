@@ -36,8 +36,14 @@ class Square:
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's sequences of a microbatch [B, ...]: [B / (q d), ...]."""
+        index, parts = self.part
+        return x.chunk(parts)[index]
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of a microbatch's sequences this rank has, and of how many: q d."""
         layers, layer = (1, 0) if self.depth is None else (self.depth.size, self.depth.index)
-        return x.chunk(layers * self.row.size)[layer * self.row.size + self.row.index]
+        return layer * self.row.size + self.row.index, layers * self.row.size
 
     @property
     def mirror(self) -> int:
