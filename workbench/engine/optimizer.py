@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from functools import reduce
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,14 +16,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from workbench.engine.groups import Group
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from workbench.parallel.layout import Layout
     from workbench.plan import schema
-
-CAST_BYTES = 64 * 2**20
-"""What has another dtype than a step is made in is cast in pieces of this size, which bounds the temporary."""
 
 
 def learning_rate(step: int, optimizer: schema.Optimizer, total_steps: int) -> float:
@@ -68,17 +66,24 @@ class Optimizer:
         total_steps: int,
     ) -> None:
         assert parameters.keys() == gradients.keys(), sorted(parameters.keys() ^ gradients.keys())
-        self.parameters = parameters
-        self.gradients = gradients
-        self.layouts = layouts
         self.config = config
         self.total_steps = total_steps
         self._state = {name: self._initial(parameter) for name, parameter in parameters.items()}
-        self._groups = [
-            (names, config.weight_decay if decayed else 0.0)
-            for decayed in (True, False)
-            for names in self._pieces([name for name in parameters if _is_matrix(layouts[name]) == decayed])
-        ]
+        groups = (
+            self._group(parameters, gradients, [n for n in parameters if _is_matrix(layouts[n]) == matrices], decay)
+            for matrices, decay in ((True, config.weight_decay), (False, 0.0))
+        )
+        self._groups = [piece for group in groups for piece in group.pieces()]
+
+    def _group(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], names: list[str], decay: float
+    ) -> Group:
+        held = [parameters[name].detach() for name in names]
+        targets = [self._state[name].get("master", parameter) for name, parameter in zip(names, held)]
+        moments = [[self._state[name][kind] for name in names] for kind in self._moments()]
+        dtypes = [self._dtype(*of_one) for of_one in zip(targets, *moments)]
+        counts = [self._state[name]["step"] for name in names]
+        return Group(held, [gradients[name] for name in names], targets, moments, counts, dtypes, decay)
 
     def _initial(self, parameter: Tensor) -> dict[str, Tensor]:
         value = parameter.detach()
@@ -102,94 +107,41 @@ class Optimizer:
         whatever the gradients are, nothing changes, counts of steps included.
         """
         rate = learning_rate(step_index, self.config, self.total_steps)
-        for names, decay in self._groups:
-            self._update(names, rate, decay, scale, skip)
+        for group in self._groups:
+            self._update(group, rate, scale, skip)
 
-    def _pieces(self, names: list[str]) -> Iterator[list[str]]:
-        """Names in runs that need at most `CAST_BYTES` of cast tensors (a larger one stands alone)."""
-        piece: list[str] = []
-        cast = 0
-        for name in names:
-            dtype = self._dtype(name)
-            used = (self.gradients[name], self._target(name), *(self._state[name][kind] for kind in self._moments()))
-            need = sum(x.numel() * dtype.itemsize for x in used if x.dtype != dtype)
-            if piece and cast + need > CAST_BYTES:
-                yield piece
-                piece, cast = [], 0
-            piece.append(name)
-            cast += need
-        if piece:
-            yield piece
-
-    def _target(self, name: str) -> Tensor:
-        """What the update is applied to: the master where there is one."""
-        return self._state[name].get("master", self.parameters[name].detach())
-
-    def _dtype(self, name: str) -> torch.dtype:
-        """What the update is made in."""
-        dtypes = [self._target(name).dtype, *(self._state[name][kind].dtype for kind in self._moments())]
-        widest = reduce(torch.promote_types, dtypes)
+    def _dtype(self, *kept: Tensor) -> torch.dtype:
+        """What the update of a tensor is made in: the widest of what is kept."""
+        widest = reduce(torch.promote_types, (x.dtype for x in kept))
         return widest if self.config.name == "adamw" else torch.promote_types(widest, torch.float32)
 
-    def _update(self, names: list[str], rate: float, decay: float, scale: Tensor | None, skip: Tensor | None) -> None:
-        dtypes = [self._dtype(name) for name in names]
-        kept = [[self._target(name) for name in names], *(self._all(names, kind) for kind in self._moments())]
-        targets, *moments = used = [[x.to(dtype) for x, dtype in zip(of_kind, dtypes)] for of_kind in kept]
-        gradients = [self.gradients[name].to(dtype) for name, dtype in zip(names, dtypes)]
-        skip = None if skip is None else skip.to(targets[0].device)
+    def _update(self, group: Group, rate: float, scale: Tensor | None, skip: Tensor | None) -> None:
+        wide = group.widened()
+        device = wide.targets[0].device
         if scale is not None:
-            torch._foreach_mul_(gradients, scale.to(targets[0].device))
-        if self.config.name == "adamw":
-            self._adamw(names, targets, gradients, moments, rate, decay, skip)
-        else:
-            self._sgd(names, targets, gradients, moments, rate, decay, skip)
-        for narrow, wide in zip(chain(*kept), chain(*used)):
-            if narrow is not wide:
-                narrow.copy_(wide)
-        for name, target in zip(names, targets):
-            if "master" in self._state[name]:
-                self.parameters[name].detach().copy_(target)
+            torch._foreach_mul_(wide.gradients, scale.to(device))
+        update = self._adamw if self.config.name == "adamw" else self._sgd
+        update(wide, rate, None if skip is None else skip.to(device))
+        group.take(wide)
 
-    def _adamw(
-        self,
-        names: list[str],
-        targets: list[Tensor],
-        gradients: list[Tensor],
-        moments: list[list[Tensor]],
-        rate: float,
-        decay: float,
-        skip: Tensor | None,
-    ) -> None:
-        first, second = moments
+    def _adamw(self, group: Group, rate: float, skip: Tensor | None) -> None:
+        first, second = group.moments
         adamw(
-            targets, gradients, first, second, [], self._all(names, "step"),
-            fused=True, foreach=False, amsgrad=False, maximize=False, lr=rate, weight_decay=decay,
+            group.targets, group.gradients, first, second, [], group.counts,
+            fused=True, foreach=False, amsgrad=False, maximize=False, lr=rate, weight_decay=group.decay,
             beta1=self.config.beta1, beta2=self.config.beta2, eps=self.config.epsilon, found_inf=skip,
         )  # fmt: skip
 
-    def _sgd(
-        self,
-        names: list[str],
-        targets: list[Tensor],
-        gradients: list[Tensor],
-        moments: list[list[Tensor]],
-        rate: float,
-        decay: float,
-        skip: Tensor | None,
-    ) -> None:
+    def _sgd(self, group: Group, rate: float, skip: Tensor | None) -> None:
         taken = 1.0 if skip is None else 1 - skip
-        if decay:
-            torch._foreach_mul_(targets, 1 - rate * decay * taken)
-        momentum: list[Tensor | None] = [*moments[0]] if moments else [None] * len(names)
+        if group.decay:
+            torch._foreach_mul_(group.targets, 1 - rate * group.decay * taken)
+        momentum: list[Tensor | None] = [*group.moments[0]] if group.moments else [None] * len(group.targets)
         sgd(
-            targets, gradients, momentum, fused=True, foreach=False, weight_decay=0.0, momentum=self.config.beta1,
-            lr=rate, dampening=0.0, nesterov=False, maximize=False, found_inf=skip,
+            group.targets, group.gradients, momentum, fused=True, foreach=False, weight_decay=0.0,
+            momentum=self.config.beta1, lr=rate, dampening=0.0, nesterov=False, maximize=False, found_inf=skip,
         )  # fmt: skip
-        steps = self._all(names, "step")
-        torch._foreach_add_(steps, [torch.ones_like(steps[0]) * taken] * len(steps))
-
-    def _all(self, names: list[str], kind: str) -> list[Tensor]:
-        return [self._state[name][kind] for name in names]
+        torch._foreach_add_(group.counts, [torch.ones_like(group.counts[0]) * taken] * len(group.counts))
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The state itself (not a copy), by parameter name, then `moment1`, `moment2`, `master`, `step`."""
