@@ -87,6 +87,16 @@ def test_what_cannot_be_is_refused(plan: Any, field: str, words: str) -> None:
     assert found and re.search(words, found[0].message), found
 
 
+@pytest.mark.parametrize(("algorithm", "size"), [("2d", [2, 2]), ("3d", [2, 2, 2])])
+def test_a_mixture_on_a_grid_is_estimated_but_not_run(algorithm: str, size: list[int]) -> None:
+    grid = {"strategy.tensor.algorithm": algorithm, "strategy.tensor.size": size, "training.micro_batch": 4}
+    plan = mixture(data=8, changes=grid).complete()
+    (problem,) = unsupported(plan, "run")
+    assert problem.field == "strategy.tensor.algorithm"
+    assert re.search(r"4 experts needs whole tokens; legal: '1d' with tensor.size 1, 2, 4, or", problem.message)
+    assert not unsupported(plan, "estimate")
+
+
 def test_capacity_of_sequences_that_ranks_share_is_refused() -> None:
     plan: Plan = mixture(data=2, moe={"capacity": 1.0}, changes={"strategy.context.size": 2})
     assert [problem.field for problem in unsupported(plan.complete(), "run")] == ["model.moe.capacity"]

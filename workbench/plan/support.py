@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal
 
-from workbench.plan import catalog, check_operators, check_python
+from workbench.plan import catalog, check_operators, check_python, legal
 from workbench.plan.check_axes import SCHEDULES
 from workbench.plan.errors import PlanError, Problem
 from workbench.plan.schema import Plan
@@ -32,9 +32,16 @@ def _split_dropout(plan: Plan) -> float:
     return plan.training.dropout if plan.strategy.operators else 0.0
 
 
-def _tensor_algorithm(plan: Plan) -> str:
-    """Of a dense model every algorithm is as good as 1d."""
-    return plan.strategy.tensor.algorithm if plan.shape.moe else "1d"
+def _experts_on_grid(plan: Plan) -> list[Problem]:
+    """Nobody lays a mixture over a grid: Colossal-AI, whose grids these are, refuses it beside all tensor ranks."""
+    tensor = plan.strategy.tensor
+    moe = None if plan.code else plan.shape.moe
+    if moe is None or tensor.algorithm == "1d":
+        return []
+    what = f"is '{tensor.algorithm}', which splits a token's width over the grid {tensor.size}, but the router of "
+    what += f"{moe.experts} experts needs whole tokens; legal: '1d' with tensor.size "
+    what += f"{legal.near(tensor.ranks, legal.tensor_sizes(plan.shape, tensor.ranks))}, or a dense model"
+    return [Problem("strategy.tensor.algorithm", what)]
 
 
 BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
@@ -44,7 +51,6 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("training.optimizer.moments", lambda p: p.training.optimizer.moments, ("fp32", "bf16")),
     ("training.dropout", _split_dropout, (0.0,)),
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
-    ("strategy.tensor.algorithm", _tensor_algorithm, ("1d",)),
     (
         "model.moe.capacity",
         lambda p: p.shape.moe.capacity if p.shape.moe and p.strategy.context.size > 1 else None,
@@ -104,7 +110,7 @@ def _lacking(plan: Plan, verb: Verb) -> list[Problem]:
         return [Problem("model.python", what)]
     if plan.code:
         table = tuple(row for row in table if not row[0].startswith(OF_SHAPE))
-    unfit = [] if verb == "estimate" else check_operators.problems(plan)
+    unfit = [] if verb == "estimate" else [*check_operators.problems(plan), *_experts_on_grid(plan)]
     return unfit + [
         Problem(field, f"is {value!r}; this version can {verb} {_legal(can)}")
         for field, read, can in table
