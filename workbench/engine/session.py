@@ -135,7 +135,7 @@ class Session:
         self.part.auxiliary.start(scale)
         share = t.global_batch // self.mesh["data"].size
         self.part.samples.start(index * t.global_batch + self.mesh["data"].index * share, t.micro_batch)
-        loss = self.executor.step(self._own(tokens_MBT), self._own(targets_MBT), scale, watch.action)
+        loss = self.executor.step(*self._own(tokens_MBT, targets_MBT), scale, watch.action)
         loss = self.part.auxiliary.added_to(loss)
         if self.part.tied_across_stages is not None:
             ends = self.executor.table.placement[0], self.executor.table.placement[-1]
@@ -162,9 +162,9 @@ class Session:
         self.scaler.update(skipped)
         return StepResult(loss / scale, norm / scale, stop, scale, skipped)
 
-    def _own(self, x_MBT: Tensor) -> Tensor:
+    def _own(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> tuple[Tensor, Tensor]:
         """Of whole sequences, what this rank's place on the context axis sees."""
-        return own_tokens(x_MBT, self.mesh["context"], self.plan.strategy.context.algorithm)
+        return own_tokens(tokens_MBT, targets_MBT, self.mesh["context"], self.plan.strategy.context.algorithm)
 
     def _agree(self, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Loss and gradient norm of the whole job, by one small sum over all ranks."""
@@ -182,7 +182,7 @@ class Session:
         """Summed loss of this rank's microbatches without training on them; None where the head is not."""
         for model in self.part.stages.values():
             model.eval()
-        loss = self.executor.evaluate(self._own(tokens_MBT), self._own(targets_MBT))
+        loss = self.executor.evaluate(*self._own(tokens_MBT, targets_MBT))
         for model in self.part.stages.values():
             model.train()
         return loss

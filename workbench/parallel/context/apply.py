@@ -31,8 +31,9 @@ def _indices(axis: MeshAxis, algorithm: str, length: int) -> Callable[[Tensor], 
     return indices
 
 
-def own_tokens(x: Tensor, axis: MeshAxis, algorithm: str) -> Tensor:
-    """What this rank takes of tokens or targets [..., T]: [..., T / ranks]."""
+def own_tokens(tokens: Tensor, targets: Tensor, axis: MeshAxis, algorithm: str) -> tuple[Tensor, Tensor]:
+    """What this rank takes of tokens and targets [..., T]: [..., T / ranks] of each."""
     if axis.size == 1:
-        return x
-    return x.index_select(-1, token_indices(x.shape[-1], axis, algorithm, torch.device(x.device)))
+        return tokens, targets
+    indices = token_indices(tokens.shape[-1], axis, algorithm, torch.device(tokens.device))
+    return tokens.index_select(-1, indices), targets.index_select(-1, indices)
