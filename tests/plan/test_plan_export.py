@@ -1,5 +1,6 @@
 """An exported plan: what accelerate reads, what the shell runs, nothing half written."""
 
+import os
 import shutil
 import subprocess
 
@@ -63,6 +64,25 @@ def test_scripts_are_valid_shell(tmp_path, name, gpus):
     (tmp_path / name).write_text(contents(full)[name])
     assert subprocess.run([shutil.which("bash") or "bash", "-n", tmp_path / name], check=False).returncode == 0
     assert "\nhere" not in contents(full)[name]
+
+
+@pytest.mark.parametrize("given", [[], ["--allow-code"]])
+@pytest.mark.parametrize("name", ["launch.sh", "job.sbatch"])
+def test_scripts_hand_on_the_users_consent_and_never_give_it(tmp_path, name, given):
+    model = {"python": "tests.parallel.users_model:build", "vocab": 260}
+    files = contents(plan(model=model).complete())
+    assert "./launch.sh --allow-code" in files["launch.sh"] and "--allow-code" not in files["plan.yaml"]
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    for tool in ("accelerate", "srun", "scontrol"):
+        run = 'shift; exec "$@"' if tool == "srun" else 'echo "$@"'
+        (tmp_path / tool).write_text(f"#!/bin/sh\n{run}\n")
+        (tmp_path / tool).chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": "1", "SLURM_NODEID": "0"}
+    environment = {**slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", tmp_path / name, *given]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1 - len(given) :] == ["plan.yaml", *given]
 
 
 def test_unwritable_folder_leaves_nothing(tmp_path):

@@ -86,7 +86,10 @@ def contents(plan: Plan) -> dict[str, str]:
 
 
 def launch_script(plan: Plan) -> str:
-    """A shell script that starts this node's ranks; on several nodes it is run once a node."""
+    """A shell script that starts this node's ranks; on several nodes it is run once a node.
+
+    What it is given goes on to the worker: a model that is code needs `--allow-code`, which no file says for the user.
+    """
     lines = ["#!/usr/bin/env bash", f"# {' '.join(plan.name.split())}", "set -euo pipefail", 'cd "$(dirname "$0")"']
     for key, value in environment(plan, cores=0).items():
         lines.append(f'export {key}="${{{key}:-{value}}}"')
@@ -102,7 +105,9 @@ def launch_script(plan: Plan) -> str:
             '  --main_process_ip "${MAIN_IP:?address of the first node}" \\',
         ]
     lines += [f'  --main_process_port "${{MAIN_PORT:-{DEFAULT_PORT}}}" \\']
-    lines += ['  --rdzv_backend "${RDZV_BACKEND:-static}" \\', f"  -m {WORKER} plan.yaml", ""]
+    lines += ['  --rdzv_backend "${RDZV_BACKEND:-static}" \\', f'  -m {WORKER} plan.yaml "$@"', ""]
+    if plan.code:
+        lines.insert(2, f"# {plan.code.python} is code, which runs only where you say so: ./launch.sh --allow-code")
     return "\n".join(lines)
 
 
@@ -123,6 +128,6 @@ def slurm_script(plan: Plan) -> str:
         'export MAIN_IP="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         'export MAIN_PORT="${MAIN_PORT:-$(( 20000 + SLURM_JOB_ID % 10000 ))}"',
         "# Each task sees its own SLURM_NODEID, so the variable is expanded there and not here.",
-        "srun --kill-on-bad-exit=1 bash -c 'MACHINE_RANK=\"$SLURM_NODEID\" exec bash ./launch.sh'",
+        "srun --kill-on-bad-exit=1 bash -c 'MACHINE_RANK=\"$SLURM_NODEID\" exec bash ./launch.sh \"$@\"' launch \"$@\"",
         "",
     ])  # fmt: skip

@@ -106,7 +106,8 @@ def runnable(preset: str) -> bool:
 def _lacking(plan: Plan, verb: Verb) -> list[Problem]:
     table = ESTIMATED if verb == "estimate" else BUILT
     if plan.code and verb == "estimate":
-        what = f"'{plan.code.python}' is code, whose cost no closed form knows; legal: rehearse or run it"
+        knows = f"'{plan.code.python}' is code, whose cost no closed form knows"
+        what = f"{knows}; legal: rehearse or run it, with {check_python.ALLOW}"
         return [Problem("model.python", what)]
     if plan.code:
         table = tuple(row for row in table if not row[0].startswith(OF_SHAPE))
