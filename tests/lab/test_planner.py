@@ -43,10 +43,11 @@ def test_a_file_that_cannot_be_written_is_told(planner: Planner, tmp_path: Path)
 
 
 def test_an_illegal_value_is_told_beside_its_control_and_the_last_legal_plan_stays(planner: Planner) -> None:
+    planner.set("pipeline", 1)
     legal = planner.plan
-    planner.set("tensor", 3)
+    planner.set("tensor", 64)
     assert planner.plan == legal and planner.problems
-    assert "does not divide heads" in planner.controls.message("tensor")
+    assert "more than heads = 32" in planner.controls.message("tensor")
     assert planner.board.banner["tone"] == "bad" and all(b["disabled"] for b in planner.board.banner["buttons"])
     planner.set("tensor", 4)
     assert planner.problems == [] and planner.controls.message("tensor") == ""

@@ -17,8 +17,16 @@ def plan(model="tiny", gpus=8, strategy=None, **fields):
     return built.replace(**{key.replace("__", "."): value for key, value in fields.items()})
 
 
+FIVE_HEADS = {"model__heads": 5, "model__kv_heads": 5, "model__head_dim": 24}
 ILLEGAL = [
-    ("strategy.tensor.size", "legal for tiny: 1, 2, 4", {"strategy__tensor__size": 8}),
+    ("strategy.tensor.size", "more than heads = 4; legal for tiny: 1 to 4", {"strategy__tensor__size": 8}),
+    ("strategy.tensor.size", "heads = 4, kv_heads = 2, and strategy.operators pad nothing; legal for tiny: 1, 2, 4",
+     {"strategy__tensor__size": 3, "strategy__operators": {"blocks.*.mlp.up": "((1,1),(1,3))"}}),
+    ("strategy.tensor.size", "whose sides divide heads = 5",
+     {**FIVE_HEADS, "strategy__tensor": {"size": [2, 2], "algorithm": "2d"}}),
+    ("strategy.context.size", "size divides the 3 heads that tensor = 2 leaves",
+     {**FIVE_HEADS, "strategy__tensor__size": 2,
+      "strategy__context": {"size": 2, "algorithm": "ulysses"}}),
     ("cluster.gpus", "legal: gpus 6, 9", {"strategy__pipeline__size": 3, "strategy__tensor__size": 1}),
     ("strategy.pipeline.size", "4 layers; legal sizes: 1 to 4", {"strategy__pipeline__size": 8}),
     ("strategy.pipeline.partition", "2 numbers that add up to 4",
@@ -56,7 +64,8 @@ def test_illegal(field, words, fields):
 
 
 @pytest.mark.parametrize("fields", [
-    {}, {"strategy__tensor__size": 4}, {"strategy__tensor__size": 4, "strategy__pipeline__size": 2},
+    {}, {"strategy__tensor__size": 4}, {"gpus": 3, "strategy__tensor__size": 3},
+    {"strategy__tensor__size": 4, "strategy__pipeline__size": 2},
     {"strategy__pipeline__size": 4, "strategy__pipeline__partition": "uniform"},
     {"strategy__pipeline__size": 2, "strategy__pipeline__partition": [1, 3]},
     {"strategy__data__zero": 3, "strategy__data__shard": 2, "strategy__data__offload": "parameters"},

@@ -58,6 +58,32 @@ def test_peaks_and_collectives_are_the_engines(model: Any, precision: str, strat
     assert estimated.representative == rehearsed.representative
 
 
+FIVE = ODD | {"layers": 2, "heads": 5, "kv_heads": 5, "head_dim": 20, "mlp": "gelu", "ffn": 161}
+THREE = SHARED | {"layers": 2, "heads": 9, "kv_heads": 3, "head_dim": 10, "ffn": 158}
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "tensor", "pipeline", "sequence"),
+    [
+        (FIVE, "fp32", 2, 1, True), (FIVE, "bf16", 3, 1, False), (THREE, "fp32", 2, 2, False),
+        (THREE, "bf16", 4, 1, True), (THREE | {"moe": {"experts": 4, "top_k": 2, "ffn": 97}}, "fp32", 2, 1, False),
+    ],
+)  # fmt: skip
+def test_heads_and_widths_that_tensor_ranks_do_not_divide(
+    model: Any, precision: str, tensor: int, pipeline: int, sequence: bool
+) -> None:
+    """Every rank has room for what the widest has."""
+    form = {"strategy.tensor": {"size": tensor, "sequence": sequence}, "strategy.pipeline.size": pipeline}
+    plan = small(model, "ddp", tensor * pipeline, precision).replace(**{"strategy.preset": None, **form})
+    estimated, last = estimate(plan), plan.world_size - 1
+    stages = set(estimated.representative.values())
+    rehearsed = rehearse(plan, sorted({*stages, last}))
+    peaks = {rank: estimated.peak_bytes_by_rank[rank] for rank in rehearsed.peak_bytes_by_rank}
+    assert last in peaks and peaks == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
+    calls = {key: count for key, count in traffic(rehearsed).items() if key[0] in stages}
+    assert traffic(estimated) == calls
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "ulysses"])
 @pytest.mark.parametrize(("model", "precision", "gpus"), [("tiny", "bf16", 4), (ODD, "fp32", 2)])
 def test_sequences_spread_over_ranks(model: Any, precision: str, gpus: int, algorithm: str) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from workbench.plan.catalog import models
 from workbench.plan.errors import PlanError
-from workbench.plan.legal import grids
+from workbench.plan.legal import exceeds, grids
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.reasons.figures import figures
@@ -41,8 +42,12 @@ def legal_ones(space: Space) -> list[tuple[Any, int, float, float]]:
         (of(), ["strategy.pipeline.size in 1,8", "strategy.data.reduce=step"]),
         (of("llama-3-8b", 32, **{"training.sequence_length": 32768}), ["strategy.data.overlap=true"]),
         (of("mixtral-8x7b", 32), ["strategy.data.overlap=true"]),
+        (
+            of("gpt2-xl", 24, **{"training.sequence_length": 1024}),
+            ["strategy.tensor.size in 2,4", "strategy.pipeline.schedule in 1f1b,zb-v"],
+        ),
     ],
-    ids=["dense", "long", "mixture"],
+    ids=["dense", "long", "mixture", "uneven"],
 )
 def test_a_candidate_is_what_estimate_says_of_its_plan(plan: Plan, where: list[str]) -> None:
     space = narrowed(space_of(plan, "wide"), map(parse, where))
@@ -55,6 +60,22 @@ def test_a_candidate_is_what_estimate_says_of_its_plan(plan: Plan, where: list[s
             found = estimate(plan_of(space, cell.choice(number)))
             assert found.step_seconds == pytest.approx(seconds, rel=1e-9)
             assert max(found.peak_bytes_by_rank.values()) == pytest.approx(peak, rel=1e-9, abs=32)
+
+
+@pytest.mark.parametrize("model", sorted(models()))
+@pytest.mark.parametrize("kind", ["default", "vast"])
+def test_every_tensor_size_of_the_space_is_legal(model: str, kind: str) -> None:
+    plan = Plan.model_validate({"model": model, "cluster": {"gpu": "h100-sxm-80gb", "gpus": 48}})
+    sizes = [size for size in space_of(plan, kind).tensor if isinstance(size, int)]
+    for size in sizes:
+        assert not exceeds(plan.complete().shape, size)
+        found = plan.replace(**{"strategy.tensor.size": size, "training.global_batch": 48}).complete()
+        assert found.strategy.tensor.size == size
+
+
+def test_sizes_that_pad_little_are_tried_and_those_that_pad_much_are_not() -> None:
+    assert space_of(of("gpt2-xl", 16, **{"training.sequence_length": 1024})).tensor == (1, 2, 4, 8)  # 25 heads
+    assert 64 not in space_of(of("gpt3-175b", 512), "wide").tensor  # of 96 heads the widest rank would have 2
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_batches_follow_from_each_other() -> None:
         ({"kind": "paper formula"}, "not a measurement"),
         ({"precision": "NVFP4"}, "precision fp4"),
         ({"precision": "fp8", "gpu": "A100-80GB"}, "illegal: strategy.precision"),
-        ({"tp": "3", "dp": "", "n_gpus": "6", "gbs": "2"}, "illegal: strategy.tensor.size"),
+        ({"tp": "3", "dp": "", "n_gpus": "6", "gbs": "2"}, "illegal: strategy.tensor.sequence"),
         ({"arch": "MLA+MoE", "n_experts": "64"}, "mixture of experts: latent attention, whose widths are not in the "
          "schema"),
         ({"notes": "QLoRA"}, "adapters on a quantised model"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from workbench.plan import drawn, legal
 from workbench.plan.errors import Problem
+from workbench.plan.heads import rooms
 from workbench.plan.schema import AXES, Plan
 
 CHUNKS = {"gpipe": (1, 1), "1f1b": (1, 1), "zb-h1": (1, 1), "zb-h2": (1, 1), "zb-v": (2, 2), "dualpipe-v": (2, 2)}
@@ -37,10 +38,14 @@ def _tensor(plan: Plan) -> Iterator[Problem]:
         yield from _grid(plan)
     elif isinstance(tensor.size, list):
         yield Problem("strategy.tensor.size", f"is the grid {tensor.size}, but algorithm 1d takes one number")
-    elif reasons := legal.splits(shape, tensor.size):
+    elif reasons := legal.exceeds(shape, tensor.size):
+        most = min(shape.heads, shape.ffn, shape.moe.ffn if shape.moe else shape.ffn)
+        yield Problem("strategy.tensor.size", f"is {tensor.size}, more than {', '.join(reasons)}; "
+                      f"legal for {shape.name}: 1 to {most}")  # fmt: skip
+    elif plan.strategy.operators and (reasons := legal.splits(shape, tensor.size)):
         near = legal.near(tensor.size, legal.tensor_sizes(shape, shape.heads))
-        yield Problem("strategy.tensor.size", f"is {tensor.size}, which does not divide {', '.join(reasons)}; "
-                      f"legal for {shape.name}: {near}")  # fmt: skip
+        yield Problem("strategy.tensor.size", f"is {tensor.size}, which does not divide {', '.join(reasons)}, and "
+                      f"strategy.operators pad nothing; legal for {shape.name}: {near}")  # fmt: skip
     length = plan.training.sequence_length // plan.strategy.context.size
     if tensor.sequence and length % tensor.ranks:
         yield Problem("strategy.tensor.sequence", f"splits {length} tokens over {tensor.ranks} ranks; legal: false, "
@@ -151,13 +156,14 @@ def _data(plan: Plan) -> Iterator[Problem]:
 
 
 def _context(plan: Plan) -> Iterator[Problem]:
-    context, tensor = plan.strategy.context, plan.sizes["tensor"]
+    context, size = plan.strategy.context, plan.strategy.tensor.size
+    tensor = size if isinstance(size, int) else size[0]  # heads lie along one side of a grid
     length, world = plan.training.sequence_length, plan.world_size
     if context.size == 1:
         return
     sizes = legal.context_sizes(plan.shape, context.size, length, tensor, context.algorithm)
     if context.size not in sizes:
-        heads = plan.shape.heads // tensor
+        heads = rooms(plan.shape, tensor)[0]
         rule = f"2 x size divides sequence_length = {length}"
         if context.algorithm == "ulysses":
             rule = f"size divides the {heads} heads that tensor = {tensor} leaves, and sequence_length = {length}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workbench.plan.shape import Shape
 
@@ -20,23 +20,26 @@ class Dealt(NamedTuple):
     """Different sets of key-value heads: as many as ranks, unless several ranks share one head."""
 
 
-def rooms(shape: Shape, ranks: int) -> tuple[int, int]:
+def rooms(shape: Shape, ranks: Any) -> tuple[Any, Any]:
     """(query heads, key-value heads) that each of `ranks` makes room for; what is beyond the shape's is padding.
 
     Where key-value heads are as many as ranks or more, a rank has whole groups: ceil(kv / ranks) of them. Where they
-    are fewer, floor(ranks / kv) ranks share out the query heads of one key-value head.
+    are fewer, floor(ranks / kv) ranks share out the query heads of one key-value head. `ranks` is a number, or an
+    array of them; multi-head latent attention has a key-value head a query head.
     """
-    kv = int(shape.kv_heads or shape.heads)
-    group = shape.heads // kv
-    if kv >= ranks:
-        groups = -(-kv // ranks)
-        return groups * group, groups
-    return -(-group // (ranks // kv)), 1
+    kv = kv_heads(shape)
+    groups, sharing = -(-kv // ranks), ranks // kv + (ranks < kv)
+    return groups * -(-(shape.heads // kv) // sharing), groups
+
+
+def kv_heads(shape: Shape) -> int:
+    """Key-value heads that are dealt out."""
+    return shape.heads if shape.mla else int(shape.kv_heads or shape.heads)
 
 
 def dealt(shape: Shape, ranks: int, index: int) -> Dealt:
     """The heads of rank `index` of `ranks`."""
-    kv = int(shape.kv_heads or shape.heads)
+    kv = kv_heads(shape)
     group, (room, kv_room) = shape.heads // kv, rooms(shape, ranks)
     if kv >= ranks:
         first, last = min(index * kv_room, kv), min((index + 1) * kv_room, kv)

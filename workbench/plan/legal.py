@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from workbench.plan.heads import kv_heads, rooms
 from workbench.plan.shape import Shape
 
 
@@ -14,7 +15,7 @@ def divisors(number: int) -> list[int]:
 
 
 def splits(shape: Shape, size: int) -> list[str]:
-    """Why `size` ranks cannot split one block's matrices between them; empty if they can.
+    """What of one block's matrices `size` ranks do not divide; empty if they divide all.
 
     Heads and feed-forward width divide evenly; key-value heads divide evenly or are replicated evenly.
     """
@@ -29,8 +30,27 @@ def splits(shape: Shape, size: int) -> list[str]:
     return reasons
 
 
+def exceeds(shape: Shape, size: int) -> list[str]:
+    """What one of `size` 1-D tensor ranks would have nothing of; what they do not divide is padded (`plan.heads`)."""
+    parts = {"heads": shape.heads, "ffn": shape.ffn} | ({"moe.ffn": shape.moe.ffn} if shape.moe else {})
+    return [f"{name} = {count}" for name, count in parts.items() if count < size]
+
+
+def widening(shape: Shape, size: int) -> float:
+    """What the widest of `size` 1-D tensor ranks has of a layer's matrices, padding and shared key-value heads
+    included, over an even share of them."""
+    heads, kv = rooms(shape, size)
+    each, wide = 2 * shape.q_width / shape.heads, 3 if shape.gated else 2
+    ffn = (shape.moe.top_k + shape.moe.shared) * shape.moe.ffn if shape.moe else shape.ffn
+    whole = each * (shape.heads + kv_heads(shape)) + wide * ffn
+    return size * (each * (heads + kv) + wide * -(-ffn // size)) / whole
+
+
 def tensor_sizes(shape: Shape, ranks: int, most: int | None = None) -> list[int]:
-    """Legal 1-D tensor sizes that divide `ranks` and are at most `most`, ascending; 1 is always among them."""
+    """1-D tensor sizes that divide `ranks` and the model, and are at most `most`, ascending; 1 is always among them.
+
+    Others are legal too, up to the number of heads, and pad; a preset does not choose them.
+    """
     return [t for t in divisors(ranks) if t <= (most or ranks) and not splits(shape, t)]
 
 
@@ -40,9 +60,9 @@ def pipeline_sizes(shape: Shape, ranks: int, chunks: int) -> list[int]:
 
 
 def context_sizes(shape: Shape, ranks: int, sequence: int, tensor: int, algorithm: str) -> list[int]:
-    """Context sizes that divide `ranks`: 2c divides the sequence (ring), or c the heads left by `tensor` (Ulysses)."""
+    """Context sizes that divide `ranks`: 2c divides the sequence (ring), or c the heads of a tensor rank (Ulysses)."""
     if algorithm == "ulysses":
-        heads = max(1, shape.heads // tensor)
+        heads = rooms(shape, tensor)[0]
         return [c for c in divisors(ranks) if heads % c == 0 and sequence % c == 0]
     return [c for c in divisors(ranks) if c == 1 or sequence % (2 * c) == 0]
 

@@ -158,9 +158,8 @@ def _feed_forward(w: Workload, mixture: bool) -> tuple[Number, Number]:
     moe = w.shape.moe
     if not mixture or moe is None:
         return w.ffn * w.tokens * w.element, w.ffn * w.height
-    width = moe.ffn / w.tiling.columns
-    wide = (w.visits + moe.shared) * width * w.tokens * w.element
-    return wide, width * w.height
+    wide = (w.visits * w.expert_ffn + w.shared_ffn) * w.tokens * w.element
+    return wide, w.expert_ffn * w.height
 
 
 def _feed_forward_saved(w: Workload, mixture: bool) -> Number:

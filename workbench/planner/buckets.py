@@ -204,9 +204,9 @@ def _mixture(w: Workload, unit: str) -> Iterator[Parameter]:
     assert moe is not None
     parts: Sides = (("tensor", int(w.tensor)),) if w.tensor > 1 else ()
     sides, apart = ((), parts, ()), bool(w.knobs.expert > 1)
-    width, own = moe.ffn / w.tiling.columns, moe.experts / w.knobs.expert
+    own = moe.experts / w.knobs.expert
     yield Parameter(unit, round(float(w.height * moe.experts)), parts)
-    for size, partial in _mlp(w, width, sides):
+    for size, partial in _mlp(w, w.expert_ffn, sides):
         yield Parameter(unit, round(size * own), partial, experts=apart)
-    for size, partial in _mlp(w, moe.shared * width, sides) if moe.shared else ():
+    for size, partial in _mlp(w, w.shared_ffn, sides) if moe.shared else ():
         yield Parameter(unit, round(size), partial)

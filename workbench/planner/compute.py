@@ -10,7 +10,7 @@ from workbench.plan.schema import Card
 from workbench.planner.constants import Constants
 from workbench.planner.setting import Array, Number
 from workbench.planner.stall import met
-from workbench.planner.workload import Workload
+from workbench.planner.workload import Workload, widths
 
 OPERATORS = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40)}
 """Kernels of one layer (forward, backward), by the plan's kernels: counted on our modules."""
@@ -148,7 +148,8 @@ def _at_least(one: Pass, least: Number) -> Pass:
 
 def model_flops(w: Workload) -> Number:
     """FLOPs of one microbatch of every replica through the whole model on one tensor and context rank: causal attention
-    counted half, forward and backward, nothing recomputed. Frozen weights have no gradients."""
+    counted half, forward and backward, nothing recomputed. Frozen weights have no gradients; padding is no work."""
+    w = replace(w, **widths(w.shape, w.tiling.columns, padded=False))
     sparse, passes = w.layers - w.dense_layers, 2 + float(w.setting.adapter_rank == 0)
     products = w.dense_layers * layer_flops(w, False) + sparse * layer_flops(w, True) + w.last * head_flops(w)
     each = passes * products + 3 * w.layers * attention_flops(w)
@@ -184,7 +185,7 @@ def layer_products(w: Workload, mixture: bool) -> list[Product]:
         part = w.tiling.hidden
         q_rank, kv_rank = (mla.q_rank or 0) / part, mla.kv_rank / part
         query = [(q_rank, h), (w.q_width, q_rank)] if mla.q_rank else [(w.q_width, h)]
-        up = w.shape.heads * (mla.nope_dim + mla.value_dim) / w.tiling.columns
+        up = w.heads * (mla.nope_dim + mla.value_dim)
         widths = [*query, (kv_rank + mla.rope_dim / part, h), (up, kv_rank)]
         into = [Product(t, columns, inner, n) for columns, inner in widths]
     return [*into, Product(t, h, w.o_width, n), *_feed_forward_products(w, mixture)]
@@ -197,7 +198,7 @@ def _feed_forward_products(w: Workload, mixture: bool) -> list[Product]:
         wide, joined = 1, wide
     if not mixture or moe is None:
         return [Product(t, joined * w.ffn, h, n)] * wide + [Product(t, h, w.ffn, n)]
-    width, own = moe.ffn / w.tiling.columns, moe.experts / w.knobs.expert
+    width, own = w.expert_ffn, moe.experts / w.knobs.expert
     routed = t * w.visits / own
     result = [
         Product(t, moe.experts / w.tiling.hidden, h, n),
@@ -205,8 +206,7 @@ def _feed_forward_products(w: Workload, mixture: bool) -> list[Product]:
     ]
     result.append(Product(routed, h, width, n * own, False))
     if moe.shared:
-        shared = moe.shared * width
-        result += [*[Product(t, joined * shared, h, n)] * wide, Product(t, h, shared, n)]
+        result += [*[Product(t, joined * w.shared_ffn, h, n)] * wide, Product(t, h, w.shared_ffn, n)]
     return result
 
 
@@ -266,8 +266,7 @@ def memory_bound(w: Workload, m: Machine, mixture: bool) -> Pass:
     passes = (6, 10) if gated else (4, 6)
     inputs, wide = 2 * h, w.ffn
     if mixture and w.shape.moe:  # an activation for every visit of an expert; tokens copied there and back
-        moe = w.shape.moe
-        inputs, wide = inputs + w.visits * h, (w.visits + moe.shared) * moe.ffn / w.tiling.columns
+        inputs, wide = inputs + w.visits * h, w.visits * w.expert_ffn + w.shared_ffn
     copies = 8 * (inputs - 2 * h)
     forward, backward = (count * h + rope + each * wide + drop + copies for count, each in zip((20, 36), passes))
     if w.setting.precision == "fp8":

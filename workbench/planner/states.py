@@ -40,8 +40,9 @@ def held(w: Workload) -> Held:
     mlp = feed_forward_parameters(w, w.ffn)
     sparse = w.layers - w.dense_layers
     moe = shape.moe
-    expert = feed_forward_parameters(w, moe.ffn / w.tiling.columns) if moe else 0.0
-    router = w.height * moe.experts / w.tiling.hidden + moe.shared * expert if moe else 0.0
+    expert = feed_forward_parameters(w, w.expert_ffn) if moe else 0.0
+    shared = feed_forward_parameters(w, w.shared_ffn) if moe and moe.shared else 0.0
+    router = w.height * moe.experts / w.tiling.hidden + shared if moe else 0.0
     dense = w.layers * layer + w.dense_layers * mlp + sparse * router + _ends(w)
     experts = sparse * (moe.experts / w.knobs.expert * expert if moe else 0.0)
     unit = layer + (mlp if moe is None else router + moe.experts / w.knobs.expert * expert)
@@ -64,7 +65,7 @@ def attention_parameters(w: Workload) -> Number:
         return h * (w.q_width + w.k_width + w.v_width + w.o_width) + bias
     m, latent = shape.mla, h / w.tiling.hidden
     query = latent * m.q_rank + thin * m.q_rank * w.q_width if m.q_rank else h * w.q_width
-    up = thin * m.kv_rank * shape.heads * (m.nope_dim + m.value_dim) / w.tiling.columns
+    up = thin * m.kv_rank * w.heads * (m.nope_dim + m.value_dim)
     return query + latent * (m.kv_rank + m.rope_dim) + up + w.o_width * h
 
 

@@ -1,7 +1,7 @@
 """What candidates ask of one rank: the few quantities that memory and time are functions of.
 
 Floats or arrays as `setting` says; what differs between pipeline ranks has them along the first axis. Widths are those
-of one tensor-parallel rank.
+of the widest tensor-parallel rank, as which all the others pad theirs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.plan.heads import kv_heads, rooms
 from workbench.plan.schema import STORED, Plan
 from workbench.plan.shape import Shape, rows_of_an_expert
 from workbench.plan.support import require
@@ -49,6 +50,10 @@ class Workload:
     o_width: Number
     heads: Number
     ffn: Number
+    expert_ffn: Number
+    """Of one expert."""
+    shared_ffn: Number
+    """Of all shared experts side by side."""
     vocab: Number
     """Vocabulary rows of a rank, padding included."""
     sequence_parallel: Number
@@ -166,8 +171,7 @@ def workload(plan: Plan) -> Workload:
 
 def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) -> Workload:
     """The quantities of candidates `k` on pipeline ranks `ranks` (first axis), which stand for `weight` ranks each."""
-    shape, mla, blocks = s.shape, s.shape.mla, tiling(s.algorithm, k)
-    columns = blocks.columns
+    shape, blocks = s.shape, tiling(s.algorithm, k)
     data = s.world / (k.tensor * k.context * s.pipeline)
     layers, dense = stage_layers(s)
     at, parts = ranks.astype(int), data
@@ -178,11 +182,7 @@ def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) ->
         setting=s, knobs=k, data=data, microbatches=microbatches,
         tokens=k.micro_batch * s.sequence_length / (k.context * blocks.tokens) * (parts / data if s.replicas else 1.0),
         tiling=blocks, hidden=shape.hidden / blocks.hidden, height=shape.hidden / blocks.height,
-        q_width=shape.q_width / columns,
-        k_width=shape.q_width / columns if mla else _kv_width(shape, columns),
-        v_width=shape.heads * mla.value_dim / columns if mla else _kv_width(shape, columns),
-        o_width=(shape.heads * mla.value_dim if mla else shape.q_width) / columns,
-        heads=shape.heads / columns, ffn=shape.ffn / columns, vocab=_rows(shape, blocks),
+        **widths(shape, blocks.columns), vocab=_rows(shape, blocks),
         sequence_parallel=1 + k.sequence * (k.tensor - 1),
         element=BYTES[s.precision], gradient_element=_gradient_element(s, k.gradient_element, microbatches),
         reduce_microbatch=np.maximum(k.reduce_microbatch, microbatches == 1),
@@ -192,6 +192,26 @@ def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) ->
         neighbours=neighbours(s)[at], in_flight=in_flight(s, microbatches, ranks),
         put_aside=put_aside(s, microbatches, ranks), head_in_flight=losses_in_flight(s, microbatches),
     )  # fmt: skip
+
+
+def widths(shape: Shape, columns: Number, padded: bool = True) -> dict[str, Number]:
+    """Widths of the widest of `columns` tensor ranks; without `padded` an even share of them.
+
+    Key-value heads are replicated where there are more ranks than heads.
+    """
+    even = shape.heads / columns, np.maximum(kv_heads(shape) / columns, 1.0)
+    heads, kv = rooms(shape, columns) if padded else even
+    mla, head = shape.mla, float(shape.head_dim or 0)
+    moe = shape.moe
+    expert, shared = (moe.ffn, moe.shared * moe.ffn) if moe else (0, 0)
+    ffn, expert_ffn, shared_ffn = (
+        -(-width // columns) if padded else width / columns for width in (shape.ffn, expert, shared)
+    )
+    q, k, v = (shape.q_width / shape.heads,) * 2 + (mla.value_dim,) if mla else (head, head, head)
+    return {
+        "q_width": heads * q, "k_width": kv * k, "v_width": kv * v, "o_width": heads * v, "heads": heads,
+        "ffn": ffn, "expert_ffn": expert_ffn, "shared_ffn": shared_ffn,
+    }  # fmt: skip
 
 
 def stage_layers(s: Setting) -> tuple[Array, Array]:
@@ -248,11 +268,6 @@ def losses_in_flight(s: Setting, microbatches: Number) -> Number:
 def _rows(shape: Shape, blocks: Tiling) -> Number:
     """Rows of the vocabulary on a tensor rank, padding included: a multiple of the blocks that are gathered at once."""
     return np.ceil(shape.vocab / (blocks.columns * blocks.gathered)) * blocks.gathered
-
-
-def _kv_width(shape: Shape, tensor: Number) -> Number:
-    """Key width of a tensor rank; heads are replicated where there are more ranks than heads."""
-    return np.maximum(shape.kv_width / tensor, float(shape.head_dim or 0))
 
 
 def _gradient_element(s: Setting, written: Number, microbatches: Number) -> Number:

@@ -35,6 +35,8 @@ ALGORITHMS = {"default": ("1d",), "wide": ("1d",), "vast": ("1d", "2d", "2.5d", 
 SHARES = {"default": (0.5,), "wide": EIGHTHS, "vast": EIGHTHS}
 """Partial recomputation: the first layers of every stage, as a share of them (Megatron's block method, 2205.05198)."""
 MOST_CONTEXT, MOST_MICRO_BATCH = 64, 64
+MOST_WIDENING = 1.1
+"""Of a tensor rank that pads, over an even share of a layer: beyond it, ranks mostly multiply zeros."""
 BUCKETS = (12.5, 25.0, 50.0, 100.0, 400.0)
 """Sizes of gradient buckets, MiB."""
 LONG = 16384
@@ -88,7 +90,7 @@ def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) ->
     base, batch = bases[max(worlds)], _batch(plan, max(worlds))
     shape, most, wide = base.shape, max(worlds), kind != "default"
     sequence, node = base.training.sequence_length, int(base.cluster.gpus_per_node or 1)
-    tensor = tuple(t for t in legal.tensor_sizes(shape, most) if wide or t <= node)
+    tensor = tuple(t for t in legal.divisors(most) if (wide or t <= node) and _worth(shape, t))
     ways = legal.context_sizes(shape, min(most, MOST_CONTEXT), sequence, 1, "ring")
     return Space(
         asked=plan, base=base.replace(**{"training.global_batch": batch}),
@@ -125,6 +127,12 @@ def _batch(plan: Plan, world: int) -> int:
     """Sequences a step: as written, or the default for these cards."""
     written = plan.model_dump(exclude_unset=True).get("training", {})
     return int(written.get("global_batch", max(LEAST_BATCH, MICROBATCHES_A_RANK * world)))
+
+
+def _worth(shape: Shape, size: int) -> bool:
+    """Whether a 1-D tensor size divides the model, or pads it little."""
+    little = not legal.exceeds(shape, size) and legal.widening(shape, size) <= MOST_WIDENING
+    return little or not legal.splits(shape, size)
 
 
 def _schedules(kind: str, shape: Shape, ranks: int) -> tuple[tuple[str, int, int], ...]:
