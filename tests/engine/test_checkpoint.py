@@ -18,8 +18,9 @@ from workbench.engine import checkpoint, reading, tensorfile
 from workbench.engine.checkpoint import Shard, finished, path_of
 from workbench.engine.reading import Ranks, assigned, source_of
 from workbench.engine.tensorfile import Entry
-from workbench.engine.writing import Writer, claim
+from workbench.engine.writing import Writer
 from workbench.runs.checkpoints import read_manifest
+from workbench.runs.claim import claim, clear
 
 SHAPES = {"embed.weight": (10, 6), "layers.0.weight": (8, 12), "norm.weight": (7,)}
 
@@ -275,6 +276,24 @@ def test_a_killed_run_leaves_nothing_that_counts(tmp_path: Path) -> None:
     os.close(claim(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     load(path_of(tmp_path, 1), cut(0, 1, 0, empty=True))
+
+
+def test_going_on_from_a_killed_run_clears_what_it_left_unless_one_still_writes(tmp_path: Path) -> None:
+    held, hold = os.pipe()
+    writing = os.fork()
+    if writing == 0:
+        claim(tmp_path)
+        (tmp_path / "step-00000002.writing-token").mkdir()
+        os.write(hold, b"x")
+        threading.Event().wait()
+    os.read(held, 1)
+    clear(tmp_path)
+    left = [path.name for path in tmp_path.iterdir()]
+    os.kill(writing, 9)
+    os.waitpid(writing, 0)
+    clear(tmp_path)
+    assert left == ["step-00000002.writing-token"] and list(tmp_path.iterdir()) == []
+    clear(tmp_path / "absent")
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from workbench.plan.attached import Attached
 from workbench.plan.errors import PlanError
 from workbench.plan.parameters import parameters
 from workbench.plan.schema import Plan
-from workbench.runs import directory, launch, preflight, start
+from workbench.runs import directory, launch, preflight, run, start
 from workbench.runs.checkpoints import checkpoint_of
 from workbench.runs.memory import free_card_bytes, least_bytes
+from workbench.runs.state import first_state, write_state
 
 
 def messages(plan, **more):
@@ -220,6 +221,17 @@ def test_a_checkpoint_to_go_on_from(tmp_path):
     assert checkpoint_of(run / "checkpoints/step-00000009").name == "step-00000009"
     with pytest.raises(PlanError, match="does not exist"):
         checkpoint_of(tmp_path / "none")
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_what_a_killed_run_was_writing_goes_when_another_goes_on_from_it(plan, tmp_path, is_run):
+    done, half = (tmp_path / "checkpoints" / name for name in ("step-00000001", "step-00000002.writing-abc"))
+    done.mkdir(parents=True)
+    half.mkdir()
+    if is_run:
+        write_state(tmp_path, first_state(1, 2))
+    run._clear_former(plan.replace(**{"checkpoint.load": str(done)}))
+    assert done.is_dir() and half.exists() is not is_run
 
 
 @pytest.mark.parametrize("module,allowed", [("lifeline", ""), ("supervisor", ""), ("run", "pandas pydantic")])

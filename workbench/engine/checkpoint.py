@@ -114,15 +114,6 @@ def commit(writing: Path, final: Path, world_size: int, meta: dict[str, Any]) ->
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def tidy(folder: Path) -> None:
-    """Remove what runs that were killed have left half-written; what one was about to replace gets its name back."""
-    for path in folder.glob("step-*.replaced"):
-        if not (final := path.with_suffix("")).exists():
-            path.rename(final)
-    for path in (*folder.glob("step-*.replaced"), *folder.glob("step-*.writing-*")):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def prune(folder: Path, keep: int, latest: Path) -> None:
     """Keep `latest`, and of the others as many as make `keep`, those of the highest steps."""
     others = [path for path in finished(folder) if path != latest]

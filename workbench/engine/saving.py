@@ -14,8 +14,9 @@ from workbench.engine import huggingface, reading
 from workbench.engine.checkpoint import Shard
 from workbench.engine.reading import Ranks
 from workbench.engine.session import Session
-from workbench.engine.writing import Writer, claim
+from workbench.engine.writing import Writer
 from workbench.runs.checkpoints import is_foreign, meta_of, steps_done
+from workbench.runs.claim import claim
 
 
 class Saver:

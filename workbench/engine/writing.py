@@ -7,28 +7,24 @@ written, and a rank that fails tells the others by a file.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from workbench.engine import checkpoint
 from workbench.engine.checkpoint import Shard, path_of
+from workbench.engine.staging import staged
+from workbench.runs.claim import REMEDY, unwritable
 
 FIRST_LOOK, LAST_LOOK = 0.005, 0.5
 """Seconds between two looks at the folder: doubled from the first to the last."""
 BEAT = 0.1
 """Seconds at least between two signs of life of rank 0."""
-REMEDY = "free space there, or save less often (checkpoint.every, checkpoint.keep)"
 
 
 @dataclass(frozen=True)
@@ -41,61 +37,6 @@ class Job:
     writing: Path
     final: Path
     started: float
-
-
-def staged(shards: Sequence[Shard], former: Sequence[Shard] = ()) -> list[Shard]:
-    """The shards with their values of now, in host memory of their own; returns when they are copied.
-
-    `former` copies of the same shards are written over: fresh memory costs more than the copy itself. Copies of a CUDA
-    device's tensors are page-locked. Those on the CPU lie outside of torch's allocator, whose count is the training's
-    own memory.
-    """
-    known = [(copy.tensor.shape, copy.tensor.dtype) for copy in former]
-    again = known == [(shard.tensor.shape, shard.tensor.dtype) for shard in shards]
-    rooms = [copy.tensor for copy in former] if again else [_room(shard.tensor) for shard in shards]
-    copies = [
-        replace(shard, tensor=room.copy_(shard.tensor.detach(), non_blocking=shard.tensor.is_cuda))
-        for shard, room in zip(shards, rooms)
-    ]
-    if any(shard.tensor.is_cuda for shard in shards):
-        torch.cuda.current_stream().synchronize()
-    return copies
-
-
-def _room(tensor: Tensor) -> Tensor:
-    if tensor.is_cuda:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return torch.from_numpy(np.empty(tensor.nbytes, dtype=np.uint8)).view(tensor.dtype).view(tensor.shape)
-
-
-def claim(folder: Path) -> int:
-    """Make the folder of checkpoints and lock it; a descriptor that holds the lock while it is open.
-
-    Clears what killed runs have left. Raises ValueError where it cannot be written, or another run writes in it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise ValueError(
-                f"checkpoint: another run writes to {folder}; stop it, or start this one in a run directory of its own"
-            ) from None
-        except OSError:
-            pass  # A file system without locks: names that no other run uses keep runs apart there.
-        checkpoint.tidy(folder)
-        (folder / ".draft").write_bytes(b"")
-        (folder / ".draft").unlink()
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    return descriptor
-
-
-def unwritable(path: Path, error: OSError) -> ValueError:
-    """What to say where the disk refuses."""
-    return ValueError(f"checkpoint: cannot write {path}: {error.strerror or error}; {REMEDY}")
 
 
 class Writer:

@@ -19,6 +19,7 @@ from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.profile import Profile
 from workbench.runs.checkpoints import checkpoint_of
+from workbench.runs.claim import clear
 from workbench.runs.command import write_command
 from workbench.runs.directory import create, default_root
 from workbench.runs.frames import Measured
@@ -152,6 +153,7 @@ def start(
     if problems := preflight(plan, root=root, port=port, force=force, allow_code=allow_code):
         raise PlanError(problems)
     full, recipe, meeting = plan.resolved(), _recipe or Recipe(), checked_port(port)
+    _clear_former(full)
 
     def fill(folder: Path, final: Path) -> None:
         (folder / "plan.yaml").write_text(_with_calibration(full, folder, final).to_yaml(), encoding="utf-8")
@@ -162,6 +164,13 @@ def start(
     folder = create(default_root(root), full.name, fill)
     _supervise(folder)
     return Run(folder)
+
+
+def _clear_former(plan: Plan) -> None:
+    """Free the disk of what the run that `plan` goes on from was writing when it was killed."""
+    load = plan.checkpoint.load
+    if load is not None and is_run(Path(load).parent.parent):
+        clear(Path(load).parent)
 
 
 def _with_calibration(plan: Plan, folder: Path, final: Path) -> Plan:

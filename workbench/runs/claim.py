@@ -1,0 +1,69 @@
+"""Who writes to a run's folder of checkpoints: one run at a time, which clears what killed ones left half-written."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+REMEDY = "free space there, or save less often (checkpoint.every, checkpoint.keep)"
+
+
+def claim(folder: Path) -> int:
+    """Make the folder of checkpoints and lock it; a descriptor that holds the lock while it is open.
+
+    Clears what killed runs have left. Raises ValueError where it cannot be written, or another run writes in it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = _locked(folder)
+        except BlockingIOError:
+            raise ValueError(
+                f"checkpoint: another run writes to {folder}; stop it, or start this one in a run directory of its own"
+            ) from None
+        except OSError:  # A file system without locks: names that no other run uses keep runs apart there.
+            descriptor = os.open(folder, os.O_RDONLY)
+        _tidy(folder)
+        (folder / ".draft").write_bytes(b"")
+        (folder / ".draft").unlink()
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    return descriptor
+
+
+def clear(folder: Path) -> None:
+    """Clear what killed runs have left in a folder of checkpoints, unless a run still writes there, or none may."""
+    with suppress(OSError):
+        descriptor = _locked(folder)
+        try:
+            _tidy(folder)
+        finally:
+            os.close(descriptor)
+
+
+def unwritable(path: Path, error: OSError) -> ValueError:
+    """What to say where the disk refuses."""
+    return ValueError(f"checkpoint: cannot write {path}: {error.strerror or error}; {REMEDY}")
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor with the folder's lock. BlockingIOError where another has it, OSError where there are no locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what is half-written; what was about to be replaced gets its name back."""
+    for path in folder.glob("step-*.replaced"):
+        if not (final := path.with_suffix("")).exists():
+            path.rename(final)
+    for path in (*folder.glob("step-*.replaced"), *folder.glob("step-*.writing-*")):
+        shutil.rmtree(path, ignore_errors=True)
