@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.engine import reading
+from workbench.engine import intact, reading
 from workbench.engine.forked import run_ranks
 from workbench.engine.saving import Saver
 from workbench.engine.session import Session
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
 
+UNEVEN = {**GPT, "heads": 6, "kv_heads": 3, "head_dim": 6, "ffn": 45}
+"""Divided by neither two nor four tensor ranks."""
 Whole = dict[tuple[str, str], np.ndarray]
 
 
@@ -46,8 +48,8 @@ def load(made: Plan, rank: int) -> list[tuple[str, str, Any, np.ndarray]]:
 
 
 @pytest.mark.parametrize("mesh, shape", [
-    ((4, 1, 1), LLAMA), ((2, 2, 1), LLAMA), ((1, 2, 2), {**GPT, "tied": True}),
-], ids=["shared heads", "tensor x pipeline", "tied, pipeline x data"])  # fmt: skip
+    ((4, 1, 1), LLAMA), ((2, 2, 1), LLAMA), ((1, 2, 2), {**GPT, "tied": True}), ((4, 1, 1), UNEVEN),
+], ids=["shared heads", "tensor x pipeline", "tied, pipeline x data", "uneven heads"])  # fmt: skip
 def test_any_mesh_loads_what_another_saved(tmp_path: Path, mesh: tuple[int, int, int], shape: dict[str, Any]) -> None:
     batch = {"training.global_batch": 8}
     written = plan(*mesh, shape=shape, changes=batch).complete()
@@ -221,9 +223,9 @@ def test_a_rank_reads_what_it_keeps_and_files_are_verified_once(tmp_path: Path) 
     def watched(rank: int) -> tuple[list[int], list[str], int]:
         read: list[int] = []
         hashed: list[str] = []
-        opened, digest = reading.safe_open, reading.digest
+        opened, digest = reading.safe_open, intact.digest
         reading.safe_open = lambda *given, **named: Counted(opened(*given, **named), read)
-        reading.digest = lambda path, told: (hashed.append(path.name), digest(path, told))[1]
+        intact.digest = lambda path, told: (hashed.append(path.name), digest(path, told))[1]
         held = load(made, rank)
         return read, hashed, sum(tensor.size for _, kind, _, tensor in held if kind != "step")
 
