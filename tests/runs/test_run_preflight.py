@@ -14,7 +14,7 @@ from workbench.plan.errors import PlanError
 from workbench.plan.parameters import parameters
 from workbench.plan.schema import Plan
 from workbench.runs import directory, launch, preflight, run, start
-from workbench.runs.checkpoints import checkpoint_of
+from workbench.runs.checkpoints import VERSION, checkpoint_of, manifest_text, meta_of
 from workbench.runs.memory import free_card_bytes, least_bytes
 from workbench.runs.state import first_state, write_state
 
@@ -221,6 +221,20 @@ def test_a_checkpoint_to_go_on_from(tmp_path):
     assert checkpoint_of(run / "checkpoints/step-00000009").name == "step-00000009"
     with pytest.raises(PlanError, match="does not exist"):
         checkpoint_of(tmp_path / "none")
+
+
+@pytest.mark.parametrize("left", [7, 0, 9, None])
+def test_a_checkpoint_whose_file_is_cut_is_refused_before_launch_by_its_name(plan, tmp_path, left):
+    made = plan.complete().replace(**{"checkpoint.load": str(tmp_path)})
+    files = [{"file": "rank00000.safetensors", "bytes": 8, "sha256": "", "tensors": []}]
+    body = {"version": VERSION, "meta": meta_of(made.complete(), 1), "files": files}
+    (tmp_path / "manifest.json").write_text(manifest_text(body))
+    file = tmp_path / "rank00000.safetensors"
+    file.write_bytes(bytes(8))
+    assert not any("checkpoint" in told for told in messages(made, root=tmp_path))
+    file.unlink() if left is None else file.write_bytes(bytes(left))
+    why = "cannot be read: No such file" if left is None else f"is damaged: {left} bytes instead of 8"
+    assert any(f"checkpoint.load: {file} {why}" in told for told in messages(made, root=tmp_path))
 
 
 @pytest.mark.parametrize("is_run", [True, False])

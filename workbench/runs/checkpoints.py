@@ -80,6 +80,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return body
 
 
+def refuse_resized(path: Path, size: int) -> None:
+    """ValueError where a checkpoint's file is missing, or has not the `size` that its manifest says."""
+    try:
+        now = path.stat().st_size
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from None
+    if now != size:
+        raise ValueError(f"{path} is damaged: {now} bytes instead of {size}; {REMEDY}")
+
+
 def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 

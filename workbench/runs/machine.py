@@ -12,7 +12,7 @@ from workbench.plan.errors import PlanError, Problem
 from workbench.plan.parameters import parameters
 from workbench.plan.schema import Plan
 from workbench.plan.support import unsupported
-from workbench.runs.checkpoints import CONFIG, MANIFEST, is_foreign, read_manifest, steps_done
+from workbench.runs.checkpoints import CONFIG, MANIFEST, is_foreign, read_manifest, refuse_resized, steps_done
 from workbench.runs.directory import default_root, unwritable
 from workbench.runs.foreign import check_config
 from workbench.runs.launch import port_problem
@@ -81,7 +81,10 @@ def _corpus(plan: Plan) -> list[Problem]:
 
 
 def _checkpoint(plan: Plan) -> list[Problem]:
-    """Whether what the plan starts from is whole, as far as its manifest says, and of the plan's model."""
+    """Whether what the plan starts from is of the plan's model, and whole by its manifest and its files' sizes.
+
+    Their checksums are verified by the ranks that read them.
+    """
     load = plan.checkpoint.load
     if load is None:
         return []
@@ -92,7 +95,10 @@ def _checkpoint(plan: Plan) -> list[Problem]:
         if is_foreign(Path(load)):
             check_config(Path(load), plan.shape)
         else:
-            steps_done(Path(load), read_manifest(Path(load))["meta"], plan)
+            body = read_manifest(Path(load))
+            steps_done(Path(load), body["meta"], plan)
+            for file in body["files"]:
+                refuse_resized(Path(load, file["file"]), file["bytes"])
     except PlanError as error:
         return error.problems
     except ValueError as error:
