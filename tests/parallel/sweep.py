@@ -32,7 +32,11 @@ Choice = dict[str, Any]
 """Name of a dimension -> its value."""
 
 MOE = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "ffn": 32}}
-MODELS: dict[str, dict[str, Any]] = {"llama": {**LLAMA, "layers": 8}, "gpt": {**GPT, "layers": 8}, "moe": MOE}
+UNEVEN = {**LLAMA, "layers": 8, "heads": 6, "kv_heads": 3, "head_dim": 6, "ffn": 45}
+"""Divided by neither two nor four tensor ranks."""
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**LLAMA, "layers": 8}, "gpt": {**GPT, "layers": 8}, "moe": MOE, "uneven": UNEVEN,
+}  # fmt: skip
 SPACE: dict[str, tuple[Any, ...]] = {
     "mesh": tuple(
         (t, c, p, n // (t * c * p))
