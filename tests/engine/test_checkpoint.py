@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from workbench.engine import checkpoint, reading, tensorfile
+from workbench.engine import checkpoint, intact, reading, tensorfile
 from workbench.engine.checkpoint import Shard, finished, path_of
-from workbench.engine.reading import Ranks, assigned, source_of
+from workbench.engine.reading import Ranks, assigned
+from workbench.engine.stored import source_of
 from workbench.engine.tensorfile import Entry
 from workbench.engine.writing import Writer
 from workbench.runs.checkpoints import read_manifest
@@ -127,7 +128,7 @@ def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
     entries = [Entry(key, value.dtype, tuple(value.shape)) for key, value in tensors.items()]
     told: list[int] = []
     size, sha256 = tensorfile.write(tmp_path / "x", entries, tensors.__getitem__, told.append)
-    assert size == (tmp_path / "x").stat().st_size == sum(told) and sha256 == reading.digest(tmp_path / "x")
+    assert size == (tmp_path / "x").stat().st_size == sum(told) and sha256 == intact.digest(tmp_path / "x")
     read = load_file(tmp_path / "x")
     assert read.keys() == tensors.keys() and all(torch.equal(read[key], tensors[key]) for key in read)
 

@@ -237,6 +237,23 @@ def test_foreign_folders_that_do_not_fit_are_refused(tmp_path: Path, spoil: Any,
         source_of(tmp_path, shape)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name_and_count(
+    exported: tuple[Path, Path, Whole], tmp_path: Path, value: float
+) -> None:
+    for path in exported[1].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    key = "model.layers.2.mlp.up_proj.weight"
+    listed = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    weights = load_file(tmp_path / listed[key])
+    weights[key].view(-1)[[0, 7, 1000]] = value
+    save_file(weights, tmp_path / listed[key])
+    made = plan(changes={**BATCH, "strategy.precision": "bf16", "checkpoint.load": str(tmp_path)}).complete()
+    words = rf"{listed[key]}: 3 of the 1536 values of {key} are NaN or infinite"
+    with pytest.raises(PlanError, match=words.replace(".", r"\.")):
+        Saver(session_of(made, 0), Path("unused")).load()
+
+
 def write(folder: Path, weights: Weights, config: dict[str, Any]) -> None:
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from workbench.engine.reading import Box, Source, Stored
+from workbench.engine.stored import Box, Source, Stored
 from workbench.engine.tensorfile import DTYPES
 from workbench.models import Transformer
 from workbench.plan.shape import Shape

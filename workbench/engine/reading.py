@@ -6,7 +6,6 @@ all of them, so that none is left waiting. A rank reads the boxes that overlap w
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,46 +16,17 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError, safe_open
 
 from workbench.engine.checkpoint import Shard, Slices, size_of
+from workbench.engine.intact import verify_all
+from workbench.engine.stored import Box, Source
 from workbench.engine.tensorfile import WORDS
 from workbench.plan.errors import PlanError, Problem
-from workbench.runs.checkpoints import REMEDY, read_manifest
+from workbench.runs.checkpoints import REMEDY
 
 SETTINGS = (
     "set strategy.precision and training.optimizer to what it was written with, or start from its weights alone "
     "(`workbench weights`)"
 )
-CHUNK = 8 * 2**20
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Box:
-    """A part of a global tensor, in a file under `key`."""
-
-    file: str
-    key: str
-    slices: Slices
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A global tensor, in one or more boxes."""
-
-    shape: tuple[int, ...]
-    boxes: Sequence[Box]
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a folder holds: tensors by (name, kind), and of each file its bytes and sha256 (None: it has none)."""
-
-    folder: Path
-    tensors: Mapping[tuple[str, str], Stored]
-    files: Mapping[str, tuple[int, str | None]]
-    meta: Mapping[str, Any]
-    exact: bool = True
-    """Whether a tensor of another dtype is refused; otherwise values are converted."""
 
 
 @dataclass(frozen=True)
@@ -65,21 +35,6 @@ class Ranks:
 
     rank: int = 0
     gather: Callable[[Any], list[Any]] = lambda item: [item]
-
-
-def source_of(folder: Path) -> Source:
-    """What a checkpoint holds. Raises ValueError where its manifest is not whole."""
-    body = read_manifest(folder)
-    found: dict[tuple[str, str], Stored] = {}
-    for entry in body["files"]:
-        for tensor in entry["tensors"]:
-            slices = tuple((start, stop) for start, stop in tensor["slices"])
-            box = Box(entry["file"], tensor["key"], slices, tensor["dtype"])
-            stored = found.setdefault((tensor["name"], tensor["kind"]), Stored(tuple(tensor["shape"]), []))
-            assert isinstance(stored.boxes, list)
-            stored.boxes.append(box)
-    files = {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in body["files"]}
-    return Source(folder, found, files, body["meta"])
 
 
 def load(source: Source, wanted: Sequence[Shard], ranks: Ranks | None = None) -> None:
@@ -152,35 +107,6 @@ def overlapping(source: Source, shard: Shard) -> list[Box]:
 def overlap(a: Slices, b: Slices) -> Slices:
     """Common part of two boxes of one tensor, empty where there is none."""
     return tuple((max(s, t), max(max(s, t), min(e, f))) for (s, e), (t, f) in zip(a, b))
-
-
-def verify_all(source: Source, files: Sequence[str]) -> None:
-    """ValueError where one of the files is missing, or is not what was written."""
-    for file in files:
-        verify(source, file)
-
-
-def verify(source: Source, file: str, read: Callable[[int], None] = lambda nbytes: None) -> None:
-    """ValueError where a file is missing, or is not what was written; `read` is told of every chunk."""
-    path, (size, sha256) = source.folder / file, source.files[file]
-    try:
-        now = path.stat().st_size
-        if now != size:
-            raise ValueError(f"{path} is damaged: {now} bytes instead of {size}; {REMEDY}")
-        if sha256 is not None and digest(path, read) != sha256:
-            raise ValueError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from None
-
-
-def digest(path: Path, read: Callable[[int], None] = lambda nbytes: None) -> str:
-    """sha256 of a file; `read` is told of every chunk."""
-    total = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            total.update(chunk)
-            read(len(chunk))
-    return total.hexdigest()
 
 
 def copy_all(source: Source, found: Sequence[tuple[Shard, Sequence[Box]]]) -> None:

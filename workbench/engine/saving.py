@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from workbench.engine import huggingface, reading
+from workbench.engine import huggingface, reading, stored
 from workbench.engine.checkpoint import Shard
 from workbench.engine.reading import Ranks
 from workbench.engine.session import Session
@@ -98,7 +98,7 @@ class Saver:
             source = reading.together(ranks, lambda: huggingface.source_of(folder, plan.shape))
             steps, wanted = 0, [shard for _, shard in self._shards() if shard.kind in huggingface.KINDS]
         else:
-            source = reading.together(ranks, lambda: reading.source_of(folder))
+            source = reading.together(ranks, lambda: stored.source_of(folder))
             steps = reading.together(ranks, lambda: steps_done(folder, dict(source.meta), plan))
             wanted = [shard for _, shard in self._shards()]
         reading.load(source, wanted, ranks)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.engine import reading, tensorfile
+from workbench.engine import intact, reading, tensorfile
 from workbench.engine.answer import status
 from workbench.engine.checkpoint import Shard, write_whole
 from workbench.engine.huggingface import INDEX, WHOLE, config_of, foreign_name, parameters_of
-from workbench.engine.reading import Source
+from workbench.engine.stored import Source, source_of
 from workbench.engine.tensorfile import DTYPES, Entry
 from workbench.plan.errors import refuse
 from workbench.plan.shape import Shape
@@ -41,7 +41,7 @@ def export(
     `progress(done, of, what)` counts bytes, read to verify and written. Returns what was written. Raises ValueError
     where the checkpoint is damaged, the model is none that Llama's names can express, or `to` is there or unwritable.
     """
-    source = reading.source_of(checkpoint)
+    source = source_of(checkpoint)
     shape = shape_of(checkpoint, dict(source.meta))
     refuse_inexpressible(shape)
     shards = {foreign_name(name): _wanted(source, name, extent) for name, extent in parameters_of(shape).items()}
@@ -51,7 +51,7 @@ def export(
     count = _Count(total, progress)
     for file in source.files:
         count.what = f"checking {file}"
-        reading.verify(source, file, count)
+        intact.verify(source, file, count)
     writing = to.with_name(f".{to.name}.writing-{os.getpid()}")
     try:
         writing.mkdir(parents=True)
