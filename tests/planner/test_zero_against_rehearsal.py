@@ -28,7 +28,7 @@ CASES: list[tuple[Any, str, str, int, dict[str, Any]]] = [
         "dapple",
         4,
         {**TWO_STAGES, "strategy.data.zero": 3, "strategy.data.reduce": "microbatch"},
-        marks=pytest.mark.xfail(reason="the first stage: 3.3 % high"),
+        marks=pytest.mark.xfail(strict=True, reason="the first stage, which holds less of a gradient then: 3.3 % high"),
     ),
     ("tiny", "fp32", "zero-offload", 2, {}),
     ("tiny", "bf16", "zero-infinity", 2, {}),
