@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,6 +20,7 @@ from workbench.models.seams import AddNorm
 from workbench.parallel import apply
 from workbench.parallel.mesh import GRADIENTS, Mesh, MeshAxis, build_mesh
 from workbench.parallel.tensor.grid import cube, norm, summa
+from workbench.parallel.tensor.grid.collectives import Move
 from workbench.parallel.tensor.grid.cube import Cube
 from workbench.parallel.tensor.grid.norm import SplitNorm
 from workbench.parallel.tensor.grid.summa import Square
@@ -119,12 +122,12 @@ def test_norms_are_the_dense_ones(kind: str) -> None:
     assert max(gaps) < 1e-10, gaps
 
 
-def alone(x: Tensor, axis: MeshAxis, root: int = 0) -> Tensor:
+def alone(x: Tensor, axis: MeshAxis) -> Tensor:
     return x
 
 
-def kept(x: Tensor, axis: MeshAxis, root: int) -> Tensor | None:
-    return x if root == axis.index else None
+def still(x: Tensor, axis: MeshAxis, root: int) -> Move:
+    return Move(dist.broadcast, x, replace(axis, size=1))
 
 
 def scattered(x: Tensor, axis: MeshAxis) -> Tensor:
@@ -132,8 +135,8 @@ def scattered(x: Tensor, axis: MeshAxis) -> Tensor:
 
 
 MUTATIONS: dict[str, tuple[tuple[str, list[int]], Any, str, Any]] = {
-    "a missing broadcast": (SQUARE, summa, "broadcast", alone),
-    "a partial sum that is not reduced": (SQUARE, summa, "reduce", kept),
+    "a missing broadcast": (SQUARE, summa, "broadcast", still),
+    "a partial sum that is not reduced": (SQUARE, summa, "reduce", still),
     "a tied block that is not exchanged": (SQUARE, summa, "exchanged", lambda x, axis, peer: x),
     "statistics of the local slice": (SQUARE, norm, "all_reduce", alone),
     "a missing gather": (CUBE, cube, "all_gather", lambda x, axis: torch.cat([x] * axis.size)),

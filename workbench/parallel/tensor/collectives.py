@@ -112,10 +112,10 @@ def call(collective: Callable[..., object], *tensors: Tensor) -> None:
     if aliases[0].device.type == "cpu":
         held = [weakref.ref(alias) for alias in aliases]
         del aliases
-        _let_go(held)
+        let_go(held)
 
 
-def _let_go(held: list[weakref.ref[Tensor]]) -> None:
+def let_go(held: list[weakref.ref[Tensor]]) -> None:
     """Wait until gloo's thread has dropped the tensors, a moment after the result is there.
 
     Else that thread may be the last to hold them, and memory lives longer than the step needs, by the scheduler's whim.

@@ -1,32 +1,54 @@
-"""The collectives of tensor grids: blocks go round along one side, partial results come back along another."""
+"""The collectives of tensor grids: blocks go round along one side, partial results come back along another.
+
+What moves along two sides at a time moves side by side: a rank waits once for both.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.tensor.collectives import GATHER, SCATTER, call
+from workbench.parallel.tensor.collectives import GATHER, SCATTER, call, let_go
 
 
-def broadcast(x: Tensor, axis: MeshAxis, root: int) -> Tensor:
-    """The block that index `root` of `axis` holds: there `x` itself, elsewhere a new tensor of its size."""
-    if axis.size == 1:
-        return x
+class Move(NamedTuple):
+    """A collective along `axis` that is yet to run, and the block that it reads or writes."""
+
+    collective: Callable[..., Any]
+    block: Tensor
+    axis: MeshAxis
+
+
+def broadcast(x: Tensor, axis: MeshAxis, root: int) -> Move:
+    """To the block that index `root` of `axis` holds: there `x` itself, elsewhere a new tensor of its size."""
     block = x if axis.index == root else torch.empty_like(x)
-    call(partial(dist.broadcast, group=axis.group, group_src=root), block)
-    return block
+    return Move(partial(dist.broadcast, group=axis.group, group_src=root), block, axis)
 
 
-def reduce(x: Tensor, axis: MeshAxis, root: int) -> Tensor | None:
-    """The sum of the ranks' `x` at index `root` of `axis`, None elsewhere; `x` is used up."""
-    if axis.size > 1:
-        call(partial(dist.reduce, group=axis.group, group_dst=root), x)
-    return x if axis.index == root else None
+def reduce(x: Tensor, axis: MeshAxis, root: int) -> Move:
+    """To the sum of the ranks' `x` at index `root` of `axis`; elsewhere `x` is used up."""
+    return Move(partial(dist.reduce, group=axis.group, group_dst=root), x, axis)
+
+
+def together(*moves: Move) -> list[Tensor]:
+    """Run moves side by side, and give their blocks once all are done; all ranks name them in the same order."""
+    moving = [move for move in moves if move.axis.size > 1]
+    aliases = [move.block.detach() for move in moving]
+    running = [move.collective(alias, async_op=True) for move, alias in zip(moving, aliases)]
+    while running:
+        running.pop().wait()
+    if moving and aliases[0].device.type == "cpu":
+        held = [weakref.ref(alias) for alias in aliases]
+        del aliases
+        let_go(held)
+    return [move.block for move in moves]
 
 
 def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:

@@ -7,6 +7,7 @@ broadcasts one block along each side, or broadcasts one and sums the partial res
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from workbench.parallel.mesh import Mesh, MeshAxis
 from workbench.parallel.tensor.collectives import share
-from workbench.parallel.tensor.grid.collectives import broadcast, exchanged, reduce
+from workbench.parallel.tensor.grid.collectives import broadcast, exchanged, reduce, together
 from workbench.parallel.tensor.vocabulary import look_up, table_gradient
 
 
@@ -89,7 +90,9 @@ class _Summa(torch.autograd.Function):
         x_NK, y = x.flatten(0, -2).contiguous(), x.new_zeros(*x.shape[:-1], weight.shape[0])
         y_NO = y.view(-1, weight.shape[0])
         for k in range(grid.column.size):
-            y_NO.addmm_(broadcast(x_NK, grid.column, k), broadcast(weight, grid.row, k).t())
+            x_block, weight_block = together(broadcast(x_NK, grid.column, k), broadcast(weight, grid.row, k))
+            y_NO.addmm_(x_block, weight_block.t())
+            del x_block, weight_block  # before there are new ones
         return y
 
     @staticmethod
@@ -102,20 +105,29 @@ class _Summa(torch.autograd.Function):
 
 def _input_gradient(gradient_NO: Tensor, weight: Tensor, grid: Square) -> Tensor:
     """Block j of dX = sum over columns of dY W: column k sums the part that belongs to it."""
-    own: Tensor | None = None
-    for k in range(grid.column.size):
-        partial_NK = reduce(gradient_NO @ broadcast(weight, grid.row, k), grid.column, k)
-        own = own if partial_NK is None else partial_NK
-    assert own is not None
-    return own
+    return _summed(lambda block: gradient_NO @ block, weight, grid.row, grid.column)
 
 
 def _weight_gradient(gradient_NO: Tensor, x_NK: Tensor, grid: Square) -> Tensor:
     """Block i of dW = sum over rows of dY^T X: row k sums the part that belongs to it."""
+    return _summed(lambda block: gradient_NO.t() @ block, x_NK, grid.column, grid.row)
+
+
+def _summed(multiply: Callable[[Tensor], Tensor], x: Tensor, along: MeshAxis, over: MeshAxis) -> Tensor:
+    """What index k of `over` gets where the ranks' products with block k of `x` are summed; a sum and the next block
+    move side by side."""
     own: Tensor | None = None
-    for k in range(grid.row.size):
-        partial_OK = reduce(gradient_NO.t() @ broadcast(x_NK, grid.column, k), grid.row, k)
-        own = own if partial_OK is None else partial_OK
+    moves = [broadcast(x, along, 0)]
+    for k in range(along.size):
+        block = together(*moves).pop()
+        moves.clear()
+        product = multiply(block)
+        del block  # before there is a new one
+        own = product if over.index == k else own
+        moves.append(reduce(product, over, k))
+        del product
+        moves += [broadcast(x, along, k + 1)] if k + 1 < along.size else []
+    together(*moves)
     assert own is not None
     return own
 
@@ -140,7 +152,7 @@ class _LookUp(torch.autograd.Function):
         ctx.axis, ctx.vocab, ctx.room = axis, vocab, weight.shape[0]
         x_BTD = weight.new_zeros(*tokens_BT.shape, weight.shape[1])
         for k in range(axis.size):
-            x_BTD += look_up(tokens_BT, broadcast(weight, axis, k), _rows(ctx, k))
+            x_BTD += look_up(tokens_BT, together(broadcast(weight, axis, k)).pop(), _rows(ctx, k))
         return x_BTD
 
     @staticmethod
@@ -149,8 +161,8 @@ class _LookUp(torch.autograd.Function):
         own: Tensor | None = None
         for k in range(ctx.axis.size):
             block_VD = table_gradient(tokens_BT, gradient_BTD, _rows(ctx, k), ctx.room)
-            summed_VD = reduce(block_VD, ctx.axis, k)
-            own = own if summed_VD is None else summed_VD
+            together(reduce(block_VD, ctx.axis, k))
+            own = block_VD if ctx.axis.index == k else own
         assert own is not None
         return None, own, None, None
 
