@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,8 +13,9 @@ from workbench.engine.session import Session
 from workbench.engine.verify import verify
 from workbench.parallel.layout import square_norm
 from workbench.parallel.pipeline.executor import Executor
-from workbench.parallel.tensor import linear, vocabulary
-from workbench.parallel.tensor.linear import RowLinear
+from workbench.parallel.tensor import row, vocabulary
+from workbench.parallel.tensor.column import Passage
+from workbench.parallel.tensor.row import RowLinear
 from workbench.schedules import Action
 
 
@@ -25,14 +27,24 @@ def failure_of(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_missing_all_reduce_in_a_row_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "reduce_from", lambda x, axis: x)
+    monkeypatch.setattr(row, "reduce_from", lambda x, axis: x)
+    worst = failure_of(verify(plan(2)))
+    assert worst["kind"] in ("gradients", "weights") and worst["tensor"] != "loss"
+
+
+def test_missing_all_reduce_behind_column_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin_sum(self: Passage, gradient: Tensor, shape: torch.Size) -> Tensor:
+        self.summed = lambda: None
+        return gradient.view(shape)
+
+    monkeypatch.setattr(Passage, "begin_sum", begin_sum)
     worst = failure_of(verify(plan(2)))
     assert worst["kind"] in ("gradients", "weights") and worst["tensor"] != "loss"
 
 
 def test_bias_added_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: RowLinear, x: Tensor) -> Tensor:
-        return linear.reduce_from(F.linear(x, self.weight, self.bias), self.axis)
+        return row.reduce_from(F.linear(x, self.weight, self.bias), self.axis)
 
     monkeypatch.setattr(RowLinear, "forward", forward)
     assert failure_of(verify(plan(2, shape=GPT)))["tensor"]

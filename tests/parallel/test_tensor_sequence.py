@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine.verify import verify
 from workbench.parallel import apply
-from workbench.parallel.tensor import sequence
+from workbench.parallel.tensor.column import Passage
 from workbench.plan.schema import Plan
 
 SEQUENCE = {"strategy.tensor.sequence": True}
@@ -74,9 +74,9 @@ def test_positions_of_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_part_that_is_not_gathered_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def again(self: sequence.Gathered, part: Tensor) -> Tensor:
-        return torch.cat([part] * self.axis.size, 1)
+    def repeated(self: Passage, x_BTD: Tensor) -> None:
+        self.whole = torch.cat([x_BTD.flatten(0, -2)] * self.axis.size)
 
-    monkeypatch.setattr(sequence.Gathered, "again", again)
+    monkeypatch.setattr(Passage, "begin_gather", repeated)
     worst = failing(verify(on(2)))
     assert worst["kind"] in ("gradients", "weights") and worst["tensor"] != "loss"

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine.verify import verify
-from workbench.parallel.tensor import cut, linear
-from workbench.parallel.tensor.linear import RowLinear
+from workbench.parallel.tensor import cut, row
+from workbench.parallel.tensor.row import RowLinear
 from workbench.plan.heads import Dealt, dealt, rooms
 from workbench.plan.shape import Shape
 
@@ -79,7 +79,7 @@ def test_padding_counted_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded query attends to real keys: what it brings must not reach the gradient of the projection behind it."""
 
     def forward(self: RowLinear, x: Tensor) -> Tensor:
-        return linear.reduce_from(F.linear(x, self.weight), self.axis)
+        return row.reduce_from(F.linear(x, self.weight), self.axis)
 
     monkeypatch.setattr(RowLinear, "forward", forward)
     clipped = {"training.optimizer.name": "sgd", "training.optimizer.clip": 0.05}

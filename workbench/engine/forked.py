@@ -49,6 +49,8 @@ def run_ranks(world_size: int, work: Callable[[int], Any], seconds: float = 60.0
 
 def _rank(rank: int, world_size: int, store: str, work: Callable[[int], Any], pipe: Connection, seconds: float) -> None:
     die_with_parent(os.getppid())
+    # Torch makes its pool anew in a forked child, which must be over before gloo's threads ask for it too.
+    torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo",

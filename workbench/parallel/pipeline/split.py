@@ -7,7 +7,7 @@ embeddings, weights that are first gathered or shared) gets its gradient with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -49,14 +49,27 @@ class SplitLinears(TorchFunctionMode):
         _entered.reset(self._before)
         super().__exit__(*why)
 
+    def splits(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether a layer's weight gradient can wait."""
+        return id(weight) not in self.whole and all(map(_is_leaf, _present(weight, bias)))
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is F.linear and torch.is_grad_enabled():
             x, weight, bias = _operands(*args, **(kwargs or {}))
-            if x.requires_grad and id(weight) not in self.whole and all(map(_is_leaf, _present(weight, bias))):
+            if x.requires_grad and self.splits(weight, bias):
                 return _SplitLinear.apply(x, (weight, bias), self.deferred)
         return func(*args, **(kwargs or {}))
+
+
+def deferring(layers: Iterable[tuple[Tensor, Tensor | None]]) -> list[Deferred] | None:
+    """Where the backward of layers (weight, bias) that intercept no `F.linear` leaves their weights' gradients, if it
+    is to be split."""
+    mode = _entered.get()
+    if mode is None or not torch.is_grad_enabled() or not all(mode.splits(*layer) for layer in layers):
+        return None
+    return mode.deferred
 
 
 def for_recomputation() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -7,17 +7,17 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from workbench.models import Transformer
 from workbench.models.transformer import Attention
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import GRADIENTS, SIDES, Mesh, MeshAxis
-from workbench.parallel.tensor.collectives import copy_to
+from workbench.parallel.tensor.column import ColumnLinear, Siblings
 from workbench.parallel.tensor.cut import Cut
 from workbench.parallel.tensor.grid.apply import lay_over_grid
-from workbench.parallel.tensor.linear import ColumnLinear, RowLinear
-from workbench.parallel.tensor.sequence import Entrance, keep_own_positions, own_run, whole_indices
+from workbench.parallel.tensor.row import RowLinear
+from workbench.parallel.tensor.sequence import keep_own_positions, own_run, whole_indices
 from workbench.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHeadLoss
 from workbench.plan.legal import token_parts
 from workbench.plan.schema import Plan
@@ -84,7 +84,7 @@ def split_modules(
     model: Transformer, layouts: dict[str, Layout], table: dict[str, str], axis: MeshAxis, sequence: bool
 ) -> None:
     """Narrow the modules of a model on the meta device, in place, and record their parameters' new layouts."""
-    entrances: dict[str, Entrance | None] = {}
+    families: dict[str, Siblings] = {}
     for path, module in list(model.named_modules()):
         kind = next((kind for pattern, kind in table.items() if fnmatchcase(path, pattern)), None)
         if kind is None:
@@ -94,27 +94,13 @@ def split_modules(
         cut = _cut(model, parent, name, module.weight.shape[_DIM[kind]], axis)
         _narrow(path, module, layouts, kind, axis, cut)
         if kind == "column":
-            if parent_path not in entrances:
-                entrances[parent_path] = _enter(parent, axis, sequence)
-            if sequence or cut.pieces < axis.size:
-                own = ColumnLinear(module.weight, module.bias, axis, cut.piece, cut.pieces, entrances[parent_path])
-                setattr(parent, name, own)
+            if parent_path not in families:
+                families[parent_path] = Siblings(parent, axis, sequence)
+            own = ColumnLinear(module.weight, module.bias, axis, cut.piece, cut.pieces)
+            setattr(parent, name, own)
+            families[parent_path].layers.append(own)
         else:
             setattr(parent, name, _replacement(module, kind, axis, cut, sequence))
-
-
-def _enter(parent: nn.Module, axis: MeshAxis, sequence: bool) -> Entrance | None:
-    """Column-split siblings share one input: one gather or sum serves them all."""
-    if not sequence:
-        parent.register_forward_pre_hook(partial(_copied, axis))
-        return None
-    entrance = Entrance(axis)
-    entrance.attach(parent)
-    return entrance
-
-
-def _copied(axis: MeshAxis, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return copy_to(inputs[0], axis), *inputs[1:]
 
 
 def _cut(model: Transformer, parent: nn.Module, name: str, length: int, axis: MeshAxis) -> Cut:

@@ -85,7 +85,7 @@ class _Share(torch.autograd.Function):
 def all_reduce(x: Tensor, axis: MeshAxis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce a contiguous tensor in place over `axis`."""
     if axis.size > 1:
-        call(lambda alias: dist.all_reduce(alias, op, group=axis.group), x)
+        call(partial(dist.all_reduce, op=op, group=axis.group), x)
     return x
 
 
@@ -106,16 +106,28 @@ def reduce_scatter(x_BTD: Tensor, axis: MeshAxis) -> Tensor:
 
 
 def call(collective: Callable[..., object], *tensors: Tensor) -> None:
-    """Run a blocking collective on aliases of `tensors`, and on the CPU see that nothing else holds them after it."""
+    """Run a collective on aliases of `tensors` and wait for it."""
+    begin(collective, *tensors)()
+
+
+def begin(collective: Callable[..., Any], *tensors: Tensor) -> Callable[[], None]:
+    """Begin a collective on aliases of `tensors`; to be called once, what is returned waits for it.
+
+    On the CPU nothing else holds the tensors then.
+    """
     aliases = [x.detach() for x in tensors]
-    collective(*aliases)
-    if aliases[0].device.type == "cpu":
-        held = [weakref.ref(alias) for alias in aliases]
-        del aliases
-        let_go(held)
+    works = [collective(*aliases, async_op=True)]
+    held = [weakref.ref(alias) for alias in aliases] if aliases[0].device.type == "cpu" else []
+    del aliases
+
+    def finish() -> None:
+        works.pop().wait()
+        _let_go(held)
+
+    return finish
 
 
-def let_go(held: list[weakref.ref[Tensor]]) -> None:
+def _let_go(held: list[weakref.ref[Tensor]]) -> None:
     """Wait until gloo's thread has dropped the tensors, a moment after the result is there.
 
     Else that thread may be the last to hold them, and memory lives longer than the step needs, by the scheduler's whim.

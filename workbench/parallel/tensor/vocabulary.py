@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from workbench.models.seams import IGNORE, at_least_fp32
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.tensor.collectives import all_reduce, copy_to, reduce_from, scatter_tokens
-from workbench.parallel.tensor.sequence import Entrance, gathered_linear
+from workbench.parallel.tensor.collectives import all_reduce, reduce_from, scatter_tokens
+from workbench.parallel.tensor.column import columns
 
 
 class VocabularyEmbedding(nn.Module):
@@ -56,20 +56,12 @@ class VocabularyHeadLoss(nn.Module):
 
     def __init__(self, weight: nn.Parameter, rows: tuple[int, int], axis: MeshAxis, sequence: bool = False) -> None:
         super().__init__()
-        self.weight, self.rows, self.axis = weight, rows, axis
-        self.entrance = Entrance(axis) if sequence else None
+        self.weight, self.rows, self.axis, self.sequence = weight, rows, axis, sequence
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Sum over valid tokens of the negative log-likelihood; a scalar, equal on every rank."""
-        logits_NV = self._logits(x_BTD).flatten(0, -2)
-        return cross_entropy(logits_NV, targets_BT.flatten(), self.rows, self.axis)
-
-    def _logits(self, x_BTD: Tensor) -> Tensor:
-        if self.entrance is None:
-            return F.linear(copy_to(x_BTD, self.axis), self.weight)
-        logits_BTV = gathered_linear(self.entrance.gather(x_BTD), self.weight, None, self.entrance)
-        self.entrance.close()
-        return logits_BTV
+        (logits_BTV,) = columns(x_BTD, [(self.weight, None)], self.axis, self.sequence)
+        return cross_entropy(logits_BTV.flatten(0, -2), targets_BT.flatten(), self.rows, self.axis)
 
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor, rows: tuple[int, int], axis: MeshAxis) -> Tensor:

@@ -5,7 +5,6 @@ What moves along two sides at a time moves side by side: a rank waits once for b
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.tensor.collectives import GATHER, SCATTER, call, let_go
+from workbench.parallel.tensor.collectives import GATHER, SCATTER, begin, call
 
 
 class Move(NamedTuple):
@@ -40,14 +39,8 @@ def reduce(x: Tensor, axis: MeshAxis, root: int) -> Move:
 def together(*moves: Move) -> list[Tensor]:
     """Run moves side by side, and give their blocks once all are done; all ranks name them in the same order."""
     moving = [move for move in moves if move.axis.size > 1]
-    aliases = [move.block.detach() for move in moving]
-    running = [move.collective(alias, async_op=True) for move, alias in zip(moving, aliases)]
-    while running:
-        running.pop().wait()
-    if moving and aliases[0].device.type == "cpu":
-        held = [weakref.ref(alias) for alias in aliases]
-        del aliases
-        let_go(held)
+    for finish in [begin(move.collective, move.block) for move in moving]:
+        finish()
     return [move.block for move in moves]
 
 
