@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models import Transformer
-from workbench.models.moe import Mixture, balanced, dropless, limited
+from workbench.models.moe import Mixture, balanced
+from workbench.models.routing import dropless, limited
 from workbench.plan.parameters import parameters
 from workbench.plan.shape import Moe, Shape, rows_of_an_expert
 

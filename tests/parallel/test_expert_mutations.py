@@ -12,7 +12,8 @@ from tests.parallel.test_mutations import failure_of
 from workbench.engine.session import Session
 from workbench.engine.verify import verify
 from workbench.models import moe as moe_module
-from workbench.models.moe import Mixture, Rows
+from workbench.models.moe import Mixture
+from workbench.models.routing import Rows
 from workbench.parallel import apply
 from workbench.parallel.expert import apply as expert_apply
 from workbench.parallel.expert import exchange
