@@ -22,14 +22,7 @@ CASES: list[tuple[Any, str, str, int, dict[str, Any]]] = [
     ("tiny", "fp32", "zero-3", 4, {"strategy.data.shard": 2, "strategy.data.reduce": "step"}),
     ("tiny", "fp32", "zero-3", 2, {"strategy.data.keep_gathered": True}),
     (ODD, "fp32", "dapple", 4, {**TWO_STAGES, "strategy.data.zero": 1}),
-    pytest.param(
-        ODD,
-        "bf16",
-        "dapple",
-        4,
-        {**TWO_STAGES, "strategy.data.zero": 3, "strategy.data.reduce": "microbatch"},
-        marks=pytest.mark.xfail(strict=True, reason="the first stage, which holds less of a gradient then: 3.3 % high"),
-    ),
+    (ODD, "bf16", "dapple", 4, {**TWO_STAGES, "strategy.data.zero": 3, "strategy.data.reduce": "microbatch"}),
     ("tiny", "fp32", "zero-offload", 2, {}),
     ("tiny", "bf16", "zero-infinity", 2, {}),
 ]

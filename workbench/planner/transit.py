@@ -13,7 +13,7 @@ from workbench.planner.setting import Number
 from workbench.planner.states import Held
 from workbench.planner.workload import Workload
 
-HEAD = ("first_forward", "forward", "loss", "projection", "final_norm")
+HEAD = ("first_forward", "forward", "product", "loss", "projection", "final_norm")
 """Instants at which backward has not yet come to a layer."""
 
 
