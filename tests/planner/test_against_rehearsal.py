@@ -26,10 +26,7 @@ CASES = [
     (ODD, "fp32", "single", 1), (ODD, "fp32", "dapple", 2), (ODD, "fp32", "tensor-pipeline", 4),
     ("tiny", "bf16", "megatron-tp", 4), (SHARED, "fp32", "megatron-tp", 4),
     ("tiny", "bf16", "interleaved", 2), ("tiny", "fp32", "zero-bubble", 2), ("tiny", "bf16", "zero-bubble", 4),
-    pytest.param(
-        ODD, "fp32", "zero-bubble", 3,
-        marks=pytest.mark.xfail(strict=True, reason="a middle rank's activations at the peak: all 2.04 % low"),
-    ),
+    (ODD, "fp32", "zero-bubble", 3),
     ("tiny", "fp32", "zb-v", 2), ("tiny-gpt", "fp32", "dualpipe-v", 2),
 ]  # fmt: skip
 

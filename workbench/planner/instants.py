@@ -137,11 +137,21 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
             "logits": logits,
             "temporary": w.first * activations.embedding(w) + (1 - w.first) * activations.norm_backward(w),
         },
-        "weights": {
-            "activations": before - flight.one + flight.aside,
+    } | (_split_backward(w, before - flight.one + flight.aside, logits) if w.setting.split else {})
+
+
+def _split_backward(w: Workload, aside: Array, logits: Array) -> dict[str, Live]:
+    """Where a backward leaves weights for later, what it leaves grows as it goes: the stage's first attention, whose
+    inputs are there beside their gradients; and the weights' half."""
+    met = (w.q_width + w.k_width + w.v_width) * w.tokens * w.element + 4 * w.heads * w.tokens
+    kept = met + w.stream / w.sequence_parallel
+    return {
+        "attention": {
+            "activations": aside + kept,
             "logits": logits,
-            "temporary": w.nothing + activations.weights(w) * float(w.setting.split),
+            "temporary": w.nothing + w.o_width * w.tokens * w.element,
         },
+        "weights": {"activations": aside, "logits": logits, "temporary": w.nothing + activations.weights(w)},
     }
 
 
