@@ -68,7 +68,7 @@ def test_differences_between_two_plans(ask, tmp_path):
     (["plan", *TINY, "--strategy", "dappel"], "did you mean dapple"),
     (["plan", *TINY, "--set", "training.step=3"], "did you mean steps"),
     (["plan", *TINY, "--set", "steps"], "key=value"),
-    (["plan", *TINY, "--strategy", "ddp", "--set", "strategy.tensor.size=3"], "legal for tiny: 1, 2, 4"),
+    (["plan", *TINY, "--strategy", "ddp", "--set", "strategy.tensor.size=8"], "legal for tiny: 1 to 4"),
     (["plan", "--model", "tiny", "--gpu", "local", "--gpus", "4096", "--strategy", "ddp"], "are attached here"),
     (["run", *TINY, "--set", "strategy.stack=deepspeed-3d"], "strategy.stack: is 'deepspeed-3d'; this version can run"),
     (["rehearse", *TINY, "--set", "strategy.stack=deepspeed-3d"], "this version can rehearse 'workbench'"),
