@@ -78,7 +78,7 @@ def test_all_of_an_experts_collectives_in_numbers() -> None:
         (lambda: mixture(moe={"top_k": 5}), "model.moe.top_k", "is 5 of 4 experts; legal: 1 to 4"),
         (lambda: mixture(moe={"first_dense": 5}), "model.moe.first_dense", "is 5 of 4 layers"),
         (lambda: mixture(moe={"top_k": 1, "renormalise": True}), "model.moe.renormalise", "top_k 1.*legal: false"),
-        (lambda: mixture(tensor=5), "strategy.tensor.size", "moe.ffn = 24"),
+        (lambda: mixture(tensor=4, moe={"ffn": 3}), "strategy.tensor.size", "more than moe.ffn = 3; legal.*: 1 to 3"),
     ],
     ids=["experts", "replicas", "top_k", "first_dense", "renormalise", "width"],
 )  # fmt: skip
