@@ -84,6 +84,25 @@ def test_heads_and_widths_that_tensor_ranks_do_not_divide(
     assert traffic(estimated) == calls
 
 
+@pytest.mark.parametrize(
+    ("model", "precision", "schedule", "tensor"),
+    [
+        ("tiny", "fp32", "zb-h1", {"size": 2}), (ODD, "fp32", "zb-h1", {"size": 2, "sequence": True}),
+        ("tiny", "bf16", "zb-h2", {"size": 2}), ("tiny-gpt", "fp32", "zb-h1", {"size": [2, 2], "algorithm": "2d"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tensor_ranks_under_a_split_backward(model: Any, precision: str, schedule: str, tensor: dict[str, Any]) -> None:
+    size = tensor["size"]
+    gpus = 2 * (math.prod(size) if isinstance(size, list) else size)
+    form = {"strategy.tensor": tensor, "strategy.pipeline": {"size": 2, "schedule": schedule}}
+    form |= {"training.micro_batch": 4, "training.global_batch": 32}
+    plan = small(model, "ddp", gpus, precision).replace(**{"strategy.preset": None, **form})
+    estimated, rehearsed = estimate(plan), rehearse(plan)
+    assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
+    assert traffic(estimated) == traffic(rehearsed)
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "ulysses"])
 @pytest.mark.parametrize(("model", "precision", "gpus"), [("tiny", "bf16", 4), (ODD, "fp32", 2)])
 def test_sequences_spread_over_ranks(model: Any, precision: str, gpus: int, algorithm: str) -> None:

@@ -139,9 +139,12 @@ def _every_microbatch(row: dict[str, Any]) -> bool:
 
 
 def _where(row: dict[str, Any]) -> dict[str, Any]:
-    """A mesh of one long axis lends its group to the whole job, and a batch of transfers goes both ways."""
+    """A mesh of one long axis lends its group to the whole job, a batch of transfers goes both ways, and what the
+    inputs' half of a split backward sends is the backward's."""
     if row["action"] == "CLIP":
         return {"axis": "world"}
+    if row["action"] == "I":
+        return {"action": "B"}
     if row["axis"].endswith(GRADIENTS):
         return {"axis": row["axis"].removesuffix(GRADIENTS)}
     return {"action": "P2P"} if row["axis"] == "pipeline" and row["kind"] in ("send", "recv") else {}

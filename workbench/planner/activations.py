@@ -92,7 +92,7 @@ def layer(w: Workload, mixture: bool = False) -> Layer:
     # Down projection: its input's gradient and its weight's, which is then added; the gate: two more, one tensor gone.
     made, added = wide + matrix * w.element * trained(w), added_gradient(w, matrix)
     transient = np.maximum(np.maximum(made, added), (1 if w.shape.mlp == "gelu" else 2) * wide) + gathered
-    if w.setting.split:  # no weight's gradient yet, but the down projection's input stays
+    if w.setting.split and w.setting.algorithm == "1d":  # no weight's gradient yet; the down projection's input stays
         transient = (2 if w.shape.mlp == "gelu" else 3) * wide + gathered
     branch = stream + (wide if w.shape.mlp == "relu" else 0.0)
     # What is gathered, the partial result, and the scattered one, without and with its bias.
@@ -242,8 +242,11 @@ def ends(w: Workload) -> tuple[Array, Array]:
 def aside(w: Workload) -> Number:
     """Bytes that a layer keeps between its two halves of a backward: inputs and output gradients of its products.
 
-    Where sequences are gathered, layers behind a gather do not wait: of the others the gradients are of all tokens.
+    Where sequences are gathered, layers behind a gather do not wait: of the others the gradients are of all tokens. On
+    a tensor grid none waits.
     """
+    if w.setting.algorithm != "1d":
+        return w.nothing
     wide, _ = _feed_forward(w, False)
     widths = (w.q_width + w.k_width + w.v_width + w.o_width) * w.tokens * w.element
     every = 4 * w.stream + widths + (3 if w.shape.gated else 2) * wide

@@ -142,7 +142,7 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
 
 def _split_backward(w: Workload, aside: Array, logits: Array) -> dict[str, Live]:
     """Where a backward leaves weights for later, what it leaves grows as it goes: the stage's first attention, whose
-    inputs are there beside their gradients; and the weights' half."""
+    inputs are there beside their gradients; the norm before it; and the weights' half."""
     met = (w.q_width + w.k_width + w.v_width) * w.tokens * w.element + 4 * w.heads * w.tokens
     kept = met + w.stream / w.sequence_parallel
     return {
@@ -151,6 +151,7 @@ def _split_backward(w: Workload, aside: Array, logits: Array) -> dict[str, Live]
             "logits": logits,
             "temporary": w.nothing + w.o_width * w.tokens * w.element,
         },
+        "first_norm": {"activations": aside, "logits": logits, "temporary": w.nothing + activations.norm_backward(w)},
         "weights": {"activations": aside, "logits": logits, "temporary": w.nothing + activations.weights(w)},
     }
 

@@ -177,8 +177,9 @@ class Store:
         }
 
     def _arrived(self, stage: int, bucket: Bucket, name: str, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:  # a split backward has left it for later
+            return
         if parameter.grad is not bucket.gradients.grad(name):
-            assert parameter.grad is not None
             bucket.gradients.add(name, parameter.grad)
             parameter.grad = None
         self._count(stage, bucket)

@@ -43,8 +43,8 @@ class Passage:
     summed: Callable[[], None] | None = None
 
     def begin_gather(self, x_BTD: Tensor) -> None:
-        """Begin to make whole what the layers multiplied."""
-        self.whole = x_BTD.flatten(0, -2)
+        """Begin to make whole what the layers multiplied; kept for later, it must not keep the graph that made it."""
+        self.whole = x_BTD.detach().flatten(0, -2)
         if self.sequence and self.gradients:
             part_ND, self.whole = self.whole, self.whole.new_empty(len(self.whole) * self.axis.size, x_BTD.shape[-1])
             self.gathered = begin(partial(GATHER, group=self.axis.group), self.whole, part_ND)
