@@ -3,7 +3,7 @@
 `python tests/benchmarks/curves.py [--steps 200] [--json FILE] [--html FILE]` really runs each strategy with `accelerate
 launch`, one after the other, on the same text in fp32, and prints how far each curve is from that of one device.
 The learning rate is one at which training is stable: at four times this rate fp32's rounding grows to 2e-2 of loss
-within 60 steps, while the same runs in fp64 stay within 1e-11.
+within 60 steps, while one device and ZeRO-1 in fp64 stay within 1e-11.
 """
 
 from __future__ import annotations
