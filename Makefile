@@ -20,6 +20,7 @@ demo/%.yaml: .venv/.ready
 
 test: .venv/.ready-test lint
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/interpreted
 
 verify-all: .venv/.ready-test
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.parallel.sweep --all --json data/benchmarks/verified.json

@@ -166,7 +166,7 @@ class Workload:
 def workload(plan: Plan) -> Workload:
     """The quantities of a complete plan. Raises PlanError naming a field that the planner does not model."""
     _refuse(plan)
-    return assemble(setting_of(plan), knobs_of(plan), np.arange(float(plan.strategy.pipeline.size)))
+    return assemble(setting_of(plan), knobs_of(plan), np.arange(plan.strategy.pipeline.size, dtype=float))
 
 
 def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) -> Workload:

@@ -1,0 +1,52 @@
+"""Chains of plain operators under torch.compile, where it pays; what is compiled is told as it happens.
+
+Compiled code is kept on disk by torch (its FX graph cache), so that a second run, or a second rank, only loads it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+log = logging.getLogger(__name__)
+"""Says, at level INFO, what is about to be compiled."""
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` of tensors, without autograd, compiled at its first call for each kind of argument.
+
+    Torch function modes round it (a split backward's) do not reach into it. Every kind is compiled from a copy of its
+    own, for torch gives up on a function that it has compiled too often.
+    """
+    assert isinstance(function, FunctionType)
+    fast: dict[tuple[Any, ...], Callable[P, R]] = {}
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        kind = tuple(_kind(x) for x in (*args, *kwargs.values()))
+        if kind not in fast:
+            log.info("compiling %s", function.__name__.strip("_").replace("_", " "))
+            fast[kind] = torch.compile(_copy(function))
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            return fast[kind](*args, **kwargs)
+
+    return call
+
+
+def _kind(x: object) -> Any:
+    return (x.dtype, x.ndim, x.device.type) if isinstance(x, Tensor) else x
+
+
+def _copy(function: FunctionType) -> FunctionType:
+    copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

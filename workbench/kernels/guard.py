@@ -1,0 +1,44 @@
+"""What an operator asks of its tensors before any pointer is handed on; what is not right is refused by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check(operator: str, like: str, **tensors: Tensor | None) -> None:
+    """Raise ValueError, naming tensor, value and what would be legal, unless all that are there are on the device of
+    the one called `like` and, where floating, in a dtype that the kernels know."""
+    first = tensors[like]
+    assert first is not None
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if x.device != first.device:
+            raise ValueError(f"{operator}: {name} is on {x.device}, but {like} on {first.device}; legal: one device")
+        if x.is_complex() or (x.is_floating_point() and x.dtype not in FLOATING):
+            legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
+            raise ValueError(f"{operator}: {name} is {str(x.dtype).removeprefix('torch.')}; legal: {legal}")
+
+
+def check_shape(operator: str, name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless `x`, where it is there, has `shape`."""
+    if x is not None and tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}; legal: {tuple(shape)}")
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """`x` [..., D] as contiguous rows [N, D]; copied where it is not."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """What statistics of `x` are kept in: fp32, or fp64 where x has it."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """16-bit tensors widened to fp32; fp32 and fp64 unchanged."""
+    return x.float() if x.element_size() < 4 else x
