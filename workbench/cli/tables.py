@@ -111,6 +111,8 @@ def profile(found: Profile) -> Table:
         built.add_row(f"  {category}, at most", bytes_text(size))
     if found.step_seconds is not None:
         built.add_row("a step", seconds_text(found.step_seconds))
+    if kernels := found.notes.get("kernels"):
+        built.add_row("cost of its kernels", kernels)
     if found.tokens_per_second is not None:
         built.add_row("tokens a second", count_text(found.tokens_per_second))
     if found.loss:

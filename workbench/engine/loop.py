@@ -65,6 +65,8 @@ class Loop:
     def run(self) -> None:
         """Train from where the checkpoint stands, or from the start, to the last step or until asked to stop."""
         self.index = self.saver.load()
+        for kernel in self.session.warm_up():
+            self._phase("compiling", kernel)
         first, last = self.index, self.plan.training.steps
         self._phase("training")
         while self.index < last:
@@ -197,5 +199,5 @@ class Loop:
         self.saver.wait()
         self.saver.close()
 
-    def _phase(self, phase: str) -> None:
-        self.telemetry.record("phase", phase=phase, step=self.index)
+    def _phase(self, phase: str, detail: str | None = None) -> None:
+        self.telemetry.record("phase", phase=phase, step=self.index, detail=detail)

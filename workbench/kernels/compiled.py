@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """`function` of tensors, without autograd, compiled at its first call for each kind of argument.
 
-    Torch function modes round it (a split backward's) do not reach into it. Every kind is compiled from a copy of its
-    own, for torch gives up on a function that it has compiled too often.
+    Processors take one code for all sizes, which costs them nothing beyond the smallest and lets a warm-up be small;
+    on cards sizes are compiled in, for tiles depend on them. Torch function modes round it (a split backward's) do not
+    reach into it. Every kind is compiled from a copy of its own, for torch gives up on a function that it has compiled
+    too often.
     """
     assert isinstance(function, FunctionType)
     fast: dict[tuple[Any, ...], Callable[P, R]] = {}
@@ -34,8 +36,9 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         kind = tuple(_kind(x) for x in (*args, *kwargs.values()))
         if kind not in fast:
-            log.info("compiling %s", function.__name__.strip("_").replace("_", " "))
-            fast[kind] = torch.compile(_copy(function))
+            log.info("compiling %s.%s", function.__module__, function.__name__)
+            on_cpu = all(x.device.type == "cpu" for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            fast[kind] = torch.compile(_copy(function), dynamic=True if on_cpu else None)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             return fast[kind](*args, **kwargs)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 STOP = {"label": "Stop", "action": "stop", "hint": "Finish the step that is running, then end the run"}
 DOING = {
     "building": "Building the model",
+    "compiling": "Compiling kernels, once for this machine",
     "training": "Training",
     "evaluating": "Evaluating on held-out text",
     "checkpointing": "Saving a checkpoint",
@@ -33,6 +34,8 @@ class Progress:
     world_size: int
     arrived: set[int] = field(default_factory=set)
     phase: str = "building"
+    detail: str | None = None
+    """What of it: the kernel that is compiled."""
     done: int = 0
     loss: float | None = None
     tokens_per_second: float | None = None
@@ -43,7 +46,7 @@ class Progress:
         for record in records:
             self.arrived.add(record["rank"])
             if record["kind"] == "phase":
-                self.phase = record["phase"]
+                self.phase, self.detail = record["phase"], record.get("detail")
             if record["kind"] == "step":
                 self._step(record)
 
@@ -89,7 +92,8 @@ def headline(state: State, progress: Progress, stopping: bool) -> str:
         return f"Stopping after the step that is running · {told}"
     if len(progress.arrived) < progress.world_size:
         return f"Starting: {len(progress.arrived)} of {progress.world_size} ranks are up"
-    return f"{DOING.get(progress.phase, progress.phase)} · {told}"
+    doing = DOING.get(progress.phase, progress.phase)
+    return f"{doing}: {progress.detail} · {told}" if progress.detail else f"{doing} · {told}"
 
 
 def pace(state: State, progress: Progress) -> str:

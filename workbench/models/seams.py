@@ -125,7 +125,7 @@ class Activate(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.function = FUNCTIONS[kind]
+        self.kind, self.function = kind, FUNCTIONS[kind]
 
     def forward(self, gate_BTF: Tensor, up_BTF: Tensor | None) -> Tensor:
         """Activated features [B, T, F]."""

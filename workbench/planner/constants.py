@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from workbench.plan import catalog
-from workbench.plan.schema import Card
+from workbench.plan.schema import Card, Strategy
+from workbench.planner.measured import measured
 from workbench.planner.stack import timing
+
+OWN = Strategy().stack
+"""The stack that this project is."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,16 @@ class Constants:
 
 
 def constants(card: Card, kernels: str, stack: str = "workbench") -> Constants:
-    """The constants of a card with the plan's kernels (eager, compiled, fused) and stack."""
-    return _constants(card.device, card.architecture, kernels, stack)
+    """The constants of a card with the plan's kernels (eager, compiled, fused) and stack.
+
+    What our own kernels cost beside eager ones is as measured on the card, where it was.
+    """
+    usual = _constants(card.device, card.architecture, kernels, stack)
+    own = measured(card, kernels) if stack == OWN and kernels != "eager" else None
+    if own is None:
+        return usual
+    eager = _constants(card.device, card.architecture, "eager", stack)
+    return replace(usual, traffic=eager.traffic * own.traffic, loss_bytes=eager.loss_bytes * own.loss)
 
 
 @lru_cache(maxsize=256)

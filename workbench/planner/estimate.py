@@ -10,6 +10,8 @@ import pandas as pd
 from workbench.plan.schema import Plan
 from workbench.planner.advice import advise
 from workbench.planner.calibrated import on_machine
+from workbench.planner.constants import OWN
+from workbench.planner.measured import provenance
 from workbench.planner.memory import Memory, memory
 from workbench.planner.readings import need
 from workbench.planner.stack import interval
@@ -38,6 +40,8 @@ def estimate(plan: Plan) -> Profile:
     notes["memory"] = need(float(live.peak.max()), capacity, full.strategy.stack)
     notes["simulated_step_seconds"] = simulated_seconds(w, time, drawn, microbatches)
     notes["step_seconds_90"] = list(bounds(w, k, time, interval(full.strategy.stack)))
+    if full.strategy.stack == OWN and full.strategy.kernels != "eager":
+        notes["kernels"] = provenance(full.card, full.strategy.kernels)
     if microbatches < w.microbatches:
         notes["timeline_microbatches"] = microbatches
     if float(live.peak.max()) > capacity:

@@ -13,7 +13,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "rank", "world_size", "local_rank", "pid", "host", "backend", "device", "epoch_offset", "coordinates", "stage",
         "versions",
     ),
-    "phase": ("phase", "step"),
+    "phase": ("phase", "step", "detail"),
     "step": (
         "step", "loss", "seconds", "tokens", "gradient_norm", "learning_rate", "loss_scale", "skipped", "bytes",
         "action",
@@ -27,7 +27,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Fields of each kind; a value that is not known is null."""
 
-PHASES = ("building", "training", "evaluating", "checkpointing", "done")
+PHASES = ("building", "compiling", "training", "evaluating", "checkpointing", "done")
 """What a rank is busy with, in records of kind `phase`."""
 
 

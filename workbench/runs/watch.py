@@ -19,7 +19,7 @@ LOOK_SECONDS = 0.5
 """Time between two looks at the ranks' processes."""
 IDLE_SHARE = 0.05
 """A rank that uses less than this share of one core while it writes nothing is not working."""
-PATIENT = ("building", "checkpointing")
+PATIENT = ("building", "compiling", "checkpointing")
 """Phases in which ranks may wait for a disk."""
 
 

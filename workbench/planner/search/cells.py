@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.plan.partition import balanced
-from workbench.plan.schema import Strategy
 from workbench.planner.search.space import Space
 from workbench.planner.search.splits import Split, all_splits, fits
 from workbench.planner.search.stages import Stages, stages_of
@@ -167,17 +166,14 @@ def cells(space: Space) -> Iterator[Cell]:
 
 
 def _cells(space: Space, fixed: Setting, splits: tuple[Split, ...], stages: Stages) -> Iterator[Cell]:
-    """One for each ZeRO stage, and where kernels change what is held, for each of them."""
+    """One for each ZeRO stage and kind of kernels, which change what is held."""
     table = np.array(splits, dtype=float).T
-    apart = [space.kernels] if fixed.stack == OWN else [(kind,) for kind in space.kernels]
-    for zero, kernels in product(space.zero, apart):
-        own = replace(fixed, zero=zero, kernels=kernels[0])
-        if all((values := _values(space, own, splits) | {"kernels": kernels}).values()):
+    for zero, kernels in product(space.zero, space.kernels):
+        own = replace(fixed, zero=zero, kernels=kernels)
+        if all((values := _values(space, own, splits) | {"kernels": (kernels,)}).values()):
             yield Cell(own, values, stages, table)
 
 
-OWN = Strategy().stack
-"""Our own stack holds the same tensors whatever kernels it has; another may hold fewer where it compiles."""
 OFFLOADS = {0: ("none",), 1: ("none", "optimizer"), 2: ("none", "optimizer"), 3: ("none", "optimizer", "parameters")}
 """ZeRO stage -> what it can offload."""
 
