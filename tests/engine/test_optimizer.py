@@ -8,6 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from workbench.engine.optimizer import Optimizer, learning_rate
+from workbench.kernels.language import triton
 from workbench.parallel.layout import Layout
 from workbench.plan import schema
 
@@ -143,6 +144,29 @@ def test_runs_on_fake_tensors(dtype: torch.dtype, name: str) -> None:
         gradients = {n: torch.empty(s, dtype=torch.float32) for n, s in SHAPES.items()}
         optimizer = Optimizer(parameters, gradients, LAYOUTS, config(name=name), 3)
         optimizer.step(0, torch.ones(()))
+        optimizer.step(1, torch.ones(()), torch.zeros(()))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_fused_kernels_change_nothing_where_triton_does_not_run(name: str) -> None:
+    found = []
+    for kernels in ("eager", "compiled", "fused"):
+        parameters, gradients = named(torch.bfloat16), gradients_of(0, torch.bfloat16)
+        optimizer = Optimizer(parameters, gradients, LAYOUTS, config(name=name), 10, kernels)
+        optimizer.step(0, torch.tensor(0.5))
+        found.append([*parameters.values(), *(x for own in optimizer.state().values() for x in own.values())])
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+    assert not torch.equal(found[0][0], named(torch.bfloat16)["matrix"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_a_gpu_runs_on_fake_tensors(dtype: torch.dtype) -> None:
+    with FakeTensorMode():
+        parameters = {n: torch.empty(s, dtype=dtype, device="cuda") for n, s in SHAPES.items()}
+        gradients = {n: torch.empty_like(p) for n, p in parameters.items()}
+        optimizer = Optimizer(parameters, gradients, LAYOUTS, config(), 3, "fused")
+        assert (optimizer._fused is None) == (triton is None)
+        optimizer.step(0, torch.ones((), device="cuda"))
         optimizer.step(1, torch.ones(()), torch.zeros(()))
 
 

@@ -21,6 +21,7 @@ from workbench.engine.groups import Group
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from workbench.kernels.adamw import AdamW
     from workbench.parallel.layout import Layout
     from workbench.plan import schema
 
@@ -55,6 +56,9 @@ class Optimizer:
 
     A step is made in the widest dtype of the state, and what is kept in less is rounded to nearest afterwards. Only
     AdamW of bf16 parameters and moments, with no master, is made on those, by torch's kernel, which widens within.
+
+    `kernels` is the plan's: with "fused", AdamW of contiguous tensors is our own kernel where Triton runs. It reads
+    gradients in their own dtype and scales them on the way, and so needs no copy of them.
     """
 
     def __init__(
@@ -64,11 +68,16 @@ class Optimizer:
         layouts: Mapping[str, Layout],
         config: schema.Optimizer,
         total_steps: int,
+        kernels: str = "eager",
     ) -> None:
         assert parameters.keys() == gradients.keys(), sorted(parameters.keys() ^ gradients.keys())
         self.config = config
         self.total_steps = total_steps
         self._state = {name: self._initial(parameter) for name, parameter in parameters.items()}
+        self._fused = self._kernel(parameters, gradients, layouts) if kernels == "fused" else None
+        if self._fused is not None:
+            self._groups: list[Group] = []
+            return
         groups = (
             self._group(parameters, gradients, [n for n in parameters if _is_matrix(layouts[n]) == matrices], decay)
             for matrices, decay in ((True, config.weight_decay), (False, 0.0))
@@ -84,6 +93,21 @@ class Optimizer:
         dtypes = [self._dtype(*of_one) for of_one in zip(targets, *moments)]
         counts = [self._state[name]["step"] for name in names]
         return Group(held, [gradients[name] for name in names], targets, moments, counts, dtypes, decay)
+
+    def _kernel(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout]
+    ) -> AdamW | None:
+        """Our own kernel, or None where it has no place."""
+        from workbench.kernels.adamw import AdamW, Stepped, suits
+
+        if self.config.name != "adamw" or not all(map(suits, (*parameters.values(), *gradients.values()))):
+            return None
+        stepped = []
+        for name, parameter in parameters.items():
+            own, decay = self._state[name], self.config.weight_decay if _is_matrix(layouts[name]) else 0.0
+            moments = own["moment1"], own["moment2"]
+            stepped += [Stepped(parameter.detach(), gradients[name], *moments, own["step"], own.get("master"), decay)]
+        return AdamW(stepped, self.config.beta1, self.config.beta2, self.config.epsilon)
 
     def _initial(self, parameter: Tensor) -> dict[str, Tensor]:
         value = parameter.detach()
@@ -107,6 +131,8 @@ class Optimizer:
         whatever the gradients are, nothing changes, counts of steps included.
         """
         rate = learning_rate(step_index, self.config, self.total_steps)
+        if self._fused is not None:
+            self._fused.step(rate, scale, skip)
         for group in self._groups:
             self._update(group, rate, scale, skip)
 
