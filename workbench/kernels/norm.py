@@ -18,8 +18,12 @@ from workbench.kernels.language import jit, next_power_of_2, programs, runs_trit
 
 WIDEST = 16384
 """Columns that one program holds; wider rows are the reference's."""
+HELD = 8192
+"""Columns whose bias gradient is held beside the weight's; of wider rows it is a sum of its own."""
 TILE = 2048
 """Entries that a program of narrow rows takes at once."""
+FLAT, DEEP = 16, 32
+"""Entries of a thread forward, where many programs hide what memory takes, and backward, where a few hold sums."""
 
 
 def reference(
@@ -71,13 +75,15 @@ def add_norm_forward(  # type: ignore[no-untyped-def]
 @jit
 def add_norm_backward(  # type: ignore[no-untyped-def]
     DY, DTOTAL, TOTAL, MEAN, SCALE, W, DX, DW, DB, num_rows, num_columns,
-    HAS_TOTAL: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
+    HAS_TOTAL: tl.constexpr, HAS_DB: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every program takes each so-manieth tile, and keeps its own part of the weight's gradient until the end."""
+    """Every program takes each so-manieth tile, and keeps its own part of the weight's gradient until the end.
+
+    What the sums over a row were of is read again after them, from the cache: held, it would not fit in registers.
+    """
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
-    weight = tl.load(W + columns, mask=inside, other=0.0).to(WIDE)[None, :]
     dw = tl.zeros((BLOCK,), WIDE)
     db = tl.zeros((BLOCK,), WIDE)
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
@@ -85,26 +91,35 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
         here = (rows < num_rows)[:, None] & inside[None, :]
         at = rows[:, None] * num_columns + columns[None, :]
         scale = tl.load(SCALE + rows, mask=rows < num_rows, other=0.0)[:, None]
-        normal = tl.load(TOTAL + at, mask=here, other=0.0).to(WIDE)
+        normal = tl.load(TOTAL + at, mask=here, other=0.0, eviction_policy="evict_last").to(WIDE)
+        incoming = tl.load(DY + at, mask=here, other=0.0, eviction_policy="evict_last").to(WIDE)
+        if HAS_TOTAL:  # asked for early, so that it comes while the sums are made
+            dtotal = tl.load(DTOTAL + at, mask=here, other=0.0)
         if CENTRED:
-            normal = tl.where(here, normal - tl.load(MEAN + rows, mask=rows < num_rows, other=0.0)[:, None], 0.0)
+            mean = tl.load(MEAN + rows, mask=rows < num_rows, other=0.0)[:, None]
+            normal -= mean
         normal *= scale
-        incoming = tl.load(DY + at, mask=here, other=0.0).to(WIDE)
         dw += tl.sum(incoming * normal, 0)
-        if CENTRED:
+        if HAS_DB:
             db += tl.sum(incoming, 0)
-        incoming *= weight
+        incoming *= tl.load(W + columns, mask=inside, other=0.0, eviction_policy="evict_last").to(WIDE)[None, :]
         along = tl.sum(incoming * normal, 1)[:, None] / num_columns
-        dx = incoming - normal * along
         if CENTRED:
-            dx -= tl.sum(incoming, 1)[:, None] / num_columns
+            across = tl.sum(incoming, 1)[:, None] / num_columns
+        normal = tl.load(TOTAL + at, mask=here, other=0.0, eviction_policy="evict_first").to(WIDE)
+        if CENTRED:
+            normal -= mean
+        dx = tl.load(DY + at, mask=here, other=0.0, eviction_policy="evict_first").to(WIDE)
+        dx = dx * tl.load(W + columns, mask=inside, other=0.0).to(WIDE)[None, :] - normal * scale * along
+        if CENTRED:
+            dx -= across
         dx *= scale
         if HAS_TOTAL:
-            dx += tl.load(DTOTAL + at, mask=here, other=0.0).to(WIDE)
+            dx += dtotal.to(WIDE)
         tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=here)
     own = tl.program_id(0).to(tl.int64) * num_columns + columns
     tl.store(DW + own, dw, mask=inside)
-    if CENTRED:
+    if HAS_DB:
         tl.store(DB + own, db, mask=inside)
 
 
@@ -126,12 +141,12 @@ def _forward(
 
 @compiled
 def _backward(
-    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     incoming, normal = at_least_fp32(dy), at_least_fp32(total)
     centred, scale = len(statistics) == 2, statistics[0][:, None]
     normal = (normal - statistics[1][:, None] if centred else normal) * scale
-    dw, db = (incoming * normal).sum(0), incoming.sum(0)
+    dw, db = (incoming * normal).sum(0), incoming.sum(0) if has_bias else incoming.new_empty(0)
     incoming = incoming * weight
     dx = incoming - normal * (incoming * normal).mean(-1, keepdim=True)
     dx = (dx - incoming.mean(-1, keepdim=True) if centred else dx) * scale
@@ -187,36 +202,38 @@ def _(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, total, statistics = _outputs(rows_of(x), residual, centred)
-    return y.view(x.shape), total, statistics
+    return y.view(x.shape), total if residual is None else total.view(x.shape), statistics
 
 
 @custom_op("workbench::add_norm_backward", mutates_args=())
 def add_norm_backward_op(
-    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, kernels: str
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, has_bias: bool, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the sum [..., D], the weight [D] and the bias [D] (as if there were one)."""
+    """Gradients of the sum [..., D], the weight [D] and the bias [D], or nothing where there is none."""
     dy_ND, total_ND = rows_of(dy), rows_of(total)
     dtotal_ND = None if dtotal is None else rows_of(dtotal)
     if not _triton(total, kernels):
-        dx, dw, db = _backward(dy_ND, dtotal_ND, total_ND, statistics, weight)
+        dx, dw, db = _backward(dy_ND, dtotal_ND, total_ND, statistics, weight, has_bias)
         return dx.view(total.shape), dw, db
-    tile = _tile(total.shape[-1])
-    num_programs = min(programs(total.device), -(-len(total_ND) // tile["ROWS"]))
+    tile = _tile(total.shape[-1], DEEP)
+    held = has_bias and tile["BLOCK"] <= HELD
+    num_programs = min(programs(total.device, _resident(tile, held)), -(-len(total_ND) // tile["ROWS"]))
     dx = torch.empty_like(total_ND)
-    parts = torch.empty(2, num_programs, total.shape[-1], dtype=statistics.dtype, device=total.device)
+    parts = torch.empty(1 + held, num_programs, total.shape[-1], dtype=statistics.dtype, device=total.device)
     add_norm_backward[(num_programs,)](
-        dy_ND, dtotal_ND, total_ND, statistics[-1], statistics[0], weight, dx, *parts, *total_ND.shape,
-        HAS_TOTAL=dtotal is not None, CENTRED=len(statistics) == 2, WIDE=wide(total), **tile,
+        dy_ND, dtotal_ND, total_ND, statistics[-1], statistics[0], weight, dx, parts[0], parts[-1], *total_ND.shape,
+        HAS_TOTAL=dtotal is not None, HAS_DB=held, CENTRED=len(statistics) == 2, WIDE=wide(total), **tile,
     )  # fmt: skip
-    dw, db = (part.sum(0).to(weight.dtype) for part in parts)
-    return dx.view(total.shape), dw, db
+    db = parts[1].sum(0) if held else dy_ND.sum(0, dtype=parts.dtype) if has_bias else weight.new_empty(0)
+    return dx.view(total.shape), parts[0].sum(0).to(weight.dtype), db.to(weight.dtype)
 
 
 @add_norm_backward_op.register_fake
 def _(
-    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, kernels: str
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, has_bias: bool, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(rows_of(total)).view(total.shape), torch.empty_like(weight), torch.empty_like(weight)
+    dx, db = torch.empty_like(rows_of(total)).view(total.shape), weight.new_empty(len(weight) if has_bias else 0)
+    return dx, torch.empty_like(weight), db
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -226,8 +243,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dy: Tensor, dtotal: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    dx, dw, db = add_norm_backward_op(dy, dtotal if ctx.has_residual else None, *ctx.saved_tensors, ctx.kernels)
+def _gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    dy = torch.zeros_like(ctx.saved_tensors[0]) if dy is None else dy
+    dtotal = dtotal if ctx.has_residual else None
+    dx, dw, db = add_norm_backward_op(dy, dtotal, *ctx.saved_tensors, ctx.has_bias, ctx.kernels)
     return dx, dx if ctx.has_residual else None, dw, db if ctx.has_bias else None, None, None, None
 
 
@@ -238,6 +257,14 @@ def _triton(x: Tensor, kernels: str) -> bool:
     return kernels == "fused" and runs_triton(x.device) and x.numel() > 0 and x.shape[-1] <= WIDEST
 
 
-def _tile(columns: int) -> dict[str, int]:
+def _tile(columns: int, of_thread: int = FLAT) -> dict[str, int]:
     block = next_power_of_2(columns)
-    return {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": min(32, max(4, block // 512))}
+    return {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": min(32, max(4, block // (32 * of_thread)))}
+
+
+def _resident(tile: dict[str, int], held: bool) -> int:
+    """Backward's programs that a multiprocessor has registers for: 16 warps, or 12 that hold the bias's gradient too.
+
+    One more would wait for the others to end.
+    """
+    return max(1, (12 if held else 16) // tile["num_warps"])
