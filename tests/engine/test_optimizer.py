@@ -159,6 +159,28 @@ def test_fused_kernels_change_nothing_where_triton_does_not_run(name: str) -> No
     assert not torch.equal(found[0][0], named(torch.bfloat16)["matrix"])
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("master", ["auto", "none"])
+def test_cutting_what_is_cast_changes_nothing(name: str, master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.engine.groups.CACHED_BYTES", 1024)
+    shapes = {"matrix": (40, 20), "vector": (130,), "small": (3, 4)}
+    layouts = {n: Layout.whole(n, s) for n, s in shapes.items()}
+    found = []
+    for kernels in ("eager", "fused"):
+        generator = torch.Generator().manual_seed(0)
+        own, given = ({n: torch.randn(s, generator=generator).bfloat16() for n, s in shapes.items()} for _ in range(2))
+        settings = config(name=name, master=master, moments="fp32")
+        optimizer = Optimizer(own, given, layouts, settings, 10, kernels)
+        assert len(optimizer._groups) >= 4 if kernels == "fused" else len(optimizer._groups) == 2
+        for step, skip in enumerate((0.0, 1.0, 0.0)):
+            for x in given.values():
+                x.copy_(torch.randn(x.shape, generator=generator))
+            optimizer.step(step, torch.tensor(0.5), torch.tensor(skip))
+        found.append([*own.values(), *(x for state in optimizer.state().values() for x in state.values())])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert all(float(state["step"]) == 2 for state in optimizer.state().values())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_of_a_gpu_runs_on_fake_tensors(dtype: torch.dtype) -> None:
     with FakeTensorMode():

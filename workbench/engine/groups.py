@@ -10,6 +10,8 @@ from torch import Tensor
 
 CAST_BYTES = 64 * 2**20
 """What has another dtype than a step is made in is cast in pieces of this size, which bounds the temporary."""
+CACHED_BYTES = 2**20
+"""The same where tensors are cut for it: what has been cast is stepped before it leaves a processor's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +26,8 @@ class Group:
     """By moment."""
     counts: list[Tensor]
     """Of the steps taken, 0-d."""
+    counted: list[bool]
+    """Whether the step of a tensor is counted by this part of it: the last, where it was cut."""
     dtypes: list[torch.dtype]
     """What each update is made in."""
     decay: float
@@ -33,9 +37,21 @@ class Group:
         own = slice(start, stop)
         moments = [moment[own] for moment in self.moments]
         return Group(
-            self.parameters[own], self.gradients[own], self.targets[own], moments, self.counts[own], self.dtypes[own],
-            self.decay,
+            self.parameters[own], self.gradients[own], self.targets[own], moments, self.counts[own], self.counted[own],
+            self.dtypes[own], self.decay,
         )  # fmt: skip
+
+    def cut(self) -> Group:
+        """The group with contiguous tensors in parts that need at most `CACHED_BYTES` of copies each."""
+        rows, counts, counted, dtypes = [], [], [], []
+        for index, row in enumerate(zip(self.parameters, self.gradients, self.targets, *self.moments)):
+            parts = _cut(row, self.cast_bytes(index))
+            rows += parts
+            counts += [self.counts[index]] * len(parts)
+            counted += [False] * (len(parts) - 1) + [True]
+            dtypes += [self.dtypes[index]] * len(parts)
+        parameters, gradients, targets, *moments = map(list, zip(*rows)) if rows else ([], [], [])
+        return Group(parameters, gradients, targets, moments, counts, counted, dtypes, self.decay)
 
     def cast_bytes(self, index: int) -> int:
         """Bytes of the copies that one tensor's update needs."""
@@ -43,24 +59,27 @@ class Group:
         dtype = self.dtypes[index]
         return sum(x.numel() * dtype.itemsize for x in used if x.dtype != dtype)
 
-    def pieces(self) -> Iterator[Group]:
-        """The group in runs that need at most `CAST_BYTES` of cast tensors (a larger one stands alone)."""
+    def pieces(self, cut: bool = False) -> Iterator[Group]:
+        """The group in runs that need at most `CAST_BYTES` of cast tensors (a larger one stands alone); where large
+        tensors are `cut`, `CACHED_BYTES`."""
+        own, limit = (self.cut(), CACHED_BYTES) if cut else (self, CAST_BYTES)
         start, cast = 0, 0
-        for index in range(len(self.targets)):
-            need = self.cast_bytes(index)
-            if index > start and cast + need > CAST_BYTES:
-                yield self.part(start, index)
+        for index in range(len(own.targets)):
+            need = own.cast_bytes(index)
+            if index > start and cast + need > limit:
+                yield own.part(start, index)
                 start, cast = index, 0
             cast += need
-        if self.targets:
-            yield self.part(start, len(self.targets))
+        if own.targets:
+            yield own.part(start, len(own.targets))
 
     def widened(self) -> Group:
         """The group in the dtypes that the update is made in; what has them already is itself, not a copy."""
         gradients, targets, *moments = (
             self._cast(of_kind) for of_kind in (self.gradients, self.targets, *self.moments)
         )
-        return replace(self, gradients=gradients, targets=targets, moments=moments)
+        counts = [count if own else count.clone() for count, own in zip(self.counts, self.counted)]
+        return replace(self, gradients=gradients, targets=targets, moments=moments, counts=counts)
 
     def _cast(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [x.to(dtype) for x, dtype in zip(tensors, self.dtypes)]
@@ -74,3 +93,12 @@ class Group:
         for parameter, target, wide in zip(self.parameters, self.targets, stepped.targets):
             if parameter is not target:
                 parameter.copy_(wide)
+
+
+def _cut(row: Sequence[Tensor], cast: int) -> list[tuple[Tensor, ...]]:
+    """Parts of tensors of one shape; what is there twice, a parameter that is its own target, stays one tensor."""
+    if cast <= CACHED_BYTES or not all(x.is_contiguous() for x in row):
+        return [tuple(row)]
+    size = max(64, row[0].numel() * CACHED_BYTES // cast // 64 * 64)
+    parts = {id(x): x.view(-1).split(size) for x in row}
+    return list(zip(*(parts[id(x)] for x in row)))

@@ -58,7 +58,8 @@ class Optimizer:
     AdamW of bf16 parameters and moments, with no master, is made on those, by torch's kernel, which widens within.
 
     `kernels` is the plan's: with "fused", AdamW of contiguous tensors is our own kernel where Triton runs. It reads
-    gradients in their own dtype and scales them on the way, and so needs no copy of them.
+    gradients in their own dtype and scales them on the way, and so needs no copy of them; elsewhere what torch's kernel
+    needs copies of is cut so that those stay in a processor's cache.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Optimizer:
             self._group(parameters, gradients, [n for n in parameters if _is_matrix(layouts[n]) == matrices], decay)
             for matrices, decay in ((True, config.weight_decay), (False, 0.0))
         )
-        self._groups = [piece for group in groups for piece in group.pieces()]
+        self._groups = [piece for group in groups for piece in group.pieces(cut=kernels == "fused")]
 
     def _group(
         self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], names: list[str], decay: float
@@ -92,7 +93,8 @@ class Optimizer:
         moments = [[self._state[name][kind] for name in names] for kind in self._moments()]
         dtypes = [self._dtype(*of_one) for of_one in zip(targets, *moments)]
         counts = [self._state[name]["step"] for name in names]
-        return Group(held, [gradients[name] for name in names], targets, moments, counts, dtypes, decay)
+        counted = [True] * len(names)
+        return Group(held, [gradients[name] for name in names], targets, moments, counts, counted, dtypes, decay)
 
     def _kernel(
         self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout]
