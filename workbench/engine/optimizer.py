@@ -83,7 +83,8 @@ class Optimizer:
             self._group(parameters, gradients, [n for n in parameters if _is_matrix(layouts[n]) == matrices], decay)
             for matrices, decay in ((True, config.weight_decay), (False, 0.0))
         )
-        self._groups = [piece for group in groups for piece in group.pieces(cut=kernels == "fused")]
+        on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
+        self._groups = [piece for group in groups for piece in group.pieces(cut=kernels == "fused" and on_host)]
 
     def _group(
         self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], names: list[str], decay: float
