@@ -1,0 +1,280 @@
+"""The feed-forward non-linearity: SwiGLU, GeGLU (Shazeer 2020, 2002.05202), bias + GELU (Hendrycks 2016, 1606.08415).
+
+Only what goes in is saved: what lies between is made again in backward, which reads each byte once. Every kind is
+x sigmoid(z(x)). SiLU has z = x; GELU by tanh has z = 2 sqrt(2 / pi) (x + 0.044715 x^3), for 1 + tanh(t) is
+2 sigmoid(2 t). ReLU is torch's own, which saves nothing but its result, and that the next product saves anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import custom_op
+
+from workbench.kernels.compiled import compiled
+from workbench.kernels.guard import at_least_fp32, check, check_shape, wide_dtype
+from workbench.kernels.language import jit, next_power_of_2, programs, runs_triton, tl, wide
+
+GATED = ("swiglu", "geglu")
+"""The kinds that multiply by the up projection."""
+KINDS = (*GATED, "gelu", "relu")
+TILE = 1024
+"""Entries that a program takes at once of each of two tensors or more: at least 16 bytes a thread."""
+PER_PROCESSOR = 8
+"""Programs that a multiprocessor holds at once, where each goes on to further rows and sums over them."""
+
+
+def reference(kind: str, gate: Tensor, up: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """The same as plain operators."""
+    x = gate if bias is None else gate + bias
+    if kind == "relu":
+        return F.relu(x)
+    activated = F.silu(x) if kind == "swiglu" else F.gelu(x, approximate="tanh")
+    return activated if up is None else activated * up
+
+
+# ---- Triton ---------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _sigmoid(x, SILU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sigmoid(z(x)) and dz/dx."""
+    z, slope = x, 1.0
+    if not SILU:
+        z, slope = (
+            x * (1.5957691216057308 + 0.07135481627260025 * x * x),
+            1.5957691216057308 + 0.21406444881780076 * x * x,
+        )
+    return 1.0 / (1.0 + tl.exp(-z)), slope
+
+
+@jit
+def activate_forward(  # type: ignore[no-untyped-def]
+    X, UP, BIAS, Y, num_rows, num_columns, x_stride, up_stride,
+    SILU: tl.constexpr, HAS_UP: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows and columns a program."""
+    num_blocks = tl.cdiv(num_columns, BLOCK)
+    rows = ((tl.program_id(0) // num_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = ((tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    here = (rows < num_rows) & (columns < num_columns)
+    x = tl.load(X + rows * x_stride + columns, mask=here, other=0.0).to(WIDE)
+    if HAS_BIAS:
+        x += tl.load(BIAS + columns, mask=columns < num_columns, other=0.0).to(WIDE)
+    y = x * _sigmoid(x, SILU)[0]
+    if HAS_UP:
+        y *= tl.load(UP + rows * up_stride + columns, mask=here, other=0.0).to(WIDE)
+    tl.store(Y + rows * num_columns + columns, y.to(Y.dtype.element_ty), mask=here)
+
+
+@jit
+def activate_backward(  # type: ignore[no-untyped-def]
+    DY, X, UP, BIAS, DX, DUP, DBIAS, num_rows, num_columns, dy_stride, x_stride, up_stride,
+    SILU: tl.constexpr, HAS_UP: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A tile a program; where there is a bias also each so-manieth tile below, for a part of the bias's gradient."""
+    num_blocks = tl.cdiv(num_columns, BLOCK)
+    first = tl.program_id(0) // num_blocks
+    columns = ((tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside = columns < num_columns
+    dbias = tl.zeros((ROWS, BLOCK), WIDE)
+    if HAS_BIAS:
+        bias = tl.load(BIAS + columns, mask=inside, other=0.0).to(WIDE)
+    step = tl.num_programs(0) // num_blocks
+    for tile in tl.range(first, tl.cdiv(num_rows, ROWS), step, num_stages=3 if HAS_BIAS else 1):
+        rows = (tile * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
+        here = (rows < num_rows) & inside
+        own = rows * num_columns + columns
+        incoming = tl.load(DY + rows * dy_stride + columns, mask=here, other=0.0).to(WIDE)
+        x = tl.load(X + rows * x_stride + columns, mask=here, other=0.0).to(WIDE)
+        if HAS_BIAS:
+            x += bias
+        sigmoid, slope = _sigmoid(x, SILU)
+        y = x * sigmoid
+        if HAS_UP:
+            up = tl.load(UP + rows * up_stride + columns, mask=here, other=0.0).to(WIDE)
+            tl.store(DUP + own, (incoming * y).to(DUP.dtype.element_ty), mask=here)
+            incoming *= up
+        dx = incoming * (sigmoid + y * (1.0 - sigmoid) * slope)
+        tl.store(DX + own, dx.to(DX.dtype.element_ty), mask=here)
+        if HAS_BIAS:
+            dbias += dx
+    if HAS_BIAS:
+        tl.store(DBIAS + first.to(tl.int64) * num_columns + columns, tl.sum(dbias, 0)[None, :], mask=inside)
+
+
+def _launch_forward(kind: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
+    y, tile = x.new_empty(x.shape), _tile(x.shape[1], 2 * TILE if up is None else TILE)
+    down, across = _tiles(x, tile)
+    activate_forward[(down * across,)](
+        x, up, bias, y, *x.shape, x.stride(0), 0 if up is None else up.stride(0), **_flags(kind, x, up, bias), **tile
+    )
+    return y
+
+
+def _launch_backward(
+    kind: str, dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dx, dup, parts = x.new_empty(x.shape), None if up is None else x.new_empty(x.shape), None
+    tile = _tile(x.shape[1], TILE)
+    down, across = _tiles(x, tile)
+    if bias is not None:
+        down = min(down, max(1, programs(x.device, PER_PROCESSOR) // across))
+        parts = torch.empty(down, x.shape[1], dtype=wide_dtype(x), device=x.device)
+    activate_backward[(down * across,)](
+        dy, x, up, bias, dx, dup, parts, *x.shape, dy.stride(0), x.stride(0), 0 if up is None else up.stride(0),
+        **_flags(kind, x, up, bias), **tile,
+    )  # fmt: skip
+    return dx, dup, None if bias is None or parts is None else parts.sum(0).to(bias.dtype)
+
+
+def _tile(columns: int, entries: int) -> dict[str, int]:
+    block = min(next_power_of_2(columns), entries)
+    return {"ROWS": entries // block, "BLOCK": block, "num_warps": 4}
+
+
+def _tiles(x_NF: Tensor, tile: dict[str, int]) -> tuple[int, int]:
+    return -(-x_NF.shape[0] // tile["ROWS"]), -(-x_NF.shape[1] // tile["BLOCK"])
+
+
+def _flags(kind: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
+    return {"SILU": kind == "swiglu", "HAS_UP": up is not None, "HAS_BIAS": bias is not None, "WIDE": wide(x)}
+
+
+# ---- without Triton: the same by a compiler -------------------------------------------------------------------------
+
+
+def _made_again(kind: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | float]:
+    """(x with its bias, sigmoid(z(x)), dz/dx), wide."""
+    x = at_least_fp32(x) if bias is None else at_least_fp32(x) + bias
+    if kind == "swiglu":
+        return x, x.sigmoid(), 1.0
+    scale = 2 * math.sqrt(2 / math.pi)
+    return x, (scale * x * (1 + 0.044715 * x * x)).sigmoid(), scale * (1 + 3 * 0.044715 * x * x)
+
+
+@compiled
+def _forward(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
+    x, sigmoid, _ = _made_again(kind, gate, bias)
+    return (x * sigmoid if up is None else x * sigmoid * up).to(gate.dtype)
+
+
+@compiled
+def _backward(
+    kind: str, dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    x, sigmoid, slope = _made_again(kind, gate, bias)
+    y, incoming = x * sigmoid, at_least_fp32(dy)
+    dup = None if up is None else (incoming * y).to(up.dtype)
+    dx = (incoming if up is None else incoming * up) * (sigmoid + y * (1 - sigmoid) * slope)
+    return dx.to(gate.dtype), dup, None if bias is None else dx.sum(0).to(bias.dtype)
+
+
+# ---- the operator ---------------------------------------------------------------------------------------------------
+
+
+def activate(
+    kind: str, gate: Tensor, up: Tensor | None = None, bias: Tensor | None = None, kernels: str = "fused"
+) -> Tensor:
+    """Activated features [..., F] of `gate` [..., F], times `up` [..., F] where `kind` is gated (swiglu, geglu).
+
+    `bias` [F] is added first; only gelu has one. Rows may be those of a joint product; what is not contiguous within a
+    row is copied. `kernels` is the plan's: compiled, or fused, which is Triton where that runs; relu is torch's own
+    either way. Raises ValueError naming the tensor whose presence, device, dtype or shape is not right.
+    """
+    _check(kind, gate, up, bias)
+    if kind == "relu":
+        return F.relu(gate)
+    y: Tensor = activate_op(kind, gate, up, bias, kernels)
+    return y
+
+
+def _check(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"activate: kind is {kind!r}; legal: {', '.join(KINDS)}")
+    if (up is not None) != (kind in GATED):
+        raise ValueError(
+            f"activate: up is {up and tuple(up.shape)} for {kind}; legal: with {' and '.join(GATED)} alone"
+        )
+    if bias is not None and kind != "gelu":
+        raise ValueError(f"activate: bias is {tuple(bias.shape)} for {kind}; legal: there for gelu alone")
+    check("activate", "gate", gate=gate, up=up, bias=bias)
+    for name, x in (("gate", gate), ("up", up)):
+        if x is not None and (x.dtype != gate.dtype or not x.is_floating_point()):
+            raise ValueError(f"activate: {name} is {x.dtype}, gate is {gate.dtype}; legal: one floating dtype")
+    if gate.ndim == 0:
+        raise ValueError("activate: gate has shape (); legal: [..., F]")
+    check_shape("activate", "up", up, gate.shape)
+    check_shape("activate", "bias", bias, gate.shape[-1:])
+
+
+@custom_op("workbench::activate", mutates_args=())
+def activate_op(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: str) -> Tensor:
+    """Activated features, contiguous."""
+    if gate.numel() == 0:
+        return gate.new_empty(gate.shape)
+    x, other = _rows(bias, gate, up)
+    y = (_launch_forward if _triton(gate, kernels) else _forward)(kind, x, other, bias)
+    return y.contiguous().view(gate.shape)
+
+
+@activate_op.register_fake
+def _(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: str) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@custom_op("workbench::activate_backward", mutates_args=())
+def activate_backward_op(
+    kind: str, dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the gate, of `up` and of the bias, contiguous; nothing for what is not there."""
+    if gate.numel() == 0:
+        nothing = _like(gate, up, bias)
+        return nothing[0], nothing[1], nothing[2].zero_()
+    incoming, x, other = _rows(bias, dy, gate, up)
+    dgate, dup, dbias = (_launch_backward if _triton(gate, kernels) else _backward)(kind, incoming, x, other, bias)
+    dup = gate.new_empty(0) if dup is None else dup.contiguous().view(gate.shape)
+    return dgate.contiguous().view(gate.shape), dup, gate.new_empty(0) if dbias is None else dbias
+
+
+@activate_backward_op.register_fake
+def _(
+    kind: str, dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(gate, up, bias)
+
+
+def _like(gate: Tensor, up: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    dup, dbias = (gate.new_empty(0) if x is None else x.new_empty(x.shape) for x in (up, bias))
+    return gate.new_empty(gate.shape), dup, dbias
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.kind, gate, up, bias, ctx.kernels = inputs
+    ctx.save_for_backward(gate, up, bias)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    gate, up, bias = ctx.saved_tensors
+    dgate, dup, dbias = activate_backward_op(ctx.kind, dy, gate, up, bias, ctx.kernels)
+    return None, dgate, None if up is None else dup, None if bias is None else dbias, None
+
+
+activate_op.register_autograd(_gradients, setup_context=_setup)
+
+
+def _rows(bias: Tensor | None, *tensors: Tensor | None) -> list[Any]:
+    """Rows [N, F], each contiguous; where nothing lies between them and no bias asks for columns, one row of all."""
+    whole = bias is None and all(x is None or x.is_contiguous() for x in tensors)
+    rows = [x if x is None else x.reshape(1 if whole else -1, x.numel() if whole else x.shape[-1]) for x in tensors]
+    return [x if x is None or x.stride(1) == 1 else x.contiguous() for x in rows]
+
+
+def _triton(gate: Tensor, kernels: str) -> bool:
+    return kernels == "fused" and runs_triton(gate.device)
