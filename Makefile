@@ -2,9 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 DEMO := $(addprefix demo/,ddp.yaml megatron-tp.yaml dapple.yaml tensor-pipeline.yaml)
 
-.PHONY: demo test verify-all lab lint clean
+.PHONY: demo test verify-all gpu-bench cpu-bench lab lint clean
 
 demo: .venv/.ready $(DEMO)
 	$(BIN)/workbench compare $(DEMO) --run --html report.html
@@ -24,6 +25,13 @@ test: .venv/.ready-test lint
 
 verify-all: .venv/.ready-test
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.parallel.sweep --all --json data/benchmarks/verified.json
+
+# Kernels beside their peers, each to one file of data/benchmarks; a card's machine may have torch and Triton of its own.
+gpu-bench:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.benchmarks.kernels --device cuda $(BENCH_ARGS)
+
+cpu-bench: .venv/.ready-test
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.benchmarks.kernels --device cpu $(BENCH_ARGS)
 
 lint: .venv/.ready-test
 	$(BIN)/ruff check .

@@ -1,0 +1,268 @@
+"""The fused kernels beside their peers: `python -m tests.benchmarks.kernels [--device cuda|cpu] [--only PART ...]`.
+
+One run, one JSON: the machine's own copy bandwidth first, then every operator at three shapes, forward and backward,
+against eager operators, torch.compile and liger-kernel (where installed), all in turn; the shape below which ours is
+slower; the head with its loss; a Llama-style layer; a whole training step; and the factors that the planner reads. What
+was measured is written after each part, and `--only` measures some parts again. Leave the machine alone meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.benchmarks import kernels_cases as cases
+from tests.benchmarks import kernels_liger as liger
+from tests.benchmarks import kernels_models as models
+from tests.benchmarks.kernels_goals import line, summary
+from tests.benchmarks.kernels_models import Size
+from tests.benchmarks.kernels_timing import Contest, Seconds, copy_bandwidth, race
+from tests.benchmarks.kernels_traffic import traffic
+from workbench.plan.shape import Shape
+
+FOLDER = Path(__file__).resolve().parents[2] / "data" / "benchmarks"
+PARTS = ("kernels", "below", "linear_cross_entropy", "block", "step", "traffic")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured on a kind of machine. `sweep` are widths to look for the one below which ours loses; `head` is
+    (tokens, width, vocabularies)."""
+
+    tokens: int
+    hidden: tuple[int, ...]
+    vocab: tuple[int, ...]
+    sweep: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    head: tuple[int, int, tuple[int, ...]]
+    block: Size
+    step: Size
+    layer: Size
+
+
+LLAMA_8B = Shape(
+    name="a layer of Llama 3 8B", layers=1, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256
+)  # fmt: skip
+LLAMA_1B = Shape(
+    name="Llama 3.2 1B", layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, tied=True
+)  # fmt: skip
+SMALL = Shape(name="small", layers=2, hidden=256, heads=8, kv_heads=4, ffn=1024, vocab=8192)
+LAYER = Shape(name="a layer", layers=1, hidden=1024, heads=16, kv_heads=4, ffn=2816, vocab=8192)
+
+SIZES = {
+    "cuda": Sizes(
+        tokens=8192, hidden=(1024, 4096, 8192), vocab=(8192, 32768, 131072), sweep=(2048, 1024, 512, 256, 128, 64),
+        dtypes=(torch.bfloat16,), head=(8192, 4096, (32768, 131072)), block=Size(LLAMA_8B, 2, 4096),
+        step=Size(LLAMA_1B, 4, 2048), layer=Size(LLAMA_8B, 2, 4096),
+    ),
+    "cpu": Sizes(
+        tokens=512, hidden=(64, 256, 1024), vocab=(2048, 8192, 32768), sweep=(1024, 256, 64, 16),
+        dtypes=(torch.float32, torch.bfloat16), head=(4096, 64, (8192, 32768)), block=Size(LAYER, 2, 256),
+        step=Size(SMALL, 2, 256), layer=Size(LAYER, 2, 256),
+    ),
+}  # fmt: skip
+
+
+def contests(sizes: Sizes, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device) -> list[Contest]:
+    """Every operator at one width."""
+    found = [cases.add_norm(hidden, sizes.tokens, dtype, device, case) for case in ("rmsnorm", "layernorm")]
+    found.append(cases.rotary(hidden, sizes.tokens, dtype, device))
+    found += [cases.activation(hidden, sizes.tokens, dtype, device, case) for case in cases.ACTIVATIONS]
+    found.append(cases.loss(vocab, sizes.tokens, dtype, device))
+    found += [cases.dropped(hidden, sizes.tokens, dtype, device, case) for case in cases.DROPOUTS]
+    found.append(cases.stepped(hidden, dtype, device))
+    found += [cases.decoded(hidden, dtype, device, case) for case in cases.WEIGHTS]
+    return [one for one in found if "fused" in one.contestants]
+
+
+class Bench:
+    """What was found so far, and what went wrong."""
+
+    def __init__(self, device: torch.device, wanted: str) -> None:
+        self.device, self.sizes, self.wanted = device, SIZES[device.type], re.compile(wanted)
+        self.found: dict[str, Any] = {}
+        self.failed: list[str] = []
+
+    def kernels(self) -> None:
+        """Every operator at three shapes."""
+        rows: list[dict[str, Any]] = []
+        for dtype in self.sizes.dtypes:
+            # 16 bits are slow on processors: once says enough.
+            several = self.device.type == "cuda" or dtype == torch.float32
+            for hidden, vocab in list(zip(self.sizes.hidden, self.sizes.vocab))[0 if several else -1 :]:
+                for contest in self._of(contests(self.sizes, hidden, vocab, dtype, self.device)):
+                    for seconds, off in self._race(contest):
+                        rows += self._rows(contest, seconds, off)
+        self.found["kernels"] = rows
+
+    def _of(self, found: list[Contest]) -> Iterator[Contest]:
+        return (contest for contest in found if self.wanted.search(contest.name))
+
+    def _race(self, contest: Contest) -> Iterator[tuple[dict[str, Seconds], dict[str, float]]]:
+        """The result, or nothing: what fails is told and does not end the rest."""
+        try:
+            yield race(contest, self.device)
+        except Exception as error:
+            self.failed.append(f"{contest.name}: {type(error).__name__}: {error}")
+            traceback.print_exc()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _rows(self, contest: Contest, seconds: dict[str, Seconds], off: dict[str, float]) -> Iterator[dict[str, Any]]:
+        for name, least in contest.least.items():
+            row = {
+                "kernel": contest.kernel, "operator": contest.operator, "case": contest.case,
+                "shape": list(contest.shape), "width": contest.width,
+                "dtype": str(contest.dtype).removeprefix("torch."), "pass": name, "bytes": least,
+                "seconds": dict.fromkeys(("eager", "compiled", "fused", "liger"))
+                | {who: of_one[name] for who, of_one in seconds.items()},
+                "share_of_copy": least / seconds["fused"][name] / self.found["copy_bandwidth_gbs"] / 1e9,
+                "errors": off,
+            }  # fmt: skip
+            print(line(row), flush=True)
+            yield row
+
+    def below(self) -> None:
+        """The shape of each operator below which ours is slower than eager; null where it never is."""
+        dtype, sweep = self.sizes.dtypes[0], []
+        for hidden in self.sizes.sweep:
+            for contest in self._of(contests(self.sizes, hidden, 8 * hidden, dtype, self.device)):
+                for seconds, _ in self._race(contest.between("eager", "fused")):
+                    eager, fused = (sum(seconds[name].values()) for name in ("eager", "fused"))
+                    own = {"kernel": contest.kernel, "case": contest.case, "shape": list(contest.shape)}
+                    sweep.append(own | {"eager_over_fused": eager / fused})
+                    print(f"{contest.name:58} eager / fused {eager / fused:5.2f}", flush=True)
+        self.found["sweep"] = sweep
+        names = dict.fromkeys(one["kernel"] for one in sweep)
+        self.found["below"] = {name: smallest([one for one in sweep if one["kernel"] == name]) for name in names}
+
+    def linear_cross_entropy(self) -> None:
+        """The head with its loss."""
+        rows = []
+        for row in models.head_losses(self.device, self.sizes.dtypes[0], *self.sizes.head):
+            rows.append(row)
+            print(line(row), flush=True)
+        self.found["linear_cross_entropy"] = rows
+
+    def block(self) -> None:
+        """A layer."""
+        self.found["block"] = models.block(self.sizes.block, self.device, self.sizes.dtypes[0])
+        print(line({"kernel": "block", **self.found["block"]}), flush=True)
+
+    def step(self) -> None:
+        """A training step."""
+        self.found["step"] = models.step(self.sizes.step, self.device, self.sizes.dtypes[0])
+        print(line({"kernel": "step", **self.found["step"]}), flush=True)
+
+    def traffic(self) -> None:
+        """What the planner reads."""
+        bandwidth = self.found["copy_bandwidth_gbs"] * 1e9
+        self.found |= traffic(self.sizes.layer, self.device, self.sizes.dtypes[0], bandwidth)
+        for name in ("traffic", "loss_bytes"):
+            told = "  ".join(f"{kernels} {value:.2f}" for kernels, value in self.found[name].items())
+            print(f"{name:12} {told}", flush=True)
+
+
+def smallest(sweep: list[dict[str, Any]]) -> list[int] | None:
+    """Of rows from wide to narrow, the first shape at which ours is slower: from there on down eager is to be taken."""
+    return next((one["shape"] for one in sweep if one["eager_over_fused"] < 1), None)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What was measured, with what, when."""
+    cuda = device.type == "cuda"
+    versions = {
+        "torch": torch.__version__, "triton": _version("triton"), "liger": liger.version(),
+        "driver": _driver() if cuda else None, "cuda": torch.version.cuda, "python": platform.python_version(),
+    }  # fmt: skip
+    name = torch.cuda.get_device_name() if cuda else _processor()
+    return {
+        "source": "measured", "device": name, "kind": device.type, "versions": versions,
+        "date": date.today().isoformat(),
+    }  # fmt: skip
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()
+
+
+def file_of(found: dict[str, Any]) -> Path:
+    """Where the benchmark of a machine is kept."""
+    if found["kind"] == "cpu":
+        return FOLDER / "kernels-cpu.json"
+    words = re.sub(r"[^a-z0-9]+", "-", found["device"].lower().removeprefix("nvidia ")).strip("-")
+    return FOLDER / f"kernels-{words}.json"
+
+
+def main() -> int:
+    """Measure, write, and say what was met; 1 where something failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--match", default="", help="Operators whose name, case, shape or dtype this expression finds.")
+    parser.add_argument("--json", type=Path, help="Where to write; by default data/benchmarks/kernels-DEVICE.json.")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device is attached; legal: --device cpu")
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
+    bench = Bench(torch.device(arguments.device), arguments.match)
+    now = machine(bench.device)
+    path = arguments.json or file_of(now)
+    if path.exists() and set(arguments.only) != set(PARTS):
+        bench.found = json.loads(path.read_text())
+    bench.found |= now | {"copy_bandwidth_gbs": copy_bandwidth(bench.device) / 1e9}
+    print(f"{now['device']}: copies {bench.found['copy_bandwidth_gbs']:.0f} GB/s", flush=True)
+    for part in arguments.only:
+        _measure(part, getattr(bench, part), bench)
+        bench.found["goals"] = summary(bench.found)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(bench.found, indent=1) + "\n")
+    for goal in bench.found["goals"]:
+        print(f"{goal['met']:3} of {goal['of']:3} met: {goal['goal']}" + "".join(f"\n    {x}" for x in goal["missed"]))
+    print("\n".join(["", *bench.failed]) if bench.failed else f"\nwritten: {path}")
+    return 1 if bench.failed else 0
+
+
+def _measure(part: str, run: Callable[[], None], bench: Bench) -> None:
+    try:
+        run()
+    except Exception as error:
+        bench.failed.append(f"{part}: {type(error).__name__}: {error}")
+        traceback.print_exc()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""What the planner takes from the benchmark: how much more, or less, than the textbook's bytes the kernels cost.
+
+`traffic` is the factor of `workbench.planner.compute.memory_bound`: measured seconds of one layer's norms, rotary
+positions and activation, forward and backward, over the seconds in which its count of bytes could be copied.
+`loss_bytes` is that of `head_pass`: bytes a logit whose copying takes as long as what the head does beside its three
+products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.benchmarks.kernels_models import KERNELS, Size
+from tests.benchmarks.kernels_timing import ROUNDS, Contest, Inputs, Outputs, Prepare, race, seconds_of
+from workbench.kernels.seams import replace_seams
+from workbench.models import seams
+
+
+def textbook_bytes(size: Size, dtype: torch.dtype) -> dict[str, float]:
+    """Bytes of a dense layer's memory-bound operators by pass, as the planner counts them."""
+    shape = size.shape
+    rope = 8 * (shape.q_width + shape.kv_width) if shape.positions == "rope" else 0
+    passes = {"forward": (20, 6 if shape.gated else 4), "backward": (36, 10 if shape.gated else 6)}
+    scale = size.tokens * dtype.itemsize / 2
+    return {name: scale * (h * shape.hidden + rope + f * shape.ffn) for name, (h, f) in passes.items()}
+
+
+def traffic(size: Size, device: torch.device, dtype: torch.dtype, bandwidth: float) -> dict[str, Any]:
+    """Both factors, by what runs, and what they were made of."""
+    parts = {name: (times, race(contest, device)[0]) for name, (times, contest) in layer(size, device, dtype).items()}
+    seconds = {
+        kernels: {p: sum(times * found[kernels][p] for times, found in parts.values()) for p in ("forward", "backward")}
+        for kernels in KERNELS
+    }
+    counted = textbook_bytes(size, dtype)
+    products, heads = head_seconds(size, device, dtype)
+    logits = size.tokens * size.shape.vocab
+    return {
+        "traffic": {k: sum(own.values()) * bandwidth / sum(counted.values()) for k, own in seconds.items()},
+        "loss_bytes": {k: max(0.0, own - products) * bandwidth / logits for k, own in heads.items()},
+        "traffic_of": {
+            "hidden": size.shape.hidden, "ffn": size.shape.ffn, "vocab": size.shape.vocab, "tokens": size.tokens,
+            "dtype": str(dtype).removeprefix("torch."), "textbook_bytes": counted, "seconds": seconds,
+            "head_seconds": heads, "products_seconds": products,
+        },
+    }  # fmt: skip
+
+
+def layer(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[int, Contest]]:
+    """Operator -> how often a layer has it, and its contest between what a plan may say."""
+    s = size.shape
+    stream = (size.batch, size.length, s.hidden)
+    heads = [(size.batch, size.length, n, int(s.head_dim or 0)) for n in (s.heads, int(s.kv_heads or 0))]
+    wide = (size.batch, size.length, s.ffn)
+    bias = s.norm == "layernorm"
+    norm_weights = [(s.hidden,), (s.hidden,)][: 1 + bias]
+
+    def norm() -> nn.Module:
+        return seams.AddNorm(s.norm, s.hidden, s.norm_epsilon, bias)
+
+    def contest(name: str, shapes: list[tuple[int, ...]], make: Callable[[], nn.Module], *names: str) -> Contest:
+        def inputs(generator: torch.Generator) -> Inputs:
+            return tuple(torch.randn(one, device=device, dtype=dtype, generator=generator) for one in shapes)
+
+        contestants = {kernels: _replaced(make, kernels, names, s.rope_theta) for kernels in KERNELS}
+        least = {"forward": 0, "backward": 0}
+        return Contest(name, "", "", shapes[0], dtype, inputs, contestants, least, tuple(range(len(shapes))))
+
+    found = {
+        "norm": (2, contest("norm", [stream, stream, *norm_weights], norm, *("weight", "bias")[: 1 + bias])),
+        "activation": (1, contest("activation", [wide] * (1 + s.gated), lambda: seams.Activate(s.mlp))),
+    }
+    if s.positions == "rope":
+        found["rope"] = (1, contest("rope", heads, seams.Rope))
+    return found
+
+
+def _replaced(make: Callable[[], nn.Module], kernels: str, names: tuple[str, ...], theta: float) -> Prepare:
+    def prepare(*inputs: Tensor | None) -> Callable[[], Outputs]:
+        module, split = make(), len(inputs) - len(names)
+        replace_seams(module, kernels)
+        for name, value in zip(names, inputs[split:]):
+            delattr(module, name)  # an attribute in a parameter's place may be any tensor
+            setattr(module, name, value)
+        arguments: list[Any] = list(inputs[:split])
+        if isinstance(module, seams.Rope):
+            assert arguments[0] is not None
+            indices = torch.arange(arguments[0].shape[1], device=arguments[0].device)
+            arguments.append(seams.positions_of(indices, arguments[0].shape[-1], theta, arguments[0].dtype))
+        if isinstance(module, seams.Activate) and len(arguments) == 1:
+            arguments.append(None)
+
+        def run() -> Outputs:
+            made = module(*arguments)
+            return made if isinstance(made, tuple) else (made,)
+
+        return run
+
+    return prepare
+
+
+def head_seconds(size: Size, device: torch.device, dtype: torch.dtype) -> tuple[float, dict[str, float]]:
+    """Seconds of the head's three products alone, and of the whole head by what runs, forward and backward."""
+    tokens, width, vocab = size.tokens, size.shape.hidden, size.shape.vocab
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(1, tokens, width, device=device, dtype=dtype, generator=generator).requires_grad_()
+    targets = torch.randint(vocab, (1, tokens), device=device, generator=generator)
+    weight = torch.randn(vocab, width, device=device, dtype=dtype, generator=generator).mul_(width**-0.5)
+    logits = torch.randn(tokens, vocab, device=device, dtype=dtype, generator=generator)
+
+    def products() -> None:
+        flat = x.detach()[0]
+        torch.mm(flat, weight.t()), torch.mm(logits, weight), torch.mm(logits.t(), flat)
+
+    runs: dict[str, Callable[[], object]] = {"products": products}
+    for kernels in KERNELS:
+        head = seams.HeadLoss(width, vocab)
+        head.weight = nn.Parameter(weight.clone())
+        replace_seams(head, kernels)
+        runs[kernels] = _head(head, x, targets)
+    found = seconds_of(device, runs, ROUNDS[device.type])
+    return found.pop("products"), found
+
+
+def _head(head: nn.Module, x: Tensor, targets: Tensor) -> Callable[[], object]:
+    return lambda: torch.autograd.grad(head(x, targets), (x, *head.parameters()))
