@@ -16,14 +16,14 @@ from workbench.kernels.compiled import compiled
 from workbench.kernels.guard import at_least_fp32, check, check_shape, rows_of, wide_dtype
 from workbench.kernels.language import jit, next_power_of_2, programs, runs_triton, tl, wide
 
-WIDEST = 16384
-"""Columns that one program holds; wider rows are the reference's."""
+WIDEST = 2**15
+"""Bytes of a row that one program's registers hold; wider rows are not Triton's."""
 HELD = 8192
 """Columns whose bias gradient is held beside the weight's; of wider rows it is a sum of its own."""
 TILE = 2048
 """Entries that a program of narrow rows takes at once."""
-FLAT, DEEP = 16, 32
-"""Entries of a thread forward, where many programs hide what memory takes, and backward, where a few hold sums."""
+OF_THREAD = 32
+"""Entries of a thread, where a row has so many: four loads of 16 bytes from each tensor are under way at once."""
 
 
 def reference(
@@ -215,7 +215,7 @@ def add_norm_backward_op(
     if not _triton(total, kernels):
         dx, dw, db = _backward(dy_ND, dtotal_ND, total_ND, statistics, weight, has_bias)
         return dx.view(total.shape), dw, db
-    tile = _tile(total.shape[-1], DEEP)
+    tile = _tile(total.shape[-1])
     held = has_bias and tile["BLOCK"] <= HELD
     num_programs = min(programs(total.device, _resident(tile, held)), -(-len(total_ND) // tile["ROWS"]))
     dx = torch.empty_like(total_ND)
@@ -254,12 +254,13 @@ add_norm_op.register_autograd(_gradients, setup_context=_setup)
 
 
 def _triton(x: Tensor, kernels: str) -> bool:
-    return kernels == "fused" and runs_triton(x.device) and x.numel() > 0 and x.shape[-1] <= WIDEST
+    fits = 0 < x.shape[-1] * x.element_size() <= WIDEST and x.numel() > 0
+    return kernels == "fused" and runs_triton(x.device) and fits
 
 
-def _tile(columns: int, of_thread: int = FLAT) -> dict[str, int]:
+def _tile(columns: int) -> dict[str, int]:
     block = next_power_of_2(columns)
-    return {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": min(32, max(4, block // (32 * of_thread)))}
+    return {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": max(4, block // (32 * OF_THREAD))}
 
 
 def _resident(tile: dict[str, int], held: bool) -> int:
