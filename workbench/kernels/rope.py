@@ -68,8 +68,10 @@ def rope_turn(  # type: ignore[no-untyped-def]
 
 
 def _launch(x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, back: bool) -> None:
-    """Queries and keys of `x` turned into those of `y`, which may be the same."""
+    """Queries and keys of `x`, if any, turned into those of `y`, which may be the same."""
     q, k, half = *x, cos.shape[-1]
+    if q.numel() + k.numel() == 0:
+        return
     block, num_heads, num_tokens = next_power_of_2(half), q.shape[2] + k.shape[2], q.shape[0] * q.shape[1]
     heads = min(next_power_of_2(num_heads), TILE // block)
     tokens = TILE // block // heads
@@ -185,11 +187,11 @@ def _apart(q: Tensor, k: Tensor) -> bool:
 @custom_op("workbench::rope_", mutates_args=("q", "k"))
 def rope_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> None:
     """Turn `q` and `k` where they lie; their heads are contiguous."""
-    if _triton(q, cos, kernels):
-        _launch((q, k), (q, k), cos, sin, back=False)
-    else:  # Out of place and back: a compiler that is given two tensors of one storage may not write to them.
-        for x, turned in zip((q, k), _fresh(q, k, cos, sin, False), strict=True):
-            x.copy_(turned)
+    if not _by_compiler(q, k, cos, kernels):
+        return _launch((q, k), (q, k), cos, sin, back=False)
+    # Out of place and back: a compiler that is given two tensors of one storage may not write to them.
+    for x, turned in zip((q, k), _fresh(q, k, cos, sin, False), strict=True):
+        x.copy_(turned)
 
 
 @rope_op.register_fake
@@ -200,7 +202,7 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> None:
 @custom_op("workbench::rope_turned", mutates_args=())
 def turned_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str) -> tuple[Tensor, Tensor]:
     """Both turned, or turned `back`, into fresh and contiguous tensors."""
-    if not _triton(q, cos, kernels):
+    if _by_compiler(q, k, cos, kernels):
         q, k = _fresh(q, k, cos, sin, back)
         return q.contiguous(), k.contiguous()
     fresh = q.new_empty(q.shape), k.new_empty(k.shape)
@@ -214,5 +216,6 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str) 
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def _triton(q: Tensor, cos: Tensor, kernels: str) -> bool:
-    return kernels == "fused" and runs_triton(q.device) and 0 < cos.shape[-1] <= TILE and len(q) > 0 < len(cos)
+def _by_compiler(q: Tensor, k: Tensor, cos: Tensor, kernels: str) -> bool:
+    triton = kernels == "fused" and runs_triton(cos.device) and cos.shape[-1] <= TILE
+    return not triton and q.numel() + k.numel() > 0
