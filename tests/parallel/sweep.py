@@ -60,6 +60,7 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "microbatches": (2, 4, 8),
     "placement": (("tensor", "context", "data", "pipeline"), ("pipeline", "data", "context", "tensor")),
     "precision": ("fp64", "fp32"),
+    "kernels": ("eager", "compiled", "fused"),
 }
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
 GRIDS = {"2d": {4: [2, 2]}, "2.5d": {4: [2, 2, 1], 8: [2, 2, 2]}, "3d": {8: [2, 2, 2]}}
@@ -96,6 +97,7 @@ def plan_of(choice: Choice) -> Plan | None:
                 "keep_gathered": choice["keep_gathered"], "offload": choice["offload"],
             },
             "expert": {"size": choice["expert"]}, "recompute": recompute, "placement": list(choice["placement"]),
+            "kernels": choice["kernels"],
         },
         "training": {
             "sequence_length": 16, "micro_batch": 4, "global_batch": 4 * choice["microbatches"] * data, "steps": 3,

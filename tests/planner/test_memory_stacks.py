@@ -10,6 +10,7 @@ import pytest
 from workbench.plan.schema import Plan
 from workbench.planner import activations, instants
 from workbench.planner.constants import constants
+from workbench.planner.loss import head as head_of
 from workbench.planner.memory import Memory, communicators, memory
 from workbench.planner.readings import readings
 from workbench.planner.truth.express import Expressed, express
@@ -55,7 +56,7 @@ def test_torchtitan_keeps_attention_and_every_second_product(kernels: str, down:
 ])  # fmt: skip
 def test_a_compiled_loss_keeps_logits_and_their_gradient_in_16_bits(stack: str, kernels: str, per_logit: int) -> None:
     w = load(stack, strategy__kernels=kernels)
-    head = activations.head(w)
+    head = head_of(w)
     assert (head.logits + head.loss) / (w.tokens * w.vocab) == pytest.approx(per_logit)
 
 

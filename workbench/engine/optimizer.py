@@ -59,7 +59,8 @@ class Optimizer:
 
     `kernels` is the plan's: with "fused", AdamW of contiguous tensors is our own kernel where Triton runs. It reads
     gradients in their own dtype and scales them on the way, and so needs no copy of them; elsewhere what torch's kernel
-    needs copies of is cut so that those stay in a processor's cache.
+    needs copies of is cut so that those stay in a processor's cache. `on_card` says where the tensors of a rehearsal,
+    which are a processor's, would be: there the kernel needs nothing, and nothing is done.
     """
 
     def __init__(
@@ -70,20 +71,22 @@ class Optimizer:
         config: schema.Optimizer,
         total_steps: int,
         kernels: str = "eager",
+        on_card: bool = False,
     ) -> None:
         assert parameters.keys() == gradients.keys(), sorted(parameters.keys() ^ gradients.keys())
         self.config = config
         self.total_steps = total_steps
         self._state = {name: self._initial(parameter) for name, parameter in parameters.items()}
         self._fused = self._kernel(parameters, gradients, layouts) if kernels == "fused" else None
-        if self._fused is not None:
-            self._groups: list[Group] = []
+        self._groups: list[Group] = []
+        on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
+        rehearsed = kernels == "fused" and on_card and on_host and config.name == "adamw"
+        if self._fused is not None or rehearsed:
             return
         groups = (
             self._group(parameters, gradients, [n for n in parameters if _is_matrix(layouts[n]) == matrices], decay)
             for matrices, decay in ((True, config.weight_decay), (False, 0.0))
         )
-        on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
         self._groups = [piece for group in groups for piece in group.pieces(cut=kernels == "fused" and on_host)]
 
     def _group(

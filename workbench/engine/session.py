@@ -5,6 +5,7 @@ The worker, the rehearsal and the verification all build this, so that what is p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from workbench.engine.optimizer import Optimizer
 from workbench.engine.precision import dtypes
 from workbench.engine.scaler import LossScaler, overflow, unowned
+from workbench.kernels.seams import warm_up
 from workbench.models.moe import Counting, counted
 from workbench.parallel.apply import Parallelised, parallelise
 from workbench.parallel.context.apply import own_tokens
@@ -100,7 +102,10 @@ class Session:
         overlap = table.stages == 1 and not table.split
         part = parallelise(plan, mesh, stages, partition, overlap, device, own, gradients, counting, model)
         store = part.store
-        optimizer = Optimizer(store.values, store.stepped, store.layouts, t.optimizer, t.steps)
+        on_card = plan.card.device == "cuda" and plan.strategy.data.offload == "none"
+        optimizer = Optimizer(
+            store.values, store.stepped, store.layouts, t.optimizer, t.steps, plan.strategy.kernels, on_card
+        )
         executor = Executor(
             table,
             part.stages,
@@ -116,6 +121,11 @@ class Session:
     def first_stage(self) -> int:
         """The first of this rank's pipeline stages."""
         return min(self.part.stages)
+
+    def warm_up(self) -> Iterator[str]:
+        """Compile the plan's kernels before the first step, where that can be done apart; before each, its name."""
+        if self.device.type == "cpu":
+            yield from warm_up(self.part.stages.values(), dtypes(self.plan)[0])
 
     def step(
         self, index: int, tokens_MBT: Tensor, targets_MBT: Tensor, observer: Observer | None = None, stop: int = 0

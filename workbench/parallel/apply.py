@@ -1,8 +1,9 @@
 """A plan's strategy applied to its model, in one fixed order.
 
-partition into stages -> tensor, or a strategy for each operator -> experts -> context -> recomputation -> ties ->
-initial weights -> data. Stages come first, so that no rank ever holds the whole model; recomputation comes once a layer
-is what will run; weights come once every layout is known, so that a rank draws only what it keeps.
+partition into stages -> kernels -> tensor, or a strategy for each operator -> experts -> context -> recomputation ->
+ties -> initial weights -> data. Stages come first, so that no rank ever holds the whole model; kernels before anything
+is split, for they change what a seam runs, and an axis wraps or replaces the seam; recomputation comes once a layer is
+what will run; weights come once every layout is known, so that a rank draws only what it keeps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from workbench.kernels.seams import replace_seams
 from workbench.models import Transformer
 from workbench.models.dropout import Samples
 from workbench.models.initialise import initial_value
@@ -106,6 +108,7 @@ def _stage(
     with torch.device("meta"):
         model = Transformer(plan.shape, plan.training.dropout, plan.training.seed)
     keep_stage(model, stage, partition)
+    replace_seams(model, plan.strategy.kernels)
     layouts = _layouts(model)
     if plan.strategy.operators:
         split_operators(model, layouts, placements(plan), mesh)
@@ -115,6 +118,8 @@ def _stage(
     if mesh["context"].size > 1:
         spread_sequence(model, mesh["context"], plan.strategy.context.algorithm, plan.training.sequence_length)
     recompute(model, plan.strategy.recompute)
+    if model.head is not None:  # what splits the vocabulary has replaced it
+        model.head.kernels = plan.strategy.kernels  # type: ignore[assignment]
     return model, layouts
 
 

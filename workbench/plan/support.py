@@ -57,7 +57,7 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
         (None,),
     ),
     ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16")),
-    ("strategy.kernels", lambda p: p.strategy.kernels, ("eager",)),
+    ("strategy.kernels", lambda p: p.strategy.kernels if p.code else "eager", ("eager",)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
     ("model.positions", lambda p: p.shape.positions, ("rope", "learned")),
     ("model.window", lambda p: p.shape.window, (None,)),

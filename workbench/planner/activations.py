@@ -41,33 +41,17 @@ class Layer:
     """Temporaries then."""
 
 
-@dataclass(frozen=True)
-class Head:
-    """Bytes of the final norm, the head and the loss, for one microbatch."""
-
-    saved: Number
-    """Activations kept from forward to backward."""
-    logits: Number
-    """Of vocabulary width, kept from forward to backward."""
-    forward: Number
-    """Of vocabulary width, at the loss's own peak forward."""
-    loss: Number
-    """Temporaries while the loss runs backward, beside what is kept."""
-    projection: Number
-    """Temporaries while the projection runs backward; the kept logits are gone by then."""
-    norm: Number
-    """Temporaries while the final norm runs backward; what the head kept is gone by then."""
-
-
 def norm_saved(w: Workload, own_input: bool = True) -> Number:
     """One norm's saved tensors, its output among them; `own_input` where its input is a tensor of its own.
 
-    Our rmsnorm keeps its input and one number a token, on every device; torch's layernorm its input and two.
+    Our rmsnorm keeps its input and one number a token, on every device; torch's layernorm its input and two, which the
+    plain one on a processor keeps in the input's dtype.
     """
     stream = w.stream / w.sequence_parallel
     statistics = w.wide * w.tokens / w.sequence_parallel
     if w.shape.norm == "layernorm":
-        return (1 + own_input) * stream + 2 * statistics * (w.element / w.wide if w.setting.card.device == "cpu" else 1)
+        narrow = w.setting.card.device == "cpu" and not w.fused
+        return (1 + own_input) * stream + 2 * statistics * (w.element / w.wide if narrow else 1)
     return (1 + own_input) * stream + statistics
 
 
@@ -165,7 +149,7 @@ def _feed_forward(w: Workload, mixture: bool) -> tuple[Number, Number]:
 def _feed_forward_saved(w: Workload, mixture: bool) -> Number:
     """Gate, up, activated gate and product, or up and activated up (ReLU: that alone); a mixture also its tokens."""
     wide, _ = _feed_forward(w, mixture)
-    gated = w.setting.software.gated_kept
+    gated = w.setting.software.gated_kept - w.fused  # who fuses makes the activated gate again
     kept = (gated if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
     if mixture and w.shape.moe is not None:
         kept += w.stream * (w.sequence_parallel > 1) + (w.visits * 2 * w.stream) + w.shape.moe.experts * w.tokens * 4
@@ -190,38 +174,10 @@ def added_gradient(w: Workload, parameters: float) -> Number:
     return (parameters * w.element + np.minimum(parameters, PIECE) * widened) * trained(w)
 
 
-def head(w: Workload) -> Head:
-    """The final norm and the loss; over a split vocabulary the loss is our own and works in place."""
-    logits = w.vocab * w.tokens
-    narrow = w.element * logits
-    table = w.vocab * w.height
-    split = np.asarray(w.tensor > 1, dtype=float)
-    cast = narrow if w.element < w.wide else 0.0
-    told = w.setting.software.logit_bytes
-    if w.setting.kernels == "compiled" and w.setting.software.compiled_logit_bytes >= 0:
-        told = w.setting.software.compiled_logit_bytes
-    if told >= 0:
-        split, cast, more = np.ones_like(split), 0.0, (told - w.wide) * logits
-        narrow = min(told, w.element) * logits
-        more = more + w.setting.software.logit_stale * logits * (w.microbatches > 1)
-    else:
-        more = 0.0
-    own = table * w.element * trained(w) * (w.setting.algorithm != "3d")  # which scatters it once all else is gone
-    met = blocks(w, w.stream, table, narrow) if w.setting.algorithm != "1d" else 0.0
-    return Head(
-        saved=norm_saved(w) + split * 10 * w.tokens,
-        logits=w.wide * logits,
-        forward=np.maximum(split * (w.wide * logits + cast) + (1 - split) * (2 * w.wide * logits) + more, narrow + met),
-        loss=split * cast + (1 - split) * (2 * w.wide * logits) + more,
-        projection=w.stream + np.maximum(narrow + met + own, added_gradient(w, table)),
-        norm=norm_backward(w),
-    )
-
-
 def norm_backward(w: Workload) -> Number:
-    """Temporaries of a norm's backward, its own kept input among them; our rmsnorm works in fp32 or better."""
+    """Temporaries of a norm's backward, its own kept input among them; our plain rmsnorm works in fp32 or better."""
     stream, wider = w.stream / w.sequence_parallel, w.wide / w.element
-    if w.shape.norm == "layernorm":
+    if w.shape.norm == "layernorm" or w.fused:
         return 3 * stream
     return stream * (2 + 3 * wider + (wider if wider > 1 else 0))
 

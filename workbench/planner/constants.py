@@ -6,12 +6,9 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from workbench.plan import catalog
-from workbench.plan.schema import Card, Strategy
+from workbench.plan.schema import Card
 from workbench.planner.measured import measured
-from workbench.planner.stack import timing
-
-OWN = Strategy().stack
-"""The stack that this project is."""
+from workbench.planner.stack import OWN, timing
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ import pandas as pd
 from workbench.plan.schema import Plan
 from workbench.planner.advice import advise
 from workbench.planner.calibrated import on_machine
-from workbench.planner.constants import OWN
 from workbench.planner.measured import provenance
 from workbench.planner.memory import Memory, memory
 from workbench.planner.readings import need
-from workbench.planner.stack import interval
+from workbench.planner.stack import OWN, interval
 from workbench.planner.step import bounds, parts, step_time, utilisation
 from workbench.planner.timeline import simulated_seconds, timeline
 from workbench.planner.traffic import Call, exactly

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.planner import activations
-from workbench.planner.activations import Head, Layer
+from workbench.planner.activations import Layer
+from workbench.planner.loss import Head
+from workbench.planner.loss import head as head_of
 from workbench.planner.setting import Array, Number
 from workbench.planner.states import Held
 from workbench.planner.workload import Workload
@@ -44,7 +46,7 @@ def early_gradients(w: Workload) -> Number:
 
 def passes(w: Workload) -> dict[str, Live]:
     """What forward and backward add at each instant that can be the largest, and after the first forward."""
-    head, layer = activations.head(w), activations.layer(w, mixture=w.shape.moe is not None)
+    head, layer = head_of(w), activations.layer(w, mixture=w.shape.moe is not None)
     flight = _flight(w, head)
     full = {"activations": flight.all, "logits": flight.logits}
     return {
@@ -74,7 +76,7 @@ def _flight(w: Workload, head: Head) -> Flight:
 
 def _forward(w: Workload, head: Head, layer: Layer) -> Live:
     """The end of the last forward before a backward."""
-    return {"logits": w.last * (head.forward - head.logits), "temporary": w.nothing + layer.forward}
+    return {"logits": w.last * (head.forward - head.logits), "temporary": (1 - w.last) * layer.forward}
 
 
 def _product(w: Workload, head: Head, layer: Layer, flight: Flight) -> Live:

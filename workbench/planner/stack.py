@@ -9,6 +9,10 @@ from typing import Any
 
 from workbench.plan import catalog
 from workbench.plan.errors import refuse
+from workbench.plan.schema import Strategy
+
+OWN = Strategy().stack
+"""The stack that this project is."""
 
 
 @dataclass(frozen=True)

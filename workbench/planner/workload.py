@@ -18,6 +18,7 @@ from workbench.plan.schema import STORED, Plan
 from workbench.plan.shape import Shape, rows_of_an_expert
 from workbench.plan.support import require
 from workbench.planner.setting import BYTES, Array, Knobs, Number, Setting, home, knobs_of, setting_of, stage_homes
+from workbench.planner.stack import OWN
 from workbench.planner.tiling import Tiling, tiling
 from workbench.schedules import closed, most_losses, waiting
 from workbench.schedules import in_flight as most_held
@@ -147,6 +148,11 @@ class Workload:
     def wide(self) -> int:
         """Bytes of an element where the model's 16-bit tensors are widened."""
         return max(4, self.element)
+
+    @property
+    def fused(self) -> bool:
+        """Whether our own fused or compiled operators run; other stacks' are in their constants."""
+        return self.setting.stack == OWN and self.setting.kernels != "eager"
 
     @property
     def visits(self) -> Number:

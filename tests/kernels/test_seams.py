@@ -1,0 +1,110 @@
+"""Whole models with replaced seams: the same numbers, less memory, and refusals where nothing can compile."""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parallel.small import GPT, LLAMA
+from workbench.kernels import seams
+from workbench.kernels.seams import replace_seams, warm_up
+from workbench.models import Transformer
+from workbench.models.seams import IGNORE
+from workbench.plan.schema import Plan
+from workbench.plan.shape import Shape
+from workbench.plan.support import unsupported
+from workbench.rehearsal.rehearse import rehearse
+from workbench.runs import machine
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gpt": GPT,
+    "geglu": {**LLAMA, "mlp": "geglu", "tied": True},
+    "moe": {**LLAMA, "moe": {"experts": 4, "top_k": 2, "ffn": 32}},
+}
+
+
+def gradients(shape: Shape, kernels: str, dropout: float) -> dict[str, Tensor]:
+    """Loss, and every gradient, of one model on one batch in fp64."""
+    torch.manual_seed(0)
+    model = Transformer(shape, dropout).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    replace_seams(model, kernels)
+    tokens = torch.randint(0, shape.vocab, (2, 9))
+    targets = tokens.roll(-1, 1).masked_fill(torch.rand(2, 9) < 0.2, IGNORE)
+    loss = model(tokens, targets)
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(found) == len(list(model.parameters()))
+    return {"loss": loss.detach(), **found}
+
+
+def assert_alike(found: dict[str, Tensor], true: dict[str, Tensor]) -> None:
+    """Within 1e-10 of each tensor's largest entry, or of a millionth of the largest of all: a key bias has none."""
+    least = 1e-6 * max(value.abs().max() for value in true.values())
+    assert found.keys() == true.keys()
+    for key, value in true.items():
+        assert (found[key] - value).abs().max() <= 1e-10 * max(value.abs().max(), least), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kernels", ["compiled", "fused"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_model_computes_the_same(name: str, kernels: str, dropout: float) -> None:
+    shape = Plan.of("tiny", gpu="local", gpus=1, set={"model": MODELS[name]}).complete().shape
+    plain, other = gradients(shape, "eager", dropout), gradients(shape, kernels, dropout)
+    assert_alike(other, plain)
+
+
+def test_every_seam_that_can_be_is_replaced() -> None:
+    shape = Plan.of("tiny", gpu="local", gpus=1).complete().shape
+    model = Transformer(shape, 0.1)
+    names = set(model.state_dict())
+    replace_seams(model, "fused")
+    kinds = {type(module) for module in model.modules()}
+    assert set(seams.FUSED.values()) <= kinds and not set(seams.FUSED) & kinds
+    assert set(model.state_dict()) == names
+
+
+def test_a_warm_up_leaves_nothing_to_compile(caplog: pytest.LogCaptureFixture) -> None:
+    shape = Plan.of("tiny", gpu="local", gpus=1, set={"model": {**LLAMA, "mlp": "geglu"}}).complete().shape
+    model = Transformer(shape)
+    replace_seams(model, "fused")
+    assert list(warm_up([model], torch.float32)) == ["AddNorm", "Rope", "Activate", "HeadLoss"]
+    caplog.set_level("INFO", logger="workbench.kernels")
+    tokens = torch.randint(0, shape.vocab, (2, 16))
+    model(tokens, tokens).backward()
+    assert not [r.getMessage() for r in caplog.records if r.name.startswith("workbench")]
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "fused"])
+@pytest.mark.parametrize("gpu", ["local", "h100-sxm-80gb"])
+def test_memory_falls(kernels: str, gpu: str) -> None:
+    sizes = {
+        "layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 768, "vocab": 4000, "mlp": "swiglu",
+        "norm": "rmsnorm", "positions": "rope",
+    }  # fmt: skip
+    training = {"training.sequence_length": 512, "training.micro_batch": 2, "training.global_batch": 2}
+    plan = Plan.of("tiny", gpu=gpu, gpus=1, set={"model": sizes, "strategy.precision": "bf16", **training})
+    eager, other = (rehearse(plan.replace(**{"strategy.kernels": kind})) for kind in ("eager", kernels))
+    assert max(other.peak_bytes_by_rank.values()) < 0.9 * max(eager.peak_bytes_by_rank.values())
+
+
+def test_kernels_of_code_are_refused_by_name() -> None:
+    written = {"model": {"python": "tests.parallel.users_model:build", "vocab": 260}, "strategy": {"kernels": "fused"}}
+    plan = Plan.model_validate({**written, "cluster": {"gpu": "local", "gpus": 1}}).complete()
+    found = [p for p in unsupported(plan, "run", allow_code=True) if p.field == "strategy.kernels"]
+    assert len(found) == 1 and "fused" in str(found[0]) and "eager" in str(found[0])
+
+
+def test_without_a_compiler_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.of("tiny", gpu="local", gpus=1, set={"strategy.kernels": "fused"})
+    assert not [p for p in machine.preflight(plan) if p.field == "strategy.kernels"]
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    (problem,) = [p for p in machine.preflight(plan) if p.field == "strategy.kernels"]
+    assert "C++ compiler" in str(problem) and "eager" in str(problem)
+    eager = plan.replace(**{"strategy.kernels": "eager"})
+    assert not [p for p in machine.preflight(eager) if p.field == "strategy.kernels"]

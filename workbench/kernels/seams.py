@@ -1,0 +1,160 @@
+"""The seams of a model (`workbench.models.seams`) with other bodies: the fused operators of this room.
+
+A replaced seam stays the same module, with its parameters, its name and its hooks; only what runs is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.kernels.activation import activate
+from workbench.kernels.dropout import dropout_add
+from workbench.kernels.linear_cross_entropy import linear_cross_entropy
+from workbench.kernels.norm import add_norm
+from workbench.kernels.rope import rope
+from workbench.models.dropout import Dropout
+from workbench.models.seams import Activate, AddNorm, HeadLoss, Positions, Rope
+
+
+class FusedAddNorm(AddNorm):
+    """Sum and norm in one pass over memory."""
+
+    kernels: str
+
+    def forward(self, x_BTD: Tensor, residual_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(normalised sum, sum), both [B, T, D]."""
+        centred = self.kind == "layernorm"
+        return add_norm(x_BTD, residual_BTD, self.weight, self.bias, self.epsilon, centred, self.kernels)
+
+
+class FusedRope(Rope):
+    """Positions turned where they lie: queries and keys that come in are used up."""
+
+    kernels: str
+
+    def forward(self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Queries and keys [B, T, heads, head_dim], turned."""
+        return rope(q_BTHK, k_BTHK, positions.cos, positions.sin, self.kernels)
+
+
+class FusedActivate(Activate):
+    """The non-linearity in one pass; what backward needs of it is made again."""
+
+    kernels: str
+
+    def forward(self, gate_BTF: Tensor, up_BTF: Tensor | None) -> Tensor:
+        """Activated features [B, T, F]."""
+        return activate(self.kind, gate_BTF, up_BTF, kernels=self.kernels)
+
+
+class FusedHeadLoss(HeadLoss):
+    """Projection and loss of some tokens at a time: the logits are never there at once."""
+
+    kernels: str
+
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """Sum over valid tokens of the negative log-likelihood; a scalar."""
+        return linear_cross_entropy(x_BTD.flatten(0, -2), self.weight, targets_BT.flatten(), kernels=self.kernels)
+
+
+class FusedDropout(Dropout):
+    """Dropout that draws its mask as it goes; the same entries as the plain one's."""
+
+    kernels: str
+
+    def forward(self, x_BTD: Tensor, rows_BT: Tensor | None) -> Tensor:
+        """[B, T, D] to the same; `rows` say which tokens these are."""
+        if not self.rate or not self.training:
+            return x_BTD
+        assert rows_BT is not None, "dropout must be told which tokens it sees"
+        return dropout_add(x_BTD, None, None, rows_BT, self.key, self.rate, self.first, self.kernels)
+
+
+GATED = ("swiglu", "geglu")
+"""Kinds of activation that multiply the gate by `up`."""
+
+FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    AddNorm: FusedAddNorm,
+    Rope: FusedRope,
+    Activate: FusedActivate,
+    HeadLoss: FusedHeadLoss,
+    Dropout: FusedDropout,
+}
+"""Plain seam -> the fused one; attention is torch's fused operator already."""
+
+
+def replace_seams(model: nn.Module, kernels: str) -> None:
+    """Let the seams of `model` run `kernels` (eager, compiled, fused), in place."""
+    if kernels == "eager":
+        return
+    for module in model.modules():
+        if type(module) in FUSED:
+            use(module, FUSED[type(module)], kernels)
+
+
+def use(module: Any, kind: type[nn.Module], kernels: str) -> None:
+    """Make `module` one of `kind`, a subclass of its own that differs in what it runs."""
+    module.__class__ = kind
+    module.kernels = kernels
+
+
+def warm_up(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[str]:
+    """Compile for processors what the seams of `models` will run, on small ones of the same kinds; before each, say
+    which.
+
+    Cards compile sizes in: there the first step does it.
+    """
+    done: set[tuple[Any, ...]] = set()
+    for module in [m for model in models for m in model.modules() if type(m) in _SMALL]:
+        kind = type(module), getattr(module, "kind", None)
+        if kind not in done:
+            done.add(kind)
+            yield type(module).__name__.removeprefix("Fused")
+            small, every_input = _SMALL[type(module)](module, partial(torch.zeros, dtype=dtype, requires_grad=True))
+            replace_seams(small.to(dtype), str(module.kernels))
+            for inputs in every_input:
+                _run(small, inputs)
+
+
+def _run(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Forward and backward."""
+    with torch.enable_grad():
+        made = module(*inputs)
+        results = [x for x in (made if isinstance(made, tuple) else (made,)) if x.requires_grad]
+        torch.autograd.backward(results, [torch.zeros_like(x) for x in results])
+
+
+Zeros = Callable[..., Tensor]
+Small = tuple[nn.Module, list[tuple[Any, ...]]]
+
+
+def _norm(like: Any, zeros: Zeros) -> Small:
+    inputs = [(zeros(2, 3, 8), residual) for residual in (None, zeros(2, 3, 8))]
+    return AddNorm(like.kind, 8, like.epsilon, like.bias is not None), inputs
+
+
+def _rope(like: Any, zeros: Zeros) -> Small:
+    table = zeros(3, 4).detach()
+    return Rope(), [(zeros(2, 3, 4, 8) * 1, zeros(2, 3, 2, 8) * 1, Positions(torch.arange(3), table, table))]
+
+
+def _activate(like: Any, zeros: Zeros) -> Small:
+    return Activate(like.kind), [(zeros(2, 3, 16), zeros(2, 3, 16) if like.kind in GATED else None)]
+
+
+def _head(like: Any, zeros: Zeros) -> Small:
+    return HeadLoss(8, 16), [(zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.long))]
+
+
+_SMALL: dict[type[nn.Module], Callable[[Any, Zeros], Small]] = {
+    FusedAddNorm: _norm,
+    FusedRope: _rope,
+    FusedActivate: _activate,
+    FusedHeadLoss: _head,
+}
+"""A fused seam -> a small plain one of its kind, and what it is run on; dropout is never compiled."""
