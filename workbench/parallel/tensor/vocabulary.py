@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workbench.kernels import cross_entropy as fused
 from workbench.models.seams import IGNORE, at_least_fp32
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.tensor.collectives import all_reduce, reduce_from, scatter_tokens
@@ -54,6 +56,9 @@ class VocabularyHeadLoss(nn.Module):
     With `sequence` its input is a run of the tokens, its targets are all.
     """
 
+    kernels = "eager"
+    """What runs the loss: the plan's kernels, set once the module is built."""
+
     def __init__(self, weight: nn.Parameter, rows: tuple[int, int], axis: MeshAxis, sequence: bool = False) -> None:
         super().__init__()
         self.weight, self.rows, self.axis, self.sequence = weight, rows, axis, sequence
@@ -61,11 +66,19 @@ class VocabularyHeadLoss(nn.Module):
     def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Sum over valid tokens of the negative log-likelihood; a scalar, equal on every rank."""
         (logits_BTV,) = columns(x_BTD, [(self.weight, None)], self.axis, self.sequence)
-        return cross_entropy(logits_BTV.flatten(0, -2), targets_BT.flatten(), self.rows, self.axis)
+        return cross_entropy(logits_BTV.flatten(0, -2), targets_BT.flatten(), self.rows, self.axis, self.kernels)
 
 
-def cross_entropy(logits_NV: Tensor, targets_N: Tensor, rows: tuple[int, int], axis: MeshAxis) -> Tensor:
-    """Summed cross entropy of logits whose vocabulary is split over `axis`; `logits_NV` is used up."""
+def cross_entropy(
+    logits_NV: Tensor, targets_N: Tensor, rows: tuple[int, int], axis: MeshAxis, kernels: str = "eager"
+) -> Tensor:
+    """Summed cross entropy of logits whose vocabulary is split over `axis`; `logits_NV` is used up.
+
+    Whatever the kernels, the ranks reduce a maximum and then two sums a token.
+    """
+    if kernels != "eager":
+        reduce = partial(all_reduce, axis=axis, op=dist.ReduceOp.MAX), partial(all_reduce, axis=axis)
+        return fused.cross_entropy(logits_NV, targets_N, rows, reduce=reduce, kernels=kernels)
     loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, rows, axis)
     return loss
 

@@ -14,6 +14,9 @@ class GridHeadLoss(nn.Module):
     """The head_loss seam. `project(x, weight)` gives a rank's block of the logits, `own(targets)` its targets; `rows`
     of the vocabulary are real there, `axis` splits it."""
 
+    kernels = "eager"
+    """What runs the loss: the plan's kernels, set once the module is built."""
+
     def __init__(
         self,
         weight: nn.Parameter,
@@ -28,4 +31,4 @@ class GridHeadLoss(nn.Module):
     def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Summed loss of this rank's tokens of a microbatch's targets [B, T]; equal on the ranks along `axis`."""
         logits_NV = self.project(x_BTD, self.weight).flatten(0, -2)
-        return cross_entropy(logits_NV, self.own(targets_BT).flatten(), self.rows, self.axis)
+        return cross_entropy(logits_NV, self.own(targets_BT).flatten(), self.rows, self.axis, self.kernels)
