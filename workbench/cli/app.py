@@ -13,7 +13,20 @@ from collections.abc import Sequence
 
 import typer
 
-from workbench.cli import calibrate, catalog, compare, explain, foreign, operators, plans, runs, search, truth, weights
+from workbench.cli import (
+    calibrate,
+    catalog,
+    compare,
+    explain,
+    foreign,
+    kernels,
+    operators,
+    plans,
+    runs,
+    search,
+    truth,
+    weights,
+)  # fmt: skip
 from workbench.cli.groups import Grouped
 from workbench.cli.options import console
 from workbench.cli.progress import RunError
@@ -29,8 +42,8 @@ app = typer.Typer(
 )  # fmt: skip
 for _panel, _verbs in {
     "Plan": (
-        catalog.models, catalog.gpus, catalog.strategies, plans.plan, plans.export, foreign.import_config,
-        foreign.translate,
+        catalog.models, catalog.gpus, catalog.strategies, kernels.kernels, plans.plan, plans.export,
+        foreign.import_config, foreign.translate,
     ),
     "Planner": (search.search, explain.explain, operators.operators, calibrate.calibrate, truth.validate),
     "Instruments": (plans.estimate, plans.rehearse, plans.verify, compare.compare),

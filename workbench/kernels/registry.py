@@ -1,0 +1,144 @@
+"""Every operator of this room: what it computes, where it runs, and the calls at which it is compiled ahead of time.
+
+A case makes the operator's inputs and calls it, as a model would; what that launches, at which tile and with how many
+warps, is the operator's own choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from workbench.kernels import adamw, norm, rope
+from workbench.kernels.activation import GATED, activate
+from workbench.kernels.cross_entropy import cross_entropy
+from workbench.kernels.dropout import dropout_add
+from workbench.kernels.linear_cross_entropy import linear_cross_entropy
+
+ROWS, HIDDEN = 32, 4096
+"""Of a case. No kernel depends on how many rows there are, but that the number is most often a multiple of 16."""
+
+VOCABULARIES = (8192, 128256)
+PARAMETERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+Case = Callable[[], Tensor | tuple[Tensor, ...] | None]
+"""Runs forward and returns what backward begins with, if there is one."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operator. `gpu` and `cpu` say what runs it there, `reference` is the dotted name of its plain operators.
+
+    `small` names the Triton functions that stream nothing: they read or write a few numbers of each row or tensor;
+    `summing` those that stream only in: what they write is a few numbers.
+    """
+
+    name: str
+    title: str
+    module: str
+    gpu: str
+    cpu: str
+    cases: dict[str, Case] = field(hash=False)
+    small: tuple[str, ...] = ()
+    summing: tuple[str, ...] = ()
+
+    @property
+    def reference(self) -> str:
+        """Where the plain operators are that it must equal."""
+        return f"{self.module}.reference"
+
+    def streams(self, function: str) -> str:
+        """What goes through a Triton function in whole tensors: nothing, what comes in, or in and out."""
+        return "nothing" if function in self.small else "in" if function in self.summing else "in and out"
+
+
+def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, requires_grad=grad)
+
+
+def _norm(hidden: int, centred: bool) -> tuple[Tensor, Tensor]:
+    bias = _tensor(hidden) if centred else None
+    return norm.add_norm(_tensor(ROWS, hidden), _tensor(ROWS, hidden), _tensor(hidden), bias, 1e-5, centred)
+
+
+def _dropout(hidden: int, alone: bool) -> Tensor:
+    bias, residual = (None, None) if alone else (_tensor(hidden), _tensor(ROWS, hidden))
+    return dropout_add(_tensor(ROWS, hidden), bias, residual, torch.arange(ROWS), key=2**40 + 1, rate=0.1)
+
+
+def _rope(head_dim: int) -> tuple[Tensor, Tensor]:
+    q, k = (_tensor(1, ROWS, heads, head_dim).clone() for heads in (32, 8))
+    cos, sin = (_tensor(ROWS, head_dim // 2, grad=False) for _ in range(2))
+    return rope.rope(q, k, cos, sin)
+
+
+def _activation(kind: str, width: int) -> Tensor:
+    gated = kind in GATED
+    other = _tensor(ROWS, width) if gated else _tensor(width)
+    return activate(kind, _tensor(ROWS, width), *((other, None) if gated else (None, other)))
+
+
+def _loss(vocab: int) -> Tensor:
+    return cross_entropy(_tensor(ROWS, vocab).clone(), torch.zeros(ROWS, dtype=torch.int64))
+
+
+def _head(vocab: int, smoothing: float) -> Tensor:
+    x, weight, targets = _tensor(ROWS, 64), _tensor(vocab, 64), torch.zeros(ROWS, dtype=torch.int64)
+    return linear_cross_entropy(x, weight, targets, smoothing=smoothing, z=smoothing / 1000)
+
+
+def _step(dtype: torch.dtype) -> None:
+    parameter, gradient = (_tensor(HIDDEN, ROWS, dtype=dtype, grad=False) for _ in range(2))
+    kept = [_tensor(HIDDEN, ROWS, dtype=torch.float32, grad=False) for _ in range(3)]
+    master = None if dtype == torch.float32 else kept[2]
+    stepped = adamw.Stepped(parameter, gradient, kept[0], kept[1], torch.zeros(()), master, decay=0.1)
+    adamw.AdamW([stepped], 0.9, 0.95, 1e-8).step(1e-3)
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        "add_norm", "residual + RMSNorm or LayerNorm", "workbench.kernels.norm", "Triton", "torch.compile",
+        {
+            f"{kind}, bf16 x {hidden}": partial(_norm, hidden, kind == "LayerNorm")
+            for kind in ("RMSNorm", "LayerNorm")
+            for hidden in (HIDDEN, norm.WIDEST // 2)
+        },
+    ),
+    Kernel(
+        "rope", "rotary positions, in place", "workbench.kernels.rope", "Triton", "torch.compile",
+        {f"heads of bf16 x {size}": partial(_rope, size) for size in (128, 2 * rope.TILE)},
+    ),
+    Kernel(
+        "activation", "SwiGLU, GeGLU, bias + GELU", "workbench.kernels.activation", "Triton", "torch.compile",
+        {f"{kind}, bf16 x {4 * HIDDEN}": partial(_activation, kind, 4 * HIDDEN) for kind in (*GATED, "gelu")},
+    ),
+    Kernel(
+        "cross_entropy", "cross entropy of logits that are there", "workbench.kernels.cross_entropy", "Triton",
+        "torch.compile", {f"bf16 x {vocab}": partial(_loss, vocab) for vocab in VOCABULARIES},
+        summing=("cross_entropy_statistics",),
+    ),
+    Kernel(
+        "linear_cross_entropy", "output projection + cross entropy", "workbench.kernels.linear_cross_entropy",
+        "chunked: ATen, Triton", "chunked: ATen, torch.compile",
+        {
+            **{f"bf16 x {vocab}": partial(_head, vocab, 0.0) for vocab in VOCABULARIES},
+            f"smoothed, bf16 x {VOCABULARIES[-1]}": partial(_head, VOCABULARIES[-1], 0.1),
+        },
+    ),
+    Kernel(
+        "dropout", "bias + dropout + residual", "workbench.kernels.dropout", "Triton", "ATen",
+        {
+            f"bf16 x {HIDDEN}": partial(_dropout, HIDDEN, False),
+            f"bf16 x {5 * HIDDEN // 4}": partial(_dropout, 5 * HIDDEN // 4, False),
+            f"alone, bf16 x {HIDDEN}": partial(_dropout, HIDDEN, True),
+        },
+    ),
+    Kernel(
+        "adamw", "AdamW of many tensors", "workbench.kernels.adamw", "Triton", "ATen fused",
+        {f"{name} parameters": partial(_step, dtype) for name, dtype in PARAMETERS.items()}, small=("adamw_count",),
+    ),
+)  # fmt: skip
