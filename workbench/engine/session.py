@@ -125,7 +125,7 @@ class Session:
     def warm_up(self) -> Iterator[str]:
         """Compile the plan's kernels before the first step, where that can be done apart; before each, its name."""
         if self.device.type == "cpu":
-            yield from warm_up(self.part.stages.values(), dtypes(self.plan)[0])
+            yield from warm_up(self.part.stages.values(), dtypes(self.plan)[0], self.plan.training.micro_batch)
 
     def step(
         self, index: int, tokens_MBT: Tensor, targets_MBT: Tensor, observer: Observer | None = None, stop: int = 0

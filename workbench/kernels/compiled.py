@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 """Says, at level INFO, what is about to be compiled."""
 
 
+VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+"""Code would be compiled once more for where a dispatch mode watches: there autograd's views are past."""
+
+
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """`function` of tensors, without autograd, compiled at its first call for each kind of argument.
 
@@ -39,10 +43,15 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
             log.info("compiling %s.%s", function.__module__, function.__name__)
             on_cpu = all(x.device.type == "cpu" for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
             fast[kind] = torch.compile(_copy(function), dynamic=True if on_cpu else None)
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            return fast[kind](*args, **kwargs)
+        with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(VIEWS), torch.no_grad():
+            return fast[kind](*map(_bare, args), **{name: _bare(x) for name, x in kwargs.items()})
 
     return call
+
+
+def _bare(x: Any) -> Any:
+    """A tensor without what code would be compiled for beside: whose parameter or view it is, and for whom."""
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 def _kind(x: object) -> Any:

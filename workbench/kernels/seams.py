@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.kernels.activation import activate
+from workbench.kernels.cross_entropy import cross_entropy
 from workbench.kernels.dropout import dropout_add
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy
 from workbench.kernels.norm import add_norm
@@ -103,19 +104,22 @@ def use(module: Any, kind: type[nn.Module], kernels: str) -> None:
     module.kernels = kernels
 
 
-def warm_up(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[str]:
+def warm_up(models: Iterable[nn.Module], dtype: torch.dtype, batch: int = 2) -> Iterator[str]:
     """Compile for processors what the seams of `models` will run, on small ones of the same kinds; before each, say
     which.
 
-    Cards compile sizes in: there the first step does it.
+    No two of their sizes are the same, or code would be compiled for just that; so it is for a `batch` of one. Cards
+    compile sizes in: there the first step does it.
     """
     done: set[tuple[Any, ...]] = set()
-    for module in [m for model in models for m in model.modules() if type(m) in _SMALL]:
+    for module in [m for model in models for m in model.modules() if getattr(m, "kernels", "eager") != "eager"]:
         kind = type(module), getattr(module, "kind", None)
-        if kind not in done:
+        if kind not in done and type(module) is not FusedDropout:  # which is never compiled
             done.add(kind)
             yield type(module).__name__.removeprefix("Fused")
-            small, every_input = _SMALL[type(module)](module, partial(torch.zeros, dtype=dtype, requires_grad=True))
+            make = _SMALL.get(type(module), _split_head)
+            zeros = partial(torch.zeros, min(batch, 3), dtype=dtype, requires_grad=True)
+            small, every_input = make(module, zeros)
             replace_seams(small.to(dtype), str(module.kernels))
             for inputs in every_input:
                 _run(small, inputs)
@@ -134,21 +138,39 @@ Small = tuple[nn.Module, list[tuple[Any, ...]]]
 
 
 def _norm(like: Any, zeros: Zeros) -> Small:
-    inputs = [(zeros(2, 3, 8), residual) for residual in (None, zeros(2, 3, 8))]
-    return AddNorm(like.kind, 8, like.epsilon, like.bias is not None), inputs
+    inputs = [(zeros(5, 10), residual) for residual in (None, zeros(5, 10))]
+    return AddNorm(like.kind, 10, like.epsilon, like.bias is not None), inputs
 
 
 def _rope(like: Any, zeros: Zeros) -> Small:
-    table = zeros(3, 4).detach()
-    return Rope(), [(zeros(2, 3, 4, 8) * 1, zeros(2, 3, 2, 8) * 1, Positions(torch.arange(3), table, table))]
+    table = zeros(5, 6)[0].detach()
+    return Rope(), [(zeros(5, 4, 12) * 1, zeros(5, 2, 12) * 1, Positions(torch.arange(5), table, table))]
 
 
 def _activate(like: Any, zeros: Zeros) -> Small:
-    return Activate(like.kind), [(zeros(2, 3, 16), zeros(2, 3, 16) if like.kind in GATED else None)]
+    return Activate(like.kind), [(zeros(5, 10), zeros(5, 10) if like.kind in GATED else None)]
 
 
 def _head(like: Any, zeros: Zeros) -> Small:
-    return HeadLoss(8, 16), [(zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.long))]
+    vocab = 128 if len(like.weight) % 64 == 0 else 100  # rows that follow each other, or not
+    return HeadLoss(10, vocab), [(x := zeros(5, 10), torch.zeros(x.shape[:2], dtype=torch.long))]
+
+
+class SplitLoss(nn.Module):
+    """The loss of a vocabulary that is split over ranks, of one rank alone."""
+
+    def __init__(self, kernels: str) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def forward(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        """The sum over tokens; uses the logits up."""
+        rows = 0, logits_NV.shape[1]
+        return cross_entropy(logits_NV, targets_N, rows, reduce=(Tensor.clone, Tensor.clone), kernels=self.kernels)
+
+
+def _split_head(like: Any, zeros: Zeros) -> Small:
+    return SplitLoss(like.kernels), [(x := zeros(5, 100).flatten(0, 1) * 1, torch.zeros(len(x), dtype=torch.long))]
 
 
 _SMALL: dict[type[nn.Module], Callable[[Any, Zeros], Small]] = {
@@ -157,4 +179,4 @@ _SMALL: dict[type[nn.Module], Callable[[Any, Zeros], Small]] = {
     FusedActivate: _activate,
     FusedHeadLoss: _head,
 }
-"""A fused seam -> a small plain one of its kind, and what it is run on; dropout is never compiled."""
+"""A fused seam -> a small plain one of its kind, and what it is run on; others split the vocabulary of a head."""
