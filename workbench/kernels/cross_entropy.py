@@ -156,7 +156,7 @@ def statistics_op(logits_NV: Tensor, targets_N: Tensor, start: int, stop: int, s
     """[3 or 4, N], in fp32 or better: of the entries [start, stop) of the vocabulary, with which each row begins, the
     maximum, the sum of exponentials over it, the target's logit (0: it is not here) and, where `smoothed`, the sum."""
     num_real = stop - start
-    if not num_real:
+    if not num_real or not len(logits_NV):
         out = _room(logits_NV, smoothed).zero_()
         out[0] = -torch.inf
         return out
