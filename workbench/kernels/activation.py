@@ -45,10 +45,8 @@ def _sigmoid(x, SILU: tl.constexpr):  # type: ignore[no-untyped-def]
     """sigmoid(z(x)) and dz/dx."""
     z, slope = x, 1.0
     if not SILU:
-        z, slope = (
-            x * (1.5957691216057308 + 0.07135481627260025 * x * x),
-            1.5957691216057308 + 0.21406444881780076 * x * x,
-        )
+        slope = 1.5957691216057308 + 0.21406444881780076 * x * x
+        z = x * (1.5957691216057308 + 0.07135481627260025 * x * x)
     return 1.0 / (1.0 + tl.exp(-z)), slope
 
 
@@ -199,9 +197,8 @@ def _check(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None) -> N
     if kind not in KINDS:
         raise ValueError(f"activate: kind is {kind!r}; legal: {', '.join(KINDS)}")
     if (up is not None) != (kind in GATED):
-        raise ValueError(
-            f"activate: up is {up and tuple(up.shape)} for {kind}; legal: with {' and '.join(GATED)} alone"
-        )
+        shape = None if up is None else tuple(up.shape)
+        raise ValueError(f"activate: up is {shape} for {kind}; legal: there for {' and '.join(GATED)} alone")
     if bias is not None and kind != "gelu":
         raise ValueError(f"activate: bias is {tuple(bias.shape)} for {kind}; legal: there for gelu alone")
     check("activate", "gate", gate=gate, up=up, bias=bias)

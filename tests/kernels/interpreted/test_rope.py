@@ -1,5 +1,7 @@
 """Rotary positions by the interpreter, in place, against plain operators in fp64."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -94,23 +96,37 @@ def test_what_covers_itself_is_copied() -> None:
         assert torch.equal(q, before[0]) and torch.equal(k, before[1])
 
 
-def test_queries_that_are_the_keys_are_turned_once() -> None:
-    cos, sin = (table.float() for table in tables(5, 8))
-    x = torch.randn(2, 5, 4, 8)
-    for take in (lambda x: (x, x), lambda x: (x[:, :, :3], x[:, :, 1:]), lambda x: (x[:, :, ::2], x[:, :, 1::2])):
-        true = reference(*take(x), cos, sin)
-        assert all(torch.allclose(*pair) for pair in zip(rope(*take(x.clone()), cos, sin), true, strict=True))
+APART = [
+    lambda x: (x, x),
+    lambda x: (x[:, :, :30], x[:, :, 10:]),
+    lambda x: (x[:, :, ::2], x[:, :, 1::2]),
+    lambda x: (x[:, :-1], x[:, 1:]),  # the next token's queries are this one's keys
+    lambda x: (x, x.transpose(0, 1)),
+]
+
+
+@pytest.mark.parametrize("take", APART)
+def test_keys_that_are_queries_too_are_turned_once(take: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    x = torch.randn(3, 3, 40, 128)  # several tiles a token: what one turns the next would turn again
+    given = take(x)
+    cos, sin = (table.float() for table in tables(given[0].shape[1], 128))
+    true = reference(*given, cos, sin)
+    found = rope(*take(x.clone()), cos, sin)
+    assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(found, true, strict=True))
 
 
 def test_a_gradient_of_any_strides() -> None:
     cos, sin = (table.float() for table in tables(5, 8))
-    own = [torch.randn(2, 5, n, 8, requires_grad=True) for n in (3, 1)]
+    own = [torch.randn(2, 5, n, 8, requires_grad=True) for n in (3, 2)]
+    incoming = torch.randn(2, 3, 5, 8).transpose(1, 2), torch.randn(5, 8).expand(2, 2, 5, 8).transpose(1, 2)
+    torch.autograd.backward(rope(*(x * 1 for x in own), cos, sin), incoming)
+    true = torch.autograd.grad(reference(*own, cos, sin), own, incoming)
+    for x, expected in zip(own, true, strict=True):
+        assert x.grad is not None and x.grad.is_contiguous() and torch.allclose(x.grad, expected, atol=1e-6)
     q, k = rope(*(x * 1 for x in own), cos, sin)
-    (q.sum() + (k.transpose(1, 2) * torch.arange(8.0).expand(2, 1, 5, 8)).sum()).backward()
-    true_q, true_k = reference(*own, cos, sin)
-    loss = true_q.sum() + (true_k * torch.arange(8.0)).sum()
-    for x, true in zip(own, torch.autograd.grad(loss, own), strict=True):
-        assert x.grad is not None and torch.allclose(x.grad, true, atol=1e-6)
+    spread = torch.autograd.grad(q.sum() + k.sum(), own)  # one number for all entries
+    true = torch.autograd.grad([x.sum() for x in reference(*own, cos, sin)], own)
+    assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(spread, true, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
