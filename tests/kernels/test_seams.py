@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.small import GPT, LLAMA
 from workbench.kernels import seams
@@ -15,6 +16,7 @@ from workbench.models.seams import IGNORE
 from workbench.plan.schema import Plan
 from workbench.plan.shape import Shape
 from workbench.plan.support import unsupported
+from workbench.planner.compute import REPLACED
 from workbench.rehearsal.rehearse import rehearse
 from workbench.runs import machine
 
@@ -78,6 +80,34 @@ def test_a_warm_up_leaves_nothing_to_compile(caplog: pytest.LogCaptureFixture) -
     tokens = torch.randint(0, shape.vocab, (2, 16))
     model(tokens, tokens).backward()
     assert not [r.getMessage() for r in caplog.records if r.name.startswith("workbench")]
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators that make something, views not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (func.is_view or func.name() == "aten::_unsafe_view")
+        return func(*args, **(kwargs or {}))
+
+
+def operators(layers: int) -> tuple[int, int]:
+    shape = Plan.of("tiny", gpu="local", gpus=1, set={"model": {**LLAMA, "layers": layers}}).complete().shape
+    model, tokens = Transformer(shape), torch.zeros(2, 8, dtype=torch.long)
+    replace_seams(model, "fused")
+    with Counting() as forward:
+        loss = model(tokens, tokens)
+    with Counting() as backward:
+        loss.backward()
+    return forward.count, backward.count
+
+
+def test_the_planner_knows_how_many_operators_a_layer_has() -> None:
+    fewer, more = operators(2), operators(3)
+    assert (more[0] - fewer[0], more[1] - fewer[1]) == REPLACED
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "fused"])

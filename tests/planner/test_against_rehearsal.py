@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from workbench.kernels.linear_cross_entropy import chunk_tokens
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
+from workbench.planner.loss import run_tokens
 from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
 
@@ -56,6 +58,29 @@ def test_peaks_and_collectives_are_the_engines(model: Any, precision: str, strat
     assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
     assert traffic(estimated) == traffic(rehearsed)
     assert estimated.representative == rehearsed.representative
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "strategy", "gpus", "kernels"),
+    [
+        ("tiny", "fp32", "single", 1, "compiled"), ("tiny", "fp16", "single", 1, "fused"),
+        ("tiny", "bf16", "tensor-pipeline", 4, "fused"), ("tiny-gpt", "fp32", "gpipe", 2, "fused"),
+        (ODD, "bf16", "single", 1, "fused"), (ODD, "fp32", "zero-bubble", 3, "compiled"),
+        (SHARED, "fp32", "megatron-tp", 4, "fused"), ("tiny", "bf16", "zero-2", 2, "fused"),
+        ("tiny", "bf16", "colossal-2d", 4, "fused"), ("tiny-moe", "fp32", "ddp", 2, "fused"),
+    ],
+)  # fmt: skip
+def test_so_they_are_with_replaced_seams(model: Any, precision: str, strategy: str, gpus: int, kernels: str) -> None:
+    plan = small(model, strategy, gpus, precision).replace(**{"strategy.kernels": kernels})
+    estimated, rehearsed = estimate(plan), rehearse(plan)
+    assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
+    assert traffic(estimated) == traffic(rehearsed)
+
+
+@pytest.mark.parametrize(("tokens", "vocab"), [(1, 7), (300, 1000), (5000, 32000), (8192, 128), (70000, 50257)])
+def test_the_planner_knows_how_many_tokens_the_loss_takes_at_once(tokens: int, vocab: int) -> None:
+    for hidden in (8, 96, 4096):
+        assert run_tokens(tokens, hidden, vocab) == chunk_tokens(tokens, hidden, vocab)
 
 
 FIVE = ODD | {"layers": 2, "heads": 5, "kv_heads": 5, "head_dim": 20, "mlp": "gelu", "ffn": 161}

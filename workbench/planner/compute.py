@@ -13,7 +13,9 @@ from workbench.planner.stall import met
 from workbench.planner.workload import Workload, widths
 
 OPERATORS = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40)}
-"""Kernels of one layer (forward, backward), by the plan's kernels: counted on our modules."""
+"""Kernels of one layer (forward, backward), by the plan's kernels: our plain modules', and textbook counts."""
+REPLACED = 12, 22
+"""The same of our modules whose seams are replaced, compiled or fused: products, attention and one operator a seam."""
 NARROW_HEAD = 100
 """Heads narrower than this fill fused attention's tiles less."""
 ALIGNMENT = 64
@@ -219,7 +221,7 @@ def layer_pass(w: Workload, m: Machine, mixture: bool) -> Pass:
     weight = trained * sum(n * product(m, p.columns, p.inner, p.rows, e, narrow) for p, n in each)
     backward = weight + sum(n * product(m, p.rows, p.inner, p.columns, e, narrow) for p, n in each)
     attention, bound, pace = attention_pass(w, m), memory_bound(w, m, mixture), m.constants.pace
-    launches = OPERATORS[w.setting.kernels]
+    launches = REPLACED if w.fused else OPERATORS[w.setting.kernels]
     forward = pace * (forward + attention.forward + bound.forward)
     backward = pace * (backward + attention.backward + bound.backward)
     there, back = (_launched(m, seconds, n, mixture) for seconds, n in zip((forward, backward), launches))
