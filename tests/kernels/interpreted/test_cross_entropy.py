@@ -99,6 +99,8 @@ def test_parts_of_a_vocabulary_add_up(form: tuple[float, float]) -> None:
     room = [torch.nn.functional.pad(logits[:, a:b], (0, 4), value=torch.nan).contiguous() for a, b in rows]
     with canaries():
         found = [statistics_op(own, targets, *r, smoothing > 0, "fused") for own, r in zip(room, rows)]
+    for each, (start, stop) in zip(found, rows):
+        assert not each[2][(targets < start) | (targets >= stop)].any()  # what lies there is not even read
     highest = torch.stack([each[0] for each in found]).amax(0)
     sums = sum(relative(each, highest, targets, r) for each, r in zip(found, rows))
     assert isinstance(sums, Tensor)
