@@ -218,7 +218,7 @@ def as_json(found: Iterable[Row]) -> str:
 
 def differences(now: str, before: str) -> list[str]:
     """Lines that only one of two tables has."""
-    sides = [now.splitlines(), before.splitlines()]
+    sides = [[line.rstrip(",") for line in side.splitlines()] for side in (now, before)]
     return [f"+ {x}" for x in sides[0] if x not in sides[1]] + [f"- {x}" for x in sides[1] if x not in sides[0]]
 
 
@@ -245,6 +245,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if language.triton is None or language.INTERPRETED:
         parser.error("Triton is missing, or TRITON_INTERPRET=1 is set; legal: pip install 'workbench[kernels]'")
+    for path in (arguments.json and arguments.json.parent, arguments.check):
+        if path and not path.exists():
+            parser.error(f"{path} is not there")
     found = rows(_bar)
     table, wrong = as_json(found), [said for row in found for said in breaches(row)]
     if arguments.json:
