@@ -9,6 +9,7 @@ was measured is written after each part, and `--only` measures some parts again.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import json
 import platform
@@ -27,7 +28,7 @@ import torch
 from tests.benchmarks import kernels_cases as cases
 from tests.benchmarks import kernels_liger as liger
 from tests.benchmarks import kernels_models as models
-from tests.benchmarks.kernels_goals import line, summary
+from tests.benchmarks.kernels_goals import EDGE, line, summary, verdicts
 from tests.benchmarks.kernels_models import Size
 from tests.benchmarks.kernels_timing import Contest, Seconds, copy_bandwidth, race
 from tests.benchmarks.kernels_traffic import traffic
@@ -39,8 +40,8 @@ PARTS = ("kernels", "below", "linear_cross_entropy", "block", "step", "traffic")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured on a kind of machine. `sweep` are widths to look for the one below which ours loses; `head` is
-    (tokens, width, vocabularies)."""
+    """What is measured on a kind of machine. `sweep` are further widths, to find the one below which ours is slower;
+    `head` is (tokens, width, vocabularies)."""
 
     tokens: int
     hidden: tuple[int, ...]
@@ -64,12 +65,12 @@ LAYER = Shape(name="a layer", layers=1, hidden=1024, heads=16, kv_heads=4, ffn=2
 
 SIZES = {
     "cuda": Sizes(
-        tokens=8192, hidden=(1024, 4096, 8192), vocab=(8192, 32768, 131072), sweep=(2048, 1024, 512, 256, 128, 64),
+        tokens=8192, hidden=(1024, 4096, 8192), vocab=(8192, 32768, 131072), sweep=(512, 256, 128, 64),
         dtypes=(torch.bfloat16,), head=(8192, 4096, (32768, 131072)), block=Size(LLAMA_8B, 2, 4096),
         step=Size(LLAMA_1B, 4, 2048), layer=Size(LLAMA_8B, 2, 4096),
     ),
     "cpu": Sizes(
-        tokens=512, hidden=(64, 256, 1024), vocab=(2048, 8192, 32768), sweep=(1024, 256, 64, 16),
+        tokens=512, hidden=(64, 256, 1024), vocab=(2048, 8192, 32768), sweep=(16,),
         dtypes=(torch.float32, torch.bfloat16), head=(4096, 64, (8192, 32768)), block=Size(LAYER, 2, 256),
         step=Size(SMALL, 2, 256), layer=Size(LAYER, 2, 256),
     ),
@@ -118,6 +119,7 @@ class Bench:
         except Exception as error:
             self.failed.append(f"{contest.name}: {type(error).__name__}: {error}")
             traceback.print_exc()
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -126,25 +128,23 @@ class Bench:
             row = {
                 "kernel": contest.kernel, "operator": contest.operator, "case": contest.case,
                 "shape": list(contest.shape), "width": contest.width,
-                "dtype": str(contest.dtype).removeprefix("torch."), "pass": name, "bytes": least,
+                "dtype": _name(contest.dtype), "pass": name, "bytes": least,
                 "seconds": dict.fromkeys(("eager", "compiled", "fused", "liger"))
                 | {who: of_one[name] for who, of_one in seconds.items()},
                 "share_of_copy": least / seconds["fused"][name] / self.found["copy_bandwidth_gbs"] / 1e9,
                 "errors": off,
             }  # fmt: skip
-            print(line(row), flush=True)
+            print(line(row, self.device.type), flush=True)
             yield row
 
     def below(self) -> None:
         """The shape of each operator below which ours is slower than eager; null where it never is."""
-        dtype, sweep = self.sizes.dtypes[0], []
+        dtype = self.sizes.dtypes[0]
+        sweep = list(ratios([row for row in self.found.get("kernels", []) if row["dtype"] == _name(dtype)]))
         for hidden in self.sizes.sweep:
             for contest in self._of(contests(self.sizes, hidden, 8 * hidden, dtype, self.device)):
-                for seconds, _ in self._race(contest.between("eager", "fused")):
-                    eager, fused = (sum(seconds[name].values()) for name in ("eager", "fused"))
-                    own = {"kernel": contest.kernel, "case": contest.case, "shape": list(contest.shape)}
-                    sweep.append(own | {"eager_over_fused": eager / fused})
-                    print(f"{contest.name:58} eager / fused {eager / fused:5.2f}", flush=True)
+                for seconds, off in self._race(contest.between("eager", "fused")):
+                    sweep += ratios(list(self._rows(contest, seconds, off)))
         self.found["sweep"] = sweep
         names = dict.fromkeys(one["kernel"] for one in sweep)
         self.found["below"] = {name: smallest([one for one in sweep if one["kernel"] == name]) for name in names}
@@ -154,18 +154,19 @@ class Bench:
         rows = []
         for row in models.head_losses(self.device, self.sizes.dtypes[0], *self.sizes.head):
             rows.append(row)
-            print(line(row), flush=True)
+            print(line(row, self.device.type) + verdicts(row, self.found), flush=True)
         self.found["linear_cross_entropy"] = rows
 
     def block(self) -> None:
         """A layer."""
         self.found["block"] = models.block(self.sizes.block, self.device, self.sizes.dtypes[0])
-        print(line({"kernel": "block", **self.found["block"]}), flush=True)
+        print(line({"kernel": "block", **self.found["block"]}, self.device.type), flush=True)
 
     def step(self) -> None:
         """A training step."""
         self.found["step"] = models.step(self.sizes.step, self.device, self.sizes.dtypes[0])
-        print(line({"kernel": "step", **self.found["step"]}), flush=True)
+        row = {"kernel": "step", **self.found["step"]}
+        print(line(row, self.device.type) + verdicts(row, self.found), flush=True)
 
     def traffic(self) -> None:
         """What the planner reads."""
@@ -176,9 +177,27 @@ class Bench:
             print(f"{name:12} {told}", flush=True)
 
 
+def ratios(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Of each operator and shape: eager's seconds over ours, all passes together."""
+    together: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        together.setdefault(f"{row['kernel']} {row['case']} {row['shape']}", []).append(row)
+    for own in together.values():
+        eager, fused = (sum(row["seconds"][name] for row in own) for name in ("eager", "fused"))
+        yield {name: own[0][name] for name in ("kernel", "case", "shape", "width")} | {
+            "eager_over_fused": eager / fused
+        }
+
+
 def smallest(sweep: list[dict[str, Any]]) -> list[int] | None:
-    """Of rows from wide to narrow, the first shape at which ours is slower: from there on down eager is to be taken."""
-    return next((one["shape"] for one in sweep if one["eager_over_fused"] < 1), None)
+    """The widest shape at which ours is slower: from there on down eager is to be taken."""
+    slower = [one for one in sweep if one["eager_over_fused"] < EDGE]
+    widest: list[int] | None = max(slower, key=lambda one: one["width"])["shape"] if slower else None
+    return widest
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -246,6 +265,8 @@ def main() -> int:
     bench.found |= now | {"copy_bandwidth_gbs": copy_bandwidth(bench.device) / 1e9}
     print(f"{now['device']}: copies {bench.found['copy_bandwidth_gbs']:.0f} GB/s", flush=True)
     for part in arguments.only:
+        if arguments.device == "cuda":
+            torch.compiler.reset()  # else what is compiled fits all shapes so far, and none best
         _measure(part, getattr(bench, part), bench)
         bench.found["goals"] = summary(bench.found)
         path.parent.mkdir(parents=True, exist_ok=True)

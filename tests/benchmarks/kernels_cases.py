@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from tests.benchmarks import kernels_liger as liger
 from tests.benchmarks.kernels_timing import Contest, Inputs, Outputs, Prepare
 from workbench.kernels import activation as act
-from workbench.kernels import adamw, cross_entropy, dropout, norm, rope
+from workbench.kernels import adamw, cross_entropy, dropout, matvec, norm, rope
 from workbench.kernels.guard import at_least_fp32
 from workbench.kernels.language import runs_triton
 from workbench.models import seams
@@ -284,6 +284,41 @@ def _fused_step(*inputs: Tensor | None) -> Callable[[], Outputs]:
     return step
 
 
+WEIGHTS = ("8 bits", "4 bits", "4 bits, 8 tokens")
+
+
+def decoded(hidden: int, dtype: torch.dtype, device: torch.device, case: str) -> Contest:
+    """A few tokens times the weight [4 hidden, hidden] of a product. Dense is the product with the same weight widened,
+    as a model has it that is not quantised."""
+    hidden = max(hidden, min(matvec.GROUPS))
+    bits, tokens = int(case[0]), 8 if "8 tokens" in case else 1
+    group = hidden if bits == 8 else min(128, hidden)
+
+    def inputs(generator: torch.Generator) -> Inputs:
+        random = _random(device, dtype, generator)
+        weight = matvec.quantise(random(4 * hidden, hidden), bits, group)
+        return random(tokens, hidden), matvec.dequantise(weight), weight.values, weight.scales
+
+    def of(function: Callable[..., Tensor]) -> Prepare:
+        def run(x: Tensor, weight: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+            return function(x, matvec.Quantised(values, scales, group, bits))
+
+        return plain(run)
+
+    contestants = {
+        "eager": of(matvec.reference), "compiled": _compiled(device, _widened_product, group, bits),
+        "dense": plain(lambda x, weight, values, scales: F.linear(x, weight)), "fused": of(matvec.matvec),
+    }  # fmt: skip
+    scales = 4 * hidden * (hidden // group) * dtype.itemsize
+    least = {"forward": 4 * hidden * hidden * bits // 8 + scales + tokens * 5 * hidden * dtype.itemsize}
+    shape = (tokens, 4 * hidden, hidden)
+    return _contest("matvec", case, shape, dtype, device, inputs, contestants, least, ())
+
+
+def _widened_product(x: Tensor, weight: Tensor, values: Tensor, scales: Tensor, group: int, bits: int) -> Tensor:
+    return matvec.reference(x, matvec.Quantised(values, scales, group, bits))
+
+
 def _random(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Random:
     return lambda *shape: torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
@@ -306,4 +341,3 @@ OPERATORS = {
     "dropout": "dropout_add", "adamw": "adamw", "matvec": "matvec",
 }  # fmt: skip
 """Kernel -> its operator in forward."""
-WEIGHTS = ()

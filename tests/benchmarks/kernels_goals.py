@@ -17,6 +17,9 @@ STEP = 1.2
 EDGE = 0.98
 """A ratio counts as equal from here: what two timings of one kernel differ by."""
 
+PEERS = ("eager", "liger")
+"""Than which ours may not be slower."""
+
 Check = tuple[str, str, float, bool]
 """(goal, where, value, met)."""
 
@@ -27,7 +30,7 @@ def checks(found: dict[str, Any]) -> Iterator[Check]:
         if found["kind"] == "cuda":
             yield from _bandwidth(row)
     for name, seconds in _totals(found.get("kernels", [])):
-        for peer in ("eager", "liger"):
+        for peer in PEERS:
             if seconds.get(peer):
                 ratio = seconds[peer] / seconds["fused"]
                 yield f"no slower than {peer}, forward and backward", name, ratio, ratio >= EDGE
@@ -83,14 +86,27 @@ def summary(found: dict[str, Any]) -> list[dict[str, Any]]:
     return list(told.values())
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row for people: time, share of the copy bandwidth, and how many times as long the others take."""
+def line(row: dict[str, Any], kind: str) -> str:
+    """A row for people: time, share of the copy bandwidth, how many times as long the others take, peaks, rates."""
     seconds, fused = row["seconds"], row["seconds"]["fused"]
     told = [f"{label(row):68} {fused * 1e6:9.1f} us"]
-    told += [f"{row['share_of_copy']:4.0%} of copy"] if "share_of_copy" in row else []
-    told += [f"{name} {value / fused:.2f}x" for name, value in seconds.items() if value and name != "fused"]
-    peaks = row.get("peak_bytes", {})
-    told += [f"peak of {name} {value / 2**20:.0f} MiB" for name, value in peaks.items() if value]
-    rates = row.get("tokens_per_second", {})
-    told += [f"{name} {value:.0f} tokens/s" for name, value in rates.items()]
+    if "share_of_copy" in row:
+        judged = "".join(f" (goal {SHARE:.0%}: {_word(met)})" for *_, met in _bandwidth(row)) if kind == "cuda" else ""
+        told.append(f"{row['share_of_copy']:4.0%} of copy{judged}")
+    for name, value in seconds.items():
+        if value and name != "fused":
+            judged = f" ({_word(value / fused >= EDGE)})" if name in PEERS and "share_of_copy" in row else ""
+            told.append(f"{name} {value / fused:.2f}x{judged}")
+    told += [f"peak of {name} {value / 2**20:.0f} MiB" for name, value in row.get("peak_bytes", {}).items() if value]
+    told += [f"{name} {value:.0f} tokens/s" for name, value in row.get("tokens_per_second", {}).items()]
     return "  ".join(told)
+
+
+def verdicts(row: dict[str, Any], found: dict[str, Any]) -> str:
+    """The goals of the head at one shape, or of a step, a line each."""
+    several = _head(row) if "compiled_chunked" in row["seconds"] else checks({"kind": found["kind"], "step": row})
+    return "".join(f"\n    {goal}: {value:.2f}, {_word(met)}" for goal, _, value, met in several)
+
+
+def _word(met: bool) -> str:
+    return "met" if met else "missed"

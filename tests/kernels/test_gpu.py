@@ -17,6 +17,8 @@ from torch import Tensor
 from workbench.kernels import activation, cross_entropy, dropout, norm, rope
 from workbench.kernels import linear_cross_entropy as head
 from workbench.kernels.adamw import AdamW, Stepped
+from workbench.kernels.matvec import Quantised, matvec, quantise
+from workbench.kernels.matvec import reference as matvec_reference
 from workbench.kernels.seams import replace_seams
 from workbench.models import Transformer
 from workbench.models.seams import positions_of
@@ -129,11 +131,27 @@ def _dropout() -> Operator:
     return Operator(inputs, run, lambda *inputs: dropout.reference(*inputs, key, rate, 5))
 
 
+def _matvec(bits: int, tokens: int) -> Operator:
+    def inputs(width: int) -> list[Tensor]:
+        group = width if bits == 8 else min(128, width)
+        weight = quantise(normal(ROWS, width // group * group), bits, group)
+        return [normal(tokens, width // group * group), weight.values, weight.scales]
+
+    def arrange(x: Tensor, values: Tensor, scales: Tensor) -> tuple[Tensor, Quantised]:
+        return x, Quantised(values, scales, x.shape[-1] // scales.shape[-1], bits)
+
+    def run(kernels: str, *inputs: Tensor) -> Any:
+        return matvec(*arrange(*inputs), kernels)
+
+    return Operator(inputs, run, lambda *inputs: matvec_reference(*arrange(*inputs)), trained=0)
+
+
 OPERATORS = {
     "rmsnorm": _norm(False), "layernorm": _norm(True), "rope": _rope(8, 2), "rope, odd heads": _rope(5, 3),
     "swiglu": _activation("swiglu"), "geglu": _activation("geglu"), "bias and gelu": _activation("gelu"),
     "cross entropy": _loss(0.0, 0.0), "cross entropy, smoothed": _loss(0.1, 1e-3), "head": _head(),
-    "dropout": _dropout(),
+    "dropout": _dropout(), "8 bits": _matvec(8, 1), "4 bits": _matvec(4, 1), "8 bits, 7 tokens": _matvec(8, 7),
+    "4 bits, 8 tokens": _matvec(4, 8),
 }  # fmt: skip
 
 
@@ -152,6 +170,8 @@ def results(function: Callable[..., Any], inputs: list[Tensor], trained: int) ->
     """Results and gradients, for incoming gradients that depend on their shapes alone."""
     leaves = leaves_of(inputs, trained)
     made = made_of(function, leaves)
+    if not trained:
+        return list(made)
     generator = torch.Generator().manual_seed(1)
     incoming = [torch.randn(x.shape, dtype=torch.float64, generator=generator).to(x) for x in made]
     held = [x for x in leaves if x.requires_grad]
@@ -224,7 +244,8 @@ def test_nothing_waits_for_the_card(name: str) -> None:
 
     def both() -> None:
         made = made_of(partial(one.run, "fused"), leaves)
-        torch.autograd.grad(made, [x for x in leaves if x.requires_grad], [torch.ones_like(x) for x in made])
+        if one.trained:
+            torch.autograd.grad(made, [x for x in leaves if x.requires_grad], [torch.ones_like(x) for x in made])
 
     both()
     torch.cuda.set_sync_debug_mode("error")
@@ -290,6 +311,18 @@ def test_cross_entropy_beyond_32_bits(kernels: str) -> None:
     for end, (logits, own) in zip(ENDS, ends):
         torch.testing.assert_close(whole[end], gradient(logits, own), rtol=1e-2, atol=1e-6)
     assert bool((whole[-1].argmin() == chosen[-1]).item())
+
+
+def test_a_quantised_weight_beyond_32_bits() -> None:
+    needs(8)
+    columns = 8192
+    values = torch.empty(LARGE // columns + 8, columns, dtype=torch.int8, device=DEVICE)
+    values.random_(-127, 128, generator=torch.Generator(DEVICE).manual_seed(0))
+    scales = torch.linspace(0.5, 1.5, len(values), device=DEVICE)[:, None].to(torch.bfloat16)
+    x = pattern(1, columns)
+    whole = matvec(x, Quantised(values, scales, columns, 8))
+    for end in ENDS:
+        torch.testing.assert_close(whole[:, end], matvec(x, Quantised(values[end], scales[end], columns, 8)))
 
 
 # ---- what is more than an operator ----------------------------------------------------------------------------------
