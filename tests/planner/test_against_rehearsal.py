@@ -72,9 +72,11 @@ def test_peaks_and_collectives_are_the_engines(model: Any, precision: str, strat
 )  # fmt: skip
 def test_so_they_are_with_replaced_seams(model: Any, precision: str, strategy: str, gpus: int, kernels: str) -> None:
     plan = small(model, strategy, gpus, precision).replace(**{"strategy.kernels": kernels})
-    estimated, rehearsed = estimate(plan), rehearse(plan)
-    assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
-    assert traffic(estimated) == traffic(rehearsed)
+    for length in (128, 1024):  # a processor leaves small seams plain
+        plan = plan.replace(**{"training.sequence_length": min(length, plan.complete().shape.max_positions)})
+        estimated, rehearsed = estimate(plan), rehearse(plan)
+        assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
+        assert traffic(estimated) == traffic(rehearsed)
 
 
 @pytest.mark.parametrize(("tokens", "vocab"), [(1, 7), (300, 1000), (5000, 32000), (8192, 128), (70000, 50257)])

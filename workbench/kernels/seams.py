@@ -21,14 +21,22 @@ from workbench.kernels.rope import rope
 from workbench.models.dropout import Dropout
 from workbench.models.seams import Activate, AddNorm, HeadLoss, Positions, Rope
 
+PLAIN_BELOW = 2**19
+"""Entries below which starting what was compiled costs a processor more than plain operators do."""
+ATEN = ("layernorm", "relu")
+"""Kinds of seams that torch has a fused operator for on processors."""
+
 
 class FusedAddNorm(AddNorm):
     """Sum and norm in one pass over memory."""
 
     kernels: str
+    plain_below: int
 
     def forward(self, x_BTD: Tensor, residual_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
         """(normalised sum, sum), both [B, T, D]."""
+        if x_BTD.numel() < self.plain_below:
+            return super().forward(x_BTD, residual_BTD)
         centred = self.kind == "layernorm"
         return add_norm(x_BTD, residual_BTD, self.weight, self.bias, self.epsilon, centred, self.kernels)
 
@@ -37,9 +45,12 @@ class FusedRope(Rope):
     """Positions turned where they lie: queries and keys that come in are used up."""
 
     kernels: str
+    plain_below: int
 
     def forward(self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Queries and keys [B, T, heads, head_dim], turned."""
+        if q_BTHK.numel() < self.plain_below:
+            return super().forward(q_BTHK, k_BTHK, positions)
         return rope(q_BTHK, k_BTHK, positions.cos, positions.sin, self.kernels)
 
 
@@ -47,9 +58,12 @@ class FusedActivate(Activate):
     """The non-linearity in one pass; what backward needs of it is made again."""
 
     kernels: str
+    plain_below: int
 
     def forward(self, gate_BTF: Tensor, up_BTF: Tensor | None) -> Tensor:
         """Activated features [B, T, F]."""
+        if gate_BTF.numel() < self.plain_below:
+            return super().forward(gate_BTF, up_BTF)
         return activate(self.kind, gate_BTF, up_BTF, kernels=self.kernels)
 
 
@@ -89,19 +103,24 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 """Plain seam -> the fused one; attention is torch's fused operator already."""
 
 
-def replace_seams(model: nn.Module, kernels: str) -> None:
-    """Let the seams of `model` run `kernels` (eager, compiled, fused), in place."""
+def replace_seams(model: nn.Module, kernels: str, device: str = "cuda") -> None:
+    """Let the seams of `model` run `kernels` (eager, compiled, fused), in place, on the planned `device` (cuda, cpu).
+
+    Fused on processors is what is fastest there: torch's own operator for kinds that it has one for, plain operators
+    where there is little to do, and else compiled code.
+    """
     if kernels == "eager":
         return
+    on_processor = kernels == "fused" and device == "cpu"
     for module in model.modules():
-        if type(module) in FUSED:
-            use(module, FUSED[type(module)], kernels)
+        if type(module) in FUSED and not (on_processor and getattr(module, "kind", None) in ATEN):
+            use(module, FUSED[type(module)], kernels, PLAIN_BELOW if on_processor else 0)
 
 
-def use(module: Any, kind: type[nn.Module], kernels: str) -> None:
+def use(module: Any, kind: type[nn.Module], kernels: str, plain_below: int = 0) -> None:
     """Make `module` one of `kind`, a subclass of its own that differs in what it runs."""
     module.__class__ = kind
-    module.kernels = kernels
+    module.kernels, module.plain_below = kernels, plain_below
 
 
 def warm_up(models: Iterable[nn.Module], dtype: torch.dtype, batch: int = 2) -> Iterator[str]:

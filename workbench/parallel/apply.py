@@ -108,7 +108,7 @@ def _stage(
     with torch.device("meta"):
         model = Transformer(plan.shape, plan.training.dropout, plan.training.seed)
     keep_stage(model, stage, partition)
-    replace_seams(model, plan.strategy.kernels)
+    replace_seams(model, plan.strategy.kernels, plan.card.device)
     layouts = _layouts(model)
     if plan.strategy.operators:
         split_operators(model, layouts, placements(plan), mesh)

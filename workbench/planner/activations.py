@@ -15,6 +15,8 @@ from workbench.planner.workload import Workload
 
 PIECE = 2**22
 """Entries of a 16-bit gradient that are widened at once (`parallel/data/buckets.py`)."""
+PLAIN_BELOW = 2**19
+"""Entries below which a processor's fused seams stay plain (`kernels/seams.py`)."""
 INDEX = 8
 """Bytes of a token id."""
 
@@ -50,7 +52,7 @@ def norm_saved(w: Workload, own_input: bool = True) -> Number:
     stream = w.stream / w.sequence_parallel
     statistics = w.wide * w.tokens / w.sequence_parallel
     if w.shape.norm == "layernorm":
-        narrow = w.setting.card.device == "cpu" and not w.fused
+        narrow = w.setting.card.device == "cpu" and w.setting.kernels != "compiled"
         return (1 + own_input) * stream + 2 * statistics * (w.element / w.wide if narrow else 1)
     return (1 + own_input) * stream + statistics
 
@@ -149,7 +151,8 @@ def _feed_forward(w: Workload, mixture: bool) -> tuple[Number, Number]:
 def _feed_forward_saved(w: Workload, mixture: bool) -> Number:
     """Gate, up, activated gate and product, or up and activated up (ReLU: that alone); a mixture also its tokens."""
     wide, _ = _feed_forward(w, mixture)
-    gated = w.setting.software.gated_kept - w.fused  # who fuses makes the activated gate again
+    made_again = replaced(w, wide / w.element)
+    gated = w.setting.software.gated_kept - made_again  # the activated gate
     kept = (gated if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
     if mixture and w.shape.moe is not None:
         kept += w.stream * (w.sequence_parallel > 1) + (w.visits * 2 * w.stream) + w.shape.moe.experts * w.tokens * 4
@@ -177,9 +180,16 @@ def added_gradient(w: Workload, parameters: float) -> Number:
 def norm_backward(w: Workload) -> Number:
     """Temporaries of a norm's backward, its own kept input among them; our plain rmsnorm works in fp32 or better."""
     stream, wider = w.stream / w.sequence_parallel, w.wide / w.element
-    if w.shape.norm == "layernorm" or w.fused:
+    if w.shape.norm == "layernorm":
         return 3 * stream
-    return stream * (2 + 3 * wider + (wider if wider > 1 else 0))
+    plain = stream * (2 + 3 * wider + (wider if wider > 1 else 0))
+    return np.where(replaced(w, stream / w.element), 3 * stream, plain)
+
+
+def replaced(w: Workload, entries: Number) -> Number:
+    """Whether a seam of so many entries runs our own operator: fused ones leave a processor's small ones plain."""
+    plain = w.setting.card.device == "cpu" and w.setting.kernels == "fused"
+    return w.fused * (entries >= PLAIN_BELOW * plain)
 
 
 def ends(w: Workload) -> tuple[Array, Array]:
