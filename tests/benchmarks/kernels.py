@@ -28,7 +28,7 @@ import torch
 from tests.benchmarks import kernels_cases as cases
 from tests.benchmarks import kernels_liger as liger
 from tests.benchmarks import kernels_models as models
-from tests.benchmarks.kernels_goals import EDGE, line, summary, verdicts
+from tests.benchmarks.kernels_goals import line, summary, verdicts
 from tests.benchmarks.kernels_models import Size
 from tests.benchmarks.kernels_timing import Contest, Seconds, copy_bandwidth, race
 from tests.benchmarks.kernels_traffic import traffic
@@ -143,7 +143,7 @@ class Bench:
         sweep = list(ratios([row for row in self.found.get("kernels", []) if row["dtype"] == _name(dtype)]))
         for hidden in self.sizes.sweep:
             for contest in self._of(contests(self.sizes, hidden, 8 * hidden, dtype, self.device)):
-                for seconds, off in self._race(contest.between("eager", "fused")):
+                for seconds, off in self._race(contest.between("eager", "seam", "fused")):
                     sweep += ratios(list(self._rows(contest, seconds, off)))
         self.found["sweep"] = sweep
         names = dict.fromkeys(one["kernel"] for one in sweep)
@@ -191,7 +191,7 @@ def ratios(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def smallest(sweep: list[dict[str, Any]]) -> list[int] | None:
     """The widest shape at which ours is slower: from there on down eager is to be taken."""
-    slower = [one for one in sweep if one["eager_over_fused"] < EDGE]
+    slower = [one for one in sweep if one["eager_over_fused"] < 1]
     widest: list[int] | None = max(slower, key=lambda one: one["width"])["shape"] if slower else None
     return widest
 

@@ -19,9 +19,12 @@ from torch.optim.adamw import adamw as torch_adamw
 from tests.benchmarks import kernels_liger as liger
 from tests.benchmarks.kernels_timing import Contest, Inputs, Outputs, Prepare
 from workbench.kernels import activation as act
-from workbench.kernels import adamw, cross_entropy, dropout, matvec, norm, rope
+from workbench.kernels import adamw, cross_entropy, dropout, norm, quantised, rope
 from workbench.kernels.guard import at_least_fp32
 from workbench.kernels.language import runs_triton
+from workbench.kernels.matvec import matvec
+from workbench.kernels.matvec import reference as matvec_reference
+from workbench.kernels.seams import replace_seams
 from workbench.models import seams
 from workbench.models.dropout import SAMPLE, Dropout
 
@@ -48,17 +51,29 @@ def _tupled(function: Callable[..., Any], *inputs: Tensor | None) -> Outputs:
     return made if isinstance(made, tuple) else (made,)
 
 
-def seam(make: Callable[[], nn.Module], *parameters: str) -> Prepare:
-    """A plain seam of the models; the last inputs are its parameters."""
+def seam(
+    make: Callable[[], nn.Module], kernels: str, device: torch.device, parameters: tuple[str, ...] = (),
+    call: Callable[..., Any] | None = None,
+) -> Prepare:  # fmt: skip
+    """A seam of the models as a plan's `kernels` has it; the last inputs are its parameters. `call(module, *inputs)`
+    where those are not what it is called with."""
 
     def prepare(*inputs: Tensor | None) -> Callable[[], Outputs]:
         module, split = make(), len(inputs) - len(parameters)
+        replace_seams(module, kernels, device.type)
         for name, value in zip(parameters, inputs[split:]):
             delattr(module, name)  # an attribute in a parameter's place may be any tensor
             setattr(module, name, value)
-        return partial(_tupled, module, *inputs[:split])
+        return partial(_tupled, module if call is None else partial(call, module), *inputs[:split])
 
     return prepare
+
+
+def both_seams(device: torch.device, *rest: Any, **more: Any) -> dict[str, Prepare]:
+    """The plain seam; and on processors, where fused is not always our operator, what it is."""
+    make, *others = rest
+    names = {"eager": "eager"} | ({} if device.type == "cuda" else {"seam": "fused"})
+    return {name: seam(make, kernels, device, *others, **more) for name, kernels in names.items()}
 
 
 @lru_cache(maxsize=256)
@@ -87,7 +102,7 @@ def add_norm(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device,
     few = tokens * 4 * (1 + centred)
     weights = hidden * dtype.itemsize * (1 + centred)
     contestants = {
-        "eager": seam(lambda: seams.AddNorm(case, hidden, EPSILON, bias=centred), "weight", "bias"),
+        **both_seams(device, lambda: seams.AddNorm(case, hidden, EPSILON, bias=centred), ("weight", "bias")),
         "compiled": _compiled(device, norm.reference, EPSILON, centred),
         "fused": plain(lambda *inputs: norm.add_norm(*inputs, EPSILON, centred)),
     }
@@ -106,11 +121,12 @@ def rotary(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device) -
         shapes = (batch, length, heads, head), (batch, length, max(1, heads // 4), head)
         return *(random(*shape) for shape in shapes), table.cos, table.sin
 
-    def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Outputs:
-        return seams.Rope()(q, k, seams.Positions(cos, cos, sin))
+    def call(module: nn.Module, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return module(q, k, seams.Positions(cos, cos, sin))
 
     contestants = {
-        "eager": plain(eager), "compiled": _compiled(device, rope.reference), "fused": plain(rope.rope),
+        **both_seams(device, seams.Rope, call=call), "compiled": _compiled(device, rope.reference),
+        "fused": plain(rope.rope),
     }  # fmt: skip
     moved = (2 * tokens * (heads + max(1, heads // 4)) * head + length * head) * dtype.itemsize
     shape = (batch, length, heads, head)
@@ -130,12 +146,13 @@ def activation(hidden: int, tokens: int, dtype: torch.dtype, device: torch.devic
         random = _random(device, dtype, generator)
         return random(*shape), random(shape[1]) if biased else random(*shape)
 
-    def eager(x: Tensor, other: Tensor) -> Tensor:
-        return seams.Activate("gelu")(x + other, None) if biased else seams.Activate(kind)(x, other)
+    def call(module: nn.Module, x: Tensor, other: Tensor) -> Any:
+        return module(x + other, None) if biased else module(x, other)
 
     place = "bias" if biased else "up"
     contestants = {
-        "eager": plain(eager), "compiled": _compiled(device, _bias_gelu if biased else GATED[kind]),
+        **both_seams(device, lambda: seams.Activate(kind), call=call),
+        "compiled": _compiled(device, _bias_gelu if biased else GATED[kind]),
         "fused": plain(lambda x, other: act.activate(kind, x, **{place: other})),
     }  # fmt: skip
     tensor, bias = tokens * 4 * hidden * dtype.itemsize, 4 * hidden * dtype.itemsize
@@ -191,12 +208,12 @@ def dropped(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device, 
         more = (random(hidden), random(tokens, hidden)) if whole else (None, None)
         return random(tokens, hidden), *more, rows
 
-    def eager(x: Tensor, bias: Tensor | None, residual: Tensor | None, rows: Tensor) -> Tensor:
-        made = Dropout(RATE, key)(x if bias is None else x + bias, rows)
+    def call(module: nn.Module, x: Tensor, bias: Tensor | None, residual: Tensor | None, rows: Tensor) -> Any:
+        made = module(x if bias is None else x + bias, rows)
         return made if residual is None else residual + made
 
     contestants = {
-        "eager": plain(eager),
+        **both_seams(device, lambda: Dropout(RATE, key), call=call),
         "fused": plain(lambda *inputs: dropout.dropout_add(*inputs, key, RATE)),
     }
     tensor = tokens * hidden * dtype.itemsize
@@ -290,24 +307,24 @@ WEIGHTS = ("8 bits", "4 bits", "4 bits, 8 tokens")
 def decoded(hidden: int, dtype: torch.dtype, device: torch.device, case: str) -> Contest:
     """A few tokens times the weight [4 hidden, hidden] of a product. Dense is the product with the same weight widened,
     as a model has it that is not quantised."""
-    hidden = max(hidden, min(matvec.GROUPS))
+    hidden = max(hidden, min(quantised.GROUPS))
     bits, tokens = int(case[0]), 8 if "8 tokens" in case else 1
     group = hidden if bits == 8 else min(128, hidden)
 
     def inputs(generator: torch.Generator) -> Inputs:
         random = _random(device, dtype, generator)
-        weight = matvec.quantise(random(4 * hidden, hidden), bits, group)
-        return random(tokens, hidden), matvec.dequantise(weight), weight.values, weight.scales
+        weight = quantised.quantise(random(4 * hidden, hidden), bits, group)
+        return random(tokens, hidden), quantised.dequantise(weight), weight.values, weight.scales
 
     def of(function: Callable[..., Tensor]) -> Prepare:
         def run(x: Tensor, weight: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-            return function(x, matvec.Quantised(values, scales, group, bits))
+            return function(x, quantised.Quantised(values, scales, group, bits))
 
         return plain(run)
 
     contestants = {
-        "eager": of(matvec.reference), "compiled": _compiled(device, _widened_product, group, bits),
-        "dense": plain(lambda x, weight, values, scales: F.linear(x, weight)), "fused": of(matvec.matvec),
+        "eager": of(matvec_reference), "compiled": _compiled(device, _widened_product, group, bits),
+        "dense": plain(lambda x, weight, values, scales: F.linear(x, weight)), "fused": of(matvec),
     }  # fmt: skip
     scales = 4 * hidden * (hidden // group) * dtype.itemsize
     least = {"forward": 4 * hidden * hidden * bits // 8 + scales + tokens * 5 * hidden * dtype.itemsize}
@@ -316,7 +333,7 @@ def decoded(hidden: int, dtype: torch.dtype, device: torch.device, case: str) ->
 
 
 def _widened_product(x: Tensor, weight: Tensor, values: Tensor, scales: Tensor, group: int, bits: int) -> Tensor:
-    return matvec.reference(x, matvec.Quantised(values, scales, group, bits))
+    return matvec_reference(x, quantised.Quantised(values, scales, group, bits))
 
 
 def _random(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Random:

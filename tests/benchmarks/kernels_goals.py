@@ -14,11 +14,11 @@ PEAK, LARGE = 0.25, 32768
 """Of eager's peak, at vocabularies no smaller than this."""
 STEP = 1.2
 """Times eager's speed, of a whole step."""
-EDGE = 0.98
-"""A ratio counts as equal from here: what two timings of one kernel differ by."""
+EDGE = {"cuda": 0.98, "cpu": 0.95}
+"""A ratio counts as equal from here: what two timings of the same differ by."""
 
 PEERS = ("eager", "liger")
-"""Than which ours may not be slower."""
+"""Than which ours may not be slower: where a seam of the models is not always our operator, what it is."""
 
 Check = tuple[str, str, float, bool]
 """(goal, where, value, met)."""
@@ -32,8 +32,8 @@ def checks(found: dict[str, Any]) -> Iterator[Check]:
     for name, seconds in _totals(found.get("kernels", [])):
         for peer in PEERS:
             if seconds.get(peer):
-                ratio = seconds[peer] / seconds["fused"]
-                yield f"no slower than {peer}, forward and backward", name, ratio, ratio >= EDGE
+                ratio = seconds[peer] / seconds.get("seam", seconds["fused"])
+                yield f"no slower than {peer}, forward and backward", name, ratio, ratio >= EDGE[found["kind"]]
     for row in found.get("linear_cross_entropy", []):
         yield from _head(row)
     if found["kind"] == "cuda" and "step" in found:
@@ -63,7 +63,7 @@ def _head(row: dict[str, Any]) -> Iterator[Check]:
     speed, share = seconds["compiled_chunked"] / seconds["fused"], peaks["fused"] / peaks["eager"]
     same = peaks["fused"] / peaks["compiled_chunked"]
     yield f"head: at least {CHUNKED} times the speed of compiled chunks", label(row), speed, speed >= CHUNKED
-    yield "head: no higher a peak than compiled chunks", label(row), same, same * EDGE <= 1
+    yield "head: no higher a peak than compiled chunks", label(row), same, same <= 1 / EDGE["cuda"]
     if row["shape"][-1] >= LARGE:
         yield f"head: at most {PEAK:.0%} of eager's peak", label(row), share, share <= PEAK
 
@@ -93,9 +93,10 @@ def line(row: dict[str, Any], kind: str) -> str:
     if "share_of_copy" in row:
         judged = "".join(f" (goal {SHARE:.0%}: {_word(met)})" for *_, met in _bandwidth(row)) if kind == "cuda" else ""
         told.append(f"{row['share_of_copy']:4.0%} of copy{judged}")
+    own = seconds.get("seam") or fused
     for name, value in seconds.items():
         if value and name != "fused":
-            judged = f" ({_word(value / fused >= EDGE)})" if name in PEERS and "share_of_copy" in row else ""
+            judged = f" ({_word(value / own >= EDGE[kind])})" if name in PEERS and "share_of_copy" in row else ""
             told.append(f"{name} {value / fused:.2f}x{judged}")
     told += [f"peak of {name} {value / 2**20:.0f} MiB" for name, value in row.get("peak_bytes", {}).items() if value]
     told += [f"{name} {value:.0f} tokens/s" for name, value in row.get("tokens_per_second", {}).items()]

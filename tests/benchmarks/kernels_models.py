@@ -128,7 +128,7 @@ def built(size: Size, kernels: str, device: torch.device, dtype: torch.dtype) ->
                 parameter.normal_(0.0, 0.02, generator=generator)
             else:
                 parameter.fill_(1.0)
-    replace_seams(model, kernels)
+    replace_seams(model, kernels, device.type)
     return model
 
 

@@ -65,8 +65,8 @@ class Contest:
         return math.prod(self.shape[2:]) if len(self.shape) == 4 else self.shape[-1]
 
     def between(self, *names: str) -> Contest:
-        """The same of these contestants alone."""
-        return replace(self, contestants={name: self.contestants[name] for name in names})
+        """The same of those contestants alone that have one of the names."""
+        return replace(self, contestants={name: own for name, own in self.contestants.items() if name in names})
 
 
 class _Alias(torch.autograd.Function):

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.benchmarks.kernels_cases import seam
 from tests.benchmarks.kernels_models import KERNELS, Size
-from tests.benchmarks.kernels_timing import ROUNDS, Contest, Inputs, Outputs, Prepare, race, seconds_of
+from tests.benchmarks.kernels_timing import ROUNDS, Contest, Inputs, race, seconds_of
 from workbench.kernels.seams import replace_seams
 from workbench.models import seams
 
@@ -53,54 +54,31 @@ def traffic(size: Size, device: torch.device, dtype: torch.dtype, bandwidth: flo
 def layer(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[int, Contest]]:
     """Operator -> how often a layer has it, and its contest between what a plan may say."""
     s = size.shape
-    stream = (size.batch, size.length, s.hidden)
+    stream, wide = (size.batch, size.length, s.hidden), (size.batch, size.length, s.ffn)
     heads = [(size.batch, size.length, n, int(s.head_dim or 0)) for n in (s.heads, int(s.kv_heads or 0))]
-    wide = (size.batch, size.length, s.ffn)
-    bias = s.norm == "layernorm"
-    norm_weights = [(s.hidden,), (s.hidden,)][: 1 + bias]
+    weights = ("weight", "bias")[: 1 + (s.norm == "layernorm")]
+    rope_dim = int(s.head_dim or 0)
+    positions = seams.positions_of(torch.arange(size.length, device=device), rope_dim, s.rope_theta, dtype)
 
-    def norm() -> nn.Module:
-        return seams.AddNorm(s.norm, s.hidden, s.norm_epsilon, bias)
-
-    def contest(name: str, shapes: list[tuple[int, ...]], make: Callable[[], nn.Module], *names: str) -> Contest:
+    def contest(name: str, shapes: list[tuple[int, ...]], make: Callable[[], nn.Module], **how: Any) -> Contest:
         def inputs(generator: torch.Generator) -> Inputs:
             return tuple(torch.randn(one, device=device, dtype=dtype, generator=generator) for one in shapes)
 
-        contestants = {kernels: _replaced(make, kernels, names, s.rope_theta) for kernels in KERNELS}
+        contestants = {kernels: seam(make, kernels, device, **how) for kernels in KERNELS}
         least = {"forward": 0, "backward": 0}
         return Contest(name, "", "", shapes[0], dtype, inputs, contestants, least, tuple(range(len(shapes))))
 
-    found = {
-        "norm": (2, contest("norm", [stream, stream, *norm_weights], norm, *("weight", "bias")[: 1 + bias])),
-        "activation": (1, contest("activation", [wide] * (1 + s.gated), lambda: seams.Activate(s.mlp))),
-    }
-    if s.positions == "rope":
-        found["rope"] = (1, contest("rope", heads, seams.Rope))
-    return found
-
-
-def _replaced(make: Callable[[], nn.Module], kernels: str, names: tuple[str, ...], theta: float) -> Prepare:
-    def prepare(*inputs: Tensor | None) -> Callable[[], Outputs]:
-        module, split = make(), len(inputs) - len(names)
-        replace_seams(module, kernels)
-        for name, value in zip(names, inputs[split:]):
-            delattr(module, name)  # an attribute in a parameter's place may be any tensor
-            setattr(module, name, value)
-        arguments: list[Any] = list(inputs[:split])
-        if isinstance(module, seams.Rope):
-            assert arguments[0] is not None
-            indices = torch.arange(arguments[0].shape[1], device=arguments[0].device)
-            arguments.append(seams.positions_of(indices, arguments[0].shape[-1], theta, arguments[0].dtype))
-        if isinstance(module, seams.Activate) and len(arguments) == 1:
-            arguments.append(None)
-
-        def run() -> Outputs:
-            made = module(*arguments)
-            return made if isinstance(made, tuple) else (made,)
-
-        return run
-
-    return prepare
+    norm = contest(
+        "norm", [stream, stream, *[(s.hidden,) for _ in weights]],
+        lambda: seams.AddNorm(s.norm, s.hidden, s.norm_epsilon, len(weights) > 1), parameters=weights,
+    )  # fmt: skip
+    activation = contest(
+        "activation", [wide] * (1 + s.gated), lambda: seams.Activate(s.mlp),
+        call=lambda module, x, up=None: module(x, up),
+    )  # fmt: skip
+    rope = contest("rope", heads, seams.Rope, call=lambda module, q, k: module(q, k, positions))
+    found = {"norm": (2, norm), "activation": (1, activation)}
+    return found | ({"rope": (1, rope)} if s.positions == "rope" else {})
 
 
 def head_seconds(size: Size, device: torch.device, dtype: torch.dtype) -> tuple[float, dict[str, float]]:
@@ -120,7 +98,7 @@ def head_seconds(size: Size, device: torch.device, dtype: torch.dtype) -> tuple[
     for kernels in KERNELS:
         head = seams.HeadLoss(width, vocab)
         head.weight = nn.Parameter(weight.clone())
-        replace_seams(head, kernels)
+        replace_seams(head, kernels, device.type)
         runs[kernels] = _head(head, x, targets)
     found = seconds_of(device, runs, ROUNDS[device.type])
     return found.pop("products"), found

@@ -17,8 +17,9 @@ from torch import Tensor
 from workbench.kernels import activation, cross_entropy, dropout, norm, rope
 from workbench.kernels import linear_cross_entropy as head
 from workbench.kernels.adamw import AdamW, Stepped
-from workbench.kernels.matvec import Quantised, matvec, quantise
+from workbench.kernels.matvec import matvec
 from workbench.kernels.matvec import reference as matvec_reference
+from workbench.kernels.quantised import Quantised, quantise
 from workbench.kernels.seams import replace_seams
 from workbench.models import Transformer
 from workbench.models.seams import positions_of
