@@ -93,7 +93,7 @@ def overview(rows: list[dict[str, Any]]) -> Table:
     built = tables.table("Fused kernels", ("kernel", "computes", "on a GPU", "on a CPU", "reference", "measured"))
     for row in rows:
         devices = ", ".join(dict.fromkeys(one["device"] for one in row["measured"])) or "not measured"
-        reference = row["reference"].removeprefix("workbench.")
+        reference = row["reference"].removeprefix("workbench.kernels.")
         built.add_row(row["name"], row["title"], row["gpu"], row["cpu"], reference, devices)
     return built
 

@@ -18,12 +18,16 @@ from workbench.kernels.activation import GATED, activate
 from workbench.kernels.cross_entropy import cross_entropy
 from workbench.kernels.dropout import dropout_add
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy
+from workbench.kernels.matvec import MOST_TOKENS, matvec, quantise
 
 ROWS, HIDDEN = 32, 4096
 """Of a case. No kernel depends on how many rows there are, but that the number is most often a multiple of 16."""
 
 VOCABULARIES = (8192, 128256)
 PARAMETERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+COMPILED = "torch.compile if large"
+"""Where `seams.PLAIN_BELOW` says that starting it pays."""
 
 Case = Callable[[], Tensor | tuple[Tensor, ...] | None]
 """Runs forward and returns what backward begins with, if there is one."""
@@ -99,9 +103,14 @@ def _step(dtype: torch.dtype) -> None:
     adamw.AdamW([stepped], 0.9, 0.95, 1e-8).step(1e-3)
 
 
+def _decode(tokens: int, bits: int, group: int | None) -> Tensor:
+    return matvec(_tensor(tokens, HIDDEN, grad=False), quantise(_tensor(HIDDEN, HIDDEN, grad=False), bits, group))
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
-        "add_norm", "residual + RMSNorm or LayerNorm", "workbench.kernels.norm", "Triton", "torch.compile",
+        "add_norm", "residual + RMSNorm, LayerNorm", "workbench.kernels.norm", "Triton",
+        f"{COMPILED}, ATen LayerNorm",
         {
             f"{kind}, bf16 x {hidden}": partial(_norm, hidden, kind == "LayerNorm")
             for kind in ("RMSNorm", "LayerNorm")
@@ -109,20 +118,20 @@ KERNELS: tuple[Kernel, ...] = (
         },
     ),
     Kernel(
-        "rope", "rotary positions, in place", "workbench.kernels.rope", "Triton", "torch.compile",
+        "rope", "rotary positions in place", "workbench.kernels.rope", "Triton", COMPILED,
         {f"heads of bf16 x {size}": partial(_rope, size) for size in (128, 2 * rope.TILE)},
     ),
     Kernel(
-        "activation", "SwiGLU, GeGLU, bias + GELU", "workbench.kernels.activation", "Triton", "torch.compile",
+        "activation", "SwiGLU, GeGLU, bias + GELU", "workbench.kernels.activation", "Triton", COMPILED,
         {f"{kind}, bf16 x {4 * HIDDEN}": partial(_activation, kind, 4 * HIDDEN) for kind in (*GATED, "gelu")},
     ),
     Kernel(
-        "cross_entropy", "cross entropy of logits that are there", "workbench.kernels.cross_entropy", "Triton",
+        "cross_entropy", "cross entropy of whole logits", "workbench.kernels.cross_entropy", "Triton",
         "torch.compile", {f"bf16 x {vocab}": partial(_loss, vocab) for vocab in VOCABULARIES},
         summing=("cross_entropy_statistics",),
     ),
     Kernel(
-        "linear_cross_entropy", "output projection + cross entropy", "workbench.kernels.linear_cross_entropy",
+        "linear_cross_entropy", "projection + cross entropy", "workbench.kernels.linear_cross_entropy",
         "chunked: ATen, Triton", "chunked: ATen, torch.compile",
         {
             **{f"bf16 x {vocab}": partial(_head, vocab, 0.0) for vocab in VOCABULARIES},
@@ -140,5 +149,14 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "adamw", "AdamW of many tensors", "workbench.kernels.adamw", "Triton", "ATen fused",
         {f"{name} parameters": partial(_step, dtype) for name, dtype in PARAMETERS.items()}, small=("adamw_count",),
+    ),
+    Kernel(
+        "matvec", "few tokens x 8- or 4-bit weight", "workbench.kernels.matvec", "Triton", "torch.compile",
+        {
+            f"{tokens} x bf16 x {HIDDEN}, {bits} bits": partial(_decode, tokens, bits, group)
+            for tokens in (1, MOST_TOKENS)
+            for bits, group in {8: None, 4: 128}.items()
+        },
+        summing=("matvec_threads", "matvec_cores"),
     ),
 )  # fmt: skip
