@@ -24,6 +24,8 @@ from rich.progress import track
 
 from tests.parallel.small import GPT, LLAMA
 from workbench.engine.verify import verify
+from workbench.kernels.seams import SplitLoss, replace_seams, warm_up
+from workbench.models import Transformer
 from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.plan.support import unsupported
@@ -153,6 +155,16 @@ def everything(seed: int) -> Iterator[Choice]:
                 break
 
 
+def compile_once() -> None:
+    """Compile here what the plans' seams run: ranks, which are forked from this process, have it then."""
+    for precision, model in product((torch.float64, torch.float32), MODELS.values()):
+        shape = Plan.of("tiny", gpu="local", gpus=1, set={"model": model}).complete().shape
+        built, split = Transformer(shape), SplitLoss("compiled")
+        replace_seams(built, "compiled")
+        for _ in warm_up([built, split], precision, batch=4):
+            pass
+
+
 def proved(choice: Choice) -> dict[str, Any]:
     """The answer of `verify`, with the choice; an error is a failure with its words."""
     plan = plan_of(choice)
@@ -190,6 +202,7 @@ def main() -> int:
     if arguments.json:
         keep(arguments.json, head, [], 0)
     found: list[dict[str, Any]] = []
+    compile_once()
     for choice in track(choices, f"{len(choices)} plans"):
         found.append(proved(choice))
         if arguments.json:

@@ -107,13 +107,14 @@ def replace_seams(model: nn.Module, kernels: str, device: str = "cuda") -> None:
     """Let the seams of `model` run `kernels` (eager, compiled, fused), in place, on the planned `device` (cuda, cpu).
 
     Fused on processors is what is fastest there: torch's own operator for kinds that it has one for, plain operators
-    where there is little to do, and else compiled code.
+    where there is little to do and for dropout, and else compiled code.
     """
     if kernels == "eager":
         return
     on_processor = kernels == "fused" and device == "cpu"
     for module in model.modules():
-        if type(module) in FUSED and not (on_processor and getattr(module, "kind", None) in ATEN):
+        plain = on_processor and (isinstance(module, Dropout) or getattr(module, "kind", None) in ATEN)
+        if type(module) in FUSED and not plain:
             use(module, FUSED[type(module)], kernels, PLAIN_BELOW if on_processor else 0)
 
 
@@ -163,7 +164,8 @@ def _norm(like: Any, zeros: Zeros) -> Small:
 
 def _rope(like: Any, zeros: Zeros) -> Small:
     table = zeros(5, 6)[0].detach()
-    return Rope(), [(zeros(5, 4, 12) * 1, zeros(5, 2, 12) * 1, Positions(torch.arange(5), table, table))]
+    positions = Positions(torch.arange(5), table, table)
+    return Rope(), [(zeros(5, 4, 12) * 1, zeros(5, heads, 12) * 1, positions) for heads in (2, 1)]
 
 
 def _activate(like: Any, zeros: Zeros) -> Small:
@@ -176,20 +178,21 @@ def _head(like: Any, zeros: Zeros) -> Small:
 
 
 class SplitLoss(nn.Module):
-    """The loss of a vocabulary that is split over ranks, of one rank alone."""
+    """The loss of a vocabulary that is split over ranks, of one rank alone; the last `padding` columns are nobody's."""
 
     def __init__(self, kernels: str) -> None:
         super().__init__()
         self.kernels = kernels
 
-    def forward(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    def forward(self, logits_NV: Tensor, targets_N: Tensor, padding: int) -> Tensor:
         """The sum over tokens; uses the logits up."""
-        rows = 0, logits_NV.shape[1]
+        rows = 0, logits_NV.shape[1] - padding
         return cross_entropy(logits_NV, targets_N, rows, reduce=(Tensor.clone, Tensor.clone), kernels=self.kernels)
 
 
 def _split_head(like: Any, zeros: Zeros) -> Small:
-    return SplitLoss(like.kernels), [(x := zeros(5, 100).flatten(0, 1) * 1, torch.zeros(len(x), dtype=torch.long))]
+    targets = torch.zeros(zeros(5).numel(), dtype=torch.long)
+    return SplitLoss(like.kernels), [(zeros(5, 100).flatten(0, 1) * 1, targets, padding) for padding in (0, 2)]
 
 
 _SMALL: dict[type[nn.Module], Callable[[Any, Zeros], Small]] = {

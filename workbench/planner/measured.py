@@ -34,7 +34,7 @@ def measured(card: Card, kernels: str) -> Measured | None:
         return None
     traffic, loss = found["traffic"], found["loss_bytes"]
     where = f"measured {found['date']} on {found['device']}, torch {found['versions']['torch']}"
-    return Measured(traffic[kernels] / traffic["eager"], loss[kernels] / loss["eager"], where)
+    return Measured(traffic[kernels] / traffic["eager"], loss[kernels] / loss["eager"] if loss["eager"] else 1.0, where)
 
 
 def provenance(card: Card, kernels: str) -> str:
