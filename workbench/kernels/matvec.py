@@ -17,7 +17,7 @@ from torch.library import custom_op
 from workbench.kernels.compiled import compiled
 from workbench.kernels.guard import check, check_shape, wide_dtype
 from workbench.kernels.language import INTERPRETED, jit, next_power_of_2, programs, runs_triton, tl, wide
-from workbench.kernels.quantised import CENTRE, GROUPS, PACKED, Quantised, check_form, dequantise, half_bytes, quantise
+from workbench.kernels.quantised import CENTRE, GROUPS, PACKED, Quantised, check_form, dequantise, quantise
 
 __all__ = ["MOST_TOKENS", "Quantised", "dequantise", "matvec", "quantise", "reference"]
 
@@ -153,21 +153,39 @@ def _scaled(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _product(
-    x_MK: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, per_pack: int, num_tokens: int
+def _bytes_product(x_MGS: Tensor, values_NGS: Tensor, scales: Tensor, zeros: Tensor | None, num_tokens: int) -> Tensor:
+    """Of groups side by side; scales and zeros [N, groups, 1]. Every token has its own sum over the one weight."""
+    weight = values_NGS.to(x_MGS.dtype)
+    weight = (weight if zeros is None else weight - zeros) * scales
+    return torch.stack([(x_MGS[i] * weight).sum((1, 2)) for i in range(num_tokens)])
+
+
+@compiled
+def _half_bytes_product(
+    x_MK: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, per_pack: int, num_tokens: int
 ) -> Tensor:
-    """Of x in fp32 or better and in whole `PACKED` of 4 bits; every token has a sum of its own over the one weight."""
-    shape = [len(values), -1, 1] if bits == 8 else [len(values), -1, per_pack, 1, 1]
+    """Of whole `PACKED`, `per_pack` groups of each. Shapes are numbers, for what is divided by a size is slow."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).view(per_pack, 8 // per_pack, 1)
+    numbers = (words.view(len(words), -1, 1, 1, PACKED // 8) >> shifts & 15).to(x_MK.dtype)
+    shape = len(words), -1, per_pack, 1, 1
+    weight = (numbers - (CENTRE[4] if zeros is None else zeros.view(shape))) * scales.view(shape)
+    x = x_MK.view(num_tokens, -1, per_pack, 8 // per_pack, PACKED // 8)
+    return torch.stack([(x[i] * weight).sum((1, 2, 3, 4)) for i in range(num_tokens)])
+
+
+def _by_processor(x_MK: Tensor, weight: Quantised) -> Tensor:
+    """Few tokens by a compiler."""
+    values, scales, group, bits, zeros = weight
+    x = x_MK.to(wide_dtype(x_MK))
     if bits == 8:
-        numbers = values.unflatten(-1, (scales.shape[-1], -1))
-    else:
-        numbers = half_bytes(values).unflatten(-2, (per_pack, -1))
-        scales = F.pad(scales, (0, -scales.shape[-1] % per_pack))
-        zeros = None if zeros is None else F.pad(zeros, (0, -zeros.shape[-1] % per_pack))
-    weight = (numbers.to(x_MK.dtype) - (CENTRE[bits] if zeros is None else zeros.view(shape))) * scales.view(shape)
-    x = x_MK.view(num_tokens, *weight.shape[1:])
-    sums = [(x[i] * weight).sum(tuple(range(1, weight.ndim))) for i in range(num_tokens)]
-    return torch.stack(sums)
+        x_MGS, values_NGS = x.unflatten(-1, (-1, group)), values.unflatten(-1, (-1, group))
+        zeros = None if zeros is None else zeros.unsqueeze(-1)
+        return _bytes_product(x_MGS, values_NGS, scales.unsqueeze(-1), zeros, len(x)).to(x_MK.dtype)
+    per_pack = PACKED // group
+    x = F.pad(x, (0, -x.shape[-1] % PACKED))
+    scales = F.pad(scales, (0, -scales.shape[-1] % per_pack))
+    zeros = None if zeros is None else F.pad(zeros, (0, -zeros.shape[-1] % per_pack))
+    return _half_bytes_product(x, values.view(torch.int32), scales, zeros, per_pack, len(x)).to(x_MK.dtype)
 
 
 def _by_rows(x_MK: Tensor, weight: Quantised) -> Tensor:
@@ -223,10 +241,7 @@ def matvec_op(
     if kernels == "fused" and runs_triton(x.device):
         several = len(x_MK) > 1 and x.element_size() == 2 and scales.dtype != torch.float64
         return (_by_cores if several else _by_threads)(x_MK, weight).view(shape)
-    own = x_MK.to(wide_dtype(x))
-    own, per_pack = (own, 0) if bits == 8 else (F.pad(own, (0, -own.shape[-1] % PACKED)), PACKED // group)
-    y = _product(own, weight.values, weight.scales, weight.zeros, bits, per_pack, len(own))
-    return y.to(x.dtype).view(shape)
+    return _by_processor(x_MK, weight).view(shape)
 
 
 @matvec_op.register_fake

@@ -55,7 +55,7 @@ def dequantise(weight: Quantised) -> Tensor:
     """The weight [N, K] that `weight` stands for, in its scales' dtype."""
     values, scales, group, bits, zeros = weight
     columns = scales.shape[-1] * group
-    numbers = values if bits == 8 else half_bytes(values).flatten(-3)[..., :columns]
+    numbers = values if bits == 8 else _half_bytes(values).flatten(-3)[..., :columns]
     wide = numbers.unflatten(-1, (-1, group)).to(wide_dtype(scales))
     centred = wide - (CENTRE[bits] if zeros is None else zeros.unsqueeze(-1))
     return (centred * scales.unsqueeze(-1)).flatten(-2).to(scales.dtype)
@@ -71,7 +71,7 @@ def _packed(numbers: Tensor) -> Tensor:
     return words.to(torch.int32).flatten(-2).contiguous().view(torch.uint8)
 
 
-def half_bytes(values: Tensor) -> Tensor:
+def _half_bytes(values: Tensor) -> Tensor:
     """4-bit numbers [N, packs, 8, 16] of uint8 [N, K / 2], int32."""
     words = values.view(torch.int32).unflatten(-1, (-1, 1, PACKED // 8))
     return words >> torch.arange(0, 32, 4, dtype=torch.int32, device=values.device).unsqueeze(-1) & 15
