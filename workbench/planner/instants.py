@@ -14,8 +14,8 @@ from workbench.planner.setting import Array, Number
 from workbench.planner.states import Held
 from workbench.planner.workload import Workload
 
-CAST_BYTES = 64 * 2**20
-"""The optimizer widens 16-bit gradients in pieces of this size."""
+CAST_BYTES, CACHED_BYTES = 64 * 2**20, 2**20
+"""The optimizer widens 16-bit gradients in pieces of this size; the second one's where it is fused, on a processor."""
 
 Live = dict[str, Array]
 """Category -> bytes by pipeline rank."""
@@ -223,7 +223,10 @@ def optimizer(w: Workload, p: Held) -> Live:
         each = element * (w.gradient_element != element) + w.setting.step_cast
     else:
         each = 4.0 * (w.gradient_element < 4) * (w.setting.master_bytes > 0)  # what is stepped in 16 bits stays so
-    pieces = np.minimum(owned * each, np.maximum(CAST_BYTES, table * each) * (each > 0))
+    most = np.maximum(CAST_BYTES, table * each)
+    if w.fused and w.setting.kernels == "fused":  # a card's kernel casts as it goes, a processor's tensors are cut
+        most = CACHED_BYTES * float(w.setting.card.device == "cpu")
+    pieces = np.minimum(owned * each, most * (each > 0))
     if w.setting.software.stepped:
         pieces = owned * w.setting.software.stepped
     tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.first, w.last)
