@@ -21,7 +21,7 @@ def row(direction, shape, eager, fused, share, liger=None):
 
 
 BENCH = {
-    "device": "NVIDIA H200", "date": "2026-01-02", "versions": {"torch": "2.13"},
+    "device": "NVIDIA H200", "kind": "cuda", "date": "2026-01-02", "versions": {"torch": "2.13"},
     "kernels": [
         row("forward", [64, 1024], 1.0, 1.0, 0.2),
         row("forward", [64, 8192], 6.0, 1.0, 0.95, liger=1.5), row("backward", [64, 8192], 3.0, 2.0, 0.91, liger=3.0),

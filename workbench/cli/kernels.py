@@ -67,7 +67,7 @@ def measured(name: str) -> Iterable[dict[str, Any]]:
             own = [row for row in rows if row.get("case", "") == case]
             shape, dtype = max(((tuple(row["shape"]), row["dtype"]) for row in own), key=lambda one: _entries(one[0]))
             passes = [row for row in own if (tuple(row["shape"]), row["dtype"]) == (shape, dtype)]
-            where = {"device": bench["device"], "date": bench["date"], "versions": bench["versions"]}
+            where = {name: bench[name] for name in ("device", "kind", "date", "versions")}
             shares = [row["share_of_copy"] for row in passes if row.get("share_of_copy") is not None]
             yield {
                 **where, "case": case, "shape": list(shape), "dtype": dtype, "over": _over(passes),
@@ -92,9 +92,11 @@ def overview(rows: list[dict[str, Any]]) -> Table:
     """What there is, where it runs, on what it was measured."""
     built = tables.table("Fused kernels", ("kernel", "computes", "on a GPU", "on a CPU", "reference", "measured"))
     for row in rows:
-        devices = ", ".join(dict.fromkeys(one["device"] for one in row["measured"])) or "not measured"
+        devices = list(dict.fromkeys(one["device"] for one in row["measured"])) or ["not measured"]
+        if row["measured"] and not any(one["kind"] == "cuda" for one in row["measured"]):
+            devices.append("GPU: not measured")
         reference = row["reference"].removeprefix("workbench.kernels.")
-        built.add_row(row["name"], row["title"], row["gpu"], row["cpu"], reference, devices)
+        built.add_row(row["name"], row["title"], row["gpu"], row["cpu"], reference, ", ".join(devices))
     return built
 
 
