@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
     "device": (lambda: cross_entropy(LOGITS, TARGETS.to("meta")), "targets is on meta, but logits on cpu"),
     "dtype of targets": (lambda: cross_entropy(LOGITS, TARGETS.int()), "targets are int32; legal: int64"),
     "dtype of logits": (lambda: cross_entropy(LOGITS.to(torch.float8_e5m2), TARGETS), "logits is float8_e5m2"),
-    "integers": (lambda: cross_entropy(LOGITS.long(), TARGETS), "logits is torch.int64 of 2 dimensions; legal: float"),
+    "integers": (lambda: cross_entropy(LOGITS.long(), TARGETS), "logits is int64; legal: float"),
     "dimensions": (lambda: cross_entropy(LOGITS[None], TARGETS[None]), "logits is torch.float32 of 3 dimensions"),
     "length": (lambda: cross_entropy(LOGITS, TARGETS[1:]), r"targets has shape \(5,\); legal: \(6,\)"),
     "rows": (lambda: cross_entropy(LOGITS, TARGETS, (0, V + 1)), r"rows are \(0, 34\); legal: at most .* 33 columns"),

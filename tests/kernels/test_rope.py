@@ -138,7 +138,7 @@ def test_fake_tensors_take_the_same_path() -> None:
     "name, change, message",
     [
         ("k", lambda x: x.to("meta"), "k is on meta, but q on cpu"),
-        ("q", lambda x: x.long(), "q is torch.int64"),
+        ("q", lambda x: x.long(), "q is int64"),
         ("k", lambda x: x.float(), "k is torch.float32"),
         ("q", lambda x: x[0], r"q has shape \(5, 3, 6\); legal: \[B, T, heads"),
         ("q", lambda x: x[..., :5], "an even head_dim"),

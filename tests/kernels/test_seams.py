@@ -138,3 +138,8 @@ def test_without_a_compiler_nothing_is_started(monkeypatch: pytest.MonkeyPatch) 
     assert "C++ compiler" in str(problem) and "eager" in str(problem)
     eager = plan.replace(**{"strategy.kernels": "eager"})
     assert not [p for p in machine.preflight(eager) if p.field == "strategy.kernels"]
+
+
+def test_other_words_than_a_plans_are_refused() -> None:
+    with pytest.raises(ValueError, match="kernels are 'fuse'; legal: 'eager', 'compiled' or 'fused'"):
+        replace_seams(torch.nn.Identity(), "fuse")

@@ -189,7 +189,7 @@ def activate(
     _check(kind, gate, up, bias)
     if kind == "relu":
         return F.relu(gate)
-    y: Tensor = activate_op(kind, gate, up, bias, kernels)
+    y: Tensor = activate_op(kind, gate, up, None if bias is None else bias.contiguous(), kernels)
     return y
 
 

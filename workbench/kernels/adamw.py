@@ -177,6 +177,8 @@ class AdamW:
 
         Where `skip` (0-d) is 1 instead of 0 nothing changes, counts included, whatever the gradients are.
         """
+        check_shape("adamw", "scale", scale, ())
+        check_shape("adamw", "skip", skip, ())
         for launch in self._launches:
             device = launch.table.device
             launch(rate, *(None if x is None else x.to(device) for x in (scale, skip)))

@@ -271,6 +271,7 @@ def cross_entropy(
     if needed and logits_NV.is_leaf:
         raise ValueError("cross_entropy: logits are a leaf, and backward uses them up; legal: what an operator made")
     share = smoothing / max(1, vocab or rows[1] - rows[0])
+    targets_N = targets_N.contiguous()
     loss: Tensor = _CrossEntropy.apply(_rows(logits_NV), targets_N, rows, smoothing, share, z, reduce, kernels)
     return loss
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+INTEGERS = ("targets", "rows", "values")
+"""Names of what holds whole numbers; what those may be, operators check themselves."""
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(operator: str, like: str, **tensors: Tensor | None) -> None:
     """Raise ValueError, naming tensor, value and what would be legal, unless all that are there are on the device of
-    the one called `like` and, where floating, in a dtype that the kernels know."""
+    the one called `like` and, but for `INTEGERS`, in a dtype that the kernels know."""
     first = tensors[like]
     assert first is not None
     for name, x in tensors.items():
@@ -18,7 +22,7 @@ def check(operator: str, like: str, **tensors: Tensor | None) -> None:
             continue
         if x.device != first.device:
             raise ValueError(f"{operator}: {name} is on {x.device}, but {like} on {first.device}; legal: one device")
-        if x.is_complex() or (x.is_floating_point() and x.dtype not in FLOATING):
+        if x.dtype not in FLOATING and name not in INTEGERS:
             legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
             raise ValueError(f"{operator}: {name} is {str(x.dtype).removeprefix('torch.')}; legal: {legal}")
 
@@ -31,7 +35,7 @@ def check_shape(operator: str, name: str, x: Tensor | None, shape: tuple[int, ..
 
 def rows_of(x: Tensor) -> Tensor:
     """`x` [..., D] as contiguous rows [N, D]; copied where it is not."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

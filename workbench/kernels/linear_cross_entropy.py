@@ -175,8 +175,9 @@ def linear_cross_entropy(
             f"legal: {x_ND.dtype} of shape (vocabulary, {x_ND.shape[1]})"
         )
     loss: Tensor = _LinearCrossEntropy.apply(
-        x_ND.contiguous(), weight_VD.contiguous(), targets_N, smoothing, z, kernels, torch.is_grad_enabled()
-    )
+        x_ND.contiguous(), weight_VD.contiguous(), targets_N.contiguous(), smoothing, z, kernels,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
     return loss
 
 

@@ -196,7 +196,8 @@ def _by_rows(x_MK: Tensor, weight: Quantised) -> Tensor:
         own = slice(start, start + step)
         zeros = None if weight.zeros is None else weight.zeros[own]
         part = weight._replace(values=weight.values[own], scales=weight.scales[own], zeros=zeros)
-        y[:, own] = F.linear(x_MK, dequantise(part).to(x_MK.dtype))
+        with torch.autocast(x_MK.device.type, enabled=False):
+            y[:, own] = F.linear(x_MK, dequantise(part).to(x_MK.dtype))
     return y
 
 

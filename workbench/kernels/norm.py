@@ -169,7 +169,10 @@ def add_norm(
     check_shape("add_norm", "residual", residual, x.shape)
     check_shape("add_norm", "weight", weight, x.shape[-1:])
     check_shape("add_norm", "bias", bias, x.shape[-1:])
-    y, total, _ = add_norm_op(x, residual, weight, bias, epsilon, centred, kernels)
+    if residual is not None and residual.dtype != x.dtype:
+        raise ValueError(f"add_norm: residual is {residual.dtype}; legal: x's {x.dtype}")
+    bias = None if bias is None else bias.contiguous()
+    y, total, _ = add_norm_op(x, residual, weight.contiguous(), bias, epsilon, centred, kernels)
     return y, x if residual is None else total
 
 

@@ -109,6 +109,8 @@ def replace_seams(model: nn.Module, kernels: str, device: str = "cuda") -> None:
     Fused on processors is what is fastest there: torch's own operator for kinds that it has one for, plain operators
     where there is little to do and for dropout, and else compiled code.
     """
+    if kernels not in ("eager", "compiled", "fused"):
+        raise ValueError(f"kernels are {kernels!r}; legal: 'eager', 'compiled' or 'fused'")
     if kernels == "eager":
         return
     on_processor = kernels == "fused" and device == "cpu"

@@ -83,3 +83,12 @@ def test_all_ignored_and_none_at_all() -> None:
         x, weight, _ = drawn(tokens, 33, torch.float32)
         found = results(linear_cross_entropy, x, weight, torch.full((tokens,), IGNORE))
         assert not any(t.any() for t in found) and found[1].shape == x.shape
+
+
+@pytest.mark.parametrize("targets", [torch.arange(14)[::2] % 5, torch.tensor([3]).expand(7)], ids=["apart", "one"])
+def test_targets_lie_anywhere(targets: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(7, 6), torch.randn(5, 6)
+    assert torch.allclose(linear_cross_entropy(x, weight, targets), reference(x, weight, targets))
+    logits = x @ weight.t()
+    assert torch.allclose(cross_entropy.cross_entropy(logits, targets), reference(x, weight, targets))

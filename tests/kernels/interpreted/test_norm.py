@@ -61,3 +61,12 @@ def test_a_bias_of_wide_rows_and_of_rms_norm(shape: tuple[int, ...], centred: bo
         found = results(add_norm, tensors, [dy, dtotal], dtype, centred)
     for mine, true in zip(found, results(reference, tensors, [dy, dtotal], torch.float64, centred), strict=True):
         assert (mine.double() - true).abs().max() <= TOLERANCE[dtype] * true.abs().max()
+
+
+def test_what_lies_apart_is_read_where_it_lies() -> None:
+    torch.manual_seed(0)
+    x, residual, weight, bias = torch.randn(4, 8), torch.randn(4, 8), torch.randn(16)[::2], torch.randn(1).expand(8)
+    for centred in (False, True):
+        found = add_norm(x, residual, weight, bias, 1e-5, centred)
+        for mine, true in zip(found, reference(x, residual, weight, bias, 1e-5, centred), strict=True):
+            assert torch.allclose(mine, true, atol=1e-5)
