@@ -1,6 +1,5 @@
 """Whole models with replaced seams: the same numbers, less memory, and refusals where nothing can compile."""
 
-import shutil
 from typing import Any
 
 import pytest
@@ -13,12 +12,13 @@ from workbench.kernels import seams
 from workbench.kernels.seams import replace_seams, warm_up
 from workbench.models import Transformer
 from workbench.models.seams import IGNORE
+from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.plan.shape import Shape
 from workbench.plan.support import unsupported
 from workbench.planner.compute import REPLACED
 from workbench.rehearsal.rehearse import rehearse
-from workbench.runs import machine
+from workbench.runs import apart, machine
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -130,12 +130,19 @@ def test_kernels_of_code_are_refused_by_name() -> None:
     assert len(found) == 1 and "fused" in str(found[0]) and "eager" in str(found[0])
 
 
-def test_without_a_compiler_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("named", [None, "nowhere/g++"])
+def test_without_a_compiler_nothing_is_started(monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
     plan = Plan.of("tiny", gpu="local", gpus=1, set={"strategy.kernels": "fused"})
+    monkeypatch.delenv("CXX", raising=False)
     assert not [p for p in machine.preflight(plan) if p.field == "strategy.kernels"]
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    if named:
+        monkeypatch.setenv("CXX", named)
+    else:
+        monkeypatch.setattr("workbench.runs.compilers.shutil.which", lambda name: None)
     (problem,) = [p for p in machine.preflight(plan) if p.field == "strategy.kernels"]
-    assert "C++ compiler" in str(problem) and "eager" in str(problem)
+    assert (named or "g++") in str(problem) and "eager" in str(problem)
+    with pytest.raises(PlanError, match="C\\+\\+ compiler"):
+        apart.verify(plan)
     eager = plan.replace(**{"strategy.kernels": "eager"})
     assert not [p for p in machine.preflight(eager) if p.field == "strategy.kernels"]
 

@@ -62,8 +62,8 @@ def test_several_nodes_are_for_export(monkeypatch, tmp_path):
 
 
 def test_what_this_version_cannot_run_is_refused_by_field(plan, tmp_path):
-    fused = plan.replace(**{"strategy.kernels": "fused"})
-    assert any("strategy.kernels" in told for told in messages(fused, root=tmp_path))
+    other = plan.replace(**{"strategy.stack": "torchtitan"})
+    assert any("strategy.stack" in told for told in messages(other, root=tmp_path))
 
 
 def test_a_missing_corpus_is_refused(plan, tmp_path):
@@ -181,9 +181,9 @@ def test_the_least_that_a_rank_holds():
 
 
 def test_every_problem_is_told_at_once(plan, tmp_path):
-    bad = plan.replace(**{"cluster.gpu": "h100-sxm-80gb", "corpus.source": "/none", "strategy.kernels": "fused"})
+    bad = plan.replace(**{"cluster.gpu": "h100-sxm-80gb", "corpus.source": "/none", "strategy.precision": "fp8"})
     assert {problem.field for problem in preflight(bad, root=tmp_path)} >= {
-        "cluster.gpu", "corpus.source", "strategy.kernels",
+        "cluster.gpu", "corpus.source", "strategy.precision",
     }  # fmt: skip
 
 

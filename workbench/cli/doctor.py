@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workbench.plan.attached import attached, host_memory
+from workbench.runs.compilers import compiler as compiler_path
 from workbench.runs.directory import default_root
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -75,7 +76,12 @@ def _runs() -> Finding:
 
 def _optional() -> list[Finding]:
     browser = next((name for name in BROWSERS if shutil.which(name)), None)
-    found = [Finding("browser (tests)", bool(browser) or None, browser or "none", "apt-get install chromium")]
+    compiler, triton = compiler_path(), _package("triton")
+    found = [
+        Finding("C++ compiler (kernels)", bool(compiler) or None, compiler or "none", "apt-get install g++"),
+        Finding("triton (kernels)", triton.ok or None, triton.found, "pip install workbench[kernels]; cards need it"),
+    ]
+    found += [Finding("browser (tests)", bool(browser) or None, browser or "none", "apt-get install chromium")]
     for name in TRACKERS:
         one = _package(name)
         found.append(one if one.ok else Finding(f"{name} (tracker)", None, one.found, one.mend))

@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 from workbench.plan.attached import attached, host_memory
 from workbench.plan.catalog import local_constants
-from workbench.plan.errors import refuse
+from workbench.plan.errors import PlanError, refuse
 from workbench.plan.parameters import parameters
 from workbench.plan.schema import Plan
 from workbench.plan.support import require
 from workbench.profile import Profile
 from workbench.runs import child
+from workbench.runs.compilers import missing
 
 PROOF_COPIES = 8
 """Copies of the model that one device holds in 8-byte numbers: weights, gradients, moments, and work space."""
@@ -60,6 +61,8 @@ def verify(plan: Plan, precision: Literal["fp64", "fp32"] = "fp64", allow_code: 
     full = plan.complete()
     require(full, "run", allow_code)
     _refuse_what_is_too_large(full)
+    if found := missing(full.strategy.kernels, "cpu"):
+        raise PlanError(found)
     said: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         options = ["--precision", precision, *_allowing(allow_code)]

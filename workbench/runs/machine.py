@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 from workbench.plan import corpus
@@ -14,6 +13,7 @@ from workbench.plan.parameters import parameters
 from workbench.plan.schema import Plan
 from workbench.plan.support import unsupported
 from workbench.runs.checkpoints import CONFIG, MANIFEST, is_foreign, read_manifest, refuse_resized, steps_done
+from workbench.runs.compilers import missing
 from workbench.runs.directory import default_root, unwritable
 from workbench.runs.foreign import check_config
 from workbench.runs.launch import port_problem
@@ -40,8 +40,8 @@ def preflight(
     """
     full = plan.complete()
     found = attached()
-    asked = [*_cards(full, found), *_kernels(full), *_corpus(full), *_checkpoint(full)]
-    asked += [*_root(default_root(root)), *_port(port)]
+    asked = [*_cards(full, found), *missing(full.strategy.kernels, full.card.device)]
+    asked += [*_corpus(full), *_checkpoint(full), *_root(default_root(root)), *_port(port)]
     if not asked and not force:
         asked += [*_memory(full, found), *_disk(full, default_root(root))]
     return [*unsupported(full, "run", allow_code), *asked]
@@ -65,24 +65,6 @@ def _cards(plan: Plan, found: Attached) -> list[Problem]:
     else:
         return []
     return [Problem(f"cluster.{field}", message)]
-
-
-def _kernels(plan: Plan) -> list[Problem]:
-    """What compiles the plan's kernels: Triton on cards, a C++ compiler on processors."""
-    kernels = plan.strategy.kernels
-    if kernels == "eager":
-        return []
-    if plan.card.device == "cuda":
-        missing = "" if find_spec("triton") else "Triton (`pip install workbench[kernels]`)"
-    else:
-        missing = "" if _compiler() else "a C++ compiler (g++ or clang++, or the one that CXX names)"
-    return (
-        [Problem("strategy.kernels", f"is '{kernels}', which needs {missing} here; or take 'eager'")] if missing else []
-    )
-
-
-def _compiler() -> str | None:
-    return next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), None)
 
 
 def _corpus(plan: Plan) -> list[Problem]:
