@@ -20,13 +20,13 @@ from tests.benchmarks import kernels_liger as liger
 from tests.benchmarks.kernels_timing import Contest, Inputs, Outputs, Prepare
 from workbench.kernels import activation as act
 from workbench.kernels import adamw, cross_entropy, dropout, norm, quantised, rope
-from workbench.kernels.guard import at_least_fp32
 from workbench.kernels.language import runs_triton
 from workbench.kernels.matvec import matvec
 from workbench.kernels.matvec import reference as matvec_reference
 from workbench.kernels.seams import replace_seams
 from workbench.models import seams
 from workbench.models.dropout import SAMPLE, Dropout
+from workbench.models.seams import at_least_fp32
 
 HEAD_DIM = {"cuda": 128, "cpu": 32}
 RATE = 0.1

@@ -16,6 +16,7 @@ from workbench.plan.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.plan.shape import Shape
 from workbench.plan.support import unsupported
+from workbench.planner import activations
 from workbench.planner.compute import REPLACED
 from workbench.rehearsal.rehearse import rehearse
 from workbench.runs import apart, machine
@@ -145,6 +146,10 @@ def test_without_a_compiler_nothing_is_started(monkeypatch: pytest.MonkeyPatch, 
         apart.verify(plan)
     eager = plan.replace(**{"strategy.kernels": "eager"})
     assert not [p for p in machine.preflight(eager) if p.field == "strategy.kernels"]
+
+
+def test_the_planner_knows_which_seams_stay_plain() -> None:
+    assert activations.PLAIN_BELOW == seams.PLAIN_BELOW
 
 
 def test_other_words_than_a_plans_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as encoding
 from collections.abc import Iterable
+from math import prod
 from typing import Any
 
 from rich.table import Table
@@ -65,7 +66,7 @@ def measured(name: str) -> Iterable[dict[str, Any]]:
         ]
         for case in dict.fromkeys(row.get("case", "") for row in rows):
             own = [row for row in rows if row.get("case", "") == case]
-            shape, dtype = max(((tuple(row["shape"]), row["dtype"]) for row in own), key=lambda one: _entries(one[0]))
+            shape, dtype = max(((tuple(row["shape"]), row["dtype"]) for row in own), key=lambda one: prod(one[0]))
             passes = [row for row in own if (tuple(row["shape"]), row["dtype"]) == (shape, dtype)]
             where = {name: bench[name] for name in ("device", "kind", "date", "versions")}
             shares = [row["share_of_copy"] for row in passes if row.get("share_of_copy") is not None]
@@ -73,13 +74,6 @@ def measured(name: str) -> Iterable[dict[str, Any]]:
                 **where, "case": case, "shape": list(shape), "dtype": dtype, "over": _over(passes),
                 "share_of_copy": min(shares, default=None),
             }  # fmt: skip
-
-
-def _entries(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _over(passes: list[dict[str, Any]]) -> dict[str, float | None]:

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.library import custom_op
 
 from workbench.kernels.compiled import compiled
-from workbench.kernels.guard import at_least_fp32, check, check_shape, wide_dtype
+from workbench.kernels.guard import check, check_shape, wide_dtype
 from workbench.kernels.language import jit, next_power_of_2, programs, runs_triton, tl, wide
+from workbench.models.seams import at_least_fp32
 
 GATED = ("swiglu", "geglu")
 """The kinds that multiply by the up projection."""

@@ -25,6 +25,10 @@ VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 """Code would be compiled once more for where a dispatch mode watches: there autograd's views are past."""
 
 
+IN_THIS_THREAD: dict[str, str | int | bool | Callable[..., Any]] = {"compile_threads": 1}
+"""A process forked from one whose compiler has threads would wait for them for ever, and a chain is one kernel."""
+
+
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """`function` of tensors, without autograd, compiled at its first call for each kind of argument.
 
@@ -42,7 +46,7 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
         if kind not in fast:
             log.info("compiling %s.%s", function.__module__, function.__name__)
             on_cpu = all(x.device.type == "cpu" for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-            fast[kind] = torch.compile(_copy(function), dynamic=True if on_cpu else None)
+            fast[kind] = torch.compile(_copy(function), dynamic=True if on_cpu else None, options=IN_THIS_THREAD)
         with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(VIEWS), torch.no_grad():
             return fast[kind](*map(_bare, args), **{name: _bare(x) for name, x in kwargs.items()})
 

@@ -19,11 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from workbench.kernels.compiled import compiled
-from workbench.kernels.guard import at_least_fp32, check, check_shape, wide_dtype
+from workbench.kernels.guard import check, check_shape, wide_dtype
 from workbench.kernels.language import jit, next_power_of_2, runs_triton, tl, wide
+from workbench.models.seams import IGNORE, at_least_fp32
 
-IGNORE = -100
-"""Target value that takes no part in the loss, as torch has it."""
 BLOCK = 2048
 """Entries that a program of few warps takes at once: many programs share a processor, and hide each other's waits."""
 

@@ -41,8 +41,3 @@ def rows_of(x: Tensor) -> Tensor:
 def wide_dtype(x: Tensor) -> torch.dtype:
     """What statistics of `x` are kept in: fp32, or fp64 where x has it."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    """16-bit tensors widened to fp32; fp32 and fp64 unchanged."""
-    return x.float() if x.element_size() < 4 else x

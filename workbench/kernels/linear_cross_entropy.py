@@ -19,9 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from workbench.kernels import cross_entropy as ce
-from workbench.kernels.cross_entropy import IGNORE, check_tokens, statistics_of, tile, write_gradient
+from workbench.kernels.cross_entropy import check_tokens, statistics_of, tile, write_gradient
 from workbench.kernels.guard import check, wide_dtype
 from workbench.kernels.language import jit, runs_triton, tl, wide
+from workbench.models.seams import IGNORE
 
 ENTRIES = 16384
 """Of a row, which a program takes at once: few rows at a time, so that all stay in the cache until read again."""

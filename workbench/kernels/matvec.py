@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from workbench.kernels.compiled import compiled
-from workbench.kernels.guard import check, check_shape, wide_dtype
+from workbench.kernels.guard import check, check_shape, rows_of, wide_dtype
 from workbench.kernels.language import INTERPRETED, jit, next_power_of_2, programs, runs_triton, tl, wide
 from workbench.kernels.quantised import CENTRE, GROUPS, PACKED, Quantised, check_form, dequantise, quantise
 
@@ -230,7 +230,7 @@ def matvec_op(
     x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, kernels: str
 ) -> Tensor:
     """x [..., K] times a quantised weight, [..., N]."""
-    x_MK = x.reshape(-1, x.shape[-1]).contiguous()
+    x_MK = rows_of(x)
     shape = *x.shape[:-1], len(values)
     weight = Quantised(
         values.contiguous(), scales.contiguous(), group, bits, None if zeros is None else zeros.contiguous()

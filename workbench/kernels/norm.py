@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.library import custom_op
 
 from workbench.kernels.compiled import compiled
-from workbench.kernels.guard import at_least_fp32, check, check_shape, rows_of, wide_dtype
+from workbench.kernels.guard import check, check_shape, rows_of, wide_dtype
 from workbench.kernels.language import jit, next_power_of_2, programs, runs_triton, tl, wide
+from workbench.models.seams import at_least_fp32
 
 WIDEST = 2**15
 """Bytes of a row that one program's registers hold; wider rows are not Triton's."""

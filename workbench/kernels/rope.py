@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.library import custom_op
 
 from workbench.kernels.compiled import compiled
-from workbench.kernels.guard import at_least_fp32, check, check_shape
+from workbench.kernels.guard import check, check_shape
 from workbench.kernels.language import jit, next_power_of_2, runs_triton, tl, wide
+from workbench.models.seams import at_least_fp32
 
 TILE = 1024
 """Pairs that a program turns at once, at least 16 bytes of either half a thread; wider heads are the compiler's."""

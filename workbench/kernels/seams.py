@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.kernels.activation import activate
+from workbench.kernels.activation import GATED, activate
 from workbench.kernels.cross_entropy import cross_entropy
 from workbench.kernels.dropout import dropout_add
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy
@@ -90,9 +90,6 @@ class FusedDropout(Dropout):
         return dropout_add(x_BTD, None, None, rows_BT, self.key, self.rate, self.first, self.kernels)
 
 
-GATED = ("swiglu", "geglu")
-"""Kinds of activation that multiply the gate by `up`."""
-
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     AddNorm: FusedAddNorm,
     Rope: FusedRope,
@@ -106,8 +103,8 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 def replace_seams(model: nn.Module, kernels: str, device: str = "cuda") -> None:
     """Let the seams of `model` run `kernels` (eager, compiled, fused), in place, on the planned `device` (cuda, cpu).
 
-    Fused on processors is what is fastest there: torch's own operator for kinds that it has one for, plain operators
-    where there is little to do and for dropout, and else compiled code.
+    Fused on processors is torch's own operator for kinds that it has one for, plain operators where there is little to
+    do and for dropout, and else compiled code.
     """
     if kernels not in ("eager", "compiled", "fused"):
         raise ValueError(f"kernels are {kernels!r}; legal: 'eager', 'compiled' or 'fused'")

@@ -44,6 +44,14 @@ def _experts_on_grid(plan: Plan) -> list[Problem]:
     return [Problem("strategy.tensor.algorithm", what)]
 
 
+def _kernels_of_code(plan: Plan) -> list[Problem]:
+    """Kernels replace the seams of our own models."""
+    if not plan.code or plan.strategy.kernels == "eager":
+        return []
+    why = f"and '{plan.code.python}' is code, without the seams that kernels replace; legal: 'eager'"
+    return [Problem("strategy.kernels", f"is '{plan.strategy.kernels}', {why}")]
+
+
 BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
@@ -57,7 +65,6 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
         (None,),
     ),
     ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16")),
-    ("strategy.kernels", lambda p: p.strategy.kernels if p.code else "eager", ("eager",)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
     ("model.positions", lambda p: p.shape.positions, ("rope", "learned")),
     ("model.window", lambda p: p.shape.window, (None,)),
@@ -111,7 +118,11 @@ def _lacking(plan: Plan, verb: Verb) -> list[Problem]:
         return [Problem("model.python", what)]
     if plan.code:
         table = tuple(row for row in table if not row[0].startswith(OF_SHAPE))
-    unfit = [] if verb == "estimate" else [*check_operators.problems(plan), *_experts_on_grid(plan)]
+    unfit = (
+        []
+        if verb == "estimate"
+        else [*check_operators.problems(plan), *_experts_on_grid(plan), *_kernels_of_code(plan)]
+    )
     return unfit + [
         Problem(field, f"is {value!r}; this version can {verb} {_legal(can)}")
         for field, read, can in table

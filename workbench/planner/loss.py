@@ -77,7 +77,7 @@ def _fused(w: Workload) -> Head:
     return Head(
         saved=norm_saved(w) - (1 - split) * w.stream + split * w.wide * tokens,
         logits=split * narrow + (1 - split) * made,
-        forward=split * np.maximum(narrow, narrow + met) + (1 - split) * (made + room + w.stream),
+        forward=split * (narrow + met) + (1 - split) * (made + room + w.stream),
         loss=(1 - split) * half * made * w.element / w.wide,
         projection=w.stream + np.maximum(split * (narrow + met + own), added_gradient(w, table)),
         norm=norm_backward(w),

@@ -20,7 +20,7 @@ LOOK_SECONDS = 0.5
 IDLE_SHARE = 0.05
 """A rank that uses less than this share of one core while it writes nothing is not working."""
 PATIENT = ("building", "compiling", "checkpointing")
-"""Phases in which ranks may wait for a disk."""
+"""Phases in which ranks may wait for a disk, or for a compiler's processes."""
 
 
 @dataclass

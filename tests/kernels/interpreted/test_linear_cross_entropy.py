@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.kernels.canaries import canaries
 from workbench.kernels import cross_entropy
 from workbench.kernels import linear_cross_entropy as module
-from workbench.kernels.cross_entropy import IGNORE
 from workbench.kernels.linear_cross_entropy import chunk_tokens, linear_cross_entropy, reference
+from workbench.models.seams import IGNORE
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 WIDTH = 16
