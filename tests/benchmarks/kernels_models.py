@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.benchmarks import kernels_liger as liger
-from tests.benchmarks.kernels_timing import ROUNDS, bytes_of, peak_bytes, seconds_of
+from tests.benchmarks.kernels_timing import ROUNDS, WHOLE_ROUNDS, bytes_of, peak_bytes, seconds_of
 from workbench.engine.optimizer import Optimizer
 from workbench.kernels.linear_cross_entropy import chunk_tokens, linear_cross_entropy
 from workbench.kernels.seams import replace_seams
@@ -142,7 +142,7 @@ def block(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any
     whole.blocks["0"] = torch.compile(whole.blocks["0"], dynamic=False)
     runs["torch_compile"] = _layer(whole, tensors)
     _alike("block", {name: float(run()) for name, run in runs.items()})
-    seconds = seconds_of(device, runs, ROUNDS[device.type])
+    seconds = seconds_of(device, runs, WHOLE_ROUNDS[device.type])
     return _told(size, dtype, seconds, {name: peak_bytes(device, run) for name, run in runs.items()})
 
 
@@ -170,7 +170,7 @@ def step(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]
     trained = {kernels: _Trained(size, kernels, device, dtype, text) for kernels in KERNELS}
     runs: dict[str, Callable[[], Tensor]] = {name: one.step for name, one in trained.items()}
     _alike("step", {name: float(run()) for name, run in runs.items()})
-    seconds = seconds_of(device, runs, max(5, ROUNDS[device.type] // 2))
+    seconds = seconds_of(device, runs, WHOLE_ROUNDS[device.type])
     peaks = {name: one.own_bytes() + peak_bytes(device, one.step) for name, one in trained.items()}
     return _told(size, dtype, seconds, peaks)
 

@@ -31,6 +31,8 @@ CACHES = 4
 """Copies of the inputs together are this many times as large as the card's L2 cache."""
 MOST_COPIES = 64
 ROUNDS = {"cuda": 25, "cpu": 9}
+WHOLE_ROUNDS = {"cuda": 12, "cpu": 27}
+"""Of a whole layer or step, in which what differs is a small part."""
 COPIED = {"cuda": 2**30, "cpu": 2**27}
 """Bytes of the tensor whose copying tells the bandwidth."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}

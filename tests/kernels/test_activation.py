@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from workbench.kernels.activation import GATED, KINDS, activate, activate_backward_op, activate_op, reference
 from workbench.models import seams
@@ -115,3 +116,9 @@ def test_refusals_name_the_tensor(
         given[name] = of({"gate": gate, "up": up, "bias": bias}[name])
     with pytest.raises(ValueError, match=message):
         activate(kind, **given)  # type: ignore[arg-type]
+
+
+def test_forward_mode_is_refused() -> None:
+    x = torch.ones(2, 4)
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="activate: gate has a tangent of forward-mode"):
+        activate("swiglu", forward_ad.make_dual(x, x), x)

@@ -131,3 +131,13 @@ def test_weights_that_cannot_be_quantised_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"quantise: {message}"):
             quantise(torch.ones(1, columns), bits, group)
+    with pytest.raises(ValueError, match=r"quantise: weight has 3 dimensions; legal: 2, \[N, K\]"):
+        quantise(torch.ones(2, 2, 32), 8)
+
+
+def test_half_bytes_may_begin_anywhere() -> None:
+    x, weight = drawn(2, 5, 256, 4, 64, torch.float32)
+    whole = torch.zeros(5 * 128 + 3, dtype=torch.uint8)
+    moved = weight._replace(values=whole[3:].view(5, 128).copy_(weight.values))
+    assert torch.equal(matvec(x, moved), matvec(x, weight))
+    assert torch.equal(dequantise(moved), dequantise(weight))

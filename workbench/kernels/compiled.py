@@ -59,7 +59,12 @@ def _bare(x: Any) -> Any:
 
 
 def _kind(x: object) -> Any:
-    return (x.dtype, x.ndim, x.device.type) if isinstance(x, Tensor) else x
+    return (x.dtype, x.ndim, x.device.type, _layout(x)) if isinstance(x, Tensor) else x
+
+
+def _layout(x: Tensor) -> tuple[int, ...] | None:
+    """Dimensions of more than one entry, the densest first; None where contiguous."""
+    return None if x.is_contiguous() else tuple(sorted((d for d in range(x.ndim) if x.shape[d] != 1), key=x.stride))
 
 
 def _copy(function: FunctionType) -> FunctionType:

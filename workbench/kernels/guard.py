@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 INTEGERS = ("targets", "rows", "values")
 """Names of what holds whole numbers; what those may be, operators check themselves."""
@@ -14,7 +15,7 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def check(operator: str, like: str, **tensors: Tensor | None) -> None:
     """Raise ValueError, naming tensor, value and what would be legal, unless all that are there are on the device of
-    the one called `like` and, but for `INTEGERS`, in a dtype that the kernels know."""
+    the one called `like`, without tangents and, but for `INTEGERS`, in a dtype that the kernels know."""
     first = tensors[like]
     assert first is not None
     for name, x in tensors.items():
@@ -25,6 +26,8 @@ def check(operator: str, like: str, **tensors: Tensor | None) -> None:
         if x.dtype not in FLOATING and name not in INTEGERS:
             legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
             raise ValueError(f"{operator}: {name} is {str(x.dtype).removeprefix('torch.')}; legal: {legal}")
+        if unpack_dual(x).tangent is not None:  # which torch's custom operators drop without a word
+            raise ValueError(f"{operator}: {name} has a tangent of forward-mode autograd; legal: backward")
 
 
 def check_shape(operator: str, name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ from torch.library import custom_op
 from workbench.kernels.compiled import compiled
 from workbench.kernels.guard import check, check_shape, rows_of, wide_dtype
 from workbench.kernels.language import INTERPRETED, jit, next_power_of_2, programs, runs_triton, tl, wide
-from workbench.kernels.quantised import CENTRE, GROUPS, PACKED, Quantised, check_form, dequantise, quantise
+from workbench.kernels.quantised import CENTRE, GROUPS, PACKED, Quantised, check_form, dequantise, quantise, words_of
 
 __all__ = ["MOST_TOKENS", "Quantised", "dequantise", "matvec", "quantise", "reference"]
 
@@ -185,7 +185,7 @@ def _by_processor(x_MK: Tensor, weight: Quantised) -> Tensor:
     x = F.pad(x, (0, -x.shape[-1] % PACKED))
     scales = F.pad(scales, (0, -scales.shape[-1] % per_pack))
     zeros = None if zeros is None else F.pad(zeros, (0, -zeros.shape[-1] % per_pack))
-    return _half_bytes_product(x, values.view(torch.int32), scales, zeros, per_pack, len(x)).to(x_MK.dtype)
+    return _half_bytes_product(x, words_of(values), scales, zeros, per_pack, len(x)).to(x_MK.dtype)
 
 
 def _by_rows(x_MK: Tensor, weight: Quantised) -> Tensor:
@@ -289,7 +289,7 @@ def _product_dtype(x: Tensor) -> Any:
 def _form(weight: Quantised) -> tuple[Tensor, dict[str, int]]:
     """What is loaded at once, int8 or words, and how a kernel reads it."""
     bits, group = weight.bits, weight.group
-    words = weight.values if bits == 8 else weight.values.view(torch.int32)
+    words = weight.values if bits == 8 else words_of(weight.values)
     form = {"BITS": bits, "CENTRE": CENTRE[bits], "HAS_Z": weight.zeros is not None, "PACKED": PACKED}
     # Any column of a row with one scale is of group 0.
     return words, {**form, "GROUP": group if group in GROUPS else 2**30}

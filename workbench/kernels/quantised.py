@@ -39,6 +39,8 @@ def quantise(weight: Tensor, bits: int, group: int | None = None) -> Quantised:
     Raises ValueError naming what is not right.
     """
     check("quantise", "weight", weight=weight)
+    if weight.ndim != 2:
+        raise ValueError(f"quantise: weight has {weight.ndim} dimensions; legal: 2, [N, K]")
     columns = weight.shape[-1]
     group = columns if group is None else group
     check_form("quantise", columns, group, bits)
@@ -71,9 +73,15 @@ def _packed(numbers: Tensor) -> Tensor:
     return words.to(torch.int32).flatten(-2).contiguous().view(torch.uint8)
 
 
+def words_of(values: Tensor) -> Tensor:
+    """4-bit numbers uint8 [N, K / 2] as words, int32 [N, K / 8]; copied where they do not begin at one."""
+    rows = values.contiguous()
+    return (rows.clone() if rows.storage_offset() % 4 else rows).view(torch.int32)
+
+
 def _half_bytes(values: Tensor) -> Tensor:
     """4-bit numbers [N, packs, 8, 16] of uint8 [N, K / 2], int32."""
-    words = values.view(torch.int32).unflatten(-1, (-1, 1, PACKED // 8))
+    words = words_of(values).unflatten(-1, (-1, 1, PACKED // 8))
     return words >> torch.arange(0, 32, 4, dtype=torch.int32, device=values.device).unsqueeze(-1) & 15
 
 

@@ -204,7 +204,8 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> None:
 def turned_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str) -> tuple[Tensor, Tensor]:
     """Both turned, or turned `back`, into fresh and contiguous tensors."""
     if _by_compiler(q, k, cos, kernels):
-        q, k = _fresh(q, k, cos, sin, back)
+        # Gradients come in as many layouts as there are ways to attend; code is compiled for one.
+        q, k = _fresh(q.contiguous(), k.contiguous(), cos, sin, back)
         return q.contiguous(), k.contiguous()
     fresh = q.new_empty(q.shape), k.new_empty(k.shape)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))

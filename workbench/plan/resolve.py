@@ -180,7 +180,8 @@ def _settled(plan: Plan) -> Plan:
     )
     if not plan.name:
         model, preset = plan.model_name.rpartition(":")[2], strategy["preset"] or "custom"
-        data["name"] = f"{model} on {plan.world_size} {plan.card.name}, {preset}"
+        kernels = "" if plan.strategy.kernels == "eager" else f", {plan.strategy.kernels}"
+        data["name"] = f"{model} on {plan.world_size} {plan.card.name}, {preset}{kernels}"
     return build(data)
 
 
