@@ -34,11 +34,9 @@ Choice = dict[str, Any]
 """Name of a dimension -> its value."""
 
 MOE = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "ffn": 32}}
-UNEVEN = {**LLAMA, "layers": 8, "heads": 6, "kv_heads": 3, "head_dim": 6, "ffn": 45}
+UNEVEN = {**LLAMA, "heads": 6, "kv_heads": 3, "head_dim": 6, "ffn": 45}
 """Divided by neither two nor four tensor ranks."""
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {**LLAMA, "layers": 8}, "gpt": {**GPT, "layers": 8}, "moe": MOE, "uneven": UNEVEN,
-}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {"llama": LLAMA, "gpt": GPT, "moe": MOE, "uneven": UNEVEN}
 SPACE: dict[str, tuple[Any, ...]] = {
     "mesh": tuple(
         (t, c, p, n // (t * c * p))
@@ -84,16 +82,16 @@ def plan_of(choice: Choice) -> Plan | None:
         return None
     tensor, context, pipeline, data = choice["mesh"]
     size = tensor if choice["algorithm"] == "1d" else GRIDS[choice["algorithm"]].get(tensor)
+    chunks = CHUNKS.get(choice["schedule"], 1)
+    layers = max(LLAMA["layers"], pipeline * chunks)
     recompute = list(choice["recompute"]) if isinstance(choice["recompute"], tuple) else choice["recompute"]
     written = {
-        "model": {**MODELS[choice["model"]], "tied": choice["tied"]},
+        "model": {**MODELS[choice["model"]], "tied": choice["tied"], "layers": layers},
         "cluster": {"gpu": "local", "gpus": prod(choice["mesh"])},
         "strategy": {
             "tensor": {"size": size or 0, "algorithm": choice["algorithm"], "sequence": choice["sequence"]},
             "context": {"size": context, "algorithm": choice["context"]},
-            "pipeline": {
-                "size": pipeline, "schedule": choice["schedule"], "chunks": CHUNKS.get(choice["schedule"], 1),
-            },
+            "pipeline": {"size": pipeline, "schedule": choice["schedule"], "chunks": chunks},
             "data": {
                 "zero": choice["zero"], "shard": choice["shard"], "reduce": choice["reduce"], "bucket_mib": 0.01,
                 "keep_gathered": choice["keep_gathered"], "offload": choice["offload"],
