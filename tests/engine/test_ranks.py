@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
 
 from workbench.engine.train import train
 from workbench.plan.schema import Plan
@@ -53,6 +54,7 @@ def run(folder: Path, made: Plan) -> list[Losses]:
 
 
 def _rank(folder: Path, rank: int, world_size: int, port: str) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)  # what another test has joined, here, is not this rank's
     if world_size > 1:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
