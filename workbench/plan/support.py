@@ -118,11 +118,9 @@ def _lacking(plan: Plan, verb: Verb) -> list[Problem]:
         return [Problem("model.python", what)]
     if plan.code:
         table = tuple(row for row in table if not row[0].startswith(OF_SHAPE))
-    unfit = (
-        []
-        if verb == "estimate"
-        else [*check_operators.problems(plan), *_experts_on_grid(plan), *_kernels_of_code(plan)]
-    )
+    unfit: list[Problem] = []
+    if verb != "estimate":
+        unfit = [*check_operators.problems(plan), *_experts_on_grid(plan), *_kernels_of_code(plan)]
     return unfit + [
         Problem(field, f"is {value!r}; this version can {verb} {_legal(can)}")
         for field, read, can in table
