@@ -17,5 +17,7 @@ def executed(name: str, folder: Path, patch: pytest.MonkeyPatch, timeout: int) -
     patch.setenv("IPYTHONDIR", str(folder / "ipython"))
     notebook = nbformat.read(ROOT / "notebooks" / name, 4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "the notebook is kept without outputs"
-    NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": str(folder)}}).execute()
+    # A kernel may flush within a cell, so that what the cell prints comes in several outputs: they are made one.
+    resources = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=timeout, resources=resources, coalesce_streams=True).execute()
     return {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
