@@ -51,8 +51,7 @@ def head(w: Workload) -> Head:
         more = more + w.setting.software.logit_stale * logits * (w.microbatches > 1)
     else:
         more = 0.0
-    own = table * w.element * trained(w) * (w.setting.algorithm != "3d")  # which scatters it once all else is gone
-    met = blocks(w, w.stream, table, narrow) if w.setting.algorithm != "1d" else 0.0
+    own, met = _projection(w, table, narrow)
     return Head(
         saved=norm_saved(w) + split * 10 * w.tokens,
         logits=w.wide * logits,
@@ -69,8 +68,7 @@ def _fused(w: Workload) -> Head:
     table, tokens = w.vocab * w.height, w.tokens
     split = np.asarray(w.tensor > 1, dtype=float)
     narrow = w.element * w.vocab * tokens
-    own = table * w.element * trained(w) * (w.setting.algorithm != "3d")
-    met = blocks(w, w.stream, table, narrow) if w.setting.algorithm != "1d" else 0.0
+    own, met = _projection(w, table, narrow)
     half = w.setting.precision == "fp16"  # made unscaled, so kept in fp32
     made = (tokens * w.hidden + table * trained(w)) * (w.wide if half else w.element)
     room = run_tokens(tokens, w.hidden, w.vocab) * -(-w.vocab // ALIGNED) * ALIGNED * w.element
@@ -82,6 +80,14 @@ def _fused(w: Workload) -> Head:
         projection=w.stream + np.maximum(split * (narrow + met + own), added_gradient(w, table)),
         norm=norm_backward(w),
     )
+
+
+def _projection(w: Workload, table: Number, narrow: Number) -> tuple[Number, Number]:
+    """Bytes of the head's own weight gradient and of the blocks that meet where a grid splits it; 3-D scatters the
+    gradient once all else is gone."""
+    algorithm = w.setting.algorithm
+    met = blocks(w, w.stream, table, narrow) if algorithm != "1d" else 0.0
+    return table * w.element * trained(w) * (algorithm != "3d"), met
 
 
 def run_tokens(tokens: Number, hidden: Number, vocab: Number) -> Number:
