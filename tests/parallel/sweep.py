@@ -69,10 +69,10 @@ IDLE = {
     "sequence": (lambda c: c["mesh"][0] == 1, False), "algorithm": (lambda c: c["mesh"][0] == 1, "1d"),
     "keep_gathered": (lambda c: c["zero"] < 3, False), "offload": (lambda c: c["zero"] == 0, "none"),
     "shard": (lambda c: c["zero"] == 0, "all"), "expert": (lambda c: c["model"] != "moe", 1),
-    "microbatches": (lambda c: c["mesh"][2] == 1, 2),
+    "microbatches": (lambda c: c["mesh"][2] == 1, 3),
 }  # fmt: skip
-"""Dimension -> (when it says nothing, the one value that it then has); without stages two microbatches add up as eight
-do."""
+"""Dimension -> (when it says nothing, the one value that it then has). Without stages microbatches only add up: a
+first, a last and one between."""
 EXHAUSTED = ("mesh", "algorithm", "schedule", "zero", "sequence")
 """Dimensions that `--all` runs through in full."""
 POOL = 6000
