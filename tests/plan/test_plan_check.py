@@ -147,6 +147,13 @@ class TestLocal:
         assert "A1000" in check(plan(cluster__gpu="local", gpus=1))[0].message
 
 
+@pytest.mark.parametrize("kernels, end", [("eager", "megatron-tp"), ("fused", "megatron-tp, fused")])
+def test_a_plan_without_a_name_is_called_what_it_is(kernels, end):
+    made = plan(strategy="megatron-tp", strategy__kernels=kernels)
+    assert made.complete().name == f"tiny on 8 h100-sxm-80gb, {end}"
+    assert made.replace(name="mine").complete().name == "mine"
+
+
 def test_this_machine_has_something_attached():
     found = machine.attached()
     assert found.count >= 1 and found.memory_bytes > 2**28
