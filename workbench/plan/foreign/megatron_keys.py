@@ -113,7 +113,7 @@ use-rotary-position-embeddings use-sharp use-te-activation-func use-tokenizer-mo
 use-torch-fsdp2 use-torch-optimizer-for-cpu-offload use-tp-pp-dp-mapping v-head-dim valid-data-path
 vision-backbone-type vision-pretraining vision-pretraining-type vocab-extra-ids vocab-file vocab-size wandb-entity
 wandb-exp-name wandb-project wandb-save-dir warmup weight-decay weight-decay-incr-style wgrad-deferral-limit
-window-attn-skip-freq window-size yaml-cfg
+window-attn-skip-freq window-size yaml-cfg tokenizer-library use-nccl-ub
 """
 """Every argument, without its dashes."""
 
@@ -168,13 +168,14 @@ FIELDS = {
 """Argument -> the field of a plan that is the same number."""
 
 SWITCHES = frozenset((
-    "add-qkv-bias", "bf16", "checkpoint-activations", "cpu-optimizer", "deepspeed",
-    "deepspeed-activation-checkpointing",
-    "disable-bias-linear", "embed-layernorm", "fp16", "grad-reduce-in-bf16", "group-query-attention",
-    "multi-latent-attention", "no-pipeline-parallel", "optimizer-cpu-offload", "quick-geglu", "recompute-activations",
-    "sequence-parallel", "squared-relu", "swiglu", "use-custom-fsdp", "use-megatron-fsdp", "use-mcore-models",
+    "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
+    "accumulate-allreduce-grads-in-fp32", "add-qkv-bias", "async-save", "bf16", "checkpoint-activations",
+    "cpu-optimizer", "deepspeed", "deepspeed-activation-checkpointing", "disable-bias-linear",
+    "disable-moe-token-dropping", "embed-layernorm", "fp16", "grad-reduce-in-bf16", "group-query-attention",
+    "moe-router-pre-softmax", "multi-latent-attention", "no-pipeline-parallel", "optimizer-cpu-offload", "quick-geglu",
+    "recompute-activations", "sequence-parallel", "squared-relu", "swiglu", "torch-fsdp2-no-reshard-after-forward",
+    "untie-embeddings-and-output-weights", "use-custom-fsdp", "use-megatron-fsdp", "use-mcore-models",
     "use-precision-aware-optimizer", "use-rotary-position-embeddings", "use-torch-fsdp2", "use-tp-pp-dp-mapping",
-    "untie-embeddings-and-output-weights", "accumulate-allreduce-grads-in-fp32",
     *(word for word in WORDS.split() if word.startswith(("no-", "log-", "overlap-", "use-", "moe-permute"))),
 ))  # fmt: skip
 """Arguments that take no value."""
@@ -202,6 +203,7 @@ WHYS = {
     "rampup-batch-size": "a plan's batch is the same in every step",
     "tp-comm-overlap": "a plan hides no tensor-parallel communication",
     "mtp-num-layers": "a plan's model predicts one token at a time",
+    "recompute-modules": "a plan's selective recomputation is of attention's core alone",
 }  # fmt: skip
 """Argument -> why a plan does not hold it."""
 

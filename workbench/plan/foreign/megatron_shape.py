@@ -9,6 +9,7 @@ from typing import Any
 from workbench.plan.errors import Problem, refuse
 from workbench.plan.foreign.base import STAND_IN, Given, Lacking, catalogued, lacks
 from workbench.plan.foreign.keys import Keys, shown
+from workbench.plan.foreign.megatron_experts import read_experts, write_experts
 from workbench.plan.foreign.megatron_keys import VOCABULARIES
 from workbench.plan.resolve import model_shape
 from workbench.plan.schema import Plan
@@ -24,7 +25,6 @@ _POSITIONS = {
     "absolute": "learned",
     "rotary": "rope",
 }
-_RUN = re.compile(r"\[([01](?:,[01]){0,9999})\](?:\*(\d{1,4}))?")
 
 
 def read_model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape]:
@@ -49,13 +49,23 @@ def _given(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape]:
             keys.leave(key, "open in the file; the model given stands")
     before = set(keys.translated)
     found = _read(keys, required=False)
+    silent = {note.field for note in keys.assumed}
     for field, value in found.items():
         ours: Any = getattr(shape, field)
         ours = ours.model_dump() if isinstance(ours, Frozen) else ours
-        if value != ours and f"--{_FLAGS.get(field, field)}" in set(keys.translated) - before:
+        if isinstance(value, dict):
+            value = {key: said for key, said in value.items() if f"model.{field}.{key}" not in silent}
+        if not _agrees(value, ours) and f"--{_FLAGS.get(field, field)}" in set(keys.translated) - before:
             keys.doubt(_FLAGS[field], f"the model given has {shown(ours)}")
     keys.assumed[:] = [note for note in keys.assumed if not note.field.startswith("model.")]
     return model, shape
+
+
+def _agrees(said: Any, ours: Any) -> bool:
+    """Whether a field of the shape given is what the arguments say; of a section, what they say of it."""
+    if isinstance(said, dict) and isinstance(ours, dict):
+        return all(ours.get(key) == value for key, value in said.items())
+    return bool(said == ours)
 
 
 _COMPUTED = (
@@ -106,7 +116,7 @@ def _read(keys: Keys, required: bool = True, given: Given | None = None) -> dict
         "norm_epsilon": keys.number("norm-epsilon", 0) or keys.number("layernorm-epsilon", 0),
         "tied": not keys.flag("untie-embeddings-and-output-weights"), "window": _window(keys),
         "rope_theta": keys.number("rotary-base", 1e-9), "embedding_norm": keys.flag("embed-layernorm"),
-        "moe": _moe(keys, layers, ffn), "mla": _mla(keys),
+        "moe": read_experts(keys, layers, ffn), "mla": _mla(keys),
         "unmodelled": "; ".join(_beyond(keys, computed, required)) or None,
     }  # fmt: skip
     return {key: value for key, value in found.items() if value is not None}
@@ -199,37 +209,6 @@ def _window(keys: Keys) -> int | None:
     return numbers[0]
 
 
-def _moe(keys: Keys, layers: int | None, ffn: int | None) -> dict[str, Any] | None:
-    experts = keys.whole("num-experts")
-    if experts in (None, 1):  # Megatron-DeepSpeed says 1 where nothing is split into experts
-        return None
-    width = keys.whole("moe-ffn-hidden-size") or ffn
-    shared, left = divmod(keys.whole("moe-shared-expert-intermediate-size", 0) or 0, width or 1)
-    if left:
-        keys.doubt("moe-shared-expert-intermediate-size",
-                   f"a plan's shared experts are as wide as the others, {width}; {shared} were taken")  # fmt: skip
-    found = {"experts": experts, "top_k": keys.whole("moe-router-topk") or 2, "ffn": width, "shared": shared}
-    return {**found, "first_dense": _first_dense(keys, layers)}
-
-
-def _first_dense(keys: Keys, layers: int | None) -> int:
-    value = keys.take("moe-layer-freq")
-    if value in (None, 1):
-        return 0
-    kinds = _pattern(str(value).replace(" ", ""))
-    if kinds and kinds == sorted(kinds) and kinds[-1] and layers in (None, len(kinds)):
-        return kinds.count(0)
-    keys.doubt("moe-layer-freq", "a plan's dense layers are the first ones; none was taken")
-    return 0
-
-
-def _pattern(text: str) -> list[int]:
-    """What `([0]*3+[1]*58)`, `[0]+[1]*15` or `[0,1,1]` says of each layer: 1 has experts; empty for another text."""
-    parts = text.removeprefix("(").removesuffix(")").split("+")
-    runs = [_RUN.fullmatch(part) for part in parts[:1000]]
-    return [int(kind) for run in runs if run for kind in run[1].split(",") * int(run[2] or 1)] if all(runs) else []
-
-
 def _mla(keys: Keys) -> dict[str, Any] | None:
     if not keys.flag("multi-latent-attention"):
         return None
@@ -262,20 +241,7 @@ def write_model(plan: Plan) -> dict[str, Any]:
     found |= {key: True for key, on in flags.items() if on}
     if s.window is not None:
         found["window-size"] = f"{s.window},0"
-    return found | _written_moe(s) | _written_mla(s)
-
-
-def _written_moe(s: Shape) -> dict[str, Any]:
-    if s.moe is None:
-        return {}
-    found: dict[str, Any] = {
-        "num-experts": s.moe.experts, "moe-router-topk": s.moe.top_k, "moe-ffn-hidden-size": s.moe.ffn,
-    }  # fmt: skip
-    if s.moe.shared:
-        found["moe-shared-expert-intermediate-size"] = s.moe.shared * s.moe.ffn
-    if s.moe.first_dense:
-        found["moe-layer-freq"] = f"([0]*{s.moe.first_dense}+[1]*{s.layers - s.moe.first_dense})"
-    return found
+    return found | write_experts(s) | _written_mla(s)
 
 
 def _written_mla(s: Shape) -> dict[str, Any]:
