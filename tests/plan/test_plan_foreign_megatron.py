@@ -89,3 +89,72 @@ def test_a_public_file_of_words_below_a_variable_is_known_by_its_name():
     script = "BASE=$PWD/data\n" + SMALL.replace("--vocab-size 1000", "--vocab-file $BASE/gpt2-vocab.json")
     found = megatron.read(script + "--train-iters 10", Given(None, CARD))
     assert found.plan.complete().shape.vocab == assumed(found)["model.vocab"] == 50257
+
+
+PIPED = "--train-iters 10 --pipeline-model-parallel-size 4 --num-layers {} "
+
+
+def stages(more, layers):
+    words = SMALL.replace("--num-layers 4 ", "") + PIPED.format(layers) + more
+    return megatron.read(words, Given(None, CARD)).plan.complete().strategy.pipeline.partition
+
+
+@pytest.mark.parametrize(
+    "words, layers, held",
+    [("--decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 4", 32, [4, 12, 12, 4]),
+     ("--decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 4 "
+      "--num-virtual-stages-per-pipeline-rank 2", 32, [2, 6, 6, 2, 2, 6, 6, 2]),
+     ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", 30, [7, 8, 8, 7]),
+     ("--account-for-embedding-in-pipeline-split", 31, [7, 8, 8, 8]),
+     ("--account-for-loss-in-pipeline-split --num-virtual-stages-per-pipeline-rank 2", 31, [4, 4, 4, 4, 4, 4, 4, 3]),
+     ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+      "--num-layers-per-virtual-pipeline-stage 4", 30, [3, 4, 4, 4, 4, 4, 4, 3])],
+)  # fmt: skip
+def test_layers_of_uneven_stages_are_as_megatron_builds_them(words, layers, held):
+    assert stages(words, layers) == held
+
+
+def test_stages_that_the_layers_do_not_fill_are_refused():
+    more = PIPED.format(33) + "--account-for-loss-in-pipeline-split"
+    assert "34 of 33" in problems(read_piped, more)["--account-for-loss-in-pipeline-split"]
+    odd = PIPED.format(31) + "--decoder-first-pipeline-num-layers 7 --num-virtual-stages-per-pipeline-rank 2"
+    assert "7 layers" in problems(read_piped, odd)["--decoder-first-pipeline-num-layers"]
+
+
+def read_piped(more):
+    return megatron.read(SMALL.replace("--num-layers 4 ", "") + more, Given(None, CARD))
+
+
+def test_a_launcher_that_says_nodes_alone_spreads_the_gpus_over_them():
+    words = SMALL.replace("torchrun --nproc_per_node 8", "deepspeed --num_nodes=2") + "--train-iters 10"
+    full = megatron.read(words, Given(None, CARD, 8)).plan.complete()
+    assert (full.cluster.nodes, full.cluster.gpus_per_node) == (2, 4)
+    assert "--nnodes 2" in problems(megatron.read, words, Given(None, CARD, 9))["gpus"]
+
+
+def test_fsdp2_may_keep_what_it_gathered():
+    words = "--train-iters 10 --use-torch-fsdp2 "
+    assert read(words + "--torch-fsdp2-no-reshard-after-forward").plan.strategy.data.keep_gathered
+    assert not read(words).plan.strategy.data.keep_gathered
+
+
+def test_deepspeed_decides_overlap_and_bucket_where_its_arguments_are_given():
+    found = read("--train-iters 10 --deepspeed --deepspeed_config ds.json --zero-stage 3")
+    data = found.plan.strategy.data
+    assert data.overlap and data.bucket_mib == 5e8 * 4 / 2**20
+    assert "--deepspeed-config" in str([n.why for n in found.assumed if n.field == "strategy.data.overlap"])
+    assert not read("--train-iters 10 --deepspeed --zero-stage 1").plan.strategy.data.overlap
+
+
+def test_fp8_beside_fp32_parameters_is_told():
+    words = SMALL.replace("--bf16 ", "") + "--train-iters 10 --fp8-format hybrid"
+    found = megatron.read(words, Given(None, "h100-sxm-80gb"))
+    assert found.plan.strategy.precision == "fp8" and "--fp8-format" in left(found)
+    both = megatron.read(SMALL + "--train-iters 10 --fp8-format hybrid", Given(None, "h100-sxm-80gb"))
+    assert "--fp8-format" in both.translated
+
+
+def test_newer_arguments_are_known():
+    assert {"--use-nccl-ub", "--tokenizer-library"} <= set(
+        left(read("--train-iters 10 --use-nccl-ub --tokenizer-library sentencepiece"))
+    )

@@ -15,6 +15,7 @@ from workbench.plan.foreign import megatron_keys as known
 from workbench.plan.foreign.base import STACKS, Given, Imported, Lacking, Written, imported
 from workbench.plan.foreign.keys import Keys, shown
 from workbench.plan.foreign.loss import lost, nearest
+from workbench.plan.foreign.megatron_data import read_data
 from workbench.plan.foreign.megatron_given import decided, variables
 from workbench.plan.foreign.megatron_shape import read_model
 from workbench.plan.foreign.megatron_training import read_training
@@ -24,11 +25,7 @@ from workbench.plan.foreign.texts import Parsed
 from workbench.plan.schema import Plan
 from workbench.plan.shape import Shape
 
-MIB = 2**20
-BUCKET = 40_000_000
-"""Elements of the smallest gradient bucket where the arguments do not say."""
 ABOVE = " (--set cluster.gpus=N stands above the file)"
-_SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _RINGS = {"p2p": "ring", "allgather": "ring", "a2a": "ulysses", "a2a+p2p": "ring"}
 
 
@@ -66,7 +63,7 @@ def _plan(keys: Keys, given: Given) -> dict[str, Any]:
     pipeline = _pipeline(keys, axes["pipeline"], shape)
     precision, gradients = _precision(keys)
     strategy = {
-        "stack": STACKS["megatron"], "data": _data(keys, world // others * axes["context"], gradients),
+        "stack": STACKS["megatron"], "data": read_data(keys, world // others * axes["context"], gradients),
         "tensor": {"size": axes["tensor"], "sequence": bool(keys.flag("sequence-parallel")) and axes["tensor"] > 1},
         "pipeline": pipeline, "context": _context(keys, axes["context"]), "expert": _expert(keys, axes["tensor"]),
         "recompute": _recompute(keys, shape, pipeline), "precision": precision, "gradient_dtype": gradients,
@@ -93,68 +90,27 @@ def _cluster(keys: Keys, given: Given) -> dict[str, Any]:
             found[key] = None
     per_node, nodes = found["nproc-per-node"], found["nnodes"]
     if per_node is None:
-        return given.cluster(given.world(None, "torchrun --nproc-per-node x --nnodes"))
+        return _over(given, given.world(None, "torchrun --nproc-per-node x --nnodes"), nodes)
     told = "--nnodes" in {note.field for note in keys.untranslated}
     world = given.world(None if told else per_node * (nodes or 1), "--nproc-per-node x --nnodes")
     nodes = nodes or max(1, world // per_node)
     return given.cluster(world, gpus_per_node=per_node, nodes=nodes)
 
 
-def _data(keys: Keys, replicas: int, gradients: str) -> dict[str, Any]:
-    kind = keys.choice("data-parallel-sharding-strategy", _SHARDING)
-    fsdp = keys.flag("use-megatron-fsdp") or keys.flag("use-custom-fsdp")
-    zero = 1 if keys.flag("use-distributed-optimizer") else 0
-    if fsdp:
-        zero = 0 if kind is None else kind
-    elif kind is not None:
-        keys.doubt("data-parallel-sharding-strategy", "read only with --use-megatron-fsdp")
-    if keys.flag("use-torch-fsdp2"):
-        zero = 3
-    zero = max(zero, keys.whole("zero-stage", 0, 3) or 0)
-    overlap = bool(keys.flag("overlap-grad-reduce"))
-    gathered = bool(keys.flag("overlap-param-gather"))
-    if overlap and zero and not gathered:
-        keys.assume("strategy.data.overlap", True, "--overlap-grad-reduce alone: gathering parameters is not hidden")
-    found: dict[str, Any] = {
-        "zero": zero, "overlap": overlap or gathered, "reduce": "microbatch" if zero >= 2 else "step",
-        "offload": _offload(keys, zero),
-    }  # fmt: skip
-    size = 4 if gradients == "fp32" else 2
-    bucket = keys.whole("ddp-bucket-size")
-    if bucket is None and overlap:
-        bucket = max(BUCKET, 1_000_000 * replicas)
-        keys.assume("strategy.data.bucket_mib", bucket * size / MIB, "Megatron's default: 4e7 elements, or 1e6 a rank")
-    if bucket is not None:
-        found["bucket_mib"] = bucket * size / MIB
-    instances = keys.whole("num-distributed-optimizer-instances")
-    if instances is not None and instances > 1:
-        if replicas % instances:
-            raise refuse("--num-distributed-optimizer-instances", f"is {instances}, which data x context = {replicas} "
-                         "does not divide")  # fmt: skip
-        found["shard"] = replicas // instances
-    return found
-
-
-def _offload(keys: Keys, zero: int) -> str:
-    """Where the optimizer's states live, by Megatron's own switch or Megatron-DeepSpeed's."""
-    share = keys.number("optimizer-offload-fraction", 0, 1)
-    said = [key for key in ("optimizer-cpu-offload", "cpu-optimizer") if keys.flag(key)]
-    if not said:
-        return "none"
-    if share not in (None, 1.0):
-        keys.doubt("optimizer-offload-fraction", "a plan offloads the whole optimizer")
-    if zero == 0:
-        for key in said:
-            keys.doubt(key, "a plan offloads only a sharded optimizer; it stays on the GPU")
-        return "none"
-    return "optimizer"
+def _over(given: Given, world: int, nodes: int | None) -> dict[str, Any]:
+    """The cluster of a launcher that says nodes at most; each starts the same number of ranks."""
+    if nodes is None:
+        return given.cluster(world)
+    if world % nodes:
+        raise refuse("gpus", f"is {world}, which --nnodes {nodes} does not divide; legal: a multiple of {nodes}")
+    return given.cluster(world, nodes=nodes)
 
 
 def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
-    virtual, stages = keys.whole("num-layers-per-virtual-pipeline-stage"), None
+    virtual, stages, ends = keys.whole("num-layers-per-virtual-pipeline-stage"), None, _ends(keys)
     chunks = keys.whole("num-virtual-stages-per-pipeline-rank") or 1
     if virtual is not None:
-        chunks, left = divmod(shape.layers, size * virtual)
+        chunks, left = divmod(shape.layers + sum(ends), size * virtual)
         if left or not chunks:
             raise refuse("--num-layers-per-virtual-pipeline-stage", f"is {virtual}, but {shape.layers} layers are no "
                          f"multiple of {size} ranks x {virtual}")  # fmt: skip
@@ -163,7 +119,8 @@ def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
         if len(stages) % size:
             raise refuse("--pipeline-model-parallel-layout", f"has {len(stages)} stages; legal: a multiple of {size}")
         chunks = len(stages) // size
-    stages = stages or _uneven(keys, size * chunks, shape.layers) or _with_embedding(keys, size, shape.layers)
+    stages = stages or _uneven(keys, size, chunks, shape.layers) or _with_embedding(keys, size, shape.layers)
+    stages = stages or _with_ends(ends, size * chunks, shape.layers)
     found: dict[str, Any] = {"size": size, "chunks": chunks, "schedule": "interleaved" if chunks > 1 else "1f1b"}
     return found | {"partition": stages or "uniform"}
 
@@ -196,17 +153,38 @@ def _layout(keys: Keys, layers: int) -> list[int] | None:
     return counts
 
 
-def _uneven(keys: Keys, stages: int, layers: int) -> list[int] | None:
+def _uneven(keys: Keys, size: int, chunks: int, layers: int) -> list[int] | None:
+    """Layers of each stage where the first or last rank has its own number, spread over its `chunks` like the rest."""
     first, last = (keys.whole(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
     if first is None and last is None:
         return None
-    middle = stages - (first is not None) - (last is not None)
+    middle = size - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
-    if stages < 2 or (rest % middle if middle else rest) or rest < middle:
-        key = "first" if first is not None else "last"
-        raise refuse(f"--decoder-{key}-pipeline-num-layers", f"leaves {rest} layers to {middle} stages, which do not "
-                     "divide them")  # fmt: skip
-    return [*([first] if first else []), *[rest // max(1, middle)] * middle, *([last] if last else [])]
+    key = f"--decoder-{'first' if first is not None else 'last'}-pipeline-num-layers"
+    if size < 2 or (rest % middle if middle else rest) or rest < middle:
+        raise refuse(key, f"leaves {rest} layers to {middle} stages, which do not divide them")
+    ranks = [*([first] if first else []), *[rest // max(1, middle)] * middle, *([last] if last else [])]
+    if uneven := [held for held in ranks if held % chunks]:
+        raise refuse(key, f"leaves {uneven[0]} layers to a rank, which its {chunks} virtual stages do not divide")
+    return [held // chunks for held in ranks] * chunks
+
+
+def _ends(keys: Keys) -> tuple[bool, bool]:
+    """Whether Megatron counts the embedding, and the loss, as a layer of the outer stages."""
+    embedding, loss = (bool(keys.flag(f"account-for-{end}-in-pipeline-split")) for end in ("embedding", "loss"))
+    return embedding, loss
+
+
+def _with_ends(ends: tuple[bool, bool], stages: int, layers: int) -> list[int] | None:
+    """Layers of each stage where the embedding or the loss (`ends`) takes the place of one."""
+    if not any(ends) or stages < 2:
+        return None
+    each, left = divmod(layers + sum(ends), stages)
+    if left or each < 2:
+        key = "embedding" if ends[0] else "loss"
+        raise refuse(f"--account-for-{key}-in-pipeline-split", f"makes {layers + sum(ends)} of {layers} layers, which "
+                     f"{stages} stages do not divide")  # fmt: skip
+    return [each - ends[0], *[each] * (stages - 2), each - ends[1]]
 
 
 def _context(keys: Keys, size: int) -> dict[str, Any]:
@@ -265,6 +243,8 @@ def _precision(keys: Keys) -> tuple[str, str]:
     wide, narrow = keys.flag("accumulate-allreduce-grads-in-fp32"), keys.flag("grad-reduce-in-bf16")
     main = _main_gradients(keys, bool(bf16 or eighth), bool(wide))
     narrow = narrow or main == "bf16"
+    if eighth and not bf16:
+        keys.doubt("fp8-format", "without --bf16 Megatron keeps fp32 parameters; a plan's fp8 has bf16 ones")
     if bf16 or eighth:
         gradients = "bf16" if narrow and not wide else "fp32"
     else:
