@@ -222,6 +222,8 @@ def _training(keys: Keys, batch: dict[str, int]) -> dict[str, Any]:
     }  # fmt: skip
     checkpoint = {"every": next((n for n in saved if n is not None), 0), **({"keep": kept} if kept else {})}
     return {"training": {key: value for key, value in said.items() if value is not None}, "checkpoint": checkpoint,
+    if checkpoint["every"]:
+        checkpoint["asynchronous"] = False  # DeepSpeed's engine writes while the steps wait
             "telemetry": {"trackers": trackers}}  # fmt: skip
 
 

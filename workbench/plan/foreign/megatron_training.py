@@ -166,4 +166,10 @@ def _checkpoint(keys: Keys) -> dict[str, Any]:
     if load is not None and ("$" in load or load == save):
         keys.doubt("load", "where this very job left off, or a shell variable; a plan names a checkpoint to start from")
         load = None
-    return {"every": every or 0} | ({} if load is None else {"load": load})
+    return {"every": every or 0, **_asynchronous(keys, every)} | ({} if load is None else {"load": load})
+
+
+def _asynchronous(keys: Keys, every: int | None) -> dict[str, bool]:
+    """Whether steps go on while a checkpoint is written, which Megatron does only with --async-save."""
+    said = bool(keys.flag("async-save"))
+    return {"asynchronous": said} if every or said else {}

@@ -117,7 +117,7 @@ def _keeping(full: Plan) -> dict[str, Any]:
     c, told = full.checkpoint, full.telemetry
     found: dict[str, Any] = {"distributed-timeout-minutes": -(-told.timeout_seconds // 60)}
     if c.every:
-        found |= {"save": "checkpoints", "save-interval": c.every}
+        found |= {"save": "checkpoints", "save-interval": c.every, **_on(async_save=c.asynchronous)}
     if c.load is not None:
         found["load"] = c.load
     folders = {"tensorboard": ("tensorboard-dir", "tensorboard"), "wandb": ("wandb-project", "workbench")}

@@ -8,6 +8,9 @@ from typing import Any
 from workbench.plan.errors import refuse
 from workbench.plan.foreign.keys import Keys, shown
 
+_ASYNCHRONOUS = {"disabled": False, "async": True, "async_with_pinned_mem": True}
+"""checkpoint.async_mode -> whether steps go on while a checkpoint is written."""
+
 
 def read_training(keys: Keys, data: int, pipeline: int, sets: Mapping[str, Any]) -> dict[str, Any]:
     """The plan's sections `training`, `checkpoint` and `telemetry`; `data` ranks share the batch."""
@@ -129,8 +132,12 @@ def _checkpoint(keys: Keys) -> dict[str, Any]:
     flags = [keys.flag(f"checkpoint.{key}") for key in ("enable", "enable_checkpoint")]
     every, keep = keys.whole("checkpoint.interval"), keys.whole("checkpoint.keep_latest_k", 0)
     found: dict[str, Any] = {"every": (every or 500) if any(flags) else 0}
-    if every is not None and not any(flags):
-        keys.doubt("checkpoint.interval", "checkpoints are off in the file")
+    mode = keys.choice("checkpoint.async_mode", _ASYNCHRONOUS)
+    if any(flags):
+        found["asynchronous"] = bool(mode)
+    for key in ("checkpoint.interval", "checkpoint.async_mode"):
+        if keys.said(key) and not any(flags):
+            keys.doubt(key, "checkpoints are off in the file")
     if keep == 0:
         keys.doubt("checkpoint.keep_latest_k", "a plan keeps a number of checkpoints; its own default was taken")
     elif keep is not None:

@@ -114,7 +114,9 @@ def _schedule(full: Plan) -> dict[str, Any]:
 
 def _checkpoint(full: Plan) -> dict[str, Any]:
     c = full.checkpoint
-    found: dict[str, Any] = {"enable": True, "interval": c.every} if c.every else {"enable": False}
+    found: dict[str, Any] = {"enable": False}
+    if c.every:
+        found = {"enable": True, "interval": c.every, "async_mode": "async" if c.asynchronous else "disabled"}
     found["keep_latest_k"] = max(2, c.keep)
     return found | ({"initial_load_path": c.load} if c.load else {})
 

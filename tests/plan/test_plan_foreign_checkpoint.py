@@ -1,0 +1,49 @@
+"""Whether steps go on while a checkpoint is written, as each file says it or its software does it by itself."""
+
+import pytest
+
+from tests.plan.test_plan_foreign import CARD, left
+from workbench.plan.foreign import gptneox, megatron, torchtitan
+from workbench.plan.foreign.base import Given
+
+ON_8 = Given("llama-3-8b", CARD, 8)
+WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4
+ --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --bf16
+ --vocab-size 1000 --train-iters 10 """.replace("\n", "")
+
+
+def of_megatron(more):
+    return megatron.read(WORDS + more, Given(None, CARD))
+
+
+def of_torchtitan(**checkpoint):
+    return torchtitan.read({"checkpoint": checkpoint}, ON_8)
+
+
+def test_megatron_waits_without_async_save():
+    assert of_megatron("--save-interval 5").plan.checkpoint.asynchronous is False
+    found = of_megatron("--save-interval 5 --async-save")
+    assert found.plan.checkpoint.asynchronous and "--async-save" in found.translated
+
+
+@pytest.mark.parametrize("mode, wanted", [("disabled", False), ("async", True), ("async_with_pinned_mem", True)])
+def test_torchtitan_says_it_in_async_mode(mode, wanted):
+    found = of_torchtitan(enable=True, interval=5, async_mode=mode)
+    assert found.plan.checkpoint.asynchronous == wanted and "checkpoint.async_mode" in found.translated
+    assert of_torchtitan(enable=True, interval=5).plan.checkpoint.asynchronous is False
+    off = of_torchtitan(enable=False, async_mode=mode)
+    assert "checkpoint.async_mode" in left(off)
+
+
+def test_gpt_neox_waits():
+    assert gptneox.read({"checkpoint_factor": 5}, ON_8).plan.checkpoint.asynchronous is False
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("software", [megatron, torchtitan])
+def test_it_comes_back_from_what_is_written(software, wanted):
+    plan = of_torchtitan(enable=True, interval=5).plan.replace(**{"checkpoint.asynchronous": wanted})
+    written = software.write(plan)
+    assert "checkpoint.asynchronous" not in {note.field for note in written.untranslated}
+    back = software.read(written.text, Given(None if software is torchtitan else "llama-3-8b", CARD, 8))
+    assert back.plan.checkpoint.asynchronous == wanted
