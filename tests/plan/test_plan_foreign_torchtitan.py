@@ -51,3 +51,38 @@ def test_a_degree_that_two_sections_say_otherwise_names_both():
     message = problems(training={"tensor_parallel_degree": 2}, parallelism={"tensor_parallel_degree": 4})
     words = message["parallelism.tensor_parallel_degree"]
     assert "4 in [parallelism] and 2 in [training]" in words and "{" not in words
+
+
+def test_without_an_option_every_second_layer_is_recomputed():
+    for section in ({}, {"mode": "selective"}):
+        found = read(activation_checkpoint=section)
+        assert found.plan.strategy.recompute == list(range(1, 32, 2))
+        assert "selective_ac_option" in {n.field: n.why for n in found.assumed}["strategy.recompute"]
+    assert read(activation_checkpoint={"mode": "none"}).plan.strategy.recompute == "none"
+    assert read(activation_checkpoint={"selective_ac_option": "op"}).plan.strategy.recompute == "selective"
+
+
+@pytest.mark.parametrize(
+    "parts, kernels",
+    [(None, "compiled"), (["model", "loss"], "compiled"), (["model"], "compiled"), (["loss"], "eager")],
+)
+def test_layers_are_compiled_where_the_model_is_among_the_parts(parts, kernels):
+    found = read(compile={"enable": True} | ({} if parts is None else {"components": parts}))
+    assert found.plan.strategy.kernels == kernels
+    assert ("compile.components" in left(found)) == (kernels == "eager")
+
+
+def test_a_job_wholly_in_bf16_has_no_master_weights_and_bf16_moments():
+    optimizer = read(training={"dtype": "bfloat16"}).plan.training.optimizer
+    assert (optimizer.master, optimizer.moments) == ("none", "bf16")
+    usual = read(training={"dtype": "float32"}).plan.training.optimizer
+    assert (usual.master, usual.moments) == ("auto", "fp32")
+    mixed = read(training={"dtype": "bfloat16", "mixed_precision_param": "float32"})
+    assert mixed.plan.training.optimizer.master == "auto" and "training.dtype" in left(mixed)
+
+
+def test_a_plan_wholly_in_bf16_is_written_as_such_a_job():
+    plan = read(training={"dtype": "bfloat16"}).plan
+    written = torchtitan.write(plan)
+    assert 'dtype = "bfloat16"' in written.text
+    assert not {"training.optimizer.master", "training.optimizer.moments"} & {n.field for n in written.untranslated}

@@ -32,13 +32,14 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
     model, shape, fp8 = _model(keys, given)
     sizes, world = _sizes(keys, given)
     pipeline = _pipeline(keys, sizes["pipeline"], shape)
-    training = read_training(keys, sizes["data"], sizes["pipeline"], given.sets)
+    training, precision = read_training(keys, sizes["data"], sizes["pipeline"], given.sets), _precision(keys, fp8)
+    training["training"]["optimizer"] |= _states(keys, precision["precision"])
     strategy = {
         "stack": STACKS["torchtitan"], "data": _data(keys, sizes),
         "tensor": {"size": sizes["tensor"], "sequence": sizes["tensor"] > 1}, "pipeline": pipeline,
         "context": {"size": sizes["context"], "algorithm": "ring"},
         "expert": {"size": keys.whole(P + "expert_parallel_degree") or 1}, "recompute": _recompute(keys, shape.layers),
-        "kernels": _kernels(keys), **_precision(keys, fp8),
+        "kernels": _kernels(keys), **precision,
     }  # fmt: skip
     plan = {"model": model, "cluster": given.cluster(world), "strategy": strategy, **training}
     if name := keys.text("job.description"):
@@ -196,10 +197,12 @@ def _recompute(keys: Keys, layers: int) -> str | list[int]:
     if mode == "memory_budget":
         keys.doubt("activation_checkpoint.mode", "a plan has no such budget; selective was taken")
         return "selective"
-    if mode is None:
-        mode = keys.assume("strategy.recompute", "selective", "torchtitan's default")
-    if mode != "selective" or option in (None, "op"):
-        return str(mode)
+    if mode not in (None, "selective") or option == "op":
+        return str(mode or keys.assume("strategy.recompute", "selective", "torchtitan's default of mode"))
+    if option is None:
+        option = 2
+        every_second = list(range(1, layers, 2))
+        keys.assume("strategy.recompute", every_second, "torchtitan's default of selective_ac_option, 2")
     if not re.fullmatch(r"[1-9]\d{0,5}", str(option)):
         raise refuse("activation_checkpoint.selective_ac_option", f"is {option!r:.60}; legal: op, or n for every n-th "
                      "layer")  # fmt: skip
@@ -211,17 +214,29 @@ def _precision(keys: Keys, fp8: bool) -> dict[str, str]:
     kinds = {"bfloat16": "bf16", "float32": "fp32"}
     precision = keys.choice("training.mixed_precision_param", kinds) or "bf16"
     gradients = keys.choice("training.mixed_precision_reduce", kinds) or "fp32"
-    if keys.choice("training.dtype", kinds) == "bf16":
-        keys.doubt("training.dtype", "a plan keeps fp32 master weights beside 16-bit parameters")
     if gradients == "bf16" and precision == "fp32" and not fp8:
         keys.doubt("training.mixed_precision_reduce", "a plan reduces fp32 gradients as they are")
         gradients = "fp32"
     return {"precision": "fp8" if fp8 else precision, "gradient_dtype": gradients}
 
 
+def _states(keys: Keys, precision: str) -> dict[str, str]:
+    """What `training.dtype = "bfloat16"` makes of the optimizer: bf16 moments, and no fp32 copy of the parameters."""
+    if keys.choice("training.dtype", {"bfloat16": "bf16", "float32": "fp32"}) != "bf16":
+        return {}
+    if precision == "fp32":
+        keys.doubt("training.dtype", "a plan keeps parameters in the precision that it computes in")
+        return {}
+    return {"master": "none", "moments": "bf16"}
+
+
 def _kernels(keys: Keys) -> str:
-    compiled = [keys.flag(key) for key in ("training.compile", "compile.enable")]
-    return "compiled" if any(compiled) else "eager"
+    older, compiled = keys.flag("training.compile"), keys.flag("compile.enable")
+    parts = keys.take("compile.components")
+    if compiled and isinstance(parts, list) and "model" not in parts:
+        keys.doubt("compile.components", "a plan compiles its layers or nothing; eager was taken")
+        compiled = False
+    return "compiled" if older or compiled else "eager"
 
 
 def write(plan: Plan) -> Written:

@@ -31,6 +31,8 @@ def _training(full: Plan) -> dict[str, Any]:
         "mixed_precision_param": "float32" if s.precision in ("fp32", "tf32") else "bfloat16",
         "mixed_precision_reduce": "bfloat16" if s.gradient_dtype == "bf16" else "float32", "seed": t.seed,
     }  # fmt: skip
+    if s.precision in ("bf16", "fp8") and (t.optimizer.master, t.optimizer.moments) == ("none", "bf16"):
+        found["dtype"] = "bfloat16"
     return found | ({"enable_cpu_offload": True} if s.data.offload != "none" else {}) | (
         {"compile": True} if s.kernels == "compiled" else {}
     )  # fmt: skip
