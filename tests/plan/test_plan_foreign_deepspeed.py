@@ -3,7 +3,7 @@
 import pytest
 
 from workbench.plan.errors import PlanError
-from workbench.plan.foreign import deepspeed
+from workbench.plan.foreign import accelerate, deepspeed
 from workbench.plan.foreign.base import Given
 
 ON_16 = Given("llama-3-8b", "h100-sxm-80gb", 16, sets={"training.steps": 5000})
@@ -92,3 +92,27 @@ def test_a_warm_up_without_a_length_asks_for_the_length():
     assert problem.field == "training.steps"
     assert "1000" in problem.message and "--set training.steps=" in problem.message
     assert "100 " not in problem.message  # the file says no such number
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_master_weights_in_16_bits_are_none_beside_the_parameters(name):
+    found = read(**{name: {"enabled": True, f"{name}_master_weights_and_grads": True}})
+    assert found.plan.training.optimizer.master == "none"
+    assert f"{name}.{name}_master_weights_and_grads" in found.translated
+    assert read(**{name: {"enabled": True}}).plan.training.optimizer.master == "auto"
+
+
+def test_what_the_rest_of_the_file_says_is_not_called_the_plans_default():
+    found = deepspeed.read({"train_batch_size": "auto", "gradient_accumulation_steps": 32, "optimizer": ADAM}, ON_16)
+    assert found.plan.training.global_batch == 32 * 16
+    why = left(found)["train_batch_size"]
+    assert "default" not in why and "the rest of the file says training.global_batch" in why
+    alone = deepspeed.read({"train_batch_size": "auto", "optimizer": ADAM}, ON_16)
+    assert "the plan's default of training.global_batch stands" in left(alone)["train_batch_size"]
+
+
+def test_accelerate_leaves_the_bucket_to_deepspeed():
+    config = {"distributed_type": "DEEPSPEED", "num_processes": 16, "mixed_precision": "bf16"}
+    found = accelerate.read({**config, "deepspeed_config": {"zero_stage": 3}}, ON_16)
+    assert found.plan.strategy.data.bucket_mib == assumed(found)["bucket_mib"] == 5e8 * 2 / 2**20
+    assert "DeepSpeed's default" in {n.field: n.why for n in found.assumed}["strategy.data.bucket_mib"]

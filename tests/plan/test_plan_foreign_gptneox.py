@@ -89,3 +89,14 @@ def test_dropout_seed_and_evaluation_are_gpt_neoxs_own_unless_the_file_says_them
     said = read(hidden_dropout=0.2, attention_dropout=0, seed=7, eval_interval=50, eval_iters=0)
     assert (said.plan.training.dropout, said.plan.training.seed, said.plan.training.evaluation.every) == (0.2, 7, 0)
     assert not {"dropout", "attention_dropout", "seed", "every"} & set(assumed(said))
+
+
+def test_experts_beside_a_model_that_is_given_are_the_models_and_spread_as_the_file_says():
+    on = Given("mixtral-8x7b", "h100-sxm-80gb", 8)
+    found = gptneox.read({**SMALL, "moe_num_experts": 8, "moe_top_k": 2, "moe_expert_parallel_size": 4}, on)
+    assert found.plan.strategy.expert.size == 4 and "moe_expert_parallel_size" in found.translated
+    assert left(found)["moe_num_experts"] == left(found)["moe_top_k"] == "the model given says the shape"
+
+
+def test_why_fp8_is_not_taken_names_the_field():
+    assert "strategy.precision" in left(read(te_fp8_format="hybrid"))["te_fp8_format"]

@@ -177,6 +177,11 @@ def test_the_environment_s_default_is_no_word_of_the_file():
     assert read(line, gpus=None).plan.complete().cluster.gpus == 8
 
 
+def test_the_default_of_an_argument_of_the_script_is_told_as_such():
+    found = read(f"torchrun --nproc_per_node 8 pretrain_gpt.py {SHAPE} --seed ${{1:-7}}", gpus=None)
+    assert told(found.assumed)["--seed"] == (7, "default of the script's argument $1")
+
+
 def test_slurm_s_own_lines_say_how_many_nodes():
     line = f"torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES pretrain_gpt.py {SHAPE}"
     found = read("#SBATCH --nodes=4", line, gpus=None)

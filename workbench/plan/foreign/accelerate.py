@@ -160,7 +160,7 @@ def _merged(inner: Imported, keys: Keys, names: Mapping[str, str]) -> Imported:
 
 def _inline(keys: Keys) -> tuple[dict[str, Any], dict[str, str]]:
     """(content of the ds_config.json that accelerate writes, its keys -> keys of this file)."""
-    found: dict[str, Any] = {**dict.fromkeys(BATCH, "auto"), "zero_optimization.reduce_bucket_size": "auto"}
+    found: dict[str, Any] = dict.fromkeys(BATCH, "auto")
     names: dict[str, str] = {}
     for key, meant in INLINE.items():
         if (value := keys.take(D + key)) is not None:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from collections.abc import Set as Collection
+from dataclasses import replace
 from typing import Any
 
 from workbench.plan.errors import refuse
@@ -26,6 +27,8 @@ FP16, BF16 = ("fp16", "fp16.enabled"), ("bf16", "bf16.enabled")
 """Keys that turn a 16-bit precision on."""
 STEPS = 100
 """Steps of a plan that does not say them."""
+AUTO, STANDS = "auto: the trainer fills it when it starts", " stands"
+"""How the reason begins of a key that says auto, and how it ends where the plan's default was taken."""
 BUCKET = 500_000_000
 """Elements of DeepSpeed's gradient bucket where the file does not say."""
 
@@ -78,17 +81,22 @@ def left_to_trainer(keys: Keys) -> set[str]:
         if key == "zero_optimization.stage":
             continue  # no trainer fills it
         meant = known.AUTO.get(key, ())
-        stands = f"; the plan's default of {' and '.join(meant)} stands" if meant else ""
+        stands = f"; the plan's default of {' and '.join(meant)}{STANDS}" if meant else ""
         if key in FP16 and not set(autos) & set(BF16):
             stands = "; fp16 was taken, the only 16-bit section it leaves open"
-        keys.leave(key, f"auto: the trainer fills it when it starts{stands}")
+        keys.leave(key, AUTO + stands)
         fields |= set(meant)
     return fields
 
 
 def assume_left(keys: Keys, auto: Collection[str], plan: Mapping[str, Any]) -> None:
-    """Tell the fields that are left to the trainer and that nothing else in the file says."""
+    """Tell the fields that are left to the trainer; where the rest of the file says one, that its default is not it."""
     said = flat(plan)
+    for place, note in enumerate(keys.untranslated):
+        meant = known.AUTO.get(note.field, ())
+        if note.value == "auto" and meant and set(meant) <= set(said) and note.why.endswith(STANDS):
+            why = f"{AUTO}; the rest of the file says {' and '.join(meant)}, which was taken"
+            keys.untranslated[place] = replace(note, why=why)
     for field in sorted(auto - set(said)):
         keys.assume(field, DEFAULT, "the file says auto, which a trainer fills; the plan's default")
 
@@ -247,7 +255,7 @@ def optimizer_of(keys: Keys, auto: Collection[str]) -> tuple[dict[str, Any], dic
             found[field] = keys.assume(f"training.optimizer.{field}", default, "the optimizer's own default")
     if kind is None:
         keys.assume("training.optimizer.name", "adamw", "the file has no optimizer; the plan's default")
-    if keys.flag("bf16.bf16_master_weights_and_grads"):
+    if any([keys.flag("bf16.bf16_master_weights_and_grads"), keys.flag("fp16.fp16_master_weights_and_grads")]):
         found["master"] = "none"
     if keys.flag("bf16.bf16_optimizer_states"):
         found["moments"] = "bf16"

@@ -68,7 +68,8 @@ KNOWN = frozenset({
     *BATCH, "optimizer.type", "optimizer.legacy_fusion", "scheduler.type", "gradient_clipping",
     "sequence_parallel_size", "tensor_parallel.autotp_size", "pipeline.stages",
     "pipeline.activation_checkpoint_interval", "data_types.grad_accum_dtype", "bf16.enabled", "fp16.enabled",
-    "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", "tensorboard.enabled", "wandb.enabled",
+    "bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads", "bf16.bf16_optimizer_states",
+    "tensorboard.enabled", "wandb.enabled",
     *(f"zero_optimization.{key}" for key in _ZERO),
     *(f"zero_optimization.offload_{part}.{key}" for part in ("param", "optimizer") for key in _OFFLOAD),
 })  # fmt: skip
@@ -86,6 +87,7 @@ WHYS = {
     "steps_per_print": "logging; a run keeps its own telemetry",
     "wall_clock_breakdown": "logging; a run keeps its own telemetry",
     "communication_data_type": "a plan reduces gradients in strategy.gradient_dtype",
+    "fp32_allreduce": "a plan reduces gradients in strategy.gradient_dtype",
 }
 """Key, or beginning of keys -> why a plan does not hold it."""
 

@@ -68,6 +68,7 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
         "stack": PIPED, **precision, "tensor": {"size": axes["tensor"], "sequence": sequence},
         "data": deepspeed.data_of(keys, zero, deepspeed.gradient_bytes(precision, given), set()),
         "pipeline": {"size": axes["pipeline"]}, "context": {"size": axes["context"]}, "recompute": _recompute(keys),
+        "expert": {"size": keys.whole("moe_expert_parallel_size") or 1},
     }  # fmt: skip
     plan = {"model": model, "cluster": given.cluster(world), "strategy": strategy, **training}
     keys.finish(known.KNOWN, known.WHYS, known.SECTIONS, lenient)
@@ -221,9 +222,9 @@ def _training(keys: Keys, batch: dict[str, int]) -> dict[str, Any]:
         "dropout": _dropout(keys), "seed": _seed(keys), "evaluation": _evaluation(keys),
     }  # fmt: skip
     checkpoint = {"every": next((n for n in saved if n is not None), 0), **({"keep": kept} if kept else {})}
-    return {"training": {key: value for key, value in said.items() if value is not None}, "checkpoint": checkpoint,
     if checkpoint["every"]:
         checkpoint["asynchronous"] = False  # DeepSpeed's engine writes while the steps wait
+    return {"training": {key: value for key, value in said.items() if value is not None}, "checkpoint": checkpoint,
             "telemetry": {"trackers": trackers}}  # fmt: skip
 
 

@@ -17,7 +17,8 @@ SHAPE = (
     "expansion_factor", "mlp_multiple_of", "mlp_type", "activation", "norm", "layernorm_epsilon", "rms_norm_epsilon",
     "pos_emb", "rotary_pct", "rotary_emb_base", "max_position_embeddings", "no_weight_tying", "gpt_j_residual",
     "attention_config", "sliding_window_width", "use_bias_in_mlp", "use_bias_in_attn_linear", "use_qk_layernorm",
-    "padded_vocab_size", "tokenizer_type", "gpt_j_tied", "num_unique_layers",
+    "padded_vocab_size", "tokenizer_type", "gpt_j_tied", "num_unique_layers", "num_experts", "moe_num_experts",
+    "moe_top_k", "moe_loss_coeff", "moe_token_dropping", "expert_interval",
 )  # fmt: skip
 """Keys that the model's shape follows from."""
 _STRATEGY = (
@@ -72,6 +73,8 @@ _REASONS = {
     "synchronize_each_layer": "a plan waits for no GPU between layers",
     "profile_backward": "a plan recomputes layers without timing each",
     "use_mup": "a plan scales no learning rate or output by the width (muP)",
+    **dict.fromkeys(("fp8", "te_fp8_format", "te_fp8_margin"),
+                    "a plan says fp8 in strategy.precision, which is not set by it"),
     "coord_check": "a test of muP, not a training", "onnx_safe": "a plan's operators are its own",
     **dict.fromkeys(("dynamic_loss_scale", "loss_scale", "loss_scale_window", "min_scale", "hysteresis"),
                     "a plan scales the loss by its own rule"),

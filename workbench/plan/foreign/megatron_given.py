@@ -60,7 +60,8 @@ def _keys(found: Arguments) -> Keys:
     keys.ignored += found.ignored
     keys.untranslated += found.left
     for flag, (variable, value) in found.defaults.items():
-        keys.assume(f"--{flag}", value, f"default of the environment variable ${variable}")
+        kind = "the script's argument" if variable.isdigit() else "the environment variable"
+        keys.assume(f"--{flag}", value, f"default of {kind} ${variable}")
     for variable, text in found.told.items():
         keys.assume(f"${variable}", text, "taken as not set; a condition of the script reads it")
     return keys
