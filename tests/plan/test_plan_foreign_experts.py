@@ -75,3 +75,18 @@ def test_experts_come_back_from_the_arguments_that_are_written(change):
     assert not [note.field for note in written.untranslated if note.field.startswith("model.moe")]
     back = megatron.read(written.text, Given(None, CARD)).plan.complete().shape.moe
     assert back == plan.complete().shape.moe
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--moe-router-score-function sigmoid", "--moe-router-topk-scaling-factor 2.5", "--moe-router-num-groups 4",
+     "--moe-router-enable-expert-bias", "--moe-shared-expert-gate"],
+)  # fmt: skip
+def test_another_router_is_unmodelled(words):
+    found = read(words)
+    assert words in (found.plan.complete().shape.unmodelled or "") and words.split()[0] in left(found)
+
+
+def test_a_router_that_says_the_usual_is_modelled():
+    usual = "--moe-router-score-function softmax --moe-router-topk-scaling-factor 1.0 --moe-router-num-groups 1"
+    assert read(usual).plan.complete().shape.unmodelled is None

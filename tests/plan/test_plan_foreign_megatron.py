@@ -3,6 +3,7 @@
 import pytest
 
 from tests.plan.test_plan_foreign import CARD, assumed, left, problems
+from workbench.plan import foreign
 from workbench.plan.foreign import megatron
 from workbench.plan.foreign.base import Given
 
@@ -158,3 +159,28 @@ def test_newer_arguments_are_known():
     assert {"--use-nccl-ub", "--tokenizer-library"} <= set(
         left(read("--train-iters 10 --use-nccl-ub --tokenizer-library sentencepiece"))
     )
+
+
+@pytest.mark.parametrize(
+    "words", ["--hybrid-override-pattern M-M*", "--hybrid-attention-ratio 0.1", "--is-hybrid-model",
+              "--linear-attention-freq 4", "--softmax-type off-by-one",
+              "--multi-latent-attention --rotary-scaling-factor 40"],
+)  # fmt: skip
+def test_another_kind_of_layer_is_unmodelled(words):
+    found = read("--train-iters 10 --position-embedding-type rope " + words)
+    said = words.removeprefix("--multi-latent-attention ").split()[0]
+    assert said in (found.plan.complete().shape.unmodelled or "") and said in left(found)
+
+
+def test_latent_attention_with_plain_rotary_positions_is_modelled():
+    words = "--train-iters 10 --position-embedding-type rope --multi-latent-attention --rope-type rope"
+    assert read(words + " --rotary-scaling-factor 40").plan.complete().shape.unmodelled is None
+
+
+def test_a_recipe_s_quoting_is_undone_twice_as_by_its_harness():
+    arguments = {"num-layers": 5, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 64, "micro-batch-size": 1,
+                 "global-batch-size": 32, "train-iters": 10, "pipeline-model-parallel-size": 2,
+                 "pipeline-model-parallel-layout": r"Et\\|\\(t\\|\\)*2ttL"}  # fmt: skip
+    recipe = "MODEL_ARGS:\n" + "".join(f"  --{key}: {value}\n" for key, value in arguments.items())
+    found = foreign.read(recipe, gpu=CARD, vocab_size=512)
+    assert found.plan.strategy.pipeline.partition == [1, 1, 1, 2]

@@ -18,8 +18,8 @@ _FORK = (
 _EVERY = "a plan's model has experts in every layer behind the dense ones; every layer was taken"
 
 
-def read_experts(keys: Keys, layers: int | None, ffn: int | None) -> dict[str, Any] | None:
-    """The section `moe` of a shape; None for a dense model."""
+def read_experts(keys: Keys, layers: int | None, ffn: int | None, score: str) -> dict[str, Any] | None:
+    """The section `moe` of a shape, whose router scores experts by `score`; None for a dense model."""
     experts = keys.whole("num-experts")
     if experts in (None, 1):  # Megatron-DeepSpeed says 1 where nothing is split into experts
         return None
@@ -33,7 +33,7 @@ def read_experts(keys: Keys, layers: int | None, ffn: int | None) -> dict[str, A
     if fork:
         _interval(keys)
     balancing = _balancing(keys)
-    return {**found, "first_dense": _first_dense(keys, layers), **_gates(keys, balancing),
+    return {**found, "first_dense": _first_dense(keys, layers), **_gates(keys, balancing, score),
             "auxiliary_loss": _auxiliary_loss(keys, fork, balancing), **_capacity(keys, fork)}  # fmt: skip
 
 
@@ -63,16 +63,13 @@ def _balancing(keys: Keys) -> str:
     return str(found or "aux_loss")
 
 
-def _gates(keys: Keys, balancing: str) -> dict[str, bool]:
+def _gates(keys: Keys, balancing: str, score: str) -> dict[str, bool]:
     """Whether a token's gates add up to one, where that is not as the shape's default has it.
 
     A softmax over all experts, before they are chosen (`--moe-router-pre-softmax`), leaves the gates as they are; one
     over the chosen experts makes them add up to one, and sigmoid gates are divided by their sum.
     """
-    before, score = keys.flag("moe-router-pre-softmax"), keys.take("moe-router-score-function")
-    if score not in (None, "softmax"):
-        keys.doubt("moe-router-score-function", "a plan's router takes a softmax")
-    as_they_are = bool(before) and score in (None, "softmax")
+    as_they_are = bool(keys.flag("moe-router-pre-softmax")) and score == "softmax"
     return {"renormalise": False} if as_they_are or balancing == "sinkhorn" else {}
 
 

@@ -25,6 +25,8 @@ _WHYS = {
     "AFTER_SCRIPT": "another command", "MODEL_ENV_VARS": "environment variables of the run",
     "SKIP_PYTEST": "what the test does", "TEST_CASE": "what the test does",
 }  # fmt: skip
+_BACKSLASH = re.compile(r"\\(.)")
+"""A character whose quoting outlives the first of the harness's two readings: xargs, then eval."""
 _NODE = {"nproc-per-node": ("GPUS_PER_NODE", 8), "nnodes": ("SLURM_NNODES", 1)}
 """What the harness takes where its environment says nothing."""
 
@@ -101,7 +103,7 @@ def _words(value: Any) -> list[Value]:
 
 def _split(text: str) -> list[str]:
     try:
-        return shlex.split(text) if not text.startswith("(") else [text]
+        return [_BACKSLASH.sub(r"\1", part) for part in shlex.split(text)] if not text.startswith("(") else [text]
     except ValueError:
         return [text]
 

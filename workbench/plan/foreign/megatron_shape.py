@@ -70,9 +70,17 @@ def _agrees(said: Any, ours: Any) -> bool:
 
 _COMPUTED = (
     "use-rope-scaling", "qk-layernorm", "qk-l2-norm", "apply-layernorm-1p", "rotary-interleaved",
-    "apply-residual-connection-post-layernorm", "squared-relu", "quick-geglu",
+    "apply-residual-connection-post-layernorm", "squared-relu", "quick-geglu", "moe-router-enable-expert-bias",
+    "moe-shared-expert-gate", "is-hybrid-model", "enable-gpt-oss",
 )  # fmt: skip
 """Switches that change what the model computes, and that no field of a shape holds."""
+_CHOSEN: dict[str, tuple[object, ...]] = {
+    "moe-router-topk-scaling-factor": (1,), "moe-router-num-groups": (1,), "softmax-type": ("vanilla",),
+    "hybrid-override-pattern": (), "hybrid-attention-ratio": (0,), "hybrid-mlp-ratio": (0,),
+    "linear-attention-freq": (), "experimental-attention-variant": (), "heterogeneous-layers-config-path": (),
+    "window-attn-skip-freq": (), "no-rope-freq": (),
+}  # fmt: skip
+"""Argument that changes what the model computes, and that no field of a shape holds -> values that change nothing."""
 _NEAREST = {
     "squared-relu": "a plan's model has relu, not its square; relu was taken",
     "quick-geglu": "a plan's geglu takes the exact GELU; geglu was taken",
@@ -101,6 +109,7 @@ def _read(keys: Keys, required: bool = True, given: Given | None = None) -> dict
     layers, hidden, heads = (keys.whole(key) for key in REQUIRED)
     unit = keys.choice("glu-activation", {"swiglu": "swiglu", "geglu": "geglu", "liglu": "", "reglu": ""})
     computed = [key for key in _COMPUTED if keys.flag(key)] + ["glu-activation"] * (unit == "")
+    score = str(keys.take("moe-router-score-function") or "softmax")
     gated, positions = bool(keys.flag("swiglu")) or unit is not None, _positions(keys)
     ffn = keys.whole("ffn-hidden-size")
     if ffn is None and hidden:
@@ -116,15 +125,20 @@ def _read(keys: Keys, required: bool = True, given: Given | None = None) -> dict
         "norm_epsilon": keys.number("norm-epsilon", 0) or keys.number("layernorm-epsilon", 0),
         "tied": not keys.flag("untie-embeddings-and-output-weights"), "window": _window(keys),
         "rope_theta": keys.number("rotary-base", 1e-9), "embedding_norm": keys.flag("embed-layernorm"),
-        "moe": read_experts(keys, layers, ffn), "mla": _mla(keys),
-        "unmodelled": "; ".join(_beyond(keys, computed, required)) or None,
+        "moe": read_experts(keys, layers, ffn, score), "mla": _mla(keys),
+        "unmodelled": "; ".join(_beyond(keys, computed, score, required)) or None,
     }  # fmt: skip
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _beyond(keys: Keys, computed: Collection[str], required: bool) -> list[str]:
-    """What the model computes that the fields of a shape do not say: the switches `computed`, and numbers."""
+def _beyond(keys: Keys, computed: Collection[str], score: str, required: bool) -> list[str]:
+    """What the model computes that the fields of a shape do not say: the switches `computed`, and other values."""
     found = [f"--{key}" for key in computed]
+    found += [f"--{key} {shown(value)}" for key, same in _CHOSEN.items()
+              if (value := keys.take(key)) is not None and value not in same]  # fmt: skip
+    if score != "softmax":
+        found.append(f"--moe-router-score-function {score}")
+    found += _stretched(keys)
     if (share := keys.number("rotary-percent", 0, 1)) not in (None, 1):
         found.append(f"--rotary-percent {share:g}")
     factor = keys.number("rotary-seq-len-interpolation-factor", 0)
@@ -138,6 +152,14 @@ def _beyond(keys: Keys, computed: Collection[str], required: bool) -> list[str]:
     for key in [note.split()[0][2:] for note in found]:
         keys.doubt(key, _NEAREST.get(key, "no field of a plan's model says it") + f"; {stands}")
     return found
+
+
+def _stretched(keys: Keys) -> list[str]:
+    """Rotary positions that latent attention stretches by YaRN, unless --rope-type says that it does not."""
+    if not keys.said("multi-latent-attention") or keys.take("rope-type") == "rope":
+        return []
+    factor = keys.number("rotary-scaling-factor", 0)
+    return [] if factor in (None, 1) else [f"--rotary-scaling-factor {factor:g}"]
 
 
 def _kv_heads(keys: Keys, heads: int | None) -> int | None:
