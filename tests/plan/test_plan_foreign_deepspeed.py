@@ -116,3 +116,9 @@ def test_accelerate_leaves_the_bucket_to_deepspeed():
     found = accelerate.read({**config, "deepspeed_config": {"zero_stage": 3}}, ON_16)
     assert found.plan.strategy.data.bucket_mib == assumed(found)["bucket_mib"] == 5e8 * 2 / 2**20
     assert "DeepSpeed's default" in {n.field: n.why for n in found.assumed}["strategy.data.bucket_mib"]
+
+
+@pytest.mark.parametrize("name, stage, gradients", [("bf16", 0, "fp32"), ("bf16", 1, "bf16"), ("fp16", 0, "fp16")])
+def test_bf16_gradients_add_up_in_fp32_without_zero(name, stage, gradients):
+    found = read(**{name: {"enabled": True}, "zero_optimization": {"stage": stage}})
+    assert found.plan.strategy.gradient_dtype == assumed(found)["gradient_dtype"] == gradients

@@ -41,7 +41,7 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
     auto = left_to_trainer(keys)
     axes = _axes(keys)
     zero = keys.whole("zero_optimization.stage", 0, 3) or 0
-    precision = precision_of(keys, auto)
+    precision = precision_of(keys, auto, zero)
     world, batch = batch_of(keys, given, math.prod(axes.values()), auto)
     data_section = data_of(keys, zero, gradient_bytes(precision, given), auto)
     optimizer, steps = optimizer_of(keys, auto)
@@ -152,7 +152,7 @@ def _sizes(
     return {"micro_batch": micro, "global_batch": total}
 
 
-def precision_of(keys: Keys, auto: Collection[str]) -> dict[str, str]:
+def precision_of(keys: Keys, auto: Collection[str], zero: int) -> dict[str, str]:
     """The plan's precision, and the dtype that gradients add up in; no precision where it is left to the trainer."""
     enabled = [name for name in ("bf16", "fp16") if keys.flag(f"{name}.enabled")]
     if len(enabled) == 2:
@@ -169,8 +169,15 @@ def precision_of(keys: Keys, auto: Collection[str]) -> dict[str, str]:
         raise refuse("data_types.grad_accum_dtype", f"is {accumulated} with parameters in {precision}; "
                      f"legal: {' or '.join(dict.fromkeys(('fp32', precision)))}")  # fmt: skip
     if accumulated is None:
-        accumulated = keys.assume("strategy.gradient_dtype", precision, "DeepSpeed's default: as the parameters")
+        accumulated = gradients_of(keys, precision, zero)
     return {"gradient_dtype": accumulated} | ({} if open_ else {"precision": precision})
+
+
+def gradients_of(keys: Keys, precision: str, zero: int) -> str:
+    """What gradients add up in where the file does not say: fp32 for bf16 parameters that ZeRO does not touch."""
+    if precision == "bf16" and zero == 0:
+        return str(keys.assume("strategy.gradient_dtype", "fp32", "DeepSpeed's default for bf16 without ZeRO"))
+    return str(keys.assume("strategy.gradient_dtype", precision, "DeepSpeed's default: as the parameters"))
 
 
 def _left_fp16_alone(keys: Keys) -> bool:

@@ -60,7 +60,7 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
             for axis, key in (("tensor", "model"), ("pipeline", "pipe"), ("context", "context"))}  # fmt: skip
     sequence = bool(keys.flag("sequence_parallel")) and axes["tensor"] > 1
     zero = keys.whole("zero_optimization.stage", 0, 3) or 0
-    precision = _precision(keys)
+    precision = _precision(keys, zero)
     world, batch = deepspeed.batch_of(keys, _cards(keys, given), math.prod(axes.values()), set())
     model = _model(keys, given)
     training = _training(keys, batch)
@@ -81,7 +81,7 @@ def _cards(keys: Keys, given: Given) -> Given:
     return given if each is None else replace(given, gpus=given.world(each * (nodes or 1), "num_gpus"))
 
 
-def _precision(keys: Keys) -> dict[str, str]:
+def _precision(keys: Keys, zero: int) -> dict[str, str]:
     """Precision by `precision`, `bf16` or `fp16` (whose `type` may be bfloat16), and what gradients add up in."""
     kinds = {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"}
     word, kind = keys.choice("precision", kinds), keys.choice("fp16.type", kinds)
@@ -96,7 +96,7 @@ def _precision(keys: Keys) -> dict[str, str]:
     legal = {name: name for name in dict.fromkeys(("fp32", precision))}
     gradients = keys.choice("data_types.grad_accum_dtype", legal)
     if gradients is None:
-        gradients = keys.assume("strategy.gradient_dtype", precision, "DeepSpeed's default: as the parameters")
+        gradients = deepspeed.gradients_of(keys, precision, zero)
     return {"precision": precision, "gradient_dtype": gradients}
 
 
