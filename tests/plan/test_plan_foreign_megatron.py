@@ -184,3 +184,16 @@ def test_a_recipe_s_quoting_is_undone_twice_as_by_its_harness():
     recipe = "MODEL_ARGS:\n" + "".join(f"  --{key}: {value}\n" for key, value in arguments.items())
     found = foreign.read(recipe, gpu=CARD, vocab_size=512)
     assert found.plan.strategy.pipeline.partition == [1, 1, 1, 2]
+
+
+def test_the_names_of_2020_are_read():
+    words = SMALL.replace("--micro-batch-size 1 --global-batch-size 8", "--batch-size 2")
+    found = megatron.read(f"{words}--train-iters 100 --model-parallel-size 4 --warmup 0.1", Given(None, CARD))
+    plan = found.plan
+    assert (plan.strategy.tensor.size, plan.training.micro_batch, plan.training.global_batch) == (4, 2, 4)
+    assert plan.training.optimizer.warmup_steps == 10
+    assert {"--batch-size", "--model-parallel-size", "--warmup"} <= set(found.translated)
+    both = "--train-iters 10 --model-parallel-size 4 --tensor-model-parallel-size 2"
+    assert "its newer name, is 2" in problems(read, both)["--model-parallel-size"]
+    long = megatron.read(f"{words}--train-iters 10 --lr-decay-iters 1000 --warmup 0.1", Given(None, CARD))
+    assert "--warmup" in left(long)

@@ -106,6 +106,14 @@ class Keys:
             raise refuse(self.name(key), f"is {shown(value)}; must be an integer{_between(least, most)}")
         return int(value)
 
+    def renamed(self, key: str, older: str, least: int = 1) -> int | None:
+        """The integer at `key`, or at its `older` name. Raises `PlanError` where the two differ."""
+        value, before = self.whole(key, least), self.whole(older, least)
+        if None not in (value, before) and value != before:
+            raise refuse(self.name(older), f"is {before}, but {self.name(key)}, its newer name, is {value}; keep one "
+                         "of them")  # fmt: skip
+        return before if value is None else value
+
     def flag(self, key: str) -> bool | None:
         """True or false at `key`; None where absent. Raises `PlanError`."""
         value = self.take(key)

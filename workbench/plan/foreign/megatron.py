@@ -54,7 +54,7 @@ def read(source: str | Parsed, given: Given | None = None, lenient: bool = False
 def _plan(keys: Keys, given: Given) -> dict[str, Any]:
     model, shape = read_model(keys, given)
     cluster = _cluster(keys, given)
-    axes = {axis: keys.whole(key) or 1 for axis, key in _AXES.items()}
+    axes = {axis: keys.renamed(key, older) or 1 for axis, (key, older) in _AXES.items()}
     world, others = int(cluster["gpus"]), math.prod(axes.values())
     if world % others:
         raise refuse("gpus", f"is {world}, which tensor x pipeline x context = {others} does not divide; legal: a "
@@ -73,9 +73,10 @@ def _plan(keys: Keys, given: Given) -> dict[str, Any]:
 
 
 _AXES = {
-    "tensor": "tensor-model-parallel-size", "pipeline": "pipeline-model-parallel-size",
-    "context": "context-parallel-size",
+    "tensor": ("tensor-model-parallel-size", "model-parallel-size"),
+    "pipeline": ("pipeline-model-parallel-size", ""), "context": ("context-parallel-size", ""),
 }  # fmt: skip
+"""Axis -> the argument that says its ranks, and its name of 2019 and 2020."""
 
 
 def _cluster(keys: Keys, given: Given) -> dict[str, Any]:

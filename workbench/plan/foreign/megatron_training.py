@@ -35,7 +35,7 @@ def _dropout(keys: Keys) -> float:
 
 
 def _batch(keys: Keys, data: int) -> dict[str, int]:
-    micro, total = keys.whole("micro-batch-size"), keys.whole("global-batch-size")
+    micro, total = keys.renamed("micro-batch-size", "batch-size"), keys.whole("global-batch-size")
     if micro is None:
         micro = int(keys.assume("training.micro_batch", 1, "Megatron requires --micro-batch-size; the plan's default"))
     if total is None:
@@ -135,13 +135,15 @@ def _decay_steps(keys: Keys, steps: int, batch: int) -> float:
 
 
 def _warmup(keys: Keys, steps: int, over: float, batch: int) -> int:
-    share, whole = keys.number("lr-warmup-fraction", 0, 1), keys.whole("lr-warmup-iters", 0)
+    older, whole = keys.number("warmup", 0, 1), keys.whole("lr-warmup-iters", 0)
+    share = keys.number("lr-warmup-fraction", 0, 1) if "lr-warmup-fraction" in keys else older
     samples = keys.whole("lr-warmup-samples", 0)
     if share is not None and whole:
         raise refuse("--lr-warmup-fraction", "is given beside --lr-warmup-iters; legal: one of them")
     found = whole or round((share or 0) * over) or -(-(samples or 0) // batch)
     if found > steps:
-        key = "lr-warmup-iters" if whole else "lr-warmup-fraction" if share else "lr-warmup-samples"
+        shares = "warmup" if older is not None else "lr-warmup-fraction"
+        key = "lr-warmup-iters" if whole else shares if share else "lr-warmup-samples"
         keys.doubt(key, f"a plan warms up within its steps; {steps} were taken, of {found}")
     return min(found, steps)
 

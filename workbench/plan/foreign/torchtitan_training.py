@@ -34,7 +34,7 @@ def read_training(keys: Keys, data: int, pipeline: int, sets: Mapping[str, Any])
 
 def _batch(keys: Keys, data: int, pipeline: int) -> dict[str, int]:
     """Under a pipeline the local batch is what flows through it, in microbatches; else it is the micro-batch."""
-    local = _renamed(keys, "training.local_batch_size", "training.batch_size")
+    local = keys.renamed("training.local_batch_size", "training.batch_size")
     if local is None:
         local = int(keys.assume("training.micro_batch", 8, "torchtitan's default of local_batch_size"))
     total = keys.whole("training.global_batch_size", -1)
@@ -52,14 +52,6 @@ def _batch(keys: Keys, data: int, pipeline: int) -> dict[str, int]:
     if total != local * data:
         keys.doubt("training.local_batch_size", "a plan fills the pipeline once a step, with the whole batch")
     return {"micro_batch": micro, "global_batch": total}
-
-
-def _renamed(keys: Keys, key: str, older: str, least: int = 1) -> int | None:
-    """The integer at `key`, or at its `older` name. Raises `PlanError` where the two differ."""
-    value, before = keys.whole(key, least), keys.whole(older, least)
-    if None not in (value, before) and value != before:
-        raise refuse(older, f"is {before}, but {key}, its newer name, is {value}; keep one of them")
-    return before if value is None else value
 
 
 def _optimizer(keys: Keys, steps: int, sets: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +82,7 @@ def _optimizer(keys: Keys, steps: int, sets: Mapping[str, Any]) -> dict[str, Any
 def _warmup(keys: Keys, steps: int) -> int:
     """Steps of the warm-up, within the run: torchtitan cuts a longer one too."""
     key, older = "lr_scheduler.warmup_steps", "training.warmup_steps"
-    warmup = _renamed(keys, key, older, 0)
+    warmup = keys.renamed(key, older, 0)
     if warmup is None:
         return int(keys.assume("training.optimizer.warmup_steps", min(200, steps), "torchtitan's default"))
     if warmup > steps:
