@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workbench.lab.planner import Planner
-    from workbench.plan.errors import PlanError
+    from workbench.lab.panel.planner import Planner
+    from workbench.errors import PlanError
     from workbench.plan.schema import Plan
     from workbench.profile import Profile
     from workbench.verbs import (
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Plan": "plan.schema", "PlanError": "plan.errors", "Planner": "lab.planner", "Profile": "profile",
+    "Plan": "plan.schema", "PlanError": "errors", "Planner": "lab.panel.planner", "Profile": "profile",
     "attach": "verbs", "calibrate": "verbs", "compare": "verbs", "estimate": "verbs", "explain": "verbs",
     "export": "verbs", "import_config": "verbs", "list_runs": "runs.run", "operators": "verbs", "rehearse": "verbs",
-    "report": "lab.report", "run": "verbs", "search": "verbs", "translate": "verbs", "validate": "verbs",
+    "report": "lab.comparison.report", "run": "verbs", "search": "verbs", "translate": "verbs", "validate": "verbs",
     "verify": "verbs", "watch": "verbs",
 }  # fmt: skip
 

@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.plan.errors import refuse
+from workbench.errors import refuse
 from workbench.plan.schema import Plan
 from workbench.profile import Profile
 
 if TYPE_CHECKING:
-    from workbench.lab.compare import Comparison
-    from workbench.plan.calibration import Calibration
-    from workbench.plan.foreign import Format, Imported, Written
-    from workbench.planner.operators import OperatorPlan
-    from workbench.planner.reasons import Explanation
+    from workbench.lab.comparison.compare import Comparison
+    from workbench.machine.calibration_file import Calibration
+    from workbench.interop import Format, Imported, Written
+    from workbench.planner.autoshard import OperatorPlan
+    from workbench.planner.explain import Explanation
     from workbench.planner.search import SearchResult
-    from workbench.planner.truth import Validation
+    from workbench.planner.validation import Validation
     from workbench.runs.run import Run
 
 Planned = Plan | str | Path
@@ -46,7 +46,7 @@ def explain(plan: Planned, *, tokens: float | None = None, price: float | None =
     `tokens` to train on, default 20 a parameter; `price` in USD an hour of one card, default its list price. Every
     figure is estimated. Raises `PlanError` for an illegal plan or number.
     """
-    from workbench.planner.reasons import explain as reasons
+    from workbench.planner.explain import explain as reasons
 
     return reasons(as_plan(plan), tokens, price)
 
@@ -60,7 +60,7 @@ def operators(
     `ranks` may be a grid, e.g. (2, 4); `memory_gib` of a rank bounds it; `sequences` are those of one microbatch. Every
     figure is estimated. Raises `PlanError` where no choice is legal or fits.
     """
-    from workbench.planner.operators import choose_for
+    from workbench.planner.autoshard import choose_for
 
     room = None if memory_gib is None else memory_gib * 2**30
     return choose_for(as_plan(plan).complete(), ranks, room, sequences)
@@ -102,9 +102,9 @@ def rehearse(
     only with `allow_code`. Raises `PlanError` for a
     plan that is illegal or that this version cannot rehearse, `ChildError` if the rehearsal fails.
     """
-    from workbench.runs import apart
+    from workbench.runs.launch import subprocess_verbs
 
-    return apart.rehearse(as_plan(plan), ranks, progress, allow_code)
+    return subprocess_verbs.rehearse(as_plan(plan), ranks, progress, allow_code)
 
 
 def run(
@@ -125,9 +125,9 @@ def run(
     holds run directories; `port` is where ranks meet, default a free one. A model that is code runs only with
     `allow_code`; `progress` is told how far the check of a checkpoint's files is.
     """
-    from workbench.runs import ready
+    from workbench.runs.launch import checked_launch
 
-    started = ready.run(
+    started = checked_launch.run(
         as_plan(plan), force=force, resume=resume, root=root, port=port, allow_code=allow_code, progress=progress
     )
     if wait:
@@ -138,8 +138,8 @@ def run(
 def attach(folder: str | Path, *, root: str | Path | None = None) -> Run:
     """The run in `folder`, or of that name under `root`; from any process, at any time. Raises `PlanError`."""
     from workbench import runs
-    from workbench.runs.directory import default_root
-    from workbench.runs.state import is_run
+    from workbench.runs.store.run_directory import default_root
+    from workbench.runs.store.run_state import is_run
 
     kept = default_root(root)
     for path in (Path(folder), kept / folder):
@@ -165,14 +165,14 @@ def weights(
     `model` and `checkpoint.load` set to it. `progress(done, of, what)` counts bytes. Returns what was written. Raises
     `PlanError` or ValueError where the checkpoint is damaged, its model has no such names, or `to` is there already.
     """
-    from workbench.runs import weights as apart
+    from workbench.runs.launch import export_weights
 
-    return apart.export(source if isinstance(source, str | Path) else source.dir, to, progress)
+    return export_weights.export(source if isinstance(source, str | Path) else source.dir, to, progress)
 
 
 def watch(run: Run | str | Path) -> Any:
     """A live dashboard of a run, for a notebook; returns at once."""
-    from workbench.lab.dashboard import watch as follow
+    from workbench.lab.live.dashboard import watch as follow
 
     return follow(attach(run) if isinstance(run, str | Path) else run)
 
@@ -185,9 +185,9 @@ def compare(
     Items are plans or plan files, runs, their directories or their names under `root`, and profiles. `rehearsed`
     rehearses each plan that can be, which takes seconds; `progress` is told whose turn it is. Raises `PlanError`.
     """
-    from workbench.lab.compare import Comparison
-    from workbench.lab.compare import compare as side_by_side
-    from workbench.plan.support import unsupported
+    from workbench.lab.comparison.compare import Comparison
+    from workbench.lab.comparison.compare import compare as side_by_side
+    from workbench.plan.rules.supported import unsupported
 
     found = side_by_side(*opened(items, root))
     if not rehearsed:
@@ -222,9 +222,9 @@ def verify(plan: Planned, precision: Literal["fp64", "fp32"] = "fp64", *, allow_
     Returns the largest differences of loss, gradients and weights, the worst tensor, and `passed`. Raises `PlanError`
     for a plan that is illegal, that this version cannot run, or that is too large for the CPU ranks of this machine.
     """
-    from workbench.runs import apart
+    from workbench.runs.launch import subprocess_verbs
 
-    return apart.verify(as_plan(plan), precision, allow_code)
+    return subprocess_verbs.verify(as_plan(plan), precision, allow_code)
 
 
 def calibrate(
@@ -241,15 +241,15 @@ def calibrate(
     the first run's plan names, else measured now; its `scale` holds the error before and after. Plans use the file by
     `cluster.calibration`. Raises `PlanError`, and `ChildError` where measuring fails.
     """
-    from workbench.runs import measure
+    from workbench.runs.launch import calibrate
 
     found = [attach(run, root=root) if isinstance(run, str | Path) else run for run in runs]
-    return measure.kept(None if path is None else Path(path), seconds, found, progress)
+    return calibrate.kept(None if path is None else Path(path), seconds, found, progress)
 
 
 def export(plan: Planned, folder: str | Path) -> list[Path]:
     """Write `plan` resolved, with what launches it (`launch.sh`, `accelerate.yaml`, `job.sbatch`), into `folder`."""
-    from workbench.plan.export import export as write
+    from workbench.interop.export import export as write
 
     return write(as_plan(plan), folder)
 
@@ -260,7 +260,7 @@ def validate(*files: str | Path, profile: str | None = None) -> Validation:
     `profile` is one software stack to predict all rows with, in place of each row's own. Raises `PlanError` for a file
     that cannot be read; a row that cannot be said as a plan is counted with its reason.
     """
-    from workbench.planner.truth import validate as against
+    from workbench.planner.validation import validate as against
 
     return against(files, profile=profile)
 
@@ -282,10 +282,10 @@ def import_config(
     gives fields of the plan by dotted path, above what the file says. Keys that the format does not have are refused,
     or with `lenient` told with the others. Raises `PlanError`, also where no key of the file was used.
     """
-    from workbench.plan import foreign
+    from workbench import interop
 
     given = {"model": model, "gpu": gpu, "gpus": gpus, "vocab_size": vocab_size, "set": set}
-    return foreign.load(path, **given, lenient=lenient)
+    return interop.load(path, **given, lenient=lenient)
 
 
 def translate(plan: Planned, format: Format) -> Written:
@@ -293,6 +293,6 @@ def translate(plan: Planned, format: Format) -> Written:
 
     Raises `PlanError` for an illegal plan, and for one that has nothing near it in that format.
     """
-    from workbench.plan import foreign
+    from workbench import interop
 
-    return foreign.write(as_plan(plan), format)
+    return interop.write(as_plan(plan), format)

@@ -19,8 +19,8 @@ import numpy as np
 from scipy.stats import spearmanr
 
 import workbench as wb
-from workbench.plan.errors import PlanError
-from workbench.plan.support import unsupported
+from workbench.errors import PlanError
+from workbench.plan.rules.supported import unsupported
 
 PLANS, SEED, STEPS, SKIPPED, ROUNDS = 24, 0, 14, 4, 2
 RANKS, MICRO, TENSOR, PIPELINE, SCHEDULES = (1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4), ("gpipe", "1f1b")

@@ -19,13 +19,16 @@ from torch.optim.adamw import adamw as torch_adamw
 from tests.benchmarks import kernels_liger as liger
 from tests.benchmarks.kernels_timing import Contest, Inputs, Outputs, Prepare
 from workbench.kernels import activation as act
-from workbench.kernels import adamw, cross_entropy, dropout, norm, quantised, rope
-from workbench.kernels.language import runs_triton
-from workbench.kernels.matvec import matvec
-from workbench.kernels.matvec import reference as matvec_reference
-from workbench.kernels.seams import replace_seams
+from workbench.kernels import adamw, cross_entropy, rope
+from workbench.kernels import bias_dropout_residual
+from workbench.kernels import residual_norm
+from workbench.kernels import weight_quantization
+from workbench.kernels.triton_compat import runs_triton
+from workbench.kernels.weight_only_gemv import matvec
+from workbench.kernels.weight_only_gemv import reference as matvec_reference
+from workbench.kernels.fused_seams import replace_seams
 from workbench.models import seams
-from workbench.models.dropout import SAMPLE, Dropout
+from workbench.models.counter_dropout import SAMPLE, Dropout
 from workbench.models.seams import at_least_fp32
 
 HEAD_DIM = {"cuda": 128, "cpu": 32}
@@ -103,8 +106,8 @@ def add_norm(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device,
     weights = hidden * dtype.itemsize * (1 + centred)
     contestants = {
         **both_seams(device, lambda: seams.AddNorm(case, hidden, EPSILON, bias=centred), ("weight", "bias")),
-        "compiled": _compiled(device, norm.reference, EPSILON, centred),
-        "fused": plain(lambda *inputs: norm.add_norm(*inputs, EPSILON, centred)),
+        "compiled": _compiled(device, residual_norm.reference, EPSILON, centred),
+        "fused": plain(lambda *inputs: residual_norm.add_norm(*inputs, EPSILON, centred)),
     }
     least = {"forward": 4 * tensor + weights + few, "backward": 4 * tensor + 2 * weights + few}
     return _contest("add_norm", case, (tokens, hidden), dtype, device, inputs, contestants, least, (0, 1, 2, 3))
@@ -214,7 +217,7 @@ def dropped(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device, 
 
     contestants = {
         **both_seams(device, lambda: Dropout(RATE, key), call=call),
-        "fused": plain(lambda *inputs: dropout.dropout_add(*inputs, key, RATE)),
+        "fused": plain(lambda *inputs: bias_dropout_residual.dropout_add(*inputs, key, RATE)),
     }
     tensor = tokens * hidden * dtype.itemsize
     least = {"forward": (2 + whole) * tensor, "backward": 2 * tensor}
@@ -307,18 +310,18 @@ WEIGHTS = ("8 bits", "4 bits", "4 bits, 8 tokens")
 def decoded(hidden: int, dtype: torch.dtype, device: torch.device, case: str) -> Contest:
     """A few tokens times the weight [4 hidden, hidden] of a product. Dense is the product with the same weight widened,
     as a model has it that is not quantised."""
-    hidden = max(hidden, min(quantised.GROUPS))
+    hidden = max(hidden, min(weight_quantization.GROUPS))
     bits, tokens = int(case[0]), 8 if "8 tokens" in case else 1
     group = hidden if bits == 8 else min(128, hidden)
 
     def inputs(generator: torch.Generator) -> Inputs:
         random = _random(device, dtype, generator)
-        weight = quantised.quantise(random(4 * hidden, hidden), bits, group)
-        return random(tokens, hidden), quantised.dequantise(weight), weight.values, weight.scales
+        weight = weight_quantization.quantise(random(4 * hidden, hidden), bits, group)
+        return random(tokens, hidden), weight_quantization.dequantise(weight), weight.values, weight.scales
 
     def of(function: Callable[..., Tensor]) -> Prepare:
         def run(x: Tensor, weight: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-            return function(x, quantised.Quantised(values, scales, group, bits))
+            return function(x, weight_quantization.Quantised(values, scales, group, bits))
 
         return plain(run)
 
@@ -333,7 +336,7 @@ def decoded(hidden: int, dtype: torch.dtype, device: torch.device, case: str) ->
 
 
 def _widened_product(x: Tensor, weight: Tensor, values: Tensor, scales: Tensor, group: int, bits: int) -> Tensor:
-    return matvec_reference(x, quantised.Quantised(values, scales, group, bits))
+    return matvec_reference(x, weight_quantization.Quantised(values, scales, group, bits))
 
 
 def _random(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Random:

@@ -1,6 +1,6 @@
 """Kernels where they are used: the head with its loss, one Llama-style layer, a whole training step.
 
-All are the product's own modules; what differs is what runs in their seams (`workbench.kernels.seams`).
+All are the product's own modules; what differs is what runs in their seams (`workbench.kernels.fused_seams`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tests.benchmarks import kernels_liger as liger
 from tests.benchmarks.kernels_timing import ROUNDS, WHOLE_ROUNDS, bytes_of, peak_bytes, seconds_of
 from workbench.engine.optimizer import Optimizer
 from workbench.kernels.linear_cross_entropy import chunk_tokens, linear_cross_entropy
-from workbench.kernels.seams import replace_seams
+from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer
 from workbench.models.seams import IGNORE, at_least_fp32
 from workbench.parallel.layout import Layout
 from workbench.plan import schema
-from workbench.plan.shape import Shape
+from workbench.plan.model_shape import Shape
 
 KERNELS = ("eager", "compiled", "fused")
 """What a plan may say, and what these are called here."""

@@ -325,7 +325,7 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    from workbench.engine.allocator import CpuMeter
+    from workbench.engine.measure.allocator_memory import CpuMeter
 
     meter = CpuMeter()
     meter.start()

@@ -1,6 +1,6 @@
 """What the planner takes from the benchmark: how much more, or less, than the textbook's bytes the kernels cost.
 
-`traffic` is the factor of `workbench.planner.compute.memory_bound`: measured seconds of one layer's norms, rotary
+`traffic` is the factor of `workbench.costmodel.compute.roofline.memory_bound`: measured seconds of one layer's norms, rotary
 positions and activation, forward and backward, over the seconds in which its count of bytes could be copied.
 `loss_bytes` is that of `head_pass`: bytes a logit whose copying takes as long as what the head does beside its three
 products.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests.benchmarks.kernels_cases import seam
 from tests.benchmarks.kernels_models import KERNELS, Size
 from tests.benchmarks.kernels_timing import WHOLE_ROUNDS, Contest, Inputs, race, seconds_of
-from workbench.kernels.seams import replace_seams
+from workbench.kernels.fused_seams import replace_seams
 from workbench.models import seams
 
 

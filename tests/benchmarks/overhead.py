@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.benchmarks.runtime import TORCH_SCHEDULES, plan_of
-from workbench.engine.forked import run_ranks
-from workbench.engine.observe import Follower
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.measure.step_sampler import Follower
 from workbench.engine.session import Session, Unobserved
-from workbench.engine.telemetry import Telemetry
+from workbench.engine.measure.telemetry_writer import Telemetry
 from workbench.parallel.mesh import build_mesh
-from workbench.plan.drawn import executed
+from workbench.plan.custom_schedule import executed
 from workbench.plan.schema import Plan
-from workbench.runs.stopping import read_stop
+from workbench.runs.store.stop_request import read_stop
 from workbench.schedules import Action, simulate
 from workbench.schedules.action import COMPUTE
 

@@ -23,11 +23,11 @@ import numpy as np
 
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.reasons.figures import figures
+from workbench.planner.explain.plan_figures import figures
 from workbench.planner.search import search
 from workbench.planner.search.cells import Cell, cells
-from workbench.planner.search.evaluate import Evaluator
-from workbench.planner.search.space import plan_of, space_of
+from workbench.planner.search.cell_evaluation import Evaluator
+from workbench.planner.search.search_space import plan_of, space_of
 
 ROUNDS = 5
 RANDOM, BY_PLAN, EQUAL = 4_000_000, 20, 1_000

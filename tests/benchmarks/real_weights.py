@@ -25,14 +25,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from workbench.engine.forked import run_ranks
-from workbench.engine.huggingface import config_of
-from workbench.engine.saving import Saver
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.checkpoint.huggingface_names import config_of
+from workbench.engine.session_checkpoint import Saver
 from workbench.engine.session import Session
-from workbench.engine.weights import export
+from workbench.checkpoint.export_weights import export
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
-from workbench.plan.shape import Shape
+from workbench.plan.model_shape import Shape
 
 NAMES = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.engine.forked import run_ranks
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.session import Session
 from workbench.models import Transformer
-from workbench.models.initialise import initial_value
+from workbench.models.weight_init import initial_value
 from workbench.parallel.mesh import build_mesh
-from workbench.parallel.pipeline.stage import keep_stage
+from workbench.parallel.pipeline.model_stages import keep_stage
 from workbench.plan.schema import Plan
 
 WARM, ROUNDS = 3, 12

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from workbench.runs import child
+from workbench.runs.launch import child_process
 
 
 @pytest.fixture
@@ -26,21 +26,21 @@ def program(tmp_path, monkeypatch):
 
 def test_lines_and_arguments(program):
     said = []
-    child.python(program("import sys; print('one'); print(*sys.argv[1:])"), ["a", "b"], said.append)
+    child_process.python(program("import sys; print('one'); print(*sys.argv[1:])"), ["a", "b"], said.append)
     assert said == ["one", "a b"]
 
 
 def test_exit_code_2_is_a_value_error_with_its_words(program):
     with pytest.raises(ValueError, match=r"^the field is wrong$"):
-        child.python(program("import sys; print('the field is wrong', file=sys.stderr); sys.exit(2)"), [], print)
+        child_process.python(program("import sys; print('the field is wrong', file=sys.stderr); sys.exit(2)"), [], print)
 
 
 @pytest.mark.parametrize("ending, words", [
     ("raise RuntimeError('broken')", "exit code 1"), ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
 ])  # fmt: skip
 def test_other_failures_say_what_was_said_last(program, ending, words):
-    with pytest.raises(child.ChildError, match=words):
-        child.python(program(ending), [], print)
+    with pytest.raises(child_process.ChildError, match=words):
+        child_process.python(program(ending), [], print)
 
 
 SLEEPER = """
@@ -60,7 +60,7 @@ def test_an_interrupt_ends_the_whole_session(program):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        child.python(program(SLEEPER), [], interrupt)
+        child_process.python(program(SLEEPER), [], interrupt)
     assert len(pids) == 2 and all(_gone(pid) for pid in pids)
 
 

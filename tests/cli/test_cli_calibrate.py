@@ -8,9 +8,9 @@ import pytest
 
 from tests.planner.test_calibrated import made
 from workbench import cli
-from workbench.plan import calibration
-from workbench.plan.calibration import Scale
-from workbench.runs import measure
+from workbench.machine import calibration_file
+from workbench.machine.calibration_file import Scale
+from workbench.runs.launch import calibrate as measure
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_the_file_and_its_figures_by_ranks(quick, tmp_path, capsys) -> None:
     assert cli.answer(["calibrate", "-o", str(path), "--seconds", "5", "--json"]) == 0
     said = capsys.readouterr()
     answer = json.loads(said.out)
-    assert calibration.read(path) == made() and "5 of 5 s" in said.err
+    assert calibration_file.read(path) == made() and "5 of 5 s" in said.err
     assert answer["path"] == str(path) and answer["source"] == "measured" and answer["scale"] is None
     assert [row["ranks"] for row in answer["ranks"]] == [1, 2]
     two = answer["ranks"][1]

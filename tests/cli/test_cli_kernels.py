@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from workbench.cli import kernels
-from workbench.plan import catalog
+from workbench.cli.commands import kernels
+from workbench.plan.catalog import catalog
 
 TABLE = json.loads((catalog.assets() / "data/kernels.json").read_text())
 NAMES = [kernel["name"] for kernel in TABLE["kernels"]]

@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-from workbench.runs.ports import free_port
+from workbench.runs.launch.rendezvous_ports import free_port
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import psutil
 import pytest
 import yaml
 
-from workbench.cli import app, doctor
+from workbench.cli import app
+from workbench.cli.commands import doctor
 
 LOCAL = ["--model", "tiny", "--gpu", "local", "--gpus", "1", "--strategy", "single"]
 TINY = ["--model", "tiny", "--gpu", "h100-sxm-80gb", "--gpus", "4"]

@@ -13,9 +13,9 @@ from tests.engine.test_saving import save
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench import verbs
 from workbench.cli.app import answer
-from workbench.engine.forked import run_ranks
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.plan.schema import Plan
-from workbench.runs.machine import preflight
+from workbench.runs.launch.preflight import preflight
 
 
 def checkpoint(folder: Path, shape: dict[str, Any] = LLAMA) -> Path:

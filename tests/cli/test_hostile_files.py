@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from workbench.plan import yamlio
-from workbench.plan.errors import PlanError
-from workbench.plan.files import known_file, replace_file
-from workbench.plan.text import shown
+from workbench.safe_io import yaml_files
+from workbench.errors import PlanError
+from workbench.safe_io.files import known_file, replace_file
+from workbench.safe_io.untrusted_text import shown
 
 
 def bomb(levels: int) -> str:
@@ -20,22 +20,22 @@ def bomb(levels: int) -> str:
 
 def test_aliases_that_unfold_to_millions_are_refused_before_anything_reads_them():
     with pytest.raises(PlanError, match="more than 100,000 values"):
-        yamlio.parse(bomb(30), "plan.yaml")
-    assert yamlio.parse(bomb(3))["model"][0][0] == ["x"] * 9
+        yaml_files.parse(bomb(30), "plan.yaml")
+    assert yaml_files.parse(bomb(3))["model"][0][0] == ["x"] * 9
 
 
 def test_more_values_than_a_document_may_hold_are_refused_while_they_are_read(monkeypatch):
-    monkeypatch.setattr(yamlio, "MOST_VALUES", 10)
-    assert yamlio.parse("{a: 1, b: 1, c: 1, d: 1, e: 1, f: 1, g: 1, h: 1, i: 1}")["i"] == 1
-    monkeypatch.setattr(yamlio, "_more_than", lambda most, value: pytest.fail("all of it was read first"))
+    monkeypatch.setattr(yaml_files, "MOST_VALUES", 10)
+    assert yaml_files.parse("{a: 1, b: 1, c: 1, d: 1, e: 1, f: 1, g: 1, h: 1, i: 1}")["i"] == 1
+    monkeypatch.setattr(yaml_files, "_more_than", lambda most, value: pytest.fail("all of it was read first"))
     for text in ("[1" + ", 1" * 20 + "]", "- 1\n" * 21, "\n".join(f"a{i}: 1" for i in range(11))):
         with pytest.raises(PlanError, match="more than 10 values"):
-            yamlio.parse(text, "plan.yaml")
+            yaml_files.parse(text, "plan.yaml")
 
 
 def test_a_long_document_is_refused_before_it_is_read():
     with pytest.raises(PlanError, match=r"holds more than 4,194,304 characters"):
-        yamlio.parse("x " * 2**21 + "x", "plan.yaml")
+        yaml_files.parse("x " * 2**21 + "x", "plan.yaml")
 
 
 def test_a_value_is_cut_before_it_is_written_out():

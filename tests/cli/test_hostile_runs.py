@@ -17,11 +17,11 @@ import pytest
 
 from tests.golden.cases import HERE, RUN
 from workbench.cli import answer
-from workbench.engine import weights as engine_weights
-from workbench.lab.status import Progress, banner
-from workbench.runs import child
-from workbench.runs.manifest import manifest_text
-from workbench.runs.reader import Reader
+from workbench.checkpoint import export_weights as engine_weights
+from workbench.lab.live.run_status import Progress, banner
+from workbench.runs.launch import child_process
+from workbench.checkpoint.manifest import manifest_text
+from workbench.runs.store.telemetry_reader import Reader
 from workbench.verbs import attach, compare
 
 SOUND = HERE / "run_directory" / RUN
@@ -172,13 +172,13 @@ def asked(*words: object) -> tuple[int, str]:
 
 def in_this_process(module: str, words: list[str], line: Callable[[str], None]) -> None:
     """A child that exports weights, without the seconds that it takes to load torch."""
-    assert module == "workbench.engine.weights"
+    assert module == "workbench.checkpoint.export_weights"
     line(json.dumps(engine_weights.export(Path(words[0]), Path(words[2]))))
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_run_directory_is_answered_or_refused(run: Path, monkeypatch: Any, damage: Damage) -> None:
-    monkeypatch.setattr(child, "python", in_this_process)
+    monkeypatch.setattr(child_process, "python", in_this_process)
     damage(run)
     out = run.parent.parent / "weights"
     for words in (
@@ -195,7 +195,7 @@ def test_a_damaged_run_directory_is_answered_or_refused(run: Path, monkeypatch: 
 
 
 def test_a_sound_run_directory_is_answered(run: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(child, "python", in_this_process)
+    monkeypatch.setattr(child_process, "python", in_this_process)
     for words in (("attach", run, "--once"), ("compare", run, "--no-rehearse"), ("runs", "--root", run.parent)):
         code, said = asked(*words)
         assert code == 0 and "left out" not in said

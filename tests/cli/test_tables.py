@@ -11,21 +11,26 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import workbench
-from workbench.cli import compare as cli_compare
-from workbench.cli import explain, kernels, operators, search, tables, truth
-from workbench.cli.doctor import Finding
-from workbench.cli.foreign import notes
+from workbench.cli.commands import compare as cli_compare
+from workbench.cli import tables
+from workbench.cli.commands import explain
+from workbench.cli.commands import kernels
+from workbench.cli.commands import operators
+from workbench.cli.commands import search
+from workbench.cli.commands import validate
+from workbench.cli.commands.doctor import Finding
+from workbench.cli.commands.interop import notes
 from workbench.cli.progress import RunError, finished
-from workbench.cli.screen import Grid
-from workbench.lab.compare import Comparison, Entry
-from workbench.lab.palette import words
-from workbench.plan.foreign import Note
+from workbench.cli.terminal import Grid
+from workbench.lab.comparison.compare import Comparison, Entry
+from workbench.lab.charts.palette import words
+from workbench.interop import Note
 from workbench.plan.schema import Plan
-from workbench.plan.text import visible
-from workbench.planner.operators import choose_for
+from workbench.safe_io.untrusted_text import visible
+from workbench.planner.autoshard import choose_for
 from workbench.profile import Profile
 from workbench.runs.run import Run
-from workbench.runs.state import Cause, first_state, write_state
+from workbench.runs.store.run_state import Cause, first_state, write_state
 
 
 @pytest.mark.parametrize(("rank", "message", "says"), [
@@ -121,7 +126,7 @@ TABLES = [
     lambda _: tables.strategies([ROW | {"runnable": False}]),
     lambda _: kernels.overview([ROW | KERNEL]),
     lambda _: notes(HOSTILE, HOSTILE, [Note(HOSTILE, HOSTILE, HOSTILE)])[0],
-    lambda _: truth._reasons({"reasons": {HOSTILE: 1}, "refused_by_planner": {HOSTILE: 1}}),
+    lambda _: validate._reasons({"reasons": {HOSTILE: 1}, "refused_by_planner": {HOSTILE: 1}}),
 ]
 
 
@@ -201,7 +206,7 @@ ORDINARY = [
     lambda _: kernels.compiled([FUSED], "3.6.0"),
     lambda _: kernels.speeds([FUSED]),
     lambda _: notes("Not translated", "field", [Note("strategy.pipeline.partition", [20, 20, 21, 19], WHY)])[0],
-    lambda _: truth._parts("stack", {"megatron": {"rows": 1234} | dict.fromkeys(("memory", "time", "clean"), ERRORS)}),
+    lambda _: validate._parts("stack", {"megatron": {"rows": 1234} | dict.fromkeys(("memory", "time", "clean"), ERRORS)}),
     lambda _: search._table(found := workbench.search(large_plan(), top=3), "Best", found.top),
     *(lambda _, number=number: side_by_side(number) for number in range(3)),
     lambda _: explain._cost("llama-3-70b on 128 GPUs", workbench.explain(large_plan()).cost),

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import workbench as wb
-from workbench.plan.errors import PlanError
+from workbench.errors import PlanError
 
 PROGRAM = """
 import sys, workbench as wb

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from workbench.engine.allocator import CpuMeter, CudaMeter, meter
+from workbench.engine.measure.allocator_memory import CpuMeter, CudaMeter, meter
 
 
 def block(size: int) -> torch.Tensor:

@@ -6,9 +6,9 @@ from typing import NoReturn
 
 import pytest
 
-from workbench.engine.answer import status
-from workbench.engine.forked import RankError
-from workbench.plan.errors import refuse
+from workbench.engine.exit_codes import status
+from workbench.engine.verify.forked_ranks import RankError
+from workbench.errors import refuse
 
 
 @pytest.mark.parametrize(

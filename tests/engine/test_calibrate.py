@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from workbench.engine.calibrate import collective
+from workbench.engine.calibrate import collective_points
 from workbench.engine.calibrate.measure import calibrate
-from workbench.engine.calibrate.survey import Survey
+from workbench.engine.calibrate.measured_sizes import Survey
 from workbench.engine.calibrate.timing import Stopwatch
 from workbench.engine.precision import DTYPES
-from workbench.plan.attached import attached
-from workbench.plan.calibration import KINDS, Calibration, fingerprint, read, write
-from workbench.planner.curves import Curves
+from workbench.machine.attached import attached
+from workbench.machine.calibration_file import KINDS, Calibration, fingerprint, read, write
+from workbench.costmodel.rates.measured_curves import Curves
 
 SMALL = Survey(
     gemm=((16, 16, 16), (256, 256, 256)), streams=(12 * 2**10, 12 * 2**20), attention=((1, 2, 64, 16),),
@@ -95,7 +95,7 @@ def test_the_file_gives_curves(found: Calibration, tmp_path) -> None:
 
 def test_what_the_backend_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo sums no fp8: those points are skipped on all ranks alike, and the rest is measured."""
-    monkeypatch.setattr(collective, "DTYPES", {**DTYPES, "bf16": torch.float8_e4m3fn})
+    monkeypatch.setattr(collective_points, "DTYPES", {**DTYPES, "bf16": torch.float8_e4m3fn})
     survey = replace(SMALL, gemm=SMALL.gemm[:1], streams=SMALL.streams[:1], messages=SMALL.messages[:1], attention=())
     found = calibrate(0.0, survey=survey, worlds=(1, 2))
     assert {c.dtype for c in found.collectives} <= {"fp32"}

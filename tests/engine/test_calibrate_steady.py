@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.engine.calibrate import steady
+from workbench.engine.calibrate import believable_figures
 from workbench.engine.calibrate.measure import judge
-from workbench.engine.calibrate.rank import Sample
+from workbench.engine.calibrate.rank_visits import Sample
 
 KIB = 2**10
 
 
-def message(kind: str, size: int) -> steady.Key:
+def message(kind: str, size: int) -> believable_figures.Key:
     return "collectives", (("kind", kind), ("group", 2), ("dtype", "fp32"), ("bytes", size))
 
 
-def found(times: dict[steady.Key, list[float]], memory: float = 10e9) -> dict[str, tuple[str, bool]]:
+def found(times: dict[believable_figures.Key, list[float]], memory: float = 10e9) -> dict[str, tuple[str, bool]]:
     samples = [[Sample(section, dict(labels), "together", seconds) for (section, labels), seconds in times.items()]]
     _, doubts = judge(samples * 2, 2, False, memory)
     return {doubt.point.rpartition(" ")[2]: (doubt.why, doubt.refused) for doubt in doubts}
@@ -58,20 +58,20 @@ def test_a_larger_message_that_is_quicker_makes_both_unsteady() -> None:
 def test_refused_figures_are_left_out_and_steady_ones_stay() -> None:
     good, bad = message("send", 64 * KIB), message("send", 256)
     figures = {good: 1e-4, bad: 1e-6, ("operator", (("autograd", False),)): 1e-9}
-    doubts = steady.doubts(figures, {}, 2, 10e9)
-    assert set(steady.kept(figures, doubts, 2)) == {good, ("operator", (("autograd", False),))}
-    assert steady.kept(figures, doubts, 4) == figures  # of another world
+    doubts = believable_figures.doubts(figures, {}, 2, 10e9)
+    assert set(believable_figures.kept(figures, doubts, 2)) == {good, ("operator", (("autograd", False),))}
+    assert believable_figures.kept(figures, doubts, 4) == figures  # of another world
 
 
 def test_too_few_repeats_say_nothing() -> None:
-    assert steady.scatter([1.0, 9.0]) == 0.0 and steady.scatter([]) == 0.0
+    assert believable_figures.scatter([1.0, 9.0]) == 0.0 and believable_figures.scatter([]) == 0.0
 
 
 def test_the_memory_that_counts_is_the_quickest_stream() -> None:
-    assert steady.memory_rate({("memory", (("bytes", 100),)): 10.0, ("memory", (("bytes", 300),)): 10.0}) == 30.0
-    assert steady.memory_rate({}) == float("inf")
+    assert believable_figures.memory_rate({("memory", (("bytes", 100),)): 10.0, ("memory", (("bytes", 300),)): 10.0}) == 30.0
+    assert believable_figures.memory_rate({}) == float("inf")
 
 
 def test_the_load_stands_beside_the_figures() -> None:
-    busy = steady.conditions()
+    busy = believable_figures.conditions()
     assert busy.load_average >= 0 and busy.cpus >= 1 and busy.free_memory_gib > 0

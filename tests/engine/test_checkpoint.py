@@ -17,16 +17,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from workbench.engine import checkpoint, intact, reading, tensorfile
-from workbench.engine.checkpoint import Shard, path_of
-from workbench.engine.reading import Ranks, assigned
-from workbench.engine.stored import source_of
-from workbench.engine.tensorfile import Entry
-from workbench.engine.writing import Writer
-from workbench.plan.errors import PlanError
-from workbench.runs.checkpoints import checkpoint_of, finished
-from workbench.runs.claim import claim, clear, unwritable
-from workbench.runs.manifest import is_finite, manifest_text, read_manifest
+from workbench.checkpoint import checkpoint_format
+from workbench.checkpoint import tensor_integrity
+from workbench.checkpoint import read_tensors
+from workbench.checkpoint import safetensors_writer
+from workbench.checkpoint.checkpoint_format import Shard, path_of
+from workbench.checkpoint.read_tensors import Ranks, assigned
+from workbench.checkpoint.tensor_index import source_of
+from workbench.checkpoint.safetensors_writer import Entry
+from workbench.checkpoint.background_writer import Writer
+from workbench.errors import PlanError
+from workbench.checkpoint.resume_point import checkpoint_of, finished
+from workbench.checkpoint.checkpoint_lock import claim, clear, unwritable
+from workbench.checkpoint.manifest import is_finite, manifest_text, read_manifest
 
 SHAPES = {"embed.weight": (10, 6), "layers.0.weight": (8, 12), "norm.weight": (7,)}
 
@@ -74,7 +77,7 @@ def save_all(folder: Path, step: int, size: int, dim: int = 0, keep: int = 2, **
 
 
 def load(path: Path, shards: list[Shard]) -> None:
-    reading.load(source_of(path), shards)
+    read_tensors.load(source_of(path), shards)
 
 
 def assert_loaded(shards: list[Shard]) -> None:
@@ -132,8 +135,8 @@ def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
     }  # fmt: skip
     entries = [Entry(key, value.dtype, tuple(value.shape)) for key, value in tensors.items()]
     told: list[int] = []
-    size, sha256 = tensorfile.write(tmp_path / "x", entries, tensors.__getitem__, told.append)
-    assert size == (tmp_path / "x").stat().st_size == sum(told) and sha256 == intact.digest(tmp_path / "x")
+    size, sha256 = safetensors_writer.write(tmp_path / "x", entries, tensors.__getitem__, told.append)
+    assert size == (tmp_path / "x").stat().st_size == sum(told) and sha256 == tensor_integrity.digest(tmp_path / "x")
     read = load_file(tmp_path / "x")
     assert read.keys() == tensors.keys() and all(torch.equal(read[key], tensors[key]) for key in read)
 
@@ -188,13 +191,13 @@ class Slow:
     """Writes files only when told to go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, write = threading.Event(), tensorfile.write
+        self.go, write = threading.Event(), safetensors_writer.write
 
         def slowly(*arguments: Any) -> tuple[int, str]:
             assert self.go.wait(20)
             return write(*arguments)
 
-        monkeypatch.setattr(tensorfile, "write", slowly)
+        monkeypatch.setattr(safetensors_writer, "write", slowly)
 
 
 def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +247,7 @@ def test_the_next_waits_for_the_former_and_says_so(
 
 
 def full_disk(rank: int) -> Callable[..., Any]:
-    write = tensorfile.write
+    write = safetensors_writer.write
 
     def failing(path: Path, *rest: Any) -> tuple[int, str]:
         if f"rank{rank:05d}" in path.name:
@@ -259,7 +262,7 @@ def test_a_rank_that_cannot_write_leaves_no_checkpoint_and_tells_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     save_all(tmp_path, 1, 2)
-    monkeypatch.setattr(tensorfile, "write", full_disk(failing))
+    monkeypatch.setattr(safetensors_writer, "write", full_disk(failing))
     made = writers(tmp_path, 2)
     for rank, writer in enumerate(made):
         writer.start(2, cut(0, 2, rank), {})
@@ -307,7 +310,7 @@ def test_a_killed_run_leaves_nothing_that_counts(tmp_path: Path) -> None:
     killed = os.fork()
     if killed == 0:
         (writer,) = writers(tmp_path, 1)
-        checkpoint.commit = lambda *_: os.kill(os.getpid(), 9)  # type: ignore[assignment]
+        checkpoint_format.commit = lambda *_: os.kill(os.getpid(), 9)  # type: ignore[assignment]
         writer.start(2, cut(0, 1, 0), {})
         writer.wait()
         os._exit(1)
@@ -376,7 +379,7 @@ def test_a_tensor_of_another_shape_than_its_manifest_says_is_refused(tmp_path: P
     wanted = Shard(tensor["name"], tensor["kind"], torch.zeros(tensor["shape"]), tuple(tensor["shape"]),
                    tuple((0, n) for n in tensor["shape"]))  # fmt: skip
     with pytest.raises(ValueError, match=r"has shape \[\d+, \d+\], its checkpoint says"):
-        reading.load(replace(source_of(path), exact=False), [wanted])
+        read_tensors.load(replace(source_of(path), exact=False), [wanted])
 
 
 @pytest.mark.parametrize("name", ["rank00001.safetensors", "manifest.json"])
@@ -458,7 +461,7 @@ def test_what_one_rank_finds_is_raised_on_all(tmp_path: Path) -> None:
         return [item, "rank 1 found this"] if len(rounds) == 1 else [item, item]
 
     with pytest.raises(ValueError, match="rank 1 found this"):
-        reading.load(source_of(path), cut(0, 2, 0, empty=True), Ranks(0, gather))
+        read_tensors.load(source_of(path), cut(0, 2, 0, empty=True), Ranks(0, gather))
     assert rounds == [[None]]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workbench.engine import corpus as corpora
+from workbench.engine.data import tokenized_corpus as corpora
 from workbench.plan import schema
 
 TEXTS = {"a.txt": "the quick brown fox jumps over the lazy dog. " * 40, "b.txt": "häßliche Wörter\n" * 30, "c.txt": ""}

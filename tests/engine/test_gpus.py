@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from workbench.engine import gpus, train
-from workbench.engine.forked import run_ranks
-from workbench.plan.errors import PlanError
+from workbench.engine import gpu_binding as gpus
+from workbench.engine import worker_lifecycle
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.runs.ports import free_port
+from workbench.runs.launch.rendezvous_ports import free_port
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -109,10 +110,10 @@ def test_gpus_are_held_to_the_plan_before_accelerate_is_asked(cuda: pytest.Monke
     def accelerator(**words: Any) -> None:
         raise AssertionError("accelerate was asked first")
 
-    cuda.setattr(train, "Accelerator", accelerator)
+    cuda.setattr(worker_lifecycle, "Accelerator", accelerator)
     cuda.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(PlanError, match=r"cluster\.gpus"):
-        train.join(plan(), tmp_path)
+        worker_lifecycle.join(plan(), tmp_path)
 
 
 def test_a_rank_says_which_gpu_it_has(cuda: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.rehearsal.measured import measure
-from workbench.engine import observe
-from workbench.engine.allocator import meter
-from workbench.engine.forked import run_ranks
-from workbench.engine.live import LiveBytes
+from workbench.engine.measure import step_sampler
+from workbench.engine.measure.allocator_memory import meter
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.measure.live_memory import LiveBytes
 from workbench.engine.session import Session
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
@@ -38,7 +38,7 @@ def test_a_lying_counter_leaves_the_total_alone(gpus: int, strategy: str, monkey
     changes = {"training.sequence_length": 32, "training.global_batch": 4}
     plan = Plan.of("tiny", gpu="local", gpus=gpus, strategy=strategy, set=changes)
     honest = measure(plan)
-    monkeypatch.setattr(observe, "LiveBytes", Liar)
+    monkeypatch.setattr(step_sampler, "LiveBytes", Liar)
     lied = measure(plan)
     for (truth, _, _), (total, categories, _) in zip(honest, lied, strict=True):
         assert {row["bytes"] for row in categories} == {2**40}
@@ -66,13 +66,13 @@ def _measured(plan: Plan, hidden: int, rank: int) -> dict[str, int]:
     gauge = meter(device)
     gauge.start()
     session = Session.build(plan, build_mesh(plan, rank), device)
-    sampler = observe.Sampler(session, gauge)
+    sampler = step_sampler.Sampler(session, gauge)
     text = torch.zeros((plan.num_microbatches, 1, plan.training.sequence_length), dtype=torch.long)
     with sampler.step():
         with _disable_current_modes():
             unseen = torch.empty(hidden, dtype=torch.uint8)
         session.step(0, text, text, sampler)
     del unseen
-    (total,) = observe.allocated_rows(gauge.stop(), 0)
+    (total,) = step_sampler.allocated_rows(gauge.stop(), 0)
     counted = sum(row["bytes"] for row in sampler.memory_rows() if row["moment"] == "peak")
     return {"allocated": total[0]["bytes"], "counted": counted}

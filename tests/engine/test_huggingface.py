@@ -16,13 +16,13 @@ from torch import Tensor
 
 from tests.engine.test_saving import Whole, save, session_of
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.engine.forked import run_ranks
-from workbench.engine.huggingface import config_of, parameters_of, source_of
-from workbench.engine.saving import Saver
-from workbench.engine.weights import export
-from workbench.plan.errors import PlanError
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.checkpoint.huggingface_names import config_of, parameters_of, source_of
+from workbench.engine.session_checkpoint import Saver
+from workbench.checkpoint.export_weights import export
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.plan.shape import Shape
+from workbench.plan.model_shape import Shape
 
 BATCH = {"training.global_batch": 8}
 LAYER = {

@@ -10,8 +10,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from workbench.engine.allocator import CpuMeter
-from workbench.engine.live import LiveBytes
+from workbench.engine.measure.allocator_memory import CpuMeter
+from workbench.engine.measure.live_memory import LiveBytes
 
 
 def test_views_and_in_place_count_once() -> None:

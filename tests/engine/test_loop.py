@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from workbench.engine import checkpoint
-from workbench.engine.train import train
+from workbench.checkpoint import checkpoint_format
+from workbench.engine.worker_lifecycle import train
 from workbench.plan.schema import Plan
 from workbench.runs import Reader
 
@@ -142,14 +142,14 @@ def test_a_larger_shape_of_the_same_names_is_refused(tmp_path: Path, text: Path,
 def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = checkpoint.write_part
+    write = checkpoint_format.write_part
 
     def full(folder: Path, *rest: Any) -> None:
         if "step-00000002" in folder.name:
             raise OSError(28, "No space left on device")
         write(folder, *rest)
 
-    monkeypatch.setattr(checkpoint, "write_part", full)
+    monkeypatch.setattr(checkpoint_format, "write_part", full)
     for asynchronous in (True, False):
         folder = tmp_path / str(asynchronous)
         changes = {"training__steps": 5, "checkpoint__every": 1, "checkpoint__asynchronous": asynchronous}
@@ -164,17 +164,17 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
 def test_dying_while_saving_leaves_the_former_checkpoint(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = checkpoint.commit
+    commit = checkpoint_format.commit
 
     def die_at_two(writing: Path, final: Path, *rest: Any) -> None:
         if final.name == "step-00000002":
             os.kill(os.getpid(), signal.SIGKILL)
         commit(writing, final, *rest)
 
-    monkeypatch.setattr(checkpoint, "commit", die_at_two)
+    monkeypatch.setattr(checkpoint_format, "commit", die_at_two)
     code, _ = trained(tmp_path / "run", text, checkpoint__every=1)
     folder = tmp_path / "run" / "checkpoints"
-    assert code == -signal.SIGKILL and [path.name for path in checkpoint.finished(folder)] == ["step-00000001"]
+    assert code == -signal.SIGKILL and [path.name for path in checkpoint_format.finished(folder)] == ["step-00000001"]
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     again = {"checkpoint__load": str(folder / "step-00000001"), "checkpoint__every": 1}

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import workbench
-from workbench.engine import meeting
-from workbench.engine.forked import run_ranks
+from workbench.engine import rendezvous
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.plan.schema import Plan
-from workbench.runs.ports import free_port
+from workbench.runs.launch.rendezvous_ports import free_port
 
 SOON = timedelta(seconds=10)
 
@@ -31,18 +31,18 @@ def plan(nodes=1):
 
 def test_the_store_of_one_node_listens_on_the_loopback_address_alone():
     port = free_port()
-    store = meeting.loopback_store(port, 2, SOON, listens=True)
+    store = rendezvous.loopback_store(port, 2, SOON, listens=True)
     assert listening(port) == ["127.0.0.1"]
-    other = meeting.loopback_store(port, 2, SOON, listens=False)
+    other = rendezvous.loopback_store(port, 2, SOON, listens=False)
     store.set("key", "value")
     assert other.get("key") == b"value"
 
 
 def test_a_port_in_use_is_named():
     port = free_port()
-    first = meeting.loopback_store(port, 1, SOON, listens=True)
+    first = rendezvous.loopback_store(port, 1, SOON, listens=True)
     with pytest.raises(RuntimeError, match=rf"cannot meet on 127\.0\.0\.1:{port}: Address already in use"):
-        meeting.loopback_store(port, 1, SOON, listens=True)
+        rendezvous.loopback_store(port, 1, SOON, listens=True)
     del first
 
 
@@ -54,12 +54,12 @@ def test_a_store_that_the_launcher_made_is_taken(monkeypatch, nodes, agent, own)
     if agent:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
     made = plan().replace(**{"cluster.nodes": nodes, "cluster.gpus": 2 * nodes})
-    assert meeting.own_store(made) is own
+    assert rendezvous.own_store(made) is own
 
 
 def test_ranks_gather_plain_data_of_any_length():
     given = [None, "a word of rank 1 – é", ["step-1/rank00000.safetensors"] * 300]
-    for told in run_ranks(3, lambda rank: meeting.gather(given[rank], torch.device("cpu"))):
+    for told in run_ranks(3, lambda rank: rendezvous.gather(given[rank], torch.device("cpu"))):
         assert told == given
 
 

@@ -9,12 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from workbench.engine.optimizer import Optimizer, learning_rate
 from workbench.engine.precision import dtypes
-from workbench.kernels.language import triton
+from workbench.kernels.triton_compat import triton
 from workbench.parallel.layout import Layout
 from workbench.plan import schema
-from workbench.plan.errors import PlanError
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.runs.memory import bytes_each
+from workbench.runs.launch.free_memory import bytes_each
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (7, 5), "vector": (11,), "other": (3, 4, 2)}
 LAYOUTS = {name: Layout.whole(name, shape) for name, shape in SHAPES.items()}
@@ -131,7 +131,7 @@ def test_what_is_kept_in_16_bits_is_torchs_rounded_after_every_step(
 def test_casting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for limit in (1, 2**30):
-        monkeypatch.setattr("workbench.engine.groups.CAST_BYTES", limit)
+        monkeypatch.setattr("workbench.engine.optimizer_groups.CAST_BYTES", limit)
         parameters = named(torch.bfloat16)
         optimizer = Optimizer(parameters, gradients_of(0, torch.bfloat16), LAYOUTS, config(), 3)
         assert len(optimizer._groups) == (3 if limit == 1 else 2)  # matrices and vectors are decayed apart
@@ -166,7 +166,7 @@ def test_fused_kernels_change_nothing_where_triton_does_not_run(name: str) -> No
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("master", ["auto", "none"])
 def test_cutting_what_is_cast_changes_nothing(name: str, master: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.engine.groups.CACHED_BYTES", 1024)
+    monkeypatch.setattr("workbench.engine.optimizer_groups.CACHED_BYTES", 1024)
     shapes = {"matrix": (40, 20), "vector": (130,), "small": (3, 4)}
     layouts = {n: Layout.whole(n, s) for n, s in shapes.items()}
     found = []

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine import session as session_module
-from workbench.engine.forked import run_ranks
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.precision import dtypes, set_attention, set_products
 from workbench.engine.session import Session
-from workbench.engine.verify import _Recorder
+from workbench.engine.verify.equivalence import _Recorder
 from workbench.models import Transformer
-from workbench.models.initialise import initial_value
+from workbench.models.weight_init import initial_value
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import build_mesh
-from workbench.plan.errors import PlanError
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.plan.shape import Shape
-from workbench.plan.support import require
+from workbench.plan.model_shape import Shape
+from workbench.plan.rules.supported import require
 
 WIDE, NARROW = torch.float32, torch.bfloat16
 NAMED = {"fp32": WIDE, "bf16": NARROW}

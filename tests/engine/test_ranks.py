@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState
 
-from workbench.engine.train import train
+from workbench.engine.worker_lifecycle import train
 from workbench.plan.schema import Plan
 from workbench.runs import Reader
-from workbench.runs.ports import free_port
+from workbench.runs.launch.rendezvous_ports import free_port
 
 STEPS, HALF = 6, 3
 Losses = tuple[dict[int, float], dict[int, float]]

@@ -8,9 +8,9 @@ import torch
 
 from tests.engine.test_saving import session_of
 from tests.parallel.small import GPT, plan
-from workbench.engine.forked import run_ranks
-from workbench.engine.replicas import PIECE, WORDS, ReplicasDiffer, bit_sum
-from workbench.engine.saving import Saver
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.replica_check import PIECE, WORDS, ReplicasDiffer, bit_sum
+from workbench.engine.session_checkpoint import Saver
 
 NAME = "blocks.1.attention.o.weight"
 

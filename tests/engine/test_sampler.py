@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.engine.corpus import Tokens
-from workbench.engine.sampler import Sampler, permute
+from workbench.engine.data.tokenized_corpus import Tokens
+from workbench.engine.data.batch_sampler import Sampler, permute
 
 
 def tokens(train: int = 1000, holdout: int = 200) -> Tokens:

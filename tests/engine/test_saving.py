@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.engine import intact, reading
-from workbench.engine.forked import run_ranks
-from workbench.engine.saving import Saver
+from workbench.checkpoint import tensor_integrity
+from workbench.checkpoint import read_tensors
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.session_checkpoint import Saver
 from workbench.engine.session import Session
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
@@ -227,9 +228,9 @@ def test_a_rank_reads_what_it_keeps_and_files_are_verified_once(tmp_path: Path) 
     def watched(rank: int) -> tuple[list[int], list[str], int]:
         read: list[int] = []
         hashed: list[str] = []
-        opened, digest = reading.safe_open, intact.digest
-        reading.safe_open = lambda *given, **named: Counted(opened(*given, **named), read)
-        intact.digest = lambda path, told: (hashed.append(path.name), digest(path, told))[1]
+        opened, digest = read_tensors.safe_open, tensor_integrity.digest
+        read_tensors.safe_open = lambda *given, **named: Counted(opened(*given, **named), read)
+        tensor_integrity.digest = lambda path, told: (hashed.append(path.name), digest(path, told))[1]
         held = load(made, rank)
         return read, hashed, sum(tensor.size for _, kind, _, tensor in held if kind != "step")
 

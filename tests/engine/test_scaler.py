@@ -14,15 +14,15 @@ from torch import Tensor
 from tests.engine.test_loop import trained
 from tests.engine.test_precision import text_of
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.engine import scaler as scaler_module
+from workbench.engine import loss_scaler as scaler_module
 from workbench.engine import session as session_module
-from workbench.engine.forked import run_ranks
-from workbench.engine.scaler import INITIAL, LossScaler, overflow
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.loss_scaler import INITIAL, LossScaler, overflow
 from workbench.engine.session import Session, StepResult
-from workbench.parallel.data.store import Store
+from workbench.parallel.data.zero_shards import Store
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
-from workbench.planner.traffic import LOSS_BYTES
+from workbench.costmodel.communication.collective_volume import LOSS_BYTES
 from workbench.rehearsal.rehearse import rehearse
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from workbench.engine.telemetry import RankLog, Telemetry, write_error
+from workbench.engine.measure.telemetry_writer import RankLog, Telemetry, write_error
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -93,7 +93,7 @@ def test_values_json_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_rank_log_tees_and_keeps_the_traceback(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from workbench.engine.telemetry import RankLog\n"
+        "import sys; from pathlib import Path; from workbench.engine.measure.telemetry_writer import RankLog\n"
         "with RankLog(Path(sys.argv[1]), 2):\n"
         "    print('to out'); print('to err', file=sys.stderr); raise RuntimeError('the cause')\n"
     )
@@ -108,7 +108,7 @@ def test_rank_log_tees_and_keeps_the_traceback(tmp_path: Path) -> None:
 
 def test_rank_log_keeps_the_place_of_an_abort(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from workbench.engine.telemetry import RankLog\n"
+        "import os, sys; from pathlib import Path; from workbench.engine.measure.telemetry_writer import RankLog\n"
         "with RankLog(Path(sys.argv[1]), 0):\n    print('before'); os.abort()\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=60)
@@ -129,7 +129,7 @@ def test_a_log_on_a_full_disk_fails_no_rank(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank00000.log").symlink_to("/dev/full")
     code = (
-        "import os, sys; from pathlib import Path; from workbench.engine.telemetry import RankLog\n"
+        "import os, sys; from pathlib import Path; from workbench.engine.measure.telemetry_writer import RankLog\n"
         "from workbench.engine.worker import flush\n"
         "with RankLog(Path(sys.argv[1]), 0):\n    print('lost', end='')\n"
         "flush(); os._exit(0)"

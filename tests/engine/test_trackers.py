@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from workbench.engine.trackers import Trackers, flat, require
+from workbench.engine.measure.experiment_trackers import Trackers, flat, require
 from workbench.plan import schema
 
 

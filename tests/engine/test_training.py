@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from workbench.engine import corpus
+from workbench.engine.data import tokenized_corpus
 from workbench.engine.optimizer import learning_rate
-from workbench.engine.sampler import Sampler
+from workbench.engine.data.batch_sampler import Sampler
 from workbench.models import Transformer
-from workbench.models.initialise import initial_value
-from workbench.plan.export import export
+from workbench.models.weight_init import initial_value
+from workbench.interop.export import export
 from workbench.plan.schema import Plan
 from workbench.runs import Reader, Run, attach, start
-from workbench.runs.ports import free_port
+from workbench.runs.launch.rendezvous_ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,7 @@ def expected(home: Path) -> tuple[list[float], dict[int, float]]:
     full = plan(home, "single", 1).complete()
     t, o = full.training, full.training.optimizer
     text = Sampler(
-        corpus.load(full.corpus, full.shape.vocab), t.sequence_length, t.global_batch, t.global_batch, t.seed
+        tokenized_corpus.load(full.corpus, full.shape.vocab), t.sequence_length, t.global_batch, t.global_batch, t.seed
     )
     model = Transformer(full.shape)
     with torch.no_grad():

@@ -12,16 +12,17 @@ import pytest
 import torch
 
 import workbench.kernels
-from workbench.kernels import ahead, language
-from workbench.kernels.ahead import Row, breaches, differences, launch_of, launches
+from workbench.kernels import ahead_of_time
+from workbench.kernels import triton_compat
+from workbench.kernels.ahead_of_time import Row, breaches, differences, launch_of, launches
 from workbench.kernels.registry import KERNELS
 
 FILE = Path(__file__).parents[2] / "data" / "kernels.json"
 TABLE = json.loads(FILE.read_text())
-VERSION = getattr(language.triton, "__version__", None)
+VERSION = getattr(triton_compat.triton, "__version__", None)
 GOOD = Row("add_norm", "add_norm_forward", "bf16 x 4096", "forward", "in and out", 90, 8, 128, 0, 1024, 6, 4)
 
-compiles = pytest.mark.skipif(language.triton is None or language.INTERPRETED, reason="Triton compiles nothing here")
+compiles = pytest.mark.skipif(triton_compat.triton is None or triton_compat.INTERPRETED, reason="Triton compiles nothing here")
 same_triton = pytest.mark.skipif(
     TABLE["triton"] != VERSION, reason=f"the table is Triton {TABLE['triton']}'s, here is {VERSION}"
 )
@@ -37,18 +38,18 @@ def modules() -> list[Any]:
 @compiles
 @same_triton
 def test_the_committed_table_is_what_triton_makes_today() -> None:
-    found = ahead.rows()
+    found = ahead_of_time.rows()
     assert [said for row in found for said in breaches(row)] == []
-    assert differences(ahead.as_json(found), FILE.read_text()) == []
+    assert differences(ahead_of_time.as_json(found), FILE.read_text()) == []
 
 
 def test_the_table_tells_of_every_operator_what_the_registry_does() -> None:
-    assert TABLE["kernels"] == ahead.facts()
+    assert TABLE["kernels"] == ahead_of_time.facts()
 
 
 def test_the_table_has_every_case_on_every_architecture_within_the_limits() -> None:
     rows = [Row(**row) for row in TABLE["ahead"]]
-    cases = {(kernel.name, case, sm) for kernel in KERNELS for case in kernel.cases for sm in ahead.SHARED}
+    cases = {(kernel.name, case, sm) for kernel in KERNELS for case in kernel.cases for sm in ahead_of_time.SHARED}
     assert {(row.kernel, row.case, row.sm) for row in rows} == cases
     assert [said for row in rows for said in breaches(row)] == []
 
@@ -64,7 +65,7 @@ def test_every_operator_is_in_the_registry_and_has_its_reference() -> None:
 @compiles
 def test_every_triton_function_that_is_launched_is_in_the_table() -> None:
     functions = {
-        f.__name__: f for m in modules() for f in vars(m).values() if isinstance(f, language.triton.JITFunction)
+        f.__name__: f for m in modules() for f in vars(m).values() if isinstance(f, triton_compat.triton.JITFunction)
     }
     called = {name for name in functions if any(re.search(rf"(?<!def )\b{name}\(", f.src) for f in functions.values())}
     assert set(functions) - called == {row["function"] for row in TABLE["ahead"]}
@@ -102,11 +103,11 @@ def test_a_launch_is_specialised_as_triton_does_it() -> None:
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import create_function_from_signature
 
-    from workbench.kernels.norm import add_norm_forward
+    from workbench.kernels.residual_norm import add_norm_forward
 
     x = torch.zeros(64, 24, dtype=torch.bfloat16)
     flags = {"HAS_R": True, "HAS_B": False, "CENTRED": False}
-    constants = flags | {"WIDE": language.tl.float32, "ROWS": 2, "BLOCK": 32}
+    constants = flags | {"WIDE": triton_compat.tl.float32, "ROWS": 2, "BLOCK": 32}
     args = (x, x[1:], x[0, 1:], None, x, x, x.float(), torch.zeros(3, dtype=torch.float64), 1, 48, 1e-5)
     launch = launch_of("forward", add_norm_forward, args, constants | {"num_warps": 8})
     backend = CUDABackend(GPUTarget("cuda", 90, 32))
@@ -120,9 +121,9 @@ def test_a_launch_is_specialised_as_triton_does_it() -> None:
 
 @compiles
 def test_launches_are_recorded_not_run_and_the_room_is_as_before() -> None:
-    run, kernel = language.triton.JITFunction.run, KERNELS[0]
+    run, kernel = triton_compat.triton.JITFunction.run, KERNELS[0]
     found = launches(kernel, next(iter(kernel.cases)))
     assert [(one.function.__name__, one.direction) for one in found] == [
         ("add_norm_forward", "forward"), ("add_norm_backward", "backward"),
     ]  # fmt: skip
-    assert language.triton.JITFunction.run is run and not language.INTERPRETED
+    assert triton_compat.triton.JITFunction.run is run and not triton_compat.INTERPRETED

@@ -17,10 +17,10 @@ from tests.benchmarks.kernels_goals import summary
 from tests.benchmarks.kernels_models import Size
 from tests.benchmarks.kernels_traffic import textbook_bytes
 from workbench.plan.schema import Plan
-from workbench.planner.compute import machine as card
-from workbench.planner.compute import memory_bound
-from workbench.planner.constants import constants
-from workbench.planner.workload import workload
+from workbench.costmodel.compute.roofline import machine as card
+from workbench.costmodel.compute.roofline import memory_bound
+from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.inputs.rank_workload import workload
 
 CPU = torch.device("cpu")
 FP32 = torch.float32

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from workbench.kernels import dropout
-from workbench.kernels.dropout import dropout_add, dropout_add_backward_op, dropout_add_op, reference
-from workbench.models.dropout import drop
+from workbench.kernels import bias_dropout_residual
+from workbench.kernels.bias_dropout_residual import dropout_add, dropout_add_backward_op, dropout_add_op, reference
+from workbench.models.counter_dropout import drop
 
 KEY = 12345678901234567
 
@@ -37,7 +37,7 @@ def saved() -> Iterator[list[Tensor]]:
 @pytest.mark.parametrize("kernels", ["fused", "compiled"])
 def test_is_the_models_own_dropout(dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, bias, residual, rows = inputs((3, 5, 33), dtype)
-    monkeypatch.setattr(dropout, "PIECE", 33 * 4)  # the fifteen rows are four pieces
+    monkeypatch.setattr(bias_dropout_residual, "PIECE", 33 * 4)  # the fifteen rows are four pieces
     found = dropout_add(x, bias, residual, rows, KEY, 0.3, 7, kernels)
     assert torch.equal(found, drop(x + bias, rows, KEY, 0.3, 7) + residual)
     alone = dropout_add(x, None, None, rows, KEY, 0.3, 7, kernels)

@@ -14,16 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from workbench.kernels import activation, cross_entropy, dropout, norm, rope
+from workbench.kernels import activation, cross_entropy, rope
+from workbench.kernels import bias_dropout_residual
+from workbench.kernels import residual_norm
 from workbench.kernels import linear_cross_entropy as head
 from workbench.kernels.adamw import AdamW, Stepped
-from workbench.kernels.matvec import matvec
-from workbench.kernels.matvec import reference as matvec_reference
-from workbench.kernels.quantised import Quantised, quantise
-from workbench.kernels.seams import replace_seams
+from workbench.kernels.weight_only_gemv import matvec
+from workbench.kernels.weight_only_gemv import reference as matvec_reference
+from workbench.kernels.weight_quantization import Quantised, quantise
+from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer
 from workbench.models.seams import positions_of
-from workbench.plan.shape import Shape
+from workbench.plan.model_shape import Shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -64,10 +66,10 @@ def _norm(centred: bool) -> Operator:
         return [normal(ROWS, width), normal(ROWS, width), 1 + 0.1 * normal(width), normal(width)][: 3 + centred]
 
     def truth(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        return norm.reference(x, residual, weight, bias, 1e-5, centred)
+        return residual_norm.reference(x, residual, weight, bias, 1e-5, centred)
 
     def run(kernels: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        return norm.add_norm(x, residual, weight, bias, 1e-5, centred, kernels)
+        return residual_norm.add_norm(x, residual, weight, bias, 1e-5, centred, kernels)
 
     return Operator(inputs, run, truth)
 
@@ -127,9 +129,9 @@ def _dropout() -> Operator:
         return [normal(ROWS, width), normal(width), normal(ROWS, width), torch.arange(ROWS) * 2**33]
 
     def run(kernels: str, *inputs: Tensor) -> Any:
-        return dropout.dropout_add(*inputs, key, rate, 5, kernels)
+        return bias_dropout_residual.dropout_add(*inputs, key, rate, 5, kernels)
 
-    return Operator(inputs, run, lambda *inputs: dropout.reference(*inputs, key, rate, 5))
+    return Operator(inputs, run, lambda *inputs: bias_dropout_residual.reference(*inputs, key, rate, 5))
 
 
 def _matvec(bits: int, tokens: int) -> Operator:
@@ -286,7 +288,7 @@ def test_norm_beyond_32_bits(centred: bool, kernels: str) -> None:
 
     def both(branch: Tensor) -> tuple[Tensor, ...]:
         leaf = branch.detach().requires_grad_()
-        y, total = norm.add_norm(leaf, branch, weight, bias, 1e-5, centred, kernels)
+        y, total = residual_norm.add_norm(leaf, branch, weight, bias, 1e-5, centred, kernels)
         return y.detach(), total.detach(), *torch.autograd.grad((y, total), leaf, (branch, branch))
 
     whole = both(x)

@@ -15,7 +15,7 @@ from tests.kernels.test_cross_entropy import again, peak
 from workbench.kernels import linear_cross_entropy as module
 from workbench.kernels.linear_cross_entropy import chunk_tokens, linear_cross_entropy, reference, room_columns, run_op
 from workbench.models.seams import IGNORE
-from workbench.parallel.pipeline.split import SplitLinears
+from workbench.parallel.pipeline.zero_bubble import SplitLinears
 
 N, D, V = 70, 8, 33
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from workbench.kernels.matvec import Quantised, dequantise, matvec, quantise, reference
-from workbench.kernels.matvec import matvec_op as operator
+from workbench.kernels.weight_only_gemv import Quantised, dequantise, matvec, quantise, reference
+from workbench.kernels.weight_only_gemv import matvec_op as operator
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
 
@@ -52,7 +52,7 @@ def test_half_bytes_lie_where_they_are_said_to() -> None:
 def test_many_tokens_widen_the_weight(
     bits: int, group: int | None, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workbench.kernels.matvec.WIDENED", 1000)
+    monkeypatch.setattr("workbench.kernels.weight_only_gemv.WIDENED", 1000)
     x, weight = drawn(9, 11, columns, bits, group, dtype)
     y, true = matvec(x, weight), reference(x, weight)
     assert y.dtype == dtype

@@ -9,19 +9,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.small import GPT, LLAMA
-from workbench.kernels import seams
-from workbench.kernels.seams import replace_seams, warm_up
+from workbench.kernels import fused_seams
+from workbench.kernels.fused_seams import replace_seams, warm_up
 from workbench.models import Transformer
-from workbench.models.dropout import Dropout
+from workbench.models.counter_dropout import Dropout
 from workbench.models.seams import IGNORE, Activate, AddNorm, HeadLoss, Rope
-from workbench.plan.errors import PlanError
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.plan.shape import Shape
-from workbench.plan.support import unsupported
-from workbench.planner import activations, loss, measured
-from workbench.planner.compute import REPLACED
+from workbench.plan.model_shape import Shape
+from workbench.plan.rules.supported import unsupported
+from workbench.costmodel.memory import activation_memory
+from workbench.costmodel.memory import loss_memory as loss
+from workbench.costmodel.compute import kernel_benchmarks
+from workbench.costmodel.compute.roofline import REPLACED
 from workbench.rehearsal.rehearse import rehearse
-from workbench.runs import apart, machine
+from workbench.runs.launch import subprocess_verbs
+from workbench.runs.launch import preflight
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -70,7 +73,7 @@ def test_every_seam_that_can_be_is_replaced() -> None:
     names = set(model.state_dict())
     replace_seams(model, "fused")
     kinds = {type(module) for module in model.modules()}
-    assert set(seams.FUSED.values()) <= kinds and not set(seams.FUSED) & kinds
+    assert set(fused_seams.FUSED.values()) <= kinds and not set(fused_seams.FUSED) & kinds
     assert set(model.state_dict()) == names
 
 
@@ -137,28 +140,28 @@ def test_kernels_of_code_are_refused_by_name() -> None:
 def test_without_a_compiler_nothing_is_started(monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
     plan = Plan.of("tiny", gpu="local", gpus=1, set={"strategy.kernels": "fused"})
     monkeypatch.delenv("CXX", raising=False)
-    assert not [p for p in machine.preflight(plan) if p.field == "strategy.kernels"]
+    assert not [p for p in preflight.preflight(plan) if p.field == "strategy.kernels"]
     if named:
         monkeypatch.setenv("CXX", named)
     else:
-        monkeypatch.setattr("workbench.runs.compilers.shutil.which", lambda name: None)
-    (problem,) = [p for p in machine.preflight(plan) if p.field == "strategy.kernels"]
+        monkeypatch.setattr("workbench.runs.launch.kernel_compilers.shutil.which", lambda name: None)
+    (problem,) = [p for p in preflight.preflight(plan) if p.field == "strategy.kernels"]
     assert (named or "g++") in str(problem) and "eager" in str(problem)
     with pytest.raises(PlanError, match="C\\+\\+ compiler"):
-        apart.verify(plan)
+        subprocess_verbs.verify(plan)
     eager = plan.replace(**{"strategy.kernels": "eager"})
-    assert not [p for p in machine.preflight(eager) if p.field == "strategy.kernels"]
+    assert not [p for p in preflight.preflight(eager) if p.field == "strategy.kernels"]
 
 
 def test_the_planner_knows_which_seams_stay_plain() -> None:
-    assert activations.PLAIN_BELOW == seams.PLAIN_BELOW
-    assert activations.ATEN == seams.ATEN
-    assert loss.PLAIN_BELOW == seams.LOSS_PLAIN_BELOW
+    assert activation_memory.PLAIN_BELOW == fused_seams.PLAIN_BELOW
+    assert activation_memory.ATEN == fused_seams.ATEN
+    assert loss.PLAIN_BELOW == fused_seams.LOSS_PLAIN_BELOW
 
 
 def measured_on_processors() -> dict[tuple[str, str, tuple[int, ...], str], tuple[float, float]]:
     """Of the committed benchmark: (operator, case, shape, dtype) -> seconds of forward and backward, (eager, fused)."""
-    (table,) = (b for b in measured.benchmarks() if b["kind"] == "cpu")
+    (table,) = (b for b in kernel_benchmarks.benchmarks() if b["kind"] == "cpu")
     found: dict[tuple[str, str, tuple[int, ...], str], tuple[float, float]] = {}
     for row in table["kernels"]:
         key, seconds = (row["kernel"], row["case"], tuple(row["shape"]), row["dtype"]), row["seconds"]
@@ -175,7 +178,7 @@ def chosen(kernel: str, case: str, entries: int) -> bool:
         "dropout": lambda: Dropout(0.1, 0), "cross_entropy": lambda: HeadLoss(8, 16),
     }[kernel]()  # fmt: skip
     replace_seams(seam, "fused", "cpu")
-    return type(seam) in seams.FUSED.values() and entries >= int(getattr(seam, "plain_below", 0))
+    return type(seam) in fused_seams.FUSED.values() and entries >= int(getattr(seam, "plain_below", 0))
 
 
 def test_nothing_is_chosen_on_processors_that_loses_to_eager_by_the_committed_benchmark() -> None:

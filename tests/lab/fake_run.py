@@ -12,8 +12,8 @@ import orjson
 
 from workbench.plan.schema import Plan
 from workbench.profile import Profile
-from workbench.runs.directory import FOLDERS
-from workbench.runs.state import Cause, State, beat, first_state, supervised_by_me, write_state
+from workbench.runs.store.run_directory import FOLDERS
+from workbench.runs.store.run_state import Cause, State, beat, first_state, supervised_by_me, write_state
 
 from . import synthetic
 

@@ -1,7 +1,7 @@
 from typing import Any
 
 from workbench.lab import charts
-from workbench.lab.board import Board
+from workbench.lab.live.board import Board
 
 from . import synthetic
 

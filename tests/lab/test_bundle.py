@@ -2,11 +2,11 @@
 
 import re
 
-from workbench.lab import bundle
+from workbench.lab.live import bundle
 
 
 def test_the_shipped_script_was_built_from_the_present_sources() -> None:
-    assert bundle.is_current(), "run: python -m workbench.lab.bundle"
+    assert bundle.is_current(), "run: python -m workbench.lab.live.bundle"
 
 
 def test_a_change_of_the_sources_is_noticed(monkeypatch) -> None:

@@ -5,9 +5,11 @@ import re
 import pytest
 import vl_convert
 
-from workbench.lab import charts, palette, snapshot
-from workbench.lab.charts import common
-from workbench.lab.figure import MIME, SCHEMA, Figure
+from workbench.lab import charts
+from workbench.lab.charts import palette
+from workbench.lab.pictures import snapshot
+from workbench.lab.charts import chart_data
+from workbench.lab.live.figure import MIME, SCHEMA, Figure
 
 from . import synthetic
 
@@ -217,9 +219,9 @@ def test_a_line_of_one_step_is_drawn() -> None:
 @pytest.mark.parametrize("categories", [("optimizer", "overhead", "communication"), tuple("abcdefgh")])
 def test_a_legend_is_no_wider_than_its_chart(categories: tuple[str, ...]) -> None:
     names = ["rank 48 · stage 3 · ×16"]
-    legend = common.legend(categories, beside=names)
-    column = common.SYMBOL + common.LETTER * max(map(len, categories))
-    assert legend.columns * column <= common.NARROW - 5 * len(names[0]) or legend.columns == 1
+    legend = chart_data.legend(categories, beside=names)
+    column = chart_data.SYMBOL + chart_data.LETTER * max(map(len, categories))
+    assert legend.columns * column <= chart_data.NARROW - 5 * len(names[0]) or legend.columns == 1
 
 
 def test_a_picture_of_a_whole_run_fits_a_cell_and_cuts_no_title() -> None:

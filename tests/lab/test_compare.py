@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from workbench.lab.compare import Comparison, compare
-from workbench.lab.report import plans, report
+from workbench.lab.comparison.compare import Comparison, compare
+from workbench.lab.comparison.report import plans, report
 from workbench.plan.schema import Plan
 from workbench.runs.run import Run
-from workbench.runs.state import first_state
+from workbench.runs.store.run_state import first_state
 
 from . import fake_run, synthetic
 
@@ -66,7 +66,7 @@ def test_a_report_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path, m
         raise OSError(errno.ENOSPC, "No space left on device")
 
     comparison = compare(synthetic.profile("estimated", 1))
-    monkeypatch.setattr("workbench.plan.files.os.replace", full)
+    monkeypatch.setattr("workbench.safe_io.files.os.replace", full)
     with pytest.raises(OSError, match="No space left"):
         comparison.to_html(tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []

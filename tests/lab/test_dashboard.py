@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from workbench.lab.dashboard import Dashboard, watch
-from workbench.lab.figure import MIME
+from workbench.lab.live.dashboard import Dashboard, watch
+from workbench.lab.live.figure import MIME
 from workbench.runs.run import Run
-from workbench.runs.state import first_state
+from workbench.runs.store.run_state import first_state
 
 from . import fake_run, synthetic
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from workbench.lab import charts
-from workbench.planner.search import show
+from workbench.planner.search import result_tables
 
 from . import synthetic
 
@@ -48,7 +48,7 @@ def test_an_empty_search_says_why_in_place_of_a_chart() -> None:
 
 def test_text_and_html_tell_the_same_plans() -> None:
     found = synthetic.found("cost")
-    text, page = show.as_text(found), show.as_html(found)
+    text, page = result_tables.as_text(found), result_tables.as_html(found)
     words = ("Best by cost (estimated)", "100 ms", "64.0 GiB", "t8 · d1", "2,000 a second", "4 meet every condition")
     for told in words:
         assert told in text and told in page
@@ -57,13 +57,13 @@ def test_text_and_html_tell_the_same_plans() -> None:
 
 def test_a_result_without_plans_says_why_and_escapes_it() -> None:
     found = synthetic.found(empty="no plan meets 'peak_gib<1'", feasible=0)
-    assert show.as_text(found).endswith("no plan meets 'peak_gib<1'") and "Best" not in show.as_text(found)
-    assert "peak_gib&lt;1" in show.as_html(found) and "<table>" not in show.as_html(found)
+    assert result_tables.as_text(found).endswith("no plan meets 'peak_gib<1'") and "Best" not in result_tables.as_text(found)
+    assert "peak_gib&lt;1" in result_tables.as_html(found) and "<table>" not in result_tables.as_html(found)
 
 
 @pytest.mark.parametrize("length", [1, 12, 13, 57])
 def test_a_long_front_is_thinned_between_its_ends(length: int) -> None:
     front = tuple(replace(synthetic.found().top[0], seconds=float(i)) for i in range(length))
-    kept = show.thinned(front)
+    kept = result_tables.thinned(front)
     assert len(kept) == min(length, 12) and (kept[0], kept[-1]) == (front[0], front[-1])
     assert [one.seconds for one in kept] == sorted({one.seconds for one in kept})

@@ -1,5 +1,5 @@
-from workbench.lab.charts import lines
-from workbench.lab.live import Latest, Series
+from workbench.lab.charts import line_series
+from workbench.lab.live.live_series import Latest, Series
 
 from . import synthetic
 
@@ -16,11 +16,11 @@ def test_few_ranks_get_each_value_once() -> None:
 def test_a_long_run_is_thinned_and_never_grows_without_end() -> None:
     series = Series(1)
     replaced = 0
-    for step in range(10 * lines.POINTS):
+    for step in range(10 * line_series.POINTS):
         change = series.take([(0, step, float(step))])
         replaced += bool(change and change.replace)
     kept = series.whole().rows
-    assert replaced >= 3 and len(kept) <= 2 * lines.POINTS and series.stride == 8
+    assert replaced >= 3 and len(kept) <= 2 * line_series.POINTS and series.stride == 8
     assert all(row["step"] % series.stride == 0 or row is kept[-1] for row in kept)
 
 

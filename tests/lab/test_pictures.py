@@ -2,10 +2,10 @@
 
 import pytest
 
-from workbench.lab import pictures
-from workbench.lab.compare import compare
-from workbench.lab.figure import Figure, bundle
-from workbench.lab.pictures import PictureError, _Child
+from workbench.lab.pictures import pictures
+from workbench.lab.comparison.compare import compare
+from workbench.lab.live.figure import Figure, bundle
+from workbench.lab.pictures.pictures import PictureError, _Child
 
 from . import synthetic
 

@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 
-from workbench.lab.knobs import knobs
-from workbench.lab.offers import read
-from workbench.lab.planner import Planner
-from workbench.plan.errors import PlanError
+from workbench.lab.panel.plan_controls import knobs
+from workbench.lab.panel.control_values import read
+from workbench.lab.panel.planner import Planner
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.plan.source import plain
+from workbench.plan.plan_files import plain
 from workbench.planner import estimate
 from workbench.profile import Profile
 
@@ -131,7 +131,7 @@ def test_one_turn_is_one_estimate(planner: Planner, monkeypatch: pytest.MonkeyPa
         return estimate(plan)
 
     monkeypatch.setattr("workbench.planner.estimate", counted)
-    monkeypatch.setattr("workbench.planner.reasons.figures.estimate", counted)
+    monkeypatch.setattr("workbench.planner.explain.plan_figures.estimate", counted)
     planner.set("micro_batch", 2)
     assert len(calls) == 1
 
@@ -148,7 +148,7 @@ def test_a_rehearsal_is_drawn_beside_the_estimate(planner: Planner, monkeypatch:
         assert planner.profile is not None
         return Profile("p", "rehearsed", 16, planner.profile.memory.assign(source="rehearsed"))
 
-    monkeypatch.setattr("workbench.runs.apart.rehearse", rehearse)
+    monkeypatch.setattr("workbench.runs.launch.subprocess_verbs.rehearse", rehearse)
     planner._rehearse_now(planner.plan)
     assert {row["source"] for row in planner.board.rows("memory")} == {"estimated", "rehearsed"}
     planner.set("micro_batch", 2)

@@ -1,6 +1,6 @@
 """A model that is code under the planner: what may not be done without the user's word is said, with the flag."""
 
-from workbench.lab.planner import Planner
+from workbench.lab.panel.planner import Planner
 from workbench.plan.schema import Plan
 
 

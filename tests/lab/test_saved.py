@@ -8,7 +8,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 
-from workbench.cli.lab import OFFLINE_PAGES
+from workbench.cli.commands.lab import OFFLINE_PAGES
 
 CELLS = [
     'import workbench as wb\nplan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy="ddp")',

@@ -1,6 +1,6 @@
 import pytest
 
-from workbench.lab import units
+from workbench import units
 
 
 @pytest.mark.parametrize(

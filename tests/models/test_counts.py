@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from workbench.models import Transformer
-from workbench.plan import catalog
-from workbench.plan.parameters import parameters
-from workbench.plan.shape import Mla, Moe, Shape
+from workbench.plan.catalog import catalog
+from workbench.plan.parameter_count import parameters
+from workbench.plan.model_shape import Mla, Moe, Shape
 
 SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 257}
 MOE = Moe(experts=4, top_k=2, ffn=16, shared=2, first_dense=1)

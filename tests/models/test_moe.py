@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from workbench.models import Transformer
 from workbench.models.moe import Mixture, balanced
-from workbench.models.routing import dropless, limited
-from workbench.plan.parameters import parameters
-from workbench.plan.shape import Moe, Shape, rows_of_an_expert
+from workbench.models.moe_routing import dropless, limited
+from workbench.plan.parameter_count import parameters
+from workbench.plan.model_shape import Moe, Shape, rows_of_an_expert
 
 SHAPE: dict[str, Any] = {"layers": 2, "hidden": 12, "heads": 2, "ffn": 20, "vocab": 257}
 MOE: dict[str, Any] = {"experts": 4, "top_k": 2, "ffn": 8}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from workbench.models import Transformer
-from workbench.models.initialise import initial_value
+from workbench.models.weight_init import initial_value
 from workbench.models.seams import IGNORE
-from workbench.plan.shape import Shape
+from workbench.plan.model_shape import Shape
 
 LLAMA: dict[str, Any] = {"layers": 3, "hidden": 24, "heads": 6, "kv_heads": 2, "ffn": 40, "vocab": 257}
 GPT: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Every strategy against one device: `python -m tests.parallel.sweep [--all] [--seed 0] [--json FILE]`.
 
-The space is what `plan.check` and `plan/support.py` allow of the values below. CI proves a subset: on up to four ranks
+The space is what `plan.check` and `plan/rules/supported.py` allow of the values below. CI proves a subset: on up to four ranks
 every pair of values that some legal plan joins, on eight every factorisation. `--all` proves every factorisation of the
 ranks with every schedule, ZeRO stage and tensor algorithm, the rest drawn by the seed.
 """
@@ -23,12 +23,12 @@ import torch
 from rich.progress import track
 
 from tests.parallel.small import GPT, LLAMA
-from workbench.engine.verify import verify
-from workbench.kernels.seams import SplitLoss, replace_seams, warm_up
+from workbench.engine.verify.equivalence import verify
+from workbench.kernels.fused_seams import SplitLoss, replace_seams, warm_up
 from workbench.models import Transformer
-from workbench.plan.errors import PlanError
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.plan.support import unsupported
+from workbench.plan.rules.supported import unsupported
 
 Choice = dict[str, Any]
 """Name of a dimension -> its value."""

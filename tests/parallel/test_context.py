@@ -11,14 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parallel.small import GPT, LLAMA, plan
 from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_mutations import failure_of
-from workbench.engine.forked import run_ranks
-from workbench.engine.verify import verify
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.verify.equivalence import verify
 from workbench.models.seams import Attend, Positions
-from workbench.parallel.context import ring, ulysses
-from workbench.parallel.context.block import Block, attend_block_backward
-from workbench.parallel.context.order import token_indices
-from workbench.parallel.context.ring import RingAttend
-from workbench.parallel.context.ulysses import UlyssesAttend
+from workbench.parallel.context import ring_attention
+from workbench.parallel.context import ulysses_attention
+from workbench.parallel.context.attention_block import Block, attend_block_backward
+from workbench.parallel.context.token_order import token_indices
+from workbench.parallel.context.ring_attention import RingAttend
+from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.mesh import MeshAxis
 from workbench.plan.schema import Plan
 
@@ -113,29 +114,29 @@ def test_bf16_ring_joins_in_fp32() -> None:
 
 
 def test_a_rank_that_does_not_join_what_it_received(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "join", lambda first, second: first)
+    monkeypatch.setattr(ring_attention, "join", lambda first, second: first)
     assert failure_of(verify(spread(2, "ring")))["tensor"]
 
 
 def test_heads_returned_to_the_wrong_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ulysses._to_heads
-    monkeypatch.setattr(ulysses, "_to_heads", lambda x, axis: original(x.flip(1), axis))
+    original = ulysses_attention._to_heads
+    monkeypatch.setattr(ulysses_attention, "_to_heads", lambda x, axis: original(x.flip(1), axis))
     assert failure_of(verify(spread(2, "ulysses")))["tensor"]
 
 
 def test_keys_of_later_tokens_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ring.attend_block
-    monkeypatch.setattr(ring, "attend_block", lambda q, k, v, causal: original(q, k, v, causal=False))
+    original = ring_attention.attend_block
+    monkeypatch.setattr(ring_attention, "attend_block", lambda q, k, v, causal: original(q, k, v, causal=False))
     assert failure_of(verify(spread(2, "ring")))["tensor"]
 
 
 def test_positions_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workbench.parallel.context import apply
+    from workbench.parallel.context import apply_context
 
     def first_rank(length: int, axis: MeshAxis, algorithm: str, device: torch.device) -> Tensor:
         return token_indices(length, MeshAxis("context", axis.size, 0, (), None), algorithm, device)
 
-    monkeypatch.setattr(apply, "_indices", lambda axis, algorithm, length: lambda x: first_rank(
+    monkeypatch.setattr(apply_context, "_indices", lambda axis, algorithm, length: lambda x: first_rank(
         length, axis, algorithm, x.device))  # fmt: skip
     assert failure_of(verify(spread(2, "ring")))["tensor"]
 

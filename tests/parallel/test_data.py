@@ -6,7 +6,7 @@ import pytest
 
 from tests.parallel.small import GPT, LLAMA, plan
 from tests.parallel.test_equality import assert_equal_to_one_device
-from workbench.engine.verify import verify
+from workbench.engine.verify.equivalence import verify
 from workbench.plan.schema import Plan
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -9,11 +9,11 @@ from torch import Tensor
 from tests.parallel.test_data import sharded
 from tests.parallel.test_mutations import failure_of
 from workbench.engine.session import Session
-from workbench.engine.verify import verify
-from workbench.parallel.data import gradients
-from workbench.parallel.data.collectives import piece
-from workbench.parallel.data.store import Store
-from workbench.parallel.data.values import Unit
+from workbench.engine.verify.equivalence import verify
+from workbench.parallel.data import gradient_reduction
+from workbench.parallel.data.data_collectives import piece
+from workbench.parallel.data.zero_shards import Store
+from workbench.parallel.data.bucket_parameters import Unit
 from workbench.parallel.layout import square_norm
 from workbench.parallel.mesh import MeshAxis
 
@@ -26,7 +26,7 @@ def test_a_shard_stepped_with_its_neighbours_gradient(monkeypatch: pytest.Monkey
         dist.all_reduce(flat, group=axis.group)
         piece(flat, axis).copy_(flat.view(axis.size, -1)[(axis.index + 1) % axis.size].clone())
 
-    monkeypatch.setattr(gradients, "start_scatter", scatter)
+    monkeypatch.setattr(gradient_reduction, "start_scatter", scatter)
     assert failure_of(verify(sharded(TWO, "llama", 2, data)))["kind"] == "gradients"
 
 
@@ -63,7 +63,7 @@ def test_gathered_parameters_that_are_stale(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("data", [{"zero": 1}, {"zero": 2, "reduce": "microbatch"}], ids=str)
 def test_shards_that_are_not_summed_over_their_replicas(monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]) -> None:
-    monkeypatch.setattr(gradients, "start_sum", lambda flat, axis: None)
+    monkeypatch.setattr(gradient_reduction, "start_sum", lambda flat, axis: None)
     assert failure_of(verify(sharded(FOUR, "llama", 2, {"shard": 2, **data})))["kind"] == "gradients"
 
 

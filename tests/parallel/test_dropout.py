@@ -13,16 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.parallel.small import GPT, LLAMA, plan
 from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_mutations import failure_of
-from workbench.engine.reference import train_plainly
-from workbench.engine.verify import _batches, verify
+from workbench.engine.verify.single_device import train_plainly
+from workbench.engine.verify.equivalence import _batches, verify
 from workbench.models import Transformer
-from workbench.models.dropout import Dropout, Samples, drop, kept, row_keys
-from workbench.models.initialise import seed_of
+from workbench.models.counter_dropout import Dropout, Samples, drop, kept, row_keys
+from workbench.models.weight_init import seed_of
 from workbench.models.seams import Positions
-from workbench.parallel import recompute
+from workbench.parallel import activation_checkpointing
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.tensor import apply as tensor_apply
-from workbench.plan.errors import PlanError
+from workbench.parallel.tensor import apply_tensor as tensor_apply
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 
 RATE = 0.2
@@ -80,9 +80,9 @@ def test_another_mask_when_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
             runs.append(1)
             return forward(total, none, positions._replace(rows=positions.rows + len(runs) - 1))
 
-        return recompute._again(drifting, x if residual is None else x + residual, None, positions)
+        return activation_checkpointing._again(drifting, x if residual is None else x + residual, None, positions)
 
-    monkeypatch.setattr(recompute, "_block", block)
+    monkeypatch.setattr(activation_checkpointing, "_block", block)
     answer = verify(dropping(changes=FULL))
     assert failure_of(answer)["kind"] != "loss"
     assert answer["max_relative_diff"]["gradients"] > 0.01
@@ -186,7 +186,7 @@ def test_backward_draws_the_mask_of_forward() -> None:
 def test_masks_do_not_depend_on_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     x, rows = torch.randn(3, 7, 10), rows_of(0, 3, 7)
     whole = drop(x, rows, 5, RATE)
-    monkeypatch.setattr("workbench.models.dropout.PIECE", 40)
+    monkeypatch.setattr("workbench.models.counter_dropout.PIECE", 40)
     assert torch.equal(drop(x, rows, 5, RATE), whole)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.engine.verify import TOLERANCE, verify
+from workbench.engine.verify.equivalence import TOLERANCE, verify
 
 MESHES = [(1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1), (2, 2, 2)]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.parallel.small import GPT, LLAMA, plan
 from tests.parallel.test_equality import assert_equal_to_one_device
-from workbench.engine.verify import verify
-from workbench.models.routing import Choice, Route
+from workbench.engine.verify.equivalence import verify
+from workbench.models.moe_routing import Choice, Route
 from workbench.plan.schema import Plan
 
 MOE: dict[str, Any] = {"experts": 4, "top_k": 2, "ffn": 24, "shared": 1, "first_dense": 1}

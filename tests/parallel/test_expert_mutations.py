@@ -10,14 +10,14 @@ from torch import Tensor
 from tests.parallel.test_expert import mixture
 from tests.parallel.test_mutations import failure_of
 from workbench.engine.session import Session
-from workbench.engine.verify import verify
+from workbench.engine.verify.equivalence import verify
 from workbench.models import moe as moe_module
 from workbench.models.moe import Mixture
-from workbench.models.routing import Rows
-from workbench.parallel import apply
-from workbench.parallel.expert import apply as expert_apply
-from workbench.parallel.expert import exchange
-from workbench.parallel.expert.auxiliary import HandOn
+from workbench.models.moe_routing import Rows
+from workbench.parallel import apply_strategy
+from workbench.parallel.expert import apply_expert as expert_apply
+from workbench.parallel.expert import token_dispatch
+from workbench.parallel.expert.auxiliary_loss import HandOn
 
 
 def on_ranks(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Mixture], None]) -> None:
@@ -39,7 +39,7 @@ def test_expert_gradients_summed_over_all_replicas(monkeypatch: pytest.MonkeyPat
     def wrong(layouts: Any, tensor: Any, mesh: Any) -> Any:
         return dict.fromkeys(layouts, (mesh["replicas"],))
 
-    monkeypatch.setattr(apply, "gradient_sums", wrong)
+    monkeypatch.setattr(apply_strategy, "gradient_sums", wrong)
     assert ".experts." in failure_of(verify(mixture(data=2, expert=2)))["tensor"]
 
 
@@ -55,24 +55,24 @@ def test_expert_gradients_averaged_over_all_replicas(monkeypatch: pytest.MonkeyP
 
 
 def test_expert_gradients_not_summed_over_those_who_hold_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = apply.gradient_sums
+    original = apply_strategy.gradient_sums
 
     def wrong(layouts: Any, tensor: Any, mesh: Any) -> Any:
         sums = original(layouts, tensor, mesh)
         return {name: (mesh["pipeline"],) if ".experts." in name else axes for name, axes in sums.items()}
 
-    monkeypatch.setattr(apply, "gradient_sums", wrong)
+    monkeypatch.setattr(apply_strategy, "gradient_sums", wrong)
     assert ".experts." in failure_of(verify(mixture(data=4, expert=2)))["tensor"]
 
 
 def test_tokens_returned_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = exchange.regrouped
+    original = token_dispatch.regrouped
 
     def wrong(x_RD: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
         returning = isinstance(counts[0], tuple)
         return x_RD if returning else original(x_RD, counts)
 
-    monkeypatch.setattr(exchange, "regrouped", wrong)
+    monkeypatch.setattr(token_dispatch, "regrouped", wrong)
     assert failure_of(verify(mixture(data=2, expert=2)))["tensor"]
 
 
@@ -123,8 +123,8 @@ def test_router_gradient_not_summed_over_tensor_ranks(monkeypatch: pytest.Monkey
     def wrong(layouts: Any, tensor: Any, mesh: Any) -> Any:
         return {name: axes[-1:] for name, axes in original(layouts, tensor, mesh).items()}
 
-    original = apply.gradient_sums
-    monkeypatch.setattr(apply, "gradient_sums", wrong)
+    original = apply_strategy.gradient_sums
+    monkeypatch.setattr(apply_strategy, "gradient_sums", wrong)
     assert failure_of(verify(mixture(tensor=2)))["tensor"].endswith("route.weight")
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.parallel.test_expert import mixture
 from tests.planner.test_against_rehearsal import small, traffic
-from workbench.plan.check import check
+from workbench.plan.rules.check import check
 from workbench.plan.schema import Plan
-from workbench.plan.support import unsupported
+from workbench.plan.rules.supported import unsupported
 from workbench.planner import estimate
 from workbench.rehearsal.rehearse import rehearse
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.small import GPT, plan
 from tests.parallel.test_tensor_grids import DEEP, SQUARE, on
-from workbench.engine.forked import run_ranks
-from workbench.engine.live import _group
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.measure.live_memory import _group
 from workbench.engine.session import Session
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan

@@ -10,12 +10,13 @@ from torch import Tensor
 from tests.parallel.small import GPT, plan
 from workbench.engine import session as session_module
 from workbench.engine.session import Session
-from workbench.engine.verify import verify
+from workbench.engine.verify.equivalence import verify
 from workbench.parallel.layout import square_norm
-from workbench.parallel.pipeline.executor import Executor
-from workbench.parallel.tensor import row, vocabulary
-from workbench.parallel.tensor.column import Passage
-from workbench.parallel.tensor.row import RowLinear
+from workbench.parallel.pipeline.schedule_executor import Executor
+from workbench.parallel.tensor import row_parallel
+from workbench.parallel.tensor import vocab_parallel
+from workbench.parallel.tensor.column_parallel import Passage
+from workbench.parallel.tensor.row_parallel import RowLinear
 from workbench.schedules import Action
 
 
@@ -27,7 +28,7 @@ def failure_of(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_missing_all_reduce_in_a_row_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row, "reduce_from", lambda x, axis: x)
+    monkeypatch.setattr(row_parallel, "reduce_from", lambda x, axis: x)
     worst = failure_of(verify(plan(2)))
     assert worst["kind"] in ("gradients", "weights") and worst["tensor"] != "loss"
 
@@ -44,7 +45,7 @@ def test_missing_all_reduce_behind_column_layers(monkeypatch: pytest.MonkeyPatch
 
 def test_bias_added_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: RowLinear, x: Tensor) -> Tensor:
-        return row.reduce_from(F.linear(x, self.weight, self.bias), self.axis)
+        return row_parallel.reduce_from(F.linear(x, self.weight, self.bias), self.axis)
 
     monkeypatch.setattr(RowLinear, "forward", forward)
     assert failure_of(verify(plan(2, shape=GPT)))["tensor"]
@@ -92,7 +93,7 @@ def test_dropped_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_padded_vocabulary_in_the_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "exclude_padding", lambda logits, num_rows: None)
+    monkeypatch.setattr(vocab_parallel, "exclude_padding", lambda logits, num_rows: None)
     assert failure_of(verify(plan(2)))["tensor"]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.engine.verify import verify
+from workbench.engine.verify.equivalence import verify
 
 CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = {
     "one microbatch, four stages": ((1, 4, 1), {}, {"training.global_batch": 2}),

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.engine.verify import verify
-from workbench.parallel import apply
-from workbench.parallel.operators.modules import MatMul
-from workbench.parallel.operators.split import Split
-from workbench.plan.errors import PlanError
-from workbench.plan.operators import read
+from workbench.engine.verify.equivalence import verify
+from workbench.parallel import apply_strategy
+from workbench.parallel.operators.operator_forward import MatMul
+from workbench.parallel.operators.redistribution import Split
+from workbench.errors import PlanError
+from workbench.plan.operator_strategy import read
 from workbench.plan.schema import Plan
-from workbench.plan.support import require
-from workbench.planner.operators import Machine, choose
+from workbench.plan.rules.supported import require
+from workbench.planner.autoshard import Machine, choose
 from workbench.rehearsal.rehearse import rehearse
 
 
@@ -193,7 +193,7 @@ def test_a_bias_added_on_every_rank_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_gradients_of_other_rows_left_out_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply, "operator_sums", lambda names, placements, mesh: dict.fromkeys(names, ()))
+    monkeypatch.setattr(apply_strategy, "operator_sums", lambda names, placements, mesh: dict.fromkeys(names, ()))
     failure(on(2, operators={"blocks.*.mlp.up": "((2,1),(1,1))"}, layers=1))
 
 

@@ -8,18 +8,18 @@ import pytest
 from torch import Tensor, nn
 
 from tests.parallel.users_model import build
-from workbench.engine.inspect import inspect
-from workbench.engine.train import train
-from workbench.engine.verify import verify
-from workbench.models.python import build_python
-from workbench.parallel import plain
-from workbench.parallel.operators.split import Split
-from workbench.plan.errors import PlanError
+from workbench.engine.check_python_model import inspect
+from workbench.engine.worker_lifecycle import train
+from workbench.engine.verify.equivalence import verify
+from workbench.models.python_model import build_python
+from workbench.parallel import python_model_stage
+from workbench.parallel.operators.redistribution import Split
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan, PythonModel
-from workbench.plan.support import require
+from workbench.plan.rules.supported import require
 from workbench.rehearsal.rehearse import rehearse
-from workbench.runs import apart
-from workbench.runs.launch import Recipe, compose
+from workbench.runs.launch import subprocess_verbs
+from workbench.runs.launch.accelerate_command import Recipe, compose
 
 LAYERS = "encoder.layers.*"
 PAIRED = {
@@ -106,7 +106,7 @@ def test_a_partial_sum_of_heads_taken_for_whole_is_found(monkeypatch: pytest.Mon
 
 
 def test_projections_whose_gradients_are_not_summed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "operator_sums", lambda names, placements, mesh: dict.fromkeys(names, ()))
+    monkeypatch.setattr(python_model_stage, "operator_sums", lambda names, placements, mesh: dict.fromkeys(names, ()))
     answer = verify(users(2, operators=PAIRED), allow_code=True)
     assert not answer["passed"] and "in_proj" in answer["worst"]["tensor"]
 
@@ -118,9 +118,9 @@ def test_its_own_initial_weights_are_those_of_the_seed() -> None:
 
 
 def test_code_runs_only_where_the_user_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.models.python.importlib", None)  # whoever imports it fails otherwise
+    monkeypatch.setattr("workbench.models.python_model.importlib", None)  # whoever imports it fails otherwise
     plan, said = users(data=2), r"model.python: 'tests.parallel.users_model:build' is code.*--allow-code"
-    for run in (verify, rehearse, apart.verify, apart.rehearse):
+    for run in (verify, rehearse, subprocess_verbs.verify, subprocess_verbs.rehearse):
         with pytest.raises(PlanError, match=said):
             run(plan)
     (tmp_path / "plan.yaml").write_text(plan.to_yaml())

@@ -12,13 +12,13 @@ import torch
 
 from tests.parallel.small import GPT, plan
 from tests.parallel.test_equality import assert_equal_to_one_device
-from workbench.engine.forked import run_ranks
-from workbench.engine.reference import proof_value
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.verify.single_device import proof_value
 from workbench.engine.session import Session
-from workbench.engine.verify import verify
+from workbench.engine.verify.equivalence import verify
 from workbench.models import Transformer
 from workbench.parallel.mesh import build_mesh
-from workbench.plan.errors import PlanError
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.schedules import Action, Table, validate, write_csv
 

@@ -9,11 +9,11 @@ import pytest
 from tests.parallel.test_mutations import failure_of
 from tests.parallel.test_pipeline import scheduled
 from workbench.engine import session as session_module
-from workbench.engine.verify import verify
-from workbench.parallel import apply
-from workbench.parallel.data.store import Store
-from workbench.parallel.pipeline import executor as module
-from workbench.parallel.pipeline.executor import Executor, Flight
+from workbench.engine.verify.equivalence import verify
+from workbench.parallel import apply_strategy
+from workbench.parallel.data.zero_shards import Store
+from workbench.parallel.pipeline import schedule_executor as module
+from workbench.parallel.pipeline.schedule_executor import Executor, Flight
 from workbench.schedules import Action
 
 LINEAR = (".q.", ".k.", ".v.", ".o.", ".gate.", ".up.", ".down.")
@@ -107,7 +107,7 @@ def test_an_input_of_the_wrong_microbatch(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe-v"])
 def test_a_tied_weight_in_a_v_that_is_not_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Embedding and head lie on one rank, and each is stepped by its own gradient alone."""
-    monkeypatch.setattr(apply, "_tie", lambda *_: None)
+    monkeypatch.setattr(apply_strategy, "_tie", lambda *_: None)
     assert failure_of(verify(scheduled(name, tied=True)))["tensor"] == "embedding.tokens.weight"
 
 

@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from tests.parallel.test_pipeline import CHUNKS, drawn, scheduled
 from tests.schedules.test_against_torch import multi_stage_order, table_from
-from workbench.engine.forked import run_ranks
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.session import Session
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan

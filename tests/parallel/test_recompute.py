@@ -8,8 +8,8 @@ from tests.parallel.small import GPT, LLAMA, plan
 from tests.parallel.test_context import spread
 from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_mutations import failure_of
-from workbench.engine.verify import verify
-from workbench.parallel import recompute as module
+from workbench.engine.verify.equivalence import verify
+from workbench.parallel import activation_checkpointing as module
 
 KINDS: list[Any] = ["selective", "full", [1, 2]]
 

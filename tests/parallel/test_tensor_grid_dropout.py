@@ -12,12 +12,12 @@ from torch import Tensor
 from tests.parallel.small import GPT
 from tests.parallel.test_mutations import failure_of
 from tests.parallel.test_tensor_grids import CUBE, DEEP, SQUARE, assert_equal, on
-from workbench.engine.verify import verify
+from workbench.engine.verify.equivalence import verify
 from workbench.models import Transformer
-from workbench.models.dropout import SAMPLE, Dropout, Samples, drop
-from workbench.parallel.tensor.grid import apply as grid_apply
-from workbench.parallel.tensor.grid import dropout as grid_dropout
-from workbench.parallel.tensor.grid.dropout import keep_own_masks, own_rows
+from workbench.models.counter_dropout import SAMPLE, Dropout, Samples, drop
+from workbench.parallel.tensor.grid import apply_grid as grid_apply
+from workbench.parallel.tensor.grid import grid_dropout
+from workbench.parallel.tensor.grid.grid_dropout import keep_own_masks, own_rows
 from workbench.plan.schema import Plan
 
 RATE = 0.2

@@ -14,15 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.parallel.test_tensor_grids import CUBE, DEEP, SQUARE, on
-from workbench.engine.forked import run_ranks
-from workbench.engine.verify import verify
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.verify.equivalence import verify
 from workbench.models.seams import AddNorm
-from workbench.parallel import apply
+from workbench.parallel import apply_strategy
 from workbench.parallel.mesh import GRADIENTS, Mesh, MeshAxis, build_mesh
-from workbench.parallel.tensor.grid import cube, norm, summa
-from workbench.parallel.tensor.grid.collectives import Move
-from workbench.parallel.tensor.grid.cube import Cube
-from workbench.parallel.tensor.grid.norm import SplitNorm
+from workbench.parallel.tensor.grid import summa
+from workbench.parallel.tensor.grid import tensor_3d
+from workbench.parallel.tensor.grid import grid_norm
+from workbench.parallel.tensor.grid.grid_collectives import Move
+from workbench.parallel.tensor.grid.tensor_3d import Cube
+from workbench.parallel.tensor.grid.grid_norm import SplitNorm
 from workbench.parallel.tensor.grid.summa import Square
 
 B, T, K, N = 8, 3, 8, 12
@@ -78,7 +80,7 @@ def on_cube(mesh: Mesh, turned: bool = False) -> float:
         return piece(piece(piece(z, 0, grid.input), 0, grid.weight), 1, grid.output)
 
     mine = [entering(x).clone().requires_grad_(), weight(w).clone().requires_grad_()]
-    own = cube.multiply(mine[0], mine[1], grid, N // grid.input.size)
+    own = tensor_3d.multiply(mine[0], mine[1], grid, N // grid.input.size)
     gradients = list(torch.autograd.grad(own, mine, leaving(drawn(B, T, N, seed=9)).contiguous()))
     return furthest([own.detach(), *gradients], [leaving(y), entering(x_gradient), weight(w_gradient)])
 
@@ -138,9 +140,9 @@ MUTATIONS: dict[str, tuple[tuple[str, list[int]], Any, str, Any]] = {
     "a missing broadcast": (SQUARE, summa, "broadcast", still),
     "a partial sum that is not reduced": (SQUARE, summa, "reduce", still),
     "a tied block that is not exchanged": (SQUARE, summa, "exchanged", lambda x, axis, peer: x),
-    "statistics of the local slice": (SQUARE, norm, "all_reduce", alone),
-    "a missing gather": (CUBE, cube, "all_gather", lambda x, axis: torch.cat([x] * axis.size)),
-    "a partial sum that is not scattered": (CUBE, cube, "reduce_scatter", scattered),
+    "statistics of the local slice": (SQUARE, grid_norm, "all_reduce", alone),
+    "a missing gather": (CUBE, tensor_3d, "all_gather", lambda x, axis: torch.cat([x] * axis.size)),
+    "a partial sum that is not scattered": (CUBE, tensor_3d, "reduce_scatter", scattered),
 }  # fmt: skip
 
 
@@ -155,13 +157,13 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, fault: str) -
 def test_gradients_not_summed_along_a_side_are_found(
     monkeypatch: pytest.MonkeyPatch, grid: tuple[str, list[int]], side: str
 ) -> None:
-    original = apply.tensor_sums
+    original = apply_strategy.tensor_sums
 
     def without(layouts: Any, plan: Any, mesh: Mesh) -> dict[str, tuple[MeshAxis, ...]]:
         summed = original(layouts, plan, mesh)
         return {name: tuple(axis for axis in axes if axis.name != side + GRADIENTS) for name, axes in summed.items()}
 
-    monkeypatch.setattr(apply, "tensor_sums", without)
+    monkeypatch.setattr(apply_strategy, "tensor_sums", without)
     worst = failing(verify(on(grid, layers=1)))
     assert side == "tensor.2" or "norm" in worst["tensor"]
 

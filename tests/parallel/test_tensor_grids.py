@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.engine.verify import verify
+from workbench.engine.verify.equivalence import verify
 from workbench.plan.schema import Plan
 
 SQUARE, DEEP, CUBE = ("2d", [2, 2]), ("2.5d", [2, 2, 2]), ("3d", [2, 2, 2])

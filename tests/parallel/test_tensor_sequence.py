@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.engine.verify import verify
-from workbench.parallel import apply
-from workbench.parallel.tensor.column import Passage
+from workbench.engine.verify.equivalence import verify
+from workbench.parallel import apply_strategy
+from workbench.parallel.tensor.column_parallel import Passage
 from workbench.plan.schema import Plan
 
 SEQUENCE = {"strategy.tensor.sequence": True}
@@ -59,7 +59,7 @@ def failing(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_norm_gradients_not_summed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply, "tensor_sums", lambda layouts, plan, mesh: {name: () for name, _ in layouts})
+    monkeypatch.setattr(apply_strategy, "tensor_sums", lambda layouts, plan, mesh: {name: () for name, _ in layouts})
     assert "norm" in failing(verify(on(2)))["tensor"]
 
 
@@ -69,7 +69,7 @@ def test_positions_of_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) ->
         own = positions.indices.expand(tokens.shape).flatten().chunk(axis.size)[0]
         return tokens, positions._replace(indices=own.view(len(tokens), -1))
 
-    monkeypatch.setattr("workbench.parallel.tensor.apply.keep_own_positions", first)
+    monkeypatch.setattr("workbench.parallel.tensor.apply_tensor.keep_own_positions", first)
     assert failing(verify(on(4, shape=GPT)))["tensor"]
 
 

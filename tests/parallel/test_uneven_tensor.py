@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.engine.verify import verify
-from workbench.parallel.tensor import cut, row
-from workbench.parallel.tensor.row import RowLinear
-from workbench.plan.heads import Dealt, dealt, rooms
-from workbench.plan.shape import Shape
+from workbench.engine.verify.equivalence import verify
+from workbench.parallel.tensor import shard_range
+from workbench.parallel.tensor import row_parallel
+from workbench.parallel.tensor.row_parallel import RowLinear
+from workbench.plan.head_split import Dealt, dealt, rooms
+from workbench.plan.model_shape import Shape
 
 ALONE: dict[str, tuple[int, dict[str, Any]]] = {
     "three heads on two": (2, {"heads": 3, "kv_heads": 3, "ffn": 47}),
@@ -70,7 +71,7 @@ def test_a_key_value_head_of_another_group(monkeypatch: pytest.MonkeyPatch) -> N
         head = index % 2
         return dealt(shape, ranks, index)._replace(kv=(head, head + 1), piece=head)
 
-    monkeypatch.setattr(cut, "dealt", by_turns)
+    monkeypatch.setattr(shard_range, "dealt", by_turns)
     answer = proof((4, 1, 1), LLAMA, {"heads": 6, "kv_heads": 2})
     assert not answer["passed"] and "attention" in answer["worst"]["tensor"]
 
@@ -79,7 +80,7 @@ def test_padding_counted_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded query attends to real keys: what it brings must not reach the gradient of the projection behind it."""
 
     def forward(self: RowLinear, x: Tensor) -> Tensor:
-        return row.reduce_from(F.linear(x, self.weight), self.axis)
+        return row_parallel.reduce_from(F.linear(x, self.weight), self.axis)
 
     monkeypatch.setattr(RowLinear, "forward", forward)
     clipped = {"training.optimizer.name": "sgd", "training.optimizer.clip": 0.05}

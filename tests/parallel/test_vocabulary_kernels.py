@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.parallel.small import plan
-from workbench.engine.forked import run_ranks
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.kernels.cross_entropy import cross_entropy
 from workbench.models.seams import IGNORE, HeadLoss
 from workbench.parallel.mesh import MeshAxis, build_mesh
-from workbench.parallel.tensor import vocabulary
-from workbench.parallel.tensor.grid.head import GridHeadLoss
-from workbench.parallel.tensor.vocabulary import VocabularyHeadLoss
+from workbench.parallel.tensor import vocab_parallel
+from workbench.parallel.tensor.grid.grid_head import GridHeadLoss
+from workbench.parallel.tensor.vocab_parallel import VocabularyHeadLoss
 
 B, T, D = 2, 8, 12
 ROOMS = {(2, 257): 130, (4, 259): 66, (4, 6): 2}
@@ -121,7 +121,7 @@ def reduced(axis: MeshAxis, kernels: str) -> list[Any]:
         calls.append((tuple(x.shape), str(x.dtype), str(op)))
         return original(x, axis, op)
 
-    original, vocabulary.all_reduce = vocabulary.all_reduce, all_reduce  # of this forked rank alone
+    original, vocab_parallel.all_reduce = vocab_parallel.all_reduce, all_reduce  # of this forked rank alone
     furthest(axis, 257, kernels)
     return calls
 
@@ -140,8 +140,8 @@ def test_a_missing_reduction_is_found(monkeypatch: pytest.MonkeyPatch, missing: 
     def all_reduce(x: Tensor, axis: MeshAxis, op: Any = dist.ReduceOp.SUM) -> Tensor:
         return x if op == missing else original(x, axis, op)
 
-    original = vocabulary.all_reduce
-    monkeypatch.setattr(vocabulary, "all_reduce", all_reduce)
+    original = vocab_parallel.all_reduce
+    monkeypatch.setattr(vocab_parallel, "all_reduce", all_reduce)
     full = plan(2).complete()
     gaps = run_ranks(2, lambda rank: furthest(build_mesh(full, rank)["tensor"], 257, "fused"))
     assert max(gaps) > 1e-3

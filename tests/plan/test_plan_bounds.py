@@ -6,11 +6,12 @@ import random
 import pytest
 
 import workbench as wb
-from workbench.plan import catalog, source
-from workbench.plan.calibration import Calibration
-from workbench.plan.errors import PlanError
+from workbench.plan.catalog import catalog
+from workbench.plan import plan_files
+from workbench.machine.calibration_file import Calibration
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.plan.shape import Shape
+from workbench.plan.model_shape import Shape
 
 
 def numbers(schema):
@@ -41,7 +42,7 @@ def test_every_number_has_an_upper_bound_with_a_reason(declared):
     assert len(found) > 40
     for path, node in found:
         most = node.get("maximum", node.get("exclusiveMaximum"))
-        assert most is not None, f"{'.'.join(path)} has no upper bound: see plan/bounds.py"
+        assert most is not None, f"{'.'.join(path)} has no upper bound: see plan/field_bounds.py"
         assert most <= 1 or node["$comment"].startswith("at most "), ".".join(path)
 
 
@@ -87,7 +88,7 @@ STARTS = [
 def test_a_plan_of_numbers_at_their_bounds_is_estimated_or_refused(seed):
     pick, answered = random.Random(seed), 0
     for _ in range(80):
-        data = copy.deepcopy(source.plain(pick.choice(STARTS)))
+        data = copy.deepcopy(plan_files.plain(pick.choice(STARTS)))
         for path, node in pick.sample([one for one in OF_A_PLAN if "[]" not in one[0]], pick.choice([1, 2, 4])):
             bound = (node.get("maximum", 0.5), node.get("minimum", 1e-300 if node["type"] == "number" else 1))
             at = data
@@ -95,7 +96,7 @@ def test_a_plan_of_numbers_at_their_bounds_is_estimated_or_refused(seed):
                 at = at.get(key) if isinstance(at.get(key), dict) else at.setdefault(key, {}) or {}
             at[path[-1]] = pick.choice(bound) if node["type"] == "number" else int(pick.choice(bound))
         try:
-            wb.estimate(source.build(data))
+            wb.estimate(plan_files.build(data))
             answered += 1
         except PlanError:
             pass

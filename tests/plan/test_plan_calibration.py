@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from workbench.plan import calibration
-from workbench.plan.attached import attached, local_cluster
-from workbench.plan.calibration import Calibration
-from workbench.plan.errors import PlanError
+from workbench.machine import calibration_file
+from workbench.machine.attached import attached, local_cluster
+from workbench.machine.calibration_file import Calibration
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 
 
@@ -19,7 +19,7 @@ def machine(**changes: Any) -> dict[str, Any]:
     found = attached()
     card, _ = local_cluster(found, 1)
     named = {"device": card.device, "card": card.name, "title": found.name, "count": found.count, "cores": found.cores}
-    rest = {"fingerprint": calibration.fingerprint(found), "backend": "gloo", "versions": {"torch": "2.12.0"}}
+    rest = {"fingerprint": calibration_file.fingerprint(found), "backend": "gloo", "versions": {"torch": "2.12.0"}}
     return {**named, **rest, "date": "2026-01-01", **changes}
 
 
@@ -36,7 +36,7 @@ def measured(**changes: Any) -> dict[str, Any]:
 
 def written(folder: Path, **changes: Any) -> Path:
     path = folder / "calibration.yaml"
-    calibration.write(Calibration.model_validate(measured(**changes)), path)
+    calibration_file.write(Calibration.model_validate(measured(**changes)), path)
     return path
 
 
@@ -52,7 +52,7 @@ def refusal(plan: Plan) -> PlanError:
 
 def test_a_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
     path = written(tmp_path)
-    assert calibration.read(path) == Calibration.model_validate(measured())
+    assert calibration_file.read(path) == Calibration.model_validate(measured())
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     assert "seconds: 1.0e-05}" in path.read_text(), "points stand on one line each"
 
@@ -62,7 +62,7 @@ def test_a_resolved_plan_pins_the_file_and_its_hash(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     full = named("calibration.yaml").resolved()
     assert full.cluster.calibration == str(path)
-    assert full.cluster.calibration_sha256 == calibration.digest(path)
+    assert full.cluster.calibration_sha256 == calibration_file.digest(path)
     assert full.resolved() == full, "also where the card is written out"
 
 
@@ -93,10 +93,10 @@ def test_a_hash_without_a_file_is_refused() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_by_its_place(tmp_path: Path, change: dict[str, Any], named_in_error: str) -> None:
-    from workbench.plan import yamlio
+    from workbench.safe_io import yaml_files
 
     path = tmp_path / "bad.yaml"
-    path.write_text(yamlio.dump(measured(**change)))
+    path.write_text(yaml_files.dump(measured(**change)))
     error = refusal(named(path))
     assert [p.field for p in error.problems] == ["cluster.calibration"]
     assert named_in_error in str(error) and "workbench calibrate -o" in str(error)
@@ -133,13 +133,13 @@ def test_the_fingerprint_names_no_host_and_tells_machines_apart() -> None:
     from dataclasses import replace
 
     found = attached()
-    assert calibration.fingerprint(found) == calibration.fingerprint(attached())
-    assert len({calibration.fingerprint(x) for x in (found, replace(found, cores=found.cores + 1),
+    assert calibration_file.fingerprint(found) == calibration_file.fingerprint(attached())
+    assert len({calibration_file.fingerprint(x) for x in (found, replace(found, cores=found.cores + 1),
                 replace(found, memory_bytes=2 * found.memory_bytes), replace(found, name="another"))}) == 4  # fmt: skip
 
 
 def test_a_calibration_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = named(written(tmp_path))
     plan.complete()
-    monkeypatch.setattr(calibration.yamlio, "parse", lambda *_, **__: pytest.fail("parsed again"))
+    monkeypatch.setattr(calibration_file.yamlio, "parse", lambda *_, **__: pytest.fail("parsed again"))
     plan.complete()

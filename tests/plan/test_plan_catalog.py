@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from workbench.plan import catalog, huggingface
-from workbench.plan.errors import PlanError
-from workbench.plan.parameters import parameters
+from workbench.plan.catalog import catalog
+from workbench.plan.catalog import huggingface_config
+from workbench.errors import PlanError
+from workbench.plan.parameter_count import parameters
 from workbench.plan.schema import Plan
-from workbench.plan.support import runnable
+from workbench.plan.rules.supported import runnable
 
 RELIED_ON = {
     "models": ["tiny", "gpt-7.5b", "gpt3-175b", "llama-3-8b", "pangu-200b"],
@@ -129,12 +130,12 @@ def test_hugging_face_configurations(tmp_path, config, name):
 
 def test_unknown_family_is_refused_by_name():
     with pytest.raises(PlanError, match="model_type 'mamba'; legal: bloom, deepseek_v2"):
-        huggingface.shape_of({"model_type": "mamba"})
+        huggingface_config.shape_of({"model_type": "mamba"})
 
 
 def test_missing_key_of_a_configuration_is_named():
     with pytest.raises(PlanError, match="has no hidden_size"):
-        huggingface.shape_of({"model_type": "llama", "num_hidden_layers": 2})
+        huggingface_config.shape_of({"model_type": "llama", "num_hidden_layers": 2})
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "[" * 100_000, "\x00"])
@@ -142,5 +143,5 @@ def test_a_file_that_is_no_configuration_is_told_of(tmp_path, text):
     file = tmp_path / "config.json"
     file.write_text(text)
     with pytest.raises(PlanError, match=r"is not JSON|is no model configuration") as caught:
-        huggingface.read(str(file))
+        huggingface_config.read(str(file))
     assert caught.value.problems[0].field == "model"

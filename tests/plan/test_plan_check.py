@@ -2,14 +2,14 @@
 
 import pytest
 
-from workbench.plan import attached as machine
-from workbench.plan import corpus
-from workbench.plan.catalog import models
-from workbench.plan.check import check
-from workbench.plan.errors import PlanError
-from workbench.plan.partition import balanced, costs
+from workbench.machine import attached as machine
+from workbench.plan import corpus_files
+from workbench.plan.catalog.catalog import models
+from workbench.plan.rules.check import check
+from workbench.errors import PlanError
+from workbench.plan.stage_partition import balanced, costs
 from workbench.plan.schema import Plan
-from workbench.plan.support import BUILT, VALUED
+from workbench.plan.rules.supported import BUILT, VALUED
 
 
 def plan(model="tiny", gpus=8, strategy=None, **fields):
@@ -195,16 +195,16 @@ def test_corpus_of_a_folder_is_stable_and_hashed_by_content(tmp_path):
     (tmp_path / "a.md").write_text("one")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "picture.png").write_bytes(b"\x89")
-    assert [path.name for path in corpus.files(str(tmp_path))] == ["a.md", "b.txt"]
-    before = corpus.digest(str(tmp_path))
+    assert [path.name for path in corpus_files.files(str(tmp_path))] == ["a.md", "b.txt"]
+    before = corpus_files.digest(str(tmp_path))
     (tmp_path / "b.txt").write_text("three")
-    assert corpus.digest(str(tmp_path)) != before
+    assert corpus_files.digest(str(tmp_path)) != before
 
 
 @pytest.mark.parametrize("source", ["no/such/text", "{empty}"])
 def test_missing_corpus_names_the_field(tmp_path, source):
     with pytest.raises(PlanError, match=r"corpus\.source: .*(does not exist|holds no text)"):
-        corpus.files(source.format(empty=tmp_path))
+        corpus_files.files(source.format(empty=tmp_path))
 
 
 def test_resolved_names_the_text_and_notices_when_it_changes(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from workbench.plan.diff import differing
+from workbench.plan.plan_diff import differing
 from workbench.plan.schema import Plan
 
 OWN = {"layers": 2, "hidden": 16, "heads": 2, "ffn": 32, "vocab": 260}

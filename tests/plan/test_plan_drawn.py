@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.plan.errors import PlanError
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.schedules import generate
 from workbench.schedules.table import write_csv

@@ -7,8 +7,8 @@ import subprocess
 import pytest
 import yaml
 
-from workbench.plan.errors import PlanError
-from workbench.plan.export import accelerate_config, contents, environment, export
+from workbench.errors import PlanError
+from workbench.interop.export import accelerate_config, contents, environment, export
 from workbench.plan.schema import Plan
 
 

@@ -5,12 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from workbench.plan import catalog, foreign, yamlio
-from workbench.plan.errors import PlanError
-from workbench.plan.export import export
-from workbench.plan.foreign import deepspeed, fsdp, gptneox, megatron, torchtitan
-from workbench.plan.foreign.base import Given
-from workbench.plan.foreign.keys import flat
+from workbench.plan.catalog import catalog
+from workbench import interop
+from workbench.safe_io import yaml_files
+from workbench.errors import PlanError
+from workbench.interop.export import export
+from workbench.interop.deepspeed import read_deepspeed
+from workbench.interop.accelerate import read_fsdp
+from workbench.interop.gpt_neox import read_gpt_neox
+from workbench.interop.megatron import read_megatron
+from workbench.interop.torchtitan import read_torchtitan
+from workbench.interop.translation import Given
+from workbench.interop.foreign_keys import flat
 from workbench.plan.schema import Plan
 
 SAMPLES = Path(__file__).parent / "foreign"
@@ -25,7 +31,7 @@ def problems(call, *arguments, **named):
 
 
 def load(name, **given):
-    return foreign.load(SAMPLES / name, gpu=CARD, **given)
+    return interop.load(SAMPLES / name, gpu=CARD, **given)
 
 
 def left(found):
@@ -65,7 +71,7 @@ def test_a_ds_config_says_sharding_batch_optimizer_and_so_how_many_cards():
 def test_the_stack_is_one_that_the_planner_knows(name):
     more = {} if name in ("megatron.sh", "torchtitan.toml") else {"model": "tiny"}
     assert load(name, **more).plan.strategy.stack in catalog.read("data/stacks.yaml")
-    assert deepspeed.read({"pipeline": {"stages": 2}}, ON_16).plan.strategy.stack in catalog.read("data/stacks.yaml")
+    assert read_deepspeed.read({"pipeline": {"stages": 2}}, ON_16).plan.strategy.stack in catalog.read("data/stacks.yaml")
 
 
 def test_every_key_of_a_file_is_either_translated_or_told():
@@ -81,7 +87,7 @@ def test_every_key_of_a_file_is_either_translated_or_told():
             "scheduler.params.warmup_num_steps"}  # fmt: skip
     config = {"train_batch_size": 16, "zero_optimization": {"stage": 1}, "steps_per_print": 3,
               "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log", "warmup_num_steps": 9}}}  # fmt: skip
-    found = deepspeed.read(config, ON_16)
+    found = read_deepspeed.read(config, ON_16)
     assert keys | {"scheduler.type"} == {*found.translated, *left(found)}
 
 
@@ -92,17 +98,17 @@ def test_every_key_of_a_file_is_either_translated_or_told():
 def test_two_batch_sizes_give_the_third(sizes, global_batch, micro):
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config = {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
-    training = deepspeed.read(config, ON_16).plan.training
+    training = read_deepspeed.read(config, ON_16).plan.training
     assert (training.global_batch, training.micro_batch) == (global_batch, micro)
 
 
 def test_batch_sizes_that_contradict_each_other():
     config = {"train_batch_size": 60, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
-    message = problems(deepspeed.read, config, ON_16)["train_batch_size"]
+    message = problems(read_deepspeed.read, config, ON_16)["train_batch_size"]
     assert "60" in message and "2 x gradient_accumulation_steps 2 x 16" in message and "legal: 64" in message
     assert (
         "legal: 32"
-        in problems(deepspeed.read, {"train_batch_size": 40, "train_micro_batch_size_per_gpu": 2}, ON_16)[
+        in problems(read_deepspeed.read, {"train_batch_size": 40, "train_micro_batch_size_per_gpu": 2}, ON_16)[
             "train_batch_size"
         ]
     )
@@ -111,14 +117,14 @@ def test_batch_sizes_that_contradict_each_other():
 def test_axes_of_a_ds_config_share_the_cards():
     config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2,
               "pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}  # fmt: skip
-    full = deepspeed.read(config, ON_16).plan.complete()
+    full = read_deepspeed.read(config, ON_16).plan.complete()
     assert full.sizes == {"tensor": 2, "context": 2, "data": 2, "pipeline": 2}
     assert full.strategy.context.algorithm == "ulysses" and full.strategy.recompute == "full"
 
 
 def test_auto_is_left_to_the_trainer_and_told():
     config = {"train_batch_size": "auto", "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
-    assert left(deepspeed.read(config, ON_16)) == {
+    assert left(read_deepspeed.read(config, ON_16)) == {
         "train_batch_size": "auto",
         "zero_optimization.reduce_bucket_size": "auto",
     }
@@ -139,7 +145,7 @@ LEFT_OPEN = {*(f"training.optimizer.{field}" for field in OPTIMIZER), "strategy.
 
 
 def test_auto_leaves_the_plans_own_default():
-    found = deepspeed.read(TRAINERS, ON_16)
+    found = read_deepspeed.read(TRAINERS, ON_16)
     full, plain = found.plan.complete(), Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="ddp").complete()
     assert full.strategy.precision == plain.strategy.precision == "bf16"
     for field in OPTIMIZER:
@@ -156,7 +162,7 @@ def test_auto_leaves_the_plans_own_default():
 
 def test_what_is_set_decides_where_the_file_says_auto():
     sets = {"strategy.precision": "fp16", "training.optimizer.learning_rate": 2e-5, "training.micro_batch": 4}
-    found = foreign.read(json.dumps(TRAINERS), model="llama-3-8b", gpu=CARD, gpus=16, set=sets)
+    found = interop.read(json.dumps(TRAINERS), model="llama-3-8b", gpu=CARD, gpus=16, set=sets)
     full = found.plan.complete()
     assert (full.strategy.precision, full.strategy.gradient_dtype) == ("fp16", "fp16")
     assert (full.training.optimizer.learning_rate, full.training.micro_batch) == (2e-5, 4)
@@ -165,44 +171,44 @@ def test_what_is_set_decides_where_the_file_says_auto():
 
 def test_auto_beside_what_the_file_says():
     wide = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 2**20}, "bf16": {"enabled": "auto"}}
-    assert deepspeed.read(wide, ON_16).plan.strategy.data.bucket_mib == 2  # bf16 on this GPU
-    fp16 = deepspeed.read({**TRAINERS, "fp16": {"enabled": True}}, ON_16)
+    assert read_deepspeed.read(wide, ON_16).plan.strategy.data.bucket_mib == 2  # bf16 on this GPU
+    fp16 = read_deepspeed.read({**TRAINERS, "fp16": {"enabled": True}}, ON_16)
     assert fp16.plan.strategy.precision == "fp16" and "strategy.precision" not in assumed(fp16)
     peak = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-5, "warmup_num_steps": 10}}
-    rate = deepspeed.read({**TRAINERS, "scheduler": peak}, ON_16)
+    rate = read_deepspeed.read({**TRAINERS, "scheduler": peak}, ON_16)
     assert rate.plan.training.optimizer.learning_rate == 1e-5
     assert "training.optimizer.learning_rate" not in assumed(rate)
-    micro = deepspeed.read({**TRAINERS, "train_micro_batch_size_per_gpu": 2}, ON_16).plan.complete().training
+    micro = read_deepspeed.read({**TRAINERS, "train_micro_batch_size_per_gpu": 2}, ON_16).plan.complete().training
     assert (micro.micro_batch, micro.global_batch) == (2, 4 * 16 * 2)
-    whole = deepspeed.read({**TRAINERS, "train_batch_size": 256}, ON_16).plan.complete().training
+    whole = read_deepspeed.read({**TRAINERS, "train_batch_size": 256}, ON_16).plan.complete().training
     assert (whole.micro_batch, whole.global_batch) == (1, 256)
-    steps = deepspeed.read({**TRAINERS, "gradient_accumulation_steps": 8}, ON_16).plan.complete().training
+    steps = read_deepspeed.read({**TRAINERS, "gradient_accumulation_steps": 8}, ON_16).plan.complete().training
     assert (steps.micro_batch, steps.global_batch) == (1, 8 * 16)
-    assert assumed(deepspeed.read({**TRAINERS, "gradient_accumulation_steps": 8}, ON_16))["training.micro_batch"] == 1
-    refused = problems(deepspeed.read, {"zero_optimization": {"stage": "auto"}}, ON_16)
+    assert assumed(read_deepspeed.read({**TRAINERS, "gradient_accumulation_steps": 8}, ON_16))["training.micro_batch"] == 1
+    refused = problems(read_deepspeed.read, {"zero_optimization": {"stage": "auto"}}, ON_16)
     assert "'auto'; must be an integer" in refused["zero_optimization.stage"]
 
 
 def test_offload_by_its_older_switches():
     zero = {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}
-    assert deepspeed.read({"zero_optimization": zero}, ON_16).plan.strategy.data.offload == "parameters"
-    found = deepspeed.read({"zero_optimization": {**zero, "cpu_offload": False}}, ON_16)
+    assert read_deepspeed.read({"zero_optimization": zero}, ON_16).plan.strategy.data.offload == "parameters"
+    found = read_deepspeed.read({"zero_optimization": {**zero, "cpu_offload": False}}, ON_16)
     assert found.plan.strategy.data.offload == "none"
     assert left(found) == {"zero_optimization.cpu_offload_params": True}
 
 
 def test_precision_that_no_key_says_is_assumed():
-    assert assumed(deepspeed.read({"train_batch_size": 16}, ON_16))["strategy.precision"] == "fp32"
+    assert assumed(read_deepspeed.read({"train_batch_size": 16}, ON_16))["strategy.precision"] == "fp32"
     off = {"train_batch_size": 16, "bf16": {"enabled": False}}
-    assert "strategy.precision" not in assumed(deepspeed.read(off, ON_16))
-    assert assumed(gptneox.read(NEOX, ON_8))["strategy.precision"] == "fp32"
+    assert "strategy.precision" not in assumed(read_deepspeed.read(off, ON_16))
+    assert assumed(read_gpt_neox.read(NEOX, ON_8))["strategy.precision"] == "fp32"
 
 
 def test_what_is_nearest_is_told_too():
     config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"},
                                     "offload_param": {"device": "cpu"}},
               "optimizer": {"type": "Lamb"}}  # fmt: skip
-    found = deepspeed.read(config, ON_16)
+    found = read_deepspeed.read(config, ON_16)
     assert found.plan.strategy.data.offload == "parameters" and found.plan.training.optimizer.name == "adamw"
     assert left(found) == {"zero_optimization.offload_optimizer.device": "nvme", "optimizer.type": "Lamb"}
     assert "optimizer.type" not in found.translated
@@ -275,7 +281,7 @@ METRICS: [lm loss]
 
 
 def test_a_recipe_of_megatrons_tests():
-    found = foreign.read(RECIPE, gpu=CARD, vocab_size=512)
+    found = interop.read(RECIPE, gpu=CARD, vocab_size=512)
     full = found.plan.complete()
     assert (found.format, full.cluster.gpus, full.sizes["tensor"], full.strategy.precision) == (
         "megatron",
@@ -292,9 +298,9 @@ def test_a_recipe_of_megatrons_tests():
     )
     assert left(found)["--hierarchical-context-parallel-sizes"] == "2 2" and "--wandb-exp-name" not in left(found)
     assert assumed(found)["--nproc-per-node"] == 8
-    assert foreign.read(RECIPE, gpu=CARD, vocab_size=512, gpus=64).plan.cluster.gpus == 64
+    assert interop.read(RECIPE, gpu=CARD, vocab_size=512, gpus=64).plan.cluster.gpus == 64
     seeded = RECIPE.replace("--bf16: true", "--seed: ${REPEAT}")
-    assert foreign.read(seeded, gpu=CARD, vocab_size=512, set={"REPEAT": 5}).plan.training.seed == 5
+    assert interop.read(seeded, gpu=CARD, vocab_size=512, set={"REPEAT": 5}).plan.training.seed == 5
 
 
 @pytest.mark.parametrize(
@@ -305,7 +311,7 @@ def test_a_recipe_of_megatrons_tests():
      ("<<: *BASE", "<<: 3", "<<", "an anchor")],
 )  # fmt: skip
 def test_recipes_refused_by_name(old, new, field, words):
-    assert words in problems(foreign.read, RECIPE.replace(old, new), gpu=CARD, vocab_size=512)[field]
+    assert words in problems(interop.read, RECIPE.replace(old, new), gpu=CARD, vocab_size=512)[field]
 
 
 LLAMA = [
@@ -318,7 +324,7 @@ LLAMA = [
     "spell", [list, json.dumps, lambda w: " ".join(map(str, w)), lambda w: "\n".join(f"- {x}" for x in w)]
 )
 def test_arguments_may_be_a_list_text_json_or_yaml(spell):
-    plan = megatron.read(spell(LLAMA), Given(None, CARD, 8)).plan
+    plan = read_megatron.read(spell(LLAMA), Given(None, CARD, 8)).plan
     assert plan.complete().shape.ffn == 256 and plan.strategy.precision == "bf16"
 
 
@@ -332,7 +338,7 @@ torchrun --nproc_per_node=8 train.py $CORE --vocab-size 512 --seq-length 64 --bf
     --micro-batch-size 1 --save '/my runs/a' "$@" | tee "$ROOT/log"
 echo done
 """
-    found = megatron.read(script, Given(None, CARD))
+    found = read_megatron.read(script, Given(None, CARD))
     assert found.plan.cluster.gpus == 8 and found.plan.strategy.precision == "bf16"
     assert left(found) == {"--save": "/my runs/a"}
 
@@ -348,7 +354,7 @@ echo done
     ],
 )  # fmt: skip
 def test_words_of_a_strategy(more, field, value):
-    found = megatron.read([*LLAMA, *more], Given(None, CARD, 8))
+    found = read_megatron.read([*LLAMA, *more], Given(None, CARD, 8))
     assert getattr(found.plan.strategy, field) == value
 
 
@@ -362,13 +368,13 @@ def test_words_of_a_strategy(more, field, value):
 def test_uneven_stages(more, counts):
     words = [*LLAMA, "--pipeline-model-parallel-size", 2, *more]
     if counts is None:
-        assert "--pipeline-model-parallel-layout" in problems(megatron.read, words, Given(None, CARD, 8))
+        assert "--pipeline-model-parallel-layout" in problems(read_megatron.read, words, Given(None, CARD, 8))
     else:
-        assert megatron.read(words, Given(None, CARD, 8)).plan.strategy.pipeline.partition == counts
+        assert read_megatron.read(words, Given(None, CARD, 8)).plan.strategy.pipeline.partition == counts
 
 
 def test_a_model_that_is_given_wins_and_what_differs_is_told():
-    found = megatron.read(LLAMA, Given("tiny", CARD, 8))
+    found = read_megatron.read(LLAMA, Given("tiny", CARD, 8))
     assert found.plan.model == "tiny"
     assert left(found) == {"--hidden-size": 64}
 
@@ -378,24 +384,24 @@ def test_a_model_that_is_given_wins_and_what_differs_is_told():
                     ("[0]*1+[1]*9", None), ("[0,1,0,1]", None), ("[1]*4+x", None)],
 )  # fmt: skip
 def test_which_layers_have_experts(text, dense):
-    found = megatron.read([*LLAMA, "--num-experts", 4, "--moe-layer-freq", text], Given(None, CARD, 8))
+    found = read_megatron.read([*LLAMA, "--num-experts", 4, "--moe-layer-freq", text], Given(None, CARD, 8))
     assert found.plan.complete().shape.moe.first_dense == (dense or 0)
     assert ("--moe-layer-freq" in left(found)) == (dense is None)
 
 
 def test_a_warm_up_longer_than_the_run_is_cut_and_told():
-    found = megatron.read([*LLAMA, "--train-iters", 10, "--lr-warmup-samples", 3200], Given(None, CARD, 8))
+    found = read_megatron.read([*LLAMA, "--train-iters", 10, "--lr-warmup-samples", 3200], Given(None, CARD, 8))
     assert found.plan.training.optimizer.warmup_steps == 10 and left(found)["--lr-warmup-samples"] == 3200
 
 
 def test_a_list_says_a_value_twice():
-    assert megatron.read([*LLAMA, "--num-layers", 4], Given(None, CARD, 8)).plan.complete().shape.layers == 4
-    found = problems(megatron.read, [*LLAMA, "--num-layers", 5], Given(None, CARD, 8))
+    assert read_megatron.read([*LLAMA, "--num-layers", 4], Given(None, CARD, 8)).plan.complete().shape.layers == 4
+    found = problems(read_megatron.read, [*LLAMA, "--num-layers", 5], Given(None, CARD, 8))
     assert found["--num-layers"].startswith("is 4 and 5, written twice")
 
 
 def test_without_a_shape_each_missing_argument_is_named():
-    found = problems(megatron.read, "--bf16 --micro-batch-size 1", Given(None, CARD, 8))
+    found = problems(read_megatron.read, "--bf16 --micro-batch-size 1", Given(None, CARD, 8))
     assert set(found) == {"--num-layers", "--hidden-size", "--num-attention-heads"}
     assert "--model" in found["--num-layers"]
 
@@ -420,7 +426,7 @@ def test_a_gpt_neox_yaml_holds_shape_strategy_and_training():
     assert (optimizer.decay, optimizer.warmup_steps, optimizer.final_ratio) == ("cosine", 20, 0.1)
     assert (full.training.steps, full.training.evaluation.every, full.training.sequence_length) == (1000, 100, 1024)
     told = {*found.translated, *left(found)}
-    keys = {*flat(yamlio.parse((SAMPLES / "gpt_neox.yml").read_text()))}
+    keys = {*flat(yaml_files.parse((SAMPLES / "gpt_neox.yml").read_text()))}
     assert keys == told and set(left(found)) == {
         "tokenizer_type", "scaled-upper-triang-masked-softmax-fusion", "fp16.loss_scale", "data-path",
     }  # fmt: skip
@@ -438,12 +444,12 @@ ON_8 = Given(None, CARD, 8)
      ({"activation": "geglu", "intermediate_size": 768}, 256)],
 )  # fmt: skip
 def test_widths_of_gpt_neox(more, width):
-    assert gptneox.read({**NEOX, **more}, ON_8).plan.complete().shape.ffn == width
+    assert read_gpt_neox.read({**NEOX, **more}, ON_8).plan.complete().shape.ffn == width
 
 
 def test_what_gpt_neox_computes_beyond_a_shape_is_told():
     odd = {"gpt_j_residual": True, "rotary_pct": 0.25, "use_bias_in_attn_linear": False}
-    words = gptneox.read({**NEOX, **odd}, ON_8).plan.complete().shape.unmodelled
+    words = read_gpt_neox.read({**NEOX, **odd}, ON_8).plan.complete().shape.unmodelled
     assert words == "gpt_j_residual true; rotary_pct 0.25; biases in attention or in the feed-forward layers only"
 
 
@@ -457,21 +463,21 @@ def test_what_gpt_neox_computes_beyond_a_shape_is_told():
      ({"padded_vocab_size": None, "tokenizer_type": "HFTokenizer"}, "padded_vocab_size", "--vocab-size")],
 )  # fmt: skip
 def test_gpt_neox_refused_by_name(more, field, words):
-    assert words in problems(gptneox.read, {**NEOX, **more}, ON_8)[field]
+    assert words in problems(read_gpt_neox.read, {**NEOX, **more}, ON_8)[field]
 
 
 def test_gpt_neox_takes_a_vocabulary_or_a_model_from_beside():
-    text = yamlio.dump({key: value for key, value in NEOX.items() if key != "padded_vocab_size"})
-    assert foreign.read(text, gpu=CARD, gpus=8, vocab_size=50304).plan.complete().shape.vocab == 50304
-    found = foreign.read(text, gpu=CARD, gpus=8, model="tiny")
+    text = yaml_files.dump({key: value for key, value in NEOX.items() if key != "padded_vocab_size"})
+    assert interop.read(text, gpu=CARD, gpus=8, vocab_size=50304).plan.complete().shape.vocab == 50304
+    found = interop.read(text, gpu=CARD, gpus=8, model="tiny")
     assert found.plan.model == "tiny" and left(found)["hidden_size"] == 64
 
 
 def test_yaml_in_braces_is_yaml():
     text = '{ # flow style\n  "train_batch_size": 16,\n  "zero_optimization": {"stage": 1,},\n}\n'
-    found = foreign.read(text, model="tiny", gpu=CARD, gpus=16)
+    found = interop.read(text, model="tiny", gpu=CARD, gpus=16)
     assert found.format == "deepspeed" and found.plan.strategy.data.zero == 1
-    assert "not valid JSON" in problems(foreign.read, '{"train_batch_size": ]', model="tiny", gpu=CARD, gpus=8)["file"]
+    assert "not valid JSON" in problems(interop.read, '{"train_batch_size": ]', model="tiny", gpu=CARD, gpus=8)["file"]
 
 
 # ---- torchtitan and FSDP --------------------------------------------------------------------------
@@ -501,7 +507,7 @@ def test_a_torchtitan_job():
      ("deepseek_v3", "16B", "deepseek-v2-lite"), ("deepseek_v3", "236B", "deepseek-v2")],
 )  # fmt: skip
 def test_flavors_of_torchtitan_that_the_catalog_holds(name, flavor, model):
-    found = torchtitan.read({"model": {"name": name, "flavor": flavor}}, Given(None, CARD, 8))
+    found = read_torchtitan.read({"model": {"name": name, "flavor": flavor}}, Given(None, CARD, 8))
     assert found.plan.model == model
     assert bool(left(found)) == ("_" in flavor or "." in name)
 
@@ -510,35 +516,35 @@ def test_flavors_of_torchtitan_that_the_catalog_holds(name, flavor, model):
     "name, flavor", [("llama3", "debugmodel"), ("llama2", "26B"), ("qwen3", "32B"), ("flux", "dev")]
 )
 def test_other_flavors_are_refused_with_the_remedy(name, flavor):
-    words = problems(torchtitan.read, {"model": {"name": name, "flavor": flavor}}, Given(None, CARD, 8))["model"]
+    words = problems(read_torchtitan.read, {"model": {"name": name, "flavor": flavor}}, Given(None, CARD, 8))["model"]
     assert f"'{name}', model.flavor '{flavor}'" in words and "--model" in words and "llama3: 8B, 70B" in words
 
 
 def test_an_optimizer_that_a_plan_does_not_know_is_refused_unless_one_is_set():
     job = {"model": {"flavor": "8B"}, "optimizer": {"name": "Muon", "lr": 1e-3}}
-    words = problems(torchtitan.read, job, Given(None, CARD, 8))["optimizer.name"]
+    words = problems(read_torchtitan.read, job, Given(None, CARD, 8))["optimizer.name"]
     assert "'Muon'" in words and "--set training.optimizer.name" in words
-    found = torchtitan.read(job, Given(None, CARD, 8, sets={"training.optimizer.name": "adamw"}))
+    found = read_torchtitan.read(job, Given(None, CARD, 8, sets={"training.optimizer.name": "adamw"}))
     assert left(found) == {"optimizer.name": "Muon"} and found.plan.training.optimizer.learning_rate == 1e-3
 
 
 def test_a_torchtitan_job_of_2024_has_its_degrees_elsewhere():
     text = """[model]\nflavor = "8B"\n[training]\nbatch_size = 1\ntensor_parallel_degree = 2\nwarmup_steps = 7
 data_parallel_degree = -1\n[experimental]\npipeline_parallel_degree = 2\n"""
-    full = torchtitan.read(text, Given(None, CARD, 8)).plan.complete()
+    full = read_torchtitan.read(text, Given(None, CARD, 8)).plan.complete()
     assert full.sizes == {"tensor": 2, "context": 1, "data": 2, "pipeline": 2}
     assert full.training.optimizer.warmup_steps == 7
 
 
 def test_every_second_layer_is_a_list_of_layers():
     text = '[model]\nflavor = "8B"\n[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "2"\n'
-    assert torchtitan.read(text, Given(None, CARD, 8)).plan.strategy.recompute == list(range(1, 32, 2))
+    assert read_torchtitan.read(text, Given(None, CARD, 8)).plan.strategy.recompute == list(range(1, 32, 2))
 
 
 def test_a_pipeline_of_torchtitan_counts_its_own_microbatches():
     text = """[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 8\n
 [parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = "ZBVZeroBubble"\n"""
-    full = torchtitan.read(text, Given(None, CARD, 8)).plan.complete()
+    full = read_torchtitan.read(text, Given(None, CARD, 8)).plan.complete()
     assert full.strategy.pipeline.schedule == "zb-v" and len(full.strategy.pipeline.partition) == 8
     assert full.training.micro_batch == 1 and full.num_microbatches == 8
 
@@ -557,12 +563,12 @@ def test_an_accelerate_yaml_with_fsdp():
 )
 def test_sharding_strategies(word, zero):
     config = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"sharding_strategy": word}}
-    assert fsdp.read(config, ON_16 and Given("tiny", CARD)).plan.strategy.data.zero == zero
+    assert read_fsdp.read(config, ON_16 and Given("tiny", CARD)).plan.strategy.data.zero == zero
 
 
 def test_the_second_version_keeps_or_frees_gathered_parameters():
     section = {"fsdp_version": 2, "fsdp_reshard_after_forward": False}
-    data = fsdp.read({"distributed_type": "FSDP", "fsdp_config": section}, ON_16).plan.strategy.data
+    data = read_fsdp.read({"distributed_type": "FSDP", "fsdp_config": section}, ON_16).plan.strategy.data
     assert (data.zero, data.keep_gathered) == (3, True)
 
 
@@ -580,7 +586,7 @@ num_processes: 16
 
 
 def test_an_accelerate_yaml_with_deepspeed_in_its_own_keys():
-    found = foreign.read(THROUGH_DEEPSPEED, model="llama-3-8b", gpu=CARD)
+    found = interop.read(THROUGH_DEEPSPEED, model="llama-3-8b", gpu=CARD)
     full = found.plan.complete()
     assert (found.format, full.strategy.stack, full.cluster.gpus, full.cluster.nodes) == (
         "fsdp",
@@ -597,7 +603,7 @@ def test_an_accelerate_yaml_with_deepspeed_in_its_own_keys():
     plain = Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="ddp").complete().training
     assert (full.training.global_batch, full.training.micro_batch) == (plain.global_batch, plain.micro_batch)
     assert {"training.global_batch", "training.optimizer.name"} <= set(assumed(found))
-    fewer = foreign.read(THROUGH_DEEPSPEED.replace("  zero_stage: 3\n", ""), model="llama-3-8b", gpu=CARD)
+    fewer = interop.read(THROUGH_DEEPSPEED.replace("  zero_stage: 3\n", ""), model="llama-3-8b", gpu=CARD)
     assert fewer.plan.strategy.data.zero == 2 and assumed(fewer)["strategy.data.zero"] == 2
 
 
@@ -611,12 +617,12 @@ def test_an_accelerate_yaml_that_names_a_ds_config(tmp_path):
         "steps_per_print": 7,
     }
     (tmp_path / "ds.json").write_text(json.dumps(ds))
-    found = foreign.load(tmp_path / "config.yaml", model="tiny", gpu=CARD)
+    found = interop.load(tmp_path / "config.yaml", model="tiny", gpu=CARD)
     assert (found.plan.strategy.data.zero, found.plan.strategy.precision) == (2, "fp16")
     assert "ds.json: zero_optimization.stage" in found.translated
     assert {"ds.json: steps_per_print", "ds.json: train_batch_size", "deepspeed_config.zero_stage"} == set(left(found))
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stag": 2}}')
-    assert "did you mean" in problems(foreign.load, tmp_path / "config.yaml", model="tiny", gpu=CARD)[
+    assert "did you mean" in problems(interop.load, tmp_path / "config.yaml", model="tiny", gpu=CARD)[
         "ds.json: zero_optimization.stag"
     ]  # fmt: skip
 
@@ -624,7 +630,7 @@ def test_an_accelerate_yaml_that_names_a_ds_config(tmp_path):
 @pytest.mark.parametrize("kind, gpus", [("MULTI_GPU", 8), ("MULTI_NPU", 8), ("NO", 1)])
 def test_an_accelerate_yaml_without_sharding(kind, gpus):
     text = f"distributed_type: {kind}\nmixed_precision: bf16\ngpu_ids: all\nfsdp_config: {{fsdp_version: 2}}\n"
-    found = foreign.read(text + (f"num_processes: {gpus}\n" if gpus > 1 else ""), model="tiny", gpu=CARD)
+    found = interop.read(text + (f"num_processes: {gpus}\n" if gpus > 1 else ""), model="tiny", gpu=CARD)
     full = found.plan.complete()
     assert (full.cluster.gpus, full.strategy.data.zero, full.strategy.precision) == (gpus, 0, "bf16")
     assert full.strategy.gradient_dtype == "fp32"
@@ -635,15 +641,15 @@ def test_an_accelerate_yaml_without_sharding(kind, gpus):
 def test_the_launchers_half_of_an_export_is_the_plan_beside_it(tmp_path):
     plan = Plan.of("tiny", gpu=CARD, gpus=4, strategy="zero-3", set={"training.steps": 7})
     export(plan, tmp_path)
-    found = foreign.load(tmp_path / "accelerate.yaml")
+    found = interop.load(tmp_path / "accelerate.yaml")
     assert found.plan.complete() == Plan.load(tmp_path / "plan.yaml").complete()
     assert {"num_processes", "distributed_type", "mixed_precision"} <= {note.field for note in found.ignored}
     assert str(tmp_path / "plan.yaml") in found.ignored[0].why
-    more = foreign.load(tmp_path / "accelerate.yaml", set={"training.steps": 9})
+    more = interop.load(tmp_path / "accelerate.yaml", set={"training.steps": 9})
     assert more.plan.training.steps == 9
     text = (tmp_path / "accelerate.yaml").read_text().replace("num_processes: 4", "num_processes: 8")
     (tmp_path / "accelerate.yaml").write_text(text)
-    assert "cluster.gpus 4" in problems(foreign.load, tmp_path / "accelerate.yaml")["num_processes"]
+    assert "cluster.gpus 4" in problems(interop.load, tmp_path / "accelerate.yaml")["num_processes"]
 
 
 @pytest.mark.parametrize(
@@ -654,7 +660,7 @@ def test_the_launchers_half_of_an_export_is_the_plan_beside_it(tmp_path):
 )  # fmt: skip
 def test_older_names_of_fsdp(section, overlap, zero):
     config = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": section, "dynamo_backend": "INDUCTOR"}
-    found = fsdp.read({**config, "fp16": True}, Given("tiny", CARD)).plan.strategy
+    found = read_fsdp.read({**config, "fp16": True}, Given("tiny", CARD)).plan.strategy
     assert (found.data.overlap, found.data.zero, found.precision, found.kernels) == (overlap, zero, "fp16", "compiled")
 
 
@@ -663,7 +669,7 @@ def test_older_names_of_fsdp(section, overlap, zero):
 def test_what_fsdp_offloads(word, offload, told):
     section = {"fsdp_sharding_strategy": word, "fsdp_offload_params": True}
     config = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": section}
-    found = fsdp.read(config, Given("tiny", CARD))
+    found = read_fsdp.read(config, Given("tiny", CARD))
     why = {note.field: note.why for note in found.untranslated}
     assert found.plan.complete().strategy.data.offload == offload
     assert told in why.get("fsdp_config.fsdp_offload_params", "")
@@ -725,7 +731,7 @@ FSDP = "distributed_type: FSDP\nnum_processes: 16\n"
 )  # fmt: skip
 def test_refused_by_name(text, field, words):
     given = {"gpu": CARD, "gpus": 16} | ({} if "flavor" in text or "--num" in text else {"model": "tiny"})
-    found = problems(foreign.read, text, **given)
+    found = problems(interop.read, text, **given)
     assert words in found[field], found
 
 
@@ -745,11 +751,11 @@ def test_refused_by_name(text, field, words):
     ],
 )
 def test_arguments_refused_by_name(more, field, words):
-    assert words in problems(megatron.read, [*LLAMA, *more], Given(None, CARD, 8))[field]
+    assert words in problems(read_megatron.read, [*LLAMA, *more], Given(None, CARD, 8))[field]
 
 
 def test_unknown_keys_may_be_told_instead():
-    found = foreign.read(
+    found = interop.read(
         DS.replace("16,", '16, "house_style": {"a": 1},'), model="tiny", gpu=CARD, gpus=16, lenient=True
     )
     assert left(found) == {"house_style.a": 1}
@@ -764,7 +770,7 @@ def test_what_a_file_lacks_is_asked_for_by_name(lack, name, words):
     if name == "ds_config.json":
         given.pop("gpus")
     given.pop(lack)
-    assert words in problems(foreign.load, SAMPLES / name, **given)[lack]
+    assert words in problems(interop.load, SAMPLES / name, **given)[lack]
 
 
 @pytest.mark.parametrize(
@@ -772,26 +778,26 @@ def test_what_a_file_lacks_is_asked_for_by_name(lack, name, words):
                      ({"model": "no"}, "model"), ({"format": "nemo"}, "format")],
 )  # fmt: skip
 def test_what_is_given_beside_is_checked(given, field):
-    found = problems(foreign.read, DS, **({"model": "tiny", "gpu": CARD, "gpus": 16} | given))
+    found = problems(interop.read, DS, **({"model": "tiny", "gpu": CARD, "gpus": 16} | given))
     assert "ds_config" not in found[field]
 
 
 def test_a_refusal_says_which_numbers_are_the_files():
     beside = Given("tiny", CARD, 16, sets={"training.optimizer.warmup_steps": 10**7})
-    ours = problems(deepspeed.read, json.loads(DS), beside)["training.optimizer.warmup_steps"]
+    ours = problems(read_deepspeed.read, json.loads(DS), beside)["training.optimizer.warmup_steps"]
     assert "says it" not in ours and "assumed" not in ours
     short, slow = Given("tiny", CARD, 16, sets={"training.steps": 50}), {"type": "WarmupLR"}
-    assumes = problems(deepspeed.read, {**json.loads(DS), "scheduler": slow}, short)["training.optimizer.warmup_steps"]
+    assumes = problems(read_deepspeed.read, {**json.loads(DS), "scheduler": slow}, short)["training.optimizer.warmup_steps"]
     assert "says it" not in assumes and assumes.endswith("(assumed: the file does not say it)")
     slow["params"] = {"warmup_num_steps": 1000}
-    says = problems(deepspeed.read, {**json.loads(DS), "scheduler": slow}, short)["training.optimizer.warmup_steps"]
+    says = problems(read_deepspeed.read, {**json.loads(DS), "scheduler": slow}, short)["training.optimizer.warmup_steps"]
     assert says.endswith("(as DeepSpeed ds_config.json says it)")
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    assert "cannot be read" in problems(foreign.load, tmp_path / "no.json")[str(tmp_path / "no.json")]
+    assert "cannot be read" in problems(interop.load, tmp_path / "no.json")[str(tmp_path / "no.json")]
     (tmp_path / "bin").write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read" in problems(foreign.load, tmp_path / "bin")[str(tmp_path / "bin")]
+    assert "cannot be read" in problems(interop.load, tmp_path / "bin")[str(tmp_path / "bin")]
 
 
 # ---- what became of everything in the file --------------------------------------------------------
@@ -802,17 +808,17 @@ def test_files_that_cannot_be_read(tmp_path):
                    ("# --num-layers 4\nname: x\n", "name"), ('{"steps_per_print": 5}', "steps_per_print")],
 )  # fmt: skip
 def test_a_file_in_which_nothing_was_read_is_refused_with_what_it_holds(text, held):
-    message = problems(foreign.read, text, model="tiny", gpu=CARD, gpus=8)["file"]
+    message = problems(interop.read, text, model="tiny", gpu=CARD, gpus=8)["file"]
     assert held in message and "Megatron-LM arguments (--num-layers)" in message
 
 
 def test_a_file_of_a_known_format_without_a_key_in_use_is_refused():
-    found = problems(deepspeed.read, {"steps_per_print": 5, "wall_clock_breakdown": False}, ON_16)
+    found = problems(read_deepspeed.read, {"steps_per_print": 5, "wall_clock_breakdown": False}, ON_16)
     assert "steps_per_print, wall_clock_breakdown, none of which a plan can use" in found["file"]
 
 
 def test_unknown_keys_have_a_list_of_their_own():
-    found = foreign.read(DS.replace("16,", '16, "house_style": 1,'), model="tiny", gpu=CARD, gpus=16, lenient=True)
+    found = interop.read(DS.replace("16,", '16, "house_style": 1,'), model="tiny", gpu=CARD, gpus=16, lenient=True)
     assert [(note.field, note.value) for note in found.unknown] == [("house_style", 1)]
     titles = {title.partition(":")[0]: [note.field for note in rows] for title, _, rows in found.tables()}
     assert titles["Unknown"] == ["house_style"] and "house_style" not in titles["Not translated"]
@@ -820,23 +826,23 @@ def test_unknown_keys_have_a_list_of_their_own():
 
 def test_fields_that_are_set_stand_above_the_file():
     sets = {"cluster.gpus": 8, "training.global_batch": 64, "training.steps": 7}
-    found = foreign.read(DS, model="tiny", gpu=CARD, set=sets)
+    found = interop.read(DS, model="tiny", gpu=CARD, set=sets)
     plan = found.plan
     assert (plan.cluster.gpus, plan.training.global_batch, plan.training.steps) == (8, 64, 7)
     assert [(note.field, note.value) for note in found.ignored] == [("training.global_batch", 16)]
     assert "training.steps" not in assumed(found)
-    assert "no" in problems(foreign.read, DS, model="tiny", gpu=CARD, gpus=8, set={"no.such": 1})
+    assert "no" in problems(interop.read, DS, model="tiny", gpu=CARD, gpus=8, set={"no.such": 1})
 
 
 def test_a_vocabulary_may_be_given_where_the_arguments_have_none():
     words = [word for word in LLAMA if word not in ("--vocab-size", 512)]
-    found = foreign.read(json.dumps(words), gpu=CARD, gpus=8, vocab_size=700)
+    found = interop.read(json.dumps(words), gpu=CARD, gpus=8, vocab_size=700)
     assert found.plan.complete().shape.vocab == 700 and assumed(found)["model.vocab"] == 700
-    assert "--vocab-size" in problems(foreign.read, json.dumps(words), gpu=CARD, gpus=8)["--vocab-size"]
+    assert "--vocab-size" in problems(interop.read, json.dumps(words), gpu=CARD, gpus=8)["--vocab-size"]
     assert (
-        "the file says 512" in problems(foreign.read, json.dumps(LLAMA), gpu=CARD, gpus=8, vocab_size=700)["vocab_size"]
+        "the file says 512" in problems(interop.read, json.dumps(LLAMA), gpu=CARD, gpus=8, vocab_size=700)["vocab_size"]
     )
-    assert "model" in problems(foreign.read, DS, model="tiny", gpu=CARD, gpus=8, vocab_size=700)["vocab_size"]
+    assert "model" in problems(interop.read, DS, model="tiny", gpu=CARD, gpus=8, vocab_size=700)["vocab_size"]
 
 
 # ---- writing --------------------------------------------------------------------------------------
@@ -848,7 +854,7 @@ NOT_MEGATRONS = {"model.name", "model.positions", "model.embedding_norm"}
 def test_what_a_format_cannot_say_is_named_with_value_and_reason():
     plan = Plan.of("bloom-7b1", gpu=CARD, gpus=16, strategy="pangu-5d", set={"corpus": "/text", "training.steps": 100})
     lost = {
-        format: {note.field: note for note in foreign.write(plan, format).untranslated} for format in foreign.FORMATS
+        format: {note.field: note for note in interop.write(plan, format).untranslated} for format in interop.FORMATS
     }
     assert all({"cluster.gpu", "corpus.source"} <= set(found) for found in lost.values())
     assert lost["megatron"]["model.positions"].value == "alibi"
@@ -860,11 +866,11 @@ def test_what_a_format_cannot_say_is_named_with_value_and_reason():
 
 def test_a_plan_with_nothing_near_it_is_refused_with_the_field():
     plan = Plan.of("tiny", gpu=CARD, gpus=16, strategy="colossal-2d")
-    assert "cannot be written as Megatron-LM" in problems(foreign.write, plan, "megatron")["strategy.tensor.size"]
-    assert "legal: deepspeed, megatron" in problems(foreign.write, plan, "nemo")["format"]
+    assert "cannot be written as Megatron-LM" in problems(interop.write, plan, "megatron")["strategy.tensor.size"]
+    assert "legal: deepspeed, megatron" in problems(interop.write, plan, "nemo")["format"]
 
 
 def test_an_import_shows_itself_in_a_notebook():
     shown = load("ds_config.json", model="llama-3-8b")._repr_html_()
     assert "steps_per_print" in shown and "<table>" in shown and "stack: deepspeed-zero" in shown
-    assert "sequence_length" in foreign.write(Plan.of("tiny", gpu=CARD), "fsdp")._repr_html_()
+    assert "sequence_length" in interop.write(Plan.of("tiny", gpu=CARD), "fsdp")._repr_html_()

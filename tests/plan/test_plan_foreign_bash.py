@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from workbench.plan.foreign.shell import Text, commands, shown
-from workbench.plan.foreign.shell.values import literal
+from workbench.interop.shell import Text, commands, shown
+from workbench.interop.shell.values import literal
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 SHOW = r"""

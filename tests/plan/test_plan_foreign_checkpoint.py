@@ -3,8 +3,10 @@
 import pytest
 
 from tests.plan.test_plan_foreign import CARD, left
-from workbench.plan.foreign import gptneox, megatron, torchtitan
-from workbench.plan.foreign.base import Given
+from workbench.interop.gpt_neox import read_gpt_neox
+from workbench.interop.megatron import read_megatron
+from workbench.interop.torchtitan import read_torchtitan
+from workbench.interop.translation import Given
 
 ON_8 = Given("llama-3-8b", CARD, 8)
 WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4
@@ -13,11 +15,11 @@ WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-s
 
 
 def of_megatron(more):
-    return megatron.read(WORDS + more, Given(None, CARD))
+    return read_megatron.read(WORDS + more, Given(None, CARD))
 
 
 def of_torchtitan(**checkpoint):
-    return torchtitan.read({"checkpoint": checkpoint}, ON_8)
+    return read_torchtitan.read({"checkpoint": checkpoint}, ON_8)
 
 
 def test_megatron_waits_without_async_save():
@@ -36,14 +38,14 @@ def test_torchtitan_says_it_in_async_mode(mode, wanted):
 
 
 def test_gpt_neox_waits():
-    assert gptneox.read({"checkpoint_factor": 5}, ON_8).plan.checkpoint.asynchronous is False
+    assert read_gpt_neox.read({"checkpoint_factor": 5}, ON_8).plan.checkpoint.asynchronous is False
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-@pytest.mark.parametrize("software", [megatron, torchtitan])
+@pytest.mark.parametrize("software", [read_megatron, read_torchtitan])
 def test_it_comes_back_from_what_is_written(software, wanted):
     plan = of_torchtitan(enable=True, interval=5).plan.replace(**{"checkpoint.asynchronous": wanted})
     written = software.write(plan)
     assert "checkpoint.asynchronous" not in {note.field for note in written.untranslated}
-    back = software.read(written.text, Given(None if software is torchtitan else "llama-3-8b", CARD, 8))
+    back = software.read(written.text, Given(None if software is read_torchtitan else "llama-3-8b", CARD, 8))
     assert back.plan.checkpoint.asynchronous == wanted

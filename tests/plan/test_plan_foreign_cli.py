@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
-from workbench.plan import foreign
+from workbench import interop
 from workbench.plan.schema import Plan
 
 SAMPLES = Path(__file__).parent / "foreign"
@@ -23,7 +23,7 @@ def test_import_writes_a_plan_and_tells_what_it_left(ask, tmp_path):
         "untranslated"
     ]
     assert "train_batch_size" in data["translated"] and data["assumed"]
-    assert Plan.load(path) == foreign.load(SAMPLES / "ds_config.json", model="llama-3-8b", gpu=CARD).plan
+    assert Plan.load(path) == interop.load(SAMPLES / "ds_config.json", model="llama-3-8b", gpu=CARD).plan
 
 
 def test_import_sets_fields_and_takes_a_vocabulary(ask, tmp_path):
@@ -58,13 +58,13 @@ def test_unknown_keys_are_refused_or_told(ask, tmp_path):
     assert code == 0 and json.loads(out)["untranslated"][0]["field"] == "zero_optimisation.stage"
 
 
-@pytest.mark.parametrize("format", foreign.FORMATS)
+@pytest.mark.parametrize("format", interop.FORMATS)
 def test_translate_writes_each_format(ask, tmp_path, format):
     path, plan = tmp_path / "out", tmp_path / "plan.yaml"
     plan.write_text(Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="zero-3").to_yaml())
     code, out, _ = ask("translate", plan, "--as", format, "-o", path, "--json")
     data = json.loads(out)
-    assert code == 0 and path.read_text() == data["text"] and foreign.detect(data["text"]) == format
+    assert code == 0 and path.read_text() == data["text"] and interop.detect(data["text"]) == format
     assert "cluster.gpu" in {row["field"] for row in data["untranslated"]}
     code, out, _ = ask("translate", plan, "--as", format)
     assert code == 0 and "Not translated" in out and CARD in out

@@ -2,16 +2,17 @@
 
 import pytest
 
-from workbench.plan.errors import PlanError
-from workbench.plan.foreign import accelerate, deepspeed
-from workbench.plan.foreign.base import Given
+from workbench.errors import PlanError
+from workbench.interop.accelerate import read_accelerate
+from workbench.interop.deepspeed import read_deepspeed
+from workbench.interop.translation import Given
 
 ON_16 = Given("llama-3-8b", "h100-sxm-80gb", 16, sets={"training.steps": 5000})
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4}}
 
 
 def read(**config):
-    return deepspeed.read({"train_batch_size": 16, **config}, ON_16)
+    return read_deepspeed.read({"train_batch_size": 16, **config}, ON_16)
 
 
 def assumed(found):
@@ -87,7 +88,7 @@ def test_fp16_that_alone_is_left_to_the_trainer_is_taken():
 def test_a_warm_up_without_a_length_asks_for_the_length():
     config = {"train_batch_size": 16, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000}}}
     with pytest.raises(PlanError) as caught:
-        deepspeed.read(config, Given("llama-3-8b", "h100-sxm-80gb", 16))
+        read_deepspeed.read(config, Given("llama-3-8b", "h100-sxm-80gb", 16))
     (problem,) = caught.value.problems
     assert problem.field == "training.steps"
     assert "1000" in problem.message and "--set training.steps=" in problem.message
@@ -103,17 +104,17 @@ def test_master_weights_in_16_bits_are_none_beside_the_parameters(name):
 
 
 def test_what_the_rest_of_the_file_says_is_not_called_the_plans_default():
-    found = deepspeed.read({"train_batch_size": "auto", "gradient_accumulation_steps": 32, "optimizer": ADAM}, ON_16)
+    found = read_deepspeed.read({"train_batch_size": "auto", "gradient_accumulation_steps": 32, "optimizer": ADAM}, ON_16)
     assert found.plan.training.global_batch == 32 * 16
     why = left(found)["train_batch_size"]
     assert "default" not in why and "the rest of the file says training.global_batch" in why
-    alone = deepspeed.read({"train_batch_size": "auto", "optimizer": ADAM}, ON_16)
+    alone = read_deepspeed.read({"train_batch_size": "auto", "optimizer": ADAM}, ON_16)
     assert "the plan's default of training.global_batch stands" in left(alone)["train_batch_size"]
 
 
 def test_accelerate_leaves_the_bucket_to_deepspeed():
     config = {"distributed_type": "DEEPSPEED", "num_processes": 16, "mixed_precision": "bf16"}
-    found = accelerate.read({**config, "deepspeed_config": {"zero_stage": 3}}, ON_16)
+    found = read_accelerate.read({**config, "deepspeed_config": {"zero_stage": 3}}, ON_16)
     assert found.plan.strategy.data.bucket_mib == assumed(found)["bucket_mib"] == 5e8 * 2 / 2**20
     assert "DeepSpeed's default" in {n.field: n.why for n in found.assumed}["strategy.data.bucket_mib"]
 

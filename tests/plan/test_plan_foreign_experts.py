@@ -3,8 +3,8 @@
 import pytest
 
 from tests.plan.test_plan_foreign import CARD, assumed, left
-from workbench.plan.foreign import megatron
-from workbench.plan.foreign.base import Given
+from workbench.interop.megatron import read_megatron
+from workbench.interop.translation import Given
 
 WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4
  --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --bf16
@@ -12,7 +12,7 @@ WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-s
 
 
 def read(more, model=None):
-    return megatron.read(WORDS + more, Given(model, CARD))
+    return read_megatron.read(WORDS + more, Given(model, CARD))
 
 
 def moe(more):
@@ -62,8 +62,8 @@ def test_megatron_deepspeed_has_its_own_names_and_defaults():
 def test_a_model_that_is_given_is_held_against_what_the_arguments_say_of_experts():
     same = "--moe-router-topk 2 --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336"
     words = WORDS.replace("--num-layers 4 --hidden-size 256 ", "") + same
-    assert "--num-experts" not in left(megatron.read(words, Given("mixtral-8x7b", CARD)))
-    other = megatron.read(words.replace("--moe-router-topk 2", "--moe-router-topk 1"), Given("mixtral-8x7b", CARD))
+    assert "--num-experts" not in left(read_megatron.read(words, Given("mixtral-8x7b", CARD)))
+    other = read_megatron.read(words.replace("--moe-router-topk 2", "--moe-router-topk 1"), Given("mixtral-8x7b", CARD))
     assert "--num-experts" in left(other)
 
 
@@ -71,9 +71,9 @@ def test_a_model_that_is_given_is_held_against_what_the_arguments_say_of_experts
 def test_experts_come_back_from_the_arguments_that_are_written(change):
     plan = read("--moe-aux-loss-coeff 0.01").plan
     plan = plan.replace(**{f"model.moe.{field}": value for field, value in change.items()})
-    written = megatron.write(plan)
+    written = read_megatron.write(plan)
     assert not [note.field for note in written.untranslated if note.field.startswith("model.moe")]
-    back = megatron.read(written.text, Given(None, CARD)).plan.complete().shape.moe
+    back = read_megatron.read(written.text, Given(None, CARD)).plan.complete().shape.moe
     assert back == plan.complete().shape.moe
 
 

@@ -12,20 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.mutation import mutate
-from workbench.plan import foreign, yamlio
-from workbench.plan.errors import PlanError
-from workbench.plan.foreign import accelerate, deepspeed, fsdp, gptneox, megatron, torchtitan
-from workbench.plan.foreign.base import Given
-from workbench.plan.foreign.keys import flat
+from workbench import interop
+from workbench.safe_io import yaml_files
+from workbench.errors import PlanError
+from workbench.interop.accelerate import read_accelerate
+from workbench.interop.deepspeed import read_deepspeed
+from workbench.interop.accelerate import read_fsdp
+from workbench.interop.gpt_neox import read_gpt_neox
+from workbench.interop.megatron import read_megatron
+from workbench.interop.torchtitan import read_torchtitan
+from workbench.interop.translation import Given
+from workbench.interop.foreign_keys import flat
 
 SAMPLES = Path(__file__).parent / "foreign"
 CARD = "h100-sxm-80gb"
 TEXTS = {path.name: path.read_text() for path in sorted(SAMPLES.iterdir())}
 DATA = {
-    deepspeed: (json.loads(TEXTS["ds_config.json"]), 16), megatron: (yamlio.parse(TEXTS["megatron.yaml"]), 16),
-    torchtitan: (tomllib.loads(TEXTS["torchtitan.toml"]), None), fsdp: (yamlio.parse(TEXTS["accelerate.yaml"]), None),
-    gptneox: (yamlio.parse(TEXTS["gpt_neox.yml"]), 16),
-    accelerate: (yamlio.parse(TEXTS["accelerate_deepspeed.yaml"]), None),
+    read_deepspeed: (json.loads(TEXTS["ds_config.json"]), 16), read_megatron: (yaml_files.parse(TEXTS["megatron.yaml"]), 16),
+    read_torchtitan: (tomllib.loads(TEXTS["torchtitan.toml"]), None), read_fsdp: (yaml_files.parse(TEXTS["accelerate.yaml"]), None),
+    read_gpt_neox: (yaml_files.parse(TEXTS["gpt_neox.yml"]), 16),
+    read_accelerate: (yaml_files.parse(TEXTS["accelerate_deepspeed.yaml"]), None),
 }  # fmt: skip
 VALUES = [
     None, 0, -1, 1, 2, 3, 7, 8, 10**12, 10**400, 1.5, 1e308, math.inf, math.nan, "", "x", "auto", "all", [], [1],
@@ -51,12 +57,12 @@ def test_any_key_may_hold_anything(reader):
             assert all(problem.message for problem in error.problems)
             continue
         read += 1
-        if reader in (deepspeed, torchtitan, gptneox):
+        if reader in (read_deepspeed, read_torchtitan, read_gpt_neox):
             told = {*found.translated, *(note.field for note in found.untranslated)}
             assert {key for key, value in flat(data).items() if value not in (None, {})} <= told
-        for format in pick.sample(foreign.FORMATS, 1):
+        for format in pick.sample(interop.FORMATS, 1):
             try:
-                foreign.write(found.plan, format)
+                interop.write(found.plan, format)
             except PlanError as error:
                 assert "cannot be written as" in str(error)
     assert read and refused, "a test that refuses or reads everything tests nothing"
@@ -70,7 +76,7 @@ def test_a_file_cut_off_or_with_letters_changed(name):
         letters = "".join(pick.choice("{}[]()\"'#=:-\n\\$ xX0") for _ in range(pick.randint(0, 3)))
         changed = text[:place] + (letters + text[place + len(letters) :] if pick.random() < 0.8 else "")
         try:
-            found = foreign.read(changed, model=pick.choice([None, "tiny"]), gpu=CARD, gpus=pick.choice([None, 16]))
+            found = interop.read(changed, model=pick.choice([None, "tiny"]), gpu=CARD, gpus=pick.choice([None, 16]))
         except PlanError as error:
             assert str(error)
             continue
@@ -84,7 +90,7 @@ def test_a_file_cut_off_or_with_letters_changed(name):
 )
 def test_any_text_is_a_configuration_or_a_plan_error(text, start):
     try:
-        foreign.read(start + text, model="tiny", gpu=CARD, gpus=8)
+        interop.read(start + text, model="tiny", gpu=CARD, gpus=8)
     except PlanError as error:
         assert str(error)
 
@@ -96,5 +102,5 @@ def test_any_text_is_a_configuration_or_a_plan_error(text, start):
 )  # fmt: skip
 def test_odd_texts_are_refused_with_a_message(text):
     with pytest.raises(PlanError) as caught:
-        foreign.read(text, gpu=CARD, gpus=8)
+        interop.read(text, gpu=CARD, gpus=8)
     assert str(caught.value)

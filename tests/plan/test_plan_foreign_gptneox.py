@@ -2,8 +2,8 @@
 
 import pytest
 
-from workbench.plan.foreign import gptneox
-from workbench.plan.foreign.base import Given
+from workbench.interop.gpt_neox import read_gpt_neox
+from workbench.interop.translation import Given
 
 ON_8 = Given(None, "h100-sxm-80gb", 8)
 SMALL = {"pipe_parallel_size": 0, "model_parallel_size": 1, "num_layers": 4, "hidden_size": 64, "seq_length": 64,
@@ -11,7 +11,7 @@ SMALL = {"pipe_parallel_size": 0, "model_parallel_size": 1, "num_layers": 4, "hi
 
 
 def read(**more):
-    return gptneox.read({**SMALL, **more}, ON_8)
+    return read_gpt_neox.read({**SMALL, **more}, ON_8)
 
 
 def left(found):
@@ -93,7 +93,7 @@ def test_dropout_seed_and_evaluation_are_gpt_neoxs_own_unless_the_file_says_them
 
 def test_experts_beside_a_model_that_is_given_are_the_models_and_spread_as_the_file_says():
     on = Given("mixtral-8x7b", "h100-sxm-80gb", 8)
-    found = gptneox.read({**SMALL, "moe_num_experts": 8, "moe_top_k": 2, "moe_expert_parallel_size": 4}, on)
+    found = read_gpt_neox.read({**SMALL, "moe_num_experts": 8, "moe_top_k": 2, "moe_expert_parallel_size": 4}, on)
     assert found.plan.strategy.expert.size == 4 and "moe_expert_parallel_size" in found.translated
     assert left(found)["moe_num_experts"] == left(found)["moe_top_k"] == "the model given says the shape"
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.plan.test_plan_foreign import CARD, SAMPLES, problems
-from workbench.plan import foreign
+from workbench import interop
 
 SLOW = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000}}, "train_batch_size": 24}
 SHAPE = "pipe_parallel_size: 2\nnum_layers: 4\nhidden_size: 256\nnum_attention_heads: 4\ntrain_iters: 10\n"
@@ -25,7 +25,7 @@ SHAPE = "pipe_parallel_size: 2\nnum_layers: 4\nhidden_size: 256\nnum_attention_h
      ("distributed_type: MULTI_GPU\n", {"model", "gpus", "gpu"})],
 )  # fmt: skip
 def test_everything_that_a_file_lacks_is_asked_for_at_once(text, fields):
-    found = problems(foreign.read, text)
+    found = problems(interop.read, text)
     assert set(found) == fields
     assert all("(--" in message or "--set" in message for message in found.values())
 
@@ -34,10 +34,10 @@ def test_only_what_is_lacking_is_asked_for():
     given = {"gpu": CARD, "gpus": 16, "model": "tiny"}
     for name in given:
         rest = {key: value for key, value in given.items() if key != name}
-        assert set(problems(foreign.read, json.dumps({"train_batch_size": 16}), **rest)) == {name}
-    assert set(problems(foreign.load, SAMPLES / "ds_config.json", model="tiny", gpus=16)) == {"gpu"}
+        assert set(problems(interop.read, json.dumps({"train_batch_size": 16}), **rest)) == {name}
+    assert set(problems(interop.load, SAMPLES / "ds_config.json", model="tiny", gpus=16)) == {"gpu"}
 
 
 def test_another_refusal_stands_beside_what_is_lacking():
-    found = problems(foreign.read, json.dumps({"train_batch_size": "many"}))
+    found = problems(interop.read, json.dumps({"train_batch_size": "many"}))
     assert "must be an integer" in found["train_batch_size"]

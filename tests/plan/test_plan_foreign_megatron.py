@@ -3,9 +3,9 @@
 import pytest
 
 from tests.plan.test_plan_foreign import CARD, assumed, left, problems
-from workbench.plan import foreign
-from workbench.plan.foreign import megatron
-from workbench.plan.foreign.base import Given
+from workbench import interop
+from workbench.interop.megatron import read_megatron
+from workbench.interop.translation import Given
 
 SMALL = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4
  --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --bf16
@@ -13,7 +13,7 @@ SMALL = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-s
 
 
 def read(more, front=""):
-    return megatron.read(front + SMALL + more, Given(None, CARD))
+    return read_megatron.read(front + SMALL + more, Given(None, CARD))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_the_model_computes_beyond_a_shape_is_unmodelled(words):
     found = read("--train-iters 10 --position-embedding-type rope " + words)
     assert words.removesuffix(" reglu") in (found.plan.complete().shape.unmodelled or "")
     assert words.split()[0] in left(found)
-    beside = megatron.read(SMALL + "--train-iters 10 " + words, Given("tiny", CARD))
+    beside = read_megatron.read(SMALL + "--train-iters 10 " + words, Given("tiny", CARD))
     why = {note.field: note.why for note in beside.untranslated}
     assert beside.plan.model == "tiny" and "the model given stands" in why[words.split()[0]]
     assert read("--train-iters 10 --rotary-percent 1.0").plan.complete().shape.unmodelled is None
@@ -88,7 +88,7 @@ def test_megatron_deepspeeds_optimizer_on_the_host_is_offloaded_where_it_is_shar
 
 def test_a_public_file_of_words_below_a_variable_is_known_by_its_name():
     script = "BASE=$PWD/data\n" + SMALL.replace("--vocab-size 1000", "--vocab-file $BASE/gpt2-vocab.json")
-    found = megatron.read(script + "--train-iters 10", Given(None, CARD))
+    found = read_megatron.read(script + "--train-iters 10", Given(None, CARD))
     assert found.plan.complete().shape.vocab == assumed(found)["model.vocab"] == 50257
 
 
@@ -97,7 +97,7 @@ PIPED = "--train-iters 10 --pipeline-model-parallel-size 4 --num-layers {} "
 
 def stages(more, layers):
     words = SMALL.replace("--num-layers 4 ", "") + PIPED.format(layers) + more
-    return megatron.read(words, Given(None, CARD)).plan.complete().strategy.pipeline.partition
+    return read_megatron.read(words, Given(None, CARD)).plan.complete().strategy.pipeline.partition
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ def test_stages_that_the_layers_do_not_fill_are_refused():
 
 
 def read_piped(more):
-    return megatron.read(SMALL.replace("--num-layers 4 ", "") + more, Given(None, CARD))
+    return read_megatron.read(SMALL.replace("--num-layers 4 ", "") + more, Given(None, CARD))
 
 
 def test_a_launcher_that_says_nodes_alone_spreads_the_gpus_over_them():
     words = SMALL.replace("torchrun --nproc_per_node 8", "deepspeed --num_nodes=2") + "--train-iters 10"
-    full = megatron.read(words, Given(None, CARD, 8)).plan.complete()
+    full = read_megatron.read(words, Given(None, CARD, 8)).plan.complete()
     assert (full.cluster.nodes, full.cluster.gpus_per_node) == (2, 4)
-    assert "--nnodes 2" in problems(megatron.read, words, Given(None, CARD, 9))["gpus"]
+    assert "--nnodes 2" in problems(read_megatron.read, words, Given(None, CARD, 9))["gpus"]
 
 
 def test_fsdp2_may_keep_what_it_gathered():
@@ -149,9 +149,9 @@ def test_deepspeed_decides_overlap_and_bucket_where_its_arguments_are_given():
 
 def test_fp8_beside_fp32_parameters_is_told():
     words = SMALL.replace("--bf16 ", "") + "--train-iters 10 --fp8-format hybrid"
-    found = megatron.read(words, Given(None, "h100-sxm-80gb"))
+    found = read_megatron.read(words, Given(None, "h100-sxm-80gb"))
     assert found.plan.strategy.precision == "fp8" and "--fp8-format" in left(found)
-    both = megatron.read(SMALL + "--train-iters 10 --fp8-format hybrid", Given(None, "h100-sxm-80gb"))
+    both = read_megatron.read(SMALL + "--train-iters 10 --fp8-format hybrid", Given(None, "h100-sxm-80gb"))
     assert "--fp8-format" in both.translated
 
 
@@ -182,18 +182,18 @@ def test_a_recipe_s_quoting_is_undone_twice_as_by_its_harness():
                  "global-batch-size": 32, "train-iters": 10, "pipeline-model-parallel-size": 2,
                  "pipeline-model-parallel-layout": r"Et\\|\\(t\\|\\)*2ttL"}  # fmt: skip
     recipe = "MODEL_ARGS:\n" + "".join(f"  --{key}: {value}\n" for key, value in arguments.items())
-    found = foreign.read(recipe, gpu=CARD, vocab_size=512)
+    found = interop.read(recipe, gpu=CARD, vocab_size=512)
     assert found.plan.strategy.pipeline.partition == [1, 1, 1, 2]
 
 
 def test_the_names_of_2020_are_read():
     words = SMALL.replace("--micro-batch-size 1 --global-batch-size 8", "--batch-size 2")
-    found = megatron.read(f"{words}--train-iters 100 --model-parallel-size 4 --warmup 0.1", Given(None, CARD))
+    found = read_megatron.read(f"{words}--train-iters 100 --model-parallel-size 4 --warmup 0.1", Given(None, CARD))
     plan = found.plan
     assert (plan.strategy.tensor.size, plan.training.micro_batch, plan.training.global_batch) == (4, 2, 4)
     assert plan.training.optimizer.warmup_steps == 10
     assert {"--batch-size", "--model-parallel-size", "--warmup"} <= set(found.translated)
     both = "--train-iters 10 --model-parallel-size 4 --tensor-model-parallel-size 2"
     assert "its newer name, is 2" in problems(read, both)["--model-parallel-size"]
-    long = megatron.read(f"{words}--train-iters 10 --lr-decay-iters 1000 --warmup 0.1", Given(None, CARD))
+    long = read_megatron.read(f"{words}--train-iters 10 --lr-decay-iters 1000 --warmup 0.1", Given(None, CARD))
     assert "--warmup" in left(long)

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workbench.plan import foreign, yamlio
-from workbench.plan.foreign.keys import flat
-from workbench.plan.foreign.megatron_words import flags
+from workbench import interop
+from workbench.safe_io import yaml_files
+from workbench.interop.foreign_keys import flat
+from workbench.interop.megatron.argument_words import flags
 from workbench.plan.schema import Plan
-from workbench.plan.source import build, plain
+from workbench.plan.plan_files import build, plain
 
 SAMPLES = Path(__file__).parent / "foreign"
 CARD = "h100-sxm-80gb"
@@ -118,17 +119,17 @@ OWN = ("version", "strategy.stack")
 """Fields that are the format's own."""
 
 
-@pytest.mark.parametrize("format", foreign.FORMATS)
+@pytest.mark.parametrize("format", interop.FORMATS)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(plan=plans())
 def test_a_plan_survives_or_its_loss_is_named(format, plan):
     full = plan.complete()
-    text, lost = foreign.write(plan, format)
+    text, lost = interop.write(plan, format)
     names = [note.field for note in lost]
     assert len(set(names)) == len(names) and all(note.why for note in lost)
     lacks = {} if format == "megatron" else {"model": full.shape}
-    back = foreign.read(text, gpu=CARD, **lacks)
-    assert back.format == foreign.detect(text) == format
+    back = interop.read(text, gpu=CARD, **lacks)
+    assert back.format == interop.detect(text) == format
     assert back.plan.strategy.stack.startswith(format)
     assert not {note.field for note in back.untranslated if note.why == "the format does not know this key"}
     ours, theirs = leaves(full), leaves(back.plan.complete())
@@ -153,7 +154,7 @@ FILES = {
 def keys_of(text, format):
     if format == "megatron":
         return {f"--{key}": value for key, value in flags(text).items()}
-    parse = {"deepspeed": json.loads, "torchtitan": tomllib.loads, "fsdp": yamlio.parse}[format]
+    parse = {"deepspeed": json.loads, "torchtitan": tomllib.loads, "fsdp": yaml_files.parse}[format]
     return flat(parse(text))
 
 
@@ -167,10 +168,10 @@ REWORDED = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_keeps_its_translated_keys(name):
-    first = foreign.load(SAMPLES / name, **FILES[name])
-    text, lost = foreign.write(first.plan, first.format)
+    first = interop.load(SAMPLES / name, **FILES[name])
+    text, lost = interop.write(first.plan, first.format)
     lacks = {key: value for key, value in FILES[name].items() if key != "gpus" or first.format != "megatron"}
-    second = foreign.read(text, **lacks)
+    second = interop.read(text, **lacks)
     assert second.plan.complete() == first.plan.complete()
     old, new = keys_of((SAMPLES / name).read_text(), first.format), keys_of(text, first.format)
     kept = [key for key in first.translated if key in new and key not in REWORDED]
@@ -185,8 +186,8 @@ def test_a_file_keeps_its_translated_keys(name):
 
 
 def test_a_plan_of_a_catalog_model_keeps_its_name():
-    text, lost = foreign.write(Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="megatron-3d"), "megatron")
-    assert foreign.read(text, gpu=CARD).plan.model == "llama-3-8b"
+    text, lost = interop.write(Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="megatron-3d"), "megatron")
+    assert interop.read(text, gpu=CARD).plan.model == "llama-3-8b"
     assert "model.name" not in {note.field for note in lost}
 
 
@@ -198,7 +199,7 @@ def test_a_partition_that_is_written_and_lost_is_named(format):
         strategy = {"pipeline": {**pipeline, **partition}}
         plan = build({"model": "tiny", "cluster": {"gpu": CARD, "gpus": 2}, "strategy": strategy})
         plan = plan.replace(**{"model.layers": 6})
-        named[bool(partition)] = {note.field: note.value for note in foreign.write(plan, format).untranslated}
+        named[bool(partition)] = {note.field: note.value for note in interop.write(plan, format).untranslated}
     assert named[True]["strategy.pipeline.partition"] == [2, 1, 1, 2]
     assert "strategy.pipeline.chunks" in named[False] and "strategy.pipeline.partition" not in named[False]
 
@@ -206,10 +207,10 @@ def test_a_partition_that_is_written_and_lost_is_named(format):
 def test_what_is_written_is_named_even_where_it_decides_nothing():
     data = {"zero": 3, "overlap": False, "reduce": "step"}
     plan = build({"model": "tiny", "cluster": {"gpu": CARD, "gpus": 1}, "strategy": {"data": data}})
-    lost = {note.field: note for note in foreign.write(plan, "fsdp").untranslated}
+    lost = {note.field: note for note in interop.write(plan, "fsdp").untranslated}
     for field in ("overlap", "reduce"):
         note = lost[f"strategy.data.{field}"]
         assert note.value == data[field] and note.why.endswith("here it decides nothing")
     assert "strategy.data.overlap" not in {
-        n.field for n in foreign.write(Plan.of("tiny", gpu=CARD), "fsdp").untranslated
+        n.field for n in interop.write(Plan.of("tiny", gpu=CARD), "fsdp").untranslated
     }

@@ -2,10 +2,10 @@
 
 import pytest
 
-from workbench.plan import foreign
-from workbench.plan.errors import PlanError
-from workbench.plan.foreign.keys import Open
-from workbench.plan.foreign.megatron_words import arguments, flags
+from workbench import interop
+from workbench.errors import PlanError
+from workbench.interop.foreign_keys import Open
+from workbench.interop.megatron.argument_words import arguments, flags
 
 CARD = "h100-sxm-80gb"
 OPEN = "left open by the file"
@@ -17,7 +17,7 @@ def script(*lines):
 
 
 def read(*lines, **given):
-    return foreign.read(script(*lines), "megatron", **{"gpu": CARD, "gpus": 8, **given})
+    return interop.read(script(*lines), "megatron", **{"gpu": CARD, "gpus": 8, **given})
 
 
 def problems(*lines, **given):
@@ -220,5 +220,5 @@ def test_a_script_without_a_vocabulary_asks_for_one():
 )  # fmt: skip
 def test_odd_scripts_end_in_a_plan_error(text):
     with pytest.raises(PlanError) as caught:
-        foreign.read(text, "megatron", gpu=CARD, gpus=8)
+        interop.read(text, "megatron", gpu=CARD, gpus=8)
     assert str(caught.value)

@@ -2,15 +2,15 @@
 
 import pytest
 
-from workbench.plan.errors import PlanError
-from workbench.plan.foreign import torchtitan
-from workbench.plan.foreign.base import Given
+from workbench.errors import PlanError
+from workbench.interop.torchtitan import read_torchtitan
+from workbench.interop.translation import Given
 
 ON_8 = Given(None, "h100-sxm-80gb", 8)
 
 
 def read(model=None, **sections):
-    return torchtitan.read({"model": {"flavor": "8B", **(model or {})}, **sections}, ON_8)
+    return read_torchtitan.read({"model": {"flavor": "8B", **(model or {})}, **sections}, ON_8)
 
 
 def left(found):
@@ -83,6 +83,6 @@ def test_a_job_wholly_in_bf16_has_no_master_weights_and_bf16_moments():
 
 def test_a_plan_wholly_in_bf16_is_written_as_such_a_job():
     plan = read(training={"dtype": "bfloat16"}).plan
-    written = torchtitan.write(plan)
+    written = read_torchtitan.write(plan)
     assert 'dtype = "bfloat16"' in written.text
     assert not {"training.optimizer.master", "training.optimizer.moments"} & {n.field for n in written.untranslated}

@@ -3,13 +3,13 @@
 import pytest
 
 from tests.plan.test_plan_foreign import CARD, problems
-from workbench.plan import foreign
+from workbench import interop
 
 JOB = '[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nsteps = 100\n'
 
 
 def read(text, **given):
-    return problems(foreign.read, text, **{"gpu": CARD, "gpus": 8, **given})
+    return problems(interop.read, text, **{"gpu": CARD, "gpus": 8, **given})
 
 
 def test_every_unknown_key_is_named_with_close_names_only():
@@ -39,7 +39,7 @@ def test_a_key_that_toml_has_twice_is_named_with_its_lines(more, field, words):
 
 def test_a_file_that_is_no_text_is_said_so(tmp_path):
     (tmp_path / "job.toml").write_bytes(b"ab\xff\xfe")
-    (message,) = problems(foreign.load, tmp_path / "job.toml").values()
+    (message,) = problems(interop.load, tmp_path / "job.toml").values()
     assert message == "cannot be read: byte 2 is 0xff, which is no UTF-8 text"
 
 

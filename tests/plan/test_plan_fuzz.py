@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.mutation import mutate
-from workbench.plan import source
-from workbench.plan.errors import PlanError
+from workbench.plan import plan_files
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.plan.support import unsupported
+from workbench.plan.rules.supported import unsupported
 
 WRITTEN = [
-    source.plain(Plan.of("tiny", gpu="h100-sxm-80gb", gpus=8, strategy="megatron-3d").complete()),
-    source.plain(Plan.of("deepseek-v2-lite", gpu="a100-sxm-80gb", gpus=16, strategy="deepseek-v3").complete()),
-    source.plain(Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3")),
+    plan_files.plain(Plan.of("tiny", gpu="h100-sxm-80gb", gpus=8, strategy="megatron-3d").complete()),
+    plan_files.plain(Plan.of("deepseek-v2-lite", gpu="a100-sxm-80gb", gpus=16, strategy="deepseek-v3").complete()),
+    plan_files.plain(Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3")),
 ]
 VALUES = [
     None, 0, -1, 1, 2, 3, 5, 7, 8, 10**12, 1.5, math.inf, math.nan, "", "x", "auto", "all", "node", "rest", [], [1],
@@ -42,12 +42,12 @@ def test_any_field_may_hold_anything(seed):
         for _ in range(pick.choice([1, 1, 2, 3])):
             mutate(data, pick, VALUES)
         try:
-            full = source.build(data).complete()
+            full = plan_files.build(data).complete()
         except PlanError as error:
             assert str(error) and all(problem.message for problem in error.problems)
             continue
         legal += 1
-        assert full.complete() == full == source.parse(full.to_yaml())
+        assert full.complete() == full == plan_files.parse(full.to_yaml())
         unsupported(full, "run")
     assert legal, "a test that refuses everything tests nothing"
 
@@ -55,4 +55,4 @@ def test_any_field_may_hold_anything(seed):
 @given(st.text(max_size=80))
 def test_any_text_is_a_plan_or_a_plan_error(text):
     with pytest.raises(PlanError):
-        source.parse(text)
+        plan_files.parse(text)

@@ -8,10 +8,10 @@ import pytest
 
 from tests.plan.mutation import mutate
 from tests.plan.test_plan_catalog import DEEPSEEK, GPT2, LLAMA
-from workbench.plan import huggingface
-from workbench.plan.errors import PlanError
+from workbench.plan.catalog import huggingface_config
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.plan.support import unsupported
+from workbench.plan.rules.supported import unsupported
 
 BLOOM = {"model_type": "bloom", "n_layer": 2, "hidden_size": 64, "n_head": 4, "vocab_size": 512, "seq_length": 64}
 OPT = {"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_dim": 128,
@@ -27,7 +27,7 @@ VALUES = [None, 0, -1, 1, 3, 7.5, 10**12, 10**400, 1e308, "", "x", "4096", [], [
 
 def message(config):
     with pytest.raises(PlanError) as caught:
-        huggingface.shape_of(config)
+        huggingface_config.shape_of(config)
     return str(caught.value)
 
 
@@ -54,9 +54,9 @@ def test_deepseeks_own_code_is_the_model_that_is_known_here():
     own = {"AutoConfig": "configuration_deepseek.DeepseekV3Config",
            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}  # fmt: skip
     with_code = {**DEEPSEEK, "auto_map": own, "architectures": ["DeepseekV3ForCausalLM"]}
-    assert huggingface.shape_of(with_code).unmodelled == huggingface.shape_of(DEEPSEEK).unmodelled
+    assert huggingface_config.shape_of(with_code).unmodelled == huggingface_config.shape_of(DEEPSEEK).unmodelled
     other = {**own, "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    assert "OwnForCausalLM" in huggingface.shape_of({**DEEPSEEK, "auto_map": other}).unmodelled
+    assert "OwnForCausalLM" in huggingface_config.shape_of({**DEEPSEEK, "auto_map": other}).unmodelled
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config["model_type"])
@@ -67,7 +67,7 @@ def test_any_key_may_hold_anything(config):
         for _ in range(pick.choice([1, 1, 2, 3])):
             mutate(data, pick, VALUES)
         try:
-            huggingface.shape_of(data)
+            huggingface_config.shape_of(data)
             read += 1
         except PlanError as error:
             refused += 1
@@ -97,13 +97,13 @@ def test_what_a_shape_cannot_say_is_planned_told_and_refused_where_it_would_run(
     assert words in full.shape.unmodelled
     assert words in {p.field: p.message for p in unsupported(full, "run")}["model.unmodelled"]
     assert not any(p.field == "model.unmodelled" for verb in ("estimate", "rehearse") for p in unsupported(full, verb))
-    assert words in "; ".join(huggingface.account(str(tmp_path)).not_modelled.values())
+    assert words in "; ".join(huggingface_config.account(str(tmp_path)).not_modelled.values())
 
 
 def test_the_catalog_says_the_same_of_a_model_as_its_configuration():
     config = {**LLAMA, "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64,
               "rope_scaling": {"rope_type": "llama3", "factor": 32.0}}  # fmt: skip
-    told = huggingface.shape_of(config).unmodelled
+    told = huggingface_config.shape_of(config).unmodelled
     for name in ("llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b"):
         full = Plan.of(name, gpu="h100-sxm-80gb", gpus=1).complete()
         assert full.shape.unmodelled == told and "model.unmodelled" in {p.field for p in unsupported(full, "run")}
@@ -118,28 +118,28 @@ def test_the_catalog_says_the_same_of_a_model_as_its_configuration():
     {"layer_types": ["full_attention"] * 32}, {"attention_bias": True, "mlp_bias": True}, {"num_hidden_layers": 40},
 ])  # fmt: skip
 def test_what_changes_nothing_is_not_called_lost(more):
-    assert huggingface.shape_of({**LLAMA, **more}).unmodelled is None
+    assert huggingface_config.shape_of({**LLAMA, **more}).unmodelled is None
 
 
 def test_the_base_of_transformers_5():
     config = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     del config["rope_theta"]
-    assert huggingface.shape_of(config).rope_theta == 1e6
+    assert huggingface_config.shape_of(config).rope_theta == 1e6
 
 
 def test_windows_by_family():
-    assert huggingface.shape_of({k: v for k, v in MISTRAL.items() if k != "sliding_window"}).window == 4096
-    assert huggingface.shape_of(MISTRAL).window is None and huggingface.shape_of(QWEN2).window is None
+    assert huggingface_config.shape_of({k: v for k, v in MISTRAL.items() if k != "sliding_window"}).window == 4096
+    assert huggingface_config.shape_of(MISTRAL).window is None and huggingface_config.shape_of(QWEN2).window is None
     on = {**QWEN2, "use_sliding_window": True}
-    assert huggingface.shape_of(on).window == 4096 and "max_window_layers 28" in huggingface.shape_of(on).unmodelled
-    assert huggingface.shape_of({**on, "max_window_layers": 0}).unmodelled is None
+    assert huggingface_config.shape_of(on).window == 4096 and "max_window_layers 28" in huggingface_config.shape_of(on).unmodelled
+    assert huggingface_config.shape_of({**on, "max_window_layers": 0}).unmodelled is None
 
 
 def test_gates_of_deepseek_add_up_to_one_as_its_configuration_says():
-    assert huggingface.shape_of(DEEPSEEK).moe.renormalise
-    assert not huggingface.shape_of({**DEEPSEEK, "norm_topk_prob": False}).moe.renormalise
-    assert not huggingface.shape_of({**DEEPSEEK, "model_type": "deepseek_v2"}).moe.renormalise
-    assert "scoring_func 'sigmoid'" in huggingface.shape_of({**DEEPSEEK, "scoring_func": "sigmoid"}).unmodelled
+    assert huggingface_config.shape_of(DEEPSEEK).moe.renormalise
+    assert not huggingface_config.shape_of({**DEEPSEEK, "norm_topk_prob": False}).moe.renormalise
+    assert not huggingface_config.shape_of({**DEEPSEEK, "model_type": "deepseek_v2"}).moe.renormalise
+    assert "scoring_func 'sigmoid'" in huggingface_config.shape_of({**DEEPSEEK, "scoring_func": "sigmoid"}).unmodelled
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config["model_type"])
@@ -152,7 +152,7 @@ def test_every_key_is_accounted_for_once(tmp_path, config):
         "scale_attn_weights": True,
     }
     (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
-    made = huggingface.account(str(tmp_path))
+    made = huggingface_config.account(str(tmp_path))
     told = [*made.used, *made.not_modelled, *made.ignored, *made.unknown]
     assert sorted(told) == sorted({**config, **more})
     assert made.unknown == {"house_style": 3} and set(made.not_modelled) == {"layerdrop"}
@@ -162,7 +162,7 @@ def test_every_key_is_accounted_for_once(tmp_path, config):
 def test_a_key_written_twice_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8, "hidden_size": 16}')
     with pytest.raises(PlanError, match="hidden_size is written twice"):
-        huggingface.read(str(tmp_path))
+        huggingface_config.read(str(tmp_path))
 
 
 def test_a_rehearsal_is_that_of_the_model_without_what_is_not_modelled_and_says_so(tmp_path):

@@ -12,12 +12,17 @@ from typing import Any
 
 import pytest
 
-from workbench.plan import calibration, foreign, huggingface, jsonio, source, yamlio
-from workbench.plan.errors import PlanError, Problem
-from workbench.plan.explain import _without_parents, shape_from
-from workbench.plan.foreign import keys
-from workbench.plan.foreign.base import Given, Imported, Lacking
-from workbench.plan.foreign.lacking import asked
+from workbench.machine import calibration_file
+from workbench import interop
+from workbench.plan.catalog import huggingface_config
+from workbench.safe_io import json_files
+from workbench.plan import plan_files
+from workbench.safe_io import yaml_files
+from workbench.errors import PlanError, Problem
+from workbench.plan.validation_messages import _without_parents, shape_from
+from workbench.interop import foreign_keys
+from workbench.interop.translation import Given, Imported, Lacking
+from workbench.interop.missing_fields import asked
 from workbench.plan.schema import Plan
 
 LONG = "x" * 100_000
@@ -35,7 +40,7 @@ def told(work: Callable[..., object], *arguments: Any) -> str:
 
 
 def plan_with(changes: dict[str, Any]) -> Plan:
-    return source.build(source.changed(PLAN, changes))
+    return plan_files.build(plan_files.changed(PLAN, changes))
 
 
 @pytest.mark.parametrize(
@@ -96,9 +101,9 @@ def test_a_file_is_read_a_few_times_only_however_much_it_lacks() -> None:
 
 def test_keys_close_to_an_unknown_one_are_looked_for_only_where_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
-    monkeypatch.setattr(keys, "_close", lambda key, words: looked.append(key) or [])
+    monkeypatch.setattr(foreign_keys, "_close", lambda key, words: looked.append(key) or [])
     text = json.dumps({"train_batch_size": 8, **{f"k{i}": i for i in range(200)}})
-    assert "and 180 more" in told(lambda: foreign.read(text, gpu="h100-sxm-80gb", gpus=8, model="tiny"))
+    assert "and 180 more" in told(lambda: interop.read(text, gpu="h100-sxm-80gb", gpus=8, model="tiny"))
     assert len(looked) == 20
 
 
@@ -118,7 +123,7 @@ def test_an_unknown_key_of_a_shape_is_told_a_shapes_keys() -> None:
     ],
 )  # fmt: skip
 def test_yaml_that_is_no_plan_is_told_by_its_place(text: str, words: str) -> None:
-    assert words in told(source.parse, text)
+    assert words in told(plan_files.parse, text)
 
 
 @pytest.mark.parametrize(
@@ -130,17 +135,17 @@ def test_yaml_that_is_no_plan_is_told_by_its_place(text: str, words: str) -> Non
     ],
 )  # fmt: skip
 def test_json_is_told_by_its_place(text: str, words: str) -> None:
-    assert words in told(jsonio.parse, text, "config.json")
+    assert words in told(json_files.parse, text, "config.json")
 
 
 def test_numbers_that_python_writes_and_json_does_not_know_are_numbers_where_asked_for() -> None:
-    assert jsonio.parse("[Infinity]", "", constants=True) == [float("inf")]
-    assert "no number of JSON" in told(jsonio.parse, "[Infinity]", "")
-    assert jsonio.parse("\ufeff[1]", "") == yamlio.parse("[1]")
-    assert jsonio.parse('["\\ud83d\\ude00"]', "") == ["\U0001f600"], "both halves are a character"
+    assert json_files.parse("[Infinity]", "", constants=True) == [float("inf")]
+    assert "no number of JSON" in told(json_files.parse, "[Infinity]", "")
+    assert json_files.parse("\ufeff[1]", "") == yaml_files.parse("[1]")
+    assert json_files.parse('["\\ud83d\\ude00"]', "") == ["\U0001f600"], "both halves are a character"
 
 
-@pytest.mark.parametrize("read", [source.load, calibration.read, huggingface.read, foreign.load])
+@pytest.mark.parametrize("read", [plan_files.load, calibration_file.read, huggingface_config.read, interop.load])
 @pytest.mark.parametrize("name", ["no\0file", "half\ud800", "binary", "x" * 5000, "."])
 def test_what_is_no_text_file_is_told_so(tmp_path: Path, read: Callable[[str], object], name: str) -> None:
     (tmp_path / "binary").write_bytes(b"ab\xff\xfe")
@@ -151,4 +156,4 @@ def test_what_is_no_text_file_is_told_so(tmp_path: Path, read: Callable[[str], o
 @pytest.mark.parametrize("written", [None, [1], {"speed": 3}, {"version": LONG}, {LONG: 1}, {"gemm": [{"rows": "a"}]}])
 def test_a_file_that_is_no_calibration_is_told_by_its_first_fault(tmp_path: Path, written: Any) -> None:
     (tmp_path / "c.yaml").write_text(json.dumps(written))
-    assert "is no calibration: " in told(calibration.read, tmp_path / "c.yaml")
+    assert "is no calibration: " in told(calibration_file.read, tmp_path / "c.yaml")

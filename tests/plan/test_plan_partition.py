@@ -7,8 +7,8 @@ from itertools import combinations, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.plan.catalog import models
-from workbench.plan.partition import balanced, costs, dealt
+from workbench.plan.catalog.catalog import models
+from workbench.plan.stage_partition import balanced, costs, dealt
 
 
 def costliest(blocks: list[float], counts: list[int], first: float, last: float) -> float:

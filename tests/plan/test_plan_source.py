@@ -5,11 +5,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.plan import yamlio
-from workbench.plan.diff import diff
-from workbench.plan.errors import PlanError
+from workbench.safe_io import yaml_files
+from workbench.plan.plan_diff import diff
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.plan.source import assignments, parse
+from workbench.plan.plan_files import assignments, parse
 
 SHORT = """
 model: tiny
@@ -33,7 +33,7 @@ def test_exponent_without_a_point_is_a_number():
     "text, value", [("yes", "yes"), ("010", 10), ("1:30", "1:30"), ("", None), ("true", True), ("1.", 1.0)]
 )
 def test_core_schema_of_yaml_1_2(text, value):
-    assert yamlio.parse(f"key: {text}") == {"key": value}
+    assert yaml_files.parse(f"key: {text}") == {"key": value}
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="ascii"))
@@ -41,12 +41,12 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 
 @given(st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(min_size=1), inner), max_leaves=8))
 def test_whatever_is_dumped_reads_back_equal(value):
-    assert yamlio.parse(yamlio.dump(value)) == value
+    assert yaml_files.parse(yaml_files.dump(value)) == value
 
 
 def test_files_read_alike_by_yaml_1_1():
     value = {"mixed": "no", "number": "1e5", "rate": 3e-4, "octal": "010", "small": 1e-8}
-    assert yaml.safe_load(yamlio.dump(value)) == value
+    assert yaml.safe_load(yaml_files.dump(value)) == value
 
 
 def test_duplicate_keys_are_refused_with_their_lines():

@@ -12,7 +12,7 @@ import pytest
 from workbench.kernels.linear_cross_entropy import chunk_tokens
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.loss import run_tokens
+from workbench.costmodel.memory.loss_memory import run_tokens
 from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
 

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.plan import calibration
-from workbench.plan.attached import attached, local_cluster
-from workbench.plan.calibration import Calibration, Collective, Doubt, Gemm, Host, Measured, Probe, Scale, Stream
+from workbench.machine import calibration_file
+from workbench.machine.attached import attached, local_cluster
+from workbench.machine.calibration_file import Calibration, Collective, Doubt, Gemm, Host, Measured, Probe, Scale, Stream
 from workbench.plan.schema import Plan
-from workbench.plan.source import build
+from workbench.plan.plan_files import build
 from workbench.planner import estimate
-from workbench.planner.calibrated import calibrated, on_machine
-from workbench.planner.constants import Constants
-from workbench.planner.curves import Curves, fit
-from workbench.planner.feedback import Told, error, scale, told
+from workbench.planner.calibrated_plan import calibrated, on_machine
+from workbench.costmodel.rates.constants import Constants
+from workbench.costmodel.rates.measured_curves import Curves, fit
+from workbench.planner.run_feedback import Told, error, scale, told
 from workbench.planner.search import search
 
 RATE, HALF, LAUNCH = 80e9, 12.0, 5e-6
@@ -37,7 +37,7 @@ def made(**changes: Any) -> Calibration:
     found = attached()
     card, _ = local_cluster(found, 1)
     machine = Measured(
-        device="cpu", card=card.name, title=found.name, count=8, cores=2, fingerprint=calibration.fingerprint(found),
+        device="cpu", card=card.name, title=found.name, count=8, cores=2, fingerprint=calibration_file.fingerprint(found),
         backend="gloo", versions={"torch": "2.12.0"}, date="2026-01-01",
     )  # fmt: skip
     host = Host(ranks=1, operator_us=2.0, autograd_us=6.0, step_us=500.0, microbatch_us=300.0, layer_us=1060.0,
@@ -63,7 +63,7 @@ def plan(path: Path | None = None, gpus: int = 2, strategy: str = "ddp", **chang
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     path = tmp_path / "calibration.yaml"
-    calibration.write(made(), path)
+    calibration_file.write(made(), path)
     return path
 
 
@@ -170,7 +170,7 @@ def test_a_published_peak_stays_and_shares_are_of_it(tmp_path: Path) -> None:
     machine = made().machine.model_copy(update={"device": "cuda", "card": "h100-sxm-80gb", "backend": "nccl"})
     gemm = tuple(g.model_copy(update={"dtype": "bf16", "seconds": g.seconds / 5000}) for g in made().gemm)
     path = tmp_path / "h100.yaml"
-    calibration.write(made(machine=machine, gemm=gemm), path)
+    calibration_file.write(made(machine=machine, gemm=gemm), path)
     full = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3").replace(
         **{"cluster.calibration": str(path)}
     )
@@ -184,7 +184,7 @@ def test_a_published_peak_stays_and_shares_are_of_it(tmp_path: Path) -> None:
 def test_an_estimate_uses_the_file(kept: Path) -> None:
     slow = made(gemm=tuple(g.model_copy(update={"seconds": 100 * g.seconds}) for g in made().gemm))
     before = estimate(plan(kept))
-    calibration.write(slow, kept)
+    calibration_file.write(slow, kept)
     after = estimate(plan(kept))
     assert after.notes["time"]["compute"] > 20 * before.notes["time"]["compute"]
     assert after.peak_bytes_by_rank == before.peak_bytes_by_rank
@@ -193,7 +193,7 @@ def test_an_estimate_uses_the_file(kept: Path) -> None:
 
 def test_a_scale_multiplies_its_part_of_the_step(kept: Path) -> None:
     base = estimate(plan(kept)).notes["time"]
-    calibration.write(made(scale=Scale(compute=2.0, communication=3.0, fixed_ms=7.0)), kept)
+    calibration_file.write(made(scale=Scale(compute=2.0, communication=3.0, fixed_ms=7.0)), kept)
     found = estimate(plan(kept)).notes["time"]
     assert found["compute"] == pytest.approx(2 * base["compute"]) and found["optimizer"] == pytest.approx(
         2 * base["optimizer"]
@@ -207,7 +207,7 @@ def test_probes_settle_what_memory_bound_operators_cost(tmp_path: Path, kernels:
     sizes = {"layers": 2, "hidden": 128, "heads": 4, "ffn": 384, "vocab": 512}
     probes = tuple(Probe(**sizes, sequence=64, microbatches=2, ranks=r, seconds=0.5 * r) for r in (1, 2))
     path = tmp_path / "calibration.yaml"
-    calibration.write(made(probes=probes), path)
+    calibration_file.write(made(probes=probes), path)
     cluster = {"gpu": "local", "gpus": 1, "calibration": str(path)}
     training = {"sequence_length": 64, "global_batch": 2, "micro_batch": 1}
     written = build({"model": sizes, "cluster": cluster, "training": training, "strategy": {"kernels": kernels}})
@@ -247,7 +247,7 @@ def test_a_step_shorter_than_its_overhead_still_gives_positive_factors() -> None
 
 @pytest.mark.parametrize(("objective", "where"), [("time", ["strategy.pipeline.size=2"]), ("gpus", [])])
 def test_a_search_on_a_measured_machine_is_what_estimate_says(tmp_path: Path, objective: str, where: list[str]) -> None:
-    calibration.write(made(), tmp_path / "cal.yaml")
+    calibration_file.write(made(), tmp_path / "cal.yaml")
     found = search(plan(tmp_path / "cal.yaml", 4), objective, where=where, top=20)
     worlds = {one.plan.world_size for one in (*found.top, *found.pareto)}
     assert worlds == ({4} if objective == "time" else {1, 2, 4})
@@ -262,7 +262,7 @@ def test_a_search_fetches_the_constants_of_a_number_of_stages_once(kept: Path, m
         fetched.append(full)
         return on_machine(full)
 
-    monkeypatch.setattr("workbench.planner.search.evaluate.on_machine", counted)
+    monkeypatch.setattr("workbench.planner.search.cell_evaluation.on_machine", counted)
     search(plan(kept, 4), space="wide")
     staged = [full.strategy.pipeline.size for full in fetched if full.strategy.pipeline.size > 1]
     assert staged and len(staged) == len(set(staged)) and len(fetched) <= len(set(staged)) + 3
@@ -273,8 +273,8 @@ def test_a_plan_of_refused_figures_takes_the_catalogs_and_says_so(tmp_path: Path
                   why="took no measurable time", refused=True)  # fmt: skip
     others = tuple(c for c in made().collectives if c.kind != "all_reduce")
     path = tmp_path / "doubtful.yaml"
-    calibration.write(made(collectives=others, doubts=(doubt, doubt.model_copy(update={"refused": False}))), path)
-    assert calibration.read(path).doubt == "1 figure unsteady, 1 figure refused"
+    calibration_file.write(made(collectives=others, doubts=(doubt, doubt.model_copy(update={"refused": False}))), path)
+    assert calibration_file.read(path).doubt == "1 figure unsteady, 1 figure refused"
     full = plan(path).complete()
     card, fabric, _ = calibrated(full)
     assert card.link_gbs == full.card.link_gbs and fabric.link_latency_us == full.fabric.link_latency_us

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.plan import catalog
+from workbench.plan.catalog import catalog
 from workbench.plan.schema import Plan
-from workbench.planner.compute import Product, head_pass, layer_pass, layer_products, machine, optimizer_seconds
-from workbench.planner.constants import Constants, constants
-from workbench.planner.workload import Workload, workload
+from workbench.costmodel.compute.roofline import Product, head_pass, layer_pass, layer_products, machine, optimizer_seconds
+from workbench.costmodel.rates.constants import Constants, constants
+from workbench.costmodel.inputs.rank_workload import Workload, workload
 
 
 def asked(model: str = "llama-3-8b", strategy: str = "zero-1", **sets: Any) -> Workload:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from workbench.plan import catalog
-from workbench.plan.errors import PlanError
+from workbench.plan.catalog import catalog
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.cost import Cost, cost, power, watts_per_card
+from workbench.planner.training_cost import Cost, cost, power, watts_per_card
 
 
 def priced(gpu: str = "h100-sxm-80gb", /, tokens: float | None = None, price: float | None = None, **sets: Any) -> Cost:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from workbench.plan.errors import PlanError
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.schedules import generate, write_csv

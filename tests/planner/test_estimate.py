@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.plan.errors import PlanError
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.planner import compute, estimate
-from workbench.planner.advice import other_gpus
-from workbench.planner.collectives import Link, seconds
-from workbench.planner.constants import constants
-from workbench.planner.traffic import Call, calls, exactly
-from workbench.planner.workload import workload
+from workbench.planner import estimate
+from workbench.costmodel.compute import roofline
+from workbench.planner.memory_advice import other_gpus
+from workbench.costmodel.communication.collective_cost import Link, seconds
+from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.communication.collective_volume import Call, calls, exactly
+from workbench.costmodel.inputs.rank_workload import workload
 from workbench.profile import CATEGORIES, COLUMNS, MOMENTS, Profile
 
 
@@ -70,8 +71,8 @@ def test_the_bubble_is_the_papers_share(strategy: str, pipeline: int, batch: int
 def test_attention_is_the_share_of_flops_that_korthikanti_gives(model: str, percent: float) -> None:
     """s / 6h of a layer's other FLOPs, causality not counted (2205.05198 prints 2.7 % and 1.6 %)."""
     w = workload(on_cards(model, 8, "ddp", **{"training.sequence_length": 2048}).complete())
-    causal = compute.attention_flops(w)
-    assert 100 * 2 * causal / compute.layer_flops(w, False) == pytest.approx(percent, abs=0.1)
+    causal = roofline.attention_flops(w)
+    assert 100 * 2 * causal / roofline.layer_flops(w, False) == pytest.approx(percent, abs=0.1)
 
 
 def test_collectives_of_a_megatron_layer() -> None:

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.plan import catalog
+from workbench.plan.catalog import catalog
 from workbench.plan.schema import Plan
-from workbench.planner import activations, estimate
-from workbench.planner.constants import constants
-from workbench.planner.memory import Memory, memory, peaks, total
-from workbench.planner.states import held
-from workbench.planner.workload import workload
+from workbench.planner import estimate
+from workbench.costmodel.memory import activation_memory
+from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.memory.peak_memory import Memory, memory, peaks, total
+from workbench.costmodel.memory.model_states import held
+from workbench.costmodel.inputs.rank_workload import workload
 
 STATES = ("parameters", "gradients", "optimizer", "master")
 
@@ -84,7 +85,7 @@ def test_activations_are_korthikantis(tensor: int, sequence: bool, recompute: st
         "strategy.pipeline.size": 8, "strategy.recompute": recompute,
     })  # fmt: skip
     w = workload(plan.complete())
-    assert activations.layer(w).saved / (w.tokens * w.shape.hidden) == pytest.approx(expected, rel=1e-3)
+    assert activation_memory.layer(w).saved / (w.tokens * w.shape.hidden) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(("model", "share"), [("gpt3-175b", 0.70), ("mt-nlg-530b", 0.65)])
@@ -92,7 +93,7 @@ def test_scores_are_korthikantis_share_of_activations(model: str, share: float) 
     changes = {"strategy.stack": "megatron-2021", "strategy.tensor": {"size": 8, "sequence": True},
                "training.sequence_length": 2048, "strategy.recompute": "none"}  # fmt: skip
     none, selective = (
-        activations.layer(workload(on_cards(model, 64, "megatron-tp", **{**changes, **more}).complete())).saved
+        activation_memory.layer(workload(on_cards(model, 64, "megatron-tp", **{**changes, **more}).complete())).saved
         for more in ({}, {"strategy.recompute": "selective"})
     )
     assert 1 - selective / none == pytest.approx(share, abs=0.01)
@@ -119,21 +120,21 @@ def test_a_gpt_layer_keeps_what_korthikanti_counts() -> None:
     """34 sbh less the dropout masks that we do not have (2 sbh), less scores, plus fused attention's log-sum-exp."""
     w = workload(gpt3(1, sequence=False))
     s, h, a = w.setting.sequence_length, w.shape.hidden, w.shape.heads
-    assert activations.layer(w).saved == pytest.approx(32 * s * h + 4 * a * s, rel=1e-3)
+    assert activation_memory.layer(w).saved == pytest.approx(32 * s * h + 4 * a * s, rel=1e-3)
 
 
 @pytest.mark.parametrize("tensor", [2, 4, 8])
 def test_sequence_parallel_divides_all_of_a_layer(tensor: int) -> None:
     """34 sbh / t of 2205.05198: norms and residuals are split too."""
     one, whole, split = (workload(gpt3(t, sequence=on)) for t, on in ((1, False), (tensor, False), (tensor, True)))
-    assert activations.layer(split).saved == pytest.approx(activations.layer(one).saved / tensor)
-    assert activations.layer(whole).saved > activations.layer(split).saved
+    assert activation_memory.layer(split).saved == pytest.approx(activation_memory.layer(one).saved / tensor)
+    assert activation_memory.layer(whole).saved > activation_memory.layer(split).saved
 
 
 @pytest.mark.parametrize("model", ["tiny", "gpt2", "llama-3-8b", "mixtral-8x7b", "deepseek-v2-lite", "bloom-7b1"])
 def test_ranks_together_hold_the_models_parameters(model: str) -> None:
     """Without tensor parallelism nothing is replicated: the stages' counts add up to the shape's."""
-    from workbench.plan.parameters import parameters
+    from workbench.plan.parameter_count import parameters
 
     plan = on_cards(
         model, 4, "single", **{"strategy.pipeline.size": 4, "strategy.pipeline.schedule": "1f1b"}

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from workbench.plan.schema import Plan
-from workbench.planner import activations, instants
-from workbench.planner.constants import constants
-from workbench.planner.loss import head as head_of
-from workbench.planner.memory import Memory, communicators, memory
-from workbench.planner.readings import readings
-from workbench.planner.truth.express import Expressed, express
-from workbench.planner.truth.rows import row
-from workbench.planner.truth.stacks import named
-from workbench.planner.workload import Workload, workload
+from workbench.costmodel.memory import activation_memory
+from workbench.costmodel.memory import live_sets
+from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.memory.loss_memory import head as head_of
+from workbench.costmodel.memory.peak_memory import Memory, communicators, memory
+from workbench.costmodel.memory.reported_memory import readings
+from workbench.planner.validation.row_to_plan import Expressed, express
+from workbench.planner.validation.measured_rows import row
+from workbench.planner.validation.framework_names import named
+from workbench.costmodel.inputs.rank_workload import Workload, workload
 
 LIT = {
     "id": "a-1", "source": "here", "kind": "measured", "framework": "litgpt full finetune", "model": "llama-2-7b",
@@ -46,7 +47,7 @@ def test_torchtitan_keeps_attention_and_every_second_product(kernels: str, down:
     """Input, queries, values, attention's output and its log-sum-exp, the gate, and eagerly the down projection."""
     w = load("torchtitan", strategy__recompute="selective", strategy__kernels=kernels)
     widths = 4096 + 4096 + 1024 + 4096 + 14336 + down * 4096
-    layer = activations.layer(w)
+    layer = activation_memory.layer(w)
     assert layer.saved == pytest.approx(w.tokens * (2 * widths + 4 * 32))
     assert layer.whole > layer.saved
 
@@ -82,7 +83,7 @@ def test_litgpt_keeps_gradients_whole_between_steps_and_a_head_of_its_own() -> N
 def test_litgpts_root_stays_gathered() -> None:
     w = workload(lit().plan)
     both = 2 * 32000 * 4096
-    assert float(instants.gathered(w, w.held)["gathered"].max()) == pytest.approx(2 * (both + 2 * w.held.layer))
+    assert float(live_sets.gathered(w, w.held)["gathered"].max()) == pytest.approx(2 * (both + 2 * w.held.layer))
 
 
 def test_a_seven_billion_model_does_not_fit_four_cards_of_24_gb_under_litgpt() -> None:
@@ -99,7 +100,7 @@ def test_every_axis_longer_than_one_has_a_communicator() -> None:
     assert communicators(both) == 3
     outside = live(both).moments["initialised"]["overhead"] - live(eight).moments["initialised"]["overhead"]
     c = constants(both.setting.card, "fused", "workbench")
-    tokens = 2 * activations.INDEX * both.setting.sequence_length * (both.microbatches - eight.microbatches)
+    tokens = 2 * activation_memory.INDEX * both.setting.sequence_length * (both.microbatches - eight.microbatches)
     assert float(outside.max()) == pytest.approx(c.communicator_mib * 2**20 + tokens)
 
 
@@ -116,7 +117,7 @@ def test_gathers_wait_for_a_host_that_runs_ahead() -> None:
         w = load("nanotron", 64, "megatron-3d", strategy__tensor__sequence=True, training__global_batch=256,
                  training__micro_batch=1, strategy__pipeline__schedule="1f1b", **changes)  # fmt: skip
         one = w.stream
-        return float(np.max(instants.working(w, w.held)["communication"] - _tables(w))) / one
+        return float(np.max(live_sets.working(w, w.held)["communication"] - _tables(w))) / one
 
     assert waiting(strategy__tensor__size=8, strategy__pipeline__size=1) == pytest.approx(40)
     assert waiting(strategy__tensor__size=8, strategy__pipeline__size=2) == pytest.approx(0)

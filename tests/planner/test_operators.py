@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.plan.errors import PlanError
-from workbench.plan.shape import Shape
-from workbench.planner.operators import Bytes, Machine, choose, parse, read, write, written
-from workbench.planner.operators.chain import solve_chain
-from workbench.planner.operators.cost import operator_cost, redistribution
-from workbench.planner.operators.graph import solve_graph
-from workbench.planner.operators.layer import layer, model
-from workbench.planner.operators.mesh import mesh
-from workbench.planner.operators.operator import Dim, Operator, Tensor, strategies
-from workbench.planner.operators.price import price
-from workbench.planner.operators.problem import Between, Problem
+from workbench.errors import PlanError
+from workbench.plan.model_shape import Shape
+from workbench.planner.autoshard import Bytes, Machine, choose, parse, read, write, written
+from workbench.planner.autoshard.chain_choice import solve_chain
+from workbench.planner.autoshard.operator_cost import operator_cost, redistribution
+from workbench.planner.autoshard.graph_choice import solve_graph
+from workbench.planner.autoshard.layer_operators import layer, model
+from workbench.planner.autoshard.device_mesh import mesh
+from workbench.planner.autoshard.operator_splits import Dim, Operator, Tensor, strategies
+from workbench.planner.autoshard.graph_pricing import price
+from workbench.planner.autoshard.choice_problem import Between, Problem
 
 MACHINE = Machine(flops=1e12, bandwidth=1e9, latency=1e-6)
 GPT = Shape(layers=3, hidden=64, heads=4, ffn=256, vocab=500, mlp="gelu", norm="layernorm")
@@ -255,7 +255,7 @@ def test_a_priced_block_with_its_residual_is_solved_as_brute_force_does(rate):
 @pytest.mark.parametrize("ranks", [2, (2,)])
 @pytest.mark.parametrize("rate", [1e8, 1e10, 1e12])
 def test_a_priced_branch_is_solved_as_brute_force_does(ranks, rate):
-    from workbench.planner.operators.choose import _graph, solve
+    from workbench.planner.autoshard.strategy_choice import _graph, solve
 
     machine = Machine(1e12, rate, 1e-6, 1e11)
     for part, fused in (("mlp", False), ("attention", True), ("attention", False)):
@@ -345,12 +345,12 @@ def test_a_machine_has_positive_rates(rates):
 
 
 def test_experts_and_latent_attention_are_refused_by_name():
-    from workbench.plan.shape import Moe
+    from workbench.plan.model_shape import Moe
 
     with pytest.raises(PlanError, match=r"model\.moe"):
         choose(GPT.model_copy(update={"moe": Moe(experts=4, top_k=1, ffn=64)}), 64, 2, MACHINE)
 
 
 def test_the_solver_is_imported_only_when_it_is_asked():
-    program = "import sys, workbench.planner.operators; sys.exit('scipy' in sys.modules)"
+    program = "import sys, workbench.planner.autoshard; sys.exit('scipy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from workbench.plan.schema import Plan
-from workbench.planner.constants import constants
-from workbench.planner.operators import Bytes, choose, choose_for, read
-from workbench.planner.operators.of_plan import machine
+from workbench.costmodel.rates.constants import constants
+from workbench.planner.autoshard import Bytes, choose, choose_for, read
+from workbench.planner.autoshard.plan_problem import machine
 
 H100 = ["--model", "llama-3-8b", "--gpu", "h100-sxm-80gb"]
 

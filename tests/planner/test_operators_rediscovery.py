@@ -2,8 +2,8 @@
 
 import pytest
 
-from workbench.plan.shape import Shape
-from workbench.planner.operators import Machine, choose
+from workbench.plan.model_shape import Shape
+from workbench.planner.autoshard import Machine, choose
 
 H100 = Machine(flops=400e12, bandwidth=300e9, latency=6e-6, memory_bandwidth=2.5e12)
 GPT = Shape(layers=24, hidden=4096, heads=32, ffn=16384, vocab=50257, mlp="gelu", norm="layernorm")

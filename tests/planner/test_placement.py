@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from workbench.plan import catalog
+from workbench.plan.catalog import catalog
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.collectives import links
-from workbench.planner.constants import constants
-from workbench.planner.placement import placements
-from workbench.planner.workload import workload
+from workbench.costmodel.communication.collective_cost import links
+from workbench.costmodel.rates.constants import constants
+from workbench.planner.axis_placement import placements
+from workbench.costmodel.inputs.rank_workload import workload
 
 FABRIC = {**catalog.clusters()["dgx-h100"].model_dump(), "name": "racks"}
 

@@ -10,9 +10,9 @@ import pytest
 
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.reasons import Effect, explain, neighbours, sensitivity, why
-from workbench.planner.reasons.binding import binding, crosses
-from workbench.planner.reasons.figures import figures
+from workbench.planner.explain import Effect, explain, neighbours, sensitivity, why
+from workbench.planner.explain.bottlenecks import binding, crosses
+from workbench.planner.explain.plan_figures import figures
 
 CARD = "h100-sxm-80gb"
 
@@ -188,6 +188,6 @@ def test_an_explanation_asks_for_one_whole_estimate(megatron: Plan, monkeypatch:
         calls.append(plan)
         return estimate(plan)
 
-    monkeypatch.setattr("workbench.planner.reasons.figures.estimate", counted)
+    monkeypatch.setattr("workbench.planner.explain.plan_figures.estimate", counted)
     explain(megatron)
     assert calls == [megatron]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from workbench.plan.errors import PlanError
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.plan.support import unsupported
+from workbench.plan.rules.supported import unsupported
 from workbench.planner import estimate
-from workbench.planner.workload import workload
+from workbench.costmodel.inputs.rank_workload import workload
 from workbench.profile import Profile
 
 

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.plan.catalog import models
-from workbench.plan.errors import PlanError
-from workbench.plan.legal import exceeds, grids
+from workbench.plan.catalog.catalog import models
+from workbench.errors import PlanError
+from workbench.plan.rules.legal_sizes import exceeds, grids
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.reasons.figures import figures
-from workbench.planner.search import search, show
+from workbench.planner.explain.plan_figures import figures
+from workbench.planner.search import search
+from workbench.planner.search import result_tables
 from workbench.planner.search.cells import cells
-from workbench.planner.search.constraint import narrowed, parse
-from workbench.planner.search.evaluate import Evaluator
-from workbench.planner.search.space import Space, plan_of, space_of
+from workbench.planner.search.constraints import narrowed, parse
+from workbench.planner.search.cell_evaluation import Evaluator
+from workbench.planner.search.search_space import Space, plan_of, space_of
 
 
 def of(model: str = "gpt3-175b", gpus: int = 512, /, **changes: Any) -> Plan:
@@ -241,14 +242,14 @@ def test_a_missed_deadline_says_the_days_and_how_many_gpus_would_do() -> None:
 
 def test_tokens_give_days_and_cost_and_a_reason_for_fewer_gpus() -> None:
     found = search(of("gpt2-xl", 64), "cost", top=2, tokens=1e12)
-    first, row = found.top[0], show.row(found, found.top[0])
-    assert show.heads(found)[4:6] == ("time", "cost") and len(row) == len(show.heads(found))
+    first, row = found.top[0], result_tables.row(found, found.top[0])
+    assert result_tables.heads(found)[4:6] == ("time", "cost") and len(row) == len(result_tables.heads(found))
     bill, price = found.bill(first), found.price_per_hour
     assert bill["dollars"] == pytest.approx(bill["days"] * 24 * first.plan.world_size * price)
     assert row[5] == f"${bill['dollars']:,.0f}" and "days" in found.to_json()["top"][0]
     used = first.plan.world_size
-    assert used < 64 and f"The first uses {used} of 64 GPUs" in show.told(found)
-    assert all(len(plans) <= 2 for _, plans in show.tables(found))
+    assert used < 64 and f"The first uses {used} of 64 GPUs" in result_tables.told(found)
+    assert all(len(plans) <= 2 for _, plans in result_tables.tables(found))
 
 
 def test_a_deadline_keeps_what_is_fast_enough() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from workbench.plan.errors import PlanError
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.search import search
-from workbench.planner.search.constraint import parse
+from workbench.planner.search.constraints import parse
 
 PLAN = Plan.model_validate({"model": "gpt2", "cluster": {"gpu": "h100-sxm-80gb", "gpus": 16}})
 

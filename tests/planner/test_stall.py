@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from workbench.plan.schema import Plan
-from workbench.planner.calibrated import on_machine
-from workbench.planner.collectives import links, seconds
-from workbench.planner.constants import Constants
-from workbench.planner.stall import chance, met, stalls, waits
-from workbench.planner.step import bounds, parts, step_time
-from workbench.planner.workload import Workload, workload
+from workbench.planner.calibrated_plan import on_machine
+from workbench.costmodel.communication.collective_cost import links, seconds
+from workbench.costmodel.rates.constants import Constants
+from workbench.costmodel.frameworks.stragglers import chance, met, stalls, waits
+from workbench.costmodel.step_time import bounds, parts, step_time
+from workbench.costmodel.inputs.rank_workload import Workload, workload
 
 
 def setting(

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from workbench.plan.errors import PlanError
-from workbench.plan.parameters import parameters
+from workbench.errors import PlanError
+from workbench.plan.parameter_count import parameters
 from workbench.plan.schema import Plan
-from workbench.planner import activations, estimate
-from workbench.planner.compute import layer_products, model_flops
-from workbench.planner.tiled import product_traffic, tiled
-from workbench.planner.workload import Workload, workload
+from workbench.planner import estimate
+from workbench.costmodel.memory import activation_memory
+from workbench.costmodel.compute.roofline import layer_products, model_flops
+from workbench.costmodel.communication.grid_volume import product_traffic, tiled
+from workbench.costmodel.inputs.rank_workload import Workload, workload
 
 GRIDS = [("2d", [2, 2]), ("2d", [4, 4]), ("2.5d", [2, 2, 2]), ("2.5d", [4, 4, 2]), ("3d", [2, 2, 2]), ("3d", [4, 4, 4])]
 BATCH = 64
@@ -75,16 +76,16 @@ def test_ranks_share_the_work_and_the_activations(model: str, algorithm: str, si
     vocab = float(w.vocab * w.tiling.columns / plan.shape.vocab)
     assert float(model_flops(w) / w.data) * ranks == pytest.approx(float(model_flops(one)), rel=2 * (vocab - 1) + 1e-12)
     if w.k_width == one.k_width / w.tiling.columns and plan.shape.moe is None:
-        assert activations.layer(w).saved * ranks == pytest.approx(float(activations.layer(one).saved), rel=0.01)
+        assert activation_memory.layer(w).saved * ranks == pytest.approx(float(activation_memory.layer(one).saved), rel=0.01)
 
 
 def test_activations_fall_with_every_rank_where_1d_keeps_norms_and_residuals_whole() -> None:
     flat, square, cube = (
-        activations.layer(workload(on_grid(kind, size))).saved
+        activation_memory.layer(workload(on_grid(kind, size))).saved
         for kind, size in (("1d", 8), ("2.5d", [2, 2, 2]), ("3d", [2, 2, 2]))
     )
     assert square < 0.6 * flat and cube < 0.6 * flat  # 34/8 against 10 + 24/8 of Table 2 in 2205.05198
-    assert activations.layer(workload(on_grid("2d", [4, 4]))).saved < square
+    assert activation_memory.layer(workload(on_grid("2d", [4, 4]))).saved < square
 
 
 @pytest.mark.parametrize(("algorithm", "size"), [("2d", [1, 1]), ("2.5d", [1, 1, 1]), ("3d", [1, 1, 1])])

@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.plan import catalog
-from workbench.plan.errors import PlanError
-from workbench.plan.parameters import parameters
+from workbench.plan.catalog import catalog
+from workbench.errors import PlanError
+from workbench.plan.parameter_count import parameters
 from workbench.planner import estimate
-from workbench.planner.truth import fields, predict
-from workbench.planner.truth.cards import card, fabric
-from workbench.planner.truth.express import Expressed, complete, express
-from workbench.planner.truth.rows import Row, read, row
-from workbench.planner.truth.shapes import Inexpressible
-from workbench.planner.truth.stacks import named, stacks
+from workbench.planner.validation import predict
+from workbench.planner.validation import cell_parsers
+from workbench.planner.validation.gpu_names import card, fabric
+from workbench.planner.validation.row_to_plan import Expressed, complete, express
+from workbench.planner.validation.measured_rows import Row, read, row
+from workbench.planner.validation.row_shapes import Inexpressible
+from workbench.planner.validation.framework_names import named, stacks
 
 LLAMA = {
     "id": "a-1", "source": "here", "table": "one, line 7", "kind": "measured", "framework": "torchtitan",
@@ -60,7 +61,7 @@ def reason(**changes: str) -> str:
     ],
 )
 def test_memory_in_gib(text: str, unit: str, expected: float | None) -> None:
-    assert fields.gib(text, unit) == (pytest.approx(expected) if expected else None)
+    assert cell_parsers.gib(text, unit) == (pytest.approx(expected) if expected else None)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_memory_in_gib(text: str, unit: str, expected: float | None) -> None:
     ],
 )
 def test_kind_of_memory(text: str, expected: str) -> None:
-    assert fields.memory_kind(text) == expected
+    assert cell_parsers.memory_kind(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_kind_of_memory(text: str, expected: str) -> None:
     ],
 )
 def test_status(text: str, expected: str) -> None:
-    assert fields.status(text, True) == expected
+    assert cell_parsers.status(text, True) == expected
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_status(text: str, expected: str) -> None:
     ],
 )
 def test_precision(text: str, expected: str | None) -> None:
-    assert fields.precision(text) == expected
+    assert cell_parsers.precision(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_precision(text: str, expected: str | None) -> None:
     ],
 )
 def test_recompute(text: str, expected: Any) -> None:
-    assert fields.recompute(text, 6) == expected
+    assert cell_parsers.recompute(text, 6) == expected
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_recompute(text: str, expected: Any) -> None:
     ],
 )
 def test_fused_attention(text: str, expected: bool | None) -> None:
-    assert fields.flash(text) is expected
+    assert cell_parsers.flash(text) is expected
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_fused_attention(text: str, expected: bool | None) -> None:
     ],
 )
 def test_zero(stage: str, sharding: str, expected: int | None) -> None:
-    assert fields.zero(stage, sharding) == expected
+    assert cell_parsers.zero(stage, sharding) == expected
 
 
 @pytest.mark.parametrize(
@@ -189,13 +190,13 @@ def test_zero(stage: str, sharding: str, expected: int | None) -> None:
     ],
 )
 def test_offload(text: str, expected: str) -> None:
-    assert fields.offload(text) == expected
+    assert cell_parsers.offload(text) == expected
 
 
 def test_versions_and_recipes_of_a_stack_are_its_own_profiles() -> None:
-    assert fields.year("26.04.01 NeMo Container / Pre-Training") == 2026.04
-    assert fields.year("benchmarks/llama3_h100_202412.md") == 2024.12
-    assert fields.year("Table 26.04 of a paper") is None
+    assert cell_parsers.year("26.04.01 NeMo Container / Pre-Training") == 2026.04
+    assert cell_parsers.year("benchmarks/llama3_h100_202412.md") == 2024.12
+    assert cell_parsers.year("Table 26.04 of a paper") is None
     now, then = (named("Megatron-Bridge/mcore", False, True, year) for year in (2026.06, 2026.04))
     assert (now.name, then.name, then.family) == ("megatron-bridge", "megatron-bridge-2025", "megatron-bridge")
     assert then.defaults == now.defaults and then.gigabyte == now.gigabyte

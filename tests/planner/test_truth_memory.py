@@ -9,8 +9,9 @@ import pytest
 
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.readings import interval, need
-from workbench.planner.truth import Validation, metrics, predict, validate
+from workbench.costmodel.memory.reported_memory import interval, need
+from workbench.planner.validation import Validation, predict, validate
+from workbench.planner.validation import error_metrics
 
 SAMPLE = Path(__file__).parents[2] / "data/validation/memory.csv"
 
@@ -23,7 +24,7 @@ def found() -> Validation:
 def errors(found: Validation, column: str, value: str) -> dict[str, Any]:
     table = found.table[found.table.measured_gib.notna()]
     chosen = table[table[column] == value]
-    return metrics.errors(chosen.predicted_gib, chosen.measured_gib, list(chosen.row))
+    return error_metrics.errors(chosen.predicted_gib, chosen.measured_gib, list(chosen.row))
 
 
 def test_nearly_every_complete_dense_row_is_expressed(found: Validation) -> None:
@@ -48,12 +49,12 @@ def test_whole_cards_are_read_within_a_few_percent(found: Validation) -> None:
 
 def test_ninety_five_percent_bounds_cover_what_they_say(found: Validation) -> None:
     table = found.table[found.table.measured_gib.notna()]
-    said = metrics.coverage(table.measured_gib, table.gib_low, table.gib_high)
+    said = error_metrics.coverage(table.measured_gib, table.gib_low, table.gib_high)
     assert 0.92 <= said["below_high"] <= 0.98
 
 
 def test_what_ran_is_predicted_to_fit(found: Validation) -> None:
-    said = metrics.fit(found.table.needed_gib, found.table.card_gib, list(found.table.status))
+    said = error_metrics.fit(found.table.needed_gib, found.table.card_gib, list(found.table.status))
     assert said["ran"]["predicted_to_fit"] >= 0.98
 
 

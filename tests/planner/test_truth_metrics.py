@@ -13,12 +13,13 @@ import pytest
 from scipy.stats import spearmanr
 
 from workbench import cli, verbs
-from workbench.plan.errors import PlanError, refuse
+from workbench.errors import PlanError, refuse
 from workbench.plan.schema import Plan
-from workbench.planner.truth import Prediction, Validation, metrics, validate
-from workbench.planner.truth.consistency import flops, ratios, suspect
-from workbench.planner.truth.express import Expressed, express
-from workbench.planner.truth.rows import row
+from workbench.planner.validation import Prediction, Validation, validate
+from workbench.planner.validation import error_metrics
+from workbench.planner.validation.row_consistency import flops, ratios, suspect
+from workbench.planner.validation.row_to_plan import Expressed, express
+from workbench.planner.validation.measured_rows import row
 
 SHAPE = {
     "kind": "measured", "framework": "Megatron-LM", "model": "small", "arch": "gpt dense MHA", "layers": "4",
@@ -38,66 +39,66 @@ def said(**changes: str) -> Expressed:
 
 
 def test_errors_by_hand() -> None:
-    found = metrics.errors([110, 80, 100, 103], [100, 100, 100, 100], ["a", "b", "c", "d"])
+    found = error_metrics.errors([110, 80, 100, 103], [100, 100, 100, 100], ["a", "b", "c", "d"])
     assert found["rows"] == 4
     assert found["mape"] == pytest.approx((0.10 + 0.20 + 0 + 0.03) / 4)
     assert found["bias"] == pytest.approx((0.10 - 0.20 + 0 + 0.03) / 4)
     assert found["median_ape"] == pytest.approx((0.10 + 0.03) / 2)
     assert (found["within_5"], found["under_by_5"]) == (0.5, 0.25)
     assert found["worst"] == {"error": pytest.approx(-0.2), "row": "b"}
-    assert metrics.errors([], []) == {"rows": 0}
+    assert error_metrics.errors([], []) == {"rows": 0}
 
 
 def test_spearman_is_scipys_with_ties() -> None:
     draw = np.random.default_rng(0)
     a, b = draw.integers(0, 9, 40), draw.integers(0, 9, 40)
-    assert metrics.spearman(a, b) == pytest.approx(spearmanr(a, b).statistic)
-    assert np.isnan(metrics.spearman([1, 1, 1], [1, 2, 3]))
+    assert error_metrics.spearman(a, b) == pytest.approx(spearmanr(a, b).statistic)
+    assert np.isnan(error_metrics.spearman([1, 1, 1], [1, 2, 3]))
 
 
 def test_regret_of_first_and_of_three() -> None:
     predicted, measured = [1.0, 2.0, 3.0, 4.0, 5.0], [30.0, 11.0, 20.0, 10.0, 40.0]
-    assert metrics.regret(predicted, measured) == pytest.approx(2.0)
-    assert metrics.regret(predicted, measured, 3) == pytest.approx(0.1)
-    assert metrics.regret(predicted, measured, 4) == 0
+    assert error_metrics.regret(predicted, measured) == pytest.approx(2.0)
+    assert error_metrics.regret(predicted, measured, 3) == pytest.approx(0.1)
+    assert error_metrics.regret(predicted, measured, 4) == 0
 
 
 def test_ranking_inside_groups_only() -> None:
     predicted, measured = [1, 2, 3, 4, 5, 9], [10, 20, 30, 40, 50, 1]
-    found = metrics.ranking(predicted, measured, ["g"] * 5 + ["alone"])
+    found = error_metrics.ranking(predicted, measured, ["g"] * 5 + ["alone"])
     assert (found["groups"], found["rows"]) == (1, 5)
     assert found["spearman"] == pytest.approx(1)
     assert found["top_1_regret"] == 0
-    assert metrics.ranking([1.0], [1.0], ["g"]) == {"groups": 0, "rows": 0}
+    assert error_metrics.ranking([1.0], [1.0], ["g"]) == {"groups": 0, "rows": 0}
 
 
 def test_fit_by_status() -> None:
-    found = metrics.fit([70, 90, 70, 90, 90], [80] * 5, ["ran", "ran", "out_of_memory", "out_of_memory", "failed"])
+    found = error_metrics.fit([70, 90, 70, 90, 90], [80] * 5, ["ran", "ran", "out_of_memory", "out_of_memory", "failed"])
     assert found["ran"] == {"rows": 2, "predicted_to_fit": 0.5}
     assert found["out_of_memory"] == {"rows": 2, "predicted_not_to_fit": 0.5}
     assert found["failed"] == {"rows": 1, "predicted_not_to_fit": 1.0}
 
 
 def test_coverage_leaves_out_rows_without_an_interval() -> None:
-    found = metrics.coverage([10, 20, 30], [9, 21, np.nan], [11, 25, np.nan])
+    found = error_metrics.coverage([10, 20, 30], [9, 21, np.nan], [11, 25, np.nan])
     assert found == {"rows": 2, "inside": 0.5, "below_high": 1.0}
 
 
 def test_one_calibrating_row_takes_away_a_scale() -> None:
     measured = np.array([10.0, 20.0, 40.0, 5.0, 7.0])
-    found = metrics.calibrated(measured * [2, 2, 2, 0.5, 0.5], measured, ["a", "a", "a", "b", "b"])
+    found = error_metrics.calibrated(measured * [2, 2, 2, 0.5, 0.5], measured, ["a", "a", "a", "b", "b"])
     assert found["rows"] == 5
     assert found["mape"] == pytest.approx(0)
     # Of two rows that are 10 % apart, each calibrates the other: 1.1/1 - 1 and 1 - 1/1.1.
-    assert metrics.calibrated([1.0, 1.1], [1.0, 1.0], ["a", "a"])["mape"] == pytest.approx((0.1 + 1 - 1 / 1.1) / 2)
+    assert error_metrics.calibrated([1.0, 1.1], [1.0, 1.0], ["a", "a"])["mape"] == pytest.approx((0.1 + 1 - 1 / 1.1) / 2)
 
 
 def test_leaving_one_source_out() -> None:
-    found = metrics.leave_one_out([1.0, 1.0, 1.0], [2.0, 2.0, 1.0], ["a", "b", "c"])
+    found = error_metrics.leave_one_out([1.0, 1.0, 1.0], [2.0, 2.0, 1.0], ["a", "b", "c"])
     assert found["by_group"] == {"a": pytest.approx(0.25), "b": pytest.approx(0.25), "c": pytest.approx(1.0)}
-    saved = metrics.reserve([1.0] * 4, [1.0, 1.1, 1.0, 3.0], ["a", "a", "b", "b"])
+    saved = error_metrics.reserve([1.0] * 4, [1.0, 1.1, 1.0, 3.0], ["a", "a", "b", "b"])
     assert saved["covered"] == pytest.approx(0.75)
-    assert metrics.leave_one_out([1.0], [1.0], ["a"]) == {"groups": 1}
+    assert error_metrics.leave_one_out([1.0], [1.0], ["a"]) == {"groups": 1}
 
 
 def test_flops_are_six_a_weight_and_token() -> None:

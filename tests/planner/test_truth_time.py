@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from workbench.planner.truth import Validation, metrics, validate
+from workbench.planner.validation import Validation, validate
+from workbench.planner.validation import error_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,7 @@ def found() -> Validation:
 def errors(found: Validation, stack: str | None = None) -> dict[str, Any]:
     table = found.table[found.table.measured_s.notna()]
     chosen = table if stack is None else table[table["stack"] == stack]
-    return metrics.errors(chosen.predicted_s, chosen.measured_s, list(chosen.row))
+    return error_metrics.errors(chosen.predicted_s, chosen.measured_s, list(chosen.row))
 
 
 def test_every_row_is_expressed(found: Validation) -> None:
@@ -49,7 +50,7 @@ def test_errors_of_all_stay_where_they_are(found: Validation) -> None:
 def test_the_textbook_stays_in_the_middle_of_the_stacks() -> None:
     table = validate([ROOT / "data/validation/time.csv"], profile="textbook").table
     clean = table[table.measured_s.notna() & table.clean]
-    error = metrics.errors(clean.predicted_s, clean.measured_s)
+    error = error_metrics.errors(clean.predicted_s, clean.measured_s)
     assert error["mape"] <= 0.20
     assert error["median_ape"] <= 0.12
     assert abs(error["median_bias"]) <= 0.05
@@ -57,7 +58,7 @@ def test_the_textbook_stays_in_the_middle_of_the_stacks() -> None:
 
 def test_nine_of_ten_steps_lie_in_the_interval(found: Validation) -> None:
     table = found.table[found.table.measured_s.notna()]
-    assert 0.85 <= metrics.coverage(table.measured_s, table.s_low, table.s_high)["inside"] <= 0.95
+    assert 0.85 <= error_metrics.coverage(table.measured_s, table.s_low, table.s_high)["inside"] <= 0.95
 
 
 def test_no_constant_is_keyed_by_a_model_or_a_source() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from workbench.engine.allocator import meter
-from workbench.engine.forked import run_ranks
-from workbench.engine.observe import Sampler, allocated_rows
+from workbench.engine.measure.allocator_memory import meter
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.measure.step_sampler import Sampler, allocated_rows
 from workbench.engine.session import Session
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from workbench.plan import catalog
-from workbench.plan.drawn import executed
-from workbench.plan.errors import PlanError
-from workbench.plan.legal import token_parts
-from workbench.plan.parameters import parameters
+from workbench.plan.catalog import catalog
+from workbench.plan.custom_schedule import executed
+from workbench.errors import PlanError
+from workbench.plan.rules.legal_sizes import token_parts
+from workbench.plan.parameter_count import parameters
 from workbench.plan.schema import Plan
-from workbench.plan.support import runnable
+from workbench.plan.rules.supported import runnable
 from workbench.planner import estimate
 from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from workbench.plan.schema import Plan
-from workbench.runs.launch import Recipe
+from workbench.runs.launch.accelerate_command import Recipe
 from workbench.runs.run import start
 
 REPOSITORY = Path(__file__).parents[2]

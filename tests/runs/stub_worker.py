@@ -6,7 +6,7 @@ stop), `exit:RANK:STEP`, `nobye:RANK`, `helper:RANK` (leaves a process of its ow
 `loop:RANK:STEP` (works for ever).
 """
 
-from workbench.runs.lifeline import die_with_parent
+from workbench.runs.launch.parent_death import die_with_parent
 
 die_with_parent()
 

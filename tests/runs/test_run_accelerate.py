@@ -8,7 +8,7 @@ import pytest
 
 from tests.runs.conftest import REPOSITORY, processes_of, until
 from workbench.runs import Reader, start
-from workbench.runs.launch import Recipe
+from workbench.runs.launch.accelerate_command import Recipe
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.planner.test_calibrated import made
-from workbench.plan import calibration
-from workbench.plan.calibration import Scale
-from workbench.plan.errors import PlanError
+from workbench.machine import calibration_file
+from workbench.machine.calibration_file import Scale
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile, frame
-from workbench.runs import measure
+from workbench.runs.launch import calibrate
 from workbench.runs.run import Run
 
 
@@ -34,15 +34,15 @@ def finished(plan, name, seconds):
 
 @pytest.fixture
 def path(tmp_path):
-    calibration.write(made(), tmp_path / "calibration.yaml")
+    calibration_file.write(made(), tmp_path / "calibration.yaml")
     return tmp_path / "calibration.yaml"
 
 
 def test_one_run_is_met_and_the_error_before_and_after_is_kept(path) -> None:
     plan = planned(path)
     seconds = 3 * estimate(plan).step_seconds
-    found = measure.learn(made(), [finished(plan, "a", seconds)])
-    calibration.write(found, path)
+    found = calibrate.learn(made(), [finished(plan, "a", seconds)])
+    calibration_file.write(found, path)
     assert estimate(plan).step_seconds == pytest.approx(seconds, rel=1e-6)
     assert found.scale.runs == ["a"] and found.scale.compute == found.scale.communication > 2.9
     assert found.scale.error_before == pytest.approx(2 / 3) and found.scale.error_after < 1e-6
@@ -51,13 +51,13 @@ def test_one_run_is_met_and_the_error_before_and_after_is_kept(path) -> None:
 
 def test_runs_of_several_strategies_recover_the_scale_they_were_made_with(path) -> None:
     truth = Scale(compute=1.4, communication=2.5, fixed_ms=30.0)
-    calibration.write(made(scale=truth), path)
+    calibration_file.write(made(scale=truth), path)
     plans = [
         planned(path), planned(path, "megatron-tp"), planned(path, "single", 1), planned(path, "gpipe"),
         planned(path, **{"training.global_batch": 32}), planned(path, "single", 1, **{"training.global_batch": 1}),
     ]  # fmt: skip
     runs = [finished(plan, str(i), estimate(plan).step_seconds) for i, plan in enumerate(plans)]
-    found = measure.learn(made(), runs).scale
+    found = calibrate.learn(made(), runs).scale
     assert found.error_after < 0.02 < found.error_before
     assert found.compute == pytest.approx(truth.compute, rel=0.05)
     assert found.communication == pytest.approx(truth.communication, rel=0.15)
@@ -66,44 +66,44 @@ def test_runs_of_several_strategies_recover_the_scale_they_were_made_with(path) 
 def test_learning_anew_forgets_the_former_scale(path) -> None:
     plan = planned(path)
     seconds = 2 * estimate(plan).step_seconds
-    first = measure.learn(made(scale=Scale(compute=9.0, runs=["old"])), [finished(plan, "new", seconds)])
-    assert first.scale == measure.learn(made(), [finished(plan, "new", seconds)]).scale
+    first = calibrate.learn(made(scale=Scale(compute=9.0, runs=["old"])), [finished(plan, "new", seconds)])
+    assert first.scale == calibrate.learn(made(), [finished(plan, "new", seconds)]).scale
 
 
 def test_a_run_without_steps_is_refused(path) -> None:
     with pytest.raises(PlanError, match="a has failed without a measured step"):
-        measure.learn(made(), [finished(planned(path), "a", None)])
+        calibrate.learn(made(), [finished(planned(path), "a", None)])
 
 
 def test_a_run_of_another_card_is_refused(path) -> None:
     plan = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy="ddp")
     with pytest.raises(PlanError, match="measured on local"):
-        measure.learn(made(), [finished(plan, "a", 1.0)])
+        calibrate.learn(made(), [finished(plan, "a", 1.0)])
 
 
 def test_a_file_corrects_itself_and_is_measured_only_where_there_is_none(path, monkeypatch) -> None:
     plan = planned(path)
     run = finished(plan, "a", 2 * estimate(plan).step_seconds)
-    monkeypatch.setattr(measure, "calibrate", lambda *_: pytest.fail("measured"))
-    assert measure.kept(path, runs=[run]).scale == calibration.read(path).scale is not None
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_: pytest.fail("measured"))
+    assert calibrate.kept(path, runs=[run]).scale == calibration_file.read(path).scale is not None
     other = path.with_name("other.yaml")
-    assert measure.kept(other, runs=[run]).gemm == made().gemm and other.exists(), "from the file that the plan names"
-    monkeypatch.setattr(measure, "calibrate", lambda *_: made())
+    assert calibrate.kept(other, runs=[run]).gemm == made().gemm and other.exists(), "from the file that the plan names"
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_: made())
     bare = finished(Plan.of("tiny", gpu="local", gpus=2, strategy="ddp"), "b", 1.0)
-    assert measure.kept(None, runs=[bare]).scale.runs == ["b"]
+    assert calibrate.kept(None, runs=[bare]).scale.runs == ["b"]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e6])
 def test_impossible_times_are_refused(seconds) -> None:
     with pytest.raises(PlanError, match="legal: 1 to 3600"):
-        measure.calibrate(seconds)
+        calibrate.calibrate(seconds)
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(measure, "calibrate", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_: pytest.fail("measured"))
     for path in (tmp_path / "none" / "c.yaml", tmp_path):
         with pytest.raises(PlanError, match="cannot be written"):
-            measure.kept(path)
+            calibrate.kept(path)
 
 
 @pytest.fixture
@@ -118,5 +118,5 @@ def test_a_run_outlives_the_file_that_it_was_planned_with(go, path) -> None:
     path.unlink()
     again = Run(run.dir)
     assert again.state.phase == "finished"
-    assert calibration.read(again.plan.cluster.calibration) == made()
-    assert measure.learn(made(), [again]).scale.runs == [run.id]
+    assert calibration_file.read(again.plan.cluster.calibration) == made()
+    assert calibrate.learn(made(), [again]).scale.runs == [run.id]

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from workbench.plan.errors import PlanError
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.runs.checkpoints import checkpoint_of, finished, meta_of, shape_of, steps_done
-from workbench.runs.manifest import VERSION, manifest_text, read_manifest
+from workbench.checkpoint.resume_point import checkpoint_of, finished, meta_of, shape_of, steps_done
+from workbench.checkpoint.manifest import VERSION, manifest_text, read_manifest
 from workbench.runs.run import profile_of
 
 TENSOR = {"key": "parameter/w", "name": "w", "kind": "parameter", "dtype": "F32", "shape": [4, 2],

@@ -8,10 +8,10 @@ import os
 import pytest
 
 from workbench.profile import COLUMNS, Profile
-from workbench.runs import reader as reading
-from workbench.runs.frames import Measured, keep
-from workbench.runs.reader import Reader, history
-from workbench.runs.stopping import GRACE_SECONDS, Stop, read_stop
+from workbench.runs.store import telemetry_reader as reading
+from workbench.runs.store.telemetry_frames import Measured, keep
+from workbench.runs.store.telemetry_reader import Reader, history
+from workbench.runs.store.stop_request import GRACE_SECONDS, Stop, read_stop
 
 ROWS = {
     "memory": {"stage": 0, "moment": "peak", "tier": "device", "category": "allocated", "bytes": 7},

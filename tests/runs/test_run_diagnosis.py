@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from workbench.plan.support import unsupported
-from workbench.runs.diagnose import RankSeen, first_cause, read_errors
-from workbench.runs.logs import last_lines, log_tail, telling
+from workbench.plan.rules.supported import unsupported
+from workbench.runs.diagnose.first_cause import RankSeen, first_cause, read_errors
+from workbench.runs.store.rank_logs import last_lines, log_tail, telling
 
 CLOSED = "[pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
 TIMED_OUT = "[unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete"

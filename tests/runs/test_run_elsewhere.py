@@ -11,13 +11,13 @@ import time
 import pytest
 
 from tests.runs.conftest import until
-from workbench.plan.export import export
+from workbench.interop.export import export
 from workbench.runs import Reader, attach
-from workbench.runs.elsewhere import Elsewhere
-from workbench.runs.launch import environment
-from workbench.runs.ports import free_port
-from workbench.runs.state import beat, first_state, stored_state, supervised_by_me, write_state
-from workbench.runs.stopping import request_stop
+from workbench.runs.launch.external_launcher import Elsewhere
+from workbench.runs.launch.accelerate_command import environment
+from workbench.runs.launch.rendezvous_ports import free_port
+from workbench.runs.store.run_state import beat, first_state, stored_state, supervised_by_me, write_state
+from workbench.runs.store.stop_request import request_stop
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_rank_0_that_is_gone_leaves_what_ranks_said(plan, folder):
 import os, sys
 from pathlib import Path
 from workbench.plan.schema import Plan
-from workbench.runs.elsewhere import Elsewhere
+from workbench.runs.launch.external_launcher import Elsewhere
 kept = Elsewhere(Path({str(folder)!r}), 0)
 kept.begin(Plan.load({str(folder / "plan.yaml")!r}).complete())
 kept.running()

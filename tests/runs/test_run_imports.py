@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from tests.runs.conftest import REPOSITORY
-from workbench.runs import child, start
+from workbench.runs import start
+from workbench.runs.launch import child_process
 
 PLANTED = "import pathlib; (pathlib.Path(__file__).parent / ('ran-' + __name__)).touch()\n"
 
@@ -31,7 +32,7 @@ def test_a_run_imports_nothing_from_the_current_folder(planted, plan):
 
 
 def test_a_child_imports_nothing_from_the_current_folder(planted):
-    child.python("workbench.engine.inspect", ["--help"], lambda line: None)
+    child_process.python("workbench.engine.check_python_model", ["--help"], lambda line: None)
 
 
 def test_the_command_imports_nothing_from_the_current_folder(planted):
@@ -43,7 +44,7 @@ def test_a_model_that_is_code_is_found_in_the_current_folder(tmp_path, monkeypat
     (tmp_path / "models_beside_a_plan.py").write_text("import torch\nbuild = lambda: torch.nn.Linear(2, 2)\n")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
-    code = "from workbench.models.python import build_python as b; from workbench.plan.schema import PythonModel as P\n"
+    code = "from workbench.models.python_model import build_python as b; from workbench.plan.schema import PythonModel as P\n"
     code += "b(P(python='models_beside_a_plan:build', vocab=2), 0)"
     told = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert told.returncode == 0, told.stderr

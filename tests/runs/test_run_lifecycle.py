@@ -56,7 +56,7 @@ def test_a_run_outlives_whoever_started_it(plan, tmp_path, monkeypatch):
 import sys, time
 from workbench.plan.schema import Plan
 from workbench.runs import start
-from workbench.runs.launch import Recipe
+from workbench.runs.launch.accelerate_command import Recipe
 launcher = (sys.executable, "-m", "tests.runs.light_launcher", "3", "none")
 run = start(Plan.load({str(tmp_path / "plan.yaml")!r}), root={str(tmp_path / "runs")!r},
             _recipe=Recipe("tests.runs.stub_worker", launcher))

@@ -2,13 +2,13 @@
 
 import socket
 
-from workbench.plan.export import LOOPBACK
-from workbench.runs import ports
+from workbench.interop.export import LOOPBACK
+from workbench.runs.launch import rendezvous_ports
 
 
 def test_a_chosen_port_is_none_that_an_outgoing_connection_takes():
-    lowest, highest = map(int, ports.RANGE.read_text().split())
-    assert all(not lowest <= ports.free_port() <= highest for _ in range(50))
+    lowest, highest = map(int, rendezvous_ports.RANGE.read_text().split())
+    assert all(not lowest <= rendezvous_ports.free_port() <= highest for _ in range(50))
 
 
 def test_a_port_in_use_is_not_chosen(monkeypatch, tmp_path):
@@ -16,14 +16,14 @@ def test_a_port_in_use_is_not_chosen(monkeypatch, tmp_path):
         taken.bind((LOOPBACK, 0))
         taken.listen()
         port = taken.getsockname()[1]
-        monkeypatch.setattr(ports, "LOWEST", port)
-        monkeypatch.setattr(ports, "RANGE", tmp_path / "range")
-        ports.RANGE.write_text(f"{port + 2}\t65535\n")
-        assert all(ports.free_port() != port for _ in range(5))
+        monkeypatch.setattr(rendezvous_ports, "LOWEST", port)
+        monkeypatch.setattr(rendezvous_ports, "RANGE", tmp_path / "range")
+        rendezvous_ports.RANGE.write_text(f"{port + 2}\t65535\n")
+        assert all(rendezvous_ports.free_port() != port for _ in range(5))
 
 
 def test_where_the_system_gives_every_port_unasked_it_is_asked(monkeypatch, tmp_path):
-    monkeypatch.setattr(ports, "RANGE", tmp_path / "range")
-    ports.RANGE.write_text(f"{ports.LOWEST} 65535")
+    monkeypatch.setattr(rendezvous_ports, "RANGE", tmp_path / "range")
+    rendezvous_ports.RANGE.write_text(f"{rendezvous_ports.LOWEST} 65535")
     with socket.socket() as own:
-        own.bind((LOOPBACK, ports.free_port()))
+        own.bind((LOOPBACK, rendezvous_ports.free_port()))

@@ -9,17 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.plan.attached import Attached
-from workbench.plan.errors import PlanError
-from workbench.plan.parameters import parameters
+from workbench.machine.attached import Attached
+from workbench.errors import PlanError
+from workbench.plan.parameter_count import parameters
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.runs import directory, launch, preflight, run, start
-from workbench.runs.checkpoints import meta_of
-from workbench.runs.manifest import VERSION, manifest_text
-from workbench.runs.memory import free_card_bytes, least_bytes
-from workbench.runs.state import first_state, write_state
-from workbench.runs.whole import refuse_damaged
+from workbench.runs import preflight, run, start
+from workbench.runs.store import run_directory
+from workbench.runs.launch import accelerate_command
+from workbench.checkpoint.resume_point import meta_of
+from workbench.checkpoint.manifest import VERSION, manifest_text
+from workbench.runs.launch.free_memory import free_card_bytes, least_bytes
+from workbench.runs.store.run_state import first_state, write_state
+from workbench.checkpoint.checksums import refuse_damaged
 
 
 def messages(plan, **more):
@@ -37,8 +39,8 @@ def test_cards_that_are_not_attached_are_refused(plan):
 
 
 def machine(monkeypatch, found, free=80 * 2**30):
-    monkeypatch.setattr(sys.modules["workbench.runs.machine"], "attached", lambda: found)
-    monkeypatch.setattr("workbench.runs.memory.free_card_bytes", lambda ranks: free)
+    monkeypatch.setattr(sys.modules["workbench.runs.launch.preflight"], "attached", lambda: found)
+    monkeypatch.setattr("workbench.runs.launch.free_memory.free_card_bytes", lambda ranks: free)
 
 
 def h100s(gpus):
@@ -117,7 +119,7 @@ def test_an_unwritable_root_is_refused_and_nothing_is_written(plan, tmp_path, be
 def test_a_root_that_turns_out_unwritable_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="root: runs cannot be written in"):
-        directory.create(tmp_path / "file", "x", lambda folder, final: None)
+        run_directory.create(tmp_path / "file", "x", lambda folder, final: None)
 
 
 def test_a_failure_while_filling_leaves_nothing(tmp_path):
@@ -126,12 +128,12 @@ def test_a_failure_while_filling_leaves_nothing(tmp_path):
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):
-        directory.create(tmp_path, "x", fill)
+        run_directory.create(tmp_path, "x", fill)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_runs_of_one_second_get_names_of_their_own(tmp_path):
-    made = {directory.create(tmp_path, "A b/../c", lambda folder, final: None).name for _ in range(5)}
+    made = {run_directory.create(tmp_path, "A b/../c", lambda folder, final: None).name for _ in range(5)}
     assert len(made) == 5 and all("a-b-c" in name and "/" not in name for name in made)
 
 
@@ -227,7 +229,7 @@ def test_every_problem_is_told_at_once(plan, tmp_path):
 def test_the_command_is_accelerate_launch(plan, tmp_path):
     full = plan.complete()
     folder = tmp_path / "a run; rm -rf"
-    command = launch.compose(full, folder, 29999, launch.Recipe())
+    command = accelerate_command.compose(full, folder, 29999, accelerate_command.Recipe())
     assert command.argv[:5] == [sys.executable, "-P", "-m", "accelerate.commands.launch", "--config_file"]
     assert command.argv[5] == str(folder / "accelerate.yaml")
     assert command.argv[-3:] == ["-m", "workbench.engine.worker", str(folder / "plan.yaml")]
@@ -239,7 +241,7 @@ def test_the_command_is_accelerate_launch(plan, tmp_path):
 def test_another_launch_does_not_leak_in(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    command = launch.compose(plan.complete(), tmp_path, 29999, launch.Recipe())
+    command = accelerate_command.compose(plan.complete(), tmp_path, 29999, accelerate_command.Recipe())
     assert {"RANK", "TORCHELASTIC_RUN_ID"} <= set(command.unset)
 
 
@@ -295,5 +297,5 @@ def test_nothing_slow_is_imported(module, allowed):
 
 
 def test_a_run_directory_is_its_owners_alone(tmp_path):
-    folder = directory.create(tmp_path, "a run", lambda draft, final: None)
+    folder = run_directory.create(tmp_path, "a run", lambda draft, final: None)
     assert folder.stat().st_mode & 0o777 == 0o700

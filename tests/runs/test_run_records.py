@@ -7,13 +7,13 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from workbench.runs.alive import read_state
-from workbench.runs.frames import Measured
-from workbench.runs.identity import is_process
-from workbench.runs.reader import Reader
+from workbench.runs.store.run_liveness import read_state
+from workbench.runs.store.telemetry_frames import Measured
+from workbench.runs.store.process_identity import is_process
+from workbench.runs.store.telemetry_reader import Reader
 from workbench.runs.run import Run
-from workbench.runs.state import State, beat, first_state, is_run, supervised_by_me, write_state
-from workbench.runs.stopping import Stop, read_stop, request_stop
+from workbench.runs.store.run_state import State, beat, first_state, is_run, supervised_by_me, write_state
+from workbench.runs.store.stop_request import Stop, read_stop, request_stop
 
 
 @pytest.fixture

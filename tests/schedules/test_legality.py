@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.plan.check import check
-from workbench.plan.check_axes import SCHEDULES
+from workbench.plan.rules.check import check
+from workbench.plan.rules.axis_rules import SCHEDULES
 from workbench.plan.schema import Plan
 from workbench.schedules import generate, names
 

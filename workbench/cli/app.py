@@ -16,28 +16,26 @@ from collections.abc import Sequence
 
 import typer
 
-from workbench.cli import (
-    calibrate,
-    catalog,
-    compare,
-    explain,
-    foreign,
-    kernels,
-    lab,
-    operators,
-    plans,
-    runs,
-    search,
-    truth,
-    weights,
-)  # fmt: skip
-from workbench.cli.groups import Grouped
+from workbench.cli.commands import calibrate  # fmt: skip
+from workbench.cli.commands import catalog
+from workbench.cli.commands import compare
+from workbench.cli.commands import explain
+from workbench.cli.commands import interop
+from workbench.cli.commands import kernels
+from workbench.cli.commands import lab
+from workbench.cli.commands import operators
+from workbench.cli.commands import plans
+from workbench.cli.commands import runs
+from workbench.cli.commands import search
+from workbench.cli.commands import validate
+from workbench.cli.commands import weights
+from workbench.cli.command_groups import Grouped
 from workbench.cli.progress import RunError
-from workbench.cli.screen import tell
-from workbench.plan.errors import PlanError
-from workbench.plan.files import unread
-from workbench.plan.text import brief, visible
-from workbench.runs.child import ChildError
+from workbench.cli.terminal import tell
+from workbench.errors import PlanError
+from workbench.safe_io.files import unread
+from workbench.safe_io.untrusted_text import brief, visible
+from workbench.runs.launch.child_process import ChildError
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 TRACEBACK = "WORKBENCH_TRACEBACK"
@@ -53,9 +51,9 @@ app = typer.Typer(
 for _panel, _verbs in {
     "Plan": (
         catalog.models, catalog.gpus, catalog.strategies, kernels.kernels, plans.plan, plans.export,
-        foreign.import_config, foreign.translate,
+        interop.import_config, interop.translate,
     ),
-    "Planner": (search.search, explain.explain, operators.operators, calibrate.calibrate, truth.validate),
+    "Planner": (search.search, explain.explain, operators.operators, calibrate.calibrate, validate.validate),
     "Instruments": (plans.estimate, plans.rehearse, plans.verify, compare.compare),
     "Runs": (runs.run, runs.attach, runs.stop, runs.runs, weights.weights),
     "This machine": (runs.doctor, lab.lab),

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from workbench.cli.screen import Grid, as_text, console
-from workbench.plan.errors import refuse
+from workbench.cli.terminal import Grid, as_text, console
+from workbench.errors import refuse
 from workbench.plan.schema import Plan
-from workbench.plan.source import assignments, build, plain
+from workbench.plan.plan_files import assignments, build, plain
 
 PlanFile = Annotated[Path | None, typer.Argument(metavar="[PLAN]", help="Plan file; or choose with the options.")]
 Model = Annotated[str | None, typer.Option("--model", help="Model of `workbench models`, or a config.json.")]

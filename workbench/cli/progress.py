@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from workbench.cli.screen import console
+from workbench.cli.terminal import console
 from workbench.cli.tables import culprit
-from workbench.plan.text import visible
+from workbench.safe_io.untrusted_text import visible
 from workbench.runs.run import Run
-from workbench.runs.state import State
+from workbench.runs.store.run_state import State
 
 LINE_SECONDS = 5.0
 """At most one line in this time, and one for the last step, where no terminal can redraw one."""

@@ -6,19 +6,19 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from workbench.cli.screen import Grid, as_text
-from workbench.lab.palette import words
-from workbench.lab.units import bytes_text, count_text, digits, seconds_text
-from workbench.plan.text import visible
+from workbench.cli.terminal import Grid, as_text
+from workbench.lab.charts.palette import words
+from workbench.units import bytes_text, count_text, digits, seconds_text
+from workbench.safe_io.untrusted_text import visible
 from workbench.profile import ALLOCATED, MEANINGS
-from workbench.runs.ready import advice
+from workbench.runs.launch.checked_launch import advice
 
 if TYPE_CHECKING:
-    from workbench.cli.doctor import Finding
+    from workbench.cli.commands.doctor import Finding
     from workbench.plan.schema import Plan
     from workbench.profile import Profile
     from workbench.runs.run import Run
-    from workbench.runs.state import Cause, State
+    from workbench.runs.store.run_state import Cause, State
 
 ROUNDING_SECONDS = 1e-12
 """What a difference of two times leaves where there is nothing."""

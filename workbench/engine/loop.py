@@ -14,19 +14,19 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
-from workbench.engine import corpus
-from workbench.engine.allocator import meter
-from workbench.engine.observe import Follower, Sampler, allocated_rows
+from workbench.engine.data import tokenized_corpus
+from workbench.engine.measure.allocator_memory import meter
+from workbench.engine.measure.step_sampler import Follower, Sampler, allocated_rows
 from workbench.engine.optimizer import learning_rate
-from workbench.engine.sampler import Sampler as TextSampler
-from workbench.engine.saving import Saver
+from workbench.engine.data.batch_sampler import Sampler as TextSampler
+from workbench.engine.session_checkpoint import Saver
 from workbench.engine.session import Session, StepResult
-from workbench.engine.telemetry import Telemetry
-from workbench.engine.trackers import Trackers
+from workbench.engine.measure.telemetry_writer import Telemetry
+from workbench.engine.measure.experiment_trackers import Trackers
 from workbench.parallel.mesh import Mesh
-from workbench.parallel.tensor.apply import counts_loss
+from workbench.parallel.tensor.apply_tensor import counts_loss
 from workbench.plan.schema import Plan
-from workbench.runs.stopping import read_stop
+from workbench.runs.store.stop_request import read_stop
 
 FIRST_SAMPLES = 2
 """Steps at the start whose memory is always sampled: the first, and the first of the steady state."""
@@ -58,7 +58,7 @@ class Loop:
 
     def _text(self) -> TextSampler:
         t, data = self.plan.training, self.mesh["data"]
-        tokens = corpus.load(self.plan.corpus, self.plan.vocab)
+        tokens = tokenized_corpus.load(self.plan.corpus, self.plan.vocab)
         text = TextSampler(tokens, t.sequence_length, t.global_batch, t.micro_batch, t.seed, data.index, data.size)
         if t.evaluation.every:
             text.evaluation(0)  # refuses held-out text that is too short now, not at the first evaluation

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from workbench.engine.groups import Group
+from workbench.engine.optimizer_groups import Group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from workbench.engine.optimizer import Optimizer
 from workbench.engine.precision import dtypes
-from workbench.engine.scaler import LossScaler, overflow, unowned
-from workbench.kernels.seams import warm_up
+from workbench.engine.loss_scaler import LossScaler, overflow, unowned
+from workbench.kernels.fused_seams import warm_up
 from workbench.models.moe import Counting, counted
-from workbench.parallel.apply import Parallelised, parallelise
-from workbench.parallel.context.apply import own_tokens
+from workbench.parallel.apply_strategy import Parallelised, parallelise
+from workbench.parallel.context.apply_context import own_tokens
 from workbench.parallel.layout import square_norm
 from workbench.parallel.mesh import Mesh
-from workbench.parallel.pipeline.collectives import sum_tied
-from workbench.parallel.pipeline.executor import Executor, Hooks
-from workbench.parallel.tensor.apply import boundary, counts_loss
-from workbench.plan.drawn import executed
+from workbench.parallel.pipeline.stage_transfers import sum_tied
+from workbench.parallel.pipeline.schedule_executor import Executor, Hooks
+from workbench.parallel.tensor.apply_tensor import boundary, counts_loss
+from workbench.plan.custom_schedule import executed
 from workbench.plan.schema import Plan
 from workbench.schedules import Action
 

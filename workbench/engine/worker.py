@@ -7,14 +7,14 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from workbench.runs.lifeline import die_with_parent
+from workbench.runs.launch.parent_death import die_with_parent
 
 
 def main() -> int:
     """Train the plan named on the command line; the run directory is the plan's folder."""
     die_with_parent()
     # Imported only now: torch takes seconds, in which a launcher may already have died.
-    from workbench.engine.train import train
+    from workbench.engine.worker_lifecycle import train
 
     plan, *options = sys.argv[1:] or [""]
     if not plan or options not in ([], ["--allow-code"]):

@@ -20,8 +20,8 @@ from torch.library import custom_op
 
 from workbench.kernels import cross_entropy as ce
 from workbench.kernels.cross_entropy import check_tokens, statistics_of, tile, write_gradient
-from workbench.kernels.guard import check, wide_dtype
-from workbench.kernels.language import jit, runs_triton, tl, wide
+from workbench.kernels.input_checks import check, wide_dtype
+from workbench.kernels.triton_compat import jit, runs_triton, tl, wide
 from workbench.models.seams import IGNORE
 
 ENTRIES = 16384

@@ -13,12 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from workbench.kernels import adamw, norm, rope
+from workbench.kernels import adamw, rope
+from workbench.kernels import residual_norm
 from workbench.kernels.activation import GATED, activate
 from workbench.kernels.cross_entropy import cross_entropy
-from workbench.kernels.dropout import dropout_add
+from workbench.kernels.bias_dropout_residual import dropout_add
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy
-from workbench.kernels.matvec import MOST_TOKENS, matvec, quantise
+from workbench.kernels.weight_only_gemv import MOST_TOKENS, matvec, quantise
 
 ROWS, HIDDEN = 32, 4096
 """Of a case. No kernel depends on how many rows there are, but that the number is most often a multiple of 16."""
@@ -66,7 +67,7 @@ def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True)
 
 def _norm(hidden: int, centred: bool) -> tuple[Tensor, Tensor]:
     bias = _tensor(hidden) if centred else None
-    return norm.add_norm(_tensor(ROWS, hidden), _tensor(ROWS, hidden), _tensor(hidden), bias, 1e-5, centred)
+    return residual_norm.add_norm(_tensor(ROWS, hidden), _tensor(ROWS, hidden), _tensor(hidden), bias, 1e-5, centred)
 
 
 def _dropout(hidden: int, alone: bool) -> Tensor:
@@ -109,12 +110,12 @@ def _decode(tokens: int, bits: int, group: int | None) -> Tensor:
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
-        "add_norm", "residual + RMSNorm, LayerNorm", "workbench.kernels.norm", "Triton",
+        "add_norm", "residual + RMSNorm, LayerNorm", "workbench.kernels.residual_norm", "Triton",
         f"{COMPILED}, ATen LayerNorm",
         {
             f"{kind}, bf16 x {hidden}": partial(_norm, hidden, kind == "LayerNorm")
             for kind in ("RMSNorm", "LayerNorm")
-            for hidden in (HIDDEN, norm.WIDEST // 2)
+            for hidden in (HIDDEN, residual_norm.WIDEST // 2)
         },
     ),
     Kernel(
@@ -139,7 +140,7 @@ KERNELS: tuple[Kernel, ...] = (
         },
     ),
     Kernel(
-        "dropout", "bias + dropout + residual", "workbench.kernels.dropout", "Triton", "ATen",
+        "dropout", "bias + dropout + residual", "workbench.kernels.bias_dropout_residual", "Triton", "ATen",
         {
             f"bf16 x {HIDDEN}": partial(_dropout, HIDDEN, False),
             f"bf16 x {5 * HIDDEN // 4}": partial(_dropout, 5 * HIDDEN // 4, False),
@@ -151,7 +152,7 @@ KERNELS: tuple[Kernel, ...] = (
         {f"{name} parameters": partial(_step, dtype) for name, dtype in PARAMETERS.items()}, small=("adamw_count",),
     ),
     Kernel(
-        "matvec", "few tokens x 8- or 4-bit weight", "workbench.kernels.matvec", "Triton", "torch.compile",
+        "matvec", "few tokens x 8- or 4-bit weight", "workbench.kernels.weight_only_gemv", "Triton", "torch.compile",
         {
             f"{tokens} x bf16 x {HIDDEN}, {bits} bits": partial(_decode, tokens, bits, group)
             for tokens in (1, MOST_TOKENS)

@@ -10,12 +10,12 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "Board": "workbench.lab.board",
-    "Comparison": "workbench.lab.compare",
-    "Dashboard": "workbench.lab.dashboard",
-    "Figure": "workbench.lab.figure",
-    "Planner": "workbench.lab.planner",
-    "watch": "workbench.lab.dashboard",
+    "Board": "workbench.lab.live.board",
+    "Comparison": "workbench.lab.comparison.compare",
+    "Dashboard": "workbench.lab.live.dashboard",
+    "Figure": "workbench.lab.live.figure",
+    "Planner": "workbench.lab.panel.planner",
+    "watch": "workbench.lab.live.dashboard",
 }
 __all__ = sorted(_HOME)
 

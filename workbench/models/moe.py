@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.models.grouped import Grouped
-from workbench.models.routing import Choice, Route, Rows, dropless, limited
+from workbench.models.grouped_gemm import Grouped
+from workbench.models.moe_routing import Choice, Route, Rows, dropless, limited
 from workbench.models.seams import Activate
-from workbench.plan.shape import Moe, Shape
+from workbench.plan.model_shape import Moe, Shape
 
 Counting = Callable[[Tensor, int], list[Any]]
 """Turns counts on the device, which add up to a total in their last dim, into integers of the host.

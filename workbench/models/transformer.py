@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from workbench.models.dropout import Dropout, Samples
-from workbench.models.initialise import seed_of
+from workbench.models.counter_dropout import Dropout, Samples
+from workbench.models.weight_init import seed_of
 from workbench.models.moe import Mixture
 from workbench.models.seams import (
     Activate,
@@ -24,7 +24,7 @@ from workbench.models.seams import (
     Rope,
     positions_of,
 )
-from workbench.plan.shape import Shape
+from workbench.plan.model_shape import Shape
 
 
 class Embedding(nn.Module):

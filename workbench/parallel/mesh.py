@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from workbench.plan.check_operators import sides as operator_sides
+from workbench.plan.rules.operator_rules import sides as operator_sides
 from workbench.plan.schema import Plan
 
 SIDES = ("tensor.0", "tensor.1", "tensor.2")

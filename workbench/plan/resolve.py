@@ -6,15 +6,22 @@ import math
 import os
 from typing import Any
 
-from workbench.plan import calibration, catalog, check, check_python, code, corpus, huggingface, legal
-from workbench.plan.attached import attached, local_cluster
-from workbench.plan.drawn import digest
-from workbench.plan.errors import PlanError, refuse
-from workbench.plan.partition import partition
+from workbench.machine import calibration_file
+from workbench.plan.catalog import catalog
+from workbench.plan.rules import check
+from workbench.plan.rules import python_model_rules
+from workbench.plan import python_model_file
+from workbench.plan import corpus_files
+from workbench.plan.catalog import huggingface_config
+from workbench.plan.rules import legal_sizes
+from workbench.machine.attached import attached, local_cluster
+from workbench.plan.custom_schedule import digest
+from workbench.errors import PlanError, refuse
+from workbench.plan.stage_partition import partition
 from workbench.plan.schema import STORED, Card, Cluster, Fabric, Plan, PythonModel, Strategy
-from workbench.plan.shape import Shape
-from workbench.plan.sizes import resolve_sizes, splits_nothing
-from workbench.plan.source import build, plain
+from workbench.plan.model_shape import Shape
+from workbench.plan.preset_sizes import resolve_sizes, splits_nothing
+from workbench.plan.plan_files import build, plain
 
 LEAST_BATCH = 8
 MICROBATCHES_A_RANK = 4
@@ -30,7 +37,7 @@ def complete(plan: Plan) -> Plan:
     sequence = written.get("training", {}).get("sequence_length", min(2048, shape.max_positions if shape else 2048))
     asked = with_preset(plan.strategy)
     if shape is None:
-        check_python.refuse_rules(asked)
+        python_model_rules.refuse_rules(asked)
     where = (shape, cluster["gpus"], cluster["gpus_per_node"], sequence)
     strategy = resolve_sizes(asked, *where)
     if why := splits_nothing(asked, strategy, *where):
@@ -42,7 +49,7 @@ def complete(plan: Plan) -> Plan:
         {**written, "model": model.model_dump(), "cluster": cluster, "training": training, "strategy": strategy}
     )
     result = _settled(filled)
-    problems = [*check.problems(result), *calibration.problems(result, local=plan.cluster.gpu == "local")]
+    problems = [*check.problems(result), *calibration_file.problems(result, local=plan.cluster.gpu == "local")]
     if problems:
         raise PlanError(problems)
     return result
@@ -56,19 +63,19 @@ def resolved(plan: Plan) -> Plan:
     """
     full = complete(plan)
     source, load, measured = full.corpus.source, full.checkpoint.load, full.cluster.calibration
-    found = corpus.digest(source)
+    found = corpus_files.digest(source)
     if full.corpus.sha256 not in (None, found):
         raise refuse("corpus.sha256", f"the plan was resolved with text {full.corpus.sha256}, '{source}' "
                      f"now holds {found}; remove the field to train on what is there")  # fmt: skip
     changes = {"corpus.sha256": found, "corpus.source": source if source == "stdlib" else _absolute(source)}
     if measured is not None:
         changes |= {"cluster.calibration": _absolute(measured)}
-        changes |= {"cluster.calibration_sha256": calibration.digest(measured)}
+        changes |= {"cluster.calibration_sha256": calibration_file.digest(measured)}
     table = full.strategy.pipeline.schedule
     if table.endswith(".csv"):
         changes |= {"strategy.pipeline.schedule": _absolute(table)}
         changes |= {"strategy.pipeline.schedule_sha256": digest(table)}
-    pinned = {"model.sha256": code.pinned(full.code).sha256} if full.code else {}
+    pinned = {"model.sha256": python_model_file.pinned(full.code).sha256} if full.code else {}
     return full.replace(**changes, **pinned, **{"checkpoint.load": load and _absolute(load)})
 
 
@@ -86,7 +93,7 @@ def model_shape(model: str | Shape | PythonModel) -> Shape:
     if model in catalog.models():
         return catalog.models()[model].shape
     if model.endswith(".json") or os.path.isdir(model):
-        return huggingface.read(model)
+        return huggingface_config.read(model)
     raise catalog.unknown("model", model, catalog.models())
 
 
@@ -157,7 +164,7 @@ def _even_nodes(gpus: int, most: int) -> int:
 def _training(written: dict[str, Any], strategy: dict[str, Any], gpus: int) -> dict[str, Any]:
     """The batch filled in: a micro-batch of one sequence, or as many as a tensor grid splits it into."""
     result, tensor = dict(written), strategy.get("tensor", {})
-    if (parts := legal.token_parts(tensor.get("algorithm", "1d"), tensor.get("size", 1))) > 1:
+    if (parts := legal_sizes.token_parts(tensor.get("algorithm", "1d"), tensor.get("size", 1))) > 1:
         result.setdefault("micro_batch", parts)
     batch = MICROBATCHES_A_RANK * gpus * result.get("micro_batch", 1)
     if replicas := strategy.get("pipeline", {}).get("replicas"):

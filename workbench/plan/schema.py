@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
-from workbench.plan.bounds import (
+from workbench.plan.field_bounds import (
     KEPT,
     RANKS,
     SECONDS,
@@ -36,11 +36,10 @@ from workbench.plan.bounds import (
     Tokens,
     Vocabulary,
     Watts,
-    Width,
-)
-from workbench.plan.errors import refuse
-from workbench.plan.shape import Frozen, Shape
-from workbench.plan.text import escaped, shown
+    Width)
+from workbench.errors import refuse
+from workbench.plan.model_shape import Frozen, Shape
+from workbench.safe_io.untrusted_text import escaped, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -325,26 +324,26 @@ class Plan(Frozen):
 
         Raises `PlanError` where a name is unknown or a field illegal.
         """
-        from workbench.plan.source import plan_of
+        from workbench.plan.plan_files import plan_of
 
         return plan_of(model, gpu=gpu, gpus=gpus, strategy=strategy, changes=set or {})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file (YAML, safely). Raises `PlanError` naming the field and what would be legal."""
-        from workbench.plan.source import load
+        from workbench.plan.plan_files import load
 
         return load(path)
 
     def replace(self, /, **changes: Any) -> Plan:
         """This plan with fields changed by dotted path, e.g. `plan.replace(**{"strategy.tensor.size": 2})`."""
-        from workbench.plan.source import replace
+        from workbench.plan.plan_files import replace
 
         return replace(self, changes)
 
     def to_yaml(self) -> str:
         """The plan as YAML, only what was written; reading it back gives an equal plan."""
-        from workbench.plan.source import to_yaml
+        from workbench.plan.plan_files import to_yaml
 
         return to_yaml(self)
 

@@ -8,16 +8,16 @@ import numpy as np
 import pandas as pd
 
 from workbench.plan.schema import Plan
-from workbench.planner.advice import advise
-from workbench.planner.calibrated import on_machine
-from workbench.planner.measured import provenance
-from workbench.planner.memory import Memory, memory
-from workbench.planner.readings import need
-from workbench.planner.stack import OWN, interval
-from workbench.planner.step import bounds, parts, step_time, utilisation
-from workbench.planner.timeline import simulated_seconds, timeline
-from workbench.planner.traffic import Call, exactly
-from workbench.planner.workload import workload
+from workbench.planner.memory_advice import advise
+from workbench.planner.calibrated_plan import on_machine
+from workbench.costmodel.compute.kernel_benchmarks import provenance
+from workbench.costmodel.memory.peak_memory import Memory, memory
+from workbench.costmodel.memory.reported_memory import need
+from workbench.costmodel.frameworks.framework_profile import OWN, interval
+from workbench.costmodel.step_time import bounds, parts, step_time, utilisation
+from workbench.planner.estimated_timeline import simulated_seconds, timeline
+from workbench.costmodel.communication.collective_volume import Call, exactly
+from workbench.costmodel.inputs.rank_workload import workload
 from workbench.profile import COLUMNS, MOMENTS, Profile, frame
 from workbench.schedules import Timeline
 

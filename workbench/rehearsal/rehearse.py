@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.engine.observe import Sampler
+from workbench.engine.measure.step_sampler import Sampler
 from workbench.engine.session import Session
 from workbench.models.moe import balanced
-from workbench.models.python import build_python
+from workbench.models.python_model import build_python
 from workbench.parallel.mesh import Mesh, build_mesh
-from workbench.plan.placement import coordinates, rank_at
+from workbench.plan.rank_placement import coordinates, rank_at
 from workbench.plan.schema import Plan
-from workbench.plan.support import require
+from workbench.plan.rules.supported import require
 from workbench.profile import Profile, frame
 from workbench.rehearsal.fake import fake_tensors, fake_world
 

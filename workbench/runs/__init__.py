@@ -6,14 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workbench.runs.machine import preflight
-    from workbench.runs.reader import Reader
+    from workbench.runs.launch.preflight import preflight
+    from workbench.runs.store.telemetry_reader import Reader
     from workbench.runs.run import Run, attach, list_runs, profile_of, start
-    from workbench.runs.state import Cause, State
+    from workbench.runs.store.run_state import Cause, State
 
 _HOMES = {
-    "Cause": "state", "Reader": "reader", "Run": "run", "State": "state", "attach": "run", "list_runs": "run",
-    "preflight": "machine", "profile_of": "run", "start": "run",
+    "Cause": "store.run_state", "Reader": "store.telemetry_reader", "Run": "run", "State": "store.run_state", "attach": "run", "list_runs": "run",
+    "preflight": "launch.preflight", "profile_of": "run", "start": "run",
 }  # fmt: skip
 
 __all__ = ["Cause", "Reader", "Run", "State", "attach", "list_runs", "preflight", "profile_of", "start"]

@@ -12,26 +12,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from workbench.plan import export, yamlio
-from workbench.plan.errors import PlanError
+from workbench.interop import export
+from workbench.safe_io import yaml_files
+from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.plan.text import escaped
+from workbench.safe_io.untrusted_text import escaped
 from workbench.profile import Profile
-from workbench.runs.alive import read_state, wake
-from workbench.runs.checkpoints import checkpoint_of, finished
-from workbench.runs.claim import clear
-from workbench.runs.command import write_command
-from workbench.runs.directory import create, default_root
-from workbench.runs.frames import Measured, keep
-from workbench.runs.launch import Recipe, compose
-from workbench.runs.lifeline import python_module
-from workbench.runs.logs import last_lines
-from workbench.runs.machine import preflight
-from workbench.runs.ports import checked_port
-from workbench.runs.reader import Reader, history
-from workbench.runs.state import State, first_state, is_run, write_state
-from workbench.runs.stopping import GRACE_SECONDS, Stop, request_stop
-from workbench.runs.whole import Told, refuse_damaged
+from workbench.runs.store.run_liveness import read_state, wake
+from workbench.checkpoint.resume_point import checkpoint_of, finished
+from workbench.checkpoint.checkpoint_lock import clear
+from workbench.runs.store.command_file import write_command
+from workbench.runs.store.run_directory import create, default_root
+from workbench.runs.store.telemetry_frames import Measured, keep
+from workbench.runs.launch.accelerate_command import Recipe, compose
+from workbench.runs.launch.parent_death import python_module
+from workbench.runs.store.rank_logs import last_lines
+from workbench.runs.launch.preflight import preflight
+from workbench.runs.launch.rendezvous_ports import checked_port
+from workbench.runs.store.telemetry_reader import Reader, history
+from workbench.runs.store.run_state import State, first_state, is_run, write_state
+from workbench.runs.store.stop_request import GRACE_SECONDS, Stop, request_stop
+from workbench.checkpoint.checksums import Told, refuse_damaged
 
 POLL_SECONDS = 0.1
 CALIBRATION = "calibration.yaml"
@@ -189,7 +190,7 @@ def start(
 
     def fill(folder: Path, final: Path) -> None:
         (folder / "plan.yaml").write_text(_with_calibration(full, folder, final).to_yaml(), encoding="utf-8")
-        (folder / "accelerate.yaml").write_text(yamlio.dump(export.accelerate_config(full, meeting)), encoding="utf-8")
+        (folder / "accelerate.yaml").write_text(yaml_files.dump(export.accelerate_config(full, meeting)), encoding="utf-8")
         write_command(folder, compose(full, final, meeting, recipe, allow_code and full.code is not None))
         write_state(folder, first_state(full.world_size, full.training.steps))
 
@@ -218,7 +219,7 @@ def _supervise(folder: Path) -> None:
     """Start the supervisor in a session of its own: neither Ctrl-C nor the end of a notebook kernel reaches it."""
     with (folder / "logs" / "supervisor.log").open("ab") as log:
         process = subprocess.Popen(
-            [*python_module("workbench.runs.supervisor"), str(folder)],
+            [*python_module("workbench.runs.launch.supervisor"), str(folder)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     threading.Thread(target=process.wait, name=f"reap {process.pid}", daemon=True).start()

@@ -1,9 +1,9 @@
 """Pipeline schedules as tables of actions: grammar, generators, lowering, validator, simulator."""
 
 from workbench.schedules.action import Action, parse
-from workbench.schedules.generate import generate, names
-from workbench.schedules.lower import executable, forwards, lower
-from workbench.schedules.simulate import (
+from workbench.schedules.generators import generate, names
+from workbench.schedules.lowering import executable, forwards, lower
+from workbench.schedules.simulator import (
     Deadlock,
     Interval,
     Timeline,
@@ -13,10 +13,9 @@ from workbench.schedules.simulate import (
     most_losses,
     simulate,
     uniform,
-    waiting,
-)
+    waiting)
 from workbench.schedules.table import Table, read_csv, table_of, write_csv
-from workbench.schedules.validate import validate
+from workbench.schedules.validator import validate
 
 __all__ = [
     "Action",

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.canaries import canaries
-from workbench.kernels.matvec import Quantised, matvec, quantise, reference
+from workbench.kernels.weight_only_gemv import Quantised, matvec, quantise, reference
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Of the largest entry; the interpreter cuts off what bf16 has no room for."""
@@ -58,7 +58,7 @@ def test_columns_are_shared_out_where_rows_are_few(bits: int, monkeypatch: pytes
     )
     found = []
     for num_programs in (1, 2, 64):
-        monkeypatch.setattr("workbench.kernels.matvec.programs", lambda *_, n=num_programs: n)
+        monkeypatch.setattr("workbench.kernels.weight_only_gemv.programs", lambda *_, n=num_programs: n)
         found.append(matvec(x, weight))
     true = reference(x, weight)
     for y in found:

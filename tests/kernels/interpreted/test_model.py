@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels.canaries import canaries
-from workbench.kernels.seams import replace_seams
+from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer
-from workbench.plan.shape import Shape
+from workbench.plan.model_shape import Shape
 
 LLAMA = Shape(
     name="llama", layers=2, hidden=24, heads=3, kv_heads=1, head_dim=8, ffn=40, vocab=77, mlp="swiglu", norm="rmsnorm",

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.canaries import canaries
-from workbench.kernels.norm import add_norm, reference
+from workbench.kernels.residual_norm import add_norm, reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

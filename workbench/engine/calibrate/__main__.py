@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from workbench.engine.answer import status
+from workbench.engine.exit_codes import status
 from workbench.engine.calibrate.measure import calibrate
-from workbench.plan.calibration import write
+from workbench.machine.calibration_file import write
 
 
 def main() -> int:

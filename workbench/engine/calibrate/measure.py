@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.engine.calibrate import steady
-from workbench.engine.calibrate.points import OPERATORS
-from workbench.engine.calibrate.rank import Sample, measure
-from workbench.engine.calibrate.survey import Survey, survey_of
-from workbench.engine.forked import run_ranks
-from workbench.plan.attached import Attached, attached, local_cluster
-from workbench.plan.calibration import (
+from workbench.engine.calibrate import believable_figures
+from workbench.engine.calibrate.local_points import OPERATORS
+from workbench.engine.calibrate.rank_visits import Sample, measure
+from workbench.engine.calibrate.measured_sizes import Survey, survey_of
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.machine.attached import Attached, attached, local_cluster
+from workbench.machine.calibration_file import (
     Attention,
     Calibration,
     Collective,
@@ -30,9 +30,8 @@ from workbench.plan.calibration import (
     Measured,
     Probe,
     Stream,
-    fingerprint,
-)
-from workbench.planner.curves import fit
+    fingerprint)
+from workbench.costmodel.rates.measured_curves import fit
 
 WORLDS = (1, 2, 4, 8)
 QUARTILE, MEDIAN = 0.25, 0.5
@@ -60,7 +59,7 @@ def calibrate(
     found = attached()
     points = survey or survey_of(found.device)
     sizes = worlds or _worlds(found)
-    machine, busy = _machine(found), steady.conditions()
+    machine, busy = _machine(found), believable_figures.conditions()
     begin = time.monotonic()
     turns = [(world, turn == 0) for turn in range(PASSES) for world in sizes]
     samples: dict[int, list[list[Sample]]] = defaultdict(list)
@@ -72,7 +71,7 @@ def calibrate(
             told(time.monotonic() - begin, _words(world))
 
     alone = next(iter(samples))
-    memory = steady.memory_rate(_reduced(samples[alone], alone, _crowded(found, alone)))
+    memory = believable_figures.memory_rate(_reduced(samples[alone], alone, _crowded(found, alone)))
 
     def judged(world: int) -> tuple[dict[Key, float], list[Doubt]]:
         return judge(samples[world], world, _crowded(found, world), memory)
@@ -86,7 +85,7 @@ def calibrate(
         told(time.monotonic() - begin, f"{_words(world)}, again")
     results = {world: judged(world) for world in samples}
     doubts = tuple(doubt for _, found_doubts in results.values() for doubt in found_doubts)
-    figures = {world: steady.kept(own, against, world) for world, (own, against) in results.items()}
+    figures = {world: believable_figures.kept(own, against, world) for world, (own, against) in results.items()}
     return _calibration(machine, figures).model_copy(update={"conditions": busy, "doubts": doubts})
 
 
@@ -99,7 +98,7 @@ def judge(
     for own in samples[::world]:  # rank 0 of each pass: all its ranks see the same neighbours
         for sample in own:
             repeats[sample.section, tuple(sample.labels.items())] += sample.seconds
-    return figures, steady.doubts(figures, repeats, world, memory)
+    return figures, believable_figures.doubts(figures, repeats, world, memory)
 
 
 def _at(told: Callable[[float, str], None], before: float, world: int, spent: float) -> None:

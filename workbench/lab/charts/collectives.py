@@ -7,10 +7,10 @@ from typing import Any
 
 import altair as alt
 
-from workbench.lab import palette
-from workbench.lab.charts import common
-from workbench.lab.figure import Figure, declare
-from workbench.lab.units import byte_unit, bytes_text
+from workbench.lab.charts import palette
+from workbench.lab.charts import chart_data
+from workbench.lab.live.figure import Figure, declare
+from workbench.units import byte_unit, bytes_text
 from workbench.profile import Profile
 
 AXES = ("tensor", "sequence", "context", "expert", "data", "pipeline")
@@ -18,7 +18,7 @@ AXES = ("tensor", "sequence", "context", "expert", "data", "pipeline")
 
 def collectives(*profiles: Profile) -> Figure:
     """Bytes that the busiest rank hands to collectives in one step, by axis and kind, one bar a source."""
-    told = list(zip(common.names_of(profiles), map(busiest, profiles)))
+    told = list(zip(chart_data.names_of(profiles), map(busiest, profiles)))
     unit, size = byte_unit(max(by_axis(calls).values()) for _, calls in told if calls)
     rows = [row for name, calls in told for row in rows_of(name, calls, size, name if len(told) > 1 else "")]
     kinds = tuple(name for name in palette.KINDS if any(row["kind"] == name for row in rows))
@@ -28,7 +28,7 @@ def collectives(*profiles: Profile) -> Figure:
     return Figure(
         name="collectives",
         title=f"Communication in a step, by axis ({unit})",
-        subtitle=f"{common.sources(profiles)} · tensors handed over by the busiest rank",
+        subtitle=f"{chart_data.sources(profiles)} · tensors handed over by the busiest rank",
         spec=spec(unit, kinds, axes, bars),
         rows=rows,
         empty="No communication: every axis has one rank, or no step was sampled yet.",
@@ -80,13 +80,13 @@ def by_axis(calls: list[Call]) -> dict[str, float]:
 def spec(unit: str, kinds: tuple[str, ...], axes: tuple[str, ...], bars: tuple[str, ...]) -> dict[str, Any]:
     """The declaration: a bar for each of `bars` in each of `axes`, stacked by kind of collective."""
     colour = alt.Scale(domain=list(kinds), range=[palette.KINDS[name] for name in kinds])
-    base = alt.Chart(common.ROWS).encode(
-        y=alt.Y("axis:N", sort=list(axes), axis=common.names()),
+    base = alt.Chart(chart_data.ROWS).encode(
+        y=alt.Y("axis:N", sort=list(axes), axis=chart_data.names()),
         yOffset=alt.YOffset("bar:N", sort=list(bars), scale=alt.Scale(paddingInner=0.12)),
     )
     stack = base.mark_bar(stroke="white", strokeWidth=0.5).encode(
-        x=alt.X("value:Q", title=f"{unit} a step", stack="zero", scale=alt.Scale(nice=False), axis=common.amounts()),
-        color=alt.Color("kind:N", scale=colour, legend=common.legend(kinds, beside=axes)),
+        x=alt.X("value:Q", title=f"{unit} a step", stack="zero", scale=alt.Scale(nice=False), axis=chart_data.amounts()),
+        color=alt.Color("kind:N", scale=colour, legend=chart_data.legend(kinds, beside=axes)),
         order="order:Q",
         tooltip=[
             "axis:N", "kind:N", alt.Tooltip("bar:N", title="source"),
@@ -95,6 +95,6 @@ def spec(unit: str, kinds: tuple[str, ...], axes: tuple[str, ...], bars: tuple[s
         ],
     )  # fmt: skip
     text = base.transform_filter("datum.text != null").mark_text(align="left", dx=5, fontSize=11)
-    room = alt.Chart(common.ROWS).transform_calculate(room="datum.total * 1.5").mark_point(opacity=0).encode(x="room:Q")
+    room = alt.Chart(chart_data.ROWS).transform_calculate(room="datum.total * 1.5").mark_point(opacity=0).encode(x="room:Q")
     layers = alt.layer(stack, text.encode(x="total:Q", text="text:N"), room)
     return declare(layers, height=max(50, len(axes) * (len(bars) * 16 + 10)))

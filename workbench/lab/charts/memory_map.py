@@ -8,10 +8,11 @@ from typing import Any
 
 import altair as alt
 
-from workbench.lab import palette, ranks
-from workbench.lab.charts import common
-from workbench.lab.figure import Figure, declare
-from workbench.lab.units import byte_unit, digits
+from workbench.lab.charts import palette
+from workbench.lab.charts import rank_selection
+from workbench.lab.charts import chart_data
+from workbench.lab.live.figure import Figure, declare
+from workbench.units import byte_unit, digits
 from workbench.profile import Profile
 
 MOST = 4096
@@ -20,7 +21,7 @@ MOST = 4096
 
 def drawable(world_size: int) -> bool:
     """Whether a map helps: there are too many ranks for a bar each, and not too many for a square each."""
-    return ranks.FEW < world_size <= MOST
+    return rank_selection.FEW < world_size <= MOST
 
 
 def memory_map(profile: Profile) -> Figure:
@@ -28,7 +29,7 @@ def memory_map(profile: Profile) -> Figure:
     peaks = profile.peak_bytes_by_rank
     per_row = 16 if len(peaks) <= 256 else 64
     unit, size = byte_unit(peaks.values())
-    stages = ranks.stage_of(profile)
+    stages = rank_selection.stage_of(profile)
     rows: list[dict[str, Any]] = [
         {
             "column": rank % per_row,
@@ -58,7 +59,7 @@ def spec(unit: str, lines: int, capacity: float | None) -> dict[str, Any]:
     )
     scale = alt.Scale(scheme="viridis", reverse=True, domain=domain, clamp=True)
     lines_axis = alt.Axis(labelOverlap=True)
-    base = alt.Chart(common.ROWS).mark_rect(stroke="white", strokeWidth=1, strokeOpacity=0.4).encode(
+    base = alt.Chart(chart_data.ROWS).mark_rect(stroke="white", strokeWidth=1, strokeOpacity=0.4).encode(
         x=alt.X("column:O", title="rank within the line", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
         y=alt.Y("row:O", title="first rank", sort=alt.EncodingSortField("rank", "min"), axis=lines_axis),
         tooltip=["rank:Q", "stage:N", alt.Tooltip("value:Q", title=unit, format=",.3~f")],

@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.lab.charts import lines
-from workbench.lab.figure import Figure, declare
-from workbench.lab.units import byte_unit
+from workbench.lab.charts import line_series
+from workbench.lab.live.figure import Figure, declare
+from workbench.units import byte_unit
 from workbench.profile import ALLOCATED, Profile
 
 END, PEAK = "after_optimizer", "peak"
@@ -32,12 +32,12 @@ def memory_steps(profile: Profile) -> Figure:
 def figure(totals: pd.DataFrame, world_size: int, source: str, moment: str) -> Figure:
     """The figure of a frame (rank, step, value in bytes), counted at `moment`."""
     unit, size = byte_unit(totals.value)
-    rows = lines.rows(totals.assign(value=totals.value / size), world_size, worst="largest")
+    rows = line_series.rows(totals.assign(value=totals.value / size), world_size, worst="largest")
     return Figure(
         name="memory_steps",
         title=f"Memory of each rank, step by step ({unit})",
         subtitle=f"{source} by the allocator · {WHEN[moment]}",
-        spec=spec(unit, lines.names(rows, world_size)),
+        spec=spec(unit, line_series.names(rows, world_size)),
         rows=rows,
         empty="Shown after the first step.",
     )
@@ -46,4 +46,4 @@ def figure(totals: pd.DataFrame, world_size: int, source: str, moment: str) -> F
 @lru_cache(maxsize=32)
 def spec(unit: str, names: tuple[str, ...]) -> dict[str, Any]:
     """The declaration: lines of `value` by step, or a band of all ranks with the outliers as lines."""
-    return declare(lines.chart(unit, names, point=True), height=150)
+    return declare(line_series.chart(unit, names, point=True), height=150)

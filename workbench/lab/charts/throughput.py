@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.lab.charts import lines
-from workbench.lab.figure import Figure, declare
+from workbench.lab.charts import line_series
+from workbench.lab.live.figure import Figure, declare
 from workbench.profile import Profile
 
 
@@ -22,12 +22,12 @@ def throughput(profile: Profile) -> Figure:
 
 def figure(values: pd.DataFrame, world_size: int, source: str) -> Figure:
     """The figure of a frame (rank, step, value in tokens a second)."""
-    rows = lines.rows(values, world_size, worst="smallest")
+    rows = line_series.rows(values, world_size, worst="smallest")
     return Figure(
         name="throughput",
         title="Throughput (tokens a second)",
         subtitle=f"{source} · the whole job, as each rank timed the step",
-        spec=spec(lines.names(rows, world_size)),
+        spec=spec(line_series.names(rows, world_size)),
         rows=rows,
         empty="Shown after the first step.",
     )
@@ -36,4 +36,4 @@ def figure(values: pd.DataFrame, world_size: int, source: str) -> Figure:
 @lru_cache(maxsize=8)
 def spec(names: tuple[str, ...]) -> dict[str, Any]:
     """The declaration."""
-    return declare(lines.chart("tokens/s", names), height=150)
+    return declare(line_series.chart("tokens/s", names), height=150)

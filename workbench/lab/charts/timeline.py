@@ -8,10 +8,11 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from workbench.lab import palette, ranks
-from workbench.lab.charts import common
-from workbench.lab.figure import Figure, declare
-from workbench.lab.units import digits, time_unit
+from workbench.lab.charts import palette
+from workbench.lab.charts import rank_selection
+from workbench.lab.charts import chart_data
+from workbench.lab.live.figure import Figure, declare
+from workbench.units import digits, time_unit
 from workbench.profile import Profile
 
 MOST = 8_000
@@ -51,21 +52,21 @@ def lanes(profile: Profile, step: int | None, tell_source: bool) -> dict[str, pd
         return {}
     if frame.step.notna().any():
         frame = frame[frame.step == (frame.step.max() if step is None else step)]
-    stages = ranks.stage_of(profile)
+    stages = rank_selection.stage_of(profile)
     several = len(set(stages.values())) > 1
     tail = f" · {profile.source}" if tell_source else ""
     return {
-        ranks.label(rank, stages if several else {}) + tail: frame[frame["rank"] == rank] for rank in distinct(frame)
+        rank_selection.label(rank, stages if several else {}) + tail: frame[frame["rank"] == rank] for rank in distinct(frame)
     }
 
 
 def distinct(frame: pd.DataFrame) -> list[int]:
     """All ranks up to 16; else one a pipeline stage, and of those at most 16, evenly spread."""
     found = sorted(int(rank) for rank in frame["rank"].unique())
-    if len(found) <= ranks.FEW:
+    if len(found) <= rank_selection.FEW:
         return found
     found = sorted({int(rank) for rank in frame.groupby("stage", dropna=False)["rank"].min()})
-    count = min(len(found), ranks.FEW)
+    count = min(len(found), rank_selection.FEW)
     return [found[round(i * (len(found) - 1) / max(1, count - 1))] for i in range(count)]
 
 
@@ -75,10 +76,10 @@ def rows_of(lane: str, frame: pd.DataFrame, size: float) -> list[dict[str, Any]]
     most = max(1, int(numbers.max())) if len(numbers) else 1
     found = []
     for name, batch, start, end, stage in zip(frame.action, frame.microbatch, frame.start, frame.end, frame.stage):
-        index = ranks.number(batch)
+        index = rank_selection.number(batch)
         found.append({
             "lane": lane, "action": palette.action(str(name))[0], "name": str(name), "microbatch": index,
-            "stage": ranks.number(stage), "start": start / size, "end": end / size, "middle": (start + end) / 2 / size,
+            "stage": rank_selection.number(stage), "start": start / size, "end": end / size, "middle": (start + end) / 2 / size,
             "shade": 0.7 + 0.3 * (index / most) if index is not None else 1.0,
         })  # fmt: skip
     return found
@@ -89,7 +90,7 @@ def words(profiles: tuple[Profile, ...], frames: dict[str, pd.DataFrame]) -> str
     timed = any(profile.source == "measured" for profile in profiles)
     measured = [frame[frame.source == "measured"] for frame in frames.values() if timed]
     steps = sorted({int(s) for frame in measured for s in frame.step.dropna().unique()})
-    told = common.sources(profiles) + (f" · step {', '.join(map(str, steps))}" if steps else "")
+    told = chart_data.sources(profiles) + (f" · step {', '.join(map(str, steps))}" if steps else "")
     part = next((p.notes["timeline_microbatches"] for p in profiles if p.notes.get("timeline_microbatches")), None)
     told += f" · the first {part} microbatches" if part else ""
     idle = [1 - busy(frame) for frame in frames.values()]
@@ -108,9 +109,9 @@ def spec(unit: str, labels: tuple[str, ...], actions: tuple[tuple[str, str], ...
     """The declaration: one line for each of `labels`, one colour for each of `actions`."""
     titles = [title for title, _ in actions]
     colour = alt.Scale(domain=titles, range=[colour for _, colour in actions])
-    legend = common.legend(titles, width=common.WIDE, beside=labels)
-    y = alt.Y("lane:N", sort=list(labels), axis=common.names())
-    base = alt.Chart(common.ROWS).encode(y=y)
+    legend = chart_data.legend(titles, width=chart_data.WIDE, beside=labels)
+    y = alt.Y("lane:N", sort=list(labels), axis=chart_data.names())
+    base = alt.Chart(chart_data.ROWS).encode(y=y)
     bars = base.mark_bar(stroke="white", strokeWidth=0.5, strokeOpacity=0.6).encode(
         x=alt.X("start:Q", title=f"{unit} from the start of the step", scale=alt.Scale(nice=False),
             axis=alt.Axis(tickCount=10)),

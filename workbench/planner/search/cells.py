@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.plan.partition import balanced
-from workbench.planner.search.space import Space
-from workbench.planner.search.splits import Split, all_splits, fits
-from workbench.planner.search.stages import Stages, stages_of
-from workbench.planner.setting import BYTES, Array, Knobs, Number, Setting, gradient_element, strides
-from workbench.planner.workload import Workload, assemble
+from workbench.plan.stage_partition import balanced
+from workbench.planner.search.search_space import Space
+from workbench.planner.search.layer_splits import Split, all_splits, fits
+from workbench.planner.search.distinct_stages import Stages, stages_of
+from workbench.costmodel.inputs.config import BYTES, Array, Knobs, Number, Setting, gradient_element, strides
+from workbench.costmodel.inputs.rank_workload import Workload, assemble
 
 AXES = (
     "kernels", "bucket_mib", "gradient", "overlap", "keep_gathered", "reduce", "offload", "shard",

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.plan.bounds import RANKS, TRAINED, hold
-from workbench.plan.errors import PlanError, Problem, refuse
+from workbench.plan.field_bounds import RANKS, TRAINED, hold
+from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.schema import Plan
-from workbench.planner.calibrated import on_machine
-from workbench.planner.search import show
-from workbench.planner.search.best import Found
-from workbench.planner.search.constraint import Constraint, parse, searched, sensible, words
-from workbench.planner.search.look import GIB, Seen, look
-from workbench.planner.search.space import KINDS, Space, plan_of, space_of
-from workbench.planner.search.words import short
-from workbench.planner.step import step_time
-from workbench.planner.timeline import simulated_seconds, timeline
-from workbench.planner.workload import workload
+from workbench.planner.calibrated_plan import on_machine
+from workbench.planner.search import result_tables
+from workbench.planner.search.pareto_front import Found
+from workbench.planner.search.constraints import Constraint, parse, searched, sensible, words
+from workbench.planner.search.space_scan import GIB, Seen, look
+from workbench.planner.search.search_space import KINDS, Space, plan_of, space_of
+from workbench.planner.search.strategy_summary import short
+from workbench.costmodel.step_time import step_time
+from workbench.planner.estimated_timeline import simulated_seconds, timeline
+from workbench.costmodel.inputs.rank_workload import workload
 
 DOUBLINGS = 5
 """Of the GPUs, that are tried for a deadline."""
@@ -76,11 +76,11 @@ class SearchResult:
     """Of the plan that was asked about."""
 
     def __repr__(self) -> str:
-        return show.as_text(self)
+        return result_tables.as_text(self)
 
     def _repr_html_(self) -> str:
         """The tables, as a notebook shows them."""
-        return show.as_html(self)
+        return result_tables.as_html(self)
 
     @property
     def rate(self) -> float:

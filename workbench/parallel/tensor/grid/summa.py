@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from workbench.parallel.mesh import Mesh, MeshAxis
-from workbench.parallel.tensor.collectives import share
-from workbench.parallel.tensor.grid.collectives import broadcast, exchanged, reduce, together
-from workbench.parallel.tensor.vocabulary import look_up, table_gradient
+from workbench.parallel.tensor.tensor_collectives import share
+from workbench.parallel.tensor.grid.grid_collectives import broadcast, exchanged, reduce, together
+from workbench.parallel.tensor.vocab_parallel import look_up, table_gradient
 
 
 @dataclass(frozen=True)

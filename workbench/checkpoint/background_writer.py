@@ -1,0 +1,201 @@
+"""Checkpoints written in the background: a step waits for a copy to host memory, a thread does the rest.
+
+Ranks meet through the folder alone, without a collective: each writes its file, then its index; rank 0 joins the
+indexes and commits, the others see it done. Everything waited for has a deadline that begins anew while something is
+written, and a rank that fails tells the others by a file.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from workbench.checkpoint import checkpoint_format
+from workbench.checkpoint.checkpoint_format import Shard, path_of
+from workbench.checkpoint.host_staging import staged
+from workbench.checkpoint.checkpoint_lock import REMEDY, unwritable
+
+FIRST_LOOK, LAST_LOOK = 0.005, 0.5
+"""Seconds between two looks at the folder: doubled from the first to the last."""
+BEAT = 0.1
+"""Seconds at least between two signs of life of rank 0."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint on its way to the disk."""
+
+    step: int
+    shards: Sequence[Shard]
+    meta: dict[str, Any]
+    writing: Path
+    final: Path
+    started: float
+
+
+class Writer:
+    """Writes the checkpoints of one rank, one at a time; all ranks of a run agree on `token`, which no other run has.
+
+    `patience` is how long, in seconds, a disk may show nothing before the checkpoint is given up. `told` is called
+    from the thread with (step, folder, seconds since `start`) once a checkpoint counts. The `keep` latest stay.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, world_size: int, token: str, keep: int, patience: float,
+        told: Callable[[int, Path, float], None] = lambda step, path, seconds: None,
+    ) -> None:  # fmt: skip
+        self.folder, self.rank, self.world_size, self.token = folder, rank, world_size, token
+        self.keep, self.patience, self.told = keep, patience, told
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._beat = 0.0
+        self._copies: list[Shard] = []
+        self._silent_disk = False
+        """Whether the thread under way has been given up."""
+
+    def start(self, step: int, shards: Sequence[Shard], meta: dict[str, Any], copy: bool = True) -> Path:
+        """Copy the shards, and have them written; returns where they will be. Waits for the former checkpoint first.
+
+        Called by every rank at the same steps. Without `copy` the shards must stay as they are until `wait` returns.
+        Raises ValueError where the former one could not be written.
+        """
+        began = time.monotonic()
+        if self.rank == 0 and self._thread is not None and self._thread.is_alive():
+            print(f"checkpoint: step {step} waits until the former one is written; a larger checkpoint.every would not")
+        self.wait()
+        final = path_of(self.folder, step)
+        writing = final.with_name(f"{final.name}.writing-{self.token}")
+        if copy:
+            shards = self._copies = staged(shards, self._copies)
+        job = Job(step, shards, meta, writing, final, began)
+        self._beat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
+        self._thread.start()
+        return final
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, as soon as it is known."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def wait(self) -> None:
+        """Wait until what was started counts as a checkpoint. Raises ValueError where it could not be written."""
+        while self._thread is not None and self._thread.is_alive() and self._error is None:
+            self._thread.join(0.0 if self._silent_disk else 0.2)
+            if self._silent_disk or time.monotonic() - self._beat > 3 * self.patience:
+                self._silent_disk = True
+                raise self._silent(self.folder)
+        self._silent_disk = False
+        self._thread = None
+        self.check()
+
+    def _run(self, job: Job) -> None:
+        try:
+            try:
+                self._write(job)
+            except OSError as error:
+                raise unwritable(job.writing, error) from error
+            except AssertionError as error:
+                raise RuntimeError(f"checkpoint: what the ranks hold does not make a whole model: {error}") from error
+        except BaseException as error:
+            checkpoint_format.drop_part(job.writing, self.rank)
+            self._mark(job.writing, error)
+            self._error = error
+
+    def _write(self, job: Job) -> None:
+        job.writing.mkdir(parents=True, exist_ok=True)
+        checkpoint_format.write_part(job.writing, self.rank, job.shards, partial(self._alive, job.writing))
+        if self.rank == 0:
+            self._gather(job.writing)
+            for failed in self.folder.glob(f"step-*.writing-{self.token}"):
+                if failed != job.writing:  # no rank looks there any more: all have begun this one
+                    shutil.rmtree(failed, ignore_errors=True)
+            checkpoint_format.commit(job.writing, job.final, self.world_size, job.meta)
+            checkpoint_format.prune(self.folder, self.keep, job.final)
+        else:
+            self._see_committed(job)
+        self.told(job.step, job.final, time.monotonic() - job.started)
+
+    def _alive(self, writing: Path, nbytes: int = 0) -> None:
+        """The disk has taken something; rank 0 lets the others see it, who wait for its word."""
+        now = time.monotonic()
+        if self.rank == 0 and now - self._beat > BEAT:
+            (writing / "alive").touch()
+        self._beat = now
+
+    def _gather(self, writing: Path) -> None:
+        """Wait until every rank has written its part, and let them see that somebody does."""
+        missing, size = [*range(self.world_size)], -1
+        for _ in self._looks(writing, lambda: f"rank {missing[0]} has not written its part of"):
+            while missing and checkpoint_format.index_of(writing, missing[0]).exists():
+                del missing[0]
+            if not missing:
+                return
+            if (now := _size(writing)) != size:
+                size = now
+                self._alive(writing)
+
+    def _see_committed(self, job: Job) -> None:
+        alive = -1
+        for _ in self._looks(job.writing, lambda: "rank 0 has not committed", slower=2):
+            try:
+                now = (job.writing / "alive").stat().st_mtime_ns
+            except FileNotFoundError:
+                now = alive
+                if not job.writing.exists() and job.final.exists():
+                    return
+            if now != alive:
+                alive = now
+                self._alive(job.writing)
+
+    def _looks(self, writing: Path, what: Callable[[], str], slower: int = 1) -> Iterator[None]:
+        """Now, and again after a while, until the disk has been silent for too long or another rank has failed."""
+        pause = FIRST_LOOK
+        while True:
+            yield
+            for name in (name for name in _names(writing) if name.endswith(".failed")):
+                raise ValueError(_read(writing / name) or f"checkpoint: {name} in {writing}")
+            if time.monotonic() - self._beat > slower * self.patience:
+                raise ValueError(f"checkpoint: {what()} {writing} for {slower * self.patience:.0f} s; {REMEDY}, or "
+                                 "raise telemetry.timeout_seconds")  # fmt: skip
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_LOOK)
+
+    def _silent(self, path: Path) -> ValueError:
+        return ValueError(f"checkpoint: the disk of {path} has not answered for {3 * self.patience:.0f} s; see to it, "
+                          "or keep runs elsewhere (--root)")  # fmt: skip
+
+    def _mark(self, writing: Path, error: BaseException) -> None:
+        """Let the other ranks know, as far as the disk allows."""
+        try:
+            (writing / f"rank{self.rank:05d}.failed").write_text(f"{error} (rank {self.rank})")
+        except OSError:
+            return
+
+
+def _size(folder: Path) -> int:
+    """Bytes in the folder's files, drafts that are being renamed left out."""
+    return sum((folder / name).stat().st_size for name in _names(folder) if name.startswith("rank"))
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in the folder; nothing once it has got its name as a checkpoint."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

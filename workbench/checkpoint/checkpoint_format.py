@@ -1,0 +1,183 @@
+"""What a checkpoint is: a safetensors file of each rank that owns something, and a manifest written last.
+
+Every stored tensor says which box of which global tensor it is, so a checkpoint loads under any mesh. A folder without
+its manifest does not count as a checkpoint; it appears under its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from workbench.checkpoint import safetensors_writer
+from workbench.checkpoint.safetensors_writer import WORDS, Entry
+from workbench.checkpoint.resume_point import finished
+from workbench.checkpoint.manifest import FINITE, MANIFEST, VERSION, is_finite, manifest_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+LOOKED_AT = 2**20
+"""Values that are looked at at once."""
+BF16_EXPONENT = 0x7F80
+"""Bits of a bf16 that are all set where it is NaN or infinite."""
+Slices = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A local tensor and its place: `slices` are [start, stop) of the global `shape`, one pair a dim.
+
+    `kind` is parameter, moment1, moment2, master or step. `tensor` has the slices' extent exactly (no padding).
+    """
+
+    name: str
+    kind: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    slices: Slices
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies in the folder of checkpoints."""
+    return folder / f"step-{step:08d}"
+
+
+def size_of(slices: Iterable[tuple[int, int]]) -> int:
+    """Entries in a box."""
+    return math.prod(stop - start for start, stop in slices)
+
+
+def index_of(folder: Path, rank: int) -> Path:
+    """What a rank says of its part, once that is whole."""
+    return folder / f"rank{rank:05d}.json"
+
+
+def write_part(folder: Path, rank: int, shards: Sequence[Shard], wrote: Callable[[int], None]) -> None:
+    """Write this rank's shards, and then its part of the index; a rank without any says so too."""
+    entries: list[dict[str, Any]] = []
+    if shards:
+        path = folder / f"rank{rank:05d}.safetensors"
+        held = dict(zip(_keys(shards), shards))
+        described = [Entry(key, s.tensor.dtype, tuple(s.tensor.shape)) for key, s in held.items()]
+        size, sha256 = safetensors_writer.write(path, described, lambda key: held[key].tensor, wrote)
+        tensors = [_described(key, shard) for key, shard in held.items()]
+        finite = all(_finite(shard.tensor) for shard in shards)
+        entries = [{"file": path.name, "bytes": size, "sha256": sha256, "tensors": tensors, "finite": finite}]
+    write_whole(index_of(folder, rank), json.dumps(entries))
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite. CPU tensors are looked at outside of torch's allocator, see `staging`."""
+    if tensor.is_cuda:
+        return all(bool(part.isfinite().all()) for part in tensor.flatten().split(LOOKED_AT))
+    values = tensor.detach()
+    bits = values.dtype == torch.bfloat16  # which numpy does not know
+    array = np.atleast_1d((values.view(torch.int16) if bits else values).numpy())
+    for part in np.array_split(array, -(-array.size // LOOKED_AT)) if array.size else ():
+        if ((part & BF16_EXPONENT) == BF16_EXPONENT).any() if bits else not np.isfinite(part).all():
+            return False
+    return True
+
+
+def drop_part(folder: Path, rank: int) -> None:
+    """Give back the room of this rank's part of a checkpoint that cannot be written, as far as the disk allows."""
+    for path in folder.glob(f"*rank{rank:05d}.*"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def _keys(shards: Sequence[Shard]) -> list[str]:
+    """What the shards are called in their file: several boxes of one tensor are numbered."""
+    count: Counter[str] = Counter()
+    keys = []
+    for shard in shards:
+        key = f"{shard.kind}/{shard.name}"
+        keys.append(f"{key}#{count[key]}" if count[key] else key)
+        count[key] += 1
+    return keys
+
+
+def _described(key: str, shard: Shard) -> dict[str, Any]:
+    extent = tuple(stop - start for start, stop in shard.slices)
+    assert tuple(shard.tensor.shape) == extent, (shard.name, shard.kind, tuple(shard.tensor.shape), extent)
+    return {
+        "key": key, "name": shard.name, "kind": shard.kind, "dtype": WORDS[shard.tensor.dtype],
+        "shape": shard.shape, "slices": shard.slices,
+    }  # fmt: skip
+
+
+def commit(writing: Path, final: Path, world_size: int, meta: dict[str, Any]) -> None:
+    """Join what all ranks have written into the manifest, and give the folder its name."""
+    indexes = [index_of(writing, rank) for rank in range(world_size)]
+    files = [entry for path in indexes for entry in json.loads(path.read_text())]
+    _assert_whole(files)
+    finite = [entry.pop("finite") for entry in files]
+    meta = meta if all(finite) else {**meta, FINITE: False}
+    write_whole(writing / MANIFEST, manifest_text({"version": VERSION, "meta": meta, "files": files}))
+    for path in writing.iterdir():
+        if path.name != MANIFEST and path.suffix != ".safetensors":
+            path.unlink()
+    sync(writing)
+    replaced = final.with_name(f"{final.name}.replaced")
+    if final.exists():
+        final.rename(replaced)
+    writing.rename(final)
+    sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def prune(folder: Path, keep: int, latest: Path) -> None:
+    """Keep `latest`, and of the others as many as make `keep`, those of the highest steps.
+
+    The last one without NaN or infinity stays too: it is the one to go on from.
+    """
+    others = [path for path in finished(folder) if path != latest]
+    good = [path for path in [*others, latest] if is_finite(path)]
+    for old in others[: len(others) - (keep - 1)] if len(others) >= keep else ():
+        if old in good[-1:]:
+            continue
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _assert_whole(files: list[dict[str, Any]]) -> None:
+    """Every global tensor is there, once: the boxes that the ranks hold add up to it."""
+    held: dict[tuple[str, str], int] = {}
+    total: dict[tuple[str, str], int] = {}
+    for tensor in (tensor for entry in files for tensor in entry["tensors"]):
+        key = tensor["name"], tensor["kind"]
+        held[key] = held.get(key, 0) + size_of(tensor["slices"])
+        total[key] = math.prod(tensor["shape"])
+    assert held == total, {key: (held[key], total[key]) for key in held if held[key] != total[key]}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that it appears under its name only when it is on the disk."""
+    draft = path.with_name(f".{path.name}")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+
+
+def sync(path: Path) -> None:
+    """Have the disk keep what was renamed in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,60 @@
+"""What a folder of tensors holds: boxes of global tensors, in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.checkpoint.checkpoint_format import Slices
+from workbench.checkpoint.safetensors_writer import DTYPES
+from workbench.checkpoint.manifest import REMEDY, read_manifest
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a global tensor, in a file under `key`."""
+
+    file: str
+    key: str
+    slices: Slices
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A global tensor, in one or more boxes."""
+
+    shape: tuple[int, ...]
+    boxes: Sequence[Box]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a folder holds: tensors by (name, kind), and of each file its bytes and sha256 (None: it has none)."""
+
+    folder: Path
+    tensors: Mapping[tuple[str, str], Stored]
+    files: Mapping[str, tuple[int, str | None]]
+    meta: Mapping[str, Any]
+    exact: bool = True
+    """Whether a tensor of another dtype is refused; otherwise values are converted."""
+
+
+def source_of(folder: Path) -> Source:
+    """What a checkpoint holds. Raises ValueError where its manifest is not whole, or names a dtype that is none."""
+    body = read_manifest(folder)
+    found: dict[tuple[str, str], Stored] = {}
+    for entry in body["files"]:
+        for tensor in entry["tensors"]:
+            if tensor["dtype"] not in DTYPES:
+                legal = ", ".join(DTYPES)
+                raise ValueError(f"{folder}: {tensor['key']} is {tensor['dtype']}; legal: {legal}; {REMEDY}")
+            slices = tuple((start, stop) for start, stop in tensor["slices"])
+            box = Box(entry["file"], tensor["key"], slices, tensor["dtype"])
+            stored = found.setdefault((tensor["name"], tensor["kind"]), Stored(tuple(tensor["shape"]), []))
+            assert isinstance(stored.boxes, list)
+            stored.boxes.append(box)
+    files = {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in body["files"]}
+    return Source(folder, found, files, body["meta"])

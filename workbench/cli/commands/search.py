@@ -1,0 +1,67 @@
+"""The command `search`: the best strategies for a model on given cards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from workbench import verbs
+from workbench.cli import tables
+from workbench.cli.output_files import write_whole
+from workbench.cli.options import Json, emit, outlined
+from workbench.cli.progress import waiting
+from workbench.cli.terminal import Grid
+from workbench.errors import refuse
+from workbench.plan.schema import Plan
+from workbench.planner.search import OBJECTIVES, Candidate, SearchResult
+from workbench.planner.search import result_tables
+
+Wanted = Annotated[str, typer.Option("--objective", help=f"What to make least: {', '.join(OBJECTIVES)}.")]
+Top = Annotated[int, typer.Option("--top", help="How many to show.")]
+Size = Annotated[
+    str,
+    typer.Option("--space", help="default: the usual; wide: many more; vast: kernels, tensor grids and buckets too."),
+]
+Where = Annotated[
+    list[str] | None, typer.Option("--where", help="Condition, e.g. strategy.tensor.size<=8, peak_gib<60; repeatable.")
+]
+Deadline = Annotated[float | None, typer.Option("--deadline", help="Days in which --tokens must be trained.")]
+Tokens = Annotated[float | None, typer.Option("--tokens", help="Tokens to train, for days, cost and --deadline.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan here.")]
+
+
+@outlined
+def search(
+    plan: Plan,
+    objective: Wanted = "time",
+    top: Top = 10,
+    space: Size = "default",
+    where: Where = None,
+    deadline: Deadline = None,
+    tokens: Tokens = None,
+    output: Output = None,
+    json: Json = False,
+) -> None:
+    """The best strategies for a model on given cards: every legal plan of a space, by time, cost, energy or cards."""
+    with waiting("searching"):
+        found = verbs.search(
+            plan, objective, space=space, top=top, where=where or (), deadline_days=deadline, tokens=tokens
+        )
+    if output is not None:
+        if not found.top:
+            raise refuse("--output", f"nothing to write: {found.empty}")
+        write_whole(output, found.top[0].plan.to_yaml())
+    shown = (_table(found, title, rows) for title, rows in result_tables.tables(found))
+    emit(json, found.to_json(), *shown, Text(result_tables.told(found)))
+
+
+def _table(found: SearchResult, title: str, rows: Sequence[Candidate]) -> Grid:
+    heads = result_tables.heads(found)
+    built = tables.table(title, heads, heads[:-1], ("tokens/s",))
+    for one in rows:
+        built.add_row(*result_tables.row(found, one))
+    return built

@@ -1,0 +1,129 @@
+"""The command that holds the planner against published measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from workbench import verbs
+from workbench.cli.output_files import write_whole
+from workbench.cli.options import Json, emit
+from workbench.cli.terminal import Grid
+from workbench.cli.tables import table
+from workbench.errors import refuse
+
+if TYPE_CHECKING:
+    from workbench.planner.validation import Validation
+
+BY = ("framework", "gpu", "model", "table", "source", "stack", "file")
+"""What errors can be split by."""
+HEAD = ("rows", "mean", "median", "bias", "within 10 %", "worst")
+REASONS_SHOWN = 30
+PARTS_SHOWN = 25
+"""Of a split, the largest; `--json` has all."""
+
+
+def validate(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE.csv...", help="Measurements, a row a configuration.")],
+    by: Annotated[str | None, typer.Option("--by", help=f"Split errors by {', '.join(BY)}.")] = None,
+    profile: Annotated[str | None, typer.Option("--profile", help="One stack for all rows, e.g. textbook.")] = None,
+    rows: Annotated[Path | None, typer.Option("--rows", help="Write every predicted row to this CSV.")] = None,
+    json: Json = False,
+) -> None:
+    """Predict published measurements: errors of memory and time, ranking, fitting, and what could not be said."""
+    if by is not None and by not in BY:
+        raise refuse("--by", f"is '{by}'; legal: {', '.join(BY)}")
+    from workbench.planner.validation.validation_report import split
+
+    found = verbs.validate(*files, profile=profile)
+    data = found.summary()
+    if by is not None:
+        data["by"] = {by: split(found.table, by)}
+    if rows is not None:
+        write_whole(rows, found.to_csv(), "--rows")
+        data["rows_written"] = str(rows)
+    emit(json, data, *_shown(found, data, by), Text(f"rows: {rows}") if rows else None)
+
+
+def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]:
+    coverage = (
+        "" if found.coverage is None else f"; {found.coverage:.1%} of {found.complete} dense rows with all fields"
+    )
+    head = (
+        f"{found.rows} rows, {found.expressed} expressed as plans{coverage}; {len(found.table)} predicted, "
+        f"{data['suspect']} suspect, {found.seconds:.1f} s. Errors are estimated / measured - 1."
+    )
+    if found.table.empty:
+        return [Text(head), _reasons(data)]
+    shown: list[Any] = [Text(head), _reasons(data), _errors(data), _standing(data)]
+    for name, parts in (("stack", data["by_stack"]), (by, data.get("by", {}).get(by, {}))):
+        if name:
+            shown.append(_parts(name, parts))
+    return shown
+
+
+def _reasons(data: dict[str, Any]) -> Grid | None:
+    if not data["reasons"] and not data["refused_by_planner"]:
+        return None
+    built = table("Not predicted", ("rows", "reason"))
+    for reason, count in list(data["reasons"].items())[:REASONS_SHOWN]:
+        built.add_row(str(count), reason)
+    for field, count in data["refused_by_planner"].items():
+        built.add_row(str(count), f"the planner does not model {field}")
+    return built
+
+
+def _errors(data: dict[str, Any]) -> Grid:
+    from workbench.planner.validation.validation_report import line
+
+    built = table("Estimated against measured", ("what", *HEAD))
+    for kind, errors in data["memory"].items():
+        if kind != "reserve_95":
+            built.add_row(f"memory, {kind}", *line(errors))
+    time = data["time"]
+    for name, errors in (("consistent rows", time), ("clean rows", time["clean"]), ("all rows", time["all"])):
+        built.add_row(f"time, {name}", *line(errors))
+    return built
+
+
+def _standing(data: dict[str, Any]) -> Grid:
+    built = table("Standing", ("what", "value", "over"))
+    for what, value, over in _figures(data):
+        if value is not None:
+            built.add_row(what, value if isinstance(value, str) else f"{value:.1%}", over)
+    return built
+
+
+def _figures(data: dict[str, Any]) -> list[tuple[str, Any, str]]:
+    time, groups, fit = data["time"], data["groups"], data["fit"]
+    ran, short, failed = fit["ran"], fit["out_of_memory"], fit["failed"]
+    over = f"{groups['groups']} groups, {groups['rows']} rows"
+    one, out, saved = time["after_one_row"], time["leave_one_source_out"], data["memory"]["reserve_95"]
+    rank = groups.get("spearman")
+    return [
+        ("time after one row of the same stack and table", one.get("mape"), f"{one['rows']} rows"),
+        ("time leaving one source out", out.get("mape"), f"{out['groups']} sources"),
+        ("Spearman inside groups", None if rank is None else f"{rank:.3f}", over),
+        ("regret of the first", groups.get("top_1_regret"), over),
+        ("regret of the best of three", groups.get("best_of_3_regret"), over),
+        ("ran, predicted to fit", ran["predicted_to_fit"], f"{ran['rows']} rows"),
+        ("out of memory, predicted so", short["predicted_not_to_fit"], f"{short['rows']} rows"),
+        ("failed, predicted not to fit", failed["predicted_not_to_fit"], f"{failed['rows']} rows"),
+        ("covered by a 95 % reserve, one source out", saved.get("covered"), f"{saved['rows']} rows"),
+        ("inside the predicted 90 % of time", time["interval"]["inside"], f"{time['interval']['rows']} rows"),
+    ]  # fmt: skip
+
+
+def _parts(name: str, parts: dict[str, Any]) -> Grid:
+    from workbench.planner.validation.validation_report import line
+
+    built = table(f"By {name}", (name, "of", *HEAD), optional=("median", "worst"))
+    largest = sorted(parts.items(), key=lambda part: -part[1]["rows"])
+    for part, errors in largest[:PARTS_SHOWN]:
+        for what in ("memory", "time", "clean"):
+            if errors[what].get("rows"):
+                built.add_row(part, what, *line(errors[what]))
+    return built

@@ -1,0 +1,89 @@
+"""Constants of the planner: of a kind of device, its generation, the plan's kernels and its software stack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+from workbench.plan.catalog import catalog
+from workbench.plan.schema import Card
+from workbench.costmodel.compute.kernel_benchmarks import measured
+from workbench.costmodel.frameworks.framework_profile import OWN, timing
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the planner takes hardware and software to be; meanings and sources stand in `data/planner.yaml`."""
+
+    gemm_share: float
+    gemm_half_dim: float
+    gemm_misaligned: float
+    narrow_share: float
+    grouped_share: float
+    attention_share: float
+    attention_backward: float
+    attention_narrow: float
+    unfused_share: float
+    memory_share: float
+    launch_us: float
+    host_us: float
+    host_meeting_us: float
+    stall_ms: float
+    stall_share: float
+    host_routing_us: float
+    loss_bytes: float
+    dropout_bytes: float
+    link_share: float
+    nic_share: float
+    latency_ranks: float
+    data_overlap: float
+    pipeline_overlap: float
+    gather_overlap: float
+    tensor_overlap: float
+    expert_overlap: float
+    turn_ms: float
+    offload_overlap: float
+    host_gbs: float
+    step_fixed_ms: float
+    step_doubling_ms: float
+    workspace_mib: float
+    context_mib: float
+    communicator_mib: float
+    fragmentation: float
+    pace: float
+    sharing: float
+    traffic: float
+    """Traffic of memory-bound operators relative to the textbook count, by the plan's kernels."""
+    plain_traffic: float
+    """The same of what fused kernels leave plain."""
+
+
+def constants(card: Card, kernels: str, stack: str = "workbench") -> Constants:
+    """The constants of a card with the plan's kernels (eager, compiled, fused) and stack.
+
+    What our own kernels cost beside eager ones is as measured on the card, where it was.
+    """
+    usual = _constants(card.device, card.architecture, kernels, stack)
+    own = measured(card, kernels) if stack == OWN and kernels != "eager" else None
+    if own is None:
+        return usual
+    eager = _constants(card.device, card.architecture, "eager", stack)
+    return replace(
+        usual, traffic=eager.traffic * own.traffic, plain_traffic=eager.traffic, loss_bytes=eager.loss_bytes * own.loss
+    )
+
+
+@lru_cache(maxsize=256)
+def _constants(device: str, architecture: str, kernels: str, stack: str) -> Constants:
+    table = catalog.read("data/planner.yaml")
+    section = table[device]
+    section = table[section["like"]] if "like" in section else section
+    generation = table["architectures"].get(architecture, {}) if device != "cpu" else {}
+    entries = {**section, **generation}
+    values = {f.name: float(entries[f.name]["value"]) for f in fields(Constants) if "traffic" not in f.name}
+    values["traffic"] = float(table["kernels"][kernels]["value"])
+    changed = dict(timing(stack))
+    for share in ("traffic", "attention_share", "narrow_share", "gemm_share"):
+        values[share] *= changed.pop(f"{share}_factor", 1.0)
+    values["plain_traffic"] = values["traffic"]
+    return Constants(**(values | changed))

@@ -1,0 +1,109 @@
+"""Which figures of a measurement can be believed: those that repeat, and that the machine's memory can carry."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from workbench.machine.calibration_file import Conditions, Doubt
+
+Key = tuple[str, tuple[tuple[str, Any], ...]]
+
+MOST_SCATTER = 0.2
+"""Half of the repeats of a steady figure lie within this share of their median."""
+FEWEST = 4
+"""Repeats from which a scatter says something."""
+FLOOR_SECONDS = 1.05e-6
+"""A collective that took no longer is what was left of a difference of two noisy times."""
+SECTIONS = ("gemm", "memory", "attention", "collectives")
+
+
+def scatter(repeats: Sequence[float]) -> float:
+    """Distance of the quartiles over the median; 0 of fewer than `FEWEST` repeats."""
+    if len(repeats) < FEWEST:
+        return 0.0
+    low, middle, high = np.quantile(repeats, (0.25, 0.5, 0.75))
+    return float((high - low) / middle)
+
+
+def memory_rate(figures: Mapping[Key, float]) -> float:
+    """Bytes a second of the quickest stream among `figures`; infinite where there is none."""
+    rates = [dict(labels)["bytes"] / seconds for (name, labels), seconds in figures.items() if name == "memory"]
+    return max(rates, default=float("inf"))
+
+
+def doubts(
+    figures: Mapping[Key, float], repeats: Mapping[Key, Sequence[float]], ranks: int, memory: float
+) -> list[Doubt]:
+    """What stands against the seconds that a world of `ranks` has measured, point by point.
+
+    `memory` is the bytes a second that one rank's memory carries.
+
+    A collective is refused that took no time, or that carried its bytes faster than one rank's memory can; a figure is
+    unsteady that scatters, or that a larger message undercuts.
+    """
+    found = []
+    quicker = _undercut({key: s for key, s in figures.items() if key[0] == "collectives"})
+    for key, seconds in figures.items():
+        if key[0] not in SECTIONS:
+            continue
+        refused = _impossible(key, seconds, memory)
+        spread = max(scatter(repeats.get(key, ())), quicker.get(key, 0.0))
+        if refused or spread > MOST_SCATTER:
+            why = refused or f"unsteady: {spread:.0%}"
+            found.append(Doubt(section=key[0], point=_words(key), ranks=ranks, why=why, refused=bool(refused)))
+    return found
+
+
+def refused(found: Iterable[Doubt]) -> set[tuple[str, int]]:
+    """(point, ranks) of the figures that are left out."""
+    return {(doubt.point, doubt.ranks) for doubt in found if doubt.refused}
+
+
+def kept(figures: Mapping[Key, float], found: Iterable[Doubt], ranks: int) -> dict[Key, float]:
+    """The figures without those refused."""
+    out = refused(found)
+    return {key: seconds for key, seconds in figures.items() if (_words(key), ranks) not in out}
+
+
+def conditions() -> Conditions:
+    """How busy this machine is now."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return Conditions(load_average=round(load, 2), cpus=os.cpu_count() or 1, free_memory_gib=round(free, 2))
+
+
+def _impossible(key: Key, seconds: float, memory: float) -> str:
+    if key[0] != "collectives":
+        return ""
+    if seconds <= FLOOR_SECONDS:
+        return "took no measurable time"
+    labels = dict(key[1])
+    rate = labels["bytes"] / seconds * (2 if labels["kind"] == "send" else 1)  # a send was timed there and back
+    return f"{rate / 1e9:,.0f} GB/s, memory carries {memory / 1e9:,.0f}" if rate > memory else ""
+
+
+def _undercut(figures: Mapping[Key, float]) -> dict[Key, float]:
+    """Point -> how much longer it took than a larger message of its kind, as a share of the latter."""
+    found: dict[Key, float] = {}
+    for one, other in combinations(figures, 2):
+        (small, few), (large, many) = sorted(
+            ((dict(key[1])["bytes"], figures[key]) for key in (one, other)), key=lambda pair: pair[0]
+        )
+        if _kind(one) == _kind(other) and small < large and few > many:
+            excess = few / many - 1
+            for key in (one, other):
+                found[key] = max(found.get(key, 0.0), excess)
+    return found
+
+
+def _kind(key: Key) -> tuple[Any, ...]:
+    return tuple(value for name, value in key[1] if name != "bytes")
+
+
+def _words(key: Key) -> str:
+    return f"{key[0]} " + ", ".join(f"{name} {value}" for name, value in key[1])

@@ -1,0 +1,86 @@
+"""Points that ranks measure together: every collective by kind, group, dtype and size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from workbench.engine.calibrate.local_points import Point
+from workbench.engine.calibrate.measured_sizes import Survey
+from workbench.engine.precision import DTYPES
+from workbench.parallel.async_collectives import begin_all_gather, begin_reduce_scatter
+from workbench.parallel.mesh import MeshAxis
+from workbench.parallel.pipeline.stage_transfers import post
+from workbench.parallel.tensor.tensor_collectives import all_reduce
+from workbench.machine.calibration_file import Dtype, Kind
+
+SUMS = ("all_reduce", "reduce_scatter")
+"""Kinds that calculate; to the others a byte is a byte, whatever its dtype."""
+
+
+def together(survey: Survey, device: torch.device) -> Iterator[Point]:
+    """Collectives over all ranks, and over pairs of neighbours that talk at the same time."""
+    world = dist.get_world_size()
+    for size in sorted({2, world}) if world > 1 else []:
+        axis = _axis(size, device)
+        for kind in (k for k in survey.kinds if k != "send" or size == 2):
+            for dtype in survey.dtypes if kind in SUMS else survey.dtypes[:1]:
+                for size_bytes in survey.messages:
+                    yield _point(kind, dtype, size_bytes, axis, device)
+
+
+def _axis(size: int, device: torch.device) -> MeshAxis:
+    """Neighbouring ranks in groups of `size`; this rank's own. Every rank takes part in making all of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    members = [tuple(range(first, first + size)) for first in range(0, world, size)]
+    groups = [dist.new_group(list(ranks), backend=backend) for ranks in members]
+    mine = rank // size
+    return MeshAxis("calibration", size, rank % size, members[mine], groups[mine])
+
+
+def _point(kind: Kind, dtype: Dtype, size: int, axis: MeshAxis, device: torch.device) -> Point:
+    elements = max(axis.size, size // DTYPES[dtype].itemsize // axis.size * axis.size)
+    whole = torch.zeros(elements, dtype=DTYPES[dtype], device=device)
+    part = torch.zeros(elements // axis.size, dtype=DTYPES[dtype], device=device)
+    labels = {"kind": kind, "group": axis.size, "dtype": dtype, "bytes": whole.nbytes}
+    between = _layer(device) if device.type == "cpu" else None
+    return Point("collectives", labels, _call(kind, whole, part, axis), "together", between)
+
+
+def _layer(device: torch.device) -> Callable[[], object]:
+    """A millisecond of products, as a layer computes between its collectives.
+
+    Called one after the other, collectives find gloo's threads awake and all ranks in step; between layers they find
+    neither, and cost a multiple.
+    """
+    x, weight = torch.ones(256, 512, device=device), torch.ones(512, 512, device=device)
+    return lambda: torch.mm(x, weight)
+
+
+def _call(kind: Kind, whole: torch.Tensor, part: torch.Tensor, axis: MeshAxis) -> Callable[[], object]:
+    group = axis.group
+    if kind == "all_reduce":
+        return lambda: all_reduce(whole, axis)
+    if kind == "all_gather":
+        return lambda: begin_all_gather(whole, part, axis)()
+    if kind == "reduce_scatter":
+        return lambda: begin_reduce_scatter(part, whole, axis)()
+    if kind == "all_to_all":
+        received = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(received, whole, group=group)
+    return lambda: _passed_on(whole, axis)
+
+
+def _passed_on(x: torch.Tensor, axis: MeshAxis) -> None:
+    """Even ranks send to the next, odd ranks receive, and then back: one way is half of it."""
+    peer = axis.index ^ 1
+    if peer >= axis.size:
+        return
+    for sender in (0, 1):
+        mine = axis.index % 2 == sender
+        works = post([(x, peer)], [], axis) if mine else post([], [(x, peer)], axis)
+        for work in works:
+            work.wait()

@@ -1,0 +1,66 @@
+"""What is measured: shapes, sizes and dtypes, chosen so that both ends of every curve are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from workbench.machine.calibration_file import KINDS, Dtype, Kind
+
+SIDES = (32, 64, 128, 256, 512, 1024)
+FLAT = ((2048, 256, 256), (256, 2048, 256), (256, 256, 2048), (32, 1024, 1024), (1024, 32, 1024), (1024, 1024, 32),
+        (512, 4096, 256), (128, 512, 128), (2048, 64, 192))  # fmt: skip
+KIB, MIB = 2**10, 2**20
+
+
+def _probe(**sizes: int) -> Mapping[str, int]:
+    return {**sizes, "microbatches": 2}
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Points to measure. Bytes of a stream are of its three tensors, bytes of a message of the full tensor."""
+
+    gemm: tuple[tuple[int, int, int], ...] = (*((s, s, s) for s in SIDES), *FLAT)
+    """(rows, columns, inner)."""
+    streams: tuple[int, ...] = tuple(3 * 4**i * 16 * KIB for i in range(7))
+    attention: tuple[tuple[int, int, int, int], ...] = (
+        (1, 4, 64, 32),
+        (1, 4, 256, 32),
+        (1, 4, 512, 64),
+        (4, 8, 128, 64),
+    )
+    """(batch, heads, sequence, head_dim)."""
+    messages: tuple[int, ...] = (256, 4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 16 * MIB)
+    kinds: tuple[Kind, ...] = KINDS
+    dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
+    layers: tuple[int, int] = (1, 3)
+    microbatches: tuple[int, int] = (1, 3)
+    """Tiny steps of all combinations are solved for the host's cost by step, microbatch and layer."""
+    probes: tuple[Mapping[str, int], ...] = (
+        _probe(layers=2, hidden=128, heads=4, ffn=384, vocab=512, sequence=256),
+        _probe(layers=2, hidden=256, heads=8, ffn=704, vocab=1024, sequence=128),
+        _probe(layers=1, hidden=64, heads=2, ffn=192, vocab=512, sequence=512),
+    )
+    """Small models of which a whole step is timed; names as in `plan.calibration.Probe`."""
+    window: float = 0.01
+    """Seconds of one visit of a point."""
+
+
+@dataclass(frozen=True)
+class CardSurvey(Survey):
+    """The same on a card, which needs larger shapes to be busy."""
+
+    gemm: tuple[tuple[int, int, int], ...] = field(default=(
+        *((s, s, s) for s in (256, 512, 1024, 2048, 4096, 8192)), (16384, 1024, 1024), (1024, 16384, 1024),
+        (1024, 1024, 16384), (128, 8192, 8192), (8192, 128, 8192), (8192, 8192, 128),
+    ))  # fmt: skip
+    streams: tuple[int, ...] = tuple(3 * 4**i * MIB for i in range(6))
+    attention: tuple[tuple[int, int, int, int], ...] = ((1, 32, 512, 128), (1, 32, 2048, 128), (1, 32, 8192, 128))
+    messages: tuple[int, ...] = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 128 * MIB)
+    probes: tuple[Mapping[str, int], ...] = ()
+
+
+def survey_of(device: str) -> Survey:
+    """The points for a device type."""
+    return Survey() if device == "cpu" else CardSurvey()

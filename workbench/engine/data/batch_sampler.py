@@ -1,0 +1,128 @@
+"""Which tokens a rank takes in a step.
+
+Training text is cut into sequences of `sequence_length` inputs (and one more token, the last target). Sample `g` of
+the whole run is the `g mod n`-th of a pseudo-random permutation of the n sequences, another permutation every epoch.
+A step takes the next `global_batch` samples; data coordinate d takes the d-th contiguous part of them, cut into
+microbatches in order. So the parts of all coordinates, one after the other, are the batch of one device, and a run
+resumes anywhere by its sample index alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.engine.data.tokenized_corpus import Tokens
+
+ROUNDS = 6
+
+
+def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
+    """Images of `index` under a permutation of range(size) chosen by `key`; needs memory only for `index`.
+
+    A Feistel network on the smallest even number of bits that holds `size`, applied again to whatever falls outside
+    (cycle walking; Black and Rogaway 2002).
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
+    value = _feistel(index.astype(np.uint64), half, mask, keys)
+    while (outside := value >= size).any():
+        value[outside] = _feistel(value[outside], half, mask, keys)
+    return value.astype(np.int64)
+
+
+def _feistel(value: np.ndarray, half: np.uint64, mask: np.uint64, keys: np.ndarray) -> np.ndarray:
+    left, right = value >> half, value & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right + key) & mask)
+    return (left << half) | right
+
+
+def _mix(value: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser (Steele et al. 2014): every output bit depends on every input bit."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+class Sampler:
+    """Batches of one data coordinate; `tokens` as `corpus.load` gives them.
+
+    Raises ValueError, naming the field, where the text is shorter than one sequence.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        sequence_length: int,
+        global_batch: int,
+        micro_batch: int,
+        seed: int = 0,
+        data_index: int = 0,
+        data_size: int = 1,
+    ) -> None:
+        assert global_batch % (micro_batch * data_size) == 0, (global_batch, micro_batch, data_size)
+        assert 0 <= data_index < data_size, (data_index, data_size)
+        self.tokens = tokens
+        self.sequence_length = sequence_length
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.seed = seed
+        self.share = global_batch // data_size
+        self.offset = data_index * self.share
+        self.num_sequences = self._sequences(tokens.train, "training text")
+
+    def _sequences(self, text: np.ndarray, what: str) -> int:
+        count = (len(text) - 1) // self.sequence_length
+        if count < 1:
+            raise ValueError(
+                f"training.sequence_length: {self.sequence_length} needs {self.sequence_length + 1} tokens, the {what} "
+                f"has {len(text)}; take a larger corpus.source, another corpus.holdout or shorter sequences"
+            )
+        return count
+
+    def sample_index(self, step: int) -> int:
+        """Samples taken before `step`, over all ranks: what a checkpoint records."""
+        return step * self.global_batch
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of `step` (from 0), each int64 [num_microbatches, micro_batch, sequence_length]."""
+        return self.take(self.sample_index(step))
+
+    def take(self, sample: int) -> tuple[Tensor, Tensor]:
+        """This coordinate's part of the global batch that begins at `sample`; shapes as `batch`."""
+        samples = np.arange(sample + self.offset, sample + self.offset + self.share)
+        return self._gather(self.tokens.train, self.order(samples))
+
+    def order(self, samples: np.ndarray) -> np.ndarray:
+        """The sequence that each global sample index stands for."""
+        epochs = samples // self.num_sequences
+        order = np.empty_like(samples)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            order[here] = permute(
+                samples[here] % self.num_sequences, self.num_sequences, self.seed * 2**32 + int(epoch)
+            )
+        return order
+
+    def evaluation(self, batch: int) -> tuple[Tensor, Tensor]:
+        """The `batch`-th global batch of the held-out text, in its own order; shapes as `batch`.
+
+        Held-out text that is too short is read again from its start.
+        """
+        count = self._sequences(self.tokens.holdout, "held-out text")
+        first = batch * self.global_batch + self.offset
+        return self._gather(self.tokens.holdout, np.arange(first, first + self.share) % count)
+
+    def _gather(self, text: np.ndarray, sequences: np.ndarray) -> tuple[Tensor, Tensor]:
+        length = self.sequence_length
+        rows = np.stack([text[s * length : s * length + length + 1] for s in sequences]).astype(np.int64)
+        rows = rows.reshape(-1, self.micro_batch, length + 1)
+        # torch.tensor copies into torch's own memory, where an allocator count sees it; from_numpy would not.
+        return torch.tensor(rows[..., :-1]), torch.tensor(rows[..., 1:])

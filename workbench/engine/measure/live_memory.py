@@ -1,0 +1,336 @@
+"""Live bytes by category, and every collective, on real or on fake tensors.
+
+A dispatch mode sees each operator's results. Each storage is counted once, however many views look into it, from the
+operator that made it to the moment it dies. Its category is, first of these:
+
+1. the one it was registered under (`register`), whenever that happens;
+2. the innermost `category(...)` scope in which it was made;
+3. what its action says, once that ends: what a forward (F) or a received activation leaves alive is `activations`;
+   what a backward (B, I) or a received gradient leaves alive is `communication`, for it is on its way to or from
+   another stage; whatever dies within its action, or lives on after another kind of action, is `temporary`;
+4. `overhead`, for a storage that was there before the mode and was never registered.
+
+Because rule 3 needs hindsight, events are kept until their action ends and summed then. Memory that no operator
+returns (scratch inside a kernel, an allocator's rounding) is not seen; under `torch.compile` neither are results.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from workbench.parallel.async_collectives import Composed, composing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch.distributed.distributed_c10d import GroupName
+
+if not "2.11" <= torch.__version__ < "2.14":
+    raise ImportError(
+        f"workbench.engine.measure.live_memory uses torch's private dispatch modes of 2.11 to 2.13, not {torch.__version__}"
+    )
+
+SURVIVORS = {
+    "F": "activations", "RECV_F": "activations", "B": "communication", "I": "communication",
+    "RECV_B": "communication", "SEND_B": "communication",
+}  # fmt: skip
+"""Kind of action -> category of what it leaves alive; other kinds leave `temporary`."""
+
+KINDS = {
+    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce", "all_reduce_coalesced": "all_reduce", "allgather_": "all_gather",
+    "_allgather_base_": "all_gather", "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather", "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter", "broadcast_": "broadcast", "broadcast": "broadcast",
+    "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter", "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all", "send": "send", "recv_": "recv",
+    "recv_any_source_": "recv", "barrier": "barrier",
+}  # fmt: skip
+"""torch's operator -> the word of the field; an operator that is not here keeps its own name."""
+
+ELSEWHERE = "elsewhere"
+"""Category of what is counted on `device` but is not of it: host tensors of an offloading rank on a CPU."""
+
+DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(eq=False)
+class _Storage:
+    bytes: int
+    category: str | None
+    summed: int = 0
+    """What of its bytes the levels know already."""
+    reference: weakref.ref[torch.UntypedStorage] | None = None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective call; `bytes` are the full tensor's on one rank of the group."""
+
+    group: str
+    kind: str
+    group_size: int
+    dtype: str
+    bytes: int
+    action: str
+
+
+@dataclass
+class Levels:
+    """Bytes by category: now, at the instant of the largest sum, and each category at its own largest."""
+
+    now: Counter[str] = field(default_factory=Counter)
+    peak: dict[str, int] = field(default_factory=dict)
+    maximum: dict[str, int] = field(default_factory=dict)
+
+    def restart(self) -> None:
+        """Peaks begin again at the present level."""
+        self.peak = _held(self.now)
+        self.maximum = _held(self.now)
+
+    def add(self, changes: Sequence[tuple[str, int]]) -> None:
+        """Apply changes in order, following the peaks."""
+        changes = [change for change in changes if change[0] != ELSEWHERE]
+        total, most, at = sum(self.now.values()), sum(self.peak.values()), -1
+        before = Counter(self.now)
+        for index, (category, delta) in enumerate(changes):
+            self.now[category] += delta
+            total += delta
+            if self.now[category] > self.maximum.get(category, 0):
+                self.maximum[category] = self.now[category]
+            if total > most:
+                most, at = total, index
+        if at >= 0:
+            for category, delta in changes[: at + 1]:
+                before[category] += delta
+            self.peak = _held(before)
+
+
+def _held(levels: Mapping[str, int]) -> dict[str, int]:
+    return {category: size for category, size in levels.items() if size}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts storages on `device` while entered; enter it inside a FakeTensorMode, not round one.
+
+    Between entries it still sees storages die, not new ones: enter, register what must be known, run the step.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.device = device
+        self.levels = Levels()
+        self.moments: dict[str, dict[str, int]] = {}
+        self.calls: Counter[Collective] = Counter()
+        self._live: dict[int, _Storage] = {}
+        self._pending: list[tuple[_Storage, int]] = []
+        self._scopes: list[str] = []
+        self._kind = ""
+        self._composed: Composed | None = None
+        """The last collective that was made of other operations; it counts once."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._collective(func, args, out)
+        # A freed storage, or one that is filled again, changes its size in place.
+        for tensor in _tensors(args if func.namespace == "inductor" else out):
+            if self._countable(tensor):
+                self._see(tensor, args)
+        return out
+
+    def _countable(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type != self.device:
+            return False
+        return type(tensor) in (torch.Tensor, torch.nn.Parameter) or not is_traceable_wrapper_subclass(tensor)
+
+    def _see(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
+        storage = tensor.untyped_storage()
+        known = self._live.get(id(storage))
+        if known is not None:
+            self._resize(known, storage.nbytes())
+        elif any(x.untyped_storage() is storage for x in _tensors(args)):
+            self._count(storage, "overhead")
+        else:
+            self._count(storage, self._scopes[-1] if self._scopes else None)
+
+    def _count(self, storage: torch.UntypedStorage, category: str | None) -> _Storage:
+        key, entry = id(storage), _Storage(storage.nbytes(), category)
+
+        def dead(_: object) -> None:
+            self._live.pop(key, None)
+            self._pending.append((entry, -entry.bytes))
+            entry.reference = None
+
+        entry.reference = weakref.ref(storage, dead)
+        self._live[key] = entry
+        self._pending.append((entry, entry.bytes))
+        return entry
+
+    def _resize(self, entry: _Storage, size: int) -> None:
+        if size != entry.bytes:
+            self._pending.append((entry, size - entry.bytes))
+            entry.bytes = size
+
+    def register(self, tensors: torch.Tensor | Iterable[torch.Tensor], category: str) -> None:
+        """Count the tensors' storages under `category`, from now on (and for the action that is under way)."""
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            if not self._countable(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            entry = self._live.get(id(storage)) or self._count(storage, category)
+            if entry.category != category:
+                self._move(entry, category)
+
+    def _move(self, entry: _Storage, category: str) -> None:
+        """Give a counted storage another category; what is already summed moves with it, peaks of the past stay."""
+        if entry.summed:
+            assert entry.category is not None
+            self.levels.now[entry.category] -= entry.summed
+            self.levels.now[category] += entry.summed
+            self.levels.maximum[category] = max(self.levels.maximum.get(category, 0), self.levels.now[category])
+        entry.category = category
+
+    @contextmanager
+    def category(self, name: str) -> Iterator[None]:
+        """Storages made inside belong to `name`; the innermost scope wins."""
+        self._scopes.append(name)
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    @contextmanager
+    def action(self, kind: str) -> Iterator[None]:
+        """An action of the schedule (F, B, …, or any other word); collectives inside carry its name."""
+        self._sum()
+        before, self._kind = self._kind, kind
+        try:
+            yield
+        finally:
+            self._sum()
+            self._kind = before
+
+    def _sum(self) -> None:
+        """Settle the categories of the storages in the pending events, then apply those."""
+        pending, self._pending = self._pending, []
+        survivors = SURVIVORS.get(self._kind, "temporary")
+        for entry, delta in pending:
+            entry.summed += delta
+            if entry.category is None:
+                entry.category = "temporary" if entry.reference is None else survivors
+        self.levels.add([(entry.category or "temporary", delta) for entry, delta in pending])
+
+    def snapshot(self, moment: str) -> dict[str, int]:
+        """Bytes by category now, also kept in `moments` under that name."""
+        self._sum()
+        self.moments[moment] = _held(self.levels.now)
+        return self.moments[moment]
+
+    def restart(self) -> None:
+        """Begin a step: peaks, moments and collectives are counted from here."""
+        self._sum()
+        self.levels.restart()
+        self.moments.clear()
+        self.calls.clear()
+
+    @property
+    def current(self) -> dict[str, int]:
+        """Bytes by category now."""
+        self._sum()
+        return _held(self.levels.now)
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by category at the instant of the largest sum since `restart`."""
+        self._sum()
+        return dict(self.levels.peak)
+
+    @property
+    def maximum(self) -> dict[str, int]:
+        """Each category's own largest since `restart`."""
+        self._sum()
+        return dict(self.levels.maximum)
+
+    def memory_rows(self, stage: int, tier: str = "device") -> list[dict[str, Any]]:
+        """Rows of the memory frame: the snapshots, `peak` and `maximum`."""
+        tables = {**self.moments, "peak": self.peak, "maximum": self.maximum}
+        return [
+            {"stage": stage, "moment": moment, "tier": tier, "category": category, "bytes": size}
+            for moment, table in tables.items()
+            for category, size in table.items()
+        ]
+
+    def collective_rows(self, axis_of: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Rows of the collectives frame; `axis_of` maps a group's name to its axis (unknown ones to `world`)."""
+        return [
+            {
+                "axis": axis_of.get(call.group, "world"),
+                "kind": call.kind,
+                "group_size": call.group_size,
+                "dtype": call.dtype,
+                "bytes": call.bytes,
+                "count": count,
+                "action": call.action,
+                "seconds": None,
+            }
+            for call, count in self.calls.items()
+        ]
+
+    def _collective(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        name = func.overloadpacket.__name__
+        if name == "wait_tensor":
+            return
+        if (part_of := composing()) is not None:
+            if part_of is not self._composed:
+                self._composed = part_of
+                self._call(part_of.group, part_of.kind, part_of.dtype, part_of.bytes)
+            return
+        sides = [list(_tensors(side)) for side in (*args, out if func.namespace == "_c10d_functional" else None)]
+        # The full tensor is the larger side: a gather's output, a scatter's input.
+        full = max(sides, key=lambda side: sum(x.nbytes for x in side))
+        size = 0 if name == "barrier" else sum(x.nbytes for x in full)
+        self._call(_group(args), KINDS.get(name, name), full[0].dtype if full else None, size)
+
+    def _call(self, group: dist.ProcessGroup | None, kind: str, dtype: torch.dtype | None, size: int) -> None:
+        self.calls[
+            Collective(
+                group=group.group_name if group else "",
+                kind=kind,
+                group_size=group.size() if group else 0,
+                dtype=DTYPES.get(dtype, str(dtype).removeprefix("torch.")) if dtype else "",
+                bytes=size,
+                action=self._kind,
+            )
+        ] += 1
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in a value, however nested in lists and tuples (all that an operator takes or returns)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """The process group among an operator's arguments: boxed, or the last string, which is its name."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name():
+            return dist.ProcessGroup.unbox(value)
+    names = [value for value in args if isinstance(value, str)]
+    return _resolve_process_group(cast("GroupName", names[-1])) if names else None

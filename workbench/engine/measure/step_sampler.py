@@ -1,0 +1,258 @@
+"""What is seen of a step: where it is, and on sampled steps its memory, its collectives and its timeline."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.engine.measure.allocator_memory import CpuMeter, CudaMeter, Window
+from workbench.engine.measure.live_memory import ELSEWHERE, LiveBytes
+from workbench.engine.session import Session
+from workbench.parallel.mesh import GRADIENTS
+from workbench.profile import ALLOCATED
+from workbench.schedules import Action
+from workbench.schedules.action import COMPUTE
+
+STEP = "initialised"
+"""Mark of a step's start: the moment when only what lasts is there."""
+
+
+class Follower:
+    """Remembers what the rank does now, so that an error can say where it happened."""
+
+    def __init__(self) -> None:
+        self.doing = ""
+
+    def action(self, label: str, action: Action | None) -> AbstractContextManager[None]:
+        """Remember the label."""
+        self.doing = label
+        return nullcontext()
+
+    def moment(self, name: str) -> None:
+        """Remember the moment."""
+        self.doing = name
+
+
+class Sampler(Follower):
+    """Counts live bytes by category and collectives on one step; marks the allocator's window, times the actions."""
+
+    def __init__(self, session: Session, meter: CpuMeter | CudaMeter | None) -> None:
+        super().__init__()
+        self.session, self.meter = session, meter
+        self.live = LiveBytes(session.device.type)
+        self.clock = Clock(session.device)
+        self.stage = session.first_stage
+        self._stages: dict[str, int] = {}
+        """Moment -> the stage that was under way."""
+        self._peak = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Round one step."""
+        with ExitStack() as stack:
+            stack.enter_context(self.live)
+            for category, tensors in lasting(self.session).items():
+                self.live.register(tensors, category)
+            for tensors in hosted(self.session).values():
+                self.live.register(tensors, ELSEWHERE)
+            if (head := self.session.part.head) is not None:
+                stack.callback(_logits_scope(head, self.live))
+            self.live.restart()
+            self.moment(STEP)
+            self.clock.start()
+            yield
+            self.clock.stop()
+
+    @contextmanager
+    def action(self, label: str, action: Action | None) -> Iterator[None]:
+        """Count and time one action."""
+        super().action(label, action)
+        with self._tier(label), self.live.action(action.kind if action else label), self.clock.span(label, action):
+            yield
+            if action and action.kind == "I":
+                self.live.register(self.session.executor.put_aside(action), "activations")
+        peak = sum(self.live.peak.values())
+        if action and peak > self._peak:
+            self._stages["peak"] = action.stage
+        self._peak = peak
+        if action and action.kind == "F" and "forward_end" not in self._stages:
+            self._stages["forward_end"] = action.stage
+            self.moment("forward_end")
+
+    def moment(self, name: str) -> None:
+        """Keep the levels at a named moment."""
+        super().moment(name)
+        self.live.snapshot(name)
+        if self.meter is not None:
+            self.meter.mark(name)
+
+    def _tier(self, label: str) -> AbstractContextManager[None]:
+        """An optimizer that steps on the host makes its temporaries there, though a CPU rank's device is that too."""
+        on_host = label == "OPTIMIZER" and self.session.part.store.host is not None
+        return self.live.category(ELSEWHERE) if on_host else nullcontext()
+
+    def memory_rows(self) -> list[dict[str, Any]]:
+        """Rows of the memory frame by category; of a rank's stages, the one that was under way, else its first.
+
+        What lives on the host does not move.
+        """
+        rows = [
+            row | {"stage": self._stages.get(row["moment"], self.stage)} for row in self.live.memory_rows(self.stage)
+        ]
+        sizes = {category: _bytes(tensors) for category, tensors in hosted(self.session).items()}
+        moments = dict.fromkeys((row["stage"], row["moment"]) for row in rows)
+        return rows + [
+            {"stage": stage, "moment": moment, "tier": "host", "category": category, "bytes": size}
+            for stage, moment in moments
+            for category, size in sizes.items()
+            if size
+        ]
+
+    def collective_rows(self, seen: int = 1, of: int = 1) -> list[dict[str, Any]]:
+        """Rows of the collectives frame.
+
+        Where only `seen` of a step's `of` microbatches were run, what every microbatch repeats is counted `of` times.
+        """
+        groups = {str(axis.group.group_name): axis.reported for axis in self.session.mesh.axes.values() if axis.group}
+        counts: Counter[tuple[tuple[str, Any], ...]] = Counter()
+        for row in self.live.collective_rows(groups):
+            often = row.pop("count") * (of if _every_microbatch(row) else seen)
+            counts[tuple((row | _where(row)).items())] += often
+        assert not any(count % seen for count in counts.values()), (counts, seen)
+        return [{**dict(row), "count": count // seen} for row, count in counts.items()]
+
+    def timeline_rows(self) -> list[dict[str, Any]]:
+        """Rows of the timeline frame."""
+        return self.clock.rows(self.stage)
+
+
+def _every_microbatch(row: dict[str, Any]) -> bool:
+    """Whether a collective belongs to a microbatch's pass, not to the step; ZeRO-2 and 3 know more kinds."""
+    axis, kind = row["axis"], row["action"]
+    return not axis.endswith(("data", GRADIENTS)) and (kind in COMPUTE or kind.startswith(("SEND", "RECV")))
+
+
+def _where(row: dict[str, Any]) -> dict[str, Any]:
+    """A mesh of one long axis lends its group to the whole job, a batch of transfers goes both ways, and what the
+    inputs' half of a split backward sends is the backward's."""
+    if row["action"] == "CLIP":
+        return {"axis": "world"}
+    if row["action"] == "I":
+        return {"action": "B"}
+    if row["axis"].endswith(GRADIENTS):
+        return {"axis": row["axis"].removesuffix(GRADIENTS)}
+    return {"action": "P2P"} if row["axis"] == "pipeline" and row["kind"] in ("send", "recv") else {}
+
+
+def lasting(session: Session) -> dict[str, list[Tensor]]:
+    """Tensors that live on the device as long as the session, by category of the memory vocabulary."""
+    return session.part.store.lasting() | (_states(session) if session.part.store.host is None else {})
+
+
+def hosted(session: Session) -> dict[str, list[Tensor]]:
+    """The same of the host's memory."""
+    host = session.part.store.host
+    return {} if host is None else host.lasting() | _states(session)
+
+
+def _states(session: Session) -> dict[str, list[Tensor]]:
+    states = session.optimizer.state().values()
+    return {
+        "optimizer": [x for state in states for kind, x in state.items() if kind != "master"],
+        "master": [state["master"] for state in states if "master" in state],
+    }
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    storages = {id(storage): storage.nbytes() for storage in (x.untyped_storage() for x in tensors)}
+    return sum(storages.values())
+
+
+def _logits_scope(head: nn.Module, live: LiveBytes) -> Callable[[], None]:
+    """Count what the head's forward makes as logits; returns what undoes it."""
+    scopes: list[ExitStack] = []
+
+    def enter(*_: object) -> None:
+        scopes.append(ExitStack())
+        scopes[-1].enter_context(live.category("logits"))
+
+    def leave(*_: object) -> None:
+        scopes.pop().close()
+
+    handles = [head.register_forward_pre_hook(enter), head.register_forward_hook(leave)]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+class Clock:
+    """Spans of a step in seconds from its start; on CUDA by events, read only after the step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self._spans: list[tuple[str, Action | None, Any, Any]] = []
+        self._start: Any = None
+
+    def start(self) -> None:
+        """The step begins."""
+        self._start = self._now()
+
+    def stop(self) -> None:
+        """The step has ended."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    @contextmanager
+    def span(self, label: str, action: Action | None) -> Iterator[None]:
+        """Time what runs inside."""
+        begin = self._now()
+        yield
+        self._spans.append((label, action, begin, self._now()))
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, moment: Any) -> float:
+        return self._start.elapsed_time(moment) / 1e3 if self.cuda else moment - self._start
+
+    def rows(self, stage: int) -> list[dict[str, Any]]:
+        """One row a span: stage (of what is no action, `stage`), microbatch (or null), action, start and end."""
+        return [
+            {
+                "stage": action.stage if action else stage,
+                "microbatch": action.microbatch if action else None,
+                "action": action.kind if action and not action.is_p2p else label if action is None else "P2P",
+                "start": self._seconds(begin),
+                "end": self._seconds(end),
+            }
+            for label, action, begin, end in self._spans
+        ]
+
+
+def allocated_rows(window: Window, stage: int) -> list[list[dict[str, Any]]]:
+    """The allocator's totals of every step in a window: rows of category `allocated`, a list a step."""
+    steps: list[list[dict[str, Any]]] = []
+    for section in window.sections:
+        if section.label == STEP:
+            steps.append([_total(stage, "peak", 0)])
+        if steps:
+            steps[-1][0]["bytes"] = max(steps[-1][0]["bytes"], section.peak)
+            steps[-1].append(_total(stage, section.label, section.start))
+    return steps
+
+
+def _total(stage: int, moment: str, size: int) -> dict[str, Any]:
+    return {"stage": stage, "moment": moment, "tier": "device", "category": ALLOCATED, "bytes": size}

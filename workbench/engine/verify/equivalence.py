@@ -1,0 +1,236 @@
+"""Same seed on one device and under the plan: do they agree, tensor by tensor, rank by rank?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from workbench.engine.exit_codes import status
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.check_python_model import inspect
+from workbench.engine.precision import DTYPES
+from workbench.engine.verify.single_device import Reference, proof_value, train_plainly
+from workbench.engine.session import Session
+from workbench.parallel.layout import Layout
+from workbench.parallel.mesh import Mesh, build_mesh
+from workbench.plan.schema import Optimizer, Plan
+from workbench.plan.rules.supported import require
+from workbench.schedules import Action
+
+STEPS = 3
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+"""Largest relative difference. fp32 compares weights after SGD: AdamW divides by the gradient's own size."""
+NOISE = 16
+"""Epsilons of rounding that a gradient may have which is zero in exact arithmetic (a key bias)."""
+
+Kind = Literal["loss", "gradients", "weights"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor of one rank is from one device."""
+
+    kind: Kind
+    tensor: str
+    rank: int
+    absolute: float
+    relative: float
+
+
+class _Recorder:
+    """Keeps the gradients as they stand before the first clipping."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.gradients: dict[str, Tensor] = {}
+
+    def action(self, label: str, action: Action | None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def moment(self, name: str) -> None:
+        if name == "before_optimizer" and not self.gradients:
+            self.gradients = {n: g.clone() for n, g in self.session.part.store.gradients.items()}
+
+
+def verify(
+    plan: Plan, precision: Literal["fp64", "fp32"] = "fp64", seconds: float = 300.0, allow_code: bool = False
+) -> dict[str, Any]:
+    """Train `STEPS` steps on one device and under the plan, on CPU ranks whatever its card, and compare.
+
+    Per tensor, the relative difference is max|d| / max(max|reference|, 1e-6 x the model's largest gradient). A
+    gradient that is zero but for rounding has no scale of its own: its noise must stay within `NOISE` epsilons of the
+    largest gradient, and its weight within what the optimizer makes of that noise. Every rank compares each slice it
+    holds, replicas too; slices must cover every tensor exactly once. Returns the largest differences, the worst tensor
+    and whether all are within `TOLERANCE`.
+
+    Raises `PlanError` where the engine cannot run the plan, RankError where a rank fails.
+    """
+    plan = _provable(plan.complete(), precision, allow_code)
+    inspect(plan, allow_code)
+    dtype = DTYPES[precision]
+    batches = list(_batches(plan))
+    reference = train_plainly(plan, batches, dtype)
+    exact = reference if precision == "fp64" else train_plainly(plan, batches[:1], torch.float64)
+    scale = _Scale(precision, reference.largest_gradient, exact.vanishing(), plan.training.optimizer)
+    work = partial(_compare, plan, batches=batches, reference=reference, scale=scale, dtype=dtype)
+    results = run_ranks(plan.world_size, work, seconds)
+    _check_cover(reference, [owned for _, owned in results])
+    return _summary([d for differences, _ in results for d in differences], precision)
+
+
+def _provable(plan: Plan, precision: str, allow_code: bool) -> Plan:
+    """The plan as it is proved: in `precision` throughout, SGD in fp32."""
+    require(plan, "run", allow_code)
+    changes: dict[str, Any] = {"strategy.precision": "fp32", "strategy.gradient_dtype": "fp32"}
+    changes["training.optimizer.moments"] = "fp32"
+    if precision == "fp32":
+        changes["training.optimizer.name"] = "sgd"
+    return plan.replace(**changes)
+
+
+def _batches(plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random tokens that reach every part of the vocabulary; [global_batch, T] each."""
+    t = plan.training
+    generator = torch.Generator().manual_seed(t.seed)
+    for _ in range(STEPS):
+        text = torch.randint(plan.vocab, (t.global_batch, t.sequence_length + 1), generator=generator)
+        yield text[:, :-1], text[:, 1:]
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """What a difference is relative to."""
+
+    precision: str
+    largest_gradient: float
+    vanishing: set[str]
+    optimizer: Optimizer
+
+    def of(self, kind: Kind, name: str, whole: Tensor) -> float:
+        scale = max(float(whole.abs().max()), 1e-6 * self.largest_gradient)
+        if name not in self.vanishing:
+            return scale
+        noise = self.largest_gradient * NOISE * torch.finfo(whole.dtype).eps
+        if kind == "gradients":
+            return noise / TOLERANCE[self.precision]
+        return max(scale, self._drift(noise) / TOLERANCE[self.precision])
+
+    def _drift(self, noise: float) -> float:
+        """How far a weight may move whose gradients are but `noise`: AdamW divides them by themselves and epsilon."""
+        o = self.optimizer
+        return STEPS * o.learning_rate * (min(1.0, noise / o.epsilon) if o.name == "adamw" else noise)
+
+
+def _compare(
+    plan: Plan,
+    rank: int,
+    batches: list[tuple[Tensor, Tensor]],
+    reference: Reference,
+    scale: _Scale,
+    dtype: torch.dtype,
+) -> tuple[list[Difference], dict[str, int]]:
+    device = torch.device("cpu")
+    mesh = build_mesh(plan, rank)
+    session = _proof_session(plan, mesh, device, dtype)
+    recorder = _Recorder(session)
+    losses = [session.step(i, *_share(plan, session, batch), recorder).loss for i, batch in enumerate(batches)]
+    weights, layouts = session.part.store.values, session.part.store.layouts
+
+    def differences() -> Iterator[Difference]:
+        for i, (mine, theirs) in enumerate(zip(losses, reference.losses)):
+            gap = _finite(abs(mine.item() - theirs))
+            yield Difference("loss", f"loss of step {i}", rank, gap, gap / abs(theirs))
+        for name, layout in layouts.items():
+            yield _difference("gradients", layout, rank, recorder.gradients[name], reference.gradients, scale)
+            yield _difference("weights", layout, rank, weights[name], reference.weights, scale)
+
+    owned = {layout.name: layout.held() for layout in layouts.values() if layout.owned(mesh)}
+    return list(differences()), owned
+
+
+def _proof_session(plan: Plan, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Session:
+    session = Session.build(plan, mesh, device, dtype)
+    with torch.no_grad():
+        store = session.part.store
+        for name, layout in store.layouts.items():
+            store.values[name].copy_(layout.take(proof_value(layout.name, layout.shape, plan.training.seed, dtype)))
+        store.publish()
+    return session
+
+
+def _share(plan: Plan, session: Session, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """This data coordinate's microbatches [M, B, T] of a global batch."""
+    data = session.mesh["data"]
+    tokens, targets = (
+        x.chunk(data.size)[data.index].unflatten(0, (plan.num_microbatches, plan.training.micro_batch)) for x in batch
+    )
+    return tokens, targets
+
+
+def _difference(
+    kind: Kind, layout: Layout, rank: int, mine: Tensor, wholes: dict[str, Tensor], scale: _Scale
+) -> Difference:
+    whole = wholes[layout.name]
+    expected = [part for part, _ in layout.parts(layout.take(whole))]
+    gaps = [_furthest(part, other) for (part, _), other in zip(layout.parts(mine), expected)]
+    gap = max(gaps, default=0.0)
+    return Difference(kind, layout.name, rank, gap, gap / scale.of(kind, layout.name, whole))
+
+
+def _furthest(mine: Tensor, expected: Tensor) -> float:
+    return _finite(float((mine - expected).abs().max())) if expected.numel() else 0.0
+
+
+def _finite(value: float) -> float:
+    """NaN counts as infinitely far."""
+    return value if math.isfinite(value) else math.inf
+
+
+def _check_cover(reference: Reference, owned: list[dict[str, int]]) -> None:
+    for name, weight in reference.weights.items():
+        held = sum(part.get(name, 0) for part in owned)
+        if held != weight.numel():
+            raise ValueError(f"{name}: the ranks own {held} of {weight.numel()} entries; each must be owned once")
+
+
+def _summary(differences: list[Difference], precision: str) -> dict[str, Any]:
+    worst = max(differences, key=lambda d: d.relative)
+    kinds: tuple[Kind, ...] = ("loss", "gradients", "weights")
+    return {
+        "precision": precision,
+        "tolerance": TOLERANCE[precision],
+        "max_abs_diff": {k: max(d.absolute for d in differences if d.kind == k) for k in kinds},
+        "max_relative_diff": {k: max(d.relative for d in differences if d.kind == k) for k in kinds},
+        "worst": asdict(worst),
+        "passed": worst.relative <= TOLERANCE[precision],
+    }
+
+
+def main() -> int:
+    """`python -m workbench.engine.verify.equivalence PLAN [--precision fp64]` prints one JSON document; 1: failed, 2: refused."""
+    parser = argparse.ArgumentParser(prog="python -m workbench.engine.verify.equivalence")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--precision", choices=sorted(TOLERANCE), default="fp64")
+    parser.add_argument("--allow-code", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    return status(
+        lambda: print(
+            json.dumps(verify(Plan.load(arguments.plan), arguments.precision, allow_code=arguments.allow_code))
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

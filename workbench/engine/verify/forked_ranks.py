@@ -1,0 +1,100 @@
+"""A few ranks forked from a warm process: how equality is proved on CPU in a fraction of a launch's time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workbench.interop.export import ON_ONE_NODE
+from workbench.runs.launch.parent_death import die_with_parent
+
+
+class RankError(RuntimeError):
+    """A forked rank failed; the message names the rank and carries its traceback."""
+
+
+def run_ranks(world_size: int, work: Callable[[int], Any], seconds: float = 60.0) -> list[Any]:
+    """Run `work(rank)` in `world_size` forked processes joined by gloo; the results in order of rank.
+
+    The caller must have used one thread only (`torch.set_num_threads(1)` before any operator), or a child hangs in
+    its first. Raises RankError with the first failure, or when `seconds` have passed; no process is left behind.
+    """
+    assert torch.get_num_threads() == 1, "call torch.set_num_threads(1) before anything runs"
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            context.Process(target=_rank, args=(rank, world_size, f"{folder}/store", work, pipe[1], seconds))
+            for rank, pipe in enumerate(pipes)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            for _, sender in pipes:
+                sender.close()
+            return _collect([receiver for receiver, _ in pipes], time.monotonic() + seconds)
+        finally:
+            _end(processes)
+
+
+def _rank(rank: int, world_size: int, store: str, work: Callable[[int], Any], pipe: Connection, seconds: float) -> None:
+    die_with_parent(os.getppid())
+    os.environ.update(ON_ONE_NODE)
+    # Torch makes its pool anew in a forked child, which must be over before gloo's threads ask for it too.
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=seconds),
+        )
+        pipe.send(("result", work(rank)))
+        dist.barrier()
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+    finally:
+        pipe.close()
+        os._exit(0)
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankError(f"ranks {sorted(waiting.values())} did not finish in time")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                raise RankError(f"rank {rank} died without a word") from None
+            if kind == "error":
+                raise RankError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in sorted(results)]
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        if process.pid is None:
+            continue
+        process.join(timeout=2)
+        if process.is_alive():
+            process.kill()
+            process.join()

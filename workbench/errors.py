@@ -1,0 +1,52 @@
+"""What is wrong with a plan, said so that a person can mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workbench.safe_io.untrusted_text import brief
+
+SHOWN = 20
+"""Problems that one message lists; `problems` holds all."""
+MOST_FIELD = 200
+"""Characters of a field's name that one message shows: a key of a file may have any length."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong: the dotted field, and a message with its value, the numbers and what is legal."""
+
+    field: str
+    message: str
+
+    def __str__(self) -> str:
+        message = brief(self.message)
+        return f"{brief(self.field, MOST_FIELD)}: {message}" if self.field else message
+
+
+class PlanError(ValueError):
+    """A plan that cannot be accepted; `problems` lists everything found, not only the first."""
+
+    def __init__(self, problems: Sequence[Problem] | Problem) -> None:
+        self.problems = [problems] if isinstance(problems, Problem) else list(problems)
+        assert self.problems, "a PlanError names at least one problem"
+        super().__init__(str(self))
+
+    @property
+    def first(self) -> str:
+        """The first problem, and how many more there are: for a message that says them of something else."""
+        more = len(self.problems) - 1
+        return f"{self.problems[0]}{f' (and {more} more)' if more else ''}"
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return str(self.problems[0])
+        lines = [f"  {problem}" for problem in self.problems[:SHOWN]]
+        lines += [f"  and {len(self.problems) - SHOWN} more"] if len(self.problems) > SHOWN else []
+        return "\n".join([f"{len(self.problems)} problems in the plan:", *lines])
+
+
+def refuse(field: str, message: str) -> PlanError:
+    """A `PlanError` of one problem, to be raised."""
+    return PlanError(Problem(field, message))

@@ -1,0 +1,74 @@
+"""A complete plan as a ds_config.json; what it cannot say is left out, or said as nearly as it can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.interop.deepspeed.deepspeed_keys import DECAYS
+from workbench.plan.schema import Plan
+
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+MIB = 2**20
+
+
+def config(full: Plan) -> dict[str, Any]:
+    """The keys of a ds_config.json, nested."""
+    s, t, sizes = full.strategy, full.training, full.sizes
+    config: dict[str, Any] = {
+        "train_batch_size": t.global_batch,
+        "train_micro_batch_size_per_gpu": t.micro_batch,
+        "gradient_accumulation_steps": full.num_microbatches,
+        "gradient_clipping": t.optimizer.clip or 0.0,
+        "zero_optimization": _zero(full),
+        "data_types": {"grad_accum_dtype": s.gradient_dtype},
+        "optimizer": _written_optimizer(full),
+        "scheduler": _written_schedule(full),
+    }
+    if s.precision in ("bf16", "fp8"):  # fp8 keeps its parameters in bf16
+        wide = {"bf16_master_weights_and_grads": t.optimizer.master == "none"}
+        wide |= {"bf16_optimizer_states": t.optimizer.moments == "bf16"}
+        config["bf16"] = {"enabled": True} | {key: True for key, on in wide.items() if on}
+    if s.precision in ("fp32", "tf32"):
+        config["bf16"] = {"enabled": False}
+    if s.precision == "fp16":
+        config["fp16"] = {"enabled": True}
+    if sizes["tensor"] > 1:
+        config["tensor_parallel"] = {"autotp_size": sizes["tensor"]}
+    if sizes["context"] > 1:
+        config |= {"sequence_parallel_size": sizes["context"], "data_parallel_size": sizes["data"]}
+    if sizes["pipeline"] > 1:
+        interval = 1 if s.recompute == "full" else 0
+        config["pipeline"] = {"stages": sizes["pipeline"], "activation_checkpoint_interval": interval}
+    return config | {name: {"enabled": True} for name in full.telemetry.trackers if name != "mlflow"}
+
+
+def _zero(full: Plan) -> dict[str, Any]:
+    data, gradients = full.strategy.data, full.strategy.gradient_dtype
+    found: dict[str, Any] = {
+        "stage": data.zero, "overlap_comm": data.overlap,
+        "reduce_bucket_size": max(1, round(data.bucket_mib * MIB / BYTES[gradients])),
+    }  # fmt: skip
+    if data.offload != "none":
+        found["offload_optimizer"] = {"device": "cpu"}
+    if data.offload == "parameters":
+        found["offload_param"] = {"device": "cpu"}
+    return found | ({"mics_shard_size": data.shard} if isinstance(data.shard, int) and data.zero == 3 else {})
+
+
+def _written_optimizer(full: Plan) -> dict[str, Any]:
+    o = full.training.optimizer
+    if o.name == "sgd":
+        return {"type": "SGD", "params": {"lr": o.learning_rate, "momentum": o.beta1, "weight_decay": o.weight_decay}}
+    params = {"lr": o.learning_rate, "betas": [o.beta1, o.beta2], "eps": o.epsilon, "weight_decay": o.weight_decay}
+    return {"type": "AdamW", "params": params}
+
+
+def _written_schedule(full: Plan) -> dict[str, Any]:
+    o = full.training.optimizer
+    kind = next(name for name, decay in DECAYS.items() if decay == o.decay)
+    params: dict[str, Any] = {"warmup_num_steps": o.warmup_steps}
+    if kind != "WarmupCosineLR":
+        params |= {"warmup_min_lr": 0, "warmup_max_lr": o.learning_rate, "warmup_type": "linear"}
+    if kind != "WarmupLR":
+        params["total_num_steps"] = full.training.steps
+    return {"type": kind, "params": params | ({"cos_min_ratio": o.final_ratio} if kind == "WarmupCosineLR" else {})}

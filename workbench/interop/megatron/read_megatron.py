@@ -1,0 +1,281 @@
+"""Megatron-LM's arguments, by megatron/training/arguments.py: what they say of a plan, and a plan as arguments.
+
+They hold the model's shape too, and in front of the script torchrun's words for how many cards there are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.errors import PlanError, refuse
+from workbench.interop.megatron import megatron_keys as known
+from workbench.interop.translation import STACKS, Given, Imported, Lacking, Written, imported
+from workbench.interop.foreign_keys import Keys, shown
+from workbench.interop.translation_loss import lost, nearest
+from workbench.interop.megatron.data_parallel_arguments import read_data
+from workbench.interop.megatron.overrides import decided, variables
+from workbench.interop.megatron.model_arguments import read_model
+from workbench.interop.megatron.training_arguments import read_training
+from workbench.interop.megatron.argument_words import arguments, command
+from workbench.interop.megatron.write_megatron import launcher, written
+from workbench.interop.foreign_text import Parsed
+from workbench.plan.schema import Plan
+from workbench.plan.model_shape import Shape
+
+ABOVE = " (--set cluster.gpus=N stands above the file)"
+_RINGS = {"p2p": "ring", "allgather": "ring", "a2a": "ulysses", "a2a+p2p": "ring"}
+
+
+def read(source: str | Parsed, given: Given | None = None, lenient: bool = False) -> Imported:
+    """The plan of Megatron-LM arguments: a shell command or script, a list of words, or a mapping of arguments.
+
+    Raises `PlanError` naming the argument and what is legal.
+    """
+    given = given or Given()
+    named = variables(given, source)
+    given, keys = decided(arguments(source, named), given, named)
+    try:
+        plan = _plan(keys, given)
+    except Lacking as error:
+        raise Lacking([*keys.problems, *error.problems], error.stand_ins) from None
+    except PlanError:
+        if keys.problems:
+            raise Lacking(keys.problems, ()) from None
+        raise
+    if keys.problems:
+        raise Lacking(keys.problems, ())
+    keys.finish(known.KNOWN, known.WHYS, (), lenient)
+    return imported("megatron", plan, keys, given)
+
+
+def _plan(keys: Keys, given: Given) -> dict[str, Any]:
+    model, shape = read_model(keys, given)
+    cluster = _cluster(keys, given)
+    axes = {axis: keys.renamed(key, older) or 1 for axis, (key, older) in _AXES.items()}
+    world, others = int(cluster["gpus"]), math.prod(axes.values())
+    if world % others:
+        raise refuse("gpus", f"is {world}, which tensor x pipeline x context = {others} does not divide; legal: a "
+                     f"multiple of {others}" + ABOVE)  # fmt: skip
+    training = read_training(keys, world // others)
+    pipeline = _pipeline(keys, axes["pipeline"], shape)
+    precision, gradients = _precision(keys)
+    strategy = {
+        "stack": STACKS["megatron"], "data": read_data(keys, world // others * axes["context"], gradients),
+        "tensor": {"size": axes["tensor"], "sequence": bool(keys.flag("sequence-parallel")) and axes["tensor"] > 1},
+        "pipeline": pipeline, "context": _context(keys, axes["context"]), "expert": _expert(keys, axes["tensor"]),
+        "recompute": _recompute(keys, shape, pipeline), "precision": precision, "gradient_dtype": gradients,
+        "placement": _placement(keys), "kernels": _kernels(keys),
+    }  # fmt: skip
+    return {"model": model, "cluster": cluster, "strategy": strategy, **training}
+
+
+_AXES = {
+    "tensor": ("tensor-model-parallel-size", "model-parallel-size"),
+    "pipeline": ("pipeline-model-parallel-size", ""), "context": ("context-parallel-size", ""),
+}  # fmt: skip
+"""Axis -> the argument that says its ranks, and its name of 2019 and 2020."""
+
+
+def _cluster(keys: Keys, given: Given) -> dict[str, Any]:
+    """The cluster, from torchrun's words where they are numbers."""
+    for key in known.LAUNCHER[:2]:
+        if keys.is_open(key):
+            keys.leave(key, "not a number of its own; gpus was taken as given")
+    found = {key: keys.take(key) for key in known.LAUNCHER[:2]}
+    for key, value in found.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            keys.doubt(key, "not a number of its own; gpus was taken as given")
+            found[key] = None
+    per_node, nodes = found["nproc-per-node"], found["nnodes"]
+    if per_node is None:
+        return _over(given, given.world(None, "torchrun --nproc-per-node x --nnodes"), nodes)
+    told = "--nnodes" in {note.field for note in keys.untranslated}
+    world = given.world(None if told else per_node * (nodes or 1), "--nproc-per-node x --nnodes")
+    nodes = nodes or max(1, world // per_node)
+    return given.cluster(world, gpus_per_node=per_node, nodes=nodes)
+
+
+def _over(given: Given, world: int, nodes: int | None) -> dict[str, Any]:
+    """The cluster of a launcher that says nodes at most; each starts the same number of ranks."""
+    if nodes is None:
+        return given.cluster(world)
+    if world % nodes:
+        raise refuse("gpus", f"is {world}, which --nnodes {nodes} does not divide; legal: a multiple of {nodes}")
+    return given.cluster(world, nodes=nodes)
+
+
+def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
+    virtual, stages, ends = keys.whole("num-layers-per-virtual-pipeline-stage"), None, _ends(keys)
+    chunks = keys.whole("num-virtual-stages-per-pipeline-rank") or 1
+    if virtual is not None:
+        chunks, left = divmod(shape.layers + sum(ends), size * virtual)
+        if left or not chunks:
+            raise refuse("--num-layers-per-virtual-pipeline-stage", f"is {virtual}, but {shape.layers} layers are no "
+                         f"multiple of {size} ranks x {virtual}")  # fmt: skip
+    stages = _layout(keys, shape.layers)
+    if stages is not None:
+        if len(stages) % size:
+            raise refuse("--pipeline-model-parallel-layout", f"has {len(stages)} stages; legal: a multiple of {size}")
+        chunks = len(stages) // size
+    stages = stages or _uneven(keys, size, chunks, shape.layers) or _with_embedding(keys, size, shape.layers)
+    stages = stages or _with_ends(ends, size * chunks, shape.layers)
+    found: dict[str, Any] = {"size": size, "chunks": chunks, "schedule": "interleaved" if chunks > 1 else "1f1b"}
+    return found | {"partition": stages or "uniform"}
+
+
+def _with_embedding(keys: Keys, size: int, layers: int) -> list[int] | None:
+    """Layers of each stage where DeepSpeed counts the two embeddings as layers: the outer stages have one less."""
+    method = keys.text("pp-partition-method")
+    if method is None:
+        return None
+    each, left = divmod(layers + 2, size)
+    if "embedding" not in method or left or size < 2 or each < 2:
+        keys.doubt("pp-partition-method", "a plan counts layers; uniform was taken")
+        return None
+    return [each - 1, *[each] * (size - 2), each - 1]
+
+
+def _layout(keys: Keys, layers: int) -> list[int] | None:
+    """Layers of each stage that a layout such as `Ettt|tttt|ttL` says: E embedding, t layer, L loss."""
+    text = keys.text("pipeline-model-parallel-layout")
+    if text is None:
+        return None
+    plain = text.replace(",", "")
+    for _ in range(8):  # groups may hold groups
+        plain = re.sub(r"\(([^()]*)\)\*(\d{1,4})", lambda m: m[1] * int(m[2]), plain)
+        plain = re.sub(r"([A-Za-z|])\*(\d{1,4})", lambda m: m[1] * int(m[2]), plain)
+    counts = [stage.count("t") for stage in plain.split("|")]
+    if not re.fullmatch(r"[EtmL|]+", plain) or sum(counts) != layers or min(counts) < 1:
+        raise refuse("--pipeline-model-parallel-layout", f"is {shown(text)}; legal: stages such as Ett|tt|ttL with "
+                     f"{layers} layers t in all, and one or more in each")  # fmt: skip
+    return counts
+
+
+def _uneven(keys: Keys, size: int, chunks: int, layers: int) -> list[int] | None:
+    """Layers of each stage where the first or last rank has its own number, spread over its `chunks` like the rest."""
+    first, last = (keys.whole(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    if first is None and last is None:
+        return None
+    middle = size - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    key = f"--decoder-{'first' if first is not None else 'last'}-pipeline-num-layers"
+    if size < 2 or (rest % middle if middle else rest) or rest < middle:
+        raise refuse(key, f"leaves {rest} layers to {middle} stages, which do not divide them")
+    ranks = [*([first] if first else []), *[rest // max(1, middle)] * middle, *([last] if last else [])]
+    if uneven := [held for held in ranks if held % chunks]:
+        raise refuse(key, f"leaves {uneven[0]} layers to a rank, which its {chunks} virtual stages do not divide")
+    return [held // chunks for held in ranks] * chunks
+
+
+def _ends(keys: Keys) -> tuple[bool, bool]:
+    """Whether Megatron counts the embedding, and the loss, as a layer of the outer stages."""
+    embedding, loss = (bool(keys.flag(f"account-for-{end}-in-pipeline-split")) for end in ("embedding", "loss"))
+    return embedding, loss
+
+
+def _with_ends(ends: tuple[bool, bool], stages: int, layers: int) -> list[int] | None:
+    """Layers of each stage where the embedding or the loss (`ends`) takes the place of one."""
+    if not any(ends) or stages < 2:
+        return None
+    each, left = divmod(layers + sum(ends), stages)
+    if left or each < 2:
+        key = "embedding" if ends[0] else "loss"
+        raise refuse(f"--account-for-{key}-in-pipeline-split", f"makes {layers + sum(ends)} of {layers} layers, which "
+                     f"{stages} stages do not divide")  # fmt: skip
+    return [each - ends[0], *[each] * (stages - 2), each - ends[1]]
+
+
+def _context(keys: Keys, size: int) -> dict[str, Any]:
+    kinds = keys.take("cp-comm-type")
+    words = {str(word) for word in (kinds if isinstance(kinds, list) else [kinds or "p2p"])}
+    if not words <= set(_RINGS):
+        raise refuse("--cp-comm-type", f"is {shown(kinds)}; legal: {', '.join(_RINGS)}")
+    if len(words) > 1 or words & {"allgather", "a2a+p2p"}:
+        keys.doubt("cp-comm-type", "a plan's context parallelism is a ring, or Ulysses for every layer; "
+                   "ring taken")  # fmt: skip
+    return {"size": size, "algorithm": "ulysses" if words == {"a2a"} else "ring"}
+
+
+def _expert(keys: Keys, tensor: int) -> dict[str, int]:
+    own = keys.whole("expert-tensor-parallel-size")
+    if own is not None and own != tensor:
+        keys.doubt("expert-tensor-parallel-size", f"a plan splits experts as all else, {tensor} ways")
+    return {"size": keys.whole("expert-model-parallel-size") or keys.whole("moe-expert-parallel-size") or 1}
+
+
+def _recompute(keys: Keys, shape: Shape, pipeline: Mapping[str, Any]) -> str | list[int]:
+    kind = keys.choice("recompute-granularity", {"full": "full", "selective": "selective"})
+    if keys.flag("recompute-activations"):
+        kind = "selective"
+    older = keys.choice("activations-checkpoint-method", {"uniform": "uniform", "block": "block"})
+    if older or any([keys.flag("checkpoint-activations"), keys.flag("deepspeed-activation-checkpointing")]):
+        kind = "full"
+    method = keys.choice("recompute-method", {"uniform": "uniform", "block": "block"}) or older
+    layers = keys.whole("recompute-num-layers") or keys.whole("activations-checkpoint-num-layers")
+    if kind == "full" and method == "block" and layers is not None:
+        return first_layers(_stages(shape, pipeline), layers)
+    if kind == "full" and layers not in (None, 1):
+        keys.doubt("recompute-num-layers", "a plan keeps the input of every layer, not of groups of layers")
+    return kind or "none"
+
+
+def first_layers(stages: list[int], layers: int) -> list[int]:
+    """The first `layers` layers of each stage, numbered through the model."""
+    starts = [sum(stages[:stage]) for stage in range(len(stages))]
+    return [start + k for start, held in zip(starts, stages, strict=True) for k in range(min(layers, held))]
+
+
+def _stages(shape: Shape, pipeline: Mapping[str, Any]) -> list[int]:
+    if isinstance(pipeline["partition"], list):
+        return pipeline["partition"]
+    count = pipeline["size"] * pipeline["chunks"]
+    return [shape.layers // count] * count
+
+
+def _precision(keys: Keys) -> tuple[str, str]:
+    """(precision, dtype of gradients); bf16's are fp32 unless --grad-reduce-in-bf16."""
+    bf16, fp16 = keys.flag("bf16"), keys.flag("fp16")
+    if bf16 and fp16:
+        raise refuse("--fp16", "is given beside --bf16; legal: one of them")
+    eighth = keys.take("fp8-format")
+    wide, narrow = keys.flag("accumulate-allreduce-grads-in-fp32"), keys.flag("grad-reduce-in-bf16")
+    main = _main_gradients(keys, bool(bf16 or eighth), bool(wide))
+    narrow = narrow or main == "bf16"
+    if eighth and not bf16:
+        keys.doubt("fp8-format", "without --bf16 Megatron keeps fp32 parameters; a plan's fp8 has bf16 ones")
+    if bf16 or eighth:
+        gradients = "bf16" if narrow and not wide else "fp32"
+    else:
+        gradients = "fp16" if fp16 and not wide else "fp32"
+    return "fp8" if eighth else "bf16" if bf16 else "fp16" if fp16 else "fp32", gradients
+
+
+def _main_gradients(keys: Keys, bf16: bool, wide: bool) -> str | None:
+    """Dtype of the gradients that the optimizer reads: with bf16 ones Megatron does not raise them to fp32."""
+    main = keys.choice("main-grads-dtype", {"fp32": "fp32", "bf16": "bf16"})
+    if main == "bf16" and wide:
+        raise refuse("--main-grads-dtype", "is bf16 beside --accumulate-allreduce-grads-in-fp32; legal: one of them")
+    if main == "bf16" and not bf16:
+        keys.doubt("main-grads-dtype", "without --bf16 a plan's gradients are not bf16")
+    return None if main is None else str(main)
+
+
+def _placement(keys: Keys) -> list[str]:
+    inner = ["tensor", "context"]
+    return [*inner, "pipeline", "data"] if keys.flag("use-tp-pp-dp-mapping") else [*inner, "data", "pipeline"]
+
+
+def _kernels(keys: Keys) -> str:
+    return str(keys.choice("transformer-impl", {"local": "eager", "transformer_engine": "fused"}) or "fused")
+
+
+def write(plan: Plan) -> Written:
+    """The plan as a torchrun command with Megatron's arguments, and the fields that it does not say."""
+    full = plan.complete()
+    text = command(launcher(full), written(full))
+    with nearest("megatron"):
+        back = read(text, Given(None, full.card, None, full.fabric))
+    return Written(text, lost(plan, full, back, known.LOST, ("cluster.gpu",)))

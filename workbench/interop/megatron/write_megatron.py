@@ -1,0 +1,124 @@
+"""A complete plan as Megatron-LM's arguments; what they cannot say is left out, or said as nearly as they can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.interop.megatron.model_arguments import write_model
+from workbench.plan.schema import Plan
+
+MIB = 2**20
+_SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+
+
+def launcher(full: Plan) -> dict[str, int]:
+    """torchrun's words for the cluster."""
+    return {"nproc_per_node": int(full.cluster.gpus_per_node or 1), "nnodes": int(full.cluster.nodes or 1)}
+
+
+def written(full: Plan) -> dict[str, Any]:
+    """Argument (without dashes) -> value; True is a flag."""
+    found = {**write_model(full), **_axes(full), **_data(full), **_recompute(full), **_precision(full)}
+    return {**found, **_training(full), **_optimizer(full), **_keeping(full)}
+
+
+def _on(**flags: bool) -> dict[str, Any]:
+    return {key.replace("_", "-"): True for key, on in flags.items() if on}
+
+
+def _axes(full: Plan) -> dict[str, Any]:
+    s, sizes = full.strategy, full.sizes
+    found: dict[str, Any] = {
+        "tensor-model-parallel-size": sizes["tensor"], "pipeline-model-parallel-size": sizes["pipeline"],
+        "context-parallel-size": sizes["context"],
+    }  # fmt: skip
+    if s.pipeline.size > 1 and s.pipeline.chunks > 1:
+        found["num-virtual-stages-per-pipeline-rank"] = s.pipeline.chunks
+    if isinstance(s.pipeline.partition, list) and len(set(s.pipeline.partition)) > 1:
+        found.pop("num-virtual-stages-per-pipeline-rank", None)
+        stages = "|".join("t" * layers for layers in s.pipeline.partition)
+        found["pipeline-model-parallel-layout"] = f"E{stages}L"
+    if sizes["context"] > 1:
+        found["cp-comm-type"] = "a2a" if s.context.algorithm == "ulysses" else "p2p"
+    if s.expert.size > 1:
+        found["expert-model-parallel-size"] = s.expert.size
+    sharing = [axis for axis in s.placement if axis in ("data", "pipeline")]
+    swapped = sharing == ["pipeline", "data"] and sizes["pipeline"] > 1 and sizes["data"] > 1
+    return found | _on(sequence_parallel=s.tensor.sequence and sizes["tensor"] > 1, use_tp_pp_dp_mapping=swapped)
+
+
+def _data(full: Plan) -> dict[str, Any]:
+    data, replicas = full.strategy.data, full.sizes["data"] * full.sizes["context"]
+    found = _on(
+        use_distributed_optimizer=data.zero >= 1, use_megatron_fsdp=data.zero >= 2, overlap_grad_reduce=data.overlap,
+        overlap_param_gather=data.overlap and data.zero >= 1, optimizer_cpu_offload=data.offload != "none",
+    )  # fmt: skip
+    if data.zero >= 2:
+        found["data-parallel-sharding-strategy"] = _SHARDING[data.zero]
+    if isinstance(data.shard, int) and data.shard < replicas:
+        found["num-distributed-optimizer-instances"] = replicas // data.shard
+    size = 4 if full.strategy.gradient_dtype == "fp32" else 2
+    return found | {"ddp-bucket-size": max(1, round(data.bucket_mib * MIB / size))}
+
+
+def _recompute(full: Plan) -> dict[str, Any]:
+    wanted = full.strategy.recompute
+    if isinstance(wanted, str):
+        whole = {"recompute-method": "uniform", "recompute-num-layers": 1} if wanted == "full" else {}
+        return {} if wanted == "none" else {"recompute-granularity": wanted, **whole}
+    stages = full.strategy.pipeline.partition
+    assert isinstance(stages, list), "complete() writes the partition out"
+    first = sum(layer in wanted for layer in range(stages[0]))
+    block = {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": first}
+    return block if first else {}
+
+
+def _precision(full: Plan) -> dict[str, Any]:
+    precision, gradients = full.strategy.precision, full.strategy.gradient_dtype
+    found = _on(
+        bf16=precision in ("bf16", "fp8"), fp16=precision == "fp16",
+        accumulate_allreduce_grads_in_fp32=precision == "fp16" and gradients == "fp32",
+        grad_reduce_in_bf16=gradients == "bf16",
+    )  # fmt: skip
+    if precision == "fp8":
+        found["fp8-format"] = "hybrid"
+    return found | {"transformer-impl": "local" if full.strategy.kernels == "eager" else "transformer_engine"}
+
+
+def _training(full: Plan) -> dict[str, Any]:
+    t = full.training
+    found = {
+        "seq-length": t.sequence_length, "micro-batch-size": t.micro_batch, "global-batch-size": t.global_batch,
+        "train-iters": t.steps, "seed": t.seed, "hidden-dropout": t.dropout, "attention-dropout": 0.0,
+    }  # fmt: skip
+    if t.evaluation.every == 0:
+        return {**found, "eval-iters": 0}
+    return {**found, "eval-interval": t.evaluation.every, "eval-iters": t.evaluation.batches}
+
+
+def _optimizer(full: Plan) -> dict[str, Any]:
+    o = full.training.optimizer
+    found: dict[str, Any] = {
+        "optimizer": "sgd" if o.name == "sgd" else "adam", "lr": o.learning_rate,
+        "min-lr": min(o.learning_rate, float(f"{o.learning_rate * o.final_ratio:.15g}")), "lr-decay-style": o.decay,
+        "lr-decay-iters": full.training.steps,
+        "lr-warmup-iters": o.warmup_steps, "weight-decay": o.weight_decay, "clip-grad": o.clip or 0.0,
+    }  # fmt: skip
+    if o.name == "sgd":
+        found["sgd-momentum"] = o.beta1
+    else:
+        found |= {"adam-beta1": o.beta1, "adam-beta2": o.beta2, "adam-eps": o.epsilon}
+    if o.moments == "bf16":
+        found |= {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "bf16"}
+    return found
+
+
+def _keeping(full: Plan) -> dict[str, Any]:
+    c, told = full.checkpoint, full.telemetry
+    found: dict[str, Any] = {"distributed-timeout-minutes": -(-told.timeout_seconds // 60)}
+    if c.every:
+        found |= {"save": "checkpoints", "save-interval": c.every, **_on(async_save=c.asynchronous)}
+    if c.load is not None:
+        found["load"] = c.load
+    folders = {"tensorboard": ("tensorboard-dir", "tensorboard"), "wandb": ("wandb-project", "workbench")}
+    return found | dict(folders[name] for name in told.trackers if name in folders)

@@ -1,0 +1,144 @@
+"""What of a plan a foreign text does not say, found by reading the text back: nothing can be lost unseen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from workbench.errors import PlanError, Problem
+from workbench.interop.translation import ASSUMED, TITLES, Format, Imported, Note, as_said
+from workbench.interop.foreign_keys import flat
+from workbench.plan.schema import Plan
+from workbench.plan.plan_files import build, plain
+
+UNSAID = ("version", "strategy.preset", "strategy.stack", "corpus.sha256")
+"""Fields that are no loss: a preset is written out, the stack is the format's own."""
+ALWAYS = ("model", "cluster.gpu", "cluster.gpus",
+          *(f"training.{field}" for field in ("sequence_length", "steps", "global_batch", "micro_batch")))  # fmt: skip
+"""Fields that matter whatever their value: named even where it is the default."""
+
+PARTITION, STAGES, CHUNKS = (f"strategy.pipeline.{field}" for field in ("partition", "size", "chunks"))
+
+
+@contextmanager
+def nearest(format: Format) -> Iterator[None]:
+    """Reading back what was just written: where it is illegal, the plan has nothing near it in this format."""
+    try:
+        yield
+    except PlanError as error:
+        why = f"cannot be written as {TITLES[format]}; the nearest that it can say is illegal: "
+        raise PlanError(
+            [
+                Problem(p.field, why + p.message.removesuffix(ASSUMED).removesuffix(as_said(format)))
+                for p in error.problems
+            ]
+        ) from None
+
+
+def lost(plan: Plan, full: Plan, back: Imported, whys: Mapping[str, str], handed: Collection[str]) -> list[Note]:
+    """Fields of `full` (the complete `plan`) that the text read `back` does not hold, each with its value and why.
+
+    Named are fields that read back otherwise, and fields that the reader did not get from the text (it assumed them,
+    left them alone, or had them `handed` to it) and that the plan sets, or that matter always. `whys` maps a field, or
+    the beginning of fields, to the reason.
+    """
+    whys = {"cluster.gpu": "no foreign file names the card", **whys}
+    assumed = {note.field for note in back.assumed}
+    ours, theirs, read = _leaves(full), _leaves(back.plan.complete()), _leaves(back.plan)
+    written, default = _leaves(plan), _defaults(full)
+    found: dict[str, Note] = {}
+    for field in dict.fromkeys([*ours, *theirs]):
+        value, name = ours.get(field), _group(field, "model" in handed)
+        follows = name == PARTITION and field not in written and {STAGES, CHUNKS} & set(found)
+        if name in UNSAID or name in found or follows:
+            continue
+        differs = not _same(field, value, theirs.get(field), full, field in written)
+        said = field in read and field not in assumed and not _among(field, handed)
+        if differs or (not said and _matters(name, field, value, written, default)):
+            reason = _reason(name, whys, differs and said, theirs.get(field))
+            reason += "; here it decides nothing" * (differs and _idle(field, full))
+            found[name] = Note(name, _value(name, full, value), reason)
+    return list(found.values())
+
+
+def _leaves(plan: Plan) -> dict[str, Any]:
+    data = plain(plan)
+    for section in ("model", "cluster.gpu"):
+        *above, last = section.split(".")
+        holder = data[above[0]] if above else data
+        if not isinstance(holder[last], Mapping):
+            holder[last] = {"name": holder[last]}
+    return flat(data)
+
+
+def _defaults(full: Plan) -> dict[str, Any]:
+    bare = build({"model": full.shape.model_dump(), "cluster": {"gpu": full.card.model_dump(), "gpus": 1}})
+    return flat(bare.model_dump())
+
+
+def _group(field: str, whole_model: bool) -> str:
+    """The field as people know it: a card, a fabric, and a model that is one name, in one word."""
+    for section in ("cluster.gpu", "cluster.fabric", *(("model",) if whole_model else ())):
+        if field == section or field.startswith(section + "."):
+            return section
+    return field
+
+
+def _value(name: str, full: Plan, value: Any) -> Any:
+    known = {"model": full.shape.name, "cluster.gpu": full.card.name, "cluster.fabric": full.fabric.name}
+    return known.get(name, value)
+
+
+def _matters(name: str, field: str, value: Any, written: Mapping[str, Any], default: Mapping[str, Any]) -> bool:
+    if name in ("cluster.fabric", "cluster.nodes", "cluster.gpus_per_node", "name"):
+        return any(key == name or key.startswith(name + ".") for key in written)
+    if field == PARTITION:
+        return False  # always filled; where it matters it reads back otherwise
+    return name in ALWAYS or (field in written and value is not None) or value != default.get(field, value)
+
+
+def _same(field: str, ours: Any, theirs: Any, full: Plan, written: bool) -> bool:
+    """Whether a field came back; one that nobody has `written` may differ where it decides nothing."""
+    if field == "name" or field.startswith(("cluster.gpu.", "cluster.fabric")):
+        return True  # handed to the reader as they are
+    if field == "strategy.placement" and not written:
+        many = [axis for axis, size in full.sizes.items() if size > 1]
+        return [a for a in ours if a in many] == [a for a in theirs if a in many]
+    if not written and _idle(field, full):
+        return True
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=1e-12)
+    return bool(ours == theirs)
+
+
+def _idle(field: str, full: Plan) -> bool:
+    """Whether a field means nothing in this plan: how an axis of one rank is split."""
+    s, sizes = full.strategy, full.sizes
+    o = full.training.optimizer
+    idle = {
+        "strategy.context.algorithm": sizes["context"] == 1,
+        "strategy.tensor.sequence": sizes["tensor"] == 1,
+        "strategy.pipeline.schedule": sizes["pipeline"] == 1 and s.pipeline.chunks == 1,
+        "strategy.data.reduce": sizes["data"] * sizes["context"] == 1,
+        "strategy.data.overlap": sizes["data"] * sizes["context"] == 1,
+        "strategy.data.bucket_mib": sizes["data"] * sizes["context"] == 1,
+        "training.evaluation.batches": full.training.evaluation.every == 0,
+        "training.optimizer.final_ratio": o.decay == "constant",
+        "training.optimizer.beta2": o.name == "sgd",
+        "training.optimizer.epsilon": o.name == "sgd",
+    }
+    return idle.get(field, False)
+
+
+def _among(name: str, words: Collection[str]) -> bool:
+    return any(name == word or name.startswith(word + ".") for word in words)
+
+
+def _reason(name: str, whys: Mapping[str, str], said: bool, theirs: Any) -> str:
+    best = max((word for word in whys if _among(name, (word,))), key=len, default=None)
+    why = "the format has no word for it" if best is None else whys[best]
+    if best is None and said:
+        why = "the format cannot say this value"
+    return f"{why}; the file means {theirs}" if said else why

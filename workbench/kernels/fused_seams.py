@@ -1,0 +1,211 @@
+"""The seams of a model (`workbench.models.seams`) with other bodies: the fused operators of this room.
+
+A replaced seam stays the same module, with its parameters, its name and its hooks; only what runs is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.kernels.activation import GATED, activate
+from workbench.kernels.cross_entropy import cross_entropy
+from workbench.kernels.bias_dropout_residual import dropout_add
+from workbench.kernels.linear_cross_entropy import linear_cross_entropy
+from workbench.kernels.residual_norm import add_norm
+from workbench.kernels.rope import rope
+from workbench.models.counter_dropout import Dropout
+from workbench.models.seams import Activate, AddNorm, HeadLoss, Positions, Rope
+
+PLAIN_BELOW = 2**19
+"""Entries below which starting what was compiled costs a processor more than plain operators do."""
+LOSS_PLAIN_BELOW = 2**22
+"""The same of a split vocabulary's logits, all of whose loss is one seam."""
+ATEN = ("layernorm", "relu")
+"""Kinds of seams that torch has a fused operator for on processors."""
+
+
+class FusedAddNorm(AddNorm):
+    """Sum and norm in one pass over memory."""
+
+    kernels: str
+    plain_below: int
+
+    def forward(self, x_BTD: Tensor, residual_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(normalised sum, sum), both [B, T, D]."""
+        if x_BTD.numel() < self.plain_below:
+            return super().forward(x_BTD, residual_BTD)
+        centred = self.kind == "layernorm"
+        return add_norm(x_BTD, residual_BTD, self.weight, self.bias, self.epsilon, centred, self.kernels)
+
+
+class FusedRope(Rope):
+    """Positions turned where they lie: queries and keys that come in are used up."""
+
+    kernels: str
+    plain_below: int
+
+    def forward(self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Queries and keys [B, T, heads, head_dim], turned."""
+        if q_BTHK.numel() < self.plain_below:
+            return super().forward(q_BTHK, k_BTHK, positions)
+        return rope(q_BTHK, k_BTHK, positions.cos, positions.sin, self.kernels)
+
+
+class FusedActivate(Activate):
+    """The non-linearity in one pass; what backward needs of it is made again."""
+
+    kernels: str
+    plain_below: int
+
+    def forward(self, gate_BTF: Tensor, up_BTF: Tensor | None) -> Tensor:
+        """Activated features [B, T, F]."""
+        if gate_BTF.numel() < self.plain_below:
+            return super().forward(gate_BTF, up_BTF)
+        return activate(self.kind, gate_BTF, up_BTF, kernels=self.kernels)
+
+
+class FusedHeadLoss(HeadLoss):
+    """Projection and loss of some tokens at a time: the logits are never there at once.
+
+    What splits the vocabulary replaces it, has all its logits, and makes their loss by plain operators where they are
+    fewer than `plain_below`.
+    """
+
+    kernels: str
+    plain_below: int
+
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """Sum over valid tokens of the negative log-likelihood; a scalar."""
+        return linear_cross_entropy(x_BTD.flatten(0, -2), self.weight, targets_BT.flatten(), kernels=self.kernels)
+
+
+class FusedDropout(Dropout):
+    """Dropout that draws its mask as it goes; the same entries as the plain one's."""
+
+    kernels: str
+
+    def forward(self, x_BTD: Tensor, rows_BT: Tensor | None) -> Tensor:
+        """[B, T, D] to the same; `rows` say which tokens these are."""
+        if not self.rate or not self.training:
+            return x_BTD
+        assert rows_BT is not None, "dropout must be told which tokens it sees"
+        return dropout_add(x_BTD, None, None, rows_BT, self.key, self.rate, self.first, self.kernels)
+
+
+FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    AddNorm: FusedAddNorm,
+    Rope: FusedRope,
+    Activate: FusedActivate,
+    HeadLoss: FusedHeadLoss,
+    Dropout: FusedDropout,
+}
+"""Plain seam -> the fused one; attention is torch's fused operator already."""
+
+
+def replace_seams(model: nn.Module, kernels: str, device: str = "cuda") -> None:
+    """Let the seams of `model` run `kernels` (eager, compiled, fused), in place, on the planned `device` (cuda, cpu).
+
+    Fused on processors is torch's own operator for kinds that it has one for, plain operators where there is little to
+    do and for dropout, and else compiled code.
+    """
+    if kernels not in ("eager", "compiled", "fused"):
+        raise ValueError(f"kernels are {kernels!r}; legal: 'eager', 'compiled' or 'fused'")
+    if kernels == "eager":
+        return
+    on_processor = kernels == "fused" and device == "cpu"
+    for module in model.modules():
+        plain = on_processor and (isinstance(module, Dropout) or getattr(module, "kind", None) in ATEN)
+        if type(module) in FUSED and not plain:
+            below = LOSS_PLAIN_BELOW if isinstance(module, HeadLoss) else PLAIN_BELOW
+            use(module, FUSED[type(module)], kernels, below if on_processor else 0)
+
+
+def use(module: Any, kind: type[nn.Module], kernels: str, plain_below: int = 0) -> None:
+    """Make `module` one of `kind`, a subclass of its own that differs in what it runs."""
+    module.__class__ = kind
+    module.kernels, module.plain_below = kernels, plain_below
+
+
+def warm_up(models: Iterable[nn.Module], dtype: torch.dtype, batch: int = 2) -> Iterator[str]:
+    """Compile for processors what the seams of `models` will run, on small ones of the same kinds; before each, say
+    which.
+
+    No two of their sizes are the same, or code would be compiled for just that; so it is for a `batch` of one. Cards
+    compile sizes in: there the first step does it.
+    """
+    done: set[tuple[Any, ...]] = set()
+    for module in [m for model in models for m in model.modules() if getattr(m, "kernels", "eager") != "eager"]:
+        kind = type(module), getattr(module, "kind", None)
+        if kind not in done and type(module) is not FusedDropout:  # which is never compiled
+            done.add(kind)
+            yield type(module).__name__.removeprefix("Fused")
+            make = _SMALL.get(type(module), _split_head)
+            zeros = partial(torch.zeros, min(batch, 3), dtype=dtype, requires_grad=True)
+            small, every_input = make(module, zeros)
+            replace_seams(small.to(dtype), str(module.kernels))
+            for inputs in every_input:
+                _run(small, inputs)
+
+
+def _run(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Forward and backward."""
+    with torch.enable_grad():
+        made = module(*inputs)
+        results = [x for x in (made if isinstance(made, tuple) else (made,)) if x.requires_grad]
+        torch.autograd.backward(results, [torch.zeros_like(x) for x in results])
+
+
+Zeros = Callable[..., Tensor]
+Small = tuple[nn.Module, list[tuple[Any, ...]]]
+
+
+def _norm(like: Any, zeros: Zeros) -> Small:
+    inputs = [(zeros(5, 10), residual) for residual in (None, zeros(5, 10))]
+    return AddNorm(like.kind, 10, like.epsilon, like.bias is not None), inputs
+
+
+def _rope(like: Any, zeros: Zeros) -> Small:
+    table = zeros(5, 6)[0].detach()
+    positions = Positions(torch.arange(5), table, table)
+    return Rope(), [(zeros(5, 4, 12) * 1, zeros(5, heads, 12) * 1, positions) for heads in (2, 1)]
+
+
+def _activate(like: Any, zeros: Zeros) -> Small:
+    return Activate(like.kind), [(zeros(5, 10), zeros(5, 10) if like.kind in GATED else None)]
+
+
+def _head(like: Any, zeros: Zeros) -> Small:
+    vocab = 128 if len(like.weight) % 64 == 0 else 100  # rows that follow each other, or not
+    return HeadLoss(10, vocab), [(x := zeros(5, 10), torch.zeros(x.shape[:2], dtype=torch.long))]
+
+
+class SplitLoss(nn.Module):
+    """The loss of a vocabulary that is split over ranks, of one rank alone; the last `padding` columns are nobody's."""
+
+    def __init__(self, kernels: str) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def forward(self, logits_NV: Tensor, targets_N: Tensor, padding: int) -> Tensor:
+        """The sum over tokens; uses the logits up."""
+        rows = 0, logits_NV.shape[1] - padding
+        return cross_entropy(logits_NV, targets_N, rows, reduce=(Tensor.clone, Tensor.clone), kernels=self.kernels)
+
+
+def _split_head(like: Any, zeros: Zeros) -> Small:
+    targets = torch.zeros(zeros(5).numel(), dtype=torch.long)
+    return SplitLoss(like.kernels), [(zeros(5, 100).flatten(0, 1) * 1, targets, padding) for padding in (0, 2)]
+
+
+_SMALL: dict[type[nn.Module], Callable[[Any, Zeros], Small]] = {
+    FusedAddNorm: _norm,
+    FusedRope: _rope,
+    FusedActivate: _activate,
+    FusedHeadLoss: _head,
+}
+"""A fused seam -> a small plain one of its kind, and what it is run on; others split the vocabulary of a head."""

@@ -1,0 +1,275 @@
+"""Residual + RMSNorm (Zhang and Sennrich 2019, 1910.07467) and residual + LayerNorm (Ba et al. 2016, 1607.06450).
+
+Forward reads the branch and the residual once, and writes their sum and its norm. Backward reads the sum and both
+gradients once; what it needs beside the sum is one or two numbers a row. Statistics are in fp32 or better.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from workbench.kernels.compiled_reference import compiled
+from workbench.kernels.input_checks import check, check_shape, rows_of, wide_dtype
+from workbench.kernels.triton_compat import jit, next_power_of_2, programs, runs_triton, tl, wide
+from workbench.models.seams import at_least_fp32
+
+WIDEST = 2**15
+"""Bytes of a row that one program's registers hold; wider rows are not Triton's."""
+HELD = 8192
+"""Columns whose bias gradient is held beside the weight's; of wider rows it is a sum of its own."""
+TILE = 2048
+"""Entries that a program of narrow rows takes at once."""
+OF_THREAD = 32
+"""Entries of a thread, where a row has so many: four loads of 16 bytes from each tensor are under way at once."""
+
+
+def reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool
+) -> tuple[Tensor, Tensor]:
+    """(norm of the sum, sum) as plain operators: LayerNorm where `centred`, RMSNorm otherwise."""
+    total = x if residual is None else x + residual
+    own = at_least_fp32(total)
+    if centred:
+        own = own - own.mean(-1, keepdim=True)
+    normal = own * (own.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    y = normal.to(x.dtype) * weight
+    return (y if bias is None else y + bias), total
+
+
+# ---- Triton ---------------------------------------------------------------------------------------------------------
+
+
+@jit
+def add_norm_forward(  # type: ignore[no-untyped-def]
+    X, R, W, B, Y, TOTAL, MEAN, SCALE, num_rows, num_columns, epsilon,
+    HAS_R: tl.constexpr, HAS_B: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows a program: sum, statistics, norm."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    here = (rows < num_rows)[:, None] & inside[None, :]
+    at = rows[:, None] * num_columns + columns[None, :]
+    total = tl.load(X + at, mask=here, other=0.0).to(WIDE)
+    if HAS_R:
+        total += tl.load(R + at, mask=here, other=0.0).to(WIDE)
+        # Backward sees the sum as it is stored, so the norm is of that too.
+        total = total.to(TOTAL.dtype.element_ty).to(WIDE)
+        tl.store(TOTAL + at, total.to(TOTAL.dtype.element_ty), mask=here)
+    if CENTRED:
+        mean = tl.sum(total, 1) / num_columns
+        tl.store(MEAN + rows, mean, mask=rows < num_rows)
+        total = tl.where(here, total - mean[:, None], 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(total * total, 1) / num_columns + epsilon)
+    tl.store(SCALE + rows, scale, mask=rows < num_rows)
+    y = total * scale[:, None] * tl.load(W + columns, mask=inside, other=0.0).to(WIDE)[None, :]
+    if HAS_B:
+        y += tl.load(B + columns, mask=inside, other=0.0).to(WIDE)[None, :]
+    tl.store(Y + at, y.to(Y.dtype.element_ty), mask=here)
+
+
+@jit
+def add_norm_backward(  # type: ignore[no-untyped-def]
+    DY, DTOTAL, TOTAL, MEAN, SCALE, W, DX, DW, DB, num_rows, num_columns,
+    HAS_TOTAL: tl.constexpr, HAS_DB: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every program takes each so-manieth tile, and keeps its own part of the weight's gradient until the end.
+
+    What the sums over a row were of is read again after them, from the cache: held, it would not fit in registers.
+    """
+    columns = tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    dw = tl.zeros((BLOCK,), WIDE)
+    db = tl.zeros((BLOCK,), WIDE)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        here = (rows < num_rows)[:, None] & inside[None, :]
+        at = rows[:, None] * num_columns + columns[None, :]
+        scale = tl.load(SCALE + rows, mask=rows < num_rows, other=0.0)[:, None]
+        normal = tl.load(TOTAL + at, mask=here, other=0.0, eviction_policy="evict_last").to(WIDE)
+        incoming = tl.load(DY + at, mask=here, other=0.0, eviction_policy="evict_last").to(WIDE)
+        if HAS_TOTAL:  # asked for early, so that it comes while the sums are made
+            dtotal = tl.load(DTOTAL + at, mask=here, other=0.0)
+        if CENTRED:
+            mean = tl.load(MEAN + rows, mask=rows < num_rows, other=0.0)[:, None]
+            normal -= mean
+        normal *= scale
+        dw += tl.sum(incoming * normal, 0)
+        if HAS_DB:
+            db += tl.sum(incoming, 0)
+        incoming *= tl.load(W + columns, mask=inside, other=0.0, eviction_policy="evict_last").to(WIDE)[None, :]
+        along = tl.sum(incoming * normal, 1)[:, None] / num_columns
+        if CENTRED:
+            across = tl.sum(incoming, 1)[:, None] / num_columns
+        normal = tl.load(TOTAL + at, mask=here, other=0.0, eviction_policy="evict_first").to(WIDE)
+        if CENTRED:
+            normal -= mean
+        dx = tl.load(DY + at, mask=here, other=0.0, eviction_policy="evict_first").to(WIDE)
+        dx = dx * tl.load(W + columns, mask=inside, other=0.0).to(WIDE)[None, :] - normal * scale * along
+        if CENTRED:
+            dx -= across
+        dx *= scale
+        if HAS_TOTAL:
+            dx += dtotal.to(WIDE)
+        tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=here)
+    own = tl.program_id(0).to(tl.int64) * num_columns + columns
+    tl.store(DW + own, dw, mask=inside)
+    if HAS_DB:
+        tl.store(DB + own, db, mask=inside)
+
+
+# ---- without Triton: the same by a compiler -------------------------------------------------------------------------
+
+
+@compiled
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    own = at_least_fp32(total)
+    mean = own.mean(-1)
+    own = own - mean[:, None] if centred else own
+    scale = (own.square().mean(-1) + epsilon).rsqrt()
+    y = own * scale[:, None] * weight
+    return (y if bias is None else y + bias).to(x.dtype), total, torch.stack((scale, mean) if centred else (scale,))
+
+
+@compiled
+def _backward(
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    incoming, normal = at_least_fp32(dy), at_least_fp32(total)
+    centred, scale = len(statistics) == 2, statistics[0][:, None]
+    normal = (normal - statistics[1][:, None] if centred else normal) * scale
+    dw, db = (incoming * normal).sum(0), incoming.sum(0) if has_bias else incoming.new_empty(0)
+    incoming = incoming * weight
+    dx = incoming - normal * (incoming * normal).mean(-1, keepdim=True)
+    dx = (dx - incoming.mean(-1, keepdim=True) if centred else dx) * scale
+    return (dx if dtotal is None else dx + dtotal).to(total.dtype), dw.to(weight.dtype), db.to(weight.dtype)
+
+
+# ---- the operator ---------------------------------------------------------------------------------------------------
+
+
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool,
+    kernels: str = "fused",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(norm of the sum, sum), both [..., D], of a branch and a residual [..., D]; without a residual the sum is x.
+
+    `weight` and `bias` are [D]; `kernels` is the plan's: compiled, or fused, which is Triton where that runs. Raises
+    ValueError naming the tensor whose device, dtype or shape is not right.
+    """
+    check("add_norm", "x", x=x, residual=residual, weight=weight, bias=bias)
+    check_shape("add_norm", "residual", residual, x.shape)
+    check_shape("add_norm", "weight", weight, x.shape[-1:])
+    check_shape("add_norm", "bias", bias, x.shape[-1:])
+    if residual is not None and residual.dtype != x.dtype:
+        raise ValueError(f"add_norm: residual is {residual.dtype}; legal: x's {x.dtype}")
+    bias = None if bias is None else bias.contiguous()
+    y, total, _ = add_norm_op(x, residual, weight.contiguous(), bias, epsilon, centred, kernels)
+    return y, x if residual is None else total
+
+
+@custom_op("workbench::add_norm", mutates_args=())
+def add_norm_op(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool, kernels: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(norm, sum or nothing, statistics [1 or 2, rows]: one over the deviation, and where `centred` the mean)."""
+    x_ND, residual_ND = rows_of(x), None if residual is None else rows_of(residual)
+    if not _triton(x, kernels):
+        y, total, statistics = _forward(x_ND, residual_ND, weight, bias, epsilon, centred)
+    else:
+        y, total, statistics = _outputs(x_ND, residual_ND, centred)
+        tile = _tile(x.shape[-1])
+        add_norm_forward[(-(-len(x_ND) // tile["ROWS"]),)](
+            x_ND, residual_ND, weight, bias, y, total, statistics[-1], statistics[0], *x_ND.shape, epsilon,
+            HAS_R=residual is not None, HAS_B=bias is not None, CENTRED=centred, WIDE=wide(x), **tile,
+        )  # fmt: skip
+    return y.view(x.shape), x.new_empty(0) if residual is None else total.view(x.shape), statistics
+
+
+def _outputs(x_ND: Tensor, residual_ND: Tensor | None, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
+    total = x_ND.new_empty(0 if residual_ND is None else x_ND.shape)
+    statistics = torch.empty(1 + centred, len(x_ND), dtype=wide_dtype(x_ND), device=x_ND.device)
+    return torch.empty_like(x_ND), total, statistics
+
+
+@add_norm_op.register_fake
+def _(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool, kernels: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, total, statistics = _outputs(rows_of(x), residual, centred)
+    return y.view(x.shape), total if residual is None else total.view(x.shape), statistics
+
+
+@custom_op("workbench::add_norm_backward", mutates_args=())
+def add_norm_backward_op(
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, has_bias: bool, kernels: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the sum [..., D], the weight [D] and the bias [D], or nothing where there is none."""
+    dy_ND, total_ND = rows_of(dy), rows_of(total)
+    dtotal_ND = None if dtotal is None else rows_of(dtotal)
+    if not _triton(total, kernels):
+        dx, dw, db = _backward(dy_ND, dtotal_ND, total_ND, statistics, weight, has_bias)
+        return dx.view(total.shape), dw, db
+    tile = _tile(total.shape[-1])
+    held = has_bias and tile["BLOCK"] <= HELD
+    num_programs = min(programs(total.device, _resident(tile, held)), -(-len(total_ND) // tile["ROWS"]))
+    dx = torch.empty_like(total_ND)
+    parts = torch.empty(1 + held, num_programs, total.shape[-1], dtype=statistics.dtype, device=total.device)
+    add_norm_backward[(num_programs,)](
+        dy_ND, dtotal_ND, total_ND, statistics[-1], statistics[0], weight, dx, parts[0], parts[-1], *total_ND.shape,
+        HAS_TOTAL=dtotal is not None, HAS_DB=held, CENTRED=len(statistics) == 2, WIDE=wide(total), **tile,
+    )  # fmt: skip
+    db = parts[1].sum(0) if held else dy_ND.sum(0, dtype=parts.dtype) if has_bias else weight.new_empty(0)
+    return dx.view(total.shape), parts[0].sum(0).to(weight.dtype), db.to(weight.dtype)
+
+
+@add_norm_backward_op.register_fake
+def _(
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, has_bias: bool, kernels: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, db = torch.empty_like(rows_of(total)).view(total.shape), weight.new_empty(len(weight) if has_bias else 0)
+    return dx, torch.empty_like(weight), db
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, residual, weight, bias, _, _, ctx.kernels = inputs
+    ctx.has_residual, ctx.has_bias = residual is not None, bias is not None
+    ctx.save_for_backward(output[1] if ctx.has_residual else x, output[2], weight)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    dy = torch.zeros_like(ctx.saved_tensors[0]) if dy is None else dy
+    dtotal = dtotal if ctx.has_residual else None
+    dx, dw, db = add_norm_backward_op(dy, dtotal, *ctx.saved_tensors, ctx.has_bias, ctx.kernels)
+    return dx, dx if ctx.has_residual else None, dw, db if ctx.has_bias else None, None, None, None
+
+
+add_norm_op.register_autograd(_gradients, setup_context=_setup)
+
+
+def _triton(x: Tensor, kernels: str) -> bool:
+    fits = 0 < x.shape[-1] * x.element_size() <= WIDEST and x.numel() > 0
+    return kernels == "fused" and runs_triton(x.device) and fits
+
+
+def _tile(columns: int) -> dict[str, int]:
+    block = next_power_of_2(columns)
+    return {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": max(4, block // (32 * OF_THREAD))}
+
+
+def _resident(tile: dict[str, int], held: bool) -> int:
+    """Backward's programs that a multiprocessor has registers for: 16 warps, or 12 that hold the bias's gradient too.
+
+    One more would wait for the others to end.
+    """
+    return max(1, (12 if held else 16) // tile["num_warps"])

@@ -1,0 +1,87 @@
+"""What the charts share: their data, who said the numbers, and the form of legends and marks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import altair as alt
+
+from workbench.lab.charts import palette
+from workbench.lab.live.figure import DATA
+from workbench.profile import Profile
+
+ROWS = alt.NamedData(DATA)
+
+
+def sources(profiles: Sequence[Profile]) -> str:
+    """Who says what a chart shows, for its subtitle: 'estimated · measured'."""
+    found = {profile.source for profile in profiles}
+    return " · ".join(name for name in palette.SOURCES if name in found) or "no source"
+
+
+def names_of(profiles: Sequence[Profile]) -> list[str]:
+    """What each profile's bars are called: the source, and the run too where one source speaks of several."""
+    several = len({profile.source for profile in profiles}) < len(profiles)
+    names = [f"{profile.source} · {profile.run}" if several else profile.source for profile in profiles]
+    return [name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})" for i, name in enumerate(names)]
+
+
+def runs(profiles: Sequence[Profile]) -> list[str]:
+    """Names of the runs, each once, in order."""
+    return list(dict.fromkeys(profile.run for profile in profiles))
+
+
+def marker(place: str, words: str, align: Literal["left", "right"] = "right") -> list[alt.Chart]:
+    """A vertical rule where a row has the field `place`, with the field `words` at its top, on its `align` side.
+
+    It has a light edge, so that it is seen on bars of any colour.
+    """
+    base = alt.Chart(ROWS).transform_filter(f"isValid(datum.{place})").encode(x=f"{place}:Q")
+    edge = base.mark_rule(color="white", strokeWidth=6, opacity=0.9)
+    rule = base.mark_rule(color=palette.LIMIT, strokeWidth=2.5)
+    text = base.mark_text(
+        color=palette.LIMIT, align="left" if align == "right" else "right", baseline="bottom", dy=-3, fontSize=11,
+        fontWeight="bold",
+    )  # fmt: skip
+    return [edge, rule, text.encode(y=alt.value(0), text=f"{words}:N")]
+
+
+LETTER, SYMBOL = 5.8, 27.0
+"""Width of a letter of a legend, and of a legend's symbol with the gaps around it, in pixels."""
+NAMES = 240
+"""Pixels that the names left of bars may take."""
+NARROW, WIDE = 330, 700
+"""Pixels of the narrowest place that a board gives a chart, and one that has a line of its own."""
+
+
+def legend(
+    labels: Sequence[str], symbol: str = "square", width: int = NARROW, beside: Sequence[str] = ()
+) -> alt.Legend:
+    """The one place and form of legends: under the chart, without a title, in as many columns as fit.
+
+    `width` is the chart's in pixels, of which the names `beside` it on the left take their part.
+    """
+    column = SYMBOL + LETTER * max(map(len, labels), default=0)
+    width -= min(NAMES, int(5.2 * max(map(len, beside), default=6))) + 12
+    stroke = 2.5 if symbol == "stroke" else 0
+    return alt.Legend(
+        title=None,
+        orient="bottom",
+        columns=max(1, min(8, int(width / column))),
+        symbolType=symbol,
+        symbolSize=90,
+        symbolStrokeWidth=stroke,
+        labelLimit=0,
+        offset=6,
+    )
+
+
+def names(title: str | None = None) -> alt.Axis:
+    """The axis of names left of horizontal bars."""
+    return alt.Axis(title=title, labelLimit=NAMES, labelPadding=7, ticks=False, domain=False)
+
+
+def amounts() -> alt.Axis:
+    """The axis below horizontal bars: few ticks, so that their numbers stay apart on a narrow page."""
+    return alt.Axis(tickCount=6)

@@ -1,0 +1,164 @@
+"""The tables of a comparison, for a page, for a terminal and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pandas as pd
+
+from workbench.lab.charts import rank_selection
+from workbench.units import byte_unit, bytes_text, count_text, digits, seconds_text
+from workbench.safe_io.untrusted_text import escaped
+
+STYLE = """
+<style>
+.wb-table { border-collapse: collapse; margin: 4px 0 14px; font-size: 13px; font-variant-numeric: tabular-nums; }
+.wb-table caption { text-align: left; font-weight: 600; padding: 6px 0; caption-side: top; }
+.wb-table th, .wb-table td { padding: 4px 12px; text-align: right; border-bottom: 1px solid rgba(128,128,128,.25); }
+.wb-table th { font-weight: 600; vertical-align: bottom; }
+.wb-table td { white-space: nowrap; }
+.wb-table .wb-name { text-align: left; white-space: normal; }
+.wb-table .wb-id { text-align: left; }
+</style>
+"""
+
+Column = tuple[str, str, Callable[[Any], str]]
+"""Column of the frame, its heading, and how a cell is said."""
+Sheet = tuple[str, list[Column], pd.DataFrame]
+"""A table: its caption, its columns, its rows."""
+TEXT = ("plan", "source", "state", "run", "field", "value")
+"""First words of the columns that hold text; the others hold figures."""
+ID_SHOWN = 40
+"""Characters of a run's id in a page's cell, which does not wrap it; a longer one loses its middle."""
+
+
+def summary_table(summary: pd.DataFrame) -> Sheet:
+    """The summary, with the state of each run beside its name."""
+    if len(summary):
+        states = {str(plan): _state(rows) for plan, rows in summary.groupby("plan", sort=False)}
+        summary = summary.assign(state=summary["plan"].map(states))
+    return "What was compared", summary_columns(), summary
+
+
+def _state(rows: pd.DataFrame) -> str | None:
+    """How far a run has come; of what was not measured, that it has not run."""
+    known = rows["state"].dropna()
+    return str(known.iloc[0]) if len(known) else None if "measured" in set(rows["source"]) else "not run"
+
+
+def differences_table(differences: dict[str, dict[str, Any]]) -> Sheet:
+    """The fields in which plans differ, a column a plan."""
+    names = list(next(iter(differences.values()), {}))
+    columns: list[Column] = [("field", "field", str)]
+    columns += [(f"value {number}", name, str) for number, name in enumerate(names)]
+    rows = [[field, *map(_value, values.values())] for field, values in differences.items()]
+    return "Plan fields that differ", columns, pd.DataFrame(rows, columns=[column for column, _, _ in columns])
+
+
+def _value(value: Any) -> str:
+    """A field's value as a plan file spells it."""
+    return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def memory_table(frame: pd.DataFrame) -> Sheet:
+    """Caption, columns and rows of the memory table: of many ranks the fullest eight, the median and the emptiest."""
+    columns, unit = memory_columns(frame)
+    caption = f"Peak memory of each rank ({unit})"
+    kept = pd.concat([extremes(rows) for _, rows in frame.groupby("plan", sort=False)]) if len(frame) else frame
+    if len(kept) < len(frame):
+        caption += f"; {len(kept)} of {len(frame)} rows: the fullest, the median and the emptiest rank of each plan"
+    return caption, columns, kept
+
+
+def extremes(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of one plan that are shown."""
+    if len(rows) <= rank_selection.FEW:
+        return rows
+    told = [column for column in rows.columns if column.endswith("_bytes") and rows[column].notna().all()]
+    chosen = rank_selection.extremes(dict(zip(rows["rank"], rows[told[-1]]))) if told else rows["rank"][: rank_selection.FEW]
+    return rows[rows["rank"].isin(chosen)]
+
+
+def summary_columns() -> list[Column]:
+    """Columns of the summary."""
+    return [
+        ("plan", "plan", str), ("source", "source", str), ("ranks", "ranks", whole),
+        ("peak_bytes", "fullest rank", present(bytes_text)), ("step_seconds", "a step", present(seconds_text)),
+        ("tokens_per_second", "tokens/s", present(count_text)), ("steps", "steps", whole),
+        ("state", "state", present(str)),
+        ("first_loss", "first loss", present("{:.3f}".format)), ("last_loss", "last loss", present("{:.3f}".format)),
+    ]  # fmt: skip
+
+
+def memory_columns(frame: pd.DataFrame) -> tuple[list[Column], str]:
+    """Columns of the memory table, and the one unit of its bytes."""
+    found = [column for column in frame.columns if column.endswith("_bytes")]
+    unit, size = byte_unit(float(v) for column in found for v in frame[column].dropna())
+    amount = present(lambda value: digits(value / size, 4))
+    columns: list[Column] = [("plan", "plan", str), ("rank", "rank", whole)]
+    columns += [(name, name.removesuffix("_bytes"), amount) for name in found]
+    columns += [(f"{s}_error", f"{s} − measured", present("{:+.2%}".format)) for s in ("estimated", "rehearsed")]
+    return [*columns, ("run", "measured in run", present(str)), ("step", "at step", whole)], unit
+
+
+def page_table(caption: str, columns: list[Column], frame: pd.DataFrame) -> str:
+    """A frame as an HTML table; names are given once while they repeat."""
+    head = "".join(f'<th scope="col"{_side(name)}>{escaped(title)}</th>' for name, title, _ in columns)
+    body = "".join(f"<tr>{''.join(_cell(name, text) for name, text in row)}</tr>" for row in said(columns, frame))
+    return f'{STYLE}<table class="wb-table"><caption>{escaped(caption)}</caption><tr>{head}</tr>{body}</table>'
+
+
+def text_table(caption: str, columns: list[Column], frame: pd.DataFrame) -> str:
+    """A frame as aligned lines of text."""
+    lines = [[title for _, title, _ in columns], *([text for _, text in row] for row in said(columns, frame))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    sides = [str.ljust if is_text(name) else str.rjust for name, _, _ in columns]
+    told = ["  ".join(side(text, width) for side, text, width in zip(sides, line, widths)).rstrip() for line in lines]
+    return "\n".join([caption, *told])
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as plain data; what is not known is None."""
+    return [{str(k): _plain(v) for k, v in row.items()} for row in frame.to_dict("records")]
+
+
+def present(say: Callable[[Any], str]) -> Callable[[Any], str]:
+    """`say`, with a dash for what is not known."""
+    return lambda value: "–" if value is None or value != value else say(value)
+
+
+def whole(value: Any) -> str:
+    """A whole number, or a dash."""
+    return "–" if value is None or value != value else str(int(value))
+
+
+def said(columns: list[Column], frame: pd.DataFrame) -> Iterable[list[tuple[str, str]]]:
+    """Each row as (column, text); a plan's name and state stand once while they repeat."""
+    before: Any = object()
+    for row in frame.to_dict("records"):
+        cells = [(name, say(row.get(name))) for name, _, say in columns]
+        repeated = row.get("plan") == before
+        before = row.get("plan")
+        yield [(name, "" if name in ("plan", "state") and repeated else text) for name, text in cells]
+
+
+def is_text(name: str) -> bool:
+    """Whether a column holds text."""
+    return name.split()[0] in TEXT
+
+
+def _side(name: str) -> str:
+    return f' class="wb-{"id" if name == "run" else "name"}"' if is_text(name) else ""
+
+
+def _cell(name: str, text: str) -> str:
+    if name != "run" or len(text) <= ID_SHOWN:
+        return f"<td{_side(name)}>{escaped(text)}</td>"
+    half = ID_SHOWN // 2
+    return f'<td{_side(name)} title="{escaped(text)}">{escaped(text[: half - 1])}…{escaped(text[-half:])}</td>'
+
+
+def _plain(value: Any) -> Any:
+    value = value.item() if hasattr(value, "item") else value
+    return None if value != value else value

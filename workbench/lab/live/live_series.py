@@ -1,0 +1,87 @@
+"""What a live view keeps of a run: series that grow by deltas, and the last sample of each rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pandas as pd
+
+from workbench.lab.charts import rank_selection
+from workbench.lab.charts import line_series
+from workbench.profile import COLUMNS, Profile, frame
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass
+class Change:
+    """What a chart must do: add `rows`, or forget what it has and show `rows`."""
+
+    rows: Rows
+    replace: bool
+
+
+@dataclass
+class Series:
+    """One value a rank and step, bounded in size however long the run is.
+
+    Up to 16 ranks each value is sent once, and every second step is dropped whenever there are too many; beyond, the
+    band and the outliers are made anew, at most once a second.
+    """
+
+    world_size: int
+    worst: Literal["largest", "smallest"] = "smallest"
+    clock: Callable[[], float] = time.monotonic
+    stride: int = 1
+    _values: list[tuple[int, int, float]] = field(default_factory=list)
+    _drawn: float = float("-inf")
+    _stale: bool = False
+
+    def take(self, values: list[tuple[int, int, float]]) -> Change | None:
+        """Add (rank, step, value); what the chart must do, or None where it may wait."""
+        added = [value for value in values if value[1] % self.stride == 0]
+        self._values += added
+        if len(self._values) > 2 * line_series.POINTS * self.world_size:
+            self.stride *= 2
+            self._values = [value for value in self._values if value[1] % self.stride == 0]
+            return self.whole()
+        if self.world_size <= rank_selection.FEW:
+            return Change(line_series.rows(self.table(added), self.world_size, self.worst), False) if added else None
+        self._stale = self._stale or bool(added)
+        if not self._stale or self.clock() - self._drawn < 1:
+            return None
+        self._drawn, self._stale = self.clock(), False
+        return self.whole()
+
+    def whole(self) -> Change:
+        """Everything kept, to replace what the chart has."""
+        return Change(line_series.rows(self.table(self._values), self.world_size, self.worst), True)
+
+    def table(self, values: list[tuple[int, int, float]] | None = None) -> pd.DataFrame:
+        """Values as a frame (rank, step, value)."""
+        return pd.DataFrame(self._values if values is None else values, columns=["rank", "step", "value"])
+
+
+@dataclass
+class Latest:
+    """The rows of each rank's last sampled step, by frame."""
+
+    _rows: dict[str, dict[int, Rows]] = field(default_factory=lambda: {kind: {} for kind in COLUMNS})
+
+    def take(self, kind: str, rows: Rows) -> None:
+        """Rows of one frame, in order of steps for each rank."""
+        for row in rows:
+            held = self._rows[kind].setdefault(row["rank"], [])
+            if held and held[0]["step"] != row["step"]:
+                held = self._rows[kind][row["rank"]] = []
+            held.append(row)
+
+    def profile(self, run: str, world_size: int, capacity_bytes: int | None) -> Profile:
+        """The samples as a measured profile."""
+        profile = Profile(run, "measured", world_size, capacity_bytes=capacity_bytes)
+        for kind, held in self._rows.items():
+            setattr(profile, kind, frame(kind, [row for rows in held.values() for row in rows]))
+        return profile

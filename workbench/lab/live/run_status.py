@@ -1,0 +1,116 @@
+"""The words above a live view: where the run is, how long it will take, and if it failed, why."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from workbench.units import count_text, seconds_text
+
+if TYPE_CHECKING:
+    from workbench.runs.store.run_state import State
+
+STOP = {"label": "Stop", "action": "stop", "hint": "Finish the step that is running, then end the run"}
+DOING = {
+    "building": "Building the model",
+    "compiling": "Compiling kernels, once for this machine",
+    "training": "Training",
+    "evaluating": "Evaluating on held-out text",
+    "checkpointing": "Saving a checkpoint",
+    "done": "Finishing",
+}
+TONE = {"finished": "good", "failed": "bad", "stopped": "calm", "stopping": "busy"}
+RECENT = 20
+"""Steps whose pace predicts the rest."""
+
+
+@dataclass
+class Progress:
+    """What the banner needs to know of a run, kept up to date from its records."""
+
+    steps: int
+    world_size: int
+    arrived: set[int] = field(default_factory=set)
+    phase: str = "building"
+    detail: str | None = None
+    """What of it: the kernel that is compiled."""
+    done: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    seconds: list[float] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """What of the telemetry could not be read, in words."""
+
+    def take(self, records: list[dict[str, Any]]) -> None:
+        """Records of telemetry, each with its rank."""
+        for record in records:
+            self.arrived.add(record["rank"])
+            if record["kind"] == "phase":
+                self.phase, self.detail = record["phase"], record.get("detail")
+            if record["kind"] == "step":
+                self._step(record)
+
+    def _step(self, record: dict[str, Any]) -> None:
+        if record["step"] + 1 > self.done:
+            self.done = record["step"] + 1
+            self.seconds = [*self.seconds[1 - RECENT :], record["seconds"]]
+            self.loss = record["loss"] if record["loss"] is not None else self.loss
+            self.tokens_per_second = record["tokens"] / statistics.median(self.seconds) if record["seconds"] else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time that the remaining steps take at the recent pace."""
+        return statistics.median(self.seconds) * (self.steps - self.done) if self.seconds else None
+
+
+def banner(name: str, state: State, progress: Progress, stopping: bool = False, folder: str = "") -> dict[str, Any]:
+    """The banner of a run in `state`, kept in `folder`; `stopping` where Stop was pressed and not answered yet."""
+    shown: dict[str, Any] = {
+        "tone": TONE.get(state.phase, "busy"),
+        "headline": headline(state, progress, stopping),
+        "lines": [line for line in (state.warning, pace(state, progress), name) if line]
+        + [f"left out: {words}" for words in progress.left_out],
+        "fraction": progress.done / progress.steps if progress.steps else None,
+        "buttons": [] if state.final else [{**STOP, "disabled": stopping or state.phase == "stopping"}],
+        "code": "",
+        "reconnect": f"The run goes on without it. To follow it again: wb.watch(wb.attach({folder or name!r}))",
+    }
+    if state.phase == "failed" and state.cause:
+        shown["lines"] = [line for line in (state.cause.advice, *shown["lines"]) if line]
+        shown["code"] = state.cause.log_tail
+    return shown
+
+
+def headline(state: State, progress: Progress, stopping: bool) -> str:
+    """One line that says where the run is."""
+    told = f"step {progress.done} of {progress.steps}"
+    if state.phase == "finished":
+        return f"Finished: {progress.done} steps"
+    if state.phase == "stopped":
+        return f"Stopped after {told}"
+    if state.phase == "failed":
+        return f"Failed: {state.cause.message if state.cause else 'no cause is known'}"
+    if stopping or state.phase == "stopping":
+        return f"Stopping after the step that is running · {told}"
+    if len(progress.arrived) < progress.world_size:
+        return f"Starting: {len(progress.arrived)} of {progress.world_size} ranks are up"
+    doing = DOING.get(progress.phase, progress.phase)
+    return f"{doing}: {progress.detail} · {told}" if progress.detail else f"{doing} · {told}"
+
+
+def pace(state: State, progress: Progress) -> str:
+    """Loss, throughput, time spent and time left."""
+    words = []
+    if progress.loss is not None:
+        words.append(f"loss {progress.loss:.4f}")
+    if progress.tokens_per_second:
+        words.append(f"{count_text(progress.tokens_per_second)} tokens/s")
+    if progress.seconds:
+        words.append(f"{seconds_text(statistics.median(progress.seconds))} a step")
+    if state.started:
+        words.append(f"{seconds_text(int(max(0.0, (state.ended or time.time()) - state.started)))} elapsed")
+    if not state.final and progress.seconds_left:
+        words.append(f"about {seconds_text(round(progress.seconds_left))} left")
+    return " · ".join(words)

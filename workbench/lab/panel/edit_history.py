@@ -1,0 +1,94 @@
+"""What a person has asked of a planner: the plan as written, what no plan can hold, and the way back.
+
+This is kept apart from what the controls show. A control is a view of the plan; only an edit that a person sends
+changes what is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from workbench.plan.rules.check import check
+from workbench.errors import PlanError, Problem
+from workbench.plan.schema import Plan
+from workbench.plan.plan_files import plain
+
+MOST = 200
+"""Steps back that are kept."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """What was typed in a control, where no plan can hold it, and why."""
+
+    typed: Any
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What is asked for at one time."""
+
+    plan: Plan
+    rejected: Mapping[str, Rejected] = field(default_factory=dict)
+    """Control -> what is typed in it."""
+
+    def same(self, other: Intent) -> bool:
+        """Whether both ask for the same; a default that is written is not the same as one that is left out."""
+        return plain(self.plan) == plain(other.plan) and self.rejected == other.rejected
+
+    def legal(self) -> Plan:
+        """The plan, complete. Raises `PlanError` with all that is wrong with what is asked."""
+        rejected = [problem for found in self.rejected.values() for problem in found.problems]
+        if problems := [*rejected, *check(self.plan)]:
+            raise PlanError(problems)
+        return self.plan.complete()
+
+    def asking(self, name: str, plan: Plan) -> Intent:
+        """With the plan that an edit of the control `name` made."""
+        return Intent(plan, {key: value for key, value in self.rejected.items() if key != name})
+
+    def rejecting(self, name: str, rejected: Rejected) -> Intent:
+        """With something typed in the control `name` that cannot be used."""
+        return replace(self, rejected={**self.rejected, name: rejected})
+
+
+class History:
+    """The present intent, those before it, and the plan that Reset goes back to."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.start = plan
+        self.now = Intent(plan)
+        self._past: list[Intent] = []
+
+    def push(self, intent: Intent) -> None:
+        """Ask for something else; what is no change is no step."""
+        if not intent.same(self.now):
+            self._past = [*self._past[1 - MOST :], self.now]
+            self.now = intent
+
+    def undo(self) -> None:
+        """One step back; nothing where there is none."""
+        if self._past:
+            self.now = self._past.pop()
+
+    def reset(self) -> None:
+        """Back to the first plan, or the one last loaded; can be undone."""
+        self.push(Intent(self.start))
+
+    def load(self, plan: Plan) -> None:
+        """Ask for a plan from elsewhere; Reset goes back to it from now on. Can be undone."""
+        self.start = plan
+        self.push(Intent(plan))
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether there is a step back."""
+        return bool(self._past)
+
+    @property
+    def can_reset(self) -> bool:
+        """Whether there is something to go back from."""
+        return not self.now.same(Intent(self.start))

@@ -1,0 +1,106 @@
+"""The words above a plan: whether it fits its GPUs, how fast it is, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from workbench.lab.panel.controls import about
+from workbench.lab.panel.plan_controls import knobs
+from workbench.lab.panel.control_values import text_of
+from workbench.units import bytes_text, count_text, digits, seconds_text
+from workbench.errors import Problem
+from workbench.profile import Profile
+
+BUTTONS = (
+    {"label": "Write plan file", "action": "write", "hint": "Write the plan file named above"},
+    {
+        "label": "Rehearse",
+        "action": "rehearse",
+        "hint": "Run the real code on fake tensors: exact bytes, no GPUs needed",
+    },
+    {"label": "Run", "action": "run", "hint": "Train it on this machine"},
+)
+
+
+def banner(
+    profile: Profile | None, problems: Sequence[Problem] = (), news: str = "", drawn: bool = True
+) -> dict[str, Any]:
+    """The banner of a plan's estimate; without one, of an illegal plan, whose `problems` it names.
+
+    `drawn`: whether the charts show a legal plan from before.
+    """
+    if profile is None:
+        lines = [news, *map(problem_words, problems), "The charts still show the last legal plan." if drawn else ""]
+        named = ", ".join(dict.fromkeys(named_field(problem) for problem in problems))
+        return shown("bad", f"Not a legal plan: fix {named}", [line for line in lines if line], disabled=True)
+    lines = [line for line in (change(profile), speed(profile), news) if line]
+    more = [apply_button(profile)] if profile.fits is False and profile.notes.get("advice") else []
+    return shown("bad" if profile.fits is False else "good", fit(profile), lines, more=more)
+
+
+def shown(
+    tone: str, headline: str, lines: list[str], disabled: bool = False, more: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """A banner with the planner's buttons, `more` of them first."""
+    buttons = [button | {"disabled": disabled} for button in (*more, *BUTTONS)]
+    return {"tone": tone, "headline": headline, "lines": lines, "fraction": None, "buttons": buttons, "code": ""}
+
+
+def named_field(problem: Problem) -> str:
+    """The label of the control that a problem is about, else its field."""
+    knob = about(problem)
+    return knob.label if knob else problem.field or "the plan"
+
+
+def problem_words(problem: Problem) -> str:
+    """A problem by its control's label and its field."""
+    knob = about(problem)
+    return f"{knob.label} ({problem.field}) {problem.message}" if knob else str(problem)
+
+
+def apply_button(profile: Profile) -> dict[str, Any]:
+    """The button that makes the smallest change that fits."""
+    return {"label": "Apply the change", "action": "apply", "hint": change_words(profile)}
+
+
+def fit(profile: Profile) -> str:
+    """One line: the peak memory, the most of any rank, against the GPU's."""
+    peaks = profile.peak_bytes_by_rank
+    if not peaks:
+        return "No memory is known"
+    rank = max(peaks, key=lambda r: (peaks[r], -r))
+    if not profile.capacity_bytes:
+        return f"{bytes_text(peaks[rank])} peak memory (rank {rank})"
+    share = digits(100 * peaks[rank] / profile.capacity_bytes, 2)
+    word = "Fits" if profile.fits else "Does not fit"
+    told = f"{bytes_text(peaks[rank])} of {bytes_text(profile.capacity_bytes)} ({share} %)"
+    return f"{word}: {told} peak memory (rank {rank})"
+
+
+def change(profile: Profile) -> str:
+    """The smallest change that would make it fit, in words; empty where it fits."""
+    if profile.fits is not False:
+        return ""
+    found = profile.notes.get("advice")
+    if not found:
+        return "No single change makes it fit: combine a larger count with more sharding or recomputing."
+    return f"Smallest change that fits: {change_words(profile)} ({bytes_text(found['peak_bytes'])} peak memory)"
+
+
+def change_words(profile: Profile) -> str:
+    """The smallest change, by its controls' labels."""
+    found = profile.notes["advice"]
+    labels = {knob.path: knob.label for knob in knobs().values()}
+    if len(found["changes"]) == 1:
+        return f"{labels.get(found['field'], found['field'])} {text_of(found['from'])} → {text_of(found['to'])}"
+    return ", ".join(f"{labels.get(path, path)} → {text_of(value)}" for path, value in found["changes"].items())
+
+
+def speed(profile: Profile) -> str:
+    """Step time and throughput, with their source."""
+    if not profile.step_seconds:
+        return ""
+    tokens = profile.tokens_per_second
+    pace = f" · {count_text(tokens)} tokens/s" if tokens else ""
+    return f"step time {seconds_text(profile.step_seconds)}{pace} ({profile.source})"

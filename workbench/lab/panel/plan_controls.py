@@ -1,0 +1,140 @@
+"""The fields of a plan that the planner's panel sets: what each is called, its group, and the form of its control.
+
+What a field means comes from its description in the schema, and the choices of a named value from its type there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
+from typing import Any, Literal, get_args
+
+from workbench.plan.catalog import catalog
+from workbench.plan.rules.axis_rules import SCHEDULES
+from workbench.plan.schema import AXES, Card, Plan
+
+Choice = tuple[str, Any]
+"""What a choice is called, and its value."""
+Form = Literal["choice", "size", "switch", "number", "text"]
+"""size: ranks along an axis, out of those that are legal; text: several kinds of value, as a plan file has them."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One control: the field it sets, what it is called, its group ("" is always in sight) and its form."""
+
+    name: str
+    path: str
+    label: str
+    group: str
+    form: Form
+    hint: str
+    choices: tuple[Choice, ...] = ()
+    """Those that do not depend on the plan."""
+    whole: bool = True
+    """Whether a number has no fraction."""
+    required: bool = False
+    """Whether a plan cannot leave it out."""
+
+
+ROWS: dict[str, tuple[tuple[str, str, str, Form], ...]] = {
+    "": (
+        ("model", "model", "Model", "choice"),
+        ("gpu", "cluster.gpu", "GPU", "choice"),
+        ("gpus", "cluster.gpus", "Number of GPUs", "number"),
+        ("strategy", "strategy.preset", "Strategy", "choice"),
+        ("tensor", "strategy.tensor.size", "Tensor parallel", "size"),
+        ("pipeline", "strategy.pipeline.size", "Pipeline stages", "size"),
+        ("zero", "strategy.data.zero", "ZeRO stage", "choice"),
+        ("recompute", "strategy.recompute", "Recompute", "choice"),
+        ("sequence_length", "training.sequence_length", "Sequence length", "number"),
+        ("micro_batch", "training.micro_batch", "Micro batch", "number"),
+        ("global_batch", "training.global_batch", "Global batch", "number"),
+        ("precision", "strategy.precision", "Precision", "choice"),
+    ),
+    "Cluster": (
+        ("nodes", "cluster.nodes", "Nodes", "number"),
+        ("gpus_per_node", "cluster.gpus_per_node", "GPUs per node", "number"),
+        ("fabric", "cluster.fabric", "Fabric", "choice"),
+        ("calibration", "cluster.calibration", "Calibration file", "text"),
+    ),
+    "Pipeline schedule": (
+        ("schedule", "strategy.pipeline.schedule", "Schedule", "choice"),
+        ("chunks", "strategy.pipeline.chunks", "Chunks", "number"),
+        ("partition", "strategy.pipeline.partition", "Partition", "text"),
+    ),
+    "Tensor and sequence parallel": (
+        ("algorithm", "strategy.tensor.algorithm", "Tensor algorithm", "choice"),
+        ("sequence_parallel", "strategy.tensor.sequence", "Sequence parallel", "switch"),
+    ),
+    "Context, experts and placement": (
+        ("context", "strategy.context.size", "Context parallel", "size"),
+        ("context_algorithm", "strategy.context.algorithm", "Context algorithm", "choice"),
+        ("experts", "strategy.expert.size", "Expert parallel", "size"),
+        ("placement", "strategy.placement", "Placement, innermost first", "choice"),
+    ),
+    "Data parallel and offload": (
+        ("shard", "strategy.data.shard", "Shard group", "choice"),
+        ("offload", "strategy.data.offload", "Offload", "choice"),
+        ("reduce", "strategy.data.reduce", "Gradient reduction", "choice"),
+        ("bucket", "strategy.data.bucket_mib", "Bucket (MiB)", "number"),
+        ("overlap", "strategy.data.overlap", "Overlap communication", "switch"),
+        ("keep_gathered", "strategy.data.keep_gathered", "Keep gathered parameters", "switch"),
+    ),
+    "Kernels, gradients and optimizer": (
+        ("kernels", "strategy.kernels", "Kernels", "choice"),
+        ("gradient_dtype", "strategy.gradient_dtype", "Gradient dtype", "choice"),
+        ("optimizer", "training.optimizer.name", "Optimizer", "choice"),
+        ("moments", "training.optimizer.moments", "Moments", "choice"),
+        ("master", "training.optimizer.master", "Master weights", "choice"),
+        ("learning_rate", "training.optimizer.learning_rate", "Learning rate", "number"),
+    ),
+}
+"""Group -> (name, field, label, form) of its controls."""
+
+
+@lru_cache(maxsize=1)
+def knobs() -> dict[str, Knob]:
+    """All controls by name, in order."""
+    return {row[0]: _knob(group, *row) for group, rows in ROWS.items() for row in rows}
+
+
+def _knob(group: str, name: str, path: str, label: str, form: Form) -> Knob:
+    found = field_of(path)
+    whole = "float" not in str(found.annotation)
+    hint = f"{path}: {found.description}"
+    return Knob(name, path, label, group, form, hint, _choices(name, found), whole, name in ("model", "gpu", "gpus"))
+
+
+def field_of(path: str) -> Any:
+    """The schema's field at a dotted path, as pydantic describes it."""
+    at: Any = Plan
+    for name in path.split("."):
+        found = at.model_fields[name]
+        at = found.annotation if isinstance(found.annotation, type) else Card
+    return found
+
+
+def _choices(name: str, field: Any) -> tuple[Choice, ...]:
+    zero = (("0 · nothing sharded", 0), ("1 · optimizer", 1), ("2 · + gradients", 2), ("3 · + parameters", 3))
+    presets = tuple((f"{key} · {preset.title}", key) for key, preset in catalog.strategies().items())
+    named: dict[str, tuple[Choice, ...]] = {
+        "model": same(*catalog.models()), "gpu": same("local", *catalog.gpus()), "strategy": presets, "zero": zero,
+        "fabric": (("auto", None), *same(*catalog.clusters())), "schedule": same(*SCHEDULES),
+        "placement": tuple((" · ".join(order), list(order)) for order in permutations(AXES)),
+    }  # fmt: skip
+    return named.get(name) or same(*_literals(field.annotation))
+
+
+def _literals(annotation: Any) -> list[Any]:
+    """The names that a type allows, through unions."""
+    found: list[Any] = []
+    for part in get_args(annotation):
+        found += [part] if isinstance(part, str | int) and not isinstance(part, bool) else _literals(part)
+    return found
+
+
+def same(*values: Any) -> tuple[Choice, ...]:
+    """Choices called as they are written."""
+    return tuple((str(value), value) for value in dict.fromkeys(values))

@@ -1,0 +1,125 @@
+"""What a person's edit does to a plan: the field itself, and what it cannot do without.
+
+Nothing else moves. An edit that would change the global batch, and so make step times those of another job, holds it;
+what an edit brings along is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.lab.panel.plan_controls import Knob, knobs
+from workbench.lab.panel.control_values import MISSING, read, text_of
+from workbench.lab.panel.typed_values import AUTO
+from workbench.plan.rules import legal_sizes
+from workbench.plan.rules.check import check
+from workbench.plan.rules.axis_rules import CHUNKS
+from workbench.errors import PlanError
+from workbench.plan.schema import Plan
+from workbench.plan.plan_files import build, plain
+
+BATCH, MICRO = "training.global_batch", "training.micro_batch"
+HOLDS = ("micro_batch", "strategy", "algorithm", "tensor")
+"""Edits after which the micro-batch may be another, and with it the default of the global batch."""
+GRIDS = ("strategy", "algorithm", "tensor")
+"""Edits that may ask for a tensor grid, which splits a micro-batch into parts."""
+MULTIPLES = 64
+"""Multiples of the least batch that are tried on either side of the one asked for."""
+
+
+def edited(plan: Plan, knob: Knob, value: Any, before: Plan | None) -> Plan:
+    """`plan` with `knob` set to `value` (AUTO: left out) and what that brings; `before` is it complete, where legal.
+
+    Raises `PlanError` where no plan can hold the value.
+    """
+    changed = without(plan, knob.path) if value is AUTO else plan.replace(**_assigned(knob, value, before))
+    if knob.name in GRIDS and MICRO in _wrong(changed):
+        changed = without(changed, MICRO)
+    return _with_batch(changed, before.training.global_batch) if before and knob.name in HOLDS else changed
+
+
+def without(plan: Plan, path: str) -> Plan:
+    """`plan` with a field left out, so that it is filled again."""
+    data = plain(plan)
+    *above, last = path.split(".")
+    inner: Any = data
+    for name in above:
+        inner = inner.get(name, {})
+    inner.pop(last, None)
+    return build(data)
+
+
+def brought(knob: Knob, old: Mapping[str, Any], new: Mapping[str, Any], held: bool) -> str:
+    """In words, what an edit of `knob` changed beside it: `old` and `new` are what the controls showed.
+
+    `held`: whether it wrote the global batch that was there.
+    """
+    others = [other for name, other in knobs().items() if other is not knob and old[name] != new[name]]
+    told = ", ".join(f"{other.label} {said(other, old)} → {said(other, new)}" for other in others)
+    lines = [f"{knob.label} {said(knob, new)} also changed: {told}."] if told else []
+    if held and old["global_batch"] == new["global_batch"]:
+        lines.append(f"Global batch stays {new['global_batch']}; clear its field for auto.")
+    return " ".join(lines)
+
+
+def said(knob: Knob, shown: Mapping[str, Any]) -> str:
+    """A control's value in words."""
+    value = shown[knob.name]
+    if knob.name == "tensor" and isinstance(value, list):
+        return " × ".join(map(str, value))
+    return text_of(value) or "auto"
+
+
+def _assigned(knob: Knob, value: Any, before: Plan | None) -> dict[str, Any]:
+    """Field -> value of an edit, with the sizes that a name asks for."""
+    if knob.name == "strategy":  # a preset brings its own settings: what was set for another one goes
+        return {"strategy": {"preset": value}}
+    changes = {knob.path: value}
+    if before and knob.name == "algorithm":
+        changes["strategy.tensor.size"] = _grid(before, value)
+    if before and knob.name == "schedule" and (value in CHUNKS or value == "interleaved"):
+        low, most = CHUNKS.get(value, (2, before.shape.layers))
+        changes["strategy.pipeline.chunks"] = min(max(before.strategy.pipeline.chunks, low), most)
+    return changes
+
+
+def _grid(before: Plan, algorithm: str) -> int | list[int]:
+    """The size of an algorithm's tensor axis that is nearest to the present number of ranks, and above one."""
+    ranks, others = before.strategy.tensor.ranks, before.sizes["pipeline"] * before.sizes["context"]
+    if algorithm == "1d":
+        return ranks
+    grids = legal_sizes.grids(algorithm, before.world_size // others, before.shape)
+    return min(grids, key=lambda grid: (math.prod(grid) == 1, abs(math.prod(grid) - ranks)))
+
+
+def _with_batch(plan: Plan, batch: int) -> Plan:
+    """`plan` with the global batch that is written in it, or else `batch`; the nearest legal one where it is not."""
+    written = read(plain(plan), BATCH)
+    if written is MISSING:
+        try:
+            if plan.complete().training.global_batch == batch:
+                return plan
+        except PlanError:
+            return plan
+        plan = plan.replace(**{BATCH: batch})
+    return _nearest(plan, batch if written is MISSING else written) if BATCH in _wrong(plan) else plan
+
+
+def _nearest(plan: Plan, wanted: int) -> Plan:
+    """`plan` with the legal global batch nearest to `wanted`; itself where none is found, or more is wrong."""
+    try:
+        full = without(plan, BATCH).complete()
+    except PlanError:
+        return plan
+    unit = full.training.micro_batch * full.sizes["data"]
+    first = max(1, wanted // unit - MULTIPLES)
+    near = sorted((unit * n for n in range(first, wanted // unit + MULTIPLES)), key=lambda batch: abs(batch - wanted))
+    tried = (plan.replace(**{BATCH: batch}) for batch in near)
+    return next((found for found in tried if not _wrong(found)), plan)
+
+
+def _wrong(plan: Plan) -> set[str]:
+    """Fields that are illegal."""
+    return {problem.field for problem in check(plan)}

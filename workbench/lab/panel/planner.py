@@ -1,0 +1,253 @@
+"""The planner: a plan under your hands, estimated again at every edit.
+
+The answer is `planner.plan`, a Plan like any other; what the controls show is only a way to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+
+from workbench.lab.panel import controls
+from workbench.lab.panel import fit_verdict
+from workbench.lab.live.board import Board
+from workbench.lab.charts import collectives, memory, memory_map, parts, timeline
+from workbench.lab.charts.memory_map import drawable
+from workbench.lab.panel.plan_edits import BATCH, brought, edited
+from workbench.lab.panel.edit_history import History, Rejected
+from workbench.lab.panel.plan_controls import Knob, knobs
+from workbench.lab.panel.control_values import MISSING, read, values
+from workbench.lab.live.output_cell import widget_bundle
+from workbench.lab.panel.typed_values import parse
+from workbench.lab.panel.explanation_html import beneath
+from workbench.lab.pictures.saved_notebook import Saved, picture
+from workbench.errors import PlanError, Problem, refuse
+from workbench.plan.schema import Plan
+from workbench.plan.plan_files import parse as plan_from
+from workbench.plan.plan_files import plain
+from workbench.safe_io.untrusted_text import escaped
+
+if TYPE_CHECKING:
+    from workbench.lab.live.dashboard import Dashboard
+    from workbench.lab.live.figure import Figure
+    from workbench.profile import Profile
+    from workbench.runs.run import Run
+
+START = {"model": "llama-3-8b", "gpu": "h100-sxm-80gb", "gpus": 8, "strategy": "zero-3"}
+
+
+MOST_RANKS = 2**16
+
+
+class Planner(widgets.VBox):
+    """Controls, what they cost and why, and the plan file. `plan` defaults to a model on eight GPUs.
+
+    `plan` is always the last legal plan, `profile` its estimate, `problems` what stands against what is asked now,
+    `run` the run that the button started, `path` the plan file that is written and loaded.
+    """
+
+    def __init__(self, plan: Plan | None = None) -> None:
+        self.plan = plan or Plan.of(**START)  # type: ignore[arg-type]
+        self.profile: Profile | None = None
+        self.rehearsed: Profile | None = None
+        self.problems: list[Problem] = []
+        self.run: Run | None = None
+        self.dashboard: Dashboard | None = None
+        self.path = "plan.yaml"
+        self._full: Plan | None = None
+        self._news = ""
+        self._history = History(self.plan)
+        self.children: Any
+        self.panel = controls.Panel(self._heard)
+        self.board = Board(self._pressed)
+        self.reasons, self._yaml = widgets.HTML(), widgets.HTML()
+        self._saved = Saved(self._picture)
+        super().__init__([self.panel, self.board, self.reasons, self._yaml])
+        self._replan()
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        display(widget_bundle(self, f"Planner of {self.plan}"), raw=True)
+        self._saved.show()
+
+    def set(self, name: str, value: Any) -> None:
+        """Set the control `name` (such as "tensor"), or the field of that control, as a person would.
+
+        Text is read as if it were typed. What is illegal is told in `problems`. Raises `PlanError` for another name.
+        """
+        found = [knob for knob in knobs().values() if name in (knob.name, knob.path)]
+        if not found:
+            raise refuse(name, f"is no control of the planner; legal: {', '.join(knobs())}")
+        self._edit(found[0], value)
+
+    def undo(self) -> None:
+        """Take the last edit back."""
+        self._history.undo()
+        self._replan()
+
+    def reset(self) -> None:
+        """Back to the plan that was opened or loaded last; can be undone."""
+        self._history.reset()
+        self._replan()
+
+    def load(self, path: str | Path | None = None) -> None:
+        """Open a plan file; can be undone. Raises `PlanError` where it cannot be read."""
+        self._open(Plan.load(path or self.path), str(path or self.path))
+
+    def write(self, path: str | Path | None = None) -> Path:
+        """Write the plan file; its path."""
+        target = Path(path or self.path)
+        target.write_text(self.plan.to_yaml(), encoding="utf-8")
+        return target
+
+    def apply(self) -> None:
+        """Make the smallest change that lets the plan fit; nothing where it fits or none is known."""
+        found = self.profile.notes.get("advice") if self.profile and not self.problems else None
+        if self.profile and found:
+            asked = self._history.now
+            words = fit_verdict.change_words(self.profile)
+            self._history.push(asked.asking("", asked.plan.replace(**found["changes"])))
+            self._replan(lambda: f"Applied: {words}.")
+
+    def _edit(self, knob: Knob, typed: Any) -> None:
+        asked = self._history.now
+        old = values(asked.plan, self._full)
+        try:
+            plan = edited(asked.plan, knob, parse(knob, typed), self._full)
+        except PlanError as error:
+            self._history.push(asked.rejecting(knob.name, Rejected(typed, tuple(error.problems))))
+            self._replan()
+            return
+        self._history.push(asked.asking(knob.name, plan))
+        held = read(plain(asked.plan), BATCH) is MISSING is not read(plain(plan), BATCH)
+        self._replan(lambda: brought(knob, old, values(plan, self._full), held))
+
+    def _replan(self, news: Callable[[], str] = str) -> None:
+        """Estimate what is asked and show it; `news` is told where it is legal."""
+        from workbench.planner import estimate
+
+        asked = self._history.now
+        try:
+            full = asked.legal()
+            if full.world_size > MOST_RANKS:
+                raise refuse("cluster.gpus", f"is {full.world_size}; the planner shows at most {MOST_RANKS}")
+            profile = estimate(asked.plan)
+        except PlanError as error:
+            self._refuse(error.problems)
+            return
+        self.plan, self.profile, self.rehearsed, self.problems, self._full = asked.plan, profile, None, [], full
+        self._news = news()
+        self._show_controls()
+        self._draw()
+        self.reasons.value = beneath(full, profile)
+
+    def _refuse(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        self._show_controls()
+        self.board.say(**fit_verdict.banner(None, problems=problems, drawn=self.profile is not None))
+
+    def _show_controls(self) -> None:
+        now, history = controls.fields(self._history.now, self._full, self.problems), self._history
+        self.panel.show(fields=now, undo=history.can_undo, reset=history.can_reset, path=self.path)
+
+    def _draw(self) -> None:
+        assert self.profile is not None
+        self.board.say(**fit_verdict.banner(self.profile, news=self._news))
+        self.board.put(*self._figures())
+        if not drawable(self.profile.world_size):
+            self.board.remove("memory_map")
+        self._yaml.value = details(self.plan.to_yaml())
+        self._saved.touch()
+
+    def _figures(self) -> list[Figure]:
+        assert self.profile is not None
+        told = [self.profile, self.rehearsed] if self.rehearsed else [self.profile]
+        found = [memory(*told), parts(self.profile), collectives(*told), timeline(self.profile)]
+        return [*found, memory_map(self.profile)] if drawable(self.profile.world_size) else found
+
+    def _picture(self) -> str:
+        """What a saved notebook shows: the plan, its estimate and, once a run was started, that too."""
+        assert self.profile is not None
+        said = fit_verdict.banner(self.profile)
+        shown = [picture(self._figures(), said["headline"], said["lines"]), details(self.plan.to_yaml())]
+        return "".join([*shown, *([self.dashboard.picture()] if self.dashboard else [])])
+
+    def _heard(self, content: dict[str, Any]) -> None:
+        """What a person did in the panel."""
+        try:
+            if content.get("type") == "edit" and content.get("name") in knobs():
+                self._edit(knobs()[content["name"]], content.get("value"))
+            elif content.get("type") == "path":
+                self.path = str(content.get("value"))
+            elif content.get("type") == "upload":
+                name = str(content.get("name"))
+                self._open(plan_from(str(content.get("text")), where=name), name)
+            elif content.get("type") in ("undo", "reset", "load"):
+                getattr(self, content["type"])()
+        except (ValueError, OSError) as error:
+            self._say(str(error))
+
+    def _open(self, plan: Plan, name: str) -> None:
+        self._history.load(plan)
+        self._replan(lambda: f"Loaded: {name}")
+
+    def _pressed(self, action: str) -> None:
+        act: dict[str, Callable[[], None]] = {
+            "write": self._write, "rehearse": self._rehearse, "run": self._run, "apply": self.apply
+        }  # fmt: skip
+        try:
+            act[action]()
+        except (ValueError, OSError) as error:
+            self._say(str(error))
+
+    def _say(self, news: str) -> None:
+        self._news = news
+        if self.problems:
+            self.board.say(**fit_verdict.banner(None, self.problems, news, drawn=self.profile is not None))
+        else:
+            self.board.say(**fit_verdict.banner(self.profile, news=news))
+
+    def _write(self) -> None:
+        self._say(f"Written: {self.write().absolute()}")
+
+    def _run(self) -> None:
+        from workbench.lab.live.dashboard import watch
+        from workbench.runs.launch.checked_launch import run
+
+        self.run = run(self.plan)
+        self.dashboard = watch(self.run)
+        self.children = (*self.children[:4], self.dashboard.board)
+        self._say(f"Started: {self.run.dir}")
+        threading.Thread(target=self._keep, args=(self.dashboard,), daemon=True).start()
+
+    def _keep(self, dashboard: Dashboard) -> None:
+        """Draw a run that is over for the saved notebook."""
+        dashboard.wait()
+        self._saved.touch()
+
+    def _rehearse(self) -> None:
+        self._say("Rehearsing: the real code on fake tensors, in a process of its own …")
+        threading.Thread(target=self._rehearse_now, args=(self.plan,), daemon=True).start()
+
+    def _rehearse_now(self, plan: Plan) -> None:
+        from workbench.runs.launch.subprocess_verbs import rehearse
+
+        try:
+            found = rehearse(plan)
+        except (ValueError, RuntimeError, OSError) as error:
+            self._say(f"The rehearsal failed: {error}")
+            return
+        if plain(plan) == plain(self.plan):
+            self.rehearsed, self._news = found, "Rehearsed: drawn beside the estimate."
+            self._draw()
+
+
+def details(yaml: str) -> str:
+    """The plan file, to be unfolded."""
+    style = "font-size:12px;line-height:1.45;margin:4px 0;padding:8px;background:var(--jp-layout-color2,#f4f4f4)"
+    return f'<details><summary>Show the plan file</summary><pre style="{style}">{escaped(yaml)}</pre></details>'

@@ -1,0 +1,93 @@
+"""The schedule of a plan as a table: a named one, or one that a user drew, held against the plan that names it."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+
+from workbench.errors import PlanError, refuse
+from workbench.safe_io.files import known_file, unread
+from workbench.plan.schema import Plan
+from workbench.schedules import Table, executable, generate, read_csv, validate
+
+FIELD = "strategy.pipeline.schedule"
+SHOWN = 3
+"""Problems of a table that are told; the rest mostly follow from them."""
+
+
+def drawn(plan: Plan) -> Table | None:
+    """The table that a complete plan's schedule names; None where it is a named one.
+
+    Raises `PlanError` where the file cannot be read, is no valid schedule (with the place: the rank, the action, the
+    cycle), or is one of other ranks, stages or microbatches.
+    """
+    pipeline = plan.strategy.pipeline
+    if not pipeline.schedule.endswith(".csv"):
+        return None
+    table = _read(pipeline.schedule)
+    wanted = (pipeline.size, pipeline.size * pipeline.chunks, plan.num_microbatches)
+    has = (table.ranks, table.stages, table.microbatches)
+    for what, count, want in zip(("ranks", "stages", "microbatches"), has, wanted):
+        if count != want:
+            raise refuse(FIELD, f"'{pipeline.schedule}' has {count} {what}, the plan {want}; legal: a table of "
+                         f"{wanted[0]} ranks, {wanted[1]} stages and {wanted[2]} microbatches")  # fmt: skip
+    return table
+
+
+def executed(plan: Plan) -> tuple[Table, list[int]]:
+    """(the table that the engine runs, with its transfers; layers of each stage) of a complete plan.
+
+    Without a pipeline a schedule has nothing to order: one stage, each microbatch forward and backward. Where gradients
+    are sharded by the microbatch they are reduced after every backward.
+    """
+    p = plan.strategy.pipeline
+    assert isinstance(p.partition, list), "complete() the plan first"
+    table, data = drawn(plan), plan.strategy.data
+    each = data.zero >= 2 and data.reduce == "microbatch"
+    if table is None and p.size == 1:
+        return executable(generate("1f1b", 1, plan.num_microbatches), each), [sum(p.partition)]
+    table = table or generate(p.schedule, p.size, plan.num_microbatches, p.chunks)
+    return executable(table, each), p.partition
+
+
+def problem(plan: Plan) -> PlanError | None:
+    """What is wrong with the table that a plan names, if anything."""
+    p = plan.strategy.pipeline
+    try:
+        table = drawn(plan)
+        if p.schedule_sha256 is not None and (table is None or p.schedule_sha256 != digest(p.schedule)):
+            now = "names no file" if table is None else f"'{p.schedule}' now has {digest(p.schedule)}"
+            return refuse(
+                f"{FIELD}_sha256", f"is {p.schedule_sha256}, but {now}; remove the field to take what is there"
+            )
+    except PlanError as error:
+        return error
+    return None
+
+
+def digest(path: str) -> str:
+    """sha256 of a table's file, which `drawn` has read."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _read(path: str) -> Table:
+    try:
+        known = known_file(path)
+        return _valid(path, known.st_mtime_ns, known.st_size)
+    except OSError as error:
+        raise refuse(FIELD, f"'{path}' cannot be used: {unread(error)}") from None
+    except ValueError as error:
+        raise refuse(FIELD, f"'{path}' cannot be used: {str(error).removeprefix(f'{path}: ')}") from None
+
+
+@lru_cache(maxsize=16)
+def _valid(path: str, changed: int, size: int) -> Table:
+    """Read and validated once as long as the file stays as it is."""
+    table = read_csv(path)
+    found = validate(table)
+    if found:
+        more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        raise ValueError("; ".join(found[:SHOWN]) + more)
+    executable(table)  # Deadlock where no order of transfers can work
+    return table

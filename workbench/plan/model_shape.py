@@ -1,0 +1,136 @@
+"""The shape of a transformer: every number that decides its parameters, FLOPs and activations."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+
+from workbench.plan.field_bounds import (
+    WIDTH,
+    Coefficient,
+    Epsilon,
+    EvenShares,
+    Frequency,
+    LayerIndex,
+    Layers,
+    Tokens,
+    Vocabulary,
+    Width)
+
+
+class Frozen(BaseModel):
+    """Base of every declaration: immutable, unknown keys refused, no silent type coercion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Moe(Frozen):
+    """A mixture of experts in place of the feed-forward layer (Shazeer et al. 2017; DeepSeekMoE 2024)."""
+
+    experts: Width = Field(description="Routed experts a layer.")
+    top_k: Width = Field(description="Routed experts a token visits.")
+    ffn: Width = Field(description="Width of one expert's feed-forward layer.")
+    shared: Annotated[NonNegativeInt, WIDTH] = Field(
+        0, description="Shared experts that every token visits, each of width `ffn`."
+    )
+    first_dense: LayerIndex = Field(0, description="Leading layers that keep the dense feed-forward layer.")
+    renormalise: bool = Field(
+        True,
+        description="A token's gates add up to one (Mixtral); false: as the softmax gives them (Switch, DeepSeek).",
+    )
+    capacity: EvenShares | None = Field(
+        None,
+        description="Rows of an expert a sequence, in even shares; null: no limit; beside context: estimated only.",
+    )
+    auxiliary_loss: Coefficient = Field(
+        0.01, description="Coefficient of the load-balancing loss of each sequence (2101.03961); 0: none."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_gate_is_the_softmaxs(cls, data: object) -> object:
+        if (
+            isinstance(data, dict) and data.get("renormalise") is None
+        ):  # a single gate divided by itself teaches nothing
+            return {**data, "renormalise": data.get("top_k") != 1}
+        return data
+
+
+def rows_of_an_expert(length: int, moe: Moe) -> int:
+    """Rows that an expert of limited capacity has for a sequence of `length` tokens."""
+    assert moe.capacity is not None
+    return max(1, math.ceil(moe.capacity * length * moe.top_k / moe.experts - 1e-9))  # 1.1 x 10 is 11, not 12
+
+
+class Mla(Frozen):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+
+    kv_rank: Width = Field(description="Width of the compressed key-value latent.")
+    q_rank: Width | None = Field(None, description="Width of the compressed query latent; null: full projection.")
+    rope_dim: Width = Field(description="Rotary part of a query or key head.")
+    nope_dim: Width = Field(description="Part of a query or key head without positions.")
+    value_dim: Width = Field(description="Width of a value head.")
+
+
+class Shape(Frozen):
+    """A decoder-only transformer, by its shape alone."""
+
+    name: str = Field("custom", description="Catalog name, or any name.")
+    layers: Layers = Field(description="Transformer blocks.")
+    hidden: Width = Field(description="Width of the residual stream.")
+    heads: Width = Field(description="Query heads.")
+    kv_heads: Width | None = Field(None, description="Key-value heads; null: as many as query heads.")
+    head_dim: Width | None = Field(None, description="Width of one head; null: hidden / heads.")
+    ffn: Width = Field(description="Width of the dense feed-forward layer.")
+    vocab: Vocabulary = Field(description="Vocabulary entries, unpadded.")
+    max_positions: Tokens = Field(2048, description="Longest sequence, tokens; rows of a learned position table.")
+    positions: Literal["learned", "rope", "alibi"] = Field(
+        "rope", description="How positions enter; alibi: estimated only."
+    )
+    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalisation.")
+    norm_epsilon: Epsilon = Field(1e-5, description="Added to the variance.")
+    embedding_norm: bool = Field(False, description="A norm right after the embedding (BLOOM).")
+    mlp: Literal["gelu", "relu", "swiglu", "geglu"] = Field("swiglu", description="Feed-forward activation.")
+    biases: Literal["none", "qkv", "all"] = Field("none", description="Which linear layers carry a bias.")
+    tied: bool = Field(False, description="The output head shares the embedding's weight.")
+    window: Tokens | None = Field(None, description="Sliding attention window, tokens; null: full; estimated only.")
+    rope_theta: Frequency = Field(10000.0, description="Rotary base frequency.")
+    moe: Moe | None = Field(None, description="Mixture of experts; null: dense.")
+    mla: Mla | None = Field(
+        None, description="Multi-head latent attention; null: MHA or GQA by kv_heads; estimated only."
+    )
+    unmodelled: str | None = Field(
+        None, description="What its config.json computes beyond these fields; estimated and rehearsed only, without it."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        if data.get("kv_heads") is None and data.get("heads") is not None:
+            data["kv_heads"] = data["heads"]
+        hidden, heads = data.get("hidden"), data.get("heads")
+        if data.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            if hidden % heads and data.get("mla") is None:
+                raise ValueError(f"heads = {heads} does not divide hidden = {hidden}; give head_dim explicitly")
+            data["head_dim"] = hidden // heads or None
+        return data
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layer has a gate beside its up projection."""
+        return self.mlp in ("swiglu", "geglu")
+
+    @property
+    def q_width(self) -> int:
+        """Output width of the query projection."""
+        return self.heads * (self.mla.rope_dim + self.mla.nope_dim if self.mla else int(self.head_dim or 0))
+
+    @property
+    def kv_width(self) -> int:
+        """Output width of the key projection (and of the value projection), without MLA."""
+        return int(self.kv_heads or 0) * int(self.head_dim or 0)

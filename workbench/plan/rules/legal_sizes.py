@@ -1,0 +1,108 @@
+"""Which sizes an axis may have: the divisibility rules of FORMULAS "Legal", shared by presets and by `check`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from workbench.plan.head_split import kv_heads, rooms
+from workbench.plan.model_shape import Shape
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors of `number`, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def splits(shape: Shape, size: int) -> list[str]:
+    """What of one block's matrices `size` ranks do not divide; empty if they divide all.
+
+    Heads and feed-forward width divide evenly; key-value heads divide evenly or are replicated evenly.
+    """
+    reasons = [f"heads = {shape.heads}"] if shape.heads % size else []
+    kv = int(shape.kv_heads or shape.heads)
+    if shape.mla is None and kv % size and size % kv:
+        reasons.append(f"kv_heads = {kv}")
+    if shape.ffn % size:
+        reasons.append(f"ffn = {shape.ffn}")
+    if shape.moe and shape.moe.ffn % size:
+        reasons.append(f"moe.ffn = {shape.moe.ffn}")
+    return reasons
+
+
+def exceeds(shape: Shape, size: int) -> list[str]:
+    """What one of `size` 1-D tensor ranks would have nothing of; what they do not divide is padded (`plan.heads`)."""
+    parts = {"heads": shape.heads, "ffn": shape.ffn} | ({"moe.ffn": shape.moe.ffn} if shape.moe else {})
+    return [f"{name} = {count}" for name, count in parts.items() if count < size]
+
+
+def widening(shape: Shape, size: int) -> float:
+    """What the widest of `size` 1-D tensor ranks has of a layer's matrices, padding and shared key-value heads
+    included, over an even share of them."""
+    heads, kv = rooms(shape, size)
+    each, wide = 2 * shape.q_width / shape.heads, 3 if shape.gated else 2
+    ffn = (shape.moe.top_k + shape.moe.shared) * shape.moe.ffn if shape.moe else shape.ffn
+    whole = each * (shape.heads + kv_heads(shape)) + wide * ffn
+    return size * (each * (heads + kv) + wide * -(-ffn // size)) / whole
+
+
+def tensor_sizes(shape: Shape, ranks: int, most: int | None = None) -> list[int]:
+    """1-D tensor sizes that divide `ranks` and the model, and are at most `most`, ascending; 1 is always among them.
+
+    Others are legal too, up to the number of heads, and pad; a preset does not choose them.
+    """
+    return [t for t in divisors(ranks) if t <= (most or ranks) and not splits(shape, t)]
+
+
+def pipeline_sizes(shape: Shape, ranks: int, chunks: int) -> list[int]:
+    """Pipeline sizes that divide `ranks` and leave every chunk of every stage at least one block."""
+    return [p for p in divisors(ranks) if p * chunks <= shape.layers]
+
+
+def context_sizes(shape: Shape, ranks: int, sequence: int, tensor: int, algorithm: str) -> list[int]:
+    """Context sizes that divide `ranks`: 2c divides the sequence (ring), or c the heads of a tensor rank (Ulysses)."""
+    if algorithm == "ulysses":
+        heads = rooms(shape, tensor)[0]
+        return [c for c in divisors(ranks) if heads % c == 0 and sequence % c == 0]
+    return [c for c in divisors(ranks) if c == 1 or sequence % (2 * c) == 0]
+
+
+def expert_sizes(shape: Shape, ranks: int) -> list[int]:
+    """Expert sizes that divide `ranks` (data x context) and the number of routed experts."""
+    return [e for e in divisors(ranks) if shape.moe and shape.moe.experts % e == 0] or [1]
+
+
+def grids(algorithm: str, ranks: int, shape: Shape) -> list[list[int]]:
+    """Grids of the 2-D, 2.5-D and 3-D algorithms whose product divides `ranks`, smallest first."""
+    sides = [q for q in range(1, int(ranks**0.5) + 1) if not _uneven(shape, q)]
+    if algorithm == "2d":
+        found = [[q, q] for q in sides]
+    elif algorithm == "3d":
+        found = [[q, q, q] for q in sides]
+    else:
+        found = [[q, q, d] for q in sides for d in range(1, q + 1)]
+    return sorted((g for g in found if ranks % _product(g) == 0), key=_product)
+
+
+def token_parts(algorithm: str, grid: list[int] | int) -> int:
+    """Parts into which a tensor grid splits a micro-batch, by whole sequences: q of 2-D, q d of 2.5-D, l^2 of 3-D."""
+    if algorithm == "1d" or isinstance(grid, int):
+        return 1
+    return grid[0] * (1 if algorithm == "2d" else grid[-1])
+
+
+def _uneven(shape: Shape, side: int) -> bool:
+    return bool(shape.hidden % side or splits(shape, side))
+
+
+def _product(grid: list[int]) -> int:
+    total = 1
+    for side in grid:
+        total *= side
+    return total
+
+
+def near(wanted: int, legal: Iterable[int], show: int = 6) -> str:
+    """The legal values nearest `wanted`, in words."""
+    closest = sorted(sorted(set(legal)), key=lambda value: abs(value - wanted))[:show]
+    return ", ".join(map(str, sorted(closest))) or "none"

@@ -1,0 +1,63 @@
+"""Legality of a plan whose model is the user's code: what can be said without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from workbench.errors import PlanError, Problem
+from workbench.plan.schema import Plan
+from workbench.plan.preset_sizes import RULES as SIZE_RULES
+
+ALLOW = "--allow-code (allow_code=True in a notebook)"
+
+
+def refuse_rules(strategy: Mapping[str, Any]) -> None:
+    """Raise `PlanError` where a strategy as plain data leaves a size to the model's shape."""
+    found, said = [], "follows from a model's shape, and code has none"
+    for axis in ("tensor", "context", "pipeline", "expert"):
+        if (size := strategy.get(axis, {}).get("size")) in SIZE_RULES:
+            what = (
+                f"is '{size}', which {said}; legal: a number, or a preset of data parallelism (ddp, zero-1 to zero-3)"
+            )
+            found.append(Problem(f"strategy.{axis}.size", what))
+    if found:
+        raise PlanError(found)
+
+
+def forbidden(plan: Plan) -> list[Problem]:
+    """That the plan's model is code which the user has not allowed to run; empty where it is none."""
+    if plan.code is None:
+        return []
+    what = f"'{plan.code.python}' is code, which runs only where you say so; legal: the option {ALLOW}, if you trust it"
+    return [Problem("model.python", what)]
+
+
+def _whole(plan: Plan) -> Iterator[Problem]:
+    """What names parts of a model, of which code tells nothing."""
+    s, said = plan.strategy, "a model given as Python is one stage, whose parts only strategy.operators can name"
+    needs = (
+        ("strategy.pipeline.size", s.pipeline.size, 1),
+        ("strategy.pipeline.chunks", s.pipeline.chunks, 1),
+        ("strategy.context.size", s.context.size, 1),
+        ("strategy.expert.size", s.expert.size, 1),
+        ("strategy.tensor.algorithm", s.tensor.algorithm, "1d"),
+        ("strategy.tensor.sequence", s.tensor.sequence, False),
+        ("strategy.recompute", s.recompute or "none", "none"),
+        ("training.dropout", plan.training.dropout, 0.0),
+        ("training.lora", "set" if plan.training.lora else None, None),
+    )
+    for field, value, legal in needs:
+        if value != legal:
+            yield Problem(field, f"is {value!r}; {said}; legal: {legal}")
+
+
+def _operators(plan: Plan) -> Iterator[Problem]:
+    size, operators = plan.strategy.tensor.ranks, plan.strategy.operators
+    if size > 1 and not operators:
+        yield Problem("strategy.tensor.size", f"is {size}, and no strategy.operators say what is split; legal: 1, or "
+                      "operators such as {'encoder.layers.*.linear1': '((1,1),(1,2))'}")  # fmt: skip
+
+
+RULES: tuple[Callable[[Plan], Iterator[Problem]], ...] = (_whole, _operators)
+"""Rules for models that are code; each takes a complete plan."""

@@ -1,0 +1,140 @@
+"""What this version can do with a legal plan, by verb: one table, read by `run`, `rehearse` and the list of strategies.
+
+Widening the product means widening this table: a field that is not fully built is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Literal
+
+from workbench.plan.catalog import catalog
+from workbench.plan.rules import operator_rules
+from workbench.plan.rules import python_model_rules
+from workbench.plan.rules import legal_sizes
+from workbench.plan.rules.axis_rules import SCHEDULES
+from workbench.errors import PlanError, Problem
+from workbench.plan.schema import Plan
+
+Verb = Literal["estimate", "rehearse", "run"]
+
+
+def _schedule(plan: Plan) -> str:
+    """The schedule, where there is a pipeline to follow it."""
+    return plan.strategy.pipeline.schedule if plan.strategy.pipeline.size > 1 else "1f1b"
+
+
+def _named_schedule(plan: Plan) -> str:
+    """The same; a table that a user drew is read by its ranks, whatever its name."""
+    return "1f1b" if plan.strategy.pipeline.schedule.endswith(".csv") else _schedule(plan)
+
+
+def _split_dropout(plan: Plan) -> float:
+    """The rate, where what is dropped would be split as operators say."""
+    return plan.training.dropout if plan.strategy.operators else 0.0
+
+
+def _experts_on_grid(plan: Plan) -> list[Problem]:
+    """Nobody lays a mixture over a grid: Colossal-AI, whose grids these are, refuses it beside all tensor ranks."""
+    tensor = plan.strategy.tensor
+    moe = None if plan.code else plan.shape.moe
+    if moe is None or tensor.algorithm == "1d":
+        return []
+    what = f"is '{tensor.algorithm}', which splits a token's width over the grid {tensor.size}, but the router of "
+    what += f"{moe.experts} experts needs whole tokens; legal: '1d' with tensor.size "
+    what += f"{legal_sizes.near(tensor.ranks, legal_sizes.tensor_sizes(plan.shape, tensor.ranks))}, or a dense model"
+    return [Problem("strategy.tensor.algorithm", what)]
+
+
+def _kernels_of_code(plan: Plan) -> list[Problem]:
+    """Kernels replace the seams of our own models."""
+    if not plan.code or plan.strategy.kernels == "eager":
+        return []
+    why = f"and '{plan.code.python}' is code, without the seams that kernels replace; legal: 'eager'"
+    return [Problem("strategy.kernels", f"is '{plan.strategy.kernels}', {why}")]
+
+
+BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
+    ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
+    ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
+    ("strategy.pipeline.replicas", lambda p: p.strategy.pipeline.replicas, (None,)),
+    ("training.optimizer.moments", lambda p: p.training.optimizer.moments, ("fp32", "bf16")),
+    ("training.dropout", _split_dropout, (0.0,)),
+    ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
+    (
+        "model.moe.capacity",
+        lambda p: p.shape.moe.capacity if p.shape.moe and p.strategy.context.size > 1 else None,
+        (None,),
+    ),
+    ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16")),
+    ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
+    ("model.positions", lambda p: p.shape.positions, ("rope", "learned")),
+    ("model.window", lambda p: p.shape.window, (None,)),
+)
+"""(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which share the engine."""
+
+VALUED: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
+    ("model.unmodelled", lambda p: p.shape.unmodelled, (None,)),
+)
+"""The same for `run` alone: a model planned without them has their memory and collectives, but not their values."""
+
+OF_SHAPE = ("model.", "strategy.tensor.")
+"""Fields that say something of a model's shape."""
+
+ESTIMATED: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
+    ("strategy.pipeline.schedule", _named_schedule, SCHEDULES),
+    ("strategy.operators", lambda p: p.strategy.operators, ({},)),
+)
+"""The same for `estimate`."""
+
+
+def unsupported(plan: Plan, verb: Verb, allow_code: bool = False) -> list[Problem]:
+    """What a complete `plan` asks that this version cannot do with `verb`, field by field; empty if it can.
+
+    A model that is code is refused, unless the user allows it (`allow_code`).
+    """
+    found = _lacking(plan, verb)
+    if verb != "estimate" and not allow_code:
+        found += python_model_rules.forbidden(plan)
+    return found
+
+
+def require(plan: Plan, verb: Verb, allow_code: bool = False) -> None:
+    """Raise `PlanError` where a complete `plan` asks `verb` for what this version cannot do."""
+    if found := unsupported(plan, verb, allow_code):
+        raise PlanError(found)
+
+
+@lru_cache(maxsize=256)
+def runnable(preset: str) -> bool:
+    """Whether the preset named `preset` can run: tried on eight cards with a small model, of experts if need be."""
+    model = "tiny-moe" if "expert" in catalog.strategies()[preset].strategy else "tiny-gpt"
+    cluster = {"gpu": "h100-sxm-80gb", "gpus": 1 if preset == "single" else 8}
+    try:
+        plan = Plan.model_validate({"model": model, "cluster": cluster, "strategy": {"preset": preset}})
+        return not _lacking(plan.complete(), "run")
+    except PlanError:
+        return False
+
+
+def _lacking(plan: Plan, verb: Verb) -> list[Problem]:
+    table = {"estimate": ESTIMATED, "rehearse": BUILT, "run": (*BUILT, *VALUED)}[verb]
+    if plan.code and verb == "estimate":
+        knows = f"'{plan.code.python}' is code, whose cost no closed form knows"
+        what = f"{knows}; legal: rehearse or run it, with {python_model_rules.ALLOW}"
+        return [Problem("model.python", what)]
+    if plan.code:
+        table = tuple(row for row in table if not row[0].startswith(OF_SHAPE))
+    unfit: list[Problem] = []
+    if verb != "estimate":
+        unfit = [*operator_rules.problems(plan), *_experts_on_grid(plan), *_kernels_of_code(plan)]
+    return unfit + [
+        Problem(field, f"is {value!r}; this version can {verb} {_legal(can)}")
+        for field, read, can in table
+        if (value := read(plan)) not in can
+    ]
+
+
+def _legal(can: tuple[Any, ...]) -> str:
+    return "only without it" if can in ((None,), ({},)) else " or ".join(map(repr, can))

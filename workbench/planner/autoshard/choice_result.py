@@ -1,0 +1,109 @@
+"""The answer: what each operator does, what is redistributed between them, and what all of it is estimated to cost."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from workbench.planner.autoshard.operator_cost import Move
+
+SOURCE = "estimated"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operator on one rank, in one layer."""
+
+    operator: str
+    kind: str
+    modules: tuple[str, ...]
+    strategy: str
+    """In MindSpore's form."""
+    splits: str
+    """The same in words."""
+    moves: tuple[Move, ...]
+    compute_seconds: float
+    communication_seconds: float
+    bytes: float
+    """Parameters with their states, and the output kept for backward."""
+    times: int
+    """Layers that hold it."""
+
+    @property
+    def seconds(self) -> float:
+        """Compute and communication of one layer."""
+        return self.compute_seconds + self.communication_seconds
+
+    @property
+    def communicated(self) -> str:
+        """What the operator itself communicates, in words."""
+        return _said(self.moves)
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """A tensor that one operator leaves in one layout and the next wants in another, and its gradient back."""
+
+    source: str
+    target: str
+    tensor: str
+    moves: tuple[Move, ...]
+    times: int
+
+    @property
+    def seconds(self) -> float:
+        """Of one layer, forward and backward."""
+        return sum(move.seconds for move in self.moves)
+
+    @property
+    def communicated(self) -> str:
+        """What is moved, in words."""
+        return _said(self.moves)
+
+
+@dataclass(frozen=True)
+class OperatorPlan:
+    """A strategy for each operator; seconds of one microbatch forward and backward, nothing overlapped."""
+
+    rows: tuple[Row, ...]
+    redistributions: tuple[Redistribution, ...]
+    ranks: tuple[int, ...]
+    """Ranks, or the grid's axes."""
+    solver: str
+    seconds: float
+    bytes: float
+    limit: float | None
+    reason: str
+    source: str = SOURCE
+
+    @property
+    def forms(self) -> dict[str, str]:
+        """Module pattern -> strategy, as a plan's `strategy.operators` holds them."""
+        return {module: row.strategy for row in self.rows for module in row.modules}
+
+    def count(self, kind: str, when: str) -> int:
+        """Collectives of a kind, forward or backward, of every operator and redistribution in one layer each."""
+        moves = [move for row in self.rows for move in row.moves]
+        moves += [move for between in self.redistributions for move in between.moves]
+        return sum(move.kind == kind and move.when == when for move in moves)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        data = asdict(self) | {"operators": self.forms}
+        listed: dict[str, tuple[Row | Redistribution, ...]] = {
+            "rows": self.rows,
+            "redistributions": self.redistributions,
+        }
+        for shown, items in listed.items():
+            data[shown] = [
+                asdict(item) | {"seconds": item.seconds, "communicated": item.communicated} for item in items
+            ]
+        return data
+
+
+def _said(moves: tuple[Move, ...]) -> str:
+    parts = []
+    for move in moves:
+        what = move.tensor if move.when == "forward" else f"gradient of {move.tensor}"
+        parts.append(f"{move.when} {move.kind.replace('_', '-')} of {what}")
+    return "; ".join(parts) or "nothing"

@@ -1,0 +1,168 @@
+"""A calibrated plan is one whose card, fabric and constants come from a measurement: applied here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from workbench.machine.calibration_file import Calibration, Collective, Probe, Scale, read, small_plan
+from workbench.plan.schema import Card, Fabric, Plan
+from workbench.costmodel.communication.collective_cost import SHARE
+from workbench.costmodel.compute.roofline import OPERATORS, peak
+from workbench.costmodel.rates.constants import Constants, constants
+from workbench.costmodel.rates.measured_curves import Curves
+from workbench.costmodel.inputs.config import BYTES
+from workbench.costmodel.step_time import step_time
+from workbench.costmodel.inputs.rank_workload import workload
+
+STREAMS = 3
+"""Tensors that a typical elementwise operator touches."""
+LEAST_TRAFFIC = 0.3
+"""A step quicker than its products was disturbed less than they were."""
+_ALL_REDUCE = "collectives kind all_reduce"
+SLOWED = ("gemm_share", "attention_share", "memory_share")
+"""Constants that are a share of a peak."""
+
+
+def calibrated(plan: Plan) -> tuple[Card, Fabric, dict[str, float]]:
+    """Card, fabric and changed constants of a complete plan; its own, and none, where it names no calibration.
+
+    Constants are named as in `data/planner.yaml`. Raises `PlanError` where the file cannot be used.
+    """
+    path = plan.cluster.calibration
+    return (plan.card, plan.fabric, {}) if path is None else applied(read(path), plan)
+
+
+def on_machine(plan: Plan) -> tuple[Plan, Constants]:
+    """A complete plan with the figures of the machine that its calibration measured, and the constants beside them."""
+    card, fabric, changed = calibrated(plan)
+    cluster = plan.cluster.model_copy(update={"gpu": card, "fabric": fabric})
+    usual = constants(card, plan.strategy.kernels, plan.strategy.stack)
+    return plan.model_copy(update={"cluster": cluster}), replace(usual, **changed)
+
+
+def ranks_at_once(plan: Plan) -> int:
+    """Ranks that share one machine."""
+    return min(plan.world_size, int(plan.cluster.gpus_per_node or plan.world_size))
+
+
+def applied(calibration: Calibration, plan: Plan) -> tuple[Card, Fabric, dict[str, float]]:
+    """Card, fabric and constants of `plan` on the machine of `calibration`, its scale included."""
+    curves = Curves(calibration, ranks_at_once(plan))
+    figures = overrides(curves, plan)
+    card = plan.card.model_copy(update=_known(figures, Card) | {"source": _source(calibration)})
+    fabric = plan.fabric.model_copy(update=_known(figures, Fabric))
+    found = constants_of(curves, card, plan)
+    usual = constants(card, plan.strategy.kernels, plan.strategy.stack)
+    if traffic := _traffic(calibration, curves.ranks):
+        plain = constants(card, "eager").traffic
+        found["traffic"] = traffic * usual.traffic / plain
+        found["plain_traffic"] = traffic * usual.plain_traffic / plain
+    return _scaled(calibration.scale or Scale(), card, fabric, found, usual)
+
+
+def _known(figures: Mapping[str, Any], model: type[Card] | type[Fabric]) -> dict[str, Any]:
+    return {name: value for name, value in figures.items() if name in model.model_fields}
+
+
+def _source(calibration: Calibration) -> str:
+    machine = calibration.machine
+    doubt = f", {calibration.doubt}" if calibration.doubts else ""
+    gone = any(each.refused and each.point.startswith(_ALL_REDUCE) for each in calibration.doubts)
+    link = ", link of the catalog" if gone and not _all_reduces(calibration) else ""
+    return f"measured {machine.date} with torch {machine.versions.get('torch', '?')}{doubt}{link}"
+
+
+def _all_reduces(calibration: Calibration) -> list[Collective]:
+    return [c for c in calibration.collectives if c.kind == "all_reduce"]
+
+
+def overrides(curves: Curves, plan: Plan) -> dict[str, Any]:
+    """Figures of card and fabric that a measurement replaces.
+
+    A CPU rank has no published peak: its peak is the rate of an endless product. A card keeps its published ones, so
+    that utilisation keeps its meaning, and is measured against them by `constants_of`.
+    """
+    figures: dict[str, Any] = {}
+    if plan.card.device == "cpu":
+        dtypes = sorted({g.dtype for g in curves.calibration.gemm})
+        figures["tflops"] = {dtype: curves.products(dtype).rate / 1e12 for dtype in dtypes}
+        figures["bandwidth_gbs"] = float(curves.memory_rate(_typical_bytes(plan))) / 1e9
+    return figures | _link(curves)
+
+
+def _typical_bytes(plan: Plan) -> int:
+    """Bytes that an elementwise operator of a layer touches: caches make small ones quick."""
+    return STREAMS * plan.training.sequence_length * plan.shape.hidden * BYTES[plan.strategy.precision]
+
+
+def _link(curves: Curves) -> dict[str, float]:
+    """Bandwidth and latency of a ring that takes as long as the measured all-reduce over all ranks of the machine."""
+    if not _all_reduces(curves.calibration) or curves.ranks < 2:
+        return {}
+    alpha, beta = curves.alpha_beta("all_reduce", curves.ranks)
+    hops, share = 2 * (curves.ranks - 1), SHARE["all_reduce"] * (1 - 1 / curves.ranks)
+    return {"link_gbs": share / max(beta, 1e-15) / 1e9, "link_latency_us": alpha / hops * 1e6}
+
+
+def constants_of(curves: Curves, card: Card, plan: Plan) -> dict[str, float]:
+    """Constants of `data/planner.yaml` that the measurement replaces, relative to the figures of `card`."""
+    precision = plan.strategy.precision
+    products, host = curves.products(precision), curves.host
+    most = peak(card, precision)
+    found = {
+        "gemm_share": products.rate / most,
+        "gemm_half_dim": products.half_dim,
+        "memory_share": float(curves.memory_rate(_typical_bytes(plan))) / 1e9 / card.bandwidth_gbs,
+        "launch_us": host.layer_us / sum(OPERATORS["eager"]),
+    }
+    if card.device == "cpu":
+        found["sharing"] = max(1.0, curves.ranks / curves.calibration.machine.cores)
+    attention = curves.attention_rates(precision)
+    if attention is not None:
+        forward, backward = attention
+        found |= {"attention_share": forward / most, "attention_backward": 2.5 / backward}
+    if _link(curves):
+        found["link_share"] = 1.0
+    if plan.world_size == ranks_at_once(plan):  # one machine: all that a step costs beside its layers was seen
+        layers = -(-plan.shape.layers // plan.sizes["pipeline"])
+        found |= {"step_fixed_ms": (host.step_us + layers * host.layer_step_us) / 1e3, "step_doubling_ms": 0.0}
+    return found
+
+
+@lru_cache(maxsize=16)
+def _traffic(calibration: Calibration, ranks: int) -> float | None:
+    """Traffic of eager memory-bound operators over the textbook's: what products, attention and the host leave
+    unexplained of whole steps of small models. None: none was timed.
+    """
+    near = {probe.ranks for probe in Curves(calibration, ranks).probes}
+    found = [_of_probe(Curves(calibration, at), probe) for at in near for probe in Curves(calibration, at).probes]
+    return max(LEAST_TRAFFIC, float(np.median(found))) if found else None
+
+
+def _of_probe(curves: Curves, probe: Probe) -> float:
+    sizes = probe.model_dump(exclude={"ranks", "seconds"})
+    plan = small_plan(curves.calibration.machine.device, **sizes)
+    card = plan.card.model_copy(update=_known(overrides(curves, plan), Card))
+    w = workload(plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"gpu": card})}))
+    k = replace(constants(card, "eager"), **constants_of(curves, card, plan))
+    one, two = (float(step_time(w, replace(k, traffic=traffic)).seconds) for traffic in (1.0, 2.0))
+    return 1.0 + (probe.seconds - one) / (two - one)
+
+
+def _scaled(
+    scale: Scale, card: Card, fabric: Fabric, found: dict[str, float], usual: Constants
+) -> tuple[Card, Fabric, dict[str, float]]:
+    """What computes slower by one factor, what communicates by another, every step longer by a sum."""
+    slow, far = scale.compute, scale.communication
+    whole = asdict(usual) | found
+    changed = found | {name: whole[name] / slow for name in SLOWED}
+    changed |= {"launch_us": whole["launch_us"] * slow, "step_fixed_ms": whole["step_fixed_ms"] + scale.fixed_ms}
+    link = {"link_gbs": card.link_gbs / far}
+    latency = {"link_latency_us": fabric.link_latency_us * far, "nic_latency_us": fabric.nic_latency_us * far}
+    further = latency | {"nic_gbs": fabric.nic_gbs / far}
+    return card.model_copy(update=link), fabric.model_copy(update=further), changed

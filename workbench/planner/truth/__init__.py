@@ -1,6 +1,0 @@
-"""The planner against published measurements: rows read, expressed as plans, predicted, and set beside each other."""
-
-from workbench.planner.truth.predict import Prediction, predict
-from workbench.planner.truth.validate import Validation, validate
-
-__all__ = ["Prediction", "Validation", "predict", "validate"]

@@ -1,0 +1,96 @@
+"""Named software stacks of `data/stacks.yaml`: found by a framework's name, with documented defaults as plan fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from workbench.plan.catalog import catalog
+
+UNNAMED = "textbook"
+"""The stack of a framework that the catalog does not know."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack, with what it inherits filled in."""
+
+    name: str
+    matches: tuple[str, ...]
+    attention: str
+    partition: str
+    """How layers are dealt to pipeline stages: `balanced` with the head as a block, or `even` by their number alone."""
+    becomes: Mapping[str, str] = field(hash=False)
+    before: Mapping[float, str] = field(hash=False)
+    """Year, the month as its hundredths -> the stack that this one was before it."""
+    separate: bool
+    """Whether a head that a model ties to its embedding is a weight of its own."""
+    defaults: Mapping[str, Any] = field(hash=False)
+    """Plan field by dotted path -> documented default."""
+    several: frozenset[str]
+    """Those of them that hold only where there is more than one device."""
+    gigabyte: float
+    """Bytes of the GB in which its own reports print memory."""
+    family: str
+    """The stack that this one is an earlier version of, or with other fp8 products; else its own name."""
+
+
+@lru_cache(maxsize=1)
+def stacks() -> dict[str, Stack]:
+    """Every stack of `data/stacks.yaml` by name."""
+    table = catalog.read("data/stacks.yaml")
+    return {name: _stack(name, entry, table) for name, entry in table.items()}
+
+
+def _stack(name: str, entry: Mapping[str, Any], table: Mapping[str, Any]) -> Stack:
+    base: Mapping[str, Any] = _ancestry(entry, table)
+    defaults = {**base.get("defaults", {}), **entry.get("defaults", {})}
+    return Stack(
+        name=name,
+        matches=tuple(entry["matches"]),
+        attention=entry.get("attention", base.get("attention", "flash")),
+        partition=entry.get("partition", base.get("partition", "even")),
+        becomes=entry.get("becomes", {}),
+        before=entry.get("before", {}),
+        separate="separate" in entry,
+        defaults={path: said["value"] for path, said in defaults.items()},
+        several=frozenset(path for path, said in defaults.items() if said.get("when") == "several"),
+        gigabyte=float(entry.get("gigabyte", base.get("gigabyte", {"value": 2**30}))["value"]),
+        family=next((whole for whole, one in table.items() if name in _variants(one)), name),
+    )
+
+
+def _variants(entry: Mapping[str, Any]) -> set[str]:
+    return {*entry.get("before", {}).values(), entry.get("becomes", {}).get("rowwise", "")}
+
+
+def _ancestry(entry: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """What an entry inherits, nearest first."""
+    if "like" not in entry:
+        return {}
+    parent = table[entry["like"]]
+    further = _ancestry(parent, table)
+    defaults = {**further.get("defaults", {}), **parent.get("defaults", {})}
+    return {**further, **parent, "defaults": defaults}
+
+
+@lru_cache(maxsize=4096)
+def named(framework: str, sharded: bool, flash: bool, year: float | None = None, rowwise: bool = False) -> Stack:
+    """The stack that `framework` means: the first match in it, of those the longest; then what that becomes.
+
+    `sharded`: ZeRO-2 or 3 without a pipeline. `flash`: attention is fused. `year`: of the report, where it is known.
+    `rowwise`: fp8 products have a scale for every row.
+    """
+    words, table = " ".join(framework.lower().split()), stacks()
+    found = [
+        (words.index(match), -len(match), name)
+        for name, stack in table.items() for match in stack.matches if match in words
+    ]  # fmt: skip
+    stack = table[min(found)[2] if found else UNNAMED]
+    for condition, holds in (("sharded", sharded), ("flash", flash), ("rowwise", rowwise)):
+        if holds and condition in stack.becomes:
+            return table[stack.becomes[condition]]
+    earlier = [name for since, name in stack.before.items() if year is not None and year < since]
+    return table[earlier[0]] if earlier else stack

@@ -1,0 +1,211 @@
+"""Published measurements: a CSV file in the schema of one row a configuration, read into typed rows in fixed units.
+
+Columns are found by their names, in any order; one that is missing counts as empty. Times become seconds, memory GiB.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench.errors import refuse
+from workbench.planner.validation import cell_parsers
+
+ALIASES = {
+    "micro_batch": "mbs", "micro_batch_size": "mbs", "global_batch": "gbs", "global_batch_size": "gbs",
+    "gradient_accumulation": "grad_accum", "ga": "grad_accum", "gpus": "n_gpus", "num_gpus": "n_gpus",
+    "sequence_length": "seq", "seq_len": "seq", "num_layers": "layers", "hidden_size": "hidden",
+    "num_heads": "heads", "vocab_size": "vocab", "mem_gb": "mem_gib", "memory_gib": "mem_gib",
+    "iter_time": "iter_time_s", "step_time_s": "iter_time_s", "zero": "zero_stage", "stack": "framework",
+}  # fmt: skip
+"""Other spellings of a column's name."""
+LARGEST_FILE = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration and what was measured of it; None or "" where the table does not say."""
+
+    file: str
+    line: int
+    id: str
+    source: str
+    table: str
+    measured: bool
+    """Whether the figures come from a run, not from a formula."""
+    framework: str
+    model: str
+    arch: str
+    parameters: float | None
+    layers: int | None
+    hidden: int | None
+    ffn: int | None
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    vocab: int | None
+    sequence: int | None
+    tied: bool | None
+    gated: bool | None
+    experts: int | None
+    top_k: int | None
+    gpu: str
+    gpu_memory: float | None
+    gpus: int | None
+    tensor: int
+    pipeline: int
+    chunks: int | None
+    context: int
+    expert: int
+    data: int | None
+    zero: int | None
+    sharding: str
+    sequence_parallel: bool | None
+    micro_batch: int | None
+    batch: int | None
+    accumulation: int | None
+    precision: str
+    recompute: str
+    schedule: str
+    attention: str
+    tflops: float | None
+    tflops_kind: str
+    memory_gib: float | None
+    memory_kind: str
+    """What was read, where the table says so for certain."""
+    memory_reading: str
+    """The kind of reading that its words are nearest to."""
+    memory_first: bool
+    """Whether it was read on the rank that logs, which is of the first stage, not on the fullest."""
+    plain_gb: bool
+    """Whether the memory's unit is a bare GB, which may be 2**30 or 1e9 bytes."""
+    doubted: bool
+    """Whether the table itself warns of the row."""
+    status: str
+    notes: str
+    iteration: float | None
+    samples_per_second: float | None
+    tokens_per_second: float | None
+    utilisation: float | None
+    """Model FLOPs utilisation as printed, a share."""
+
+    @property
+    def text(self) -> str:
+        """All that is said in words, lower case."""
+        return " ".join((self.framework, self.model, self.arch, self.table, self.precision, self.notes)).lower()
+
+    @property
+    def label(self) -> str:
+        """How the row is called in a report."""
+        return self.id or f"{self.file}:{self.line}"
+
+
+def read(path: str | Path) -> list[Row]:
+    """Every row of the CSV file `path`. Raises `PlanError` where it cannot be read or has no header."""
+    path = Path(path)
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            table = csv.DictReader(_without_nulls(file))
+            if not table.fieldnames:
+                raise refuse(str(path), "is empty; legal: a CSV file with a header line")
+            return [row(cells, path.name, line) for line, cells in enumerate(table, start=2)]
+    except OSError as error:
+        raise refuse(str(path), f"cannot be read: {error.strerror or error}") from None
+    except csv.Error as error:
+        raise refuse(str(path), f"is not a CSV file: {error}") from None
+
+
+def _without_nulls(lines: Iterator[str]) -> Iterator[str]:
+    """Lines as the csv module takes them: it refuses NUL."""
+    return (line.replace("\0", "") for line in lines)
+
+
+def row(cells: Mapping[str | None, object], file: str = "", line: int = 0) -> Row:
+    """One line of a table, by column name, as a `Row`; never raises."""
+    cell = {_column(key): str(value).strip() for key, value in cells.items() if key and isinstance(value, str)}
+    get = cell.get
+    whole = {name: _believed(name, cell_parsers.count(get(column, ""))) for name, column in COUNTS.items()}
+    memory = cell_parsers.gib(get("mem_gib", ""), f"{get('mem_unit', '')} {_decimal(get('mem_kind', ''))}")
+    times = _times(cell)
+    said = get("kind", "").lower()
+    billions, share = cell_parsers.number(get("params_b", "")), cell_parsers.number(get("mfu_pct", ""))
+    return Row(
+        file=file, line=line, id=get("id", ""), source=get("source", "") or file, table=_table(get("table", "")),
+        measured=not any(word in said for word in ("formula", "theor", "arithmetic", "simulat", "estimate")),
+        framework=get("framework", ""), model=get("model", ""), arch=get("arch", ""),
+        parameters=billions * 1e9 if billions else None, **{name: whole[name] for name in OPTIONAL},
+        tensor=whole["tensor"] or 1, pipeline=whole["pipeline"] or 1, context=whole["context"] or 1,
+        expert=whole["expert"] or 1, tied=cell_parsers.yes(get("tied_emb", "")), gated=cell_parsers.yes(get("gated_ffn", "")),
+        gpu=get("gpu", ""), gpu_memory=cell_parsers.number(get("gpu_mem_gb", "")) or None,
+        zero=cell_parsers.zero(get("zero_stage", ""), get("sharding", "") or _named_zero(get("table", ""))),
+        sharding=get("sharding", ""),
+        sequence_parallel=cell_parsers.yes(get("seq_parallel", "")), precision=get("precision", ""),
+        recompute=get("recompute", ""), schedule=get("schedule", ""), attention=get("attn_impl", ""),
+        tflops=cell_parsers.number(get("tflops_gpu", "")) or None, tflops_kind=get("tflops_kind", ""),
+        memory_gib=memory, memory_kind=cell_parsers.memory_kind(get("mem_kind", "")),
+        memory_reading=cell_parsers.nearest_kind(get("mem_kind", "")), memory_first="logging rank" in get("mem_kind", ""),
+        plain_gb=cell_parsers.plain_gb(get("mem_unit", "")),
+        doubted=cell_parsers.doubted(" ".join(get(name, "") for name in ("kind", "table", "status", "notes"))),
+        status=cell_parsers.status(get("status", ""), memory is not None or any(times)), notes=get("notes", ""),
+        iteration=times[0], samples_per_second=times[1], tokens_per_second=times[2],
+        utilisation=share / 100 if share else None,
+    )  # fmt: skip
+
+
+COUNTS = {
+    "layers": "layers", "hidden": "hidden", "ffn": "ffn", "heads": "heads", "kv_heads": "kv_heads",
+    "head_dim": "head_dim", "vocab": "vocab", "sequence": "seq", "experts": "n_experts", "top_k": "topk",
+    "gpus": "n_gpus", "tensor": "tp", "pipeline": "pp", "chunks": "vpp", "context": "cp", "expert": "ep", "data": "dp",
+    "micro_batch": "mbs", "batch": "gbs", "accumulation": "grad_accum",
+}  # fmt: skip
+"""Field -> column of the positive integers."""
+OPTIONAL = [name for name in COUNTS if name not in ("tensor", "pipeline", "context", "expert")]
+
+
+MOST = {
+    "layers": 2**12,
+    "hidden": 2**20,
+    "ffn": 2**22,
+    "vocab": 2**24,
+    "sequence": 2**30,
+    "batch": 2**24,
+    "gpus": 2**20,
+}
+MOST_OTHERS = 2**16
+"""Largest counts that can be meant; what is larger was misread."""
+
+
+def _believed(name: str, value: int | None) -> int | None:
+    return value if value is not None and value <= MOST.get(name, MOST_OTHERS) else None
+
+
+def _times(cell: Mapping[str, str]) -> tuple[float | None, float | None, float | None]:
+    """(seconds of a step, samples a second, tokens a second) of the whole job, as far as printed."""
+    gpus = cell_parsers.count(cell.get("n_gpus", ""))
+    tokens, own = (cell_parsers.number(cell.get(name, "")) for name in ("tokens_per_s", "tokens_per_s_gpu"))
+    total = tokens or (own * gpus if own and gpus else None)
+    return cell_parsers.seconds(cell.get("iter_time_s", "")), cell_parsers.number(cell.get("samples_per_s", "")) or None, total
+
+
+def _decimal(kind: str) -> str:
+    """What the kind of memory says about the unit: only that a figure was divided by 1e9."""
+    return "1e9" if "1e9" in kind else ""
+
+
+def _named_zero(table: str) -> str:
+    """The stage of ZeRO that a table is named for; nothing where it names several."""
+    stages = re.findall(r"zero[- ]?[0-3]\b", table, re.IGNORECASE)
+    return stages[0] if len(stages) == 1 else ""
+
+
+def _table(text: str) -> str:
+    """The table's name without the line on which the row stands."""
+    return re.sub(r"[,;]?\s*\(?(line|row) \d+\)?$", "", text)
+
+
+def _column(name: str) -> str:
+    plain = name.strip().lower().replace(" ", "_").replace("-", "_")
+    return ALIASES.get(plain, plain)

@@ -1,0 +1,56 @@
+"""The planner's answer for one plan in three numbers, by the same functions as `estimate`, without its frames."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from workbench.plan.schema import Plan
+from workbench.planner.calibrated_plan import on_machine
+from workbench.costmodel.memory.peak_memory import memory
+from workbench.costmodel.memory.reported_memory import NINETY_FIVE, readings, spread
+from workbench.costmodel.frameworks.framework_profile import interval
+from workbench.costmodel.step_time import bounds, parts, step_time
+from workbench.costmodel.inputs.rank_workload import workload
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner says of one plan: GiB on the fullest card, seconds of a step, and 5 % and 95 % bounds."""
+
+    peak_gib: float
+    """What the fullest card must hold."""
+    seconds: float | None
+    peak_low: float | None = None
+    peak_high: float | None = None
+    seconds_low: float | None = None
+    seconds_high: float | None = None
+    readings: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """What would be read, GiB by pipeline rank: allocated, reserved, nvidia-smi."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by part of the step, and GiB by category at the peak."""
+
+
+Predict = Callable[[Plan], Prediction]
+
+
+def predict(plan: Plan) -> Prediction:
+    """What the planner says of a complete `plan`. Raises `PlanError` for what it does not model."""
+    full, constants = on_machine(plan)
+    w = workload(full)
+    live, time = memory(w, constants), step_time(w, constants)
+    low, high = bounds(w, constants, time, interval(plan.strategy.stack))
+    fullest = int(np.argmax(live.peak))
+    sizes = {name: float(np.ravel(size)[fullest]) / 2**30 for name, size in live.moments["peak"].items()}
+    times = {f"{name} s": seconds for name, seconds in parts(w, time).items()}
+    peak, deviation = sum(sizes.values()), NINETY_FIVE * spread(plan.strategy.stack)
+    return Prediction(
+        peak_gib=peak, peak_low=peak * math.exp(-deviation), peak_high=peak * math.exp(deviation),
+        seconds=float(time.seconds),
+        seconds_low=low, seconds_high=high,
+        readings={kind: tuple((size / 2**30).tolist()) for kind, size in readings(w, live, constants).items()},
+        parts={**times, **{f"{name} GiB": size for name, size in sizes.items() if size}},
+    )  # fmt: skip

@@ -1,0 +1,86 @@
+"""Rows that contradict themselves: the rate a row prints against the rate that its own shape, batch and time imply.
+
+r = FLOPs(shape, global batch) / (step time x cards x printed FLOP/s of a card). Pages count FLOPs by different rules
+(attention causal or not, recomputation or not), so r is compared with the median of the rows that were counted alike:
+same source, same kind of figure, under whichever rule makes them agree best.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.plan.schema import Plan
+from workbench.plan.model_shape import Shape
+from workbench.planner.validation.row_to_plan import Expressed
+
+TOLERANCE = 0.12
+"""A row further than this from its group's median is suspect."""
+LEAST = 3
+"""Rows of a group below which nothing can be said."""
+PRINTED = 0.0005
+"""Half of the last digit of a printed utilisation: small ones are coarse, which is no contradiction."""
+
+Counted = Literal["once", "twice", "held"]
+"""How often tables of the vocabulary count: the head alone; head and embedding; what all stages hold (tied weights
+twice in a pipeline)."""
+RULES: tuple[tuple[bool, Counted], ...] = tuple(
+    (causal, counted) for counted in ("once", "twice", "held") for causal in (False, True)
+)
+"""Ways of counting FLOPs: (attention causal, tables counted)."""
+
+
+def flops(plan: Plan, causal: bool = True, counted: Counted = "once") -> float:
+    """Model FLOPs of one step of a complete plan: 6 a weight and token, and attention's products (2104.04473).
+
+    Low-rank adapters need no weight gradients of the base: 4 a weight and token.
+    """
+    shape, t = plan.shape, plan.training
+    tokens = float(t.global_batch * t.sequence_length)
+    attended = (0.5 if causal else 1.0) * 2 * 2 * t.sequence_length * shape.q_width * shape.layers
+    passes = 2 if t.lora else 3
+    apart = not shape.tied or plan.strategy.pipeline.size > 1
+    tables = 2 if counted == "twice" or (counted == "held" and apart) else 1
+    return passes * tokens * (2 * weights(shape, tables) + attended)
+
+
+def weights(shape: Shape, tables: int) -> float:
+    """Weights that a token is multiplied with: blocks, and so many tables of the vocabulary."""
+    h, moe = shape.hidden, shape.moe
+    wide = 3 if shape.gated else 2
+    block = h * (shape.q_width * 2 + 2 * shape.kv_width)
+    sparse = shape.layers - moe.first_dense if moe else 0
+    routed = (moe.top_k + moe.shared) * wide * h * moe.ffn + h * moe.experts if moe else 0
+    dense = (shape.layers - sparse) * wide * h * shape.ffn
+    return shape.layers * block + dense + sparse * routed + tables * h * shape.vocab
+
+
+def ratios(rows: Sequence[Expressed]) -> NDArray[np.float64]:
+    """r over the median of the rows counted alike; NaN where nothing can be said."""
+    found = np.full(len(rows), np.nan)
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        if row.seconds and row.row.tflops:
+            groups[row.row.source, row.row.tflops_kind].append(index)
+    for indices in groups.values():
+        if len(indices) >= LEAST:
+            counted = [np.array([_ratio(rows[i], *rule) for i in indices]) for rule in RULES]
+            scaled = [values / np.median(values) for values in counted]
+            found[indices] = min(scaled, key=lambda values: float(np.median(np.abs(values - 1))))
+    return found
+
+
+def suspect(rows: Sequence[Expressed]) -> NDArray[np.bool_]:
+    """Rows that fail the check; those of which nothing can be said pass."""
+    coarse = np.array([PRINTED / row.row.utilisation if row.row.utilisation else 0.0 for row in rows])
+    return np.asarray(np.nan_to_num(np.abs(ratios(rows) - 1) - coarse) > TOLERANCE)
+
+
+def _ratio(row: Expressed, causal: bool, counted: Counted) -> float:
+    hardware = "hardware" in row.row.tflops_kind.lower() and row.plan.strategy.recompute == "full"
+    done = flops(row.plan, causal, counted) * (4 / 3 if hardware else 1)
+    return done / ((row.seconds or 1) * row.plan.world_size * (row.row.tflops or 1) * 1e12)

@@ -1,0 +1,190 @@
+"""Why a run failed: the first cause, not the "connection closed" of those who survived it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from workbench.runs.diagnose.failure_advice import advise
+from workbench.runs.store.field_checks import has, number, or_null, text, whole
+from workbench.runs.store.rank_logs import LOOKED_AT, launcher_report, launcher_signal, log_tail, tail_of, telling
+from workbench.runs.store.run_state import Cause
+
+_CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|time[d]? ?out|remote process exited"
+    r"|socket error|store.*unreachable|peer .*(gone|down)",
+    re.IGNORECASE,
+)
+"""What a rank says when another one has gone: never the first cause where there is anything else."""
+
+LOOK_LATE_SECONDS = 1.0
+"""A process is seen to be gone at most this long after its end."""
+
+
+@dataclass
+class RankSeen:
+    """What is known of one rank from its records and its process."""
+
+    rank: int
+    pid: int | None = None
+    step: int = -1
+    action: str | None = None
+    phase: str = "starting"
+    bye: bool = False
+    gone: float | None = None
+    """When its process was found gone, epoch seconds."""
+    stopped: bool = False
+    exit_code: int | None = None
+    """How its process ended, -n for signal n, where the launcher was too late to ask before us."""
+    slowest: float = 0.0
+    """Seconds of its slowest step."""
+    unsaved: str = ""
+    """Why its last checkpoint could not be written; empty where it could."""
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Learn from one telemetry record."""
+        kind = record["kind"]
+        if kind == "hello":
+            self.pid, self.phase = record["pid"], "started"
+        elif kind == "phase":
+            self.phase = record["phase"]
+        elif kind == "step":
+            self.step, self.action = record["step"], record["action"]
+            seconds = record.get("seconds")
+            self.slowest = max(self.slowest, seconds) if isinstance(seconds, int | float) else self.slowest
+        elif kind in ("checkpoint", "unsaved"):
+            self.unsaved = record["message"] if kind == "unsaved" else ""
+        self.bye = self.bye or kind == "bye"
+
+    @property
+    def where(self) -> str:
+        """How far it came, in words."""
+        if self.step < 0:
+            return f"{self.phase}, no step done"
+        return f"{self.phase}, last step done: {self.step}" + (f", last action {self.action}" if self.action else "")
+
+
+@dataclass(frozen=True)
+class _Suspect:
+    """A rank that ended badly; `weight` 0: a cause of its own, 1: held the others up, 2: followed from another."""
+
+    weight: int
+    when: float
+    rank: int
+    message: str
+    refused: bool = False
+    """Whether it refused what it was given, in words that say all: its log adds nothing."""
+
+
+def first_cause(folder: Path, ranks: Mapping[int, RankSeen], exit_code: int | None, *, out_of_memory: bool) -> Cause:
+    """Why the run in `folder` failed, from error files, exit codes and what was seen of its `ranks`.
+
+    `out_of_memory`: the kernel ended a process of this machine for want of memory while the run went on.
+    """
+    errors = {error["rank"]: error for error in read_errors(folder)}
+    codes, root = launcher_report(folder)
+    if root is None and not launcher_signal(folder, exit_code):
+        codes, root = _seen_codes(ranks)
+    suspects = [_raised(error) for error in errors.values()]
+    wordless = [seen for seen in ranks.values() if _unexplained(seen, errors, codes)]
+    by_itself = {root, *_killed_first(wordless, errors, codes)}
+    suspects += [_ended(seen, codes.get(seen.rank) if seen.rank in by_itself else None, folder) for seen in wordless]
+    first = min(suspects, key=lambda s: (s.weight, s.when, s.rank), default=None)
+    if first is None or (first.weight and launcher_signal(folder, exit_code)):
+        return _at_launch(folder, exit_code)
+    tail = "" if first.refused else log_tail(folder, first.rank)
+    killed = codes.get(first.rank) == -signal.SIGKILL and out_of_memory
+    evidence = f"{first.message}\n{tail}" + ("\nout of memory" if killed else "")
+    return Cause(first.rank, first.message, advise(folder, evidence), tail)
+
+
+def _seen_codes(ranks: Mapping[int, RankSeen]) -> tuple[dict[int, int], int | None]:
+    """As `launcher_report`, of a launcher that was stopped: what the system said of ranks that nobody has asked for."""
+    codes = {seen.rank: seen.exit_code for seen in ranks.values() if seen.exit_code}
+    return codes, min(codes, key=lambda rank: ranks[rank].gone or 0.0, default=None)
+
+
+def read_errors(folder: Path) -> list[dict[str, Any]]:
+    """What ranks left in `errors/`, earliest first; a file that holds no error of a rank is left out."""
+    found = []
+    for path in sorted((folder / "errors").glob("rank*.json")):
+        try:
+            error = orjson.loads(path.read_bytes())
+        except (OSError, orjson.JSONDecodeError):
+            continue
+        if has(error, _ERROR):
+            found.append(error)
+    return sorted(found, key=lambda error: error["t_epoch"])
+
+
+_ERROR = {
+    "rank": whole, "step": or_null(whole), "action": or_null(text), "type": text, "message": text, "t_epoch": number,
+}  # fmt: skip
+
+
+def _raised(error: Mapping[str, Any]) -> _Suspect:
+    if error["type"] == "PlanError":
+        return _Suspect(0, error["t_epoch"], error["rank"], f"rank {error['rank']}: {error['message']}", refused=True)
+    message = f"{error['type']}: {error['message']}"
+    where = f" in step {error['step']}" if error.get("step") is not None else ""
+    where += f", during {error['action']}" if error.get("action") else ""
+    weight = 2 if _CONSEQUENCE.search(message) else 0
+    return _Suspect(weight, error["t_epoch"], error["rank"], f"rank {error['rank']} raised {message}{where}")
+
+
+def _unexplained(seen: RankSeen, errors: Mapping[int, Any], codes: Mapping[int, int]) -> bool:
+    """Whether a rank ended, or stands still, without a word."""
+    if seen.bye or seen.rank in errors:
+        return False
+    return seen.stopped or seen.pid is not None or seen.rank in codes
+
+
+def _killed_first(wordless: list[RankSeen], errors: Mapping[int, Any], codes: Mapping[int, int]) -> list[int]:
+    """Ranks killed before any other complained.
+
+    Ranks that the launcher ended because of another's failure are in its report too: by SIGTERM at first, by SIGKILL
+    half a minute later. Of those that fell between two of its looks it names the one of lowest rank the first.
+    """
+    complained = min((error["t_epoch"] for error in errors.values()), default=0.0)
+    return [
+        seen.rank
+        for seen in wordless
+        if codes.get(seen.rank, 0) < 0 and codes[seen.rank] != -signal.SIGTERM
+        if seen.gone is not None and seen.gone - LOOK_LATE_SECONDS <= complained
+    ]
+
+
+def _ended(seen: RankSeen, code: int | None, folder: Path) -> _Suspect:
+    when = seen.gone - LOOK_LATE_SECONDS if seen.gone else float("inf")
+    if seen.stopped:
+        return _Suspect(0, 0.0, seen.rank, f"rank {seen.rank} is frozen: its process is stopped ({seen.where})")
+    if code is None:
+        return _Suspect(1, when, seen.rank, f"rank {seen.rank} stopped answering ({seen.where})")
+    if code < 0:
+        return _Suspect(0, when, seen.rank, f"rank {seen.rank} was killed by {_signal(-code)} ({seen.where})")
+    last = log_tail(folder, seen.rank, 1) or "it printed nothing"
+    return _Suspect(0, when, seen.rank, f"rank {seen.rank} ended with exit code {code} ({seen.where}): {last}")
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _at_launch(folder: Path, exit_code: int | None) -> Cause:
+    """The launcher failed and no rank is to blame."""
+    tail = telling(tail_of(folder / "logs" / "launcher.log", LOOKED_AT))
+    last = tail.splitlines()[-1].strip() if tail else "it printed nothing"
+    if number := launcher_signal(folder, exit_code):
+        message = f"the launcher was killed by {_signal(number)}, and its ranks with it"
+    else:
+        message = f"the launcher ended with exit code {exit_code} and no rank reported an error: {last}"
+    return Cause(None, message, advise(folder, tail), tail)

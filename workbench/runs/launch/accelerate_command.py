@@ -1,0 +1,61 @@
+"""The one command that a run is: `accelerate launch` with the worker and the plan, and the environment it needs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench.interop import export
+from workbench.machine.attached import attached
+from workbench.plan.schema import Plan
+from workbench.runs.store.command_file import Command
+from workbench.runs.launch.parent_death import python_module
+
+INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+"""Variables of another launch that this process may itself be part of; a run must not see them."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is launched and how patiently it is watched; users never change it, fault tests do."""
+
+    module: str = "workbench.engine.worker"
+    launcher: tuple[str, ...] = ()
+    """Command before the module and the plan; empty: `accelerate launch`."""
+    hello_seconds: float | None = None
+    """Deadline of a rank's first record; None: from the plan's timeout and world size."""
+    progress_seconds: float | None = None
+    """Longest silence of a rank that is not working; None: the plan's timeout."""
+
+
+def compose(plan: Plan, folder: Path, port: int, recipe: Recipe, allow_code: bool = False) -> Command:
+    """The command of a complete `plan` whose run directory is (or will be) `folder`; ranks run code only if told so."""
+    module = ["-m", recipe.module, str(folder / "plan.yaml"), *(["--allow-code"] if allow_code else [])]
+    timeout = float(plan.telemetry.timeout_seconds)
+    return Command(
+        argv=[*(recipe.launcher or accelerate_launch(plan, folder)), *module],
+        env={**environment(plan), export.PORT: str(port)},
+        unset=[name for name in os.environ if name in INHERITED or name.startswith("TORCHELASTIC_")],
+        cwd=os.getcwd(),
+        world_size=plan.world_size,
+        steps=plan.training.steps,
+        hello_seconds=recipe.hello_seconds or max(60.0, timeout) + 5.0 * plan.world_size,
+        progress_seconds=recipe.progress_seconds or timeout,
+    )
+
+
+def accelerate_launch(plan: Plan, folder: Path) -> list[str]:
+    """`accelerate launch` for the run in `folder`; each rank's streams also go to `logs/`."""
+    config = str(folder / "accelerate.yaml")
+    logs = ["--tee", "3", "--log_dir", str(folder / "logs")]
+    launch = [*python_module("accelerate.commands.launch"), "--config_file", config]
+    return [*launch, "--main_process_port", "0", *export.rendezvous(plan), *logs]
+
+
+def environment(plan: Plan) -> dict[str, str]:
+    """Variables that ranks need; none of them steers a number.
+
+    Ranks that wait must not spin while others compute on the same cores: hence the passive waiting.
+    """
+    return export.environment(plan, cores=attached().cores)

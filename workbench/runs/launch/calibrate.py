@@ -1,0 +1,108 @@
+"""Calibration: measuring this machine in a child process, and learning from runs that have finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from workbench.machine.calibration_file import Calibration, Scale, read, write
+from workbench.errors import refuse
+from workbench.plan.schema import Plan
+from workbench.planner import estimate
+from workbench.planner.run_feedback import Told, error, scale, told
+from workbench.runs.launch import child_process
+from workbench.runs.run import Run
+
+Progress = Callable[[float, float, str], None]
+LEAST_SECONDS, MOST_SECONDS = 1.0, 3600.0
+ROUNDS = 4
+"""Of estimating anew: what hides behind what is not linear in the factors."""
+
+
+def calibrate(seconds: float = 60.0, progress: Progress | None = None) -> Calibration:
+    """Measure the attached machine for about `seconds`, every point at least once.
+
+    `progress(seconds spent, of, words)` follows it. Raises `PlanError` for a time that is none and for a card that the
+    catalog does not know, `ChildError` where a rank fails or hangs.
+    """
+    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+        raise refuse("seconds", f"is {seconds:g}; legal: {LEAST_SECONDS:g} to {MOST_SECONDS:g}, and 60 is enough")
+
+    def line(text: str) -> None:
+        if progress and text.startswith("{"):
+            said = json.loads(text)
+            progress(min(said["done"], said["of"]), said["of"], said["words"])
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "calibration.yaml")
+        child_process.python("workbench.engine.calibrate", ["--seconds", str(seconds), "--to", str(path)], line)
+        return read(path)
+
+
+def kept(
+    path: Path | None, seconds: float = 60.0, runs: Sequence[Run] = (), progress: Progress | None = None
+) -> Calibration:
+    """Measure, or learn from `runs`, and write the result to `path`; see `verbs.calibrate`."""
+    _writable(path)
+    base = _base(path, runs) if runs else None
+    found = calibrate(seconds, progress) if base is None else base
+    found = learn(found, runs) if runs else found
+    if path is not None:
+        write(found, path)
+    return found
+
+
+def _base(path: Path | None, runs: Sequence[Run]) -> Calibration | None:
+    """The calibration that runs correct; None where there is none yet."""
+    if path is not None and path.exists():
+        return read(path)
+    named = runs[0].plan.cluster.calibration
+    return None if named is None else read(named)
+
+
+def _writable(path: Path | None) -> None:
+    """Refuse a file that could not be written, before a minute of measuring."""
+    if path is None:
+        return
+    device = path.exists() and not path.is_file()  # or a folder: neither is to be replaced
+    if device or not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise refuse("--output", f"'{path}' cannot be written; legal: a file in a folder that exists")
+
+
+def learn(calibration: Calibration, runs: Sequence[Run]) -> Calibration:
+    """`calibration` with the scale that brings estimates of `runs` to their measured median steps.
+
+    Its errors are those of the calibration without a scale and with it. Raises `PlanError` for a run without measured
+    steps, or of another card.
+    """
+    seen = [(run.plan, _measured(run)) for run in runs]
+    bare = calibration.model_copy(update={"scale": None})
+    before = _told(bare, seen)
+    found, best = Scale(), (error(before), Scale())
+    rows = before
+    for _ in range(ROUNDS):
+        found = scale(rows, found)
+        rows = _told(bare.model_copy(update={"scale": found}), seen)
+        best = min(best, (error(rows), found), key=lambda pair: pair[0])
+    after, kept = best
+    names = {"runs": [run.id for run in runs], "error_before": error(before), "error_after": after}
+    return calibration.model_copy(update={"scale": kept.model_copy(update=names)})
+
+
+def _measured(run: Run) -> float:
+    seconds = run.profile().step_seconds
+    if seconds is None:
+        raise refuse("run", f"{run.id} has {run.state.phase} without a measured step; give one that has trained")
+    return seconds
+
+
+def _told(calibration: Calibration, seen: Sequence[tuple[Plan, float]]) -> list[Told]:
+    """Each run with its estimate under `calibration`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "calibration.yaml")
+        write(calibration, path)
+        chosen = {"cluster.calibration": str(path), "cluster.calibration_sha256": None}
+        return [told(seconds, estimate(plan.replace(**chosen)).notes["time"]) for plan, seconds in seen]

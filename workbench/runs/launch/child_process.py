@@ -1,0 +1,66 @@
+"""A child process for what needs torch: shells, notebooks and widgets stay light, and hold no CUDA context."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+
+from workbench.runs.launch.parent_death import SAFE_PATH, python_module
+
+END_SECONDS = 3.0
+"""How long a child may take to end by itself before it is killed."""
+
+
+class ChildError(RuntimeError):
+    """A child process failed; the message holds what it said last."""
+
+
+def python(module: str, arguments: Sequence[str], line: Callable[[str], None], threads: int = 1) -> None:
+    """Run `python -P -m module arguments`; `line` is called with each line that it prints.
+
+    It runs in a session of its own that is ended whole if the caller is interrupted, and dies with the caller.
+    Raises ValueError with its words where it ends with 2 (usage), `ChildError` where it fails otherwise.
+    """
+    command = [*python_module("workbench.runs.launch.parent_death"), str(os.getpid()), *python_module(module)]
+    environment = {**os.environ, **SAFE_PATH, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [*command, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
+            text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            for text in process.stdout:
+                line(text.rstrip("\n"))
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        except BaseException:
+            _ask_to_end(process.pid)
+            raise
+        finally:
+            # The leader is not reaped yet, so its number still names this session and no other.
+            os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+        errors.seek(0)
+        said = errors.read().strip()
+    if code == 2:
+        raise ValueError(said)
+    if code != 0:
+        raise ChildError(f"{module} ended with {_words(code)}:\n{said[-4000:]}")
+
+
+def _ask_to_end(pid: int) -> None:
+    """Ask the child's session to end, and give it a moment."""
+    os.killpg(pid, signal.SIGTERM)
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+            return
+        time.sleep(0.02)
+
+
+def _words(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,24 @@
+"""What compiles a plan's kernels on this machine: Triton for cards, a C++ compiler for processors."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.util import find_spec
+
+from workbench.errors import Problem
+
+
+def compiler() -> str | None:
+    """Path of the C++ compiler that torch.compile takes, the one that CXX names or g++; None where it is missing."""
+    return shutil.which(os.environ.get("CXX") or "g++")
+
+
+def missing(kernels: str, device: str) -> list[Problem]:
+    """Why `kernels` (eager, compiled, fused) cannot be made for `device` here; empty: they can."""
+    if kernels == "eager" or (find_spec("triton") if device == "cuda" else compiler()):
+        return []
+    named = os.environ.get("CXX")
+    needed = f"the C++ compiler '{named}' that CXX names" if named else "a C++ compiler, g++ or one that CXX names"
+    needed = "Triton (`pip install workbench[kernels]`)" if device == "cuda" else needed
+    return [Problem("strategy.kernels", f"is '{kernels}', which needs {needed}; it is not here; legal: 'eager'")]

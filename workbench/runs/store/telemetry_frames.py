@@ -1,0 +1,156 @@
+"""From telemetry records to the frames of a Profile, little by little while a run goes on."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from workbench.profile import ALLOCATED, COLUMNS, Profile
+from workbench.runs.store.telemetry_reader import Reader
+
+Rows = dict[str, list[dict[str, Any]]]
+Held = Sequence[tuple[str, Sequence[Mapping[str, Any]]]]
+"""What a record holds of each frame: rows without the cells that they share, `SHARED`."""
+
+SHARED = ("run", "source", "rank", "step")
+"""The first columns of every frame: one value for all rows of a record."""
+
+
+class Measured:
+    """The measured Profile of one run, as far as its records have been added.
+
+    `add` returns only the rows that are new, by frame, which is what a live chart needs. Rows are kept by column: an
+    object a row would take five times the memory.
+    """
+
+    def __init__(self, run: str, world_size: int, capacity_bytes: int | None = None) -> None:
+        self.run = run
+        self.world_size = world_size
+        self.capacity_bytes = capacity_bytes
+        self.hello: dict[int, dict[str, Any]] = {}
+        self.phase: dict[int, str] = {}
+        self.evaluation: dict[int, float] = {}
+        self.checkpoints: dict[int, str] = {}
+        self.left_out: list[str] = []
+        """What of the telemetry is not here, in words; see `Reader.left_out`."""
+        self._columns = {kind: {name: list[Any]() for name in names} for kind, names in COLUMNS.items()}
+
+    def add(self, records: list[dict[str, Any]]) -> Rows:
+        """Take in records of a `Reader`; the new rows of each frame."""
+        new = self.rows(records)
+        for kind, columns in self._columns.items():
+            for name, column in columns.items():
+                column.extend(row.get(name) for row in new[kind])
+        return new
+
+    def rows(self, records: list[dict[str, Any]]) -> Rows:
+        """The rows of `records`, by frame; they are not kept, all else that the records say is."""
+        new: Rows = {kind: [] for kind in COLUMNS}
+        for record in self._known(records):
+            for kind, rows in self._take(record):
+                new[kind] += [self._row(record, row) for row in rows]
+        return new
+
+    def lines(self, records: list[dict[str, Any]]) -> dict[str, list[str]]:
+        """The same rows as lines of CSV, byte for byte what `csv.writer` makes of them, only faster."""
+        new: dict[str, list[str]] = {kind: [] for kind in COLUMNS}
+        run = quoted(self.run)
+        for record in self._known(records):
+            for kind, rows in self._take(record):
+                for row in rows:
+                    values = map(row.get, OWN[kind])
+                    texts = ["" if v is None else quoted(v) if type(v) is str else repr(v) for v in values]
+                    new[kind].append(f"{run},measured,{record['rank']},{record['step']},{','.join(texts)}\n")
+        return new
+
+    def read(self, reader: Reader) -> Measured:
+        """Add all that `reader` has, and what it had to leave out; itself."""
+        for records in reader.batches():
+            self.add(records)
+        self.left_out = reader.left_out
+        return self
+
+    def profile(self) -> Profile:
+        """Everything added so far. Frames are built anew: for deltas use what `add` returns."""
+        notes: dict[str, Any] = {
+            "evaluation": [{"step": step, "loss": loss} for step, loss in sorted(self.evaluation.items())],
+            "checkpoints": [self.checkpoints[step] for step in sorted(self.checkpoints)],
+            **({"left_out": self.left_out} if self.left_out else {}),
+        }
+        return Profile(
+            run=self.run,
+            source="measured",
+            world_size=self.world_size,
+            representative={rank: rank for rank in range(self.world_size)},
+            capacity_bytes=self.capacity_bytes,
+            notes=notes,
+            **{kind: pd.DataFrame(columns) for kind, columns in self._columns.items()},
+        )
+
+    def _known(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [record for record in records if record["rank"] < self.world_size]
+
+    def _take(self, record: dict[str, Any]) -> Held:
+        kind, rank = record["kind"], record["rank"]
+        if kind == "step":
+            return ("steps", [record]), ("memory", self._allocated(record))
+        if kind in COLUMNS:
+            return ((kind, record["rows"] or []),)
+        if kind == "hello":
+            self.hello[rank] = record
+        elif kind == "phase":
+            self.phase[rank] = record["phase"]
+        elif kind == "evaluation":
+            self.evaluation[record["step"]] = record["loss"]
+        elif kind == "checkpoint":
+            self.checkpoints[record["step"]] = record["path"]
+        return ()
+
+    def _row(self, record: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        return {**values, "run": self.run, "source": "measured", "rank": record["rank"], "step": record["step"]}
+
+    def _allocated(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """The allocator's count at the end of a step, which every step has; sampled steps have more."""
+        if record["bytes"] is None:
+            return []
+        stage = self.hello.get(record["rank"], {}).get("stage")
+        row = {"stage": stage, "moment": "after_optimizer", "tier": "device", "category": ALLOCATED}
+        return [{**row, "bytes": record["bytes"]}]
+
+
+OWN = {kind: names[len(SHARED) :] for kind, names in COLUMNS.items()}
+"""Frame -> its columns but for `SHARED`."""
+
+
+@lru_cache(maxsize=4096)
+def quoted(text: str) -> str:
+    """`text` as a cell of CSV, in quotes where it needs them."""
+    written = io.StringIO()
+    csv.writer(written, lineterminator="").writerow([text, 0])
+    return written.getvalue().removesuffix(",0")
+
+
+def keep(found: Measured, reader: Reader, folder: Path) -> None:
+    """Write all that `reader` has as CSV into `folder`, a part at a time, and what else is known as JSON.
+
+    `found` is an empty collection of the run. Raises OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        tables = {}
+        for kind, names in COLUMNS.items():
+            file = stack.enter_context((folder / f"{kind}.csv").open("w", newline="", encoding="utf-8"))
+            file.write(",".join(names) + "\n")
+            tables[kind] = file
+        for records in reader.batches():
+            for kind, lines in found.lines(records).items():
+                tables[kind].writelines(lines)
+    found.left_out = reader.left_out
+    found.profile().save_description(folder)
