@@ -13,7 +13,9 @@ os.environ.pop("COLUMNS", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require-browser", action="store_true", help="fail if a browser test is skipped")
+    parser.addoption(
+        "--require-browser", action="store_true", help="fail if a browser test is skipped"
+    )
 
 
 @pytest.fixture
@@ -33,5 +35,9 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
     outcome = yield
     report = outcome.get_result()
-    if report.skipped and item.get_closest_marker("browser") and item.config.getoption("--require-browser"):
+    if (
+        report.skipped
+        and item.get_closest_marker("browser")
+        and item.config.getoption("--require-browser")
+    ):
         report.outcome = "failed"

@@ -9,9 +9,20 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "workbench"
 FLOORS = [
-    "schedules", "plan", "vocabulary", "profile", "planner", "runs", "models", "kernels", "parallel", "engine",
-    "rehearsal", "lab", "top",
-]  # fmt: skip
+    "schedules",
+    "plan",
+    "vocabulary",
+    "profile",
+    "planner",
+    "runs",
+    "models",
+    "kernels",
+    "parallel",
+    "engine",
+    "rehearsal",
+    "lab",
+    "top",
+]
 """Rooms, lowest first; what lies outside them (the verbs and the command line) is the top."""
 
 OUTSIDE = {
@@ -26,7 +37,16 @@ OUTSIDE = {
     "parallel": {"torch"},
     "engine": {"torch", "accelerate", "safetensors", "tokenizers", "numpy"},
     "rehearsal": {"torch"},
-    "lab": {"ipywidgets", "anywidget", "altair", "vl_convert", "traitlets", "pandas", "IPython", "jinja2"},
+    "lab": {
+        "ipywidgets",
+        "anywidget",
+        "altair",
+        "vl_convert",
+        "traitlets",
+        "pandas",
+        "IPython",
+        "jinja2",
+    },
     "top": {"typer", "rich", "pandas", "accelerate", "psutil"},
 }
 """Packages outside the standard library that a room may import."""
@@ -34,7 +54,12 @@ OUTSIDE = {
 LIGHT = ("schedules", "plan", "vocabulary", "profile", "planner", "runs", "lab", "top")
 """Rooms in which a slider moves or a kernel lives: no torch, ever."""
 
-PRIVATE = ("torch._subclasses", "torch.testing._internal", "torch.distributed._tools", "torch.utils._python_dispatch")
+PRIVATE = (
+    "torch._subclasses",
+    "torch.testing._internal",
+    "torch.distributed._tools",
+    "torch.utils._python_dispatch",
+)
 
 
 def room_of(path: Path) -> str:
@@ -62,7 +87,9 @@ def test_a_room_imports_only_from_floors_below(path: Path) -> None:
         parts = name.split(".")
         if parts[0] == "workbench" and len(parts) > 1:
             home = ROOT / parts[1]
-            outside = home.is_dir() or home.with_suffix(".py").exists()  # else a name such as `workbench.Plan`
+            outside = (
+                home.is_dir() or home.with_suffix(".py").exists()
+            )  # else a name such as `workbench.Plan`
             other = parts[1] if parts[1] in FLOORS else "top" if outside else None
             if other is not None:
                 assert FLOORS.index(other) <= FLOORS.index(room), f"{room} imports {name}"
@@ -72,7 +99,9 @@ def test_a_room_imports_only_from_floors_below(path: Path) -> None:
 
 def test_private_torch_is_imported_in_one_file_each() -> None:
     for private in PRIVATE:
-        users = [path.name for path in FILES if any(name.startswith(private) for name in imports(path))]
+        users = [
+            path.name for path in FILES if any(name.startswith(private) for name in imports(path))
+        ]
         assert len(users) <= 1, f"{private} is imported by {users}"
 
 

@@ -1,4 +1,6 @@
-"""`workbench` and `python -m workbench`: the command, in one word also where Ctrl-C comes while it is loaded."""
+"""`workbench` and `python -m workbench`: the command, in one word also where Ctrl-C comes while it
+is loaded.
+"""
 
 from __future__ import annotations
 
@@ -21,5 +23,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if not sys.flags.safe_path and sys.path[0] == os.getcwd():
-        del sys.path[0]  # put there by `python -m`: a file beside a plan must not stand in for a package
+        del sys.path[
+            0
+        ]  # put there by `python -m`: a file beside a plan must not stand in for a package
     main()

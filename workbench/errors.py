@@ -15,7 +15,9 @@ MOST_FIELD = 200
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong: the dotted field, and a message with its value, the numbers and what is legal."""
+    """One thing wrong: the dotted field, and a message with its value, the numbers and what is
+    legal.
+    """
 
     field: str
     message: str
@@ -35,7 +37,9 @@ class PlanError(ValueError):
 
     @property
     def first(self) -> str:
-        """The first problem, and how many more there are: for a message that says them of something else."""
+        """The first problem, and how many more there are: for a message that says them of something
+        else.
+        """
         more = len(self.problems) - 1
         return f"{self.problems[0]}{f' (and {more} more)' if more else ''}"
 

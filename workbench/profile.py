@@ -1,6 +1,7 @@
 """A Profile: what an instrument says of a plan, as tidy frames with one vocabulary.
 
-Estimate, rehearsal and run all give a Profile, so that a chart, a report or a test need not know which made it.
+Estimate, rehearsal and run all give a Profile, so that a chart, a report or a test need not know
+which made it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def frame(kind: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
 class Profile:
     """Frames of one instrument on one plan.
 
-    `memory` is in bytes, `timeline` in seconds from the step's start, `collectives.bytes` the full tensor's bytes a
-    call and `count` calls a step, `steps.seconds` the wall time of a step and `tokens` the whole job's in that step.
+    `memory` is in bytes, `timeline` in seconds from the step's start, `collectives.bytes` the full
+    tensor's bytes a call and `count` calls a step, `steps.seconds` the wall time of a step and
+    `tokens` the whole job's in that step.
     """
 
     run: str
@@ -57,7 +59,9 @@ class Profile:
         counted = here & (rows.category.to_numpy() == ALLOCATED)
         here = counted if counted.any() else here
         sums: dict[tuple[int, float], float] = {}
-        for rank, step, size in zip(*(rows[name].to_numpy()[here].tolist() for name in ("rank", "step", "bytes"))):
+        for rank, step, size in zip(
+            *(rows[name].to_numpy()[here].tolist() for name in ("rank", "step", "bytes"))
+        ):
             instant = int(rank), -1 if step is None or step != step else step
             sums[instant] = sums.get(instant, 0) + size
         peaks: dict[int, int] = {}
@@ -74,12 +78,16 @@ class Profile:
             return {}
         worst = max(peaks, key=lambda rank: (peaks[rank], -rank))
         rows = self.memory[(self.memory["rank"] == self.representative.get(worst, worst))]
-        rows = rows[(rows.tier == "device") & (rows.category != ALLOCATED) & (rows.moment == "maximum")]
+        rows = rows[
+            (rows.tier == "device") & (rows.category != ALLOCATED) & (rows.moment == "maximum")
+        ]
         return {str(k): int(v) for k, v in rows.groupby("category", sort=False).bytes.max().items()}
 
     @property
     def step_seconds(self) -> float | None:
-        """Median wall time of a step after the first two (warm-up); null where the instrument has no time."""
+        """Median wall time of a step after the first two (warm-up); null where the instrument has
+        no time.
+        """
         rows = self.steps[(self.steps["rank"] == self.steps["rank"].min())].seconds.dropna()
         rows = rows[2:] if len(rows) > 4 else rows
         return float(rows.median()) if len(rows) else None
@@ -93,7 +101,9 @@ class Profile:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every rank's peak is within one card's memory; null where that, or the capacity, is unknown."""
+        """Whether every rank's peak is within one card's memory; null where that, or the capacity,
+        is unknown.
+        """
         peaks = self.peak_bytes_by_rank
         if not peaks or not self.capacity_bytes:
             return None
@@ -108,7 +118,9 @@ class Profile:
         return [float(x) for x in rows.sort_values("step").loss.dropna()]
 
     def summary(self) -> dict[str, Any]:
-        """The answer for machines: the keys that `--json` prints; what notes say of memory stands with it."""
+        """The answer for machines: the keys that `--json` prints; what notes say of memory stands
+        with it.
+        """
         memory = {
             "peak_bytes_by_rank": {str(k): v for k, v in self.peak_bytes_by_rank.items()},
             "by_category": self.by_category,
@@ -156,7 +168,9 @@ class Profile:
             (f"{category}, at most", f"{size / 2**20:,.1f} MiB", MEANINGS.get(category, ""))
             for category, size in self.by_category.items()
         ]
-        body = "".join(f"<tr>{''.join(f'<td>{escaped(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        body = "".join(
+            f"<tr>{''.join(f'<td>{escaped(cell)}</td>' for cell in row)}</tr>" for row in rows
+        )
         return f"<b>{escaped(self.run)}</b><table>{body}</table>"
 
     def save(self, folder: Path) -> None:

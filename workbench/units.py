@@ -16,13 +16,17 @@ def byte_unit(values: Iterable[float]) -> tuple[str, int]:
 
 
 def time_unit(values: Iterable[float]) -> tuple[str, float]:
-    """The unit in which the largest of `values` (seconds) is at least 1, and its size in seconds."""
+    """The unit in which the largest of `values` (seconds) is at least 1, and its size in
+    seconds.
+    """
     largest = max((v for v in values if v == v), default=0)
     return next(((name, size) for name, size in TIME_UNITS if largest >= size), ("ms", 1e-3))
 
 
 def digits(value: float, significant: int = 3) -> str:
-    """`value` with about `significant` digits and no exponent: 1234 -> '1,234', 0.01234 -> '0.0123'."""
+    """`value` with about `significant` digits and no exponent: 1234 -> '1,234', 0.01234 ->
+    '0.0123'.
+    """
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     places = max(0, significant - 1 - math.floor(math.log10(abs(value))))

@@ -15,9 +15,9 @@ from workbench.plan.schema import Plan
 from workbench.profile import Profile
 
 if TYPE_CHECKING:
+    from workbench.interop import Format, Imported, Written
     from workbench.lab.comparison.compare import Comparison
     from workbench.machine.calibration_file import Calibration
-    from workbench.interop import Format, Imported, Written
     from workbench.planner.autoshard import OperatorPlan
     from workbench.planner.explain import Explanation
     from workbench.planner.search import SearchResult
@@ -34,17 +34,22 @@ def as_plan(plan: Planned) -> Plan:
 
 
 def estimate(plan: Planned) -> Profile:
-    """What `plan` will cost, in closed form, on any cluster; milliseconds. Raises `PlanError` for an illegal plan."""
+    """What `plan` will cost, in closed form, on any cluster; milliseconds. Raises `PlanError` for
+    an illegal plan.
+    """
     from workbench.planner import estimate as closed_form
 
     return closed_form(as_plan(plan))
 
 
-def explain(plan: Planned, *, tokens: float | None = None, price: float | None = None) -> Explanation:
-    """What `plan` costs to train, what binds it, what makes it fit, and what changes of it do; well under a second.
+def explain(
+    plan: Planned, *, tokens: float | None = None, price: float | None = None
+) -> Explanation:
+    """What `plan` costs to train, what binds it, what makes it fit, and what changes of it do; well
+    under a second.
 
-    `tokens` to train on, default 20 a parameter; `price` in USD an hour of one card, default its list price. Every
-    figure is estimated. Raises `PlanError` for an illegal plan or number.
+    `tokens` to train on, default 20 a parameter; `price` in USD an hour of one card, default its
+    list price. Every figure is estimated. Raises `PlanError` for an illegal plan or number.
     """
     from workbench.planner.explain import explain as reasons
 
@@ -52,13 +57,17 @@ def explain(plan: Planned, *, tokens: float | None = None, price: float | None =
 
 
 def operators(
-    plan: Planned, ranks: int | Sequence[int] | None = None, *, memory_gib: float | None = None,
+    plan: Planned,
+    ranks: int | Sequence[int] | None = None,
+    *,
+    memory_gib: float | None = None,
     sequences: int | None = None,
-) -> OperatorPlan:  # fmt: skip
-    """How each operator of the model is best split over `ranks`, exactly; default all ranks of the plan.
+) -> OperatorPlan:
+    """How each operator of the model is best split over `ranks`, exactly; default all ranks of the
+    plan.
 
-    `ranks` may be a grid, e.g. (2, 4); `memory_gib` of a rank bounds it; `sequences` are those of one microbatch. Every
-    figure is estimated. Raises `PlanError` where no choice is legal or fits.
+    `ranks` may be a grid, e.g. (2, 4); `memory_gib` of a rank bounds it; `sequences` are those of
+    one microbatch. Every figure is estimated. Raises `PlanError` where no choice is legal or fits.
     """
     from workbench.planner.autoshard import choose_for
 
@@ -76,16 +85,24 @@ def search(
     deadline_days: float | None = None,
     tokens: float | None = None,
 ) -> SearchResult:
-    """The best strategies for the model, cards and batch of `plan`, whose own strategy does not matter.
+    """The best strategies for the model, cards and batch of `plan`, whose own strategy does not
+    matter.
 
-    `objective`: time of a step, cost, energy or gpus (fewest). `space`: default, or wide for millions of plans.
-    `where`: conditions such as `strategy.tensor.size<=8` or `peak_gib<60`. `deadline_days` keeps what trains `tokens`
-    in time. Raises `PlanError` for words that mean nothing.
+    `objective`: time of a step, cost, energy or gpus (fewest). `space`: default, or wide for
+    millions of plans. `where`: conditions such as `strategy.tensor.size<=8` or `peak_gib<60`.
+    `deadline_days` keeps what trains `tokens` in time. Raises `PlanError` for words that mean
+    nothing.
     """
     from workbench.planner.search import search as through
 
     return through(
-        as_plan(plan), objective, space=space, top=top, where=where, deadline_days=deadline_days, tokens=tokens
+        as_plan(plan),
+        objective,
+        space=space,
+        top=top,
+        where=where,
+        deadline_days=deadline_days,
+        tokens=tokens,
     )
 
 
@@ -98,9 +115,9 @@ def rehearse(
 ) -> Profile:
     """Run the real code of `plan` on fake tensors, in a child process, at any world size.
 
-    `ranks` to rehearse, default one a pipeline stage; `progress(done, of)` is told of each; a model that is code runs
-    only with `allow_code`. Raises `PlanError` for a
-    plan that is illegal or that this version cannot rehearse, `ChildError` if the rehearsal fails.
+    `ranks` to rehearse, default one a pipeline stage; `progress(done, of)` is told of each; a model
+    that is code runs only with `allow_code`. Raises `PlanError` for a plan that is illegal or that
+    this version cannot rehearse, `ChildError` if the rehearsal fails.
     """
     from workbench.runs.launch import subprocess_verbs
 
@@ -118,17 +135,25 @@ def run(
     allow_code: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Run:
-    """Start `plan` on this machine through `accelerate launch`, and return at once (or when it is over, with `wait`).
+    """Start `plan` on this machine through `accelerate launch`, and return at once (or when it is
+    over, with `wait`).
 
-    Refuses (`PlanError`) what is illegal, what this version cannot run, what this machine does not have, and what by
-    its estimate does not fit, unless `force`. `resume` is a run, its directory or a checkpoint to go on from. `root`
-    holds run directories; `port` is where ranks meet, default a free one. A model that is code runs only with
-    `allow_code`; `progress` is told how far the check of a checkpoint's files is.
+    Refuses (`PlanError`) what is illegal, what this version cannot run, what this machine does not
+    have, and what by its estimate does not fit, unless `force`. `resume` is a run, its directory or
+    a checkpoint to go on from. `root` holds run directories; `port` is where ranks meet, default a
+    free one. A model that is code runs only with `allow_code`; `progress` is told how far the check
+    of a checkpoint's files is.
     """
     from workbench.runs.launch import checked_launch
 
     started = checked_launch.run(
-        as_plan(plan), force=force, resume=resume, root=root, port=port, allow_code=allow_code, progress=progress
+        as_plan(plan),
+        force=force,
+        resume=resume,
+        root=root,
+        port=port,
+        allow_code=allow_code,
+        progress=progress,
     )
     if wait:
         started.wait()
@@ -136,7 +161,9 @@ def run(
 
 
 def attach(folder: str | Path, *, root: str | Path | None = None) -> Run:
-    """The run in `folder`, or of that name under `root`; from any process, at any time. Raises `PlanError`."""
+    """The run in `folder`, or of that name under `root`; from any process, at any time. Raises
+    `PlanError`.
+    """
     from workbench import runs
     from workbench.runs.store.run_directory import default_root
     from workbench.runs.store.run_state import is_run
@@ -146,7 +173,9 @@ def attach(folder: str | Path, *, root: str | Path | None = None) -> Run:
         if is_run(path):
             return runs.attach(path)
     known = ", ".join(run.id for run in runs.list_runs(root)[:5])
-    raise refuse("run", f"'{folder}' is no run directory, nor a run kept in {kept}; there: {known or 'none'}")
+    raise refuse(
+        "run", f"'{folder}' is no run directory, nor a run kept in {kept}; there: {known or 'none'}"
+    )
 
 
 def runs(root: str | Path | None = None) -> list[Run]:
@@ -157,17 +186,23 @@ def runs(root: str | Path | None = None) -> list[Run]:
 
 
 def weights(
-    source: Run | str | Path, to: str | Path, progress: Callable[[int, int, str], None] | None = None
+    source: Run | str | Path,
+    to: str | Path,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any]:
-    """Write the parameters of a checkpoint (or of a run's latest) into the new folder `to`, under Hugging Face's names.
+    """Write the parameters of a checkpoint (or of a run's latest) into the new folder `to`, under
+    Hugging Face's names.
 
-    For Llama-style models; in a child process, tensor by tensor, to the bit. A plan starts from such a folder with
-    `model` and `checkpoint.load` set to it. `progress(done, of, what)` counts bytes. Returns what was written. Raises
-    `PlanError` or ValueError where the checkpoint is damaged, its model has no such names, or `to` is there already.
+    For Llama-style models; in a child process, tensor by tensor, to the bit. A plan starts from
+    such a folder with `model` and `checkpoint.load` set to it. `progress(done, of, what)` counts
+    bytes. Returns what was written. Raises `PlanError` or ValueError where the checkpoint is
+    damaged, its model has no such names, or `to` is there already.
     """
     from workbench.runs.launch import export_weights
 
-    return export_weights.export(source if isinstance(source, str | Path) else source.dir, to, progress)
+    return export_weights.export(
+        source if isinstance(source, str | Path) else source.dir, to, progress
+    )
 
 
 def watch(run: Run | str | Path) -> Any:
@@ -178,12 +213,17 @@ def watch(run: Run | str | Path) -> Any:
 
 
 def compare(
-    *items: Any, rehearsed: bool = True, root: str | Path | None = None, progress: Callable[[str], None] | None = None
+    *items: Any,
+    rehearsed: bool = True,
+    root: str | Path | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Plans, runs and profiles side by side: estimated, rehearsed and measured peaks of each rank in one table.
+    """Plans, runs and profiles side by side: estimated, rehearsed and measured peaks of each rank
+    in one table.
 
-    Items are plans or plan files, runs, their directories or their names under `root`, and profiles. `rehearsed`
-    rehearses each plan that can be, which takes seconds; `progress` is told whose turn it is. Raises `PlanError`.
+    Items are plans or plan files, runs, their directories or their names under `root`, and
+    profiles. `rehearsed` rehearses each plan that can be, which takes seconds; `progress` is told
+    whose turn it is. Raises `PlanError`.
     """
     from workbench.lab.comparison.compare import Comparison
     from workbench.lab.comparison.compare import compare as side_by_side
@@ -193,7 +233,11 @@ def compare(
     if not rehearsed:
         return found
     for entry in found.entries:
-        if entry.plan is None or entry.of("rehearsed") or unsupported(full := entry.plan.complete(), "rehearse"):
+        if (
+            entry.plan is None
+            or entry.of("rehearsed")
+            or unsupported(full := entry.plan.complete(), "rehearse")
+        ):
             continue
         if progress:
             progress(f"rehearsing {entry.name}")
@@ -202,7 +246,9 @@ def compare(
 
 
 def opened(items: Sequence[Any], root: str | Path | None = None) -> list[Any]:
-    """The items, with the plan or the run in place of each name. Raises `PlanError` for a name that is neither."""
+    """The items, with the plan or the run in place of each name. Raises `PlanError` for a name that
+    is neither.
+    """
     return [_opened(item, root) if isinstance(item, str | Path) else item for item in items]
 
 
@@ -216,11 +262,15 @@ def _opened(name: str | Path, root: str | Path | None) -> Plan | Run:
     return attach(name, root=root)
 
 
-def verify(plan: Planned, precision: Literal["fp64", "fp32"] = "fp64", *, allow_code: bool = False) -> dict[str, Any]:
-    """Train a few steps with the same seed on one device and under `plan`, on CPU ranks, and compare every tensor.
+def verify(
+    plan: Planned, precision: Literal["fp64", "fp32"] = "fp64", *, allow_code: bool = False
+) -> dict[str, Any]:
+    """Train a few steps with the same seed on one device and under `plan`, on CPU ranks, and
+    compare every tensor.
 
-    Returns the largest differences of loss, gradients and weights, the worst tensor, and `passed`. Raises `PlanError`
-    for a plan that is illegal, that this version cannot run, or that is too large for the CPU ranks of this machine.
+    Returns the largest differences of loss, gradients and weights, the worst tensor, and `passed`.
+    Raises `PlanError` for a plan that is illegal, that this version cannot run, or that is too
+    large for the CPU ranks of this machine.
     """
     from workbench.runs.launch import subprocess_verbs
 
@@ -235,11 +285,13 @@ def calibrate(
     root: str | Path | None = None,
     progress: Callable[[float, float, str], None] | None = None,
 ) -> Calibration:
-    """Measure the attached machine for about `seconds`, or correct a calibration from finished `runs`; kept in `path`.
+    """Measure the attached machine for about `seconds`, or correct a calibration from finished
+    `runs`; kept in `path`.
 
-    With `runs` (runs, their directories, or names under `root`) the calibration is that in `path`, else the one that
-    the first run's plan names, else measured now; its `scale` holds the error before and after. Plans use the file by
-    `cluster.calibration`. Raises `PlanError`, and `ChildError` where measuring fails.
+    With `runs` (runs, their directories, or names under `root`) the calibration is that in `path`,
+    else the one that the first run's plan names, else measured now; its `scale` holds the error
+    before and after. Plans use the file by `cluster.calibration`. Raises `PlanError`, and
+    `ChildError` where measuring fails.
     """
     from workbench.runs.launch import calibrate
 
@@ -248,17 +300,21 @@ def calibrate(
 
 
 def export(plan: Planned, folder: str | Path) -> list[Path]:
-    """Write `plan` resolved, with what launches it (`launch.sh`, `accelerate.yaml`, `job.sbatch`), into `folder`."""
+    """Write `plan` resolved, with what launches it (`launch.sh`, `accelerate.yaml`, `job.sbatch`),
+    into `folder`.
+    """
     from workbench.interop.export import export as write
 
     return write(as_plan(plan), folder)
 
 
 def validate(*files: str | Path, profile: str | None = None) -> Validation:
-    """Published measurements (CSV, a row a configuration) predicted row by row: errors, ranking, and what was left out.
+    """Published measurements (CSV, a row a configuration) predicted row by row: errors, ranking,
+    and what was left out.
 
-    `profile` is one software stack to predict all rows with, in place of each row's own. Raises `PlanError` for a file
-    that cannot be read; a row that cannot be said as a plan is counted with its reason.
+    `profile` is one software stack to predict all rows with, in place of each row's own. Raises
+    `PlanError` for a file that cannot be read; a row that cannot be said as a plan is counted with
+    its reason.
     """
     from workbench.planner.validation import validate as against
 
@@ -275,12 +331,14 @@ def import_config(
     set: Mapping[str, Any] | None = None,
     lenient: bool = False,
 ) -> Imported:
-    """The plan that a configuration of other software means, and what of the file is not in it, key by key.
+    """The plan that a configuration of other software means, and what of the file is not in it, key
+    by key.
 
-    Read are DeepSpeed's ds_config.json, Megatron-LM arguments, torchtitan's job TOML and accelerate's YAML; which one
-    it is shows in the content. `model`, `gpu`, `gpus` and (Megatron-LM) `vocab_size` say what the file lacks; `set`
-    gives fields of the plan by dotted path, above what the file says. Keys that the format does not have are refused,
-    or with `lenient` told with the others. Raises `PlanError`, also where no key of the file was used.
+    Read are DeepSpeed's ds_config.json, Megatron-LM arguments, torchtitan's job TOML and
+    accelerate's YAML; which one it is shows in the content. `model`, `gpu`, `gpus` and
+    (Megatron-LM) `vocab_size` say what the file lacks; `set` gives fields of the plan by dotted
+    path, above what the file says. Keys that the format does not have are refused, or with
+    `lenient` told with the others. Raises `PlanError`, also where no key of the file was used.
     """
     from workbench import interop
 
@@ -289,7 +347,8 @@ def import_config(
 
 
 def translate(plan: Planned, format: Format) -> Written:
-    """`plan` in the words of other software (deepspeed, megatron, torchtitan, fsdp), and the fields that are lost.
+    """`plan` in the words of other software (deepspeed, megatron, torchtitan, fsdp), and the fields
+    that are lost.
 
     Raises `PlanError` for an illegal plan, and for one that has nothing near it in that format.
     """

@@ -1,9 +1,13 @@
-"""Words and columns of a Profile's frames, without pandas: what checks a record must not load it."""
+"""Words and columns of a Profile's frames, without pandas: what checks a record must not load
+it.
+"""
 
 from __future__ import annotations
 
 MOMENTS = ("initialised", "forward_end", "peak", "before_optimizer", "after_optimizer", "maximum")
-"""When memory was counted. `peak`: the instant of the largest sum; `maximum`: each category at its own largest."""
+"""When memory was counted. `peak`: the instant of the largest sum; `maximum`: each category at its
+own largest.
+"""
 
 TIERS = ("device", "host", "disk")
 """Where memory lies."""
@@ -18,24 +22,48 @@ MEANINGS: dict[str, str] = {
     "gathered": "parameters gathered from other ranks' shards",
     "communication": "buffers that are sent or received",
     "temporary": "made and freed within one action, such as casts and operators' results",
-    "overhead": "tokens and targets; estimated on a GPU also context, workspaces, communicators, fragmentation",
+    "overhead": "tokens and targets; estimated on a GPU also context, workspaces, communicators, "
+    "fragmentation",
 }
 """Memory category -> what is in it."""
 CATEGORIES = tuple(MEANINGS)
 ALLOCATED = "allocated"
 """Category of a measured total: the allocator's own count, never a sum of categories."""
 UNATTRIBUTED = "unattributed"
-REST = "in the allocator's count, but no tensor of a category: scratch of operators and libraries, rounding"
+REST = (
+    "in the allocator's count, but no tensor of a category: scratch of operators and "
+    "libraries, rounding"
+)
 """What `UNATTRIBUTED` is, the part of a measured total that its categories leave over."""
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "memory": ("run", "source", "rank", "step", "stage", "moment", "tier", "category", "bytes"),
     "timeline": ("run", "source", "rank", "step", "stage", "microbatch", "action", "start", "end"),
     "collectives": (
-        "run", "source", "rank", "step", "axis", "kind", "group_size", "dtype", "bytes", "count", "action", "seconds",
+        "run",
+        "source",
+        "rank",
+        "step",
+        "axis",
+        "kind",
+        "group_size",
+        "dtype",
+        "bytes",
+        "count",
+        "action",
+        "seconds",
     ),
     "steps": (
-        "run", "source", "rank", "step", "loss", "seconds", "tokens", "gradient_norm", "learning_rate", "loss_scale",
+        "run",
+        "source",
+        "rank",
+        "step",
+        "loss",
+        "seconds",
+        "tokens",
+        "gradient_norm",
+        "learning_rate",
+        "loss_scale",
         "skipped",
     ),
-}  # fmt: skip
+}

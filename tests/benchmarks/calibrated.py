@@ -1,8 +1,10 @@
-"""How near a calibrated estimate comes on this machine: `python tests/benchmarks/calibrated.py [--calibration FILE]`.
+"""How near a calibrated estimate comes on this machine: `python tests/benchmarks/calibrated.py
+[--calibration FILE]`.
 
-Plans drawn by a fixed seed from all that this version runs here, the same model and batch in each, really trained one
-after the other in rounds that take turns; the median step of each against the estimate. Without a file it calibrates
-first, which takes a minute. Leave the machine alone meanwhile.
+Plans drawn by a fixed seed from all that this version runs here, the same model and batch in each,
+really trained one after the other in rounds that take turns; the median step of each against the
+estimate. Without a file it calibrates first, which takes a minute. Leave the machine alone
+meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from workbench.errors import PlanError
 from workbench.plan.rules.supported import unsupported
 
 PLANS, SEED, STEPS, SKIPPED, ROUNDS = 24, 0, 14, 4, 2
-RANKS, MICRO, TENSOR, PIPELINE, SCHEDULES = (1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4), ("gpipe", "1f1b")
+RANKS, MICRO, TENSOR, PIPELINE, SCHEDULES = (
+    (1, 2, 4),
+    (1, 2, 4),
+    (1, 2, 4),
+    (1, 2, 4),
+    ("gpipe", "1f1b"),
+)
 
 
 def drawn(model: str, calibration: Path) -> list[wb.Plan]:
@@ -34,17 +42,22 @@ def drawn(model: str, calibration: Path) -> list[wb.Plan]:
     for gpus, micro, tensor, pipeline, schedule, bucket in every:
         plan = wb.Plan.model_validate(
             {
-                "model": model, "cluster": {"gpu": "local", "gpus": gpus, "calibration": str(calibration)},
+                "model": model,
+                "cluster": {"gpu": "local", "gpus": gpus, "calibration": str(calibration)},
                 "strategy": {
-                    "tensor": {"size": tensor}, "pipeline": {"size": pipeline, "schedule": schedule},
+                    "tensor": {"size": tensor},
+                    "pipeline": {"size": pipeline, "schedule": schedule},
                     "data": {"bucket_mib": bucket},
                 },
                 "training": {
-                    "sequence_length": 256, "global_batch": 16, "micro_batch": micro, "steps": STEPS,
+                    "sequence_length": 256,
+                    "global_batch": 16,
+                    "micro_batch": micro,
+                    "steps": STEPS,
                 },
                 "telemetry": {"memory_every": 0},
             }
-        )  # fmt: skip
+        )
         try:
             if unsupported(plan.complete(), "run") or (pipeline == 1 and schedule == "gpipe"):
                 continue
@@ -65,7 +78,8 @@ def name(plan: wb.Plan) -> str:
     """The strategy in a line."""
     s, sizes = plan.strategy, plan.complete().sizes
     return " ".join(f"{axis[0]}{size}" for axis, size in sizes.items()) + (
-        f" {s.pipeline.schedule if sizes['pipeline'] > 1 else ''} micro {plan.training.micro_batch} "
+        f" {s.pipeline.schedule if sizes['pipeline'] > 1 else ''} micro "
+        f"{plan.training.micro_batch} "
         f"bucket {s.data.bucket_mib}"
     )
 
@@ -82,7 +96,9 @@ def main() -> None:
         if asked.calibration is None:
             wb.calibrate(path)
         plans = drawn(asked.model, path)
-        times = np.array([[measured(plan, folder) for plan in plans] for _ in range(ROUNDS)]).min(axis=0)
+        times = np.array([[measured(plan, folder) for plan in plans] for _ in range(ROUNDS)]).min(
+            axis=0
+        )
         told = np.array([float(wb.estimate(plan).step_seconds or 0) for plan in plans])
         report(plans, times, told, asked.json)  # while the calibration that the plans name is there
 
@@ -91,16 +107,20 @@ def report(plans: list[wb.Plan], times: Any, told: Any, as_json: bool) -> None:
     """Print every plan and the three figures."""
     errors = np.abs(told / times - 1)
     figures = {
-        "plans": len(plans), "median_error": float(np.median(errors)), "largest_error": float(errors.max()),
+        "plans": len(plans),
+        "median_error": float(np.median(errors)),
+        "largest_error": float(errors.max()),
         "spearman": float(spearmanr(told, times).statistic),
         "first_over_best": float(times[int(np.argmin(told))] / times.min() - 1),
-    }  # fmt: skip
+    }
     rows = [(name(p), float(t), float(e), float(e / t)) for p, t, e in zip(plans, times, told)]
     if as_json:
         print(json.dumps(figures | {"rows": rows}, indent=2))
         return
     for row in sorted(rows, key=lambda each: each[1]):
-        print(f"{row[0]:42} measured {row[1]:.3f} s   estimated {row[2]:.3f} s   ratio {row[3]:.2f}")
+        print(
+            f"{row[0]:42} measured {row[1]:.3f} s   estimated {row[2]:.3f} s   ratio {row[3]:.2f}"
+        )
     print(figures)
 
 

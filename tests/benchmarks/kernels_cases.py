@@ -1,7 +1,8 @@
-"""Every operator of `workbench.kernels` as a contest: its inputs at a width, its peers, the bytes that it must move.
+"""Every operator of `workbench.kernels` as a contest: its inputs at a width, its peers, the bytes
+that it must move.
 
-Eager is what the models run without it (`workbench.models.seams`); compiled is the operator's plain reference under
-torch.compile, autograd's backward included; fused is ours.
+Eager is what the models run without it (`workbench.models.seams`); compiled is the operator's plain
+reference under torch.compile, autograd's backward included; fused is ours.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from torch.optim.adamw import adamw as torch_adamw
 from tests.benchmarks import kernels_liger as liger
 from tests.benchmarks.kernels_timing import Contest, Inputs, Outputs, Prepare
 from workbench.kernels import activation as act
-from workbench.kernels import adamw, cross_entropy, rope
-from workbench.kernels import bias_dropout_residual
-from workbench.kernels import residual_norm
-from workbench.kernels import weight_quantization
+from workbench.kernels import (
+    adamw,
+    bias_dropout_residual,
+    cross_entropy,
+    residual_norm,
+    rope,
+    weight_quantization,
+)
+from workbench.kernels.fused_seams import replace_seams
 from workbench.kernels.triton_compat import runs_triton
 from workbench.kernels.weight_only_gemv import matvec
 from workbench.kernels.weight_only_gemv import reference as matvec_reference
-from workbench.kernels.fused_seams import replace_seams
 from workbench.models import seams
 from workbench.models.counter_dropout import SAMPLE, Dropout
 from workbench.models.seams import at_least_fp32
@@ -55,11 +60,15 @@ def _tupled(function: Callable[..., Any], *inputs: Tensor | None) -> Outputs:
 
 
 def seam(
-    make: Callable[[], nn.Module], kernels: str, device: torch.device, parameters: tuple[str, ...] = (),
+    make: Callable[[], nn.Module],
+    kernels: str,
+    device: torch.device,
+    parameters: tuple[str, ...] = (),
     call: Callable[..., Any] | None = None,
-) -> Prepare:  # fmt: skip
-    """A seam of the models as a plan's `kernels` has it; the last inputs are its parameters. `call(module, *inputs)`
-    where those are not what it is called with."""
+) -> Prepare:
+    """A seam of the models as a plan's `kernels` has it; the last inputs are its parameters.
+    `call(module, *inputs)` where those are not what it is called with.
+    """
 
     def prepare(*inputs: Tensor | None) -> Callable[[], Outputs]:
         module, split = make(), len(inputs) - len(parameters)
@@ -81,8 +90,12 @@ def both_seams(device: torch.device, *rest: Any, **more: Any) -> dict[str, Prepa
 
 @lru_cache(maxsize=256)
 def compiled(function: FunctionType, static: tuple[Any, ...], dynamic: bool) -> Callable[..., Any]:
-    """`function(*tensors, *static)` under torch.compile; a copy of its own, which nothing compiled before limits."""
-    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
+    """`function(*tensors, *static)` under torch.compile; a copy of its own, which nothing compiled
+    before limits.
+    """
+    own = FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+    )
     fast = torch.compile(own, dynamic=dynamic)
     return lambda *tensors: fast(*tensors, *static)
 
@@ -92,7 +105,9 @@ def _compiled(device: torch.device, function: Any, *static: Any) -> Prepare:
     return plain(compiled(function, static, device.type != "cuda"))
 
 
-def add_norm(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device, case: str) -> Contest:
+def add_norm(
+    hidden: int, tokens: int, dtype: torch.dtype, device: torch.device, case: str
+) -> Contest:
     """Residual and norm."""
     centred = case == "layernorm"
 
@@ -105,12 +120,16 @@ def add_norm(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device,
     few = tokens * 4 * (1 + centred)
     weights = hidden * dtype.itemsize * (1 + centred)
     contestants = {
-        **both_seams(device, lambda: seams.AddNorm(case, hidden, EPSILON, bias=centred), ("weight", "bias")),
+        **both_seams(
+            device, lambda: seams.AddNorm(case, hidden, EPSILON, bias=centred), ("weight", "bias")
+        ),
         "compiled": _compiled(device, residual_norm.reference, EPSILON, centred),
         "fused": plain(lambda *inputs: residual_norm.add_norm(*inputs, EPSILON, centred)),
     }
     least = {"forward": 4 * tensor + weights + few, "backward": 4 * tensor + 2 * weights + few}
-    return _contest("add_norm", case, (tokens, hidden), dtype, device, inputs, contestants, least, (0, 1, 2, 3))
+    return _contest(
+        "add_norm", case, (tokens, hidden), dtype, device, inputs, contestants, least, (0, 1, 2, 3)
+    )
 
 
 def rotary(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Contest:
@@ -128,9 +147,10 @@ def rotary(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device) -
         return module(q, k, seams.Positions(cos, cos, sin))
 
     contestants = {
-        **both_seams(device, seams.Rope, call=call), "compiled": _compiled(device, rope.reference),
+        **both_seams(device, seams.Rope, call=call),
+        "compiled": _compiled(device, rope.reference),
         "fused": plain(rope.rope),
-    }  # fmt: skip
+    }
     moved = (2 * tokens * (heads + max(1, heads // 4)) * head + length * head) * dtype.itemsize
     shape = (batch, length, heads, head)
     least = {"forward": moved, "backward": moved}
@@ -140,7 +160,9 @@ def rotary(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device) -
 ACTIVATIONS = ("swiglu", "geglu", "bias and gelu")
 
 
-def activation(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device, case: str) -> Contest:
+def activation(
+    hidden: int, tokens: int, dtype: torch.dtype, device: torch.device, case: str
+) -> Contest:
     """The non-linearity of a feed-forward layer four times as wide."""
     shape, biased = (tokens, 4 * hidden), case == "bias and gelu"
     kind = "gelu" if biased else case
@@ -157,7 +179,7 @@ def activation(hidden: int, tokens: int, dtype: torch.dtype, device: torch.devic
         **both_seams(device, lambda: seams.Activate(kind), call=call),
         "compiled": _compiled(device, _bias_gelu if biased else GATED[kind]),
         "fused": plain(lambda x, other: act.activate(kind, x, **{place: other})),
-    }  # fmt: skip
+    }
     tensor, bias = tokens * 4 * hidden * dtype.itemsize, 4 * hidden * dtype.itemsize
     least = {"forward": 2 * tensor + bias, "backward": 3 * tensor + 2 * bias}
     least = least if biased else {"forward": 3 * tensor, "backward": 5 * tensor}
@@ -187,22 +209,31 @@ def loss(vocab: int, tokens: int, dtype: torch.dtype, device: torch.device) -> C
         return _random(device, dtype, generator)(tokens, vocab), targets
 
     def eager(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(at_least_fp32(logits), targets, reduction="sum", ignore_index=seams.IGNORE)
+        return F.cross_entropy(
+            at_least_fp32(logits), targets, reduction="sum", ignore_index=seams.IGNORE
+        )
 
     contestants = {
-        "eager": plain(eager), "compiled": _compiled(device, cross_entropy.reference),
+        "eager": plain(eager),
+        "compiled": _compiled(device, cross_entropy.reference),
         "fused": plain(cross_entropy.cross_entropy),
-    }  # fmt: skip
+    }
     tensor = tokens * vocab * dtype.itemsize
     least = {"forward": tensor, "backward": 2 * tensor}
-    return _contest("cross_entropy", "", (tokens, vocab), dtype, device, inputs, contestants, least, (0,))
+    return _contest(
+        "cross_entropy", "", (tokens, vocab), dtype, device, inputs, contestants, least, (0,)
+    )
 
 
 DROPOUTS = ("alone", "bias and residual")
 
 
-def dropped(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device, case: str) -> Contest:
-    """Dropout whose masks a counter draws, alone or with bias and residual. Nobody else draws these masks."""
+def dropped(
+    hidden: int, tokens: int, dtype: torch.dtype, device: torch.device, case: str
+) -> Contest:
+    """Dropout whose masks a counter draws, alone or with bias and residual. Nobody else draws these
+    masks.
+    """
     key, whole = 1234567, case == "bias and residual"
 
     def inputs(generator: torch.Generator) -> Inputs:
@@ -211,7 +242,9 @@ def dropped(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device, 
         more = (random(hidden), random(tokens, hidden)) if whole else (None, None)
         return random(tokens, hidden), *more, rows
 
-    def call(module: nn.Module, x: Tensor, bias: Tensor | None, residual: Tensor | None, rows: Tensor) -> Any:
+    def call(
+        module: nn.Module, x: Tensor, bias: Tensor | None, residual: Tensor | None, rows: Tensor
+    ) -> Any:
         made = module(x if bias is None else x + bias, rows)
         return made if residual is None else residual + made
 
@@ -221,7 +254,9 @@ def dropped(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device, 
     }
     tensor = tokens * hidden * dtype.itemsize
     least = {"forward": (2 + whole) * tensor, "backward": 2 * tensor}
-    return _contest("dropout", case, (tokens, hidden), dtype, device, inputs, contestants, least, (0, 1, 2))
+    return _contest(
+        "dropout", case, (tokens, hidden), dtype, device, inputs, contestants, least, (0, 1, 2)
+    )
 
 
 def stepped(hidden: int, dtype: torch.dtype, device: torch.device) -> Contest:
@@ -232,7 +267,9 @@ def stepped(hidden: int, dtype: torch.dtype, device: torch.device) -> Contest:
         made: list[Tensor] = []
         for shape in shapes:
             master = _random(device, torch.float32, generator)(*shape)
-            gradient, first = (_random(device, kind, generator)(*shape) for kind in (dtype, torch.float32))
+            gradient, first = (
+                _random(device, kind, generator)(*shape) for kind in (dtype, torch.float32)
+            )
             second, count = first.square() + 0.01, torch.full((), 9.0, device=device)
             made += [master.to(dtype), gradient, master, first, second, count]
         return tuple(made)
@@ -256,10 +293,22 @@ def _eager_step(*inputs: Tensor | None) -> Callable[[], Outputs]:
     @torch.no_grad()
     def step() -> Outputs:
         torch_adamw(
-            masters, [x.float() for x in gradients], first, second, [], counts, fused=True, foreach=False,
-            amsgrad=False, maximize=False, lr=STEP["rate"], weight_decay=STEP["decay"], beta1=STEP["beta1"],
-            beta2=STEP["beta2"], eps=STEP["epsilon"],
-        )  # fmt: skip
+            masters,
+            [x.float() for x in gradients],
+            first,
+            second,
+            [],
+            counts,
+            fused=True,
+            foreach=False,
+            amsgrad=False,
+            maximize=False,
+            lr=STEP["rate"],
+            weight_decay=STEP["decay"],
+            beta1=STEP["beta1"],
+            beta2=STEP["beta2"],
+            eps=STEP["epsilon"],
+        )
         for parameter, master in zip(parameters, masters):
             parameter.copy_(master)
         return tuple(masters)
@@ -308,8 +357,9 @@ WEIGHTS = ("8 bits", "4 bits", "4 bits, 8 tokens")
 
 
 def decoded(hidden: int, dtype: torch.dtype, device: torch.device, case: str) -> Contest:
-    """A few tokens times the weight [4 hidden, hidden] of a product. Dense is the product with the same weight widened,
-    as a model has it that is not quantised."""
+    """A few tokens times the weight [4 hidden, hidden] of a product. Dense is the product with the
+    same weight widened, as a model has it that is not quantised.
+    """
     hidden = max(hidden, min(weight_quantization.GROUPS))
     bits, tokens = int(case[0]), 8 if "8 tokens" in case else 1
     group = hidden if bits == 8 else min(128, hidden)
@@ -317,7 +367,12 @@ def decoded(hidden: int, dtype: torch.dtype, device: torch.device, case: str) ->
     def inputs(generator: torch.Generator) -> Inputs:
         random = _random(device, dtype, generator)
         weight = weight_quantization.quantise(random(4 * hidden, hidden), bits, group)
-        return random(tokens, hidden), weight_quantization.dequantise(weight), weight.values, weight.scales
+        return (
+            random(tokens, hidden),
+            weight_quantization.dequantise(weight),
+            weight.values,
+            weight.scales,
+        )
 
     def of(function: Callable[..., Tensor]) -> Prepare:
         def run(x: Tensor, weight: Tensor, values: Tensor, scales: Tensor) -> Tensor:
@@ -326,16 +381,22 @@ def decoded(hidden: int, dtype: torch.dtype, device: torch.device, case: str) ->
         return plain(run)
 
     contestants = {
-        "eager": of(matvec_reference), "compiled": _compiled(device, _widened_product, group, bits),
-        "dense": plain(lambda x, weight, values, scales: F.linear(x, weight)), "fused": of(matvec),
-    }  # fmt: skip
+        "eager": of(matvec_reference),
+        "compiled": _compiled(device, _widened_product, group, bits),
+        "dense": plain(lambda x, weight, values, scales: F.linear(x, weight)),
+        "fused": of(matvec),
+    }
     scales = 4 * hidden * (hidden // group) * dtype.itemsize
-    least = {"forward": 4 * hidden * hidden * bits // 8 + scales + tokens * 5 * hidden * dtype.itemsize}
+    least = {
+        "forward": 4 * hidden * hidden * bits // 8 + scales + tokens * 5 * hidden * dtype.itemsize
+    }
     shape = (tokens, 4 * hidden, hidden)
     return _contest("matvec", case, shape, dtype, device, inputs, contestants, least, ())
 
 
-def _widened_product(x: Tensor, weight: Tensor, values: Tensor, scales: Tensor, group: int, bits: int) -> Tensor:
+def _widened_product(
+    x: Tensor, weight: Tensor, values: Tensor, scales: Tensor, group: int, bits: int
+) -> Tensor:
     return matvec_reference(x, weight_quantization.Quantised(values, scales, group, bits))
 
 
@@ -344,20 +405,39 @@ def _random(device: torch.device, dtype: torch.dtype, generator: torch.Generator
 
 
 def _contest(
-    kernel: str, case: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-    inputs: Callable[[torch.Generator], Inputs], contestants: dict[str, Prepare], least: dict[str, int],
+    kernel: str,
+    case: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    inputs: Callable[[torch.Generator], Inputs],
+    contestants: dict[str, Prepare],
+    least: dict[str, int],
     trained: tuple[int, ...],
-) -> Contest:  # fmt: skip
+) -> Contest:
     peers = liger.peers(kernel, case, device)
     direct = frozenset(peers) if (kernel, case) in liger.DIRECT else frozenset[str]()
     return Contest(
-        kernel, f"workbench::{OPERATORS[kernel]}", case, shape, dtype, inputs, contestants | peers, least, trained,
+        kernel,
+        f"workbench::{OPERATORS[kernel]}",
+        case,
+        shape,
+        dtype,
+        inputs,
+        contestants | peers,
+        least,
+        trained,
         direct,
-    )  # fmt: skip
+    )
 
 
 OPERATORS = {
-    "add_norm": "add_norm", "rope": "rope_", "activation": "activate", "cross_entropy": "cross_entropy_statistics",
-    "dropout": "dropout_add", "adamw": "adamw", "matvec": "matvec",
-}  # fmt: skip
+    "add_norm": "add_norm",
+    "rope": "rope_",
+    "activation": "activate",
+    "cross_entropy": "cross_entropy_statistics",
+    "dropout": "dropout_add",
+    "adamw": "adamw",
+    "matvec": "matvec",
+}
 """Kernel -> its operator in forward."""

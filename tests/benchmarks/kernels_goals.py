@@ -18,7 +18,9 @@ EDGE = {"cuda": 0.98, "cpu": 0.95}
 """A ratio counts as equal from here: what two timings of the same differ by."""
 
 PEERS = ("eager", "liger")
-"""Than which ours may not be slower: where a seam of the models is not always our operator, what it is."""
+"""Than which ours may not be slower: where a seam of the models is not always our operator, what it
+is.
+"""
 
 Check = tuple[str, str, float, bool]
 """(goal, where, value, met)."""
@@ -33,7 +35,12 @@ def checks(found: dict[str, Any]) -> Iterator[Check]:
         for peer in PEERS:
             if seconds.get(peer):
                 ratio = seconds[peer] / seconds.get("seam", seconds["fused"])
-                yield f"no slower than {peer}, forward and backward", name, ratio, ratio >= EDGE[found["kind"]]
+                yield (
+                    (f"no slower than {peer}, forward and backward"),
+                    name,
+                    ratio,
+                    ratio >= EDGE[found["kind"]],
+                )
     for row in found.get("linear_cross_entropy", []):
         yield from _head(row)
     if found["kind"] == "cuda" and "step" in found:
@@ -44,7 +51,12 @@ def checks(found: dict[str, Any]) -> Iterator[Check]:
 def _bandwidth(row: dict[str, Any]) -> Iterator[Check]:
     if row["width"] >= WIDE and row["bytes"]:
         share = row["share_of_copy"]
-        yield f"at least {SHARE:.0%} of the copy bandwidth at width {WIDE} or more", label(row), share, share >= SHARE
+        yield (
+            (f"at least {SHARE:.0%} of the copy bandwidth at width {WIDE} or more"),
+            label(row),
+            share,
+            share >= SHARE,
+        )
 
 
 def _totals(rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, float]]]:
@@ -62,7 +74,12 @@ def _head(row: dict[str, Any]) -> Iterator[Check]:
     seconds, peaks = row["seconds"], row["peak_bytes"]
     speed, share = seconds["compiled_chunked"] / seconds["fused"], peaks["fused"] / peaks["eager"]
     same = peaks["fused"] / peaks["compiled_chunked"]
-    yield f"head: at least {CHUNKED} times the speed of compiled chunks", label(row), speed, speed >= CHUNKED
+    yield (
+        (f"head: at least {CHUNKED} times the speed of compiled chunks"),
+        label(row),
+        speed,
+        speed >= CHUNKED,
+    )
     yield "head: no higher a peak than compiled chunks", label(row), same, same <= 1 / EDGE["cuda"]
     if row["shape"][-1] >= LARGE:
         yield f"head: at most {PEAK:.0%} of eager's peak", label(row), share, share <= PEAK
@@ -71,7 +88,13 @@ def _head(row: dict[str, Any]) -> Iterator[Check]:
 def label(row: dict[str, Any]) -> str:
     """Operator, shape and pass of a row."""
     shape = row.get("shape") or [*row["tokens"], row["model"]["hidden"]]
-    words = (row["kernel"], row.get("case", ""), str(shape), row.get("dtype", ""), row.get("pass", ""))
+    words = (
+        row["kernel"],
+        row.get("case", ""),
+        str(shape),
+        row.get("dtype", ""),
+        row.get("pass", ""),
+    )
     return " ".join(word for word in words if word)
 
 
@@ -87,25 +110,45 @@ def summary(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def line(row: dict[str, Any], kind: str) -> str:
-    """A row for people: time, share of the copy bandwidth, how many times as long the others take, peaks, rates."""
+    """A row for people: time, share of the copy bandwidth, how many times as long the others take,
+    peaks, rates.
+    """
     seconds, fused = row["seconds"], row["seconds"]["fused"]
     told = [f"{label(row):68} {fused * 1e6:9.1f} us"]
     if "share_of_copy" in row:
-        judged = "".join(f" (goal {SHARE:.0%}: {_word(met)})" for *_, met in _bandwidth(row)) if kind == "cuda" else ""
+        judged = (
+            "".join(f" (goal {SHARE:.0%}: {_word(met)})" for *_, met in _bandwidth(row))
+            if kind == "cuda"
+            else ""
+        )
         told.append(f"{row['share_of_copy']:4.0%} of copy{judged}")
     own = seconds.get("seam") or fused
     for name, value in seconds.items():
         if value and name != "fused":
-            judged = f" ({_word(value / own >= EDGE[kind])})" if name in PEERS and "share_of_copy" in row else ""
+            judged = (
+                f" ({_word(value / own >= EDGE[kind])})"
+                if name in PEERS and "share_of_copy" in row
+                else ""
+            )
             told.append(f"{name} {value / fused:.2f}x{judged}")
-    told += [f"peak of {name} {value / 2**20:.0f} MiB" for name, value in row.get("peak_bytes", {}).items() if value]
-    told += [f"{name} {value:.0f} tokens/s" for name, value in row.get("tokens_per_second", {}).items()]
+    told += [
+        f"peak of {name} {value / 2**20:.0f} MiB"
+        for name, value in row.get("peak_bytes", {}).items()
+        if value
+    ]
+    told += [
+        f"{name} {value:.0f} tokens/s" for name, value in row.get("tokens_per_second", {}).items()
+    ]
     return "  ".join(told)
 
 
 def verdicts(row: dict[str, Any], found: dict[str, Any]) -> str:
     """The goals of the head at one shape, or of a step, a line each."""
-    several = _head(row) if "compiled_chunked" in row["seconds"] else checks({"kind": found["kind"], "step": row})
+    several = (
+        _head(row)
+        if "compiled_chunked" in row["seconds"]
+        else checks({"kind": found["kind"], "step": row})
+    )
     return "".join(f"\n    {goal}: {value:.2f}, {_word(met)}" for goal, _, value, met in several)
 
 

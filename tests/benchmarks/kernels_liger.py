@@ -1,6 +1,8 @@
-"""liger-kernel's operators, a peer where it is installed (`pip install liger-kernel==0.8.5`, BSD 2-Clause).
+"""liger-kernel's operators, a peer where it is installed (`pip install liger-kernel==0.8.5`, BSD
+2-Clause).
 
-It is no dependency: without it, or where it has no such operator, its place in the benchmark is empty.
+It is no dependency: without it, or where it has no such operator, its place in the benchmark is
+empty.
 """
 
 from __future__ import annotations

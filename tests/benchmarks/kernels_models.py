@@ -1,6 +1,8 @@
-"""Kernels where they are used: the head with its loss, one Llama-style layer, a whole training step.
+"""Kernels where they are used: the head with its loss, one Llama-style layer, a whole training
+step.
 
-All are the product's own modules; what differs is what runs in their seams (`workbench.kernels.fused_seams`).
+All are the product's own modules; what differs is what runs in their seams
+(`workbench.kernels.fused_seams`).
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.benchmarks import kernels_liger as liger
 from tests.benchmarks.kernels_timing import ROUNDS, WHOLE_ROUNDS, bytes_of, peak_bytes, seconds_of
 from workbench.engine.optimizer import Optimizer
-from workbench.kernels.linear_cross_entropy import chunk_tokens, linear_cross_entropy
 from workbench.kernels.fused_seams import replace_seams
+from workbench.kernels.linear_cross_entropy import chunk_tokens, linear_cross_entropy
 from workbench.models import Transformer
 from workbench.models.seams import IGNORE, at_least_fp32
 from workbench.parallel.layout import Layout
@@ -45,7 +47,7 @@ class Size:
         return self.batch * self.length
 
 
-# ---- the head -------------------------------------------------------------------------------------------------------
+# ---- the head ------------------------------------------------------------------------------------
 
 
 def plain_head(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -55,20 +57,26 @@ def plain_head(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def heads(n: int, d: int, v: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Contestants. `compiled_chunked` is what a compiler and recomputation give without a kernel: a run of tokens at a
-    time, as many as ours takes, whose logits are made again in backward."""
+    """Contestants. `compiled_chunked` is what a compiler and recomputation give without a kernel: a
+    run of tokens at a time, as many as ours takes, whose logits are made again in backward.
+    """
     whole = torch.compile(plain_head, dynamic=False)
     part = torch.compile(_plain_head_of_a_run, dynamic=False)
     step = chunk_tokens(n, d, v)
 
     def chunked(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         runs = zip(x.split(step), targets.split(step))
-        return torch.stack([checkpoint(part, a, weight, b, use_reentrant=False) for a, b in runs]).sum()
+        return torch.stack(
+            [checkpoint(part, a, weight, b, use_reentrant=False) for a, b in runs]
+        ).sum()
 
     found = {
-        "eager": plain_head, "compiled": whole, "compiled_chunked": chunked, "fused": linear_cross_entropy,
+        "eager": plain_head,
+        "compiled": whole,
+        "compiled_chunked": chunked,
+        "fused": linear_cross_entropy,
         "liger": liger.linear_cross_entropy(),
-    }  # fmt: skip
+    }
     return {name: head for name, head in found.items() if head is not None}
 
 
@@ -82,24 +90,37 @@ def head_losses(
     """Seconds and peak bytes of forward and backward, for each vocabulary."""
     for vocab in vocabs:
         generator = torch.Generator(device).manual_seed(0)
-        x = torch.randn(tokens, width, device=device, dtype=dtype, generator=generator).requires_grad_()
-        weight = torch.randn(vocab, width, device=device, dtype=dtype, generator=generator).mul_(width**-0.5)
+        x = torch.randn(
+            tokens, width, device=device, dtype=dtype, generator=generator
+        ).requires_grad_()
+        weight = torch.randn(vocab, width, device=device, dtype=dtype, generator=generator).mul_(
+            width**-0.5
+        )
         weight.requires_grad_()
         targets = torch.randint(vocab, (tokens,), device=device, generator=generator)
-        runs = {name: _both(head, x, weight, targets) for name, head in heads(tokens, width, vocab).items()}
+        runs = {
+            name: _both(head, x, weight, targets)
+            for name, head in heads(tokens, width, vocab).items()
+        }
         if device.type != "cuda":
             runs.pop("liger", None)
         _alike("linear_cross_entropy", {name: float(run()) for name, run in runs.items()})
         seconds = seconds_of(device, runs, max(3, ROUNDS[device.type] // 4))
         yield {
-            "kernel": "linear_cross_entropy", "operator": "workbench::linear_cross_entropy_run",
-            "shape": [tokens, width, vocab], "dtype": _name(dtype), "pass": "step",
+            "kernel": "linear_cross_entropy",
+            "operator": "workbench::linear_cross_entropy_run",
+            "shape": [tokens, width, vocab],
+            "dtype": _name(dtype),
+            "pass": "step",
             "seconds": {"liger": None} | seconds,
-            "peak_bytes": {"liger": None} | {name: peak_bytes(device, run) for name, run in runs.items()},
-        }  # fmt: skip
+            "peak_bytes": {"liger": None}
+            | {name: peak_bytes(device, run) for name, run in runs.items()},
+        }
 
 
-def _both(head: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor) -> Callable[[], Tensor]:
+def _both(
+    head: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor
+) -> Callable[[], Tensor]:
     def run() -> Tensor:
         loss = head(x, weight, targets)
         torch.autograd.grad(loss, (x, weight))
@@ -111,10 +132,12 @@ def _both(head: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tenso
 def _alike(what: str, losses: dict[str, float]) -> None:
     for name, value in losses.items():
         if not abs(value - losses["eager"]) <= ALIKE * abs(losses["eager"]):
-            raise ArithmeticError(f"{what}: the loss of {name} is {value:.6g}, eager's {losses['eager']:.6g}")
+            raise ArithmeticError(
+                f"{what}: the loss of {name} is {value:.6g}, eager's {losses['eager']:.6g}"
+            )
 
 
-# ---- a layer --------------------------------------------------------------------------------------------------------
+# ---- a layer -------------------------------------------------------------------------------------
 
 
 def built(size: Size, kernels: str, device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -136,14 +159,18 @@ def block(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any
     """One layer, forward and backward, given the branch and the stream of the one before."""
     shape = (size.batch, size.length, size.shape.hidden)
     generator = torch.Generator(device).manual_seed(0)
-    tensors = [torch.randn(shape, device=device, dtype=dtype, generator=generator) for _ in range(4)]
+    tensors = [
+        torch.randn(shape, device=device, dtype=dtype, generator=generator) for _ in range(4)
+    ]
     runs = {kernels: _layer(built(size, kernels, device, dtype), tensors) for kernels in KERNELS}
     whole = built(size, "eager", device, dtype)
     whole.blocks["0"] = torch.compile(whole.blocks["0"], dynamic=False)
     runs["torch_compile"] = _layer(whole, tensors)
     _alike("block", {name: float(run()) for name, run in runs.items()})
     seconds = seconds_of(device, runs, WHOLE_ROUNDS[device.type])
-    return _told(size, dtype, seconds, {name: peak_bytes(device, run) for name, run in runs.items()})
+    return _told(
+        size, dtype, seconds, {name: peak_bytes(device, run) for name, run in runs.items()}
+    )
 
 
 def _layer(model: Transformer, tensors: list[Tensor]) -> Callable[[], Tensor]:
@@ -159,11 +186,13 @@ def _layer(model: Transformer, tensors: list[Tensor]) -> Callable[[], Tensor]:
     return run
 
 
-# ---- a step ---------------------------------------------------------------------------------------------------------
+# ---- a step --------------------------------------------------------------------------------------
 
 
 def step(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Forward, backward and AdamW with fp32 masters; the peak is that of states and a step together."""
+    """Forward, backward and AdamW with fp32 masters; the peak is that of states and a step
+    together.
+    """
     generator = torch.Generator(device).manual_seed(0)
     shape = (size.batch, size.length + 1)
     text = torch.randint(size.shape.vocab, shape, device=device, generator=generator)
@@ -178,7 +207,9 @@ def step(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]
 class _Trained:
     """A model, its gradients, the product's optimizer."""
 
-    def __init__(self, size: Size, kernels: str, device: torch.device, dtype: torch.dtype, text: Tensor) -> None:
+    def __init__(
+        self, size: Size, kernels: str, device: torch.device, dtype: torch.dtype, text: Tensor
+    ) -> None:
         self.model = built(size, kernels, device, dtype)
         self.tokens, self.targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         parameters = dict(self.model.named_parameters())
@@ -203,13 +234,18 @@ class _Trained:
         return bytes_of(*self.model.parameters(), *self.gradients.values(), *states)
 
 
-def _told(size: Size, dtype: torch.dtype, seconds: dict[str, float], peaks: dict[str, int]) -> dict[str, Any]:
+def _told(
+    size: Size, dtype: torch.dtype, seconds: dict[str, float], peaks: dict[str, int]
+) -> dict[str, Any]:
     counted = "hidden", "ffn", "layers", "heads", "kv_heads", "vocab"
     return {
-        "model": {name: getattr(size.shape, name) for name in counted}, "tokens": [size.batch, size.length],
-        "dtype": _name(dtype), "seconds": seconds, "peak_bytes": peaks,
+        "model": {name: getattr(size.shape, name) for name in counted},
+        "tokens": [size.batch, size.length],
+        "dtype": _name(dtype),
+        "seconds": seconds,
+        "peak_bytes": peaks,
         "tokens_per_second": {name: size.tokens / one for name, one in seconds.items()},
-    }  # fmt: skip
+    }
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,8 +1,9 @@
 """How contestants are timed: all in one run, in turn, each over its own copies of the same inputs.
 
-On a card forward and backward of every contestant are captured as CUDA graphs, so that no host's delay is in them, and
-replayed over enough copies of the inputs that none is in the L2 cache when its turn comes. On a processor the time is
-CPU seconds of this process, which has one thread. Medians of all rounds.
+On a card forward and backward of every contestant are captured as CUDA graphs, so that no host's
+delay is in them, and replayed over enough copies of the inputs that none is in the L2 cache when
+its turn comes. On a processor the time is CPU seconds of this process, which has one thread.
+Medians of all rounds.
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ WHOLE_ROUNDS = {"cuda": 12, "cpu": 27}
 COPIED = {"cuda": 2**30, "cpu": 2**27}
 """Bytes of the tensor whose copying tells the bandwidth."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
-"""What ours may differ from eager operators in fp32 by, of the largest value: a wrong kernel is not timed."""
+"""What ours may differ from eager operators in fp32 by, of the largest value: a wrong kernel is not
+timed.
+"""
 
 
 @dataclass(frozen=True)
 class Contest:
-    """One operator at one shape. `trained` are the places of the inputs that have gradients, if any; `least` has the
-    bytes that must be moved, by pass; `direct` are contestants that wait for the card, which no graph can hold."""
+    """One operator at one shape. `trained` are the places of the inputs that have gradients, if
+    any; `least` has the bytes that must be moved, by pass; `direct` are contestants that wait for
+    the card, which no graph can hold.
+    """
 
     kernel: str
     operator: str
@@ -58,7 +63,12 @@ class Contest:
     @property
     def name(self) -> str:
         """In words."""
-        words = (self.kernel, self.case, str(list(self.shape)), str(self.dtype).removeprefix("torch."))
+        words = (
+            self.kernel,
+            self.case,
+            str(list(self.shape)),
+            str(self.dtype).removeprefix("torch."),
+        )
         return " ".join(word for word in words if word)
 
     @property
@@ -68,7 +78,9 @@ class Contest:
 
     def between(self, *names: str) -> Contest:
         """The same of those contestants alone that have one of the names."""
-        return replace(self, contestants={name: own for name, own in self.contestants.items() if name in names})
+        return replace(
+            self, contestants={name: own for name, own in self.contestants.items() if name in names}
+        )
 
 
 class _Alias(torch.autograd.Function):
@@ -105,14 +117,21 @@ class Runner:
 
     def restore(self) -> None:
         """Every input as it was at first."""
-        pairs = [(a, b) for own, source in zip(self.own, self.sources) for a, b in zip(own, source) if a is not None]
+        pairs = [
+            (a, b)
+            for own, source in zip(self.own, self.sources)
+            for a, b in zip(own, source)
+            if a is not None
+        ]
         with torch.no_grad():
             for dtype in {a.dtype for a, _ in pairs}:
                 same = [(a, b) for a, b in pairs if a.dtype == dtype]
                 torch._foreach_copy_([a for a, _ in same], [b for _, b in same])
 
     def arrange(self) -> None:
-        """What comes before the time starts. Without gradients once is enough: then nothing is kept for backward."""
+        """What comes before the time starts. Without gradients once is enough: then nothing is kept
+        for backward.
+        """
         if self.contest.trained or not self.ready:
             self.ready = [self.prepare(*map(_usable, own)) for own in self.own]
 
@@ -123,12 +142,16 @@ class Runner:
     def backward(self) -> None:
         """Over every copy."""
         self.gradients = [
-            torch.autograd.grad(made, [own[i] for i in self.contest.trained if own[i] is not None], incoming)
+            torch.autograd.grad(
+                made, [own[i] for i in self.contest.trained if own[i] is not None], incoming
+            )
             for made, own, incoming in zip(self.made, self.own, self.incoming)
         ]
 
     def first(self) -> None:
-        """Once through all, which compiles what is to be compiled, and tells what gradients come in."""
+        """Once through all, which compiles what is to be compiled, and tells what gradients come
+        in.
+        """
         self.arrange()
         self.forward()
         if self.contest.trained:
@@ -157,18 +180,25 @@ def _like(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def race(contest: Contest, device: torch.device) -> tuple[dict[str, Seconds], dict[str, float]]:
-    """Contestant -> seconds of each pass; contestant -> how far it is off (`errors`). Raises ArithmeticError where ours
-    is wrong."""
+    """Contestant -> seconds of each pass; contestant -> how far it is off (`errors`). Raises
+    ArithmeticError where ours is wrong.
+    """
     generator = torch.Generator(device).manual_seed(0)
     first = contest.inputs(generator)
     size = bytes_of(*first)
     sources = [first, *(contest.inputs(generator) for _ in range(copies(device, size) - 1))]
-    runners = {name: Runner(contest, prepare, sources) for name, prepare in contest.contestants.items()}
+    runners = {
+        name: Runner(contest, prepare, sources) for name, prepare in contest.contestants.items()
+    }
     off = errors(contest, runners)
     if not off["fused"] <= TOLERANCE[contest.dtype]:
-        raise ArithmeticError(f"{contest.name}: {off['fused']:.1e} off, more than {TOLERANCE[contest.dtype]:.0e}")
+        raise ArithmeticError(
+            f"{contest.name}: {off['fused']:.1e} off, more than {TOLERANCE[contest.dtype]:.0e}"
+        )
     timed = _on_card if device.type == "cuda" else _on_processor
-    return {name: dict(zip(contest.least, seconds)) for name, seconds in timed(contest, runners).items()}, off
+    return {
+        name: dict(zip(contest.least, seconds)) for name, seconds in timed(contest, runners).items()
+    }, off
 
 
 def copies(device: torch.device, size: int) -> int:
@@ -180,8 +210,9 @@ def copies(device: torch.device, size: int) -> int:
 
 
 def errors(contest: Contest, runners: dict[str, Runner]) -> dict[str, float]:
-    """Contestant -> its largest difference from eager operators on the same inputs widened to fp32, of any result or
-    gradient, over the largest value of that one."""
+    """Contestant -> its largest difference from eager operators on the same inputs widened to fp32,
+    of any result or gradient, over the largest value of that one.
+    """
     found: dict[str, list[Tensor]] = {}
     incoming: list[Tensor] = []
     for name, runner in runners.items():
@@ -191,7 +222,8 @@ def errors(contest: Contest, runners: dict[str, Runner]) -> dict[str, float]:
         runner.clear()
         runner.restore()
     widened = tuple(
-        x if x is None or not x.is_floating_point() else x.float() for x in next(iter(runners.values())).sources[0]
+        x if x is None or not x.is_floating_point() else x.float()
+        for x in next(iter(runners.values())).sources[0]
     )
     wide = Runner(contest, contest.contestants["eager"], [widened], incoming=[incoming])
     wide.first()
@@ -220,7 +252,9 @@ def _on_processor(contest: Contest, runners: dict[str, Runner]) -> dict[str, lis
                 runner.clear()
                 if index:
                     found[name].append([(b - a) / len(runner.own) for a, b in pairwise(marks)])
-    return {name: [statistics.median(one) for one in zip(*rounds)] for name, rounds in found.items()}
+    return {
+        name: [statistics.median(one) for one in zip(*rounds)] for name, rounds in found.items()
+    }
 
 
 def _on_card(contest: Contest, runners: dict[str, Runner]) -> dict[str, list[float]]:
@@ -239,10 +273,15 @@ def _on_card(contest: Contest, runners: dict[str, Runner]) -> dict[str, list[flo
     torch.cuda.synchronize()
     number = len(next(iter(runners.values())).own)
     seconds = {
-        name: [[1e-3 * a.elapsed_time(b) / number for a, b in pairwise(events)] for events in rounds[1:]]
+        name: [
+            [1e-3 * a.elapsed_time(b) / number for a, b in pairwise(events)]
+            for events in rounds[1:]
+        ]
         for name, rounds in marks.items()
     }
-    return {name: [statistics.median(one) for one in zip(*rounds)] for name, rounds in seconds.items()}
+    return {
+        name: [statistics.median(one) for one in zip(*rounds)] for name, rounds in seconds.items()
+    }
 
 
 def _mark() -> Any:
@@ -292,7 +331,9 @@ def quiet() -> Iterator[None]:
 
 
 def seconds_of(device: torch.device, runs: dict[str, Callable[[], object]], rounds: int) -> Seconds:
-    """Name -> median seconds of a call, all called in turn, without graphs; each is called twice before."""
+    """Name -> median seconds of a call, all called in turn, without graphs; each is called twice
+    before.
+    """
     found: dict[str, list[float]] = {name: [] for name in runs}
     with quiet():
         for index in range(rounds + 2):
@@ -337,11 +378,15 @@ def copy_bandwidth(device: torch.device) -> float:
     """Bytes a second that `Tensor.copy_` of a large tensor reads and writes."""
     source = torch.ones(COPIED[device.type] // 4, device=device)
     target = torch.empty_like(source)
-    seconds = seconds_of(device, {"copy": lambda: target.copy_(source)}, ROUNDS[device.type])["copy"]
+    seconds = seconds_of(device, {"copy": lambda: target.copy_(source)}, ROUNDS[device.type])[
+        "copy"
+    ]
     return 2 * COPIED[device.type] / seconds
 
 
 def bytes_of(*tensors: Tensor | None, times: Sequence[float] = ()) -> int:
     """Bytes of tensors, each as often as `times` says, else once."""
     each = times or [1.0] * len(tensors)
-    return int(sum(n * x.numel() * x.element_size() for x, n in zip(tensors, each) if x is not None))
+    return int(
+        sum(n * x.numel() * x.element_size() for x, n in zip(tensors, each) if x is not None)
+    )

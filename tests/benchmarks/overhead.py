@@ -1,9 +1,9 @@
 """What a step loses: `python -m tests.benchmarks.overhead [--hidden 64 256] [--json]`.
 
-Pipelines: the shortest time in which the schedule's table could run, each action as long as it took (median) and
-transfers free, beside the time that a step took. Telemetry and supervision: steps as a run takes them (a record a step
-in the rank's file, the action under way known, the wish to stop read), beside bare ones, in turn, in the same
-processes. Leave the machine alone meanwhile.
+Pipelines: the shortest time in which the schedule's table could run, each action as long as it took
+(median) and transfers free, beside the time that a step took. Telemetry and supervision: steps as a
+run takes them (a record a step in the rank's file, the action under way known, the wish to stop
+read), beside bare ones, in turn, in the same processes. Leave the machine alone meanwhile.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.benchmarks.runtime import TORCH_SCHEDULES, plan_of
-from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.measure.step_sampler import Follower
-from workbench.engine.session import Session, Unobserved
 from workbench.engine.measure.telemetry_writer import Telemetry
+from workbench.engine.session import Session, Unobserved
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.custom_schedule import executed
 from workbench.plan.schema import Plan
@@ -56,7 +56,9 @@ class Stopwatch(Unobserved):
 def _session(plan: Plan, rank: int) -> tuple[Session, Tensor]:
     session = Session.build(plan, build_mesh(plan, rank), torch.device("cpu"))
     shape = (plan.num_microbatches, plan.training.micro_batch, plan.training.sequence_length)
-    return session, torch.randint(plan.shape.vocab, shape, generator=torch.Generator().manual_seed(0))
+    return session, torch.randint(
+        plan.shape.vocab, shape, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def stepped(plan: Plan, rank: int) -> tuple[list[float], dict[tuple[str, int], float]]:
@@ -79,7 +81,9 @@ def bubble(plan: Plan) -> dict[str, Any]:
     table, _ = executed(plan)
     measured = {key: value for _, found in by_rank for key, value in found.items()}
     kinds = {kind for kind, _ in measured}
-    durations = {kind: [measured.get((kind, stage), 0.0) for stage in range(table.stages)] for kind in kinds}
+    durations = {
+        kind: [measured.get((kind, stage), 0.0) for stage in range(table.stages)] for kind in kinds
+    }
     bound = simulate(table, durations).makespan
     step = statistics.median(max(one) for one in zip(*(seconds for seconds, _ in by_rank)))
     return {"bound_seconds": bound, "step_seconds": step, "share_of_bound": bound / step}
@@ -98,7 +102,9 @@ def watched(plan: Plan, rank: int, folder: Path) -> list[list[float]]:
                 read_stop(folder)
                 result = session.step(index, text, text, follower)
                 told = torch.stack([x for x in result if x is not None]).tolist()
-                telemetry.record("step", step=index, loss=told[0], gradient_norm=told[1], action=follower.doing)
+                telemetry.record(
+                    "step", step=index, loss=told[0], gradient_norm=told[1], action=follower.doing
+                )
             else:
                 session.step(index, text, text)[0].item()
             if index >= 2 * WARM:
@@ -117,7 +123,9 @@ def telemetry(plan: Plan) -> dict[str, float]:
 
 def main() -> None:
     """Run all and print a line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -127,12 +135,21 @@ def main() -> None:
         for schedule in ("zb-h1", *TORCH_SCHEDULES):
             chunks = 2 if schedule in ("interleaved", "zb-v", "dualpipe-v") else 1
             strategy = {"pipeline": {"size": 2, "schedule": schedule, "chunks": chunks}}
-            found.append({"schedule": schedule, "hidden": hidden, **bubble(plan_of(hidden, 2, strategy, 8))})
+            found.append(
+                {"schedule": schedule, "hidden": hidden, **bubble(plan_of(hidden, 2, strategy, 8))}
+            )
             if not arguments.json:
-                print(f"{schedule:12} hidden {hidden:4}  {found[-1]['share_of_bound']:.1%} of the bound", flush=True)
+                print(
+                    f"{schedule:12} hidden {hidden:4}  {found[-1]['share_of_bound']:.1%} of the "
+                    f"bound",
+                    flush=True,
+                )
         found.append({"hidden": hidden, **telemetry(plan_of(hidden, 2, {}))})
         if not arguments.json:
-            print(f"telemetry    hidden {hidden:4}  {found[-1]['telemetry']:+.2%} of a step", flush=True)
+            print(
+                f"telemetry    hidden {hidden:4}  {found[-1]['telemetry']:+.2%} of a step",
+                flush=True,
+            )
     if arguments.json:
         print(json.dumps({"source": "measured", "torch": torch.__version__, "found": found}))
 

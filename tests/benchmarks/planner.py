@@ -1,7 +1,7 @@
 """How fast the planner is: `python tests/benchmarks/planner.py [--json]`, on one thread.
 
-Kinds of evaluation take turns, round by round, so that what else the machine does falls on all alike; the least time of
-each is printed, and every rate over that of estimating plan by plan.
+Kinds of evaluation take turns, round by round, so that what else the machine does falls on all
+alike; the least time of each is printed, and every rate over that of estimating plan by plan.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.explain.plan_figures import figures
 from workbench.planner.search import search
-from workbench.planner.search.cells import Cell, cells
 from workbench.planner.search.cell_evaluation import Evaluator
+from workbench.planner.search.cells import Cell, cells
 from workbench.planner.search.search_space import plan_of, space_of
 
 ROUNDS = 5
 RANDOM, BY_PLAN, EQUAL = 4_000_000, 20, 1_000
-IMPORT = "import time; t = time.perf_counter(); import workbench.planner.search; print(time.perf_counter() - t)"
+IMPORT = (
+    "import time; t = time.perf_counter(); import workbench.planner.search; "
+    "print(time.perf_counter() - t)"
+)
 WHOLE = """
 import time; t = time.perf_counter()
 import json, resource, sys
@@ -41,9 +44,10 @@ used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 print(json.dumps([found.candidates, time.perf_counter() - t, used]))
 """
 LARGE = {
-    "model": "gpt3-175b", "cluster": {"gpu": "a100-sxm-80gb", "gpus": 512},
+    "model": "gpt3-175b",
+    "cluster": {"gpu": "a100-sxm-80gb", "gpus": 512},
     "training": {"global_batch": 1536, "sequence_length": 2048},
-}  # fmt: skip
+}
 
 
 Drawn = list[tuple[Cell, "np.ndarray[Any, Any]"]]
@@ -61,7 +65,9 @@ def drawn(found: list[Cell], evaluator: Evaluator, count: int, draw: random.Rand
 
 
 def evaluated(evaluator: Evaluator, some: Drawn) -> int:
-    """Step time and peak of each: what they share is computed once on its grid, and read at each one's place."""
+    """Step time and peak of each: what they share is computed once on its grid, and read at each
+    one's place.
+    """
     count = 0
     for cell, numbers in some:
         e = evaluator(cell, cell.grid())
@@ -84,12 +90,18 @@ def measure() -> dict[str, Any]:
     space = space_of(plan, "wide")
     evaluator, found = Evaluator.of(space), list(cells(space))
     flat = drawn(found, evaluator, RANDOM, draw)
-    some = [plan_of(space, c.choice(_legal(evaluator, c, draw))).complete() for c in draw.choices(found, k=BY_PLAN)]
+    some = [
+        plan_of(space, c.choice(_legal(evaluator, c, draw))).complete()
+        for c in draw.choices(found, k=BY_PLAN)
+    ]
     kinds: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
-        "enumerated, whole search": (lambda: search(plan, space="vast"), lambda result: result.candidates),
+        "enumerated, whole search": (
+            lambda: search(plan, space="vast"),
+            lambda result: result.candidates,
+        ),
         "random candidates": (lambda: evaluated(evaluator, flat), lambda count: count),
         "plan by plan": (lambda: [figures(one) for one in some], lambda _: len(some)),
-    }  # fmt: skip
+    }
     least: dict[str, float] = {}
     counts = {name: count(work()) for name, (work, count) in kinds.items()}
     for _ in range(ROUNDS):
@@ -115,11 +127,17 @@ def _legal(evaluator: Evaluator, cell: Cell, draw: random.Random) -> int:
 def _whole() -> dict[str, float]:
     """The 175-billion space of seven million plans in a process of its own, start-up included."""
     runs = [json.loads(_python(WHOLE, json.dumps(LARGE))) for _ in range(ROUNDS)]
-    return {"candidates": runs[0][0], "seconds": min(run[1] for run in runs), "peak_mb": max(run[2] for run in runs)}
+    return {
+        "candidates": runs[0][0],
+        "seconds": min(run[1] for run in runs),
+        "peak_mb": max(run[2] for run in runs),
+    }
 
 
 def _python(code: str, *words: str) -> str:
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def _difference(evaluator: Evaluator, found: list[Cell], draw: random.Random) -> float:
@@ -145,10 +163,17 @@ def main() -> None:
     for name, rate in found["rate_per_second"].items():
         print(f"{name:26} {rate:14,.0f} plans/s   {found['ratio'][name]:10,.0f} x plan by plan")
     whole = found["whole_process"]
-    print(f"one re-plan                {found['replan_ms']:.1f} ms;  import {found['import_s']:.2f} s")
+    print(
+        f"one re-plan                {found['replan_ms']:.1f} ms;  import {found['import_s']:.2f} s"
+    )
     size = f"{whole['candidates']:,} plans"
-    print(f"175B on 512 cards          {size} in {whole['seconds']:.2f} s, {whole['peak_mb']:.0f} MB")
-    print(f"search against estimate    {found['largest_difference_from_estimate']:.1e} of the step time at most")
+    print(
+        f"175B on 512 cards          {size} in {whole['seconds']:.2f} s, {whole['peak_mb']:.0f} MB"
+    )
+    print(
+        f"search against estimate    {found['largest_difference_from_estimate']:.1e} of the "
+        f"step time at most"
+    )
 
 
 if __name__ == "__main__":

@@ -22,9 +22,16 @@ from workbench.runs.run import list_runs
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-dev-shm-usage",
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -45,7 +52,9 @@ def browser_type_launch_args(chromium: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def server(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Address and folder of a JupyterLab of our own: own port, own home, no token, loopback only."""
+    """Address and folder of a JupyterLab of our own: own port, own home, no token, loopback
+    only.
+    """
     home = tmp_path_factory.mktemp("home")
     folder = home / "notebooks"
     folder.mkdir()
@@ -54,7 +63,11 @@ def server(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         port = probe.getsockname()[1]
     with (home / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            command(port, folder), env=environment(home), stdout=log, stderr=log, start_new_session=True
+            command(port, folder),
+            env=environment(home),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         wait_for(f"http://127.0.0.1:{port}/api", process, home / "server.log")
@@ -83,25 +96,46 @@ def lab(server: tuple[str, Path], page: Any) -> Iterator[Lab]:
 def command(port: int, folder: Path) -> list[str]:
     """What starts the server."""
     settings = {
-        "ServerApp.ip": "127.0.0.1", "ServerApp.port": port, "ServerApp.port_retries": 0, "ServerApp.root_dir": folder,
-        "ServerApp.open_browser": False, "IdentityProvider.token": "", "ServerApp.password": "",
+        "ServerApp.ip": "127.0.0.1",
+        "ServerApp.port": port,
+        "ServerApp.port_retries": 0,
+        "ServerApp.root_dir": folder,
+        "ServerApp.open_browser": False,
+        "IdentityProvider.token": "",
+        "ServerApp.password": "",
         "ServerApp.allow_root": True,
-        "ServerApp.disable_check_xsrf": True, "LabApp.expose_app_in_browser": True, "LabApp.news_url": "",
-    }  # fmt: skip
-    return [sys.executable, "-m", "jupyterlab", *(f"--{name}={value}" for name, value in settings.items())]
+        "ServerApp.disable_check_xsrf": True,
+        "LabApp.expose_app_in_browser": True,
+        "LabApp.news_url": "",
+    }
+    return [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        *(f"--{name}={value}" for name, value in settings.items()),
+    ]
 
 
 def environment(home: Path) -> dict[str, str]:
     """The server's environment: nothing of the person's own Jupyter, and runs kept in `home`."""
     quiet = {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True}
     prefer(home, "apputils-extension/notification", quiet)
-    prefer(home, "notebook-extension/tracker", {"windowingMode": "none"})  # cells out of sight stay in the page
+    prefer(
+        home, "notebook-extension/tracker", {"windowingMode": "none"}
+    )  # cells out of sight stay in the page
     own = {
-        "HOME": home, "JUPYTER_CONFIG_DIR": home / "config", "JUPYTER_DATA_DIR": home / "data",
-        "JUPYTER_RUNTIME_DIR": home / "runtime", "IPYTHONDIR": home / "ipython", "XDG_CACHE_HOME": home / "cache",
-        "JUPYTERLAB_SETTINGS_DIR": home / "settings", "JUPYTERLAB_WORKSPACES_DIR": home / "workspaces",
-        "WORKBENCH_RUNS": home / "runs", "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "HOME": home,
+        "JUPYTER_CONFIG_DIR": home / "config",
+        "JUPYTER_DATA_DIR": home / "data",
+        "JUPYTER_RUNTIME_DIR": home / "runtime",
+        "IPYTHONDIR": home / "ipython",
+        "XDG_CACHE_HOME": home / "cache",
+        "JUPYTERLAB_SETTINGS_DIR": home / "settings",
+        "JUPYTERLAB_WORKSPACES_DIR": home / "workspaces",
+        "WORKBENCH_RUNS": home / "runs",
+        "PYTHONPATH": ROOT,
+        "OMP_NUM_THREADS": "1",
+    }
     return {**os.environ, **{name: str(value) for name, value in own.items()}}
 
 
@@ -119,7 +153,9 @@ def prefer(home: Path, plugin: str, settings: dict[str, Any]) -> None:
     path.write_text(json.dumps(settings))
 
 
-def wait_for(address: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 60) -> None:
+def wait_for(
+    address: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 60
+) -> None:
     """Until the server answers; fails with its log where it does not."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:

@@ -19,10 +19,15 @@ READY = """() => {
   return Boolean(context?.isReady && kernel?.connectionStatus === 'connected' && kernel?.status === 'idle');
 }"""
 HARMLESS = (
-    "favicon", "closed before the connection is established", "Failed to load resource",
-    "Canceled future for", "Could not restore the debugger state",
-)  # fmt: skip
-"""Messages of JupyterLab itself that say nothing about us: what it had asked of a kernel that a page then left."""
+    "favicon",
+    "closed before the connection is established",
+    "Failed to load resource",
+    "Canceled future for",
+    "Could not restore the debugger state",
+)
+"""Messages of JupyterLab itself that say nothing about us: what it had asked of a kernel that a
+page then left.
+"""
 
 
 class Lab:
@@ -41,7 +46,11 @@ class Lab:
     def notebook(self, name: str, cells: Sequence[str]) -> Path:
         """Write a notebook of code cells."""
         found = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-        found.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        found.metadata["kernelspec"] = {
+            "name": "python3",
+            "display_name": "Python 3",
+            "language": "python",
+        }
         path = self.folder / f"{name}.ipynb"
         path.write_text(nbformat.writes(found))
         return path
@@ -52,7 +61,9 @@ class Lab:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until the notebook is there and its kernel idle; take the kernel that a dialog offers."""
+        """Wait until the notebook is there and its kernel idle; take the kernel that a dialog
+        offers.
+        """
         self.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
         for _ in range(60):
             self.page.wait_for_timeout(500)
@@ -92,7 +103,9 @@ class Lab:
 
     def prompt(self, index: int) -> str:
         """Between the brackets of a cell's prompt: a number, an asterisk, or nothing."""
-        return str(self.page.locator(".jp-CodeCell .jp-InputPrompt").nth(index).inner_text()).strip("[]: \n")
+        return str(self.page.locator(".jp-CodeCell .jp-InputPrompt").nth(index).inner_text()).strip(
+            "[]: \n"
+        )
 
     def restart_kernel(self) -> None:
         """Restart the kernel and confirm it."""
@@ -108,11 +121,15 @@ class Lab:
         self.settle()
 
     def until(self, condition: str, argument: Any = None) -> None:
-        """Wait until a JavaScript function of `argument` gives true; fails with what the boards say."""
+        """Wait until a JavaScript function of `argument` gives true; fails with what the boards
+        say.
+        """
         try:
             self.page.wait_for_function(condition, arg=argument)
         except TimeoutError as error:
-            boards = self.page.locator(".wb-banner, .jp-RenderedText[data-mime-type*=error]").all_inner_texts()
+            boards = self.page.locator(
+                ".wb-banner, .jp-RenderedText[data-mime-type*=error]"
+            ).all_inner_texts()
             raise AssertionError(f"{condition} stayed false; on the page: {boards}") from error
 
     def close(self) -> None:
@@ -129,7 +146,10 @@ class Lab:
 
     def _see(self, url: str) -> None:
         parts = urlparse(url)
-        if parts.scheme in ("http", "https", "ws", "wss") and parts.hostname not in ("127.0.0.1", "localhost"):
+        if parts.scheme in ("http", "https", "ws", "wss") and parts.hostname not in (
+            "127.0.0.1",
+            "localhost",
+        ):
             self.elsewhere.append(url)
 
     def _hear(self, kind: str, text: str) -> None:

@@ -38,11 +38,21 @@ def wait_for_rows(lab: Lab, cell: int, name: str, more_than: int) -> int:
 def live_runs(folder: Path) -> list[int]:
     """Processes of runs kept under `folder`."""
     found = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
-    return [process.pid for process in found if any(str(folder) in word for word in process.info["cmdline"])]
+    return [
+        process.pid
+        for process in found
+        if any(str(folder) in word for word in process.info["cmdline"])
+    ]
 
 
 def test_the_planner_redraws_as_a_slider_moves_and_follows_the_theme(lab: Lab) -> None:
-    lab.notebook("plan", ["import workbench as wb\nplanner = wb.Planner()\nplanner", "print(planner.plan.to_yaml())"])
+    lab.notebook(
+        "plan",
+        [
+            "import workbench as wb\nplanner = wb.Planner()\nplanner",
+            "print(planner.plan.to_yaml())",
+        ],
+    )
     lab.open("plan")
     lab.run_all()
     lab.page.wait_for_selector(".wb-board[data-number]")
@@ -64,7 +74,9 @@ def test_the_planner_redraws_as_a_slider_moves_and_follows_the_theme(lab: Lab) -
     lab.page.wait_for_timeout(2000)
     assert lab.page.locator(".wb-chart canvas").count() == 4
     scheme = "element => getComputedStyle(element).colorScheme"
-    assert lab.page.get_by_label("Strategy").evaluate(scheme) == "dark"  # else the arrow is black on black
+    assert (
+        lab.page.get_by_label("Strategy").evaluate(scheme) == "dark"
+    )  # else the arrow is black on black
     lab.command("apputils:change-theme", theme="JupyterLab Light")
 
     lab.page.set_viewport_size({"width": 768, "height": 900})
@@ -74,7 +86,13 @@ def test_the_planner_redraws_as_a_slider_moves_and_follows_the_theme(lab: Lab) -
 
 def test_numbers_typed_key_by_key_are_read_on_enter_and_go_back_to_the_same_plan(lab: Lab) -> None:
     plan = "wb.Plan.of('llama-3-8b', gpu='h100-sxm-80gb', gpus=64, strategy='megatron-3d')"
-    lab.notebook("keys", [f"import workbench as wb\nplanner = wb.Planner({plan})\nplanner", f"planner.plan == {plan}"])
+    lab.notebook(
+        "keys",
+        [
+            f"import workbench as wb\nplanner = wb.Planner({plan})\nplanner",
+            f"planner.plan == {plan}",
+        ],
+    )
     lab.open("keys")
     lab.run_cell(0)
     lab.page.wait_for_selector(".wb-board[data-number]")
@@ -88,12 +106,16 @@ def test_numbers_typed_key_by_key_are_read_on_enter_and_go_back_to_the_same_plan
     for text in ("96", "7", "64", "96", "64"):  # each before the last is answered
         typed(text)
     typed("abc")
-    lab.until("() => document.querySelector('.wb-headline').textContent.includes('fix Number of GPUs')")
+    lab.until(
+        "() => document.querySelector('.wb-headline').textContent.includes('fix Number of GPUs')"
+    )
     assert number.get_attribute("aria-invalid") == "true" and number.input_value() == "abc"
     assert lab.page.locator("[data-action=run]").is_disabled()
     typed("1e3")
     lab.until("() => document.querySelector('.wb-headline').textContent.startsWith('Fits')")
-    lab.until("() => [...document.querySelectorAll('.wb-field input')].some(e => e.value === '1000')")
+    lab.until(
+        "() => [...document.querySelectorAll('.wb-field input')].some(e => e.value === '1000')"
+    )
     typed("64")
     lab.run_cell(1)
     lab.until("() => document.querySelectorAll('.jp-CodeCell')[1].innerText.includes('True')")
@@ -103,19 +125,26 @@ def test_numbers_typed_key_by_key_are_read_on_enter_and_go_back_to_the_same_plan
 
 def test_a_run_is_launched_watched_reloaded_attached_and_stopped(lab: Lab) -> None:
     steps = {"training.steps": 5000, "training.sequence_length": 64, "telemetry.memory_every": 20}
-    path = lab.notebook("run", [
-        f'import workbench as wb\nplan = wb.Plan.of("tiny", gpus=2, strategy="dapple", set={steps})\n'
-        "planner = wb.Planner(plan)\nplanner",
-        "import pathlib, workbench as wb\nfrom workbench.runs.run import list_runs\n"
-        "dashboard = wb.watch(wb.attach(list_runs()[0].dir))\ndashboard",
-    ])  # fmt: skip
+    path = lab.notebook(
+        "run",
+        [
+            f'import workbench as wb\nplan = wb.Plan.of("tiny", gpus=2, strategy="dapple", '
+            f"set={steps})\n"
+            "planner = wb.Planner(plan)\nplanner",
+            "import pathlib, workbench as wb\nfrom workbench.runs.run import list_runs\n"
+            "dashboard = wb.watch(wb.attach(list_runs()[0].dir))\ndashboard",
+        ],
+    )
     lab.open("run")
     lab.run_cell(0)
     lab.page.wait_for_selector("[data-action=run]")
 
     lab.page.locator("[data-action=run]").click()
     lab.page.wait_for_selector("[data-action=stop]")
-    training = "() => [...document.querySelectorAll('.wb-headline')].some(e => e.textContent.startsWith('Training'))"
+    training = (
+        "() => [...document.querySelectorAll('.wb-headline')].some(e => "
+        "e.textContent.startsWith('Training'))"
+    )
     lab.until(training)
     runs = lab.folder.parent / "runs"
     folder = max(runs.iterdir(), key=lambda found: found.stat().st_mtime)
@@ -129,7 +158,8 @@ def test_a_run_is_launched_watched_reloaded_attached_and_stopped(lab: Lab) -> No
 
     lab.restart_kernel()
     lab.until(
-        "() => [...document.querySelectorAll('.wb-headline')].every(e => e.textContent.startsWith('Not connected'))"
+        "() => [...document.querySelectorAll('.wb-headline')].every(e => "
+        "e.textContent.startsWith('Not connected'))"
     )
     assert lab.page.locator("[data-action=stop]").count() == 0
     assert "wb.watch(wb.attach(" in lab.page.locator(".wb-banner").last.inner_text()
@@ -147,7 +177,10 @@ def test_a_run_is_launched_watched_reloaded_attached_and_stopped(lab: Lab) -> No
     lab.command("docmanager:save")
     lab.page.wait_for_timeout(2000)
     output = nbformat.read(path, 4).cells[1].outputs[-1]
-    assert "application/vnd.vegalite.v5+json" in output.data and "Stopped after step" in output.data["text/plain"]
+    assert (
+        "application/vnd.vegalite.v5+json" in output.data
+        and ("Stopped after step") in output.data["text/plain"]
+    )
     assert live_runs(folder) == []
 
 
@@ -156,11 +189,14 @@ def test_the_quickstart_runs_to_its_end(lab: Lab) -> None:
     lab.open("00_quickstart")
     lab.run_all()
     lab.page.wait_for_function(
-        "() => /\\d/.test([...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].at(-1).textContent)",
+        "() => /\\d/.test([...document.querySelectorAll('.jp-CodeCell "
+        ".jp-InputPrompt')].at(-1).textContent)",
         timeout=150_000,
     )
     assert lab.page.locator("[data-mime-type='application/vnd.jupyter.error']").count() == 0
     text = lab.page.locator(".jp-Notebook").inner_text()
     assert "finished · " in text and "rehearsed − measured" in text
-    assert lab.page.locator(".jp-RenderedVegaCommon5 canvas, .jp-RenderedVegaCommon5 svg").count() >= 5
+    assert (
+        lab.page.locator(".jp-RenderedVegaCommon5 canvas, .jp-RenderedVegaCommon5 svg").count() >= 5
+    )
     assert (lab.folder / "report.html").stat().st_size > 50_000

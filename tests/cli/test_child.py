@@ -1,4 +1,6 @@
-"""A child process: its words come line by line, its failures keep theirs, and nothing of it outlives the caller."""
+"""A child process: its words come line by line, its failures keep theirs, and nothing of it
+outlives the caller.
+"""
 
 import os
 import subprocess
@@ -26,18 +28,28 @@ def program(tmp_path, monkeypatch):
 
 def test_lines_and_arguments(program):
     said = []
-    child_process.python(program("import sys; print('one'); print(*sys.argv[1:])"), ["a", "b"], said.append)
+    child_process.python(
+        program("import sys; print('one'); print(*sys.argv[1:])"), ["a", "b"], said.append
+    )
     assert said == ["one", "a b"]
 
 
 def test_exit_code_2_is_a_value_error_with_its_words(program):
     with pytest.raises(ValueError, match=r"^the field is wrong$"):
-        child_process.python(program("import sys; print('the field is wrong', file=sys.stderr); sys.exit(2)"), [], print)
+        child_process.python(
+            program("import sys; print('the field is wrong', file=sys.stderr); sys.exit(2)"),
+            [],
+            print,
+        )
 
 
-@pytest.mark.parametrize("ending, words", [
-    ("raise RuntimeError('broken')", "exit code 1"), ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ending, words",
+    [
+        ("raise RuntimeError('broken')", "exit code 1"),
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
+    ],
+)
 def test_other_failures_say_what_was_said_last(program, ending, words):
     with pytest.raises(child_process.ChildError, match=words):
         child_process.python(program(ending), [], print)
@@ -66,7 +78,10 @@ def test_an_interrupt_ends_the_whole_session(program):
 
 def test_a_killed_caller_takes_its_child_along(program):
     name = program("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
-    call = f"from workbench.runs import child; child.python({name!r}, [], lambda line: print(line, flush=True))"
+    call = (
+        f"from workbench.runs import child; child.python({name!r}, [], lambda line: "
+        f"print(line, flush=True))"
+    )
     caller = subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
     pid = int(caller.stdout.readline())
@@ -77,7 +92,9 @@ def test_a_killed_caller_takes_its_child_along(program):
 
 
 def _gone(pid):
-    """Whether the process ends within a few seconds: a signal is delivered when the kernel comes to it."""
+    """Whether the process ends within a few seconds: a signal is delivered when the kernel comes to
+    it.
+    """
     deadline = time.monotonic() + 5
     while _alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -30,11 +30,17 @@ def test_the_file_and_its_figures_by_ranks(quick, tmp_path, capsys) -> None:
     said = capsys.readouterr()
     answer = json.loads(said.out)
     assert calibration_file.read(path) == made() and "5 of 5 s" in said.err
-    assert answer["path"] == str(path) and answer["source"] == "measured" and answer["scale"] is None
+    assert (
+        answer["path"] == str(path) and answer["source"] == "measured" and answer["scale"] is None
+    )
     assert [row["ranks"] for row in answer["ranks"]] == [1, 2]
     two = answer["ranks"][1]
-    assert two["gflops"] == pytest.approx({"fp32": 40.0}) and two["memory_gbs"] == pytest.approx(5.0)
-    assert two["collectives"]["all_reduce"] == pytest.approx({"alpha_us": 400.0, "beta_gbs": 0.5}, rel=1e-6)
+    assert two["gflops"] == pytest.approx({"fp32": 40.0}) and two["memory_gbs"] == pytest.approx(
+        5.0
+    )
+    assert two["collectives"]["all_reduce"] == pytest.approx(
+        {"alpha_us": 400.0, "beta_gbs": 0.5}, rel=1e-6
+    )
 
 
 def test_people_see_a_table_and_how_to_use_it(quick, tmp_path, capsys) -> None:
@@ -45,8 +51,12 @@ def test_people_see_a_table_and_how_to_use_it(quick, tmp_path, capsys) -> None:
     assert f"--set cluster.calibration={path}" in text
 
 
-def test_what_runs_taught_is_said_with_the_error_before_and_after(monkeypatch, tmp_path, capsys) -> None:
-    learned = Scale(compute=2.0, communication=2.0, runs=["one"], error_before=0.5, error_after=0.01)
+def test_what_runs_taught_is_said_with_the_error_before_and_after(
+    monkeypatch, tmp_path, capsys
+) -> None:
+    learned = Scale(
+        compute=2.0, communication=2.0, runs=["one"], error_before=0.5, error_after=0.01
+    )
     monkeypatch.setattr(measure, "kept", lambda *_: made(scale=learned))
     assert cli.answer(["calibrate", "-o", str(tmp_path / "machine.yaml")]) == 0
     text = capsys.readouterr().out

@@ -12,7 +12,9 @@ from workbench.cli import answer
 PLAN = ["--model", "llama-3-8b", "--gpu", "a100-sxm-80gb", "--gpus", "8", "--strategy", "zero-2"]
 
 
-def test_tables_say_cost_constraint_sensitivity_and_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_say_cost_constraint_sensitivity_and_neighbours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert answer(["explain", *PLAN]) == 0
     told = capsys.readouterr().out
     for words in (
@@ -36,6 +38,8 @@ def test_json_is_the_verbs_answer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--tokens", "0"), ("--price", "-1")])
-def test_numbers_that_cannot_be_meant_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_cannot_be_meant_are_refused(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert answer(["explain", *PLAN, flag, value, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["problems"][0]["field"] == flag.strip("-")

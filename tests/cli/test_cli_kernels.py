@@ -1,4 +1,6 @@
-"""`workbench kernels`: every operator, what it takes of a GPU, and how fast it was measured, without torch."""
+"""`workbench kernels`: every operator, what it takes of a GPU, and how fast it was measured,
+without torch.
+"""
 
 import json
 import subprocess
@@ -16,21 +18,36 @@ NAMES = [kernel["name"] for kernel in TABLE["kernels"]]
 
 def row(direction, shape, eager, fused, share, liger=None):
     seconds = {"eager": eager, "compiled": 2 * fused, "fused": fused, "liger": liger}
-    own = {"kernel": "add_norm", "case": "rmsnorm", "shape": shape, "dtype": "bfloat16", "pass": direction}
+    own = {
+        "kernel": "add_norm",
+        "case": "rmsnorm",
+        "shape": shape,
+        "dtype": "bfloat16",
+        "pass": direction,
+    }
     return {**own, "seconds": seconds, "share_of_copy": share}
 
 
 BENCH = {
-    "device": "NVIDIA H200", "kind": "cuda", "date": "2026-01-02", "versions": {"torch": "2.13"},
+    "device": "NVIDIA H200",
+    "kind": "cuda",
+    "date": "2026-01-02",
+    "versions": {"torch": "2.13"},
     "kernels": [
         row("forward", [64, 1024], 1.0, 1.0, 0.2),
-        row("forward", [64, 8192], 6.0, 1.0, 0.95, liger=1.5), row("backward", [64, 8192], 3.0, 2.0, 0.91, liger=3.0),
+        row("forward", [64, 8192], 6.0, 1.0, 0.95, liger=1.5),
+        row("backward", [64, 8192], 3.0, 2.0, 0.91, liger=3.0),
     ],
-    "linear_cross_entropy": [{
-        "kernel": "linear_cross_entropy", "shape": [8, 4, 128], "dtype": "bfloat16", "pass": "step",
-        "seconds": {"eager": 2.0, "compiled_chunked": 1.0, "fused": 1.0, "liger": None},
-    }],
-}  # fmt: skip
+    "linear_cross_entropy": [
+        {
+            "kernel": "linear_cross_entropy",
+            "shape": [8, 4, 128],
+            "dtype": "bfloat16",
+            "pass": "step",
+            "seconds": {"eager": 2.0, "compiled_chunked": 1.0, "fused": 1.0, "liger": None},
+        }
+    ],
+}
 
 
 @pytest.fixture
@@ -48,7 +65,9 @@ def test_every_kernel_is_shown_with_where_it_runs(listed):
     code, out, _ = listed()
     assert code == 0 and all(name in out for name in NAMES)
     assert out.count("not measured") == len(NAMES) and " norm.reference " in out
-    assert f"Triton {TABLE['triton']}" in out and all(out.count(f"sm_{sm} ") == len(NAMES) for sm in (80, 90, 100))
+    assert f"Triton {TABLE['triton']}" in out and all(
+        out.count(f"sm_{sm} ") == len(NAMES) for sm in (80, 90, 100)
+    )
     assert "NO" not in out and "Measured" not in out
 
 
@@ -58,7 +77,9 @@ def test_machines_get_facts_and_the_worst_of_all_cases(listed):
     for one, fact in zip(found["kernels"], TABLE["kernels"], strict=True):
         assert {key: one[key] for key in fact} == fact and one["measured"] == []
         for worst in one["ahead"]:
-            own = [r for r in TABLE["ahead"] if (r["kernel"], r["sm"]) == (one["name"], worst["sm"])]
+            own = [
+                r for r in TABLE["ahead"] if (r["kernel"], r["sm"]) == (one["name"], worst["sm"])
+            ]
             assert worst["cases"] == len(own) > 0 and worst["vectorised"] is True
             assert worst["registers"] == max(r["registers"] for r in own) and worst["spills"] == 0
 
@@ -66,35 +87,62 @@ def test_machines_get_facts_and_the_worst_of_all_cases(listed):
 def test_a_kernel_that_loads_narrowly_is_told(listed, monkeypatch):
     table = {**TABLE, "ahead": [dict(r, vector_stores=0) for r in TABLE["ahead"]]}
     monkeypatch.setattr(kernels, "read", lambda: table)
-    found = {one["name"]: one["ahead"][0]["vectorised"] for one in json.loads(listed("--json")[1])["kernels"]}
+    found = {
+        one["name"]: one["ahead"][0]["vectorised"]
+        for one in json.loads(listed("--json")[1])["kernels"]
+    }
     assert found["add_norm"] is False and "NO" in listed()[1]
 
 
 def test_what_was_measured_is_the_largest_shape_all_passes_together(listed):
-    found = {one["name"]: one["measured"] for one in json.loads(listed("--json", benchmarks=(BENCH,))[1])["kernels"]}
+    found = {
+        one["name"]: one["measured"]
+        for one in json.loads(listed("--json", benchmarks=(BENCH,))[1])["kernels"]
+    }
     (norm,), (head,) = found["add_norm"], found["linear_cross_entropy"]
-    assert norm["device"] == "NVIDIA H200" and norm["date"] == "2026-01-02" and norm["shape"] == [64, 8192]
+    assert (
+        norm["device"] == "NVIDIA H200"
+        and norm["date"] == "2026-01-02"
+        and norm["shape"] == [64, 8192]
+    )
     assert norm["over"] == {"eager": 3.0, "compiled": 2.0, "compiled_chunked": None, "liger": 1.5}
     assert norm["share_of_copy"] == 0.91 and head["share_of_copy"] is None
     assert head["over"] == {"eager": 2.0, "compiled": None, "compiled_chunked": 1.0, "liger": None}
     assert found["rope"] == []
     out = listed(benchmarks=(BENCH,))[1]
-    assert out.count("not measured") == len(NAMES) - 2 and "64 x 8192" in out and "91%" in out and "3.00 x" in out
+    assert (
+        out.count("not measured") == len(NAMES) - 2
+        and "64 x 8192" in out
+        and "91%" in out
+        and "3.00 x" in out
+    )
 
 
 @pytest.mark.parametrize("content", [None, "{"])
-def test_a_missing_or_broken_table_is_refused_without_a_traceback(listed, tmp_path, monkeypatch, content):
+def test_a_missing_or_broken_table_is_refused_without_a_traceback(
+    listed, tmp_path, monkeypatch, content
+):
     (tmp_path / "data").mkdir()
     if content is not None:
         (tmp_path / "data/kernels.json").write_text(content)
     monkeypatch.setattr(catalog, "assets", lambda: tmp_path)
     code, out, err = listed("--json")
-    assert code == 2 and "kernels.json cannot be read" in err and "reinstall workbench" in json.loads(out)["error"]
+    assert (
+        code == 2
+        and ("kernels.json cannot be read") in err
+        and "reinstall workbench" in json.loads(out)["error"]
+    )
 
 
 def test_torch_is_not_loaded():
-    code = "import sys; from workbench.cli import answer; answer(['kernels']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+    code = (
+        "import sys; from workbench.cli import answer; answer(['kernels']); sys.exit('torch' "
+        "in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode
+        == 0
+    )
 
 
 def test_the_wheel_holds_the_table():

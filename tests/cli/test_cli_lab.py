@@ -23,7 +23,15 @@ def notebook(tmp_path):
 
 def test_options_after_two_dashes_are_jupyters(ask, notebook):
     for words in ([notebook], []):
-        code, out, _ = ask("lab", "--json", "--no-browser", *words, "--", "--allow-root", "--ServerApp.ip=127.0.0.1")
+        code, out, _ = ask(
+            "lab",
+            "--json",
+            "--no-browser",
+            *words,
+            "--",
+            "--allow-root",
+            "--ServerApp.ip=127.0.0.1",
+        )
         command = json.loads(out)["command"]
         assert code == 0 and command[:4] == [sys.executable, "-P", "-m", "jupyterlab"]
         assert command[-3:] == ["--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1"]
@@ -32,7 +40,9 @@ def test_options_after_two_dashes_are_jupyters(ask, notebook):
 
 def test_a_folder_is_opened_as_such(ask, notebook):
     command = json.loads(ask("lab", "--json", notebook.parent)[1])["command"]
-    assert f"--ServerApp.root_dir={notebook.parent}" in command and not any("default_url" in word for word in command)
+    assert f"--ServerApp.root_dir={notebook.parent}" in command and not any(
+        "default_url" in word for word in command
+    )
 
 
 def test_root_is_told_what_to_say(ask, notebook, monkeypatch):
@@ -60,10 +70,16 @@ def fetched(address, seconds=20.0):
 @pytest.mark.slow
 def test_the_address_that_is_printed_opens_the_notebook(notebook, tmp_path):
     """And no pop-up asks about news."""
-    own = {name: str(tmp_path / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")}
+    own = {
+        name: str(tmp_path / name)
+        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
+    }
     words = ["lab", str(notebook), "--no-browser", "--port", str(free_port()), "--", "--allow-root"]
     server = subprocess.Popen(
-        [sys.executable, "-m", "workbench", *words], env={**os.environ, **own}, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "workbench", *words],
+        env={**os.environ, **own},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         printed = (re.search(r"http://localhost:\S+token=\S+", line) for line in server.stderr)

@@ -1,4 +1,6 @@
-"""The shell's verbs on plans: JSON for machines, errors in a line, exit codes, files whole or absent."""
+"""The shell's verbs on plans: JSON for machines, errors in a line, exit codes, files whole or
+absent.
+"""
 
 import json
 import re
@@ -30,13 +32,23 @@ def test_strategies_list_the_four_keys_that_scripts_rely_on(ask):
     rows = json.loads(out)
     assert code == 0 and all(set(row) == {"name", "title", "source", "runnable"} for row in rows)
     can = {row["name"]: row["runnable"] for row in rows}
-    assert can["ddp"] and can["dapple"] and can["megatron-tp"] and can["tensor-pipeline"] and can["zero-3"]
+    assert (
+        can["ddp"]
+        and can["dapple"]
+        and can["megatron-tp"]
+        and can["tensor-pipeline"]
+        and can["zero-3"]
+    )
 
 
-@pytest.mark.parametrize("words, field, option", [
-    (["--set", "model=tiny-gpt"], "model", "--model"), (["--set", "cluster={gpus: 2}"], "cluster", "--gpu and --gpus"),
-    (["--strategy", "ddp", "--set", "strategy={}"], "strategy", "--strategy"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, field, option",
+    [
+        (["--set", "model=tiny-gpt"], "model", "--model"),
+        (["--set", "cluster={gpus: 2}"], "cluster", "--gpu and --gpus"),
+        (["--strategy", "ddp", "--set", "strategy={}"], "strategy", "--strategy"),
+    ],
+)
 def test_a_field_given_whole_twice_is_refused_by_both_names(ask, words, field, option):
     code, _, err = ask("estimate", *TINY, *words)
     assert code == 2 and f"--set: {field}=... gives all of `{field}`, and so does {option}" in err
@@ -63,7 +75,9 @@ def _broken() -> None:
 
 
 @pytest.mark.parametrize("shown", [False, True])
-def test_an_internal_error_is_one_sentence_that_says_where_its_traceback_is(monkeypatch, capsys, tmp_path, shown):
+def test_an_internal_error_is_one_sentence_that_says_where_its_traceback_is(
+    monkeypatch, capsys, tmp_path, shown
+):
     monkeypatch.setattr(app, "answer", lambda words: _broken())
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("WORKBENCH_TRACEBACK", "1" if shown else "")
@@ -71,13 +85,19 @@ def test_an_internal_error_is_one_sentence_that_says_where_its_traceback_is(monk
         app.main(["plan", "--json"])
     out, err = capsys.readouterr()
     files = list(tmp_path.iterdir())
-    assert end.value.code == 1 and json.loads(out)["error"].startswith("internal error: RuntimeError: no")
-    assert "internal error: RuntimeError: no[2J (please report it; " in err and "second line (" not in err
+    assert end.value.code == 1 and json.loads(out)["error"].startswith(
+        "internal error: RuntimeError: no"
+    )
+    assert (
+        "internal error: RuntimeError: no[2J (please report it; "
+    ) in err and "second line (" not in err
     assert ("Traceback" in err) == shown and bool(files) != shown
     assert all(str(file) in err and "second line" in file.read_text() for file in files)
 
 
-@pytest.mark.parametrize("verb, name", [("models", "llama-3-8b"), ("gpus", "ascend-910"), ("gpus", "local")])
+@pytest.mark.parametrize(
+    "verb, name", [("models", "llama-3-8b"), ("gpus", "ascend-910"), ("gpus", "local")]
+)
 def test_catalog_lists(ask, verb, name):
     code, out, _ = ask(verb, "--json")
     assert code == 0 and name in [row["name"] for row in json.loads(out)]
@@ -87,7 +107,15 @@ def test_catalog_lists(ask, verb, name):
 def test_plan_writes_a_file_that_reads_back(ask, tmp_path):
     path = tmp_path / "plan.yaml"
     code, out, _ = ask(
-        "plan", *TINY, "--strategy", "dapple", "--set", "training.optimizer.learning_rate=3e-4", "-o", path, "--json"
+        "plan",
+        *TINY,
+        "--strategy",
+        "dapple",
+        "--set",
+        "training.optimizer.learning_rate=3e-4",
+        "-o",
+        path,
+        "--json",
     )
     assert code == 0 and json.loads(out)["sizes"]["pipeline"] == 4
     assert yaml.safe_load(path.read_text())["training"]["optimizer"]["learning_rate"] == 3e-4
@@ -99,8 +127,15 @@ def test_a_strategy_given_beside_a_file_is_not_held_back_by_the_file(ask, tmp_pa
     path = tmp_path / "plan.yaml"
     ask("plan", *TINY, "--strategy", "dapple", "--complete", "-o", path)
     code, out, _ = ask("plan", path, "--strategy", "megatron-tp", "--json")
-    assert code == 0 and json.loads(out)["sizes"] == {"tensor": 4, "context": 1, "data": 1, "pipeline": 1}
-    code, out, _ = ask("plan", path, "--gpu", "a100-sxm-80gb", "--gpus", "2", "--strategy", "ddp", "--json")
+    assert code == 0 and json.loads(out)["sizes"] == {
+        "tensor": 4,
+        "context": 1,
+        "data": 1,
+        "pipeline": 1,
+    }
+    code, out, _ = ask(
+        "plan", path, "--gpu", "a100-sxm-80gb", "--gpus", "2", "--strategy", "ddp", "--json"
+    )
     full = json.loads(out)["plan"]
     assert full["cluster"]["fabric"]["name"] == "dgx-a100" and full["cluster"]["gpus_per_node"] == 2
 
@@ -109,37 +144,66 @@ def test_differences_between_two_plans(ask, tmp_path):
     path = tmp_path / "plan.yaml"
     ask("plan", *TINY, "-o", path, "--strategy", "ddp")
     code, out, _ = ask("plan", path, "--set", "training.steps=7", "--diff", path, "--json")
-    assert code == 0 and json.loads(out)["diff"] == [{"field": "training.steps", "other": 100, "this": 7}]
+    assert code == 0 and json.loads(out)["diff"] == [
+        {"field": "training.steps", "other": 100, "this": 7}
+    ]
 
 
-@pytest.mark.parametrize("words, says", [
-    (["estimate"], "give a plan file, or --model"),
-    (["plan", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-    (["plan", *TINY, "--strategy", "dappel"], "did you mean dapple"),
-    (["plan", *TINY, "--set", "training.step=3"], "did you mean steps"),
-    (["plan", *TINY, "--set", "steps"], "key=value"),
-    (["plan", *TINY, "--strategy", "ddp", "--set", "strategy.tensor.size=8"], "legal for tiny: 1 to 4"),
-    (["plan", "--model", "tiny", "--gpu", "local", "--gpus", "4096", "--strategy", "ddp"], "are attached here"),
-    (["run", *TINY, "--set", "strategy.stack=deepspeed-3d"], "strategy.stack: is 'deepspeed-3d'; this version can run"),
-    (["rehearse", *TINY, "--set", "strategy.stack=deepspeed-3d"], "this version can rehearse 'workbench'"),
-    (["rehearse", *TINY, "--strategy", "ddp", "--ranks", "0,9"], "legal: 0 to 3"),
-    (["rehearse", *TINY, "--strategy", "ddp", "--ranks", "all"], "numbers with commas"),
-    (["verify", *TINY, "--strategy", "ddp", "--precision", "fp8"], "legal: fp64, fp32"),
-    (["verify", "--model", "gpt3-175b", "--gpu", "a100-sxm-80gb", "--gpus", "4", "--strategy", "dapple"],
-     "a smaller model"),
-    (["verify", *TINY[:-1], "4096", "--strategy", "ddp"], "a proof runs on CPU ranks"),
-    (["attach", "no-such-run"], "is no run directory"),
-    (["stop", "no-such-run"], "is no run directory"),
-    (["run", *LOCAL, "--resume", "no-such-run"], "is no run directory"),
-    (["run", *LOCAL, "--resume", "/"], "legal: a run directory, or one of its checkpoints"),
-    (["run", *LOCAL, "--set", "checkpoint.load=nowhere"], "'nowhere' is no checkpoint"),
-    (["run", *LOCAL, "--set", "corpus=nowhere"], "'nowhere' does not exist"),
-    (["run", *LOCAL, "--root", "/dev/null/runs"], "cannot be written"),
-    (["run", *LOCAL, "--port", "99999"], "port"),
-    (["compare", "plan.yml"], "cannot be read"),
-    (["compare", "a.yaml", "--html", "/no/where.html"], "cannot be read"),
-    (["compare", "no-such-run"], "is no run directory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["estimate"], "give a plan file, or --model"),
+        (["plan", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["plan", *TINY, "--strategy", "dappel"], "did you mean dapple"),
+        (["plan", *TINY, "--set", "training.step=3"], "did you mean steps"),
+        (["plan", *TINY, "--set", "steps"], "key=value"),
+        (
+            ["plan", *TINY, "--strategy", "ddp", "--set", "strategy.tensor.size=8"],
+            "legal for tiny: 1 to 4",
+        ),
+        (
+            ["plan", "--model", "tiny", "--gpu", "local", "--gpus", "4096", "--strategy", "ddp"],
+            "are attached here",
+        ),
+        (
+            ["run", *TINY, "--set", "strategy.stack=deepspeed-3d"],
+            "strategy.stack: is 'deepspeed-3d'; this version can run",
+        ),
+        (
+            ["rehearse", *TINY, "--set", "strategy.stack=deepspeed-3d"],
+            "this version can rehearse 'workbench'",
+        ),
+        (["rehearse", *TINY, "--strategy", "ddp", "--ranks", "0,9"], "legal: 0 to 3"),
+        (["rehearse", *TINY, "--strategy", "ddp", "--ranks", "all"], "numbers with commas"),
+        (["verify", *TINY, "--strategy", "ddp", "--precision", "fp8"], "legal: fp64, fp32"),
+        (
+            [
+                "verify",
+                "--model",
+                "gpt3-175b",
+                "--gpu",
+                "a100-sxm-80gb",
+                "--gpus",
+                "4",
+                "--strategy",
+                "dapple",
+            ],
+            "a smaller model",
+        ),
+        (["verify", *TINY[:-1], "4096", "--strategy", "ddp"], "a proof runs on CPU ranks"),
+        (["attach", "no-such-run"], "is no run directory"),
+        (["stop", "no-such-run"], "is no run directory"),
+        (["run", *LOCAL, "--resume", "no-such-run"], "is no run directory"),
+        (["run", *LOCAL, "--resume", "/"], "legal: a run directory, or one of its checkpoints"),
+        (["run", *LOCAL, "--set", "checkpoint.load=nowhere"], "'nowhere' is no checkpoint"),
+        (["run", *LOCAL, "--set", "corpus=nowhere"], "'nowhere' does not exist"),
+        (["run", *LOCAL, "--root", "/dev/null/runs"], "cannot be written"),
+        (["run", *LOCAL, "--port", "99999"], "port"),
+        (["compare", "plan.yml"], "cannot be read"),
+        (["compare", "a.yaml", "--html", "/no/where.html"], "cannot be read"),
+        (["compare", "no-such-run"], "is no run directory"),
+    ],
+)
 def test_bad_input_is_said_in_words_with_exit_code_2(ask, tmp_path, monkeypatch, words, says):
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     code, out, err = ask(*words)
@@ -150,7 +214,9 @@ def test_bad_input_is_said_in_words_with_exit_code_2(ask, tmp_path, monkeypatch,
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("words", [["no-such-verb"], ["plan", "--gpus", "two"], ["plan", "--no-such-option"], ["stop"]])
+@pytest.mark.parametrize(
+    "words", [["no-such-verb"], ["plan", "--gpus", "two"], ["plan", "--no-such-option"], ["stop"]]
+)
 def test_a_wrong_command_line_exits_with_2(ask, words):
     code, _, err = ask(*words)
     assert code == 2 and "Traceback" not in err
@@ -165,24 +231,35 @@ def test_a_folder_that_cannot_be_written(ask, tmp_path):
 
 def test_export_writes_four_files(ask, tmp_path):
     code, out, _ = ask("export", *TINY, "--strategy", "ddp", "--to", tmp_path / "out", "--json")
-    assert code == 0 and len(json.loads(out)["files"]) == 4 == len(list((tmp_path / "out").iterdir()))
+    assert code == 0 and len(json.loads(out)["files"]) == 4 == len(
+        list((tmp_path / "out").iterdir())
+    )
 
 
 def test_doctor_answers_machines(ask):
     code, out, _ = ask("doctor", "--json")
     found = {row["what"]: row for row in json.loads(out)}
     assert code in (0, 1) and found["torch"]["ok"] and found["devices"]["ok"]
-    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
     assert {re.split("[<>=]", word)[0] for word in declared} <= set(found)
-    assert "hypothesis" not in found and "wandb" not in found  # of extras, which a run does not need
+    assert (
+        "hypothesis" not in found and "wandb" not in found
+    )  # of extras, which a run does not need
 
 
 def test_doctor_reads_what_a_checkout_declares_and_else_what_was_installed(monkeypatch, tmp_path):
-    installed = ["torch>=2", "wandb; extra == 'trackers'"]  # made before the checkout declared numpy
+    installed = [
+        "torch>=2",
+        "wandb; extra == 'trackers'",
+    ]  # made before the checkout declared numpy
     monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: installed)
     monkeypatch.setattr(doctor, "SOURCE", tmp_path / "pyproject.toml")
     assert doctor.needed() == ["torch"]
-    doctor.SOURCE.write_text('[project]\nname = "workbench"\ndependencies = ["torch>=2", "numpy"]\n')
+    doctor.SOURCE.write_text(
+        '[project]\nname = "workbench"\ndependencies = ["torch>=2", "numpy"]\n'
+    )
     assert doctor.needed() == ["torch", "numpy"]
 
 
@@ -195,36 +272,69 @@ def test_no_runs(ask, tmp_path):
 def test_a_file_is_no_folder_of_runs(ask, tmp_path, words):
     (tmp_path / "file").write_text("")
     code, out, err = ask(*words, "--root", tmp_path / "file")
-    assert code == 2 and out == "" and "--root" in err and "is a file" in " ".join(err.replace("│", " ").split())
+    assert (
+        code == 2
+        and out == ""
+        and "--root" in err
+        and "is a file" in " ".join(err.replace("│", " ").split())
+    )
     code, out, _ = ask(*words, "--root", tmp_path / "file", "--json")
     assert code == 2 and "--root" in json.loads(out)["error"]
 
 
 def test_rehearse_answers_with_the_keys_of_a_profile(ask):
-    code, out, err = ask("rehearse", *TINY, "--strategy", "dapple", "--set", "training.global_batch=4", "--json")
+    code, out, err = ask(
+        "rehearse", *TINY, "--strategy", "dapple", "--set", "training.global_batch=4", "--json"
+    )
     assert code == 0, err
     found = json.loads(out)
     assert found["source"] == "rehearsed" and found["world_size"] == 4 and found["fits"] is True
-    assert set(found["memory"]["peak_bytes_by_rank"]) == {"0", "1", "2", "3"} and found["step_seconds"] is None
+    assert (
+        set(found["memory"]["peak_bytes_by_rank"]) == {"0", "1", "2", "3"}
+        and found["step_seconds"] is None
+    )
     assert found["memory"]["by_category"]["parameters"] > 0
 
 
 def test_verify_passes_and_says_how_far(ask):
     code, out, err = ask(
-        "verify", *TINY[:-1], "2", "--strategy", "dapple", "--set", "training.global_batch=4", "--json"
+        "verify",
+        *TINY[:-1],
+        "2",
+        "--strategy",
+        "dapple",
+        "--set",
+        "training.global_batch=4",
+        "--json",
     )
     assert code == 0, err
     found = json.loads(out)
     assert (
-        found["passed"] and set(found["max_abs_diff"]) == {"loss", "gradients", "weights"} and found["worst"]["tensor"]
+        found["passed"]
+        and set(found["max_abs_diff"]) == {"loss", "gradients", "weights"}
+        and found["worst"]["tensor"]
     )
 
 
 def test_estimate_says_what_would_fit(ask):
-    plan = ["--model", "gpt-7.5b", "--gpu", "v100-sxm2-32gb", "--gpus", "64", "--strategy", "zero-1"]
+    plan = [
+        "--model",
+        "gpt-7.5b",
+        "--gpu",
+        "v100-sxm2-32gb",
+        "--gpus",
+        "64",
+        "--strategy",
+        "zero-1",
+    ]
     code, out, _ = ask("estimate", *plan, "--json")
     found = json.loads(out)
-    assert code == 0 and found["source"] == "estimated" and found["fits"] is False and found["step_seconds"] > 0
+    assert (
+        code == 0
+        and found["source"] == "estimated"
+        and found["fits"] is False
+        and found["step_seconds"] > 0
+    )
     assert len(found["memory"]["peak_bytes_by_rank"]) == 64
     change = found["advice"]
     code, out, _ = ask("estimate", *plan, "--set", f"{change['field']}={change['to']}", "--json")
@@ -234,7 +344,16 @@ def test_estimate_says_what_would_fit(ask):
 
 
 def test_ctrl_c_ends_a_rehearsal_and_its_child():
-    command = [sys.executable, "-m", "workbench", "rehearse", "--model", "tiny", "--gpu", "h100-sxm-80gb"]
+    command = [
+        sys.executable,
+        "-m",
+        "workbench",
+        "rehearse",
+        "--model",
+        "tiny",
+        "--gpu",
+        "h100-sxm-80gb",
+    ]
     process = subprocess.Popen(
         [*command, "--gpus", "64", "--strategy", "megatron-3d"],
         stdout=subprocess.PIPE,
@@ -251,7 +370,9 @@ def test_ctrl_c_ends_a_rehearsal_and_its_child():
     assert children and not any(child.is_running() for child in children)
 
 
-@pytest.mark.parametrize("words", [("estimat",), ("estimate", "--gpus", "x"), ("estimate", "--bogus"), ("export",)])
+@pytest.mark.parametrize(
+    "words", [("estimat",), ("estimate", "--gpus", "x"), ("estimate", "--bogus"), ("export",)]
+)
 def test_a_wrong_command_line_is_json_for_machines_too(ask, words):
     code, out, err = ask(*words, "--json")
     assert code == 2 and json.loads(out)["exit_code"] == 2
@@ -270,12 +391,21 @@ def test_a_plan_that_cannot_be_written_leaves_no_draft(ask, tmp_path):
 def test_an_answer_that_cannot_be_printed_is_a_failure_in_one_line(words):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "workbench", *words]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (
+        done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr
+    )
 
 
 def test_ctrl_c_while_the_command_is_loaded_is_one_word(tmp_path):
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
-    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from workbench.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from workbench.__main__ import "
+        f"main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")

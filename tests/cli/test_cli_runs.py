@@ -1,4 +1,6 @@
-"""The shell's verbs on runs: real ranks through `accelerate launch`, from another shell too, and out again."""
+"""The shell's verbs on runs: real ranks through `accelerate launch`, from another shell too, and
+out again.
+"""
 
 import json
 import os
@@ -11,8 +13,18 @@ import psutil
 import pytest
 
 COMMAND = [sys.executable, "-m", "workbench"]
-PLAN = ["--model", "tiny", "--gpu", "local", "--gpus", "2", "--set", "training.sequence_length=64",
-        "--set", "training.global_batch=4"]  # fmt: skip
+PLAN = [
+    "--model",
+    "tiny",
+    "--gpu",
+    "local",
+    "--gpus",
+    "2",
+    "--set",
+    "training.sequence_length=64",
+    "--set",
+    "training.global_batch=4",
+]
 FOREVER = [*PLAN, "--set", "training.steps=100000"]
 
 pytestmark = pytest.mark.slow
@@ -20,12 +32,19 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def shell(tmp_path):
-    """Run one command line in a process of its own, runs kept in a folder of the test; the finished process."""
+    """Run one command line in a process of its own, runs kept in a folder of the test; the finished
+    process.
+    """
     environment = {**os.environ, "WORKBENCH_RUNS": str(tmp_path / "runs")}
 
     def ask(*words, code=0):
         done = subprocess.run(
-            [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=120, env=environment, check=False
+            [*COMMAND, *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment,
+            check=False,
         )
         assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stderr
@@ -37,7 +56,11 @@ def shell(tmp_path):
 
 def workers(folder):
     """Processes that work on a run below `folder`."""
-    return [p for p in psutil.process_iter(["cmdline"]) if any(str(folder) in word for word in p.info["cmdline"] or [])]
+    return [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if any(str(folder) in word for word in p.info["cmdline"] or [])
+    ]
 
 
 def until_it_trains(shell, run):
@@ -56,9 +79,15 @@ def test_run_to_its_end_then_compare(shell, tmp_path):
     shell("plan", *PLAN, "--strategy", "ddp", "--set", "training.steps=8", "-o", plan)
     done = shell("run", plan, "--wait", "--json")
     found = json.loads(done.stdout)
-    assert found["phase"] == "finished" and found["source"] == "measured" and found["world_size"] == 2
-    assert len(found["loss"]) == 8 and found["loss"][-1] < found["loss"][0] and found["fits"] is True
-    assert set(found["memory"]["peak_bytes_by_rank"]) == {"0", "1"} and found["tokens_per_second"] > 0
+    assert (
+        found["phase"] == "finished" and found["source"] == "measured" and found["world_size"] == 2
+    )
+    assert (
+        len(found["loss"]) == 8 and found["loss"][-1] < found["loss"][0] and found["fits"] is True
+    )
+    assert (
+        set(found["memory"]["peak_bytes_by_rank"]) == {"0", "1"} and found["tokens_per_second"] > 0
+    )
     assert [row["run"] for row in json.loads(shell("runs", "--json").stdout)] == [found["run"]]
     page = tmp_path / "report.html"
     side = json.loads(shell("compare", found["run"], "--html", page, "--json").stdout)

@@ -19,17 +19,23 @@ from workbench.runs.launch.preflight import preflight
 
 
 def checkpoint(folder: Path, shape: dict[str, Any] = LLAMA) -> Path:
-    run_ranks(1, partial(save, plan(shape=shape, changes={"training.global_batch": 8}).complete(), folder))
+    run_ranks(
+        1, partial(save, plan(shape=shape, changes={"training.global_batch": 8}).complete(), folder)
+    )
     return folder / "checkpoints" / "step-00000001"
 
 
 def problems(made: Plan, root: Path) -> list[str]:
     return [
-        str(found) for found in preflight(made, root=root, force=True) if found.field not in ("cluster.gpus", "port")
+        str(found)
+        for found in preflight(made, root=root, force=True)
+        if found.field not in ("cluster.gpus", "port")
     ]
 
 
-def test_weights_go_out_and_start_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_go_out_and_start_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, to = checkpoint(tmp_path), tmp_path / "weights"
     assert answer(["weights", str(path), "--to", str(to), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -39,7 +45,9 @@ def test_weights_go_out_and_start_a_plan(tmp_path: Path, capsys: pytest.CaptureF
     assert "is there already" in json.loads(capsys.readouterr().out)["error"]
     start = {"checkpoint.load": str(to), "corpus.source": __file__, "training.sequence_length": 16}
     assert problems(Plan.of(str(to), set=start), tmp_path) == []
-    (other,) = problems(Plan.of(str(to), set=start).replace(**{"model": {**LLAMA, "ffn": 64}}), tmp_path)
+    (other,) = problems(
+        Plan.of(str(to), set=start).replace(**{"model": {**LLAMA, "ffn": 64}}), tmp_path
+    )
     assert other.startswith("model.ffn: is 64; in") and "it is 48" in other
 
 
@@ -66,6 +74,8 @@ def test_a_checkpoint_is_held_to_the_plan_before_launch(tmp_path: Path) -> None:
     ):
         (found,) = problems(made.replace(**changes), tmp_path)
         assert found.startswith(words) and str(path) in found
-    (path / "manifest.json").write_text((path / "manifest.json").read_text().replace("fp32", "bf16"))
+    (path / "manifest.json").write_text(
+        (path / "manifest.json").read_text().replace("fp32", "bf16")
+    )
     (found,) = problems(made, tmp_path)
     assert found.startswith("checkpoint.load:") and "manifest.json is damaged" in found

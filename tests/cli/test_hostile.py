@@ -1,4 +1,6 @@
-"""Planner's verbs under hostile use: devices as output, closed streams, files that are no measurements."""
+"""Planner's verbs under hostile use: devices as output, closed streams, files that are no
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,16 @@ def test_a_calibration_is_not_measured_for_a_pipe(ask, tmp_path):
 def test_closed_streams_are_no_traceback_and_do_not_end_in_the_plan(tmp_path):
     output = tmp_path / "best.yaml"
     command = f'exec "{sys.executable}" -m workbench {" ".join(SEARCH)} -o "{output}" <&- >&-'
-    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert output.read_text().startswith("model: gpt2") and "estimated" not in output.read_text()
 
 
-@pytest.mark.parametrize("ranks", ["9" * 5000, "0," * 50_000, ",".join(["9"] * 50_000), "x" * 100_000])
+@pytest.mark.parametrize(
+    "ranks", ["9" * 5000, "0," * 50_000, ",".join(["9"] * 50_000), "x" * 100_000]
+)
 def test_a_long_word_of_a_command_line_is_not_said_back_whole(ask, ranks):
     code, _, err = ask("rehearse", *SEARCH[1:7], "--strategy", "ddp", "--ranks", ranks)
     assert code == 2 and "legal: " in err and len(err) < 3_000
@@ -55,15 +61,34 @@ def test_what_is_no_text_file_is_told_of_in_plain_words(ask, tmp_path, verb):
         assert not any(word in err for word in ("codec", "Errno")), err
 
 
-FIELDS = ["cluster.calibration", "strategy.pipeline.schedule", "corpus.source", "model", "checkpoint.load"]
+FIELDS = [
+    "cluster.calibration",
+    "strategy.pipeline.schedule",
+    "corpus.source",
+    "model",
+    "checkpoint.load",
+]
 
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("name", ["no\\0file.csv", "half\\ud800.csv", "folder"])
 def test_a_field_that_names_no_file_is_told_of_in_plain_words(ask, tmp_path, field, name):
     (tmp_path / "folder").mkdir()
-    code, out, err = ask("run", *SEARCH[1:3], "--gpu", "local", "--gpus", "2", "--strategy", "gpipe", "--json",
-                         "--root", tmp_path / "runs", "--set", f'{field}="{tmp_path}/{name}"')  # fmt: skip
+    code, out, err = ask(
+        "run",
+        *SEARCH[1:3],
+        "--gpu",
+        "local",
+        "--gpus",
+        "2",
+        "--strategy",
+        "gpipe",
+        "--json",
+        "--root",
+        tmp_path / "runs",
+        "--set",
+        f'{field}="{tmp_path}/{name}"',
+    )
     assert code == 2 and json.loads(out)["exit_code"] == 2
     assert not any(word in err for word in ("codec", "Errno", "embedded", "internal")), err
 

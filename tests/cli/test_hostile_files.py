@@ -1,4 +1,6 @@
-"""Files that are no files, or that unfold: answered in a moment, and nothing is replaced that must not be."""
+"""Files that are no files, or that unfold: answered in a moment, and nothing is replaced that must
+not be.
+"""
 
 import os
 import stat
@@ -6,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from workbench.safe_io import yaml_files
 from workbench.errors import PlanError
+from workbench.safe_io import yaml_files
 from workbench.safe_io.files import known_file, replace_file
 from workbench.safe_io.untrusted_text import shown
 
@@ -27,7 +29,9 @@ def test_aliases_that_unfold_to_millions_are_refused_before_anything_reads_them(
 def test_more_values_than_a_document_may_hold_are_refused_while_they_are_read(monkeypatch):
     monkeypatch.setattr(yaml_files, "MOST_VALUES", 10)
     assert yaml_files.parse("{a: 1, b: 1, c: 1, d: 1, e: 1, f: 1, g: 1, h: 1, i: 1}")["i"] == 1
-    monkeypatch.setattr(yaml_files, "_more_than", lambda most, value: pytest.fail("all of it was read first"))
+    monkeypatch.setattr(
+        yaml_files, "_more_than", lambda most, value: pytest.fail("all of it was read first")
+    )
     for text in ("[1" + ", 1" * 20 + "]", "- 1\n" * 21, "\n".join(f"a{i}: 1" for i in range(11))):
         with pytest.raises(PlanError, match="more than 10 values"):
             yaml_files.parse(text, "plan.yaml")
@@ -55,8 +59,19 @@ def test_a_pipe_is_no_file_to_wait_for(ask, tmp_path, file):
         code, out, _ = ask("runs", "--root", tmp_path / "runs", "--json")
         assert (code, out.strip()) == (0, "[]")
     else:
-        code, _, err = ask("plan", "--model", "tiny", "--gpu", "local", "--gpus", "1", "--strategy", "single",
-                           "--set", f"cluster.calibration={folder / file}")  # fmt: skip
+        code, _, err = ask(
+            "plan",
+            "--model",
+            "tiny",
+            "--gpu",
+            "local",
+            "--gpus",
+            "1",
+            "--strategy",
+            "single",
+            "--set",
+            f"cluster.calibration={folder / file}",
+        )
         assert code == 2 and "pipe or a device" in err
 
 

@@ -11,34 +11,33 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import workbench
-from workbench.cli.commands import compare as cli_compare
 from workbench.cli import tables
-from workbench.cli.commands import explain
-from workbench.cli.commands import kernels
-from workbench.cli.commands import operators
-from workbench.cli.commands import search
-from workbench.cli.commands import validate
+from workbench.cli.commands import compare as cli_compare
+from workbench.cli.commands import explain, kernels, operators, search, validate
 from workbench.cli.commands.doctor import Finding
 from workbench.cli.commands.interop import notes
 from workbench.cli.progress import RunError, finished
 from workbench.cli.terminal import Grid
-from workbench.lab.comparison.compare import Comparison, Entry
-from workbench.lab.charts.palette import words
 from workbench.interop import Note
+from workbench.lab.charts.palette import words
+from workbench.lab.comparison.compare import Comparison, Entry
 from workbench.plan.schema import Plan
-from workbench.safe_io.untrusted_text import visible
 from workbench.planner.autoshard import choose_for
 from workbench.profile import Profile
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import Cause, first_state, write_state
+from workbench.safe_io.untrusted_text import visible
 
 
-@pytest.mark.parametrize(("rank", "message", "says"), [
-    (0, "rank 0 raised ValueError: no in step 2", "rank 0 raised ValueError: no in step 2"),
-    (1, "out of memory beside rank 10 of 16", "rank 1: out of memory beside rank 10 of 16"),
-    (0, "ranks 0, 1 of 16 never said hello", "ranks 0, 1 of 16 never said hello"),
-    (None, "the launcher was killed by SIGKILL", "the launcher was killed by SIGKILL"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rank", "message", "says"),
+    [
+        (0, "rank 0 raised ValueError: no in step 2", "rank 0 raised ValueError: no in step 2"),
+        (1, "out of memory beside rank 10 of 16", "rank 1: out of memory beside rank 10 of 16"),
+        (0, "ranks 0, 1 of 16 never said hello", "ranks 0, 1 of 16 never said hello"),
+        (None, "the launcher was killed by SIGKILL", "the launcher was killed by SIGKILL"),
+    ],
+)
 def test_a_failure_names_its_rank_once(tmp_path, rank, message, says):
     cause = Cause(rank, message, "Mend it.", "last line")
     write_state(tmp_path, replace(first_state(16, 20), phase="failed", cause=cause))
@@ -53,14 +52,23 @@ def test_notes_are_told_in_words_and_kept_by_key():
     time = {"tensor_comm": 0.0163, "bubble": 7e-18}
     found = Profile("tiny", "estimated", 1, notes={"time": time, "model_flops_utilisation": 0.25})
     told = dict(zip(*(map(str, column.cells) for column in tables.notes(found).columns)))
-    assert told == {"time: tensor communication": "16.3 ms", "time: bubble": "0 ms", "model FLOPs utilisation": "25.0%"}
+    assert told == {
+        "time: tensor communication": "16.3 ms",
+        "time: bubble": "0 ms",
+        "model FLOPs utilisation": "25.0%",
+    }
     assert found.summary()["time"] == time and found.summary()["model_flops_utilisation"] == 0.25
 
 
-@pytest.mark.parametrize(("key", "says"), [
-    ("data_comm", "data communication"), ("communication", "communication"), ("compute", "compute"),
-    ("timeline_microbatches", "timeline microbatches"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("data_comm", "data communication"),
+        ("communication", "communication"),
+        ("compute", "compute"),
+        ("timeline_microbatches", "timeline microbatches"),
+    ],
+)
 def test_keys_in_words(key, says):
     assert words(key) == says
 
@@ -71,13 +79,17 @@ def test_an_interval_is_told_by_its_ends():
     told = dict(zip(*(map(str, column.cells) for column in tables.notes(found).columns)))
     assert told == {
         "a step, in 90 of 100 cases": "100 ms to 250 ms",
-        "memory: in half of all cases at most": "2.00 GiB", "memory: in 95 of 100 cases at most": "3.00 GiB",
+        "memory: in half of all cases at most": "2.00 GiB",
+        "memory: in 95 of 100 cases at most": "3.00 GiB",
         "memory: probability of running out": "1.2%",
-    }  # fmt: skip
+    }
     assert found.summary()["memory"] == {"peak_bytes_by_rank": {}, "by_category": {}, **need}
 
 
-GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:78] Connection reset"
+GLOO = (
+    "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:78] "
+    "Connection reset"
+)
 ESCAPES = "\x1b[31m\x1b]0;title\x07\x9b2J\u202e\u2066red\u2069\r\x00"
 HOSTILE = f"[/x] [bold]{ESCAPES} {GLOO} \\"
 
@@ -102,14 +114,28 @@ def hostile_run(folder: Path) -> Run:
     return Run(folder)
 
 
-ROW = {"name": HOSTILE, "title": HOSTILE, "source": HOSTILE, "fabric": HOSTILE, "positions": HOSTILE, "tflops": {}}
-SIZES = dict.fromkeys(("parameters", "layers", "hidden", "heads", "kv_heads", "vocab", "memory_gib"), 1)
+ROW = {
+    "name": HOSTILE,
+    "title": HOSTILE,
+    "source": HOSTILE,
+    "fabric": HOSTILE,
+    "positions": HOSTILE,
+    "tflops": {},
+}
+SIZES = dict.fromkeys(
+    ("parameters", "layers", "hidden", "heads", "kv_heads", "vocab", "memory_gib"), 1
+)
 RATES = {"tflops": {"bf16": 1.0}, "bandwidth_gbs": 1, "link_gbs": 1, "watts": 1}
 KERNEL = {"gpu": HOSTILE, "cpu": HOSTILE, "reference": HOSTILE, "measured": [], "ahead": []}
 DIFFERENCES = dict.fromkeys(("loss", "gradients", "weights"), 0.0)
-PROOF = {"passed": True, "precision": "fp64", "tolerance": 0.0, "max_abs_diff": DIFFERENCES,
-         "max_relative_diff": DIFFERENCES,
-         "worst": {"kind": HOSTILE, "tensor": HOSTILE, "rank": 0, "absolute": 0.0, "relative": 0.0}}  # fmt: skip
+PROOF = {
+    "passed": True,
+    "precision": "fp64",
+    "tolerance": 0.0,
+    "max_abs_diff": DIFFERENCES,
+    "max_relative_diff": DIFFERENCES,
+    "worst": {"kind": HOSTILE, "tensor": HOSTILE, "rank": 0, "absolute": 0.0, "relative": 0.0},
+}
 
 
 TABLES = [
@@ -133,17 +159,42 @@ TABLES = [
 @pytest.mark.parametrize("build", TABLES, ids=range(len(TABLES)))
 def test_every_table_shows_text_as_it_is_without_what_a_terminal_acts_on(tmp_path, build):
     text = shown(build(tmp_path))
-    assert "[/x] [bold][31m]0;title2Jred " in text and not set(text) & set("\x1b\x07\x9b\u202e\u2066\u2069\r\x00")
+    assert "[/x] [bold][31m]0;title2Jred " in text and not set(text) & set(
+        "\x1b\x07\x9b\u202e\u2066\u2069\r\x00"
+    )
 
 
-SIXTEEN = {"parameters": 1.34e10, "layers": 126, "hidden": 16384, "heads": 128, "kv_heads": 128, "vocab": 250880}
-COMMON = {"name": "deepseek-v2-lite", "title": "ZeRO stage 2: optimizer states and gradients sharded",
-          "source": "Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054)", "fabric": "frontier-mi250x",
-          "positions": "learned", "memory_gib": 284.6, "tflops": {"bf16": 2250.0}, "bandwidth_gbs": 8000,
-          "link_gbs": 1800, "watts": 1400, "runnable": True}  # fmt: skip
-MEASURED = {"device": "NVIDIA H100 80GB HBM3", "date": "2026-11-22", "kind": "cuda", "case": "rmsnorm",
-            "dtype": "bfloat16", "shape": [8192, 4096], "over": dict.fromkeys(kernels.PEERS, 1.61),
-            "share_of_copy": 0.91}  # fmt: skip
+SIXTEEN = {
+    "parameters": 1.34e10,
+    "layers": 126,
+    "hidden": 16384,
+    "heads": 128,
+    "kv_heads": 128,
+    "vocab": 250880,
+}
+COMMON = {
+    "name": "deepseek-v2-lite",
+    "title": "ZeRO stage 2: optimizer states and gradients sharded",
+    "source": "Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054)",
+    "fabric": "frontier-mi250x",
+    "positions": "learned",
+    "memory_gib": 284.6,
+    "tflops": {"bf16": 2250.0},
+    "bandwidth_gbs": 8000,
+    "link_gbs": 1800,
+    "watts": 1400,
+    "runnable": True,
+}
+MEASURED = {
+    "device": "NVIDIA H100 80GB HBM3",
+    "date": "2026-11-22",
+    "kind": "cuda",
+    "case": "rmsnorm",
+    "dtype": "bfloat16",
+    "shape": [8192, 4096],
+    "over": dict.fromkeys(kernels.PEERS, 1.61),
+    "share_of_copy": 0.91,
+}
 FUSED = {
     "name": "linear_cross_entropy",
     "title": "projection + cross entropy",
@@ -151,9 +202,21 @@ FUSED = {
     "cpu": "chunked: ATen, torch.compile",
     "reference": "linear_cross_entropy.reference",
     "measured": [MEASURED],
-    "ahead": [{"sm": 100, "registers": 140, "spills": 1024, "shared": 16384, "vectorised": True, "cases": 12}],
+    "ahead": [
+        {
+            "sm": 100,
+            "registers": 140,
+            "spills": 1024,
+            "shared": 16384,
+            "vectorised": True,
+            "cases": 12,
+        }
+    ],
 }
-PROVED = {**PROOF, "worst": {**PROOF["worst"], "kind": "weights", "tensor": "layers.3.attention.query.weight"}}
+PROVED = {
+    **PROOF,
+    "worst": {**PROOF["worst"], "kind": "weights", "tensor": "layers.3.attention.query.weight"},
+}
 ERRORS = {
     "rows": 1234,
     "mape": 0.1234,
@@ -177,7 +240,12 @@ def estimated() -> Profile:
 def listed_run(folder: Path) -> Run:
     run = folder / "20261121-181512-llama-3-8b-zero-3"
     run.mkdir()
-    write_state(run, replace(first_state(64, 20000), phase="failed", cause=Cause(3, "rank 3 raised ValueError: no")))
+    write_state(
+        run,
+        replace(
+            first_state(64, 20000), phase="failed", cause=Cause(3, "rank 3 raised ValueError: no")
+        ),
+    )
     return Run(run)
 
 
@@ -185,7 +253,11 @@ def side_by_side(number: int) -> Grid:
     """One of the tables of a comparison of two long names, with a run beside them."""
     measured = replace(estimated(), run="20261121-181512-llama-3-70b-zero-3", source="measured")
     entry = Entry("llama-3-70b", [estimated(), measured], large_plan(), "failed after step 12,345")
-    other = Entry(large_plan().complete().name, [estimated()], large_plan().replace(**{"training.micro_batch": 2}))
+    other = Entry(
+        large_plan().complete().name,
+        [estimated()],
+        large_plan().replace(**{"training.micro_batch": 2}),
+    )
     return cli_compare.grid(*Comparison([entry, other]).sheets[number])
 
 
@@ -199,14 +271,22 @@ ORDINARY = [
     lambda _: tables.proof(PROVED),
     lambda _: tables.models([COMMON | SIXTEEN]),
     lambda _: tables.gpus([COMMON]),
-    lambda _: tables.differences([("strategy.pipeline.partition", [32], [20, 20, 21, 19])], "other.yaml"),
-    lambda _: tables.findings([Finding("CUDA", None, "torch 2.13.0+cpu sees no GPU", "Install a build for CUDA.")]),
+    lambda _: tables.differences(
+        [("strategy.pipeline.partition", [32], [20, 20, 21, 19])], "other.yaml"
+    ),
+    lambda _: tables.findings(
+        [Finding("CUDA", None, "torch 2.13.0+cpu sees no GPU", "Install a build for CUDA.")]
+    ),
     lambda _: tables.strategies([COMMON]),
     lambda _: kernels.overview([FUSED]),
     lambda _: kernels.compiled([FUSED], "3.6.0"),
     lambda _: kernels.speeds([FUSED]),
-    lambda _: notes("Not translated", "field", [Note("strategy.pipeline.partition", [20, 20, 21, 19], WHY)])[0],
-    lambda _: validate._parts("stack", {"megatron": {"rows": 1234} | dict.fromkeys(("memory", "time", "clean"), ERRORS)}),
+    lambda _: notes(
+        "Not translated", "field", [Note("strategy.pipeline.partition", [20, 20, 21, 19], WHY)]
+    )[0],
+    lambda _: validate._parts(
+        "stack", {"megatron": {"rows": 1234} | dict.fromkeys(("memory", "time", "clean"), ERRORS)}
+    ),
     lambda _: search._table(found := workbench.search(large_plan(), top=3), "Best", found.top),
     *(lambda _, number=number: side_by_side(number) for number in range(3)),
     lambda _: explain._cost("llama-3-70b on 128 GPUs", workbench.explain(large_plan()).cost),
@@ -240,13 +320,17 @@ def test_a_word_that_no_screen_holds_loses_its_middle_and_is_not_broken(tmp_path
     assert max(map(len, text.splitlines())) <= 40
     for word in words_of(text):
         head, cut, tail = word.partition("…")
-        assert any(w == word or (cut and w.startswith(head) and w.endswith(tail)) for w in whole), word
+        assert any(w == word or (cut and w.startswith(head) and w.endswith(tail)) for w in whole), (
+            word
+        )
 
 
 def test_what_is_left_out_is_named_and_only_where_it_must_be():
     table = tables.gpus([COMMON])
     assert "left out" not in shown(table, 160) and "Rajbhandari" in shown(table, 160)
-    assert "left out at 80 columns: source\n" in shown(table, 80) and "frontier-mi250x" in shown(table, 80)
+    assert ("left out at 80 columns: source\n") in shown(table, 80) and "frontier-mi250x" in shown(
+        table, 80
+    )
     assert "left out at 60 columns: source, fabric\n" in shown(table, 60)
 
 
@@ -258,7 +342,9 @@ def test_indents_and_wide_characters_are_measured():
     table = tables.table("t", ("what", "value"))
     table.add_row("  activations, at most", "显存显存显存显存显存显存")
     text = shown(table, 34)
-    assert "  activations," in text and max(map(cell_len, text.splitlines())) <= 34 and "显存…" in text
+    assert (
+        "  activations," in text and max(map(cell_len, text.splitlines())) <= 34 and "显存…" in text
+    )
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
@@ -275,28 +361,56 @@ def test_ids_of_runs_keep_to_one_line(tmp_path):
 
 def test_runs_of_one_name_are_compared_with_the_fields_that_differ(ask, tmp_path):
     for name, seed in (("a", 0), ("b", 5)):
-        ask("plan", "--model", "tiny", "--gpu", "a100-sxm-80gb", "--gpus", "2", "--set", f"training.seed={seed}",
-            "-o", tmp_path / f"{name}.yaml")  # fmt: skip
+        ask(
+            "plan",
+            "--model",
+            "tiny",
+            "--gpu",
+            "a100-sxm-80gb",
+            "--gpus",
+            "2",
+            "--set",
+            f"training.seed={seed}",
+            "-o",
+            tmp_path / f"{name}.yaml",
+        )
     code, out, _ = ask("compare", tmp_path / "a.yaml", tmp_path / "b.yaml", "--no-rehearse")
-    told = [line.split() for line in out.splitlines() if line.startswith((" training", " strategy", " cluster"))]
+    told = [
+        line.split()
+        for line in out.splitlines()
+        if line.startswith((" training", " strategy", " cluster"))
+    ]
     assert code == 0 and told == [["training.seed", "0", "5"]] and "not run" in out
 
 
 def test_tables_are_made_in_one_place():
     for path in Path(workbench.__file__).parent.joinpath("cli").glob("*.py"):
-        names = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
-        assert path.name == "screen.py" or not names & {"rich.table", "rich.console", "rich.markup"}, path.name
+        names = {
+            node.module
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom)
+        }
+        assert path.name == "screen.py" or not names & {
+            "rich.table",
+            "rich.console",
+            "rich.markup",
+        }, path.name
 
 
 def test_a_run_that_failed_in_gloo_is_listed_and_hides_no_other(ask, tmp_path):
     for name in ("broken", "fine"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "plan.yaml").write_text("model: tiny-gpt\ncluster: {gpu: local, gpus: 1}\n")
+        (tmp_path / name / "plan.yaml").write_text(
+            "model: tiny-gpt\ncluster: {gpu: local, gpus: 1}\n"
+        )
         write_state(tmp_path / name, first_state(2, 20))
     hostile_run(tmp_path / "broken")
     code, out, _ = ask("runs", "--root", tmp_path)
     assert (
-        code == 0 and "fine" in out and "[/__w/pytorch" in out.replace("\n", "").replace(" ", "") and "\x1b" not in out
+        code == 0
+        and "fine" in out
+        and "[/__w/pytorch" in out.replace("\n", "").replace(" ", "")
+        and "\x1b" not in out
     )
 
 

@@ -34,19 +34,28 @@ def test_an_unknown_name_says_what_there_is():
 def test_plans_and_plan_files_are_the_same_to_a_verb(tmp_path):
     plan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="dapple")
     (tmp_path / "plan.yaml").write_text(plan.to_yaml())
-    assert wb.estimate(tmp_path / "plan.yaml").peak_bytes_by_rank == wb.estimate(plan).peak_bytes_by_rank
+    assert (
+        wb.estimate(tmp_path / "plan.yaml").peak_bytes_by_rank
+        == wb.estimate(plan).peak_bytes_by_rank
+    )
     assert "preset: dapple" in plan._repr_html_() and "'preset': 'dapple'" in repr(plan)
 
 
 def test_what_cannot_be_done_is_refused_by_name():
-    plan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="ddp", set={"strategy.stack": "deepspeed-3d"})
+    plan = wb.Plan.of(
+        "tiny", gpu="h100-sxm-80gb", gpus=4, strategy="ddp", set={"strategy.stack": "deepspeed-3d"}
+    )
     for verb in (wb.rehearse, wb.verify, wb.run):
-        with pytest.raises(PlanError, match=r"strategy\.stack: is 'deepspeed-3d'; this version can"):
+        with pytest.raises(
+            PlanError, match=r"strategy\.stack: is 'deepspeed-3d'; this version can"
+        ):
             verb(plan)
 
 
 def test_compare_leaves_out_what_cannot_be_rehearsed():
-    plan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="ddp", set={"strategy.stack": "deepspeed-3d"})
+    plan = wb.Plan.of(
+        "tiny", gpu="h100-sxm-80gb", gpus=4, strategy="ddp", set={"strategy.stack": "deepspeed-3d"}
+    )
     found = wb.compare(plan)
     assert set(found.summary.source) == {"estimated"}
 
@@ -54,4 +63,6 @@ def test_compare_leaves_out_what_cannot_be_rehearsed():
 def test_a_profile_shows_itself():
     found = wb.estimate(wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="dapple"))
     assert "estimated" in repr(found) and "fits yes" in repr(found)
-    assert "<td>parameters, at most</td>" in found._repr_html_() and "<td>ranks</td><td>4</td>" in found._repr_html_()
+    assert (
+        "<td>parameters, at most</td>"
+    ) in found._repr_html_() and "<td>ranks</td><td>4</td>" in found._repr_html_()

@@ -25,8 +25,10 @@ def test_known_allocations_exactly() -> None:
     window = meter.stop()
     assert (window.peak, window.end) == (6000, 5000)
     assert [(s.label, s.start, s.peak) for s in window.sections] == [
-        ("one", 1000, 6000), ("two", 5000, 5300), ("three", 5000, 5000),
-    ]  # fmt: skip
+        ("one", 1000, 6000),
+        ("two", 5000, 5300),
+        ("three", 5000, 5000),
+    ]
     assert window.at("two") == 5000
     assert window.peak_of("one") == 6000
     with pytest.raises(KeyError):
@@ -52,7 +54,11 @@ def test_later_windows_are_tied_at_a_mark() -> None:
         scratch = block(size)
         del scratch
         window = meter.stop()
-        assert (window.at("step"), window.peak_of("step"), window.end) == (10_000, 10_000 + size, 10_000)
+        assert (window.at("step"), window.peak_of("step"), window.end) == (
+            10_000,
+            10_000 + size,
+            10_000,
+        )
     del kept
 
 
@@ -84,7 +90,9 @@ def test_blocks_of_the_time_before_do_not_count() -> None:
 
 def test_an_unseen_free_is_mended_when_the_address_returns() -> None:
     """A process group's thread may drop the last reference; the profiler does not hear of it."""
-    window = CpuMeter()._sum([(1, None, 0x10, 100), (2, None, 0x20, 7), (3, None, 0x10, 50), (4, None, 0x10, -50)])
+    window = CpuMeter()._sum(
+        [(1, None, 0x10, 100), (2, None, 0x20, 7), (3, None, 0x10, 50), (4, None, 0x10, -50)]
+    )
     assert (window.peak, window.end) == (107, 7)
 
 

@@ -1,4 +1,6 @@
-"""How a child process ends: what it was asked wrongly, a rank's failure and success differ in the status."""
+"""How a child process ends: what it was asked wrongly, a rank's failure and success differ in the
+status.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,12 @@ from workbench.errors import refuse
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(ValueError("no file"), 2), (refuse("plan", "is odd"), 2), (RankError("rank 3 failed"), 1)]
+    ("error", "code"),
+    [(ValueError("no file"), 2), (refuse("plan", "is odd"), 2), (RankError("rank 3 failed"), 1)],
 )
-def test_an_error_is_a_line_and_a_status(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_a_line_and_a_status(
+    error: Exception, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fails() -> NoReturn:
         raise error
 

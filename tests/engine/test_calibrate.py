@@ -1,4 +1,6 @@
-"""A short real measurement: two ranks, few points. Speeds are the machine's; what is asked is sense, not numbers."""
+"""A short real measurement: two ranks, few points. Speeds are the machine's; what is asked is
+sense, not numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from workbench.costmodel.rates.measured_curves import Curves
 from workbench.engine.calibrate import collective_points
 from workbench.engine.calibrate.measure import calibrate
 from workbench.engine.calibrate.measured_sizes import Survey
@@ -17,18 +20,22 @@ from workbench.engine.calibrate.timing import Stopwatch
 from workbench.engine.precision import DTYPES
 from workbench.machine.attached import attached
 from workbench.machine.calibration_file import KINDS, Calibration, fingerprint, read, write
-from workbench.costmodel.rates.measured_curves import Curves
 
 SMALL = Survey(
-    gemm=((16, 16, 16), (256, 256, 256)), streams=(12 * 2**10, 12 * 2**20), attention=((1, 2, 64, 16),),
-    messages=(256, 2**23), window=0.002,
-)  # fmt: skip
+    gemm=((16, 16, 16), (256, 256, 256)),
+    streams=(12 * 2**10, 12 * 2**20),
+    attention=((1, 2, 64, 16),),
+    messages=(256, 2**23),
+    window=0.002,
+)
 TOLD: list[tuple[float, str]] = []
 
 
 @pytest.fixture(scope="module")
 def found() -> Calibration:
-    return calibrate(1.0, lambda spent, words: TOLD.append((spent, words)), survey=SMALL, worlds=(1, 2))
+    return calibrate(
+        1.0, lambda spent, words: TOLD.append((spent, words)), survey=SMALL, worlds=(1, 2)
+    )
 
 
 def test_every_point_of_the_survey_is_there(found: Calibration) -> None:
@@ -36,14 +43,24 @@ def test_every_point_of_the_survey_is_there(found: Calibration) -> None:
     assert {(g.rows, g.dtype, g.ranks) for g in found.gemm} == {
         (s, d, w) for s in (16, 256) for d in dtypes for w in worlds
     }
-    assert {(s.bytes, s.ranks) for s in found.memory} == {(size, w) for size in SMALL.streams for w in worlds}
+    assert {(s.bytes, s.ranks) for s in found.memory} == {
+        (size, w) for size in SMALL.streams for w in worlds
+    }
     assert {(a.dtype, a.ranks) for a in found.attention} == {(d, w) for d in dtypes for w in worlds}
-    refused = {tuple(re.findall(r"kind (\w+),.* bytes (\d+)", d.point)[0]) for d in found.doubts if d.refused}
+    refused = {
+        tuple(re.findall(r"kind (\w+),.* bytes (\d+)", d.point)[0])
+        for d in found.doubts
+        if d.refused
+    }
     wanted = {(kind, str(size)) for kind in KINDS for size in SMALL.messages}
-    assert {(c.kind, str(c.bytes)) for c in found.collectives} | refused == wanted  # a busy machine cannot time all
+    assert {
+        (c.kind, str(c.bytes)) for c in found.collectives
+    } | refused == wanted  # a busy machine cannot time all
     assert {c.dtype for c in found.collectives} <= set(SMALL.dtypes)
     assert {(c.group, c.ranks) for c in found.collectives} <= {(2, 2)}
-    assert [h.ranks for h in found.host] == [w for w in (1, 2) if w <= attached().cores], "others wait for cores"
+    assert [h.ranks for h in found.host] == [w for w in (1, 2) if w <= attached().cores], (
+        "others wait for cores"
+    )
 
 
 def test_figures_are_finite_positive_seconds(found: Calibration) -> None:
@@ -52,13 +69,20 @@ def test_figures_are_finite_positive_seconds(found: Calibration) -> None:
     assert all(math.isfinite(x) and 1e-8 < x < 10 for x in times)
     for host in found.host:
         assert host.autograd_us > host.operator_us > 0
-        assert host.layer_us + host.microbatch_us + host.step_us + host.layer_step_us > host.autograd_us
+        assert (
+            host.layer_us + host.microbatch_us + host.step_us + host.layer_step_us
+            > host.autograd_us
+        )
 
 
 def test_more_work_takes_longer(found: Calibration) -> None:
     """A factor of a thousand in bytes and of four thousand in operations drowns any noise."""
-    small, large = (sum(c.seconds for c in found.collectives if c.bytes == size) for size in SMALL.messages)
-    assert small < large, "of all kinds together: one call may wait for a core longer than another takes"
+    small, large = (
+        sum(c.seconds for c in found.collectives if c.bytes == size) for size in SMALL.messages
+    )
+    assert small < large, (
+        "of all kinds together: one call may wait for a core longer than another takes"
+    )
     for ranks in (1, 2):
         stream = {s.bytes: s.seconds for s in found.memory if s.ranks == ranks}
         assert stream[SMALL.streams[0]] < stream[SMALL.streams[1]]
@@ -77,15 +101,18 @@ def test_it_says_what_it_measured_and_names_no_host(found: Calibration) -> None:
 def test_it_is_followed_to_its_end(found: Calibration) -> None:
     spent = [seconds for seconds, _ in TOLD]
     assert spent == sorted(spent) and {words.removesuffix(", again") for _, words in TOLD} == {
-        "1 rank at once", "2 ranks at once",
-    }  # fmt: skip
+        "1 rank at once",
+        "2 ranks at once",
+    }
 
 
 def test_the_file_gives_curves(found: Calibration, tmp_path) -> None:
     write(found, tmp_path / "calibration.yaml")
     assert read(tmp_path / "calibration.yaml") == found
     curves = Curves(found, 2)
-    large, small = (side**3 / curves.products("fp32").seconds(side, side, side) for side in (256, 16))
+    large, small = (
+        side**3 / curves.products("fp32").seconds(side, side, side) for side in (256, 16)
+    )
     assert large > small > 0
     sizes = np.array([256, 2**23, 2**27])
     if any(c.kind == "all_reduce" for c in found.collectives):
@@ -96,10 +123,18 @@ def test_the_file_gives_curves(found: Calibration, tmp_path) -> None:
 def test_what_the_backend_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo sums no fp8: those points are skipped on all ranks alike, and the rest is measured."""
     monkeypatch.setattr(collective_points, "DTYPES", {**DTYPES, "bf16": torch.float8_e4m3fn})
-    survey = replace(SMALL, gemm=SMALL.gemm[:1], streams=SMALL.streams[:1], messages=SMALL.messages[:1], attention=())
+    survey = replace(
+        SMALL,
+        gemm=SMALL.gemm[:1],
+        streams=SMALL.streams[:1],
+        messages=SMALL.messages[:1],
+        attention=(),
+    )
     found = calibrate(0.0, survey=survey, worlds=(1, 2))
     assert {c.dtype for c in found.collectives} <= {"fp32"}
-    refused = {d.point.split(",")[0].removeprefix("collectives kind ") for d in found.doubts if d.refused}
+    refused = {
+        d.point.split(",")[0].removeprefix("collectives kind ") for d in found.doubts if d.refused
+    }
     assert {c.kind for c in found.collectives} | refused == set(KINDS)
 
 

@@ -15,22 +15,34 @@ def message(kind: str, size: int) -> believable_figures.Key:
     return "collectives", (("kind", kind), ("group", 2), ("dtype", "fp32"), ("bytes", size))
 
 
-def found(times: dict[believable_figures.Key, list[float]], memory: float = 10e9) -> dict[str, tuple[str, bool]]:
-    samples = [[Sample(section, dict(labels), "together", seconds) for (section, labels), seconds in times.items()]]
+def found(
+    times: dict[believable_figures.Key, list[float]], memory: float = 10e9
+) -> dict[str, tuple[str, bool]]:
+    samples = [
+        [
+            Sample(section, dict(labels), "together", seconds)
+            for (section, labels), seconds in times.items()
+        ]
+    ]
     _, doubts = judge(samples * 2, 2, False, memory)
     return {doubt.point.rpartition(" ")[2]: (doubt.why, doubt.refused) for doubt in doubts}
 
 
 def test_steady_figures_are_believed() -> None:
-    times = {message("all_gather", size): [1e-4 + size / 1e9 * x for x in (1.0, 1.02, 1.05, 1.1)] for size in
-             (4 * KIB, 64 * KIB, 4096 * KIB)}  # fmt: skip
+    times = {
+        message("all_gather", size): [1e-4 + size / 1e9 * x for x in (1.0, 1.02, 1.05, 1.1)]
+        for size in (4 * KIB, 64 * KIB, 4096 * KIB)
+    }
     assert found(times) == {}
 
 
 def test_what_took_no_time_or_beats_the_memory_is_refused() -> None:
     """An all-gather of 309,201 GB/s, and one that is a difference of noise."""
     size = 16 * 2**20
-    times = {message("all_gather", size): [size / 309_201e9] * 4, message("all_to_all", size): [size / 50e9] * 4}
+    times = {
+        message("all_gather", size): [size / 309_201e9] * 4,
+        message("all_to_all", size): [size / 50e9] * 4,
+    }
     against = found(times)
     assert against[str(size)][1] is True
     (one,) = found({message("all_to_all", size): [size / 50e9] * 4}).values()
@@ -50,8 +62,11 @@ def test_what_scatters_is_marked_with_its_scatter(spread: float, doubted: bool) 
 
 
 def test_a_larger_message_that_is_quicker_makes_both_unsteady() -> None:
-    times = {message("send", 64 * KIB): [5e-3] * 4, message("send", 1024 * KIB): [1e-3] * 4,
-             message("all_reduce", 2048 * KIB): [8e-4] * 4}  # fmt: skip
+    times = {
+        message("send", 64 * KIB): [5e-3] * 4,
+        message("send", 1024 * KIB): [1e-3] * 4,
+        message("all_reduce", 2048 * KIB): [8e-4] * 4,
+    }
     assert found(times) == {str(n * KIB): ("unsteady: 400%", False) for n in (64, 1024)}
 
 
@@ -59,7 +74,10 @@ def test_refused_figures_are_left_out_and_steady_ones_stay() -> None:
     good, bad = message("send", 64 * KIB), message("send", 256)
     figures = {good: 1e-4, bad: 1e-6, ("operator", (("autograd", False),)): 1e-9}
     doubts = believable_figures.doubts(figures, {}, 2, 10e9)
-    assert set(believable_figures.kept(figures, doubts, 2)) == {good, ("operator", (("autograd", False),))}
+    assert set(believable_figures.kept(figures, doubts, 2)) == {
+        good,
+        ("operator", (("autograd", False),)),
+    }
     assert believable_figures.kept(figures, doubts, 4) == figures  # of another world
 
 
@@ -68,7 +86,12 @@ def test_too_few_repeats_say_nothing() -> None:
 
 
 def test_the_memory_that_counts_is_the_quickest_stream() -> None:
-    assert believable_figures.memory_rate({("memory", (("bytes", 100),)): 10.0, ("memory", (("bytes", 300),)): 10.0}) == 30.0
+    assert (
+        believable_figures.memory_rate(
+            {("memory", (("bytes", 100),)): 10.0, ("memory", (("bytes", 300),)): 10.0}
+        )
+        == 30.0
+    )
     assert believable_figures.memory_rate({}) == float("inf")
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints are whole or absent, written while training goes on, verified when read, and load under any mesh."""
+"""Checkpoints are whole or absent, written while training goes on, verified when read, and load
+under any mesh.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from workbench.checkpoint import checkpoint_format
-from workbench.checkpoint import tensor_integrity
-from workbench.checkpoint import read_tensors
-from workbench.checkpoint import safetensors_writer
-from workbench.checkpoint.checkpoint_format import Shard, path_of
-from workbench.checkpoint.read_tensors import Ranks, assigned
-from workbench.checkpoint.tensor_index import source_of
-from workbench.checkpoint.safetensors_writer import Entry
+from workbench.checkpoint import (
+    checkpoint_format,
+    read_tensors,
+    safetensors_writer,
+    tensor_integrity,
+)
 from workbench.checkpoint.background_writer import Writer
-from workbench.errors import PlanError
-from workbench.checkpoint.resume_point import checkpoint_of, finished
+from workbench.checkpoint.checkpoint_format import Shard, path_of
 from workbench.checkpoint.checkpoint_lock import claim, clear, unwritable
 from workbench.checkpoint.manifest import is_finite, manifest_text, read_manifest
+from workbench.checkpoint.read_tensors import Ranks, assigned
+from workbench.checkpoint.resume_point import checkpoint_of, finished
+from workbench.checkpoint.safetensors_writer import Entry
+from workbench.checkpoint.tensor_index import source_of
+from workbench.errors import PlanError
 
 SHAPES = {"embed.weight": (10, 6), "layers.0.weight": (8, 12), "norm.weight": (7,)}
 
@@ -45,18 +49,29 @@ def whole() -> dict[tuple[str, str], torch.Tensor]:
 
 
 def cut(dim: int, size: int, rank: int, empty: bool = False) -> list[Shard]:
-    """Shards of `rank` when every matrix is cut along `dim` into `size`; vectors and scalars lie on rank 0."""
+    """Shards of `rank` when every matrix is cut along `dim` into `size`; vectors and scalars lie on
+    rank 0.
+    """
     shards = []
     for (name, kind), value in whole().items():
         slices = [(0, n) for n in value.shape]
         if value.ndim == 2:
             piece = -(-value.shape[dim] // size)
-            slices[dim] = (min(rank * piece, value.shape[dim]), min((rank + 1) * piece, value.shape[dim]))
+            slices[dim] = (
+                min(rank * piece, value.shape[dim]),
+                min((rank + 1) * piece, value.shape[dim]),
+            )
         elif rank:
             continue
         part = value[tuple(slice(*s) for s in slices)]
         shards.append(
-            Shard(name, kind, torch.full_like(part, -1) if empty else part, tuple(value.shape), tuple(slices))
+            Shard(
+                name,
+                kind,
+                torch.full_like(part, -1) if empty else part,
+                tuple(value.shape),
+                tuple(slices),
+            )
         )
     return shards
 
@@ -91,8 +106,9 @@ def test_same_mesh_loads_exactly(tmp_path: Path, size: int) -> None:
     path = save_all(tmp_path, 50, size, sample_index=400, plan="abc")
     assert path.name == "step-00000050"
     assert sorted(p.name for p in path.iterdir()) == [
-        "manifest.json", *(f"rank{r:05d}.safetensors" for r in range(size)),
-    ]  # fmt: skip
+        "manifest.json",
+        *(f"rank{r:05d}.safetensors" for r in range(size)),
+    ]
     assert source_of(path).meta == {"sample_index": 400, "plan": "abc"}
     for rank in range(size):
         shards = cut(0, size, rank, empty=True)
@@ -130,15 +146,25 @@ def test_views_of_one_buffer_transposed_and_in_several_boxes(tmp_path: Path) -> 
 
 def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
     tensors = {
-        "b": torch.arange(3, dtype=torch.bfloat16), "a": torch.rand(2, 3), "s": torch.tensor(2.0),
-        "d": torch.rand(5, dtype=torch.float64), "e": torch.empty(0, 3), "t": torch.rand(4, 2).t(),
-    }  # fmt: skip
+        "b": torch.arange(3, dtype=torch.bfloat16),
+        "a": torch.rand(2, 3),
+        "s": torch.tensor(2.0),
+        "d": torch.rand(5, dtype=torch.float64),
+        "e": torch.empty(0, 3),
+        "t": torch.rand(4, 2).t(),
+    }
     entries = [Entry(key, value.dtype, tuple(value.shape)) for key, value in tensors.items()]
     told: list[int] = []
-    size, sha256 = safetensors_writer.write(tmp_path / "x", entries, tensors.__getitem__, told.append)
-    assert size == (tmp_path / "x").stat().st_size == sum(told) and sha256 == tensor_integrity.digest(tmp_path / "x")
+    size, sha256 = safetensors_writer.write(
+        tmp_path / "x", entries, tensors.__getitem__, told.append
+    )
+    assert size == (tmp_path / "x").stat().st_size == sum(
+        told
+    ) and sha256 == tensor_integrity.digest(tmp_path / "x")
     read = load_file(tmp_path / "x")
-    assert read.keys() == tensors.keys() and all(torch.equal(read[key], tensors[key]) for key in read)
+    assert read.keys() == tensors.keys() and all(
+        torch.equal(read[key], tensors[key]) for key in read
+    )
 
 
 def test_only_the_latest_are_kept(tmp_path: Path) -> None:
@@ -155,14 +181,18 @@ def test_only_the_latest_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_value_that_is_no_number_marks_its_checkpoint(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+def test_a_value_that_is_no_number_marks_its_checkpoint(
+    tmp_path: Path, dtype: torch.dtype, value: float
+) -> None:
     tensor = torch.linspace(-3, 3, 2**20 + 7).to(dtype).view(-1, 1)
     for step, bad in ((1, None), (2, value)):
         if bad is not None:
             tensor[-2] = bad
         (writer,) = writers(tmp_path, 1)
         size = tuple(tensor.shape)
-        writer.start(step, [Shard("w", "parameter", tensor, size, tuple((0, n) for n in size))], {"a": 1})
+        writer.start(
+            step, [Shard("w", "parameter", tensor, size, tuple((0, n) for n in size))], {"a": 1}
+        )
         writer.wait()
     first, second = (read_manifest(path_of(tmp_path, step)) for step in (1, 2))
     assert (first["meta"], second["meta"]) == ({"a": 1}, {"a": 1, "finite": False})
@@ -178,11 +208,16 @@ def test_the_last_checkpoint_without_nan_is_kept_and_gone_on_from(tmp_path: Path
         (writer,) = writers(folder, 1)
         writer.start(step, [Shard("w", "parameter", tensor, (3,), ((0, 3),))], {})
         writer.wait()
-    assert [path.name for path in finished(folder)] == ["step-00000002", "step-00000004", "step-00000005"]
+    assert [path.name for path in finished(folder)] == [
+        "step-00000002",
+        "step-00000004",
+        "step-00000005",
+    ]
     assert checkpoint_of(tmp_path).name == "step-00000002"
     shutil.rmtree(folder / "step-00000002")
     with pytest.raises(
-        PlanError, match="holds only checkpoints with NaN or infinite values, the last one step-00000005"
+        PlanError,
+        match="holds only checkpoints with NaN or infinite values, the last one step-00000005",
     ):
         checkpoint_of(tmp_path)
 
@@ -200,12 +235,16 @@ class Slow:
         monkeypatch.setattr(safetensors_writer, "write", slowly)
 
 
-def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_a_copy_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = Slow(monkeypatch)
     shards = cut(0, 1, 0)
     told: list[tuple[int, Path]] = []
     os.close(claim(tmp_path))
-    writer = Writer(tmp_path, 0, 1, "t", 2, 20.0, lambda step, path, seconds: told.append((step, path)))
+    writer = Writer(
+        tmp_path, 0, 1, "t", 2, 20.0, lambda step, path, seconds: told.append((step, path))
+    )
     writer.start(1, shards, {})
     for shard in shards:
         shard.tensor.fill_(-5)  # the next step
@@ -241,7 +280,9 @@ def test_the_next_waits_for_the_former_and_says_so(
     threading.Timer(0.1, slow.go.set).start()
     writer.start(2, cut(0, 1, 0), {})
     assert path_of(tmp_path, 1) in finished(tmp_path)
-    assert capsys.readouterr().out.startswith("checkpoint: step 2 waits until the former one is written")
+    assert capsys.readouterr().out.startswith(
+        "checkpoint: step 2 waits until the former one is written"
+    )
     writer.wait()
     assert [p.name for p in finished(tmp_path)] == ["step-00000001", "step-00000002"]
 
@@ -272,14 +313,18 @@ def test_a_rank_that_cannot_write_leaves_no_checkpoint_and_tells_the_others(
     with pytest.raises(ValueError, match=rf"{words}.*rank {failing}"):
         made[1 - failing].wait()
     assert [p.name for p in finished(tmp_path)] == ["step-00000001"]
-    assert not list(tmp_path.glob("step-00000002.writing*/*.safetensors"))  # no room is kept by what came to nothing
+    assert not list(
+        tmp_path.glob("step-00000002.writing*/*.safetensors")
+    )  # no room is kept by what came to nothing
     monkeypatch.undo()
     save_all(tmp_path, 2, 2)
     assert [p.name for p in finished(tmp_path)] == ["step-00000001", "step-00000002"]
 
 
 def test_a_file_that_grows_too_large_for_the_disk(tmp_path: Path) -> None:
-    """A limit that the kernel itself holds a forked child to: what the disk says when it is full."""
+    """A limit that the kernel itself holds a forked child to: what the disk says when it is
+    full.
+    """
     limited = os.fork()
     if limited == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
@@ -298,7 +343,9 @@ def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
     lead, other, _ = writers(tmp_path, 3, patience=1.0)
     lead.start(4, cut(0, 3, 0), {})
     other.start(4, cut(0, 3, 1), {})
-    with pytest.raises(ValueError, match=r"rank 2 has not written its part of .*step-00000004.*timeout_seconds"):
+    with pytest.raises(
+        ValueError, match=r"rank 2 has not written its part of .*step-00000004.*timeout_seconds"
+    ):
         lead.wait()
     with pytest.raises(ValueError, match="rank 2 has not written"):
         other.wait()
@@ -315,14 +362,18 @@ def test_a_killed_run_leaves_nothing_that_counts(tmp_path: Path) -> None:
         writer.wait()
         os._exit(1)
     assert os.waitpid(killed, 0)[1] == 9
-    assert list(tmp_path.glob("step-00000002.writing-*")) and [p.name for p in finished(tmp_path)] == ["step-00000001"]
+    assert list(tmp_path.glob("step-00000002.writing-*")) and [
+        p.name for p in finished(tmp_path)
+    ] == ["step-00000001"]
     path_of(tmp_path, 1).rename(tmp_path / "step-00000001.replaced")  # killed between two renames
     os.close(claim(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     load(path_of(tmp_path, 1), cut(0, 1, 0, empty=True))
 
 
-def test_going_on_from_a_killed_run_clears_what_it_left_unless_one_still_writes(tmp_path: Path) -> None:
+def test_going_on_from_a_killed_run_clears_what_it_left_unless_one_still_writes(
+    tmp_path: Path,
+) -> None:
     held, hold = os.pipe()
     writing = os.fork()
     if writing == 0:
@@ -350,11 +401,15 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"checkpoint: cannot write .*file.checkpoints: Not a directory"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint: cannot write .*file.checkpoints: Not a directory"
+    ):
         claim(tmp_path / "file" / "checkpoints")
     if not os.access("/proc", os.F_OK):
         return
-    with pytest.raises(ValueError, match="checkpoint: cannot write /proc/"):  # a file system that takes no files
+    with pytest.raises(
+        ValueError, match="checkpoint: cannot write /proc/"
+    ):  # a file system that takes no files
         claim(Path(f"/proc/{os.getpid()}"))
 
 
@@ -376,8 +431,13 @@ def test_a_tensor_of_another_shape_than_its_manifest_says_is_refused(tmp_path: P
     tensor = next(each for each in body["files"][0]["tensors"] if len(each["shape"]) == 2)
     tensor["shape"], tensor["slices"] = tensor["shape"][::-1], tensor["slices"][::-1]
     (path / "manifest.json").write_text(manifest_text(body))
-    wanted = Shard(tensor["name"], tensor["kind"], torch.zeros(tensor["shape"]), tuple(tensor["shape"]),
-                   tuple((0, n) for n in tensor["shape"]))  # fmt: skip
+    wanted = Shard(
+        tensor["name"],
+        tensor["kind"],
+        torch.zeros(tensor["shape"]),
+        tuple(tensor["shape"]),
+        tuple((0, n) for n in tensor["shape"]),
+    )
     with pytest.raises(ValueError, match=r"has shape \[\d+, \d+\], its checkpoint says"):
         read_tensors.load(replace(source_of(path), exact=False), [wanted])
 
@@ -413,7 +473,13 @@ def test_a_flipped_bit_anywhere_is_seen(tmp_path: Path) -> None:
 def test_an_edited_manifest_is_refused(tmp_path: Path) -> None:
     path = save_all(tmp_path, 5, 1, sample_index=40) / "manifest.json"
     text = path.read_text()
-    for other in (text.replace('"sample_index": 40', '"sample_index": 41'), text.replace(": ", ":"), "[]", "{}", "\0"):
+    for other in (
+        text.replace('"sample_index": 40', '"sample_index": 41'),
+        text.replace(": ", ":"),
+        "[]",
+        "{}",
+        "\0",
+    ):
         path.write_text(other)
         with pytest.raises(ValueError, match="does not match its checksum"):
             read_manifest(path.parent)
@@ -424,13 +490,20 @@ def test_another_model_is_refused_by_tensor(tmp_path: Path) -> None:
     path = save_all(tmp_path, 5, 1)
 
     def vector(name: str, length: int, dtype: torch.dtype = torch.float32) -> list[Shard]:
-        return [Shard(name, "parameter", torch.zeros(length, dtype=dtype), (length,), ((0, length),))]
+        return [
+            Shard(name, "parameter", torch.zeros(length, dtype=dtype), (length,), ((0, length),))
+        ]
 
-    with pytest.raises(ValueError, match=r"parameter of norm\.weight has shape \(7,\), the plan's model needs \(9,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"parameter of norm\.weight has shape \(7,\), the plan's model needs \(9,\)",
+    ):
         load(path, vector("norm.weight", 9))
     with pytest.raises(ValueError, match=r"has no parameter of head\.weight"):
         load(path, vector("head.weight", 9))
-    with pytest.raises(ValueError, match=r"norm\.weight is F32, the plan needs BF16; set strategy\.precision"):
+    with pytest.raises(
+        ValueError, match=r"norm\.weight is F32, the plan needs BF16; set strategy\.precision"
+    ):
         load(path, vector("norm.weight", 7, torch.bfloat16))
 
 
@@ -448,7 +521,12 @@ def test_every_file_is_verified_once_by_a_rank_that_needs_it() -> None:
     needs = [["a", "b", "c"], ["a", "b", "c"], ["c"], []]
     own = assigned(needs, sizes)
     assert sorted(file for files in own for file in files) == ["a", "b", "c"]
-    assert all(set(mine) <= set(need) for mine, need in zip(own, needs)) and own == [["a"], ["b"], ["c"], []]
+    assert all(set(mine) <= set(need) for mine, need in zip(own, needs)) and own == [
+        ["a"],
+        ["b"],
+        ["c"],
+        [],
+    ]
 
 
 def test_what_one_rank_finds_is_raised_on_all(tmp_path: Path) -> None:
@@ -467,9 +545,14 @@ def test_what_one_rank_finds_is_raised_on_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [(errno.ENOSPC, "free space there"), (errno.EDQUOT, "free space there"), (errno.EROFS, "make it writable"),
-     (errno.EACCES, "make it writable"), (errno.EIO, "see to that disk")],
-)  # fmt: skip
+    [
+        (errno.ENOSPC, "free space there"),
+        (errno.EDQUOT, "free space there"),
+        (errno.EROFS, "make it writable"),
+        (errno.EACCES, "make it writable"),
+        (errno.EIO, "see to that disk"),
+    ],
+)
 def test_the_remedy_is_that_of_what_the_disk_said(tmp_path: Path, number: int, remedy: str) -> None:
     message = str(unwritable(tmp_path, OSError(number, os.strerror(number))))
     assert os.strerror(number) in message and remedy in message

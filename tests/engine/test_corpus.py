@@ -13,7 +13,11 @@ import pytest
 from workbench.engine.data import tokenized_corpus as corpora
 from workbench.plan import schema
 
-TEXTS = {"a.txt": "the quick brown fox jumps over the lazy dog. " * 40, "b.txt": "häßliche Wörter\n" * 30, "c.txt": ""}
+TEXTS = {
+    "a.txt": "the quick brown fox jumps over the lazy dog. " * 40,
+    "b.txt": "häßliche Wörter\n" * 30,
+    "c.txt": "",
+}
 
 
 @pytest.fixture
@@ -30,7 +34,9 @@ def whole(tokens: corpora.Tokens) -> list[int]:
 
 
 def test_bytes_are_the_files(source: Path, tmp_path: Path) -> None:
-    tokens = corpora.load(schema.Corpus(source=str(source), holdout=0.25), 300, folder=tmp_path / "cache")
+    tokens = corpora.load(
+        schema.Corpus(source=str(source), holdout=0.25), 300, folder=tmp_path / "cache"
+    )
     paths = corpora.files(str(source))
     assert bytes(whole(tokens)) == b"".join(p.read_bytes() + b"\0" for p in paths)
     assert len(tokens.holdout) == len(whole(tokens)) // 4
@@ -52,7 +58,9 @@ def test_bpe_round_trips_and_is_deterministic(source: Path, tmp_path: Path) -> N
     assert decoded == "".join(p.read_text() for p in corpora.files(str(source)))
 
 
-def test_cache_is_used_without_reading_the_text(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_used_without_reading_the_text(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setting = schema.Corpus(source=str(source), sha256=corpora.digest(str(source)))
     before = whole(corpora.load(setting, 256, folder=tmp_path))
 
@@ -84,7 +92,9 @@ def test_tokens_that_are_not_those_that_were_written_are_made_again(
     assert "are not those that were written; they are made again" in capsys.readouterr().err
 
 
-def test_a_cache_that_was_copied_is_used(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_was_copied_is_used(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setting = schema.Corpus(source=str(source), sha256=corpora.digest(str(source)))
     before = whole(corpora.load(setting, 256, folder=tmp_path / "cache"))
     shutil.copytree(tmp_path / "cache", tmp_path / "copy", copy_function=shutil.copyfile)
@@ -108,7 +118,9 @@ def test_half_written_cache_is_made_again(source: Path, tmp_path: Path, damage: 
 
 
 def test_errors_name_the_field(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"corpus\.tokenizer: bytes needs .* at least 256, the model has 100"):
+    with pytest.raises(
+        ValueError, match=r"corpus\.tokenizer: bytes needs .* at least 256, the model has 100"
+    ):
         corpora.load(schema.Corpus(source=str(source)), 100, folder=tmp_path)
     with pytest.raises(ValueError, match=r"corpus\.sha256: the plan was resolved with 0000"):
         corpora.load(schema.Corpus(source=str(source), sha256="0" * 64), 256, folder=tmp_path)
@@ -132,9 +144,17 @@ def test_several_processes_build_once(source: Path, tmp_path: Path) -> None:
         "build = c._build\n"
         "def count(*a):\n    open(sys.argv[3], 'a').write('x'); build(*a)\n"
         "c._build = count\n"
-        "t = c.load(schema.Corpus(source=sys.argv[1]), 256, folder=Path(sys.argv[2])); print(len(t.train))"
+        "t = c.load(schema.Corpus(source=sys.argv[1]), 256, folder=Path(sys.argv[2])); "
+        "print(len(t.train))"
     )
-    arguments = [sys.executable, "-c", code, str(source), str(tmp_path / "cache"), str(tmp_path / "built")]
+    arguments = [
+        sys.executable,
+        "-c",
+        code,
+        str(source),
+        str(tmp_path / "cache"),
+        str(tmp_path / "built"),
+    ]
     children = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     lengths = {child.communicate(timeout=60)[0] for child in children}
     assert len(lengths) == 1

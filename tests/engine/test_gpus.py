@@ -40,18 +40,30 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def show(cuda: pytest.MonkeyPatch, cards: list[tuple[str, str]]) -> None:
     """Let torch.cuda tell of GPUs with these UUIDs and names."""
     known = [SimpleNamespace(uuid=f"uuid-{uuid}", name=name) for uuid, name in cards]
-    cuda.setattr(torch.cuda, "get_device_properties", lambda device: known[torch.device(device).index])
+    cuda.setattr(
+        torch.cuda, "get_device_properties", lambda device: known[torch.device(device).index]
+    )
 
 
 def joined(made: Plan, world: int = 2) -> list[str]:
-    """What `join_gpus` tells each of `world` ranks of a node, which meet over TCP; "joined" where it lets them in."""
+    """What `join_gpus` tells each of `world` ranks of a node, which meet over TCP; "joined" where
+    it lets them in.
+    """
     port = str(free_port())
 
     def work(rank: int) -> str:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         os.environ |= {name: str(value) for name, value in place.items()}
         entered: list[Any] = []
-        dist.init_process_group = lambda backend, **words: entered.append((backend, words["device_id"], words["rank"]))
+        dist.init_process_group = lambda backend, **words: entered.append(
+            (backend, words["device_id"], words["rank"])
+        )
         try:
             gpus.join_gpus(made)
         except PlanError as error:
@@ -76,7 +88,11 @@ def test_two_ranks_on_one_gpu_are_refused_by_name(cuda: pytest.MonkeyPatch) -> N
 def test_another_model_is_refused_by_rank(cuda: pytest.MonkeyPatch) -> None:
     show(cuda, [("a", H100), ("b", "NVIDIA A100-SXM4-80GB")])
     for told in joined(plan()):
-        assert told.startswith("cluster.gpu: is h100-sxm-80gb") and "rank 1" in told and "A100-SXM4-80GB" in told
+        assert (
+            told.startswith("cluster.gpu: is h100-sxm-80gb")
+            and "rank 1" in told
+            and "A100-SXM4-80GB" in told
+        )
         assert "rank 0" not in told
 
 
@@ -106,7 +122,9 @@ def test_unusable_cuda_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) 
         gpus.take_gpu(plan())
 
 
-def test_gpus_are_held_to_the_plan_before_accelerate_is_asked(cuda: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_gpus_are_held_to_the_plan_before_accelerate_is_asked(
+    cuda: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     def accelerator(**words: Any) -> None:
         raise AssertionError("accelerate was asked first")
 

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.rehearsal.measured import measure
 from workbench.engine.measure import step_sampler
 from workbench.engine.measure.allocator_memory import meter
-from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.measure.live_memory import LiveBytes
 from workbench.engine.session import Session
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
 
@@ -24,7 +24,13 @@ class Liar(LiveBytes):
 
     def memory_rows(self, stage: int, tier: str = "device") -> list[dict[str, Any]]:
         return [
-            {"stage": stage, "moment": moment, "tier": tier, "category": "parameters", "bytes": 2**40}
+            {
+                "stage": stage,
+                "moment": moment,
+                "tier": tier,
+                "category": "parameters",
+                "bytes": 2**40,
+            }
             for moment in ("peak", "maximum")
         ]
 
@@ -34,7 +40,9 @@ class Liar(LiveBytes):
 
 
 @pytest.mark.parametrize("gpus, strategy", [(1, "single"), (2, "dapple")])
-def test_a_lying_counter_leaves_the_total_alone(gpus: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lying_counter_leaves_the_total_alone(
+    gpus: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes = {"training.sequence_length": 32, "training.global_batch": 4}
     plan = Plan.of("tiny", gpu="local", gpus=gpus, strategy=strategy, set=changes)
     honest = measure(plan)
@@ -50,7 +58,9 @@ def test_a_lying_counter_leaves_the_total_alone(gpus: int, strategy: str, monkey
 
 def test_memory_that_no_counter_sees_is_in_the_total() -> None:
     """A step makes a tensor behind the counter's back; the total has it."""
-    plan = Plan.of("tiny", gpu="local", gpus=1, strategy="single", set={"training.sequence_length": 32})
+    plan = Plan.of(
+        "tiny", gpu="local", gpus=1, strategy="single", set={"training.sequence_length": 32}
+    )
     hidden = 64 * 2**20
     before, after = (_totals(plan, size) for size in (0, hidden))
     assert after["allocated"] - before["allocated"] == pytest.approx(hidden, rel=0.01)

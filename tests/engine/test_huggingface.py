@@ -16,23 +16,32 @@ from torch import Tensor
 
 from tests.engine.test_saving import Whole, save, session_of
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.checkpoint.export_weights import export
 from workbench.checkpoint.huggingface_names import config_of, parameters_of, source_of
 from workbench.engine.session_checkpoint import Saver
-from workbench.checkpoint.export_weights import export
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
-from workbench.plan.schema import Plan
 from workbench.plan.model_shape import Shape
+from workbench.plan.schema import Plan
 
 BATCH = {"training.global_batch": 8}
 LAYER = {
-    "input_layernorm.weight": (32,), "post_attention_layernorm.weight": (32,),
-    "self_attn.q_proj.weight": (32, 32), "self_attn.k_proj.weight": (16, 32), "self_attn.v_proj.weight": (16, 32),
+    "input_layernorm.weight": (32,),
+    "post_attention_layernorm.weight": (32,),
+    "self_attn.q_proj.weight": (32, 32),
+    "self_attn.k_proj.weight": (16, 32),
+    "self_attn.v_proj.weight": (16, 32),
     "self_attn.o_proj.weight": (32, 32),
-    "mlp.gate_proj.weight": (48, 32), "mlp.up_proj.weight": (48, 32), "mlp.down_proj.weight": (32, 48),
-}  # fmt: skip
+    "mlp.gate_proj.weight": (48, 32),
+    "mlp.up_proj.weight": (48, 32),
+    "mlp.down_proj.weight": (32, 48),
+}
 """Names and shapes in transformers' LlamaDecoderLayer, of the small shape."""
-OUTSIDE = {"model.embed_tokens.weight": (257, 32), "model.norm.weight": (32,), "lm_head.weight": (257, 32)}
+OUTSIDE = {
+    "model.embed_tokens.weight": (257, 32),
+    "model.norm.weight": (32,),
+    "lm_head.weight": (257, 32),
+}
 
 
 def state(made: Plan, rank: int) -> tuple[int, list[tuple[str, str, Any, np.ndarray]]]:
@@ -51,7 +60,9 @@ def whole(made: Plan) -> Whole:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Whole]:
     """A checkpoint written by tensor x ZeRO-3 ranks in bf16, its export, and its whole tensors."""
     folder = tmp_path_factory.mktemp("export")
-    made = plan(2, 1, 2, changes={**BATCH, "strategy.data.zero": 3, "strategy.precision": "bf16"}).complete()
+    made = plan(
+        2, 1, 2, changes={**BATCH, "strategy.data.zero": 3, "strategy.precision": "bf16"}
+    ).complete()
     run_ranks(4, partial(save, made, folder))
     checkpoint = folder / "checkpoints" / "step-00000001"
     export(checkpoint, folder / "weights", shard_bytes=30_000)
@@ -59,23 +70,35 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Whol
     return checkpoint, folder / "weights", whole(plan(changes=read).complete())
 
 
-def test_names_shapes_and_index_are_those_of_transformers(exported: tuple[Path, Path, Whole]) -> None:
+def test_names_shapes_and_index_are_those_of_transformers(
+    exported: tuple[Path, Path, Whole],
+) -> None:
     _, folder, _ = exported
-    expected = {f"model.layers.{n}.{name}": shape for n in range(4) for name, shape in LAYER.items()} | OUTSIDE
+    expected = {
+        f"model.layers.{n}.{name}": shape for n in range(4) for name, shape in LAYER.items()
+    } | OUTSIDE
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    tensors = {key: (file, value) for file in files for key, value in load_file(folder / file).items()}
+    tensors = {
+        key: (file, value) for file in files for key, value in load_file(folder / file).items()
+    }
     assert {key: tuple(value.shape) for key, (_, value) in tensors.items()} == expected
     assert {key: file for key, (file, _) in tensors.items()} == index["weight_map"]
     assert index["metadata"]["total_size"] == sum(value.nbytes for _, value in tensors.values())
     assert all(value.dtype == torch.bfloat16 for _, value in tensors.values())
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", *files, "model.safetensors.index.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        *files,
+        "model.safetensors.index.json",
+    ]
     config = json.loads((folder / "config.json").read_text())
     assert (config["architectures"], config["num_key_value_heads"]) == (["LlamaForCausalLM"], 2)
 
 
-@pytest.mark.parametrize("mesh, data", [((1, 2, 1), {}), ((1, 1, 2), {"zero": 3}), ((2, 1, 1), {"zero": 1})])
+@pytest.mark.parametrize(
+    "mesh, data", [((1, 2, 1), {}), ((1, 1, 2), {"zero": 3}), ((2, 1, 1), {"zero": 1})]
+)
 def test_what_was_exported_starts_a_run_on_any_mesh(
     exported: tuple[Path, Path, Whole], mesh: tuple[int, int, int], data: dict[str, Any]
 ) -> None:
@@ -87,7 +110,10 @@ def test_what_was_exported_starts_a_run_on_any_mesh(
     for done, shards in run_ranks(made.world_size, partial(state, made)):
         assert done == 0
         for name, kind, slices, tensor in shards:
-            if kind in ("parameter", "master"):  # a master begins as its parameter, which is all that was exported
+            if kind in (
+                "parameter",
+                "master",
+            ):  # a master begins as its parameter, which is all that was exported
                 expected = wholes[name, "parameter"][tuple(slice(*s) for s in slices)]
                 assert np.array_equal(tensor, expected), (name, kind)
                 held += tensor.size
@@ -97,14 +123,24 @@ def test_what_was_exported_starts_a_run_on_any_mesh(
 
 
 def plain_loss(weights: dict[str, Tensor], config: dict[str, Any], tokens_T: Tensor) -> Tensor:
-    """Summed next-token loss of a Llama as transformers computes it, from its names and configuration alone."""
-    heads, groups, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    """Summed next-token loss of a Llama as transformers computes it, from its names and
+    configuration alone.
+    """
+    heads, groups, size = (
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["head_dim"],
+    )
     length = len(tokens_T) - 1
     frequency = 1.0 / config["rope_theta"] ** (torch.arange(0, size, 2).double() / size)
     angles = torch.outer(torch.arange(length).double(), frequency).repeat(1, 2)
 
     def normed(x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]) * weights[f"{name}.weight"]
+        return (
+            x
+            * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"])
+            * weights[f"{name}.weight"]
+        )
 
     def linear(x: Tensor, name: str) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
@@ -123,15 +159,24 @@ def plain_loss(weights: dict[str, Tensor], config: dict[str, Any], tokens_T: Ten
         )
         k, v = (y.repeat_interleave(heads // groups, 0) for y in (turned(k), v))
         scores = turned(q) @ k.transpose(1, 2) / size**0.5
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(
+            -1
+        )
         x = x + linear((scores @ v).transpose(0, 1).reshape(length, -1), f"{at}.self_attn.o_proj")
         h = normed(x, f"{at}.post_attention_layernorm")
-        x = x + linear(F.silu(linear(h, f"{at}.mlp.gate_proj")) * linear(h, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
-    head = weights["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
+        x = x + linear(
+            F.silu(linear(h, f"{at}.mlp.gate_proj")) * linear(h, f"{at}.mlp.up_proj"),
+            f"{at}.mlp.down_proj",
+        )
+    head = weights[
+        "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
+    ]
     return F.cross_entropy(normed(x, "model.norm") @ head.t(), tokens_T[1:], reduction="sum")
 
 
-@pytest.mark.parametrize("more", [{}, {"tied": True, "rope_theta": 5e5}, {"biases": "qkv"}, {"biases": "all"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"tied": True, "rope_theta": 5e5}, {"biases": "qkv"}, {"biases": "all"}], ids=str
+)
 def test_a_foreign_reader_computes_the_same_loss(tmp_path: Path, more: dict[str, Any]) -> None:
     made = plan(changes=BATCH, **more).complete()
 
@@ -139,7 +184,9 @@ def test_a_foreign_reader_computes_the_same_loss(tmp_path: Path, more: dict[str,
         session = session_of(made, rank)
         with torch.no_grad():  # so that biases and norms count
             for value in session.part.store.values.values():
-                value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(3)), alpha=0.05)
+                value.add_(
+                    torch.randn(value.shape, generator=torch.Generator().manual_seed(3)), alpha=0.05
+                )
         saver = Saver(session, tmp_path)
         saver.save(1)
         saver.wait()
@@ -151,25 +198,38 @@ def test_a_foreign_reader_computes_the_same_loss(tmp_path: Path, more: dict[str,
     (loss,) = run_ranks(1, ours)
     export(tmp_path / "checkpoints" / "step-00000001", tmp_path / "weights")
     config = json.loads((tmp_path / "weights" / "config.json").read_text())
-    weights = {key: value.double() for key, value in load_file(tmp_path / "weights" / "model.safetensors").items()}
+    weights = {
+        key: value.double()
+        for key, value in load_file(tmp_path / "weights" / "model.safetensors").items()
+    }
     assert float(plain_loss(weights, config, tokens)) == pytest.approx(loss, rel=1e-5)
     theirs = Plan.of(str(tmp_path / "weights")).complete().shape
-    assert source_of(tmp_path / "weights", theirs).tensors.keys() >= {(n, "master") for n in parameters_of(made.shape)}
+    assert source_of(tmp_path / "weights", theirs).tensors.keys() >= {
+        (n, "master") for n in parameters_of(made.shape)
+    }
 
 
-@pytest.mark.parametrize("shape, words", [
-    (GPT, r"model\.positions: is 'learned'"), ({**LLAMA, "norm": "layernorm"}, r"model\.norm: is 'layernorm'"),
-    ({**LLAMA, "mlp": "gelu"}, r"model\.mlp: is 'gelu'.*swiglu"),
-    ({**LLAMA, "moe": {"experts": 2, "top_k": 1, "ffn": 8}}, r"model\.moe"),
-])  # fmt: skip
-def test_models_without_such_names_are_refused(tmp_path: Path, shape: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(
+    "shape, words",
+    [
+        (GPT, r"model\.positions: is 'learned'"),
+        ({**LLAMA, "norm": "layernorm"}, r"model\.norm: is 'layernorm'"),
+        ({**LLAMA, "mlp": "gelu"}, r"model\.mlp: is 'gelu'.*swiglu"),
+        ({**LLAMA, "moe": {"experts": 2, "top_k": 1, "ffn": 8}}, r"model\.moe"),
+    ],
+)
+def test_models_without_such_names_are_refused(
+    tmp_path: Path, shape: dict[str, Any], words: str
+) -> None:
     run_ranks(1, partial(save, plan(shape=shape, changes=BATCH).complete(), tmp_path))
     with pytest.raises(PlanError, match=words):
         export(tmp_path / "checkpoints" / "step-00000001", tmp_path / "weights")
     assert not (tmp_path / "weights").exists()
 
 
-def test_exports_replace_nothing_and_read_nothing_damaged(exported: tuple[Path, Path, Whole], tmp_path: Path) -> None:
+def test_exports_replace_nothing_and_read_nothing_damaged(
+    exported: tuple[Path, Path, Whole], tmp_path: Path
+) -> None:
     checkpoint, folder, _ = exported
     with pytest.raises(PlanError, match="is there already"):
         export(checkpoint, folder)
@@ -215,18 +275,28 @@ def other_family(weights: Weights, config: dict[str, Any]) -> None:
     config |= {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
 
 
-@pytest.mark.parametrize("spoil, words", [
-    (without, r"has no model\.layers\.3\.mlp\.up_proj\.weight"),
-    (misshapen, r"up_proj\.weight has shape \(48, 31\), the plan's model needs \(48, 32\)"),
-    (quantised, r"lm_head\.weight is I8; legal: F64, F32, F16, BF16"),
-    (unexpected, r"has model\.layers\.0\.self_attn\.q_norm\.weight, which the plan's model lacks"),
-    (other_base, r"model\.rope_theta: is 10000\.0; in .*config\.json it is 500000\.0"),
-    (scaled, r"rope_scaling of type 'llama3'"),
-    (other_family, r"model_type 'mixtral'"),
-])  # fmt: skip
-def test_foreign_folders_that_do_not_fit_are_refused(tmp_path: Path, spoil: Any, words: str) -> None:
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (without, r"has no model\.layers\.3\.mlp\.up_proj\.weight"),
+        (misshapen, r"up_proj\.weight has shape \(48, 31\), the plan's model needs \(48, 32\)"),
+        (quantised, r"lm_head\.weight is I8; legal: F64, F32, F16, BF16"),
+        (
+            unexpected,
+            r"has model\.layers\.0\.self_attn\.q_norm\.weight, which the plan's model lacks",
+        ),
+        (other_base, r"model\.rope_theta: is 10000\.0; in .*config\.json it is 500000\.0"),
+        (scaled, r"rope_scaling of type 'llama3'"),
+        (other_family, r"model_type 'mixtral'"),
+    ],
+)
+def test_foreign_folders_that_do_not_fit_are_refused(
+    tmp_path: Path, spoil: Any, words: str
+) -> None:
     shape = Shape.model_validate(LLAMA)
-    weights: Weights = {f"model.layers.{n}.{k}": torch.zeros(s) for n in range(4) for k, s in LAYER.items()}
+    weights: Weights = {
+        f"model.layers.{n}.{k}": torch.zeros(s) for n in range(4) for k, s in LAYER.items()
+    }
     weights |= {key: torch.zeros(extent) for key, extent in OUTSIDE.items()}
     config = config_of(shape, torch.float32)
     write(tmp_path, weights, config)
@@ -248,7 +318,9 @@ def test_weights_that_are_no_numbers_are_refused_by_name_and_count(
     weights = load_file(tmp_path / listed[key])
     weights[key].view(-1)[[0, 7, 1000]] = value
     save_file(weights, tmp_path / listed[key])
-    made = plan(changes={**BATCH, "strategy.precision": "bf16", "checkpoint.load": str(tmp_path)}).complete()
+    made = plan(
+        changes={**BATCH, "strategy.precision": "bf16", "checkpoint.load": str(tmp_path)}
+    ).complete()
     words = rf"{listed[key]}: 3 of the 1536 values of {key} are NaN or infinite"
     with pytest.raises(PlanError, match=words.replace(".", r"\.")):
         Saver(session_of(made, 0), Path("unused")).load()
@@ -259,7 +331,9 @@ def write(folder: Path, weights: Weights, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_files_that_are_missing_or_cut_are_named(exported: tuple[Path, Path, Whole], tmp_path: Path) -> None:
+def test_files_that_are_missing_or_cut_are_named(
+    exported: tuple[Path, Path, Whole], tmp_path: Path
+) -> None:
     shape = plan().complete().shape
     for path in exported[1].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

@@ -93,16 +93,26 @@ def test_peak_is_one_instant_and_maximum_each_its_own() -> None:
         assert live.moments == {}
         live.snapshot("forward_end")
         rows = live.memory_rows(2)
-        assert rows[0] == {"stage": 2, "moment": "forward_end", "tier": "device", "category": "b", "bytes": 240}
+        assert rows[0] == {
+            "stage": 2,
+            "moment": "forward_end",
+            "tier": "device",
+            "category": "b",
+            "bytes": 240,
+        }
         assert [row["moment"] for row in rows] == ["forward_end", "peak", "maximum"]
         del b
 
 
 def model() -> nn.Module:
-    return nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 50))
+    return nn.Sequential(
+        nn.Embedding(50, 32), nn.Linear(32, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 50)
+    )
 
 
-def train(live: LiveBytes, net: nn.Module, tokens: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+def train(
+    live: LiveBytes, net: nn.Module, tokens: torch.Tensor, optimizer: torch.optim.Optimizer
+) -> None:
     """Two steps of three microbatches, the second one counted from its start."""
     for step in range(2):
         if step:
@@ -156,7 +166,9 @@ def test_training_step_equals_the_allocator() -> None:
 
 @pytest.mark.parametrize("counting", [True, False])
 def test_peak_equals_the_allocator(counting: bool) -> None:
-    """The allocator's peak, whether the counting mode is on or off: the counter does not change what it counts."""
+    """The allocator's peak, whether the counting mode is on or off: the counter does not change
+    what it counts.
+    """
     expected = sum(counted().peak.values())
     meter, live = CpuMeter(), LiveBytes()
     meter.start()
@@ -177,7 +189,14 @@ def test_fake_tensors_give_the_same() -> None:
     assert fake.peak == real.peak
     assert fake.maximum == real.maximum
     assert fake.moments == real.moments
-    assert set(real.maximum) == {"parameters", "gradients", "optimizer", "activations", "logits", "temporary"}
+    assert set(real.maximum) == {
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "logits",
+        "temporary",
+    }
 
 
 @pytest.fixture
@@ -204,12 +223,18 @@ def test_collectives_with_group_bytes_and_action(fake: bool) -> None:
             dist.all_gather_into_tensor(whole, torch.zeros(16, 4), group=group)
             dist.reduce_scatter_tensor(torch.zeros(16, 4), whole, group=group)
         for work in dist.batch_isend_irecv(
-            [dist.P2POp(dist.irecv, x, group=group, group_peer=1), dist.P2POp(dist.isend, x, group=group, group_peer=2)]
+            [
+                dist.P2POp(dist.irecv, x, group=group, group_peer=1),
+                dist.P2POp(dist.isend, x, group=group, group_peer=2),
+            ]
         ):
             work.wait()
         dist.barrier(group=group)
     rows = live.collective_rows({group.group_name: "tensor"})
-    seen = [(r["axis"], r["kind"], r["group_size"], r["dtype"], r["bytes"], r["count"], r["action"]) for r in rows]
+    seen = [
+        (r["axis"], r["kind"], r["group_size"], r["dtype"], r["bytes"], r["count"], r["action"])
+        for r in rows
+    ]
     assert seen == [
         ("tensor", "all_reduce", 8, "bf16", 128, 3, "REDUCE_GRAD"),
         ("world", "all_reduce", 64, "fp32", 8, 1, "REDUCE_GRAD"),

@@ -1,4 +1,6 @@
-"""The training loop at the edges: sampling every step or never, one step, checkpoints every step, odd resumptions."""
+"""The training loop at the edges: sampling every step or never, one step, checkpoints every step,
+odd resumptions.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,21 @@ Records = list[dict[str, Any]]
 
 
 def trained(folder: Path, text: Path, model: str = "tiny", **changes: Any) -> tuple[int, Records]:
-    """Exit code and records of one rank that trains in a forked process, its run directory being `folder`."""
+    """Exit code and records of one rank that trains in a forked process, its run directory being
+    `folder`.
+    """
     written = {
-        "corpus.source": str(text), "training.sequence_length": 16, "training.global_batch": 2, "training.steps": 3,
-    } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
+        "corpus.source": str(text),
+        "training.sequence_length": 16,
+        "training.global_batch": 2,
+        "training.steps": 3,
+    } | {name.replace("__", "."): value for name, value in changes.items()}
     plan = Plan.of(model, gpu="local", gpus=1, strategy="single", set=written)
     folder.mkdir(exist_ok=True)
     (folder / "plan.yaml").write_text(plan.resolved().to_yaml())
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(folder / "plan.yaml",))
+    process = multiprocessing.get_context("fork").Process(
+        target=_child, args=(folder / "plan.yaml",)
+    )
     process.start()
     process.join(60)
     assert process.exitcode is not None
@@ -46,9 +55,15 @@ def refusal(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "errors" / "rank00000.json").read_text()))
 
 
-@pytest.mark.parametrize("every, sampled", [(1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 4]), (0, [0, 1]), (100, [0, 1])])
-def test_memory_is_sampled_as_the_plan_says(tmp_path: Path, text: Path, every: int, sampled: list[int]) -> None:
-    code, records = trained(tmp_path / "run", text, training__steps=5, telemetry__memory_every=every)
+@pytest.mark.parametrize(
+    "every, sampled", [(1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 4]), (0, [0, 1]), (100, [0, 1])]
+)
+def test_memory_is_sampled_as_the_plan_says(
+    tmp_path: Path, text: Path, every: int, sampled: list[int]
+) -> None:
+    code, records = trained(
+        tmp_path / "run", text, training__steps=5, telemetry__memory_every=every
+    )
     assert code == 0
     for kind in ("memory", "timeline", "collectives"):
         assert steps(records, kind) == sampled
@@ -66,7 +81,9 @@ def test_memory_is_sampled_as_the_plan_says(tmp_path: Path, text: Path, every: i
 def test_one_step(tmp_path: Path, text: Path) -> None:
     code, records = trained(tmp_path / "run", text, training__steps=1, checkpoint__every=7)
     assert code == 0
-    assert steps(records, "step") == steps(records, "memory") == [0] and steps(records, "bye") == [1]
+    assert steps(records, "step") == steps(records, "memory") == [0] and steps(records, "bye") == [
+        1
+    ]
     assert steps(records, "checkpoint") == [1]
 
 
@@ -83,7 +100,9 @@ def test_evaluation_every_step(tmp_path: Path, text: Path) -> None:
     assert steps(records, "memory") == [0, 1]
 
 
-def test_held_out_text_that_is_too_short_is_refused_before_the_first_step(tmp_path: Path, text: Path) -> None:
+def test_held_out_text_that_is_too_short_is_refused_before_the_first_step(
+    tmp_path: Path, text: Path
+) -> None:
     changes = {"training__evaluation__every": 2, "corpus__holdout": 0.0005}
     code, records = trained(tmp_path / "run", text, **changes)
     assert (code, steps(records, "step")) == (1, [])
@@ -96,7 +115,11 @@ def test_a_second_launch_in_the_same_folder_is_told_alone(tmp_path: Path, text: 
     assert (code, steps(records, "step")) == (0, [0, 1, 2])
     assert not (tmp_path / "run" / "errors" / "rank00000.json").exists()
     code, records = trained(tmp_path / "run", text, training__steps=1)
-    assert (code, steps(records, "step"), len([r for r in records if r["kind"] == "hello"])) == (0, [0], 1)
+    assert (code, steps(records, "step"), len([r for r in records if r["kind"] == "hello"])) == (
+        0,
+        [0],
+        1,
+    )
 
 
 @pytest.fixture
@@ -107,23 +130,30 @@ def saved(tmp_path: Path, text: Path) -> Path:
 
 
 def test_a_run_that_is_already_done_ends_at_once(tmp_path: Path, text: Path, saved: Path) -> None:
-    code, records = trained(tmp_path / "again", text, checkpoint__load=str(saved), checkpoint__every=1)
+    code, records = trained(
+        tmp_path / "again", text, checkpoint__load=str(saved), checkpoint__every=1
+    )
     assert (code, steps(records, "step"), steps(records, "bye")) == (0, [], [3])
     assert not (tmp_path / "again" / "errors" / "rank00000.json").exists()
 
 
 def test_more_steps_go_on_where_it_ended(tmp_path: Path, text: Path, saved: Path) -> None:
-    code, records = trained(tmp_path / "again", text, checkpoint__load=str(saved), training__steps=5)
+    code, records = trained(
+        tmp_path / "again", text, checkpoint__load=str(saved), training__steps=5
+    )
     assert (code, steps(records, "step"), steps(records, "memory")) == (0, [3, 4], [3, 4])
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"model": "tiny-gpt"}, "of another model"),
-    ({"strategy__precision": "bf16"}, "strategy.precision"),
-    ({"training__optimizer__name": "sgd"}, "was written with 'adamw'"),
-    ({"training__global_batch": 4}, "training.global_batch: is 4"),
-    ({"checkpoint__load": "nowhere"}, "nowhere is not a finished checkpoint"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"model": "tiny-gpt"}, "of another model"),
+        ({"strategy__precision": "bf16"}, "strategy.precision"),
+        ({"training__optimizer__name": "sgd"}, "was written with 'adamw'"),
+        ({"training__global_batch": 4}, "training.global_batch: is 4"),
+        ({"checkpoint__load": "nowhere"}, "nowhere is not a finished checkpoint"),
+    ],
+)
 def test_a_checkpoint_that_does_not_fit_is_refused_in_words(
     tmp_path: Path, text: Path, saved: Path, changes: dict[str, Any], words: str
 ) -> None:
@@ -133,10 +163,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_words(
     assert error["type"] == "PlanError" and words in error["message"]
 
 
-def test_a_larger_shape_of_the_same_names_is_refused(tmp_path: Path, text: Path, saved: Path) -> None:
+def test_a_larger_shape_of_the_same_names_is_refused(
+    tmp_path: Path, text: Path, saved: Path
+) -> None:
     code, _ = trained(tmp_path / "again", text, "small", checkpoint__load=str(saved))
     message = refusal(tmp_path / "again")["message"]
-    assert code == 1 and "model.hidden: is 384" in message and "of another model: there it is 128" in message
+    assert (
+        code == 1
+        and "model.hidden: is 384" in message
+        and ("of another model: there it is 128") in message
+    )
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
@@ -152,11 +188,21 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
     monkeypatch.setattr(checkpoint_format, "write_part", full)
     for asynchronous in (True, False):
         folder = tmp_path / str(asynchronous)
-        changes = {"training__steps": 5, "checkpoint__every": 1, "checkpoint__asynchronous": asynchronous}
+        changes = {
+            "training__steps": 5,
+            "checkpoint__every": 1,
+            "checkpoint__asynchronous": asynchronous,
+        }
         code, records = trained(folder, text, **changes)
-        assert (code, steps(records, "checkpoint")) == (0, [1, 3, 4, 5]) and len(steps(records, "step")) == 5
+        assert (code, steps(records, "checkpoint")) == (0, [1, 3, 4, 5]) and len(
+            steps(records, "step")
+        ) == 5
         (message,) = (record["message"] for record in records if record["kind"] == "unsaved")
-        assert "cannot write" in message and "step-00000002" in message and "checkpoint.keep" in message
+        assert (
+            "cannot write" in message
+            and "step-00000002" in message
+            and "checkpoint.keep" in message
+        )
         left = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
         assert left == ["step-00000004", "step-00000005"]
 
@@ -174,7 +220,9 @@ def test_dying_while_saving_leaves_the_former_checkpoint(
     monkeypatch.setattr(checkpoint_format, "commit", die_at_two)
     code, _ = trained(tmp_path / "run", text, checkpoint__every=1)
     folder = tmp_path / "run" / "checkpoints"
-    assert code == -signal.SIGKILL and [path.name for path in checkpoint_format.finished(folder)] == ["step-00000001"]
+    assert code == -signal.SIGKILL and [
+        path.name for path in checkpoint_format.finished(folder)
+    ] == ["step-00000001"]
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     again = {"checkpoint__load": str(folder / "step-00000001"), "checkpoint__every": 1}

@@ -1,4 +1,6 @@
-"""Ranks of one node meet on the loopback address alone, and tell each other nothing that could run."""
+"""Ranks of one node meet on the loopback address alone, and tell each other nothing that could
+run.
+"""
 
 import os
 import re
@@ -20,7 +22,11 @@ SOON = timedelta(seconds=10)
 
 def listening(port=None):
     """Addresses on which this process listens."""
-    found = [c for c in psutil.Process(os.getpid()).net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    found = [
+        c
+        for c in psutil.Process(os.getpid()).net_connections("inet")
+        if c.status == psutil.CONN_LISTEN
+    ]
     return [c.laddr.ip for c in found if port in (None, c.laddr.port)]
 
 
@@ -41,7 +47,9 @@ def test_the_store_of_one_node_listens_on_the_loopback_address_alone():
 def test_a_port_in_use_is_named():
     port = free_port()
     first = rendezvous.loopback_store(port, 1, SOON, listens=True)
-    with pytest.raises(RuntimeError, match=rf"cannot meet on 127\.0\.0\.1:{port}: Address already in use"):
+    with pytest.raises(
+        RuntimeError, match=rf"cannot meet on 127\.0\.0\.1:{port}: Address already in use"
+    ):
         rendezvous.loopback_store(port, 1, SOON, listens=True)
     del first
 
@@ -74,4 +82,6 @@ def test_forked_ranks_listen_on_the_loopback_address_alone():
 def test_no_rank_is_sent_a_pickle():
     """torch's collectives of objects run whatever a peer sends."""
     for path in Path(workbench.__file__).parent.rglob("*.py"):
-        assert not re.search(r"(gather|broadcast|scatter|send|recv)_object|pickle\.load", path.read_text()), path
+        assert not re.search(
+            r"(gather|broadcast|scatter|send|recv)_object|pickle\.load", path.read_text()
+        ), path

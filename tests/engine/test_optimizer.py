@@ -9,10 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from workbench.engine.optimizer import Optimizer, learning_rate
 from workbench.engine.precision import dtypes
+from workbench.errors import PlanError
 from workbench.kernels.triton_compat import triton
 from workbench.parallel.layout import Layout
 from workbench.plan import schema
-from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.runs.launch.free_memory import bytes_each
 
@@ -23,13 +23,17 @@ LAYOUTS = {name: Layout.whole(name, shape) for name, shape in SHAPES.items()}
 def named(dtype: torch.dtype) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
     return {
-        n: nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)) for n, s in SHAPES.items()
+        n: nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype))
+        for n, s in SHAPES.items()
     }
 
 
 def gradients_of(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
-    return {n: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for n, s in SHAPES.items()}
+    return {
+        n: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)
+        for n, s in SHAPES.items()
+    }
 
 
 def fill(into: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
@@ -55,7 +59,9 @@ def test_equals_torch(dtype: torch.dtype, name: str) -> None:
     if name == "adamw":
         reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     else:
-        reference = torch.optim.SGD([{**g, "weight_decay": 0.0} for g in groups], lr=1e-2, momentum=0.9, foreach=False)
+        reference = torch.optim.SGD(
+            [{**g, "weight_decay": 0.0} for g in groups], lr=1e-2, momentum=0.9, foreach=False
+        )
     for step in range(4):
         fill(gradients, gradients_of(step, dtype))
         for key, parameter in theirs.items():
@@ -65,13 +71,18 @@ def test_equals_torch(dtype: torch.dtype, name: str) -> None:
         reference.step()
         optimizer.step(step, torch.tensor(0.5))
     for key, parameter in ours.items():
-        torch.testing.assert_close(parameter, theirs[key], rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-7)
+        torch.testing.assert_close(
+            parameter, theirs[key], rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-7
+        )
     assert all(float(entry["step"]) == 4 for entry in optimizer.state().values())
 
 
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
 def test_master_follows_fp32_and_parameter_rounds_it(gradient_dtype: torch.dtype) -> None:
-    small, wide = named(torch.bfloat16), {n: nn.Parameter(p.detach().float()) for n, p in named(torch.bfloat16).items()}
+    small, wide = (
+        named(torch.bfloat16),
+        {n: nn.Parameter(p.detach().float()) for n, p in named(torch.bfloat16).items()},
+    )
     narrow = gradients_of(0, gradient_dtype)
     full = {n: g.float().clone() for n, g in narrow.items()}
     ours, reference = (
@@ -101,9 +112,14 @@ def test_what_is_kept_in_16_bits_is_torchs_rounded_after_every_step(
     ours, gradients = named(dtype), gradients_of(0, dtype)
     wide = {n: p.detach().float() for n, p in ours.items()}
     optimizer = Optimizer(ours, gradients, LAYOUTS, settings, 10)
-    kinds = {"adamw": {"moment1": "exp_avg", "moment2": "exp_avg_sq"}, "sgd": {"moment1": "momentum_buffer"}}[name]
+    kinds = {
+        "adamw": {"moment1": "exp_avg", "moment2": "exp_avg_sq"},
+        "sgd": {"moment1": "momentum_buffer"},
+    }[name]
     theirs = {
-        n: torch.optim.AdamW([p], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1 * (p.ndim > 1), fused=True)
+        n: torch.optim.AdamW(
+            [p], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1 * (p.ndim > 1), fused=True
+        )
         if name == "adamw"
         else torch.optim.SGD([p], lr=1e-2, momentum=0.9, fused=True)
         for n, p in wide.items()
@@ -119,13 +135,21 @@ def test_what_is_kept_in_16_bits_is_torchs_rounded_after_every_step(
                 p.copy_(p.to(dtype))
             for theirs_kind in kinds.values():
                 if moments == "bf16":
-                    theirs[n].state[p][theirs_kind].copy_(theirs[n].state[p][theirs_kind].bfloat16())
+                    theirs[n].state[p][theirs_kind].copy_(
+                        theirs[n].state[p][theirs_kind].bfloat16()
+                    )
         optimizer.step(step)
         for n, p in wide.items():
             state = optimizer.state()[n]
-            assert ("master" in state) == (master == "auto") and torch.equal(ours[n].detach(), p.to(dtype)), n
-            assert all(torch.equal(state[o].float(), theirs[n].state[p][t]) for o, t in kinds.items()), n
-            assert state["moment1"].dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[moments]
+            assert ("master" in state) == (master == "auto") and torch.equal(
+                ours[n].detach(), p.to(dtype)
+            ), n
+            assert all(
+                torch.equal(state[o].float(), theirs[n].state[p][t]) for o, t in kinds.items()
+            ), n
+            assert (
+                state["moment1"].dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[moments]
+            )
 
 
 def test_casting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +158,9 @@ def test_casting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr("workbench.engine.optimizer_groups.CAST_BYTES", limit)
         parameters = named(torch.bfloat16)
         optimizer = Optimizer(parameters, gradients_of(0, torch.bfloat16), LAYOUTS, config(), 3)
-        assert len(optimizer._groups) == (3 if limit == 1 else 2)  # matrices and vectors are decayed apart
+        assert len(optimizer._groups) == (
+            3 if limit == 1 else 2
+        )  # matrices and vectors are decayed apart
         optimizer.step(0, None)
         results.append(parameters)
     assert all(torch.equal(results[0][n], results[1][n]) for n in SHAPES)
@@ -158,21 +184,30 @@ def test_fused_kernels_change_nothing_where_triton_does_not_run(name: str) -> No
         parameters, gradients = named(torch.bfloat16), gradients_of(0, torch.bfloat16)
         optimizer = Optimizer(parameters, gradients, LAYOUTS, config(name=name), 10, kernels)
         optimizer.step(0, torch.tensor(0.5))
-        found.append([*parameters.values(), *(x for own in optimizer.state().values() for x in own.values())])
-    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+        found.append(
+            [*parameters.values(), *(x for own in optimizer.state().values() for x in own.values())]
+        )
+    assert all(
+        torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True)
+    )
     assert not torch.equal(found[0][0], named(torch.bfloat16)["matrix"])
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("master", ["auto", "none"])
-def test_cutting_what_is_cast_changes_nothing(name: str, master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutting_what_is_cast_changes_nothing(
+    name: str, master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("workbench.engine.optimizer_groups.CACHED_BYTES", 1024)
     shapes = {"matrix": (40, 20), "vector": (130,), "small": (3, 4)}
     layouts = {n: Layout.whole(n, s) for n, s in shapes.items()}
     found = []
     for kernels in ("eager", "fused"):
         generator = torch.Generator().manual_seed(0)
-        own, given = ({n: torch.randn(s, generator=generator).bfloat16() for n, s in shapes.items()} for _ in range(2))
+        own, given = (
+            {n: torch.randn(s, generator=generator).bfloat16() for n, s in shapes.items()}
+            for _ in range(2)
+        )
         settings = config(name=name, master=master, moments="fp32")
         optimizer = Optimizer(own, given, layouts, settings, 10, kernels)
         assert len(optimizer._groups) >= 4 if kernels == "fused" else len(optimizer._groups) == 2
@@ -180,7 +215,9 @@ def test_cutting_what_is_cast_changes_nothing(name: str, master: str, monkeypatc
             for x in given.values():
                 x.copy_(torch.randn(x.shape, generator=generator))
             optimizer.step(step, torch.tensor(0.5), torch.tensor(skip))
-        found.append([*own.values(), *(x for state in optimizer.state().values() for x in state.values())])
+        found.append(
+            [*own.values(), *(x for state in optimizer.state().values() for x in state.values())]
+        )
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
     assert all(float(state["step"]) == 2 for state in optimizer.state().values())
 
@@ -232,20 +269,26 @@ def test_learning_rate_schedule() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 @pytest.mark.parametrize("master", ["auto", "none"])
-@pytest.mark.parametrize("changes", [{}, {"name": "sgd"}, {"name": "sgd", "beta1": 0.0}], ids=["adamw", "sgd", "plain"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"name": "sgd"}, {"name": "sgd", "beta1": 0.0}], ids=["adamw", "sgd", "plain"]
+)
 def test_preflight_counts_the_bytes_that_are_there(
     precision: str, moments: str, master: str, changes: dict[str, object]
 ) -> None:
     optimizer = {"moments": moments, "master": master, **changes}
     written = {f"training.optimizer.{key}": value for key, value in optimizer.items()}
     try:
-        plan = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=1, set={"strategy.precision": precision, **written}).complete()
+        plan = Plan.of(
+            "tiny", gpu="h100-sxm-80gb", gpus=1, set={"strategy.precision": precision, **written}
+        ).complete()
     except PlanError:
         pytest.skip("no legal plan")
     stored, gradient = dtypes(plan)
     values = named(stored)
     given = gradients_of(0, gradient)
     state = Optimizer(values, given, LAYOUTS, plan.training.optimizer, 10).state()
-    kept = sum(tensor.nbytes for own in state.values() for kind, tensor in own.items() if kind != "step")
+    kept = sum(
+        tensor.nbytes for own in state.values() for kind, tensor in own.items() if kind != "step"
+    )
     count = sum(value.numel() for value in values.values())
     assert bytes_each(plan) == (stored.itemsize, gradient.itemsize, kept / count)

@@ -1,4 +1,6 @@
-"""What 16 bits mean: gradients add up and are reduced in `gradient_dtype`, norms and masters have 32 bits."""
+"""What 16 bits mean: gradients add up and are reduced in `gradient_dtype`, norms and masters have
+32 bits.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,18 @@ from torch import Tensor
 
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine import session as session_module
-from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.precision import dtypes, set_attention, set_products
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import _Recorder
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.errors import PlanError
 from workbench.models import Transformer
 from workbench.models.weight_init import initial_value
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import build_mesh
-from workbench.errors import PlanError
-from workbench.plan.schema import Plan
 from workbench.plan.model_shape import Shape
 from workbench.plan.rules.supported import require
+from workbench.plan.schema import Plan
 
 WIDE, NARROW = torch.float32, torch.bfloat16
 NAMED = {"fp32": WIDE, "bf16": NARROW}
@@ -36,9 +38,21 @@ def warm() -> None:
     _trained(made(microbatches=1), 0)
 
 
-def made(tensor: int = 1, pipeline: int = 1, data: int = 1, gradients: str = "fp32", microbatches: int = 4) -> Plan:
-    changes = {"strategy.precision": "bf16", "strategy.gradient_dtype": gradients, "training.seed": 5}
-    return plan(tensor, pipeline, data, shape=GPT, microbatches=microbatches, changes=changes).complete()
+def made(
+    tensor: int = 1,
+    pipeline: int = 1,
+    data: int = 1,
+    gradients: str = "fp32",
+    microbatches: int = 4,
+) -> Plan:
+    changes = {
+        "strategy.precision": "bf16",
+        "strategy.gradient_dtype": gradients,
+        "training.seed": 5,
+    }
+    return plan(
+        tensor, pipeline, data, shape=GPT, microbatches=microbatches, changes=changes
+    ).complete()
 
 
 def text_of(made: Plan) -> Tensor:
@@ -53,13 +67,19 @@ def plain_gradients(made: Plan) -> list[dict[str, Tensor]]:
     model = Transformer(made.shape).to(NARROW)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(initial_value(name, tuple(p.shape), made.shape.layers, made.training.seed, NARROW))
+            p.copy_(
+                initial_value(name, tuple(p.shape), made.shape.layers, made.training.seed, NARROW)
+            )
     found = []
     for text in text_of(made):
         model.zero_grad()
-        loss = model(text[:, :-1], text[:, 1:]) * (1 / (made.training.global_batch * made.training.sequence_length))
+        loss = model(text[:, :-1], text[:, 1:]) * (
+            1 / (made.training.global_batch * made.training.sequence_length)
+        )
         loss.backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
     return found
 
 
@@ -103,7 +123,12 @@ def test_microbatches_add_up_in_the_gradients_own_dtype(gradients: str, microbat
         assert gradient.dtype == dtype and torch.equal(gradient, expected), name
         master = rank.masters[name]
         assert master.dtype == WIDE and torch.equal(master.to(NARROW), rank.parameters[name])
-    exact = torch.stack([g.double().square().sum() for g in rank.gradients.values()]).sum().sqrt().item()
+    exact = (
+        torch.stack([g.double().square().sum() for g in rank.gradients.values()])
+        .sum()
+        .sqrt()
+        .item()
+    )
     assert rank.norm == pytest.approx(exact, rel=1e-6)
 
 
@@ -123,7 +148,9 @@ def test_data_ranks_reduce_in_the_gradients_dtype(gradients: str, tolerance: flo
 def test_replicas_in_16_bits_stay_equal_to_the_bit() -> None:
     ranks = trained(made(2, 2, 2))
     for name in ("blocks.0.attention_norm.weight", "blocks.0.attention.q.weight"):
-        holders = [(rank.parameters[name], rank.masters[name]) for rank in ranks if name in rank.parameters]
+        holders = [
+            (rank.parameters[name], rank.masters[name]) for rank in ranks if name in rank.parameters
+        ]
         kinds = {(p.float().numpy().tobytes(), m.numpy().tobytes()) for p, m in holders}
         assert len(holders) == 4 and len(kinds) == (1 if "norm" in name else 2), name
     assert len({rank.norm for rank in ranks}) == 1
@@ -131,12 +158,17 @@ def test_replicas_in_16_bits_stay_equal_to_the_bit() -> None:
 
 @pytest.mark.parametrize("precision", ["tf32", "fp8"])
 def test_cpu_ranks_have_no_narrow_products(precision: str) -> None:
-    with pytest.raises(PlanError, match=rf"precision.*is {precision}, which CPU ranks do not have; legal: fp32, bf16"):
+    with pytest.raises(
+        PlanError,
+        match=rf"precision.*is {precision}, which CPU ranks do not have; legal: fp32, bf16",
+    ):
         plan(changes={"strategy.precision": precision}).complete()
 
 
 def on_a_card(precision: str) -> Plan:
-    return Plan.of("tiny", gpu="h100-sxm-80gb", gpus=1, set={"strategy.precision": precision}).complete()
+    return Plan.of(
+        "tiny", gpu="h100-sxm-80gb", gpus=1, set={"strategy.precision": precision}
+    ).complete()
 
 
 def test_tf32_is_fp32_whose_products_round_their_inputs() -> None:
@@ -152,7 +184,10 @@ def test_tf32_is_fp32_whose_products_round_their_inputs() -> None:
 
 
 def test_fp8_is_refused_with_what_is_legal() -> None:
-    with pytest.raises(PlanError, match=r"precision.*'fp8'; this version can run 'fp32' or 'tf32' or 'bf16' or 'fp16'"):
+    with pytest.raises(
+        PlanError,
+        match=r"precision.*'fp8'; this version can run 'fp32' or 'tf32' or 'bf16' or 'fp16'",
+    ):
         require(on_a_card("fp8"), "run")
 
 
@@ -175,14 +210,22 @@ NARROW_MESHES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 
 
 def clipped(mesh: str, precision: str) -> Plan:
-    """Four sequences in microbatches of one; the clip bites in every step, and SGD shows by how much."""
+    """Four sequences in microbatches of one; the clip bites in every step, and SGD shows by how
+    much.
+    """
     sizes, changes = NARROW_MESHES[mesh]
     shape = MIXTURE if mesh == "expert" else {**LLAMA, "tied": " x " in mesh}
     changes = {
-        "strategy.precision": precision, "strategy.gradient_dtype": "auto", "training.optimizer.name": "sgd",
-        "training.optimizer.clip": 0.05, "training.optimizer.weight_decay": 0.0, "training.optimizer.decay": "constant",
-        "training.global_batch": 4, "training.micro_batch": 1, **changes,
-    }  # fmt: skip
+        "strategy.precision": precision,
+        "strategy.gradient_dtype": "auto",
+        "training.optimizer.name": "sgd",
+        "training.optimizer.clip": 0.05,
+        "training.optimizer.weight_decay": 0.0,
+        "training.optimizer.decay": "constant",
+        "training.global_batch": 4,
+        "training.micro_batch": 1,
+        **changes,
+    }
     return plan(*sizes, shape=shape, layers=2, changes=changes).complete()
 
 
@@ -190,13 +233,17 @@ def moved(made: Plan, rank: int) -> bytes:
     """How far two steps have moved the masters of a rank."""
     session = Session.build(made, build_mesh(made, rank), torch.device("cpu"))
     store, states, data = session.part.store, session.optimizer.state(), session.mesh["data"]
-    masters = {name: states[name].get("master", value.detach()) for name, value in store.values.items()}
+    masters = {
+        name: states[name].get("master", value.detach()) for name, value in store.values.items()
+    }
     before = {name: x.clone() for name, x in masters.items()}
     text = text_of(made).chunk(data.size)[data.index]
     for index in range(2):
         session.step(index, text[..., :-1], text[..., 1:])
     answer = io.BytesIO()
-    torch.save([(asdict(store.layouts[name]), x - before[name]) for name, x in masters.items()], answer)
+    torch.save(
+        [(asdict(store.layouts[name]), x - before[name]) for name, x in masters.items()], answer
+    )
     return answer.getvalue()
 
 
@@ -208,26 +255,37 @@ def in_fp32(shape: Shape) -> dict[str, Tensor]:
 
 
 def distance(mesh: str, precision: str) -> float:
-    """Of a mesh's movement in `precision` from one device's in fp32, relative to that, on the worst rank."""
+    """Of a mesh's movement in `precision` from one device's in fp32, relative to that, on the worst
+    rank.
+    """
     made, whole = clipped(mesh, precision), in_fp32(clipped(mesh, "fp32").shape)
     worst = 0.0
     for answer in run_ranks(made.world_size, partial(moved, made)):
         error = size = torch.zeros(())
         for fields, mine in torch.load(io.BytesIO(answer)):
             layout = Layout(**fields)
-            for (part, _), (expected, _) in zip(layout.parts(mine), layout.parts(layout.take(whole[layout.name]))):
-                error, size = error + (part - expected).square().sum(), size + expected.square().sum()
+            for (part, _), (expected, _) in zip(
+                layout.parts(mine), layout.parts(layout.take(whole[layout.name]))
+            ):
+                error, size = (
+                    error + (part - expected).square().sum(),
+                    size + expected.square().sum(),
+                )
         worst = max(worst, float((error / size).sqrt()))
     return worst
 
 
 ROUNDING = {"fp16": 2**-10, "bf16": 2**-7}
-"""Twice what a weight, an activation or a gradient loses by rounding, as it shows in what they move."""
+"""Twice what a weight, an activation or a gradient loses by rounding, as it shows in what they
+move.
+"""
 
 
 @pytest.mark.parametrize("precision", ROUNDING)
 @pytest.mark.parametrize("mesh", NARROW_MESHES)
-def test_accumulated_and_clipped_steps_in_16_bits_are_those_of_fp32(mesh: str, precision: str) -> None:
+def test_accumulated_and_clipped_steps_in_16_bits_are_those_of_fp32(
+    mesh: str, precision: str
+) -> None:
     assert distance(mesh, precision) < ROUNDING[precision]
 
 
@@ -237,10 +295,13 @@ def test_gradients_that_stay_scaled_would_show(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("gpu", "code", "plain"), [("h100-sxm-80gb", False, False), ("local", False, True), ("h100-sxm-80gb", True, True)]
+    ("gpu", "code", "plain"),
+    [("h100-sxm-80gb", False, False), ("local", False, True), ("h100-sxm-80gb", True, True)],
 )
 def test_attention_on_gpus_is_fused_or_an_error(gpu: str, code: bool, plain: bool) -> None:
-    """Plain operators would keep [B, H, T, T] that no estimate counts; a model that is code chooses for itself."""
+    """Plain operators would keep [B, H, T, T] that no estimate counts; a model that is code chooses
+    for itself.
+    """
     model: Any = {"python": "tests.parallel.users_model:build", "vocab": 260} if code else "tiny"
     set_attention(Plan.of("tiny", gpu=gpu, gpus=1, strategy="ddp", set={"model": model}).complete())
     try:

@@ -8,9 +8,9 @@ import torch
 
 from tests.engine.test_saving import session_of
 from tests.parallel.small import GPT, plan
-from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.replica_check import PIECE, WORDS, ReplicasDiffer, bit_sum
 from workbench.engine.session_checkpoint import Saver
+from workbench.engine.verify.forked_ranks import run_ranks
 
 NAME = "blocks.1.attention.o.weight"
 
@@ -41,7 +41,9 @@ def saved(made, folder: Path, flip, rank):
     """What saving says on a rank, after rank `flip` has had a bit flipped."""
     session = session_of(made, rank)
     if rank == flip:
-        name = next(name for name, layout in session.part.store.layouts.items() if layout.name == NAME)
+        name = next(
+            name for name, layout in session.part.store.layouts.items() if layout.name == NAME
+        )
         session.part.store.values[name].view(torch.int32).view(-1)[3] ^= 1 << 7
     saver = Saver(session, folder)
     try:
@@ -53,9 +55,10 @@ def saved(made, folder: Path, flip, rank):
     return ""
 
 
-@pytest.mark.parametrize("data, flip, words", [
-    (3, 1, "differs on rank 1 from that of the others"), (2, 1, "differs among ranks 0, 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "data, flip, words",
+    [(3, 1, "differs on rank 1 from that of the others"), (2, 1, "differs among ranks 0, 1")],
+)
 def test_a_replica_with_another_bit_is_named_and_not_saved(tmp_path, data, flip, words):
     made = plan(data=data, shape=GPT, changes={"training.global_batch": 12}).complete()
     for told in run_ranks(data, partial(saved, made, tmp_path, flip)):

@@ -1,4 +1,6 @@
-"""The union of all ranks is one device's batch, in its order; every epoch sees every sequence once."""
+"""The union of all ranks is one device's batch, in its order; every epoch sees every sequence
+once.
+"""
 
 import numpy as np
 import pytest
@@ -6,12 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.engine.data.tokenized_corpus import Tokens
 from workbench.engine.data.batch_sampler import Sampler, permute
+from workbench.engine.data.tokenized_corpus import Tokens
 
 
 def tokens(train: int = 1000, holdout: int = 200) -> Tokens:
-    return Tokens(np.arange(train, dtype=np.uint16), np.arange(holdout, dtype=np.uint16), 1000, "", "bytes", None)
+    return Tokens(
+        np.arange(train, dtype=np.uint16),
+        np.arange(holdout, dtype=np.uint16),
+        1000,
+        "",
+        "bytes",
+        None,
+    )
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40))
@@ -30,7 +39,10 @@ def test_permutation_mixes() -> None:
 def test_ranks_together_are_one_device() -> None:
     one = Sampler(tokens(), 10, 12, 1, seed=3)
     for size, micro in ((2, 3), (4, 1), (3, 2)):
-        parts = [Sampler(tokens(), 10, 12, micro, seed=3, data_index=d, data_size=size) for d in range(size)]
+        parts = [
+            Sampler(tokens(), 10, 12, micro, seed=3, data_index=d, data_size=size)
+            for d in range(size)
+        ]
         for call in (lambda s: s.batch(9), lambda s: s.evaluation(1)):
             together = torch.cat([call(part)[0].reshape(-1, 10) for part in parts])
             assert torch.equal(together, call(one)[0].reshape(-1, 10))
@@ -62,7 +74,8 @@ def test_resumes_by_sample_index_under_another_batch() -> None:
 
 def test_short_text_is_named() -> None:
     with pytest.raises(
-        ValueError, match=r"training\.sequence_length: 1000 needs 1001 tokens, the training text has 1000"
+        ValueError,
+        match=r"training\.sequence_length: 1000 needs 1001 tokens, the training text has 1000",
     ):
         Sampler(tokens(), 1000, 4, 1)
     with pytest.raises(ValueError, match="the held-out text has 3"):

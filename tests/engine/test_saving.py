@@ -1,4 +1,6 @@
-"""A session's checkpoint loads on every other mesh, to the bit: heads that ranks share, padding and ties included."""
+"""A session's checkpoint loads on every other mesh, to the bit: heads that ranks share, padding and
+ties included.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,10 @@ import pytest
 import torch
 
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.checkpoint import tensor_integrity
-from workbench.checkpoint import read_tensors
-from workbench.engine.verify.forked_ranks import run_ranks
-from workbench.engine.session_checkpoint import Saver
+from workbench.checkpoint import read_tensors, tensor_integrity
 from workbench.engine.session import Session
+from workbench.engine.session_checkpoint import Saver
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
 
@@ -34,7 +35,9 @@ def save(made: Plan, folder: Path, rank: int) -> None:
     session = session_of(made, rank)
     data = session.mesh["data"]
     shape = (data.size * made.num_microbatches, 2, made.training.sequence_length)
-    text = torch.randint(257, shape, generator=torch.Generator().manual_seed(1)).chunk(data.size)[data.index]
+    text = torch.randint(257, shape, generator=torch.Generator().manual_seed(1)).chunk(data.size)[
+        data.index
+    ]
     session.step(0, text, text.flip(-1))
     saver = Saver(session, folder)
     saver.save(1)
@@ -45,22 +48,38 @@ def load(made: Plan, rank: int) -> list[tuple[str, str, Any, np.ndarray]]:
     session = session_of(made, rank)
     saver = Saver(session, Path("unused"))
     assert saver.load() == 1
-    return [(shard.name, shard.kind, shard.slices, shard.tensor.float().numpy()) for _, shard in saver._shards()]
+    return [
+        (shard.name, shard.kind, shard.slices, shard.tensor.float().numpy())
+        for _, shard in saver._shards()
+    ]
 
 
-@pytest.mark.parametrize("mesh, shape", [
-    ((4, 1, 1), LLAMA), ((2, 2, 1), LLAMA), ((1, 2, 2), {**GPT, "tied": True}), ((4, 1, 1), UNEVEN),
-], ids=["shared heads", "tensor x pipeline", "tied, pipeline x data", "uneven heads"])  # fmt: skip
-def test_any_mesh_loads_what_another_saved(tmp_path: Path, mesh: tuple[int, int, int], shape: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "mesh, shape",
+    [
+        ((4, 1, 1), LLAMA),
+        ((2, 2, 1), LLAMA),
+        ((1, 2, 2), {**GPT, "tied": True}),
+        ((4, 1, 1), UNEVEN),
+    ],
+    ids=["shared heads", "tensor x pipeline", "tied, pipeline x data", "uneven heads"],
+)
+def test_any_mesh_loads_what_another_saved(
+    tmp_path: Path, mesh: tuple[int, int, int], shape: dict[str, Any]
+) -> None:
     batch = {"training.global_batch": 8}
     written = plan(*mesh, shape=shape, changes=batch).complete()
     run_ranks(written.world_size, partial(save, written, tmp_path))
     read = {"checkpoint.load": str(tmp_path / "checkpoints" / "step-00000001"), **batch}
     wholes: Whole = {
         (name, kind): tensor
-        for name, kind, _, tensor in run_ranks(1, partial(load, plan(shape=shape, changes=read).complete()))[0]
+        for name, kind, _, tensor in run_ranks(
+            1, partial(load, plan(shape=shape, changes=read).complete())
+        )[0]
     }
-    assert any(np.abs(tensor).max() > 0 for (_, kind), tensor in wholes.items() if kind == "moment1")
+    assert any(
+        np.abs(tensor).max() > 0 for (_, kind), tensor in wholes.items() if kind == "moment1"
+    )
     back = plan(4 if mesh[0] == 2 else 2, 1, 1, shape=shape, changes=read).complete()
     for rank, shards in enumerate(run_ranks(back.world_size, partial(load, back))):
         for name, kind, slices, tensor in shards:
@@ -79,7 +98,9 @@ STAGES: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("index", range(len(STAGES)))
-def test_any_stage_of_zero_loads_what_another_saved(tmp_path: Path, index: int, precision: str) -> None:
+def test_any_stage_of_zero_loads_what_another_saved(
+    tmp_path: Path, index: int, precision: str
+) -> None:
     def staged(case: tuple[tuple[int, int, int], dict[str, Any]], **more: Any) -> Plan:
         mesh, data = case
         changes = {f"strategy.data.{key}": value for key, value in data.items()} | more
@@ -89,32 +110,51 @@ def test_any_stage_of_zero_loads_what_another_saved(tmp_path: Path, index: int, 
     written = staged(STAGES[index])
     run_ranks(written.world_size, partial(save, written, tmp_path))
     read = {"checkpoint.load": str(tmp_path / "checkpoints" / "step-00000001")}
-    wholes = {(n, kind): x for n, kind, _, x in run_ranks(1, partial(load, staged(((1, 1, 1), {}), **read)))[0]}
+    wholes = {
+        (n, kind): x
+        for n, kind, _, x in run_ranks(1, partial(load, staged(((1, 1, 1), {}), **read)))[0]
+    }
     assert any(np.abs(x).max() > 0 for (_, kind), x in wholes.items() if kind == "moment1")
     back = staged(STAGES[index - 1], **read)
     held = 0
     for rank, shards in enumerate(run_ranks(back.world_size, partial(load, back))):
         for name, kind, slices, tensor in shards:
-            assert np.array_equal(tensor, wholes[name, kind][tuple(slice(*s) for s in slices)]), (rank, name, kind)
+            assert np.array_equal(tensor, wholes[name, kind][tuple(slice(*s) for s in slices)]), (
+                rank,
+                name,
+                kind,
+            )
             held += tensor.size
     assert held >= sum(x.size for x in wholes.values())
 
 
-@pytest.mark.parametrize("written, read, words", [
-    ({}, {"training.optimizer.moments": "bf16"}, r"moment1 of .* is F32, the plan needs BF16"),
-    ({}, {"training.optimizer.beta1": 0.0}, r"holds moment1 of its parameters, which the plan has not"),
-    ({"training.optimizer.beta1": 0.0}, {}, r"has no moment1 of"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "written, read, words",
+    [
+        ({}, {"training.optimizer.moments": "bf16"}, r"moment1 of .* is F32, the plan needs BF16"),
+        (
+            {},
+            {"training.optimizer.beta1": 0.0},
+            r"holds moment1 of its parameters, which the plan has not",
+        ),
+        ({"training.optimizer.beta1": 0.0}, {}, r"has no moment1 of"),
+    ],
+)
 def test_another_optimizer_state_is_refused_on_every_rank(
     tmp_path: Path, written: dict[str, Any], read: dict[str, Any], words: str
 ) -> None:
     batch = {"training.global_batch": 8, "training.optimizer.name": "sgd"}
     run_ranks(1, partial(save, plan(changes=batch | written).complete(), tmp_path))
-    at = {"checkpoint.load": str(tmp_path / "checkpoints" / "step-00000001"), "strategy.data.zero": 1}
+    at = {
+        "checkpoint.load": str(tmp_path / "checkpoints" / "step-00000001"),
+        "strategy.data.zero": 1,
+    }
     made = plan(1, 1, 2, changes=batch | at | read).complete()
 
     def refused(rank: int) -> str:
-        with pytest.raises(ValueError, match=r"strategy\.precision and training\.optimizer") as error:
+        with pytest.raises(
+            ValueError, match=r"strategy\.precision and training\.optimizer"
+        ) as error:
             load(made, rank)
         return str(error.value)
 
@@ -126,14 +166,22 @@ def through(made: Plan, folder: Path, rank: int) -> list[tuple[str, str, Any, np
     """What a rank holds once it has loaded, and has saved that again."""
     saver = Saver(session_of(made, rank), folder)
     assert saver.load() == 1
-    held = [(shard.name, shard.kind, shard.slices, shard.tensor.float().numpy()) for _, shard in saver._shards()]
+    held = [
+        (shard.name, shard.kind, shard.slices, shard.tensor.float().numpy())
+        for _, shard in saver._shards()
+    ]
     saver.save(1)
     saver.wait()
     return held
 
 
 DENSE = [
-    {"cluster.gpus": 4, "strategy.tensor.size": [2, 2], "strategy.tensor.algorithm": "2d", "training.micro_batch": 4},
+    {
+        "cluster.gpus": 4,
+        "strategy.tensor.size": [2, 2],
+        "strategy.tensor.algorithm": "2d",
+        "training.micro_batch": 4,
+    },
     {
         "cluster.gpus": 4,
         "strategy.pipeline": {"size": 2, "schedule": "interleaved", "chunks": 2},
@@ -145,7 +193,11 @@ DENSE = [
         "strategy.tensor.algorithm": "3d",
         "training.micro_batch": 4,
     },
-    {"cluster.gpus": 4, "strategy.context": {"size": 2, "algorithm": "ring"}, "strategy.data.zero": 1},
+    {
+        "cluster.gpus": 4,
+        "strategy.context": {"size": 2, "algorithm": "ring"},
+        "strategy.data.zero": 1,
+    },
     {"cluster.gpus": 4, "strategy.tensor": {"size": 2, "sequence": True}, "strategy.data.zero": 2},
     {"cluster.gpus": 2, "strategy.pipeline": {"size": 2, "schedule": "dualpipe-v", "chunks": 2}},
 ]
@@ -153,12 +205,19 @@ MOE = [
     {"cluster.gpus": 4, "strategy.expert.size": 2, "strategy.data.zero": 3},
     {"cluster.gpus": 4, "strategy.expert.size": 2, "strategy.tensor.size": 2},
     {"cluster.gpus": 4, "strategy.expert.size": 4, "strategy.data.zero": 1},
-    {"cluster.gpus": 4, "strategy.expert.size": 2, "strategy.pipeline.size": 2, "strategy.data.zero": 2},
+    {
+        "cluster.gpus": 4,
+        "strategy.expert.size": 2,
+        "strategy.pipeline.size": 2,
+        "strategy.data.zero": 2,
+    },
 ]
 EXPERTS = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "ffn": 24, "shared": 1, "first_dense": 1}}
 
 
-@pytest.mark.parametrize("shape, cases", [({**LLAMA, "tied": True}, DENSE), (EXPERTS, MOE)], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "shape, cases", [({**LLAMA, "tied": True}, DENSE), (EXPERTS, MOE)], ids=["dense", "experts"]
+)
 def test_a_state_goes_through_every_kind_of_plan_unchanged(
     tmp_path: Path, shape: dict[str, Any], cases: list[dict[str, Any]]
 ) -> None:
@@ -230,7 +289,9 @@ def test_a_rank_reads_what_it_keeps_and_files_are_verified_once(tmp_path: Path) 
         hashed: list[str] = []
         opened, digest = read_tensors.safe_open, tensor_integrity.digest
         read_tensors.safe_open = lambda *given, **named: Counted(opened(*given, **named), read)
-        tensor_integrity.digest = lambda path, told: (hashed.append(path.name), digest(path, told))[1]
+        tensor_integrity.digest = lambda path, told: (hashed.append(path.name), digest(path, told))[
+            1
+        ]
         held = load(made, rank)
         return read, hashed, sum(tensor.size for _, kind, _, tensor in held if kind != "step")
 

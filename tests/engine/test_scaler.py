@@ -1,4 +1,6 @@
-"""Loss scaling goes as torch's, and in step: one rank's overflow makes every rank skip, and changes nothing."""
+"""Loss scaling goes as torch's, and in step: one rank's overflow makes every rank skip, and changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ from torch import Tensor
 from tests.engine.test_loop import trained
 from tests.engine.test_precision import text_of
 from tests.parallel.small import GPT, LLAMA, plan
+from workbench.costmodel.communication.collective_volume import LOSS_BYTES
 from workbench.engine import loss_scaler as scaler_module
 from workbench.engine import session as session_module
-from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.loss_scaler import INITIAL, LossScaler, overflow
 from workbench.engine.session import Session, StepResult
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.data.zero_shards import Store
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
-from workbench.costmodel.communication.collective_volume import LOSS_BYTES
 from workbench.rehearsal.rehearse import rehearse
 
 CPU = torch.device("cpu")
@@ -66,17 +68,23 @@ def everything(session: Session) -> list[Tensor]:
 
 
 def fingerprint(session: Session) -> tuple[int, ...]:
-    return tuple(hash(x.numpy().tobytes()) for x in (x.detach().clone() for x in everything(session)))
+    return tuple(
+        hash(x.numpy().tobytes()) for x in (x.detach().clone() for x in everything(session))
+    )
 
 
 def numbers(result: StepResult) -> tuple[float, ...]:
     return tuple(
-        x.item() for x in (result.loss, result.gradient_norm, result.loss_scale, result.skipped) if x is not None
+        x.item()
+        for x in (result.loss, result.gradient_norm, result.loss_scale, result.skipped)
+        if x is not None
     )
 
 
 def steps(plan: Plan, planted: dict[int, int], rank: int) -> list[Seen]:
-    """Three steps; before the optimizer, step -> rank that gets an infinity into its last gradient."""
+    """Three steps; before the optimizer, step -> rank that gets an infinity into its last
+    gradient.
+    """
     session = Session.build(plan, build_mesh(plan, rank), CPU)
     data = session.mesh["data"]
     text = text_of(plan).chunk(data.size)[data.index]
@@ -103,7 +111,9 @@ class Planted(session_module.Unobserved):
 
 @pytest.mark.parametrize("guilty", [0, 1])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_an_overflow_on_one_rank_is_skipped_by_all_and_changes_nothing(mesh: str, guilty: int) -> None:
+def test_an_overflow_on_one_rank_is_skipped_by_all_and_changes_nothing(
+    mesh: str, guilty: int
+) -> None:
     one = made(*MESHES[mesh])
     for before, skipped, after, last in run_ranks(one.world_size, partial(steps, one, {0: guilty})):
         _, norm, scale, flag = skipped.numbers
@@ -168,10 +178,14 @@ def test_the_scale_is_saved_and_loaded() -> None:
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("mesh", ["data 2", "tensor 2", "pipeline 2", "context 2", "zero-3"])
 def test_fp16_trains_as_fp32(mesh: str, shape: dict[str, Any]) -> None:
-    """The scale cancels: loss and norm are those of fp32 within fp16's rounding, gradients kept in fp32 or fp16."""
+    """The scale cancels: loss and norm are those of fp32 within fp16's rounding, gradients kept in
+    fp32 or fp16.
+    """
     sizes, changes = MESHES[mesh]
     half = made(sizes, changes, shape)
-    plain = half.replace(**{"strategy.precision": "fp32", "strategy.gradient_dtype": "fp32"}).complete()
+    plain = half.replace(
+        **{"strategy.precision": "fp32", "strategy.gradient_dtype": "fp32"}
+    ).complete()
     exact = run_ranks(plain.world_size, partial(unscaled, plain))[0]
     for rank in run_ranks(half.world_size, partial(steps, half, {})):
         for seen, (loss, norm) in zip(rank[1:], exact):
@@ -191,19 +205,31 @@ def unscaled(plan: Plan, rank: int) -> list[tuple[float, float]]:
 def test_a_run_that_overflows_by_itself_says_so_and_holds_its_schedule(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first scale is far too large: steps are skipped until it is not; then a second run goes on from there."""
+    """The first scale is far too large: steps are skipped until it is not; then a second run goes
+    on from there.
+    """
     monkeypatch.setattr(scaler_module, "INITIAL", 2.0**30)
-    sets: dict[str, Any] = {"strategy.precision": "fp16", "training.optimizer.warmup_steps": 10, "checkpoint.every": 12}
+    sets: dict[str, Any] = {
+        "strategy.precision": "fp16",
+        "training.optimizer.warmup_steps": 10,
+        "checkpoint.every": 12,
+    }
     sets |= {"checkpoint.asynchronous": False, "training.steps": 24}
     code, records = trained(tmp_path / "run", text, **sets)
     told = [record for record in records if record["kind"] == "step"]
     assert code == 0 and len(told) == 24
     count = sum(record["skipped"] for record in told)
     assert 3 < count < 20 and [record["skipped"] for record in told[:count]] == [True] * count
-    assert [record["loss_scale"] for record in told[: count + 1]] == [2.0 ** (30 - i) for i in range(count + 1)]
+    assert [record["loss_scale"] for record in told[: count + 1]] == [
+        2.0 ** (30 - i) for i in range(count + 1)
+    ]
     assert len({record["learning_rate"] for record in told[: count + 1]}) == 1
     assert told[count + 1]["learning_rate"] == pytest.approx(2 * told[count]["learning_rate"])
-    assert told[0]["gradient_norm"] is None and told[count]["gradient_norm"] > 0 and told[0]["loss"] < 10
+    assert (
+        told[0]["gradient_norm"] is None
+        and told[count]["gradient_norm"] > 0
+        and told[0]["loss"] < 10
+    )
 
     sets["checkpoint.load"] = str(tmp_path / "run" / "checkpoints" / "step-00000012")
     code, records = trained(tmp_path / "again", text, **sets)
@@ -217,7 +243,11 @@ def test_a_run_that_overflows_by_itself_says_so_and_holds_its_schedule(
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_the_same_step_is_rehearsed_and_needs_no_further_collective(name: str) -> None:
-    changes = {"training.dropout": 0.1, "training.optimizer.name": name, "strategy.tensor.sequence": True}
+    changes = {
+        "training.dropout": 0.1,
+        "training.optimizer.name": name,
+        "strategy.tensor.sequence": True,
+    }
     sizes, narrow = (2, 2, 1), made((2, 2, 1), changes)
     profile = rehearse(narrow)
     calls = profile.collectives[profile.collectives["step"] == 1]
@@ -225,4 +255,6 @@ def test_the_same_step_is_rehearsed_and_needs_no_further_collective(name: str) -
     assert set(map(tuple, agreed.to_numpy().tolist())) == {(LOSS_BYTES, 1)}
     wide = rehearse(made(sizes, changes | {"strategy.precision": "bf16"})).collectives
     columns = ["rank", "axis", "kind", "bytes", "count", "action"]
-    assert sorted(calls[columns].to_numpy().tolist()) == sorted(wide[wide["step"] == 1][columns].to_numpy().tolist())
+    assert sorted(calls[columns].to_numpy().tolist()) == sorted(
+        wide[wide["step"] == 1][columns].to_numpy().tolist()
+    )

@@ -25,7 +25,13 @@ def test_records_are_lines_in_order(tmp_path: Path) -> None:
             telemetry.record("step", step=step, loss=torch.tensor(1.5), rows=[{"bytes": 2**40}])
     records = lines(tmp_path / "telemetry" / "rank00003.jsonl")
     assert [r["step"] for r in records] == list(range(200))
-    assert records[0] == {"kind": "step", "t": records[0]["t"], "step": 0, "loss": 1.5, "rows": [{"bytes": 2**40}]}
+    assert records[0] == {
+        "kind": "step",
+        "t": records[0]["t"],
+        "step": 0,
+        "loss": 1.5,
+        "rows": [{"bytes": 2**40}],
+    }
     assert abs(float(str(records[-1]["t"])) - time.monotonic()) < 60
 
 
@@ -80,7 +86,9 @@ def test_full_disk_warns_once_and_recovers(
 
 def test_values_json_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Telemetry(tmp_path, 0) as telemetry:
-        telemetry.record("step", loss=float("nan"), rows=[{"seconds": float("inf"), "bytes": 1, "skipped": True}])
+        telemetry.record(
+            "step", loss=float("nan"), rows=[{"seconds": float("inf"), "bytes": 1, "skipped": True}]
+        )
         telemetry.record("step", loss=torch.tensor(float("nan")))
         telemetry.record("step", loss=object())
         telemetry.record("bye", step=1)
@@ -93,11 +101,14 @@ def test_values_json_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_rank_log_tees_and_keeps_the_traceback(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from workbench.engine.measure.telemetry_writer import RankLog\n"
+        "import sys; from pathlib import Path; from workbench.engine.measure.telemetry_writer "
+        "import RankLog\n"
         "with RankLog(Path(sys.argv[1]), 2):\n"
         "    print('to out'); print('to err', file=sys.stderr); raise RuntimeError('the cause')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
     log = (tmp_path / "logs" / "rank00002.log").read_text()
     assert done.returncode == 1
     assert "to out" in done.stdout
@@ -108,7 +119,8 @@ def test_rank_log_tees_and_keeps_the_traceback(tmp_path: Path) -> None:
 
 def test_rank_log_keeps_the_place_of_an_abort(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from workbench.engine.measure.telemetry_writer import RankLog\n"
+        "import os, sys; from pathlib import Path; from workbench.engine.measure.telemetry_writer "
+        "import RankLog\n"
         "with RankLog(Path(sys.argv[1]), 0):\n    print('before'); os.abort()\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=60)
@@ -129,13 +141,16 @@ def test_a_log_on_a_full_disk_fails_no_rank(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank00000.log").symlink_to("/dev/full")
     code = (
-        "import os, sys; from pathlib import Path; from workbench.engine.measure.telemetry_writer import RankLog\n"
+        "import os, sys; from pathlib import Path; from workbench.engine.measure.telemetry_writer "
+        "import RankLog\n"
         "from workbench.engine.worker import flush\n"
         "with RankLog(Path(sys.argv[1]), 0):\n    print('lost', end='')\n"
         "flush(); os._exit(0)"
     )
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", code, tmp_path], stdout=full, stderr=subprocess.PIPE, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", code, tmp_path], stdout=full, stderr=subprocess.PIPE, timeout=60
+        )
     assert done.returncode == 0, done.stderr
 
 
@@ -149,7 +164,11 @@ def test_only_the_first_error_is_kept(tmp_path: Path) -> None:
     record = json.loads(path.read_text())
     assert path.name == "rank00001.json"
     assert {k: record[k] for k in ("rank", "step", "action", "type", "message")} == {
-        "rank": 1, "step": 7, "action": "B2", "type": "RuntimeError", "message": "first",
-    }  # fmt: skip
+        "rank": 1,
+        "step": 7,
+        "action": "B2",
+        "type": "RuntimeError",
+        "message": "first",
+    }
     assert "raise RuntimeError" in record["traceback"]
     assert abs(record["t_epoch"] - time.time()) < 60

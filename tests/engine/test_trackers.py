@@ -11,12 +11,19 @@ from workbench.plan import schema
 
 def plan(trackers: list[str]) -> schema.Plan:
     return schema.Plan.model_validate(
-        {"model": "tiny", "cluster": {"gpu": "local", "gpus": 1}, "telemetry": {"trackers": trackers}}
+        {
+            "model": "tiny",
+            "cluster": {"gpu": "local", "gpus": 1},
+            "telemetry": {"trackers": trackers},
+        }
     )
 
 
 def test_missing_package_is_named() -> None:
-    with pytest.raises(ValueError, match=r"telemetry\.trackers: no_such_tracker not installed; `pip install no_such"):
+    with pytest.raises(
+        ValueError,
+        match=r"telemetry\.trackers: no_such_tracker not installed; `pip install no_such",
+    ):
         require(["tensorboard", "no_such_tracker"])
     require([])
 
@@ -43,7 +50,9 @@ def test_without_trackers_nothing_is_asked_of_accelerate() -> None:
     trackers.close()
 
 
-def test_a_failing_tracker_is_let_go_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_tracker_is_let_go_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     accelerator = Accelerator(cpu=True, log_with=["tensorboard"], project_dir=str(tmp_path))
     trackers = Trackers(accelerator, plan(["tensorboard"]))
 
@@ -57,4 +66,8 @@ def test_a_failing_tracker_is_let_go_once(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_flat_names_are_dotted() -> None:
-    assert dict(flat({"a": {"b": 1, "c": [1, 2]}, "d": None})) == {"a.b": 1, "a.c": "[1, 2]", "d": "None"}
+    assert dict(flat({"a": {"b": 1, "c": [1, 2]}, "d": None})) == {
+        "a.b": 1,
+        "a.c": "[1, 2]",
+        "d": "None",
+    }

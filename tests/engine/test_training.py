@@ -1,4 +1,6 @@
-"""Real training through `accelerate launch`: what it computes, what it tells, what it saves, and how it ends."""
+"""Real training through `accelerate launch`: what it computes, what it tells, what it saves, and
+how it ends.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ import pytest
 import torch
 
 from workbench.engine.data import tokenized_corpus
-from workbench.engine.optimizer import learning_rate
 from workbench.engine.data.batch_sampler import Sampler
+from workbench.engine.optimizer import learning_rate
+from workbench.interop.export import export
 from workbench.models import Transformer
 from workbench.models.weight_init import initial_value
-from workbench.interop.export import export
 from workbench.plan.schema import Plan
 from workbench.runs import Reader, Run, attach, start
 from workbench.runs.launch.rendezvous_ports import free_port
@@ -42,10 +44,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def plan(home: Path, strategy: str = "tensor-pipeline", gpus: int = 4, **changes: Any) -> Plan:
     written = {
-        "training.steps": STEPS, "training.sequence_length": 32, "training.global_batch": 8, "training.micro_batch": 2,
-        "training.evaluation.every": HALF, "training.optimizer.learning_rate": 1e-3, "training.seed": 7,
-        "strategy.precision": "fp32", "checkpoint.every": HALF,
-    } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
+        "training.steps": STEPS,
+        "training.sequence_length": 32,
+        "training.global_batch": 8,
+        "training.micro_batch": 2,
+        "training.evaluation.every": HALF,
+        "training.optimizer.learning_rate": 1e-3,
+        "training.seed": 7,
+        "strategy.precision": "fp32",
+        "checkpoint.every": HALF,
+    } | {name.replace("__", "."): value for name, value in changes.items()}
     written["corpus.source"] = str(home / "text.txt")
     return Plan.of("tiny", gpu="local", gpus=gpus, strategy=strategy, set=written)
 
@@ -83,7 +91,11 @@ def expected(home: Path) -> tuple[list[float], dict[int, float]]:
     full = plan(home, "single", 1).complete()
     t, o = full.training, full.training.optimizer
     text = Sampler(
-        tokenized_corpus.load(full.corpus, full.shape.vocab), t.sequence_length, t.global_batch, t.global_batch, t.seed
+        tokenized_corpus.load(full.corpus, full.shape.vocab),
+        t.sequence_length,
+        t.global_batch,
+        t.global_batch,
+        t.seed,
     )
     model = Transformer(full.shape)
     with torch.no_grad():
@@ -113,7 +125,9 @@ def expected(home: Path) -> tuple[list[float], dict[int, float]]:
     return trained, held
 
 
-def test_losses_are_those_of_one_process(records: Records, expected: tuple[list[float], dict[int, float]]) -> None:
+def test_losses_are_those_of_one_process(
+    records: Records, expected: tuple[list[float], dict[int, float]]
+) -> None:
     for rank in range(4):
         assert losses(records, rank) == pytest.approx(expected[0], rel=1e-5)
         found = {r["step"]: r["loss"] for r in of(records, "evaluation", rank)}
@@ -126,7 +140,9 @@ def test_every_rank_tells_where_it_stands(records: Records) -> None:
     places = {tuple(sorted(r["coordinates"].items())) for r in hello.values()}
     assert len(places) == 4 and {r["stage"] for r in hello.values()} == {0, 1}
     assert all(r["backend"] == "gloo" and r["device"].startswith("cpu") for r in hello.values())
-    assert {(r["rank"], r["step"]) for r in of(records, "bye")} == {(rank, STEPS) for rank in range(4)}
+    assert {(r["rank"], r["step"]) for r in of(records, "bye")} == {
+        (rank, STEPS) for rank in range(4)
+    }
 
 
 def test_the_first_two_steps_are_measured_on_every_rank(records: Records) -> None:
@@ -175,7 +191,9 @@ def test_a_resumed_run_is_the_same_to_the_bit(home: Path, run: Run, records: Rec
     assert digests(checkpoints(resumed)[-1]) == digests(end)
 
 
-def test_another_plan_goes_on_from_it(home: Path, run: Run, expected: tuple[list[float], dict[int, float]]) -> None:
+def test_another_plan_goes_on_from_it(
+    home: Path, run: Run, expected: tuple[list[float], dict[int, float]]
+) -> None:
     resumed = start(plan(home, "single", 1), root=home / "runs", resume=checkpoints(run)[0])
     again = finished(resumed)
     assert losses(again) == pytest.approx(expected[0][HALF:], rel=1e-5)
@@ -184,7 +202,9 @@ def test_another_plan_goes_on_from_it(home: Path, run: Run, expected: tuple[list
 
 def test_bf16_learns_and_a_stop_leaves_a_checkpoint(home: Path) -> None:
     changes = {"strategy__precision": "bf16", "training__steps": 100000, "checkpoint__every": 0}
-    running = start(plan(home, "ddp", 2, training__evaluation__every=0, **changes), root=home / "runs")
+    running = start(
+        plan(home, "ddp", 2, training__evaluation__every=0, **changes), root=home / "runs"
+    )
     reader, seen = Reader(running.dir), []
     deadline = time.monotonic() + 90
     while len(losses(seen)) < 30 and time.monotonic() < deadline and not running.state.final:
@@ -214,15 +234,24 @@ def test_a_launcher_of_too_few_ranks_is_refused(home: Path, tmp_path: Path) -> N
 def test_an_exported_plan_runs_by_its_own_script(
     home: Path, tmp_path: Path, expected: tuple[list[float], dict[int, float]]
 ) -> None:
-    export(plan(home, "dapple", 2, training__steps=STEPS, checkpoint__every=0), tmp_path / "exported plan")
+    export(
+        plan(home, "dapple", 2, training__steps=STEPS, checkpoint__every=0),
+        tmp_path / "exported plan",
+    )
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     here = str(Path(__file__).parents[2])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": here, "MAIN_PORT": str(free_port())}
     script = tmp_path / "exported plan" / "launch.sh"
-    done = subprocess.run([script], cwd="/", env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [script], cwd="/", env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     run = attach(tmp_path / "exported plan")
-    assert (run.state.phase, run.state.exit_code, run.state.launched_elsewhere) == ("finished", 0, True)
+    assert (run.state.phase, run.state.exit_code, run.state.launched_elsewhere) == (
+        "finished",
+        0,
+        True,
+    )
     assert (run.dir / "command.json").exists() and run.profile().loss
     records = Reader(tmp_path / "exported plan").poll()
     assert {(r["rank"], r["world_size"]) for r in of(records, "hello")} == {(0, 2), (1, 2)}

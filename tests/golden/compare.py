@@ -11,7 +11,9 @@ RELATIVE = 1e-9
 
 
 def differences(recorded: Any, now: Any, exact: bool = True, at: str = "") -> Iterator[str]:
-    """Where `now` breaks what a reader of `recorded` relies on; with `exact` off only types and keys count."""
+    """Where `now` breaks what a reader of `recorded` relies on; with `exact` off only types and
+    keys count.
+    """
     if isinstance(recorded, dict):
         if not isinstance(now, dict):
             yield f"{at}: was an object, is {now!r}"

@@ -1,6 +1,8 @@
-"""Record answers: `python -m tests.golden.record [NAME...]`, names as `estimate/tiny-ddp`, or `estimate`; none: all.
+"""Record answers: `python -m tests.golden.record [NAME...]`, names as `estimate/tiny-ddp`, or
+`estimate`; none: all.
 
-What is recorded is a promise to scripts. Record again only what a repair or a feature means to change, and say so.
+What is recorded is a promise to scripts. Record again only what a repair or a feature means to
+change, and say so.
 """
 
 from __future__ import annotations
@@ -27,26 +29,39 @@ TIMED = ("seconds", "rate_per_second")
 
 
 def answered(words: Sequence[str], root: Path) -> tuple[int, Any]:
-    """(exit code, JSON answer or null) of a command line run in this process, paths below `root` made neutral."""
+    """(exit code, JSON answer or null) of a command line run in this process, paths below `root`
+    made neutral.
+    """
     from workbench.cli import answer
 
     out = io.StringIO()
-    with contextlib.chdir(REPOSITORY), contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        contextlib.chdir(REPOSITORY),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         code = answer([word.replace(ROOT, str(root)) for word in (*words, "--json")])
     text = out.getvalue().replace(str(root), ROOT).replace(str(REPOSITORY), "REPOSITORY")
     return code, json.loads(text) if text.strip() else None
 
 
 def prepared(root: Path) -> None:
-    """Put the recorded run where the cases look for it: reading and resuming may write into a run directory."""
+    """Put the recorded run where the cases look for it: reading and resuming may write into a run
+    directory.
+    """
     shutil.copytree(HERE / "run_directory" / RUN, root / "runs" / RUN)
 
 
 def outcome(words: Sequence[str], root: Path) -> dict[str, Any]:
-    """What is recorded of a command line: its exit code, and its answer or, where it is refused, the fields named."""
+    """What is recorded of a command line: its exit code, and its answer or, where it is refused,
+    the fields named.
+    """
     code, found = answered(words, root)
     if code != 0:
-        return {"exit_code": code, "answer": [problem["field"] for problem in (found or {}).get("problems", [])]}
+        return {
+            "exit_code": code,
+            "answer": [problem["field"] for problem in (found or {}).get("problems", [])],
+        }
     if isinstance(found, dict):
         found = {key: value for key, value in found.items() if key not in TIMED}
     return {"exit_code": code, "answer": found}
@@ -61,8 +76,11 @@ def schema() -> dict[str, Any]:
 
 def _bare(node: Any, named: bool = False) -> Any:
     if isinstance(node, dict):
-        return {key: _bare(value, key in ("properties", "$defs"))
-                for key, value in node.items() if named or key not in ("description", "title")}  # fmt: skip
+        return {
+            key: _bare(value, key in ("properties", "$defs"))
+            for key, value in node.items()
+            if named or key not in ("description", "title")
+        }
     return [_bare(one) for one in node] if isinstance(node, list) else node
 
 
@@ -79,7 +97,9 @@ def write(path: Path, data: Any) -> None:
 
 def main(names: Sequence[str]) -> None:
     """Record the cases named, or all."""
-    wanted = [case for case in cases() if not names or {case.name, case.name.split("/")[0]} & set(names)]
+    wanted = [
+        case for case in cases() if not names or {case.name, case.name.split("/")[0]} & set(names)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder).resolve()
         prepared(root)

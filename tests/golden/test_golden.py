@@ -1,4 +1,6 @@
-"""What scripts rely on stays: answers of every verb, exit codes, the schema, run directories and checkpoints."""
+"""What scripts rely on stays: answers of every verb, exit codes, the schema, run directories and
+checkpoints.
+"""
 
 import json
 from pathlib import Path
@@ -40,13 +42,21 @@ def test_every_recorded_answer_has_its_case():
     assert files == {record.path_of(case) for case in cases()} | {record.REFUSALS, record.SCHEMA}
 
 
-@pytest.mark.parametrize("changed", [
-    {"a": 1.0, "b": [1, 2]}, {"a": 1.0, "b": [1, 2, 4]}, {"a": 1.001, "b": [1, 2, 3]}, {"b": [1, 2, 3]},
-    {"a": "1", "b": [1, 2, 3]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"a": 1.0, "b": [1, 2]},
+        {"a": 1.0, "b": [1, 2, 4]},
+        {"a": 1.001, "b": [1, 2, 3]},
+        {"b": [1, 2, 3]},
+        {"a": "1", "b": [1, 2, 3]},
+    ],
+)
 def test_a_change_of_an_answer_is_seen(changed):
     assert list(differences({"a": 1.0, "b": [1, 2, 3]}, changed))
-    assert not list(differences({"a": 1.0, "b": [1, 2, 3]}, {"a": 1.0 + 1e-12, "b": [1, 2, 3], "added": None}))
+    assert not list(
+        differences({"a": 1.0, "b": [1, 2, 3]}, {"a": 1.0 + 1e-12, "b": [1, 2, 3], "added": None})
+    )
 
 
 def test_a_recorded_checkpoint_resumes(root: Path):
@@ -54,8 +64,12 @@ def test_a_recorded_checkpoint_resumes(root: Path):
     import workbench as wb
 
     before = wb.attach(root / "runs" / RUN)
-    plan = Plan.load(before.dir / "plan.yaml").replace(**{"corpus.source": str(HERE / "corpus.txt")})
-    run = wb.run(plan, resume=before.dir / "checkpoints/step-00000003", root=root / "resumed", wait=True)
+    plan = Plan.load(before.dir / "plan.yaml").replace(
+        **{"corpus.source": str(HERE / "corpus.txt")}
+    )
+    run = wb.run(
+        plan, resume=before.dir / "checkpoints/step-00000003", root=root / "resumed", wait=True
+    )
     assert run.state.phase == "finished", run.state.cause
     first, again = (one.profile().steps.groupby("step").loss.first() for one in (before, run))
     assert again.index.tolist() == [3, 4, 5]

@@ -1,4 +1,6 @@
-"""Tensors between canaries: an interpreted kernel that writes outside its output would corrupt the heap unseen."""
+"""Tensors between canaries: an interpreted kernel that writes outside its output would corrupt the
+heap unseen.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ ROOM = 64
 
 @contextmanager
 def canaries() -> Iterator[list[Tensor]]:
-    """Inside, whatever `torch.empty`, `torch.empty_like` and `Tensor.new_empty` make lies between canaries, and starts
-    as canaries too, so that what no kernel wrote is seen; at the end all that lies outside must be as it was."""
+    """Inside, whatever `torch.empty`, `torch.empty_like` and `Tensor.new_empty` make lies between
+    canaries, and starts as canaries too, so that what no kernel wrote is seen; at the end all that
+    lies outside must be as it was.
+    """
     buffers: list[Tensor] = []
     plain = torch.empty
 
-    def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None, **other: Any) -> Tensor:
+    def empty(
+        *size: Any, dtype: torch.dtype | None = None, device: Any = None, **other: Any
+    ) -> Tensor:
         shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
         buffer = plain(shape.numel() + 2 * ROOM, dtype=dtype, device=device, **other)
         buffer.fill_(_canary(buffer.dtype))
@@ -42,7 +48,9 @@ def canaries() -> Iterator[list[Tensor]]:
         yield buffers
     for buffer in buffers:
         for side in (buffer[:ROOM], buffer[-ROOM:]):
-            assert torch.equal(side, torch.full_like(side, _canary(buffer.dtype))), f"written outside {buffer.shape}"
+            assert torch.equal(side, torch.full_like(side, _canary(buffer.dtype))), (
+                f"written outside {buffer.shape}"
+            )
 
 
 def _canary(dtype: torch.dtype) -> float | int:

@@ -1,4 +1,6 @@
-"""Activations without a GPU: the models' own functions, their gradients, what is saved and what is refused."""
+"""Activations without a GPU: the models' own functions, their gradients, what is saved and what is
+refused.
+"""
 
 from collections.abc import Callable
 
@@ -8,11 +10,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from workbench.kernels.activation import GATED, KINDS, activate, activate_backward_op, activate_op, reference
+from workbench.kernels.activation import (
+    GATED,
+    KINDS,
+    activate,
+    activate_backward_op,
+    activate_op,
+    reference,
+)
 from workbench.models import seams
 
 
-def inputs(shape: tuple[int, ...] = (3, 4, 10), dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    shape: tuple[int, ...] = (3, 4, 10), dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     gate, up, bias = (torch.randn(size).to(dtype) for size in (shape, shape, shape[-1:]))
     return gate, up, bias
@@ -34,11 +45,15 @@ def test_gradients_are_those_of_differences(case: str, kernels: str) -> None:
 
     def of(joint: Tensor, bias: Tensor | None = None) -> Tensor:
         """The halves of a joint product, none copied."""
-        return activate(kind, joint[..., :10], joint[..., 10:] if kind in GATED else None, bias, kernels)
+        return activate(
+            kind, joint[..., :10], joint[..., 10:] if kind in GATED else None, bias, kernels
+        )
 
     tensors = (joint, bias.requires_grad_()) if "bias" in case else (joint,)
     assert torch.autograd.gradcheck(of, tensors)
-    true = reference(kind, joint[..., :10], joint[..., 10:] if kind in GATED else None, *tensors[1:])
+    true = reference(
+        kind, joint[..., :10], joint[..., 10:] if kind in GATED else None, *tensors[1:]
+    )
     assert torch.allclose(of(*tensors), true, rtol=1e-12) and of(*tensors).is_contiguous()
 
 
@@ -68,15 +83,24 @@ def test_only_what_goes_in_is_saved() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         activate("swiglu", gate, up)
         activate("gelu", gate, None, bias)
-    assert [x.data_ptr() for x in kept] == [gate.data_ptr(), up.data_ptr(), gate.data_ptr(), bias.data_ptr()]
+    assert [x.data_ptr() for x in kept] == [
+        gate.data_ptr(),
+        up.data_ptr(),
+        gate.data_ptr(),
+        bias.data_ptr(),
+    ]
 
 
 def test_the_operators_are_what_they_say() -> None:
     tests = ("test_schema", "test_faketensor")
     gate, up, bias = inputs()
     torch.library.opcheck(activate_op, ("swiglu", gate, up, None, "fused"), test_utils=tests)
-    torch.library.opcheck(activate_backward_op, ("gelu", up, gate, None, bias, "fused"), test_utils=tests)
-    torch.library.opcheck(activate_backward_op, ("swiglu", up, gate, up + 1, None, "fused"), test_utils=tests)
+    torch.library.opcheck(
+        activate_backward_op, ("gelu", up, gate, None, bias, "fused"), test_utils=tests
+    )
+    torch.library.opcheck(
+        activate_backward_op, ("swiglu", up, gate, up + 1, None, "fused"), test_utils=tests
+    )
 
 
 @pytest.mark.parametrize("case", ["geglu", "gelu with bias"])
@@ -96,15 +120,31 @@ def test_fake_tensors_take_the_same_path(case: str) -> None:
         ("silu", {}, "kind is 'silu'; legal: swiglu, geglu, gelu, relu"),
         ("gelu", {}, r"up is \(3, 4, 10\) for gelu; legal: there for swiglu and geglu alone"),
         ("swiglu", {"up": lambda x: None}, "up is None for swiglu"),
-        ("swiglu", {"bias": lambda x: x}, r"bias is \(10,\) for swiglu; legal: there for gelu alone"),
-        ("relu", {"up": lambda x: None, "bias": lambda x: x}, "for relu; legal: there for gelu alone"),
+        (
+            "swiglu",
+            {"bias": lambda x: x},
+            r"bias is \(10,\) for swiglu; legal: there for gelu alone",
+        ),
+        (
+            "relu",
+            {"up": lambda x: None, "bias": lambda x: x},
+            "for relu; legal: there for gelu alone",
+        ),
         ("swiglu", {"up": lambda x: x.to("meta")}, "up is on meta, but gate on cpu"),
         ("geglu", {"up": lambda x: x.float()}, "up is torch.float32, gate is torch.float64"),
         ("geglu", {"gate": lambda x: x.long(), "up": lambda x: x.long()}, "gate is int64"),
         ("geglu", {"up": lambda x: x[..., :9]}, r"up has shape \(3, 4, 9\); legal: \(3, 4, 10\)"),
-        ("gelu", {"up": lambda x: None, "bias": lambda x: x[:1]}, r"bias has shape \(1,\); legal: \(10,\)"),
+        (
+            "gelu",
+            {"up": lambda x: None, "bias": lambda x: x[:1]},
+            r"bias has shape \(1,\); legal: \(10,\)",
+        ),
         ("gelu", {"up": lambda x: None, "gate": lambda x: x[0, 0, 0]}, r"gate has shape \(\)"),
-        ("gelu", {"up": lambda x: None, "bias": lambda x: x.to(torch.complex64)}, "bias is complex64"),
+        (
+            "gelu",
+            {"up": lambda x: None, "bias": lambda x: x.to(torch.complex64)},
+            "bias is complex64",
+        ),
     ],
 )
 def test_refusals_name_the_tensor(
@@ -120,5 +160,8 @@ def test_refusals_name_the_tensor(
 
 def test_forward_mode_is_refused() -> None:
     x = torch.ones(2, 4)
-    with forward_ad.dual_level(), pytest.raises(ValueError, match="activate: gate has a tangent of forward-mode"):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(ValueError, match="activate: gate has a tangent of forward-mode"),
+    ):
         activate("swiglu", forward_ad.make_dual(x, x), x)

@@ -1,4 +1,6 @@
-"""AdamW's reference is torch's, and its kernel's tensors are checked by name before any address is taken."""
+"""AdamW's reference is torch's, and its kernel's tensors are checked by name before any address is
+taken.
+"""
 
 from collections.abc import Callable
 
@@ -16,15 +18,31 @@ needs_triton = pytest.mark.skipif(triton is None, reason="without Triton no tens
 
 def test_reference_is_torchs_adamw() -> None:
     torch.manual_seed(0)
-    mine = [torch.randn(50, dtype=torch.float64), *(torch.zeros(50, dtype=torch.float64) for _ in range(2))]
+    mine = [
+        torch.randn(50, dtype=torch.float64),
+        *(torch.zeros(50, dtype=torch.float64) for _ in range(2)),
+    ]
     theirs, steps = [x.clone() for x in mine], torch.zeros(())
     for step in range(1, 5):
         gradient = torch.randn(50, dtype=torch.float64)
         mine[:] = reference(mine[0], gradient, *mine[1:], step, 1e-2, 0.9, 0.95, 1e-8, 0.1)
         torch_adamw(
-            theirs[:1], [gradient], theirs[1:2], theirs[2:], [], [steps], fused=True, foreach=False, amsgrad=False,
-            maximize=False, lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8,
-        )  # fmt: skip
+            theirs[:1],
+            [gradient],
+            theirs[1:2],
+            theirs[2:],
+            [],
+            [steps],
+            fused=True,
+            foreach=False,
+            amsgrad=False,
+            maximize=False,
+            lr=1e-2,
+            weight_decay=0.1,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+        )
         for x, y in zip(mine, theirs):
             torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-14)
 
@@ -32,7 +50,10 @@ def test_reference_is_torchs_adamw() -> None:
 def stepped(device: str = "cuda", **changes: object) -> Stepped:
     """A bf16 tensor with a master that nothing is wrong with, but for `changes`."""
     wide = {name: torch.empty(8, 3, device=device) for name in ("moment1", "moment2", "master")}
-    narrow = {name: torch.empty(8, 3, device=device, dtype=torch.bfloat16) for name in ("parameter", "gradient")}
+    narrow = {
+        name: torch.empty(8, 3, device=device, dtype=torch.bfloat16)
+        for name in ("parameter", "gradient")
+    }
     whole = {**wide, **narrow, "steps": torch.empty((), device=device), "decay": 0.1, **changes}
     return Stepped(**whole)  # type: ignore[arg-type]
 
@@ -40,9 +61,18 @@ def stepped(device: str = "cuda", **changes: object) -> Stepped:
 @needs_triton
 def test_nothing_has_an_address_among_fake_tensors() -> None:
     with FakeTensorMode():
-        own = [stepped(), stepped(), stepped(master=None), stepped(gradient=torch.empty(8, 3, device="cuda"))]
+        own = [
+            stepped(),
+            stepped(),
+            stepped(master=None),
+            stepped(gradient=torch.empty(8, 3, device="cuda")),
+        ]
         optimizer = AdamW(own, 0.9, 0.95, 1e-8)
-        assert [len(launch.targets) for launch in optimizer._launches] == [2, 1, 1]  # one for each kind of dtypes
+        assert [len(launch.targets) for launch in optimizer._launches] == [
+            2,
+            1,
+            1,
+        ]  # one for each kind of dtypes
         optimizer.step(1e-3)
         optimizer.step(1e-3, torch.ones((), device="cuda"), torch.zeros((), device="cuda"))
 
@@ -61,7 +91,9 @@ def test_nothing_has_an_address_among_fake_tensors() -> None:
         ("master", lambda: on_gpu(3, 8).t(), r"master has strides \(1, 8\); legal: contiguous"),
     ],
 )
-def test_what_is_not_legal_is_refused_by_name(name: str, value: Callable[[], Tensor], message: str) -> None:
+def test_what_is_not_legal_is_refused_by_name(
+    name: str, value: Callable[[], Tensor], message: str
+) -> None:
     with FakeTensorMode(), pytest.raises(ValueError, match=f"adamw: {message}"):
         AdamW([stepped(), stepped(**{name: value()})], 0.9, 0.95, 1e-8)
 

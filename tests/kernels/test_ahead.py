@@ -1,4 +1,6 @@
-"""What kernels take of a GPU, with none: the committed table is made again, and every row of it keeps the limits."""
+"""What kernels take of a GPU, with none: the committed table is made again, and every row of it
+keeps the limits.
+"""
 
 import importlib
 import json
@@ -12,17 +14,31 @@ import pytest
 import torch
 
 import workbench.kernels
-from workbench.kernels import ahead_of_time
-from workbench.kernels import triton_compat
+from workbench.kernels import ahead_of_time, triton_compat
 from workbench.kernels.ahead_of_time import Row, breaches, differences, launch_of, launches
 from workbench.kernels.registry import KERNELS
 
 FILE = Path(__file__).parents[2] / "data" / "kernels.json"
 TABLE = json.loads(FILE.read_text())
 VERSION = getattr(triton_compat.triton, "__version__", None)
-GOOD = Row("add_norm", "add_norm_forward", "bf16 x 4096", "forward", "in and out", 90, 8, 128, 0, 1024, 6, 4)
+GOOD = Row(
+    "add_norm",
+    "add_norm_forward",
+    "bf16 x 4096",
+    "forward",
+    "in and out",
+    90,
+    8,
+    128,
+    0,
+    1024,
+    6,
+    4,
+)
 
-compiles = pytest.mark.skipif(triton_compat.triton is None or triton_compat.INTERPRETED, reason="Triton compiles nothing here")
+compiles = pytest.mark.skipif(
+    triton_compat.triton is None or triton_compat.INTERPRETED, reason="Triton compiles nothing here"
+)
 same_triton = pytest.mark.skipif(
     TABLE["triton"] != VERSION, reason=f"the table is Triton {TABLE['triton']}'s, here is {VERSION}"
 )
@@ -49,13 +65,20 @@ def test_the_table_tells_of_every_operator_what_the_registry_does() -> None:
 
 def test_the_table_has_every_case_on_every_architecture_within_the_limits() -> None:
     rows = [Row(**row) for row in TABLE["ahead"]]
-    cases = {(kernel.name, case, sm) for kernel in KERNELS for case in kernel.cases for sm in ahead_of_time.SHARED}
+    cases = {
+        (kernel.name, case, sm)
+        for kernel in KERNELS
+        for case in kernel.cases
+        for sm in ahead_of_time.SHARED
+    }
     assert {(row.kernel, row.case, row.sm) for row in rows} == cases
     assert [said for row in rows for said in breaches(row)] == []
 
 
 def test_every_operator_is_in_the_registry_and_has_its_reference() -> None:
-    assert {m.__name__ for m in modules() if hasattr(m, "reference")} == {kernel.module for kernel in KERNELS}
+    assert {m.__name__ for m in modules() if hasattr(m, "reference")} == {
+        kernel.module for kernel in KERNELS
+    }
     for kernel in KERNELS:
         module, name = kernel.reference.rsplit(".", 1)
         assert callable(getattr(importlib.import_module(module), name))
@@ -65,9 +88,16 @@ def test_every_operator_is_in_the_registry_and_has_its_reference() -> None:
 @compiles
 def test_every_triton_function_that_is_launched_is_in_the_table() -> None:
     functions = {
-        f.__name__: f for m in modules() for f in vars(m).values() if isinstance(f, triton_compat.triton.JITFunction)
+        f.__name__: f
+        for m in modules()
+        for f in vars(m).values()
+        if isinstance(f, triton_compat.triton.JITFunction)
     }
-    called = {name for name in functions if any(re.search(rf"(?<!def )\b{name}\(", f.src) for f in functions.values())}
+    called = {
+        name
+        for name in functions
+        if any(re.search(rf"(?<!def )\b{name}\(", f.src) for f in functions.values())
+    }
     assert set(functions) - called == {row["function"] for row in TABLE["ahead"]}
 
 
@@ -108,15 +138,35 @@ def test_a_launch_is_specialised_as_triton_does_it() -> None:
     x = torch.zeros(64, 24, dtype=torch.bfloat16)
     flags = {"HAS_R": True, "HAS_B": False, "CENTRED": False}
     constants = flags | {"WIDE": triton_compat.tl.float32, "ROWS": 2, "BLOCK": 32}
-    args = (x, x[1:], x[0, 1:], None, x, x, x.float(), torch.zeros(3, dtype=torch.float64), 1, 48, 1e-5)
+    args = (
+        x,
+        x[1:],
+        x[0, 1:],
+        None,
+        x,
+        x,
+        x.float(),
+        torch.zeros(3, dtype=torch.float64),
+        1,
+        48,
+        1e-5,
+    )
     launch = launch_of("forward", add_norm_forward, args, constants | {"num_warps": 8})
     backend = CUDABackend(GPUTarget("cuda", 90, 32))
-    binder = create_function_from_signature(add_norm_forward.signature, add_norm_forward.params, backend)
+    binder = create_function_from_signature(
+        add_norm_forward.signature, add_norm_forward.params, backend
+    )
     kinds = binder(*args, **constants)[1]
     assert list(launch.signature.values()) == [kind for kind, _ in kinds]
-    assert launch.multiples == tuple(i for i, (kind, known) in enumerate(kinds) if kind != "constexpr" and known == "D")
-    assert set(launch.constants) == {(i,) for i, (kind, _) in enumerate(kinds) if kind == "constexpr"}
-    assert launch.options == {"num_warps": 8} and 0 in launch.multiples and 2 not in launch.multiples
+    assert launch.multiples == tuple(
+        i for i, (kind, known) in enumerate(kinds) if kind != "constexpr" and known == "D"
+    )
+    assert set(launch.constants) == {
+        (i,) for i, (kind, _) in enumerate(kinds) if kind == "constexpr"
+    }
+    assert (
+        launch.options == {"num_warps": 8} and 0 in launch.multiples and 2 not in launch.multiples
+    )
 
 
 @compiles
@@ -124,6 +174,7 @@ def test_launches_are_recorded_not_run_and_the_room_is_as_before() -> None:
     run, kernel = triton_compat.triton.JITFunction.run, KERNELS[0]
     found = launches(kernel, next(iter(kernel.cases)))
     assert [(one.function.__name__, one.direction) for one in found] == [
-        ("add_norm_forward", "forward"), ("add_norm_backward", "backward"),
-    ]  # fmt: skip
+        ("add_norm_forward", "forward"),
+        ("add_norm_backward", "backward"),
+    ]
     assert triton_compat.triton.JITFunction.run is run and not triton_compat.INTERPRETED

@@ -1,4 +1,6 @@
-"""The benchmark of the kernels: what it counts is what the planner counts, and what it would not time."""
+"""The benchmark of the kernels: what it counts is what the planner counts, and what it would not
+time.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from tests.benchmarks.kernels import Bench, file_of, machine, smallest
 from tests.benchmarks.kernels_goals import summary
 from tests.benchmarks.kernels_models import Size
 from tests.benchmarks.kernels_traffic import textbook_bytes
-from workbench.plan.schema import Plan
 from workbench.costmodel.compute.roofline import machine as card
 from workbench.costmodel.compute.roofline import memory_bound
-from workbench.costmodel.rates.constants import constants
 from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.rates.constants import constants
+from workbench.plan.schema import Plan
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
@@ -29,7 +31,9 @@ FP32 = torch.float32
 @pytest.mark.parametrize("model", ["llama-3-8b", "gpt2-xl"])
 def test_textbook_bytes_are_the_planners(model: str) -> None:
     sets = {"training.sequence_length": 512, "training.micro_batch": 2}
-    w = workload(Plan.of(model, gpu="h100-sxm-80gb", gpus=1, strategy="single", set=sets).complete())
+    w = workload(
+        Plan.of(model, gpu="h100-sxm-80gb", gpus=1, strategy="single", set=sets).complete()
+    )
     own = replace(constants(w.setting.card, "eager"), traffic=1.0)
     m = card(w.setting.card, "bf16", own)
     planned = memory_bound(w, m, False)
@@ -46,7 +50,9 @@ def contest(fused: Any) -> kernels_timing.Contest:
 def test_a_wrong_kernel_is_not_timed() -> None:
     right = kernels_cases.dropped(16, 32, FP32, CPU, "bias and residual")
     seconds, off = kernels_timing.race(right, CPU)
-    assert off["fused"] < 1e-6 and all(seconds["fused"][name] > 0 for name in ("forward", "backward"))
+    assert off["fused"] < 1e-6 and all(
+        seconds["fused"][name] > 0 for name in ("forward", "backward")
+    )
 
     def wrong(x: Tensor, bias: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
         made = right.contestants["fused"](x, bias, residual, rows)()[0]
@@ -64,7 +70,9 @@ def test_what_works_in_place_starts_from_the_same_each_time() -> None:
         return x.mul_(0.0) + 0.0 * bias + 0.0 * residual
 
     one = contest(in_place)
-    runner = kernels_timing.Runner(one, one.contestants["fused"], [one.inputs(torch.Generator().manual_seed(0))])
+    runner = kernels_timing.Runner(
+        one, one.contestants["fused"], [one.inputs(torch.Generator().manual_seed(0))]
+    )
     for _ in range(3):
         runner.restore()
         runner.first()
@@ -72,14 +80,25 @@ def test_what_works_in_place_starts_from_the_same_each_time() -> None:
 
 
 def test_rows_say_what_they_are_and_what_failed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of(sizes: Any, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device) -> list[Any]:
-        found = [kernels_cases.dropped(hidden, 16, dtype, device, case) for case in kernels_cases.DROPOUTS]
-        broken = replace(found[0], kernel="broken", contestants={"eager": found[0].contestants["eager"], "fused": None})
+    def of(
+        sizes: Any, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device
+    ) -> list[Any]:
+        found = [
+            kernels_cases.dropped(hidden, 16, dtype, device, case)
+            for case in kernels_cases.DROPOUTS
+        ]
+        broken = replace(
+            found[0],
+            kernel="broken",
+            contestants={"eager": found[0].contestants["eager"], "fused": None},
+        )
         return [*found, broken]  # type: ignore[list-item]
 
     monkeypatch.setattr(kernels, "contests", of)
     monkeypatch.setattr(
-        kernels, "SIZES", {"cpu": replace(kernels.SIZES["cpu"], hidden=(8, 16), vocab=(8, 8), sweep=(4,))}
+        kernels,
+        "SIZES",
+        {"cpu": replace(kernels.SIZES["cpu"], hidden=(8, 16), vocab=(8, 8), sweep=(4,))},
     )
     bench = Bench(CPU, "float32")
     bench.found |= machine(CPU) | {"copy_bandwidth_gbs": 10.0}
@@ -89,7 +108,9 @@ def test_rows_say_what_they_are_and_what_failed_is_told(monkeypatch: pytest.Monk
     assert len(rows) == 2 * 2 * 2 and {row["pass"] for row in rows} == {"forward", "backward"}
     for row in rows:
         assert row["kernel"] == "dropout" and row["seconds"]["liger"] is None
-        least = {("alone", "forward"): 2, ("bias and residual", "forward"): 3}.get((row["case"], row["pass"]), 2)
+        least = {("alone", "forward"): 2, ("bias and residual", "forward"): 3}.get(
+            (row["case"], row["pass"]), 2
+        )
         assert row["bytes"] == least * 16 * row["shape"][1] * 4
         assert row["share_of_copy"] == pytest.approx(row["bytes"] / row["seconds"]["fused"] / 10e9)
     assert set(bench.found["below"]) == {"dropout"} and len(bench.failed) == 3
@@ -99,13 +120,19 @@ def test_rows_say_what_they_are_and_what_failed_is_told(monkeypatch: pytest.Monk
     assert all(words.startswith("broken alone") for words in bench.failed)
     assert json.loads(json.dumps(bench.found)) == bench.found
     assert file_of(bench.found).name == "kernels-cpu.json"
-    assert file_of({"kind": "cuda", "device": "NVIDIA H100 80GB HBM3"}).name == "kernels-h100-80gb-hbm3.json"
+    assert (
+        file_of({"kind": "cuda", "device": "NVIDIA H100 80GB HBM3"}).name
+        == "kernels-h100-80gb-hbm3.json"
+    )
 
 
 def test_the_shape_below_which_eager_is_to_be_taken() -> None:
     def sweep(*ratios: float) -> list[dict[str, Any]]:
         shapes = [[512, 1024 >> i] for i in range(len(ratios))]
-        return [{"shape": s, "width": s[1], "eager_over_fused": ratio} for s, ratio in zip(shapes, ratios)][::-1]
+        return [
+            {"shape": s, "width": s[1], "eager_over_fused": ratio}
+            for s, ratio in zip(shapes, ratios)
+        ][::-1]
 
     assert smallest(sweep(2.0, 1.5, 1.1)) is None
     assert smallest(sweep(2.0, 0.9, 1.1)) == [512, 512]
@@ -116,16 +143,30 @@ def test_goals_are_judged_by_the_figures() -> None:
     def row(name: str, fused: float, share: float, width: int) -> dict[str, Any]:
         seconds = {"eager": 1.0, "compiled": 1.0, "fused": fused, "liger": None}
         return {
-            "kernel": "add_norm", "case": "", "shape": [8, width], "width": width, "dtype": "bfloat16", "pass": name,
-            "bytes": 1, "seconds": seconds, "share_of_copy": share,
-        }  # fmt: skip
+            "kernel": "add_norm",
+            "case": "",
+            "shape": [8, width],
+            "width": width,
+            "dtype": "bfloat16",
+            "pass": name,
+            "bytes": 1,
+            "seconds": seconds,
+            "share_of_copy": share,
+        }
 
     head = {
-        "kernel": "linear_cross_entropy", "shape": [8, 8, 32768], "dtype": "bfloat16", "pass": "step",
+        "kernel": "linear_cross_entropy",
+        "shape": [8, 8, 32768],
+        "dtype": "bfloat16",
+        "pass": "step",
         "seconds": {"eager": 2.0, "compiled_chunked": 1.0, "fused": 1.1},
         "peak_bytes": {"eager": 100, "compiled_chunked": 30, "fused": 26},
-    }  # fmt: skip
-    rows = [row("forward", 0.9, 0.95, 4096), row("backward", 1.2, 0.89, 4096), row("forward", 1.0, 0.1, 512)]
+    }
+    rows = [
+        row("forward", 0.9, 0.95, 4096),
+        row("backward", 1.2, 0.89, 4096),
+        row("forward", 1.0, 0.1, 512),
+    ]
     found = {
         "kind": "cuda",
         "kernels": rows,
@@ -135,16 +176,24 @@ def test_goals_are_judged_by_the_figures() -> None:
     told = {goal["goal"]: (goal["met"], goal["of"], goal["missed"]) for goal in summary(found)}
     assert told == {
         "at least 90% of the copy bandwidth at width 4096 or more": (
-            1, 2, ["add_norm [8, 4096] bfloat16 backward: 0.89"],
+            1,
+            2,
+            ["add_norm [8, 4096] bfloat16 backward: 0.89"],
         ),
         "no slower than eager, forward and backward": (1, 2, ["add_norm [8, 4096] bfloat16: 0.95"]),
         "head: at least 0.95 times the speed of compiled chunks": (
-            0, 1, ["linear_cross_entropy [8, 8, 32768] bfloat16 step: 0.91"],
+            0,
+            1,
+            ["linear_cross_entropy [8, 8, 32768] bfloat16 step: 0.91"],
         ),
         "head: no higher a peak than compiled chunks": (1, 1, []),
-        "head: at most 25% of eager's peak": (0, 1, ["linear_cross_entropy [8, 8, 32768] bfloat16 step: 0.26"]),
+        "head: at most 25% of eager's peak": (
+            0,
+            1,
+            ["linear_cross_entropy [8, 8, 32768] bfloat16 step: 0.26"],
+        ),
         "a step at least 1.2 times as fast as eager": (1, 1, []),
-    }  # fmt: skip
+    }
     assert "a step" not in " ".join(goal["goal"] for goal in summary(found | {"kind": "cpu"}))
 
 

@@ -16,7 +16,9 @@ def _square(x: Tensor) -> Tensor:
     return x * x + 1
 
 
-def test_a_process_forked_after_compiling_can_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_forked_after_compiling_can_compile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def ranks_own(rank: int) -> list[float]:
         return _square(torch.arange(3, dtype=torch.float64)).tolist()
 
@@ -25,7 +27,9 @@ def test_a_process_forked_after_compiling_can_compile(monkeypatch: pytest.Monkey
     assert run_ranks(1, ranks_own) == [[1, 2, 5]]
 
 
-def test_every_layout_has_code_of_its_own_whatever_its_size(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_layout_has_code_of_its_own_whatever_its_size(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, logger="workbench.kernels.compiled_reference")
     for said, x in enumerate((torch.rand(5, 7, 3), torch.rand(3, 5, 7).transpose(0, 2)), 1):
         for part in (x, x.repeat(2, 1, 1) if x.is_contiguous() else x[:4]):

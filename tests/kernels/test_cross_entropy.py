@@ -80,13 +80,17 @@ def test_smoothing_and_z_loss() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits_are_rounded_once(dtype: torch.dtype) -> None:
-    """The gradient is the true one's nearest number, also of a loss that is scaled: fp16 has none below 6e-8."""
+    """The gradient is the true one's nearest number, also of a loss that is scaled: fp16 has none
+    below 6e-8.
+    """
     logits, targets = drawn(dtype)
     leaf, true = logits.clone().requires_grad_(), logits.double().requires_grad_()
     (cross_entropy(leaf * 1, targets) * 2048).backward()
     (reference(true, targets) * 2048).backward()
     assert leaf.grad is not None and true.grad is not None and leaf.grad.dtype == dtype
-    rounded = torch.finfo(dtype).eps / 2 * true.grad.abs() + torch.finfo(dtype).smallest_normal * 2**-10
+    rounded = (
+        torch.finfo(dtype).eps / 2 * true.grad.abs() + torch.finfo(dtype).smallest_normal * 2**-10
+    )
     assert ((leaf.grad.double() - true.grad).abs() <= 1.01 * rounded + 1e-4).all()
     assert leaf.grad[true.grad.abs() > 1e-4].all()
 
@@ -148,9 +152,12 @@ def test_operators_are_what_torch_asks_of_them() -> None:
 
 def test_within_a_compiled_graph() -> None:
     logits, targets = drawn()
-    loss = torch.compile(lambda x: cross_entropy(x * 1, targets), backend="aot_eager", fullgraph=True)
+    loss = torch.compile(
+        lambda x: cross_entropy(x * 1, targets), backend="aot_eager", fullgraph=True
+    )
     found, true = (
-        torch.autograd.grad(f(logits.requires_grad_()), logits)[0] for f in (loss, lambda x: reference(x, targets))
+        torch.autograd.grad(f(logits.requires_grad_()), logits)[0]
+        for f in (loss, lambda x: reference(x, targets))
     )
     assert torch.allclose(found, true)
 
@@ -165,19 +172,44 @@ def test_fake_tensors() -> None:
 
 LOGITS, TARGETS = torch.zeros(N, V), torch.zeros(N, dtype=torch.long)
 REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "device": (lambda: cross_entropy(LOGITS, TARGETS.to("meta")), "targets is on meta, but logits on cpu"),
-    "dtype of targets": (lambda: cross_entropy(LOGITS, TARGETS.int()), "targets are int32; legal: int64"),
-    "dtype of logits": (lambda: cross_entropy(LOGITS.to(torch.float8_e5m2), TARGETS), "logits is float8_e5m2"),
-    "integers": (lambda: cross_entropy(LOGITS.long(), TARGETS), "logits is int64; legal: float"),
-    "dimensions": (lambda: cross_entropy(LOGITS[None], TARGETS[None]), "logits is torch.float32 of 3 dimensions"),
-    "length": (lambda: cross_entropy(LOGITS, TARGETS[1:]), r"targets has shape \(5,\); legal: \(6,\)"),
-    "rows": (lambda: cross_entropy(LOGITS, TARGETS, (0, V + 1)), r"rows are \(0, 34\); legal: at most .* 33 columns"),
-    "smoothing": (lambda: cross_entropy(LOGITS, TARGETS, smoothing=1.0), "smoothing is 1.0, z is 0.0; legal: 0 <="),
-    "vocab": (
-        lambda: cross_entropy(LOGITS, TARGETS, smoothing=0.1, reduce=(torch.clone, torch.clone)), "vocab is None; legal"
+    "device": (
+        lambda: cross_entropy(LOGITS, TARGETS.to("meta")),
+        "targets is on meta, but logits on cpu",
     ),
-    "leaf": (lambda: cross_entropy(LOGITS.clone().requires_grad_(), TARGETS), "logits are a leaf, .* legal: what an"),
-}  # fmt: skip
+    "dtype of targets": (
+        lambda: cross_entropy(LOGITS, TARGETS.int()),
+        "targets are int32; legal: int64",
+    ),
+    "dtype of logits": (
+        lambda: cross_entropy(LOGITS.to(torch.float8_e5m2), TARGETS),
+        "logits is float8_e5m2",
+    ),
+    "integers": (lambda: cross_entropy(LOGITS.long(), TARGETS), "logits is int64; legal: float"),
+    "dimensions": (
+        lambda: cross_entropy(LOGITS[None], TARGETS[None]),
+        "logits is torch.float32 of 3 dimensions",
+    ),
+    "length": (
+        lambda: cross_entropy(LOGITS, TARGETS[1:]),
+        r"targets has shape \(5,\); legal: \(6,\)",
+    ),
+    "rows": (
+        lambda: cross_entropy(LOGITS, TARGETS, (0, V + 1)),
+        r"rows are \(0, 34\); legal: at most .* 33 columns",
+    ),
+    "smoothing": (
+        lambda: cross_entropy(LOGITS, TARGETS, smoothing=1.0),
+        "smoothing is 1.0, z is 0.0; legal: 0 <=",
+    ),
+    "vocab": (
+        lambda: cross_entropy(LOGITS, TARGETS, smoothing=0.1, reduce=(torch.clone, torch.clone)),
+        "vocab is None; legal",
+    ),
+    "leaf": (
+        lambda: cross_entropy(LOGITS.clone().requires_grad_(), TARGETS),
+        "logits are a leaf, .* legal: what an",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

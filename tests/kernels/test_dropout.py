@@ -1,4 +1,6 @@
-"""Bias, dropout and residual without a GPU: the model's own operators, their gradients, and what is refused."""
+"""Bias, dropout and residual without a GPU: the model's own operators, their gradients, and what is
+refused.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +11,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from workbench.kernels import bias_dropout_residual
-from workbench.kernels.bias_dropout_residual import dropout_add, dropout_add_backward_op, dropout_add_op, reference
+from workbench.kernels.bias_dropout_residual import (
+    dropout_add,
+    dropout_add_backward_op,
+    dropout_add_op,
+    reference,
+)
 from workbench.models.counter_dropout import drop
 
 KEY = 12345678901234567
 
 
-def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     x, residual, bias = (torch.randn(size).to(dtype) for size in (shape, shape, shape[-1:]))
     return x, bias, residual, torch.randint(-(2**62), 2**62, shape[:-1])
@@ -33,9 +42,13 @@ def saved() -> Iterator[list[Tensor]]:
         yield kept
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize("kernels", ["fused", "compiled"])
-def test_is_the_models_own_dropout(dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_the_models_own_dropout(
+    dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, bias, residual, rows = inputs((3, 5, 33), dtype)
     monkeypatch.setattr(bias_dropout_residual, "PIECE", 33 * 4)  # the fifteen rows are four pieces
     found = dropout_add(x, bias, residual, rows, KEY, 0.3, 7, kernels)
@@ -43,7 +56,10 @@ def test_is_the_models_own_dropout(dtype: torch.dtype, kernels: str, monkeypatch
     alone = dropout_add(x, None, None, rows, KEY, 0.3, 7, kernels)
     assert torch.equal(alone, drop(x, rows, KEY, 0.3, 7)) and alone.dtype == dtype
     assert torch.allclose(
-        found.double(), reference(x, bias, residual, rows, KEY, 0.3, 7).double(), rtol=2e-2, atol=2e-2
+        found.double(),
+        reference(x, bias, residual, rows, KEY, 0.3, 7).double(),
+        rtol=2e-2,
+        atol=2e-2,
     )
 
 
@@ -52,7 +68,9 @@ def test_gradients_are_those_of_differences(kernels: str) -> None:
     x, bias, residual, rows = inputs((2, 3, 7))
     tensors = [t.requires_grad_() for t in (x, bias, residual)]
     assert torch.autograd.gradcheck(lambda *t: dropout_add(*t, rows, KEY, 0.4, 3, kernels), tensors)
-    assert torch.autograd.gradcheck(lambda t: dropout_add(t, None, None, rows, KEY, 0.4, 3, kernels), tensors[:1])
+    assert torch.autograd.gradcheck(
+        lambda t: dropout_add(t, None, None, rows, KEY, 0.4, 3, kernels), tensors[:1]
+    )
 
 
 def test_backward_drops_what_forward_dropped_and_keeps_no_mask() -> None:
@@ -72,7 +90,11 @@ def test_a_bias_and_a_residual_in_their_own_dtypes() -> None:
     y = dropout_add(*wide, rows, KEY, 0.1)
     y.sum().backward()
     assert y.dtype == torch.bfloat16
-    assert [t.grad.dtype for t in wide if t.grad is not None] == [torch.bfloat16, torch.float32, torch.float32]
+    assert [t.grad.dtype for t in wide if t.grad is not None] == [
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
 
 
 def test_nothing_is_dropped_at_rate_zero() -> None:
@@ -83,11 +105,18 @@ def test_nothing_is_dropped_at_rate_zero() -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_operators_tell_torch_the_truth(with_bias: bool) -> None:
     x, bias, residual, rows = inputs((2, 3, 16), torch.float32)
-    tensors = [x.requires_grad_(), bias.requires_grad_() if with_bias else None, residual.requires_grad_(), rows]
+    tensors = [
+        x.requires_grad_(),
+        bias.requires_grad_() if with_bias else None,
+        residual.requires_grad_(),
+        rows,
+    ]
     torch.library.opcheck(dropout_add_op, (*tensors, KEY, 0.2, 0, "fused"))
     schema = ("test_schema", "test_faketensor")
     torch.library.opcheck(
-        dropout_add_backward_op, (x.detach(), rows, KEY, 0.2, 0, with_bias, "fused"), test_utils=schema
+        dropout_add_backward_op,
+        (x.detach(), rows, KEY, 0.2, 0, with_bias, "fused"),
+        test_utils=schema,
     )
 
 
@@ -99,7 +128,12 @@ def test_runs_on_fake_tensors() -> None:
         y = dropout_add(x, bias, torch.empty_like(x), rows, KEY, 0.1)
         y.sum().backward()
         assert y.shape == x.shape and y.dtype == x.dtype
-        assert x.grad is not None and x.grad.shape == x.shape and bias.grad is not None and bias.grad.shape == (4096,)
+        assert (
+            x.grad is not None
+            and x.grad.shape == x.shape
+            and bias.grad is not None
+            and bias.grad.shape == (4096,)
+        )
 
 
 def test_nothing_in_nothing_out() -> None:
@@ -110,8 +144,14 @@ def test_nothing_in_nothing_out() -> None:
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"bias": torch.zeros(8, device="meta")}, "bias is on meta, but x on cpu; legal: one device"),
-        ({"residual": torch.zeros(4, 8, dtype=torch.complex64)}, "residual is complex64; legal: float64"),
+        (
+            {"bias": torch.zeros(8, device="meta")},
+            "bias is on meta, but x on cpu; legal: one device",
+        ),
+        (
+            {"residual": torch.zeros(4, 8, dtype=torch.complex64)},
+            "residual is complex64; legal: float64",
+        ),
         ({"bias": torch.zeros(9)}, r"bias has shape \(9,\); legal: \(8,\)"),
         ({"residual": torch.zeros(4, 9)}, r"residual has shape \(4, 9\); legal: \(4, 8\)"),
         ({"rows": torch.zeros(5, dtype=torch.int64)}, r"rows has shape \(5,\); legal: \(4,\)"),
@@ -122,7 +162,14 @@ def test_nothing_in_nothing_out() -> None:
 )
 def test_what_is_not_right_is_refused_by_name(changed: dict, message: str) -> None:
     x, bias, residual, rows = inputs((4, 8), torch.float32)
-    given = {"x": x, "bias": bias, "residual": residual, "rows": rows, "key": KEY, "rate": 0.1} | changed
+    given = {
+        "x": x,
+        "bias": bias,
+        "residual": residual,
+        "rows": rows,
+        "key": KEY,
+        "rate": 0.1,
+    } | changed
     with pytest.raises(ValueError, match=f"dropout_add: {message}"):
         dropout_add(**given)
 

@@ -1,4 +1,5 @@
-"""Every operator on a card: against fp64 at real widths, beyond 2^31 entries, from odd places, and what is refused.
+"""Every operator on a card: against fp64 at real widths, beyond 2^31 entries, from odd places, and
+what is refused.
 
 What needs no card is proved elsewhere: `interpreted/` runs the same kernels entry by entry.
 """
@@ -14,20 +15,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from workbench.kernels import activation, cross_entropy, rope
-from workbench.kernels import bias_dropout_residual
-from workbench.kernels import residual_norm
+from workbench.kernels import activation, bias_dropout_residual, cross_entropy, residual_norm, rope
 from workbench.kernels import linear_cross_entropy as head
 from workbench.kernels.adamw import AdamW, Stepped
+from workbench.kernels.fused_seams import replace_seams
 from workbench.kernels.weight_only_gemv import matvec
 from workbench.kernels.weight_only_gemv import reference as matvec_reference
 from workbench.kernels.weight_quantization import Quantised, quantise
-from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer
 from workbench.models.seams import positions_of
 from workbench.plan.model_shape import Shape
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 DEVICE = "cuda"
 ROWS = 300
@@ -37,7 +39,11 @@ LARGE = 2**31
 """Entries that a 32-bit offset cannot reach."""
 KERNELS = ("compiled", "fused")
 CHOICES = [
-    *[(width, dtype, "fused") for width in (64, 4096, 4098, 16384) for dtype in (torch.float32, torch.bfloat16)],
+    *[
+        (width, dtype, "fused")
+        for width in (64, 4096, 4098, 16384)
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
     (4096, torch.float16, "fused"),
     (4098, torch.bfloat16, "compiled"),
 ]
@@ -46,7 +52,8 @@ CHOICES = [
 
 @dataclass(frozen=True)
 class Operator:
-    """`inputs(width)` on the host in fp64 (integers as they are), the `run(kernels, *inputs)` under test, the truth.
+    """`inputs(width)` on the host in fp64 (integers as they are), the `run(kernels, *inputs)` under
+    test, the truth.
 
     The first `trained` floating inputs have gradients.
     """
@@ -63,12 +70,16 @@ def normal(*shape: int) -> Tensor:
 
 def _norm(centred: bool) -> Operator:
     def inputs(width: int) -> list[Tensor]:
-        return [normal(ROWS, width), normal(ROWS, width), 1 + 0.1 * normal(width), normal(width)][: 3 + centred]
+        return [normal(ROWS, width), normal(ROWS, width), 1 + 0.1 * normal(width), normal(width)][
+            : 3 + centred
+        ]
 
     def truth(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return residual_norm.reference(x, residual, weight, bias, 1e-5, centred)
 
-    def run(kernels: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    def run(
+        kernels: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Any:
         return residual_norm.add_norm(x, residual, weight, bias, 1e-5, centred, kernels)
 
     return Operator(inputs, run, truth)
@@ -78,9 +89,16 @@ def _rope(heads: int, keys: int) -> Operator:
     def inputs(width: int) -> list[Tensor]:
         size = min(256, width // heads // 2 * 2)
         tables = positions_of(torch.arange(ROWS // 2), size, 10000.0, torch.float64)
-        return [normal(2, ROWS // 2, heads, size), normal(2, ROWS // 2, keys, size), tables.cos, tables.sin]
+        return [
+            normal(2, ROWS // 2, heads, size),
+            normal(2, ROWS // 2, keys, size),
+            tables.cos,
+            tables.sin,
+        ]
 
-    return Operator(inputs, lambda kernels, *inputs: rope.rope(*inputs, kernels), rope.reference, trained=2)
+    return Operator(
+        inputs, lambda kernels, *inputs: rope.rope(*inputs, kernels), rope.reference, trained=2
+    )
 
 
 def _activation(kind: str) -> Operator:
@@ -108,8 +126,9 @@ def _loss(smoothing: float, z: float) -> Operator:
 
     return Operator(
         lambda width: [normal(ROWS, 8 * width - 1), targets(8 * width - 1)],
-        run, lambda *inputs: cross_entropy.reference(*inputs, smoothing, z),
-    )  # fmt: skip
+        run,
+        lambda *inputs: cross_entropy.reference(*inputs, smoothing, z),
+    )
 
 
 def _head() -> Operator:
@@ -131,7 +150,9 @@ def _dropout() -> Operator:
     def run(kernels: str, *inputs: Tensor) -> Any:
         return bias_dropout_residual.dropout_add(*inputs, key, rate, 5, kernels)
 
-    return Operator(inputs, run, lambda *inputs: bias_dropout_residual.reference(*inputs, key, rate, 5))
+    return Operator(
+        inputs, run, lambda *inputs: bias_dropout_residual.reference(*inputs, key, rate, 5)
+    )
 
 
 def _matvec(bits: int, tokens: int) -> Operator:
@@ -150,17 +171,30 @@ def _matvec(bits: int, tokens: int) -> Operator:
 
 
 OPERATORS = {
-    "rmsnorm": _norm(False), "layernorm": _norm(True), "rope": _rope(8, 2), "rope, odd heads": _rope(5, 3),
-    "swiglu": _activation("swiglu"), "geglu": _activation("geglu"), "bias and gelu": _activation("gelu"),
-    "cross entropy": _loss(0.0, 0.0), "cross entropy, smoothed": _loss(0.1, 1e-3), "head": _head(),
-    "dropout": _dropout(), "8 bits": _matvec(8, 1), "4 bits": _matvec(4, 1), "8 bits, 7 tokens": _matvec(8, 7),
+    "rmsnorm": _norm(False),
+    "layernorm": _norm(True),
+    "rope": _rope(8, 2),
+    "rope, odd heads": _rope(5, 3),
+    "swiglu": _activation("swiglu"),
+    "geglu": _activation("geglu"),
+    "bias and gelu": _activation("gelu"),
+    "cross entropy": _loss(0.0, 0.0),
+    "cross entropy, smoothed": _loss(0.1, 1e-3),
+    "head": _head(),
+    "dropout": _dropout(),
+    "8 bits": _matvec(8, 1),
+    "4 bits": _matvec(4, 1),
+    "8 bits, 7 tokens": _matvec(8, 7),
     "4 bits, 8 tokens": _matvec(4, 8),
-}  # fmt: skip
+}
 
 
 def leaves_of(inputs: list[Tensor], trained: int) -> list[Tensor]:
     """The same tensors, those with gradients as leaves."""
-    return [x.detach().requires_grad_(i < trained and x.is_floating_point()) for i, x in enumerate(inputs)]
+    return [
+        x.detach().requires_grad_(i < trained and x.is_floating_point())
+        for i, x in enumerate(inputs)
+    ]
 
 
 def made_of(function: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -190,22 +224,30 @@ def placed(inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def assert_near(found: list[Tensor], truth: list[Tensor], dtype: torch.dtype) -> None:
     for i, (mine, true) in enumerate(zip(found, truth, strict=True)):
         off = (mine.double() - true).abs().max() / true.abs().max().clamp(min=1e-3)
-        assert off <= TOLERANCE[dtype], f"result {i} of shape {tuple(true.shape)} is {float(off):.1e} off"
+        assert off <= TOLERANCE[dtype], (
+            f"result {i} of shape {tuple(true.shape)} is {float(off):.1e} off"
+        )
 
 
 @pytest.mark.parametrize(("width", "dtype", "kernels"), CHOICES, ids=str)
 @pytest.mark.parametrize("name", OPERATORS)
-def test_equals_plain_operators_in_fp64(name: str, width: int, dtype: torch.dtype, kernels: str) -> None:
+def test_equals_plain_operators_in_fp64(
+    name: str, width: int, dtype: torch.dtype, kernels: str
+) -> None:
     torch.manual_seed(0)
     one = OPERATORS[name]
     inputs = placed(one.inputs(width), dtype)
     # What a 16-bit kernel is given is what the truth is given.
-    truth = results(one.truth, [x.double() if x.is_floating_point() else x for x in inputs], one.trained)
+    truth = results(
+        one.truth, [x.double() if x.is_floating_point() else x for x in inputs], one.trained
+    )
     assert_near(results(partial(one.run, kernels), inputs, one.trained), truth, dtype)
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same numbers, with others between the rows and, where there are several dimensions, between columns too."""
+    """The same numbers, with others between the rows and, where there are several dimensions,
+    between columns too.
+    """
     if x.ndim < 2 or not x.is_floating_point():
         return x
     room = x.new_full((*x.shape[:-2], 2 * x.shape[-2], x.shape[-1] + 24), torch.nan)
@@ -248,7 +290,9 @@ def test_nothing_waits_for_the_card(name: str) -> None:
     def both() -> None:
         made = made_of(partial(one.run, "fused"), leaves)
         if one.trained:
-            torch.autograd.grad(made, [x for x in leaves if x.requires_grad], [torch.ones_like(x) for x in made])
+            torch.autograd.grad(
+                made, [x for x in leaves if x.requires_grad], [torch.ones_like(x) for x in made]
+            )
 
     both()
     torch.cuda.set_sync_debug_mode("error")
@@ -258,7 +302,7 @@ def test_nothing_waits_for_the_card(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-# ---- beyond 2^31 entries --------------------------------------------------------------------------------------------
+# ---- beyond 2^31 entries -------------------------------------------------------------------------
 
 
 def needs(gigabytes: int) -> None:
@@ -325,10 +369,12 @@ def test_a_quantised_weight_beyond_32_bits() -> None:
     x = pattern(1, columns)
     whole = matvec(x, Quantised(values, scales, columns, 8))
     for end in ENDS:
-        torch.testing.assert_close(whole[:, end], matvec(x, Quantised(values[end], scales[end], columns, 8)))
+        torch.testing.assert_close(
+            whole[:, end], matvec(x, Quantised(values[end], scales[end], columns, 8))
+        )
 
 
-# ---- what is more than an operator ----------------------------------------------------------------------------------
+# ---- what is more than an operator ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -354,7 +400,9 @@ def test_adamw_equals_plain_operators(dtype: torch.dtype) -> None:
         assert torch.equal(mine.parameter, target.to(dtype)) and float(mine.steps) == 5
 
 
-def reference_step(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+def reference_step(
+    parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor
+) -> tuple[Tensor, ...]:
     from workbench.kernels.adamw import reference
 
     return reference(parameter, gradient, first, second, 5, 1e-2, 0.9, 0.95, 1e-8, 0.1)
@@ -364,9 +412,19 @@ def reference_step(parameter: Tensor, gradient: Tensor, first: Tensor, second: T
 @pytest.mark.parametrize("style", ["llama", "gpt"])
 def test_a_model_trains_alike(style: str, kernels: str) -> None:
     llama = {"mlp": "swiglu", "norm": "rmsnorm", "positions": "rope", "kv_heads": 2}
-    gpt = {"mlp": "gelu", "norm": "layernorm", "positions": "learned", "biases": "all", "max_positions": 64}
-    shape = Shape(layers=2, hidden=256, heads=4, ffn=640, vocab=1001, **(llama if style == "llama" else gpt))
-    text = torch.randint(shape.vocab, (3, 65), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    gpt = {
+        "mlp": "gelu",
+        "norm": "layernorm",
+        "positions": "learned",
+        "biases": "all",
+        "max_positions": 64,
+    }
+    shape = Shape(
+        layers=2, hidden=256, heads=4, ffn=640, vocab=1001, **(llama if style == "llama" else gpt)
+    )
+    text = torch.randint(
+        shape.vocab, (3, 65), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0)
+    )
 
     def losses(kind: str) -> list[Tensor]:
         with torch.device(DEVICE):
@@ -381,4 +439,6 @@ def test_a_model_trains_alike(style: str, kernels: str) -> None:
     eager = losses("eager")
     largest = max(float(x.abs().max()) for x in eager[1:])
     for mine, true in zip(losses(kernels), eager, strict=True):
-        assert float((mine - true).abs().max()) <= 1e-4 * max(float(true.abs().max()), 1e-2 * largest)
+        assert float((mine - true).abs().max()) <= 1e-4 * max(
+            float(true.abs().max()), 1e-2 * largest
+        )

@@ -13,14 +13,22 @@ from torch.library import opcheck
 
 from tests.kernels.test_cross_entropy import again, peak
 from workbench.kernels import linear_cross_entropy as module
-from workbench.kernels.linear_cross_entropy import chunk_tokens, linear_cross_entropy, reference, room_columns, run_op
+from workbench.kernels.linear_cross_entropy import (
+    chunk_tokens,
+    linear_cross_entropy,
+    reference,
+    room_columns,
+    run_op,
+)
 from workbench.models.seams import IGNORE
 from workbench.parallel.pipeline.zero_bubble import SplitLinears
 
 N, D, V = 70, 8, 33
 
 
-def drawn(dtype: torch.dtype = torch.float64, tokens: int = N, vocab: int = V) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(
+    dtype: torch.dtype = torch.float64, tokens: int = N, vocab: int = V
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, D, generator=generator, dtype=torch.float64)
     weight = torch.randn(vocab, D, generator=generator, dtype=torch.float64)
@@ -29,7 +37,9 @@ def drawn(dtype: torch.dtype = torch.float64, tokens: int = N, vocab: int = V) -
     return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
 
-def gradients(loss: Any, x: Tensor, weight: Tensor, targets: Tensor, incoming: float = 1.0) -> list[Tensor]:
+def gradients(
+    loss: Any, x: Tensor, weight: Tensor, targets: Tensor, incoming: float = 1.0
+) -> list[Tensor]:
     return list(torch.autograd.grad(loss(x, weight, targets) * incoming, (x, weight)))
 
 
@@ -64,7 +74,9 @@ def test_runs_are_few_even_and_as_large_as_the_input() -> None:
             assert step * v <= max(1024 * v, n * d, n * v / 8) + 64 * v
 
 
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+@pytest.mark.parametrize(
+    "needs", [(True, True), (True, False), (False, True), (False, False)], ids=str
+)
 def test_only_what_is_asked_for_is_made(short_runs: None, needs: tuple[bool, bool]) -> None:
     x, weight, targets = drawn()
     true = gradients(reference, x, weight, targets)
@@ -98,7 +110,10 @@ def test_loud_where_backward_runs_twice() -> None:
 def test_memory_is_less_than_a_quarter() -> None:
     x, weight, targets = drawn(torch.bfloat16, 2048, 32768)
     gradients(linear_cross_entropy, x, weight, targets)  # compiles
-    mine, plain = (peak(lambda f=f: gradients(f, x, weight, targets)) for f in (linear_cross_entropy, reference))
+    mine, plain = (
+        peak(lambda f=f: gradients(f, x, weight, targets))
+        for f in (linear_cross_entropy, reference)
+    )
     room = chunk_tokens(2048, D, 32768) * 32768 * 2
     assert mine <= 1.1 * (room + x.nbytes + weight.nbytes) and mine < plain / 4
 
@@ -111,7 +126,9 @@ def test_a_rehearsal_sees_what_a_run_holds(short_runs: None) -> None:
     x, weight = x.detach(), weight.detach()
 
     def run() -> Tensor:
-        return run_op(x[:64], weight, targets[:64], room, made[0][:64], made[1], True, 0.0, 0.0, "fused")
+        return run_op(
+            x[:64], weight, targets[:64], room, made[0][:64], made[1], True, 0.0, 0.0, "fused"
+        )
 
     run()
     assert peak(run) < 64 * V * 4 / 2
@@ -124,7 +141,10 @@ def test_bf16_is_rounded_little_more_than_at_once() -> None:
     weight = (torch.randn(512, 64, generator=generator) / 4).bfloat16().requires_grad_()
     targets = torch.randint(512, (8192,), generator=generator)
     true = gradients(
-        reference, x.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), targets
+        reference,
+        x.detach().double().requires_grad_(),
+        weight.detach().double().requires_grad_(),
+        targets,
     )
     mine, plain = (gradients(f, x, weight, targets) for f in (linear_cross_entropy, reference))
     for a, b, c in zip(mine, plain, true, strict=True):
@@ -132,7 +152,9 @@ def test_bf16_is_rounded_little_more_than_at_once() -> None:
 
 
 def test_fp16_loses_no_small_gradient() -> None:
-    """Of tokens that are nearly certain under a loss scale; unscaled, they are next to fp16's least number, 6e-8."""
+    """Of tokens that are nearly certain under a loss scale; unscaled, they are next to fp16's least
+    number, 6e-8.
+    """
     x = torch.full((N, D), 0.5, dtype=torch.float16).requires_grad_()
     weight = torch.linspace(0, 1, V)[:, None].repeat(1, D).half()
     weight[0] = 4.75
@@ -152,13 +174,18 @@ def test_fp16_holds_sums_beyond_its_range(short_runs: None, z: float) -> None:
     own = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     true = gradients(partial(reference, z=z), *own, targets, 2.0**-3)
     found = gradients(partial(linear_cross_entropy, z=z), x, weight, targets, 2.0**-3)
-    assert true[1].abs().max() * 2**3 * module.held(torch.float16, z) > torch.finfo(torch.float16).max or z
+    assert (
+        true[1].abs().max() * 2**3 * module.held(torch.float16, z) > torch.finfo(torch.float16).max
+        or z
+    )
     for mine, other in zip(found, true, strict=True):
         assert (mine - other).abs().max() <= 2e-3 * other.abs().max()
 
 
 def test_a_split_backward_leaves_it_alone() -> None:
-    """Its products are no linear layers: none is put aside, and the weight's gradient comes with the input's."""
+    """Its products are no linear layers: none is put aside, and the weight's gradient comes with
+    the input's.
+    """
     x, weight, targets = drawn()
     deferred: list[Any] = []
     with SplitLinears(deferred, ()):
@@ -177,7 +204,9 @@ def test_operator_is_what_torch_asks_of_it() -> None:
 def test_within_a_compiled_graph(short_runs: None) -> None:
     x, weight, targets = drawn()
     loss = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    pairs = zip(gradients(loss, x, weight, targets), gradients(reference, x, weight, targets), strict=True)
+    pairs = zip(
+        gradients(loss, x, weight, targets), gradients(reference, x, weight, targets), strict=True
+    )
     assert all(torch.allclose(mine, true) for mine, true in pairs)
 
 
@@ -192,14 +221,32 @@ def test_fake_tensors(short_runs: None) -> None:
 
 X, WEIGHT, TARGETS = torch.zeros(N, D), torch.zeros(V, D), torch.zeros(N, dtype=torch.long)
 REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "device": (lambda: linear_cross_entropy(X, WEIGHT.to("meta"), TARGETS), "weight is on meta, but x on cpu"),
-    "width": (lambda: linear_cross_entropy(X, WEIGHT[:, 1:], TARGETS), r"shape \(33, 7\); legal: .*\(vocabulary, 8\)"),
-    "dtype": (lambda: linear_cross_entropy(X, WEIGHT.half(), TARGETS), "weight is torch.float16 of"),
+    "device": (
+        lambda: linear_cross_entropy(X, WEIGHT.to("meta"), TARGETS),
+        "weight is on meta, but x on cpu",
+    ),
+    "width": (
+        lambda: linear_cross_entropy(X, WEIGHT[:, 1:], TARGETS),
+        r"shape \(33, 7\); legal: .*\(vocabulary, 8\)",
+    ),
+    "dtype": (
+        lambda: linear_cross_entropy(X, WEIGHT.half(), TARGETS),
+        "weight is torch.float16 of",
+    ),
     "vocabulary": (lambda: linear_cross_entropy(X, WEIGHT[:0], TARGETS), r"shape \(0, 8\); legal"),
-    "batch": (lambda: linear_cross_entropy(X[None], WEIGHT, TARGETS), "x is torch.float32 of 3 dimensions; legal"),
-    "targets": (lambda: linear_cross_entropy(X, WEIGHT, TARGETS[1:]), r"targets has shape \(69,\); legal: \(70,\)"),
-    "z": (lambda: linear_cross_entropy(X, WEIGHT, TARGETS, z=-1.0), "smoothing is 0.0, z is -1.0; legal: 0 <="),
-}  # fmt: skip
+    "batch": (
+        lambda: linear_cross_entropy(X[None], WEIGHT, TARGETS),
+        "x is torch.float32 of 3 dimensions; legal",
+    ),
+    "targets": (
+        lambda: linear_cross_entropy(X, WEIGHT, TARGETS[1:]),
+        r"targets has shape \(69,\); legal: \(70,\)",
+    ),
+    "z": (
+        lambda: linear_cross_entropy(X, WEIGHT, TARGETS, z=-1.0),
+        "smoothing is 0.0, z is -1.0; legal: 0 <=",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -47,7 +47,9 @@ def test_half_bytes_lie_where_they_are_said_to() -> None:
     assert words[3] >> 20 & 15 == 15 and words[18] >> 4 & 15 == 1
 
 
-@pytest.mark.parametrize(("bits", "group", "columns"), [(8, None, 333), (8, 64, 192), (4, 32, 160), (4, 128, 256)])
+@pytest.mark.parametrize(
+    ("bits", "group", "columns"), [(8, None, 333), (8, 64, 192), (4, 32, 160), (4, 128, 256)]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_tokens_widen_the_weight(
     bits: int, group: int | None, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -62,7 +64,12 @@ def test_many_tokens_widen_the_weight(
 
 @pytest.mark.parametrize(
     ("bits", "group", "num_tokens", "dtype"),
-    [(8, None, 1, torch.float32), (8, 32, 3, torch.bfloat16), (4, 32, 1, torch.bfloat16), (4, 64, 8, torch.float64)],
+    [
+        (8, None, 1, torch.float32),
+        (8, 32, 3, torch.bfloat16),
+        (4, 32, 1, torch.bfloat16),
+        (4, 64, 8, torch.float64),
+    ],
 )
 @pytest.mark.parametrize("kernels", ["compiled", "fused"])
 def test_few_tokens_equal_the_widened_weight(
@@ -80,9 +87,14 @@ def drawn(
     num_tokens: int, rows: int, columns: int, bits: int, group: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Quantised]:
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, columns, generator=generator, dtype=torch.float64) for n in (num_tokens, rows))
+    x, weight = (
+        torch.randn(n, columns, generator=generator, dtype=torch.float64)
+        for n in (num_tokens, rows)
+    )
     own = quantise(weight.to(dtype), bits, group)
-    zeros = torch.rand(own.scales.shape, generator=generator, dtype=torch.float64) * 4 + (6 if bits == 4 else -2)
+    zeros = torch.rand(own.scales.shape, generator=generator, dtype=torch.float64) * 4 + (
+        6 if bits == 4 else -2
+    )
     return x.to(dtype), own._replace(zeros=zeros.to(dtype))
 
 
@@ -96,7 +108,9 @@ def test_fake_tensors_know_the_product_and_there_is_no_gradient() -> None:
         ("x", x.clone().requires_grad_(), weight),
         ("scales", x, weight._replace(scales=weight.scales.clone().requires_grad_())),
     ):
-        with pytest.raises(ValueError, match=f"matvec: {name} requires a gradient, and there is none"):
+        with pytest.raises(
+            ValueError, match=f"matvec: {name} requires a gradient, and there is none"
+        ):
             matvec(own, w)
         with torch.no_grad():
             assert torch.equal(matvec(own, w), matvec(x, weight))
@@ -108,14 +122,22 @@ def test_fake_tensors_know_the_product_and_there_is_no_gradient() -> None:
         (lambda w: {"values": w.values.to("meta")}, "values is on meta, but x on cpu"),
         (lambda w: {"bits": 3}, "bits is 3; legal: 8, 4"),
         (lambda w: {"group": 48}, r"group is 48 of 192 columns; legal: \[32, 64\]"),
-        (lambda w: {"values": w.values.to(torch.int8)}, "values of 4 bits are torch.int8; legal: torch.uint8"),
+        (
+            lambda w: {"values": w.values.to(torch.int8)},
+            "values of 4 bits are torch.int8; legal: torch.uint8",
+        ),
         (lambda w: {"values": w.values[:, 1:]}, r"values has shape \(5, 127\); legal: \(5, 128\)"),
         (lambda w: {"scales": w.scales[1:]}, r"scales has shape \(4, 3\); legal: \(5, 3\)"),
         (lambda w: {"zeros": w.scales[:, 1:]}, r"zeros has shape \(5, 2\); legal: \(5, 3\)"),
-        (lambda w: {"scales": w.scales.to(torch.float8_e5m2)}, "scales is float8_e5m2; legal: float64"),
+        (
+            lambda w: {"scales": w.scales.to(torch.float8_e5m2)},
+            "scales is float8_e5m2; legal: float64",
+        ),
     ],
 )
-def test_what_is_not_legal_is_refused_by_name(change: Callable[[Quantised], dict[str, object]], message: str) -> None:
+def test_what_is_not_legal_is_refused_by_name(
+    change: Callable[[Quantised], dict[str, object]], message: str
+) -> None:
     x, weight = drawn(2, 5, 192, 4, 64, torch.float32)
     with pytest.raises(ValueError, match=f"matvec: {message}"):
         matvec(x, weight._replace(**change(weight)))  # type: ignore[arg-type]

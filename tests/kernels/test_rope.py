@@ -1,4 +1,6 @@
-"""Rotary positions without a GPU: in place, differentiable, loud where a saved tensor would be overwritten."""
+"""Rotary positions without a GPU: in place, differentiable, loud where a saved tensor would be
+overwritten.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +21,12 @@ B, T, H, HK, D = 2, 5, 3, 1, 6
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     positions = seams.positions_of(torch.arange(T) + 3, D, 100.0, dtype)
-    return torch.randn(B, T, H, D).to(dtype), torch.randn(B, T, HK, D).to(dtype), positions.cos, positions.sin
+    return (
+        torch.randn(B, T, H, D).to(dtype),
+        torch.randn(B, T, HK, D).to(dtype),
+        positions.cos,
+        positions.sin,
+    )
 
 
 @pytest.fixture
@@ -80,17 +87,24 @@ def attention(x: Tensor, project: Callable[[Tensor], Tensor], turn: Any) -> Tens
     return (q * k * joint[:, :, H + HK :]).square().sum()
 
 
-def test_joint_products_checkpoints_and_functional_gradients_are_as_with_plain_operators(uncompiled: None) -> None:
+def test_joint_products_checkpoints_and_functional_gradients_are_as_with_plain_operators(
+    uncompiled: None,
+) -> None:
     project, x = nn.Linear(4, (H + 2 * HK) * D), torch.randn(B, T, 4)
     true = torch.autograd.grad(attention(x, project, reference), project.parameters())
     for found in (
         torch.autograd.grad(attention(x, project, rope), project.parameters()),
-        torch.autograd.grad(checkpoint(attention, x, project, rope, use_reentrant=False), project.parameters()),
-        torch.func.grad(lambda p: attention(x, lambda x: torch.func.functional_call(project, p, x), rope))(
-            dict(project.named_parameters())
-        ).values(),
+        torch.autograd.grad(
+            checkpoint(attention, x, project, rope, use_reentrant=False), project.parameters()
+        ),
+        torch.func.grad(
+            lambda p: attention(x, lambda x: torch.func.functional_call(project, p, x), rope)
+        )(dict(project.named_parameters())).values(),
     ):
-        assert all(torch.allclose(mine, expected, rtol=1e-5) for mine, expected in zip(found, true, strict=True))
+        assert all(
+            torch.allclose(mine, expected, rtol=1e-5)
+            for mine, expected in zip(found, true, strict=True)
+        )
 
 
 def test_what_was_saved_and_is_overwritten_raises(uncompiled: None) -> None:
@@ -131,7 +145,9 @@ def test_fake_tensors_take_the_same_path() -> None:
         turned = rope(product, own[1] * 1, cos, sin)
         assert turned[0].untyped_storage() is product.untyped_storage()
         sum(x.sum() for x in turned).backward()
-        assert all(x.grad is not None and x.grad.is_contiguous() and x.grad.shape == x.shape for x in own)
+        assert all(
+            x.grad is not None and x.grad.is_contiguous() and x.grad.shape == x.shape for x in own
+        )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +167,9 @@ def test_fake_tensors_take_the_same_path() -> None:
         ("k", lambda x: x.requires_grad_(), "k is a leaf that requires a gradient"),
     ],
 )
-def test_refusals_name_the_tensor(name: str, change: Callable[[Tensor], Tensor], message: str) -> None:
+def test_refusals_name_the_tensor(
+    name: str, change: Callable[[Tensor], Tensor], message: str
+) -> None:
     given = dict(zip(("q", "k", "cos", "sin"), inputs(), strict=True))
     with pytest.raises(ValueError, match=message):
         rope(**(given | {name: change(given[name])}))

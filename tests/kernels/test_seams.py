@@ -1,4 +1,6 @@
-"""Whole models with replaced seams: the same numbers, less memory, and refusals where nothing can compile."""
+"""Whole models with replaced seams: the same numbers, less memory, and refusals where nothing can
+compile.
+"""
 
 import math
 from typing import Any
@@ -9,22 +11,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.small import GPT, LLAMA
+from workbench.costmodel.compute import kernel_benchmarks
+from workbench.costmodel.compute.roofline import REPLACED
+from workbench.costmodel.memory import activation_memory
+from workbench.costmodel.memory import loss_memory as loss
+from workbench.errors import PlanError
 from workbench.kernels import fused_seams
 from workbench.kernels.fused_seams import replace_seams, warm_up
 from workbench.models import Transformer
 from workbench.models.counter_dropout import Dropout
 from workbench.models.seams import IGNORE, Activate, AddNorm, HeadLoss, Rope
-from workbench.errors import PlanError
-from workbench.plan.schema import Plan
 from workbench.plan.model_shape import Shape
 from workbench.plan.rules.supported import unsupported
-from workbench.costmodel.memory import activation_memory
-from workbench.costmodel.memory import loss_memory as loss
-from workbench.costmodel.compute import kernel_benchmarks
-from workbench.costmodel.compute.roofline import REPLACED
+from workbench.plan.schema import Plan
 from workbench.rehearsal.rehearse import rehearse
-from workbench.runs.launch import subprocess_verbs
-from workbench.runs.launch import preflight
+from workbench.runs.launch import preflight, subprocess_verbs
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -51,7 +52,9 @@ def gradients(shape: Shape, kernels: str, dropout: float) -> dict[str, Tensor]:
 
 
 def assert_alike(found: dict[str, Tensor], true: dict[str, Tensor]) -> None:
-    """Within 1e-10 of each tensor's largest entry, or of a millionth of the largest of all: a key bias has none."""
+    """Within 1e-10 of each tensor's largest entry, or of a millionth of the largest of all: a key
+    bias has none.
+    """
     least = 1e-6 * max(value.abs().max() for value in true.values())
     assert found.keys() == true.keys()
     for key, value in true.items():
@@ -78,7 +81,11 @@ def test_every_seam_that_can_be_is_replaced() -> None:
 
 
 def test_a_warm_up_leaves_nothing_to_compile(caplog: pytest.LogCaptureFixture) -> None:
-    shape = Plan.of("tiny", gpu="local", gpus=1, set={"model": {**LLAMA, "mlp": "geglu"}}).complete().shape
+    shape = (
+        Plan.of("tiny", gpu="local", gpus=1, set={"model": {**LLAMA, "mlp": "geglu"}})
+        .complete()
+        .shape
+    )
     model = Transformer(shape)
     replace_seams(model, "fused")
     assert list(warm_up([model], torch.float32)) == ["AddNorm", "Rope", "Activate", "HeadLoss"]
@@ -101,7 +108,11 @@ class Counting(TorchDispatchMode):
 
 
 def operators(layers: int) -> tuple[int, int]:
-    shape = Plan.of("tiny", gpu="local", gpus=1, set={"model": {**LLAMA, "layers": layers}}).complete().shape
+    shape = (
+        Plan.of("tiny", gpu="local", gpus=1, set={"model": {**LLAMA, "layers": layers}})
+        .complete()
+        .shape
+    )
     model, tokens = Transformer(shape), torch.zeros(2, 8, dtype=torch.long)
     replace_seams(model, "fused")
     with Counting() as forward:
@@ -120,31 +131,53 @@ def test_the_planner_knows_how_many_operators_a_layer_has() -> None:
 @pytest.mark.parametrize("gpu", ["local", "h100-sxm-80gb"])
 def test_memory_falls(kernels: str, gpu: str) -> None:
     sizes = {
-        "layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 768, "vocab": 4000, "mlp": "swiglu",
-        "norm": "rmsnorm", "positions": "rope",
-    }  # fmt: skip
-    training = {"training.sequence_length": 512, "training.micro_batch": 2, "training.global_batch": 2}
-    plan = Plan.of("tiny", gpu=gpu, gpus=1, set={"model": sizes, "strategy.precision": "bf16", **training})
-    eager, other = (rehearse(plan.replace(**{"strategy.kernels": kind})) for kind in ("eager", kernels))
+        "layers": 2,
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn": 768,
+        "vocab": 4000,
+        "mlp": "swiglu",
+        "norm": "rmsnorm",
+        "positions": "rope",
+    }
+    training = {
+        "training.sequence_length": 512,
+        "training.micro_batch": 2,
+        "training.global_batch": 2,
+    }
+    plan = Plan.of(
+        "tiny", gpu=gpu, gpus=1, set={"model": sizes, "strategy.precision": "bf16", **training}
+    )
+    eager, other = (
+        rehearse(plan.replace(**{"strategy.kernels": kind})) for kind in ("eager", kernels)
+    )
     assert max(other.peak_bytes_by_rank.values()) < 0.9 * max(eager.peak_bytes_by_rank.values())
 
 
 def test_kernels_of_code_are_refused_by_name() -> None:
-    written = {"model": {"python": "tests.parallel.users_model:build", "vocab": 260}, "strategy": {"kernels": "fused"}}
+    written = {
+        "model": {"python": "tests.parallel.users_model:build", "vocab": 260},
+        "strategy": {"kernels": "fused"},
+    }
     plan = Plan.model_validate({**written, "cluster": {"gpu": "local", "gpus": 1}}).complete()
     found = [p for p in unsupported(plan, "run", allow_code=True) if p.field == "strategy.kernels"]
     assert len(found) == 1 and "fused" in str(found[0]) and "eager" in str(found[0])
 
 
 @pytest.mark.parametrize("named", [None, "nowhere/g++"])
-def test_without_a_compiler_nothing_is_started(monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
+def test_without_a_compiler_nothing_is_started(
+    monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
     plan = Plan.of("tiny", gpu="local", gpus=1, set={"strategy.kernels": "fused"})
     monkeypatch.delenv("CXX", raising=False)
     assert not [p for p in preflight.preflight(plan) if p.field == "strategy.kernels"]
     if named:
         monkeypatch.setenv("CXX", named)
     else:
-        monkeypatch.setattr("workbench.runs.launch.kernel_compilers.shutil.which", lambda name: None)
+        monkeypatch.setattr(
+            "workbench.runs.launch.kernel_compilers.shutil.which", lambda name: None
+        )
     (problem,) = [p for p in preflight.preflight(plan) if p.field == "strategy.kernels"]
     assert (named or "g++") in str(problem) and "eager" in str(problem)
     with pytest.raises(PlanError, match="C\\+\\+ compiler"):
@@ -160,11 +193,16 @@ def test_the_planner_knows_which_seams_stay_plain() -> None:
 
 
 def measured_on_processors() -> dict[tuple[str, str, tuple[int, ...], str], tuple[float, float]]:
-    """Of the committed benchmark: (operator, case, shape, dtype) -> seconds of forward and backward, (eager, fused)."""
+    """Of the committed benchmark: (operator, case, shape, dtype) -> seconds of forward and
+    backward, (eager, fused).
+    """
     (table,) = (b for b in kernel_benchmarks.benchmarks() if b["kind"] == "cpu")
     found: dict[tuple[str, str, tuple[int, ...], str], tuple[float, float]] = {}
     for row in table["kernels"]:
-        key, seconds = (row["kernel"], row["case"], tuple(row["shape"]), row["dtype"]), row["seconds"]
+        key, seconds = (
+            (row["kernel"], row["case"], tuple(row["shape"]), row["dtype"]),
+            row["seconds"],
+        )
         eager, fused = found.get(key, (0.0, 0.0))
         found[key] = eager + seconds["eager"], fused + seconds["fused"]
     return found
@@ -174,22 +212,38 @@ def chosen(kernel: str, case: str, entries: int) -> bool:
     """Whether `kernels: fused` runs our operator on processors for a seam of so many entries."""
     kind = case.removeprefix("bias and ")
     seam: torch.nn.Module = {
-        "add_norm": lambda: AddNorm(kind, 8, 1e-5, False), "rope": Rope, "activation": lambda: Activate(kind),
-        "dropout": lambda: Dropout(0.1, 0), "cross_entropy": lambda: HeadLoss(8, 16),
-    }[kernel]()  # fmt: skip
+        "add_norm": lambda: AddNorm(kind, 8, 1e-5, False),
+        "rope": Rope,
+        "activation": lambda: Activate(kind),
+        "dropout": lambda: Dropout(0.1, 0),
+        "cross_entropy": lambda: HeadLoss(8, 16),
+    }[kernel]()
     replace_seams(seam, "fused", "cpu")
-    return type(seam) in fused_seams.FUSED.values() and entries >= int(getattr(seam, "plain_below", 0))
+    return type(seam) in fused_seams.FUSED.values() and entries >= int(
+        getattr(seam, "plain_below", 0)
+    )
 
 
 def test_nothing_is_chosen_on_processors_that_loses_to_eager_by_the_committed_benchmark() -> None:
-    """The loss of whole logits is that of a split vocabulary; few tokens times a weight are no seam of training."""
+    """The loss of whole logits is that of a split vocabulary; few tokens times a weight are no seam
+    of training.
+    """
     rows = {key: seconds for key, seconds in measured_on_processors().items() if key[0] != "matvec"}
     choice = {key: chosen(key[0], key[1], math.prod(key[2])) for key in rows}
-    assert not {key: seconds for key, seconds in rows.items() if choice[key] and seconds[1] > seconds[0]}
-    assert {key[0] for key in rows if choice[key]} == {"add_norm", "rope", "activation", "cross_entropy"}
+    assert not {
+        key: seconds for key, seconds in rows.items() if choice[key] and seconds[1] > seconds[0]
+    }
+    assert {key[0] for key in rows if choice[key]} == {
+        "add_norm",
+        "rope",
+        "activation",
+        "cross_entropy",
+    }
     assert any(seconds[1] > seconds[0] for seconds in rows.values())
 
 
 def test_other_words_than_a_plans_are_refused() -> None:
-    with pytest.raises(ValueError, match="kernels are 'fuse'; legal: 'eager', 'compiled' or 'fused'"):
+    with pytest.raises(
+        ValueError, match="kernels are 'fuse'; legal: 'eager', 'compiled' or 'fused'"
+    ):
         replace_seams(torch.nn.Identity(), "fuse")

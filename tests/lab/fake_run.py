@@ -13,7 +13,14 @@ import orjson
 from workbench.plan.schema import Plan
 from workbench.profile import Profile
 from workbench.runs.store.run_directory import FOLDERS
-from workbench.runs.store.run_state import Cause, State, beat, first_state, supervised_by_me, write_state
+from workbench.runs.store.run_state import (
+    Cause,
+    State,
+    beat,
+    first_state,
+    supervised_by_me,
+    write_state,
+)
 
 from . import synthetic
 
@@ -93,7 +100,11 @@ def sample(folder: Path, profile: Profile, rank: int, number: int) -> None:
     """What a rank writes on a sampled step."""
     for kind in ("memory", "timeline", "collectives"):
         frame = getattr(profile, kind)
-        rows = frame[frame["rank"] == rank].drop(columns=["run", "source", "rank", "step"]).to_dict("records")
+        rows = (
+            frame[frame["rank"] == rank]
+            .drop(columns=["run", "source", "rank", "step"])
+            .to_dict("records")
+        )
         emit(folder, rank, kind, step=number, rows=rows)
 
 
@@ -116,6 +127,11 @@ def play(folder: Path, world: int, steps: int, seconds: float) -> None:
 def fail(folder: Path) -> None:
     """End the run by a failure of rank 1."""
     cause = Cause(
-        1, "rank 1 was killed by SIGKILL in step 3", "Watch the machine's free memory.", "last line of rank 1"
+        1,
+        "rank 1 was killed by SIGKILL in step 3",
+        "Watch the machine's free memory.",
+        "last line of rank 1",
     )
-    put_state(folder, first_state(2, 20), phase="failed", ended=time.time(), exit_code=1, cause=cause)
+    put_state(
+        folder, first_state(2, 20), phase="failed", ended=time.time(), exit_code=1, cause=cause
+    )

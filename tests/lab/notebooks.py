@@ -10,14 +10,21 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def executed(name: str, folder: Path, patch: pytest.MonkeyPatch, timeout: int) -> dict[str, list[Any]]:
-    """Run a notebook in `folder`; source of each code cell -> its outputs. It must be kept without outputs."""
+def executed(
+    name: str, folder: Path, patch: pytest.MonkeyPatch, timeout: int
+) -> dict[str, list[Any]]:
+    """Run a notebook in `folder`; source of each code cell -> its outputs. It must be kept without
+    outputs.
+    """
     patch.setenv("PYTHONPATH", str(ROOT))
     patch.setenv("WORKBENCH_RUNS", str(folder / "runs"))
     patch.setenv("IPYTHONDIR", str(folder / "ipython"))
     notebook = nbformat.read(ROOT / "notebooks" / name, 4)
-    assert all(not cell.get("outputs") for cell in notebook.cells), "the notebook is kept without outputs"
-    # A kernel may flush within a cell, so that what the cell prints comes in several outputs: they are made one.
+    assert all(not cell.get("outputs") for cell in notebook.cells), (
+        "the notebook is kept without outputs"
+    )
+    # A kernel may flush within a cell, so that what the cell prints comes in several outputs: they
+    # are made one.
     resources = {"metadata": {"path": str(folder)}}
     NotebookClient(notebook, timeout=timeout, resources=resources, coalesce_streams=True).execute()
     return {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}

@@ -21,7 +21,9 @@ def test_rows_travel_apart_from_declarations() -> None:
     board = Heard()
     figure = charts.memory(synthetic.profile())
     board.put(figure)
-    assert [f["name"] for f in board.figures] == ["memory"] and "values" not in board.figures[0]["spec"]["data"]
+    assert [f["name"] for f in board.figures] == ["memory"] and "values" not in board.figures[0][
+        "spec"
+    ]["data"]
     assert board.sent[-1]["charts"]["memory"] == {"rows": figure.rows, "append": False}
 
 
@@ -30,7 +32,10 @@ def test_new_rows_are_sent_alone_and_a_reloaded_page_gets_all() -> None:
     profile = synthetic.profile("measured", 1, steps=3)
     board.put(charts.loss(profile))
     board.extend("loss", [{"run": "plan", "step": 3, "loss": 1.0, "text": "training"}])
-    assert len(board.sent[-1]["charts"]["loss"]["rows"]) == 1 and board.sent[-1]["charts"]["loss"]["append"]
+    assert (
+        len(board.sent[-1]["charts"]["loss"]["rows"]) == 1
+        and board.sent[-1]["charts"]["loss"]["append"]
+    )
     board._heard(board, {"type": "hello"}, [])
     snapshot = board.sent[-1]["charts"]["loss"]
     assert len(snapshot["rows"]) == 4 and not snapshot["append"]

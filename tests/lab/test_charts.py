@@ -6,16 +6,18 @@ import pytest
 import vl_convert
 
 from workbench.lab import charts
-from workbench.lab.charts import palette
-from workbench.lab.pictures import snapshot
-from workbench.lab.charts import chart_data
+from workbench.lab.charts import chart_data, palette
 from workbench.lab.live.figure import MIME, SCHEMA, Figure
+from workbench.lab.pictures import snapshot
 
 from . import synthetic
 
 
 def all_figures() -> list[Figure]:
-    e, r, m = (synthetic.profile(s, steps=30 if s == "measured" else 0) for s in ("estimated", "rehearsed", "measured"))
+    e, r, m = (
+        synthetic.profile(s, steps=30 if s == "measured" else 0)
+        for s in ("estimated", "rehearsed", "measured")
+    )
     many = synthetic.profile("measured", 64, steps=5, pipeline=False)
     return [
         charts.memory(e, r, m),
@@ -34,7 +36,9 @@ def all_figures() -> list[Figure]:
 
 
 @pytest.mark.parametrize("figure", all_figures(), ids=lambda figure: figure.name)
-def test_every_chart_draws_with_the_oldest_vega_lite_at_hand(figure: Figure, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_chart_draws_with_the_oldest_vega_lite_at_hand(
+    figure: Figure, capfd: pytest.CaptureFixture[str]
+) -> None:
     json.dumps(figure.static())
     drawn = vl_convert.vegalite_to_svg(figure.static(), vl_version="5.8")
     assert drawn.count("<path") > 5 and "NaN" not in drawn
@@ -66,7 +70,10 @@ def test_what_no_category_s_name_explains_is_said_in_words() -> None:
     measured = synthetic.profile("measured", 1)
     counted = measured.memory.category == "allocated"
     rest = next(r for r in charts.memory(measured).rows if r["category"] == "unattributed")
-    assert "allocator's count" in rest["meaning"] and "unattributed" not in charts.memory(measured).subtitle
+    assert (
+        "allocator's count" in rest["meaning"]
+        and "unattributed" not in charts.memory(measured).subtitle
+    )
     measured.memory.loc[counted, "bytes"] *= 2
     assert f"unattributed: {rest['meaning']}" in charts.memory(measured).subtitle
     measured.memory.loc[measured.memory.category == "activations", "category"] = "overhead"
@@ -78,7 +85,9 @@ def test_the_three_sources_stand_side_by_side_with_their_steps() -> None:
     profiles = [synthetic.profile(s, 2) for s in ("estimated", "rehearsed", "measured")]
     rows = charts.memory(*profiles).rows
     assert {(row["label"], row["source"]) for row in rows} == {
-        (f"rank {rank} · stage {rank}", source) for rank in (0, 1) for source in ("estimated", "rehearsed", "measured")
+        (f"rank {rank} · stage {rank}", source)
+        for rank in (0, 1)
+        for source in ("estimated", "rehearsed", "measured")
     }
     assert {row["step"] for row in rows if row["source"] == "measured"} == {2}
 
@@ -87,9 +96,12 @@ def test_a_card_is_drawn_where_it_is_near_and_told_where_it_is_far() -> None:
     near = synthetic.profile("estimated")
     far = synthetic.profile("estimated", scale=2**20)
     assert (
-        charts.memory(near).rows[0]["card_text"] == "GPU memory: 1,024 MiB" and "%" not in charts.memory(near).subtitle
+        charts.memory(near).rows[0]["card_text"] == "GPU memory: 1,024 MiB"
+        and "%" not in charts.memory(near).subtitle
     )
-    assert "card" not in charts.memory(far).rows[0] and "% of 1.00 GiB" in charts.memory(far).subtitle
+    assert (
+        "card" not in charts.memory(far).rows[0] and "% of 1.00 GiB" in charts.memory(far).subtitle
+    )
 
 
 def test_units_follow_the_size() -> None:
@@ -102,7 +114,8 @@ def test_beyond_sixteen_ranks_the_extremes_stand_for_all() -> None:
     labels = {row["label"] for row in charts.memory(many).rows}
     peaks = many.peak_bytes_by_rank
     assert (
-        f"rank {max(peaks, key=peaks.__getitem__)}" in labels and f"rank {min(peaks, key=peaks.__getitem__)}" in labels
+        f"rank {max(peaks, key=peaks.__getitem__)}" in labels
+        and f"rank {min(peaks, key=peaks.__getitem__)}" in labels
     )
     assert len(labels) <= 10
     band = [row for row in charts.throughput(many).rows if row["rank"] == "median"]
@@ -128,7 +141,11 @@ def test_a_timeline_shows_each_action_where_it_was() -> None:
     rows = charts.timeline(profile).rows
     assert len(rows) == len(profile.timeline)
     first = min(rows, key=lambda row: row["start"])
-    assert (first["lane"], first["action"], first["microbatch"]) == ("rank 0 · stage 0", "forward", 0)
+    assert (first["lane"], first["action"], first["microbatch"]) == (
+        "rank 0 · stage 0",
+        "forward",
+        0,
+    )
     assert first["end"] - first["start"] == pytest.approx(10)  # ms
 
 
@@ -167,15 +184,25 @@ def test_two_estimates_have_a_bar_each_and_one_needs_no_words() -> None:
 def test_a_map_marks_what_does_not_fit() -> None:
     many = synthetic.profile(world=64, scale=2**30)
     assert "datum.value > " in json.dumps(charts.memory_map(many).spec)
-    assert "more than the GPU's 1.00 GiB" in charts.memory_map(many).svg()  # the legend says what red is
+    assert ("more than the GPU's 1.00 GiB") in charts.memory_map(
+        many
+    ).svg()  # the legend says what red is
 
 
 @pytest.mark.parametrize(("scale", "align"), [(2**26, "right"), (2**29, "left")])
-def test_the_line_at_the_gpus_memory_is_seen_on_any_bar_and_its_words_have_room(scale: int, align: str) -> None:
+def test_the_line_at_the_gpus_memory_is_seen_on_any_bar_and_its_words_have_room(
+    scale: int, align: str
+) -> None:
     layers = charts.memory(synthetic.profile(scale=scale)).spec["layer"]
     edge, rule = (layer["mark"] for layer in layers if layer["mark"]["type"] == "rule")
-    assert (edge["color"], rule["color"]) == ("white", palette.LIMIT) and edge["strokeWidth"] > rule["strokeWidth"]
-    words = next(layer["mark"] for layer in layers if layer["encoding"].get("text", {}).get("field") == "card_text")
+    assert (edge["color"], rule["color"]) == ("white", palette.LIMIT) and edge[
+        "strokeWidth"
+    ] > rule["strokeWidth"]
+    words = next(
+        layer["mark"]
+        for layer in layers
+        if layer["encoding"].get("text", {}).get("field") == "card_text"
+    )
     assert words["align"] == align
 
 
@@ -183,7 +210,9 @@ def test_a_measured_step_is_split_by_its_timeline() -> None:
     measured = synthetic.profile("measured", 4)
     rows = {row["part"]: row["value"] for row in charts.parts(measured).rows}
     span = measured.timeline.end.max() * 1000
-    assert rows["forward"] == pytest.approx(40) and rows["backward"] == pytest.approx(80)  # 4 microbatches of 10, 20 ms
+    assert rows["forward"] == pytest.approx(40) and rows["backward"] == pytest.approx(
+        80
+    )  # 4 microbatches of 10, 20 ms
     assert rows["idle"] == pytest.approx(span - 120) and sum(rows.values()) == pytest.approx(span)
 
 
@@ -216,7 +245,9 @@ def test_a_line_of_one_step_is_drawn() -> None:
         assert 'aria-roledescription="point"' in drawn
 
 
-@pytest.mark.parametrize("categories", [("optimizer", "overhead", "communication"), tuple("abcdefgh")])
+@pytest.mark.parametrize(
+    "categories", [("optimizer", "overhead", "communication"), tuple("abcdefgh")]
+)
 def test_a_legend_is_no_wider_than_its_chart(categories: tuple[str, ...]) -> None:
     names = ["rank 48 · stage 3 · ×16"]
     legend = chart_data.legend(categories, beside=names)
@@ -226,9 +257,17 @@ def test_a_legend_is_no_wider_than_its_chart(categories: tuple[str, ...]) -> Non
 
 def test_a_picture_of_a_whole_run_fits_a_cell_and_cuts_no_title() -> None:
     e, m = synthetic.profile(), synthetic.profile("measured", steps=30)
-    figures = [charts.loss(m), charts.collectives(e, m), charts.memory(e, m), charts.parts(e, m), charts.timeline(m)]
+    figures = [
+        charts.loss(m),
+        charts.collectives(e, m),
+        charts.memory(e, m),
+        charts.parts(e, m),
+        charts.timeline(m),
+    ]
     drawn = snapshot.mimebundle(figures, "Finished: 30 steps")
     width = int(re.search(r'<svg[^>]*? width="(\d+)', drawn["image/svg+xml"])[1])
     assert width <= 830 and "…" not in drawn["image/svg+xml"]
     assert all(figure.title in html.unescape(drawn["image/svg+xml"]) for figure in figures)
-    assert "labelColor" not in str(drawn[MIME]["config"]), "words take the colour of the page's theme"
+    assert "labelColor" not in str(drawn[MIME]["config"]), (
+        "words take the colour of the page's theme"
+    )

@@ -17,17 +17,26 @@ from . import fake_run, synthetic
 def three(run: str = "plan", world: int = 2) -> list:
     sources = ("estimated", "rehearsed", "measured")
     return [
-        synthetic.profile(s, world, run=run if s != "measured" else f"{run}-run", steps=10 if s == "measured" else 0)
+        synthetic.profile(
+            s,
+            world,
+            run=run if s != "measured" else f"{run}-run",
+            steps=10 if s == "measured" else 0,
+        )
         for s in sources
     ]
 
 
 def test_one_row_a_rank_with_the_measured_run_and_step() -> None:
     frame = compare(three()).frame
-    assert list(frame["rank"]) == [0, 1] and set(frame.run) == {"plan-run"} and set(frame.step) == {2}
+    assert (
+        list(frame["rank"]) == [0, 1] and set(frame.run) == {"plan-run"} and set(frame.step) == {2}
+    )
     row = frame.iloc[0]
     assert row.estimated_bytes < row.rehearsed_bytes < row.measured_bytes
-    assert row.estimated_error == pytest.approx((row.estimated_bytes - row.measured_bytes) / row.measured_bytes)
+    assert row.estimated_error == pytest.approx(
+        (row.estimated_bytes - row.measured_bytes) / row.measured_bytes
+    )
 
 
 def test_profiles_in_a_row_belong_together_until_a_source_comes_again() -> None:
@@ -41,7 +50,10 @@ def test_equal_names_are_told_apart() -> None:
 
 def test_what_was_not_measured_is_a_dash_not_a_number() -> None:
     comparison = compare(synthetic.profile("estimated", 1))
-    assert comparison.frame.measured_bytes.isna().all() and comparison.to_json()["memory"][0]["measured_bytes"] is None
+    assert (
+        comparison.frame.measured_bytes.isna().all()
+        and comparison.to_json()["memory"][0]["measured_bytes"] is None
+    )
     assert "–" in comparison._repr_html_() and "nan" not in comparison._repr_html_().lower()
     assert "–" in repr(comparison)
 
@@ -61,7 +73,9 @@ def test_a_report_is_one_page_without_scripts_or_addresses(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [tmp_path / "report.html"]
 
 
-def test_a_report_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_does_not_fit_on_the_disk_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -75,19 +89,35 @@ def test_a_report_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path, m
 def test_long_names_wrap_ids_do_not_and_a_wide_table_scrolls_by_itself(tmp_path: Path) -> None:
     text = report([three("a-name-of-many-words-" * 4)], tmp_path / "report.html").read_text()
     names = set(re.findall(r'<td class="([\w-]+)">(?:a-name-of-many-words-)+</td>', text))
-    ids = set(re.findall(r'<td class="([\w-]+)" title="(?:a-name-of-many-words-)+-run">([^<]*)</td>', text))
+    ids = set(
+        re.findall(
+            r'<td class="([\w-]+)" title="(?:a-name-of-many-words-)+-run">([^<]*)</td>', text
+        )
+    )
     assert names == {"wb-name"} and re.search(r"\.wb-name \{[^}]*white-space: normal", text)
     assert ids == {("wb-id", "a-name-of-many-word…e-of-many-words--run")}
-    assert ".wb-table td { white-space: nowrap; }" in text and not re.search(r"\.wb-id \{[^}]*white-space", text)
-    assert len(re.findall(r'<div class="scroll">\s*<style>[^<]*</style>\s*<table', text)) == text.count("<table") == 2
+    assert (".wb-table td { white-space: nowrap; }") in text and not re.search(
+        r"\.wb-id \{[^}]*white-space", text
+    )
+    assert (
+        len(re.findall(r'<div class="scroll">\s*<style>[^<]*</style>\s*<table', text))
+        == text.count("<table")
+        == 2
+    )
 
 
 def sharded(**changes: object) -> Plan:
-    return Plan.of("tiny", gpu="a100-sxm-80gb", gpus=4, strategy="zero-1", set={"name": "zero-1", **changes})
+    return Plan.of(
+        "tiny", gpu="a100-sxm-80gb", gpus=4, strategy="zero-1", set={"name": "zero-1", **changes}
+    )
 
 
 def test_plans_of_one_name_are_told_apart_by_the_fields_that_differ(tmp_path: Path) -> None:
-    accumulated = {"training.global_batch": 64, "strategy.tensor.sequence": True, "strategy.tensor.size": 2}
+    accumulated = {
+        "training.global_batch": 64,
+        "strategy.tensor.sequence": True,
+        "strategy.tensor.size": 2,
+    }
     comparison = compare(sharded(), sharded(**accumulated), synthetic.profile("estimated", 1))
     assert comparison.to_json()["differences"] == {
         "strategy.tensor.size": {"zero-1 (1)": 1, "zero-1 (2)": 2},
@@ -97,28 +127,41 @@ def test_plans_of_one_name_are_told_apart_by_the_fields_that_differ(tmp_path: Pa
     page = comparison.to_html(tmp_path / "report.html").read_text()
     for shown in (page, comparison._repr_html_()):
         assert '<th scope="col" class="wb-name">zero-1 (2)</th>' in shown
-        assert '<td class="wb-name">strategy.tensor.sequence</td><td class="wb-name">false</td>' in shown
+        assert (
+            '<td class="wb-name">strategy.tensor.sequence</td><td class="wb-name">false</td>'
+        ) in shown
     rows = repr(comparison).split("Plan fields that differ\n")[1].splitlines()[:4]
     assert [row.split() for row in rows] == [
-        ["field", "zero-1", "(1)", "zero-1", "(2)"], ["strategy.tensor.size", "1", "2"],
-        ["strategy.tensor.sequence", "false", "true"], ["training.global_batch", "16", "64"],
-    ]  # fmt: skip
+        ["field", "zero-1", "(1)", "zero-1", "(2)"],
+        ["strategy.tensor.size", "1", "2"],
+        ["strategy.tensor.sequence", "false", "true"],
+        ["training.global_batch", "16", "64"],
+    ]
 
 
 @pytest.mark.parametrize("plans", [[sharded()], [sharded(), sharded()]])
 def test_equal_plans_have_no_table_of_differences(plans: list[Plan]) -> None:
     comparison = compare(*plans)
-    assert comparison.to_json()["differences"] == {} and "differ" not in repr(comparison) + comparison._repr_html_()
+    assert (
+        comparison.to_json()["differences"] == {}
+        and "differ" not in repr(comparison) + comparison._repr_html_()
+    )
 
 
 def test_names_cannot_inject_markup(tmp_path: Path) -> None:
-    text = report([synthetic.profile("estimated", 1, run="<script>x</script>")], tmp_path / "r.html").read_text()
+    text = report(
+        [synthetic.profile("estimated", 1, run="<script>x</script>")], tmp_path / "r.html"
+    ).read_text()
     assert "<script>" not in text
 
 
 def test_escapes_and_bidirectional_marks_reach_no_page_and_no_chart() -> None:
     comparison = compare(three("a\x1b[31m\u202ebc"))
-    shown = comparison._repr_html_() + plans(comparison) + "".join(str(f.static()) for f in comparison.figures())
+    shown = (
+        comparison._repr_html_()
+        + plans(comparison)
+        + "".join(str(f.static()) for f in comparison.figures())
+    )
     assert "a[31mbc" in shown and not set(shown) & {"\x1b", "\u202e"} and "\\x1b" not in shown
 
 
@@ -134,11 +177,19 @@ def test_estimates_of_equal_plans_have_a_bar_each() -> None:
     assert {row["bar"] for row in rows} == {"estimated · plan (1)", "estimated · plan (2)"}
 
 
-@pytest.mark.parametrize(("phase", "done", "says"), [
-    ("finished", 3, "finished"), ("failed", 3, "failed after step 3"), ("stopped", 2, "stopped after step 2"),
-    ("failed", 0, "failed before step 1"), ("running", 1, "running"),
-])  # fmt: skip
-def test_a_run_says_how_it_ended_wherever_it_is_shown(tmp_path: Path, phase: str, done: int, says: str) -> None:
+@pytest.mark.parametrize(
+    ("phase", "done", "says"),
+    [
+        ("finished", 3, "finished"),
+        ("failed", 3, "failed after step 3"),
+        ("stopped", 2, "stopped after step 2"),
+        ("failed", 0, "failed before step 1"),
+        ("running", 1, "running"),
+    ],
+)
+def test_a_run_says_how_it_ended_wherever_it_is_shown(
+    tmp_path: Path, phase: str, done: int, says: str
+) -> None:
     folder = fake_run.make(tmp_path / "20261121-a-run")
     fake_run.hello(folder, 2)
     for number in range(done):
@@ -168,7 +219,9 @@ def test_a_run_says_how_it_ended_where_only_its_profiles_are_compared(tmp_path: 
     assert compare(estimate, measured).to_json()["summary"][1]["state"] is None
 
 
-def test_runs_of_which_only_profiles_are_compared_say_how_their_plans_differ(tmp_path: Path) -> None:
+def test_runs_of_which_only_profiles_are_compared_say_how_their_plans_differ(
+    tmp_path: Path,
+) -> None:
     profiles = []
     for number, (world, steps) in enumerate([(2, 20), (4, 20), (2, 30)]):
         folder = fake_run.make(tmp_path / f"2026112{number}-a-run", world, steps)

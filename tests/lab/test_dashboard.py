@@ -27,11 +27,20 @@ def test_a_run_is_followed_to_its_end(folder: Path) -> None:
     play(folder)
     dashboard = watch(Run(folder), [synthetic.profile("estimated", 2, scale=20 * 2**20)])
     assert dashboard.wait(20)
-    assert dashboard.board.banner["headline"] == "Finished: 12 steps" and dashboard.board.banner["tone"] == "good"
+    assert (
+        dashboard.board.banner["headline"] == ("Finished: 12 steps")
+        and dashboard.board.banner["tone"] == "good"
+    )
     assert len([row for row in dashboard.board.rows("loss") if row["text"] == "training"]) == 12
-    assert len(dashboard.board.rows("throughput")) == 24 and len(dashboard.board.rows("memory_steps")) == 4
+    assert (
+        len(dashboard.board.rows("throughput")) == 24
+        and len(dashboard.board.rows("memory_steps")) == 4
+    )
     assert {row["source"] for row in dashboard.board.rows("memory")} == {"estimated", "measured"}
-    assert {row["lane"] for row in dashboard.board.rows("timeline")} == {"rank 0 · stage 0", "rank 1 · stage 1"}
+    assert {row["lane"] for row in dashboard.board.rows("timeline")} == {
+        "rank 0 · stage 0",
+        "rank 1 · stage 1",
+    }
     assert dashboard.board.banner["buttons"] == []
 
 
@@ -54,7 +63,10 @@ def test_stop_asks_the_run_and_the_banner_says_so(folder: Path) -> None:
         time.sleep(0.02)
     dashboard.board._heard(dashboard.board, {"type": "press", "action": "stop"}, [])
     assert dashboard.wait(20)
-    assert dashboard.board.banner["headline"].startswith("Stopped after step ") and dashboard.progress.done < 400
+    assert (
+        dashboard.board.banner["headline"].startswith("Stopped after step ")
+        and dashboard.progress.done < 400
+    )
 
 
 def test_a_second_view_attached_later_sees_everything(folder: Path) -> None:
@@ -70,8 +82,13 @@ def test_a_failure_is_told_with_its_first_cause(folder: Path) -> None:
     dashboard = watch(Run(folder), [])
     assert dashboard.wait(20)
     banner = dashboard.board.banner
-    assert banner["headline"] == "Failed: rank 1 was killed by SIGKILL in step 3" and banner["tone"] == "bad"
-    assert "Watch the machine's free memory." in banner["lines"] and banner["code"] == "last line of rank 1"
+    assert (
+        banner["headline"] == ("Failed: rank 1 was killed by SIGKILL in step 3")
+        and banner["tone"] == "bad"
+    )
+    assert ("Watch the machine's free memory.") in banner["lines"] and banner[
+        "code"
+    ] == "last line of rank 1"
     assert "SIGKILL" in dashboard.snapshot()["text/plain"]
 
 

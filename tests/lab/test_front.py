@@ -15,16 +15,27 @@ from . import synthetic
 def test_the_front_is_a_line_and_the_best_are_points() -> None:
     figure = charts.front(synthetic.found())
     line = [row for row in figure.rows if row.get("front")]
-    assert [(row["time"], row["peak"]) for row in line] == [(100, 64), (120, 16), (300, 8), (400, 6)]
+    assert [(row["time"], row["peak"]) for row in line] == [
+        (100, 64),
+        (120, 16),
+        (300, 8),
+        (400, 6),
+    ]
     assert [row["peak"] for row in figure.rows if row["kind"] == "best by time"] == [64, 16, 32]
-    assert "(ms)" in figure.title and figure.subtitle == "estimated · 4 of 1,000 plans meet every condition"
+    assert "(ms)" in figure.title and figure.subtitle == (
+        "estimated · 4 of 1,000 plans meet every condition"
+    )
     batch = synthetic.found().top[0].plan.training
     assert line[0]["rate"] == pytest.approx(batch.global_batch * batch.sequence_length / 0.1)
 
 
 def test_the_first_the_bend_and_the_least_memory_are_named_by_their_strategy() -> None:
     named = [row for row in charts.front(synthetic.found()).rows if ": t" in row["kind"]]
-    assert [row["kind"].split(" · ")[0] for row in named] == ["first: t1", "bend: t2", "least memory: t8"]
+    assert [row["kind"].split(" · ")[0] for row in named] == [
+        "first: t1",
+        "bend: t2",
+        "least memory: t8",
+    ]
 
 
 def test_a_plan_that_is_first_and_smallest_is_named_once() -> None:
@@ -49,7 +60,14 @@ def test_an_empty_search_says_why_in_place_of_a_chart() -> None:
 def test_text_and_html_tell_the_same_plans() -> None:
     found = synthetic.found("cost")
     text, page = result_tables.as_text(found), result_tables.as_html(found)
-    words = ("Best by cost (estimated)", "100 ms", "64.0 GiB", "t8 · d1", "2,000 a second", "4 meet every condition")
+    words = (
+        "Best by cost (estimated)",
+        "100 ms",
+        "64.0 GiB",
+        "t8 · d1",
+        "2,000 a second",
+        "4 meet every condition",
+    )
     for told in words:
         assert told in text and told in page
     assert text.count("t1 · d8") == 2 and page.count("<tr>") == 3 + 1 + 4 + 1
@@ -57,8 +75,12 @@ def test_text_and_html_tell_the_same_plans() -> None:
 
 def test_a_result_without_plans_says_why_and_escapes_it() -> None:
     found = synthetic.found(empty="no plan meets 'peak_gib<1'", feasible=0)
-    assert result_tables.as_text(found).endswith("no plan meets 'peak_gib<1'") and "Best" not in result_tables.as_text(found)
-    assert "peak_gib&lt;1" in result_tables.as_html(found) and "<table>" not in result_tables.as_html(found)
+    assert result_tables.as_text(found).endswith(
+        "no plan meets 'peak_gib<1'"
+    ) and "Best" not in result_tables.as_text(found)
+    assert "peak_gib&lt;1" in result_tables.as_html(
+        found
+    ) and "<table>" not in result_tables.as_html(found)
 
 
 @pytest.mark.parametrize("length", [1, 12, 13, 57])

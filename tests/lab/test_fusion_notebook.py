@@ -1,4 +1,6 @@
-"""The notebook on graph-kernel fusion, headless: operators and bytes counted, correctness, time, what a card gains."""
+"""The notebook on graph-kernel fusion, headless: operators and bytes counted, correctness, time,
+what a card gains.
+"""
 
 import re
 from pathlib import Path
@@ -25,8 +27,13 @@ def test_the_fusion_notebook_runs_headless(tmp_path: Path, monkeypatch: pytest.M
     loops = next(o for o in of("torch.compile(layer_norm") if o.output_type == "execute_result")
     assert loops.data["text/plain"].count("_fused_") == 2
     ours = of("by_hand = operators(ours)")[0].data["text/plain"]
-    # x read and y written; x and a gradient read and another written; and what is small beside 4 MiB.
-    moved = [sum(map(int, re.findall(r"\d{6,}", line))) / 2**22 for line in ours.splitlines() if "workbench." in line]
+    # x read and y written; x and a gradient read and another written; and what is small beside 4
+    # MiB.
+    moved = [
+        sum(map(int, re.findall(r"\d{6,}", line))) / 2**22
+        for line in ours.splitlines()
+        if "workbench." in line
+    ]
     assert [round(tensors) for tensors in moved] == [2, 3]
     for cell in ("Memory traffic of one", "milliseconds, forward and backward"):
         assert "application/vnd.vegalite.v5+json" in of(cell)[0].data

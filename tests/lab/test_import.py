@@ -1,10 +1,22 @@
-"""A slider must not wait for an import: what is heavy is loaded when a chart is drawn or a rank trains."""
+"""A slider must not wait for an import: what is heavy is loaded when a chart is drawn or a rank
+trains.
+"""
 
 import subprocess
 import sys
 
 LIGHT = "import workbench.plan, workbench.planner, workbench.lab"
-HEAVY = {"torch", "accelerate", "safetensors", "tokenizers", "scipy", "altair", "vl_convert", "anywidget", "ipywidgets"}
+HEAVY = {
+    "torch",
+    "accelerate",
+    "safetensors",
+    "tokenizers",
+    "scipy",
+    "altair",
+    "vl_convert",
+    "anywidget",
+    "ipywidgets",
+}
 
 
 def test_planning_and_its_controls_load_nothing_heavy() -> None:

@@ -11,10 +11,22 @@ from workbench.profile import CATEGORIES
 # Full dichromacy in linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.0.
 EYES = {
     "normal": np.eye(3),
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
-}  # fmt: skip
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
 XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 
 
@@ -45,7 +57,12 @@ def test_every_category_has_a_colour() -> None:
 
 @pytest.mark.parametrize(
     ("written", "kind"),
-    [("all_reduce", "all-reduce"), ("reduce_scatter_tensor", "reduce-scatter"), ("isend", "send"), ("?", "other")],
+    [
+        ("all_reduce", "all-reduce"),
+        ("reduce_scatter_tensor", "reduce-scatter"),
+        ("isend", "send"),
+        ("?", "other"),
+    ],
 )
 def test_collectives_have_one_name(written: str, kind: str) -> None:
     assert palette.kind(written) == kind

@@ -1,15 +1,21 @@
-"""Pictures are drawn in a child: what kills the drawing costs the picture, never the process that asked for it."""
+"""Pictures are drawn in a child: what kills the drawing costs the picture, never the process that
+asked for it.
+"""
 
 import pytest
 
-from workbench.lab.pictures import pictures
 from workbench.lab.comparison.compare import compare
 from workbench.lab.live.figure import Figure, bundle
+from workbench.lab.pictures import pictures
 from workbench.lab.pictures.pictures import PictureError, _Child
 
 from . import synthetic
 
-SPEC = {"data": {"values": [{"a": 1}]}, "mark": "bar", "encoding": {"x": {"field": "a", "type": "quantitative"}}}
+SPEC = {
+    "data": {"values": [{"a": 1}]},
+    "mark": "bar",
+    "encoding": {"x": {"field": "a", "type": "quantitative"}},
+}
 
 
 @pytest.fixture
@@ -42,13 +48,20 @@ def test_a_limit_on_address_space_costs_pictures_and_nothing_else(child, tmp_pat
     assert all("was ended by SIG" in why and "ulimit -v" in why for why in comparison.left_out)
     assert "Charts left out:" in text and "Peak memory of each rank" in text
     shown = bundle(SPEC, "words")
-    assert "image/svg+xml" not in shown and shown["text/plain"].startswith("words\nPicture left out: the process that")
+    assert "image/svg+xml" not in shown and shown["text/plain"].startswith(
+        "words\nPicture left out: the process that"
+    )
     assert pictures._CHILD.process is None
 
 
-@pytest.mark.parametrize("command, says", [
-    (["sleep", "60"], "said nothing for 0 s"), (["false"], "exit code 1"), (["/no/such"], "cannot be started"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command, says",
+    [
+        (["sleep", "60"], "said nothing for 0 s"),
+        (["false"], "exit code 1"),
+        (["/no/such"], "cannot be started"),
+    ],
+)
 def test_a_child_that_draws_nothing_is_given_up(child, monkeypatch, command, says):
     child(*command)
     monkeypatch.setattr(pictures, "SECONDS", 0.2)

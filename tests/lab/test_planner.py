@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 
-from workbench.lab.panel.plan_controls import knobs
-from workbench.lab.panel.control_values import read
-from workbench.lab.panel.planner import Planner
 from workbench.errors import PlanError
-from workbench.plan.schema import Plan
+from workbench.lab.panel.control_values import read
+from workbench.lab.panel.plan_controls import knobs
+from workbench.lab.panel.planner import Planner
 from workbench.plan.plan_files import plain
+from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile
 
@@ -37,9 +37,19 @@ def told(planner: Planner) -> str:
 
 
 def test_it_opens_on_a_plan_and_its_estimate(planner: Planner) -> None:
-    assert shown(planner, "gpus")["value"] == 16 and shown(planner, "model")["value"] == "llama-3-8b"
-    assert planner.board.banner["headline"].startswith("Fits: ") and planner.board.banner["tone"] == "good"
-    assert [figure["name"] for figure in planner.board.figures] == ["memory", "parts", "collectives", "timeline"]
+    assert (
+        shown(planner, "gpus")["value"] == 16 and shown(planner, "model")["value"] == "llama-3-8b"
+    )
+    assert (
+        planner.board.banner["headline"].startswith("Fits: ")
+        and planner.board.banner["tone"] == "good"
+    )
+    assert [figure["name"] for figure in planner.board.figures] == [
+        "memory",
+        "parts",
+        "collectives",
+        "timeline",
+    ]
     assert all(planner.board.rows(name) for name in ("memory", "parts", "collectives", "timeline"))
 
 
@@ -65,13 +75,17 @@ def test_a_file_that_cannot_be_written_is_told(planner: Planner, tmp_path: Path)
     assert any("No such file" in line for line in planner.board.banner["lines"])
 
 
-def test_an_illegal_value_is_told_beside_its_control_and_the_last_legal_plan_stays(planner: Planner) -> None:
+def test_an_illegal_value_is_told_beside_its_control_and_the_last_legal_plan_stays(
+    planner: Planner,
+) -> None:
     planner.set("pipeline", 1)
     legal = planner.plan
     planner.set("tensor", 64)
     assert planner.plan == legal and planner.problems
     assert "more than heads = 32" in shown(planner, "tensor")["problem"]
-    assert planner.board.banner["tone"] == "bad" and all(b["disabled"] for b in planner.board.banner["buttons"])
+    assert planner.board.banner["tone"] == "bad" and all(
+        b["disabled"] for b in planner.board.banner["buttons"]
+    )
     planner.set("tensor", 4)
     assert planner.problems == [] and shown(planner, "tensor")["problem"] == ""
     assert not any(b["disabled"] for b in planner.board.banner["buttons"])
@@ -107,7 +121,9 @@ def test_the_smallest_change_is_applied_by_a_button(planner: Planner) -> None:
     assert planner.board.banner["buttons"][0]["action"] == "apply"
     planner.board._heard(planner.board, {"type": "press", "action": "apply"}, [])
     assert planner.profile.fits and planner.profile.notes.get("advice") is None
-    assert all(read(plain(planner.plan), path) == value for path, value in advice["changes"].items())
+    assert all(
+        read(plain(planner.plan), path) == value for path, value in advice["changes"].items()
+    )
     assert "Applied" in told(planner)
     assert "apply" not in [b["action"] for b in planner.board.banner["buttons"]]
     planner.undo()
@@ -116,7 +132,11 @@ def test_the_smallest_change_is_applied_by_a_button(planner: Planner) -> None:
 
 def test_cost_and_constraint_stand_beneath_the_charts(planner: Planner) -> None:
     before = planner.reasons.value
-    assert "card-hours" in before and "kWh" in before and "takes the largest part of a step" in before
+    assert (
+        "card-hours" in before
+        and "kWh" in before
+        and ("takes the largest part of a step") in before
+    )
     planner.set("strategy", "ddp")
     planner.set("gpu", "v100-sxm2-32gb")
     assert "too much" in planner.reasons.value and planner.reasons.value != before
@@ -143,7 +163,9 @@ def test_many_ranks_get_a_map_and_few_lose_it(planner: Planner) -> None:
     assert "memory_map" not in [figure["name"] for figure in planner.board.figures]
 
 
-def test_a_rehearsal_is_drawn_beside_the_estimate(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_is_drawn_beside_the_estimate(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def rehearse(plan: Plan) -> Profile:
         assert planner.profile is not None
         return Profile("p", "rehearsed", 16, planner.profile.memory.assign(source="rehearsed"))
@@ -166,7 +188,9 @@ def test_typing_a_number_back_restores_the_plan_whatever_the_page_echoes(planner
     for gpus in ("64", "7", "63", "96", "1e3", "6", "16"):
         stale = planner.panel.get_state()
         send(planner, type="edit", name="gpus", value=gpus, number=1)
-        planner.panel.set_state({key: stale[key] for key in planner.panel.keys if not key.startswith("_")})
+        planner.panel.set_state(
+            {key: stale[key] for key in planner.panel.keys if not key.startswith("_")}
+        )
     assert planner.plan == first and planner.problems == []
 
 
@@ -176,12 +200,16 @@ def test_what_is_asked_outlives_numbers_that_it_does_not_go_with(planner: Planne
     for gpus in (9, 7, 18):
         planner.set("gpus", gpus)
         assert planner.problems and planner.plan == wanted
-        assert shown(planner, "tensor")["value"] == 4 and shown(planner, "gpus")["text"] == str(gpus)
+        assert shown(planner, "tensor")["value"] == 4 and shown(planner, "gpus")["text"] == str(
+            gpus
+        )
     planner.set("gpus", 16)
     assert planner.plan == wanted and planner.problems == []
 
 
-def test_a_problem_is_named_and_marked_and_a_preset_a_step_back_or_reset_mends_it(planner: Planner) -> None:
+def test_a_problem_is_named_and_marked_and_a_preset_a_step_back_or_reset_mends_it(
+    planner: Planner,
+) -> None:
     first = planner.plan
     ways = (lambda: planner.set("strategy", "zero-3"), planner.undo, planner.reset)
     for way in ways:
@@ -195,7 +223,12 @@ def test_a_problem_is_named_and_marked_and_a_preset_a_step_back_or_reset_mends_i
 
 def test_a_problem_without_a_control_is_told_in_the_banner() -> None:
     planner = Planner(Plan.of("tiny", gpus=2, strategy="ddp").replace(**{"corpus.holdout": 0.0}))
-    send(planner, type="upload", name="mine.yaml", text=planner.plan.to_yaml() + "\ntelemetry: {timeout_seconds: 0}\n")
+    send(
+        planner,
+        type="upload",
+        name="mine.yaml",
+        text=planner.plan.to_yaml() + "\ntelemetry: {timeout_seconds: 0}\n",
+    )
     assert "telemetry.timeout_seconds" in told(planner)
     assert planner.problems == []
     wrong = planner.plan.replace(**{"training.evaluation.every": 5})
@@ -208,7 +241,10 @@ def test_a_problem_without_a_control_is_told_in_the_banner() -> None:
 def test_a_default_that_is_set_is_kept_where_the_preset_says_otherwise(planner: Planner) -> None:
     assert planner.plan.complete().strategy.pipeline.size > 1
     planner.set("pipeline", 1)
-    assert planner.plan.complete().strategy.pipeline.size == 1 and shown(planner, "pipeline")["origin"] == ""
+    assert (
+        planner.plan.complete().strategy.pipeline.size == 1
+        and shown(planner, "pipeline")["origin"] == ""
+    )
 
 
 def test_undo_goes_back_step_by_step_and_reset_to_the_start(planner: Planner) -> None:
@@ -243,17 +279,26 @@ def test_a_plan_file_is_loaded_and_reset_goes_back_to_it(planner: Planner, tmp_p
     assert planner.plan == first
 
 
-def test_a_plan_file_that_cannot_be_read_is_told_and_changes_nothing(planner: Planner, tmp_path: Path) -> None:
+def test_a_plan_file_that_cannot_be_read_is_told_and_changes_nothing(
+    planner: Planner, tmp_path: Path
+) -> None:
     first = planner.plan
     send(planner, type="path", value=str(tmp_path / "absent.yaml"))
     send(planner, type="load")
     assert "absent.yaml" in told(planner) and planner.plan == first
     send(planner, type="upload", name="broken.yaml", text="model: [")
-    assert "broken.yaml" in told(planner) and planner.plan == first and not planner.panel.shown["undo"]
+    assert (
+        "broken.yaml" in told(planner) and planner.plan == first and not planner.panel.shown["undo"]
+    )
 
 
 def test_the_micro_batch_leaves_the_global_batch(planner: Planner) -> None:
-    assert shown(planner, "global_batch") == {"value": 64, "text": "64", "origin": "auto", "problem": ""}
+    assert shown(planner, "global_batch") == {
+        "value": 64,
+        "text": "64",
+        "origin": "auto",
+        "problem": "",
+    }
     planner.set("micro_batch", 2)
     assert planner.plan.complete().training.global_batch == 64 and "stays 64" in told(planner)
     planner.set("global_batch", "")
@@ -261,14 +306,18 @@ def test_the_micro_batch_leaves_the_global_batch(planner: Planner) -> None:
     assert shown(planner, "global_batch")["origin"] == "auto"
 
 
-def test_a_global_batch_that_cannot_be_held_moves_to_the_nearest_and_is_told(planner: Planner) -> None:
+def test_a_global_batch_that_cannot_be_held_moves_to_the_nearest_and_is_told(
+    planner: Planner,
+) -> None:
     planner.set("micro_batch", 12)
     assert planner.problems == [] and planner.plan.complete().training.global_batch == 72
     assert "Global batch 64 → 72" in told(planner)
 
 
 @pytest.mark.parametrize(
-    ("typed", "value"), [("1e3", 1000), ("1,024", 1024), (" 64 ", 64), ("64.0", 64)], ids=lambda value: str(value)
+    ("typed", "value"),
+    [("1e3", 1000), ("1,024", 1024), (" 64 ", 64), ("64.0", 64)],
+    ids=lambda value: str(value),
 )
 def test_a_number_is_read_as_people_write_it(planner: Planner, typed: str, value: int) -> None:
     planner.set("global_batch", typed)
@@ -279,16 +328,30 @@ def test_a_number_is_read_as_people_write_it(planner: Planner, typed: str, value
 def test_what_is_no_number_stays_and_is_told(planner: Planner, typed: str) -> None:
     first = planner.plan
     planner.set("gpus", typed)
-    assert shown(planner, "gpus")["text"] == typed and "whole number" in shown(planner, "gpus")["problem"]
+    assert (
+        shown(planner, "gpus")["text"] == typed
+        and "whole number" in shown(planner, "gpus")["problem"]
+    )
     planner.set("tensor", 2)  # another edit does not hide it
-    assert headline(planner) == "Not a legal plan: fix Number of GPUs" and shown(planner, "gpus")["text"] == typed
+    assert (
+        headline(planner) == ("Not a legal plan: fix Number of GPUs")
+        and shown(planner, "gpus")["text"] == typed
+    )
     planner.set("gpus", "16")
-    assert planner.problems == [] and planner.plan == first.replace(**{"strategy.tensor.size": 2, "cluster.gpus": 16})
+    assert planner.problems == [] and planner.plan == first.replace(
+        **{"strategy.tensor.size": 2, "cluster.gpus": 16}
+    )
 
 
 @pytest.mark.parametrize("preset", ["colossal-2d", "colossal-2.5d", "colossal-3d"])
 def test_a_preset_brings_what_it_needs_and_says_so(preset: str) -> None:
-    plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="megatron-3d", set={"training.micro_batch": 1})
+    plan = Plan.of(
+        "llama-3-8b",
+        gpu="h100-sxm-80gb",
+        gpus=64,
+        strategy="megatron-3d",
+        set={"training.micro_batch": 1},
+    )
     planner = Planner(plan)
     planner.set("strategy", preset)
     assert planner.problems == [] and planner.plan.strategy.preset == preset
@@ -299,7 +362,11 @@ def test_a_preset_brings_what_it_needs_and_says_so(preset: str) -> None:
 def test_schedules_and_grids_bring_their_sizes(planner: Planner) -> None:
     planner.set("tensor", 4)
     planner.set("schedule", "zb-v")
-    assert planner.problems == [] and planner.plan.strategy.pipeline.chunks == 2 and "Chunks 1 → 2" in told(planner)
+    assert (
+        planner.problems == []
+        and planner.plan.strategy.pipeline.chunks == 2
+        and "Chunks 1 → 2" in told(planner)
+    )
     planner.set("schedule", "1f1b")
     planner.set("algorithm", "2d")
     assert planner.problems == [] and planner.plan.strategy.tensor.size == [2, 2]
@@ -307,12 +374,32 @@ def test_schedules_and_grids_bring_their_sizes(planner: Planner) -> None:
 
 
 CHANGES = {
-    "nodes": 4, "gpus_per_node": 4, "fabric": "dgx-a100", "schedule": "gpipe", "chunks": 1, "partition": "15, 17",
-    "sequence_parallel": True, "context": 2, "context_algorithm": "ulysses", "shard": 2,
-    "placement": ["tensor", "pipeline", "context", "data"], "offload": "none", "reduce": "microbatch", "bucket": "50",
-    "overlap": False, "keep_gathered": False, "kernels": "fused", "gradient_dtype": "fp32", "optimizer": "sgd",
-    "moments": "bf16", "master": "none", "learning_rate": "1e-4", "algorithm": "1d", "experts": 1, "calibration": "",
-}  # fmt: skip
+    "nodes": 4,
+    "gpus_per_node": 4,
+    "fabric": "dgx-a100",
+    "schedule": "gpipe",
+    "chunks": 1,
+    "partition": "15, 17",
+    "sequence_parallel": True,
+    "context": 2,
+    "context_algorithm": "ulysses",
+    "shard": 2,
+    "placement": ["tensor", "pipeline", "context", "data"],
+    "offload": "none",
+    "reduce": "microbatch",
+    "bucket": "50",
+    "overlap": False,
+    "keep_gathered": False,
+    "kernels": "fused",
+    "gradient_dtype": "fp32",
+    "optimizer": "sgd",
+    "moments": "bf16",
+    "master": "none",
+    "learning_rate": "1e-4",
+    "algorithm": "1d",
+    "experts": 1,
+    "calibration": "",
+}
 
 
 @pytest.mark.parametrize("name", [name for name, knob in knobs().items() if knob.group])
@@ -324,7 +411,9 @@ def test_every_folded_control_sets_its_field(planner: Planner, name: str) -> Non
     if name == "calibration":
         assert shown(planner, name)["origin"] == "auto"
     else:
-        assert value == {"partition": [15, 17], "bucket": 50.0, "learning_rate": 1e-4}.get(name, CHANGES[name])
+        assert value == {"partition": [15, 17], "bucket": 50.0, "learning_rate": 1e-4}.get(
+            name, CHANGES[name]
+        )
         assert shown(planner, name)["value"] == value and shown(planner, name)["origin"] == ""
 
 

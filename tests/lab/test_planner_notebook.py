@@ -1,4 +1,6 @@
-"""The planner's notebook, headless: a search, its front, reasons, operators, foreign files and published rows."""
+"""The planner's notebook, headless: a search, its front, reasons, operators, foreign files and
+published rows.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ from .notebooks import executed
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_planner_notebook_runs_headless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_notebook_runs_headless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = executed("01_planner.ipynb", tmp_path, monkeypatch, timeout=60)
 
     def of(words: str) -> list[Any]:
@@ -25,7 +29,9 @@ def test_the_planner_notebook_runs_headless(tmp_path: Path, monkeypatch: pytest.
     assert Plan.load(tmp_path / "best.yaml").complete().strategy.data.offload == "none"
     assert "Neighbours: one knob, one step (estimated)" in of("wb.explain(")[0].data["text/html"]
     assert of("gain = ")[0].text.endswith("tokens a second (estimated)\n")
-    assert "attention.qkv by columns and attention.o by its inner dimension" in of("wb.operators(job")[0].text
+    assert ("attention.qkv by columns and attention.o by its inner dimension") in of(
+        "wb.operators(job"
+    )[0].text
     assert "wall_clock_breakdown" in of("wb.import_config(")[0].data["text/html"]
     assert "--tensor-model-parallel-size" in of("wb.translate(")[1].data["text/html"]
     assert of("wb.validate(")[0].text.startswith("3 of 3 rows predicted")

@@ -11,7 +11,8 @@ import nbformat
 from workbench.cli.commands.lab import OFFLINE_PAGES
 
 CELLS = [
-    'import workbench as wb\nplan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy="ddp")',
+    'import workbench as wb\nplan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, '
+    'strategy="ddp")',
     "planner = wb.Planner(plan)\nplanner",
     'planner.set("gpus", 4)\nassert planner._saved.drawn.wait(90)',
 ]

@@ -5,7 +5,13 @@ from workbench import units
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(62277025792, "58.0 GiB"), (1536 * 2**20, "1.50 GiB"), (3 * 2**20, "3.00 MiB"), (512, "512 B"), (0, "0 MiB")],
+    [
+        (62277025792, "58.0 GiB"),
+        (1536 * 2**20, "1.50 GiB"),
+        (3 * 2**20, "3.00 MiB"),
+        (512, "512 B"),
+        (0, "0 MiB"),
+    ],
 )
 def test_bytes(value: int, text: str) -> None:
     assert units.bytes_text(value) == text
@@ -13,13 +19,22 @@ def test_bytes(value: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0123, "12.3 ms"), (7, "7 s"), (1.5, "1.50 s"), (5400, "1 h 30 min"), (150.4, "2 min 30 s"), (None, "–")],
+    [
+        (0.0123, "12.3 ms"),
+        (7, "7 s"),
+        (1.5, "1.50 s"),
+        (5400, "1 h 30 min"),
+        (150.4, "2 min 30 s"),
+        (None, "–"),
+    ],
 )
 def test_seconds(value: float | None, text: str) -> None:
     assert units.seconds_text(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(12_345_678, "12.3 M"), (950.0, "950"), (41_000, "41.0 k"), (None, "–")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(12_345_678, "12.3 M"), (950.0, "950"), (41_000, "41.0 k"), (None, "–")]
+)
 def test_counts(value: float | None, text: str) -> None:
     assert units.count_text(value) == text
 

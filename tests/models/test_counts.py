@@ -7,10 +7,17 @@ import torch
 
 from workbench.models import Transformer
 from workbench.plan.catalog import catalog
-from workbench.plan.parameter_count import parameters
 from workbench.plan.model_shape import Mla, Moe, Shape
+from workbench.plan.parameter_count import parameters
 
-SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 257}
+SHAPE: dict[str, Any] = {
+    "layers": 2,
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 48,
+    "vocab": 257,
+}
 MOE = Moe(experts=4, top_k=2, ffn=16, shared=2, first_dense=1)
 MLA = Mla(kv_rank=8, rope_dim=4, nope_dim=8, value_dim=8)
 
@@ -36,17 +43,32 @@ def test_catalog_models_have_the_counted_and_the_published_parameters(name: str)
 
 
 def test_most_of_the_catalog_is_buildable() -> None:
-    assert {"tiny", "tiny-gpt", "gpt2", "gpt3-175b", "opt-13b", "glm-130b", "pangu-200b", "llama-3-8b", "qwen2-7b",
-            "tiny-moe", "mixtral-8x7b"} <= {*BUILDABLE}  # fmt: skip
+    assert {
+        "tiny",
+        "tiny-gpt",
+        "gpt2",
+        "gpt3-175b",
+        "opt-13b",
+        "glm-130b",
+        "pangu-200b",
+        "llama-3-8b",
+        "qwen2-7b",
+        "tiny-moe",
+        "mixtral-8x7b",
+    } <= {*BUILDABLE}
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "relu", "swiglu", "geglu"])
 @pytest.mark.parametrize("biases", ["none", "qkv", "all"])
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize(
-    "more", [{}, {"tied": True}, {"embedding_norm": True}, {"positions": "learned"}, {"moe": MOE}], ids=str
+    "more",
+    [{}, {"tied": True}, {"embedding_norm": True}, {"positions": "learned"}, {"moe": MOE}],
+    ids=str,
 )
-def test_every_kind_of_shape_is_counted(mlp: str, biases: str, norm: str, more: dict[str, Any]) -> None:
+def test_every_kind_of_shape_is_counted(
+    mlp: str, biases: str, norm: str, more: dict[str, Any]
+) -> None:
     shape = Shape.model_validate({**SHAPE, "mlp": mlp, "biases": biases, "norm": norm, **more})
     assert count(shape) == parameters(shape).total
 
@@ -56,9 +78,7 @@ def test_an_embedding_norm_is_built_and_counts() -> None:
     assert count(normed) == count(plain) + plain.hidden
 
 
-@pytest.mark.parametrize("field, value", [
-    ("mla", MLA), ("positions", "alibi"), ("window", 16),
-])  # fmt: skip
+@pytest.mark.parametrize("field, value", [("mla", MLA), ("positions", "alibi"), ("window", 16)])
 def test_what_cannot_be_built_is_refused_by_field(field: str, value: object) -> None:
     shape = Shape.model_validate({**SHAPE, "name": "odd", field: value})
     with pytest.raises(ValueError, match=rf"model\.{field}.*odd"):
@@ -67,5 +87,8 @@ def test_what_cannot_be_built_is_refused_by_field(field: str, value: object) -> 
 
 @pytest.mark.parametrize("name", sorted(set(catalog.models()) - set(BUILDABLE)))
 def test_catalog_models_that_cannot_be_built_say_why(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"model\.(mla|window|positions) .*{name}"), torch.device("meta"):
+    with (
+        pytest.raises(ValueError, match=rf"model\.(mla|window|positions) .*{name}"),
+        torch.device("meta"),
+    ):
         Transformer(catalog.models()[name].shape)

@@ -1,4 +1,6 @@
-"""A mixture of experts equals one written here token by token, in double precision; what is dropped, and balance."""
+"""A mixture of experts equals one written here token by token, in double precision; what is
+dropped, and balance.
+"""
 
 import math
 from typing import Any
@@ -10,8 +12,8 @@ from torch import Tensor, nn
 from workbench.models import Transformer
 from workbench.models.moe import Mixture, balanced
 from workbench.models.moe_routing import dropless, limited
-from workbench.plan.parameter_count import parameters
 from workbench.plan.model_shape import Moe, Shape, rows_of_an_expert
+from workbench.plan.parameter_count import parameters
 
 SHAPE: dict[str, Any] = {"layers": 2, "hidden": 12, "heads": 2, "ffn": 20, "vocab": 257}
 MOE: dict[str, Any] = {"experts": 4, "top_k": 2, "ffn": 8}
@@ -37,7 +39,9 @@ def mixture_of(shape: Shape) -> Mixture:
 
 def inputs() -> Tensor:
     generator = torch.Generator().manual_seed(5)
-    return torch.randn(BATCH, TIME, SHAPE["hidden"], generator=generator, dtype=torch.float64).requires_grad_()
+    return torch.randn(
+        BATCH, TIME, SHAPE["hidden"], generator=generator, dtype=torch.float64
+    ).requires_grad_()
 
 
 def visit(shape: Shape, part: nn.Module, expert: int | None, x: Tensor) -> Tensor:
@@ -45,7 +49,9 @@ def visit(shape: Shape, part: nn.Module, expert: int | None, x: Tensor) -> Tenso
 
     def linear(name: str, x: Tensor) -> Tensor:
         layer = getattr(part, name)
-        weight, bias = (p if p is None or expert is None else p[expert] for p in (layer.weight, layer.bias))
+        weight, bias = (
+            p if p is None or expert is None else p[expert] for p in (layer.weight, layer.bias)
+        )
         return weight @ x if bias is None else weight @ x + bias
 
     up = linear("up", x)
@@ -61,11 +67,15 @@ def oracle(shape: Shape, mixture: Mixture, x_BTD: Tensor) -> tuple[Tensor, Tenso
     for b in range(BATCH):
         scores = torch.stack([(mixture.route.weight @ x).softmax(0) for x in x_BTD[b]])
         chosen = scores.topk(moe.top_k).indices.tolist()
-        room = dict.fromkeys(range(moe.experts), rows_of_an_expert(TIME, moe) if moe.capacity else TIME * moe.top_k)
+        room = dict.fromkeys(
+            range(moe.experts), rows_of_an_expert(TIME, moe) if moe.capacity else TIME * moe.top_k
+        )
         for choice in range(moe.top_k):
             for t in range(TIME):
                 expert = chosen[t][choice]
-                gate = scores[t, expert] / (sum(scores[t, e] for e in chosen[t]) if moe.renormalise else 1)
+                gate = scores[t, expert] / (
+                    sum(scores[t, e] for e in chosen[t]) if moe.renormalise else 1
+                )
                 if room[expert]:
                     room[expert] -= 1
                     branch[b, t] += gate * visit(shape, mixture.experts, expert, x_BTD[b, t])
@@ -73,17 +83,23 @@ def oracle(shape: Shape, mixture: Mixture, x_BTD: Tensor) -> tuple[Tensor, Tenso
             share = sum(expert in own for own in chosen) / (moe.top_k * TIME) * moe.experts
             balance = balance + moe.auxiliary_loss * TIME * share * scores[:, expert].mean()
     if mixture.shared is not None:
-        branch = branch + torch.stack([visit(shape, mixture.shared, None, x) for x in x_BTD.flatten(0, 1)]).view_as(
-            x_BTD
-        )
+        branch = branch + torch.stack(
+            [visit(shape, mixture.shared, None, x) for x in x_BTD.flatten(0, 1)]
+        ).view_as(x_BTD)
     return branch, balance
 
 
 CASES = [
-    ({}, {}), ({"top_k": 1}, {}), ({"renormalise": False, "top_k": 3}, {}), ({"shared": 2}, {}),
-    ({"capacity": 1.0}, {}), ({"capacity": 0.3, "top_k": 1}, {}), ({"capacity": 4.0, "shared": 1}, {}),
-    ({"shared": 1}, {"biases": "all", "mlp": "gelu"}), ({"capacity": 0.7}, {"biases": "all"}),
-]  # fmt: skip
+    ({}, {}),
+    ({"top_k": 1}, {}),
+    ({"renormalise": False, "top_k": 3}, {}),
+    ({"shared": 2}, {}),
+    ({"capacity": 1.0}, {}),
+    ({"capacity": 0.3, "top_k": 1}, {}),
+    ({"capacity": 4.0, "shared": 1}, {}),
+    ({"shared": 1}, {"biases": "all", "mlp": "gelu"}),
+    ({"capacity": 0.7}, {"biases": "all"}),
+]
 
 
 @pytest.mark.parametrize(("moe", "more"), CASES, ids=str)
@@ -102,7 +118,9 @@ def test_a_mixture_is_what_token_by_token_gives(moe: dict[str, Any], more: dict[
 
 
 def test_what_finds_no_room_is_dropped_first_choices_last() -> None:
-    moe = Moe(experts=2, top_k=2, ffn=8, capacity=0.5)  # 2 rows of the 4 that each expert is chosen for
+    moe = Moe(
+        experts=2, top_k=2, ffn=8, capacity=0.5
+    )  # 2 rows of the 4 that each expert is chosen for
     experts_BTK = torch.tensor([[[0, 1], [0, 1], [0, 1], [1, 0]]])
     rows = limited(experts_BTK, moe)
     assert rows.kept_NK is not None
@@ -113,17 +131,24 @@ def test_what_finds_no_room_is_dropped_first_choices_last() -> None:
 def test_nothing_is_dropped_without_a_capacity() -> None:
     experts_BTK = torch.randint(4, (BATCH, TIME, 2), generator=torch.Generator().manual_seed(1))
     rows = dropless(experts_BTK, 4)
-    assert rows.counts_E is not None and int(rows.counts_E.sum()) == rows.tokens_R.numel() == BATCH * TIME * 2
+    assert (
+        rows.counts_E is not None
+        and int(rows.counts_E.sum()) == rows.tokens_R.numel() == BATCH * TIME * 2
+    )
     assert (experts_BTK.flatten()[rows.rows_NK.flatten().argsort()].diff() >= 0).all()
     assert (rows.tokens_R[rows.rows_NK] == torch.arange(BATCH * TIME)[:, None]).all()
 
 
 def test_a_sequence_is_dropped_from_and_balanced_by_itself() -> None:
-    """The same whether it comes alone or with others: nothing depends on how sequences are dealt."""
+    """The same whether it comes alone or with others: nothing depends on how sequences are
+    dealt.
+    """
     mixture, x = mixture_of(shape_of({"capacity": 0.8, "auxiliary_loss": 1.0})), inputs()
     together, total = mixture(x)
     alone = [mixture(one[None]) for one in x]
-    torch.testing.assert_close(together, torch.cat([branch for branch, _ in alone]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        together, torch.cat([branch for branch, _ in alone]), rtol=1e-12, atol=1e-12
+    )
     torch.testing.assert_close(total, sum(loss for _, loss in alone), rtol=1e-12, atol=1e-12)
 
 
@@ -149,7 +174,9 @@ def test_scores_are_widened_and_their_gradients_are_not_lost() -> None:
     assert torch.equal(choice.experts_BTK, expected.indices)
     branch, auxiliary = mixture(x)
     (branch.float().sum() + auxiliary).backward()
-    assert mixture.route.weight.grad is not None and mixture.route.weight.grad.dtype == torch.bfloat16
+    assert (
+        mixture.route.weight.grad is not None and mixture.route.weight.grad.dtype == torch.bfloat16
+    )
 
 
 def test_counts_without_values_are_even() -> None:

@@ -1,7 +1,8 @@
-"""The model equals a second one, written here from the papers with other operators, in double precision.
+"""The model equals a second one, written here from the papers with other operators, in double
+precision.
 
-Attention as einsum over repeated key-value heads with an explicit mask, rotary positions as complex numbers, norms and
-softmax from their definitions.
+Attention as einsum over repeated key-value heads with an explicit mask, rotary positions as complex
+numbers, norms and softmax from their definitions.
 """
 
 import math
@@ -12,33 +13,59 @@ import torch
 from torch import Tensor
 
 from workbench.models import Transformer
-from workbench.models.weight_init import initial_value
 from workbench.models.seams import IGNORE
+from workbench.models.weight_init import initial_value
 from workbench.plan.model_shape import Shape
 
-LLAMA: dict[str, Any] = {"layers": 3, "hidden": 24, "heads": 6, "kv_heads": 2, "ffn": 40, "vocab": 257}
+LLAMA: dict[str, Any] = {
+    "layers": 3,
+    "hidden": 24,
+    "heads": 6,
+    "kv_heads": 2,
+    "ffn": 40,
+    "vocab": 257,
+}
 GPT: dict[str, Any] = {
-    "layers": 3, "hidden": 24, "heads": 4, "ffn": 64, "vocab": 257, "norm": "layernorm", "mlp": "gelu",
-    "positions": "learned", "biases": "all", "max_positions": 16, "tied": True,
-}  # fmt: skip
+    "layers": 3,
+    "hidden": 24,
+    "heads": 4,
+    "ffn": 64,
+    "vocab": 257,
+    "norm": "layernorm",
+    "mlp": "gelu",
+    "positions": "learned",
+    "biases": "all",
+    "max_positions": 16,
+    "tied": True,
+}
 SHAPES = {
     "llama": LLAMA,
     "gpt": GPT,
     "embedding norm": {**LLAMA, "embedding_norm": True},
-    "geglu, qkv biases": {**LLAMA, "mlp": "geglu", "biases": "qkv", "norm": "layernorm", "rope_theta": 500.0},
+    "geglu, qkv biases": {
+        **LLAMA,
+        "mlp": "geglu",
+        "biases": "qkv",
+        "norm": "layernorm",
+        "rope_theta": 500.0,
+    },
     "relu, wide heads": {**GPT, "mlp": "relu", "head_dim": 10, "tied": False},
 }
 BATCH, TIME = 2, 11
 
 
 def built(written: dict[str, Any]) -> Transformer:
-    """In double precision, with weights so large that nothing vanishes, biases and norms included."""
+    """In double precision, with weights so large that nothing vanishes, biases and norms
+    included.
+    """
     model = Transformer(Shape.model_validate(written)).double()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(noise / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 1 + noise / 3)
+            parameter.copy_(
+                noise / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 1 + noise / 3
+            )
     return model
 
 
@@ -56,8 +83,12 @@ def oracle(shape: Shape, w: dict[str, Tensor], tokens: Tensor, targets: Tensor) 
     if shape.embedding_norm:
         x = normed(shape, w, "embedding.norm", x)
     for i in range(shape.layers):
-        x = x + attention(shape, w, f"blocks.{i}.attention", normed(shape, w, f"blocks.{i}.attention_norm", x))
-        x = x + feed_forward(shape, w, f"blocks.{i}.mlp", normed(shape, w, f"blocks.{i}.mlp_norm", x))
+        x = x + attention(
+            shape, w, f"blocks.{i}.attention", normed(shape, w, f"blocks.{i}.attention_norm", x)
+        )
+        x = x + feed_forward(
+            shape, w, f"blocks.{i}.mlp", normed(shape, w, f"blocks.{i}.mlp_norm", x)
+        )
     head = w.get("head.weight", w["embedding.tokens.weight"])
     logits = normed(shape, w, "final_norm", x) @ head.T
     probabilities = logits.exp() / logits.exp().sum(-1, keepdim=True)
@@ -68,7 +99,9 @@ def oracle(shape: Shape, w: dict[str, Tensor], tokens: Tensor, targets: Tensor) 
 
 def normed(shape: Shape, w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     if shape.norm == "rmsnorm":
-        return w[f"{name}.weight"] * x / (x.pow(2).mean(-1, keepdim=True) + shape.norm_epsilon).sqrt()
+        return (
+            w[f"{name}.weight"] * x / (x.pow(2).mean(-1, keepdim=True) + shape.norm_epsilon).sqrt()
+        )
     centred = x - x.mean(-1, keepdim=True)
     scale = (centred.pow(2).mean(-1, keepdim=True) + shape.norm_epsilon).sqrt()
     return w[f"{name}.weight"] * centred / scale + w[f"{name}.bias"]
@@ -96,7 +129,9 @@ def turned(x: Tensor, theta: float) -> Tensor:
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * frequencies
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
@@ -123,7 +158,9 @@ def test_loss_and_every_gradient_equal_the_oracle(written: dict[str, Any]) -> No
     largest = max(float(x.grad.abs().max()) for x in w.values() if x.grad is not None)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, w[name].grad, rtol=0, atol=1e-12 * largest, msg=name)
+        torch.testing.assert_close(
+            parameter.grad, w[name].grad, rtol=0, atol=1e-12 * largest, msg=name
+        )
 
 
 @pytest.mark.parametrize("written", [LLAMA, GPT], ids=["llama", "gpt"])
@@ -131,7 +168,9 @@ def test_a_loss_does_not_see_later_tokens(written: dict[str, Any]) -> None:
     model, (tokens, targets) = built(written), text()
     place, losses, embedded = 5, [], []
     assert model.embedding is not None
-    model.embedding.register_forward_hook(lambda module, inputs, x: embedded.append(x) or x.retain_grad())
+    model.embedding.register_forward_hook(
+        lambda module, inputs, x: embedded.append(x) or x.retain_grad()
+    )
     early = targets.clone()
     early[:, place:] = IGNORE
     for change in (0, 1):
@@ -181,7 +220,10 @@ def test_initial_weights_have_their_deviation() -> None:
     assert drawn("blocks.0.mlp.down.weight").std().item() == pytest.approx(0.02 / 4, rel=0.02)
     assert drawn("blocks.0.attention.o.weight").std().item() == pytest.approx(0.02 / 4, rel=0.02)
     assert drawn("blocks.0.attention_norm.weight", (8,)).eq(1).all()
-    assert drawn("blocks.0.attention_norm.bias", (8,)).eq(0).all() and drawn("head.bias", (8,)).eq(0).all()
+    assert (
+        drawn("blocks.0.attention_norm.bias", (8,)).eq(0).all()
+        and drawn("head.bias", (8,)).eq(0).all()
+    )
 
 
 def test_a_rounded_draw_is_the_rounded_fp32_draw() -> None:

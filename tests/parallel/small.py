@@ -4,11 +4,26 @@ from typing import Any
 
 from workbench.plan.schema import Plan
 
-LLAMA: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 257}
+LLAMA: dict[str, Any] = {
+    "layers": 4,
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 48,
+    "vocab": 257,
+}
 GPT: dict[str, Any] = {
-    "layers": 4, "hidden": 32, "heads": 4, "ffn": 64, "vocab": 257, "norm": "layernorm", "mlp": "gelu",
-    "positions": "learned", "biases": "all", "max_positions": 64,
-}  # fmt: skip
+    "layers": 4,
+    "hidden": 32,
+    "heads": 4,
+    "ffn": 64,
+    "vocab": 257,
+    "norm": "layernorm",
+    "mlp": "gelu",
+    "positions": "learned",
+    "biases": "all",
+    "max_positions": 64,
+}
 
 
 def plan(
@@ -21,7 +36,9 @@ def plan(
     changes: dict[str, Any] | None = None,
     **more: Any,
 ) -> Plan:
-    """A plan on tensor x pipeline x data ranks; `more` adds to the shape, `changes` are by dotted path."""
+    """A plan on tensor x pipeline x data ranks; `more` adds to the shape, `changes` are by dotted
+    path.
+    """
     written = {
         "model": {**shape, **more},
         "cluster": {"gpu": "local", "gpus": tensor * pipeline * data},

@@ -1,8 +1,10 @@
-"""Every strategy against one device: `python -m tests.parallel.sweep [--all] [--seed 0] [--json FILE]`.
+"""Every strategy against one device: `python -m tests.parallel.sweep [--all] [--seed 0] [--json
+FILE]`.
 
-The space is what `plan.check` and `plan/rules/supported.py` allow of the values below. CI proves a subset: on up to four ranks
-every pair of values that some legal plan joins, on eight every factorisation. `--all` proves every factorisation of the
-ranks with every schedule, ZeRO stage and tensor algorithm, the rest drawn by the seed.
+The space is what `plan.check` and `plan/rules/supported.py` allow of the values below. CI proves a
+subset: on up to four ranks every pair of values that some legal plan joins, on eight every
+factorisation. `--all` proves every factorisation of the ranks with every schedule, ZeRO stage and
+tensor algorithm, the rest drawn by the seed.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from rich.progress import track
 
 from tests.parallel.small import GPT, LLAMA
 from workbench.engine.verify.equivalence import verify
+from workbench.errors import PlanError
 from workbench.kernels.fused_seams import SplitLoss, replace_seams, warm_up
 from workbench.models import Transformer
-from workbench.errors import PlanError
-from workbench.plan.schema import Plan
 from workbench.plan.rules.supported import unsupported
+from workbench.plan.schema import Plan
 
 Choice = dict[str, Any]
 """Name of a dimension -> its value."""
@@ -58,21 +60,29 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "model": tuple(MODELS),
     "tied": (False, True),
     "microbatches": (2, 4, 8),
-    "placement": (("tensor", "context", "data", "pipeline"), ("pipeline", "data", "context", "tensor")),
+    "placement": (
+        ("tensor", "context", "data", "pipeline"),
+        ("pipeline", "data", "context", "tensor"),
+    ),
     "precision": ("fp64", "fp32"),
     "kernels": ("eager", "compiled", "fused"),
 }
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
 GRIDS = {"2d": {4: [2, 2]}, "2.5d": {4: [2, 2, 1], 8: [2, 2, 2]}, "3d": {8: [2, 2, 2]}}
 IDLE = {
-    "schedule": (lambda c: c["mesh"][2] == 1, "1f1b"), "context": (lambda c: c["mesh"][1] == 1, "ring"),
-    "sequence": (lambda c: c["mesh"][0] == 1, False), "algorithm": (lambda c: c["mesh"][0] == 1, "1d"),
-    "keep_gathered": (lambda c: c["zero"] < 3, False), "offload": (lambda c: c["zero"] == 0, "none"),
-    "shard": (lambda c: c["zero"] == 0, "all"), "expert": (lambda c: c["model"] != "moe", 1),
+    "schedule": (lambda c: c["mesh"][2] == 1, "1f1b"),
+    "context": (lambda c: c["mesh"][1] == 1, "ring"),
+    "sequence": (lambda c: c["mesh"][0] == 1, False),
+    "algorithm": (lambda c: c["mesh"][0] == 1, "1d"),
+    "keep_gathered": (lambda c: c["zero"] < 3, False),
+    "offload": (lambda c: c["zero"] == 0, "none"),
+    "shard": (lambda c: c["zero"] == 0, "all"),
+    "expert": (lambda c: c["model"] != "moe", 1),
     "microbatches": (lambda c: c["mesh"][2] == 1, 3),
-}  # fmt: skip
-"""Dimension -> (when it says nothing, the one value that it then has). Without stages microbatches only add up: a
-first, a last and one between."""
+}
+"""Dimension -> (when it says nothing, the one value that it then has). Without stages microbatches
+only add up: a first, a last and one between.
+"""
 EXHAUSTED = ("mesh", "algorithm", "schedule", "zero", "sequence")
 """Dimensions that `--all` runs through in full."""
 POOL = 6000
@@ -86,26 +96,41 @@ def plan_of(choice: Choice) -> Plan | None:
     size = tensor if choice["algorithm"] == "1d" else GRIDS[choice["algorithm"]].get(tensor)
     chunks = CHUNKS.get(choice["schedule"], 1)
     layers = max(LLAMA["layers"], pipeline * chunks)
-    recompute = list(choice["recompute"]) if isinstance(choice["recompute"], tuple) else choice["recompute"]
+    recompute = (
+        list(choice["recompute"]) if isinstance(choice["recompute"], tuple) else choice["recompute"]
+    )
     written = {
         "model": {**MODELS[choice["model"]], "tied": choice["tied"], "layers": layers},
         "cluster": {"gpu": "local", "gpus": prod(choice["mesh"])},
         "strategy": {
-            "tensor": {"size": size or 0, "algorithm": choice["algorithm"], "sequence": choice["sequence"]},
+            "tensor": {
+                "size": size or 0,
+                "algorithm": choice["algorithm"],
+                "sequence": choice["sequence"],
+            },
             "context": {"size": context, "algorithm": choice["context"]},
             "pipeline": {"size": pipeline, "schedule": choice["schedule"], "chunks": chunks},
             "data": {
-                "zero": choice["zero"], "shard": choice["shard"], "reduce": choice["reduce"], "bucket_mib": 0.01,
-                "keep_gathered": choice["keep_gathered"], "offload": choice["offload"],
+                "zero": choice["zero"],
+                "shard": choice["shard"],
+                "reduce": choice["reduce"],
+                "bucket_mib": 0.01,
+                "keep_gathered": choice["keep_gathered"],
+                "offload": choice["offload"],
             },
-            "expert": {"size": choice["expert"]}, "recompute": recompute, "placement": list(choice["placement"]),
+            "expert": {"size": choice["expert"]},
+            "recompute": recompute,
+            "placement": list(choice["placement"]),
             "kernels": choice["kernels"],
         },
         "training": {
-            "sequence_length": 16, "micro_batch": 4, "global_batch": 4 * choice["microbatches"] * data, "steps": 3,
+            "sequence_length": 16,
+            "micro_batch": 4,
+            "global_batch": 4 * choice["microbatches"] * data,
+            "steps": 3,
             "optimizer": {"clip": 0.5, "learning_rate": 1e-2},
         },
-    }  # fmt: skip
+    }
     try:
         plan = Plan.model_validate(written).complete()
     except (PlanError, ValueError):
@@ -125,12 +150,17 @@ def drawn(generator: random.Random, fixed: Choice) -> Choice:
 def pairs(choice: Choice) -> set[tuple[Any, ...]]:
     """All pairs of values that a choice joins, each axis' size a value of its own."""
     sizes = dict(zip(("tensor", "context axis", "pipeline", "data"), choice["mesh"]))
-    return set(combinations((sizes | {name: value for name, value in choice.items() if name != "mesh"}).items(), 2))
+    return set(
+        combinations(
+            (sizes | {name: value for name, value in choice.items() if name != "mesh"}).items(), 2
+        )
+    )
 
 
 def covering(seed: int) -> list[Choice]:
-    """Few legal choices: on up to four ranks every pair of values that the pool joins, greedily; on eight ranks every
-    factorisation once."""
+    """Few legal choices: on up to four ranks every pair of values that the pool joins, greedily; on
+    eight ranks every factorisation once.
+    """
     generator = random.Random(seed)
     pool = [c for c in (drawn(generator, {}) for _ in range(POOL)) if plan_of(c) is not None]
     eight = {choice["mesh"]: choice for choice in pool if prod(choice["mesh"]) == 8}
@@ -156,7 +186,9 @@ def everything(seed: int) -> Iterator[Choice]:
 
 
 def compile_once() -> None:
-    """Compile here what the plans' seams run: ranks, which are forked from this process, have it then."""
+    """Compile here what the plans' seams run: ranks, which are forked from this process, have it
+    then.
+    """
     for precision, model in product((torch.float64, torch.float32), MODELS.values()):
         shape = Plan.of("tiny", gpu="local", gpus=1, set={"model": model}).complete().shape
         built, split = Transformer(shape), SplitLoss("compiled")
@@ -174,11 +206,18 @@ def proved(choice: Choice) -> dict[str, Any]:
     except Exception as error:  # a sweep goes on, and tells
         return {**choice, "passed": False, "error": str(error)[-500:]}
     worst = answer["worst"]
-    return {**choice, "passed": answer["passed"], "worst": worst["tensor"], "relative": worst["relative"]}
+    return {
+        **choice,
+        "passed": answer["passed"],
+        "worst": worst["tensor"],
+        "relative": worst["relative"],
+    }
 
 
 def keep(path: Path, head: dict[str, Any], found: Sequence[dict[str, Any]], seconds: float) -> None:
-    """Write what was proved so far, a plan a line; the file holds the former state or the new one, never half."""
+    """Write what was proved so far, a plan a line; the file holds the former state or the new one,
+    never half.
+    """
     failed = sum(not one["passed"] for one in found)
     head = {**head, "seconds": round(seconds), "plans": len(found), "failed": failed}
     lines = ",\n".join(f"  {json.dumps(one)}" for one in found)
@@ -190,7 +229,9 @@ def keep(path: Path, head: dict[str, Any], found: Sequence[dict[str, Any]], seco
 
 def main() -> int:
     """Prove and tell; 1 where something failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -198,7 +239,12 @@ def main() -> int:
     torch.set_num_threads(1)
     choices = list(everything(arguments.seed)) if arguments.all else covering(arguments.seed)
     began = time.perf_counter()
-    head = {"source": "measured", "torch": torch.__version__, "date": date.today().isoformat(), "chosen": len(choices)}
+    head = {
+        "source": "measured",
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+        "chosen": len(choices),
+    }
     if arguments.json:
         keep(arguments.json, head, [], 0)
     found: list[dict[str, Any]] = []

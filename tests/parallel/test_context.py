@@ -11,14 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parallel.small import GPT, LLAMA, plan
 from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_mutations import failure_of
-from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.verify.equivalence import verify
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.models.seams import Attend, Positions
-from workbench.parallel.context import ring_attention
-from workbench.parallel.context import ulysses_attention
+from workbench.parallel.context import ring_attention, ulysses_attention
 from workbench.parallel.context.attention_block import Block, attend_block_backward
-from workbench.parallel.context.token_order import token_indices
 from workbench.parallel.context.ring_attention import RingAttend
+from workbench.parallel.context.token_order import token_indices
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.mesh import MeshAxis
 from workbench.plan.schema import Plan
@@ -27,7 +26,9 @@ ALGORITHMS = ["ring", "ulysses"]
 NOWHERE = Positions(torch.empty(0), torch.empty(0), torch.empty(0))
 
 
-def spread(context: int, algorithm: str, tensor: int = 1, pipeline: int = 1, data: int = 1, **more: Any) -> Plan:
+def spread(
+    context: int, algorithm: str, tensor: int = 1, pipeline: int = 1, data: int = 1, **more: Any
+) -> Plan:
     made = plan(tensor, pipeline, data, **more)
     sizes = {"strategy.context": {"size": context, "algorithm": algorithm}}
     return made.replace(**{"cluster.gpus": tensor * pipeline * data * context, **sizes})
@@ -57,7 +58,8 @@ def test_fp32(algorithm: str) -> None:
 def test_equals_plain_attention(heads: tuple[int, int], algorithm: str, ranks: int) -> None:
     length, generator = 8 * 3, torch.Generator().manual_seed(0)
     q, k, v, weight = (
-        torch.randn(2, length, n, 8, generator=generator, dtype=torch.float64) for n in (*heads, heads[1], heads[0])
+        torch.randn(2, length, n, 8, generator=generator, dtype=torch.float64)
+        for n in (*heads, heads[1], heads[0])
     )
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = Attend()(*inputs, NOWHERE)
@@ -74,7 +76,9 @@ def test_equals_plain_attention(heads: tuple[int, int], algorithm: str, ranks: i
 
     found = run_ranks(ranks, work)
     places = [
-        token_indices(length, MeshAxis("context", ranks, r, (), None), algorithm, torch.device("cpu"))
+        token_indices(
+            length, MeshAxis("context", ranks, r, (), None), algorithm, torch.device("cpu")
+        )
         for r in range(ranks)
     ]
     assert torch.equal(torch.cat(places).sort().values, torch.arange(length))
@@ -89,7 +93,10 @@ def test_repeated_heads_change_no_number() -> None:
     """As where a GPU's operator takes a key-value head a query head."""
     generator = torch.Generator().manual_seed(0)
     sizes = (12, 3, 3)
-    inputs = [torch.randn(2, 24, n, 8, generator=generator, dtype=torch.float64, requires_grad=True) for n in sizes]
+    inputs = [
+        torch.randn(2, 24, n, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for n in sizes
+    ]
     weight = torch.randn(2, 24, 12, 8, generator=generator, dtype=torch.float64)
     plain, repeating = Attend(), Attend()
     repeating.repeats_heads = True
@@ -102,7 +109,9 @@ def test_repeated_heads_change_no_number() -> None:
 def test_bf16_ring_joins_in_fp32() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 64, 2, 8, generator=generator) for _ in range(3))
-    exact = F.scaled_dot_product_attention(*(x.bfloat16().double().transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    exact = F.scaled_dot_product_attention(
+        *(x.bfloat16().double().transpose(1, 2) for x in (q, k, v)), is_causal=True
+    )
 
     def work(rank: int) -> float:
         axis = MeshAxis("context", 4, rank, (0, 1, 2, 3), torch.distributed.group.WORLD)
@@ -126,7 +135,9 @@ def test_heads_returned_to_the_wrong_rank(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_keys_of_later_tokens_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     original = ring_attention.attend_block
-    monkeypatch.setattr(ring_attention, "attend_block", lambda q, k, v, causal: original(q, k, v, causal=False))
+    monkeypatch.setattr(
+        ring_attention, "attend_block", lambda q, k, v, causal: original(q, k, v, causal=False)
+    )
     assert failure_of(verify(spread(2, "ring")))["tensor"]
 
 
@@ -136,13 +147,18 @@ def test_positions_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def first_rank(length: int, axis: MeshAxis, algorithm: str, device: torch.device) -> Tensor:
         return token_indices(length, MeshAxis("context", axis.size, 0, (), None), algorithm, device)
 
-    monkeypatch.setattr(apply_context, "_indices", lambda axis, algorithm, length: lambda x: first_rank(
-        length, axis, algorithm, x.device))  # fmt: skip
+    monkeypatch.setattr(
+        apply_context,
+        "_indices",
+        lambda axis, algorithm, length: lambda x: first_rank(length, axis, algorithm, x.device),
+    )
     assert failure_of(verify(spread(2, "ring")))["tensor"]
 
 
 class Statistics(TorchDispatchMode):
-    """Logarithms of sums that torch's attention operators are given for backward, wherever they run."""
+    """Logarithms of sums that torch's attention operators are given for backward, wherever they
+    run.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,18 +172,29 @@ class Statistics(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype"), [("cpu", torch.float32), ("meta", torch.bfloat16), ("meta", torch.float32)], ids=str
+    ("device", "dtype"),
+    [("cpu", torch.float32), ("meta", torch.bfloat16), ("meta", torch.float32)],
+    ids=str,
 )
 @pytest.mark.parametrize("length", [6, 128])
-def test_backward_hands_packed_statistics_to_the_kernel(device: str, dtype: torch.dtype, length: int) -> None:
-    """CUDA's kernels index them as packed [B, H, T] whatever their strides; meta tensors take a GPU's branches."""
+def test_backward_hands_packed_statistics_to_the_kernel(
+    device: str, dtype: torch.dtype, length: int
+) -> None:
+    """CUDA's kernels index them as packed [B, H, T] whatever their strides; meta tensors take a
+    GPU's branches.
+    """
     q, out, gradient = (torch.zeros(2, 4, length, 8, device=device, dtype=dtype) for _ in range(3))
     k, v = (torch.zeros(2, 2, length, 8, device=device, dtype=dtype) for _ in range(2))
     log_sum = torch.zeros(2, 4, length, device=device)
     half = slice(length // 2, None)  # as the ring takes the second half of its queries
     with Statistics() as statistics:
         attend_block_backward(
-            gradient[:, :, half], q[:, :, half], k, v, Block(out[:, :, half], log_sum[:, :, half]), causal=False
+            gradient[:, :, half],
+            q[:, :, half],
+            k,
+            v,
+            Block(out[:, :, half], log_sum[:, :, half]),
+            causal=False,
         )
     assert len(statistics.seen) == 1
     assert statistics.seen[0].is_contiguous()

@@ -23,7 +23,12 @@ CASES: list[tuple[tuple[int, int, int], str, int, dict[str, Any]]] = [
     ((1, 1, 2), "llama", 1, {"zero": 2, "reduce": "step", "offload": "optimizer"}),
     ((1, 1, 2), "gpt tied", 4, {"zero": 3, "reduce": "microbatch"}),
     ((1, 1, 2), "tied with a norm", 4, {"zero": 3, "reduce": "step", "keep_gathered": True}),
-    ((1, 1, 2), "tied with a norm", 2, {"zero": 3, "reduce": "microbatch", "offload": "parameters"}),
+    (
+        (1, 1, 2),
+        "tied with a norm",
+        2,
+        {"zero": 3, "reduce": "microbatch", "offload": "parameters"},
+    ),
     ((1, 1, 4), "gpt", 1, {"zero": 3, "offload": "optimizer", "keep_gathered": True}),
     ((1, 1, 4), "llama", 2, {"zero": 1, "shard": 2}),
     ((1, 1, 4), "gpt tied", 2, {"zero": 2, "shard": 2, "reduce": "microbatch"}),
@@ -42,18 +47,28 @@ CASES: list[tuple[tuple[int, int, int], str, int, dict[str, Any]]] = [
 ]
 
 
-def sharded(mesh: tuple[int, int, int], shape: str, microbatches: int, data: dict[str, Any], **changes: Any) -> Plan:
+def sharded(
+    mesh: tuple[int, int, int], shape: str, microbatches: int, data: dict[str, Any], **changes: Any
+) -> Plan:
     changes |= {f"strategy.data.{field}": value for field, value in data.items()}
     return plan(*mesh, shape=SHAPES[shape], microbatches=microbatches, changes=changes)
 
 
-@pytest.mark.parametrize(("mesh", "shape", "microbatches", "data"), CASES, ids=lambda value: str(value))
-def test_fp64(mesh: tuple[int, int, int], shape: str, microbatches: int, data: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "shape", "microbatches", "data"), CASES, ids=lambda value: str(value)
+)
+def test_fp64(
+    mesh: tuple[int, int, int], shape: str, microbatches: int, data: dict[str, Any]
+) -> None:
     assert_equal_to_one_device(verify(sharded(mesh, shape, microbatches, data), "fp64"))
 
 
-@pytest.mark.parametrize(("mesh", "shape", "microbatches", "data"), [CASES[2], CASES[6], CASES[19]], ids=str)
-def test_fp32(mesh: tuple[int, int, int], shape: str, microbatches: int, data: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "shape", "microbatches", "data"), [CASES[2], CASES[6], CASES[19]], ids=str
+)
+def test_fp32(
+    mesh: tuple[int, int, int], shape: str, microbatches: int, data: dict[str, Any]
+) -> None:
     assert_equal_to_one_device(verify(sharded(mesh, shape, microbatches, data), "fp32"))
 
 

@@ -11,9 +11,9 @@ from tests.parallel.test_mutations import failure_of
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import verify
 from workbench.parallel.data import gradient_reduction
+from workbench.parallel.data.bucket_parameters import Unit
 from workbench.parallel.data.data_collectives import piece
 from workbench.parallel.data.zero_shards import Store
-from workbench.parallel.data.bucket_parameters import Unit
 from workbench.parallel.layout import square_norm
 from workbench.parallel.mesh import MeshAxis
 
@@ -21,7 +21,9 @@ TWO, FOUR = (1, 1, 2), (1, 1, 4)
 
 
 @pytest.mark.parametrize("data", [{"zero": 1}, {"zero": 3, "reduce": "microbatch"}], ids=str)
-def test_a_shard_stepped_with_its_neighbours_gradient(monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]) -> None:
+def test_a_shard_stepped_with_its_neighbours_gradient(
+    monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]
+) -> None:
     def scatter(flat: Tensor, axis: MeshAxis) -> None:
         dist.all_reduce(flat, group=axis.group)
         piece(flat, axis).copy_(flat.view(axis.size, -1)[(axis.index + 1) % axis.size].clone())
@@ -41,7 +43,9 @@ def test_values_that_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Store, "publish", publish)
     answer = verify(sharded(TWO, "llama", 2, {"zero": 1}))
     assert failure_of(answer)
-    assert answer["max_relative_diff"]["gradients"] <= answer["tolerance"], "the first step is right"
+    assert answer["max_relative_diff"]["gradients"] <= answer["tolerance"], (
+        "the first step is right"
+    )
 
 
 def test_gathered_parameters_that_are_stale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,19 +62,29 @@ def test_gathered_parameters_that_are_stale(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Store, "publish", publish)
     answer = verify(sharded(TWO, "llama", 2, {"zero": 3}))
     assert failure_of(answer)
-    assert answer["max_relative_diff"]["gradients"] <= answer["tolerance"], "the first step is right"
+    assert answer["max_relative_diff"]["gradients"] <= answer["tolerance"], (
+        "the first step is right"
+    )
 
 
 @pytest.mark.parametrize("data", [{"zero": 1}, {"zero": 2, "reduce": "microbatch"}], ids=str)
-def test_shards_that_are_not_summed_over_their_replicas(monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]) -> None:
+def test_shards_that_are_not_summed_over_their_replicas(
+    monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]
+) -> None:
     monkeypatch.setattr(gradient_reduction, "start_sum", lambda flat, axis: None)
-    assert failure_of(verify(sharded(FOUR, "llama", 2, {"shard": 2, **data})))["kind"] == "gradients"
+    assert (
+        failure_of(verify(sharded(FOUR, "llama", 2, {"shard": 2, **data})))["kind"] == "gradients"
+    )
 
 
 def test_clipping_by_the_norm_of_the_local_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     def agree(self: Session, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         agreed, _, stopping = original(self, loss, stop)
-        return agreed, square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh).sqrt(), stopping
+        return (
+            agreed,
+            square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh).sqrt(),
+            stopping,
+        )
 
     original = Session._agree
     monkeypatch.setattr(Session, "_agree", agree)

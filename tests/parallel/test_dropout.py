@@ -13,16 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.parallel.small import GPT, LLAMA, plan
 from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_mutations import failure_of
-from workbench.engine.verify.single_device import train_plainly
 from workbench.engine.verify.equivalence import _batches, verify
+from workbench.engine.verify.single_device import train_plainly
+from workbench.errors import PlanError
 from workbench.models import Transformer
 from workbench.models.counter_dropout import Dropout, Samples, drop, kept, row_keys
-from workbench.models.weight_init import seed_of
 from workbench.models.seams import Positions
+from workbench.models.weight_init import seed_of
 from workbench.parallel import activation_checkpointing
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.tensor import apply_tensor as tensor_apply
-from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 
 RATE = 0.2
@@ -31,18 +31,37 @@ CONTEXT = {"strategy.context.size": 2, "training.global_batch": 4}
 FULL = {"strategy.recompute": "full"}
 
 
-def dropping(*mesh: int, changes: dict[str, Any] | None = None, shape: dict[str, Any] = LLAMA, **more: Any) -> Plan:
+def dropping(
+    *mesh: int, changes: dict[str, Any] | None = None, shape: dict[str, Any] = LLAMA, **more: Any
+) -> Plan:
     return plan(
-        *mesh, shape=shape, layers=2, microbatches=2, changes={"training.dropout": RATE, **(changes or {})}, **more
+        *mesh,
+        shape=shape,
+        layers=2,
+        microbatches=2,
+        changes={"training.dropout": RATE, **(changes or {})},
+        **more,
     )
 
 
-@pytest.mark.parametrize("mesh, changes", [
-    ((1, 1, 1), {}), ((2, 1, 1), {}), ((2, 1, 1), SEQUENCE), ((1, 2, 1), {}), ((1, 1, 2), {}), ((1, 1, 2), CONTEXT),
-    ((1, 1, 2), CONTEXT | {"strategy.context.algorithm": "ulysses"}), ((1, 1, 1), FULL),
-    ((2, 2, 1), SEQUENCE | FULL), ((2, 1, 2), SEQUENCE | CONTEXT), ((1, 2, 2), {"strategy.data.zero": 1} | FULL),
-    ((1, 1, 2), {"strategy.data.zero": 3} | FULL),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh, changes",
+    [
+        ((1, 1, 1), {}),
+        ((2, 1, 1), {}),
+        ((2, 1, 1), SEQUENCE),
+        ((1, 2, 1), {}),
+        ((1, 1, 2), {}),
+        ((1, 1, 2), CONTEXT),
+        ((1, 1, 2), CONTEXT | {"strategy.context.algorithm": "ulysses"}),
+        ((1, 1, 1), FULL),
+        ((2, 2, 1), SEQUENCE | FULL),
+        ((2, 1, 2), SEQUENCE | CONTEXT),
+        ((1, 2, 2), {"strategy.data.zero": 1} | FULL),
+        ((1, 1, 2), {"strategy.data.zero": 3} | FULL),
+    ],
+    ids=str,
+)
 def test_every_mesh_equals_one_device(mesh: tuple[int, int, int], changes: dict[str, Any]) -> None:
     assert_equal_to_one_device(verify(dropping(*mesh, changes=changes), "fp64"))
 
@@ -54,12 +73,16 @@ def test_gpt_style(mesh: tuple[int, int, int], changes: dict[str, Any]) -> None:
 
 
 def test_it_changes_the_loss_of_every_step_of_training() -> None:
-    """One device, the same tokens twice: with dropout two steps differ, from each other and from none."""
+    """One device, the same tokens twice: with dropout two steps differ, from each other and from
+    none.
+    """
     made = dropping().complete()
     batch = next(_batches(made))
     still = made.replace(**{"training.optimizer.learning_rate": 1e-30})
     first, second = train_plainly(still, [batch] * 2, torch.float64).losses
-    plain, again = train_plainly(still.replace(**{"training.dropout": 0.0}), [batch] * 2, torch.float64).losses
+    plain, again = train_plainly(
+        still.replace(**{"training.dropout": 0.0}), [batch] * 2, torch.float64
+    ).losses
     assert plain == again and len({first, second, plain}) == 3
 
 
@@ -80,7 +103,9 @@ def test_another_mask_when_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
             runs.append(1)
             return forward(total, none, positions._replace(rows=positions.rows + len(runs) - 1))
 
-        return activation_checkpointing._again(drifting, x if residual is None else x + residual, None, positions)
+        return activation_checkpointing._again(
+            drifting, x if residual is None else x + residual, None, positions
+        )
 
     monkeypatch.setattr(activation_checkpointing, "_block", block)
     answer = verify(dropping(changes=FULL))
@@ -90,9 +115,15 @@ def test_another_mask_when_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("forgotten", ["step", "microbatch", "data rank", "place"])
 def test_what_the_key_forgets(monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
-    """The reference takes whole batches, so that a fault planted for micro-batches does not reach it."""
+    """The reference takes whole batches, so that a fault planted for micro-batches does not reach
+    it.
+    """
     start, rows = Samples.start, Samples.rows
-    mesh, changes = ((1, 1, 2), CONTEXT) if forgotten == "place" else ((1, 1, 2 if forgotten == "data rank" else 1), {})
+    mesh, changes = (
+        ((1, 1, 2), CONTEXT)
+        if forgotten == "place"
+        else ((1, 1, 2 if forgotten == "data rank" else 1), {})
+    )
     made = dropping(*mesh, changes=changes)
     batch, own = made.training.global_batch, made.training.micro_batch
 
@@ -109,11 +140,17 @@ def test_what_the_key_forgets(monkeypatch: pytest.MonkeyPatch, forgotten: str) -
     monkeypatch.setattr(Samples, "rows", in_order)
     answer = verify(made)
     assert failure_of(answer)["tensor"]
-    assert (answer["max_relative_diff"]["gradients"] < 1e-9) == (forgotten == "step"), "the first step is right"
+    assert (answer["max_relative_diff"]["gradients"] < 1e-9) == (forgotten == "step"), (
+        "the first step is right"
+    )
 
 
 def mask(
-    rows: Tensor, name: str = "blocks.0.mlp.dropout", seed: int = 0, channels: int = 64, rate: float = RATE
+    rows: Tensor,
+    name: str = "blocks.0.mlp.dropout",
+    seed: int = 0,
+    channels: int = 64,
+    rate: float = RATE,
 ) -> Tensor:
     return kept(row_keys(rows.flatten(), seed_of(name, seed)), channels, rate)
 
@@ -133,7 +170,10 @@ def test_the_hash_is_that_of_unsigned_arithmetic() -> None:
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z = z ^ (z >> np.uint64(31))
-        first, second = (z & np.uint64(2**32 - 1)).astype(np.uint32), (z >> np.uint64(32)).astype(np.uint32)
+        first, second = (
+            (z & np.uint64(2**32 - 1)).astype(np.uint32),
+            (z >> np.uint64(32)).astype(np.uint32),
+        )
         x = np.arange(300, dtype=np.uint32) * np.uint32(0x9E3779B9) + first[:, None]
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D) ^ second[:, None]
         x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
@@ -146,16 +186,23 @@ def test_the_hash_is_that_of_unsigned_arithmetic() -> None:
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.9])
 def test_the_share_that_is_dropped(rate: float) -> None:
     found = mask(rows_of(5, 16, 128), channels=512, rate=rate).double()
-    for means, count in ((found.mean(), found.numel()), (found.mean(0), len(found)), (found.mean(1), 512)):
+    for means, count in (
+        (found.mean(), found.numel()),
+        (found.mean(0), len(found)),
+        (found.mean(1), 512),
+    ):
         deviation = (rate * (1 - rate) / count) ** 0.5
         assert (means - (1 - rate)).abs().max() < 5.5 * deviation
 
 
 @pytest.mark.parametrize(
-    "other", ["step", "sample", "token", "channel", "two channels", "module", "seed", "keys swapped"]
+    "other",
+    ["step", "sample", "token", "channel", "two channels", "module", "seed", "keys swapped"],
 )
 def test_masks_are_independent(other: str) -> None:
-    """Correlation of two masks of 2^19 entries, in deviations of what independent ones would have."""
+    """Correlation of two masks of 2^19 entries, in deviations of what independent ones would
+    have.
+    """
     rows = rows_of(64, 8, 256)
     base = mask(rows, channels=256)
     second = {
@@ -166,7 +213,9 @@ def test_masks_are_independent(other: str) -> None:
         "two channels": lambda: base.roll(1, 1) ^ base.roll(2, 1),
         "module": lambda: mask(rows, "blocks.0.attention.dropout", channels=256),
         "seed": lambda: mask(rows, seed=1, channels=256),
-        "keys swapped": lambda: kept(row_keys(rows.flatten(), seed_of("blocks.0.mlp.dropout", 0)).flip(1), 256, RATE),
+        "keys swapped": lambda: kept(
+            row_keys(rows.flatten(), seed_of("blocks.0.mlp.dropout", 0)).flip(1), 256, RATE
+        ),
     }[other]()
     both = torch.stack((base, second)).flatten(1).double()
     assert abs(float(torch.corrcoef(both)[0, 1])) * both.shape[1] ** 0.5 < 5

@@ -1,8 +1,9 @@
 """Mixtures of experts equal one device on every mesh, dropless and with capacity.
 
-A token whose scores of two experts lie closer than rounding may visit another expert on another mesh. Such a visit
-spoils gradients by far more than the tolerance, so it can only fail a proof, never pass one; in double precision it
-does not happen. In single precision the tests hold the margin too: no choice is closer than what meshes differ by.
+A token whose scores of two experts lie closer than rounding may visit another expert on another
+mesh. Such a visit spoils gradients by far more than the tolerance, so it can only fail a proof,
+never pass one; in double precision it does not happen. In single precision the tests hold the
+margin too: no choice is closer than what meshes differ by.
 """
 
 from typing import Any
@@ -30,12 +31,18 @@ def mixture(
     changes: dict[str, Any] | None = None,
     **more: Any,
 ) -> Plan:
-    """A plan of a small mixture on tensor x pipeline x data ranks, experts spread over `expert` of them."""
+    """A plan of a small mixture on tensor x pipeline x data ranks, experts spread over `expert` of
+    them.
+    """
     changes = {"strategy.expert.size": expert, **(changes or {})}
-    return plan(tensor, pipeline, data, moe=MOE | (moe or {}), changes=changes, microbatches=2, **more)
+    return plan(
+        tensor, pipeline, data, moe=MOE | (moe or {}), changes=changes, microbatches=2, **more
+    )
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 2, 1), (1, 1, 2, 2), (1, 1, 4, 2), (1, 1, 4, 4), (2, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(1, 1, 2, 1), (1, 1, 2, 2), (1, 1, 4, 2), (1, 1, 4, 4), (2, 1, 1, 1)], ids=str
+)
 def test_fp64_on_every_mesh(mesh: tuple[int, int, int, int]) -> None:
     assert_equal_to_one_device(verify(mixture(*mesh), "fp64"))
 
@@ -52,19 +59,27 @@ def test_fp64_on_every_mesh(mesh: tuple[int, int, int, int]) -> None:
     ],
     ids=str,
 )
-def test_fp64_with_tensor_and_pipeline(mesh: tuple[int, int, int, int], shape: dict[str, Any], tied: bool) -> None:
+def test_fp64_with_tensor_and_pipeline(
+    mesh: tuple[int, int, int, int], shape: dict[str, Any], tied: bool
+) -> None:
     assert_equal_to_one_device(verify(mixture(*mesh, shape=shape, tied=tied), "fp64"))
 
 
 @pytest.mark.parametrize(
     "moe",
     [
-        {"top_k": 1}, {"top_k": 4, "renormalise": False}, {"shared": 0, "first_dense": 0}, {"first_dense": 3},
-        {"capacity": 1.0}, {"capacity": 0.5, "top_k": 1}, {"auxiliary_loss": 0.0}, {"auxiliary_loss": 1.0},
+        {"top_k": 1},
+        {"top_k": 4, "renormalise": False},
+        {"shared": 0, "first_dense": 0},
+        {"first_dense": 3},
+        {"capacity": 1.0},
+        {"capacity": 0.5, "top_k": 1},
+        {"auxiliary_loss": 0.0},
+        {"auxiliary_loss": 1.0},
         {"experts": 6, "shared": 2},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_other_mixtures(moe: dict[str, Any]) -> None:
     assert_equal_to_one_device(verify(mixture(2, 1, 2, 2, moe=moe), "fp64"))
 
@@ -78,7 +93,14 @@ def test_other_mixtures(moe: dict[str, Any]) -> None:
         ((1, 1, 2, 2), {"strategy.recompute": "full"}),
         ((2, 1, 2, 2), {"strategy.tensor.sequence": True}),
         ((1, 1, 4, 2), {"strategy.data.zero": 3}),
-        ((1, 1, 4, 2), {"strategy.data.zero": 2, "strategy.data.reduce": "microbatch", "strategy.data.shard": 2}),
+        (
+            (1, 1, 4, 2),
+            {
+                "strategy.data.zero": 2,
+                "strategy.data.reduce": "microbatch",
+                "strategy.data.shard": 2,
+            },
+        ),
         ((2, 1, 2, 2), {"strategy.data.zero": 1}),
     ],
     ids=str,

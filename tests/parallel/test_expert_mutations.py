@@ -1,4 +1,6 @@
-"""The prover is honest about experts: with each of these faults planted, it fails and names a tensor."""
+"""The prover is honest about experts: with each of these faults planted, it fails and names a
+tensor.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,12 +56,17 @@ def test_expert_gradients_averaged_over_all_replicas(monkeypatch: pytest.MonkeyP
     assert answer["max_relative_diff"]["gradients"] == pytest.approx(0.5, rel=1e-6)
 
 
-def test_expert_gradients_not_summed_over_those_who_hold_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_gradients_not_summed_over_those_who_hold_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     original = apply_strategy.gradient_sums
 
     def wrong(layouts: Any, tensor: Any, mesh: Any) -> Any:
         sums = original(layouts, tensor, mesh)
-        return {name: (mesh["pipeline"],) if ".experts." in name else axes for name, axes in sums.items()}
+        return {
+            name: (mesh["pipeline"],) if ".experts." in name else axes
+            for name, axes in sums.items()
+        }
 
     monkeypatch.setattr(apply_strategy, "gradient_sums", wrong)
     assert ".experts." in failure_of(verify(mixture(data=4, expert=2)))["tensor"]
@@ -133,7 +140,9 @@ def test_auxiliary_loss_of_every_tensor_rank(monkeypatch: pytest.MonkeyPatch) ->
     assert failure_of(verify(mixture(tensor=2)))["tensor"]
 
 
-def test_auxiliary_loss_of_a_stage_without_the_head_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auxiliary_loss_of_a_stage_without_the_head_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(HandOn, "__call__", lambda self, x_BTD, auxiliary: x_BTD)
     assert failure_of(verify(mixture(pipeline=2)))["tensor"]
 
@@ -143,4 +152,6 @@ def test_choices_counted_by_context_rank(monkeypatch: pytest.MonkeyPatch) -> Non
         module.route.whole = lambda counts: counts
 
     on_ranks(monkeypatch, alone)
-    assert failure_of(verify(mixture(data=2, changes={"strategy.context.size": 2}, moe={"auxiliary_loss": 0.5})))
+    assert failure_of(
+        verify(mixture(data=2, changes={"strategy.context.size": 2}, moe={"auxiliary_loss": 0.5}))
+    )

@@ -1,4 +1,6 @@
-"""What is estimated of mixtures of experts is what the engine does, call by call; what cannot be is refused."""
+"""What is estimated of mixtures of experts is what the engine does, call by call; what cannot be is
+refused.
+"""
 
 import re
 from typing import Any
@@ -8,13 +10,21 @@ import pytest
 from tests.parallel.test_expert import mixture
 from tests.planner.test_against_rehearsal import small, traffic
 from workbench.plan.rules.check import check
-from workbench.plan.schema import Plan
 from workbench.plan.rules.supported import unsupported
+from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.rehearsal.rehearse import rehearse
 
 MOE = {"experts": 8, "top_k": 2, "ffn": 192, "shared": 1, "first_dense": 1}
-MODEL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 512, "moe": MOE}
+MODEL = {
+    "layers": 4,
+    "hidden": 128,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 384,
+    "vocab": 512,
+    "moe": MOE,
+}
 BIASED = MODEL | {"biases": "all", "mlp": "gelu", "norm": "layernorm"}
 LIMITED = MODEL | {"moe": MOE | {"capacity": 1.1}}
 
@@ -54,14 +64,20 @@ def test_peaks_and_collectives_are_the_engines(
     ids=str,
 )
 def test_collectives_beside_recomputation_and_shards(changes: dict[str, Any]) -> None:
-    plan = small(MODEL, "expert-parallel", 4, "fp32").replace(**{"strategy.expert.size": 2, **changes})
+    plan = small(MODEL, "expert-parallel", 4, "fp32").replace(
+        **{"strategy.expert.size": 2, **changes}
+    )
     assert traffic(estimate(plan)) == traffic(rehearse(plan))
 
 
 def test_all_of_an_experts_collectives_in_numbers() -> None:
-    """4 microbatches x 3 layers: counts, then rows there and back; and the same way for gradients."""
+    """4 microbatches x 3 layers: counts, then rows there and back; and the same way for
+    gradients.
+    """
     plan = small(MODEL, "expert-parallel", 2, "fp32")
-    rows = {key[1:]: count for key, count in traffic(rehearse(plan, [0])).items() if key[1] == "expert"}
+    rows = {
+        key[1:]: count for key, count in traffic(rehearse(plan, [0])).items() if key[1] == "expert"
+    }
     size, calls = 2 * 128 * 128 * 2 * 4, plan.complete().num_microbatches * 3
     assert rows == {
         ("expert", "all_to_all", 2, "int64", 8 * 8, "F"): calls,
@@ -73,15 +89,27 @@ def test_all_of_an_experts_collectives_in_numbers() -> None:
 @pytest.mark.parametrize(
     ("plan", "field", "words"),
     [
-        (lambda: mixture(data=4, expert=3), "strategy.expert.size", "it divides 4 experts.* = 4; legal: .*2, 4"),
+        (
+            lambda: mixture(data=4, expert=3),
+            "strategy.expert.size",
+            "it divides 4 experts.* = 4; legal: .*2, 4",
+        ),
         (lambda: mixture(data=2, expert=4), "strategy.expert.size", "data x context = 2"),
         (lambda: mixture(moe={"top_k": 5}), "model.moe.top_k", "is 5 of 4 experts; legal: 1 to 4"),
         (lambda: mixture(moe={"first_dense": 5}), "model.moe.first_dense", "is 5 of 4 layers"),
-        (lambda: mixture(moe={"top_k": 1, "renormalise": True}), "model.moe.renormalise", "top_k 1.*legal: false"),
-        (lambda: mixture(tensor=4, moe={"ffn": 3}), "strategy.tensor.size", "more than moe.ffn = 3; legal.*: 1 to 3"),
+        (
+            lambda: mixture(moe={"top_k": 1, "renormalise": True}),
+            "model.moe.renormalise",
+            "top_k 1.*legal: false",
+        ),
+        (
+            lambda: mixture(tensor=4, moe={"ffn": 3}),
+            "strategy.tensor.size",
+            "more than moe.ffn = 3; legal.*: 1 to 3",
+        ),
     ],
     ids=["experts", "replicas", "top_k", "first_dense", "renormalise", "width"],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused(plan: Any, field: str, words: str) -> None:
     found = [problem for problem in check(plan()) if problem.field == field]
     assert found and re.search(words, found[0].message), found
@@ -89,14 +117,22 @@ def test_what_cannot_be_is_refused(plan: Any, field: str, words: str) -> None:
 
 @pytest.mark.parametrize(("algorithm", "size"), [("2d", [2, 2]), ("3d", [2, 2, 2])])
 def test_a_mixture_on_a_grid_is_estimated_but_not_run(algorithm: str, size: list[int]) -> None:
-    grid = {"strategy.tensor.algorithm": algorithm, "strategy.tensor.size": size, "training.micro_batch": 4}
+    grid = {
+        "strategy.tensor.algorithm": algorithm,
+        "strategy.tensor.size": size,
+        "training.micro_batch": 4,
+    }
     plan = mixture(data=8, changes=grid).complete()
     (problem,) = unsupported(plan, "run")
     assert problem.field == "strategy.tensor.algorithm"
-    assert re.search(r"4 experts needs whole tokens; legal: '1d' with tensor.size 1, 2, 4, or", problem.message)
+    assert re.search(
+        r"4 experts needs whole tokens; legal: '1d' with tensor.size 1, 2, 4, or", problem.message
+    )
     assert not unsupported(plan, "estimate")
 
 
 def test_capacity_of_sequences_that_ranks_share_is_refused() -> None:
     plan: Plan = mixture(data=2, moe={"capacity": 1.0}, changes={"strategy.context.size": 2})
-    assert [problem.field for problem in unsupported(plan.complete(), "run")] == ["model.moe.capacity"]
+    assert [problem.field for problem in unsupported(plan.complete(), "run")] == [
+        "model.moe.capacity"
+    ]

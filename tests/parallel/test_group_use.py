@@ -1,7 +1,8 @@
 """Every communicator is first used by all of its ranks together.
 
-NCCL makes a communicator at its group's first call, in which every rank of the group must then take part; a send
-between two of them, while the others do something else, waits for ever. gloo connects when the group is made.
+NCCL makes a communicator at its group's first call, in which every rank of the group must then take
+part; a send between two of them, while the others do something else, waits for ever. gloo connects
+when the group is made.
 """
 
 from typing import Any
@@ -13,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.small import GPT, plan
 from tests.parallel.test_tensor_grids import DEEP, SQUARE, on
-from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.measure.live_memory import _group
 from workbench.engine.session import Session
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
 

@@ -12,7 +12,12 @@ def axis(name: str, size: int, index: int) -> MeshAxis:
     return MeshAxis(name, size, index, tuple(range(size)), None)
 
 
-@given(rows=st.integers(1, 40), columns=st.integers(1, 5), size=st.integers(1, 8), dim=st.integers(0, 1))
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 5),
+    size=st.integers(1, 8),
+    dim=st.integers(0, 1),
+)
 def test_slices_of_all_ranks_make_the_tensor(rows: int, columns: int, size: int, dim: int) -> None:
     whole = torch.arange(rows * columns, dtype=torch.float64).view(rows, columns) + 1
     rebuilt = torch.zeros_like(whole)
@@ -21,7 +26,9 @@ def test_slices_of_all_ranks_make_the_tensor(rows: int, columns: int, size: int,
         layout = Layout.whole("w", (rows, columns)).split(dim, axis("tensor", size, index))
         local = layout.take(whole)
         assert local.shape == layout.local_shape
-        assert local.sum() == sum(part.sum() for part, _ in layout.parts(local)), "padding must be zero"
+        assert local.sum() == sum(part.sum() for part, _ in layout.parts(local)), (
+            "padding must be zero"
+        )
         sizes.add(layout.local_shape)
         layout.put(local, rebuilt)
     assert torch.equal(rebuilt, whole)
@@ -41,7 +48,12 @@ def test_every_entry_is_owned_once(tensor: int, data: int, split: bool, replica:
     assert owned == (0 if replica else 36)
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(1, 5), st.integers(1, 4), st.data())
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.data(),
+)
 def test_flat_shards_of_padded_slices_make_the_tensor(
     shape: list[int], shards: int, ranks: int, data: st.DataObject
 ) -> None:

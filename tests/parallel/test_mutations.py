@@ -1,4 +1,6 @@
-"""The prover is honest: with each of these faults planted, it fails and names a tensor that the fault spoils."""
+"""The prover is honest: with each of these faults planted, it fails and names a tensor that the
+fault spoils.
+"""
 
 from typing import Any
 
@@ -13,8 +15,7 @@ from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import verify
 from workbench.parallel.layout import square_norm
 from workbench.parallel.pipeline.schedule_executor import Executor
-from workbench.parallel.tensor import row_parallel
-from workbench.parallel.tensor import vocab_parallel
+from workbench.parallel.tensor import row_parallel, vocab_parallel
 from workbench.parallel.tensor.column_parallel import Passage
 from workbench.parallel.tensor.row_parallel import RowLinear
 from workbench.schedules import Action
@@ -54,7 +55,9 @@ def test_bias_added_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_summed_instead_of_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Executor.step
 
-    def step(self: Executor, tokens: Tensor, targets: Tensor, scale: float, observe: Any = None) -> Any:
+    def step(
+        self: Executor, tokens: Tensor, targets: Tensor, scale: float, observe: Any = None
+    ) -> Any:
         return original(self, tokens, targets, scale * 2, observe)
 
     monkeypatch.setattr(Executor, "step", step)
@@ -69,15 +72,23 @@ def test_tied_embedding_not_reduced_across_stages(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=["tensor", "pipeline"])
-def test_clipping_by_the_local_norm(monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, int, int]) -> None:
+def test_clipping_by_the_local_norm(
+    monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, int, int]
+) -> None:
     def agree(self: Session, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         agreed, _, stopping = original(self, loss, stop)
-        return agreed, square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh).sqrt(), stopping
+        return (
+            agreed,
+            square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh).sqrt(),
+            stopping,
+        )
 
     original = Session._agree
     monkeypatch.setattr(Session, "_agree", agree)
     # SGD, because AdamW hardly feels a gradient's size; the clip is tight, so that it bites.
-    answer = verify(plan(*mesh, changes={"training.optimizer.name": "sgd", "training.optimizer.clip": 0.05}))
+    answer = verify(
+        plan(*mesh, changes={"training.optimizer.name": "sgd", "training.optimizer.clip": 0.05})
+    )
     assert failure_of(answer)["kind"] == "weights"
     assert answer["max_relative_diff"]["gradients"] <= answer["tolerance"]
 
@@ -85,7 +96,9 @@ def test_clipping_by_the_local_norm(monkeypatch: pytest.MonkeyPatch, mesh: tuple
 def test_dropped_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Executor._forward
 
-    def forward(self: Executor, action: Action, flight: Any, tokens: Tensor, targets: Tensor, scale: float) -> None:
+    def forward(
+        self: Executor, action: Action, flight: Any, tokens: Tensor, targets: Tensor, scale: float
+    ) -> None:
         original(self, action, flight, tokens, targets, 0.0 if action.microbatch == 3 else scale)
 
     monkeypatch.setattr(Executor, "_forward", forward)

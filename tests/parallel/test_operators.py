@@ -9,13 +9,13 @@ from torch import Tensor
 
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine.verify.equivalence import verify
+from workbench.errors import PlanError
 from workbench.parallel import apply_strategy
 from workbench.parallel.operators.operator_forward import MatMul
 from workbench.parallel.operators.redistribution import Split
-from workbench.errors import PlanError
 from workbench.plan.operator_strategy import read
-from workbench.plan.schema import Plan
 from workbench.plan.rules.supported import require
+from workbench.plan.schema import Plan
 from workbench.planner.autoshard import Machine, choose
 from workbench.rehearsal.rehearse import rehearse
 
@@ -25,25 +25,40 @@ def megatron(ranks: int, shape: Mapping[str, Any] = LLAMA) -> dict[str, str]:
     column, row = f"((1,1),(1,{ranks}))", f"((1,{ranks}),({ranks},1))"
     gated = {"blocks.*.mlp.gate": column} if shape is LLAMA else {}
     return gated | {
-        "embedding.tokens": f"(({ranks},1),(1,))", "blocks.*.attention.[qkv]": column, "blocks.*.attention.o": row,
-        "blocks.*.mlp.up": column, "blocks.*.mlp.down": row, "head": column,
-    }  # fmt: skip
+        "embedding.tokens": f"(({ranks},1),(1,))",
+        "blocks.*.attention.[qkv]": column,
+        "blocks.*.attention.o": row,
+        "blocks.*.mlp.up": column,
+        "blocks.*.mlp.down": row,
+        "head": column,
+    }
 
 
 GRID = {
-    "embedding.tokens": "((2,1),(2,))", "blocks.*.*_norm": "((2,1),(1,))",
-    "blocks.*.attention.[qkv]": "((2,1),(1,2))", "blocks.*.attention.o": "((2,2),(2,1))",
-    "blocks.*.mlp.up": "((2,1),(1,2))", "blocks.*.mlp.down": "((2,2),(2,1))", "head": "((2,1),(1,2))",
-}  # fmt: skip
+    "embedding.tokens": "((2,1),(2,))",
+    "blocks.*.*_norm": "((2,1),(1,))",
+    "blocks.*.attention.[qkv]": "((2,1),(1,2))",
+    "blocks.*.attention.o": "((2,2),(2,1))",
+    "blocks.*.mlp.up": "((2,1),(1,2))",
+    "blocks.*.mlp.down": "((2,2),(2,1))",
+    "head": "((2,1),(1,2))",
+}
 """Two ways by sequence, two ways within each product, on 2 x 2 ranks."""
 ROWS = {
-    "embedding.tokens": "((1,1),(2,))", "blocks.*.attention.[qkv]": "((2,1),(1,1))",
-    "blocks.*.mlp.up": "((2,1),(1,1))", "blocks.*.mlp.down": "((2,1),(1,1))", "head": "((2,1),(1,1))",
-}  # fmt: skip
+    "embedding.tokens": "((1,1),(2,))",
+    "blocks.*.attention.[qkv]": "((2,1),(1,1))",
+    "blocks.*.mlp.up": "((2,1),(1,1))",
+    "blocks.*.mlp.down": "((2,1),(1,1))",
+    "head": "((2,1),(1,1))",
+}
 
 
-def on(*mesh: int, operators: dict[str, str], changes: dict[str, Any] | None = None, **more: Any) -> Plan:
-    return plan(*mesh, changes={"strategy.operators": operators, **(changes or {})}, microbatches=2, **more)
+def on(
+    *mesh: int, operators: dict[str, str], changes: dict[str, Any] | None = None, **more: Any
+) -> Plan:
+    return plan(
+        *mesh, changes={"strategy.operators": operators, **(changes or {})}, microbatches=2, **more
+    )
 
 
 def equal(built: Plan, precision: Any = "fp64") -> None:
@@ -61,7 +76,11 @@ def test_columns_before_rows_on_four_ranks() -> None:
     equal(on(4, operators=megatron(4, GPT), shape=GPT, layers=2))
 
 
-INNER = {"blocks.*.mlp.up": "((1,2),(2,1))", "blocks.*.mlp.gate": "((1,2),(2,1))", "blocks.*.mlp.down": "((1,2),(2,1))"}
+INNER = {
+    "blocks.*.mlp.up": "((1,2),(2,1))",
+    "blocks.*.mlp.gate": "((1,2),(2,1))",
+    "blocks.*.mlp.down": "((1,2),(2,1))",
+}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +89,10 @@ INNER = {"blocks.*.mlp.up": "((1,2),(2,1))", "blocks.*.mlp.gate": "((1,2),(2,1))
         INNER,
         {"blocks.*.mlp.up": "((1,1),(1,1))"},
         ROWS,
-        {"blocks.1.*.attend": "((1,2,1,1),(1,2,1,1),(1,2,1,1))", "blocks.*.activate": "((1,2),(1,2))"},
+        {
+            "blocks.1.*.attend": "((1,2,1,1),(1,2,1,1),(1,2,1,1))",
+            "blocks.*.activate": "((1,2),(1,2))",
+        },
         {"head": "((1,1),(1,2))", "head.loss": "((2,1),(2,))", "embedding.tokens": "((1,2),(1,))"},
     ],
     ids=["row-row", "replicated", "rows", "attention", "loss"],
@@ -80,9 +102,12 @@ def test_other_strategies(operators: dict[str, str]) -> None:
 
 
 MIXED = {
-    "embedding.tokens": "((2,2),(1,))", "blocks.*.mlp.up": "((1,2),(2,2))", "blocks.*.mlp.down": "((1,2),(2,2))",
-    "blocks.0.attention.[qkv]": "((1,1),(1,4))", "head": "((1,2),(2,2))",
-}  # fmt: skip
+    "embedding.tokens": "((2,2),(1,))",
+    "blocks.*.mlp.up": "((1,2),(2,2))",
+    "blocks.*.mlp.down": "((1,2),(2,2))",
+    "blocks.0.attention.[qkv]": "((1,1),(1,4))",
+    "head": "((1,2),(2,2))",
+}
 
 
 @pytest.mark.parametrize("operators", [GRID, MIXED], ids=["rows", "inner"])
@@ -100,7 +125,9 @@ def test_grids_of_two_by_two(operators: dict[str, str]) -> None:
     ],
     ids=["data", "zero-3", "pipeline", "tied"],
 )
-def test_with_other_axes(mesh: tuple[int, ...], changes: dict[str, Any], more: dict[str, Any]) -> None:
+def test_with_other_axes(
+    mesh: tuple[int, ...], changes: dict[str, Any], more: dict[str, Any]
+) -> None:
     equal(on(*mesh, operators=megatron(2), shape=LLAMA, changes=changes, layers=2, **more))
 
 
@@ -121,16 +148,23 @@ def collectives(built: Plan) -> dict[tuple[Any, ...], int]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_columns_before_rows_communicate_as_algorithm_1d(ranks: int) -> None:
     operators = on(ranks, operators=megatron(ranks, GPT), shape=GPT, layers=1, vocab=256)
-    assert collectives(operators) == collectives(operators.replace(**{"strategy.operators": {}})) != {}
+    assert (
+        collectives(operators) == collectives(operators.replace(**{"strategy.operators": {}})) != {}
+    )
 
 
 def test_the_planner_counts_the_same() -> None:
     built = on(2, operators=megatron(2, GPT), shape=GPT, layers=2, vocab=256).complete()
     t = built.training
     planned = choose(
-        built.shape, t.micro_batch * t.sequence_length, 2, Machine(1e12, 1e9, 1e-6), sequence_length=t.sequence_length,
-        fused=True, fixed=read(built.strategy.operators),
-    )  # fmt: skip
+        built.shape,
+        t.micro_batch * t.sequence_length,
+        2,
+        Machine(1e12, 1e9, 1e-6),
+        sequence_length=t.sequence_length,
+        fused=True,
+        fixed=read(built.strategy.operators),
+    )
     size = t.micro_batch * t.sequence_length * built.shape.hidden
     moved = collectives(built)
     for when, action in (("forward", "F"), ("backward", "B")):
@@ -148,7 +182,9 @@ def test_what_the_planner_chooses_runs() -> None:
     built = on(4, operators={}, shape=GPT, layers=1).complete()
     t, machine = built.training, Machine(1e9, 1e12, 0)
     tokens = t.micro_batch * t.sequence_length
-    chosen = choose(built.shape, tokens, 4, machine, sequence_length=t.sequence_length, fused=True).forms
+    chosen = choose(
+        built.shape, tokens, 4, machine, sequence_length=t.sequence_length, fused=True
+    ).forms
     assert {"((2,1),(1,2))", "((2,2),(2,1))"} <= set(chosen.values())
     equal(on(4, operators=chosen, shape=GPT, layers=1))
 
@@ -193,28 +229,55 @@ def test_a_bias_added_on_every_rank_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_gradients_of_other_rows_left_out_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply_strategy, "operator_sums", lambda names, placements, mesh: dict.fromkeys(names, ()))
+    monkeypatch.setattr(
+        apply_strategy, "operator_sums", lambda names, placements, mesh: dict.fromkeys(names, ())
+    )
     failure(on(2, operators={"blocks.*.mlp.up": "((2,1),(1,1))"}, layers=1))
 
 
 @pytest.mark.parametrize(
     ("operators", "field", "said"),
     [
-        ({"blocks.*.mlp.upp": "((1,1),(1,2))"}, "blocks.*.mlp.upp", "names no operator of the model; legal: embedding"),
-        ({"blocks.*.mlp.up": "((1,1),(1,4))"}, "blocks.*.mlp.up", "make 4 parts for strategy.tensor.size = 2; legal"),
+        (
+            {"blocks.*.mlp.upp": "((1,1),(1,2))"},
+            "blocks.*.mlp.upp",
+            "names no operator of the model; legal: embedding",
+        ),
+        (
+            {"blocks.*.mlp.up": "((1,1),(1,4))"},
+            "blocks.*.mlp.up",
+            "make 4 parts for strategy.tensor.size = 2; legal",
+        ),
         ({"blocks.*.mlp.up": "((4,1),(1,1))"}, "blocks.*.mlp.up", "cuts rows into 4 pieces"),
-        ({"blocks.*.attention.q": "((1,1),(1,4))"}, "blocks.*.attention.q", "cuts columns into 4 pieces"),
+        (
+            {"blocks.*.attention.q": "((1,1),(1,4))"},
+            "blocks.*.attention.q",
+            "cuts columns into 4 pieces",
+        ),
         ({"blocks.*.mlp.up": "((1,2),(1,1))"}, "blocks.*.mlp.up", "splits inner in two ways"),
-        ({"blocks.*.mlp.up": "((1,2),)"}, "blocks.*.mlp.up", "inputs of a MatMul are (rows, inner), (inner, columns)"),
-        ({"*.mlp.up": "((1,1),(1,2))", "blocks.1.mlp.*": "((1,1),(1,1))"}, "blocks.1.mlp.*", "one strategy a module"),
+        (
+            {"blocks.*.mlp.up": "((1,2),)"},
+            "blocks.*.mlp.up",
+            "inputs of a MatMul are (rows, inner), (inner, columns)",
+        ),
+        (
+            {"*.mlp.up": "((1,1),(1,2))", "blocks.1.mlp.*": "((1,1),(1,1))"},
+            "blocks.1.mlp.*",
+            "one strategy a module",
+        ),
         ({"final_norm": "((1,2),(2,))"}, "final_norm", "cuts hidden into 2 pieces"),
         ({"blocks.*.mlp.up": "columns"}, "blocks.*.mlp.up", "legal: a tuple of tuples"),
     ],
-)  # fmt: skip
-def test_strategies_that_cannot_run_are_refused(operators: dict[str, str], field: str, said: str) -> None:
+)
+def test_strategies_that_cannot_run_are_refused(
+    operators: dict[str, str], field: str, said: str
+) -> None:
     with pytest.raises(PlanError) as refused:
         require(on(2, operators=operators, layers=2).complete(), "run")
-    assert any(p.field == f"strategy.operators.{field}" and said in p.message for p in refused.value.problems), refused
+    assert any(
+        p.field == f"strategy.operators.{field}" and said in p.message
+        for p in refused.value.problems
+    ), refused
 
 
 @pytest.mark.parametrize(

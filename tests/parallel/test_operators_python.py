@@ -1,4 +1,6 @@
-"""A model that this repository did not write: data parallel, under ZeRO, and by operators, equal to one device."""
+"""A model that this repository did not write: data parallel, under ZeRO, and by operators, equal to
+one device.
+"""
 
 from hashlib import sha256
 from pathlib import Path
@@ -9,28 +11,37 @@ from torch import Tensor, nn
 
 from tests.parallel.users_model import build
 from workbench.engine.check_python_model import inspect
-from workbench.engine.worker_lifecycle import train
 from workbench.engine.verify.equivalence import verify
+from workbench.engine.worker_lifecycle import train
+from workbench.errors import PlanError
 from workbench.models.python_model import build_python
 from workbench.parallel import python_model_stage
 from workbench.parallel.operators.redistribution import Split
-from workbench.errors import PlanError
-from workbench.plan.schema import Plan, PythonModel
 from workbench.plan.rules.supported import require
+from workbench.plan.schema import Plan, PythonModel
 from workbench.rehearsal.rehearse import rehearse
 from workbench.runs.launch import subprocess_verbs
 from workbench.runs.launch.accelerate_command import Recipe, compose
 
 LAYERS = "encoder.layers.*"
 PAIRED = {
-    "tokens": "((2,1),(1,))", f"{LAYERS}.self_attn": "((1,2),)", f"{LAYERS}.linear1": "((1,1),(1,2))",
-    f"{LAYERS}.linear2": "((1,2),(2,1))", "output": "((1,1),(1,2))",
-}  # fmt: skip
-ROWS = {f"{LAYERS}.self_attn": "((2,1),)", f"{LAYERS}.linear1": "((2,1),(1,1))", f"{LAYERS}.norm1": "((2,1),(1,))"}
+    "tokens": "((2,1),(1,))",
+    f"{LAYERS}.self_attn": "((1,2),)",
+    f"{LAYERS}.linear1": "((1,1),(1,2))",
+    f"{LAYERS}.linear2": "((1,2),(2,1))",
+    "output": "((1,1),(1,2))",
+}
+ROWS = {
+    f"{LAYERS}.self_attn": "((2,1),)",
+    f"{LAYERS}.linear1": "((2,1),(1,1))",
+    f"{LAYERS}.norm1": "((2,1),(1,))",
+}
 GRID = {
-    "tokens": "((1,2),(2,))", f"{LAYERS}.self_attn": "((2,2),)", f"{LAYERS}.linear1": "((2,1),(1,2))",
+    "tokens": "((1,2),(2,))",
+    f"{LAYERS}.self_attn": "((2,2),)",
+    f"{LAYERS}.linear1": "((2,1),(1,2))",
     f"{LAYERS}.linear2": "((2,2),(2,1))",
-}  # fmt: skip
+}
 
 
 def users(
@@ -43,9 +54,19 @@ def users(
 ) -> Plan:
     """The user's model on tensor x data ranks."""
     model = {"python": f"tests.parallel.users_model:{factory}", "vocab": 260, "args": args}
-    strategy = {"tensor": {"size": tensor}, "data": {"bucket_mib": 0.01}, "operators": operators or {}}
+    strategy = {
+        "tensor": {"size": tensor},
+        "data": {"bucket_mib": 0.01},
+        "operators": operators or {},
+    }
     optimizer = {"clip": 0.5, "learning_rate": 1e-2}
-    training = {"sequence_length": 16, "global_batch": data * 4, "micro_batch": 2, "steps": 3, "optimizer": optimizer}
+    training = {
+        "sequence_length": 16,
+        "global_batch": data * 4,
+        "micro_batch": 2,
+        "steps": 3,
+        "optimizer": optimizer,
+    }
     cluster = {"gpu": "local", "gpus": tensor * data}
     written = {"model": model, "cluster": cluster, "strategy": strategy, "training": training}
     return Plan.model_validate(written).replace(**(changes or {}))
@@ -80,7 +101,9 @@ def test_pairing_communicates_twice_a_branch() -> None:
     frame = rehearse(
         users(2, operators={k: v for k, v in PAIRED.items() if "layers" in k}), allow_code=True
     ).collectives
-    frame = frame[(frame["step"] == 1) & (frame["axis"] == "tensor") & (frame["bytes"] == 2 * 16 * 32 * 4)]
+    frame = frame[
+        (frame["step"] == 1) & (frame["axis"] == "tensor") & (frame["bytes"] == 2 * 16 * 32 * 4)
+    ]
     counts = {row["action"]: row["count"] for row in frame.to_dict("records")}
     layers, branches, microbatches = 2, 2, 2
     assert counts == dict.fromkeys("FB", layers * branches * microbatches)
@@ -89,10 +112,14 @@ def test_pairing_communicates_twice_a_branch() -> None:
 def test_zero_3_gathers_the_whole_model_once_a_step() -> None:
     plan = users(4, 2, GRID, {"strategy.data.zero": 3, "strategy.precision": "bf16"})
     frame = rehearse(plan, allow_code=True).collectives
-    frame = frame[(frame["step"] == 1) & (frame["axis"] == "data") & (frame["kind"] == "all_gather")]
+    frame = frame[
+        (frame["step"] == 1) & (frame["axis"] == "data") & (frame["kind"] == "all_gather")
+    ]
     elements = sum(row["bytes"] * row["count"] for row in frame.to_dict("records")) / 2
     model = sum(p.numel() for p in build().parameters())
-    assert model / 2 < elements < model  # linear1 and linear2, and half of the table's rows, are halved already
+    assert (
+        model / 2 < elements < model
+    )  # linear1 and linear2, and half of the table's rows, are halved already
 
 
 def test_a_partial_sum_of_heads_taken_for_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +132,14 @@ def test_a_partial_sum_of_heads_taken_for_whole_is_found(monkeypatch: pytest.Mon
     assert not answer["passed"] and answer["worst"]["relative"] > 100 * answer["tolerance"]
 
 
-def test_projections_whose_gradients_are_not_summed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_model_stage, "operator_sums", lambda names, placements, mesh: dict.fromkeys(names, ()))
+def test_projections_whose_gradients_are_not_summed_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        python_model_stage,
+        "operator_sums",
+        lambda names, placements, mesh: dict.fromkeys(names, ()),
+    )
     answer = verify(users(2, operators=PAIRED), allow_code=True)
     assert not answer["passed"] and "in_proj" in answer["worst"]["tensor"]
 
@@ -114,12 +147,21 @@ def test_projections_whose_gradients_are_not_summed_are_found(monkeypatch: pytes
 def test_its_own_initial_weights_are_those_of_the_seed() -> None:
     model = PythonModel(python="tests.parallel.users_model:build", vocab=260)
     one, same, other = (build_python(model, seed).state_dict() for seed in (1, 1, 2))
-    assert all(one[name].equal(same[name]) for name in one) and not one["tokens.weight"].equal(other["tokens.weight"])
+    assert all(one[name].equal(same[name]) for name in one) and not one["tokens.weight"].equal(
+        other["tokens.weight"]
+    )
 
 
-def test_code_runs_only_where_the_user_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.models.python_model.importlib", None)  # whoever imports it fails otherwise
-    plan, said = users(data=2), r"model.python: 'tests.parallel.users_model:build' is code.*--allow-code"
+def test_code_runs_only_where_the_user_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "workbench.models.python_model.importlib", None
+    )  # whoever imports it fails otherwise
+    plan, said = (
+        users(data=2),
+        r"model.python: 'tests.parallel.users_model:build' is code.*--allow-code",
+    )
     for run in (verify, rehearse, subprocess_verbs.verify, subprocess_verbs.rehearse):
         with pytest.raises(PlanError, match=said):
             run(plan)
@@ -143,7 +185,9 @@ def test_the_flag_travels_on_the_command_line_alone(tmp_path: Path) -> None:
     assert "allow" not in plan.to_yaml()
 
 
-def test_a_resolved_plan_names_the_code_by_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolved_plan_names_the_code_by_its_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("raise SystemExit('this must not run')")
     plan = users().replace(**{"model.python": "mine:build"}).resolved()
@@ -156,17 +200,38 @@ def test_a_resolved_plan_names_the_code_by_its_hash(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("plan", "field", "said"),
     [
-        (users(2, operators={"encoder.layer.*": "((1,1),(1,2))"}), "encoder.layer.*", "names no operator of the model"),
-        (users(2, operators={"output": "((1,1),(1,4))"}), "output", "make 4 parts for strategy.tensor.size = 2"),
-        (users(4, operators={"*.self_attn": "((1,4),)"}, width=36, heads=6), "*.self_attn", "cuts heads into 4 pieces"),
-        (users(2, operators={"*.linear1": "((1,1),(1,2))", "*.0.linear1": "((1,1),(1,1))"}), "*.0.linear1", "names"),
+        (
+            users(2, operators={"encoder.layer.*": "((1,1),(1,2))"}),
+            "encoder.layer.*",
+            "names no operator of the model",
+        ),
+        (
+            users(2, operators={"output": "((1,1),(1,4))"}),
+            "output",
+            "make 4 parts for strategy.tensor.size = 2",
+        ),
+        (
+            users(4, operators={"*.self_attn": "((1,4),)"}, width=36, heads=6),
+            "*.self_attn",
+            "cuts heads into 4 pieces",
+        ),
+        (
+            users(2, operators={"*.linear1": "((1,1),(1,2))", "*.0.linear1": "((1,1),(1,1))"}),
+            "*.0.linear1",
+            "names",
+        ),
     ],
     ids=["nothing", "product", "heads", "twice"],
 )
-def test_operators_that_the_model_does_not_have_are_refused(plan: Plan, field: str, said: str) -> None:
+def test_operators_that_the_model_does_not_have_are_refused(
+    plan: Plan, field: str, said: str
+) -> None:
     with pytest.raises(PlanError) as refused:
         inspect(plan, allow_code=True)
-    assert any(p.field == f"strategy.operators.{field}" and said in p.message for p in refused.value.problems), refused
+    assert any(
+        p.field == f"strategy.operators.{field}" and said in p.message
+        for p in refused.value.problems
+    ), refused
 
 
 @pytest.mark.parametrize(

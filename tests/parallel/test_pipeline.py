@@ -1,4 +1,6 @@
-"""Every schedule equals one device: named ones and drawn ones, several stages a rank, split backward, tied weights."""
+"""Every schedule equals one device: named ones and drawn ones, several stages a rank, split
+backward, tied weights.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,25 @@ import torch
 
 from tests.parallel.small import GPT, plan
 from tests.parallel.test_equality import assert_equal_to_one_device
-from workbench.engine.verify.forked_ranks import run_ranks
-from workbench.engine.verify.single_device import proof_value
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import verify
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.verify.single_device import proof_value
+from workbench.errors import PlanError
 from workbench.models import Transformer
 from workbench.parallel.mesh import build_mesh
-from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.schedules import Action, Table, validate, write_csv
 
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2}
+CHUNKS = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": 2,
+    "zb-h1": 1,
+    "zb-h2": 1,
+    "zb-v": 2,
+    "dualpipe-v": 2,
+}
 SPLIT_OR_CHUNKED = [name for name in CHUNKS if name not in ("gpipe", "1f1b")]
 TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
@@ -38,7 +48,11 @@ def scheduled(
 ) -> Plan:
     """A small plan of a schedule, one layer at least a stage."""
     chunks = chunks or CHUNKS[name]
-    by_path = {"strategy.pipeline.schedule": name, "strategy.pipeline.chunks": chunks, **(changes or {})}
+    by_path = {
+        "strategy.pipeline.schedule": name,
+        "strategy.pipeline.chunks": chunks,
+        **(changes or {}),
+    }
     more = {"layers": max(4, pipeline * chunks), "microbatches": 2 * pipeline, **more}
     return plan(tensor, pipeline, data, changes=by_path, **more)
 
@@ -64,19 +78,28 @@ def test_fp32(name: str) -> None:
     assert_equal_to_one_device(verify(scheduled(name, tensor=2, shape=GPT), "fp32"))
 
 
-@pytest.mark.parametrize(("name", "microbatches"), [("1f1b", 2), ("gpipe", 1), ("zb-h1", 3), ("zb-h2", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(
+    ("name", "microbatches"), [("1f1b", 2), ("gpipe", 1), ("zb-h1", 3), ("zb-h2", 1), ("zb-v", 2)]
+)
 def test_fewer_microbatches_than_ranks(name: str, microbatches: int) -> None:
-    assert_equal_to_one_device(verify(scheduled(name, pipeline=4, microbatches=microbatches, tied=True)))
+    assert_equal_to_one_device(
+        verify(scheduled(name, pipeline=4, microbatches=microbatches, tied=True))
+    )
 
 
-@pytest.mark.parametrize(("name", "legal"), [("interleaved", "legal: 8"), ("dualpipe-v", "at least 16")])
+@pytest.mark.parametrize(
+    ("name", "legal"), [("interleaved", "legal: 8"), ("dualpipe-v", "at least 16")]
+)
 def test_too_few_microbatches_are_refused_with_the_numbers(name: str, legal: str) -> None:
-    with pytest.raises(PlanError, match=rf"training\.global_batch.* 6 makes 3 microbatches.*{legal}"):
+    with pytest.raises(
+        PlanError, match=rf"training\.global_batch.* 6 makes 3 microbatches.*{legal}"
+    ):
         verify(scheduled(name, pipeline=4, microbatches=3))
 
 
 @pytest.mark.parametrize(
-    ("name", "partition"), [("zb-v", [1, 3, 1, 2]), ("interleaved", [2, 1, 1, 3]), ("zb-h1", [6, 1])]
+    ("name", "partition"),
+    [("zb-v", [1, 3, 1, 2]), ("interleaved", [2, 1, 1, 3]), ("zb-h1", [6, 1])],
 )
 def test_uneven_stages(name: str, partition: list[int]) -> None:
     changes = {"strategy.pipeline.partition": partition}
@@ -96,7 +119,9 @@ def test_a_schedule_without_a_pipeline_orders_nothing() -> None:
 
 
 def any_table(seed: int, ranks: int, stages: int, microbatches: int) -> Table:
-    """Stages on any ranks, backwards split or not, all actions in some order in which they can run."""
+    """Stages on any ranks, backwards split or not, all actions in some order in which they can
+    run.
+    """
     draw = random.Random(seed)
     placement = [*range(ranks), *(draw.randrange(ranks) for _ in range(stages - ranks))]
     draw.shuffle(placement)
@@ -116,7 +141,9 @@ def _after(action: Action, stages: int, split: dict[tuple[int, int], bool]) -> l
     found = []
     if action.kind == "F":
         found.append(
-            Action(stage + 1, "F", m) if stage < stages - 1 else Action(stage, "I" if split[stage, m] else "B", m)
+            Action(stage + 1, "F", m)
+            if stage < stages - 1
+            else Action(stage, "I" if split[stage, m] else "B", m)
         )
     elif action.kind != "W" and stage:
         found.append(Action(stage - 1, "I" if split[stage - 1, m] else "B", m))
@@ -127,8 +154,14 @@ def drawn(table: Table, folder: Path, **more: Any) -> Plan:
     """A plan that follows a table from its file."""
     path = folder / "table.csv"
     write_csv(table, path)
-    return scheduled(str(path), pipeline=table.ranks, chunks=table.stages // table.ranks,
-                     layers=table.stages, microbatches=table.microbatches, **more)  # fmt: skip
+    return scheduled(
+        str(path),
+        pipeline=table.ranks,
+        chunks=table.stages // table.ranks,
+        layers=table.stages,
+        microbatches=table.microbatches,
+        **more,
+    )
 
 
 @TIED
@@ -151,9 +184,12 @@ def test_a_drawn_table_on_one_rank(tmp_path: Path) -> None:
         ("0F0,0F1,0I0,0B1,\n1F0,1F1,1B0,1B1", "0B0 is missing, or its half 0W0"),
         ("0F0,0F1,0B0,0B1,1B1\n1F0,1F1,1B0", "rank 0: 1B1 belongs to rank 1"),
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1,1B2", "rank 1: 1B2 is beyond the 2 microbatches"),
-        ("0F0,0SEND_F0,0F1,0SEND_F1,0B0,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1B1", "0B0 has no 0RECV_B0"),
+        (
+            "0F0,0SEND_F0,0F1,0SEND_F1,0B0,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1B1",
+            "0B0 has no 0RECV_B0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_broken_table_is_refused_with_its_place(rows: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.csv"
     path.write_text(rows)
@@ -178,7 +214,9 @@ def _evaluate(found: Plan, text: torch.Tensor, rank: int) -> float | None:
     session = Session.build(found, build_mesh(found, rank), torch.device("cpu"), torch.float64)
     store = session.part.store
     for name, layout in store.layouts.items():
-        store.values[name].copy_(layout.take(proof_value(layout.name, layout.shape, 0, torch.float64)))
+        store.values[name].copy_(
+            layout.take(proof_value(layout.name, layout.shape, 0, torch.float64))
+        )
     tokens = text.unflatten(0, (4, 2))
     before = {name: gradient.clone() for name, gradient in store.gradients.items()}
     loss = session.evaluate(tokens[..., :-1], tokens[..., 1:])
@@ -188,9 +226,14 @@ def _evaluate(found: Plan, text: torch.Tensor, rank: int) -> float | None:
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_bf16_gradients_add_up_as_those_of_whole_backwards(name: str) -> None:
-    """Narrow gradients are widened into fp32 sums, microbatch by microbatch, in either half of a backward."""
+    """Narrow gradients are widened into fp32 sums, microbatch by microbatch, in either half of a
+    backward.
+    """
     changes = {"strategy.precision": "bf16"}
-    split, whole = scheduled(name, changes=changes, shape=GPT), scheduled("1f1b", changes=changes, shape=GPT)
+    split, whole = (
+        scheduled(name, changes=changes, shape=GPT),
+        scheduled("1f1b", changes=changes, shape=GPT),
+    )
     found, expected = (_gradients(each.complete()) for each in (split, whole))
     assert found.keys() == expected.keys()
     for path, gradient in found.items():
@@ -198,7 +241,11 @@ def test_bf16_gradients_add_up_as_those_of_whole_backwards(name: str) -> None:
 
 
 def _gradients(found: Plan) -> dict[str, torch.Tensor]:
-    return {path: torch.from_numpy(x) for part in run_ranks(2, partial(_step, found)) for path, x in part.items()}
+    return {
+        path: torch.from_numpy(x)
+        for part in run_ranks(2, partial(_step, found))
+        for path, x in part.items()
+    }
 
 
 def _step(found: Plan, rank: int) -> dict[str, Any]:

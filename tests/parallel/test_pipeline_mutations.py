@@ -1,4 +1,6 @@
-"""The prover is honest about pipelines: with each of these faults planted, it fails and names a tensor."""
+"""The prover is honest about pipelines: with each of these faults planted, it fails and names a
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -59,15 +61,22 @@ def test_weight_gradients_of_another_microbatch(monkeypatch: pytest.MonkeyPatch)
         others = [m for s, m in flight.deferred if s == action.stage and m != action.microbatch]
         waiting = [m for m in others if flight.deferred[action.stage, m]]
         if action.kind == "W" and waiting:
-            flight.deferred[action.stage, int(action.microbatch or 0)] = list(flight.deferred[action.stage, waiting[0]])
+            flight.deferred[action.stage, int(action.microbatch or 0)] = list(
+                flight.deferred[action.stage, waiting[0]]
+            )
 
     mutate_backward(monkeypatch, confuse)
-    assert any(part in failure_of(verify(scheduled("zb-h2", pipeline=3)))["tensor"] for part in LINEAR)
+    assert any(
+        part in failure_of(verify(scheduled("zb-h2", pipeline=3)))["tensor"] for part in LINEAR
+    )
 
 
 def test_weight_gradients_of_another_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     def confuse(self: Executor, action: Action, flight: Flight) -> None:
-        other = next((queue for (s, _), queue in flight.deferred.items() if s != action.stage and queue), None)
+        other = next(
+            (queue for (s, _), queue in flight.deferred.items() if s != action.stage and queue),
+            None,
+        )
         if action.kind == "W" and other is not None:
             flight.deferred[action.stage, int(action.microbatch or 0)] = list(other)
 
@@ -130,7 +139,9 @@ def test_a_tied_weight_not_summed_across_ranks(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_gradients_reduced_before_the_weights(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Each stage is reduced with its last input gradient, when weight gradients are still to come."""
+    """Each stage is reduced with its last input gradient, when weight gradients are still to
+    come.
+    """
 
     def early(self: Executor, action: Action, flight: Flight, told: Any) -> None:
         if action.kind in ("I", "B") and action.microbatch == 3:
@@ -141,7 +152,9 @@ def test_gradients_reduced_before_the_weights(monkeypatch: pytest.MonkeyPatch, n
     monkeypatch.setattr(
         Executor,
         "_run",
-        lambda self, row, *rest: original(self, [b for b in row if b[0].kind != "REDUCE_GRAD"], *rest),
+        lambda self, row, *rest: original(
+            self, [b for b in row if b[0].kind != "REDUCE_GRAD"], *rest
+        ),
     )
     mutate_backward(monkeypatch, after=early)
     assert any(part in failure_of(verify(scheduled(name, data=2)))["tensor"] for part in LINEAR)

@@ -1,4 +1,6 @@
-"""torch's own pipelining runtime as the oracle: it runs the same table on the same stages to the same gradients."""
+"""torch's own pipelining runtime as the oracle: it runs the same table on the same stages to the
+same gradients.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleavedZeroBubble,
+    _PipelineScheduleRuntime,
+)
 
 from tests.parallel.test_pipeline import CHUNKS, drawn, scheduled
 from tests.schedules.test_against_torch import multi_stage_order, table_from
-from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.session import Session
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
 from workbench.schedules import generate, write_csv
@@ -50,21 +55,37 @@ def _compare(found: Plan, table: str, rank: int) -> dict[str, float]:
     session.executor.step(tokens, targets, 1 / targets.numel())
     _torchs(session, theirs, table, tokens, targets)
     ours = session.part.store.gradients
-    expected = {n: p.grad for model in theirs.values() for n, p in model.named_parameters() if p.grad is not None}
+    expected = {
+        n: p.grad
+        for model in theirs.values()
+        for n, p in model.named_parameters()
+        if p.grad is not None
+    }
     assert ours.keys() == expected.keys()
     return {n: float((ours[n] - g).abs().max() / g.abs().max()) for n, g in expected.items()}
 
 
 def _torchs(
-    session: Session, stages: dict[int, torch.nn.Module], table: str, tokens: torch.Tensor, targets: torch.Tensor
+    session: Session,
+    stages: dict[int, torch.nn.Module],
+    table: str,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
 ) -> None:
     axis, num = session.mesh["pipeline"], session.executor.table.stages
     for model in stages.values():
         for parameter in model.parameters():
             parameter.grad = None
-    own = [PipelineStage(model, stage, num, torch.device("cpu"), group=axis.group) for stage, model in stages.items()]
+    own = [
+        PipelineStage(model, stage, num, torch.device("cpu"), group=axis.group)
+        for stage, model in stages.items()
+    ]
     scale = 1 / targets.numel()
-    runtime = _PipelineScheduleRuntime(own, len(tokens), loss_fn=lambda loss, target: loss * scale, scale_grads=False)
+    runtime = _PipelineScheduleRuntime(
+        own, len(tokens), loss_fn=lambda loss, target: loss * scale, scale_grads=False
+    )
     runtime._load_csv(table, format="compute_only")
     first = (tokens.flatten(0, 1),) if 0 in stages else ()
-    runtime.step(*first, target=targets.flatten(0, 1), targets_BT=targets.flatten(0, 1), return_outputs=False)
+    runtime.step(
+        *first, target=targets.flatten(0, 1), targets_BT=targets.flatten(0, 1), return_outputs=False
+    )

@@ -18,18 +18,24 @@ KINDS: list[Any] = ["selective", "full", [1, 2]]
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (2, 2, 1)], ids=str)
 def test_equals_one_device(mesh: tuple[int, int, int], shape: dict[str, Any], what: Any) -> None:
-    assert_equal_to_one_device(verify(plan(*mesh, shape=shape, changes={"strategy.recompute": what}), "fp64"))
+    assert_equal_to_one_device(
+        verify(plan(*mesh, shape=shape, changes={"strategy.recompute": what}), "fp64")
+    )
 
 
 @pytest.mark.parametrize("what", KINDS, ids=str)
 @pytest.mark.parametrize("algorithm", ["ring", "ulysses"])
 def test_with_spread_sequences(algorithm: str, what: Any) -> None:
-    assert_equal_to_one_device(verify(spread(2, algorithm, changes={"strategy.recompute": what}), "fp64"))
+    assert_equal_to_one_device(
+        verify(spread(2, algorithm, changes={"strategy.recompute": what}), "fp64")
+    )
 
 
 def test_a_block_made_again_from_another_input(monkeypatch: pytest.MonkeyPatch) -> None:
     again = module._again
-    monkeypatch.setattr(module, "_again", lambda forward, x, *rest: again(forward, x.detach(), *rest))
+    monkeypatch.setattr(
+        module, "_again", lambda forward, x, *rest: again(forward, x.detach(), *rest)
+    )
     assert failure_of(verify(plan(changes={"strategy.recompute": "full"})))["tensor"]
 
 
@@ -37,8 +43,10 @@ def test_a_block_made_again_from_another_input(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("schedule", [("zb-h1", 1), ("zb-v", 2)], ids=str)
 def test_under_split_backward(schedule: tuple[str, int], what: Any) -> None:
     changes = {
-        "strategy.recompute": what, "strategy.pipeline.schedule": schedule[0], "strategy.pipeline.chunks": schedule[1],
-    }  # fmt: skip
+        "strategy.recompute": what,
+        "strategy.pipeline.schedule": schedule[0],
+        "strategy.pipeline.chunks": schedule[1],
+    }
     assert_equal_to_one_device(verify(plan(1, 2, 1, changes=changes), "fp64"))
 
 

@@ -23,7 +23,13 @@ def test_what_is_proved_is_kept_as_it_comes_a_plan_a_line(tmp_path: Path) -> Non
         found.append({"mesh": (1, 2), "passed": passed})
         keep(path, {"torch": "2"}, found, 0.6)
     read = json.loads(path.read_text())
-    assert read.pop("proved") == [{"mesh": [1, 2], "passed": True}, {"mesh": [1, 2], "passed": False}]
+    assert read.pop("proved") == [
+        {"mesh": [1, 2], "passed": True},
+        {"mesh": [1, 2], "passed": False},
+    ]
     assert read == {"torch": "2", "seconds": 1, "plans": 2, "failed": 1}
-    assert [line.count("passed") for line in path.read_text().splitlines() if "passed" in line] == [1, 1]
+    assert [line.count("passed") for line in path.read_text().splitlines() if "passed" in line] == [
+        1,
+        1,
+    ]
     assert [other.name for other in path.parent.iterdir()] == ["verified.json"]

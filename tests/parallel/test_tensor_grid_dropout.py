@@ -33,11 +33,22 @@ def dropping(grid: Grid, *mesh: int, changes: dict[str, Any] | None = None, **mo
     return on(grid, *mesh, layers=2, changes={"training.dropout": RATE, **(changes or {})}, **more)
 
 
-@pytest.mark.parametrize(("grid", "mesh", "changes"), [
-    (SQUARE, (1, 1), {}), (FLAT, (1, 1), FULL), (DEEP, (1, 1), {}), (CUBE, (1, 1), FULL), (SQUARE, (2, 1), FULL),
-    (SQUARE, (2, 1), SPLIT), (SQUARE, (1, 2), CONTEXT),
-], ids=str)  # fmt: skip
-def test_every_grid_equals_one_device(grid: Grid, mesh: tuple[int, int], changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("grid", "mesh", "changes"),
+    [
+        (SQUARE, (1, 1), {}),
+        (FLAT, (1, 1), FULL),
+        (DEEP, (1, 1), {}),
+        (CUBE, (1, 1), FULL),
+        (SQUARE, (2, 1), FULL),
+        (SQUARE, (2, 1), SPLIT),
+        (SQUARE, (1, 2), CONTEXT),
+    ],
+    ids=str,
+)
+def test_every_grid_equals_one_device(
+    grid: Grid, mesh: tuple[int, int], changes: dict[str, Any]
+) -> None:
     assert_equal(verify(dropping(grid, *mesh, changes=changes), "fp64"))
 
 
@@ -45,13 +56,19 @@ def test_gpt_style() -> None:
     assert_equal(verify(dropping(CUBE, shape=GPT, tied=True, embedding_norm=True), "fp64"))
 
 
-@pytest.mark.parametrize(("grid", "planted"), [
-    (SQUARE, lambda part, first: (part, 0)),
-    (SQUARE, lambda part, first: ((0, part[1]), first)),
-    (DEEP, lambda part, first: ((part[0] % 2, part[1]), first)),
-    (CUBE, lambda part, first: ((part[0] % 2 * 2 + part[0] // 2, part[1]), first)),
-], ids=["first column", "first row", "first layer", "another side"])  # fmt: skip
-def test_the_mask_of_another_block(monkeypatch: pytest.MonkeyPatch, grid: Grid, planted: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("grid", "planted"),
+    [
+        (SQUARE, lambda part, first: (part, 0)),
+        (SQUARE, lambda part, first: ((0, part[1]), first)),
+        (DEEP, lambda part, first: ((part[0] % 2, part[1]), first)),
+        (CUBE, lambda part, first: ((part[0] % 2 * 2 + part[0] // 2, part[1]), first)),
+    ],
+    ids=["first column", "first row", "first layer", "another side"],
+)
+def test_the_mask_of_another_block(
+    monkeypatch: pytest.MonkeyPatch, grid: Grid, planted: Callable[..., Any]
+) -> None:
     def wrong(model: Transformer, part: tuple[int, int], first: int) -> None:
         keep_own_masks(model, *planted(part, first))
 
@@ -68,7 +85,9 @@ def test_a_later_stage_that_takes_its_block_for_the_first(monkeypatch: pytest.Mo
 
 
 def test_blocks_are_those_of_the_whole() -> None:
-    """Of 6 sequences, 5 tokens and 12 channels: the third pair of sequences, the last four channels."""
+    """Of 6 sequences, 5 tokens and 12 channels: the third pair of sequences, the last four
+    channels.
+    """
     samples = Samples()
     samples.start(9, 6)
     rows = samples.rows(6, torch.arange(5))

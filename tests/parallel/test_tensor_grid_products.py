@@ -1,4 +1,6 @@
-"""Modules of tensor grids against dense ones, block by block; and faults planted in them, which verification finds."""
+"""Modules of tensor grids against dense ones, block by block; and faults planted in them, which
+verification finds.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.parallel.test_tensor_grids import CUBE, DEEP, SQUARE, on
-from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.verify.equivalence import verify
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.models.seams import AddNorm
 from workbench.parallel import apply_strategy
 from workbench.parallel.mesh import GRADIENTS, Mesh, MeshAxis, build_mesh
-from workbench.parallel.tensor.grid import summa
-from workbench.parallel.tensor.grid import tensor_3d
-from workbench.parallel.tensor.grid import grid_norm
+from workbench.parallel.tensor.grid import grid_norm, summa, tensor_3d
 from workbench.parallel.tensor.grid.grid_collectives import Move
-from workbench.parallel.tensor.grid.tensor_3d import Cube
 from workbench.parallel.tensor.grid.grid_norm import SplitNorm
 from workbench.parallel.tensor.grid.summa import Square
+from workbench.parallel.tensor.grid.tensor_3d import Cube
 
 B, T, K, N = 8, 3, 8, 12
 
@@ -59,10 +59,14 @@ def on_square(mesh: Mesh) -> float:
     gradients = list(torch.autograd.grad(own, mine, g))
     if grid.depth is not None:
         torch.distributed.all_reduce(gradients[1], group=grid.depth.group)
-    return furthest([own.detach(), *gradients], [
-        grid.own(piece(y, 2, grid.column)), grid.own(piece(x_gradient, 2, grid.column)),
-        piece(piece(w_gradient, 0, grid.column), 1, grid.row),
-    ])  # fmt: skip
+    return furthest(
+        [own.detach(), *gradients],
+        [
+            grid.own(piece(y, 2, grid.column)),
+            grid.own(piece(x_gradient, 2, grid.column)),
+            piece(piece(w_gradient, 0, grid.column), 1, grid.row),
+        ],
+    )
 
 
 def on_cube(mesh: Mesh, turned: bool = False) -> float:
@@ -82,14 +86,19 @@ def on_cube(mesh: Mesh, turned: bool = False) -> float:
     mine = [entering(x).clone().requires_grad_(), weight(w).clone().requires_grad_()]
     own = tensor_3d.multiply(mine[0], mine[1], grid, N // grid.input.size)
     gradients = list(torch.autograd.grad(own, mine, leaving(drawn(B, T, N, seed=9)).contiguous()))
-    return furthest([own.detach(), *gradients], [leaving(y), entering(x_gradient), weight(w_gradient)])
+    return furthest(
+        [own.detach(), *gradients], [leaving(y), entering(x_gradient), weight(w_gradient)]
+    )
 
 
 def over_width(kind: str, mesh: Mesh) -> float:
     """Values far from zero, so that differences of sums would cancel."""
     axis = mesh["tensor.0"]
     module = AddNorm(kind, K, 1e-5, bias=kind == "layernorm").double()
-    x, own = drawn(B, T, K) + 1e4, [drawn(K, seed=2), drawn(K, seed=3)][: len(list(module.parameters()))]
+    x, own = (
+        drawn(B, T, K) + 1e4,
+        [drawn(K, seed=2), drawn(K, seed=3)][: len(list(module.parameters()))],
+    )
 
     def run(x: Tensor, *vectors: Tensor) -> Tensor:
         names = [name for name, _ in module.named_parameters()]
@@ -102,16 +111,30 @@ def over_width(kind: str, mesh: Mesh) -> float:
     mine = piece(x, 2, axis).clone().requires_grad_()
     y, _ = split(mine, None)
     gradients = torch.autograd.grad(y, [mine, *parts], piece(drawn(B, T, K, seed=9), 2, axis))
-    expected = [piece(whole[0], 2, axis), piece(whole[1], 2, axis), *(piece(v, 0, axis) for v in whole[2:])]
-    return max(float(((a - b) / b.abs().max()).abs().max()) for a, b in zip([y.detach(), *gradients], expected))
+    expected = [
+        piece(whole[0], 2, axis),
+        piece(whole[1], 2, axis),
+        *(piece(v, 0, axis) for v in whole[2:]),
+    ]
+    return max(
+        float(((a - b) / b.abs().max()).abs().max())
+        for a, b in zip([y.detach(), *gradients], expected)
+    )
 
 
 @pytest.mark.parametrize(
     ("grid", "compare"),
-    [(SQUARE, on_square), (DEEP, on_square), (CUBE, on_cube), (CUBE, partial(on_cube, turned=True))],
+    [
+        (SQUARE, on_square),
+        (DEEP, on_square),
+        (CUBE, on_cube),
+        (CUBE, partial(on_cube, turned=True)),
+    ],
     ids=["2d", "2.5d", "3d", "3d turned"],
 )
-def test_products_are_the_dense_ones(grid: tuple[str, list[int]], compare: Callable[[Mesh], float]) -> None:
+def test_products_are_the_dense_ones(
+    grid: tuple[str, list[int]], compare: Callable[[Mesh], float]
+) -> None:
     plan = on(grid).complete()
     gaps = run_ranks(plan.world_size, lambda rank: compare(build_mesh(plan, rank)))
     assert max(gaps) < 1e-12, gaps
@@ -143,7 +166,7 @@ MUTATIONS: dict[str, tuple[tuple[str, list[int]], Any, str, Any]] = {
     "statistics of the local slice": (SQUARE, grid_norm, "all_reduce", alone),
     "a missing gather": (CUBE, tensor_3d, "all_gather", lambda x, axis: torch.cat([x] * axis.size)),
     "a partial sum that is not scattered": (CUBE, tensor_3d, "reduce_scatter", scattered),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", MUTATIONS)
@@ -153,7 +176,9 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, fault: str) -
     failing(verify(on(grid, layers=1, tied="tied" in fault)))
 
 
-@pytest.mark.parametrize(("grid", "side"), [(DEEP, "tensor.2"), (SQUARE, "tensor.1"), (CUBE, "tensor.1")], ids=str)
+@pytest.mark.parametrize(
+    ("grid", "side"), [(DEEP, "tensor.2"), (SQUARE, "tensor.1"), (CUBE, "tensor.1")], ids=str
+)
 def test_gradients_not_summed_along_a_side_are_found(
     monkeypatch: pytest.MonkeyPatch, grid: tuple[str, list[int]], side: str
 ) -> None:
@@ -161,7 +186,10 @@ def test_gradients_not_summed_along_a_side_are_found(
 
     def without(layouts: Any, plan: Any, mesh: Mesh) -> dict[str, tuple[MeshAxis, ...]]:
         summed = original(layouts, plan, mesh)
-        return {name: tuple(axis for axis in axes if axis.name != side + GRADIENTS) for name, axes in summed.items()}
+        return {
+            name: tuple(axis for axis in axes if axis.name != side + GRADIENTS)
+            for name, axes in summed.items()
+        }
 
     monkeypatch.setattr(apply_strategy, "tensor_sums", without)
     worst = failing(verify(on(grid, layers=1)))

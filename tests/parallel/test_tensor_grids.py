@@ -25,7 +25,11 @@ def on(
     for side in sides:
         ranks *= side
     how: dict[str, Any] = {"strategy.tensor.algorithm": algorithm, "strategy.tensor.size": sides}
-    how |= {"training.micro_batch": 4, "training.global_batch": 8 * data, "cluster.gpus": ranks * pipeline * data}
+    how |= {
+        "training.micro_batch": 4,
+        "training.global_batch": 8 * data,
+        "cluster.gpus": ranks * pipeline * data,
+    }
     return plan(pipeline=pipeline, data=data, shape=shape, changes=how | (changes or {}), **more)
 
 
@@ -41,10 +45,14 @@ def test_fp64(grid: tuple[str, list[int]], shape: dict[str, Any], tied: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("grid", "pipeline", "data"), [(SQUARE, 2, 1), (SQUARE, 1, 2), (("2.5d", [2, 2, 1]), 2, 1)], ids=str
+    ("grid", "pipeline", "data"),
+    [(SQUARE, 2, 1), (SQUARE, 1, 2), (("2.5d", [2, 2, 1]), 2, 1)],
+    ids=str,
 )
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
-def test_with_other_axes(grid: tuple[str, list[int]], pipeline: int, data: int, shape: dict[str, Any]) -> None:
+def test_with_other_axes(
+    grid: tuple[str, list[int]], pipeline: int, data: int, shape: dict[str, Any]
+) -> None:
     assert_equal(verify(on(grid, pipeline, data, shape=shape, tied=True), "fp64"))
 
 

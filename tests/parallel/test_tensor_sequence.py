@@ -15,7 +15,9 @@ from workbench.plan.schema import Plan
 SEQUENCE = {"strategy.tensor.sequence": True}
 
 
-def on(*mesh: int, shape: dict[str, Any] = LLAMA, changes: dict[str, Any] | None = None, **more: Any) -> Plan:
+def on(
+    *mesh: int, shape: dict[str, Any] = LLAMA, changes: dict[str, Any] | None = None, **more: Any
+) -> Plan:
     return plan(*mesh, shape=shape, changes=SEQUENCE | (changes or {}), **more)
 
 
@@ -59,7 +61,9 @@ def failing(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_norm_gradients_not_summed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply_strategy, "tensor_sums", lambda layouts, plan, mesh: {name: () for name, _ in layouts})
+    monkeypatch.setattr(
+        apply_strategy, "tensor_sums", lambda layouts, plan, mesh: {name: () for name, _ in layouts}
+    )
     assert "norm" in failing(verify(on(2)))["tensor"]
 
 

@@ -1,4 +1,6 @@
-"""Heads and widths that the tensor ranks do not divide equal one device: what a rank has room for beyond is padding."""
+"""Heads and widths that the tensor ranks do not divide equal one device: what a rank has room for
+beyond is padding.
+"""
 
 from typing import Any
 
@@ -8,8 +10,7 @@ from torch import Tensor
 
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine.verify.equivalence import verify
-from workbench.parallel.tensor import shard_range
-from workbench.parallel.tensor import row_parallel
+from workbench.parallel.tensor import row_parallel, shard_range
 from workbench.parallel.tensor.row_parallel import RowLinear
 from workbench.plan.head_split import Dealt, dealt, rooms
 from workbench.plan.model_shape import Shape
@@ -19,7 +20,10 @@ ALONE: dict[str, tuple[int, dict[str, Any]]] = {
     "five heads on three, tied": (3, {"heads": 5, "kv_heads": 5, "ffn": 46, "tied": True}),
     "six heads on four, a rank without any": (4, {"heads": 6, "kv_heads": 6, "ffn": 45}),
     "two groups of three heads on three": (3, {"heads": 6, "kv_heads": 2, "ffn": 46}),
-    "three groups of two heads on four": (4, {"heads": 6, "kv_heads": 3, "ffn": 46, "biases": "qkv"}),
+    "three groups of two heads on four": (
+        4,
+        {"heads": 6, "kv_heads": 3, "ffn": 46, "biases": "qkv"},
+    ),
     "three groups of two heads on two": (2, {"heads": 6, "kv_heads": 3, "ffn": 45}),
     "two groups of three heads on four": (4, {"heads": 6, "kv_heads": 2, "ffn": 45, "tied": True}),
     "one group of five heads on four": (4, {"heads": 5, "kv_heads": 1, "ffn": 47, "biases": "all"}),
@@ -32,21 +36,49 @@ BESIDE: dict[str, tuple[dict[str, Any], tuple[int, int, int], dict[str, Any], di
     "sequence": (GPT, (4, 1, 1), {"heads": 5, "kv_heads": 1, "tied": True}, SEQUENCE),
     "zero 1": (LLAMA, (2, 1, 2), {"heads": 5, "kv_heads": 5}, {"strategy.data.zero": 1}),
     "zero 3, sequence": (
-        LLAMA, (2, 1, 2), {"heads": 3, "kv_heads": 1, "tied": True}, {"strategy.data.zero": 3, **SEQUENCE}
+        LLAMA,
+        (2, 1, 2),
+        {"heads": 3, "kv_heads": 1, "tied": True},
+        {"strategy.data.zero": 3, **SEQUENCE},
     ),
-    "zero 3": (GPT, (2, 1, 2), {"heads": 3, "kv_heads": 3, "tied": True}, {"strategy.data.zero": 3}),
-    "pipeline": (GPT, (2, 2, 1), {"heads": 3, "kv_heads": 3, "tied": True}, {"strategy.recompute": "full"}),
+    "zero 3": (
+        GPT,
+        (2, 1, 2),
+        {"heads": 3, "kv_heads": 3, "tied": True},
+        {"strategy.data.zero": 3},
+    ),
+    "pipeline": (
+        GPT,
+        (2, 2, 1),
+        {"heads": 3, "kv_heads": 3, "tied": True},
+        {"strategy.recompute": "full"},
+    ),
     "split backward": (LLAMA, (2, 2, 1), {"heads": 5, "kv_heads": 1}, ZB),
-    "split backward, sequence": (GPT, (2, 2, 1), {"heads": 3, "kv_heads": 3, "tied": True}, {**ZB, **SEQUENCE}),
+    "split backward, sequence": (
+        GPT,
+        (2, 2, 1),
+        {"heads": 3, "kv_heads": 3, "tied": True},
+        {**ZB, **SEQUENCE},
+    ),
     "ring": (LLAMA, (2, 1, 2), {"heads": 3, "kv_heads": 1}, {"strategy.context": {"size": 2}}),
     "ulysses": (
-        LLAMA, (2, 1, 2), {"heads": 6, "kv_heads": 3}, {"strategy.context": {"size": 2, "algorithm": "ulysses"}}
+        LLAMA,
+        (2, 1, 2),
+        {"heads": 6, "kv_heads": 3},
+        {"strategy.context": {"size": 2, "algorithm": "ulysses"}},
     ),
-    "experts": (GPT, (2, 1, 2), {"heads": 3, "kv_heads": 3, "moe": MOE}, {"strategy.expert.size": 2}),
-}  # fmt: skip
+    "experts": (
+        GPT,
+        (2, 1, 2),
+        {"heads": 3, "kv_heads": 3, "moe": MOE},
+        {"strategy.expert.size": 2},
+    ),
+}
 
 
-def proof(mesh: tuple[int, int, int], shape: dict[str, Any], more: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def proof(
+    mesh: tuple[int, int, int], shape: dict[str, Any], more: dict[str, Any], **changes: Any
+) -> dict[str, Any]:
     sizes = {"layers": 2, "head_dim": 6, "ffn": 46} | more
     return verify(plan(*mesh, shape=shape, changes=changes, microbatches=2, **sizes), "fp64")
 
@@ -77,7 +109,9 @@ def test_a_key_value_head_of_another_group(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_padding_counted_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A padded query attends to real keys: what it brings must not reach the gradient of the projection behind it."""
+    """A padded query attends to real keys: what it brings must not reach the gradient of the
+    projection behind it.
+    """
 
     def forward(self: RowLinear, x: Tensor) -> Tensor:
         return row_parallel.reduce_from(F.linear(x, self.weight), self.axis)
@@ -93,7 +127,9 @@ def test_padding_counted_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", range(1, 8))
 def test_every_query_head_is_dealt_once_beside_its_key_value_head(kv: int, ranks: int) -> None:
     for group in (1, 2, 3):
-        shape = Shape(layers=1, hidden=8, heads=kv * group, kv_heads=kv, head_dim=2, ffn=8, vocab=257)
+        shape = Shape(
+            layers=1, hidden=8, heads=kv * group, kv_heads=kv, head_dim=2, ffn=8, vocab=257
+        )
         deals = [dealt(shape, ranks, index) for index in range(ranks)]
         assert [head for deal in deals for head in range(*deal.query)] == list(range(shape.heads))
         assert max(deal.query[1] - deal.query[0] for deal in deals) == rooms(shape, ranks)[0]

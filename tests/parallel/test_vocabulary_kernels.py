@@ -20,15 +20,21 @@ from workbench.parallel.tensor.vocab_parallel import VocabularyHeadLoss
 
 B, T, D = 2, 8, 12
 ROOMS = {(2, 257): 130, (4, 259): 66, (4, 6): 2}
-"""(Ranks, vocabulary) -> rows that each has room for; of the last, one rank has none that is real."""
+"""(Ranks, vocabulary) -> rows that each has room for; of the last, one rank has none that is
+real.
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once() -> None:
-    """Ranks are forked from this process, and find compiled what each would else compile for itself."""
+    """Ranks are forked from this process, and find compiled what each would else compile for
+    itself.
+    """
     for num_real, room in ((130, 130), (127, 130), (66, 66), (61, 66), (2, 2)):
         logits = torch.zeros(B * T, room, dtype=torch.float64).requires_grad_()
-        (cross_entropy(logits * 1, torch.zeros(B * T, dtype=torch.long), (0, num_real)) * 0.7).backward()
+        (
+            cross_entropy(logits * 1, torch.zeros(B * T, dtype=torch.long), (0, num_real)) * 0.7
+        ).backward()
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -53,7 +59,9 @@ def whole(vocab: int) -> list[Tensor]:
 
 
 def own(axis: MeshAxis, vocab: int) -> tuple[nn.Parameter, tuple[int, int]]:
-    """This rank's rows of the weight, and which those are; what pads them would rule every softmax."""
+    """This rank's rows of the weight, and which those are; what pads them would rule every
+    softmax.
+    """
     room = ROOMS[axis.size, vocab]
     start, stop = (min(vocab, room * (axis.index + i)) for i in (0, 1))
     weight = nn.Parameter(torch.full((room, D), 1e3, dtype=torch.float64))
@@ -68,7 +76,9 @@ def run_of(x_BTD: Tensor, axis: MeshAxis, sequence: bool) -> Tensor:
 
 
 def furthest(axis: MeshAxis, vocab: int, kernels: str, sequence: bool = False) -> float:
-    """The largest difference from one device, of loss and gradients, in units of its largest entry."""
+    """The largest difference from one device, of loss and gradients, in units of its largest
+    entry.
+    """
     weight, (start, stop) = own(axis, vocab)
     head = VocabularyHeadLoss(weight, (start, stop), axis, sequence)
     head.kernels = kernels
@@ -92,7 +102,9 @@ def test_equals_one_device(size: int, vocab: int, kernels: str) -> None:
 
 def test_equals_one_device_where_tokens_are_split() -> None:
     full = plan(2).complete()
-    gaps = run_ranks(2, lambda rank: furthest(build_mesh(full, rank)["tensor"], 257, "fused", sequence=True))
+    gaps = run_ranks(
+        2, lambda rank: furthest(build_mesh(full, rank)["tensor"], 257, "fused", sequence=True)
+    )
     assert max(gaps) <= 1e-10, gaps
 
 
@@ -104,7 +116,10 @@ def on_a_grid(axis: MeshAxis) -> float:
     loss = head(drawn(B, T, D, seed=0), targets_of(257))
     (dw,) = torch.autograd.grad(loss * 0.7, weight)
     true, _, true_dw = whole(257)
-    return max(float((loss - true).abs() / true), float((dw[: rows[1] - rows[0]] - true_dw[slice(*rows)]).abs().max()))
+    return max(
+        float((loss - true).abs() / true),
+        float((dw[: rows[1] - rows[0]] - true_dw[slice(*rows)]).abs().max()),
+    )
 
 
 def test_equals_one_device_on_a_grid() -> None:
@@ -121,7 +136,10 @@ def reduced(axis: MeshAxis, kernels: str) -> list[Any]:
         calls.append((tuple(x.shape), str(x.dtype), str(op)))
         return original(x, axis, op)
 
-    original, vocab_parallel.all_reduce = vocab_parallel.all_reduce, all_reduce  # of this forked rank alone
+    original, vocab_parallel.all_reduce = (
+        vocab_parallel.all_reduce,
+        all_reduce,
+    )  # of this forked rank alone
     furthest(axis, 257, kernels)
     return calls
 

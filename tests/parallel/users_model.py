@@ -1,4 +1,6 @@
-"""A model as a user would write it: plain, of torch's own modules, knowing nothing of this repository."""
+"""A model as a user would write it: plain, of torch's own modules, knowing nothing of this
+repository.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +11,20 @@ class LanguageModel(nn.Module):
 
     places: Tensor
 
-    def __init__(self, vocab: int, width: int, heads: int, layers: int, longest: int, norm_first: bool) -> None:
+    def __init__(
+        self, vocab: int, width: int, heads: int, layers: int, longest: int, norm_first: bool
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.register_buffer("places", torch.randn(longest, width) * 0.1)
         layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=norm_first
+            width,
+            heads,
+            4 * width,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=norm_first,
         )
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(width)
@@ -40,7 +50,9 @@ class WithLoss(nn.Module):
         self.model = build()
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+        return nn.functional.cross_entropy(
+            self.model(tokens).flatten(0, 1), targets.flatten(), reduction="sum"
+        )
 
 
 def build_with_loss() -> nn.Module:

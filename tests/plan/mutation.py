@@ -1,4 +1,6 @@
-"""Nested data with one thing in it changed at random: what a file may hold when a person is wrong."""
+"""Nested data with one thing in it changed at random: what a file may hold when a person is
+wrong.
+"""
 
 import copy
 

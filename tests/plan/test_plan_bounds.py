@@ -1,4 +1,6 @@
-"""Every number has an upper bound with a reason, and a plan of numbers at their bounds is answered."""
+"""Every number has an upper bound with a reason, and a plan of numbers at their bounds is
+answered.
+"""
 
 import copy
 import random
@@ -6,16 +8,18 @@ import random
 import pytest
 
 import workbench as wb
-from workbench.plan.catalog import catalog
-from workbench.plan import plan_files
-from workbench.machine.calibration_file import Calibration
 from workbench.errors import PlanError
-from workbench.plan.schema import Plan
+from workbench.machine.calibration_file import Calibration
+from workbench.plan import plan_files
+from workbench.plan.catalog import catalog
 from workbench.plan.model_shape import Shape
+from workbench.plan.schema import Plan
 
 
 def numbers(schema):
-    """(path, node) of every integer and number of a JSON schema; [] stands for an entry of a list or a mapping."""
+    """(path, node) of every integer and number of a JSON schema; [] stands for an entry of a list
+    or a mapping.
+    """
 
     def walk(node, path):
         if "$ref" in node:
@@ -46,22 +50,37 @@ def test_every_number_has_an_upper_bound_with_a_reason(declared):
         assert most <= 1 or node["$comment"].startswith("at most "), ".".join(path)
 
 
-@pytest.mark.parametrize("field, value, says", [
-    ("model.layers", 10**6, "is 1000000; must be at most 10000 (ten times the deepest transformer published"),
-    ("model.hidden", 12 * 10**9, "must be at most 1048576 (ten times the widest layer"),
-    ("model.vocab", 10**18, "must be at most 16777216 (ten times the largest vocabulary"),
-    ("training.global_batch", 4 * 10**18, "must be at most 16777216 (ten times the largest batch"),
-    ("training.sequence_length", 10**30, "must be at most 1073741824 (ten times the longest context"),
-    ("strategy.context.size", 10**30, "must be at most 1048576 (a million"),
-    ("strategy.tensor.size", [2, 10**30], "must be at most 1048576 (a million"),
-    ("strategy.pipeline.partition", [1, 10**9], "must be at most 10000 (ten times the deepest"),
-    ("strategy.recompute", [0, 10**9], "must be at most 10000 (ten times the deepest"),
-    ("strategy.data.bucket_mib", 1e300, "must be at most 1048576 (1 TiB)"),
-    ("cluster.gpu.tflops.bf16", 1e300, "must be at most 10000000 (ten times the fastest wafer"),
-    ("cluster.gpu.tflops.bf16", 1e-300, "must be at least 1e-06"),
-    ("cluster.gpu.bandwidth_gbs", 1e-300, "must be at least 1e-06"),
-    ("strategy.data.bucket_mib", 1e-300, "must be at least 9.5367431640625e-07"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "field, value, says",
+    [
+        (
+            "model.layers",
+            10**6,
+            "is 1000000; must be at most 10000 (ten times the deepest transformer published",
+        ),
+        ("model.hidden", 12 * 10**9, "must be at most 1048576 (ten times the widest layer"),
+        ("model.vocab", 10**18, "must be at most 16777216 (ten times the largest vocabulary"),
+        (
+            "training.global_batch",
+            4 * 10**18,
+            "must be at most 16777216 (ten times the largest batch",
+        ),
+        (
+            "training.sequence_length",
+            10**30,
+            "must be at most 1073741824 (ten times the longest context",
+        ),
+        ("strategy.context.size", 10**30, "must be at most 1048576 (a million"),
+        ("strategy.tensor.size", [2, 10**30], "must be at most 1048576 (a million"),
+        ("strategy.pipeline.partition", [1, 10**9], "must be at most 10000 (ten times the deepest"),
+        ("strategy.recompute", [0, 10**9], "must be at most 10000 (ten times the deepest"),
+        ("strategy.data.bucket_mib", 1e300, "must be at most 1048576 (1 TiB)"),
+        ("cluster.gpu.tflops.bf16", 1e300, "must be at most 10000000 (ten times the fastest wafer"),
+        ("cluster.gpu.tflops.bf16", 1e-300, "must be at least 1e-06"),
+        ("cluster.gpu.bandwidth_gbs", 1e-300, "must be at least 1e-06"),
+        ("strategy.data.bucket_mib", 1e-300, "must be at least 9.5367431640625e-07"),
+    ],
+)
 def test_a_number_beyond_its_bound_is_refused_by_field_bound_and_reason(field, value, says):
     with pytest.raises(PlanError) as error:
         Plan.of("gpt2", gpu="h100-sxm-80gb", gpus=8, strategy="ddp", set={field: value})
@@ -89,12 +108,19 @@ def test_a_plan_of_numbers_at_their_bounds_is_estimated_or_refused(seed):
     pick, answered = random.Random(seed), 0
     for _ in range(80):
         data = copy.deepcopy(plan_files.plain(pick.choice(STARTS)))
-        for path, node in pick.sample([one for one in OF_A_PLAN if "[]" not in one[0]], pick.choice([1, 2, 4])):
-            bound = (node.get("maximum", 0.5), node.get("minimum", 1e-300 if node["type"] == "number" else 1))
+        for path, node in pick.sample(
+            [one for one in OF_A_PLAN if "[]" not in one[0]], pick.choice([1, 2, 4])
+        ):
+            bound = (
+                node.get("maximum", 0.5),
+                node.get("minimum", 1e-300 if node["type"] == "number" else 1),
+            )
             at = data
             for key in path[:-1]:
                 at = at.get(key) if isinstance(at.get(key), dict) else at.setdefault(key, {}) or {}
-            at[path[-1]] = pick.choice(bound) if node["type"] == "number" else int(pick.choice(bound))
+            at[path[-1]] = (
+                pick.choice(bound) if node["type"] == "number" else int(pick.choice(bound))
+            )
         try:
             wb.estimate(plan_files.build(data))
             answered += 1

@@ -1,4 +1,6 @@
-"""A plan that names a calibration: pinned by its hash; refused where the file is none, or is of another machine."""
+"""A plan that names a calibration: pinned by its hash; refused where the file is none, or is of
+another machine.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from workbench.errors import PlanError
 from workbench.machine import calibration_file
 from workbench.machine.attached import attached, local_cluster
 from workbench.machine.calibration_file import Calibration
-from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 
 
@@ -18,20 +20,41 @@ def machine(**changes: Any) -> dict[str, Any]:
     """This machine, as a calibration names it."""
     found = attached()
     card, _ = local_cluster(found, 1)
-    named = {"device": card.device, "card": card.name, "title": found.name, "count": found.count, "cores": found.cores}
-    rest = {"fingerprint": calibration_file.fingerprint(found), "backend": "gloo", "versions": {"torch": "2.12.0"}}
+    named = {
+        "device": card.device,
+        "card": card.name,
+        "title": found.name,
+        "count": found.count,
+        "cores": found.cores,
+    }
+    rest = {
+        "fingerprint": calibration_file.fingerprint(found),
+        "backend": "gloo",
+        "versions": {"torch": "2.12.0"},
+    }
     return {**named, **rest, "date": "2026-01-01", **changes}
 
 
 def measured(**changes: Any) -> dict[str, Any]:
     """The smallest calibration, as plain data."""
-    host = {"ranks": 1, "operator_us": 2, "autograd_us": 6.0, "step_us": 100.0, "microbatch_us": 50.0, "layer_us": 70.0}
+    host = {
+        "ranks": 1,
+        "operator_us": 2,
+        "autograd_us": 6.0,
+        "step_us": 100.0,
+        "microbatch_us": 50.0,
+        "layer_us": 70.0,
+    }
     gemm = {"rows": 64, "columns": 64, "inner": 64, "dtype": "fp32", "ranks": 1, "seconds": 1e-5}
     stream = {"bytes": 49152, "ranks": 1, "seconds": 3e-6}
     return {
-        "version": 1, "machine": machine(), "host": [{**host, "layer_step_us": 9.0}], "gemm": [gemm],
-        "memory": [stream], **changes,
-    }  # fmt: skip
+        "version": 1,
+        "machine": machine(),
+        "host": [{**host, "layer_step_us": 9.0}],
+        "gemm": [gemm],
+        "memory": [stream],
+        **changes,
+    }
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -41,7 +64,9 @@ def written(folder: Path, **changes: Any) -> Path:
 
 
 def named(path: Path | str, gpu: str = "local", **changes: Any) -> Plan:
-    return Plan.of("tiny", gpu=gpu, gpus=2, strategy="ddp").replace(**{"cluster.calibration": str(path), **changes})
+    return Plan.of("tiny", gpu=gpu, gpus=2, strategy="ddp").replace(
+        **{"cluster.calibration": str(path), **changes}
+    )
 
 
 def refusal(plan: Plan) -> PlanError:
@@ -57,7 +82,9 @@ def test_a_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert "seconds: 1.0e-05}" in path.read_text(), "points stand on one line each"
 
 
-def test_a_resolved_plan_pins_the_file_and_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolved_plan_pins_the_file_and_its_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = written(tmp_path)
     monkeypatch.chdir(tmp_path)
     full = named("calibration.yaml").resolved()
@@ -86,13 +113,18 @@ def test_a_hash_without_a_file_is_refused() -> None:
         ({"gemm": [{**measured()["gemm"][0], "seconds": -1.0}]}, "gemm.0.seconds: is -1.0"),
         ({"gemm": []}, "gemm"),
         ({"memory": [{**measured()["memory"][0], "bytes": 0}]}, "memory.0.bytes: is 0"),
-        ({"host": [{**measured()["host"][0], "operator_us": "fast"}]}, "host.0.operator_us: is 'fast'"),
+        (
+            {"host": [{**measured()["host"][0], "operator_us": "fast"}]},
+            "host.0.operator_us: is 'fast'",
+        ),
         ({"scale": {"compute": 0}}, "scale.compute: is 0"),
         ({"version": 2}, "version: is 2"),
         ({"speed": 3}, "speed: unknown key; legal: version, machine"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_place(tmp_path: Path, change: dict[str, Any], named_in_error: str) -> None:
+def test_what_cannot_be_is_refused_by_its_place(
+    tmp_path: Path, change: dict[str, Any], named_in_error: str
+) -> None:
     from workbench.safe_io import yaml_files
 
     path = tmp_path / "bad.yaml"
@@ -102,7 +134,9 @@ def test_what_cannot_be_is_refused_by_its_place(tmp_path: Path, change: dict[str
     assert named_in_error in str(error) and "workbench calibrate -o" in str(error)
 
 
-@pytest.mark.parametrize("content", [b"", b"- 1", b"{a: [", b"a: 1\na: 2", b"\xff\xfe\x00", b"[" * 5000])
+@pytest.mark.parametrize(
+    "content", [b"", b"- 1", b"{a: [", b"a: 1\na: 2", b"\xff\xfe\x00", b"[" * 5000]
+)
 def test_no_calibration_at_all_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(content)
@@ -113,7 +147,9 @@ def test_no_calibration_at_all_is_refused(tmp_path: Path, content: bytes) -> Non
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path):
         error = refusal(named(path))
-        assert error.problems[0].field == "cluster.calibration" and "workbench calibrate" in str(error)
+        assert error.problems[0].field == "cluster.calibration" and "workbench calibrate" in str(
+            error
+        )
 
 
 def test_a_file_of_another_card_is_refused(tmp_path: Path) -> None:
@@ -125,8 +161,12 @@ def test_a_file_of_another_host_is_refused_only_for_what_is_attached(tmp_path: P
     path = written(tmp_path, machine=machine(fingerprint="0" * 16))
     assert "another machine" in str(refusal(named(path)))
     card, fabric = local_cluster(attached(), 2)
-    plan = named(path).replace(**{"cluster.gpu": card.model_dump(), "cluster.fabric": fabric.model_dump()})
-    assert plan.complete().cluster.calibration == str(path), "a written-out card is a plan for that machine, seen here"
+    plan = named(path).replace(
+        **{"cluster.gpu": card.model_dump(), "cluster.fabric": fabric.model_dump()}
+    )
+    assert plan.complete().cluster.calibration == str(path), (
+        "a written-out card is a plan for that machine, seen here"
+    )
 
 
 def test_the_fingerprint_names_no_host_and_tells_machines_apart() -> None:
@@ -134,12 +174,26 @@ def test_the_fingerprint_names_no_host_and_tells_machines_apart() -> None:
 
     found = attached()
     assert calibration_file.fingerprint(found) == calibration_file.fingerprint(attached())
-    assert len({calibration_file.fingerprint(x) for x in (found, replace(found, cores=found.cores + 1),
-                replace(found, memory_bytes=2 * found.memory_bytes), replace(found, name="another"))}) == 4  # fmt: skip
+    assert (
+        len(
+            {
+                calibration_file.fingerprint(x)
+                for x in (
+                    found,
+                    replace(found, cores=found.cores + 1),
+                    replace(found, memory_bytes=2 * found.memory_bytes),
+                    replace(found, name="another"),
+                )
+            }
+        )
+        == 4
+    )
 
 
 def test_a_calibration_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = named(written(tmp_path))
     plan.complete()
-    monkeypatch.setattr(calibration_file.yamlio, "parse", lambda *_, **__: pytest.fail("parsed again"))
+    monkeypatch.setattr(
+        calibration_file.yamlio, "parse", lambda *_, **__: pytest.fail("parsed again")
+    )
     plan.complete()

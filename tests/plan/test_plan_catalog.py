@@ -1,22 +1,35 @@
-"""The catalog: published counts, cards with their fabrics, presets that work with a bare number of cards."""
+"""The catalog: published counts, cards with their fabrics, presets that work with a bare number of
+cards.
+"""
 
 import json
 
 import pytest
 
-from workbench.plan.catalog import catalog
-from workbench.plan.catalog import huggingface_config
 from workbench.errors import PlanError
+from workbench.plan.catalog import catalog, huggingface_config
 from workbench.plan.parameter_count import parameters
-from workbench.plan.schema import Plan
 from workbench.plan.rules.supported import runnable
+from workbench.plan.schema import Plan
 
 RELIED_ON = {
     "models": ["tiny", "gpt-7.5b", "gpt3-175b", "llama-3-8b", "pangu-200b"],
     "gpus": ["v100-sxm2-32gb", "a100-sxm-80gb", "h100-sxm-80gb", "ascend-910"],
-    "strategies": ["single", "ddp", "zero-0", "zero-1", "zero-2", "zero-3", "zero-offload", "gpipe", "dapple",
-                   "megatron-tp", "megatron-3d", "pangu-5d"],
-}  # fmt: skip
+    "strategies": [
+        "single",
+        "ddp",
+        "zero-0",
+        "zero-1",
+        "zero-2",
+        "zero-3",
+        "zero-offload",
+        "gpipe",
+        "dapple",
+        "megatron-tp",
+        "megatron-3d",
+        "pangu-5d",
+    ],
+}
 
 
 @pytest.mark.parametrize("kind", RELIED_ON)
@@ -52,16 +65,26 @@ def test_an_80_gb_card_has_79_3_gib():
 
 
 SPLIT_NOTHING = {
-    ("tiny-moe", "colossal-3d"), ("llama-3-8b", "expert-parallel"), ("gpt3-175b", "expert-parallel"),
-}  # fmt: skip
-"""Four ranks are no cube, and a dense model has no experts: another strategy than the one named is none."""
+    ("tiny-moe", "colossal-3d"),
+    ("llama-3-8b", "expert-parallel"),
+    ("gpt3-175b", "expert-parallel"),
+}
+"""Four ranks are no cube, and a dense model has no experts: another strategy than the one named is
+none.
+"""
 
 
 @pytest.mark.parametrize("preset", catalog.strategies())
-@pytest.mark.parametrize("model, gpu, gpus", [
-    ("tiny", "h100-sxm-80gb", 1), ("tiny-moe", "a100-sxm-80gb", 4), ("llama-3-8b", "h100-sxm-80gb", 24),
-    ("gpt3-175b", "v100-sxm2-32gb", 1024), ("mixtral-8x7b", "gb200", 128),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, gpu, gpus",
+    [
+        ("tiny", "h100-sxm-80gb", 1),
+        ("tiny-moe", "a100-sxm-80gb", 4),
+        ("llama-3-8b", "h100-sxm-80gb", 24),
+        ("gpt3-175b", "v100-sxm2-32gb", 1024),
+        ("mixtral-8x7b", "gb200", 128),
+    ],
+)
 def test_presets_need_only_a_number_of_cards(preset, model, gpu, gpus):
     if preset == "single" and gpus > 1:
         return
@@ -79,10 +102,17 @@ def test_presets_need_only_a_number_of_cards(preset, model, gpu, gpus):
     assert "auto" not in (full.strategy.precision, full.strategy.gradient_dtype)
 
 
-@pytest.mark.parametrize("preset, sizes", [
-    ("ddp", (1, 4, 1)), ("megatron-tp", (4, 1, 1)), ("dapple", (1, 1, 4)), ("gpipe", (1, 1, 4)),
-    ("tensor-pipeline", (2, 1, 2)), ("megatron-3d", (2, 1, 2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "preset, sizes",
+    [
+        ("ddp", (1, 4, 1)),
+        ("megatron-tp", (4, 1, 1)),
+        ("dapple", (1, 1, 4)),
+        ("gpipe", (1, 1, 4)),
+        ("tensor-pipeline", (2, 1, 2)),
+        ("megatron-3d", (2, 1, 2)),
+    ],
+)
 def test_sizes_on_four_ranks(preset, sizes):
     found = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy=preset).complete().sizes
     assert (found["tensor"], found["data"], found["pipeline"]) == sizes
@@ -92,12 +122,19 @@ def test_sizes_on_four_ranks(preset, sizes):
 def test_pangu_on_its_own_cluster():
     full = Plan.of("pangu-200b", gpu="ascend-910", gpus=2048, strategy="pangu-5d").complete()
     assert full.sizes == {"tensor": 8, "context": 1, "data": 16, "pipeline": 16}
-    assert full.strategy.precision == "fp16" and full.strategy.placement[:2] == ["tensor", "pipeline"]
+    assert full.strategy.precision == "fp16" and full.strategy.placement[:2] == [
+        "tensor",
+        "pipeline",
+    ]
 
 
 def test_a_written_size_wins_over_a_rule_and_the_rest_follows():
     plan = Plan.of(
-        "llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="tensor-pipeline", set={"strategy.tensor.size": 2}
+        "llama-3-8b",
+        gpu="h100-sxm-80gb",
+        gpus=64,
+        strategy="tensor-pipeline",
+        set={"strategy.tensor.size": 2},
     )
     assert plan.complete().sizes["pipeline"] == 32
 
@@ -108,19 +145,53 @@ def test_nodes_hold_the_same_number_of_cards(gpus, nodes, each):
     assert (cluster.nodes, cluster.gpus_per_node) == (nodes, each)
 
 
-LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
-         "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8,
-         "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-         "rope_theta": 500000, "hidden_act": "silu"}  # fmt: skip
-GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
-DEEPSEEK = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432,
-            "vocab_size": 129280, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
-            "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
-            "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-            "v_head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 163840}  # fmt: skip
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000,
+    "hidden_act": "silu",
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_head": 12,
+    "vocab_size": 50257,
+    "n_positions": 1024,
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "vocab_size": 129280,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 163840,
+}
 
 
-@pytest.mark.parametrize("config, name", [(LLAMA, "llama-3-8b"), (GPT2, "gpt2"), (DEEPSEEK, "deepseek-v3")])
+@pytest.mark.parametrize(
+    "config, name", [(LLAMA, "llama-3-8b"), (GPT2, "gpt2"), (DEEPSEEK, "deepseek-v3")]
+)
 def test_hugging_face_configurations(tmp_path, config, name):
     (tmp_path / "config.json").write_text(json.dumps(config))
     full = Plan.of(str(tmp_path), gpu="h100-sxm-80gb", gpus=1).complete()

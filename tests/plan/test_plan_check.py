@@ -1,15 +1,17 @@
-"""Legality: each rule refuses what it should, naming the field, the numbers and what is legal; and accepts the rest."""
+"""Legality: each rule refuses what it should, naming the field, the numbers and what is legal; and
+accepts the rest.
+"""
 
 import pytest
 
+from workbench.errors import PlanError
 from workbench.machine import attached as machine
 from workbench.plan import corpus_files
 from workbench.plan.catalog.catalog import models
 from workbench.plan.rules.check import check
-from workbench.errors import PlanError
-from workbench.plan.stage_partition import balanced, costs
-from workbench.plan.schema import Plan
 from workbench.plan.rules.supported import BUILT, VALUED
+from workbench.plan.schema import Plan
+from workbench.plan.stage_partition import balanced, costs
 
 
 def plan(model="tiny", gpus=8, strategy=None, **fields):
@@ -20,64 +22,130 @@ def plan(model="tiny", gpus=8, strategy=None, **fields):
 
 FIVE_HEADS = {"model__heads": 5, "model__kv_heads": 5, "model__head_dim": 24}
 ILLEGAL = [
-    ("strategy.tensor.size", "more than heads = 4; legal for tiny: 1 to 4", {"strategy__tensor__size": 8}),
-    ("strategy.tensor.size", "heads = 4, kv_heads = 2, and strategy.operators pad nothing; legal for tiny: 1, 2, 4",
-     {"strategy__tensor__size": 3, "strategy__operators": {"blocks.*.mlp.up": "((1,1),(1,3))"}}),
-    ("strategy.tensor.size", "whose sides divide heads = 5",
-     {**FIVE_HEADS, "strategy__tensor": {"size": [2, 2], "algorithm": "2d"}}),
-    ("strategy.context.size", "size divides the 3 heads that tensor = 2 leaves",
-     {**FIVE_HEADS, "strategy__tensor__size": 2,
-      "strategy__context": {"size": 2, "algorithm": "ulysses"}}),
-    ("cluster.gpus", "legal: gpus 6, 9", {"strategy__pipeline__size": 3, "strategy__tensor__size": 1}),
+    (
+        "strategy.tensor.size",
+        "more than heads = 4; legal for tiny: 1 to 4",
+        {"strategy__tensor__size": 8},
+    ),
+    (
+        "strategy.tensor.size",
+        "heads = 4, kv_heads = 2, and strategy.operators pad nothing; legal for tiny: 1, 2, 4",
+        {"strategy__tensor__size": 3, "strategy__operators": {"blocks.*.mlp.up": "((1,1),(1,3))"}},
+    ),
+    (
+        "strategy.tensor.size",
+        "whose sides divide heads = 5",
+        {**FIVE_HEADS, "strategy__tensor": {"size": [2, 2], "algorithm": "2d"}},
+    ),
+    (
+        "strategy.context.size",
+        "size divides the 3 heads that tensor = 2 leaves",
+        {
+            **FIVE_HEADS,
+            "strategy__tensor__size": 2,
+            "strategy__context": {"size": 2, "algorithm": "ulysses"},
+        },
+    ),
+    (
+        "cluster.gpus",
+        "legal: gpus 6, 9",
+        {"strategy__pipeline__size": 3, "strategy__tensor__size": 1},
+    ),
     ("strategy.pipeline.size", "4 layers; legal sizes: 1 to 4", {"strategy__pipeline__size": 8}),
-    ("strategy.pipeline.partition", "2 numbers that add up to 4",
-     {"strategy__pipeline__size": 2, "strategy__pipeline__partition": [4]}),
-    ("strategy.pipeline.chunks", "interleaved takes 2 or more", {"strategy__pipeline__schedule": "interleaved"}),
-    ("strategy.pipeline.schedule", "'1f2b' is not known; legal: gpipe", {"strategy__pipeline__schedule": "1f2b"}),
+    (
+        "strategy.pipeline.partition",
+        "2 numbers that add up to 4",
+        {"strategy__pipeline__size": 2, "strategy__pipeline__partition": [4]},
+    ),
+    (
+        "strategy.pipeline.chunks",
+        "interleaved takes 2 or more",
+        {"strategy__pipeline__schedule": "interleaved"},
+    ),
+    (
+        "strategy.pipeline.schedule",
+        "'1f2b' is not known; legal: gpipe",
+        {"strategy__pipeline__schedule": "1f2b"},
+    ),
     ("training.global_batch", "legal: 8, 16", {"training__global_batch": 12}),
     ("strategy.data.shard", "zero is 0", {"strategy__data__shard": 2}),
-    ("strategy.data.shard", "legal: all, 1, 2, 4, 8", {"strategy__data__shard": 3, "strategy__data__zero": 1}),
+    (
+        "strategy.data.shard",
+        "legal: all, 1, 2, 4, 8",
+        {"strategy__data__shard": 3, "strategy__data__zero": 1},
+    ),
     ("strategy.data.keep_gathered", "needs data.zero 3", {"strategy__data__keep_gathered": True}),
     ("strategy.data.in_flight", "is 3, which needs data.zero 2", {"strategy__data__in_flight": 3}),
-    ("strategy.data.in_flight", "legal: 2, or strategy.stack: workbench",
-     {"strategy__data": {"zero": 3, "in_flight": 3}, "strategy__stack": "deepspeed"}),
+    (
+        "strategy.data.in_flight",
+        "legal: 2, or strategy.stack: workbench",
+        {"strategy__data": {"zero": 3, "in_flight": 3}, "strategy__stack": "deepspeed"},
+    ),
     ("strategy.data.offload", "needs data.zero 1", {"strategy__data__offload": "optimizer"}),
-    ("strategy.context.size", "2 x size divides sequence_length = 100; legal: 1, 2",
-     {"strategy__context__size": 4, "training__sequence_length": 100}),
+    (
+        "strategy.context.size",
+        "2 x size divides sequence_length = 100; legal: 1, 2",
+        {"strategy__context__size": 4, "training__sequence_length": 100},
+    ),
     ("strategy.expert.size", "has no experts; legal: 1", {"strategy__expert__size": 2}),
     ("strategy.placement", "must name each of tensor", {"strategy__placement": ["tensor", "data"]}),
     ("strategy.recompute", "from 0 to 3", {"strategy__recompute": [4]}),
     ("strategy.gradient_dtype", "legal: fp32 or bf16", {"strategy__gradient_dtype": "fp16"}),
-    ("strategy.tensor.size", "algorithm 2d takes [q, q]", {"strategy__tensor": {"size": [4, 2], "algorithm": "2d"}}),
-    ("training.optimizer.warmup_steps", "legal: 0 to 100", {"training__optimizer__warmup_steps": 101}),
+    (
+        "strategy.tensor.size",
+        "algorithm 2d takes [q, q]",
+        {"strategy__tensor": {"size": [4, 2], "algorithm": "2d"}},
+    ),
+    (
+        "training.optimizer.warmup_steps",
+        "legal: 0 to 100",
+        {"training__optimizer__warmup_steps": 101},
+    ),
     ("cluster.gpus_per_node", "legal: 1 to 8", {"cluster__gpus_per_node": 16}),
     ("cluster.gpus", "2 nodes x 8 cards = 16", {"cluster__gpus": 12, "cluster__gpus_per_node": 8}),
     ("model.kv_heads", "does not divide heads = 4; legal: 1, 2, 4", {"model__kv_heads": 3}),
     ("model.vocab", "at least 256", {"model__vocab": 100}),
-    ("corpus.holdout", "has no text to read", {"corpus__holdout": 0.0, "training__evaluation__every": 5}),
+    (
+        "corpus.holdout",
+        "has no text to read",
+        {"corpus__holdout": 0.0, "training__evaluation__every": 5},
+    ),
     ("strategy.preset", "did you mean dapple", {"strategy__preset": "dappel"}),
     ("cluster.gpu", "did you mean h100-sxm-80gb", {"cluster__gpu": "h100-sxm-80"}),
     ("model", "did you mean tiny", {"model": "tinny"}),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize("field, words, fields", ILLEGAL, ids=[f"{i}-{case[0]}" for i, case in enumerate(ILLEGAL)])
+@pytest.mark.parametrize(
+    "field, words, fields", ILLEGAL, ids=[f"{i}-{case[0]}" for i, case in enumerate(ILLEGAL)]
+)
 def test_illegal(field, words, fields):
     found = {problem.field: problem.message for problem in check(plan(**fields))}
     assert words in found.get(field, f"not refused; {found}")
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"strategy__tensor__size": 4}, {"gpus": 3, "strategy__tensor__size": 3},
-    {"strategy__tensor__size": 4, "strategy__pipeline__size": 2},
-    {"strategy__pipeline__size": 4, "strategy__pipeline__partition": "uniform"},
-    {"strategy__pipeline__size": 2, "strategy__pipeline__partition": [1, 3]},
-    {"strategy__data__zero": 3, "strategy__data__shard": 2, "strategy__data__offload": "parameters"},
-    {"strategy__context__size": 4}, {"model": "tiny-moe", "strategy__expert__size": 8},
-    {"strategy__placement": ["data", "pipeline", "context", "tensor"]},
-    {"strategy__tensor": {"size": [2, 2, 2], "algorithm": "2.5d"}}, {"strategy__recompute": [0, 3]},
-    {"training__sequence_length": 4096},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"strategy__tensor__size": 4},
+        {"gpus": 3, "strategy__tensor__size": 3},
+        {"strategy__tensor__size": 4, "strategy__pipeline__size": 2},
+        {"strategy__pipeline__size": 4, "strategy__pipeline__partition": "uniform"},
+        {"strategy__pipeline__size": 2, "strategy__pipeline__partition": [1, 3]},
+        {
+            "strategy__data__zero": 3,
+            "strategy__data__shard": 2,
+            "strategy__data__offload": "parameters",
+        },
+        {"strategy__context__size": 4},
+        {"model": "tiny-moe", "strategy__expert__size": 8},
+        {"strategy__placement": ["data", "pipeline", "context", "tensor"]},
+        {"strategy__tensor": {"size": [2, 2, 2], "algorithm": "2.5d"}},
+        {"strategy__recompute": [0, 3]},
+        {"training__sequence_length": 4096},
+    ],
+)
 def test_legal(fields):
     assert check(plan(**fields)) == []
 
@@ -98,21 +166,28 @@ def test_key_value_heads_may_be_replicated():
 
 def test_several_problems_are_listed_together():
     with pytest.raises(PlanError) as caught:
-        plan(strategy__tensor__size=8, strategy__recompute=[9], training__global_batch=12).complete()
-    assert len(caught.value.problems) == 2 and str(caught.value).startswith("2 problems in the plan:")
+        plan(
+            strategy__tensor__size=8, strategy__recompute=[9], training__global_batch=12
+        ).complete()
+    assert len(caught.value.problems) == 2 and str(caught.value).startswith(
+        "2 problems in the plan:"
+    )
 
 
 def test_single_is_one_device():
     assert "another preset" in check(plan(strategy="single"))[0].message
 
 
-@pytest.mark.parametrize("fields, precision, gradients", [
-    ({"cluster__gpu": "h100-sxm-80gb"}, "bf16", "fp32"),
-    ({"cluster__gpu": "v100-sxm2-32gb"}, "fp16", "fp32"),
-    ({"cluster__gpu": "v100-sxm2-32gb", "strategy": "zero-3"}, "fp16", "fp16"),
-    ({"training__global_batch": 8}, "bf16", "bf16"),
-    ({"strategy__precision": "fp32"}, "fp32", "fp32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields, precision, gradients",
+    [
+        ({"cluster__gpu": "h100-sxm-80gb"}, "bf16", "fp32"),
+        ({"cluster__gpu": "v100-sxm2-32gb"}, "fp16", "fp32"),
+        ({"cluster__gpu": "v100-sxm2-32gb", "strategy": "zero-3"}, "fp16", "fp16"),
+        ({"training__global_batch": 8}, "bf16", "bf16"),
+        ({"strategy__precision": "fp32"}, "fp32", "fp32"),
+    ],
+)
 def test_auto_precision(fields, precision, gradients):
     full = plan(**fields).complete().strategy
     assert (full.precision, full.gradient_dtype) == (precision, gradients)
@@ -133,7 +208,11 @@ class TestLocal:
 
     def test_memory_is_shared_by_the_ranks(self):
         full = plan(cluster__gpu="local", gpus=4).complete()
-        assert full.card.memory_gib == 4.0 and full.card.device == "cpu" and full.strategy.precision == "fp32"
+        assert (
+            full.card.memory_gib == 4.0
+            and full.card.device == "cpu"
+            and full.strategy.precision == "fp32"
+        )
 
     def test_more_ranks_than_are_attached(self):
         message = check(plan(cluster__gpu="local", gpus=9))[0].message
@@ -151,7 +230,9 @@ class TestLocal:
         assert "A1000" in check(plan(cluster__gpu="local", gpus=1))[0].message
 
 
-@pytest.mark.parametrize("kernels, end", [("eager", "megatron-tp"), ("fused", "megatron-tp, fused")])
+@pytest.mark.parametrize(
+    "kernels, end", [("eager", "megatron-tp"), ("fused", "megatron-tp, fused")]
+)
 def test_a_plan_without_a_name_is_called_what_it_is(kernels, end):
     made = plan(strategy="megatron-tp", strategy__kernels=kernels)
     assert made.complete().name == f"tiny on 8 h100-sxm-80gb, {end}"
@@ -222,12 +303,23 @@ def test_resolved_paths_do_not_depend_on_where_one_stands(tmp_path, monkeypatch)
     full = plan(corpus="a.txt", checkpoint__load="runs/one").resolved()
     monkeypatch.chdir("/")
     assert full.resolved() == full
-    assert full.corpus.source == str(tmp_path / "a.txt") and full.checkpoint.load == str(tmp_path / "runs/one")
+    assert full.corpus.source == str(tmp_path / "a.txt") and full.checkpoint.load == str(
+        tmp_path / "runs/one"
+    )
 
 
-@pytest.mark.parametrize("chosen, seen", [
-    (None, [0, 1, 2, 3]), ("", []), ("-1", []), ("2", [2]), ("3,1", [3, 1]), ("GPU-a,GPU-b", [0, 1]), ("7", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "chosen, seen",
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("-1", []),
+        ("2", [2]),
+        ("3,1", [3, 1]),
+        ("GPU-a,GPU-b", [0, 1]),
+        ("7", []),
+    ],
+)
 def test_cards_that_torch_would_see(monkeypatch, chosen, seen):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
@@ -235,7 +327,9 @@ def test_cards_that_torch_would_see(monkeypatch, chosen, seen):
     assert machine._visible(4) == seen
 
 
-@pytest.mark.parametrize("limit, cores", [("max 100000", 8), ("200000 100000", 2), ("50000 100000", 1), ("", 8)])
+@pytest.mark.parametrize(
+    "limit, cores", [("max 100000", 8), ("200000 100000", 2), ("50000 100000", 1), ("", 8)]
+)
 def test_a_container_may_use_fewer_cores_than_there_are(monkeypatch, tmp_path, limit, cores):
     (tmp_path / "cpu.max").write_text(limit)
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
@@ -255,7 +349,9 @@ def test_every_field_says_what_it_is_in_one_line():
     told = dict(fields(Plan))
     assert "strategy.pipeline.schedule" in told and "model.moe.top_k" in told
     for name, field in told.items():
-        assert field.description and field.description.endswith(".") and len(field.description) < 100, name
+        assert (
+            field.description and field.description.endswith(".") and len(field.description) < 100
+        ), name
 
 
 def test_a_field_that_nothing_runs_says_so():
@@ -264,4 +360,6 @@ def test_a_field_that_nothing_runs_says_so():
     for name, _, can in BUILT:
         assert "estimated only" in told[name].description, f"{name}: only {can} can run"
     for name, _, can in VALUED:
-        assert "estimated and rehearsed only" in told[name].description, f"{name}: only {can} can run"
+        assert "estimated and rehearsed only" in told[name].description, (
+            f"{name}: only {can} can run"
+        )

@@ -9,15 +9,20 @@ OWN = {"layers": 2, "hidden": 16, "heads": 2, "ffn": 32, "vocab": 260}
 
 
 def plan(gpu="a100-sxm-80gb", model="tiny", **changes) -> Plan:
-    return Plan.of("tiny", gpu=gpu, gpus=2, strategy="ddp", set={"model": model, **changes}).complete()
+    return Plan.of(
+        "tiny", gpu=gpu, gpus=2, strategy="ddp", set={"model": model, **changes}
+    ).complete()
 
 
 def test_names_stand_for_what_the_catalog_holds_under_them():
     found = differing([plan(), plan("h100-sxm-80gb", "tiny-gpt"), plan()])
-    assert {field: told for field, told in found.items() if field.startswith(("model", "cluster"))} == {
-        "model.name": ["tiny", "tiny-gpt", "tiny"], "cluster.fabric.name": ["dgx-a100", "dgx-h100", "dgx-a100"],
+    assert {
+        field: told for field, told in found.items() if field.startswith(("model", "cluster"))
+    } == {
+        "model.name": ["tiny", "tiny-gpt", "tiny"],
+        "cluster.fabric.name": ["dgx-a100", "dgx-h100", "dgx-a100"],
         "cluster.gpu.name": ["a100-sxm-80gb", "h100-sxm-80gb", "a100-sxm-80gb"],
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("others", [[], [plan()]])
@@ -28,4 +33,7 @@ def test_what_differs_under_one_name_is_told(others):
 
 def test_a_name_of_a_plan_is_no_field_and_an_absent_value_is_none():
     assert differing([plan(name="a"), plan(name="b")]) == {}
-    assert differing([plan(), plan(**{"training.lora": {"rank": 4}})])["training.lora.rank"] == [None, 4]
+    assert differing([plan(), plan(**{"training.lora": {"rank": 4}})])["training.lora.rank"] == [
+        None,
+        4,
+    ]

@@ -19,7 +19,12 @@ def plan(**fields):
 
 def test_files_and_their_agreement(tmp_path):
     paths = export(plan(), tmp_path / "out")
-    assert sorted(p.name for p in paths) == ["accelerate.yaml", "job.sbatch", "launch.sh", "plan.yaml"]
+    assert sorted(p.name for p in paths) == [
+        "accelerate.yaml",
+        "job.sbatch",
+        "launch.sh",
+        "plan.yaml",
+    ]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in paths)
     written = Plan.load(tmp_path / "out" / "plan.yaml")
     assert written == written.resolved() == plan().resolved()
@@ -38,7 +43,10 @@ def test_cpu_ranks_avoid_the_launcher_that_starts_one_process():
 
 
 def test_a_launch_by_hand_is_as_quiet_as_a_run():
-    assert 'export KINETO_LOG_LEVEL="${KINETO_LOG_LEVEL:-6}"' in contents(plan().complete())["launch.sh"]
+    assert (
+        'export KINETO_LOG_LEVEL="${KINETO_LOG_LEVEL:-6}"'
+        in contents(plan().complete())["launch.sh"]
+    )
 
 
 def test_accelerate_accepts_every_key():
@@ -51,7 +59,10 @@ def test_accelerate_accepts_every_key():
 def test_several_nodes_are_one_launch_each():
     full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).complete()
     files = contents(full)
-    assert accelerate_config(full)["num_machines"] == 2 and accelerate_config(full)["num_processes"] == 16
+    assert (
+        accelerate_config(full)["num_machines"] == 2
+        and accelerate_config(full)["num_processes"] == 16
+    )
     for word in ("--machine_rank", "--main_process_ip", "--rdzv_backend"):
         assert word in files["launch.sh"]
     assert "#SBATCH --nodes=2" in files["job.sbatch"] and "--gpus-per-node=8" in files["job.sbatch"]
@@ -60,27 +71,46 @@ def test_several_nodes_are_one_launch_each():
 @pytest.mark.parametrize("name", ["launch.sh", "job.sbatch"])
 @pytest.mark.parametrize("gpus", [1, 16])
 def test_scripts_are_valid_shell(tmp_path, name, gpus):
-    full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": gpus, "name": 'it\'s "$(quoted)"\nhere'}).complete()
+    full = plan(
+        **{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": gpus, "name": 'it\'s "$(quoted)"\nhere'}
+    ).complete()
     (tmp_path / name).write_text(contents(full)[name])
-    assert subprocess.run([shutil.which("bash") or "bash", "-n", tmp_path / name], check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [shutil.which("bash") or "bash", "-n", tmp_path / name], check=False
+        ).returncode
+        == 0
+    )
     assert "\nhere" not in contents(full)[name]
 
 
 def job(folder, full, given=(), scontrol="echo first; echo second", node="0"):
-    """Run `full`'s batch file as Slurm would, with stand-ins for its commands; what each was called with is printed."""
+    """Run `full`'s batch file as Slurm would, with stand-ins for its commands; what each was called
+    with is printed.
+    """
     for file, text in contents(full).items():
         (folder / file).write_text(text)
     stand_ins = {
         "accelerate": 'echo "$OMP_NUM_THREADS threads, $MAIN_IP: $@"',
-        "srun": 'echo "srun $@"; while case "$1" in --*) ;; *) false ;; esac; do shift; done; exec "$@"',
+        "srun": 'echo "srun $@"; while case "$1" in --*) ;; *) false ;; esac; do shift; done; '
+        'exec "$@"',
         "scontrol": scontrol,
         "nproc": "echo 96",
     }
     for tool, body in stand_ins.items():
         (folder / tool).write_text(f"#!/bin/sh\n{body}\n")
         (folder / tool).chmod(0o755)
-    slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "1", "SLURM_NODEID": node, "SLURM_CPUS_ON_NODE": "96"}
-    environment = {"SLURM_SUBMIT_DIR": str(folder), **slurm, "PATH": f"{folder}:{os.environ['PATH']}"}
+    slurm = {
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_ID": "1",
+        "SLURM_NODEID": node,
+        "SLURM_CPUS_ON_NODE": "96",
+    }
+    environment = {
+        "SLURM_SUBMIT_DIR": str(folder),
+        **slurm,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
     command = ["bash", folder / "job.sbatch", *given]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -92,7 +122,9 @@ def test_a_job_gives_a_node_whole_to_its_ranks(tmp_path):
     srun, launched = done.stdout.splitlines()
     assert "--cpus-per-task=96" in srun.split() and "--cpu-bind=none" in srun.split()
     assert launched.startswith("12 threads, first: launch") and "--machine_rank 1" in launched
-    asked = [line for line in contents(full)["job.sbatch"].splitlines() if line.startswith("#SBATCH")]
+    asked = [
+        line for line in contents(full)["job.sbatch"].splitlines() if line.startswith("#SBATCH")
+    ]
     assert {"#SBATCH --exclusive", "#SBATCH --mem=0"} <= set(asked)
     assert any(line.startswith("#SBATCH --time=") for line in asked)
 
@@ -110,12 +142,16 @@ def test_a_job_whose_nodes_nobody_lists_says_so_and_starts_nothing(tmp_path, sco
 @pytest.mark.parametrize("name", ["launch.sh", "job.sbatch"])
 def test_shellcheck_finds_nothing(tmp_path, name, gpu):
     (tmp_path / name).write_text(contents(plan(**{"cluster.gpu": gpu}).complete())[name])
-    done = subprocess.run(["shellcheck", tmp_path / name], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["shellcheck", tmp_path / name], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
 
 
 def test_ranks_on_gpus_share_the_nodes_cores():
-    """torchrun gives a rank one thread where nothing is said, and an offloaded optimizer steps on the host."""
+    """torchrun gives a rank one thread where nothing is said, and an offloaded optimizer steps on
+    the host.
+    """
     full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).complete()
     assert environment(full, cores=96)["OMP_NUM_THREADS"] == "12"
     assert environment(full, cores=4)["OMP_NUM_THREADS"] == "1"
@@ -124,7 +160,12 @@ def test_ranks_on_gpus_share_the_nodes_cores():
 
 
 def test_ranks_stay_near_their_gpus_where_accelerate_can_bind_them():
-    assert accelerate_config(plan(**{"cluster.gpu": "a100-sxm-80gb"}).complete())["enable_cpu_affinity"] is True
+    assert (
+        accelerate_config(plan(**{"cluster.gpu": "a100-sxm-80gb"}).complete())[
+            "enable_cpu_affinity"
+        ]
+        is True
+    )
     local = plan().complete()
     assert accelerate_config(local)["enable_cpu_affinity"] is (local.card.device == "cuda")
 
@@ -135,14 +176,19 @@ def test_scripts_hand_on_the_users_consent_and_never_give_it(tmp_path, name, giv
     model = {"python": "tests.parallel.users_model:build", "vocab": 260}
     full = plan(model=model).complete()
     files = contents(full)
-    assert "./launch.sh --allow-code" in files["launch.sh"] and "--allow-code" not in files["plan.yaml"]
+    assert (
+        "./launch.sh --allow-code" in files["launch.sh"]
+        and "--allow-code" not in files["plan.yaml"]
+    )
     if name == "job.sbatch":
         done = job(tmp_path, full, given)
     else:
         job(tmp_path, full)  # which leaves the files and the stand-ins
         path = f"{tmp_path}:{os.environ['PATH']}"
         script = ["bash", tmp_path / name, *given]
-        done = subprocess.run(script, env={"PATH": path}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            script, env={"PATH": path}, capture_output=True, text=True, check=False
+        )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1 - len(given) :] == ["plan.yaml", *given]
 

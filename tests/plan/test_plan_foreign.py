@@ -1,23 +1,25 @@
-"""Foreign configurations read: what they mean, what is left out and why, and what is refused by name."""
+"""Foreign configurations read: what they mean, what is left out and why, and what is refused by
+name.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from workbench.plan.catalog import catalog
 from workbench import interop
-from workbench.safe_io import yaml_files
 from workbench.errors import PlanError
-from workbench.interop.export import export
-from workbench.interop.deepspeed import read_deepspeed
 from workbench.interop.accelerate import read_fsdp
+from workbench.interop.deepspeed import read_deepspeed
+from workbench.interop.export import export
+from workbench.interop.foreign_keys import flat
 from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.megatron import read_megatron
 from workbench.interop.torchtitan import read_torchtitan
 from workbench.interop.translation import Given
-from workbench.interop.foreign_keys import flat
+from workbench.plan.catalog import catalog
 from workbench.plan.schema import Plan
+from workbench.safe_io import yaml_files
 
 SAMPLES = Path(__file__).parent / "foreign"
 CARD = "h100-sxm-80gb"
@@ -42,7 +44,7 @@ def assumed(found):
     return {note.field: note.value for note in found.assumed}
 
 
-# ---- DeepSpeed ------------------------------------------------------------------------------------
+# ---- DeepSpeed -----------------------------------------------------------------------------------
 
 
 def test_a_ds_config_says_sharding_batch_optimizer_and_so_how_many_cards():
@@ -50,28 +52,48 @@ def test_a_ds_config_says_sharding_batch_optimizer_and_so_how_many_cards():
     plan = found.plan
     assert (found.format, plan.strategy.stack) == ("deepspeed", "deepspeed-zero")
     assert plan.cluster.gpus == 512 // (4 * 8)
-    assert (plan.strategy.data.zero, plan.strategy.data.offload, plan.strategy.data.overlap) == (2, "optimizer", True)
+    assert (plan.strategy.data.zero, plan.strategy.data.offload, plan.strategy.data.overlap) == (
+        2,
+        "optimizer",
+        True,
+    )
     assert plan.strategy.data.bucket_mib == 2e8 * 4 / 2**20  # elements, in the gradients' fp32
     assert (plan.strategy.precision, plan.strategy.gradient_dtype) == ("bf16", "fp32")
-    assert (plan.training.global_batch, plan.training.micro_batch, plan.training.steps) == (512, 4, 900)
+    assert (plan.training.global_batch, plan.training.micro_batch, plan.training.steps) == (
+        512,
+        4,
+        900,
+    )
     optimizer = plan.training.optimizer
     assert (optimizer.learning_rate, optimizer.beta2, optimizer.weight_decay) == (2e-4, 0.98, 0.05)
-    assert (optimizer.decay, optimizer.warmup_steps, optimizer.final_ratio, optimizer.clip) == ("linear", 30, 0, 0.5)
+    assert (optimizer.decay, optimizer.warmup_steps, optimizer.final_ratio, optimizer.clip) == (
+        "linear",
+        30,
+        0,
+        0.5,
+    )
     assert plan.telemetry.trackers == ["tensorboard"]
     assert left(found) == {
-        "zero_optimization.allgather_bucket_size": 2e8, "zero_optimization.offload_optimizer.pin_memory": True,
-        "scheduler.params.warmup_min_lr": 0, "scheduler.type": "WarmupDecayLR",
-        "tensorboard.output_path": "logs", "flops_profiler.enabled": False,
+        "zero_optimization.allgather_bucket_size": 2e8,
+        "zero_optimization.offload_optimizer.pin_memory": True,
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.type": "WarmupDecayLR",
+        "tensorboard.output_path": "logs",
+        "flops_profiler.enabled": False,
         "steps_per_print": 20,
-    }  # fmt: skip
+    }
     assert set(assumed(found)) == {"strategy.recompute", "training.sequence_length"}
 
 
-@pytest.mark.parametrize("name", ["ds_config.json", "accelerate.yaml", "megatron.sh", "torchtitan.toml"])
+@pytest.mark.parametrize(
+    "name", ["ds_config.json", "accelerate.yaml", "megatron.sh", "torchtitan.toml"]
+)
 def test_the_stack_is_one_that_the_planner_knows(name):
     more = {} if name in ("megatron.sh", "torchtitan.toml") else {"model": "tiny"}
     assert load(name, **more).plan.strategy.stack in catalog.read("data/stacks.yaml")
-    assert read_deepspeed.read({"pipeline": {"stages": 2}}, ON_16).plan.strategy.stack in catalog.read("data/stacks.yaml")
+    assert read_deepspeed.read(
+        {"pipeline": {"stages": 2}}, ON_16
+    ).plan.strategy.stack in catalog.read("data/stacks.yaml")
 
 
 def test_every_key_of_a_file_is_either_translated_or_told():
@@ -83,17 +105,31 @@ def test_every_key_of_a_file_is_either_translated_or_told():
         found = load(name, **more)
         told = [*found.translated, *left(found)]
         assert len(told) == len(set(told))
-    keys = {"zero_optimization.stage", "steps_per_print", "train_batch_size", "scheduler.params.warmup_type",
-            "scheduler.params.warmup_num_steps"}  # fmt: skip
-    config = {"train_batch_size": 16, "zero_optimization": {"stage": 1}, "steps_per_print": 3,
-              "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log", "warmup_num_steps": 9}}}  # fmt: skip
+    keys = {
+        "zero_optimization.stage",
+        "steps_per_print",
+        "train_batch_size",
+        "scheduler.params.warmup_type",
+        "scheduler.params.warmup_num_steps",
+    }
+    config = {
+        "train_batch_size": 16,
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": 3,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log", "warmup_num_steps": 9}},
+    }
     found = read_deepspeed.read(config, ON_16)
     assert keys | {"scheduler.type"} == {*found.translated, *left(found)}
 
 
 @pytest.mark.parametrize(
     "sizes, global_batch, micro",
-    [((64, None, None), 64, 4), ((64, 2, None), 64, 2), ((None, 2, 3), 96, 2), ((64, None, 2), 64, 2)],
+    [
+        ((64, None, None), 64, 4),
+        ((64, 2, None), 64, 2),
+        ((None, 2, 3), 96, 2),
+        ((64, None, 2), 64, 2),
+    ],
 )
 def test_two_batch_sizes_give_the_third(sizes, global_batch, micro):
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -103,27 +139,44 @@ def test_two_batch_sizes_give_the_third(sizes, global_batch, micro):
 
 
 def test_batch_sizes_that_contradict_each_other():
-    config = {"train_batch_size": 60, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    config = {
+        "train_batch_size": 60,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+    }
     message = problems(read_deepspeed.read, config, ON_16)["train_batch_size"]
-    assert "60" in message and "2 x gradient_accumulation_steps 2 x 16" in message and "legal: 64" in message
+    assert (
+        "60" in message
+        and ("2 x gradient_accumulation_steps 2 x 16") in message
+        and "legal: 64" in message
+    )
     assert (
         "legal: 32"
-        in problems(read_deepspeed.read, {"train_batch_size": 40, "train_micro_batch_size_per_gpu": 2}, ON_16)[
-            "train_batch_size"
-        ]
+        in problems(
+            read_deepspeed.read,
+            {"train_batch_size": 40, "train_micro_batch_size_per_gpu": 2},
+            ON_16,
+        )["train_batch_size"]
     )
 
 
 def test_axes_of_a_ds_config_share_the_cards():
-    config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2,
-              "pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}  # fmt: skip
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "tensor_parallel": {"autotp_size": 2},
+        "sequence_parallel_size": 2,
+        "pipeline": {"stages": 2, "activation_checkpoint_interval": 1},
+    }
     full = read_deepspeed.read(config, ON_16).plan.complete()
     assert full.sizes == {"tensor": 2, "context": 2, "data": 2, "pipeline": 2}
     assert full.strategy.context.algorithm == "ulysses" and full.strategy.recompute == "full"
 
 
 def test_auto_is_left_to_the_trainer_and_told():
-    config = {"train_batch_size": "auto", "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
+    config = {
+        "train_batch_size": "auto",
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    }
     assert left(read_deepspeed.read(config, ON_16)) == {
         "train_batch_size": "auto",
         "zero_optimization.reduce_bucket_size": "auto",
@@ -131,25 +184,51 @@ def test_auto_is_left_to_the_trainer_and_told():
 
 
 TRAINERS = {
-    "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale_window": 1000}, "gradient_clipping": "auto",
-    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto",
-                                                      "total_num_steps": "auto", "warmup_min_lr": "auto"}},
-    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-}  # fmt: skip
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale_window": 1000},
+    "gradient_clipping": "auto",
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+    },
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+            "warmup_min_lr": "auto",
+        },
+    },
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
 OPTIMIZER = ("learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "warmup_steps", "clip")
-LEFT_OPEN = {*(f"training.optimizer.{field}" for field in OPTIMIZER), "strategy.precision",
-             *(f"training.{field}" for field in ("global_batch", "micro_batch", "steps")),
-             "strategy.data.bucket_mib"}  # fmt: skip
+LEFT_OPEN = {
+    *(f"training.optimizer.{field}" for field in OPTIMIZER),
+    "strategy.precision",
+    *(f"training.{field}" for field in ("global_batch", "micro_batch", "steps")),
+    "strategy.data.bucket_mib",
+}
 
 
 def test_auto_leaves_the_plans_own_default():
     found = read_deepspeed.read(TRAINERS, ON_16)
-    full, plain = found.plan.complete(), Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="ddp").complete()
+    full, plain = (
+        found.plan.complete(),
+        Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="ddp").complete(),
+    )
     assert full.strategy.precision == plain.strategy.precision == "bf16"
     for field in OPTIMIZER:
-        assert getattr(full.training.optimizer, field) == getattr(plain.training.optimizer, field), field
+        assert getattr(full.training.optimizer, field) == getattr(
+            plain.training.optimizer, field
+        ), field
     for field in ("global_batch", "micro_batch", "steps"):
         assert getattr(full.training, field) == getattr(plain.training, field), field
     assert full.strategy.data.bucket_mib == plain.strategy.data.bucket_mib
@@ -161,7 +240,11 @@ def test_auto_leaves_the_plans_own_default():
 
 
 def test_what_is_set_decides_where_the_file_says_auto():
-    sets = {"strategy.precision": "fp16", "training.optimizer.learning_rate": 2e-5, "training.micro_batch": 4}
+    sets = {
+        "strategy.precision": "fp16",
+        "training.optimizer.learning_rate": 2e-5,
+        "training.micro_batch": 4,
+    }
     found = interop.read(json.dumps(TRAINERS), model="llama-3-8b", gpu=CARD, gpus=16, set=sets)
     full = found.plan.complete()
     assert (full.strategy.precision, full.strategy.gradient_dtype) == ("fp16", "fp16")
@@ -170,7 +253,10 @@ def test_what_is_set_decides_where_the_file_says_auto():
 
 
 def test_auto_beside_what_the_file_says():
-    wide = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 2**20}, "bf16": {"enabled": "auto"}}
+    wide = {
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 2**20},
+        "bf16": {"enabled": "auto"},
+    }
     assert read_deepspeed.read(wide, ON_16).plan.strategy.data.bucket_mib == 2  # bf16 on this GPU
     fp16 = read_deepspeed.read({**TRAINERS, "fp16": {"enabled": True}}, ON_16)
     assert fp16.plan.strategy.precision == "fp16" and "strategy.precision" not in assumed(fp16)
@@ -178,43 +264,75 @@ def test_auto_beside_what_the_file_says():
     rate = read_deepspeed.read({**TRAINERS, "scheduler": peak}, ON_16)
     assert rate.plan.training.optimizer.learning_rate == 1e-5
     assert "training.optimizer.learning_rate" not in assumed(rate)
-    micro = read_deepspeed.read({**TRAINERS, "train_micro_batch_size_per_gpu": 2}, ON_16).plan.complete().training
+    micro = (
+        read_deepspeed.read({**TRAINERS, "train_micro_batch_size_per_gpu": 2}, ON_16)
+        .plan.complete()
+        .training
+    )
     assert (micro.micro_batch, micro.global_batch) == (2, 4 * 16 * 2)
-    whole = read_deepspeed.read({**TRAINERS, "train_batch_size": 256}, ON_16).plan.complete().training
+    whole = (
+        read_deepspeed.read({**TRAINERS, "train_batch_size": 256}, ON_16).plan.complete().training
+    )
     assert (whole.micro_batch, whole.global_batch) == (1, 256)
-    steps = read_deepspeed.read({**TRAINERS, "gradient_accumulation_steps": 8}, ON_16).plan.complete().training
+    steps = (
+        read_deepspeed.read({**TRAINERS, "gradient_accumulation_steps": 8}, ON_16)
+        .plan.complete()
+        .training
+    )
     assert (steps.micro_batch, steps.global_batch) == (1, 8 * 16)
-    assert assumed(read_deepspeed.read({**TRAINERS, "gradient_accumulation_steps": 8}, ON_16))["training.micro_batch"] == 1
+    assert (
+        assumed(read_deepspeed.read({**TRAINERS, "gradient_accumulation_steps": 8}, ON_16))[
+            "training.micro_batch"
+        ]
+        == 1
+    )
     refused = problems(read_deepspeed.read, {"zero_optimization": {"stage": "auto"}}, ON_16)
     assert "'auto'; must be an integer" in refused["zero_optimization.stage"]
 
 
 def test_offload_by_its_older_switches():
     zero = {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}
-    assert read_deepspeed.read({"zero_optimization": zero}, ON_16).plan.strategy.data.offload == "parameters"
+    assert (
+        read_deepspeed.read({"zero_optimization": zero}, ON_16).plan.strategy.data.offload
+        == "parameters"
+    )
     found = read_deepspeed.read({"zero_optimization": {**zero, "cpu_offload": False}}, ON_16)
     assert found.plan.strategy.data.offload == "none"
     assert left(found) == {"zero_optimization.cpu_offload_params": True}
 
 
 def test_precision_that_no_key_says_is_assumed():
-    assert assumed(read_deepspeed.read({"train_batch_size": 16}, ON_16))["strategy.precision"] == "fp32"
+    assert (
+        assumed(read_deepspeed.read({"train_batch_size": 16}, ON_16))["strategy.precision"]
+        == "fp32"
+    )
     off = {"train_batch_size": 16, "bf16": {"enabled": False}}
     assert "strategy.precision" not in assumed(read_deepspeed.read(off, ON_16))
     assert assumed(read_gpt_neox.read(NEOX, ON_8))["strategy.precision"] == "fp32"
 
 
 def test_what_is_nearest_is_told_too():
-    config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"},
-                                    "offload_param": {"device": "cpu"}},
-              "optimizer": {"type": "Lamb"}}  # fmt: skip
+    config = {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme"},
+            "offload_param": {"device": "cpu"},
+        },
+        "optimizer": {"type": "Lamb"},
+    }
     found = read_deepspeed.read(config, ON_16)
-    assert found.plan.strategy.data.offload == "parameters" and found.plan.training.optimizer.name == "adamw"
-    assert left(found) == {"zero_optimization.offload_optimizer.device": "nvme", "optimizer.type": "Lamb"}
+    assert (
+        found.plan.strategy.data.offload == "parameters"
+        and found.plan.training.optimizer.name == "adamw"
+    )
+    assert left(found) == {
+        "zero_optimization.offload_optimizer.device": "nvme",
+        "optimizer.type": "Lamb",
+    }
     assert "optimizer.type" not in found.translated
 
 
-# ---- Megatron-LM ----------------------------------------------------------------------------------
+# ---- Megatron-LM ---------------------------------------------------------------------------------
 
 
 def test_a_megatron_script_holds_shape_cluster_and_strategy():
@@ -222,7 +340,13 @@ def test_a_megatron_script_holds_shape_cluster_and_strategy():
     full = found.plan.complete()
     assert full.strategy.stack == found.format == "megatron"
     shape = full.shape
-    assert (shape.layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads) == (32, 4096, 11008, 32, 8)
+    assert (shape.layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads) == (
+        32,
+        4096,
+        11008,
+        32,
+        8,
+    )
     assert (shape.positions, shape.norm, shape.mlp, shape.biases, shape.tied) == (
         "rope",
         "rmsnorm",
@@ -234,7 +358,11 @@ def test_a_megatron_script_holds_shape_cluster_and_strategy():
     assert (full.cluster.nodes, full.cluster.gpus_per_node) == (4, 8)
     pipeline = full.strategy.pipeline
     assert (pipeline.schedule, pipeline.chunks, pipeline.partition) == ("interleaved", 2, [4] * 8)
-    assert full.strategy.data.zero == 1 and full.strategy.tensor.sequence and full.strategy.recompute == "selective"
+    assert (
+        full.strategy.data.zero == 1
+        and full.strategy.tensor.sequence
+        and full.strategy.recompute == "selective"
+    )
     assert full.strategy.gradient_dtype == "fp32" and full.checkpoint.every == 500
     assert full.training.optimizer.final_ratio == 0.1 and full.training.sequence_length == 4096
     assert left(found)["--data-path"] == ["part_a", "part_b"] and "--use-flash-attn" in left(found)
@@ -289,14 +417,24 @@ def test_a_recipe_of_megatrons_tests():
         2,
         "bf16",
     )
-    assert (full.shape.moe.first_dense, full.shape.mlp, full.training.optimizer.learning_rate) == (1, "gelu", 1e-4)
+    assert (full.shape.moe.first_dense, full.shape.mlp, full.training.optimizer.learning_rate) == (
+        1,
+        "gelu",
+        1e-4,
+    )
     ignored = {note.field: note.why for note in found.ignored}
     assert {"ENV_VARS", "BASE", "MODEL_ARGS_2", "TEST_TYPE", "METRICS"} <= set(ignored)
-    assert "passes the word false" in ignored["--swiglu"] and "passes the word null" in ignored["--train-iters"]
     assert (
-        left(found)["--recompute-modules"] == ["core_attn", "mlp"] and left(found)["--data-path"] == "${DATA_PATH}/text"
+        "passes the word false" in ignored["--swiglu"]
+        and ("passes the word null") in ignored["--train-iters"]
     )
-    assert left(found)["--hierarchical-context-parallel-sizes"] == "2 2" and "--wandb-exp-name" not in left(found)
+    assert (
+        left(found)["--recompute-modules"] == ["core_attn", "mlp"]
+        and left(found)["--data-path"] == "${DATA_PATH}/text"
+    )
+    assert left(found)[
+        "--hierarchical-context-parallel-sizes"
+    ] == "2 2" and "--wandb-exp-name" not in left(found)
     assert assumed(found)["--nproc-per-node"] == 8
     assert interop.read(RECIPE, gpu=CARD, vocab_size=512, gpus=64).plan.cluster.gpus == 64
     seeded = RECIPE.replace("--bf16: true", "--seed: ${REPEAT}")
@@ -305,23 +443,41 @@ def test_a_recipe_of_megatrons_tests():
 
 @pytest.mark.parametrize(
     "old, new, field, words",
-    [("TEST_TYPE: regular", "MODE: inference", "MODE", "legal: pretraining"),
-     ("parallel-size: 2", "parallel-size: ${TP}", "--tensor-model-parallel-size", "${TP}"),
-     ("--bf16: true", "--no-such-thing: true", "--no-such-thing", "unknown key"),
-     ("<<: *BASE", "<<: 3", "<<", "an anchor")],
-)  # fmt: skip
+    [
+        ("TEST_TYPE: regular", "MODE: inference", "MODE", "legal: pretraining"),
+        ("parallel-size: 2", "parallel-size: ${TP}", "--tensor-model-parallel-size", "${TP}"),
+        ("--bf16: true", "--no-such-thing: true", "--no-such-thing", "unknown key"),
+        ("<<: *BASE", "<<: 3", "<<", "an anchor"),
+    ],
+)
 def test_recipes_refused_by_name(old, new, field, words):
-    assert words in problems(interop.read, RECIPE.replace(old, new), gpu=CARD, vocab_size=512)[field]
+    assert (
+        words in problems(interop.read, RECIPE.replace(old, new), gpu=CARD, vocab_size=512)[field]
+    )
 
 
 LLAMA = [
-    "--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4, "--vocab-size", 512, "--seq-length", 64,
-    "--micro-batch-size", 1, "--global-batch-size", 32, "--bf16",
-]  # fmt: skip
+    "--num-layers",
+    4,
+    "--hidden-size",
+    64,
+    "--num-attention-heads",
+    4,
+    "--vocab-size",
+    512,
+    "--seq-length",
+    64,
+    "--micro-batch-size",
+    1,
+    "--global-batch-size",
+    32,
+    "--bf16",
+]
 
 
 @pytest.mark.parametrize(
-    "spell", [list, json.dumps, lambda w: " ".join(map(str, w)), lambda w: "\n".join(f"- {x}" for x in w)]
+    "spell",
+    [list, json.dumps, lambda w: " ".join(map(str, w)), lambda w: "\n".join(f"- {x}" for x in w)],
 )
 def test_arguments_may_be_a_list_text_json_or_yaml(spell):
     plan = read_megatron.read(spell(LLAMA), Given(None, CARD, 8)).plan
@@ -346,13 +502,25 @@ echo done
 @pytest.mark.parametrize(
     "more, field, value",
     [
-        (["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", 1,
-          "--pipeline-model-parallel-size", 2], "recompute", [0, 2]),
+        (
+            [
+                "--recompute-granularity",
+                "full",
+                "--recompute-method",
+                "block",
+                "--recompute-num-layers",
+                1,
+                "--pipeline-model-parallel-size",
+                2,
+            ],
+            "recompute",
+            [0, 2],
+        ),
         (["--recompute-activations"], "recompute", "selective"),
         (["--use-tp-pp-dp-mapping"], "placement", ["tensor", "context", "pipeline", "data"]),
         (["--transformer-impl", "local"], "kernels", "eager"),
     ],
-)  # fmt: skip
+)
 def test_words_of_a_strategy(more, field, value):
     found = read_megatron.read([*LLAMA, *more], Given(None, CARD, 8))
     assert getattr(found.plan.strategy, field) == value
@@ -360,17 +528,24 @@ def test_words_of_a_strategy(more, field, value):
 
 @pytest.mark.parametrize(
     "more, counts",
-    [(["--pipeline-model-parallel-layout", "Et|(t|)*2tL"], [1, 1, 1, 1]),
-     (["--pipeline-model-parallel-layout", "Et*2|tL|t|"], None),
-     (["--decoder-first-pipeline-num-layers", 1], [1, 3]),
-     (["--pp-partition-method", "type:transformer|embedding"], [2, 2])],
-)  # fmt: skip
+    [
+        (["--pipeline-model-parallel-layout", "Et|(t|)*2tL"], [1, 1, 1, 1]),
+        (["--pipeline-model-parallel-layout", "Et*2|tL|t|"], None),
+        (["--decoder-first-pipeline-num-layers", 1], [1, 3]),
+        (["--pp-partition-method", "type:transformer|embedding"], [2, 2]),
+    ],
+)
 def test_uneven_stages(more, counts):
     words = [*LLAMA, "--pipeline-model-parallel-size", 2, *more]
     if counts is None:
-        assert "--pipeline-model-parallel-layout" in problems(read_megatron.read, words, Given(None, CARD, 8))
+        assert "--pipeline-model-parallel-layout" in problems(
+            read_megatron.read, words, Given(None, CARD, 8)
+        )
     else:
-        assert read_megatron.read(words, Given(None, CARD, 8)).plan.strategy.pipeline.partition == counts
+        assert (
+            read_megatron.read(words, Given(None, CARD, 8)).plan.strategy.pipeline.partition
+            == counts
+        )
 
 
 def test_a_model_that_is_given_wins_and_what_differs_is_told():
@@ -380,22 +555,42 @@ def test_a_model_that_is_given_wins_and_what_differs_is_told():
 
 
 @pytest.mark.parametrize(
-    "text, dense", [("([0]*1+[1]*3)", 1), ("[0]+[1]*3", 1), ("([0,0]+[1]*2)", 2), ("[0,0,1,1]", 2),
-                    ("[0]*1+[1]*9", None), ("[0,1,0,1]", None), ("[1]*4+x", None)],
-)  # fmt: skip
+    "text, dense",
+    [
+        ("([0]*1+[1]*3)", 1),
+        ("[0]+[1]*3", 1),
+        ("([0,0]+[1]*2)", 2),
+        ("[0,0,1,1]", 2),
+        ("[0]*1+[1]*9", None),
+        ("[0,1,0,1]", None),
+        ("[1]*4+x", None),
+    ],
+)
 def test_which_layers_have_experts(text, dense):
-    found = read_megatron.read([*LLAMA, "--num-experts", 4, "--moe-layer-freq", text], Given(None, CARD, 8))
+    found = read_megatron.read(
+        [*LLAMA, "--num-experts", 4, "--moe-layer-freq", text], Given(None, CARD, 8)
+    )
     assert found.plan.complete().shape.moe.first_dense == (dense or 0)
     assert ("--moe-layer-freq" in left(found)) == (dense is None)
 
 
 def test_a_warm_up_longer_than_the_run_is_cut_and_told():
-    found = read_megatron.read([*LLAMA, "--train-iters", 10, "--lr-warmup-samples", 3200], Given(None, CARD, 8))
-    assert found.plan.training.optimizer.warmup_steps == 10 and left(found)["--lr-warmup-samples"] == 3200
+    found = read_megatron.read(
+        [*LLAMA, "--train-iters", 10, "--lr-warmup-samples", 3200], Given(None, CARD, 8)
+    )
+    assert (
+        found.plan.training.optimizer.warmup_steps == 10
+        and left(found)["--lr-warmup-samples"] == 3200
+    )
 
 
 def test_a_list_says_a_value_twice():
-    assert read_megatron.read([*LLAMA, "--num-layers", 4], Given(None, CARD, 8)).plan.complete().shape.layers == 4
+    assert (
+        read_megatron.read([*LLAMA, "--num-layers", 4], Given(None, CARD, 8))
+        .plan.complete()
+        .shape.layers
+        == 4
+    )
     found = problems(read_megatron.read, [*LLAMA, "--num-layers", 5], Given(None, CARD, 8))
     assert found["--num-layers"].startswith("is 4 and 5, written twice")
 
@@ -406,7 +601,7 @@ def test_without_a_shape_each_missing_argument_is_named():
     assert "--model" in found["--num-layers"]
 
 
-# ---- gpt-neox -------------------------------------------------------------------------------------
+# ---- gpt-neox ------------------------------------------------------------------------------------
 
 
 def test_a_gpt_neox_yaml_holds_shape_strategy_and_training():
@@ -414,35 +609,78 @@ def test_a_gpt_neox_yaml_holds_shape_strategy_and_training():
     full, optimizer = found.plan.complete(), found.plan.training.optimizer
     assert (found.format, full.strategy.stack) == ("gpt-neox", "deepspeed-3d")
     shape = full.shape
-    assert (shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab) == (24, 1024, 16, 4096, 50257)
-    assert (shape.norm, shape.norm_epsilon, shape.positions, shape.mlp) == ("rmsnorm", 1e-6, "rope", "gelu")
+    assert (shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab) == (
+        24,
+        1024,
+        16,
+        4096,
+        50257,
+    )
+    assert (shape.norm, shape.norm_epsilon, shape.positions, shape.mlp) == (
+        "rmsnorm",
+        1e-6,
+        "rope",
+        "gelu",
+    )
     assert (shape.biases, shape.tied, shape.unmodelled) == ("all", False, None)
     assert full.sizes == {"tensor": 2, "context": 1, "data": 4, "pipeline": 2}
-    assert (full.strategy.data.zero, full.strategy.data.overlap, full.strategy.recompute) == (1, True, "full")
+    assert (full.strategy.data.zero, full.strategy.data.overlap, full.strategy.recompute) == (
+        1,
+        True,
+        "full",
+    )
     assert (full.strategy.precision, full.strategy.gradient_dtype) == ("bf16", "bf16")
     assert full.strategy.data.bucket_mib == 2e8 * 2 / 2**20
-    assert (full.training.global_batch, full.training.micro_batch, full.training.dropout) == (4 * 8 * 4, 4, 0.1)
-    assert (optimizer.learning_rate, optimizer.beta2, optimizer.weight_decay, optimizer.clip) == (2e-4, 0.98, 0.05, 1.0)
+    assert (full.training.global_batch, full.training.micro_batch, full.training.dropout) == (
+        4 * 8 * 4,
+        4,
+        0.1,
+    )
+    assert (optimizer.learning_rate, optimizer.beta2, optimizer.weight_decay, optimizer.clip) == (
+        2e-4,
+        0.98,
+        0.05,
+        1.0,
+    )
     assert (optimizer.decay, optimizer.warmup_steps, optimizer.final_ratio) == ("cosine", 20, 0.1)
-    assert (full.training.steps, full.training.evaluation.every, full.training.sequence_length) == (1000, 100, 1024)
+    assert (full.training.steps, full.training.evaluation.every, full.training.sequence_length) == (
+        1000,
+        100,
+        1024,
+    )
     told = {*found.translated, *left(found)}
     keys = {*flat(yaml_files.parse((SAMPLES / "gpt_neox.yml").read_text()))}
     assert keys == told and set(left(found)) == {
-        "tokenizer_type", "scaled-upper-triang-masked-softmax-fusion", "fp16.loss_scale", "data-path",
-    }  # fmt: skip
+        "tokenizer_type",
+        "scaled-upper-triang-masked-softmax-fusion",
+        "fp16.loss_scale",
+        "data-path",
+    }
 
 
-NEOX = {"pipe_parallel_size": 0, "model_parallel_size": 1, "num_layers": 4, "hidden_size": 64, "seq_length": 64,
-        "num_attention_heads": 4, "padded_vocab_size": 512, "train_micro_batch_size_per_gpu": 1}  # fmt: skip
+NEOX = {
+    "pipe_parallel_size": 0,
+    "model_parallel_size": 1,
+    "num_layers": 4,
+    "hidden_size": 64,
+    "seq_length": 64,
+    "num_attention_heads": 4,
+    "padded_vocab_size": 512,
+    "train_micro_batch_size_per_gpu": 1,
+}
 ON_8 = Given(None, CARD, 8)
 
 
 @pytest.mark.parametrize(
     "more, width",
-    [({}, 256), ({"activation": "swiglu", "mlp_multiple_of": 256, "intermediate_size": 32768}, 11008),
-     ({"activation": "silu", "mlp_type": "llama", "hidden_size": 4096}, 11008), ({"expansion_factor": 3}, 192),
-     ({"activation": "geglu", "intermediate_size": 768}, 256)],
-)  # fmt: skip
+    [
+        ({}, 256),
+        ({"activation": "swiglu", "mlp_multiple_of": 256, "intermediate_size": 32768}, 11008),
+        ({"activation": "silu", "mlp_type": "llama", "hidden_size": 4096}, 11008),
+        ({"expansion_factor": 3}, 192),
+        ({"activation": "geglu", "intermediate_size": 768}, 256),
+    ],
+)
 def test_widths_of_gpt_neox(more, width):
     assert read_gpt_neox.read({**NEOX, **more}, ON_8).plan.complete().shape.ffn == width
 
@@ -450,25 +688,40 @@ def test_widths_of_gpt_neox(more, width):
 def test_what_gpt_neox_computes_beyond_a_shape_is_told():
     odd = {"gpt_j_residual": True, "rotary_pct": 0.25, "use_bias_in_attn_linear": False}
     words = read_gpt_neox.read({**NEOX, **odd}, ON_8).plan.complete().shape.unmodelled
-    assert words == "gpt_j_residual true; rotary_pct 0.25; biases in attention or in the feed-forward layers only"
+    assert words == (
+        "gpt_j_residual true; rotary_pct 0.25; biases in attention or in the "
+        "feed-forward layers only"
+    )
 
 
 @pytest.mark.parametrize(
     "more, field, words",
-    [({"pos_emb": "rpe"}, "pos_emb", "legal: learned, rotary, alibi"), ({"num-layers": 3}, "num-layers", "twice"),
-     ({"num_experts": 4}, "num_experts", "--model"), ({"model_parallel_size": 3}, "gpus", "= 3 does not divide"),
-     ({"precision": "fp32", "bf16": {"enabled": True}}, "precision", "bf16 is enabled"),
-     ({"optimizer": {"type": "sm3"}}, "optimizer.type", "legal: Adam"),
-     ({"hiden_size": 4}, "hiden_size", "did you mean"),
-     ({"padded_vocab_size": None, "tokenizer_type": "HFTokenizer"}, "padded_vocab_size", "--vocab-size")],
-)  # fmt: skip
+    [
+        ({"pos_emb": "rpe"}, "pos_emb", "legal: learned, rotary, alibi"),
+        ({"num-layers": 3}, "num-layers", "twice"),
+        ({"num_experts": 4}, "num_experts", "--model"),
+        ({"model_parallel_size": 3}, "gpus", "= 3 does not divide"),
+        ({"precision": "fp32", "bf16": {"enabled": True}}, "precision", "bf16 is enabled"),
+        ({"optimizer": {"type": "sm3"}}, "optimizer.type", "legal: Adam"),
+        ({"hiden_size": 4}, "hiden_size", "did you mean"),
+        (
+            {"padded_vocab_size": None, "tokenizer_type": "HFTokenizer"},
+            "padded_vocab_size",
+            "--vocab-size",
+        ),
+    ],
+)
 def test_gpt_neox_refused_by_name(more, field, words):
     assert words in problems(read_gpt_neox.read, {**NEOX, **more}, ON_8)[field]
 
 
 def test_gpt_neox_takes_a_vocabulary_or_a_model_from_beside():
-    text = yaml_files.dump({key: value for key, value in NEOX.items() if key != "padded_vocab_size"})
-    assert interop.read(text, gpu=CARD, gpus=8, vocab_size=50304).plan.complete().shape.vocab == 50304
+    text = yaml_files.dump(
+        {key: value for key, value in NEOX.items() if key != "padded_vocab_size"}
+    )
+    assert (
+        interop.read(text, gpu=CARD, gpus=8, vocab_size=50304).plan.complete().shape.vocab == 50304
+    )
     found = interop.read(text, gpu=CARD, gpus=8, model="tiny")
     assert found.plan.model == "tiny" and left(found)["hidden_size"] == 64
 
@@ -477,10 +730,13 @@ def test_yaml_in_braces_is_yaml():
     text = '{ # flow style\n  "train_batch_size": 16,\n  "zero_optimization": {"stage": 1,},\n}\n'
     found = interop.read(text, model="tiny", gpu=CARD, gpus=16)
     assert found.format == "deepspeed" and found.plan.strategy.data.zero == 1
-    assert "not valid JSON" in problems(interop.read, '{"train_batch_size": ]', model="tiny", gpu=CARD, gpus=8)["file"]
+    assert (
+        "not valid JSON"
+        in problems(interop.read, '{"train_batch_size": ]', model="tiny", gpu=CARD, gpus=8)["file"]
+    )
 
 
-# ---- torchtitan and FSDP --------------------------------------------------------------------------
+# ---- torchtitan and FSDP -------------------------------------------------------------------------
 
 
 def test_a_torchtitan_job():
@@ -493,19 +749,38 @@ def test_a_torchtitan_job():
         "torchtitan",
     )
     assert (data.zero, data.shard, data.reduce, data.keep_gathered) == (3, 8, "microbatch", False)
-    assert plan.strategy.tensor.sequence and plan.strategy.precision == "fp8" and plan.strategy.kernels == "compiled"
-    assert (plan.training.micro_batch, plan.training.global_batch, plan.training.sequence_length) == (2, 64, 8192)
+    assert (
+        plan.strategy.tensor.sequence
+        and plan.strategy.precision == "fp8"
+        and plan.strategy.kernels == "compiled"
+    )
+    assert (
+        plan.training.micro_batch,
+        plan.training.global_batch,
+        plan.training.sequence_length,
+    ) == (2, 64, 8192)
     assert (plan.checkpoint.every, plan.checkpoint.keep) == (100, 3)
-    assert set(left(found)) == {"job.dump_folder", "training.dataset", "parallelism.enable_async_tensor_parallel",
-                                "float8.recipe_name"}  # fmt: skip
+    assert set(left(found)) == {
+        "job.dump_folder",
+        "training.dataset",
+        "parallelism.enable_async_tensor_parallel",
+        "float8.recipe_name",
+    }
 
 
 @pytest.mark.parametrize(
     "name, flavor, model",
-    [("llama2", "7B", "llama-2-7b"), ("llama2", "70B", "llama-2-70b"), ("llama3", "1B", "llama-3.2-1b"),
-     ("llama3", "3B", "llama-3.2-3b"), ("llama3", "8B_flex", "llama-3-8b"), ("simple_fsdp.llama3", "8B", "llama-3-8b"),
-     ("deepseek_v3", "16B", "deepseek-v2-lite"), ("deepseek_v3", "236B", "deepseek-v2")],
-)  # fmt: skip
+    [
+        ("llama2", "7B", "llama-2-7b"),
+        ("llama2", "70B", "llama-2-70b"),
+        ("llama3", "1B", "llama-3.2-1b"),
+        ("llama3", "3B", "llama-3.2-3b"),
+        ("llama3", "8B_flex", "llama-3-8b"),
+        ("simple_fsdp.llama3", "8B", "llama-3-8b"),
+        ("deepseek_v3", "16B", "deepseek-v2-lite"),
+        ("deepseek_v3", "236B", "deepseek-v2"),
+    ],
+)
 def test_flavors_of_torchtitan_that_the_catalog_holds(name, flavor, model):
     found = read_torchtitan.read({"model": {"name": name, "flavor": flavor}}, Given(None, CARD, 8))
     assert found.plan.model == model
@@ -516,16 +791,27 @@ def test_flavors_of_torchtitan_that_the_catalog_holds(name, flavor, model):
     "name, flavor", [("llama3", "debugmodel"), ("llama2", "26B"), ("qwen3", "32B"), ("flux", "dev")]
 )
 def test_other_flavors_are_refused_with_the_remedy(name, flavor):
-    words = problems(read_torchtitan.read, {"model": {"name": name, "flavor": flavor}}, Given(None, CARD, 8))["model"]
-    assert f"'{name}', model.flavor '{flavor}'" in words and "--model" in words and "llama3: 8B, 70B" in words
+    words = problems(
+        read_torchtitan.read, {"model": {"name": name, "flavor": flavor}}, Given(None, CARD, 8)
+    )["model"]
+    assert (
+        (f"'{name}', model.flavor '{flavor}'") in words
+        and "--model" in words
+        and "llama3: 8B, 70B" in words
+    )
 
 
 def test_an_optimizer_that_a_plan_does_not_know_is_refused_unless_one_is_set():
     job = {"model": {"flavor": "8B"}, "optimizer": {"name": "Muon", "lr": 1e-3}}
     words = problems(read_torchtitan.read, job, Given(None, CARD, 8))["optimizer.name"]
     assert "'Muon'" in words and "--set training.optimizer.name" in words
-    found = read_torchtitan.read(job, Given(None, CARD, 8, sets={"training.optimizer.name": "adamw"}))
-    assert left(found) == {"optimizer.name": "Muon"} and found.plan.training.optimizer.learning_rate == 1e-3
+    found = read_torchtitan.read(
+        job, Given(None, CARD, 8, sets={"training.optimizer.name": "adamw"})
+    )
+    assert (
+        left(found) == {"optimizer.name": "Muon"}
+        and found.plan.training.optimizer.learning_rate == 1e-3
+    )
 
 
 def test_a_torchtitan_job_of_2024_has_its_degrees_elsewhere():
@@ -537,8 +823,13 @@ data_parallel_degree = -1\n[experimental]\npipeline_parallel_degree = 2\n"""
 
 
 def test_every_second_layer_is_a_list_of_layers():
-    text = '[model]\nflavor = "8B"\n[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "2"\n'
-    assert read_torchtitan.read(text, Given(None, CARD, 8)).plan.strategy.recompute == list(range(1, 32, 2))
+    text = (
+        '[model]\nflavor = "8B"\n[activation_checkpoint]\nmode = '
+        '"selective"\nselective_ac_option = "2"\n'
+    )
+    assert read_torchtitan.read(text, Given(None, CARD, 8)).plan.strategy.recompute == list(
+        range(1, 32, 2)
+    )
 
 
 def test_a_pipeline_of_torchtitan_counts_its_own_microbatches():
@@ -559,16 +850,23 @@ def test_an_accelerate_yaml_with_fsdp():
 
 
 @pytest.mark.parametrize(
-    "word, zero", [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 0), (1, 3), ("full_shard", 3)]
+    "word, zero",
+    [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 0), (1, 3), ("full_shard", 3)],
 )
 def test_sharding_strategies(word, zero):
-    config = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"sharding_strategy": word}}
+    config = {
+        "distributed_type": "FSDP",
+        "num_processes": 8,
+        "fsdp_config": {"sharding_strategy": word},
+    }
     assert read_fsdp.read(config, ON_16 and Given("tiny", CARD)).plan.strategy.data.zero == zero
 
 
 def test_the_second_version_keeps_or_frees_gathered_parameters():
     section = {"fsdp_version": 2, "fsdp_reshard_after_forward": False}
-    data = read_fsdp.read({"distributed_type": "FSDP", "fsdp_config": section}, ON_16).plan.strategy.data
+    data = read_fsdp.read(
+        {"distributed_type": "FSDP", "fsdp_config": section}, ON_16
+    ).plan.strategy.data
     assert (data.zero, data.keep_gathered) == (3, True)
 
 
@@ -596,20 +894,38 @@ def test_an_accelerate_yaml_with_deepspeed_in_its_own_keys():
     )
     assert (full.strategy.data.zero, full.strategy.data.offload) == (3, "optimizer")
     assert (full.strategy.precision, full.training.optimizer.clip) == ("bf16", 0.5)
-    assert set(found.translated) == {"distributed_type", "num_processes", "num_machines", "mixed_precision",
-                                     "deepspeed_config.zero_stage", "deepspeed_config.gradient_clipping"}  # fmt: skip
-    assert set(left(found)) == {"deepspeed_config.offload_optimizer_device", "deepspeed_config.zero3_init_flag",
-                                "machine_rank"}  # fmt: skip
+    assert set(found.translated) == {
+        "distributed_type",
+        "num_processes",
+        "num_machines",
+        "mixed_precision",
+        "deepspeed_config.zero_stage",
+        "deepspeed_config.gradient_clipping",
+    }
+    assert set(left(found)) == {
+        "deepspeed_config.offload_optimizer_device",
+        "deepspeed_config.zero3_init_flag",
+        "machine_rank",
+    }
     plain = Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="ddp").complete().training
-    assert (full.training.global_batch, full.training.micro_batch) == (plain.global_batch, plain.micro_batch)
+    assert (full.training.global_batch, full.training.micro_batch) == (
+        plain.global_batch,
+        plain.micro_batch,
+    )
     assert {"training.global_batch", "training.optimizer.name"} <= set(assumed(found))
-    fewer = interop.read(THROUGH_DEEPSPEED.replace("  zero_stage: 3\n", ""), model="llama-3-8b", gpu=CARD)
+    fewer = interop.read(
+        THROUGH_DEEPSPEED.replace("  zero_stage: 3\n", ""), model="llama-3-8b", gpu=CARD
+    )
     assert fewer.plan.strategy.data.zero == 2 and assumed(fewer)["strategy.data.zero"] == 2
 
 
 def test_an_accelerate_yaml_that_names_a_ds_config(tmp_path):
-    text = "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: fp16\ndeepspeed_config:\n"
-    (tmp_path / "config.yaml").write_text(text + "  deepspeed_config_file: ds.json\n  zero_stage: 1\n")
+    text = (
+        "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: fp16\ndeepspeed_config:\n"
+    )
+    (tmp_path / "config.yaml").write_text(
+        text + "  deepspeed_config_file: ds.json\n  zero_stage: 1\n"
+    )
     ds = {
         "zero_optimization": {"stage": 2},
         "fp16": {"enabled": "auto"},
@@ -620,19 +936,35 @@ def test_an_accelerate_yaml_that_names_a_ds_config(tmp_path):
     found = interop.load(tmp_path / "config.yaml", model="tiny", gpu=CARD)
     assert (found.plan.strategy.data.zero, found.plan.strategy.precision) == (2, "fp16")
     assert "ds.json: zero_optimization.stage" in found.translated
-    assert {"ds.json: steps_per_print", "ds.json: train_batch_size", "deepspeed_config.zero_stage"} == set(left(found))
+    assert {
+        "ds.json: steps_per_print",
+        "ds.json: train_batch_size",
+        "deepspeed_config.zero_stage",
+    } == set(left(found))
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stag": 2}}')
-    assert "did you mean" in problems(interop.load, tmp_path / "config.yaml", model="tiny", gpu=CARD)[
-        "ds.json: zero_optimization.stag"
-    ]  # fmt: skip
+    assert (
+        "did you mean"
+        in problems(interop.load, tmp_path / "config.yaml", model="tiny", gpu=CARD)[
+            "ds.json: zero_optimization.stag"
+        ]
+    )
 
 
 @pytest.mark.parametrize("kind, gpus", [("MULTI_GPU", 8), ("MULTI_NPU", 8), ("NO", 1)])
 def test_an_accelerate_yaml_without_sharding(kind, gpus):
-    text = f"distributed_type: {kind}\nmixed_precision: bf16\ngpu_ids: all\nfsdp_config: {{fsdp_version: 2}}\n"
-    found = interop.read(text + (f"num_processes: {gpus}\n" if gpus > 1 else ""), model="tiny", gpu=CARD)
+    text = (
+        f"distributed_type: {kind}\nmixed_precision: bf16\ngpu_ids: all\nfsdp_config: "
+        f"{{fsdp_version: 2}}\n"
+    )
+    found = interop.read(
+        text + (f"num_processes: {gpus}\n" if gpus > 1 else ""), model="tiny", gpu=CARD
+    )
     full = found.plan.complete()
-    assert (full.cluster.gpus, full.strategy.data.zero, full.strategy.precision) == (gpus, 0, "bf16")
+    assert (full.cluster.gpus, full.strategy.data.zero, full.strategy.precision) == (
+        gpus,
+        0,
+        "bf16",
+    )
     assert full.strategy.gradient_dtype == "fp32"
     assert set(left(found)) == {"mixed_precision", "gpu_ids", "fsdp_config.fsdp_version"}
     assert {"training.global_batch", "strategy.recompute"} <= set(assumed(found))
@@ -643,29 +975,59 @@ def test_the_launchers_half_of_an_export_is_the_plan_beside_it(tmp_path):
     export(plan, tmp_path)
     found = interop.load(tmp_path / "accelerate.yaml")
     assert found.plan.complete() == Plan.load(tmp_path / "plan.yaml").complete()
-    assert {"num_processes", "distributed_type", "mixed_precision"} <= {note.field for note in found.ignored}
+    assert {"num_processes", "distributed_type", "mixed_precision"} <= {
+        note.field for note in found.ignored
+    }
     assert str(tmp_path / "plan.yaml") in found.ignored[0].why
     more = interop.load(tmp_path / "accelerate.yaml", set={"training.steps": 9})
     assert more.plan.training.steps == 9
-    text = (tmp_path / "accelerate.yaml").read_text().replace("num_processes: 4", "num_processes: 8")
+    text = (
+        (tmp_path / "accelerate.yaml").read_text().replace("num_processes: 4", "num_processes: 8")
+    )
     (tmp_path / "accelerate.yaml").write_text(text)
     assert "cluster.gpus 4" in problems(interop.load, tmp_path / "accelerate.yaml")["num_processes"]
 
 
 @pytest.mark.parametrize(
     "section, overlap, zero",
-    [({"fsdp_backward_prefetch_policy": "NO_PREFETCH", "fsdp_sharding_strategy": 2}, False, 2),
-     ({"backward_prefetch_policy": "BACKWARD_POST", "sharding_strategy": 5}, True, 2),
-     ({"fsdp_backward_prefetch": 3, "fsdp_sharding_strategy": "1", "fsdp_limit_all_gathers": True}, False, 3)],
-)  # fmt: skip
+    [
+        ({"fsdp_backward_prefetch_policy": "NO_PREFETCH", "fsdp_sharding_strategy": 2}, False, 2),
+        ({"backward_prefetch_policy": "BACKWARD_POST", "sharding_strategy": 5}, True, 2),
+        (
+            {
+                "fsdp_backward_prefetch": 3,
+                "fsdp_sharding_strategy": "1",
+                "fsdp_limit_all_gathers": True,
+            },
+            False,
+            3,
+        ),
+    ],
+)
 def test_older_names_of_fsdp(section, overlap, zero):
-    config = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": section, "dynamo_backend": "INDUCTOR"}
+    config = {
+        "distributed_type": "FSDP",
+        "num_processes": 8,
+        "fsdp_config": section,
+        "dynamo_backend": "INDUCTOR",
+    }
     found = read_fsdp.read({**config, "fp16": True}, Given("tiny", CARD)).plan.strategy
-    assert (found.data.overlap, found.data.zero, found.precision, found.kernels) == (overlap, zero, "fp16", "compiled")
+    assert (found.data.overlap, found.data.zero, found.precision, found.kernels) == (
+        overlap,
+        zero,
+        "fp16",
+        "compiled",
+    )
 
 
-@pytest.mark.parametrize("word, offload, told", [("FULL_SHARD", "parameters", ""), ("NO_SHARD", "none", "nothing is"),
-                                                 ("SHARD_GRAD_OP", "optimizer", "optimizer's states")])  # fmt: skip
+@pytest.mark.parametrize(
+    "word, offload, told",
+    [
+        ("FULL_SHARD", "parameters", ""),
+        ("NO_SHARD", "none", "nothing is"),
+        ("SHARD_GRAD_OP", "optimizer", "optimizer's states"),
+    ],
+)
 def test_what_fsdp_offloads(word, offload, told):
     section = {"fsdp_sharding_strategy": word, "fsdp_offload_params": True}
     config = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": section}
@@ -676,7 +1038,7 @@ def test_what_fsdp_offloads(word, offload, told):
     assert bool(told) == ("fsdp_config.fsdp_offload_params" in why)
 
 
-# ---- what is refused ------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 DS = '{"train_batch_size": 16, "zero_optimization": {"stage": 1}}'
 TITAN = '[model]\nflavor = "8B"\n[parallelism]\ntensor_parallel_degree = 2\n'
@@ -689,48 +1051,98 @@ FSDP = "distributed_type: FSDP\nnum_processes: 16\n"
         (DS[:-1], "file", "not valid JSON at line 1"),
         (DS.replace("{", '{"bf16": {}, "bf16": {}, ', 1), "bf16", "written twice"),
         (DS.replace('"stage": 1', '"stage": 1, "stage": 2'), "stage", "written twice"),
-        (DS.replace('"stage": 1', '"stage": 5'), "zero_optimization.stage", "at least 0 and at most 3"),
-        (DS.replace('"stage": 1', '"stag": 1'), "zero_optimization.stag", "did you mean zero_optimization.stage"),
+        (
+            DS.replace('"stage": 1', '"stage": 5'),
+            "zero_optimization.stage",
+            "at least 0 and at most 3",
+        ),
+        (
+            DS.replace('"stage": 1', '"stag": 1'),
+            "zero_optimization.stag",
+            "did you mean zero_optimization.stage",
+        ),
         (DS.replace("16", '"many"'), "train_batch_size", "is 'many'; must be an integer"),
         (DS.replace("16", "NaN"), "", "NaN is no number"),
-        (DS.replace("}}", '}, "bf16": {"enabled": true}, "fp16": {"enabled": true}}'), "fp16.enabled", "one of them"),
+        (
+            DS.replace("}}", '}, "bf16": {"enabled": true}, "fp16": {"enabled": true}}'),
+            "fp16.enabled",
+            "one of them",
+        ),
         (DS.replace("}}", '}, "optimizer": {"type": "Sgdd"}}'), "optimizer.type", "legal: Adam"),
         ("[model\n[parallelism]\n[training]", "file", "not valid TOML"),
-        (TITAN + "tensor_parallel_degree = 4\n", "parallelism.tensor_parallel_degree", "written twice (lines 4 and 5)"),
+        (
+            TITAN + "tensor_parallel_degree = 4\n",
+            "parallelism.tensor_parallel_degree",
+            "written twice (lines 4 and 5)",
+        ),
         (TITAN + "data_parallel_shard_degree = 3\n", "gpus", "the file says 6"),
-        (TITAN + "pipeline_parallel_schedule = '2F2B'\n", "parallelism.pipeline_parallel_schedule", "1F1B, GPipe"),
-        (TITAN + "data_parallel_shard_degree = 0\n", "parallelism.data_parallel_shard_degree", "legal: -1"),
+        (
+            TITAN + "pipeline_parallel_schedule = '2F2B'\n",
+            "parallelism.pipeline_parallel_schedule",
+            "1F1B, GPipe",
+        ),
+        (
+            TITAN + "data_parallel_shard_degree = 0\n",
+            "parallelism.data_parallel_shard_degree",
+            "legal: -1",
+        ),
         (TITAN + "degree = 3\n", "parallelism.degree", "unknown key"),
-        (TITAN.replace("= 2", "= 'two'"), "parallelism.tensor_parallel_degree", "must be an integer"),
+        (
+            TITAN.replace("= 2", "= 'two'"),
+            "parallelism.tensor_parallel_degree",
+            "must be an integer",
+        ),
         (FSDP + "num_processes: 8\n", "num_processes", "lines 2 and 3"),
         (FSDP.replace("16", "12"), "gpus", "the file says 12"),
         (FSDP.replace("FSDP", "XLA"), "distributed_type", "legal here: FSDP, DEEPSPEED"),
         (FSDP.replace("FSDP", "MEGATRON_LM"), "distributed_type", "arguments"),
-        (FSDP.replace("FSDP", "DEEPSPEED") + "deepspeed_config: {zero_stage: 4}\n", "deepspeed_config.zero_stage",
-         "is 4"),
-        (FSDP.replace("FSDP", "DEEPSPEED") + "deepspeed_config: {zero_stag: 3}\n", "deepspeed_config.zero_stag",
-         "did you mean deepspeed_config.zero_stage"),
-        (FSDP.replace("FSDP", "DEEPSPEED") + "deepspeed_config: {deepspeed_config_file: ../x.json}\n",
-         "deepspeed_config.deepspeed_config_file", "'../x.json', which is no file that can be read beside"),
+        (
+            FSDP.replace("FSDP", "DEEPSPEED") + "deepspeed_config: {zero_stage: 4}\n",
+            "deepspeed_config.zero_stage",
+            "is 4",
+        ),
+        (
+            FSDP.replace("FSDP", "DEEPSPEED") + "deepspeed_config: {zero_stag: 3}\n",
+            "deepspeed_config.zero_stag",
+            "did you mean deepspeed_config.zero_stage",
+        ),
+        (
+            FSDP.replace("FSDP", "DEEPSPEED") + "deepspeed_config: {deepspeed_config_file: "
+            "../x.json}\n",
+            "deepspeed_config.deepspeed_config_file",
+            "'../x.json', which is no file that can be read beside",
+        ),
         (FSDP + "mixed_precision: bf16\nfp16: true\n", "fp16", "mixed_precision is bf16"),
-        (FSDP + "fsdp_config: {fsdp_backward_prefetch: NO_PREFETCH, fsdp_backward_prefetch_policy: BACKWARD_PRE}\n",
-         "fsdp_config.fsdp_backward_prefetch_policy", "older name"),
+        (
+            FSDP + "fsdp_config: {fsdp_backward_prefetch: NO_PREFETCH, "
+            "fsdp_backward_prefetch_policy: BACKWARD_PRE}\n",
+            "fsdp_config.fsdp_backward_prefetch_policy",
+            "older name",
+        ),
         (FSDP + "fsdp_config: [1]\n", "fsdp_config", "is [1]; must be a mapping"),
         ('{"zero_optimization": true}', "zero_optimization", "is True; must be a mapping"),
         ("training = 3\n" + TITAN, "training", "is 3; must be a mapping"),
-        (FSDP + "fsdp_config: {fsdp_sharding_strategy: HALF}\n", "fsdp_config.fsdp_sharding_strategy",
-         "FULL_SHARD, SHARD"),
+        (
+            FSDP + "fsdp_config: {fsdp_sharding_strategy: HALF}\n",
+            "fsdp_config.fsdp_sharding_strategy",
+            "FULL_SHARD, SHARD",
+        ),
         (FSDP + "mixed_precision: fp12\n", "mixed_precision", "legal: no, fp16, bf16"),
-        ("--num-layers 4\n--num-layers 5 --hidden-size 8 --num-attention-heads 2", "--num-layers",
-         "is 4 (line 1) and 5 (line 2), written twice"),
+        (
+            "--num-layers 4\n--num-layers 5 --hidden-size 8 --num-attention-heads 2",
+            "--num-layers",
+            "is 4 (line 1) and 5 (line 2), written twice",
+        ),
         ("--num-layers 4 --hiden-size 4", "--hidden-size", "missing"),
         ("--num-layers '4", "file", "line 1 cannot be read"),
         ("hello", "file", "no format that is known here"),
         ("", "file", "DeepSpeed ds_config.json (train_batch_size"),
     ],
-)  # fmt: skip
+)
 def test_refused_by_name(text, field, words):
-    given = {"gpu": CARD, "gpus": 16} | ({} if "flavor" in text or "--num" in text else {"model": "tiny"})
+    given = {"gpu": CARD, "gpus": 16} | (
+        {} if "flavor" in text or "--num" in text else {"model": "tiny"}
+    )
     found = problems(interop.read, text, **given)
     assert words in found[field], found
 
@@ -742,10 +1154,22 @@ def test_refused_by_name(text, field, words):
         (["--fp16"], "--fp16", "beside --bf16"),
         (["--min-lr", 1], "--min-lr", "above --lr"),
         (["--global-batch-sizes", 4], "--global-batch-sizes", "--lenient"),
-        (["--tensor-model-parallel-size", "$TP"], "--tensor-model-parallel-size", "'$TP'; must be an integer"),
+        (
+            ["--tensor-model-parallel-size", "$TP"],
+            "--tensor-model-parallel-size",
+            "'$TP'; must be an integer",
+        ),
         (["--tensor-model-parallel-size", 3], "gpus", "tensor x pipeline x context = 3"),
-        (["--context-parallel-size", 8, "--cp-comm-type", "carrier"], "--cp-comm-type", "p2p, allgather, a2a"),
-        (["--num-experts", 4, "--expert-model-parallel-size", 3], "strategy.expert.size", "legal: 1, 2, 4"),
+        (
+            ["--context-parallel-size", 8, "--cp-comm-type", "carrier"],
+            "--cp-comm-type",
+            "p2p, allgather, a2a",
+        ),
+        (
+            ["--num-experts", 4, "--expert-model-parallel-size", 3],
+            "strategy.expert.size",
+            "legal: 1, 2, 4",
+        ),
         (["--pipeline-model-parallel-size", 8], "strategy.pipeline.size", "legal sizes: 1 to 4"),
         (["--sequence-parallel", 3], "--sequence-parallel", "true, false"),
     ],
@@ -756,15 +1180,23 @@ def test_arguments_refused_by_name(more, field, words):
 
 def test_unknown_keys_may_be_told_instead():
     found = interop.read(
-        DS.replace("16,", '16, "house_style": {"a": 1},'), model="tiny", gpu=CARD, gpus=16, lenient=True
+        DS.replace("16,", '16, "house_style": {"a": 1},'),
+        model="tiny",
+        gpu=CARD,
+        gpus=16,
+        lenient=True,
     )
     assert left(found) == {"house_style.a": 1}
 
 
 @pytest.mark.parametrize(
-    "lack, name, words", [("gpu", "ds_config.json", "--gpu"), ("model", "accelerate.yaml", "--model"),
-                          ("gpus", "megatron.yaml", "--gpus")],
-)  # fmt: skip
+    "lack, name, words",
+    [
+        ("gpu", "ds_config.json", "--gpu"),
+        ("model", "accelerate.yaml", "--model"),
+        ("gpus", "megatron.yaml", "--gpus"),
+    ],
+)
 def test_what_a_file_lacks_is_asked_for_by_name(lack, name, words):
     given = {"model": "tiny", "gpu": CARD, "gpus": 16}
     if name == "ds_config.json":
@@ -774,9 +1206,15 @@ def test_what_a_file_lacks_is_asked_for_by_name(lack, name, words):
 
 
 @pytest.mark.parametrize(
-    "given, field", [({"gpus": "8"}, "gpus"), ({"gpus": 0}, "gpus"), ({"gpu": "h1000"}, "cluster.gpu"),
-                     ({"model": "no"}, "model"), ({"format": "nemo"}, "format")],
-)  # fmt: skip
+    "given, field",
+    [
+        ({"gpus": "8"}, "gpus"),
+        ({"gpus": 0}, "gpus"),
+        ({"gpu": "h1000"}, "cluster.gpu"),
+        ({"model": "no"}, "model"),
+        ({"format": "nemo"}, "format"),
+    ],
+)
 def test_what_is_given_beside_is_checked(given, field):
     found = problems(interop.read, DS, **({"model": "tiny", "gpu": CARD, "gpus": 16} | given))
     assert "ds_config" not in found[field]
@@ -787,40 +1225,57 @@ def test_a_refusal_says_which_numbers_are_the_files():
     ours = problems(read_deepspeed.read, json.loads(DS), beside)["training.optimizer.warmup_steps"]
     assert "says it" not in ours and "assumed" not in ours
     short, slow = Given("tiny", CARD, 16, sets={"training.steps": 50}), {"type": "WarmupLR"}
-    assumes = problems(read_deepspeed.read, {**json.loads(DS), "scheduler": slow}, short)["training.optimizer.warmup_steps"]
+    assumes = problems(read_deepspeed.read, {**json.loads(DS), "scheduler": slow}, short)[
+        "training.optimizer.warmup_steps"
+    ]
     assert "says it" not in assumes and assumes.endswith("(assumed: the file does not say it)")
     slow["params"] = {"warmup_num_steps": 1000}
-    says = problems(read_deepspeed.read, {**json.loads(DS), "scheduler": slow}, short)["training.optimizer.warmup_steps"]
+    says = problems(read_deepspeed.read, {**json.loads(DS), "scheduler": slow}, short)[
+        "training.optimizer.warmup_steps"
+    ]
     assert says.endswith("(as DeepSpeed ds_config.json says it)")
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    assert "cannot be read" in problems(interop.load, tmp_path / "no.json")[str(tmp_path / "no.json")]
+    assert (
+        "cannot be read" in problems(interop.load, tmp_path / "no.json")[str(tmp_path / "no.json")]
+    )
     (tmp_path / "bin").write_bytes(b"\xff\xfe\x00")
     assert "cannot be read" in problems(interop.load, tmp_path / "bin")[str(tmp_path / "bin")]
 
 
-# ---- what became of everything in the file --------------------------------------------------------
+# ---- what became of everything in the file -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "text, held", [("hello: world  # see --help\n", "hello"), ("greet --help me --out x\n", "greet --help"),
-                   ("# --num-layers 4\nname: x\n", "name"), ('{"steps_per_print": 5}', "steps_per_print")],
-)  # fmt: skip
+    "text, held",
+    [
+        ("hello: world  # see --help\n", "hello"),
+        ("greet --help me --out x\n", "greet --help"),
+        ("# --num-layers 4\nname: x\n", "name"),
+        ('{"steps_per_print": 5}', "steps_per_print"),
+    ],
+)
 def test_a_file_in_which_nothing_was_read_is_refused_with_what_it_holds(text, held):
     message = problems(interop.read, text, model="tiny", gpu=CARD, gpus=8)["file"]
     assert held in message and "Megatron-LM arguments (--num-layers)" in message
 
 
 def test_a_file_of_a_known_format_without_a_key_in_use_is_refused():
-    found = problems(read_deepspeed.read, {"steps_per_print": 5, "wall_clock_breakdown": False}, ON_16)
+    found = problems(
+        read_deepspeed.read, {"steps_per_print": 5, "wall_clock_breakdown": False}, ON_16
+    )
     assert "steps_per_print, wall_clock_breakdown, none of which a plan can use" in found["file"]
 
 
 def test_unknown_keys_have_a_list_of_their_own():
-    found = interop.read(DS.replace("16,", '16, "house_style": 1,'), model="tiny", gpu=CARD, gpus=16, lenient=True)
+    found = interop.read(
+        DS.replace("16,", '16, "house_style": 1,'), model="tiny", gpu=CARD, gpus=16, lenient=True
+    )
     assert [(note.field, note.value) for note in found.unknown] == [("house_style", 1)]
-    titles = {title.partition(":")[0]: [note.field for note in rows] for title, _, rows in found.tables()}
+    titles = {
+        title.partition(":")[0]: [note.field for note in rows] for title, _, rows in found.tables()
+    }
     assert titles["Unknown"] == ["house_style"] and "house_style" not in titles["Not translated"]
 
 
@@ -838,23 +1293,37 @@ def test_a_vocabulary_may_be_given_where_the_arguments_have_none():
     words = [word for word in LLAMA if word not in ("--vocab-size", 512)]
     found = interop.read(json.dumps(words), gpu=CARD, gpus=8, vocab_size=700)
     assert found.plan.complete().shape.vocab == 700 and assumed(found)["model.vocab"] == 700
-    assert "--vocab-size" in problems(interop.read, json.dumps(words), gpu=CARD, gpus=8)["--vocab-size"]
     assert (
-        "the file says 512" in problems(interop.read, json.dumps(LLAMA), gpu=CARD, gpus=8, vocab_size=700)["vocab_size"]
+        "--vocab-size"
+        in problems(interop.read, json.dumps(words), gpu=CARD, gpus=8)["--vocab-size"]
     )
-    assert "model" in problems(interop.read, DS, model="tiny", gpu=CARD, gpus=8, vocab_size=700)["vocab_size"]
+    assert (
+        "the file says 512"
+        in problems(interop.read, json.dumps(LLAMA), gpu=CARD, gpus=8, vocab_size=700)["vocab_size"]
+    )
+    assert (
+        "model"
+        in problems(interop.read, DS, model="tiny", gpu=CARD, gpus=8, vocab_size=700)["vocab_size"]
+    )
 
 
-# ---- writing --------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 NOT_MEGATRONS = {"model.name", "model.positions", "model.embedding_norm"}
 
 
 def test_what_a_format_cannot_say_is_named_with_value_and_reason():
-    plan = Plan.of("bloom-7b1", gpu=CARD, gpus=16, strategy="pangu-5d", set={"corpus": "/text", "training.steps": 100})
+    plan = Plan.of(
+        "bloom-7b1",
+        gpu=CARD,
+        gpus=16,
+        strategy="pangu-5d",
+        set={"corpus": "/text", "training.steps": 100},
+    )
     lost = {
-        format: {note.field: note for note in interop.write(plan, format).untranslated} for format in interop.FORMATS
+        format: {note.field: note for note in interop.write(plan, format).untranslated}
+        for format in interop.FORMATS
     }
     assert all({"cluster.gpu", "corpus.source"} <= set(found) for found in lost.values())
     assert lost["megatron"]["model.positions"].value == "alibi"
@@ -866,7 +1335,9 @@ def test_what_a_format_cannot_say_is_named_with_value_and_reason():
 
 def test_a_plan_with_nothing_near_it_is_refused_with_the_field():
     plan = Plan.of("tiny", gpu=CARD, gpus=16, strategy="colossal-2d")
-    assert "cannot be written as Megatron-LM" in problems(interop.write, plan, "megatron")["strategy.tensor.size"]
+    assert ("cannot be written as Megatron-LM") in problems(interop.write, plan, "megatron")[
+        "strategy.tensor.size"
+    ]
     assert "legal: deepspeed, megatron" in problems(interop.write, plan, "nemo")["format"]
 
 

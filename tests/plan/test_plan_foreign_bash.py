@@ -1,4 +1,6 @@
-"""Scripts in which everything is known: what is read is what bash itself passes to the training command."""
+"""Scripts in which everything is known: what is read is what bash itself passes to the training
+command.
+"""
 
 import random
 import shutil
@@ -20,17 +22,25 @@ export -f train
 def passed_by_bash(texts):
     """The words of each script's `train` commands, all scripts run by one bash."""
     script = "set -f\n" + SHOW + "".join(f"(\n{text}\n)\nprintf 'NEXT\\0'\n" for text in texts)
-    run = subprocess.run(["bash"], input=script.encode(), capture_output=True, timeout=30, check=False)
+    run = subprocess.run(
+        ["bash"], input=script.encode(), capture_output=True, timeout=30, check=False
+    )
     answers = run.stdout.decode().split("NEXT\0")[:-1]
     return [[call.split("\0")[:-1] for call in answer.split("END\0")[:-1]] for answer in answers]
 
 
 def read_here(text):
     found = [command.words[1:] for command in commands(text).commands if command.name == "train"]
-    assert all(isinstance(word, tuple) and literal(word) is not None for words in found for word in words), text
+    assert all(
+        isinstance(word, tuple) and literal(word) is not None for words in found for word in words
+    ), text
     calls = [[shown(word) for word in words] for words in found]
-    return [[f"<{words[0]}", *words[1:-1], f"{words[-1]}>"] if len(words) > 1 else [f"<{''.join(words)}>"]
-            for words in calls]  # fmt: skip
+    return [
+        [f"<{words[0]}", *words[1:-1], f"{words[-1]}>"]
+        if len(words) > 1
+        else [f"<{''.join(words)}>"]
+        for words in calls
+    ]
 
 
 FORMS = [
@@ -41,7 +51,8 @@ FORMS = [
     "A=4\ntrain $((A*2)) $(( (A + 3) / 2 * 2 )) $((A>3?7:8)) $((-A)) $((A % 3)) $((2**A))",
     'A=\nB=""\ntrain x $A "$B" ${A:-d} ${C-e} ${A-f} ${B:+g} ${D:=h} end',
     "A=big\nif [ $A = big ]; then X=1; elif [ $A = small ]; then X=2; else X=3; fi\ntrain $X",
-    'A=3\nif [[ $A -gt 2 && $A != 4 ]]; then X=1; fi\n[ -z "$Q" ] && Y=2\n[ $A -eq 4 ] || Z=5\ntrain $X $Y $Z',
+    'A=3\nif [[ $A -gt 2 && $A != 4 ]]; then X=1; fi\n[ -z "$Q" ] && Y=2\n[ $A -eq 4 ] || '
+    "Z=5\ntrain $X $Y $Z",
     "A=b2\ncase $A in\n a*) X=1 ;;\n b1|b2) X=2 ;;\n *) X=3 ;;\nesac\ntrain $X",
     "f() { train \"$1\" $2 \"$@\"; }\nf 'a b' 'c d'",
     'C=\'train "a b" c\'\n$C\neval $C\neval "$C"',
@@ -62,8 +73,18 @@ def test_bash_passes_the_same_words(text):
 
 def word(pick, names):
     name = pick.choice(names)
-    forms = [f"${name}", f"${{{name}}}", f'"${name}"', f"${{{name}:-z}}", f"--k=${name}/{name}", f"'${name}'",
-             f"${name}/${name}/x", f'"q ${{{name}}} r"', f"$(( {pick.randint(1, 9)} * 3 ))", "a7"]  # fmt: skip
+    forms = [
+        f"${name}",
+        f"${{{name}}}",
+        f'"${name}"',
+        f"${{{name}:-z}}",
+        f"--k=${name}/{name}",
+        f"'${name}'",
+        f"${name}/${name}/x",
+        f'"q ${{{name}}} r"',
+        f"$(( {pick.randint(1, 9)} * 3 ))",
+        "a7",
+    ]
     return pick.choice(forms)
 
 
@@ -76,7 +97,10 @@ def statement(pick, names, depth=0):
         lambda: f"{name}={word(pick, names)}",
         lambda: f"# {name}=0 \\\n:",
         lambda: f'{name}="{pick.randint(1, 5)}"; {pick.choice(names)}=7',
-        lambda: f'if [ "${name}" = {pick.choice(["1", "x", "7"])} ]; then\n{inner[0]}\nelse\n{inner[1]}\nfi',
+        lambda: (
+            f'if [ "${name}" = {pick.choice(["1", "x", "7"])} ]; '
+            f"then\n{inner[0]}\nelse\n{inner[1]}\nfi"
+        ),
         lambda: f'case "${name}" in 1|7) {inner[0]}\n;; *)\n{inner[1]}\n;; esac',
         lambda: f'if [[ "${name}" != 7 ]]; then {inner[0]}\nfi',
     ][kind]()
@@ -87,12 +111,16 @@ def test_bash_passes_the_same_words_of_drawn_scripts():
     for _ in range(150):
         start = [f"{name}={pick.choice(['1', 'x', '7'])}" for name in names]
         body = [statement(pick, names) for _ in range(pick.randint(2, 7))]
-        texts.append("\n".join([*start, *body, "train " + " ".join(word(pick, names) for _ in range(4))]))
+        texts.append(
+            "\n".join([*start, *body, "train " + " ".join(word(pick, names) for _ in range(4))])
+        )
     for text, passed in zip(texts, passed_by_bash(texts), strict=True):
         assert read_here(text) == passed, text
 
 
 def test_a_piece_knows_its_line():
     script = commands('A="--x 1\n  --y 2"\ntrain $A z')
-    lines = {shown(word): word[0].line for word in script.commands[0].words if isinstance(word[0], Text)}
+    lines = {
+        shown(word): word[0].line for word in script.commands[0].words if isinstance(word[0], Text)
+    }
     assert (lines["--x"], lines["--y"], lines["z"]) == (1, 2, 3)

@@ -1,4 +1,6 @@
-"""Whether steps go on while a checkpoint is written, as each file says it or its software does it by itself."""
+"""Whether steps go on while a checkpoint is written, as each file says it or its software does it
+by itself.
+"""
 
 import pytest
 
@@ -28,10 +30,14 @@ def test_megatron_waits_without_async_save():
     assert found.plan.checkpoint.asynchronous and "--async-save" in found.translated
 
 
-@pytest.mark.parametrize("mode, wanted", [("disabled", False), ("async", True), ("async_with_pinned_mem", True)])
+@pytest.mark.parametrize(
+    "mode, wanted", [("disabled", False), ("async", True), ("async_with_pinned_mem", True)]
+)
 def test_torchtitan_says_it_in_async_mode(mode, wanted):
     found = of_torchtitan(enable=True, interval=5, async_mode=mode)
-    assert found.plan.checkpoint.asynchronous == wanted and "checkpoint.async_mode" in found.translated
+    assert (
+        found.plan.checkpoint.asynchronous == wanted and "checkpoint.async_mode" in found.translated
+    )
     assert of_torchtitan(enable=True, interval=5).plan.checkpoint.asynchronous is False
     off = of_torchtitan(enable=False, async_mode=mode)
     assert "checkpoint.async_mode" in left(off)
@@ -44,8 +50,12 @@ def test_gpt_neox_waits():
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("software", [read_megatron, read_torchtitan])
 def test_it_comes_back_from_what_is_written(software, wanted):
-    plan = of_torchtitan(enable=True, interval=5).plan.replace(**{"checkpoint.asynchronous": wanted})
+    plan = of_torchtitan(enable=True, interval=5).plan.replace(
+        **{"checkpoint.asynchronous": wanted}
+    )
     written = software.write(plan)
     assert "checkpoint.asynchronous" not in {note.field for note in written.untranslated}
-    back = software.read(written.text, Given(None if software is read_torchtitan else "llama-3-8b", CARD, 8))
+    back = software.read(
+        written.text, Given(None if software is read_torchtitan else "llama-3-8b", CARD, 8)
+    )
     assert back.plan.checkpoint.asynchronous == wanted

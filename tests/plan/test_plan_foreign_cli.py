@@ -1,4 +1,6 @@
-"""The two commands and the two verbs on foreign configurations: tables for people, JSON for machines, files whole."""
+"""The two commands and the two verbs on foreign configurations: tables for people, JSON for
+machines, files whole.
+"""
 
 import json
 from pathlib import Path
@@ -18,12 +20,22 @@ def test_import_writes_a_plan_and_tells_what_it_left(ask, tmp_path):
     path = tmp_path / "plan.yaml"
     code, out, _ = ask("import", SAMPLES / "ds_config.json", *BESIDE, "-o", path, "--json")
     data = json.loads(out)
-    assert code == 0 and data["format"] == "deepspeed" and data["world_size"] == 16 and data["path"] == str(path)
-    assert {"field": "steps_per_print", "value": 20, "why": "logging; a run keeps its own telemetry"} in data[
-        "untranslated"
-    ]
+    assert (
+        code == 0
+        and data["format"] == "deepspeed"
+        and data["world_size"] == 16
+        and data["path"] == str(path)
+    )
+    assert {
+        "field": "steps_per_print",
+        "value": 20,
+        "why": "logging; a run keeps its own telemetry",
+    } in data["untranslated"]
     assert "train_batch_size" in data["translated"] and data["assumed"]
-    assert Plan.load(path) == interop.load(SAMPLES / "ds_config.json", model="llama-3-8b", gpu=CARD).plan
+    assert (
+        Plan.load(path)
+        == interop.load(SAMPLES / "ds_config.json", model="llama-3-8b", gpu=CARD).plan
+    )
 
 
 def test_import_sets_fields_and_takes_a_vocabulary(ask, tmp_path):
@@ -32,8 +44,15 @@ def test_import_sets_fields_and_takes_a_vocabulary(ask, tmp_path):
     words = ["--vocab-size", 512, "--set", "strategy.tensor.size=2", "--set", "cluster.gpus=4"]
     code, out, _ = ask("import", file, "--gpu", CARD, *words, "--json")
     data = json.loads(out)
-    assert code == 0 and data["sizes"]["tensor"] == 2 and data["world_size"] == 4 and data["unknown"] == []
-    assert data["ignored"] == [{"field": "strategy.tensor.size", "value": 1, "why": "what the file means; 2 is set"}]
+    assert (
+        code == 0
+        and data["sizes"]["tensor"] == 2
+        and data["world_size"] == 4
+        and data["unknown"] == []
+    )
+    assert data["ignored"] == [
+        {"field": "strategy.tensor.size", "value": 1, "why": "what the file means; 2 is set"}
+    ]
     code, out, _ = ask("import", file, "--gpu", CARD, *words)
     assert code == 0 and "Ignored" in out and "Unknown" not in out
 
@@ -41,7 +60,11 @@ def test_import_sets_fields_and_takes_a_vocabulary(ask, tmp_path):
 def test_import_shows_tables(ask):
     code, out, _ = ask("import", SAMPLES / "torchtitan.toml", "--gpu", CARD)
     assert code == 0 and "torchtitan job TOML" in out and "stack: torchtitan" in out
-    assert "Not translated" in out and "parallelism.enable_async_tensor_parallel" in out and "Assumed" in out
+    assert (
+        "Not translated" in out
+        and "parallelism.enable_async_tensor_parallel" in out
+        and "Assumed" in out
+    )
 
 
 def test_what_is_missing_is_asked_for(ask):

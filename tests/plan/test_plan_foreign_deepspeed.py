@@ -39,25 +39,44 @@ def test_the_schedule_says_the_peak():
     assert found.plan.training.optimizer.learning_rate == 1e-4
     assert "warmup_max_lr" in left(found)["optimizer.params.lr"]
     assert "scheduler.params.warmup_max_lr" in found.translated
-    bare = read(optimizer=ADAM, scheduler={"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}})
+    bare = read(
+        optimizer=ADAM, scheduler={"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}}
+    )
     assert bare.plan.training.optimizer.learning_rate == assumed(bare)["learning_rate"] == 1e-3
-    cosine = read(optimizer=ADAM, scheduler={"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10}})
-    assert cosine.plan.training.optimizer.learning_rate == 3e-4  # a share of the optimizer's own rate
+    cosine = read(
+        optimizer=ADAM, scheduler={"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10}}
+    )
+    assert (
+        cosine.plan.training.optimizer.learning_rate == 3e-4
+    )  # a share of the optimizer's own rate
 
 
 def test_a_constant_schedule_rises_to_the_optimizers_own_rate():
     found = read(optimizer=ADAM, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}})
     assert found.plan.training.optimizer.learning_rate == 3e-4
     (note,) = (note for note in found.assumed if note.field == "training.optimizer.learning_rate")
-    assert note.value == 3e-4 and "warmup_max_lr" in note.why and "optimizer.params.lr" in found.translated
-    neither = read(optimizer={"type": "AdamW"}, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}})
-    assert neither.plan.training.optimizer.learning_rate == assumed(neither)["learning_rate"] == 1e-3
+    assert (
+        note.value == 3e-4
+        and "warmup_max_lr" in note.why
+        and "optimizer.params.lr" in found.translated
+    )
+    neither = read(
+        optimizer={"type": "AdamW"},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    )
+    assert (
+        neither.plan.training.optimizer.learning_rate == assumed(neither)["learning_rate"] == 1e-3
+    )
 
 
 def test_a_cosine_that_names_no_end_falls_to_deepspeeds_own():
-    found = read(optimizer=ADAM, scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 5000}})
+    found = read(
+        optimizer=ADAM, scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 5000}}
+    )
     assert found.plan.training.optimizer.final_ratio == assumed(found)["final_ratio"] == 1e-4
-    said = read(optimizer=ADAM, scheduler={"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0}})
+    said = read(
+        optimizer=ADAM, scheduler={"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0}}
+    )
     assert said.plan.training.optimizer.final_ratio == 0 and "final_ratio" not in assumed(said)
 
 
@@ -71,9 +90,15 @@ def test_a_warm_up_of_unsaid_length_takes_1000_steps(kind):
 def test_a_logarithmic_warm_up_is_told_said_or_not(kind):
     unsaid = read(scheduler={"type": kind, "params": {"warmup_num_steps": 10}})
     assert "logarithmically" in left(unsaid)["scheduler.type"]
-    linear = read(scheduler={"type": kind, "params": {"warmup_num_steps": 10, "warmup_type": "linear"}})
-    assert "scheduler.type" not in left(linear) and "scheduler.params.warmup_type" in linear.translated
-    logarithmic = read(scheduler={"type": kind, "params": {"warmup_num_steps": 10, "warmup_type": "log"}})
+    linear = read(
+        scheduler={"type": kind, "params": {"warmup_num_steps": 10, "warmup_type": "linear"}}
+    )
+    assert (
+        "scheduler.type" not in left(linear) and "scheduler.params.warmup_type" in linear.translated
+    )
+    logarithmic = read(
+        scheduler={"type": kind, "params": {"warmup_num_steps": 10, "warmup_type": "log"}}
+    )
     assert "linearly" in left(logarithmic)["scheduler.params.warmup_type"]
 
 
@@ -86,7 +111,10 @@ def test_fp16_that_alone_is_left_to_the_trainer_is_taken():
 
 
 def test_a_warm_up_without_a_length_asks_for_the_length():
-    config = {"train_batch_size": 16, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000}}}
+    config = {
+        "train_batch_size": 16,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000}},
+    }
     with pytest.raises(PlanError) as caught:
         read_deepspeed.read(config, Given("llama-3-8b", "h100-sxm-80gb", 16))
     (problem,) = caught.value.problems
@@ -104,7 +132,9 @@ def test_master_weights_in_16_bits_are_none_beside_the_parameters(name):
 
 
 def test_what_the_rest_of_the_file_says_is_not_called_the_plans_default():
-    found = read_deepspeed.read({"train_batch_size": "auto", "gradient_accumulation_steps": 32, "optimizer": ADAM}, ON_16)
+    found = read_deepspeed.read(
+        {"train_batch_size": "auto", "gradient_accumulation_steps": 32, "optimizer": ADAM}, ON_16
+    )
     assert found.plan.training.global_batch == 32 * 16
     why = left(found)["train_batch_size"]
     assert "default" not in why and "the rest of the file says training.global_batch" in why
@@ -116,10 +146,14 @@ def test_accelerate_leaves_the_bucket_to_deepspeed():
     config = {"distributed_type": "DEEPSPEED", "num_processes": 16, "mixed_precision": "bf16"}
     found = read_accelerate.read({**config, "deepspeed_config": {"zero_stage": 3}}, ON_16)
     assert found.plan.strategy.data.bucket_mib == assumed(found)["bucket_mib"] == 5e8 * 2 / 2**20
-    assert "DeepSpeed's default" in {n.field: n.why for n in found.assumed}["strategy.data.bucket_mib"]
+    assert (
+        "DeepSpeed's default" in {n.field: n.why for n in found.assumed}["strategy.data.bucket_mib"]
+    )
 
 
-@pytest.mark.parametrize("name, stage, gradients", [("bf16", 0, "fp32"), ("bf16", 1, "bf16"), ("fp16", 0, "fp16")])
+@pytest.mark.parametrize(
+    "name, stage, gradients", [("bf16", 0, "fp32"), ("bf16", 1, "bf16"), ("fp16", 0, "fp16")]
+)
 def test_bf16_gradients_add_up_in_fp32_without_zero(name, stage, gradients):
     found = read(**{name: {"enabled": True}, "zero_optimization": {"stage": stage}})
     assert found.plan.strategy.gradient_dtype == assumed(found)["gradient_dtype"] == gradients

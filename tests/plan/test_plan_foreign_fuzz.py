@@ -1,4 +1,6 @@
-"""Whatever stands in a foreign file, the answer is a plan with its notes, or a `PlanError` with a message."""
+"""Whatever stands in a foreign file, the answer is a plan with its notes, or a `PlanError` with a
+message.
+"""
 
 import copy
 import json
@@ -13,32 +15,65 @@ from hypothesis import strategies as st
 
 from tests.plan.mutation import mutate
 from workbench import interop
-from workbench.safe_io import yaml_files
 from workbench.errors import PlanError
-from workbench.interop.accelerate import read_accelerate
+from workbench.interop.accelerate import read_accelerate, read_fsdp
 from workbench.interop.deepspeed import read_deepspeed
-from workbench.interop.accelerate import read_fsdp
+from workbench.interop.foreign_keys import flat
 from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.megatron import read_megatron
 from workbench.interop.torchtitan import read_torchtitan
 from workbench.interop.translation import Given
-from workbench.interop.foreign_keys import flat
+from workbench.safe_io import yaml_files
 
 SAMPLES = Path(__file__).parent / "foreign"
 CARD = "h100-sxm-80gb"
 TEXTS = {path.name: path.read_text() for path in sorted(SAMPLES.iterdir())}
 DATA = {
-    read_deepspeed: (json.loads(TEXTS["ds_config.json"]), 16), read_megatron: (yaml_files.parse(TEXTS["megatron.yaml"]), 16),
-    read_torchtitan: (tomllib.loads(TEXTS["torchtitan.toml"]), None), read_fsdp: (yaml_files.parse(TEXTS["accelerate.yaml"]), None),
+    read_deepspeed: (json.loads(TEXTS["ds_config.json"]), 16),
+    read_megatron: (yaml_files.parse(TEXTS["megatron.yaml"]), 16),
+    read_torchtitan: (tomllib.loads(TEXTS["torchtitan.toml"]), None),
+    read_fsdp: (yaml_files.parse(TEXTS["accelerate.yaml"]), None),
     read_gpt_neox: (yaml_files.parse(TEXTS["gpt_neox.yml"]), 16),
     read_accelerate: (yaml_files.parse(TEXTS["accelerate_deepspeed.yaml"]), None),
-}  # fmt: skip
+}
 VALUES = [
-    None, 0, -1, 1, 2, 3, 7, 8, 10**12, 10**400, 1.5, 1e308, math.inf, math.nan, "", "x", "auto", "all", [], [1],
+    None,
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    8,
+    10**12,
+    10**400,
+    1.5,
+    1e308,
+    math.inf,
+    math.nan,
+    "",
+    "x",
+    "auto",
+    "all",
+    [],
+    [1],
     [2, 2],
-    ["a"], {}, {"a": 1}, True, False, "1f1b", "3e-4", [[1]], "\x00",
-    "é" * 300, "$X", "$((2*3))", "yes", [None], {"": 1},
-]  # fmt: skip
+    ["a"],
+    {},
+    {"a": 1},
+    True,
+    False,
+    "1f1b",
+    "3e-4",
+    [[1]],
+    "\x00",
+    "é" * 300,
+    "$X",
+    "$((2*3))",
+    "yes",
+    [None],
+    {"": 1},
+]
 
 
 @pytest.mark.parametrize("reader", DATA, ids=lambda module: module.__name__.rpartition(".")[2])
@@ -74,9 +109,13 @@ def test_a_file_cut_off_or_with_letters_changed(name):
     for _ in range(80):
         place = pick.randrange(len(text))
         letters = "".join(pick.choice("{}[]()\"'#=:-\n\\$ xX0") for _ in range(pick.randint(0, 3)))
-        changed = text[:place] + (letters + text[place + len(letters) :] if pick.random() < 0.8 else "")
+        changed = text[:place] + (
+            letters + text[place + len(letters) :] if pick.random() < 0.8 else ""
+        )
         try:
-            found = interop.read(changed, model=pick.choice([None, "tiny"]), gpu=CARD, gpus=pick.choice([None, 16]))
+            found = interop.read(
+                changed, model=pick.choice([None, "tiny"]), gpu=CARD, gpus=pick.choice([None, 16])
+            )
         except PlanError as error:
             assert str(error)
             continue
@@ -86,7 +125,9 @@ def test_a_file_cut_off_or_with_letters_changed(name):
 @settings(max_examples=150, deadline=None)
 @given(
     st.text(max_size=60),
-    st.sampled_from(["", "--num-layers ", '{"train_batch_size": ', "[training]\n", "distributed_type: "]),
+    st.sampled_from(
+        ["", "--num-layers ", '{"train_batch_size": ', "[training]\n", "distributed_type: "]
+    ),
 )
 def test_any_text_is_a_configuration_or_a_plan_error(text, start):
     try:
@@ -96,10 +137,27 @@ def test_any_text_is_a_configuration_or_a_plan_error(text, start):
 
 
 @pytest.mark.parametrize(
-    "text", ["{" * 5000, '{"a":' * 5000, "[training]\na = " + "[" * 5000, "distributed_type: " + "[" * 5000,
-             "--num-layers " + "9" * 5000, '{"train_batch_size": ' + "9" * 5000 + "}", "A=$A --x $A", "A='--a $(B' B=(",
-             "\x00", "--", "-- --", "{}", "[]", "[1]", '["--num-layers"]', "null", "[model]\n[training]\n"],
-)  # fmt: skip
+    "text",
+    [
+        "{" * 5000,
+        '{"a":' * 5000,
+        "[training]\na = " + "[" * 5000,
+        "distributed_type: " + "[" * 5000,
+        "--num-layers " + "9" * 5000,
+        '{"train_batch_size": ' + "9" * 5000 + "}",
+        "A=$A --x $A",
+        "A='--a $(B' B=(",
+        "\x00",
+        "--",
+        "-- --",
+        "{}",
+        "[]",
+        "[1]",
+        '["--num-layers"]',
+        "null",
+        "[model]\n[training]\n",
+    ],
+)
 def test_odd_texts_are_refused_with_a_message(text):
     with pytest.raises(PlanError) as caught:
         interop.read(text, gpu=CARD, gpus=8)

@@ -6,8 +6,16 @@ from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.translation import Given
 
 ON_8 = Given(None, "h100-sxm-80gb", 8)
-SMALL = {"pipe_parallel_size": 0, "model_parallel_size": 1, "num_layers": 4, "hidden_size": 64, "seq_length": 64,
-         "num_attention_heads": 4, "padded_vocab_size": 512, "train_micro_batch_size_per_gpu": 1}  # fmt: skip
+SMALL = {
+    "pipe_parallel_size": 0,
+    "model_parallel_size": 1,
+    "num_layers": 4,
+    "hidden_size": 64,
+    "seq_length": 64,
+    "num_attention_heads": 4,
+    "padded_vocab_size": 512,
+    "train_micro_batch_size_per_gpu": 1,
+}
 
 
 def read(**more):
@@ -46,11 +54,18 @@ def test_the_optimizer_that_the_file_does_not_say_is_gpt_neoxs():
 
 @pytest.mark.parametrize(
     "key, value, words",
-    [("partition_activations", True, "whole on every tensor-parallel rank"), ("checkpoint_in_cpu", True, "on the GPU"),
-     ("synchronize_each_layer", True, "waits for no GPU"), ("gas", 4, "gradient_accumulation_steps"),
-     ("clip_grad", 0.5, "gradient_clipping"), ("batch_size", 4, "train_micro_batch_size_per_gpu"),
-     ("load", "/old", "checkpoint.load"), ("loss_scale", 128, "its own rule"), ("use_mup", True, "muP")],
-)  # fmt: skip
+    [
+        ("partition_activations", True, "whole on every tensor-parallel rank"),
+        ("checkpoint_in_cpu", True, "on the GPU"),
+        ("synchronize_each_layer", True, "waits for no GPU"),
+        ("gas", 4, "gradient_accumulation_steps"),
+        ("clip_grad", 0.5, "gradient_clipping"),
+        ("batch_size", 4, "train_micro_batch_size_per_gpu"),
+        ("load", "/old", "checkpoint.load"),
+        ("loss_scale", 128, "its own rule"),
+        ("use_mup", True, "muP"),
+    ],
+)
 def test_reasons_are_true(key, value, words):
     found = read(**{key: value})
     assert words in left(found)[key]
@@ -87,15 +102,25 @@ def test_dropout_seed_and_evaluation_are_gpt_neoxs_own_unless_the_file_says_them
     assert "before, it was 0.1" in note.why
     assert {"dropout", "attention_dropout", "seed", "every", "batches"} <= set(assumed(silent))
     said = read(hidden_dropout=0.2, attention_dropout=0, seed=7, eval_interval=50, eval_iters=0)
-    assert (said.plan.training.dropout, said.plan.training.seed, said.plan.training.evaluation.every) == (0.2, 7, 0)
+    assert (
+        said.plan.training.dropout,
+        said.plan.training.seed,
+        said.plan.training.evaluation.every,
+    ) == (0.2, 7, 0)
     assert not {"dropout", "attention_dropout", "seed", "every"} & set(assumed(said))
 
 
 def test_experts_beside_a_model_that_is_given_are_the_models_and_spread_as_the_file_says():
     on = Given("mixtral-8x7b", "h100-sxm-80gb", 8)
-    found = read_gpt_neox.read({**SMALL, "moe_num_experts": 8, "moe_top_k": 2, "moe_expert_parallel_size": 4}, on)
+    found = read_gpt_neox.read(
+        {**SMALL, "moe_num_experts": 8, "moe_top_k": 2, "moe_expert_parallel_size": 4}, on
+    )
     assert found.plan.strategy.expert.size == 4 and "moe_expert_parallel_size" in found.translated
-    assert left(found)["moe_num_experts"] == left(found)["moe_top_k"] == "the model given says the shape"
+    assert (
+        left(found)["moe_num_experts"]
+        == left(found)["moe_top_k"]
+        == ("the model given says the shape")
+    )
 
 
 def test_why_fp8_is_not_taken_names_the_field():

@@ -1,4 +1,6 @@
-"""What Megatron-LM's arguments mean where the file is silent, or says it in another unit than a plan."""
+"""What Megatron-LM's arguments mean where the file is silent, or says it in another unit than a
+plan.
+"""
 
 import pytest
 
@@ -18,12 +20,19 @@ def read(more, front=""):
 
 @pytest.mark.parametrize(
     "words, steps, warmup",
-    [("--train-iters 1000 --lr-decay-iters 2000", 1000, 200), ("--train-iters 1000 --lr-decay-iters 20000", 1000, 1000),
-     ("--train-samples 8000 --lr-decay-samples 16000", 1000, 200), ("--train-iters 1000", 1000, 100)],
-)  # fmt: skip
+    [
+        ("--train-iters 1000 --lr-decay-iters 2000", 1000, 200),
+        ("--train-iters 1000 --lr-decay-iters 20000", 1000, 1000),
+        ("--train-samples 8000 --lr-decay-samples 16000", 1000, 200),
+        ("--train-iters 1000", 1000, 100),
+    ],
+)
 def test_a_warm_up_is_a_share_of_the_decay(words, steps, warmup):
     found = read(words + " --lr-warmup-fraction 0.1")
-    assert (found.plan.training.steps, found.plan.training.optimizer.warmup_steps) == (steps, warmup)
+    assert (found.plan.training.steps, found.plan.training.optimizer.warmup_steps) == (
+        steps,
+        warmup,
+    )
     assert ("--lr-warmup-fraction" in left(found)) == ("20000" in words)
 
 
@@ -57,10 +66,19 @@ def test_where_checkpoints_go_is_told(load):
 
 
 @pytest.mark.parametrize(
-    "words", ["--rotary-percent 0.25", "--use-rope-scaling", "--qk-layernorm", "--apply-layernorm-1p",
-              "--mtp-num-layers 1", "--rotary-interleaved", "--squared-relu", "--quick-geglu",
-              "--glu-activation reglu"],
-)  # fmt: skip
+    "words",
+    [
+        "--rotary-percent 0.25",
+        "--use-rope-scaling",
+        "--qk-layernorm",
+        "--apply-layernorm-1p",
+        "--mtp-num-layers 1",
+        "--rotary-interleaved",
+        "--squared-relu",
+        "--quick-geglu",
+        "--glu-activation reglu",
+    ],
+)
 def test_what_the_model_computes_beyond_a_shape_is_unmodelled(words):
     found = read("--train-iters 10 --position-embedding-type rope " + words)
     assert words.removesuffix(" reglu") in (found.plan.complete().shape.unmodelled or "")
@@ -74,7 +92,11 @@ def test_what_the_model_computes_beyond_a_shape_is_unmodelled(words):
 def test_slurms_options_are_no_comment():
     script = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --time=10\n# --bf16 is faster\n"
     why = {note.field: note.why for note in read("--train-iters 10", script).ignored}
-    assert "SLURM_NNODES" in why["line 2"] and why["line 3"] == "an option of Slurm" and why["line 4"] == "a comment"
+    assert (
+        "SLURM_NNODES" in why["line 2"]
+        and why["line 3"] == ("an option of Slurm")
+        and why["line 4"] == "a comment"
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +109,9 @@ def test_megatron_deepspeeds_optimizer_on_the_host_is_offloaded_where_it_is_shar
 
 
 def test_a_public_file_of_words_below_a_variable_is_known_by_its_name():
-    script = "BASE=$PWD/data\n" + SMALL.replace("--vocab-size 1000", "--vocab-file $BASE/gpt2-vocab.json")
+    script = "BASE=$PWD/data\n" + SMALL.replace(
+        "--vocab-size 1000", "--vocab-file $BASE/gpt2-vocab.json"
+    )
     found = read_megatron.read(script + "--train-iters 10", Given(None, CARD))
     assert found.plan.complete().shape.vocab == assumed(found)["model.vocab"] == 50257
 
@@ -102,15 +126,37 @@ def stages(more, layers):
 
 @pytest.mark.parametrize(
     "words, layers, held",
-    [("--decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 4", 32, [4, 12, 12, 4]),
-     ("--decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 4 "
-      "--num-virtual-stages-per-pipeline-rank 2", 32, [2, 6, 6, 2, 2, 6, 6, 2]),
-     ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", 30, [7, 8, 8, 7]),
-     ("--account-for-embedding-in-pipeline-split", 31, [7, 8, 8, 8]),
-     ("--account-for-loss-in-pipeline-split --num-virtual-stages-per-pipeline-rank 2", 31, [4, 4, 4, 4, 4, 4, 4, 3]),
-     ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-      "--num-layers-per-virtual-pipeline-stage 4", 30, [3, 4, 4, 4, 4, 4, 4, 3])],
-)  # fmt: skip
+    [
+        (
+            "--decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 4",
+            32,
+            [4, 12, 12, 4],
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 4 "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            32,
+            [2, 6, 6, 2, 2, 6, 6, 2],
+        ),
+        (
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            30,
+            [7, 8, 8, 7],
+        ),
+        ("--account-for-embedding-in-pipeline-split", 31, [7, 8, 8, 8]),
+        (
+            "--account-for-loss-in-pipeline-split --num-virtual-stages-per-pipeline-rank 2",
+            31,
+            [4, 4, 4, 4, 4, 4, 4, 3],
+        ),
+        (
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+            "--num-layers-per-virtual-pipeline-stage 4",
+            30,
+            [3, 4, 4, 4, 4, 4, 4, 3],
+        ),
+    ],
+)
 def test_layers_of_uneven_stages_are_as_megatron_builds_them(words, layers, held):
     assert stages(words, layers) == held
 
@@ -118,7 +164,9 @@ def test_layers_of_uneven_stages_are_as_megatron_builds_them(words, layers, held
 def test_stages_that_the_layers_do_not_fill_are_refused():
     more = PIPED.format(33) + "--account-for-loss-in-pipeline-split"
     assert "34 of 33" in problems(read_piped, more)["--account-for-loss-in-pipeline-split"]
-    odd = PIPED.format(31) + "--decoder-first-pipeline-num-layers 7 --num-virtual-stages-per-pipeline-rank 2"
+    odd = PIPED.format(31) + (
+        "--decoder-first-pipeline-num-layers 7 --num-virtual-stages-per-pipeline-rank 2"
+    )
     assert "7 layers" in problems(read_piped, odd)["--decoder-first-pipeline-num-layers"]
 
 
@@ -127,7 +175,9 @@ def read_piped(more):
 
 
 def test_a_launcher_that_says_nodes_alone_spreads_the_gpus_over_them():
-    words = SMALL.replace("torchrun --nproc_per_node 8", "deepspeed --num_nodes=2") + "--train-iters 10"
+    words = (
+        SMALL.replace("torchrun --nproc_per_node 8", "deepspeed --num_nodes=2") + "--train-iters 10"
+    )
     full = read_megatron.read(words, Given(None, CARD, 8)).plan.complete()
     assert (full.cluster.nodes, full.cluster.gpus_per_node) == (2, 4)
     assert "--nnodes 2" in problems(read_megatron.read, words, Given(None, CARD, 9))["gpus"]
@@ -143,7 +193,9 @@ def test_deepspeed_decides_overlap_and_bucket_where_its_arguments_are_given():
     found = read("--train-iters 10 --deepspeed --deepspeed_config ds.json --zero-stage 3")
     data = found.plan.strategy.data
     assert data.overlap and data.bucket_mib == 5e8 * 4 / 2**20
-    assert "--deepspeed-config" in str([n.why for n in found.assumed if n.field == "strategy.data.overlap"])
+    assert "--deepspeed-config" in str(
+        [n.why for n in found.assumed if n.field == "strategy.data.overlap"]
+    )
     assert not read("--train-iters 10 --deepspeed --zero-stage 1").plan.strategy.data.overlap
 
 
@@ -151,7 +203,9 @@ def test_fp8_beside_fp32_parameters_is_told():
     words = SMALL.replace("--bf16 ", "") + "--train-iters 10 --fp8-format hybrid"
     found = read_megatron.read(words, Given(None, "h100-sxm-80gb"))
     assert found.plan.strategy.precision == "fp8" and "--fp8-format" in left(found)
-    both = read_megatron.read(SMALL + "--train-iters 10 --fp8-format hybrid", Given(None, "h100-sxm-80gb"))
+    both = read_megatron.read(
+        SMALL + "--train-iters 10 --fp8-format hybrid", Given(None, "h100-sxm-80gb")
+    )
     assert "--fp8-format" in both.translated
 
 
@@ -162,10 +216,16 @@ def test_newer_arguments_are_known():
 
 
 @pytest.mark.parametrize(
-    "words", ["--hybrid-override-pattern M-M*", "--hybrid-attention-ratio 0.1", "--is-hybrid-model",
-              "--linear-attention-freq 4", "--softmax-type off-by-one",
-              "--multi-latent-attention --rotary-scaling-factor 40"],
-)  # fmt: skip
+    "words",
+    [
+        "--hybrid-override-pattern M-M*",
+        "--hybrid-attention-ratio 0.1",
+        "--is-hybrid-model",
+        "--linear-attention-freq 4",
+        "--softmax-type off-by-one",
+        "--multi-latent-attention --rotary-scaling-factor 40",
+    ],
+)
 def test_another_kind_of_layer_is_unmodelled(words):
     found = read("--train-iters 10 --position-embedding-type rope " + words)
     said = words.removeprefix("--multi-latent-attention ").split()[0]
@@ -173,14 +233,24 @@ def test_another_kind_of_layer_is_unmodelled(words):
 
 
 def test_latent_attention_with_plain_rotary_positions_is_modelled():
-    words = "--train-iters 10 --position-embedding-type rope --multi-latent-attention --rope-type rope"
+    words = (
+        "--train-iters 10 --position-embedding-type rope --multi-latent-attention --rope-type rope"
+    )
     assert read(words + " --rotary-scaling-factor 40").plan.complete().shape.unmodelled is None
 
 
 def test_a_recipe_s_quoting_is_undone_twice_as_by_its_harness():
-    arguments = {"num-layers": 5, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 64, "micro-batch-size": 1,
-                 "global-batch-size": 32, "train-iters": 10, "pipeline-model-parallel-size": 2,
-                 "pipeline-model-parallel-layout": r"Et\\|\\(t\\|\\)*2ttL"}  # fmt: skip
+    arguments = {
+        "num-layers": 5,
+        "hidden-size": 64,
+        "num-attention-heads": 4,
+        "seq-length": 64,
+        "micro-batch-size": 1,
+        "global-batch-size": 32,
+        "train-iters": 10,
+        "pipeline-model-parallel-size": 2,
+        "pipeline-model-parallel-layout": r"Et\\|\\(t\\|\\)*2ttL",
+    }
     recipe = "MODEL_ARGS:\n" + "".join(f"  --{key}: {value}\n" for key, value in arguments.items())
     found = interop.read(recipe, gpu=CARD, vocab_size=512)
     assert found.plan.strategy.pipeline.partition == [1, 1, 1, 2]
@@ -188,12 +258,20 @@ def test_a_recipe_s_quoting_is_undone_twice_as_by_its_harness():
 
 def test_the_names_of_2020_are_read():
     words = SMALL.replace("--micro-batch-size 1 --global-batch-size 8", "--batch-size 2")
-    found = read_megatron.read(f"{words}--train-iters 100 --model-parallel-size 4 --warmup 0.1", Given(None, CARD))
+    found = read_megatron.read(
+        f"{words}--train-iters 100 --model-parallel-size 4 --warmup 0.1", Given(None, CARD)
+    )
     plan = found.plan
-    assert (plan.strategy.tensor.size, plan.training.micro_batch, plan.training.global_batch) == (4, 2, 4)
+    assert (plan.strategy.tensor.size, plan.training.micro_batch, plan.training.global_batch) == (
+        4,
+        2,
+        4,
+    )
     assert plan.training.optimizer.warmup_steps == 10
     assert {"--batch-size", "--model-parallel-size", "--warmup"} <= set(found.translated)
     both = "--train-iters 10 --model-parallel-size 4 --tensor-model-parallel-size 2"
     assert "its newer name, is 2" in problems(read, both)["--model-parallel-size"]
-    long = read_megatron.read(f"{words}--train-iters 10 --lr-decay-iters 1000 --warmup 0.1", Given(None, CARD))
+    long = read_megatron.read(
+        f"{words}--train-iters 10 --lr-decay-iters 1000 --warmup 0.1", Given(None, CARD)
+    )
     assert "--warmup" in left(long)

@@ -1,4 +1,6 @@
-"""There and back: what a format can say survives, and what it cannot is named, whatever the plan."""
+"""There and back: what a format can say survives, and what it cannot is named, whatever the
+plan.
+"""
 
 import json
 import math
@@ -10,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workbench import interop
-from workbench.safe_io import yaml_files
 from workbench.interop.foreign_keys import flat
 from workbench.interop.megatron.argument_words import flags
-from workbench.plan.schema import Plan
 from workbench.plan.plan_files import build, plain
+from workbench.plan.schema import Plan
+from workbench.safe_io import yaml_files
 
 SAMPLES = Path(__file__).parent / "foreign"
 CARD = "h100-sxm-80gb"
@@ -22,83 +24,204 @@ AXES = ("strategy.tensor.size", "strategy.context.size")
 BATCH = ("training.global_batch", "training.micro_batch")
 ADAM = tuple(
     f"training.optimizer.{field}"
-    for field in ("name", "learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "warmup_steps", "decay", "clip")
+    for field in (
+        "name",
+        "learning_rate",
+        "beta1",
+        "beta2",
+        "epsilon",
+        "weight_decay",
+        "warmup_steps",
+        "decay",
+        "clip",
+    )
 )
 SHAPE = tuple(
     f"model.{field}"
-    for field in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "norm", "biases", "tied", "window", "moe")
+    for field in (
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "ffn",
+        "vocab",
+        "norm",
+        "biases",
+        "tied",
+        "window",
+        "moe",
+    )
 )
 ALWAYS_SAID = {
-    "deepspeed": ("cluster.gpus", *AXES, "strategy.pipeline.size", "strategy.data.zero", "strategy.data.offload",
-                  "strategy.gradient_dtype", *BATCH, *ADAM),
-    "megatron": ("cluster.gpus", *AXES, "strategy.pipeline.size", "strategy.pipeline.chunks",
-                 "strategy.pipeline.partition", "strategy.data.zero", "strategy.expert.size", *BATCH, *ADAM, *SHAPE,
-                 "strategy.gradient_dtype", "training.sequence_length", "training.steps", "training.seed",
-                 "training.optimizer.final_ratio", "training.optimizer.moments", "checkpoint.every"),
-    "torchtitan": ("cluster.gpus", *AXES, "strategy.pipeline.size", "strategy.expert.size", *BATCH, *ADAM,
-                   "training.sequence_length", "training.steps", "training.seed", "training.optimizer.final_ratio",
-                   "checkpoint.every", "telemetry.timeout_seconds", "name"),
+    "deepspeed": (
+        "cluster.gpus",
+        *AXES,
+        "strategy.pipeline.size",
+        "strategy.data.zero",
+        "strategy.data.offload",
+        "strategy.gradient_dtype",
+        *BATCH,
+        *ADAM,
+    ),
+    "megatron": (
+        "cluster.gpus",
+        *AXES,
+        "strategy.pipeline.size",
+        "strategy.pipeline.chunks",
+        "strategy.pipeline.partition",
+        "strategy.data.zero",
+        "strategy.expert.size",
+        *BATCH,
+        *ADAM,
+        *SHAPE,
+        "strategy.gradient_dtype",
+        "training.sequence_length",
+        "training.steps",
+        "training.seed",
+        "training.optimizer.final_ratio",
+        "training.optimizer.moments",
+        "checkpoint.every",
+    ),
+    "torchtitan": (
+        "cluster.gpus",
+        *AXES,
+        "strategy.pipeline.size",
+        "strategy.expert.size",
+        *BATCH,
+        *ADAM,
+        "training.sequence_length",
+        "training.steps",
+        "training.seed",
+        "training.optimizer.final_ratio",
+        "checkpoint.every",
+        "telemetry.timeout_seconds",
+        "name",
+    ),
     "fsdp": ("cluster.gpus", *AXES, "strategy.precision"),
-}  # fmt: skip
+}
 """Fields that a format says for every plan drawn here; kept apart from the code that it tests."""
 
 shapes = st.builds(
-    lambda heads, kv, wide, **rest: {"heads": heads, "kv_heads": heads // kv, "hidden": heads * wide, **rest},
-    heads=st.just(4), kv=st.sampled_from([1, 2, 4]), wide=st.sampled_from([16, 32]), layers=st.integers(4, 9),
-    ffn=st.sampled_from([128, 256]), vocab=st.sampled_from([256, 500]), max_positions=st.just(64),
-    positions=st.sampled_from(["learned", "rope", "alibi"]), norm=st.sampled_from(["rmsnorm", "layernorm"]),
-    mlp=st.sampled_from(["gelu", "swiglu", "geglu", "relu"]), biases=st.sampled_from(["none", "qkv", "all"]),
-    tied=st.booleans(), window=st.sampled_from([None, 16]),
-    moe=st.sampled_from([None, {"experts": 4, "top_k": 2, "ffn": 64, "shared": 1, "first_dense": 1}]),
-)  # fmt: skip
-optimizers = st.fixed_dictionaries({
-    "learning_rate": st.floats(1e-6, 1), "beta1": st.floats(0, 0.99), "beta2": st.floats(0, 0.999),
-    "epsilon": st.sampled_from([1e-8, 1e-6]), "weight_decay": st.floats(0, 1), "warmup_steps": st.integers(0, 5),
-    "decay": st.sampled_from(["constant", "linear", "cosine"]), "final_ratio": st.sampled_from([0.0, 0.1, 1.0]),
-    "clip": st.sampled_from([None, 1.0, 0.3]), "moments": st.sampled_from(["fp32", "bf16"]),
-})  # fmt: skip
-SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipe-v", 2)]
+    lambda heads, kv, wide, **rest: {
+        "heads": heads,
+        "kv_heads": heads // kv,
+        "hidden": heads * wide,
+        **rest,
+    },
+    heads=st.just(4),
+    kv=st.sampled_from([1, 2, 4]),
+    wide=st.sampled_from([16, 32]),
+    layers=st.integers(4, 9),
+    ffn=st.sampled_from([128, 256]),
+    vocab=st.sampled_from([256, 500]),
+    max_positions=st.just(64),
+    positions=st.sampled_from(["learned", "rope", "alibi"]),
+    norm=st.sampled_from(["rmsnorm", "layernorm"]),
+    mlp=st.sampled_from(["gelu", "swiglu", "geglu", "relu"]),
+    biases=st.sampled_from(["none", "qkv", "all"]),
+    tied=st.booleans(),
+    window=st.sampled_from([None, 16]),
+    moe=st.sampled_from(
+        [None, {"experts": 4, "top_k": 2, "ffn": 64, "shared": 1, "first_dense": 1}]
+    ),
+)
+optimizers = st.fixed_dictionaries(
+    {
+        "learning_rate": st.floats(1e-6, 1),
+        "beta1": st.floats(0, 0.99),
+        "beta2": st.floats(0, 0.999),
+        "epsilon": st.sampled_from([1e-8, 1e-6]),
+        "weight_decay": st.floats(0, 1),
+        "warmup_steps": st.integers(0, 5),
+        "decay": st.sampled_from(["constant", "linear", "cosine"]),
+        "final_ratio": st.sampled_from([0.0, 0.1, 1.0]),
+        "clip": st.sampled_from([None, 1.0, 0.3]),
+        "moments": st.sampled_from(["fp32", "bf16"]),
+    }
+)
+SCHEDULES = [
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("zb-h1", 1),
+    ("interleaved", 2),
+    ("zb-v", 2),
+    ("dualpipe-v", 2),
+]
 
 
 @st.composite
 def plans(draw):
     """A small legal plan with every field that some format can say drawn."""
-    tensor, context, pipeline, data = (draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 2], [1, 2, 4]))
+    tensor, context, pipeline, data = (
+        draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 2], [1, 2, 4])
+    )
     zero = draw(st.integers(0, 3))
     schedule, chunks = draw(st.sampled_from(SCHEDULES)) if pipeline > 1 else ("1f1b", 1)
     shape = draw(shapes)
     micro, per_rank = draw(st.integers(1, 2)), draw(st.sampled_from([4, 8]))
     precision = draw(st.sampled_from(["bf16", "fp16", "fp32", "fp8"]))
-    offload = draw(st.sampled_from(["none", *(["optimizer"] if zero else []), *(["parameters"] if zero == 3 else [])]))
+    offload = draw(
+        st.sampled_from(
+            ["none", *(["optimizer"] if zero else []), *(["parameters"] if zero == 3 else [])]
+        )
+    )
     stages, layers = pipeline * chunks, shape["layers"]
     counts = [1] * (stages - 1) + [layers - stages + 1]
     strategy = {
-        "data": {"zero": zero, "offload": offload, "overlap": draw(st.booleans()), "bucket_mib": 32.0,
-                 "reduce": draw(st.sampled_from(["step", *(["microbatch"] if zero >= 2 else [])])),
-                 "shard": draw(st.sampled_from(["all", *([context] if zero else [])])),
-                 "keep_gathered": zero == 3 and draw(st.booleans())},
+        "data": {
+            "zero": zero,
+            "offload": offload,
+            "overlap": draw(st.booleans()),
+            "bucket_mib": 32.0,
+            "reduce": draw(st.sampled_from(["step", *(["microbatch"] if zero >= 2 else [])])),
+            "shard": draw(st.sampled_from(["all", *([context] if zero else [])])),
+            "keep_gathered": zero == 3 and draw(st.booleans()),
+        },
         "tensor": {"size": tensor, "sequence": tensor > 1 and draw(st.booleans())},
         "context": {"size": context, "algorithm": draw(st.sampled_from(["ring", "ulysses"]))},
-        "pipeline": {"size": pipeline, "schedule": schedule, "chunks": chunks,
-                     "partition": draw(st.sampled_from(["balanced", counts, *(["uniform"] * (layers % stages == 0))]))},
-        "expert": {"size": draw(st.sampled_from([1, context * data])) if shape["moe"] and data < 4 else 1},
-        "recompute": draw(st.sampled_from(["none", "selective", "full", [0], [1, 3]])), "precision": precision,
-        "gradient_dtype": draw(st.sampled_from(["fp32", "bf16" if precision == "fp8" else precision])),
+        "pipeline": {
+            "size": pipeline,
+            "schedule": schedule,
+            "chunks": chunks,
+            "partition": draw(
+                st.sampled_from(["balanced", counts, *(["uniform"] * (layers % stages == 0))])
+            ),
+        },
+        "expert": {
+            "size": draw(st.sampled_from([1, context * data])) if shape["moe"] and data < 4 else 1
+        },
+        "recompute": draw(st.sampled_from(["none", "selective", "full", [0], [1, 3]])),
+        "precision": precision,
+        "gradient_dtype": draw(
+            st.sampled_from(["fp32", "bf16" if precision == "fp8" else precision])
+        ),
         "kernels": draw(st.sampled_from(["eager", "compiled", "fused"])),
         "placement": draw(st.permutations(["tensor", "context", "data", "pipeline"])),
-    }  # fmt: skip
+    }
     training = {
-        "sequence_length": draw(st.sampled_from([32, 64])), "micro_batch": micro, "steps": draw(st.integers(5, 500)),
-        "global_batch": micro * data * per_rank, "optimizer": draw(optimizers), "seed": draw(st.integers(0, 9)),
+        "sequence_length": draw(st.sampled_from([32, 64])),
+        "micro_batch": micro,
+        "steps": draw(st.integers(5, 500)),
+        "global_batch": micro * data * per_rank,
+        "optimizer": draw(optimizers),
+        "seed": draw(st.integers(0, 9)),
         "dropout": draw(st.sampled_from([0.0, 0.1])),
         "evaluation": {"every": draw(st.sampled_from([0, 7]))},
-    }  # fmt: skip
-    return build({
-        "name": "drawn", "model": shape, "cluster": {"gpu": CARD, "gpus": tensor * context * pipeline * data},
-        "strategy": strategy, "training": training, "checkpoint": {"every": draw(st.sampled_from([0, 3]))},
-        "telemetry": {"timeout_seconds": draw(st.integers(1, 400)),
-                      "trackers": draw(st.sampled_from([[], ["wandb"], ["tensorboard", "mlflow"]]))},
-    })  # fmt: skip
+    }
+    return build(
+        {
+            "name": "drawn",
+            "model": shape,
+            "cluster": {"gpu": CARD, "gpus": tensor * context * pipeline * data},
+            "strategy": strategy,
+            "training": training,
+            "checkpoint": {"every": draw(st.sampled_from([0, 3]))},
+            "telemetry": {
+                "timeout_seconds": draw(st.integers(1, 400)),
+                "trackers": draw(st.sampled_from([[], ["wandb"], ["tensorboard", "mlflow"]])),
+            },
+        }
+    )
 
 
 def leaves(plan):
@@ -112,7 +235,10 @@ def same(ours, theirs):
 
 
 def said(field, names):
-    return not any(field == name or field.startswith(name + ".") or name.startswith(field + ".") for name in names)
+    return not any(
+        field == name or field.startswith(name + ".") or name.startswith(field + ".")
+        for name in names
+    )
 
 
 OWN = ("version", "strategy.stack")
@@ -131,24 +257,32 @@ def test_a_plan_survives_or_its_loss_is_named(format, plan):
     back = interop.read(text, gpu=CARD, **lacks)
     assert back.format == interop.detect(text) == format
     assert back.plan.strategy.stack.startswith(format)
-    assert not {note.field for note in back.untranslated if note.why == "the format does not know this key"}
+    assert not {
+        note.field for note in back.untranslated if note.why == "the format does not know this key"
+    }
     ours, theirs = leaves(full), leaves(back.plan.complete())
     for field in ALWAYS_SAID[format]:
-        mine = {key: value for key, value in ours.items() if key == field or key.startswith(field + ".")}
+        mine = {
+            key: value for key, value in ours.items() if key == field or key.startswith(field + ".")
+        }
         assert mine, field
         for key, value in mine.items():
             assert same(value, theirs.get(key)), f"{key}: {value} came back as {theirs.get(key)}"
             assert said(key, names), f"{key} came back, but is called lost"
     for field, value in ours.items():
         if field not in OWN:
-            assert same(value, theirs.get(field)) or not said(field, names), f"{field} was lost without a word"
+            assert same(value, theirs.get(field)) or not said(field, names), (
+                f"{field} was lost without a word"
+            )
 
 
 FILES = {
-    "ds_config.json": {"model": "llama-3-8b", "gpu": CARD}, "megatron.sh": {"gpu": CARD},
-    "megatron.yaml": {"gpu": CARD, "gpus": 16}, "torchtitan.toml": {"gpu": CARD},
+    "ds_config.json": {"model": "llama-3-8b", "gpu": CARD},
+    "megatron.sh": {"gpu": CARD},
+    "megatron.yaml": {"gpu": CARD, "gpus": 16},
+    "torchtitan.toml": {"gpu": CARD},
     "accelerate.yaml": {"model": "llama-3-8b", "gpu": CARD},
-}  # fmt: skip
+}
 
 
 def keys_of(text, format):
@@ -159,10 +293,14 @@ def keys_of(text, format):
 
 
 REWORDED = {
-    "fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_backward_prefetch",
+    "fsdp_config.fsdp_sharding_strategy",
+    "fsdp_config.fsdp_backward_prefetch",
     "--num-layers-per-virtual-pipeline-stage",
-    "--cp-comm-type", "--recompute-activations", "--fp8-format", "model.converters",
-}  # fmt: skip
+    "--cp-comm-type",
+    "--recompute-activations",
+    "--fp8-format",
+    "model.converters",
+}
 """Translated keys that come back in other words for the same thing."""
 
 
@@ -170,7 +308,11 @@ REWORDED = {
 def test_a_file_keeps_its_translated_keys(name):
     first = interop.load(SAMPLES / name, **FILES[name])
     text, lost = interop.write(first.plan, first.format)
-    lacks = {key: value for key, value in FILES[name].items() if key != "gpus" or first.format != "megatron"}
+    lacks = {
+        key: value
+        for key, value in FILES[name].items()
+        if key != "gpus" or first.format != "megatron"
+    }
     second = interop.read(text, **lacks)
     assert second.plan.complete() == first.plan.complete()
     old, new = keys_of((SAMPLES / name).read_text(), first.format), keys_of(text, first.format)
@@ -181,12 +323,20 @@ def test_a_file_keeps_its_translated_keys(name):
         if isinstance(written, str) or written is None or key in ("--nproc-per-node", "--nnodes"):
             continue  # a word in other letters, or a shell variable
         assert same(new.get(key), written), key
-    assert {note.field for note in lost} <= {"model", "cluster.gpu", "training.sequence_length", "training.steps",
-                                             *BATCH, "strategy.recompute"}  # fmt: skip
+    assert {note.field for note in lost} <= {
+        "model",
+        "cluster.gpu",
+        "training.sequence_length",
+        "training.steps",
+        *BATCH,
+        "strategy.recompute",
+    }
 
 
 def test_a_plan_of_a_catalog_model_keeps_its_name():
-    text, lost = interop.write(Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="megatron-3d"), "megatron")
+    text, lost = interop.write(
+        Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="megatron-3d"), "megatron"
+    )
     assert interop.read(text, gpu=CARD).plan.model == "llama-3-8b"
     assert "model.name" not in {note.field for note in lost}
 
@@ -199,9 +349,14 @@ def test_a_partition_that_is_written_and_lost_is_named(format):
         strategy = {"pipeline": {**pipeline, **partition}}
         plan = build({"model": "tiny", "cluster": {"gpu": CARD, "gpus": 2}, "strategy": strategy})
         plan = plan.replace(**{"model.layers": 6})
-        named[bool(partition)] = {note.field: note.value for note in interop.write(plan, format).untranslated}
+        named[bool(partition)] = {
+            note.field: note.value for note in interop.write(plan, format).untranslated
+        }
     assert named[True]["strategy.pipeline.partition"] == [2, 1, 1, 2]
-    assert "strategy.pipeline.chunks" in named[False] and "strategy.pipeline.partition" not in named[False]
+    assert (
+        "strategy.pipeline.chunks" in named[False]
+        and "strategy.pipeline.partition" not in named[False]
+    )
 
 
 def test_what_is_written_is_named_even_where_it_decides_nothing():

@@ -1,4 +1,6 @@
-"""Scripts that start Megatron-LM, read and not run: what the shell would pass on, and what the file leaves open."""
+"""Scripts that start Megatron-LM, read and not run: what the shell would pass on, and what the file
+leaves open.
+"""
 
 import pytest
 
@@ -9,7 +11,9 @@ from workbench.interop.megatron.argument_words import arguments, flags
 
 CARD = "h100-sxm-80gb"
 OPEN = "left open by the file"
-SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --micro-batch-size 1"
+SHAPE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --micro-batch-size 1"
+)
 
 
 def script(*lines):
@@ -32,10 +36,11 @@ def told(notes):
 
 def test_a_comment_that_ends_in_a_backslash_is_one_line():
     found = read(
-        f'GPT_ARGS="{SHAPE}"', "#    --universal-checkpoint \\",
+        f'GPT_ARGS="{SHAPE}"',
+        "#    --universal-checkpoint \\",
         'export TP_ARGS="--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"',
         "torchrun --nproc-per-node 8 pretrain_gpt.py $GPT_ARGS $TP_ARGS",
-    )  # fmt: skip
+    )
     assert found.plan.complete().sizes == {"tensor": 4, "context": 1, "data": 1, "pipeline": 2}
     assert told(found.ignored) == {"line 3": ("# --universal-checkpoint \\", "a comment")}
 
@@ -43,46 +48,142 @@ def test_a_comment_that_ends_in_a_backslash_is_one_line():
 @pytest.mark.parametrize(
     "lines, passed",
     [
-        (["A=4; B=2", "python pretrain_gpt.py --num-layers $((A * B)) --hidden-size ${B}56"],
-         {"num-layers": 8, "hidden-size": 256}),
-        (["ARGS=(", "  --num-layers 4  # four", "  # --hidden-size 8 \\", "  --hidden-size 64", ")", "ARGS+=(--bf16)",
-          'torchrun pretrain_gpt.py "${ARGS[@]}"'], {"num-layers": 4, "hidden-size": 64, "bf16": True}),
-        (["python pretrain_gpt.py --num-layers 4 \\", "  --train-samples 220_000_000 --lr 6.0e-5"],
-         {"num-layers": 4, "train-samples": 220_000_000, "lr": 6e-5}),
-        (["export N='4'", 'CMD="python pretrain_gpt.py --num-layers $N --save \\"a b\\""', "echo $CMD", "eval $CMD"],
-         {"num-layers": 4, "save": "a b"}),
-        (["srun bash -c \"python -u pretrain_gpt.py --num-layers 4 --hidden-size 8\" 2>&1 | tee log"],
-         {"num-layers": 4, "hidden-size": 8}),
-        (["D=bf16", "cd /x && python pretrain_gpt.py --$D --num-layers=4 --split 1,2 $@ > out &"],
-         {"bf16": True, "num-layers": 4, "split": "1,2"}),
-        (["train() {", '  python pretrain_gpt.py --num-layers $1 --save "$2"', "}", "train 4 '/a b'"],
-         {"num-layers": 4, "save": "/a b"}),
-        (["case gpt-7b in", "  *1b) L=2 ;;", "  *7b) L=4 ;;", "esac", "python pretrain_gpt.py --num-layers $L"],
-         {"num-layers": 4}),
-        (["T=$(( 300 * 10 / 7 / 2 ))", "[ $T -gt 5 ] && X='--bf16'", "[[ $T == 5 ]] && X='--fp16'",
-          "python pretrain_gpt.py --train-iters $T $X"], {"train-iters": 214, "bf16": True}),
-        (["cat <<EOT > ds.json", '{"a": "--tensor-model-parallel-size 8"}', "EOT",
-          "deepspeed --num_gpus 4 pretrain_gpt.py --num-layers 4"], {"num-layers": 4, "nproc-per-node": 4}),
-        (["python tools/preprocess_data.py --seq-length 9 --num-layers 3 --workers 5",
-          "python pretrain_gpt.py --num-layers 4"], {"num-layers": 4}),
-        (['run_cmd="python -u `pwd`/pretrain_gpt.py $@ --num-layers 4 --save <PATH TO IT> --fp16 "',
-          'srun -l --output=$DIR/x.log sh -c "${run_cmd}"'], {"num-layers": 4, "save": "%PATH_TO_IT%", "fp16": True}),
-        (["C='--num-layers 4'", "export C", "bash -c 'python -m pretrain_gpt --node_rank ${RANK} $C' 2>&1 | tee x"],
-         {"num-layers": 4, "node-rank": OPEN}),
-        (["A=${LAYERS:-4}", "M=${MODEL^^}", "python pretrain_gpt.py --num-layers ${A}"], {"num-layers": 4}),
-        (['GPT_ARGS="--num-layers 4"', "# the rest is in the file that sources this one", 'MORE=(--hidden-size 8)'],
-         {"num-layers": 4, "hidden-size": 8}),
-        (["X=(--num-layers 4 --lr 1)", "python pretrain_gpt.py $X --hidden-size 3"],
-         {"num-layers": True, "hidden-size": 3}),
+        (
+            ["A=4; B=2", "python pretrain_gpt.py --num-layers $((A * B)) --hidden-size ${B}56"],
+            {"num-layers": 8, "hidden-size": 256},
+        ),
+        (
+            [
+                "ARGS=(",
+                "  --num-layers 4  # four",
+                "  # --hidden-size 8 \\",
+                "  --hidden-size 64",
+                ")",
+                "ARGS+=(--bf16)",
+                'torchrun pretrain_gpt.py "${ARGS[@]}"',
+            ],
+            {"num-layers": 4, "hidden-size": 64, "bf16": True},
+        ),
+        (
+            [
+                "python pretrain_gpt.py --num-layers 4 \\",
+                "  --train-samples 220_000_000 --lr 6.0e-5",
+            ],
+            {"num-layers": 4, "train-samples": 220_000_000, "lr": 6e-5},
+        ),
+        (
+            [
+                "export N='4'",
+                'CMD="python pretrain_gpt.py --num-layers $N --save \\"a b\\""',
+                "echo $CMD",
+                "eval $CMD",
+            ],
+            {"num-layers": 4, "save": "a b"},
+        ),
+        (
+            [
+                'srun bash -c "python -u pretrain_gpt.py --num-layers 4 --hidden-size 8" 2>&1 | '
+                "tee log"
+            ],
+            {"num-layers": 4, "hidden-size": 8},
+        ),
+        (
+            [
+                "D=bf16",
+                "cd /x && python pretrain_gpt.py --$D --num-layers=4 --split 1,2 $@ > out &",
+            ],
+            {"bf16": True, "num-layers": 4, "split": "1,2"},
+        ),
+        (
+            [
+                "train() {",
+                '  python pretrain_gpt.py --num-layers $1 --save "$2"',
+                "}",
+                "train 4 '/a b'",
+            ],
+            {"num-layers": 4, "save": "/a b"},
+        ),
+        (
+            [
+                "case gpt-7b in",
+                "  *1b) L=2 ;;",
+                "  *7b) L=4 ;;",
+                "esac",
+                "python pretrain_gpt.py --num-layers $L",
+            ],
+            {"num-layers": 4},
+        ),
+        (
+            [
+                "T=$(( 300 * 10 / 7 / 2 ))",
+                "[ $T -gt 5 ] && X='--bf16'",
+                "[[ $T == 5 ]] && X='--fp16'",
+                "python pretrain_gpt.py --train-iters $T $X",
+            ],
+            {"train-iters": 214, "bf16": True},
+        ),
+        (
+            [
+                "cat <<EOT > ds.json",
+                '{"a": "--tensor-model-parallel-size 8"}',
+                "EOT",
+                "deepspeed --num_gpus 4 pretrain_gpt.py --num-layers 4",
+            ],
+            {"num-layers": 4, "nproc-per-node": 4},
+        ),
+        (
+            [
+                "python tools/preprocess_data.py --seq-length 9 --num-layers 3 --workers 5",
+                "python pretrain_gpt.py --num-layers 4",
+            ],
+            {"num-layers": 4},
+        ),
+        (
+            [
+                'run_cmd="python -u `pwd`/pretrain_gpt.py $@ --num-layers 4 --save <PATH TO IT> '
+                '--fp16 "',
+                'srun -l --output=$DIR/x.log sh -c "${run_cmd}"',
+            ],
+            {"num-layers": 4, "save": "%PATH_TO_IT%", "fp16": True},
+        ),
+        (
+            [
+                "C='--num-layers 4'",
+                "export C",
+                "bash -c 'python -m pretrain_gpt --node_rank ${RANK} $C' 2>&1 | tee x",
+            ],
+            {"num-layers": 4, "node-rank": OPEN},
+        ),
+        (
+            ["A=${LAYERS:-4}", "M=${MODEL^^}", "python pretrain_gpt.py --num-layers ${A}"],
+            {"num-layers": 4},
+        ),
+        (
+            [
+                'GPT_ARGS="--num-layers 4"',
+                "# the rest is in the file that sources this one",
+                "MORE=(--hidden-size 8)",
+            ],
+            {"num-layers": 4, "hidden-size": 8},
+        ),
+        (
+            ["X=(--num-layers 4 --lr 1)", "python pretrain_gpt.py $X --hidden-size 3"],
+            {"num-layers": True, "hidden-size": 3},
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_the_shell_would_pass(lines, passed):
-    found = {flag: OPEN if isinstance(value, Open) else value for flag, value in flags(script(*lines)).items()}
+    found = {
+        flag: OPEN if isinstance(value, Open) else value
+        for flag, value in flags(script(*lines)).items()
+    }
     assert found == passed
 
 
 def test_words_that_a_line_does_not_go_on_to_are_no_arguments():
-    found = arguments(script(f"torchrun pretrain_gpt.py {SHAPE} \\", "  # --seq-length 8 \\", "  --bf16"))
+    found = arguments(
+        script(f"torchrun pretrain_gpt.py {SHAPE} \\", "  # --seq-length 8 \\", "  --bf16")
+    )
     assert "bf16" not in found.flags
     assert "the line before does not go on" in told(found.ignored)["line 4"][1]
 
@@ -90,36 +191,55 @@ def test_words_that_a_line_does_not_go_on_to_are_no_arguments():
 def test_arguments_that_no_command_uses_are_told():
     found = read(f"torchrun pretrain_gpt.py {SHAPE}", 'MOE="--num-experts 8"', "mkdir -p logs")
     assert found.plan.complete().shape.moe is None
-    assert told(found.ignored)["$MOE"] == ("--num-experts 8", "no training command uses it (line 3)")
+    assert told(found.ignored)["$MOE"] == (
+        "--num-experts 8",
+        "no training command uses it (line 3)",
+    )
     assert told(found.ignored)["line 4"] == ("mkdir -p logs", "another command")
 
 
 def test_a_value_written_twice():
     found = read(f"python pretrain_gpt.py {SHAPE} \\", "  --num-layers 4")
-    assert told(found.ignored)["--num-layers"] == (4, "written twice with the same value (lines 2 and 3)")
+    assert told(found.ignored)["--num-layers"] == (
+        4,
+        "written twice with the same value (lines 2 and 3)",
+    )
     lines = [f"python pretrain_gpt.py {SHAPE} \\", "  --num-layers 6"]
-    assert problems(*lines)["--num-layers"].startswith("is 4 (line 2) and 6 (line 3), written twice; keep one of them")
+    assert problems(*lines)["--num-layers"].startswith(
+        "is 4 (line 2) and 6 (line 3), written twice; keep one of them"
+    )
     assert read(*lines, set={"num-layers": 6}).plan.complete().shape.layers == 6
     assert read(*lines, set={"model.layers": 4}).plan.complete().shape.layers == 4
 
 
 BRANCHES = [
-    'if [ "$SIZE" == big ]; then', "  TP=4; LAYERS=8", "else", "  TP=2; LAYERS=8", "fi",
+    'if [ "$SIZE" == big ]; then',
+    "  TP=4; LAYERS=8",
+    "else",
+    "  TP=2; LAYERS=8",
+    "fi",
     f"torchrun --nproc_per_node 8 pretrain_gpt.py {SHAPE} --tensor-model-parallel-size $TP "
     "--seq-length $((LAYERS * 8))",
-]  # fmt: skip
+]
 
 
 def test_branches_that_differ_are_refused_with_both_lines():
     message = problems(*BRANCHES)["--tensor-model-parallel-size"]
     assert "4 (line 3) or 2 (line 5)" in message and '[ "$SIZE" == big ]' in message
-    assert message.endswith("--set strategy.tensor.size=VALUE, or --set SIZE=VALUE, which the script reads")
+    assert message.endswith(
+        "--set strategy.tensor.size=VALUE, or --set SIZE=VALUE, which the script reads"
+    )
 
 
 @pytest.mark.parametrize(
-    "given, size", [({"strategy.tensor.size": 1}, 1), ({"tensor-model-parallel-size": 4}, 4), ({"SIZE": "big"}, 4),
-                    ({"SIZE": "small"}, 2)],
-)  # fmt: skip
+    "given, size",
+    [
+        ({"strategy.tensor.size": 1}, 1),
+        ({"tensor-model-parallel-size": 4}, 4),
+        ({"SIZE": "big"}, 4),
+        ({"SIZE": "small"}, 2),
+    ],
+)
 def test_branches_are_decided_from_outside(given, size):
     plan = read(*BRANCHES, set=given).plan
     assert plan.strategy.tensor.size == size and plan.training.sequence_length == 64
@@ -138,7 +258,12 @@ def test_a_condition_that_the_file_decides():
 
 
 def test_a_flag_in_one_branch_only_is_open_where_a_plan_needs_it():
-    lines = ["if [ $FP8 = 1 ]; then", "  X='--bf16 --log-interval 5'", "fi", f"python pretrain_gpt.py {SHAPE} $X"]
+    lines = [
+        "if [ $FP8 = 1 ]; then",
+        "  X='--bf16 --log-interval 5'",
+        "fi",
+        f"python pretrain_gpt.py {SHAPE} $X",
+    ]
     assert "given (line 3) or not given" in problems(*lines)["--bf16"]
     found = read(*lines, set={"bf16": True})
     assert found.plan.strategy.precision == "bf16"
@@ -152,7 +277,9 @@ def test_what_only_a_run_would_know_is_named():
         f"python pretrain_gpt.py {SHAPE} --tensor-model-parallel-size $TP --save $DIR $EXTRA_ARGS",
     ]
     message = problems(*lines)["--tensor-model-parallel-size"]
-    assert "$1 (line 2), whose value the file does not say" in message and "--set strategy.tensor.size" in message
+    assert (
+        "$1 (line 2), whose value the file does not say"
+    ) in message and "--set strategy.tensor.size" in message
     found = read(*lines, set={"1": 2})
     assert found.plan.strategy.tensor.size == 2
     assert told(found.untranslated)["--save"][0].startswith("$(pwd)/x")
@@ -207,17 +334,26 @@ def test_a_script_without_a_vocabulary_asks_for_one():
     bare = SHAPE.replace("--vocab-size 512", "")
     assert "--vocab-size" in problems(f"python pretrain_gpt.py {bare}")["--vocab-size"]
     assert read(f"python pretrain_gpt.py {bare}", vocab_size=512).plan.complete().shape.vocab == 512
-    assert "--vocab-size" in problems(f"python pretrain_gpt.py {bare} --tokenizer-type a b")["--vocab-size"]
+    assert (
+        "--vocab-size"
+        in problems(f"python pretrain_gpt.py {bare} --tokenizer-type a b")["--vocab-size"]
+    )
     found = read(f"python pretrain_gpt.py {bare} --tokenizer-type GPT2BPETokenizer")
     assert found.plan.complete().shape.vocab == 50257 == told(found.assumed)["model.vocab"][0]
 
 
 @pytest.mark.parametrize(
-    "text", ["X=" * 400 + "\n--num-layers 4", "A=a\n" + 'A="$A$A"\n' * 60 + "python x.py --num-layers $A",
-             "f() { f; }\nf", "eval " * 50 + "python x.py --num-layers 4", "if [ $A ]; then\n" * 300 + "fi\n" * 300,
-             "python x.py --num-layers $((1/0))", "A=$A$A\nif x; then A=1$A; else A=2$A; fi\n" * 40 +
-             "python x.py --num-layers $A"],
-)  # fmt: skip
+    "text",
+    [
+        "X=" * 400 + "\n--num-layers 4",
+        "A=a\n" + 'A="$A$A"\n' * 60 + "python x.py --num-layers $A",
+        "f() { f; }\nf",
+        "eval " * 50 + "python x.py --num-layers 4",
+        "if [ $A ]; then\n" * 300 + "fi\n" * 300,
+        "python x.py --num-layers $((1/0))",
+        "A=$A$A\nif x; then A=1$A; else A=2$A; fi\n" * 40 + "python x.py --num-layers $A",
+    ],
+)
 def test_odd_scripts_end_in_a_plan_error(text):
     with pytest.raises(PlanError) as caught:
         interop.read(text, "megatron", gpu=CARD, gpus=8)

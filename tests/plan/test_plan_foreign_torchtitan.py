@@ -1,4 +1,6 @@
-"""torchtitan jobs: older names of keys, values that contradict each other, and what is cut to fit is told."""
+"""torchtitan jobs: older names of keys, values that contradict each other, and what is cut to fit
+is told.
+"""
 
 import pytest
 
@@ -25,10 +27,15 @@ def problems(**sections):
 
 def test_the_older_switch_of_float8_is_fp8():
     found = read(float8={"enable_float8_linear": True})
-    assert found.plan.strategy.precision == "fp8" and "float8.enable_float8_linear" in found.translated
+    assert (
+        found.plan.strategy.precision == "fp8" and "float8.enable_float8_linear" in found.translated
+    )
     off = read(float8={"enable_float8_linear": False, "recipe_name": "rowwise"})
     assert off.plan.strategy.precision == "bf16"
-    assert read({"converters": ["float8"]}, float8={"recipe_name": "rowwise"}).plan.strategy.precision == "fp8"
+    assert (
+        read({"converters": ["float8"]}, float8={"recipe_name": "rowwise"}).plan.strategy.precision
+        == "fp8"
+    )
 
 
 def test_two_names_of_the_local_batch_must_agree():
@@ -44,11 +51,15 @@ def test_a_warm_up_longer_than_the_run_is_cut_and_told():
     assert "100 were taken, of 200" in left(found)["lr_scheduler.warmup_steps"]
     older = read(training={"steps": 100, "warmup_steps": 200})
     assert "of 200" in left(older)["training.warmup_steps"]
-    assert problems(training={"warmup_steps": 3}, lr_scheduler={"warmup_steps": 4})["training.warmup_steps"]
+    assert problems(training={"warmup_steps": 3}, lr_scheduler={"warmup_steps": 4})[
+        "training.warmup_steps"
+    ]
 
 
 def test_a_degree_that_two_sections_say_otherwise_names_both():
-    message = problems(training={"tensor_parallel_degree": 2}, parallelism={"tensor_parallel_degree": 4})
+    message = problems(
+        training={"tensor_parallel_degree": 2}, parallelism={"tensor_parallel_degree": 4}
+    )
     words = message["parallelism.tensor_parallel_degree"]
     assert "4 in [parallelism] and 2 in [training]" in words and "{" not in words
 
@@ -57,14 +68,24 @@ def test_without_an_option_every_second_layer_is_recomputed():
     for section in ({}, {"mode": "selective"}):
         found = read(activation_checkpoint=section)
         assert found.plan.strategy.recompute == list(range(1, 32, 2))
-        assert "selective_ac_option" in {n.field: n.why for n in found.assumed}["strategy.recompute"]
+        assert (
+            "selective_ac_option" in {n.field: n.why for n in found.assumed}["strategy.recompute"]
+        )
     assert read(activation_checkpoint={"mode": "none"}).plan.strategy.recompute == "none"
-    assert read(activation_checkpoint={"selective_ac_option": "op"}).plan.strategy.recompute == "selective"
+    assert (
+        read(activation_checkpoint={"selective_ac_option": "op"}).plan.strategy.recompute
+        == "selective"
+    )
 
 
 @pytest.mark.parametrize(
     "parts, kernels",
-    [(None, "compiled"), (["model", "loss"], "compiled"), (["model"], "compiled"), (["loss"], "eager")],
+    [
+        (None, "compiled"),
+        (["model", "loss"], "compiled"),
+        (["model"], "compiled"),
+        (["loss"], "eager"),
+    ],
 )
 def test_layers_are_compiled_where_the_model_is_among_the_parts(parts, kernels):
     found = read(compile={"enable": True} | ({} if parts is None else {"components": parts}))
@@ -85,4 +106,6 @@ def test_a_plan_wholly_in_bf16_is_written_as_such_a_job():
     plan = read(training={"dtype": "bfloat16"}).plan
     written = read_torchtitan.write(plan)
     assert 'dtype = "bfloat16"' in written.text
-    assert not {"training.optimizer.master", "training.optimizer.moments"} & {n.field for n in written.untranslated}
+    assert not {"training.optimizer.master", "training.optimizer.moments"} & {
+        n.field for n in written.untranslated
+    }

@@ -1,4 +1,6 @@
-"""What an import says when it refuses: the key, the lines and every name at once, in words and not in Python's."""
+"""What an import says when it refuses: the key, the lines and every name at once, in words and not
+in Python's.
+"""
 
 import pytest
 
@@ -16,8 +18,12 @@ def test_every_unknown_key_is_named_with_close_names_only():
     found = read(JOB + "zork = 3\nsteqs = 4\n[parallelism]\ntensor_paralel_degree = 2\n")
     assert set(found) == {"training.zork", "training.steqs", "parallelism.tensor_paralel_degree"}
     assert "did you mean training.steps" in found["training.steqs"]
-    assert "did you mean parallelism.tensor_parallel_degree" in found["parallelism.tensor_paralel_degree"]
-    assert "did you mean" not in found["training.zork"] and "for example" not in found["training.zork"]
+    assert ("did you mean parallelism.tensor_parallel_degree") in found[
+        "parallelism.tensor_paralel_degree"
+    ]
+    assert (
+        "did you mean" not in found["training.zork"] and "for example" not in found["training.zork"]
+    )
     assert "--lenient" in found["training.zork"]
 
 
@@ -28,11 +34,13 @@ def test_a_close_name_of_another_section_is_offered():
 
 @pytest.mark.parametrize(
     "more, field, words",
-    [("steps = 200\n", "training.steps", "is written twice (lines 5 and 6)"),
-     ("[model]\nname = 'llama3'\n", "model", "is written twice (lines 1 and 6)"),
-     ("[optimizer]\nlr = 1e-3\nlr = 2e-3\n", "optimizer.lr", "is written twice (lines 7 and 8)"),
-     ("a = {b = 1, b = 2}\n", "file", "not valid TOML")],
-)  # fmt: skip
+    [
+        ("steps = 200\n", "training.steps", "is written twice (lines 5 and 6)"),
+        ("[model]\nname = 'llama3'\n", "model", "is written twice (lines 1 and 6)"),
+        ("[optimizer]\nlr = 1e-3\nlr = 2e-3\n", "optimizer.lr", "is written twice (lines 7 and 8)"),
+        ("a = {b = 1, b = 2}\n", "file", "not valid TOML"),
+    ],
+)
 def test_a_key_that_toml_has_twice_is_named_with_its_lines(more, field, words):
     assert words in read(JOB + more)[field]
 
@@ -44,5 +52,7 @@ def test_a_file_that_is_no_text_is_said_so(tmp_path):
 
 
 def test_a_missing_word_is_not_none():
-    message = read("fsdp_config: {fsdp_version: 2}\nnum_processes: 8\n", model="tiny")["distributed_type"]
+    message = read("fsdp_config: {fsdp_version: 2}\nnum_processes: 8\n", model="tiny")[
+        "distributed_type"
+    ]
     assert message.startswith("is missing; legal here: FSDP")

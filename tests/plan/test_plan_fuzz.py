@@ -1,4 +1,6 @@
-"""Whatever stands in a plan file, the answer is a plan that means the same when read back, or a `PlanError`."""
+"""Whatever stands in a plan file, the answer is a plan that means the same when read back, or a
+`PlanError`.
+"""
 
 import copy
 import math
@@ -9,20 +11,56 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.mutation import mutate
-from workbench.plan import plan_files
 from workbench.errors import PlanError
-from workbench.plan.schema import Plan
+from workbench.plan import plan_files
 from workbench.plan.rules.supported import unsupported
+from workbench.plan.schema import Plan
 
 WRITTEN = [
-    plan_files.plain(Plan.of("tiny", gpu="h100-sxm-80gb", gpus=8, strategy="megatron-3d").complete()),
-    plan_files.plain(Plan.of("deepseek-v2-lite", gpu="a100-sxm-80gb", gpus=16, strategy="deepseek-v3").complete()),
+    plan_files.plain(
+        Plan.of("tiny", gpu="h100-sxm-80gb", gpus=8, strategy="megatron-3d").complete()
+    ),
+    plan_files.plain(
+        Plan.of("deepseek-v2-lite", gpu="a100-sxm-80gb", gpus=16, strategy="deepseek-v3").complete()
+    ),
     plan_files.plain(Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3")),
 ]
 VALUES = [
-    None, 0, -1, 1, 2, 3, 5, 7, 8, 10**12, 1.5, math.inf, math.nan, "", "x", "auto", "all", "node", "rest", [], [1],
-    [2, 2], [0], ["a"], {}, {"a": 1}, True, False, "1f1b", "3e-4", [[1]], "../../etc", "\x00", "é" * 300,
-]  # fmt: skip
+    None,
+    0,
+    -1,
+    1,
+    2,
+    3,
+    5,
+    7,
+    8,
+    10**12,
+    1.5,
+    math.inf,
+    math.nan,
+    "",
+    "x",
+    "auto",
+    "all",
+    "node",
+    "rest",
+    [],
+    [1],
+    [2, 2],
+    [0],
+    ["a"],
+    {},
+    {"a": 1},
+    True,
+    False,
+    "1f1b",
+    "3e-4",
+    [[1]],
+    "../../etc",
+    "\x00",
+    "é" * 300,
+]
 
 
 def test_what_a_mutation_added_may_be_mutated_again():

@@ -1,4 +1,6 @@
-"""Hugging Face configurations: every key used, told or unknown; wrong types refused by name, whatever stands there."""
+"""Hugging Face configurations: every key used, told or unknown; wrong types refused by name,
+whatever stands there.
+"""
 
 import copy
 import json
@@ -8,21 +10,63 @@ import pytest
 
 from tests.plan.mutation import mutate
 from tests.plan.test_plan_catalog import DEEPSEEK, GPT2, LLAMA
-from workbench.plan.catalog import huggingface_config
 from workbench.errors import PlanError
-from workbench.plan.schema import Plan
+from workbench.plan.catalog import huggingface_config
 from workbench.plan.rules.supported import unsupported
+from workbench.plan.schema import Plan
 
-BLOOM = {"model_type": "bloom", "n_layer": 2, "hidden_size": 64, "n_head": 4, "vocab_size": 512, "seq_length": 64}
-OPT = {"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_dim": 128,
-       "vocab_size": 512, "activation_function": "relu"}  # fmt: skip
+BLOOM = {
+    "model_type": "bloom",
+    "n_layer": 2,
+    "hidden_size": 64,
+    "n_head": 4,
+    "vocab_size": 512,
+    "seq_length": 64,
+}
+OPT = {
+    "model_type": "opt",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "ffn_dim": 128,
+    "vocab_size": 512,
+    "activation_function": "relu",
+}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-QWEN2 = {**LLAMA, "model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+QWEN2 = {
+    **LLAMA,
+    "model_type": "qwen2",
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": None}
 ALL = [LLAMA, GPT2, DEEPSEEK, BLOOM, OPT, MIXTRAL, QWEN2, MISTRAL]
 SCALED = {"type": "linear", "factor": 4.0}, {"rope_type": "llama3", "factor": 8.0}
-VALUES = [None, 0, -1, 1, 3, 7.5, 10**12, 10**400, 1e308, "", "x", "4096", [], [1], {}, {"a": 1}, True, False,
-          ["full_attention", 3], {"rope_type": 3}, {"rope_theta": "x"}, {"a": {"b": [1]}}]  # fmt: skip
+VALUES = [
+    None,
+    0,
+    -1,
+    1,
+    3,
+    7.5,
+    10**12,
+    10**400,
+    1e308,
+    "",
+    "x",
+    "4096",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    True,
+    False,
+    ["full_attention", 3],
+    {"rope_type": 3},
+    {"rope_theta": "x"},
+    {"a": {"b": [1]}},
+]
 
 
 def message(config):
@@ -32,38 +76,58 @@ def message(config):
 
 
 @pytest.mark.parametrize("value", ["4096", [4096], -1, 0, True, 7.5, {"a": 1}, 10**400])
-@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "num_key_value_heads", "vocab_size"])
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "hidden_size", "num_key_value_heads", "vocab_size"]
+)
 def test_a_value_of_the_wrong_type_is_refused_by_its_key(key, value):
     assert f"{key} of 'config.json' is" in message({**LLAMA, key: value})
 
 
-@pytest.mark.parametrize("key, value, words", [
-    ("rope_theta", "1e4", "a number above 0"), ("rope_theta", -1, "a number above 0"), ("rope_theta", True, "a number"),
-    ("rope_parameters", [1], "a mapping"), ("rope_scaling", "linear", "a mapping"),
-    ("hidden_act", ["silu"], "legal: silu"),
-    ("tie_word_embeddings", "yes", "true or false"), ("layer_types", "full", "a list"),
-    ("model_type", [1], "[1]; legal:"),
-    ("rope_parameters", {"rope_theta": 1e4}, "is 500000, but in rope_parameters 10000"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("rope_theta", "1e4", "a number above 0"),
+        ("rope_theta", -1, "a number above 0"),
+        ("rope_theta", True, "a number"),
+        ("rope_parameters", [1], "a mapping"),
+        ("rope_scaling", "linear", "a mapping"),
+        ("hidden_act", ["silu"], "legal: silu"),
+        ("tie_word_embeddings", "yes", "true or false"),
+        ("layer_types", "full", "a list"),
+        ("model_type", [1], "[1]; legal:"),
+        ("rope_parameters", {"rope_theta": 1e4}, "is 500000, but in rope_parameters 10000"),
+    ],
+)
 def test_other_values_are_refused_by_their_key(key, value, words):
     found = message({**LLAMA, key: value})
     assert key in found and words in found
 
 
 def test_deepseeks_own_code_is_the_model_that_is_known_here():
-    own = {"AutoConfig": "configuration_deepseek.DeepseekV3Config",
-           "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}  # fmt: skip
+    own = {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+    }
     with_code = {**DEEPSEEK, "auto_map": own, "architectures": ["DeepseekV3ForCausalLM"]}
-    assert huggingface_config.shape_of(with_code).unmodelled == huggingface_config.shape_of(DEEPSEEK).unmodelled
+    assert (
+        huggingface_config.shape_of(with_code).unmodelled
+        == huggingface_config.shape_of(DEEPSEEK).unmodelled
+    )
     other = {**own, "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    assert "OwnForCausalLM" in huggingface_config.shape_of({**DEEPSEEK, "auto_map": other}).unmodelled
+    assert (
+        "OwnForCausalLM" in huggingface_config.shape_of({**DEEPSEEK, "auto_map": other}).unmodelled
+    )
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config["model_type"])
 def test_any_key_may_hold_anything(config):
     pick, read, refused = random.Random(config["model_type"]), 0, 0
     for _ in range(500):
-        data = copy.deepcopy(config) | {"rope_scaling": None, "rope_parameters": {}, "layer_types": None}
+        data = copy.deepcopy(config) | {
+            "rope_scaling": None,
+            "rope_parameters": {},
+            "layer_types": None,
+        }
         for _ in range(pick.choice([1, 1, 2, 3])):
             mutate(data, pick, VALUES)
         try:
@@ -75,48 +139,94 @@ def test_any_key_may_hold_anything(config):
     assert read and refused, "a test that refuses or reads everything tests nothing"
 
 
-@pytest.mark.parametrize("more, words", [
-    ({"rope_scaling": SCALED[0]}, "rope_scaling of type 'linear'"),
-    ({"rope_scaling": SCALED[1]}, "rope_scaling of type 'llama3'"),
-    ({"rope_theta": None, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-     "rope_parameters of type 'yarn'"),
-    ({"rope_theta": None, "rope_parameters": {"full": {"rope_theta": 1e6}, "sliding": {"rope_theta": 1e4}}},
-     "rope_parameters that differ"),
-    ({"quantization_config": {"bits": 4}}, 'quantization_config {"bits": 4}'),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-    ({"attention_bias": True}, "attention_bias on the output projection"),
-    ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types with linear_attention"),
-    ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types with full_attention"),
-    ({"architectures": ["LlamaCycleForCausalLM"]}, "architectures 'LlamaCycleForCausalLM', which is no Llama"),
-    ({"auto_map": {"AutoModelForCausalLM": "modeling_own.LlamaForCausalLM"}},
-     "auto_map: the model's own code 'modeling_own.LlamaForCausalLM'"),
-])  # fmt: skip
-def test_what_a_shape_cannot_say_is_planned_told_and_refused_where_it_would_run(tmp_path, more, words):
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"rope_scaling": SCALED[0]}, "rope_scaling of type 'linear'"),
+        ({"rope_scaling": SCALED[1]}, "rope_scaling of type 'llama3'"),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "rope_parameters of type 'yarn'",
+        ),
+        (
+            {
+                "rope_theta": None,
+                "rope_parameters": {"full": {"rope_theta": 1e6}, "sliding": {"rope_theta": 1e4}},
+            },
+            "rope_parameters that differ",
+        ),
+        ({"quantization_config": {"bits": 4}}, 'quantization_config {"bits": 4}'),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"attention_bias": True}, "attention_bias on the output projection"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "layer_types with linear_attention",
+        ),
+        (
+            {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types with full_attention",
+        ),
+        (
+            {"architectures": ["LlamaCycleForCausalLM"]},
+            "architectures 'LlamaCycleForCausalLM', which is no Llama",
+        ),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "modeling_own.LlamaForCausalLM"}},
+            "auto_map: the model's own code 'modeling_own.LlamaForCausalLM'",
+        ),
+    ],
+)
+def test_what_a_shape_cannot_say_is_planned_told_and_refused_where_it_would_run(
+    tmp_path, more, words
+):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **more}))
     full = Plan.of(str(tmp_path), gpu="h100-sxm-80gb", gpus=1).complete()
     assert words in full.shape.unmodelled
     assert words in {p.field: p.message for p in unsupported(full, "run")}["model.unmodelled"]
-    assert not any(p.field == "model.unmodelled" for verb in ("estimate", "rehearse") for p in unsupported(full, verb))
+    assert not any(
+        p.field == "model.unmodelled"
+        for verb in ("estimate", "rehearse")
+        for p in unsupported(full, verb)
+    )
     assert words in "; ".join(huggingface_config.account(str(tmp_path)).not_modelled.values())
 
 
 def test_the_catalog_says_the_same_of_a_model_as_its_configuration():
-    config = {**LLAMA, "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64,
-              "rope_scaling": {"rope_type": "llama3", "factor": 32.0}}  # fmt: skip
+    config = {
+        **LLAMA,
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "head_dim": 64,
+        "rope_scaling": {"rope_type": "llama3", "factor": 32.0},
+    }
     told = huggingface_config.shape_of(config).unmodelled
     for name in ("llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b"):
         full = Plan.of(name, gpu="h100-sxm-80gb", gpus=1).complete()
-        assert full.shape.unmodelled == told and "model.unmodelled" in {p.field for p in unsupported(full, "run")}
+        assert full.shape.unmodelled == told and "model.unmodelled" in {
+            p.field for p in unsupported(full, "run")
+        }
     assert Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=1).complete().shape.unmodelled is None
 
 
-@pytest.mark.parametrize("more", [
-    {"rope_scaling": None}, {"rope_scaling": {"rope_type": "default"}}, {"partial_rotary_factor": 1.0},
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}}, {"quantization_config": None},
-    {"architectures": ["LlamaForCausalLM"]}, {"architectures": ["LLaMAForCausalLM"]}, {"architectures": None},
-    {"auto_map": {}}, {"auto_map": {"AutoTokenizer": ["tokenization_own.Tokenizer", None]}},
-    {"layer_types": ["full_attention"] * 32}, {"attention_bias": True, "mlp_bias": True}, {"num_hidden_layers": 40},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"rope_scaling": None},
+        {"rope_scaling": {"rope_type": "default"}},
+        {"partial_rotary_factor": 1.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
+        {"quantization_config": None},
+        {"architectures": ["LlamaForCausalLM"]},
+        {"architectures": ["LLaMAForCausalLM"]},
+        {"architectures": None},
+        {"auto_map": {}},
+        {"auto_map": {"AutoTokenizer": ["tokenization_own.Tokenizer", None]}},
+        {"layer_types": ["full_attention"] * 32},
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_hidden_layers": 40},
+    ],
+)
 def test_what_changes_nothing_is_not_called_lost(more):
     assert huggingface_config.shape_of({**LLAMA, **more}).unmodelled is None
 
@@ -128,18 +238,33 @@ def test_the_base_of_transformers_5():
 
 
 def test_windows_by_family():
-    assert huggingface_config.shape_of({k: v for k, v in MISTRAL.items() if k != "sliding_window"}).window == 4096
-    assert huggingface_config.shape_of(MISTRAL).window is None and huggingface_config.shape_of(QWEN2).window is None
+    assert (
+        huggingface_config.shape_of(
+            {k: v for k, v in MISTRAL.items() if k != "sliding_window"}
+        ).window
+        == 4096
+    )
+    assert (
+        huggingface_config.shape_of(MISTRAL).window is None
+        and huggingface_config.shape_of(QWEN2).window is None
+    )
     on = {**QWEN2, "use_sliding_window": True}
-    assert huggingface_config.shape_of(on).window == 4096 and "max_window_layers 28" in huggingface_config.shape_of(on).unmodelled
+    assert (
+        huggingface_config.shape_of(on).window == 4096
+        and "max_window_layers 28" in huggingface_config.shape_of(on).unmodelled
+    )
     assert huggingface_config.shape_of({**on, "max_window_layers": 0}).unmodelled is None
 
 
 def test_gates_of_deepseek_add_up_to_one_as_its_configuration_says():
     assert huggingface_config.shape_of(DEEPSEEK).moe.renormalise
     assert not huggingface_config.shape_of({**DEEPSEEK, "norm_topk_prob": False}).moe.renormalise
-    assert not huggingface_config.shape_of({**DEEPSEEK, "model_type": "deepseek_v2"}).moe.renormalise
-    assert "scoring_func 'sigmoid'" in huggingface_config.shape_of({**DEEPSEEK, "scoring_func": "sigmoid"}).unmodelled
+    assert not huggingface_config.shape_of(
+        {**DEEPSEEK, "model_type": "deepseek_v2"}
+    ).moe.renormalise
+    assert ("scoring_func 'sigmoid'") in huggingface_config.shape_of(
+        {**DEEPSEEK, "scoring_func": "sigmoid"}
+    ).unmodelled
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config["model_type"])
@@ -160,7 +285,9 @@ def test_every_key_is_accounted_for_once(tmp_path, config):
 
 
 def test_a_key_written_twice_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8, "hidden_size": 16}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 8, "hidden_size": 16}'
+    )
     with pytest.raises(PlanError, match="hidden_size is written twice"):
         huggingface_config.read(str(tmp_path))
 
@@ -168,7 +295,13 @@ def test_a_key_written_twice_is_refused(tmp_path):
 def test_a_rehearsal_is_that_of_the_model_without_what_is_not_modelled_and_says_so(tmp_path):
     from workbench.rehearsal.rehearse import rehearse
 
-    small = {**LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small = {
+        **LLAMA,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config, found = {**small, "num_hidden_layers": 2, "vocab_size": 256}, []
     for more in ({}, {"rope_scaling": SCALED[1]}):
         (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
@@ -179,14 +312,18 @@ def test_a_rehearsal_is_that_of_the_model_without_what_is_not_modelled_and_says_
 
 
 def test_plan_lists_every_key_estimate_says_what_it_leaves_out_and_verify_refuses(ask, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_scaling": SCALED[1], "house_style": 1}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**LLAMA, "rope_scaling": SCALED[1], "house_style": 1})
+    )
     choice = ["--model", tmp_path, "--gpu", "h100-sxm-80gb", "--gpus", "1"]
     code, out, _ = ask("plan", *choice, "--json")
     config = json.loads(out)["config"]
     assert code == 0 and config["not_modelled"] == {"rope_scaling": "rope_scaling of type 'llama3'"}
     assert config["unknown"] == {"house_style": 1} and "rope_theta" in config["used"]
     code, out, _ = ask("plan", *choice)
-    assert "unknown: house_style = 1" in out and "planned without, and refused by run" in " ".join(out.split())
+    assert "unknown: house_style = 1" in out and (
+        "planned without, and refused by run"
+    ) in " ".join(out.split())
     code, out, _ = ask("estimate", *choice, "--json")
     assert json.loads(out)["not_modelled"] == "rope_scaling of type 'llama3'"
     code, _, err = ask("verify", *choice)

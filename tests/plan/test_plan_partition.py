@@ -23,18 +23,23 @@ def costliest(blocks: list[float], counts: list[int], first: float, last: float)
 
 
 @given(
-    st.lists(st.integers(1, 9).map(float), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 9),
+    st.lists(st.integers(1, 9).map(float), min_size=1, max_size=8),
+    st.integers(1, 8),
+    st.integers(0, 9),
     st.integers(0, 20),
-)  # fmt: skip
+)
 @settings(max_examples=150, deadline=None)
 def test_no_other_way_is_better(blocks: list[float], stages: int, first: int, last: int) -> None:
     stages = min(stages, len(blocks))
     found = dealt(blocks, stages, first, last)
     assert len(found) == stages and sum(found) == len(blocks) and min(found) >= 1
     ways = (
-        [b - a for a, b in pairwise((0, *cut, len(blocks)))] for cut in combinations(range(1, len(blocks)), stages - 1)
+        [b - a for a, b in pairwise((0, *cut, len(blocks)))]
+        for cut in combinations(range(1, len(blocks)), stages - 1)
     )
-    assert costliest(blocks, found, first, last) == min(costliest(blocks, way, first, last) for way in ways)
+    assert costliest(blocks, found, first, last) == min(
+        costliest(blocks, way, first, last) for way in ways
+    )
 
 
 def test_leading_dense_blocks_weigh_what_they_cost() -> None:
@@ -42,7 +47,9 @@ def test_leading_dense_blocks_weigh_what_they_cost() -> None:
     embedding, blocks, head = costs(shape, 4096)
     found = balanced(shape, 8, 4096)
     assert len(set(blocks)) > 1
-    assert costliest(blocks, found, embedding, head) <= costliest(blocks, [7, 8, 8, 8, 8, 8, 7, 7], embedding, head)
+    assert costliest(blocks, found, embedding, head) <= costliest(
+        blocks, [7, 8, 8, 8, 8, 8, 7, 7], embedding, head
+    )
 
 
 def test_equal_blocks_are_dealt_as_the_exact_way_deals_them() -> None:
@@ -50,4 +57,6 @@ def test_equal_blocks_are_dealt_as_the_exact_way_deals_them() -> None:
     embedding, blocks, head = costs(shape, 8192)
     for stages in (1, 2, 3, 5, 8, 16, 32):
         counts = [balanced(shape, stages, 8192), dealt(blocks, stages, embedding, head)]
-        assert costliest(blocks, counts[0], embedding, head) == costliest(blocks, counts[1], embedding, head)
+        assert costliest(blocks, counts[0], embedding, head) == costliest(
+            blocks, counts[1], embedding, head
+        )

@@ -5,11 +5,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.safe_io import yaml_files
-from workbench.plan.plan_diff import diff
 from workbench.errors import PlanError
-from workbench.plan.schema import Plan
+from workbench.plan.plan_diff import diff
 from workbench.plan.plan_files import assignments, parse
+from workbench.plan.schema import Plan
+from workbench.safe_io import yaml_files
 
 SHORT = """
 model: tiny
@@ -30,16 +30,29 @@ def test_exponent_without_a_point_is_a_number():
 
 
 @pytest.mark.parametrize(
-    "text, value", [("yes", "yes"), ("010", 10), ("1:30", "1:30"), ("", None), ("true", True), ("1.", 1.0)]
+    "text, value",
+    [("yes", "yes"), ("010", 10), ("1:30", "1:30"), ("", None), ("true", True), ("1.", 1.0)],
 )
 def test_core_schema_of_yaml_1_2(text, value):
     assert yaml_files.parse(f"key: {text}") == {"key": value}
 
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="ascii"))
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(codec="ascii"))
+)
 
 
-@given(st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(min_size=1), inner), max_leaves=8))
+@given(
+    st.recursive(
+        scalars,
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(min_size=1), inner),
+        max_leaves=8,
+    )
+)
 def test_whatever_is_dumped_reads_back_equal(value):
     assert yaml_files.parse(yaml_files.dump(value)) == value
 
@@ -50,7 +63,9 @@ def test_files_read_alike_by_yaml_1_1():
 
 
 def test_duplicate_keys_are_refused_with_their_lines():
-    found = problems("model: tiny\ncluster: {gpu: local, gpus: 1}\ntraining:\n  steps: 3\n  steps: 4\n")
+    found = problems(
+        "model: tiny\ncluster: {gpu: local, gpus: 1}\ntraining:\n  steps: 3\n  steps: 4\n"
+    )
     assert "lines 4 and 5" in found["steps"]
 
 
@@ -75,23 +90,31 @@ def test_complete_plan_round_trips_exactly():
 
 
 def test_unknown_key_says_what_was_meant_and_what_is_legal():
-    message = problems("model: tiny\ncluster: {gpu: local, gpus: 1}\ntraining: {step: 3}")["training.step"]
+    message = problems("model: tiny\ncluster: {gpu: local, gpus: 1}\ntraining: {step: 3}")[
+        "training.step"
+    ]
     assert "did you mean steps?" in message and "global_batch" in message
 
 
 def test_several_problems_come_together():
-    text = "model: tiny\ncluster: {gpu: local, gpus: two}\ntraining: {micro_batch: -1, steps: 1.5}\n"
+    text = (
+        "model: tiny\ncluster: {gpu: local, gpus: two}\ntraining: {micro_batch: -1, steps: 1.5}\n"
+    )
     assert set(problems(text)) == {"cluster.gpus", "training.micro_batch", "training.steps"}
 
 
 def test_wrong_value_is_shown_with_every_legal_kind():
-    found = problems("model: tiny\ncluster: {gpu: local, gpus: 1}\nstrategy: {pipeline: {partition: even}}")
+    found = problems(
+        "model: tiny\ncluster: {gpu: local, gpus: 1}\nstrategy: {pipeline: {partition: even}}"
+    )
     message = found["strategy.pipeline.partition"]
     assert "'even'" in message and "'balanced'" in message and "a list" in message
 
 
 def test_inline_model_errors_do_not_mention_other_kinds_of_model():
-    found = problems("model: {layers: 2, hidden: 64, heads: 4, ffn: 128}\ncluster: {gpu: local, gpus: 1}")
+    found = problems(
+        "model: {layers: 2, hidden: 64, heads: 4, ffn: 128}\ncluster: {gpu: local, gpus: 1}"
+    )
     assert found == {"model.vocab": "is missing"}
 
 
@@ -100,7 +123,10 @@ def test_a_list_is_no_plan():
 
 
 def test_corpus_may_be_a_bare_string():
-    assert parse("model: tiny\ncluster: {gpu: local, gpus: 1}\ncorpus: stdlib").corpus.source == "stdlib"
+    assert (
+        parse("model: tiny\ncluster: {gpu: local, gpus: 1}\ncorpus: stdlib").corpus.source
+        == "stdlib"
+    )
 
 
 def test_replace_below_a_catalog_name_writes_the_entry_out():
@@ -132,7 +158,15 @@ def test_load_missing_file():
 
 
 @pytest.mark.parametrize(
-    "text", ["? [a, b]\n: 1", "a: {[b]: 1}", "a: !!bool maybe", "a: !!int x", "a: !!timestamp x", "a: " + "[" * 3000]
+    "text",
+    [
+        "? [a, b]\n: 1",
+        "a: {[b]: 1}",
+        "a: !!bool maybe",
+        "a: !!int x",
+        "a: !!timestamp x",
+        "a: " + "[" * 3000,
+    ],
 )
 def test_yaml_that_means_nothing_is_told_of_its_file(text):
     with pytest.raises(PlanError, match=r"^plan: not valid YAML"):
@@ -140,9 +174,13 @@ def test_yaml_that_means_nothing_is_told_of_its_file(text):
 
 
 def test_a_grid_without_sides_is_refused():
-    text = "model: tiny\ncluster: {gpu: local, gpus: 1}\nstrategy: {tensor: {size: [], algorithm: 2d}}"
+    text = (
+        "model: tiny\ncluster: {gpu: local, gpus: 1}\nstrategy: {tensor: {size: [], algorithm: 2d}}"
+    )
     assert "is []; " in problems(text)["strategy.tensor.size"]
 
 
 def test_a_key_that_is_no_text_is_refused():
-    assert "is 1; must be text" in problems("1: 2\nmodel: tiny\ncluster: {gpu: local, gpus: 1}")["1"]
+    assert (
+        "is 1; must be text" in problems("1: 2\nmodel: tiny\ncluster: {gpu: local, gpus: 1}")["1"]
+    )

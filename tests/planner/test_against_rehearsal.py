@@ -1,4 +1,6 @@
-"""The estimate against the real engine on fake tensors: peak memory per rank, and every collective of a step."""
+"""The estimate against the real engine on fake tensors: peak memory per rank, and every collective
+of a step.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +11,68 @@ from typing import Any
 
 import pytest
 
+from workbench.costmodel.memory.loss_memory import run_tokens
 from workbench.kernels.linear_cross_entropy import chunk_tokens
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.costmodel.memory.loss_memory import run_tokens
 from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
 
 ODD = {
-    "layers": 5, "hidden": 96, "heads": 4, "kv_heads": 4, "ffn": 160, "vocab": 3000, "max_positions": 128,
-    "norm": "layernorm", "mlp": "relu", "positions": "learned", "biases": "all", "tied": True,
-}  # fmt: skip
-SHARED = {"layers": 3, "hidden": 96, "heads": 8, "kv_heads": 2, "ffn": 160, "vocab": 3000, "biases": "qkv"}
+    "layers": 5,
+    "hidden": 96,
+    "heads": 4,
+    "kv_heads": 4,
+    "ffn": 160,
+    "vocab": 3000,
+    "max_positions": 128,
+    "norm": "layernorm",
+    "mlp": "relu",
+    "positions": "learned",
+    "biases": "all",
+    "tied": True,
+}
+SHARED = {
+    "layers": 3,
+    "hidden": 96,
+    "heads": 8,
+    "kv_heads": 2,
+    "ffn": 160,
+    "vocab": 3000,
+    "biases": "qkv",
+}
 """Fewer key-value heads than tensor ranks."""
 
 CASES = [
-    ("tiny", "fp32", "single", 1), ("tiny", "bf16", "ddp", 2), ("tiny", "fp32", "megatron-tp", 2),
-    ("tiny", "bf16", "tensor-pipeline", 4), ("tiny-gpt", "fp32", "dapple", 3), ("tiny-gpt", "fp32", "gpipe", 2),
-    (ODD, "fp32", "single", 1), (ODD, "fp32", "dapple", 2), (ODD, "fp32", "tensor-pipeline", 4),
-    ("tiny", "bf16", "megatron-tp", 4), (SHARED, "fp32", "megatron-tp", 4),
-    ("tiny", "bf16", "interleaved", 2), ("tiny", "fp32", "zero-bubble", 2), ("tiny", "bf16", "zero-bubble", 4),
+    ("tiny", "fp32", "single", 1),
+    ("tiny", "bf16", "ddp", 2),
+    ("tiny", "fp32", "megatron-tp", 2),
+    ("tiny", "bf16", "tensor-pipeline", 4),
+    ("tiny-gpt", "fp32", "dapple", 3),
+    ("tiny-gpt", "fp32", "gpipe", 2),
+    (ODD, "fp32", "single", 1),
+    (ODD, "fp32", "dapple", 2),
+    (ODD, "fp32", "tensor-pipeline", 4),
+    ("tiny", "bf16", "megatron-tp", 4),
+    (SHARED, "fp32", "megatron-tp", 4),
+    ("tiny", "bf16", "interleaved", 2),
+    ("tiny", "fp32", "zero-bubble", 2),
+    ("tiny", "bf16", "zero-bubble", 4),
     (ODD, "fp32", "zero-bubble", 3),
-    ("tiny", "fp32", "zb-v", 2), ("tiny-gpt", "fp32", "dualpipe-v", 2),
-]  # fmt: skip
+    ("tiny", "fp32", "zb-v", 2),
+    ("tiny-gpt", "fp32", "dualpipe-v", 2),
+]
 
 
 def small(model: Any, strategy: str, gpus: int, precision: str) -> Plan:
     changes = {
-        "model": model, "strategy.precision": precision, "strategy.data.bucket_mib": 1.0,
-        "training.sequence_length": 128, "training.micro_batch": 2, "training.global_batch": 4 * gpus,
-    }  # fmt: skip
+        "model": model,
+        "strategy.precision": precision,
+        "strategy.data.bucket_mib": 1.0,
+        "training.sequence_length": 128,
+        "training.micro_batch": 2,
+        "training.global_batch": 4 * gpus,
+    }
     return Plan.of("tiny", gpu="local", gpus=gpus, strategy=strategy, set=changes)
 
 
@@ -53,7 +87,9 @@ def traffic(profile: Profile) -> Counter[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(("model", "precision", "strategy", "gpus"), CASES)
-def test_peaks_and_collectives_are_the_engines(model: Any, precision: str, strategy: str, gpus: int) -> None:
+def test_peaks_and_collectives_are_the_engines(
+    model: Any, precision: str, strategy: str, gpus: int
+) -> None:
     plan = small(model, strategy, gpus, precision)
     estimated, rehearsed = estimate(plan), rehearse(plan)
     assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
@@ -64,23 +100,34 @@ def test_peaks_and_collectives_are_the_engines(model: Any, precision: str, strat
 @pytest.mark.parametrize(
     ("model", "precision", "strategy", "gpus", "kernels"),
     [
-        ("tiny", "fp32", "single", 1, "compiled"), ("tiny", "fp16", "single", 1, "fused"),
-        ("tiny", "bf16", "tensor-pipeline", 4, "fused"), ("tiny-gpt", "fp32", "gpipe", 2, "fused"),
-        (ODD, "bf16", "single", 1, "fused"), (ODD, "fp32", "zero-bubble", 3, "compiled"),
-        (SHARED, "fp32", "megatron-tp", 4, "fused"), ("tiny", "bf16", "zero-2", 2, "fused"),
-        ("tiny", "bf16", "colossal-2d", 4, "fused"), ("tiny-moe", "fp32", "ddp", 2, "fused"),
+        ("tiny", "fp32", "single", 1, "compiled"),
+        ("tiny", "fp16", "single", 1, "fused"),
+        ("tiny", "bf16", "tensor-pipeline", 4, "fused"),
+        ("tiny-gpt", "fp32", "gpipe", 2, "fused"),
+        (ODD, "bf16", "single", 1, "fused"),
+        (ODD, "fp32", "zero-bubble", 3, "compiled"),
+        (SHARED, "fp32", "megatron-tp", 4, "fused"),
+        ("tiny", "bf16", "zero-2", 2, "fused"),
+        ("tiny", "bf16", "colossal-2d", 4, "fused"),
+        ("tiny-moe", "fp32", "ddp", 2, "fused"),
     ],
-)  # fmt: skip
-def test_so_they_are_with_replaced_seams(model: Any, precision: str, strategy: str, gpus: int, kernels: str) -> None:
+)
+def test_so_they_are_with_replaced_seams(
+    model: Any, precision: str, strategy: str, gpus: int, kernels: str
+) -> None:
     plan = small(model, strategy, gpus, precision).replace(**{"strategy.kernels": kernels})
     for length in (128, 1024):  # a processor leaves small seams plain
-        plan = plan.replace(**{"training.sequence_length": min(length, plan.complete().shape.max_positions)})
+        plan = plan.replace(
+            **{"training.sequence_length": min(length, plan.complete().shape.max_positions)}
+        )
         estimated, rehearsed = estimate(plan), rehearse(plan)
         assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
         assert traffic(estimated) == traffic(rehearsed)
 
 
-@pytest.mark.parametrize(("tokens", "vocab"), [(1, 7), (300, 1000), (5000, 32000), (8192, 128), (70000, 50257)])
+@pytest.mark.parametrize(
+    ("tokens", "vocab"), [(1, 7), (300, 1000), (5000, 32000), (8192, 128), (70000, 50257)]
+)
 def test_the_planner_knows_how_many_tokens_the_loss_takes_at_once(tokens: int, vocab: int) -> None:
     for hidden in (8, 96, 4096):
         assert run_tokens(tokens, hidden, vocab) == chunk_tokens(tokens, hidden, vocab)
@@ -93,16 +140,24 @@ THREE = SHARED | {"layers": 2, "heads": 9, "kv_heads": 3, "head_dim": 10, "ffn":
 @pytest.mark.parametrize(
     ("model", "precision", "tensor", "pipeline", "sequence"),
     [
-        (FIVE, "fp32", 2, 1, True), (FIVE, "bf16", 3, 1, False), (THREE, "fp32", 2, 2, False),
-        (THREE, "bf16", 4, 1, True), (THREE | {"moe": {"experts": 4, "top_k": 2, "ffn": 97}}, "fp32", 2, 1, False),
+        (FIVE, "fp32", 2, 1, True),
+        (FIVE, "bf16", 3, 1, False),
+        (THREE, "fp32", 2, 2, False),
+        (THREE, "bf16", 4, 1, True),
+        (THREE | {"moe": {"experts": 4, "top_k": 2, "ffn": 97}}, "fp32", 2, 1, False),
     ],
-)  # fmt: skip
+)
 def test_heads_and_widths_that_tensor_ranks_do_not_divide(
     model: Any, precision: str, tensor: int, pipeline: int, sequence: bool
 ) -> None:
     """Every rank has room for what the widest has."""
-    form = {"strategy.tensor": {"size": tensor, "sequence": sequence}, "strategy.pipeline.size": pipeline}
-    plan = small(model, "ddp", tensor * pipeline, precision).replace(**{"strategy.preset": None, **form})
+    form = {
+        "strategy.tensor": {"size": tensor, "sequence": sequence},
+        "strategy.pipeline.size": pipeline,
+    }
+    plan = small(model, "ddp", tensor * pipeline, precision).replace(
+        **{"strategy.preset": None, **form}
+    )
     estimated, last = estimate(plan), plan.world_size - 1
     stages = set(estimated.representative.values())
     rehearsed = rehearse(plan, sorted({*stages, last}))
@@ -115,12 +170,16 @@ def test_heads_and_widths_that_tensor_ranks_do_not_divide(
 @pytest.mark.parametrize(
     ("model", "precision", "schedule", "tensor"),
     [
-        ("tiny", "fp32", "zb-h1", {"size": 2}), (ODD, "fp32", "zb-h1", {"size": 2, "sequence": True}),
-        ("tiny", "bf16", "zb-h2", {"size": 2}), ("tiny-gpt", "fp32", "zb-h1", {"size": [2, 2], "algorithm": "2d"}),
+        ("tiny", "fp32", "zb-h1", {"size": 2}),
+        (ODD, "fp32", "zb-h1", {"size": 2, "sequence": True}),
+        ("tiny", "bf16", "zb-h2", {"size": 2}),
+        ("tiny-gpt", "fp32", "zb-h1", {"size": [2, 2], "algorithm": "2d"}),
     ],
     ids=str,
-)  # fmt: skip
-def test_tensor_ranks_under_a_split_backward(model: Any, precision: str, schedule: str, tensor: dict[str, Any]) -> None:
+)
+def test_tensor_ranks_under_a_split_backward(
+    model: Any, precision: str, schedule: str, tensor: dict[str, Any]
+) -> None:
     size = tensor["size"]
     gpus = 2 * (math.prod(size) if isinstance(size, list) else size)
     form = {"strategy.tensor": tensor, "strategy.pipeline": {"size": 2, "schedule": schedule}}
@@ -135,7 +194,10 @@ def test_tensor_ranks_under_a_split_backward(model: Any, precision: str, schedul
 @pytest.mark.parametrize(("model", "precision", "gpus"), [("tiny", "bf16", 4), (ODD, "fp32", 2)])
 def test_sequences_spread_over_ranks(model: Any, precision: str, gpus: int, algorithm: str) -> None:
     """With fewer key-value heads than ranks too, which Ulysses repeats."""
-    spread = {"strategy.context": {"size": gpus, "algorithm": algorithm}, "training.global_batch": 4}
+    spread = {
+        "strategy.context": {"size": gpus, "algorithm": algorithm},
+        "training.global_batch": 4,
+    }
     plan = small(model, "ddp", gpus, precision).replace(**{"strategy.preset": None, **spread})
     estimated, rehearsed = estimate(plan), rehearse(plan)
     assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
@@ -145,7 +207,11 @@ def test_sequences_spread_over_ranks(model: Any, precision: str, gpus: int, algo
 @pytest.mark.parametrize("what", ["selective", "full", [0, 2]], ids=str)
 @pytest.mark.parametrize(
     ("model", "precision", "strategy", "gpus"),
-    [("tiny", "bf16", "tensor-pipeline", 4), (ODD, "fp32", "single", 1), ("tiny", "fp32", "ring-attention", 2)],
+    [
+        ("tiny", "bf16", "tensor-pipeline", 4),
+        (ODD, "fp32", "single", 1),
+        ("tiny", "fp32", "ring-attention", 2),
+    ],
 )
 def test_recomputation(model: Any, precision: str, strategy: str, gpus: int, what: Any) -> None:
     plan = small(model, strategy, gpus, precision).replace(**{"strategy.recompute": what})
@@ -165,7 +231,9 @@ def test_recomputation(model: Any, precision: str, strategy: str, gpus: int, wha
     ],
     ids=str,
 )
-def test_tensor_ranks_of_every_form(model: Any, precision: str, pipeline: int, tensor: dict[str, Any]) -> None:
+def test_tensor_ranks_of_every_form(
+    model: Any, precision: str, pipeline: int, tensor: dict[str, Any]
+) -> None:
     size = tensor["size"]
     gpus = pipeline * (math.prod(size) if isinstance(size, list) else size)
     form = {"strategy.tensor": tensor, "strategy.pipeline.size": pipeline}
@@ -181,7 +249,9 @@ def test_dropout_on_grids(algorithm: str, size: list[int]) -> None:
     """It moves nothing, and keeps nothing: masks are drawn again."""
     form = {"strategy.tensor": {"size": size, "algorithm": algorithm}, "training.dropout": 0.1}
     form |= {"training.micro_batch": 4, "training.global_batch": 16}
-    plan = small("tiny", "ddp", math.prod(size), "bf16").replace(**{"strategy.preset": None, **form})
+    plan = small("tiny", "ddp", math.prod(size), "bf16").replace(
+        **{"strategy.preset": None, **form}
+    )
     estimated, rehearsed = estimate(plan), rehearse(plan)
     assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
     assert traffic(estimated) == traffic(rehearsed) != Counter()
@@ -190,9 +260,16 @@ def test_dropout_on_grids(algorithm: str, size: list[int]) -> None:
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
 def test_split_backward_beside_split_sequences(schedule: str) -> None:
     """What is gathered does not wait for its weights' gradients."""
-    split = {"strategy.tensor": {"size": 2, "sequence": True}, "strategy.pipeline": {"size": 2, "schedule": schedule}}
-    plan = small(SHARED | {"layers": 4}, "ddp", 4, "fp32").replace(**{"strategy.preset": None, **split})
-    assert estimate(plan).peak_bytes_by_rank == pytest.approx(rehearse(plan).peak_bytes_by_rank, rel=0.02)
+    split = {
+        "strategy.tensor": {"size": 2, "sequence": True},
+        "strategy.pipeline": {"size": 2, "schedule": schedule},
+    }
+    plan = small(SHARED | {"layers": 4}, "ddp", 4, "fp32").replace(
+        **{"strategy.preset": None, **split}
+    )
+    assert estimate(plan).peak_bytes_by_rank == pytest.approx(
+        rehearse(plan).peak_bytes_by_rank, rel=0.02
+    )
 
 
 GROUPED = {"layers": 3, "hidden": 96, "heads": 8, "kv_heads": 2, "ffn": 160, "vocab": 400}
@@ -200,31 +277,49 @@ GROUPED = {"layers": 3, "hidden": 96, "heads": 8, "kv_heads": 2, "ffn": 160, "vo
 
 def on_gpus(gpu: str, precision: str, kv_heads: int = 2, gpus: int = 1, **more: Any) -> Plan:
     changes = {"model": GROUPED | {"kv_heads": kv_heads}, "strategy.precision": precision, **more}
-    changes |= {"training.sequence_length": 128, "training.micro_batch": 2, "training.global_batch": 8}
-    return Plan.of("tiny", gpu=gpu, gpus=gpus, strategy="ddp", set={"strategy.preset": None} | changes)
+    changes |= {
+        "training.sequence_length": 128,
+        "training.micro_batch": 2,
+        "training.global_batch": 8,
+    }
+    return Plan.of(
+        "tiny", gpu=gpu, gpus=gpus, strategy="ddp", set={"strategy.preset": None} | changes
+    )
 
 
 def tensors_at_the_peak(profile: Profile) -> dict[int, int]:
-    """Rank -> bytes of tensors at its peak: what a GPU's driver and libraries take is no rehearsal's to see."""
+    """Rank -> bytes of tensors at its peak: what a GPU's driver and libraries take is no
+    rehearsal's to see.
+    """
     rows = profile.memory[(profile.memory.moment == "peak") & (profile.memory.tier == "device")]
-    rows = rows[(rows.category != "overhead") & (rows.category != "allocated") & (rows.step == rows.step.max())]
+    rows = rows[
+        (rows.category != "overhead")
+        & (rows.category != "allocated")
+        & (rows.step == rows.step.max())
+    ]
     return {int(rank): int(size) for rank, size in rows.groupby("rank").bytes.sum().items()}
 
 
 @pytest.mark.parametrize(
     ("gpu", "precision", "gpus", "form"),
     [
-        ("h100-sxm-80gb", "fp32", 1, {}), ("h100-sxm-80gb", "fp32", 1, {"strategy.recompute": "selective"}),
-        ("h100-sxm-80gb", "fp32", 1, {"strategy.recompute": "full"}), ("t4", "fp16", 2, {"strategy.tensor.size": 2}),
+        ("h100-sxm-80gb", "fp32", 1, {}),
+        ("h100-sxm-80gb", "fp32", 1, {"strategy.recompute": "selective"}),
+        ("h100-sxm-80gb", "fp32", 1, {"strategy.recompute": "full"}),
+        ("t4", "fp16", 2, {"strategy.tensor.size": 2}),
         ("h100-sxm-80gb", "tf32", 2, {"strategy.context": {"size": 2, "algorithm": "ulysses"}}),
         ("h100-sxm-80gb", "tf32", 2, {"strategy.context": {"size": 2, "algorithm": "ring"}}),
         ("v100-sxm2-16gb", "fp16", 2, {"strategy.pipeline": {"size": 2, "schedule": "zb-h1"}}),
     ],
     ids=str,
-)  # fmt: skip
-def test_heads_repeated_where_a_gpu_takes_no_groups(gpu: str, precision: str, gpus: int, form: dict[str, Any]) -> None:
+)
+def test_heads_repeated_where_a_gpu_takes_no_groups(
+    gpu: str, precision: str, gpus: int, form: dict[str, Any]
+) -> None:
     plan = on_gpus(gpu, precision, gpus=gpus, **form)
-    assert tensors_at_the_peak(estimate(plan)) == pytest.approx(tensors_at_the_peak(rehearse(plan)), rel=0.02)
+    assert tensors_at_the_peak(estimate(plan)) == pytest.approx(
+        tensors_at_the_peak(rehearse(plan)), rel=0.02
+    )
 
 
 @pytest.mark.parametrize("instrument", [estimate, rehearse])
@@ -235,8 +330,12 @@ def test_heads_repeated_where_a_gpu_takes_no_groups(gpu: str, precision: str, gp
 def test_attention_keeps_repeated_heads_for_backward(
     gpu: str, precision: str, repeated: bool, instrument: Callable[[Plan], Profile]
 ) -> None:
-    """A GPU's only fused operator for fp32, and for fp16 before it had bf16, takes a key-value head a query head."""
-    every, groups = (instrument(on_gpus(gpu, precision, n)).by_category["activations"] for n in (8, 2))
+    """A GPU's only fused operator for fp32, and for fp16 before it had bf16, takes a key-value head
+    a query head.
+    """
+    every, groups = (
+        instrument(on_gpus(gpu, precision, n)).by_category["activations"] for n in (8, 2)
+    )
     layers, keys_and_values, heads, head_dim, tokens = 3, 2, 8 - 2, 96 // 8, 2 * 128
     element = 2 if precision == "fp16" else 4
     more = 0 if repeated else layers * keys_and_values * heads * head_dim * tokens * element

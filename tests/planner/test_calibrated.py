@@ -9,15 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.machine import calibration_file
-from workbench.machine.attached import attached, local_cluster
-from workbench.machine.calibration_file import Calibration, Collective, Doubt, Gemm, Host, Measured, Probe, Scale, Stream
-from workbench.plan.schema import Plan
-from workbench.plan.plan_files import build
-from workbench.planner import estimate
-from workbench.planner.calibrated_plan import calibrated, on_machine
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.rates.measured_curves import Curves, fit
+from workbench.machine import calibration_file
+from workbench.machine.attached import attached, local_cluster
+from workbench.machine.calibration_file import (
+    Calibration,
+    Collective,
+    Doubt,
+    Gemm,
+    Host,
+    Measured,
+    Probe,
+    Scale,
+    Stream,
+)
+from workbench.plan.plan_files import build
+from workbench.plan.schema import Plan
+from workbench.planner import estimate
+from workbench.planner.calibrated_plan import calibrated, on_machine
 from workbench.planner.run_feedback import Told, error, scale, told
 from workbench.planner.search import search
 
@@ -29,7 +39,11 @@ def product_seconds(m: int, n: int, k: int, ranks: int) -> float:
     return LAUNCH + 2 * m * n * k / (RATE / ranks) * (1 + HALF * (1 / m + 1 / n + 1 / k))
 
 
-SHAPES = [(s, s, s) for s in (32, 128, 512, 1024)] + [(2048, 64, 192), (64, 2048, 64), (256, 64, 1024)]
+SHAPES = [(s, s, s) for s in (32, 128, 512, 1024)] + [
+    (2048, 64, 192),
+    (64, 2048, 64),
+    (256, 64, 1024),
+]
 
 
 def made(**changes: Any) -> Calibration:
@@ -37,21 +51,54 @@ def made(**changes: Any) -> Calibration:
     found = attached()
     card, _ = local_cluster(found, 1)
     machine = Measured(
-        device="cpu", card=card.name, title=found.name, count=8, cores=2, fingerprint=calibration_file.fingerprint(found),
-        backend="gloo", versions={"torch": "2.12.0"}, date="2026-01-01",
-    )  # fmt: skip
-    host = Host(ranks=1, operator_us=2.0, autograd_us=6.0, step_us=500.0, microbatch_us=300.0, layer_us=1060.0,
-                layer_step_us=100.0)  # fmt: skip
+        device="cpu",
+        card=card.name,
+        title=found.name,
+        count=8,
+        cores=2,
+        fingerprint=calibration_file.fingerprint(found),
+        backend="gloo",
+        versions={"torch": "2.12.0"},
+        date="2026-01-01",
+    )
+    host = Host(
+        ranks=1,
+        operator_us=2.0,
+        autograd_us=6.0,
+        step_us=500.0,
+        microbatch_us=300.0,
+        layer_us=1060.0,
+        layer_step_us=100.0,
+    )
     kinds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 0.5, "send": 0.5}
     values: dict[str, Any] = {
         "machine": machine,
         "host": (host, host.model_copy(update={"ranks": 2, "layer_us": 2120.0})),
-        "gemm": tuple(Gemm(rows=m, columns=n, inner=k, dtype="fp32", ranks=r, seconds=product_seconds(m, n, k, r))
-                      for m, n, k in SHAPES for r in (1, 2)),
-        "memory": tuple(Stream(bytes=b, ranks=r, seconds=b * r / 10e9) for b in (2**16, 2**20, 2**26) for r in (1, 2)),
-        "collectives": tuple(Collective(kind=k, group=2, ranks=2, dtype="fp32", bytes=b, seconds=x * (ALPHA + BETA * b))
-                             for k, x in kinds.items() for b in (256, 2**16, 2**20, 2**24)),
-    }  # fmt: skip
+        "gemm": tuple(
+            Gemm(
+                rows=m,
+                columns=n,
+                inner=k,
+                dtype="fp32",
+                ranks=r,
+                seconds=product_seconds(m, n, k, r),
+            )
+            for m, n, k in SHAPES
+            for r in (1, 2)
+        ),
+        "memory": tuple(
+            Stream(bytes=b, ranks=r, seconds=b * r / 10e9)
+            for b in (2**16, 2**20, 2**26)
+            for r in (1, 2)
+        ),
+        "collectives": tuple(
+            Collective(
+                kind=k, group=2, ranks=2, dtype="fp32", bytes=b, seconds=x * (ALPHA + BETA * b)
+            )
+            for k, x in kinds.items()
+            for b in (256, 2**16, 2**20, 2**24)
+        ),
+    }
     return Calibration(**{**values, **changes})
 
 
@@ -71,7 +118,9 @@ def test_the_form_is_recovered_from_its_own_points() -> None:
     for ranks in (1, 2):
         found = Curves(made(), ranks).products("fp32")
         assert found.rate == pytest.approx(RATE / ranks, rel=1e-6)
-        assert found.half_dim == pytest.approx(HALF, rel=1e-5) and found.launch == pytest.approx(LAUNCH, rel=1e-5)
+        assert found.half_dim == pytest.approx(HALF, rel=1e-5) and found.launch == pytest.approx(
+            LAUNCH, rel=1e-5
+        )
         assert np.abs(found.deviations).max() < 1e-5
 
 
@@ -83,10 +132,17 @@ def test_one_disturbed_point_does_not_move_the_fit() -> None:
 
 
 def test_a_measured_shape_is_met_and_a_far_one_follows_the_form() -> None:
-    gemm = [g.model_copy(update={"seconds": g.seconds * (1.3 if g.rows == 2048 else 1)}) for g in made().gemm]
+    gemm = [
+        g.model_copy(update={"seconds": g.seconds * (1.3 if g.rows == 2048 else 1)})
+        for g in made().gemm
+    ]
     found = Curves(made(gemm=tuple(gemm)), 1).products("fp32")
-    assert found.seconds(2048, 64, 192) == pytest.approx(1.3 * product_seconds(2048, 64, 192, 1), rel=1e-3)
-    assert found.seconds(2**20, 2**20, 2**20) == pytest.approx(found.fitted(2**20, 2**20, 2**20), rel=1e-3)
+    assert found.seconds(2048, 64, 192) == pytest.approx(
+        1.3 * product_seconds(2048, 64, 192, 1), rel=1e-3
+    )
+    assert found.seconds(2**20, 2**20, 2**20) == pytest.approx(
+        found.fitted(2**20, 2**20, 2**20), rel=1e-3
+    )
 
 
 def test_products_take_arrays_and_broadcast() -> None:
@@ -110,8 +166,12 @@ def test_more_ranks_than_were_measured_wait_for_cores() -> None:
 
 def test_memory_is_straight_on_logarithmic_paper_and_proportional_beyond() -> None:
     found = Curves(made(), 1)
-    assert found.memory_rate(2**18) == pytest.approx(10e9) and found.memory_rate(2**30) == pytest.approx(10e9)
-    assert found.stream_seconds(1) == found.stream_seconds(2**16), "a tiny tensor is no quicker than the smallest seen"
+    assert found.memory_rate(2**18) == pytest.approx(10e9) and found.memory_rate(
+        2**30
+    ) == pytest.approx(10e9)
+    assert found.stream_seconds(1) == found.stream_seconds(2**16), (
+        "a tiny tensor is no quicker than the smallest seen"
+    )
 
 
 def test_collectives_by_kind_size_and_group() -> None:
@@ -123,14 +183,20 @@ def test_collectives_by_kind_size_and_group() -> None:
     assert (found.collective_seconds("all_reduce", sizes, 1) == 0).all()
     ring = Curves(made(), 1).collective_seconds("all_gather", 2**24, 4)
     first = ALPHA + BETA * 256
-    assert ring == pytest.approx(3 * first + 1.5 * (ALPHA + BETA * 2**24 - first), rel=1e-6), "ring: hops and (n-1)/n"
+    assert ring == pytest.approx(3 * first + 1.5 * (ALPHA + BETA * 2**24 - first), rel=1e-6), (
+        "ring: hops and (n-1)/n"
+    )
     with pytest.raises(ValueError, match="holds no all_reduce"):
         Curves(made(collectives=()), 2).collective_seconds("all_reduce", 1, 2)
 
 
 def test_a_larger_message_never_counts_as_quicker() -> None:
-    points = [c.model_copy(update={"seconds": 0.5}) if c.bytes == 256 else c for c in made().collectives]
-    times = Curves(made(collectives=tuple(points)), 2).collective_seconds("all_reduce", 2.0 ** np.arange(6, 28), 2)
+    points = [
+        c.model_copy(update={"seconds": 0.5}) if c.bytes == 256 else c for c in made().collectives
+    ]
+    times = Curves(made(collectives=tuple(points)), 2).collective_seconds(
+        "all_reduce", 2.0 ** np.arange(6, 28), 2
+    )
     assert (np.diff(times) >= 0).all() and times[0] < 0.01
 
 
@@ -148,11 +214,17 @@ def test_without_a_calibration_nothing_changes() -> None:
 def test_a_calibrated_plan_has_the_measured_figures(kept: Path) -> None:
     full = plan(kept).complete()
     card, fabric, changed = calibrated(full)
-    assert card.tflops == pytest.approx({"fp32": RATE / 2 / 1e12}) and card.bandwidth_gbs == pytest.approx(5.0)
+    assert card.tflops == pytest.approx(
+        {"fp32": RATE / 2 / 1e12}
+    ) and card.bandwidth_gbs == pytest.approx(5.0)
     assert card.memory_gib == full.card.memory_gib, "memory is not measured"
-    assert card.link_gbs == pytest.approx(1 / (2 * BETA) / 1e9) and fabric.link_latency_us == pytest.approx(ALPHA * 1e6)
+    assert card.link_gbs == pytest.approx(
+        1 / (2 * BETA) / 1e9
+    ) and fabric.link_latency_us == pytest.approx(ALPHA * 1e6)
     assert "measured" in card.source
-    assert changed["gemm_share"] == pytest.approx(1) and changed["gemm_half_dim"] == pytest.approx(HALF, rel=1e-4)
+    assert changed["gemm_share"] == pytest.approx(1) and changed["gemm_half_dim"] == pytest.approx(
+        HALF, rel=1e-4
+    )
     assert changed["step_doubling_ms"] == 0 and changed["launch_us"] == pytest.approx(20.0)
     assert set(changed) <= set(Constants.__dataclass_fields__)
     assert all(math.isfinite(value) and value >= 0 for value in changed.values())
@@ -161,14 +233,21 @@ def test_a_calibrated_plan_has_the_measured_figures(kept: Path) -> None:
 def test_one_rank_keeps_its_link(kept: Path) -> None:
     full = plan(kept, gpus=1, strategy="single").complete()
     card, fabric, changed = calibrated(full)
-    assert (card.link_gbs, fabric.link_latency_us) == (full.card.link_gbs, full.fabric.link_latency_us)
+    assert (card.link_gbs, fabric.link_latency_us) == (
+        full.card.link_gbs,
+        full.fabric.link_latency_us,
+    )
     assert "link_share" not in changed and changed["gemm_share"] == pytest.approx(1)
     assert card.tflops == pytest.approx({"fp32": RATE / 1e12}), "one rank has the machine to itself"
 
 
 def test_a_published_peak_stays_and_shares_are_of_it(tmp_path: Path) -> None:
-    machine = made().machine.model_copy(update={"device": "cuda", "card": "h100-sxm-80gb", "backend": "nccl"})
-    gemm = tuple(g.model_copy(update={"dtype": "bf16", "seconds": g.seconds / 5000}) for g in made().gemm)
+    machine = made().machine.model_copy(
+        update={"device": "cuda", "card": "h100-sxm-80gb", "backend": "nccl"}
+    )
+    gemm = tuple(
+        g.model_copy(update={"dtype": "bf16", "seconds": g.seconds / 5000}) for g in made().gemm
+    )
     path = tmp_path / "h100.yaml"
     calibration_file.write(made(machine=machine, gemm=gemm), path)
     full = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3").replace(
@@ -177,7 +256,9 @@ def test_a_published_peak_stays_and_shares_are_of_it(tmp_path: Path) -> None:
     card, _, changed = calibrated(full.complete())
     published = full.complete().card
     assert (card.tflops, card.bandwidth_gbs) == (published.tflops, published.bandwidth_gbs)
-    assert changed["gemm_share"] == pytest.approx(RATE / 2 * 5000 / (published.tflops["bf16"] * 1e12), rel=1e-3)
+    assert changed["gemm_share"] == pytest.approx(
+        RATE / 2 * 5000 / (published.tflops["bf16"] * 1e12), rel=1e-3
+    )
     assert changed["step_fixed_ms"] == 10.0, "eight nodes were not measured by one"
 
 
@@ -195,9 +276,9 @@ def test_a_scale_multiplies_its_part_of_the_step(kept: Path) -> None:
     base = estimate(plan(kept)).notes["time"]
     calibration_file.write(made(scale=Scale(compute=2.0, communication=3.0, fixed_ms=7.0)), kept)
     found = estimate(plan(kept)).notes["time"]
-    assert found["compute"] == pytest.approx(2 * base["compute"]) and found["optimizer"] == pytest.approx(
-        2 * base["optimizer"]
-    )
+    assert found["compute"] == pytest.approx(2 * base["compute"]) and found[
+        "optimizer"
+    ] == pytest.approx(2 * base["optimizer"])
     assert found["data_comm"] == pytest.approx(3 * base["data_comm"])
     assert found["overhead"] == pytest.approx(base["overhead"] + 7e-3)
 
@@ -205,24 +286,33 @@ def test_a_scale_multiplies_its_part_of_the_step(kept: Path) -> None:
 @pytest.mark.parametrize("kernels", ["eager", "fused", "compiled"])
 def test_probes_settle_what_memory_bound_operators_cost(tmp_path: Path, kernels: str) -> None:
     sizes = {"layers": 2, "hidden": 128, "heads": 4, "ffn": 384, "vocab": 512}
-    probes = tuple(Probe(**sizes, sequence=64, microbatches=2, ranks=r, seconds=0.5 * r) for r in (1, 2))
+    probes = tuple(
+        Probe(**sizes, sequence=64, microbatches=2, ranks=r, seconds=0.5 * r) for r in (1, 2)
+    )
     path = tmp_path / "calibration.yaml"
     calibration_file.write(made(probes=probes), path)
     cluster = {"gpu": "local", "gpus": 1, "calibration": str(path)}
     training = {"sequence_length": 64, "global_batch": 2, "micro_batch": 1}
-    written = build({"model": sizes, "cluster": cluster, "training": training, "strategy": {"kernels": kernels}})
+    written = build(
+        {"model": sizes, "cluster": cluster, "training": training, "strategy": {"kernels": kernels}}
+    )
     seconds = estimate(written).step_seconds
     assert seconds is not None
-    # Fused kernels leave a processor's small seams plain: what is measured of eager ones holds of them.
+    # Fused kernels leave a processor's small seams plain: what is measured of eager ones holds of
+    # them.
     assert seconds < 0.4 if kernels == "compiled" else seconds == pytest.approx(0.5, rel=0.02)
 
 
 def test_one_run_is_met_exactly() -> None:
-    run = told(1.0, {"compute": 0.3, "bubble": 0.1, "optimizer": 0.05, "data_comm": 0.05, "overhead": 0.1})
+    run = told(
+        1.0, {"compute": 0.3, "bubble": 0.1, "optimizer": 0.05, "data_comm": 0.05, "overhead": 0.1}
+    )
     assert (run.compute, run.communication, run.overhead) == pytest.approx((0.45, 0.05, 0.1))
     found = scale([run], Scale())
     assert found.compute == pytest.approx(1.8) == found.communication and found.fixed_ms == 0
-    assert error([Told(1.0, 0.45 * found.compute, 0.05 * found.communication, 0.1)]) == pytest.approx(0, abs=1e-12)
+    assert error(
+        [Told(1.0, 0.45 * found.compute, 0.05 * found.communication, 0.1)]
+    ) == pytest.approx(0, abs=1e-12)
 
 
 def test_two_runs_share_one_factor() -> None:
@@ -236,7 +326,9 @@ def test_several_runs_tell_compute_communication_and_fixed_cost_apart() -> None:
     parts = [(1.0, 0.0), (0.1, 0.9), (3.0, 0.5), (0.02, 0.01), (0.5, 2.0)]
     runs = [Told(1.5 * c + 4.0 * m + 0.02 + 0.01, c, m, 0.01) for c, m in parts]
     found = scale(runs, Scale())
-    assert found.compute == pytest.approx(1.5, rel=0.03) and found.communication == pytest.approx(4.0, rel=0.03)
+    assert found.compute == pytest.approx(1.5, rel=0.03) and found.communication == pytest.approx(
+        4.0, rel=0.03
+    )
     assert found.fixed_ms == pytest.approx(20, rel=0.1)
 
 
@@ -245,8 +337,12 @@ def test_a_step_shorter_than_its_overhead_still_gives_positive_factors() -> None
     assert 0 < found.compute < 1 and found.fixed_ms == 0
 
 
-@pytest.mark.parametrize(("objective", "where"), [("time", ["strategy.pipeline.size=2"]), ("gpus", [])])
-def test_a_search_on_a_measured_machine_is_what_estimate_says(tmp_path: Path, objective: str, where: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("objective", "where"), [("time", ["strategy.pipeline.size=2"]), ("gpus", [])]
+)
+def test_a_search_on_a_measured_machine_is_what_estimate_says(
+    tmp_path: Path, objective: str, where: list[str]
+) -> None:
     calibration_file.write(made(), tmp_path / "cal.yaml")
     found = search(plan(tmp_path / "cal.yaml", 4), objective, where=where, top=20)
     worlds = {one.plan.world_size for one in (*found.top, *found.pareto)}
@@ -255,7 +351,9 @@ def test_a_search_on_a_measured_machine_is_what_estimate_says(tmp_path: Path, ob
         assert estimate(one.plan).step_seconds == pytest.approx(one.seconds, rel=1e-9)
 
 
-def test_a_search_fetches_the_constants_of_a_number_of_stages_once(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_fetches_the_constants_of_a_number_of_stages_once(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fetched: list[Plan] = []
 
     def counted(full: Plan) -> Any:
@@ -269,15 +367,25 @@ def test_a_search_fetches_the_constants_of_a_number_of_stages_once(kept: Path, m
 
 
 def test_a_plan_of_refused_figures_takes_the_catalogs_and_says_so(tmp_path: Path) -> None:
-    doubt = Doubt(section="collectives", point="collectives kind all_reduce, group 2, dtype fp32, bytes 256", ranks=2,
-                  why="took no measurable time", refused=True)  # fmt: skip
+    doubt = Doubt(
+        section="collectives",
+        point="collectives kind all_reduce, group 2, dtype fp32, bytes 256",
+        ranks=2,
+        why="took no measurable time",
+        refused=True,
+    )
     others = tuple(c for c in made().collectives if c.kind != "all_reduce")
     path = tmp_path / "doubtful.yaml"
-    calibration_file.write(made(collectives=others, doubts=(doubt, doubt.model_copy(update={"refused": False}))), path)
+    calibration_file.write(
+        made(collectives=others, doubts=(doubt, doubt.model_copy(update={"refused": False}))), path
+    )
     assert calibration_file.read(path).doubt == "1 figure unsteady, 1 figure refused"
     full = plan(path).complete()
     card, fabric, _ = calibrated(full)
-    assert card.link_gbs == full.card.link_gbs and fabric.link_latency_us == full.fabric.link_latency_us
+    assert (
+        card.link_gbs == full.card.link_gbs
+        and fabric.link_latency_us == full.fabric.link_latency_us
+    )
     assert card.source.endswith("1 figure unsteady, 1 figure refused, link of the catalog")
     assert estimate(full).step_seconds
 

@@ -1,4 +1,6 @@
-"""Compute of a step: how products join, what the loss moves, what hosts of expert layers cost, shares of a card."""
+"""Compute of a step: how products join, what the loss moves, what hosts of expert layers cost,
+shares of a card.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from workbench.costmodel.compute.roofline import (
+    Product,
+    head_pass,
+    layer_pass,
+    layer_products,
+    machine,
+    optimizer_seconds,
+)
+from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.costmodel.rates.constants import Constants, constants
 from workbench.plan.catalog import catalog
 from workbench.plan.schema import Plan
-from workbench.costmodel.compute.roofline import Product, head_pass, layer_pass, layer_products, machine, optimizer_seconds
-from workbench.costmodel.rates.constants import Constants, constants
-from workbench.costmodel.inputs.rank_workload import Workload, workload
 
 
 def asked(model: str = "llama-3-8b", strategy: str = "zero-1", **sets: Any) -> Workload:
     written = {name.replace("__", "."): value for name, value in sets.items()}
-    return workload(Plan.of(model, gpu="h100-sxm-80gb", gpus=8, strategy=strategy, set=written).complete())
+    return workload(
+        Plan.of(model, gpu="h100-sxm-80gb", gpus=8, strategy=strategy, set=written).complete()
+    )
 
 
 def usual(w: Workload, **changes: float) -> Constants:
@@ -62,17 +73,27 @@ def test_ranks_that_broadcast_in_turn_take_as_many_turns_as_shares() -> None:
     w = asked()
     owned = np.array([1e9])
     none, some = (
-        optimizer_seconds(w, machine(w.setting.card, "bf16", usual(w, turn_ms=turn)), owned) for turn in (0.0, 3.0)
+        optimizer_seconds(w, machine(w.setting.card, "bf16", usual(w, turn_ms=turn)), owned)
+        for turn in (0.0, 3.0)
     )
     assert some - none == pytest.approx(8 * 3e-3)
 
 
 def test_a_stack_scales_a_cards_shares_and_never_hides_them() -> None:
-    """Two cards of one peak and different power keep their ratio under every stack that says nothing of its own."""
+    """Two cards of one peak and different power keep their ratio under every stack that says
+    nothing of its own.
+    """
     cards = [catalog.gpus()[name].card for name in ("gb200", "gb300")]
     ratios = {
-        stack: constants(cards[0], "fused", stack).narrow_share / constants(cards[1], "fused", stack).narrow_share
-        for stack in ("workbench", "textbook", "megatron-bridge", "torchtitan", "torchtitan-rowwise")
+        stack: constants(cards[0], "fused", stack).narrow_share
+        / constants(cards[1], "fused", stack).narrow_share
+        for stack in (
+            "workbench",
+            "textbook",
+            "megatron-bridge",
+            "torchtitan",
+            "torchtitan-rowwise",
+        )
     }
     assert all(ratio == pytest.approx(ratios["workbench"]) for ratio in ratios.values())
     assert ratios["workbench"] < 0.9
@@ -86,20 +107,43 @@ def test_dropout_draws_its_masks_in_forward_and_again_in_backward() -> None:
     none, some, more = (asked(training__dropout=rate) for rate in (0.0, 0.1, 0.5))
     m = machine(none.setting.card, "bf16", usual(none, launch_us=0.0))
     plain, drawn, same = (layer_pass(w, m, False) for w in (none, some, more))
-    branches = 2 * m.constants.dropout_bytes * none.tokens * none.shape.hidden / m.bandwidth * m.constants.traffic
+    branches = (
+        2
+        * m.constants.dropout_bytes
+        * none.tokens
+        * none.shape.hidden
+        / m.bandwidth
+        * m.constants.traffic
+    )
     assert drawn == same
     for before, after in ((plain.forward, drawn.forward), (plain.backward, drawn.backward)):
         assert after - before == pytest.approx(branches)
 
 
 @pytest.mark.parametrize(("norm", "length"), [("layernorm", 2048), ("rmsnorm", 128)])
-def test_what_fused_kernels_leave_plain_on_processors_takes_what_eager_takes(norm: str, length: int) -> None:
+def test_what_fused_kernels_leave_plain_on_processors_takes_what_eager_takes(
+    norm: str, length: int
+) -> None:
     """A small model's seams are all plain; of large ones layer norm is, and dropout."""
-    sizes = {"layers": 2, "hidden": 512, "heads": 8, "ffn": 1024, "vocab": 512, "norm": norm, "mlp": "relu",
-             "positions": "learned", "max_positions": 4096}  # fmt: skip
+    sizes = {
+        "layers": 2,
+        "hidden": 512,
+        "heads": 8,
+        "ffn": 1024,
+        "vocab": 512,
+        "norm": norm,
+        "mlp": "relu",
+        "positions": "learned",
+        "max_positions": 4096,
+    }
     found = {}
     for kernels in ("eager", "fused", "compiled"):
-        more = {"model": sizes, "strategy.kernels": kernels, "strategy.precision": "fp32", "training.dropout": 0.1}
+        more = {
+            "model": sizes,
+            "strategy.kernels": kernels,
+            "strategy.precision": "fp32",
+            "training.dropout": 0.1,
+        }
         more |= {"training.sequence_length": length, "training.micro_batch": 1}
         w = workload(Plan.of("tiny", gpu="local", gpus=1, strategy="single", set=more).complete())
         found[kernels] = layer_pass(w, machine(w.setting.card, "fp32", usual(w)), False)

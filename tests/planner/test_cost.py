@@ -1,4 +1,6 @@
-"""Cost of so many tokens: arithmetic that adds up, a node's measured power, what is unknown said by name."""
+"""Cost of so many tokens: arithmetic that adds up, a node's measured power, what is unknown said by
+name.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,20 @@ from typing import Any
 
 import pytest
 
-from workbench.plan.catalog import catalog
 from workbench.errors import PlanError
+from workbench.plan.catalog import catalog
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.training_cost import Cost, cost, power, watts_per_card
 
 
-def priced(gpu: str = "h100-sxm-80gb", /, tokens: float | None = None, price: float | None = None, **sets: Any) -> Cost:
+def priced(
+    gpu: str = "h100-sxm-80gb",
+    /,
+    tokens: float | None = None,
+    price: float | None = None,
+    **sets: Any,
+) -> Cost:
     plan = Plan.of("llama-3-8b", gpu=gpu, gpus=8, strategy="fsdp", set=sets)
     return cost(plan.complete(), estimate(plan), tokens, price)
 
@@ -69,7 +77,9 @@ def test_energy_grows_with_the_share_that_computes_and_never_leaves_the_ratings(
     drawn = [watts_per_card(card, share) for share in (0.0, 0.5, 1.0, 2.0)]
     assert drawn[0] is not None and 0 < drawn[0] < drawn[1] < drawn[2] == drawn[3]  # type: ignore[operator]
     found = priced(tokens=10**9)
-    assert found.watts is not None and found.kwh == pytest.approx(found.gpu_hours * found.watts / 1000)
+    assert found.watts is not None and found.kwh == pytest.approx(
+        found.gpu_hours * found.watts / 1000
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,8 +103,14 @@ def test_numbers_that_cannot_be_meant_are_refused_by_name(change: dict[str, Any]
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"tokens": 1e19}, "is 1e+19; legal: 1 to 1,000,000,000,000,000,000 (ten thousand times the most tokens"),
-        ({"price": 1e300}, "is 1e+300; legal: USD an hour of one GPU, 0 to 1,000,000 (a million USD an hour)"),
+        (
+            {"tokens": 1e19},
+            "is 1e+19; legal: 1 to 1,000,000,000,000,000,000 (ten thousand times the most tokens",
+        ),
+        (
+            {"price": 1e300},
+            "is 1e+300; legal: USD an hour of one GPU, 0 to 1,000,000 (a million USD an hour)",
+        ),
     ],
 )
 def test_the_most_that_is_asked_has_a_reason(change: dict[str, Any], says: str) -> None:

@@ -1,4 +1,6 @@
-"""A schedule that a user drew is estimated from its table, and refused where it is another plan's."""
+"""A schedule that a user drew is estimated from its table, and refused where it is another
+plan's.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,31 @@ EVEN = {"layers": 32, "hidden": 2048, "heads": 16, "ffn": 8192, "vocab": 256, "m
 
 def plan_of(schedule: str, chunks: int = 1, **changes: Any) -> Plan:
     return Plan.of(
-        "tiny", gpu="h100-sxm-80gb", gpus=4, strategy="dapple",
-        set={"model": EVEN, "strategy.pipeline.schedule": schedule, "strategy.pipeline.chunks": chunks,
-             "strategy.pipeline.partition": "uniform", "training.global_batch": 16, **changes},
-    )  # fmt: skip
+        "tiny",
+        gpu="h100-sxm-80gb",
+        gpus=4,
+        strategy="dapple",
+        set={
+            "model": EVEN,
+            "strategy.pipeline.schedule": schedule,
+            "strategy.pipeline.chunks": chunks,
+            "strategy.pipeline.partition": "uniform",
+            "training.global_batch": 16,
+            **changes,
+        },
+    )
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)]
+)
 def test_a_drawn_table_costs_what_its_name_does(name: str, chunks: int, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     write_csv(generate(name, 4, 16, chunks), path)
     by_name, by_table = estimate(plan_of(name, chunks)), estimate(plan_of(str(path), chunks))
     assert by_table.peak_bytes_by_rank == pytest.approx(by_name.peak_bytes_by_rank, rel=1e-3)
-    # Stages are equal but for the loss on the last: closed forms of split backwards take their mean.
+    # Stages are equal but for the loss on the last: closed forms of split backwards take their
+    # mean.
     assert by_table.step_seconds == pytest.approx(by_name.step_seconds, rel=0.01)
 
 
@@ -44,14 +58,19 @@ def test_an_order_that_waits_longer_costs_more(tmp_path: Path) -> None:
     slow, quick = tmp_path / "slow.csv", tmp_path / "quick.csv"
     write_csv(generate("gpipe", 4, 16), slow)
     write_csv(generate("1f1b", 4, 16), quick)
-    peaks = [max(estimate(plan_of(str(path))).peak_bytes_by_rank.values()) for path in (slow, quick)]
+    peaks = [
+        max(estimate(plan_of(str(path))).peak_bytes_by_rank.values()) for path in (slow, quick)
+    ]
     assert peaks[0] > peaks[1]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "microbatches", "said"), [(2, 16, "has 2 ranks, the plan 4"), (4, 8, "has 8 microbatches, the plan 16")]
+    ("ranks", "microbatches", "said"),
+    [(2, 16, "has 2 ranks, the plan 4"), (4, 8, "has 8 microbatches, the plan 16")],
 )
-def test_a_table_of_another_plan_is_refused(ranks: int, microbatches: int, said: str, tmp_path: Path) -> None:
+def test_a_table_of_another_plan_is_refused(
+    ranks: int, microbatches: int, said: str, tmp_path: Path
+) -> None:
     path = tmp_path / "other.csv"
     write_csv(generate("1f1b", ranks, microbatches), path)
     with pytest.raises(PlanError, match=said):

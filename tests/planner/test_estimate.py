@@ -1,4 +1,6 @@
-"""The whole answer: vocabulary, collectives, time that adds up, advice that works, refusals by name."""
+"""The whole answer: vocabulary, collectives, time that adds up, advice that works, refusals by
+name.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workbench.costmodel.communication.collective_cost import Link, seconds
+from workbench.costmodel.communication.collective_volume import Call, calls, exactly
+from workbench.costmodel.compute import roofline
+from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.rates.constants import constants
 from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.costmodel.compute import roofline
 from workbench.planner.memory_advice import other_gpus
-from workbench.costmodel.communication.collective_cost import Link, seconds
-from workbench.costmodel.rates.constants import constants
-from workbench.costmodel.communication.collective_volume import Call, calls, exactly
-from workbench.costmodel.inputs.rank_workload import workload
 from workbench.profile import CATEGORIES, COLUMNS, MOMENTS, Profile
 
 
@@ -37,7 +39,13 @@ def test_frames_speak_the_vocabulary(megatron: Profile) -> None:
     assert set(megatron.memory.moment) == set(MOMENTS)
     assert set(megatron.memory.category) <= set(CATEGORIES)
     assert set(megatron.memory.source) == {"estimated"}
-    assert set(megatron.collectives.kind) <= {"all_reduce", "all_gather", "reduce_scatter", "send", "recv"}
+    assert set(megatron.collectives.kind) <= {
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "send",
+        "recv",
+    }
 
 
 def test_every_rank_is_represented_by_one_of_its_stage(megatron: Profile) -> None:
@@ -48,20 +56,43 @@ def test_every_rank_is_represented_by_one_of_its_stage(megatron: Profile) -> Non
 
 def test_parts_of_the_step_add_up(megatron: Profile) -> None:
     parts = megatron.notes["time"]
-    assert {"compute", "bubble", "tensor_comm", "data_comm", "pipeline_comm", "optimizer", "overhead"} <= set(parts)
+    assert {
+        "compute",
+        "bubble",
+        "tensor_comm",
+        "data_comm",
+        "pipeline_comm",
+        "optimizer",
+        "overhead",
+    } <= set(parts)
     assert all(value >= 0 for value in parts.values())
     assert sum(parts.values()) == pytest.approx(megatron.step_seconds)
     assert 0.1 < megatron.notes["model_flops_utilisation"] < 0.8
 
 
-SQUARE = {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 16384, "vocab": 256, "max_positions": 4096}
+SQUARE = {
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "ffn": 16384,
+    "vocab": 256,
+    "max_positions": 4096,
+}
 
 
-@given(st.sampled_from(["gpipe", "dapple"]), st.sampled_from([2, 4, 8]), st.sampled_from([8, 16, 64]))
+@given(
+    st.sampled_from(["gpipe", "dapple"]), st.sampled_from([2, 4, 8]), st.sampled_from([8, 16, 64])
+)
 @settings(max_examples=12, deadline=None)
 def test_the_bubble_is_the_papers_share(strategy: str, pipeline: int, batch: int) -> None:
-    """(p-1)/m of the ideal, where all stages are equal: next to no vocabulary, an even partition."""
-    changes = {"model": SQUARE, "training.global_batch": batch, "strategy.pipeline.partition": "uniform"}
+    """(p-1)/m of the ideal, where all stages are equal: next to no vocabulary, an even
+    partition.
+    """
+    changes = {
+        "model": SQUARE,
+        "training.global_batch": batch,
+        "strategy.pipeline.partition": "uniform",
+    }
     parts = estimate(on_cards("tiny", pipeline, strategy, **changes)).notes["time"]
     ideal = parts["compute"] + parts["pipeline_comm"]
     assert parts["bubble"] / ideal == pytest.approx((pipeline - 1) / batch, rel=0.05)
@@ -69,14 +100,18 @@ def test_the_bubble_is_the_papers_share(strategy: str, pipeline: int, batch: int
 
 @pytest.mark.parametrize(("model", "percent"), [("gpt3-175b", 2.7), ("mt-nlg-530b", 1.6)])
 def test_attention_is_the_share_of_flops_that_korthikanti_gives(model: str, percent: float) -> None:
-    """s / 6h of a layer's other FLOPs, causality not counted (2205.05198 prints 2.7 % and 1.6 %)."""
+    """s / 6h of a layer's other FLOPs, causality not counted (2205.05198 prints 2.7 % and 1.6
+    %).
+    """
     w = workload(on_cards(model, 8, "ddp", **{"training.sequence_length": 2048}).complete())
     causal = roofline.attention_flops(w)
     assert 100 * 2 * causal / roofline.layer_flops(w, False) == pytest.approx(percent, abs=0.1)
 
 
 def test_collectives_of_a_megatron_layer() -> None:
-    """Four sums of 2sbh a layer and microbatch, and the embedding's, the head's and the loss's two."""
+    """Four sums of 2sbh a layer and microbatch, and the embedding's, the head's and the loss's
+    two.
+    """
     plan = on_cards("llama-3-8b", 8, "megatron-tp", **{"training.global_batch": 4}).complete()
     w = workload(plan)
     own = [c for c in exactly(w, calls(w), 0) if c.axis == "tensor" and c.bytes == w.stream]
@@ -86,8 +121,10 @@ def test_collectives_of_a_megatron_layer() -> None:
 
 @pytest.mark.parametrize(("zero", "elements"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_zero_traffic_at_one_microbatch(zero: int, elements: int) -> None:
-    """2P, 2P, 2P, 3P elements a step: an all-reduce counts twice (1910.02054). Stage 3 does not gather two units again:
-    backward needs no table of the embedding, and begins with the head, which forward has left whole."""
+    """2P, 2P, 2P, 3P elements a step: an all-reduce counts twice (1910.02054). Stage 3 does not
+    gather two units again: backward needs no table of the embedding, and begins with the head,
+    which forward has left whole.
+    """
     plan = on_cards("llama-3-8b", 8, f"zero-{zero}", **{"training.global_batch": 8}).complete()
     w = workload(plan)
     parameters = sum(_sent(c) for c in exactly(w, calls(w), 0) if c.axis == "data")
@@ -96,7 +133,12 @@ def test_zero_traffic_at_one_microbatch(zero: int, elements: int) -> None:
 
 
 def _sent(call: Call) -> float:
-    return call.bytes / {"fp32": 4, "bf16": 2}[call.dtype] * call.count * (2 if call.kind == "all_reduce" else 1)
+    return (
+        call.bytes
+        / {"fp32": 4, "bf16": 2}[call.dtype]
+        * call.count
+        * (2 if call.kind == "all_reduce" else 1)
+    )
 
 
 def test_a_ring_costs_its_closed_form() -> None:
@@ -108,10 +150,21 @@ def test_a_ring_costs_its_closed_form() -> None:
 
 @pytest.mark.parametrize(
     ("model", "gpus", "strategy"),
-    [("gpt-7.5b", 64, "zero-0"), ("llama-3-70b", 64, "ddp"), ("llama-3-8b", 1, "single"), ("gpt-1t", 8, "ddp")],
+    [
+        ("gpt-7.5b", 64, "zero-0"),
+        ("llama-3-70b", 64, "ddp"),
+        ("llama-3-8b", 1, "single"),
+        ("gpt-1t", 8, "ddp"),
+    ],
 )
 def test_advice_names_a_change_that_fits(model: str, gpus: int, strategy: str) -> None:
-    plan = Plan.of(model, gpu="v100-sxm2-32gb", gpus=gpus, strategy=strategy, set={"strategy.precision": "fp16"})
+    plan = Plan.of(
+        model,
+        gpu="v100-sxm2-32gb",
+        gpus=gpus,
+        strategy=strategy,
+        set={"strategy.precision": "fp16"},
+    )
     profile = estimate(plan)
     assert profile.fits is False
     advice = profile.notes["advice"]
@@ -124,8 +177,22 @@ def test_advice_names_a_change_that_fits(model: str, gpus: int, strategy: str) -
 @pytest.mark.parametrize(
     ("model", "gpu", "gpus", "strategy", "changes", "fields"),
     [
-        ("llama-2-13b", "v100-sxm2-32gb", 1, "single", {"training.micro_batch": 4}, {"strategy", "training"}),
-        ("llama-3-70b", "h100-sxm-80gb", 64, "zero-3", {"training.micro_batch": 16}, {"strategy", "training"}),
+        (
+            "llama-2-13b",
+            "v100-sxm2-32gb",
+            1,
+            "single",
+            {"training.micro_batch": 4},
+            {"strategy", "training"},
+        ),
+        (
+            "llama-3-70b",
+            "h100-sxm-80gb",
+            64,
+            "zero-3",
+            {"training.micro_batch": 16},
+            {"strategy", "training"},
+        ),
         ("llama-3-70b", "mi250x-gcd", 64, "ddp", {}, {"strategy"}),
         ("llama-3-70b", "a100-sxm-80gb", 2, "ddp", {}, {"cluster", "strategy"}),
     ],
@@ -133,13 +200,17 @@ def test_advice_names_a_change_that_fits(model: str, gpus: int, strategy: str) -
 def test_advice_stays_on_the_gpus_of_the_plan_as_long_as_any_plan_fits_them(
     model: str, gpu: str, gpus: int, strategy: str, changes: dict[str, Any], fields: set[str]
 ) -> None:
-    plan = Plan.of(model, gpu=gpu, gpus=gpus, strategy=strategy, set={"strategy.precision": "fp16", **changes})
+    plan = Plan.of(
+        model, gpu=gpu, gpus=gpus, strategy=strategy, set={"strategy.precision": "fp16", **changes}
+    )
     found = estimate(plan).notes["advice"]["changes"]
     assert {name.partition(".")[0] for name in found} <= fields and "cluster.gpu" not in found
     assert ("cluster.gpus" in found) == ("cluster" in fields)
 
 
-@pytest.mark.parametrize(("gpu", "own"), [("mi250x-gcd", "mi"), ("a100-sxm-40gb", ""), ("ascend-910", "ascend")])
+@pytest.mark.parametrize(
+    ("gpu", "own"), [("mi250x-gcd", "mi"), ("a100-sxm-40gb", ""), ("ascend-910", "ascend")]
+)
 def test_another_gpu_is_first_one_of_the_same_vendor(gpu: str, own: str) -> None:
     names = [change["cluster.gpu"] for change in other_gpus(on_card(gpu)) if len(change) == 1]
     amd = [name.startswith("mi") for name in names]
@@ -156,18 +227,19 @@ def test_a_plan_that_fits_gets_no_advice(megatron: Profile) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "changes", "field"),
-    [
-        ("ddp", {"strategy.operators": {"blocks.*": [[4, 1], [1, 1]]}}, "strategy.operators"),
-    ],
+    [("ddp", {"strategy.operators": {"blocks.*": [[4, 1], [1, 1]]}}, "strategy.operators")],
 )
-def test_what_is_not_modelled_is_refused_by_name(strategy: str, changes: dict[str, Any], field: str) -> None:
+def test_what_is_not_modelled_is_refused_by_name(
+    strategy: str, changes: dict[str, Any], field: str
+) -> None:
     with pytest.raises(PlanError) as error:
         estimate(on_cards("llama-3-8b", 16, strategy, **changes))
     assert field in [problem.field for problem in error.value.problems]
 
 
 @pytest.mark.parametrize(
-    "strategy", ["interleaved", "ring-attention", "ulysses", "expert-parallel", "fsdp", "hybrid-shard", "zb-v"]
+    "strategy",
+    ["interleaved", "ring-attention", "ulysses", "expert-parallel", "fsdp", "hybrid-shard", "zb-v"],
 )
 def test_broader_presets_are_estimated(strategy: str) -> None:
     model = "mixtral-8x7b" if strategy == "expert-parallel" else "llama-3-8b"
@@ -178,11 +250,19 @@ def test_broader_presets_are_estimated(strategy: str) -> None:
 
 def test_more_cards_train_faster() -> None:
     times = [
-        estimate(on_cards("llama-3-8b", n, "fsdp", **{"training.global_batch": 512})).step_seconds for n in (8, 32, 128)
+        estimate(on_cards("llama-3-8b", n, "fsdp", **{"training.global_batch": 512})).step_seconds
+        for n in (8, 32, 128)
     ]
     assert times == sorted(times, reverse=True)
 
 
 def test_no_torch_and_no_scipy_at_import() -> None:
-    code = "import sys, workbench.planner; print([m for m in ('torch', 'scipy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = (
+        "import sys, workbench.planner; print([m for m in ('torch', 'scipy') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )

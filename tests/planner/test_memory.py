@@ -1,4 +1,6 @@
-"""Memory: against the published figures, against the papers' closed forms, and monotone where it must be."""
+"""Memory: against the published figures, against the papers' closed forms, and monotone where it
+must be.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.memory import activation_memory
+from workbench.costmodel.memory.model_states import held
+from workbench.costmodel.memory.peak_memory import Memory, memory, peaks, total
+from workbench.costmodel.rates.constants import constants
 from workbench.plan.catalog import catalog
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.costmodel.memory import activation_memory
-from workbench.costmodel.rates.constants import constants
-from workbench.costmodel.memory.peak_memory import Memory, memory, peaks, total
-from workbench.costmodel.memory.model_states import held
-from workbench.costmodel.inputs.rank_workload import workload
 
 STATES = ("parameters", "gradients", "optimizer", "master")
 
@@ -41,9 +43,21 @@ def test_zero_on_64_cards_is_the_papers_table(zero: int, gigabytes: float) -> No
 
 
 @pytest.mark.parametrize(("gigabytes", "cards"), [(16, 75), (32, 38)])
-def test_a_hundred_billion_parameters_with_fp32_adam_take_1200_gigabytes(gigabytes: int, cards: int) -> None:
-    """4 bytes of parameters and 8 of moments each; gradients, 400 GB more, are not in that figure."""
-    shape = {"layers": 80, "hidden": 10176, "heads": 96, "ffn": 40704, "vocab": 51200, "mlp": "gelu", "biases": "none"}
+def test_a_hundred_billion_parameters_with_fp32_adam_take_1200_gigabytes(
+    gigabytes: int, cards: int
+) -> None:
+    """4 bytes of parameters and 8 of moments each; gradients, 400 GB more, are not in that
+    figure.
+    """
+    shape = {
+        "layers": 80,
+        "hidden": 10176,
+        "heads": 96,
+        "ffn": 40704,
+        "vocab": 51200,
+        "mlp": "gelu",
+        "biases": "none",
+    }
     plan = on_cards(shape, 1, "single", **{"strategy.precision": "fp32"})  # type: ignore[arg-type]
     initialised = memory_of(plan).moments["initialised"]
     each = held(workload(plan.complete())).total.sum()
@@ -55,19 +69,30 @@ def test_a_hundred_billion_parameters_with_fp32_adam_take_1200_gigabytes(gigabyt
 
 
 @pytest.mark.parametrize(
-    ("recompute", "zero", "gigabytes"), [("full", 1, 10.0), ("full", 0, 27.5), ("none", 1, 27.5), ("none", 0, 45.0)]
+    ("recompute", "zero", "gigabytes"),
+    [("full", 1, 10.0), ("full", 0, 27.5), ("none", 1, 27.5), ("none", 0, 45.0)],
 )
 def test_pangu_200b_is_the_papers(recompute: str, zero: int, gigabytes: float) -> None:
     """2104.12369: about 10 GB with optimizer sharding and recomputing, 27 to 28 with either, 45 with neither.
 
-    Of a stage in the middle: the first also has the embedding. Attention keeps scores and masks there.
+    Of a stage in the middle: the first also has the embedding. Attention keeps scores and masks
+    there.
     """
     plan = Plan.of(
-        "pangu-200b", gpu="ascend-910", gpus=2048, strategy="pangu-5d",
-        set={"strategy.recompute": recompute, "strategy.data.zero": zero, "training.sequence_length": 1024,
-             "training.micro_batch": 1, "training.global_batch": 16 * 16, "strategy.gradient_dtype": "fp16",
-             "strategy.stack": "mindspore"},
-    )  # fmt: skip
+        "pangu-200b",
+        gpu="ascend-910",
+        gpus=2048,
+        strategy="pangu-5d",
+        set={
+            "strategy.recompute": recompute,
+            "strategy.data.zero": zero,
+            "training.sequence_length": 1024,
+            "training.micro_batch": 1,
+            "training.global_batch": 16 * 16,
+            "strategy.gradient_dtype": "fp16",
+            "strategy.stack": "mindspore",
+        },
+    )
     live = memory_of(plan).live / 1e9
     assert float(live[1]) == pytest.approx(gigabytes, rel=0.08)
     assert (float(live.max()) > 32) == (recompute == "none" and zero == 0)
@@ -75,49 +100,85 @@ def test_pangu_200b_is_the_papers(recompute: str, zero: int, gigabytes: float) -
 
 @pytest.mark.parametrize(
     ("tensor", "sequence", "recompute", "expected"),
-    [(1, False, "none", 34 + 80), (1, False, "selective", 34), (8, False, "none", 10 + 24 / 8 + 80 / 8),
-     (8, False, "selective", 10 + 24 / 8), (8, True, "none", (34 + 80) / 8), (8, True, "selective", 34 / 8)],
-)  # fmt: skip
-def test_activations_are_korthikantis(tensor: int, sequence: bool, recompute: str, expected: float) -> None:
-    """Table 2 of 2205.05198 in units of sbh, GPT-3: 5as/h is 80; 16-bit, unfused attention, dropout."""
-    plan = on_cards("gpt3-175b", 64, "megatron-3d", **{
-        "strategy.stack": "megatron-2021", "strategy.tensor": {"size": tensor, "sequence": sequence},
-        "strategy.pipeline.size": 8, "strategy.recompute": recompute,
-    })  # fmt: skip
+    [
+        (1, False, "none", 34 + 80),
+        (1, False, "selective", 34),
+        (8, False, "none", 10 + 24 / 8 + 80 / 8),
+        (8, False, "selective", 10 + 24 / 8),
+        (8, True, "none", (34 + 80) / 8),
+        (8, True, "selective", 34 / 8),
+    ],
+)
+def test_activations_are_korthikantis(
+    tensor: int, sequence: bool, recompute: str, expected: float
+) -> None:
+    """Table 2 of 2205.05198 in units of sbh, GPT-3: 5as/h is 80; 16-bit, unfused attention,
+    dropout.
+    """
+    plan = on_cards(
+        "gpt3-175b",
+        64,
+        "megatron-3d",
+        **{
+            "strategy.stack": "megatron-2021",
+            "strategy.tensor": {"size": tensor, "sequence": sequence},
+            "strategy.pipeline.size": 8,
+            "strategy.recompute": recompute,
+        },
+    )
     w = workload(plan.complete())
-    assert activation_memory.layer(w).saved / (w.tokens * w.shape.hidden) == pytest.approx(expected, rel=1e-3)
+    assert activation_memory.layer(w).saved / (w.tokens * w.shape.hidden) == pytest.approx(
+        expected, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(("model", "share"), [("gpt3-175b", 0.70), ("mt-nlg-530b", 0.65)])
 def test_scores_are_korthikantis_share_of_activations(model: str, share: float) -> None:
-    changes = {"strategy.stack": "megatron-2021", "strategy.tensor": {"size": 8, "sequence": True},
-               "training.sequence_length": 2048, "strategy.recompute": "none"}  # fmt: skip
+    changes = {
+        "strategy.stack": "megatron-2021",
+        "strategy.tensor": {"size": 8, "sequence": True},
+        "training.sequence_length": 2048,
+        "strategy.recompute": "none",
+    }
     none, selective = (
-        activation_memory.layer(workload(on_cards(model, 64, "megatron-tp", **{**changes, **more}).complete())).saved
+        activation_memory.layer(
+            workload(on_cards(model, 64, "megatron-tp", **{**changes, **more}).complete())
+        ).saved
         for more in ({}, {"strategy.recompute": "selective"})
     )
     assert 1 - selective / none == pytest.approx(share, abs=0.01)
 
 
 def test_adapters_train_their_own_parameters_alone() -> None:
-    """LoRA (2106.09685): the base keeps 2 bytes; gradients, master and moments are those of rank x (in + out)."""
+    """LoRA (2106.09685): the base keeps 2 bytes; gradients, master and moments are those of rank x
+    (in + out).
+    """
     whole, tuned = (
         memory_of(on_cards("llama-3-8b", 1, "single", **more)).moments["initialised"]
         for more in ({}, {"training.lora": {"rank": 8, "targets": "attention"}})
     )
     adapters = 32 * 8 * ((4096 + 4096) * 2 + (4096 + 1024) * 2)
     assert float(tuned["master"].max()) == pytest.approx(4 * adapters)
-    assert float(tuned["parameters"].max() - whole["parameters"].max()) == pytest.approx(2 * adapters)
+    assert float(tuned["parameters"].max() - whole["parameters"].max()) == pytest.approx(
+        2 * adapters
+    )
     assert float(tuned["gradients"].max()) < 1e-3 * float(whole["gradients"].max())
 
 
 def gpt3(tensor: int, sequence: bool) -> Plan:
-    changes = {"strategy.tensor": {"size": tensor, "sequence": sequence}, "strategy.pipeline.size": 8}
-    return on_cards("gpt3-175b", 64, "megatron-3d", **changes, **{"strategy.recompute": "none"}).complete()
+    changes = {
+        "strategy.tensor": {"size": tensor, "sequence": sequence},
+        "strategy.pipeline.size": 8,
+    }
+    return on_cards(
+        "gpt3-175b", 64, "megatron-3d", **changes, **{"strategy.recompute": "none"}
+    ).complete()
 
 
 def test_a_gpt_layer_keeps_what_korthikanti_counts() -> None:
-    """34 sbh less the dropout masks that we do not have (2 sbh), less scores, plus fused attention's log-sum-exp."""
+    """34 sbh less the dropout masks that we do not have (2 sbh), less scores, plus fused
+    attention's log-sum-exp.
+    """
     w = workload(gpt3(1, sequence=False))
     s, h, a = w.setting.sequence_length, w.shape.hidden, w.shape.heads
     assert activation_memory.layer(w).saved == pytest.approx(32 * s * h + 4 * a * s, rel=1e-3)
@@ -126,14 +187,22 @@ def test_a_gpt_layer_keeps_what_korthikanti_counts() -> None:
 @pytest.mark.parametrize("tensor", [2, 4, 8])
 def test_sequence_parallel_divides_all_of_a_layer(tensor: int) -> None:
     """34 sbh / t of 2205.05198: norms and residuals are split too."""
-    one, whole, split = (workload(gpt3(t, sequence=on)) for t, on in ((1, False), (tensor, False), (tensor, True)))
-    assert activation_memory.layer(split).saved == pytest.approx(activation_memory.layer(one).saved / tensor)
+    one, whole, split = (
+        workload(gpt3(t, sequence=on)) for t, on in ((1, False), (tensor, False), (tensor, True))
+    )
+    assert activation_memory.layer(split).saved == pytest.approx(
+        activation_memory.layer(one).saved / tensor
+    )
     assert activation_memory.layer(whole).saved > activation_memory.layer(split).saved
 
 
-@pytest.mark.parametrize("model", ["tiny", "gpt2", "llama-3-8b", "mixtral-8x7b", "deepseek-v2-lite", "bloom-7b1"])
+@pytest.mark.parametrize(
+    "model", ["tiny", "gpt2", "llama-3-8b", "mixtral-8x7b", "deepseek-v2-lite", "bloom-7b1"]
+)
 def test_ranks_together_hold_the_models_parameters(model: str) -> None:
-    """Without tensor parallelism nothing is replicated: the stages' counts add up to the shape's."""
+    """Without tensor parallelism nothing is replicated: the stages' counts add up to the
+    shape's.
+    """
     from workbench.plan.parameter_count import parameters
 
     plan = on_cards(
@@ -146,7 +215,10 @@ def test_ranks_together_hold_the_models_parameters(model: str) -> None:
 
 def worst(**changes: Any) -> float:
     plan = on_cards(
-        "llama-3-8b", 32, "ddp", **{"training.global_batch": 128, "training.sequence_length": 2048, **changes}
+        "llama-3-8b",
+        32,
+        "ddp",
+        **{"training.global_batch": 128, "training.sequence_length": 2048, **changes},
     )
     return float(memory_of(plan).peak.max())
 
@@ -166,15 +238,25 @@ def worst(**changes: Any) -> float:
     st.sampled_from(["none", "full"]),
 )
 @settings(max_examples=40, deadline=None)
-def test_memory_never_falls_along_a_knob(knob: tuple[str, tuple[Any, ...]], pipeline: int, recompute: str) -> None:
+def test_memory_never_falls_along_a_knob(
+    knob: tuple[str, tuple[Any, ...]], pipeline: int, recompute: str
+) -> None:
     field, values = knob
-    base = {"strategy.pipeline.size": pipeline, "strategy.recompute": recompute, "strategy.gradient_dtype": "fp32"}
+    base = {
+        "strategy.pipeline.size": pipeline,
+        "strategy.recompute": recompute,
+        "strategy.gradient_dtype": "fp32",
+    }
     peaks = [worst(**{**base, field: value}) for value in values]
     assert all(a <= b * (1 + 1e-9) for a, b in pairwise(peaks)), (field, peaks)
 
 
-@given(st.sampled_from(["ddp", "zero-1", "zero-3", "dapple", "gpipe", "megatron-tp", "megatron-3d", "zero-offload"]),
-       st.sampled_from(["tiny", "gpt3-6.7b", "llama-3-8b", "mixtral-8x7b"]))  # fmt: skip
+@given(
+    st.sampled_from(
+        ["ddp", "zero-1", "zero-3", "dapple", "gpipe", "megatron-tp", "megatron-3d", "zero-offload"]
+    ),
+    st.sampled_from(["tiny", "gpt3-6.7b", "llama-3-8b", "mixtral-8x7b"]),
+)
 @settings(max_examples=20, deadline=None)
 def test_moments_are_ordered(strategy: str, model: str) -> None:
     """Nothing exceeds the peak, states last through it, and no category exceeds its own maximum."""
@@ -190,11 +272,22 @@ def test_moments_are_ordered(strategy: str, model: str) -> None:
 @pytest.mark.parametrize("stack", sorted(catalog.read("data/stacks.yaml")))
 @pytest.mark.parametrize(
     ("strategy", "changes"),
-    [("zero-3", {}), ("megatron-3d", {"strategy.precision": "fp16"}), ("zero-offload", {}),
-     ("megatron-tp", {"training.lora": {"rank": 8}, "training.global_batch": 1})],
-)  # fmt: skip
-def test_the_searchs_short_cut_says_the_same_of_every_stack(stack: str, strategy: str, changes: dict[str, Any]) -> None:
-    plan = on_cards("llama-3-8b", 8, strategy, **{"strategy.stack": stack, "strategy.kernels": "fused", **changes})
+    [
+        ("zero-3", {}),
+        ("megatron-3d", {"strategy.precision": "fp16"}),
+        ("zero-offload", {}),
+        ("megatron-tp", {"training.lora": {"rank": 8}, "training.global_batch": 1}),
+    ],
+)
+def test_the_searchs_short_cut_says_the_same_of_every_stack(
+    stack: str, strategy: str, changes: dict[str, Any]
+) -> None:
+    plan = on_cards(
+        "llama-3-8b",
+        8,
+        strategy,
+        **{"strategy.stack": stack, "strategy.kernels": "fused", **changes},
+    )
     full = plan.complete()
     w, k = workload(full), constants(full.card, full.strategy.kernels, stack)
     assert float(peaks(w, k)) == pytest.approx(float(memory(w, k).peak.max()), rel=1e-9)

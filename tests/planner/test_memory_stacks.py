@@ -1,4 +1,6 @@
-"""Memory of named stacks: what each one's own source code keeps, gathers, makes for a step or leaves to a full card."""
+"""Memory of named stacks: what each one's own source code keeps, gathers, makes for a step or
+leaves to a full card.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +9,54 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.plan.schema import Plan
-from workbench.costmodel.memory import activation_memory
-from workbench.costmodel.memory import live_sets
-from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.costmodel.memory import activation_memory, live_sets
 from workbench.costmodel.memory.loss_memory import head as head_of
 from workbench.costmodel.memory.peak_memory import Memory, communicators, memory
 from workbench.costmodel.memory.reported_memory import readings
-from workbench.planner.validation.row_to_plan import Expressed, express
-from workbench.planner.validation.measured_rows import row
+from workbench.costmodel.rates.constants import constants
+from workbench.plan.schema import Plan
 from workbench.planner.validation.framework_names import named
-from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.planner.validation.measured_rows import row
+from workbench.planner.validation.row_to_plan import Expressed, express
 
 LIT = {
-    "id": "a-1", "source": "here", "kind": "measured", "framework": "litgpt full finetune", "model": "llama-2-7b",
-    "arch": "llama dense", "params_b": "6.74", "layers": "32", "hidden": "4096", "ffn": "11008", "heads": "32",
-    "kv_heads": "32", "vocab": "32000", "seq": "512", "tied_emb": "yes", "gated_ffn": "yes", "gpu": "A10G",
-    "gpu_mem_gb": "24", "n_gpus": "4", "dp": "4", "mbs": "4", "precision": "bf16-true",
-}  # fmt: skip
+    "id": "a-1",
+    "source": "here",
+    "kind": "measured",
+    "framework": "litgpt full finetune",
+    "model": "llama-2-7b",
+    "arch": "llama dense",
+    "params_b": "6.74",
+    "layers": "32",
+    "hidden": "4096",
+    "ffn": "11008",
+    "heads": "32",
+    "kv_heads": "32",
+    "vocab": "32000",
+    "seq": "512",
+    "tied_emb": "yes",
+    "gated_ffn": "yes",
+    "gpu": "A10G",
+    "gpu_mem_gb": "24",
+    "n_gpus": "4",
+    "dp": "4",
+    "mbs": "4",
+    "precision": "bf16-true",
+}
 
 
-def load(stack: str, gpus: int = 8, strategy: str = "zero-3", model: str = "llama-3-8b", **changes: Any) -> Workload:
+def load(
+    stack: str, gpus: int = 8, strategy: str = "zero-3", model: str = "llama-3-8b", **changes: Any
+) -> Workload:
     dotted = {path.replace("__", "."): value for path, value in changes.items()}
-    plan = Plan.of(model, gpu="h100-sxm-80gb", gpus=gpus, strategy=strategy, set={"strategy.stack": stack, **dotted})
+    plan = Plan.of(
+        model,
+        gpu="h100-sxm-80gb",
+        gpus=gpus,
+        strategy=strategy,
+        set={"strategy.stack": stack, **dotted},
+    )
     return workload(plan.complete())
 
 
@@ -44,7 +71,9 @@ def lit(**changes: str) -> Expressed:
 
 @pytest.mark.parametrize(("kernels", "down"), [("fused", 1), ("compiled", 0)])
 def test_torchtitan_keeps_attention_and_every_second_product(kernels: str, down: int) -> None:
-    """Input, queries, values, attention's output and its log-sum-exp, the gate, and eagerly the down projection."""
+    """Input, queries, values, attention's output and its log-sum-exp, the gate, and eagerly the
+    down projection.
+    """
     w = load("torchtitan", strategy__recompute="selective", strategy__kernels=kernels)
     widths = 4096 + 4096 + 1024 + 4096 + 14336 + down * 4096
     layer = activation_memory.layer(w)
@@ -52,10 +81,17 @@ def test_torchtitan_keeps_attention_and_every_second_product(kernels: str, down:
     assert layer.whole > layer.saved
 
 
-@pytest.mark.parametrize(("stack", "kernels", "per_logit"), [
-    ("torchtitan", "fused", 12), ("torchtitan", "compiled", 4), ("torchtitan-2024", "compiled", 12),
-])  # fmt: skip
-def test_a_compiled_loss_keeps_logits_and_their_gradient_in_16_bits(stack: str, kernels: str, per_logit: int) -> None:
+@pytest.mark.parametrize(
+    ("stack", "kernels", "per_logit"),
+    [
+        ("torchtitan", "fused", 12),
+        ("torchtitan", "compiled", 4),
+        ("torchtitan-2024", "compiled", 12),
+    ],
+)
+def test_a_compiled_loss_keeps_logits_and_their_gradient_in_16_bits(
+    stack: str, kernels: str, per_logit: int
+) -> None:
     w = load(stack, strategy__kernels=kernels)
     head = head_of(w)
     assert (head.logits + head.loss) / (w.tokens * w.vocab) == pytest.approx(per_logit)
@@ -70,20 +106,26 @@ def test_a_report_of_2024_means_the_torchtitan_of_then() -> None:
 def test_litgpt_keeps_gradients_whole_between_steps_and_a_head_of_its_own() -> None:
     """fabric.no_backward_sync: FSDP holds unsharded gradients until the step's last microbatch."""
     plan = lit().plan
-    assert (plan.strategy.data.reduce, plan.training.global_batch, plan.shape.tied) == ("step", 64, False)
+    assert (plan.strategy.data.reduce, plan.training.global_batch, plan.shape.tied) == (
+        "step",
+        64,
+        False,
+    )
     w = workload(plan)
     held = float(live(w).moments["initialised"]["gradients"].max())
     assert held == pytest.approx(2 * float(w.held.total.max()))
     assert lit(gbs="16").plan.training.global_batch == 16
-    assert float(live(workload(lit(gbs="16").plan)).moments["initialised"]["gradients"].max()) == pytest.approx(
-        held / 4
-    )
+    assert float(
+        live(workload(lit(gbs="16").plan)).moments["initialised"]["gradients"].max()
+    ) == pytest.approx(held / 4)
 
 
 def test_litgpts_root_stays_gathered() -> None:
     w = workload(lit().plan)
     both = 2 * 32000 * 4096
-    assert float(live_sets.gathered(w, w.held)["gathered"].max()) == pytest.approx(2 * (both + 2 * w.held.layer))
+    assert float(live_sets.gathered(w, w.held)["gathered"].max()) == pytest.approx(
+        2 * (both + 2 * w.held.layer)
+    )
 
 
 def test_a_seven_billion_model_does_not_fit_four_cards_of_24_gb_under_litgpt() -> None:
@@ -98,24 +140,46 @@ def test_every_axis_longer_than_one_has_a_communicator() -> None:
     assert communicators(eight) == 2
     both = load("workbench", 8, "megatron-tp", strategy__tensor__size=2)
     assert communicators(both) == 3
-    outside = live(both).moments["initialised"]["overhead"] - live(eight).moments["initialised"]["overhead"]
+    outside = (
+        live(both).moments["initialised"]["overhead"]
+        - live(eight).moments["initialised"]["overhead"]
+    )
     c = constants(both.setting.card, "fused", "workbench")
-    tokens = 2 * activation_memory.INDEX * both.setting.sequence_length * (both.microbatches - eight.microbatches)
+    tokens = (
+        2
+        * activation_memory.INDEX
+        * both.setting.sequence_length
+        * (both.microbatches - eight.microbatches)
+    )
     assert float(outside.max()) == pytest.approx(c.communicator_mib * 2**20 + tokens)
 
 
 def test_internevos_step_makes_flat_gradients_and_the_second_moments_root() -> None:
-    """2 + 2 + 12 bytes that stay; 2 + 4 of flat gradients and 4 + 4 of one flat tensor's root and quotient."""
-    w = load("internevo", 1, "single", strategy__recompute="full", strategy__gradient_dtype="parameters")
+    """2 + 2 + 12 bytes that stay; 2 + 4 of flat gradients and 4 + 4 of one flat tensor's root and
+    quotient.
+    """
+    w = load(
+        "internevo", 1, "single", strategy__recompute="full", strategy__gradient_dtype="parameters"
+    )
     assert float(live(w).live.max()) / float(w.held.total.max()) == pytest.approx(30, rel=1e-3)
 
 
 def test_gathers_wait_for_a_host_that_runs_ahead() -> None:
-    """As many as fit its queue without a pipeline; none at two microbatches in flight, nor over three nodes."""
+    """As many as fit its queue without a pipeline; none at two microbatches in flight, nor over
+    three nodes.
+    """
 
     def waiting(**changes: Any) -> float:
-        w = load("nanotron", 64, "megatron-3d", strategy__tensor__sequence=True, training__global_batch=256,
-                 training__micro_batch=1, strategy__pipeline__schedule="1f1b", **changes)  # fmt: skip
+        w = load(
+            "nanotron",
+            64,
+            "megatron-3d",
+            strategy__tensor__sequence=True,
+            training__global_batch=256,
+            training__micro_batch=1,
+            strategy__pipeline__schedule="1f1b",
+            **changes,
+        )
         one = w.stream
         return float(np.max(live_sets.working(w, w.held)["communication"] - _tables(w))) / one
 
@@ -130,10 +194,19 @@ def _tables(w: Workload) -> Any:
 
 
 @pytest.mark.parametrize(("recompute", "full"), [("selective", False), ("none", True)])
-def test_an_allocator_gives_its_slack_back_where_the_card_is_full(recompute: str, full: bool) -> None:
-    w = load("torchtitan", strategy__recompute=recompute, training__sequence_length=8192, training__micro_batch=1)
+def test_an_allocator_gives_its_slack_back_where_the_card_is_full(
+    recompute: str, full: bool
+) -> None:
+    w = load(
+        "torchtitan",
+        strategy__recompute=recompute,
+        training__sequence_length=8192,
+        training__micro_batch=1,
+    )
     shown = readings(w, live(w), constants(w.setting.card, w.setting.kernels, "torchtitan"))
-    allocated, reserved, whole = (float(shown[kind].max()) for kind in ("allocated", "reserved", "nvidia-smi"))
+    allocated, reserved, whole = (
+        float(shown[kind].max()) for kind in ("allocated", "reserved", "nvidia-smi")
+    )
     assert allocated < reserved < whole
     if full:
         assert reserved < 1.1 * allocated

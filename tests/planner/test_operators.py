@@ -1,4 +1,6 @@
-"""Operator strategies: legal forms, hand-computed costs, and the exact choice against brute force."""
+"""Operator strategies: legal forms, hand-computed costs, and the exact choice against brute
+force.
+"""
 
 import itertools
 import subprocess
@@ -14,23 +16,33 @@ from workbench.errors import PlanError
 from workbench.plan.model_shape import Shape
 from workbench.planner.autoshard import Bytes, Machine, choose, parse, read, write, written
 from workbench.planner.autoshard.chain_choice import solve_chain
-from workbench.planner.autoshard.operator_cost import operator_cost, redistribution
-from workbench.planner.autoshard.graph_choice import solve_graph
-from workbench.planner.autoshard.layer_operators import layer, model
-from workbench.planner.autoshard.device_mesh import mesh
-from workbench.planner.autoshard.operator_splits import Dim, Operator, Tensor, strategies
-from workbench.planner.autoshard.graph_pricing import price
 from workbench.planner.autoshard.choice_problem import Between, Problem
+from workbench.planner.autoshard.device_mesh import mesh
+from workbench.planner.autoshard.graph_choice import solve_graph
+from workbench.planner.autoshard.graph_pricing import price
+from workbench.planner.autoshard.layer_operators import layer, model
+from workbench.planner.autoshard.operator_cost import operator_cost, redistribution
+from workbench.planner.autoshard.operator_splits import Dim, Operator, Tensor, strategies
 
 MACHINE = Machine(flops=1e12, bandwidth=1e9, latency=1e-6)
 GPT = Shape(layers=3, hidden=64, heads=4, ffn=256, vocab=500, mlp="gelu", norm="layernorm")
 
 
 def product(rows=8, inner=16, columns=32, units=(8, 16, 32)):
-    dims = tuple(Dim(n, s, u) for n, s, u in zip(("rows", "inner", "columns"), (rows, inner, columns), units))
-    inputs = (Tensor("input", ("rows", "inner")), Tensor("weight", ("inner", "columns"), "parameter"))
+    dims = tuple(
+        Dim(n, s, u) for n, s, u in zip(("rows", "inner", "columns"), (rows, inner, columns), units)
+    )
+    inputs = (
+        Tensor("input", ("rows", "inner")),
+        Tensor("weight", ("inner", "columns"), "parameter"),
+    )
     return Operator(
-        "product", "MatMul", dims, inputs, Tensor("output", ("rows", "columns")), 2.0 * rows * inner * columns
+        "product",
+        "MatMul",
+        dims,
+        inputs,
+        Tensor("output", ("rows", "columns")),
+        2.0 * rows * inner * columns,
     )
 
 
@@ -38,7 +50,7 @@ def option(operator, grid, text):
     return next(s for s in strategies(operator, grid) if written(s.form) == text)
 
 
-# --- legal strategies ---------------------------------------------------------------------------------------------
+# --- legal strategies -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8, 12])
@@ -61,19 +73,28 @@ def test_a_grid_gives_each_axis_to_one_dimension_or_none():
 
 
 def test_a_dimension_of_one_unit_stays_whole():
-    assert {s.form for s in strategies(product(units=(1, 1, 1)), mesh(4, MACHINE))} == {((1, 1), (1, 1))}
+    assert {s.form for s in strategies(product(units=(1, 1, 1)), mesh(4, MACHINE))} == {
+        ((1, 1), (1, 1))
+    }
 
 
-@pytest.mark.parametrize("form, placement", [
-    ("((2,1),(1,1))", ("rows", None, None)), ("((1,1),(1,2))", (None, None, "columns")),
-    ("((1,2),(2,1))", (None, None, "inner")), ("((4,1),(1,2))", ("rows", "rows", "columns")),
-    ("((2,2),(2,2))", ("rows", "inner", "columns")),
-])  # fmt: skip
-def test_on_plain_ranks_rows_lie_outside_so_that_columns_meet_the_next_inner_dimension(form, placement):
+@pytest.mark.parametrize(
+    "form, placement",
+    [
+        ("((2,1),(1,1))", ("rows", None, None)),
+        ("((1,1),(1,2))", (None, None, "columns")),
+        ("((1,2),(2,1))", (None, None, "inner")),
+        ("((4,1),(1,2))", ("rows", "rows", "columns")),
+        ("((2,2),(2,2))", ("rows", "inner", "columns")),
+    ],
+)
+def test_on_plain_ranks_rows_lie_outside_so_that_columns_meet_the_next_inner_dimension(
+    form, placement
+):
     assert option(product(), mesh(8, MACHINE), form).placement == placement
 
 
-# --- costs, by hand -----------------------------------------------------------------------------------------------
+# --- costs, by hand -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -97,14 +118,18 @@ def test_the_operator_reduces_what_is_partial(form, moved):
 
 def test_memory_counts_local_parameters_with_states_and_the_local_output():
     operator, grid = product(), mesh(8, MACHINE)
-    cost = operator_cost(operator, option(operator, grid, "((2,1),(1,4))"), grid, MACHINE, Bytes(2, 2, 16))
+    cost = operator_cost(
+        operator, option(operator, grid, "((2,1),(1,4))"), grid, MACHINE, Bytes(2, 2, 16)
+    )
     assert (cost.parameter_bytes, cost.activation_bytes) == (16 * 32 / 4 * 16, 8 * 32 / 8 * 2)
 
 
 def test_a_weight_is_reduced_once_in_all_microbatches():
     operator, grid = product(), mesh(4, MACHINE)
     rows = option(operator, grid, "((4,1),(1,1))")
-    one, eight = (operator_cost(operator, rows, grid, MACHINE, Bytes(gradient=4), n) for n in (1, 8))
+    one, eight = (
+        operator_cost(operator, rows, grid, MACHINE, Bytes(gradient=4), n) for n in (1, 8)
+    )
     assert one.moves[0].bytes == 16 * 32 * 4
     assert eight.moves[0].seconds == pytest.approx(one.moves[0].seconds / 8, rel=1e-12)
 
@@ -115,7 +140,11 @@ def test_a_weight_is_reduced_once_in_all_microbatches():
         ((0,), (0,), []),
         ((0,), (None,), [("forward", "all_gather", 3 / 4 * 400), ("backward", "slice", 0)]),
         ((None,), (1,), [("forward", "slice", 0), ("backward", "all_gather", 3 / 4 * 400)]),
-        ((0,), (1,), [("forward", "all_to_all", 3 / 4 * 100), ("backward", "all_to_all", 3 / 4 * 100)]),
+        (
+            (0,),
+            (1,),
+            [("forward", "all_to_all", 3 / 4 * 100), ("backward", "all_to_all", 3 / 4 * 100)],
+        ),
     ],
 )
 def test_redistribution_moves_the_tensor_and_its_gradient_back(held, wanted, kinds):
@@ -126,8 +155,13 @@ def test_redistribution_moves_the_tensor_and_its_gradient_back(held, wanted, kin
 
 def test_a_slice_comes_before_a_gather_and_leaves_it_less():
     grid = mesh((2, 4), Machine(1e12, bandwidth=1.0, latency=0.0))
-    there = [m for m in redistribution((0, None), (None, 0), 800.0, grid, "x") if m.when == "forward"]
-    assert [(m.kind, m.bytes, m.seconds) for m in there] == [("slice", 100.0, 0.0), ("all_gather", 200.0, 100.0)]
+    there = [
+        m for m in redistribution((0, None), (None, 0), 800.0, grid, "x") if m.when == "forward"
+    ]
+    assert [(m.kind, m.bytes, m.seconds) for m in there] == [
+        ("slice", 100.0, 0.0),
+        ("all_gather", 200.0, 100.0),
+    ]
 
 
 def test_an_all_reduce_over_two_levels_crosses_the_outer_one_with_a_part():
@@ -138,31 +172,53 @@ def test_an_all_reduce_over_two_levels_crosses_the_outer_one_with_a_part():
 
 def test_equal_links_make_one_ring():
     grid = mesh(8, Machine(1e12, bandwidth=2.0, latency=0.5))
-    assert grid.seconds("all_gather", 80.0, (0, 1, 2)) == pytest.approx(7 / 8 * 80 / 2 + 7 * 0.5, rel=1e-12)
+    assert grid.seconds("all_gather", 80.0, (0, 1, 2)) == pytest.approx(
+        7 / 8 * 80 / 2 + 7 * 0.5, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("form, used", [("((1,1),(1,1))", 1), ("((2,2),(2,2))", 4)])
 def test_an_addition_takes_as_long_as_its_memory_traffic(form, used):
-    machine, tensors = replace(MACHINE, memory_bandwidth=1e9), [Tensor(n, ("rows", "width")) for n in "abc"]
+    machine, tensors = (
+        replace(MACHINE, memory_bandwidth=1e9),
+        [Tensor(n, ("rows", "width")) for n in "abc"],
+    )
     dims = Dim("rows", 8, 8), Dim("width", 16, 16)
-    operator, grid = Operator("add", "Add", dims, tuple(tensors[:2]), tensors[2], 8.0 * 16), mesh(4, machine)
+    operator, grid = (
+        Operator("add", "Add", dims, tuple(tensors[:2]), tensors[2], 8.0 * 16),
+        mesh(4, machine),
+    )
     cost = operator_cost(operator, option(operator, grid, form), grid, machine, Bytes(element=2))
-    # Two inputs are read twice and their gradients written, the output written and its gradient read.
+    # Two inputs are read twice and their gradients written, the output written and its gradient
+    # read.
     assert cost.compute == pytest.approx((2 * 3 + 2) * 8 * 16 * 2 / used / 1e9, rel=1e-12)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_every_input_that_an_operator_makes_has_its_edge(fused):
     graph = model(GPT, 2, 16, fused)
-    wanted = {(op.name, t.name) for op in graph.operators[1:] for t in op.inputs if t.kind == "activation"}
+    wanted = {
+        (op.name, t.name) for op in graph.operators[1:] for t in op.inputs if t.kind == "activation"
+    }
     assert {(graph.operators[e.target].name, e.wanted.name) for e in graph.edges} == wanted
     names = [op.name for op in graph.operators]
-    layers = {(names[e.source], names[e.target]): e.times for e in graph.edges if e.times != GPT.layers}
+    layers = {
+        (names[e.source], names[e.target]): e.times for e in graph.edges if e.times != GPT.layers
+    }
     assert layers == {
-        ("embedding", "attention_norm"): 1, ("embedding", "attention.add"): 1, ("mlp.add", "attention_norm"): 2,
-        ("mlp.add", "attention.add"): 2, ("mlp.add", "final_norm"): 1, ("final_norm", "head"): 1, ("head", "loss"): 1,
-    }  # fmt: skip
-    residual = [names[e.source] for e in graph.edges if (names[e.target], e.wanted.name) == ("mlp.add", "input 1")]
+        ("embedding", "attention_norm"): 1,
+        ("embedding", "attention.add"): 1,
+        ("mlp.add", "attention_norm"): 2,
+        ("mlp.add", "attention.add"): 2,
+        ("mlp.add", "final_norm"): 1,
+        ("final_norm", "head"): 1,
+        ("head", "loss"): 1,
+    }
+    residual = [
+        names[e.source]
+        for e in graph.edges
+        if (names[e.target], e.wanted.name) == ("mlp.add", "input 1")
+    ]
     assert residual == ["attention.add"]
 
 
@@ -173,27 +229,38 @@ def test_the_problem_is_the_sum_of_what_its_operators_and_tensors_cost(seed):
     priced = price(model(grouped, 4, 16), mesh(4, MACHINE), MACHINE, Bytes())
     rng = np.random.default_rng(seed)
     picked = tuple(int(rng.integers(len(options))) for options in priced.options)
-    rows = [cost[i].seconds * op.times for cost, i, op in zip(priced.costs, picked, priced.graph.operators)]
-    moved = [edge.times * move.seconds for edge in priced.graph.edges for move in priced.moves(edge, picked)]
+    rows = [
+        cost[i].seconds * op.times
+        for cost, i, op in zip(priced.costs, picked, priced.graph.operators)
+    ]
+    moved = [
+        edge.times * move.seconds
+        for edge in priced.graph.edges
+        for move in priced.moves(edge, picked)
+    ]
     assert priced.problem.total(picked) == pytest.approx(sum(rows) + sum(moved), rel=1e-12)
 
 
 def test_grouped_heads_move_fewer_keys_and_values():
     grouped = GPT.model_copy(update={"kv_heads": 2})
     graph = layer(grouped, 2, 16)
-    sizes = {edge.wanted.name: graph.operators[edge.target].size(edge.wanted) for edge in graph.edges}
+    sizes = {
+        edge.wanted.name: graph.operators[edge.target].size(edge.wanted) for edge in graph.edges
+    }
     assert (sizes["query"], sizes["key"], sizes["value"]) == (2 * 16 * 64, 2 * 16 * 32, 2 * 16 * 32)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_of_the_whole_model_are_the_shape_s_matrices(tied):
     graph = model(GPT.model_copy(update={"tied": tied}), 1, 32)
-    counted = sum(o.times * o.size(t) for o in graph.operators for t in o.inputs if t.kind == "parameter")
+    counted = sum(
+        o.times * o.size(t) for o in graph.operators for t in o.inputs if t.kind == "parameter"
+    )
     blocks = 3 * (4 * 64 * 64 + 2 * 64 * 256 + 2 * 64)
     assert counted == blocks + 64 + 512 * 64 * (1 if tied else 2)
 
 
-# --- the exact choice ---------------------------------------------------------------------------------------------
+# --- the exact choice -----------------------------------------------------------------------------
 
 
 def brute(problem):
@@ -212,11 +279,18 @@ def problems(draw, chain):
     sizes = [int(rng.integers(1, 5)) for _ in range(count)]
     pairs = [(i, i + 1) for i in range(count - 1)]
     if not chain:
-        pairs += [(i, j) for i in range(count) for j in range(count) if i != j and rng.random() < 0.3]
+        pairs += [
+            (i, j) for i in range(count) for j in range(count) if i != j and rng.random() < 0.3
+        ]
     # Whole numbers and few of them: equal rows, equal columns and equal optima all occur.
     ceiling = draw(st.sampled_from([3, 1000]))
-    edges = tuple(Between(i, j, rng.integers(0, ceiling, (sizes[i], sizes[j])).astype(float)) for i, j in pairs)
-    costs, held = (tuple(rng.integers(0, ceiling, n).astype(float) for n in sizes) for _ in range(2))
+    edges = tuple(
+        Between(i, j, rng.integers(0, ceiling, (sizes[i], sizes[j])).astype(float))
+        for i, j in pairs
+    )
+    costs, held = (
+        tuple(rng.integers(0, ceiling, n).astype(float) for n in sizes) for _ in range(2)
+    )
     return Problem(costs, edges, held)
 
 
@@ -233,7 +307,10 @@ def test_dynamic_and_integer_programming_find_the_optimum_of_a_chain(problem):
 def test_integer_programming_finds_the_optimum_of_a_graph_within_a_limit(problem, tightness):
     least, most = (sum(f(size) for size in problem.bytes) for f in (np.min, np.max))
     limited = Problem(
-        problem.costs, problem.edges, problem.bytes, float(max(1, round(least + tightness * (most - least))))
+        problem.costs,
+        problem.edges,
+        problem.bytes,
+        float(max(1, round(least + tightness * (most - least)))),
     )
     for asked in (problem, limited):
         picked = solve_graph(asked)
@@ -247,7 +324,9 @@ def test_a_priced_block_with_its_residual_is_solved_as_brute_force_does(rate):
     priced = price(layer(GPT, 1, 32, fused=True), mesh(2, machine), machine, Bytes())
     best = brute(priced.problem)
     assert not priced.problem.is_chain
-    assert priced.problem.total(solve_graph(priced.problem)) == pytest.approx(priced.problem.total(best), rel=1e-12)
+    assert priced.problem.total(solve_graph(priced.problem)) == pytest.approx(
+        priced.problem.total(best), rel=1e-12
+    )
     tight = replace(priced.problem, limit=0.75 * priced.problem.memory(best))
     assert tight.total(solve_graph(tight)) == pytest.approx(tight.total(brute(tight)), rel=1e-12)
 
@@ -261,8 +340,12 @@ def test_a_priced_branch_is_solved_as_brute_force_does(ranks, rate):
     for part, fused in (("mlp", False), ("attention", True), ("attention", False)):
         priced = price(_graph(part, GPT, 2, 16, fused), mesh(ranks, machine), machine, Bytes())
         picked, solver = solve(priced, {})
-        assert solver == ("dynamic programming" if part == "mlp" or fused else "integer programming")
-        assert priced.problem.total(picked) == pytest.approx(priced.problem.total(brute(priced.problem)), rel=1e-12)
+        assert solver == (
+            "dynamic programming" if part == "mlp" or fused else "integer programming"
+        )
+        assert priced.problem.total(picked) == pytest.approx(
+            priced.problem.total(brute(priced.problem)), rel=1e-12
+        )
 
 
 def test_the_sum_of_the_rows_is_the_total():
@@ -273,7 +356,7 @@ def test_the_sum_of_the_rows_is_the_total():
     assert found.bytes == pytest.approx(sum(row.bytes * row.times for row in found.rows), rel=1e-12)
 
 
-# --- text ---------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.lists(st.integers(1, 4096), min_size=1, max_size=4), min_size=1, max_size=3))
@@ -283,27 +366,52 @@ def test_a_strategy_survives_writing_and_reading(parts):
     assert read(write({"blocks.*.mlp.up": form})) == {"blocks.*.mlp.up": form}
 
 
-@pytest.mark.parametrize("text, form", [
-    ("((4,1),(1,1))", ((4, 1), (1, 1))), (" ( (4, 1) , (1,1), ) ", ((4, 1), (1, 1))), ("((2,),)", ((2,),)),
-    ("((4))", ((4,),)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, form",
+    [
+        ("((4,1),(1,1))", ((4, 1), (1, 1))),
+        (" ( (4, 1) , (1,1), ) ", ((4, 1), (1, 1))),
+        ("((2,),)", ((2,),)),
+        ("((4))", ((4,),)),
+    ],
+)
 def test_legal_text(text, form):
     assert parse(text, "x") == form
 
 
-@pytest.mark.parametrize("text", [
-    "", "4", "()", "(())", "((4,1)", "((4,1),(1,1)))", "((4,-1),(1,1))", "((0,1),)", "((4.0,1),)", "((a,1),)",
-    "((4,,1),)", "((4,1)(1,1))", "__import__('os')", "((1,1),(1,1))\n; x", "((٤,1),)", None, [[4, 1], [1, 1]],
-    "(" * 5000, "((1" + "0" * 50 + ",1),)",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "4",
+        "()",
+        "(())",
+        "((4,1)",
+        "((4,1),(1,1)))",
+        "((4,-1),(1,1))",
+        "((0,1),)",
+        "((4.0,1),)",
+        "((a,1),)",
+        "((4,,1),)",
+        "((4,1)(1,1))",
+        "__import__('os')",
+        "((1,1),(1,1))\n; x",
+        "((٤,1),)",
+        None,
+        [[4, 1], [1, 1]],
+        "(" * 5000,
+        "((1" + "0" * 50 + ",1),)",
+    ],
+)
 def test_illegal_text_is_refused_with_the_legal_form(text):
     with pytest.raises(
-        PlanError, match=r"strategy\.operators\.head: is .*legal: a tuple of tuples.*\(\(4,1\),\(1,1\)\)"
+        PlanError,
+        match=r"strategy\.operators\.head: is .*legal: a tuple of tuples.*\(\(4,1\),\(1,1\)\)",
     ):
         read({"head": text})
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def test_a_limit_that_nothing_meets_names_the_least():
@@ -319,26 +427,47 @@ def test_a_limit_that_nothing_meets_names_the_least():
 
 
 def test_ranks_that_divide_nothing_are_refused_with_what_could_be_split():
-    with pytest.raises(PlanError, match=r"ranks: is 7, which no operator can be split over .*attention\.qkv inner 64"):
+    with pytest.raises(
+        PlanError,
+        match=r"ranks: is 7, which no operator can be split over .*attention\.qkv inner 64",
+    ):
         choose(GPT, 64, 7, MACHINE)
 
 
-@pytest.mark.parametrize("call, message", [
-    ({"tokens": 0}, "tokens: is 0"), ({"tokens": 10, "sequence_length": 4}, "legal: a multiple of 4"),
-    ({"ranks": 0}, "ranks: is 0"), ({"ranks": (2, 0)}, "ranks: is"), ({"ranks": ()}, "ranks: is"),
-    ({"ranks": 512}, "ranks: is 512; legal: up to 256, or a grid"), ({"memory": 0.0}, "memory: is 0"),
-    ({"memory": float("nan")}, "memory: is nan"),
-    ({"machine": Machine(1e12, (1e9, 1e9), 1e-6)}, r"machine.bandwidth: has 2 values for 1 axes"),
-    ({"fixed": {"blocks.3.nose": ((1,),)}}, r"operators.blocks.3.nose: names no operator; legal: embedding"),
-    ({"fixed": {"head": ((3, 1), (1, 1))}}, r"operators.head: is \(\(3,1\),\(1,1\)\) for head; legal: \(\(1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        ({"tokens": 0}, "tokens: is 0"),
+        ({"tokens": 10, "sequence_length": 4}, "legal: a multiple of 4"),
+        ({"ranks": 0}, "ranks: is 0"),
+        ({"ranks": (2, 0)}, "ranks: is"),
+        ({"ranks": ()}, "ranks: is"),
+        ({"ranks": 512}, "ranks: is 512; legal: up to 256, or a grid"),
+        ({"memory": 0.0}, "memory: is 0"),
+        ({"memory": float("nan")}, "memory: is nan"),
+        (
+            {"machine": Machine(1e12, (1e9, 1e9), 1e-6)},
+            r"machine.bandwidth: has 2 values for 1 axes",
+        ),
+        (
+            {"fixed": {"blocks.3.nose": ((1,),)}},
+            r"operators.blocks.3.nose: names no operator; legal: embedding",
+        ),
+        (
+            {"fixed": {"head": ((3, 1), (1, 1))}},
+            r"operators.head: is \(\(3,1\),\(1,1\)\) for head; legal: \(\(1",
+        ),
+    ],
+)
 def test_what_is_impossible_is_refused(call, message):
     call = {"tokens": 64, "ranks": (2,), "machine": MACHINE} | call
     with pytest.raises(PlanError, match=message):
         choose(GPT, **call)
 
 
-@pytest.mark.parametrize("rates", [(0, 1, 1), (1, -1, 1), (1, 1, -1), (float("nan"), 1, 1), (1, 1, float("inf"))])
+@pytest.mark.parametrize(
+    "rates", [(0, 1, 1), (1, -1, 1), (1, 1, -1), (float("nan"), 1, 1), (1, 1, float("inf"))]
+)
 def test_a_machine_has_positive_rates(rates):
     with pytest.raises(PlanError, match="machine"):
         Machine(*rates)

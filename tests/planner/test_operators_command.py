@@ -1,12 +1,14 @@
-"""Operator strategies of a plan: the command, its JSON, a plan written and read back, refusals, links by topology."""
+"""Operator strategies of a plan: the command, its JSON, a plan written and read back, refusals,
+links by topology.
+"""
 
 import json
 import math
 
 import pytest
 
-from workbench.plan.schema import Plan
 from workbench.costmodel.rates.constants import constants
+from workbench.plan.schema import Plan
 from workbench.planner.autoshard import Bytes, choose, choose_for, read
 from workbench.planner.autoshard.plan_problem import machine
 
@@ -14,7 +16,9 @@ H100 = ["--model", "llama-3-8b", "--gpu", "h100-sxm-80gb"]
 
 
 def plan(gpus=8, **fields):
-    return Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp", set=fields).complete()
+    return Plan.of(
+        "llama-3-8b", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp", set=fields
+    ).complete()
 
 
 def test_json_holds_the_rows_the_mapping_and_the_reason(ask):
@@ -25,13 +29,24 @@ def test_json_holds_the_rows_the_mapping_and_the_reason(ask):
     assert rows["mlp.up"]["strategy"] == "((1,1),(1,4))"
     total = sum(r["seconds"] * r["times"] for r in found["rows"] + found["redistributions"])
     assert found["seconds"] == pytest.approx(total, rel=1e-12)
-    assert found["operators"]["blocks.*.mlp.gate"] == "((1,1),(1,4))" and "mlp.up by columns" in found["reason"]
+    assert (
+        found["operators"]["blocks.*.mlp.gate"] == "((1,1),(1,4))"
+        and "mlp.up by columns" in found["reason"]
+    )
 
 
 def test_tables_say_estimated_and_give_the_reason(ask):
-    code, out, _ = ask("operators", *H100, "--gpus", 16, "--strategy", "ddp", "--ranks", "2x8", "--memory", 70)
-    assert code == 0 and "Operators over 2 x 8 ranks (estimated)" in out and "Total (estimated)" in out
-    assert "limit" in out and "70.0 GiB" in out and "Estimated" in out and "integer programming" in out
+    code, out, _ = ask(
+        "operators", *H100, "--gpus", 16, "--strategy", "ddp", "--ranks", "2x8", "--memory", 70
+    )
+    assert (
+        code == 0
+        and ("Operators over 2 x 8 ranks (estimated)") in out
+        and "Total (estimated)" in out
+    )
+    assert (
+        "limit" in out and "70.0 GiB" in out and "Estimated" in out and "integer programming" in out
+    )
 
 
 def test_a_plan_written_with_its_operators_is_read_back_and_kept(ask, tmp_path):
@@ -47,25 +62,49 @@ def test_a_plan_written_with_its_operators_is_read_back_and_kept(ask, tmp_path):
     assert second["seconds"] == pytest.approx(first["seconds"], rel=1e-12)
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--memory", "1"], "memory: is 1 GiB a rank, but every choice takes"), (["--ranks", "11"], "ranks: is 11, which"),
-    (["--ranks", "x8"], "--ranks: is 'x8'; legal"), (["--ranks", "-1"], "--ranks: is '-1'"),
-    (["--memory", "-1"], "memory: is -"), (["--sequences", "0"], "sequences: is 0"),
-    (["--set", "strategy.operators={head: column}"], "operators.head: is 'column'; legal: a tuple"),
-    (["--memory", "nan"], "memory: is nan"),
-    (["--sequences", "99999999"], "sequences: is 99999999; legal: 1 to 16,777,216 (ten times the largest batch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--memory", "1"], "memory: is 1 GiB a rank, but every choice takes"),
+        (["--ranks", "11"], "ranks: is 11, which"),
+        (["--ranks", "x8"], "--ranks: is 'x8'; legal"),
+        (["--ranks", "-1"], "--ranks: is '-1'"),
+        (["--memory", "-1"], "memory: is -"),
+        (["--sequences", "0"], "sequences: is 0"),
+        (
+            ["--set", "strategy.operators={head: column}"],
+            "operators.head: is 'column'; legal: a tuple",
+        ),
+        (["--memory", "nan"], "memory: is nan"),
+        (
+            ["--sequences", "99999999"],
+            "sequences: is 99999999; legal: 1 to 16,777,216 (ten times the largest batch",
+        ),
+    ],
+)
 def test_what_is_impossible_is_said_in_a_line(ask, words, message):
-    code, out, err = ask("operators", *H100, "--gpus", 8, "--strategy", "megatron-tp", *words, "--json")
+    code, out, err = ask(
+        "operators", *H100, "--gpus", 8, "--strategy", "megatron-tp", *words, "--json"
+    )
     assert code == 2 and message in err and "Traceback" not in err
     assert json.loads(out)["exit_code"] == 2
 
 
 def test_more_sequences_turn_tensor_parallel_into_data_parallel(ask):
     few, many = (
-        json.loads(ask("operators", *H100, "--gpus", 8, "--strategy", "megatron-tp", "--sequences", n, "--json")[1])[
-            "operators"
-        ]
+        json.loads(
+            ask(
+                "operators",
+                *H100,
+                "--gpus",
+                8,
+                "--strategy",
+                "megatron-tp",
+                "--sequences",
+                n,
+                "--json",
+            )[1]
+        )["operators"]
         for n in (1, 64)
     )
     assert few["blocks.*.mlp.up"] == "((1,1),(1,8))" and many["blocks.*.mlp.up"] == "((8,1),(1,1))"
@@ -74,7 +113,11 @@ def test_more_sequences_turn_tensor_parallel_into_data_parallel(ask):
 def test_one_rank_splits_nothing(ask):
     code, out, _ = ask("operators", "--model", "tiny", "--gpu", "local", "--gpus", 1, "--json")
     found = json.loads(out)
-    assert code == 0 and not found["redistributions"] and all(row["splits"] == "whole" for row in found["rows"])
+    assert (
+        code == 0
+        and not found["redistributions"]
+        and all(row["splits"] == "whole" for row in found["rows"])
+    )
 
 
 def test_ranks_of_several_nodes_are_a_grid_with_the_network_outside():
@@ -83,15 +126,34 @@ def test_ranks_of_several_nodes_are_a_grid_with_the_network_outside():
     known = constants(two.card, two.strategy.kernels)
     found = machine(two, (2, 8))
     network = two.fabric.nic_gbs * 1e9 * known.nic_share / 8
-    assert found.bandwidth == (pytest.approx(network), pytest.approx(two.card.link_gbs * 1e9 * known.link_share))
+    assert found.bandwidth == (
+        pytest.approx(network),
+        pytest.approx(two.card.link_gbs * 1e9 * known.link_share),
+    )
     assert found.latency == (two.fabric.nic_latency_us * 1e-6, two.fabric.link_latency_us * 1e-6)
 
 
 def test_the_batch_is_the_plan_s_microbatch_over_all_data_ranks():
-    one = plan(8, **{"training.micro_batch": 2, "training.global_batch": 64, "training.sequence_length": 1024})
-    sizes = Bytes(element=2, gradient=4, state=2 + 4 + 8 + 4)  # bf16, fp32 gradients that add up, Adam, master
+    one = plan(
+        8,
+        **{
+            "training.micro_batch": 2,
+            "training.global_batch": 64,
+            "training.sequence_length": 1024,
+        },
+    )
+    sizes = Bytes(
+        element=2, gradient=4, state=2 + 4 + 8 + 4
+    )  # bf16, fp32 gradients that add up, Adam, master
     direct = choose(
-        one.shape, 16 * 1024, 8, machine(one, 8), sequence_length=1024, fused=True, microbatches=4, sizes=sizes
+        one.shape,
+        16 * 1024,
+        8,
+        machine(one, 8),
+        sequence_length=1024,
+        fused=True,
+        microbatches=4,
+        sizes=sizes,
     )
     assert math.isclose(choose_for(one).seconds, direct.seconds, rel_tol=1e-12)
     assert choose_for(one).bytes == pytest.approx(direct.bytes, rel=1e-12)

@@ -1,4 +1,6 @@
-"""What the exact choice finds by itself on a transformer: Megatron's pairing, data parallel, and the mix of both."""
+"""What the exact choice finds by itself on a transformer: Megatron's pairing, data parallel, and
+the mix of both.
+"""
 
 import pytest
 
@@ -25,11 +27,15 @@ def test_one_sequence_rediscovers_megatron(shape, ranks, n, fused):
     assert chosen["attention.o"] == chosen["mlp.down"] == row
     assert found.redistributions == ()
     assert (found.count("all_reduce", "forward"), found.count("all_reduce", "backward")) == (2, 2)
-    reduced = {row.operator: [(m.when, m.tensor) for m in row.moves] for row in found.rows if row.moves}
+    reduced = {
+        row.operator: [(m.when, m.tensor) for m in row.moves] for row in found.rows if row.moves
+    }
     assert reduced == {
-        "attention.qkv": [("backward", "input")], "attention.o": [("forward", "output")],
-        "mlp.up": [("backward", "input")], "mlp.down": [("forward", "output")],
-    }  # fmt: skip
+        "attention.qkv": [("backward", "input")],
+        "attention.o": [("forward", "output")],
+        "mlp.up": [("backward", "input")],
+        "mlp.down": [("forward", "output")],
+    }
     assert "attention.qkv by columns and attention.o by its inner dimension" in found.reason
     assert all(f"blocks.*.attention.{name}" in found.forms for name in "qkvo")
 
@@ -42,7 +48,9 @@ def test_the_pair_moves_what_megatron_moves():
 
 def test_plain_ranks_are_never_worse_than_whole_axes():
     for n in (2, 4, 8):
-        plain, whole = (choose(LLAMA, 8192, ranks, H100, part="layer").seconds for ranks in (n, (n,)))
+        plain, whole = (
+            choose(LLAMA, 8192, ranks, H100, part="layer").seconds for ranks in (n, (n,))
+        )
         assert plain <= whole * (1 + 1e-12)
 
 
@@ -51,31 +59,58 @@ def test_many_sequences_and_small_weights_are_data_parallel(ranks):
     small = Shape(layers=4, hidden=256, heads=4, ffn=1024, vocab=1000, mlp="gelu")
     found = choose(small, 512 * 1024, ranks, H100, sequence_length=1024)
     assert {row.strategy.split(",")[0] for row in found.rows if row.kind != "Embedding"} == {"((4"}
-    assert forms(found)["attention.qkv"] == "((4,1),(1,1))" and forms(found)["embedding"] == "((1,1),(4,))"
+    assert (
+        forms(found)["attention.qkv"] == "((4,1),(1,1))"
+        and forms(found)["embedding"] == "((1,1),(4,))"
+    )
     assert found.redistributions == ()
-    assert all(m.when == "backward" and m.tensor in ("weight", "table") for row in found.rows for m in row.moves)
+    assert all(
+        m.when == "backward" and m.tensor in ("weight", "table")
+        for row in found.rows
+        for m in row.moves
+    )
 
 
 def test_a_limit_that_forbids_whole_weights_turns_data_into_tensor_parallel():
     free = choose(GPT, 8 * 512, (8,), H100, sequence_length=512, part="layer", microbatches=64)
     assert forms(free)["mlp.up"] == "((8,1),(1,1))"
     weights = 16 * 12 * 4096**2  # bytes of a block with states
-    tight = choose(GPT, 8 * 512, (8,), H100, sequence_length=512, part="layer", microbatches=64, memory=weights / 4)
+    tight = choose(
+        GPT,
+        8 * 512,
+        (8,),
+        H100,
+        sequence_length=512,
+        part="layer",
+        microbatches=64,
+        memory=weights / 4,
+    )
     assert free.bytes > weights > weights / 4 >= tight.bytes
     assert tight.seconds >= free.seconds
     assert forms(tight)["mlp.up"] == "((1,1),(1,8))" and forms(tight)["mlp.down"] == "((1,8),(8,1))"
-    assert "Without the limit the best choice would take" in tight.reason and "more than the limit" in tight.reason
-    assert f"{free.bytes / 2**30:.3g} GiB" in tight.reason and "Without the limit" not in free.reason
+    assert (
+        "Without the limit the best choice would take" in tight.reason
+        and ("more than the limit") in tight.reason
+    )
+    assert (
+        f"{free.bytes / 2**30:.3g} GiB" in tight.reason and "Without the limit" not in free.reason
+    )
 
 
 def test_a_limit_that_forbids_nothing_changes_nothing():
-    free, roomy = (choose(LLAMA, 4096, (4,), H100, part="layer", memory=limit) for limit in (None, 2.0**40))
+    free, roomy = (
+        choose(LLAMA, 4096, (4,), H100, part="layer", memory=limit) for limit in (None, 2.0**40)
+    )
     assert (roomy.seconds, roomy.reason) == (pytest.approx(free.seconds, rel=1e-12), free.reason)
 
 
 def test_a_grid_of_slow_and_fast_links_mixes_rows_outside_with_columns_inside():
-    cluster = Machine(flops=400e12, bandwidth=(40e9, 300e9), latency=(10e-6, 6e-6), memory_bandwidth=2.5e12)
-    found = choose(GPT, 2 * 2048, (2, 4), cluster, sequence_length=2048, part="layer", microbatches=16)
+    cluster = Machine(
+        flops=400e12, bandwidth=(40e9, 300e9), latency=(10e-6, 6e-6), memory_bandwidth=2.5e12
+    )
+    found = choose(
+        GPT, 2 * 2048, (2, 4), cluster, sequence_length=2048, part="layer", microbatches=16
+    )
     chosen = forms(found)
     assert chosen["attention.qkv"] == chosen["mlp.up"] == "((2,1),(1,4))"
     assert chosen["attention.o"] == chosen["mlp.down"] == "((2,4),(4,1))"

@@ -1,4 +1,6 @@
-"""Racks and the order of axes: what leaves a rack is slower, and what moves most stands innermost."""
+"""Racks and the order of axes: what leaves a rack is slower, and what moves most stands
+innermost.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,20 @@ from typing import Any
 
 import pytest
 
+from workbench.costmodel.communication.collective_cost import links
+from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.rates.constants import constants
 from workbench.plan.catalog import catalog
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.costmodel.communication.collective_cost import links
-from workbench.costmodel.rates.constants import constants
 from workbench.planner.axis_placement import placements
-from workbench.costmodel.inputs.rank_workload import workload
 
 FABRIC = {**catalog.clusters()["dgx-h100"].model_dump(), "name": "racks"}
 
 
-def racked(nodes: int | None, gbs: float | None = 10.0, latency: float | None = 50.0, **changes: Any) -> Plan:
+def racked(
+    nodes: int | None, gbs: float | None = 10.0, latency: float | None = 50.0, **changes: Any
+) -> Plan:
     fabric = FABRIC | {"rack_nodes": nodes, "rack_gbs": gbs, "rack_latency_us": latency}
     sizes = {"strategy.tensor.size": 8, "strategy.pipeline.size": 4}
     set = sizes | {"cluster.fabric": fabric, **changes}
@@ -46,8 +50,12 @@ def test_a_rack_as_large_as_the_cluster_is_no_rack() -> None:
 def test_a_ring_that_crosses_a_rack_once_needs_only_its_part_of_the_uplink() -> None:
     ring = {"strategy.pipeline.size": 1, "strategy.tensor.size": 1}
     fast, _ = link(racked(None, **ring), "data")
-    assert link(racked(4, gbs=200.0, **ring), "data")[0] == fast  # of 32 ranks one leaves, with four nodes' uplinks
-    assert link(racked(4, gbs=10.0, **ring), "data")[0] == pytest.approx(fast * 40 / FABRIC["nic_gbs"])
+    assert (
+        link(racked(4, gbs=200.0, **ring), "data")[0] == fast
+    )  # of 32 ranks one leaves, with four nodes' uplinks
+    assert link(racked(4, gbs=10.0, **ring), "data")[0] == pytest.approx(
+        fast * 40 / FABRIC["nic_gbs"]
+    )
 
 
 @pytest.mark.parametrize("name", ["frontier-mi250x", "meta-roce-h100"])
@@ -70,7 +78,11 @@ def test_what_moves_most_stands_innermost_and_the_reason_says_so() -> None:
     loudest = best.axes[0]
     assert (loudest.axis, loudest.reach) == ("tensor", "node") and best.order.index("tensor") < 2
     assert next(axis for axis in worst.axes if axis.axis == "tensor").reach != "node"
-    assert "tensor (8) moves" in best.reason and "inside nodes" in best.reason and "estimated" in best.reason
+    assert (
+        "tensor (8) moves" in best.reason
+        and "inside nodes" in best.reason
+        and "estimated" in best.reason
+    )
 
 
 def test_unequal_replicas_keep_the_pipeline_outermost() -> None:

@@ -1,4 +1,6 @@
-"""Dtypes and adapters: every combination is estimated, and less work or fewer bytes never cost more."""
+"""Dtypes and adapters: every combination is estimated, and less work or fewer bytes never cost
+more.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from workbench.profile import Profile
 LORA = {"rank": 16, "targets": "all"}
 
 
-def told(model: str = "llama-3-8b", gpu: str = "h100-sxm-80gb", strategy: str = "ddp", **changes: Any) -> Profile:
+def told(
+    model: str = "llama-3-8b", gpu: str = "h100-sxm-80gb", strategy: str = "ddp", **changes: Any
+) -> Profile:
     set = {key.replace("__", "."): value for key, value in changes.items()}
     return estimate(Plan.of(model, gpu=gpu, gpus=8, strategy=strategy, set=set))
 
@@ -23,20 +27,26 @@ def peak(profile: Profile) -> int:
 
 
 def held(profile: Profile, category: str) -> float:
-    rows = profile.memory[(profile.memory.moment == "before_optimizer") & (profile.memory.category == category)]
+    rows = profile.memory[
+        (profile.memory.moment == "before_optimizer") & (profile.memory.category == category)
+    ]
     return float(rows.bytes.sum())
 
 
 @pytest.mark.parametrize(
     ("gpu", "slow", "fast"),
     [
-        ("a100-sxm-80gb", "fp32", "tf32"), ("a100-sxm-80gb", "tf32", "bf16"), ("h100-sxm-80gb", "tf32", "bf16"),
+        ("a100-sxm-80gb", "fp32", "tf32"),
+        ("a100-sxm-80gb", "tf32", "bf16"),
+        ("h100-sxm-80gb", "tf32", "bf16"),
         ("h100-sxm-80gb", "bf16", "fp8"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("strategy", ["ddp", "zero-3", "dapple", "megatron-tp"])
 def test_narrower_products_are_faster(gpu: str, slow: str, fast: str, strategy: str) -> None:
-    before, after = (told(gpu=gpu, strategy=strategy, strategy__precision=dtype) for dtype in (slow, fast))
+    before, after = (
+        told(gpu=gpu, strategy=strategy, strategy__precision=dtype) for dtype in (slow, fast)
+    )
     assert after.step_seconds < before.step_seconds
     assert after.notes["time"]["compute"] < before.notes["time"]["compute"]
 
@@ -44,7 +54,9 @@ def test_narrower_products_are_faster(gpu: str, slow: str, fast: str, strategy: 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-3", "dapple", "megatron-tp"])
 def test_tf32_keeps_what_fp32_keeps_and_fp8_what_bf16_keeps(strategy: str) -> None:
     for narrow, stored in (("tf32", "fp32"), ("fp8", "bf16")):
-        one, other = (told(strategy=strategy, strategy__precision=dtype) for dtype in (narrow, stored))
+        one, other = (
+            told(strategy=strategy, strategy__precision=dtype) for dtype in (narrow, stored)
+        )
         assert one.peak_bytes_by_rank == other.peak_bytes_by_rank
         assert one.collectives.drop(columns="run").equals(other.collectives.drop(columns="run"))
 
@@ -52,13 +64,19 @@ def test_tf32_keeps_what_fp32_keeps_and_fp8_what_bf16_keeps(strategy: str) -> No
 @pytest.mark.parametrize("precision", ["tf32", "fp8"])
 @pytest.mark.parametrize("dtype", ["auto", "parameters", "fp32"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero-2"])
-def test_gradients_have_the_dtype_of_what_is_stored_or_fp32(precision: str, dtype: str, strategy: str) -> None:
+def test_gradients_have_the_dtype_of_what_is_stored_or_fp32(
+    precision: str, dtype: str, strategy: str
+) -> None:
     asked = {"strategy__precision": precision, "strategy__gradient_dtype": dtype}
-    reduced = told(strategy=strategy, **asked).collectives.query("axis == 'data' and kind != 'all_gather'")
+    reduced = told(strategy=strategy, **asked).collectives.query(
+        "axis == 'data' and kind != 'all_gather'"
+    )
     assert set(reduced.dtype) <= {"fp32", "bf16"} and len(set(reduced.dtype)) == 1
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero-2", "zero-3", "dapple", "megatron-3d", "zero-bubble"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero-1", "zero-2", "zero-3", "dapple", "megatron-3d", "zero-bubble"]
+)
 def test_adapters_take_less_memory_and_two_thirds_of_the_compute(strategy: str) -> None:
     whole, adapted = told(strategy=strategy), told(strategy=strategy, training__lora=LORA)
     assert peak(adapted) < peak(whole)
@@ -80,7 +98,10 @@ def test_wider_adapters_and_more_of_them_take_more() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero-3", "dapple"])
 def test_narrower_moments_are_smaller_and_faster(strategy: str) -> None:
-    each = [told(strategy=strategy, training__optimizer__moments=dtype) for dtype in ("fp32", "bf16", "int8")]
+    each = [
+        told(strategy=strategy, training__optimizer__moments=dtype)
+        for dtype in ("fp32", "bf16", "int8")
+    ]
     sizes = [held(profile, "optimizer") for profile in each]
     assert [sizes[0] / size for size in sizes] == pytest.approx([1, 2, 4], rel=1e-6)
     assert peak(each[0]) > peak(each[1]) > peak(each[2])
@@ -90,21 +111,33 @@ def test_narrower_moments_are_smaller_and_faster(strategy: str) -> None:
 def test_no_master_weights_are_none_and_sgd_keeps_one_moment_or_none() -> None:
     adam, bare = told(), told(training__optimizer__master="none")
     assert held(bare, "master") == 0 < held(adam, "master")
-    momentum, plain = (told(training__optimizer={"name": "sgd", "beta1": beta}) for beta in (0.9, 0.0))
-    assert held(adam, "optimizer") == 2 * held(momentum, "optimizer") and held(plain, "optimizer") == 0
+    momentum, plain = (
+        told(training__optimizer={"name": "sgd", "beta1": beta}) for beta in (0.9, 0.0)
+    )
+    assert (
+        held(adam, "optimizer") == 2 * held(momentum, "optimizer") and held(plain, "optimizer") == 0
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-2", "dapple"])
 def test_narrower_gradients_are_smaller_and_faster(strategy: str) -> None:
-    wide, narrow = (told(strategy=strategy, strategy__gradient_dtype=dtype) for dtype in ("fp32", "bf16"))
+    wide, narrow = (
+        told(strategy=strategy, strategy__gradient_dtype=dtype) for dtype in ("fp32", "bf16")
+    )
     assert held(wide, "gradients") == pytest.approx(2 * held(narrow, "gradients"), rel=1e-6)
     assert narrow.step_seconds < wide.step_seconds and peak(narrow) < peak(wide)
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b", "deepseek-v3"])
-@pytest.mark.parametrize("strategy", ["megatron-3d", "deepseek-v3", "colossal-2d", "zb-v", "zero-offload"])
+@pytest.mark.parametrize(
+    "strategy", ["megatron-3d", "deepseek-v3", "colossal-2d", "zb-v", "zero-offload"]
+)
 @pytest.mark.parametrize("precision", ["tf32", "fp8"])
 def test_every_combination_is_estimated(model: str, strategy: str, precision: str) -> None:
-    changes = {"training__lora": LORA, "training__optimizer__moments": "int8", "strategy__precision": precision}
+    changes = {
+        "training__lora": LORA,
+        "training__optimizer__moments": "int8",
+        "strategy__precision": precision,
+    }
     profile = told(model, strategy=strategy, **changes)
     assert profile.step_seconds > 0 and 0 < profile.notes["model_flops_utilisation"] < 1

@@ -1,4 +1,6 @@
-"""Reasons: sentences that carry the estimate's own numbers, changes that do what they say, lists that are in order."""
+"""Reasons: sentences that carry the estimate's own numbers, changes that do what they say, lists
+that are in order.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,19 @@ def named(effects: list[Effect], start: str) -> Effect:
     return next(effect for effect in effects if effect.name.startswith(start))
 
 
-# ---- what binds ------------------------------------------------------------------------------------------------------
-def test_a_plan_that_does_not_fit_is_bound_by_memory_and_the_sentence_has_the_estimates_numbers(unfit: Plan) -> None:
+# ---- what binds ----------------------------------------------------------------------------------
+def test_a_plan_that_does_not_fit_is_bound_by_memory_and_the_sentence_has_the_estimates_numbers(
+    unfit: Plan,
+) -> None:
     found, profile = why(unfit), estimate(unfit)
     assert found.binding.constraint == "memory" and found.sentence == found.binding.memory
     peak = max(profile.peak_bytes_by_rank.values())
     assert f"{peak / 2**30:,.1f} GiB" in found.sentence and "too much" in found.sentence
     rows = profile.memory[(profile.memory.moment == "peak") & (profile.memory["rank"] == 0)]
     largest = rows.loc[rows.bytes.idxmax()]
-    assert f"largest category is {largest.category}, {largest.bytes / 2**30:,.1f} GiB" in found.sentence
+    assert (
+        f"largest category is {largest.category}, {largest.bytes / 2**30:,.1f} GiB"
+    ) in found.sentence
 
 
 def test_a_plan_that_fits_is_bound_by_the_largest_part_of_its_step(megatron: Plan) -> None:
@@ -53,7 +59,9 @@ def test_a_plan_that_fits_is_bound_by_the_largest_part_of_its_step(megatron: Pla
     assert f"({100 * share:.0f} %)" in found.sentence and "(estimated)" in found.sentence
 
 
-@pytest.mark.parametrize(("nodes", "words"), [(1, "links inside a node, 450"), (2, "network between nodes, 400")])
+@pytest.mark.parametrize(
+    ("nodes", "words"), [(1, "links inside a node, 450"), (2, "network between nodes, 400")]
+)
 def test_communication_is_told_with_the_link_that_it_rides(nodes: int, words: str) -> None:
     plan = on("llama-3-8b", 16, "megatron-tp", **{"strategy.tensor.size": 8 * nodes})
     profile = estimate(plan)
@@ -62,8 +70,13 @@ def test_communication_is_told_with_the_link_that_it_rides(nodes: int, words: st
 
 
 def test_a_group_crosses_nodes_where_its_ranks_span_more_than_one() -> None:
-    full = on("llama-3-8b", 32, "megatron-3d", **{"strategy.tensor.size": 8, "strategy.pipeline.size": 2}).complete()
-    assert [axis for axis in ("tensor", "context", "data", "pipeline") if crosses(full, axis)] == ["data", "pipeline"]
+    full = on(
+        "llama-3-8b", 32, "megatron-3d", **{"strategy.tensor.size": 8, "strategy.pipeline.size": 2}
+    ).complete()
+    assert [axis for axis in ("tensor", "context", "data", "pipeline") if crosses(full, axis)] == [
+        "data",
+        "pipeline",
+    ]
 
 
 def test_a_bubble_is_told_by_its_formula() -> None:
@@ -75,11 +88,16 @@ def test_a_card_almost_full_is_told() -> None:
     plan = on("llama-3-8b", 64, "zero-3")
     peak = figures(plan.complete()).peak_bytes / 2**30
     near = plan.replace(**{"cluster.gpu.memory_gib": peak / 0.95})
-    assert "near the limit" in why(near).binding.memory and "near the limit" not in why(plan).binding.memory
+    assert (
+        "near the limit" in why(near).binding.memory
+        and "near the limit" not in why(plan).binding.memory
+    )
 
 
-# ---- what makes it fit -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("model", "gpus"), [("llama-3-8b", 16), ("llama-3-70b", 64), ("gpt-1t", 8)])
+# ---- what makes it fit ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("model", "gpus"), [("llama-3-8b", 16), ("llama-3-70b", 64), ("gpt-1t", 8)]
+)
 def test_every_fix_fits_and_does_what_it_says(model: str, gpus: int) -> None:
     plan = on(model, gpus, "ddp", "v100-sxm2-32gb", **{"strategy.precision": "fp16"})
     fixes = why(plan).fixes
@@ -87,7 +105,9 @@ def test_every_fix_fits_and_does_what_it_says(model: str, gpus: int) -> None:
     for fix in fixes:
         changed = estimate(plan.replace(**fix.changes))
         assert changed.fits is True and fix.after.fits
-        assert max(changed.peak_bytes_by_rank.values()) == pytest.approx(fix.after.peak_bytes, rel=1e-6)
+        assert max(changed.peak_bytes_by_rank.values()) == pytest.approx(
+            fix.after.peak_bytes, rel=1e-6
+        )
         assert changed.step_seconds == pytest.approx(fix.after.seconds, rel=1e-6)
 
 
@@ -98,7 +118,7 @@ def test_fixes_on_the_same_cards_come_first_and_the_fastest_of_them_leads(unfit:
     assert len({tuple(fix.changes) for fix in fixes}) == len(fixes)
 
 
-# ---- what changes it -------------------------------------------------------------------------------------------------
+# ---- what changes it -----------------------------------------------------------------------------
 def test_sensitivity_equals_an_estimate_of_the_changed_plan(megatron: Plan) -> None:
     found = sensitivity(megatron)
     assert len(found) >= 6
@@ -111,21 +131,33 @@ def test_twice_of_a_rate_changes_what_rides_on_it(megatron: Plan) -> None:
     found = sensitivity(megatron)
     parts = estimate(megatron).notes["time"]
     flops = named(found, "twice the FLOP/s")
-    assert -parts["compute"] / 2 - parts["bubble"] <= flops.seconds_change < 0 and flops.peak_change == 0
+    assert (
+        -parts["compute"] / 2 - parts["bubble"] <= flops.seconds_change < 0
+        and flops.peak_change == 0
+    )
     assert named(found, "twice the link").seconds_change < -0.3 * parts["tensor_comm"]
     assert named(found, "twice the memory bandwidth").seconds_change < 0
-    assert named(found, "twice the sequence").after.tokens == 2 * megatron.complete().training.global_batch * 2048
+    assert (
+        named(found, "twice the sequence").after.tokens
+        == 2 * megatron.complete().training.global_batch * 2048
+    )
 
 
 def test_eight_more_cards_or_the_nearest_legal_number() -> None:
     assert named(sensitivity(on("llama-3-8b", 64, "zero-3")), "8 more cards").after.gpus == 72
-    wide = on("llama-3-8b", 64, "megatron-3d", **{"strategy.tensor.size": 8, "strategy.pipeline.size": 4})
+    wide = on(
+        "llama-3-8b", 64, "megatron-3d", **{"strategy.tensor.size": 8, "strategy.pipeline.size": 4}
+    )
     assert named(sensitivity(wide), "32 more cards, the nearest").after.gpus == 96
 
 
 def test_the_network_matters_only_beyond_a_node() -> None:
     one, two = (sensitivity(on("llama-3-8b", gpus, "zero-3")) for gpus in (8, 64))
-    assert named(one, "twice the network").seconds_change == 0 > named(two, "twice the network").seconds_change
+    assert (
+        named(one, "twice the network").seconds_change
+        == 0
+        > named(two, "twice the network").seconds_change
+    )
 
 
 def test_neighbours_differ_in_one_knob_and_equal_an_estimate_of_their_own(megatron: Plan) -> None:
@@ -134,9 +166,18 @@ def test_neighbours_differ_in_one_knob_and_equal_an_estimate_of_their_own(megatr
         changed = megatron.replace(**effect.changes)
         profile, full = estimate(changed), changed.complete()
         assert profile.step_seconds == pytest.approx(effect.after.seconds, rel=1e-9), effect.name
-        axes = [axis for axis in ("tensor", "context", "pipeline") if full.sizes[axis] != here.sizes[axis]]
-        assert len(axes) == int(effect.name.split()[0] in ("tensor", "context", "pipeline")), effect.name
-        assert full.training.global_batch == here.training.global_batch and full.world_size == here.world_size
+        axes = [
+            axis
+            for axis in ("tensor", "context", "pipeline")
+            if full.sizes[axis] != here.sizes[axis]
+        ]
+        assert len(axes) == int(effect.name.split()[0] in ("tensor", "context", "pipeline")), (
+            effect.name
+        )
+        assert (
+            full.training.global_batch == here.training.global_batch
+            and full.world_size == here.world_size
+        )
 
 
 def test_neighbours_that_fit_come_first_and_the_fastest_lead(megatron: Plan) -> None:
@@ -155,25 +196,38 @@ def test_kernels_are_no_step_from_the_plan_but_what_else_could_be_installed(mega
 
 
 def test_a_complete_plan_has_the_same_neighbours(megatron: Plan) -> None:
-    plan = megatron.replace(**{"strategy.gradient_dtype": "fp32"})  # `auto` would follow a change of ZeRO
-    short, complete = ({e.name: e.after.seconds for e in neighbours(p)} for p in (plan, plan.complete()))
+    plan = megatron.replace(
+        **{"strategy.gradient_dtype": "fp32"}
+    )  # `auto` would follow a change of ZeRO
+    short, complete = (
+        {e.name: e.after.seconds for e in neighbours(p)} for p in (plan, plan.complete())
+    )
     assert complete == pytest.approx(short)
 
 
 def test_experts_are_a_knob_of_a_mixture() -> None:
-    assert any(effect.name.startswith("expert") for effect in neighbours(on("mixtral-8x7b", 16, "expert-parallel")))
+    assert any(
+        effect.name.startswith("expert")
+        for effect in neighbours(on("mixtral-8x7b", 16, "expert-parallel"))
+    )
 
 
-# ---- all of it -------------------------------------------------------------------------------------------------------
+# ---- all of it -----------------------------------------------------------------------------------
 def test_an_explanation_is_one_json_object_a_page_and_a_text(unfit: Plan) -> None:
     found = explain(unfit, tokens=1e9, price=2.0)
     data = json.loads(json.dumps(found.to_json()))
-    assert data["source"] == "estimated" and data["fits"] is False and data["cost"]["tokens"] == 10**9
+    assert (
+        data["source"] == "estimated" and data["fits"] is False and data["cost"]["tokens"] == 10**9
+    )
     assert set(data["reasons"]) == {"constraint", "sentence", "memory", "time", "fixes"}
-    assert data["neighbours"][0]["changes"] and data["sensitivity"][0]["seconds_relative"] is not None
+    assert (
+        data["neighbours"][0]["changes"] and data["sensitivity"][0]["seconds_relative"] is not None
+    )
     page, text = found._repr_html_(), repr(found)
     for told in (page, text):
-        assert "What makes it fit (estimated)" in told and "Neighbours" in told and "Memory:" in told
+        assert (
+            ("What makes it fit (estimated)") in told and "Neighbours" in told and "Memory:" in told
+        )
     assert page.count("<tr>") == sum(len(rows) + 1 for _, rows in found.tables())
 
 
@@ -181,7 +235,9 @@ def test_markup_in_a_name_is_text(megatron: Plan) -> None:
     assert "<script>" not in explain(megatron.replace(name="<script>"))._repr_html_()
 
 
-def test_an_explanation_asks_for_one_whole_estimate(megatron: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explanation_asks_for_one_whole_estimate(
+    megatron: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
 
     def counted(plan: Plan) -> Any:

@@ -1,4 +1,6 @@
-"""Stages replicated unequally, as DAPPLE plans them (2007.01045): legality, what each rank does, what it gains."""
+"""Stages replicated unequally, as DAPPLE plans them (2007.01045): legality, what each rank does,
+what it gains.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,20 @@ from typing import Any
 
 import pytest
 
-from workbench.errors import PlanError
-from workbench.plan.schema import Plan
-from workbench.plan.rules.supported import unsupported
-from workbench.planner import estimate
 from workbench.costmodel.inputs.rank_workload import workload
+from workbench.errors import PlanError
+from workbench.plan.rules.supported import unsupported
+from workbench.plan.schema import Plan
+from workbench.planner import estimate
 from workbench.profile import Profile
 
 
 def dapple(replicas: list[int] | None, stages: int = 2, gpus: int = 16, **changes: Any) -> Plan:
-    asked = {"strategy.pipeline.size": stages, "training.global_batch": 240, "training.sequence_length": 1024}
+    asked = {
+        "strategy.pipeline.size": stages,
+        "training.global_batch": 240,
+        "training.sequence_length": 1024,
+    }
     if replicas is not None:
         asked["strategy.pipeline.replicas"] = replicas
     set = asked | {key.replace("__", "."): value for key, value in changes.items()}
@@ -41,7 +47,10 @@ def test_each_stage_splits_the_same_microbatch_over_its_own_replicas() -> None:
     plan = dapple([15, 1]).complete()
     w = workload(plan)
     assert plan.sizes["data"] == 15 and plan.num_microbatches == 16 == w.microbatches
-    assert (w.tokens * w.data).tolist() == [15 * 1024] * 2 and w.tokens.tolist() == [1024, 15 * 1024]
+    assert (w.tokens * w.data).tolist() == [15 * 1024] * 2 and w.tokens.tolist() == [
+        1024,
+        15 * 1024,
+    ]
     profile = estimate(plan)
     reduced = profile.collectives[(profile.collectives.axis == "data")]
     assert set(reduced.group_size) == {15} and set(reduced["rank"]) == {0}
@@ -83,12 +92,18 @@ def test_an_odd_number_of_cards_can_be_shared_out() -> None:
             {"strategy__pipeline__schedule": "zb-v", "strategy__pipeline__chunks": 2},
             "strategy.pipeline.chunks",
         ),
-        ([12, 4], {"strategy__placement": ["tensor", "pipeline", "context", "data"]}, "strategy.placement"),
+        (
+            [12, 4],
+            {"strategy__placement": ["tensor", "pipeline", "context", "data"]},
+            "strategy.placement",
+        ),
         ([15, 1], {"training__global_batch": 32}, "training.global_batch"),
         ([12, 4], {"strategy__tensor__size": 2}, "strategy.pipeline.replicas"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(replicas: list[int], changes: dict[str, Any], field: str) -> None:
+def test_what_cannot_be_is_refused_by_name(
+    replicas: list[int], changes: dict[str, Any], field: str
+) -> None:
     with pytest.raises(PlanError) as error:
         dapple(replicas, **changes).complete()
     assert [problem.field for problem in error.value.problems] == [field]
@@ -96,4 +111,6 @@ def test_what_cannot_be_is_refused_by_name(replicas: list[int], changes: dict[st
 
 @pytest.mark.parametrize("verb", ["run", "rehearse"])
 def test_it_is_planned_not_run(verb: Any) -> None:
-    assert "strategy.pipeline.replicas" in [p.field for p in unsupported(dapple([12, 4]).complete(), verb)]
+    assert "strategy.pipeline.replicas" in [
+        p.field for p in unsupported(dapple([12, 4]).complete(), verb)
+    ]

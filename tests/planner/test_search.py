@@ -1,4 +1,6 @@
-"""Search: a candidate is what `estimate` says of its plan, nothing better is overlooked, emptiness has a reason."""
+"""Search: a candidate is what `estimate` says of its plan, nothing better is overlooked, emptiness
+has a reason.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.plan.catalog.catalog import models
 from workbench.errors import PlanError
+from workbench.plan.catalog.catalog import models
 from workbench.plan.rules.legal_sizes import exceeds, grids
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.explain.plan_figures import figures
-from workbench.planner.search import search
-from workbench.planner.search import result_tables
+from workbench.planner.search import result_tables, search
+from workbench.planner.search.cell_evaluation import Evaluator
 from workbench.planner.search.cells import cells
 from workbench.planner.search.constraints import narrowed, parse
-from workbench.planner.search.cell_evaluation import Evaluator
 from workbench.planner.search.search_space import Space, plan_of, space_of
 
 
@@ -33,7 +34,9 @@ def legal_ones(space: Space) -> list[tuple[Any, int, float, float]]:
     for cell in cells(space):
         e = evaluator(cell, cell.grid())
         numbers = np.flatnonzero(np.broadcast_to(e.legal, e.shape))
-        found += list(zip([cell] * len(numbers), numbers, e.at(e.seconds, numbers), e.at(e.peak, numbers)))
+        found += list(
+            zip([cell] * len(numbers), numbers, e.at(e.seconds, numbers), e.at(e.peak, numbers))
+        )
     return found
 
 
@@ -41,7 +44,10 @@ def legal_ones(space: Space) -> list[tuple[Any, int, float, float]]:
     ("plan", "where"),
     [
         (of(), ["strategy.pipeline.size in 1,8", "strategy.data.reduce=step"]),
-        (of("llama-3-8b", 32, **{"training.sequence_length": 32768}), ["strategy.data.overlap=true"]),
+        (
+            of("llama-3-8b", 32, **{"training.sequence_length": 32768}),
+            ["strategy.data.overlap=true"],
+        ),
         (of("mixtral-8x7b", 32), ["strategy.data.overlap=true"]),
         (
             of("gpt2-xl", 24, **{"training.sequence_length": 1024}),
@@ -70,30 +76,49 @@ def test_every_tensor_size_of_the_space_is_legal(model: str, kind: str) -> None:
     sizes = [size for size in space_of(plan, kind).tensor if isinstance(size, int)]
     for size in sizes:
         assert not exceeds(plan.complete().shape, size)
-        found = plan.replace(**{"strategy.tensor.size": size, "training.global_batch": 48}).complete()
+        found = plan.replace(
+            **{"strategy.tensor.size": size, "training.global_batch": 48}
+        ).complete()
         assert found.strategy.tensor.size == size
 
 
 def test_sizes_that_pad_little_are_tried_and_those_that_pad_much_are_not() -> None:
-    assert space_of(of("gpt2-xl", 16, **{"training.sequence_length": 1024})).tensor == (1, 2, 4, 8)  # 25 heads
-    assert 64 not in space_of(of("gpt3-175b", 512), "wide").tensor  # of 96 heads the widest rank would have 2
+    assert space_of(of("gpt2-xl", 16, **{"training.sequence_length": 1024})).tensor == (
+        1,
+        2,
+        4,
+        8,
+    )  # 25 heads
+    assert (
+        64 not in space_of(of("gpt3-175b", 512), "wide").tensor
+    )  # of 96 heads the widest rank would have 2
 
 
 @pytest.mark.parametrize(
-    ("model", "stack"), [("llama-3-8b", "workbench"), ("llama-3-8b", "torchtitan"), ("deepseek-v3", "workbench")]
+    ("model", "stack"),
+    [("llama-3-8b", "workbench"), ("llama-3-8b", "torchtitan"), ("deepseek-v3", "workbench")],
 )
 @pytest.mark.parametrize("algorithm", ["1d", "2d", "2.5d", "3d"])
-def test_so_is_one_of_any_kernels_and_on_any_tensor_grid(model: str, stack: str, algorithm: str) -> None:
+def test_so_is_one_of_any_kernels_and_on_any_tensor_grid(
+    model: str, stack: str, algorithm: str
+) -> None:
     plan = of(model, 64, **{"strategy.stack": stack})
-    space = narrowed(space_of(plan, "vast"), map(parse, (*FEW, f"strategy.tensor.algorithm={algorithm}")))
+    space = narrowed(
+        space_of(plan, "vast"), map(parse, (*FEW, f"strategy.tensor.algorithm={algorithm}"))
+    )
     draw, every = random.Random(2), legal_ones(space)
     kinds = ("eager", "compiled", "fused")
-    drawn = {kind: draw.sample([one for one in every if one[0].setting.kernels == kind], 4) for kind in kinds}
-    for kind, (cell, number, seconds, peak) in ((kind, one) for kind, ones in drawn.items() for one in ones):
+    drawn = {
+        kind: draw.sample([one for one in every if one[0].setting.kernels == kind], 4)
+        for kind in kinds
+    }
+    for kind, (cell, number, seconds, peak) in (
+        (kind, one) for kind, ones in drawn.items() for one in ones
+    ):
         full = plan_of(space, cell.choice(number)).complete()
-        assert full.strategy.tensor.algorithm == algorithm and isinstance(full.strategy.tensor.size, int) == (
-            algorithm == "1d"
-        )
+        assert full.strategy.tensor.algorithm == algorithm and isinstance(
+            full.strategy.tensor.size, int
+        ) == (algorithm == "1d")
         found = figures(full)
         assert found.seconds == pytest.approx(seconds, rel=1e-9)
         assert found.peak_bytes == pytest.approx(peak, rel=1e-9, abs=32)
@@ -101,24 +126,43 @@ def test_so_is_one_of_any_kernels_and_on_any_tensor_grid(model: str, stack: str,
     assert {cell.setting.kernels for cell, *_ in every} == set(kinds)
 
 
-FEW = ("strategy.data.bucket_mib=25", "strategy.gradient_dtype=parameters", "strategy.recompute in none,selective",
-       "strategy.data.reduce=step", "strategy.data.overlap=true", "strategy.pipeline.schedule in 1f1b,zb-v",
-       "strategy.pipeline.size in 1,4", "strategy.placement=[tensor, context, data, pipeline]")  # fmt: skip
+FEW = (
+    "strategy.data.bucket_mib=25",
+    "strategy.gradient_dtype=parameters",
+    "strategy.recompute in none,selective",
+    "strategy.data.reduce=step",
+    "strategy.data.overlap=true",
+    "strategy.pipeline.schedule in 1f1b,zb-v",
+    "strategy.pipeline.size in 1,4",
+    "strategy.placement=[tensor, context, data, pipeline]",
+)
 
 
 def test_the_largest_space_holds_every_legal_grid() -> None:
-    space = narrowed(space_of(of("llama-3-8b", 64), "vast"), map(parse, (*FEW, "strategy.tensor.algorithm!=1d")))
+    space = narrowed(
+        space_of(of("llama-3-8b", 64), "vast"), map(parse, (*FEW, "strategy.tensor.algorithm!=1d"))
+    )
     shape = space.base.shape
-    every = {(name, tuple(grid)) for name in ("2d", "2.5d", "3d") for grid in grids(name, 64, shape)}
+    every = {
+        (name, tuple(grid)) for name in ("2d", "2.5d", "3d") for grid in grids(name, 64, shape)
+    }
     same = {(name, grid) for name, grid in every if grid[0] == 1 or grid[2:] == (1,)}
-    found = {(cell.setting.algorithm, tuple(split.size(cell.setting.algorithm)))  # type: ignore[arg-type]
-             for cell in cells(space) for split in cell.values["split"]}  # fmt: skip
+    found = {
+        (cell.setting.algorithm, tuple(split.size(cell.setting.algorithm)))  # type: ignore[arg-type]
+        for cell in cells(space)
+        for split in cell.values["split"]
+    }
     assert found == every - same
 
 
 def test_a_search_keeps_the_kernels_that_were_written_unless_it_varies_them() -> None:
     plan = of("llama-3-8b", 8, **{"strategy.kernels": "compiled"})
-    where = ["strategy.tensor.size=1", "strategy.pipeline.size=1", "training.micro_batch=1", "strategy.recompute=full"]
+    where = [
+        "strategy.tensor.size=1",
+        "strategy.pipeline.size=1",
+        "training.micro_batch=1",
+        "strategy.recompute=full",
+    ]
     for space, kernels in (("default", {"compiled"}), ("vast", {"eager", "compiled", "fused"})):
         found = search(plan, space=space, top=200, where=where)
         assert {one.plan.complete().strategy.kernels for one in found.top} == kernels
@@ -128,13 +172,21 @@ def test_a_search_keeps_the_kernels_that_were_written_unless_it_varies_them() ->
 def test_on_one_gpu_parameters_in_host_memory_are_a_plan_too(model: str) -> None:
     plan = Plan.model_validate({"model": model, "cluster": {"gpu": "v100-sxm2-32gb", "gpus": 1}})
     found = search(plan.replace(**{"training.sequence_length": 1024, "strategy.precision": "fp16"}))
-    assert found.feasible and not found.empty  # 13e9 parameters of 2 bytes alone are 24 of its 32 GiB
+    assert (
+        found.feasible and not found.empty
+    )  # 13e9 parameters of 2 bytes alone are 24 of its 32 GiB
     best = found.top[0].plan.complete()
-    assert (best.strategy.data.zero, best.strategy.data.offload, best.card.name) == (3, "parameters", "v100-sxm2-32gb")
+    assert (best.strategy.data.zero, best.strategy.data.offload, best.card.name) == (
+        3,
+        "parameters",
+        "v100-sxm2-32gb",
+    )
     assert estimate(best).fits
 
 
-def test_what_was_found_is_told_without_completing_its_plans_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_found_is_told_without_completing_its_plans_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = search(of("llama-3-8b", 16), top=3)
 
     def refused(_: Plan) -> None:
@@ -149,20 +201,37 @@ def test_candidates_are_distinct_plans() -> None:
     few = ["strategy.recompute=none", "strategy.data.zero in 0,3", "strategy.data.bucket_mib=25"]
     space = narrowed(space_of(plan, "vast"), map(parse, few))
     drawn = random.Random(1).sample(legal_ones(space), 300)
-    plans = {plan_of(space, cell.choice(number)).complete().model_dump_json() for cell, number, *_ in drawn}
+    plans = {
+        plan_of(space, cell.choice(number)).complete().model_dump_json()
+        for cell, number, *_ in drawn
+    }
     assert len(plans) == 300
 
 
 @pytest.mark.parametrize(
-    ("objective", "kind"), [("time", "default"), ("cost", "default"), ("gpus", "default"), ("time", "vast")]
+    ("objective", "kind"),
+    [("time", "default"), ("cost", "default"), ("gpus", "default"), ("time", "vast")],
 )
 def test_brute_force_finds_the_same(objective: str, kind: str) -> None:
     plan = of("llama-3-8b", 8)
-    where = ["strategy.tensor.size<=2", "strategy.recompute in none,full", "training.micro_batch<=2",
-             "strategy.data.zero in 0,3", "strategy.data.offload=none", "strategy.pipeline.schedule=1f1b"]  # fmt: skip
+    where = [
+        "strategy.tensor.size<=2",
+        "strategy.recompute in none,full",
+        "training.micro_batch<=2",
+        "strategy.data.zero in 0,3",
+        "strategy.data.offload=none",
+        "strategy.pipeline.schedule=1f1b",
+    ]
     if kind == "vast":
-        where = [*FEW, "strategy.tensor.size in 1,[2,2],[2,2,2]", "strategy.kernels!=compiled", where[3], where[4],
-                 "training.micro_batch in 2,4", "strategy.data.keep_gathered=false"]  # fmt: skip
+        where = [
+            *FEW,
+            "strategy.tensor.size in 1,[2,2],[2,2,2]",
+            "strategy.kernels!=compiled",
+            where[3],
+            where[4],
+            "training.micro_batch in 2,4",
+            "strategy.data.keep_gathered=false",
+        ]
     found = search(plan, objective, space=kind, where=where)
     worlds = (8,) if objective == "time" else (8, 4, 2, 1)
     space = narrowed(space_of(plan, kind, worlds), map(parse, where))
@@ -170,11 +239,15 @@ def test_brute_force_finds_the_same(objective: str, kind: str) -> None:
     for cell, number, *_ in legal_ones(space):
         profile = estimate(plan_of(space, cell.choice(number)))
         score = {"time": 1, "cost": profile.world_size, "gpus": 0}[objective] * profile.step_seconds
-        rows.append((profile.world_size if objective == "gpus" else 0, score, profile.step_seconds, profile))
+        rows.append(
+            (profile.world_size if objective == "gpus" else 0, score, profile.step_seconds, profile)
+        )
     assert len(rows) == found.candidates
     fitting = sorted(row[:3] for row in rows if row[3].fits)
     assert len(fitting) == found.feasible
-    assert [one.seconds for one in found.top] == pytest.approx([row[2] for row in fitting[:10]], rel=1e-9)
+    assert [one.seconds for one in found.top] == pytest.approx(
+        [row[2] for row in fitting[:10]], rel=1e-9
+    )
 
 
 def test_no_candidate_beats_the_front() -> None:
@@ -206,11 +279,15 @@ def test_an_empty_search_says_why(model: str, gpus: int, where: list[str], said:
 @pytest.mark.parametrize(
     ("words", "field"),
     [
-        ({"objective": "joy"}, "--objective"), ({"space": "huge"}, "--space"), ({"top": 0}, "--top"),
-        ({"where": ["tensor ~ 3"]}, "--where"), ({"where": ["training.steps<3"]}, "--where"),
-        ({"deadline_days": 3.0}, "--deadline"), ({"deadline_days": float("nan"), "tokens": 1e9}, "--deadline"),
+        ({"objective": "joy"}, "--objective"),
+        ({"space": "huge"}, "--space"),
+        ({"top": 0}, "--top"),
+        ({"where": ["tensor ~ 3"]}, "--where"),
+        ({"where": ["training.steps<3"]}, "--where"),
+        ({"deadline_days": 3.0}, "--deadline"),
+        ({"deadline_days": float("nan"), "tokens": 1e9}, "--deadline"),
     ],
-)  # fmt: skip
+)
 def test_words_that_mean_nothing_are_refused(words: dict[str, Any], field: str) -> None:
     with pytest.raises(PlanError) as error:
         search(of("tiny", 8), **words)
@@ -224,7 +301,11 @@ def test_words_that_mean_nothing_are_refused(words: dict[str, Any], field: str) 
 def test_a_batch_that_pure_data_parallelism_does_not_divide_is_searched(
     model: str, gpu: str, gpus: int, batch: int
 ) -> None:
-    fields = {"model": model, "cluster": {"gpu": gpu, "gpus": gpus}, "training": {"global_batch": batch}}
+    fields = {
+        "model": model,
+        "cluster": {"gpu": gpu, "gpus": gpus},
+        "training": {"global_batch": batch},
+    }
     best = search(Plan.model_validate(fields), top=1).top[0]
     assert best.plan.training.global_batch == batch and batch % gpus
     assert best.seconds == pytest.approx(estimate(best.plan).step_seconds)
@@ -235,7 +316,10 @@ def test_a_missed_deadline_says_the_days_and_how_many_gpus_would_do() -> None:
     fastest = search(plan, top=1, tokens=1e12)
     days = fastest.bill(fastest.top[0])["days"]
     missed = search(plan, top=1, tokens=1e12, deadline_days=0.6 * days)
-    assert not missed.top and f"it needs {days:,.3g} days for 1e+12 tokens; 32 GPUs would do, in " in missed.empty
+    assert (
+        not missed.top
+        and (f"it needs {days:,.3g} days for 1e+12 tokens; 32 GPUs would do, in ") in missed.empty
+    )
     never = search(plan, top=1, tokens=1e12, deadline_days=1e-4 * days)
     assert "32 times the GPUs would not do either" in never.empty
 
@@ -243,7 +327,9 @@ def test_a_missed_deadline_says_the_days_and_how_many_gpus_would_do() -> None:
 def test_tokens_give_days_and_cost_and_a_reason_for_fewer_gpus() -> None:
     found = search(of("gpt2-xl", 64), "cost", top=2, tokens=1e12)
     first, row = found.top[0], result_tables.row(found, found.top[0])
-    assert result_tables.heads(found)[4:6] == ("time", "cost") and len(row) == len(result_tables.heads(found))
+    assert result_tables.heads(found)[4:6] == ("time", "cost") and len(row) == len(
+        result_tables.heads(found)
+    )
     bill, price = found.bill(first), found.price_per_hour
     assert bill["dollars"] == pytest.approx(bill["days"] * 24 * first.plan.world_size * price)
     assert row[5] == f"${bill['dollars']:,.0f}" and "days" in found.to_json()["top"][0]

@@ -1,4 +1,6 @@
-"""Conditions of a search: all that is returned meets them, all of it is legal, and what cannot be meant is refused."""
+"""Conditions of a search: all that is returned meets them, all of it is legal, and what cannot be
+meant is refused.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def field(plan: Plan, path: str) -> Any:
         ("strategy.tensor.size", [2, 2], "vast"),
     ],
 )
-def test_all_that_is_returned_meets_the_condition_and_is_legal(path: str, value: Any, space: str) -> None:
+def test_all_that_is_returned_meets_the_condition_and_is_legal(
+    path: str, value: Any, space: str
+) -> None:
     found = search(PLAN, space=space, top=20, where=[f"{path}={str(value).lower()}"])
     assert found.top and found.pareto
     for one in (*found.top, *found.pareto):
@@ -65,11 +69,23 @@ def test_a_condition_that_leaves_nothing_is_told_what_is_searched(where: str, sa
 @pytest.mark.parametrize(
     "where",
     [
-        "strategy.data.shard<=8", "strategy.pipeline.schedule<3", "strategy.tensor.sequence<2", "seconds in 1,2",
-        "seconds=fast", "peak_gib<.nan", "peak_gib<.inf", "peak_gib<nan", "peak_gib<true", "ségonds<2", "",
-        "gpus<=" + "9" * 900, "peak_gib<" + "9" * 10_000, "gpus in " + "[" * 10_000, "a" * 10_000,
+        "strategy.data.shard<=8",
+        "strategy.pipeline.schedule<3",
+        "strategy.tensor.sequence<2",
+        "seconds in 1,2",
+        "seconds=fast",
+        "peak_gib<.nan",
+        "peak_gib<.inf",
+        "peak_gib<nan",
+        "peak_gib<true",
+        "ségonds<2",
+        "",
+        "gpus<=" + "9" * 900,
+        "peak_gib<" + "9" * 10_000,
+        "gpus in " + "[" * 10_000,
+        "a" * 10_000,
     ],
-)  # fmt: skip
+)
 def test_a_condition_that_cannot_be_meant_is_refused(where: str) -> None:
     with pytest.raises(PlanError, match="--where"):
         search(PLAN, where=[where])
@@ -77,8 +93,13 @@ def test_a_condition_that_cannot_be_meant_is_refused(where: str) -> None:
 
 @pytest.mark.parametrize(
     ("written", "values"),
-    [("1,2", [1, 2]), ("[1, 2]", [1, 2]), ("1,[2,2]", [1, [2, 2]]), ("[2,2],[4,4]", [[2, 2], [4, 4]]),
-     ("[[2,2]]", [[2, 2]])],
-)  # fmt: skip
+    [
+        ("1,2", [1, 2]),
+        ("[1, 2]", [1, 2]),
+        ("1,[2,2]", [1, [2, 2]]),
+        ("[2,2],[4,4]", [[2, 2], [4, 4]]),
+        ("[[2,2]]", [[2, 2]]),
+    ],
+)
 def test_a_condition_lists_numbers_and_grids(written: str, values: list[Any]) -> None:
     assert parse(f"strategy.tensor.size in {written}").value == values

@@ -1,4 +1,6 @@
-"""Runs that stall, and what the network and the host add to a step of a stack that waits for its hosts."""
+"""Runs that stall, and what the network and the host add to a step of a stack that waits for its
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +10,46 @@ from typing import Any
 import numpy as np
 import pytest
 
+from workbench.costmodel.communication.collective_cost import links, seconds
+from workbench.costmodel.frameworks.stragglers import chance, met, stalls, waits
+from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.costmodel.rates.constants import Constants
+from workbench.costmodel.step_time import bounds, parts, step_time
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import on_machine
-from workbench.costmodel.communication.collective_cost import links, seconds
-from workbench.costmodel.rates.constants import Constants
-from workbench.costmodel.frameworks.stragglers import chance, met, stalls, waits
-from workbench.costmodel.step_time import bounds, parts, step_time
-from workbench.costmodel.inputs.rank_workload import Workload, workload
 
 
 def setting(
     gpus: int, tensor: int, pipeline: int, zero: int = 0, micro_batch: int = 1, **changed: float
 ) -> tuple[Workload, Constants]:
     strategy = {
-        "tensor": {"size": tensor, "sequence": tensor > 1}, "pipeline": {"size": pipeline},
-        "data": {"zero": zero}, "stack": "nanotron",
-    }  # fmt: skip
+        "tensor": {"size": tensor, "sequence": tensor > 1},
+        "pipeline": {"size": pipeline},
+        "data": {"zero": zero},
+        "stack": "nanotron",
+    }
     description: dict[str, Any] = {
-        "model": "llama-3-8b", "cluster": {"gpu": "h100-sxm-80gb", "gpus": gpus, "fabric": "aws-p5"},
+        "model": "llama-3-8b",
+        "cluster": {"gpu": "h100-sxm-80gb", "gpus": gpus, "fabric": "aws-p5"},
         "training": {"global_batch": 256, "micro_batch": micro_batch, "sequence_length": 4096},
         "strategy": strategy,
-    }  # fmt: skip
+    }
     full, constants = on_machine(Plan.model_validate(description).complete())
     return workload(full), replace(constants, **changed)
 
 
 def test_many_nodes_stall_and_few_do_not() -> None:
-    assert [bool(stalls(*setting(gpus, 4, 2))) for gpus in (8, 64, 256, 512)] == [False, False, False, True]
+    assert [bool(stalls(*setting(gpus, 4, 2))) for gpus in (8, 64, 256, 512)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert chance(setting(8, 4, 2)[0].setting, setting(8, 4, 2)[1]) == 0.0
     few, many = (chance(w.setting, c) for w, c in (setting(16, 4, 2), setting(256, 4, 2)))
-    assert few == pytest.approx(1 - (1 - 0.013) ** 2) and many == pytest.approx(1 - (1 - 0.013) ** 32)
+    assert few == pytest.approx(1 - (1 - 0.013) ** 2) and many == pytest.approx(
+        1 - (1 - 0.013) ** 32
+    )
 
 
 def test_a_full_card_stalls_wherever_it_stands() -> None:
@@ -59,14 +71,21 @@ def test_the_interval_reaches_to_a_stall_that_is_not_rare() -> None:
     w, c = setting(64, 4, 2)
     time = step_time(w, c)
     low, high = bounds(w, c, time, (0.8, 1.4))
-    assert (low, high) == pytest.approx((0.8 * float(time.seconds), 1.4 * (float(time.seconds) + float(waits(w, c)))))
+    assert (low, high) == pytest.approx(
+        (0.8 * float(time.seconds), 1.4 * (float(time.seconds) + float(waits(w, c))))
+    )
     w, c = setting(8, 4, 2)
     time = step_time(w, c)
     assert bounds(w, c, time, (0.8, 1.4))[1] == pytest.approx(1.4 * float(time.seconds))
 
 
-def test_hosts_are_waited_for_under_a_pipeline_over_nodes_and_in_the_node_of_a_run_that_stalls() -> None:
-    found = {key: float(np.max(met(*setting(*key)))) for key in ((64, 4, 2), (64, 4, 1), (512, 4, 1), (512, 16, 1))}
+def test_hosts_are_waited_for_under_a_pipeline_over_nodes_and_in_the_node_of_a_run_that_stalls() -> (
+    None
+):
+    found = {
+        key: float(np.max(met(*setting(*key))))
+        for key in ((64, 4, 2), (64, 4, 1), (512, 4, 1), (512, 16, 1))
+    }
     assert found == {(64, 4, 2): 4, (64, 4, 1): 0, (512, 4, 1): 4, (512, 16, 1): 8}
     assert float(np.max(met(*setting(16, 2, 1, 1, 8)))) == 2
 
@@ -75,10 +94,13 @@ def test_under_zero_1_gradients_are_reduced_whole_and_hide_behind_nothing() -> N
     w, c = setting(64, 4, 1, 1)
     chosen = [call for call in step_time(w, c).calls if call.axis == "data"]
     assert [(call.kind, call.action) for call in chosen] == [
-        ("all_reduce", "REDUCE_GRAD"), ("all_gather", "OPTIMIZER"),
-    ]  # fmt: skip
+        ("all_reduce", "REDUCE_GRAD"),
+        ("all_gather", "OPTIMIZER"),
+    ]
     wire = links(w, c)["data"]
-    took = sum(call.count * seconds(call.kind, call.bytes, call.group_size, wire, c) for call in chosen)
+    took = sum(
+        call.count * seconds(call.kind, call.bytes, call.group_size, wire, c) for call in chosen
+    )
     assert step_time(w, c).after["data_comm"] == pytest.approx(float(np.max(took)))
 
 
@@ -86,17 +108,26 @@ def test_rings_over_nodes_pay_the_network_for_every_rank_and_only_all_reduce_has
     w, c = setting(64, 32, 1)
     wire = links(w, c)["tensor"]
     assert float(wire.latency) == pytest.approx(w.setting.fabric.nic_latency_us * 1e-6)
-    nothing = [float(seconds(kind, 0.0, 32, wire, c)) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
-    assert nothing == pytest.approx([31 * float(wire.latency)] * 2 + [2 * c.latency_ranks * float(wire.latency)])
+    nothing = [
+        float(seconds(kind, 0.0, 32, wire, c))
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    ]
+    assert nothing == pytest.approx(
+        [31 * float(wire.latency)] * 2 + [2 * c.latency_ranks * float(wire.latency)]
+    )
 
 
 def test_a_late_host_hides_what_moves_but_not_the_latency_of_a_network() -> None:
     inside, over = setting(64, 8, 1), setting(64, 16, 1)
-    exposed = [float(np.max(step_time(*one).durations.communication["tensor_comm"])) for one in (inside, over)]
+    exposed = [
+        float(np.max(step_time(*one).durations.communication["tensor_comm"]))
+        for one in (inside, over)
+    ]
     w, c = over
     calls = [call for call in step_time(w, c).calls if call.axis == "tensor"]
     starts = sum(
-        np.max(call.count * seconds(call.kind, 0.0, call.group_size, links(w, c)["tensor"], c)) for call in calls
+        np.max(call.count * seconds(call.kind, 0.0, call.group_size, links(w, c)["tensor"], c))
+        for call in calls
     )
     assert exposed[0] == 0.0
     assert exposed[1] == pytest.approx(float(starts / w.microbatches))

@@ -1,4 +1,6 @@
-"""Measurements read from tables: units, kinds, batches; rows as plans; nothing that people write makes it fail."""
+"""Measurements read from tables: units, kinds, batches; rows as plans; nothing that people write
+makes it fail.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,50 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.plan.catalog import catalog
 from workbench.errors import PlanError
+from workbench.plan.catalog import catalog
 from workbench.plan.parameter_count import parameters
 from workbench.planner import estimate
-from workbench.planner.validation import predict
-from workbench.planner.validation import cell_parsers
+from workbench.planner.validation import cell_parsers, predict
+from workbench.planner.validation.framework_names import named, stacks
 from workbench.planner.validation.gpu_names import card, fabric
-from workbench.planner.validation.row_to_plan import Expressed, complete, express
 from workbench.planner.validation.measured_rows import Row, read, row
 from workbench.planner.validation.row_shapes import Inexpressible
-from workbench.planner.validation.framework_names import named, stacks
+from workbench.planner.validation.row_to_plan import Expressed, complete, express
 
 LLAMA = {
-    "id": "a-1", "source": "here", "table": "one, line 7", "kind": "measured", "framework": "torchtitan",
-    "model": "Llama-3-8B", "arch": "llama dense GQA", "params_b": "8.03", "layers": "32", "hidden": "4096",
-    "ffn": "14336", "heads": "32", "kv_heads": "8", "vocab": "128256", "seq": "8192", "tied_emb": "no",
-    "gated_ffn": "yes", "gpu": "H100-SXM-80GB", "gpu_mem_gb": "80", "n_gpus": "8", "tp": "1", "pp": "1", "dp": "8",
-    "mbs": "1", "gbs": "8", "precision": "bf16", "iter_time_s": "1.5", "mem_gib": "60", "mem_unit": "GiB",
-    "mem_kind": "torch max allocated", "status": "ok",
-}  # fmt: skip
+    "id": "a-1",
+    "source": "here",
+    "table": "one, line 7",
+    "kind": "measured",
+    "framework": "torchtitan",
+    "model": "Llama-3-8B",
+    "arch": "llama dense GQA",
+    "params_b": "8.03",
+    "layers": "32",
+    "hidden": "4096",
+    "ffn": "14336",
+    "heads": "32",
+    "kv_heads": "8",
+    "vocab": "128256",
+    "seq": "8192",
+    "tied_emb": "no",
+    "gated_ffn": "yes",
+    "gpu": "H100-SXM-80GB",
+    "gpu_mem_gb": "80",
+    "n_gpus": "8",
+    "tp": "1",
+    "pp": "1",
+    "dp": "8",
+    "mbs": "1",
+    "gbs": "8",
+    "precision": "bf16",
+    "iter_time_s": "1.5",
+    "mem_gib": "60",
+    "mem_unit": "GiB",
+    "mem_kind": "torch max allocated",
+    "status": "ok",
+}
 
 
 def cells(**changes: str) -> dict[str | None, object]:
@@ -198,7 +224,11 @@ def test_versions_and_recipes_of_a_stack_are_its_own_profiles() -> None:
     assert cell_parsers.year("benchmarks/llama3_h100_202412.md") == 2024.12
     assert cell_parsers.year("Table 26.04 of a paper") is None
     now, then = (named("Megatron-Bridge/mcore", False, True, year) for year in (2026.06, 2026.04))
-    assert (now.name, then.name, then.family) == ("megatron-bridge", "megatron-bridge-2025", "megatron-bridge")
+    assert (now.name, then.name, then.family) == (
+        "megatron-bridge",
+        "megatron-bridge-2025",
+        "megatron-bridge",
+    )
     assert then.defaults == now.defaults and then.gigabyte == now.gigabyte
     row_by_row = named("torchtitan", False, True, rowwise=True)
     assert (row_by_row.name, row_by_row.family) == ("torchtitan-rowwise", "torchtitan")
@@ -275,7 +305,9 @@ def test_attention_that_is_not_flash_takes_the_stack_whose_scores_are_kept() -> 
     ):
         assert said(**old, attn_impl=words).stack == stack
     assert said(**{**old, "gpu": LLAMA["gpu"]}, attn_impl="no flash").stack == "megatron-2021"
-    assert reason(attn_impl="no flash") == "attention is not fused, against all that is known of torchtitan"
+    assert reason(attn_impl="no flash") == (
+        "attention is not fused, against all that is known of torchtitan"
+    )
     assert reason(framework="my own", attn_impl="eager").endswith("known of textbook")
 
 
@@ -310,27 +342,41 @@ def test_batches_follow_from_each_other() -> None:
         ({"precision": "NVFP4"}, "precision fp4"),
         ({"precision": "fp8", "gpu": "A100-80GB"}, "illegal: strategy.precision"),
         ({"tp": "3", "dp": "", "n_gpus": "6", "gbs": "2"}, "illegal: strategy.tensor.sequence"),
-        ({"arch": "MLA+MoE", "n_experts": "64"}, "mixture of experts: latent attention, whose widths are not in the "
-         "schema"),
+        (
+            {"arch": "MLA+MoE", "n_experts": "64"},
+            "mixture of experts: latent attention, whose widths are not in the schema",
+        ),
         ({"notes": "QLoRA"}, "adapters on a quantised model"),
         ({"notes": "LoRA"}, "adapters of unknown rank"),
         ({"notes": "opt-in-bwd"}, "optimizer steps inside backward"),
     ],
-)  # fmt: skip
+)
 def test_reasons(changes: dict[str, str], expected: str) -> None:
     assert reason(**changes) == expected
 
 
 def test_shapes_by_words() -> None:
     gpt = said(
-        arch="gpt dense MHA (alibi, embedding LN)", gated_ffn="no", ffn="", tied_emb="", params_b="6.9", kv_heads=""
+        arch="gpt dense MHA (alibi, embedding LN)",
+        gated_ffn="no",
+        ffn="",
+        tied_emb="",
+        params_b="6.9",
+        kv_heads="",
     )
     shape = gpt.plan.shape
-    assert (shape.mlp, shape.norm, shape.positions, shape.biases) == ("gelu", "layernorm", "alibi", "all")
+    assert (shape.mlp, shape.norm, shape.positions, shape.biases) == (
+        "gelu",
+        "layernorm",
+        "alibi",
+        "all",
+    )
     assert (shape.ffn, shape.embedding_norm, shape.kv_heads) == (16384, True, 32)
     assert shape.tied, "6.9B is nearer to one table of the vocabulary than to two"
     assert said(arch="qwen2 (qkv bias)").plan.shape.biases == "qkv"
-    moe = said(arch="MoE GQA (moe_ffn 768), 1 shared", n_experts="128", topk="8", params_b="").plan.shape.moe
+    moe = said(
+        arch="MoE GQA (moe_ffn 768), 1 shared", n_experts="128", topk="8", params_b=""
+    ).plan.shape.moe
     assert moe is not None
     assert (moe.experts, moe.top_k, moe.ffn, moe.shared) == (128, 8, 768, 1)
 
@@ -393,19 +439,31 @@ def figures(entry: Any) -> list[dict[str, Any]]:
     """Every mapping with a `value` below `entry`."""
     if not isinstance(entry, dict):
         return []
-    return [entry] if "value" in entry else [found for inner in entry.values() for found in figures(inner)]
+    return (
+        [entry]
+        if "value" in entry
+        else [found for inner in entry.values() for found in figures(inner)]
+    )
 
 
 def test_stacks_say_only_what_is_sourced() -> None:
-    """Every figure has its source; no stack is keyed by a model of the catalog or by where measurements come from."""
+    """Every figure has its source; no stack is keyed by a model of the catalog or by where
+    measurements come from.
+    """
     table = catalog.read("data/stacks.yaml")
     models = {name.lower() for name in catalog.models()}
     for name, entry in table.items():
         assert not {name, *entry["matches"]} & models
-        assert not any(word in match for match in entry["matches"] for word in (".csv", "github", "/", "table"))
-        assert all(path.split(".")[0] in ("strategy", "training") for path in entry.get("defaults", {}))
+        assert not any(
+            word in match for match in entry["matches"] for word in (".csv", "github", "/", "table")
+        )
+        assert all(
+            path.split(".")[0] in ("strategy", "training") for path in entry.get("defaults", {})
+        )
         assert all(figure.get("source") for figure in figures(entry)), name
-        assert all({"value", "meaning", "source"} <= set(said) for said in entry.get("memory", {}).values()), name
+        assert all(
+            {"value", "meaning", "source"} <= set(said) for said in entry.get("memory", {}).values()
+        ), name
         assert set(entry.get("becomes", {}).values()) | {entry.get("like", name)} <= set(table)
 
 
@@ -418,23 +476,77 @@ def test_complete_rows_are_those_with_what_decides_the_cost() -> None:
 
 
 def test_predict_is_estimate() -> None:
-    for changes in ({}, {"tp": "2", "dp": "4", "pp": "1", "gbs": "8", "seq_parallel": "yes"}, {"recompute": "full"}):
+    for changes in (
+        {},
+        {"tp": "2", "dp": "4", "pp": "1", "gbs": "8", "seq_parallel": "yes"},
+        {"recompute": "full"},
+    ):
         plan = said(**changes).plan
         short, whole = predict(plan), estimate(plan)
         assert short.seconds == pytest.approx(whole.step_seconds)
-        assert short.peak_gib == pytest.approx(max(whole.peak_bytes_by_rank.values()) / 2**30, rel=1e-6)
+        assert short.peak_gib == pytest.approx(
+            max(whole.peak_bytes_by_rank.values()) / 2**30, rel=1e-6
+        )
 
 
 WORDS = st.text(max_size=30) | st.sampled_from(
-    ["", "0", "-1", "1", "2", "8", "4-8", "1e400", "nan", "4,096", "8k", "80 GB", "yes", "no", "none", "full", "LoRA",
-     "FSDP 64", "every 0 layers", "HSDP", "ZeRO-3", "1e9", "offload", "4x0Gb", "0-GPU nodes", "moe", "99999999999999"]
-)  # fmt: skip
+    [
+        "",
+        "0",
+        "-1",
+        "1",
+        "2",
+        "8",
+        "4-8",
+        "1e400",
+        "nan",
+        "4,096",
+        "8k",
+        "80 GB",
+        "yes",
+        "no",
+        "none",
+        "full",
+        "LoRA",
+        "FSDP 64",
+        "every 0 layers",
+        "HSDP",
+        "ZeRO-3",
+        "1e9",
+        "offload",
+        "4x0Gb",
+        "0-GPU nodes",
+        "moe",
+        "99999999999999",
+    ]
+)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.dictionaries(st.sampled_from(sorted(LLAMA)) | st.sampled_from(["notes", "sharding", "vpp", "schedule", "cp",
-       "zero_stage", "recompute", "n_experts", "topk", "seq_parallel", "grad_accum", "unheard_of", "attn_impl"]), WORDS,
-       max_size=6))  # fmt: skip
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(LLAMA))
+        | st.sampled_from(
+            [
+                "notes",
+                "sharding",
+                "vpp",
+                "schedule",
+                "cp",
+                "zero_stage",
+                "recompute",
+                "n_experts",
+                "topk",
+                "seq_parallel",
+                "grad_accum",
+                "unheard_of",
+                "attn_impl",
+            ]
+        ),
+        WORDS,
+        max_size=6,
+    )
+)
 def test_no_row_fails(changes: dict[str, str]) -> None:
     found = row(cells(**changes))
     assert isinstance(found, Row)

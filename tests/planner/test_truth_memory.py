@@ -1,4 +1,6 @@
-"""Memory against a seeded sample of published readings: thresholds that accuracy may not fall below."""
+"""Memory against a seeded sample of published readings: thresholds that accuracy may not fall
+below.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,10 @@ from typing import Any
 
 import pytest
 
+from workbench.costmodel.memory.reported_memory import interval, need
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.costmodel.memory.reported_memory import interval, need
-from workbench.planner.validation import Validation, predict, validate
-from workbench.planner.validation import error_metrics
+from workbench.planner.validation import Validation, error_metrics, predict, validate
 
 SAMPLE = Path(__file__).parents[2] / "data/validation/memory.csv"
 
@@ -33,10 +34,18 @@ def test_nearly_every_complete_dense_row_is_expressed(found: Validation) -> None
 
 @pytest.mark.parametrize(
     ("stack", "median", "bias"),
-    [("nanotron", 0.07, 0.05), ("deepspeed-3d", 0.03, 0.05), ("deepspeed-zero", 0.05, 0.05),
-     ("megatron-bridge", 0.10, 0.10), ("internevo", 0.07, 0.06), ("torchtitan", 0.07, 0.05)],
-)  # fmt: skip
-def test_errors_stay_where_they_are(found: Validation, stack: str, median: float, bias: float) -> None:
+    [
+        ("nanotron", 0.07, 0.05),
+        ("deepspeed-3d", 0.03, 0.05),
+        ("deepspeed-zero", 0.05, 0.05),
+        ("megatron-bridge", 0.10, 0.10),
+        ("internevo", 0.07, 0.06),
+        ("torchtitan", 0.07, 0.05),
+    ],
+)
+def test_errors_stay_where_they_are(
+    found: Validation, stack: str, median: float, bias: float
+) -> None:
     of_stack = errors(found, "stack", stack)
     assert of_stack["median_ape"] <= median
     assert abs(of_stack["median_bias"]) <= bias
@@ -71,7 +80,9 @@ def test_an_estimate_says_how_likely_it_runs_out() -> None:
     assert said["p50"] < said["p95"]
     assert 0 <= said["probability_of_running_out"] < 0.05
     assert need(80.0, 80.0, "nanotron")["probability_of_running_out"] == pytest.approx(0.5)
-    assert need(said["p95"], said["p50"], "nanotron")["probability_of_running_out"] == pytest.approx(0.95, abs=1e-3)
+    assert need(said["p95"], said["p50"], "nanotron")[
+        "probability_of_running_out"
+    ] == pytest.approx(0.95, abs=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["allocated", "reserved", "nvidia-smi", "unknown"])

@@ -1,4 +1,6 @@
-"""Metrics against numbers worked out by hand, the consistency check, and the verb from file to answer."""
+"""Metrics against numbers worked out by hand, the consistency check, and the verb from file to
+answer.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,37 @@ from scipy.stats import spearmanr
 from workbench import cli, verbs
 from workbench.errors import PlanError, refuse
 from workbench.plan.schema import Plan
-from workbench.planner.validation import Prediction, Validation, validate
-from workbench.planner.validation import error_metrics
+from workbench.planner.validation import Prediction, Validation, error_metrics, validate
+from workbench.planner.validation.measured_rows import row
 from workbench.planner.validation.row_consistency import flops, ratios, suspect
 from workbench.planner.validation.row_to_plan import Expressed, express
-from workbench.planner.validation.measured_rows import row
 
 SHAPE = {
-    "kind": "measured", "framework": "Megatron-LM", "model": "small", "arch": "gpt dense MHA", "layers": "4",
-    "hidden": "1024", "ffn": "4096", "heads": "8", "vocab": "32000", "seq": "1024", "tied_emb": "yes",
-    "gated_ffn": "no", "gpu": "A100-SXM-80GB", "gpu_mem_gb": "80", "n_gpus": "8", "tp": "1", "pp": "1",
-    "mbs": "1", "gbs": "64", "precision": "bf16", "recompute": "none", "attn_impl": "flash", "mem_unit": "GiB",
+    "kind": "measured",
+    "framework": "Megatron-LM",
+    "model": "small",
+    "arch": "gpt dense MHA",
+    "layers": "4",
+    "hidden": "1024",
+    "ffn": "4096",
+    "heads": "8",
+    "vocab": "32000",
+    "seq": "1024",
+    "tied_emb": "yes",
+    "gated_ffn": "no",
+    "gpu": "A100-SXM-80GB",
+    "gpu_mem_gb": "80",
+    "n_gpus": "8",
+    "tp": "1",
+    "pp": "1",
+    "mbs": "1",
+    "gbs": "64",
+    "precision": "bf16",
+    "recompute": "none",
+    "attn_impl": "flash",
+    "mem_unit": "GiB",
     "status": "ok",
-}  # fmt: skip
+}
 
 
 def cells(**changes: str) -> dict[str, str]:
@@ -73,7 +93,9 @@ def test_ranking_inside_groups_only() -> None:
 
 
 def test_fit_by_status() -> None:
-    found = error_metrics.fit([70, 90, 70, 90, 90], [80] * 5, ["ran", "ran", "out_of_memory", "out_of_memory", "failed"])
+    found = error_metrics.fit(
+        [70, 90, 70, 90, 90], [80] * 5, ["ran", "ran", "out_of_memory", "out_of_memory", "failed"]
+    )
     assert found["ran"] == {"rows": 2, "predicted_to_fit": 0.5}
     assert found["out_of_memory"] == {"rows": 2, "predicted_not_to_fit": 0.5}
     assert found["failed"] == {"rows": 1, "predicted_not_to_fit": 1.0}
@@ -86,16 +108,24 @@ def test_coverage_leaves_out_rows_without_an_interval() -> None:
 
 def test_one_calibrating_row_takes_away_a_scale() -> None:
     measured = np.array([10.0, 20.0, 40.0, 5.0, 7.0])
-    found = error_metrics.calibrated(measured * [2, 2, 2, 0.5, 0.5], measured, ["a", "a", "a", "b", "b"])
+    found = error_metrics.calibrated(
+        measured * [2, 2, 2, 0.5, 0.5], measured, ["a", "a", "a", "b", "b"]
+    )
     assert found["rows"] == 5
     assert found["mape"] == pytest.approx(0)
     # Of two rows that are 10 % apart, each calibrates the other: 1.1/1 - 1 and 1 - 1/1.1.
-    assert error_metrics.calibrated([1.0, 1.1], [1.0, 1.0], ["a", "a"])["mape"] == pytest.approx((0.1 + 1 - 1 / 1.1) / 2)
+    assert error_metrics.calibrated([1.0, 1.1], [1.0, 1.0], ["a", "a"])["mape"] == pytest.approx(
+        (0.1 + 1 - 1 / 1.1) / 2
+    )
 
 
 def test_leaving_one_source_out() -> None:
     found = error_metrics.leave_one_out([1.0, 1.0, 1.0], [2.0, 2.0, 1.0], ["a", "b", "c"])
-    assert found["by_group"] == {"a": pytest.approx(0.25), "b": pytest.approx(0.25), "c": pytest.approx(1.0)}
+    assert found["by_group"] == {
+        "a": pytest.approx(0.25),
+        "b": pytest.approx(0.25),
+        "c": pytest.approx(1.0),
+    }
     saved = error_metrics.reserve([1.0] * 4, [1.0, 1.1, 1.0, 3.0], ["a", "a", "b", "b"])
     assert saved["covered"] == pytest.approx(0.75)
     assert error_metrics.leave_one_out([1.0], [1.0], ["a"]) == {"groups": 1}
@@ -106,7 +136,9 @@ def test_flops_are_six_a_weight_and_token() -> None:
     block = 12 * 1024**2
     tokens = 64 * 1024
     attention = 12 * 4 * 1024 * 1024 * tokens
-    assert flops(plan, causal=False) == pytest.approx(6 * (4 * block + 32000 * 1024) * tokens + attention)
+    assert flops(plan, causal=False) == pytest.approx(
+        6 * (4 * block + 32000 * 1024) * tokens + attention
+    )
     assert flops(plan) == pytest.approx(flops(plan, causal=False) - attention / 2)
     assert flops(plan, counted="twice") - flops(plan) == pytest.approx(6 * 32000 * 1024 * tokens)
     assert flops(plan, counted="held") == flops(plan), "tied weights of one stage are held once"
@@ -119,7 +151,10 @@ def consistent(seconds: float, **changes: str) -> Expressed:
 
 
 def test_a_row_that_contradicts_its_own_rate_is_suspect() -> None:
-    rows = [consistent(t, seq=length) for t, length in ((1.0, "1024"), (1.3, "512"), (2.0, "1024"), (1.7, "512"))]
+    rows = [
+        consistent(t, seq=length)
+        for t, length in ((1.0, "1024"), (1.3, "512"), (2.0, "1024"), (1.7, "512"))
+    ]
     wrong = said(iter_time_s="1.0", tflops_gpu=str((rows[0].row.tflops or 0) / 3))
     assert suspect([*rows, wrong]).tolist() == [False] * 4 + [True]
     assert ratios([*rows, wrong])[:4] == pytest.approx(1)
@@ -128,10 +163,21 @@ def test_a_row_that_contradicts_its_own_rate_is_suspect() -> None:
 
 def test_recomputation_in_hardware_rates_is_no_contradiction() -> None:
     def hardware(seconds: float, recompute: str) -> Expressed:
-        done = flops(said().plan, causal=False) * (4 / 3 if recompute == "full" else 1) / (seconds * 8e12)
-        return said(iter_time_s=str(seconds), tflops_gpu=f"{done:.6f}", tflops_kind="hardware", recompute=recompute)
+        done = (
+            flops(said().plan, causal=False)
+            * (4 / 3 if recompute == "full" else 1)
+            / (seconds * 8e12)
+        )
+        return said(
+            iter_time_s=str(seconds),
+            tflops_gpu=f"{done:.6f}",
+            tflops_kind="hardware",
+            recompute=recompute,
+        )
 
-    assert not suspect([hardware(t, how) for t in (1.0, 2.0, 3.0) for how in ("none", "full")]).any()
+    assert not suspect(
+        [hardware(t, how) for t in (1.0, 2.0, 3.0) for how in ("none", "full")]
+    ).any()
 
 
 Table = Callable[..., Path]
@@ -156,9 +202,14 @@ def stub(plan: Plan) -> Prediction:
     if plan.world_size == 2:
         raise refuse("cluster.gpus", "is 2")
     return Prediction(
-        peak_gib=30.0, seconds=plan.training.global_batch / 64, peak_low=27.0, peak_high=36.0, seconds_low=0.9,
-        seconds_high=1.1, parts={"compute s": 1.0},
-    )  # fmt: skip
+        peak_gib=30.0,
+        seconds=plan.training.global_batch / 64,
+        peak_low=27.0,
+        peak_high=36.0,
+        seconds_low=0.9,
+        seconds_high=1.1,
+        parts={"compute s": 1.0},
+    )
 
 
 def measured(table: Table) -> Validation:
@@ -194,7 +245,11 @@ def test_rows_written_hold_prediction_measurement_and_parts(table: Table, tmp_pa
     with written.open() as file:
         rows = list(csv.DictReader(file))
     assert [one["row"] for one in rows] == ["a", "b", "c", "d"]
-    assert (rows[0]["predicted_gib"], rows[0]["measured_gib"], rows[0]["memory_ratio"]) == ("30", "24", "1.25")
+    assert (rows[0]["predicted_gib"], rows[0]["measured_gib"], rows[0]["memory_ratio"]) == (
+        "30",
+        "24",
+        "1.25",
+    )
     assert rows[0]["compute s"] == "1"
     assert rows[3]["measured_s"] == "", "a failed row has no time"
 
@@ -218,11 +273,15 @@ def test_one_profile_for_all_rows(table: Table) -> None:
         return stub(plan)
 
     found = validate([table(cells(id="a", mem_gib="30"))], predict=note, profile="textbook")
-    assert stacks == {("textbook", "fp32")}, "the row's own stack still says what the row leaves open"
+    assert stacks == {("textbook", "fp32")}, (
+        "the row's own stack still says what the row leaves open"
+    )
     assert list(found.summary()["by_stack"]) == ["megatron"]
 
 
-def test_a_file_of_other_columns_counts_nothing_beside_measurements_and_is_refused_alone(table: Table) -> None:
+def test_a_file_of_other_columns_counts_nothing_beside_measurements_and_is_refused_alone(
+    table: Table,
+) -> None:
     other = table({"collective": "AllReduce", "gbs": "1"})
     with pytest.raises(PlanError, match="has none of the columns of measurements"):
         validate([other], predict=stub)
@@ -240,7 +299,9 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 def test_the_command(table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = table(cells(id="a", iter_time_s="1", mem_gib="20", mem_kind="allocated"))
-    code, out = answer(capsys, str(path), "--by", "gpu", "--rows", str(tmp_path / "rows.csv"), "--json")
+    code, out = answer(
+        capsys, str(path), "--by", "gpu", "--rows", str(tmp_path / "rows.csv"), "--json"
+    )
     assert code == 0
     found: dict[str, Any] = json.loads(out)
     assert found["memory"]["allocated"]["rows"] == found["time"]["rows"] == 1
@@ -253,8 +314,16 @@ def test_the_command(table: Table, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    "words", [("nowhere.csv",), ("--by", "colour", "nowhere.csv"), ("--profile", "nothing", "nowhere.csv"), ()]
+    "words",
+    [
+        ("nowhere.csv",),
+        ("--by", "colour", "nowhere.csv"),
+        ("--profile", "nothing", "nowhere.csv"),
+        (),
+    ],
 )
-def test_the_command_says_what_is_wrong(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_is_wrong(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.answer(["validate", *words]) == 2
     assert "Traceback" not in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Step time against a seeded sample of published steps: thresholds that accuracy may not fall below."""
+"""Step time against a seeded sample of published steps: thresholds that accuracy may not fall
+below.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from workbench.planner.validation import Validation, validate
-from workbench.planner.validation import error_metrics
+from workbench.planner.validation import Validation, error_metrics, validate
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,12 +32,21 @@ def test_every_row_is_expressed(found: Validation) -> None:
 
 @pytest.mark.parametrize(
     ("stack", "mape", "median"),
-    [("llm-foundry", 0.075, 0.065), ("deepspeed-3d", 0.065, 0.055), ("nemo", 0.05, 0.04), ("internevo", 0.045, 0.045),
-     ("torchtitan", 0.08, 0.07), ("deepspeed-zero", 0.09, 0.07), ("llmq", 0.11, 0.05),
-     ("megatron-bridge", 0.085, 0.055),
-     ("nanotron", 0.095, 0.065)],
-)  # fmt: skip
-def test_errors_of_a_stack_stay_where_they_are(found: Validation, stack: str, mape: float, median: float) -> None:
+    [
+        ("llm-foundry", 0.075, 0.065),
+        ("deepspeed-3d", 0.065, 0.055),
+        ("nemo", 0.05, 0.04),
+        ("internevo", 0.045, 0.045),
+        ("torchtitan", 0.08, 0.07),
+        ("deepspeed-zero", 0.09, 0.07),
+        ("llmq", 0.11, 0.05),
+        ("megatron-bridge", 0.085, 0.055),
+        ("nanotron", 0.095, 0.065),
+    ],
+)
+def test_errors_of_a_stack_stay_where_they_are(
+    found: Validation, stack: str, mape: float, median: float
+) -> None:
     of_stack = errors(found, stack)
     assert of_stack["mape"] <= mape and of_stack["median_ape"] <= median
 
@@ -58,7 +68,11 @@ def test_the_textbook_stays_in_the_middle_of_the_stacks() -> None:
 
 def test_nine_of_ten_steps_lie_in_the_interval(found: Validation) -> None:
     table = found.table[found.table.measured_s.notna()]
-    assert 0.85 <= error_metrics.coverage(table.measured_s, table.s_low, table.s_high)["inside"] <= 0.95
+    assert (
+        0.85
+        <= error_metrics.coverage(table.measured_s, table.s_low, table.s_high)["inside"]
+        <= 0.95
+    )
 
 
 def test_no_constant_is_keyed_by_a_model_or_a_source() -> None:
@@ -75,4 +89,6 @@ def test_no_constant_is_keyed_by_a_model_or_a_source() -> None:
 
         walk(yaml.safe_load((ROOT / "data" / name).read_text()))
         assert not keys & {model.lower() for model in models}
-        assert not [key for key in keys if "github" in key or "http" in key or key.startswith("arxiv")]
+        assert not [
+            key for key in keys if "github" in key or "http" in key or key.startswith("arxiv")
+        ]

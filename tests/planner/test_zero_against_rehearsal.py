@@ -1,4 +1,6 @@
-"""ZeRO: the estimate against the real engine on fake tensors, peaks, states by category and every collective."""
+"""ZeRO: the estimate against the real engine on fake tensors, peaks, states by category and every
+collective.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ CASES: list[tuple[Any, str, str, int, dict[str, Any]]] = [
     ("tiny-gpt", "bf16", "zero-2", 4, {"strategy.data.shard": 2, "strategy.data.in_flight": 1}),
     ("tiny-gpt", "bf16", "zero-2", 4, {"strategy.data.shard": 2, "strategy.data.in_flight": 3}),
     (ODD, "fp32", "dapple", 4, {**TWO_STAGES, "strategy.data.zero": 1}),
-    (ODD, "bf16", "dapple", 4, {**TWO_STAGES, "strategy.data.zero": 3, "strategy.data.reduce": "microbatch"}),
+    (
+        ODD,
+        "bf16",
+        "dapple",
+        4,
+        {**TWO_STAGES, "strategy.data.zero": 3, "strategy.data.reduce": "microbatch"},
+    ),
     ("tiny", "fp32", "zero-offload", 2, {}),
     ("tiny", "bf16", "zero-infinity", 2, {}),
 ]
@@ -36,8 +44,14 @@ STATES = ("parameters", "gradients", "optimizer", "master", "gathered")
 def largest(profile: Profile, rank: int) -> dict[tuple[str, str], int]:
     """(tier, category) -> its own largest in the last step."""
     rows = profile.memory
-    rows = rows[(rows["rank"] == rank) & (rows.moment == "maximum") & (rows.step == rows.step.max())]
-    return {(t, c): b for t, c, b in zip(rows.tier, rows.category, rows["bytes"]) if t == "host" or c in STATES}
+    rows = rows[
+        (rows["rank"] == rank) & (rows.moment == "maximum") & (rows.step == rows.step.max())
+    ]
+    return {
+        (t, c): b
+        for t, c, b in zip(rows.tier, rows.category, rows["bytes"])
+        if t == "host" or c in STATES
+    }
 
 
 @pytest.mark.parametrize(("model", "precision", "strategy", "gpus", "changes"), CASES, ids=str)
@@ -50,4 +64,6 @@ def test_peaks_states_and_collectives_are_the_engines(
     assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
     for rank in set(rehearsed.representative.values()):
         # A fused optimizer counts its steps: four bytes a tensor.
-        assert largest(estimated, rank) == pytest.approx(largest(rehearsed, rank), rel=0.02, abs=2048)
+        assert largest(estimated, rank) == pytest.approx(
+            largest(rehearsed, rank), rel=0.02, abs=2048
+        )

@@ -1,4 +1,6 @@
-"""What real ranks measure of a plan: two steps on forked ranks, sampled as the training loop samples them."""
+"""What real ranks measure of a plan: two steps on forked ranks, sampled as the training loop
+samples them.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from typing import Any
 import torch
 
 from workbench.engine.measure.allocator_memory import meter
-from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.measure.step_sampler import Sampler, allocated_rows
 from workbench.engine.session import Session
+from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
 

@@ -13,12 +13,20 @@ from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
 
 CASES = {
-    "single": ("tiny", 1, "single"), "ddp": ("tiny", 2, "ddp"), "megatron-tp": ("tiny", 2, "megatron-tp"),
-    "dapple": ("tiny", 2, "dapple"), "gpipe": ("tiny", 2, "gpipe"), "tensor-pipeline": ("tiny", 4, "tensor-pipeline"),
-    "sequence": ("tiny", 2, "megatron-sp"), "shared key-value heads": ("tiny", 4, "megatron-tp"),
-    "zero-1": ("tiny", 2, "zero-1"), "zero-2": ("tiny", 2, "zero-2"), "zero-3": ("tiny-gpt", 2, "zero-3"),
-    "gpt, tied": ("tiny-gpt", 2, "dapple"), "gpt, tied, four": ("tiny-gpt", 4, "tensor-pipeline"),
-}  # fmt: skip
+    "single": ("tiny", 1, "single"),
+    "ddp": ("tiny", 2, "ddp"),
+    "megatron-tp": ("tiny", 2, "megatron-tp"),
+    "dapple": ("tiny", 2, "dapple"),
+    "gpipe": ("tiny", 2, "gpipe"),
+    "tensor-pipeline": ("tiny", 4, "tensor-pipeline"),
+    "sequence": ("tiny", 2, "megatron-sp"),
+    "shared key-value heads": ("tiny", 4, "megatron-tp"),
+    "zero-1": ("tiny", 2, "zero-1"),
+    "zero-2": ("tiny", 2, "zero-2"),
+    "zero-3": ("tiny-gpt", 2, "zero-3"),
+    "gpt, tied": ("tiny-gpt", 2, "dapple"),
+    "gpt, tied, four": ("tiny-gpt", 4, "tensor-pipeline"),
+}
 ALL = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 EACH = pytest.mark.parametrize("case", CASES)
 
@@ -65,7 +73,9 @@ def test_what_lasts_is_the_allocators_level_between_steps(case: str, precision: 
     profile, ranks = both(case, precision)
     for rank, (allocated, _, _) in enumerate(ranks):
         real = total(allocated, 1, "initialised")
-        assert total(of_rank(profile, "memory", rank), 1, "initialised") == pytest.approx(real, rel=0.01), rank
+        assert total(of_rank(profile, "memory", rank), 1, "initialised") == pytest.approx(
+            real, rel=0.01
+        ), rank
 
 
 @EACH
@@ -75,7 +85,14 @@ def test_categories_are_those_of_real_ranks(case: str, precision: str) -> None:
     for rank, (_, counted, _) in enumerate(ranks):
         for category in ("parameters", "gradients", "optimizer", "activations", "logits"):
             real, rehearsed = (
-                max((r["bytes"] for r in rows if (r["moment"], r["category"]) == ("maximum", category)), default=0)
+                max(
+                    (
+                        r["bytes"]
+                        for r in rows
+                        if (r["moment"], r["category"]) == ("maximum", category)
+                    ),
+                    default=0,
+                )
                 for rows in (counted, of_rank(profile, "memory", rank))
             )
             assert rehearsed == pytest.approx(real, rel=0.02), (rank, category)

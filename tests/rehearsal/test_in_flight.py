@@ -1,4 +1,6 @@
-"""What collectives hold while they are under way: the same on real ranks as in a rehearsal, however late they end."""
+"""What collectives hold while they are under way: the same on real ranks as in a rehearsal, however
+late they end.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ from workbench.plan.schema import Plan
 from workbench.rehearsal.rehearse import rehearse
 
 CHANGES = {
-    "strategy.data.bucket_mib": 1.0, "training.sequence_length": 48, "training.micro_batch": 2,
-}  # fmt: skip
+    "strategy.data.bucket_mib": 1.0,
+    "training.sequence_length": 48,
+    "training.micro_batch": 2,
+}
 
 
 def late(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """`collective`, to which one rank comes late, and whose tensors a thread has for longer, as gloo's may."""
+    """`collective`, to which one rank comes late, and whose tensors a thread has for longer, as
+    gloo's may.
+    """
 
     def called(*arguments: Any, **named: Any) -> Any:
         if dist.get_rank() == 1:
@@ -38,21 +44,35 @@ def test_the_peak_is_the_rehearsed_one_however_late_collectives_end(
     monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
     batch = 2 if strategy == "megatron-sp" else 4
-    plan = Plan.of("tiny", gpu="local", gpus=2, strategy=strategy, set=CHANGES | {"training.global_batch": 2 * batch})
+    plan = Plan.of(
+        "tiny",
+        gpu="local",
+        gpus=2,
+        strategy=strategy,
+        set=CHANGES | {"training.global_batch": 2 * batch},
+    )
     profile = rehearse(plan)
     for name in ("all_reduce", "broadcast"):
         monkeypatch.setattr(dist, name, late(getattr(dist, name)))
     for rank, (allocated, _, _) in enumerate(measure(plan)):
         rehearsed = of_rank(profile, "memory", rank)
         for step in range(STEPS):
-            assert total(allocated, step, "peak") == pytest.approx(total(rehearsed, step, "peak"), rel=0.005)
+            assert total(allocated, step, "peak") == pytest.approx(
+                total(rehearsed, step, "peak"), rel=0.005
+            )
 
 
 def largest(strategy: str, in_flight: int, category: str) -> int:
     """Bytes of a category at its own largest, in a rehearsal's second step on rank 0."""
     changes = CHANGES | {"training.global_batch": 8, "strategy.data.in_flight": in_flight}
-    rows = rehearse(Plan.of("tiny", gpu="local", gpus=2, strategy=strategy, set=changes), [0]).memory
-    return int(rows[(rows.step == 1) & (rows.moment == "maximum") & (rows.category == category)]["bytes"].sum())
+    rows = rehearse(
+        Plan.of("tiny", gpu="local", gpus=2, strategy=strategy, set=changes), [0]
+    ).memory
+    return int(
+        rows[(rows.step == 1) & (rows.moment == "maximum") & (rows.category == category)][
+            "bytes"
+        ].sum()
+    )
 
 
 @pytest.mark.parametrize("in_flight", [2, 3])

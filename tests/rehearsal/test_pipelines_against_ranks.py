@@ -1,4 +1,6 @@
-"""Rehearsed pipelines with several stages a rank and split backwards against real ranks: memory and every call."""
+"""Rehearsed pipelines with several stages a rank and split backwards against real ranks: memory and
+every call.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,19 @@ def test_peak_and_categories_are_those_of_real_ranks(name: str) -> None:
     for rank, (allocated, counted, _) in enumerate(ranks):
         rehearsed = of_rank(profile, "memory", rank)
         for step in range(STEPS):
-            assert total(rehearsed, step, "peak") == pytest.approx(total(allocated, step, "peak"), rel=0.02)
+            assert total(rehearsed, step, "peak") == pytest.approx(
+                total(allocated, step, "peak"), rel=0.02
+            )
         for category in ("parameters", "gradients", "optimizer", "activations", "logits"):
             real, fake = (
-                max((r["bytes"] for r in rows if (r["moment"], r["category"]) == ("maximum", category)), default=0)
+                max(
+                    (
+                        r["bytes"]
+                        for r in rows
+                        if (r["moment"], r["category"]) == ("maximum", category)
+                    ),
+                    default=0,
+                )
                 for rows in (counted, rehearsed)
             )
             assert fake == pytest.approx(real, rel=0.02), (rank, category)

@@ -1,4 +1,6 @@
-"""Chosen ranks of large worlds rehearse in about a second; the child process, and what is refused."""
+"""Chosen ranks of large worlds rehearse in about a second; the child process, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,33 @@ from pathlib import Path
 
 import pytest
 
+from workbench.errors import PlanError
 from workbench.plan.catalog import catalog
 from workbench.plan.custom_schedule import executed
-from workbench.errors import PlanError
-from workbench.plan.rules.legal_sizes import token_parts
 from workbench.plan.parameter_count import parameters
-from workbench.plan.schema import Plan
+from workbench.plan.rules.legal_sizes import token_parts
 from workbench.plan.rules.supported import runnable
+from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
 
 RUNNABLE = [name for name in catalog.strategies() if runnable(name) and name != "single"]
 MIDDLE = {
-    "layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "name": "a quarter of 8B",
-}  # fmt: skip
+    "layers": 8,
+    "hidden": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn": 14336,
+    "vocab": 128256,
+    "name": "a quarter of 8B",
+}
 OF_EXPERTS = ("expert-parallel", "deepseek-v3")
 BOUNDED: dict[str, dict[str, object]] = {
-    "colossal-2d": {"strategy.tensor.size": [4, 4]}, "colossal-2.5d": {"strategy.tensor.size": [4, 4, 2]},
+    "colossal-2d": {"strategy.tensor.size": [4, 4]},
+    "colossal-2.5d": {"strategy.tensor.size": [4, 4, 2]},
     "ring-attention": {"strategy.context.size": 8},
-}  # fmt: skip
+}
 """What takes as many turns as it has ranks on a side."""
 SECONDS = 10.0
 """A rank takes about one on an idle machine."""
@@ -38,28 +47,42 @@ SECONDS = 10.0
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
     """The first fake tensor of a process imports half of torch."""
-    rehearse(Plan.of("tiny", gpu="local", gpus=1, strategy="single", set={"training.sequence_length": 8}))
+    rehearse(
+        Plan.of("tiny", gpu="local", gpus=1, strategy="single", set={"training.sequence_length": 8})
+    )
 
 
 def large(strategy: str, gpus: int, **changes: object) -> Plan:
-    """One micro-batch a pipeline stage; two at least. A grid gets a sequence for each part that it splits them into."""
+    """One micro-batch a pipeline stage; two at least. A grid gets a sequence for each part that it
+    splits them into.
+    """
     shape = dict(MIDDLE)
-    plan = Plan.model_validate({
-        "model": shape | ({"moe": {"experts": 8, "top_k": 2, "ffn": 1792}} if strategy in OF_EXPERTS else {}),
-        "cluster": {"gpu": "h100-sxm-80gb", "gpus": gpus},
-        "strategy": {"preset": strategy, "precision": "bf16"},
-        "training": {"sequence_length": 512, "global_batch": 8192 * gpus, "micro_batch": 64},
-    }).replace(**changes)  # fmt: skip
+    plan = Plan.model_validate(
+        {
+            "model": shape
+            | ({"moe": {"experts": 8, "top_k": 2, "ffn": 1792}} if strategy in OF_EXPERTS else {}),
+            "cluster": {"gpu": "h100-sxm-80gb", "gpus": gpus},
+            "strategy": {"preset": strategy, "precision": "bf16"},
+            "training": {"sequence_length": 512, "global_batch": 8192 * gpus, "micro_batch": 64},
+        }
+    ).replace(**changes)
     found = plan.complete()
     tensor = found.strategy.tensor
     micro = token_parts(tensor.algorithm, tensor.size)
-    microbatches = max(2, found.sizes["pipeline"] * (2 if found.strategy.pipeline.schedule == "dualpipe-v" else 1))
-    batch = {"training.micro_batch": micro, "training.global_batch": microbatches * micro * found.sizes["data"]}
+    microbatches = max(
+        2, found.sizes["pipeline"] * (2 if found.strategy.pipeline.schedule == "dualpipe-v" else 1)
+    )
+    batch = {
+        "training.micro_batch": micro,
+        "training.global_batch": microbatches * micro * found.sizes["data"],
+    }
     return plan.replace(**batch).complete()
 
 
 def last_stage(plan: Plan) -> int:
-    """Parameters on a rank of the last pipeline rank, which is split over the tensor axis but for the norms."""
+    """Parameters on a rank of the last pipeline rank, which is split over the tensor axis but for
+    the norms.
+    """
     shape, size = plan.shape, plan.sizes["tensor"]
     table, partition = executed(plan)
     own = table.stages_of(table.ranks - 1)
@@ -80,11 +103,21 @@ def test_every_runnable_preset_rehearses_at_any_size(strategy: str, gpus: int) -
     assert time.process_time() - began < SECONDS
     rows = profile.memory[profile.memory.moment == "peak"]
     assert set(rows["rank"]) == {gpus - 1} and profile.world_size == gpus
-    held = {c: int(rows[rows.category == c].bytes.max()) for c in ("parameters", "gradients", "master")}
-    plain = plan.strategy.data.zero == 0 and plan.strategy.tensor.algorithm == "1d" and not plan.shape.moe
+    held = {
+        c: int(rows[rows.category == c].bytes.max()) for c in ("parameters", "gradients", "master")
+    }
+    plain = (
+        plan.strategy.data.zero == 0
+        and plan.strategy.tensor.algorithm == "1d"
+        and not plan.shape.moe
+    )
     if plain:
         assert held["parameters"] == 2 * last_stage(plan)
-        assert held["gradients"] == held["master"] if plan.strategy.gradient_dtype == "fp32" else held["parameters"]
+        assert (
+            held["gradients"] == held["master"]
+            if plan.strategy.gradient_dtype == "fp32"
+            else held["parameters"]
+        )
         assert held["master"] == 2 * held["parameters"]
     assert held == pytest.approx(states(plan, gpus - 1), rel=0.02)
     on_card = rows[rows.tier == "device"]
@@ -93,7 +126,9 @@ def test_every_runnable_preset_rehearses_at_any_size(strategy: str, gpus: int) -
     assert profile.fits is (None if plan.sizes["pipeline"] > 1 else True)
     groups = profile.collectives.groupby("axis").group_size.max()
     tensor, replicas = plan.strategy.tensor, plan.sizes["data"] * plan.sizes["context"]
-    sizes = plan.sizes | {"tensor": max(tensor.size) if isinstance(tensor.size, list) else plan.sizes["tensor"]}
+    sizes = plan.sizes | {
+        "tensor": max(tensor.size) if isinstance(tensor.size, list) else plan.sizes["tensor"]
+    }
     shard = plan.strategy.data.shard
     sizes["data"] = replicas if shard == "all" else max(shard, replicas // shard)
     for axis, size in sizes.items():
@@ -107,7 +142,9 @@ def states(plan: Plan, rank: int) -> dict[str, int]:
     profile = estimate(plan)
     rows = profile.memory[(profile.memory.moment == "peak")]
     own = rows[rows["rank"] == profile.representative.get(rank, rank)]
-    return {c: int(own[own.category == c].bytes.max()) for c in ("parameters", "gradients", "master")}
+    return {
+        c: int(own[own.category == c].bytes.max()) for c in ("parameters", "gradients", "master")
+    }
 
 
 def test_a_product_of_three_axes_on_2048_ranks() -> None:
@@ -120,7 +157,9 @@ def test_a_product_of_three_axes_on_2048_ranks() -> None:
     assert set(logits["rank"]) == {2047}
     data = profile.collectives[profile.collectives.axis == "data"]
     sums = (data.bytes * data["count"])[data.step == 1].groupby(data["rank"]).sum()
-    weights = profile.memory[(profile.memory.category == "gradients") & (profile.memory.moment == "maximum")]
+    weights = profile.memory[
+        (profile.memory.category == "gradients") & (profile.memory.moment == "maximum")
+    ]
     assert sums.to_dict() == weights.groupby("rank").bytes.max().to_dict()
 
 
@@ -132,9 +171,9 @@ def test_ranks_that_do_the_same_are_rehearsed_once() -> None:
     assert set(profile.peak_bytes_by_rank) == set(range(8))
 
 
-@pytest.mark.parametrize("field, value", [
-    ("strategy.precision", "fp8"), ("strategy.stack", "torchtitan"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "field, value", [("strategy.precision", "fp8"), ("strategy.stack", "torchtitan")]
+)
 def test_fields_that_cannot_be_rehearsed_are_named(field: str, value: str) -> None:
     plan = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy="dapple", set={field: value})
     with pytest.raises(PlanError) as caught:
@@ -152,28 +191,48 @@ def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
 def child(folder: Path, plan: Plan, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = folder / "plan.yaml"
     path.write_text(plan.to_yaml())
-    command = [sys.executable, "-m", "workbench.rehearsal", str(path), "--to", str(folder / "out"), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "workbench.rehearsal",
+        str(path),
+        "--to",
+        str(folder / "out"),
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_the_child_tells_its_progress_and_writes_a_profile(tmp_path: Path) -> None:
-    plan = Plan.of("tiny", gpu="local", gpus=2, strategy="dapple", set={"training.sequence_length": 32})
+    plan = Plan.of(
+        "tiny", gpu="local", gpus=2, strategy="dapple", set={"training.sequence_length": 32}
+    )
     done = child(tmp_path, plan)
     assert done.returncode == 0, done.stderr
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [{"done": 1, "of": 2}, {"done": 2, "of": 2}]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"done": 1, "of": 2},
+        {"done": 2, "of": 2},
+    ]
     profile = Profile.read(tmp_path / "out")
     here = rehearse(plan)
     assert profile.source == "rehearsed" and profile.peak_bytes_by_rank == here.peak_bytes_by_rank
     assert profile.representative == here.representative
 
 
-@pytest.mark.parametrize("strategy, arguments, words", [
-    ("dapple", ["--ranks", "2"], "--ranks: 2 is not one of 0 to 1"),
-    ("dapple", ["--ranks", "one"], "--ranks"),
-    ("dapple", ["--ranks", "0,7"], "--ranks: 7 is not one of 0 to 1"),
-])  # fmt: skip
-def test_the_child_refuses_in_words(tmp_path: Path, strategy: str, arguments: list[str], words: str) -> None:
-    done = child(tmp_path, Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy=strategy), *arguments)
+@pytest.mark.parametrize(
+    "strategy, arguments, words",
+    [
+        ("dapple", ["--ranks", "2"], "--ranks: 2 is not one of 0 to 1"),
+        ("dapple", ["--ranks", "one"], "--ranks"),
+        ("dapple", ["--ranks", "0,7"], "--ranks: 7 is not one of 0 to 1"),
+    ],
+)
+def test_the_child_refuses_in_words(
+    tmp_path: Path, strategy: str, arguments: list[str], words: str
+) -> None:
+    done = child(
+        tmp_path, Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy=strategy), *arguments
+    )
     assert done.returncode == 2
     assert words in done.stderr and "Traceback" not in done.stderr and not done.stdout
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,6 @@
-"""A plan of three ranks, runs of it through the stub worker, and proof that each leaves no process behind."""
+"""A plan of three ranks, runs of it through the stub worker, and proof that each leaves no process
+behind.
+"""
 
 import os
 import sys
@@ -25,7 +27,9 @@ def plan(tmp_path):
 
 @pytest.fixture
 def go(plan, tmp_path, monkeypatch):
-    """`go(fault, steps, world)` starts a run of stub workers; afterwards nothing of it may be alive."""
+    """`go(fault, steps, world)` starts a run of stub workers; afterwards nothing of it may be
+    alive.
+    """
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     runs = []
 
@@ -41,7 +45,12 @@ def go(plan, tmp_path, monkeypatch):
         launcher = (sys.executable, "-m", "tests.runs.light_launcher", str(world), fault)
         recipe = Recipe(module, launcher, hello_seconds, progress_seconds)
         changes = {"training.steps": steps, "cluster.gpus": world}
-        run = start(plan.replace(**changes), root=root or tmp_path / "runs", force=root is not None, _recipe=recipe)
+        run = start(
+            plan.replace(**changes),
+            root=root or tmp_path / "runs",
+            force=root is not None,
+            _recipe=recipe,
+        )
         runs.append(run)
         return run
 
@@ -60,7 +69,10 @@ def processes_of(run):
     found = []
     for process in psutil.process_iter():
         try:
-            if str(run.dir) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                str(run.dir) in " ".join(process.cmdline())
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
         except psutil.Error:
             continue

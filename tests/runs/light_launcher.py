@@ -1,6 +1,8 @@
-"""A launcher for fault tests: starts ranks, ends all when one fails and reports it, as torchrun does, in 0.1 s.
+"""A launcher for fault tests: starts ranks, ends all when one fails and reports it, as torchrun
+does, in 0.1 s.
 
-`python -m tests.runs.light_launcher WORLD FAULT -m MODULE PLAN`; FAULT is passed on to the stub worker.
+`python -m tests.runs.light_launcher WORLD FAULT -m MODULE PLAN`; FAULT is passed on to the stub
+worker.
 """
 
 import os
@@ -15,11 +17,19 @@ REPORT = """  rank      : {rank} (local_rank: {rank})
 
 
 def start(rank, world, fault, command):
-    env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "STUB_FAULT": fault}
+    env = {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "STUB_FAULT": fault,
+    }
     logs = Path(command[-1]).parent / "logs" / "light" / "attempt_0" / str(rank)
     logs.mkdir(parents=True)
     with (logs / "stdout.log").open("wb") as out, (logs / "stderr.log").open("wb") as err:
-        return subprocess.Popen([sys.executable, *command], env=env, start_new_session=True, stdout=out, stderr=err)
+        return subprocess.Popen(
+            [sys.executable, *command], env=env, start_new_session=True, stdout=out, stderr=err
+        )
 
 
 def end(processes):
@@ -43,7 +53,9 @@ def main():
     world, fault, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     processes = [start(rank, world, fault, command) for rank in range(world)]
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_end(number, processes))
-    while not (failed := [(rank, process) for rank, process in enumerate(processes) if process.poll()]):
+    while not (
+        failed := [(rank, process) for rank, process in enumerate(processes) if process.poll()]
+    ):
         if all(process.poll() == 0 for process in processes):
             sys.exit(0)
         time.sleep(0.05)

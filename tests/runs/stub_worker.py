@@ -1,9 +1,10 @@
-"""A worker without torch that keeps the worker's contract: hello, steps in step with its peers, stop, errors, bye.
+"""A worker without torch that keeps the worker's contract: hello, steps in step with its peers,
+stop, errors, bye.
 
-Its "collective" waits until every peer has written the step before; a peer that is gone is an error of the kind that
-gloo gives. STUB_FAULT says how one rank misbehaves: `raise:RANK:STEP`, `silent:RANK`, `torn:RANK`, `deaf` (heeds no
-stop), `exit:RANK:STEP`, `nobye:RANK`, `helper:RANK` (leaves a process of its own behind),
-`loop:RANK:STEP` (works for ever).
+Its "collective" waits until every peer has written the step before; a peer that is gone is an error
+of the kind that gloo gives. STUB_FAULT says how one rank misbehaves: `raise:RANK:STEP`,
+`silent:RANK`, `torn:RANK`, `deaf` (heeds no stop), `exit:RANK:STEP`, `nobye:RANK`, `helper:RANK`
+(leaves a process of its own behind), `loop:RANK:STEP` (works for ever).
 """
 
 from workbench.runs.launch.parent_death import die_with_parent
@@ -30,7 +31,10 @@ PACE = 0.02
 class Stub:
     def __init__(self, plan_file):
         self.run = Path(plan_file).parent
-        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank, self.world = (
+            int(os.environ.get("RANK", "0")),
+            int(os.environ.get("WORLD_SIZE", "1")),
+        )
         self.steps = yaml.safe_load(Path(plan_file).read_text())["training"]["steps"]
         self.file = os.open(self.path(self.rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self.step = None
@@ -43,14 +47,26 @@ class Stub:
 
     def write(self, kind, **fields):
         with suppress(OSError):  # a full disk costs records, not the run
-            os.write(self.file, json.dumps({"kind": kind, "t": time.monotonic(), **fields}).encode() + b"\n")
+            os.write(
+                self.file,
+                json.dumps({"kind": kind, "t": time.monotonic(), **fields}).encode() + b"\n",
+            )
 
     def hello(self):
         self.write(
-            "hello", rank=self.rank, world_size=self.world, local_rank=self.rank, pid=os.getpid(),
-            host=platform.node(), backend="stub", device="cpu", epoch_offset=time.time() - time.monotonic(),
-            coordinates={"data": self.rank}, stage=0, versions={},
-        )  # fmt: skip
+            "hello",
+            rank=self.rank,
+            world_size=self.world,
+            local_rank=self.rank,
+            pid=os.getpid(),
+            host=platform.node(),
+            backend="stub",
+            device="cpu",
+            epoch_offset=time.time() - time.monotonic(),
+            coordinates={"data": self.rank},
+            stage=0,
+            versions={},
+        )
 
     def peer_step(self, rank):
         """The last step that a peer wrote; None where it is gone."""
@@ -67,7 +83,9 @@ class Stub:
 
     def meet(self, step):
         deadline = time.monotonic() + 60
-        while any(self.peer_step(rank) < step - 1 for rank in range(self.world) if rank != self.rank):
+        while any(
+            self.peer_step(rank) < step - 1 for rank in range(self.world) if rank != self.rank
+        ):
             if time.monotonic() > deadline:
                 raise TimeoutError("Timed out waiting 60000ms for a peer")
             time.sleep(PACE / 2)
@@ -75,7 +93,12 @@ class Stub:
     def last_step(self, step):
         """Rank 0 heeds the request to stop and tells the others after which step."""
         agreed = self.run / "stub-last-step"
-        if self.rank == 0 and (self.run / "stop").exists() and not agreed.exists() and FAULT != ["deaf"]:
+        if (
+            self.rank == 0
+            and (self.run / "stop").exists()
+            and not agreed.exists()
+            and FAULT != ["deaf"]
+        ):
             draft = agreed.with_suffix(".new")
             try:
                 draft.write_text(str(step + 1))
@@ -100,9 +123,18 @@ class Stub:
                 pass
             time.sleep(PACE)
             self.write(
-                "step", step=step, loss=3.0 / (step + 1), seconds=PACE, tokens=512, gradient_norm=1.0,
-                learning_rate=1e-3, loss_scale=None, skipped=False, bytes=1000 + step, action="0B0",
-            )  # fmt: skip
+                "step",
+                step=step,
+                loss=3.0 / (step + 1),
+                seconds=PACE,
+                tokens=512,
+                gradient_norm=1.0,
+                learning_rate=1e-3,
+                loss_scale=None,
+                skipped=False,
+                bytes=1000 + step,
+                action="0B0",
+            )
             if step == 0:
                 peak = {
                     "stage": 0,
@@ -121,9 +153,14 @@ class Stub:
 
     def leave_error(self, error):
         content = {
-            "rank": self.rank, "step": self.step, "action": "0F0", "type": type(error).__name__,
-            "message": str(error), "traceback": traceback.format_exc(), "t_epoch": time.time(),
-        }  # fmt: skip
+            "rank": self.rank,
+            "step": self.step,
+            "action": "0F0",
+            "type": type(error).__name__,
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+            "t_epoch": time.time(),
+        }
         (self.run / "errors" / f"rank{self.rank:05d}.json").write_text(json.dumps(content))
 
 

@@ -1,4 +1,6 @@
-"""The real launcher: `accelerate launch` starts the ranks, keeps their streams apart, and reports who failed."""
+"""The real launcher: `accelerate launch` starts the ranks, keeps their streams apart, and reports
+who failed.
+"""
 
 import os
 import signal
@@ -14,8 +16,12 @@ from workbench.runs.launch.accelerate_command import Recipe
 @pytest.fixture
 def run(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
-    plan = plan.replace(**{"cluster.gpus": 2, "training.steps": 500, "name": "a plan; with 'odd' letters"})
-    run = start(plan, root=tmp_path / "runs and more", _recipe=Recipe(module="tests.runs.stub_worker"))
+    plan = plan.replace(
+        **{"cluster.gpus": 2, "training.steps": 500, "name": "a plan; with 'odd' letters"}
+    )
+    run = start(
+        plan, root=tmp_path / "runs and more", _recipe=Recipe(module="tests.runs.stub_worker")
+    )
     yield run
     until(lambda: not processes_of(run), seconds=10)
 

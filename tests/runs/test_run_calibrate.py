@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.planner.test_calibrated import made
+from workbench.errors import PlanError
 from workbench.machine import calibration_file
 from workbench.machine.calibration_file import Scale
-from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile, frame
@@ -25,10 +25,16 @@ def planned(path, strategy="ddp", gpus=2, **changes):
 
 def finished(plan, name, seconds):
     """A run as far as learning looks at it; it trained ten steps of `seconds`."""
-    rows = [{"rank": 0, "step": i, "seconds": seconds, "source": "measured"} for i in range(10 if seconds else 0)]
+    rows = [
+        {"rank": 0, "step": i, "seconds": seconds, "source": "measured"}
+        for i in range(10 if seconds else 0)
+    ]
     profile = Profile(name, "measured", plan.world_size, steps=frame("steps", rows))
     return SimpleNamespace(
-        id=name, plan=plan.complete(), profile=lambda: profile, state=SimpleNamespace(phase="failed")
+        id=name,
+        plan=plan.complete(),
+        profile=lambda: profile,
+        state=SimpleNamespace(phase="failed"),
     )
 
 
@@ -53,9 +59,13 @@ def test_runs_of_several_strategies_recover_the_scale_they_were_made_with(path) 
     truth = Scale(compute=1.4, communication=2.5, fixed_ms=30.0)
     calibration_file.write(made(scale=truth), path)
     plans = [
-        planned(path), planned(path, "megatron-tp"), planned(path, "single", 1), planned(path, "gpipe"),
-        planned(path, **{"training.global_batch": 32}), planned(path, "single", 1, **{"training.global_batch": 1}),
-    ]  # fmt: skip
+        planned(path),
+        planned(path, "megatron-tp"),
+        planned(path, "single", 1),
+        planned(path, "gpipe"),
+        planned(path, **{"training.global_batch": 32}),
+        planned(path, "single", 1, **{"training.global_batch": 1}),
+    ]
     runs = [finished(plan, str(i), estimate(plan).step_seconds) for i, plan in enumerate(plans)]
     found = calibrate.learn(made(), runs).scale
     assert found.error_after < 0.02 < found.error_before
@@ -66,7 +76,9 @@ def test_runs_of_several_strategies_recover_the_scale_they_were_made_with(path) 
 def test_learning_anew_forgets_the_former_scale(path) -> None:
     plan = planned(path)
     seconds = 2 * estimate(plan).step_seconds
-    first = calibrate.learn(made(scale=Scale(compute=9.0, runs=["old"])), [finished(plan, "new", seconds)])
+    first = calibrate.learn(
+        made(scale=Scale(compute=9.0, runs=["old"])), [finished(plan, "new", seconds)]
+    )
     assert first.scale == calibrate.learn(made(), [finished(plan, "new", seconds)]).scale
 
 
@@ -87,7 +99,9 @@ def test_a_file_corrects_itself_and_is_measured_only_where_there_is_none(path, m
     monkeypatch.setattr(calibrate, "calibrate", lambda *_: pytest.fail("measured"))
     assert calibrate.kept(path, runs=[run]).scale == calibration_file.read(path).scale is not None
     other = path.with_name("other.yaml")
-    assert calibrate.kept(other, runs=[run]).gemm == made().gemm and other.exists(), "from the file that the plan names"
+    assert calibrate.kept(other, runs=[run]).gemm == made().gemm and other.exists(), (
+        "from the file that the plan names"
+    )
     monkeypatch.setattr(calibrate, "calibrate", lambda *_: made())
     bare = finished(Plan.of("tiny", gpu="local", gpus=2, strategy="ddp"), "b", 1.0)
     assert calibrate.kept(None, runs=[bare]).scale.runs == ["b"]

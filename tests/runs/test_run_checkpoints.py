@@ -1,17 +1,25 @@
-"""Which checkpoint is meant, and what a manifest may say: nothing outside of the checkpoint's own folder is touched."""
+"""Which checkpoint is meant, and what a manifest may say: nothing outside of the checkpoint's own
+folder is touched.
+"""
 
 import json
 
 import pytest
 
+from workbench.checkpoint.manifest import VERSION, manifest_text, read_manifest
+from workbench.checkpoint.resume_point import checkpoint_of, finished, meta_of, shape_of, steps_done
 from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.checkpoint.resume_point import checkpoint_of, finished, meta_of, shape_of, steps_done
-from workbench.checkpoint.manifest import VERSION, manifest_text, read_manifest
 from workbench.runs.run import profile_of
 
-TENSOR = {"key": "parameter/w", "name": "w", "kind": "parameter", "dtype": "F32", "shape": [4, 2],
-          "slices": [[0, 4], [0, 1]]}  # fmt: skip
+TENSOR = {
+    "key": "parameter/w",
+    "name": "w",
+    "kind": "parameter",
+    "dtype": "F32",
+    "shape": [4, 2],
+    "slices": [[0, 4], [0, 1]],
+}
 FILE = {"file": "rank00000.safetensors", "bytes": 8, "sha256": "0" * 64, "tensors": [TENSOR]}
 
 
@@ -40,17 +48,26 @@ def test_the_latest_whole_checkpoint_is_found_without_telemetry(run):
     for name in ("step-00000200", "step-00000300.writing-abc", "other"):
         (run / "checkpoints" / name).mkdir()
     whole(run / "checkpoints/step-00000300.writing-abc")
-    assert [path.name for path in finished(run / "checkpoints")] == ["step-00000009", "step-00000100"]
-    assert checkpoint_of(run) == run / "checkpoints/step-00000100"  # 200 is not whole, 300 has not got its name
+    assert [path.name for path in finished(run / "checkpoints")] == [
+        "step-00000009",
+        "step-00000100",
+    ]
+    assert (
+        checkpoint_of(run) == run / "checkpoints/step-00000100"
+    )  # 200 is not whole, 300 has not got its name
     assert checkpoint_of(run / "checkpoints/step-00000009").name == "step-00000009"
-    assert profile_of(run).notes["checkpoints"] == [str(path) for path in finished(run / "checkpoints")]
+    assert profile_of(run).notes["checkpoints"] == [
+        str(path) for path in finished(run / "checkpoints")
+    ]
     with pytest.raises(PlanError, match="is neither"):
         checkpoint_of(run / "checkpoints/step-00000200")
     with pytest.raises(PlanError, match="does not exist"):
         checkpoint_of(run / "none")
 
 
-def test_a_run_that_died_before_its_first_checkpoint_leads_back_to_the_one_it_went_on_from(run, tmp_path):
+def test_a_run_that_died_before_its_first_checkpoint_leads_back_to_the_one_it_went_on_from(
+    run, tmp_path
+):
     former = whole(tmp_path / "former/checkpoints/step-00000007")
     plan = Plan.load(run / "plan.yaml").replace(**{"checkpoint.load": str(former)})
     (run / "plan.yaml").write_text(plan.to_yaml())
@@ -80,35 +97,77 @@ def test_links_are_no_checkpoints(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../../../outside.safetensors", "/outside.safetensors", "a/b", "a\\b", "..", ".", "", ".hidden", "a\0b", 5]
+    "name",
+    [
+        "../../../outside.safetensors",
+        "/outside.safetensors",
+        "a/b",
+        "a\\b",
+        "..",
+        ".",
+        "",
+        ".hidden",
+        "a\0b",
+        5,
+    ],
 )
 def test_a_file_outside_of_the_checkpoint_is_refused(tmp_path, name):
     whole(tmp_path, files=[FILE, {**FILE, "file": name}])
-    with pytest.raises(ValueError, match=r"manifest.json is damaged: files\[1\] .*checkpoint\.load"):
+    with pytest.raises(
+        ValueError, match=r"manifest.json is damaged: files\[1\] .*checkpoint\.load"
+    ):
         read_manifest(tmp_path)
 
 
 def test_a_link_to_a_file_outside_is_refused(tmp_path):
     (tmp_path / FILE["file"]).symlink_to("/etc/hostname")
-    with pytest.raises(ValueError, match=r"rank00000.safetensors is a link; legal: a file in the checkpoint's own"):
+    with pytest.raises(
+        ValueError, match=r"rank00000.safetensors is a link; legal: a file in the checkpoint's own"
+    ):
         read_manifest(whole(tmp_path))
 
 
 @pytest.mark.parametrize(
     "files",
     [
-        5, {"a": FILE}, [5], [None], [[]], ["rank00000.safetensors"], [{}],
-        *([{**FILE, field: value}] for field, value in (
-            ("bytes", -1), ("bytes", "8"), ("bytes", True), ("sha256", None), ("tensors", 5), ("tensors", [5]),
-        )),
-        *([{**FILE, "tensors": [{**TENSOR, field: value}]}] for field, value in (
-            ("key", None), ("name", 5), ("kind", []), ("dtype", {}), ("shape", [4]), ("shape", ["4", 2]),
-            ("slices", [[0, 4]]), ("slices", [[0, 5], [0, 1]]), ("slices", [[3, 2], [0, 1]]), ("slices", [[0], [0]]),
-            ("slices", 5), ("slices", [[-1, 2], [0, 1]]),
-        )),
+        5,
+        {"a": FILE},
+        [5],
+        [None],
+        [[]],
+        ["rank00000.safetensors"],
+        [{}],
+        *(
+            [{**FILE, field: value}]
+            for field, value in (
+                ("bytes", -1),
+                ("bytes", "8"),
+                ("bytes", True),
+                ("sha256", None),
+                ("tensors", 5),
+                ("tensors", [5]),
+            )
+        ),
+        *(
+            [{**FILE, "tensors": [{**TENSOR, field: value}]}]
+            for field, value in (
+                ("key", None),
+                ("name", 5),
+                ("kind", []),
+                ("dtype", {}),
+                ("shape", [4]),
+                ("shape", ["4", 2]),
+                ("slices", [[0, 4]]),
+                ("slices", [[0, 5], [0, 1]]),
+                ("slices", [[3, 2], [0, 1]]),
+                ("slices", [[0], [0]]),
+                ("slices", 5),
+                ("slices", [[-1, 2], [0, 1]]),
+            )
+        ),
     ],
     ids=json.dumps,
-)  # fmt: skip
+)
 def test_a_manifest_of_another_form_is_refused(tmp_path, files):
     body = {"version": VERSION, "meta": {}, "files": files}
     (tmp_path / "manifest.json").write_text(manifest_text(body))
@@ -126,19 +185,31 @@ def test_a_manifest_whose_meta_is_no_object_is_refused(tmp_path, meta):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("sample_index", "all"), ("sample_index", None), ("model", "llama"), ("model", 5), ("precision", 16),
-     ("optimizer", None)],
-)  # fmt: skip
+    [
+        ("sample_index", "all"),
+        ("sample_index", None),
+        ("model", "llama"),
+        ("model", 5),
+        ("precision", 16),
+        ("optimizer", None),
+    ],
+)
 def test_a_manifest_that_does_not_say_of_what_it_is_is_refused(tmp_path, field, value):
     full = Plan.of("tiny", gpu="local", gpus=1).complete()
     meta = meta_of(full, 3) | {field: value}
     for read in (lambda: steps_done(tmp_path, meta, full), lambda: shape_of(tmp_path, meta)):
-        with pytest.raises(ValueError, match="its meta does not say sample_index, model, precision, optimizer"):
+        with pytest.raises(
+            ValueError, match="its meta does not say sample_index, model, precision, optimizer"
+        ):
             read()
     assert steps_done(tmp_path, meta_of(full, 3), full) == 3
 
 
 def test_a_manifest_whose_model_is_no_shape_is_told_by_its_first_fault(tmp_path):
-    meta = meta_of(Plan.of("tiny", gpu="local", gpus=1).complete(), 3) | {"model": {"hidden": "wide"}}
-    with pytest.raises(ValueError, match=r"has a damaged manifest: model\.layers: is missing \(and 4 more\)$"):
+    meta = meta_of(Plan.of("tiny", gpu="local", gpus=1).complete(), 3) | {
+        "model": {"hidden": "wide"}
+    }
+    with pytest.raises(
+        ValueError, match=r"has a damaged manifest: model\.layers: is missing \(and 4 more\)$"
+    ):
         shape_of(tmp_path, meta)

@@ -1,4 +1,6 @@
-"""Damaged records are left out, counted and told, where they are read: whatever reads a run may trust the rest."""
+"""Damaged records are left out, counted and told, where they are read: whatever reads a run may
+trust the rest.
+"""
 
 import csv
 import io
@@ -9,18 +11,37 @@ import pytest
 
 from workbench.profile import COLUMNS, Profile
 from workbench.runs.store import telemetry_reader as reading
+from workbench.runs.store.stop_request import GRACE_SECONDS, Stop, read_stop
 from workbench.runs.store.telemetry_frames import Measured, keep
 from workbench.runs.store.telemetry_reader import Reader, history
-from workbench.runs.store.stop_request import GRACE_SECONDS, Stop, read_stop
 
 ROWS = {
     "memory": {"stage": 0, "moment": "peak", "tier": "device", "category": "allocated", "bytes": 7},
     "timeline": {"stage": 0, "microbatch": 0, "action": "0F0", "start": 0.0, "end": 0.5},
-    "collectives": {"axis": "data", "kind": "all-reduce", "group_size": 2, "dtype": "fp32", "bytes": 8, "count": 1,
-                    "action": "OPTIMIZER", "seconds": None},
-}  # fmt: skip
-HELLO = {"rank": 0, "world_size": 2, "local_rank": 0, "pid": 7, "host": "here", "backend": "gloo", "device": "cpu",
-         "epoch_offset": 0.0, "coordinates": {"data": 0}, "stage": 0, "versions": {}}  # fmt: skip
+    "collectives": {
+        "axis": "data",
+        "kind": "all-reduce",
+        "group_size": 2,
+        "dtype": "fp32",
+        "bytes": 8,
+        "count": 1,
+        "action": "OPTIMIZER",
+        "seconds": None,
+    },
+}
+HELLO = {
+    "rank": 0,
+    "world_size": 2,
+    "local_rank": 0,
+    "pid": 7,
+    "host": "here",
+    "backend": "gloo",
+    "device": "cpu",
+    "epoch_offset": 0.0,
+    "coordinates": {"data": 0},
+    "stage": 0,
+    "versions": {},
+}
 STEP = {"step": 0, "loss": 1.0, "seconds": 0.5, "tokens": 8, "bytes": 70}
 
 
@@ -33,12 +54,21 @@ def step(**changes):
 
 
 SOUND = [
-    {"kind": "hello", "t": 0.5, **HELLO}, *(sampled(kind) for kind in ROWS),
-    step(), step(step=1, loss=None, bytes=None),
-    {"kind": "evaluation", "t": 2.0, "step": 1, "loss": 1.5}, {"kind": "phase", "t": 2.0, "phase": "done", "step": 1},
-    {"kind": "checkpoint", "t": 3.0, "step": 1, "path": "/runs/a/checkpoints/step-00000001", "seconds": 0.1},
+    {"kind": "hello", "t": 0.5, **HELLO},
+    *(sampled(kind) for kind in ROWS),
+    step(),
+    step(step=1, loss=None, bytes=None),
+    {"kind": "evaluation", "t": 2.0, "step": 1, "loss": 1.5},
+    {"kind": "phase", "t": 2.0, "phase": "done", "step": 1},
+    {
+        "kind": "checkpoint",
+        "t": 3.0,
+        "step": 1,
+        "path": "/runs/a/checkpoints/step-00000001",
+        "seconds": 0.1,
+    },
     {"kind": "bye", "t": 3.0, "step": 1},
-]  # fmt: skip
+]
 DAMAGED = [
     {"kind": "memory", "t": 1, "step": 1, "rows": 5},
     {"kind": "memory", "t": 1, "step": 1, "rows": ["a"]},
@@ -68,7 +98,10 @@ DAMAGED = [
     sampled("memory", category="cache"),
     sampled("memory", bytes=1e300),
     *(sampled("timeline", **{name: None}) for name in ("action", "start", "end")),
-    *(sampled("collectives", **{name: None}) for name in ("axis", "kind", "group_size", "bytes", "count")),
+    *(
+        sampled("collectives", **{name: None})
+        for name in ("axis", "kind", "group_size", "bytes", "count")
+    ),
     sampled("collectives", seconds="0.1"),
     {"kind": "hello", "t": 1, **HELLO, "pid": "1234"},
     {"kind": "hello", "t": 1, **HELLO, "stage": "first"},
@@ -104,7 +137,11 @@ def test_a_damaged_record_is_left_out_and_told(run, damaged):
     for kind in COLUMNS:
         frame = getattr(profile, kind)
         assert len(frame[frame["rank"] == 1]) == len(frame[frame["rank"] == 0]) > 0
-    assert profile.peak_bytes_by_rank == {0: 7, 1: 7} and profile.step_seconds == 0.5 and profile.loss == [1.0]
+    assert (
+        profile.peak_bytes_by_rank == {0: 7, 1: 7}
+        and profile.step_seconds == 0.5
+        and profile.loss == [1.0]
+    )
 
 
 def test_sound_records_leave_nothing_out(run):
@@ -126,7 +163,9 @@ def test_what_cannot_be_read_is_told_and_waited_for_by_nobody(run):
     reader = Reader(run)
     assert {record["rank"] for record in reader.poll()} == {3}
     (run / "telemetry" / "rank00003.jsonl").unlink()
-    assert reader.poll() == [] and reader.left_out == ["telemetry of rank 3: No such file or directory"]
+    assert reader.poll() == [] and reader.left_out == [
+        "telemetry of rank 3: No such file or directory"
+    ]
 
 
 def test_a_line_without_end_is_given_up_and_the_next_one_read(run, monkeypatch):
@@ -157,15 +196,22 @@ def test_a_long_history_is_thinned_without_losing_peak_first_or_last(run, monkey
     monkeypatch.setattr(reading, "WHOLE_BYTES", 20_000)
     records = []
     for number in range(1000):
-        records += [sampled("memory", bytes=900 if number == 777 else 7) | {"step": number}, step(step=number)]
+        records += [
+            sampled("memory", bytes=900 if number == 777 else 7) | {"step": number},
+            step(step=number),
+        ]
     rare = {"kind": "evaluation", "t": 1.0, "step": 501, "loss": 0.5}
     write(run, 0, *SOUND[:1], *records[:1000], rare, *records[1000:], *SOUND[-2:])
     reader = history(run)
     profile = Measured("a", 1).read(reader).profile()
-    assert reader.every > 5 and profile.notes["left_out"] == [f"{reader.every - 1} of {reader.every} steps"]
+    assert reader.every > 5 and profile.notes["left_out"] == [
+        f"{reader.every - 1} of {reader.every} steps"
+    ]
     assert len(profile.steps) < 1000 / reader.every + 3
     assert profile.steps.step.tolist()[0] == 0 and profile.steps.step.tolist()[-1] == 999
-    assert profile.peak_bytes_by_rank == {0: 900} and profile.notes["evaluation"] == [{"step": 501, "loss": 0.5}]
+    assert profile.peak_bytes_by_rank == {0: 900} and profile.notes["evaluation"] == [
+        {"step": 501, "loss": 0.5}
+    ]
     assert len(profile.notes["checkpoints"]) == 1
 
 
@@ -178,7 +224,9 @@ def test_kept_frames_have_every_step_though_a_part_at_a_time(run, monkeypatch):
     assert kept.steps.step.tolist() == list(range(2000)) and kept.steps.loss.isna().sum() == 1
     assert kept.notes == whole.notes and kept.notes["left_out"] == ["1 damaged record of rank 0"]
     for kind, names in COLUMNS.items():
-        assert tuple(getattr(kept, kind).columns) == names and len(getattr(kept, kind)) == len(getattr(whole, kind))
+        assert tuple(getattr(kept, kind).columns) == names and len(getattr(kept, kind)) == len(
+            getattr(whole, kind)
+        )
 
 
 def test_kept_frames_are_what_the_csv_writer_makes_of_the_same_rows(run):
@@ -187,8 +235,14 @@ def test_kept_frames_are_what_the_csv_writer_makes_of_the_same_rows(run):
     shared = {"stage": None, "microbatch": 0, "start": 0, "end": 1.5}
     times = [{**shared, "action": text} for text in (odd, "", "None", " ")]
     sums = [{"axis": "data", "kind": odd, "group_size": 1, "bytes": 2**53 - 1, "count": 1.0}]
-    write(run, 0, *SOUND[:1], *steps, {"kind": "timeline", "t": 1.0, "step": 1, "rows": times},
-          {"kind": "collectives", "t": 1.0, "step": 1, "rows": sums})  # fmt: skip
+    write(
+        run,
+        0,
+        *SOUND[:1],
+        *steps,
+        {"kind": "timeline", "t": 1.0, "step": 1, "rows": times},
+        {"kind": "collectives", "t": 1.0, "step": 1, "rows": sums},
+    )
     keep(Measured(odd, 1), Reader(run), run / "frames")
     found = Measured(odd, 1)
     rows = [found.rows(records) for records in Reader(run).batches()]

@@ -17,14 +17,25 @@ def blame(plan, tmp_path):
     """`blame(ranks, errors, log)`: the cause of a run with these remains."""
     (tmp_path / "errors").mkdir()
     (tmp_path / "logs").mkdir()
-    (tmp_path / "plan.yaml").write_text(plan.replace(**{"training.micro_batch": 4}).resolved().to_yaml())
+    (tmp_path / "plan.yaml").write_text(
+        plan.replace(**{"training.micro_batch": 4}).resolved().to_yaml()
+    )
 
     def judge(ranks, errors=(), log="", exit_code=1, out_of_memory=False):
         for rank, when, kind, message in errors:
-            content = {"rank": rank, "step": 7, "action": "1B0", "type": kind, "message": message, "t_epoch": when}
+            content = {
+                "rank": rank,
+                "step": 7,
+                "action": "1B0",
+                "type": kind,
+                "message": message,
+                "t_epoch": when,
+            }
             (tmp_path / "errors" / f"rank{rank:05d}.json").write_text(json.dumps(content))
         (tmp_path / "logs" / "launcher.log").write_text(log)
-        return first_cause(tmp_path, {seen.rank: seen for seen in ranks}, exit_code, out_of_memory=out_of_memory)
+        return first_cause(
+            tmp_path, {seen.rank: seen for seen in ranks}, exit_code, out_of_memory=out_of_memory
+        )
 
     return judge
 
@@ -34,14 +45,23 @@ def seen(rank, **more):
 
 
 def report(*failures):
-    blocks = [f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 1)\n" for rank, code in failures]
+    blocks = [
+        f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 1)\n"
+        for rank, code in failures
+    ]
     return "Failures:\n" + "\n".join(blocks)
 
 
 def test_the_earliest_real_error_wins(blame):
-    errors = [(0, 50.0, "RuntimeError", CLOSED), (1, 90.0, "ValueError", "late"), (2, 60.0, "ValueError", "early")]
+    errors = [
+        (0, 50.0, "RuntimeError", CLOSED),
+        (1, 90.0, "ValueError", "late"),
+        (2, 60.0, "ValueError", "early"),
+    ]
     cause = blame([seen(0), seen(1), seen(2)], errors, report((0, 1), (1, 1), (2, 1)))
-    assert cause.rank == 2 and cause.message == "rank 2 raised ValueError: early in step 7, during 1B0"
+    assert cause.rank == 2 and cause.message == (
+        "rank 2 raised ValueError: early in step 7, during 1B0"
+    )
 
 
 def test_what_a_rank_refused_stands_alone(blame):
@@ -52,7 +72,10 @@ def test_what_a_rank_refused_stands_alone(blame):
 
 
 def test_a_killed_rank_before_its_survivors(blame):
-    errors = [(0, 50.0, "RuntimeError", CLOSED), (2, 50.1, "DistNetworkError", "Connection reset by peer")]
+    errors = [
+        (0, 50.0, "RuntimeError", CLOSED),
+        (2, 50.1, "DistNetworkError", "Connection reset by peer"),
+    ]
     cause = blame([seen(0), seen(1), seen(2)], errors, report((0, 1), (2, 1), (1, -9)))
     assert cause.rank == 1 and "killed by SIGKILL" in cause.message and "outside" in cause.advice
 
@@ -78,7 +101,11 @@ def test_a_rank_that_the_launcher_killed_is_not_the_cause(blame):
 def test_a_silent_rank_before_those_that_waited_for_it(blame):
     errors = [(0, 50.0, "RuntimeError", TIMED_OUT), (2, 50.1, "RuntimeError", TIMED_OUT)]
     cause = blame([seen(0), seen(1), seen(2)], errors, report((1, -15), (2, 1), (0, 1)))
-    assert cause.rank == 1 and "stopped answering" in cause.message and "timeout_seconds" in cause.advice
+    assert (
+        cause.rank == 1
+        and "stopped answering" in cause.message
+        and "timeout_seconds" in cause.advice
+    )
 
 
 def test_a_rank_that_somebody_ended_is_the_cause(blame):
@@ -99,9 +126,15 @@ def test_only_consequences_blame_the_first_of_them(blame):
 
 
 def test_out_of_memory_says_what_this_plan_can_still_change(blame, plan):
-    cause = blame([seen(0)], [(0, 1.0, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")])
-    assert "training.micro_batch: 2 (now 4)" in cause.advice and "strategy.tensor.size: 2" in cause.advice
-    assert "zero" not in cause.advice or not unsupported(plan.replace(**{"strategy.data.zero": 3}).complete(), "run")
+    cause = blame(
+        [seen(0)], [(0, 1.0, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")]
+    )
+    assert (
+        "training.micro_batch: 2 (now 4)"
+    ) in cause.advice and "strategy.tensor.size: 2" in cause.advice
+    assert "zero" not in cause.advice or not unsupported(
+        plan.replace(**{"strategy.data.zero": 3}).complete(), "run"
+    )
 
 
 def test_the_kernels_killing_for_memory_is_told_from_another(blame):
@@ -111,8 +144,14 @@ def test_the_kernels_killing_for_memory_is_told_from_another(blame):
 
 
 def test_a_launcher_that_fails_alone_shows_its_last_words(blame):
-    cause = blame([RankSeen(0), RankSeen(1)], log="Traceback\nValueError: unknown key `nprocs`", exit_code=1)
-    assert cause.rank is None and "exit code 1" in cause.message and "unknown key `nprocs`" in cause.message
+    cause = blame(
+        [RankSeen(0), RankSeen(1)], log="Traceback\nValueError: unknown key `nprocs`", exit_code=1
+    )
+    assert (
+        cause.rank is None
+        and "exit code 1" in cause.message
+        and "unknown key `nprocs`" in cause.message
+    )
 
 
 def test_a_broken_error_file_is_no_obstacle(blame, tmp_path):
@@ -122,9 +161,16 @@ def test_a_broken_error_file_is_no_obstacle(blame, tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"5", b"[]", b"{}", b'{"rank": "x", "type": "E", "message": "m", "t_epoch": 1}', b"\xff",
-     b'{"rank": 0, "type": "E", "message": ["m"], "t_epoch": 1}', b'{"rank": 0, "type": "E", "message": "m"}'],
-)  # fmt: skip
+    [
+        b"5",
+        b"[]",
+        b"{}",
+        b'{"rank": "x", "type": "E", "message": "m", "t_epoch": 1}',
+        b"\xff",
+        b'{"rank": 0, "type": "E", "message": ["m"], "t_epoch": 1}',
+        b'{"rank": 0, "type": "E", "message": "m"}',
+    ],
+)
 def test_a_damaged_error_file_is_none(tmp_path, content):
     (tmp_path / "errors").mkdir()
     (tmp_path / "errors" / "rank00000.json").write_bytes(content)
@@ -139,17 +185,21 @@ RAISED = [
     "RuntimeError: no",
 ]
 REMARKS = [
-    "/lib/torch/profiler/profiler.py:217: UserWarning: Profiler clears events at the end of each cycle.",
+    "/lib/torch/profiler/profiler.py:217: UserWarning: Profiler clears events at the end of each "
+    "cycle.",
     "  warn(",
     "/lib/x.py:1: FutureWarning: soon gone",
-    "[W1122 10:15:00.123456789 collection.cpp:1133] Warning: produced duplicate flow start: 4 (function operator())",
+    "[W1122 10:15:00.123456789 collection.cpp:1133] Warning: produced duplicate flow start: 4 "
+    "(function operator())",
     "[rank0]:[W1122 10:15:00.123456789 ProcessGroupGloo.cpp:33] Warning: destroyed late",
     "W1122 10:15:00.123000 77 torch/distributed/run.py:766] Setting OMP_NUM_THREADS",
-    "STAGE:2026-11-22 10:15:00 77:77 ActivityProfilerController.cpp:312] Completed Stage: Collection",
+    "STAGE:2026-11-22 10:15:00 77:77 ActivityProfilerController.cpp:312] Completed Stage: "
+    "Collection",
     "USDT:2026-11-22 10:15:00 77:77 SyncActivityProfilerHandler.cpp:52] profiler_start",
     "WARNING:2026-11-22 10:15:00 77:77 CuptiActivityProfiler.cpp:5] none",
-    "WARNING:root:deprecated", "INFO:accelerate:hello",
-]  # fmt: skip
+    "WARNING:root:deprecated",
+    "INFO:accelerate:hello",
+]
 
 
 @pytest.mark.parametrize("prefix", ["", "[rank0]: ", "[default0]:[rank0]: "])
@@ -173,7 +223,10 @@ def test_a_stream_that_holds_warnings_alone_is_passed_over(tmp_path):
 
 
 def test_lines_that_speak_of_warnings_are_not_warnings(tmp_path):
-    said = "Error: 3 warnings were treated as errors\n  in line 5\nWarnings.h:5 failed\nInformation is missing"
+    said = (
+        "Error: 3 warnings were treated as errors\n  in line 5\nWarnings.h:5 "
+        "failed\nInformation is missing"
+    )
     assert telling(said) == said
 
 

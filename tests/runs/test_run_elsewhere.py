@@ -1,4 +1,6 @@
-"""A run that something else has launched: its rank 0 keeps the run directory, which is then as good as any other."""
+"""A run that something else has launched: its rank 0 keeps the run directory, which is then as good
+as any other.
+"""
 
 import json
 import os
@@ -13,10 +15,16 @@ import pytest
 from tests.runs.conftest import until
 from workbench.interop.export import export
 from workbench.runs import Reader, attach
-from workbench.runs.launch.external_launcher import Elsewhere
 from workbench.runs.launch.accelerate_command import environment
+from workbench.runs.launch.external_launcher import Elsewhere
 from workbench.runs.launch.rendezvous_ports import free_port
-from workbench.runs.store.run_state import beat, first_state, stored_state, supervised_by_me, write_state
+from workbench.runs.store.run_state import (
+    beat,
+    first_state,
+    stored_state,
+    supervised_by_me,
+    write_state,
+)
 from workbench.runs.store.stop_request import request_stop
 
 
@@ -55,7 +63,9 @@ def test_a_stop_is_told(begun, folder):
     run = attach(folder)
     run.stop()
     until(lambda: run.state.phase == "stopping")
-    with pytest.raises(TimeoutError, match="launched elsewhere, and only what launched it can end it"):
+    with pytest.raises(
+        TimeoutError, match="launched elsewhere, and only what launched it can end it"
+    ):
         run.wait(0.1)
     begun.end(0)
     assert run.state.phase == "stopped"
@@ -63,21 +73,40 @@ def test_a_stop_is_told(begun, folder):
 
 def tell(folder, rank, pid):
     hello = {
-        "kind": "hello", "t": 0.0, "rank": rank, "world_size": 3, "local_rank": rank, "pid": pid,
-        "host": platform.node(), "backend": "gloo", "device": "cpu", "epoch_offset": 0.0, "coordinates": {},
-        "stage": 0, "versions": {},
-    }  # fmt: skip
+        "kind": "hello",
+        "t": 0.0,
+        "rank": rank,
+        "world_size": 3,
+        "local_rank": rank,
+        "pid": pid,
+        "host": platform.node(),
+        "backend": "gloo",
+        "device": "cpu",
+        "epoch_offset": 0.0,
+        "coordinates": {},
+        "stage": 0,
+        "versions": {},
+    }
     (folder / "telemetry" / f"rank{rank:05d}.jsonl").write_text(json.dumps(hello) + "\n")
 
 
 def test_a_failure_blames_the_rank_that_is_gone_not_its_survivors(begun, folder):
     for rank, pid in enumerate((os.getpid(), 2**22 + 1, os.getpid())):
         tell(folder, rank, pid)
-    error = {"rank": 0, "type": "RuntimeError", "message": "Connection closed by peer", "t_epoch": time.time()}
-    (folder / "errors" / "rank00000.json").write_text(json.dumps(error | {"step": 1, "action": None, "traceback": ""}))
+    error = {
+        "rank": 0,
+        "type": "RuntimeError",
+        "message": "Connection closed by peer",
+        "t_epoch": time.time(),
+    }
+    (folder / "errors" / "rank00000.json").write_text(
+        json.dumps(error | {"step": 1, "action": None, "traceback": ""})
+    )
     begun.end(1)
     state = attach(folder).state
-    assert (state.phase, state.cause.rank) == ("failed", 1) and "rank 1 stopped answering" in state.cause.message
+    assert (state.phase, state.cause.rank) == ("failed", 1) and (
+        "rank 1 stopped answering"
+    ) in state.cause.message
 
 
 def test_a_rank_0_that_is_gone_leaves_what_ranks_said(plan, folder):
@@ -93,8 +122,18 @@ os._exit(1)
 """
     subprocess.run([sys.executable, "-c", code], timeout=60)
     assert stored_state(folder).phase == "running"
-    assert attach(folder).state.cause.message == "rank 0 of this run, which was launched elsewhere, is gone"
-    error = {"rank": 2, "step": 4, "action": None, "type": "ValueError", "message": "no", "traceback": "", "t_epoch": 1}
+    assert attach(folder).state.cause.message == (
+        "rank 0 of this run, which was launched elsewhere, is gone"
+    )
+    error = {
+        "rank": 2,
+        "step": 4,
+        "action": None,
+        "type": "ValueError",
+        "message": "no",
+        "traceback": "",
+        "t_epoch": 1,
+    }
     (folder / "errors" / "rank00002.json").write_text(json.dumps(error))
     assert attach(folder).state.cause.message == "rank 2 raised ValueError: no in step 4"
 
@@ -110,12 +149,22 @@ def test_other_ranks_and_supervised_runs_are_left_alone(plan, folder):
 
 @pytest.mark.slow
 def test_a_torchrun_by_hand_is_attached_to_and_stopped(plan, tmp_path):
-    plan = plan.replace(**{"cluster.gpus": 2, "training.steps": 100000, "training.sequence_length": 32})
+    plan = plan.replace(
+        **{"cluster.gpus": 2, "training.steps": 100000, "training.sequence_length": 32}
+    )
     export(plan, tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    torchrun += ["--master-port", str(free_port()), "-m", "workbench.engine.worker", str(tmp_path / "plan.yaml")]
+    torchrun += [
+        "--master-port",
+        str(free_port()),
+        "-m",
+        "workbench.engine.worker",
+        str(tmp_path / "plan.yaml"),
+    ]
     environ = {**os.environ, **environment(plan.complete())}
-    launched = subprocess.Popen(torchrun, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    launched = subprocess.Popen(
+        torchrun, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         until(lambda: any(r["kind"] == "step" for r in Reader(tmp_path).poll()), seconds=90)
         run = attach(tmp_path)

@@ -30,7 +30,9 @@ def test_a_killed_rank_is_blamed_not_its_survivors(go):
     os.kill(pids(run)[1], signal.SIGKILL)
     state = run.wait(30)
     assert state.phase == "failed" and state.cause.rank == 1
-    assert "rank 1 was killed by SIGKILL" in state.cause.message and "last step done" in state.cause.message
+    assert (
+        "rank 1 was killed by SIGKILL"
+    ) in state.cause.message and "last step done" in state.cause.message
     assert state.cause.advice
 
 
@@ -38,7 +40,9 @@ def test_a_raising_rank_is_blamed_with_its_words(go):
     run = go("raise:2:3", steps=500)
     state = run.wait(30)
     assert (state.phase, state.cause.rank) == ("failed", 2)
-    assert "RuntimeError: CUDA out of memory" in state.cause.message and "step 3" in state.cause.message
+    assert (
+        "RuntimeError: CUDA out of memory"
+    ) in state.cause.message and "step 3" in state.cause.message
     assert "strategy.tensor" in state.cause.advice
     assert "RuntimeError" in state.cause.log_tail
 
@@ -46,7 +50,9 @@ def test_a_raising_rank_is_blamed_with_its_words(go):
 def test_survivors_say_connection_closed_and_are_not_blamed(go):
     run = go("raise:2:3", steps=500)
     state = run.wait(30)
-    others = [p for p in (run.dir / "errors").glob("*.json") if json.loads(p.read_bytes())["rank"] != 2]
+    others = [
+        p for p in (run.dir / "errors").glob("*.json") if json.loads(p.read_bytes())["rank"] != 2
+    ]
     assert state.cause.rank == 2 and len(others) <= 2
 
 
@@ -96,7 +102,9 @@ def test_nothing_outlives_a_killed_launcher(go, number):
     pids(run)
     os.kill(run.state.launcher_pid, number)
     state = run.wait(30)
-    assert state.phase == "failed" and f"launcher was killed by {number.name}" in state.cause.message
+    assert (
+        state.phase == "failed" and (f"launcher was killed by {number.name}") in state.cause.message
+    )
 
 
 def test_a_launcher_that_does_not_end_is_ended(go):
@@ -120,7 +128,10 @@ def test_a_frozen_launcher_does_not_hide_a_killed_rank(go):
 def test_what_was_frozen_and_goes_on_is_warned_of_no_more(go):
     run = go(steps=5000)
     numbers = pids(run)
-    for pid, words in ((numbers[0], "rank 0 is frozen"), (run.state.launcher_pid, "the launcher is stopped")):
+    for pid, words in (
+        (numbers[0], "rank 0 is frozen"),
+        (run.state.launcher_pid, "the launcher is stopped"),
+    ):
         os.kill(pid, signal.SIGSTOP)
         until(lambda words=words: words in run.state.warning)
         os.kill(pid, signal.SIGCONT)
@@ -154,7 +165,9 @@ def test_a_stop_reaches_ranks_and_a_launcher_that_are_frozen(go):
 def test_a_rank_in_an_endless_loop_is_named(go, world):
     state = go("loop:0:4", steps=5000, progress_seconds=1.5, world=world).wait(30)
     assert (state.phase, state.cause.rank) == ("failed", 0)
-    assert "no rank has written anything" in state.cause.message and "last step done: 3" in state.cause.message
+    assert (
+        "no rank has written anything"
+    ) in state.cause.message and "last step done: 3" in state.cause.message
 
 
 @pytest.fixture
@@ -221,7 +234,10 @@ def test_a_number_that_another_process_has_now_is_not_believed(go):
     state = json.loads((run.dir / "state.json").read_bytes())
     os.kill(state["supervisor_pid"], signal.SIGKILL)
     until(lambda: not processes_of(run), seconds=5)
-    state |= {"supervisor_pid": os.getpid(), "supervisor_created": psutil.Process().create_time() - 100}
+    state |= {
+        "supervisor_pid": os.getpid(),
+        "supervisor_created": psutil.Process().create_time() - 100,
+    }
     (run.dir / "state.json").write_text(json.dumps(state))
     assert run.state.phase == "failed"
 
@@ -229,7 +245,9 @@ def test_a_number_that_another_process_has_now_is_not_believed(go):
 def test_a_torn_last_record_is_left_out(go):
     run = go("torn:1", steps=3)
     assert run.wait(30).phase == "failed"
-    assert [r["step"] for r in Reader(run.dir).poll() if r["kind"] == "step" and r["rank"] == 1] == [0, 1, 2]
+    assert [
+        r["step"] for r in Reader(run.dir).poll() if r["kind"] == "step" and r["rank"] == 1
+    ] == [0, 1, 2]
 
 
 def test_a_worker_that_cannot_be_imported_is_told_as_such(go):

@@ -1,4 +1,6 @@
-"""What lies in the current folder under the name of a package does not run in its place, unless code is allowed."""
+"""What lies in the current folder under the name of a package does not run in its place, unless
+code is allowed.
+"""
 
 import os
 import subprocess
@@ -15,7 +17,9 @@ PLANTED = "import pathlib; (pathlib.Path(__file__).parent / ('ran-' + __name__))
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """A current folder that holds files under the names of packages; each leaves a trace if anything imports it."""
+    """A current folder that holds files under the names of packages; each leaves a trace if
+    anything imports it.
+    """
     folder = tmp_path / "beside"
     folder.mkdir()
     for name in ("orjson", "accelerate", "torch", "yaml", "psutil"):
@@ -36,15 +40,24 @@ def test_a_child_imports_nothing_from_the_current_folder(planted):
 
 
 def test_the_command_imports_nothing_from_the_current_folder(planted):
-    told = subprocess.run([sys.executable, "-m", "workbench", "plan", "--model", "tiny", "--gpu", "local"], timeout=60)
+    told = subprocess.run(
+        [sys.executable, "-m", "workbench", "plan", "--model", "tiny", "--gpu", "local"], timeout=60
+    )
     assert told.returncode == 0
 
 
 def test_a_model_that_is_code_is_found_in_the_current_folder(tmp_path, monkeypatch):
-    (tmp_path / "models_beside_a_plan.py").write_text("import torch\nbuild = lambda: torch.nn.Linear(2, 2)\n")
+    (tmp_path / "models_beside_a_plan.py").write_text(
+        "import torch\nbuild = lambda: torch.nn.Linear(2, 2)\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
-    code = "from workbench.models.python_model import build_python as b; from workbench.plan.schema import PythonModel as P\n"
+    code = (
+        "from workbench.models.python_model import build_python as b; from "
+        "workbench.plan.schema import PythonModel as P\n"
+    )
     code += "b(P(python='models_beside_a_plan:build', vocab=2), 0)"
-    told = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60
+    )
     assert told.returncode == 0, told.stderr

@@ -42,14 +42,21 @@ def test_the_profile_is_what_the_ranks_wrote(go):
 
 def test_another_process_attaches(go):
     run = go(steps=100)
-    code = f"from workbench.runs import attach; r = attach({str(run.dir)!r}); r.stop(); print(r.wait(20).phase)"
-    told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    code = (
+        f"from workbench.runs import attach; r = attach({str(run.dir)!r}); r.stop(); "
+        f"print(r.wait(20).phase)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
     assert told.stdout.split()[-1] == "stopped", told.stderr
     assert attach(run.dir).state.phase == "stopped"
 
 
 def test_a_run_outlives_whoever_started_it(plan, tmp_path, monkeypatch):
-    """As after a kernel restart: the process that started the run is killed with its whole group."""
+    """As after a kernel restart: the process that started the run is killed with its whole
+    group.
+    """
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     (tmp_path / "plan.yaml").write_text(plan.replace(**{"training.steps": 60}).to_yaml())
     code = f"""
@@ -64,7 +71,11 @@ print(run.dir, flush=True)
 time.sleep(60)
 """
     starter = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     run = attach(starter.stdout.readline().strip())
     until(lambda: run.state.phase == "running")
@@ -80,7 +91,9 @@ def test_runs_are_listed_latest_first(go, tmp_path):
     runs = [go(steps=1), go(steps=1)]
     for run in runs:
         run.wait(30)
-    assert [run.id for run in list_runs(tmp_path / "runs")] == sorted((run.id for run in runs), reverse=True)
+    assert [run.id for run in list_runs(tmp_path / "runs")] == sorted(
+        (run.id for run in runs), reverse=True
+    )
 
 
 def test_stop_ends_after_a_step(go):
@@ -90,7 +103,10 @@ def test_stop_ends_after_a_step(go):
     state = run.wait(30)
     assert (state.phase, state.exit_code) == ("stopped", 0)
     records = Reader(run.dir).poll()
-    last = [max(r["step"] for r in records if r["kind"] == "step" and r["rank"] == rank) for rank in range(3)]
+    last = [
+        max(r["step"] for r in records if r["kind"] == "step" and r["rank"] == rank)
+        for rank in range(3)
+    ]
     assert len(set(last)) == 1 and last[0] < 499
     assert sum(r["kind"] == "bye" for r in records) == 3
 
@@ -100,7 +116,9 @@ def test_a_rank_that_heeds_no_stop_is_ended(go):
     until(lambda: run.state.phase == "running")
     run.stop(grace_seconds=0.5)
     assert run.wait(30).phase == "stopped"
-    assert "terminated" in [json.loads(line)["kind"] for line in (run.dir / "events.jsonl").read_text().splitlines()]
+    assert "terminated" in [
+        json.loads(line)["kind"] for line in (run.dir / "events.jsonl").read_text().splitlines()
+    ]
 
 
 def test_waiting_has_a_deadline(go):

@@ -1,4 +1,6 @@
-"""The port that a run chooses for its ranks is still free when rank 0 listens on it, seconds later."""
+"""The port that a run chooses for its ranks is still free when rank 0 listens on it, seconds
+later.
+"""
 
 import socket
 

@@ -1,4 +1,6 @@
-"""What this machine cannot run is refused before anything is written, by field, with numbers and what is legal."""
+"""What this machine cannot run is refused before anything is written, by field, with numbers and
+what is legal.
+"""
 
 import hashlib
 import os
@@ -9,19 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.machine.attached import Attached
+from workbench.checkpoint.checksums import refuse_damaged
+from workbench.checkpoint.manifest import VERSION, manifest_text
+from workbench.checkpoint.resume_point import meta_of
 from workbench.errors import PlanError
+from workbench.machine.attached import Attached
 from workbench.plan.parameter_count import parameters
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.runs import preflight, run, start
-from workbench.runs.store import run_directory
 from workbench.runs.launch import accelerate_command
-from workbench.checkpoint.resume_point import meta_of
-from workbench.checkpoint.manifest import VERSION, manifest_text
 from workbench.runs.launch.free_memory import free_card_bytes, least_bytes
+from workbench.runs.store import run_directory
 from workbench.runs.store.run_state import first_state, write_state
-from workbench.checkpoint.checksums import refuse_damaged
 
 
 def messages(plan, **more):
@@ -33,8 +35,12 @@ def test_a_plan_for_this_machine_may_run(plan, tmp_path):
 
 
 def test_cards_that_are_not_attached_are_refused(plan):
-    told = messages(plan.replace(**{"cluster.gpu": "h100-sxm-80gb", "cluster.gpus": 4}), root="/tmp")
-    assert len(told) == 1 and told[0].startswith("cluster.gpu: 4 x h100-sxm-80gb needs cuda devices; here: CPU")
+    told = messages(
+        plan.replace(**{"cluster.gpu": "h100-sxm-80gb", "cluster.gpus": 4}), root="/tmp"
+    )
+    assert len(told) == 1 and told[0].startswith(
+        "cluster.gpu: 4 x h100-sxm-80gb needs cuda devices; here: CPU"
+    )
     assert "cluster.gpu: local" in told[0]
 
 
@@ -64,8 +70,14 @@ def test_another_model_of_the_same_memory_is_not_the_planned_one(monkeypatch, tm
     machine(monkeypatch, Attached("cuda", 2, "NVIDIA A100-SXM4-80GB", 80 * 2**30, 8))
     for force in (False, True):  # an estimate of another GPU is of another run, whatever the memory
         (told,) = messages(h100s(2), root=tmp_path, force=force)
-        assert told.startswith("cluster.gpu: is h100-sxm-80gb") and "A100-SXM4-80GB" in told and "local" in told
-    figures = h100s(2).complete().card.model_copy(update={"name": "mine"}).model_dump(exclude_none=True)
+        assert (
+            told.startswith("cluster.gpu: is h100-sxm-80gb")
+            and "A100-SXM4-80GB" in told
+            and "local" in told
+        )
+    figures = (
+        h100s(2).complete().card.model_copy(update={"name": "mine"}).model_dump(exclude_none=True)
+    )
     assert messages(h100s(2).replace(**{"cluster.gpu": figures}), root=tmp_path) == []
 
 
@@ -94,13 +106,17 @@ def test_a_folder_that_may_not_be_entered_is_told_by_field(plan, monkeypatch, tm
         return real(path, *more, **words)
 
     monkeypatch.setattr("os.stat", stat)
-    told = messages(plan.replace(**{"corpus.source": str(tmp_path / "locked" / "a.txt")}), root=tmp_path)
+    told = messages(
+        plan.replace(**{"corpus.source": str(tmp_path / "locked" / "a.txt")}), root=tmp_path
+    )
     assert len(told) == 1 and told[0].startswith("corpus.source") and "may not be read" in told[0]
 
 
 def test_a_corpus_shorter_than_a_sequence_is_refused(plan, tmp_path):
     text = tmp_path / "short.txt"
-    short = plan.replace(**{"corpus.source": str(text), "corpus.holdout": 0.0, "training.sequence_length": 16})
+    short = plan.replace(
+        **{"corpus.source": str(text), "corpus.holdout": 0.0, "training.sequence_length": 16}
+    )
     text.write_text("x")
     (told,) = messages(short, root=tmp_path)
     assert told.startswith("corpus.source") and "2 tokens" in told and "16 needs 17" in told
@@ -133,7 +149,10 @@ def test_a_failure_while_filling_leaves_nothing(tmp_path):
 
 
 def test_runs_of_one_second_get_names_of_their_own(tmp_path):
-    made = {run_directory.create(tmp_path, "A b/../c", lambda folder, final: None).name for _ in range(5)}
+    made = {
+        run_directory.create(tmp_path, "A b/../c", lambda folder, final: None).name
+        for _ in range(5)
+    }
     assert len(made) == 5 and all("a-b-c" in name and "/" not in name for name in made)
 
 
@@ -157,14 +176,17 @@ def test_a_full_disk_is_refused_unless_forced(plan, tmp_path, monkeypatch):
     assert told.startswith("checkpoint.keep: 3 checkpoints") and "0.00 GiB are free" in told
     assert messages(plan, root=tmp_path, force=True) == []
     (told,) = messages(plan, root=tmp_path)
-    assert told.startswith("root: the logs of a run take about 0.06 GiB") and "checkpoint" not in told
+    assert (
+        told.startswith("root: the logs of a run take about 0.06 GiB") and "checkpoint" not in told
+    )
 
 
 def test_a_card_that_others_have_filled_is_refused_unless_forced(monkeypatch, tmp_path):
     machine(monkeypatch, Attached("cuda", 2, "NVIDIA H100 80GB HBM3", 80 * 2**30, 8), free=2**20)
     (told,) = messages(h100s(2), root=tmp_path)
     assert (
-        told.startswith("cluster.gpus: weights, gradients and optimizer take at least") and "0.0 GiB are free" in told
+        told.startswith("cluster.gpus: weights, gradients and optimizer take at least")
+        and "0.0 GiB are free" in told
     )
     assert messages(h100s(2), root=tmp_path, force=True) == []
 
@@ -172,10 +194,12 @@ def test_a_card_that_others_have_filled_is_refused_unless_forced(monkeypatch, tm
 def test_the_fullest_visible_card_counts(monkeypatch):
     free = [5, 30, 20, 40]
     driver = SimpleNamespace(
-        nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: len(free),
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: len(free),
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetMemoryInfo=lambda index: SimpleNamespace(free=free[index]),
-    )  # fmt: skip
+    )
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert free_card_bytes(2) == 5
@@ -201,11 +225,19 @@ def test_the_least_that_a_rank_holds():
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("offload", ["none", "optimizer", "parameters"])
-@pytest.mark.parametrize("optimizer", [{}, {"moments": "bf16", "master": "none"}, {"name": "sgd", "beta1": 0.0}])
+@pytest.mark.parametrize(
+    "optimizer", [{}, {"moments": "bf16", "master": "none"}, {"name": "sgd", "beta1": 0.0}]
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_least_is_below_the_estimate_of_what_stays_from_step_to_step(zero, offload, optimizer, precision):
+def test_the_least_is_below_the_estimate_of_what_stays_from_step_to_step(
+    zero, offload, optimizer, precision
+):
     changes = {f"training.optimizer.{name}": value for name, value in optimizer.items()}
-    changes |= {"strategy.precision": precision, "strategy.data.zero": zero, "strategy.data.offload": offload}
+    changes |= {
+        "strategy.precision": precision,
+        "strategy.data.zero": zero,
+        "strategy.data.offload": offload,
+    }
     try:
         plan = h100s(4).replace(**changes).complete()
     except PlanError:
@@ -220,20 +252,32 @@ def test_the_least_is_below_the_estimate_of_what_stays_from_step_to_step(zero, o
 
 
 def test_every_problem_is_told_at_once(plan, tmp_path):
-    bad = plan.replace(**{"cluster.gpu": "h100-sxm-80gb", "corpus.source": "/none", "strategy.precision": "fp8"})
+    bad = plan.replace(
+        **{"cluster.gpu": "h100-sxm-80gb", "corpus.source": "/none", "strategy.precision": "fp8"}
+    )
     assert {problem.field for problem in preflight(bad, root=tmp_path)} >= {
-        "cluster.gpu", "corpus.source", "strategy.precision",
-    }  # fmt: skip
+        "cluster.gpu",
+        "corpus.source",
+        "strategy.precision",
+    }
 
 
 def test_the_command_is_accelerate_launch(plan, tmp_path):
     full = plan.complete()
     folder = tmp_path / "a run; rm -rf"
     command = accelerate_command.compose(full, folder, 29999, accelerate_command.Recipe())
-    assert command.argv[:5] == [sys.executable, "-P", "-m", "accelerate.commands.launch", "--config_file"]
+    assert command.argv[:5] == [
+        sys.executable,
+        "-P",
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+    ]
     assert command.argv[5] == str(folder / "accelerate.yaml")
     assert command.argv[-3:] == ["-m", "workbench.engine.worker", str(folder / "plan.yaml")]
-    assert command.env["ACCELERATE_USE_CPU"] == "true" and command.env["OMP_WAIT_POLICY"] == "passive"
+    assert (
+        command.env["ACCELERATE_USE_CPU"] == "true" and command.env["OMP_WAIT_POLICY"] == "passive"
+    )
     assert command.env["PYTHONSAFEPATH"] == "1"
     assert int(command.env["OMP_NUM_THREADS"]) >= 1
 
@@ -241,7 +285,9 @@ def test_the_command_is_accelerate_launch(plan, tmp_path):
 def test_another_launch_does_not_leak_in(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    command = accelerate_command.compose(plan.complete(), tmp_path, 29999, accelerate_command.Recipe())
+    command = accelerate_command.compose(
+        plan.complete(), tmp_path, 29999, accelerate_command.Recipe()
+    )
     assert {"RANK", "TORCHELASTIC_RUN_ID"} <= set(command.unset)
 
 
@@ -255,7 +301,11 @@ def test_a_checkpoint_whose_file_is_cut_is_refused_before_launch_by_its_name(pla
     file.write_bytes(bytes(8))
     assert not any("checkpoint" in told for told in messages(made, root=tmp_path))
     file.unlink() if left is None else file.write_bytes(bytes(left))
-    why = "cannot be read: No such file" if left is None else f"is damaged: {left} bytes instead of 8"
+    why = (
+        "cannot be read: No such file"
+        if left is None
+        else (f"is damaged: {left} bytes instead of 8")
+    )
     assert any(f"checkpoint.load: {file} {why}" in told for told in messages(made, root=tmp_path))
 
 
@@ -265,7 +315,9 @@ def test_a_checkpoint_with_a_flipped_byte_is_refused_before_launch_by_its_file(a
     at.mkdir()
     sha256 = hashlib.sha256(content).hexdigest()
     files = [{"file": "rank00000.safetensors", "bytes": 256, "sha256": sha256, "tensors": []}]
-    (at / "manifest.json").write_text(manifest_text({"version": VERSION, "meta": meta_of(full, 1), "files": files}))
+    (at / "manifest.json").write_text(
+        manifest_text({"version": VERSION, "meta": meta_of(full, 1), "files": files})
+    )
     (at / "rank00000.safetensors").write_bytes(content)
     told = []
     refuse_damaged(at, told.append)
@@ -273,14 +325,21 @@ def test_a_checkpoint_with_a_flipped_byte_is_refused_before_launch_by_its_file(a
     content[100] ^= 1
     (at / "rank00000.safetensors").write_bytes(content)
     (tmp_path / "plan.yaml").write_text(full.to_yaml())
-    code, _, err = ask("run", tmp_path / "plan.yaml", "--resume", at, "--root", tmp_path / "runs", "--json")
-    assert code == 2 and "rank00000.safetensors is damaged: its content does not match its checksum" in err
+    code, _, err = ask(
+        "run", tmp_path / "plan.yaml", "--resume", at, "--root", tmp_path / "runs", "--json"
+    )
+    assert (
+        code == 2
+        and ("rank00000.safetensors is damaged: its content does not match its checksum") in err
+    )
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("is_run", [True, False])
 def test_what_a_killed_run_was_writing_goes_when_another_goes_on_from_it(plan, tmp_path, is_run):
-    done, half = (tmp_path / "checkpoints" / name for name in ("step-00000001", "step-00000002.writing-abc"))
+    done, half = (
+        tmp_path / "checkpoints" / name for name in ("step-00000001", "step-00000002.writing-abc")
+    )
     done.mkdir(parents=True)
     half.mkdir()
     if is_run:
@@ -289,9 +348,14 @@ def test_what_a_killed_run_was_writing_goes_when_another_goes_on_from_it(plan, t
     assert done.is_dir() and half.exists() is not is_run
 
 
-@pytest.mark.parametrize("module,allowed", [("lifeline", ""), ("supervisor", ""), ("run", "pandas pydantic")])
+@pytest.mark.parametrize(
+    "module,allowed", [("lifeline", ""), ("supervisor", ""), ("run", "pandas pydantic")]
+)
 def test_nothing_slow_is_imported(module, allowed):
-    code = f"import sys, workbench.runs.{module}; print(*{{'torch', 'pandas', 'pydantic'}} & set(sys.modules))"
+    code = (
+        f"import sys, workbench.runs.{module}; print(*{{'torch', 'pandas', 'pydantic'}} & "
+        f"set(sys.modules))"
+    )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert told.returncode == 0 and set(told.stdout.split()) <= set(allowed.split()), told.stderr
 

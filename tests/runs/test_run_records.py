@@ -7,13 +7,20 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from workbench.runs.store.run_liveness import read_state
-from workbench.runs.store.telemetry_frames import Measured
-from workbench.runs.store.process_identity import is_process
-from workbench.runs.store.telemetry_reader import Reader
 from workbench.runs.run import Run
-from workbench.runs.store.run_state import State, beat, first_state, is_run, supervised_by_me, write_state
+from workbench.runs.store.process_identity import is_process
+from workbench.runs.store.run_liveness import read_state
+from workbench.runs.store.run_state import (
+    State,
+    beat,
+    first_state,
+    is_run,
+    supervised_by_me,
+    write_state,
+)
 from workbench.runs.store.stop_request import Stop, read_stop, request_stop
+from workbench.runs.store.telemetry_frames import Measured
+from workbench.runs.store.telemetry_reader import Reader
 
 
 @pytest.fixture
@@ -23,7 +30,15 @@ def telemetry(tmp_path):
 
 
 def step(number, **more):
-    told = {"kind": "step", "t": 0.5, "step": number, "loss": 1.0, "seconds": 0.1, "tokens": 8, **more}
+    told = {
+        "kind": "step",
+        "t": 0.5,
+        "step": number,
+        "loss": 1.0,
+        "seconds": 0.1,
+        "tokens": 8,
+        **more,
+    }
     return json.dumps(told).encode() + b"\n"
 
 
@@ -74,13 +89,21 @@ def test_reading_keeps_up_with_64_ranks(telemetry):
 def test_frames_grow_by_what_is_new():
     measured = Measured("a", 1, capacity_bytes=100)
     hello = {"kind": "hello", "rank": 0, "stage": 1}
-    first = {"kind": "step", "rank": 0, "step": 0, "loss": 2.0, "seconds": 0.5, "tokens": 10, "bytes": 70}
+    first = {
+        "kind": "step",
+        "rank": 0,
+        "step": 0,
+        "loss": 2.0,
+        "seconds": 0.5,
+        "tokens": 10,
+        "bytes": 70,
+    }
     second = {**first, "step": 1, "loss": 1.0, "bytes": None}
     new = measured.add([hello, first])
     assert [row["loss"] for row in new["steps"]] == [2.0]
-    assert [(row["stage"], row["moment"], row["category"], row["bytes"]) for row in new["memory"]] == [
-        (1, "after_optimizer", "allocated", 70)
-    ]
+    assert [
+        (row["stage"], row["moment"], row["category"], row["bytes"]) for row in new["memory"]
+    ] == [(1, "after_optimizer", "allocated", 70)]
     new = measured.add([second, {"kind": "evaluation", "rank": 0, "step": 1, "loss": 1.5}])
     assert len(new["steps"]) == 1 and new["memory"] == []
     profile = measured.profile()
@@ -89,24 +112,52 @@ def test_frames_grow_by_what_is_new():
 
 
 def test_a_profile_without_records_is_empty_and_shows_itself():
-    assert Measured("a", 2).profile().summary()["memory"] == {"peak_bytes_by_rank": {}, "by_category": {}}
+    assert Measured("a", 2).profile().summary()["memory"] == {
+        "peak_bytes_by_rank": {},
+        "by_category": {},
+    }
 
 
 def test_sampled_rows_carry_run_rank_and_step():
     measured = Measured("a", 4)
-    rows = [{"axis": "tensor", "kind": "all_reduce", "group_size": 2, "dtype": "fp32", "bytes": 8, "count": 3}]
+    rows = [
+        {
+            "axis": "tensor",
+            "kind": "all_reduce",
+            "group_size": 2,
+            "dtype": "fp32",
+            "bytes": 8,
+            "count": 3,
+        }
+    ]
     times = [{"stage": 0, "microbatch": 1, "action": "0F1", "start": 0.0, "end": 0.25}]
     measured.add([{"kind": "collectives", "rank": 2, "step": 7, "rows": rows}])
     measured.add([{"kind": "timeline", "rank": 3, "step": 8, "rows": times}])
     profile = measured.profile()
     assert profile.collectives.iloc[0][["run", "source", "rank", "step", "kind"]].tolist() == [
-        "a", "measured", 2, 7, "all_reduce",
-    ]  # fmt: skip
-    assert profile.timeline.iloc[0][["rank", "step", "action", "end"]].tolist() == [3, 8, "0F1", 0.25]
+        "a",
+        "measured",
+        2,
+        7,
+        "all_reduce",
+    ]
+    assert profile.timeline.iloc[0][["rank", "step", "action", "end"]].tolist() == [
+        3,
+        8,
+        "0F1",
+        0.25,
+    ]
 
 
 @pytest.mark.parametrize(
-    "change", [{"phase": "weird"}, {"world_size": "x"}, {"steps": None}, {"heartbeat": None}, {"ended": "now"}]
+    "change",
+    [
+        {"phase": "weird"},
+        {"world_size": "x"},
+        {"steps": None},
+        {"heartbeat": None},
+        {"ended": "now"},
+    ],
 )
 def test_a_damaged_state_is_no_run(tmp_path, change):
     write_state(tmp_path, State(**{**vars(first_state(4, 10)), **change}))
@@ -130,7 +181,15 @@ def test_a_state_is_replaced_whole(tmp_path):
 
 
 def test_a_run_on_another_host_is_judged_by_its_heartbeat(tmp_path):
-    state = State("running", 2, 5, heartbeat=time.time(), host="elsewhere", supervisor_pid=1, supervisor_created=1.0)
+    state = State(
+        "running",
+        2,
+        5,
+        heartbeat=time.time(),
+        host="elsewhere",
+        supervisor_pid=1,
+        supervisor_created=1.0,
+    )
     write_state(tmp_path, state)
     assert read_state(tmp_path).phase == "running"
     write_state(tmp_path, State(**{**vars(state), "heartbeat": time.time() - 120}))
@@ -142,7 +201,9 @@ def mine(tmp_path):
     """The state of a run whose supervisor is this process."""
 
     def keep(**changes):
-        state = replace(beat(supervised_by_me(replace(first_state(2, 5), phase="running"))), **changes)
+        state = replace(
+            beat(supervised_by_me(replace(first_state(2, 5), phase="running"))), **changes
+        )
         write_state(tmp_path, state)
         return state
 
@@ -150,7 +211,9 @@ def mine(tmp_path):
 
 
 def test_a_clock_that_is_set_ends_no_run(tmp_path, mine):
-    """The start of a process in seconds since the epoch moves with the clock, in ticks since boot it does not."""
+    """The start of a process in seconds since the epoch moves with the clock, in ticks since boot
+    it does not.
+    """
     mine(supervisor_created=psutil.Process().create_time() - 3600, heartbeat=time.time() - 3600)
     state = read_state(tmp_path)
     assert (state.phase, state.warning) == ("running", "")
@@ -164,12 +227,18 @@ def test_a_later_process_with_the_same_number_is_no_supervisor(tmp_path, mine):
 
 
 @pytest.mark.parametrize("ago, phase", [(0, "running"), (10, "failed")])
-def test_a_state_without_ticks_is_judged_by_seconds_or_a_fresh_heartbeat(tmp_path, mine, ago, phase):
+def test_a_state_without_ticks_is_judged_by_seconds_or_a_fresh_heartbeat(
+    tmp_path, mine, ago, phase
+):
     """As versions before wrote it."""
     before = {"supervisor_ticks": None, "pid_space": "", "heartbeat_monotonic": None}
     mine(**before, heartbeat=time.time() - 10)
     assert read_state(tmp_path).phase == "running"
-    mine(**before, supervisor_created=psutil.Process().create_time() - 3600, heartbeat=time.time() - ago)
+    mine(
+        **before,
+        supervisor_created=psutil.Process().create_time() - 3600,
+        heartbeat=time.time() - ago,
+    )
     assert read_state(tmp_path).phase == phase
 
 

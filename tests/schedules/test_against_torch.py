@@ -1,4 +1,6 @@
-"""torch's own pipelining as the oracle: the same order of compute, and each reads what the other writes."""
+"""torch's own pipelining as the oracle: the same order of compute, and each reads what the other
+writes.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def order_of(kind: type, ranks: int, microbatches: int) -> dict[int, list[Any]]:
     return schedule._get_pipeline_order()
 
 
-def multi_stage_order(kind: type, ranks: int, microbatches: int, chunks: int) -> dict[int, list[Any]]:
+def multi_stage_order(
+    kind: type, ranks: int, microbatches: int, chunks: int
+) -> dict[int, list[Any]]:
     """The order of one of torch's several-stage schedules, without a process group."""
     schedule = object.__new__(kind)
     schedule.pp_group_size, schedule._n_microbatches = ranks, microbatches
@@ -54,7 +58,10 @@ def multi_stage_order(kind: type, ranks: int, microbatches: int, chunks: int) ->
 
 def rows_of(order: dict[int, list[Any]]) -> list[list[str]]:
     """Rows of compute actions; of a forward and a backward that overlap, one after the other."""
-    rows = [[b for a in order[rank] if a is not None for b in a.sub_actions or (a,)] for rank in sorted(order)]
+    rows = [
+        [b for a in order[rank] if a is not None for b in a.sub_actions or (a,)]
+        for rank in sorted(order)
+    ]
     return [[str(a) for a in row if "REDUCE" not in str(a)] for row in rows]
 
 
@@ -65,7 +72,9 @@ def table_from(order: dict[int, list[Any]]) -> Table:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 2), (4, 4), (4, 9), (8, 16)])
 def test_compute_order_is_torchs(name: str, ranks: int, microbatches: int) -> None:
-    """All ranks but the last of 1F1B, where torch 2.13's drawing numbers the forwards from 1: there the kinds only."""
+    """All ranks but the last of 1F1B, where torch 2.13's drawing numbers the forwards from 1: there
+    the kinds only.
+    """
     ours = [[str(a) for a in row] for row in generate(name, ranks, microbatches).rows]
     torchs = rows_of(order_of(ORDERS[name], ranks, microbatches))
     if name == "1f1b":
@@ -76,8 +85,12 @@ def test_compute_order_is_torchs(name: str, ranks: int, microbatches: int) -> No
 @pytest.mark.parametrize(("name", "chunks"), MULTI)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_compute_order_of_several_stages_is_torchs(name: str, chunks: int, ranks: int, rounds: int) -> None:
-    """The same rows, so the same bubble and the same activations in flight, whatever the durations."""
+def test_compute_order_of_several_stages_is_torchs(
+    name: str, chunks: int, ranks: int, rounds: int
+) -> None:
+    """The same rows, so the same bubble and the same activations in flight, whatever the
+    durations.
+    """
     microbatches = rounds * ranks * (2 if name == "dualpipe-v" else 1)
     torchs = table_from(multi_stage_order(MULTI[name, chunks], ranks, microbatches, chunks))
     ours = generate(name, ranks, microbatches, chunks)
@@ -99,7 +112,9 @@ def test_torch_reads_and_runs_our_lowered_csv(tmp_path: Path, name: str, chunks:
     write_csv(table, tmp_path / "t.csv")
     rows = [line.split(",") for line in (tmp_path / "t.csv").read_text().splitlines()]
     order = {rank: [theirs._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
-    assert [[str(a) for a in order[rank]] for rank in order] == [[str(a) for a in row] for row in table.rows]
+    assert [[str(a) for a in order[rank]] for rank in order] == [
+        [str(a) for a in row] for row in table.rows
+    ]
     homes = theirs._validate_schedule(order, 4, table.stages, 8)
     assert tuple(homes[stage] for stage in range(table.stages)) == table.placement
     transfers = {rank: [a for a in row if "REDUCE" not in str(a)] for rank, row in order.items()}
@@ -118,7 +133,9 @@ def test_we_read_torchs_csv(tmp_path: Path, name: str, chunks: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8)])
 def test_a_table_that_no_generator_makes_lowers_and_runs(ranks: int, microbatches: int) -> None:
-    """torch's zero-bubble schedule of two chunks a rank: several stages a rank with split backward."""
+    """torch's zero-bubble schedule of two chunks a rank: several stages a rank with split
+    backward.
+    """
     torchs = multi_stage_order(theirs.ScheduleInterleavedZeroBubble, ranks, microbatches, 2)
     table = table_from(torchs)
     lowered = lower(table)

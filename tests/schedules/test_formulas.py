@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.schedules import Table, Timeline, generate, in_flight, lower, names, simulate, uniform, validate
+from workbench.schedules import (
+    Table,
+    Timeline,
+    generate,
+    in_flight,
+    lower,
+    names,
+    simulate,
+    uniform,
+    validate,
+)
 
 LOWERED = {"interleaved": 1.12, "dualpipe-v": 1.12, "zb-v": 1.12, "zb-h2": 1.12}
-"""Makespan after lowering over before, at most: both ends of a transfer must meet. The others lose nothing."""
+"""Makespan after lowering over before, at most: both ends of a transfer must meet. The others lose
+nothing.
+"""
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
 FILLED = [(2, 4), (2, 7), (3, 6), (4, 8), (4, 13), (5, 20), (8, 16), (8, 31)]
 
@@ -23,8 +35,12 @@ def timed(table: Table, forward: float, input: float, weight: float) -> Timeline
 
 
 def test_the_check_line() -> None:
-    """p = 4, m = 8, F = I = W = 1: ZB1P 3, ZB-V 1.5, DualPipe-V 1.5; in flight by stage of 1F1B and interleaved."""
-    bubbles = {name: timed(drawn(name, 4, 8), 1, 1, 1).bubble for name in ("zb-h1", "zb-v", "dualpipe-v")}
+    """p = 4, m = 8, F = I = W = 1: ZB1P 3, ZB-V 1.5, DualPipe-V 1.5; in flight by stage of 1F1B and
+    interleaved.
+    """
+    bubbles = {
+        name: timed(drawn(name, 4, 8), 1, 1, 1).bubble for name in ("zb-h1", "zb-v", "dualpipe-v")
+    }
     assert bubbles == {"zb-h1": 3, "zb-v": 1.5, "dualpipe-v": 1.5}
     assert in_flight(drawn("1f1b", 4, 8)) == (4, 3, 2, 1)
     assert in_flight(drawn("interleaved", 4, 8)) == (11, 9, 7, 5)
@@ -50,7 +66,9 @@ def test_zb_h1(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), FILLED)
 def test_zb_h2(p: int, m: int) -> None:
-    """Own span 0 at F = I = W, else (p-1)(F+I-2W); (p-1)F to the common end; at most 2p-1 in flight (2401.10241)."""
+    """Own span 0 at F = I = W, else (p-1)(F+I-2W); (p-1)F to the common end; at most 2p-1 in flight
+    (2401.10241).
+    """
     table = drawn("zb-h2", p, m)
     equal, unequal = timed(table, 1, 1, 1), timed(table, 1.0, 1.0, 0.75)
     assert equal.own_bubbles == (0,) * p and equal.bubble == p - 1
@@ -61,7 +79,9 @@ def test_zb_h2(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), FILLED)
 def test_zb_v(p: int, m: int) -> None:
-    """Own span 0 at F = I = W; (p-1)F/2 to the common end; 2p half-stage chunks on every rank (2405.15362)."""
+    """Own span 0 at F = I = W; (p-1)F/2 to the common end; 2p half-stage chunks on every rank
+    (2405.15362).
+    """
     table = drawn("zb-v", p, m)
     timeline = timed(table, 1, 1, 1)
     assert timeline.own_bubbles == (0,) * p and timeline.bubble == (p - 1) / 2
@@ -86,7 +106,9 @@ def test_interleaved_stages_go_round() -> None:
 
 
 def legal(name: str, ranks: int) -> list[int]:
-    """Microbatches from few to four a rank; the others are refused, see test_generate_refuses_by_name."""
+    """Microbatches from few to four a rank; the others are refused, see
+    test_generate_refuses_by_name.
+    """
     if name == "interleaved":
         return [ranks, 2 * ranks, 4 * ranks]
     if name == "dualpipe-v":
@@ -101,7 +123,9 @@ def test_every_table_runs_before_and_after_lowering(name: str, ranks: int) -> No
         table = drawn(name, ranks, microbatches)
         lowered = lower(table)
         assert validate(table) == [] and validate(lowered) == []
-        assert [[a for a in row if a.is_compute] for row in lowered.rows] == [list(row) for row in table.rows]
+        assert [[a for a in row if a.is_compute] for row in lowered.rows] == [
+            list(row) for row in table.rows
+        ]
         durations = uniform(table.stages, 1.0, 1.3, 0.6)
         ideal, real = simulate(table, durations).makespan, simulate(lowered, durations).makespan
         assert ideal - 1e-9 < real < LOWERED.get(name, 1.0) * ideal + 1e-9

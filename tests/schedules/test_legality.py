@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.plan.rules.check import check
 from workbench.plan.rules.axis_rules import SCHEDULES
+from workbench.plan.rules.check import check
 from workbench.plan.schema import Plan
 from workbench.schedules import generate, names
 
@@ -39,4 +39,8 @@ def test_a_plan_takes_what_the_generator_takes(name: str, ranks: int) -> None:
     for chunks in (1, 2, 3):
         for microbatches in (1, 2, 3, 4, 6, 7, 8):
             problems = check(plan(name, ranks, microbatches, chunks))
-            assert bool(problems) == refused(name, ranks, microbatches, chunks), (microbatches, chunks, problems)
+            assert bool(problems) == refused(name, ranks, microbatches, chunks), (
+                microbatches,
+                chunks,
+                problems,
+            )

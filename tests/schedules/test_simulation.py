@@ -29,7 +29,10 @@ def drawn(*rows: str) -> Table:
 
 
 schedules = st.builds(
-    generate, st.sampled_from(["gpipe", "1f1b"]), ranks=st.integers(1, 6), microbatches=st.integers(1, 12)
+    generate,
+    st.sampled_from(["gpipe", "1f1b"]),
+    ranks=st.integers(1, 6),
+    microbatches=st.integers(1, 12),
 )
 
 
@@ -41,7 +44,9 @@ def test_bubble_is_that_of_the_papers(table: Table, forward: float, backward: fl
     for t in (table, lower(table)):
         timeline = simulate(t, durations)
         assert timeline.bubble == pytest.approx((table.ranks - 1) * (forward + backward))
-        assert timeline.busy == pytest.approx([table.microbatches * (forward + backward)] * table.ranks)
+        assert timeline.busy == pytest.approx(
+            [table.microbatches * (forward + backward)] * table.ranks
+        )
 
 
 @given(schedules)
@@ -49,7 +54,9 @@ def test_bubble_is_that_of_the_papers(table: Table, forward: float, backward: fl
 def test_lowering_gives_a_table_that_may_run(table: Table) -> None:
     lowered = lower(table)
     assert validate(table) == [] and validate(lowered) == []
-    assert [[a for a in row if a.is_compute] for row in lowered.rows] == [list(row) for row in table.rows]
+    assert [[a for a in row if a.is_compute] for row in lowered.rows] == [
+        list(row) for row in table.rows
+    ]
     reductions = [a for row in lowered.rows for a in row if a.kind == "REDUCE_GRAD"]
     assert sorted(a.stage for a in reductions) == list(range(table.stages))
     assert all(row[-1].kind == "REDUCE_GRAD" for row in lowered.rows)
@@ -59,7 +66,9 @@ def test_lowering_gives_a_table_that_may_run(table: Table) -> None:
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
 def test_in_flight_is_that_of_the_papers(microbatches: int) -> None:
     assert in_flight(generate("gpipe", 4, microbatches)) == (microbatches,) * 4
-    assert in_flight(generate("1f1b", 4, microbatches)) == tuple(min(microbatches, 4 - i) for i in range(4))
+    assert in_flight(generate("1f1b", 4, microbatches)) == tuple(
+        min(microbatches, 4 - i) for i in range(4)
+    )
     assert in_flight_by_stage(lower(generate("1f1b", 4, microbatches))) == tuple(
         min(microbatches, 4 - i) for i in range(4)
     )
@@ -73,7 +82,9 @@ def test_a_receive_stands_just_before_its_use() -> None:
 
 
 def test_neighbours_exchange_in_one_batch_in_the_steady_state() -> None:
-    """A forward sent and a gradient received stand side by side, and so do they on the other rank."""
+    """A forward sent and a gradient received stand side by side, and so do they on the other
+    rank.
+    """
     first, second = lower(generate("1f1b", 2, 4)).rows
     assert (parse("0SEND_F1"), parse("0RECV_B0")) in list(batches(first))
     assert (parse("1SEND_B0"), parse("1RECV_F1")) in list(batches(second))
@@ -109,7 +120,8 @@ def test_a_deadlock_names_the_blocked_actions() -> None:
 def test_unsafe_order_deadlocks_only_on_the_strict_transport() -> None:
     """Both ranks send before they receive: buffered sends pass, a rendezvous does not."""
     table = drawn(
-        "0F0 0SEND_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0 3RECV_F0", "1F0 2F0 2SEND_F0 1RECV_F0 2RECV_B0 2B0 1B0 1SEND_B0"
+        "0F0 0SEND_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0 3RECV_F0",
+        "1F0 2F0 2SEND_F0 1RECV_F0 2RECV_B0 2B0 1B0 1SEND_B0",
     )
     with pytest.raises(Deadlock):
         simulate(table, uniform(4), rendezvous=True)

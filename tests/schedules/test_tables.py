@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.schedules import Action, Table, generate, lower, names, parse, read_csv, table_of, validate, write_csv
+from workbench.schedules import (
+    Action,
+    Table,
+    generate,
+    lower,
+    names,
+    parse,
+    read_csv,
+    table_of,
+    validate,
+    write_csv,
+)
 from workbench.schedules.action import KINDS, WHOLE_STAGE, matching, parse_cell
 
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
@@ -47,7 +58,9 @@ class Counted(tuple):
 def test_checking_goes_through_a_table_as_often_however_many_microbatches_it_has(work) -> None:
     def passes(microbatches: int) -> int:
         table = generate("1f1b", 4, microbatches)
-        counted = Table(tuple(map(Counted, table.rows)), table.stages, table.microbatches, table.placement)
+        counted = Table(
+            tuple(map(Counted, table.rows)), table.stages, table.microbatches, table.placement
+        )
         Counted.times = 0
         work(counted)
         return Counted.times
@@ -71,7 +84,9 @@ def test_an_overlapped_pair_reads_as_one_after_the_other() -> None:
     assert parse_cell("(3F1;4B0)OVERLAP_F_B") == (parse("3F1"), parse("4B0"))
 
 
-@pytest.mark.parametrize("text", ["(3F1)OVERLAP_F_B", "3F1;4B0OVERLAP_F_B", "(4B0;3F1)OVERLAP_F_B", "OVERLAP_F_B"])
+@pytest.mark.parametrize(
+    "text", ["(3F1)OVERLAP_F_B", "3F1;4B0OVERLAP_F_B", "(4B0;3F1)OVERLAP_F_B", "OVERLAP_F_B"]
+)
 def test_a_bad_overlap_is_refused_by_its_text(text: str) -> None:
     with pytest.raises(ValueError, match="takes a forward and a backward"):
         parse_cell(text)
@@ -103,8 +118,14 @@ def test_empty_cells_are_idle(tmp_path: Path) -> None:
         ("0F0,0B0\n0F1,0B1\n", "stage 0 runs forward on rank 0 and on rank 1"),
         ("0F0,0B0\n2F0,2B0\n", "no rank runs forward for stage 1"),
         ("", "no forward"),
-        ("0F0,0B0\n999999999F0\n", "no rank runs forward for stage 1, yet there is a stage 999999999"),
-        ("0F0,0F999999999\n", "no rank runs forward for microbatch 1, yet there is a microbatch 999999999"),
+        (
+            "0F0,0B0\n999999999F0\n",
+            "no rank runs forward for stage 1, yet there is a stage 999999999",
+        ),
+        (
+            "0F0,0F999999999\n",
+            "no rank runs forward for microbatch 1, yet there is a microbatch 999999999",
+        ),
         ("0F0," + "x" * 200_000, "line 1 .* a cell of over 131,072 characters"),
     ],
 )
@@ -116,15 +137,28 @@ def test_a_broken_file_names_the_place(tmp_path: Path, text: str, words: str) ->
 
 @pytest.mark.parametrize(
     "content",
-    [b"0F" + b"9" * 5000, b"9" * 5000 + b"F0", b"0F0\n" + b"x" * 100_000, b"(0F0;" + b"x" * 9999 + b")OVERLAP_F_B",
-     b"\xff\xfe0F0", "0F\u0663".encode(), b"\0" * 9999, b"0F0\r0F1\r\n", b"0REDUCE_GRAD" + b"3" * 5000],
-)  # fmt: skip
-def test_a_hostile_file_is_told_of_briefly_and_not_in_pythons_words(tmp_path: Path, content: bytes) -> None:
+    [
+        b"0F" + b"9" * 5000,
+        b"9" * 5000 + b"F0",
+        b"0F0\n" + b"x" * 100_000,
+        b"(0F0;" + b"x" * 9999 + b")OVERLAP_F_B",
+        b"\xff\xfe0F0",
+        "0F\u0663".encode(),
+        b"\0" * 9999,
+        b"0F0\r0F1\r\n",
+        b"0REDUCE_GRAD" + b"3" * 5000,
+    ],
+)
+def test_a_hostile_file_is_told_of_briefly_and_not_in_pythons_words(
+    tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(ValueError, match=r"t\.csv") as caught:
         read_csv(tmp_path / "t.csv")
     assert len(str(caught.value)) < 1_000
-    assert not any(word in str(caught.value) for word in ("codec", "digits) for", "newline=", "sys."))
+    assert not any(
+        word in str(caught.value) for word in ("codec", "digits) for", "newline=", "sys.")
+    )
 
 
 def drawn(*rows: str) -> Table:
@@ -145,7 +179,10 @@ def drawn(*rows: str) -> Table:
         (drawn("0F0 0F1 0B0 0B1 0B2"), "0B2 is beyond the 2 microbatches"),
         (drawn("0F0 0SEND_F0 0RECV_B0 0B0", "1F0 1B0 1SEND_B0"), "1F0 has no 1RECV_F0"),
         (drawn("0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"), "1RECV_F0 has no 0SEND_F0"),
-        (drawn("0SEND_F0 0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"), "0SEND_F0 stands before 0F0"),
+        (
+            drawn("0SEND_F0 0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"),
+            "0SEND_F0 stands before 0F0",
+        ),
         (drawn("0F0 0B0 0F1 0B1", "1F1 1F0 1B1 1B0"), "deadlocks.*rank 0 at 0B0, rank 1 at 1F1"),
     ],
 )
@@ -166,7 +203,8 @@ def test_transfers_in_two_orders_are_found() -> None:
     [
         (
             ("zb-h9", 2, 2),
-            "'zb-h9' does not exist; there are: 1f1b, dualpipe-v, gpipe, interleaved, zb-h1, zb-h2, zb-v",
+            "'zb-h9' does not exist; there are: 1f1b, dualpipe-v, gpipe, interleaved, zb-h1, "
+            "zb-h2, zb-v",
         ),
         (("1f1b", 0, 2), "ranks = 0"),
         (("1f1b", 2, 0), "microbatches = 0"),

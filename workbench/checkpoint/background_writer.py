@@ -1,8 +1,9 @@
-"""Checkpoints written in the background: a step waits for a copy to host memory, a thread does the rest.
+"""Checkpoints written in the background: a step waits for a copy to host memory, a thread does the
+rest.
 
-Ranks meet through the folder alone, without a collective: each writes its file, then its index; rank 0 joins the
-indexes and commits, the others see it done. Everything waited for has a deadline that begins anew while something is
-written, and a rank that fails tells the others by a file.
+Ranks meet through the folder alone, without a collective: each writes its file, then its index;
+rank 0 joins the indexes and commits, the others see it done. Everything waited for has a deadline
+that begins anew while something is written, and a rank that fails tells the others by a file.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 
 from workbench.checkpoint import checkpoint_format
 from workbench.checkpoint.checkpoint_format import Shard, path_of
-from workbench.checkpoint.host_staging import staged
 from workbench.checkpoint.checkpoint_lock import REMEDY, unwritable
+from workbench.checkpoint.host_staging import staged
 
 FIRST_LOOK, LAST_LOOK = 0.005, 0.5
 """Seconds between two looks at the folder: doubled from the first to the last."""
@@ -41,16 +42,24 @@ class Job:
 
 
 class Writer:
-    """Writes the checkpoints of one rank, one at a time; all ranks of a run agree on `token`, which no other run has.
+    """Writes the checkpoints of one rank, one at a time; all ranks of a run agree on `token`, which
+    no other run has.
 
-    `patience` is how long, in seconds, a disk may show nothing before the checkpoint is given up. `told` is called
-    from the thread with (step, folder, seconds since `start`) once a checkpoint counts. The `keep` latest stay.
+    `patience` is how long, in seconds, a disk may show nothing before the checkpoint is given up.
+    `told` is called from the thread with (step, folder, seconds since `start`) once a checkpoint
+    counts. The `keep` latest stay.
     """
 
     def __init__(
-        self, folder: Path, rank: int, world_size: int, token: str, keep: int, patience: float,
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        token: str,
+        keep: int,
+        patience: float,
         told: Callable[[int, Path, float], None] = lambda step, path, seconds: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder, self.rank, self.world_size, self.token = folder, rank, world_size, token
         self.keep, self.patience, self.told = keep, patience, told
         self._thread: threading.Thread | None = None
@@ -60,15 +69,21 @@ class Writer:
         self._silent_disk = False
         """Whether the thread under way has been given up."""
 
-    def start(self, step: int, shards: Sequence[Shard], meta: dict[str, Any], copy: bool = True) -> Path:
-        """Copy the shards, and have them written; returns where they will be. Waits for the former checkpoint first.
+    def start(
+        self, step: int, shards: Sequence[Shard], meta: dict[str, Any], copy: bool = True
+    ) -> Path:
+        """Copy the shards, and have them written; returns where they will be. Waits for the former
+        checkpoint first.
 
-        Called by every rank at the same steps. Without `copy` the shards must stay as they are until `wait` returns.
-        Raises ValueError where the former one could not be written.
+        Called by every rank at the same steps. Without `copy` the shards must stay as they are
+        until `wait` returns. Raises ValueError where the former one could not be written.
         """
         began = time.monotonic()
         if self.rank == 0 and self._thread is not None and self._thread.is_alive():
-            print(f"checkpoint: step {step} waits until the former one is written; a larger checkpoint.every would not")
+            print(
+                f"checkpoint: step {step} waits until the former one is written; a larger "
+                f"checkpoint.every would not"
+            )
         self.wait()
         final = path_of(self.folder, step)
         writing = final.with_name(f"{final.name}.writing-{self.token}")
@@ -76,7 +91,9 @@ class Writer:
             shards = self._copies = staged(shards, self._copies)
         job = Job(step, shards, meta, writing, final, began)
         self._beat = time.monotonic()
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(job,), name="checkpoint", daemon=True
+        )
         self._thread.start()
         return final
 
@@ -87,7 +104,9 @@ class Writer:
             raise error
 
     def wait(self) -> None:
-        """Wait until what was started counts as a checkpoint. Raises ValueError where it could not be written."""
+        """Wait until what was started counts as a checkpoint. Raises ValueError where it could not
+        be written.
+        """
         while self._thread is not None and self._thread.is_alive() and self._error is None:
             self._thread.join(0.0 if self._silent_disk else 0.2)
             if self._silent_disk or time.monotonic() - self._beat > 3 * self.patience:
@@ -104,7 +123,9 @@ class Writer:
             except OSError as error:
                 raise unwritable(job.writing, error) from error
             except AssertionError as error:
-                raise RuntimeError(f"checkpoint: what the ranks hold does not make a whole model: {error}") from error
+                raise RuntimeError(
+                    f"checkpoint: what the ranks hold does not make a whole model: {error}"
+                ) from error
         except BaseException as error:
             checkpoint_format.drop_part(job.writing, self.rank)
             self._mark(job.writing, error)
@@ -112,7 +133,9 @@ class Writer:
 
     def _write(self, job: Job) -> None:
         job.writing.mkdir(parents=True, exist_ok=True)
-        checkpoint_format.write_part(job.writing, self.rank, job.shards, partial(self._alive, job.writing))
+        checkpoint_format.write_part(
+            job.writing, self.rank, job.shards, partial(self._alive, job.writing)
+        )
         if self.rank == 0:
             self._gather(job.writing)
             for failed in self.folder.glob(f"step-*.writing-{self.token}"):
@@ -157,21 +180,29 @@ class Writer:
                 self._alive(job.writing)
 
     def _looks(self, writing: Path, what: Callable[[], str], slower: int = 1) -> Iterator[None]:
-        """Now, and again after a while, until the disk has been silent for too long or another rank has failed."""
+        """Now, and again after a while, until the disk has been silent for too long or another rank
+        has failed.
+        """
         pause = FIRST_LOOK
         while True:
             yield
             for name in (name for name in _names(writing) if name.endswith(".failed")):
                 raise ValueError(_read(writing / name) or f"checkpoint: {name} in {writing}")
             if time.monotonic() - self._beat > slower * self.patience:
-                raise ValueError(f"checkpoint: {what()} {writing} for {slower * self.patience:.0f} s; {REMEDY}, or "
-                                 "raise telemetry.timeout_seconds")  # fmt: skip
+                raise ValueError(
+                    f"checkpoint: {what()} {writing} for "
+                    f"{slower * self.patience:.0f} s; {REMEDY}, or "
+                    "raise telemetry.timeout_seconds"
+                )
             time.sleep(pause)
             pause = min(2 * pause, LAST_LOOK)
 
     def _silent(self, path: Path) -> ValueError:
-        return ValueError(f"checkpoint: the disk of {path} has not answered for {3 * self.patience:.0f} s; see to it, "
-                          "or keep runs elsewhere (--root)")  # fmt: skip
+        return ValueError(
+            f"checkpoint: the disk of {path} has not answered for "
+            f"{3 * self.patience:.0f} s; see to it, "
+            "or keep runs elsewhere (--root)"
+        )
 
     def _mark(self, writing: Path, error: BaseException) -> None:
         """Let the other ranks know, as far as the disk allows."""

@@ -1,7 +1,9 @@
-"""What a checkpoint is: a safetensors file of each rank that owns something, and a manifest written last.
+"""What a checkpoint is: a safetensors file of each rank that owns something, and a manifest written
+last.
 
-Every stored tensor says which box of which global tensor it is, so a checkpoint loads under any mesh. A folder without
-its manifest does not count as a checkpoint; it appears under its name only when it is whole.
+Every stored tensor says which box of which global tensor it is, so a checkpoint loads under any
+mesh. A folder without its manifest does not count as a checkpoint; it appears under its name only
+when it is whole.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ import numpy as np
 import torch
 
 from workbench.checkpoint import safetensors_writer
-from workbench.checkpoint.safetensors_writer import WORDS, Entry
-from workbench.checkpoint.resume_point import finished
 from workbench.checkpoint.manifest import FINITE, MANIFEST, VERSION, is_finite, manifest_text
+from workbench.checkpoint.resume_point import finished
+from workbench.checkpoint.safetensors_writer import WORDS, Entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,9 +41,11 @@ Slices = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A local tensor and its place: `slices` are [start, stop) of the global `shape`, one pair a dim.
+    """A local tensor and its place: `slices` are [start, stop) of the global `shape`, one pair a
+    dim.
 
-    `kind` is parameter, moment1, moment2, master or step. `tensor` has the slices' extent exactly (no padding).
+    `kind` is parameter, moment1, moment2, master or step. `tensor` has the slices' extent exactly
+    (no padding).
     """
 
     name: str
@@ -66,22 +70,36 @@ def index_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank:05d}.json"
 
 
-def write_part(folder: Path, rank: int, shards: Sequence[Shard], wrote: Callable[[int], None]) -> None:
+def write_part(
+    folder: Path, rank: int, shards: Sequence[Shard], wrote: Callable[[int], None]
+) -> None:
     """Write this rank's shards, and then its part of the index; a rank without any says so too."""
     entries: list[dict[str, Any]] = []
     if shards:
         path = folder / f"rank{rank:05d}.safetensors"
         held = dict(zip(_keys(shards), shards))
         described = [Entry(key, s.tensor.dtype, tuple(s.tensor.shape)) for key, s in held.items()]
-        size, sha256 = safetensors_writer.write(path, described, lambda key: held[key].tensor, wrote)
+        size, sha256 = safetensors_writer.write(
+            path, described, lambda key: held[key].tensor, wrote
+        )
         tensors = [_described(key, shard) for key, shard in held.items()]
         finite = all(_finite(shard.tensor) for shard in shards)
-        entries = [{"file": path.name, "bytes": size, "sha256": sha256, "tensors": tensors, "finite": finite}]
+        entries = [
+            {
+                "file": path.name,
+                "bytes": size,
+                "sha256": sha256,
+                "tensors": tensors,
+                "finite": finite,
+            }
+        ]
     write_whole(index_of(folder, rank), json.dumps(entries))
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite. CPU tensors are looked at outside of torch's allocator, see `staging`."""
+    """Whether no value is NaN or infinite. CPU tensors are looked at outside of torch's allocator,
+    see `staging`.
+    """
     if tensor.is_cuda:
         return all(bool(part.isfinite().all()) for part in tensor.flatten().split(LOOKED_AT))
     values = tensor.detach()
@@ -94,7 +112,9 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def drop_part(folder: Path, rank: int) -> None:
-    """Give back the room of this rank's part of a checkpoint that cannot be written, as far as the disk allows."""
+    """Give back the room of this rank's part of a checkpoint that cannot be written, as far as the
+    disk allows.
+    """
     for path in folder.glob(f"*rank{rank:05d}.*"):
         with suppress(OSError):
             path.unlink()
@@ -113,11 +133,20 @@ def _keys(shards: Sequence[Shard]) -> list[str]:
 
 def _described(key: str, shard: Shard) -> dict[str, Any]:
     extent = tuple(stop - start for start, stop in shard.slices)
-    assert tuple(shard.tensor.shape) == extent, (shard.name, shard.kind, tuple(shard.tensor.shape), extent)
+    assert tuple(shard.tensor.shape) == extent, (
+        shard.name,
+        shard.kind,
+        tuple(shard.tensor.shape),
+        extent,
+    )
     return {
-        "key": key, "name": shard.name, "kind": shard.kind, "dtype": WORDS[shard.tensor.dtype],
-        "shape": shard.shape, "slices": shard.slices,
-    }  # fmt: skip
+        "key": key,
+        "name": shard.name,
+        "kind": shard.kind,
+        "dtype": WORDS[shard.tensor.dtype],
+        "shape": shard.shape,
+        "slices": shard.slices,
+    }
 
 
 def commit(writing: Path, final: Path, world_size: int, meta: dict[str, Any]) -> None:
@@ -127,7 +156,9 @@ def commit(writing: Path, final: Path, world_size: int, meta: dict[str, Any]) ->
     _assert_whole(files)
     finite = [entry.pop("finite") for entry in files]
     meta = meta if all(finite) else {**meta, FINITE: False}
-    write_whole(writing / MANIFEST, manifest_text({"version": VERSION, "meta": meta, "files": files}))
+    write_whole(
+        writing / MANIFEST, manifest_text({"version": VERSION, "meta": meta, "files": files})
+    )
     for path in writing.iterdir():
         if path.name != MANIFEST and path.suffix != ".safetensors":
             path.unlink()

@@ -1,4 +1,6 @@
-"""Who writes to a run's folder of checkpoints: one run at a time, which clears what killed ones left half-written."""
+"""Who writes to a run's folder of checkpoints: one run at a time, which clears what killed ones
+left half-written.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,31 @@ _REMEDIES = {
 
 
 def claim(folder: Path) -> int:
-    """Make the folder of checkpoints and lock it; a descriptor that holds the lock while it is open.
+    """Make the folder of checkpoints and lock it; a descriptor that holds the lock while it is
+    open.
 
-    Clears what killed runs have left. Raises ValueError where it cannot be written, or another run writes in it.
+    Clears what killed runs have left. Raises ValueError where it cannot be written, or another run
+    writes in it.
     """
     if folder.is_symlink():
-        own = "legal: a folder of the run's own; to write elsewhere keep the whole run there (--root)"
-        raise ValueError(f"checkpoint: {folder} is a link, and what lies there would be cleared; {own}")
+        own = (
+            "legal: a folder of the run's own; to write elsewhere keep the whole run there (--root)"
+        )
+        raise ValueError(
+            f"checkpoint: {folder} is a link, and what lies there would be cleared; {own}"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = _locked(folder)
         except BlockingIOError:
             raise ValueError(
-                f"checkpoint: another run writes to {folder}; stop it, or start this one in a run directory of its own"
+                f"checkpoint: another run writes to {folder}; stop it, or start this one in a run "
+                f"directory of its own"
             ) from None
-        except OSError:  # A file system without locks: names that no other run uses keep runs apart there.
+        except (
+            OSError
+        ):  # A file system without locks: names that no other run uses keep runs apart there.
             descriptor = os.open(folder, os.O_RDONLY)
         _tidy(folder)
         (folder / ".draft").write_bytes(b"")
@@ -46,7 +57,8 @@ def claim(folder: Path) -> int:
 
 
 def clear(folder: Path) -> None:
-    """Clear what killed runs have left in a folder of checkpoints, unless a run still writes there, or none may.
+    """Clear what killed runs have left in a folder of checkpoints, unless a run still writes there,
+    or none may.
 
     A link is left alone: what it leads to is not the run's.
     """
@@ -63,12 +75,15 @@ def clear(folder: Path) -> None:
 def unwritable(path: Path, error: OSError) -> ValueError:
     """What to say where the disk refuses."""
     return ValueError(
-        f"checkpoint: cannot write {path}: {error.strerror or error}; {_REMEDIES.get(error.errno or 0, BROKEN)}"
+        f"checkpoint: cannot write {path}: {error.strerror or error}; "
+        f"{_REMEDIES.get(error.errno or 0, BROKEN)}"
     )
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor with the folder's lock. BlockingIOError where another has it, OSError where there are no locks."""
+    """A descriptor with the folder's lock. BlockingIOError where another has it, OSError where
+    there are no locks.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,6 @@
-"""Whether the files of a checkpoint are what was written, by the checksums in its manifest; without torch."""
+"""Whether the files of a checkpoint are what was written, by the checksums in its manifest; without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,16 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from workbench.errors import refuse
-from workbench.checkpoint.resume_point import is_foreign
 from workbench.checkpoint.manifest import REMEDY, read_manifest
+from workbench.checkpoint.resume_point import is_foreign
+from workbench.errors import refuse
 
 CHUNK = 8 * 2**20
 """Bytes hashed at once."""
 MOST_BYTES = 8 * 2**30
-"""Checkpoints up to this size are read before a launch: under 10 s at 1 GB/s. Of larger ones ranks read their share."""
+"""Checkpoints up to this size are read before a launch: under 10 s at 1 GB/s. Of larger ones ranks
+read their share.
+"""
 TOLD_BYTES = 256 * 2**20
 """Bytes after which `told` hears again: without a terminal each is a line."""
 
@@ -21,10 +25,11 @@ Told = Callable[[str], None]
 
 
 def refuse_damaged(folder: Path, told: Told = lambda words: None) -> None:
-    """Raise `PlanError` naming the first file of the checkpoint in `folder` whose content is not what was written.
+    """Raise `PlanError` naming the first file of the checkpoint in `folder` whose content is not
+    what was written.
 
-    A checkpoint of more than `MOST_BYTES`, and weights without checksums, are left to the ranks, which check what they
-    read. `told` is called with how far it is.
+    A checkpoint of more than `MOST_BYTES`, and weights without checksums, are left to the ranks,
+    which check what they read. `told` is called with how far it is.
     """
     files = [] if is_foreign(folder) else read_manifest(folder)["files"]
     total, done = sum(file["bytes"] for file in files), 0
@@ -40,7 +45,9 @@ def refuse_damaged(folder: Path, told: Told = lambda words: None) -> None:
         try:
             intact = digest(path, read) == file["sha256"]
         except OSError as error:
-            raise refuse("checkpoint.load", f"{path} cannot be read: {error.strerror}; {REMEDY}") from None
+            raise refuse(
+                "checkpoint.load", f"{path} cannot be read: {error.strerror}; {REMEDY}"
+            ) from None
         if not intact:
             why = f"{path} is damaged: its content does not match its checksum; {REMEDY}"
             raise refuse("checkpoint.load", why)

@@ -1,6 +1,8 @@
-"""`python -m workbench.checkpoint.export_weights CHECKPOINT --to FOLDER`: its parameters under Hugging Face's names.
+"""`python -m workbench.checkpoint.export_weights CHECKPOINT --to FOLDER`: its parameters under
+Hugging Face's names.
 
-Tensors are read and written one at a time. Prints a line of JSON as it goes on, and the answer as the last one.
+Tensors are read and written one at a time. Prints a line of JSON as it goes on, and the answer as
+the last one.
 """
 
 from __future__ import annotations
@@ -17,18 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.checkpoint import tensor_integrity
-from workbench.checkpoint import read_tensors
-from workbench.checkpoint import safetensors_writer
-from workbench.engine.exit_codes import status
+from workbench.checkpoint import read_tensors, safetensors_writer, tensor_integrity
 from workbench.checkpoint.checkpoint_format import Shard, write_whole
-from workbench.checkpoint.huggingface_names import INDEX, WHOLE, config_of, foreign_name, parameters_of
-from workbench.checkpoint.tensor_index import Source, source_of
+from workbench.checkpoint.huggingface_folder import refuse_inexpressible
+from workbench.checkpoint.huggingface_names import (
+    INDEX,
+    WHOLE,
+    config_of,
+    foreign_name,
+    parameters_of,
+)
+from workbench.checkpoint.resume_point import CONFIG, shape_of
 from workbench.checkpoint.safetensors_writer import DTYPES, Entry
+from workbench.checkpoint.tensor_index import Source, source_of
+from workbench.engine.exit_codes import status
 from workbench.errors import refuse
 from workbench.plan.model_shape import Shape
-from workbench.checkpoint.resume_point import CONFIG, shape_of
-from workbench.checkpoint.huggingface_folder import refuse_inexpressible
 
 SHARD_BYTES = 5 * 10**9
 """A larger model is spread over files of at most this size; a larger tensor stands alone."""
@@ -36,20 +42,30 @@ Progress = Callable[[int, int, str], None]
 
 
 def export(
-    checkpoint: Path, to: Path, progress: Progress = lambda done, of, what: None, shard_bytes: int = SHARD_BYTES
+    checkpoint: Path,
+    to: Path,
+    progress: Progress = lambda done, of, what: None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, Any]:
-    """Write the parameters of a checkpoint into the new folder `to`, to the bit and in their own dtype.
+    """Write the parameters of a checkpoint into the new folder `to`, to the bit and in their own
+    dtype.
 
-    `progress(done, of, what)` counts bytes, read to verify and written. Returns what was written. Raises ValueError
-    where the checkpoint is damaged, the model is none that Llama's names can express, or `to` is there or unwritable.
+    `progress(done, of, what)` counts bytes, read to verify and written. Returns what was written.
+    Raises ValueError where the checkpoint is damaged, the model is none that Llama's names can
+    express, or `to` is there or unwritable.
     """
     source = source_of(checkpoint)
     shape = shape_of(checkpoint, dict(source.meta))
     refuse_inexpressible(shape)
-    shards = {foreign_name(name): _wanted(source, name, extent) for name, extent in parameters_of(shape).items()}
+    shards = {
+        foreign_name(name): _wanted(source, name, extent)
+        for name, extent in parameters_of(shape).items()
+    }
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise refuse("--to", f"'{to}' is there already; legal: a new folder, or an empty one")
-    total = sum(size for size, _ in source.files.values()) + sum(_entry(*item).nbytes for item in shards.items())
+    total = sum(size for size, _ in source.files.values()) + sum(
+        _entry(*item).nbytes for item in shards.items()
+    )
     count = _Count(total, progress)
     for file in source.files:
         count.what = f"checking {file}"
@@ -62,8 +78,12 @@ def export(
             to.rmdir()
         writing.rename(to)
     except OSError as error:
-        raise refuse("--to", f"'{to}' cannot be written: {error.strerror or error}; free space there, or take another "
-                     "folder") from None  # fmt: skip
+        raise refuse(
+            "--to",
+            f"'{to}' cannot be written: {error.strerror or error}; free space "
+            f"there, or take another "
+            "folder",
+        ) from None
     finally:
         shutil.rmtree(writing, ignore_errors=True)
     return {"folder": str(to), **answer}
@@ -84,7 +104,13 @@ def _wanted(source: Source, name: str, shape: tuple[int, ...]) -> Shard:
     """The whole parameter as something to be loaded; it has no storage yet."""
     stored = source.tensors.get((name, "parameter"))
     dtype = DTYPES[stored.boxes[0].dtype] if stored else torch.float32
-    return Shard(name, "parameter", torch.empty(shape, dtype=dtype, device="meta"), shape, tuple((0, n) for n in shape))
+    return Shard(
+        name,
+        "parameter",
+        torch.empty(shape, dtype=dtype, device="meta"),
+        shape,
+        tuple((0, n) for n in shape),
+    )
 
 
 def _entry(key: str, shard: Shard) -> Entry:
@@ -92,13 +118,22 @@ def _entry(key: str, shard: Shard) -> Entry:
 
 
 def _write(
-    source: Source, shape: Shape, shards: dict[str, Shard], folder: Path, count: _Count, shard_bytes: int
+    source: Source,
+    shape: Shape,
+    shards: dict[str, Shard],
+    folder: Path,
+    count: _Count,
+    shard_bytes: int,
 ) -> dict[str, Any]:
     def read(key: str) -> Tensor:
         count.what = f"writing {key}"
         wanted = shards[key]
         target = Shard(
-            wanted.name, wanted.kind, torch.empty_like(wanted.tensor, device="cpu"), wanted.shape, wanted.slices
+            wanted.name,
+            wanted.kind,
+            torch.empty_like(wanted.tensor, device="cpu"),
+            wanted.shape,
+            wanted.slices,
         )
         read_tensors.copy_all(source, [(target, boxes[key])])
         return target.tensor
@@ -107,11 +142,15 @@ def _write(
     entries = [_entry(key, shard) for key, shard in shards.items()]
     groups = list(_grouped(entries, shard_bytes))
     files = [
-        WHOLE if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))
+        WHOLE if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+        for i in range(len(groups))
     ]
     for file, group in zip(files, groups):
         safetensors_writer.write(folder / file, group, read, count)
-    nbytes, numbers = sum(entry.nbytes for entry in entries), sum(shard.tensor.numel() for shard in shards.values())
+    nbytes, numbers = (
+        sum(entry.nbytes for entry in entries),
+        sum(shard.tensor.numel() for shard in shards.values()),
+    )
     if len(groups) > 1:
         place = {entry.key: file for file, group in zip(files, groups) for entry in group}
         index = {
@@ -122,9 +161,12 @@ def _write(
     dtype = entries[0].dtype
     write_whole(folder / CONFIG, json.dumps(config_of(shape, dtype), indent=2) + "\n")
     return {
-        "files": files, "tensors": len(entries), "parameters": numbers, "bytes": nbytes,
+        "files": files,
+        "tensors": len(entries),
+        "parameters": numbers,
+        "bytes": nbytes,
         "dtype": str(dtype).removeprefix("torch."),
-    }  # fmt: skip
+    }
 
 
 def _grouped(entries: list[Entry], most: int) -> Iterator[list[Entry]]:
@@ -148,7 +190,9 @@ def main() -> int:
     def progress(done: int, of: int, what: str) -> None:
         print(json.dumps({"done": done, "of": of, "what": what}), flush=True)
 
-    return status(lambda: print(json.dumps(export(arguments.checkpoint, arguments.to, progress)), flush=True))
+    return status(
+        lambda: print(json.dumps(export(arguments.checkpoint, arguments.to, progress)), flush=True)
+    )
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from workbench.checkpoint.checkpoint_format import Shard
 
 
 def staged(shards: Sequence[Shard], former: Sequence[Shard] = ()) -> list[Shard]:
-    """The shards with their values of now, in host memory of their own; returns when they are copied.
+    """The shards with their values of now, in host memory of their own; returns when they are
+    copied.
 
-    `former` copies of the same shards are written over: fresh memory costs more than the copy itself. Copies of a CUDA
-    device's tensors are page-locked. Those on the CPU lie outside of torch's allocator, whose count is the training's
-    own memory.
+    `former` copies of the same shards are written over: fresh memory costs more than the copy
+    itself. Copies of a CUDA device's tensors are page-locked. Those on the CPU lie outside of
+    torch's allocator, whose count is the training's own memory.
     """
     known = [(copy.tensor.shape, copy.tensor.dtype) for copy in former]
     again = known == [(shard.tensor.shape, shard.tensor.dtype) for shard in shards]
@@ -34,4 +35,8 @@ def staged(shards: Sequence[Shard], former: Sequence[Shard] = ()) -> list[Shard]
 def _room(tensor: Tensor) -> Tensor:
     if tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return torch.from_numpy(np.empty(tensor.nbytes, dtype=np.uint8)).view(tensor.dtype).view(tensor.shape)
+    return (
+        torch.from_numpy(np.empty(tensor.nbytes, dtype=np.uint8))
+        .view(tensor.dtype)
+        .view(tensor.shape)
+    )

@@ -1,4 +1,6 @@
-"""Folders of weights as Hugging Face's transformers keeps them: what their config.json must say for a plan's model."""
+"""Folders of weights as Hugging Face's transformers keeps them: what their config.json must say for
+a plan's model.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from workbench.plan.catalog import huggingface_config
-from workbench.errors import PlanError, Problem, refuse
-from workbench.plan.model_shape import Shape
 from workbench.checkpoint.resume_point import CONFIG, shape_problems
+from workbench.errors import PlanError, Problem, refuse
+from workbench.plan.catalog import huggingface_config
+from workbench.plan.model_shape import Shape
 
 FAMILIES = ("llama", "mistral", "qwen2")
 """model_type whose tensors have Llama's names."""
@@ -17,7 +19,9 @@ FIELD = "checkpoint.load"
 
 
 def refuse_inexpressible(shape: Shape) -> None:
-    """Raise `PlanError`, field by field, for a shape that Llama's names and configuration cannot express."""
+    """Raise `PlanError`, field by field, for a shape that Llama's names and configuration cannot
+    express.
+    """
     legal: list[tuple[str, Any, bool, str]] = [
         ("positions", shape.positions, shape.positions == "rope", "rope"),
         ("norm", shape.norm, shape.norm == "rmsnorm", "rmsnorm"),
@@ -25,10 +29,18 @@ def refuse_inexpressible(shape: Shape) -> None:
         ("embedding_norm", shape.embedding_norm, not shape.embedding_norm, "false"),
         ("moe", "set", shape.moe is None, "null"),
         ("mla", "set", shape.mla is None, "null"),
-        ("heads", shape.heads, shape.hidden % shape.heads == 0, f"a divisor of hidden = {shape.hidden}"),
+        (
+            "heads",
+            shape.heads,
+            shape.hidden % shape.heads == 0,
+            f"a divisor of hidden = {shape.hidden}",
+        ),
     ]
     found = [
-        Problem(f"model.{field}", f"is {value!r}, which Llama's names and config.json cannot express; legal: {can}")
+        Problem(
+            f"model.{field}",
+            f"is {value!r}, which Llama's names and config.json cannot express; legal: {can}",
+        )
         for field, value, fits, can in legal
         if not fits
     ]
@@ -37,15 +49,23 @@ def refuse_inexpressible(shape: Shape) -> None:
 
 
 def check_config(folder: Path, shape: Shape) -> None:
-    """Raise `PlanError` where the folder's config.json is not that of a plan's `shape`, or of no Llama-style model."""
+    """Raise `PlanError` where the folder's config.json is not that of a plan's `shape`, or of no
+    Llama-style model.
+    """
     path = folder / CONFIG
     theirs = huggingface_config.read(str(path))
     config = json.loads(path.read_text(encoding="utf-8"))
     if (family := config.get("model_type")) not in FAMILIES:
-        raise refuse(FIELD, f"'{path}' has model_type '{family}'; weights are read of {', '.join(FAMILIES)}")
+        raise refuse(
+            FIELD, f"'{path}' has model_type '{family}'; weights are read of {', '.join(FAMILIES)}"
+        )
     if theirs.unmodelled:
-        raise refuse(FIELD, f"'{path}' has {theirs.unmodelled}; weights are read of models that compute nothing beyond "
-                     "the fields of a plan's model")  # fmt: skip
+        raise refuse(
+            FIELD,
+            f"'{path}' has {theirs.unmodelled}; weights are read of models that "
+            f"compute nothing beyond "
+            "the fields of a plan's model",
+        )
     refuse_inexpressible(shape)
     if problems := shape_problems(f"in {path} it", theirs, shape):
         raise PlanError(problems)

@@ -1,7 +1,8 @@
 """Llama-style weights under the names of Hugging Face's transformers, both ways.
 
-A folder holds config.json and model.safetensors, or shards of it that model.safetensors.index.json lists. Query and key
-rows need no permutation: rotary embedding pairs the halves of a head here as it does there.
+A folder holds config.json and model.safetensors, or shards of it that model.safetensors.index.json
+lists. Query and key rows need no permutation: rotary embedding pairs the halves of a head here as
+it does there.
 """
 
 from __future__ import annotations
@@ -15,21 +16,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from workbench.checkpoint.tensor_index import Box, Source, Stored
+from workbench.checkpoint.huggingface_folder import check_config
+from workbench.checkpoint.resume_point import CONFIG
 from workbench.checkpoint.safetensors_writer import DTYPES
+from workbench.checkpoint.tensor_index import Box, Source, Stored
 from workbench.models import Transformer
 from workbench.plan.model_shape import Shape
-from workbench.checkpoint.resume_point import CONFIG
-from workbench.checkpoint.huggingface_folder import check_config
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 KINDS = ("parameter", "master")
 """What of a training state weights alone can fill."""
-OUTSIDE = {
-    "embedding.tokens": "model.embed_tokens",
-    "final_norm": "model.norm",
-    "head": "lm_head",
-}
+OUTSIDE = {"embedding.tokens": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 INSIDE = {
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",
@@ -61,27 +58,46 @@ def parameters_of(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def config_of(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of config.json. Biases on query, key and value alone are Qwen2's; on all, Llama's."""
+    """The content of config.json. Biases on query, key and value alone are Qwen2's; on all,
+    Llama's.
+    """
     qwen = shape.biases == "qkv"
     theta = {"rope_theta": shape.rope_theta}
     return {
         "architectures": ["Qwen2ForCausalLM" if qwen else "LlamaForCausalLM"],
         "model_type": "qwen2" if qwen else "mistral" if shape.window else "llama",
-        "vocab_size": shape.vocab, "hidden_size": shape.hidden, "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim, "max_position_embeddings": shape.max_positions,
-        "hidden_act": "silu" if shape.mlp == "swiglu" else "gelu_pytorch_tanh", "rms_norm_eps": shape.norm_epsilon,
-        **theta, "rope_parameters": {"rope_type": "default", **theta},
-        "tie_word_embeddings": shape.tied, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True,
-        **({} if qwen else {"attention_bias": shape.biases == "all", "mlp_bias": shape.biases == "all"}),
-        "bos_token_id": None, "eos_token_id": None, "torch_dtype": str(dtype).removeprefix("torch."),
-    }  # fmt: skip
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_positions,
+        "hidden_act": "silu" if shape.mlp == "swiglu" else "gelu_pytorch_tanh",
+        "rms_norm_eps": shape.norm_epsilon,
+        **theta,
+        "rope_parameters": {"rope_type": "default", **theta},
+        "tie_word_embeddings": shape.tied,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        **(
+            {}
+            if qwen
+            else {"attention_bias": shape.biases == "all", "mlp_bias": shape.biases == "all"}
+        ),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
 
 
 def source_of(folder: Path, shape: Shape) -> Source:
     """The weights in a folder, as parameters (and their masters) of a plan's `shape`.
 
-    Raises ValueError naming the file, the field or the tensor where they are not whole, or of another model.
+    Raises ValueError naming the file, the field or the tensor where they are not whole, or of
+    another model.
     """
     check_config(folder, shape)
     sizes, found = {}, {}
@@ -93,13 +109,21 @@ def source_of(folder: Path, shape: Shape) -> Source:
     for name, needed in parameters_of(shape).items():
         box = found.pop(foreign_name(name), None)
         if box is None:
-            raise ValueError(f"{folder} has no {foreign_name(name)}, which the plan's model needs; get the whole model")
+            raise ValueError(
+                f"{folder} has no {foreign_name(name)}, which the plan's model "
+                f"needs; get the whole model"
+            )
         has = tuple(stop for _, stop in box.slices)
         if has != needed:
-            raise ValueError(f"{folder / box.file}: {box.key} has shape {has}, the plan's model needs {needed}; "
-                             f"{CONFIG} and tensors are of different models")  # fmt: skip
+            raise ValueError(
+                f"{folder / box.file}: {box.key} has shape {has}, the plan's model "
+                f"needs {needed}; "
+                f"{CONFIG} and tensors are of different models"
+            )
         if box.dtype not in DTYPES:
-            raise ValueError(f"{folder / box.file}: {box.key} is {box.dtype}; legal: {', '.join(DTYPES)}")
+            raise ValueError(
+                f"{folder / box.file}: {box.key} is {box.dtype}; legal: {', '.join(DTYPES)}"
+            )
         tensors |= {(name, kind): Stored(needed, [box]) for kind in KINDS}
     _refuse_rest(folder, set(found), shape)
     return Source(folder, tensors, sizes, {}, exact=False)
@@ -112,7 +136,9 @@ def _files(folder: Path) -> list[str]:
     try:
         files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
     except FileNotFoundError:
-        raise ValueError(f"{folder} has neither {WHOLE} nor {INDEX}; save the model as safetensors") from None
+        raise ValueError(
+            f"{folder} has neither {WHOLE} nor {INDEX}; save the model as safetensors"
+        ) from None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is no index of a model: {error!r}; get the file again") from None
     for file in files:
@@ -138,5 +164,8 @@ def _refuse_rest(folder: Path, rest: set[str], shape: Shape) -> None:
     unused = sorted(key for key in rest - tied if not UNREAD.fullmatch(key))
     if unused:
         others = f" and {len(unused) - 1} more" if unused[1:] else ""
-        raise ValueError(f"{folder} has {unused[0]}{others}, which the plan's model lacks; give the plan the model of "
-                         "this folder (model: FOLDER)")  # fmt: skip
+        raise ValueError(
+            f"{folder} has {unused[0]}{others}, which the plan's model lacks; give "
+            f"the plan the model of "
+            "this folder (model: FOLDER)"
+        )

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: what it holds, file by file and box by box, and a checksum of itself.
+"""The manifest of a checkpoint: what it holds, file by file and box by box, and a checksum of
+itself.
 
-Whoever has a manifest from `read_manifest` may trust its form: every field is there, every box lies within its tensor,
-and every file is one in the checkpoint's own folder.
+Whoever has a manifest from `read_manifest` may trust its form: every field is there, every box lies
+within its tensor, and every file is one in the checkpoint's own folder.
 """
 
 from __future__ import annotations
@@ -19,14 +20,26 @@ MANIFEST = "manifest.json"
 VERSION = 2
 REMEDY = "take another checkpoint (checkpoint.load)"
 FINITE = "finite"
-"""Entry of `meta` that is false where a value of the checkpoint is NaN or infinite; absent otherwise."""
+"""Entry of `meta` that is false where a value of the checkpoint is NaN or infinite; absent
+otherwise.
+"""
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 """The name of a file in the folder itself: no separator, no `..`, nothing hidden."""
 
 _TENSOR = {
-    "key": text, "name": text, "kind": text, "dtype": text, "shape": list_of(whole), "slices": list_of(list_of(whole)),
-}  # fmt: skip
-_FILE = {"file": text, "bytes": whole, "sha256": text, "tensors": list_of(lambda item: has(item, _TENSOR))}
+    "key": text,
+    "name": text,
+    "kind": text,
+    "dtype": text,
+    "shape": list_of(whole),
+    "slices": list_of(list_of(whole)),
+}
+_FILE = {
+    "file": text,
+    "bytes": whole,
+    "sha256": text,
+    "tensors": list_of(lambda item: has(item, _TENSOR)),
+}
 
 
 def manifest_text(body: dict[str, Any]) -> str:
@@ -36,7 +49,9 @@ def manifest_text(body: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: `meta`, and `files` with their tensors. ValueError where it is not whole."""
+    """The manifest of a checkpoint: `meta`, and `files` with their tensors. ValueError where it is
+    not whole.
+    """
     path = folder / MANIFEST
     try:
         content = path.read_text(encoding="utf-8")
@@ -44,7 +59,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         body: dict[str, Any] = {key: value for key, value in manifest.items() if key != "sha256"}
         intact = content == manifest_text(body)
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{folder} is not a finished checkpoint: it has no {MANIFEST}; {REMEDY}") from None
+        raise ValueError(
+            f"{folder} is not a finished checkpoint: it has no {MANIFEST}; {REMEDY}"
+        ) from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from None
     except (ValueError, AttributeError, RecursionError):
@@ -52,14 +69,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not intact:
         raise ValueError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
     if body.get("version") != VERSION:
-        raise ValueError(f"{path} is of version {body.get('version')}, this one reads version {VERSION}; {REMEDY}")
+        raise ValueError(
+            f"{path} is of version {body.get('version')}, this one reads version "
+            f"{VERSION}; {REMEDY}"
+        )
     if wrong := _wrong(folder, body):
         raise ValueError(f"{path} is damaged: {wrong}; {REMEDY}")
     return body
 
 
 def is_finite(folder: Path) -> bool:
-    """Whether all values of a checkpoint are numbers, as far as its manifest says; of a damaged one nothing is said."""
+    """Whether all values of a checkpoint are numbers, as far as its manifest says; of a damaged one
+    nothing is said.
+    """
     try:
         return read_manifest(folder)["meta"].get(FINITE) is not False
     except ValueError:
@@ -67,7 +89,9 @@ def is_finite(folder: Path) -> bool:
 
 
 def refuse_resized(path: Path, size: int) -> None:
-    """ValueError where a checkpoint's file is missing, or has not the `size` that its manifest says."""
+    """ValueError where a checkpoint's file is missing, or has not the `size` that its manifest
+    says.
+    """
     try:
         now = path.stat().st_size
     except OSError as error:
@@ -86,12 +110,18 @@ def _wrong(folder: Path, body: dict[str, Any]) -> str:
         if not has(file, _FILE):
             return f"files[{number}] does not say file, bytes, sha256 and tensors as it should"
         if not _PLAIN.fullmatch(file["file"]):
-            return f"files[{number}] is {file['file']!r}; legal: the name of a file in the checkpoint's own folder"
+            return (
+                f"files[{number}] is {file['file']!r}; legal: the name of a file in the "
+                f"checkpoint's own folder"
+            )
         if (folder / file["file"]).is_symlink():
             return f"{file['file']} is a link; legal: a file in the checkpoint's own folder"
         for tensor in file["tensors"]:
             if not _is_box(tensor["shape"], tensor["slices"]):
-                return f"{tensor['key']} of {file['file']} has slices {tensor['slices']} of shape {tensor['shape']}"
+                return (
+                    f"{tensor['key']} of {file['file']} has slices {tensor['slices']} of shape "
+                    f"{tensor['shape']}"
+                )
     return ""
 
 

@@ -1,7 +1,8 @@
 """Stored tensors read back into whatever a rank holds of them: all refused together, or none.
 
-Each file that somebody needs is verified once, by one of the ranks that need it; what any rank finds wrong is raised on
-all of them, so that none is left waiting. A rank reads the boxes that overlap with its own, and nothing else.
+Each file that somebody needs is verified once, by one of the ranks that need it; what any rank
+finds wrong is raised on all of them, so that none is left waiting. A rank reads the boxes that
+overlap with its own, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError, safe_open
 
 from workbench.checkpoint.checkpoint_format import Shard, Slices, size_of
-from workbench.checkpoint.tensor_integrity import verify_all
-from workbench.checkpoint.tensor_index import Box, Source
-from workbench.checkpoint.safetensors_writer import WORDS
-from workbench.errors import PlanError, Problem
 from workbench.checkpoint.manifest import REMEDY
+from workbench.checkpoint.safetensors_writer import WORDS
+from workbench.checkpoint.tensor_index import Box, Source
+from workbench.checkpoint.tensor_integrity import verify_all
+from workbench.errors import PlanError, Problem
 
 SETTINGS = (
-    "set strategy.precision and training.optimizer to what it was written with, or start from its weights alone "
+    "set strategy.precision and training.optimizer to what it was written with, or start from its "
+    "weights alone "
     "(`workbench weights`)"
 )
 T = TypeVar("T")
@@ -31,7 +33,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among those that load together; `gather` gives the objects of all of them, in order of rank."""
+    """This rank among those that load together; `gather` gives the objects of all of them, in order
+    of rank.
+    """
 
     rank: int = 0
     gather: Callable[[Any], list[Any]] = lambda item: [item]
@@ -40,8 +44,9 @@ class Ranks:
 def load(source: Source, wanted: Sequence[Shard], ranks: Ranks | None = None) -> None:
     """Copy the stored values into `wanted`, in place, from whatever mesh wrote them.
 
-    Checksums of all files that are read, and all names, shapes and dtypes, are verified before anything is copied.
-    Raises `PlanError` on all ranks, naming the file or the tensor, and what to do.
+    Checksums of all files that are read, and all names, shapes and dtypes, are verified before
+    anything is copied. Raises `PlanError` on all ranks, naming the file or the tensor, and what to
+    do.
     """
     ranks = ranks or Ranks()
     found = together(ranks, lambda: located(source, wanted))
@@ -60,47 +65,70 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
         said = str(error)
     for words in ranks.gather(said):
         if words is not None:
-            raise PlanError(Problem("", words))  # the words say all: what was read is at fault, not the code
+            raise PlanError(
+                Problem("", words)
+            )  # the words say all: what was read is at fault, not the code
     return result  # type: ignore[return-value]
 
 
 def assigned(needs: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> list[list[str]]:
-    """Which files each rank verifies, by the files that each needs: every file once, about as many bytes on each."""
+    """Which files each rank verifies, by the files that each needs: every file once, about as many
+    bytes on each.
+    """
     own: list[list[str]] = [[] for _ in needs]
     load = [0] * len(needs)
-    for file in sorted({file for files in needs for file in files}, key=lambda file: (-sizes[file], file)):
-        rank = min((rank for rank, files in enumerate(needs) if file in files), key=lambda rank: load[rank])
+    for file in sorted(
+        {file for files in needs for file in files}, key=lambda file: (-sizes[file], file)
+    ):
+        rank = min(
+            (rank for rank, files in enumerate(needs) if file in files), key=lambda rank: load[rank]
+        )
         own[rank].append(file)
         load[rank] += sizes[file]
     return own
 
 
 def located(source: Source, wanted: Sequence[Shard]) -> list[tuple[Shard, list[Box]]]:
-    """Each shard and the boxes to read it from. ValueError where what is stored is not what the plan needs."""
+    """Each shard and the boxes to read it from. ValueError where what is stored is not what the
+    plan needs.
+    """
     found = [(shard, overlapping(source, shard)) for shard in wanted]
     unwanted = {kind for _, kind in source.tensors} - {"step", *(shard.kind for shard in wanted)}
     if source.exact and wanted and unwanted:
-        raise ValueError(f"{source.folder} holds {', '.join(sorted(unwanted))} of its parameters, which the plan has "
-                         f"not; {SETTINGS}")  # fmt: skip
+        raise ValueError(
+            f"{source.folder} holds {', '.join(sorted(unwanted))} of its parameters, "
+            f"which the plan has "
+            f"not; {SETTINGS}"
+        )
     return found
 
 
 def overlapping(source: Source, shard: Shard) -> list[Box]:
-    """The stored boxes that overlap with what is wanted. ValueError where they are not what the plan needs."""
+    """The stored boxes that overlap with what is wanted. ValueError where they are not what the
+    plan needs.
+    """
     folder, what = source.folder, f"{shard.kind} of {shard.name}"
     stored = source.tensors.get((shard.name, shard.kind))
     if stored is None:
         raise ValueError(f"{folder} has no {what}: it is of another model, or {SETTINGS}")
     if stored.shape != shard.shape:
-        raise ValueError(f"{folder}: {what} has shape {stored.shape}, the plan's model needs {shard.shape}; "
-                         "load it with the plan that wrote it, or change the model's shape")  # fmt: skip
+        raise ValueError(
+            f"{folder}: {what} has shape {stored.shape}, the plan's model needs "
+            f"{shard.shape}; "
+            "load it with the plan that wrote it, or change the model's shape"
+        )
     boxes = [box for box in stored.boxes if size_of(overlap(box.slices, shard.slices))]
     covered = sum(size_of(overlap(box.slices, shard.slices)) for box in boxes)
     if covered != size_of(shard.slices):
-        raise ValueError(f"{folder}: {what} has {covered} of the {size_of(shard.slices)} values wanted; {REMEDY}")
+        raise ValueError(
+            f"{folder}: {what} has {covered} of the {size_of(shard.slices)} values wanted; {REMEDY}"
+        )
     for box in boxes:
         if source.exact and box.dtype != WORDS[shard.tensor.dtype]:
-            raise ValueError(f"{folder}: {what} is {box.dtype}, the plan needs {WORDS[shard.tensor.dtype]}; {SETTINGS}")
+            raise ValueError(
+                f"{folder}: {what} is {box.dtype}, the plan needs "
+                f"{WORDS[shard.tensor.dtype]}; {SETTINGS}"
+            )
     return boxes
 
 
@@ -119,7 +147,9 @@ def copy_all(source: Source, found: Sequence[tuple[Shard, Sequence[Box]]]) -> No
                 try:
                     _copy(opened[box.file], box, shard)
                 except SafetensorError as error:
-                    raise ValueError(f"{source.folder / box.file} is damaged: {error}; {REMEDY}") from None
+                    raise ValueError(
+                        f"{source.folder / box.file} is damaged: {error}; {REMEDY}"
+                    ) from None
 
 
 def _opened(path: Path) -> Any:
@@ -132,7 +162,9 @@ def _opened(path: Path) -> Any:
 def _copy(file: Any, box: Box, shard: Shard) -> None:
     target, extent = shard.tensor.detach(), [stop - start for start, stop in box.slices]
     if (has := file.get_slice(box.key).get_shape()) != extent:
-        raise ValueError(f"{box.file}: {box.key} has shape {has}, its checkpoint says {extent}; {REMEDY}")
+        raise ValueError(
+            f"{box.file}: {box.key} has shape {has}, its checkpoint says {extent}; {REMEDY}"
+        )
     if not shard.shape:
         target.copy_(file.get_tensor(box.key))
         return

@@ -1,4 +1,6 @@
-"""Checkpoints without torch: which one to go on from, whether its manifest is whole, and whether a plan fits it."""
+"""Checkpoints without torch: which one to go on from, whether its manifest is whole, and whether a
+plan fits it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import PlanError, Problem, refuse
-from workbench.plan.validation_messages import shape_from
-from workbench.plan.schema import Plan, PythonModel
-from workbench.plan.model_shape import Shape
-from workbench.runs.store.field_checks import has, object_, text, whole
 from workbench.checkpoint.manifest import MANIFEST, REMEDY, is_finite
+from workbench.errors import PlanError, Problem, refuse
+from workbench.plan.model_shape import Shape
+from workbench.plan.schema import Plan, PythonModel
+from workbench.plan.validation_messages import shape_from
+from workbench.runs.store.field_checks import has, object_, text, whole
 
 CONFIG = "config.json"
 """What a folder of weights under Hugging Face's names holds beside them."""
@@ -21,18 +23,23 @@ UNSEEN = {"name", "max_positions", "moe.capacity", "moe.auxiliary_loss"}
 
 
 def finished(folder: Path) -> list[Path]:
-    """Checkpoints in a folder of them that are whole, oldest step first. Links are none: they lead elsewhere."""
+    """Checkpoints in a folder of them that are whole, oldest step first. Links are none: they lead
+    elsewhere.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return []
-    found = (path for path in folder.iterdir() if STEP.fullmatch(path.name) and not path.is_symlink())
+    found = (
+        path for path in folder.iterdir() if STEP.fullmatch(path.name) and not path.is_symlink()
+    )
     return sorted(path for path in found if (path / MANIFEST).is_file())
 
 
 def checkpoint_of(source: str | Path, field: str = "resume") -> Path:
-    """The checkpoint meant by `source`: a checkpoint itself, or the latest of a run directory whose values are finite.
+    """The checkpoint meant by `source`: a checkpoint itself, or the latest of a run directory whose
+    values are finite.
 
-    A run that has none yet stands where the checkpoint stands that it went on from. Raises `PlanError`, naming `field`,
-    where there is none.
+    A run that has none yet stands where the checkpoint stands that it went on from. Raises
+    `PlanError`, naming `field`, where there is none.
     """
     path = Path(source).absolute()
     if not (path / "state.json").is_file():
@@ -45,8 +52,14 @@ def checkpoint_of(source: str | Path, field: str = "resume") -> Path:
         if is_finite(latest):
             return latest
     if found:
-        why = f"{path} holds only checkpoints with NaN or infinite values, the last one {found[-1].name}"
-        raise refuse(field, f"{why}; go on from an earlier run, with a lower training.optimizer.learning_rate")
+        why = (
+            f"{path} holds only checkpoints with NaN or infinite values, the last one "
+            f"{found[-1].name}"
+        )
+        raise refuse(
+            field,
+            f"{why}; go on from an earlier run, with a lower training.optimizer.learning_rate",
+        )
     return _origin(path, field)
 
 
@@ -55,27 +68,40 @@ def _origin(run: Path, field: str) -> Path:
     try:
         load = Plan.load(run / "plan.yaml").checkpoint.load
     except PlanError as error:
-        raise refuse(field, f"{run} holds no checkpoint, and its plan cannot be read: {error}") from None
+        raise refuse(
+            field, f"{run} holds no checkpoint, and its plan cannot be read: {error}"
+        ) from None
     if load is None:
-        raise refuse(field, f"{run} holds no checkpoint; set checkpoint.every, or stop a run with a checkpoint")
+        raise refuse(
+            field,
+            f"{run} holds no checkpoint; set checkpoint.every, or stop a run with a checkpoint",
+        )
     if not (Path(load) / MANIFEST).is_file():
-        raise refuse(field, f"{run} holds no checkpoint, and what it went on from is no longer one: {load}")
+        raise refuse(
+            field, f"{run} holds no checkpoint, and what it went on from is no longer one: {load}"
+        )
     return Path(load)
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether the folder holds a model's weights as Hugging Face keeps them, instead of a checkpoint of ours."""
+    """Whether the folder holds a model's weights as Hugging Face keeps them, instead of a
+    checkpoint of ours.
+    """
     return (folder / CONFIG).is_file() and not (folder / MANIFEST).is_file()
 
 
 def meta_of(plan: Plan, step: int) -> dict[str, Any]:
-    """What a checkpoint says of the run: enough to refuse another model, and to find the sampler's place."""
+    """What a checkpoint says of the run: enough to refuse another model, and to find the sampler's
+    place.
+    """
     return {
         "plan": plan.name,
         "world_size": plan.world_size,
         "step": step,
         "sample_index": step * plan.training.global_batch,
-        "model": plan.model.model_dump() if isinstance(plan.model, Shape | PythonModel) else plan.model,
+        "model": plan.model.model_dump()
+        if isinstance(plan.model, Shape | PythonModel)
+        else plan.model,
         "precision": plan.strategy.precision,
         "optimizer": plan.training.optimizer.name,
     }
@@ -88,21 +114,27 @@ _META = {"sample_index": whole, "model": object_, "precision": text, "optimizer"
 def _refuse_formless(folder: Path, meta: dict[str, Any]) -> None:
     """ValueError where a manifest's `meta` is not what `meta_of` gives."""
     if not has(meta, _META):
-        raise ValueError(f"{folder / MANIFEST} is damaged: its meta does not say {', '.join(_META)}; {REMEDY}")
+        raise ValueError(
+            f"{folder / MANIFEST} is damaged: its meta does not say {', '.join(_META)}; {REMEDY}"
+        )
 
 
 def steps_done(folder: Path, meta: dict[str, Any], plan: Plan) -> int:
     """Steps that a checkpoint of `meta` stands for in a complete `plan`.
 
-    Raises `PlanError`, field by field, where it is of another model, precision or optimizer, or where the sampler's
-    place does not fall between two of the plan's steps; ValueError where `meta` does not say so.
+    Raises `PlanError`, field by field, where it is of another model, precision or optimizer, or
+    where the sampler's place does not fall between two of the plan's steps; ValueError where `meta`
+    does not say so.
     """
     _refuse_formless(folder, meta)
     found = _differing(folder, meta, plan)
     batch, samples = plan.training.global_batch, meta["sample_index"]
     steps, rest = divmod(samples, batch)
     if rest:
-        message = f"is {batch}, but {folder} stands at sample {samples}, which is not between two of its steps"
+        message = (
+            f"is {batch}, but {folder} stands at sample {samples}, which is not between two "
+            f"of its steps"
+        )
         found.append(Problem("training.global_batch", f"{message}; legal: a divisor of {samples}"))
     if found:
         raise PlanError(found)
@@ -117,7 +149,9 @@ def _differing(folder: Path, meta: dict[str, Any], plan: Plan) -> list[Problem]:
     ):
         if theirs != mine:
             how = f"set it to {theirs!r}, or start from weights alone (`workbench weights`)"
-            found.append(Problem(field, f"is {mine!r}, {folder} was written with {theirs!r}; {how}"))
+            found.append(
+                Problem(field, f"is {mine!r}, {folder} was written with {theirs!r}; {how}")
+            )
     return found
 
 
@@ -125,7 +159,9 @@ def shape_of(folder: Path, meta: dict[str, Any]) -> Shape:
     """The shape of a checkpoint's model. ValueError where that is code, which has none."""
     _refuse_formless(folder, meta)
     if "python" in meta["model"]:
-        raise ValueError(f"{folder} is of the model '{meta['model']['python']}', which is code and has no shape")
+        raise ValueError(
+            f"{folder} is of the model '{meta['model']['python']}', which is code and has no shape"
+        )
     return _shape(folder, meta["model"])
 
 
@@ -142,7 +178,11 @@ def _model_problems(folder: Path, theirs: dict[str, Any], plan: Plan) -> list[Pr
         return shape_problems(where, _shape(folder, theirs), plan.model)
     mine = plan.model.python if isinstance(plan.model, PythonModel) else plan.shape.name
     other = theirs.get("python", theirs.get("name"))
-    return [] if mine == other else [Problem("model", f"is {mine!r}; {where} is {other!r}; give the plan that model")]
+    return (
+        []
+        if mine == other
+        else [Problem("model", f"is {mine!r}; {where} is {other!r}; give the plan that model")]
+    )
 
 
 def shape_problems(where: str, theirs: Shape, mine: Shape) -> list[Problem]:
@@ -151,7 +191,10 @@ def shape_problems(where: str, theirs: Shape, mine: Shape) -> list[Problem]:
     if mine.positions == "learned" or theirs.positions == "learned":
         ours["max_positions"], others["max_positions"] = mine.max_positions, theirs.max_positions
     return [
-        Problem(f"model.{field}", f"is {ours.get(field)!r}; {where} is {others.get(field)!r}; give the plan that model")
+        Problem(
+            f"model.{field}",
+            f"is {ours.get(field)!r}; {where} is {others.get(field)!r}; give the plan that model",
+        )
         for field in dict.fromkeys((*ours, *others))
         if ours.get(field) != others.get(field)
     ]
@@ -160,6 +203,10 @@ def shape_problems(where: str, theirs: Shape, mine: Shape) -> list[Problem]:
 def _flat(shape: Shape) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for field, value in shape.model_dump().items():
-        inner = {f"{field}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {field: value}
+        inner = (
+            {f"{field}.{key}": each for key, each in value.items()}
+            if isinstance(value, dict)
+            else {field: value}
+        )
         flat |= inner
     return {field: value for field, value in flat.items() if field not in UNSEEN}

@@ -1,7 +1,9 @@
-"""safetensors files written as their tensors come: no more than one is in memory beside what the caller holds.
+"""safetensors files written as their tensors come: no more than one is in memory beside what the
+caller holds.
 
-The library writes a file from tensors that are all there, and hashes nothing. The format is small: the header's length
-(8 bytes, little-endian), the header as JSON, then the tensors' bytes (https://github.com/huggingface/safetensors).
+The library writes a file from tensors that are all there, and hashes nothing. The format is small:
+the header's length (8 bytes, little-endian), the header as JSON, then the tensors' bytes
+(https://github.com/huggingface/safetensors).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ DTYPES = {word: dtype for dtype, word in WORDS.items()}
 BLOCK = 32 * 2**20
 """Bytes written and hashed at once: after each the writer has shown that its disk answers."""
 KEPT = 8 * BLOCK
-"""Bytes that may wait in the kernel for the disk: more would be waited for in silence at the file's end."""
+"""Bytes that may wait in the kernel for the disk: more would be waited for in silence at the file's
+end.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,12 @@ def write(
     tensor_of: Callable[[str], Tensor],
     wrote: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[int, str]:
-    """Write the file, asking `tensor_of(key)` for one tensor after the other, on any device; (its bytes, its sha256).
+    """Write the file, asking `tensor_of(key)` for one tensor after the other, on any device; (its
+    bytes, its sha256).
 
-    The checksum is of what was to be written, so that it tells what the disk made of it. `wrote` is told of every
-    block. Wide dtypes come first, so that all are aligned. Raises OSError where the disk refuses.
+    The checksum is of what was to be written, so that it tells what the disk made of it. `wrote` is
+    told of every block. Wide dtypes come first, so that all are aligned. Raises OSError where the
+    disk refuses.
     """
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.key))
     digest, size, kept = hashlib.sha256(), 0, 0
@@ -68,12 +74,20 @@ def write(
     return size, digest.hexdigest()
 
 
-def _blocks(entries: Sequence[Entry], tensor_of: Callable[[str], Tensor]) -> Iterator[bytes | memoryview]:
+def _blocks(
+    entries: Sequence[Entry], tensor_of: Callable[[str], Tensor]
+) -> Iterator[bytes | memoryview]:
     yield _header(entries)
     for entry in entries:
         tensor = tensor_of(entry.key)
-        assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), (entry, tensor.dtype, tensor.shape)
-        content = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), (
+            entry,
+            tensor.dtype,
+            tensor.shape,
+        )
+        content = memoryview(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        )
         for start in range(0, len(content), BLOCK):
             yield content[start : start + BLOCK]
 
@@ -83,8 +97,10 @@ def _header(entries: Sequence[Entry]) -> bytes:
     at = 0
     for entry in entries:
         described[entry.key] = {
-            "dtype": WORDS[entry.dtype], "shape": entry.shape, "data_offsets": [at, at + entry.nbytes],
-        }  # fmt: skip
+            "dtype": WORDS[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [at, at + entry.nbytes],
+        }
         at += entry.nbytes
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench.checkpoint.checkpoint_format import Slices
-from workbench.checkpoint.safetensors_writer import DTYPES
 from workbench.checkpoint.manifest import REMEDY, read_manifest
+from workbench.checkpoint.safetensors_writer import DTYPES
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Source:
-    """What a folder holds: tensors by (name, kind), and of each file its bytes and sha256 (None: it has none)."""
+    """What a folder holds: tensors by (name, kind), and of each file its bytes and sha256 (None: it
+    has none).
+    """
 
     folder: Path
     tensors: Mapping[tuple[str, str], Stored]
@@ -43,17 +45,23 @@ class Source:
 
 
 def source_of(folder: Path) -> Source:
-    """What a checkpoint holds. Raises ValueError where its manifest is not whole, or names a dtype that is none."""
+    """What a checkpoint holds. Raises ValueError where its manifest is not whole, or names a dtype
+    that is none.
+    """
     body = read_manifest(folder)
     found: dict[tuple[str, str], Stored] = {}
     for entry in body["files"]:
         for tensor in entry["tensors"]:
             if tensor["dtype"] not in DTYPES:
                 legal = ", ".join(DTYPES)
-                raise ValueError(f"{folder}: {tensor['key']} is {tensor['dtype']}; legal: {legal}; {REMEDY}")
+                raise ValueError(
+                    f"{folder}: {tensor['key']} is {tensor['dtype']}; legal: {legal}; {REMEDY}"
+                )
             slices = tuple((start, stop) for start, stop in tensor["slices"])
             box = Box(entry["file"], tensor["key"], slices, tensor["dtype"])
-            stored = found.setdefault((tensor["name"], tensor["kind"]), Stored(tuple(tensor["shape"]), []))
+            stored = found.setdefault(
+                (tensor["name"], tensor["kind"]), Stored(tuple(tensor["shape"]), [])
+            )
             assert isinstance(stored.boxes, list)
             stored.boxes.append(box)
     files = {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in body["files"]}

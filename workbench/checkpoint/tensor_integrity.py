@@ -1,4 +1,6 @@
-"""Whether a stored file is what was written; where no checksum says what that was, whether its values are numbers."""
+"""Whether a stored file is what was written; where no checksum says what that was, whether its
+values are numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from workbench.checkpoint.tensor_index import Source
-from workbench.checkpoint.manifest import REMEDY, refuse_resized
 from workbench.checkpoint.checksums import CHUNK, digest
+from workbench.checkpoint.manifest import REMEDY, refuse_resized
+from workbench.checkpoint.tensor_index import Source
 
 
 def verify_all(source: Source, files: Sequence[str]) -> None:
@@ -19,9 +21,11 @@ def verify_all(source: Source, files: Sequence[str]) -> None:
 
 
 def verify(source: Source, file: str, read: Callable[[int], None] = lambda nbytes: None) -> None:
-    """ValueError where a file is missing, or is not what was written; `read` is told of every chunk.
+    """ValueError where a file is missing, or is not what was written; `read` is told of every
+    chunk.
 
-    A file without a checksum comes from elsewhere: it is refused where a value of its tensors is NaN or infinite.
+    A file without a checksum comes from elsewhere: it is refused where a value of its tensors is
+    NaN or infinite.
     """
     path, (size, sha256) = source.folder / file, source.files[file]
     refuse_resized(path, size)
@@ -29,7 +33,9 @@ def verify(source: Source, file: str, read: Callable[[int], None] = lambda nbyte
         if sha256 is None:
             _refuse_non_finite(path, _keys(source, file))
         elif digest(path, read) != sha256:
-            raise ValueError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
+            raise ValueError(
+                f"{path} is damaged: its content does not match its checksum; {REMEDY}"
+            )
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}; {REMEDY}") from None
     except OSError as error:
@@ -37,7 +43,9 @@ def verify(source: Source, file: str, read: Callable[[int], None] = lambda nbyte
 
 
 def _keys(source: Source, file: str) -> list[str]:
-    return sorted({box.key for stored in source.tensors.values() for box in stored.boxes if box.file == file})
+    return sorted(
+        {box.key for stored in source.tensors.values() for box in stored.boxes if box.file == file}
+    )
 
 
 def _refuse_non_finite(path: Path, keys: Sequence[str]) -> None:
@@ -46,5 +54,9 @@ def _refuse_non_finite(path: Path, keys: Sequence[str]) -> None:
             values = opened.get_tensor(key).flatten()
             bad = sum(int((~part.isfinite()).sum()) for part in values.split(CHUNK))
             if bad:
-                raise ValueError(f"{path}: {bad} of the {values.numel()} values of {key} are NaN or infinite, and "
-                                 "training from them would learn nothing; get weights that are whole")  # fmt: skip
+                raise ValueError(
+                    f"{path}: {bad} of the {values.numel()} values of {key} are NaN "
+                    f"or infinite, and "
+                    "training from them would learn nothing; get weights that are "
+                    "whole"
+                )

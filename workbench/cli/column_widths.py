@@ -1,4 +1,6 @@
-"""How wide the columns of a table are on a narrow screen: words stay whole, and the least is lost."""
+"""How wide the columns of a table are on a narrow screen: words stay whole, and the least is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def need(cells: Iterable[str], heading: str, figures: bool) -> Need:
 
 
 def fit(needs: Sequence[Need], room: int) -> list[int]:
-    """The width of each column, together at most `room`; less than the longest word only where words do not fit.
+    """The width of each column, together at most `room`; less than the longest word only where
+    words do not fit.
 
     The first column, which says what a row is about, keeps its words longest.
     """
@@ -69,8 +72,13 @@ def _ends(word: str, size: int) -> str:
 
 
 def _levelled(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
-    """Widths of at least `least` and at most `most`, the widest of them level, that fill `room` as far as they can."""
-    rows = ([max(low, min(high, level)) for low, high in zip(least, most)] for level in range(room, 0, -1))
+    """Widths of at least `least` and at most `most`, the widest of them level, that fill `room` as
+    far as they can.
+    """
+    rows = (
+        [max(low, min(high, level)) for low, high in zip(least, most)]
+        for level in range(room, 0, -1)
+    )
     return next((widths for widths in rows if sum(widths) <= room), list(least))
 
 

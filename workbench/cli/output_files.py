@@ -27,6 +27,13 @@ def writable(path: Path | None) -> None:
     """Refuse a report that could not be written, before the work that it is about."""
     if path is None:
         return
-    why = "" if len(os.fsencode(path.name)) <= NAME_BYTES else f": its name has more than {NAME_BYTES} bytes"
+    why = (
+        ""
+        if len(os.fsencode(path.name)) <= NAME_BYTES
+        else (f": its name has more than {NAME_BYTES} bytes")
+    )
     if why or not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
-        raise refuse("--html", f"'{path.name[:60]}' cannot be written{why}; legal: a file in a folder that exists")
+        raise refuse(
+            "--html",
+            f"'{path.name[:60]}' cannot be written{why}; legal: a file in a folder that exists",
+        )

@@ -1,4 +1,6 @@
-"""How a command that takes its time says where it is: on stderr, a bar in a terminal and lines elsewhere."""
+"""How a command that takes its time says where it is: on stderr, a bar in a terminal and lines
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,20 @@ import sys
 import time
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
-from workbench.cli.terminal import console
 from workbench.cli.tables import culprit
-from workbench.safe_io.untrusted_text import visible
+from workbench.cli.terminal import console
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import State
+from workbench.safe_io.untrusted_text import visible
 
 LINE_SECONDS = 5.0
 """At most one line in this time, and one for the last step, where no terminal can redraw one."""
@@ -27,8 +36,14 @@ class waiting:
     """Work of unknown length; the value is called with what it is at."""
 
     def __init__(self, words: str) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-        self.bar = Progress(*columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+        )
+        self.bar = Progress(
+            *columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        )
         self.task = self.bar.add_task(visible(words), total=None)
 
     def __enter__(self) -> waiting:
@@ -47,7 +62,12 @@ class waiting:
 
 def followed(run: Run, words: str = "") -> State:
     """Wait for the end of `run`, telling its steps and loss; `words` say which run it is."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     steps, quiet, words = run.state.steps, not sys.stderr.isatty(), visible(words)
     said = 0.0
     with Progress(*columns, console=console(stderr=True), transient=True, disable=quiet) as bar:
@@ -70,7 +90,9 @@ def followed(run: Run, words: str = "") -> State:
         def seen(state: State) -> None:
             nonlocal warned
             if state.warning and state.warning != warned:
-                bar.console.print(visible(f"warning: {state.warning}"), markup=False, highlight=False)
+                bar.console.print(
+                    visible(f"warning: {state.warning}"), markup=False, highlight=False
+                )
             warned = state.warning
 
         return run.wait(progress=progress, seen=seen)

@@ -1,7 +1,8 @@
 """The terminal: the one place where text becomes a line or a cell on it.
 
-Names, causes of failures and log lines come from other people's files. They are shown as they are: never read as markup
-(a gloo error begins with "[/"), and without the characters that a terminal acts on (`plan.text.visible`).
+Names, causes of failures and log lines come from other people's files. They are shown as they are:
+never read as markup (a gloo error begins with "[/"), and without the characters that a terminal
+acts on (`plan.text.visible`).
 """
 
 from __future__ import annotations
@@ -24,22 +25,27 @@ PIPE_WIDTH = 160
 
 
 def _room(width: int, columns: int) -> int:
-    """Of a screen's `width`, what so many columns have for themselves: three go between two, and one at each end."""
+    """Of a screen's `width`, what so many columns have for themselves: three go between two, and
+    one at each end.
+    """
     return width - (3 * columns - 1)
 
 
 class Grid(Table):
     """A table whose title, headings and cells are text and nothing else.
 
-    Lines break at spaces. Where that is too wide for the screen the `optional` columns are left out, in their order and
-    with a line that names them; then figures are parted from their units; then long words lose their middle.
+    Lines break at spaces. Where that is too wide for the screen the `optional` columns are left
+    out, in their order and with a line that names them; then figures are parted from their units;
+    then long words lose their middle.
     """
 
     def __init__(self, title: str = "", optional: Iterable[str] = ()) -> None:
         super().__init__(title=as_text(title, "table.title"))
         self.optional = tuple(optional)
 
-    def add_row(self, *cells: object, style: StyleType | None = None, end_section: bool = False) -> None:
+    def add_row(
+        self, *cells: object, style: StyleType | None = None, end_section: bool = False
+    ) -> None:
         """Add a row; each cell as it reads."""
         super().add_row(*(_flat(cell) for cell in cells), style=style, end_section=end_section)
 
@@ -93,7 +99,9 @@ def as_text(value: object, style: str = "") -> Text:
 
 
 def console(stderr: bool = False) -> Console:
-    """A console as wide as the terminal; without one as COLUMNS says, else wide enough for a table."""
+    """A console as wide as the terminal; without one as COLUMNS says, else wide enough for a
+    table.
+    """
     stream = sys.stderr if stderr else sys.stdout
     columns = os.environ.get("COLUMNS", "")
     width = None if stream.isatty() or (columns.isdecimal() and int(columns)) else PIPE_WIDTH

@@ -1,4 +1,6 @@
-"""`python -m workbench.engine.check_python_model PLAN --allow-code`: hold a plan's operators against the model that is code."""
+"""`python -m workbench.engine.check_python_model PLAN --allow-code`: hold a plan's operators
+against the model that is code.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,14 @@ from pathlib import Path
 from workbench.engine.exit_codes import status
 from workbench.models.python_model import build_python
 from workbench.parallel.operators.module_sites import placements_of
-from workbench.plan.schema import Plan
 from workbench.plan.rules.supported import require
+from workbench.plan.schema import Plan
 
 
 def inspect(plan: Plan, allow_code: bool) -> None:
-    """Raises `PlanError` where a plan's code is not allowed, is no model, or has not what the operators name."""
+    """Raises `PlanError` where a plan's code is not allowed, is no model, or has not what the
+    operators name.
+    """
     full = plan.complete()
     require(full, "run", allow_code)
     if full.code:

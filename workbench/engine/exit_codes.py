@@ -9,7 +9,9 @@ from workbench.engine.verify.forked_ranks import RankError
 
 
 def status(work: Callable[[], None]) -> int:
-    """Run `work`; 0, or its error on stderr: 2 where what was asked is refused (ValueError), 1 where a rank failed."""
+    """Run `work`; 0, or its error on stderr: 2 where what was asked is refused (ValueError), 1
+    where a rank failed.
+    """
     try:
         work()
     except (ValueError, RankError) as error:

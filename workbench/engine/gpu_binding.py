@@ -1,7 +1,8 @@
 """Which GPU a rank has, held to the plan before anything is built.
 
-accelerate takes GPU LOCAL_RANK modulo the number that is there, so that two ranks share one, which NCCL tells only at
-its first collective; and where torch cannot use the driver it makes every rank a world of its own.
+accelerate takes GPU LOCAL_RANK modulo the number that is there, so that two ranks share one, which
+NCCL tells only at its first collective; and where torch cannot use the driver it makes every rank a
+world of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine.rendezvous import meet
-from workbench.machine.attached import is_another_model
 from workbench.errors import PlanError, Problem, refuse
+from workbench.machine.attached import is_another_model
 from workbench.plan.schema import Plan
 
 HEARD = timedelta(seconds=10)
@@ -40,10 +41,12 @@ class Gpu(NamedTuple):
 
 
 def join_gpus(plan: Plan) -> None:
-    """Take this rank's GPU, compare it with those of all ranks, and enter the process group over NCCL.
+    """Take this rank's GPU, compare it with those of all ranks, and enter the process group over
+    NCCL.
 
-    accelerate takes a group that is there as it is. A process without a launcher is alone, and enters none. Raises
-    `PlanError` on every rank where a GPU is missing, shared, or of another model than the plan's.
+    accelerate takes a group that is there as it is. A process without a launcher is alone, and
+    enters none. Raises `PlanError` on every rank where a GPU is missing, shared, or of another
+    model than the plan's.
     """
     device, deadline = take_gpu(plan), timedelta(seconds=plan.telemetry.timeout_seconds)
     if "RANK" not in os.environ:
@@ -51,14 +54,18 @@ def join_gpus(plan: Plan) -> None:
         return
     store, rank, world = meet(plan, deadline)
     compare(plan, own_gpu(device), store, rank, world)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=deadline, device_id=device)
+    dist.init_process_group(
+        "nccl", store=store, rank=rank, world_size=world, timeout=deadline, device_id=device
+    )
 
 
 def take_gpu(plan: Plan) -> torch.device:
     """Make GPU LOCAL_RANK the current one. Raises `PlanError` where torch has no such GPU."""
     index, host = int(os.environ.get("LOCAL_RANK", "0")), socket.gethostname()
     if not torch.cuda.is_available():
-        raise refuse("cluster.gpu", f"is {plan.card.name}, but torch has no GPU on {host}: {_why_not_cuda()}")
+        raise refuse(
+            "cluster.gpu", f"is {plan.card.name}, but torch has no GPU on {host}: {_why_not_cuda()}"
+        )
     count = torch.cuda.device_count()
     if index >= count:
         message = f"gives {host} a local rank {index} (from 0), but torch has {count} GPUs there"
@@ -85,14 +92,16 @@ def own_gpu(device: torch.device) -> Gpu:
 
 def gpu_record(device: torch.device) -> dict[str, str] | None:
     """The GPU as a rank's first record names it; None for CPU ranks."""
-    return {"uuid": (own := own_gpu(device)).uuid, "name": own.name} if device.type == "cuda" else None
+    return (
+        {"uuid": (own := own_gpu(device)).uuid, "name": own.name} if device.type == "cuda" else None
+    )
 
 
 def compare(plan: Plan, own: Gpu, store: dist.Store, rank: int, world: int) -> None:
     """Tell `store` this rank's GPU, and hold those of all `world` ranks to the plan.
 
-    Rank 0 reads them all and the others its verdict, so that the store answers a few requests a rank. Raises
-    `PlanError`, alike on every rank.
+    Rank 0 reads them all and the others its verdict, so that the store answers a few requests a
+    rank. Raises `PlanError`, alike on every rank.
     """
     store.set(_key(rank), json.dumps(own))
     if rank == 0:
@@ -123,19 +132,29 @@ def _read(plan: Plan, store: dist.Store, rank: int) -> Gpu:
 
 
 def _problems(plan: Plan, gpus: list[Gpu]) -> list[Problem]:
-    """Of the ranks' `gpus`, in order of rank: those of another model, and those that several ranks share."""
+    """Of the ranks' `gpus`, in order of rank: those of another model, and those that several ranks
+    share.
+    """
     found: list[Problem] = []
     owners: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         owners.setdefault(gpu.uuid, []).append(rank)
-    others = [f"rank {rank} has {gpu}" for rank, gpu in enumerate(gpus) if is_another_model(plan.card, gpu.name)]
+    others = [
+        f"rank {rank} has {gpu}"
+        for rank, gpu in enumerate(gpus)
+        if is_another_model(plan.card, gpu.name)
+    ]
     if others:
         found.append(Problem("cluster.gpu", f"is {plan.card.name}, but {_few(others)}"))
     shared = [
-        f"ranks {' and '.join(map(str, ranks))} share {gpus[ranks[0]]}" for ranks in owners.values() if len(ranks) > 1
+        f"ranks {' and '.join(map(str, ranks))} share {gpus[ranks[0]]}"
+        for ranks in owners.values()
+        if len(ranks) > 1
     ]
     if shared:
-        found.append(Problem("cluster.gpus", f"is {plan.world_size}, one GPU a rank, but {_few(shared)}"))
+        found.append(
+            Problem("cluster.gpus", f"is {plan.world_size}, one GPU a rank, but {_few(shared)}")
+        )
     return found
 
 

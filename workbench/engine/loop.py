@@ -15,28 +15,34 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from workbench.engine.data import tokenized_corpus
-from workbench.engine.measure.allocator_memory import meter
-from workbench.engine.measure.step_sampler import Follower, Sampler, allocated_rows
-from workbench.engine.optimizer import learning_rate
 from workbench.engine.data.batch_sampler import Sampler as TextSampler
-from workbench.engine.session_checkpoint import Saver
-from workbench.engine.session import Session, StepResult
-from workbench.engine.measure.telemetry_writer import Telemetry
+from workbench.engine.measure.allocator_memory import meter
 from workbench.engine.measure.experiment_trackers import Trackers
+from workbench.engine.measure.step_sampler import Follower, Sampler, allocated_rows
+from workbench.engine.measure.telemetry_writer import Telemetry
+from workbench.engine.optimizer import learning_rate
+from workbench.engine.session import Session, StepResult
+from workbench.engine.session_checkpoint import Saver
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_loss
 from workbench.plan.schema import Plan
 from workbench.runs.store.stop_request import read_stop
 
 FIRST_SAMPLES = 2
-"""Steps at the start whose memory is always sampled: the first, and the first of the steady state."""
+"""Steps at the start whose memory is always sampled: the first, and the first of the steady
+state.
+"""
 GO_ON, STOP, SAVE_AND_STOP = 0, 1, 2
 
 
 class Loop:
-    """Builds this rank's session and trains it. `index` is the step under way, `follower` knows the action."""
+    """Builds this rank's session and trains it. `index` is the step under way, `follower` knows the
+    action.
+    """
 
-    def __init__(self, plan: Plan, run_dir: Path, mesh: Mesh, accelerator: Accelerator, telemetry: Telemetry) -> None:
+    def __init__(
+        self, plan: Plan, run_dir: Path, mesh: Mesh, accelerator: Accelerator, telemetry: Telemetry
+    ) -> None:
         self.plan, self.run_dir, self.mesh, self.telemetry = plan, run_dir, mesh, telemetry
         self.follower = Follower()
         self.follower.doing = "building"
@@ -59,13 +65,19 @@ class Loop:
     def _text(self) -> TextSampler:
         t, data = self.plan.training, self.mesh["data"]
         tokens = tokenized_corpus.load(self.plan.corpus, self.plan.vocab)
-        text = TextSampler(tokens, t.sequence_length, t.global_batch, t.micro_batch, t.seed, data.index, data.size)
+        text = TextSampler(
+            tokens, t.sequence_length, t.global_batch, t.micro_batch, t.seed, data.index, data.size
+        )
         if t.evaluation.every:
-            text.evaluation(0)  # refuses held-out text that is too short now, not at the first evaluation
+            text.evaluation(
+                0
+            )  # refuses held-out text that is too short now, not at the first evaluation
         return text
 
     def run(self) -> None:
-        """Train from where the checkpoint stands, or from the start, to the last step or until asked to stop."""
+        """Train from where the checkpoint stands, or from the start, to the last step or until
+        asked to stop.
+        """
         self.index = self.saver.load()
         for kernel in self.session.warm_up():
             self._phase("compiling", kernel)
@@ -106,7 +118,8 @@ class Loop:
         if not (math.isfinite(loss) or skipped):
             raise FloatingPointError(
                 f"the loss of step {self.index} is {loss}: nothing can be learnt from here; lower "
-                "training.optimizer.learning_rate, or look at the weights that checkpoint.load names"
+                "training.optimizer.learning_rate, or look at the weights that checkpoint.load "
+                "names"
             )
         record: dict[str, Any] = {
             "step": self.index,
@@ -183,8 +196,8 @@ class Loop:
     def _save(self, asked: bool) -> None:
         """Have a checkpoint written, when its turn has come or the run is asked to leave one.
 
-        One that the disk refuses costs the checkpoint, not the training: it is told, and tried again when the next one
-        is due.
+        One that the disk refuses costs the checkpoint, not the training: it is told, and tried
+        again when the next one is due.
         """
         self._told_unsaved(self.saver.check)
         every, last = self.plan.checkpoint.every, self.index == self.plan.training.steps

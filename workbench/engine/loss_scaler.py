@@ -1,7 +1,8 @@
 """Dynamic loss scaling for fp16, in step on all ranks (Micikevicius et al. 2018, arXiv 1710.03740).
 
-The scale and its counter are tensors that nothing reads back within a step. Whether a gradient has overflowed is told
-by the squared norm that all ranks add anyway: a sum with an infinity or a NaN in it is not finite, on every rank alike.
+The scale and its counter are tensors that nothing reads back within a step. Whether a gradient has
+overflowed is told by the squared norm that all ranks add anyway: a sum with an infinity or a NaN in
+it is not finite, on every rank alike.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ if TYPE_CHECKING:
     from workbench.parallel.mesh import Mesh
 
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
-"""As in `torch.amp.GradScaler`: first scale, its factors, and the good steps in a row after which it grows."""
+"""As in `torch.amp.GradScaler`: first scale, its factors, and the good steps in a row after which
+it grows.
+"""
 
 
 class LossScaler:
     """What the loss is multiplied by, so that small gradients are not lost in fp16.
 
-    A step whose gradients overflow is skipped and halves the scale; `INTERVAL` good ones in a row double it. `scale`
-    and `good`, the good steps since it last changed, are fp32 scalars on the device. `skipped` counts the steps of the
-    run that were skipped, as far as `tell` has said.
+    A step whose gradients overflow is skipped and halves the scale; `INTERVAL` good ones in a row
+    double it. `scale` and `good`, the good steps since it last changed, are fp32 scalars on the
+    device. `skipped` counts the steps of the run that were skipped, as far as `tell` has said.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,12 +62,18 @@ class LossScaler:
 
 
 def overflow(square: Tensor) -> Tensor:
-    """1 where the squared gradient norm is not finite, else 0; in fp32, as fused optimizers want it."""
+    """1 where the squared gradient norm is not finite, else 0; in fp32, as fused optimizers want
+    it.
+    """
     return 1 - torch.isfinite(square).to(torch.float32)
 
 
-def unowned(gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> Tensor | float:
-    """0, or NaN where a gradient here has overflowed that another rank counts: to be added to this rank's square."""
+def unowned(
+    gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh
+) -> Tensor | float:
+    """0, or NaN where a gradient here has overflowed that another rank counts: to be added to this
+    rank's square.
+    """
     others = [g for name, g in gradients.items() if not layouts[name].owned(mesh)]
     if not others:
         return 0.0

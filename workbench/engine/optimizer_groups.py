@@ -1,4 +1,6 @@
-"""What one kernel of the optimizer steps: tensors side by side, in pieces whose widened copies stay small."""
+"""What one kernel of the optimizer steps: tensors side by side, in pieces whose widened copies stay
+small.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,13 @@ import torch
 from torch import Tensor
 
 CAST_BYTES = 64 * 2**20
-"""What has another dtype than a step is made in is cast in pieces of this size, which bounds the temporary."""
+"""What has another dtype than a step is made in is cast in pieces of this size, which bounds the
+temporary.
+"""
 CACHED_BYTES = 2**20
-"""The same where tensors are cut for it: what has been cast is stepped before it leaves a processor's cache."""
+"""The same where tensors are cut for it: what has been cast is stepped before it leaves a
+processor's cache.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +27,9 @@ class Group:
     parameters: list[Tensor]
     gradients: list[Tensor]
     targets: list[Tensor]
-    """What the update is applied to: the masters where there are any, otherwise the parameters themselves."""
+    """What the update is applied to: the masters where there are any, otherwise the parameters
+    themselves.
+    """
     moments: list[list[Tensor]]
     """By moment."""
     counts: list[Tensor]
@@ -37,14 +45,24 @@ class Group:
         own = slice(start, stop)
         moments = [moment[own] for moment in self.moments]
         return Group(
-            self.parameters[own], self.gradients[own], self.targets[own], moments, self.counts[own], self.counted[own],
-            self.dtypes[own], self.decay,
-        )  # fmt: skip
+            self.parameters[own],
+            self.gradients[own],
+            self.targets[own],
+            moments,
+            self.counts[own],
+            self.counted[own],
+            self.dtypes[own],
+            self.decay,
+        )
 
     def cut(self) -> Group:
-        """The group with contiguous tensors in parts that need at most `CACHED_BYTES` of copies each."""
+        """The group with contiguous tensors in parts that need at most `CACHED_BYTES` of copies
+        each.
+        """
         rows, counts, counted, dtypes = [], [], [], []
-        for index, row in enumerate(zip(self.parameters, self.gradients, self.targets, *self.moments)):
+        for index, row in enumerate(
+            zip(self.parameters, self.gradients, self.targets, *self.moments)
+        ):
             parts = _cut(row, self.cast_bytes(index))
             rows += parts
             counts += [self.counts[index]] * len(parts)
@@ -55,13 +73,18 @@ class Group:
 
     def cast_bytes(self, index: int) -> int:
         """Bytes of the copies that one tensor's update needs."""
-        used = (self.gradients[index], self.targets[index], *(moment[index] for moment in self.moments))
+        used = (
+            self.gradients[index],
+            self.targets[index],
+            *(moment[index] for moment in self.moments),
+        )
         dtype = self.dtypes[index]
         return sum(x.numel() * dtype.itemsize for x in used if x.dtype != dtype)
 
     def pieces(self, cut: bool = False) -> Iterator[Group]:
-        """The group in runs that need at most `CAST_BYTES` of cast tensors (a larger one stands alone); where large
-        tensors are `cut`, `CACHED_BYTES`."""
+        """The group in runs that need at most `CAST_BYTES` of cast tensors (a larger one stands
+        alone); where large tensors are `cut`, `CACHED_BYTES`.
+        """
         own, limit = (self.cut(), CACHED_BYTES) if cut else (self, CAST_BYTES)
         start, cast = 0, 0
         for index in range(len(own.targets)):
@@ -74,7 +97,9 @@ class Group:
             yield own.part(start, len(own.targets))
 
     def widened(self) -> Group:
-        """The group in the dtypes that the update is made in; what has them already is itself, not a copy."""
+        """The group in the dtypes that the update is made in; what has them already is itself, not
+        a copy.
+        """
         gradients, targets, *moments = (
             self._cast(of_kind) for of_kind in (self.gradients, self.targets, *self.moments)
         )
@@ -96,7 +121,9 @@ class Group:
 
 
 def _cut(row: Sequence[Tensor], cast: int) -> list[tuple[Tensor, ...]]:
-    """Parts of tensors of one shape; what is there twice, a parameter that is its own target, stays one tensor."""
+    """Parts of tensors of one shape; what is there twice, a parameter that is its own target, stays
+    one tensor.
+    """
     if cast <= CACHED_BYTES or not all(x.is_contiguous() for x in row):
         return [tuple(row)]
     size = max(64, row[0].numel() * CACHED_BYTES // cast // 64 * 64)

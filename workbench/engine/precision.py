@@ -1,4 +1,6 @@
-"""What a plan's precision means for tensors, and for what torch may choose to compute with. There is no autocast."""
+"""What a plan's precision means for tensors, and for what torch may choose to compute with. There
+is no autocast.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,12 @@ import torch
 
 from workbench.plan.schema import STORED, Plan
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 def dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
@@ -16,17 +23,21 @@ def dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
 
 
 def set_products(plan: Plan) -> None:
-    """Let matrix products of fp32 tensors round their inputs to tf32 where the plan says so, and nowhere else.
+    """Let matrix products of fp32 tensors round their inputs to tf32 where the plan says so, and
+    nowhere else.
 
-    It holds for the whole process, so that the worker calls it, once. Only CUDA cards have such products.
+    It holds for the whole process, so that the worker calls it, once. Only CUDA cards have such
+    products.
     """
     torch.set_float32_matmul_precision("high" if plan.strategy.precision == "tf32" else "highest")
 
 
 def set_attention(plan: Plan) -> None:
-    """On GPUs, let attention run by fused operators alone: where none fits, an error, not [B, H, T, T] in memory.
+    """On GPUs, let attention run by fused operators alone: where none fits, an error, not [B, H, T,
+    T] in memory.
 
-    It holds for the whole process, so that the worker calls it, once. A model that is code chooses for itself.
+    It holds for the whole process, so that the worker calls it, once. A model that is code chooses
+    for itself.
     """
     if plan.card.device == "cuda" and plan.code is None:
         torch.backends.cuda.enable_math_sdp(False)

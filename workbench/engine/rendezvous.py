@@ -1,7 +1,9 @@
-"""Where the ranks of a run meet: on one node by the loopback address alone, whatever else the machine is connected to.
+"""Where the ranks of a run meet: on one node by the loopback address alone, whatever else the
+machine is connected to.
 
-A store for rendezvous answers whoever reaches it, without a password. torch's own listens on all addresses; of one node
-rank 0 makes it, on a socket that is bound here. On several nodes torch's stands, for a network that is trusted.
+A store for rendezvous answers whoever reaches it, without a password. torch's own listens on all
+addresses; of one node rank 0 makes it, on a socket that is bound here. On several nodes torch's
+stands, for a network that is trusted.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from workbench.plan.schema import Plan
 
 
 def meet(plan: Plan, deadline: timedelta) -> tuple[dist.Store, int, int]:
-    """The store of this launch, this rank, and the number of ranks, from the launcher's environment (`env://`)."""
+    """The store of this launch, this rank, and the number of ranks, from the launcher's environment
+    (`env://`).
+    """
     if not own_store(plan):
         store, rank, world = next(dist.rendezvous("env://", timeout=deadline))
     else:
@@ -32,12 +36,15 @@ def meet(plan: Plan, deadline: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def own_store(plan: Plan) -> bool:
-    """Whether rank 0 makes the store: on one node, unless the launcher (a torchrun by hand) has made one already."""
+    """Whether rank 0 makes the store: on one node, unless the launcher (a torchrun by hand) has
+    made one already.
+    """
     return one_node(plan) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def loopback_store(port: int, world: int, deadline: timedelta, listens: bool) -> dist.Store:
-    """A store on `port` of the loopback address, which the rank that `listens` makes for `world` ranks.
+    """A store on `port` of the loopback address, which the rank that `listens` makes for `world`
+    ranks.
 
     Raises RuntimeError where the port is in use.
     """
@@ -52,7 +59,9 @@ def loopback_store(port: int, world: int, deadline: timedelta, listens: bool) ->
         raise RuntimeError(f"ranks cannot meet on {LOOPBACK}:{port}: {error.strerror}") from error
     bound.listen(world)
     listening = bound.detach()  # the store's to close
-    return dist.TCPStore(LOOPBACK, port, world, True, deadline, wait_for_workers=False, master_listen_fd=listening)
+    return dist.TCPStore(
+        LOOPBACK, port, world, True, deadline, wait_for_workers=False, master_listen_fd=listening
+    )
 
 
 def join_cpus(plan: Plan) -> None:
@@ -64,12 +73,15 @@ def join_cpus(plan: Plan) -> None:
 
 
 def gather(item: Any, device: torch.device) -> list[Any]:
-    """What every rank gives, in order of rank, as JSON: what another process sent is never run, as a pickle would be.
+    """What every rank gives, in order of rank, as JSON: what another process sent is never run, as
+    a pickle would be.
 
     `item` is plain data. Lengths go first, then the text in tensors of bytes on `device`.
     """
     text = json.dumps(item).encode()
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    lengths = [
+        torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())
+    ]
     dist.all_gather(lengths, torch.tensor([len(text)], device=device))
     sizes = [int(length) for length in torch.cat(lengths).tolist()]
     own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)

@@ -1,4 +1,6 @@
-"""What `accelerate launch` starts on every rank: `python -m workbench.engine.worker RUN/plan.yaml [--allow-code]`."""
+"""What `accelerate launch` starts on every rank: `python -m workbench.engine.worker RUN/plan.yaml
+[--allow-code]`.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ def main() -> int:
 
     plan, *options = sys.argv[1:] or [""]
     if not plan or options not in ([], ["--allow-code"]):
-        print("usage: python -m workbench.engine.worker RUN/plan.yaml [--allow-code]", file=sys.stderr)
+        print(
+            "usage: python -m workbench.engine.worker RUN/plan.yaml [--allow-code]", file=sys.stderr
+        )
         return 2
     return train(Path(plan).resolve(), allow_code=bool(options))
 
 
 def flush() -> None:
-    """Write out what was printed, as far as the launcher's logs take it: a full disk is no failure of training."""
+    """Write out what was printed, as far as the launcher's logs take it: a full disk is no failure
+    of training.
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -33,5 +39,6 @@ def flush() -> None:
 if __name__ == "__main__":
     status = main()
     flush()
-    # Everything is written and closed. The interpreter's own end would race the transport's threads, which may abort.
+    # Everything is written and closed. The interpreter's own end would race the transport's
+    # threads, which may abort.
     os._exit(status)

@@ -20,13 +20,13 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from workbench.engine.gpu_binding import gpu_record, join_gpus
 from workbench.engine.loop import Loop
-from workbench.engine.rendezvous import join_cpus
-from workbench.engine.precision import set_attention, set_products
 from workbench.engine.measure.telemetry_writer import RankLog, Telemetry, set_aside, write_error
-from workbench.parallel.mesh import Mesh, build_mesh
+from workbench.engine.precision import set_attention, set_products
+from workbench.engine.rendezvous import join_cpus
 from workbench.errors import PlanError
-from workbench.plan.schema import Plan
+from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.rules.supported import require
+from workbench.plan.schema import Plan
 from workbench.runs.launch.external_launcher import Elsewhere
 
 GLOO, NCCL = "gloo", "nccl"
@@ -68,7 +68,9 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
 
 
 def _leave(code: int, elsewhere: Elsewhere) -> int:
-    """Wait for the other ranks where all went well: none may go while another still needs what it sent."""
+    """Wait for the other ranks where all went well: none may go while another still needs what it
+    sent.
+    """
     if dist.is_initialized() and code == 0:
         dist.barrier()
     elsewhere.end(code)
@@ -76,10 +78,11 @@ def _leave(code: int, elsewhere: Elsewhere) -> int:
 
 
 def join(plan: Plan, run_dir: Path) -> Accelerator:
-    """Enter the process group, and hold the launcher to the plan: world size, backend and device must be its own.
+    """Enter the process group, and hold the launcher to the plan: world size, backend and device
+    must be its own.
 
-    Raises RuntimeError where they are not: a launcher that quietly started fewer ranks would train something else; and
-    `PlanError` where a rank's GPU is not the plan's.
+    Raises RuntimeError where they are not: a launcher that quietly started fewer ranks would train
+    something else; and `PlanError` where a rank's GPU is not the plan's.
     """
     if plan.card.device == "cuda":
         join_gpus(plan)
@@ -96,13 +99,18 @@ def join(plan: Plan, run_dir: Path) -> Accelerator:
     backend = dist.get_backend() if dist.is_initialized() else None
     expected = GLOO if plan.card.device == "cpu" else NCCL
     if world != plan.world_size:
-        raise RuntimeError(f"cluster.gpus is {plan.world_size}, but the launcher started {world} ranks")
+        raise RuntimeError(
+            f"cluster.gpus is {plan.world_size}, but the launcher started {world} ranks"
+        )
     if world > 1 and backend != expected:
         raise RuntimeError(
-            f"the plan's card ({plan.card.device}) needs backend {expected}, the launcher chose {backend}"
+            f"the plan's card ({plan.card.device}) needs backend {expected}, the launcher chose "
+            f"{backend}"
         )
     if accelerator.device.type != plan.card.device:
-        raise RuntimeError(f"cluster.gpu is a {plan.card.device} card, but this rank has {accelerator.device}")
+        raise RuntimeError(
+            f"cluster.gpu is a {plan.card.device} card, but this rank has {accelerator.device}"
+        )
     return accelerator
 
 

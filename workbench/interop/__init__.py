@@ -1,7 +1,8 @@
-"""Configurations of other software, in and out: read as a plan, or written from one, with what was lost named.
+"""Configurations of other software, in and out: read as a plan, or written from one, with what was
+lost named.
 
-A format is one file: `deepspeed`, `megatron`, `torchtitan`, `fsdp`, each with `read` and `write`; gpt-neox's YAML is
-read only.
+A format is one file: `deepspeed`, `megatron`, `torchtitan`, `fsdp`, each with `read` and `write`;
+gpt-neox's YAML is read only.
 """
 
 from __future__ import annotations
@@ -11,31 +12,58 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.safe_io.files import read_some, unread
-from workbench.interop.accelerate import read_accelerate
+from workbench.interop.accelerate import read_accelerate, read_fsdp
 from workbench.interop.deepspeed import read_deepspeed
-from workbench.interop.accelerate import read_fsdp
+from workbench.interop.foreign_text import detect
 from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.megatron import read_megatron
-from workbench.interop.torchtitan import read_torchtitan
-from workbench.interop.translation import FORMATS, SOURCES, TITLES, Format, Given, Imported, Note, Source, Written
 from workbench.interop.missing_fields import asked
-from workbench.interop.foreign_text import detect
-from workbench.plan.schema import Card, Plan
+from workbench.interop.torchtitan import read_torchtitan
+from workbench.interop.translation import (
+    FORMATS,
+    SOURCES,
+    TITLES,
+    Format,
+    Given,
+    Imported,
+    Note,
+    Source,
+    Written,
+)
 from workbench.plan.model_shape import Shape
+from workbench.plan.schema import Card, Plan
+from workbench.safe_io.files import read_some, unread
 
-__all__ = ["FORMATS", "TITLES", "Format", "Given", "Imported", "Note", "Written", "detect", "load", "read", "write"]
+__all__ = [
+    "FORMATS",
+    "TITLES",
+    "Format",
+    "Given",
+    "Imported",
+    "Note",
+    "Written",
+    "detect",
+    "load",
+    "read",
+    "write",
+]
 
 MOST = 4 * 2**20
 """Bytes of the largest file that is read: no configuration is near it."""
 
 _READERS: dict[Source, Callable[..., Imported]] = {
-    "deepspeed": read_deepspeed.read, "megatron": read_megatron.read, "torchtitan": read_torchtitan.read, "fsdp": read_accelerate.read,
+    "deepspeed": read_deepspeed.read,
+    "megatron": read_megatron.read,
+    "torchtitan": read_torchtitan.read,
+    "fsdp": read_accelerate.read,
     "gpt-neox": read_gpt_neox.read,
-}  # fmt: skip
+}
 _WRITERS: dict[Format, Callable[[Plan], Written]] = {
-    "deepspeed": read_deepspeed.write, "megatron": read_megatron.write, "torchtitan": read_torchtitan.write, "fsdp": read_fsdp.write,
-}  # fmt: skip
+    "deepspeed": read_deepspeed.write,
+    "megatron": read_megatron.write,
+    "torchtitan": read_torchtitan.write,
+    "fsdp": read_fsdp.write,
+}
 
 
 def read(
@@ -50,24 +78,36 @@ def read(
     lenient: bool = False,
     folder: Path | None = None,
 ) -> Imported:
-    """The plan that foreign `text` means, with its keys that no plan can say and the fields that it left open.
+    """The plan that foreign `text` means, with its keys that no plan can say and the fields that it
+    left open.
 
-    `format` is found by the content where it is None. `model`, `gpu`, `gpus` and `vocab_size` are what the text lacks;
-    `set` gives fields of the plan by dotted path, above what the text says; `folder` holds files that it names. Keys
-    that the format does not have are refused, or with `lenient` told with the untranslated. Raises `PlanError`, also
-    where no key of the text was used.
+    `format` is found by the content where it is None. `model`, `gpu`, `gpus` and `vocab_size` are
+    what the text lacks; `set` gives fields of the plan by dotted path, above what the text says;
+    `folder` holds files that it names. Keys that the format does not have are refused, or with
+    `lenient` told with the untranslated. Raises `PlanError`, also where no key of the text was
+    used.
     """
     if format is not None and format not in SOURCES:
         raise refuse("format", f"is '{format}'; legal: {', '.join(SOURCES)}")
     format = format or detect(text)
     if vocab_size is not None and format not in ("megatron", "gpt-neox"):
-        raise refuse("vocab_size", f"is for arguments that hold a shape and no vocabulary, and {TITLES[format]} hold "
-                     "none; give model (--model)")  # fmt: skip
+        raise refuse(
+            "vocab_size",
+            f"is for arguments that hold a shape and no vocabulary, and "
+            f"{TITLES[format]} hold "
+            "none; give model (--model)",
+        )
     sets = dict(set or {})
-    beside = (model or sets.get("model"), gpu or sets.get("cluster.gpu"), gpus or sets.get("cluster.gpus"))
+    beside = (
+        model or sets.get("model"),
+        gpu or sets.get("cluster.gpu"),
+        gpus or sets.get("cluster.gpus"),
+    )
     reader = _READERS[format]
-    return asked(lambda given: reader(text, given, lenient),
-                 Given(*beside, sets=sets, vocab_size=vocab_size, folder=folder))  # fmt: skip
+    return asked(
+        lambda given: reader(text, given, lenient),
+        Given(*beside, sets=sets, vocab_size=vocab_size, folder=folder),
+    )
 
 
 def load(path: str | Path, **given: Any) -> Imported:
@@ -81,7 +121,9 @@ def load(path: str | Path, **given: Any) -> Imported:
 
 
 def write(plan: Plan, format: Format) -> Written:
-    """`plan` in a foreign `format`, and its fields that the text does not say. Raises `PlanError`."""
+    """`plan` in a foreign `format`, and its fields that the text does not say. Raises
+    `PlanError`.
+    """
     if format not in FORMATS:
         raise refuse("format", f"is '{format}'; legal: {', '.join(FORMATS)}")
     return _WRITERS[format](plan)

@@ -1,4 +1,6 @@
-"""The keys of a foreign file, each taken once: what is taken is translated, what is left is told."""
+"""The keys of a foreign file, each taken once: what is taken is translated, what is left is
+told.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ NO_FIELD = "a plan has no such field"
 
 @dataclass(frozen=True)
 class Open:
-    """A value that the file leaves open: what it may be, each with its line (0: none), why, and what decides it."""
+    """A value that the file leaves open: what it may be, each with its line (0: none), why, and
+    what decides it.
+    """
 
     said: tuple[tuple[str, int], ...]
     why: str
@@ -30,11 +34,15 @@ class Open:
         """What a refusal says of it."""
         between = " and " if "twice" in self.why else " or "
         told = between.join(text[:60] + f" (line {line})" * bool(line) for text, line in self.said)
-        return f"is {told}, {self.why}; or decide it with {self.hint}".replace("say; or decide", "say; give")
+        return (f"is {told}, {self.why}; or decide it with {self.hint}").replace(
+            "say; or decide", "say; give"
+        )
 
 
 class Keys:
-    """Dotted keys of one file with their values, and what was made of each. Lives as long as one reading."""
+    """Dotted keys of one file with their values, and what was made of each. Lives as long as one
+    reading.
+    """
 
     def __init__(self, data: Mapping[str, Any], spell: str = "{}") -> None:
         """`data` nested or flat; `spell` is how a key is written in messages, e.g. `--{}`."""
@@ -65,15 +73,22 @@ class Keys:
         return self._spell.format(key)
 
     def sections(self, *names: str) -> None:
-        """Refuse what stands where a section should: `names` hold keys, not a value. Raises `PlanError`."""
+        """Refuse what stands where a section should: `names` hold keys, not a value. Raises
+        `PlanError`.
+        """
         for name in names:
             if self._left.get(name) == {}:
                 del self._left[name]
             elif name in self._left:
-                raise refuse(self.name(name), f"is {shown(self._left[name])}; must be a mapping of keys to values")
+                raise refuse(
+                    self.name(name),
+                    f"is {shown(self._left[name])}; must be a mapping of keys to values",
+                )
 
     def take(self, key: str) -> Any:
-        """The value of `key`, now translated; None where the file does not say it, or leaves it open (`problems`)."""
+        """The value of `key`, now translated; None where the file does not say it, or leaves it
+        open (`problems`).
+        """
         if key not in self._left:
             return None
         if isinstance(found := self._left[key], Open):
@@ -89,36 +104,50 @@ class Keys:
         value = self.take(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise refuse(self.name(key), f"is {shown(value)}; must be a number{_between(least, most)}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not least <= value <= most
+        ):
+            raise refuse(
+                self.name(key), f"is {shown(value)}; must be a number{_between(least, most)}"
+            )
         try:
             return float(value)
         except OverflowError:
             raise refuse(self.name(key), "is too large for a number") from None
 
     def whole(self, key: str, least: float = 1, most: float = 2**53) -> int | None:
-        """The integer at `key`, within bounds, also written as 5e8; None where absent. Raises `PlanError`."""
+        """The integer at `key`, within bounds, also written as 5e8; None where absent. Raises
+        `PlanError`.
+        """
         value = self.take(key)
         if value is None:
             return None
         exact = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         if isinstance(value, bool) or not exact or not least <= value <= most:
-            raise refuse(self.name(key), f"is {shown(value)}; must be an integer{_between(least, most)}")
+            raise refuse(
+                self.name(key), f"is {shown(value)}; must be an integer{_between(least, most)}"
+            )
         return int(value)
 
     def renamed(self, key: str, older: str, least: int = 1) -> int | None:
         """The integer at `key`, or at its `older` name. Raises `PlanError` where the two differ."""
         value, before = self.whole(key, least), self.whole(older, least)
         if None not in (value, before) and value != before:
-            raise refuse(self.name(older), f"is {before}, but {self.name(key)}, its newer name, is {value}; keep one "
-                         "of them")  # fmt: skip
+            raise refuse(
+                self.name(older),
+                f"is {before}, but {self.name(key)}, its newer name, is {value}; keep one of them",
+            )
         return before if value is None else value
 
     def flag(self, key: str) -> bool | None:
         """True or false at `key`; None where absent. Raises `PlanError`."""
         value = self.take(key)
         if isinstance(value, str):
-            value = {"true": True, "yes": True, "false": False, "no": False}.get(value.lower(), value)
+            value = {"true": True, "yes": True, "false": False, "no": False}.get(
+                value.lower(), value
+            )
         if value is not None and not isinstance(value, bool):
             raise refuse(self.name(key), f"is {shown(value)}; legal: true, false")
         return value
@@ -133,7 +162,9 @@ class Keys:
         return value
 
     def choice(self, key: str, legal: Mapping[str, Any]) -> Any:
-        """What `legal` says of the word at `key` (in any case of letters); None where absent. Raises `PlanError`."""
+        """What `legal` says of the word at `key` (in any case of letters); None where absent.
+        Raises `PlanError`.
+        """
         value = self.take(key)
         if value is None:
             return None
@@ -167,7 +198,9 @@ class Keys:
         self.untranslated.append(Note(self.name(key), self._taken[key], why))
 
     def ignore(self, what: str, value: Any, why: str) -> None:
-        """Tell something in the file that is no part of the configuration: a comment, another program's section."""
+        """Tell something in the file that is no part of the configuration: a comment, another
+        program's section.
+        """
         self.ignored.append(Note(what, value, why))
 
     def assume(self, field: str, value: Any, why: str) -> Any:
@@ -175,19 +208,33 @@ class Keys:
         self.assumed.append(Note(field, value, why))
         return value
 
-    def finish(self, known: Collection[str], whys: Mapping[str, str], sections: Collection[str], lenient: bool) -> None:
-        """Tell all keys that are left; those that are neither `known` nor in open `sections` raise `PlanError`.
+    def finish(
+        self,
+        known: Collection[str],
+        whys: Mapping[str, str],
+        sections: Collection[str],
+        lenient: bool,
+    ) -> None:
+        """Tell all keys that are left; those that are neither `known` nor in open `sections` raise
+        `PlanError`.
 
-        `whys` maps a key, or the beginning of keys, to the reason why a plan does not hold it. With `lenient` an
-        unknown key is told with the rest.
+        `whys` maps a key, or the beginning of keys, to the reason why a plan does not hold it. With
+        `lenient` an unknown key is told with the rest.
         """
         words = sorted({*known, *self._taken, *whys})
         refused: list[Problem] = []
         for key in list(self._left):
-            foreign = key not in known and key not in whys and not any(_below(key, section) for section in sections)
+            foreign = (
+                key not in known
+                and key not in whys
+                and not any(_below(key, section) for section in sections)
+            )
             if foreign and not lenient:
-                # A message lists so many: close keys are looked for slowly, and a file may hold any number of others.
-                refused.append(unknown(self.name(key), key, words if len(refused) < SHOWN else (), self._spell))
+                # A message lists so many: close keys are looked for slowly, and a file may hold any
+                # number of others.
+                refused.append(
+                    unknown(self.name(key), key, words if len(refused) < SHOWN else (), self._spell)
+                )
                 continue
             self.leave(key, "the format does not know this key" if foreign else _why(key, whys))
             if foreign:
@@ -200,26 +247,38 @@ def unknown(name: str, key: str, words: Collection[str], spell: str = "{}") -> P
     """The refusal of a key that a format does not have, with the keys that are close."""
     close = ", ".join(spell.format(word) for word in (_close(key, words) if words else ()))
     hint = f" did you mean {close}?" * bool(close)
-    return Problem(name, f"unknown key;{hint} To list unknown keys as not translated instead, read with lenient "
-                   "(--lenient)")  # fmt: skip
+    return Problem(
+        name,
+        f"unknown key;{hint} To list unknown keys as not translated instead, "
+        f"read with lenient "
+        "(--lenient)",
+    )
 
 
 def _close(key: str, words: Collection[str]) -> list[str]:
-    """Keys whose last word is close to that of `key`, the closest first; of one name that in its own section."""
+    """Keys whose last word is close to that of `key`, the closest first; of one name that in its
+    own section.
+    """
     section, _, last = key.rpartition(".")
     ends = {word: word.rpartition(".")[2] for word in words}
     near = difflib.get_close_matches(last, set(ends.values()), n=3, cutoff=0.7)
     rank = {end: place for place, end in enumerate(near)}
     found = [word for word, end in ends.items() if end in rank]
-    return sorted(found, key=lambda word: (rank[ends[word]], word.rpartition(".")[0] != section, word))[:3]
+    return sorted(
+        found, key=lambda word: (rank[ends[word]], word.rpartition(".")[0] != section, word)
+    )[:3]
 
 
 def flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys; lists and empty mappings are values. Raises `PlanError` for a key not text."""
+    """Nested mappings as dotted keys; lists and empty mappings are values. Raises `PlanError` for a
+    key not text.
+    """
     rows: dict[str, Any] = {}
     for key, value in data.items():
         if not isinstance(key, str):
-            raise refuse(above.rstrip(".") or str(key), f"the key {shown(key)} is not text; every key is")
+            raise refuse(
+                above.rstrip(".") or str(key), f"the key {shown(key)} is not text; every key is"
+            )
         if isinstance(value, Mapping) and value:
             rows |= flat(value, f"{above}{key}.")
         else:

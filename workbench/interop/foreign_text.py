@@ -8,22 +8,28 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.safe_io import json_files
-from workbench.safe_io import yaml_files
 from workbench.errors import PlanError, refuse
-from workbench.interop.translation import Source, nothing_read
-from workbench.interop.gpt_neox.gpt_neox_keys import MARKS as NEOX
 from workbench.interop.foreign_keys import flat, shown
+from workbench.interop.gpt_neox.gpt_neox_keys import MARKS as NEOX
 from workbench.interop.megatron.megatron_keys import DISTINCT, KNOWN
+from workbench.interop.translation import Source, nothing_read
+from workbench.safe_io import json_files, yaml_files
 
 Parsed = Mapping[str, Any] | list[Any]
-_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+_DEEPSPEED = (
+    "zero_optimization",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+)
 _SECTIONS = ("parallelism", "activation_checkpoint", "lr_scheduler", "job", "training", "model")
 _FLAG = re.compile(r"(?:^|[\s\[\"'(=])--([A-Za-z][\w-]*)")
 
 
 def from_braces(text: str, where: str) -> Any:
-    """The value of `text`, which is JSON, or YAML that may begin with a brace. Raises `PlanError`."""
+    """The value of `text`, which is JSON, or YAML that may begin with a brace. Raises
+    `PlanError`.
+    """
     if not text.lstrip("\ufeff \t\r\n").startswith("{"):
         return yaml_files.parse(text, where=where)
     try:
@@ -40,17 +46,23 @@ def from_braces(text: str, where: str) -> Any:
 
 
 def from_toml(text: str, where: str) -> dict[str, Any]:
-    """The tables of TOML `text`. Raises `PlanError` naming line and column, or what is written twice and where."""
+    """The tables of TOML `text`. Raises `PlanError` naming line and column, or what is written
+    twice and where.
+    """
     try:
         return tomllib.loads(text)
     except RecursionError:
         raise refuse(where, "not valid TOML: nested too deeply") from None
     except ValueError as error:
-        raise _twice(text, str(error)) or refuse(where, f"not valid TOML: {str(error)[:200]}") from None
+        raise _twice(text, str(error)) or refuse(
+            where, f"not valid TOML: {str(error)[:200]}"
+        ) from None
 
 
 def _twice(text: str, message: str) -> PlanError | None:
-    """The refusal of a key or table that TOML `text` has twice; None where `message` is about anything else."""
+    """The refusal of a key or table that TOML `text` has twice; None where `message` is about
+    anything else.
+    """
     at = re.search(r"^Cannot (?:overwrite|declare).*\(at line (\d+)", message)
     last = int(at[1]) if at else 0
     table, seen = "", dict[str, int]()
@@ -59,14 +71,19 @@ def _twice(text: str, message: str) -> PlanError | None:
         table = header[1] if header else table
         name = table if header else f"{table}.{pair[1]}".lstrip(".") if pair else ""
         if number == last and name in seen:
-            return refuse(name, f"is written twice (lines {seen[name]} and {last}); keep one of them")
+            return refuse(
+                name, f"is written twice (lines {seen[name]} and {last}); keep one of them"
+            )
         seen.setdefault(name, number)
     return None
 
 
 def to_toml(data: Mapping[str, Mapping[str, Any]]) -> str:
     """Tables of plain values as TOML: numbers, text, true and false, and lists of them."""
-    parts = [f"[{table}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in rows.items()) for table, rows in data.items()]
+    parts = [
+        f"[{table}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in rows.items())
+        for table, rows in data.items()
+    ]
     return "\n".join(parts)
 
 
@@ -87,7 +104,9 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
 
 
 def detect(text: str) -> Source:
-    """The format of a foreign file, by its content alone. Raises `PlanError` naming the formats and their marks."""
+    """The format of a foreign file, by its content alone. Raises `PlanError` naming the formats and
+    their marks.
+    """
     start = text.lstrip("\ufeff \t\r\n")
     if start.startswith("{"):
         return _of_mapping(mapping(from_braces(start, "file"), "file"))
@@ -107,7 +126,9 @@ def detect(text: str) -> Source:
 
 
 def _has_arguments(text: str) -> bool:
-    """Whether `text` has Megatron's arguments outside comments: one that only Megatron has, or three in all."""
+    """Whether `text` has Megatron's arguments outside comments: one that only Megatron has, or
+    three in all.
+    """
     bare = re.sub(r"(?m)(^|[ \t])#.*$", "", text)
     words = {word.replace("_", "-") for word in _FLAG.findall(bare)}
     return bool(words & DISTINCT) or len(words & KNOWN) >= 3

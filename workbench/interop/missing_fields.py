@@ -1,7 +1,7 @@
 """What a foreign file lacks and nobody gave, asked for all at once.
 
-A reader stops at the first thing that it lacks. To find the others it is run again with something in its place, whose
-only use is to get further: what is read with a stand-in is thrown away.
+A reader stops at the first thing that it lacks. To find the others it is run again with something
+in its place, whose only use is to get further: what is read with a stand-in is thrown away.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from workbench.errors import PlanError, Problem, refuse
 from workbench.interop.translation import Given, Imported, Lacking
 
 MOST_READS = 16
-"""Of one file: where nothing that could stand in lets the reader end, the ways to fill what is lacking are many."""
+"""Of one file: where nothing that could stand in lets the reader end, the ways to fill what is
+lacking are many.
+"""
 
 
 def asked(read: Callable[[Given], Imported], given: Given) -> Imported:
-    """What `read` makes of `given`. Raises `PlanError` naming everything that is lacking, not only the first."""
+    """What `read` makes of `given`. Raises `PlanError` naming everything that is lacking, not only
+    the first.
+    """
     left = MOST_READS
 
     def again(given: Given) -> Imported:
@@ -38,7 +42,9 @@ def asked(read: Callable[[Given], Imported], given: Given) -> Imported:
     raise PlanError(list({problem.field: problem for problem in problems}.values()))
 
 
-def _lacks(read: Callable[[Given], Imported], given: Given, error: Lacking) -> tuple[list[Problem], bool]:
+def _lacks(
+    read: Callable[[Given], Imported], given: Given, error: Lacking
+) -> tuple[list[Problem], bool]:
     """(what is lacking from `error` on, whether the reader came to its end with some stand-in)."""
     best: tuple[list[Problem], bool] = ([], not error.stand_ins)
     for stand_in in error.stand_ins:

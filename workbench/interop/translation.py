@@ -1,4 +1,6 @@
-"""What foreign formats share: their names, what an import and a translation say, what is given beside a file."""
+"""What foreign formats share: their names, what an import and a translation say, what is given
+beside a file.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from workbench.plan.catalog import catalog
 from workbench.errors import PlanError, Problem, refuse
-from workbench.plan.schema import Card, Fabric, Plan
+from workbench.plan.catalog import catalog
 from workbench.plan.model_shape import Shape
 from workbench.plan.plan_files import build, changed
+from workbench.plan.schema import Card, Fabric, Plan
 from workbench.safe_io.untrusted_text import escaped
 
 if TYPE_CHECKING:
@@ -25,9 +27,14 @@ SOURCES: tuple[Source, ...] = get_args(Source)
 """Foreign formats that are read."""
 
 STACKS: dict[Format, str] = {
-    "deepspeed": "deepspeed-zero", "megatron": "megatron", "torchtitan": "torchtitan", "fsdp": "fsdp",
-}  # fmt: skip
-"""Format -> `strategy.stack` of what is imported, a name in data/stacks.yaml: that software runs it."""
+    "deepspeed": "deepspeed-zero",
+    "megatron": "megatron",
+    "torchtitan": "torchtitan",
+    "fsdp": "fsdp",
+}
+"""Format -> `strategy.stack` of what is imported, a name in data/stacks.yaml: that software runs
+it.
+"""
 PIPED = "deepspeed-3d"
 """The stack of a ds_config.json with pipeline stages."""
 
@@ -62,8 +69,9 @@ class Note:
 class Imported:
     """A plan that a foreign file means, and what became of everything else in the file.
 
-    Whatever stands in the file is in one of these lists: used (`translated`), a key of the format that the plan does
-    not hold (`untranslated`), no key of the format at all (`unknown`), or no part of the configuration (`ignored`).
+    Whatever stands in the file is in one of these lists: used (`translated`), a key of the format
+    that the plan does not hold (`untranslated`), no key of the format at all (`unknown`), or no
+    part of the configuration (`ignored`).
     """
 
     format: Source
@@ -71,11 +79,17 @@ class Imported:
     translated: list[str]
     """Keys of the file that the plan holds."""
     untranslated: list[Note]
-    """Keys of the file that a plan cannot say, with their values; those that are `unknown` stand here too."""
+    """Keys of the file that a plan cannot say, with their values; those that are `unknown` stand
+    here too.
+    """
     assumed: list[Note]
-    """Fields of the plan that the file does not say, with the value taken and whose default it is."""
+    """Fields of the plan that the file does not say, with the value taken and whose default it
+    is.
+    """
     ignored: list[Note] = field(default_factory=list)
-    """What stands in the file and is no part of the configuration (comments, other commands), or was overridden."""
+    """What stands in the file and is no part of the configuration (comments, other commands), or
+    was overridden.
+    """
     unknown: list[Note] = field(default_factory=list)
     """Keys that the format does not have, where the file was read leniently."""
 
@@ -83,10 +97,14 @@ class Imported:
         """(title, what a row is about, rows) of each list that is shown beside the plan."""
         unknown = [note.field for note in self.unknown]
         known = [note for note in self.untranslated if note.field not in unknown]
-        found = [("Not translated: what the file says and a plan cannot", "key", known),
-                 ("Assumed: what the file does not say", "field", self.assumed)]  # fmt: skip
-        more = [("Unknown: keys that the format does not have", "key", self.unknown),
-                ("Ignored: no part of the configuration", "what", self.ignored)]  # fmt: skip
+        found = [
+            ("Not translated: what the file says and a plan cannot", "key", known),
+            ("Assumed: what the file does not say", "field", self.assumed),
+        ]
+        more = [
+            ("Unknown: keys that the format does not have", "key", self.unknown),
+            ("Ignored: no part of the configuration", "what", self.ignored),
+        ]
         return found + [table for table in more if table[2]]
 
     def _repr_html_(self) -> str:
@@ -108,8 +126,10 @@ def notes_html(title: str, notes: Sequence[Note]) -> str:
     """The notes as an HTML table; a line that says so where there are none."""
     if not notes:
         return f"<p>{title}: nothing</p>"
-    cells = (f"<td>{escaped(n.field)}</td><td>{escaped(str(n.value))}</td><td>{escaped(n.why)}</td>"
-             for n in notes)  # fmt: skip
+    cells = (
+        f"<td>{escaped(n.field)}</td><td>{escaped(str(n.value))}</td><td>{escaped(n.why)}</td>"
+        for n in notes
+    )
     return f"<p>{title}</p><table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
@@ -122,7 +142,9 @@ STAND_IN = {"model": "llama-3-8b"}
 
 
 class Lacking(PlanError):
-    """A refusal because something is neither in the file nor given; `stand_ins` would let a reader go on."""
+    """A refusal because something is neither in the file nor given; `stand_ins` would let a reader
+    go on.
+    """
 
     def __init__(self, problems: Sequence[Problem], stand_ins: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(problems)
@@ -130,13 +152,16 @@ class Lacking(PlanError):
 
 
 def lacks(field: str, message: str, *stand_ins: Mapping[str, Any]) -> Lacking:
-    """A `Lacking` of one problem, to be raised; a stand-in is a field of `Given`, or of the plan by dotted path."""
+    """A `Lacking` of one problem, to be raised; a stand-in is a field of `Given`, or of the plan by
+    dotted path.
+    """
     return Lacking([Problem(field, message)], stand_ins)
 
 
 @dataclass(frozen=True)
 class Given:
-    """What stands beside a foreign file that lacks it: a model, a card, how many cards. None: the file says it.
+    """What stands beside a foreign file that lacks it: a model, a card, how many cards. None: the
+    file says it.
 
     `sets` are fields of the plan by dotted path, above whatever the file says.
     """
@@ -151,16 +176,25 @@ class Given:
     """Where the file stands, and with it those that it names."""
 
     def world(self, found: int | None, key: str) -> int:
-        """Ranks of the job: `found` in the file at `key`, or given. Raises `PlanError` if neither or both differ."""
+        """Ranks of the job: `found` in the file at `key`, or given. Raises `PlanError` if neither
+        or both differ.
+        """
         if self.gpus is not None and (not isinstance(self.gpus, int) or self.gpus < 1):
             raise refuse("gpus", f"is {self.gpus!r}; legal: 1 or more")
         if found is not None and self.gpus not in (None, found):
-            raise refuse("gpus", f"is {self.gpus}, but the file says {found} ({key}); legal: {found}, or leave it out; "
-                         "--set cluster.gpus=N stands above the file")  # fmt: skip
+            raise refuse(
+                "gpus",
+                f"is {self.gpus}, but the file says {found} ({key}); legal: "
+                f"{found}, or leave it out; "
+                "--set cluster.gpus=N stands above the file",
+            )
         world = self.gpus if found is None else found
         if world is None:
-            raise lacks("gpus", f"the file does not say how many GPUs ({key}); give gpus (--gpus), e.g. 8",
-                        *({"gpus": ranks} for ranks in WORLDS))  # fmt: skip
+            raise lacks(
+                "gpus",
+                f"the file does not say how many GPUs ({key}); give gpus (--gpus), e.g. 8",
+                *({"gpus": ranks} for ranks in WORLDS),
+            )
         return world
 
     def card(self) -> str | dict[str, Any]:
@@ -172,13 +206,19 @@ class Given:
     @staticmethod
     def no_gpu() -> Problem:
         """What is said where the GPU is not given: no foreign file says it."""
-        return Problem("gpu", "the file does not say which GPU; give gpu (--gpu), one of `workbench gpus`, or local")
+        return Problem(
+            "gpu",
+            "the file does not say which GPU; give gpu (--gpu), one of `workbench gpus`, or local",
+        )
 
     def the_model(self, why: str) -> str | dict[str, Any]:
         """The model, where the file has none (`why`). Raises `PlanError` naming what to give."""
         if self.model is None:
-            raise lacks("model", f"{why}; give model (--model), a model of `workbench models` or a config.json",
-                        STAND_IN)  # fmt: skip
+            raise lacks(
+                "model",
+                f"{why}; give model (--model), a model of `workbench models` or a config.json",
+                STAND_IN,
+            )
         return self.model.model_dump() if isinstance(self.model, Shape) else self.model
 
     def cluster(self, gpus: int, **more: Any) -> dict[str, Any]:
@@ -189,9 +229,14 @@ class Given:
 
 
 def catalogued(shape: Shape) -> str | None:
-    """The catalog's name for a shape, whatever name it bears here; None where the catalog has no such shape."""
+    """The catalog's name for a shape, whatever name it bears here; None where the catalog has no
+    such shape.
+    """
     bare = shape.model_copy(update={"name": ""})
-    return next((n for n, e in catalog.models().items() if e.shape.model_copy(update={"name": ""}) == bare), None)
+    return next(
+        (n for n, e in catalog.models().items() if e.shape.model_copy(update={"name": ""}) == bare),
+        None,
+    )
 
 
 ASSUMED = " (assumed: the file does not say it)"
@@ -208,27 +253,39 @@ DEFAULT = "default"
 
 
 def imported(format: Source, plan: dict[str, Any], keys: Keys, given: Given) -> Imported:
-    """The plan built and proved legal, with what was made of `keys`; `given.sets` stand above the file.
+    """The plan built and proved legal, with what was made of `keys`; `given.sets` stand above the
+    file.
 
     Raises `PlanError` that names the format, and where no key of the file was used.
     """
     if not keys.translated:
-        raise nothing_read([note.field for note in (*keys.untranslated, *keys.ignored)], TITLES[format])
+        raise nothing_read(
+            [note.field for note in (*keys.untranslated, *keys.ignored)], TITLES[format]
+        )
     overridden = _overridden(plan, given.sets)
     try:
         built = build(changed(plan, given.sets))
         full = built.complete()
     except PlanError as error:
         told = _sources(format, plan, keys, given.sets)
-        raise PlanError([Problem(p.field, p.message + told.get(p.field, "")) for p in error.problems]) from None
-    assumed = [Note(n.field, _at(full, n.field) if n.value == DEFAULT else n.value, n.why) for n in keys.assumed]
+        raise PlanError(
+            [Problem(p.field, p.message + told.get(p.field, "")) for p in error.problems]
+        ) from None
+    assumed = [
+        Note(n.field, _at(full, n.field) if n.value == DEFAULT else n.value, n.why)
+        for n in keys.assumed
+    ]
     assumed = [note for note in assumed if note.field not in given.sets]
     ignored = [*keys.ignored, *overridden]
-    return Imported(format, built, keys.translated, keys.untranslated, assumed, ignored, keys.unknown)
+    return Imported(
+        format, built, keys.translated, keys.untranslated, assumed, ignored, keys.unknown
+    )
 
 
 def nothing_read(names: Sequence[str], said: str = "") -> PlanError:
-    """The refusal of a file in which no key was used: what it has (`names`), read as `said`, and what is legal."""
+    """The refusal of a file in which no key was used: what it has (`names`), read as `said`, and
+    what is legal.
+    """
     has = f"holds {', '.join(names[:6])}{', ...' * (len(names) > 6)}" if names else "holds no key"
     read = f", none of which a plan can use (read as {said})" if said and names else ""
     legal = "; ".join(f"{TITLES[name]} ({MARKS[name]})" for name in SOURCES)
@@ -247,10 +304,17 @@ def _overridden(plan: dict[str, Any], sets: Mapping[str, Any]) -> list[Note]:
     return found
 
 
-def _sources(format: Source, plan: Mapping[str, Any], keys: Keys, sets: Mapping[str, Any]) -> dict[str, str]:
-    """Field -> what a refusal of it says of where its value is from; nothing of fields that are set."""
+def _sources(
+    format: Source, plan: Mapping[str, Any], keys: Keys, sets: Mapping[str, Any]
+) -> dict[str, str]:
+    """Field -> what a refusal of it says of where its value is from; nothing of fields that are
+    set.
+    """
     said = [field for field in _dotted(plan) if field.startswith(("strategy", "training"))]
-    told = {**dict.fromkeys(said, as_said(format)), **{note.field: ASSUMED for note in keys.assumed}}
+    told = {
+        **dict.fromkeys(said, as_said(format)),
+        **{note.field: ASSUMED for note in keys.assumed},
+    }
     return {field: words for field, words in told.items() if field not in sets}
 
 
@@ -258,7 +322,10 @@ def _dotted(plan: Mapping[str, Any], above: str = "") -> list[str]:
     """Fields of a plan and their sections, by dotted path."""
     found: list[str] = []
     for key, value in plan.items():
-        found += [above + key, *(_dotted(value, f"{above}{key}.") if isinstance(value, Mapping) else ())]
+        found += [
+            above + key,
+            *(_dotted(value, f"{above}{key}.") if isinstance(value, Mapping) else ()),
+        ]
     return found
 
 

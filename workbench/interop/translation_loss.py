@@ -1,4 +1,6 @@
-"""What of a plan a foreign text does not say, found by reading the text back: nothing can be lost unseen."""
+"""What of a plan a foreign text does not say, found by reading the text back: nothing can be lost
+unseen.
+"""
 
 from __future__ import annotations
 
@@ -8,41 +10,54 @@ from contextlib import contextmanager
 from typing import Any
 
 from workbench.errors import PlanError, Problem
-from workbench.interop.translation import ASSUMED, TITLES, Format, Imported, Note, as_said
 from workbench.interop.foreign_keys import flat
-from workbench.plan.schema import Plan
+from workbench.interop.translation import ASSUMED, TITLES, Format, Imported, Note, as_said
 from workbench.plan.plan_files import build, plain
+from workbench.plan.schema import Plan
 
 UNSAID = ("version", "strategy.preset", "strategy.stack", "corpus.sha256")
 """Fields that are no loss: a preset is written out, the stack is the format's own."""
-ALWAYS = ("model", "cluster.gpu", "cluster.gpus",
-          *(f"training.{field}" for field in ("sequence_length", "steps", "global_batch", "micro_batch")))  # fmt: skip
+ALWAYS = (
+    "model",
+    "cluster.gpu",
+    "cluster.gpus",
+    *(f"training.{field}" for field in ("sequence_length", "steps", "global_batch", "micro_batch")),
+)
 """Fields that matter whatever their value: named even where it is the default."""
 
-PARTITION, STAGES, CHUNKS = (f"strategy.pipeline.{field}" for field in ("partition", "size", "chunks"))
+PARTITION, STAGES, CHUNKS = (
+    f"strategy.pipeline.{field}" for field in ("partition", "size", "chunks")
+)
 
 
 @contextmanager
 def nearest(format: Format) -> Iterator[None]:
-    """Reading back what was just written: where it is illegal, the plan has nothing near it in this format."""
+    """Reading back what was just written: where it is illegal, the plan has nothing near it in this
+    format.
+    """
     try:
         yield
     except PlanError as error:
         why = f"cannot be written as {TITLES[format]}; the nearest that it can say is illegal: "
         raise PlanError(
             [
-                Problem(p.field, why + p.message.removesuffix(ASSUMED).removesuffix(as_said(format)))
+                Problem(
+                    p.field, why + p.message.removesuffix(ASSUMED).removesuffix(as_said(format))
+                )
                 for p in error.problems
             ]
         ) from None
 
 
-def lost(plan: Plan, full: Plan, back: Imported, whys: Mapping[str, str], handed: Collection[str]) -> list[Note]:
-    """Fields of `full` (the complete `plan`) that the text read `back` does not hold, each with its value and why.
+def lost(
+    plan: Plan, full: Plan, back: Imported, whys: Mapping[str, str], handed: Collection[str]
+) -> list[Note]:
+    """Fields of `full` (the complete `plan`) that the text read `back` does not hold, each with its
+    value and why.
 
-    Named are fields that read back otherwise, and fields that the reader did not get from the text (it assumed them,
-    left them alone, or had them `handed` to it) and that the plan sets, or that matter always. `whys` maps a field, or
-    the beginning of fields, to the reason.
+    Named are fields that read back otherwise, and fields that the reader did not get from the text
+    (it assumed them, left them alone, or had them `handed` to it) and that the plan sets, or that
+    matter always. `whys` maps a field, or the beginning of fields, to the reason.
     """
     whys = {"cluster.gpu": "no foreign file names the card", **whys}
     assumed = {note.field for note in back.assumed}
@@ -74,7 +89,9 @@ def _leaves(plan: Plan) -> dict[str, Any]:
 
 
 def _defaults(full: Plan) -> dict[str, Any]:
-    bare = build({"model": full.shape.model_dump(), "cluster": {"gpu": full.card.model_dump(), "gpus": 1}})
+    bare = build(
+        {"model": full.shape.model_dump(), "cluster": {"gpu": full.card.model_dump(), "gpus": 1}}
+    )
     return flat(bare.model_dump())
 
 
@@ -87,20 +104,32 @@ def _group(field: str, whole_model: bool) -> str:
 
 
 def _value(name: str, full: Plan, value: Any) -> Any:
-    known = {"model": full.shape.name, "cluster.gpu": full.card.name, "cluster.fabric": full.fabric.name}
+    known = {
+        "model": full.shape.name,
+        "cluster.gpu": full.card.name,
+        "cluster.fabric": full.fabric.name,
+    }
     return known.get(name, value)
 
 
-def _matters(name: str, field: str, value: Any, written: Mapping[str, Any], default: Mapping[str, Any]) -> bool:
+def _matters(
+    name: str, field: str, value: Any, written: Mapping[str, Any], default: Mapping[str, Any]
+) -> bool:
     if name in ("cluster.fabric", "cluster.nodes", "cluster.gpus_per_node", "name"):
         return any(key == name or key.startswith(name + ".") for key in written)
     if field == PARTITION:
         return False  # always filled; where it matters it reads back otherwise
-    return name in ALWAYS or (field in written and value is not None) or value != default.get(field, value)
+    return (
+        name in ALWAYS
+        or (field in written and value is not None)
+        or value != default.get(field, value)
+    )
 
 
 def _same(field: str, ours: Any, theirs: Any, full: Plan, written: bool) -> bool:
-    """Whether a field came back; one that nobody has `written` may differ where it decides nothing."""
+    """Whether a field came back; one that nobody has `written` may differ where it decides
+    nothing.
+    """
     if field == "name" or field.startswith(("cluster.gpu.", "cluster.fabric")):
         return True  # handed to the reader as they are
     if field == "strategy.placement" and not written:

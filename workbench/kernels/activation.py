@@ -1,8 +1,10 @@
-"""The feed-forward non-linearity: SwiGLU, GeGLU (Shazeer 2020, 2002.05202), bias + GELU (Hendrycks 2016, 1606.08415).
+"""The feed-forward non-linearity: SwiGLU, GeGLU (Shazeer 2020, 2002.05202), bias + GELU (Hendrycks
+2016, 1606.08415).
 
-Only what goes in is saved: what lies between is made again in backward, which reads each byte once. Every kind is
-x sigmoid(z(x)). SiLU has z = x; GELU by tanh has z = 2 sqrt(2 / pi) (x + 0.044715 x^3), for 1 + tanh(t) is
-2 sigmoid(2 t). ReLU is torch's own, which saves nothing but its result, and that the next product saves anyway.
+Only what goes in is saved: what lies between is made again in backward, which reads each byte once.
+Every kind is x sigmoid(z(x)). SiLU has z = x; GELU by tanh has z = 2 sqrt(2 / pi) (x + 0.044715
+x^3), for 1 + tanh(t) is 2 sigmoid(2 t). ReLU is torch's own, which saves nothing but its result,
+and that the next product saves anyway.
 """
 
 from __future__ import annotations
@@ -24,12 +26,18 @@ GATED = ("swiglu", "geglu")
 """The kinds that multiply by the up projection."""
 KINDS = (*GATED, "gelu", "relu")
 TILE = 1024
-"""Entries that a program takes at once of each of two tensors or more: at least 16 bytes a thread."""
+"""Entries that a program takes at once of each of two tensors or more: at least 16 bytes a
+thread.
+"""
 PER_PROCESSOR = 8
-"""Programs that a multiprocessor holds at once, where each goes on to further rows and sums over them."""
+"""Programs that a multiprocessor holds at once, where each goes on to further rows and sums over
+them.
+"""
 
 
-def reference(kind: str, gate: Tensor, up: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def reference(
+    kind: str, gate: Tensor, up: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """The same as plain operators."""
     x = gate if bias is None else gate + bias
     if kind == "relu":
@@ -38,7 +46,7 @@ def reference(kind: str, gate: Tensor, up: Tensor | None = None, bias: Tensor | 
     return activated if up is None else activated * up
 
 
-# ---- Triton ---------------------------------------------------------------------------------------------------------
+# ---- Triton --------------------------------------------------------------------------------------
 
 
 @jit
@@ -53,10 +61,21 @@ def _sigmoid(x, SILU: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def activate_forward(  # type: ignore[no-untyped-def]
-    X, UP, BIAS, Y, num_rows, num_columns, x_stride, up_stride,
-    SILU: tl.constexpr, HAS_UP: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    X,
+    UP,
+    BIAS,
+    Y,
+    num_rows,
+    num_columns,
+    x_stride,
+    up_stride,
+    SILU: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A tile of rows and columns a program."""
     num_blocks = tl.cdiv(num_columns, BLOCK)
     rows = ((tl.program_id(0) // num_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -73,11 +92,28 @@ def activate_forward(  # type: ignore[no-untyped-def]
 
 @jit
 def activate_backward(  # type: ignore[no-untyped-def]
-    DY, X, UP, BIAS, DX, DUP, DBIAS, num_rows, num_columns, dy_stride, x_stride, up_stride,
-    SILU: tl.constexpr, HAS_UP: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A tile a program; where there is a bias also each so-manieth tile below, for a part of the bias's gradient."""
+    DY,
+    X,
+    UP,
+    BIAS,
+    DX,
+    DUP,
+    DBIAS,
+    num_rows,
+    num_columns,
+    dy_stride,
+    x_stride,
+    up_stride,
+    SILU: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A tile a program; where there is a bias also each so-manieth tile below, for a part of the
+    bias's gradient.
+    """
     num_blocks = tl.cdiv(num_columns, BLOCK)
     first = tl.program_id(0) // num_blocks
     columns = ((tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -105,14 +141,26 @@ def activate_backward(  # type: ignore[no-untyped-def]
         if HAS_BIAS:
             dbias += dx
     if HAS_BIAS:
-        tl.store(DBIAS + first.to(tl.int64) * num_columns + columns, tl.sum(dbias, 0)[None, :], mask=inside)
+        tl.store(
+            DBIAS + first.to(tl.int64) * num_columns + columns,
+            tl.sum(dbias, 0)[None, :],
+            mask=inside,
+        )
 
 
 def _launch_forward(kind: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
     y, tile = x.new_empty(x.shape), _tile(x.shape[1], 2 * TILE if up is None else TILE)
     down, across = _tiles(x, tile)
     activate_forward[(down * across,)](
-        x, up, bias, y, *x.shape, x.stride(0), 0 if up is None else up.stride(0), **_flags(kind, x, up, bias), **tile
+        x,
+        up,
+        bias,
+        y,
+        *x.shape,
+        x.stride(0),
+        0 if up is None else up.stride(0),
+        **_flags(kind, x, up, bias),
+        **tile,
     )
     return y
 
@@ -127,9 +175,20 @@ def _launch_backward(
         down = min(down, max(1, programs(x.device, PER_PROCESSOR) // across))
         parts = torch.empty(down, x.shape[1], dtype=wide_dtype(x), device=x.device)
     activate_backward[(down * across,)](
-        dy, x, up, bias, dx, dup, parts, *x.shape, dy.stride(0), x.stride(0), 0 if up is None else up.stride(0),
-        **_flags(kind, x, up, bias), **tile,
-    )  # fmt: skip
+        dy,
+        x,
+        up,
+        bias,
+        dx,
+        dup,
+        parts,
+        *x.shape,
+        dy.stride(0),
+        x.stride(0),
+        0 if up is None else up.stride(0),
+        **_flags(kind, x, up, bias),
+        **tile,
+    )
     return dx, dup, None if bias is None or parts is None else parts.sum(0).to(bias.dtype)
 
 
@@ -143,10 +202,15 @@ def _tiles(x_NF: Tensor, tile: dict[str, int]) -> tuple[int, int]:
 
 
 def _flags(kind: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
-    return {"SILU": kind == "swiglu", "HAS_UP": up is not None, "HAS_BIAS": bias is not None, "WIDE": wide(x)}
+    return {
+        "SILU": kind == "swiglu",
+        "HAS_UP": up is not None,
+        "HAS_BIAS": bias is not None,
+        "WIDE": wide(x),
+    }
 
 
-# ---- without Triton: the same by a compiler -------------------------------------------------------------------------
+# ---- without Triton: the same by a compiler ------------------------------------------------------
 
 
 def _made_again(kind: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | float]:
@@ -175,17 +239,23 @@ def _backward(
     return dx.to(gate.dtype), dup, None if bias is None else dx.sum(0).to(bias.dtype)
 
 
-# ---- the operator ---------------------------------------------------------------------------------------------------
+# ---- the operator --------------------------------------------------------------------------------
 
 
 def activate(
-    kind: str, gate: Tensor, up: Tensor | None = None, bias: Tensor | None = None, kernels: str = "fused"
+    kind: str,
+    gate: Tensor,
+    up: Tensor | None = None,
+    bias: Tensor | None = None,
+    kernels: str = "fused",
 ) -> Tensor:
-    """Activated features [..., F] of `gate` [..., F], times `up` [..., F] where `kind` is gated (swiglu, geglu).
+    """Activated features [..., F] of `gate` [..., F], times `up` [..., F] where `kind` is gated
+    (swiglu, geglu).
 
-    `bias` [F] is added first; only gelu has one. Rows may be those of a joint product; what is not contiguous within a
-    row is copied. `kernels` is the plan's: compiled, or fused, which is Triton where that runs; relu is torch's own
-    either way. Raises ValueError naming the tensor whose presence, device, dtype or shape is not right.
+    `bias` [F] is added first; only gelu has one. Rows may be those of a joint product; what is not
+    contiguous within a row is copied. `kernels` is the plan's: compiled, or fused, which is Triton
+    where that runs; relu is torch's own either way. Raises ValueError naming the tensor whose
+    presence, device, dtype or shape is not right.
     """
     _check(kind, gate, up, bias)
     if kind == "relu":
@@ -199,13 +269,19 @@ def _check(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None) -> N
         raise ValueError(f"activate: kind is {kind!r}; legal: {', '.join(KINDS)}")
     if (up is not None) != (kind in GATED):
         shape = None if up is None else tuple(up.shape)
-        raise ValueError(f"activate: up is {shape} for {kind}; legal: there for {' and '.join(GATED)} alone")
+        raise ValueError(
+            f"activate: up is {shape} for {kind}; legal: there for {' and '.join(GATED)} alone"
+        )
     if bias is not None and kind != "gelu":
-        raise ValueError(f"activate: bias is {tuple(bias.shape)} for {kind}; legal: there for gelu alone")
+        raise ValueError(
+            f"activate: bias is {tuple(bias.shape)} for {kind}; legal: there for gelu alone"
+        )
     check("activate", "gate", gate=gate, up=up, bias=bias)
     for name, x in (("gate", gate), ("up", up)):
         if x is not None and (x.dtype != gate.dtype or not x.is_floating_point()):
-            raise ValueError(f"activate: {name} is {x.dtype}, gate is {gate.dtype}; legal: one floating dtype")
+            raise ValueError(
+                f"activate: {name} is {x.dtype}, gate is {gate.dtype}; legal: one floating dtype"
+            )
     if gate.ndim == 0:
         raise ValueError("activate: gate has shape (); legal: [..., F]")
     check_shape("activate", "up", up, gate.shape)
@@ -213,7 +289,9 @@ def _check(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None) -> N
 
 
 @custom_op("workbench::activate", mutates_args=())
-def activate_op(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: str) -> Tensor:
+def activate_op(
+    kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: str
+) -> Tensor:
     """Activated features, contiguous."""
     if gate.numel() == 0:
         return gate.new_empty(gate.shape)
@@ -236,7 +314,9 @@ def activate_backward_op(
         nothing = _like(gate, up, bias)
         return nothing[0], nothing[1], nothing[2].zero_()
     incoming, x, other = _rows(bias, dy, gate, up)
-    dgate, dup, dbias = (_launch_backward if _triton(gate, kernels) else _backward)(kind, incoming, x, other, bias)
+    dgate, dup, dbias = (_launch_backward if _triton(gate, kernels) else _backward)(
+        kind, incoming, x, other, bias
+    )
     dup = gate.new_empty(0) if dup is None else dup.contiguous().view(gate.shape)
     return dgate.contiguous().view(gate.shape), dup, gate.new_empty(0) if dbias is None else dbias
 
@@ -268,9 +348,14 @@ activate_op.register_autograd(_gradients, setup_context=_setup)
 
 
 def _rows(bias: Tensor | None, *tensors: Tensor | None) -> list[Any]:
-    """Rows [N, F], each contiguous; where nothing lies between them and no bias asks for columns, one row of all."""
+    """Rows [N, F], each contiguous; where nothing lies between them and no bias asks for columns,
+    one row of all.
+    """
     whole = bias is None and all(x is None or x.is_contiguous() for x in tensors)
-    rows = [x if x is None else x.reshape(1 if whole else -1, x.numel() if whole else x.shape[-1]) for x in tensors]
+    rows = [
+        x if x is None else x.reshape(1 if whole else -1, x.numel() if whole else x.shape[-1])
+        for x in tensors
+    ]
     return [x if x is None or x.stride(1) == 1 else x.contiguous() for x in rows]
 
 

@@ -1,8 +1,9 @@
 """AdamW (Loshchilov and Hutter 2019, 1711.05101) of many tensors in one launch.
 
-Gradients, weights and moments are read once and weights, their 16-bit copies and moments written once: gradients are
-scaled on the way, whatever their dtype, and what is kept in 16 bits is widened in registers alone. Where all that lies
-is a table on the device. There is no other path here: where Triton does not run, torch's own fused AdamW is used.
+Gradients, weights and moments are read once and weights, their 16-bit copies and moments written
+once: gradients are scaled on the way, whatever their dtype, and what is kept in 16 bits is widened
+in registers alone. Where all that lies is a table on the device. There is no other path here: where
+Triton does not run, torch's own fused AdamW is used.
 """
 
 from __future__ import annotations
@@ -20,14 +21,26 @@ from workbench.kernels.triton_compat import jit, runs_triton, tl, wide
 BLOCK = 1024
 """Entries that a program steps."""
 WIDEST = 16
-"""Bytes of the widest load; where a tensor does not start on a multiple of it, it is loaded entry by entry."""
+"""Bytes of the widest load; where a tensor does not start on a multiple of it, it is loaded entry
+by entry.
+"""
 
 
 def reference(
-    parameter: Tensor, gradient: Tensor, moment1: Tensor, moment2: Tensor, count: int,
-    rate: float, beta1: float, beta2: float, epsilon: float, decay: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(parameter, moment1, moment2) after the `count`-th step, counted from 1, as plain operators."""
+    parameter: Tensor,
+    gradient: Tensor,
+    moment1: Tensor,
+    moment2: Tensor,
+    count: int,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(parameter, moment1, moment2) after the `count`-th step, counted from 1, as plain
+    operators.
+    """
     moment1 = beta1 * moment1 + (1 - beta1) * gradient
     moment2 = beta2 * moment2 + (1 - beta2) * gradient.square()
     deviation = (moment2 / (1 - beta2**count)).sqrt()
@@ -35,12 +48,19 @@ def reference(
     return parameter * (1 - rate * decay) - rate * update, moment1, moment2
 
 
-# ---- Triton ---------------------------------------------------------------------------------------------------------
+# ---- Triton --------------------------------------------------------------------------------------
 
 
 @jit
 def adamw_count(  # type: ignore[no-untyped-def]
-    TABLE, NUMBERS, COMMON, SKIP, num_tensors, HAS_SKIP: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+    TABLE,
+    NUMBERS,
+    COMMON,
+    SKIP,
+    num_tensors,
+    HAS_SKIP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Count the step, and derive from that, in fp64, what all entries of a tensor share."""
     tensors = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -61,11 +81,23 @@ def adamw_count(  # type: ignore[no-untyped-def]
 
 @jit
 def adamw_step(  # type: ignore[no-untyped-def]
-    TABLE, CHUNKS, NUMBERS, COMMON, SCALE, SKIP,
-    GRADIENT: tl.constexpr, TARGET: tl.constexpr, COPY: tl.constexpr, MOMENT: tl.constexpr, WIDE: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_SKIP: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
+    TABLE,
+    CHUNKS,
+    NUMBERS,
+    COMMON,
+    SCALE,
+    SKIP,
+    GRADIENT: tl.constexpr,
+    TARGET: tl.constexpr,
+    COPY: tl.constexpr,
+    MOMENT: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """A block of one tensor a program."""
     if HAS_SKIP:  # noqa: SIM102 (decided when this is compiled)
         if tl.load(SKIP) == 1:
@@ -79,22 +111,54 @@ def adamw_step(  # type: ignore[no-untyped-def]
     # A mask, or an address of which nothing is known, would split wide loads into single entries.
     if (left >= BLOCK) & (tl.load(row + 7) != 0):
         _entries(
-            row, NUMBERS + tensor * 4, COMMON, scale, start, None,
-            GRADIENT, TARGET, COPY, MOMENT, WIDE, TOGETHER, BLOCK,
-        )  # fmt: skip
+            row,
+            NUMBERS + tensor * 4,
+            COMMON,
+            scale,
+            start,
+            None,
+            GRADIENT,
+            TARGET,
+            COPY,
+            MOMENT,
+            WIDE,
+            TOGETHER,
+            BLOCK,
+        )
     else:
         _entries(
-            row, NUMBERS + tensor * 4, COMMON, scale, start, tl.arange(0, BLOCK) < left,
-            GRADIENT, TARGET, COPY, MOMENT, WIDE, 1, BLOCK,
-        )  # fmt: skip
+            row,
+            NUMBERS + tensor * 4,
+            COMMON,
+            scale,
+            start,
+            tl.arange(0, BLOCK) < left,
+            GRADIENT,
+            TARGET,
+            COPY,
+            MOMENT,
+            WIDE,
+            1,
+            BLOCK,
+        )
 
 
 @jit
 def _entries(  # type: ignore[no-untyped-def]
-    row, own, COMMON, scale, start, here,
-    GRADIENT: tl.constexpr, TARGET: tl.constexpr, COPY: tl.constexpr, MOMENT: tl.constexpr, WIDE: tl.constexpr,
-    TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    row,
+    own,
+    COMMON,
+    scale,
+    start,
+    here,
+    GRADIENT: tl.constexpr,
+    TARGET: tl.constexpr,
+    COPY: tl.constexpr,
+    MOMENT: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     at = start + tl.arange(0, BLOCK)
     target_at = _pointer(row + 1, TARGET, TOGETHER) + at
     moment1_at = _pointer(row + 3, MOMENT, TOGETHER) + at
@@ -106,7 +170,9 @@ def _entries(  # type: ignore[no-untyped-def]
     if scale is not None:
         gradient *= scale
     moment1 = tl.load(COMMON + 1).to(WIDE) * moment1 + tl.load(COMMON + 2).to(WIDE) * gradient
-    moment2 = tl.load(COMMON + 3).to(WIDE) * moment2 + tl.load(COMMON + 4).to(WIDE) * (gradient * gradient)
+    moment2 = tl.load(COMMON + 3).to(WIDE) * moment2 + tl.load(COMMON + 4).to(WIDE) * (
+        gradient * gradient
+    )
     deviation = _ratio(_root(moment2), tl.load(own + 3).to(WIDE)) + tl.load(COMMON + 5).to(WIDE)
     target -= tl.load(own + 1).to(WIDE) * target
     target -= _ratio(tl.load(own + 2).to(WIDE) * moment1, deviation)
@@ -119,8 +185,11 @@ def _entries(  # type: ignore[no-untyped-def]
 
 @jit
 def _pointer(at, DTYPE: tl.constexpr, TOGETHER: tl.constexpr):  # type: ignore[no-untyped-def]
-    # All loads take as many entries: those in 16 bits would otherwise meet the others through shared memory.
-    return tl.multiple_of(tl.load(at).to(tl.pointer_type(DTYPE)), TOGETHER * (DTYPE.primitive_bitwidth // 8))
+    # All loads take as many entries: those in 16 bits would otherwise meet the others through
+    # shared memory.
+    return tl.multiple_of(
+        tl.load(at).to(tl.pointer_type(DTYPE)), TOGETHER * (DTYPE.primitive_bitwidth // 8)
+    )
 
 
 @jit
@@ -133,7 +202,7 @@ def _ratio(x, y):  # type: ignore[no-untyped-def]
     return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y
 
 
-# ---- the operator ---------------------------------------------------------------------------------------------------
+# ---- the operator --------------------------------------------------------------------------------
 
 
 class Stepped(NamedTuple):
@@ -158,13 +227,16 @@ def suits(x: Tensor) -> bool:
 
 
 class AdamW:
-    """Steps tensors, which are held, not copied, by one launch (and one that counts) for each kind of dtypes.
+    """Steps tensors, which are held, not copied, by one launch (and one that counts) for each kind
+    of dtypes.
 
-    Storages may move between steps: addresses are read anew at each. Raises ValueError naming the tensor whose device,
-    dtype, shape or strides are not right.
+    Storages may move between steps: addresses are read anew at each. Raises ValueError naming the
+    tensor whose device, dtype, shape or strides are not right.
     """
 
-    def __init__(self, tensors: Iterable[Stepped], beta1: float, beta2: float, epsilon: float) -> None:
+    def __init__(
+        self, tensors: Iterable[Stepped], beta1: float, beta2: float, epsilon: float
+    ) -> None:
         kinds: dict[tuple[Any, ...], list[Stepped]] = {}
         for tensor in tensors:
             _check(tensor)
@@ -173,9 +245,11 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, rate: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
-        """One update with learning rate `rate`; gradients count `scale` times (0-d), and stay as they are.
+        """One update with learning rate `rate`; gradients count `scale` times (0-d), and stay as
+        they are.
 
-        Where `skip` (0-d) is 1 instead of 0 nothing changes, counts included, whatever the gradients are.
+        Where `skip` (0-d) is 1 instead of 0 nothing changes, counts included, whatever the
+        gradients are.
         """
         check_shape("adamw", "scale", scale, ())
         check_shape("adamw", "skip", skip, ())
@@ -206,42 +280,85 @@ class _Launch:
 
     def __call__(self, rate: float, scale: Tensor | None, skip: Tensor | None) -> None:
         adamw_op(
-            self.targets, self.copies, self.gradients, *self.moments, self.counts, self.chunks,
-            self.seen, self.table, self.numbers, self.common, scale, skip, rate,
-        )  # fmt: skip
+            self.targets,
+            self.copies,
+            self.gradients,
+            *self.moments,
+            self.counts,
+            self.chunks,
+            self.seen,
+            self.table,
+            self.numbers,
+            self.common,
+            scale,
+            skip,
+            rate,
+        )
 
 
-CHANGED = ("targets", "copies", "moment1", "moment2", "counts", "seen", "table", "numbers", "common")
+CHANGED = (
+    "targets",
+    "copies",
+    "moment1",
+    "moment2",
+    "counts",
+    "seen",
+    "table",
+    "numbers",
+    "common",
+)
 
 
 @custom_op("workbench::adamw", mutates_args=CHANGED)
 def adamw_op(
-    targets: Sequence[Tensor], copies: Sequence[Tensor], gradients: Sequence[Tensor],
-    moment1: Sequence[Tensor], moment2: Sequence[Tensor], counts: Sequence[Tensor], chunks: Tensor,
-    seen: Tensor, table: Tensor, numbers: Tensor, common: Tensor,
-    scale: Tensor | None, skip: Tensor | None, rate: float,
-) -> None:  # fmt: skip
+    targets: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    moment1: Sequence[Tensor],
+    moment2: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    chunks: Tensor,
+    seen: Tensor,
+    table: Tensor,
+    numbers: Tensor,
+    common: Tensor,
+    scale: Tensor | None,
+    skip: Tensor | None,
+    rate: float,
+) -> None:
     """Step `targets`, rounding them into `copies` where there are any.
 
-    A row of `table` [tensors, 8] has the addresses of gradient, target, copy, both moments and count, the number of
-    entries, and whether all may be loaded widely; `seen` is the host's copy of it. A row of `numbers` [tensors, 4]
-    has the decay, that of this step, the step's size, and the root of the second moment's correction. `chunks` [n, 2]
-    are (tensor, block of it); `common` is (rate, beta1, 1 - beta1, beta2, 1 - beta2, epsilon).
+    A row of `table` [tensors, 8] has the addresses of gradient, target, copy, both moments and
+    count, the number of entries, and whether all may be loaded widely; `seen` is the host's copy of
+    it. A row of `numbers` [tensors, 4] has the decay, that of this step, the step's size, and the
+    root of the second moment's correction. `chunks` [n, 2] are (tensor, block of it); `common` is
+    (rate, beta1, 1 - beta1, beta2, 1 - beta2, epsilon).
     """
     _locate((gradients, targets, copies or targets, moment1, moment2, counts), seen, table)
     common[0].fill_(rate)
     constants = {"HAS_SKIP": skip is not None, "COLUMNS": table.shape[1]}
     adamw_count[(-(-len(targets) // 256),)](
         table, numbers, common, skip, len(targets), BLOCK=256, **constants
-    )  # fmt: skip
+    )
     if len(chunks):
         adamw_step[(len(chunks),)](
-            table, chunks, numbers, common, scale, skip,
-            GRADIENT=_dtype(gradients[0]), TARGET=_dtype(targets[0]), COPY=_dtype(copies[0]) if copies else None,
-            MOMENT=_dtype(moment1[0]), WIDE=wide(targets[0], moment1[0]), HAS_SCALE=scale is not None,
+            table,
+            chunks,
+            numbers,
+            common,
+            scale,
+            skip,
+            GRADIENT=_dtype(gradients[0]),
+            TARGET=_dtype(targets[0]),
+            COPY=_dtype(copies[0]) if copies else None,
+            MOMENT=_dtype(moment1[0]),
+            WIDE=wide(targets[0], moment1[0]),
+            HAS_SCALE=scale is not None,
             TOGETHER=WIDEST // max(x.itemsize for x in (gradients[0], targets[0], moment1[0])),
-            BLOCK=BLOCK, num_warps=4, **constants,
-        )  # fmt: skip
+            BLOCK=BLOCK,
+            num_warps=4,
+            **constants,
+        )
 
 
 @adamw_op.register_fake
@@ -250,13 +367,20 @@ def _(*_: Any) -> None:
 
 
 def _locate(columns: Sequence[Sequence[Tensor]], seen: Tensor, table: Tensor) -> None:
-    """Bring `table` up to where tensors lie now; the host waits for that only where one has moved."""
-    now = torch.tensor([[x.data_ptr() for x in column] for column in columns], dtype=torch.int64).t()
+    """Bring `table` up to where tensors lie now; the host waits for that only where one has
+    moved.
+    """
+    now = torch.tensor(
+        [[x.data_ptr() for x in column] for column in columns], dtype=torch.int64
+    ).t()
     if torch.equal(now, seen[:, : len(columns)]):
         return
     for x in (x for column in columns for x in column):
         if x.untyped_storage().nbytes() < (x.storage_offset() + x.numel()) * x.itemsize:
-            raise ValueError(f"adamw: the storage of a tensor of shape {tuple(x.shape)} is freed; legal: whole tensors")
+            raise ValueError(
+                f"adamw: the storage of a tensor of shape {tuple(x.shape)} is freed; "
+                f"legal: whole tensors"
+            )
     seen[:, : len(columns)] = now
     seen[:, 6] = torch.tensor([x.numel() for x in columns[1]])
     seen[:, 7] = (now[:, :5] % WIDEST == 0).all(1)
@@ -285,6 +409,8 @@ def _check(own: Stepped) -> None:
         check_shape("adamw", name, x, () if name == "steps" else own.parameter.shape)
         legal = {"steps": (torch.float32,), "moment2": (own.moment1.dtype,)}.get(name, FLOATING)
         if x.dtype not in legal:
-            raise ValueError(f"adamw: {name} is {_name(x.dtype)}; legal: {', '.join(map(_name, legal))}")
+            raise ValueError(
+                f"adamw: {name} is {_name(x.dtype)}; legal: {', '.join(map(_name, legal))}"
+            )
         if not x.is_contiguous():
             raise ValueError(f"adamw: {name} has strides {x.stride()}; legal: contiguous tensors")

@@ -1,8 +1,10 @@
-"""Triton's kernels compiled ahead of time, with no GPU: what each takes of a multiprocessor, and the limits it keeps.
+"""Triton's kernels compiled ahead of time, with no GPU: what each takes of a multiprocessor, and
+the limits it keeps.
 
-`python -m workbench.kernels.ahead_of_time [--json FILE | --check FILE]` compiles every case of the registry for every
-architecture. Registers and spills are the assembler's (cuobjdump), accesses of 16 bytes or more are counted in its
-input (PTX). `data/kernels.json` is the table of the Triton that it names, with the operators' facts beside it.
+`python -m workbench.kernels.ahead_of_time [--json FILE | --check FILE]` compiles every case of the
+registry for every architecture. Registers and spills are the assembler's (cuobjdump), accesses of
+16 bytes or more are counted in its input (PTX). `data/kernels.json` is the table of the Triton that
+it names, with the operators' facts beside it.
 """
 
 from __future__ import annotations
@@ -28,22 +30,33 @@ from workbench.kernels import triton_compat
 from workbench.kernels.registry import KERNELS, Kernel
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Compute capability -> bytes of shared memory that one program may have (CUDA C++ Programming Guide, "Technical
-specifications per compute capability")."""
+"""Compute capability -> bytes of shared memory that one program may have (CUDA C++ Programming
+Guide, "Technical specifications per compute capability").
+"""
 REGISTERS = 65536
 """Of a multiprocessor, on each of them."""
 PROCESSES = 2
 
 TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1",
-}  # fmt: skip
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
 WIDE_ACCESS = r"\.global\S*\.(?:v4\.\w(?:32|64)|v2\.\w64|v8\.\w32)\b|cp\.async\.\w+\.shared\.global\S* .*, 0x10\b"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch, as Triton's compiler sees it: argument types, constants, what is known to be a multiple of 16."""
+    """One launch, as Triton's compiler sees it: argument types, constants, what is known to be a
+    multiple of 16.
+    """
 
     function: Any
     signature: dict[str, str]
@@ -55,8 +68,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Row:
-    """What one launch takes on one architecture: registers of a thread, spilled bytes of a thread, shared bytes of a
-    program, accesses of 16 bytes or more in its code. `streams` is what they are limits of: in, in and out, nothing."""
+    """What one launch takes on one architecture: registers of a thread, spilled bytes of a thread,
+    shared bytes of a program, accesses of 16 bytes or more in its code. `streams` is what they are
+    limits of: in, in and out, nothing.
+    """
 
     kernel: str
     function: str
@@ -72,11 +87,13 @@ class Row:
     vector_stores: int
 
 
-# ---- what an operator launches --------------------------------------------------------------------------------------
+# ---- what an operator launches -------------------------------------------------------------------
 
 
 def launches(kernel: Kernel, case: str) -> list[Launch]:
-    """What `case` launches, forward and backward, each kind once. Nothing runs: values are not what they would be."""
+    """What `case` launches, forward and backward, each kind once. Nothing runs: values are not what
+    they would be.
+    """
     with _recorded() as found:
         out = kernel.cases[case]()
         kinds = [launch_of("step" if out is None else "forward", *own) for own in found]
@@ -90,8 +107,9 @@ def launches(kernel: Kernel, case: str) -> list[Launch]:
 
 @contextmanager
 def _recorded() -> Iterator[list[Any]]:
-    """Inside, operators of host tensors take Triton's path, and what they would launch is kept instead: function,
-    positional and named arguments."""
+    """Inside, operators of host tensors take Triton's path, and what they would launch is kept
+    instead: function, positional and named arguments.
+    """
     found: list[Any] = []
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -107,8 +125,12 @@ def _recorded() -> Iterator[list[Any]]:
 
 
 def launch_of(direction: str, function: Any, args: Sequence[Any], named: dict[str, Any]) -> Launch:
-    """The specialisation that Triton makes of a call: None and 1 are constants, as are those declared so."""
-    values = {p.name: p.default for p in function.params if p.has_default} | dict(zip(function.arg_names, args))
+    """The specialisation that Triton makes of a call: None and 1 are constants, as are those
+    declared so.
+    """
+    values = {p.name: p.default for p in function.params if p.has_default} | dict(
+        zip(function.arg_names, args)
+    )
     values |= {name: value for name, value in named.items() if name in function.arg_names}
     options = {name: value for name, value in named.items() if name not in function.arg_names}
     signature, constants, multiples = {}, {}, []
@@ -118,7 +140,9 @@ def launch_of(direction: str, function: Any, args: Sequence[Any], named: dict[st
             signature[parameter.name], constants[(index,)] = "constexpr", value
             continue
         signature[parameter.name] = _type(value)
-        if (value.data_ptr() if isinstance(value, Tensor) else value if type(value) is int else 1) % 16 == 0:
+        if (
+            value.data_ptr() if isinstance(value, Tensor) else value if type(value) is int else 1
+        ) % 16 == 0:
             multiples.append(index)
     return Launch(function, signature, constants, tuple(multiples), options, direction)
 
@@ -133,7 +157,7 @@ def _type(value: Any) -> str:
     return "fp32"
 
 
-# ---- what it takes of an architecture -------------------------------------------------------------------------------
+# ---- what it takes of an architecture ------------------------------------------------------------
 
 
 def compiled(launch: Launch, sm: int) -> Any:
@@ -143,7 +167,9 @@ def compiled(launch: Launch, sm: int) -> Any:
 
     known = {(index,): [["tt.divisibility", 16]] for index in launch.multiples}
     source = ASTSource(launch.function, launch.signature, launch.constants, known)
-    return triton_compat.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=launch.options)
+    return triton_compat.triton.compile(
+        source, target=GPUTarget("cuda", sm, 32), options=launch.options
+    )
 
 
 def row_of(kernel: Kernel, case: str, launch: Launch, sm: int) -> Row:
@@ -152,10 +178,19 @@ def row_of(kernel: Kernel, case: str, launch: Launch, sm: int) -> Row:
     function, used = launch.function.__name__, _used(binary.asm["cubin"])
     wide = re.findall(rf"\b(ld|st|)(?:{WIDE_ACCESS})", binary.asm["ptx"])
     return Row(
-        kernel.name, function, case, launch.direction, kernel.streams(function), sm, binary.metadata.num_warps,
-        used["REG"], used["STACK"] + used["LOCAL"], binary.metadata.shared,
-        vector_loads=len(wide) - wide.count("st"), vector_stores=wide.count("st"),
-    )  # fmt: skip
+        kernel.name,
+        function,
+        case,
+        launch.direction,
+        kernel.streams(function),
+        sm,
+        binary.metadata.num_warps,
+        used["REG"],
+        used["STACK"] + used["LOCAL"],
+        binary.metadata.shared,
+        vector_loads=len(wide) - wide.count("st"),
+        vector_stores=wide.count("st"),
+    )
 
 
 def _used(cubin: bytes) -> dict[str, int]:
@@ -163,7 +198,9 @@ def _used(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         tool = triton_compat.triton.knobs.nvidia.cuobjdump.path
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
 
 
@@ -173,18 +210,25 @@ def breaches(row: Row) -> list[str]:
     broken = {
         f"spills {row.spills} bytes of a thread; legal: none": row.spills > 0,
         f"takes {taken} registers; legal: {REGISTERS}": taken > REGISTERS,
-        f"takes {row.shared} bytes of shared memory; legal: {SHARED[row.sm]}": row.shared > SHARED[row.sm],
+        f"takes {row.shared} bytes of shared memory; legal: {SHARED[row.sm]}": row.shared
+        > SHARED[row.sm],
         "loads nothing 16 bytes wide": row.streams != "nothing" and not row.vector_loads,
         "stores nothing 16 bytes wide": row.streams == "in and out" and not row.vector_stores,
     }
-    return [f"{row.function} ({row.case}, {row.direction}, sm_{row.sm}) {said}" for said, it in broken.items() if it]
+    return [
+        f"{row.function} ({row.case}, {row.direction}, sm_{row.sm}) {said}"
+        for said, it in broken.items()
+        if it
+    ]
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def rows(progress: Callable[[int, int, str], None] = lambda done, of, what: None) -> list[Row]:
-    """All cases on all architectures, by `PROCESSES` processes; `progress(done, of, what)` is told of each case."""
+    """All cases on all architectures, by `PROCESSES` processes; `progress(done, of, what)` is told
+    of each case.
+    """
     cases = [(kernel.name, case) for kernel in KERNELS for case in kernel.cases]
     found: list[Row] = []
     with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
@@ -204,7 +248,10 @@ def _rows_of_case(name_and_case: tuple[str, str]) -> list[Row]:
 def facts() -> list[dict[str, str]]:
     """What the registry says of each operator."""
     return [
-        {name: getattr(kernel, name) for name in ("name", "title", "module", "reference", "gpu", "cpu")}
+        {
+            name: getattr(kernel, name)
+            for name in ("name", "title", "module", "reference", "gpu", "cpu")
+        }
         for kernel in KERNELS
     ]
 
@@ -212,19 +259,39 @@ def facts() -> list[dict[str, str]]:
 def as_json(found: Iterable[Row]) -> str:
     """The table as it is kept: a line a row."""
     parts = {"kernels": facts(), "ahead": [asdict(row) for row in found]}
-    lists = [f' "{name}": [\n  ' + ",\n  ".join(map(json.dumps, own)) + "\n ]" for name, own in parts.items()]
-    return "{\n" + ",\n".join([f' "triton": "{triton_compat.triton.__version__}"', *lists]) + "\n}\n"
+    lists = [
+        f' "{name}": [\n  ' + ",\n  ".join(map(json.dumps, own)) + "\n ]"
+        for name, own in parts.items()
+    ]
+    return (
+        "{\n" + ",\n".join([f' "triton": "{triton_compat.triton.__version__}"', *lists]) + "\n}\n"
+    )
 
 
 def differences(now: str, before: str) -> list[str]:
     """Lines that only one of two tables has."""
     sides = [[line.rstrip(",") for line in side.splitlines()] for side in (now, before)]
-    return [f"+ {x}" for x in sides[0] if x not in sides[1]] + [f"- {x}" for x in sides[1] if x not in sides[0]]
+    return [f"+ {x}" for x in sides[0] if x not in sides[1]] + [
+        f"- {x}" for x in sides[1] if x not in sides[0]
+    ]
 
 
 def shown(found: Sequence[Row]) -> str:
     """The table for people: a line a row, columns aligned."""
-    heads = ["kernel", "function", "case", "", "streams", "sm", "warps", "regs", "spills", "shared", "loads", "stores"]
+    heads = [
+        "kernel",
+        "function",
+        "case",
+        "",
+        "streams",
+        "sm",
+        "warps",
+        "regs",
+        "spills",
+        "shared",
+        "loads",
+        "stores",
+    ]
     lines = [heads, *([str(value) for value in asdict(row).values()] for row in found)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, widths)).rstrip() for line in lines)
@@ -234,17 +301,26 @@ def _bar(done: int, of: int, what: str) -> None:
     if sys.stderr.isatty():
         filled = 30 * done // of
         end = "\n" if done == of else ""
-        print(f"\r[{'#' * filled}{' ' * (30 - filled)}] {done} of {of}  {what[:60]:60}", end=end, file=sys.stderr)
+        print(
+            f"\r[{'#' * filled}{' ' * (30 - filled)}] {done} of {of}  {what[:60]:60}",
+            end=end,
+            file=sys.stderr,
+        )
 
 
 def main() -> int:
     """Compile, show or write or compare; 1 where a limit is broken or the table is another."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the table here.")
     parser.add_argument("--check", type=Path, metavar="FILE", help="Compare with the table here.")
     arguments = parser.parse_args()
     if triton_compat.triton is None or triton_compat.INTERPRETED:
-        parser.error("Triton is missing, or TRITON_INTERPRET=1 is set; legal: pip install 'workbench[kernels]'")
+        parser.error(
+            "Triton is missing, or TRITON_INTERPRET=1 is set; legal: pip install "
+            "'workbench[kernels]'"
+        )
     for path in (arguments.json and arguments.json.parent, arguments.check):
         if path and not path.exists():
             parser.error(f"{path} is not there")

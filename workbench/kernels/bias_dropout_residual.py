@@ -1,8 +1,9 @@
-"""Bias, dropout (Srivastava et al. 2014) and residual as one operator that keeps no mask: backward draws it again.
+"""Bias, dropout (Srivastava et al. 2014) and residual as one operator that keeps no mask: backward
+draws it again.
 
-Whether an entry is kept is the hash that `workbench.models.counter_dropout` draws, to the bit, so every path and every mesh
-drops the same ones; what is saved is the number of each row. Forward reads the branch and the residual once and writes
-their sum; backward reads and writes one gradient.
+Whether an entry is kept is the hash that `workbench.models.counter_dropout` draws, to the bit, so
+every path and every mesh drops the same ones; what is saved is the number of each row. Forward
+reads the branch and the residual once and writes their sum; backward reads and writes one gradient.
 """
 
 from __future__ import annotations
@@ -18,16 +19,25 @@ from workbench.kernels.triton_compat import jit, next_power_of_2, programs, runs
 from workbench.models.counter_dropout import PIECE, drop
 
 TILE = 4096
-"""Entries that a program takes at once: 32 of each of its threads, of one row where that is as wide, for the keys of a
-row are as much work as those of three entries."""
+"""Entries that a program takes at once: 32 of each of its threads, of one row where that is as
+wide, for the keys of a row are as much work as those of three entries.
+"""
 RESIDENT = 4
-"""Backward's programs of a multiprocessor: what its registers hold, and enough to hide what memory takes."""
+"""Backward's programs of a multiprocessor: what its registers hold, and enough to hide what memory
+takes.
+"""
 NARROW = 1024
 """Columns of a program where a row is no multiple of more."""
 
 
 def reference(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, rows: Tensor, key: int, rate: float, first: int = 0
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rows: Tensor,
+    key: int,
+    rate: float,
+    first: int = 0,
 ) -> Tensor:
     """residual + dropout(x + bias) as plain operators."""
     branch = x if bias is None else x + bias
@@ -35,18 +45,26 @@ def reference(
     return dropped if residual is None else residual + dropped
 
 
-# ---- Triton ---------------------------------------------------------------------------------------------------------
+# ---- Triton --------------------------------------------------------------------------------------
 
 
 @jit
 def dropout_factors(  # type: ignore[no-untyped-def]
-    NUMBERS, rows, columns, num_rows, key,
-    THRESHOLD: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """What the entries [rows, columns] are multiplied by: `row_keys` and `kept` of `workbench.models.counter_dropout`.
+    NUMBERS,
+    rows,
+    columns,
+    num_rows,
+    key,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """What the entries [rows, columns] are multiplied by: `row_keys` and `kept` of
+    `workbench.models.counter_dropout`.
 
-    Unsigned integers shift zeros in, which that code masks for; its comparison is of signed ones. Its last step there,
-    bits ^ (bits >> 16), decides only where the upper halves of bits and threshold are the same: so theirs is taken.
+    Unsigned integers shift zeros in, which that code masks for; its comparison is of signed ones.
+    Its last step there, bits ^ (bits >> 16), decides only where the upper halves of bits and
+    threshold are the same: so theirs is taken.
     """
     numbers = tl.load(NUMBERS + rows, mask=rows < num_rows, other=0)
     mixed = numbers.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15 + key
@@ -61,10 +79,23 @@ def dropout_factors(  # type: ignore[no-untyped-def]
 
 @jit
 def dropout_add_forward(  # type: ignore[no-untyped-def]
-    X, B, R, NUMBERS, OUT, num_rows, num_columns, first, key,
-    HAS_B: tl.constexpr, HAS_R: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    X,
+    B,
+    R,
+    NUMBERS,
+    OUT,
+    num_rows,
+    num_columns,
+    first,
+    key,
+    HAS_B: tl.constexpr,
+    HAS_R: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A tile of rows and columns a program; also backward's, of a gradient without bias."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -82,11 +113,23 @@ def dropout_add_forward(  # type: ignore[no-untyped-def]
 
 @jit
 def dropout_add_backward(  # type: ignore[no-untyped-def]
-    DY, NUMBERS, DX, DB, num_rows, num_columns, first, key,
-    THRESHOLD: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Every program takes each so-manieth tile of its columns, and keeps its part of the bias's gradient until the
-    end."""
+    DY,
+    NUMBERS,
+    DX,
+    DB,
+    num_rows,
+    num_columns,
+    first,
+    key,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every program takes each so-manieth tile of its columns, and keeps its part of the bias's
+    gradient until the end.
+    """
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
     db = tl.zeros((ROWS, BLOCK), WIDE)
@@ -101,13 +144,21 @@ def dropout_add_backward(  # type: ignore[no-untyped-def]
     tl.store(DB + tl.program_id(0).to(tl.int64) * num_columns + columns, tl.sum(db, 0), mask=inside)
 
 
-# ---- without Triton -------------------------------------------------------------------------------------------------
+# ---- without Triton ------------------------------------------------------------------------------
 
 
 def _plain(
-    x_ND: Tensor, bias: Tensor | None, residual_ND: Tensor | None, rows_N: Tensor, key: int, rate: float, first: int
+    x_ND: Tensor,
+    bias: Tensor | None,
+    residual_ND: Tensor | None,
+    rows_N: Tensor,
+    key: int,
+    rate: float,
+    first: int,
 ) -> Tensor:
-    """The model's own operators, some rows at a time: never compiled, for a compiler makes the hash thrice as slow."""
+    """The model's own operators, some rows at a time: never compiled, for a compiler makes the hash
+    thrice as slow.
+    """
     out = torch.empty_like(x_ND)
     size = max(1, PIECE // max(1, x_ND.shape[-1]))
     for start in range(0, len(x_ND), size):
@@ -118,25 +169,34 @@ def _plain(
     return out
 
 
-# ---- the operator ---------------------------------------------------------------------------------------------------
+# ---- the operator --------------------------------------------------------------------------------
 
 
 def dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, rows: Tensor, key: int, rate: float, first: int = 0,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rows: Tensor,
+    key: int,
+    rate: float,
+    first: int = 0,
     kernels: str = "fused",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """residual + dropout(x + bias) [..., D], of a branch and a residual [..., D] and a bias [D].
 
-    `rows` [...] are the int64 numbers of the tokens (`Samples.rows`), `key` the module's, `first` the channel that x
-    begins with; a share `rate` is dropped. `kernels` is the plan's: fused, which is Triton where that runs, or
-    compiled, which is plain operators. Raises ValueError naming what has no right device, dtype, shape or value.
+    `rows` [...] are the int64 numbers of the tokens (`Samples.rows`), `key` the module's, `first`
+    the channel that x begins with; a share `rate` is dropped. `kernels` is the plan's: fused, which
+    is Triton where that runs, or compiled, which is plain operators. Raises ValueError naming what
+    has no right device, dtype, shape or value.
     """
     check("dropout_add", "x", x=x, bias=bias, residual=residual, rows=rows)
     check_shape("dropout_add", "bias", bias, x.shape[-1:])
     check_shape("dropout_add", "residual", residual, x.shape)
     check_shape("dropout_add", "rows", rows, x.shape[:-1])
     if rows.dtype != torch.int64:
-        raise ValueError(f"dropout_add: rows is {str(rows.dtype).removeprefix('torch.')}; legal: int64")
+        raise ValueError(
+            f"dropout_add: rows is {str(rows.dtype).removeprefix('torch.')}; legal: int64"
+        )
     if not 0 <= rate <= 1 - 2**-32:
         raise ValueError(f"dropout_add: rate is {rate}; legal: 0 to 1 - 2^-32")
     out: Tensor = dropout_add_op(x, bias, residual, rows, key & 2**63 - 1, rate, first, kernels)
@@ -145,9 +205,15 @@ def dropout_add(
 
 @custom_op("workbench::dropout_add", mutates_args=())
 def dropout_add_op(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, rows: Tensor, key: int, rate: float, first: int,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rows: Tensor,
+    key: int,
+    rate: float,
+    first: int,
     kernels: str,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """residual + dropout(x + bias), contiguous."""
     x_ND, residual_ND = rows_of(x), None if residual is None else rows_of(residual)
     rows_N = rows.reshape(-1).contiguous()
@@ -156,17 +222,34 @@ def dropout_add_op(
     out = torch.empty_like(x_ND)
     tile = _tile(x.shape[-1])
     dropout_add_forward[_grid(x_ND, tile)](
-        x_ND, None if bias is None else bias.contiguous(), residual_ND, rows_N, out, *x_ND.shape, first, key,
-        HAS_B=bias is not None, HAS_R=residual is not None, WIDE=wide(x), **_constants(rate), **tile,
-    )  # fmt: skip
+        x_ND,
+        None if bias is None else bias.contiguous(),
+        residual_ND,
+        rows_N,
+        out,
+        *x_ND.shape,
+        first,
+        key,
+        HAS_B=bias is not None,
+        HAS_R=residual is not None,
+        WIDE=wide(x),
+        **_constants(rate),
+        **tile,
+    )
     return out.view(x.shape)
 
 
 @dropout_add_op.register_fake
 def _(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, rows: Tensor, key: int, rate: float, first: int,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rows: Tensor,
+    key: int,
+    rate: float,
+    first: int,
     kernels: str,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -174,7 +257,9 @@ def _(
 def dropout_add_backward_op(
     dy: Tensor, rows: Tensor, key: int, rate: float, first: int, has_bias: bool, kernels: str
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the branch [..., D] and, in fp32 or better, of the bias [D], or nothing where there is none."""
+    """Gradients of the branch [..., D] and, in fp32 or better, of the bias [D], or nothing where
+    there is none.
+    """
     if not has_bias:
         return dropout_add_op(dy, None, None, rows, key, rate, first, kernels), _no_bias(dy)
     dy_ND, rows_N = rows_of(dy), rows.reshape(-1).contiguous()
@@ -187,7 +272,16 @@ def dropout_add_backward_op(
     dx = torch.empty_like(dy_ND)
     parts = torch.empty(num_parts, dy.shape[-1], dtype=wide_dtype(dy), device=dy.device)
     dropout_add_backward[num_parts, num_blocks](
-        dy_ND, rows_N, dx, parts, *dy_ND.shape, first, key, WIDE=wide(dy), **_constants(rate), **tile
+        dy_ND,
+        rows_N,
+        dx,
+        parts,
+        *dy_ND.shape,
+        first,
+        key,
+        WIDE=wide(dy),
+        **_constants(rate),
+        **tile,
     )
     return dx.view(dy.shape), parts.sum(0)
 
@@ -196,7 +290,9 @@ def dropout_add_backward_op(
 def _(
     dy: Tensor, rows: Tensor, key: int, rate: float, first: int, has_bias: bool, kernels: str
 ) -> tuple[Tensor, Tensor]:
-    return dy.new_empty(dy.shape), dy.new_empty(dy.shape[-1:], dtype=wide_dtype(dy)) if has_bias else _no_bias(dy)
+    return dy.new_empty(dy.shape), dy.new_empty(
+        dy.shape[-1:], dtype=wide_dtype(dy)
+    ) if has_bias else _no_bias(dy)
 
 
 def _no_bias(dy: Tensor) -> Tensor:
@@ -212,7 +308,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     has_bias = ctx.bias_dtype is not None
-    dx, db = dropout_add_backward_op(dy, *ctx.saved_tensors, ctx.key, ctx.rate, ctx.first, has_bias, ctx.kernels)
+    dx, db = dropout_add_backward_op(
+        dy, *ctx.saved_tensors, ctx.key, ctx.rate, ctx.first, has_bias, ctx.kernels
+    )
     dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
     return dx, db.to(ctx.bias_dtype) if has_bias else None, dresidual, None, None, None, None, None
 

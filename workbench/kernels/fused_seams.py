@@ -1,6 +1,8 @@
-"""The seams of a model (`workbench.models.seams`) with other bodies: the fused operators of this room.
+"""The seams of a model (`workbench.models.seams`) with other bodies: the fused operators of this
+room.
 
-A replaced seam stays the same module, with its parameters, its name and its hooks; only what runs is another.
+A replaced seam stays the same module, with its parameters, its name and its hooks; only what runs
+is another.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.kernels.activation import GATED, activate
-from workbench.kernels.cross_entropy import cross_entropy
 from workbench.kernels.bias_dropout_residual import dropout_add
+from workbench.kernels.cross_entropy import cross_entropy
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy
 from workbench.kernels.residual_norm import add_norm
 from workbench.kernels.rope import rope
@@ -40,7 +42,9 @@ class FusedAddNorm(AddNorm):
         if x_BTD.numel() < self.plain_below:
             return super().forward(x_BTD, residual_BTD)
         centred = self.kind == "layernorm"
-        return add_norm(x_BTD, residual_BTD, self.weight, self.bias, self.epsilon, centred, self.kernels)
+        return add_norm(
+            x_BTD, residual_BTD, self.weight, self.bias, self.epsilon, centred, self.kernels
+        )
 
 
 class FusedRope(Rope):
@@ -49,7 +53,9 @@ class FusedRope(Rope):
     kernels: str
     plain_below: int
 
-    def forward(self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions
+    ) -> tuple[Tensor, Tensor]:
         """Queries and keys [B, T, heads, head_dim], turned."""
         if q_BTHK.numel() < self.plain_below:
             return super().forward(q_BTHK, k_BTHK, positions)
@@ -72,8 +78,8 @@ class FusedActivate(Activate):
 class FusedHeadLoss(HeadLoss):
     """Projection and loss of some tokens at a time: the logits are never there at once.
 
-    What splits the vocabulary replaces it, has all its logits, and makes their loss by plain operators where they are
-    fewer than `plain_below`.
+    What splits the vocabulary replaces it, has all its logits, and makes their loss by plain
+    operators where they are fewer than `plain_below`.
     """
 
     kernels: str
@@ -81,7 +87,9 @@ class FusedHeadLoss(HeadLoss):
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Sum over valid tokens of the negative log-likelihood; a scalar."""
-        return linear_cross_entropy(x_BTD.flatten(0, -2), self.weight, targets_BT.flatten(), kernels=self.kernels)
+        return linear_cross_entropy(
+            x_BTD.flatten(0, -2), self.weight, targets_BT.flatten(), kernels=self.kernels
+        )
 
 
 class FusedDropout(Dropout):
@@ -94,7 +102,9 @@ class FusedDropout(Dropout):
         if not self.rate or not self.training:
             return x_BTD
         assert rows_BT is not None, "dropout must be told which tokens it sees"
-        return dropout_add(x_BTD, None, None, rows_BT, self.key, self.rate, self.first, self.kernels)
+        return dropout_add(
+            x_BTD, None, None, rows_BT, self.key, self.rate, self.first, self.kernels
+        )
 
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
@@ -108,10 +118,11 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def replace_seams(model: nn.Module, kernels: str, device: str = "cuda") -> None:
-    """Let the seams of `model` run `kernels` (eager, compiled, fused), in place, on the planned `device` (cuda, cpu).
+    """Let the seams of `model` run `kernels` (eager, compiled, fused), in place, on the planned
+    `device` (cuda, cpu).
 
-    Fused on processors is torch's own operator for kinds that it has one for, plain operators where there is little to
-    do and for dropout, and else compiled code.
+    Fused on processors is torch's own operator for kinds that it has one for, plain operators where
+    there is little to do and for dropout, and else compiled code.
     """
     if kernels not in ("eager", "compiled", "fused"):
         raise ValueError(f"kernels are {kernels!r}; legal: 'eager', 'compiled' or 'fused'")
@@ -119,7 +130,9 @@ def replace_seams(model: nn.Module, kernels: str, device: str = "cuda") -> None:
         return
     on_processor = kernels == "fused" and device == "cpu"
     for module in model.modules():
-        plain = on_processor and (isinstance(module, Dropout) or getattr(module, "kind", None) in ATEN)
+        plain = on_processor and (
+            isinstance(module, Dropout) or getattr(module, "kind", None) in ATEN
+        )
         if type(module) in FUSED and not plain:
             below = LOSS_PLAIN_BELOW if isinstance(module, HeadLoss) else PLAIN_BELOW
             use(module, FUSED[type(module)], kernels, below if on_processor else 0)
@@ -132,14 +145,16 @@ def use(module: Any, kind: type[nn.Module], kernels: str, plain_below: int = 0) 
 
 
 def warm_up(models: Iterable[nn.Module], dtype: torch.dtype, batch: int = 2) -> Iterator[str]:
-    """Compile for processors what the seams of `models` will run, on small ones of the same kinds; before each, say
-    which.
+    """Compile for processors what the seams of `models` will run, on small ones of the same kinds;
+    before each, say which.
 
-    No two of their sizes are the same, or code would be compiled for just that; so it is for a `batch` of one. Cards
-    compile sizes in: there the first step does it.
+    No two of their sizes are the same, or code would be compiled for just that; so it is for a
+    `batch` of one. Cards compile sizes in: there the first step does it.
     """
     done: set[tuple[Any, ...]] = set()
-    for module in [m for model in models for m in model.modules() if getattr(m, "kernels", "eager") != "eager"]:
+    for module in [
+        m for model in models for m in model.modules() if getattr(m, "kernels", "eager") != "eager"
+    ]:
         kind = type(module), getattr(module, "kind", None)
         if kind not in done and type(module) is not FusedDropout:  # which is never compiled
             done.add(kind)
@@ -185,7 +200,9 @@ def _head(like: Any, zeros: Zeros) -> Small:
 
 
 class SplitLoss(nn.Module):
-    """The loss of a vocabulary that is split over ranks, of one rank alone; the last `padding` columns are nobody's."""
+    """The loss of a vocabulary that is split over ranks, of one rank alone; the last `padding`
+    columns are nobody's.
+    """
 
     def __init__(self, kernels: str) -> None:
         super().__init__()
@@ -194,12 +211,16 @@ class SplitLoss(nn.Module):
     def forward(self, logits_NV: Tensor, targets_N: Tensor, padding: int) -> Tensor:
         """The sum over tokens; uses the logits up."""
         rows = 0, logits_NV.shape[1] - padding
-        return cross_entropy(logits_NV, targets_N, rows, reduce=(Tensor.clone, Tensor.clone), kernels=self.kernels)
+        return cross_entropy(
+            logits_NV, targets_N, rows, reduce=(Tensor.clone, Tensor.clone), kernels=self.kernels
+        )
 
 
 def _split_head(like: Any, zeros: Zeros) -> Small:
     targets = torch.zeros(zeros(5).numel(), dtype=torch.long)
-    return SplitLoss(like.kernels), [(zeros(5, 100).flatten(0, 1) * 1, targets, padding) for padding in (0, 2)]
+    return SplitLoss(like.kernels), [
+        (zeros(5, 100).flatten(0, 1) * 1, targets, padding) for padding in (0, 2)
+    ]
 
 
 _SMALL: dict[type[nn.Module], Callable[[Any, Zeros], Small]] = {
@@ -208,4 +229,6 @@ _SMALL: dict[type[nn.Module], Callable[[Any, Zeros], Small]] = {
     FusedActivate: _activate,
     FusedHeadLoss: _head,
 }
-"""A fused seam -> a small plain one of its kind, and what it is run on; others split the vocabulary of a head."""
+"""A fused seam -> a small plain one of its kind, and what it is run on; others split the vocabulary
+of a head.
+"""

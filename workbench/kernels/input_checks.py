@@ -1,4 +1,6 @@
-"""What an operator asks of its tensors before any pointer is handed on; what is not right is refused by name."""
+"""What an operator asks of its tensors before any pointer is handed on; what is not right is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,29 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(operator: str, like: str, **tensors: Tensor | None) -> None:
-    """Raise ValueError, naming tensor, value and what would be legal, unless all that are there are on the device of
-    the one called `like`, without tangents and, but for `INTEGERS`, in a dtype that the kernels know."""
+    """Raise ValueError, naming tensor, value and what would be legal, unless all that are there are
+    on the device of the one called `like`, without tangents and, but for `INTEGERS`, in a dtype
+    that the kernels know.
+    """
     first = tensors[like]
     assert first is not None
     for name, x in tensors.items():
         if x is None:
             continue
         if x.device != first.device:
-            raise ValueError(f"{operator}: {name} is on {x.device}, but {like} on {first.device}; legal: one device")
+            raise ValueError(
+                f"{operator}: {name} is on {x.device}, but {like} on {first.device}; "
+                f"legal: one device"
+            )
         if x.dtype not in FLOATING and name not in INTEGERS:
             legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
-            raise ValueError(f"{operator}: {name} is {str(x.dtype).removeprefix('torch.')}; legal: {legal}")
+            raise ValueError(
+                f"{operator}: {name} is {str(x.dtype).removeprefix('torch.')}; legal: {legal}"
+            )
         if unpack_dual(x).tangent is not None:  # which torch's custom operators drop without a word
-            raise ValueError(f"{operator}: {name} has a tangent of forward-mode autograd; legal: backward")
+            raise ValueError(
+                f"{operator}: {name} has a tangent of forward-mode autograd; legal: backward"
+            )
 
 
 def check_shape(operator: str, name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:

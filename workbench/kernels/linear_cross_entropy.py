@@ -1,4 +1,5 @@
-"""Output projection and summed cross entropy as one: logits are made for a run of tokens at a time, and never held.
+"""Output projection and summed cross entropy as one: logits are made for a run of tokens at a time,
+and never held.
 
 The gradients are made in forward, run by run, while the logits are there (as in Liger Kernel, Hsu et al. 2024,
 2410.10989): the input's [N, D] and the weight's [V, D] are kept until backward, which multiplies them by what comes in.
@@ -25,25 +26,35 @@ from workbench.kernels.triton_compat import jit, runs_triton, tl, wide
 from workbench.models.seams import IGNORE
 
 ENTRIES = 16384
-"""Of a row, which a program takes at once: few rows at a time, so that all stay in the cache until read again."""
+"""Of a row, which a program takes at once: few rows at a time, so that all stay in the cache until
+read again.
+"""
 ALIGNED = 64
-"""Columns of the room for logits are a multiple of this, which loads and products of whole vectors ask for."""
+"""Columns of the room for logits are a multiple of this, which loads and products of whole vectors
+ask for.
+"""
 TOKENS = 1024
-"""A run's tokens that keep the products busy: fewer would move the weight's gradient more often than they multiply."""
+"""A run's tokens that keep the products busy: fewer would move the weight's gradient more often
+than they multiply.
+"""
 RUNS = 8
 """At most so many runs, so that few sums are rounded."""
 PIECE = 2**22
 """Entries that are widened at a time where no product takes narrow factors to a wide result."""
 
 
-def reference(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, smoothing: float = 0.0, z: float = 0.0) -> Tensor:
+def reference(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, smoothing: float = 0.0, z: float = 0.0
+) -> Tensor:
     """The sum over valid tokens as plain operators."""
     return ce.reference(F.linear(x_ND, weight_VD), targets_N, smoothing, z)
 
 
 def chunk_tokens(n: int, d: int, v: int) -> int:
-    """Tokens of a run, of `n` tokens of width `d` over `v` entries: its logits are about as large as the input, unless
-    that would be fewer than `TOKENS` or more than `RUNS` runs; the runs are of equal size but for the last."""
+    """Tokens of a run, of `n` tokens of width `d` over `v` entries: its logits are about as large
+    as the input, unless that would be fewer than `TOKENS` or more than `RUNS` runs; the runs are of
+    equal size but for the last.
+    """
     runs = -(-n // max(TOKENS, n * d // v, -(-n // RUNS))) or 1
     return min(n, -(-n // (runs * 64)) * 64)
 
@@ -54,26 +65,50 @@ def room_columns(v: int) -> int:
 
 
 def held(dtype: torch.dtype, z: float) -> float:
-    """What gradients made in forward are multiplied by; a power of two, and no logit's reaches fp16's end by it."""
+    """What gradients made in forward are multiplied by; a power of two, and no logit's reaches
+    fp16's end by it.
+    """
     return 1.0 if dtype != torch.float16 else 2.0**10 if z else 2.0**15
 
 
-# ---- Triton ---------------------------------------------------------------------------------------------------------
+# ---- Triton --------------------------------------------------------------------------------------
 
 
 @jit
 def cross_entropy_both(  # type: ignore[no-untyped-def]
-    LOGITS, TARGETS, LOSS, num_rows, stride, num_columns, num_real, ignore,
-    SMOOTHING: tl.constexpr, SHARE: tl.constexpr, Z: tl.constexpr, HELD: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Each token's loss, and its gradient in place of its logits, which are read again from the cache."""
+    LOGITS,
+    TARGETS,
+    LOSS,
+    num_rows,
+    stride,
+    num_columns,
+    num_real,
+    ignore,
+    SMOOTHING: tl.constexpr,
+    SHARE: tl.constexpr,
+    Z: tl.constexpr,
+    HELD: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each token's loss, and its gradient in place of its logits, which are read again from the
+    cache.
+    """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = rows < num_rows
     targets = tl.load(TARGETS + rows, mask=inside, other=ignore)
     here = targets != ignore
     top, exps, target, total = statistics_of(
-        LOGITS + rows * stride, here, targets, num_columns, num_real, SMOOTHING > 0.0, WIDE, ROWS, BLOCK
+        LOGITS + rows * stride,
+        here,
+        targets,
+        num_columns,
+        num_real,
+        SMOOTHING > 0.0,
+        WIDE,
+        ROWS,
+        BLOCK,
     )
     log = tl.log(exps)
     known = (targets >= 0) & (targets < num_real)
@@ -84,21 +119,41 @@ def cross_entropy_both(  # type: ignore[no-untyped-def]
     tl.store(LOSS + rows, tl.where(here, tl.where(known, loss, float("nan")), 0.0), mask=inside)
     tl.debug_barrier()  # no thread may write an entry that another has still to read
     write_gradient(
-        LOGITS + rows * stride, inside, here, targets, lse, HELD, num_columns, num_real,
-        SMOOTHING, SHARE, Z, WIDE, BLOCK,
-    )  # fmt: skip
+        LOGITS + rows * stride,
+        inside,
+        here,
+        targets,
+        lse,
+        HELD,
+        num_columns,
+        num_real,
+        SMOOTHING,
+        SHARE,
+        Z,
+        WIDE,
+        BLOCK,
+    )
 
 
-# ---- a run of tokens ------------------------------------------------------------------------------------------------
+# ---- a run of tokens -----------------------------------------------------------------------------
 
 
 @custom_op("workbench::linear_cross_entropy_run", mutates_args=("room", "dx_ND", "dw_VD"))
 def run_op(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, room: Tensor, dx_ND: Tensor | None, dw_VD: Tensor | None,
-    first: bool, smoothing: float, z: float, kernels: str,
-) -> Tensor:  # fmt: skip
-    """Each token's loss [N]; the logits are made in `room`, and from their gradient, if asked for, the input's is
-    written and the weight's written by the `first` run, added by others."""
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    room: Tensor,
+    dx_ND: Tensor | None,
+    dw_VD: Tensor | None,
+    first: bool,
+    smoothing: float,
+    z: float,
+    kernels: str,
+) -> Tensor:
+    """Each token's loss [N]; the logits are made in `room`, and from their gradient, if asked for,
+    the input's is written and the weight's written by the `first` run, added by others.
+    """
     num_real = len(weight_VD)
     logits_NV = room[: len(x_ND)]
     torch.mm(x_ND, weight_VD.t(), out=logits_NV[:, :num_real])
@@ -114,9 +169,17 @@ def run_op(
 
 @run_op.register_fake
 def _(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, room: Tensor, dx_ND: Tensor | None, dw_VD: Tensor | None,
-    first: bool, smoothing: float, z: float, kernels: str,
-) -> Tensor:  # fmt: skip
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    room: Tensor,
+    dx_ND: Tensor | None,
+    dw_VD: Tensor | None,
+    first: bool,
+    smoothing: float,
+    z: float,
+    kernels: str,
+) -> Tensor:
     return torch.empty(len(x_ND), dtype=wide_dtype(x_ND), device=x_ND.device)
 
 
@@ -127,7 +190,9 @@ def _losses(
     return ce.whole_losses(found, targets_N, (0, num_real), smoothing, smoothing / num_real, z)
 
 
-def _both(logits_NV: Tensor, targets_N: Tensor, num_real: int, smoothing: float, z: float, kernels: str) -> Tensor:
+def _both(
+    logits_NV: Tensor, targets_N: Tensor, num_real: int, smoothing: float, z: float, kernels: str
+) -> Tensor:
     share, factor = smoothing / num_real, held(logits_NV.dtype, z)
     if kernels != "fused" or not runs_triton(logits_NV.device):
         loss_N, lse_N = _losses(logits_NV, targets_N, num_real, smoothing, z, kernels)
@@ -136,9 +201,21 @@ def _both(logits_NV: Tensor, targets_N: Tensor, num_real: int, smoothing: float,
     loss_N = torch.empty(len(logits_NV), dtype=wide_dtype(logits_NV), device=logits_NV.device)
     shape = tile(logits_NV.shape[1], ENTRIES if logits_NV.element_size() < 8 else ce.BLOCK)
     cross_entropy_both[(-(-len(logits_NV) // shape["ROWS"]),)](
-        logits_NV, targets_N, loss_N, len(logits_NV), logits_NV.stride(0), logits_NV.shape[1], num_real, IGNORE,
-        SMOOTHING=smoothing, SHARE=share, Z=z, HELD=factor, WIDE=wide(logits_NV), **shape,
-    )  # fmt: skip
+        logits_NV,
+        targets_N,
+        loss_N,
+        len(logits_NV),
+        logits_NV.stride(0),
+        logits_NV.shape[1],
+        num_real,
+        IGNORE,
+        SMOOTHING=smoothing,
+        SHARE=share,
+        Z=z,
+        HELD=factor,
+        WIDE=wide(logits_NV),
+        **shape,
+    )
     return loss_N
 
 
@@ -151,21 +228,31 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     else:  # torch has that product on CUDA alone
         step = max(1, PIECE // max(*out.shape, 1))
         for at in range(0, len(b), step):
-            out.addmm_(a[:, at : at + step].to(out.dtype), b[at : at + step].to(out.dtype), beta=float(at or not first))
+            out.addmm_(
+                a[:, at : at + step].to(out.dtype),
+                b[at : at + step].to(out.dtype),
+                beta=float(at or not first),
+            )
 
 
-# ---- the operator for autograd --------------------------------------------------------------------------------------
+# ---- the operator for autograd -------------------------------------------------------------------
 
 
 def linear_cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, smoothing: float = 0.0, z: float = 0.0,
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    smoothing: float = 0.0,
+    z: float = 0.0,
     kernels: str = "fused",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Sum over valid tokens of the cross entropy of x W^T, in fp32 or better; a scalar.
 
-    Where neither `x_ND` nor `weight_VD` wants a gradient none is made. Backward runs once: it uses up what forward has
-    kept, and autograd tells who runs it again. A target outside the vocabulary makes the loss and the gradients NaN;
-    nothing waits for the device. Raises ValueError naming what is not right.
+    Where neither `x_ND` nor `weight_VD` wants a gradient none is made. Backward runs once: it uses
+    up what forward has kept, and autograd tells who runs it again. A target outside the vocabulary
+    makes the loss and the gradients NaN; nothing waits for the device. Raises ValueError naming
+    what is not right.
     """
     check_tokens("linear_cross_entropy", "x", x_ND, targets_N, smoothing, z)
     check("linear_cross_entropy", "x", x=x_ND, weight=weight_VD)
@@ -176,32 +263,55 @@ def linear_cross_entropy(
             f"legal: {x_ND.dtype} of shape (vocabulary, {x_ND.shape[1]})"
         )
     loss: Tensor = _LinearCrossEntropy.apply(
-        x_ND.contiguous(), weight_VD.contiguous(), targets_N.contiguous(), smoothing, z, kernels,
+        x_ND.contiguous(),
+        weight_VD.contiguous(),
+        targets_N.contiguous(),
+        smoothing,
+        z,
+        kernels,
         torch.is_grad_enabled(),
-    )  # fmt: skip
+    )
     return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, smoothing: float, z: float, kernels: str,
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        smoothing: float,
+        z: float,
+        kernels: str,
         backward: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         (n, d), v = x_ND.shape, len(weight_VD)
         step = chunk_tokens(n, d, v)
         dtype = torch.float32 if x_ND.dtype == torch.float16 else x_ND.dtype
         asked = [backward and need for need in ctx.needs_input_grad[:2]]
         dx_ND, dw_VD = (
-            torch.empty_like(t, dtype=dtype) if need else None for t, need in zip((x_ND, weight_VD), asked, strict=True)
+            torch.empty_like(t, dtype=dtype) if need else None
+            for t, need in zip((x_ND, weight_VD), asked, strict=True)
         )
-        room, total = x_ND.new_empty(step, room_columns(v)), torch.zeros((), dtype=wide_dtype(x_ND), device=x_ND.device)
+        room, total = (
+            x_ND.new_empty(step, room_columns(v)),
+            torch.zeros((), dtype=wide_dtype(x_ND), device=x_ND.device),
+        )
         for at in range(0, n, max(1, step)):
             here = slice(at, at + step)
             total += run_op(
-                x_ND[here], weight_VD, targets_N[here], room, None if dx_ND is None else dx_ND[here], dw_VD,
-                at == 0, smoothing, z, kernels,
-            ).sum()  # fmt: skip
+                x_ND[here],
+                weight_VD,
+                targets_N[here],
+                room,
+                None if dx_ND is None else dx_ND[here],
+                dw_VD,
+                at == 0,
+                smoothing,
+                z,
+                kernels,
+            ).sum()
         if dw_VD is not None and not n:
             dw_VD.zero_()
         ctx.save_for_backward(dx_ND, dw_VD)

@@ -1,7 +1,8 @@
-"""Every operator of this room: what it computes, where it runs, and the calls at which it is compiled ahead of time.
+"""Every operator of this room: what it computes, where it runs, and the calls at which it is
+compiled ahead of time.
 
-A case makes the operator's inputs and calls it, as a model would; what that launches, at which tile and with how many
-warps, is the operator's own choice.
+A case makes the operator's inputs and calls it, as a model would; what that launches, at which tile
+and with how many warps, is the operator's own choice.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from workbench.kernels import adamw, rope
-from workbench.kernels import residual_norm
+from workbench.kernels import adamw, residual_norm, rope
 from workbench.kernels.activation import GATED, activate
-from workbench.kernels.cross_entropy import cross_entropy
 from workbench.kernels.bias_dropout_residual import dropout_add
+from workbench.kernels.cross_entropy import cross_entropy
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy
 from workbench.kernels.weight_only_gemv import MOST_TOKENS, matvec, quantise
 
 ROWS, HIDDEN = 32, 4096
-"""Of a case. No kernel depends on how many rows there are, but that the number is most often a multiple of 16."""
+"""Of a case. No kernel depends on how many rows there are, but that the number is most often a
+multiple of 16.
+"""
 
 VOCABULARIES = (8192, 128256)
 PARAMETERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -36,10 +38,11 @@ Case = Callable[[], Tensor | tuple[Tensor, ...] | None]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operator. `gpu` and `cpu` say what runs it there, `reference` is the dotted name of its plain operators.
+    """One operator. `gpu` and `cpu` say what runs it there, `reference` is the dotted name of its
+    plain operators.
 
-    `small` names the Triton functions that stream nothing: they read or write a few numbers of each row or tensor;
-    `summing` those that stream only in: what they write is a few numbers.
+    `small` names the Triton functions that stream nothing: they read or write a few numbers of each
+    row or tensor; `summing` those that stream only in: what they write is a few numbers.
     """
 
     name: str
@@ -57,8 +60,16 @@ class Kernel:
         return f"{self.module}.reference"
 
     def streams(self, function: str) -> str:
-        """What goes through a Triton function in whole tensors: nothing, what comes in, or in and out."""
-        return "nothing" if function in self.small else "in" if function in self.summing else "in and out"
+        """What goes through a Triton function in whole tensors: nothing, what comes in, or in and
+        out.
+        """
+        return (
+            "nothing"
+            if function in self.small
+            else "in"
+            if function in self.summing
+            else "in and out"
+        )
 
 
 def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
@@ -67,12 +78,16 @@ def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True)
 
 def _norm(hidden: int, centred: bool) -> tuple[Tensor, Tensor]:
     bias = _tensor(hidden) if centred else None
-    return residual_norm.add_norm(_tensor(ROWS, hidden), _tensor(ROWS, hidden), _tensor(hidden), bias, 1e-5, centred)
+    return residual_norm.add_norm(
+        _tensor(ROWS, hidden), _tensor(ROWS, hidden), _tensor(hidden), bias, 1e-5, centred
+    )
 
 
 def _dropout(hidden: int, alone: bool) -> Tensor:
     bias, residual = (None, None) if alone else (_tensor(hidden), _tensor(ROWS, hidden))
-    return dropout_add(_tensor(ROWS, hidden), bias, residual, torch.arange(ROWS), key=2**40 + 1, rate=0.1)
+    return dropout_add(
+        _tensor(ROWS, hidden), bias, residual, torch.arange(ROWS), key=2**40 + 1, rate=0.1
+    )
 
 
 def _rope(head_dim: int) -> tuple[Tensor, Tensor]:
@@ -100,17 +115,25 @@ def _step(dtype: torch.dtype) -> None:
     parameter, gradient = (_tensor(HIDDEN, ROWS, dtype=dtype, grad=False) for _ in range(2))
     kept = [_tensor(HIDDEN, ROWS, dtype=torch.float32, grad=False) for _ in range(3)]
     master = None if dtype == torch.float32 else kept[2]
-    stepped = adamw.Stepped(parameter, gradient, kept[0], kept[1], torch.zeros(()), master, decay=0.1)
+    stepped = adamw.Stepped(
+        parameter, gradient, kept[0], kept[1], torch.zeros(()), master, decay=0.1
+    )
     adamw.AdamW([stepped], 0.9, 0.95, 1e-8).step(1e-3)
 
 
 def _decode(tokens: int, bits: int, group: int | None) -> Tensor:
-    return matvec(_tensor(tokens, HIDDEN, grad=False), quantise(_tensor(HIDDEN, HIDDEN, grad=False), bits, group))
+    return matvec(
+        _tensor(tokens, HIDDEN, grad=False),
+        quantise(_tensor(HIDDEN, HIDDEN, grad=False), bits, group),
+    )
 
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
-        "add_norm", "residual + RMSNorm, LayerNorm", "workbench.kernels.residual_norm", "Triton",
+        "add_norm",
+        "residual + RMSNorm, LayerNorm",
+        "workbench.kernels.residual_norm",
+        "Triton",
         f"{COMPILED}, ATen LayerNorm",
         {
             f"{kind}, bf16 x {hidden}": partial(_norm, hidden, kind == "LayerNorm")
@@ -119,28 +142,50 @@ KERNELS: tuple[Kernel, ...] = (
         },
     ),
     Kernel(
-        "rope", "rotary positions in place", "workbench.kernels.rope", "Triton", COMPILED,
+        "rope",
+        "rotary positions in place",
+        "workbench.kernels.rope",
+        "Triton",
+        COMPILED,
         {f"heads of bf16 x {size}": partial(_rope, size) for size in (128, 2 * rope.TILE)},
     ),
     Kernel(
-        "activation", "SwiGLU, GeGLU, bias + GELU", "workbench.kernels.activation", "Triton", COMPILED,
-        {f"{kind}, bf16 x {4 * HIDDEN}": partial(_activation, kind, 4 * HIDDEN) for kind in (*GATED, "gelu")},
+        "activation",
+        "SwiGLU, GeGLU, bias + GELU",
+        "workbench.kernels.activation",
+        "Triton",
+        COMPILED,
+        {
+            f"{kind}, bf16 x {4 * HIDDEN}": partial(_activation, kind, 4 * HIDDEN)
+            for kind in (*GATED, "gelu")
+        },
     ),
     Kernel(
-        "cross_entropy", "cross entropy of whole logits", "workbench.kernels.cross_entropy", "Triton",
-        "torch.compile", {f"bf16 x {vocab}": partial(_loss, vocab) for vocab in VOCABULARIES},
+        "cross_entropy",
+        "cross entropy of whole logits",
+        "workbench.kernels.cross_entropy",
+        "Triton",
+        "torch.compile",
+        {f"bf16 x {vocab}": partial(_loss, vocab) for vocab in VOCABULARIES},
         summing=("cross_entropy_statistics",),
     ),
     Kernel(
-        "linear_cross_entropy", "projection + cross entropy", "workbench.kernels.linear_cross_entropy",
-        "chunked: ATen, Triton", "chunked: ATen, torch.compile",
+        "linear_cross_entropy",
+        "projection + cross entropy",
+        "workbench.kernels.linear_cross_entropy",
+        "chunked: ATen, Triton",
+        "chunked: ATen, torch.compile",
         {
             **{f"bf16 x {vocab}": partial(_head, vocab, 0.0) for vocab in VOCABULARIES},
             f"smoothed, bf16 x {VOCABULARIES[-1]}": partial(_head, VOCABULARIES[-1], 0.1),
         },
     ),
     Kernel(
-        "dropout", "bias + dropout + residual", "workbench.kernels.bias_dropout_residual", "Triton", "ATen",
+        "dropout",
+        "bias + dropout + residual",
+        "workbench.kernels.bias_dropout_residual",
+        "Triton",
+        "ATen",
         {
             f"bf16 x {HIDDEN}": partial(_dropout, HIDDEN, False),
             f"bf16 x {5 * HIDDEN // 4}": partial(_dropout, 5 * HIDDEN // 4, False),
@@ -148,11 +193,20 @@ KERNELS: tuple[Kernel, ...] = (
         },
     ),
     Kernel(
-        "adamw", "AdamW of many tensors", "workbench.kernels.adamw", "Triton", "ATen fused",
-        {f"{name} parameters": partial(_step, dtype) for name, dtype in PARAMETERS.items()}, small=("adamw_count",),
+        "adamw",
+        "AdamW of many tensors",
+        "workbench.kernels.adamw",
+        "Triton",
+        "ATen fused",
+        {f"{name} parameters": partial(_step, dtype) for name, dtype in PARAMETERS.items()},
+        small=("adamw_count",),
     ),
     Kernel(
-        "matvec", "few tokens x 8- or 4-bit weight", "workbench.kernels.weight_only_gemv", "Triton", "torch.compile",
+        "matvec",
+        "few tokens x 8- or 4-bit weight",
+        "workbench.kernels.weight_only_gemv",
+        "Triton",
+        "torch.compile",
         {
             f"{tokens} x bf16 x {HIDDEN}, {bits} bits": partial(_decode, tokens, bits, group)
             for tokens in (1, MOST_TOKENS)
@@ -160,4 +214,4 @@ KERNELS: tuple[Kernel, ...] = (
         },
         summing=("matvec_threads", "matvec_cores"),
     ),
-)  # fmt: skip
+)

@@ -1,7 +1,9 @@
-"""Residual + RMSNorm (Zhang and Sennrich 2019, 1910.07467) and residual + LayerNorm (Ba et al. 2016, 1607.06450).
+"""Residual + RMSNorm (Zhang and Sennrich 2019, 1910.07467) and residual + LayerNorm (Ba et al.
+2016, 1607.06450).
 
-Forward reads the branch and the residual once, and writes their sum and its norm. Backward reads the sum and both
-gradients once; what it needs beside the sum is one or two numbers a row. Statistics are in fp32 or better.
+Forward reads the branch and the residual once, and writes their sum and its norm. Backward reads
+the sum and both gradients once; what it needs beside the sum is one or two numbers a row.
+Statistics are in fp32 or better.
 """
 
 from __future__ import annotations
@@ -24,11 +26,18 @@ HELD = 8192
 TILE = 2048
 """Entries that a program of narrow rows takes at once."""
 OF_THREAD = 32
-"""Entries of a thread, where a row has so many: four loads of 16 bytes from each tensor are under way at once."""
+"""Entries of a thread, where a row has so many: four loads of 16 bytes from each tensor are under
+way at once.
+"""
 
 
 def reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+    centred: bool,
 ) -> tuple[Tensor, Tensor]:
     """(norm of the sum, sum) as plain operators: LayerNorm where `centred`, RMSNorm otherwise."""
     total = x if residual is None else x + residual
@@ -40,15 +49,29 @@ def reference(
     return (y if bias is None else y + bias), total
 
 
-# ---- Triton ---------------------------------------------------------------------------------------------------------
+# ---- Triton --------------------------------------------------------------------------------------
 
 
 @jit
 def add_norm_forward(  # type: ignore[no-untyped-def]
-    X, R, W, B, Y, TOTAL, MEAN, SCALE, num_rows, num_columns, epsilon,
-    HAS_R: tl.constexpr, HAS_B: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    X,
+    R,
+    W,
+    B,
+    Y,
+    TOTAL,
+    MEAN,
+    SCALE,
+    num_rows,
+    num_columns,
+    epsilon,
+    HAS_R: tl.constexpr,
+    HAS_B: tl.constexpr,
+    CENTRED: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A tile of rows a program: sum, statistics, norm."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -75,13 +98,29 @@ def add_norm_forward(  # type: ignore[no-untyped-def]
 
 @jit
 def add_norm_backward(  # type: ignore[no-untyped-def]
-    DY, DTOTAL, TOTAL, MEAN, SCALE, W, DX, DW, DB, num_rows, num_columns,
-    HAS_TOTAL: tl.constexpr, HAS_DB: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Every program takes each so-manieth tile, and keeps its own part of the weight's gradient until the end.
+    DY,
+    DTOTAL,
+    TOTAL,
+    MEAN,
+    SCALE,
+    W,
+    DX,
+    DW,
+    DB,
+    num_rows,
+    num_columns,
+    HAS_TOTAL: tl.constexpr,
+    HAS_DB: tl.constexpr,
+    CENTRED: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every program takes each so-manieth tile, and keeps its own part of the weight's gradient
+    until the end.
 
-    What the sums over a row were of is read again after them, from the cache: held, it would not fit in registers.
+    What the sums over a row were of is read again after them, from the cache: held, it would not
+    fit in registers.
     """
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -103,7 +142,9 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
         dw += tl.sum(incoming * normal, 0)
         if HAS_DB:
             db += tl.sum(incoming, 0)
-        incoming *= tl.load(W + columns, mask=inside, other=0.0, eviction_policy="evict_last").to(WIDE)[None, :]
+        incoming *= tl.load(W + columns, mask=inside, other=0.0, eviction_policy="evict_last").to(
+            WIDE
+        )[None, :]
         along = tl.sum(incoming * normal, 1)[:, None] / num_columns
         if CENTRED:
             across = tl.sum(incoming, 1)[:, None] / num_columns
@@ -111,7 +152,10 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
         if CENTRED:
             normal -= mean
         dx = tl.load(DY + at, mask=here, other=0.0, eviction_policy="evict_first").to(WIDE)
-        dx = dx * tl.load(W + columns, mask=inside, other=0.0).to(WIDE)[None, :] - normal * scale * along
+        dx = (
+            dx * tl.load(W + columns, mask=inside, other=0.0).to(WIDE)[None, :]
+            - normal * scale * along
+        )
         if CENTRED:
             dx -= across
         dx *= scale
@@ -124,12 +168,17 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
         tl.store(DB + own, db, mask=inside)
 
 
-# ---- without Triton: the same by a compiler -------------------------------------------------------------------------
+# ---- without Triton: the same by a compiler ------------------------------------------------------
 
 
 @compiled
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = x if residual is None else x + residual
     own = at_least_fp32(total)
@@ -137,12 +186,21 @@ def _forward(
     own = own - mean[:, None] if centred else own
     scale = (own.square().mean(-1) + epsilon).rsqrt()
     y = own * scale[:, None] * weight
-    return (y if bias is None else y + bias).to(x.dtype), total, torch.stack((scale, mean) if centred else (scale,))
+    return (
+        (y if bias is None else y + bias).to(x.dtype),
+        total,
+        torch.stack((scale, mean) if centred else (scale,)),
+    )
 
 
 @compiled
 def _backward(
-    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, has_bias: bool
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    statistics: Tensor,
+    weight: Tensor,
+    has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     incoming, normal = at_least_fp32(dy), at_least_fp32(total)
     centred, scale = len(statistics) == 2, statistics[0][:, None]
@@ -151,20 +209,30 @@ def _backward(
     incoming = incoming * weight
     dx = incoming - normal * (incoming * normal).mean(-1, keepdim=True)
     dx = (dx - incoming.mean(-1, keepdim=True) if centred else dx) * scale
-    return (dx if dtotal is None else dx + dtotal).to(total.dtype), dw.to(weight.dtype), db.to(weight.dtype)
+    return (
+        (dx if dtotal is None else dx + dtotal).to(total.dtype),
+        dw.to(weight.dtype),
+        db.to(weight.dtype),
+    )
 
 
-# ---- the operator ---------------------------------------------------------------------------------------------------
+# ---- the operator --------------------------------------------------------------------------------
 
 
 def add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+    centred: bool,
     kernels: str = "fused",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(norm of the sum, sum), both [..., D], of a branch and a residual [..., D]; without a residual the sum is x.
+) -> tuple[Tensor, Tensor]:
+    """(norm of the sum, sum), both [..., D], of a branch and a residual [..., D]; without a
+    residual the sum is x.
 
-    `weight` and `bias` are [D]; `kernels` is the plan's: compiled, or fused, which is Triton where that runs. Raises
-    ValueError naming the tensor whose device, dtype or shape is not right.
+    `weight` and `bias` are [D]; `kernels` is the plan's: compiled, or fused, which is Triton where
+    that runs. Raises ValueError naming the tensor whose device, dtype or shape is not right.
     """
     check("add_norm", "x", x=x, residual=residual, weight=weight, bias=bias)
     check_shape("add_norm", "residual", residual, x.shape)
@@ -179,9 +247,17 @@ def add_norm(
 
 @custom_op("workbench::add_norm", mutates_args=())
 def add_norm_op(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool, kernels: str
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+    centred: bool,
+    kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(norm, sum or nothing, statistics [1 or 2, rows]: one over the deviation, and where `centred` the mean)."""
+    """(norm, sum or nothing, statistics [1 or 2, rows]: one over the deviation, and where `centred`
+    the mean).
+    """
     x_ND, residual_ND = rows_of(x), None if residual is None else rows_of(residual)
     if not _triton(x, kernels):
         y, total, statistics = _forward(x_ND, residual_ND, weight, bias, epsilon, centred)
@@ -189,13 +265,28 @@ def add_norm_op(
         y, total, statistics = _outputs(x_ND, residual_ND, centred)
         tile = _tile(x.shape[-1])
         add_norm_forward[(-(-len(x_ND) // tile["ROWS"]),)](
-            x_ND, residual_ND, weight, bias, y, total, statistics[-1], statistics[0], *x_ND.shape, epsilon,
-            HAS_R=residual is not None, HAS_B=bias is not None, CENTRED=centred, WIDE=wide(x), **tile,
-        )  # fmt: skip
+            x_ND,
+            residual_ND,
+            weight,
+            bias,
+            y,
+            total,
+            statistics[-1],
+            statistics[0],
+            *x_ND.shape,
+            epsilon,
+            HAS_R=residual is not None,
+            HAS_B=bias is not None,
+            CENTRED=centred,
+            WIDE=wide(x),
+            **tile,
+        )
     return y.view(x.shape), x.new_empty(0) if residual is None else total.view(x.shape), statistics
 
 
-def _outputs(x_ND: Tensor, residual_ND: Tensor | None, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(
+    x_ND: Tensor, residual_ND: Tensor | None, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     total = x_ND.new_empty(0 if residual_ND is None else x_ND.shape)
     statistics = torch.empty(1 + centred, len(x_ND), dtype=wide_dtype(x_ND), device=x_ND.device)
     return torch.empty_like(x_ND), total, statistics
@@ -203,7 +294,13 @@ def _outputs(x_ND: Tensor, residual_ND: Tensor | None, centred: bool) -> tuple[T
 
 @add_norm_op.register_fake
 def _(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool, kernels: str
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+    centred: bool,
+    kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, total, statistics = _outputs(rows_of(x), residual, centred)
     return y.view(x.shape), total if residual is None else total.view(x.shape), statistics
@@ -211,9 +308,17 @@ def _(
 
 @custom_op("workbench::add_norm_backward", mutates_args=())
 def add_norm_backward_op(
-    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, has_bias: bool, kernels: str
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    statistics: Tensor,
+    weight: Tensor,
+    has_bias: bool,
+    kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the sum [..., D], the weight [D] and the bias [D], or nothing where there is none."""
+    """Gradients of the sum [..., D], the weight [D] and the bias [D], or nothing where there is
+    none.
+    """
     dy_ND, total_ND = rows_of(dy), rows_of(total)
     dtotal_ND = None if dtotal is None else rows_of(dtotal)
     if not _triton(total, kernels):
@@ -221,22 +326,54 @@ def add_norm_backward_op(
         return dx.view(total.shape), dw, db
     tile = _tile(total.shape[-1])
     held = has_bias and tile["BLOCK"] <= HELD
-    num_programs = min(programs(total.device, _resident(tile, held)), -(-len(total_ND) // tile["ROWS"]))
+    num_programs = min(
+        programs(total.device, _resident(tile, held)), -(-len(total_ND) // tile["ROWS"])
+    )
     dx = torch.empty_like(total_ND)
-    parts = torch.empty(1 + held, num_programs, total.shape[-1], dtype=statistics.dtype, device=total.device)
+    parts = torch.empty(
+        1 + held, num_programs, total.shape[-1], dtype=statistics.dtype, device=total.device
+    )
     add_norm_backward[(num_programs,)](
-        dy_ND, dtotal_ND, total_ND, statistics[-1], statistics[0], weight, dx, parts[0], parts[-1], *total_ND.shape,
-        HAS_TOTAL=dtotal is not None, HAS_DB=held, CENTRED=len(statistics) == 2, WIDE=wide(total), **tile,
-    )  # fmt: skip
-    db = parts[1].sum(0) if held else dy_ND.sum(0, dtype=parts.dtype) if has_bias else weight.new_empty(0)
+        dy_ND,
+        dtotal_ND,
+        total_ND,
+        statistics[-1],
+        statistics[0],
+        weight,
+        dx,
+        parts[0],
+        parts[-1],
+        *total_ND.shape,
+        HAS_TOTAL=dtotal is not None,
+        HAS_DB=held,
+        CENTRED=len(statistics) == 2,
+        WIDE=wide(total),
+        **tile,
+    )
+    db = (
+        parts[1].sum(0)
+        if held
+        else dy_ND.sum(0, dtype=parts.dtype)
+        if has_bias
+        else weight.new_empty(0)
+    )
     return dx.view(total.shape), parts[0].sum(0).to(weight.dtype), db.to(weight.dtype)
 
 
 @add_norm_backward_op.register_fake
 def _(
-    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, has_bias: bool, kernels: str
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    statistics: Tensor,
+    weight: Tensor,
+    has_bias: bool,
+    kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, db = torch.empty_like(rows_of(total)).view(total.shape), weight.new_empty(len(weight) if has_bias else 0)
+    dx, db = (
+        torch.empty_like(rows_of(total)).view(total.shape),
+        weight.new_empty(len(weight) if has_bias else 0),
+    )
     return dx, torch.empty_like(weight), db
 
 
@@ -247,7 +384,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None
+) -> tuple[Tensor | None, ...]:
     dy = torch.zeros_like(ctx.saved_tensors[0]) if dy is None else dy
     dtotal = dtotal if ctx.has_residual else None
     dx, dw, db = add_norm_backward_op(dy, dtotal, *ctx.saved_tensors, ctx.has_bias, ctx.kernels)
@@ -264,11 +403,16 @@ def _triton(x: Tensor, kernels: str) -> bool:
 
 def _tile(columns: int) -> dict[str, int]:
     block = next_power_of_2(columns)
-    return {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": max(4, block // (32 * OF_THREAD))}
+    return {
+        "ROWS": max(1, TILE // block),
+        "BLOCK": block,
+        "num_warps": max(4, block // (32 * OF_THREAD)),
+    }
 
 
 def _resident(tile: dict[str, int], held: bool) -> int:
-    """Backward's programs that a multiprocessor has registers for: 16 warps, or 12 that hold the bias's gradient too.
+    """Backward's programs that a multiprocessor has registers for: 16 warps, or 12 that hold the
+    bias's gradient too.
 
     One more would wait for the others to end.
     """

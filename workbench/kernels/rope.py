@@ -1,7 +1,9 @@
-"""Rotary positions (Su et al. 2021, 2104.09864) turned in place; the halves of a head are paired as in Llama.
+"""Rotary positions (Su et al. 2021, 2104.09864) turned in place; the halves of a head are paired as
+in Llama.
 
-Forward overwrites the queries and keys, which are fresh products that nobody else needs, so that it takes no memory.
-Backward turns the gradient back by the same angle, into fresh tensors: a gradient may have other readers.
+Forward overwrites the queries and keys, which are fresh products that nobody else needs, so that it
+takes no memory. Backward turns the gradient back by the same angle, into fresh tensors: a gradient
+may have other readers.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from workbench.kernels.triton_compat import jit, next_power_of_2, runs_triton, t
 from workbench.models.seams import at_least_fp32
 
 TILE = 1024
-"""Pairs that a program turns at once, at least 16 bytes of either half a thread; wider heads are the compiler's."""
+"""Pairs that a program turns at once, at least 16 bytes of either half a thread; wider heads are
+the compiler's.
+"""
 
 
 def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,16 +36,43 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-# ---- Triton ---------------------------------------------------------------------------------------------------------
+# ---- Triton --------------------------------------------------------------------------------------
 
 
 @jit
 def rope_turn(  # type: ignore[no-untyped-def]
-    Q, K, Q_OUT, K_OUT, COS, SIN, num_tokens, length, q_heads, k_heads, half,
-    q_b, q_t, q_h, k_b, k_t, k_h, q_out_b, q_out_t, q_out_h, k_out_b, k_out_t, k_out_h,
-    BACK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A few tokens a program, whose angles are loaded once; then their heads, queries first, some at a time."""
+    Q,
+    K,
+    Q_OUT,
+    K_OUT,
+    COS,
+    SIN,
+    num_tokens,
+    length,
+    q_heads,
+    k_heads,
+    half,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    q_out_b,
+    q_out_t,
+    q_out_h,
+    k_out_b,
+    k_out_t,
+    k_out_h,
+    BACK: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A few tokens a program, whose angles are loaded once; then their heads, queries first, some
+    at a time.
+    """
     row = tl.arange(0, TOKENS * HEADS)
     token = tl.program_id(0) * TOKENS + row // HEADS
     b, t = (token // length).to(tl.int64), (token % length).to(tl.int64)
@@ -54,7 +85,11 @@ def rope_turn(  # type: ignore[no-untyped-def]
     for start in range(0, q_heads + k_heads, HEADS):
         head = (start + row % HEADS).to(tl.int64)
         here = inside & (head < q_heads + k_heads)[:, None]
-        x = tl.where(head < q_heads, Q + b * q_b + t * q_t + head * q_h, K + b * k_b + t * k_t + (head - q_heads) * k_h)
+        x = tl.where(
+            head < q_heads,
+            Q + b * q_b + t * q_t + head * q_h,
+            K + b * k_b + t * k_t + (head - q_heads) * k_h,
+        )
         y = tl.where(
             head < q_heads,
             Q_OUT + b * q_out_b + t * q_out_t + head * q_out_h,
@@ -68,22 +103,45 @@ def rope_turn(  # type: ignore[no-untyped-def]
         tl.store(y + half, (second * cos + first * sin).to(Q_OUT.dtype.element_ty), mask=here)
 
 
-def _launch(x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, back: bool) -> None:
+def _launch(
+    x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, back: bool
+) -> None:
     """Queries and keys of `x`, if any, turned into those of `y`, which may be the same."""
     q, k, half = *x, cos.shape[-1]
     if q.numel() + k.numel() == 0:
         return
-    block, num_heads, num_tokens = next_power_of_2(half), q.shape[2] + k.shape[2], q.shape[0] * q.shape[1]
+    block, num_heads, num_tokens = (
+        next_power_of_2(half),
+        q.shape[2] + k.shape[2],
+        q.shape[0] * q.shape[1],
+    )
     heads = min(next_power_of_2(num_heads), TILE // block)
     tokens = TILE // block // heads
     rope_turn[(-(-num_tokens // tokens),)](
-        q, k, *y, cos.contiguous(), sin.contiguous(), num_tokens, q.shape[1], q.shape[2], k.shape[2], half,
-        *q.stride()[:3], *k.stride()[:3], *y[0].stride()[:3], *y[1].stride()[:3],
-        BACK=back, WIDE=wide(q, cos), TOKENS=tokens, HEADS=heads, BLOCK=block, num_warps=4,
-    )  # fmt: skip
+        q,
+        k,
+        *y,
+        cos.contiguous(),
+        sin.contiguous(),
+        num_tokens,
+        q.shape[1],
+        q.shape[2],
+        k.shape[2],
+        half,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *y[0].stride()[:3],
+        *y[1].stride()[:3],
+        BACK=back,
+        WIDE=wide(q, cos),
+        TOKENS=tokens,
+        HEADS=heads,
+        BLOCK=block,
+        num_warps=4,
+    )
 
 
-# ---- without Triton: the same by a compiler -------------------------------------------------------------------------
+# ---- without Triton: the same by a compiler ------------------------------------------------------
 
 
 @compiled
@@ -91,18 +149,22 @@ def _fresh(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[
     return reference(q, k, cos, -sin if back else sin)
 
 
-# ---- the operator ---------------------------------------------------------------------------------------------------
+# ---- the operator --------------------------------------------------------------------------------
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str = "fused") -> tuple[Tensor, Tensor]:
-    """Queries [B, T, H, K] and keys [B, T, Hk, K] turned by the tables `cos` and `sin` [T, K / 2], where they lie.
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str = "fused"
+) -> tuple[Tensor, Tensor]:
+    """Queries [B, T, H, K] and keys [B, T, Hk, K] turned by the tables `cos` and `sin` [T, K / 2],
+    where they lie.
 
-    `q` and `k` are spent: only the results may be used afterwards, and where autograd has saved what is overwritten its
-    backward raises, as for any operator in place. Tokens and heads may lie anywhere, as in a joint product (taken apart
-    by slices: of the pieces of `split` autograd lets none be overwritten); what is not contiguous within a head, or
-    covers itself or the other, is copied. `kernels` is the plan's: compiled, or fused, which is Triton where that runs.
-    Raises ValueError naming the tensor whose device, dtype or shape is not right, and for a leaf, or a table, that
-    requires a gradient.
+    `q` and `k` are spent: only the results may be used afterwards, and where autograd has saved
+    what is overwritten its backward raises, as for any operator in place. Tokens and heads may lie
+    anywhere, as in a joint product (taken apart by slices: of the pieces of `split` autograd lets
+    none be overwritten); what is not contiguous within a head, or covers itself or the other, is
+    copied. `kernels` is the plan's: compiled, or fused, which is Triton where that runs. Raises
+    ValueError naming the tensor whose device, dtype or shape is not right, and for a leaf, or a
+    table, that requires a gradient.
     """
     _check(q, k, cos, sin)
     turned: tuple[Tensor, Tensor] = _Rope.apply(q, k, cos, sin, kernels)
@@ -113,9 +175,13 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     check("rope", "q", q=q, k=k, cos=cos, sin=sin)
     for name, x in (("q", q), ("k", k)):
         if x.ndim != 4 or x.shape[-1] % 2:
-            raise ValueError(f"rope: {name} has shape {tuple(x.shape)}; legal: [B, T, heads, an even head_dim]")
+            raise ValueError(
+                f"rope: {name} has shape {tuple(x.shape)}; legal: [B, T, heads, an even head_dim]"
+            )
         if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
-            raise ValueError(f"rope: {name} is a leaf that requires a gradient; legal: the result of an operator")
+            raise ValueError(
+                f"rope: {name} is a leaf that requires a gradient; legal: the result of an operator"
+            )
     if k.dtype != q.dtype or not q.is_floating_point():
         raise ValueError(f"rope: q is {q.dtype}, k is {k.dtype}; legal: one floating dtype")
     check_shape("rope", "k", k, (*q.shape[:2], k.shape[2], q.shape[3]))
@@ -126,13 +192,17 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 class _Rope(torch.autograd.Function):
-    """The results are aliases that share the inputs' version counter: whoever saved those sees that they changed.
+    """The results are aliases that share the inputs' version counter: whoever saved those sees that
+    they changed.
 
-    Not `mark_dirty`: for views, which heads are, autograd would then copy the whole gradient in backward.
+    Not `mark_dirty`: for views, which heads are, autograd would then copy the whole gradient in
+    backward.
     """
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> tuple[Tensor, Tensor]:
+    def forward(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str
+    ) -> tuple[Tensor, Tensor]:
         q, k = _writable(q.detach()), _writable(k.detach())
         k = k if _apart(q, k) else k.clone(memory_format=torch.contiguous_format)
         rope_op(q, k, cos, sin, kernels)
@@ -152,7 +222,9 @@ class _Turned(torch.autograd.Function):
     """The same into fresh tensors; its own gradient is the other direction's."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str) -> tuple[Tensor, Tensor]:
+    def forward(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str
+    ) -> tuple[Tensor, Tensor]:
         return turned_op(q, k, cos, sin, back, kernels)
 
     @staticmethod
@@ -162,13 +234,21 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *_Turned.apply(*gradients, *ctx.saved_tensors, not ctx.back, ctx.kernels), None, None, None, None
+        return (
+            *_Turned.apply(*gradients, *ctx.saved_tensors, not ctx.back, ctx.kernels),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _writable(x: Tensor) -> Tensor:
     """`x`, or a copy where its heads are not contiguous or two of its entries share a place."""
     reach = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1
+    ):
         if stride < reach:
             return x.clone(memory_format=torch.contiguous_format)
         reach += stride * (size - 1)
@@ -176,10 +256,15 @@ def _writable(x: Tensor) -> Tensor:
 
 
 def _apart(q: Tensor, k: Tensor) -> bool:
-    """Whether writing one leaves the other: in one storage, each token's queries lie before its keys or after them."""
+    """Whether writing one leaves the other: in one storage, each token's queries lie before its
+    keys or after them.
+    """
     if q.untyped_storage() is not k.untyped_storage():
         return True
-    spans = [(x.storage_offset(), x.storage_offset() + (x.shape[2] - 1) * x.stride(2) + x.shape[3]) for x in (q, k)]
+    spans = [
+        (x.storage_offset(), x.storage_offset() + (x.shape[2] - 1) * x.stride(2) + x.shape[3])
+        for x in (q, k)
+    ]
     (start, end), (next_start, next_end) = sorted(spans)
     steps = [(q.stride(dim), k.stride(dim)) for dim in (0, 1) if q.shape[dim] > 1]
     return end <= next_start and all(step == other >= next_end - start for step, other in steps)
@@ -190,7 +275,8 @@ def rope_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> Non
     """Turn `q` and `k` where they lie; their heads are contiguous."""
     if not _by_compiler(q, k, cos, kernels):
         return _launch((q, k), (q, k), cos, sin, back=False)
-    # Out of place and back: a compiler that is given two tensors of one storage may not write to them.
+    # Out of place and back: a compiler that is given two tensors of one storage may not write to
+    # them.
     for x, turned in zip((q, k), _fresh(q, k, cos, sin, False), strict=True):
         x.copy_(turned)
 
@@ -201,7 +287,9 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> None:
 
 
 @custom_op("workbench::rope_turned", mutates_args=())
-def turned_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str) -> tuple[Tensor, Tensor]:
+def turned_op(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str
+) -> tuple[Tensor, Tensor]:
     """Both turned, or turned `back`, into fresh and contiguous tensors."""
     if _by_compiler(q, k, cos, kernels):
         # Gradients come in as many layouts as there are ways to attend; code is compiled for one.
@@ -214,7 +302,9 @@ def turned_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernel
 
 
 @turned_op.register_fake
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str
+) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 

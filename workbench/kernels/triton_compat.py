@@ -1,7 +1,7 @@
 """Triton, which is optional, and where its kernels run.
 
-Rooms above import `jit`, `tl` and `triton` from here. Without Triton the kernels are not compiled and nothing may start
-them; all else of this room works.
+Rooms above import `jit`, `tl` and `triton` from here. Without Triton the kernels are not compiled
+and nothing may start them; all else of this room works.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether tensors on `device` are given to Triton kernels: on a GPU, and where kernels are interpreted."""
+    """Whether tensors on `device` are given to Triton kernels: on a GPU, and where kernels are
+    interpreted.
+    """
     return triton is not None and (device.type == "cuda" or INTERPRETED)
 
 
@@ -44,7 +46,9 @@ def next_power_of_2(n: int) -> int:
 
 
 def programs(device: torch.device, per_processor: int = 1) -> int:
-    """How many programs fill a device: `per_processor` times its multiprocessors; a handful where it has none."""
+    """How many programs fill a device: `per_processor` times its multiprocessors; a handful where
+    it has none.
+    """
     if device.type != "cuda":
         return 4
     return per_processor * torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,8 +1,8 @@
 """Few tokens times a weight of 8 or 4 bits, which is what decoding reads.
 
-A weight is read once, as it is stored, and widened in registers; sums are in fp32 or better. One token is multiplied by
-threads; several of 16 bits by tensor cores, where small integers are exact. More than `MOST_TOKENS` are the plain
-path's, which widens the weight by rows. There is no gradient.
+A weight is read once, as it is stored, and widened in registers; sums are in fp32 or better. One
+token is multiplied by threads; several of 16 bits by tensor cores, where small integers are exact.
+More than `MOST_TOKENS` are the plain path's, which widens the weight by rows. There is no gradient.
 """
 
 from __future__ import annotations
@@ -16,17 +16,36 @@ from torch.library import custom_op
 
 from workbench.kernels.compiled_reference import compiled
 from workbench.kernels.input_checks import check, check_shape, rows_of, wide_dtype
-from workbench.kernels.triton_compat import INTERPRETED, jit, next_power_of_2, programs, runs_triton, tl, wide
-from workbench.kernels.weight_quantization import CENTRE, GROUPS, PACKED, Quantised, check_form, dequantise, quantise, words_of
+from workbench.kernels.triton_compat import (
+    INTERPRETED,
+    jit,
+    next_power_of_2,
+    programs,
+    runs_triton,
+    tl,
+    wide,
+)
+from workbench.kernels.weight_quantization import (
+    CENTRE,
+    GROUPS,
+    PACKED,
+    Quantised,
+    check_form,
+    dequantise,
+    quantise,
+    words_of,
+)
 
 __all__ = ["MOST_TOKENS", "Quantised", "dequantise", "matvec", "quantise", "reference"]
 
 MOST_TOKENS = 8
 """That a kernel multiplies at once."""
 RAISED = 0x4B000000
-"""As fp32 this is 2**23, whose last bit is 1: a small integer in its low bits makes it 2**23 more than that integer,
-which is how kernels widen integers, for conversions are slow. They get it as an argument because the compiler, if it
-knew it, would split the one instruction that masks and sets bits."""
+"""As fp32 this is 2**23, whose last bit is 1: a small integer in its low bits makes it 2**23 more
+than that integer, which is how kernels widen integers, for conversions are slow. They get it as an
+argument because the compiler, if it knew it, would split the one instruction that masks and sets
+bits.
+"""
 WIDENED = 2**20
 """Entries of a weight that the plain path widens at once."""
 
@@ -38,16 +57,34 @@ def reference(x: Tensor, weight: Quantised) -> Tensor:
     return x.double() @ dequantise(weight._replace(scales=scales, zeros=zeros)).t()
 
 
-# ---- Triton ---------------------------------------------------------------------------------------------------------
+# ---- Triton --------------------------------------------------------------------------------------
 
 
 @jit
 def matvec_threads(  # type: ignore[no-untyped-def]
-    X, W, S, Z, Y, num_rows, num_columns, num_words, num_groups, RAISED,
-    BITS: tl.constexpr, GROUP: tl.constexpr, CENTRE: tl.constexpr, HAS_Z: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Some rows times one token a program. `TOGETHER` words are a thread's own, and share scales."""
+    X,
+    W,
+    S,
+    Z,
+    Y,
+    num_rows,
+    num_columns,
+    num_words,
+    num_groups,
+    RAISED,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CENTRE: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Some rows times one token a program. `TOGETHER` words are a thread's own, and share
+    scales.
+    """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     X += tl.program_id(1).to(tl.int64) * num_columns
     Y += tl.program_id(1).to(tl.int64) * num_rows
@@ -61,8 +98,19 @@ def matvec_threads(  # type: ignore[no-untyped-def]
             x = tl.load(X + words, mask=words < num_columns, other=0.0).to(WIDE)
             part = _byte(stored).to(WIDE) * x[None, :]
             total += _scaled(
-                part, x, S, Z, rows, some // GROUP, num_rows, num_groups, CENTRE, HAS_Z, WIDE, TOGETHER
-            )  # fmt: skip
+                part,
+                x,
+                S,
+                Z,
+                rows,
+                some // GROUP,
+                num_rows,
+                num_groups,
+                CENTRE,
+                HAS_Z,
+                WIDE,
+                TOGETHER,
+            )
         else:
             low = stored.to(tl.uint32, bitcast=True)
             high = low >> 16
@@ -77,27 +125,62 @@ def matvec_threads(  # type: ignore[no-untyped-def]
                     sum_x += x
                 groups = some // 16 * (PACKED // GROUP) + g
                 total += _scaled(
-                    part, sum_x, S, Z, rows, groups, num_rows, num_groups, CENTRE, HAS_Z, WIDE, TOGETHER
-                )  # fmt: skip
+                    part,
+                    sum_x,
+                    S,
+                    Z,
+                    rows,
+                    groups,
+                    num_rows,
+                    num_groups,
+                    CENTRE,
+                    HAS_Z,
+                    WIDE,
+                    TOGETHER,
+                )
     tl.store(Y + rows, tl.sum(total, 1).to(Y.dtype.element_ty), mask=rows < num_rows)
 
 
 @jit
 def matvec_cores(  # type: ignore[no-untyped-def]
-    X, W, S, Z, Y, num_tokens, num_rows, num_columns, num_words, num_groups, num_chunks, RAISED,
-    BITS: tl.constexpr, GROUP: tl.constexpr, CENTRE: tl.constexpr, HAS_Z: tl.constexpr,
-    PRODUCT: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SPAN: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Some rows times all tokens a program, over some chunks of `PACKED` columns, each in spans of one group."""
+    X,
+    W,
+    S,
+    Z,
+    Y,
+    num_tokens,
+    num_rows,
+    num_columns,
+    num_words,
+    num_groups,
+    num_chunks,
+    RAISED,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CENTRE: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPAN: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Some rows times all tokens a program, over some chunks of `PACKED` columns, each in spans of
+    one group.
+    """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     own = tl.minimum(rows, num_rows - 1)
     tokens = tl.arange(0, TOKENS)
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     first = tl.program_id(1) * num_chunks
-    for chunk in tl.range(first, tl.minimum(first + num_chunks, tl.cdiv(num_columns, PACKED)), num_stages=3):
+    for chunk in tl.range(
+        first, tl.minimum(first + num_chunks, tl.cdiv(num_columns, PACKED)), num_stages=3
+    ):
         if BITS == 4:
             words = chunk * 16 + tl.arange(0, 16)
-            stored = tl.load(W + own[:, None] * num_words + words[None, :]).to(tl.uint32, bitcast=True)
+            stored = tl.load(W + own[:, None] * num_words + words[None, :]).to(
+                tl.uint32, bitcast=True
+            )
         for g in tl.static_range(PACKED // SPAN):
             columns = chunk * PACKED + g * SPAN + tl.arange(0, SPAN)
             here = (columns < num_columns)[:, None] & (tokens < num_tokens)[None, :]
@@ -110,14 +193,18 @@ def matvec_cores(  # type: ignore[no-untyped-def]
                 number = ((stored[:, None, :] >> place[None, :, None]) & 15) | RAISED
                 number = number.to(tl.float32, bitcast=True).reshape(ROWS, SPAN) - (2.0**23 + 8.0)
             part = tl.dot(number.to(PRODUCT), x.to(PRODUCT))
-            group = own * num_groups + tl.minimum((chunk * PACKED + g * SPAN) // GROUP, num_groups - 1)
+            group = own * num_groups + tl.minimum(
+                (chunk * PACKED + g * SPAN) // GROUP, num_groups - 1
+            )
             if HAS_Z:
                 zero = tl.load(Z + group).to(tl.float32) - CENTRE
                 part -= zero[:, None] * tl.sum(x.to(tl.float32), 0)[None, :]
             total += part * tl.load(S + group).to(tl.float32)[:, None]
     Y += tl.program_id(1).to(tl.int64) * num_tokens * num_rows
     here = (rows < num_rows)[:, None] & (tokens < num_tokens)[None, :]
-    tl.store(Y + tokens[None, :] * num_rows + rows[:, None], total.to(Y.dtype.element_ty), mask=here)
+    tl.store(
+        Y + tokens[None, :] * num_rows + rows[:, None], total.to(Y.dtype.element_ty), mask=here
+    )
 
 
 @jit
@@ -136,10 +223,22 @@ def _half_byte(stored, PLACE: tl.constexpr, RAISED):  # type: ignore[no-untyped-
 
 @jit
 def _scaled(  # type: ignore[no-untyped-def]
-    part, x, S, Z, rows, groups, num_rows, num_groups,
-    CENTRE: tl.constexpr, HAS_Z: tl.constexpr, WIDE: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
-    """Sums of `TOGETHER` neighbours of `part` [rows, words], which is x times numbers as if `CENTRE` were zero."""
+    part,
+    x,
+    S,
+    Z,
+    rows,
+    groups,
+    num_rows,
+    num_groups,
+    CENTRE: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Sums of `TOGETHER` neighbours of `part` [rows, words], which is x times numbers as if
+    `CENTRE` were zero.
+    """
     part = tl.sum(part.reshape(part.shape[0], part.shape[1] // TOGETHER, TOGETHER), 2)
     at = rows[:, None] * num_groups + groups[None, :]
     here = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
@@ -149,12 +248,16 @@ def _scaled(  # type: ignore[no-untyped-def]
     return part * tl.load(S + at, mask=here, other=0.0).to(WIDE)
 
 
-# ---- without Triton: the same by a compiler -------------------------------------------------------------------------
+# ---- without Triton: the same by a compiler ------------------------------------------------------
 
 
 @compiled
-def _bytes_product(x_MGS: Tensor, values_NGS: Tensor, scales: Tensor, zeros: Tensor | None, num_tokens: int) -> Tensor:
-    """Of groups side by side; scales and zeros [N, groups, 1]. Every token has its own sum over the one weight."""
+def _bytes_product(
+    x_MGS: Tensor, values_NGS: Tensor, scales: Tensor, zeros: Tensor | None, num_tokens: int
+) -> Tensor:
+    """Of groups side by side; scales and zeros [N, groups, 1]. Every token has its own sum over the
+    one weight.
+    """
     weight = values_NGS.to(x_MGS.dtype)
     weight = (weight if zeros is None else weight - zeros) * scales
     return torch.stack([(x_MGS[i] * weight).sum((1, 2)) for i in range(num_tokens)])
@@ -162,10 +265,19 @@ def _bytes_product(x_MGS: Tensor, values_NGS: Tensor, scales: Tensor, zeros: Ten
 
 @compiled
 def _half_bytes_product(
-    x_MK: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, per_pack: int, num_tokens: int
+    x_MK: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    per_pack: int,
+    num_tokens: int,
 ) -> Tensor:
-    """Of whole `PACKED`, `per_pack` groups of each. Shapes are numbers, for what is divided by a size is slow."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).view(per_pack, 8 // per_pack, 1)
+    """Of whole `PACKED`, `per_pack` groups of each. Shapes are numbers, for what is divided by a
+    size is slow.
+    """
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).view(
+        per_pack, 8 // per_pack, 1
+    )
     numbers = (words.view(len(words), -1, 1, 1, PACKED // 8) >> shifts & 15).to(x_MK.dtype)
     shape = len(words), -1, per_pack, 1, 1
     weight = (numbers - (CENTRE[4] if zeros is None else zeros.view(shape))) * scales.view(shape)
@@ -201,22 +313,30 @@ def _by_rows(x_MK: Tensor, weight: Quantised) -> Tensor:
     return y
 
 
-# ---- the operator ---------------------------------------------------------------------------------------------------
+# ---- the operator --------------------------------------------------------------------------------
 
 
 def matvec(x: Tensor, weight: Quantised, kernels: str = "fused") -> Tensor:
     """x [..., K] times a quantised weight [N, K]: [..., N] in x's dtype.
 
-    `kernels` is the plan's: compiled, or fused, which is Triton where that runs. Raises ValueError naming the tensor
-    whose device, dtype or shape is not right, or that requires a gradient, for there is none.
+    `kernels` is the plan's: compiled, or fused, which is Triton where that runs. Raises ValueError
+    naming the tensor whose device, dtype or shape is not right, or that requires a gradient, for
+    there is none.
     """
     values, scales, group, bits, zeros = weight
     check("matvec", "x", x=x, values=values, scales=scales, zeros=zeros)
     check_form("matvec", x.shape[-1], group, bits)
     for name, y in (("x", x), ("scales", scales), ("zeros", zeros)):
         if y is not None and y.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"matvec: {name} requires a gradient, and there is none; legal: under torch.no_grad()")
-    stored, width = (torch.int8, x.shape[-1]) if bits == 8 else (torch.uint8, -(-x.shape[-1] // PACKED) * PACKED // 2)
+            raise ValueError(
+                f"matvec: {name} requires a gradient, and there is none; legal: "
+                f"under torch.no_grad()"
+            )
+    stored, width = (
+        (torch.int8, x.shape[-1])
+        if bits == 8
+        else (torch.uint8, -(-x.shape[-1] // PACKED) * PACKED // 2)
+    )
     if values.dtype != stored:
         raise ValueError(f"matvec: values of {bits} bits are {values.dtype}; legal: {stored}")
     check_shape("matvec", "values", values, (len(values), width))
@@ -227,13 +347,23 @@ def matvec(x: Tensor, weight: Quantised, kernels: str = "fused") -> Tensor:
 
 @custom_op("workbench::matvec", mutates_args=())
 def matvec_op(
-    x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, kernels: str
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group: int,
+    bits: int,
+    kernels: str,
 ) -> Tensor:
     """x [..., K] times a quantised weight, [..., N]."""
     x_MK = rows_of(x)
     shape = *x.shape[:-1], len(values)
     weight = Quantised(
-        values.contiguous(), scales.contiguous(), group, bits, None if zeros is None else zeros.contiguous()
+        values.contiguous(),
+        scales.contiguous(),
+        group,
+        bits,
+        None if zeros is None else zeros.contiguous(),
     )
     if not x_MK.numel() or not len(values):
         return x.new_zeros(shape)
@@ -246,7 +376,15 @@ def matvec_op(
 
 
 @matvec_op.register_fake
-def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, kernels: str) -> Tensor:
+def _(
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group: int,
+    bits: int,
+    kernels: str,
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(values))
 
 
@@ -256,33 +394,68 @@ def _by_threads(x_MK: Tensor, weight: Quantised) -> Tensor:
     each = 512 if weight.bits == 8 else 128  # words of a warp: 16 bytes a thread
     num_warps = min(4, next_power_of_2(-(-words.shape[-1] // each)))
     matvec_threads[(-(-len(words) // 4), len(x_MK))](
-        x_MK, words, weight.scales, weight.zeros, y, len(words), x_MK.shape[-1], words.shape[-1],
-        weight.scales.shape[-1], RAISED, WIDE=wide(x_MK), ROWS=4, BLOCK=each * num_warps, TOGETHER=each // 32,
-        num_warps=num_warps, **form,
-    )  # fmt: skip
+        x_MK,
+        words,
+        weight.scales,
+        weight.zeros,
+        y,
+        len(words),
+        x_MK.shape[-1],
+        words.shape[-1],
+        weight.scales.shape[-1],
+        RAISED,
+        WIDE=wide(x_MK),
+        ROWS=4,
+        BLOCK=each * num_warps,
+        TOGETHER=each // 32,
+        num_warps=num_warps,
+        **form,
+    )
     return y
 
 
 def _by_cores(x_MK: Tensor, weight: Quantised) -> Tensor:
     words, form = _form(weight)
     (num_tokens, num_columns), num_rows = x_MK.shape, len(words)
-    # Where rows alone do not fill the device, columns are shared out, and their sums added up afterwards.
+    # Where rows alone do not fill the device, columns are shared out, and their sums added up
+    # afterwards.
     row_programs, chunks = -(-num_rows // 32), -(-num_columns // PACKED)
     num_chunks = -(-chunks // min(-(-programs(x_MK.device, 8) // row_programs), -(-chunks // 2)))
     splits = -(-chunks // num_chunks)
     y = torch.empty(
-        splits, num_tokens, num_rows, dtype=x_MK.dtype if splits == 1 else torch.float32, device=x_MK.device
+        splits,
+        num_tokens,
+        num_rows,
+        dtype=x_MK.dtype if splits == 1 else torch.float32,
+        device=x_MK.device,
     )
     matvec_cores[(row_programs, splits)](
-        x_MK, words, weight.scales, weight.zeros, y, num_tokens, num_rows, num_columns, words.shape[-1],
-        weight.scales.shape[-1], num_chunks, RAISED, PRODUCT=_product_dtype(x_MK), ROWS=32, TOKENS=16,
-        SPAN=min(form["GROUP"], PACKED), num_warps=2, **form,
-    )  # fmt: skip
+        x_MK,
+        words,
+        weight.scales,
+        weight.zeros,
+        y,
+        num_tokens,
+        num_rows,
+        num_columns,
+        words.shape[-1],
+        weight.scales.shape[-1],
+        num_chunks,
+        RAISED,
+        PRODUCT=_product_dtype(x_MK),
+        ROWS=32,
+        TOKENS=16,
+        SPAN=min(form["GROUP"], PACKED),
+        num_warps=2,
+        **form,
+    )
     return y[0] if splits == 1 else y.sum(0).to(x_MK.dtype)
 
 
 def _product_dtype(x: Tensor) -> Any:
-    """What tensor cores are given: x's own, but that the interpreter would multiply the bits of bf16."""
+    """What tensor cores are given: x's own, but that the interpreter would multiply the bits of
+    bf16.
+    """
     return tl.float32 if INTERPRETED else tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
 
 
@@ -290,6 +463,11 @@ def _form(weight: Quantised) -> tuple[Tensor, dict[str, int]]:
     """What is loaded at once, int8 or words, and how a kernel reads it."""
     bits, group = weight.bits, weight.group
     words = weight.values if bits == 8 else words_of(weight.values)
-    form = {"BITS": bits, "CENTRE": CENTRE[bits], "HAS_Z": weight.zeros is not None, "PACKED": PACKED}
+    form = {
+        "BITS": bits,
+        "CENTRE": CENTRE[bits],
+        "HAS_Z": weight.zeros is not None,
+        "PACKED": PACKED,
+    }
     # Any column of a row with one scale is of group 0.
     return words, {**form, "GROUP": group if group in GROUPS else 2**30}

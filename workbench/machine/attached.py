@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from workbench.plan.catalog import catalog
 from workbench.errors import refuse
+from workbench.plan.catalog import catalog
 from workbench.plan.schema import Card, Fabric
 
 GIB = 2**30
@@ -34,7 +34,9 @@ class Attached:
 
 
 def attached() -> Attached:
-    """Cards that this installation of torch can use, else CPU ranks; asks NVML, imports no torch."""
+    """Cards that this installation of torch can use, else CPU ranks; asks NVML, imports no
+    torch.
+    """
     cores = host_cores()
     reason, cards = _cards()
     if cards:
@@ -46,7 +48,9 @@ def attached() -> Attached:
 
 def host_cores() -> int:
     """Cores that this process may use: its affinity, or its container's share if that is less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         quota, period = (CGROUP / "cpu.max").read_text().split()
         return min(cores, max(1, int(quota) // int(period)))
@@ -75,7 +79,10 @@ def _cards() -> tuple[str, list[tuple[str, int]]]:
         return f"NVML: {error}", []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        cards = [(_text(pynvml.nvmlDeviceGetName(h)), int(pynvml.nvmlDeviceGetMemoryInfo(h).total)) for h in handles]
+        cards = [
+            (_text(pynvml.nvmlDeviceGetName(h)), int(pynvml.nvmlDeviceGetMemoryInfo(h).total))
+            for h in handles
+        ]
     except pynvml.NVMLError as error:
         return f"NVML: {error}", []
     finally:
@@ -92,12 +99,18 @@ def _torch_is_cpu_only() -> bool:
 
 
 def _visible(count: int) -> list[int]:
-    """Indexes of the cards that CUDA_VISIBLE_DEVICES leaves; a card named by its UUID counts as the next one."""
+    """Indexes of the cards that CUDA_VISIBLE_DEVICES leaves; a card named by its UUID counts as the
+    next one.
+    """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return list(range(count))
     words = [word.strip() for word in chosen.split(",")]
-    indexes = [int(word) if word.isdigit() else place for place, word in enumerate(words) if word not in ("", "-1")]
+    indexes = [
+        int(word) if word.isdigit() else place
+        for place, word in enumerate(words)
+        if word not in ("", "-1")
+    ]
     return [index for index in indexes if index < count]
 
 
@@ -113,9 +126,17 @@ def local_cluster(found: Attached, ranks: int) -> tuple[Card, Fabric]:
     """
     if ranks > found.count:
         per_core = catalog.local_constants()["ranks_per_core"]
-        why = f"{found.cores} cores x {per_core} ranks" if found.device == "cpu" else f"{found.count} x {found.name}"
-        raise refuse("cluster.gpus", f"is {ranks}, but only {found.count} are attached here ({why}); "
-                     f"legal with `gpu: local`: 1 to {found.count}, or name a card of the catalog")  # fmt: skip
+        why = (
+            (f"{found.cores} cores x {per_core} ranks")
+            if found.device == "cpu"
+            else f"{found.count} x {found.name}"
+        )
+        raise refuse(
+            "cluster.gpus",
+            f"is {ranks}, but only {found.count} are attached here "
+            f"({why}); "
+            f"legal with `gpu: local`: 1 to {found.count}, or name a card of the catalog",
+        )
     return _cpu(found, ranks) if found.device == "cpu" else _cuda(found)
 
 
@@ -124,20 +145,31 @@ def _cpu(found: Attached, ranks: int) -> tuple[Card, Fabric]:
     share = min(1.0, found.cores / ranks)
     flops = k["gflops_per_core"] * share / 1000
     card = Card(
-        name="local", title=found.name, device="cpu", memory_gib=found.memory_bytes / GIB / ranks,
+        name="local",
+        title=found.name,
+        device="cpu",
+        memory_gib=found.memory_bytes / GIB / ranks,
         bandwidth_gbs=k["bandwidth_gbs"] / max(1, min(ranks, found.cores)),
         tflops={"fp32": flops, "bf16": flops * k["bf16_ratio"]},
-        link_gbs=k["link_gbs"], pcie_gbs=k["link_gbs"], watts=None, source=k["source"],
-    )  # fmt: skip
+        link_gbs=k["link_gbs"],
+        pcie_gbs=k["link_gbs"],
+        watts=None,
+        source=k["source"],
+    )
     fabric = Fabric(
-        name="local", gpus_per_node=found.count, nic_gbs=k["link_gbs"], link_latency_us=k["link_latency_us"],
-        nic_latency_us=k["link_latency_us"], source=k["source"],
-    )  # fmt: skip
+        name="local",
+        gpus_per_node=found.count,
+        nic_gbs=k["link_gbs"],
+        link_latency_us=k["link_latency_us"],
+        nic_latency_us=k["link_latency_us"],
+        source=k["source"],
+    )
     return card, fabric
 
 
 def is_another_model(card: Card, driver_name: str) -> bool:
-    """Whether a GPU that the driver calls `driver_name` is not of the catalog's model that `card` is.
+    """Whether a GPU that the driver calls `driver_name` is not of the catalog's model that `card`
+    is.
 
     False where the catalog does not know how drivers call it, as of a card that a plan writes out.
     """
@@ -146,13 +178,22 @@ def is_another_model(card: Card, driver_name: str) -> bool:
 
 
 def _is_called(entry: catalog.CardEntry, driver_name: str) -> bool:
-    return any(re.search(rf"{re.escape(name)}(?![0-9A-Za-z])", driver_name) for name in entry.driver_names)
+    return any(
+        re.search(rf"{re.escape(name)}(?![0-9A-Za-z])", driver_name) for name in entry.driver_names
+    )
 
 
 def _cuda(found: Attached) -> tuple[Card, Fabric]:
     for entry in catalog.gpus().values():
         if _is_called(entry, found.name):
             card = entry.card.model_copy(update={"memory_gib": found.memory_bytes / GIB})
-            return card, catalog.clusters()[entry.fabric].model_copy(update={"gpus_per_node": found.count})
-    raise refuse("cluster.gpu", f"is local, and the attached card '{found.name}' is not in data/gpus.yaml; "
-                 "name the nearest card of `workbench gpus`, or write its figures out under cluster.gpu")  # fmt: skip
+            return card, catalog.clusters()[entry.fabric].model_copy(
+                update={"gpus_per_node": found.count}
+            )
+    raise refuse(
+        "cluster.gpu",
+        f"is local, and the attached card '{found.name}' is not in "
+        f"data/gpus.yaml; "
+        "name the nearest card of `workbench gpus`, or write its figures out under "
+        "cluster.gpu",
+    )

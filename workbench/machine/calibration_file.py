@@ -1,7 +1,9 @@
-"""The calibration file: what `workbench calibrate` measured of one machine, and whether a plan may use it.
+"""The calibration file: what `workbench calibrate` measured of one machine, and whether a plan may
+use it.
 
-A plan names the file in `cluster.calibration`; `Plan.resolved()` adds its hash. Times are seconds of one call,
-dtypes and kinds are the planner's words, `ranks` is how many ranks of the machine worked at once.
+A plan names the file in `cluster.calibration`; `Plan.resolved()` adds its hash. Times are seconds
+of one call, dtypes and kinds are the planner's words, `ranks` is how many ranks of the machine
+worked at once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, ValidationError
 
-from workbench.safe_io import yaml_files
+from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import Attached, attached
 from workbench.plan.field_bounds import (
     RANKS,
@@ -33,13 +35,14 @@ from workbench.plan.field_bounds import (
     Seconds,
     Share,
     Vocabulary,
-    Width)
-from workbench.errors import PlanError, Problem, refuse
-from workbench.plan.validation_messages import plan_error
-from workbench.safe_io.files import known_file, replace_file, unread
-from workbench.plan.schema import Plan
+    Width,
+)
 from workbench.plan.model_shape import Frozen
 from workbench.plan.plan_files import build
+from workbench.plan.schema import Plan
+from workbench.plan.validation_messages import plan_error
+from workbench.safe_io import yaml_files
+from workbench.safe_io.files import known_file, replace_file, unread
 from workbench.safe_io.untrusted_text import shown
 
 FIELD = "cluster.calibration"
@@ -105,16 +108,30 @@ class Host(Frozen):
     """
 
     ranks: Ranks
-    operator_us: PositiveMicroseconds = Field(description="One eager operator without gradients, microseconds.")
-    autograd_us: PositiveMicroseconds = Field(description="One operator, forward and backward, microseconds.")
-    step_us: Microseconds = Field(description="Fixed cost of a step: zeroing, norm, optimizer, microseconds.")
-    microbatch_us: Microseconds = Field(description="Embedding and head, forward and backward, microseconds.")
-    layer_us: Microseconds = Field(description="One layer, forward and backward, of a microbatch, microseconds.")
-    layer_step_us: Microseconds = Field(description="One layer's part of the optimizer, microseconds.")
+    operator_us: PositiveMicroseconds = Field(
+        description="One eager operator without gradients, microseconds."
+    )
+    autograd_us: PositiveMicroseconds = Field(
+        description="One operator, forward and backward, microseconds."
+    )
+    step_us: Microseconds = Field(
+        description="Fixed cost of a step: zeroing, norm, optimizer, microseconds."
+    )
+    microbatch_us: Microseconds = Field(
+        description="Embedding and head, forward and backward, microseconds."
+    )
+    layer_us: Microseconds = Field(
+        description="One layer, forward and backward, of a microbatch, microseconds."
+    )
+    layer_step_us: Microseconds = Field(
+        description="One layer's part of the optimizer, microseconds."
+    )
 
 
 class Probe(Frozen):
-    """A whole step of a small Llama-like model on one rank, eager, fp32, AdamW: the parts above, and the rest."""
+    """A whole step of a small Llama-like model on one rank, eager, fp32, AdamW: the parts above,
+    and the rest.
+    """
 
     layers: Layers
     hidden: Width
@@ -153,17 +170,23 @@ class Doubt(Frozen):
     point: str = Field(description="Which figure: its section and labels.")
     ranks: Ranks = Field(description="Ranks that worked at once.")
     why: str = Field(description="What stands against it.")
-    refused: bool = Field(description="true: it is left out of this file; false: it stands there, unsteady.")
+    refused: bool = Field(
+        description="true: it is left out of this file; false: it stands there, unsteady."
+    )
 
 
 class Scale(Frozen):
-    """Factors on estimated seconds that finished runs asked for, and the error without and with them."""
+    """Factors on estimated seconds that finished runs asked for, and the error without and with
+    them.
+    """
 
     compute: Factor = Field(1.0, description="On seconds of compute.")
     communication: Factor = Field(1.0, description="On seconds of collectives.")
     fixed_ms: Milliseconds = Field(0.0, description="Added to every step, milliseconds.")
     runs: list[str] = Field(default_factory=list, description="Runs that it was fitted to.")
-    error_before: Share | None = Field(None, description="Mean |estimated / measured - 1| without it.")
+    error_before: Share | None = Field(
+        None, description="Mean |estimated / measured - 1| without it."
+    )
     error_after: Share | None = Field(None, description="The same with it.")
 
 
@@ -179,7 +202,9 @@ class Calibration(Frozen):
     probes: Annotated[tuple[Probe, ...], Field(strict=False)] = ()
     collectives: Annotated[tuple[Collective, ...], Field(strict=False)] = ()
     scale: Scale | None = None
-    conditions: Conditions | None = Field(None, description="How busy the machine was when measuring began.")
+    conditions: Conditions | None = Field(
+        None, description="How busy the machine was when measuring began."
+    )
     doubts: Annotated[tuple[Doubt, ...], Field(strict=False)] = ()
 
     @property
@@ -187,22 +212,44 @@ class Calibration(Frozen):
         """How many figures are unsteady or refused, in words; empty where all are steady."""
         refused = sum(doubt.refused for doubt in self.doubts)
         counts = ((len(self.doubts) - refused, "unsteady"), (refused, "refused"))
-        return ", ".join(f"{count} figure{'s' * (count > 1)} {word}" for count, word in counts if count)
+        return ", ".join(
+            f"{count} figure{'s' * (count > 1)} {word}" for count, word in counts if count
+        )
 
     def __repr__(self) -> str:
-        points = len(self.gemm) + len(self.memory) + len(self.attention) + len(self.probes) + len(self.collectives)
+        points = (
+            len(self.gemm)
+            + len(self.memory)
+            + len(self.attention)
+            + len(self.probes)
+            + len(self.collectives)
+        )
         doubt = f", {self.doubt}" if self.doubts else ""
         learned = f", learned from {', '.join(self.scale.runs)}" if self.scale else ""
-        return f"<Calibration of {self.machine.title}: {points} points measured {self.machine.date}{learned}{doubt}>"
+        return (
+            f"<Calibration of {self.machine.title}: {points} points measured "
+            f"{self.machine.date}{learned}{doubt}>"
+        )
 
     __str__ = __repr__
 
     def __hash__(self) -> int:
-        return hash((self.machine.fingerprint, self.gemm, self.memory, self.attention, self.host, self.collectives))
+        return hash(
+            (
+                self.machine.fingerprint,
+                self.gemm,
+                self.memory,
+                self.attention,
+                self.host,
+                self.collectives,
+            )
+        )
 
 
 def read(path: str | Path) -> Calibration:
-    """The calibration in `path`. Raises `PlanError` naming the file, what is wrong with it, and the remedy."""
+    """The calibration in `path`. Raises `PlanError` naming the file, what is wrong with it, and the
+    remedy.
+    """
     return _read(path)[0]
 
 
@@ -223,20 +270,30 @@ def fingerprint(found: Attached) -> str:
 
 
 def small_plan(device: str, sequence: int, microbatches: int, **shape: int) -> Plan:
-    """The complete plan of a probe, one rank; figures of its card mean nothing. `shape` as in a plan's `model`."""
+    """The complete plan of a probe, one rank; figures of its card mean nothing. `shape` as in a
+    plan's `model`.
+    """
     figures = dict.fromkeys(("memory_gib", "bandwidth_gbs", "link_gbs", "pcie_gbs"), 1.0)
     card = {"name": "any", "device": device, "tflops": {"fp32": 1.0}, **figures}
     training = {"sequence_length": sequence, "global_batch": microbatches, "micro_batch": 1}
-    written = {"model": shape, "cluster": {"gpu": card, "gpus": 1}, "strategy": {"precision": "fp32"}}
+    written = {
+        "model": shape,
+        "cluster": {"gpu": card, "gpus": 1},
+        "strategy": {"precision": "fp32"},
+    }
     return build({**written, "training": training}).complete()
 
 
 def problems(plan: Plan, local: bool) -> Iterator[Problem]:
-    """Why a complete `plan` may not use the calibration that it names; `local`: it asks for what is attached here."""
+    """Why a complete `plan` may not use the calibration that it names; `local`: it asks for what is
+    attached here.
+    """
     cluster, path = plan.cluster, plan.cluster.calibration
     if path is None:
         if cluster.calibration_sha256 is not None:
-            yield Problem(f"{FIELD}_sha256", f"is set, but {FIELD} names no file; name it, or remove the hash")
+            yield Problem(
+                f"{FIELD}_sha256", f"is set, but {FIELD} names no file; name it, or remove the hash"
+            )
         return
     try:
         found, sha256 = _read(path)
@@ -244,8 +301,12 @@ def problems(plan: Plan, local: bool) -> Iterator[Problem]:
         yield from error.problems
         return
     if cluster.calibration_sha256 not in (None, sha256):
-        yield Problem(f"{FIELD}_sha256", f"is {cluster.calibration_sha256}, but '{path}' now has {sha256}; "
-                      "remove the field to use what is there")  # fmt: skip
+        yield Problem(
+            f"{FIELD}_sha256",
+            f"is {cluster.calibration_sha256}, but '{path}' now has "
+            f"{sha256}; "
+            "remove the field to use what is there",
+        )
     yield from _other_machine(plan, found.machine, path, local)
 
 
@@ -253,12 +314,21 @@ def _other_machine(plan: Plan, machine: Measured, path: str, local: bool) -> Ite
     card = plan.card
     same_title = card.device != "cpu" or card.title in ("", machine.title)
     if (machine.device, machine.card) != (card.device, card.name) or not same_title:
-        yield Problem(FIELD, f"'{path}' was measured on {machine.card} ({machine.title}), the plan's card is "
-                      f"{card.name} ({card.title}); measure that one, set cluster.gpu to {machine.card}, "
-                      "or remove the field")  # fmt: skip
+        yield Problem(
+            FIELD,
+            f"'{path}' was measured on {machine.card} ({machine.title}), the "
+            f"plan's card is "
+            f"{card.name} ({card.title}); measure that one, set cluster.gpu to "
+            f"{machine.card}, "
+            "or remove the field",
+        )
     elif local and machine.fingerprint != (here := fingerprint(attached())):
-        yield Problem(FIELD, f"'{path}' was measured on another machine ({machine.title}, {machine.fingerprint}; "
-                      f"this is {here}); {AGAIN}")  # fmt: skip
+        yield Problem(
+            FIELD,
+            f"'{path}' was measured on another machine ({machine.title}, "
+            f"{machine.fingerprint}; "
+            f"this is {here}); {AGAIN}",
+        )
 
 
 def _processor() -> str:
@@ -266,7 +336,11 @@ def _processor() -> str:
         lines = CPUINFO.read_text(errors="replace").splitlines()
     except OSError:
         lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))]
+    named = [
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith(("model name", "CPU part"))
+    ]
     return named[0] if named else platform.processor() or platform.machine()
 
 
@@ -286,7 +360,9 @@ def _parsed(path: str, *_version: NonNegativeInt) -> tuple[Calibration, str]:
         written = yaml_files.parse(content.decode("utf-8"), where=FIELD)
         return _validated(written), hashlib.sha256(content).hexdigest()
     except PlanError as error:
-        raise refuse(FIELD, f"'{path}' is no calibration: {error.first.removeprefix(f'{FIELD}: ')}; {AGAIN}") from None
+        raise refuse(
+            FIELD, f"'{path}' is no calibration: {error.first.removeprefix(f'{FIELD}: ')}; {AGAIN}"
+        ) from None
     except UnicodeDecodeError as error:
         raise refuse(FIELD, f"'{path}' is no calibration: {unread(error)}; {AGAIN}") from None
 

@@ -21,15 +21,21 @@ class Grouped(nn.Module):
 
     def forward(self, x_RI: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows [R, in], the first `counts[0]` of group 0 and so on, to [R, out]."""
-        bias = self.bias if self.bias is None or self.bias_share == 1 else self.bias * self.bias_share
+        bias = (
+            self.bias if self.bias is None or self.bias_share == 1 else self.bias * self.bias_share
+        )
         return _GroupedLinear.apply(x_RI, self.weight, bias, tuple(counts))
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """One product a group, written into one result: no list of pieces lives beside it, forward or backward."""
+    """One product a group, written into one result: no list of pieces lives beside it, forward or
+    backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:
+    def forward(
+        ctx: Any, x_RI: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]
+    ) -> Tensor:
         ctx.save_for_backward(x_RI, weight)
         ctx.counts, ctx.biased = counts, bias is not None
         y_RO = x_RI.new_empty(len(x_RI), weight.shape[1])
@@ -41,7 +47,9 @@ class _GroupedLinear(torch.autograd.Function):
         return y_RO
 
     @staticmethod
-    def backward(ctx: Any, gradient_RO: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
+    def backward(
+        ctx: Any, gradient_RO: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
         x_RI, weight = ctx.saved_tensors
         x_gradient, weight_gradient = torch.empty_like(x_RI), torch.zeros_like(weight)
         bias_gradient = weight.new_zeros(weight.shape[:2]) if ctx.biased else None

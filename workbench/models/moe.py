@@ -1,4 +1,5 @@
-"""A mixture of experts in place of a feed-forward layer: a router, many small experts, some that all tokens visit.
+"""A mixture of experts in place of a feed-forward layer: a router, many small experts, some that
+all tokens visit.
 
 Shapes are those of `routing`.
 """
@@ -19,7 +20,8 @@ from workbench.plan.model_shape import Moe, Shape
 Counting = Callable[[Tensor, int], list[Any]]
 """Turns counts on the device, which add up to a total in their last dim, into integers of the host.
 
-`counted` reads them and waits for the device; a rehearsal, which has no values, takes them as `balanced`.
+`counted` reads them and waits for the device; a rehearsal, which has no values, takes them as
+`balanced`.
 """
 
 
@@ -50,12 +52,18 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows [R, D], sorted by expert, `counts` of each, to the experts' outputs [R, D]."""
         up = self.up(x_RD, counts)
-        wide = self.activate(up, None) if self.gate is None else self.activate(self.gate(x_RD, counts), up)
+        wide = (
+            self.activate(up, None)
+            if self.gate is None
+            else self.activate(self.gate(x_RD, counts), up)
+        )
         return self.down(wide, counts)
 
 
 class Exchange(nn.Module):
-    """`exchange(x, counts, experts)`: rows, sorted by expert, through whoever holds the experts; here: this device."""
+    """`exchange(x, counts, experts)`: rows, sorted by expert, through whoever holds the experts;
+    here: this device.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,11 +75,17 @@ class Exchange(nn.Module):
 
     def host(self, counts_E: Tensor | None, total: int, num_experts: int) -> list[int]:
         """Rows of each expert, known to the host."""
-        return [total // num_experts] * num_experts if counts_E is None else self.counting(counts_E, total)
+        return (
+            [total // num_experts] * num_experts
+            if counts_E is None
+            else self.counting(counts_E, total)
+        )
 
 
 class Mixture(nn.Module):
-    """The feed-forward layer as a mixture of experts; `shared` experts stand side by side in one dense layer."""
+    """The feed-forward layer as a mixture of experts; `shared` experts stand side by side in one
+    dense layer.
+    """
 
     def __init__(self, shape: Shape, shared: nn.Module | None) -> None:
         super().__init__()
@@ -102,7 +116,9 @@ class Mixture(nn.Module):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows of tokens in the order of experts. Backward adds a token's choices in their order: the same every time."""
+    """Rows of tokens in the order of experts. Backward adds a token's choices in their order: the
+    same every time.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, rows: Rows) -> Tensor:
@@ -123,7 +139,9 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Each token's experts' outputs, weighted by its gates and added in the order of its choices."""
+    """Each token's experts' outputs, weighted by its gates and added in the order of its
+    choices.
+    """
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, gates_NK: Tensor, rows_NK: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """Which expert a token goes to, and where it stands among the rows that experts multiply.
 
-Tokens are sorted by expert, so that each expert multiplies one contiguous slice (dropless: Gale et al. 2022,
-MegaBlocks, arXiv 2211.15841); with a capacity each expert has a fixed number of rows a sequence, and what finds none is
-dropped (Lepikhin et al. 2020, GShard, arXiv 2006.16668). Both capacity and auxiliary loss are those of one sequence, so
-that neither depends on how sequences are spread over ranks.
+Tokens are sorted by expert, so that each expert multiplies one contiguous slice (dropless: Gale et
+al. 2022, MegaBlocks, arXiv 2211.15841); with a capacity each expert has a fixed number of rows a
+sequence, and what finds none is dropped (Lepikhin et al. 2020, GShard, arXiv 2006.16668). Both
+capacity and auxiliary loss are those of one sequence, so that neither depends on how sequences are
+spread over ranks.
 
-Shapes: N tokens = B sequences x T, E experts, k choices a token, R rows = N x k (or E x B x capacity).
+Shapes: N tokens = B sequences x T, E experts, k choices a token, R rows = N x k (or E x B x
+capacity).
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ class Rows(NamedTuple):
 class Route(nn.Module):
     """`route(x)`: softmax over experts, in fp32 or better, and the top k of it.
 
-    Gates are the softmax's own (Fedus et al. 2021, Switch, 2101.03961; DeepSeekMoE, 2401.06066) or, with
-    `renormalise`, divided by their sum (Mixtral, 2401.04088). `whole` turns what this rank counts of a sequence into
-    what all do that share the sequence.
+    Gates are the softmax's own (Fedus et al. 2021, Switch, 2101.03961; DeepSeekMoE, 2401.06066) or,
+    with `renormalise`, divided by their sum (Mixtral, 2401.04088). `whole` turns what this rank
+    counts of a sequence into what all do that share the sequence.
     """
 
     def __init__(self, width: int, moe: Moe) -> None:
@@ -63,12 +65,16 @@ class Route(nn.Module):
         if self.moe.renormalise:
             gates = gates / gates.sum(-1, keepdim=True)
         wanted = self.training and self.moe.auxiliary_loss > 0
-        return Choice(gates.to(x_BTD.dtype), experts, self._auxiliary(scores_BTE, experts) if wanted else None)
+        return Choice(
+            gates.to(x_BTD.dtype), experts, self._auxiliary(scores_BTE, experts) if wanted else None
+        )
 
     def _auxiliary(self, scores_BTE: Tensor, experts_BTK: Tensor) -> Tensor:
-        """coefficient x sum over sequences and tokens of experts x share of choices x score (2101.03961, eq. 4).
+        """coefficient x sum over sequences and tokens of experts x share of choices x score
+        (2101.03961, eq. 4).
 
-        A sequence's mean times its tokens: over the batch's tokens, as the loss is, it is the mean over sequences.
+        A sequence's mean times its tokens: over the batch's tokens, as the loss is, it is the mean
+        over sequences.
         """
         chosen = experts_BTK.flatten(1)
         counts_BE = torch.zeros_like(scores_BTE[:, 0]).scatter_add_(
@@ -91,8 +97,8 @@ def dropless(experts_BTK: Tensor, num_experts: int) -> Rows:
 
 
 def limited(experts_BTK: Tensor, moe: Moe) -> Rows:
-    """As many rows an expert and sequence as there is capacity for: first choices before second ones (2006.16668), then
-    earlier tokens before later ones.
+    """As many rows an expert and sequence as there is capacity for: first choices before second
+    ones (2006.16668), then earlier tokens before later ones.
 
     An empty row repeats the first token; nothing reads what it becomes.
     """
@@ -102,7 +108,9 @@ def limited(experts_BTK: Tensor, moe: Moe) -> Rows:
     queue = (sequence_BTK * num_experts + experts_BTK).transpose(1, 2).flatten()  # choices first
     place_BTK = _place(queue, batch * num_experts).view(batch, top_k, length).transpose(1, 2)
     kept = place_BTK < room
-    rows = ((experts_BTK * batch + sequence_BTK) * room + place_BTK.clamp(max=room - 1)).reshape(-1, top_k)
+    rows = ((experts_BTK * batch + sequence_BTK) * room + place_BTK.clamp(max=room - 1)).reshape(
+        -1, top_k
+    )
     total = num_experts * batch * room
     tokens = torch.arange(batch * length, device=device)[:, None].expand_as(rows)
     kept_NK = kept.reshape(-1, top_k)
@@ -126,7 +134,9 @@ def _alone(counts: Tensor) -> Tensor:
 
 
 class _Scores(torch.autograd.Function):
-    """x W^T in fp32 or better; only what the model holds anyway is kept for backward, not its widened copy."""
+    """x W^T in fp32 or better; only what the model holds anyway is kept for backward, not its
+    widened copy.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, weight_ED: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The user's own model: built by their function, held to the contract, given a loss where it returns logits."""
+"""The user's own model: built by their function, held to the contract, given a loss where it
+returns logits.
+"""
 
 from __future__ import annotations
 
@@ -13,52 +15,77 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workbench.models.seams import IGNORE, at_least_fp32
 from workbench.errors import PlanError, Problem, refuse
+from workbench.models.seams import IGNORE, at_least_fp32
 from workbench.plan.schema import PythonModel
 
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 Forward = Callable[..., Any]
 
 
 def build_python(model: PythonModel, seed: int) -> nn.Module:
-    """The module that the user's factory returns, with its own initial weights, drawn under `seed` on any rank alike.
+    """The module that the user's factory returns, with its own initial weights, drawn under `seed`
+    on any rank alike.
 
-    This runs the user's code: only callers whom the user has allowed to may come here. Raises `PlanError` where the
-    factory is not found or fails, and where the module is of a kind that would not train alike on every mesh.
+    This runs the user's code: only callers whom the user has allowed to may come here. Raises
+    `PlanError` where the factory is not found or fails, and where the module is of a kind that
+    would not train alike on every mesh.
     """
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # left out until now: what lies there runs only where the user allows code
+        sys.path.insert(
+            0, os.getcwd()
+        )  # left out until now: what lies there runs only where the user allows code
     name, _, factory = model.python.partition(":")
     field = f"'{model.python}'"
     try:
         function = getattr(importlib.import_module(name), factory)
     except (ImportError, AttributeError) as error:
-        raise refuse("model.python", f"{field} is not found ({error}); legal: a module that can be imported from the "
-                     "current folder or the Python path, and a function in it") from error  # fmt: skip
+        raise refuse(
+            "model.python",
+            f"{field} is not found ({error}); legal: a module that can "
+            f"be imported from the "
+            "current folder or the Python path, and a function in it",
+        ) from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             built = function(**model.args)
         except TypeError as error:
-            raise refuse("model.args", f"{field} was called with {sorted(model.args)}: {error}") from error
+            raise refuse(
+                "model.args", f"{field} was called with {sorted(model.args)}: {error}"
+            ) from error
     if not isinstance(built, nn.Module):
-        raise refuse("model.python", f"{field} returns a {type(built).__name__}; legal: an nn.Module")
+        raise refuse(
+            "model.python", f"{field} returns a {type(built).__name__}; legal: an nn.Module"
+        )
     if problems := list(_unfit(built)):
         raise PlanError(problems)
     return built
 
 
 def returns_loss(model: nn.Module) -> bool:
-    """Whether forward takes (tokens, targets) and so returns the summed loss; else it takes tokens, for logits."""
+    """Whether forward takes (tokens, targets) and so returns the summed loss; else it takes tokens,
+    for logits.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     needed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(needed) > 1 and (needed[1].name == "targets" or needed[1].default is inspect.Parameter.empty)
+    return len(needed) > 1 and (
+        needed[1].name == "targets" or needed[1].default is inspect.Parameter.empty
+    )
 
 
 def give_loss(model: nn.Module) -> nn.Module:
-    """The module with forward(tokens [B, T], targets [B, T]) -> loss summed over valid tokens; in place."""
+    """The module with forward(tokens [B, T], targets [B, T]) -> loss summed over valid tokens; in
+    place.
+    """
     if not returns_loss(model):
         model.forward = _with_loss(model.forward)
     return model
@@ -67,7 +94,9 @@ def give_loss(model: nn.Module) -> nn.Module:
 def _with_loss(forward: Forward) -> Forward:
     def summed(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         logits_NV = at_least_fp32(forward(tokens_BT).flatten(0, -2))
-        return F.cross_entropy(logits_NV, targets_BT.flatten(), reduction="sum", ignore_index=IGNORE)
+        return F.cross_entropy(
+            logits_NV, targets_BT.flatten(), reduction="sum", ignore_index=IGNORE
+        )
 
     return summed
 
@@ -80,10 +109,17 @@ def _unfit(model: nn.Module) -> Iterator[Problem]:
             what = f"{path or 'the model'} drops with rate {rate}, drawn otherwise on every rank"
             yield Problem("model.python", f"{what}; legal: 0.0")
         if isinstance(module, STATISTICS):
-            yield Problem("model.python", f"{path} is a {type(module).__name__}, whose statistics are of one rank's "
-                          "sequences; legal: LayerNorm, RMSNorm, GroupNorm")  # fmt: skip
+            yield Problem(
+                "model.python",
+                f"{path} is a {type(module).__name__}, whose statistics "
+                f"are of one rank's "
+                "sequences; legal: LayerNorm, RMSNorm, GroupNorm",
+            )
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            yield Problem("model.python", f"{name} is frozen, and every parameter is trained; legal: requires_grad")
+            yield Problem(
+                "model.python",
+                f"{name} is frozen, and every parameter is trained; legal: requires_grad",
+            )
     if next(model.parameters(), None) is None:
         yield Problem("model.python", "the model has no parameters; legal: one or more")

@@ -1,4 +1,5 @@
-"""The five seams of a transformer: the only places that fused kernels and parallel strategies replace.
+"""The five seams of a transformer: the only places that fused kernels and parallel strategies
+replace.
 
 Each is a small module with a plain body. A strategy swaps the module, never the code around it.
 """
@@ -18,9 +19,11 @@ IGNORE = -100
 
 
 class Positions(NamedTuple):
-    """Where the tokens of a sequence stand: global indices [T], and the rotary tables [T, head_dim / 2].
+    """Where the tokens of a sequence stand: global indices [T], and the rotary tables [T, head_dim
+    / 2].
 
-    `rows` number the tokens of the residual stream for dropout: [B, T], or what of them is here; None without it.
+    `rows` number the tokens of the residual stream for dropout: [B, T], or what of them is here;
+    None without it.
     """
 
     indices: Tensor
@@ -54,10 +57,11 @@ class AddNorm(nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = x / rms(x) * weight (Zhang and Sennrich 2019, arXiv 1910.07467), computed in fp32 or better.
+    """y = x / rms(x) * weight (Zhang and Sennrich 2019, arXiv 1910.07467), computed in fp32 or
+    better.
 
-    torch fuses this operator on some devices and composes it on others, which then keep widened copies for backward.
-    Here every device keeps the same: the input and one number a token.
+    torch fuses this operator on some devices and composes it on others, which then keep widened
+    copies for backward. Here every device keeps the same: the input and one number a token.
     """
 
     @staticmethod
@@ -80,9 +84,13 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class Rope(nn.Module):
-    """`rope(q, k, positions)`: turn query and key heads by their position; halves paired as in Llama."""
+    """`rope(q, k, positions)`: turn query and key heads by their position; halves paired as in
+    Llama.
+    """
 
-    def forward(self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions
+    ) -> tuple[Tensor, Tensor]:
         """Queries and keys [B, T, heads, head_dim], turned."""
         return _turn(q_BTHK, positions), _turn(k_BTHK, positions)
 
@@ -90,7 +98,9 @@ class Rope(nn.Module):
 class NoRope(nn.Module):
     """The same seam for models whose positions are learned at the embedding."""
 
-    def forward(self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions
+    ) -> tuple[Tensor, Tensor]:
         """Queries and keys, unchanged."""
         return q_BTHK, k_BTHK
 
@@ -105,15 +115,21 @@ class Attend(nn.Module):
     """`attend(q, k, v, positions)`: causal attention by torch's fused operator."""
 
     repeats_heads = False
-    """Whether key-value heads are repeated first, where the planned GPU's operator takes one a query head."""
+    """Whether key-value heads are repeated first, where the planned GPU's operator takes one a
+    query head.
+    """
 
-    def forward(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, positions: Positions) -> Tensor:
+    def forward(
+        self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, positions: Positions
+    ) -> Tensor:
         """Attention output [B, T, heads, head_dim]."""
         q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHK))
         if self.repeats_heads:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=grouped
+        ).transpose(1, 2)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -122,11 +138,15 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-"""The non-linearity of each kind of feed-forward layer; the gated kinds multiply it by the up projection."""
+"""The non-linearity of each kind of feed-forward layer; the gated kinds multiply it by the up
+projection.
+"""
 
 
 class Activate(nn.Module):
-    """`activate(gate, up)`: the feed-forward non-linearity, gated (SwiGLU, GeGLU) or not (`up` is None)."""
+    """`activate(gate, up)`: the feed-forward non-linearity, gated (SwiGLU, GeGLU) or not (`up` is
+    None).
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -139,7 +159,9 @@ class Activate(nn.Module):
 
 
 class HeadLoss(nn.Module):
-    """`head_loss(x, targets)`: the output projection and the summed cross entropy, in fp32 or better."""
+    """`head_loss(x, targets)`: the output projection and the summed cross entropy, in fp32 or
+    better.
+    """
 
     def __init__(self, width: int, vocab: int) -> None:
         super().__init__()

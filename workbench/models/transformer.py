@@ -1,7 +1,7 @@
 """A decoder-only transformer built from its shape: Llama style, GPT style and what lies between.
 
-A plain single-device model. It knows no mesh: a stage of a pipeline is this model with some parts absent, and a
-tensor-parallel rank is this model with narrower layers.
+A plain single-device model. It knows no mesh: a stage of a pipeline is this model with some parts
+absent, and a tensor-parallel rank is this model with narrower layers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models.counter_dropout import Dropout, Samples
-from workbench.models.weight_init import seed_of
 from workbench.models.moe import Mixture
 from workbench.models.seams import (
     Activate,
@@ -24,6 +23,7 @@ from workbench.models.seams import (
     Rope,
     positions_of,
 )
+from workbench.models.weight_init import seed_of
 from workbench.plan.model_shape import Shape
 
 
@@ -48,7 +48,9 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with as many key-value heads as the shape says; head counts follow from the widths."""
+    """Causal self-attention with as many key-value heads as the shape says; head counts follow from
+    the widths.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -63,7 +65,10 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, positions: Positions) -> Tensor:
         """Attention branch [B, T, D]."""
-        q, k, v = (project(x_BTD).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        q, k, v = (
+            project(x_BTD).unflatten(-1, (-1, self.head_dim))
+            for project in (self.q, self.k, self.v)
+        )
         q, k = self.rope(q, k, positions)
         return self.o(self.attend(q, k, v, positions).flatten(-2))
 
@@ -82,11 +87,14 @@ class Mlp(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Feed-forward branch [B, T, D]."""
         up = self.up(x_BTD)
-        return self.down(self.activate(up, None) if self.gate is None else self.activate(self.gate(x_BTD), up))
+        return self.down(
+            self.activate(up, None) if self.gate is None else self.activate(self.gate(x_BTD), up)
+        )
 
 
 class Block(nn.Module):
-    """One pre-norm layer, with dropout of both branches as in GPT-2 (its `resid_pdrop`) and Megatron-LM.
+    """One pre-norm layer, with dropout of both branches as in GPT-2 (its `resid_pdrop`) and
+    Megatron-LM.
 
     It carries the residual stream as a pair, so that adding and normalising can be fused.
     """
@@ -103,7 +111,9 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, residual_BTD: Tensor | None, positions: Positions
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(branch not yet added, residual stream), both [B, T, D], and a mixture's auxiliary loss."""
+        """(branch not yet added, residual stream), both [B, T, D], and a mixture's auxiliary
+        loss.
+        """
         h, residual = self.attention_norm(x_BTD, residual_BTD)
         branch = self.attention_dropout(self.attention(h, positions), positions.rows)
         h, residual = self.mlp_norm(branch, residual)
@@ -116,8 +126,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embedding, blocks, final norm and head. A part set to None is not this rank's.
 
-    `dropout` is the rate after the embedding and of both branches of every block, drawn from `seed` for the `samples`
-    that the model is told it sees. Raises ValueError for shapes that can be planned but not built yet.
+    `dropout` is the rate after the embedding and of both branches of every block, drawn from `seed`
+    for the `samples` that the model is told it sees. Raises ValueError for shapes that can be
+    planned but not built yet.
     """
 
     def __init__(self, shape: Shape, dropout: float = 0.0, seed: int = 0) -> None:
@@ -129,17 +140,20 @@ class Transformer(nn.Module):
         self.here: Callable[[Tensor], Tensor] = _all_tokens
         self.hand_on: Callable[[Tensor, Tensor], Tensor] = _needs_head
         self.embedding: Embedding | None = Embedding(shape, _dropout("embedding", dropout, seed))
-        self.blocks = nn.ModuleDict({str(i): Block(shape, i, dropout, seed) for i in range(shape.layers)})
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(shape, i, dropout, seed) for i in range(shape.layers)}
+        )
         self.final_norm: AddNorm | None = _norm(shape)
         self.head: HeadLoss | None = HeadLoss(shape.hidden, shape.vocab)
         if shape.tied:
             self.head.weight = self.embedding.tokens.weight  # type: ignore[assignment]
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Tokens [B, T], or a former stage's output [B, T, D], to the summed loss, or to this stage's [B, T, D].
+        """Tokens [B, T], or a former stage's output [B, T, D], to the summed loss, or to this
+        stage's [B, T, D].
 
-        Mixtures' auxiliary losses are added to the loss; a stage without the head gives its own to `hand_on`, with
-        its output.
+        Mixtures' auxiliary losses are added to the loss; a stage without the head gives its own to
+        `hand_on`, with its output.
         """
         positions = self.positions(x)
         residual: Tensor | None = None
@@ -158,8 +172,9 @@ class Transformer(nn.Module):
         return torch.stack([loss, *losses]).sum() if losses else loss
 
     def positions(self, x: Tensor) -> Positions:
-        """Positions of the tokens that this rank sees; `indices` says where in the sequence they stand, `here` which of
-        them its part of the residual stream has."""
+        """Positions of the tokens that this rank sees; `indices` says where in the sequence they
+        stand, `here` which of them its part of the residual stream has.
+        """
         dtype = next(self.parameters()).dtype
         indices = self.indices(x)
         rope_dim = int(self.shape.head_dim or 0) if self.shape.positions == "rope" else 0
@@ -204,4 +219,7 @@ def _refuse_unbuilt(shape: Shape) -> None:
         ("positions", shape.positions == "alibi"),
     ):
         if unbuilt:
-            raise ValueError(f"model.{field} = {getattr(shape, field)!r} of {shape.name} may be planned, not built yet")
+            raise ValueError(
+                f"model.{field} = {getattr(shape, field)!r} of {shape.name} may be "
+                f"planned, not built yet"
+            )

@@ -1,6 +1,7 @@
 """Initial weights that depend on a parameter's global name, the seed and nothing else.
 
-A rank draws the whole tensor and keeps its slice, so that every mesh starts from the weights of one device.
+A rank draws the whole tensor and keeps its slice, so that every mesh starts from the weights of one
+device.
 """
 
 from __future__ import annotations
@@ -14,21 +15,30 @@ from torch import Tensor
 STANDARD_DEVIATION = 0.02
 
 
-def initial_value(name: str, shape: tuple[int, ...], num_layers: int, seed: int, dtype: torch.dtype) -> Tensor:
+def initial_value(
+    name: str, shape: tuple[int, ...], num_layers: int, seed: int, dtype: torch.dtype
+) -> Tensor:
     """The whole initial tensor of parameter `name`.
 
-    Norms are 1, biases 0, matrices normal with deviation 0.02, and projections back into the residual stream
-    scaled by 1 / sqrt(2 layers) (Radford et al. 2019). Drawn in fp32 and rounded once.
+    Norms are 1, biases 0, matrices normal with deviation 0.02, and projections back into the
+    residual stream scaled by 1 / sqrt(2 layers) (Radford et al. 2019). Drawn in fp32 and rounded
+    once.
     """
     if name.endswith("bias"):
         return torch.zeros(shape, dtype=dtype)
     if "norm" in name:
         return torch.ones(shape, dtype=dtype)
     deviation = STANDARD_DEVIATION
-    if name.endswith(("attention.o.weight", "mlp.down.weight", "experts.down.weight", "shared.down.weight")):
+    if name.endswith(
+        ("attention.o.weight", "mlp.down.weight", "experts.down.weight", "shared.down.weight")
+    ):
         deviation /= math.sqrt(2 * num_layers)
     generator = torch.Generator().manual_seed(seed_of(name, seed))
-    return torch.empty(shape, dtype=torch.float32).normal_(0.0, deviation, generator=generator).to(dtype)
+    return (
+        torch.empty(shape, dtype=torch.float32)
+        .normal_(0.0, deviation, generator=generator)
+        .to(dtype)
+    )
 
 
 def seed_of(name: str, seed: int) -> int:

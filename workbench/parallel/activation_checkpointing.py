@@ -1,6 +1,7 @@
 """Activations made again in backward instead of kept (Chen et al. 2016, arXiv 1604.06174).
 
-Nothing here draws random numbers, and dropout draws by position: what is made again is what was there.
+Nothing here draws random numbers, and dropout draws by position: what is made again is what was
+there.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from workbench.models.transformer import Attention
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.pipeline.zero_bubble import for_recomputation
 
-_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=for_recomputation)
+_again = partial(
+    checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=for_recomputation
+)
 
 
-def recompute(model: Transformer, what: Literal["none", "selective", "full"] | Sequence[int]) -> None:
-    """Make `model` keep less, in place: only the inputs of all blocks (full) or of those listed, or all but what
-    attention keeps for itself (selective, Korthikanti et al. 2022, arXiv 2205.05198)."""
+def recompute(
+    model: Transformer, what: Literal["none", "selective", "full"] | Sequence[int]
+) -> None:
+    """Make `model` keep less, in place: only the inputs of all blocks (full) or of those listed, or
+    all but what attention keeps for itself (selective, Korthikanti et al. 2022, arXiv 2205.05198).
+    """
     if what == "selective":
         for module in list(model.modules()):
             # Ulysses exchanges around the plain attention; what it exchanged stays.
@@ -51,7 +57,10 @@ class AttendAgain(nn.Module):
 
 
 def _block(
-    forward: Callable[..., tuple[Tensor, Tensor]], x_BTD: Tensor, residual_BTD: Tensor | None, positions: Positions
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    x_BTD: Tensor,
+    residual_BTD: Tensor | None,
+    positions: Positions,
 ) -> tuple[Tensor, Tensor]:
     """A block that keeps one tensor: branch and residual are added before it, not within."""
     total = x_BTD if residual_BTD is None else x_BTD + residual_BTD

@@ -1,9 +1,10 @@
 """A plan's strategy applied to its model, in one fixed order.
 
-partition into stages -> kernels -> tensor, or a strategy for each operator -> experts -> context -> recomputation ->
-ties -> initial weights -> data. Stages come first, so that no rank ever holds the whole model; kernels before anything
-is split, for they change what a seam runs, and an axis wraps or replaces the seam; recomputation comes once a layer is
-what will run; weights come once every layout is known, so that a rank draws only what it keeps.
+partition into stages -> kernels -> tensor, or a strategy for each operator -> experts -> context ->
+recomputation -> ties -> initial weights -> data. Stages come first, so that no rank ever holds the
+whole model; kernels before anything is split, for they change what a seam runs, and an axis wraps
+or replaces the seam; recomputation comes once a layer is what will run; weights come once every
+layout is known, so that a rank draws only what it keeps.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from torch import nn
 from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer
 from workbench.models.counter_dropout import Samples
-from workbench.models.weight_init import initial_value
 from workbench.models.moe import Counting, counted
 from workbench.models.python_model import build_python
 from workbench.models.seams import Attend
+from workbench.models.weight_init import initial_value
+from workbench.parallel.activation_checkpointing import recompute
 from workbench.parallel.context.apply_context import spread_sequence
 from workbench.parallel.data.zero_shards import Store
 from workbench.parallel.expert.apply_expert import gradient_sums, spread_experts
@@ -31,7 +33,6 @@ from workbench.parallel.mesh import Mesh, MeshAxis
 from workbench.parallel.operators.apply_operators import operator_sums, split_operators
 from workbench.parallel.pipeline.model_stages import keep_stage
 from workbench.parallel.python_model_stage import plain_stage
-from workbench.parallel.activation_checkpointing import recompute
 from workbench.parallel.tensor.apply_tensor import split_tensors, tensor_sums
 from workbench.plan.attention_kernel import repeats_heads
 from workbench.plan.rules.operator_rules import placements
@@ -47,7 +48,9 @@ class Parallelised:
     stages: Mapping[int, nn.Module]
     store: Store
     tied_across_stages: str | None
-    """Local name of a weight that the first and the last stage both hold, where this rank has one of them."""
+    """Local name of a weight that the first and the last stage both hold, where this rank has one
+    of them.
+    """
     auxiliary: HandOn
     """Auxiliary losses of the stages without the head."""
     samples: Samples
@@ -74,8 +77,9 @@ def parallelise(
 ) -> Parallelised:
     """Build this rank's `stages` of a complete plan's model. Parameters on `device` in `dtype`.
 
-    `partition` gives the layers of every stage; `overlap` says that a gradient is complete as soon as the last backward
-    has made it; `model` is that of a plan whose model is code, where it is built already.
+    `partition` gives the layers of every stage; `overlap` says that a gradient is complete as soon
+    as the last backward has made it; `model` is that of a plan whose model is code, where it is
+    built already.
     """
     if plan.code:
         model = model or build_python(plan.code, plan.training.seed)
@@ -121,7 +125,9 @@ def _stage(
         split_tensors(model, layouts, plan, mesh)
     spread_experts(model, layouts, mesh, plan.strategy.tensor.sequence, counting)
     if mesh["context"].size > 1:
-        spread_sequence(model, mesh["context"], plan.strategy.context.algorithm, plan.training.sequence_length)
+        spread_sequence(
+            model, mesh["context"], plan.strategy.context.algorithm, plan.training.sequence_length
+        )
     recompute(model, plan.strategy.recompute)
     if model.head is not None:  # what splits the vocabulary has replaced it
         model.head.kernels = plan.strategy.kernels  # type: ignore[assignment]
@@ -136,13 +142,18 @@ def _sums(layouts: dict[str, Layout], plan: Plan, mesh: Mesh) -> dict[str, tuple
 
 
 def _layouts(model: Transformer) -> dict[str, Layout]:
-    layouts = {n: Layout.whole(n, tuple(p.shape)) for n, p in model.named_parameters(remove_duplicate=False)}
+    layouts = {
+        n: Layout.whole(n, tuple(p.shape))
+        for n, p in model.named_parameters(remove_duplicate=False)
+    }
     if model.shape.tied and TIED in layouts:
         layouts[TIED] = Layout.whole(TIE_OWNER, layouts[TIED].shape, replica=True)
     return layouts
 
 
-def _drawn(plan: Plan, layouts: dict[str, Layout], device: torch.device, dtype: torch.dtype, name: str) -> torch.Tensor:
+def _drawn(
+    plan: Plan, layouts: dict[str, Layout], device: torch.device, dtype: torch.dtype, name: str
+) -> torch.Tensor:
     """The initial value of what this rank holds of a parameter."""
     layout = layouts[name]
     whole = initial_value(layout.name, layout.shape, plan.shape.layers, plan.training.seed, dtype)
@@ -159,7 +170,9 @@ def _tie(plan: Plan, stages: dict[int, Transformer], layouts: dict[str, Layout])
 
 
 def _tied_across_stages(plan: Plan, layouts: dict[str, Layout], both: bool) -> str | None:
-    """The tied weight's local name, where its other copy is on another rank and not `both` are here."""
+    """The tied weight's local name, where its other copy is on another rank and not `both` are
+    here.
+    """
     if not plan.shape.tied or both:
         return None
     return next((name for name, layout in layouts.items() if layout.name == TIE_OWNER), None)

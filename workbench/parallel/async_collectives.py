@@ -1,9 +1,11 @@
-"""Collectives in flight: none holds memory beyond its own tensors, and it holds those until it is waited for.
+"""Collectives in flight: none holds memory beyond its own tensors, and it holds those until it is
+waited for.
 
-So it is with NCCL. Gloo is different: its all-gather fills a copy of the whole output and its reduce-scatter sums a
-copy of the whole input, on threads of its own, which let go of them whenever they get a core. Ranks on gloo therefore
-broadcast their pieces straight to where they belong, and sum in place. What is alive at a point of the program is then
-the same on every rank, in every run, and in a rehearsal, where every collective is over at once.
+So it is with NCCL. Gloo is different: its all-gather fills a copy of the whole output and its
+reduce-scatter sums a copy of the whole input, on threads of its own, which let go of them whenever
+they get a core. Ranks on gloo therefore broadcast their pieces straight to where they belong, and
+sum in place. What is alive at a point of the program is then the same on every rank, in every run,
+and in a rehearsal, where every collective is over at once.
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ from workbench.parallel.mesh import MeshAxis
 Finish = Callable[[], None]
 """Waits for a collective that has begun, and lets go of its tensors; to be called once."""
 
-_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., object] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+_all_gather: Callable[..., object] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 """torch 2.13 renamed both."""
 LET_GO_SECONDS = 1.0
 LOOK_SECONDS = 50e-6
@@ -35,7 +41,9 @@ LOOK_SECONDS = 50e-6
 
 @dataclass(frozen=True, eq=False)
 class Composed:
-    """A collective that is made of other operations; `dtype` and `bytes` are those of its larger side."""
+    """A collective that is made of other operations; `dtype` and `bytes` are those of its larger
+    side.
+    """
 
     kind: str
     group: dist.ProcessGroup
@@ -47,7 +55,9 @@ _composing: Composed | None = None
 
 
 def composing() -> Composed | None:
-    """The collective that the operations of this moment are parts of; None where each stands for itself."""
+    """The collective that the operations of this moment are parts of; None where each stands for
+    itself.
+    """
     return _composing
 
 
@@ -63,12 +73,16 @@ def _part_of(kind: str, whole: Tensor, axis: MeshAxis) -> Iterator[None]:
 
 
 def begin(collective: Callable[..., Any], *tensors: Tensor) -> Finish:
-    """Begin a collective on aliases of `tensors`, which are held until it is finished, and by nothing afterwards."""
+    """Begin a collective on aliases of `tensors`, which are held until it is finished, and by
+    nothing afterwards.
+    """
     return begin_together([(collective, tensors)])
 
 
 def begin_together(calls: Sequence[tuple[Callable[..., Any], Sequence[Tensor]]]) -> Finish:
-    """Begin several collectives, each with its tensors, in the same order on all ranks; one call waits for all."""
+    """Begin several collectives, each with its tensors, in the same order on all ranks; one call
+    waits for all.
+    """
     aliases = [[x.detach() for x in tensors] for _, tensors in calls]
     works = [collective(*own, async_op=True) for (collective, _), own in zip(calls, aliases)]
     held = [weakref.ref(x) for own in aliases for x in own if x.device.type == "cpu"]
@@ -90,7 +104,8 @@ def call(collective: Callable[..., object], *tensors: Tensor) -> None:
 def _let_go(held: list[weakref.ref[Tensor]]) -> None:
     """Wait until gloo's thread has dropped the tensors, a moment after the result is there.
 
-    Else that thread may be the last to hold them, and memory lives longer than the step needs, by the scheduler's whim.
+    Else that thread may be the last to hold them, and memory lives longer than the step needs, by
+    the scheduler's whim.
     """
     deadline = time.monotonic() + LET_GO_SECONDS
     while any(one() is not None for one in held) and time.monotonic() < deadline:
@@ -98,16 +113,21 @@ def _let_go(held: list[weakref.ref[Tensor]]) -> None:
 
 
 def begin_all_gather(whole: Tensor, piece: Tensor, axis: MeshAxis) -> Finish:
-    """Begin filling `whole` with the ranks' equal pieces in order, of which `piece` is this rank's."""
+    """Begin filling `whole` with the ranks' equal pieces in order, of which `piece` is this
+    rank's.
+    """
     if not _on_gloo(axis):
         return begin(partial(_all_gather, group=axis.group), whole, piece)
     pieces = _pieces(whole, axis)
     if pieces[axis.index].data_ptr() != piece.data_ptr():
         pieces[axis.index].copy_(piece.detach().flatten())
     with _part_of("all_gather", whole, axis):
-        told = begin_together([
-            (partial(dist.broadcast, group=axis.group, group_src=index), [each]) for index, each in enumerate(pieces)
-        ])  # fmt: skip
+        told = begin_together(
+            [
+                (partial(dist.broadcast, group=axis.group, group_src=index), [each])
+                for index, each in enumerate(pieces)
+            ]
+        )
     held = [whole, piece]
 
     def finish() -> None:
@@ -118,7 +138,9 @@ def begin_all_gather(whole: Tensor, piece: Tensor, axis: MeshAxis) -> Finish:
 
 
 def begin_reduce_scatter(piece: Tensor, whole: Tensor, axis: MeshAxis) -> Finish:
-    """Begin summing the ranks' contiguous `whole`, of which each keeps its equal piece in `piece`; `whole` is spent."""
+    """Begin summing the ranks' contiguous `whole`, of which each keeps its equal piece in `piece`;
+    `whole` is spent.
+    """
     if not _on_gloo(axis):
         return begin(partial(_reduce_scatter, group=axis.group), piece, whole)
     with _part_of("reduce_scatter", whole, axis):

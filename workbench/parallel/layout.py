@@ -23,11 +23,12 @@ Slices = tuple[tuple[int, int], ...]
 class Layout:
     """Where a local tensor lies in its global tensor.
 
-    `slices` are [start, stop) of the global tensor along each dim; `padding` counts further local entries along
-    each dim that stand for nothing and stay zero. `copies` names the axes along which other ranks hold the same.
-    `replica` marks a copy that another rank owns beyond that (a tied embedding at the head, a key-value head that
-    several tensor ranks share). `flat`, where it is set, says that the local tensor is one-dimensional and holds only
-    entries [start, stop) of what is described so far, counted row by row (a shard of ZeRO's).
+    `slices` are [start, stop) of the global tensor along each dim; `padding` counts further local
+    entries along each dim that stand for nothing and stay zero. `copies` names the axes along which
+    other ranks hold the same. `replica` marks a copy that another rank owns beyond that (a tied
+    embedding at the head, a key-value head that several tensor ranks share). `flat`, where it is
+    set, says that the local tensor is one-dimensional and holds only entries [start, stop) of what
+    is described so far, counted row by row (a shard of ZeRO's).
     """
 
     name: str
@@ -40,21 +41,31 @@ class Layout:
 
     @classmethod
     def whole(
-        cls, name: str, shape: tuple[int, ...], replica: bool = False, copies: tuple[str, ...] = ("tensor", "replicas")
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        replica: bool = False,
+        copies: tuple[str, ...] = ("tensor", "replicas"),
     ) -> Layout:
         """The layout of a tensor that is not split."""
         return cls(name, shape, tuple((0, n) for n in shape), (0,) * len(shape), copies, replica)
 
     def split(self, dim: int, axis: MeshAxis) -> Layout:
-        """This layout, further split along `dim` into `axis.size` equal pieces, padded where it does not divide."""
+        """This layout, further split along `dim` into `axis.size` equal pieces, padded where it
+        does not divide.
+        """
         length = self.slices[dim][1] - self.slices[dim][0]
         piece = -(-length // axis.size)
         start = min(axis.index * piece, length)
         return self.cut(dim, axis, (start, min(start + piece, length)), piece)
 
-    def cut(self, dim: int, axis: MeshAxis, kept: tuple[int, int], room: int, replica: bool = False) -> Layout:
-        """This layout where each rank on `axis` keeps its own entries `kept` = [start, stop) along `dim`, of those that
-        are here, and has `room` for more; `replica` where a rank before this one keeps the same."""
+    def cut(
+        self, dim: int, axis: MeshAxis, kept: tuple[int, int], room: int, replica: bool = False
+    ) -> Layout:
+        """This layout where each rank on `axis` keeps its own entries `kept` = [start, stop) along
+        `dim`, of those that are here, and has `room` for more; `replica` where a rank before this
+        one keeps the same.
+        """
         first = self.slices[dim][0]
         assert 0 <= kept[0] <= kept[1] <= self.slices[dim][1] - first, (self, dim, kept)
         return replace(
@@ -65,13 +76,19 @@ class Layout:
         )
 
     def differing(self, axis: str, but: tuple[str, ...] = ()) -> Layout:
-        """This layout where ranks along `axis` hold different things, except those along its parts `but`."""
+        """This layout where ranks along `axis` hold different things, except those along its parts
+        `but`.
+        """
         assert axis in self.copies, (self, axis)
         return replace(self, copies=tuple(name for name in self.copies if name != axis) + but)
 
     def flattened(self, start: int, stop: int) -> Layout:
         """Entries [start, stop) of the local tensor, row by row, in one dimension."""
-        assert self.flat is None and 0 <= start <= stop <= math.prod(self.local_shape), (self, start, stop)
+        assert self.flat is None and 0 <= start <= stop <= math.prod(self.local_shape), (
+            self,
+            start,
+            stop,
+        )
         return replace(self, flat=(start, stop))
 
     @property
@@ -82,7 +99,8 @@ class Layout:
         return tuple(stop - start + pad for (start, stop), pad in zip(self.slices, self.padding))
 
     def parts(self, local: Tensor) -> Iterator[tuple[Tensor, Slices]]:
-        """What of a local tensor is not padding, as views, each with its slices of the global tensor.
+        """What of a local tensor is not padding, as views, each with its slices of the global
+        tensor.
 
         One part, unless the layout is flat: then a box for every run of rows that it holds of.
         """
@@ -94,11 +112,15 @@ class Layout:
             extent = [stop - start for start, stop in local_slices]
             view = local[begin - self.flat[0] :][: math.prod(extent)].view(extent)
             kept = tuple(
-                (min(a, stop - start), min(b, stop - start)) for (a, b), (start, stop) in zip(local_slices, self.slices)
+                (min(a, stop - start), min(b, stop - start))
+                for (a, b), (start, stop) in zip(local_slices, self.slices)
             )
             if all(a < b for a, b in kept):
                 inner = tuple(slice(0, b - a) for a, b in kept)
-                yield view[inner], tuple((start + a, start + b) for (a, b), (start, _) in zip(kept, self.slices))
+                yield (
+                    view[inner],
+                    tuple((start + a, start + b) for (a, b), (start, _) in zip(kept, self.slices)),
+                )
 
     def take(self, whole: Tensor) -> Tensor:
         """The local tensor out of the global one, padded with zeros; always a tensor of its own."""
@@ -118,12 +140,16 @@ class Layout:
         return sum(part.numel() for part, _ in self.parts(local))
 
     def owned(self, mesh: Mesh) -> bool:
-        """Whether this rank is the one that counts and saves this slice (the first of its replicas)."""
+        """Whether this rank is the one that counts and saves this slice (the first of its
+        replicas).
+        """
         return not self.replica and all(mesh[name].index == 0 for name in self.copies)
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Slices]]:
-    """Entries [start, stop) of a tensor, row by row, as boxes: (place of the first entry, slices)."""
+    """Entries [start, stop) of a tensor, row by row, as boxes: (place of the first entry,
+    slices).
+    """
     if start >= stop:
         return
     if not shape:
@@ -141,7 +167,9 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int,
     yield from _in_row(shape, last, 0, stop - last * row)
 
 
-def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[tuple[int, Slices]]:
+def _in_row(
+    shape: tuple[int, ...], row: int, start: int, stop: int
+) -> Iterator[tuple[int, Slices]]:
     for begin, slices in _boxes(shape[1:], start, min(stop, math.prod(shape[1:]))):
         yield row * math.prod(shape[1:]) + begin, ((row, row + 1), *slices)
 
@@ -155,7 +183,8 @@ def _with(values: tuple[Any, ...], at: int, value: object) -> tuple[Any, ...]:
 
 
 def square_norm(gradients: dict[str, Tensor], layouts: dict[str, Layout], mesh: Mesh) -> Tensor:
-    """This rank's share of the squared global gradient norm: the slices it owns; a scalar of fp32 or better.
+    """This rank's share of the squared global gradient norm: the slices it owns; a scalar of fp32
+    or better.
 
     Summed over all ranks it is the square of one device's norm, on every mesh.
     """

@@ -18,12 +18,16 @@ SIDES = ("tensor.0", "tensor.1", "tensor.2")
 """Sides of a tensor grid, innermost first."""
 CPU = torch.device("cpu")
 GRADIENTS = " gradients"
-"""Ends the names of axes whose groups only sum gradients: beside the axis' own, so that neither waits for the other."""
+"""Ends the names of axes whose groups only sum gradients: beside the axis' own, so that neither
+waits for the other.
+"""
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis as this rank sees it. `ranks[i]` is the global rank at index i; `group` is None when size is 1."""
+    """One axis as this rank sees it. `ranks[i]` is the global rank at index i; `group` is None when
+    size is 1.
+    """
 
     name: str
     size: int
@@ -63,10 +67,12 @@ class Mesh:
 
 
 def build_mesh(plan: Plan, rank: int, device: torch.device = CPU) -> Mesh:
-    """The mesh of `rank` in a complete plan; the default process group must exist when more than one rank takes part.
+    """The mesh of `rank` in a complete plan; the default process group must exist when more than
+    one rank takes part.
 
-    Every rank must call it, with the same plan. Groups are made only for axes longer than 1, with the plan's deadline,
-    and used once for tensors on `device`; two axes of the same ranks that are counted alike share one.
+    Every rank must call it, with the same plan. Groups are made only for axes longer than 1, with
+    the plan's deadline, and used once for tensors on `device`; two axes of the same ranks that are
+    counted alike share one.
     """
     deadline = timedelta(seconds=plan.telemetry.timeout_seconds)
     groups: dict[tuple[str, str], dist.ProcessGroup] = {}
@@ -87,8 +93,9 @@ def build_mesh(plan: Plan, rank: int, device: torch.device = CPU) -> Mesh:
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     """Use `group` once, by all of its ranks.
 
-    NCCL makes its communicator at the first call, which all ranks of the group must make: a first call between two of
-    them, such as the exchange of a tied weight on a grid, waits for ever for the others.
+    NCCL makes its communicator at the first call, which all ranks of the group must make: a first
+    call between two of them, such as the exchange of a tied weight on a grid, waits for ever for
+    the others.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -103,7 +110,10 @@ def _device_mesh(axes: list[MeshAxis], tensor: MeshAxis, device: torch.device) -
     groups = [axis.group for axis in axes if axis.group is not None]
     if not groups:
         return None
-    ranks, names = torch.tensor(tensor.ranks).view([axis.size for axis in axes]), tuple(axis.name for axis in axes)
+    ranks, names = (
+        torch.tensor(tensor.ranks).view([axis.size for axis in axes]),
+        tuple(axis.name for axis in axes),
+    )
     return DeviceMesh.from_group(
         groups[0] if len(groups) == 1 else groups,
         device.type,
@@ -119,7 +129,9 @@ def _axes(plan: Plan) -> dict[str, tuple[Tensor, str]]:
     grid = s.tensor.size if isinstance(s.tensor.size, list) else []
     parts = dict(zip(SIDES, grid)) or dict(reversed(_operators(plan).items()))
     sides, sizes = tuple(parts), sizes | parts
-    order = [part for name in s.placement for part in (sides if name == "tensor" and sides else (name,))]
+    order = [
+        part for name in s.placement for part in (sides if name == "tensor" and sides else (name,))
+    ]
     ranks = torch.arange(plan.world_size).view([sizes[name] for name in reversed(order)])
 
     def along(*names: str) -> Tensor:
@@ -137,9 +149,15 @@ def _axes(plan: Plan) -> dict[str, tuple[Tensor, str]]:
     found["tensor"] = (along(*(sides or ("tensor",))), "tensor")
     found |= {side: (along(side), "tensor") for side in sides} | twins
     found |= {"replicas": (replicas, "data"), "shard": (_together(replicas, shard), "data")}
-    found |= {"replicate": (_apart(replicas, shard), "data"), "expert": (_together(replicas, expert), "expert")}
+    found |= {
+        "replicate": (_apart(replicas, shard), "data"),
+        "expert": (_together(replicas, expert), "expert"),
+    }
     inner = max(1, shard // expert)
-    found |= {"expert_replicas": (beside, "data"), "expert_shard": (_together(beside, inner), "data")}
+    found |= {
+        "expert_replicas": (beside, "data"),
+        "expert_shard": (_together(beside, inner), "data"),
+    }
     return found | {"expert_replicate": (_apart(beside, inner), "data")}
 
 

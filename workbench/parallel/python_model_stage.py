@@ -1,4 +1,6 @@
-"""A model that is the user's code, as one stage: data parallelism and ZeRO as it is, operator strategies by pattern."""
+"""A model that is the user's code, as one stage: data parallelism and ZeRO as it is, operator
+strategies by pattern.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ def plain_stage(
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
 ) -> Store:
-    """Make `model`, a whole module in host memory or on the meta device, this rank's part, in place; its store.
+    """Make `model`, a whole module in host memory or on the meta device, this rank's part, in
+    place; its store.
 
-    Parameters and buffers are then on `device` in `dtype`: as the factory has drawn them, or zero for a meta one's.
-    Raises `PlanError` where a strategy names what the module does not have.
+    Parameters and buffers are then on `device` in `dtype`: as the factory has drawn them, or zero
+    for a meta one's. Raises `PlanError` where a strategy names what the module does not have.
     """
     model.train()
     initial = dict(model.named_parameters())
@@ -38,15 +41,32 @@ def plain_stage(
     split_operators(model, layouts, placements, mesh)
     give_loss(model)
     _move_buffers(model, device, dtype)
-    sums = {name: (*axes, mesh["replicas"]) for name, axes in operator_sums(layouts, placements, mesh).items()}
+    sums = {
+        name: (*axes, mesh["replicas"])
+        for name, axes in operator_sums(layouts, placements, mesh).items()
+    }
     draw = partial(_drawn, initial, layouts, device, dtype)
-    store = Store({0: model}, layouts, sums, mesh, plan.strategy.data, gradient_dtype, draw, overlap, alone=None)
+    store = Store(
+        {0: model},
+        layouts,
+        sums,
+        mesh,
+        plan.strategy.data,
+        gradient_dtype,
+        draw,
+        overlap,
+        alone=None,
+    )
     initial.clear()
     return store
 
 
 def _drawn(
-    initial: Mapping[str, Tensor], layouts: Mapping[str, Layout], device: torch.device, dtype: torch.dtype, name: str
+    initial: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str,
 ) -> Tensor:
     layout, value = layouts[name], initial[name]
     if value.is_meta:

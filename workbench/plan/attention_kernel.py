@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from workbench.plan.head_split import kv_heads
-from workbench.plan.schema import STORED, Card
 from workbench.plan.model_shape import Shape
+from workbench.plan.schema import STORED, Card
 
 FLASH_DTYPES = ("bf16", "fp16")
 WIDEST = 256
@@ -14,9 +14,10 @@ WIDEST = 256
 def repeats_heads(card: Card, precision: str, shape: Shape) -> bool:
     """Whether key-value heads are repeated, one for every query head, before fused attention.
 
-    On CUDA, flash attention takes fewer key-value heads than query heads, in 16 bits and from compute capability 8.0
-    on, the first that has bf16. What takes the rest, the memory-efficient operator, refuses them in torch 2.11 to 2.13,
-    which leaves plain operators that keep scores [B, H, T, T] for backward.
+    On CUDA, flash attention takes fewer key-value heads than query heads, in 16 bits and from
+    compute capability 8.0 on, the first that has bf16. What takes the rest, the memory-efficient
+    operator, refuses them in torch 2.11 to 2.13, which leaves plain operators that keep scores [B,
+    H, T, T] for backward.
     """
     if card.device != "cuda" or kv_heads(shape) == shape.heads:
         return False

@@ -10,10 +10,30 @@ from pathlib import Path
 from workbench.errors import refuse
 from workbench.safe_io.files import unread
 
-TEXT = frozenset({".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".tex", ".html", ".xml", ".c", ".h", ".cpp"})
+TEXT = frozenset(
+    {
+        ".txt",
+        ".md",
+        ".rst",
+        ".py",
+        ".json",
+        ".jsonl",
+        ".csv",
+        ".tex",
+        ".html",
+        ".xml",
+        ".c",
+        ".h",
+        ".cpp",
+    }
+)
 """Suffixes that count as text in a folder; a file named by itself is read whatever its suffix."""
-SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
-"""Folders of the standard library that differ from machine to machine or are not always installed."""
+SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
+)
+"""Folders of the standard library that differ from machine to machine or are not always
+installed.
+"""
 
 
 def files(source: str) -> list[Path]:
@@ -25,7 +45,9 @@ def files(source: str) -> list[Path]:
         found = _python(Path(sysconfig.get_paths()["stdlib"]))
     else:
         path = Path(source).expanduser()
-        if not os.path.exists(path):  # unlike `Path.exists`, False also below a folder that may not be entered
+        if not os.path.exists(
+            path
+        ):  # unlike `Path.exists`, False also below a folder that may not be entered
             legal = "legal: stdlib, or a text file or folder"
             raise refuse("corpus.source", f"'{source}' does not exist, or may not be read; {legal}")
         found = [path] if path.is_file() else _walk(path, TEXT, frozenset({"__pycache__"}))

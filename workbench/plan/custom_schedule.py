@@ -1,4 +1,6 @@
-"""The schedule of a plan as a table: a named one, or one that a user drew, held against the plan that names it."""
+"""The schedule of a plan as a table: a named one, or one that a user drew, held against the plan
+that names it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from workbench.errors import PlanError, refuse
-from workbench.safe_io.files import known_file, unread
 from workbench.plan.schema import Plan
+from workbench.safe_io.files import known_file, unread
 from workbench.schedules import Table, executable, generate, read_csv, validate
 
 FIELD = "strategy.pipeline.schedule"
@@ -19,8 +21,8 @@ SHOWN = 3
 def drawn(plan: Plan) -> Table | None:
     """The table that a complete plan's schedule names; None where it is a named one.
 
-    Raises `PlanError` where the file cannot be read, is no valid schedule (with the place: the rank, the action, the
-    cycle), or is one of other ranks, stages or microbatches.
+    Raises `PlanError` where the file cannot be read, is no valid schedule (with the place: the
+    rank, the action, the cycle), or is one of other ranks, stages or microbatches.
     """
     pipeline = plan.strategy.pipeline
     if not pipeline.schedule.endswith(".csv"):
@@ -30,16 +32,21 @@ def drawn(plan: Plan) -> Table | None:
     has = (table.ranks, table.stages, table.microbatches)
     for what, count, want in zip(("ranks", "stages", "microbatches"), has, wanted):
         if count != want:
-            raise refuse(FIELD, f"'{pipeline.schedule}' has {count} {what}, the plan {want}; legal: a table of "
-                         f"{wanted[0]} ranks, {wanted[1]} stages and {wanted[2]} microbatches")  # fmt: skip
+            raise refuse(
+                FIELD,
+                f"'{pipeline.schedule}' has {count} {what}, the plan {want}; "
+                f"legal: a table of "
+                f"{wanted[0]} ranks, {wanted[1]} stages and {wanted[2]} microbatches",
+            )
     return table
 
 
 def executed(plan: Plan) -> tuple[Table, list[int]]:
-    """(the table that the engine runs, with its transfers; layers of each stage) of a complete plan.
+    """(the table that the engine runs, with its transfers; layers of each stage) of a complete
+    plan.
 
-    Without a pipeline a schedule has nothing to order: one stage, each microbatch forward and backward. Where gradients
-    are sharded by the microbatch they are reduced after every backward.
+    Without a pipeline a schedule has nothing to order: one stage, each microbatch forward and
+    backward. Where gradients are sharded by the microbatch they are reduced after every backward.
     """
     p = plan.strategy.pipeline
     assert isinstance(p.partition, list), "complete() the plan first"
@@ -56,10 +63,17 @@ def problem(plan: Plan) -> PlanError | None:
     p = plan.strategy.pipeline
     try:
         table = drawn(plan)
-        if p.schedule_sha256 is not None and (table is None or p.schedule_sha256 != digest(p.schedule)):
-            now = "names no file" if table is None else f"'{p.schedule}' now has {digest(p.schedule)}"
+        if p.schedule_sha256 is not None and (
+            table is None or p.schedule_sha256 != digest(p.schedule)
+        ):
+            now = (
+                "names no file"
+                if table is None
+                else (f"'{p.schedule}' now has {digest(p.schedule)}")
+            )
             return refuse(
-                f"{FIELD}_sha256", f"is {p.schedule_sha256}, but {now}; remove the field to take what is there"
+                f"{FIELD}_sha256",
+                f"is {p.schedule_sha256}, but {now}; remove the field to take what is there",
             )
     except PlanError as error:
         return error
@@ -78,7 +92,9 @@ def _read(path: str) -> Table:
     except OSError as error:
         raise refuse(FIELD, f"'{path}' cannot be used: {unread(error)}") from None
     except ValueError as error:
-        raise refuse(FIELD, f"'{path}' cannot be used: {str(error).removeprefix(f'{path}: ')}") from None
+        raise refuse(
+            FIELD, f"'{path}' cannot be used: {str(error).removeprefix(f'{path}: ')}"
+        ) from None
 
 
 @lru_cache(maxsize=16)

@@ -1,7 +1,9 @@
-"""The largest number that each kind of field takes, and why: ten times what anyone has published, or more.
+"""The largest number that each kind of field takes, and why: ten times what anyone has published,
+or more.
 
-A bound is no legality of a model: it keeps a slip of the keyboard (a layer count of 1e7) from costing minutes or the
-memory of the machine, and every product of bounded numbers within what a float holds.
+A bound is no legality of a model: it keeps a slip of the keyboard (a layer count of 1e7) from
+costing minutes or the memory of the machine, and every product of bounded numbers within what a
+float holds.
 """
 
 from __future__ import annotations
@@ -10,14 +12,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import (
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+)
 
 from workbench.errors import refuse
 
 
 @dataclass(frozen=True)
 class Most:
-    """Upper bound of a number, with its reason; JSON schema holds them as `maximum` and `$comment`."""
+    """Upper bound of a number, with its reason; JSON schema holds them as `maximum` and
+    `$comment`.
+    """
 
     most: int
     why: str
@@ -40,14 +51,18 @@ def bounds(annotation: Any, metadata: list[Any] | None = None) -> Iterator[Most]
 
 
 def hold(field: str, value: float, least: float, bound: Most, unit: str = "") -> None:
-    """Raise `PlanError` naming `field`, what is no field of a plan, unless `value` is from `least` to its bound."""
+    """Raise `PlanError` naming `field`, what is no field of a plan, unless `value` is from `least`
+    to its bound.
+    """
     if not least <= value <= bound.most:  # NaN is neither
         said = value if isinstance(value, int) else f"{value:g}"
         raise refuse(field, f"is {said}; legal: {unit}{least:g} to {bound.most:,} ({bound.why})")
 
 
 LAYERS = Most(10_000, "ten times the deepest transformer published, DeepNet, 2203.00555")
-WIDTH = Most(2**20, "ten times the widest layer published; a square matrix of it is 2 TiB in 16 bits")
+WIDTH = Most(
+    2**20, "ten times the widest layer published; a square matrix of it is 2 TiB in 16 bits"
+)
 VOCABULARY = Most(2**24, "ten times the largest vocabulary published, XLM-V, 2301.10472")
 TOKENS = Most(2**30, "ten times the longest context published")
 RANKS = Most(2**20, "a million, which no published training run comes near")
@@ -77,12 +92,18 @@ Elements = Annotated[PositiveInt, ELEMENTS]
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, ge=1e-12), SECONDS]
-Factor = Annotated[float, Field(gt=0, ge=1e-6), Most(10**6, "a prediction off by more says nothing of the machine")]
+Factor = Annotated[
+    float, Field(gt=0, ge=1e-6), Most(10**6, "a prediction off by more says nothing of the machine")
+]
 Gibibytes = Annotated[float, Field(gt=0, ge=2**-20), Most(2**20, "1 PiB")]
 Mebibytes = Annotated[float, Field(gt=0, ge=2**-20), Most(2**20, "1 TiB")]
 RATE = Field(gt=0, ge=1e-6)
-"""Of a machine: at a slower one the seconds of a step leave a float's range. 1 kB/s, and 1 MFLOP/s."""
-GigabytesPerSecond = Annotated[float, RATE, Most(10**9, "ten times the fastest on-chip memory published")]
+"""Of a machine: at a slower one the seconds of a step leave a float's range. 1 kB/s, and 1
+MFLOP/s.
+"""
+GigabytesPerSecond = Annotated[
+    float, RATE, Most(10**9, "ten times the fastest on-chip memory published")
+]
 Teraflops = Annotated[float, RATE, Most(10**7, "ten times the fastest wafer published")]
 Microseconds = Annotated[NonNegativeFloat, Most(10**9, "1,000 s")]
 Milliseconds = Annotated[NonNegativeFloat, Most(10**6, "1,000 s")]
@@ -93,7 +114,9 @@ PRICE = Most(10**6, "a million USD an hour")
 Price = Annotated[NonNegativeFloat, PRICE]
 TRAINED = Most(10**18, "ten thousand times the most tokens that any published model was trained on")
 LearningRate = Annotated[PositiveFloat, Most(10**3, "SGD's largest published rates are below 100")]
-Coefficient = Annotated[NonNegativeFloat, Most(10**3, "it weighs a term of the loss or of the update")]
+Coefficient = Annotated[
+    NonNegativeFloat, Most(10**3, "it weighs a term of the loss or of the update")
+]
 Epsilon = Annotated[PositiveFloat, Most(1, "it is added to keep a division finite")]
 Norm = Annotated[PositiveFloat, Most(10**9, "gradients beyond it are no longer finite in 16 bits")]
 Frequency = Annotated[PositiveFloat, Most(10**12, "ten times the largest rotary base published")]

@@ -1,4 +1,6 @@
-"""How attention heads are dealt to tensor ranks, evenly or not: whole key-value groups, or parts of one group each."""
+"""How attention heads are dealt to tensor ranks, evenly or not: whole key-value groups, or parts of
+one group each.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,30 @@ from workbench.plan.model_shape import Shape
 
 
 class Dealt(NamedTuple):
-    """Heads [start, stop) of one rank. Every rank makes room for `room` query and `kv_room` key-value heads."""
+    """Heads [start, stop) of one rank. Every rank makes room for `room` query and `kv_room`
+    key-value heads.
+    """
 
     query: tuple[int, int]
     kv: tuple[int, int]
     room: int
     kv_room: int
     piece: int
-    """Which of the `pieces` different sets of key-value heads it holds; beyond the last it holds none."""
+    """Which of the `pieces` different sets of key-value heads it holds; beyond the last it holds
+    none.
+    """
     pieces: int
     """Different sets of key-value heads: as many as ranks, unless several ranks share one head."""
 
 
 def rooms(shape: Shape, ranks: Any) -> tuple[Any, Any]:
-    """(query heads, key-value heads) that each of `ranks` makes room for; what is beyond the shape's is padding.
+    """(query heads, key-value heads) that each of `ranks` makes room for; what is beyond the
+    shape's is padding.
 
-    Where key-value heads are as many as ranks or more, a rank has whole groups: ceil(kv / ranks) of them. Where they
-    are fewer, floor(ranks / kv) ranks share out the query heads of one key-value head. `ranks` is a number, or an
-    array of them; multi-head latent attention has a key-value head a query head.
+    Where key-value heads are as many as ranks or more, a rank has whole groups: ceil(kv / ranks) of
+    them. Where they are fewer, floor(ranks / kv) ranks share out the query heads of one key-value
+    head. `ranks` is a number, or an array of them; multi-head latent attention has a key-value head
+    a query head.
     """
     kv = kv_heads(shape)
     groups, sharing = -(-kv // ranks), ranks // kv + (ranks < kv)
@@ -45,5 +53,7 @@ def dealt(shape: Shape, ranks: int, index: int) -> Dealt:
         first, last = min(index * kv_room, kv), min((index + 1) * kv_room, kv)
         return Dealt((first * group, last * group), (first, last), room, kv_room, index, ranks)
     head, part = divmod(index, ranks // kv)
-    start, stop = (min(min(head, kv) * group + min(n * room, group), shape.heads) for n in (part, part + 1))
+    start, stop = (
+        min(min(head, kv) * group + min(n * room, group), shape.heads) for n in (part, part + 1)
+    )
     return Dealt((start, stop), (min(head, kv), min(head + 1, kv)), room, kv_room, head, kv)

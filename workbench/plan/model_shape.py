@@ -17,7 +17,8 @@ from workbench.plan.field_bounds import (
     Layers,
     Tokens,
     Vocabulary,
-    Width)
+    Width,
+)
 
 
 class Frozen(BaseModel):
@@ -27,7 +28,9 @@ class Frozen(BaseModel):
 
 
 class Moe(Frozen):
-    """A mixture of experts in place of the feed-forward layer (Shazeer et al. 2017; DeepSeekMoE 2024)."""
+    """A mixture of experts in place of the feed-forward layer (Shazeer et al. 2017; DeepSeekMoE
+    2024).
+    """
 
     experts: Width = Field(description="Routed experts a layer.")
     top_k: Width = Field(description="Routed experts a token visits.")
@@ -35,17 +38,23 @@ class Moe(Frozen):
     shared: Annotated[NonNegativeInt, WIDTH] = Field(
         0, description="Shared experts that every token visits, each of width `ffn`."
     )
-    first_dense: LayerIndex = Field(0, description="Leading layers that keep the dense feed-forward layer.")
+    first_dense: LayerIndex = Field(
+        0, description="Leading layers that keep the dense feed-forward layer."
+    )
     renormalise: bool = Field(
         True,
-        description="A token's gates add up to one (Mixtral); false: as the softmax gives them (Switch, DeepSeek).",
+        description="A token's gates add up to one (Mixtral); false: as the softmax gives them "
+        "(Switch, DeepSeek).",
     )
     capacity: EvenShares | None = Field(
         None,
-        description="Rows of an expert a sequence, in even shares; null: no limit; beside context: estimated only.",
+        description="Rows of an expert a sequence, in even shares; null: no limit; beside "
+        "context: estimated only.",
     )
     auxiliary_loss: Coefficient = Field(
-        0.01, description="Coefficient of the load-balancing loss of each sequence (2101.03961); 0: none."
+        0.01,
+        description="Coefficient of the load-balancing loss of each sequence (2101.03961); "
+        "0: none.",
     )
 
     @model_validator(mode="before")
@@ -61,14 +70,18 @@ class Moe(Frozen):
 def rows_of_an_expert(length: int, moe: Moe) -> int:
     """Rows that an expert of limited capacity has for a sequence of `length` tokens."""
     assert moe.capacity is not None
-    return max(1, math.ceil(moe.capacity * length * moe.top_k / moe.experts - 1e-9))  # 1.1 x 10 is 11, not 12
+    return max(
+        1, math.ceil(moe.capacity * length * moe.top_k / moe.experts - 1e-9)
+    )  # 1.1 x 10 is 11, not 12
 
 
 class Mla(Frozen):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 
     kv_rank: Width = Field(description="Width of the compressed key-value latent.")
-    q_rank: Width | None = Field(None, description="Width of the compressed query latent; null: full projection.")
+    q_rank: Width | None = Field(
+        None, description="Width of the compressed query latent; null: full projection."
+    )
     rope_dim: Width = Field(description="Rotary part of a query or key head.")
     nope_dim: Width = Field(description="Part of a query or key head without positions.")
     value_dim: Width = Field(description="Width of a value head.")
@@ -81,28 +94,41 @@ class Shape(Frozen):
     layers: Layers = Field(description="Transformer blocks.")
     hidden: Width = Field(description="Width of the residual stream.")
     heads: Width = Field(description="Query heads.")
-    kv_heads: Width | None = Field(None, description="Key-value heads; null: as many as query heads.")
+    kv_heads: Width | None = Field(
+        None, description="Key-value heads; null: as many as query heads."
+    )
     head_dim: Width | None = Field(None, description="Width of one head; null: hidden / heads.")
     ffn: Width = Field(description="Width of the dense feed-forward layer.")
     vocab: Vocabulary = Field(description="Vocabulary entries, unpadded.")
-    max_positions: Tokens = Field(2048, description="Longest sequence, tokens; rows of a learned position table.")
+    max_positions: Tokens = Field(
+        2048, description="Longest sequence, tokens; rows of a learned position table."
+    )
     positions: Literal["learned", "rope", "alibi"] = Field(
         "rope", description="How positions enter; alibi: estimated only."
     )
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalisation.")
     norm_epsilon: Epsilon = Field(1e-5, description="Added to the variance.")
     embedding_norm: bool = Field(False, description="A norm right after the embedding (BLOOM).")
-    mlp: Literal["gelu", "relu", "swiglu", "geglu"] = Field("swiglu", description="Feed-forward activation.")
-    biases: Literal["none", "qkv", "all"] = Field("none", description="Which linear layers carry a bias.")
+    mlp: Literal["gelu", "relu", "swiglu", "geglu"] = Field(
+        "swiglu", description="Feed-forward activation."
+    )
+    biases: Literal["none", "qkv", "all"] = Field(
+        "none", description="Which linear layers carry a bias."
+    )
     tied: bool = Field(False, description="The output head shares the embedding's weight.")
-    window: Tokens | None = Field(None, description="Sliding attention window, tokens; null: full; estimated only.")
+    window: Tokens | None = Field(
+        None, description="Sliding attention window, tokens; null: full; estimated only."
+    )
     rope_theta: Frequency = Field(10000.0, description="Rotary base frequency.")
     moe: Moe | None = Field(None, description="Mixture of experts; null: dense.")
     mla: Mla | None = Field(
-        None, description="Multi-head latent attention; null: MHA or GQA by kv_heads; estimated only."
+        None,
+        description="Multi-head latent attention; null: MHA or GQA by kv_heads; estimated only.",
     )
     unmodelled: str | None = Field(
-        None, description="What its config.json computes beyond these fields; estimated and rehearsed only, without it."
+        None,
+        description="What its config.json computes beyond these fields; estimated and "
+        "rehearsed only, without it.",
     )
 
     @model_validator(mode="before")
@@ -114,9 +140,16 @@ class Shape(Frozen):
         if data.get("kv_heads") is None and data.get("heads") is not None:
             data["kv_heads"] = data["heads"]
         hidden, heads = data.get("hidden"), data.get("heads")
-        if data.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        if (
+            data.get("head_dim") is None
+            and isinstance(hidden, int)
+            and isinstance(heads, int)
+            and heads > 0
+        ):
             if hidden % heads and data.get("mla") is None:
-                raise ValueError(f"heads = {heads} does not divide hidden = {hidden}; give head_dim explicitly")
+                raise ValueError(
+                    f"heads = {heads} does not divide hidden = {hidden}; give head_dim explicitly"
+                )
             data["head_dim"] = hidden // heads or None
         return data
 
@@ -128,7 +161,9 @@ class Shape(Frozen):
     @property
     def q_width(self) -> int:
         """Output width of the query projection."""
-        return self.heads * (self.mla.rope_dim + self.mla.nope_dim if self.mla else int(self.head_dim or 0))
+        return self.heads * (
+            self.mla.rope_dim + self.mla.nope_dim if self.mla else int(self.head_dim or 0)
+        )
 
     @property
     def kv_width(self) -> int:

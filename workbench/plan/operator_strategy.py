@@ -1,6 +1,8 @@
-"""Operator strategies as a plan holds them: module pattern -> `((4,1),(1,1))`, MindSpore's form, read strictly.
+"""Operator strategies as a plan holds them: module pattern -> `((4,1),(1,1))`, MindSpore's form,
+read strictly.
 
-A tuple an input, a number of pieces a dimension. Ranks that a strategy leaves over repeat the operator.
+A tuple an input, a number of pieces a dimension. Ranks that a strategy leaves over repeat the
+operator.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from workbench.errors import refuse
 Form = tuple[tuple[int, ...], ...]
 """A strategy in MindSpore's form: pieces of each dimension of each input."""
 Placement = tuple[str | None, ...]
-"""For each axis of a grid, outermost first, the dimension of an operator that it splits; None: it repeats the work."""
+"""For each axis of a grid, outermost first, the dimension of an operator that it splits; None: it
+repeats the work.
+"""
 
 _NUMBER = r"\s*[1-9][0-9]{0,8}\s*"
 _INNER = rf"\s*\({_NUMBER}(?:,{_NUMBER})*,?\s*\)\s*"
@@ -30,7 +34,9 @@ def parse(text: Any, field: str) -> Form:
     if not isinstance(text, str) or len(text) > LONGEST or not _FORM.fullmatch(text):
         raise refuse(field, f"is {_short(text)}; legal: {LEGAL}")
     inner = re.findall(r"\(([^()]*)\)", text)
-    return tuple(tuple(int(number) for number in part.split(",") if number.strip()) for part in inner)
+    return tuple(
+        tuple(int(number) for number in part.split(",") if number.strip()) for part in inner
+    )
 
 
 def _short(text: Any) -> str:
@@ -50,7 +56,9 @@ def _tuple(parts: Any) -> str:
 
 def read(operators: Mapping[str, Any]) -> dict[str, Form]:
     """Module pattern -> strategy, from a plan's `strategy.operators`. Raises `PlanError`."""
-    return {pattern: parse(text, f"strategy.operators.{pattern}") for pattern, text in operators.items()}
+    return {
+        pattern: parse(text, f"strategy.operators.{pattern}") for pattern, text in operators.items()
+    }
 
 
 def write(forms: Mapping[str, Form]) -> dict[str, str]:
@@ -59,10 +67,13 @@ def write(forms: Mapping[str, Form]) -> dict[str, str]:
 
 
 def placed(first: str, pieces: Mapping[str, int], sizes: Sequence[int]) -> Placement:
-    """The axes of prime `sizes` that take the pieces of each dimension: outermost for the dimension `first`, innermost
-    for the others, the last first, so that equal forms lie alike."""
+    """The axes of prime `sizes` that take the pieces of each dimension: outermost for the dimension
+    `first`, innermost for the others, the last first, so that equal forms lie alike.
+    """
     placement: list[str | None] = [None] * len(sizes)
-    for name in [name for name in pieces if name == first] + [name for name in reversed([*pieces]) if name != first]:
+    for name in [name for name in pieces if name == first] + [
+        name for name in reversed([*pieces]) if name != first
+    ]:
         for prime in factors(pieces[name]):
             free = [a for a, size in enumerate(sizes) if size == prime and placement[a] is None]
             placement[free[0] if name == first else free[-1]] = name
@@ -78,8 +89,9 @@ def factors(number: int) -> list[int]:
 
 
 def grid(ranks: int, forms: Iterable[Form]) -> tuple[int, ...]:
-    """Sides of the grid that `ranks` are seen as, outermost first, so that every form has its axes: all ranks in a row
-    where no form asks for some of them, else the prime factors."""
+    """Sides of the grid that `ranks` are seen as, outermost first, so that every form has its axes:
+    all ranks in a row where no form asks for some of them, else the prime factors.
+    """
     asked = {number for form in forms for part in form for number in part}
     return (ranks,) if asked <= {1, ranks} else tuple(factors(ranks))
 

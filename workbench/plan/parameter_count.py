@@ -1,8 +1,9 @@
 """How many parameters a shape has, in closed form, part by part; every bias and norm counted.
 
-What carries a bias follows `Shape.biases`: `none`; `qkv` the query, key and value projections; `all` every linear layer
-of a block but a mixture's router and latent attention. A layernorm has a weight and a bias, an rmsnorm a weight. The
-head never has a bias; tied to the embedding it adds nothing.
+What carries a bias follows `Shape.biases`: `none`; `qkv` the query, key and value projections;
+`all` every linear layer of a block but a mixture's router and latent attention. A layernorm has a
+weight and a bias, an rmsnorm a weight. The head never has a bias; tied to the embedding it adds
+nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +34,15 @@ class Parameters:
     def total(self) -> int:
         """All parameters, tied weights once."""
         return (
-            self.embedding + self.positions + self.attention + self.mlp + self.router + self.experts
-            + self.norms + self.head
-        )  # fmt: skip
+            self.embedding
+            + self.positions
+            + self.attention
+            + self.mlp
+            + self.router
+            + self.experts
+            + self.norms
+            + self.head
+        )
 
 
 def parameters(shape: Shape) -> Parameters:
@@ -50,7 +57,8 @@ def parameters(shape: Shape) -> Parameters:
         mlp=dense * feed_forward(shape, shape.ffn),
         router=sparse * (shape.hidden * shape.moe.experts if shape.moe else 0),
         experts=sparse * experts,
-        norms=shape.layers * block_norms(shape) + (1 + shape.embedding_norm) * norm(shape, shape.hidden),
+        norms=shape.layers * block_norms(shape)
+        + (1 + shape.embedding_norm) * norm(shape, shape.hidden),
         head=0 if shape.tied else shape.vocab * shape.hidden,
         active=0,
     )
@@ -78,7 +86,9 @@ def feed_forward(shape: Shape, width: int) -> int:
 
 
 def block_norms(shape: Shape) -> int:
-    """Parameters of one block's norms: before attention, before the feed-forward layer, and MLA's on its latents."""
+    """Parameters of one block's norms: before attention, before the feed-forward layer, and MLA's
+    on its latents.
+    """
     inner = norm(shape, shape.mla.kv_rank) + norm(shape, shape.mla.q_rank or 0) if shape.mla else 0
     return 2 * norm(shape, shape.hidden) + inner
 
@@ -89,7 +99,9 @@ def norm(shape: Shape, width: int) -> int:
 
 
 def block_matrices(shape: Shape, layer: int) -> int:
-    """Weights of block `layer` that a token is multiplied with: matrices only, visited experts only."""
+    """Weights of block `layer` that a token is multiplied with: matrices only, visited experts
+    only.
+    """
     bare = shape.model_copy(update={"biases": "none"})
     if shape.moe is None or layer < shape.moe.first_dense:
         return attention(bare) + feed_forward(bare, shape.ffn)
@@ -100,8 +112,13 @@ def _experts(shape: Shape) -> tuple[int, int]:
     """Parameters of one layer's experts: (all, those that a token visits)."""
     if shape.moe is None:
         return 0, 0
-    one, shared = feed_forward(shape, shape.moe.ffn), feed_forward(shape, shape.moe.shared * shape.moe.ffn)
-    shared = shared if shape.moe.shared else 0  # side by side in one layer, with one bias of its output
+    one, shared = (
+        feed_forward(shape, shape.moe.ffn),
+        feed_forward(shape, shape.moe.shared * shape.moe.ffn),
+    )
+    shared = (
+        shared if shape.moe.shared else 0
+    )  # side by side in one layer, with one bias of its output
     return shape.moe.experts * one + shared, shape.moe.top_k * one + shared
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from workbench.plan.schema import Plan
 from workbench.plan.plan_files import plain
+from workbench.plan.schema import Plan
 
 
 def diff(a: Plan, b: Plan) -> list[tuple[str, Any, Any]]:
-    """(dotted field, value in `a`, value in `b`) of every field that differs; None where a field is absent.
+    """(dotted field, value in `a`, value in `b`) of every field that differs; None where a field is
+    absent.
 
     Compares plans as they are: complete both first to compare what they mean.
     """
     left, right = _flat(plain(a)), _flat(plain(b))
     fields = list(dict.fromkeys([*left, *right]))
-    return [(field, left.get(field), right.get(field)) for field in fields if left.get(field) != right.get(field)]
+    return [
+        (field, left.get(field), right.get(field))
+        for field in fields
+        if left.get(field) != right.get(field)
+    ]
 
 
 NAMED = ("model", "cluster.gpu", "cluster.fabric")
@@ -24,17 +29,22 @@ NAMED = ("model", "cluster.gpu", "cluster.fabric")
 
 
 def differing(plans: Sequence[Plan]) -> dict[str, list[Any]]:
-    """Dotted field -> its value in each of the complete `plans`, of the fields in which they are not all equal.
+    """Dotted field -> its value in each of the complete `plans`, of the fields in which they are
+    not all equal.
 
-    Of models, GPUs and fabrics the figures that follow from their names are left out, and a plan's own name is no field
-    to compare. None where a field is absent.
+    Of models, GPUs and fabrics the figures that follow from their names are left out, and a plan's
+    own name is no field to compare. None where a field is absent.
     """
     sides = [_flat(plain(plan)) for plan in plans]
     fields = dict.fromkeys(field for side in sides for field in side if field != "name")
     values = {field: [side.get(field) for side in sides] for field in fields}
     found = {field: told for field, told in values.items() if any(one != told[0] for one in told)}
     for name in (f"{field}.name" for field in NAMED if f"{field}.name" in found):
-        below = [field for field in found if field.startswith(name.removesuffix("name")) and field != name]
+        below = [
+            field
+            for field in found
+            if field.startswith(name.removesuffix("name")) and field != name
+        ]
         for field in below:
             if _follows(found[field], found[name]):
                 del found[field]

@@ -9,19 +9,25 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from workbench.plan.catalog import catalog
-from workbench.safe_io import yaml_files
 from workbench.errors import refuse
-from workbench.plan.validation_messages import plan_error
-from workbench.safe_io.files import read_some, unread
-from workbench.plan.schema import Plan
+from workbench.plan.catalog import catalog
 from workbench.plan.model_shape import Shape
+from workbench.plan.schema import Plan
+from workbench.plan.validation_messages import plan_error
+from workbench.safe_io import yaml_files
+from workbench.safe_io.files import read_some, unread
 from workbench.safe_io.untrusted_text import shown
 
 
 def plan_of(model: str, *, gpu: str, gpus: int, strategy: str, changes: Mapping[str, Any]) -> Plan:
-    """A plan from the four choices a person makes, with `changes` by dotted path; completed once to prove it legal."""
-    written = {"model": model, "cluster": {"gpu": gpu, "gpus": gpus}, "strategy": {"preset": strategy}}
+    """A plan from the four choices a person makes, with `changes` by dotted path; completed once to
+    prove it legal.
+    """
+    written = {
+        "model": model,
+        "cluster": {"gpu": gpu, "gpus": gpus},
+        "strategy": {"preset": strategy},
+    }
     plan = build(changed(written, changes))
     plan.complete()
     return plan
@@ -32,7 +38,9 @@ MOST_BYTES = 16 * 2**20
 
 
 def load(path: str | Path) -> Plan:
-    """The plan in the YAML file `path`. Raises `PlanError` if it cannot be read or says something illegal."""
+    """The plan in the YAML file `path`. Raises `PlanError` if it cannot be read or says something
+    illegal.
+    """
     path = Path(path)
     try:
         text = read_some(path, MOST_BYTES)
@@ -51,7 +59,9 @@ def parse(text: str, where: str = "plan") -> Plan:
 
 
 def build(written: Mapping[str, Any]) -> Plan:
-    """A plan from plain data. Raises `PlanError` naming each wrong field, its value and what is legal."""
+    """A plan from plain data. Raises `PlanError` naming each wrong field, its value and what is
+    legal.
+    """
     try:
         return Plan.model_validate(dict(written))
     except ValidationError as error:
@@ -59,7 +69,9 @@ def build(written: Mapping[str, Any]) -> Plan:
 
 
 def replace(plan: Plan, changes: Mapping[str, Any]) -> Plan:
-    """`plan` with fields changed by dotted path; a path below a catalog name first writes that entry out."""
+    """`plan` with fields changed by dotted path; a path below a catalog name first writes that
+    entry out.
+    """
     return build(changed(plain(plan), changes))
 
 
@@ -74,18 +86,24 @@ def to_yaml(plan: Plan) -> str:
 
 
 def assignments(items: list[str]) -> dict[str, Any]:
-    """`key=value` words of a command line as changes; values are YAML, so `3e-4` is a number and `[2, 2]` a list."""
+    """`key=value` words of a command line as changes; values are YAML, so `3e-4` is a number and
+    `[2, 2]` a list.
+    """
     changes = {}
     for item in items:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
-            raise refuse("--set", f"'{item}' is not of the form key=value, e.g. strategy.tensor.size=2")
+            raise refuse(
+                "--set", f"'{item}' is not of the form key=value, e.g. strategy.tensor.size=2"
+            )
         changes[key.strip()] = yaml_files.parse(value, where=key.strip())
     return changes
 
 
 def changed(written: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain data of a plan with fields changed by dotted path; `written` stays. Raises `PlanError`."""
+    """Plain data of a plan with fields changed by dotted path; `written` stays. Raises
+    `PlanError`.
+    """
     result = copy.deepcopy(dict(written))
     for path, value in changes.items():
         _assign(result, path.split("."), value)
@@ -100,14 +118,18 @@ def _assign(target: dict[str, Any], path: list[str], value: Any) -> None:
         elif isinstance(inner, str):
             inner = _written_out(".".join(path[:depth]), inner, ".".join(path))
         elif not isinstance(inner, dict):
-            raise refuse(".".join(path), f"{'.'.join(path[:depth])} is {shown(inner)} and has no fields")
+            raise refuse(
+                ".".join(path), f"{'.'.join(path[:depth])} is {shown(inner)} and has no fields"
+            )
         target[key] = inner
         target = inner
     target[path[-1]] = value
 
 
 def _written_out(field: str, name: str, path: str) -> dict[str, Any]:
-    """The entry that a catalog name stands for, as data, so that one of its fields can be changed."""
+    """The entry that a catalog name stands for, as data, so that one of its fields can be
+    changed.
+    """
     if field == "corpus":
         return {"source": name}
     if field == "model" and name in catalog.models():

@@ -1,9 +1,11 @@
-"""Sizes that a preset leaves open: rules such as `node` or `rest`, resolved for a cluster and a model.
+"""Sizes that a preset leaves open: rules such as `node` or `rest`, resolved for a cluster and a
+model.
 
-A rule asks for a share of the ranks that the fixed axes and the axes before it leave over (order: tensor, context,
-pipeline): `node` all that stand in one node, `rest` all, `half` their square root, `third` their cube root; `grid` the
-largest grid of a 2-D, 2.5-D or 3-D tensor algorithm. What it gets is the nearest size that is legal for the model, so
-that a preset works with a bare number of cards. A rule for `expert.size` or `data.shard` is over data x context.
+A rule asks for a share of the ranks that the fixed axes and the axes before it leave over (order:
+tensor, context, pipeline): `node` all that stand in one node, `rest` all, `half` their square root,
+`third` their cube root; `grid` the largest grid of a 2-D, 2.5-D or 3-D tensor algorithm. What it
+gets is the nearest size that is legal for the model, so that a preset works with a bare number of
+cards. A rule for `expert.size` or `data.shard` is over data x context.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from workbench.plan.rules import legal_sizes
 from workbench.plan.model_shape import Shape
+from workbench.plan.rules import legal_sizes
 
 RULES = ("node", "rest", "half", "third", "grid")
 ORDER = ("tensor", "context", "pipeline")
@@ -23,7 +25,9 @@ def resolve_sizes(
     strategy: dict[str, Any], shape: Shape | None, ranks: int, node: int, sequence: int
 ) -> dict[str, Any]:
     """`strategy` (plain data) with every rule replaced by a size; `node` is the cards in a node."""
-    result = {key: dict(value) if isinstance(value, dict) else value for key, value in strategy.items()}
+    result = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in strategy.items()
+    }
     left = ranks // max(1, math.prod(_fixed(result, axis) for axis in ORDER))
     for axis in ORDER:
         rule = result.get(axis, {}).get("size")
@@ -37,25 +41,42 @@ def resolve_sizes(
         assert shape is not None, "rules ask for a shape"
         result["expert"]["size"] = legal_sizes.expert_sizes(shape, replicas)[-1]
     if result.get("data", {}).get("shard") == "node":
-        result["data"]["shard"] = _at_most(legal_sizes.divisors(replicas), max(1, node // _fixed(result, "tensor")))
+        result["data"]["shard"] = _at_most(
+            legal_sizes.divisors(replicas), max(1, node // _fixed(result, "tensor"))
+        )
     return result
 
 
 def splits_nothing(
-    strategy: dict[str, Any], found: dict[str, Any], shape: Shape | None, ranks: int, node: int, sequence: int
+    strategy: dict[str, Any],
+    found: dict[str, Any],
+    shape: Shape | None,
+    ranks: int,
+    node: int,
+    sequence: int,
 ) -> str | None:
-    """Why a strategy whose rules all end at 1 is not what was asked for, with what would be; None where one does not.
+    """Why a strategy whose rules all end at 1 is not what was asked for, with what would be; None
+    where one does not.
 
-    `strategy` still has its rules, `found` is what they came to. One rank is every strategy at once.
+    `strategy` still has its rules, `found` is what they came to. One rank is every strategy at
+    once.
     """
     ruled = [axis for axis in (*ORDER, "expert") if strategy.get(axis, {}).get("size") in RULES]
     if not ruled or ranks == 1 or _splits(found, ruled):
         return None
     more = range(2, 4 * ranks + 1)
-    enough = [n for n in more if _splits(resolve_sizes(strategy, shape, n, max(node, n), sequence), ruled)]
+    enough = [
+        n for n in more if _splits(resolve_sizes(strategy, shape, n, max(node, n), sequence), ruled)
+    ]
     named = shape.name if shape else "this model"
-    why = f"finds no {' or '.join(ruled)} size beyond 1 for {named} on {ranks} cards with sequences of {sequence}"
-    return f"{why}; legal: {f'{legal_sizes.near(ranks, enough)} cards, or ' if enough else ''}another preset (ddp)"
+    why = (
+        f"finds no {' or '.join(ruled)} size beyond 1 for {named} on {ranks} cards with "
+        f"sequences of {sequence}"
+    )
+    return (
+        f"{why}; legal: "
+        f"{f'{legal_sizes.near(ranks, enough)} cards, or ' if enough else ''}another preset (ddp)"
+    )
 
 
 def _splits(found: dict[str, Any], axes: Sequence[str]) -> bool:
@@ -63,7 +84,9 @@ def _splits(found: dict[str, Any], axes: Sequence[str]) -> bool:
 
 
 def _fixed(strategy: dict[str, Any], axis: str) -> int:
-    """The size of `axis` as written; 1 for a rule, an absent size, or what validation will refuse."""
+    """The size of `axis` as written; 1 for a rule, an absent size, or what validation will
+    refuse.
+    """
     size = strategy.get(axis, {}).get("size", 1)
     if isinstance(size, list) and all(isinstance(side, int) for side in size):
         return math.prod(size)
@@ -71,7 +94,13 @@ def _fixed(strategy: dict[str, Any], axis: str) -> int:
 
 
 def _size(
-    axis: str, rule: str, strategy: dict[str, Any], shape: Shape, left: int, node: int, sequence: int
+    axis: str,
+    rule: str,
+    strategy: dict[str, Any],
+    shape: Shape,
+    left: int,
+    node: int,
+    sequence: int,
 ) -> int | list[int]:
     fields = strategy[axis]
     if rule == "grid":

@@ -12,7 +12,8 @@ from workbench.plan.schema import PythonModel
 
 
 def pinned(model: PythonModel) -> PythonModel:
-    """The model with the hash of the file that holds its factory; null where no source file is found.
+    """The model with the hash of the file that holds its factory; null where no source file is
+    found.
 
     Raises `PlanError` where the file is no longer the one that the plan was resolved with.
     """
@@ -24,7 +25,9 @@ def pinned(model: PythonModel) -> PythonModel:
 
 
 def digest(python: str) -> str | None:
-    """sha256 of the module's source, looked for as Python would: the current folder, then the path."""
+    """sha256 of the module's source, looked for as Python would: the current folder, then the
+    path.
+    """
     module = Path(*python.partition(":")[0].split("."))
     for folder in dict.fromkeys([os.getcwd(), *sys.path]):
         for path in (Path(folder, module, "__init__.py"), Path(folder, f"{module}.py")):

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 
 def coordinates(rank: int, sizes: Mapping[str, int], placement: Sequence[str]) -> dict[str, int]:
-    """Coordinate of `rank` on each axis; `placement` names the axes, innermost (fastest-varying) first."""
+    """Coordinate of `rank` on each axis; `placement` names the axes, innermost (fastest-varying)
+    first.
+    """
     where = {}
     for axis in placement:
         rank, where[axis] = divmod(rank, sizes[axis])

@@ -1,4 +1,6 @@
-"""From a plan as people write it to a plan that says everything: catalog, preset, defaults, legality, hashes."""
+"""From a plan as people write it to a plan that says everything: catalog, preset, defaults,
+legality, hashes.
+"""
 
 from __future__ import annotations
 
@@ -6,68 +8,92 @@ import math
 import os
 from typing import Any
 
-from workbench.machine import calibration_file
-from workbench.plan.catalog import catalog
-from workbench.plan.rules import check
-from workbench.plan.rules import python_model_rules
-from workbench.plan import python_model_file
-from workbench.plan import corpus_files
-from workbench.plan.catalog import huggingface_config
-from workbench.plan.rules import legal_sizes
-from workbench.machine.attached import attached, local_cluster
-from workbench.plan.custom_schedule import digest
 from workbench.errors import PlanError, refuse
-from workbench.plan.stage_partition import partition
-from workbench.plan.schema import STORED, Card, Cluster, Fabric, Plan, PythonModel, Strategy
+from workbench.machine import calibration_file
+from workbench.machine.attached import attached, local_cluster
+from workbench.plan import corpus_files, python_model_file
+from workbench.plan.catalog import catalog, huggingface_config
+from workbench.plan.custom_schedule import digest
 from workbench.plan.model_shape import Shape
-from workbench.plan.preset_sizes import resolve_sizes, splits_nothing
 from workbench.plan.plan_files import build, plain
+from workbench.plan.preset_sizes import resolve_sizes, splits_nothing
+from workbench.plan.rules import check, legal_sizes, python_model_rules
+from workbench.plan.schema import STORED, Card, Cluster, Fabric, Plan, PythonModel, Strategy
+from workbench.plan.stage_partition import partition
 
 LEAST_BATCH = 8
 MICROBATCHES_A_RANK = 4
-"""Default global batch: enough microbatches for a pipeline as long as the job to keep its bubble under a fifth."""
+"""Default global batch: enough microbatches for a pipeline as long as the job to keep its bubble
+under a fifth.
+"""
 
 
 def complete(plan: Plan) -> Plan:
-    """`plan` with every default filled and every name looked up. Raises `PlanError` naming all that is illegal."""
+    """`plan` with every default filled and every name looked up. Raises `PlanError` naming all that
+    is illegal.
+    """
     shape = None if plan.code else model_shape(plan.model)
     card, fabric = _hardware(plan.cluster)
     cluster = _cluster(plan.cluster, card, fabric)
     written = plain(plan)
-    sequence = written.get("training", {}).get("sequence_length", min(2048, shape.max_positions if shape else 2048))
+    sequence = written.get("training", {}).get(
+        "sequence_length", min(2048, shape.max_positions if shape else 2048)
+    )
     asked = with_preset(plan.strategy)
     if shape is None:
         python_model_rules.refuse_rules(asked)
     where = (shape, cluster["gpus"], cluster["gpus_per_node"], sequence)
     strategy = resolve_sizes(asked, *where)
     if why := splits_nothing(asked, strategy, *where):
-        raise refuse("strategy.preset" if plan.strategy.preset else "strategy", f"{plan.strategy.preset or 'it'} {why}")
-    training = _training({"sequence_length": sequence, **written.get("training", {})}, strategy, cluster["gpus"])
+        raise refuse(
+            "strategy.preset" if plan.strategy.preset else "strategy",
+            f"{plan.strategy.preset or 'it'} {why}",
+        )
+    training = _training(
+        {"sequence_length": sequence, **written.get("training", {})}, strategy, cluster["gpus"]
+    )
     model = plan.code or shape
     assert isinstance(model, PythonModel | Shape)
     filled = build(
-        {**written, "model": model.model_dump(), "cluster": cluster, "training": training, "strategy": strategy}
+        {
+            **written,
+            "model": model.model_dump(),
+            "cluster": cluster,
+            "training": training,
+            "strategy": strategy,
+        }
     )
     result = _settled(filled)
-    problems = [*check.problems(result), *calibration_file.problems(result, local=plan.cluster.gpu == "local")]
+    problems = [
+        *check.problems(result),
+        *calibration_file.problems(result, local=plan.cluster.gpu == "local"),
+    ]
     if problems:
         raise PlanError(problems)
     return result
 
 
 def resolved(plan: Plan) -> Plan:
-    """`complete()`, paths made absolute, and what they hold (corpus, calibration, drawn schedule) named by its hash, so
-    that the plan runs from any folder.
+    """`complete()`, paths made absolute, and what they hold (corpus, calibration, drawn schedule)
+    named by its hash, so that the plan runs from any folder.
 
-    Raises `PlanError` if one of them is missing or is no longer the one that the plan was resolved with.
+    Raises `PlanError` if one of them is missing or is no longer the one that the plan was resolved
+    with.
     """
     full = complete(plan)
     source, load, measured = full.corpus.source, full.checkpoint.load, full.cluster.calibration
     found = corpus_files.digest(source)
     if full.corpus.sha256 not in (None, found):
-        raise refuse("corpus.sha256", f"the plan was resolved with text {full.corpus.sha256}, '{source}' "
-                     f"now holds {found}; remove the field to train on what is there")  # fmt: skip
-    changes = {"corpus.sha256": found, "corpus.source": source if source == "stdlib" else _absolute(source)}
+        raise refuse(
+            "corpus.sha256",
+            f"the plan was resolved with text {full.corpus.sha256}, "
+            f"'{source}' "
+            f"now holds {found}; remove the field to train on what is there",
+        )
+    changes = {
+        "corpus.sha256": found,
+        "corpus.source": source if source == "stdlib" else _absolute(source),
+    }
     if measured is not None:
         changes |= {"cluster.calibration": _absolute(measured)}
         changes |= {"cluster.calibration_sha256": calibration_file.digest(measured)}
@@ -84,12 +110,18 @@ def _absolute(path: str) -> str:
 
 
 def model_shape(model: str | Shape | PythonModel) -> Shape:
-    """The shape that a plan's `model` means: itself, a catalog entry, or a Hugging Face config.json."""
+    """The shape that a plan's `model` means: itself, a catalog entry, or a Hugging Face
+    config.json.
+    """
     if isinstance(model, Shape):
         return model
     if isinstance(model, PythonModel):
-        raise refuse("model.python", f"'{model.python}' is code, so its shape is not known; legal: a catalog name, a "
-                     "shape, a config.json")  # fmt: skip
+        raise refuse(
+            "model.python",
+            f"'{model.python}' is code, so its shape is not known; "
+            f"legal: a catalog name, a "
+            "shape, a config.json",
+        )
     if model in catalog.models():
         return catalog.models()[model].shape
     if model.endswith(".json") or os.path.isdir(model):
@@ -98,7 +130,9 @@ def model_shape(model: str | Shape | PythonModel) -> Shape:
 
 
 def with_preset(strategy: Strategy) -> dict[str, Any]:
-    """The strategy as plain data: the preset's fields, overridden by those written beside it; rules unresolved."""
+    """The strategy as plain data: the preset's fields, overridden by those written beside it; rules
+    unresolved.
+    """
     written = strategy.model_dump(exclude_unset=True)
     if strategy.preset is None:
         return written
@@ -156,13 +190,17 @@ def _cluster(cluster: Cluster, card: Card, fabric: Fabric) -> dict[str, Any]:
 
 
 def _even_nodes(gpus: int, most: int) -> int:
-    """Nodes that hold the same number of cards each: the fewest, or up to twice as many if those come out even."""
+    """Nodes that hold the same number of cards each: the fewest, or up to twice as many if those
+    come out even.
+    """
     fewest = math.ceil(gpus / most)
     return next((nodes for nodes in range(fewest, 2 * fewest + 1) if gpus % nodes == 0), fewest)
 
 
 def _training(written: dict[str, Any], strategy: dict[str, Any], gpus: int) -> dict[str, Any]:
-    """The batch filled in: a micro-batch of one sequence, or as many as a tensor grid splits it into."""
+    """The batch filled in: a micro-batch of one sequence, or as many as a tensor grid splits it
+    into.
+    """
     result, tensor = dict(written), strategy.get("tensor", {})
     if (parts := legal_sizes.token_parts(tensor.get("algorithm", "1d"), tensor.get("size", 1))) > 1:
         result.setdefault("micro_batch", parts)
@@ -183,7 +221,13 @@ def _settled(plan: Plan) -> Plan:
     pipeline["partition"] = (
         [1]
         if plan.code
-        else partition(plan.shape, pipeline["partition"], stages, plan.training.sequence_length, pipeline["replicas"])
+        else partition(
+            plan.shape,
+            pipeline["partition"],
+            stages,
+            plan.training.sequence_length,
+            pipeline["replicas"],
+        )
     )
     if not plan.name:
         model, preset = plan.model_name.rpartition(":")[2], strategy["preset"] or "custom"
@@ -193,7 +237,9 @@ def _settled(plan: Plan) -> Plan:
 
 
 def _precision(plan: Plan) -> str:
-    """`auto`: bf16 where the card has it, else fp16; fp32 on CPU ranks, which emulate 16-bit arithmetic."""
+    """`auto`: bf16 where the card has it, else fp16; fp32 on CPU ranks, which emulate 16-bit
+    arithmetic.
+    """
     if plan.strategy.precision != "auto":
         return plan.strategy.precision
     if plan.card.device == "cpu":
@@ -202,7 +248,9 @@ def _precision(plan: Plan) -> str:
 
 
 def _gradient_dtype(plan: Plan, precision: str) -> str:
-    """`auto`: fp32 where gradients of several microbatches add up; the parameters' dtype otherwise and under ZeRO."""
+    """`auto`: fp32 where gradients of several microbatches add up; the parameters' dtype otherwise
+    and under ZeRO.
+    """
     parameters = STORED.get(precision, precision)
     wanted = plan.strategy.gradient_dtype
     if wanted == "auto":

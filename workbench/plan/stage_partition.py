@@ -5,27 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from workbench.plan.parameter_count import block_matrices
 from workbench.plan.model_shape import Shape
+from workbench.plan.parameter_count import block_matrices
 
 
 def costs(shape: Shape, sequence: int) -> tuple[float, list[float], float]:
     """Forward multiply-adds a token of (embedding, each block, head); `sequence` in tokens.
 
-    The embedding is a lookup: it moves one row and multiplies nothing. Attention counts the causal half of its scores.
+    The embedding is a lookup: it moves one row and multiplies nothing. Attention counts the causal
+    half of its scores.
     """
     attention = shape.q_width * min(sequence, shape.window or sequence)
     dense = min(shape.layers, shape.moe.first_dense) if shape.moe else shape.layers
-    first, last = (float(block_matrices(shape, layer) + attention) for layer in (0, shape.layers - 1))
+    first, last = (
+        float(block_matrices(shape, layer) + attention) for layer in (0, shape.layers - 1)
+    )
     return 0.0, [first] * dense + [last] * (shape.layers - dense), float(shape.hidden * shape.vocab)
 
 
-def balanced(shape: Shape, stages: int, sequence: int, replicas: Sequence[int] | None = None) -> list[int]:
-    """Blocks of each of `stages` stages, so that the costliest stage costs least; the head weighs on the last.
+def balanced(
+    shape: Shape, stages: int, sequence: int, replicas: Sequence[int] | None = None
+) -> list[int]:
+    """Blocks of each of `stages` stages, so that the costliest stage costs least; the head weighs
+    on the last.
 
-    A stage shares its cost between its `replicas` (DAPPLE, 2007.01045); blocks then count as their mean.
+    A stage shares its cost between its `replicas` (DAPPLE, 2007.01045); blocks then count as their
+    mean.
 
-    Of equal ways the later stages take more blocks: under 1F1B earlier stages hold more microbatches in flight.
+    Of equal ways the later stages take more blocks: under 1F1B earlier stages hold more
+    microbatches in flight.
     """
     assert 1 <= stages <= shape.layers, "legality is checked before"
     embedding, blocks, head = costs(shape, sequence)
@@ -33,7 +41,10 @@ def balanced(shape: Shape, stages: int, sequence: int, replicas: Sequence[int] |
         return _shared(sum(blocks) / len(blocks), shape.layers, embedding, head, replicas)
     if len(set(blocks)) > 1:
         return dealt(blocks, stages, embedding, head)
-    counts, load = [1] * stages, [blocks[0]] * stages  # equal blocks: one by one to the cheapest stage is exact
+    counts, load = (
+        [1] * stages,
+        [blocks[0]] * stages,
+    )  # equal blocks: one by one to the cheapest stage is exact
     load[0] += embedding
     load[-1] += head
     for _ in range(shape.layers - stages):
@@ -43,7 +54,9 @@ def balanced(shape: Shape, stages: int, sequence: int, replicas: Sequence[int] |
     return counts
 
 
-def _shared(block: float, blocks: int, first: float, last: float, replicas: Sequence[int]) -> list[int]:
+def _shared(
+    block: float, blocks: int, first: float, last: float, replicas: Sequence[int]
+) -> list[int]:
     """Each of equal blocks to the stage whose replicas it leaves with least to do."""
     counts, load = [1] * len(replicas), [block] * len(replicas)
     load[0] += first
@@ -56,10 +69,11 @@ def _shared(block: float, blocks: int, first: float, last: float, replicas: Sequ
 
 
 def dealt(blocks: list[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
-    """Consecutive blocks a stage whose costliest stage costs least: dynamic programming over cut points, exact.
+    """Consecutive blocks a stage whose costliest stage costs least: dynamic programming over cut
+    points, exact.
 
-    `blocks` are costs, estimated or measured, of each block in order; `first` and `last` weigh on the end stages. Of
-    equal ways the one that leaves earlier stages fewer blocks.
+    `blocks` are costs, estimated or measured, of each block in order; `first` and `last` weigh on
+    the end stages. Of equal ways the one that leaves earlier stages fewer blocks.
     """
     assert 1 <= stages <= len(blocks), "at least a block a stage"
     count, sums = len(blocks), [0.0, *accumulate(blocks)]
@@ -70,7 +84,9 @@ def dealt(blocks: list[float], stages: int, first: float = 0.0, last: float = 0.
         now = [float("inf")] * (count + 1)
         at = stage  # what comes before costs more with every block, the stage less: where they meet only moves on
         for end in range(stage + 1, count - (stages - 1 - stage) + 1):
-            while at + 1 < end and _larger(best, sums, at + 1, end, extra) < _larger(best, sums, at, end, extra):
+            while at + 1 < end and _larger(best, sums, at + 1, end, extra) < _larger(
+                best, sums, at, end, extra
+            ):
                 at += 1
             now[end], cut[end] = _larger(best, sums, at, end, extra), at
         best = now
@@ -88,12 +104,20 @@ def _larger(best: list[float], sums: list[float], at: int, end: int, extra: floa
 
 
 def partition(
-    shape: Shape, wanted: str | list[int], stages: int, sequence: int, replicas: Sequence[int] | None = None
+    shape: Shape,
+    wanted: str | list[int],
+    stages: int,
+    sequence: int,
+    replicas: Sequence[int] | None = None,
 ) -> str | list[int]:
-    """`wanted` as blocks a stage where it is legal; as it was where it is not, for `check` to say why."""
+    """`wanted` as blocks a stage where it is legal; as it was where it is not, for `check` to say
+    why.
+    """
     if isinstance(wanted, list) or stages > shape.layers:
         return wanted
     if wanted == "balanced":
-        unequal = replicas if replicas and len(replicas) == stages and len(set(replicas)) > 1 else None
+        unequal = (
+            replicas if replicas and len(replicas) == stages and len(set(replicas)) > 1 else None
+        )
         return balanced(shape, stages, sequence, unequal)
     return [shape.layers // stages] * stages if shape.layers % stages == 0 else wanted

@@ -1,4 +1,6 @@
-"""pydantic's errors in words: the dotted field, its value, what is legal, and the key that was probably meant."""
+"""pydantic's errors in words: the dotted field, its value, what is legal, and the key that was
+probably meant.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from workbench.plan.field_bounds import bounds
 from workbench.errors import MOST_FIELD, PlanError, Problem
+from workbench.plan.field_bounds import bounds
 from workbench.plan.model_shape import Shape
 from workbench.safe_io.untrusted_text import shown
 
@@ -40,7 +42,9 @@ def shape_from(written: Any) -> Shape:
         raise plan_error(error, written if isinstance(written, dict) else {}, Shape) from None
 
 
-def plan_error(error: ValidationError, written: Mapping[str, Any], root: type[BaseModel]) -> PlanError:
+def plan_error(
+    error: ValidationError, written: Mapping[str, Any], root: type[BaseModel]
+) -> PlanError:
     """The `PlanError` that says what `error` means for the data `written`, which is no `root`."""
     wanted: dict[str, list[str]] = {}
     values: dict[str, Any] = {}
@@ -52,12 +56,17 @@ def plan_error(error: ValidationError, written: Mapping[str, Any], root: type[Ba
         else:
             wanted.setdefault(field, []).append(_wish(detail, path, root))
             values[field] = detail["input"]
-    wrong = [Problem(f, f"is {shown(values[f])}; must be {' or '.join(dict.fromkeys(w))}") for f, w in wanted.items()]
+    wrong = [
+        Problem(f, f"is {shown(values[f])}; must be {' or '.join(dict.fromkeys(w))}")
+        for f, w in wanted.items()
+    ]
     return PlanError(_without_parents(other + wrong))
 
 
 def _told(details: list[ErrorDetails], data: Any) -> Iterator[tuple[list[str], ErrorDetails]]:
-    """Each error with its dotted path; of a union, the branches that the data means, or all where it means none."""
+    """Each error with its dotted path; of a union, the branches that the data means, or all where
+    it means none.
+    """
     found = [(*_path(detail["loc"], data, detail["type"]), detail) for detail in details]
     meant = [path for path, union, _ in found if union is None]
     for path, union, detail in found:
@@ -66,7 +75,9 @@ def _told(details: list[ErrorDetails], data: Any) -> Iterator[tuple[list[str], E
 
 
 def _path(loc: tuple[int | str, ...], data: Any, kind: str) -> tuple[list[str], list[str] | None]:
-    """`loc` without the branches of unions, and the path of the union of which it is a branch not meant, else None."""
+    """`loc` without the branches of unions, and the path of the union of which it is a branch not
+    meant, else None.
+    """
     path: list[str] = []
     union: list[str] | None = None
     for position, part in enumerate(loc):
@@ -127,7 +138,9 @@ def _reason(path: list[str], most: Any, root: type[BaseModel]) -> str:
 
 def _without_parents(problems: list[Problem]) -> list[Problem]:
     """A union also reports its own field when a field inside is wrong: keep the innermost."""
-    fields = sorted(p.field for p in problems)  # so that what begins as a field does stands in one place
+    fields = sorted(
+        p.field for p in problems
+    )  # so that what begins as a field does stands in one place
 
     def holds_another(field: str) -> bool:
         inside = f"{field}."
@@ -144,7 +157,9 @@ def _fields_at(path: list[str], root: type[BaseModel]) -> list[str]:
 
 
 def _along(path: list[str], root: type[BaseModel]) -> Iterator[FieldInfo]:
-    """The fields that `path` leads through from `root`, as far as it names any; entries of a list have no own."""
+    """The fields that `path` leads through from `root`, as far as it names any; entries of a list
+    have no own.
+    """
     model: type[BaseModel] | None = root
     for part in path:
         if part.isdigit() and model is not root:
@@ -160,5 +175,9 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
     """The first model within an annotation: of a union, or of the entries of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    found = (_model_of(part) for part in typing.get_args(annotation) if typing.get_origin(annotation) is not dict)
+    found = (
+        _model_of(part)
+        for part in typing.get_args(annotation)
+        if typing.get_origin(annotation) is not dict
+    )
     return next((model for model in found if model), None)

@@ -1,4 +1,6 @@
-"""What a plan will cost: memory, compute, collectives, step time, and what to change when it does not fit."""
+"""What a plan will cost: memory, compute, collectives, step time, and what to change when it does
+not fit.
+"""
 
 from workbench.planner.estimate import estimate
 

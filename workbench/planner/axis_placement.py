@@ -1,4 +1,6 @@
-"""Which axis should stand where: orders of the axes ranked by the step they give, each with what its axes move."""
+"""Which axis should stand where: orders of the axes ranked by the step they give, each with what
+its axes move.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ from typing import Literal
 
 import numpy as np
 
+from workbench.costmodel.communication.collective_cost import SHARE, links, spent
+from workbench.costmodel.communication.collective_volume import Call
+from workbench.costmodel.inputs.config import strides
+from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.costmodel.rates.constants import Constants
+from workbench.costmodel.step_time import step_time
 from workbench.plan.schema import AXES, Axis, Plan
 from workbench.planner.calibrated_plan import on_machine
-from workbench.costmodel.communication.collective_cost import SHARE, links, spent
-from workbench.costmodel.rates.constants import Constants
-from workbench.costmodel.inputs.config import strides
-from workbench.costmodel.step_time import step_time
-from workbench.costmodel.communication.collective_volume import Call
-from workbench.costmodel.inputs.rank_workload import Workload, workload
 
 Reach = Literal["node", "network", "racks"]
 """How far an axis goes: over a node's own links, between nodes, between racks."""
@@ -35,8 +37,13 @@ class AxisTraffic:
     @property
     def words(self) -> str:
         """In a few words."""
-        where = {"node": "inside nodes", "network": "between nodes", "racks": "between racks"}[self.reach]
-        return f"{self.axis} ({self.ranks}) moves {self.bytes / 1e9:.3g} GB a rank {where} in {self.seconds:.3g} s"
+        where = {"node": "inside nodes", "network": "between nodes", "racks": "between racks"}[
+            self.reach
+        ]
+        return (
+            f"{self.axis} ({self.ranks}) moves {self.bytes / 1e9:.3g} GB a rank {where} in "
+            f"{self.seconds:.3g} s"
+        )
 
 
 @dataclass(frozen=True)
@@ -52,25 +59,36 @@ class Placement:
     @property
     def reason(self) -> str:
         """The traffic of each axis and how far it goes, in one sentence."""
-        return f"{'; '.join(axis.words for axis in self.axes)} (estimated)" if self.axes else "one rank moves nothing"
+        return (
+            (f"{'; '.join(axis.words for axis in self.axes)} (estimated)")
+            if self.axes
+            else "one rank moves nothing"
+        )
 
 
 def placements(plan: Plan) -> list[Placement]:
-    """Orders of a plan's axes that differ in where axes of several ranks stand, fastest first; equal ones as written.
+    """Orders of a plan's axes that differ in where axes of several ranks stand, fastest first;
+    equal ones as written.
 
     Completes the plan; a few milliseconds. Raises `PlanError` as `estimate` does.
     """
     full, constants = on_machine(plan.complete())
     w = workload(full)
-    return sorted((_placed(w, constants, order) for order in _orders(full)), key=lambda one: one.seconds)
+    return sorted(
+        (_placed(w, constants, order) for order in _orders(full)), key=lambda one: one.seconds
+    )
 
 
 def _orders(full: Plan) -> list[tuple[Axis, ...]]:
-    """As written, then every other; axes of one rank go outermost, but a pipeline of unequal replicas stays there."""
+    """As written, then every other; axes of one rank go outermost, but a pipeline of unequal
+    replicas stays there.
+    """
     written, replicas = tuple(full.strategy.placement), full.strategy.pipeline.replicas or []
     long = [axis for axis in written if full.sizes[axis] > 1]
     short = tuple(axis for axis in AXES if axis not in long)
-    orders = [order for order in permutations(long) if len(set(replicas)) < 2 or order[-1] == "pipeline"]
+    orders = [
+        order for order in permutations(long) if len(set(replicas)) < 2 or order[-1] == "pipeline"
+    ]
     return [written, *(short + order for order in orders if order != tuple(long))]
 
 
@@ -85,7 +103,11 @@ def _placed(w: Workload, constants: Constants, order: tuple[Axis, ...]) -> Place
             moved = sum((_moved(call) for call in time.calls if call.axis == axis), 0.0)
             took = spent(time.calls, wires, constants, axis)
             reach = _reach(here, here.knobs.strides[axis] * sizes[axis])
-            found.append(AxisTraffic(axis, round(sizes[axis]), float(np.max(moved)), float(np.max(took)), reach))
+            found.append(
+                AxisTraffic(
+                    axis, round(sizes[axis]), float(np.max(moved)), float(np.max(took)), reach
+                )
+            )
     return Placement(order, float(time.seconds), tuple(sorted(found, key=lambda one: -one.bytes)))
 
 

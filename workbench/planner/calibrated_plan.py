@@ -1,4 +1,6 @@
-"""A calibrated plan is one whose card, fabric and constants come from a measurement: applied here, once."""
+"""A calibrated plan is one whose card, fabric and constants come from a measurement: applied here,
+once.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from workbench.machine.calibration_file import Calibration, Collective, Probe, Scale, read, small_plan
-from workbench.plan.schema import Card, Fabric, Plan
 from workbench.costmodel.communication.collective_cost import SHARE
 from workbench.costmodel.compute.roofline import OPERATORS, peak
+from workbench.costmodel.inputs.config import BYTES
+from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import Constants, constants
 from workbench.costmodel.rates.measured_curves import Curves
-from workbench.costmodel.inputs.config import BYTES
 from workbench.costmodel.step_time import step_time
-from workbench.costmodel.inputs.rank_workload import workload
+from workbench.machine.calibration_file import (
+    Calibration,
+    Collective,
+    Probe,
+    Scale,
+    read,
+    small_plan,
+)
+from workbench.plan.schema import Card, Fabric, Plan
 
 STREAMS = 3
 """Tensors that a typical elementwise operator touches."""
@@ -29,7 +38,8 @@ SLOWED = ("gemm_share", "attention_share", "memory_share")
 
 
 def calibrated(plan: Plan) -> tuple[Card, Fabric, dict[str, float]]:
-    """Card, fabric and changed constants of a complete plan; its own, and none, where it names no calibration.
+    """Card, fabric and changed constants of a complete plan; its own, and none, where it names no
+    calibration.
 
     Constants are named as in `data/planner.yaml`. Raises `PlanError` where the file cannot be used.
     """
@@ -38,7 +48,9 @@ def calibrated(plan: Plan) -> tuple[Card, Fabric, dict[str, float]]:
 
 
 def on_machine(plan: Plan) -> tuple[Plan, Constants]:
-    """A complete plan with the figures of the machine that its calibration measured, and the constants beside them."""
+    """A complete plan with the figures of the machine that its calibration measured, and the
+    constants beside them.
+    """
     card, fabric, changed = calibrated(plan)
     cluster = plan.cluster.model_copy(update={"gpu": card, "fabric": fabric})
     usual = constants(card, plan.strategy.kernels, plan.strategy.stack)
@@ -84,8 +96,9 @@ def _all_reduces(calibration: Calibration) -> list[Collective]:
 def overrides(curves: Curves, plan: Plan) -> dict[str, Any]:
     """Figures of card and fabric that a measurement replaces.
 
-    A CPU rank has no published peak: its peak is the rate of an endless product. A card keeps its published ones, so
-    that utilisation keeps its meaning, and is measured against them by `constants_of`.
+    A CPU rank has no published peak: its peak is the rate of an endless product. A card keeps its
+    published ones, so that utilisation keeps its meaning, and is measured against them by
+    `constants_of`.
     """
     figures: dict[str, Any] = {}
     if plan.card.device == "cpu":
@@ -97,11 +110,15 @@ def overrides(curves: Curves, plan: Plan) -> dict[str, Any]:
 
 def _typical_bytes(plan: Plan) -> int:
     """Bytes that an elementwise operator of a layer touches: caches make small ones quick."""
-    return STREAMS * plan.training.sequence_length * plan.shape.hidden * BYTES[plan.strategy.precision]
+    return (
+        STREAMS * plan.training.sequence_length * plan.shape.hidden * BYTES[plan.strategy.precision]
+    )
 
 
 def _link(curves: Curves) -> dict[str, float]:
-    """Bandwidth and latency of a ring that takes as long as the measured all-reduce over all ranks of the machine."""
+    """Bandwidth and latency of a ring that takes as long as the measured all-reduce over all ranks
+    of the machine.
+    """
     if not _all_reduces(curves.calibration) or curves.ranks < 2:
         return {}
     alpha, beta = curves.alpha_beta("all_reduce", curves.ranks)
@@ -110,7 +127,9 @@ def _link(curves: Curves) -> dict[str, float]:
 
 
 def constants_of(curves: Curves, card: Card, plan: Plan) -> dict[str, float]:
-    """Constants of `data/planner.yaml` that the measurement replaces, relative to the figures of `card`."""
+    """Constants of `data/planner.yaml` that the measurement replaces, relative to the figures of
+    `card`.
+    """
     precision = plan.strategy.precision
     products, host = curves.products(precision), curves.host
     most = peak(card, precision)
@@ -128,19 +147,28 @@ def constants_of(curves: Curves, card: Card, plan: Plan) -> dict[str, float]:
         found |= {"attention_share": forward / most, "attention_backward": 2.5 / backward}
     if _link(curves):
         found["link_share"] = 1.0
-    if plan.world_size == ranks_at_once(plan):  # one machine: all that a step costs beside its layers was seen
+    if plan.world_size == ranks_at_once(
+        plan
+    ):  # one machine: all that a step costs beside its layers was seen
         layers = -(-plan.shape.layers // plan.sizes["pipeline"])
-        found |= {"step_fixed_ms": (host.step_us + layers * host.layer_step_us) / 1e3, "step_doubling_ms": 0.0}
+        found |= {
+            "step_fixed_ms": (host.step_us + layers * host.layer_step_us) / 1e3,
+            "step_doubling_ms": 0.0,
+        }
     return found
 
 
 @lru_cache(maxsize=16)
 def _traffic(calibration: Calibration, ranks: int) -> float | None:
-    """Traffic of eager memory-bound operators over the textbook's: what products, attention and the host leave
-    unexplained of whole steps of small models. None: none was timed.
+    """Traffic of eager memory-bound operators over the textbook's: what products, attention and the
+    host leave unexplained of whole steps of small models. None: none was timed.
     """
     near = {probe.ranks for probe in Curves(calibration, ranks).probes}
-    found = [_of_probe(Curves(calibration, at), probe) for at in near for probe in Curves(calibration, at).probes]
+    found = [
+        _of_probe(Curves(calibration, at), probe)
+        for at in near
+        for probe in Curves(calibration, at).probes
+    ]
     return max(LEAST_TRAFFIC, float(np.median(found))) if found else None
 
 
@@ -157,12 +185,20 @@ def _of_probe(curves: Curves, probe: Probe) -> float:
 def _scaled(
     scale: Scale, card: Card, fabric: Fabric, found: dict[str, float], usual: Constants
 ) -> tuple[Card, Fabric, dict[str, float]]:
-    """What computes slower by one factor, what communicates by another, every step longer by a sum."""
+    """What computes slower by one factor, what communicates by another, every step longer by a
+    sum.
+    """
     slow, far = scale.compute, scale.communication
     whole = asdict(usual) | found
     changed = found | {name: whole[name] / slow for name in SLOWED}
-    changed |= {"launch_us": whole["launch_us"] * slow, "step_fixed_ms": whole["step_fixed_ms"] + scale.fixed_ms}
+    changed |= {
+        "launch_us": whole["launch_us"] * slow,
+        "step_fixed_ms": whole["step_fixed_ms"] + scale.fixed_ms,
+    }
     link = {"link_gbs": card.link_gbs / far}
-    latency = {"link_latency_us": fabric.link_latency_us * far, "nic_latency_us": fabric.nic_latency_us * far}
+    latency = {
+        "link_latency_us": fabric.link_latency_us * far,
+        "nic_latency_us": fabric.nic_latency_us * far,
+    }
     further = latency | {"nic_gbs": fabric.nic_gbs / far}
     return card.model_copy(update=link), fabric.model_copy(update=further), changed

@@ -1,4 +1,6 @@
-"""What a plan will cost, in closed form and milliseconds: the planner's whole answer as a Profile."""
+"""What a plan will cost, in closed form and milliseconds: the planner's whole answer as a
+Profile.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +9,32 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench.plan.schema import Plan
-from workbench.planner.memory_advice import advise
-from workbench.planner.calibrated_plan import on_machine
+from workbench.costmodel.communication.collective_volume import Call, exactly
 from workbench.costmodel.compute.kernel_benchmarks import provenance
+from workbench.costmodel.frameworks.framework_profile import OWN, interval
+from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import Memory, memory
 from workbench.costmodel.memory.reported_memory import need
-from workbench.costmodel.frameworks.framework_profile import OWN, interval
 from workbench.costmodel.step_time import bounds, parts, step_time, utilisation
+from workbench.plan.schema import Plan
+from workbench.planner.calibrated_plan import on_machine
 from workbench.planner.estimated_timeline import simulated_seconds, timeline
-from workbench.costmodel.communication.collective_volume import Call, exactly
-from workbench.costmodel.inputs.rank_workload import workload
+from workbench.planner.memory_advice import advise
 from workbench.profile import COLUMNS, MOMENTS, Profile, frame
 from workbench.schedules import Timeline
 
 UNCALIBRATED = "assumed figures, not calibrated: `workbench calibrate` measures this machine"
-"""What stands beside the times of CPU ranks that nothing was measured of: no datasheet knows them."""
+"""What stands beside the times of CPU ranks that nothing was measured of: no datasheet knows
+them.
+"""
 
 
 def estimate(plan: Plan) -> Profile:
-    """Memory by category and pipeline stage, step time by part, every collective; fits, and else what would fit.
+    """Memory by category and pipeline stage, step time by part, every collective; fits, and else
+    what would fit.
 
-    Completes the plan. One rank a pipeline stage stands for all ranks of that stage. Raises `PlanError` where the plan
-    is illegal or asks for what the planner does not model.
+    Completes the plan. One rank a pipeline stage stands for all ranks of that stage. Raises
+    `PlanError` where the plan is illegal or asks for what the planner does not model.
     """
     full, k = on_machine(plan.complete())
     w = workload(full)
@@ -38,7 +43,10 @@ def estimate(plan: Plan) -> Profile:
     starts = _starts(full)
     head = {"run": full.name, "source": "estimated", "step": 0}
     capacity = int(full.card.memory_gib * 2**30)
-    notes: dict[str, Any] = {"time": parts(w, time), "model_flops_utilisation": float(utilisation(w, k, time))}
+    notes: dict[str, Any] = {
+        "time": parts(w, time),
+        "model_flops_utilisation": float(utilisation(w, k, time)),
+    }
     if full.card.device == "cpu" and full.cluster.calibration is None:
         notes["uncalibrated"] = UNCALIBRATED
     notes["memory"] = need(float(live.peak.max()), capacity, full.strategy.stack)
@@ -55,13 +63,20 @@ def estimate(plan: Plan) -> Profile:
     own = [exactly(w, time.calls, rank) for rank in range(w.pipeline)]
     seconds = float(time.seconds)
     return Profile(
-        run=full.name, source="estimated", world_size=full.world_size,
+        run=full.name,
+        source="estimated",
+        world_size=full.world_size,
         memory=_memory_frame(head, live, starts),
         timeline=_timeline_frame(head, drawn, starts),
         collectives=_collectives_frame(head, own, starts),
-        steps=frame("steps", [head | {"rank": 0, "seconds": seconds, "tokens": _tokens(full), "skipped": False}]),
-        representative=_representative(full, starts), capacity_bytes=capacity, notes=notes,
-    )  # fmt: skip
+        steps=frame(
+            "steps",
+            [head | {"rank": 0, "seconds": seconds, "tokens": _tokens(full), "skipped": False}],
+        ),
+        representative=_representative(full, starts),
+        capacity_bytes=capacity,
+        notes=notes,
+    )
 
 
 def _tokens(plan: Plan) -> int:
@@ -92,26 +107,36 @@ def _unequal(plan: Plan) -> list[int]:
 def _representative(plan: Plan, starts: list[int]) -> dict[int, int]:
     ranks = np.arange(plan.world_size)
     if _unequal(plan):
-        return {int(rank): starts[np.searchsorted(starts, rank, side="right") - 1] for rank in ranks}
+        return {
+            int(rank): starts[np.searchsorted(starts, rank, side="right") - 1] for rank in ranks
+        }
     stride = _stride(plan)
     stands_for = ranks // stride % plan.sizes["pipeline"] * stride
     return dict(enumerate(stands_for.tolist()))
 
 
 def _memory_frame(head: dict[str, Any], live: Memory, starts: list[int]) -> pd.DataFrame:
-    """A row a stage, moment and category that is not nothing; host rows at every moment, for they do not move."""
-    columns: dict[str, list[Any]] = {name: [] for name in ("stage", "moment", "tier", "category", "bytes")}
+    """A row a stage, moment and category that is not nothing; host rows at every moment, for they
+    do not move.
+    """
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("stage", "moment", "tier", "category", "bytes")
+    }
     for moment in MOMENTS:
         for tier, table in (("device", live.moments[moment]), ("host", live.host)):
             for category, sizes in table.items():
                 for stage, size in enumerate(sizes.tolist()):
                     if size > 0:
-                        for name, value in zip(columns, (stage, moment, tier, category, round(size))):
+                        for name, value in zip(
+                            columns, (stage, moment, tier, category, round(size))
+                        ):
                             columns[name].append(value)
     return _frame("memory", head, columns, starts)
 
 
-def _timeline_frame(head: dict[str, Any], timeline: Timeline | None, starts: list[int]) -> pd.DataFrame:
+def _timeline_frame(
+    head: dict[str, Any], timeline: Timeline | None, starts: list[int]
+) -> pd.DataFrame:
     intervals = timeline.intervals if timeline else ()
     columns: dict[str, list[Any]] = {
         "stage": [i.action.stage for i in intervals],
@@ -123,19 +148,33 @@ def _timeline_frame(head: dict[str, Any], timeline: Timeline | None, starts: lis
     return _frame("timeline", head, columns, starts, [i.rank for i in intervals])
 
 
-def _collectives_frame(head: dict[str, Any], calls: list[list[Call]], starts: list[int]) -> pd.DataFrame:
+def _collectives_frame(
+    head: dict[str, Any], calls: list[list[Call]], starts: list[int]
+) -> pd.DataFrame:
     names = ("axis", "kind", "group_size", "dtype", "bytes", "count", "action")
     rows = [(stage, call) for stage, own in enumerate(calls) for call in own]
-    columns: dict[str, list[Any]] = {name: [getattr(call, name) for _, call in rows] for name in names}
+    columns: dict[str, list[Any]] = {
+        name: [getattr(call, name) for _, call in rows] for name in names
+    }
     columns |= {name: [round(x) for x in columns[name]] for name in ("bytes", "count")}
     columns["stage"] = [stage for stage, _ in rows]
     return _frame("collectives", head, columns, starts)
 
 
 def _frame(
-    kind: str, head: dict[str, Any], columns: dict[str, list[Any]], starts: list[int], homes: list[int] | None = None
+    kind: str,
+    head: dict[str, Any],
+    columns: dict[str, list[Any]],
+    starts: list[int],
+    homes: list[int] | None = None,
 ) -> pd.DataFrame:
-    """A frame from columns; ranks follow from pipeline ranks, which are the stages unless `homes` says."""
+    """A frame from columns; ranks follow from pipeline ranks, which are the stages unless `homes`
+    says.
+    """
     arrays = {name: np.array(values) for name, values in columns.items()}
-    ranks = {"rank": np.array(starts)[np.array(arrays["stage"] if homes is None else homes, dtype=int)]}
-    return pd.DataFrame(arrays | ranks | head, columns=list(COLUMNS[kind]), index=range(len(columns["stage"])))
+    ranks = {
+        "rank": np.array(starts)[np.array(arrays["stage"] if homes is None else homes, dtype=int)]
+    }
+    return pd.DataFrame(
+        arrays | ranks | head, columns=list(COLUMNS[kind]), index=range(len(columns["stage"]))
+    )

@@ -1,9 +1,11 @@
-"""The step as a picture: the schedule's table, simulated with each pipeline rank's estimated durations."""
+"""The step as a picture: the schedule's table, simulated with each pipeline rank's estimated
+durations.
+"""
 
 from __future__ import annotations
 
-from workbench.costmodel.step_time import Durations, StepTime, by_stage
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.step_time import Durations, StepTime, by_stage
 from workbench.schedules import Timeline, generate, names, simulate
 
 ACTIONS = 1536
@@ -11,7 +13,9 @@ ACTIONS = 1536
 
 
 def timeline(w: Workload, d: Durations) -> tuple[Timeline | None, int]:
-    """(timeline of one plan, microbatches in it); None where the schedule has no table or fills too slowly."""
+    """(timeline of one plan, microbatches in it); None where the schedule has no table or fills too
+    slowly.
+    """
     s = w.setting
     whole, turn = int(w.microbatches), w.pipeline if s.schedule == "interleaved" else 1
     if s.table is not None:
@@ -19,11 +23,16 @@ def timeline(w: Workload, d: Durations) -> tuple[Timeline | None, int]:
     microbatches = min(whole, ACTIONS // (2 * w.pipeline * s.chunks) // turn * turn)
     if s.schedule not in names() or microbatches < min(whole, 2 * w.pipeline):
         return None, 0
-    return simulate(generate(s.schedule, w.pipeline, microbatches, s.chunks), by_stage(w, d)), microbatches
+    return simulate(
+        generate(s.schedule, w.pipeline, microbatches, s.chunks), by_stage(w, d)
+    ), microbatches
 
 
-def simulated_seconds(w: Workload, time: StepTime, drawn: Timeline | None, microbatches: int) -> float | None:
-    """The step of one plan by event simulation: `drawn` with `microbatches`, the rest at the slowest rank's pace.
+def simulated_seconds(
+    w: Workload, time: StepTime, drawn: Timeline | None, microbatches: int
+) -> float | None:
+    """The step of one plan by event simulation: `drawn` with `microbatches`, the rest at the
+    slowest rank's pace.
 
     Closed forms count unequal stages only roughly. None where nothing was simulated.
     """

@@ -1,17 +1,19 @@
-"""What to change so that a plan fits: the smallest change, tried in the order in which people would."""
+"""What to change so that a plan fits: the smallest change, tried in the order in which people
+would.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from workbench.plan.catalog import catalog
-from workbench.errors import PlanError
-from workbench.plan.schema import Card, Plan
-from workbench.plan.rules.supported import unsupported
-from workbench.planner.calibrated_plan import on_machine
-from workbench.costmodel.memory.peak_memory import memory
 from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.memory.peak_memory import memory
+from workbench.errors import PlanError
+from workbench.plan.catalog import catalog
+from workbench.plan.rules.supported import unsupported
+from workbench.plan.schema import Card, Plan
+from workbench.planner.calibrated_plan import on_machine
 
 Change = dict[str, Any]
 """Field -> value, as `Plan.replace` takes it."""
@@ -30,11 +32,12 @@ def peak_bytes(full: Plan) -> int:
 
 
 def advise(plan: Plan, full: Plan) -> dict[str, Any] | None:
-    """The first change that makes the plan fit: {field, from, to, peak_bytes, changes}; None where none is found.
+    """The first change that makes the plan fit: {field, from, to, peak_bytes, changes}; None where
+    none is found.
 
-    `full` is `plan` completed; `changes` is what `plan.replace` takes. First what can be done on the same GPUs, one
-    field before several, then more of them, then other GPUs, the same vendor's before others'. Of each of these a plan
-    that can run is first offered what can run too.
+    `full` is `plan` completed; `changes` is what `plan.replace` takes. First what can be done on
+    the same GPUs, one field before several, then more of them, then other GPUs, the same vendor's
+    before others'. Of each of these a plan that can run is first offered what can run too.
     """
     runs = not unsupported(full, "run")
     tiers = [[*one_field_here(full), *together_here(full)], more_gpus(full), other_gpus(full)]
@@ -76,20 +79,35 @@ def _now(full: Plan, field: str) -> Any:
 
 
 def one_field_here(full: Plan) -> list[Change]:
-    """Changes of one field on the same GPUs: micro-batch, recomputing, sharding, offloading, splitting, a preset."""
+    """Changes of one field on the same GPUs: micro-batch, recomputing, sharding, offloading,
+    splitting, a preset.
+    """
     s = full.strategy
-    found: list[Change] = [{"training.micro_batch": size} for size in _halves(full.training.micro_batch)]
+    found: list[Change] = [
+        {"training.micro_batch": size} for size in _halves(full.training.micro_batch)
+    ]
     if isinstance(s.recompute, str):
-        found += ({"strategy.recompute": kind} for kind in RECOMPUTE[RECOMPUTE.index(s.recompute) + 1 :])
+        found += (
+            {"strategy.recompute": kind} for kind in RECOMPUTE[RECOMPUTE.index(s.recompute) + 1 :]
+        )
     found += ({"strategy.data.zero": zero} for zero in range(s.data.zero + 1, 4))
-    found += ({"strategy.data.offload": kind} for kind in OFFLOAD[OFFLOAD.index(s.data.offload) + 1 :])
-    for field, now in (("strategy.tensor.size", s.tensor.ranks), ("strategy.pipeline.size", s.pipeline.size)):
-        found += ({field: now * 2**n} for n in range(1, DOUBLINGS + 1) if now * 2**n <= full.world_size)
+    found += (
+        {"strategy.data.offload": kind} for kind in OFFLOAD[OFFLOAD.index(s.data.offload) + 1 :]
+    )
+    for field, now in (
+        ("strategy.tensor.size", s.tensor.ranks),
+        ("strategy.pipeline.size", s.pipeline.size),
+    ):
+        found += (
+            {field: now * 2**n} for n in range(1, DOUBLINGS + 1) if now * 2**n <= full.world_size
+        )
     return found + [{"strategy.preset": name} for name in PRESETS if name != s.preset]
 
 
 def together_here(full: Plan) -> Iterator[Change]:
-    """Changes of several fields on the same GPUs, each step keeping the one before; then presets that recompute all."""
+    """Changes of several fields on the same GPUs, each step keeping the one before; then presets
+    that recompute all.
+    """
     s, change = full.strategy, Change()
     if full.training.micro_batch > 1:
         change["training.micro_batch"] = 1
@@ -111,10 +129,18 @@ def more_gpus(full: Plan) -> list[Change]:
 
 
 def other_gpus(full: Plan) -> list[Change]:
-    """The same plan on a larger GPU, then presets that recompute all on as many of the largest as it takes."""
+    """The same plan on a larger GPU, then presets that recompute all on as many of the largest as
+    it takes.
+    """
     larger: list[Change] = [{"cluster.gpu": card.name} for card in _larger(full.card)]
-    more: list[Change] = [{}, *({"cluster.gpus": full.world_size * 2**n} for n in range(1, 2 * DOUBLINGS))]
-    return [*larger, *(larger[-1] | gpus | preset for gpus in more for preset in _presets(full) if larger)]
+    more: list[Change] = [
+        {},
+        *({"cluster.gpus": full.world_size * 2**n} for n in range(1, 2 * DOUBLINGS)),
+    ]
+    return [
+        *larger,
+        *(larger[-1] | gpus | preset for gpus in more for preset in _presets(full) if larger),
+    ]
 
 
 def _presets(full: Plan) -> list[Change]:
@@ -129,10 +155,14 @@ def _halves(size: int) -> Iterator[int]:
 
 
 def _larger(card: Card) -> list[Card]:
-    """GPUs of the catalog with more memory (any, where the card is a CPU): the same vendor's first, smallest first."""
+    """GPUs of the catalog with more memory (any, where the card is a CPU): the same vendor's first,
+    smallest first.
+    """
     others = [entry.card for entry in catalog.gpus().values()]
     kind = "cuda" if card.device == "cpu" else card.device
-    larger = [other for other in others if other.device == kind and other.memory_gib > card.memory_gib]
+    larger = [
+        other for other in others if other.device == kind and other.memory_gib > card.memory_gib
+    ]
     return sorted(larger, key=lambda other: (_vendor(other) != _vendor(card), other.memory_gib))
 
 

@@ -12,8 +12,9 @@ from workbench.machine.calibration_file import Scale
 ENOUGH = 4
 """Runs that fix three numbers; fewer would be met exactly by numbers that predict nothing."""
 TRUST = 0.05
-"""Weight of the assumption that compute and communication are off by one common factor: with few runs they cannot be
-told apart. Relative to a run's own error."""
+"""Weight of the assumption that compute and communication are off by one common factor: with few
+runs they cannot be told apart. Relative to a run's own error.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class Told:
 
 
 def told(measured: float, parts: dict[str, float]) -> Told:
-    """A run whose step took `measured` seconds and was estimated as `parts`, see `planner.step.parts`."""
+    """A run whose step took `measured` seconds and was estimated as `parts`, see
+    `planner.step.parts`.
+    """
     communication = sum(value for name, value in parts.items() if name.endswith("_comm"))
     overhead = parts.get("overhead", 0.0)
     return Told(measured, sum(parts.values()) - communication - overhead, communication, overhead)
@@ -42,11 +45,13 @@ def told(measured: float, parts: dict[str, float]) -> Told:
 def scale(runs: Sequence[Told], before: Scale) -> Scale:
     """Factors that bring estimates made with `before` to the measured steps.
 
-    One run fixes one factor, on compute and communication alike, and is met exactly; `ENOUGH` runs fix three numbers,
-    by least squares of relative errors.
+    One run fixes one factor, on compute and communication alike, and is met exactly; `ENOUGH` runs
+    fix three numbers, by least squares of relative errors.
     """
     common = float(np.median([_common(run) for run in runs]))
-    compute, communication, fixed = _several(runs, common) if len(runs) >= ENOUGH else (common, common, 0.0)
+    compute, communication, fixed = (
+        _several(runs, common) if len(runs) >= ENOUGH else (common, common, 0.0)
+    )
     return Scale(
         compute=before.compute * compute,
         communication=before.communication * communication,
@@ -55,7 +60,9 @@ def scale(runs: Sequence[Told], before: Scale) -> Scale:
 
 
 def _common(run: Told) -> float:
-    """The factor that one run asks for; overhead is believed unless it alone is more than the step."""
+    """The factor that one run asks for; overhead is believed unless it alone is more than the
+    step.
+    """
     work = run.compute + run.communication
     return max(run.measured - run.overhead, 0.05 * run.measured) / work
 

@@ -1,8 +1,10 @@
-"""What training on so many tokens will cost: days, hours of cards, money and energy, from an estimated step.
+"""What training on so many tokens will cost: days, hours of cards, money and energy, from an
+estimated step.
 
-Power is a card's board power times (what it draws while it waits + what computing adds, times the share of the step
-that computes), and its share of the host; energy is that times the site's power usage effectiveness. The constants
-stand with their sources in `data/planner.yaml`, section `energy`.
+Power is a card's board power times (what it draws while it waits + what computing adds, times the
+share of the step that computes), and its share of the host; energy is that times the site's power
+usage effectiveness. The constants stand with their sources in `data/planner.yaml`, section
+`energy`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Power:
 
 @dataclass(frozen=True)
 class Cost:
-    """The estimated price of `tokens`. None where something it needs is unknown; `missing` says what."""
+    """The estimated price of `tokens`. None where something it needs is unknown; `missing` says
+    what.
+    """
 
     source: str
     tokens: int
@@ -59,32 +63,48 @@ class Cost:
 
     def to_json(self) -> dict[str, Any]:
         """The fields and the days, for machines."""
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {"days": self.days}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {
+            "days": self.days
+        }
 
 
-def cost(plan: Plan, profile: Profile, tokens: float | None = None, price: float | None = None) -> Cost:
+def cost(
+    plan: Plan, profile: Profile, tokens: float | None = None, price: float | None = None
+) -> Cost:
     """The cost of training a complete `plan` on `tokens`, by the step of its estimate `profile`.
 
-    `tokens` default to 20 a parameter, the compute-optimal number; `price` is of one card, USD an hour, and default to
-    the card's own. Raises `PlanError` for numbers that cannot be meant.
+    `tokens` default to 20 a parameter, the compute-optimal number; `price` is of one card, USD an
+    hour, and default to the card's own. Raises `PlanError` for numbers that cannot be meant.
     """
     _legal(tokens, price)
     step = float(profile.steps.seconds.iloc[0])
     rate = float(profile.steps.tokens.iloc[0]) / step
     wanted = int(tokens or TOKENS_A_PARAMETER * parameters(plan.shape).active)
     hours = wanted / rate / HOUR * plan.world_size
-    each, told = (plan.card.price_per_hour, plan.card.price_source) if price is None else (price, "as given")
+    each, told = (
+        (plan.card.price_per_hour, plan.card.price_source) if price is None else (price, "as given")
+    )
     watts = watts_per_card(plan.card, profile.notes["time"]["compute"] / step)
     return Cost(
-        source=profile.source, tokens=wanted, tokens_from="as given" if tokens else "20 a parameter",
-        tokens_per_second=rate, seconds=wanted / rate, gpu_hours=hours, price_per_hour=each,
-        price_source=told if each is not None else "", dollars=None if each is None else hours * each,
-        watts=watts, kwh=None if watts is None else hours * watts / 1000, missing=_missing(plan.card, each, watts),
-    )  # fmt: skip
+        source=profile.source,
+        tokens=wanted,
+        tokens_from="as given" if tokens else "20 a parameter",
+        tokens_per_second=rate,
+        seconds=wanted / rate,
+        gpu_hours=hours,
+        price_per_hour=each,
+        price_source=told if each is not None else "",
+        dollars=None if each is None else hours * each,
+        watts=watts,
+        kwh=None if watts is None else hours * watts / 1000,
+        missing=_missing(plan.card, each, watts),
+    )
 
 
 def watts_per_card(card: Card, computing: float) -> float | None:
-    """Mean power at the site's meter of one card and its share of the host; `computing` is the share of the step."""
+    """Mean power at the site's meter of one card and its share of the host; `computing` is the
+    share of the step.
+    """
     if card.watts is None:
         return None
     p = power()
@@ -102,7 +122,10 @@ def power() -> Power:
 def _missing(card: Card, price: float | None, watts: float | None) -> tuple[str, ...]:
     told = []
     if price is None:
-        told.append(f"no public price of {card.name} is known; give one (--price, cluster.gpu.price_per_hour)")
+        told.append(
+            f"no public price of {card.name} is known; give one (--price, "
+            f"cluster.gpu.price_per_hour)"
+        )
     if watts is None:
         told.append(f"the board power of {card.name} is not known; give it (cluster.gpu.watts)")
     return tuple(told)

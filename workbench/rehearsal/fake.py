@@ -12,13 +12,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 if not "2.11" <= torch.__version__ < "2.14":
     raise ImportError(
-        f"workbench.rehearsal.fake uses torch's fake process group of 2.11 to 2.13, not {torch.__version__}"
+        f"workbench.rehearsal.fake uses torch's fake process group of 2.11 to 2.13, not "
+        f"{torch.__version__}"
     )
 
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """A process group of `world_size` in which this process is `rank` and every collective returns at once."""
+    """A process group of `world_size` in which this process is `rank` and every collective returns
+    at once.
+    """
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield

@@ -1,4 +1,6 @@
-"""Rehearse a plan: build and step the same session that a run would, rank by rank, without bytes."""
+"""Rehearse a plan: build and step the same session that a run would, rank by rank, without
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from workbench.models.moe import balanced
 from workbench.models.python_model import build_python
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.rank_placement import coordinates, rank_at
-from workbench.plan.schema import Plan
 from workbench.plan.rules.supported import require
+from workbench.plan.schema import Plan
 from workbench.profile import Profile, frame
 from workbench.rehearsal.fake import fake_tensors, fake_world
 
@@ -33,8 +35,9 @@ def rehearse(
 ) -> Profile:
     """Peak memory by category and every collective of `ranks`; default: one rank a pipeline stage.
 
-    Ranks of a stage do the same, so the others are represented by their stage's first. Raises `PlanError` where the
-    engine cannot run the plan yet, ValueError for a rank outside the world. `progress(done, of)` is told of each rank.
+    Ranks of a stage do the same, so the others are represented by their stage's first. Raises
+    `PlanError` where the engine cannot run the plan yet, ValueError for a rank outside the world.
+    `progress(done, of)` is told of each rank.
     """
     plan = plan.complete()
     require(plan, "rehearse", allow_code)
@@ -57,7 +60,9 @@ def rehearse(
         collectives=frame("collectives", collectives),
         representative=_stand_ins(representative, chosen),
         capacity_bytes=int(plan.card.memory_gib * 2**30),
-        notes={} if plan.code or not plan.shape.unmodelled else {"not_modelled": plan.shape.unmodelled},
+        notes={}
+        if plan.code or not plan.shape.unmodelled
+        else {"not_modelled": plan.shape.unmodelled},
     )
 
 
@@ -68,7 +73,8 @@ def _representative(plan: Plan, rank: int) -> int:
 
 
 def _stand_ins(representative: dict[int, int], chosen: list[int]) -> dict[int, int]:
-    """Rank -> the rehearsed rank that does the same: itself, or the first of its stage; ranks that have none left out.
+    """Rank -> the rehearsed rank that does the same: itself, or the first of its stage; ranks that
+    have none left out.
 
     `representative` maps ranks of a stage to one of them.
     """
@@ -80,11 +86,13 @@ def _stand_ins(representative: dict[int, int], chosen: list[int]) -> dict[int, i
 
 
 def shortened(plan: Plan, stage: int) -> Plan:
-    """The plan with as few microbatches as show all that this stage does: its pipeline fills, runs and drains.
+    """The plan with as few microbatches as show all that this stage does: its pipeline fills, runs
+    and drains.
 
-    With early backward a stage holds at most `pipeline - stage` microbatches, however many there are, and every
-    further one repeats what the former did. GPipe holds them all, and is not shortened; nor is ZeRO-3 with a norm
-    behind the embedding, or of a model that is code, which backward leaves gathered for the next microbatch.
+    With early backward a stage holds at most `pipeline - stage` microbatches, however many there
+    are, and every further one repeats what the former did. GPipe holds them all, and is not
+    shortened; nor is ZeRO-3 with a norm behind the embedding, or of a model that is code, which
+    backward leaves gathered for the next microbatch.
     """
     left_whole = plan.strategy.data.zero == 3 and bool(plan.code or plan.shape.embedding_norm)
     if plan.strategy.pipeline.schedule != "1f1b" or left_whole:
@@ -94,15 +102,18 @@ def shortened(plan: Plan, stage: int) -> Plan:
 
 
 def _described(plan: Plan) -> nn.Module | None:
-    """The module of a plan whose model is code, without bytes. Built outside the fake mode: copying a fake tensor, as
-    torch's own layers do, would copy its mode."""
+    """The module of a plan whose model is code, without bytes. Built outside the fake mode: copying
+    a fake tensor, as torch's own layers do, would copy its mode.
+    """
     if plan.code is None:
         return None
     with torch.device("meta"):
         return build_python(plan.code, plan.training.seed)
 
 
-def _rehearse_rank(plan: Plan, rank: int, memory: list[dict[str, Any]], collectives: list[dict[str, Any]]) -> None:
+def _rehearse_rank(
+    plan: Plan, rank: int, memory: list[dict[str, Any]], collectives: list[dict[str, Any]]
+) -> None:
     """Two steps of one rank; the fake tensors are on the CPU whatever the plan's card."""
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan, rank)
@@ -114,10 +125,13 @@ def _rehearse_rank(plan: Plan, rank: int, memory: list[dict[str, Any]], collecti
             collectives += [head | row for row in rows]
 
 
-def _calls_of_whole_steps(plan: Plan, mesh: Mesh, samplers: Sequence[Sampler]) -> list[list[dict[str, Any]]]:
+def _calls_of_whole_steps(
+    plan: Plan, mesh: Mesh, samplers: Sequence[Sampler]
+) -> list[list[dict[str, Any]]]:
     """Collectives of each whole step, from `samplers` that saw a few of its microbatches.
 
-    Below ZeRO-2 the action of a call says whether microbatches repeat it; beyond, what one microbatch more adds.
+    Below ZeRO-2 the action of a call says whether microbatches repeat it; beyond, what one
+    microbatch more adds.
     """
     few, of = shortened(plan, mesh["pipeline"].index).num_microbatches, plan.num_microbatches
     if plan.strategy.data.zero < 2:
@@ -144,14 +158,24 @@ def _steps(plan: Plan, mesh: Mesh, microbatches: int) -> list[Sampler]:
     return found
 
 
-def grown(rows: list[dict[str, Any]], longer: list[dict[str, Any]], more: int) -> list[dict[str, Any]]:
-    """Collectives of a step of `more` further microbatches than `rows`: each adds what `longer`, of one more, has."""
+def grown(
+    rows: list[dict[str, Any]], longer: list[dict[str, Any]], more: int
+) -> list[dict[str, Any]]:
+    """Collectives of a step of `more` further microbatches than `rows`: each adds what `longer`, of
+    one more, has.
+    """
     few, many = (
-        {tuple((k, v) for k, v in row.items() if k != "count"): row["count"] for row in x} for x in (rows, longer)
+        {tuple((k, v) for k, v in row.items() if k != "count"): row["count"] for row in x}
+        for x in (rows, longer)
     )
-    counts = {key: few.get(key, 0) + more * (many.get(key, 0) - few.get(key, 0)) for key in {**few, **many}}
+    counts = {
+        key: few.get(key, 0) + more * (many.get(key, 0) - few.get(key, 0))
+        for key in {**few, **many}
+    }
     return [{**dict(key), "count": count} for key, count in counts.items() if count]
 
 
 def _with_microbatches(plan: Plan, number: int) -> Plan:
-    return plan.replace(**{"training.global_batch": number * plan.training.micro_batch * plan.sizes["data"]})
+    return plan.replace(
+        **{"training.global_batch": number * plan.training.micro_batch * plan.sizes["data"]}
+    )

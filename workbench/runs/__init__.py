@@ -1,4 +1,6 @@
-"""A run on disk: preflight, launch, supervisor, attach, stop, telemetry and its reader. Imports no torch."""
+"""A run on disk: preflight, launch, supervisor, attach, stop, telemetry and its reader. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench.runs.launch.preflight import preflight
-    from workbench.runs.store.telemetry_reader import Reader
     from workbench.runs.run import Run, attach, list_runs, profile_of, start
     from workbench.runs.store.run_state import Cause, State
+    from workbench.runs.store.telemetry_reader import Reader
 
 _HOMES = {
-    "Cause": "store.run_state", "Reader": "store.telemetry_reader", "Run": "run", "State": "store.run_state", "attach": "run", "list_runs": "run",
-    "preflight": "launch.preflight", "profile_of": "run", "start": "run",
-}  # fmt: skip
+    "Cause": "store.run_state",
+    "Reader": "store.telemetry_reader",
+    "Run": "run",
+    "State": "store.run_state",
+    "attach": "run",
+    "list_runs": "run",
+    "preflight": "launch.preflight",
+    "profile_of": "run",
+    "start": "run",
+}
 
-__all__ = ["Cause", "Reader", "Run", "State", "attach", "list_runs", "preflight", "profile_of", "start"]
+__all__ = [
+    "Cause",
+    "Reader",
+    "Run",
+    "State",
+    "attach",
+    "list_runs",
+    "preflight",
+    "profile_of",
+    "start",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,6 @@
-"""A run, seen from outside: everything is read from its directory, so any process can hold one, now or next week."""
+"""A run, seen from outside: everything is read from its directory, so any process can hold one, now
+or next week.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +14,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from workbench.interop import export
-from workbench.safe_io import yaml_files
-from workbench.errors import PlanError
-from workbench.plan.schema import Plan
-from workbench.safe_io.untrusted_text import escaped
-from workbench.profile import Profile
-from workbench.runs.store.run_liveness import read_state, wake
-from workbench.checkpoint.resume_point import checkpoint_of, finished
 from workbench.checkpoint.checkpoint_lock import clear
-from workbench.runs.store.command_file import write_command
-from workbench.runs.store.run_directory import create, default_root
-from workbench.runs.store.telemetry_frames import Measured, keep
+from workbench.checkpoint.checksums import Told, refuse_damaged
+from workbench.checkpoint.resume_point import checkpoint_of, finished
+from workbench.errors import PlanError
+from workbench.interop import export
+from workbench.plan.schema import Plan
+from workbench.profile import Profile
 from workbench.runs.launch.accelerate_command import Recipe, compose
 from workbench.runs.launch.parent_death import python_module
-from workbench.runs.store.rank_logs import last_lines
 from workbench.runs.launch.preflight import preflight
 from workbench.runs.launch.rendezvous_ports import checked_port
-from workbench.runs.store.telemetry_reader import Reader, history
+from workbench.runs.store.command_file import write_command
+from workbench.runs.store.rank_logs import last_lines
+from workbench.runs.store.run_directory import create, default_root
+from workbench.runs.store.run_liveness import read_state, wake
 from workbench.runs.store.run_state import State, first_state, is_run, write_state
 from workbench.runs.store.stop_request import GRACE_SECONDS, Stop, request_stop
-from workbench.checkpoint.checksums import Told, refuse_damaged
+from workbench.runs.store.telemetry_frames import Measured, keep
+from workbench.runs.store.telemetry_reader import Reader, history
+from workbench.safe_io import yaml_files
+from workbench.safe_io.untrusted_text import escaped
 
 POLL_SECONDS = 0.1
 CALIBRATION = "calibration.yaml"
@@ -77,8 +79,9 @@ class Run:
     ) -> State:
         """Wait until the run is over; its last state.
 
-        `progress` is called with new telemetry records as they come, `seen` with the state at every look.
-        `timeout` is in seconds; None waits as long as the run's supervisor lives. Raises `TimeoutError`.
+        `progress` is called with new telemetry records as they come, `seen` with the state at every
+        look. `timeout` is in seconds; None waits as long as the run's supervisor lives. Raises
+        `TimeoutError`.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         reader = Reader(self.dir)
@@ -93,15 +96,17 @@ class Run:
                 return state
             if deadline is not None and time.monotonic() > deadline:
                 why = f": {state.warning}" if state.warning else ""
-                why += "; it was launched elsewhere, and only what launched it can end it" * state.launched_elsewhere
+                why += (
+                    "; it was launched elsewhere, and only what launched it can end it"
+                ) * state.launched_elsewhere
                 raise TimeoutError(f"run {self.id} is still {state.phase} after {timeout:g} s{why}")
             time.sleep(POLL_SECONDS)
 
     def stop(self, *, checkpoint: bool = False, grace_seconds: float = GRACE_SECONDS) -> None:
         """Ask the run to stop after its step, and return at once; a run that is over is left alone.
 
-        `checkpoint` asks it to save one first. Ranks that do not end within `grace_seconds` are ended, but not those of
-        a run that was launched elsewhere.
+        `checkpoint` asks it to save one first. Ranks that do not end within `grace_seconds` are
+        ended, but not those of a run that was launched elsewhere.
         """
         if not (state := self.state).final:
             request_stop(self.dir, Stop(checkpoint, grace_seconds))
@@ -140,7 +145,8 @@ def measured(run: str, plan: Plan) -> Measured:
 
 
 def profile_of(folder: str | Path) -> Profile:
-    """What was measured in `folder`: a run directory, or an exported plan's folder that was launched by hand.
+    """What was measured in `folder`: a run directory, or an exported plan's folder that was
+    launched by hand.
 
     Raises `PlanError` where it holds no plan.
     """
@@ -150,12 +156,16 @@ def profile_of(folder: str | Path) -> Profile:
     profile.notes["run_dir"] = str(folder)
     told = {Path(path).name for path in profile.notes["checkpoints"]}
     untold = [str(path) for path in finished(folder / "checkpoints") if path.name not in told]
-    profile.notes["checkpoints"] = sorted([*profile.notes["checkpoints"], *untold], key=lambda path: Path(path).name)
+    profile.notes["checkpoints"] = sorted(
+        [*profile.notes["checkpoints"], *untold], key=lambda path: Path(path).name
+    )
     return profile
 
 
 def keep_frames(folder: Path) -> None:
-    """Write what was measured in a run directory into its `frames/`, every step of it. Raises OSError, `PlanError`."""
+    """Write what was measured in a run directory into its `frames/`, every step of it. Raises
+    OSError, `PlanError`.
+    """
     found = measured(folder.name, Plan.load(folder / "plan.yaml").complete())
     keep(found, Reader(folder), folder / "frames")
 
@@ -173,10 +183,11 @@ def start(
 ) -> Run:
     """Start `plan` on this machine and return at once; the run goes on when this process ends.
 
-    `root` holds run directories (default $WORKBENCH_RUNS, else ./runs); `resume` is a run, its directory, or one of its
-    checkpoints to go on from; `port` is where ranks meet (default: a free one); `force` as in `preflight`;
-    `allow_code` runs a model that is code; `progress` is told how far the check of the checkpoint's files is.
-    Raises `PlanError` with everything that stands against it; then nothing has been written.
+    `root` holds run directories (default $WORKBENCH_RUNS, else ./runs); `resume` is a run, its
+    directory, or one of its checkpoints to go on from; `port` is where ranks meet (default: a free
+    one); `force` as in `preflight`; `allow_code` runs a model that is code; `progress` is told how
+    far the check of the checkpoint's files is. Raises `PlanError` with everything that stands
+    against it; then nothing has been written.
     """
     if resume is not None:
         source = resume.dir if isinstance(resume, Run) else resume
@@ -189,9 +200,15 @@ def start(
     _clear_former(full)
 
     def fill(folder: Path, final: Path) -> None:
-        (folder / "plan.yaml").write_text(_with_calibration(full, folder, final).to_yaml(), encoding="utf-8")
-        (folder / "accelerate.yaml").write_text(yaml_files.dump(export.accelerate_config(full, meeting)), encoding="utf-8")
-        write_command(folder, compose(full, final, meeting, recipe, allow_code and full.code is not None))
+        (folder / "plan.yaml").write_text(
+            _with_calibration(full, folder, final).to_yaml(), encoding="utf-8"
+        )
+        (folder / "accelerate.yaml").write_text(
+            yaml_files.dump(export.accelerate_config(full, meeting)), encoding="utf-8"
+        )
+        write_command(
+            folder, compose(full, final, meeting, recipe, allow_code and full.code is not None)
+        )
         write_state(folder, first_state(full.world_size, full.training.steps))
 
     folder = create(default_root(root), full.name, fill)
@@ -207,7 +224,9 @@ def _clear_former(plan: Plan) -> None:
 
 
 def _with_calibration(plan: Plan, folder: Path, final: Path) -> Plan:
-    """The plan with a calibration of its own: the machine may be measured anew while the run is kept."""
+    """The plan with a calibration of its own: the machine may be measured anew while the run is
+    kept.
+    """
     source = plan.cluster.calibration
     if source is None:
         return plan
@@ -216,17 +235,24 @@ def _with_calibration(plan: Plan, folder: Path, final: Path) -> Plan:
 
 
 def _supervise(folder: Path) -> None:
-    """Start the supervisor in a session of its own: neither Ctrl-C nor the end of a notebook kernel reaches it."""
+    """Start the supervisor in a session of its own: neither Ctrl-C nor the end of a notebook kernel
+    reaches it.
+    """
     with (folder / "logs" / "supervisor.log").open("ab") as log:
         process = subprocess.Popen(
             [*python_module("workbench.runs.launch.supervisor"), str(folder)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     threading.Thread(target=process.wait, name=f"reap {process.pid}", daemon=True).start()
 
 
 def attach(folder: str | Path) -> Run:
-    """The run in `folder`, from any process at any time. Raises `ValueError` where it is no run directory."""
+    """The run in `folder`, from any process at any time. Raises `ValueError` where it is no run
+    directory.
+    """
     return Run(folder)
 
 

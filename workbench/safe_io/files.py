@@ -1,4 +1,6 @@
-"""Files that a person names: written whole or not at all, and read only where reading comes to an end."""
+"""Files that a person names: written whole or not at all, and read only where reading comes to an
+end.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pathlib import Path
 def replace_file(path: str | Path, text: str) -> None:
     """Write `text` to `path`, or leave `path` as it was. Raises OSError.
 
-    A link stays a link; a device or a pipe is written to: replaced, it would be gone for every process of the machine.
+    A link stays a link; a device or a pipe is written to: replaced, it would be gone for every
+    process of the machine.
     """
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -31,7 +34,9 @@ def replace_file(path: str | Path, text: str) -> None:
 
 
 def read_some(path: str | Path, most: int) -> str:
-    """The text of `path`, a pipe's too. Raises OSError where it holds more than `most` bytes, UnicodeDecodeError."""
+    """The text of `path`, a pipe's too. Raises OSError where it holds more than `most` bytes,
+    UnicodeDecodeError.
+    """
     refuse_impossible(path)
     with open(path, "rb") as file:
         content = file.read(most + 1)
@@ -48,7 +53,9 @@ def unread(error: OSError | UnicodeDecodeError) -> str:
 
 
 def refuse_impossible(path: str | Path) -> None:
-    """Raise FileNotFoundError for a path that no file can have, where Python says ValueError: NUL, half a character."""
+    """Raise FileNotFoundError for a path that no file can have, where Python says ValueError: NUL,
+    half a character.
+    """
     try:
         possible = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
@@ -58,7 +65,9 @@ def refuse_impossible(path: str | Path) -> None:
 
 
 def known_file(path: str | Path) -> os.stat_result:
-    """What the system knows of the file. Raises OSError where it has no end: opened, a pipe or a device may never."""
+    """What the system knows of the file. Raises OSError where it has no end: opened, a pipe or a
+    device may never.
+    """
     refuse_impossible(path)
     known = os.stat(path)
     if not stat.S_ISREG(known.st_mode) and not stat.S_ISDIR(known.st_mode):

@@ -1,4 +1,6 @@
-"""JSON that others wrote: duplicate keys refused, and what is wrong said by its place, not in Python's words."""
+"""JSON that others wrote: duplicate keys refused, and what is wrong said by its place, not in
+Python's words.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,23 @@ _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse(text: str, where: str, constants: bool = False) -> Any:
-    """The value of JSON `text`; `constants`: NaN and Infinity, which Python writes and JSON does not know, are numbers.
+    """The value of JSON `text`; `constants`: NaN and Infinity, which Python writes and JSON does
+    not know, are numbers.
 
     Raises `PlanError` naming line and column, or a key that is written twice.
     """
     try:
         found = json.loads(
-            text.removeprefix("\ufeff"), object_pairs_hook=_once, parse_int=_integer,
+            text.removeprefix("\ufeff"),
+            object_pairs_hook=_once,
+            parse_int=_integer,
             parse_constant=None if constants else _no_number,
-        )  # fmt: skip
+        )
         half = HALF.search(json.dumps(found, ensure_ascii=False)) if _ESCAPED.search(text) else None
     except json.JSONDecodeError as error:
-        raise refuse(where, f"not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
+        raise refuse(
+            where, f"not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from None
     except RecursionError:
         raise refuse(where, "not valid JSON: nested too deeply") from None
     if half:
@@ -45,7 +52,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _integer(text: str) -> int:
     if len(text) > MOST_DIGITS:
-        raise refuse("", f"not valid JSON: an integer of {len(text):,} digits; legal: at most {MOST_DIGITS:,}")
+        raise refuse(
+            "",
+            f"not valid JSON: an integer of {len(text):,} digits; legal: at most {MOST_DIGITS:,}",
+        )
     return int(text)
 
 

@@ -1,7 +1,8 @@
-"""Text that others wrote, made fit to be shown: names of plans and runs, log lines, unknown keys, causes of failures.
+"""Text that others wrote, made fit to be shown: names of plans and runs, log lines, unknown keys,
+causes of failures.
 
-A terminal acts on control characters, and a reader is misled by marks that turn the direction of text (CVE-2021-42574),
-so neither reaches a screen or a page. Files and JSON keep the text as it is.
+A terminal acts on control characters, and a reader is misled by marks that turn the direction of
+text (CVE-2021-42574), so neither reaches a screen or a page. Files and JSON keep the text as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _SURROGATES: dict[int, str | None] = dict.fromkeys(range(0xD800, 0xE000), "\ufff
 
 
 HALF = re.compile("[\ud800-\udfff]")
-"""Half of a character beyond the first 65,536, which an escape of YAML or JSON can say: no file can hold it."""
+"""Half of a character beyond the first 65,536, which an escape of YAML or JSON can say: no file can
+hold it.
+"""
 
 
 def visible(text: str) -> str:
@@ -38,11 +41,16 @@ MOST_SHOWN = 2_000
 
 
 def brief(text: str, most: int = MOST_SHOWN) -> str:
-    """`text` without its middle where it is longer than `most`: a message names the field first, the legal last."""
+    """`text` without its middle where it is longer than `most`: a message names the field first,
+    the legal last.
+    """
     if len(text) <= most:
         return text
     end = most // 4
-    return f"{text[: most - end]} ... ({len(text) - most:,} characters left out) ... {text[len(text) - end :]}"
+    return (
+        f"{text[: most - end]} ... ({len(text) - most:,} characters left out) ... "
+        f"{text[len(text) - end :]}"
+    )
 
 
 _BRIEF = reprlib.Repr()
@@ -51,7 +59,9 @@ _BRIEF.maxlevel = 3
 
 
 def shown(value: Any) -> str:
-    """A value in a message, cut where it is long; what is left out is not written first, however large it is."""
+    """A value in a message, cut where it is long; what is left out is not written first, however
+    large it is.
+    """
     try:
         text = _BRIEF.repr(value)
     except ValueError:  # an integer of thousands of digits

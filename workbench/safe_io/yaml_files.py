@@ -1,6 +1,8 @@
-"""YAML as people expect it: read safely, duplicate keys refused, `3e-4` a number, `on` and `010` no surprises.
+"""YAML as people expect it: read safely, duplicate keys refused, `3e-4` a number, `on` and `010` no
+surprises.
 
-PyYAML follows YAML 1.1, where `3e-4` is a string, `yes` a boolean and `010` eight; here YAML 1.2's core schema holds.
+PyYAML follows YAML 1.1, where `3e-4` is a string, `yes` a boolean and `010` eight; here YAML 1.2's
+core schema holds.
 """
 
 from __future__ import annotations
@@ -14,16 +16,23 @@ from workbench.errors import PlanError, Problem, refuse
 from workbench.safe_io.untrusted_text import HALF, shown
 
 _INT = re.compile(r"[-+]?[0-9]+")
-_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN)")
+_FLOAT = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN)"
+)
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _NULL = re.compile(r"~|null|Null|NULL|")
 _CORE = (
-    ("bool", _BOOL, "tTfF"), ("int", _INT, "-+0123456789"), ("float", _FLOAT, "-+0123456789."), ("null", _NULL, "~nN"),
-)  # fmt: skip
+    ("bool", _BOOL, "tTfF"),
+    ("int", _INT, "-+0123456789"),
+    ("float", _FLOAT, "-+0123456789."),
+    ("null", _NULL, "~nN"),
+)
 
 
 MOST_VALUES = 100_000
-"""Of a document: a calibration of every machine has a tenth. Aliases multiply: a few lines of them fill a memory."""
+"""Of a document: a calibration of every machine has a tenth. Aliases multiply: a few lines of them
+fill a memory.
+"""
 
 
 MOST_DIGITS = 4_000
@@ -32,7 +41,9 @@ MOST_DIGITS = 4_000
 
 TOO_MANY = "holds more than {:,} values, its aliases written out; legal: fewer"
 MOST_TEXT = 4 * 2**20
-"""Characters of a document: reading more takes longer than anyone waits, and a calibration has a tenth."""
+"""Characters of a document: reading more takes longer than anyone waits, and a calibration has a
+tenth.
+"""
 
 
 class _Loader(yaml.SafeLoader):
@@ -43,16 +54,23 @@ class _Loader(yaml.SafeLoader):
         self.nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node of the document. Raises `PlanError` where it can only hold too many values."""
+        """The next node of the document. Raises `PlanError` where it can only hold too many
+        values.
+        """
         self.nodes += 1
         if self.nodes > 2 * MOST_VALUES:  # a value of a mapping has a key
             raise refuse("", TOO_MANY.format(MOST_VALUES))
         return super().compose_node(parent, index)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """The value of a node. Raises `PlanError` for a tag that its text does not have, `!!bool maybe`."""
+        """The value of a node. Raises `PlanError` for a tag that its text does not have, `!!bool
+        maybe`.
+        """
         if isinstance(node.value, str) and HALF.search(node.value):
-            raise refuse("", f"not valid YAML at {_place(node)}: {shown(node.value)} holds half of a character")
+            raise refuse(
+                "",
+                f"not valid YAML at {_place(node)}: {shown(node.value)} holds half of a character",
+            )
         try:
             return super().construct_object(node, deep)
         except (ValueError, KeyError, AttributeError) as error:
@@ -62,7 +80,9 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what either YAML 1.1 or 1.2 would misread, for other programs (accelerate) read our files by 1.1."""
+    """Quotes what either YAML 1.1 or 1.2 would misread, for other programs (accelerate) read our
+    files by 1.1.
+    """
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -73,17 +93,24 @@ BREAKS = frozenset("\x85\u2028\u2029\ufeff")
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"' if BREAKS & set(value) else None)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", value, style='"' if BREAKS & set(value) else None
+    )
 
 
 _Dumper.add_representer(str, _text)
 _Loader.yaml_implicit_resolvers = {}
-_Dumper.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeDumper.yaml_implicit_resolvers.items()}
+_Dumper.yaml_implicit_resolvers = {
+    k: list(v) for k, v in yaml.SafeDumper.yaml_implicit_resolvers.items()
+}
 for _class in (_Loader, _Dumper):
     for _name, _pattern, _first in _CORE:
-        # An empty plain scalar starts with no character at all, which the resolver looks up under "".
+        # An empty plain scalar starts with no character at all, which the resolver looks up under
+        # "".
         _starts = [*_first, ""] if _name == "null" else [*_first]
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern.pattern})$"), _starts)
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern.pattern})$"), _starts
+        )
 
 
 def _integer(text: str) -> int:
@@ -97,7 +124,9 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     for key_node, _ in node.value:
         key = key_node.value
         if not isinstance(key_node, yaml.ScalarNode):
-            raise yaml.constructor.ConstructorError(problem="a key is one word", problem_mark=key_node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                problem="a key is one word", problem_mark=key_node.start_mark
+            )
         if key in seen:
             lines = f"lines {seen[key]} and {key_node.start_mark.line + 1}"
             raise refuse(str(key), f"is written twice ({lines}); keep one of them")
@@ -116,12 +145,17 @@ def _place(node: yaml.Node) -> str:
 def _not_of_its_type(node: yaml.Node) -> str:
     at, kind, text = _place(node), node.tag.rpartition(":")[2], str(node.value)
     if kind == "int" and _INT.fullmatch(text):
-        return f"not valid YAML at {at}: an integer of {len(text):,} digits; legal: at most {MOST_DIGITS:,}"
+        return (
+            f"not valid YAML at {at}: an integer of {len(text):,} digits; legal: at most "
+            f"{MOST_DIGITS:,}"
+        )
     return f"not valid YAML at {at}: {shown(node.value)} is no {kind}"
 
 
 def parse(text: str, where: str = "") -> Any:
-    """The value that `text` says. Raises `PlanError` with line and column for broken or duplicated YAML."""
+    """The value that `text` says. Raises `PlanError` with line and column for broken or duplicated
+    YAML.
+    """
     if len(text) > MOST_TEXT:
         raise refuse(where, f"holds more than {MOST_TEXT:,} characters; legal: fewer")
     try:
@@ -134,7 +168,9 @@ def parse(text: str, where: str = "") -> Any:
     except RecursionError:
         raise refuse(where, "not valid YAML: nested too deeply") from None
     except PlanError as error:
-        raise PlanError([Problem(one.field or where, one.message) for one in error.problems]) from None
+        raise PlanError(
+            [Problem(one.field or where, one.message) for one in error.problems]
+        ) from None
     if _more_than(MOST_VALUES, found):
         raise refuse(where, TOO_MANY.format(MOST_VALUES))
     return found
@@ -148,11 +184,24 @@ def _more_than(most: int, value: Any) -> bool:
         count += 1
         if isinstance(one, dict | list):
             count += len(one)
-            rest += (part for part in (one.values() if isinstance(one, dict) else one) if isinstance(part, dict | list))
+            rest += (
+                part
+                for part in (one.values() if isinstance(one, dict) else one)
+                if isinstance(part, dict | list)
+            )
     return count > most
 
 
 def dump(value: Any, compact: bool = False) -> str:
-    """`value` as YAML in block style; `parse` gives it back unchanged. `compact`: innermost mappings on one line."""
+    """`value` as YAML in block style; `parse` gives it back unchanged. `compact`: innermost
+    mappings on one line.
+    """
     flow = None if compact else False
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110, default_flow_style=flow)
+    return yaml.dump(
+        value,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=110,
+        default_flow_style=flow,
+    )

@@ -13,7 +13,8 @@ from workbench.schedules.simulator import (
     most_losses,
     simulate,
     uniform,
-    waiting)
+    waiting,
+)
 from workbench.schedules.table import Table, read_csv, table_of, write_csv
 from workbench.schedules.validator import validate
 

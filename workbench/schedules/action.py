@@ -1,4 +1,5 @@
-"""The grammar of a schedule: one action is `[stage][kind][microbatch]`, e.g. `0F3`, `1SEND_B0`, `2REDUCE_GRAD`.
+"""The grammar of a schedule: one action is `[stage][kind][microbatch]`, e.g. `0F3`, `1SEND_B0`,
+`2REDUCE_GRAD`.
 
 The words are those of torch's pipelining CSV, so that its tools and ours read each other's tables.
 """
@@ -17,16 +18,22 @@ WHOLE_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 KINDS = COMPUTE + SENDS + RECVS + WHOLE_STAGE
 
 OVERLAP = "OVERLAP_F_B"
-"""A cell `(3F1;4B0)OVERLAP_F_B` runs a forward and a backward at once; a table of ours holds one after the other."""
+"""A cell `(3F1;4B0)OVERLAP_F_B` runs a forward and a backward at once; a table of ours holds one
+after the other.
+"""
 
-_TEXT = re.compile(rf"([0-9]{{1,9}})({'|'.join(sorted(KINDS, key=len, reverse=True))})([0-9]{{0,9}})")
+_TEXT = re.compile(
+    rf"([0-9]{{1,9}})({'|'.join(sorted(KINDS, key=len, reverse=True))})([0-9]{{0,9}})"
+)
 MOST_SHOWN = 60
 """Characters of a cell that a message shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a pipeline rank does: `kind` on `stage`, for `microbatch` (None where the kind has none)."""
+    """One thing that a pipeline rank does: `kind` on `stage`, for `microbatch` (None where the kind
+    has none).
+    """
 
     stage: int
     kind: str
@@ -55,7 +62,8 @@ def parse(text: str) -> Action:
     match = _TEXT.fullmatch(text.strip())
     if match is None:
         raise ValueError(
-            f"{_shown(text)} is no action; write [stage][kind][microbatch], e.g. 0F3, with kind {'|'.join(KINDS)}"
+            f"{_shown(text)} is no action; write [stage][kind][microbatch], e.g. 0F3, with kind "
+            f"{'|'.join(KINDS)}"
         )
     stage, kind, microbatch = match.groups()
     if (microbatch == "") != (kind in WHOLE_STAGE):
@@ -65,7 +73,8 @@ def parse(text: str) -> Action:
 
 
 def parse_cell(text: str) -> tuple[Action, ...]:
-    """Read a cell: one action, none where it is blank, or both of `(3F1;4B0)OVERLAP_F_B` in their order.
+    """Read a cell: one action, none where it is blank, or both of `(3F1;4B0)OVERLAP_F_B` in their
+    order.
 
     Raises ValueError naming the text and what would be legal.
     """
@@ -75,9 +84,15 @@ def parse_cell(text: str) -> tuple[Action, ...]:
     if not text.endswith(OVERLAP):
         return (parse(text),)
     inner = text.removesuffix(OVERLAP)
-    pair = tuple(parse(part) for part in inner[1:-1].split(";")) if inner[:1] + inner[-1:] == "()" else ()
+    pair = (
+        tuple(parse(part) for part in inner[1:-1].split(";"))
+        if inner[:1] + inner[-1:] == "()"
+        else ()
+    )
     if len(pair) != 2 or pair[0].kind != "F" or pair[1].kind not in ("B", "I"):
-        raise ValueError(f"{_shown(text)}: {OVERLAP} takes a forward and a backward, e.g. (3F1;4B0){OVERLAP}")
+        raise ValueError(
+            f"{_shown(text)}: {OVERLAP} takes a forward and a backward, e.g. (3F1;4B0){OVERLAP}"
+        )
     return pair
 
 
@@ -87,4 +102,6 @@ def matching(action: Action) -> Action:
     verb, direction = action.kind.split("_")
     towards_last = (verb == "SEND") == (direction == "F")
     other = "RECV" if verb == "SEND" else "SEND"
-    return Action(action.stage + (1 if towards_last else -1), f"{other}_{direction}", action.microbatch)
+    return Action(
+        action.stage + (1 if towards_last else -1), f"{other}_{direction}", action.microbatch
+    )

@@ -1,11 +1,12 @@
 """Closed forms: the bubble and the activations in flight of the named schedules, without a table.
 
-For equal stages and transfers that take no time. Plain arithmetic without a branch on a value, so that every number
-may also be a numpy array (they broadcast): a planner asks for millions of candidates at once.
+For equal stages and transfers that take no time. Plain arithmetic without a branch on a value, so
+that every number may also be a numpy array (they broadcast): a planner asks for millions of
+candidates at once.
 
-A table's rows fix the order, so its makespan is the longest of finitely many paths: a largest of sums of F, I and W.
-The papers give the path that is longest near F = I = W; here stand all that can be the longest, read off the simulator
-for 2 to 12 ranks and held to it by tests.
+A table's rows fix the order, so its makespan is the longest of finitely many paths: a largest of
+sums of F, I and W. The papers give the path that is longest near F = I = W; here stand all that can
+be the longest, read off the simulator for 2 to 12 ranks and held to it by tests.
 """
 
 from __future__ import annotations
@@ -17,17 +18,26 @@ from typing import Any
 Number = Any
 """A float, an int, or a numpy array of them."""
 Paths = tuple[tuple[Number, Number, Number], ...]
-"""How often F, I and W of one chunk stand on each path that can be the longest, less the work of a rank."""
+"""How often F, I and W of one chunk stand on each path that can be the longest, less the work of a
+rank.
+"""
 
 
 def bubble(
-    name: str, ranks: Number, microbatches: Number, chunks: Number, forward: Number, input: Number, weight: Number
+    name: str,
+    ranks: Number,
+    microbatches: Number,
+    chunks: Number,
+    forward: Number,
+    input: Number,
+    weight: Number,
 ) -> Number:
     """Seconds from the step's common start to its common end, less the work of one rank.
 
-    `forward`, `input` and `weight` are the seconds F, I and W that one microbatch takes on a whole rank, all its
-    chunks together. Exact: equals `simulate(generate(...)).bubble` for any F, I, W > 0 and all numbers that `generate`
-    takes, which are not checked here. Unequal stages, and transfers that take time, need the simulator.
+    `forward`, `input` and `weight` are the seconds F, I and W that one microbatch takes on a whole
+    rank, all its chunks together. Exact: equals `simulate(generate(...)).bubble` for any F, I, W >
+    0 and all numbers that `generate` takes, which are not checked here. Unequal stages, and
+    transfers that take time, need the simulator.
 
     With n = ranks - 1 and a pipeline that fills:
     - gpipe, 1f1b: n (F + I + W); interleaved: that / chunks (2104.04473). Both exact in the papers.
@@ -41,17 +51,23 @@ def bubble(
     return _known(_BUBBLES, name)(ranks, microbatches, chunks, forward, input, weight)
 
 
-def in_flight(name: str, rank: Number, ranks: Number, microbatches: Number, chunks: Number) -> Number:
-    """Most chunks whose activations `rank` holds at once; a chunk is 1/`chunks` of the rank's layers.
+def in_flight(
+    name: str, rank: Number, ranks: Number, microbatches: Number, chunks: Number
+) -> Number:
+    """Most chunks whose activations `rank` holds at once; a chunk is 1/`chunks` of the rank's
+    layers.
 
-    Exact: equals `in_flight(generate(...))[rank]`. Raises ValueError where the schedule has no closed form.
+    Exact: equals `in_flight(generate(...))[rank]`. Raises ValueError where the schedule has no
+    closed form.
     """
     return _known(_IN_FLIGHT, name)(rank, ranks, microbatches, chunks)
 
 
 def _known(forms: dict[str, Callable[..., Number]], name: str) -> Callable[..., Number]:
     if name not in forms:
-        raise ValueError(f"schedule {name!r} has no closed form; there are: {', '.join(sorted(forms))}")
+        raise ValueError(
+            f"schedule {name!r} has no closed form; there are: {', '.join(sorted(forms))}"
+        )
     return forms[name]
 
 
@@ -76,7 +92,9 @@ def _zb_h1(p: Number, m: Number, chunks: Number, f: Number, i: Number, w: Number
 
 
 def _zb_h2(p: Number, m: Number, chunks: Number, f: Number, i: Number, w: Number) -> Number:
-    """An odd number of microbatches ahead cannot be halved between forward and input gradient: two more paths."""
+    """An odd number of microbatches ahead cannot be halved between forward and input gradient: two
+    more paths.
+    """
     n = p - 1
     ahead = _smaller(m - 1, 2 * n)
     odd = ahead % 2
@@ -132,7 +150,14 @@ def _zb_v_filled(n: Number, k: Number) -> Paths:
 
 def _dualpipe_v(p: Number, m: Number, chunks: Number, f: Number, i: Number, w: Number) -> Number:
     n = p - 1
-    paths = ((n, 0, 0), (n, n, -n), (-1, n, 0), (-1, 2 * n, -n), (2 * n, -n, -n), (2 * n, 0, -2 * n))
+    paths = (
+        (n, 0, 0),
+        (n, n, -n),
+        (-1, n, 0),
+        (-1, 2 * n, -n),
+        (2 * n, -n, -n),
+        (2 * n, 0, -2 * n),
+    )
     return _longest(paths, f, i, w) / 2
 
 
@@ -149,7 +174,9 @@ _BUBBLES: dict[str, Callable[..., Number]] = {
 _IN_FLIGHT: dict[str, Callable[..., Number]] = {
     "gpipe": lambda rank, p, m, chunks: m + 0 * rank,
     "1f1b": lambda rank, p, m, chunks: _smaller(m, p - rank),
-    "interleaved": lambda rank, p, m, chunks: _smaller(m * chunks, 2 * (p - rank - 1) + (chunks - 1) * p + 1),
+    "interleaved": lambda rank, p, m, chunks: _smaller(
+        m * chunks, 2 * (p - rank - 1) + (chunks - 1) * p + 1
+    ),
     "zb-h1": lambda rank, p, m, chunks: _smaller(m, p) + 0 * rank,
     "zb-h2": lambda rank, p, m, chunks: _smaller(m, 2 * p - 1) + 0 * rank,
     "zb-v": lambda rank, p, m, chunks: _smaller(_smaller(2 * m, m + 1 + rank), 2 * p),

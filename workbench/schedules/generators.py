@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from workbench.schedules import multi_stage_rows
-from workbench.schedules import single_stage_rows
+from workbench.schedules import multi_stage_rows, single_stage_rows
 from workbench.schedules.table import Row, Table
 
 
@@ -35,10 +34,12 @@ SCHEDULES = {
 
 
 def generate(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Table:
-    """The compute-only table of the schedule `name` on `ranks` pipeline ranks, `chunks` stages on each.
+    """The compute-only table of the schedule `name` on `ranks` pipeline ranks, `chunks` stages on
+    each.
 
-    Fewer microbatches than ranks are legal but for interleaved (a multiple of the ranks) and dualpipe-v (two a rank):
-    the pipeline then never fills. Raises ValueError where the name is unknown or the schedule does not take a number.
+    Fewer microbatches than ranks are legal but for interleaved (a multiple of the ranks) and
+    dualpipe-v (two a rank): the pipeline then never fills. Raises ValueError where the name is
+    unknown or the schedule does not take a number.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} does not exist; there are: {', '.join(names())}")
@@ -67,11 +68,13 @@ def _check_microbatches(name: str, ranks: int, microbatches: int) -> None:
         below = microbatches // ranks * ranks
         near = f"{below} or {below + ranks}" if below else str(ranks)
         raise ValueError(
-            f"microbatches = {microbatches}; schedule {name!r} needs a multiple of its {ranks} ranks, such as {near}"
+            f"microbatches = {microbatches}; schedule {name!r} needs a multiple of its {ranks} "
+            f"ranks, such as {near}"
         )
     if name == "dualpipe-v" and ranks > 1 and microbatches < 2 * ranks:
         raise ValueError(
-            f"microbatches = {microbatches}; schedule {name!r} needs two for each of its {ranks} ranks, "
+            f"microbatches = {microbatches}; schedule {name!r} needs two for each of its {ranks} "
+            f"ranks, "
             f"at least {2 * ranks}"
         )
 
@@ -81,4 +84,6 @@ def _table(name: str, ranks: int, microbatches: int, chunks: int) -> Table:
     schedule, stages = SCHEDULES[name], ranks * chunks
     rows = tuple(schedule.row(rank, ranks, microbatches, chunks) for rank in range(ranks))
     home = (lambda s: min(s, stages - 1 - s)) if schedule.v_shaped else (lambda s: s % ranks)
-    return Table(rows, stages, microbatches, placement=tuple(home(stage) for stage in range(stages)))
+    return Table(
+        rows, stages, microbatches, placement=tuple(home(stage) for stage in range(stages))
+    )

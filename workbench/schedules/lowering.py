@@ -1,4 +1,6 @@
-"""Lowering: a compute-only table becomes one that can be executed, with transfers and gradient reduction."""
+"""Lowering: a compute-only table becomes one that can be executed, with transfers and gradient
+reduction.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,20 @@ from workbench.schedules.table import Table
 
 
 def lower(table: Table, reduce_each: bool = False) -> Table:
-    """Insert SEND and RECV in one globally consistent order, and one REDUCE_GRAD after a stage's last backward.
+    """Insert SEND and RECV in one globally consistent order, and one REDUCE_GRAD after a stage's
+    last backward.
 
     With `reduce_each` gradients are reduced after every backward instead.
 
-    A RECV stands right before its use, so that no buffer is held early, and beside the SEND before it, so that the
-    executor posts both at once. Where that would deadlock, receives follow the order of the sends instead.
-    Raises ValueError where the table already has transfers, Deadlock where no order of transfers can work.
+    A RECV stands right before its use, so that no buffer is held early, and beside the SEND before
+    it, so that the executor posts both at once. Where that would deadlock, receives follow the
+    order of the sends instead. Raises ValueError where the table already has transfers, Deadlock
+    where no order of transfers can work.
     """
     if table.lowered:
-        raise ValueError("the table already has sends and receives; lower() takes a compute-only table")
+        raise ValueError(
+            "the table already has sends and receives; lower() takes a compute-only table"
+        )
     rows = _just_in_time(table)
     if not _safe(_with_rows(table, rows)):
         rows = _in_order_of_sends(table)
@@ -27,10 +33,11 @@ def lower(table: Table, reduce_each: bool = False) -> Table:
 
 
 def executable(table: Table, reduce_each: bool = False) -> Table:
-    """The table with all that an executor needs: transfers where it has none, a REDUCE_GRAD for every stage.
+    """The table with all that an executor needs: transfers where it has none, a REDUCE_GRAD for
+    every stage.
 
-    UNSHARD and RESHARD are left out: when parameters are gathered is not the schedule's to say. Raises Deadlock where
-    no order of transfers can work.
+    UNSHARD and RESHARD are left out: when parameters are gathered is not the schedule's to say.
+    Raises Deadlock where no order of transfers can work.
     """
     rows = [[a for a in row if a.kind not in ("UNSHARD", "RESHARD")] for row in table.rows]
     if table.lowered:
@@ -40,7 +47,9 @@ def executable(table: Table, reduce_each: bool = False) -> Table:
 
 
 def forwards(table: Table) -> Table:
-    """The forwards of a table alone, each rank's in their order, with their transfers: an evaluation."""
+    """The forwards of a table alone, each rank's in their order, with their transfers: an
+    evaluation.
+    """
     return lower(_with_rows(table, [[a for a in row if a.kind == "F"] for row in table.rows]))
 
 
@@ -62,7 +71,9 @@ def transfer_before(table: Table, action: Action) -> Action | None:
     """The RECV that a compute action waits for, or None where its input is on its rank."""
     if action.kind not in ("F", "I", "B"):
         return None
-    source, kind = (action.stage - 1, "RECV_F") if action.kind == "F" else (action.stage + 1, "RECV_B")
+    source, kind = (
+        (action.stage - 1, "RECV_F") if action.kind == "F" else (action.stage + 1, "RECV_B")
+    )
     if not 0 <= source < table.stages or table.placement[source] == table.placement[action.stage]:
         return None
     return Action(action.stage, kind, action.microbatch)
@@ -79,8 +90,9 @@ def _just_in_time(table: Table) -> list[list[Action]]:
 def _in_order_of_sends(table: Table) -> list[list[Action]]:
     """Receives enter a row before whatever the rank sends or uses later than their own sends.
 
-    No deadlock is possible: take the earliest unfinished transfer in order of sends. Its sender waits only for
-    earlier ones; its receiver posted it no later than, and in one batch with, anything later.
+    No deadlock is possible: take the earliest unfinished transfer in order of sends. Its sender
+    waits only for earlier ones; its receiver posted it no later than, and in one batch with,
+    anything later.
     """
     rows: list[list[Action]] = [[] for _ in table.rows]
     arriving: list[list[Action]] = [[] for _ in table.rows]
@@ -101,14 +113,18 @@ def _in_order_of_sends(table: Table) -> list[list[Action]]:
 
 
 def _walk(table: Table) -> Iterator[tuple[int, Action]]:
-    """Compute actions in an order in which they could finish, all forwards and backwards taking unit time."""
+    """Compute actions in an order in which they could finish, all forwards and backwards taking
+    unit time.
+    """
     timeline = simulate(table, uniform(table.stages))
     for interval in sorted(timeline.intervals, key=lambda i: (i.end, i.rank)):
         yield interval.rank, interval.action
 
 
 def _safe(table: Table) -> bool:
-    """Whether the rows run on the strictest transport and both ends of every pair see one order of transfers."""
+    """Whether the rows run on the strictest transport and both ends of every pair see one order of
+    transfers.
+    """
     try:
         simulate(table, uniform(table.stages), rendezvous=True)
     except Deadlock:
@@ -117,7 +133,9 @@ def _safe(table: Table) -> bool:
 
 
 def disorder(table: Table) -> list[str]:
-    """Pairs of ranks whose two ends list their transfers in different orders (P2P matches by order alone)."""
+    """Pairs of ranks whose two ends list their transfers in different orders (P2P matches by order
+    alone).
+    """
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for rank, row in enumerate(table.rows):
@@ -127,8 +145,11 @@ def disorder(table: Table) -> list[str]:
             elif action.kind in RECVS:
                 received.setdefault((_peer(table, action), rank), []).append(action)
     pairs = sorted(set(sent) | set(received))
-    return [f"rank {a} sends to rank {b} in another order than it receives" for a, b in pairs
-            if sent.get((a, b)) != received.get((a, b))]  # fmt: skip
+    return [
+        f"rank {a} sends to rank {b} in another order than it receives"
+        for a, b in pairs
+        if sent.get((a, b)) != received.get((a, b))
+    ]
 
 
 def _peer(table: Table, action: Action) -> int:
@@ -137,12 +158,15 @@ def _peer(table: Table, action: Action) -> int:
 
 
 def _with_reduction(row: list[Action], each: bool) -> list[Action]:
-    """REDUCE_GRAD after each stage's last backward and the transfers that follow it, so that no peer waits for it.
+    """REDUCE_GRAD after each stage's last backward and the transfers that follow it, so that no
+    peer waits for it.
 
     A stage that has one keeps it. With `each` it follows every backward.
     """
     reduced = {a.stage for a in row if a.kind == "REDUCE_GRAD"}
-    done = [(a.stage, i) for i, a in enumerate(row) if a.kind in ("B", "W") and a.stage not in reduced]
+    done = [
+        (a.stage, i) for i, a in enumerate(row) if a.kind in ("B", "W") and a.stage not in reduced
+    ]
     due: dict[int, list[Action]] = {}
     for stage, index in done if each else dict(done).items():
         while index + 1 < len(row) and row[index + 1].is_p2p:

@@ -1,4 +1,6 @@
-"""Rows of the schedules with several stages (chunks) a rank: interleaved 1F1B, ZB-V and DualPipe-V."""
+"""Rows of the schedules with several stages (chunks) a rank: interleaved 1F1B, ZB-V and
+DualPipe-V.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,14 @@ from workbench.schedules.action import Action
 from workbench.schedules.table import Row
 
 Steps = list[tuple[int, str]]
-"""(How often, words): a word is a kind and which of the rank's chunks, `F0`; a bare `W` takes the oldest of any."""
+"""(How often, words): a word is a kind and which of the rank's chunks, `F0`; a bare `W` takes the
+oldest of any.
+"""
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Row:
-    """Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473), `ranks` microbatches a turn of each chunk.
+    """Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473), `ranks` microbatches a turn of
+    each chunk.
 
     At most `2 (ranks - rank - 1) + (chunks - 1) ranks + 1` chunks in flight.
     """
@@ -35,7 +40,8 @@ def _turn(kind: str, k: int, rank: int, ranks: int, chunks: int) -> Action:
 
 
 def zb_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Row:
-    """ZB-V (Qi et al. 2024, arXiv 2405.15362): two chunks in a V, at most `2 ranks` half-stage chunks in flight.
+    """ZB-V (Qi et al. 2024, arXiv 2405.15362): two chunks in a V, at most `2 ranks` half-stage
+    chunks in flight.
 
     Drawn for at least `2 ranks - 1` microbatches; of fewer, the others are left out.
     """
@@ -51,11 +57,14 @@ def zb_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Row:
         (rank, "W1"),
         (rank, "W0"),
     ]
-    return tuple(a for a in _numbered(_v_stages(rank, ranks), steps) if (a.microbatch or 0) < microbatches)
+    return tuple(
+        a for a in _numbered(_v_stages(rank, ranks), steps) if (a.microbatch or 0) < microbatches
+    )
 
 
 def dualpipe_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Row:
-    """DualPipe-V (DeepSeek's DualPipe cut in half; torch's ScheduleDualPipeV): `2 ranks + 1` half-stage chunks.
+    """DualPipe-V (DeepSeek's DualPipe cut in half; torch's ScheduleDualPipeV): `2 ranks + 1`
+    half-stage chunks.
 
     A forward and a backward that overlap stand one after the other.
     """
@@ -67,7 +76,8 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Row:
         (below, "I1 W F1"),
         (microbatches - ranks - below, "F0 B1 F1 B0"),
         (below, "B1 F1 B0"),
-        # The two chunks in turn; the weight gradients of the later half fill what the pipeline leaves idle.
+        # The two chunks in turn; the weight gradients of the later half fill what the pipeline
+        # leaves idle.
         (1, " ".join(f"{kind}{1 - i % 2}" for i, kind in enumerate(backwards))),
         (below, "W I0"),
         (rank + 1, "W"),

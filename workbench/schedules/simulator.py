@@ -1,8 +1,9 @@
 """Event simulation of a table: when each action runs, what idles, what deadlocks.
 
-A rank takes its actions in order. Point-to-point actions that stand side by side are posted together, as the executor
-does with one `batch_isend_irecv`; a transfer starts when both ends are posted. A rank goes on when what it receives has
-arrived; its sends must have left before it posts the next batch.
+A rank takes its actions in order. Point-to-point actions that stand side by side are posted
+together, as the executor does with one `batch_isend_irecv`; a transfer starts when both ends are
+posted. A rank goes on when what it receives has arrived; its sends must have left before it posts
+the next batch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from workbench.schedules.action import COMPUTE, RECVS, SENDS, Action, matching
 from workbench.schedules.table import Row, Table
 
 Durations = Mapping[str, Sequence[float]]
-"""Kind -> seconds by stage. F is needed, and B or I with W; any other kind takes no time unless given."""
+"""Kind -> seconds by stage. F is needed, and B or I with W; any other kind takes no time unless
+given.
+"""
 Key = tuple[str, int, int | None]
 
 
@@ -79,16 +82,26 @@ class Timeline:
     def own_bubbles(self) -> tuple[float, ...]:
         """Idle seconds between a rank's own first start and last end, by rank."""
         spans = [[i for i in self.compute if i.rank == rank] for rank in range(self.ranks)]
-        return tuple(max(i.end for i in s) - min(i.start for i in s) - b for s, b in zip(spans, self.busy))
+        return tuple(
+            max(i.end for i in s) - min(i.start for i in s) - b for s, b in zip(spans, self.busy)
+        )
 
 
-def uniform(stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0) -> dict[str, list[float]]:
+def uniform(
+    stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0
+) -> dict[str, list[float]]:
     """Durations that are the same on every stage, in seconds."""
-    return {k: [v] * stages for k, v in (("F", forward), ("I", input), ("W", weight), ("B", input + weight))}
+    return {
+        k: [v] * stages
+        for k, v in (("F", forward), ("I", input), ("W", weight), ("B", input + weight))
+    }
 
 
-def simulate(table: Table, durations: Durations, p2p_seconds: float = 0.0, *, rendezvous: bool = False) -> Timeline:
-    """Run the table on a clock. Compute-only tables transfer at once where a stage hands over to another rank.
+def simulate(
+    table: Table, durations: Durations, p2p_seconds: float = 0.0, *, rendezvous: bool = False
+) -> Timeline:
+    """Run the table on a clock. Compute-only tables transfer at once where a stage hands over to
+    another rank.
 
     `rendezvous`: a rank also waits for its sends before going on, the strictest transport there is.
     Raises Deadlock naming the blocked actions.
@@ -101,14 +114,17 @@ def simulate(table: Table, durations: Durations, p2p_seconds: float = 0.0, *, re
 def in_flight(table: Table) -> tuple[int, ...]:
     """Most microbatches (of one chunk each) whose activations a rank holds at once, by rank.
 
-    A microbatch is held from its forward until its weight gradient; the order of a row alone decides it.
+    A microbatch is held from its forward until its weight gradient; the order of a row alone
+    decides it.
     """
     return tuple(_most_held(row, set(table.stages_of(rank))) for rank, row in enumerate(table.rows))
 
 
 def in_flight_by_stage(table: Table) -> tuple[int, ...]:
     """Most microbatches whose activations a stage holds at once, by stage."""
-    return tuple(_most_held(table.rows[table.placement[stage]], {stage}) for stage in range(table.stages))
+    return tuple(
+        _most_held(table.rows[table.placement[stage]], {stage}) for stage in range(table.stages)
+    )
 
 
 def _most_held(row: Row, stages: set[int]) -> int:
@@ -121,7 +137,9 @@ def _most_held(row: Row, stages: set[int]) -> int:
 
 
 def waiting(table: Table) -> tuple[int, ...]:
-    """How many of `in_flight` wait for weight gradients alone, by rank; the fewest where that is reached often."""
+    """How many of `in_flight` wait for weight gradients alone, by rank; the fewest where that is
+    reached often.
+    """
     return tuple(_waiting(row) for row in table.rows)
 
 
@@ -149,12 +167,16 @@ def seconds_of(durations: Durations, action: Action) -> float:
     """Seconds that an action takes; B is I + W where no B is given."""
     if action.kind == "B" and "B" not in durations:
         return durations["I"][action.stage] + durations["W"][action.stage]
-    by_stage = durations[action.kind] if action.kind in ("F", "I", "W") else durations.get(action.kind)
+    by_stage = (
+        durations[action.kind] if action.kind in ("F", "I", "W") else durations.get(action.kind)
+    )
     return by_stage[action.stage] if by_stage is not None else 0.0
 
 
 def _run_compute(table: Table, durations: Durations, p2p: float) -> Timeline:
-    """The simulation of a compute-only table: no transfers to post, so a plain walk, kept quick for sliders."""
+    """The simulation of a compute-only table: no transfers to post, so a plain walk, kept quick for
+    sliders.
+    """
     done: dict[Key, float] = {}
     walks = [_walk(table, rank, durations, p2p, done) for rank in range(table.ranks)]
     intervals: list[list[Interval]] = [[] for _ in table.rows]
@@ -176,7 +198,9 @@ def _run_compute(table: Table, durations: Durations, p2p: float) -> Timeline:
 def _walk(
     table: Table, rank: int, durations: Durations, p2p: float, done: dict[Key, float]
 ) -> Iterator[Interval | None]:
-    """The intervals of one rank; None each time it must wait for another. Ends are noted in `done`."""
+    """The intervals of one rank; None each time it must wait for another. Ends are noted in
+    `done`.
+    """
     now = 0.0
     for action in table.rows[rank]:
         start = now
@@ -211,7 +235,9 @@ class _Clock:
                     queue.popleft()
                     progress = True
         if any(self.queues):
-            raise Deadlock({rank: self._stuck_at(queue[0]) for rank, queue in enumerate(self.queues) if queue})
+            raise Deadlock(
+                {rank: self._stuck_at(queue[0]) for rank, queue in enumerate(self.queues) if queue}
+            )
         return Timeline(tuple(i for row in self.intervals for i in row), self.table.ranks)
 
     def _stuck_at(self, item: Row) -> Action:
@@ -274,7 +300,9 @@ class _Clock:
 
 
 def batches(row: Row) -> Iterator[Row]:
-    """A row cut as the executor runs it: point-to-point actions side by side are one item, all others one each."""
+    """A row cut as the executor runs it: point-to-point actions side by side are one item, all
+    others one each.
+    """
     for p2p, group in groupby(row, key=lambda a: a.is_p2p):
         if p2p:
             yield tuple(group)
@@ -283,7 +311,9 @@ def batches(row: Row) -> Iterator[Row]:
 
 
 def needs(action: Action, stages: int) -> tuple[Key, ...]:
-    """What must be done before a compute action; "I" stands for the input gradient, which B gives too."""
+    """What must be done before a compute action; "I" stands for the input gradient, which B gives
+    too.
+    """
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind == "F":
         return (("F", stage - 1, microbatch),) if stage > 0 else ()

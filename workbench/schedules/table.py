@@ -30,7 +30,9 @@ class Table:
 
     @cached_property
     def lowered(self) -> bool:
-        """Whether sends and receives stand in the table; asked for every action, so looked up once."""
+        """Whether sends and receives stand in the table; asked for every action, so looked up
+        once.
+        """
         return any(action.is_p2p for row in self.rows for action in row)
 
     @cached_property
@@ -47,9 +49,11 @@ class Table:
 
 
 def table_of(rows: list[list[Action]]) -> Table:
-    """A table from rows alone: the forwards say which rank holds a stage and how many microbatches there are.
+    """A table from rows alone: the forwards say which rank holds a stage and how many microbatches
+    there are.
 
-    Raises ValueError where they do not: no forward, a stage on two ranks, a gap in the stages or microbatches.
+    Raises ValueError where they do not: no forward, a stage on two ranks, a gap in the stages or
+    microbatches.
     """
     home: dict[int, int] = {}
     batches: set[int] = set()
@@ -58,15 +62,20 @@ def table_of(rows: list[list[Action]]) -> Table:
             if action.kind == "F":
                 if home.setdefault(action.stage, rank) != rank:
                     raise ValueError(
-                        f"stage {action.stage} runs forward on rank {home[action.stage]} and on rank {rank}"
+                        f"stage {action.stage} runs forward on rank {home[action.stage]} and on "
+                        f"rank {rank}"
                     )
                 batches.add(int(action.microbatch or 0))
     if not home:
         raise ValueError("the table has no forward action (such as 0F0)")
     for what, seen in (("stage", set(home)), ("microbatch", batches)):
-        if max(seen) >= len(seen):  # a number of any size may stand in a cell: count what is there, not up to it
+        if max(seen) >= len(
+            seen
+        ):  # a number of any size may stand in a cell: count what is there, not up to it
             gap = next(number for number in range(len(seen)) if number not in seen)
-            raise ValueError(f"no rank runs forward for {what} {gap}, yet there is a {what} {max(seen)}")
+            raise ValueError(
+                f"no rank runs forward for {what} {gap}, yet there is a {what} {max(seen)}"
+            )
     placement = tuple(home[stage] for stage in range(len(home)))
     return Table(tuple(map(tuple, rows)), len(home), len(batches), placement)
 
@@ -76,14 +85,21 @@ def read_csv(path: str | Path) -> Table:
 
     Raises ValueError naming the file, the rank and the cell where a cell is no action.
     """
-    with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte-order mark
+    with open(
+        path, newline="", encoding="utf-8-sig"
+    ) as file:  # spreadsheets write a byte-order mark
         lines = csv.reader(file)
         try:
             return table_of([_row(rank, cells) for rank, cells in enumerate(lines)])
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: it is no UTF-8 text ({error.object[error.start]:#04x} in it)") from None
+            raise ValueError(
+                f"{path}: it is no UTF-8 text ({error.object[error.start]:#04x} in it)"
+            ) from None
         except csv.Error:
-            words = f"is no list of actions with commas, or has a cell of over {csv.field_size_limit():,} characters"
+            words = (
+                f"is no list of actions with commas, or has a cell of over "
+                f"{csv.field_size_limit():,} characters"
+            )
             raise ValueError(f"{path}: line {lines.line_num} {words}") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None

@@ -13,12 +13,16 @@ from workbench.schedules.table import Table
 def validate(table: Table) -> list[str]:
     """Problems of a table, compute-only or lowered; empty where it may run.
 
-    Looks at: actions on foreign ranks or out of range, completeness, order within a rank, transfers without their
-    other end, and cycles among ranks (by simulation on the strictest transport).
+    Looks at: actions on foreign ranks or out of range, completeness, order within a rank, transfers
+    without their other end, and cycles among ranks (by simulation on the strictest transport).
     """
     problems = _strangers(table)
     problems += _incomplete(table)
-    problems += [p for rank, row in enumerate(table.rows) for p in _misordered(table, rank)] if not problems else []
+    problems += (
+        [p for rank, row in enumerate(table.rows) for p in _misordered(table, rank)]
+        if not problems
+        else []
+    )
     if table.lowered and not problems:
         problems += _unmatched(table) or disorder(table)
     return problems or _deadlock(table)
@@ -29,29 +33,53 @@ def _strangers(table: Table) -> list[str]:
     for rank, row in enumerate(table.rows):
         for action in row:
             if not 0 <= action.stage < table.stages:
-                problems.append(f"rank {rank}: {action} names stage {action.stage}; stages are 0..{table.stages - 1}")
+                problems.append(
+                    f"rank {rank}: {action} names stage {action.stage}; stages are "
+                    f"0..{table.stages - 1}"
+                )
             elif table.placement[action.stage] != rank:
                 home = table.placement[action.stage]
-                problems.append(f"rank {rank}: {action} belongs to rank {home}, which holds stage {action.stage}")
-            elif action.kind not in WHOLE_STAGE and not 0 <= (action.microbatch or 0) < table.microbatches:
-                problems.append(f"rank {rank}: {action} is beyond the {table.microbatches} microbatches")
+                problems.append(
+                    f"rank {rank}: {action} belongs to rank {home}, which holds stage "
+                    f"{action.stage}"
+                )
+            elif (
+                action.kind not in WHOLE_STAGE
+                and not 0 <= (action.microbatch or 0) < table.microbatches
+            ):
+                problems.append(
+                    f"rank {rank}: {action} is beyond the {table.microbatches} microbatches"
+                )
     return problems
 
 
 def _incomplete(table: Table) -> list[str]:
     count = Counter(a for row in table.rows for a in row)
-    problems = [f"{a} stands {n} times" for a, n in sorted(count.items(), key=lambda x: str(x[0]))
-                if n > 1 and a.kind not in ("UNSHARD", "RESHARD")]  # fmt: skip
+    problems = [
+        f"{a} stands {n} times"
+        for a, n in sorted(count.items(), key=lambda x: str(x[0]))
+        if n > 1 and a.kind not in ("UNSHARD", "RESHARD")
+    ]
     for stage in range(table.stages):
         for m in range(table.microbatches):
-            forward, full, gradient, weight = (Action(stage, kind, m) in count for kind in ("F", "B", "I", "W"))
+            forward, full, gradient, weight = (
+                Action(stage, kind, m) in count for kind in ("F", "B", "I", "W")
+            )
             if not forward:
                 problems.append(f"{stage}F{m} is missing")
             if not full and not (gradient and weight):
-                problems.append(f"{stage}B{m} is missing" + (f", or its half {stage}{'W' if gradient else 'I'}{m}"
-                                                             if gradient or weight else ""))  # fmt: skip
+                problems.append(
+                    f"{stage}B{m} is missing"
+                    + (
+                        f", or its half {stage}{'W' if gradient else 'I'}{m}"
+                        if gradient or weight
+                        else ""
+                    )
+                )
             if full and (gradient or weight):
-                problems.append(f"{stage}B{m} stands beside its half {stage}{'I' if gradient else 'W'}{m}")
+                problems.append(
+                    f"{stage}B{m} stands beside its half {stage}{'I' if gradient else 'W'}{m}"
+                )
     return problems
 
 
@@ -69,7 +97,9 @@ def _misordered(table: Table, rank: int) -> list[str]:
         if after is not None and place.get(after, len(row)) < place[action]:
             problems.append(f"rank {rank}: {after} stands before {action}")
     for stage in table.stages_of(rank):
-        last = max((i for i, a in enumerate(row) if a.stage == stage and a.kind in ("B", "W")), default=0)
+        last = max(
+            (i for i, a in enumerate(row) if a.stage == stage and a.kind in ("B", "W")), default=0
+        )
         if place.get(Action(stage, "REDUCE_GRAD"), len(row)) < last:
             problems.append(f"rank {rank}: {stage}REDUCE_GRAD stands before {row[last]}")
     return problems

@@ -1,4 +1,6 @@
-"""Triton decides at import whether it interprets: `TRITON_INTERPRET=1 pytest tests/kernels/interpreted`."""
+"""Triton decides at import whether it interprets: `TRITON_INTERPRET=1 pytest
+tests/kernels/interpreted`.
+"""
 
 import os
 

@@ -14,15 +14,25 @@ SHAPES = [(1, 8), (7, 33), (3, 5, 130), (2, 2049), (37, 3), (600, 4), (1,)]
 
 
 def results(
-    case: str, tensors: tuple[Tensor, ...], incoming: Tensor, dtype: torch.dtype, plain: bool, strided: bool = False
+    case: str,
+    tensors: tuple[Tensor, ...],
+    incoming: Tensor,
+    dtype: torch.dtype,
+    plain: bool,
+    strided: bool = False,
 ) -> list[Tensor]:
     """Forward, then the gradients of gate, `up` and bias, those that there are."""
     kind = case.split()[0]
     needed = (True, kind in GATED, "bias" in case)
-    own = [x.to(dtype).clone().requires_grad_() if needed[i] else None for i, x in enumerate(tensors)]
+    own = [
+        x.to(dtype).clone().requires_grad_() if needed[i] else None for i, x in enumerate(tensors)
+    ]
     gate, up, bias = own
     if strided:  # the two halves of a joint product
-        joint = torch.cat([x if x is not None else torch.zeros_like(incoming, dtype=dtype) for x in (gate, up)], -1)
+        joint = torch.cat(
+            [x if x is not None else torch.zeros_like(incoming, dtype=dtype) for x in (gate, up)],
+            -1,
+        )
         gate = joint[..., : incoming.shape[-1]]
         up = None if up is None else joint[..., incoming.shape[-1] :]
     y = reference(kind, gate, up, bias) if plain else activate(kind, gate, up, bias)
@@ -34,7 +44,9 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[Tensor, ..
     """Gate, up and bias, and a gradient that comes in: fp64, but what `dtype` can hold."""
     torch.manual_seed(0)
     sizes = (shape, shape, shape[-1:], shape)
-    gate, up, bias, incoming = (2 * torch.randn(size, dtype=torch.float64).to(dtype).double() for size in sizes)
+    gate, up, bias, incoming = (
+        2 * torch.randn(size, dtype=torch.float64).to(dtype).double() for size in sizes
+    )
     return (gate, up, bias), incoming
 
 
@@ -63,12 +75,20 @@ def test_far_from_zero_it_is_the_line_or_nothing(case: str) -> None:
         assert torch.allclose(mine.double(), expected, rtol=1e-5, atol=1e-8)
 
 
-def test_a_programs_own_rows_make_its_part_of_the_bias_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, bias = torch.randn(50, 2050, dtype=torch.float64), torch.randn(2050, dtype=torch.float64, requires_grad=True)
+def test_a_programs_own_rows_make_its_part_of_the_bias_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, bias = (
+        torch.randn(50, 2050, dtype=torch.float64),
+        torch.randn(2050, dtype=torch.float64, requires_grad=True),
+    )
     activate("gelu", gate, None, bias).sum().backward()
     true = torch.autograd.grad(reference("gelu", gate, None, bias).sum(), bias)[0]
     assert bias.grad is not None and torch.allclose(bias.grad, true, rtol=1e-12)
-    for num_programs in (1, 7):  # fewer than there are columns' blocks, and a number that divides nothing
+    for num_programs in (
+        1,
+        7,
+    ):  # fewer than there are columns' blocks, and a number that divides nothing
         monkeypatch.setattr(activation, "programs", lambda device, each, n=num_programs: n)
         again = torch.autograd.grad(activate("gelu", gate, None, bias).sum(), bias)[0]
         assert torch.allclose(again, true, rtol=1e-12)
@@ -89,7 +109,11 @@ def test_only_what_goes_in_is_saved() -> None:
 
 def test_rows_of_a_joint_product_are_not_copied() -> None:
     joint, alone = torch.randn(6, 4, 40), torch.randn(6, 4, 20)
-    for tensors in ((joint[..., :20], joint[..., 20:]), (alone, joint[..., 20:]), (joint[..., :20], alone)):
+    for tensors in (
+        (joint[..., :20], joint[..., 20:]),
+        (alone, joint[..., 20:]),
+        (joint[..., :20], alone),
+    ):
         rows = activation._rows(None, *tensors)
         assert [x.data_ptr() for x in rows] == [x.data_ptr() for x in tensors]
         own = [x.clone().requires_grad_() for x in tensors]

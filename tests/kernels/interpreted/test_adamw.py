@@ -1,4 +1,6 @@
-"""AdamW of many tensors by the interpreter, against plain operators in fp64 and torch's fused AdamW."""
+"""AdamW of many tensors by the interpreter, against plain operators in fp64 and torch's fused
+AdamW.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ GUARD = 64
 
 
 def between_canaries(x: Tensor, offset: int = 0) -> Tensor:
-    """`x` in the middle of a buffer of canaries, `offset` entries from where it would be aligned."""
+    """`x` in the middle of a buffer of canaries, `offset` entries from where it would be
+    aligned.
+    """
     buffer = torch.full((x.numel() + 2 * GUARD,), -7777.0, dtype=x.dtype)
     held = buffer[GUARD + offset :][: x.numel()].view(x.shape)
     return held.copy_(x)
@@ -26,7 +30,10 @@ def intact(x: Tensor) -> bool:
     """Whether nothing was written round `x`."""
     buffer = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
     before, after = buffer[: x.storage_offset()], buffer[x.storage_offset() + x.numel() :]
-    return bool((before == -7777).all() and (after == -7777).all()) and len(before) + len(after) == 2 * GUARD
+    return (
+        bool((before == -7777).all() and (after == -7777).all())
+        and len(before) + len(after) == 2 * GUARD
+    )
 
 
 def drawn(
@@ -60,9 +67,12 @@ def target(x: Stepped) -> Tensor:
 
 
 def rounded(mine: Tensor, wide: Tensor) -> bool:
-    """Whether `mine` is `wide` in its dtype: the nearest, but that the interpreter cuts off what bf16 has no room for,
-    and that in fp32 a sum may come out on the other side of the middle."""
-    unit = {torch.bfloat16: 1.001, torch.float16: 0.501}.get(mine.dtype, 2.0) * torch.finfo(mine.dtype).eps
+    """Whether `mine` is `wide` in its dtype: the nearest, but that the interpreter cuts off what
+    bf16 has no room for, and that in fp32 a sum may come out on the other side of the middle.
+    """
+    unit = {torch.bfloat16: 1.001, torch.float16: 0.501}.get(mine.dtype, 2.0) * torch.finfo(
+        mine.dtype
+    ).eps
     return bool((mine.double() - wide.double()).abs().le(wide.double().abs() * unit + 1e-7).all())
 
 
@@ -82,7 +92,10 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_plain_operators_in_fp64(kind: str, offset: int) -> None:
     own = drawn(SIZES, *KINDS[kind], offset)
-    true = [(target(x).to(WIDEST, copy=True), *[torch.zeros(x.parameter.shape, dtype=WIDEST)] * 2) for x in own]
+    true = [
+        (target(x).to(WIDEST, copy=True), *[torch.zeros(x.parameter.shape, dtype=WIDEST)] * 2)
+        for x in own
+    ]
     optimizer = AdamW(own, *BETAS, EPSILON)
     for step in range(3):
         gradients(own, step)
@@ -96,7 +109,9 @@ def test_equals_plain_operators_in_fp64(kind: str, offset: int) -> None:
             for mine, his in zip((target(x), x.moment1, x.moment2), expected):
                 # Some roundings of what is as large as the largest entry.
                 assert mine.dtype == KINDS[kind][2]
-                torch.testing.assert_close(mine.double(), his, rtol=0, atol=6 * torch.finfo(mine.dtype).eps)
+                torch.testing.assert_close(
+                    mine.double(), his, rtol=0, atol=6 * torch.finfo(mine.dtype).eps
+                )
             assert torch.equal(x.gradient, g) and rounded(x.parameter, target(x))
             assert x.steps == step + 1
             assert all(intact(y) for y in x if isinstance(y, Tensor) and y.ndim)
@@ -105,7 +120,9 @@ def test_equals_plain_operators_in_fp64(kind: str, offset: int) -> None:
 @pytest.mark.parametrize("kind", ["fp32", "fp64"])
 def test_forty_tensors_are_stepped_as_torchs_fused_kernel_does(kind: str) -> None:
     own = drawn((*range(1, 39), 1025, 130), *KINDS[kind])
-    theirs = [[x.clone() for x in (y.parameter, y.gradient, y.moment1, y.moment2, y.steps)] for y in own]
+    theirs = [
+        [x.clone() for x in (y.parameter, y.gradient, y.moment1, y.moment2, y.steps)] for y in own
+    ]
     optimizer = AdamW(own, *BETAS, EPSILON)
     assert len(optimizer._launches) == 1
     for step in range(3):
@@ -115,9 +132,22 @@ def test_forty_tensors_are_stepped_as_torchs_fused_kernel_does(kind: str) -> Non
             group = [[*x[:1], y.gradient, *x[2:]] for x, y in zip(theirs, own) if y.decay == decay]
             p, g, m, v, steps = map(list, zip(*group))
             torch_adamw(
-                p, g, m, v, [], steps, fused=True, foreach=False, amsgrad=False, maximize=False, lr=RATE,
-                weight_decay=decay, beta1=BETAS[0], beta2=BETAS[1], eps=EPSILON,
-            )  # fmt: skip
+                p,
+                g,
+                m,
+                v,
+                [],
+                steps,
+                fused=True,
+                foreach=False,
+                amsgrad=False,
+                maximize=False,
+                lr=RATE,
+                weight_decay=decay,
+                beta1=BETAS[0],
+                beta2=BETAS[1],
+                eps=EPSILON,
+            )
     for y, (p, _, m, v, steps) in zip(own, theirs):
         eps = torch.finfo(p.dtype).eps
         for mine, his in ((y.parameter, p), (y.moment1, m), (y.moment2, v)):
@@ -127,12 +157,17 @@ def test_forty_tensors_are_stepped_as_torchs_fused_kernel_does(kind: str) -> Non
 
 @pytest.mark.parametrize("master", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_what_is_kept_in_16_bits_is_the_update_in_fp32_rounded(dtype: torch.dtype, master: bool) -> None:
+def test_what_is_kept_in_16_bits_is_the_update_in_fp32_rounded(
+    dtype: torch.dtype, master: bool
+) -> None:
     own = drawn((7, 1030), dtype, dtype, torch.bfloat16, master)
     optimizer = AdamW(own, *BETAS, EPSILON)
     for step in range(3):
         gradients(own, step)
-        before = [[y.to(WIDE, copy=True) for y in (target(x), x.gradient, x.moment1, x.moment2)] for x in own]
+        before = [
+            [y.to(WIDE, copy=True) for y in (target(x), x.gradient, x.moment1, x.moment2)]
+            for x in own
+        ]
         optimizer.step(RATE)
         for x, (p, g, m, v) in zip(own, before):
             true = reference(p, g, m, v, step + 1, RATE, *BETAS, EPSILON, x.decay)
@@ -146,7 +181,9 @@ def test_a_skipped_step_changes_nothing_whatever_the_gradients() -> None:
     optimizer = AdamW(own, *BETAS, EPSILON)
     gradients(own, 0)
     optimizer.step(RATE, None, torch.zeros(()))
-    before = [[y.clone() for y in (x.parameter, x.moment1, x.moment2, x.steps, target(x))] for x in own]
+    before = [
+        [y.clone() for y in (x.parameter, x.moment1, x.moment2, x.steps, target(x))] for x in own
+    ]
     for value in (float("nan"), float("inf")):
         for x in own:
             x.gradient.fill_(value)
@@ -175,7 +212,9 @@ def test_storages_that_move_are_found_and_those_that_are_freed_refused() -> None
     assert all(torch.equal(x, y) for x, y in old)
     storage = own[1].gradient.untyped_storage()
     storage.resize_(0)
-    with pytest.raises(ValueError, match=r"adamw: the storage of a tensor of shape \(1025,\) is freed"):
+    with pytest.raises(
+        ValueError, match=r"adamw: the storage of a tensor of shape \(1025,\) is freed"
+    ):
         optimizer.step(RATE)
     assert all(x.steps == 3 for x in own)
     storage.resize_(1025 * 2)
@@ -191,14 +230,19 @@ def test_an_optimizer_of_fused_kernels_steps_as_one_of_torchs(dtype: torch.dtype
     found = []
     for kernels in ("eager", "fused"):
         generator = torch.Generator().manual_seed(0)
-        own, given = ({n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()} for _ in range(2))
+        own, given = (
+            {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
+            for _ in range(2)
+        )
         optimizer = Optimizer(own, given, layouts, config, 10, kernels)
         assert (optimizer._fused is None) == (kernels == "eager")
         for step in range(4):
             for x in given.values():
                 x.copy_(torch.randn(x.shape, generator=generator))
             optimizer.step(step, torch.tensor(SCALE), torch.tensor(float(step == 2)))
-        found.append([*own.values(), *(x for state in optimizer.state().values() for x in state.values())])
+        found.append(
+            [*own.values(), *(x for state in optimizer.state().values() for x in state.values())]
+        )
     for eager, fused in zip(*found, strict=True):
         eps = torch.finfo(eager.dtype).eps
         torch.testing.assert_close(fused, eager, rtol=4 * eps, atol=4 * torch.finfo(WIDE).eps)
@@ -212,6 +256,8 @@ def test_what_a_kernel_does_not_step_is_torchs() -> None:
     turned = {"matrix": torch.zeros(4, 6).t()}
     assert Optimizer(whole, whole, layouts, schema.Optimizer(), 1, "fused")._fused is not None
     for given, config in ((whole, schema.Optimizer(name="sgd")), (turned, schema.Optimizer())):
-        optimizer = Optimizer(given, {"matrix": given["matrix"].clone() + 1}, layouts, config, 1, "fused")
+        optimizer = Optimizer(
+            given, {"matrix": given["matrix"].clone() + 1}, layouts, config, 1, "fused"
+        )
         optimizer.step(0)
         assert optimizer._fused is None and given["matrix"].all()

@@ -17,7 +17,9 @@ from workbench.kernels.cross_entropy import (
 )
 
 ROUNDED = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""How far an entry of the gradient may be by its rounding to the logits' dtype; the interpreter cuts bf16 off."""
+"""How far an entry of the gradient may be by its rounding to the logits' dtype; the interpreter
+cuts bf16 off.
+"""
 
 
 def drawn(rows: int, columns: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -29,7 +31,9 @@ def drawn(rows: int, columns: int, dtype: torch.dtype = torch.float64) -> tuple[
     return logits.to(dtype), targets
 
 
-def results(logits: Tensor, targets: Tensor, incoming: float = 0.75, **form: float) -> tuple[Tensor, Tensor]:
+def results(
+    logits: Tensor, targets: Tensor, incoming: float = 0.75, **form: float
+) -> tuple[Tensor, Tensor]:
     """Loss and gradient; the operator is given what lies between canaries."""
     with canaries():
         own = torch.empty(logits.shape, dtype=logits.dtype).copy_(logits).requires_grad_()
@@ -39,13 +43,17 @@ def results(logits: Tensor, targets: Tensor, incoming: float = 0.75, **form: flo
     return loss.detach(), own.grad
 
 
-def truth(logits: Tensor, targets: Tensor, incoming: float = 0.75, **form: float) -> tuple[Tensor, Tensor]:
+def truth(
+    logits: Tensor, targets: Tensor, incoming: float = 0.75, **form: float
+) -> tuple[Tensor, Tensor]:
     own = logits.double().requires_grad_()
     loss = reference(own, targets, **form)
     return loss.detach(), torch.autograd.grad(loss * incoming, own)[0]
 
 
-def assert_equal(found: tuple[Tensor, Tensor], true: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+def assert_equal(
+    found: tuple[Tensor, Tensor], true: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> None:
     computed = min(2e-6, ROUNDED[dtype])  # in fp32 or better, of numbers round 1
     assert (found[0] - true[0]).abs() <= computed * true[0].abs()
     assert ((found[1].double() - true[1]).abs() <= ROUNDED[dtype] * true[1].abs() + computed).all()
@@ -54,7 +62,9 @@ def assert_equal(found: tuple[Tensor, Tensor], true: tuple[Tensor, Tensor], dtyp
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 33), (7, 1000), (3, 5000), (37, 40)], ids=str)
 @pytest.mark.parametrize("form", [{}, {"smoothing": 0.1}, {"smoothing": 0.2, "z": 1e-3}], ids=str)
-def test_equals_plain_operators(dtype: torch.dtype, shape: tuple[int, int], form: dict[str, float]) -> None:
+def test_equals_plain_operators(
+    dtype: torch.dtype, shape: tuple[int, int], form: dict[str, float]
+) -> None:
     logits, targets = drawn(*shape, dtype)
     assert_equal(results(logits, targets, **form), truth(logits, targets, **form), dtype)
 
@@ -82,9 +92,24 @@ def test_what_lies_beside_a_row_stays() -> None:
     whole = torch.full((3, 2600), -5.0)
     logits, targets = drawn(3, 2500, torch.float32)
     whole[:, :2500] = logits
-    gradient_op(whole[:, :2550], targets, logits.logsumexp(-1), torch.tensor(1.0), 0, 2500, 0.0, 0.0, 0.0, "fused")
+    gradient_op(
+        whole[:, :2550],
+        targets,
+        logits.logsumexp(-1),
+        torch.tensor(1.0),
+        0,
+        2500,
+        0.0,
+        0.0,
+        0.0,
+        "fused",
+    )
     assert not whole[:, 2500:2550].any() and (whole[:, 2550:] == -5.0).all()
-    assert_equal((torch.ones(()), whole[:, :2500]), (torch.ones(()), truth(logits, targets, 1.0)[1]), torch.float32)
+    assert_equal(
+        (torch.ones(()), whole[:, :2500]),
+        (torch.ones(()), truth(logits, targets, 1.0)[1]),
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize("form", [(0.0, 0.0), (0.1, 1e-3)], ids=str)
@@ -96,11 +121,18 @@ def test_parts_of_a_vocabulary_add_up(form: tuple[float, float]) -> None:
     if smoothing:
         logits[2] = logits[3]
     rows = [(0, 2100), (2100, 3000), (3000, 3000)]
-    room = [torch.nn.functional.pad(logits[:, a:b], (0, 4), value=torch.nan).contiguous() for a, b in rows]
+    room = [
+        torch.nn.functional.pad(logits[:, a:b], (0, 4), value=torch.nan).contiguous()
+        for a, b in rows
+    ]
     with canaries():
-        found = [statistics_op(own, targets, *r, smoothing > 0, "fused") for own, r in zip(room, rows)]
+        found = [
+            statistics_op(own, targets, *r, smoothing > 0, "fused") for own, r in zip(room, rows)
+        ]
     for each, (start, stop) in zip(found, rows):
-        assert not each[2][(targets < start) | (targets >= stop)].any()  # what lies there is not even read
+        assert not each[2][
+            (targets < start) | (targets >= stop)
+        ].any()  # what lies there is not even read
     highest = torch.stack([each[0] for each in found]).amax(0)
     sums = sum(relative(each, highest, targets, r) for each, r in zip(found, rows))
     assert isinstance(sums, Tensor)
@@ -110,7 +142,9 @@ def test_parts_of_a_vocabulary_add_up(form: tuple[float, float]) -> None:
         gradient_op(own, targets, lse, factor, start, stop, smoothing, smoothing / 3000, z, "fused")
         assert not own[:, stop - start :].any()
     made = torch.cat([own[:, : b - a] for own, (a, b) in zip(room, rows)], 1)
-    assert_equal((loss.sum(), made), truth(logits, targets, smoothing=smoothing, z=z), torch.float64)
+    assert_equal(
+        (loss.sum(), made), truth(logits, targets, smoothing=smoothing, z=z), torch.float64
+    )
 
 
 def test_a_target_outside_the_vocabulary_spoils_its_token_alone() -> None:
@@ -120,7 +154,11 @@ def test_a_target_outside_the_vocabulary_spoils_its_token_alone() -> None:
     loss, gradient = results(logits, targets)
     assert loss.isnan() and gradient[[0, 3]].isnan().all()
     targets[0] = targets[3] = IGNORE
-    assert (gradient[1:3] - truth(logits, targets)[1][1:3]).abs().max() < 2e-6 < gradient[2].abs().max()
+    assert (
+        (gradient[1:3] - truth(logits, targets)[1][1:3]).abs().max()
+        < 2e-6
+        < gradient[2].abs().max()
+    )
 
 
 @pytest.mark.parametrize("value", [1.0, torch.inf, torch.nan])

@@ -1,4 +1,6 @@
-"""Bias, dropout and residual by the interpreter: the model's own entries, to the bit, and plain operators in fp64."""
+"""Bias, dropout and residual by the interpreter: the model's own entries, to the bit, and plain
+operators in fp64.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ def rows_of(shape: tuple[int, ...]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
-    "shape, first, rate", [((3, 5, 33), 7, 0.1), ((2, 1030), 2**31 - 2000, 0.5), ((1, 2049), 0, 0.97)]
+    "shape, first, rate",
+    [((3, 5, 33), 7, 0.1), ((2, 1030), 2**31 - 2000, 0.5), ((1, 2049), 0, 0.97)],
 )
 @pytest.mark.parametrize("key", [1, 16, KEY, 2**63 - 1])
 def test_drops_what_the_model_drops(
@@ -41,7 +44,9 @@ def test_drops_what_the_model_drops(
 def test_entries_at_the_threshold_too(rate: float) -> None:
     rows = torch.arange(5000)
     keys = row_keys(rows, KEY)
-    near = kept(keys, 256, rate - 2**-16) != kept(keys, 256, rate + 2**-16)  # those that the hash's lower half decides
+    near = kept(keys, 256, rate - 2**-16) != kept(
+        keys, 256, rate + 2**-16
+    )  # those that the hash's lower half decides
     rows = rows[near.any(1)]
     assert len(rows) > 20
     found = dropout_add(torch.ones(len(rows), 256), None, None, rows, KEY, rate) != 0
@@ -69,7 +74,9 @@ def test_equals_plain_operators(
         found = results(dropout_add, dtype)
     for mine, true in zip(found, results(reference, torch.float64), strict=True):
         assert mine.dtype == dtype and mine.shape == true.shape
-        assert (mine.double() - true).abs().max() <= TOLERANCE[dtype] * true.abs().max().clamp(min=1.0)
+        assert (mine.double() - true).abs().max() <= TOLERANCE[dtype] * true.abs().max().clamp(
+            min=1.0
+        )
 
 
 def test_strided_rows_are_copied() -> None:

@@ -25,7 +25,9 @@ def drawn(tokens: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     return x.to(dtype), weight.to(dtype), targets
 
 
-def results(function: Any, x: Tensor, weight: Tensor, targets: Tensor, **form: float) -> list[Tensor]:
+def results(
+    function: Any, x: Tensor, weight: Tensor, targets: Tensor, **form: float
+) -> list[Tensor]:
     own = [t.clone().requires_grad_() for t in (x, weight)]
     loss = function(*own, targets, **form)
     return [loss.detach(), *torch.autograd.grad(loss * 0.75, own)]
@@ -33,7 +35,9 @@ def results(function: Any, x: Tensor, weight: Tensor, targets: Tensor, **form: f
 
 def assert_equal(found: list[Tensor], true: list[Tensor], dtype: torch.dtype) -> None:
     for mine, other in zip(found, true, strict=True):
-        assert (mine.double() - other).abs().max() <= TOLERANCE[dtype] * other.abs().max().clamp(min=0.1)
+        assert (mine.double() - other).abs().max() <= TOLERANCE[dtype] * other.abs().max().clamp(
+            min=0.1
+        )
 
 
 @pytest.fixture
@@ -85,10 +89,14 @@ def test_all_ignored_and_none_at_all() -> None:
         assert not any(t.any() for t in found) and found[1].shape == x.shape
 
 
-@pytest.mark.parametrize("targets", [torch.arange(14)[::2] % 5, torch.tensor([3]).expand(7)], ids=["apart", "one"])
+@pytest.mark.parametrize(
+    "targets", [torch.arange(14)[::2] % 5, torch.tensor([3]).expand(7)], ids=["apart", "one"]
+)
 def test_targets_lie_anywhere(targets: torch.Tensor) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(7, 6), torch.randn(5, 6)
     assert torch.allclose(linear_cross_entropy(x, weight, targets), reference(x, weight, targets))
     logits = x @ weight.t()
-    assert torch.allclose(cross_entropy.cross_entropy(logits, targets), reference(x, weight, targets))
+    assert torch.allclose(
+        cross_entropy.cross_entropy(logits, targets), reference(x, weight, targets)
+    )

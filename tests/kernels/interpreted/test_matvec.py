@@ -24,9 +24,13 @@ def drawn(form: str, dtype: torch.dtype, zeros: bool) -> tuple[Tensor, Quantised
     """Eight tokens and a weight for them."""
     bits, group, shape = FORMS[form]
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((8, shape[1]), shape))
+    x, weight = (
+        torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((8, shape[1]), shape)
+    )
     own = quantise(weight.to(dtype), bits, group)
-    about = torch.rand(own.scales.shape, generator=generator, dtype=torch.float64) * 4 + (6 if bits == 4 else -2)
+    about = torch.rand(own.scales.shape, generator=generator, dtype=torch.float64) * 4 + (
+        6 if bits == 4 else -2
+    )
     return x.to(dtype), own._replace(zeros=about.to(dtype)) if zeros else own
 
 
@@ -45,20 +49,29 @@ def test_equals_the_widened_weight(form: str, dtype: torch.dtype, zeros: bool) -
 
 @pytest.mark.parametrize("num_tokens", range(1, 9))
 def test_any_few_tokens(num_tokens: int) -> None:
-    for form, dtype in (("8 bits in groups", torch.float16), ("4 bits in groups of 64, the last alone", torch.float32)):
+    for form, dtype in (
+        ("8 bits in groups", torch.float16),
+        ("4 bits in groups of 64, the last alone", torch.float32),
+    ):
         x, weight = drawn(form, dtype, False)
         y, true = matvec(x[:num_tokens], weight), reference(x[:num_tokens], weight)
         assert (y.double() - true).abs().max() <= TOLERANCE[dtype] * true.abs().max()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_columns_are_shared_out_where_rows_are_few(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_shared_out_where_rows_are_few(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, weight = drawn(
-        "8 bits by row, columns of several blocks" if bits == 8 else "4 bits in groups of 128", torch.float16, True
+        "8 bits by row, columns of several blocks" if bits == 8 else "4 bits in groups of 128",
+        torch.float16,
+        True,
     )
     found = []
     for num_programs in (1, 2, 64):
-        monkeypatch.setattr("workbench.kernels.weight_only_gemv.programs", lambda *_, n=num_programs: n)
+        monkeypatch.setattr(
+            "workbench.kernels.weight_only_gemv.programs", lambda *_, n=num_programs: n
+        )
         found.append(matvec(x, weight))
     true = reference(x, weight)
     for y in found:

@@ -1,4 +1,6 @@
-"""A whole model on interpreted Triton kernels, against the plain one: every seam at once, forward and backward."""
+"""A whole model on interpreted Triton kernels, against the plain one: every seam at once, forward
+and backward.
+"""
 
 import pytest
 import torch
@@ -10,13 +12,35 @@ from workbench.models import Transformer
 from workbench.plan.model_shape import Shape
 
 LLAMA = Shape(
-    name="llama", layers=2, hidden=24, heads=3, kv_heads=1, head_dim=8, ffn=40, vocab=77, mlp="swiglu", norm="rmsnorm",
-    positions="rope", max_positions=32,
-)  # fmt: skip
+    name="llama",
+    layers=2,
+    hidden=24,
+    heads=3,
+    kv_heads=1,
+    head_dim=8,
+    ffn=40,
+    vocab=77,
+    mlp="swiglu",
+    norm="rmsnorm",
+    positions="rope",
+    max_positions=32,
+)
 GPT = Shape(
-    name="gpt", layers=2, hidden=24, heads=3, kv_heads=3, head_dim=8, ffn=50, vocab=61, mlp="gelu", norm="layernorm",
-    positions="learned", biases="all", max_positions=32, tied=True,
-)  # fmt: skip
+    name="gpt",
+    layers=2,
+    hidden=24,
+    heads=3,
+    kv_heads=3,
+    head_dim=8,
+    ffn=50,
+    vocab=61,
+    mlp="gelu",
+    norm="layernorm",
+    positions="learned",
+    biases="all",
+    max_positions=32,
+    tied=True,
+)
 
 
 def gradients(shape: Shape, kernels: str) -> dict[str, Tensor]:
@@ -28,7 +52,10 @@ def gradients(shape: Shape, kernels: str) -> dict[str, Tensor]:
     tokens = torch.randint(0, shape.vocab, (2, 7))
     loss = model(tokens, tokens.roll(-1, 1))
     loss.backward()
-    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+    return {
+        "loss": loss.detach(),
+        **{n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+    }
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=lambda s: s.name)

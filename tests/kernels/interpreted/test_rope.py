@@ -69,30 +69,46 @@ def test_heads_of_a_joint_product_are_turned_where_they_lie(order: str) -> None:
     with canaries():
         product = between_canaries(joint)
         q, k = rope(product[:, :, part["q"]], product[:, :, part["k"]], cos, sin)
-        assert {x.untyped_storage().data_ptr() for x in (q, k)} == {product.untyped_storage().data_ptr()}
+        assert {x.untyped_storage().data_ptr() for x in (q, k)} == {
+            product.untyped_storage().data_ptr()
+        }
         ((q.square().sum() + 3 * (k * product[:, :, part["v"]]).sum()) / 2).backward()
     true_q, true_k = reference(joint[:, :, part["q"]], joint[:, :, part["k"]], cos, sin)
     assert torch.allclose(q, true_q) and torch.allclose(k, true_k)
     loss = (true_q.square().sum() + 3 * (true_k * joint[:, :, part["v"]]).sum()) / 2
-    assert joint.grad is not None and torch.allclose(joint.grad, *torch.autograd.grad(loss, joint), atol=1e-6)
+    assert joint.grad is not None and torch.allclose(
+        joint.grad, *torch.autograd.grad(loss, joint), atol=1e-6
+    )
 
 
 def test_any_strides_of_tokens_and_heads_are_taken() -> None:
     cos, sin = (table.float() for table in tables(5, 8))
-    q, k = torch.randn(2, 3, 5, 8).transpose(1, 2), torch.randn(5, 2, 3, 2, 12)[:, :, 1, :, :8].transpose(0, 1)
+    q, k = (
+        torch.randn(2, 3, 5, 8).transpose(1, 2),
+        torch.randn(5, 2, 3, 2, 12)[:, :, 1, :, :8].transpose(0, 1),
+    )
     true = reference(q, k, cos, sin)
     for mine, x, expected in zip(rope(q, k, cos, sin), (q, k), true, strict=True):
-        assert mine.data_ptr() == x.data_ptr() and mine.stride() == x.stride() and torch.allclose(mine, expected)
+        assert (
+            mine.data_ptr() == x.data_ptr()
+            and mine.stride() == x.stride()
+            and torch.allclose(mine, expected)
+        )
 
 
 def test_what_covers_itself_is_copied() -> None:
     cos, sin = (table.float() for table in tables(5, 8))
-    spread, repeated = torch.randn(2, 5, 4, 16)[..., ::2], torch.randn(2, 5, 1, 8).expand(2, 5, 3, 8)
+    spread, repeated = (
+        torch.randn(2, 5, 4, 16)[..., ::2],
+        torch.randn(2, 5, 1, 8).expand(2, 5, 3, 8),
+    )
     windows = torch.randn(2, 5, 14).unfold(2, 8, 2)  # heads that begin every two entries
     for q, k in ((spread, repeated), (repeated, spread), (windows, windows[:, :, :2])):
         before, true = (q.clone(), k.clone()), reference(q, k, cos, sin)
         found = rope(q, k, cos, sin)
-        assert all(torch.allclose(mine, expected) for mine, expected in zip(found, true, strict=True))
+        assert all(
+            torch.allclose(mine, expected) for mine, expected in zip(found, true, strict=True)
+        )
         assert torch.equal(q, before[0]) and torch.equal(k, before[1])
 
 
@@ -106,8 +122,12 @@ APART = [
 
 
 @pytest.mark.parametrize("take", APART)
-def test_keys_that_are_queries_too_are_turned_once(take: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
-    x = torch.randn(3, 3, 40, 128)  # several tiles a token: what one turns the next would turn again
+def test_keys_that_are_queries_too_are_turned_once(
+    take: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> None:
+    x = torch.randn(
+        3, 3, 40, 128
+    )  # several tiles a token: what one turns the next would turn again
     given = take(x)
     cos, sin = (table.float() for table in tables(given[0].shape[1], 128))
     true = reference(*given, cos, sin)
@@ -118,11 +138,18 @@ def test_keys_that_are_queries_too_are_turned_once(take: Callable[[Tensor], tupl
 def test_a_gradient_of_any_strides() -> None:
     cos, sin = (table.float() for table in tables(5, 8))
     own = [torch.randn(2, 5, n, 8, requires_grad=True) for n in (3, 2)]
-    incoming = torch.randn(2, 3, 5, 8).transpose(1, 2), torch.randn(5, 8).expand(2, 2, 5, 8).transpose(1, 2)
+    incoming = (
+        torch.randn(2, 3, 5, 8).transpose(1, 2),
+        torch.randn(5, 8).expand(2, 2, 5, 8).transpose(1, 2),
+    )
     torch.autograd.backward(rope(*(x * 1 for x in own), cos, sin), incoming)
     true = torch.autograd.grad(reference(*own, cos, sin), own, incoming)
     for x, expected in zip(own, true, strict=True):
-        assert x.grad is not None and x.grad.is_contiguous() and torch.allclose(x.grad, expected, atol=1e-6)
+        assert (
+            x.grad is not None
+            and x.grad.is_contiguous()
+            and torch.allclose(x.grad, expected, atol=1e-6)
+        )
     q, k = rope(*(x * 1 for x in own), cos, sin)
     spread = torch.autograd.grad(q.sum() + k.sum(), own)  # one number for all entries
     true = torch.autograd.grad([x.sum() for x in reference(*own, cos, sin)], own)
@@ -142,7 +169,9 @@ def test_nothing_in_nothing_out(shape: tuple[int, int, int]) -> None:
 def test_heads_too_wide_for_a_tile_are_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
 
-    def compiled(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    def compiled(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool
+    ) -> tuple[Tensor, Tensor]:
         taken.append(back)
         return reference(q, k, cos, -sin if back else sin)
 

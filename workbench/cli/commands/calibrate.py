@@ -16,8 +16,8 @@ from workbench.cli import tables
 from workbench.cli.options import Json, Root, emit
 from workbench.cli.progress import LINE_SECONDS
 from workbench.cli.terminal import Grid, console
-from workbench.machine.calibration_file import KINDS, Calibration, Scale
 from workbench.costmodel.rates.measured_curves import Curves
+from workbench.machine.calibration_file import KINDS, Calibration, Scale
 
 DEFAULT = Path("calibration.yaml")
 LARGE = 2**24
@@ -25,20 +25,33 @@ LARGE = 2**24
 
 
 def calibrate(
-    output: Annotated[Path, typer.Option("-o", "--output", help="Calibration file to write.")] = DEFAULT,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Calibration file to write.")
+    ] = DEFAULT,
     seconds: Annotated[float, typer.Option("--seconds", help="How long to measure.")] = 60.0,
     source: Annotated[
         list[str] | None,
-        typer.Option("--from", metavar="RUN", help="Learn from a finished run instead; may be repeated."),
+        typer.Option(
+            "--from", metavar="RUN", help="Learn from a finished run instead; may be repeated."
+        ),
     ] = None,
     root: Root = None,
     json: Json = False,
 ) -> None:
-    """Measure this machine into a file that plans name in cluster.calibration; or correct one from finished runs."""
+    """Measure this machine into a file that plans name in cluster.calibration; or correct one from
+    finished runs.
+    """
     with _Bar(seconds) as bar:
         found = verbs.calibrate(output, seconds=seconds, runs=source or (), root=root, progress=bar)
     use = f"{output} written; a plan uses it with --set cluster.calibration={output}"
-    emit(json, {"path": str(output), **_answer(found)}, _table(found), _doubts(found), _learned(found.scale), Text(use))
+    emit(
+        json,
+        {"path": str(output), **_answer(found)},
+        _table(found),
+        _doubts(found),
+        _learned(found.scale),
+        Text(use),
+    )
 
 
 class _Bar:
@@ -46,7 +59,9 @@ class _Bar:
 
     def __init__(self, seconds: float) -> None:
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-        self.bar = Progress(*columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        self.bar = Progress(
+            *columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        )
         self.task = self.bar.add_task("starting", total=seconds)
         self.said = 0.0
 
@@ -67,9 +82,14 @@ class _Bar:
 def _answer(found: Calibration) -> dict[str, Any]:
     """The file's head, and its main figures by number of ranks that work at once; all measured."""
     scale = found.scale.model_dump() if found.scale else None
-    return {"source": "measured", "machine": found.machine.model_dump(), "ranks": _figures(found), "scale": scale,
-            "conditions": found.conditions.model_dump() if found.conditions else None,
-            "doubts": [doubt.model_dump() for doubt in found.doubts]}  # fmt: skip
+    return {
+        "source": "measured",
+        "machine": found.machine.model_dump(),
+        "ranks": _figures(found),
+        "scale": scale,
+        "conditions": found.conditions.model_dump() if found.conditions else None,
+        "doubts": [doubt.model_dump() for doubt in found.doubts],
+    }
 
 
 def _figures(found: Calibration) -> list[dict[str, Any]]:
@@ -81,32 +101,51 @@ def _figures(found: Calibration) -> list[dict[str, Any]]:
 
 def _of_ranks(curves: Curves) -> dict[str, Any]:
     dtypes = sorted({g.dtype for g in curves.calibration.gemm}, reverse=True)
-    kinds = [kind for kind in KINDS if curves.ranks > 1 and any(c.kind == kind for c in curves.calibration.collectives)]
+    kinds = [
+        kind
+        for kind in KINDS
+        if curves.ranks > 1 and any(c.kind == kind for c in curves.calibration.collectives)
+    ]
     lines = {kind: curves.alpha_beta(kind, curves.ranks) for kind in kinds}
     return {
         "ranks": curves.ranks,
         "gflops": {dtype: curves.products(dtype).rate / 1e9 for dtype in dtypes},
         "memory_gbs": float(curves.memory_rate(LARGE)) / 1e9,
         "host": curves.host.model_dump(exclude={"ranks"}),
-        "collectives": {k: {"alpha_us": a * 1e6, "beta_gbs": 1e-9 / b if b else None} for k, (a, b) in lines.items()},
+        "collectives": {
+            k: {"alpha_us": a * 1e6, "beta_gbs": 1e-9 / b if b else None}
+            for k, (a, b) in lines.items()
+        },
     }
 
 
 def _table(found: Calibration) -> Grid:
     machine = found.machine
-    title = f"{machine.title}, {machine.backend}, torch {machine.versions.get('torch', '?')}, measured {machine.date}"
+    title = (
+        f"{machine.title}, {machine.backend}, torch {machine.versions.get('torch', '?')}, "
+        f"measured {machine.date}"
+    )
     rows = _figures(found)
     counts = [str(row["ranks"]) for row in rows]
     table = tables.table(title, ["each rank, of so many at once", *counts], counts)
     for dtype in rows[0]["gflops"]:
-        table.add_row(f"products, {dtype}", *(f"{row['gflops'][dtype]:,.0f} GFLOP/s" for row in rows))
+        table.add_row(
+            f"products, {dtype}", *(f"{row['gflops'][dtype]:,.0f} GFLOP/s" for row in rows)
+        )
     table.add_row("streams of 16 MiB", *(f"{row['memory_gbs']:.1f} GB/s" for row in rows))
-    for name, words in (("operator_us", "an operator"), ("autograd_us", "with its backward"), ("layer_us", "a layer"),
-                        ("microbatch_us", "a microbatch"), ("step_us", "a step")):  # fmt: skip
+    for name, words in (
+        ("operator_us", "an operator"),
+        ("autograd_us", "with its backward"),
+        ("layer_us", "a layer"),
+        ("microbatch_us", "a microbatch"),
+        ("step_us", "a step"),
+    ):
         table.add_row(f"host, {words}", *(f"{row['host'][name]:,.1f} us" for row in rows))
     for kind in KINDS:
         if any(kind in row["collectives"] for row in rows):
-            table.add_row(kind.replace("_", "-"), *(_line(row["collectives"].get(kind)) for row in rows))
+            table.add_row(
+                kind.replace("_", "-"), *(_line(row["collectives"].get(kind)) for row in rows)
+            )
     return table
 
 
@@ -124,7 +163,8 @@ def _doubts(found: Calibration) -> Text | None:
         load = f"load average {busy.load_average:g} on {busy.cpus} CPUs"
         lines.append(f"measured at {load}, {busy.free_memory_gib:g} GiB free")
     lines += [
-        f"{'refused' if doubt.refused else 'not steady'}: {doubt.point}, {doubt.ranks} ranks at once: {doubt.why}"
+        f"{'refused' if doubt.refused else 'not steady'}: {doubt.point}, {doubt.ranks} ranks at "
+        f"once: {doubt.why}"
         for doubt in found.doubts
     ]
     return Text("\n".join(lines)) if lines else None
@@ -134,7 +174,11 @@ def _learned(scale: Scale | None) -> Text | None:
     if scale is None or scale.error_before is None or scale.error_after is None:
         return None
     factors = (
-        f"compute x {scale.compute:.3f}, communication x {scale.communication:.3f}, {scale.fixed_ms:+.2f} ms a step"
+        f"compute x {scale.compute:.3f}, communication x {scale.communication:.3f}, "
+        f"{scale.fixed_ms:+.2f} ms a step"
     )
     runs = f"learned from {', '.join(scale.runs)}: {factors}"
-    return Text(f"{runs}\nerror of the estimate {scale.error_before:.1%} before, {scale.error_after:.1%} after")
+    return Text(
+        f"{runs}\nerror of the estimate {scale.error_before:.1%} before, "
+        f"{scale.error_after:.1%} after"
+    )

@@ -7,9 +7,9 @@ from typing import Any
 from workbench.cli import tables
 from workbench.cli.options import Json, emit
 from workbench.cli.terminal import tell
-from workbench.plan.catalog import catalog
-from workbench.machine.attached import attached, local_cluster
 from workbench.errors import PlanError
+from workbench.machine.attached import attached, local_cluster
+from workbench.plan.catalog import catalog
 from workbench.plan.parameter_count import parameters
 from workbench.plan.rules.supported import runnable
 
@@ -29,7 +29,9 @@ def gpus(json: Json = False) -> None:
     """Cards by name, and what is attached here as `local`."""
     rows = _local()
     for name, entry in catalog.gpus().items():
-        rows.append({**entry.card.model_dump(), "name": name, "fabric": entry.fabric, "notes": entry.notes})
+        rows.append(
+            {**entry.card.model_dump(), "name": name, "fabric": entry.fabric, "notes": entry.notes}
+        )
     emit(json, rows, tables.gpus(rows))
 
 
@@ -37,10 +39,20 @@ def _local() -> list[dict[str, Any]]:
     found = attached()
     try:
         card, fabric = local_cluster(found, 1)
-    except PlanError as error:  # a card that the catalog does not know: the rest of the list is still good
+    except (
+        PlanError
+    ) as error:  # a card that the catalog does not know: the rest of the list is still good
         tell(str(error))
         return []
-    return [{**card.model_dump(), "name": "local", "fabric": fabric.name, "attached": found.count, "notes": card.title}]
+    return [
+        {
+            **card.model_dump(),
+            "name": "local",
+            "fabric": fabric.name,
+            "attached": found.count,
+            "notes": card.title,
+        }
+    ]
 
 
 def strategies(json: Json = False) -> None:

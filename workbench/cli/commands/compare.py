@@ -10,25 +10,43 @@ import typer
 from rich.text import Text
 
 from workbench import verbs
-from workbench.cli.output_files import writable
 from workbench.cli.options import Json, Root, emit
+from workbench.cli.output_files import writable
 from workbench.cli.progress import finished, waiting
-from workbench.cli.terminal import Grid
 from workbench.cli.tables import table
-from workbench.lab.comparison.comparison_tables import Column, is_text, said
+from workbench.cli.terminal import Grid
 from workbench.errors import refuse
+from workbench.lab.comparison.comparison_tables import Column, is_text, said
 from workbench.plan.schema import Plan
 from workbench.runs.launch.checked_launch import ready
 
-OPTIONAL = ("step", "run", "first_loss", "steps", "ranks", "tokens_per_second", "rehearsed_error", "estimated_error")
+OPTIONAL = (
+    "step",
+    "run",
+    "first_loss",
+    "steps",
+    "ranks",
+    "tokens_per_second",
+    "rehearsed_error",
+    "estimated_error",
+)
 """Columns that a narrow screen leaves out, the first first."""
 
 
 def compare(
-    these: Annotated[list[str], typer.Argument(metavar="A B...", help="Plan files, run directories, names of runs.")],
-    html: Annotated[Path | None, typer.Option("--html", help="Also write a report that opens offline.")] = None,
-    train: Annotated[bool, typer.Option("--run", help="Run each plan first, one after the other.")] = False,
-    rehearsed: Annotated[bool, typer.Option("--rehearse/--no-rehearse", help="Rehearse each plan too.")] = True,
+    these: Annotated[
+        list[str],
+        typer.Argument(metavar="A B...", help="Plan files, run directories, names of runs."),
+    ],
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write a report that opens offline.")
+    ] = None,
+    train: Annotated[
+        bool, typer.Option("--run", help="Run each plan first, one after the other.")
+    ] = False,
+    rehearsed: Annotated[
+        bool, typer.Option("--rehearse/--no-rehearse", help="Rehearse each plan too.")
+    ] = True,
     root: Root = None,
     json: Json = False,
 ) -> None:
@@ -43,23 +61,39 @@ def compare(
         page = found.to_html(html) if html else None
     except OSError as error:
         raise refuse("--html", f"'{html}' cannot be written: {error.strerror or error}") from None
-    data = found.to_json() | ({"html": str(page), "charts_left_out": found.left_out} if page else {})
-    lost = Text("charts left out:\n" + "\n".join(f"  {one}" for one in found.left_out)) if found.left_out else None
-    emit(json, data, *(grid(*sheet) for sheet in found.sheets), Text(f"report: {page}") if page else None, lost)
+    data = found.to_json() | (
+        {"html": str(page), "charts_left_out": found.left_out} if page else {}
+    )
+    lost = (
+        Text("charts left out:\n" + "\n".join(f"  {one}" for one in found.left_out))
+        if found.left_out
+        else None
+    )
+    emit(
+        json,
+        data,
+        *(grid(*sheet) for sheet in found.sheets),
+        Text(f"report: {page}") if page else None,
+        lost,
+    )
 
 
 def grid(caption: str, columns: list[Column], frame: pd.DataFrame) -> Grid:
     """One of the tables of a comparison."""
     heads = {name: heading for name, heading, _ in columns}
     figures = [heading for name, heading in heads.items() if not is_text(name)]
-    built = table(caption, heads.values(), figures, [heads[name] for name in OPTIONAL if name in heads])
+    built = table(
+        caption, heads.values(), figures, [heads[name] for name in OPTIONAL if name in heads]
+    )
     for row in said(columns, frame):
         built.add_row(*(text for _, text in row))
     return built
 
 
 def _runs_of(items: list[Any], root: Path | None) -> list[Any]:
-    """Each plan's finished run in its place. All plans are checked before the first runs; the first failure ends it."""
+    """Each plan's finished run in its place. All plans are checked before the first runs; the first
+    failure ends it.
+    """
     for item in items:
         if isinstance(item, Plan):
             ready(item, root=root)

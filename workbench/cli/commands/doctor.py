@@ -1,4 +1,6 @@
-"""What is attached, what is installed, what is missing, and the command that mends it. Imports nothing heavy."""
+"""What is attached, what is installed, what is missing, and the command that mends it. Imports
+nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from workbench.runs.store.run_directory import default_root
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 SOURCE = Path(__file__).parents[3] / "pyproject.toml"
-"""What a checkout declares, which an editable install keeps a copy of as it was when it was installed."""
+"""What a checkout declares, which an editable install keeps a copy of as it was when it was
+installed.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,16 +38,32 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything that a run, a notebook or a test needs of this machine."""
-    return [_python(), *_devices(), _memory(), *map(_package, needed()), _launcher(), _runs(), *_optional()]
+    return [
+        _python(),
+        *_devices(),
+        _memory(),
+        *map(_package, needed()),
+        _launcher(),
+        _runs(),
+        *_optional(),
+    ]
 
 
 def needed() -> list[str]:
-    """Packages that workbench declares, without its extras; itself where it is neither a checkout nor installed."""
-    return [found[0] for line in _declared() if "extra ==" not in line and (found := re.match(r"[\w.-]+", line))]
+    """Packages that workbench declares, without its extras; itself where it is neither a checkout
+    nor installed.
+    """
+    return [
+        found[0]
+        for line in _declared()
+        if "extra ==" not in line and (found := re.match(r"[\w.-]+", line))
+    ]
 
 
 def _declared() -> list[str]:
-    """Requirements, of the checkout where this is one: after a pull the installed metadata may be older than it."""
+    """Requirements, of the checkout where this is one: after a pull the installed metadata may be
+    older than it.
+    """
     if SOURCE.is_file():
         project = tomllib.loads(SOURCE.read_text(encoding="utf-8"))["project"]
         if project["name"] == "workbench":
@@ -56,16 +76,27 @@ def _declared() -> list[str]:
 
 def _python() -> Finding:
     found = platform.python_version()
-    return Finding("python", sys.version_info >= (3, 11), found, "workbench needs Python 3.11 or later")
+    return Finding(
+        "python", sys.version_info >= (3, 11), found, "workbench needs Python 3.11 or later"
+    )
 
 
 def _devices() -> list[Finding]:
     here = attached()
-    what = f"{here.count} x {here.name}" if here.device == "cuda" else f"{here.name}: up to {here.count} ranks"
+    what = (
+        f"{here.count} x {here.name}"
+        if here.device == "cuda"
+        else (f"{here.name}: up to {here.count} ranks")
+    )
     cards = Finding("devices", True, what)
     if here.device == "cuda":
         return [cards]
-    return [cards, Finding("cards", None, here.why_not_cuda, "runs use CPU ranks; a CUDA build of torch uses cards")]
+    return [
+        cards,
+        Finding(
+            "cards", None, here.why_not_cuda, "runs use CPU ranks; a CUDA build of torch uses cards"
+        ),
+    ]
 
 
 def _memory() -> Finding:
@@ -82,7 +113,12 @@ def _package(name: str) -> Finding:
 def _launcher() -> Finding:
     beside = Path(sys.executable).with_name("accelerate")
     found = str(beside) if beside.exists() else shutil.which("accelerate")
-    return Finding("accelerate launch", bool(found), "found" if found else "not on PATH", "pip install accelerate")
+    return Finding(
+        "accelerate launch",
+        bool(found),
+        "found" if found else "not on PATH",
+        "pip install accelerate",
+    )
 
 
 def _runs() -> Finding:
@@ -90,17 +126,36 @@ def _runs() -> Finding:
     nearest = next(folder for folder in (root, *root.parents) if folder.exists())
     free = shutil.disk_usage(nearest).free / 2**30
     fine = os.access(nearest, os.W_OK)
-    return Finding("runs", fine, f"{root}, {free:.1f} GiB free", "set WORKBENCH_RUNS to a folder that you may write")
+    return Finding(
+        "runs",
+        fine,
+        f"{root}, {free:.1f} GiB free",
+        "set WORKBENCH_RUNS to a folder that you may write",
+    )
 
 
 def _optional() -> list[Finding]:
     browser = next((name for name in BROWSERS if shutil.which(name)), None)
     compiler, triton = compiler_path(), _package("triton")
     found = [
-        Finding("C++ compiler (kernels)", bool(compiler) or None, compiler or "none", "apt-get install g++"),
-        Finding("triton (kernels)", triton.ok or None, triton.found, "pip install workbench[kernels]; cards need it"),
+        Finding(
+            "C++ compiler (kernels)",
+            bool(compiler) or None,
+            compiler or "none",
+            "apt-get install g++",
+        ),
+        Finding(
+            "triton (kernels)",
+            triton.ok or None,
+            triton.found,
+            "pip install workbench[kernels]; cards need it",
+        ),
     ]
-    found += [Finding("browser (tests)", bool(browser) or None, browser or "none", "apt-get install chromium")]
+    found += [
+        Finding(
+            "browser (tests)", bool(browser) or None, browser or "none", "apt-get install chromium"
+        )
+    ]
     for name in TRACKERS:
         one = _package(name)
         found.append(one if one.ok else Finding(f"{name} (tracker)", None, one.found, one.mend))

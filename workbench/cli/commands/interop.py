@@ -12,40 +12,72 @@ from rich.text import Text
 
 from workbench import verbs
 from workbench.cli import tables
-from workbench.cli.output_files import write_whole
 from workbench.cli.options import Gpu, Gpus, Json, Model, Set, emit, planned
+from workbench.cli.output_files import write_whole
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
 from workbench.interop import FORMATS, TITLES, Format, Note
-from workbench.plan.schema import Plan
 from workbench.plan.plan_files import assignments
+from workbench.plan.schema import Plan
 
 
 def import_config(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="ds_config.json, Megatron-LM arguments or script, "
-                                         "torchtitan TOML, accelerate or gpt-neox YAML.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="ds_config.json, Megatron-LM "
+            "arguments or script, "
+            "torchtitan TOML, accelerate or gpt-neox YAML.",
+        ),
+    ],
     model: Model = None,
     gpu: Gpu = None,
     gpus: Gpus = None,
-    vocab_size: Annotated[int | None, typer.Option("--vocab-size", min=1, help="Vocabulary of the model, where "
-                                                   "Megatron-LM arguments leave it to the tokenizer.")] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            "--vocab-size",
+            min=1,
+            help="Vocabulary of the model, where Megatron-LM arguments leave it to the tokenizer.",
+        ),
+    ] = None,
     sets: Set = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan file here.")] = None,
-    lenient: Annotated[bool, typer.Option("--lenient", help="List keys that the format does not have, instead of "
-                                          "refusing them.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the plan file here.")
+    ] = None,
+    lenient: Annotated[
+        bool,
+        typer.Option(
+            "--lenient", help="List keys that the format does not have, instead of refusing them."
+        ),
+    ] = False,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Read a configuration of other software as a plan, and say what could not be translated."""
-    found = verbs.import_config(file, model=model, gpu=gpu, gpus=gpus, vocab_size=vocab_size,
-                                set=assignments(sets or []), lenient=lenient)  # fmt: skip
+    found = verbs.import_config(
+        file,
+        model=model,
+        gpu=gpu,
+        gpus=gpus,
+        vocab_size=vocab_size,
+        set=assignments(sets or []),
+        lenient=lenient,
+    )
     full, text = found.plan.complete(), found.plan.to_yaml()
     if output is not None:
         write_whole(output, text)
     data: dict[str, Any] = {
-        "format": found.format, "plan": found.plan.model_dump(exclude_unset=True), "sizes": full.sizes,
-        "world_size": full.world_size, "translated": found.translated, "untranslated": _rows(found.untranslated),
-        "assumed": _rows(found.assumed), "ignored": _rows(found.ignored), "unknown": _rows(found.unknown),
-    }  # fmt: skip
+        "format": found.format,
+        "plan": found.plan.model_dump(exclude_unset=True),
+        "sizes": full.sizes,
+        "world_size": full.world_size,
+        "translated": found.translated,
+        "untranslated": _rows(found.untranslated),
+        "assumed": _rows(found.assumed),
+        "ignored": _rows(found.ignored),
+        "unknown": _rows(found.unknown),
+    }
     if output is not None:
         data["path"] = str(output)
     emit(
@@ -61,8 +93,12 @@ def import_config(
 @planned
 def translate(
     plan: Plan,
-    to: Annotated[str, typer.Option("--as", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the configuration here.")] = None,
+    to: Annotated[
+        str, typer.Option("--as", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the configuration here.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write a plan as a configuration of other software, and say what that cannot hold."""
@@ -71,11 +107,20 @@ def translate(
     found = verbs.translate(plan, cast(Format, to))
     if output is not None:
         write_whole(output, found.text)
-    data: dict[str, Any] = {"format": to, "text": found.text, "untranslated": _rows(found.untranslated)}
+    data: dict[str, Any] = {
+        "format": to,
+        "text": found.text,
+        "untranslated": _rows(found.untranslated),
+    }
     if output is not None:
         data["path"] = str(output)
     title = f"Not translated: what the plan says and {TITLES[cast(Format, to)]} cannot"
-    emit(json, data, None if output else Text(found.text.rstrip()), *notes(title, "field", found.untranslated))
+    emit(
+        json,
+        data,
+        None if output else Text(found.text.rstrip()),
+        *notes(title, "field", found.untranslated),
+    )
 
 
 def notes(title: str, what: str, found: Sequence[Note]) -> list[Grid | Text]:

@@ -10,17 +10,26 @@ from urllib.parse import quote
 import typer
 
 from workbench.cli.options import Json, emit
-from workbench.plan.catalog.catalog import assets
 from workbench.errors import refuse
+from workbench.plan.catalog.catalog import assets
 from workbench.runs.launch.parent_death import python_module
 
 ALLOW_ROOT = "--allow-root"
 OFFLINE_PAGES = tuple(
-    f"--HTMLExporter.{name}_url=" for name in ("mathjax", "require_js", "mermaid_js", "mermaid_layout_elk_js")
+    f"--HTMLExporter.{name}_url="
+    for name in ("mathjax", "require_js", "mermaid_js", "mermaid_layout_elk_js")
 )
-"""Options under which a page that is saved from a notebook fetches no script from a content delivery network."""
-QUIET = ("--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", *OFFLINE_PAGES)
-"""Nothing is asked of the network, and no pop-up stands over the first page to ask whether it may be."""
+"""Options under which a page that is saved from a notebook fetches no script from a content
+delivery network.
+"""
+QUIET = (
+    "--LabApp.news_url=None",
+    "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    *OFFLINE_PAGES,
+)
+"""Nothing is asked of the network, and no pop-up stands over the first page to ask whether it may
+be.
+"""
 
 
 def lab(
@@ -28,10 +37,13 @@ def lab(
         list[str] | None,
         typer.Argument(
             metavar="[NOTEBOOK] [-- OPTION...]",
-            help="Notebook or folder, default the quickstart, else here; after `--` options of JupyterLab itself.",
+            help="Notebook or folder, default the quickstart, else here; after `--` options of "
+            "JupyterLab itself.",
         ),
     ] = None,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser window.")] = True,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open a browser window.")
+    ] = True,
     port: Annotated[int | None, typer.Option("--port", help="Port of JupyterLab.")] = None,
     json: Json = False,
 ) -> None:
@@ -46,9 +58,14 @@ def lab(
     if json:
         emit(json, {"command": command})
         return
-    if os.geteuid() == 0 and not any(option.startswith((ALLOW_ROOT, "--ServerApp.allow_root")) for option in options):
+    if os.geteuid() == 0 and not any(
+        option.startswith((ALLOW_ROOT, "--ServerApp.allow_root")) for option in options
+    ):
         line = " ".join(["workbench lab", *notebooks, "--", *options, ALLOW_ROOT])
-        raise refuse("lab", f"JupyterLab does not run as root unless told to; become another user, or: {line}")
+        raise refuse(
+            "lab",
+            f"JupyterLab does not run as root unless told to; become another user, or: {line}",
+        )
     os.execv(command[0], command)
 
 
@@ -65,4 +82,7 @@ def _opening(target: Path) -> list[str]:
     """JupyterLab's options that open `target`, from the address that it prints too."""
     if target.is_dir():
         return [f"--ServerApp.root_dir={target}"]
-    return [f"--ServerApp.root_dir={target.parent}", f"--LabApp.default_url=/lab/tree/{quote(target.name)}"]
+    return [
+        f"--ServerApp.root_dir={target.parent}",
+        f"--LabApp.default_url=/lab/tree/{quote(target.name)}",
+    ]

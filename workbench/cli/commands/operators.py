@@ -1,4 +1,6 @@
-"""The command on operator strategies: how each operator of a model is best split, what it costs, and why."""
+"""The command on operator strategies: how each operator of a model is best split, what it costs,
+and why.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ import typer
 from rich.text import Text
 
 from workbench.cli import tables
-from workbench.cli.output_files import write_whole
 from workbench.cli.options import Json, emit, planned
+from workbench.cli.output_files import write_whole
 from workbench.cli.terminal import Grid
-from workbench.units import bytes_text, seconds_text
 from workbench.errors import refuse
 from workbench.plan.schema import Plan
 from workbench.safe_io.untrusted_text import shown
+from workbench.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from workbench.planner.autoshard import OperatorPlan
@@ -29,20 +31,31 @@ GIB = 2**30
 def operators(
     plan: Plan,
     ranks: Annotated[
-        str | None, typer.Option("--ranks", help="Ranks, or a grid such as 4x8, outermost first; default all cards.")
+        str | None,
+        typer.Option(
+            "--ranks", help="Ranks, or a grid such as 4x8, outermost first; default all cards."
+        ),
     ] = None,
     memory: Annotated[
         float | None, typer.Option("--memory", metavar="GIB", help="Memory limit of a rank, GiB.")
     ] = None,
     sequences: Annotated[
-        int | None, typer.Option("--sequences", help="Sequences of a microbatch over all ranks; default the plan's.")
+        int | None,
+        typer.Option(
+            "--sequences", help="Sequences of a microbatch over all ranks; default the plan's."
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the plan with `strategy.operators` filled in here.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Write the plan with `strategy.operators` filled in here."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """A strategy for each operator, chosen exactly: what is split, what is communicated, estimated cost, and why."""
+    """A strategy for each operator, chosen exactly: what is split, what is communicated, estimated
+    cost, and why.
+    """
     from workbench.planner.autoshard import choose_for
 
     limit = None if memory is None else memory * GIB
@@ -55,24 +68,40 @@ def operators(
 
 
 def _split(plan: Plan, found: OperatorPlan, sequences: int | None) -> dict[str, Any]:
-    """Fields of a complete plan that runs as was found: all its ranks for the operators take one larger micro-batch."""
+    """Fields of a complete plan that runs as was found: all its ranks for the operators take one
+    larger micro-batch.
+    """
     ranks = prod(found.ranks)
     held = sequences or plan.training.micro_batch * plan.sizes["data"]
     micro = max(1, held // max(1, plan.world_size // ranks))
-    fields = {"strategy.operators": found.forms, "strategy.tensor.size": ranks, "training.micro_batch": micro}
+    fields = {
+        "strategy.operators": found.forms,
+        "strategy.tensor.size": ranks,
+        "training.micro_batch": micro,
+    }
     return fields | {"training.global_batch": plan.training.global_batch}
 
 
 def mesh_of(text: str) -> int | tuple[int, ...]:
     """Ranks as a number or a grid: '8' -> 8, '2x4' -> (2, 4). Raises `PlanError`."""
     if not re.fullmatch(r"[1-9][0-9]{0,6}(x[1-9][0-9]{0,6}){0,3}", text, re.ASCII):
-        raise refuse("--ranks", f"is {shown(text)}; legal: a number such as 8, or a grid such as 2x4")
+        raise refuse(
+            "--ranks", f"is {shown(text)}; legal: a number such as 8, or a grid such as 2x4"
+        )
     sizes = tuple(int(word) for word in text.split("x"))
     return sizes if len(sizes) > 1 else sizes[0]
 
 
 def _rows(found: OperatorPlan) -> Grid:
-    columns = ("operator", "strategy", "split", "communicated", "time a layer", "memory a layer", "layers")
+    columns = (
+        "operator",
+        "strategy",
+        "split",
+        "communicated",
+        "time a layer",
+        "memory a layer",
+        "layers",
+    )
     title = f"Operators over {' x '.join(map(str, found.ranks))} ranks ({found.source})"
     built = tables.table(title, columns, columns[4:], ("strategy", "layers"))
     for row in found.rows:
@@ -85,13 +114,17 @@ def _between(found: OperatorPlan) -> Grid:
     columns = ("from", "to", "redistributed", "time a layer", "layers")
     built = tables.table(f"Redistributions ({found.source})", columns, columns[3:])
     for row in found.redistributions:
-        built.add_row(row.source, row.target, row.communicated, seconds_text(row.seconds), str(row.times))
+        built.add_row(
+            row.source, row.target, row.communicated, seconds_text(row.seconds), str(row.times)
+        )
     return built
 
 
 def _total(found: OperatorPlan) -> Grid:
     built = tables.table(f"Total ({found.source})", ("what", "value"), ("value",))
-    built.add_row("a microbatch forward and backward, nothing overlapped", seconds_text(found.seconds))
+    built.add_row(
+        "a microbatch forward and backward, nothing overlapped", seconds_text(found.seconds)
+    )
     built.add_row("parameters, states and kept activations of a rank", bytes_text(found.bytes))
     if found.limit is not None:
         built.add_row("limit", bytes_text(found.limit))

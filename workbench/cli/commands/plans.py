@@ -11,13 +11,12 @@ from rich.text import Text
 
 from workbench import verbs
 from workbench.cli import tables
-from workbench.cli.output_files import write_whole
 from workbench.cli.options import AllowCode, Json, emit, planned
+from workbench.cli.output_files import write_whole
 from workbench.cli.progress import waiting
-from workbench.plan.catalog import catalog
-from workbench.plan.catalog import huggingface_config
-from workbench.plan.plan_diff import diff
 from workbench.errors import refuse
+from workbench.plan.catalog import catalog, huggingface_config
+from workbench.plan.plan_diff import diff
 from workbench.plan.schema import Plan
 from workbench.safe_io.untrusted_text import shown
 
@@ -25,9 +24,15 @@ from workbench.safe_io.untrusted_text import shown
 @planned
 def plan(
     plan: Plan,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan file here.")] = None,
-    complete: Annotated[bool, typer.Option("--complete", help="Every default and size written out.")] = False,
-    against: Annotated[Path | None, typer.Option("--diff", help="Show what differs from this plan.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the plan file here.")
+    ] = None,
+    complete: Annotated[
+        bool, typer.Option("--complete", help="Every default and size written out.")
+    ] = False,
+    against: Annotated[
+        Path | None, typer.Option("--diff", help="Show what differs from this plan.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Declare a plan, check it, show what it means, write it to a file."""
@@ -35,7 +40,11 @@ def plan(
     text = (full if complete else plan).to_yaml()
     if output is not None:
         write_whole(output, text)
-    data: dict[str, Any] = {"plan": full.model_dump(), "sizes": full.sizes, "world_size": full.world_size}
+    data: dict[str, Any] = {
+        "plan": full.model_dump(),
+        "sizes": full.sizes,
+        "world_size": full.world_size,
+    }
     if output is not None:
         data["path"] = str(output)
     shown: list[Any] = [tables.plan(full), None if output else Text(text.rstrip())]
@@ -51,12 +60,13 @@ def plan(
 
 
 @planned
-def estimate(
-    plan: Plan,
-    json: Json = False,
-) -> None:
-    """What a plan will cost on any cluster, in closed form: memory by category, time of a step, whether it fits."""
-    found = verbs.estimate(plan)  # not the complete plan: advice must be free to change what follows from a change
+def estimate(plan: Plan, json: Json = False) -> None:
+    """What a plan will cost on any cluster, in closed form: memory by category, time of a step,
+    whether it fits.
+    """
+    found = verbs.estimate(
+        plan
+    )  # not the complete plan: advice must be free to change what follows from a change
     emit(
         json,
         found.summary(),
@@ -70,19 +80,31 @@ def estimate(
 @planned
 def rehearse(
     plan: Plan,
-    ranks: Annotated[str | None, typer.Option("--ranks", help="Ranks, e.g. 0,7; default one a stage.")] = None,
+    ranks: Annotated[
+        str | None, typer.Option("--ranks", help="Ranks, e.g. 0,7; default one a stage.")
+    ] = None,
     allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
-    """Run the real code of a plan on fake tensors: peak memory and every collective, at any world size."""
+    """Run the real code of a plan on fake tensors: peak memory and every collective, at any world
+    size.
+    """
     full = plan.complete()
     wanted = None if ranks is None else _ranks(ranks, full.world_size)
     with waiting("rehearsing") as told:
         found = verbs.rehearse(
-            full, wanted, lambda done, of: told(f"rehearsing, rank {done} of {of}"), allow_code=allow_code
+            full,
+            wanted,
+            lambda done, of: told(f"rehearsing, rank {done} of {of}"),
+            allow_code=allow_code,
         )
     emit(
-        json, found.summary(), tables.plan(full), tables.profile(found), tables.stages(found), tables.collectives(found)
+        json,
+        found.summary(),
+        tables.plan(full),
+        tables.profile(found),
+        tables.stages(found),
+        tables.collectives(found),
     )
 
 
@@ -90,10 +112,15 @@ def _ranks(text: str, world_size: int) -> list[int]:
     try:
         ranks = [int(word) for word in text.split(",")]
     except ValueError:
-        raise refuse("--ranks", f"{shown(text)} is no list of ranks; legal: numbers with commas, e.g. 0,1") from None
+        raise refuse(
+            "--ranks", f"{shown(text)} is no list of ranks; legal: numbers with commas, e.g. 0,1"
+        ) from None
     outside = [rank for rank in ranks if not 0 <= rank < world_size]
     if outside:
-        raise refuse("--ranks", f"{shown(outside)} outside the world of {world_size}; legal: 0 to {world_size - 1}")
+        raise refuse(
+            "--ranks",
+            f"{shown(outside)} outside the world of {world_size}; legal: 0 to {world_size - 1}",
+        )
     return ranks
 
 
@@ -104,7 +131,9 @@ def verify(
     allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
-    """Prove that a plan computes what one device does: same seed, then loss, gradients and weights compared."""
+    """Prove that a plan computes what one device does: same seed, then loss, gradients and weights
+    compared.
+    """
     if precision not in ("fp64", "fp32"):
         raise refuse("--precision", f"is '{precision}'; legal: fp64, fp32")
     with waiting("training on one device, and under the plan"):
@@ -120,6 +149,10 @@ def export(
     to: Annotated[Path, typer.Option("--to", help="Folder to write into.")],
     json: Json = False,
 ) -> None:
-    """Write a plan with all that launches it: resolved plan, accelerate.yaml, launch.sh, Slurm job.sbatch."""
+    """Write a plan with all that launches it: resolved plan, accelerate.yaml, launch.sh, Slurm
+    job.sbatch.
+    """
     paths = verbs.export(plan, to)
-    emit(json, {"files": [str(path) for path in paths]}, Text("\n".join(str(path) for path in paths)))
+    emit(
+        json, {"files": [str(path) for path in paths]}, Text("\n".join(str(path) for path in paths))
+    )

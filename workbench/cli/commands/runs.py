@@ -18,26 +18,44 @@ from workbench.plan.schema import Plan
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import State
 
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or its name under the folder of runs.")]
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="Run directory, or its name under the folder of runs.")
+]
 INTERRUPTED = 130
 
 
 @planned
 def run(
     plan: Plan,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow it to its end; Ctrl-C stops it.")] = False,
-    resume: Annotated[str | None, typer.Option("--resume", help="Run or checkpoint to go on from.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Run what by its estimate does not fit.")] = False,
-    port: Annotated[int | None, typer.Option("--port", help="Port where ranks meet; default a free one.")] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Follow it to its end; Ctrl-C stops it.")
+    ] = False,
+    resume: Annotated[
+        str | None, typer.Option("--resume", help="Run or checkpoint to go on from.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Run what by its estimate does not fit.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option("--port", help="Port where ranks meet; default a free one.")
+    ] = None,
     allow_code: AllowCode = False,
     root: Root = None,
     json: Json = False,
 ) -> None:
-    """Train a plan on this machine through `accelerate launch`; returns at once, the run goes on."""
+    """Train a plan on this machine through `accelerate launch`; returns at once, the run goes
+    on.
+    """
     source = resume if resume is None or Path(resume).exists() else verbs.attach(resume, root=root)
     with waiting("starting") as told:
         started = verbs.run(
-            plan, force=force, resume=source, root=root, port=port, allow_code=allow_code, progress=told
+            plan,
+            force=force,
+            resume=source,
+            root=root,
+            port=port,
+            allow_code=allow_code,
+            progress=told,
         )
     if not wait:
         emit(json, _answer(started, started.state), Text(_hint(started)))
@@ -47,7 +65,9 @@ def run(
 
 def attach(
     name: RunName,
-    once: Annotated[bool, typer.Option("--once", help="Show what it is doing now, and return.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Show what it is doing now, and return.")
+    ] = False,
     root: Root = None,
     json: Json = False,
 ) -> None:
@@ -61,8 +81,12 @@ def attach(
 
 def stop(
     name: RunName,
-    checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Save a checkpoint first.")] = False,
-    grace: Annotated[float, typer.Option("--grace", min=0.0, help="Seconds before ranks are ended.")] = 30.0,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="Save a checkpoint first.")
+    ] = False,
+    grace: Annotated[
+        float, typer.Option("--grace", min=0.0, help="Seconds before ranks are ended.")
+    ] = 30.0,
     root: Root = None,
     json: Json = False,
 ) -> None:
@@ -108,17 +132,31 @@ def _follow_to_end(found: Run, json: bool, stop_on_interrupt: bool) -> None:
 def _show(found: Run, state: State, json: bool) -> None:
     profile = found.profile()
     measured = {**profile.summary(), "loss": profile.loss}
-    emit(json, {**measured, **_answer(found, state)}, tables.profile(profile), Text(tables.ending(found, state)))
+    emit(
+        json,
+        {**measured, **_answer(found, state)},
+        tables.profile(profile),
+        Text(tables.ending(found, state)),
+    )
 
 
 def _answer(found: Run, state: State) -> dict[str, Any]:
     """What a machine wants to know of a run."""
     cause = asdict(state.cause) if state.cause else None
     return {
-        "run": found.id, "run_dir": str(found.dir), "phase": state.phase, "world_size": state.world_size,
-        "steps": state.steps, "exit_code": state.exit_code, "cause": cause, "warning": state.warning or None,
-    }  # fmt: skip
+        "run": found.id,
+        "run_dir": str(found.dir),
+        "phase": state.phase,
+        "world_size": state.world_size,
+        "steps": state.steps,
+        "exit_code": state.exit_code,
+        "cause": cause,
+        "warning": state.warning or None,
+    }
 
 
 def _hint(found: Run) -> str:
-    return f"{found.id} started\nfollow: workbench attach {found.dir}\nstop:   workbench stop {found.dir}"
+    return (
+        f"{found.id} started\nfollow: workbench attach {found.dir}\nstop:   workbench stop "
+        f"{found.dir}"
+    )

@@ -11,26 +11,37 @@ from rich.text import Text
 
 from workbench import verbs
 from workbench.cli import tables
-from workbench.cli.output_files import write_whole
 from workbench.cli.options import Json, emit, outlined
+from workbench.cli.output_files import write_whole
 from workbench.cli.progress import waiting
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
 from workbench.plan.schema import Plan
-from workbench.planner.search import OBJECTIVES, Candidate, SearchResult
-from workbench.planner.search import result_tables
+from workbench.planner.search import OBJECTIVES, Candidate, SearchResult, result_tables
 
-Wanted = Annotated[str, typer.Option("--objective", help=f"What to make least: {', '.join(OBJECTIVES)}.")]
+Wanted = Annotated[
+    str, typer.Option("--objective", help=f"What to make least: {', '.join(OBJECTIVES)}.")
+]
 Top = Annotated[int, typer.Option("--top", help="How many to show.")]
 Size = Annotated[
     str,
-    typer.Option("--space", help="default: the usual; wide: many more; vast: kernels, tensor grids and buckets too."),
+    typer.Option(
+        "--space",
+        help="default: the usual; wide: many more; vast: kernels, tensor grids and buckets too.",
+    ),
 ]
 Where = Annotated[
-    list[str] | None, typer.Option("--where", help="Condition, e.g. strategy.tensor.size<=8, peak_gib<60; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--where", help="Condition, e.g. strategy.tensor.size<=8, peak_gib<60; repeatable."
+    ),
 ]
-Deadline = Annotated[float | None, typer.Option("--deadline", help="Days in which --tokens must be trained.")]
-Tokens = Annotated[float | None, typer.Option("--tokens", help="Tokens to train, for days, cost and --deadline.")]
+Deadline = Annotated[
+    float | None, typer.Option("--deadline", help="Days in which --tokens must be trained.")
+]
+Tokens = Annotated[
+    float | None, typer.Option("--tokens", help="Tokens to train, for days, cost and --deadline.")
+]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan here.")]
 
 
@@ -46,10 +57,18 @@ def search(
     output: Output = None,
     json: Json = False,
 ) -> None:
-    """The best strategies for a model on given cards: every legal plan of a space, by time, cost, energy or cards."""
+    """The best strategies for a model on given cards: every legal plan of a space, by time, cost,
+    energy or cards.
+    """
     with waiting("searching"):
         found = verbs.search(
-            plan, objective, space=space, top=top, where=where or (), deadline_days=deadline, tokens=tokens
+            plan,
+            objective,
+            space=space,
+            top=top,
+            where=where or (),
+            deadline_days=deadline,
+            tokens=tokens,
         )
     if output is not None:
         if not found.top:

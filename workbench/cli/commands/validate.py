@@ -9,10 +9,10 @@ import typer
 from rich.text import Text
 
 from workbench import verbs
-from workbench.cli.output_files import write_whole
 from workbench.cli.options import Json, emit
-from workbench.cli.terminal import Grid
+from workbench.cli.output_files import write_whole
 from workbench.cli.tables import table
+from workbench.cli.terminal import Grid
 from workbench.errors import refuse
 
 if TYPE_CHECKING:
@@ -27,13 +27,24 @@ PARTS_SHOWN = 25
 
 
 def validate(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE.csv...", help="Measurements, a row a configuration.")],
-    by: Annotated[str | None, typer.Option("--by", help=f"Split errors by {', '.join(BY)}.")] = None,
-    profile: Annotated[str | None, typer.Option("--profile", help="One stack for all rows, e.g. textbook.")] = None,
-    rows: Annotated[Path | None, typer.Option("--rows", help="Write every predicted row to this CSV.")] = None,
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE.csv...", help="Measurements, a row a configuration."),
+    ],
+    by: Annotated[
+        str | None, typer.Option("--by", help=f"Split errors by {', '.join(BY)}.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option("--profile", help="One stack for all rows, e.g. textbook.")
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option("--rows", help="Write every predicted row to this CSV.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Predict published measurements: errors of memory and time, ranking, fitting, and what could not be said."""
+    """Predict published measurements: errors of memory and time, ranking, fitting, and what could
+    not be said.
+    """
     if by is not None and by not in BY:
         raise refuse("--by", f"is '{by}'; legal: {', '.join(BY)}")
     from workbench.planner.validation.validation_report import split
@@ -50,10 +61,13 @@ def validate(
 
 def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]:
     coverage = (
-        "" if found.coverage is None else f"; {found.coverage:.1%} of {found.complete} dense rows with all fields"
+        ""
+        if found.coverage is None
+        else f"; {found.coverage:.1%} of {found.complete} dense rows with all fields"
     )
     head = (
-        f"{found.rows} rows, {found.expressed} expressed as plans{coverage}; {len(found.table)} predicted, "
+        f"{found.rows} rows, {found.expressed} expressed as plans{coverage}; {len(found.table)} "
+        f"predicted, "
         f"{data['suspect']} suspect, {found.seconds:.1f} s. Errors are estimated / measured - 1."
     )
     if found.table.empty:
@@ -84,7 +98,11 @@ def _errors(data: dict[str, Any]) -> Grid:
         if kind != "reserve_95":
             built.add_row(f"memory, {kind}", *line(errors))
     time = data["time"]
-    for name, errors in (("consistent rows", time), ("clean rows", time["clean"]), ("all rows", time["all"])):
+    for name, errors in (
+        ("consistent rows", time),
+        ("clean rows", time["clean"]),
+        ("all rows", time["all"]),
+    ):
         built.add_row(f"time, {name}", *line(errors))
     return built
 
@@ -101,7 +119,11 @@ def _figures(data: dict[str, Any]) -> list[tuple[str, Any, str]]:
     time, groups, fit = data["time"], data["groups"], data["fit"]
     ran, short, failed = fit["ran"], fit["out_of_memory"], fit["failed"]
     over = f"{groups['groups']} groups, {groups['rows']} rows"
-    one, out, saved = time["after_one_row"], time["leave_one_source_out"], data["memory"]["reserve_95"]
+    one, out, saved = (
+        time["after_one_row"],
+        time["leave_one_source_out"],
+        data["memory"]["reserve_95"],
+    )
     rank = groups.get("spearman")
     return [
         ("time after one row of the same stack and table", one.get("mape"), f"{one['rows']} rows"),
@@ -112,9 +134,17 @@ def _figures(data: dict[str, Any]) -> list[tuple[str, Any, str]]:
         ("ran, predicted to fit", ran["predicted_to_fit"], f"{ran['rows']} rows"),
         ("out of memory, predicted so", short["predicted_not_to_fit"], f"{short['rows']} rows"),
         ("failed, predicted not to fit", failed["predicted_not_to_fit"], f"{failed['rows']} rows"),
-        ("covered by a 95 % reserve, one source out", saved.get("covered"), f"{saved['rows']} rows"),
-        ("inside the predicted 90 % of time", time["interval"]["inside"], f"{time['interval']['rows']} rows"),
-    ]  # fmt: skip
+        (
+            "covered by a 95 % reserve, one source out",
+            saved.get("covered"),
+            f"{saved['rows']} rows",
+        ),
+        (
+            "inside the predicted 90 % of time",
+            time["interval"]["inside"],
+            f"{time['interval']['rows']} rows",
+        ),
+    ]
 
 
 def _parts(name: str, parts: dict[str, Any]) -> Grid:

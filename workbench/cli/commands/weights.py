@@ -17,11 +17,15 @@ from workbench.units import bytes_text
 
 
 def weights(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A checkpoint, or a run: its latest one.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A checkpoint, or a run: its latest one.")
+    ],
     to: Annotated[Path, typer.Option("--to", help="New folder to write into.")],
     json: Json = False,
 ) -> None:
-    """Write a checkpoint's weights under Hugging Face's names; such a folder also starts a run (checkpoint.load)."""
+    """Write a checkpoint's weights under Hugging Face's names; such a folder also starts a run
+    (checkpoint.load).
+    """
     said = 0.0
     with waiting("reading") as told:
 

@@ -1,4 +1,6 @@
-"""The flat buckets of one plan as the engine packs them, and every collective that they make: exact, by the call."""
+"""The flat buckets of one plan as the engine packs them, and every collective that they make:
+exact, by the call.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ Sides = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor of a stage: what ZeRO-3 gathers it with, its entries, the tensor sides that hold parts of its gradient,
-    whether it stands in a bucket of its own, and whether it is of experts that other ranks do not hold."""
+    """A tensor of a stage: what ZeRO-3 gathers it with, its entries, the tensor sides that hold
+    parts of its gradient, whether it stands in a bucket of its own, and whether it is of experts
+    that other ranks do not hold.
+    """
 
     unit: str
     elements: int
@@ -65,7 +69,9 @@ def _packed(w: Workload, parameters: list[Parameter]) -> list[Bucket]:
             full.append(bucket)
             bucket = empty
         open_[key] = replace(empty, elements=bucket.elements + p.elements)
-    return [replace(b, elements=_padded(b.elements, _shard(w, b))) for b in (*full, *open_.values())]
+    return [
+        replace(b, elements=_padded(b.elements, _shard(w, b))) for b in (*full, *open_.values())
+    ]
 
 
 def _padded(elements: int, shard: int) -> int:
@@ -82,7 +88,9 @@ def _shard(w: Workload, bucket: Bucket) -> int:
 
 
 def _group(w: Workload, bucket: Bucket, rank: int) -> int:
-    """Ranks that hold the same bucket as one of pipeline rank `rank`; stages may have unequally many."""
+    """Ranks that hold the same bucket as one of pipeline rank `rank`; stages may have unequally
+    many.
+    """
     replicas = np.broadcast_to(np.ravel(w.data * w.knobs.context), w.setting.pipeline)[rank]
     return round(float(replicas)) // _expert(w, bucket)
 
@@ -102,11 +110,26 @@ def _reductions(w: Workload, stage: list[Bucket], rank: int) -> Iterator[tuple[R
     hooks = "B" if w.pipeline == 1 else "REDUCE_GRAD"
     times = int(w.microbatches) if w.zero >= 2 and w.reduce_microbatch else 1
     for index, bucket in enumerate(stage):
-        size, group, shard = bucket.elements * float(w.gradient_element), _group(w, bucket, rank), _shard(w, bucket)
+        size, group, shard = (
+            bucket.elements * float(w.gradient_element),
+            _group(w, bucket, rank),
+            _shard(w, bucket),
+        )
         yield ("data", "reduce_scatter", shard, "gradient", size, hooks), times
-        # The sum over replicas follows when later buckets need the room, and that of the last buckets at the end.
+        # The sum over replicas follows when later buckets need the room, and that of the last
+        # buckets at the end.
         late = shard > 1 and index > len(stage) - w.setting.in_flight
-        yield ("data", "all_reduce", group // shard, "gradient", size / shard, "REDUCE_GRAD" if late else hooks), 1
+        yield (
+            (
+                "data",
+                "all_reduce",
+                group // shard,
+                "gradient",
+                size / shard,
+                "REDUCE_GRAD" if late else hooks,
+            ),
+            1,
+        )
         for _, ranks in bucket.partial:
             yield ("tensor", "all_reduce", ranks, "gradient", size / shard, "REDUCE_GRAD"), 1
 
@@ -123,7 +146,8 @@ def _gathers(w: Workload, stage: list[Bucket]) -> Iterator[tuple[Row, int]]:
 def _gathered(w: Workload, unit: str) -> dict[str, int]:
     """Action -> how often in a step a unit is gathered in it.
 
-    Backward needs no table but for a norm behind it, and begins with the last unit, which forward has left whole.
+    Backward needs no table but for a norm behind it, and begins with the last unit, which forward
+    has left whole.
     """
     m, norm = int(w.microbatches), bool(w.shape.embedding_norm)
     if w.zero < 3:
@@ -137,8 +161,9 @@ def _gathered(w: Workload, unit: str) -> dict[str, int]:
 
 
 def _sides(w: Workload) -> tuple[Sides, Sides, Sides]:
-    """Along which tensor ranks hold the same and meet different tokens: of matrices, of vectors as wide as the residual
-    stream, of other vectors."""
+    """Along which tensor ranks hold the same and meet different tokens: of matrices, of vectors as
+    wide as the residual stream, of other vectors.
+    """
     side = int(w.tiling.hidden)
     if w.setting.algorithm == "1d":
         whole: Sides = (("tensor", int(w.tensor)),) if w.knobs.sequence and w.tensor > 1 else ()
@@ -149,7 +174,9 @@ def _sides(w: Workload) -> tuple[Sides, Sides, Sides]:
     return depth, (("row", side), *depth), (("row", side), *depth)
 
 
-def _parameters(w: Workload, stage: int, stages: int, both: bool, apart: bool) -> Iterator[Parameter]:
+def _parameters(
+    w: Workload, stage: int, stages: int, both: bool, apart: bool
+) -> Iterator[Parameter]:
     """A stage's tensors in the model's order."""
     shape, partition = w.shape, w.setting.partition
     matrix, split, _ = sides = _sides(w)
@@ -186,7 +213,9 @@ def _attention(w: Workload) -> Iterator[tuple[float, Sides]]:
         yield float(w.hidden), split
 
 
-def _mlp(w: Workload, width: Number, sides: tuple[Sides, Sides, Sides]) -> Iterator[tuple[float, Sides]]:
+def _mlp(
+    w: Workload, width: Number, sides: tuple[Sides, Sides, Sides]
+) -> Iterator[tuple[float, Sides]]:
     """Of a feed-forward layer whose local width is `width`."""
     bias, (matrix, split, other) = w.shape.biases == "all", sides
     for _ in range(2 if w.shape.gated else 1):
@@ -199,7 +228,9 @@ def _mlp(w: Workload, width: Number, sides: tuple[Sides, Sides, Sides]) -> Itera
 
 
 def _mixture(w: Workload, unit: str) -> Iterator[Parameter]:
-    """Router, experts, shared experts: tensor ranks make parts of the router's gradient, and of output biases'."""
+    """Router, experts, shared experts: tensor ranks make parts of the router's gradient, and of
+    output biases'.
+    """
     moe = w.shape.moe
     assert moe is not None
     parts: Sides = (("tensor", int(w.tensor)),) if w.tensor > 1 else ()

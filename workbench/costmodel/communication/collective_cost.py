@@ -7,16 +7,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.plan.schema import Fabric
-from workbench.costmodel.rates.constants import Constants
-from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.communication.collective_volume import Call
+from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.rates.constants import Constants
+from workbench.plan.schema import Fabric
 
 SHARE = {
-    "all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "broadcast": 1.0, "reduce": 1.0,
-}  # fmt: skip
-"""Times (n-1)/n of the full tensor that a rank sends, by kind: rings; of n broadcasts a rank is the root of one."""
+    "all_reduce": 2.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+    "all_to_all": 1.0,
+    "broadcast": 1.0,
+    "reduce": 1.0,
+}
+"""Times (n-1)/n of the full tensor that a rank sends, by kind: rings; of n broadcasts a rank is the
+root of one.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,10 +37,12 @@ class Link:
 
 
 def links(w: Workload, constants: Constants) -> dict[str, Link]:
-    """The link of each axis, from the placement: an axis inside a node rides its links, one beyond shares its network,
-    one beyond the rack what leaves the rack; the sides of a tensor grid take turns.
+    """The link of each axis, from the placement: an axis inside a node rides its links, one beyond
+    shares its network, one beyond the rack what leaves the rack; the sides of a tensor grid take
+    turns.
 
-    Inter-node bandwidth of a rank = the node's network / the groups of that axis that cross it at once.
+    Inter-node bandwidth of a rank = the node's network / the groups of that axis that cross it at
+    once.
     """
     s, k = w.setting, w.knobs
     sizes = {"tensor": k.tensor, "context": k.context, "data": w.data, "pipeline": s.pipeline}
@@ -43,13 +52,20 @@ def links(w: Workload, constants: Constants) -> dict[str, Link]:
         each = [_link(w, constants, side, k.strides["tensor"] * side**n) for n in range(sides)]
         slowness, latency = sum(1 / one.bandwidth for one in each), sum(one.latency for one in each)
         result["tensor"] = Link(sides / slowness, latency / sides)
-    # Gradients are reduced over data x context, experts exchange over them: the slower of the two decides.
+    # Gradients are reduced over data x context, experts exchange over them: the slower of the two
+    # decides.
     data, context = result["data"], result["context"]
     alone, lone = w.data == 1, k.context == 1
     slow = np.where(
-        lone, data.bandwidth, np.where(alone, context.bandwidth, np.minimum(data.bandwidth, context.bandwidth))
+        lone,
+        data.bandwidth,
+        np.where(alone, context.bandwidth, np.minimum(data.bandwidth, context.bandwidth)),
     )
-    late = np.where(lone, data.latency, np.where(alone, context.latency, np.maximum(data.latency, context.latency)))
+    late = np.where(
+        lone,
+        data.latency,
+        np.where(alone, context.latency, np.maximum(data.latency, context.latency)),
+    )
     return result | {"data": Link(slow, late), "expert": Link(slow, late)}
 
 
@@ -60,7 +76,8 @@ def _link(w: Workload, constants: Constants, size: Number, stride: Number) -> Li
     outer = s.fabric.nic_gbs * 1e9 * constants.nic_share
     within = (size * stride <= s.node) | (size == 1)
     inside = np.maximum(1, np.minimum(size, s.node // stride))
-    # `node / inside` groups leave a node together; the ranks of one group in a node share the group's part.
+    # `node / inside` groups leave a node together; the ranks of one group in a node share the
+    # group's part.
     bandwidth = np.where(within, inner, np.minimum(inner, outer * inside / s.node))
     latency = 1e-6 * _hop(size, inside, s.fabric)
     if s.fabric.rack_nodes is None:
@@ -68,19 +85,29 @@ def _link(w: Workload, constants: Constants, size: Number, stride: Number) -> Li
     rack = s.node * s.fabric.rack_nodes
     beyond = np.where(size * stride > rack, size > 1, False)
     housed = np.maximum(1, np.minimum(size, rack // stride))
-    # Of all that leaves a rack each of its groups has a part, which the ranks of the group in that rack share.
+    # Of all that leaves a rack each of its groups has a part, which the ranks of the group in that
+    # rack share.
     uplink = (s.fabric.rack_gbs or s.fabric.nic_gbs) * 1e9 * constants.nic_share * housed / s.node
-    more = ((s.fabric.rack_latency_us or s.fabric.nic_latency_us) - s.fabric.nic_latency_us) / housed
-    return Link(np.where(beyond, np.minimum(bandwidth, uplink), bandwidth), latency + beyond * 1e-6 * more)
+    more = (
+        (s.fabric.rack_latency_us or s.fabric.nic_latency_us) - s.fabric.nic_latency_us
+    ) / housed
+    return Link(
+        np.where(beyond, np.minimum(bandwidth, uplink), bandwidth), latency + beyond * 1e-6 * more
+    )
 
 
 def _hop(size: Number, inside: Number, fabric: Fabric) -> Number:
-    """Latency of a ring's hops, microseconds: its ranks go in step, so the slowest hop sets the pace of all."""
-    return np.where(size > inside, max(fabric.nic_latency_us, fabric.link_latency_us), fabric.link_latency_us)
+    """Latency of a ring's hops, microseconds: its ranks go in step, so the slowest hop sets the
+    pace of all.
+    """
+    return np.where(
+        size > inside, max(fabric.nic_latency_us, fabric.link_latency_us), fabric.link_latency_us
+    )
 
 
 def seconds(kind: str, size: Number, ranks: Number, link: Link, constants: Constants) -> Number:
-    """One call, ring costs; a latency that stops growing beyond `latency_ranks` (trees). Nothing for one rank.
+    """One call, ring costs; a latency that stops growing beyond `latency_ranks` (trees). Nothing
+    for one rank.
 
     Broadcasts and reductions to one rank take as many hops as a binary tree is deep (2104.05343).
     """
@@ -89,13 +116,28 @@ def seconds(kind: str, size: Number, ranks: Number, link: Link, constants: Const
     if kind in ("broadcast", "reduce"):
         hops = np.ceil(np.log2(ranks))
     else:
-        hops = np.minimum(ranks - 1, constants.latency_ranks) * 2 if kind == "all_reduce" else ranks - 1
+        hops = (
+            np.minimum(ranks - 1, constants.latency_ranks) * 2
+            if kind == "all_reduce"
+            else ranks - 1
+        )
     return size * (SHARE[kind] * (ranks - 1) / ranks / link.bandwidth) + hops * link.latency
 
 
 def spent(
-    calls: Iterable[Call], links: dict[str, Link], constants: Constants, axis: str, action: str | None = None
+    calls: Iterable[Call],
+    links: dict[str, Link],
+    constants: Constants,
+    axis: str,
+    action: str | None = None,
 ) -> Number:
-    """Seconds in a step that each pipeline rank spends in the collectives of one axis (and action)."""
-    chosen = [c for c in calls if c.axis == axis and action in (None, c.action) and c.kind != "recv"]
-    return sum((c.count * seconds(c.kind, c.bytes, c.group_size, links[axis], constants) for c in chosen), 0.0)
+    """Seconds in a step that each pipeline rank spends in the collectives of one axis (and
+    action).
+    """
+    chosen = [
+        c for c in calls if c.axis == axis and action in (None, c.action) and c.kind != "recv"
+    ]
+    return sum(
+        (c.count * seconds(c.kind, c.bytes, c.group_size, links[axis], constants) for c in chosen),
+        0.0,
+    )

@@ -1,14 +1,16 @@
-"""What moves between the ranks of a 2-D, 2.5-D or 3-D tensor grid: blocks of every product, sums of every norm.
+"""What moves between the ranks of a 2-D, 2.5-D or 3-D tensor grid: blocks of every product, sums of
+every norm.
 
-For Y[M, N] = X[M, K] A[K, N] a rank receives, in elements: SUMMA (q-1)(MK/d + KN)/q^2 and 3-D (l-1)(MK + KN + MN)/l^3
-forward, twice that backward; 2.5-D adds 2(d-1)/d KN/q^2 once a step (2104.05343, 2105.14500, 2105.14450).
+For Y[M, N] = X[M, K] A[K, N] a rank receives, in elements: SUMMA (q-1)(MK/d + KN)/q^2 and 3-D
+(l-1)(MK + KN + MN)/l^3 forward, twice that backward; 2.5-D adds 2(d-1)/d KN/q^2 once a step
+(2104.05343, 2105.14500, 2105.14450).
 """
 
 from __future__ import annotations
 
+from workbench.costmodel.communication.collective_volume import Call, gradient_dtype, shared_heads
 from workbench.costmodel.compute.roofline import Product, head_product, layer_products
 from workbench.costmodel.inputs.config import Number
-from workbench.costmodel.communication.collective_volume import Call, gradient_dtype, shared_heads
 from workbench.costmodel.inputs.rank_workload import Workload
 
 Moved = tuple[str, Number, Number]
@@ -16,64 +18,104 @@ Moved = tuple[str, Number, Number]
 
 
 def product_traffic(w: Workload, p: Product, action: str) -> list[Moved]:
-    """What one product forward (`F`), or its two backward (`B`), makes the ranks of a side of the grid exchange."""
+    """What one product forward (`F`), or its two backward (`B`), makes the ranks of a side of the
+    grid exchange.
+    """
     g, n = w.tiling.gathered, w.tiling.steps
     x, weight, y = p.rows / g * p.inner, p.columns * p.inner / g, p.rows / g * p.columns
     calls, trained = p.count / n, float(w.setting.adapter_rank == 0)
     if w.setting.algorithm == "3d":
         if action == "F":
             return [
-                ("all_gather", g * x, calls), ("all_gather", g * weight, calls), ("reduce_scatter", g * y, calls)
-            ]  # fmt: skip
+                ("all_gather", g * x, calls),
+                ("all_gather", g * weight, calls),
+                ("reduce_scatter", g * y, calls),
+            ]
         weights = trained * calls
         return [
-            ("all_gather", g * y, calls), ("all_gather", g * weight, calls), ("reduce_scatter", g * x, calls),
-            ("all_gather", g * x, weights), ("all_gather", g * y, weights), ("reduce_scatter", g * weight, weights),
-        ]  # fmt: skip
+            ("all_gather", g * y, calls),
+            ("all_gather", g * weight, calls),
+            ("reduce_scatter", g * x, calls),
+            ("all_gather", g * x, weights),
+            ("all_gather", g * y, weights),
+            ("reduce_scatter", g * weight, weights),
+        ]
     if action == "F":
         return [("broadcast", x, n * calls), ("broadcast", weight, n * calls)]
     weights = trained * n * calls
     return [
-        ("broadcast", weight, n * calls), ("reduce", x, n * calls),
-        ("broadcast", x, weights), ("reduce", weight, weights),
-    ]  # fmt: skip
+        ("broadcast", weight, n * calls),
+        ("reduce", x, n * calls),
+        ("broadcast", x, weights),
+        ("reduce", weight, weights),
+    ]
 
 
 def tiled(w: Workload) -> list[Call]:
     """All collectives of a step inside a tensor grid but the loss's."""
     m, sparse = w.microbatches, w.layers - w.dense_layers
-    parts = [(p, m * w.dense_layers) for p in layer_products(w, False)] if (w.dense_layers > 0).any() else []
+    parts = (
+        [(p, m * w.dense_layers) for p in layer_products(w, False)]
+        if (w.dense_layers > 0).any()
+        else []
+    )
     parts += [(p, m * sparse) for p in layer_products(w, True)] if w.shape.moe else []
     head = [(head_product(w), m * w.last)]
     again = w.recomputed / w.layers
     return [
-        *(_call(w, moved, times, "F") for p, times in parts + head for moved in product_traffic(w, p, "F")),
-        *(_call(w, moved, times * again, "B") for p, times in parts for moved in product_traffic(w, p, "F")),
-        *(_call(w, moved, times, "B") for p, times in parts + head for moved in product_traffic(w, p, "B")),
-        *_embedding(w), *_norms(w), *shared_heads(w), _copies(w),
-    ]  # fmt: skip
+        *(
+            _call(w, moved, times, "F")
+            for p, times in parts + head
+            for moved in product_traffic(w, p, "F")
+        ),
+        *(
+            _call(w, moved, times * again, "B")
+            for p, times in parts
+            for moved in product_traffic(w, p, "F")
+        ),
+        *(
+            _call(w, moved, times, "B")
+            for p, times in parts + head
+            for moved in product_traffic(w, p, "B")
+        ),
+        *_embedding(w),
+        *_norms(w),
+        *shared_heads(w),
+        _copies(w),
+    ]
 
 
 def _call(w: Workload, moved: Moved, times: Number, action: str) -> Call:
     kind, elements, calls = moved
-    return Call("tensor", kind, w.tiling.hidden, w.dtype, elements * w.element, times * calls, action)
+    return Call(
+        "tensor", kind, w.tiling.hidden, w.dtype, elements * w.element, times * calls, action
+    )
 
 
 def _embedding(w: Workload) -> list[Call]:
-    """2-D: every rank looks its tokens up in the whole height of the table. 3-D: in a part of it, for others too."""
+    """2-D: every rank looks its tokens up in the whole height of the table. 3-D: in a part of it,
+    for others too.
+    """
     n, g, times = w.tiling.steps, w.tiling.gathered, w.microbatches * w.first
     table, tokens = g * w.vocab * w.height, g * w.tokens * w.hidden
     if w.setting.algorithm != "3d":
-        return [_call(w, (kind, table, n), times, action) for kind, action in (("broadcast", "F"), ("reduce", "B"))]
+        return [
+            _call(w, (kind, table, n), times, action)
+            for kind, action in (("broadcast", "F"), ("reduce", "B"))
+        ]
     return [
-        _call(w, ("all_gather", table, 1), times, "F"), _call(w, ("reduce_scatter", tokens, 1), times, "F"),
-        _call(w, ("all_gather", tokens, 1), times, "B"), _call(w, ("reduce_scatter", table, 1), times, "B"),
-    ]  # fmt: skip
+        _call(w, ("all_gather", table, 1), times, "F"),
+        _call(w, ("reduce_scatter", tokens, 1), times, "F"),
+        _call(w, ("all_gather", tokens, 1), times, "B"),
+        _call(w, ("reduce_scatter", table, 1), times, "B"),
+    ]
 
 
 def _norms(w: Workload) -> list[Call]:
-    """Over a hidden width that is split: fp32 numbers of every token, one each way or, of a layernorm, two; forward
-    those are gathered, for mean and deviation of the parts cannot be added without loss."""
+    """Over a hidden width that is split: fp32 numbers of every token, one each way or, of a
+    layernorm, two; forward those are gathered, for mean and deviation of the parts cannot be added
+    without loss.
+    """
     times = w.microbatches * (2 * w.layers + w.last + w.first * w.shape.embedding_norm)
     again = 2 * w.microbatches * w.recomputed
     q, size = w.tiling.hidden, 4 * w.tokens
@@ -82,10 +124,14 @@ def _norms(w: Workload) -> list[Call]:
     else:
         forward = backward = ("all_reduce", size)
     each = ((forward, times, "F"), (forward, again, "B"), (backward, times, "B"))
-    return [Call("tensor", kind, q, "fp32", size, count, action) for (kind, size), count, action in each]
+    return [
+        Call("tensor", kind, q, "fp32", size, count, action) for (kind, size), count, action in each
+    ]
 
 
 def _copies(w: Workload) -> Call:
     """Gradients of weights that the layers of a 2.5-D grid hold alike."""
     size = w.held.trained * w.gradient_element
-    return Call("tensor", "all_reduce", w.tiling.copies, gradient_dtype(w), size, 1.0, "REDUCE_GRAD")
+    return Call(
+        "tensor", "all_reduce", w.tiling.copies, gradient_dtype(w), size, 1.0, "REDUCE_GRAD"
+    )

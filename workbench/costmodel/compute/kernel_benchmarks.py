@@ -1,4 +1,6 @@
-"""What kernels cost beside eager ones, from this project's own benchmark of the planned card where there is one."""
+"""What kernels cost beside eager ones, from this project's own benchmark of the planned card where
+there is one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ FOLDER = "data/benchmarks"
 
 @dataclass(frozen=True)
 class Measured:
-    """Traffic of memory-bound operators and of the loss, over that of eager ones on the same machine."""
+    """Traffic of memory-bound operators and of the loss, over that of eager ones on the same
+    machine.
+    """
 
     traffic: float
     loss: float
@@ -25,7 +29,8 @@ class Measured:
 
 
 def measured(card: Card, kernels: str) -> Measured | None:
-    """What was measured of `kernels` (compiled, fused) on a card of this kind; None where nothing was.
+    """What was measured of `kernels` (compiled, fused) on a card of this kind; None where nothing
+    was.
 
     A processor's benchmark stands for all processors, a card's for that card alone.
     """
@@ -34,19 +39,30 @@ def measured(card: Card, kernels: str) -> Measured | None:
         return None
     traffic, loss = found["traffic"], found["loss_bytes"]
     where = f"measured {found['date']} on {found['device']}, torch {found['versions']['torch']}"
-    return Measured(traffic[kernels] / traffic["eager"], loss[kernels] / loss["eager"] if loss["eager"] else 1.0, where)
+    return Measured(
+        traffic[kernels] / traffic["eager"],
+        loss[kernels] / loss["eager"] if loss["eager"] else 1.0,
+        where,
+    )
 
 
 def provenance(card: Card, kernels: str) -> str:
     """Where the cost of compiled or fused `kernels` on `card` comes from, in words."""
     found = measured(card, kernels)
-    return found.source if found else f"not measured on {card.name}: the textbook factor of data/planner.yaml"
+    return (
+        found.source
+        if found
+        else (f"not measured on {card.name}: the textbook factor of data/planner.yaml")
+    )
 
 
 @lru_cache(maxsize=1)
 def benchmarks() -> tuple[dict[str, Any], ...]:
     """Every committed benchmark of kernels."""
-    return tuple(json.loads(path.read_text()) for path in sorted((catalog.assets() / FOLDER).glob("kernels-*.json")))
+    return tuple(
+        json.loads(path.read_text())
+        for path in sorted((catalog.assets() / FOLDER).glob("kernels-*.json"))
+    )
 
 
 def _is_of(benchmark: dict[str, Any], card: Card) -> bool:

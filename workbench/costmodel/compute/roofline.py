@@ -1,4 +1,6 @@
-"""Seconds of compute: a roofline over matrix products, attention and memory-bound operators, with a launch floor."""
+"""Seconds of compute: a roofline over matrix products, attention and memory-bound operators, with a
+launch floor.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +8,29 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workbench.plan.schema import Card
+from workbench.costmodel.frameworks.stragglers import met
+from workbench.costmodel.inputs.config import Array, Number
+from workbench.costmodel.inputs.rank_workload import Workload, widths
 from workbench.costmodel.memory.activation_memory import ATEN, leaves_plain, replaced
 from workbench.costmodel.rates.constants import Constants
-from workbench.costmodel.inputs.config import Array, Number
-from workbench.costmodel.frameworks.stragglers import met
-from workbench.costmodel.inputs.rank_workload import Workload, widths
+from workbench.plan.schema import Card
 
 OPERATORS = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40)}
-"""Kernels of one layer (forward, backward), by the plan's kernels: our plain modules', and textbook counts."""
+"""Kernels of one layer (forward, backward), by the plan's kernels: our plain modules', and textbook
+counts.
+"""
 REPLACED = 12, 22
-"""The same of our modules whose seams are replaced, compiled or fused: products, attention and one operator a seam."""
+"""The same of our modules whose seams are replaced, compiled or fused: products, attention and one
+operator a seam.
+"""
 NARROW_HEAD = 100
 """Heads narrower than this fill fused attention's tiles less."""
 ALIGNMENT = 64
 """Widths that are multiples of this fill the tiles of a matrix product."""
 LOSS_FORWARD = 3 / 7
-"""Share of the loss's traffic that forward moves: cast and log-softmax are three passes, two gradients four."""
+"""Share of the loss's traffic that forward moves: cast and log-softmax are three passes, two
+gradients four.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,18 @@ def peak(card: Card, precision: str) -> float:
 def machine(card: Card, precision: str, constants: Constants) -> Machine:
     """A card at a precision."""
     dense = peak(card, precision)
-    wide = 1e12 * card.tflops.get("bf16", card.tflops.get("fp16", dense / 1e12)) if precision == "fp8" else dense
-    return Machine(dense, wide, card.bandwidth_gbs * 1e9 * constants.memory_share, constants, card.device != "cpu")
+    wide = (
+        1e12 * card.tflops.get("bf16", card.tflops.get("fp16", dense / 1e12))
+        if precision == "fp8"
+        else dense
+    )
+    return Machine(
+        dense,
+        wide,
+        card.bandwidth_gbs * 1e9 * constants.memory_share,
+        constants,
+        card.device != "cpu",
+    )
 
 
 @dataclass(frozen=True)
@@ -68,7 +86,9 @@ class Pass:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Seconds of one layer and microbatch of each kind, and of the head: what no pipeline or sharding changes."""
+    """Seconds of one layer and microbatch of each kind, and of the head: what no pipeline or
+    sharding changes.
+    """
 
     dense: Pass
     mixture: Pass
@@ -89,14 +109,18 @@ class Compute:
     idle_backward: Array
 
 
-def product(m: Machine, rows: Number, columns: Number, inner: Number, element: int, narrow: bool = False) -> Number:
+def product(
+    m: Machine, rows: Number, columns: Number, inner: Number, element: int, narrow: bool = False
+) -> Number:
     """One matrix product [rows, inner] x [inner, columns], seconds; `narrow` ones run in fp8."""
     c = m.constants
     rate = m.flops * c.narrow_share if narrow else m.wide_flops * c.gemm_share
     slow = 1 + c.gemm_half_dim * (1 / rows + 1 / columns + 1 / inner)
     odd = (columns % ALIGNMENT != 0) | (inner % ALIGNMENT != 0)
     flops = 2 * rows * columns * inner / rate * slow * (1 + c.gemm_misaligned * odd)
-    return np.maximum(flops, (rows * columns + rows * inner + columns * inner) * element / m.bandwidth)
+    return np.maximum(
+        flops, (rows * columns + rows * inner + columns * inner) * element / m.bandwidth
+    )
 
 
 def kernels(w: Workload, m: Machine) -> Kernels:
@@ -117,7 +141,9 @@ def compute(w: Workload, m: Machine, k: Kernels) -> Compute:
         forward = forward + sparse * k.mixture.forward
         backward = backward + sparse * k.mixture.backward
     # Every microbatch after the first adds its gradients to those that are there.
-    added = w.held.trained * ((2 * w.stored_gradient + w.element) / m.bandwidth * (w.microbatches > 1))
+    added = w.held.trained * (
+        (2 * w.stored_gradient + w.element) / m.bandwidth * (w.microbatches > 1)
+    )
     backward = backward + added
     repeated = w.setting.software.selective_again  # of a layer's forward; else attention alone
     part = k.attention.forward if repeated < 0 else repeated * k.mixture.forward
@@ -126,9 +152,10 @@ def compute(w: Workload, m: Machine, k: Kernels) -> Compute:
     idle = [
         np.asarray(w.dense_layers * a + sparse * b)
         for a, b in (
-            (k.dense.idle_forward, k.mixture.idle_forward), (k.dense.idle_backward, k.mixture.idle_backward)
+            (k.dense.idle_forward, k.mixture.idle_forward),
+            (k.dense.idle_backward, k.mixture.idle_backward),
         )
-    ]  # fmt: skip
+    ]
     return Compute(forward, backward + again, np.asarray(weight), *idle)
 
 
@@ -144,17 +171,26 @@ def _at_least(one: Pass, least: Number) -> Pass:
     """The pass of a layer in which the card also waits until `least` seconds are over."""
     forward, backward = np.maximum(one.forward, least), np.maximum(one.backward, least)
     return Pass(
-        forward, backward, one.weight, one.idle_forward + forward - one.forward,
+        forward,
+        backward,
+        one.weight,
+        one.idle_forward + forward - one.forward,
         one.idle_backward + backward - one.backward,
-    )  # fmt: skip
+    )
 
 
 def model_flops(w: Workload) -> Number:
-    """FLOPs of one microbatch of every replica through the whole model on one tensor and context rank: causal attention
-    counted half, forward and backward, nothing recomputed. Frozen weights have no gradients; padding is no work."""
+    """FLOPs of one microbatch of every replica through the whole model on one tensor and context
+    rank: causal attention counted half, forward and backward, nothing recomputed. Frozen weights
+    have no gradients; padding is no work.
+    """
     w = replace(w, **widths(w.shape, w.tiling.columns, padded=False))
     sparse, passes = w.layers - w.dense_layers, 2 + float(w.setting.adapter_rank == 0)
-    products = w.dense_layers * layer_flops(w, False) + sparse * layer_flops(w, True) + w.last * head_flops(w)
+    products = (
+        w.dense_layers * layer_flops(w, False)
+        + sparse * layer_flops(w, True)
+        + w.last * head_flops(w)
+    )
     each = passes * products + 3 * w.layers * attention_flops(w)
     return (w.weight * w.data * each).sum(axis=0)
 
@@ -183,7 +219,11 @@ def layer_products(w: Workload, mixture: bool) -> list[Product]:
     if mla is None and w.setting.software.joined:
         into = [Product(t, w.q_width + w.k_width + w.v_width, h, n)]
     elif mla is None:
-        into = [Product(t, w.q_width, h, n), Product(t, w.k_width, h, n), Product(t, w.v_width, h, n)]
+        into = [
+            Product(t, w.q_width, h, n),
+            Product(t, w.k_width, h, n),
+            Product(t, w.v_width, h, n),
+        ]
     else:
         part = w.tiling.hidden
         q_rank, kv_rank = (mla.q_rank or 0) / part, mla.kv_rank / part
@@ -209,7 +249,10 @@ def _feed_forward_products(w: Workload, mixture: bool) -> list[Product]:
     ]
     result.append(Product(routed, h, width, n * own, False))
     if moe.shared:
-        result += [*[Product(t, joined * w.shared_ffn, h, n)] * wide, Product(t, h, w.shared_ffn, n)]
+        result += [
+            *[Product(t, joined * w.shared_ffn, h, n)] * wide,
+            Product(t, h, w.shared_ffn, n),
+        ]
     return result
 
 
@@ -225,13 +268,17 @@ def layer_pass(w: Workload, m: Machine, mixture: bool) -> Pass:
     launches = _launches(w, mixture)
     forward = pace * (forward + attention.forward + bound.forward)
     backward = pace * (backward + attention.backward + bound.backward)
-    there, back = (_launched(m, seconds, n, mixture) for seconds, n in zip((forward, backward), launches))
+    there, back = (
+        _launched(m, seconds, n, mixture) for seconds, n in zip((forward, backward), launches)
+    )
     ahead = float(m.asynchronous)
     return Pass(there, back, pace * weight, ahead * (there - forward), ahead * (back - backward))
 
 
 def _launches(w: Workload, mixture: bool) -> tuple[Number, Number]:
-    """Kernels of one layer, forward and backward: of the seams that run our own operator, and of those left plain."""
+    """Kernels of one layer, forward and backward: of the seams that run our own operator, and of
+    those left plain.
+    """
     if not w.fused:
         return OPERATORS[w.setting.kernels]
     norm, rope, activation = _replaced(w, mixture)
@@ -241,7 +288,9 @@ def _launches(w: Workload, mixture: bool) -> tuple[Number, Number]:
 
 
 def _replaced(w: Workload, mixture: bool) -> tuple[Number, Number, Number]:
-    """Whether norms, positions and the activation run our own operators (`kernels/fused_seams.py`): 1 or 0."""
+    """Whether norms, positions and the activation run our own operators (`kernels/fused_seams.py`):
+    1 or 0.
+    """
     wide = w.visits * w.expert_ffn + w.shared_ffn if mixture and w.shape.moe else w.ffn
     sizes = w.hidden / w.sequence_parallel, w.q_width, wide
     kinds = w.shape.norm, "rope", w.shape.mlp
@@ -258,11 +307,14 @@ def _launched(m: Machine, seconds: Number, kernels: int, mixture: bool) -> Numbe
 
 
 def attention_pass(w: Workload, m: Machine) -> Pass:
-    """Causal attention of one layer: fused, backward does two and a half times the work (2307.08691); unfused, whole
-    products, and scores that pass through memory."""
+    """Causal attention of one layer: fused, backward does two and a half times the work
+    (2307.08691); unfused, whole products, and scores that pass through memory.
+    """
     c, heads = m.constants, (w.shape.head_dim or 128)
     if not w.setting.software.unfused:
-        rate = m.wide_flops * c.attention_share * (c.attention_narrow if heads < NARROW_HEAD else 1.0)
+        rate = (
+            m.wide_flops * c.attention_share * (c.attention_narrow if heads < NARROW_HEAD else 1.0)
+        )
         forward = attention_flops(w) / rate
         return Pass(forward, 2.5 * forward / c.attention_backward)
     rate = m.wide_flops * c.unfused_share * min(1.0, heads / 128)
@@ -280,7 +332,9 @@ def attention_flops(w: Workload) -> Number:
 
 
 def memory_bound(w: Workload, m: Machine, mixture: bool) -> Pass:
-    """Norms, residuals, positions and activation of one layer, by bytes moved at the textbook count."""
+    """Norms, residuals, positions and activation of one layer, by bytes moved at the textbook
+    count.
+    """
     h, gated, half = w.hidden / w.sequence_parallel, w.shape.gated, w.element / 2
     rope = 8 * (w.q_width + w.k_width) if w.shape.positions == "rope" else 0.0
     drop = 4 * w.setting.software.dropout * h
@@ -288,17 +342,23 @@ def memory_bound(w: Workload, m: Machine, mixture: bool) -> Pass:
         drop = drop + 2 * m.constants.dropout_bytes / half * h
     passes = (6, 10) if gated else (4, 6)
     inputs, wide = 2 * h, w.ffn
-    if mixture and w.shape.moe:  # an activation for every visit of an expert; tokens copied there and back
+    if (
+        mixture and w.shape.moe
+    ):  # an activation for every visit of an expert; tokens copied there and back
         inputs, wide = inputs + w.visits * h, w.visits * w.expert_ffn + w.shared_ffn
     copies = 8 * (inputs - 2 * h)
     c = m.constants
     norms, turned, wider, rest = c.traffic, c.traffic, c.traffic, c.traffic
     if leaves_plain(w):
         own = _replaced(w, mixture)
-        norms, turned, wider = (c.plain_traffic + (c.traffic - c.plain_traffic) * one for one in own)
+        norms, turned, wider = (
+            c.plain_traffic + (c.traffic - c.plain_traffic) * one for one in own
+        )
         rest = c.plain_traffic
     moved = rope * turned + (drop + copies) * rest
-    forward, backward = (count * h * norms + each * wide * wider + moved for count, each in zip((20, 36), passes))
+    forward, backward = (
+        count * h * norms + each * wide * wider + moved for count, each in zip((20, 36), passes)
+    )
     if w.setting.precision == "fp8":
         cast = 4 * (inputs + wide) * rest
         forward, backward = forward + cast, backward + cast
@@ -319,7 +379,9 @@ def head_pass(w: Workload, m: Machine) -> Pass:
 
 
 def layer_flops(w: Workload, mixture: bool) -> Number:
-    """Forward FLOPs of the matrix products of one layer and microbatch on a rank, attention's apart."""
+    """Forward FLOPs of the matrix products of one layer and microbatch on a rank, attention's
+    apart.
+    """
     return sum(p.flops for p in layer_products(w, mixture))
 
 
@@ -340,6 +402,8 @@ def optimizer_seconds(w: Workload, m: Machine, owned: Array) -> Array:
     """
     kept = w.setting.moment_bytes + (w.setting.master_bytes or w.element)
     traffic = owned * (2 * kept + 2 * w.gradient_element + w.element)
-    host = m.constants.host_gbs * 1e9  # where the optimizer lives on the host, its processors step it (2101.06840)
+    host = (
+        m.constants.host_gbs * 1e9
+    )  # where the optimizer lives on the host, its processors step it (2101.06840)
     turns = 1e-3 * m.constants.turn_ms * (w.zero in (1, 2)) * w.knobs.shard
     return traffic / (m.bandwidth + (host - m.bandwidth) * w.knobs.offload_optimizer) + turns

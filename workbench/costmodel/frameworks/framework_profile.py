@@ -1,4 +1,6 @@
-"""What a software stack keeps and how it computes, from `data/stacks.yaml`; where it says nothing, as ours does."""
+"""What a software stack keeps and how it computes, from `data/stacks.yaml`; where it says nothing,
+as ours does.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from workbench.plan.catalog import catalog
 from workbench.errors import refuse
+from workbench.plan.catalog import catalog
 from workbench.plan.schema import Strategy
 
 OWN = Strategy().stack
@@ -17,7 +19,9 @@ OWN = Strategy().stack
 
 @dataclass(frozen=True)
 class Software:
-    """What a stack keeps in memory; a negative number means: as the plan says, or as our own modules do."""
+    """What a stack keeps in memory; a negative number means: as the plan says, or as our own
+    modules do.
+    """
 
     unfused: bool
     """Whether attention keeps its scores."""
@@ -34,7 +38,9 @@ class Software:
     optimizer: float = -1.0
     """Bytes of moments and master weights a parameter."""
     stepped: float = 0.0
-    """Bytes a parameter that the optimizer makes and frees while it steps, sharded with its states."""
+    """Bytes a parameter that the optimizer makes and frees while it steps, sharded with its
+    states.
+    """
     gated_kept: float = 4.0
     """Feed-forward-wide tensors that a gated layer keeps."""
     dropout: float = 0.0
@@ -46,9 +52,13 @@ class Software:
     selective: float = -1.0
     """Share of a layer's activations that selective recomputation keeps."""
     every_other: float = 0.0
-    """1 where selective recomputation keeps what every second product and attention make, in place of a share."""
+    """1 where selective recomputation keeps what every second product and attention make, in place
+    of a share.
+    """
     selective_again: float = -1.0
-    """Share of a layer's forward that selective recomputation repeats; negative: attention alone."""
+    """Share of a layer's forward that selective recomputation repeats; negative: attention
+    alone.
+    """
     joined: float = 0.0
     """1 where query, key and value are one product, and gate and up another."""
     logit_bytes: float = -1.0
@@ -60,21 +70,31 @@ class Software:
     narrow_inputs: float = 0.0
     """1 where fp8 products keep their inputs, and a gate its, in 8 bits."""
     gathered_buffers: float = 0.0
-    """Whole hidden-wide tensors that gathers of the sequence hold at once where no pipeline makes the host wait."""
+    """Whole hidden-wide tensors that gathers of the sequence hold at once where no pipeline makes
+    the host wait.
+    """
     gathered_ahead: float = 0.0
-    """The same under a pipeline, for every microbatch in flight beyond the second, at most as many as without one."""
+    """The same under a pipeline, for every microbatch in flight beyond the second, at most as many
+    as without one.
+    """
     ahead: float = 0.0
-    """Share by which blocks that another stream still holds add to activations, where tensor ranks gather sequences."""
+    """Share by which blocks that another stream still holds add to activations, where tensor ranks
+    gather sequences.
+    """
     gathered_parameters: float = float("inf")
     """Parameters that ZeRO-3 gathers at once, at most, where it does so weight by weight."""
     root_gathered: float = 0.0
-    """1 where ZeRO-3 gathers embedding and head for the whole step, beside the layer at hand and the next."""
+    """1 where ZeRO-3 gathers embedding and head for the whole step, beside the layer at hand and
+    the next.
+    """
     table_bytes: float = 0.0
     """More bytes of every weight of an embedding or head."""
     bucket_mib: float = 0.0
     """Communication buckets of a sharded fp16 optimizer, MiB."""
     late_gradients: float = 0.0
-    """1 where gradients are freed after the step, so that the only microbatch's forward finds none."""
+    """1 where gradients are freed after the step, so that the only microbatch's forward finds
+    none.
+    """
     offload_checkpoints: float = 0.0
     """1 where the inputs of recomputed layers wait in host memory."""
     late_reduce: float = 0.0
@@ -88,20 +108,29 @@ def software(name: str) -> Software:
     """The stack `name`. Raises `PlanError` where it is not known."""
     entry = _entry(name)
     known = {field.name for field in fields(Software)} - {"unfused"}
-    values = {key: float(said["value"]) for key, said in (entry["memory"] | entry["time"]).items() if key in known}
+    values = {
+        key: float(said["value"])
+        for key, said in (entry["memory"] | entry["time"]).items()
+        if key in known
+    }
     return Software(unfused=entry["attention"] == "unfused", **values)
 
 
 @lru_cache(maxsize=64)
 def timing(name: str) -> Mapping[str, float]:
-    """Constants of `data/planner.yaml` that the stack `name` changes. Raises `PlanError` where it is not known."""
+    """Constants of `data/planner.yaml` that the stack `name` changes. Raises `PlanError` where it
+    is not known.
+    """
     kept = {field.name for field in fields(Software)}
-    return {key: float(said["value"]) for key, said in _entry(name)["time"].items() if key not in kept}
+    return {
+        key: float(said["value"]) for key, said in _entry(name)["time"].items() if key not in kept
+    }
 
 
 @lru_cache(maxsize=64)
 def interval(name: str) -> tuple[float, float]:
-    """(low, high): nine of ten published steps of the stack `name` take between so many times the estimate.
+    """(low, high): nine of ten published steps of the stack `name` take between so many times the
+    estimate.
 
     A stack of which nothing is published has the textbook's, the spread over all stacks.
     """

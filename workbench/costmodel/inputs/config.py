@@ -1,8 +1,10 @@
-"""What is asked of the planner: what all candidates share, and the knobs that differ from one to the next.
+"""What is asked of the planner: what all candidates share, and the knobs that differ from one to
+the next.
 
-One model serves one plan and millions: every quantity is a float, or an array in which each candidate has its place.
-Arrays of one number a pipeline stage have the stages along their first axis, candidates along the axes behind it;
-NumPy's broadcasting then computes what depends on few knobs once, on few elements.
+One model serves one plan and millions: every quantity is a float, or an array in which each
+candidate has its place. Arrays of one number a pipeline stage have the stages along their first
+axis, candidates along the axes behind it; NumPy's broadcasting then computes what depends on few
+knobs once, on few elements.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.plan.custom_schedule import drawn
-from workbench.plan.schema import AXES, Card, Fabric, Plan
-from workbench.plan.model_shape import Shape
 from workbench.costmodel.frameworks.framework_profile import Software, software
+from workbench.plan.custom_schedule import drawn
+from workbench.plan.model_shape import Shape
+from workbench.plan.schema import AXES, Card, Fabric, Plan
 from workbench.schedules import Table
 
 Array = NDArray[np.float64]
@@ -56,7 +58,9 @@ class Setting:
     step_element: float
     """Bytes of an entry as the optimizer's step is made, where our own engine makes it."""
     step_cast: float
-    """What of master, or parameter, and moments is kept in less, and widened for the step: bytes a parameter."""
+    """What of master, or parameter, and moments is kept in less, and widened for the step: bytes a
+    parameter.
+    """
     zero: int
     in_flight: int
     """Units that ZeRO-3 gathers, and buckets that it or ZeRO-2 reduces, at once."""
@@ -73,18 +77,26 @@ class Setting:
     table: Table | None
     """The schedule where a user drew it."""
     replicas: tuple[int, ...]
-    """Ranks over which each stage is replicated where they differ (DAPPLE, 2007.01045); empty: equally."""
+    """Ranks over which each stage is replicated where they differ (DAPPLE, 2007.01045); empty:
+    equally.
+    """
     adapter_rank: int
     """Of low-rank adapters; 0: the whole model is trained."""
     adapter_everywhere: bool
     """Whether every projection carries an adapter, or attention's alone."""
     dropout: bool
-    """Whether both branches of every layer are dropped from, by masks that are drawn again in backward."""
+    """Whether both branches of every layer are dropped from, by masks that are drawn again in
+    backward.
+    """
 
     @property
     def split(self) -> bool:
         """Whether backwards come in two halves."""
-        return self.table.split if self.table is not None else self.schedule.startswith(("zb", "dualpipe"))
+        return (
+            self.table.split
+            if self.table is not None
+            else self.schedule.startswith(("zb", "dualpipe"))
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,9 @@ class Knobs:
     context: Number
     expert: Number
     grid: tuple[Number, Number]
-    """Sides of a higher-dimensional tensor grid: [q, d] of q x q x d, or [l, l] of l x l x l; [tensor, 1] if 1-D."""
+    """Sides of a higher-dimensional tensor grid: [q, d] of q x q x d, or [l, l] of l x l x l;
+    [tensor, 1] if 1-D.
+    """
     micro_batch: Number
     sequence: Number
     """1 where norms and residuals are split over the tensor ranks."""
@@ -127,20 +141,38 @@ def setting_of(plan: Plan) -> Setting:
     if narrow and kept.optimizer >= 0 and t.optimizer.master == "auto":
         master = kept.optimizer - moments
     return Setting(
-        shape=plan.shape, card=plan.card, fabric=plan.fabric, node=int(plan.cluster.gpus_per_node or 1),
-        world=plan.world_size, global_batch=t.global_batch, sequence_length=t.sequence_length,
-        precision=s.precision, kernels=s.kernels, stack=s.stack,
-        software=kept, parameter_bytes=kept.parameters if narrow and kept.parameters > 0 else BYTES[s.precision],
+        shape=plan.shape,
+        card=plan.card,
+        fabric=plan.fabric,
+        node=int(plan.cluster.gpus_per_node or 1),
+        world=plan.world_size,
+        global_batch=t.global_batch,
+        sequence_length=t.sequence_length,
+        precision=s.precision,
+        kernels=s.kernels,
+        stack=s.stack,
+        software=kept,
+        parameter_bytes=kept.parameters if narrow and kept.parameters > 0 else BYTES[s.precision],
         gradient_bytes=kept.gradients if narrow else -1.0,
         accumulator_bytes=kept.accumulator + kept.narrow_accumulator * (s.precision == "bf16"),
-        moment_bytes=moments, master_bytes=max(0.0, master), **_stepped(plan),
-        zero=s.data.zero, in_flight=s.data.in_flight, algorithm=s.tensor.algorithm,
-        context_algorithm=s.context.algorithm, contexts=s.context.size > 1,
-        pipeline=s.pipeline.size, schedule=s.pipeline.schedule, chunks=s.pipeline.chunks,
-        partition=tuple(s.pipeline.partition), replicas=tuple(s.pipeline.replicas or ()),
-        table=drawn(plan), adapter_rank=t.lora.rank if t.lora else 0,
-        adapter_everywhere=bool(t.lora and t.lora.targets == "all"), dropout=t.dropout > 0,
-    )  # fmt: skip
+        moment_bytes=moments,
+        master_bytes=max(0.0, master),
+        **_stepped(plan),
+        zero=s.data.zero,
+        in_flight=s.data.in_flight,
+        algorithm=s.tensor.algorithm,
+        context_algorithm=s.context.algorithm,
+        contexts=s.context.size > 1,
+        pipeline=s.pipeline.size,
+        schedule=s.pipeline.schedule,
+        chunks=s.pipeline.chunks,
+        partition=tuple(s.pipeline.partition),
+        replicas=tuple(s.pipeline.replicas or ()),
+        table=drawn(plan),
+        adapter_rank=t.lora.rank if t.lora else 0,
+        adapter_everywhere=bool(t.lora and t.lora.targets == "all"),
+        dropout=t.dropout > 0,
+    )
 
 
 def moment_bytes(plan: Plan) -> float:
@@ -151,14 +183,23 @@ def moment_bytes(plan: Plan) -> float:
 
 
 def _stepped(plan: Plan) -> dict[str, float]:
-    """In what our engine makes a step, and what it casts for that: AdamW of bf16 alone is stepped as it is kept."""
+    """In what our engine makes a step, and what it casts for that: AdamW of bf16 alone is stepped
+    as it is kept.
+    """
     optimizer, parameter = plan.training.optimizer, BYTES[plan.strategy.precision]
     target = 4.0 if optimizer.master == "auto" else parameter
     moment = 2.0 if optimizer.moments == "bf16" else 4.0
-    as_kept = optimizer.name == "adamw" and plan.strategy.precision in ("bf16", "fp8") and target == moment == 2.0
+    as_kept = (
+        optimizer.name == "adamw"
+        and plan.strategy.precision in ("bf16", "fp8")
+        and target == moment == 2.0
+    )
     element = 2.0 if as_kept else 4.0
     moments = 2 if optimizer.name == "adamw" else 1 if optimizer.beta1 else 0
-    return {"step_element": element, "step_cast": element * ((target < element) + moments * (moment < element))}
+    return {
+        "step_element": element,
+        "step_cast": element * ((target < element) + moments * (moment < element)),
+    }
 
 
 def knobs_of(plan: Plan) -> Knobs:
@@ -168,16 +209,25 @@ def knobs_of(plan: Plan) -> Knobs:
     replicas = sizes["data"] * sizes["context"]
     mean = plan.world_size / (sizes["tensor"] * sizes["context"] * sizes["pipeline"])
     return Knobs(
-        tensor=sizes["tensor"], context=sizes["context"], expert=s.expert.size, grid=grid_of(plan),
-        micro_batch=plan.training.micro_batch, sequence=float(s.tensor.sequence),
+        tensor=sizes["tensor"],
+        context=sizes["context"],
+        expert=s.expert.size,
+        grid=grid_of(plan),
+        micro_batch=plan.training.micro_batch,
+        sequence=float(s.tensor.sequence),
         shard=replicas if s.data.shard == "all" else s.data.shard,
-        offload_optimizer=float(s.data.offload != "none"), offload_parameters=float(s.data.offload == "parameters"),
-        reduce_microbatch=float(s.data.reduce == "microbatch"), keep_gathered=float(s.data.keep_gathered),
-        overlap=float(s.data.overlap), bucket_bytes=s.data.bucket_mib * 2**20,
+        offload_optimizer=float(s.data.offload != "none"),
+        offload_parameters=float(s.data.offload == "parameters"),
+        reduce_microbatch=float(s.data.reduce == "microbatch"),
+        keep_gathered=float(s.data.keep_gathered),
+        overlap=float(s.data.overlap),
+        bucket_bytes=s.data.bucket_mib * 2**20,
         gradient_element=gradient_element(s.gradient_dtype, BYTES[s.precision]),
-        selective=float(s.recompute == "selective"), recomputed=recomputed, kept_after=kept_after,
+        selective=float(s.recompute == "selective"),
+        recomputed=recomputed,
+        kept_after=kept_after,
         strides=strides(s.placement, sizes | {"data": mean}),
-    )  # fmt: skip
+    )
 
 
 def gradient_element(dtype: str, parameter: int) -> int:
@@ -208,8 +258,12 @@ def home(s: Setting) -> NDArray[np.int64]:
     return np.repeat(stage_homes(s.pipeline, s.schedule, len(s.partition), s.table), s.partition)
 
 
-def stage_homes(pipeline: int, schedule: str, stages: int, table: Table | None) -> NDArray[np.int64]:
-    """The pipeline rank of every stage; V-shaped schedules go there and back, a drawn table says so itself."""
+def stage_homes(
+    pipeline: int, schedule: str, stages: int, table: Table | None
+) -> NDArray[np.int64]:
+    """The pipeline rank of every stage; V-shaped schedules go there and back, a drawn table says so
+    itself.
+    """
     if table is not None:
         return np.array(table.placement)
     stage = np.arange(stages)
@@ -219,19 +273,30 @@ def stage_homes(pipeline: int, schedule: str, stages: int, table: Table | None) 
 
 
 def recomputed_of(plan: Plan) -> tuple[Array, Array]:
-    """(layers recomputed in full, those behind the last of them) on each pipeline rank of a complete plan."""
+    """(layers recomputed in full, those behind the last of them) on each pipeline rank of a
+    complete plan.
+    """
     pipeline, recompute = plan.strategy.pipeline, plan.strategy.recompute
     assert isinstance(pipeline.partition, list)
     homes = stage_homes(pipeline.size, pipeline.schedule, len(pipeline.partition), drawn(plan))
     where = np.repeat(homes, pipeline.partition)
-    chosen = np.isin(np.arange(len(where)), recompute) if isinstance(recompute, list) else recompute == "full"
+    chosen = (
+        np.isin(np.arange(len(where)), recompute)
+        if isinstance(recompute, list)
+        else recompute == "full"
+    )
     return counted(where, np.broadcast_to(chosen, where.shape), pipeline.size)
 
 
-def counted(where: NDArray[np.int64], chosen: NDArray[np.bool_], pipeline: int) -> tuple[Array, Array]:
-    """(layers `chosen`, layers behind the last chosen one, 0 where there is none) on each rank; `where` is each
-    layer's rank."""
+def counted(
+    where: NDArray[np.int64], chosen: NDArray[np.bool_], pipeline: int
+) -> tuple[Array, Array]:
+    """(layers `chosen`, layers behind the last chosen one, 0 where there is none) on each rank;
+    `where` is each layer's rank.
+    """
     number = np.bincount(where[chosen], minlength=pipeline).astype(float)
     own = [np.flatnonzero(chosen[where == rank]) for rank in range(pipeline)]
     held = np.bincount(where, minlength=pipeline)
-    return number, np.array([held[rank] - 1 - at[-1] if len(at) else 0 for rank, at in enumerate(own)], dtype=float)
+    return number, np.array(
+        [held[rank] - 1 - at[-1] if len(at) else 0 for rank, at in enumerate(own)], dtype=float
+    )

@@ -1,7 +1,7 @@
 """What candidates ask of one rank: the few quantities that memory and time are functions of.
 
-Floats or arrays as `setting` says; what differs between pipeline ranks has them along the first axis. Widths are those
-of the widest tensor-parallel rank, as which all the others pad theirs.
+Floats or arrays as `setting` says; what differs between pipeline ranks has them along the first
+axis. Widths are those of the widest tensor-parallel rank, as which all the others pad theirs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.costmodel.frameworks.framework_profile import OWN
+from workbench.costmodel.inputs.config import (
+    BYTES,
+    Array,
+    Knobs,
+    Number,
+    Setting,
+    home,
+    knobs_of,
+    setting_of,
+    stage_homes,
+)
+from workbench.costmodel.inputs.tensor_tiling import Tiling, tiling
 from workbench.plan.head_split import kv_heads, rooms
-from workbench.plan.schema import STORED, Plan
 from workbench.plan.model_shape import Shape, rows_of_an_expert
 from workbench.plan.rules.supported import require
-from workbench.costmodel.inputs.config import BYTES, Array, Knobs, Number, Setting, home, knobs_of, setting_of, stage_homes
-from workbench.costmodel.frameworks.framework_profile import OWN
-from workbench.costmodel.inputs.tensor_tiling import Tiling, tiling
-from workbench.schedules import most_losses, waiting
-from workbench.schedules import closed_forms
+from workbench.plan.schema import STORED, Plan
+from workbench.schedules import closed_forms, most_losses, waiting
 from workbench.schedules import in_flight as most_held
 
 if TYPE_CHECKING:
@@ -77,7 +86,9 @@ class Workload:
     last: Array
     """1 where the head is."""
     neighbours: Array
-    """Other ranks' stages that the rank's own hand over to, forward or backward: transfers of a microbatch each way."""
+    """Other ranks' stages that the rank's own hand over to, forward or backward: transfers of a
+    microbatch each way.
+    """
     in_flight: Array
     """Microbatches whose activations are held at once (of chunks: sums, so fractions)."""
     put_aside: Array
@@ -130,7 +141,11 @@ class Workload:
     @property
     def stored_gradient(self) -> Number:
         """Bytes of a gradient as it is kept."""
-        return self.gradient_element if self.setting.gradient_bytes < 0 else self.setting.gradient_bytes
+        return (
+            self.gradient_element
+            if self.setting.gradient_bytes < 0
+            else self.setting.gradient_bytes
+        )
 
     @property
     def stream(self) -> Number:
@@ -139,10 +154,14 @@ class Workload:
 
     @property
     def repeated_heads(self) -> Number:
-        """How often Ulysses repeats a key-value head so that the context ranks share them evenly."""
+        """How often Ulysses repeats a key-value head so that the context ranks share them
+        evenly.
+        """
         if self.shape.mla is not None:
             return 1.0
-        heads = np.maximum(1, np.asarray(self.k_width / int(self.shape.head_dim or 1), dtype=np.int64))
+        heads = np.maximum(
+            1, np.asarray(self.k_width / int(self.shape.head_dim or 1), dtype=np.int64)
+        )
         return self.knobs.context / np.gcd(heads, np.asarray(self.knobs.context, dtype=np.int64))
 
     @property
@@ -157,7 +176,9 @@ class Workload:
 
     @property
     def visits(self) -> Number:
-        """Rows of experts that a token makes: its choices, or an even share of what experts have room for."""
+        """Rows of experts that a token makes: its choices, or an even share of what experts have
+        room for.
+        """
         moe = self.shape.moe
         if moe is None or moe.capacity is None:
             return moe.top_k if moe else 0
@@ -171,13 +192,19 @@ class Workload:
 
 
 def workload(plan: Plan) -> Workload:
-    """The quantities of a complete plan. Raises PlanError naming a field that the planner does not model."""
+    """The quantities of a complete plan. Raises PlanError naming a field that the planner does not
+    model.
+    """
     _refuse(plan)
-    return assemble(setting_of(plan), knobs_of(plan), np.arange(plan.strategy.pipeline.size, dtype=float))
+    return assemble(
+        setting_of(plan), knobs_of(plan), np.arange(plan.strategy.pipeline.size, dtype=float)
+    )
 
 
 def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) -> Workload:
-    """The quantities of candidates `k` on pipeline ranks `ranks` (first axis), which stand for `weight` ranks each."""
+    """The quantities of candidates `k` on pipeline ranks `ranks` (first axis), which stand for
+    `weight` ranks each.
+    """
     shape, blocks = s.shape, tiling(s.algorithm, k)
     data = s.world / (k.tensor * k.context * s.pipeline)
     layers, dense = stage_layers(s)
@@ -186,19 +213,33 @@ def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) ->
         data, parts = np.array(s.replicas, dtype=float)[at], float(math.lcm(*s.replicas))
     microbatches = s.global_batch / (k.micro_batch * parts)
     return Workload(
-        setting=s, knobs=k, data=data, microbatches=microbatches,
-        tokens=k.micro_batch * s.sequence_length / (k.context * blocks.tokens) * (parts / data if s.replicas else 1.0),
-        tiling=blocks, hidden=shape.hidden / blocks.hidden, height=shape.hidden / blocks.height,
-        **widths(shape, blocks.columns), vocab=_rows(shape, blocks),
+        setting=s,
+        knobs=k,
+        data=data,
+        microbatches=microbatches,
+        tokens=k.micro_batch
+        * s.sequence_length
+        / (k.context * blocks.tokens)
+        * (parts / data if s.replicas else 1.0),
+        tiling=blocks,
+        hidden=shape.hidden / blocks.hidden,
+        height=shape.hidden / blocks.height,
+        **widths(shape, blocks.columns),
+        vocab=_rows(shape, blocks),
         sequence_parallel=1 + k.sequence * (k.tensor - 1),
-        element=BYTES[s.precision], gradient_element=_gradient_element(s, k.gradient_element, microbatches),
+        element=BYTES[s.precision],
+        gradient_element=_gradient_element(s, k.gradient_element, microbatches),
         reduce_microbatch=np.maximum(k.reduce_microbatch, microbatches == 1),
         weight=np.ones_like(ranks, dtype=float) if weight is None else weight,
-        layers=layers[at], dense_layers=dense[at],
-        first=(at == 0).astype(float), last=(at == _last_rank(s)).astype(float),
-        neighbours=neighbours(s)[at], in_flight=in_flight(s, microbatches, ranks),
-        put_aside=put_aside(s, microbatches, ranks), head_in_flight=losses_in_flight(s, microbatches),
-    )  # fmt: skip
+        layers=layers[at],
+        dense_layers=dense[at],
+        first=(at == 0).astype(float),
+        last=(at == _last_rank(s)).astype(float),
+        neighbours=neighbours(s)[at],
+        in_flight=in_flight(s, microbatches, ranks),
+        put_aside=put_aside(s, microbatches, ranks),
+        head_in_flight=losses_in_flight(s, microbatches),
+    )
 
 
 def widths(shape: Shape, columns: Number, padded: bool = True) -> dict[str, Number]:
@@ -216,9 +257,15 @@ def widths(shape: Shape, columns: Number, padded: bool = True) -> dict[str, Numb
     )
     q, k, v = (shape.q_width / shape.heads,) * 2 + (mla.value_dim,) if mla else (head, head, head)
     return {
-        "q_width": heads * q, "k_width": kv * k, "v_width": kv * v, "o_width": heads * v, "heads": heads,
-        "ffn": ffn, "expert_ffn": expert_ffn, "shared_ffn": shared_ffn,
-    }  # fmt: skip
+        "q_width": heads * q,
+        "k_width": kv * k,
+        "v_width": kv * v,
+        "o_width": heads * v,
+        "heads": heads,
+        "ffn": ffn,
+        "expert_ffn": expert_ffn,
+        "shared_ffn": shared_ffn,
+    }
 
 
 def stage_layers(s: Setting) -> tuple[Array, Array]:
@@ -226,7 +273,9 @@ def stage_layers(s: Setting) -> tuple[Array, Array]:
     where = home(s)
     moe = s.shape.moe
     dense = np.arange(len(where)) < moe.first_dense if moe else np.ones(len(where), dtype=bool)
-    every, some = (np.bincount(x, minlength=s.pipeline).astype(float) for x in (where, where[dense]))
+    every, some = (
+        np.bincount(x, minlength=s.pipeline).astype(float) for x in (where, where[dense])
+    )
     return every, some
 
 
@@ -246,7 +295,9 @@ def in_flight(s: Setting, microbatches: Number, rank: Number) -> Array:
 
 
 def neighbours(s: Setting) -> Array:
-    """Stages on other ranks that each pipeline rank's stages hand over to; V shapes turn round without a transfer."""
+    """Stages on other ranks that each pipeline rank's stages hand over to; V shapes turn round
+    without a transfer.
+    """
     homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)
     apart = homes[1:] != homes[:-1]
     both = np.concatenate((homes[1:][apart], homes[:-1][apart]))
@@ -254,7 +305,8 @@ def neighbours(s: Setting) -> Array:
 
 
 def put_aside(s: Setting, microbatches: Number, rank: Number) -> Array:
-    """Microbatches that wait for their weight gradients when a rank holds most: ZB-H1 and ZB-H2 delay them by rank.
+    """Microbatches that wait for their weight gradients when a rank holds most: ZB-H1 and ZB-H2
+    delay them by rank.
 
     V shapes multiply them at once while they are full, and delay them while they drain.
     """
@@ -262,23 +314,31 @@ def put_aside(s: Setting, microbatches: Number, rank: Number) -> Array:
         return np.asarray(waiting(s.table), dtype=float)[rank.astype(int)] / s.chunks
     late = {"zb-h1": 1.0, "zb-h2": 2.0}.get(s.schedule, 0.0) if s.pipeline > 1 else 0.0
     before = late * (s.pipeline - 1 - rank)
-    return np.asarray(np.minimum(late * rank, np.maximum(0.0, microbatches - before - 1)) * np.ones_like(rank))
+    return np.asarray(
+        np.minimum(late * rank, np.maximum(0.0, microbatches - before - 1)) * np.ones_like(rank)
+    )
 
 
 def losses_in_flight(s: Setting, microbatches: Number) -> Number:
-    """Microbatches of the last stage between loss and backward: it turns round at once, but for GPipe."""
+    """Microbatches of the last stage between loss and backward: it turns round at once, but for
+    GPipe.
+    """
     if s.table is not None:
         return float(most_losses(s.table))
     return microbatches if s.schedule == "gpipe" and s.pipeline > 1 else 1.0
 
 
 def _rows(shape: Shape, blocks: Tiling) -> Number:
-    """Rows of the vocabulary on a tensor rank, padding included: a multiple of the blocks that are gathered at once."""
+    """Rows of the vocabulary on a tensor rank, padding included: a multiple of the blocks that are
+    gathered at once.
+    """
     return np.ceil(shape.vocab / (blocks.columns * blocks.gathered)) * blocks.gathered
 
 
 def _gradient_element(s: Setting, written: Number, microbatches: Number) -> Number:
-    """As written; else fp32 where gradients of several microbatches add up, and the parameters' dtype under ZeRO."""
+    """As written; else fp32 where gradients of several microbatches add up, and the parameters'
+    dtype under ZeRO.
+    """
     parameters = BYTES[s.precision]
     if np.ndim(written) == 0 and written:
         return written

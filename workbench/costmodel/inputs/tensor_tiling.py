@@ -1,9 +1,10 @@
-"""How tensor parallelism cuts activations and weights into blocks: 1-D, SUMMA on a q x q grid, 2.5-D and 3-D.
+"""How tensor parallelism cuts activations and weights into blocks: 1-D, SUMMA on a q x q grid,
+2.5-D and 3-D.
 
-2-D (Optimus, 2104.05343): activations and weights in q x q blocks. 2.5-D (Tesseract, 2105.14500): weights in q x q
-blocks that the d layers of a grid hold alike, activations in q d x q. 3-D (2105.14450): all in l^3 blocks; a rank
-gathers l of them along one side before it multiplies. Tokens are split by whole sequences; vectors lie along one side,
-and are alike along the others.
+2-D (Optimus, 2104.05343): activations and weights in q x q blocks. 2.5-D (Tesseract, 2105.14500):
+weights in q x q blocks that the d layers of a grid hold alike, activations in q d x q. 3-D
+(2105.14450): all in l^3 blocks; a rank gathers l of them along one side before it multiplies.
+Tokens are split by whole sequences; vectors lie along one side, and are alike along the others.
 """
 
 from __future__ import annotations

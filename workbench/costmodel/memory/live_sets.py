@@ -1,4 +1,6 @@
-"""The instants of a step at which memory can be largest, and what lives then beside the persistent states."""
+"""The instants of a step at which memory can be largest, and what lives then beside the persistent
+states.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.costmodel.inputs.config import Array, Number
+from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory import activation_memory
 from workbench.costmodel.memory.activation_memory import Layer
 from workbench.costmodel.memory.loss_memory import Head
 from workbench.costmodel.memory.loss_memory import head as head_of
-from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.memory.model_states import Held
-from workbench.costmodel.inputs.rank_workload import Workload
 
 CAST_BYTES, CACHED_BYTES = 64 * 2**20, 2**20
-"""The optimizer widens 16-bit gradients in pieces of this size; the second one's where it is fused, on a processor."""
+"""The optimizer widens 16-bit gradients in pieces of this size; the second one's where it is fused,
+on a processor.
+"""
 
 Live = dict[str, Array]
 """Category -> bytes by pipeline rank."""
@@ -45,7 +49,9 @@ def early_gradients(w: Workload) -> Number:
 
 
 def passes(w: Workload) -> dict[str, Live]:
-    """What forward and backward add at each instant that can be the largest, and after the first forward."""
+    """What forward and backward add at each instant that can be the largest, and after the first
+    forward.
+    """
     head, layer = head_of(w), activation_memory.layer(w, mixture=w.shape.moe is not None)
     flight = _flight(w, head)
     full = {"activations": flight.all, "logits": flight.logits}
@@ -59,7 +65,10 @@ def passes(w: Workload) -> dict[str, Live]:
 
 
 def _flight(w: Workload, head: Head) -> Flight:
-    dense, mixture = activation_memory.layer(w), activation_memory.layer(w, mixture=w.shape.moe is not None)
+    dense, mixture = (
+        activation_memory.layer(w),
+        activation_memory.layer(w, mixture=w.shape.moe is not None),
+    )
     share = np.divide(w.dense_layers, w.layers)
     kept_whole = share * dense.saved + (1 - share) * mixture.saved
     saved = (w.layers - w.recomputed) * kept_whole + w.recomputed * dense.checkpoint
@@ -76,11 +85,16 @@ def _flight(w: Workload, head: Head) -> Flight:
 
 def _forward(w: Workload, head: Head, layer: Layer) -> Live:
     """The end of the last forward before a backward."""
-    return {"logits": w.last * (head.forward - head.logits), "temporary": (1 - w.last) * layer.forward}
+    return {
+        "logits": w.last * (head.forward - head.logits),
+        "temporary": (1 - w.last) * layer.forward,
+    }
 
 
 def _product(w: Workload, head: Head, layer: Layer, flight: Flight) -> Live:
-    """The last layer's last product forward; neither the stage's output nor anything of the head is there yet."""
+    """The last layer's last product forward; neither the stage's output nor anything of the head is
+    there yet.
+    """
     _, boundary = activation_memory.ends(w)
     return {
         "activations": flight.all - w.last * head.saved - boundary,
@@ -90,20 +104,34 @@ def _product(w: Workload, head: Head, layer: Layer, flight: Flight) -> Live:
 
 
 def _head_backward(w: Workload, head: Head, flight: Flight) -> dict[str, Live]:
-    """The loss, the projection (the kept logits are gone) and the final norm (what the head kept is gone)."""
+    """The loss, the projection (the kept logits are gone) and the final norm (what the head kept is
+    gone).
+    """
     logits = flight.logits - w.last * head.logits
     before = flight.all - w.last * head.saved
     lives: dict[str, Live] = {
-        "loss": {"activations": flight.all, "logits": flight.logits, "temporary": w.last * head.loss},
-        "projection": {"activations": flight.all, "logits": logits, "temporary": w.last * head.projection},
-        "final_norm": {"activations": before, "logits": logits, "temporary": w.last * head.norm + _waiting(w)},
+        "loss": {
+            "activations": flight.all,
+            "logits": flight.logits,
+            "temporary": w.last * head.loss,
+        },
+        "projection": {
+            "activations": flight.all,
+            "logits": logits,
+            "temporary": w.last * head.projection,
+        },
+        "final_norm": {
+            "activations": before,
+            "logits": logits,
+            "temporary": w.last * head.norm + _waiting(w),
+        },
     }
     return {name: plus(live, _sent(w)) for name, live in lives.items()}
 
 
 def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> dict[str, Live]:
-    """A stage's last layer (feed-forward, its first products, its norm) with the incoming gradient, at last the
-    embedding or the first norm; and, where backward is split, the weights' half of it.
+    """A stage's last layer (feed-forward, its first products, its norm) with the incoming gradient,
+    at last the embedding or the first norm; and, where backward is split, the weights' half of it.
 
     Recomputing brings the whole set of one layer back.
     """
@@ -122,7 +150,12 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
     earlier = before - np.minimum(w.kept_after, w.layers) * layer.saved
     return {
         "layer": plus(
-            {"activations": before, "logits": logits, "temporary": np.asarray(layer.transient + again)}, incoming
+            {
+                "activations": before,
+                "logits": logits,
+                "temporary": np.asarray(layer.transient + again),
+            },
+            incoming,
         ),
         "columns": plus(
             {
@@ -133,7 +166,12 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
             incoming,
         ),
         "norm": plus(
-            {"activations": before - released, "logits": logits, "temporary": w.nothing + layer.norm}, incoming
+            {
+                "activations": before - released,
+                "logits": logits,
+                "temporary": w.nothing + layer.norm,
+            },
+            incoming,
         ),
         "remade": plus(
             {
@@ -146,14 +184,17 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
         "embedding": {
             "activations": before - flight.one + flight.aside,
             "logits": logits,
-            "temporary": w.first * activation_memory.embedding(w) + (1 - w.first) * activation_memory.norm_backward(w),
+            "temporary": w.first * activation_memory.embedding(w)
+            + (1 - w.first) * activation_memory.norm_backward(w),
         },
     } | (_split_backward(w, before - flight.one + flight.aside, logits) if w.setting.split else {})
 
 
 def _split_backward(w: Workload, aside: Array, logits: Array) -> dict[str, Live]:
-    """Where a backward leaves weights for later, what it leaves grows as it goes: the stage's first attention, whose
-    inputs are there beside their gradients; the norm before it; and the weights' half."""
+    """Where a backward leaves weights for later, what it leaves grows as it goes: the stage's first
+    attention, whose inputs are there beside their gradients; the norm before it; and the weights'
+    half.
+    """
     met = (w.q_width + w.k_width + w.v_width) * w.tokens * w.element + 4 * w.heads * w.tokens
     met = met + activation_memory.repeated_heads(w)
     kept = met + w.stream / w.sequence_parallel
@@ -163,8 +204,16 @@ def _split_backward(w: Workload, aside: Array, logits: Array) -> dict[str, Live]
             "logits": logits,
             "temporary": w.nothing + w.o_width * w.tokens * w.element,
         },
-        "first_norm": {"activations": aside, "logits": logits, "temporary": w.nothing + activation_memory.norm_backward(w)},
-        "weights": {"activations": aside, "logits": logits, "temporary": w.nothing + activation_memory.weights(w)},
+        "first_norm": {
+            "activations": aside,
+            "logits": logits,
+            "temporary": w.nothing + activation_memory.norm_backward(w),
+        },
+        "weights": {
+            "activations": aside,
+            "logits": logits,
+            "temporary": w.nothing + activation_memory.weights(w),
+        },
     }
 
 
@@ -174,13 +223,17 @@ def _waiting(w: Workload) -> Number:
 
 
 def _sent(w: Workload) -> Live:
-    """The last stage of an early-backward schedule transfers nothing between two backwards: it holds what it sent."""
+    """The last stage of an early-backward schedule transfers nothing between two backwards: it
+    holds what it sent.
+    """
     holds = w.last * (1 - w.first) * (w.microbatches > 1) * (w.setting.schedule != "gpipe")
     return {"communication": np.asarray(holds * w.stream / w.sequence_parallel)}
 
 
 def working(w: Workload, p: Held) -> Live:
-    """What a stack has in its hands all through forward and backward: gathered parameters, sequences, buckets."""
+    """What a stack has in its hands all through forward and backward: gathered parameters,
+    sequences, buckets.
+    """
     kept, live = w.setting.software, gathered(w, p)
     sequences = _waiting_gathers(w) * w.stream * (w.sequence_parallel > 1)
     tables = kept.table_bytes * w.vocab * w.height * np.maximum(w.first, w.last)
@@ -193,7 +246,8 @@ def working(w: Workload, p: Held) -> Live:
 def _waiting_gathers(w: Workload) -> Number:
     """Gathered sequences whose blocks another stream still holds: as many as the host runs ahead.
 
-    Under a pipeline it waits for its neighbours; where a tensor group spans more than two nodes, always.
+    Under a pipeline it waits for its neighbours; where a tensor group spans more than two nodes,
+    always.
     """
     kept = w.setting.software
     if w.pipeline == 1:
@@ -203,18 +257,26 @@ def _waiting_gathers(w: Workload) -> Number:
 
 
 def gathered(w: Workload, p: Held) -> Live:
-    """ZeRO-3's working set: two units, or all where they stay gathered; and the gradient of a unit not yet sharded."""
+    """ZeRO-3's working set: two units, or all where they stay gathered; and the gradient of a unit
+    not yet sharded.
+    """
     if w.zero < 2:
         return {}
     if w.zero == 2:
-        return {"communication": np.minimum(w.knobs.bucket_bytes, p.trained * w.gradient_element) * w.reduce_microbatch}
+        return {
+            "communication": np.minimum(w.knobs.bucket_bytes, p.trained * w.gradient_element)
+            * w.reduce_microbatch
+        }
     unit = np.maximum(p.layer, np.maximum(w.first, w.last) * (w.vocab * w.height))
     if w.setting.stack == "workbench":  # positions and norms come with the tables
         ends = p.total - w.layers * p.layer
         apart = 1 + w.first * w.last * (1 - float(activation_memory.shared_here(w)))
         unit = np.maximum(unit, np.maximum(w.first, w.last) * ends / apart)
     if w.setting.software.root_gathered:
-        unit = w.vocab * w.height * (w.first + w.last * (1 - float(activation_memory.shared_here(w)))) + p.layer
+        unit = (
+            w.vocab * w.height * (w.first + w.last * (1 - float(activation_memory.shared_here(w))))
+            + p.layer
+        )
     most = w.setting.software.gathered_parameters
     kept = np.maximum(w.knobs.keep_gathered, w.pipeline > 1)
     window = unit + (w.setting.in_flight - 1) * p.layer
@@ -225,17 +287,22 @@ def gathered(w: Workload, p: Held) -> Live:
 
 
 def optimizer(w: Workload, p: Held) -> Live:
-    """What the step makes of gradients and moments, ours widened in pieces; and the other end's gradient of a weight
-    that the first and last stage share."""
+    """What the step makes of gradients and moments, ours widened in pieces; and the other end's
+    gradient of a weight that the first and last stage share.
+    """
     table = w.vocab * w.height * activation_memory.trained(w)
     owned = p.trained / (w.knobs.shard if w.zero >= 1 else 1)
     if w.setting.stack == "workbench":
         element = w.setting.step_element
         each = element * (w.gradient_element != element) + w.setting.step_cast
     else:
-        each = 4.0 * (w.gradient_element < 4) * (w.setting.master_bytes > 0)  # what is stepped in 16 bits stays so
+        each = (
+            4.0 * (w.gradient_element < 4) * (w.setting.master_bytes > 0)
+        )  # what is stepped in 16 bits stays so
     most = np.maximum(CAST_BYTES, table * each)
-    if w.fused and w.setting.kernels == "fused":  # a card's kernel casts as it goes, a processor's tensors are cut
+    if (
+        w.fused and w.setting.kernels == "fused"
+    ):  # a card's kernel casts as it goes, a processor's tensors are cut
         most = CACHED_BYTES * float(w.setting.card.device == "cpu")
     pieces = np.minimum(owned * each, most * (each > 0))
     if w.setting.software.stepped:

@@ -1,4 +1,6 @@
-"""Parameters of each pipeline rank, and the bytes of parameters, gradients and optimizer (1910.02054 for ZeRO)."""
+"""Parameters of each pipeline rank, and the bytes of parameters, gradients and optimizer
+(1910.02054 for ZeRO).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.plan.parameter_count import block_norms, norm
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.plan.parameter_count import block_norms, norm
 
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters of one rank, by pipeline rank; experts apart, because they are replicated on fewer ranks."""
+    """Parameters of one rank, by pipeline rank; experts apart, because they are replicated on fewer
+    ranks.
+    """
 
     dense: Array
     experts: Array
@@ -50,7 +54,9 @@ def held(w: Workload) -> Held:
 
 
 def _adapter(w: Workload) -> Number:
-    """Parameters of one layer's adapters (2106.09685): rank x (inputs + outputs) of each projection that has one."""
+    """Parameters of one layer's adapters (2106.09685): rank x (inputs + outputs) of each projection
+    that has one.
+    """
     rank, h, thin = w.setting.adapter_rank, w.height / w.tiling.hidden, w.tiling.thin
     attention = 4 * h + thin * (w.q_width + w.k_width + w.v_width + w.o_width)
     wide = (2 if w.shape.gated else 1) * (h + thin * w.ffn) + thin * w.ffn + h
@@ -58,10 +64,14 @@ def _adapter(w: Workload) -> Number:
 
 
 def attention_parameters(w: Workload) -> Number:
-    """Of one block's attention, on a tensor rank: columns of q, k, v and rows of o are split, o's bias is not."""
+    """Of one block's attention, on a tensor rank: columns of q, k, v and rows of o are split, o's
+    bias is not.
+    """
     shape, h, thin = w.shape, w.height, w.tiling.thin
     if shape.mla is None:
-        bias = (w.q_width + 2 * w.k_width) * (shape.biases in ("qkv", "all")) + w.hidden * (shape.biases == "all")
+        bias = (w.q_width + 2 * w.k_width) * (shape.biases in ("qkv", "all")) + w.hidden * (
+            shape.biases == "all"
+        )
         return h * (w.q_width + w.k_width + w.v_width + w.o_width) + bias
     m, latent = shape.mla, h / w.tiling.hidden
     query = latent * m.q_rank + thin * m.q_rank * w.q_width if m.q_rank else h * w.q_width
@@ -109,13 +119,17 @@ def states(w: Workload, p: Held) -> States:
     widened = w.setting.software.widened_gradients * (w.setting.precision == "fp16")
     return States(
         parameters=(sharded(w, p) if w.zero == 3 else p.total) * w.setting.parameter_bytes,
-        gradients=gradients * w.stored_gradient + whole * w.setting.accumulator_bytes + optimizer * widened,
+        gradients=gradients * w.stored_gradient
+        + whole * w.setting.accumulator_bytes
+        + optimizer * widened,
         optimizer=optimizer * w.setting.moment_bytes,
         master=optimizer * w.setting.master_bytes,
     )
 
 
 def sharded(w: Workload, p: Held) -> Array:
-    """Parameters of one rank after sharding over data x context; experts over what expert ranks leave of it."""
+    """Parameters of one rank after sharding over data x context; experts over what expert ranks
+    leave of it.
+    """
     shard, expert = w.knobs.shard, w.knobs.expert
     return np.asarray((p.dense + p.adapters) / shard + p.experts / np.maximum(1.0, shard / expert))

@@ -1,4 +1,6 @@
-"""Device memory of each pipeline rank: live sets at the instants that can be the peak, by category."""
+"""Device memory of each pipeline rank: live sets at the instants that can be the peak, by
+category.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.costmodel.memory import live_sets
-from workbench.costmodel.memory import zero_buffers
-from workbench.costmodel.memory.activation_memory import INDEX
-from workbench.costmodel.rates.constants import Constants
-from workbench.costmodel.memory.live_sets import Live, plus
 from workbench.costmodel.inputs.config import Array, Number
-from workbench.costmodel.memory.model_states import States, sharded, states
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.memory import live_sets, zero_buffers
+from workbench.costmodel.memory.activation_memory import INDEX
+from workbench.costmodel.memory.live_sets import Live, plus
+from workbench.costmodel.memory.model_states import States, sharded, states
+from workbench.costmodel.rates.constants import Constants
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ def memory(w: Workload, constants: Constants) -> Memory:
     parameters = w.held
     persistent, host = _persistent(w, states(w, parameters))
     working = live_sets.working(w, parameters)
-    early = persistent | {"gradients": np.asarray(persistent["gradients"] * live_sets.early_gradients(w))}
+    early = persistent | {
+        "gradients": np.asarray(persistent["gradients"] * live_sets.early_gradients(w))
+    }
     lives = {
         name: plus(persistent if name in live_sets.LATE else early, live, working)
         for name, live in live_sets.passes(w).items()
@@ -59,16 +62,20 @@ def memory(w: Workload, constants: Constants) -> Memory:
         "peak": peak,
         "before_optimizer": persistent,
         "after_optimizer": persistent,
-        "maximum": _own_maxima([*lives.values(), {"gathered": working["gathered"]} if "gathered" in working else {}]),
+        "maximum": _own_maxima(
+            [*lives.values(), {"gathered": working["gathered"]} if "gathered" in working else {}]
+        ),
     }
     whole = {m: live if m == "initialised" else plus(live, overhead) for m, live in moments.items()}
     return Memory(whole, host, total(peak))
 
 
 def peaks(w: Workload, constants: Constants) -> Array:
-    """The largest peak over the pipeline ranks of each candidate, bytes: `memory` without its categories.
+    """The largest peak over the pipeline ranks of each candidate, bytes: `memory` without its
+    categories.
 
-    What depends on the layers alone is reduced to its largest instant before the states' axes join in.
+    What depends on the layers alone is reduced to its largest instant before the states' axes join
+    in.
     """
     parameters = w.held
     persistent, _ = _persistent(w, states(w, parameters))
@@ -101,7 +108,9 @@ def _fixed(w: Workload, constants: Constants) -> Number:
 
 
 def communicators(w: Workload) -> Number:
-    """Groups in which a rank communicates: one for each axis longer than one, and one of all ranks."""
+    """Groups in which a rank communicates: one for each axis longer than one, and one of all
+    ranks.
+    """
     k = w.knobs
     rest = w.setting.world / (k.tensor * k.context * w.pipeline)
     axes = np.asarray(k.tensor > 1, float) + (k.context > 1) + (rest > 1) + (w.pipeline > 1)
@@ -114,13 +123,17 @@ def _persistent(w: Workload, s: States) -> tuple[Live, Live]:
     sequences = w.microbatches * k.micro_batch
     states_ = {"optimizer": s.optimizer, "master": s.master}
     device: Live = {"parameters": s.parameters * (1 - k.offload_parameters)}
-    device["gradients"] = s.gradients * (1 - k.offload_optimizer * w.setting.software.offload_gradients)
+    device["gradients"] = s.gradients * (
+        1 - k.offload_optimizer * w.setting.software.offload_gradients
+    )
     device |= {name: value * (1 - k.offload_optimizer) for name, value in states_.items()}
     device["overhead"] = w.nothing + 2 * INDEX * w.setting.sequence_length * sequences
     host = {name: value * k.offload_optimizer for name, value in states_.items()}
     if w.setting.stack == "workbench":  # gradients on their way down, and values on their way up
         shards = sharded(w, w.held) * k.offload_optimizer
-        host["communication"] = shards * (w.gradient_element + w.element * (1 - k.offload_parameters))
+        host["communication"] = shards * (
+            w.gradient_element + w.element * (1 - k.offload_parameters)
+        )
     return device, host | {"parameters": s.parameters * k.offload_parameters}
 
 
@@ -129,7 +142,10 @@ def _at_largest(lives: list[Live]) -> Live:
     names = sorted({category for live in lives for category in live})
     worst = np.argmax([total(live) for live in lives], axis=0)
     ranks = np.arange(len(worst))
-    return {n: np.stack([live.get(n, np.zeros(len(worst))) for live in lives])[worst, ranks] for n in names}
+    return {
+        n: np.stack([live.get(n, np.zeros(len(worst))) for live in lives])[worst, ranks]
+        for n in names
+    }
 
 
 def _own_maxima(lives: list[Live]) -> Live:

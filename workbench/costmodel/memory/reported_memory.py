@@ -1,4 +1,6 @@
-"""What would be read off a card: torch's allocated and reserved memory, and nvidia-smi's, of each pipeline rank."""
+"""What would be read off a card: torch's allocated and reserved memory, and nvidia-smi's, of each
+pipeline rank.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from workbench.plan.catalog import catalog
-from workbench.costmodel.rates.constants import Constants
-from workbench.costmodel.memory.peak_memory import Memory, communicators
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.memory.peak_memory import Memory, communicators
+from workbench.costmodel.rates.constants import Constants
+from workbench.plan.catalog import catalog
 
 KINDS = ("allocated", "reserved", "nvidia-smi")
 TEXTBOOK = "textbook"
@@ -24,9 +26,9 @@ NINETY_FIVE = 1.6449
 def readings(w: Workload, m: Memory, constants: Constants) -> dict[str, Array]:
     """Peak bytes of each pipeline rank by kind of reading.
 
-    Allocated: what lives, and workspaces, for they come from the allocator too. Reserved: that and the allocator's
-    slack, which it gives back where the card is full. nvidia-smi: that, the driver's context and the communicators'
-    buffers, which no allocator sees.
+    Allocated: what lives, and workspaces, for they come from the allocator too. Reserved: that and
+    the allocator's slack, which it gives back where the card is full. nvidia-smi: that, the
+    driver's context and the communicators' buffers, which no allocator sees.
     """
     said = shares()
     allocated = m.live + constants.workspace_mib * 2**20
@@ -37,7 +39,9 @@ def readings(w: Workload, m: Memory, constants: Constants) -> dict[str, Array]:
 
 
 def interval(kind: str, stack: str) -> tuple[float, float, float]:
-    """5 %, 50 % and 95 % quantiles of a reading of that kind over its prediction; wider where the stack is unknown."""
+    """5 %, 50 % and 95 % quantiles of a reading of that kind over its prediction; wider where the
+    stack is unknown.
+    """
     said = shares()
     low, middle, high = (said[f"{kind}_{name}"] for name in ("low", "middle", "high"))
     width = said["unnamed_factor"] if stack == TEXTBOOK else 1.0
@@ -51,16 +55,22 @@ def spread(stack: str) -> float:
 
 
 def need(peak: float, capacity: float, stack: str) -> dict[str, float]:
-    """What the fullest card must hold, bytes at 50 % and 95 %, and how likely that is more than it has (log-normal)."""
+    """What the fullest card must hold, bytes at 50 % and 95 %, and how likely that is more than it
+    has (log-normal).
+    """
     deviation = spread(stack)
     over = math.log(capacity / peak) / deviation if peak > 0 else math.inf
     return {
-        "p50": peak, "p95": peak * math.exp(NINETY_FIVE * deviation),
+        "p50": peak,
+        "p95": peak * math.exp(NINETY_FIVE * deviation),
         "probability_of_running_out": 0.5 * math.erfc(over / math.sqrt(2)),
-    }  # fmt: skip
+    }
 
 
 @lru_cache(maxsize=1)
 def shares() -> Mapping[str, float]:
     """Constants of `data/planner.yaml` about readings."""
-    return {name: float(said["value"]) for name, said in catalog.read("data/planner.yaml")["readings"].items()}
+    return {
+        name: float(said["value"])
+        for name, said in catalog.read("data/planner.yaml")["readings"].items()
+    }

@@ -1,19 +1,23 @@
-"""Constants of the planner: of a kind of device, its generation, the plan's kernels and its software stack."""
+"""Constants of the planner: of a kind of device, its generation, the plan's kernels and its
+software stack.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from workbench.plan.catalog import catalog
-from workbench.plan.schema import Card
 from workbench.costmodel.compute.kernel_benchmarks import measured
 from workbench.costmodel.frameworks.framework_profile import OWN, timing
+from workbench.plan.catalog import catalog
+from workbench.plan.schema import Card
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What the planner takes hardware and software to be; meanings and sources stand in `data/planner.yaml`."""
+    """What the planner takes hardware and software to be; meanings and sources stand in
+    `data/planner.yaml`.
+    """
 
     gemm_share: float
     gemm_half_dim: float
@@ -69,7 +73,10 @@ def constants(card: Card, kernels: str, stack: str = "workbench") -> Constants:
         return usual
     eager = _constants(card.device, card.architecture, "eager", stack)
     return replace(
-        usual, traffic=eager.traffic * own.traffic, plain_traffic=eager.traffic, loss_bytes=eager.loss_bytes * own.loss
+        usual,
+        traffic=eager.traffic * own.traffic,
+        plain_traffic=eager.traffic,
+        loss_bytes=eager.loss_bytes * own.loss,
     )
 
 
@@ -80,7 +87,11 @@ def _constants(device: str, architecture: str, kernels: str, stack: str) -> Cons
     section = table[section["like"]] if "like" in section else section
     generation = table["architectures"].get(architecture, {}) if device != "cpu" else {}
     entries = {**section, **generation}
-    values = {f.name: float(entries[f.name]["value"]) for f in fields(Constants) if "traffic" not in f.name}
+    values = {
+        f.name: float(entries[f.name]["value"])
+        for f in fields(Constants)
+        if "traffic" not in f.name
+    }
     values["traffic"] = float(table["kernels"][kernels]["value"])
     changed = dict(timing(stack))
     for share in ("traffic", "attention_share", "narrow_share", "gemm_share"):

@@ -1,7 +1,9 @@
-"""Measured points as curves: seconds of a product, a stream, attention, an operator and a collective, of any size.
+"""Measured points as curves: seconds of a product, a stream, attention, an operator and a
+collective, of any size.
 
-Pure functions of arrays. Other work on a machine only ever makes a measurement longer, so that fits follow the bulk of
-the points, not an outlier, and a larger size never counts as quicker than a smaller one.
+Pure functions of arrays. Other work on a machine only ever makes a measurement longer, so that fits
+follow the bulk of the points, not an outlier, and a larger size never counts as quicker than a
+smaller one.
 """
 
 from __future__ import annotations
@@ -20,15 +22,21 @@ Array = NDArray[np.float64]
 T = TypeVar("T")
 
 ROUNDS = 20
-"""Of reweighting: squares of residuals become absolute values (iteratively reweighted least squares)."""
+"""Of reweighting: squares of residuals become absolute values (iteratively reweighted least
+squares).
+"""
 LEAST_RESIDUAL = 0.02
 OCTAVES = 2.0
-"""How far from the measured shapes a fit is trusted more than its neighbours' deviations from it, in doublings."""
+"""How far from the measured shapes a fit is trusted more than its neighbours' deviations from it,
+in doublings.
+"""
 
 
 @dataclass(frozen=True)
 class Products:
-    """seconds = launch + 2 M N K / rate * (1 + half_dim (1/M + 1/N + 1/K)), times what nearby shapes deviate by."""
+    """seconds = launch + 2 M N K / rate * (1 + half_dim (1/M + 1/N + 1/K)), times what nearby
+    shapes deviate by.
+    """
 
     rate: float
     """FLOP/s of an endless product."""
@@ -48,7 +56,10 @@ class Products:
 
     def seconds(self, rows: ArrayLike, columns: ArrayLike, inner: ArrayLike) -> Array:
         """Seconds; exact at measured shapes, the form far from all of them."""
-        shape = np.stack(np.broadcast_arrays(*(np.log2(np.asarray(x, float)) for x in (rows, columns, inner))), axis=-1)
+        shape = np.stack(
+            np.broadcast_arrays(*(np.log2(np.asarray(x, float)) for x in (rows, columns, inner))),
+            axis=-1,
+        )
         distance = ((shape[..., None, :] - self.shapes) ** 2).sum(axis=-1)
         weight = 1 / np.maximum(distance, 1e-9) ** 2
         pull = (weight * self.deviations).sum(axis=-1) / (weight.sum(axis=-1) + OCTAVES**-4)
@@ -57,7 +68,9 @@ class Products:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by size; between points straight on double logarithmic paper, flat below them, proportional above."""
+    """Seconds by size; between points straight on double logarithmic paper, flat below them,
+    proportional above.
+    """
 
     sizes: Array
     times: Array
@@ -65,7 +78,9 @@ class Curve:
     def seconds(self, size: ArrayLike) -> Array:
         """Seconds of a call on `size` bytes."""
         x = np.asarray(size, float)
-        inside = np.exp(np.interp(np.log(np.maximum(x, 1e-9)), np.log(self.sizes), np.log(self.times)))
+        inside = np.exp(
+            np.interp(np.log(np.maximum(x, 1e-9)), np.log(self.sizes), np.log(self.times))
+        )
         return np.asarray(inside * np.maximum(1.0, x / self.sizes[-1]))
 
 
@@ -81,7 +96,9 @@ class Curves:
         """Costs of operators and steps."""
         chosen, crowd = self._crowd({h.ranks for h in self.calibration.host})
         found = next(h for h in self.calibration.host if h.ranks == chosen)
-        costs = {name: value * crowd for name, value in found.model_dump().items() if name != "ranks"}
+        costs = {
+            name: value * crowd for name, value in found.model_dump().items() if name != "ranks"
+        }
         return Host(ranks=self.ranks, **costs)
 
     @property
@@ -91,14 +108,18 @@ class Curves:
         return [p for p in found if p.ranks == self._crowd({p.ranks for p in found})[0]]
 
     def products(self, dtype: str) -> Products:
-        """Matrix products in `dtype`; tf32 and fp16 fall back to fp32 and bf16 where they were not measured."""
+        """Matrix products in `dtype`; tf32 and fp16 fall back to fp32 and bf16 where they were not
+        measured.
+        """
         found = self.calibration
         return _products(found.gemm, *self._crowd({g.ranks for g in found.gemm}), dtype)
 
     def stream_seconds(self, size: ArrayLike) -> Array:
         """Seconds of an elementwise operator that reads and writes `size` bytes in all."""
         chosen, crowd = self._crowd({s.ranks for s in self.calibration.memory})
-        points = [(s.bytes, s.seconds * crowd) for s in self.calibration.memory if s.ranks == chosen]
+        points = [
+            (s.bytes, s.seconds * crowd) for s in self.calibration.memory if s.ranks == chosen
+        ]
         return _curve(points).seconds(size)
 
     def memory_rate(self, size: ArrayLike) -> Array:
@@ -106,17 +127,24 @@ class Curves:
         return np.asarray(np.asarray(size, float) / self.stream_seconds(size))
 
     def attention_rates(self, dtype: str) -> tuple[float, float] | None:
-        """(FLOP/s forward, backward over forward seconds) of fused attention, causal half counted; None: unknown."""
+        """(FLOP/s forward, backward over forward seconds) of fused attention, causal half counted;
+        None: unknown.
+        """
         chosen, crowd = self._crowd({a.ranks for a in self.calibration.attention} or {1})
         points = [a for a in self.calibration.attention if a.ranks == chosen]
         points = _of_dtype(points, dtype, lambda a: a.dtype)
         if not points:
             return None
-        rates = [2 * a.batch * a.heads * a.sequence**2 * a.head_dim / a.forward / crowd for a in points]
+        rates = [
+            2 * a.batch * a.heads * a.sequence**2 * a.head_dim / a.forward / crowd for a in points
+        ]
         return float(np.median(rates)), float(np.median([a.backward / a.forward for a in points]))
 
-    def collective_seconds(self, kind: str, size: ArrayLike, group: int, dtype: str = "fp32") -> Array:
-        """Seconds of one collective on a full tensor of `size` bytes over `group` ranks; 0 for one rank.
+    def collective_seconds(
+        self, kind: str, size: ArrayLike, group: int, dtype: str = "fp32"
+    ) -> Array:
+        """Seconds of one collective on a full tensor of `size` bytes over `group` ranks; 0 for one
+        rank.
 
         Raises ValueError where none of its kind was measured.
         """
@@ -130,7 +158,9 @@ class Curves:
         return np.asarray(latency * steps + (curve.seconds(size) - latency) * share) * crowd
 
     def alpha_beta(self, kind: str, group: int, dtype: str = "fp32") -> tuple[float, float]:
-        """(seconds, seconds a byte) of a collective; the straight line through what was measured."""
+        """(seconds, seconds a byte) of a collective; the straight line through what was
+        measured.
+        """
         curve, _, _ = self._collective(kind, group, dtype)
         times = self.collective_seconds(kind, curve.sizes, group, dtype)
         alpha, beta = fit(np.stack((np.ones_like(curve.sizes), curve.sizes), axis=1), times)
@@ -144,17 +174,23 @@ class Curves:
             raise ValueError(f"the calibration holds no {kind}; measure with 2 ranks or more")
         chosen, crowd = self._crowd({c.ranks for c in points})
         points = [c for c in points if c.ranks == chosen]
-        nearest = min({c.group for c in points}, key=lambda size: (abs(np.log(size / group)), -size))
+        nearest = min(
+            {c.group for c in points}, key=lambda size: (abs(np.log(size / group)), -size)
+        )
         points = _of_dtype([c for c in points if c.group == nearest], dtype, lambda c: c.dtype)
         return _curve([(c.bytes, c.seconds) for c in points]), nearest, crowd
 
     def _crowd(self, measured: set[int]) -> tuple[int, float]:
-        """(ranks of the nearest measured world, how much longer each waits beyond the largest); cards never wait."""
+        """(ranks of the nearest measured world, how much longer each waits beyond the largest);
+        cards never wait.
+        """
         enough = [ranks for ranks in sorted(measured) if ranks >= self.ranks]
         if enough:
             return enough[0], 1.0
         largest = max(measured)
-        waits = self.calibration.machine.device == "cpu" and self.ranks > self.calibration.machine.cores
+        waits = (
+            self.calibration.machine.device == "cpu" and self.ranks > self.calibration.machine.cores
+        )
         return largest, self.ranks / max(largest, self.calibration.machine.cores) if waits else 1.0
 
 
@@ -167,7 +203,9 @@ def _of_dtype(points: list[T], dtype: str, of: Callable[[T], str]) -> list[T]:
 
 
 def _curve(points: Iterable[tuple[int, float]]) -> Curve:
-    """Points by size; one that took longer than a larger one was disturbed, and counts as that one."""
+    """Points by size; one that took longer than a larger one was disturbed, and counts as that
+    one.
+    """
     ordered = sorted(points)
     times = np.minimum.accumulate(np.array([t for _, t in ordered])[::-1])[::-1]
     return Curve(np.array([s for s, _ in ordered], float), times)
@@ -179,15 +217,23 @@ def _products(gemm: tuple[Gemm, ...], ranks: int, crowd: float, dtype: str) -> P
     dims = np.array([(g.rows, g.columns, g.inner) for g in points], float)
     times = np.array([g.seconds for g in points]) * crowd
     flops = 2 * dims.prod(axis=1)
-    launch, a, b = fit(np.stack((np.ones_like(flops), flops, flops * (1 / dims).sum(axis=1)), axis=1), times)
+    launch, a, b = fit(
+        np.stack((np.ones_like(flops), flops, flops * (1 / dims).sum(axis=1)), axis=1), times
+    )
     a = max(a, 0.5 * float(np.min(times / flops)))  # too few points leave the rate open
-    found = Products(float(1 / a), float(b / a), float(launch), np.log2(dims), np.zeros(len(points)))
+    found = Products(
+        float(1 / a), float(b / a), float(launch), np.log2(dims), np.zeros(len(points))
+    )
     return replace(found, deviations=np.log(times / found.fitted(*dims.T)))
 
 
 def fit(terms: Array, times: Array) -> Array:
-    """Coefficients, none negative, of `times` [P] in `terms` [P, terms], by least absolute relative residuals."""
-    from scipy.optimize import nnls  # half of the planner's import time, and only a calibrated plan needs it
+    """Coefficients, none negative, of `times` [P] in `terms` [P, terms], by least absolute relative
+    residuals.
+    """
+    from scipy.optimize import (
+        nnls,  # half of the planner's import time, and only a calibrated plan needs it
+    )
 
     left, right = terms / times[:, None], np.ones_like(times)
     scale = np.abs(left).max(axis=0)

@@ -1,1 +1,3 @@
-"""Measuring the attached machine: what a matrix product, a byte moved, an operator and a collective cost here."""
+"""Measuring the attached machine: what a matrix product, a byte moved, an operator and a collective
+cost here.
+"""

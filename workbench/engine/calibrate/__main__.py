@@ -12,13 +12,15 @@ from pathlib import Path
 
 import torch
 
-from workbench.engine.exit_codes import status
 from workbench.engine.calibrate.measure import calibrate
+from workbench.engine.exit_codes import status
 from workbench.machine.calibration_file import write
 
 
 def main() -> int:
-    """Measure and write; 2 with one line on stderr where this machine cannot be measured, 1 where a rank failed."""
+    """Measure and write; 2 with one line on stderr where this machine cannot be measured, 1 where a
+    rank failed.
+    """
     parser = argparse.ArgumentParser(prog="python -m workbench.engine.calibrate")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--to", type=Path, required=True)

@@ -1,4 +1,6 @@
-"""Which figures of a measurement can be believed: those that repeat, and that the machine's memory can carry."""
+"""Which figures of a measurement can be believed: those that repeat, and that the machine's memory
+can carry.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def scatter(repeats: Sequence[float]) -> float:
 
 def memory_rate(figures: Mapping[Key, float]) -> float:
     """Bytes a second of the quickest stream among `figures`; infinite where there is none."""
-    rates = [dict(labels)["bytes"] / seconds for (name, labels), seconds in figures.items() if name == "memory"]
+    rates = [
+        dict(labels)["bytes"] / seconds
+        for (name, labels), seconds in figures.items()
+        if name == "memory"
+    ]
     return max(rates, default=float("inf"))
 
 
@@ -43,8 +49,8 @@ def doubts(
 
     `memory` is the bytes a second that one rank's memory carries.
 
-    A collective is refused that took no time, or that carried its bytes faster than one rank's memory can; a figure is
-    unsteady that scatters, or that a larger message undercuts.
+    A collective is refused that took no time, or that carried its bytes faster than one rank's
+    memory can; a figure is unsteady that scatters, or that a larger message undercuts.
     """
     found = []
     quicker = _undercut({key: s for key, s in figures.items() if key[0] == "collectives"})
@@ -55,7 +61,11 @@ def doubts(
         spread = max(scatter(repeats.get(key, ())), quicker.get(key, 0.0))
         if refused or spread > MOST_SCATTER:
             why = refused or f"unsteady: {spread:.0%}"
-            found.append(Doubt(section=key[0], point=_words(key), ranks=ranks, why=why, refused=bool(refused)))
+            found.append(
+                Doubt(
+                    section=key[0], point=_words(key), ranks=ranks, why=why, refused=bool(refused)
+                )
+            )
     return found
 
 
@@ -74,7 +84,9 @@ def conditions() -> Conditions:
     """How busy this machine is now."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return Conditions(load_average=round(load, 2), cpus=os.cpu_count() or 1, free_memory_gib=round(free, 2))
+    return Conditions(
+        load_average=round(load, 2), cpus=os.cpu_count() or 1, free_memory_gib=round(free, 2)
+    )
 
 
 def _impossible(key: Key, seconds: float, memory: float) -> str:
@@ -83,16 +95,21 @@ def _impossible(key: Key, seconds: float, memory: float) -> str:
     if seconds <= FLOOR_SECONDS:
         return "took no measurable time"
     labels = dict(key[1])
-    rate = labels["bytes"] / seconds * (2 if labels["kind"] == "send" else 1)  # a send was timed there and back
+    rate = (
+        labels["bytes"] / seconds * (2 if labels["kind"] == "send" else 1)
+    )  # a send was timed there and back
     return f"{rate / 1e9:,.0f} GB/s, memory carries {memory / 1e9:,.0f}" if rate > memory else ""
 
 
 def _undercut(figures: Mapping[Key, float]) -> dict[Key, float]:
-    """Point -> how much longer it took than a larger message of its kind, as a share of the latter."""
+    """Point -> how much longer it took than a larger message of its kind, as a share of the
+    latter.
+    """
     found: dict[Key, float] = {}
     for one, other in combinations(figures, 2):
         (small, few), (large, many) = sorted(
-            ((dict(key[1])["bytes"], figures[key]) for key in (one, other)), key=lambda pair: pair[0]
+            ((dict(key[1])["bytes"], figures[key]) for key in (one, other)),
+            key=lambda pair: pair[0],
         )
         if _kind(one) == _kind(other) and small < large and few > many:
             excess = few / many - 1

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from workbench.engine.calibrate.local_points import Point
 from workbench.engine.calibrate.measured_sizes import Survey
 from workbench.engine.precision import DTYPES
+from workbench.machine.calibration_file import Dtype, Kind
 from workbench.parallel.async_collectives import begin_all_gather, begin_reduce_scatter
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.pipeline.stage_transfers import post
 from workbench.parallel.tensor.tensor_collectives import all_reduce
-from workbench.machine.calibration_file import Dtype, Kind
 
 SUMS = ("all_reduce", "reduce_scatter")
 """Kinds that calculate; to the others a byte is a byte, whatever its dtype."""
@@ -32,7 +32,9 @@ def together(survey: Survey, device: torch.device) -> Iterator[Point]:
 
 
 def _axis(size: int, device: torch.device) -> MeshAxis:
-    """Neighbouring ranks in groups of `size`; this rank's own. Every rank takes part in making all of them."""
+    """Neighbouring ranks in groups of `size`; this rank's own. Every rank takes part in making all
+    of them.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     backend = "nccl" if device.type == "cuda" else "gloo"
     members = [tuple(range(first, first + size)) for first in range(0, world, size)]
@@ -53,14 +55,16 @@ def _point(kind: Kind, dtype: Dtype, size: int, axis: MeshAxis, device: torch.de
 def _layer(device: torch.device) -> Callable[[], object]:
     """A millisecond of products, as a layer computes between its collectives.
 
-    Called one after the other, collectives find gloo's threads awake and all ranks in step; between layers they find
-    neither, and cost a multiple.
+    Called one after the other, collectives find gloo's threads awake and all ranks in step; between
+    layers they find neither, and cost a multiple.
     """
     x, weight = torch.ones(256, 512, device=device), torch.ones(512, 512, device=device)
     return lambda: torch.mm(x, weight)
 
 
-def _call(kind: Kind, whole: torch.Tensor, part: torch.Tensor, axis: MeshAxis) -> Callable[[], object]:
+def _call(
+    kind: Kind, whole: torch.Tensor, part: torch.Tensor, axis: MeshAxis
+) -> Callable[[], object]:
     group = axis.group
     if kind == "all_reduce":
         return lambda: all_reduce(whole, axis)

@@ -1,4 +1,6 @@
-"""Points that a rank measures by itself while its neighbours do the same: products, streams, attention, operators."""
+"""Points that a rank measures by itself while its neighbours do the same: products, streams,
+attention, operators.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ OPERATORS = 50
 class Point:
     """One thing to time.
 
-    A collective (`together`) is called equally often by all ranks; the rest fills a window of time, of which what no
-    neighbour can slow (`host`) counts its quickest part.
+    A collective (`together`) is called equally often by all ranks; the rest fills a window of time,
+    of which what no neighbour can slow (`host`) counts its quickest part.
     """
 
     section: str
@@ -40,8 +42,16 @@ def alone(survey: Survey, device: torch.device) -> Iterator[Point]:
             labels = {"rows": rows, "columns": columns, "inner": inner, "dtype": dtype}
             yield Point("gemm", labels, _product(rows, columns, inner, DTYPES[dtype], device))
         for batch, heads, sequence, head_dim in survey.attention:
-            labels = {"batch": batch, "heads": heads, "sequence": sequence, "head_dim": head_dim, "dtype": dtype}
-            forward, backward = _attention((batch, heads, sequence, head_dim), DTYPES[dtype], device)
+            labels = {
+                "batch": batch,
+                "heads": heads,
+                "sequence": sequence,
+                "head_dim": head_dim,
+                "dtype": dtype,
+            }
+            forward, backward = _attention(
+                (batch, heads, sequence, head_dim), DTYPES[dtype], device
+            )
             yield Point("attention", {**labels, "pass": "forward"}, forward)
             yield Point("attention", {**labels, "pass": "backward"}, backward)
     for size in survey.streams:
@@ -50,7 +60,9 @@ def alone(survey: Survey, device: torch.device) -> Iterator[Point]:
     yield Point("operator", {"autograd": True}, _operators(device, True), "host")
 
 
-def _product(rows: int, columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def _product(
+    rows: int, columns: int, inner: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], object]:
     x, weight = (torch.randn(n, inner, device=device).to(dtype) for n in (rows, columns))
 
     def call() -> Tensor:
@@ -70,7 +82,9 @@ def _attention(
     shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     batch, heads, sequence, head_dim = shape
-    made = (torch.randn(batch, sequence, heads, head_dim, device=device).to(dtype) for _ in range(3))
+    made = (
+        torch.randn(batch, sequence, heads, head_dim, device=device).to(dtype) for _ in range(3)
+    )
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in made)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     gradient = torch.ones_like(out)

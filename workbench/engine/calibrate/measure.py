@@ -1,4 +1,6 @@
-"""The whole measurement: worlds of 1, 2 and 4 ranks in turn, their samples brought to one number a point."""
+"""The whole measurement: worlds of 1, 2 and 4 ranks in turn, their samples brought to one number a
+point.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from workbench.costmodel.rates.measured_curves import fit
 from workbench.engine.calibrate import believable_figures
 from workbench.engine.calibrate.local_points import OPERATORS
-from workbench.engine.calibrate.rank_visits import Sample, measure
 from workbench.engine.calibrate.measured_sizes import Survey, survey_of
+from workbench.engine.calibrate.rank_visits import Sample, measure
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.machine.attached import Attached, attached, local_cluster
 from workbench.machine.calibration_file import (
@@ -30,8 +33,8 @@ from workbench.machine.calibration_file import (
     Measured,
     Probe,
     Stream,
-    fingerprint)
-from workbench.costmodel.rates.measured_curves import fit
+    fingerprint,
+)
 
 WORLDS = (1, 2, 4, 8)
 QUARTILE, MEDIAN = 0.25, 0.5
@@ -41,7 +44,9 @@ AGAIN = 2
 AGAIN_SHARE = 0.25
 """Of the time asked for, what each of them may take beyond it, all worlds together."""
 SPARE_SECONDS = 120.0
-"""Beyond its share of time, what a world may take for its start and its first visit of every point."""
+"""Beyond its share of time, what a world may take for its start and its first visit of every
+point.
+"""
 Key = tuple[str, tuple[tuple[str, Any], ...]]
 
 
@@ -53,8 +58,9 @@ def calibrate(
 ) -> Calibration:
     """Measure the attached machine for about `seconds`; `told(seconds spent, words)` follows it.
 
-    `survey` and `worlds` default to what suits the device. Raises `PlanError` for a card that the catalog does not
-    know, RankError where a rank fails or hangs. The caller must have used one thread only, see `run_ranks`.
+    `survey` and `worlds` default to what suits the device. Raises `PlanError` for a card that the
+    catalog does not know, RankError where a rank fails or hangs. The caller must have used one
+    thread only, see `run_ranks`.
     """
     found = attached()
     points = survey or survey_of(found.device)
@@ -67,7 +73,9 @@ def calibrate(
         spent = time.monotonic() - begin
         share = (seconds - spent) * _cost(world) / sum(_cost(w) for w, _ in turns[place:])
         if first or share > 0:
-            samples[world] += _world(found, points, world, max(0.0, share), first, partial(_at, told, spent, world))
+            samples[world] += _world(
+                found, points, world, max(0.0, share), first, partial(_at, told, spent, world)
+            )
             told(time.monotonic() - begin, _words(world))
 
     alone = next(iter(samples))
@@ -81,18 +89,25 @@ def calibrate(
             continue
         share = AGAIN_SHARE * seconds * _cost(world) / sum(map(_cost, samples))
         spent = time.monotonic() - begin
-        samples[world] += _world(found, points, world, share, False, partial(_at, told, spent, world))
+        samples[world] += _world(
+            found, points, world, share, False, partial(_at, told, spent, world)
+        )
         told(time.monotonic() - begin, f"{_words(world)}, again")
     results = {world: judged(world) for world in samples}
     doubts = tuple(doubt for _, found_doubts in results.values() for doubt in found_doubts)
-    figures = {world: believable_figures.kept(own, against, world) for world, (own, against) in results.items()}
+    figures = {
+        world: believable_figures.kept(own, against, world)
+        for world, (own, against) in results.items()
+    }
     return _calibration(machine, figures).model_copy(update={"conditions": busy, "doubts": doubts})
 
 
 def judge(
     samples: list[list[Sample]], world: int, crowded: bool, memory: float
 ) -> tuple[dict[Key, float], list[Doubt]]:
-    """Each point's seconds from all visits of a world's ranks, and what stands against them, see `steady.doubts`."""
+    """Each point's seconds from all visits of a world's ranks, and what stands against them, see
+    `steady.doubts`.
+    """
     figures = _reduced(samples, world, crowded)
     repeats: dict[Key, list[float]] = defaultdict(list)
     for own in samples[::world]:  # rank 0 of each pass: all its ranks see the same neighbours
@@ -115,7 +130,9 @@ def _cost(world: int) -> float:
 
 
 def _worlds(found: Attached) -> list[int]:
-    """Up to as many ranks as cards, or as twice the cores: beyond that a rank only waits longer for its turn."""
+    """Up to as many ranks as cards, or as twice the cores: beyond that a rank only waits longer for
+    its turn.
+    """
     most = found.count if found.device == "cuda" else min(found.count, 2 * found.cores)
     return [world for world in WORLDS if world <= most]
 
@@ -125,28 +142,51 @@ def _crowded(found: Attached, world: int) -> bool:
 
 
 def _world(
-    found: Attached, survey: Survey, world: int, seconds: float, first: bool, told: Callable[[float], None]
+    found: Attached,
+    survey: Survey,
+    world: int,
+    seconds: float,
+    first: bool,
+    told: Callable[[float], None],
 ) -> list[list[Sample]]:
     threads = max(1, found.cores // world)
     work = partial(
-        measure, survey=survey, device_type=found.device, threads=threads, crowded=_crowded(found, world),
-        seconds=seconds, every=first, told=told,
-    )  # fmt: skip
+        measure,
+        survey=survey,
+        device_type=found.device,
+        threads=threads,
+        crowded=_crowded(found, world),
+        seconds=seconds,
+        every=first,
+        told=told,
+    )
     return run_ranks(world, work, seconds + SPARE_SECONDS)
 
 
 def _machine(found: Attached) -> Measured:
     card, _ = local_cluster(found, 1)
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "numpy": np.__version__}
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
     return Measured(
-        device=card.device, card=card.name, title=found.name, count=found.count, cores=found.cores,
-        fingerprint=fingerprint(found), backend="gloo" if found.device == "cpu" else "nccl", versions=versions,
+        device=card.device,
+        card=card.name,
+        title=found.name,
+        count=found.count,
+        cores=found.cores,
+        fingerprint=fingerprint(found),
+        backend="gloo" if found.device == "cpu" else "nccl",
+        versions=versions,
         date=datetime.date.today().isoformat(),
-    )  # fmt: skip
+    )
 
 
 def _reduced(ranks: Iterable[list[Sample]], world: int, crowded: bool) -> dict[Key, float]:
-    """Point -> seconds of one call, from all visits; `ranks` in order, those of one pass after another's."""
+    """Point -> seconds of one call, from all visits; `ranks` in order, those of one pass after
+    another's.
+    """
     by_point: dict[Key, list[Sample]] = defaultdict(list)
     for own in ranks:
         for sample in own:
@@ -157,20 +197,27 @@ def _reduced(ranks: Iterable[list[Sample]], world: int, crowded: bool) -> dict[K
 def _one(samples: list[Sample], world: int, crowded: bool) -> float:
     """The visit that counts: the mean over ranks, or the slowest of ranks that talk.
 
-    Other work on the machine only ever makes a visit longer, so a quick one counts. But ranks that work side by side
-    slow each other, which belongs to the measurement: there the median counts, by a clock that runs for them alone.
+    Other work on the machine only ever makes a visit longer, so a quick one counts. But ranks that
+    work side by side slow each other, which belongs to the measurement: there the median counts, by
+    a clock that runs for them alone.
     """
     if samples[0].how != "together":
         each = [np.concatenate([s.seconds for s in samples[rank::world]]) for rank in range(world)]
         return float(np.mean([np.quantile(one, MEDIAN if world > 1 else 0.0) for one in each]))
-    visits = [np.max([s.seconds for s in samples[i : i + world]], axis=0) for i in range(0, len(samples), world)]
+    visits = [
+        np.max([s.seconds for s in samples[i : i + world]], axis=0)
+        for i in range(0, len(samples), world)
+    ]
     return float(np.quantile(np.concatenate(visits), MEDIAN if crowded else QUARTILE))
 
 
 def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calibration:
     def of(section: str) -> list[tuple[int, dict[str, Any], float]]:
         return [
-            (w, dict(labels), s) for w, own in found.items() for (name, labels), s in own.items() if name == section
+            (w, dict(labels), s)
+            for w, own in found.items()
+            for (name, labels), s in own.items()
+            if name == section
         ]
 
     attention: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(dict)
@@ -179,13 +226,22 @@ def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calib
         attention[(world, *labels.values())] |= {**labels, "ranks": world, which: _seconds(seconds)}
     return Calibration(
         machine=machine,
-        host=tuple(_host(world, own) for world, own in found.items() if any(key[0] == "steps" for key in own)),
+        host=tuple(
+            _host(world, own)
+            for world, own in found.items()
+            if any(key[0] == "steps" for key in own)
+        ),
         gemm=tuple(Gemm(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("gemm")),
-        memory=tuple(Stream(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("memory")),
+        memory=tuple(
+            Stream(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("memory")
+        ),
         attention=tuple(Attention(**row) for row in attention.values()),
-        probes=tuple(Probe(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("probes")),
+        probes=tuple(
+            Probe(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("probes")
+        ),
         collectives=tuple(
-            Collective(**labels, ranks=w, seconds=_passing(labels, s)) for w, labels, s in of("collectives")
+            Collective(**labels, ranks=w, seconds=_passing(labels, s))
+            for w, labels, s in of("collectives")
         ),
     )
 
@@ -196,14 +252,20 @@ def _passing(labels: dict[str, Any], seconds: float) -> float:
 
 
 def _host(world: int, own: dict[Key, float]) -> Host:
-    operator, autograd = (own["operator", (("autograd", flag),)] / OPERATORS * 1e6 for flag in (False, True))
+    operator, autograd = (
+        own["operator", (("autograd", flag),)] / OPERATORS * 1e6 for flag in (False, True)
+    )
     rows = [(dict(labels), s * 1e6) for (section, labels), s in own.items() if section == "steps"]
-    cells = [[1.0, r["microbatches"], r["microbatches"] * r["layers"], r["layers"]] for r, _ in rows]
+    cells = [
+        [1.0, r["microbatches"], r["microbatches"] * r["layers"], r["layers"]] for r, _ in rows
+    ]
     times = np.array([s for _, s in rows])
     parts = fit(np.array(cells), times)
     names = ("step_us", "microbatch_us", "layer_us", "layer_step_us")
     costs = {name: round(float(value), 2) for name, value in zip(names, parts)}
-    return Host(ranks=world, operator_us=round(operator, 3), autograd_us=round(autograd, 3), **costs)
+    return Host(
+        ranks=world, operator_us=round(operator, 3), autograd_us=round(autograd, 3), **costs
+    )
 
 
 def _seconds(value: float) -> float:

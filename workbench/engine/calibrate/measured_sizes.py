@@ -8,8 +8,17 @@ from dataclasses import dataclass, field
 from workbench.machine.calibration_file import KINDS, Dtype, Kind
 
 SIDES = (32, 64, 128, 256, 512, 1024)
-FLAT = ((2048, 256, 256), (256, 2048, 256), (256, 256, 2048), (32, 1024, 1024), (1024, 32, 1024), (1024, 1024, 32),
-        (512, 4096, 256), (128, 512, 128), (2048, 64, 192))  # fmt: skip
+FLAT = (
+    (2048, 256, 256),
+    (256, 2048, 256),
+    (256, 256, 2048),
+    (32, 1024, 1024),
+    (1024, 32, 1024),
+    (1024, 1024, 32),
+    (512, 4096, 256),
+    (128, 512, 128),
+    (2048, 64, 192),
+)
 KIB, MIB = 2**10, 2**20
 
 
@@ -19,7 +28,9 @@ def _probe(**sizes: int) -> Mapping[str, int]:
 
 @dataclass(frozen=True)
 class Survey:
-    """Points to measure. Bytes of a stream are of its three tensors, bytes of a message of the full tensor."""
+    """Points to measure. Bytes of a stream are of its three tensors, bytes of a message of the full
+    tensor.
+    """
 
     gemm: tuple[tuple[int, int, int], ...] = (*((s, s, s) for s in SIDES), *FLAT)
     """(rows, columns, inner)."""
@@ -36,7 +47,9 @@ class Survey:
     dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
     layers: tuple[int, int] = (1, 3)
     microbatches: tuple[int, int] = (1, 3)
-    """Tiny steps of all combinations are solved for the host's cost by step, microbatch and layer."""
+    """Tiny steps of all combinations are solved for the host's cost by step, microbatch and
+    layer.
+    """
     probes: tuple[Mapping[str, int], ...] = (
         _probe(layers=2, hidden=128, heads=4, ffn=384, vocab=512, sequence=256),
         _probe(layers=2, hidden=256, heads=8, ffn=704, vocab=1024, sequence=128),
@@ -51,12 +64,23 @@ class Survey:
 class CardSurvey(Survey):
     """The same on a card, which needs larger shapes to be busy."""
 
-    gemm: tuple[tuple[int, int, int], ...] = field(default=(
-        *((s, s, s) for s in (256, 512, 1024, 2048, 4096, 8192)), (16384, 1024, 1024), (1024, 16384, 1024),
-        (1024, 1024, 16384), (128, 8192, 8192), (8192, 128, 8192), (8192, 8192, 128),
-    ))  # fmt: skip
+    gemm: tuple[tuple[int, int, int], ...] = field(
+        default=(
+            *((s, s, s) for s in (256, 512, 1024, 2048, 4096, 8192)),
+            (16384, 1024, 1024),
+            (1024, 16384, 1024),
+            (1024, 1024, 16384),
+            (128, 8192, 8192),
+            (8192, 128, 8192),
+            (8192, 8192, 128),
+        )
+    )
     streams: tuple[int, ...] = tuple(3 * 4**i * MIB for i in range(6))
-    attention: tuple[tuple[int, int, int, int], ...] = ((1, 32, 512, 128), (1, 32, 2048, 128), (1, 32, 8192, 128))
+    attention: tuple[tuple[int, int, int, int], ...] = (
+        (1, 32, 512, 128),
+        (1, 32, 2048, 128),
+        (1, 32, 8192, 128),
+    )
     messages: tuple[int, ...] = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 128 * MIB)
     probes: tuple[Mapping[str, int], ...] = ()
 

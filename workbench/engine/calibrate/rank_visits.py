@@ -1,6 +1,8 @@
-"""What one rank does: visit every point again and again, in turn with the others, until the time is over.
+"""What one rank does: visit every point again and again, in turn with the others, until the time is
+over.
 
-Points are interleaved, so that a neighbour's burst of work spoils one visit of many points, not all visits of one.
+Points are interleaved, so that a neighbour's burst of work spoils one visit of many points, not all
+visits of one.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import torch.distributed as dist
 
 from workbench.engine.calibrate.collective_points import together
 from workbench.engine.calibrate.local_points import Point, alone
-from workbench.engine.calibrate.whole_steps import steps
 from workbench.engine.calibrate.measured_sizes import Survey
 from workbench.engine.calibrate.timing import Stopwatch
+from workbench.engine.calibrate.whole_steps import steps
 
 MOST_CALLS = 256
 Told = Callable[[float], None]
@@ -39,18 +41,26 @@ LEAST_SECONDS = 1e-6
 
 
 def measure(
-    rank: int, survey: Survey, device_type: str, threads: int, crowded: bool, seconds: float, every: bool, told: Told
+    rank: int,
+    survey: Survey,
+    device_type: str,
+    threads: int,
+    crowded: bool,
+    seconds: float,
+    every: bool,
+    told: Told,
 ) -> list[Sample]:
     """All points on this rank for about `seconds`; `told` hears the seconds spent.
 
-    `every`: each point is visited, however long it takes. `crowded`: ranks share cores, and only what they do together
-    is measured.
+    `every`: each point is visited, however long it takes. `crowded`: ranks share cores, and only
+    what they do together is measured.
     """
     begin = time.monotonic()
     torch.set_num_threads(threads)
     device = _device(device_type, rank)
     watches = _watches(device, threads)
-    # What takes turns on a core takes as many times longer: nothing is learned from timing the scheduler.
+    # What takes turns on a core takes as many times longer: nothing is learned from timing the
+    # scheduler.
     own = [] if crowded else [*alone(survey, device), *steps(survey, device)]
     points = [*own, *together(survey, device)]
     calls = [_prepared(point, watches[point.how], survey.window) for point in points]
@@ -103,7 +113,9 @@ def _device(device_type: str, rank: int) -> torch.device:
 
 
 def _prepared(point: Point, watch: Stopwatch, window: float) -> int:
-    """Warm up; how often a visit calls the point, agreed by all ranks. 0: this backend cannot do it."""
+    """Warm up; how often a visit calls the point, agreed by all ranks. 0: this backend cannot do
+    it.
+    """
     try:
         point.call()
         watch.of(point.call, 1)
@@ -112,11 +124,15 @@ def _prepared(point: Point, watch: Stopwatch, window: float) -> int:
         seconds = float("inf")
     slowest = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return 0 if slowest.isinf() else max(1, min(MOST_CALLS, int(window / max(slowest.item(), 1e-7))))
+    return (
+        0 if slowest.isinf() else max(1, min(MOST_CALLS, int(window / max(slowest.item(), 1e-7))))
+    )
 
 
 def _agreed(over: bool) -> bool:
-    """Whether rank 0 says that the time is over; also what lets all ranks start a visit together."""
+    """Whether rank 0 says that the time is over; also what lets all ranks start a visit
+    together.
+    """
     word = torch.tensor([float(over and dist.get_rank() == 0)])
     dist.all_reduce(word)
     return bool(word.item())

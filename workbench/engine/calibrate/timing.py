@@ -15,8 +15,8 @@ MOST_CALLS = 4096
 class Stopwatch:
     """Times calls on `device`; `clock` is the host's, in seconds.
 
-    `time.process_time` does not count while other programs have the core: for one thread that never waits it is the
-    wall time of a machine with nothing else to do.
+    `time.process_time` does not count while other programs have the core: for one thread that never
+    waits it is the wall time of a machine with nothing else to do.
     """
 
     device: torch.device
@@ -34,7 +34,8 @@ class Stopwatch:
     def window(self, call: Callable[[], object], seconds: float) -> float:
         """Seconds a call, of as many as fill `seconds`.
 
-        A fixed time, not a fixed number: ranks that share a memory stay busy until the last of them has been timed.
+        A fixed time, not a fixed number: ranks that share a memory stay busy until the last of them
+        has been timed.
         """
         total, done, calls = 0.0, 0, 1
         while total < seconds and done < MOST_CALLS:

@@ -1,4 +1,6 @@
-"""Whole steps: of models so small that only the host works, and of probes that hold the planner to a real step."""
+"""Whole steps: of models so small that only the host works, and of probes that hold the planner to
+a real step.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,22 @@ import torch
 from workbench.engine.calibrate.local_points import Point
 from workbench.engine.calibrate.measured_sizes import Survey
 from workbench.engine.session import Session
-from workbench.parallel.mesh import build_mesh
 from workbench.machine.calibration_file import small_plan
+from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
 
 TINY = {"hidden": 16, "heads": 2, "ffn": 32, "vocab": 256}
 
 
 def steps(survey: Survey, device: torch.device) -> Iterator[Point]:
-    """Tiny steps of every combination of layers and microbatches, and the probes, on this rank alone."""
+    """Tiny steps of every combination of layers and microbatches, and the probes, on this rank
+    alone.
+    """
     for layers, microbatches in itertools.product(survey.layers, survey.microbatches):
         plan = small_plan(device.type, 4, microbatches, layers=layers, **TINY)
-        yield Point("steps", {"layers": layers, "microbatches": microbatches}, _step(plan, device), "host")
+        yield Point(
+            "steps", {"layers": layers, "microbatches": microbatches}, _step(plan, device), "host"
+        )
     for labels in survey.probes:
         yield Point("probes", dict(labels), _step(small_plan(device.type, **labels), device))
 
@@ -29,5 +35,8 @@ def steps(survey: Survey, device: torch.device) -> Iterator[Point]:
 def _step(plan: Plan, device: torch.device) -> Callable[[], object]:
     session = Session.build(plan, build_mesh(plan, 0, device), device)
     t = plan.training
-    tokens = torch.arange(t.sequence_length, device=device).expand(plan.num_microbatches, 1, -1) % plan.shape.vocab
+    tokens = (
+        torch.arange(t.sequence_length, device=device).expand(plan.num_microbatches, 1, -1)
+        % plan.shape.vocab
+    )
     return lambda: session.step(0, tokens, tokens)

@@ -1,10 +1,11 @@
 """Which tokens a rank takes in a step.
 
-Training text is cut into sequences of `sequence_length` inputs (and one more token, the last target). Sample `g` of
-the whole run is the `g mod n`-th of a pseudo-random permutation of the n sequences, another permutation every epoch.
-A step takes the next `global_batch` samples; data coordinate d takes the d-th contiguous part of them, cut into
-microbatches in order. So the parts of all coordinates, one after the other, are the batch of one device, and a run
-resumes anywhere by its sample index alone.
+Training text is cut into sequences of `sequence_length` inputs (and one more token, the last
+target). Sample `g` of the whole run is the `g mod n`-th of a pseudo-random permutation of the n
+sequences, another permutation every epoch. A step takes the next `global_batch` samples; data
+coordinate d takes the d-th contiguous part of them, cut into microbatches in order. So the parts of
+all coordinates, one after the other, are the batch of one device, and a run resumes anywhere by its
+sample index alone.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ ROUNDS = 6
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Images of `index` under a permutation of range(size) chosen by `key`; needs memory only for `index`.
+    """Images of `index` under a permutation of range(size) chosen by `key`; needs memory only for
+    `index`.
 
-    A Feistel network on the smallest even number of bits that holds `size`, applied again to whatever falls outside
-    (cycle walking; Black and Rogaway 2002).
+    A Feistel network on the smallest even number of bits that holds `size`, applied again to
+    whatever falls outside (cycle walking; Black and Rogaway 2002).
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -82,8 +84,10 @@ class Sampler:
         count = (len(text) - 1) // self.sequence_length
         if count < 1:
             raise ValueError(
-                f"training.sequence_length: {self.sequence_length} needs {self.sequence_length + 1} tokens, the {what} "
-                f"has {len(text)}; take a larger corpus.source, another corpus.holdout or shorter sequences"
+                f"training.sequence_length: {self.sequence_length} needs "
+                f"{self.sequence_length + 1} tokens, the {what} "
+                f"has {len(text)}; take a larger corpus.source, another corpus.holdout or shorter "
+                f"sequences"
             )
         return count
 
@@ -92,7 +96,9 @@ class Sampler:
         return step * self.global_batch
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of `step` (from 0), each int64 [num_microbatches, micro_batch, sequence_length]."""
+        """Inputs and targets of `step` (from 0), each int64 [num_microbatches, micro_batch,
+        sequence_length].
+        """
         return self.take(self.sample_index(step))
 
     def take(self, sample: int) -> tuple[Tensor, Tensor]:
@@ -107,7 +113,9 @@ class Sampler:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             order[here] = permute(
-                samples[here] % self.num_sequences, self.num_sequences, self.seed * 2**32 + int(epoch)
+                samples[here] % self.num_sequences,
+                self.num_sequences,
+                self.seed * 2**32 + int(epoch),
             )
         return order
 
@@ -122,7 +130,10 @@ class Sampler:
 
     def _gather(self, text: np.ndarray, sequences: np.ndarray) -> tuple[Tensor, Tensor]:
         length = self.sequence_length
-        rows = np.stack([text[s * length : s * length + length + 1] for s in sequences]).astype(np.int64)
+        rows = np.stack([text[s * length : s * length + length + 1] for s in sequences]).astype(
+            np.int64
+        )
         rows = rows.reshape(-1, self.micro_batch, length + 1)
-        # torch.tensor copies into torch's own memory, where an allocator count sees it; from_numpy would not.
+        # torch.tensor copies into torch's own memory, where an allocator count sees it; from_numpy
+        # would not.
         return torch.tensor(rows[..., :-1]), torch.tensor(rows[..., 1:])

@@ -1,8 +1,9 @@
 """Tokens of a plan's corpus, made once per machine and memory-mapped by every rank.
 
-The cache is keyed by the text's sha256, the tokenizer and the vocabulary. `KEY.bin` holds the raw tokens, `KEY.json`
-says how many there are, and which: the second is written last, so an entry without it, or of another content, does not
-exist. Content is told by the file's identity and time; where those are others, by its sha256.
+The cache is keyed by the text's sha256, the tokenizer and the vocabulary. `KEY.bin` holds the raw
+tokens, `KEY.json` says how many there are, and which: the second is written last, so an entry
+without it, or of another content, does not exist. Content is told by the file's identity and time;
+where those are others, by its sha256.
 """
 
 from __future__ import annotations
@@ -54,12 +55,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "workbench" / "tokens"
 
 
-def load(corpus: schema.Corpus, vocab: int, *, folder: Path | None = None, deadline: float = 900.0) -> Tokens:
-    """Tokens of `corpus` for a model of `vocab` ids; the first rank of a host to come makes them, others wait.
+def load(
+    corpus: schema.Corpus, vocab: int, *, folder: Path | None = None, deadline: float = 900.0
+) -> Tokens:
+    """Tokens of `corpus` for a model of `vocab` ids; the first rank of a host to come makes them,
+    others wait.
 
-    A cached entry is used without reading the text. Raises ValueError, naming the field, where the vocabulary is too
-    small, the text is not the one that the plan was resolved with, or another process holds the cache past `deadline`
-    seconds.
+    A cached entry is used without reading the text. Raises ValueError, naming the field, where the
+    vocabulary is too small, the text is not the one that the plan was resolved with, or another
+    process holds the cache past `deadline` seconds.
     """
     _check_vocab(corpus, vocab)
     folder = folder or cache_folder()
@@ -78,7 +82,8 @@ def _check_vocab(corpus: schema.Corpus, vocab: int) -> None:
     least = BYTES + (corpus.tokenizer == "bpe")
     if vocab < least:
         raise ValueError(
-            f"corpus.tokenizer: {corpus.tokenizer} needs a model vocabulary of at least {least}, the model has {vocab}"
+            f"corpus.tokenizer: {corpus.tokenizer} needs a model vocabulary of at least {least}, "
+            f"the model has {vocab}"
         )
 
 
@@ -97,7 +102,10 @@ def _complete(folder: Path, key: str) -> bool:
             return True
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    print(f"corpus: the tokens in {path} are not those that were written; they are made again", file=sys.stderr)
+    print(
+        f"corpus: the tokens in {path} are not those that were written; they are made again",
+        file=sys.stderr,
+    )
     return False
 
 
@@ -114,7 +122,9 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def _only_one(path: Path, deadline: float) -> Iterator[None]:
-    """Hold the lock file; the kernel lets go of it when its holder dies. ValueError after `deadline` seconds."""
+    """Hold the lock file; the kernel lets go of it when its holder dies. ValueError after
+    `deadline` seconds.
+    """
     until = time.monotonic() + deadline
     with path.open("w") as lock:
         while True:
@@ -124,7 +134,8 @@ def _only_one(path: Path, deadline: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise ValueError(
-                        f"corpus: another process has been making the tokens for {deadline:.0f} s (lock {path}); "
+                        f"corpus: another process has been making the tokens for {deadline:.0f} s "
+                        f"(lock {path}); "
                         "end it, or choose a smaller corpus.source"
                     ) from None
                 time.sleep(0.05)
@@ -135,7 +146,8 @@ def _build(corpus: schema.Corpus, sha256: str, size: int, folder: Path, key: str
     now = digest(corpus.source)
     if now != sha256:
         raise ValueError(
-            f"corpus.sha256: the plan was resolved with {sha256[:12]}…, {corpus.source} now has {now[:12]}…; "
+            f"corpus.sha256: the plan was resolved with {sha256[:12]}…, {corpus.source} now has "
+            f"{now[:12]}…; "
             "restore the text, or remove corpus.sha256 to train on what is there"
         )
     paths = files(corpus.source)
@@ -154,7 +166,10 @@ def _build(corpus: schema.Corpus, sha256: str, size: int, folder: Path, key: str
         temporary.unlink(missing_ok=True)
     path = folder / f"{key}.bin"
     meta = {"count": count, "dtype": _dtype(size).name, "sha256": sha256}
-    _write(folder / f"{key}.json", json.dumps({**meta, "stamp": _stamp(path), "tokens_sha256": _sha256(path)}))
+    _write(
+        folder / f"{key}.json",
+        json.dumps({**meta, "stamp": _stamp(path), "tokens_sha256": _sha256(path)}),
+    )
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,12 +1,13 @@
-"""The measured memory: what torch's allocator itself says was allocated, apart from any count of ours.
+"""The measured memory: what torch's allocator itself says was allocated, apart from any count of
+ours.
 
-CUDA's allocator keeps the figures. The CPU's does not: there the profiler reports every allocation and free, and
-their running sum is the memory. Only memory events and marks are recorded, no operators: a window costs nothing while
-it runs and about four microseconds an event when it ends.
+CUDA's allocator keeps the figures. The CPU's does not: there the profiler reports every allocation
+and free, and their running sum is the memory. Only memory events and marks are recorded, no
+operators: a window costs nothing while it runs and about four microseconds an event when it ends.
 
-What the profiler does not see: threads that torch did not start from the measured one (a process group's), frees of
-blocks allocated before the first window, and memory that never goes through torch's allocator (NumPy's, a library's
-scratch buffers).
+What the profiler does not see: threads that torch did not start from the measured one (a process
+group's), frees of blocks allocated before the first window, and memory that never goes through
+torch's allocator (NumPy's, a library's scratch buffers).
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
-from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _ExperimentalConfig,
+)
 from torch.profiler import record_function
 
 if TYPE_CHECKING:
@@ -25,7 +32,8 @@ if TYPE_CHECKING:
 
 if not "2.11" <= torch.__version__ < "2.14":
     raise ImportError(
-        f"workbench.engine.measure.allocator_memory reads torch's private profiler of 2.11 to 2.13, not {torch.__version__}"
+        f"workbench.engine.measure.allocator_memory reads torch's private profiler of 2.11 to "
+        f"2.13, not {torch.__version__}"
     )
 
 PREFIX = "workbench.allocator:"
@@ -73,15 +81,18 @@ def meter(device: torch.device) -> CpuMeter | CudaMeter:
         return CudaMeter(device)
     if device.type == "cpu":
         return CpuMeter()
-    raise ValueError(f"cluster.gpu: memory of a {device.type} device cannot be measured, only of cpu and cuda")
+    raise ValueError(
+        f"cluster.gpu: memory of a {device.type} device cannot be measured, only of cpu and cuda"
+    )
 
 
 class CpuMeter:
-    """Running sum of the CPU allocator's events, absolute where the first window begins before anything is built.
+    """Running sum of the CPU allocator's events, absolute where the first window begins before
+    anything is built.
 
-    A later window begins at an unknown level, so it is tied to the first: at its first mark whose label that one also
-    had, it has the bytes that were last seen there. Mark the same moment of every step, such as its start, and let the
-    first window reach a step whose state is all there.
+    A later window begins at an unknown level, so it is tied to the first: at its first mark whose
+    label that one also had, it has the bytes that were last seen there. Mark the same moment of
+    every step, such as its start, and let the first window reach a step whose state is all there.
     One window at a time in a process, and no other torch profiler beside it.
     """
 
@@ -109,7 +120,11 @@ class CpuMeter:
 
     def stop(self) -> Window:
         """End the window and sum it up."""
-        window = self._sum(sorted(_events(_disable_profiler().experimental_event_tree()), key=lambda event: event[0]))
+        window = self._sum(
+            sorted(
+                _events(_disable_profiler().experimental_event_tree()), key=lambda event: event[0]
+            )
+        )
         tied = [section for section in window.sections if section.label in self._known]
         if tied:
             _shift(window, self._known[tied[0].label] - tied[0].start)
@@ -125,8 +140,8 @@ class CpuMeter:
             if label is not None:
                 window.sections.append(Section(label, level, level))
                 continue
-            # An address that is handed out again was freed where the profiler could not see it; one that is freed
-            # but was never handed out belongs to the time before the first window.
+            # An address that is handed out again was freed where the profiler could not see it; one
+            # that is freed but was never handed out belongs to the time before the first window.
             level -= self._blocks.pop(address, 0)
             if size > 0:
                 self._blocks[address] = size
@@ -139,7 +154,9 @@ class CpuMeter:
 
 
 def _events(tree: Iterable[Any]) -> Iterator[tuple[int, str | None, int, int]]:
-    """(time, label of a mark, address, bytes) of every mark and memory event; a free has negative bytes."""
+    """(time, label of a mark, address, bytes) of every mark and memory event; a free has negative
+    bytes.
+    """
     for event in tree:
         if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
             yield event.start_time_ns, None, event.extra_fields.ptr, event.extra_fields.alloc_size
@@ -157,7 +174,9 @@ def _shift(window: Window, by: int) -> None:
 
 
 class CudaMeter:
-    """The CUDA caching allocator's own counters; same words as `CpuMeter`. They follow the host, not the stream."""
+    """The CUDA caching allocator's own counters; same words as `CpuMeter`. They follow the host,
+    not the stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -193,12 +212,18 @@ class CudaMeter:
         self._close()
         now = torch.cuda.memory_allocated(self.device)
         return Window(
-            self._peak, now, self._sections, self._reserved, _nvml(torch.cuda.device_memory_used, self.device)
+            self._peak,
+            now,
+            self._sections,
+            self._reserved,
+            _nvml(torch.cuda.device_memory_used, self.device),
         )
 
 
 def _nvml(read: Callable[[torch.device], int], device: torch.device) -> int | None:
-    """NVML's figure, or None where it gives none: its own errors share no base, and none may end a run."""
+    """NVML's figure, or None where it gives none: its own errors share no base, and none may end a
+    run.
+    """
     try:
         return read(device)
     except Exception:

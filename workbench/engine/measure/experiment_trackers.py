@@ -1,4 +1,6 @@
-"""TensorBoard, Weights & Biases and MLflow, through Accelerate's trackers, beside the run's own telemetry."""
+"""TensorBoard, Weights & Biases and MLflow, through Accelerate's trackers, beside the run's own
+telemetry.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def require(names: Iterable[str]) -> None:
-    """Raise ValueError, naming the field and the packages, where a tracker's package is not installed.
+    """Raise ValueError, naming the field and the packages, where a tracker's package is not
+    installed.
 
     To be asked before launch: Accelerate itself leaves a missing tracker out without a word.
     """
@@ -28,10 +31,11 @@ def require(names: Iterable[str]) -> None:
 
 
 class Trackers:
-    """The trackers that the plan names; only the main process writes, elsewhere every call does nothing.
+    """The trackers that the plan names; only the main process writes, elsewhere every call does
+    nothing.
 
-    `accelerator` must have been made with `log_with` and a project folder. The run outlives its trackers: the first
-    that fails (a service that is away) is told of once and all are let go.
+    `accelerator` must have been made with `log_with` and a project folder. The run outlives its
+    trackers: the first that fails (a service that is away) is told of once and all are let go.
     """
 
     def __init__(self, accelerator: Accelerator, plan: Plan) -> None:
@@ -45,11 +49,16 @@ class Trackers:
         """Write the record's numbers; what is not a number is left out."""
         if self._accelerator is None:
             return
-        numbers = {k: float(v) for k, v in record.items() if isinstance(v, int | float) and k != "step"}
+        numbers = {
+            k: float(v) for k, v in record.items() if isinstance(v, int | float) and k != "step"
+        }
         try:
             self._accelerator.log(numbers, step=step)
         except Exception as error:
-            print(f"telemetry.trackers: gave up after {type(error).__name__}: {error}", file=sys.stderr)
+            print(
+                f"telemetry.trackers: gave up after {type(error).__name__}: {error}",
+                file=sys.stderr,
+            )
             self._accelerator = None
 
     def close(self) -> None:

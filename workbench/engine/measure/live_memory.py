@@ -1,7 +1,7 @@
 """Live bytes by category, and every collective, on real or on fake tensors.
 
-A dispatch mode sees each operator's results. Each storage is counted once, however many views look into it, from the
-operator that made it to the moment it dies. Its category is, first of these:
+A dispatch mode sees each operator's results. Each storage is counted once, however many views look
+into it, from the operator that made it to the moment it dies. Its category is, first of these:
 
 1. the one it was registered under (`register`), whenever that happens;
 2. the innermost `category(...)` scope in which it was made;
@@ -10,8 +10,9 @@ operator that made it to the moment it dies. Its category is, first of these:
    another stage; whatever dies within its action, or lives on after another kind of action, is `temporary`;
 4. `overhead`, for a storage that was there before the mode and was never registered.
 
-Because rule 3 needs hindsight, events are kept until their action ends and summed then. Memory that no operator
-returns (scratch inside a kernel, an allocator's rounding) is not seen; under `torch.compile` neither are results.
+Because rule 3 needs hindsight, events are kept until their action ends and summed then. Memory that
+no operator returns (scratch inside a kernel, an allocator's rounding) is not seen; under
+`torch.compile` neither are results.
 """
 
 from __future__ import annotations
@@ -36,33 +37,62 @@ if TYPE_CHECKING:
 
 if not "2.11" <= torch.__version__ < "2.14":
     raise ImportError(
-        f"workbench.engine.measure.live_memory uses torch's private dispatch modes of 2.11 to 2.13, not {torch.__version__}"
+        f"workbench.engine.measure.live_memory uses torch's private dispatch modes of 2.11 to "
+        f"2.13, not {torch.__version__}"
     )
 
 SURVIVORS = {
-    "F": "activations", "RECV_F": "activations", "B": "communication", "I": "communication",
-    "RECV_B": "communication", "SEND_B": "communication",
-}  # fmt: skip
+    "F": "activations",
+    "RECV_F": "activations",
+    "B": "communication",
+    "I": "communication",
+    "RECV_B": "communication",
+    "SEND_B": "communication",
+}
 """Kind of action -> category of what it leaves alive; other kinds leave `temporary`."""
 
 KINDS = {
-    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce", "all_reduce_coalesced": "all_reduce", "allgather_": "all_gather",
-    "_allgather_base_": "all_gather", "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather", "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter", "broadcast_": "broadcast", "broadcast": "broadcast",
-    "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter", "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all", "send": "send", "recv_": "recv",
-    "recv_any_source_": "recv", "barrier": "barrier",
-}  # fmt: skip
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+    "barrier": "barrier",
+}
 """torch's operator -> the word of the field; an operator that is not here keeps its own name."""
 
 ELSEWHERE = "elsewhere"
-"""Category of what is counted on `device` but is not of it: host tensors of an offloading rank on a CPU."""
+"""Category of what is counted on `device` but is not of it: host tensors of an offloading rank on a
+CPU.
+"""
 
-DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 
 
 @dataclass(eq=False)
@@ -88,7 +118,9 @@ class Collective:
 
 @dataclass
 class Levels:
-    """Bytes by category: now, at the instant of the largest sum, and each category at its own largest."""
+    """Bytes by category: now, at the instant of the largest sum, and each category at its own
+    largest.
+    """
 
     now: Counter[str] = field(default_factory=Counter)
     peak: dict[str, int] = field(default_factory=dict)
@@ -124,7 +156,8 @@ def _held(levels: Mapping[str, int]) -> dict[str, int]:
 class LiveBytes(TorchDispatchMode):
     """Counts storages on `device` while entered; enter it inside a FakeTensorMode, not round one.
 
-    Between entries it still sees storages die, not new ones: enter, register what must be known, run the step.
+    Between entries it still sees storages die, not new ones: enter, register what must be known,
+    run the step.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -141,7 +174,11 @@ class LiveBytes(TorchDispatchMode):
         """The last collective that was made of other operations; it counts once."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -155,7 +192,10 @@ class LiveBytes(TorchDispatchMode):
     def _countable(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != self.device:
             return False
-        return type(tensor) in (torch.Tensor, torch.nn.Parameter) or not is_traceable_wrapper_subclass(tensor)
+        return type(tensor) in (
+            torch.Tensor,
+            torch.nn.Parameter,
+        ) or not is_traceable_wrapper_subclass(tensor)
 
     def _see(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
         storage = tensor.untyped_storage()
@@ -186,7 +226,9 @@ class LiveBytes(TorchDispatchMode):
             entry.bytes = size
 
     def register(self, tensors: torch.Tensor | Iterable[torch.Tensor], category: str) -> None:
-        """Count the tensors' storages under `category`, from now on (and for the action that is under way)."""
+        """Count the tensors' storages under `category`, from now on (and for the action that is
+        under way).
+        """
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             if not self._countable(tensor):
                 continue
@@ -196,12 +238,16 @@ class LiveBytes(TorchDispatchMode):
                 self._move(entry, category)
 
     def _move(self, entry: _Storage, category: str) -> None:
-        """Give a counted storage another category; what is already summed moves with it, peaks of the past stay."""
+        """Give a counted storage another category; what is already summed moves with it, peaks of
+        the past stay.
+        """
         if entry.summed:
             assert entry.category is not None
             self.levels.now[entry.category] -= entry.summed
             self.levels.now[category] += entry.summed
-            self.levels.maximum[category] = max(self.levels.maximum.get(category, 0), self.levels.now[category])
+            self.levels.maximum[category] = max(
+                self.levels.maximum.get(category, 0), self.levels.now[category]
+            )
         entry.category = category
 
     @contextmanager
@@ -215,7 +261,9 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def action(self, kind: str) -> Iterator[None]:
-        """An action of the schedule (F, B, …, or any other word); collectives inside carry its name."""
+        """An action of the schedule (F, B, …, or any other word); collectives inside carry its
+        name.
+        """
         self._sum()
         before, self._kind = self._kind, kind
         try:
@@ -275,7 +323,9 @@ class LiveBytes(TorchDispatchMode):
         ]
 
     def collective_rows(self, axis_of: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Rows of the collectives frame; `axis_of` maps a group's name to its axis (unknown ones to `world`)."""
+        """Rows of the collectives frame; `axis_of` maps a group's name to its axis (unknown ones to
+        `world`).
+        """
         return [
             {
                 "axis": axis_of.get(call.group, "world"),
@@ -299,13 +349,18 @@ class LiveBytes(TorchDispatchMode):
                 self._composed = part_of
                 self._call(part_of.group, part_of.kind, part_of.dtype, part_of.bytes)
             return
-        sides = [list(_tensors(side)) for side in (*args, out if func.namespace == "_c10d_functional" else None)]
+        sides = [
+            list(_tensors(side))
+            for side in (*args, out if func.namespace == "_c10d_functional" else None)
+        ]
         # The full tensor is the larger side: a gather's output, a scatter's input.
         full = max(sides, key=lambda side: sum(x.nbytes for x in side))
         size = 0 if name == "barrier" else sum(x.nbytes for x in full)
         self._call(_group(args), KINDS.get(name, name), full[0].dtype if full else None, size)
 
-    def _call(self, group: dist.ProcessGroup | None, kind: str, dtype: torch.dtype | None, size: int) -> None:
+    def _call(
+        self, group: dist.ProcessGroup | None, kind: str, dtype: torch.dtype | None, size: int
+    ) -> None:
         self.calls[
             Collective(
                 group=group.group_name if group else "",
@@ -319,7 +374,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in a value, however nested in lists and tuples (all that an operator takes or returns)."""
+    """Tensors in a value, however nested in lists and tuples (all that an operator takes or
+    returns).
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -328,9 +385,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """The process group among an operator's arguments: boxed, or the last string, which is its name."""
+    """The process group among an operator's arguments: boxed, or the last string, which is its
+    name.
+    """
     for value in args:
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name():
+        if (
+            isinstance(value, torch.ScriptObject)
+            and "ProcessGroup" in value._type().qualified_name()
+        ):
             return dist.ProcessGroup.unbox(value)
     names = [value for value in args if isinstance(value, str)]
     return _resolve_process_group(cast("GroupName", names[-1])) if names else None

@@ -1,4 +1,6 @@
-"""What is seen of a step: where it is, and on sampled steps its memory, its collectives and its timeline."""
+"""What is seen of a step: where it is, and on sampled steps its memory, its collectives and its
+timeline.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Follower:
 
 
 class Sampler(Follower):
-    """Counts live bytes by category and collectives on one step; marks the allocator's window, times the actions."""
+    """Counts live bytes by category and collectives on one step; marks the allocator's window,
+    times the actions.
+    """
 
     def __init__(self, session: Session, meter: CpuMeter | CudaMeter | None) -> None:
         super().__init__()
@@ -73,7 +77,11 @@ class Sampler(Follower):
     def action(self, label: str, action: Action | None) -> Iterator[None]:
         """Count and time one action."""
         super().action(label, action)
-        with self._tier(label), self.live.action(action.kind if action else label), self.clock.span(label, action):
+        with (
+            self._tier(label),
+            self.live.action(action.kind if action else label),
+            self.clock.span(label, action),
+        ):
             yield
             if action and action.kind == "I":
                 self.live.register(self.session.executor.put_aside(action), "activations")
@@ -93,17 +101,21 @@ class Sampler(Follower):
             self.meter.mark(name)
 
     def _tier(self, label: str) -> AbstractContextManager[None]:
-        """An optimizer that steps on the host makes its temporaries there, though a CPU rank's device is that too."""
+        """An optimizer that steps on the host makes its temporaries there, though a CPU rank's
+        device is that too.
+        """
         on_host = label == "OPTIMIZER" and self.session.part.store.host is not None
         return self.live.category(ELSEWHERE) if on_host else nullcontext()
 
     def memory_rows(self) -> list[dict[str, Any]]:
-        """Rows of the memory frame by category; of a rank's stages, the one that was under way, else its first.
+        """Rows of the memory frame by category; of a rank's stages, the one that was under way,
+        else its first.
 
         What lives on the host does not move.
         """
         rows = [
-            row | {"stage": self._stages.get(row["moment"], self.stage)} for row in self.live.memory_rows(self.stage)
+            row | {"stage": self._stages.get(row["moment"], self.stage)}
+            for row in self.live.memory_rows(self.stage)
         ]
         sizes = {category: _bytes(tensors) for category, tensors in hosted(self.session).items()}
         moments = dict.fromkeys((row["stage"], row["moment"]) for row in rows)
@@ -117,9 +129,14 @@ class Sampler(Follower):
     def collective_rows(self, seen: int = 1, of: int = 1) -> list[dict[str, Any]]:
         """Rows of the collectives frame.
 
-        Where only `seen` of a step's `of` microbatches were run, what every microbatch repeats is counted `of` times.
+        Where only `seen` of a step's `of` microbatches were run, what every microbatch repeats is
+        counted `of` times.
         """
-        groups = {str(axis.group.group_name): axis.reported for axis in self.session.mesh.axes.values() if axis.group}
+        groups = {
+            str(axis.group.group_name): axis.reported
+            for axis in self.session.mesh.axes.values()
+            if axis.group
+        }
         counts: Counter[tuple[tuple[str, Any], ...]] = Counter()
         for row in self.live.collective_rows(groups):
             often = row.pop("count") * (of if _every_microbatch(row) else seen)
@@ -133,26 +150,37 @@ class Sampler(Follower):
 
 
 def _every_microbatch(row: dict[str, Any]) -> bool:
-    """Whether a collective belongs to a microbatch's pass, not to the step; ZeRO-2 and 3 know more kinds."""
+    """Whether a collective belongs to a microbatch's pass, not to the step; ZeRO-2 and 3 know more
+    kinds.
+    """
     axis, kind = row["axis"], row["action"]
-    return not axis.endswith(("data", GRADIENTS)) and (kind in COMPUTE or kind.startswith(("SEND", "RECV")))
+    return not axis.endswith(("data", GRADIENTS)) and (
+        kind in COMPUTE or kind.startswith(("SEND", "RECV"))
+    )
 
 
 def _where(row: dict[str, Any]) -> dict[str, Any]:
-    """A mesh of one long axis lends its group to the whole job, a batch of transfers goes both ways, and what the
-    inputs' half of a split backward sends is the backward's."""
+    """A mesh of one long axis lends its group to the whole job, a batch of transfers goes both
+    ways, and what the inputs' half of a split backward sends is the backward's.
+    """
     if row["action"] == "CLIP":
         return {"axis": "world"}
     if row["action"] == "I":
         return {"action": "B"}
     if row["axis"].endswith(GRADIENTS):
         return {"axis": row["axis"].removesuffix(GRADIENTS)}
-    return {"action": "P2P"} if row["axis"] == "pipeline" and row["kind"] in ("send", "recv") else {}
+    return (
+        {"action": "P2P"} if row["axis"] == "pipeline" and row["kind"] in ("send", "recv") else {}
+    )
 
 
 def lasting(session: Session) -> dict[str, list[Tensor]]:
-    """Tensors that live on the device as long as the session, by category of the memory vocabulary."""
-    return session.part.store.lasting() | (_states(session) if session.part.store.host is None else {})
+    """Tensors that live on the device as long as the session, by category of the memory
+    vocabulary.
+    """
+    return session.part.store.lasting() | (
+        _states(session) if session.part.store.host is None else {}
+    )
 
 
 def hosted(session: Session) -> dict[str, list[Tensor]]:
@@ -229,12 +257,18 @@ class Clock:
         return self._start.elapsed_time(moment) / 1e3 if self.cuda else moment - self._start
 
     def rows(self, stage: int) -> list[dict[str, Any]]:
-        """One row a span: stage (of what is no action, `stage`), microbatch (or null), action, start and end."""
+        """One row a span: stage (of what is no action, `stage`), microbatch (or null), action,
+        start and end.
+        """
         return [
             {
                 "stage": action.stage if action else stage,
                 "microbatch": action.microbatch if action else None,
-                "action": action.kind if action and not action.is_p2p else label if action is None else "P2P",
+                "action": action.kind
+                if action and not action.is_p2p
+                else label
+                if action is None
+                else "P2P",
                 "start": self._seconds(begin),
                 "end": self._seconds(end),
             }
@@ -243,7 +277,9 @@ class Clock:
 
 
 def allocated_rows(window: Window, stage: int) -> list[list[dict[str, Any]]]:
-    """The allocator's totals of every step in a window: rows of category `allocated`, a list a step."""
+    """The allocator's totals of every step in a window: rows of category `allocated`, a list a
+    step.
+    """
     steps: list[list[dict[str, Any]]] = []
     for section in window.sections:
         if section.label == STEP:
@@ -255,4 +291,10 @@ def allocated_rows(window: Window, stage: int) -> list[list[dict[str, Any]]]:
 
 
 def _total(stage: int, moment: str, size: int) -> dict[str, Any]:
-    return {"stage": stage, "moment": moment, "tier": "device", "category": ALLOCATED, "bytes": size}
+    return {
+        "stage": stage,
+        "moment": moment,
+        "tier": "device",
+        "category": ALLOCATED,
+        "bytes": size,
+    }

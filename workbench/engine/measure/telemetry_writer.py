@@ -1,7 +1,8 @@
 """What a rank tells about itself: telemetry lines, its log, and the error that ended it.
 
-Telemetry never blocks a step: records go through a queue to a thread that writes each with one `write()` to
-`RUN/telemetry/rank00000.jsonl`. A disk that is full costs records and one warning, never the run.
+Telemetry never blocks a step: records go through a queue to a thread that writes each with one
+`write()` to `RUN/telemetry/rank00000.jsonl`. A disk that is full costs records and one warning,
+never the run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def rank_file(run_dir: Path, folder: str, rank: int, suffix: str) -> Path:
 
 
 def set_aside(run_dir: Path, rank: int) -> None:
-    """Rename what an earlier launch in this directory told of this rank: an exported plan may be launched twice."""
+    """Rename what an earlier launch in this directory told of this rank: an exported plan may be
+    launched twice.
+    """
     for folder, suffix in (("telemetry", "jsonl"), ("errors", "json")):
         path = rank_file(run_dir, folder, rank, suffix)
         if path.exists():
@@ -40,7 +43,9 @@ def set_aside(run_dir: Path, rank: int) -> None:
 
 
 class Telemetry:
-    """Append-only records of one rank. Close it before the process ends, else what is queued is lost."""
+    """Append-only records of one rank. Close it before the process ends, else what is queued is
+    lost.
+    """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.path = rank_file(run_dir, "telemetry", rank, "jsonl")
@@ -54,7 +59,8 @@ class Telemetry:
     def record(self, kind: str, **fields: Any) -> None:
         """Queue one record and return at once; `t` is this host's monotonic clock, seconds.
 
-        Fields are plain data, or tensors of one element that nobody changes any more: the thread reads them.
+        Fields are plain data, or tensors of one element that nobody changes any more: the thread
+        reads them.
         """
         self._queue.put({"kind": kind, "t": time.monotonic(), **fields})
 
@@ -97,11 +103,16 @@ class Telemetry:
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            print(f"telemetry: cannot write {self.path}: {error}; records are lost from here on", file=sys.stderr)
+            print(
+                f"telemetry: cannot write {self.path}: {error}; records are lost from here on",
+                file=sys.stderr,
+            )
 
 
 def line(record: Mapping[str, Any]) -> bytes:
-    """The record as one line of JSON; numbers that JSON does not know (NaN, infinities) become null."""
+    """The record as one line of JSON; numbers that JSON does not know (NaN, infinities) become
+    null.
+    """
     try:
         text = json.dumps(record, separators=(",", ":"), default=float, allow_nan=False)
     except ValueError:
@@ -142,14 +153,18 @@ class _Tee:
 
 
 class RankLog:
-    """While open, what this process prints goes to RUN/logs/rank00000.log too, as do Python's fatal signals.
+    """While open, what this process prints goes to RUN/logs/rank00000.log too, as do Python's fatal
+    signals.
 
-    The tee sits on `sys.stdout` and `sys.stderr`: a C++ library's own prints reach the launcher's log alone. A pipe
-    under the file descriptors would catch them, but would lose the last lines of a process that aborts.
+    The tee sits on `sys.stdout` and `sys.stderr`: a C++ library's own prints reach the launcher's
+    log alone. A pipe under the file descriptors would catch them, but would lose the last lines of
+    a process that aborts.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
-        self._file = rank_file(run_dir, "logs", rank, "log").open("a", buffering=1, errors="replace")
+        self._file = rank_file(run_dir, "logs", rank, "log").open(
+            "a", buffering=1, errors="replace"
+        )
 
     def __enter__(self) -> RankLog:
         self._before = sys.stdout, sys.stderr
@@ -158,7 +173,10 @@ class RankLog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        place: TracebackType | None,
     ) -> None:
         faulthandler.disable()
         sys.stdout, sys.stderr = self._before
@@ -169,8 +187,12 @@ class RankLog:
             self._file.close()
 
 
-def write_error(run_dir: Path, rank: int, step: int | None, action: str | None, error: BaseException) -> bool:
-    """Write RUN/errors/rank00000.json, whole or not at all; only this rank's first error is kept. True if written."""
+def write_error(
+    run_dir: Path, rank: int, step: int | None, action: str | None, error: BaseException
+) -> bool:
+    """Write RUN/errors/rank00000.json, whole or not at all; only this rank's first error is kept.
+    True if written.
+    """
     path = rank_file(run_dir, "errors", rank, "json")
     if path.exists():
         return False

@@ -16,21 +16,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from workbench.engine.exit_codes import status
-from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.check_python_model import inspect
+from workbench.engine.exit_codes import status
 from workbench.engine.precision import DTYPES
-from workbench.engine.verify.single_device import Reference, proof_value, train_plainly
 from workbench.engine.session import Session
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.verify.single_device import Reference, proof_value, train_plainly
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, build_mesh
-from workbench.plan.schema import Optimizer, Plan
 from workbench.plan.rules.supported import require
+from workbench.plan.schema import Optimizer, Plan
 from workbench.schedules import Action
 
 STEPS = 3
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
-"""Largest relative difference. fp32 compares weights after SGD: AdamW divides by the gradient's own size."""
+"""Largest relative difference. fp32 compares weights after SGD: AdamW divides by the gradient's own
+size.
+"""
 NOISE = 16
 """Epsilons of rounding that a gradient may have which is zero in exact arithmetic (a key bias)."""
 
@@ -64,15 +66,20 @@ class _Recorder:
 
 
 def verify(
-    plan: Plan, precision: Literal["fp64", "fp32"] = "fp64", seconds: float = 300.0, allow_code: bool = False
+    plan: Plan,
+    precision: Literal["fp64", "fp32"] = "fp64",
+    seconds: float = 300.0,
+    allow_code: bool = False,
 ) -> dict[str, Any]:
-    """Train `STEPS` steps on one device and under the plan, on CPU ranks whatever its card, and compare.
+    """Train `STEPS` steps on one device and under the plan, on CPU ranks whatever its card, and
+    compare.
 
-    Per tensor, the relative difference is max|d| / max(max|reference|, 1e-6 x the model's largest gradient). A
-    gradient that is zero but for rounding has no scale of its own: its noise must stay within `NOISE` epsilons of the
-    largest gradient, and its weight within what the optimizer makes of that noise. Every rank compares each slice it
-    holds, replicas too; slices must cover every tensor exactly once. Returns the largest differences, the worst tensor
-    and whether all are within `TOLERANCE`.
+    Per tensor, the relative difference is max|d| / max(max|reference|, 1e-6 x the model's largest
+    gradient). A gradient that is zero but for rounding has no scale of its own: its noise must stay
+    within `NOISE` epsilons of the largest gradient, and its weight within what the optimizer makes
+    of that noise. Every rank compares each slice it holds, replicas too; slices must cover every
+    tensor exactly once. Returns the largest differences, the worst tensor and whether all are
+    within `TOLERANCE`.
 
     Raises `PlanError` where the engine cannot run the plan, RankError where a rank fails.
     """
@@ -82,7 +89,9 @@ def verify(
     batches = list(_batches(plan))
     reference = train_plainly(plan, batches, dtype)
     exact = reference if precision == "fp64" else train_plainly(plan, batches[:1], torch.float64)
-    scale = _Scale(precision, reference.largest_gradient, exact.vanishing(), plan.training.optimizer)
+    scale = _Scale(
+        precision, reference.largest_gradient, exact.vanishing(), plan.training.optimizer
+    )
     work = partial(_compare, plan, batches=batches, reference=reference, scale=scale, dtype=dtype)
     results = run_ranks(plan.world_size, work, seconds)
     _check_cover(reference, [owned for _, owned in results])
@@ -104,7 +113,9 @@ def _batches(plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
     t = plan.training
     generator = torch.Generator().manual_seed(t.seed)
     for _ in range(STEPS):
-        text = torch.randint(plan.vocab, (t.global_batch, t.sequence_length + 1), generator=generator)
+        text = torch.randint(
+            plan.vocab, (t.global_batch, t.sequence_length + 1), generator=generator
+        )
         yield text[:, :-1], text[:, 1:]
 
 
@@ -127,9 +138,13 @@ class _Scale:
         return max(scale, self._drift(noise) / TOLERANCE[self.precision])
 
     def _drift(self, noise: float) -> float:
-        """How far a weight may move whose gradients are but `noise`: AdamW divides them by themselves and epsilon."""
+        """How far a weight may move whose gradients are but `noise`: AdamW divides them by
+        themselves and epsilon.
+        """
         o = self.optimizer
-        return STEPS * o.learning_rate * (min(1.0, noise / o.epsilon) if o.name == "adamw" else noise)
+        return (
+            STEPS * o.learning_rate * (min(1.0, noise / o.epsilon) if o.name == "adamw" else noise)
+        )
 
 
 def _compare(
@@ -144,7 +159,10 @@ def _compare(
     mesh = build_mesh(plan, rank)
     session = _proof_session(plan, mesh, device, dtype)
     recorder = _Recorder(session)
-    losses = [session.step(i, *_share(plan, session, batch), recorder).loss for i, batch in enumerate(batches)]
+    losses = [
+        session.step(i, *_share(plan, session, batch), recorder).loss
+        for i, batch in enumerate(batches)
+    ]
     weights, layouts = session.part.store.values, session.part.store.layouts
 
     def differences() -> Iterator[Difference]:
@@ -152,7 +170,9 @@ def _compare(
             gap = _finite(abs(mine.item() - theirs))
             yield Difference("loss", f"loss of step {i}", rank, gap, gap / abs(theirs))
         for name, layout in layouts.items():
-            yield _difference("gradients", layout, rank, recorder.gradients[name], reference.gradients, scale)
+            yield _difference(
+                "gradients", layout, rank, recorder.gradients[name], reference.gradients, scale
+            )
             yield _difference("weights", layout, rank, weights[name], reference.weights, scale)
 
     owned = {layout.name: layout.held() for layout in layouts.values() if layout.owned(mesh)}
@@ -164,7 +184,9 @@ def _proof_session(plan: Plan, mesh: Mesh, device: torch.device, dtype: torch.dt
     with torch.no_grad():
         store = session.part.store
         for name, layout in store.layouts.items():
-            store.values[name].copy_(layout.take(proof_value(layout.name, layout.shape, plan.training.seed, dtype)))
+            store.values[name].copy_(
+                layout.take(proof_value(layout.name, layout.shape, plan.training.seed, dtype))
+            )
         store.publish()
     return session
 
@@ -173,7 +195,10 @@ def _share(plan: Plan, session: Session, batch: tuple[Tensor, Tensor]) -> tuple[
     """This data coordinate's microbatches [M, B, T] of a global batch."""
     data = session.mesh["data"]
     tokens, targets = (
-        x.chunk(data.size)[data.index].unflatten(0, (plan.num_microbatches, plan.training.micro_batch)) for x in batch
+        x.chunk(data.size)[data.index].unflatten(
+            0, (plan.num_microbatches, plan.training.micro_batch)
+        )
+        for x in batch
     )
     return tokens, targets
 
@@ -201,7 +226,9 @@ def _check_cover(reference: Reference, owned: list[dict[str, int]]) -> None:
     for name, weight in reference.weights.items():
         held = sum(part.get(name, 0) for part in owned)
         if held != weight.numel():
-            raise ValueError(f"{name}: the ranks own {held} of {weight.numel()} entries; each must be owned once")
+            raise ValueError(
+                f"{name}: the ranks own {held} of {weight.numel()} entries; each must be owned once"
+            )
 
 
 def _summary(differences: list[Difference], precision: str) -> dict[str, Any]:
@@ -211,14 +238,18 @@ def _summary(differences: list[Difference], precision: str) -> dict[str, Any]:
         "precision": precision,
         "tolerance": TOLERANCE[precision],
         "max_abs_diff": {k: max(d.absolute for d in differences if d.kind == k) for k in kinds},
-        "max_relative_diff": {k: max(d.relative for d in differences if d.kind == k) for k in kinds},
+        "max_relative_diff": {
+            k: max(d.relative for d in differences if d.kind == k) for k in kinds
+        },
         "worst": asdict(worst),
         "passed": worst.relative <= TOLERANCE[precision],
     }
 
 
 def main() -> int:
-    """`python -m workbench.engine.verify.equivalence PLAN [--precision fp64]` prints one JSON document; 1: failed, 2: refused."""
+    """`python -m workbench.engine.verify.equivalence PLAN [--precision fp64]` prints one JSON
+    document; 1: failed, 2: refused.
+    """
     parser = argparse.ArgumentParser(prog="python -m workbench.engine.verify.equivalence")
     parser.add_argument("plan", type=Path)
     parser.add_argument("--precision", choices=sorted(TOLERANCE), default="fp64")
@@ -227,7 +258,11 @@ def main() -> int:
     torch.set_num_threads(1)
     return status(
         lambda: print(
-            json.dumps(verify(Plan.load(arguments.plan), arguments.precision, allow_code=arguments.allow_code))
+            json.dumps(
+                verify(
+                    Plan.load(arguments.plan), arguments.precision, allow_code=arguments.allow_code
+                )
+            )
         )
     )
 

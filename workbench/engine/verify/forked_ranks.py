@@ -1,4 +1,6 @@
-"""A few ranks forked from a warm process: how equality is proved on CPU in a fraction of a launch's time."""
+"""A few ranks forked from a warm process: how equality is proved on CPU in a fraction of a launch's
+time.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,21 @@ class RankError(RuntimeError):
 
 
 def run_ranks(world_size: int, work: Callable[[int], Any], seconds: float = 60.0) -> list[Any]:
-    """Run `work(rank)` in `world_size` forked processes joined by gloo; the results in order of rank.
+    """Run `work(rank)` in `world_size` forked processes joined by gloo; the results in order of
+    rank.
 
-    The caller must have used one thread only (`torch.set_num_threads(1)` before any operator), or a child hangs in
-    its first. Raises RankError with the first failure, or when `seconds` have passed; no process is left behind.
+    The caller must have used one thread only (`torch.set_num_threads(1)` before any operator), or a
+    child hangs in its first. Raises RankError with the first failure, or when `seconds` have
+    passed; no process is left behind.
     """
     assert torch.get_num_threads() == 1, "call torch.set_num_threads(1) before anything runs"
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
-            context.Process(target=_rank, args=(rank, world_size, f"{folder}/store", work, pipe[1], seconds))
+            context.Process(
+                target=_rank, args=(rank, world_size, f"{folder}/store", work, pipe[1], seconds)
+            )
             for rank, pipe in enumerate(pipes)
         ]
         try:
@@ -48,10 +54,18 @@ def run_ranks(world_size: int, work: Callable[[int], Any], seconds: float = 60.0
             _end(processes)
 
 
-def _rank(rank: int, world_size: int, store: str, work: Callable[[int], Any], pipe: Connection, seconds: float) -> None:
+def _rank(
+    rank: int,
+    world_size: int,
+    store: str,
+    work: Callable[[int], Any],
+    pipe: Connection,
+    seconds: float,
+) -> None:
     die_with_parent(os.getppid())
     os.environ.update(ON_ONE_NODE)
-    # Torch makes its pool anew in a forked child, which must be over before gloo's threads ask for it too.
+    # Torch makes its pool anew in a forked child, which must be over before gloo's threads ask for
+    # it too.
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

@@ -1,7 +1,7 @@
 """One device, done plainly: the oracle that every strategy must equal.
 
-It shares the model and the initial weights with the product path and nothing else: no mesh, no buckets, no schedule,
-torch's own optimizer and clipping.
+It shares the model and the initial weights with the product path and nothing else: no mesh, no
+buckets, no schedule, torch's own optimizer and clipping.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from workbench.engine.optimizer import learning_rate
 from workbench.models import Transformer
-from workbench.models.weight_init import seed_of
 from workbench.models.python_model import build_python, give_loss
+from workbench.models.weight_init import seed_of
 from workbench.plan.schema import Plan
 
 
 @dataclass
 class Reference:
-    """What one device computes: losses of every step, gradients of the first before clipping, final weights."""
+    """What one device computes: losses of every step, gradients of the first before clipping, final
+    weights.
+    """
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -33,15 +35,23 @@ class Reference:
         return max(float(g.abs().max()) for g in self.gradients.values())
 
     def vanishing(self) -> set[str]:
-        """Tensors whose gradient is zero but for rounding (a key bias: softmax does not see it); ask in fp64."""
-        return {name for name, g in self.gradients.items() if float(g.abs().max()) < 1e-12 * self.largest_gradient}
+        """Tensors whose gradient is zero but for rounding (a key bias: softmax does not see it);
+        ask in fp64.
+        """
+        return {
+            name
+            for name, g in self.gradients.items()
+            if float(g.abs().max()) < 1e-12 * self.largest_gradient
+        }
 
 
 def proof_value(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
-    """A parameter's value at the start of a proof: drawn by its global name, so large that nothing hides in rounding.
+    """A parameter's value at the start of a proof: drawn by its global name, so large that nothing
+    hides in rounding.
 
-    Biases are not zero and norms not one, or a bias added twice would show in nothing; matrices keep the variance of
-    what they multiply, or attention would be flat and its gradients all cancellation.
+    Biases are not zero and norms not one, or a bias added twice would show in nothing; matrices
+    keep the variance of what they multiply, or attention would be flat and its gradients all
+    cancellation.
     """
     generator = torch.Generator().manual_seed(seed_of(name, seed))
     noise = torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
@@ -50,8 +60,12 @@ def proof_value(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype
     return 0.1 * noise + (1 if "norm" in name and name.endswith("weight") else 0)
 
 
-def train_plainly(plan: Plan, batches: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Reference:
-    """Train on `batches` of (tokens, targets), each [global_batch, T], one optimizer step a batch."""
+def train_plainly(
+    plan: Plan, batches: list[tuple[Tensor, Tensor]], dtype: torch.dtype
+) -> Reference:
+    """Train on `batches` of (tokens, targets), each [global_batch, T], one optimizer step a
+    batch.
+    """
     model = _model(plan).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -88,12 +102,19 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     o = plan.training.optimizer
-    decayed = {name: p.ndim >= 2 and not name.endswith("bias") for name, p in model.named_parameters()}
+    decayed = {
+        name: p.ndim >= 2 and not name.endswith("bias") for name, p in model.named_parameters()
+    }
     matrices = [p for name, p in model.named_parameters() if decayed[name]]
     vectors = [p for name, p in model.named_parameters() if not decayed[name]]
-    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": o.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     if o.name == "adamw":
-        return torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon)
+        return torch.optim.AdamW(
+            groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon
+        )
     return _DecoupledSgd(groups, lr=o.learning_rate, momentum=o.beta1)
 
 

@@ -1,4 +1,5 @@
-"""accelerate's YAML of every kind: FSDP (`fsdp`), DeepSpeed, plain data parallelism, and the workbench's own export.
+"""accelerate's YAML of every kind: FSDP (`fsdp`), DeepSpeed, plain data parallelism, and the
+workbench's own export.
 
 Names are those of accelerate's `commands/config/config_args.py` and `utils/dataclasses.py`.
 """
@@ -9,38 +10,57 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from workbench.safe_io import json_files
-from workbench.safe_io import yaml_files
 from workbench.errors import PlanError, Problem, refuse
-from workbench.interop.deepspeed import read_deepspeed
-from workbench.interop.accelerate import read_fsdp
 from workbench.interop.accelerate import fsdp_keys as known
-from workbench.interop.translation import STACKS, Given, Imported, Note, imported
+from workbench.interop.accelerate import read_fsdp
+from workbench.interop.deepspeed import read_deepspeed
 from workbench.interop.foreign_keys import Keys, flat, shown
-from workbench.interop.missing_fields import told
 from workbench.interop.foreign_text import mapping
+from workbench.interop.missing_fields import told
+from workbench.interop.translation import STACKS, Given, Imported, Note, imported
 from workbench.plan.plan_files import build
+from workbench.safe_io import json_files, yaml_files
 
-PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU")
+PLAIN = (
+    "NO",
+    "MULTI_GPU",
+    "MULTI_CPU",
+    "MULTI_NPU",
+    "MULTI_XPU",
+    "MULTI_MLU",
+    "MULTI_MUSA",
+    "MULTI_HPU",
+)
 """distributed_type of data parallelism without sharding; NO is one process."""
 LEGAL = ("FSDP", "DEEPSPEED", *PLAIN)
 D = "deepspeed_config."
 AXES = "parallelism_config.parallelism_config_"
 LARGEST = 4 * 2**20
 """Bytes of the largest deepspeed_config_file that is read."""
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+BATCH = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 """Keys of a ds_config.json that accelerate fills when the script prepares its model."""
 INLINE = {
-    "zero_stage": "zero_optimization.stage", "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "offload_param_device": "zero_optimization.offload_param.device", "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "gradient_clipping": "gradient_clipping",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
-}  # fmt: skip
+}
 """Key of deepspeed_config -> the key of a ds_config.json that accelerate writes it to."""
 SCRIPT = "the user's script decides; the plan's default"
 
 
-def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False) -> Imported:
-    """The plan of an accelerate YAML (or JSON), as text or parsed. Raises `PlanError` naming the key."""
+def read(
+    text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False
+) -> Imported:
+    """The plan of an accelerate YAML (or JSON), as text or parsed. Raises `PlanError` naming the
+    key.
+    """
     given = given or Given()
     data = mapping(yaml_files.parse(text, where="file") if isinstance(text, str) else text, "file")
     kind = data.get("distributed_type")
@@ -50,7 +70,11 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
         return _deepspeed(data, given, lenient)
     if kind in PLAIN:
         return _own(data, given) or _plain(data, given, lenient)
-    more = "; the arguments that its script passes on are read by themselves" if kind == "MEGATRON_LM" else ""
+    more = (
+        ("; the arguments that its script passes on are read by themselves")
+        if kind == "MEGATRON_LM"
+        else ""
+    )
     said = "missing" if kind is None else shown(kind)
     raise refuse("distributed_type", f"is {said}; legal here: {', '.join(LEGAL)}{more}")
 
@@ -68,25 +92,41 @@ def _keys(data: Mapping[str, Any], *other: str) -> Keys:
 
 def _cluster(keys: Keys, given: Given, usual: int | None = None) -> tuple[int, dict[str, Any]]:
     """(ranks, the plan's `cluster`)."""
-    nodes, world = keys.whole("num_machines"), given.world(keys.whole("num_processes") or usual, "num_processes")
+    nodes, world = (
+        keys.whole("num_machines"),
+        given.world(keys.whole("num_processes") or usual, "num_processes"),
+    )
     if nodes is not None and world % nodes:
-        raise refuse("num_processes", f"is {world}, which num_machines {nodes} does not divide; every machine starts "
-                     "the same number")  # fmt: skip
+        raise refuse(
+            "num_processes",
+            f"is {world}, which num_machines {nodes} does not divide; "
+            f"every machine starts "
+            "the same number",
+        )
     return world, given.cluster(world, **({"nodes": nodes} if nodes and nodes > 1 else {}))
 
 
 def _plain(data: Mapping[str, Any], given: Given, lenient: bool) -> Imported:
     """Data parallelism: every rank holds all states, gradients are reduced once a step."""
-    keys = _keys(data, "fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config")
+    keys = _keys(
+        data, "fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config"
+    )
     _, cluster = _cluster(keys, given, 1 if data["distributed_type"] == "NO" else None)
     precision = read_fsdp.precision(keys)
     if precision not in ("fp32", None):
         key = "mixed_precision" if "mixed_precision" in data else "fp16"
-        keys.doubt(key, "autocast over fp32 parameters; a plan keeps 16-bit parameters beside fp32 master weights")
+        keys.doubt(
+            key,
+            "autocast over fp32 parameters; a plan keeps 16-bit parameters beside "
+            "fp32 master weights",
+        )
     strategy = {
-        "stack": STACKS["fsdp"], "data": {"zero": 0}, "precision": precision or "fp32", "gradient_dtype": "fp32",
+        "stack": STACKS["fsdp"],
+        "data": {"zero": 0},
+        "precision": precision or "fp32",
+        "gradient_dtype": "fp32",
         "kernels": read_fsdp.kernels(keys),
-    }  # fmt: skip
+    }
     return _finish(keys, given, {"cluster": cluster, "strategy": strategy}, lenient)
 
 
@@ -102,25 +142,41 @@ def _finish(keys: Keys, given: Given, plan: dict[str, Any], lenient: bool) -> Im
 def _own(data: Mapping[str, Any], given: Given) -> Imported | None:
     """The plan beside the launcher's half of an export; None where this is no such file."""
     beside = given.folder / "plan.yaml" if given.folder else None
-    if beside is None or not beside.is_file() or any(data.get(section) for section in known.PLUGINS):
+    if (
+        beside is None
+        or not beside.is_file()
+        or any(data.get(section) for section in known.PLUGINS)
+    ):
         return None
-    written = yaml_files.parse(beside.read_text(encoding="utf-8", errors="replace"), where=str(beside))
+    written = yaml_files.parse(
+        beside.read_text(encoding="utf-8", errors="replace"), where=str(beside)
+    )
     if not (isinstance(written, dict) and {"model", "cluster"} <= set(written)):
         return None
     plan, world = build(written), data.get("num_processes")
     if world not in (None, plan.world_size):
-        raise refuse("num_processes", f"is {shown(world)}, but the plan beside it, {beside}, has cluster.gpus "
-                     f"{plan.world_size}; legal: the same")  # fmt: skip
+        raise refuse(
+            "num_processes",
+            f"is {shown(world)}, but the plan beside it, {beside}, has "
+            f"cluster.gpus "
+            f"{plan.world_size}; legal: the same",
+        )
     chosen = {"model": given.model, "cluster.gpu": given.gpu, "cluster.gpus": given.gpus}
-    plan = plan.replace(**{field: value for field, value in chosen.items() if value is not None}, **given.sets)
+    plan = plan.replace(
+        **{field: value for field, value in chosen.items() if value is not None}, **given.sets
+    )
     plan.complete()
-    ignored = [Note(key, value, f"the launcher's half of an export; {beside} says the plan")
-               for key, value in data.items()]  # fmt: skip
+    ignored = [
+        Note(key, value, f"the launcher's half of an export; {beside} says the plan")
+        for key, value in data.items()
+    ]
     return Imported("fsdp", plan, [str(beside)], [], [], ignored)
 
 
 def _deepspeed(data: Mapping[str, Any], given: Given, lenient: bool) -> Imported:
-    """DeepSpeed through accelerate: what a ds_config.json with the same content means, in this file's own keys."""
+    """DeepSpeed through accelerate: what a ds_config.json with the same content means, in this
+    file's own keys.
+    """
     keys = _keys(data, "fsdp_config", "megatron_lm_config")
     world, cluster = _cluster(keys, given)
     named = f"{D}deepspeed_config_file" in keys
@@ -136,14 +192,20 @@ def _deepspeed(data: Mapping[str, Any], given: Given, lenient: bool) -> Imported
 
 
 def _mixed(config: dict[str, Any], keys: Keys, named: bool) -> None:
-    """Write `mixed_precision` where the ds_config.json leaves it open; one of the user's own may say it itself."""
+    """Write `mixed_precision` where the ds_config.json leaves it open; one of the user's own may
+    say it itself.
+    """
     wanted = read_fsdp.precision(keys) or (None if named else "fp32")
     if wanted == "fp8":
         keys.doubt("mixed_precision", "DeepSpeed computes in bf16 or fp16; bf16 was taken")
         wanted = "bf16"
     for name in ("bf16", "fp16"):
         section = config.get(name, {})
-        if wanted is not None and isinstance(section, Mapping) and section.get("enabled", "auto") == "auto":
+        if (
+            wanted is not None
+            and isinstance(section, Mapping)
+            and section.get("enabled", "auto") == "auto"
+        ):
             config[name] = {**section, "enabled": wanted == name}
 
 
@@ -151,13 +213,20 @@ def _merged(inner: Imported, keys: Keys, names: Mapping[str, str]) -> Imported:
     """What was read through a ds_config.json, in the keys of this file."""
     told = [Note(names[n.field], n.value, n.why) for n in inner.untranslated if n.field in names]
     unknown = [Note(names[n.field], n.value, n.why) for n in inner.unknown if n.field in names]
-    assumed = [Note(n.field, n.value, SCRIPT if n.why.startswith("the file says auto") else n.why)
-               for n in inner.assumed]  # fmt: skip
+    assumed = [
+        Note(n.field, n.value, SCRIPT if n.why.startswith("the file says auto") else n.why)
+        for n in inner.assumed
+    ]
     used = [*keys.translated, *(names[key] for key in inner.translated if key in names)]
     return Imported(
-        "fsdp", inner.plan, used, [*keys.untranslated, *told], [*keys.assumed, *assumed],
-        [*keys.ignored, *inner.ignored], [*keys.unknown, *unknown],
-    )  # fmt: skip
+        "fsdp",
+        inner.plan,
+        used,
+        [*keys.untranslated, *told],
+        [*keys.assumed, *assumed],
+        [*keys.ignored, *inner.ignored],
+        [*keys.unknown, *unknown],
+    )
 
 
 def _inline(keys: Keys) -> tuple[dict[str, Any], dict[str, str]]:
@@ -169,22 +238,37 @@ def _inline(keys: Keys) -> tuple[dict[str, Any], dict[str, str]]:
             keys.translated.remove(D + key)  # the reader of a ds_config.json says what is used
             found[meant], names[meant] = value, D + key
     if "zero_optimization.stage" not in found:
-        found["zero_optimization.stage"] = keys.assume("strategy.data.zero", 2, "accelerate's default")
+        found["zero_optimization.stage"] = keys.assume(
+            "strategy.data.zero", 2, "accelerate's default"
+        )
     return _nested(found), names
 
 
 def _from_file(keys: Keys, given: Given) -> tuple[dict[str, Any], dict[str, str]]:
-    """The same of the ds_config.json that `deepspeed_config_file` names, below the folder of this file."""
+    """The same of the ds_config.json that `deepspeed_config_file` names, below the folder of this
+    file.
+    """
     name = keys.text(f"{D}deepspeed_config_file") or ""
     for key in INLINE:
         keys.leave(D + key, f"read only without deepspeed_config_file; {name} says it")
     folder = given.folder.resolve() if given.folder else None
     path = folder / name if folder else None
-    beside = path is not None and folder is not None and path.resolve().is_relative_to(folder) and path.is_file()
+    beside = (
+        path is not None
+        and folder is not None
+        and path.resolve().is_relative_to(folder)
+        and path.is_file()
+    )
     if path is None or not beside or path.stat().st_size > LARGEST:
-        raise refuse(f"{D}deepspeed_config_file", f"is {shown(name)}, which is no file that can be read beside this "
-                     "one; put it there, or import it by itself with --gpus")  # fmt: skip
-    config = mapping(json_files.parse(path.read_text(encoding="utf-8-sig", errors="replace"), name), name)
+        raise refuse(
+            f"{D}deepspeed_config_file",
+            f"is {shown(name)}, which is no file that can "
+            f"be read beside this "
+            "one; put it there, or import it by itself with --gpus",
+        )
+    config = mapping(
+        json_files.parse(path.read_text(encoding="utf-8-sig", errors="replace"), name), name
+    )
     return config, {key: f"{name}: {key}" for key in flat(config)}
 
 
@@ -199,8 +283,12 @@ def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _read_inner(config: dict[str, Any], given: Given, names: Mapping[str, str], lenient: bool) -> Imported:
+def _read_inner(
+    config: dict[str, Any], given: Given, names: Mapping[str, str], lenient: bool
+) -> Imported:
     try:
         return read_deepspeed.read(config, given, lenient)
     except PlanError as error:
-        raise told(error, [Problem(names.get(p.field, p.field), p.message) for p in error.problems]) from None
+        raise told(
+            error, [Problem(names.get(p.field, p.field), p.message) for p in error.problems]
+        ) from None

@@ -1,6 +1,8 @@
-"""accelerate's YAML with FSDP, by https://huggingface.co/docs/accelerate/usage_guides/fsdp: what it says of a plan.
+"""accelerate's YAML with FSDP, by https://huggingface.co/docs/accelerate/usage_guides/fsdp: what it
+says of a plan.
 
-It says how the states are sharded and on how many cards; the model and the training are the user's script.
+It says how the states are sharded and on how many cards; the model and the training are the user's
+script.
 """
 
 from __future__ import annotations
@@ -8,59 +10,93 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.plan.catalog import catalog
-from workbench.safe_io import yaml_files
 from workbench.errors import refuse
 from workbench.interop.accelerate import fsdp_keys as known
-from workbench.interop.translation import STACKS, Given, Imported, Written, imported
 from workbench.interop.foreign_keys import Keys, shown
-from workbench.interop.translation_loss import lost, nearest
 from workbench.interop.foreign_text import mapping
+from workbench.interop.translation import STACKS, Given, Imported, Written, imported
+from workbench.interop.translation_loss import lost, nearest
+from workbench.plan.catalog import catalog
 from workbench.plan.schema import Fabric, Plan
+from workbench.safe_io import yaml_files
 
 F, AXIS = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
-_KINDS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8", "fp32": "fp32", "false": "fp32"}
+_KINDS = {
+    "no": "fp32",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "fp8": "fp8",
+    "fp32": "fp32",
+    "false": "fp32",
+}
 
 
-def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False) -> Imported:
-    """The plan of an accelerate YAML (or JSON) with FSDP, as text or parsed. Raises `PlanError` naming the key."""
+def read(
+    text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False
+) -> Imported:
+    """The plan of an accelerate YAML (or JSON) with FSDP, as text or parsed. Raises `PlanError`
+    naming the key.
+    """
     given = given or Given()
-    keys = Keys(spelled(mapping(yaml_files.parse(text, where="file") if isinstance(text, str) else text, "file")))
+    keys = Keys(
+        spelled(
+            mapping(yaml_files.parse(text, where="file") if isinstance(text, str) else text, "file")
+        )
+    )
     keys.sections("fsdp_config", "parallelism_config", "dynamo_config")
     _require_fsdp(keys)
     nodes = keys.whole("num_machines")
     world = given.world(keys.whole("num_processes"), "num_processes")
     if nodes is not None and world % nodes:
-        raise refuse("num_processes", f"is {world}, which num_machines {nodes} does not divide; every machine starts "
-                     "the same number")  # fmt: skip
+        raise refuse(
+            "num_processes",
+            f"is {world}, which num_machines {nodes} does not divide; "
+            f"every machine starts "
+            "the same number",
+        )
     cluster = given.cluster(world, **({"nodes": nodes} if nodes and nodes > 1 else {}))
-    sizes = {axis: keys.whole(f"{AXIS}{key}") or 1 for axis, key in (("tensor", "tp_size"), ("context", "cp_size"))}
+    sizes = {
+        axis: keys.whole(f"{AXIS}{key}") or 1
+        for axis, key in (("tensor", "tp_size"), ("context", "cp_size"))
+    }
     keys.leave(f"{AXIS}sp_size", "runs under DeepSpeed, not FSDP (Ulysses)")
     wanted = precision(keys) or "fp32"
     strategy = {
-        "stack": STACKS["fsdp"], "data": _data(keys, given, world, nodes or 1, sizes),
+        "stack": STACKS["fsdp"],
+        "data": _data(keys, given, world, nodes or 1, sizes),
         "precision": wanted,
-        "gradient_dtype": "parameters", "tensor": {"size": sizes["tensor"]},
-        "context": {"size": sizes["context"], "algorithm": "ring"}, "kernels": kernels(keys),
+        "gradient_dtype": "parameters",
+        "tensor": {"size": sizes["tensor"]},
+        "context": {"size": sizes["context"], "algorithm": "ring"},
+        "kernels": kernels(keys),
         "recompute": "full" if keys.flag(F + "activation_checkpointing") else "none",
-    }  # fmt: skip
+    }
     for field in ("sequence_length", "micro_batch", "global_batch", "steps"):
         keys.assume(f"training.{field}", "default", "the user's script decides; the plan's default")
-    plan = {"model": given.the_model("an accelerate YAML does not say the model"), "cluster": cluster,
-            "strategy": strategy}  # fmt: skip
+    plan = {
+        "model": given.the_model("an accelerate YAML does not say the model"),
+        "cluster": cluster,
+        "strategy": strategy,
+    }
     keys.finish(known.KNOWN, known.WHYS, known.OPEN, lenient)
     return imported("fsdp", plan, keys, given)
 
 
 def spelled(data: dict[str, Any]) -> dict[str, Any]:
-    """The same keys with their prefixes, which accelerate lets one leave out inside a section; null is absent."""
+    """The same keys with their prefixes, which accelerate lets one leave out inside a section; null
+    is absent.
+    """
     found: dict[str, Any] = {}
     for section, value in data.items():
-        prefix = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}.get(str(section))
+        prefix = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}.get(
+            str(section)
+        )
         if prefix and isinstance(value, Mapping):
             renamed: dict[str, Any] = {}
             for key, inner in value.items():
-                full = f"{prefix}{key}" if isinstance(key, str) and not key.startswith(prefix) else key
+                full = (
+                    f"{prefix}{key}" if isinstance(key, str) and not key.startswith(prefix) else key
+                )
                 if full in renamed:
                     raise refuse(f"{section}.{full}", "is written twice; keep one of them")
                 renamed[full] = inner
@@ -79,26 +115,40 @@ def _require_fsdp(keys: Keys) -> None:
             keys.leave(key, "read only with another distributed_type")
 
 
-def _data(keys: Keys, given: Given, world: int, nodes: int, sizes: Mapping[str, int]) -> dict[str, Any]:
+def _data(
+    keys: Keys, given: Given, world: int, nodes: int, sizes: Mapping[str, int]
+) -> dict[str, Any]:
     version = int(keys.choice(F + "version", {"1": 1, "2": 2}) or 1)
     zero, kept, node = _sharding(keys, version)
     others = sizes["tensor"] * sizes["context"]
     if world % others:
-        raise refuse("num_processes", f"is {world}, which tp_size x cp_size = {others} does not divide")
+        raise refuse(
+            "num_processes", f"is {world}, which tp_size x cp_size = {others} does not divide"
+        )
     replicate, shard = keys.whole(AXIS + "dp_replicate_size"), keys.whole(AXIS + "dp_shard_size")
     data = world // others
     if shard is not None and (replicate or 1) * shard != data:
-        raise refuse(AXIS + "dp_shard_size", f"is {shard}, but dp_replicate_size {replicate or 1} x dp_shard_size x "
-                     f"{others} other ranks is not num_processes {world}; "
-                     f"legal: {data // (replicate or 1)}")  # fmt: skip
+        raise refuse(
+            AXIS + "dp_shard_size",
+            f"is {shard}, but dp_replicate_size {replicate or 1} "
+            f"x dp_shard_size x "
+            f"{others} other ranks is not num_processes {world}; "
+            f"legal: {data // (replicate or 1)}",
+        )
     if replicate is not None and data % replicate:
-        raise refuse(AXIS + "dp_replicate_size", f"is {replicate}, which does not divide {data} data-parallel ranks")
+        raise refuse(
+            AXIS + "dp_replicate_size",
+            f"is {replicate}, which does not divide {data} data-parallel ranks",
+        )
     if version == 2 and shard == 1 and sizes["context"] == 1:
         zero, kept, replicate = 0, False, None  # nothing left to shard: replicas only
     found: dict[str, Any] = {
-        "zero": zero, "keep_gathered": kept, "reduce": "microbatch" if zero >= 2 else "step",
-        "overlap": _prefetch(keys), "offload": _offload(keys, zero),
-    }  # fmt: skip
+        "zero": zero,
+        "keep_gathered": kept,
+        "reduce": "microbatch" if zero >= 2 else "step",
+        "overlap": _prefetch(keys),
+        "offload": _offload(keys, zero),
+    }
     if node:
         found["shard"] = _node(given, world, nodes)
     elif (replicate or 1) > 1 and zero:
@@ -107,41 +157,65 @@ def _data(keys: Keys, given: Given, world: int, nodes: int, sizes: Mapping[str, 
 
 
 def _offload(keys: Keys, zero: int) -> str:
-    """What lives on the host: FSDP keeps parameters and gradients there between uses, so the optimizer steps there."""
+    """What lives on the host: FSDP keeps parameters and gradients there between uses, so the
+    optimizer steps there.
+    """
     key = F + "offload_params"
     if not keys.flag(key):
         return "none"
     if zero == 3:
         return "parameters"
     if zero:
-        keys.doubt(key, "a plan offloads parameters only where stage 3 shards them; the optimizer's states were taken")
+        keys.doubt(
+            key,
+            "a plan offloads parameters only where stage 3 shards them; the "
+            "optimizer's states were taken",
+        )
         return "optimizer"
     keys.doubt(key, "a plan offloads what is sharded, and nothing is here")
     return "none"
 
 
-_PREFETCH = {"BACKWARD_PRE": True, "BACKWARD_POST": True, "NO_PREFETCH": False, "1": True, "2": True, "3": False,
-             "None": False}  # fmt: skip
+_PREFETCH = {
+    "BACKWARD_PRE": True,
+    "BACKWARD_POST": True,
+    "NO_PREFETCH": False,
+    "1": True,
+    "2": True,
+    "3": False,
+    "None": False,
+}
 """Name or number of a prefetch policy -> whether it overlaps."""
 
 
 def _sharding(keys: Keys, version: int) -> tuple[int, bool, bool]:
-    """(ZeRO stage, whether gathered parameters are kept for the backward pass, whether only a node shards)."""
+    """(ZeRO stage, whether gathered parameters are kept for the backward pass, whether only a node
+    shards).
+    """
     names = {name: name for name in known.SHARDING}
     numbered = {str(number): name for number, name in enumerate(known.SHARDING, start=1)}
     older = keys.choice(F + "sharding_strategy", names | numbered)
-    again = keys.choice(F + "reshard_after_forward", names | numbered | {"true": True, "false": False})
+    again = keys.choice(
+        F + "reshard_after_forward", names | numbered | {"true": True, "false": False}
+    )
     if version == 2:
         if older is not None:
-            keys.doubt(F + "sharding_strategy", "read only by the first version; reshard_after_forward counts")
+            keys.doubt(
+                F + "sharding_strategy",
+                "read only by the first version; reshard_after_forward counts",
+            )
         if isinstance(again, str):
-            raise refuse(F + "reshard_after_forward", f"is {again} with fsdp_version 2; legal: true, false")
+            raise refuse(
+                F + "reshard_after_forward", f"is {again} with fsdp_version 2; legal: true, false"
+            )
         return 3, again is False, False
     if isinstance(again, bool):
         again = "FULL_SHARD" if again else "SHARD_GRAD_OP"
     if older and again and older != again:
-        raise refuse(F + "reshard_after_forward", f"is {again}, but fsdp_sharding_strategy is {older}; legal: one of "
-                     "them")  # fmt: skip
+        raise refuse(
+            F + "reshard_after_forward",
+            f"is {again}, but fsdp_sharding_strategy is {older}; legal: one of them",
+        )
     zero, node = known.SHARDING[str(older or again or "FULL_SHARD")]
     return zero, False, node
 
@@ -176,15 +250,22 @@ def precision(keys: Keys) -> str | None:
 
 def _prefetch(keys: Keys) -> bool:
     """Whether the next layer's parameters are gathered ahead, by either name of the key."""
-    found = [keys.choice(f"{F}{key}", _PREFETCH) for key in ("backward_prefetch", "backward_prefetch_policy")]
+    found = [
+        keys.choice(f"{F}{key}", _PREFETCH)
+        for key in ("backward_prefetch", "backward_prefetch_policy")
+    ]
     if found[1] not in (None, found[0]) and found[0] is not None:
-        raise refuse(f"{F}backward_prefetch_policy", "is the older name of fsdp_backward_prefetch, and says otherwise; "
-                     "keep one of them")  # fmt: skip
+        raise refuse(
+            f"{F}backward_prefetch_policy",
+            "is the older name of fsdp_backward_prefetch, and says otherwise; keep one of them",
+        )
     return False not in found
 
 
 def write(plan: Plan) -> Written:
-    """The plan as an accelerate YAML with FSDP, and the fields that it does not say. Raises `PlanError`."""
+    """The plan as an accelerate YAML with FSDP, and the fields that it does not say. Raises
+    `PlanError`.
+    """
     full = plan.complete()
     text = yaml_files.dump(_config(full))
     with nearest("fsdp"):
@@ -195,10 +276,15 @@ def write(plan: Plan) -> Written:
 def _config(full: Plan) -> dict[str, Any]:
     precision, nodes = full.strategy.precision, int(full.cluster.nodes or 1)
     config: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": _fsdp(full),
-        "machine_rank": 0, "mixed_precision": precision if precision in ("bf16", "fp16", "fp8") else "no",
-        "num_machines": nodes, "num_processes": full.world_size, "use_cpu": full.card.device == "cpu",
-    }  # fmt: skip
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "fsdp_config": _fsdp(full),
+        "machine_rank": 0,
+        "mixed_precision": precision if precision in ("bf16", "fp16", "fp8") else "no",
+        "num_machines": nodes,
+        "num_processes": full.world_size,
+        "use_cpu": full.card.device == "cpu",
+    }
     if full.strategy.kernels == "compiled":
         config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     return config | ({"parallelism_config": axes} if (axes := _axes(full)) else {})
@@ -206,14 +292,30 @@ def _config(full: Plan) -> dict[str, Any]:
 
 def _fsdp(full: Plan) -> dict[str, Any]:
     data, recompute = full.strategy.data, full.strategy.recompute
-    every = recompute == "full" or (isinstance(recompute, list) and len(recompute) == full.shape.layers)
-    found: dict[str, Any] = {"fsdp_activation_checkpointing": every, "fsdp_offload_params": data.offload != "none"}
+    every = recompute == "full" or (
+        isinstance(recompute, list) and len(recompute) == full.shape.layers
+    )
+    found: dict[str, Any] = {
+        "fsdp_activation_checkpointing": every,
+        "fsdp_offload_params": data.offload != "none",
+    }
     found["fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
     if data.zero == 3 or _axes(full):
         return {"fsdp_version": 2, "fsdp_reshard_after_forward": not data.keep_gathered, **found}
-    word = "NO_SHARD" if data.zero == 0 else "HYBRID_SHARD_ZERO2" if _by_node(full) else "SHARD_GRAD_OP"
+    word = (
+        "NO_SHARD"
+        if data.zero == 0
+        else "HYBRID_SHARD_ZERO2"
+        if _by_node(full)
+        else "SHARD_GRAD_OP"
+    )
     prefetch = "BACKWARD_PRE" if data.overlap else "NO_PREFETCH"
-    return {"fsdp_version": 1, "fsdp_sharding_strategy": word, "fsdp_backward_prefetch": prefetch, **found}
+    return {
+        "fsdp_version": 1,
+        "fsdp_sharding_strategy": word,
+        "fsdp_backward_prefetch": prefetch,
+        **found,
+    }
 
 
 def _by_node(full: Plan) -> bool:
@@ -225,7 +327,11 @@ def _axes(full: Plan) -> dict[str, int]:
     sizes, data = full.sizes, full.strategy.data
     ranks, context = sizes["data"] * sizes["pipeline"], sizes["context"]
     shard = ranks
-    if isinstance(data.shard, int) and data.shard % context == 0 and ranks % (data.shard // context) == 0:
+    if (
+        isinstance(data.shard, int)
+        and data.shard % context == 0
+        and ranks % (data.shard // context) == 0
+    ):
         shard = data.shard // context
     plain = shard == ranks or (data.zero < 3 and context == 1)
     if data.zero == 0 or (sizes["tensor"] * context == 1 and plain):

@@ -1,7 +1,8 @@
-"""DeepSpeed's `ds_config.json`, by https://www.deepspeed.ai/docs/config-json/: what it says of a plan.
+"""DeepSpeed's `ds_config.json`, by https://www.deepspeed.ai/docs/config-json/: what it says of a
+plan.
 
-DeepSpeed takes from the user's code what it does not say here: the model, its sequence length, its number of steps,
-whether layers are recomputed outside a pipeline, and experts.
+DeepSpeed takes from the user's code what it does not say here: the model, its sequence length, its
+number of steps, whether layers are recomputed outside a pipeline, and experts.
 """
 
 from __future__ import annotations
@@ -15,26 +16,41 @@ from typing import Any
 
 from workbench.errors import refuse
 from workbench.interop.deepspeed import deepspeed_keys as known
-from workbench.interop.translation import DEFAULT, PIPED, STACKS, Given, Imported, Written, imported, lacks
 from workbench.interop.deepspeed.write_deepspeed import BYTES, MIB, config
 from workbench.interop.foreign_keys import Keys, flat
-from workbench.interop.translation_loss import lost, nearest
 from workbench.interop.foreign_text import from_braces, mapping
-from workbench.plan.schema import Plan
+from workbench.interop.translation import (
+    DEFAULT,
+    PIPED,
+    STACKS,
+    Given,
+    Imported,
+    Written,
+    imported,
+    lacks,
+)
+from workbench.interop.translation_loss import lost, nearest
 from workbench.plan.plan_files import build
+from workbench.plan.schema import Plan
 
 FP16, BF16 = ("fp16", "fp16.enabled"), ("bf16", "bf16.enabled")
 """Keys that turn a 16-bit precision on."""
 STEPS = 100
 """Steps of a plan that does not say them."""
 AUTO, STANDS = "auto: the trainer fills it when it starts", " stands"
-"""How the reason begins of a key that says auto, and how it ends where the plan's default was taken."""
+"""How the reason begins of a key that says auto, and how it ends where the plan's default was
+taken.
+"""
 BUCKET = 500_000_000
 """Elements of DeepSpeed's gradient bucket where the file does not say."""
 
 
-def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False) -> Imported:
-    """The plan of a ds_config.json, as text or already parsed. Raises `PlanError` naming key and legal values."""
+def read(
+    text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False
+) -> Imported:
+    """The plan of a ds_config.json, as text or already parsed. Raises `PlanError` naming key and
+    legal values.
+    """
     given = given or Given()
     keys = Keys(mapping(from_braces(text, "file") if isinstance(text, str) else text, "file"))
     keys.sections(*known.MAPPINGS)
@@ -51,30 +67,45 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
     keys.assume("training.sequence_length", "default", "the file has none; the plan's default")
     strategy = {
         "stack": STACKS["deepspeed"] if axes["pipeline"] == 1 else PIPED,
-        "data": data_section, **precision,
-        "tensor": {"size": axes["tensor"]}, "pipeline": {"size": axes["pipeline"]},
-        "context": {"size": axes["context"], "algorithm": "ulysses"}, "recompute": _recompute(keys),
-    }  # fmt: skip
+        "data": data_section,
+        **precision,
+        "tensor": {"size": axes["tensor"]},
+        "pipeline": {"size": axes["pipeline"]},
+        "context": {"size": axes["context"], "algorithm": "ulysses"},
+        "recompute": _recompute(keys),
+    }
     plan: dict[str, Any] = {
-        "model": given.the_model("a ds_config.json does not say the model"), "cluster": given.cluster(world),
-        "strategy": strategy, "training": {**batch, **steps, "optimizer": optimizer},
-        "telemetry": {"trackers": [name for name in ("tensorboard", "wandb") if keys.flag(f"{name}.enabled")]},
-    }  # fmt: skip
+        "model": given.the_model("a ds_config.json does not say the model"),
+        "cluster": given.cluster(world),
+        "strategy": strategy,
+        "training": {**batch, **steps, "optimizer": optimizer},
+        "telemetry": {
+            "trackers": [name for name in ("tensorboard", "wandb") if keys.flag(f"{name}.enabled")]
+        },
+    }
     assume_left(keys, auto, plan)
     keys.finish(known.KNOWN, known.WHYS, known.SECTIONS, lenient)
     return imported("deepspeed", plan, keys, given)
 
 
 def _fits(given: Given, steps: Mapping[str, int], warmup: int) -> None:
-    """Refuse a warm-up that is longer than the plan's default length, where nobody says the length."""
+    """Refuse a warm-up that is longer than the plan's default length, where nobody says the
+    length.
+    """
     if not steps and warmup > STEPS and "training.steps" not in given.sets:
-        raise lacks("training.steps", f"the file does not say the length of the run, and the warm-up takes {warmup} "
-                    f"steps; give --set training.steps=N, N at least {warmup}",
-                    {"training.steps": warmup})  # fmt: skip
+        raise lacks(
+            "training.steps",
+            f"the file does not say the length of the run, and the "
+            f"warm-up takes {warmup} "
+            f"steps; give --set training.steps=N, N at least {warmup}",
+            {"training.steps": warmup},
+        )
 
 
 def left_to_trainer(keys: Keys) -> set[str]:
-    """Fields that "auto" leaves to the trainer above DeepSpeed, which fills them: the plan's defaults stand."""
+    """Fields that "auto" leaves to the trainer above DeepSpeed, which fills them: the plan's
+    defaults stand.
+    """
     fields: set[str] = set()
     autos = keys.autos()
     for key in autos:
@@ -90,7 +121,9 @@ def left_to_trainer(keys: Keys) -> set[str]:
 
 
 def assume_left(keys: Keys, auto: Collection[str], plan: Mapping[str, Any]) -> None:
-    """Tell the fields that are left to the trainer; where the rest of the file says one, that its default is not it."""
+    """Tell the fields that are left to the trainer; where the rest of the file says one, that its
+    default is not it.
+    """
     said = flat(plan)
     for place, note in enumerate(keys.untranslated):
         meant = known.AUTO.get(note.field, ())
@@ -110,21 +143,43 @@ def _axes(keys: Keys) -> dict[str, int]:
     }
 
 
-def batch_of(keys: Keys, given: Given, others: int, auto: Collection[str]) -> tuple[int, dict[str, int]]:
-    """(ranks, batch sizes): train_batch_size = train_micro_batch_size_per_gpu x accumulation x data-parallel ranks."""
+def batch_of(
+    keys: Keys, given: Given, others: int, auto: Collection[str]
+) -> tuple[int, dict[str, int]]:
+    """(ranks, batch sizes): train_batch_size = train_micro_batch_size_per_gpu x accumulation x
+    data-parallel ranks.
+    """
     total, micro, steps, data = (keys.whole(key) for key in known.BATCH)
-    if data is None and given.gpus is None and total and micro and steps and total % (micro * steps) == 0:
+    if (
+        data is None
+        and given.gpus is None
+        and total
+        and micro
+        and steps
+        and total % (micro * steps) == 0
+    ):
         data = total // (micro * steps)
-    world = given.world(None if data is None else data * others, "train_batch_size, data_parallel_size")
+    world = given.world(
+        None if data is None else data * others, "train_batch_size, data_parallel_size"
+    )
     if world % others:
-        raise refuse("gpus", f"is {world}, which tensor x sequence x pipeline = {others} does not divide")
+        raise refuse(
+            "gpus", f"is {world}, which tensor x sequence x pipeline = {others} does not divide"
+        )
     return world, _sizes(keys, total, micro, steps, world // others, auto)
 
 
 def _sizes(
-    keys: Keys, total: int | None, micro: int | None, steps: int | None, data: int, auto: Collection[str]
+    keys: Keys,
+    total: int | None,
+    micro: int | None,
+    steps: int | None,
+    data: int,
+    auto: Collection[str],
 ) -> dict[str, int]:
-    """Batch sizes for `data` data-parallel ranks; two of three give the third, and what is left out follows."""
+    """Batch sizes for `data` data-parallel ranks; two of three give the third, and what is left out
+    follows.
+    """
     said = {"micro_batch": micro, "global_batch": total}
     if steps is None and not (total and micro) and auto & {f"training.{field}" for field in said}:
         if micro is None and "training.micro_batch" not in auto:
@@ -140,20 +195,34 @@ def _sizes(
         assert total is not None
         micro, left = divmod(total, (steps or 1) * data)
         if left or not micro:
-            raise refuse("train_batch_size", f"is {total}, not a multiple of gradient_accumulation_steps {steps or 1} "
-                         f"x {data} data-parallel ranks")  # fmt: skip
+            raise refuse(
+                "train_batch_size",
+                f"is {total}, not a multiple of "
+                f"gradient_accumulation_steps {steps or 1} "
+                f"x {data} data-parallel ranks",
+            )
     if total is None:
         total = micro * (steps or 1) * data
     if total % (micro * data) or (steps is not None and total != micro * steps * data):
-        near = max(1, total // (micro * data)) * micro * data if steps is None else micro * steps * data
+        near = (
+            max(1, total // (micro * data)) * micro * data
+            if steps is None
+            else micro * steps * data
+        )
         count = "a whole number" if steps is None else f"gradient_accumulation_steps {steps}"
-        raise refuse("train_batch_size", f"is {total}, but train_micro_batch_size_per_gpu {micro} x {count} x {data} "
-                     f"data-parallel ranks is not; legal: {near}")  # fmt: skip
+        raise refuse(
+            "train_batch_size",
+            f"is {total}, but train_micro_batch_size_per_gpu {micro} "
+            f"x {count} x {data} "
+            f"data-parallel ranks is not; legal: {near}",
+        )
     return {"micro_batch": micro, "global_batch": total}
 
 
 def precision_of(keys: Keys, auto: Collection[str], zero: int) -> dict[str, str]:
-    """The plan's precision, and the dtype that gradients add up in; no precision where it is left to the trainer."""
+    """The plan's precision, and the dtype that gradients add up in; no precision where it is left
+    to the trainer.
+    """
     enabled = [name for name in ("bf16", "fp16") if keys.flag(f"{name}.enabled")]
     if len(enabled) == 2:
         raise refuse("fp16.enabled", "is true beside bf16.enabled; legal: one of them")
@@ -166,18 +235,30 @@ def precision_of(keys: Keys, auto: Collection[str], zero: int) -> dict[str, str]
     kinds = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
     accumulated = keys.choice("data_types.grad_accum_dtype", kinds)
     if not open_ and accumulated not in (None, "fp32", precision):
-        raise refuse("data_types.grad_accum_dtype", f"is {accumulated} with parameters in {precision}; "
-                     f"legal: {' or '.join(dict.fromkeys(('fp32', precision)))}")  # fmt: skip
+        raise refuse(
+            "data_types.grad_accum_dtype",
+            f"is {accumulated} with parameters in "
+            f"{precision}; "
+            f"legal: {' or '.join(dict.fromkeys(('fp32', precision)))}",
+        )
     if accumulated is None:
         accumulated = gradients_of(keys, precision, zero)
     return {"gradient_dtype": accumulated} | ({} if open_ else {"precision": precision})
 
 
 def gradients_of(keys: Keys, precision: str, zero: int) -> str:
-    """What gradients add up in where the file does not say: fp32 for bf16 parameters that ZeRO does not touch."""
+    """What gradients add up in where the file does not say: fp32 for bf16 parameters that ZeRO does
+    not touch.
+    """
     if precision == "bf16" and zero == 0:
-        return str(keys.assume("strategy.gradient_dtype", "fp32", "DeepSpeed's default for bf16 without ZeRO"))
-    return str(keys.assume("strategy.gradient_dtype", precision, "DeepSpeed's default: as the parameters"))
+        return str(
+            keys.assume(
+                "strategy.gradient_dtype", "fp32", "DeepSpeed's default for bf16 without ZeRO"
+            )
+        )
+    return str(
+        keys.assume("strategy.gradient_dtype", precision, "DeepSpeed's default: as the parameters")
+    )
 
 
 def _left_fp16_alone(keys: Keys) -> bool:
@@ -187,7 +268,9 @@ def _left_fp16_alone(keys: Keys) -> bool:
 
 
 def gradient_bytes(precision: Mapping[str, str], given: Given) -> int:
-    """Bytes of an element of a gradient; where precision is left open, of what the plan's default is on this GPU."""
+    """Bytes of an element of a gradient; where precision is left open, of what the plan's default
+    is on this GPU.
+    """
     if (dtype := precision["gradient_dtype"]) != "parameters":
         return BYTES[dtype]
     wanted = {"precision": given.sets.get("strategy.precision", "auto")}
@@ -199,23 +282,31 @@ def data_of(keys: Keys, zero: int, wide: int, auto: Collection[str]) -> dict[str
     """The plan's `data` section; an element of a gradient has `wide` bytes."""
     overlap = keys.flag("zero_optimization.overlap_comm")
     if overlap is None:
-        overlap = keys.assume("strategy.data.overlap", zero == 3, "DeepSpeed's default: from stage 3 up")
+        overlap = keys.assume(
+            "strategy.data.overlap", zero == 3, "DeepSpeed's default: from stage 3 up"
+        )
     found: dict[str, Any] = {
-        "zero": zero, "overlap": overlap, "reduce": "microbatch" if zero >= 2 else "step",
+        "zero": zero,
+        "overlap": overlap,
+        "reduce": "microbatch" if zero >= 2 else "step",
         "offload": _offload(keys, zero),
-    }  # fmt: skip
+    }
     bucket = keys.whole("zero_optimization.reduce_bucket_size")
     if bucket is not None:
         found["bucket_mib"] = bucket * wide / MIB
     elif "strategy.data.bucket_mib" not in auto:
         found["bucket_mib"] = BUCKET * wide / MIB
-        keys.assume("strategy.data.bucket_mib", found["bucket_mib"], "DeepSpeed's default: 5e8 elements")
+        keys.assume(
+            "strategy.data.bucket_mib", found["bucket_mib"], "DeepSpeed's default: 5e8 elements"
+        )
     shard = keys.whole("zero_optimization.mics_shard_size", -1)
     return found | ({"shard": shard} if shard is not None and shard > 0 else {})
 
 
 def _offload(keys: Keys, zero: int) -> str:
-    """Where states live. A plan that offloads parameters offloads the optimizer too (ZeRO-Infinity)."""
+    """Where states live. A plan that offloads parameters offloads the optimizer too
+    (ZeRO-Infinity).
+    """
     optimizer, optimizer_key = _device(keys, "offload_optimizer.device", "cpu_offload")
     parameters, parameters_key = _device(keys, "offload_param.device", "cpu_offload_params")
     for key, device, least in ((optimizer_key, optimizer, 1), (parameters_key, parameters, 3)):
@@ -224,7 +315,10 @@ def _offload(keys: Keys, zero: int) -> str:
         if device != "none" and zero < least:
             raise refuse(key, f"is {device} at stage {zero}; legal: none, or stage {least} or more")
     if parameters != "none" and optimizer == "none":
-        keys.doubt(parameters_key, "a plan offloads parameters only together with the optimizer; both stay on the GPU")
+        keys.doubt(
+            parameters_key,
+            "a plan offloads parameters only together with the optimizer; both stay on the GPU",
+        )
         return "none"
     return "parameters" if parameters != "none" else "optimizer" if optimizer != "none" else "none"
 
@@ -232,16 +326,26 @@ def _offload(keys: Keys, zero: int) -> str:
 def _device(keys: Keys, name: str, older: str) -> tuple[str, str]:
     """(where a part of the states lives, the key that says so); `older` is its switch of 2020."""
     key, switch = f"zero_optimization.{name}", f"zero_optimization.{older}"
-    old, device = keys.flag(switch), keys.choice(key, {name: name for name in ("none", "cpu", "nvme")})
+    old, device = (
+        keys.flag(switch),
+        keys.choice(key, {name: name for name in ("none", "cpu", "nvme")}),
+    )
     return (device, key) if device is not None else ("cpu", switch) if old else ("none", key)
 
 
 def _recompute(keys: Keys) -> str:
     interval = keys.whole("pipeline.activation_checkpoint_interval", 0)
     if interval is None:
-        return str(keys.assume("strategy.recompute", "none", "decided by the model's code, not by this file"))
+        return str(
+            keys.assume(
+                "strategy.recompute", "none", "decided by the model's code, not by this file"
+            )
+        )
     if interval > 1:
-        keys.doubt("pipeline.activation_checkpoint_interval", "a plan recomputes layer by layer; full taken")
+        keys.doubt(
+            "pipeline.activation_checkpoint_interval",
+            "a plan recomputes layer by layer; full taken",
+        )
     return "full" if interval else "none"
 
 
@@ -259,10 +363,19 @@ def optimizer_of(keys: Keys, auto: Collection[str]) -> tuple[dict[str, Any], dic
         if value is not None:
             found[field] = value
         elif kind is not None and default is not None and f"training.optimizer.{field}" not in auto:
-            found[field] = keys.assume(f"training.optimizer.{field}", default, "the optimizer's own default")
+            found[field] = keys.assume(
+                f"training.optimizer.{field}", default, "the optimizer's own default"
+            )
     if kind is None:
-        keys.assume("training.optimizer.name", "adamw", "the file has no optimizer; the plan's default")
-    if any([keys.flag("bf16.bf16_master_weights_and_grads"), keys.flag("fp16.fp16_master_weights_and_grads")]):
+        keys.assume(
+            "training.optimizer.name", "adamw", "the file has no optimizer; the plan's default"
+        )
+    if any(
+        [
+            keys.flag("bf16.bf16_master_weights_and_grads"),
+            keys.flag("fp16.fp16_master_weights_and_grads"),
+        ]
+    ):
         found["master"] = "none"
     if keys.flag("bf16.bf16_optimizer_states"):
         found["moments"] = "bf16"
@@ -271,18 +384,26 @@ def optimizer_of(keys: Keys, auto: Collection[str]) -> tuple[dict[str, Any], dic
 
 
 def _betas(keys: Keys, name: str, auto: Collection[str]) -> dict[str, float]:
-    """Adam's two decay rates, or SGD's momentum, and their own defaults where the file names an optimizer (`name`)."""
+    """Adam's two decay rates, or SGD's momentum, and their own defaults where the file names an
+    optimizer (`name`).
+    """
     key, found = "optimizer.params.betas", dict[str, float]()
     betas = keys.take(key)
     if betas is not None:
-        if not (isinstance(betas, list) and len(betas) == 2 and all(_share(beta) for beta in betas)):
-            raise refuse(key, f"is {betas!r:.60}; must be two numbers from 0 to below 1, e.g. [0.9, 0.95]")
+        if not (
+            isinstance(betas, list) and len(betas) == 2 and all(_share(beta) for beta in betas)
+        ):
+            raise refuse(
+                key, f"is {betas!r:.60}; must be two numbers from 0 to below 1, e.g. [0.9, 0.95]"
+            )
         found = {"beta1": float(betas[0]), "beta2": float(betas[1])}
     if name == "sgd" and (momentum := keys.number("optimizer.params.momentum", 0, 1)) is not None:
         found["beta1"] = momentum
     for field, default in known.BETAS.get(name, {}).items():
         if field not in found and f"training.optimizer.{field}" not in auto:
-            found[field] = keys.assume(f"training.optimizer.{field}", default, "the optimizer's own default")
+            found[field] = keys.assume(
+                f"training.optimizer.{field}", default, "the optimizer's own default"
+            )
     return found
 
 
@@ -299,15 +420,26 @@ def _clip(keys: Keys, auto: Collection[str]) -> dict[str, float | None]:
     return {"clip": clip or None}
 
 
-def _schedule(keys: Keys, rate: float | None, auto: Collection[str]) -> tuple[dict[str, Any], dict[str, int]]:
+def _schedule(
+    keys: Keys, rate: float | None, auto: Collection[str]
+) -> tuple[dict[str, Any], dict[str, int]]:
     params = "scheduler.params"
-    kind = keys.choice("scheduler.type", {name: name for name in (*known.DECAYS, "OneCycle", "LRRangeTest")})
+    kind = keys.choice(
+        "scheduler.type", {name: name for name in (*known.DECAYS, "OneCycle", "LRRangeTest")}
+    )
     if kind not in known.DECAYS:
         if kind is not None:
-            keys.doubt("scheduler.type", "a plan decays constantly, linearly or by a cosine; constant was taken")
+            keys.doubt(
+                "scheduler.type",
+                "a plan decays constantly, linearly or by a cosine; constant was taken",
+            )
         return {"decay": "constant"}, {}
     steps = keys.whole(f"{params}.total_num_steps")
-    found: dict[str, Any] = {"decay": known.DECAYS[kind], **_peak(keys, kind, rate, auto), **_warmup(keys, steps, auto)}
+    found: dict[str, Any] = {
+        "decay": known.DECAYS[kind],
+        **_peak(keys, kind, rate, auto),
+        **_warmup(keys, steps, auto),
+    }
     if kind == "WarmupCosineLR":
         found["final_ratio"] = _end(keys)
     elif kind == "WarmupDecayLR":
@@ -319,36 +451,63 @@ def _end(keys: Keys) -> float:
     """The share of the peak that a cosine falls to."""
     ratio = keys.number("scheduler.params.cos_min_ratio", 0, 1)
     if ratio is None:
-        return float(keys.assume("training.optimizer.final_ratio", known.END, "DeepSpeed's default of cos_min_ratio"))
+        return float(
+            keys.assume(
+                "training.optimizer.final_ratio", known.END, "DeepSpeed's default of cos_min_ratio"
+            )
+        )
     return ratio
 
 
 def _peak(keys: Keys, kind: str, rate: float | None, auto: Collection[str]) -> dict[str, float]:
-    """The rate that the warm-up rises to: DeepSpeed's schedule sets it, whatever the optimizer's own rate is."""
-    field, peak = "training.optimizer.learning_rate", keys.number("scheduler.params.warmup_max_lr", 0)
+    """The rate that the warm-up rises to: DeepSpeed's schedule sets it, whatever the optimizer's
+    own rate is.
+    """
+    field, peak = (
+        "training.optimizer.learning_rate",
+        keys.number("scheduler.params.warmup_max_lr", 0),
+    )
     if peak is None and (kind == "WarmupCosineLR" or field in auto):
         return {}
     if peak is None and kind == "WarmupLR":
         if field not in {note.field for note in keys.assumed}:
-            keys.assume(field, DEFAULT if rate is None else rate, "the optimizer's own rate, which DeepSpeed takes "
-                        "without scheduler.params.warmup_max_lr")  # fmt: skip
+            keys.assume(
+                field,
+                DEFAULT if rate is None else rate,
+                "the optimizer's own rate, "
+                "which DeepSpeed takes "
+                "without scheduler.params.warmup_max_lr",
+            )
         return {}
     if peak is None:
         keys.assumed[:] = [note for note in keys.assumed if note.field != field]
-        peak = keys.assume(field, known.PEAK, "DeepSpeed's default of scheduler.params.warmup_max_lr")
+        peak = keys.assume(
+            field, known.PEAK, "DeepSpeed's default of scheduler.params.warmup_max_lr"
+        )
     if peak != rate and keys.said("optimizer.params.lr"):
-        keys.doubt("optimizer.params.lr", f"the schedule rises to warmup_max_lr = {peak:g}, which was taken")
+        keys.doubt(
+            "optimizer.params.lr",
+            f"the schedule rises to warmup_max_lr = {peak:g}, which was taken",
+        )
     return {"learning_rate": peak}
 
 
 def _warmup(keys: Keys, steps: int | None, auto: Collection[str]) -> dict[str, int]:
-    """Steps of the warm-up, which a plan makes linear and DeepSpeed logarithmic where the file does not say."""
-    field, found = "training.optimizer.warmup_steps", keys.whole("scheduler.params.warmup_num_steps", 0)
+    """Steps of the warm-up, which a plan makes linear and DeepSpeed logarithmic where the file does
+    not say.
+    """
+    field, found = (
+        "training.optimizer.warmup_steps",
+        keys.whole("scheduler.params.warmup_num_steps", 0),
+    )
     shape = keys.choice("scheduler.params.warmup_type", {"log": "log", "linear": "linear"})
     if shape == "log":
         keys.doubt("scheduler.params.warmup_type", "a plan warms up linearly")
     elif shape is None and found != 0:
-        keys.doubt("scheduler.type", "without warmup_type DeepSpeed warms up logarithmically; a plan does linearly")
+        keys.doubt(
+            "scheduler.type",
+            "without warmup_type DeepSpeed warms up logarithmically; a plan does linearly",
+        )
     if found is None and field in auto:
         return {}
     if found is None:
@@ -358,7 +517,9 @@ def _warmup(keys: Keys, steps: int | None, auto: Collection[str]) -> dict[str, i
 
 
 def write(plan: Plan) -> Written:
-    """The plan as a ds_config.json, and the fields that it does not say. Raises `PlanError` for an illegal plan."""
+    """The plan as a ds_config.json, and the fields that it does not say. Raises `PlanError` for an
+    illegal plan.
+    """
     full = plan.complete()
     text = json.dumps(config(full), indent=2) + "\n"
     with nearest("deepspeed"):

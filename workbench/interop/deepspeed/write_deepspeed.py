@@ -1,4 +1,6 @@
-"""A complete plan as a ds_config.json; what it cannot say is left out, or said as nearly as it can."""
+"""A complete plan as a ds_config.json; what it cannot say is left out, or said as nearly as it
+can.
+"""
 
 from __future__ import annotations
 
@@ -38,28 +40,44 @@ def config(full: Plan) -> dict[str, Any]:
         config |= {"sequence_parallel_size": sizes["context"], "data_parallel_size": sizes["data"]}
     if sizes["pipeline"] > 1:
         interval = 1 if s.recompute == "full" else 0
-        config["pipeline"] = {"stages": sizes["pipeline"], "activation_checkpoint_interval": interval}
-    return config | {name: {"enabled": True} for name in full.telemetry.trackers if name != "mlflow"}
+        config["pipeline"] = {
+            "stages": sizes["pipeline"],
+            "activation_checkpoint_interval": interval,
+        }
+    return config | {
+        name: {"enabled": True} for name in full.telemetry.trackers if name != "mlflow"
+    }
 
 
 def _zero(full: Plan) -> dict[str, Any]:
     data, gradients = full.strategy.data, full.strategy.gradient_dtype
     found: dict[str, Any] = {
-        "stage": data.zero, "overlap_comm": data.overlap,
+        "stage": data.zero,
+        "overlap_comm": data.overlap,
         "reduce_bucket_size": max(1, round(data.bucket_mib * MIB / BYTES[gradients])),
-    }  # fmt: skip
+    }
     if data.offload != "none":
         found["offload_optimizer"] = {"device": "cpu"}
     if data.offload == "parameters":
         found["offload_param"] = {"device": "cpu"}
-    return found | ({"mics_shard_size": data.shard} if isinstance(data.shard, int) and data.zero == 3 else {})
+    return found | (
+        {"mics_shard_size": data.shard} if isinstance(data.shard, int) and data.zero == 3 else {}
+    )
 
 
 def _written_optimizer(full: Plan) -> dict[str, Any]:
     o = full.training.optimizer
     if o.name == "sgd":
-        return {"type": "SGD", "params": {"lr": o.learning_rate, "momentum": o.beta1, "weight_decay": o.weight_decay}}
-    params = {"lr": o.learning_rate, "betas": [o.beta1, o.beta2], "eps": o.epsilon, "weight_decay": o.weight_decay}
+        return {
+            "type": "SGD",
+            "params": {"lr": o.learning_rate, "momentum": o.beta1, "weight_decay": o.weight_decay},
+        }
+    params = {
+        "lr": o.learning_rate,
+        "betas": [o.beta1, o.beta2],
+        "eps": o.epsilon,
+        "weight_decay": o.weight_decay,
+    }
     return {"type": "AdamW", "params": params}
 
 
@@ -71,4 +89,7 @@ def _written_schedule(full: Plan) -> dict[str, Any]:
         params |= {"warmup_min_lr": 0, "warmup_max_lr": o.learning_rate, "warmup_type": "linear"}
     if kind != "WarmupLR":
         params["total_num_steps"] = full.training.steps
-    return {"type": kind, "params": params | ({"cos_min_ratio": o.final_ratio} if kind == "WarmupCosineLR" else {})}
+    return {
+        "type": kind,
+        "params": params | ({"cos_min_ratio": o.final_ratio} if kind == "WarmupCosineLR" else {}),
+    }

@@ -1,4 +1,6 @@
-"""gpt-neox's YAML (Megatron-DeepSpeed): DeepSpeed's keys beside those of the model, its parallel sizes and training."""
+"""gpt-neox's YAML (Megatron-DeepSpeed): DeepSpeed's keys beside those of the model, its parallel
+sizes and training.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,20 @@ from typing import Any
 
 from workbench.errors import Problem, refuse
 from workbench.interop.deepspeed import read_deepspeed
-from workbench.interop.gpt_neox import gpt_neox_keys as known
-from workbench.interop.translation import PIPED, STAND_IN, Given, Imported, Lacking, catalogued, imported, lacks
 from workbench.interop.deepspeed.deepspeed_keys import MAPPINGS
 from workbench.interop.foreign_keys import Keys
 from workbench.interop.foreign_text import from_braces, mapping
+from workbench.interop.gpt_neox import gpt_neox_keys as known
+from workbench.interop.translation import (
+    PIPED,
+    STAND_IN,
+    Given,
+    Imported,
+    Lacking,
+    catalogued,
+    imported,
+    lacks,
+)
 from workbench.plan.model_shape import Shape
 from workbench.plan.plan_files import build
 
@@ -34,12 +45,17 @@ class Spelled(Keys):
         self._as: dict[str, str] = {}
         super().__init__(self._underscored(data))
 
-    def _underscored(self, data: Mapping[str, Any], above: tuple[str, str] = ("", "")) -> dict[str, Any]:
+    def _underscored(
+        self, data: Mapping[str, Any], above: tuple[str, str] = ("", "")
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in data.items():
             name = key.replace("-", "_") if isinstance(key, str) else key
             if name in found:
-                raise refuse(f"{above[1]}{key}", "is written twice, with hyphens and underscores; keep one of them")
+                raise refuse(
+                    f"{above[1]}{key}",
+                    "is written twice, with hyphens and underscores; keep one of them",
+                )
             if isinstance(name, str):
                 self._as[above[0] + name] = above[1] + key
             inner = (f"{above[0]}{name}.", f"{above[1]}{key}.")
@@ -51,25 +67,39 @@ class Spelled(Keys):
         return self._as.get(key, key)
 
 
-def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False) -> Imported:
-    """The plan of a gpt-neox YAML, as text or already parsed. Raises `PlanError` naming key and legal values."""
+def read(
+    text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False
+) -> Imported:
+    """The plan of a gpt-neox YAML, as text or already parsed. Raises `PlanError` naming key and
+    legal values.
+    """
     given = given or Given()
     keys = Spelled(mapping(from_braces(text, "file") if isinstance(text, str) else text, "file"))
     keys.sections(*MAPPINGS)
-    axes = {axis: keys.whole(f"{key}_parallel_size", 0) or 1
-            for axis, key in (("tensor", "model"), ("pipeline", "pipe"), ("context", "context"))}  # fmt: skip
+    axes = {
+        axis: keys.whole(f"{key}_parallel_size", 0) or 1
+        for axis, key in (("tensor", "model"), ("pipeline", "pipe"), ("context", "context"))
+    }
     sequence = bool(keys.flag("sequence_parallel")) and axes["tensor"] > 1
     zero = keys.whole("zero_optimization.stage", 0, 3) or 0
     precision = _precision(keys, zero)
-    world, batch = read_deepspeed.batch_of(keys, _cards(keys, given), math.prod(axes.values()), set())
+    world, batch = read_deepspeed.batch_of(
+        keys, _cards(keys, given), math.prod(axes.values()), set()
+    )
     model = _model(keys, given)
     training = _training(keys, batch)
     strategy = {
-        "stack": PIPED, **precision, "tensor": {"size": axes["tensor"], "sequence": sequence},
-        "data": read_deepspeed.data_of(keys, zero, read_deepspeed.gradient_bytes(precision, given), set()),
-        "pipeline": {"size": axes["pipeline"]}, "context": {"size": axes["context"]}, "recompute": _recompute(keys),
+        "stack": PIPED,
+        **precision,
+        "tensor": {"size": axes["tensor"], "sequence": sequence},
+        "data": read_deepspeed.data_of(
+            keys, zero, read_deepspeed.gradient_bytes(precision, given), set()
+        ),
+        "pipeline": {"size": axes["pipeline"]},
+        "context": {"size": axes["context"]},
+        "recompute": _recompute(keys),
         "expert": {"size": keys.whole("moe_expert_parallel_size") or 1},
-    }  # fmt: skip
+    }
     plan = {"model": model, "cluster": given.cluster(world), "strategy": strategy, **training}
     keys.finish(known.KNOWN, known.WHYS, known.SECTIONS, lenient)
     return imported("gpt-neox", plan, keys, given)
@@ -78,18 +108,24 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
 def _cards(keys: Keys, given: Given) -> Given:
     """With how many GPUs the file names, where it does."""
     each, nodes = keys.whole("num_gpus"), keys.whole("num_nodes")
-    return given if each is None else replace(given, gpus=given.world(each * (nodes or 1), "num_gpus"))
+    return (
+        given if each is None else replace(given, gpus=given.world(each * (nodes or 1), "num_gpus"))
+    )
 
 
 def _precision(keys: Keys, zero: int) -> dict[str, str]:
-    """Precision by `precision`, `bf16` or `fp16` (whose `type` may be bfloat16), and what gradients add up in."""
+    """Precision by `precision`, `bf16` or `fp16` (whose `type` may be bfloat16), and what gradients
+    add up in.
+    """
     kinds = {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"}
     word, kind = keys.choice("precision", kinds), keys.choice("fp16.type", kinds)
     keys.flag("fp16.fp16")
     said = [kind or name if name == "fp16" else name for name in _enabled(keys)]
     found = list(dict.fromkeys([*said, *([word] if word else [])]))
     if len(found) > 1:
-        raise refuse(keys.name("precision"), f"is {found[-1]}, and {found[0]} is enabled; keep one of them")
+        raise refuse(
+            keys.name("precision"), f"is {found[-1]}, and {found[0]} is enabled; keep one of them"
+        )
     precision = found[0] if found else "fp32"
     if not found and not any(keys.said(f"{name}.enabled") for name in ("bf16", "fp16")):
         keys.assume("strategy.precision", precision, "gpt-neox's default")
@@ -101,7 +137,9 @@ def _precision(keys: Keys, zero: int) -> dict[str, str]:
 
 
 def _enabled(keys: Keys) -> list[str]:
-    """16-bit precisions that are turned on; one that says auto counts where no other is said, as gpt-neox has it."""
+    """16-bit precisions that are turned on; one that says auto counts where no other is said, as
+    gpt-neox has it.
+    """
     left = [name for name in ("bf16", "fp16") if f"{name}.enabled" in keys.autos()]
     said = [name for name in ("bf16", "fp16") if name not in left and keys.flag(f"{name}.enabled")]
     taken = said or left[:1]
@@ -127,13 +165,21 @@ def _model(keys: Keys, given: Given) -> str | dict[str, Any]:
             keys.leave(key, "the model given says the shape")
         return given.the_model("")
     if missing := [key for key in REQUIRED if key not in keys]:
-        raise Lacking([Problem(key, "is missing; give it, or model (--model)") for key in missing], [STAND_IN])
+        raise Lacking(
+            [Problem(key, "is missing; give it, or model (--model)") for key in missing], [STAND_IN]
+        )
     for key in ("num_experts", "moe_num_experts"):
         if (experts := keys.whole(key)) not in (None, 1):
-            raise refuse(keys.name(key), f"is {experts}: experts in every other layer, which a plan's model cannot "
-                         "say; legal: 1, or give model (--model)")  # fmt: skip
+            raise refuse(
+                keys.name(key),
+                f"is {experts}: experts in every other layer, which a "
+                f"plan's model cannot "
+                "say; legal: 1, or give model (--model)",
+            )
     fields = {key: value for key, value in _fields(keys, given).items() if value is not None}
-    shape = build({"model": {"name": "gpt-neox", **fields}, "cluster": {"gpu": "local", "gpus": 1}}).model
+    shape = build(
+        {"model": {"name": "gpt-neox", **fields}, "cluster": {"gpu": "local", "gpus": 1}}
+    ).model
     assert isinstance(shape, Shape)
     return catalogued(shape) or shape.model_dump(exclude_unset=True)
 
@@ -141,31 +187,54 @@ def _model(keys: Keys, given: Given) -> str | dict[str, Any]:
 def _fields(keys: Keys, given: Given) -> dict[str, Any]:
     layers, hidden, heads = (keys.whole(key) for key in REQUIRED)
     llama = keys.choice("mlp_type", {"regular": False, "llama": True}) or False
-    activation = keys.choice("activation", known.ACTIVATIONS | ({"silu": "swiglu", "swish": "swiglu"} if llama else {}))
+    activation = keys.choice(
+        "activation", known.ACTIVATIONS | ({"silu": "swiglu", "swish": "swiglu"} if llama else {})
+    )
     mlp = "swiglu" if llama else activation or "gelu"
     norm = keys.choice("norm", {name: name for name in ("layernorm", "rmsnorm")}) or "layernorm"
-    epsilons = {"layernorm": keys.number("layernorm_epsilon", 1e-30), "rmsnorm": keys.number("rms_norm_epsilon", 1e-30)}
+    epsilons = {
+        "layernorm": keys.number("layernorm_epsilon", 1e-30),
+        "rmsnorm": keys.number("rms_norm_epsilon", 1e-30),
+    }
     bias, inner = keys.flag("use_bias_in_attn_linear"), keys.flag("use_bias_in_mlp")
     tied = not keys.flag("no_weight_tying")
     return {
-        "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": keys.whole("num_kv_heads"), "mlp": mlp,
-        "ffn": _width(keys, int(hidden or 0), llama, mlp in ("swiglu", "geglu")), "vocab": _vocabulary(keys, given),
-        "max_positions": keys.whole("max_position_embeddings"), "norm": norm,
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": keys.whole("num_kv_heads"),
+        "mlp": mlp,
+        "ffn": _width(keys, int(hidden or 0), llama, mlp in ("swiglu", "geglu")),
+        "vocab": _vocabulary(keys, given),
+        "max_positions": keys.whole("max_position_embeddings"),
+        "norm": norm,
         "positions": keys.choice("pos_emb", known.POSITIONS) or "learned",
         "norm_epsilon": epsilons[norm] or {"layernorm": 1e-5, "rmsnorm": 1e-8}[norm],
-        "biases": "none" if bias is False else "all", "tied": tied, "window": keys.whole("sliding_window_width"),
+        "biases": "none" if bias is False else "all",
+        "tied": tied,
+        "window": keys.whole("sliding_window_width"),
         "rope_theta": keys.number("rotary_emb_base", 1e-9),
-        "unmodelled": "; ".join(_beyond(keys, layers, bias is not False, not llama and inner is not False)) or None,
-    }  # fmt: skip
+        "unmodelled": "; ".join(
+            _beyond(keys, layers, bias is not False, not llama and inner is not False)
+        )
+        or None,
+    }
 
 
 def _width(keys: Keys, hidden: int, llama: bool, gated: bool) -> int:
-    """Width of the feed-forward layer; gated ones take two thirds of the size given, half of it for each product."""
+    """Width of the feed-forward layer; gated ones take two thirds of the size given, half of it for
+    each product.
+    """
     sizes = (keys.whole("intermediate_size"), keys.whole("feedforward_size"))
-    times, multiple = keys.number("expansion_factor", 1e-9), keys.whole("mlp_multiple_of") or (256 if llama else 1)
+    times, multiple = (
+        keys.number("expansion_factor", 1e-9),
+        keys.whole("mlp_multiple_of") or (256 if llama else 1),
+    )
     size = next((size for size in (*sizes, times and int(times * hidden)) if size), None)
     if size is None:
-        size = int(keys.assume("model.ffn", 4 * hidden, "gpt-neox's default, four times hidden_size"))
+        size = int(
+            keys.assume("model.ffn", 4 * hidden, "gpt-neox's default, four times hidden_size")
+        )
     if not gated:
         return -(-size // multiple) * multiple
     wide = int(size * 2 / 3)
@@ -178,31 +247,52 @@ def _width(keys: Keys, hidden: int, llama: bool, gated: bool) -> int:
 
 
 def _vocabulary(keys: Keys, given: Given) -> int:
-    vocab, wanted = keys.whole("padded_vocab_size"), given.vocab_size or given.sets.get("model.vocab")
+    vocab, wanted = (
+        keys.whole("padded_vocab_size"),
+        given.vocab_size or given.sets.get("model.vocab"),
+    )
     tokenizer = keys.leave("tokenizer_type", "a plan names its text in `corpus`")
     if vocab is None and wanted is not None:
         return int(keys.assume("model.vocab", wanted, "given"))
     if vocab is None and isinstance(tokenizer, str) and tokenizer in known.VOCABULARIES:
-        return int(keys.assume("model.vocab", known.VOCABULARIES[tokenizer], f"what tokenizer_type {tokenizer} has"))
+        return int(
+            keys.assume(
+                "model.vocab", known.VOCABULARIES[tokenizer], f"what tokenizer_type {tokenizer} has"
+            )
+        )
     if vocab is None:
-        raise lacks("padded_vocab_size", "is missing, and the vocabulary decides the embedding's size; give it "
-                    "(--vocab-size), or model (--model)", {"vocab_size": 32000})  # fmt: skip
+        raise lacks(
+            "padded_vocab_size",
+            "is missing, and the vocabulary decides the embedding's "
+            "size; give it "
+            "(--vocab-size), or model (--model)",
+            {"vocab_size": 32000},
+        )
     return vocab
 
 
 def _beyond(keys: Keys, layers: int | None, attention_bias: bool, mlp_bias: bool) -> list[str]:
     """What the model computes that the fields of a shape do not say."""
-    found = {key: f"{key} true" for key in ("gpt_j_residual", "use_qk_layernorm", "gpt_j_tied") if keys.flag(key)}
+    found = {
+        key: f"{key} true"
+        for key in ("gpt_j_residual", "use_qk_layernorm", "gpt_j_tied")
+        if keys.flag(key)
+    }
     if (share := keys.number("rotary_pct", 0, 1)) not in (None, 1):
         found["rotary_pct"] = f"rotary_pct {share:g}"
     if (unique := keys.whole("num_unique_layers")) not in (None, layers):
         found["num_unique_layers"] = f"num_unique_layers {unique}: layers share weights"
     kinds = str(keys.take("attention_config") or "")
-    if any(word in kinds for word in ("local", "sparse", "bigbird", "longformer", "mlp", "mamba", "rwkv")):
+    if any(
+        word in kinds
+        for word in ("local", "sparse", "bigbird", "longformer", "mlp", "mamba", "rwkv")
+    ):
         found["attention_config"] = f"attention_config {kinds[:60]}"
     for key in found:
         keys.doubt(key, "told in model.unmodelled: estimated without, refused where it would run")
-    biases = ["biases in attention or in the feed-forward layers only"] * (attention_bias != mlp_bias)
+    biases = ["biases in attention or in the feed-forward layers only"] * (
+        attention_bias != mlp_bias
+    )
     return [*found.values(), *biases]
 
 
@@ -211,31 +301,56 @@ def _training(keys: Keys, batch: dict[str, int]) -> dict[str, Any]:
     if steps is None:
         keys.assume("training.steps", STEPS, "the file has no train_iters; the plan's default")
     if length is None:
-        keys.assume("training.sequence_length", "default", "the file has no seq_length; the plan's default")
+        keys.assume(
+            "training.sequence_length", "default", "the file has no seq_length; the plan's default"
+        )
     optimizer, _ = read_deepspeed.optimizer_of(keys, OWN)
     optimizer = {**_defaults(keys, optimizer), **optimizer, **_decays(keys, optimizer)}
     optimizer |= _schedule(keys, optimizer["learning_rate"], steps or STEPS)
     saved = [keys.whole(key, 0) for key in ("checkpoint_factor", "save_interval")]
     kept, trackers = keys.whole("keep_last_n_checkpoints"), _trackers(keys)
     said: dict[str, Any] = {
-        **batch, "steps": steps, "sequence_length": length, "optimizer": optimizer,
-        "dropout": _dropout(keys), "seed": _seed(keys), "evaluation": _evaluation(keys),
-    }  # fmt: skip
-    checkpoint = {"every": next((n for n in saved if n is not None), 0), **({"keep": kept} if kept else {})}
+        **batch,
+        "steps": steps,
+        "sequence_length": length,
+        "optimizer": optimizer,
+        "dropout": _dropout(keys),
+        "seed": _seed(keys),
+        "evaluation": _evaluation(keys),
+    }
+    checkpoint = {
+        "every": next((n for n in saved if n is not None), 0),
+        **({"keep": kept} if kept else {}),
+    }
     if checkpoint["every"]:
         checkpoint["asynchronous"] = False  # DeepSpeed's engine writes while the steps wait
-    return {"training": {key: value for key, value in said.items() if value is not None}, "checkpoint": checkpoint,
-            "telemetry": {"trackers": trackers}}  # fmt: skip
+    return {
+        "training": {key: value for key, value in said.items() if value is not None},
+        "checkpoint": checkpoint,
+        "telemetry": {"trackers": trackers},
+    }
 
 
 def _dropout(keys: Keys) -> float:
-    """Dropout of the residual stream; that of attention's probabilities is told, as a plan has none."""
-    attention, dropout = keys.number("attention_dropout", 0, 1), keys.number("hidden_dropout", 0, 0.99)
+    """Dropout of the residual stream; that of attention's probabilities is told, as a plan has
+    none.
+    """
+    attention, dropout = (
+        keys.number("attention_dropout", 0, 1),
+        keys.number("hidden_dropout", 0, 0.99),
+    )
     if attention is None:
         keys.assume("attention_dropout", 0.0, DEFAULT.format(0.1))
     elif attention:
-        keys.doubt("attention_dropout", "a plan drops entries of the residual branches, not of attention's scores")
-    return float(keys.assume("training.dropout", 0.0, DEFAULT.format(0.1))) if dropout is None else dropout
+        keys.doubt(
+            "attention_dropout",
+            "a plan drops entries of the residual branches, not of attention's scores",
+        )
+    return (
+        float(keys.assume("training.dropout", 0.0, DEFAULT.format(0.1)))
+        if dropout is None
+        else dropout
+    )
 
 
 def _seed(keys: Keys) -> int:
@@ -253,8 +368,11 @@ def _evaluation(keys: Keys) -> dict[str, int]:
 
 
 def _trackers(keys: Keys) -> list[str]:
-    on = {"tensorboard": keys.text("tensorboard_dir") is not None or bool(keys.flag("tensorboard.enabled")),
-          "wandb": bool(keys.flag("use_wandb")) or bool(keys.flag("wandb.enabled"))}  # fmt: skip
+    on = {
+        "tensorboard": keys.text("tensorboard_dir") is not None
+        or bool(keys.flag("tensorboard.enabled")),
+        "wandb": bool(keys.flag("use_wandb")) or bool(keys.flag("wandb.enabled")),
+    }
     return [name for name, wanted in on.items() if wanted]
 
 
@@ -263,25 +381,41 @@ def _defaults(keys: Keys, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     wanted = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
     if optimizer["name"] == "sgd":
         wanted = {"learning_rate": 1e-3}
-    return {field: keys.assume(f"{O}{field}", value, "gpt-neox's default")
-            for field, value in wanted.items() if field not in optimizer}  # fmt: skip
+    return {
+        field: keys.assume(f"{O}{field}", value, "gpt-neox's default")
+        for field, value in wanted.items()
+        if field not in optimizer
+    }
 
 
 def _decays(keys: Keys, optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Weight decay and clipping, which stand beside the optimizer, and gpt-neox's defaults of both."""
+    """Weight decay and clipping, which stand beside the optimizer, and gpt-neox's defaults of
+    both.
+    """
     decay, found = keys.number("weight_decay", 0), {}
     if "clip" not in optimizer:
         found["clip"] = keys.assume(f"{O}clip", 1.0, "gpt-neox's default")
     if "weight_decay" not in optimizer:
-        found["weight_decay"] = keys.assume(f"{O}weight_decay", 0.1, DEFAULT.format(0.01)) if decay is None else decay
+        found["weight_decay"] = (
+            keys.assume(f"{O}weight_decay", 0.1, DEFAULT.format(0.01)) if decay is None else decay
+        )
     return found
 
 
 def _schedule(keys: Keys, rate: float, steps: int) -> dict[str, Any]:
-    kinds = {"constant": "constant", "linear": "linear", "cosine": "cosine", "exponential": "exponential"}
-    decay = keys.choice("lr_decay_style", kinds) or keys.assume(f"{O}decay", "linear", "gpt-neox's default")
+    kinds = {
+        "constant": "constant",
+        "linear": "linear",
+        "cosine": "cosine",
+        "exponential": "exponential",
+    }
+    decay = keys.choice("lr_decay_style", kinds) or keys.assume(
+        f"{O}decay", "linear", "gpt-neox's default"
+    )
     if decay == "exponential":
-        keys.doubt("lr_decay_style", "a plan decays constantly, linearly or by a cosine; cosine was taken")
+        keys.doubt(
+            "lr_decay_style", "a plan decays constantly, linearly or by a cosine; cosine was taken"
+        )
         decay = "cosine"
     over, least = keys.whole("lr_decay_iters"), keys.number("min_lr", 0)
     if over not in (None, steps):
@@ -298,7 +432,11 @@ def _warmup(keys: Keys, steps: int, over: int) -> int:
     """Steps of the warm-up, a share of those that the rate decays over, and within the run."""
     share = keys.number("warmup", 0, 1)
     if share is None:
-        return int(keys.assume(f"{O}warmup_steps", min(steps, round(0.01 * over)), "gpt-neox's default, 1 percent"))
+        return int(
+            keys.assume(
+                f"{O}warmup_steps", min(steps, round(0.01 * over)), "gpt-neox's default, 1 percent"
+            )
+        )
     found = round(share * over)
     if found > steps:
         keys.doubt("warmup", f"a plan warms up within its steps; {steps} were taken, of {found}")

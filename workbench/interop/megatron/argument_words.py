@@ -1,4 +1,6 @@
-"""Megatron-LM's arguments as written: a shell command or script, a list of words, or a mapping, to flags and values."""
+"""Megatron-LM's arguments as written: a shell command or script, a list of words, or a mapping, to
+flags and values.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,20 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.safe_io import json_files
-from workbench.safe_io import yaml_files
 from workbench.errors import refuse
-from workbench.interop.megatron import functional_recipes
 from workbench.interop.foreign_keys import Open, flat, shown
+from workbench.interop.foreign_text import Parsed
+from workbench.interop.megatron import functional_recipes
 from workbench.interop.megatron.flags import Occurrence, occurrences, resolve
 from workbench.interop.megatron.scripts import Arguments, read
 from workbench.interop.shell import Item, Text
-from workbench.interop.foreign_text import Parsed
+from workbench.safe_io import json_files, yaml_files
 
-_NEGATED = {"add-bias-linear": "disable-bias-linear", "overlap-p2p-comm": "no-overlap-p2p-communication",
-            "add-position-embedding": "no-position-embedding"}  # fmt: skip
+_NEGATED = {
+    "add-bias-linear": "disable-bias-linear",
+    "overlap-p2p-comm": "no-overlap-p2p-communication",
+    "add-position-embedding": "no-position-embedding",
+}
 _RENAMED = {"fp8": "fp8-format"}
 
 
@@ -30,10 +34,12 @@ def flags(source: str | Parsed) -> dict[str, Any]:
 
 
 def arguments(source: str | Parsed, given: Mapping[str, str] | None = None) -> Arguments:
-    """Flag (without dashes, in kebab case) -> value: a number, text, a list of several, or True where none stands.
+    """Flag (without dashes, in kebab case) -> value: a number, text, a list of several, or True
+    where none stands.
 
-    `source` is a shell command or script, a list of words or a mapping, as text or parsed; `given` are a script's
-    variables that are decided from outside. Raises `PlanError` for text that is no list of arguments.
+    `source` is a shell command or script, a list of words or a mapping, as text or parsed; `given`
+    are a script's variables that are decided from outside. Raises `PlanError` for text that is no
+    list of arguments.
     """
     if isinstance(source, str):
         start = source.lstrip("\ufeff \t\r\n")
@@ -41,7 +47,11 @@ def arguments(source: str | Parsed, given: Mapping[str, str] | None = None) -> A
             return read(source.lstrip("\ufeff"), given)
         source = _parsed(source, start)
     if isinstance(source, Mapping):
-        return functional_recipes.read(source, given) if functional_recipes.is_recipe(source) else _of_mapping(source)
+        return (
+            functional_recipes.read(source, given)
+            if functional_recipes.is_recipe(source)
+            else _of_mapping(source)
+        )
     return _of_words(source)
 
 
@@ -52,9 +62,16 @@ def _is_shell(text: str, start: str) -> bool:
 
 
 def _parsed(text: str, start: str) -> Parsed:
-    found = json_files.parse(start, "file") if start.startswith(("{", "[")) else yaml_files.parse(text, where="file")
+    found = (
+        json_files.parse(start, "file")
+        if start.startswith(("{", "["))
+        else yaml_files.parse(text, where="file")
+    )
     if not isinstance(found, Mapping | list):
-        raise refuse("file", f"is {shown(found)}; must be arguments such as --num-layers 24, or a mapping of them")
+        raise refuse(
+            "file",
+            f"is {shown(found)}; must be arguments such as --num-layers 24, or a mapping of them",
+        )
     return found
 
 
@@ -67,7 +84,9 @@ def _of_mapping(data: Mapping[str, Any]) -> Arguments:
             key, value = _NEGATED[key], not value
         if value is not None and value is not False:
             if key in found and found[key] != value:
-                raise refuse(f"--{key}", f"is {shown(found[key])} and {shown(value)}; keep one of them")
+                raise refuse(
+                    f"--{key}", f"is {shown(found[key])} and {shown(value)}; keep one of them"
+                )
             found[key] = value
     return Arguments(found)
 
@@ -99,10 +118,16 @@ def _back(value: Any, texts: Mapping[str, Any]) -> Any:
 
 
 def command(world: Mapping[str, int], arguments: Mapping[str, Any]) -> str:
-    """A `torchrun` line that starts Megatron's pretrain_gpt.py with `arguments`; True is a flag without a value."""
+    """A `torchrun` line that starts Megatron's pretrain_gpt.py with `arguments`; True is a flag
+    without a value.
+    """
     launcher = " ".join(f"--{key} {value}" for key, value in world.items())
     lines = [f"torchrun {launcher} pretrain_gpt.py"]
     for key, value in arguments.items():
-        word = "" if value is True else f" {shlex.quote(value) if isinstance(value, str) else json.dumps(value)}"
+        word = (
+            ""
+            if value is True
+            else f" {shlex.quote(value) if isinstance(value, str) else json.dumps(value)}"
+        )
         lines.append(f"  --{key}{word}")
     return " \\\n".join(lines) + "\n"

@@ -15,21 +15,28 @@ _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 
 
 
 def read_data(keys: Keys, replicas: int, gradients: str) -> dict[str, Any]:
-    """The section `data` of the strategy; `replicas` ranks share the gradients, which are kept in `gradients`."""
+    """The section `data` of the strategy; `replicas` ranks share the gradients, which are kept in
+    `gradients`.
+    """
     torch = keys.flag("use-torch-fsdp2")
     zero = 3 if torch else max(_stage(keys), keys.whole("zero-stage", 0, 3) or 0)
     overlap = _overlap(keys, zero)
     found: dict[str, Any] = {
-        "zero": zero, "overlap": overlap, "reduce": "microbatch" if zero >= 2 else "step",
-        "offload": _offload(keys, zero), **_bucket(keys, replicas, overlap, 4 if gradients == "fp32" else 2),
-    }  # fmt: skip
+        "zero": zero,
+        "overlap": overlap,
+        "reduce": "microbatch" if zero >= 2 else "step",
+        "offload": _offload(keys, zero),
+        **_bucket(keys, replicas, overlap, 4 if gradients == "fp32" else 2),
+    }
     if torch and keys.flag("torch-fsdp2-no-reshard-after-forward"):
         found["keep_gathered"] = True
     instances = keys.whole("num-distributed-optimizer-instances")
     if instances is not None and instances > 1:
         if replicas % instances:
-            raise refuse("--num-distributed-optimizer-instances", f"is {instances}, which data x context = {replicas} "
-                         "does not divide")  # fmt: skip
+            raise refuse(
+                "--num-distributed-optimizer-instances",
+                f"is {instances}, which data x context = {replicas} does not divide",
+            )
         found["shard"] = replicas // instances
     return found
 
@@ -47,10 +54,19 @@ def _stage(keys: Keys) -> int:
 
 
 def _overlap(keys: Keys, zero: int) -> bool:
-    """Whether communication of gradients is hidden, by Megatron-LM's switches, or as DeepSpeed does it by itself."""
-    reduced, gathered = bool(keys.flag("overlap-grad-reduce")), bool(keys.flag("overlap-param-gather"))
+    """Whether communication of gradients is hidden, by Megatron-LM's switches, or as DeepSpeed does
+    it by itself.
+    """
+    reduced, gathered = (
+        bool(keys.flag("overlap-grad-reduce")),
+        bool(keys.flag("overlap-param-gather")),
+    )
     if reduced and zero and not gathered:
-        keys.assume("strategy.data.overlap", True, "--overlap-grad-reduce alone: gathering parameters is not hidden")
+        keys.assume(
+            "strategy.data.overlap",
+            True,
+            "--overlap-grad-reduce alone: gathering parameters is not hidden",
+        )
     if not (reduced or gathered) and keys.said("deepspeed"):
         return bool(keys.assume("strategy.data.overlap", zero == 3, DEEPSPEED))
     return reduced or gathered
@@ -62,7 +78,10 @@ def _bucket(keys: Keys, replicas: int, overlap: bool, wide: int) -> dict[str, fl
     if elements is None and keys.said("deepspeed"):
         elements, why = DEEPSPEED_BUCKET, DEEPSPEED
     elif elements is None and overlap:
-        elements, why = max(BUCKET, 1_000_000 * replicas), "Megatron's default: 4e7 elements, or 1e6 a rank"
+        elements, why = (
+            max(BUCKET, 1_000_000 * replicas),
+            ("Megatron's default: 4e7 elements, or 1e6 a rank"),
+        )
     if elements is None:
         return {}
     size = elements * wide / MIB

@@ -1,4 +1,6 @@
-"""A mixture of experts as Megatron-LM's arguments, and back; Megatron-DeepSpeed names and defaults some otherwise."""
+"""A mixture of experts as Megatron-LM's arguments, and back; Megatron-DeepSpeed names and defaults
+some otherwise.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,24 @@ from workbench.plan.model_shape import Shape
 
 _RUN = re.compile(r"\[([01](?:,[01]){0,9999})\](?:\*(\d{1,4}))?")
 _FORK = (
-    "deepspeed", "topk", "expert-interval", "moe-loss-coeff", "moe-train-capacity-factor", "moe-expert-parallel-size",
+    "deepspeed",
+    "topk",
+    "expert-interval",
+    "moe-loss-coeff",
+    "moe-train-capacity-factor",
+    "moe-expert-parallel-size",
     "disable-moe-token-dropping",
-)  # fmt: skip
+)
 """Arguments that only Megatron-DeepSpeed has."""
 _EVERY = "a plan's model has experts in every layer behind the dense ones; every layer was taken"
 
 
-def read_experts(keys: Keys, layers: int | None, ffn: int | None, score: str) -> dict[str, Any] | None:
-    """The section `moe` of a shape, whose router scores experts by `score`; None for a dense model."""
+def read_experts(
+    keys: Keys, layers: int | None, ffn: int | None, score: str
+) -> dict[str, Any] | None:
+    """The section `moe` of a shape, whose router scores experts by `score`; None for a dense
+    model.
+    """
     experts = keys.whole("num-experts")
     if experts in (None, 1):  # Megatron-DeepSpeed says 1 where nothing is split into experts
         return None
@@ -27,14 +38,21 @@ def read_experts(keys: Keys, layers: int | None, ffn: int | None, score: str) ->
     width = keys.whole("moe-ffn-hidden-size") or ffn
     shared, left = divmod(keys.whole("moe-shared-expert-intermediate-size", 0) or 0, width or 1)
     if left:
-        keys.doubt("moe-shared-expert-intermediate-size",
-                   f"a plan's shared experts are as wide as the others, {width}; {shared} were taken")  # fmt: skip
+        keys.doubt(
+            "moe-shared-expert-intermediate-size",
+            f"a plan's shared experts are as wide as the others, {width}; {shared} were taken",
+        )
     found = {"experts": experts, "top_k": _chosen(keys, fork), "ffn": width, "shared": shared}
     if fork:
         _interval(keys)
     balancing = _balancing(keys)
-    return {**found, "first_dense": _first_dense(keys, layers), **_gates(keys, balancing, score),
-            "auxiliary_loss": _auxiliary_loss(keys, fork, balancing), **_capacity(keys, fork)}  # fmt: skip
+    return {
+        **found,
+        "first_dense": _first_dense(keys, layers),
+        **_gates(keys, balancing, score),
+        "auxiliary_loss": _auxiliary_loss(keys, fork, balancing),
+        **_capacity(keys, fork),
+    }
 
 
 def _chosen(keys: Keys, fork: bool) -> int:
@@ -42,8 +60,13 @@ def _chosen(keys: Keys, fork: bool) -> int:
     found = keys.whole("moe-router-topk") or keys.whole("topk")
     if found is not None:
         return found
-    return int(keys.assume("model.moe.top_k", 1 if fork else 2, "Megatron-DeepSpeed's default" if fork else
-                           "Megatron's default"))  # fmt: skip
+    return int(
+        keys.assume(
+            "model.moe.top_k",
+            1 if fork else 2,
+            "Megatron-DeepSpeed's default" if fork else "Megatron's default",
+        )
+    )
 
 
 def _interval(keys: Keys) -> None:
@@ -56,18 +79,24 @@ def _interval(keys: Keys) -> None:
 
 
 def _balancing(keys: Keys) -> str:
-    """How experts are balanced, in Megatron's word; a list of several is told, and reads as a loss."""
+    """How experts are balanced, in Megatron's word; a list of several is told, and reads as a
+    loss.
+    """
     found = keys.take("moe-router-load-balancing-type")
     if found not in (None, "seq_aux_loss", "none"):
-        keys.doubt("moe-router-load-balancing-type", "a plan balances experts by a loss over each sequence, or not")
+        keys.doubt(
+            "moe-router-load-balancing-type",
+            "a plan balances experts by a loss over each sequence, or not",
+        )
     return str(found or "aux_loss")
 
 
 def _gates(keys: Keys, balancing: str, score: str) -> dict[str, bool]:
     """Whether a token's gates add up to one, where that is not as the shape's default has it.
 
-    A softmax over all experts, before they are chosen (`--moe-router-pre-softmax`), leaves the gates as they are; one
-    over the chosen experts makes them add up to one, and sigmoid gates are divided by their sum.
+    A softmax over all experts, before they are chosen (`--moe-router-pre-softmax`), leaves the
+    gates as they are; one over the chosen experts makes them add up to one, and sigmoid gates are
+    divided by their sum.
     """
     as_they_are = bool(keys.flag("moe-router-pre-softmax")) and score == "softmax"
     return {"renormalise": False} if as_they_are or balancing == "sinkhorn" else {}
@@ -80,11 +109,17 @@ def _auxiliary_loss(keys: Keys, fork: bool, balancing: str) -> float:
         return 0.0
     if said is None and fork:
         return float(keys.assume("model.moe.auxiliary_loss", 0.1, "Megatron-DeepSpeed's default"))
-    return float(keys.assume("model.moe.auxiliary_loss", 0.0, "Megatron's default")) if said is None else said
+    return (
+        float(keys.assume("model.moe.auxiliary_loss", 0.0, "Megatron's default"))
+        if said is None
+        else said
+    )
 
 
 def _coefficient(keys: Keys) -> float | None:
-    """The coefficient that is said; of several, one for each way of balancing, the first, which is told."""
+    """The coefficient that is said; of several, one for each way of balancing, the first, which is
+    told.
+    """
     found = keys.take("moe-aux-loss-coeff")
     if isinstance(found, list) and found:
         keys.doubt("moe-aux-loss-coeff", f"a plan has one coefficient; {shown(found[0])} was taken")
@@ -98,15 +133,25 @@ def _coefficient(keys: Keys) -> float | None:
 
 def _capacity(keys: Keys, fork: bool) -> dict[str, float]:
     """Rows that an expert takes, in even shares; nothing where no token is dropped."""
-    key = "moe-train-capacity-factor" if "moe-train-capacity-factor" in keys else "moe-expert-capacity-factor"
+    key = (
+        "moe-train-capacity-factor"
+        if "moe-train-capacity-factor" in keys
+        else "moe-expert-capacity-factor"
+    )
     found = keys.number(key)
     if fork and keys.flag("disable-moe-token-dropping"):
         return {}
     if found is None and fork:
-        found = keys.assume("model.moe.capacity", 1.0, "Megatron-DeepSpeed's default of --moe-train-capacity-factor")
+        found = keys.assume(
+            "model.moe.capacity", 1.0, "Megatron-DeepSpeed's default of --moe-train-capacity-factor"
+        )
     elif found is not None and found > 0:
-        keys.doubt(key, "taken as model.moe.capacity: a plan limits an expert's tokens in each sequence, Megatron in "
-                   "each micro-batch")  # fmt: skip
+        keys.doubt(
+            key,
+            "taken as model.moe.capacity: a plan limits an expert's tokens in each "
+            "sequence, Megatron in "
+            "each micro-batch",
+        )
     return {"capacity": found} if found is not None and found > 0 else {}
 
 
@@ -122,10 +167,16 @@ def _first_dense(keys: Keys, layers: int | None) -> int:
 
 
 def _pattern(text: str) -> list[int]:
-    """What `([0]*3+[1]*58)`, `[0]+[1]*15` or `[0,1,1]` says of each layer: 1 has experts; empty for another text."""
+    """What `([0]*3+[1]*58)`, `[0]+[1]*15` or `[0,1,1]` says of each layer: 1 has experts; empty for
+    another text.
+    """
     parts = text.removeprefix("(").removesuffix(")").split("+")
     runs = [_RUN.fullmatch(part) for part in parts[:1000]]
-    return [int(kind) for run in runs if run for kind in run[1].split(",") * int(run[2] or 1)] if all(runs) else []
+    return (
+        [int(kind) for run in runs if run for kind in run[1].split(",") * int(run[2] or 1)]
+        if all(runs)
+        else []
+    )
 
 
 def write_experts(s: Shape) -> dict[str, Any]:
@@ -133,8 +184,10 @@ def write_experts(s: Shape) -> dict[str, Any]:
     if s.moe is None:
         return {}
     found: dict[str, Any] = {
-        "num-experts": s.moe.experts, "moe-router-topk": s.moe.top_k, "moe-ffn-hidden-size": s.moe.ffn,
-    }  # fmt: skip
+        "num-experts": s.moe.experts,
+        "moe-router-topk": s.moe.top_k,
+        "moe-ffn-hidden-size": s.moe.ffn,
+    }
     if s.moe.shared:
         found["moe-shared-expert-intermediate-size"] = s.moe.shared * s.moe.ffn
     if s.moe.first_dense:
@@ -144,4 +197,6 @@ def write_experts(s: Shape) -> dict[str, Any]:
     found["moe-router-load-balancing-type"] = "seq_aux_loss" if s.moe.auxiliary_loss else "none"
     if s.moe.auxiliary_loss:
         found["moe-aux-loss-coeff"] = s.moe.auxiliary_loss
-    return found | ({"moe-expert-capacity-factor": s.moe.capacity} if s.moe.capacity is not None else {})
+    return found | (
+        {"moe-expert-capacity-factor": s.moe.capacity} if s.moe.capacity is not None else {}
+    )

@@ -1,4 +1,6 @@
-"""Words of a command as Megatron-LM's flags: what each is said to be, where, and where the file leaves it open."""
+"""Words of a command as Megatron-LM's flags: what each is said to be, where, and where the file
+leaves it open.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Occurrence:
 
 @dataclass(frozen=True)
 class Said:
-    """One value that a flag may have; `value` is None where the flag is not there, `text` what the file writes."""
+    """One value that a flag may have; `value` is None where the flag is not there, `text` what the
+    file writes.
+    """
 
     value: Any
     text: str
@@ -45,7 +49,9 @@ def value_of(word: str) -> Any:
     """A word as argparse takes it: 24, 220_000_000 and 6.0e-5 are numbers."""
     if re.fullmatch(r"[-+]?\d+(?:_\d+)*", word) and len(word) <= 21:
         return int(word)
-    if re.fullmatch(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?", word) and not word.endswith("_"):
+    if re.fullmatch(
+        r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?", word
+    ) and not word.endswith("_"):
         return float(word)
     return word
 
@@ -58,7 +64,11 @@ def occurrences(items: Iterable[Item], loose: list[Value], when: When = ()) -> l
         if isinstance(item, tuple) and (several := _several(item)):
             item = several
         if isinstance(item, Branch):
-            if current is not None and not any(map(_holds_flag, item.choices)) and all(item.choices):
+            if (
+                current is not None
+                and not any(map(_holds_flag, item.choices))
+                and all(item.choices)
+            ):
                 current.values.append((Either(tuple(map(_glued, item.choices)), item.why),))
                 continue
             for k, choice in enumerate(item.choices):
@@ -67,7 +77,9 @@ def occurrences(items: Iterable[Item], loose: list[Value], when: When = ()) -> l
             current = None
         elif _FLAG.match(shown(item)):
             name, value = _cut(item)
-            current = Occurrence(name.replace("_", "-"), line_of(item), when, [] if value is None else [value])
+            current = Occurrence(
+                name.replace("_", "-"), line_of(item), when, [] if value is None else [value]
+            )
             found.append(current)
             current = current if value is None else None
         elif current is None or _is_loose(current, item):
@@ -81,27 +93,37 @@ def _several(word: Value) -> Branch | None:
     """A flag whose name is one of several (`--$DTYPE`), as a branch of them."""
     if not shown(word).startswith("--") or all(isinstance(piece, Text) for piece in word):
         return None
-    before = tuple(itertools.takewhile(lambda piece: not (isinstance(piece, Text) and "=" in piece.text), word))
+    before = tuple(
+        itertools.takewhile(lambda piece: not (isinstance(piece, Text) and "=" in piece.text), word)
+    )
     choices = alternatives(before)
     why = next((piece.why for piece in before if isinstance(piece, Either)), "")
     rest = word[len(before) :]
-    return Branch(tuple(((*choice, *rest),) for choice in choices), why) if len(choices) > 1 else None
+    return (
+        Branch(tuple(((*choice, *rest),) for choice in choices), why) if len(choices) > 1 else None
+    )
 
 
 def _holds_flag(items: Sequence[Item]) -> bool:
     return any(
-        any(map(_holds_flag, item.choices)) if isinstance(item, Branch) else bool(_FLAG.match(shown(item)))
+        any(map(_holds_flag, item.choices))
+        if isinstance(item, Branch)
+        else bool(_FLAG.match(shown(item)))
         for item in items
     )
 
 
 def _glued(items: Sequence[Item]) -> Value:
     words = [item if isinstance(item, tuple) else (Unknown("...", 0),) for item in items]
-    return tuple(piece for k, word in enumerate(words) for piece in (*((Text(" ", 0),) * (k > 0)), *word))
+    return tuple(
+        piece for k, word in enumerate(words) for piece in (*((Text(" ", 0),) * (k > 0)), *word)
+    )
 
 
 def _is_loose(current: Occurrence, word: Value) -> bool:
-    """Whether a word that is not known is no value of the flag before it, but arguments of its own."""
+    """Whether a word that is not known is no value of the flag before it, but arguments of its
+    own.
+    """
     alone = len(word) == 1 and isinstance(word[0], Unknown)
     return alone and (current.flag in SWITCHES or bool(_HOLDS_ARGUMENTS.search(shown(word))))
 
@@ -114,7 +136,9 @@ def _cut(word: Value) -> tuple[str, Value | None]:
         if isinstance(piece, Text) and "=" in text:
             head, _, tail = text.partition("=")
             rest = (Text(tail, piece.line, piece.quoted, piece.default), *word[k + 1 :])
-            return (name + head)[2:], tuple(p for p in rest if not isinstance(p, Text) or p.text) or rest
+            return (name + head)[2:], tuple(
+                p for p in rest if not isinstance(p, Text) or p.text
+            ) or rest
         name += text
     return name[2:], None
 
@@ -126,7 +150,9 @@ def said(flag: Occurrence) -> list[Said]:
         pieces = tuple(itertools.chain(*chosen))
         text = " ".join(map(shown, chosen))
         known = not any(isinstance(piece, Unknown) for piece in pieces)
-        values = [value_of(part) for word in chosen for part in ([shown(word)] if len(word) else [])]
+        values = [
+            value_of(part) for word in chosen for part in ([shown(word)] if len(word) else [])
+        ]
         values = [value for value in values if value != ""]
         value = True if not values else values[0] if len(values) == 1 else values
         line = line_of(pieces) or flag.line
@@ -135,7 +161,9 @@ def said(flag: Occurrence) -> list[Said]:
 
 
 def resolve(name: str, found: Sequence[Occurrence]) -> Said | Open:
-    """What a flag is, where all its occurrences agree; else all that it may be, for whoever needs it to refuse."""
+    """What a flag is, where all its occurrences agree; else all that it may be, for whoever needs
+    it to refuse.
+    """
     sure = [one for flag in found if not flag.when for one in said(flag)]
     maybe = [one for flag in found if flag.when for one in said(flag)]
     lacks = not any(not flag.when for flag in found) and not _covered(found)
@@ -144,11 +172,23 @@ def resolve(name: str, found: Sequence[Occurrence]) -> Said | Open:
         one = next(iter(options.values()))
         if one.known:
             return one
-        return Open(((one.text, one.line),), "whose value the file does not say", _hint(name, one.text))
+        return Open(
+            ((one.text, one.line),), "whose value the file does not say", _hint(name, one.text)
+        )
     why = next((branch[3] for flag in found for branch in flag.when if branch[3]), "")
-    why = why or next((piece.why for flag in found for value in flag.values for piece in value
-                       if isinstance(piece, Either)), "")  # fmt: skip
-    told = [(one.text or "given", one.line) for one in options.values()] + [("not given", 0)] * lacks
+    why = why or next(
+        (
+            piece.why
+            for flag in found
+            for value in flag.values
+            for piece in value
+            if isinstance(piece, Either)
+        ),
+        "",
+    )
+    told = [(one.text or "given", one.line) for one in options.values()] + [
+        ("not given", 0)
+    ] * lacks
     ends = f"which {why} decides" if why else "written twice; keep one of them"
     return Open(tuple(told), ends, _hint(name, why))
 

@@ -1,7 +1,9 @@
-"""Megatron-LM's test recipes (`model_config.yaml`): a mapping `MODEL_ARGS` of `--argument: value`, and more beside it.
+"""Megatron-LM's test recipes (`model_config.yaml`): a mapping `MODEL_ARGS` of `--argument: value`,
+and more beside it.
 
-Values become words as in tests/functional_tests/shell_test_utils/_run_training.sh of NVIDIA/Megatron-LM: true is the
-argument alone, an empty text leaves it out, brackets hold several words, parentheses one.
+Values become words as in tests/functional_tests/shell_test_utils/_run_training.sh of
+NVIDIA/Megatron-LM: true is the argument alone, an empty text leaves it out, brackets hold several
+words, parentheses one.
 """
 
 from __future__ import annotations
@@ -12,19 +14,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.translation import Note
 from workbench.interop.foreign_keys import Open, shown
 from workbench.interop.megatron.flags import Occurrence, resolve
 from workbench.interop.megatron.scripts import Arguments
 from workbench.interop.shell import Text, Unknown, Value
+from workbench.interop.translation import Note
 
 ARGUMENTS = "MODEL_ARGS"
 _WHYS = {
-    "ENV_VARS": "environment variables of the run", "TEST_TYPE": "what the test does", "MODE": "what the test does",
-    "METRICS": "what the test compares", "LAUNCHER": "how the test is launched", "BEFORE_SCRIPT": "another command",
-    "AFTER_SCRIPT": "another command", "MODEL_ENV_VARS": "environment variables of the run",
-    "SKIP_PYTEST": "what the test does", "TEST_CASE": "what the test does",
-}  # fmt: skip
+    "ENV_VARS": "environment variables of the run",
+    "TEST_TYPE": "what the test does",
+    "MODE": "what the test does",
+    "METRICS": "what the test compares",
+    "LAUNCHER": "how the test is launched",
+    "BEFORE_SCRIPT": "another command",
+    "AFTER_SCRIPT": "another command",
+    "MODEL_ENV_VARS": "environment variables of the run",
+    "SKIP_PYTEST": "what the test does",
+    "TEST_CASE": "what the test does",
+}
 _BACKSLASH = re.compile(r"\\(.)")
 """A character whose quoting outlives the first of the harness's two readings: xargs, then eval."""
 _NODE = {"nproc-per-node": ("GPUS_PER_NODE", 8), "nnodes": ("SLURM_NNODES", 1)}
@@ -98,12 +106,18 @@ def _words(value: Any) -> list[Value]:
         parts = _split(inner[1] if inner else text)
     else:
         parts = [text]
-    return [(Unknown(part, 0, unset=True) if "$" in part else Text(part, 0, True),) for part in parts]
+    return [
+        (Unknown(part, 0, unset=True) if "$" in part else Text(part, 0, True),) for part in parts
+    ]
 
 
 def _split(text: str) -> list[str]:
     try:
-        return [_BACKSLASH.sub(r"\1", part) for part in shlex.split(text)] if not text.startswith("(") else [text]
+        return (
+            [_BACKSLASH.sub(r"\1", part) for part in shlex.split(text)]
+            if not text.startswith("(")
+            else [text]
+        )
     except ValueError:
         return [text]
 

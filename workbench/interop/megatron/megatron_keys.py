@@ -1,4 +1,5 @@
-"""Which arguments Megatron-LM has, why a plan leaves some of them out, and which fields of a plan they cannot say.
+"""Which arguments Megatron-LM has, why a plan leaves some of them out, and which fields of a plan
+they cannot say.
 
 Names and defaults are those of `megatron/training/arguments.py` in NVIDIA/Megatron-LM.
 """
@@ -138,46 +139,123 @@ use-flash-attn-triton use-flash-attn-v1 use-flash-attn-v2 use-pin-memory use-tut
 valid-weighted-split-paths valid-weighted-split-paths-path verify-checkpoint verify-checkpoint-model-type
 zero-allgather-bucket-size zero-contigious-gradients zero-reduce-bucket-size zero-reduce-scatter zero-stage
 """
-"""Arguments of Megatron-DeepSpeed, the fork that trains with both, and of Megatron-LM before 2023."""
+"""Arguments of Megatron-DeepSpeed, the fork that trains with both, and of Megatron-LM before
+2023.
+"""
 
 LAUNCHER = (
-    "nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id",
-    "rdzv-conf", "max-restarts", "monitor-interval", "standalone", "start-method", "role", "module", "no-python",
-    "log-dir", "redirects", "tee", "local-ranks-filter", "local-addr", "run-path", "log-line-prefix-template",
-)  # fmt: skip
+    "nproc-per-node",
+    "nnodes",
+    "node-rank",
+    "master-addr",
+    "master-port",
+    "rdzv-backend",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "rdzv-conf",
+    "max-restarts",
+    "monitor-interval",
+    "standalone",
+    "start-method",
+    "role",
+    "module",
+    "no-python",
+    "log-dir",
+    "redirects",
+    "tee",
+    "local-ranks-filter",
+    "local-addr",
+    "run-path",
+    "log-line-prefix-template",
+)
 """Arguments of torchrun, which stand before the script's."""
 
-DISTINCT = frozenset((
-    "num-layers", "hidden-size", "num-attention-heads", "ffn-hidden-size", "micro-batch-size", "seq-length",
-    "global-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size", "model-parallel-size",
-    "context-parallel-size", "expert-model-parallel-size", "max-position-embeddings", "train-iters", "train-samples",
-))  # fmt: skip
+DISTINCT = frozenset(
+    (
+        "num-layers",
+        "hidden-size",
+        "num-attention-heads",
+        "ffn-hidden-size",
+        "micro-batch-size",
+        "seq-length",
+        "global-batch-size",
+        "tensor-model-parallel-size",
+        "pipeline-model-parallel-size",
+        "model-parallel-size",
+        "context-parallel-size",
+        "expert-model-parallel-size",
+        "max-position-embeddings",
+        "train-iters",
+        "train-samples",
+    )
+)
 """Arguments that show a text to be Megatron's."""
 
 KNOWN = frozenset(WORDS.split()) | frozenset(LAUNCHER) | frozenset(OLDER.split())
 
 FIELDS = {
-    "tensor-model-parallel-size": "strategy.tensor.size", "pipeline-model-parallel-size": "strategy.pipeline.size",
-    "context-parallel-size": "strategy.context.size", "expert-model-parallel-size": "strategy.expert.size",
-    "zero-stage": "strategy.data.zero", "micro-batch-size": "training.micro_batch",
-    "global-batch-size": "training.global_batch", "seq-length": "training.sequence_length",
-    "train-iters": "training.steps", "lr": "training.optimizer.learning_rate", "seed": "training.seed",
-    "vocab-size": "model.vocab", "num-layers": "model.layers", "hidden-size": "model.hidden",
-    "num-attention-heads": "model.heads", "ffn-hidden-size": "model.ffn",
-}  # fmt: skip
+    "tensor-model-parallel-size": "strategy.tensor.size",
+    "pipeline-model-parallel-size": "strategy.pipeline.size",
+    "context-parallel-size": "strategy.context.size",
+    "expert-model-parallel-size": "strategy.expert.size",
+    "zero-stage": "strategy.data.zero",
+    "micro-batch-size": "training.micro_batch",
+    "global-batch-size": "training.global_batch",
+    "seq-length": "training.sequence_length",
+    "train-iters": "training.steps",
+    "lr": "training.optimizer.learning_rate",
+    "seed": "training.seed",
+    "vocab-size": "model.vocab",
+    "num-layers": "model.layers",
+    "hidden-size": "model.hidden",
+    "num-attention-heads": "model.heads",
+    "ffn-hidden-size": "model.ffn",
+}
 """Argument -> the field of a plan that is the same number."""
 
-SWITCHES = frozenset((
-    "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
-    "accumulate-allreduce-grads-in-fp32", "add-qkv-bias", "async-save", "bf16", "checkpoint-activations",
-    "cpu-optimizer", "deepspeed", "deepspeed-activation-checkpointing", "disable-bias-linear",
-    "disable-moe-token-dropping", "embed-layernorm", "fp16", "grad-reduce-in-bf16", "group-query-attention",
-    "moe-router-pre-softmax", "multi-latent-attention", "no-pipeline-parallel", "optimizer-cpu-offload", "quick-geglu",
-    "recompute-activations", "sequence-parallel", "squared-relu", "swiglu", "torch-fsdp2-no-reshard-after-forward",
-    "untie-embeddings-and-output-weights", "use-custom-fsdp", "use-megatron-fsdp", "use-mcore-models",
-    "use-precision-aware-optimizer", "use-rotary-position-embeddings", "use-torch-fsdp2", "use-tp-pp-dp-mapping",
-    *(word for word in WORDS.split() if word.startswith(("no-", "log-", "overlap-", "use-", "moe-permute"))),
-))  # fmt: skip
+SWITCHES = frozenset(
+    (
+        "account-for-embedding-in-pipeline-split",
+        "account-for-loss-in-pipeline-split",
+        "accumulate-allreduce-grads-in-fp32",
+        "add-qkv-bias",
+        "async-save",
+        "bf16",
+        "checkpoint-activations",
+        "cpu-optimizer",
+        "deepspeed",
+        "deepspeed-activation-checkpointing",
+        "disable-bias-linear",
+        "disable-moe-token-dropping",
+        "embed-layernorm",
+        "fp16",
+        "grad-reduce-in-bf16",
+        "group-query-attention",
+        "moe-router-pre-softmax",
+        "multi-latent-attention",
+        "no-pipeline-parallel",
+        "optimizer-cpu-offload",
+        "quick-geglu",
+        "recompute-activations",
+        "sequence-parallel",
+        "squared-relu",
+        "swiglu",
+        "torch-fsdp2-no-reshard-after-forward",
+        "untie-embeddings-and-output-weights",
+        "use-custom-fsdp",
+        "use-megatron-fsdp",
+        "use-mcore-models",
+        "use-precision-aware-optimizer",
+        "use-rotary-position-embeddings",
+        "use-torch-fsdp2",
+        "use-tp-pp-dp-mapping",
+        *(
+            word
+            for word in WORDS.split()
+            if word.startswith(("no-", "log-", "overlap-", "use-", "moe-permute"))
+        ),
+    )
+)
 """Arguments that take no value."""
 
 _DATA = "a plan names its text in `corpus`"
@@ -185,33 +263,62 @@ _LOG = "logging; a run keeps its own telemetry"
 _LAUNCH = "how it is launched; a plan's launcher decides"
 WHYS = {
     **dict.fromkeys(LAUNCHER[2:], _LAUNCH),
-    **{word: _LOG for word in KNOWN if word.startswith(("log-", "timing-", "profile", "tensorboard-", "wandb-",
-                                                        "one-logger", "straggler"))},
+    **{
+        word: _LOG
+        for word in KNOWN
+        if word.startswith(
+            ("log-", "timing-", "profile", "tensorboard-", "wandb-", "one-logger", "straggler")
+        )
+    },
     **{word: _DATA for word in KNOWN if word.endswith("data-path") or word.startswith("tokenizer")},
-    **dict.fromkeys(("split", "mock-data", "vocab-file", "merge-file", "num-workers", "data-cache-path",
-                     "dataloader-type"), _DATA),
-    **dict.fromkeys(("train-tokens", "lr-decay-tokens", "lr-warmup-tokens"), "a plan counts steps, not tokens"),
-    **dict.fromkeys(("train-weighted-split-paths", "valid-weighted-split-paths", "data-impl"), _DATA),
+    **dict.fromkeys(
+        (
+            "split",
+            "mock-data",
+            "vocab-file",
+            "merge-file",
+            "num-workers",
+            "data-cache-path",
+            "dataloader-type",
+        ),
+        _DATA,
+    ),
+    **dict.fromkeys(
+        ("train-tokens", "lr-decay-tokens", "lr-warmup-tokens"), "a plan counts steps, not tokens"
+    ),
+    **dict.fromkeys(
+        ("train-weighted-split-paths", "valid-weighted-split-paths", "data-impl"), _DATA
+    ),
     "deepspeed-config": "another file: import it by itself",
     "save": "a run keeps its checkpoints in its own directory",
-    "attention-dropout": "a plan drops what goes into the residual stream, never attention's probabilities",
+    "attention-dropout": "a plan drops what goes into the residual stream, never attention's "
+    "probabilities",
     "make-vocab-size-divisible-by": "a plan pads the vocabulary by its own rule",
     "use-flash-attn": "a plan's attention kernel follows strategy.kernels",
     "init-method-std": "a plan's weights start by the model's own rule",
-    **dict.fromkeys(("loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
-                    "a plan scales the loss by its own rule"),
+    **dict.fromkeys(
+        ("loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
+        "a plan scales the loss by its own rule",
+    ),
     "rampup-batch-size": "a plan's batch is the same in every step",
     "tp-comm-overlap": "a plan hides no tensor-parallel communication",
     "mtp-num-layers": "a plan's model predicts one token at a time",
     "recompute-modules": "a plan's selective recomputation is of attention's core alone",
-}  # fmt: skip
+}
 """Argument -> why a plan does not hold it."""
 
 VOCABULARIES = {
-    "GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996,
-    "gpt2-vocab.json": 50257, "bert-large-uncased-vocab.txt": 30522, "bert-large-cased-vocab.txt": 28996,
-}  # fmt: skip
-"""Tokenizer, or the name of its public file of words -> words in it: GPT-2's, Llama 2's, and BERT's of 2018."""
+    "GPT2BPETokenizer": 50257,
+    "Llama2Tokenizer": 32000,
+    "BertWordPieceLowerCase": 30522,
+    "BertWordPieceCase": 28996,
+    "gpt2-vocab.json": 50257,
+    "bert-large-uncased-vocab.txt": 30522,
+    "bert-large-cased-vocab.txt": 28996,
+}
+"""Tokenizer, or the name of its public file of words -> words in it: GPT-2's, Llama 2's, and BERT's
+of 2018.
+"""
 
 LOST = {
     "model.name": "Megatron's arguments hold a shape, not a name",
@@ -220,10 +327,12 @@ LOST = {
     "model.embedding_norm": "Megatron-LM has no norm after the embedding",
     "strategy.tensor": "Megatron's tensor parallelism is 1-D",
     "strategy.pipeline.schedule": "Megatron runs 1F1B, interleaved with more than one chunk a rank",
-    "strategy.data.reduce": "Megatron reduces once a step, with sharded gradients (stage 2 up) every microbatch",
+    "strategy.data.reduce": "Megatron reduces once a step, with sharded gradients (stage 2 up) "
+    "every microbatch",
     "strategy.data.keep_gathered": "Megatron-FSDP gathers again in the backward pass",
     "strategy.data.offload": "Megatron offloads the optimizer only",
-    "strategy.recompute": "Megatron recomputes none, selected parts, all, or the first layers of every stage",
+    "strategy.recompute": "Megatron recomputes none, selected parts, all, or the first layers of "
+    "every stage",
     "strategy.placement": "Megatron orders tensor, context, then data and pipeline in either order",
     "strategy.precision": "Megatron knows fp32, fp16, bf16 and fp8",
     "strategy.kernels": "Megatron's layers are Transformer Engine's fused ones, or local",

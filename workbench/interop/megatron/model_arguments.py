@@ -7,14 +7,14 @@ from collections.abc import Collection
 from typing import Any
 
 from workbench.errors import Problem, refuse
-from workbench.interop.translation import STAND_IN, Given, Lacking, catalogued, lacks
 from workbench.interop.foreign_keys import Keys, shown
 from workbench.interop.megatron.expert_arguments import read_experts, write_experts
 from workbench.interop.megatron.megatron_keys import VOCABULARIES
-from workbench.plan.resolve import model_shape
-from workbench.plan.schema import Plan
+from workbench.interop.translation import STAND_IN, Given, Lacking, catalogued, lacks
 from workbench.plan.model_shape import Frozen, Shape
 from workbench.plan.plan_files import build
+from workbench.plan.resolve import model_shape
+from workbench.plan.schema import Plan
 
 REQUIRED = ("num-layers", "hidden-size", "num-attention-heads")
 _POSITIONS = {
@@ -30,11 +30,14 @@ _POSITIONS = {
 def read_model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape]:
     """The plan's `model` (a catalog name where one has this shape), and its shape.
 
-    A model that is given wins; arguments that say otherwise are told as not translated. Raises `PlanError` naming
-    the arguments that are missing.
+    A model that is given wins; arguments that say otherwise are told as not translated. Raises
+    `PlanError` naming the arguments that are missing.
     """
     if given.model is None and (missing := [key for key in REQUIRED if key not in keys]):
-        raise Lacking([Problem(f"--{key}", "is missing; give it, or model (--model)") for key in missing], [STAND_IN])
+        raise Lacking(
+            [Problem(f"--{key}", "is missing; give it, or model (--model)") for key in missing],
+            [STAND_IN],
+        )
     if given.model is not None:
         return _given(keys, given)
     shape = _shape(_read(keys, given=given))
@@ -54,33 +57,58 @@ def _given(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape]:
         ours: Any = getattr(shape, field)
         ours = ours.model_dump() if isinstance(ours, Frozen) else ours
         if isinstance(value, dict):
-            value = {key: said for key, said in value.items() if f"model.{field}.{key}" not in silent}
-        if not _agrees(value, ours) and f"--{_FLAGS.get(field, field)}" in set(keys.translated) - before:
+            value = {
+                key: said for key, said in value.items() if f"model.{field}.{key}" not in silent
+            }
+        if (
+            not _agrees(value, ours)
+            and f"--{_FLAGS.get(field, field)}" in set(keys.translated) - before
+        ):
             keys.doubt(_FLAGS[field], f"the model given has {shown(ours)}")
     keys.assumed[:] = [note for note in keys.assumed if not note.field.startswith("model.")]
     return model, shape
 
 
 def _agrees(said: Any, ours: Any) -> bool:
-    """Whether a field of the shape given is what the arguments say; of a section, what they say of it."""
+    """Whether a field of the shape given is what the arguments say; of a section, what they say of
+    it.
+    """
     if isinstance(said, dict) and isinstance(ours, dict):
         return all(ours.get(key) == value for key, value in said.items())
     return bool(said == ours)
 
 
 _COMPUTED = (
-    "use-rope-scaling", "qk-layernorm", "qk-l2-norm", "apply-layernorm-1p", "rotary-interleaved",
-    "apply-residual-connection-post-layernorm", "squared-relu", "quick-geglu", "moe-router-enable-expert-bias",
-    "moe-shared-expert-gate", "is-hybrid-model", "enable-gpt-oss",
-)  # fmt: skip
+    "use-rope-scaling",
+    "qk-layernorm",
+    "qk-l2-norm",
+    "apply-layernorm-1p",
+    "rotary-interleaved",
+    "apply-residual-connection-post-layernorm",
+    "squared-relu",
+    "quick-geglu",
+    "moe-router-enable-expert-bias",
+    "moe-shared-expert-gate",
+    "is-hybrid-model",
+    "enable-gpt-oss",
+)
 """Switches that change what the model computes, and that no field of a shape holds."""
 _CHOSEN: dict[str, tuple[object, ...]] = {
-    "moe-router-topk-scaling-factor": (1,), "moe-router-num-groups": (1,), "softmax-type": ("vanilla",),
-    "hybrid-override-pattern": (), "hybrid-attention-ratio": (0,), "hybrid-mlp-ratio": (0,),
-    "linear-attention-freq": (), "experimental-attention-variant": (), "heterogeneous-layers-config-path": (),
-    "window-attn-skip-freq": (), "no-rope-freq": (),
-}  # fmt: skip
-"""Argument that changes what the model computes, and that no field of a shape holds -> values that change nothing."""
+    "moe-router-topk-scaling-factor": (1,),
+    "moe-router-num-groups": (1,),
+    "softmax-type": ("vanilla",),
+    "hybrid-override-pattern": (),
+    "hybrid-attention-ratio": (0,),
+    "hybrid-mlp-ratio": (0,),
+    "linear-attention-freq": (),
+    "experimental-attention-variant": (),
+    "heterogeneous-layers-config-path": (),
+    "window-attn-skip-freq": (),
+    "no-rope-freq": (),
+}
+"""Argument that changes what the model computes, and that no field of a shape holds -> values that
+change nothing.
+"""
 _NEAREST = {
     "squared-relu": "a plan's model has relu, not its square; relu was taken",
     "quick-geglu": "a plan's geglu takes the exact GELU; geglu was taken",
@@ -89,13 +117,25 @@ _NEAREST = {
 }
 """Switch -> what a shape has in its place."""
 _FLAGS = {
-    "layers": "num-layers", "hidden": "hidden-size", "heads": "num-attention-heads", "kv_heads": "num-query-groups",
-    "head_dim": "kv-channels", "ffn": "ffn-hidden-size", "vocab": "vocab-size",
-    "max_positions": "max-position-embeddings", "positions": "position-embedding-type", "norm": "normalization",
-    "norm_epsilon": "norm-epsilon", "mlp": "swiglu", "biases": "disable-bias-linear",
-    "tied": "untie-embeddings-and-output-weights", "window": "window-size", "rope_theta": "rotary-base",
-    "moe": "num-experts", "mla": "multi-latent-attention",
-}  # fmt: skip
+    "layers": "num-layers",
+    "hidden": "hidden-size",
+    "heads": "num-attention-heads",
+    "kv_heads": "num-query-groups",
+    "head_dim": "kv-channels",
+    "ffn": "ffn-hidden-size",
+    "vocab": "vocab-size",
+    "max_positions": "max-position-embeddings",
+    "positions": "position-embedding-type",
+    "norm": "normalization",
+    "norm_epsilon": "norm-epsilon",
+    "mlp": "swiglu",
+    "biases": "disable-bias-linear",
+    "tied": "untie-embeddings-and-output-weights",
+    "window": "window-size",
+    "rope_theta": "rotary-base",
+    "moe": "num-experts",
+    "mla": "multi-latent-attention",
+}
 """Field of a shape -> the argument that says it."""
 
 
@@ -107,7 +147,9 @@ def _shape(fields: dict[str, Any]) -> Shape:
 
 def _read(keys: Keys, required: bool = True, given: Given | None = None) -> dict[str, Any]:
     layers, hidden, heads = (keys.whole(key) for key in REQUIRED)
-    unit = keys.choice("glu-activation", {"swiglu": "swiglu", "geglu": "geglu", "liglu": "", "reglu": ""})
+    unit = keys.choice(
+        "glu-activation", {"swiglu": "swiglu", "geglu": "geglu", "liglu": "", "reglu": ""}
+    )
     computed = [key for key in _COMPUTED if keys.flag(key)] + ["glu-activation"] * (unit == "")
     score = str(keys.take("moe-router-score-function") or "softmax")
     gated, positions = bool(keys.flag("swiglu")) or unit is not None, _positions(keys)
@@ -116,26 +158,42 @@ def _read(keys: Keys, required: bool = True, given: Given | None = None) -> dict
         ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
         keys.assume("model.ffn", ffn, "Megatron's default from --hidden-size")
     found: dict[str, Any] = {
-        "layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "kv_heads": _kv_heads(keys, heads),
-        "head_dim": keys.whole("kv-channels"), "vocab": _vocabulary(keys, required, given or Given()),
-        "max_positions": keys.whole("max-position-embeddings") or keys.whole("max-absolute-position-embeddings"),
-        "positions": positions, "mlp": _mlp(computed, gated, unit),
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "ffn": ffn,
+        "kv_heads": _kv_heads(keys, heads),
+        "head_dim": keys.whole("kv-channels"),
+        "vocab": _vocabulary(keys, required, given or Given()),
+        "max_positions": keys.whole("max-position-embeddings")
+        or keys.whole("max-absolute-position-embeddings"),
+        "positions": positions,
+        "mlp": _mlp(computed, gated, unit),
         "biases": _biases(keys),
-        "norm": keys.choice("normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}) or "layernorm",
+        "norm": keys.choice("normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
+        or "layernorm",
         "norm_epsilon": keys.number("norm-epsilon", 0) or keys.number("layernorm-epsilon", 0),
-        "tied": not keys.flag("untie-embeddings-and-output-weights"), "window": _window(keys),
-        "rope_theta": keys.number("rotary-base", 1e-9), "embedding_norm": keys.flag("embed-layernorm"),
-        "moe": read_experts(keys, layers, ffn, score), "mla": _mla(keys),
+        "tied": not keys.flag("untie-embeddings-and-output-weights"),
+        "window": _window(keys),
+        "rope_theta": keys.number("rotary-base", 1e-9),
+        "embedding_norm": keys.flag("embed-layernorm"),
+        "moe": read_experts(keys, layers, ffn, score),
+        "mla": _mla(keys),
         "unmodelled": "; ".join(_beyond(keys, computed, score, required)) or None,
-    }  # fmt: skip
+    }
     return {key: value for key, value in found.items() if value is not None}
 
 
 def _beyond(keys: Keys, computed: Collection[str], score: str, required: bool) -> list[str]:
-    """What the model computes that the fields of a shape do not say: the switches `computed`, and other values."""
+    """What the model computes that the fields of a shape do not say: the switches `computed`, and
+    other values.
+    """
     found = [f"--{key}" for key in computed]
-    found += [f"--{key} {shown(value)}" for key, same in _CHOSEN.items()
-              if (value := keys.take(key)) is not None and value not in same]  # fmt: skip
+    found += [
+        f"--{key} {shown(value)}"
+        for key, same in _CHOSEN.items()
+        if (value := keys.take(key)) is not None and value not in same
+    ]
     if score != "softmax":
         found.append(f"--moe-router-score-function {score}")
     found += _stretched(keys)
@@ -155,7 +213,9 @@ def _beyond(keys: Keys, computed: Collection[str], score: str, required: bool) -
 
 
 def _stretched(keys: Keys) -> list[str]:
-    """Rotary positions that latent attention stretches by YaRN, unless --rope-type says that it does not."""
+    """Rotary positions that latent attention stretches by YaRN, unless --rope-type says that it
+    does not.
+    """
     if not keys.said("multi-latent-attention") or keys.take("rope-type") == "rope":
         return []
     factor = keys.number("rotary-scaling-factor", 0)
@@ -176,24 +236,44 @@ def _vocabulary(keys: Keys, required: bool, given: Given) -> int | None:
         keys.leave("tokenizer-type", "a plan names its text in `corpus`")
         return int(keys.assume("model.vocab", wanted, "given"))
     if given.vocab_size not in (None, vocab):
-        raise refuse("vocab_size", f"is {given.vocab_size}, but the file says {vocab} (--vocab-size); legal: {vocab}, "
-                     "or leave it out")  # fmt: skip
+        raise refuse(
+            "vocab_size",
+            f"is {given.vocab_size}, but the file says {vocab} "
+            f"(--vocab-size); legal: {vocab}, "
+            "or leave it out",
+        )
     tokenizer = keys.leave("tokenizer-type", "a plan names its text in `corpus`")
     if vocab is None and (padded := keys.whole("pad-vocab-size-to")) is not None:
         return int(keys.assume("model.vocab", padded, "what --pad-vocab-size-to pads it to"))
     if vocab is None and str(tokenizer) in VOCABULARIES:
-        return int(keys.assume("model.vocab", VOCABULARIES[str(tokenizer)], f"what --tokenizer-type {tokenizer} has"))
+        return int(
+            keys.assume(
+                "model.vocab",
+                VOCABULARIES[str(tokenizer)],
+                f"what --tokenizer-type {tokenizer} has",
+            )
+        )
     words = _file(keys.leave("vocab-file", "a plan names its text in `corpus`"))
     if vocab is None and words in VOCABULARIES:
-        return int(keys.assume("model.vocab", VOCABULARIES[words], f"what the public {words} has (--vocab-file)"))
+        return int(
+            keys.assume(
+                "model.vocab", VOCABULARIES[words], f"what the public {words} has (--vocab-file)"
+            )
+        )
     if vocab is None and required:
-        raise lacks("--vocab-size", "is missing, and the vocabulary decides the embedding's size; "
-                    "give it (--vocab-size), or model (--model)", {"vocab_size": 32000})  # fmt: skip
+        raise lacks(
+            "--vocab-size",
+            "is missing, and the vocabulary decides the embedding's size; "
+            "give it (--vocab-size), or model (--model)",
+            {"vocab_size": 32000},
+        )
     return vocab
 
 
 def _file(path: object) -> str:
-    """The name of a file whose folder may be a variable, told with its line; empty where there is none."""
+    """The name of a file whose folder may be a variable, told with its line; empty where there is
+    none.
+    """
     return re.sub(r" \(line \d+\)$", "", str(path or "")).rpartition("/")[2]
 
 
@@ -234,8 +314,12 @@ def _window(keys: Keys) -> int | None:
 def _mla(keys: Keys) -> dict[str, Any] | None:
     if not keys.flag("multi-latent-attention"):
         return None
-    defaults = {"kv_rank": ("kv-lora-rank", 32), "rope_dim": ("qk-pos-emb-head-dim", 64),
-                "nope_dim": ("qk-head-dim", 128), "value_dim": ("v-head-dim", 128)}  # fmt: skip
+    defaults = {
+        "kv_rank": ("kv-lora-rank", 32),
+        "rope_dim": ("qk-pos-emb-head-dim", 64),
+        "nope_dim": ("qk-head-dim", 128),
+        "value_dim": ("v-head-dim", 128),
+    }
     found = {field: keys.whole(key) or default for field, (key, default) in defaults.items()}
     return found | {"q_rank": keys.whole("q-lora-rank")}
 
@@ -243,13 +327,20 @@ def _mla(keys: Keys) -> dict[str, Any] | None:
 def write_model(plan: Plan) -> dict[str, Any]:
     """The arguments of a complete plan's shape."""
     s = plan.shape
-    longest = max(s.max_positions, plan.training.sequence_length)  # Megatron asserts that it holds the sequence
+    longest = max(
+        s.max_positions, plan.training.sequence_length
+    )  # Megatron asserts that it holds the sequence
     found: dict[str, Any] = {
-        "num-layers": s.layers, "hidden-size": s.hidden, "num-attention-heads": s.heads, "ffn-hidden-size": s.ffn,
-        "vocab-size": s.vocab, "max-position-embeddings": longest,
+        "num-layers": s.layers,
+        "hidden-size": s.hidden,
+        "num-attention-heads": s.heads,
+        "ffn-hidden-size": s.ffn,
+        "vocab-size": s.vocab,
+        "max-position-embeddings": longest,
         "position-embedding-type": "rope" if s.positions == "rope" else "learned_absolute",
-        "normalization": "RMSNorm" if s.norm == "rmsnorm" else "LayerNorm", "norm-epsilon": s.norm_epsilon,
-    }  # fmt: skip
+        "normalization": "RMSNorm" if s.norm == "rmsnorm" else "LayerNorm",
+        "norm-epsilon": s.norm_epsilon,
+    }
     if s.mla is None:
         found["kv-channels"] = s.head_dim
         if s.kv_heads != s.heads:
@@ -258,8 +349,11 @@ def write_model(plan: Plan) -> dict[str, Any]:
         found["rotary-base"] = int(s.rope_theta) if s.rope_theta.is_integer() else s.rope_theta
     if s.biases != "all":
         found["disable-bias-linear"] = True
-    flags = {"swiglu": s.mlp == "swiglu", "add-qkv-bias": s.biases == "qkv",
-             "untie-embeddings-and-output-weights": not s.tied}  # fmt: skip
+    flags = {
+        "swiglu": s.mlp == "swiglu",
+        "add-qkv-bias": s.biases == "qkv",
+        "untie-embeddings-and-output-weights": not s.tied,
+    }
     found |= {key: True for key, on in flags.items() if on}
     if s.window is not None:
         found["window-size"] = f"{s.window},0"
@@ -270,7 +364,10 @@ def _written_mla(s: Shape) -> dict[str, Any]:
     if s.mla is None:
         return {}
     found: dict[str, Any] = {
-        "multi-latent-attention": True, "kv-lora-rank": s.mla.kv_rank, "qk-pos-emb-head-dim": s.mla.rope_dim,
-        "qk-head-dim": s.mla.nope_dim, "v-head-dim": s.mla.value_dim,
-    }  # fmt: skip
+        "multi-latent-attention": True,
+        "kv-lora-rank": s.mla.kv_rank,
+        "qk-pos-emb-head-dim": s.mla.rope_dim,
+        "qk-head-dim": s.mla.nope_dim,
+        "v-head-dim": s.mla.value_dim,
+    }
     return found | ({"q-lora-rank": s.mla.q_rank} if s.mla.q_rank else {})

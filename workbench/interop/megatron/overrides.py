@@ -1,4 +1,6 @@
-"""What is given beside Megatron-LM's arguments: `--set` decides a script's variable, an argument, or a plan's field."""
+"""What is given beside Megatron-LM's arguments: `--set` decides a script's variable, an argument,
+or a plan's field.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.translation import Given, Note
 from workbench.interop.foreign_keys import Keys, Open
+from workbench.interop.foreign_text import Parsed
 from workbench.interop.megatron.megatron_keys import FIELDS, KNOWN, LAUNCHER
 from workbench.interop.megatron.scripts import Arguments
-from workbench.interop.foreign_text import Parsed
+from workbench.interop.translation import Given, Note
 
 
 def variables(given: Given, source: str | Parsed) -> dict[str, str]:
@@ -20,7 +22,11 @@ def variables(given: Given, source: str | Parsed) -> dict[str, str]:
 
     Raises `PlanError` for one that the source does not read.
     """
-    named = {key: str(value) for key, value in given.sets.items() if re.fullmatch(r"[A-Z_][A-Z0-9_]*|\d{1,2}", key)}
+    named = {
+        key: str(value)
+        for key, value in given.sets.items()
+        if re.fullmatch(r"[A-Z_][A-Z0-9_]*|\d{1,2}", key)
+    }
     text = source if isinstance(source, str) else repr(source)
     for name in named:
         if not re.search(rf"\$\{{?{name}\b" if name.isdigit() else rf"\b{name}\b", text):
@@ -38,7 +44,9 @@ def decided(found: Arguments, given: Given, named: Mapping[str, str]) -> tuple[G
             _decide(found, flag, sets[field])
     for flag in [flag for flag in LAUNCHER[:2] if flag in found.flags]:
         if "cluster.gpus" in sets or (given.gpus is not None and flag in found.defaults):
-            found.ignored.append(Note(f"--{flag}", str(found.flags.pop(flag)), f"{given.gpus} GPUs are given"))
+            found.ignored.append(
+                Note(f"--{flag}", str(found.flags.pop(flag)), f"{given.gpus} GPUs are given")
+            )
             found.defaults.pop(flag, None)
     return replace(given, sets=sets), _keys(found)
 

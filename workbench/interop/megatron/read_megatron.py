@@ -1,6 +1,8 @@
-"""Megatron-LM's arguments, by megatron/training/arguments.py: what they say of a plan, and a plan as arguments.
+"""Megatron-LM's arguments, by megatron/training/arguments.py: what they say of a plan, and a plan
+as arguments.
 
-They hold the model's shape too, and in front of the script torchrun's words for how many cards there are.
+They hold the model's shape too, and in front of the script torchrun's words for how many cards
+there are.
 """
 
 from __future__ import annotations
@@ -11,26 +13,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import PlanError, refuse
-from workbench.interop.megatron import megatron_keys as known
-from workbench.interop.translation import STACKS, Given, Imported, Lacking, Written, imported
 from workbench.interop.foreign_keys import Keys, shown
-from workbench.interop.translation_loss import lost, nearest
-from workbench.interop.megatron.data_parallel_arguments import read_data
-from workbench.interop.megatron.overrides import decided, variables
-from workbench.interop.megatron.model_arguments import read_model
-from workbench.interop.megatron.training_arguments import read_training
-from workbench.interop.megatron.argument_words import arguments, command
-from workbench.interop.megatron.write_megatron import launcher, written
 from workbench.interop.foreign_text import Parsed
-from workbench.plan.schema import Plan
+from workbench.interop.megatron import megatron_keys as known
+from workbench.interop.megatron.argument_words import arguments, command
+from workbench.interop.megatron.data_parallel_arguments import read_data
+from workbench.interop.megatron.model_arguments import read_model
+from workbench.interop.megatron.overrides import decided, variables
+from workbench.interop.megatron.training_arguments import read_training
+from workbench.interop.megatron.write_megatron import launcher, written
+from workbench.interop.translation import STACKS, Given, Imported, Lacking, Written, imported
+from workbench.interop.translation_loss import lost, nearest
 from workbench.plan.model_shape import Shape
+from workbench.plan.schema import Plan
 
 ABOVE = " (--set cluster.gpus=N stands above the file)"
 _RINGS = {"p2p": "ring", "allgather": "ring", "a2a": "ulysses", "a2a+p2p": "ring"}
 
 
 def read(source: str | Parsed, given: Given | None = None, lenient: bool = False) -> Imported:
-    """The plan of Megatron-LM arguments: a shell command or script, a list of words, or a mapping of arguments.
+    """The plan of Megatron-LM arguments: a shell command or script, a list of words, or a mapping
+    of arguments.
 
     Raises `PlanError` naming the argument and what is legal.
     """
@@ -57,25 +60,39 @@ def _plan(keys: Keys, given: Given) -> dict[str, Any]:
     axes = {axis: keys.renamed(key, older) or 1 for axis, (key, older) in _AXES.items()}
     world, others = int(cluster["gpus"]), math.prod(axes.values())
     if world % others:
-        raise refuse("gpus", f"is {world}, which tensor x pipeline x context = {others} does not divide; legal: a "
-                     f"multiple of {others}" + ABOVE)  # fmt: skip
+        raise refuse(
+            "gpus",
+            f"is {world}, which tensor x pipeline x context = {others} does not "
+            f"divide; legal: a "
+            f"multiple of {others}" + ABOVE,
+        )
     training = read_training(keys, world // others)
     pipeline = _pipeline(keys, axes["pipeline"], shape)
     precision, gradients = _precision(keys)
     strategy = {
-        "stack": STACKS["megatron"], "data": read_data(keys, world // others * axes["context"], gradients),
-        "tensor": {"size": axes["tensor"], "sequence": bool(keys.flag("sequence-parallel")) and axes["tensor"] > 1},
-        "pipeline": pipeline, "context": _context(keys, axes["context"]), "expert": _expert(keys, axes["tensor"]),
-        "recompute": _recompute(keys, shape, pipeline), "precision": precision, "gradient_dtype": gradients,
-        "placement": _placement(keys), "kernels": _kernels(keys),
-    }  # fmt: skip
+        "stack": STACKS["megatron"],
+        "data": read_data(keys, world // others * axes["context"], gradients),
+        "tensor": {
+            "size": axes["tensor"],
+            "sequence": bool(keys.flag("sequence-parallel")) and axes["tensor"] > 1,
+        },
+        "pipeline": pipeline,
+        "context": _context(keys, axes["context"]),
+        "expert": _expert(keys, axes["tensor"]),
+        "recompute": _recompute(keys, shape, pipeline),
+        "precision": precision,
+        "gradient_dtype": gradients,
+        "placement": _placement(keys),
+        "kernels": _kernels(keys),
+    }
     return {"model": model, "cluster": cluster, "strategy": strategy, **training}
 
 
 _AXES = {
     "tensor": ("tensor-model-parallel-size", "model-parallel-size"),
-    "pipeline": ("pipeline-model-parallel-size", ""), "context": ("context-parallel-size", ""),
-}  # fmt: skip
+    "pipeline": ("pipeline-model-parallel-size", ""),
+    "context": ("context-parallel-size", ""),
+}
 """Axis -> the argument that says its ranks, and its name of 2019 and 2020."""
 
 
@@ -86,7 +103,9 @@ def _cluster(keys: Keys, given: Given) -> dict[str, Any]:
             keys.leave(key, "not a number of its own; gpus was taken as given")
     found = {key: keys.take(key) for key in known.LAUNCHER[:2]}
     for key, value in found.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ):
             keys.doubt(key, "not a number of its own; gpus was taken as given")
             found[key] = None
     per_node, nodes = found["nproc-per-node"], found["nnodes"]
@@ -103,7 +122,10 @@ def _over(given: Given, world: int, nodes: int | None) -> dict[str, Any]:
     if nodes is None:
         return given.cluster(world)
     if world % nodes:
-        raise refuse("gpus", f"is {world}, which --nnodes {nodes} does not divide; legal: a multiple of {nodes}")
+        raise refuse(
+            "gpus",
+            f"is {world}, which --nnodes {nodes} does not divide; legal: a multiple of {nodes}",
+        )
     return given.cluster(world, nodes=nodes)
 
 
@@ -113,21 +135,38 @@ def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
     if virtual is not None:
         chunks, left = divmod(shape.layers + sum(ends), size * virtual)
         if left or not chunks:
-            raise refuse("--num-layers-per-virtual-pipeline-stage", f"is {virtual}, but {shape.layers} layers are no "
-                         f"multiple of {size} ranks x {virtual}")  # fmt: skip
+            raise refuse(
+                "--num-layers-per-virtual-pipeline-stage",
+                f"is {virtual}, but "
+                f"{shape.layers} layers are no "
+                f"multiple of {size} ranks x {virtual}",
+            )
     stages = _layout(keys, shape.layers)
     if stages is not None:
         if len(stages) % size:
-            raise refuse("--pipeline-model-parallel-layout", f"has {len(stages)} stages; legal: a multiple of {size}")
+            raise refuse(
+                "--pipeline-model-parallel-layout",
+                f"has {len(stages)} stages; legal: a multiple of {size}",
+            )
         chunks = len(stages) // size
-    stages = stages or _uneven(keys, size, chunks, shape.layers) or _with_embedding(keys, size, shape.layers)
+    stages = (
+        stages
+        or _uneven(keys, size, chunks, shape.layers)
+        or _with_embedding(keys, size, shape.layers)
+    )
     stages = stages or _with_ends(ends, size * chunks, shape.layers)
-    found: dict[str, Any] = {"size": size, "chunks": chunks, "schedule": "interleaved" if chunks > 1 else "1f1b"}
+    found: dict[str, Any] = {
+        "size": size,
+        "chunks": chunks,
+        "schedule": "interleaved" if chunks > 1 else "1f1b",
+    }
     return found | {"partition": stages or "uniform"}
 
 
 def _with_embedding(keys: Keys, size: int, layers: int) -> list[int] | None:
-    """Layers of each stage where DeepSpeed counts the two embeddings as layers: the outer stages have one less."""
+    """Layers of each stage where DeepSpeed counts the two embeddings as layers: the outer stages
+    have one less.
+    """
     method = keys.text("pp-partition-method")
     if method is None:
         return None
@@ -139,7 +178,9 @@ def _with_embedding(keys: Keys, size: int, layers: int) -> list[int] | None:
 
 
 def _layout(keys: Keys, layers: int) -> list[int] | None:
-    """Layers of each stage that a layout such as `Ettt|tttt|ttL` says: E embedding, t layer, L loss."""
+    """Layers of each stage that a layout such as `Ettt|tttt|ttL` says: E embedding, t layer, L
+    loss.
+    """
     text = keys.text("pipeline-model-parallel-layout")
     if text is None:
         return None
@@ -149,13 +190,19 @@ def _layout(keys: Keys, layers: int) -> list[int] | None:
         plain = re.sub(r"([A-Za-z|])\*(\d{1,4})", lambda m: m[1] * int(m[2]), plain)
     counts = [stage.count("t") for stage in plain.split("|")]
     if not re.fullmatch(r"[EtmL|]+", plain) or sum(counts) != layers or min(counts) < 1:
-        raise refuse("--pipeline-model-parallel-layout", f"is {shown(text)}; legal: stages such as Ett|tt|ttL with "
-                     f"{layers} layers t in all, and one or more in each")  # fmt: skip
+        raise refuse(
+            "--pipeline-model-parallel-layout",
+            f"is {shown(text)}; legal: stages such "
+            f"as Ett|tt|ttL with "
+            f"{layers} layers t in all, and one or more in each",
+        )
     return counts
 
 
 def _uneven(keys: Keys, size: int, chunks: int, layers: int) -> list[int] | None:
-    """Layers of each stage where the first or last rank has its own number, spread over its `chunks` like the rest."""
+    """Layers of each stage where the first or last rank has its own number, spread over its
+    `chunks` like the rest.
+    """
     first, last = (keys.whole(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
     if first is None and last is None:
         return None
@@ -164,15 +211,24 @@ def _uneven(keys: Keys, size: int, chunks: int, layers: int) -> list[int] | None
     key = f"--decoder-{'first' if first is not None else 'last'}-pipeline-num-layers"
     if size < 2 or (rest % middle if middle else rest) or rest < middle:
         raise refuse(key, f"leaves {rest} layers to {middle} stages, which do not divide them")
-    ranks = [*([first] if first else []), *[rest // max(1, middle)] * middle, *([last] if last else [])]
+    ranks = [
+        *([first] if first else []),
+        *[rest // max(1, middle)] * middle,
+        *([last] if last else []),
+    ]
     if uneven := [held for held in ranks if held % chunks]:
-        raise refuse(key, f"leaves {uneven[0]} layers to a rank, which its {chunks} virtual stages do not divide")
+        raise refuse(
+            key,
+            f"leaves {uneven[0]} layers to a rank, which its {chunks} virtual stages do not divide",
+        )
     return [held // chunks for held in ranks] * chunks
 
 
 def _ends(keys: Keys) -> tuple[bool, bool]:
     """Whether Megatron counts the embedding, and the loss, as a layer of the outer stages."""
-    embedding, loss = (bool(keys.flag(f"account-for-{end}-in-pipeline-split")) for end in ("embedding", "loss"))
+    embedding, loss = (
+        bool(keys.flag(f"account-for-{end}-in-pipeline-split")) for end in ("embedding", "loss")
+    )
     return embedding, loss
 
 
@@ -183,8 +239,10 @@ def _with_ends(ends: tuple[bool, bool], stages: int, layers: int) -> list[int] |
     each, left = divmod(layers + sum(ends), stages)
     if left or each < 2:
         key = "embedding" if ends[0] else "loss"
-        raise refuse(f"--account-for-{key}-in-pipeline-split", f"makes {layers + sum(ends)} of {layers} layers, which "
-                     f"{stages} stages do not divide")  # fmt: skip
+        raise refuse(
+            f"--account-for-{key}-in-pipeline-split",
+            f"makes {layers + sum(ends)} of {layers} layers, which {stages} stages do not divide",
+        )
     return [each - ends[0], *[each] * (stages - 2), each - ends[1]]
 
 
@@ -194,16 +252,24 @@ def _context(keys: Keys, size: int) -> dict[str, Any]:
     if not words <= set(_RINGS):
         raise refuse("--cp-comm-type", f"is {shown(kinds)}; legal: {', '.join(_RINGS)}")
     if len(words) > 1 or words & {"allgather", "a2a+p2p"}:
-        keys.doubt("cp-comm-type", "a plan's context parallelism is a ring, or Ulysses for every layer; "
-                   "ring taken")  # fmt: skip
+        keys.doubt(
+            "cp-comm-type",
+            "a plan's context parallelism is a ring, or Ulysses for every layer; ring taken",
+        )
     return {"size": size, "algorithm": "ulysses" if words == {"a2a"} else "ring"}
 
 
 def _expert(keys: Keys, tensor: int) -> dict[str, int]:
     own = keys.whole("expert-tensor-parallel-size")
     if own is not None and own != tensor:
-        keys.doubt("expert-tensor-parallel-size", f"a plan splits experts as all else, {tensor} ways")
-    return {"size": keys.whole("expert-model-parallel-size") or keys.whole("moe-expert-parallel-size") or 1}
+        keys.doubt(
+            "expert-tensor-parallel-size", f"a plan splits experts as all else, {tensor} ways"
+        )
+    return {
+        "size": keys.whole("expert-model-parallel-size")
+        or keys.whole("moe-expert-parallel-size")
+        or 1
+    }
 
 
 def _recompute(keys: Keys, shape: Shape, pipeline: Mapping[str, Any]) -> str | list[int]:
@@ -211,21 +277,29 @@ def _recompute(keys: Keys, shape: Shape, pipeline: Mapping[str, Any]) -> str | l
     if keys.flag("recompute-activations"):
         kind = "selective"
     older = keys.choice("activations-checkpoint-method", {"uniform": "uniform", "block": "block"})
-    if older or any([keys.flag("checkpoint-activations"), keys.flag("deepspeed-activation-checkpointing")]):
+    if older or any(
+        [keys.flag("checkpoint-activations"), keys.flag("deepspeed-activation-checkpointing")]
+    ):
         kind = "full"
     method = keys.choice("recompute-method", {"uniform": "uniform", "block": "block"}) or older
     layers = keys.whole("recompute-num-layers") or keys.whole("activations-checkpoint-num-layers")
     if kind == "full" and method == "block" and layers is not None:
         return first_layers(_stages(shape, pipeline), layers)
     if kind == "full" and layers not in (None, 1):
-        keys.doubt("recompute-num-layers", "a plan keeps the input of every layer, not of groups of layers")
+        keys.doubt(
+            "recompute-num-layers", "a plan keeps the input of every layer, not of groups of layers"
+        )
     return kind or "none"
 
 
 def first_layers(stages: list[int], layers: int) -> list[int]:
     """The first `layers` layers of each stage, numbered through the model."""
     starts = [sum(stages[:stage]) for stage in range(len(stages))]
-    return [start + k for start, held in zip(starts, stages, strict=True) for k in range(min(layers, held))]
+    return [
+        start + k
+        for start, held in zip(starts, stages, strict=True)
+        for k in range(min(layers, held))
+    ]
 
 
 def _stages(shape: Shape, pipeline: Mapping[str, Any]) -> list[int]:
@@ -245,7 +319,10 @@ def _precision(keys: Keys) -> tuple[str, str]:
     main = _main_gradients(keys, bool(bf16 or eighth), bool(wide))
     narrow = narrow or main == "bf16"
     if eighth and not bf16:
-        keys.doubt("fp8-format", "without --bf16 Megatron keeps fp32 parameters; a plan's fp8 has bf16 ones")
+        keys.doubt(
+            "fp8-format",
+            "without --bf16 Megatron keeps fp32 parameters; a plan's fp8 has bf16 ones",
+        )
     if bf16 or eighth:
         gradients = "bf16" if narrow and not wide else "fp32"
     else:
@@ -254,10 +331,15 @@ def _precision(keys: Keys) -> tuple[str, str]:
 
 
 def _main_gradients(keys: Keys, bf16: bool, wide: bool) -> str | None:
-    """Dtype of the gradients that the optimizer reads: with bf16 ones Megatron does not raise them to fp32."""
+    """Dtype of the gradients that the optimizer reads: with bf16 ones Megatron does not raise them
+    to fp32.
+    """
     main = keys.choice("main-grads-dtype", {"fp32": "fp32", "bf16": "bf16"})
     if main == "bf16" and wide:
-        raise refuse("--main-grads-dtype", "is bf16 beside --accumulate-allreduce-grads-in-fp32; legal: one of them")
+        raise refuse(
+            "--main-grads-dtype",
+            "is bf16 beside --accumulate-allreduce-grads-in-fp32; legal: one of them",
+        )
     if main == "bf16" and not bf16:
         keys.doubt("main-grads-dtype", "without --bf16 a plan's gradients are not bf16")
     return None if main is None else str(main)
@@ -265,15 +347,24 @@ def _main_gradients(keys: Keys, bf16: bool, wide: bool) -> str | None:
 
 def _placement(keys: Keys) -> list[str]:
     inner = ["tensor", "context"]
-    return [*inner, "pipeline", "data"] if keys.flag("use-tp-pp-dp-mapping") else [*inner, "data", "pipeline"]
+    return (
+        [*inner, "pipeline", "data"]
+        if keys.flag("use-tp-pp-dp-mapping")
+        else [*inner, "data", "pipeline"]
+    )
 
 
 def _kernels(keys: Keys) -> str:
-    return str(keys.choice("transformer-impl", {"local": "eager", "transformer_engine": "fused"}) or "fused")
+    return str(
+        keys.choice("transformer-impl", {"local": "eager", "transformer_engine": "fused"})
+        or "fused"
+    )
 
 
 def write(plan: Plan) -> Written:
-    """The plan as a torchrun command with Megatron's arguments, and the fields that it does not say."""
+    """The plan as a torchrun command with Megatron's arguments, and the fields that it does not
+    say.
+    """
     full = plan.complete()
     text = command(launcher(full), written(full))
     with nearest("megatron"):

@@ -7,24 +7,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from workbench.interop.translation import Note
 from workbench.interop.foreign_keys import Open
 from workbench.interop.megatron.flags import Occurrence, occurrences, resolve
 from workbench.interop.megatron.megatron_keys import DISTINCT, KNOWN, LAUNCHER
 from workbench.interop.shell import Branch, Command, Item, Script, Value, commands, shown, split
 from workbench.interop.shell.values import line_of
+from workbench.interop.translation import Note
 
-_LAUNCHED = {"num-gpus": "nproc-per-node", "num-nodes": "nnodes", "nodes": "nnodes", **{w: w for w in LAUNCHER[:2]}}
+_LAUNCHED = {
+    "num-gpus": "nproc-per-node",
+    "num-nodes": "nnodes",
+    "nodes": "nnodes",
+    **{w: w for w in LAUNCHER[:2]},
+}
 """A launcher's argument -> torchrun's name for it."""
-_LAUNCHERS = re.compile(r"(?:^|/)(?:torchrun|deepspeed|python[\d.]*|accelerate|srun|mpirun|torch\.distributed\.\w+)$")
+_LAUNCHERS = re.compile(
+    r"(?:^|/)(?:torchrun|deepspeed|python[\d.]*|accelerate|srun|mpirun|torch\.distributed\.\w+)$"
+)
 _LAUNCHING_MODULES = ("torch.distributed", "accelerate", "deepspeed")
 _TRAINS = re.compile(r"pretrain|train|finetune", re.IGNORECASE)
-_TALK = frozenset(("echo", "printf", "cat", "tee", "sed", "awk", "grep", "git", "cp", "ls", "rm", "mkdir"))
+_TALK = frozenset(
+    ("echo", "printf", "cat", "tee", "sed", "awk", "grep", "git", "cp", "ls", "rm", "mkdir")
+)
 """Commands that only show or move what stands behind them."""
 _SLURM = {
-    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
-    "gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), "cpus-per-task": ("SLURM_CPUS_PER_TASK",),
-}  # fmt: skip
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+    "cpus-per-task": ("SLURM_CPUS_PER_TASK",),
+}
 """An #SBATCH option -> the variables that Slurm sets by it."""
 
 
@@ -44,7 +55,8 @@ class Arguments:
 
 
 def read(text: str, given: Mapping[str, str] | None = None) -> Arguments:
-    """The arguments of the training command in a script's text; `given` are variables decided from outside.
+    """The arguments of the training command in a script's text; `given` are variables decided from
+    outside.
 
     Raises `PlanError` for text that is no script.
     """
@@ -82,7 +94,9 @@ def _take(found: Arguments, ahead: Sequence[Occurrence], behind: Sequence[Occurr
             groups.setdefault(_LAUNCHED[flag.flag], []).append(flag)
         else:
             text = " ".join(map(shown, flag.values))
-            found.ignored.append(Note(f"--{flag.flag}", text, f"the launcher's word (line {flag.line})"))
+            found.ignored.append(
+                Note(f"--{flag.flag}", text, f"the launcher's word (line {flag.line})")
+            )
     for flag in behind:
         groups.setdefault(flag.flag, []).append(flag)
     for name, flags in groups.items():
@@ -94,11 +108,15 @@ def _take(found: Arguments, ahead: Sequence[Occurrence], behind: Sequence[Occurr
             found.defaults[name] = (value.default, value.value)
         if len(flags) > 1 and not any(flag.when for flag in flags):
             lines = " and ".join(str(flag.line) for flag in flags if flag.line)
-            found.ignored.append(Note(f"--{name}", value.value, f"written twice with the same value (lines {lines})"))
+            found.ignored.append(
+                Note(f"--{name}", value.value, f"written twice with the same value (lines {lines})")
+            )
 
 
 def _training(found: Sequence[Command]) -> list[Command]:
-    """The commands that train: those with Megatron's arguments, and of them those whose script is named so."""
+    """The commands that train: those with Megatron's arguments, and of them those whose script is
+    named so.
+    """
     able = [command for command in found if _score(command)]
     named = [command for command in able if _TRAINS.search(_script_of(command))]
     bare = [command for command in found if command.name.startswith("--")]
@@ -141,7 +159,11 @@ def _parts(trains: Sequence[Command], script: Script) -> tuple[list[Item], list[
     parts = [_cut(command) for command in trains]
     if len(parts) == 1:
         return list(parts[0][0]), list(parts[0][1])
-    why = "which command is meant (lines " + ", ".join(str(command.line) for command in trains) + ")"
+    why = (
+        ("which command is meant (lines ")
+        + ", ".join(str(command.line) for command in trains)
+        + ")"
+    )
     return [Branch(tuple(p[0] for p in parts), why)], [Branch(tuple(p[1] for p in parts), why)]
 
 
@@ -162,19 +184,38 @@ def _cut(command: Command) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
 
 
 def _sourced(script: Script) -> list[Item]:
-    """The words of all variables that hold arguments, where no command trains: a file that others source."""
-    found = [word for value in script.variables.values() for word in split(value)
-             if len(value) and re.search(r"(?:^|\s)--[A-Za-z]", " " + shown(value))]  # fmt: skip
+    """The words of all variables that hold arguments, where no command trains: a file that others
+    source.
+    """
+    found = [
+        word
+        for value in script.variables.values()
+        for word in split(value)
+        if len(value) and re.search(r"(?:^|\s)--[A-Za-z]", " " + shown(value))
+    ]
     return found
 
 
 def _left(word: Value) -> Note:
-    return Note(shown(word)[:80], None, f"no argument that the file gives (line {line_of(word)})" if line_of(word)
-                else "no argument that the file gives")  # fmt: skip
+    return Note(
+        shown(word)[:80],
+        None,
+        f"no argument that the file gives (line {line_of(word)})"
+        if line_of(word)
+        else "no argument that the file gives",
+    )
 
 
 def _is_path(text: str) -> bool:
-    return bool(_LAUNCHERS.search(text)) or text in ("-m", "-u", "uv", "run", "exec", "nohup", "time")
+    return bool(_LAUNCHERS.search(text)) or text in (
+        "-m",
+        "-u",
+        "uv",
+        "run",
+        "exec",
+        "nohup",
+        "time",
+    )
 
 
 def _ignored(script: Script, trains: Sequence[Command], lines: set[int]) -> list[Note]:
@@ -183,11 +224,19 @@ def _ignored(script: Script, trains: Sequence[Command], lines: set[int]) -> list
         if not any(command is chosen for chosen in trains):
             found.append(_other(command))
     flagged = [(line, text) for line, text in script.comments if re.search(r"\s--[A-Za-z]", text)]
-    found += [Note(f"line {line}", " ".join(text.split())[:80], _comment(text)) for line, text in flagged]
+    found += [
+        Note(f"line {line}", " ".join(text.split())[:80], _comment(text)) for line, text in flagged
+    ]
     for name, value in script.variables.items():
         unused = [n for word in split(value) for n in _flag_lines(word)]
         if unused and not set(unused) & lines:
-            found.append(Note(f"${name}", shown(value).strip()[:80], f"no training command uses it (line {unused[0]})"))
+            found.append(
+                Note(
+                    f"${name}",
+                    shown(value).strip()[:80],
+                    f"no training command uses it (line {unused[0]})",
+                )
+            )
     return found
 
 
@@ -196,7 +245,11 @@ def _comment(text: str) -> str:
     if not text.startswith("#SBATCH"):
         return "a comment"
     names = [name for several, _ in _options(text) for name in several]
-    return f"an option of Slurm, which sets {', '.join(names)} by it" if names else "an option of Slurm"
+    return (
+        f"an option of Slurm, which sets {', '.join(names)} by it"
+        if names
+        else ("an option of Slurm")
+    )
 
 
 def _flag_lines(item: Item) -> list[int]:
@@ -206,7 +259,13 @@ def _flag_lines(item: Item) -> list[int]:
 
 
 def _other(command: Command) -> Note:
-    text = " ".join(shown(word) if isinstance(word, tuple) else "..." for word in command.words)[:80]
+    text = " ".join(shown(word) if isinstance(word, tuple) else "..." for word in command.words)[
+        :80
+    ]
     if command.name.startswith("--"):
-        return Note(f"line {command.line}", text, "a command of its own to the shell: the line before does not go on")
+        return Note(
+            f"line {command.line}",
+            text,
+            "a command of its own to the shell: the line before does not go on",
+        )
     return Note(f"line {command.line}", text, "another command")

@@ -7,47 +7,94 @@ from typing import Any
 from workbench.errors import refuse
 from workbench.interop.foreign_keys import Keys
 
-_DECAYS = {"constant": "constant", "linear": "linear", "cosine": "cosine", "inverse-square-root": "", "WSD": ""}
+_DECAYS = {
+    "constant": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "inverse-square-root": "",
+    "WSD": "",
+}
 
 
 def read_training(keys: Keys, data: int) -> dict[str, Any]:
-    """The plan's sections `training`, `checkpoint` and `telemetry`; `data` ranks share the batch."""
+    """The plan's sections `training`, `checkpoint` and `telemetry`; `data` ranks share the
+    batch.
+    """
     batch = _batch(keys, data)
     steps = _steps(keys, batch.get("global_batch", 1))
     optimizer = _optimizer(keys, steps or 100, batch.get("global_batch", 1))
-    training = {**batch, "optimizer": optimizer, "evaluation": _evaluation(keys), "seed": _seed(keys)}
+    training = {
+        **batch,
+        "optimizer": optimizer,
+        "evaluation": _evaluation(keys),
+        "seed": _seed(keys),
+    }
     if steps is not None:
         training["steps"] = steps
     training["dropout"] = _dropout(keys)
-    trackers = [name for name, key in (("tensorboard", "tensorboard-dir"), ("wandb", "wandb-project"))
-                if keys.leave(key, "only that it is written; a run keeps it in its own directory")]  # fmt: skip
+    trackers = [
+        name
+        for name, key in (("tensorboard", "tensorboard-dir"), ("wandb", "wandb-project"))
+        if keys.leave(key, "only that it is written; a run keeps it in its own directory")
+    ]
     minutes = keys.whole("distributed-timeout-minutes") or 10
-    found = {"training": training, "telemetry": {"trackers": trackers, "timeout_seconds": 60 * minutes}}
+    found = {
+        "training": training,
+        "telemetry": {"trackers": trackers, "timeout_seconds": 60 * minutes},
+    }
     return found | {"checkpoint": _checkpoint(keys)}
 
 
 def _dropout(keys: Keys) -> float:
-    """Dropout of the residual stream; that of attention's probabilities is told, as a plan has none."""
+    """Dropout of the residual stream; that of attention's probabilities is told, as a plan has
+    none.
+    """
     if "attention-dropout" not in keys:
-        keys.assume("--attention-dropout", 0.1, "Megatron's default; a plan never drops attention's probabilities")
+        keys.assume(
+            "--attention-dropout",
+            0.1,
+            "Megatron's default; a plan never drops attention's probabilities",
+        )
     dropout = keys.number("hidden-dropout", 0, 0.999)
-    return float(keys.assume("training.dropout", 0.1, "Megatron's default")) if dropout is None else dropout
+    return (
+        float(keys.assume("training.dropout", 0.1, "Megatron's default"))
+        if dropout is None
+        else dropout
+    )
 
 
 def _batch(keys: Keys, data: int) -> dict[str, int]:
     micro, total = keys.renamed("micro-batch-size", "batch-size"), keys.whole("global-batch-size")
     if micro is None:
-        micro = int(keys.assume("training.micro_batch", 1, "Megatron requires --micro-batch-size; the plan's default"))
+        micro = int(
+            keys.assume(
+                "training.micro_batch",
+                1,
+                "Megatron requires --micro-batch-size; the plan's default",
+            )
+        )
     if total is None:
-        total = int(keys.assume("training.global_batch", micro * data, "Megatron's default: one microbatch a rank"))
+        total = int(
+            keys.assume(
+                "training.global_batch", micro * data, "Megatron's default: one microbatch a rank"
+            )
+        )
     if total % (micro * data):
         near = max(1, total // (micro * data)) * micro * data
-        raise refuse("--global-batch-size", f"is {total}, not a multiple of --micro-batch-size {micro} x {data} "
-                     f"data-parallel ranks; legal: {near}, {near + micro * data}")  # fmt: skip
+        raise refuse(
+            "--global-batch-size",
+            f"is {total}, not a multiple of --micro-batch-size "
+            f"{micro} x {data} "
+            f"data-parallel ranks; legal: {near}, {near + micro * data}",
+        )
     length = keys.whole("seq-length") or keys.whole("encoder-seq-length")
     found = {"micro_batch": micro, "global_batch": total}
     if length is None:
-        keys.assume("training.sequence_length", "default", "Megatron requires --seq-length; the plan's default")
+        keys.assume(
+            "training.sequence_length",
+            "default",
+            "Megatron requires --seq-length; the plan's default",
+        )
         return found
     return {**found, "sequence_length": length}
 
@@ -70,15 +117,23 @@ def _optimizer(keys: Keys, steps: int, batch: int) -> dict[str, Any]:
     name = name or "adamw"
     first = ("sgd-momentum", 0.9) if name == "sgd" else ("adam-beta1", 0.9)
     found: dict[str, Any] = {"name": name}
-    defaults = {"beta1": first, "beta2": ("adam-beta2", 0.999), "epsilon": ("adam-eps", 1e-8),
-                "weight_decay": ("weight-decay", 0.01)}  # fmt: skip
+    defaults = {
+        "beta1": first,
+        "beta2": ("adam-beta2", 0.999),
+        "epsilon": ("adam-eps", 1e-8),
+        "weight_decay": ("weight-decay", 0.01),
+    }
     for field, (key, default) in defaults.items():
         value = keys.number(key, 0)
         if value is None:
             value = keys.assume(f"training.optimizer.{field}", default, "Megatron's default")
         found[field] = value
     clip = keys.number("clip-grad", 0)
-    found["clip"] = keys.assume("training.optimizer.clip", 1.0, "Megatron's default") if clip is None else clip or None
+    found["clip"] = (
+        keys.assume("training.optimizer.clip", 1.0, "Megatron's default")
+        if clip is None
+        else clip or None
+    )
     _master(keys)
     return found | _moments(keys) | _schedule(keys, steps, batch)
 
@@ -97,24 +152,35 @@ def _moments(keys: Keys) -> dict[str, str]:
 
 
 def _master(keys: Keys) -> None:
-    """Tell master weights that are not fp32, which is all that a plan knows beside 16-bit parameters."""
+    """Tell master weights that are not fp32, which is all that a plan knows beside 16-bit
+    parameters.
+    """
     if keys.choice("main-params-dtype", {"fp32": "fp32", "fp16": "fp16"}) == "fp16":
-        keys.doubt("main-params-dtype", "a plan's master weights (training.optimizer.master) are fp32; fp32 was taken")
+        keys.doubt(
+            "main-params-dtype",
+            "a plan's master weights (training.optimizer.master) are fp32; fp32 was taken",
+        )
 
 
 def _schedule(keys: Keys, steps: int, batch: int) -> dict[str, Any]:
     decay = keys.choice("lr-decay-style", _DECAYS)
     if decay == "":
-        keys.doubt("lr-decay-style", "a plan decays constantly, linearly or by a cosine; "
-                   "linear was taken")  # fmt: skip
+        keys.doubt(
+            "lr-decay-style", "a plan decays constantly, linearly or by a cosine; linear was taken"
+        )
     if decay is None:
         keys.assume("training.optimizer.decay", "linear", "Megatron's default")
     over = _decay_steps(keys, steps, batch)
-    found: dict[str, Any] = {"decay": decay or "linear", "warmup_steps": _warmup(keys, steps, over, batch)}
+    found: dict[str, Any] = {
+        "decay": decay or "linear",
+        "warmup_steps": _warmup(keys, steps, over, batch),
+    }
     rate, least = keys.number("lr", 0), keys.number("min-lr", 0) or 0.0
     if rate is None:
         rate = 3e-4
-        keys.assume("training.optimizer.learning_rate", rate, "Megatron requires --lr; the plan's default")
+        keys.assume(
+            "training.optimizer.learning_rate", rate, "Megatron requires --lr; the plan's default"
+        )
     if least > rate:
         raise refuse("--min-lr", f"is {least:g}, above --lr {rate:g}; legal: 0 to {rate:g}")
     # Twelve digits: 3e-5 / 3e-4 is meant as 0.1.
@@ -123,7 +189,9 @@ def _schedule(keys: Keys, steps: int, batch: int) -> dict[str, Any]:
 
 
 def _decay_steps(keys: Keys, steps: int, batch: int) -> float:
-    """Steps over which Megatron decays, of which --lr-warmup-fraction is a share; the run's where it does not say."""
+    """Steps over which Megatron decays, of which --lr-warmup-fraction is a share; the run's where
+    it does not say.
+    """
     found: float = steps
     for key, size in (("lr-decay-iters", 1), ("lr-decay-samples", batch)):
         over = keys.whole(key)
@@ -139,7 +207,9 @@ def _warmup(keys: Keys, steps: int, over: float, batch: int) -> int:
     share = keys.number("lr-warmup-fraction", 0, 1) if "lr-warmup-fraction" in keys else older
     samples = keys.whole("lr-warmup-samples", 0)
     if share is not None and whole:
-        raise refuse("--lr-warmup-fraction", "is given beside --lr-warmup-iters; legal: one of them")
+        raise refuse(
+            "--lr-warmup-fraction", "is given beside --lr-warmup-iters; legal: one of them"
+        )
     found = whole or round((share or 0) * over) or -(-(samples or 0) // batch)
     if found > steps:
         shares = "warmup" if older is not None else "lr-warmup-fraction"
@@ -154,7 +224,9 @@ def _evaluation(keys: Keys) -> dict[str, int]:
         batches = int(keys.assume("training.evaluation.batches", 100, "Megatron's default"))
     if every is None and batches:
         every = int(keys.assume("training.evaluation.every", 1000, "Megatron's default"))
-    return {"every": every or 1000, "batches": batches} if batches > 0 and every != 0 else {"every": 0}
+    return (
+        {"every": every or 1000, "batches": batches} if batches > 0 and every != 0 else {"every": 0}
+    )
 
 
 def _seed(keys: Keys) -> int:
@@ -166,12 +238,20 @@ def _checkpoint(keys: Keys) -> dict[str, Any]:
     every, load = keys.whole("save-interval", 0), keys.text("load")
     save = keys.leave("save", "a run keeps its checkpoints in its own directory")
     if load is not None and ("$" in load or load == save):
-        keys.doubt("load", "where this very job left off, or a shell variable; a plan names a checkpoint to start from")
+        keys.doubt(
+            "load",
+            "where this very job left off, or a shell variable; a plan names a "
+            "checkpoint to start from",
+        )
         load = None
-    return {"every": every or 0, **_asynchronous(keys, every)} | ({} if load is None else {"load": load})
+    return {"every": every or 0, **_asynchronous(keys, every)} | (
+        {} if load is None else {"load": load}
+    )
 
 
 def _asynchronous(keys: Keys, every: int | None) -> dict[str, bool]:
-    """Whether steps go on while a checkpoint is written, which Megatron does only with --async-save."""
+    """Whether steps go on while a checkpoint is written, which Megatron does only with
+    --async-save.
+    """
     said = bool(keys.flag("async-save"))
     return {"asynchronous": said} if every or said else {}

@@ -1,4 +1,6 @@
-"""A complete plan as Megatron-LM's arguments; what they cannot say is left out, or said as nearly as they can."""
+"""A complete plan as Megatron-LM's arguments; what they cannot say is left out, or said as nearly
+as they can.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,21 @@ _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 def launcher(full: Plan) -> dict[str, int]:
     """torchrun's words for the cluster."""
-    return {"nproc_per_node": int(full.cluster.gpus_per_node or 1), "nnodes": int(full.cluster.nodes or 1)}
+    return {
+        "nproc_per_node": int(full.cluster.gpus_per_node or 1),
+        "nnodes": int(full.cluster.nodes or 1),
+    }
 
 
 def written(full: Plan) -> dict[str, Any]:
     """Argument (without dashes) -> value; True is a flag."""
-    found = {**write_model(full), **_axes(full), **_data(full), **_recompute(full), **_precision(full)}
+    found = {
+        **write_model(full),
+        **_axes(full),
+        **_data(full),
+        **_recompute(full),
+        **_precision(full),
+    }
     return {**found, **_training(full), **_optimizer(full), **_keeping(full)}
 
 
@@ -29,9 +40,10 @@ def _on(**flags: bool) -> dict[str, Any]:
 def _axes(full: Plan) -> dict[str, Any]:
     s, sizes = full.strategy, full.sizes
     found: dict[str, Any] = {
-        "tensor-model-parallel-size": sizes["tensor"], "pipeline-model-parallel-size": sizes["pipeline"],
+        "tensor-model-parallel-size": sizes["tensor"],
+        "pipeline-model-parallel-size": sizes["pipeline"],
         "context-parallel-size": sizes["context"],
-    }  # fmt: skip
+    }
     if s.pipeline.size > 1 and s.pipeline.chunks > 1:
         found["num-virtual-stages-per-pipeline-rank"] = s.pipeline.chunks
     if isinstance(s.pipeline.partition, list) and len(set(s.pipeline.partition)) > 1:
@@ -44,15 +56,20 @@ def _axes(full: Plan) -> dict[str, Any]:
         found["expert-model-parallel-size"] = s.expert.size
     sharing = [axis for axis in s.placement if axis in ("data", "pipeline")]
     swapped = sharing == ["pipeline", "data"] and sizes["pipeline"] > 1 and sizes["data"] > 1
-    return found | _on(sequence_parallel=s.tensor.sequence and sizes["tensor"] > 1, use_tp_pp_dp_mapping=swapped)
+    return found | _on(
+        sequence_parallel=s.tensor.sequence and sizes["tensor"] > 1, use_tp_pp_dp_mapping=swapped
+    )
 
 
 def _data(full: Plan) -> dict[str, Any]:
     data, replicas = full.strategy.data, full.sizes["data"] * full.sizes["context"]
     found = _on(
-        use_distributed_optimizer=data.zero >= 1, use_megatron_fsdp=data.zero >= 2, overlap_grad_reduce=data.overlap,
-        overlap_param_gather=data.overlap and data.zero >= 1, optimizer_cpu_offload=data.offload != "none",
-    )  # fmt: skip
+        use_distributed_optimizer=data.zero >= 1,
+        use_megatron_fsdp=data.zero >= 2,
+        overlap_grad_reduce=data.overlap,
+        overlap_param_gather=data.overlap and data.zero >= 1,
+        optimizer_cpu_offload=data.offload != "none",
+    )
     if data.zero >= 2:
         found["data-parallel-sharding-strategy"] = _SHARDING[data.zero]
     if isinstance(data.shard, int) and data.shard < replicas:
@@ -64,33 +81,47 @@ def _data(full: Plan) -> dict[str, Any]:
 def _recompute(full: Plan) -> dict[str, Any]:
     wanted = full.strategy.recompute
     if isinstance(wanted, str):
-        whole = {"recompute-method": "uniform", "recompute-num-layers": 1} if wanted == "full" else {}
+        whole = (
+            {"recompute-method": "uniform", "recompute-num-layers": 1} if wanted == "full" else {}
+        )
         return {} if wanted == "none" else {"recompute-granularity": wanted, **whole}
     stages = full.strategy.pipeline.partition
     assert isinstance(stages, list), "complete() writes the partition out"
     first = sum(layer in wanted for layer in range(stages[0]))
-    block = {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": first}
+    block = {
+        "recompute-granularity": "full",
+        "recompute-method": "block",
+        "recompute-num-layers": first,
+    }
     return block if first else {}
 
 
 def _precision(full: Plan) -> dict[str, Any]:
     precision, gradients = full.strategy.precision, full.strategy.gradient_dtype
     found = _on(
-        bf16=precision in ("bf16", "fp8"), fp16=precision == "fp16",
+        bf16=precision in ("bf16", "fp8"),
+        fp16=precision == "fp16",
         accumulate_allreduce_grads_in_fp32=precision == "fp16" and gradients == "fp32",
         grad_reduce_in_bf16=gradients == "bf16",
-    )  # fmt: skip
+    )
     if precision == "fp8":
         found["fp8-format"] = "hybrid"
-    return found | {"transformer-impl": "local" if full.strategy.kernels == "eager" else "transformer_engine"}
+    return found | {
+        "transformer-impl": "local" if full.strategy.kernels == "eager" else "transformer_engine"
+    }
 
 
 def _training(full: Plan) -> dict[str, Any]:
     t = full.training
     found = {
-        "seq-length": t.sequence_length, "micro-batch-size": t.micro_batch, "global-batch-size": t.global_batch,
-        "train-iters": t.steps, "seed": t.seed, "hidden-dropout": t.dropout, "attention-dropout": 0.0,
-    }  # fmt: skip
+        "seq-length": t.sequence_length,
+        "micro-batch-size": t.micro_batch,
+        "global-batch-size": t.global_batch,
+        "train-iters": t.steps,
+        "seed": t.seed,
+        "hidden-dropout": t.dropout,
+        "attention-dropout": 0.0,
+    }
     if t.evaluation.every == 0:
         return {**found, "eval-iters": 0}
     return {**found, "eval-interval": t.evaluation.every, "eval-iters": t.evaluation.batches}
@@ -99,17 +130,25 @@ def _training(full: Plan) -> dict[str, Any]:
 def _optimizer(full: Plan) -> dict[str, Any]:
     o = full.training.optimizer
     found: dict[str, Any] = {
-        "optimizer": "sgd" if o.name == "sgd" else "adam", "lr": o.learning_rate,
-        "min-lr": min(o.learning_rate, float(f"{o.learning_rate * o.final_ratio:.15g}")), "lr-decay-style": o.decay,
+        "optimizer": "sgd" if o.name == "sgd" else "adam",
+        "lr": o.learning_rate,
+        "min-lr": min(o.learning_rate, float(f"{o.learning_rate * o.final_ratio:.15g}")),
+        "lr-decay-style": o.decay,
         "lr-decay-iters": full.training.steps,
-        "lr-warmup-iters": o.warmup_steps, "weight-decay": o.weight_decay, "clip-grad": o.clip or 0.0,
-    }  # fmt: skip
+        "lr-warmup-iters": o.warmup_steps,
+        "weight-decay": o.weight_decay,
+        "clip-grad": o.clip or 0.0,
+    }
     if o.name == "sgd":
         found["sgd-momentum"] = o.beta1
     else:
         found |= {"adam-beta1": o.beta1, "adam-beta2": o.beta2, "adam-eps": o.epsilon}
     if o.moments == "bf16":
-        found |= {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "bf16"}
+        found |= {
+            "use-precision-aware-optimizer": True,
+            "exp-avg-dtype": "bf16",
+            "exp-avg-sq-dtype": "bf16",
+        }
     return found
 
 
@@ -120,5 +159,8 @@ def _keeping(full: Plan) -> dict[str, Any]:
         found |= {"save": "checkpoints", "save-interval": c.every, **_on(async_save=c.asynchronous)}
     if c.load is not None:
         found["load"] = c.load
-    folders = {"tensorboard": ("tensorboard-dir", "tensorboard"), "wandb": ("wandb-project", "workbench")}
+    folders = {
+        "tensorboard": ("tensorboard-dir", "tensorboard"),
+        "wandb": ("wandb-project", "workbench"),
+    }
     return found | dict(folders[name] for name in told.trackers if name in folders)

@@ -1,15 +1,36 @@
-"""What a shell script says without running it: `commands` reads text into commands with their words.
+"""What a shell script says without running it: `commands` reads text into commands with their
+words.
 
-Nothing is executed. A word whose value only a run would know says so; where a condition cannot be decided, both of its
-outcomes stand side by side.
+Nothing is executed. A word whose value only a run would know says so; where a condition cannot be
+decided, both of its outcomes stand side by side.
 """
 
 from __future__ import annotations
 
 from workbench.interop.shell.script import Command, Script, commands
-from workbench.interop.shell.values import Branch, Either, Item, Text, Unknown, Value, alternatives, shown, split
+from workbench.interop.shell.values import (
+    Branch,
+    Either,
+    Item,
+    Text,
+    Unknown,
+    Value,
+    alternatives,
+    shown,
+    split,
+)
 
 __all__ = [
-    "Branch", "Command", "Either", "Item", "Script", "Text", "Unknown", "Value", "alternatives", "commands", "shown",
+    "Branch",
+    "Command",
+    "Either",
+    "Item",
+    "Script",
+    "Text",
+    "Unknown",
+    "Value",
+    "alternatives",
+    "commands",
+    "shown",
     "split",
-]  # fmt: skip
+]

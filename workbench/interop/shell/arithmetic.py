@@ -19,16 +19,27 @@ def _quotient(a: int, b: int) -> int:
 
 
 _BINARY: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": _quotient,
-    "%": lambda a, b: a - b * _quotient(a, b), "**": lambda a, b: a**b if 0 <= b < 64 else 0,
-    "==": lambda a, b: int(a == b), "!=": lambda a, b: int(a != b), "<": lambda a, b: int(a < b),
-    ">": lambda a, b: int(a > b), "<=": lambda a, b: int(a <= b), ">=": lambda a, b: int(a >= b),
-    "&&": lambda a, b: int(bool(a and b)), "||": lambda a, b: int(bool(a or b)),
-}  # fmt: skip
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": _quotient,
+    "%": lambda a, b: a - b * _quotient(a, b),
+    "**": lambda a, b: a**b if 0 <= b < 64 else 0,
+    "==": lambda a, b: int(a == b),
+    "!=": lambda a, b: int(a != b),
+    "<": lambda a, b: int(a < b),
+    ">": lambda a, b: int(a > b),
+    "<=": lambda a, b: int(a <= b),
+    ">=": lambda a, b: int(a >= b),
+    "&&": lambda a, b: int(bool(a and b)),
+    "||": lambda a, b: int(bool(a or b)),
+}
 
 
 def evaluate(node: Node, lookup: Lookup) -> int | None:
-    """The integer of an arithmetic expression; None where something in it is not known or is no number."""
+    """The integer of an arithmetic expression; None where something in it is not known or is no
+    number.
+    """
     if node.type in ("arithmetic_expansion", "parenthesized_expression"):
         inner = node.named_children
         return evaluate(inner[0], lookup) if len(inner) == 1 else None

@@ -1,4 +1,6 @@
-"""Commands of a shell script: their words, and those that only lead to others (`eval`, `bash -c`, functions)."""
+"""Commands of a shell script: their words, and those that only lead to others (`eval`, `bash -c`,
+functions).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from workbench.interop.shell.values import (
     line_of,
     quoted,
     shown,
-    split)
+    split,
+)
 from workbench.interop.shell.words import Source, Words
 
 DEEPEST = 12
@@ -92,7 +95,8 @@ class Calls:
         name = node.child_by_field_name("name")
         if set_here and name is not None:
             between = source.text[set_here[-1].end_byte : name.start_byte].replace(b"\\\n", b"")
-            # The grammar takes `A=1 B=2`, a line of its own, for the beginning of the next line's command.
+            # The grammar takes `A=1 B=2`, a line of its own, for the beginning of the next line's
+            # command.
             self.block(set_here if b"\n" in between else [], source)
         words = self.words(source)
         items: list[Item] = []
@@ -112,7 +116,9 @@ class Calls:
             return self._call(name, command.words[1:])
         if name in ("source", "."):
             text = " ".join(shown(word) for word in command.words[1:2] if isinstance(word, tuple))
-            self.script.unread.append((command.line, f"{name} {text}", "another file, which is not read"))
+            self.script.unread.append(
+                (command.line, f"{name} {text}", "another file, which is not read")
+            )
             return None
         if (inner := self._script_word(command)) is not None and self.depth < DEEPEST:
             return self._inner((inner,), command.line, again=True)
@@ -128,7 +134,9 @@ class Calls:
         return None
 
     def _inner(self, words: Sequence[Item], line: int, again: bool) -> None:
-        """Words that are a command of their own; with `again` their text is read as a script once more."""
+        """Words that are a command of their own; with `again` their text is read as a script once
+        more.
+        """
         if not again:
             return self._run(Command(tuple(words), line))
         places: dict[str, Value] = {}
@@ -166,8 +174,16 @@ class Calls:
         body = node.child_by_field_name("body")
         heredoc = next((child for child in node.children if child.type == "heredoc_redirect"), None)
         name = source.of(body).split()[0] if body is not None and source.of(body).split() else ""
-        inner = next((c for c in heredoc.children if c.type == "heredoc_body"), None) if heredoc else None
-        if inner is not None and name in (*_SHELLS, "sbatch", "srun", "ssh") and self.depth < DEEPEST:
+        inner = (
+            next((c for c in heredoc.children if c.type == "heredoc_body"), None)
+            if heredoc
+            else None
+        )
+        if (
+            inner is not None
+            and name in (*_SHELLS, "sbatch", "srun", "ssh")
+            and self.depth < DEEPEST
+        ):
             start = inner.start_byte
             self.depth += 1
             self.text(source.text[start : inner.end_byte], lambda byte: source.line(start + byte))
@@ -175,11 +191,15 @@ class Calls:
         elif body is not None:
             self.statement(body, source)
         if inner is not None:
-            self.script.unread.append((source.line(inner.start_byte), f"{name} << ...", "a text for another command"))
+            self.script.unread.append(
+                (source.line(inner.start_byte), f"{name} << ...", "a text for another command")
+            )
 
 
 def _encoded(words: Sequence[Item], places: dict[str, Value], line: int) -> tuple[bytes, list[int]]:
-    """Words as text to be read again, with the line of each byte; what is no text becomes a variable of `places`."""
+    """Words as text to be read again, with the line of each byte; what is no text becomes a
+    variable of `places`.
+    """
     data, lines = bytearray(), []
     for word in words:
         for piece in word if isinstance(word, tuple) else (_as_piece(word),):
@@ -202,5 +222,7 @@ def _as_piece(branch: Item) -> Either | Unknown:
     choices = []
     for choice in branch.choices:
         words = [quoted(word) if isinstance(word, tuple) else (_as_piece(word),) for word in choice]
-        choices.append(tuple(piece for k, word in enumerate(words) for piece in ((Break(),) * (k > 0) + word)))
+        choices.append(
+            tuple(piece for k, word in enumerate(words) for piece in ((Break(),) * (k > 0) + word))
+        )
     return Either(tuple(choices), branch.why)

@@ -12,10 +12,17 @@ from workbench.interop.shell.values import MOST, Text, Unknown, Value, alternati
 from workbench.interop.shell.words import Words
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": lambda a, b: a == b, "-ne": lambda a, b: a != b, "-lt": lambda a, b: a < b, "-le": lambda a, b: a <= b,
-    "-gt": lambda a, b: a > b, "-ge": lambda a, b: a >= b, "<": lambda a, b: a < b, ">": lambda a, b: a > b,
-    "<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b,
-}  # fmt: skip
+    "-eq": lambda a, b: a == b,
+    "-ne": lambda a, b: a != b,
+    "-lt": lambda a, b: a < b,
+    "-le": lambda a, b: a <= b,
+    "-gt": lambda a, b: a > b,
+    "-ge": lambda a, b: a >= b,
+    "<": lambda a, b: a < b,
+    ">": lambda a, b: a > b,
+    "<=": lambda a, b: a <= b,
+    ">=": lambda a, b: a >= b,
+}
 _TOLD = dict[str, str]
 
 
@@ -31,8 +38,13 @@ def decide(node: Node, words: Words, told: _TOLD) -> bool | None:
     if kind in ("negated_command", "negation_expression"):
         return _not(decide(node.named_children[0], words, told))
     if kind == "list":
-        first, last = (decide(child, words, told) for child in (node.named_children[0], node.named_children[-1]))
-        return _both(first, last) if any(c.type == "&&" for c in node.children) else _any(first, last)
+        first, last = (
+            decide(child, words, told)
+            for child in (node.named_children[0], node.named_children[-1])
+        )
+        return (
+            _both(first, last) if any(c.type == "&&" for c in node.children) else _any(first, last)
+        )
     if kind == "command":
         return {"true": True, "false": False, ":": True}.get(words.source.of(node).strip())
     if kind == "unary_expression":
@@ -56,7 +68,9 @@ def _unary(node: Node, words: Words, told: _TOLD) -> bool | None:
     if len(pieces) == 1 and isinstance(pieces[0], Unknown):
         if not pieces[0].unset:
             return None
-        told[pieces[0].text.lstrip("$")] = ""  # as `${NAME:-}`: nothing sets it, so it is taken as not set
+        told[pieces[0].text.lstrip("$")] = (
+            ""  # as `${NAME:-}`: nothing sets it, so it is taken as not set
+        )
         return sign == "-z"
     text = _known(value, told)
     return None if text is None else (not text) == (sign == "-z")
@@ -75,7 +89,14 @@ def _binary(node: Node, words: Words, told: _TOLD) -> bool | None:
         return None
     for a in options[0]:
         for b in options[1]:
-            results.add(_compare(sign, _known(a, told), _known(b, told), quoted=right.type in ("string", "raw_string")))
+            results.add(
+                _compare(
+                    sign,
+                    _known(a, told),
+                    _known(b, told),
+                    quoted=right.type in ("string", "raw_string"),
+                )
+            )
     return results.pop() if len(results) == 1 else None
 
 
@@ -105,7 +126,9 @@ def matches(value: Value, patterns: list[str], told: _TOLD) -> bool | None:
     found = {_known(choice, told) for choice in alternatives(value)}
     if None in found:
         return True if "*" in patterns else None
-    results = {any(fnmatch.fnmatchcase(str(text), pattern) for pattern in patterns) for text in found}
+    results = {
+        any(fnmatch.fnmatchcase(str(text), pattern) for pattern in patterns) for text in found
+    }
     return results.pop() if len(results) == 1 else None
 
 
@@ -117,7 +140,11 @@ def text_of(node: Node, words: Words) -> str:
 def _known(value: Value, told: _TOLD) -> str | None:
     text = literal(value)
     if text is not None:
-        told |= {piece.default: piece.text for piece in value if isinstance(piece, Text) and piece.default}
+        told |= {
+            piece.default: piece.text
+            for piece in value
+            if isinstance(piece, Text) and piece.default
+        }
     return text
 
 

@@ -1,4 +1,6 @@
-"""Text of a shell script to a tree of tree-sitter-bash, with what that grammar lacks or tears mended before."""
+"""Text of a shell script to a tree of tree-sitter-bash, with what that grammar lacks or tears
+mended before.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from workbench.interop.shell.words import Source
 
 _BASH = Language(tree_sitter_bash.language())
 _SLICE = re.compile(rb"\$\{(\w+:(?![-=+?])\s*\$?\{?[\w +*/$-]+\}?)\}")
-"""`${NAME:FROM:COUNT}`, which the grammar lacks and nothing here knows: read as a variable that nothing sets."""
+"""`${NAME:FROM:COUNT}`, which the grammar lacks and nothing here knows: read as a variable that
+nothing sets.
+"""
 _BLANK = re.compile(rb"(?<!<)<[A-Z][\w ./,:-]*\w>(?!>)(?=[\s\"'/_]|$)")
 """`<PATH TO X>`, which people are to fill in: a word and no redirection."""
 
@@ -26,7 +30,9 @@ def parse(data: bytes, line: Callable[[int], int]) -> tuple[Node, Source]:
     Raises `PlanError` naming the line where the text is no script.
     """
     data = _SLICE.sub(lambda m: b"${" + re.sub(rb"\W", b"_", m[1]) + b"}", data)
-    data = _BLANK.sub(lambda m: re.sub(rb"[\s<>]", lambda c: b"_" if c[0].isspace() else b"%", m[0]), data)
+    data = _BLANK.sub(
+        lambda m: re.sub(rb"[\s<>]", lambda c: b"_" if c[0].isspace() else b"%", m[0]), data
+    )
     tree, data, line = _mended(data, line)
     source = Source(data, line)
     if (bad := _error(tree.root_node)) is not None:
@@ -37,7 +43,9 @@ def parse(data: bytes, line: Callable[[int], int]) -> tuple[Node, Source]:
 
 
 def _mended(data: bytes, line: Callable[[int], int]) -> tuple[Tree, bytes, Callable[[int], int]]:
-    """(tree, text, line of each byte), with `$NAME` as `${NAME}` where the grammar tears it (`$A/$B/c`)."""
+    """(tree, text, line of each byte), with `$NAME` as `${NAME}` where the grammar tears it
+    (`$A/$B/c`).
+    """
     for _ in range(8):
         tree = Parser(_BASH).parse(data)
         torn = [at for at in _torn(tree.root_node) if re.match(rb"\w", data[at + 1 : at + 2])]
@@ -50,7 +58,9 @@ def _mended(data: bytes, line: Callable[[int], int]) -> tuple[Tree, bytes, Calla
             parts += [data[last:at], b"${", data[at + 1 : end], b"}"]
             ends.append(end)
             last = end
-        line = functools.partial(_shifted, line, [end + 2 * k for k, end in enumerate(ends, start=1)])
+        line = functools.partial(
+            _shifted, line, [end + 2 * k for k, end in enumerate(ends, start=1)]
+        )
         data = b"".join([*parts, data[last:]])
     return tree, data, line
 
@@ -60,8 +70,12 @@ def _shifted(line: Callable[[int], int], marks: Sequence[int], byte: int) -> int
 
 
 def _torn(node: Node) -> list[int]:
-    found = [child for child in node.children[-1:] if child.type == "$" and node.type == "concatenation"]
-    return [child.start_byte for child in found] + [at for child in node.children for at in _torn(child)]
+    found = [
+        child for child in node.children[-1:] if child.type == "$" and node.type == "concatenation"
+    ]
+    return [child.start_byte for child in found] + [
+        at for child in node.children for at in _torn(child)
+    ]
 
 
 def _error(node: Node) -> Node | None:

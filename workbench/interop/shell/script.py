@@ -1,4 +1,6 @@
-"""A shell script read statement by statement, as far as that goes without running it: which commands it holds."""
+"""A shell script read statement by statement, as far as that goes without running it: which
+commands it holds.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from workbench.interop.shell.values import (
     quoted,
     shown,
     split,
-    weight)
+    weight,
+)
 from workbench.interop.shell.words import Source
 
 __all__ = ["Command", "Script", "commands"]
@@ -31,8 +34,8 @@ __all__ = ["Command", "Script", "commands"]
 def commands(text: str, given: dict[str, str] | None = None) -> Script:
     """The commands of a script's text, in order, with the variables that it sets.
 
-    `given` are variables whose value is decided from outside, whatever the script sets them to. Raises `PlanError`
-    naming the line where the text is no shell script.
+    `given` are variables whose value is decided from outside, whatever the script sets them to.
+    Raises `PlanError` naming the line where the text is no shell script.
     """
     data = text.encode()
     starts = [0, *(k + 1 for k, byte in enumerate(data) if byte == 10)]
@@ -88,8 +91,16 @@ class _Statements(Calls):
             self.functions[source.of(node.child_by_field_name("name") or node)] = (node, source)
         elif kind == "redirected_statement":
             self.redirected(node, source)
-        elif kind in ("declaration_command", "variable_assignments", "pipeline", "compound_statement", "subshell",
-                      "negated_command", "do_group", "program"):  # fmt: skip
+        elif kind in (
+            "declaration_command",
+            "variable_assignments",
+            "pipeline",
+            "compound_statement",
+            "subshell",
+            "negated_command",
+            "do_group",
+            "program",
+        ):
             self.block(node.children, source)
 
     def assign(self, name: str, value: Value, more: bool = False) -> None:
@@ -99,7 +110,9 @@ class _Statements(Calls):
         if more:
             value = (*self.variables.get(name, ()), *value)
         if weight(value) > LONGEST:
-            raise refuse("file", f"is no script that can be read: ${name} grows beyond {LONGEST} characters")
+            raise refuse(
+                "file", f"is no script that can be read: ${name} grows beyond {LONGEST} characters"
+            )
         self.variables[name] = value
 
     def _assign(self, node: Node, source: Source) -> None:
@@ -152,15 +165,24 @@ class _Statements(Calls):
         value = words.value(node.named_children[0], True)
         branches, sure = [], False
         for item in (child for child in node.named_children if child.type == "case_item"):
-            patterns = [child for k, child in enumerate(item.children) if item.field_name_for_child(k) == "value"]
-            holds = conditions.matches(value, [conditions.pattern(p, words) for p in patterns], self.script.told)
+            patterns = [
+                child
+                for k, child in enumerate(item.children)
+                if item.field_name_for_child(k) == "value"
+            ]
+            holds = conditions.matches(
+                value, [conditions.pattern(p, words) for p in patterns], self.script.told
+            )
             if holds is False:
                 continue
             branches.append([child for child in item.named_children if child not in patterns])
             sure = holds is True
             if sure:
                 break
-        runs = [lambda body=body: self.block(body, source) for body in (branches if sure else [*branches, []])]
+        runs = [
+            lambda body=body: self.block(body, source)
+            for body in (branches if sure else [*branches, []])
+        ]
         self._either(runs, f"case {shown(value)[:40]}")
 
     def _loop(self, node: Node, source: Source) -> None:
@@ -170,9 +192,13 @@ class _Statements(Calls):
         if node.type == "while_statement":
             if "$#" in source.of(node.children[1]):
                 line = source.line(node.start_byte)
-                self.script.unread.append((line, "$#", "arguments of whoever runs the script; none were taken"))
+                self.script.unread.append(
+                    (line, "$#", "arguments of whoever runs the script; none were taken")
+                )
                 return
-            self._either([lambda: self.statement(body, source), lambda: None], "how often a loop runs")
+            self._either(
+                [lambda: self.statement(body, source), lambda: None], "how often a loop runs"
+            )
             return
         name = node.child_by_field_name("variable")
         if name is not None:
@@ -181,15 +207,25 @@ class _Statements(Calls):
 
     def _each(self, node: Node, source: Source) -> Value:
         words = self.words(source)
-        nodes = [child for k, child in enumerate(node.children) if node.field_name_for_child(k) == "value"]
+        nodes = [
+            child
+            for k, child in enumerate(node.children)
+            if node.field_name_for_child(k) == "value"
+        ]
         items = [item for child in nodes for item in split(words.value(child))]
         values = [item for item in items if isinstance(item, tuple)]
         if not values or len(values) < len(items):
             return (Unknown(f"${source.of(node.named_children[0])}", source.line(node.start_byte)),)
-        return values[0] if len(values) == 1 else (Either(tuple(values), "which turn of the loop it is"),)
+        return (
+            values[0]
+            if len(values) == 1
+            else (Either(tuple(values), "which turn of the loop it is"),)
+        )
 
     def _either(self, runs: Sequence[Callable[[], None]], why: str) -> None:
-        """Run each, from the same beginning, and keep what any of them may leave; one that exits leaves nothing."""
+        """Run each, from the same beginning, and keep what any of them may leave; one that exits
+        leaves nothing.
+        """
         before = dict(self.variables)
         after: list[dict[str, Value]] = []
         for run in runs:
@@ -210,9 +246,17 @@ class _Statements(Calls):
 
 def _arms(node: Node) -> list[tuple[Node | None, list[Node]]]:
     """(condition, statements) of `if`, each `elif` and `else` (whose condition is None)."""
-    tests = [child for k, child in enumerate(node.children) if node.field_name_for_child(k) == "condition"]
+    tests = [
+        child
+        for k, child in enumerate(node.children)
+        if node.field_name_for_child(k) == "condition"
+    ]
     found: list[tuple[Node | None, list[Node]]] = []
-    body = [c for k, c in enumerate(node.named_children) if c not in tests and not c.type.endswith("_clause")]
+    body = [
+        c
+        for k, c in enumerate(node.named_children)
+        if c not in tests and not c.type.endswith("_clause")
+    ]
     found.append((tests[0] if tests else None, body))
     for clause in node.named_children:
         inner = clause.named_children
@@ -224,7 +268,10 @@ def _arms(node: Node) -> list[tuple[Node | None, list[Node]]]:
 
 
 def _exits(body: Sequence[Node], source: Source) -> bool:
-    return any(node.type == "command" and source.of(node).split()[:1] in (["exit"], ["return"]) for node in body)
+    return any(
+        node.type == "command" and source.of(node).split()[:1] in (["exit"], ["return"])
+        for node in body
+    )
 
 
 def _is_test(node: Node) -> bool:

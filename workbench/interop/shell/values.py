@@ -1,4 +1,6 @@
-"""Values of a shell script that is read and not run: text whose line is known, with what cannot be known in between."""
+"""Values of a shell script that is read and not run: text whose line is known, with what cannot be
+known in between.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Unknown:
-    """What only a run would know, as the file writes it: `$1`, `$(date)`, a variable that the file does not set."""
+    """What only a run would know, as the file writes it: `$1`, `$(date)`, a variable that the file
+    does not set.
+    """
 
     text: str
     line: int
@@ -67,7 +71,9 @@ Item = Value | Branch
 
 def quoted(value: Value, on: bool = True) -> Value:
     """The value as it stands in double quotes (or, with `on` false, outside of them)."""
-    return tuple(piece if isinstance(piece, Break) else replace(piece, quoted=on) for piece in value)
+    return tuple(
+        piece if isinstance(piece, Break) else replace(piece, quoted=on) for piece in value
+    )
 
 
 def flattened(value: Value) -> Value:
@@ -88,7 +94,11 @@ def shown(value: Value) -> str:
 def _shown(piece: Piece) -> str:
     if isinstance(piece, Break):
         return " "
-    return "|".join(dict.fromkeys(map(shown, piece.choices))) if isinstance(piece, Either) else piece.text
+    return (
+        "|".join(dict.fromkeys(map(shown, piece.choices)))
+        if isinstance(piece, Either)
+        else piece.text
+    )
 
 
 def weight(value: Value, most: int = LONGEST) -> int:
@@ -108,13 +118,17 @@ def line_of(value: Value) -> int:
     for piece in value:
         if isinstance(piece, Text | Unknown) and piece.line:
             return piece.line
-        if isinstance(piece, Either) and (lines := [n for choice in piece.choices if (n := line_of(choice))]):
+        if isinstance(piece, Either) and (
+            lines := [n for choice in piece.choices if (n := line_of(choice))]
+        ):
             return min(lines)
     return 0
 
 
 def merge(values: Sequence[Value], why: str) -> Value:
-    """One value where any of `values` may hold: what they have in common at both ends, and the rest side by side."""
+    """One value where any of `values` may hold: what they have in common at both ends, and the rest
+    side by side.
+    """
     distinct = list({shown(value): value for value in values}.values())
     if len(distinct) == 1:
         return distinct[0]
@@ -135,7 +149,9 @@ def _common(values: Sequence[Value]) -> int:
 
 
 def alternatives(value: Value) -> list[Value]:
-    """The value without `Either`: one for each combination of choices; more than `MOST` are one that is unknown."""
+    """The value without `Either`: one for each combination of choices; more than `MOST` are one
+    that is unknown.
+    """
     parts: list[list[Value]] = []
     count = 1
     for piece in value:
@@ -163,7 +179,9 @@ def _plain(value: Value) -> str | None:
 
 def defaults(value: Value) -> dict[str, str]:
     """Environment variable -> its default, for the defaults in a value."""
-    return {piece.default: piece.text for piece in value if isinstance(piece, Text) and piece.default}
+    return {
+        piece.default: piece.text for piece in value if isinstance(piece, Text) and piece.default
+    }
 
 
 def split(value: Value) -> list[Item]:
@@ -176,7 +194,11 @@ def split(value: Value) -> list[Item]:
             found.append(tuple(word))
             word.clear()
 
-    pieces = [piece for piece in value if not (isinstance(piece, Text) and not piece.text and not piece.quoted)]
+    pieces = [
+        piece
+        for piece in value
+        if not (isinstance(piece, Text) and not piece.text and not piece.quoted)
+    ]
     for k, piece in enumerate(pieces):
         if isinstance(piece, Break):
             end()
@@ -186,7 +208,11 @@ def split(value: Value) -> list[Item]:
                     end()
                 elif part:
                     word.append(replace(piece, text=part))
-        elif isinstance(piece, Either) and not piece.quoted and (_spaced(piece) or (not word and _ends(pieces, k))):
+        elif (
+            isinstance(piece, Either)
+            and not piece.quoted
+            and (_spaced(piece) or (not word and _ends(pieces, k)))
+        ):
             end()
             found.append(_branch(piece))
         else:
@@ -197,7 +223,9 @@ def split(value: Value) -> list[Item]:
 
 def _ends(pieces: Sequence[Piece], k: int) -> bool:
     after = pieces[k + 1] if k + 1 < len(pieces) else Break()
-    return isinstance(after, Break) or (isinstance(after, Text) and not after.quoted and after.text[:1].isspace())
+    return isinstance(after, Break) or (
+        isinstance(after, Text) and not after.quoted and after.text[:1].isspace()
+    )
 
 
 def _spaced(piece: Either) -> bool:
@@ -212,5 +240,11 @@ def _spaced(piece: Either) -> bool:
 
 def _branch(piece: Either) -> Item:
     choices = tuple(tuple(split(quoted(choice, False))) for choice in piece.choices)
-    words = [choice[0] for choice in choices if len(choice) == 1 and not isinstance(choice[0], Branch)]
-    return (Either(tuple(words), piece.why),) if len(words) == len(choices) else Branch(choices, piece.why)
+    words = [
+        choice[0] for choice in choices if len(choice) == 1 and not isinstance(choice[0], Branch)
+    ]
+    return (
+        (Either(tuple(words), piece.why),)
+        if len(words) == len(choices)
+        else Branch(choices, piece.why)
+    )

@@ -23,7 +23,8 @@ from workbench.interop.shell.values import (
     literal,
     merge,
     quoted,
-    shown)
+    shown,
+)
 
 _NAMED = re.compile(r"\$\{\s*(#|!)?(\w+|[@*#?$!])(?:\[([^\]]*)\])?(.*)\}", re.DOTALL)
 _OPERATORS = (":-", "-", ":=", "=", ":+", "+", ":?", "?", ",,", "^^")
@@ -42,7 +43,9 @@ class Source:
         return self.text[node.start_byte : node.end_byte].decode(errors="replace")
 
     def texts(self, start: int, end: int, quoted: bool, escapes: str = "") -> list[Text]:
-        """Characters from byte to byte, one piece a line, with a backslash before `escapes` (a class) taken off."""
+        """Characters from byte to byte, one piece a line, with a backslash before `escapes` (a
+        class) taken off.
+        """
         found, at = [], start
         for part in self.text[start:end].splitlines(keepends=True):
             text = part.decode(errors="replace")
@@ -68,12 +71,16 @@ class Words:
         if kind in ("simple_expansion", "expansion"):
             return self._lead(node, quoted) + self._expansion(node, quoted)
         if kind == "string":
-            return tuple(self._inside(node, 1, len(node.children) - 1)) or (Text("", self._line(node), True),)
+            return tuple(self._inside(node, 1, len(node.children) - 1)) or (
+                Text("", self._line(node), True),
+            )
         if kind == "concatenation":
             return tuple(itertools.chain(*(self.value(child, quoted) for child in node.children)))
         if kind in ("raw_string", "ansi_c_string"):
             first = node.start_byte + (2 if kind == "ansi_c_string" else 1)
-            found = self.source.texts(first, node.end_byte - 1, True, "[\\S\\s]" if kind == "ansi_c_string" else "")
+            found = self.source.texts(
+                first, node.end_byte - 1, True, "[\\S\\s]" if kind == "ansi_c_string" else ""
+            )
             return tuple(found) or (Text("", self._line(node), True),)
         if kind == "arithmetic_expansion":
             return self._arithmetic(node)
@@ -96,13 +103,17 @@ class Words:
         return (*found, *self.source.texts(at, node.end_byte, quoted, r"[\s\S]"))
 
     def array(self, node: Node) -> Value:
-        """The elements of `( ... )`, each split where it is not quoted, with borders between them."""
+        """The elements of `( ... )`, each split where it is not quoted, with borders between
+        them.
+        """
         kept = [child for child in node.named_children if child.type != "comment"]
         found = [_elements(value) for value in self.each(kept)]
         return tuple(itertools.chain(*((Break(), *value) for value in found)))
 
     def each(self, nodes: Sequence[Node]) -> list[Value]:
-        """The value of each word; words that nothing parts are one that the grammar tore, and unknown."""
+        """The value of each word; words that nothing parts are one that the grammar tore, and
+        unknown.
+        """
         found: list[Value] = []
         for before, node in zip([None, *nodes], nodes, strict=False):
             if before is not None and before.end_byte == node.start_byte:
@@ -116,9 +127,15 @@ class Words:
         return self.source.line(node.start_byte)
 
     def _lead(self, node: Node, quoted: bool) -> Value:
-        """Spaces and line continuations that the grammar takes into the beginning of an expansion."""
+        """Spaces and line continuations that the grammar takes into the beginning of an
+        expansion.
+        """
         lead = max(0, self.source.of(node).find("$"))
-        return tuple(self.source.texts(node.start_byte, node.start_byte + lead, quoted, r"[\s\S]")) if lead else ()
+        return (
+            tuple(self.source.texts(node.start_byte, node.start_byte + lead, quoted, r"[\s\S]"))
+            if lead
+            else ()
+        )
 
     def _inside(self, node: Node, first: int, last: int, quoted: bool = True) -> Iterator[Piece]:
         """The pieces between two children of a node, with the text that no child holds."""
@@ -164,14 +181,22 @@ class Words:
         if index is None:
             return elements[0] if elements else value
         known = re.fullmatch(r"\d{1,6}", index) and int(index) < len(elements)
-        return elements[int(index)] if known else (Unknown(_short(self.source.of(node)), self._line(node)),)
+        return (
+            elements[int(index)]
+            if known
+            else (Unknown(_short(self.source.of(node)), self._line(node)),)
+        )
 
     def _or_default(self, node: Node, name: str, value: Value | None, sign: str) -> Value | None:
-        at = next((k for k, child in enumerate(node.children) if self.source.of(child) == sign), None)
+        at = next(
+            (k for k, child in enumerate(node.children) if self.source.of(child) == sign), None
+        )
         if at is None:
             return (Unknown(_short(self.source.of(node)), self._line(node)),)
         other = tuple(self._inside(node, at + 1, len(node.children) - 1, quoted=False))
-        unset = value is None or (len(value) == 1 and isinstance(value[0], Unknown) and value[0].unset)
+        unset = value is None or (
+            len(value) == 1 and isinstance(value[0], Unknown) and value[0].unset
+        )
         if sign in (":+", "+"):
             return () if unset or (sign == ":+" and literal(value or ()) == "") else other
         if sign in (":?", "?"):
@@ -179,16 +204,25 @@ class Words:
         if unset:
             unknown = shown(value).lstrip("$") if value else name
             return tuple(
-                Text(piece.text, piece.line or self._line(node), piece.quoted, piece.default or unknown)
-                if isinstance(piece, Text) else piece for piece in other
-            )  # fmt: skip
+                Text(
+                    piece.text,
+                    piece.line or self._line(node),
+                    piece.quoted,
+                    piece.default or unknown,
+                )
+                if isinstance(piece, Text)
+                else piece
+                for piece in other
+            )
         return other if sign[0] == ":" and literal(value or ()) == "" else value
 
     def _arithmetic(self, node: Node) -> Value:
         """The number of `$(( ))`: one for each combination of what its variables may be."""
         names = {self.source.of(found): found for found in _variables(node)}
         values = {text: alternatives(self._operand(found)) for text, found in names.items()}
-        tagged = next((d for options in values.values() for value in options for d in _defaults(value)), "")
+        tagged = next(
+            (d for options in values.values() for value in options for d in _defaults(value)), ""
+        )
         combinations = list(itertools.islice(itertools.product(*values.values()), MOST + 1))
         results = []
         for chosen in combinations:
@@ -205,7 +239,11 @@ class Words:
     def _operand(self, node: Node) -> Value:
         if node.type == "variable_name":
             found = self.variables.get(self.source.of(node))
-            return (Unknown(f"${self.source.of(node)}", self._line(node), unset=True),) if found is None else found
+            return (
+                (Unknown(f"${self.source.of(node)}", self._line(node), unset=True),)
+                if found is None
+                else found
+            )
         return self.value(node)
 
 
@@ -223,12 +261,16 @@ def elements_of(value: Value) -> list[Value]:
 
 
 def _elements(value: Value) -> Value:
-    """One word of an array's parentheses as the elements that it becomes: unquoted spaces are borders."""
+    """One word of an array's parentheses as the elements that it becomes: unquoted spaces are
+    borders.
+    """
     found: list = []
     for piece in value:
         if isinstance(piece, Text) and not piece.quoted:
             for k, part in enumerate(re.split(r"\s+", piece.text)):
-                found += ([Break()] if k else []) + ([Text(part, piece.line, True, piece.default)] if part else [])
+                found += ([Break()] if k else []) + (
+                    [Text(part, piece.line, True, piece.default)] if part else []
+                )
         else:
             found.append(piece)
     while found and isinstance(found[0], Break):
@@ -241,7 +283,14 @@ def _elements(value: Value) -> Value:
 def _variables(node: Node) -> Iterator[Node]:
     """The variables of an arithmetic expression, each as its outermost node."""
     for child in node.named_children:
-        if child.type in ("variable_name", "simple_expansion", "expansion", *COMPUTED, "subscript", "string"):
+        if child.type in (
+            "variable_name",
+            "simple_expansion",
+            "expansion",
+            *COMPUTED,
+            "subscript",
+            "string",
+        ):
             yield child
         else:
             yield from _variables(child)
@@ -254,7 +303,10 @@ def _defaults(value: Value) -> Iterator[str]:
 def _cased(value: Value | None, change: Callable[[str], str]) -> Value | None:
     if value is None or any(isinstance(piece, Either | Unknown) for piece in value):
         return value if value is None else (Unknown(shown(value), 0),)
-    return tuple(Text(change(p.text), p.line, p.quoted, p.default) if isinstance(p, Text) else p for p in value)
+    return tuple(
+        Text(change(p.text), p.line, p.quoted, p.default) if isinstance(p, Text) else p
+        for p in value
+    )
 
 
 def _short(text: str) -> str:

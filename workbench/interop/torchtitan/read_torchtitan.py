@@ -1,4 +1,6 @@
-"""torchtitan's job TOML, by torchtitan/config/job_config.py: what it says of a plan, and a plan as such a file."""
+"""torchtitan's job TOML, by torchtitan/config/job_config.py: what it says of a plan, and a plan as
+such a file.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +10,50 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.plan.catalog import catalog
 from workbench.errors import refuse
-from workbench.interop.torchtitan import torchtitan_keys as known
-from workbench.interop.translation import STACKS, Given, Imported, Written, imported
 from workbench.interop.foreign_keys import Keys
-from workbench.interop.translation_loss import lost, nearest
 from workbench.interop.foreign_text import from_toml, mapping, to_toml
+from workbench.interop.torchtitan import torchtitan_keys as known
 from workbench.interop.torchtitan.training_tables import read_training
 from workbench.interop.torchtitan.write_torchtitan import tables
+from workbench.interop.translation import STACKS, Given, Imported, Written, imported
+from workbench.interop.translation_loss import lost, nearest
+from workbench.plan.catalog import catalog
+from workbench.plan.model_shape import Shape
 from workbench.plan.resolve import model_shape
 from workbench.plan.schema import Plan
-from workbench.plan.model_shape import Shape
 
 P = "parallelism."
 
 
-def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False) -> Imported:
-    """The plan of a torchtitan job, as TOML or already parsed. Raises `PlanError` naming key and legal values."""
+def read(
+    text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False
+) -> Imported:
+    """The plan of a torchtitan job, as TOML or already parsed. Raises `PlanError` naming key and
+    legal values.
+    """
     given = given or Given()
     keys = Keys(mapping(from_toml(text, "file") if isinstance(text, str) else text, "file"))
     keys.sections(*known.MAPPINGS)
     model, shape, fp8 = _model(keys, given)
     sizes, world = _sizes(keys, given)
     pipeline = _pipeline(keys, sizes["pipeline"], shape)
-    training, precision = read_training(keys, sizes["data"], sizes["pipeline"], given.sets), _precision(keys, fp8)
+    training, precision = (
+        read_training(keys, sizes["data"], sizes["pipeline"], given.sets),
+        _precision(keys, fp8),
+    )
     training["training"]["optimizer"] |= _states(keys, precision["precision"])
     strategy = {
-        "stack": STACKS["torchtitan"], "data": _data(keys, sizes),
-        "tensor": {"size": sizes["tensor"], "sequence": sizes["tensor"] > 1}, "pipeline": pipeline,
+        "stack": STACKS["torchtitan"],
+        "data": _data(keys, sizes),
+        "tensor": {"size": sizes["tensor"], "sequence": sizes["tensor"] > 1},
+        "pipeline": pipeline,
         "context": {"size": sizes["context"], "algorithm": "ring"},
-        "expert": {"size": keys.whole(P + "expert_parallel_degree") or 1}, "recompute": _recompute(keys, shape.layers),
-        "kernels": _kernels(keys), **precision,
-    }  # fmt: skip
+        "expert": {"size": keys.whole(P + "expert_parallel_degree") or 1},
+        "recompute": _recompute(keys, shape.layers),
+        "kernels": _kernels(keys),
+        **precision,
+    }
     plan = {"model": model, "cluster": given.cluster(world), "strategy": strategy, **training}
     if name := keys.text("job.description"):
         plan["name"] = name
@@ -51,11 +64,16 @@ def read(text: str | Mapping[str, Any], given: Given | None = None, lenient: boo
 def _model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape, bool]:
     """(the plan's model, its shape, whether it computes in fp8)."""
     name, flavor = keys.text("model.name"), keys.text("model.flavor")
-    family, size = (name or "llama3").rpartition(".")[2], re.sub(known.KERNEL_OF_FLAVOR, "", flavor or "")
+    family, size = (
+        (name or "llama3").rpartition(".")[2],
+        re.sub(known.KERNEL_OF_FLAVOR, "", flavor or ""),
+    )
     found = known.MODELS.get((family, size))
     if found and (family, size) != (name or "llama3", flavor):
-        keys.doubt("model.flavor" if size != flavor else "model.name", "a plan says how operators run in "
-                   "strategy.kernels")  # fmt: skip
+        keys.doubt(
+            "model.flavor" if size != flavor else "model.name",
+            "a plan says how operators run in strategy.kernels",
+        )
     if given.model is not None and (flavor is not None or name is not None):
         ours = given.model if isinstance(given.model, str) else given.model.name
         for key, value in (("model.name", name), ("model.flavor", flavor)):
@@ -65,41 +83,63 @@ def _model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape, bool]
     for one, flavors in known.MODELS:
         sizes.setdefault(one, []).append(flavors)
     legal = "; ".join(f"{one}: {', '.join(flavors)}" for one, flavors in sizes.items())
-    why = f"model.name '{name}', model.flavor '{flavor}' is no model that the catalog holds ({legal})"
+    why = (
+        f"model.name '{name}', model.flavor '{flavor}' is no model that the catalog holds ({legal})"
+    )
     model = found if found is not None and given.model is None else given.the_model(why)
     shape = given.model if isinstance(given.model, Shape) else model_shape(str(model))
     return model, shape, _converted(keys)
 
 
 def _converted(keys: Keys) -> bool:
-    """Whether linear layers are converted to fp8: by `model.converters`, or the switch that jobs of 2024 have."""
+    """Whether linear layers are converted to fp8: by `model.converters`, or the switch that jobs of
+    2024 have.
+    """
     value = keys.take("model.converters")
     words = [
-        str(word) for word in (value if isinstance(value, list) else re.split(r"[,\s]+", str(value or ""))) if word
+        str(word)
+        for word in (value if isinstance(value, list) else re.split(r"[,\s]+", str(value or "")))
+        if word
     ]
     eighth = [word for word in words if re.search("float8|mx", word)]
     if rest := [word for word in words if word not in eighth]:
-        keys.doubt("model.converters", f"a plan knows no such conversion of layers: {', '.join(rest)}")
+        keys.doubt(
+            "model.converters", f"a plan knows no such conversion of layers: {', '.join(rest)}"
+        )
     if (older := keys.flag("float8.enable_float8_linear")) is not None:
         return bool(eighth) or older
     tables = ("float8", "mx", "quantize.linear.float8", "quantize.linear.mx")
-    return bool(eighth) or (value is None and any(f"{table}.recipe_name" in keys for table in tables))
+    return bool(eighth) or (
+        value is None and any(f"{table}.recipe_name" in keys for table in tables)
+    )
 
 
 def _sizes(keys: Keys, given: Given) -> tuple[dict[str, int], int]:
     """(ranks of each axis with those that share the data, ranks of the job)."""
-    sizes = {axis: _degree(keys, f"{axis}_parallel_degree") or 1 for axis in ("tensor", "context", "pipeline")}
+    sizes = {
+        axis: _degree(keys, f"{axis}_parallel_degree") or 1
+        for axis in ("tensor", "context", "pipeline")
+    }
     replicate = _degree(keys, "data_parallel_replicate_degree") or 1
-    shards = [_degree(keys, name, -1) for name in ("data_parallel_shard_degree", "data_parallel_degree")]
+    shards = [
+        _degree(keys, name, -1) for name in ("data_parallel_shard_degree", "data_parallel_degree")
+    ]
     shard = next((degree for degree in shards if degree is not None), None)
     if shard == 0:
-        raise refuse(P + "data_parallel_shard_degree", "is 0; legal: -1 for all that are left over, or 1 or more")
+        raise refuse(
+            P + "data_parallel_shard_degree",
+            "is 0; legal: -1 for all that are left over, or 1 or more",
+        )
     others = math.prod(sizes.values()) * replicate
     if shard in (None, -1):
         world = given.world(None, P + "data_parallel_shard_degree is -1: whatever is left over")
         if world % others:
-            raise refuse("gpus", f"is {world}, which tensor x context x pipeline x replicate = {others} does not "
-                         "divide")  # fmt: skip
+            raise refuse(
+                "gpus",
+                f"is {world}, which tensor x context x pipeline x replicate = "
+                f"{others} does not "
+                "divide",
+            )
         shard = world // others
     assert shard is not None
     world = given.world(others * shard, "the product of the degrees in [parallelism]")
@@ -108,7 +148,10 @@ def _sizes(keys: Keys, given: Given) -> tuple[dict[str, int], int]:
 
 def _degree(keys: Keys, name: str, least: int = 1) -> int | None:
     """A degree of [parallelism], or of the sections where jobs of 2024 have it."""
-    found = {section: keys.whole(f"{section}.{name}", least) for section in ("parallelism", "training", "experimental")}
+    found = {
+        section: keys.whole(f"{section}.{name}", least)
+        for section in ("parallelism", "training", "experimental")
+    }
     said = {section: degree for section, degree in found.items() if degree is not None}
     if len(set(said.values())) > 1:
         told = " and ".join(f"{degree} in [{section}]" for section, degree in said.items())
@@ -118,29 +161,43 @@ def _degree(keys: Keys, name: str, least: int = 1) -> int | None:
 
 def _data(keys: Keys, sizes: Mapping[str, int]) -> dict[str, Any]:
     sharded = sizes["shard"] * sizes["context"] > 1
-    policy = keys.choice(P + "fsdp_reshard_after_forward", {w: w for w in ("default", "always", "never")}) or "default"
+    policy = (
+        keys.choice(
+            P + "fsdp_reshard_after_forward", {w: w for w in ("default", "always", "never")}
+        )
+        or "default"
+    )
     offload = keys.flag("training.enable_cpu_offload")
     if not sharded:
-        for key, value in ((P + "fsdp_reshard_after_forward", policy), ("training.enable_cpu_offload", offload)):
+        for key, value in (
+            (P + "fsdp_reshard_after_forward", policy),
+            ("training.enable_cpu_offload", offload),
+        ):
             if value not in (None, False, "default"):
                 keys.doubt(key, "nothing is sharded here, so it does nothing")
         return {"zero": 0}
     found: dict[str, Any] = {
-        "zero": 3, "reduce": "microbatch", "offload": "parameters" if offload else "none",
+        "zero": 3,
+        "reduce": "microbatch",
+        "offload": "parameters" if offload else "none",
         "keep_gathered": policy == "never" or (policy == "default" and sizes["pipeline"] > 1),
-    }  # fmt: skip
+    }
     return found | ({"shard": sizes["shard"] * sizes["context"]} if sizes["replicate"] > 1 else {})
 
 
 def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
-    word = keys.choice(P + "pipeline_parallel_schedule", {name: name for name in (*known.SCHEDULES, *known.LONE)})
+    word = keys.choice(
+        P + "pipeline_parallel_schedule", {name: name for name in (*known.SCHEDULES, *known.LONE)}
+    )
     table = keys.text(P + "pipeline_parallel_schedule_csv")
     schedule = known.SCHEDULES.get(word or "1F1B") or known.LONE[word]
     if table:
         schedule = table if table.endswith(".csv") else f"{table}.csv"
     elif word in known.LONE:
         schedule = schedule or "1f1b"
-        keys.doubt(P + "pipeline_parallel_schedule", f"a plan knows no such schedule; {schedule} was taken")
+        keys.doubt(
+            P + "pipeline_parallel_schedule", f"a plan knows no such schedule; {schedule} was taken"
+        )
     single = schedule in ("1f1b", "gpipe")
     held = keys.whole(P + "pipeline_parallel_layers_per_stage")
     stages = _parts(keys, shape.layers)
@@ -150,10 +207,15 @@ def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
         stages = _spread(shape.layers, size * chunks)
     if stages is not None and size > 1:
         if len(stages) % size:
-            raise refuse(P + "module_fqns_per_model_part", f"makes {len(stages)} stages; legal: a multiple of {size}")
+            raise refuse(
+                P + "module_fqns_per_model_part",
+                f"makes {len(stages)} stages; legal: a multiple of {size}",
+            )
         chunks = len(stages) // size
     elif size > 1:
-        keys.assume("strategy.pipeline.partition", "balanced", "torchtitan's own split; the plan's default")
+        keys.assume(
+            "strategy.pipeline.partition", "balanced", "torchtitan's own split; the plan's default"
+        )
     found: dict[str, Any] = {
         "size": size,
         "chunks": chunks if size > 1 else 1,
@@ -171,14 +233,21 @@ def _spread(layers: int, stages: int) -> list[int] | None:
 
 def _parts(keys: Keys, layers: int) -> list[int] | None:
     """Layers of each stage that the lists of modules, or the older split points, say."""
-    parts, points = keys.take(P + "module_fqns_per_model_part"), keys.take(P + "pipeline_parallel_split_points")
+    parts, points = (
+        keys.take(P + "module_fqns_per_model_part"),
+        keys.take(P + "pipeline_parallel_split_points"),
+    )
     if parts is not None:
         if not (isinstance(parts, list) and all(isinstance(part, list) for part in parts)):
-            raise refuse(P + "module_fqns_per_model_part", "must be a list of lists of module names")
+            raise refuse(
+                P + "module_fqns_per_model_part", "must be a list of lists of module names"
+            )
         counts = [sum(str(name).startswith("layers.") for name in part) for part in parts]
         if sum(counts) != layers or min(counts, default=0) < 1:
-            raise refuse(P + "module_fqns_per_model_part", f"holds {counts} layers; legal: {layers} in all, one or "
-                         "more in each part")  # fmt: skip
+            raise refuse(
+                P + "module_fqns_per_model_part",
+                f"holds {counts} layers; legal: {layers} in all, one or more in each part",
+            )
         return counts
     if not points:
         return None
@@ -186,26 +255,36 @@ def _parts(keys: Keys, layers: int) -> list[int] | None:
     bounds = [0, *starts, layers]
     counts = [after - before for before, after in itertools.pairwise(bounds)]
     if min(counts) < 1:
-        raise refuse(P + "pipeline_parallel_split_points", f"is {str(points)[:60]!r}; legal: rising names from "
-                     f"layers.1 to layers.{layers - 1}")  # fmt: skip
+        raise refuse(
+            P + "pipeline_parallel_split_points",
+            f"is {str(points)[:60]!r}; legal: rising names from layers.1 to layers.{layers - 1}",
+        )
     return counts
 
 
 def _recompute(keys: Keys, layers: int) -> str | list[int]:
-    mode = keys.choice("activation_checkpoint.mode", {w: w for w in ("selective", "full", "none", "memory_budget")})
+    mode = keys.choice(
+        "activation_checkpoint.mode", {w: w for w in ("selective", "full", "none", "memory_budget")}
+    )
     option = keys.take("activation_checkpoint.selective_ac_option")
     if mode == "memory_budget":
         keys.doubt("activation_checkpoint.mode", "a plan has no such budget; selective was taken")
         return "selective"
     if mode not in (None, "selective") or option == "op":
-        return str(mode or keys.assume("strategy.recompute", "selective", "torchtitan's default of mode"))
+        return str(
+            mode or keys.assume("strategy.recompute", "selective", "torchtitan's default of mode")
+        )
     if option is None:
         option = 2
         every_second = list(range(1, layers, 2))
-        keys.assume("strategy.recompute", every_second, "torchtitan's default of selective_ac_option, 2")
+        keys.assume(
+            "strategy.recompute", every_second, "torchtitan's default of selective_ac_option, 2"
+        )
     if not re.fullmatch(r"[1-9]\d{0,5}", str(option)):
-        raise refuse("activation_checkpoint.selective_ac_option", f"is {option!r:.60}; legal: op, or n for every n-th "
-                     "layer")  # fmt: skip
+        raise refuse(
+            "activation_checkpoint.selective_ac_option",
+            f"is {option!r:.60}; legal: op, or n for every n-th layer",
+        )
     step = int(option)
     return "full" if step == 1 else list(range(step - 1, layers, step))
 
@@ -221,7 +300,9 @@ def _precision(keys: Keys, fp8: bool) -> dict[str, str]:
 
 
 def _states(keys: Keys, precision: str) -> dict[str, str]:
-    """What `training.dtype = "bfloat16"` makes of the optimizer: bf16 moments, and no fp32 copy of the parameters."""
+    """What `training.dtype = "bfloat16"` makes of the optimizer: bf16 moments, and no fp32 copy of
+    the parameters.
+    """
     if keys.choice("training.dtype", {"bfloat16": "bf16", "float32": "fp32"}) != "bf16":
         return {}
     if precision == "fp32":
@@ -240,7 +321,9 @@ def _kernels(keys: Keys) -> str:
 
 
 def write(plan: Plan) -> Written:
-    """The plan as a torchtitan job, and the fields that it does not say. Raises `PlanError` for an illegal plan."""
+    """The plan as a torchtitan job, and the fields that it does not say. Raises `PlanError` for an
+    illegal plan.
+    """
     full = plan.complete()
     flavor = flavor_of(full.shape)
     text = to_toml(tables(full, flavor, bool(plan.name)))

@@ -13,7 +13,9 @@ _ASYNCHRONOUS = {"disabled": False, "async": True, "async_with_pinned_mem": True
 
 
 def read_training(keys: Keys, data: int, pipeline: int, sets: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan's sections `training`, `checkpoint` and `telemetry`; `data` ranks share the batch."""
+    """The plan's sections `training`, `checkpoint` and `telemetry`; `data` ranks share the
+    batch.
+    """
     steps = keys.whole("training.steps")
     if steps is None:
         steps = int(keys.assume("training.steps", 10000, "torchtitan's default"))
@@ -21,36 +23,54 @@ def read_training(keys: Keys, data: int, pipeline: int, sets: Mapping[str, Any])
     if length is None:
         length = int(keys.assume("training.sequence_length", 2048, "torchtitan's default"))
     training: dict[str, Any] = {
-        **_batch(keys, data, pipeline), "steps": steps, "sequence_length": length,
-        "optimizer": _optimizer(keys, steps, sets), "evaluation": _evaluation(keys),
-    }  # fmt: skip
+        **_batch(keys, data, pipeline),
+        "steps": steps,
+        "sequence_length": length,
+        "optimizer": _optimizer(keys, steps, sets),
+        "evaluation": _evaluation(keys),
+    }
     if (seed := keys.whole("training.seed", 0)) is not None:
         training["seed"] = seed
     trackers = [name for name in ("tensorboard", "wandb") if keys.flag(f"metrics.enable_{name}")]
     timeout = keys.whole("comm.train_timeout_seconds")
-    telemetry = {"trackers": trackers} | ({"timeout_seconds": timeout} if timeout is not None else {})
+    telemetry = {"trackers": trackers} | (
+        {"timeout_seconds": timeout} if timeout is not None else {}
+    )
     return {"training": training, "checkpoint": _checkpoint(keys), "telemetry": telemetry}
 
 
 def _batch(keys: Keys, data: int, pipeline: int) -> dict[str, int]:
-    """Under a pipeline the local batch is what flows through it, in microbatches; else it is the micro-batch."""
+    """Under a pipeline the local batch is what flows through it, in microbatches; else it is the
+    micro-batch.
+    """
     local = keys.renamed("training.local_batch_size", "training.batch_size")
     if local is None:
-        local = int(keys.assume("training.micro_batch", 8, "torchtitan's default of local_batch_size"))
+        local = int(
+            keys.assume("training.micro_batch", 8, "torchtitan's default of local_batch_size")
+        )
     total = keys.whole("training.global_batch_size", -1)
     if total is not None and total != -1 and (total < 1 or total % (local * data)):
         near = max(1, total // (local * data)) * local * data
-        raise refuse("training.global_batch_size", f"is {total}, not a multiple of local_batch_size {local} x {data} "
-                     f"data-parallel ranks; legal: -1, {near}, {near + local * data}")  # fmt: skip
+        raise refuse(
+            "training.global_batch_size",
+            f"is {total}, not a multiple of "
+            f"local_batch_size {local} x {data} "
+            f"data-parallel ranks; legal: -1, {near}, {near + local * data}",
+        )
     total = local * data if total in (None, -1) else total
     micro = keys.whole("parallelism.pipeline_parallel_microbatch_size") or 1
     if pipeline == 1:
         return {"micro_batch": local, "global_batch": total}
     if local % micro:
-        raise refuse("parallelism.pipeline_parallel_microbatch_size", f"is {micro}, which does not divide "
-                     f"local_batch_size {local}")  # fmt: skip
+        raise refuse(
+            "parallelism.pipeline_parallel_microbatch_size",
+            f"is {micro}, which does not divide local_batch_size {local}",
+        )
     if total != local * data:
-        keys.doubt("training.local_batch_size", "a plan fills the pipeline once a step, with the whole batch")
+        keys.doubt(
+            "training.local_batch_size",
+            "a plan fills the pipeline once a step, with the whole batch",
+        )
     return {"micro_batch": micro, "global_batch": total}
 
 
@@ -58,15 +78,29 @@ def _optimizer(keys: Keys, steps: int, sets: Mapping[str, Any]) -> dict[str, Any
     name = keys.text("optimizer.name")
     if name is not None and name.lower() not in ("adamw", "adam"):
         if "training.optimizer.name" not in sets:
-            raise refuse("optimizer.name", f"is {shown(name)}, whose states and steps a plan does not know; legal: "
-                         "AdamW, Adam; or choose what is planned in its place, e.g. --set "
-                         "training.optimizer.name=adamw")  # fmt: skip
-        keys.doubt("optimizer.name", f"a plan trains with adamw or sgd; {sets['training.optimizer.name']} is set")
+            raise refuse(
+                "optimizer.name",
+                f"is {shown(name)}, whose states and steps a plan does "
+                f"not know; legal: "
+                "AdamW, Adam; or choose what is planned in its place, e.g. --set "
+                "training.optimizer.name=adamw",
+            )
+        keys.doubt(
+            "optimizer.name",
+            f"a plan trains with adamw or sgd; {sets['training.optimizer.name']} is set",
+        )
     if (name or "").lower() == "adam":
-        keys.doubt("optimizer.name", "a plan's AdamW decays weights apart from gradients; adamw was taken")
+        keys.doubt(
+            "optimizer.name", "a plan's AdamW decays weights apart from gradients; adamw was taken"
+        )
     found: dict[str, Any] = {"name": "adamw"}
-    defaults = {"lr": ("learning_rate", 8e-4), "beta1": ("beta1", 0.9), "beta2": ("beta2", 0.95),
-                "eps": ("epsilon", 1e-8), "weight_decay": ("weight_decay", 0.1)}  # fmt: skip
+    defaults = {
+        "lr": ("learning_rate", 8e-4),
+        "beta1": ("beta1", 0.9),
+        "beta2": ("beta2", 0.95),
+        "eps": ("epsilon", 1e-8),
+        "weight_decay": ("weight_decay", 0.1),
+    }
     for key, (field, default) in defaults.items():
         value = keys.number(f"optimizer.{key}", 0)
         if value is None:
@@ -74,7 +108,9 @@ def _optimizer(keys: Keys, steps: int, sets: Mapping[str, Any]) -> dict[str, Any
         found[field] = value
     clip = keys.number("training.max_norm", 0)
     found["clip"] = (
-        keys.assume("training.optimizer.clip", 1.0, "torchtitan's default") if clip is None else clip or None
+        keys.assume("training.optimizer.clip", 1.0, "torchtitan's default")
+        if clip is None
+        else clip or None
     )
     return found | _schedule(keys, steps)
 
@@ -84,28 +120,40 @@ def _warmup(keys: Keys, steps: int) -> int:
     key, older = "lr_scheduler.warmup_steps", "training.warmup_steps"
     warmup = keys.renamed(key, older, 0)
     if warmup is None:
-        return int(keys.assume("training.optimizer.warmup_steps", min(200, steps), "torchtitan's default"))
+        return int(
+            keys.assume("training.optimizer.warmup_steps", min(200, steps), "torchtitan's default")
+        )
     if warmup > steps:
-        keys.doubt(key if keys.said(key) else older,
-                   f"a plan warms up within its steps; {steps} were taken, of {warmup}")  # fmt: skip
+        keys.doubt(
+            key if keys.said(key) else older,
+            f"a plan warms up within its steps; {steps} were taken, of {warmup}",
+        )
     return min(warmup, steps)
 
 
 def _schedule(keys: Keys, steps: int) -> dict[str, Any]:
     warmup = _warmup(keys, steps)
-    kind = keys.choice("lr_scheduler.decay_type", {"linear": "linear", "sqrt": "sqrt", "cosine": "cosine"})
+    kind = keys.choice(
+        "lr_scheduler.decay_type", {"linear": "linear", "sqrt": "sqrt", "cosine": "cosine"}
+    )
     share = keys.number("lr_scheduler.decay_ratio", 0, 1)
     if kind is None and share != 0:
         kind = keys.assume("training.optimizer.decay", "linear", "torchtitan's default")
     elif kind == "sqrt":
-        keys.doubt("lr_scheduler.decay_type", "a plan decays constantly, linearly or by a cosine; linear taken")
+        keys.doubt(
+            "lr_scheduler.decay_type",
+            "a plan decays constantly, linearly or by a cosine; linear taken",
+        )
         kind = "linear"
     if share is not None and share > 0:
         keys.doubt("lr_scheduler.decay_ratio", "a plan decays from the end of the warm-up on")
     least = keys.number("lr_scheduler.min_lr_factor", 0, 1)
     before = keys.number("lr_scheduler.lr_min", 0, 1)
     found = {"warmup_steps": warmup, "decay": "constant" if share == 0 else kind}
-    return {**found, "final_ratio": next((value for value in (least, before) if value is not None), 0.0)}
+    return {
+        **found,
+        "final_ratio": next((value for value in (least, before) if value is not None), 0.0),
+    }
 
 
 def _evaluation(keys: Keys) -> dict[str, int]:
@@ -131,7 +179,10 @@ def _checkpoint(keys: Keys) -> dict[str, Any]:
         if keys.said(key) and not any(flags):
             keys.doubt(key, "checkpoints are off in the file")
     if keep == 0:
-        keys.doubt("checkpoint.keep_latest_k", "a plan keeps a number of checkpoints; its own default was taken")
+        keys.doubt(
+            "checkpoint.keep_latest_k",
+            "a plan keeps a number of checkpoints; its own default was taken",
+        )
     elif keep is not None:
         found["keep"] = keep
     load = keys.text("checkpoint.initial_load_path")

@@ -1,4 +1,6 @@
-"""A complete plan as the tables of a torchtitan job; what it cannot say is left out, or said as nearly as it can."""
+"""A complete plan as the tables of a torchtitan job; what it cannot say is left out, or said as
+nearly as it can.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,24 @@ from workbench.plan.schema import Plan
 
 
 def tables(full: Plan, flavor: tuple[str, str] | None, named: bool) -> dict[str, dict[str, Any]]:
-    """Table -> keys and values. `flavor` is torchtitan's own word for the model; a plan that is `named` keeps that."""
+    """Table -> keys and values. `flavor` is torchtitan's own word for the model; a plan that is
+    `named` keeps that.
+    """
     fp8 = {"converters": ["float8"]} if full.strategy.precision == "fp8" else {}
     model = {"name": flavor[0], "flavor": flavor[1]} if flavor else {}
     found: dict[str, dict[str, Any]] = {
-        "job": {"description": full.name} if named else {}, "model": {**model, **fp8}, "training": _training(full),
-        "parallelism": _parallelism(full), "activation_checkpoint": _recompute(full), "optimizer": _optimizer(full),
-        "lr_scheduler": _schedule(full), "checkpoint": _checkpoint(full), "validation": _validation(full),
+        "job": {"description": full.name} if named else {},
+        "model": {**model, **fp8},
+        "training": _training(full),
+        "parallelism": _parallelism(full),
+        "activation_checkpoint": _recompute(full),
+        "optimizer": _optimizer(full),
+        "lr_scheduler": _schedule(full),
+        "checkpoint": _checkpoint(full),
+        "validation": _validation(full),
         "metrics": {f"enable_{name}": True for name in full.telemetry.trackers if name != "mlflow"},
         "comm": {"train_timeout_seconds": full.telemetry.timeout_seconds},
-    }  # fmt: skip
+    }
     return {table: rows for table, rows in found.items() if rows}
 
 
@@ -26,26 +36,37 @@ def _training(full: Plan) -> dict[str, Any]:
     s, t = full.strategy, full.training
     whole = t.global_batch // full.sizes["data"]
     found: dict[str, Any] = {
-        "local_batch_size": whole if s.pipeline.size > 1 else t.micro_batch, "global_batch_size": t.global_batch,
-        "seq_len": t.sequence_length, "steps": t.steps, "max_norm": t.optimizer.clip or 0.0,
+        "local_batch_size": whole if s.pipeline.size > 1 else t.micro_batch,
+        "global_batch_size": t.global_batch,
+        "seq_len": t.sequence_length,
+        "steps": t.steps,
+        "max_norm": t.optimizer.clip or 0.0,
         "mixed_precision_param": "float32" if s.precision in ("fp32", "tf32") else "bfloat16",
-        "mixed_precision_reduce": "bfloat16" if s.gradient_dtype == "bf16" else "float32", "seed": t.seed,
-    }  # fmt: skip
-    if s.precision in ("bf16", "fp8") and (t.optimizer.master, t.optimizer.moments) == ("none", "bf16"):
+        "mixed_precision_reduce": "bfloat16" if s.gradient_dtype == "bf16" else "float32",
+        "seed": t.seed,
+    }
+    if s.precision in ("bf16", "fp8") and (t.optimizer.master, t.optimizer.moments) == (
+        "none",
+        "bf16",
+    ):
         found["dtype"] = "bfloat16"
-    return found | ({"enable_cpu_offload": True} if s.data.offload != "none" else {}) | (
-        {"compile": True} if s.kernels == "compiled" else {}
-    )  # fmt: skip
+    return (
+        found
+        | ({"enable_cpu_offload": True} if s.data.offload != "none" else {})
+        | ({"compile": True} if s.kernels == "compiled" else {})
+    )
 
 
 def _parallelism(full: Plan) -> dict[str, Any]:
     s, sizes = full.strategy, full.sizes
     replicate, shard = _split(full)
     found: dict[str, Any] = {
-        "data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard,
-        "tensor_parallel_degree": sizes["tensor"], "pipeline_parallel_degree": sizes["pipeline"],
+        "data_parallel_replicate_degree": replicate,
+        "data_parallel_shard_degree": shard,
+        "tensor_parallel_degree": sizes["tensor"],
+        "pipeline_parallel_degree": sizes["pipeline"],
         "context_parallel_degree": sizes["context"],
-    }  # fmt: skip
+    }
     if shard * sizes["context"] > 1:
         kept = s.data.keep_gathered or s.data.zero == 2
         found["fsdp_reshard_after_forward"] = "never" if kept else "always"
@@ -55,11 +76,17 @@ def _parallelism(full: Plan) -> dict[str, Any]:
 
 
 def _split(full: Plan) -> tuple[int, int]:
-    """(replicas, ranks that shard between them) of the data axis, as near as may be to the plan's."""
+    """(replicas, ranks that shard between them) of the data axis, as near as may be to the
+    plan's.
+    """
     data, sizes = full.strategy.data, full.sizes
     if data.zero == 0:
         return sizes["data"], 1
-    if data.shard == "all" or data.shard % sizes["context"] or sizes["data"] % (data.shard // sizes["context"]):
+    if (
+        data.shard == "all"
+        or data.shard % sizes["context"]
+        or sizes["data"] % (data.shard // sizes["context"])
+    ):
         return 1, sizes["data"]
     shard = data.shard // sizes["context"]
     return sizes["data"] // shard, shard
@@ -70,11 +97,19 @@ def _pipeline(full: Plan) -> dict[str, Any]:
     assert isinstance(p.partition, list), "complete() writes the partition out"
     word = next((word for word, name in SCHEDULES.items() if name == p.schedule), None)
     if p.schedule.endswith(".csv"):
-        found = {"pipeline_parallel_schedule": "PipelineScheduleMulti", "pipeline_parallel_schedule_csv": p.schedule}
+        found = {
+            "pipeline_parallel_schedule": "PipelineScheduleMulti",
+            "pipeline_parallel_schedule_csv": p.schedule,
+        }
     else:
-        found = {"pipeline_parallel_schedule": word or ("Interleaved1F1B" if p.chunks > 1 else "1F1B")}
-    return {**found, "pipeline_parallel_microbatch_size": full.training.micro_batch,
-            "module_fqns_per_model_part": _parts(p.partition)}  # fmt: skip
+        found = {
+            "pipeline_parallel_schedule": word or ("Interleaved1F1B" if p.chunks > 1 else "1F1B")
+        }
+    return {
+        **found,
+        "pipeline_parallel_microbatch_size": full.training.micro_batch,
+        "module_fqns_per_model_part": _parts(p.partition),
+    }
 
 
 def _parts(partition: list[int]) -> list[list[str]]:
@@ -83,9 +118,11 @@ def _parts(partition: list[int]) -> list[list[str]]:
     for held in partition:
         parts.append([f"layers.{layer}" for layer in range(start, start + held)])
         start += held
-    return [["tok_embeddings", *parts[0]], *parts[1:-1], [*parts[-1], "norm", "output"]] if len(parts) > 1 else [
-        ["tok_embeddings", *parts[0], "norm", "output"]
-    ]  # fmt: skip
+    return (
+        [["tok_embeddings", *parts[0]], *parts[1:-1], [*parts[-1], "norm", "output"]]
+        if len(parts) > 1
+        else [["tok_embeddings", *parts[0], "norm", "output"]]
+    )
 
 
 def _recompute(full: Plan) -> dict[str, Any]:
@@ -104,13 +141,21 @@ def _recompute(full: Plan) -> dict[str, Any]:
 
 def _optimizer(full: Plan) -> dict[str, Any]:
     o = full.training.optimizer
-    found = {"name": "AdamW", "lr": o.learning_rate, "beta1": o.beta1, "beta2": o.beta2, "eps": o.epsilon}
+    found = {
+        "name": "AdamW",
+        "lr": o.learning_rate,
+        "beta1": o.beta1,
+        "beta2": o.beta2,
+        "eps": o.epsilon,
+    }
     return {**found, "weight_decay": o.weight_decay}
 
 
 def _schedule(full: Plan) -> dict[str, Any]:
     o = full.training.optimizer
-    kind: dict[str, Any] = {"decay_ratio": 0.0} if o.decay == "constant" else {"decay_type": o.decay}
+    kind: dict[str, Any] = (
+        {"decay_ratio": 0.0} if o.decay == "constant" else {"decay_type": o.decay}
+    )
     return {"warmup_steps": o.warmup_steps, **kind, "min_lr_factor": o.final_ratio}
 
 
@@ -118,7 +163,11 @@ def _checkpoint(full: Plan) -> dict[str, Any]:
     c = full.checkpoint
     found: dict[str, Any] = {"enable": False}
     if c.every:
-        found = {"enable": True, "interval": c.every, "async_mode": "async" if c.asynchronous else "disabled"}
+        found = {
+            "enable": True,
+            "interval": c.every,
+            "async_mode": "async" if c.asynchronous else "disabled",
+        }
     found["keep_latest_k"] = max(2, c.keep)
     return found | ({"initial_load_path": c.load} if c.load else {})
 

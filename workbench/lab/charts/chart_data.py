@@ -21,10 +21,17 @@ def sources(profiles: Sequence[Profile]) -> str:
 
 
 def names_of(profiles: Sequence[Profile]) -> list[str]:
-    """What each profile's bars are called: the source, and the run too where one source speaks of several."""
+    """What each profile's bars are called: the source, and the run too where one source speaks of
+    several.
+    """
     several = len({profile.source for profile in profiles}) < len(profiles)
-    names = [f"{profile.source} · {profile.run}" if several else profile.source for profile in profiles]
-    return [name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})" for i, name in enumerate(names)]
+    names = [
+        f"{profile.source} · {profile.run}" if several else profile.source for profile in profiles
+    ]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})"
+        for i, name in enumerate(names)
+    ]
 
 
 def runs(profiles: Sequence[Profile]) -> list[str]:
@@ -33,7 +40,8 @@ def runs(profiles: Sequence[Profile]) -> list[str]:
 
 
 def marker(place: str, words: str, align: Literal["left", "right"] = "right") -> list[alt.Chart]:
-    """A vertical rule where a row has the field `place`, with the field `words` at its top, on its `align` side.
+    """A vertical rule where a row has the field `place`, with the field `words` at its top, on its
+    `align` side.
 
     It has a light edge, so that it is seen on bars of any colour.
     """
@@ -41,9 +49,13 @@ def marker(place: str, words: str, align: Literal["left", "right"] = "right") ->
     edge = base.mark_rule(color="white", strokeWidth=6, opacity=0.9)
     rule = base.mark_rule(color=palette.LIMIT, strokeWidth=2.5)
     text = base.mark_text(
-        color=palette.LIMIT, align="left" if align == "right" else "right", baseline="bottom", dy=-3, fontSize=11,
+        color=palette.LIMIT,
+        align="left" if align == "right" else "right",
+        baseline="bottom",
+        dy=-3,
+        fontSize=11,
         fontWeight="bold",
-    )  # fmt: skip
+    )
     return [edge, rule, text.encode(y=alt.value(0), text=f"{words}:N")]
 
 
@@ -58,7 +70,8 @@ NARROW, WIDE = 330, 700
 def legend(
     labels: Sequence[str], symbol: str = "square", width: int = NARROW, beside: Sequence[str] = ()
 ) -> alt.Legend:
-    """The one place and form of legends: under the chart, without a title, in as many columns as fit.
+    """The one place and form of legends: under the chart, without a title, in as many columns as
+    fit.
 
     `width` is the chart's in pixels, of which the names `beside` it on the left take their part.
     """
@@ -83,5 +96,7 @@ def names(title: str | None = None) -> alt.Axis:
 
 
 def amounts() -> alt.Axis:
-    """The axis below horizontal bars: few ticks, so that their numbers stay apart on a narrow page."""
+    """The axis below horizontal bars: few ticks, so that their numbers stay apart on a narrow
+    page.
+    """
     return alt.Axis(tickCount=6)

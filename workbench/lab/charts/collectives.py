@@ -7,20 +7,25 @@ from typing import Any
 
 import altair as alt
 
-from workbench.lab.charts import palette
-from workbench.lab.charts import chart_data
+from workbench.lab.charts import chart_data, palette
 from workbench.lab.live.figure import Figure, declare
-from workbench.units import byte_unit, bytes_text
 from workbench.profile import Profile
+from workbench.units import byte_unit, bytes_text
 
 AXES = ("tensor", "sequence", "context", "expert", "data", "pipeline")
 
 
 def collectives(*profiles: Profile) -> Figure:
-    """Bytes that the busiest rank hands to collectives in one step, by axis and kind, one bar a source."""
+    """Bytes that the busiest rank hands to collectives in one step, by axis and kind, one bar a
+    source.
+    """
     told = list(zip(chart_data.names_of(profiles), map(busiest, profiles)))
     unit, size = byte_unit(max(by_axis(calls).values()) for _, calls in told if calls)
-    rows = [row for name, calls in told for row in rows_of(name, calls, size, name if len(told) > 1 else "")]
+    rows = [
+        row
+        for name, calls in told
+        for row in rows_of(name, calls, size, name if len(told) > 1 else "")
+    ]
     kinds = tuple(name for name in palette.KINDS if any(row["kind"] == name for row in rows))
     found = [row["axis"] for row in rows]
     axes = tuple(dict.fromkeys([*(axis for axis in AXES if axis in found), *found]))
@@ -44,14 +49,24 @@ def busiest(profile: Profile) -> list[Call]:
     frame = profile.collectives
     columns = ("rank", "step", "axis", "kind", "bytes", "count", "group_size")
     by_instant: dict[tuple[int, int], list[Call]] = {}
-    for rank, step, axis, kind, size, count, ranks in zip(*(frame[name].tolist() for name in columns)):
+    for rank, step, axis, kind, size, count, ranks in zip(
+        *(frame[name].tolist() for name in columns)
+    ):
         instant = int(rank), -1 if step is None or step != step else int(step)
-        by_instant.setdefault(instant, []).append((axis, kind, float(size) * float(count), count, ranks))
-    return max((by_instant[key] for key in sorted(by_instant)), key=lambda rows: sum(r[2] for r in rows), default=[])
+        by_instant.setdefault(instant, []).append(
+            (axis, kind, float(size) * float(count), count, ranks)
+        )
+    return max(
+        (by_instant[key] for key in sorted(by_instant)),
+        key=lambda rows: sum(r[2] for r in rows),
+        default=[],
+    )
 
 
 def rows_of(bar: str, calls: list[Call], size: int, told: str) -> list[dict[str, Any]]:
-    """One row an axis and kind, in units of `size` bytes; the first of an axis carries the words, `told` among them."""
+    """One row an axis and kind, in units of `size` bytes; the first of an axis carries the words,
+    `told` among them.
+    """
     groups: dict[tuple[str, str], list[Call]] = {}
     for call in calls:
         groups.setdefault((call[0], palette.kind(str(call[1]))), []).append(call)
@@ -62,8 +77,18 @@ def rows_of(bar: str, calls: list[Call], size: int, told: str) -> list[dict[str,
         first = not any(row["axis"] == axis for row in rows)
         text = " ".join([bytes_text(total * size), told]).strip() if first else None
         value = sum(call[2] for call in own) / size
-        cells = {"axis": axis, "kind": kind, "bar": bar, "value": value, "total": total, "text": text}
-        counts = {"calls": int(sum(call[3] for call in own)), "ranks": int(max(call[4] for call in own))}
+        cells = {
+            "axis": axis,
+            "kind": kind,
+            "bar": bar,
+            "value": value,
+            "total": total,
+            "text": text,
+        }
+        counts = {
+            "calls": int(sum(call[3] for call in own)),
+            "ranks": int(max(call[4] for call in own)),
+        }
         rows.append(cells | counts | {"order": list(palette.KINDS).index(kind)})
     return rows
 
@@ -77,24 +102,42 @@ def by_axis(calls: list[Call]) -> dict[str, float]:
 
 
 @lru_cache(maxsize=64)
-def spec(unit: str, kinds: tuple[str, ...], axes: tuple[str, ...], bars: tuple[str, ...]) -> dict[str, Any]:
-    """The declaration: a bar for each of `bars` in each of `axes`, stacked by kind of collective."""
+def spec(
+    unit: str, kinds: tuple[str, ...], axes: tuple[str, ...], bars: tuple[str, ...]
+) -> dict[str, Any]:
+    """The declaration: a bar for each of `bars` in each of `axes`, stacked by kind of
+    collective.
+    """
     colour = alt.Scale(domain=list(kinds), range=[palette.KINDS[name] for name in kinds])
     base = alt.Chart(chart_data.ROWS).encode(
         y=alt.Y("axis:N", sort=list(axes), axis=chart_data.names()),
         yOffset=alt.YOffset("bar:N", sort=list(bars), scale=alt.Scale(paddingInner=0.12)),
     )
     stack = base.mark_bar(stroke="white", strokeWidth=0.5).encode(
-        x=alt.X("value:Q", title=f"{unit} a step", stack="zero", scale=alt.Scale(nice=False), axis=chart_data.amounts()),
+        x=alt.X(
+            "value:Q",
+            title=f"{unit} a step",
+            stack="zero",
+            scale=alt.Scale(nice=False),
+            axis=chart_data.amounts(),
+        ),
         color=alt.Color("kind:N", scale=colour, legend=chart_data.legend(kinds, beside=axes)),
         order="order:Q",
         tooltip=[
-            "axis:N", "kind:N", alt.Tooltip("bar:N", title="source"),
+            "axis:N",
+            "kind:N",
+            alt.Tooltip("bar:N", title="source"),
             alt.Tooltip("value:Q", title=unit, format=",.3~f"),
-            alt.Tooltip("calls:Q", title="calls a step"), alt.Tooltip("ranks:Q", title="ranks in the group"),
+            alt.Tooltip("calls:Q", title="calls a step"),
+            alt.Tooltip("ranks:Q", title="ranks in the group"),
         ],
-    )  # fmt: skip
+    )
     text = base.transform_filter("datum.text != null").mark_text(align="left", dx=5, fontSize=11)
-    room = alt.Chart(chart_data.ROWS).transform_calculate(room="datum.total * 1.5").mark_point(opacity=0).encode(x="room:Q")
+    room = (
+        alt.Chart(chart_data.ROWS)
+        .transform_calculate(room="datum.total * 1.5")
+        .mark_point(opacity=0)
+        .encode(x="room:Q")
+    )
     layers = alt.layer(stack, text.encode(x="total:Q", text="text:N"), room)
     return declare(layers, height=max(50, len(axes) * (len(bars) * 16 + 10)))

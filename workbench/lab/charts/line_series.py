@@ -8,9 +8,7 @@ from typing import Any, Literal
 import altair as alt
 import pandas as pd
 
-from workbench.lab.charts import palette
-from workbench.lab.charts import rank_selection
-from workbench.lab.charts import chart_data
+from workbench.lab.charts import chart_data, palette, rank_selection
 
 RANK, MEDIAN = "rank ", "median"
 WORST = 3
@@ -18,10 +16,13 @@ POINTS = 500
 """Most points of a line; longer runs are drawn at every second, third … step."""
 
 
-def rows(values: pd.DataFrame, world_size: int, worst: Literal["largest", "smallest"]) -> list[dict[str, Any]]:
+def rows(
+    values: pd.DataFrame, world_size: int, worst: Literal["largest", "smallest"]
+) -> list[dict[str, Any]]:
     """Rows of a line chart from a frame (rank, step, value).
 
-    Up to 16 ranks: every rank's value. Beyond: minimum, median and maximum of each step, and the `worst` three ranks.
+    Up to 16 ranks: every rank's value. Beyond: minimum, median and maximum of each step, and the
+    `worst` three ranks.
     """
     values = thin(values)
     if world_size <= rank_selection.FEW:
@@ -32,13 +33,15 @@ def rows(values: pd.DataFrame, world_size: int, worst: Literal["largest", "small
     band = values.groupby("step").value.agg(low="min", value="median", high="max").reset_index()
     cells = zip(band.step, band.low, band.value, band.high)
     found: list[dict[str, Any]] = [
-        {"step": step, "low": low, "value": value, "high": high, "rank": MEDIAN} for step, low, value, high in cells
+        {"step": step, "low": low, "value": value, "high": high, "rank": MEDIAN}
+        for step, low, value, high in cells
     ]
     middle = values.groupby("rank").value.median()
     extreme = middle.nlargest(WORST) if worst == "largest" else middle.nsmallest(WORST)
     chosen = values[values["rank"].isin(extreme.index)]
     return found + [
-        {"step": s, "rank": f"{RANK}{r}", "value": v} for r, s, v in zip(chosen["rank"], chosen.step, chosen.value)
+        {"step": s, "rank": f"{RANK}{r}", "value": v}
+        for r, s, v in zip(chosen["rank"], chosen.step, chosen.value)
     ]
 
 
@@ -50,7 +53,9 @@ def thin(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def names(rows: Sequence[dict[str, Any]], world_size: int) -> tuple[str, ...]:
-    """What the lines of `rows` are called: all ranks, or beyond 16 the median and the ranks that stand out."""
+    """What the lines of `rows` are called: all ranks, or beyond 16 the median and the ranks that
+    stand out.
+    """
     if world_size <= rank_selection.FEW:
         return tuple(f"{RANK}{number}" for number in range(world_size))
     found = {str(row["rank"]) for row in rows}
@@ -58,7 +63,8 @@ def names(rows: Sequence[dict[str, Any]], world_size: int) -> tuple[str, ...]:
 
 
 def chart(unit: str, names: Sequence[str], point: bool = False) -> alt.LayerChart | alt.FacetChart:
-    """Lines of `value` by step, one for each of `names`; with a median, the range of all ranks behind them.
+    """Lines of `value` by step, one for each of `names`; with a median, the range of all ranks
+    behind them.
 
     A rank has the same colour in every chart. A line of one step is drawn as a point.
     """
@@ -68,13 +74,21 @@ def chart(unit: str, names: Sequence[str], point: bool = False) -> alt.LayerChar
         colours, dashes = [palette.NEUTRAL, *colours], [[1, 0], *dashes]
     x = alt.X("step:Q", title="step", scale=alt.Scale(zero=False, nice=False), axis=steps_axis())
     y = alt.Y(
-        "value:Q", title=unit, scale=alt.Scale(zero=True), axis=alt.Axis(format="~s" if unit == "tokens/s" else "~f")
+        "value:Q",
+        title=unit,
+        scale=alt.Scale(zero=True),
+        axis=alt.Axis(format="~s" if unit == "tokens/s" else "~f"),
     )
     colour = alt.Color(
-        "rank:N", scale=alt.Scale(domain=list(names), range=colours), legend=chart_data.legend(names, "stroke")
+        "rank:N",
+        scale=alt.Scale(domain=list(names), range=colours),
+        legend=chart_data.legend(names, "stroke"),
     )
     base = alt.Chart(chart_data.ROWS).encode(
-        x=x, y=y, color=colour, tooltip=["rank:N", "step:Q", alt.Tooltip("value:Q", title=unit, format=",.4~r")]
+        x=x,
+        y=y,
+        color=colour,
+        tooltip=["rank:N", "step:Q", alt.Tooltip("value:Q", title=unit, format=",.4~r")],
     )
     dash = alt.StrokeDash("rank:N", scale=alt.Scale(domain=list(names), range=dashes), legend=None)
     line = base.mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=14) if point else False)

@@ -8,9 +8,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from workbench.lab.charts import palette
-from workbench.lab.charts import chart_data
-from workbench.lab.charts import line_series
+from workbench.lab.charts import chart_data, line_series, palette
 from workbench.lab.live.figure import Figure, declare
 from workbench.profile import Profile
 
@@ -18,7 +16,9 @@ TRAINING, HELD_OUT = "training", "held-out text"
 
 
 def loss(*profiles: Profile, evaluations: pd.DataFrame | None = None) -> Figure:
-    """Training loss by step, a line a run; `evaluations` (run, step, loss) adds the loss on held-out text as points."""
+    """Training loss by step, a line a run; `evaluations` (run, step, loss) adds the loss on
+    held-out text as points.
+    """
     names = chart_data.runs(profiles)
     found = [row for profile in profiles for row in training_rows(profile)]
     if evaluations is not None:
@@ -59,15 +59,29 @@ def spec(names: tuple[str, ...]) -> dict[str, Any]:
     colours, dashes = palette.strokes(range(len(names)))
     legend = chart_data.legend(names, "stroke") if len(names) > 1 else None
     base = alt.Chart(chart_data.ROWS).encode(
-        x=alt.X("step:Q", title="step", scale=alt.Scale(zero=False, nice=False), axis=line_series.steps_axis()),
+        x=alt.X(
+            "step:Q",
+            title="step",
+            scale=alt.Scale(zero=False, nice=False),
+            axis=line_series.steps_axis(),
+        ),
         y=alt.Y("loss:Q", title="loss", scale=alt.Scale(zero=False)),
         color=alt.Color("run:N", scale=alt.Scale(domain=list(names), range=colours), legend=legend),
-        tooltip=["run:N", alt.Tooltip("text:N", title="on"), "step:Q", alt.Tooltip("loss:Q", format=".4f")],
+        tooltip=[
+            "run:N",
+            alt.Tooltip("text:N", title="on"),
+            "step:Q",
+            alt.Tooltip("loss:Q", format=".4f"),
+        ],
     )
     line = base.transform_filter(f"datum.text == '{TRAINING}'").mark_line(strokeWidth=1.8)
     line = line.encode(
-        strokeDash=alt.StrokeDash("run:N", scale=alt.Scale(domain=list(names), range=dashes), legend=None)
+        strokeDash=alt.StrokeDash(
+            "run:N", scale=alt.Scale(domain=list(names), range=dashes), legend=None
+        )
     )
-    points = base.transform_filter(f"datum.text == '{HELD_OUT}'").mark_point(filled=False, size=45, strokeWidth=1.6)
+    points = base.transform_filter(f"datum.text == '{HELD_OUT}'").mark_point(
+        filled=False, size=45, strokeWidth=1.6
+    )
     one = line_series.single(base.transform_filter(f"datum.text == '{TRAINING}'"), "run")
     return declare(alt.layer(line, one, points), height=150)

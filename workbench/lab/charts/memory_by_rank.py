@@ -8,16 +8,16 @@ from typing import Any, Literal
 
 import altair as alt
 
-from workbench.lab.charts import palette
-from workbench.lab.charts import rank_selection
-from workbench.lab.charts import chart_data
+from workbench.lab.charts import chart_data, palette, rank_selection
 from workbench.lab.live.figure import Figure, declare
-from workbench.units import byte_unit, bytes_text, digits
 from workbench.profile import ALLOCATED, Profile
+from workbench.units import byte_unit, bytes_text, digits
 from workbench.vocabulary import MEANINGS, REST, UNATTRIBUTED
 
 NEAR = 0.15
-"""A card's capacity is drawn where the fullest rank reaches this share of it, and told in words elsewhere."""
+"""A card's capacity is drawn where the fullest rank reaches this share of it, and told in words
+elsewhere.
+"""
 BAR = 15
 TOLD = {"overhead": MEANINGS["overhead"], UNATTRIBUTED: REST}
 """Categories that no name explains -> what is in them."""
@@ -28,7 +28,8 @@ SEEN = 0.02
 def memory(*profiles: Profile) -> Figure:
     """Bytes at the instant of the largest sum, rank by rank, one bar a source.
 
-    A measured bar's length is the allocator's own count; what its categories leave over is drawn as unattributed.
+    A measured bar's length is the allocator's own count; what its categories leave over is drawn as
+    unattributed.
     """
     labels = rank_selection.shown_ranks(profiles)
     named = zip(profiles, chart_data.names_of(profiles))
@@ -41,9 +42,13 @@ def memory(*profiles: Profile) -> Figure:
     near = capacity if capacity and largest >= NEAR * capacity else None
     if rows:
         rows[0] |= frame_of(unit, size, largest * (1.45 if several else 1.2), near)
-    categories = tuple(name for name in palette.MEMORY if any(row["category"] == name for row in rows))
+    categories = tuple(
+        name for name in palette.MEMORY if any(row["category"] == name for row in rows)
+    )
     order = tuple(dict.fromkeys(bar["bar"] for bar in bars))
-    names = tuple(labels[rank] for rank in labels if any(bar["label"] == labels[rank] for bar in bars))
+    names = tuple(
+        labels[rank] for rank in labels if any(bar["label"] == labels[rank] for bar in bars)
+    )
     return Figure(
         name="memory",
         title=f"Memory of each rank at its peak ({unit})",
@@ -58,20 +63,25 @@ Part = tuple[int, str, float]
 
 
 def bars_of(profile: Profile, name: str, labels: dict[int, str]) -> list[dict[str, Any]]:
-    """One bar a rank: its total and its categories in bytes, of the sampled step with the largest total."""
+    """One bar a rank: its total and its categories in bytes, of the sampled step with the largest
+    total.
+    """
     parts = parts_by_rank(profile)
     told = {rank: parts.get(profile.representative.get(rank, rank)) for rank in labels}
     return [
         {"label": labels[rank], "bar": name, "source": profile.source, **fullest(own)}
-        for rank, own in told.items() if own
-    ]  # fmt: skip
+        for rank, own in told.items()
+        if own
+    ]
 
 
 def parts_by_rank(profile: Profile) -> dict[int, list[Part]]:
     """What each rank holds on its device at its peaks."""
     frame = profile.memory
     here = (frame.tier.to_numpy() == "device") & (frame.moment.to_numpy() == "peak")
-    columns = (frame[name].to_numpy()[here].tolist() for name in ("rank", "step", "category", "bytes"))
+    columns = (
+        frame[name].to_numpy()[here].tolist() for name in ("rank", "step", "category", "bytes")
+    )
     found: dict[int, list[Part]] = {}
     for rank, step, category, size in zip(*columns):
         if size > 0:
@@ -103,8 +113,12 @@ def sums(parts: list[Part], only: str = "") -> dict[int, dict[str, float]]:
 
 
 def rows_of(bar: dict[str, Any], size: int, told: str) -> list[dict[str, Any]]:
-    """Rows of one bar, in units of `size` bytes; the first carries the bar's words, `told` among them."""
-    common_cells = {k: bar[k] for k in ("label", "bar", "source", "step")} | {"total": bar["total"] / size}
+    """Rows of one bar, in units of `size` bytes; the first carries the bar's words, `told` among
+    them.
+    """
+    common_cells = {k: bar[k] for k in ("label", "bar", "source", "step")} | {
+        "total": bar["total"] / size
+    }
     rows: list[dict[str, Any]] = []
     for order, name in enumerate(palette.MEMORY):
         if name in bar["categories"]:
@@ -112,14 +126,22 @@ def rows_of(bar: dict[str, Any], size: int, told: str) -> list[dict[str, Any]]:
             text = " ".join([digits(bar["total"] / size), told]).strip() if not rows else None
             rows.append(
                 common_cells
-                | {"category": name, "order": order, "value": value / size, "text": text, "share": value / bar["total"]}
+                | {
+                    "category": name,
+                    "order": order,
+                    "value": value / size,
+                    "text": text,
+                    "share": value / bar["total"],
+                }
                 | {"meaning": MEANINGS.get(name, REST)}
             )
     return rows
 
 
 def frame_of(unit: str, size: int, reach: float, card: int | None) -> dict[str, Any]:
-    """Cells of the first row alone: the card's memory, its words, and how far the axis reaches (bars have words)."""
+    """Cells of the first row alone: the card's memory, its words, and how far the axis reaches
+    (bars have words).
+    """
     found: dict[str, Any] = {"room": max(reach, (card or 0) * 1.02) / size}
     if card:
         found |= {"card": card / size, "card_text": f"GPU memory: {digits(card / size)} {unit}"}
@@ -127,7 +149,9 @@ def frame_of(unit: str, size: int, reach: float, card: int | None) -> dict[str, 
 
 
 def side(card: int | None, largest: float) -> Literal["left", "right", ""]:
-    """On which side of the line at a GPU's memory its words have room; "" where there is no line."""
+    """On which side of the line at a GPU's memory its words have room; "" where there is no
+    line.
+    """
     if not card:
         return ""
     return "right" if card < largest / 2 else "left"
@@ -137,7 +161,9 @@ def words(profiles: Sequence[Profile], capacity: int | None, near: int | None, l
     """The subtitle: sources, and where a card's capacity is off the chart, what it is."""
     told = chart_data.sources(profiles)
     if capacity and not near:
-        told += f" · peak memory is {digits(100 * largest / capacity, 2)} % of {bytes_text(capacity)}"
+        told += (
+            f" · peak memory is {digits(100 * largest / capacity, 2)} % of {bytes_text(capacity)}"
+        )
     return told
 
 
@@ -164,23 +190,34 @@ def spec(
     """
     y = alt.Y("label:N", sort=list(labels), axis=chart_data.names())
     offset = alt.YOffset("bar:N", sort=list(bars), scale=alt.Scale(paddingInner=0.12))
-    x = alt.X("value:Q", title=unit, stack="zero", scale=alt.Scale(nice=False), axis=chart_data.amounts())
+    x = alt.X(
+        "value:Q", title=unit, stack="zero", scale=alt.Scale(nice=False), axis=chart_data.amounts()
+    )
     colour = alt.Scale(domain=list(categories), range=[palette.MEMORY[name] for name in categories])
     base = alt.Chart(chart_data.ROWS).encode(y=y, yOffset=offset)
     stack = base.mark_bar(stroke="white", strokeWidth=0.6, strokeOpacity=0.5).encode(
         x=x,
-        color=alt.Color("category:N", scale=colour, legend=chart_data.legend(categories, beside=labels)),
+        color=alt.Color(
+            "category:N", scale=colour, legend=chart_data.legend(categories, beside=labels)
+        ),
         order=alt.Order("order:Q"),
         tooltip=[
-            alt.Tooltip("label:N", title="where"), alt.Tooltip("bar:N", title="source"), "step:Q", "category:N",
-            alt.Tooltip("value:Q", title=unit, format=",.3~f"), alt.Tooltip("share:Q", format=".1%"),
+            alt.Tooltip("label:N", title="where"),
+            alt.Tooltip("bar:N", title="source"),
+            "step:Q",
+            "category:N",
+            alt.Tooltip("value:Q", title=unit, format=",.3~f"),
+            alt.Tooltip("share:Q", format=".1%"),
             alt.Tooltip("meaning:N", title="which is"),
         ],
-    )  # fmt: skip
+    )
     said = base.transform_filter("datum.text != null").mark_text(align="left", dx=5, fontSize=11)
     layers: list[Any] = [stack, said.encode(x=alt.X("total:Q"), text="text:N")]
     layers += chart_data.marker("card", "card_text", card) if card else []
     layers.append(
-        alt.Chart(chart_data.ROWS).transform_filter("isValid(datum.room)").mark_point(opacity=0).encode(x="room:Q")
+        alt.Chart(chart_data.ROWS)
+        .transform_filter("isValid(datum.room)")
+        .mark_point(opacity=0)
+        .encode(x="room:Q")
     )
     return declare(alt.layer(*layers), height=max(60, len(labels) * (len(bars) * BAR + 7)))

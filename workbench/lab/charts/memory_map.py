@@ -8,24 +8,26 @@ from typing import Any
 
 import altair as alt
 
-from workbench.lab.charts import palette
-from workbench.lab.charts import rank_selection
-from workbench.lab.charts import chart_data
+from workbench.lab.charts import chart_data, palette, rank_selection
 from workbench.lab.live.figure import Figure, declare
-from workbench.units import byte_unit, digits
 from workbench.profile import Profile
+from workbench.units import byte_unit, digits
 
 MOST = 4096
 """Most ranks drawn; a larger job is as well told by its representatives."""
 
 
 def drawable(world_size: int) -> bool:
-    """Whether a map helps: there are too many ranks for a bar each, and not too many for a square each."""
+    """Whether a map helps: there are too many ranks for a bar each, and not too many for a square
+    each.
+    """
     return rank_selection.FEW < world_size <= MOST
 
 
 def memory_map(profile: Profile) -> Figure:
-    """Every rank of one profile as a square, coloured by its peak; red where that is beyond the card's memory."""
+    """Every rank of one profile as a square, coloured by its peak; red where that is beyond the
+    card's memory.
+    """
     peaks = profile.peak_bytes_by_rank
     per_row = 16 if len(peaks) <= 256 else 64
     unit, size = byte_unit(peaks.values())
@@ -52,18 +54,38 @@ def memory_map(profile: Profile) -> Figure:
 
 @lru_cache(maxsize=32)
 def spec(unit: str, lines: int, capacity: float | None) -> dict[str, Any]:
-    """The declaration; the colour runs from nothing to the GPU's capacity where that is known, and is red beyond it."""
+    """The declaration; the colour runs from nothing to the GPU's capacity where that is known, and
+    is red beyond it.
+    """
     domain = [0, capacity] if capacity else alt.Undefined
     legend = alt.Legend(
-        title=None, orient="bottom", direction="horizontal", gradientLength=180, gradientThickness=8, offset=4
+        title=None,
+        orient="bottom",
+        direction="horizontal",
+        gradientLength=180,
+        gradientThickness=8,
+        offset=4,
     )
     scale = alt.Scale(scheme="viridis", reverse=True, domain=domain, clamp=True)
     lines_axis = alt.Axis(labelOverlap=True)
-    base = alt.Chart(chart_data.ROWS).mark_rect(stroke="white", strokeWidth=1, strokeOpacity=0.4).encode(
-        x=alt.X("column:O", title="rank within the line", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
-        y=alt.Y("row:O", title="first rank", sort=alt.EncodingSortField("rank", "min"), axis=lines_axis),
-        tooltip=["rank:Q", "stage:N", alt.Tooltip("value:Q", title=unit, format=",.3~f")],
-    )  # fmt: skip
+    base = (
+        alt.Chart(chart_data.ROWS)
+        .mark_rect(stroke="white", strokeWidth=1, strokeOpacity=0.4)
+        .encode(
+            x=alt.X(
+                "column:O",
+                title="rank within the line",
+                axis=alt.Axis(labelAngle=0, labelOverlap=True),
+            ),
+            y=alt.Y(
+                "row:O",
+                title="first rank",
+                sort=alt.EncodingSortField("rank", "min"),
+                axis=lines_axis,
+            ),
+            tooltip=["rank:Q", "stage:N", alt.Tooltip("value:Q", title=unit, format=",.3~f")],
+        )
+    )
     layers = [base.encode(color=alt.Color("value:Q", scale=scale, legend=legend))]
     layers += [beyond(base, capacity, unit)] if capacity else []
     return declare(alt.layer(*layers), height=max(40, lines * (14 if lines <= 16 else 8)))
@@ -75,7 +97,9 @@ def beyond(base: alt.Chart, capacity: float, unit: str) -> alt.Chart:
     fill = alt.Fill(
         "beyond:N",
         scale=alt.Scale(domain=[told], range=[palette.LIMIT]),
-        legend=alt.Legend(title=None, orient="bottom", symbolType="square", symbolSize=90, labelLimit=0, offset=4),
+        legend=alt.Legend(
+            title=None, orient="bottom", symbolType="square", symbolSize=90, labelLimit=0, offset=4
+        ),
     )
     over = base.transform_filter(f"datum.value > {capacity}")
     return over.transform_calculate(beyond=json.dumps(told)).encode(fill=fill)

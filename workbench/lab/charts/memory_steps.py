@@ -9,17 +9,19 @@ import pandas as pd
 
 from workbench.lab.charts import line_series
 from workbench.lab.live.figure import Figure, declare
-from workbench.units import byte_unit
 from workbench.profile import ALLOCATED, Profile
+from workbench.units import byte_unit
 
 END, PEAK = "after_optimizer", "peak"
 WHEN = {END: "ends of steps", PEAK: "peaks of sampled steps"}
 
 
 def memory_steps(profile: Profile) -> Figure:
-    """The allocator's count step by step, a line a rank; beyond 16 ranks a band and the fullest three.
+    """The allocator's count step by step, a line a rank; beyond 16 ranks a band and the fullest
+    three.
 
-    At the end of each step where every step has a count (CUDA), else at the peak of the sampled steps.
+    At the end of each step where every step has a count (CUDA), else at the peak of the sampled
+    steps.
     """
     frame = profile.memory
     counts = frame[(frame.category == ALLOCATED) & (frame.tier == "device")]
@@ -45,5 +47,7 @@ def figure(totals: pd.DataFrame, world_size: int, source: str, moment: str) -> F
 
 @lru_cache(maxsize=32)
 def spec(unit: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """The declaration: lines of `value` by step, or a band of all ranks with the outliers as lines."""
+    """The declaration: lines of `value` by step, or a band of all ranks with the outliers as
+    lines.
+    """
     return declare(line_series.chart(unit, names, point=True), height=150)

@@ -1,8 +1,10 @@
-"""Colours and words of every chart, in one place, so that a category looks the same wherever it is drawn.
+"""Colours and words of every chart, in one place, so that a category looks the same wherever it is
+drawn.
 
-Built on Okabe and Ito's colour-blind-safe set; what neighbours in a stack differs in lightness too (a test simulates
-protanopia, deuteranopia and tritanopia). Blues are what a rank holds between steps, warm colours come and go with the
-batch, greens are copies made to communicate, greys are the rest.
+Built on Okabe and Ito's colour-blind-safe set; what neighbours in a stack differs in lightness too
+(a test simulates protanopia, deuteranopia and tritanopia). Blues are what a rank holds between
+steps, warm colours come and go with the batch, greens are copies made to communicate, greys are the
+rest.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ MEMORY: dict[str, str] = {
     "overhead": "#9C9C9C",
     "unattributed": "#D9D2C5",
 }
-"""Memory category -> colour, in the order of a stack; what each is stands in `vocabulary.MEANINGS`."""
+"""Memory category -> colour, in the order of a stack; what each is stands in
+`vocabulary.MEANINGS`.
+"""
 
 ACTIONS: dict[str, tuple[str, str]] = {
     "F": ("forward", "#0072B2"),
@@ -70,11 +74,24 @@ PARTS: dict[str, str] = {
     "idle": "#C7B8A0",
     "whole step": "#7A8FA6",
 } | {title: colour for title, colour in ACTIONS.values() if title != "optimizer"}
-"""Part of a step's time, as an instrument names it -> colour: the estimate's parts, and the actions of a timeline."""
+"""Part of a step's time, as an instrument names it -> colour: the estimate's parts, and the actions
+of a timeline.
+"""
 OTHER_PART = "#787878"
 
-SERIES: tuple[str, ...] = ("#1F83C6", "#E69F00", "#0B6E4F", "#CC79A7", "#56B4E9", "#D55E00", "#7666D0", "#8A8A8A")
-"""Ranks by their number, runs of one chart by order of appearance; beyond eight they repeat with another dash."""
+SERIES: tuple[str, ...] = (
+    "#1F83C6",
+    "#E69F00",
+    "#0B6E4F",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#7666D0",
+    "#8A8A8A",
+)
+"""Ranks by their number, runs of one chart by order of appearance; beyond eight they repeat with
+another dash.
+"""
 
 SOURCES: dict[str, str] = {"estimated": "#56B4E9", "rehearsed": "#E69F00", "measured": "#0072B2"}
 """Who says a number -> colour, and the order in which the three are listed."""
@@ -102,10 +119,17 @@ def strokes(numbers: Sequence[int]) -> tuple[list[str], list[list[int]]]:
 def kind(name: str) -> str:
     """The collective's kind in the palette's words: `all_reduce` and `allreduce` are all-reduce."""
     plain = (
-        name.lower().replace("_", "").replace("-", "").replace("tensor", "").replace("single", "").replace("base", "")
+        name.lower()
+        .replace("_", "")
+        .replace("-", "")
+        .replace("tensor", "")
+        .replace("single", "")
+        .replace("base", "")
     )
     known = {k.replace("-", ""): k for k in KINDS}
-    return known.get({"isend": "send", "irecv": "recv", "receive": "recv"}.get(plain, plain), "other")
+    return known.get(
+        {"isend": "send", "irecv": "recv", "receive": "recv"}.get(plain, plain), "other"
+    )
 
 
 def words(name: str) -> str:

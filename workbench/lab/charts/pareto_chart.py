@@ -1,4 +1,6 @@
-"""What a search found: step time against peak memory, the Pareto front and the plans that it puts first."""
+"""What a search found: step time against peak memory, the Pareto front and the plans that it puts
+first.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,16 @@ from typing import Any
 
 import altair as alt
 
-from workbench.lab.charts import palette
-from workbench.lab.charts import chart_data
+from workbench.lab.charts import chart_data, palette
 from workbench.lab.live.figure import Figure, declare
-from workbench.units import digits, time_unit
 from workbench.planner.search import Candidate, SearchResult
 from workbench.planner.search.search import GIB, short
+from workbench.units import digits, time_unit
 
 NEAR = 0.6
-"""A card's memory is drawn where the fullest plan reaches this share of it, and told in words elsewhere."""
+"""A card's memory is drawn where the fullest plan reaches this share of it, and told in words
+elsewhere.
+"""
 FRONT = "front: none is faster with less memory"
 FEW = palette.SERIES[1]
 NAMED = (palette.SERIES[5], palette.SERIES[2], palette.SERIES[6])
@@ -26,10 +29,11 @@ HEIGHT = 260
 
 
 def front(found: SearchResult) -> Figure:
-    """One point a plan: seconds of a step against the largest peak of any rank, both axes logarithmic.
+    """One point a plan: seconds of a step against the largest peak of any rank, both axes
+    logarithmic.
 
-    The line is the Pareto front: no plan that was searched lies left of and below it. The legend tells the strategy of
-    the plan ranked first, of the front's bend and of its least memory.
+    The line is the Pareto front: no plan that was searched lies left of and below it. The legend
+    tells the strategy of the plan ranked first, of the front's bend and of its least memory.
     """
     unit, size = time_unit(one.seconds for one in (*found.pareto, *found.top))
     best, named = f"best by {found.objective}", _named(found)
@@ -55,9 +59,13 @@ def _row(one: Candidate, kind: str, size: float) -> dict[str, Any]:
     """Cells of one plan; time in units of `size` seconds."""
     tokens = one.plan.training.global_batch * one.plan.training.sequence_length
     return {
-        "kind": kind, "time": one.seconds / size, "peak": one.peak_bytes / GIB, "strategy": short(one.plan),
-        "cards": one.plan.world_size, "rate": tokens / one.seconds,
-    }  # fmt: skip
+        "kind": kind,
+        "time": one.seconds / size,
+        "peak": one.peak_bytes / GIB,
+        "strategy": short(one.plan),
+        "cards": one.plan.world_size,
+        "rate": tokens / one.seconds,
+    }
 
 
 def _named(found: SearchResult) -> dict[str, Candidate]:
@@ -72,7 +80,9 @@ def _named(found: SearchResult) -> dict[str, Candidate]:
 
 
 def _bend(points: Sequence[Candidate]) -> int:
-    """Where the front bends most: the inner point furthest below the line from its first to its last, both in logs."""
+    """Where the front bends most: the inner point furthest below the line from its first to its
+    last, both in logs.
+    """
     x, y = [math.log(one.seconds) for one in points], [math.log(one.peak_bytes) for one in points]
     slope = (y[-1] - y[0]) / ((x[-1] - x[0]) or 1.0)
     return max(range(1, len(points) - 1), key=lambda i: y[0] + slope * (x[i] - x[0]) - y[i])
@@ -80,7 +90,9 @@ def _bend(points: Sequence[Candidate]) -> int:
 
 @lru_cache(maxsize=8)
 def spec(unit: str, best: str, named: tuple[str, ...]) -> dict[str, Any]:
-    """The declaration: the front as a stair with its points, the first plans and the `named` ones, a card's memory."""
+    """The declaration: the front as a stair with its points, the first plans and the `named` ones,
+    a card's memory.
+    """
     kinds, colours = [FRONT, best, *named], [palette.SERIES[0], FEW, *NAMED[: len(named)]]
     x = alt.X("time:Q", title=f"{unit} a step", scale=_log(), axis=chart_data.amounts())
     y = alt.Y("peak:Q", title="GiB", scale=_log(), axis=chart_data.amounts())
@@ -90,17 +102,29 @@ def spec(unit: str, best: str, named: tuple[str, ...]) -> dict[str, Any]:
     )
     points = base.transform_filter("isValid(datum.time)").mark_point(filled=True, opacity=1)
     points = points.encode(
-        color=alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=colours), legend=chart_data.legend(kinds, "circle")),
-        size=alt.Size("kind:N", scale=alt.Scale(domain=kinds, range=[24, 50, *[110] * len(named)]), legend=None),
+        color=alt.Color(
+            "kind:N",
+            scale=alt.Scale(domain=kinds, range=colours),
+            legend=chart_data.legend(kinds, "circle"),
+        ),
+        size=alt.Size(
+            "kind:N",
+            scale=alt.Scale(domain=kinds, range=[24, 50, *[110] * len(named)]),
+            legend=None,
+        ),
         tooltip=[
-            "strategy:N", alt.Tooltip("time:Q", title=unit, format=",.4~r"),
-            alt.Tooltip("peak:Q", title="GiB", format=",.3~r"), alt.Tooltip("rate:Q", title="tokens/s", format=",.0f"),
+            "strategy:N",
+            alt.Tooltip("time:Q", title=unit, format=",.4~r"),
+            alt.Tooltip("peak:Q", title="GiB", format=",.3~r"),
+            alt.Tooltip("rate:Q", title="tokens/s", format=",.0f"),
             "cards:Q",
         ],
-    )  # fmt: skip
+    )
     limit = alt.Chart(chart_data.ROWS).transform_filter("isValid(datum.card)").encode(y="card:Q")
     rule = limit.mark_rule(color=palette.LIMIT, strokeDash=[5, 3], strokeWidth=1.5)
-    said = limit.mark_text(color=palette.LIMIT, align="right", baseline="bottom", dx=-4, dy=-3, fontSize=11)
+    said = limit.mark_text(
+        color=palette.LIMIT, align="right", baseline="bottom", dx=-4, dy=-3, fontSize=11
+    )
     said = said.encode(x=alt.value("width"), text="card_text:N")
     return declare(alt.layer(line, points, rule, said), height=HEIGHT)
 

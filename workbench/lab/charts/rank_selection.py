@@ -18,7 +18,9 @@ def number(value: object) -> int | None:
 
 
 def stage_of(profile: Profile) -> dict[int, str]:
-    """Rank -> its stages in words ('0', or '0+4' where a rank holds several), from the rows of the profile."""
+    """Rank -> its stages in words ('0', or '0+4' where a rank holds several), from the rows of the
+    profile.
+    """
     found: dict[int, set[int]] = {}
     for frame in (profile.memory, profile.timeline):
         for rank, stage in dict.fromkeys(zip(frame["rank"].tolist(), frame.stage.tolist())):
@@ -30,8 +32,8 @@ def stage_of(profile: Profile) -> dict[int, str]:
 def shown_ranks(profiles: Sequence[Profile]) -> dict[int, str]:
     """Ranks to draw one by one -> their labels.
 
-    All of them up to `FEW`. Beyond: one of each kind where an instrument says which ranks are alike, else the eight
-    with the largest peak, the median and the smallest.
+    All of them up to `FEW`. Beyond: one of each kind where an instrument says which ranks are
+    alike, else the eight with the largest peak, the median and the smallest.
     """
     world = max((profile.world_size for profile in profiles), default=0)
     stages: dict[int, str] = {}
@@ -40,10 +42,15 @@ def shown_ranks(profiles: Sequence[Profile]) -> dict[int, str]:
     several = len(set(stages.values())) > 1
     if world <= FEW:
         return {rank: label(rank, stages if several else {}) for rank in range(world)}
-    alike = next((p.representative for p in profiles if 0 < len(set(p.representative.values())) <= FEW), None)
+    alike = next(
+        (p.representative for p in profiles if 0 < len(set(p.representative.values())) <= FEW), None
+    )
     if alike:
         others = pd.Series(list(alike.values())).value_counts()
-        return {rank: label(rank, stages if several else {}, int(others[rank])) for rank in sorted(set(alike.values()))}
+        return {
+            rank: label(rank, stages if several else {}, int(others[rank]))
+            for rank in sorted(set(alike.values()))
+        }
     return {
         rank: label(rank, stages if several else {})
         for rank in extremes(next((p.peak_bytes_by_rank for p in profiles), {}))
@@ -57,7 +64,9 @@ def extremes(values: Mapping[int, float], worst: int = 8) -> list[int]:
 
 
 def label(rank: int, stages: Mapping[int, str], alike: int = 1) -> str:
-    """How a rank is called in a chart: 'rank 8 · stage 1 · ×8' where it stands for 8 ranks that are identical."""
+    """How a rank is called in a chart: 'rank 8 · stage 1 · ×8' where it stands for 8 ranks that are
+    identical.
+    """
     words = [f"rank {rank}"]
     if rank in stages:
         words.append(f"stage {stages[rank]}")

@@ -8,27 +8,35 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from workbench.lab.charts import palette
-from workbench.lab.charts import chart_data
+from workbench.lab.charts import chart_data, palette
 from workbench.lab.live.figure import Figure, declare
-from workbench.units import seconds_text, time_unit
 from workbench.profile import Profile
+from workbench.units import seconds_text, time_unit
 
 NOTE = "time"
 """Key of `Profile.notes` under which an instrument gives seconds by part."""
 
 
 def parts(*profiles: Profile) -> Figure:
-    """One bar a profile: seconds of a step by part, of a measured one by its timeline; else the whole step."""
+    """One bar a profile: seconds of a step by part, of a measured one by its timeline; else the
+    whole step.
+    """
     told = list(zip(chart_data.names_of(profiles), map(parts_of, profiles)))
     told = [(name, found) for name, found in told if found]
     unit, size = time_unit(sum(found.values()) for _, found in told)
     names = tuple(dict.fromkeys(part for _, found in told for part in found))
     rows = [
-        {"bar": bar, "part": palette.words(part), "order": names.index(part), "value": seconds / size,
-         "total": sum(found.values()) / size, "text": seconds_text(sum(found.values())) if i == 0 else None}
-        for bar, found in told for i, (part, seconds) in enumerate(found.items())
-    ]  # fmt: skip
+        {
+            "bar": bar,
+            "part": palette.words(part),
+            "order": names.index(part),
+            "value": seconds / size,
+            "total": sum(found.values()) / size,
+            "text": seconds_text(sum(found.values())) if i == 0 else None,
+        }
+        for bar, found in told
+        for i, (part, seconds) in enumerate(found.items())
+    ]
     return Figure(
         name="parts",
         title=f"Where the time of a step goes ({unit})",
@@ -43,7 +51,9 @@ IDLE = "idle"
 
 
 def parts_of(profile: Profile) -> dict[str, float]:
-    """Part -> seconds, in the instrument's order; of a measured step what its timeline says, averaged over ranks."""
+    """Part -> seconds, in the instrument's order; of a measured step what its timeline says,
+    averaged over ranks.
+    """
     note = profile.notes.get(NOTE)
     if isinstance(note, dict):
         return {str(k): float(v) for k, v in note.items() if isinstance(v, int | float) and v > 0}
@@ -53,8 +63,12 @@ def parts_of(profile: Profile) -> dict[str, float]:
 
 
 def timed(timeline: pd.DataFrame) -> dict[str, float]:
-    """Action -> seconds of the last step with a timeline, the mean of the ranks that have one; the rest is idle."""
-    last = timeline[timeline.step == timeline.step.max()] if timeline.step.notna().any() else timeline
+    """Action -> seconds of the last step with a timeline, the mean of the ranks that have one; the
+    rest is idle.
+    """
+    last = (
+        timeline[timeline.step == timeline.step.max()] if timeline.step.notna().any() else timeline
+    )
     span, ranks = float(last.end.max()), last["rank"].nunique()
     titles = last.action.map(lambda name: palette.action(str(name))[0])
     own = ((last.end - last.start).groupby(titles).sum() / ranks).to_dict()
@@ -67,16 +81,41 @@ def timed(timeline: pd.DataFrame) -> dict[str, float]:
 @lru_cache(maxsize=32)
 def spec(unit: str, names: tuple[str, ...], bars: tuple[str, ...]) -> dict[str, Any]:
     """The declaration: a bar for each of `bars`, stacked by part."""
-    titles, colours = [palette.words(name) for name in names], [palette.PARTS.get(n, palette.OTHER_PART) for n in names]
-    base = alt.Chart(chart_data.ROWS).encode(y=alt.Y("bar:N", sort=list(bars), axis=chart_data.names()))
+    titles, colours = (
+        [palette.words(name) for name in names],
+        [palette.PARTS.get(n, palette.OTHER_PART) for n in names],
+    )
+    base = alt.Chart(chart_data.ROWS).encode(
+        y=alt.Y("bar:N", sort=list(bars), axis=chart_data.names())
+    )
     stack = base.mark_bar(stroke="white", strokeWidth=0.6).encode(
-        x=alt.X("value:Q", title=f"{unit} a step", stack="zero", scale=alt.Scale(nice=False), axis=chart_data.amounts()),
+        x=alt.X(
+            "value:Q",
+            title=f"{unit} a step",
+            stack="zero",
+            scale=alt.Scale(nice=False),
+            axis=chart_data.amounts(),
+        ),
         color=alt.Color(
-            "part:N", scale=alt.Scale(domain=titles, range=colours), legend=chart_data.legend(titles, beside=bars)
+            "part:N",
+            scale=alt.Scale(domain=titles, range=colours),
+            legend=chart_data.legend(titles, beside=bars),
         ),
         order="order:Q",
-        tooltip=[alt.Tooltip("bar:N", title="where"), "part:N", alt.Tooltip("value:Q", title=unit, format=",.4~r")],
+        tooltip=[
+            alt.Tooltip("bar:N", title="where"),
+            "part:N",
+            alt.Tooltip("value:Q", title=unit, format=",.4~r"),
+        ],
     )
     text = base.transform_filter("datum.text != null").mark_text(align="left", dx=5, fontSize=11)
-    room = alt.Chart(chart_data.ROWS).transform_calculate(room="datum.total * 1.2").mark_point(opacity=0).encode(x="room:Q")
-    return declare(alt.layer(stack, text.encode(x="total:Q", text="text:N"), room), height=max(50, 26 * len(bars)))
+    room = (
+        alt.Chart(chart_data.ROWS)
+        .transform_calculate(room="datum.total * 1.2")
+        .mark_point(opacity=0)
+        .encode(x="room:Q")
+    )
+    return declare(
+        alt.layer(stack, text.encode(x="total:Q", text="text:N"), room),
+        height=max(50, 26 * len(bars)),
+    )

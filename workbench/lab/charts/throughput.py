@@ -13,7 +13,9 @@ from workbench.profile import Profile
 
 
 def throughput(profile: Profile) -> Figure:
-    """Tokens of the whole job a second as each rank timed its steps; beyond 16 ranks a band and the slowest three."""
+    """Tokens of the whole job a second as each rank timed its steps; beyond 16 ranks a band and the
+    slowest three.
+    """
     steps = profile.steps.dropna(subset=["seconds", "tokens"])
     steps = steps[steps.seconds > 0]
     values = steps[["rank", "step"]].assign(value=(steps.tokens / steps.seconds).astype(float))

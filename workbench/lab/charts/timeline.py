@@ -1,4 +1,6 @@
-"""What each rank does in one step, as a Gantt chart: a simulated and a measured schedule look alike."""
+"""What each rank does in one step, as a Gantt chart: a simulated and a measured schedule look
+alike.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,10 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from workbench.lab.charts import palette
-from workbench.lab.charts import rank_selection
-from workbench.lab.charts import chart_data
+from workbench.lab.charts import chart_data, palette, rank_selection
 from workbench.lab.live.figure import Figure, declare
-from workbench.units import digits, time_unit
 from workbench.profile import Profile
+from workbench.units import digits, time_unit
 
 MOST = 8_000
 """Most bars drawn; of a longer step the beginning is shown, and the title says so."""
@@ -23,15 +23,24 @@ BAR = 18
 
 
 def timeline(*profiles: Profile, step: int | None = None) -> Figure:
-    """Actions of `step` (default: the last one timed) by rank, coloured by kind, lighter for earlier microbatches."""
-    frames = {lane: frame for profile in profiles for lane, frame in lanes(profile, step, len(profiles) > 1).items()}
+    """Actions of `step` (default: the last one timed) by rank, coloured by kind, lighter for
+    earlier microbatches.
+    """
+    frames = {
+        lane: frame
+        for profile in profiles
+        for lane, frame in lanes(profile, step, len(profiles) > 1).items()
+    }
     unit, size = time_unit(frame.end.max() for frame in frames.values())
     found = sorted(
-        (row for lane, frame in frames.items() for row in rows_of(lane, frame, size)), key=lambda row: row["start"]
+        (row for lane, frame in frames.items() for row in rows_of(lane, frame, size)),
+        key=lambda row: row["start"],
     )
     titles = {palette.action(str(name)) for frame in frames.values() for name in frame.action}
     order = tuple(
-        entry for entry in dict.fromkeys([*palette.ACTIONS.values(), palette.OTHER_ACTION]) if entry in titles
+        entry
+        for entry in dict.fromkeys([*palette.ACTIONS.values(), palette.OTHER_ACTION])
+        if entry in titles
     )
     cut = f" · the first {digits(found[MOST - 1]['end'])} {unit}" if len(found) > MOST else ""
     return Figure(
@@ -56,7 +65,8 @@ def lanes(profile: Profile, step: int | None, tell_source: bool) -> dict[str, pd
     several = len(set(stages.values())) > 1
     tail = f" · {profile.source}" if tell_source else ""
     return {
-        rank_selection.label(rank, stages if several else {}) + tail: frame[frame["rank"] == rank] for rank in distinct(frame)
+        rank_selection.label(rank, stages if several else {}) + tail: frame[frame["rank"] == rank]
+        for rank in distinct(frame)
     }
 
 
@@ -75,13 +85,23 @@ def rows_of(lane: str, frame: pd.DataFrame, size: float) -> list[dict[str, Any]]
     numbers = frame.microbatch.dropna()
     most = max(1, int(numbers.max())) if len(numbers) else 1
     found = []
-    for name, batch, start, end, stage in zip(frame.action, frame.microbatch, frame.start, frame.end, frame.stage):
+    for name, batch, start, end, stage in zip(
+        frame.action, frame.microbatch, frame.start, frame.end, frame.stage
+    ):
         index = rank_selection.number(batch)
-        found.append({
-            "lane": lane, "action": palette.action(str(name))[0], "name": str(name), "microbatch": index,
-            "stage": rank_selection.number(stage), "start": start / size, "end": end / size, "middle": (start + end) / 2 / size,
-            "shade": 0.7 + 0.3 * (index / most) if index is not None else 1.0,
-        })  # fmt: skip
+        found.append(
+            {
+                "lane": lane,
+                "action": palette.action(str(name))[0],
+                "name": str(name),
+                "microbatch": index,
+                "stage": rank_selection.number(stage),
+                "start": start / size,
+                "end": end / size,
+                "middle": (start + end) / 2 / size,
+                "shade": 0.7 + 0.3 * (index / most) if index is not None else 1.0,
+            }
+        )
     return found
 
 
@@ -91,21 +111,36 @@ def words(profiles: tuple[Profile, ...], frames: dict[str, pd.DataFrame]) -> str
     measured = [frame[frame.source == "measured"] for frame in frames.values() if timed]
     steps = sorted({int(s) for frame in measured for s in frame.step.dropna().unique()})
     told = chart_data.sources(profiles) + (f" · step {', '.join(map(str, steps))}" if steps else "")
-    part = next((p.notes["timeline_microbatches"] for p in profiles if p.notes.get("timeline_microbatches")), None)
+    part = next(
+        (
+            p.notes["timeline_microbatches"]
+            for p in profiles
+            if p.notes.get("timeline_microbatches")
+        ),
+        None,
+    )
     told += f" · the first {part} microbatches" if part else ""
     idle = [1 - busy(frame) for frame in frames.values()]
-    return told + (f" · idle {digits(100 * sum(idle) / len(idle), 2)} % of the step" if idle else "")
+    return told + (
+        f" · idle {digits(100 * sum(idle) / len(idle), 2)} % of the step" if idle else ""
+    )
 
 
 def busy(frame: pd.DataFrame) -> float:
     """Share of the step in which a rank computes (forward or backward, whole or in part)."""
     span = max(frame.end.tolist(), default=0.0)
     actions = zip(frame.action.tolist(), frame.start.tolist(), frame.end.tolist())
-    return sum(end - start for name, start, end in actions if name in ("F", "B", "I", "W")) / span if span else 0.0
+    return (
+        sum(end - start for name, start, end in actions if name in ("F", "B", "I", "W")) / span
+        if span
+        else 0.0
+    )
 
 
 @lru_cache(maxsize=64)
-def spec(unit: str, labels: tuple[str, ...], actions: tuple[tuple[str, str], ...], numbered: bool) -> dict[str, Any]:
+def spec(
+    unit: str, labels: tuple[str, ...], actions: tuple[tuple[str, str], ...], numbered: bool
+) -> dict[str, Any]:
     """The declaration: one line for each of `labels`, one colour for each of `actions`."""
     titles = [title for title, _ in actions]
     colour = alt.Scale(domain=titles, range=[colour for _, colour in actions])
@@ -113,16 +148,25 @@ def spec(unit: str, labels: tuple[str, ...], actions: tuple[tuple[str, str], ...
     y = alt.Y("lane:N", sort=list(labels), axis=chart_data.names())
     base = alt.Chart(chart_data.ROWS).encode(y=y)
     bars = base.mark_bar(stroke="white", strokeWidth=0.5, strokeOpacity=0.6).encode(
-        x=alt.X("start:Q", title=f"{unit} from the start of the step", scale=alt.Scale(nice=False),
-            axis=alt.Axis(tickCount=10)),
+        x=alt.X(
+            "start:Q",
+            title=f"{unit} from the start of the step",
+            scale=alt.Scale(nice=False),
+            axis=alt.Axis(tickCount=10),
+        ),
         x2="end:Q",
         color=alt.Color("action:N", scale=colour, legend=legend),
         fillOpacity=alt.FillOpacity("shade:Q", scale=None, legend=None),
         tooltip=[
-            alt.Tooltip("lane:N", title="where"), "stage:Q", "action:N", alt.Tooltip("name:N", title="in the schedule"),
-            "microbatch:Q", alt.Tooltip("start:Q", format=",.4~r"), alt.Tooltip("end:Q", format=",.4~r"),
+            alt.Tooltip("lane:N", title="where"),
+            "stage:Q",
+            "action:N",
+            alt.Tooltip("name:N", title="in the schedule"),
+            "microbatch:Q",
+            alt.Tooltip("start:Q", format=",.4~r"),
+            alt.Tooltip("end:Q", format=",.4~r"),
         ],
-    )  # fmt: skip
+    )
     if not numbered:
         return declare(bars, height=max(50, BAR * len(labels)))
     wide = "datum.microbatch != null && indexof(['F','B','I','W'], datum.name) >= 0"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from workbench.errors import PlanError
 from workbench.lab.charts import palette
 from workbench.lab.comparison import comparison_tables
 from workbench.plan.plan_diff import differing
-from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.profile import ALLOCATED, Profile
 
@@ -26,7 +26,9 @@ SOURCES = tuple(palette.SOURCES)
 
 @dataclass
 class Entry:
-    """One thing that is compared: its name, what instruments said of it, and its plan where it has one."""
+    """One thing that is compared: its name, what instruments said of it, and its plan where it has
+    one.
+    """
 
     name: str
     profiles: list[Profile]
@@ -36,21 +38,31 @@ class Entry:
 
     def of(self, source: str) -> Profile | None:
         """What one instrument said; the last word where it spoke twice."""
-        return next((profile for profile in reversed(self.profiles) if profile.source == source), None)
+        return next(
+            (profile for profile in reversed(self.profiles) if profile.source == source), None
+        )
 
 
 @dataclass
 class Comparison:
-    """Profiles of several plans or runs, side by side; shows itself as tables, `frame` is for machines."""
+    """Profiles of several plans or runs, side by side; shows itself as tables, `frame` is for
+    machines.
+    """
 
     entries: list[Entry]
     frame: pd.DataFrame = field(init=False)
-    """One row a plan and rank: peak bytes by source, the measured one's run and step, relative differences to it."""
+    """One row a plan and rank: peak bytes by source, the measured one's run and step, relative
+    differences to it.
+    """
     summary: pd.DataFrame = field(init=False)
-    """One row a plan and source: fullest rank in bytes, seconds a step, tokens a second, state of the run, losses."""
+    """One row a plan and source: fullest rank in bytes, seconds a step, tokens a second, state of
+    the run, losses.
+    """
 
     differences: dict[str, dict[str, Any]] = field(init=False)
-    """Dotted field of the plans -> its value by name of plan or run, of the fields in which they are not all equal."""
+    """Dotted field of the plans -> its value by name of plan or run, of the fields in which they
+    are not all equal.
+    """
 
     left_out: list[str] = field(init=False, default_factory=list)
     """Charts that the last report could not hold, each with the reason."""
@@ -64,10 +76,16 @@ class Comparison:
     def sheets(self) -> list[comparison_tables.Sheet]:
         """The tables for people, in their order."""
         told = [comparison_tables.differences_table(self.differences)] if self.differences else []
-        return [comparison_tables.summary_table(self.summary), *told, comparison_tables.memory_table(self.frame)]
+        return [
+            comparison_tables.summary_table(self.summary),
+            *told,
+            comparison_tables.memory_table(self.frame),
+        ]
 
     def figures(self) -> list[Figure]:
-        """Charts: the losses together, then for each plan its memory, time, timeline and communication."""
+        """Charts: the losses together, then for each plan its memory, time, timeline and
+        communication.
+        """
         from workbench.lab.comparison.comparison_charts import gallery
 
         return gallery(self.entries)
@@ -81,9 +99,10 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """The tables as plain data."""
         return {
-            "memory": comparison_tables.records(self.frame), "summary": comparison_tables.records(self.summary),
+            "memory": comparison_tables.records(self.frame),
+            "summary": comparison_tables.records(self.summary),
             "differences": self.differences,
-        }  # fmt: skip
+        }
 
     def _repr_html_(self) -> str:
         return "".join(comparison_tables.page_table(*sheet) for sheet in self.sheets)
@@ -95,8 +114,9 @@ class Comparison:
 def compare(*items: Plan | Profile | Run | Sequence[Profile]) -> Comparison:
     """Put plans, runs and profiles side by side.
 
-    A plan is estimated, a run estimated and measured. Profiles belong to one plan if they stand in one sequence, or in
-    a row until a source comes again. Raises `ValueError` where nothing is given, `PlanError` for an illegal plan.
+    A plan is estimated, a run estimated and measured. Profiles belong to one plan if they stand in
+    one sequence, or in a row until a source comes again. Raises `ValueError` where nothing is
+    given, `PlanError` for an illegal plan.
     """
     if not items:
         raise ValueError("compare needs at least one plan, run or profile")
@@ -109,7 +129,9 @@ def compare(*items: Plan | Profile | Run | Sequence[Profile]) -> Comparison:
 
 
 def together(items: Sequence[Any]) -> list[Any]:
-    """The items, with profiles in a row joined until a source comes again: estimate, rehearsal and run of one plan."""
+    """The items, with profiles in a row joined until a source comes again: estimate, rehearsal and
+    run of one plan.
+    """
     found: list[Any] = []
     for item in items:
         joined = found[-1] if found and isinstance(found[-1], list) else None
@@ -131,11 +153,15 @@ def entry(item: Any) -> Entry:
         return Entry(profiles[0].run, profiles, state=state_now(profiles))
     state = item.state  # before its records: what it says has been done is then among them
     measured = item.profile()
-    return Entry(item.plan.name, [estimated(item.plan), measured], item.plan, said(state.phase, measured))
+    return Entry(
+        item.plan.name, [estimated(item.plan), measured], item.plan, said(state.phase, measured)
+    )
 
 
 def state_now(profiles: Sequence[Profile]) -> str | None:
-    """How far the run has come that one of the profiles was measured on; None where its directory is not here."""
+    """How far the run has come that one of the profiles was measured on; None where its directory
+    is not here.
+    """
     for measured, run in runs_of(profiles):
         with contextlib.suppress(ValueError, PlanError):
             return said(run.state.phase, measured)
@@ -146,13 +172,19 @@ def runs_of(profiles: Sequence[Profile]) -> Iterator[tuple[Profile, Run]]:
     """Each measured profile with its run, of those whose directory is here."""
     from workbench.runs.run import Run
 
-    for measured in (profile for profile in profiles if profile.source == "measured" and "run_dir" in profile.notes):
+    for measured in (
+        profile
+        for profile in profiles
+        if profile.source == "measured" and "run_dir" in profile.notes
+    ):
         with contextlib.suppress(ValueError, PlanError):
             yield measured, Run(measured.notes["run_dir"])
 
 
 def plan_of(entry: Entry) -> Plan | None:
-    """The complete plan of an entry: its own, else that of the run on which it was measured; None where it has none."""
+    """The complete plan of an entry: its own, else that of the run on which it was measured; None
+    where it has none.
+    """
     if entry.plan:
         return entry.plan.complete()
     for _, run in runs_of(entry.profiles):
@@ -162,13 +194,19 @@ def plan_of(entry: Entry) -> Plan | None:
 
 
 def differences(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
-    """Dotted field -> its value by name, of the fields in which the entries' plans are not all equal."""
+    """Dotted field -> its value by name, of the fields in which the entries' plans are not all
+    equal.
+    """
     plans = {entry.name: plan for entry in entries if (plan := plan_of(entry))}
-    return {name: dict(zip(plans, values)) for name, values in differing(list(plans.values())).items()}
+    return {
+        name: dict(zip(plans, values)) for name, values in differing(list(plans.values())).items()
+    }
 
 
 def said(phase: str, measured: Profile) -> str:
-    """A run's phase; where it ended early, the last step that it did, counted from 1; what of it is left out."""
+    """A run's phase; where it ended early, the last step that it did, counted from 1; what of it is
+    left out.
+    """
     words = phase
     if phase in ("failed", "stopped"):
         last = measured.steps.step.max()
@@ -185,7 +223,9 @@ def estimated(plan: Plan) -> Profile:
 
 def peak_rows(entry: Entry) -> list[dict[str, Any]]:
     """One row a rank of the frame."""
-    peaks = {source: profile.peak_bytes_by_rank for source in SOURCES if (profile := entry.of(source))}
+    peaks = {
+        source: profile.peak_bytes_by_rank for source in SOURCES if (profile := entry.of(source))
+    }
     measured = entry.of("measured")
     steps = peak_steps(measured) if measured else {}
     rows = []
@@ -193,7 +233,10 @@ def peak_rows(entry: Entry) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"plan": entry.name, "rank": rank}
         row |= {f"{source}_bytes": peaks.get(source, {}).get(rank) for source in SOURCES}
         row |= {"run": measured.run if measured else None, "step": steps.get(rank)}
-        row |= {f"{source}_error": error(row[f"{source}_bytes"], row["measured_bytes"]) for source in SOURCES[:2]}
+        row |= {
+            f"{source}_error": error(row[f"{source}_bytes"], row["measured_bytes"])
+            for source in SOURCES[:2]
+        }
         rows.append(row)
     return rows
 
@@ -201,7 +244,9 @@ def peak_rows(entry: Entry) -> list[dict[str, Any]]:
 def peak_steps(measured: Profile) -> dict[int, int]:
     """Rank -> the sampled step on which it was fullest, by the allocator's count."""
     frame = measured.memory
-    frame = frame[(frame.category == ALLOCATED) & (frame.moment == "peak") & (frame.tier == "device")]
+    frame = frame[
+        (frame.category == ALLOCATED) & (frame.moment == "peak") & (frame.tier == "device")
+    ]
     totals = frame.groupby(["rank", "step"], as_index=False).bytes.sum()
     fullest = totals.loc[totals.groupby("rank").bytes.idxmax()] if len(totals) else totals
     return {int(rank): int(step) for rank, step in zip(fullest["rank"], fullest.step)}
@@ -217,11 +262,19 @@ def summary_rows(entry: Entry) -> list[dict[str, Any]]:
     rows = []
     for profile in (found for source in SOURCES if (found := entry.of(source))):
         peaks, losses = profile.peak_bytes_by_rank, profile.loss
-        rows.append({
-            "plan": entry.name, "source": profile.source, "run": profile.run, "ranks": profile.world_size,
-            "peak_bytes": max(peaks.values()) if peaks else None, "step_seconds": profile.step_seconds,
-            "tokens_per_second": profile.tokens_per_second, "steps": len(losses) or None,
-            "state": entry.state if profile.source == "measured" else None,
-            "first_loss": losses[0] if losses else None, "last_loss": losses[-1] if losses else None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "plan": entry.name,
+                "source": profile.source,
+                "run": profile.run,
+                "ranks": profile.world_size,
+                "peak_bytes": max(peaks.values()) if peaks else None,
+                "step_seconds": profile.step_seconds,
+                "tokens_per_second": profile.tokens_per_second,
+                "steps": len(losses) or None,
+                "state": entry.state if profile.source == "measured" else None,
+                "first_loss": losses[0] if losses else None,
+                "last_loss": losses[-1] if losses else None,
+            }
+        )
     return rows

@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 
 
 def gallery(entries: Sequence[Entry]) -> list[Figure]:
-    """All losses in one chart, step times in one, then the charts of each entry; empty ones are left out."""
-    everything = [replace(profile, run=visible(entry.name)) for entry in entries for profile in entry.profiles]
+    """All losses in one chart, step times in one, then the charts of each entry; empty ones are
+    left out.
+    """
+    everything = [
+        replace(profile, run=visible(entry.name)) for entry in entries for profile in entry.profiles
+    ]
     trained = [profile for profile in everything if profile.loss]
     timed = [profile for profile in everything if profile.step_seconds or profile.notes.get("time")]
     shared = [loss(*trained), parts(*timed)]
-    return [figure for figure in [*shared, *(f for entry in entries for f in of(entry))] if figure.rows]
+    return [
+        figure for figure in [*shared, *(f for entry in entries for f in of(entry))] if figure.rows
+    ]
 
 
 def of(entry: Entry) -> list[Figure]:
@@ -37,6 +43,10 @@ def of(entry: Entry) -> list[Figure]:
     if drawable(first.world_size):
         found.append(memory_map(first))
     return [
-        replace(figure, name=f"{figure.name}_{entry.name}", title=f"{visible(entry.name)}: {figure.title}")
+        replace(
+            figure,
+            name=f"{figure.name}_{entry.name}",
+            title=f"{visible(entry.name)}: {figure.title}",
+        )
         for figure in found
     ]

@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 
 from workbench.lab.charts import rank_selection
-from workbench.units import byte_unit, bytes_text, count_text, digits, seconds_text
 from workbench.safe_io.untrusted_text import escaped
+from workbench.units import byte_unit, bytes_text, count_text, digits, seconds_text
 
 STYLE = """
 <style>
@@ -30,7 +30,9 @@ Sheet = tuple[str, list[Column], pd.DataFrame]
 TEXT = ("plan", "source", "state", "run", "field", "value")
 """First words of the columns that hold text; the others hold figures."""
 ID_SHOWN = 40
-"""Characters of a run's id in a page's cell, which does not wrap it; a longer one loses its middle."""
+"""Characters of a run's id in a page's cell, which does not wrap it; a longer one loses its
+middle.
+"""
 
 
 def summary_table(summary: pd.DataFrame) -> Sheet:
@@ -44,7 +46,13 @@ def summary_table(summary: pd.DataFrame) -> Sheet:
 def _state(rows: pd.DataFrame) -> str | None:
     """How far a run has come; of what was not measured, that it has not run."""
     known = rows["state"].dropna()
-    return str(known.iloc[0]) if len(known) else None if "measured" in set(rows["source"]) else "not run"
+    return (
+        str(known.iloc[0])
+        if len(known)
+        else None
+        if "measured" in set(rows["source"])
+        else "not run"
+    )
 
 
 def differences_table(differences: dict[str, dict[str, Any]]) -> Sheet:
@@ -53,7 +61,11 @@ def differences_table(differences: dict[str, dict[str, Any]]) -> Sheet:
     columns: list[Column] = [("field", "field", str)]
     columns += [(f"value {number}", name, str) for number, name in enumerate(names)]
     rows = [[field, *map(_value, values.values())] for field, values in differences.items()]
-    return "Plan fields that differ", columns, pd.DataFrame(rows, columns=[column for column, _, _ in columns])
+    return (
+        ("Plan fields that differ"),
+        columns,
+        pd.DataFrame(rows, columns=[column for column, _, _ in columns]),
+    )
 
 
 def _value(value: Any) -> str:
@@ -62,12 +74,21 @@ def _value(value: Any) -> str:
 
 
 def memory_table(frame: pd.DataFrame) -> Sheet:
-    """Caption, columns and rows of the memory table: of many ranks the fullest eight, the median and the emptiest."""
+    """Caption, columns and rows of the memory table: of many ranks the fullest eight, the median
+    and the emptiest.
+    """
     columns, unit = memory_columns(frame)
     caption = f"Peak memory of each rank ({unit})"
-    kept = pd.concat([extremes(rows) for _, rows in frame.groupby("plan", sort=False)]) if len(frame) else frame
+    kept = (
+        pd.concat([extremes(rows) for _, rows in frame.groupby("plan", sort=False)])
+        if len(frame)
+        else frame
+    )
     if len(kept) < len(frame):
-        caption += f"; {len(kept)} of {len(frame)} rows: the fullest, the median and the emptiest rank of each plan"
+        caption += (
+            f"; {len(kept)} of {len(frame)} rows: the fullest, the median and the emptiest "
+            f"rank of each plan"
+        )
     return caption, columns, kept
 
 
@@ -75,20 +96,33 @@ def extremes(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of one plan that are shown."""
     if len(rows) <= rank_selection.FEW:
         return rows
-    told = [column for column in rows.columns if column.endswith("_bytes") and rows[column].notna().all()]
-    chosen = rank_selection.extremes(dict(zip(rows["rank"], rows[told[-1]]))) if told else rows["rank"][: rank_selection.FEW]
+    told = [
+        column
+        for column in rows.columns
+        if column.endswith("_bytes") and rows[column].notna().all()
+    ]
+    chosen = (
+        rank_selection.extremes(dict(zip(rows["rank"], rows[told[-1]])))
+        if told
+        else rows["rank"][: rank_selection.FEW]
+    )
     return rows[rows["rank"].isin(chosen)]
 
 
 def summary_columns() -> list[Column]:
     """Columns of the summary."""
     return [
-        ("plan", "plan", str), ("source", "source", str), ("ranks", "ranks", whole),
-        ("peak_bytes", "fullest rank", present(bytes_text)), ("step_seconds", "a step", present(seconds_text)),
-        ("tokens_per_second", "tokens/s", present(count_text)), ("steps", "steps", whole),
+        ("plan", "plan", str),
+        ("source", "source", str),
+        ("ranks", "ranks", whole),
+        ("peak_bytes", "fullest rank", present(bytes_text)),
+        ("step_seconds", "a step", present(seconds_text)),
+        ("tokens_per_second", "tokens/s", present(count_text)),
+        ("steps", "steps", whole),
         ("state", "state", present(str)),
-        ("first_loss", "first loss", present("{:.3f}".format)), ("last_loss", "last loss", present("{:.3f}".format)),
-    ]  # fmt: skip
+        ("first_loss", "first loss", present("{:.3f}".format)),
+        ("last_loss", "last loss", present("{:.3f}".format)),
+    ]
 
 
 def memory_columns(frame: pd.DataFrame) -> tuple[list[Column], str]:
@@ -98,23 +132,40 @@ def memory_columns(frame: pd.DataFrame) -> tuple[list[Column], str]:
     amount = present(lambda value: digits(value / size, 4))
     columns: list[Column] = [("plan", "plan", str), ("rank", "rank", whole)]
     columns += [(name, name.removesuffix("_bytes"), amount) for name in found]
-    columns += [(f"{s}_error", f"{s} − measured", present("{:+.2%}".format)) for s in ("estimated", "rehearsed")]
+    columns += [
+        (f"{s}_error", f"{s} − measured", present("{:+.2%}".format))
+        for s in ("estimated", "rehearsed")
+    ]
     return [*columns, ("run", "measured in run", present(str)), ("step", "at step", whole)], unit
 
 
 def page_table(caption: str, columns: list[Column], frame: pd.DataFrame) -> str:
     """A frame as an HTML table; names are given once while they repeat."""
-    head = "".join(f'<th scope="col"{_side(name)}>{escaped(title)}</th>' for name, title, _ in columns)
-    body = "".join(f"<tr>{''.join(_cell(name, text) for name, text in row)}</tr>" for row in said(columns, frame))
-    return f'{STYLE}<table class="wb-table"><caption>{escaped(caption)}</caption><tr>{head}</tr>{body}</table>'
+    head = "".join(
+        f'<th scope="col"{_side(name)}>{escaped(title)}</th>' for name, title, _ in columns
+    )
+    body = "".join(
+        f"<tr>{''.join(_cell(name, text) for name, text in row)}</tr>"
+        for row in said(columns, frame)
+    )
+    return (
+        f"{STYLE}<table "
+        f'class="wb-table"><caption>{escaped(caption)}</caption><tr>{head}</tr>{body}</table>'
+    )
 
 
 def text_table(caption: str, columns: list[Column], frame: pd.DataFrame) -> str:
     """A frame as aligned lines of text."""
-    lines = [[title for _, title, _ in columns], *([text for _, text in row] for row in said(columns, frame))]
+    lines = [
+        [title for _, title, _ in columns],
+        *([text for _, text in row] for row in said(columns, frame)),
+    ]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     sides = [str.ljust if is_text(name) else str.rjust for name, _, _ in columns]
-    told = ["  ".join(side(text, width) for side, text, width in zip(sides, line, widths)).rstrip() for line in lines]
+    told = [
+        "  ".join(side(text, width) for side, text, width in zip(sides, line, widths)).rstrip()
+        for line in lines
+    ]
     return "\n".join([caption, *told])
 
 
@@ -140,7 +191,9 @@ def said(columns: list[Column], frame: pd.DataFrame) -> Iterable[list[tuple[str,
         cells = [(name, say(row.get(name))) for name, _, say in columns]
         repeated = row.get("plan") == before
         before = row.get("plan")
-        yield [(name, "" if name in ("plan", "state") and repeated else text) for name, text in cells]
+        yield [
+            (name, "" if name in ("plan", "state") and repeated else text) for name, text in cells
+        ]
 
 
 def is_text(name: str) -> bool:
@@ -156,7 +209,10 @@ def _cell(name: str, text: str) -> str:
     if name != "run" or len(text) <= ID_SHOWN:
         return f"<td{_side(name)}>{escaped(text)}</td>"
     half = ID_SHOWN // 2
-    return f'<td{_side(name)} title="{escaped(text)}">{escaped(text[: half - 1])}…{escaped(text[-half:])}</td>'
+    return (
+        f"<td{_side(name)} "
+        f'title="{escaped(text)}">{escaped(text[: half - 1])}…{escaped(text[-half:])}</td>'
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""A report: one page that holds a whole comparison and opens anywhere, without a network and without scripts.
+"""A report: one page that holds a whole comparison and opens anywhere, without a network and
+without scripts.
 
 Charts are drawn here, as SVG: such a page prints, is searchable, and reads in ten years.
 """
@@ -42,7 +43,9 @@ pre {{ background: #f6f6f6; padding: 10px 12px; font-size: 12px; overflow-x: aut
 
 
 def report(profiles: Sequence[Any] | Comparison, path: str | Path) -> Path:
-    """Write one HTML page of a comparison, or of what `compare` would put side by side; its path."""
+    """Write one HTML page of a comparison, or of what `compare` would put side by side; its
+    path.
+    """
     return write(profiles if isinstance(profiles, Comparison) else compare(*profiles), path)
 
 
@@ -57,16 +60,25 @@ def page(comparison: Comparison) -> str:
     names = [entry.name for entry in comparison.entries]
     charts, comparison.left_out = drawn(comparison.figures())
     sections = [
-        *(f'<div class="scroll">{comparison_tables.page_table(*sheet)}</div>' for sheet in comparison.sheets),
+        *(
+            f'<div class="scroll">{comparison_tables.page_table(*sheet)}</div>'
+            for sheet in comparison.sheets
+        ),
         f'<h2>Charts</h2>{lost(comparison.left_out)}<div class="charts">{"".join(charts)}</div>',
         plans(comparison),
     ]
-    words = f"{len(names)} compared: {', '.join(names)}. Written {time.strftime('%Y-%m-%d %H:%M %Z')}. {MEANING}"
-    return PAGE.format(title="Strategies compared", font=FONT, words=escaped(words), body="\n".join(sections))
+    words = (
+        f"{len(names)} compared: {', '.join(names)}. Written "
+        f"{time.strftime('%Y-%m-%d %H:%M %Z')}. {MEANING}"
+    )
+    return PAGE.format(
+        title="Strategies compared", font=FONT, words=escaped(words), body="\n".join(sections)
+    )
 
 
 MEANING = (
-    "Estimated: closed form. Rehearsed: the real code on fake tensors. Measured: the allocator's own count and the "
+    "Estimated: closed form. Rehearsed: the real code on fake tensors. Measured: the allocator's "
+    "own count and the "
     "clock of real ranks, on the run and step named."
 )
 
@@ -88,7 +100,9 @@ def lost(left_out: Sequence[str]) -> str:
     """Charts that are missing from the page, in words; nothing where none is."""
     if not left_out:
         return ""
-    return f"<p>Charts left out:</p><ul>{''.join(f'<li>{escaped(one)}</li>' for one in left_out)}</ul>"
+    return (
+        f"<p>Charts left out:</p><ul>{''.join(f'<li>{escaped(one)}</li>' for one in left_out)}</ul>"
+    )
 
 
 def plans(comparison: Comparison) -> str:

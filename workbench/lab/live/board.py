@@ -16,7 +16,8 @@ HERE = Path(__file__).parent
 
 
 class Board(anywidget.AnyWidget):
-    """Charts under a banner. State is what the page must have at once; rows are sent, and sent again when asked.
+    """Charts under a banner. State is what the page must have at once; rows are sent, and sent
+    again when asked.
 
     Safe to call from any one thread at a time besides the kernel's own.
     """
@@ -38,9 +39,13 @@ class Board(anywidget.AnyWidget):
         self.on_msg(self._heard)
 
     def put(self, *figures: Figure) -> None:
-        """Show these figures with all their rows, in place of those of the same name or after the others."""
+        """Show these figures with all their rows, in place of those of the same name or after the
+        others.
+        """
         with self._lock:
-            declared = {figure["name"]: figure for figure in self.figures} | {f.name: _declaration(f) for f in figures}
+            declared = {figure["name"]: figure for figure in self.figures} | {
+                f.name: _declaration(f) for f in figures
+            }
             if list(declared.values()) != self.figures:
                 self.figures = list(declared.values())
             self._rows |= {figure.name: _clean(figure.rows) for figure in figures}

@@ -1,6 +1,8 @@
-"""Builds the one script that every board loads: our few files with Vega inside, so that nothing is fetched.
+"""Builds the one script that every board loads: our few files with Vega inside, so that nothing is
+fetched.
 
-`python -m workbench.lab.live.bundle` after a change under `js/`; a test holds that what is shipped is what the sources give.
+`python -m workbench.lab.live.bundle` after a change under `js/`; a test holds that what is shipped
+is what the sources give.
 """
 
 from __future__ import annotations
@@ -22,8 +24,13 @@ def source() -> str:
 
 
 def header() -> str:
-    """First line of the bundle: names the source and the Vega-Lite version that it was built from."""
-    return f"// workbench board {hashlib.sha256(source().encode()).hexdigest()} vega-lite {VEGA_LITE}\n"
+    """First line of the bundle: names the source and the Vega-Lite version that it was built
+    from.
+    """
+    return (
+        f"// workbench board {hashlib.sha256(source().encode()).hexdigest()} vega-lite "
+        f"{VEGA_LITE}\n"
+    )
 
 
 def build() -> str:

@@ -7,12 +7,11 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from workbench.lab.pictures import saved_notebook
-from workbench.lab.pictures import snapshot
 from workbench.lab.live import run_status
 from workbench.lab.live.board import Board
 from workbench.lab.live.output_cell import Output, widget_bundle
 from workbench.lab.live.run_charts import RunView
+from workbench.lab.pictures import saved_notebook, snapshot
 from workbench.runs.store.telemetry_reader import Reader
 
 if TYPE_CHECKING:
@@ -42,7 +41,9 @@ def predictions(plan: Plan) -> list[Profile]:
 
 
 class Dashboard:
-    """One run's live view. It reads the run directory alone, so any number may follow one run, whoever started it."""
+    """One run's live view. It reads the run directory alone, so any number may follow one run,
+    whoever started it.
+    """
 
     def __init__(self, run: Run, beside: Sequence[Profile] = ()) -> None:
         self.run = run
@@ -63,19 +64,25 @@ class Dashboard:
         return self
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the run has ended and its snapshot is in place; whether that was within `timeout` seconds."""
+        """Wait until the run has ended and its snapshot is in place; whether that was within
+        `timeout` seconds.
+        """
         return self._over.wait(timeout)
 
     def snapshot(self) -> dict[str, Any]:
         """Mime bundle of the run as far as it is known: what a saved notebook shows."""
         told = run_status.banner(self.run.id, self.run.state, self.progress)
         figures = self.view.figures(self.measured.profile())
-        return snapshot.mimebundle(figures, told["headline"], told["lines"], failed=told["tone"] == "bad")
+        return snapshot.mimebundle(
+            figures, told["headline"], told["lines"], failed=told["tone"] == "bad"
+        )
 
     def picture(self) -> str:
         """The same as HTML with one image."""
         told = run_status.banner(self.run.id, self.run.state, self.progress)
-        return saved_notebook.picture(self.view.figures(self.measured.profile()), told["headline"], told["lines"])
+        return saved_notebook.picture(
+            self.view.figures(self.measured.profile()), told["headline"], told["lines"]
+        )
 
     def _ipython_display_(self) -> None:
         self._output.show(widget_bundle(self.board, f"Dashboard of {self.run.id}"))
@@ -87,13 +94,17 @@ class Dashboard:
             self._output.replace(self.snapshot())
         except Exception:  # nobody above this thread would show it
             self.board.say(
-                tone="bad", headline="This view failed; the run goes on without it", code=traceback.format_exc()
+                tone="bad",
+                headline="This view failed; the run goes on without it",
+                code=traceback.format_exc(),
             )
         finally:
             self._over.set()
 
     def _look(self) -> bool:
-        """Take in what is new; whether the run is over. The state is read first, so that no last record is missed."""
+        """Take in what is new; whether the run is over. The state is read first, so that no last
+        record is missed.
+        """
         state = self.run.state
         records = self._reader.poll()
         self.progress.left_out = self._reader.left_out
@@ -104,10 +115,16 @@ class Dashboard:
         return state.final and not records  # of a long history one poll takes a part
 
     def _evaluations(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [record for record in records if record["kind"] == "evaluation" and record["rank"] == 0]
+        return [
+            record for record in records if record["kind"] == "evaluation" and record["rank"] == 0
+        ]
 
     def _say(self, state: Any) -> None:
-        self.board.say(**run_status.banner(self.run.id, state, self.progress, self._stopping, str(self.run.dir)))
+        self.board.say(
+            **run_status.banner(
+                self.run.id, state, self.progress, self._stopping, str(self.run.dir)
+            )
+        )
 
     def _press(self, action: str) -> None:
         assert action == "stop", action

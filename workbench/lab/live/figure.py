@@ -1,7 +1,7 @@
 """A figure: one chart's declaration, its rows, and the words above it.
 
-The declaration (Vega-Lite 5) names its data instead of holding it, so the same figure is drawn once in a saved notebook
-and kept up to date in a live board.
+The declaration (Vega-Lite 5) names its data instead of holding it, so the same figure is drawn once
+in a saved notebook and kept up to date in a live board.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ SCHEMA = "https://vega.github.io/schema/vega-lite/v5.6.1.json"
 """JupyterLab 4 draws Vega-Lite 5 and shows anything newer as text."""
 MIME = "application/vnd.vegalite.v5+json"
 QUIET = {"embedOptions": {"logLevel": 1}}
-"""Vega's errors alone: a layer without rows (a limit that is far away, losses not evaluated yet) is none."""
+"""Vega's errors alone: a layer without rows (a limit that is far away, losses not evaluated yet) is
+none.
+"""
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One chart. `rows` are plain values; `title` carries the unit and `subtitle` the source of the numbers."""
+    """One chart. `rows` are plain values; `title` carries the unit and `subtitle` the source of the
+    numbers.
+    """
 
     name: str
     title: str
@@ -42,16 +46,23 @@ class Figure:
     def static(self, width: int = 560, text: str | None = None) -> dict[str, Any]:
         """The chart with its data and title, for a saved notebook, a report or a file.
 
-        `text` is the words' colour; None leaves it to the theme of whoever draws it, dark on light where there is none.
+        `text` is the words' colour; None leaves it to the theme of whoever draws it, dark on light
+        where there is none.
         """
         title = {"text": self.title, "subtitle": self.subtitle if self.rows else self.empty}
         return {
-            "$schema": SCHEMA, "config": config(text), "usermeta": QUIET, "background": None, **self.view(width),
+            "$schema": SCHEMA,
+            "config": config(text),
+            "usermeta": QUIET,
+            "background": None,
+            **self.view(width),
             "title": title,
-        }  # fmt: skip
+        }
 
     def view(self, width: int) -> dict[str, Any]:
-        """The chart with its data but neither schema nor configuration, to be placed in a larger one."""
+        """The chart with its data but neither schema nor configuration, to be placed in a larger
+        one.
+        """
         body = {k: v for k, v in self.spec.items() if k not in ("$schema", "config", "autosize")}
         return body | {"width": width, "data": {"values": self.rows}}
 
@@ -64,32 +75,43 @@ class Figure:
 
 
 def declare(chart: alt.TopLevelMixin, height: int) -> dict[str, Any]:
-    """An altair chart as a Vega-Lite 5 declaration that takes the width of its place and `height` pixels."""
+    """An altair chart as a Vega-Lite 5 declaration that takes the width of its place and `height`
+    pixels.
+    """
     spec = inherit(chart.properties(width="container", height=height).to_dict())
     fit = {"type": "fit-x", "contains": "padding"}
     return {**spec, "data": {"name": DATA}, "$schema": SCHEMA, "autosize": fit, "config": {}}
 
 
 def inherit(spec: dict[str, Any]) -> dict[str, Any]:
-    """The declaration with the named data stated nowhere, so that every layer takes it from the top."""
+    """The declaration with the named data stated nowhere, so that every layer takes it from the
+    top.
+    """
     layers = [inherit(layer) for layer in spec.get("layer", [])]
     kept = {key: value for key, value in spec.items() if key != "data" or value != {"name": DATA}}
     return kept | ({"layer": layers} if layers else {})
 
 
 def bundle(spec: dict[str, Any], text: str) -> dict[str, Any]:
-    """Mime bundle that JupyterLab draws offline, with a picture for viewers without Vega and text for the rest.
+    """Mime bundle that JupyterLab draws offline, with a picture for viewers without Vega and text
+    for the rest.
 
     Where no picture can be drawn, the text says so.
     """
     try:
-        return {MIME: spec, "image/svg+xml": svg({**spec, "config": config(palette.INK)}), "text/plain": text}
+        return {
+            MIME: spec,
+            "image/svg+xml": svg({**spec, "config": config(palette.INK)}),
+            "text/plain": text,
+        }
     except PictureError as error:
         return {MIME: spec, "text/plain": f"{text}\nPicture left out: {error}"}
 
 
 def config(text: str | None = None) -> dict[str, Any]:
-    """Vega configuration of snapshots: calm axes, and words in the colour `text`, or in that of the page's theme."""
+    """Vega configuration of snapshots: calm axes, and words in the colour `text`, or in that of the
+    page's theme.
+    """
     faint = "rgba(128,128,128,0.25)"
     words = {"labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal"}
     found: dict[str, Any] = {
@@ -97,7 +119,13 @@ def config(text: str | None = None) -> dict[str, Any]:
         "view": {"stroke": None},
         "axis": {"gridColor": faint, "domainColor": faint, "tickColor": faint, **words},
         "legend": {**words},
-        "title": {"anchor": "start", "frame": "bounds", "fontSize": 13, "subtitlePadding": 4, "offset": 12},
+        "title": {
+            "anchor": "start",
+            "frame": "bounds",
+            "fontSize": 13,
+            "subtitlePadding": 4,
+            "offset": 12,
+        },
     }
     if text is not None:
         for part in ("axis", "legend"):

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from workbench.lab.charts import rank_selection
-from workbench.lab.charts import line_series
+from workbench.lab.charts import line_series, rank_selection
 from workbench.profile import COLUMNS, Profile, frame
 
 Rows = list[dict[str, Any]]
@@ -28,8 +27,8 @@ class Change:
 class Series:
     """One value a rank and step, bounded in size however long the run is.
 
-    Up to 16 ranks each value is sent once, and every second step is dropped whenever there are too many; beyond, the
-    band and the outliers are made anew, at most once a second.
+    Up to 16 ranks each value is sent once, and every second step is dropped whenever there are too
+    many; beyond, the band and the outliers are made anew, at most once a second.
     """
 
     world_size: int
@@ -49,7 +48,11 @@ class Series:
             self._values = [value for value in self._values if value[1] % self.stride == 0]
             return self.whole()
         if self.world_size <= rank_selection.FEW:
-            return Change(line_series.rows(self.table(added), self.world_size, self.worst), False) if added else None
+            return (
+                Change(line_series.rows(self.table(added), self.world_size, self.worst), False)
+                if added
+                else None
+            )
         self._stale = self._stale or bool(added)
         if not self._stale or self.clock() - self._drawn < 1:
             return None
@@ -62,14 +65,18 @@ class Series:
 
     def table(self, values: list[tuple[int, int, float]] | None = None) -> pd.DataFrame:
         """Values as a frame (rank, step, value)."""
-        return pd.DataFrame(self._values if values is None else values, columns=["rank", "step", "value"])
+        return pd.DataFrame(
+            self._values if values is None else values, columns=["rank", "step", "value"]
+        )
 
 
 @dataclass
 class Latest:
     """The rows of each rank's last sampled step, by frame."""
 
-    _rows: dict[str, dict[int, Rows]] = field(default_factory=lambda: {kind: {} for kind in COLUMNS})
+    _rows: dict[str, dict[int, Rows]] = field(
+        default_factory=lambda: {kind: {} for kind in COLUMNS}
+    )
 
     def take(self, kind: str, rows: Rows) -> None:
         """Rows of one frame, in order of steps for each rank."""

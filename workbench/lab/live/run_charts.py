@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workbench.lab.live.board import Board
 from workbench.lab.charts import (
     collectives,
     loss,
@@ -21,20 +20,30 @@ from workbench.lab.charts.memory_map import drawable
 from workbench.lab.charts.memory_steps import END, PEAK
 from workbench.lab.charts.memory_steps import figure as counts_figure
 from workbench.lab.charts.throughput import figure as pace_figure
+from workbench.lab.live.board import Board
 from workbench.lab.live.figure import Figure
 from workbench.lab.live.live_series import Latest, Rows, Series
-from workbench.units import byte_unit
 from workbench.profile import ALLOCATED, Profile, frame
+from workbench.units import byte_unit
 
 
 class RunView:
-    """Charts of one run on a board. `beside` are profiles drawn next to what is measured, on a card's `device`.
+    """Charts of one run on a board. `beside` are profiles drawn next to what is measured, on a
+    card's `device`.
 
-    Loss, throughput and memory by step grow by the new rows; the others are made anew from each rank's last sample.
+    Loss, throughput and memory by step grow by the new rows; the others are made anew from each
+    rank's last sample.
     """
 
-    def __init__(self, board: Board, empty: Profile, beside: Sequence[Profile], device: str) -> None:
-        self.board, self.run, self.world_size, self.beside = board, empty.run, empty.world_size, list(beside)
+    def __init__(
+        self, board: Board, empty: Profile, beside: Sequence[Profile], device: str
+    ) -> None:
+        self.board, self.run, self.world_size, self.beside = (
+            board,
+            empty.run,
+            empty.world_size,
+            list(beside),
+        )
         self.capacity_bytes = empty.capacity_bytes
         self.latest = Latest()
         self.moment = PEAK if device == "cpu" else END  # what each step of this device can count
@@ -55,11 +64,21 @@ class RunView:
         board.put(*first, *self._map(self.beside))
 
     def take(self, new: dict[str, Rows], evaluations: Rows) -> None:
-        """New rows of each frame as `Measured.add` gives them, and new losses on held-out text ({step, loss})."""
+        """New rows of each frame as `Measured.add` gives them, and new losses on held-out text
+        ({step, loss}).
+        """
         steps = [row for row in new["steps"] if row["seconds"]]
-        self._grow_losses([row for row in steps if row["rank"] == 0 and row["loss"] is not None], evaluations)
-        self._grow_pace([(row["rank"], row["step"], row["tokens"] / row["seconds"]) for row in steps])
-        counts = [row for row in new["memory"] if row["moment"] == self.moment and row["category"] == ALLOCATED]
+        self._grow_losses(
+            [row for row in steps if row["rank"] == 0 and row["loss"] is not None], evaluations
+        )
+        self._grow_pace(
+            [(row["rank"], row["step"], row["tokens"] / row["seconds"]) for row in steps]
+        )
+        counts = [
+            row
+            for row in new["memory"]
+            if row["moment"] == self.moment and row["category"] == ALLOCATED
+        ]
         self._grow_counts([(row["rank"], row["step"], row["bytes"]) for row in counts])
         self._sample("memory", [row for row in new["memory"] if row["moment"] != END])
         self._sample("timeline", new["timeline"])
@@ -68,8 +87,15 @@ class RunView:
     def figures(self, measured: Profile) -> list[Figure]:
         """The same charts of everything that was measured, to stand still."""
         sampled = [*self.beside, measured]
-        held_out = frame("steps", [found | {"run": self.run} for found in measured.notes.get("evaluation", [])])
-        shown = [loss(measured, evaluations=held_out), throughput(measured), memory(*sampled), memory_steps(measured)]
+        held_out = frame(
+            "steps", [found | {"run": self.run} for found in measured.notes.get("evaluation", [])]
+        )
+        shown = [
+            loss(measured, evaluations=held_out),
+            throughput(measured),
+            memory(*sampled),
+            memory_steps(measured),
+        ]
         return [
             *shown,
             *self._map([measured]),
@@ -82,7 +108,11 @@ class RunView:
         points = [row(self.run, found["step"], found["loss"], HELD_OUT) for found in evaluations]
         self.held_out += points
         change = self.losses.take([(0, found["step"], found["loss"]) for found in steps])
-        lines = [row(self.run, point["step"], point["value"]) for point in change.rows] if change else []
+        lines = (
+            [row(self.run, point["step"], point["value"]) for point in change.rows]
+            if change
+            else []
+        )
         if change and change.replace:
             self.board.put(loss_figure(lines + self.held_out, [self.run], "measured"))
         elif lines or points:
@@ -102,9 +132,14 @@ class RunView:
         unit = byte_unit([self._unit[1], *(value for _, _, value in values)])
         if change.replace or unit != self._unit:
             self._unit = unit
-            self.board.put(counts_figure(self.counts.table(), self.world_size, "measured", self.moment))
+            self.board.put(
+                counts_figure(self.counts.table(), self.world_size, "measured", self.moment)
+            )
         else:
-            self.board.extend("memory_steps", [point | {"value": point["value"] / unit[1]} for point in change.rows])
+            self.board.extend(
+                "memory_steps",
+                [point | {"value": point["value"] / unit[1]} for point in change.rows],
+            )
 
     def _sample(self, kind: str, rows: Rows) -> None:
         if not rows:

@@ -12,7 +12,11 @@ from workbench.units import count_text, seconds_text
 if TYPE_CHECKING:
     from workbench.runs.store.run_state import State
 
-STOP = {"label": "Stop", "action": "stop", "hint": "Finish the step that is running, then end the run"}
+STOP = {
+    "label": "Stop",
+    "action": "stop",
+    "hint": "Finish the step that is running, then end the run",
+}
 DOING = {
     "building": "Building the model",
     "compiling": "Compiling kernels, once for this machine",
@@ -57,7 +61,9 @@ class Progress:
             self.done = record["step"] + 1
             self.seconds = [*self.seconds[1 - RECENT :], record["seconds"]]
             self.loss = record["loss"] if record["loss"] is not None else self.loss
-            self.tokens_per_second = record["tokens"] / statistics.median(self.seconds) if record["seconds"] else None
+            self.tokens_per_second = (
+                record["tokens"] / statistics.median(self.seconds) if record["seconds"] else None
+            )
 
     @property
     def seconds_left(self) -> float | None:
@@ -65,17 +71,24 @@ class Progress:
         return statistics.median(self.seconds) * (self.steps - self.done) if self.seconds else None
 
 
-def banner(name: str, state: State, progress: Progress, stopping: bool = False, folder: str = "") -> dict[str, Any]:
-    """The banner of a run in `state`, kept in `folder`; `stopping` where Stop was pressed and not answered yet."""
+def banner(
+    name: str, state: State, progress: Progress, stopping: bool = False, folder: str = ""
+) -> dict[str, Any]:
+    """The banner of a run in `state`, kept in `folder`; `stopping` where Stop was pressed and not
+    answered yet.
+    """
     shown: dict[str, Any] = {
         "tone": TONE.get(state.phase, "busy"),
         "headline": headline(state, progress, stopping),
         "lines": [line for line in (state.warning, pace(state, progress), name) if line]
         + [f"left out: {words}" for words in progress.left_out],
         "fraction": progress.done / progress.steps if progress.steps else None,
-        "buttons": [] if state.final else [{**STOP, "disabled": stopping or state.phase == "stopping"}],
+        "buttons": []
+        if state.final
+        else [{**STOP, "disabled": stopping or state.phase == "stopping"}],
         "code": "",
-        "reconnect": f"The run goes on without it. To follow it again: wb.watch(wb.attach({folder or name!r}))",
+        "reconnect": f"The run goes on without it. To follow it again: "
+        f"wb.watch(wb.attach({folder or name!r}))",
     }
     if state.phase == "failed" and state.cause:
         shown["lines"] = [line for line in (state.cause.advice, *shown["lines"]) if line]
@@ -110,7 +123,9 @@ def pace(state: State, progress: Progress) -> str:
     if progress.seconds:
         words.append(f"{seconds_text(statistics.median(progress.seconds))} a step")
     if state.started:
-        words.append(f"{seconds_text(int(max(0.0, (state.ended or time.time()) - state.started)))} elapsed")
+        words.append(
+            f"{seconds_text(int(max(0.0, (state.ended or time.time()) - state.started)))} elapsed"
+        )
     if not state.final and progress.seconds_left:
         words.append(f"about {seconds_text(round(progress.seconds_left))} left")
     return " · ".join(words)

@@ -1,26 +1,32 @@
-"""What each control of the planner's panel shows for a plan: its value, where that is from, and what would be legal."""
+"""What each control of the planner's panel shows for a plan: its value, where that is from, and
+what would be legal.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.lab.panel.plan_controls import Choice, Knob, field_of, knobs, same
-from workbench.plan.rules import legal_sizes
 from workbench.errors import PlanError
-from workbench.plan.resolve import with_preset
-from workbench.plan.schema import Plan, Shape
+from workbench.lab.panel.plan_controls import Choice, Knob, field_of, knobs, same
 from workbench.plan.plan_files import plain
+from workbench.plan.resolve import with_preset
+from workbench.plan.rules import legal_sizes
+from workbench.plan.schema import Plan, Shape
 
 NAMED = ("model", "gpu", "fabric", "calibration", "partition", "precision", "gradient_dtype")
-"""Controls that show the plan as asked: a name, or the rule that the complete plan has replaced by what it gives."""
+"""Controls that show the plan as asked: a name, or the rule that the complete plan has replaced by
+what it gives.
+"""
 MISSING = object()
 
 
 def values(asked: Plan, full: Plan | None) -> dict[str, Any]:
-    """What every control shows: what is written, else what the preset says, else what the complete plan `full` came to.
+    """What every control shows: what is written, else what the preset says, else what the complete
+    plan `full` came to.
 
-    `full` may be of an older plan where the one asked for is illegal; None where there has been no legal one.
+    `full` may be of an older plan where the one asked for is illegal; None where there has been no
+    legal one.
     """
     written = plain(asked)
     preset = {"strategy": preset_of(asked)}
@@ -28,13 +34,17 @@ def values(asked: Plan, full: Plan | None) -> dict[str, Any]:
     found = {}
     for name, knob in knobs().items():
         sources = [written, preset] if name in NAMED else [written, filled, preset]
-        shown = next((value for data in sources if (value := read(data, knob.path)) is not MISSING), MISSING)
+        shown = next(
+            (value for data in sources if (value := read(data, knob.path)) is not MISSING), MISSING
+        )
         found[name] = _name(shown) if shown is not MISSING else _default(knob)
     return found
 
 
 def preset_of(asked: Plan) -> dict[str, Any]:
-    """The strategy with its preset's fields, rules unresolved; empty where the preset is not known."""
+    """The strategy with its preset's fields, rules unresolved; empty where the preset is not
+    known.
+    """
     try:
         return with_preset(asked.strategy)
     except PlanError:
@@ -49,10 +59,14 @@ def origin(asked: Plan, knob: Knob) -> str:
 
 
 def offers(full: Plan) -> dict[str, tuple[Choice, ...]]:
-    """The legal values of the controls whose values depend on the rest of the complete plan `full`."""
+    """The legal values of the controls whose values depend on the rest of the complete plan
+    `full`.
+    """
     s, shape, sizes = full.strategy, full.shape, full.sizes
     world, replicas = full.world_size, sizes["data"] * sizes["context"]
-    ways = legal_sizes.context_sizes(shape, world, full.training.sequence_length, sizes["tensor"], s.context.algorithm)
+    ways = legal_sizes.context_sizes(
+        shape, world, full.training.sequence_length, sizes["tensor"], s.context.algorithm
+    )
     return {
         "tensor": tensor(full, shape),
         "pipeline": same(*legal_sizes.pipeline_sizes(shape, world, s.pipeline.chunks)),
@@ -66,15 +80,23 @@ def offers(full: Plan) -> dict[str, tuple[Choice, ...]]:
 
 
 def tensor(full: Plan, shape: Shape) -> tuple[Choice, ...]:
-    """Sizes of the tensor axis: those that divide the ranks and the model can fill, or the grids of its algorithm."""
+    """Sizes of the tensor axis: those that divide the ranks and the model can fill, or the grids of
+    its algorithm.
+    """
     algorithm, world = full.strategy.tensor.algorithm, full.world_size
     if algorithm == "1d":
-        return same(*(size for size in legal_sizes.divisors(world) if not legal_sizes.exceeds(shape, size)))
-    return tuple((" × ".join(map(str, grid)), grid) for grid in legal_sizes.grids(algorithm, world, shape))
+        return same(
+            *(size for size in legal_sizes.divisors(world) if not legal_sizes.exceeds(shape, size))
+        )
+    return tuple(
+        (" × ".join(map(str, grid)), grid) for grid in legal_sizes.grids(algorithm, world, shape)
+    )
 
 
 def with_value(choices: tuple[Choice, ...], value: Any) -> tuple[Choice, ...]:
-    """`choices`, and `value` where it is not among them: in its place where they are sizes, else at the end."""
+    """`choices`, and `value` where it is not among them: in its place where they are sizes, else at
+    the end.
+    """
     if any(choice == value for _, choice in choices):
         return choices
     more = (*choices, (text_of(value), value))
@@ -105,7 +127,10 @@ def read(data: Mapping[str, Any], path: str) -> Any:
 
 def _resolved(name: str, now: str) -> tuple[Choice, ...]:
     """The choices of a field whose `auto` has come to `now`."""
-    return tuple((f"auto · {now}" if value == "auto" else text, value) for text, value in knobs()[name].choices)
+    return tuple(
+        (f"auto · {now}" if value == "auto" else text, value)
+        for text, value in knobs()[name].choices
+    )
 
 
 def _name(value: Any) -> Any:

@@ -1,7 +1,8 @@
-"""The planner's panel: one widget with every control, each a view of the plan, and the words beside it.
+"""The planner's panel: one widget with every control, each a view of the plan, and the words beside
+it.
 
-The page sends what a person does as messages and never as state, so that nothing the page shows, early or late, is
-taken for an edit.
+The page sends what a person does as messages and never as state, so that nothing the page shows,
+early or late, is taken for an edit.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 import anywidget
 import traitlets
 
+from workbench.errors import Problem
+from workbench.lab.panel.control_values import offers, origin, text_of, values, with_value
 from workbench.lab.panel.edit_history import Intent
 from workbench.lab.panel.plan_controls import Knob, knobs
-from workbench.lab.panel.control_values import offers, origin, text_of, values, with_value
-from workbench.errors import Problem
 from workbench.plan.schema import Plan
 
 HERE = Path(__file__).parent
@@ -31,10 +32,15 @@ class Panel(anywidget.AnyWidget):
     groups: Any = traitlets.List().tag(sync=True)
     """Title and fields (name, label, form, hint, options) of every group, in order."""
     shown: Any = traitlets.Dict().tag(sync=True)
-    """What every control shows (`fields`), whether there is a way back, the file's name, and `heard`."""
+    """What every control shows (`fields`), whether there is a way back, the file's name, and
+    `heard`.
+    """
 
     def __init__(self, on_message: Callable[[dict[str, Any]], None]) -> None:
-        super().__init__(groups=groups(), shown={"heard": 0, "fields": {}, "undo": False, "reset": False, "path": ""})
+        super().__init__(
+            groups=groups(),
+            shown={"heard": 0, "fields": {}, "undo": False, "reset": False, "path": ""},
+        )
         self._on_message = on_message
         self.on_msg(self._heard)
 
@@ -52,25 +58,44 @@ class Panel(anywidget.AnyWidget):
 def groups() -> list[dict[str, Any]]:
     """The declaration of all controls."""
     titles = dict.fromkeys(knob.group for knob in knobs().values())
-    return [{"title": title, "fields": [_field(k) for k in knobs().values() if k.group == title]} for title in titles]
+    return [
+        {"title": title, "fields": [_field(k) for k in knobs().values() if k.group == title]}
+        for title in titles
+    ]
 
 
 def _field(knob: Knob) -> dict[str, Any]:
     options = [list(choice) for choice in knob.choices]
-    return {"name": knob.name, "label": knob.label, "form": knob.form, "hint": knob.hint, "options": options}
+    return {
+        "name": knob.name,
+        "label": knob.label,
+        "form": knob.form,
+        "hint": knob.hint,
+        "options": options,
+    }
 
 
-def fields(intent: Intent, full: Plan | None, problems: Sequence[Problem]) -> dict[str, dict[str, Any]]:
+def fields(
+    intent: Intent, full: Plan | None, problems: Sequence[Problem]
+) -> dict[str, dict[str, Any]]:
     """What each control shows for what is asked; `full` is the last legal plan, complete."""
     shown, legal = values(intent.plan, full), offers(full) if full else {}
     said = beside(problems)
     found = {}
     for name, knob in knobs().items():
         value = shown[name]
-        cell: dict[str, Any] = {"value": value, "text": text_of(value), "origin": origin(intent.plan, knob)}
+        cell: dict[str, Any] = {
+            "value": value,
+            "text": text_of(value),
+            "origin": origin(intent.plan, knob),
+        }
         if name in intent.rejected:
             cell |= {"text": str(intent.rejected[name].typed), "origin": ""}
-        offered = with_value(legal.get(name, knob.choices), value) if knob.form in ("choice", "size") else ()
+        offered = (
+            with_value(legal.get(name, knob.choices), value)
+            if knob.form in ("choice", "size")
+            else ()
+        )
         if offered != knob.choices:
             cell["options"] = [list(choice) for choice in offered]
         found[name] = cell | {"problem": "; ".join(said.get(name, []))}
@@ -88,4 +113,6 @@ def beside(problems: Sequence[Problem]) -> Mapping[str, list[str]]:
 
 def about(problem: Problem) -> Knob | None:
     """The control that a problem is about, if there is one."""
-    return next((knob for knob in knobs().values() if f"{problem.field}.".startswith(f"{knob.path}.")), None)
+    return next(
+        (knob for knob in knobs().values() if f"{problem.field}.".startswith(f"{knob.path}.")), None
+    )

@@ -1,7 +1,8 @@
-"""What a person has asked of a planner: the plan as written, what no plan can hold, and the way back.
+"""What a person has asked of a planner: the plan as written, what no plan can hold, and the way
+back.
 
-This is kept apart from what the controls show. A control is a view of the plan; only an edit that a person sends
-changes what is asked.
+This is kept apart from what the controls show. A control is a view of the plan; only an edit that a
+person sends changes what is asked.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workbench.plan.rules.check import check
 from workbench.errors import PlanError, Problem
-from workbench.plan.schema import Plan
 from workbench.plan.plan_files import plain
+from workbench.plan.rules.check import check
+from workbench.plan.schema import Plan
 
 MOST = 200
 """Steps back that are kept."""
@@ -36,7 +37,9 @@ class Intent:
     """Control -> what is typed in it."""
 
     def same(self, other: Intent) -> bool:
-        """Whether both ask for the same; a default that is written is not the same as one that is left out."""
+        """Whether both ask for the same; a default that is written is not the same as one that is
+        left out.
+        """
         return plain(self.plan) == plain(other.plan) and self.rejected == other.rejected
 
     def legal(self) -> Plan:

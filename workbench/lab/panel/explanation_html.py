@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from workbench.plan.schema import Plan
-from workbench.safe_io.untrusted_text import escaped
-from workbench.planner.training_cost import cost
 from workbench.planner.explain.bottlenecks import binding
 from workbench.planner.explain.explanation import cost_line
+from workbench.planner.training_cost import cost
 from workbench.profile import Profile
+from workbench.safe_io.untrusted_text import escaped
 
 
 def beneath(full: Plan, profile: Profile) -> str:
-    """Cost and binding constraint of the complete plan `full` as HTML, read off its estimate, not estimated anew.
+    """Cost and binding constraint of the complete plan `full` as HTML, read off its estimate, not
+    estimated anew.
 
     The sentence about what does not bind follows in grey.
     """
     found = binding(full, profile)
     other = found.time if found.constraint == "memory" else found.memory
     lines = [_line(cost_line(cost(full, profile))), _line(found.sentence, bold=True), _line(other)]
-    return f'<div class="wb-reasons" style="font-size:13px;line-height:1.5;margin:2px 0 6px">{"".join(lines)}</div>'
+    return (
+        f'<div class="wb-reasons" style="font-size:13px;line-height:1.5;margin:2px 0 '
+        f'6px">{"".join(lines)}</div>'
+    )
 
 
 def _line(text: str, bold: bool = False) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from workbench.errors import Problem
+from workbench.lab.panel.control_values import text_of
 from workbench.lab.panel.controls import about
 from workbench.lab.panel.plan_controls import knobs
-from workbench.lab.panel.control_values import text_of
-from workbench.units import bytes_text, count_text, digits, seconds_text
-from workbench.errors import Problem
 from workbench.profile import Profile
+from workbench.units import bytes_text, count_text, digits, seconds_text
 
 BUTTONS = (
     {"label": "Write plan file", "action": "write", "hint": "Write the plan file named above"},
@@ -31,20 +31,37 @@ def banner(
     `drawn`: whether the charts show a legal plan from before.
     """
     if profile is None:
-        lines = [news, *map(problem_words, problems), "The charts still show the last legal plan." if drawn else ""]
+        lines = [
+            news,
+            *map(problem_words, problems),
+            "The charts still show the last legal plan." if drawn else "",
+        ]
         named = ", ".join(dict.fromkeys(named_field(problem) for problem in problems))
-        return shown("bad", f"Not a legal plan: fix {named}", [line for line in lines if line], disabled=True)
+        return shown(
+            "bad", f"Not a legal plan: fix {named}", [line for line in lines if line], disabled=True
+        )
     lines = [line for line in (change(profile), speed(profile), news) if line]
     more = [apply_button(profile)] if profile.fits is False and profile.notes.get("advice") else []
     return shown("bad" if profile.fits is False else "good", fit(profile), lines, more=more)
 
 
 def shown(
-    tone: str, headline: str, lines: list[str], disabled: bool = False, more: Sequence[dict[str, Any]] = ()
+    tone: str,
+    headline: str,
+    lines: list[str],
+    disabled: bool = False,
+    more: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """A banner with the planner's buttons, `more` of them first."""
     buttons = [button | {"disabled": disabled} for button in (*more, *BUTTONS)]
-    return {"tone": tone, "headline": headline, "lines": lines, "fraction": None, "buttons": buttons, "code": ""}
+    return {
+        "tone": tone,
+        "headline": headline,
+        "lines": lines,
+        "fraction": None,
+        "buttons": buttons,
+        "code": "",
+    }
 
 
 def named_field(problem: Problem) -> str:
@@ -84,8 +101,14 @@ def change(profile: Profile) -> str:
         return ""
     found = profile.notes.get("advice")
     if not found:
-        return "No single change makes it fit: combine a larger count with more sharding or recomputing."
-    return f"Smallest change that fits: {change_words(profile)} ({bytes_text(found['peak_bytes'])} peak memory)"
+        return (
+            "No single change makes it fit: combine a larger count with more sharding or "
+            "recomputing."
+        )
+    return (
+        f"Smallest change that fits: {change_words(profile)} "
+        f"({bytes_text(found['peak_bytes'])} peak memory)"
+    )
 
 
 def change_words(profile: Profile) -> str:
@@ -93,8 +116,13 @@ def change_words(profile: Profile) -> str:
     found = profile.notes["advice"]
     labels = {knob.path: knob.label for knob in knobs().values()}
     if len(found["changes"]) == 1:
-        return f"{labels.get(found['field'], found['field'])} {text_of(found['from'])} → {text_of(found['to'])}"
-    return ", ".join(f"{labels.get(path, path)} → {text_of(value)}" for path, value in found["changes"].items())
+        return (
+            f"{labels.get(found['field'], found['field'])} {text_of(found['from'])} → "
+            f"{text_of(found['to'])}"
+        )
+    return ", ".join(
+        f"{labels.get(path, path)} → {text_of(value)}" for path, value in found["changes"].items()
+    )
 
 
 def speed(profile: Profile) -> str:

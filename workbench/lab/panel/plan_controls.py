@@ -1,6 +1,8 @@
-"""The fields of a plan that the planner's panel sets: what each is called, its group, and the form of its control.
+"""The fields of a plan that the planner's panel sets: what each is called, its group, and the form
+of its control.
 
-What a field means comes from its description in the schema, and the choices of a named value from its type there.
+What a field means comes from its description in the schema, and the choices of a named value from
+its type there.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ from workbench.plan.schema import AXES, Card, Plan
 Choice = tuple[str, Any]
 """What a choice is called, and its value."""
 Form = Literal["choice", "size", "switch", "number", "text"]
-"""size: ranks along an axis, out of those that are legal; text: several kinds of value, as a plan file has them."""
+"""size: ranks along an axis, out of those that are legal; text: several kinds of value, as a plan
+file has them.
+"""
 
 
 @dataclass(frozen=True)
 class Knob:
-    """One control: the field it sets, what it is called, its group ("" is always in sight) and its form."""
+    """One control: the field it sets, what it is called, its group ("" is always in sight) and its
+    form.
+    """
 
     name: str
     path: str
@@ -104,7 +110,17 @@ def _knob(group: str, name: str, path: str, label: str, form: Form) -> Knob:
     found = field_of(path)
     whole = "float" not in str(found.annotation)
     hint = f"{path}: {found.description}"
-    return Knob(name, path, label, group, form, hint, _choices(name, found), whole, name in ("model", "gpu", "gpus"))
+    return Knob(
+        name,
+        path,
+        label,
+        group,
+        form,
+        hint,
+        _choices(name, found),
+        whole,
+        name in ("model", "gpu", "gpus"),
+    )
 
 
 def field_of(path: str) -> Any:
@@ -117,13 +133,24 @@ def field_of(path: str) -> Any:
 
 
 def _choices(name: str, field: Any) -> tuple[Choice, ...]:
-    zero = (("0 · nothing sharded", 0), ("1 · optimizer", 1), ("2 · + gradients", 2), ("3 · + parameters", 3))
-    presets = tuple((f"{key} · {preset.title}", key) for key, preset in catalog.strategies().items())
+    zero = (
+        ("0 · nothing sharded", 0),
+        ("1 · optimizer", 1),
+        ("2 · + gradients", 2),
+        ("3 · + parameters", 3),
+    )
+    presets = tuple(
+        (f"{key} · {preset.title}", key) for key, preset in catalog.strategies().items()
+    )
     named: dict[str, tuple[Choice, ...]] = {
-        "model": same(*catalog.models()), "gpu": same("local", *catalog.gpus()), "strategy": presets, "zero": zero,
-        "fabric": (("auto", None), *same(*catalog.clusters())), "schedule": same(*SCHEDULES),
+        "model": same(*catalog.models()),
+        "gpu": same("local", *catalog.gpus()),
+        "strategy": presets,
+        "zero": zero,
+        "fabric": (("auto", None), *same(*catalog.clusters())),
+        "schedule": same(*SCHEDULES),
         "placement": tuple((" · ".join(order), list(order)) for order in permutations(AXES)),
-    }  # fmt: skip
+    }
     return named.get(name) or same(*_literals(field.annotation))
 
 
@@ -131,7 +158,11 @@ def _literals(annotation: Any) -> list[Any]:
     """The names that a type allows, through unions."""
     found: list[Any] = []
     for part in get_args(annotation):
-        found += [part] if isinstance(part, str | int) and not isinstance(part, bool) else _literals(part)
+        found += (
+            [part]
+            if isinstance(part, str | int) and not isinstance(part, bool)
+            else _literals(part)
+        )
     return found
 
 

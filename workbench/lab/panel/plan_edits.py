@@ -1,7 +1,7 @@
 """What a person's edit does to a plan: the field itself, and what it cannot do without.
 
-Nothing else moves. An edit that would change the global batch, and so make step times those of another job, holds it;
-what an edit brings along is told.
+Nothing else moves. An edit that would change the global batch, and so make step times those of
+another job, holds it; what an edit brings along is told.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.lab.panel.plan_controls import Knob, knobs
-from workbench.lab.panel.control_values import MISSING, read, text_of
-from workbench.lab.panel.typed_values import AUTO
-from workbench.plan.rules import legal_sizes
-from workbench.plan.rules.check import check
-from workbench.plan.rules.axis_rules import CHUNKS
 from workbench.errors import PlanError
-from workbench.plan.schema import Plan
+from workbench.lab.panel.control_values import MISSING, read, text_of
+from workbench.lab.panel.plan_controls import Knob, knobs
+from workbench.lab.panel.typed_values import AUTO
 from workbench.plan.plan_files import build, plain
+from workbench.plan.rules import legal_sizes
+from workbench.plan.rules.axis_rules import CHUNKS
+from workbench.plan.rules.check import check
+from workbench.plan.schema import Plan
 
 BATCH, MICRO = "training.global_batch", "training.micro_batch"
 HOLDS = ("micro_batch", "strategy", "algorithm", "tensor")
@@ -30,14 +30,23 @@ MULTIPLES = 64
 
 
 def edited(plan: Plan, knob: Knob, value: Any, before: Plan | None) -> Plan:
-    """`plan` with `knob` set to `value` (AUTO: left out) and what that brings; `before` is it complete, where legal.
+    """`plan` with `knob` set to `value` (AUTO: left out) and what that brings; `before` is it
+    complete, where legal.
 
     Raises `PlanError` where no plan can hold the value.
     """
-    changed = without(plan, knob.path) if value is AUTO else plan.replace(**_assigned(knob, value, before))
+    changed = (
+        without(plan, knob.path)
+        if value is AUTO
+        else plan.replace(**_assigned(knob, value, before))
+    )
     if knob.name in GRIDS and MICRO in _wrong(changed):
         changed = without(changed, MICRO)
-    return _with_batch(changed, before.training.global_batch) if before and knob.name in HOLDS else changed
+    return (
+        _with_batch(changed, before.training.global_batch)
+        if before and knob.name in HOLDS
+        else changed
+    )
 
 
 def without(plan: Plan, path: str) -> Plan:
@@ -52,11 +61,14 @@ def without(plan: Plan, path: str) -> Plan:
 
 
 def brought(knob: Knob, old: Mapping[str, Any], new: Mapping[str, Any], held: bool) -> str:
-    """In words, what an edit of `knob` changed beside it: `old` and `new` are what the controls showed.
+    """In words, what an edit of `knob` changed beside it: `old` and `new` are what the controls
+    showed.
 
     `held`: whether it wrote the global batch that was there.
     """
-    others = [other for name, other in knobs().items() if other is not knob and old[name] != new[name]]
+    others = [
+        other for name, other in knobs().items() if other is not knob and old[name] != new[name]
+    ]
     told = ", ".join(f"{other.label} {said(other, old)} → {said(other, new)}" for other in others)
     lines = [f"{knob.label} {said(knob, new)} also changed: {told}."] if told else []
     if held and old["global_batch"] == new["global_batch"]:
@@ -74,7 +86,9 @@ def said(knob: Knob, shown: Mapping[str, Any]) -> str:
 
 def _assigned(knob: Knob, value: Any, before: Plan | None) -> dict[str, Any]:
     """Field -> value of an edit, with the sizes that a name asks for."""
-    if knob.name == "strategy":  # a preset brings its own settings: what was set for another one goes
+    if (
+        knob.name == "strategy"
+    ):  # a preset brings its own settings: what was set for another one goes
         return {"strategy": {"preset": value}}
     changes = {knob.path: value}
     if before and knob.name == "algorithm":
@@ -86,7 +100,9 @@ def _assigned(knob: Knob, value: Any, before: Plan | None) -> dict[str, Any]:
 
 
 def _grid(before: Plan, algorithm: str) -> int | list[int]:
-    """The size of an algorithm's tensor axis that is nearest to the present number of ranks, and above one."""
+    """The size of an algorithm's tensor axis that is nearest to the present number of ranks, and
+    above one.
+    """
     ranks, others = before.strategy.tensor.ranks, before.sizes["pipeline"] * before.sizes["context"]
     if algorithm == "1d":
         return ranks
@@ -95,7 +111,9 @@ def _grid(before: Plan, algorithm: str) -> int | list[int]:
 
 
 def _with_batch(plan: Plan, batch: int) -> Plan:
-    """`plan` with the global batch that is written in it, or else `batch`; the nearest legal one where it is not."""
+    """`plan` with the global batch that is written in it, or else `batch`; the nearest legal one
+    where it is not.
+    """
     written = read(plain(plan), BATCH)
     if written is MISSING:
         try:
@@ -104,18 +122,25 @@ def _with_batch(plan: Plan, batch: int) -> Plan:
         except PlanError:
             return plan
         plan = plan.replace(**{BATCH: batch})
-    return _nearest(plan, batch if written is MISSING else written) if BATCH in _wrong(plan) else plan
+    return (
+        _nearest(plan, batch if written is MISSING else written) if BATCH in _wrong(plan) else plan
+    )
 
 
 def _nearest(plan: Plan, wanted: int) -> Plan:
-    """`plan` with the legal global batch nearest to `wanted`; itself where none is found, or more is wrong."""
+    """`plan` with the legal global batch nearest to `wanted`; itself where none is found, or more
+    is wrong.
+    """
     try:
         full = without(plan, BATCH).complete()
     except PlanError:
         return plan
     unit = full.training.micro_batch * full.sizes["data"]
     first = max(1, wanted // unit - MULTIPLES)
-    near = sorted((unit * n for n in range(first, wanted // unit + MULTIPLES)), key=lambda batch: abs(batch - wanted))
+    near = sorted(
+        (unit * n for n in range(first, wanted // unit + MULTIPLES)),
+        key=lambda batch: abs(batch - wanted),
+    )
     tried = (plan.replace(**{BATCH: batch}) for batch in near)
     return next((found for found in tried if not _wrong(found)), plan)
 

@@ -12,23 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 
-from workbench.lab.panel import controls
-from workbench.lab.panel import fit_verdict
-from workbench.lab.live.board import Board
+from workbench.errors import PlanError, Problem, refuse
 from workbench.lab.charts import collectives, memory, memory_map, parts, timeline
 from workbench.lab.charts.memory_map import drawable
-from workbench.lab.panel.plan_edits import BATCH, brought, edited
-from workbench.lab.panel.edit_history import History, Rejected
-from workbench.lab.panel.plan_controls import Knob, knobs
-from workbench.lab.panel.control_values import MISSING, read, values
+from workbench.lab.live.board import Board
 from workbench.lab.live.output_cell import widget_bundle
-from workbench.lab.panel.typed_values import parse
+from workbench.lab.panel import controls, fit_verdict
+from workbench.lab.panel.control_values import MISSING, read, values
+from workbench.lab.panel.edit_history import History, Rejected
 from workbench.lab.panel.explanation_html import beneath
+from workbench.lab.panel.plan_controls import Knob, knobs
+from workbench.lab.panel.plan_edits import BATCH, brought, edited
+from workbench.lab.panel.typed_values import parse
 from workbench.lab.pictures.saved_notebook import Saved, picture
-from workbench.errors import PlanError, Problem, refuse
-from workbench.plan.schema import Plan
 from workbench.plan.plan_files import parse as plan_from
 from workbench.plan.plan_files import plain
+from workbench.plan.schema import Plan
 from workbench.safe_io.untrusted_text import escaped
 
 if TYPE_CHECKING:
@@ -44,10 +43,12 @@ MOST_RANKS = 2**16
 
 
 class Planner(widgets.VBox):
-    """Controls, what they cost and why, and the plan file. `plan` defaults to a model on eight GPUs.
+    """Controls, what they cost and why, and the plan file. `plan` defaults to a model on eight
+    GPUs.
 
-    `plan` is always the last legal plan, `profile` its estimate, `problems` what stands against what is asked now,
-    `run` the run that the button started, `path` the plan file that is written and loaded.
+    `plan` is always the last legal plan, `profile` its estimate, `problems` what stands against
+    what is asked now, `run` the run that the button started, `path` the plan file that is written
+    and loaded.
     """
 
     def __init__(self, plan: Plan | None = None) -> None:
@@ -76,9 +77,11 @@ class Planner(widgets.VBox):
         self._saved.show()
 
     def set(self, name: str, value: Any) -> None:
-        """Set the control `name` (such as "tensor"), or the field of that control, as a person would.
+        """Set the control `name` (such as "tensor"), or the field of that control, as a person
+        would.
 
-        Text is read as if it were typed. What is illegal is told in `problems`. Raises `PlanError` for another name.
+        Text is read as if it were typed. What is illegal is told in `problems`. Raises `PlanError`
+        for another name.
         """
         found = [knob for knob in knobs().values() if name in (knob.name, knob.path)]
         if not found:
@@ -106,7 +109,9 @@ class Planner(widgets.VBox):
         return target
 
     def apply(self) -> None:
-        """Make the smallest change that lets the plan fit; nothing where it fits or none is known."""
+        """Make the smallest change that lets the plan fit; nothing where it fits or none is
+        known.
+        """
         found = self.profile.notes.get("advice") if self.profile and not self.problems else None
         if self.profile and found:
             asked = self._history.now
@@ -135,12 +140,20 @@ class Planner(widgets.VBox):
         try:
             full = asked.legal()
             if full.world_size > MOST_RANKS:
-                raise refuse("cluster.gpus", f"is {full.world_size}; the planner shows at most {MOST_RANKS}")
+                raise refuse(
+                    "cluster.gpus", f"is {full.world_size}; the planner shows at most {MOST_RANKS}"
+                )
             profile = estimate(asked.plan)
         except PlanError as error:
             self._refuse(error.problems)
             return
-        self.plan, self.profile, self.rehearsed, self.problems, self._full = asked.plan, profile, None, [], full
+        self.plan, self.profile, self.rehearsed, self.problems, self._full = (
+            asked.plan,
+            profile,
+            None,
+            [],
+            full,
+        )
         self._news = news()
         self._show_controls()
         self._draw()
@@ -149,7 +162,9 @@ class Planner(widgets.VBox):
     def _refuse(self, problems: list[Problem]) -> None:
         self.problems = problems
         self._show_controls()
-        self.board.say(**fit_verdict.banner(None, problems=problems, drawn=self.profile is not None))
+        self.board.say(
+            **fit_verdict.banner(None, problems=problems, drawn=self.profile is not None)
+        )
 
     def _show_controls(self) -> None:
         now, history = controls.fields(self._history.now, self._full, self.problems), self._history
@@ -171,10 +186,15 @@ class Planner(widgets.VBox):
         return [*found, memory_map(self.profile)] if drawable(self.profile.world_size) else found
 
     def _picture(self) -> str:
-        """What a saved notebook shows: the plan, its estimate and, once a run was started, that too."""
+        """What a saved notebook shows: the plan, its estimate and, once a run was started, that
+        too.
+        """
         assert self.profile is not None
         said = fit_verdict.banner(self.profile)
-        shown = [picture(self._figures(), said["headline"], said["lines"]), details(self.plan.to_yaml())]
+        shown = [
+            picture(self._figures(), said["headline"], said["lines"]),
+            details(self.plan.to_yaml()),
+        ]
         return "".join([*shown, *([self.dashboard.picture()] if self.dashboard else [])])
 
     def _heard(self, content: dict[str, Any]) -> None:
@@ -198,8 +218,11 @@ class Planner(widgets.VBox):
 
     def _pressed(self, action: str) -> None:
         act: dict[str, Callable[[], None]] = {
-            "write": self._write, "rehearse": self._rehearse, "run": self._run, "apply": self.apply
-        }  # fmt: skip
+            "write": self._write,
+            "rehearse": self._rehearse,
+            "run": self._run,
+            "apply": self.apply,
+        }
         try:
             act[action]()
         except (ValueError, OSError) as error:
@@ -208,7 +231,9 @@ class Planner(widgets.VBox):
     def _say(self, news: str) -> None:
         self._news = news
         if self.problems:
-            self.board.say(**fit_verdict.banner(None, self.problems, news, drawn=self.profile is not None))
+            self.board.say(
+                **fit_verdict.banner(None, self.problems, news, drawn=self.profile is not None)
+            )
         else:
             self.board.say(**fit_verdict.banner(self.profile, news=news))
 
@@ -249,5 +274,11 @@ class Planner(widgets.VBox):
 
 def details(yaml: str) -> str:
     """The plan file, to be unfolded."""
-    style = "font-size:12px;line-height:1.45;margin:4px 0;padding:8px;background:var(--jp-layout-color2,#f4f4f4)"
-    return f'<details><summary>Show the plan file</summary><pre style="{style}">{escaped(yaml)}</pre></details>'
+    style = (
+        "font-size:12px;line-height:1.45;margin:4px "
+        "0;padding:8px;background:var(--jp-layout-color2,#f4f4f4)"
+    )
+    return (
+        f"<details><summary>Show the plan file</summary><pre "
+        f'style="{style}">{escaped(yaml)}</pre></details>'
+    )

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from workbench.errors import PlanError, refuse
 from workbench.lab.panel.plan_controls import Knob
 from workbench.safe_io import yaml_files
-from workbench.errors import PlanError, refuse
 
 AUTO = object()
 """The field is to be left out of the plan, which then fills it."""
 
 
 def parse(knob: Knob, typed: Any) -> Any:
-    """The value of `knob` that was typed or chosen; AUTO for an empty field. Raises `PlanError` naming the field."""
+    """The value of `knob` that was typed or chosen; AUTO for an empty field. Raises `PlanError`
+    naming the field.
+    """
     if not isinstance(typed, str):
         return typed
     text = typed.strip()
@@ -42,6 +44,10 @@ def _number(knob: Knob, text: str) -> int | float:
 def _structured(knob: Knob, text: str) -> Any:
     """Text as a plan file has it; a list may do without its brackets."""
     try:
-        return yaml_files.parse(f"[{text}]" if "," in text and not text.startswith("[") else text, where=knob.path)
+        return yaml_files.parse(
+            f"[{text}]" if "," in text and not text.startswith("[") else text, where=knob.path
+        )
     except PlanError as error:
-        raise refuse(knob.path, f"is '{text}', which cannot be read: {error.problems[0].message}") from None
+        raise refuse(
+            knob.path, f"is '{text}', which cannot be read: {error.problems[0].message}"
+        ) from None

@@ -1,7 +1,9 @@
-"""The child that draws: Vega-Lite declarations come in on stdin, SVG goes out on stdout, a JSON line each.
+"""The child that draws: Vega-Lite declarations come in on stdin, SVG goes out on stdout, a JSON
+line each.
 
-V8, which draws, ends its whole process where memory is refused to it (`ulimit -v`, usual on shared nodes), so it never
-lives in a shell's or a notebook's own process. Run by its path: it imports nothing of workbench.
+V8, which draws, ends its whole process where memory is refused to it (`ulimit -v`, usual on shared
+nodes), so it never lives in a shell's or a notebook's own process. Run by its path: it imports
+nothing of workbench.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import sys
 
 
 def main() -> None:
-    """Answer {"spec", "version"} with {"svg"} or {"error"} until stdin ends, which it does when the caller dies."""
+    """Answer {"spec", "version"} with {"svg"} or {"error"} until stdin ends, which it does when the
+    caller dies.
+    """
     import vl_convert
 
     for line in sys.stdin.buffer:

@@ -1,4 +1,6 @@
-"""Pictures of charts, drawn in one child process for all of them: what kills the drawing costs a picture only."""
+"""Pictures of charts, drawn in one child process for all of them: what kills the drawing costs a
+picture only.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ SECONDS = 60.0
 VEGA_LITE = "6.4"
 """Version that draws snapshots and, bundled, the live boards."""
 COMMAND = [sys.executable, "-P", str(Path(__file__).with_name("drawing_child.py"))]
-LIMITED = "V8, which draws, cannot live under a limit on address space (`ulimit -v`); `ulimit -v unlimited` lifts it"
+LIMITED = (
+    "V8, which draws, cannot live under a limit on address space (`ulimit -v`); `ulimit -v "
+    "unlimited` lifts it"
+)
 
 
 class PictureError(RuntimeError):
@@ -26,7 +31,9 @@ class PictureError(RuntimeError):
 
 
 class _Child:
-    """The drawing process: started with the first picture, ended with its caller, whose end closes its input."""
+    """The drawing process: started with the first picture, ended with its caller, whose end closes
+    its input.
+    """
 
     def __init__(self) -> None:
         self.forget()
@@ -56,7 +63,9 @@ class _Child:
         return str(answer["svg"])
 
     def _answer(self, request: bytes) -> bytes:
-        """The line that answers one. Raises `PictureError` where the child dies of it, or is late."""
+        """The line that answers one. Raises `PictureError` where the child dies of it, or is
+        late.
+        """
         process = self.process = self.process or _started()
         late = threading.Timer(SECONDS, process.kill)
         late.start()
@@ -90,7 +99,11 @@ class _Child:
 def _started() -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
     except OSError as error:
         raise PictureError(f"the process that draws cannot be started: {error.strerror}") from None
@@ -108,5 +121,7 @@ os.register_at_fork(after_in_child=_CHILD.forget)
 
 
 def svg(spec: dict[str, Any]) -> str:
-    """A complete Vega-Lite declaration as SVG text. Raises `PictureError` saying why it could not be drawn."""
+    """A complete Vega-Lite declaration as SVG text. Raises `PictureError` saying why it could not
+    be drawn.
+    """
     return _CHILD.draw(spec)

@@ -1,4 +1,6 @@
-"""The picture of a live view that a saved notebook keeps: what nbconvert, and a page without a kernel, show of it."""
+"""The picture of a live view that a saved notebook keeps: what nbconvert, and a page without a
+kernel, show of it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 from uuid import uuid4
 
 from workbench.lab.charts import palette
-from workbench.lab.pictures import snapshot
 from workbench.lab.live.figure import Figure, config
+from workbench.lab.pictures import snapshot
 from workbench.lab.pictures.pictures import PictureError, svg
 from workbench.safe_io.untrusted_text import escaped
 
@@ -21,8 +23,9 @@ SETTLED_SECONDS = 1.5
 class Saved:
     """An output below a live widget, drawn again when the view has settled.
 
-    A page that shows the widget hides it (`wb-saved` in board.css): to replace the widget's own output would take the
-    control from under the pointer. `content` gives the HTML; nothing is drawn before the first `show`.
+    A page that shows the widget hides it (`wb-saved` in board.css): to replace the widget's own
+    output would take the control from under the pointer. `content` gives the HTML; nothing is drawn
+    before the first `show`.
     """
 
     def __init__(self, content: Callable[[], str]) -> None:
@@ -57,7 +60,9 @@ class Saved:
     def _draw(self) -> None:
         from IPython.display import update_display
 
-        update_display({"text/html": _framed(self._content()), "text/plain": ""}, raw=True, display_id=self._id)
+        update_display(
+            {"text/html": _framed(self._content()), "text/plain": ""}, raw=True, display_id=self._id
+        )
         self.drawn.set()
 
 
@@ -69,7 +74,10 @@ def picture(figures: Sequence[Figure], headline: str, lines: Sequence[str]) -> s
     """The figures under a headline as one image; the words alone where none can be drawn."""
     words = "".join(f"<p>{escaped(line)}</p>" for line in (headline, *lines))
     drawn = [figure for figure in figures if figure.rows]
-    spec: dict[str, Any] = {**snapshot.compose(drawn, headline, lines), "config": config(palette.INK)}
+    spec: dict[str, Any] = {
+        **snapshot.compose(drawn, headline, lines),
+        "config": config(palette.INK),
+    }
     try:
         data = base64.b64encode(svg(spec).encode()).decode()
     except PictureError as error:

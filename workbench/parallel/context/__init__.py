@@ -1,1 +1,3 @@
-"""Context parallelism: one sequence over several ranks, by ring attention or by all-to-all over heads."""
+"""Context parallelism: one sequence over several ranks, by ring attention or by all-to-all over
+heads.
+"""

@@ -1,4 +1,6 @@
-"""The collectives of context parallelism: a ring that passes keys and values on; heads exchanged for tokens."""
+"""The collectives of context parallelism: a ring that passes keys and values on; heads exchanged
+for tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Passing(NamedTuple):
 
 
 def pass_on(tensors: list[Tensor], axis: MeshAxis) -> Passing:
-    """Begin sending `tensors` to the next rank of the ring, and receiving what the former sends, in one batch."""
+    """Begin sending `tensors` to the next rank of the ring, and receiving what the former sends, in
+    one batch.
+    """
     behind, ahead = (axis.index - 1) % axis.size, (axis.index + 1) % axis.size
     arriving = [torch.empty_like(x) for x in tensors]
     ops = [dist.P2POp(dist.isend, x, group=axis.group, group_peer=ahead) for x in tensors]

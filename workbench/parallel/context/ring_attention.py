@@ -1,8 +1,8 @@
 """Ring attention (Liu et al. 2023, arXiv 2310.01889): queries stay, keys and values go round.
 
-Tokens are dealt as `order` says: chunks i and 2c-1-i of 2c to rank i. So a rank's own keys are causal; of the keys of a
-rank before it the first half is seen by all its queries; those of a rank after it are all seen by its second half.
-Every step but the first costs all ranks the same half.
+Tokens are dealt as `order` says: chunks i and 2c-1-i of 2c to rank i. So a rank's own keys are
+causal; of the keys of a rank before it the first half is seen by all its queries; those of a rank
+after it are all seen by its second half. Every step but the first costs all ranks the same half.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models.seams import Positions, at_least_fp32
-from workbench.parallel.context.attention_block import Block, attend_block, attend_block_backward, join
+from workbench.parallel.context.attention_block import (
+    Block,
+    attend_block,
+    attend_block_backward,
+    join,
+)
 from workbench.parallel.context.context_collectives import arrived, pass_on
 from workbench.parallel.mesh import MeshAxis
 
@@ -25,8 +30,12 @@ class RingAttend(nn.Module):
         super().__init__()
         self.axis = axis
 
-    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, positions: Positions) -> Tensor:
-        """Attention output [B, T / ranks, heads, head_dim] of this rank's tokens to all that precede them."""
+    def forward(
+        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, positions: Positions
+    ) -> Tensor:
+        """Attention output [B, T / ranks, heads, head_dim] of this rank's tokens to all that
+        precede them.
+        """
         out: Tensor = _Ring.apply(*(x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK)), self.axis)
         return out.transpose(1, 2)
 
@@ -54,7 +63,9 @@ class _Ring(torch.autograd.Function):
         q_BHTK, k_BGTK, v_BGTK, out_BHTK, log_sum_BHT = ctx.saved_tensors
         axis, whole = ctx.axis, Block(out_BHTK, log_sum_BHT)
         passing = pass_on([torch.stack((k_BGTK, v_BGTK))], axis)
-        dq, dk, dv = attend_block_backward(gradient_BHTK, q_BHTK, k_BGTK, v_BGTK, whole, causal=True)
+        dq, dk, dv = attend_block_backward(
+            gradient_BHTK, q_BHTK, k_BGTK, v_BGTK, whole, causal=True
+        )
         dq, own = at_least_fp32(dq), at_least_fp32(torch.stack((dk, dv)))
         for step in range(1, axis.size):
             keys, *others = arrived(passing)
@@ -74,7 +85,9 @@ class _Ring(torch.autograd.Function):
 
 
 def _met(q_BHTK: Tensor, step: int, axis: MeshAxis) -> tuple[slice, slice]:
-    """(queries, keys) that meet at `step`: keys are then those of the rank `step` places behind on the ring."""
+    """(queries, keys) that meet at `step`: keys are then those of the rank `step` places behind on
+    the ring.
+    """
     half = q_BHTK.shape[2] // 2
     from_before = step <= axis.index
     return (slice(None), slice(0, half)) if from_before else (slice(half, None), slice(None))

@@ -1,5 +1,6 @@
-"""All-to-all over heads (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv 2309.14509): each rank sees all tokens of some
-heads."""
+"""All-to-all over heads (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv 2309.14509): each rank sees
+all tokens of some heads.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ class UlyssesAttend(nn.Module):
         super().__init__()
         self.attend, self.axis = attend, axis
 
-    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, positions: Positions) -> Tensor:
-        """Attention output [B, T / ranks, heads, head_dim]. Key-value heads fewer than ranks are repeated first."""
+    def forward(
+        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, positions: Positions
+    ) -> Tensor:
+        """Attention output [B, T / ranks, heads, head_dim]. Key-value heads fewer than ranks are
+        repeated first.
+        """
         ranks = self.axis.size
         groups = k_BTGK.shape[2]
         if groups % ranks:

@@ -1,4 +1,6 @@
-"""Parameters of a bucket: always whole (ZeRO-0 to 2), or whole only while a unit computes (ZeRO-3)."""
+"""Parameters of a bucket: always whole (ZeRO-0 to 2), or whole only while a unit computes
+(ZeRO-3).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from workbench.parallel.async_collectives import Finish
-from workbench.parallel.data.flat_buckets import Packing
 from workbench.parallel.data.data_collectives import piece, start_gather
-from workbench.parallel.data.zero_offload import to_host
+from workbench.parallel.data.flat_buckets import Packing
 from workbench.parallel.data.storage_resize import resize_storage
+from workbench.parallel.data.zero_offload import to_host
 
 Draw = Callable[[str], Tensor]
 """Local name -> the initial value, on the rank's device."""
@@ -30,7 +32,9 @@ def _drawn(packing: Packing, draw: Draw) -> tuple[Tensor, dict[str, nn.Parameter
 
 
 class Whole:
-    """Parameters that every rank holds; it steps its piece, and the others' come by an all-gather after the step."""
+    """Parameters that every rank holds; it steps its piece, and the others' come by an all-gather
+    after the step.
+    """
 
     on_host = False
 
@@ -60,9 +64,10 @@ class Whole:
 class Unit:
     """Parameters of which a rank keeps its piece; they are whole from `gather` to `free`.
 
-    They are views into one flat buffer whose storage is freed and filled again, so that what autograd saved of them
-    is right again too (Zhao et al. 2023, arXiv 2304.11277, section 4). It is written through an alias with a version
-    counter of its own: refilling is no change that autograd must hear of.
+    They are views into one flat buffer whose storage is freed and filled again, so that what
+    autograd saved of them is right again too (Zhao et al. 2023, arXiv 2304.11277, section 4). It is
+    written through an alias with a version counter of its own: refilling is no change that autograd
+    must hear of.
     """
 
     def __init__(self, packing: Packing, draw: Draw, on_host: bool) -> None:

@@ -7,7 +7,12 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from workbench.parallel.async_collectives import Finish, begin, begin_all_gather, begin_reduce_scatter
+from workbench.parallel.async_collectives import (
+    Finish,
+    begin,
+    begin_all_gather,
+    begin_reduce_scatter,
+)
 from workbench.parallel.mesh import MeshAxis
 
 
@@ -28,5 +33,7 @@ def start_scatter(flat: Tensor, axis: MeshAxis) -> Finish | None:
 
 
 def start_gather(flat: Tensor, own: Tensor, axis: MeshAxis) -> Finish | None:
-    """Begin filling `flat` with the pieces of all ranks; `own` is this one's. Alone, a rank has it in place already."""
+    """Begin filling `flat` with the pieces of all ranks; `own` is this one's. Alone, a rank has it
+    in place already.
+    """
     return begin_all_gather(flat, own, axis) if axis.size > 1 else None

@@ -1,4 +1,6 @@
-"""What lies where in flat buckets: some tensors side by side in one, so that few large collectives carry many."""
+"""What lies where in flat buckets: some tensors side by side in one, so that few large collectives
+carry many.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,14 @@ from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, MeshAxis
 
 Sums = Mapping[str, tuple[MeshAxis, ...]]
-"""Local name -> the axes over which a parameter's gradient is summed; the last is the one that ZeRO shards."""
+"""Local name -> the axes over which a parameter's gradient is summed; the last is the one that ZeRO
+shards.
+"""
 
-PARTS = {"replicas": ("shard", "replicate"), "expert_replicas": ("expert_shard", "expert_replicate")}
+PARTS = {
+    "replicas": ("shard", "replicate"),
+    "expert_replicas": ("expert_shard", "expert_replicate"),
+}
 """Axis that ZeRO shards -> (its part that shares out, its part that repeats: hybrid sharding)."""
 
 
@@ -23,8 +30,8 @@ PARTS = {"replicas": ("shard", "replicate"), "expert_replicas": ("expert_shard",
 class Packing:
     """Tensors side by side in one flat bucket, padded to a multiple of the shard group.
 
-    Rank r of `shard` owns the r-th of the equal pieces; a gradient's piece is summed over `replicate`, and at last over
-    `partial`, along which it is partial for another reason.
+    Rank r of `shard` owns the r-th of the equal pieces; a gradient's piece is summed over
+    `replicate`, and at last over `partial`, along which it is partial for another reason.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -49,7 +56,9 @@ class Packing:
         return {name: flat[start:end].view(self.shapes[name]) for name, start, end in self.spans()}
 
     def own(self) -> Iterator[tuple[str, int, int, int]]:
-        """(name, its first entry in the bucket, [start, stop) of the tensor) for what lies in this rank's piece."""
+        """(name, its first entry in the bucket, [start, stop) of the tensor) for what lies in this
+        rank's piece.
+        """
         length = self.size // self.shard.size
         first = self.shard.index * length
         for name, start, end in self.spans():
@@ -58,7 +67,9 @@ class Packing:
                 yield name, low - first, low - start, high - start
 
     def own_views(self, piece: Tensor) -> dict[str, Tensor]:
-        """What this rank's piece holds of each tensor: one-dimensional, unless nothing is sharded."""
+        """What this rank's piece holds of each tensor: one-dimensional, unless nothing is
+        sharded.
+        """
         if self.shard.size == 1:
             return self.views(piece)
         return {name: piece[at:][: stop - start] for name, at, start, stop in self.own()}
@@ -74,18 +85,27 @@ class Packing:
         }
 
 
-def packed(names: Iterable[str], layouts: Mapping[str, Layout], sums: Sums, mesh: Mesh, zero: int) -> Packing:
-    """Tensors that are summed alike, in one bucket; without ZeRO nothing is sharded and all axes are summed over."""
+def packed(
+    names: Iterable[str], layouts: Mapping[str, Layout], sums: Sums, mesh: Mesh, zero: int
+) -> Packing:
+    """Tensors that are summed alike, in one bucket; without ZeRO nothing is sharded and all axes
+    are summed over.
+    """
     shapes = {name: layouts[name].local_shape for name in names}
     *partial, last = sums[next(iter(shapes))]
     if zero == 0:
-        return Packing(shapes, last.name, MeshAxis("", 1, 0, (mesh.rank,), None), last, tuple(partial))
+        return Packing(
+            shapes, last.name, MeshAxis("", 1, 0, (mesh.rank,), None), last, tuple(partial)
+        )
     shard, replicate = (mesh[part] for part in PARTS[last.name])
     return Packing(shapes, last.name, shard, replicate, tuple(partial))
 
 
-def by_size(layouts: Mapping[str, Layout], sums: Sums, limit: float, alone: str | None) -> Iterator[list[str]]:
-    """Names in buckets of at most `limit` entries (a larger tensor stands by itself), in the order of backward.
+def by_size(
+    layouts: Mapping[str, Layout], sums: Sums, limit: float, alone: str | None
+) -> Iterator[list[str]]:
+    """Names in buckets of at most `limit` entries (a larger tensor stands by itself), in the order
+    of backward.
 
     Those that are summed over different axes never share a bucket, nor does any with `alone`.
     """
@@ -103,8 +123,12 @@ def by_size(layouts: Mapping[str, Layout], sums: Sums, limit: float, alone: str 
         yield group
 
 
-def by_unit(names: Iterable[str], sums: Sums, unit_of: Callable[[str], str], alone: str | None) -> Iterator[list[str]]:
-    """Names in a bucket a unit, units in the order of backward; again apart where sums differ, and `alone`."""
+def by_unit(
+    names: Iterable[str], sums: Sums, unit_of: Callable[[str], str], alone: str | None
+) -> Iterator[list[str]]:
+    """Names in a bucket a unit, units in the order of backward; again apart where sums differ, and
+    `alone`.
+    """
     groups: dict[object, list[str]] = {}
     for name in names:
         groups.setdefault((unit_of(name), sums[name], name == alone), []).append(name)

@@ -1,6 +1,8 @@
-"""Gradients of a bucket: whole until they are reduced once a step, or whole only on their way into this rank's piece.
+"""Gradients of a bucket: whole until they are reduced once a step, or whole only on their way into
+this rank's piece.
 
-Gradients are summed, not averaged: the loss is already divided by the step's global number of tokens.
+Gradients are summed, not averaged: the loss is already divided by the step's global number of
+tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ import torch
 from torch import Tensor
 
 from workbench.parallel.async_collectives import Finish
-from workbench.parallel.data.flat_buckets import Packing
 from workbench.parallel.data.data_collectives import piece, start_scatter, start_sum
+from workbench.parallel.data.flat_buckets import Packing
 
 PIECE = 2**22
 """Entries of a narrow gradient that are widened at once."""
@@ -22,13 +24,17 @@ Works = Iterator[Finish | None]
 
 
 def add_narrow(total: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to a total of another dtype, piece by piece: widening it whole would double its memory."""
+    """Add a gradient to a total of another dtype, piece by piece: widening it whole would double
+    its memory.
+    """
     for into, part in zip(total.flatten().split(PIECE), gradient.flatten().split(PIECE)):
         into.add_(part.to(into.dtype))
 
 
 class Kept:
-    """A bucket's gradients, whole from microbatch to microbatch, and reduced in place once a step."""
+    """A bucket's gradients, whole from microbatch to microbatch, and reduced in place once a
+    step.
+    """
 
     def __init__(self, packing: Packing, dtype: torch.dtype, device: torch.device) -> None:
         self.packing = packing
@@ -67,13 +73,17 @@ class Kept:
         return last
 
     def reduction(self, last: bool) -> Works:
-        """Sum over all ranks that hold the same parameters; this rank's piece is right afterwards."""
+        """Sum over all ranks that hold the same parameters; this rank's piece is right
+        afterwards.
+        """
         yield start_scatter(self.flat, self.packing.shard)
         yield start_sum(self.piece, self.packing.replicate)
 
 
 class Passing:
-    """A bucket's gradients, whole only until their reduce-scatter, which adds to the piece that lasts."""
+    """A bucket's gradients, whole only until their reduce-scatter, which adds to the piece that
+    lasts.
+    """
 
     def __init__(self, packing: Packing, dtype: torch.dtype, device: torch.device) -> None:
         self.packing, self.dtype, self.device = packing, dtype, device
@@ -114,7 +124,9 @@ class Passing:
         return True
 
     def reduction(self, last: bool) -> Works:
-        """Sum over the shard group into the piece that lasts; over its replicas only once a step."""
+        """Sum over the shard group into the piece that lasts; over its replicas only once a
+        step.
+        """
         if self._whole is not None:
             whole, self._whole = self._whole, None
             for view in self._missing.values():
@@ -128,7 +140,9 @@ class Passing:
 
 
 class Flight:
-    """A reduction under way; `chained`: it has more to do than one collective, and is to be advanced soon."""
+    """A reduction under way; `chained`: it has more to do than one collective, and is to be
+    advanced soon.
+    """
 
     def __init__(self, works: Works, chained: bool) -> None:
         self._works, self.chained = works, chained

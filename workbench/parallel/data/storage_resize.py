@@ -7,12 +7,14 @@ from torch import Tensor
 
 if not "2.11" <= torch.__version__ < "2.14":
     raise ImportError(
-        f"workbench.parallel.data.storage_resize uses a private operator of torch 2.11 to 2.13, not {torch.__version__}"
+        f"workbench.parallel.data.storage_resize uses a private operator of torch 2.11 to 2.13, "
+        f"not {torch.__version__}"
     )
 
 
 def resize_storage(x: Tensor, nbytes: int) -> None:
-    """Give the storage of `x` `nbytes`; tensors that look into it keep their shapes, and nothing may read them at 0.
+    """Give the storage of `x` `nbytes`; tensors that look into it keep their shapes, and nothing
+    may read them at 0.
 
     An operator, unlike `UntypedStorage.resize_`: whoever counts storages sees it.
     """

@@ -1,8 +1,10 @@
-"""When ZeRO-3 makes parameters whole, and when it lets go of them (Zhao et al. 2023, arXiv 2304.11277).
+"""When ZeRO-3 makes parameters whole, and when it lets go of them (Zhao et al. 2023, arXiv
+2304.11277).
 
-Without a pipeline every unit (embedding, each block, final norm with head) is gathered before it computes and freed
-afterwards, while the next ones are on their way: as many at once as `data.in_flight` says. Under a pipeline a stage is
-gathered before its first forward and freed after its last backward, and no hook of autograd begins a collective.
+Without a pipeline every unit (embedding, each block, final norm with head) is gathered before it
+computes and freed afterwards, while the next ones are on their way: as many at once as
+`data.in_flight` says. Under a pipeline a stage is gathered before its first forward and freed after
+its last backward, and no hook of autograd begins a collective.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from workbench.parallel.data.bucket_parameters import Unit
 class Consumer:
     """Modules that compute one after another, and the units that forward and backward read."""
 
-    def __init__(self, modules: list[nn.Module], units: dict[int, Unit], read_in_backward: list[nn.Module]) -> None:
+    def __init__(
+        self, modules: list[nn.Module], units: dict[int, Unit], read_in_backward: list[nn.Module]
+    ) -> None:
         self.modules = modules
         self.forward, self.backward = (
             list(dict.fromkeys(units[id(p)] for module in read for p in module.parameters()))
@@ -35,7 +39,8 @@ def consumers(model: nn.Module, units: dict[int, Unit]) -> list[Consumer]:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[list[nn.Module], list[nn.Module]]]:
-    """(modules of each unit, those whose parameters backward reads); a table's gradient needs only the indices.
+    """(modules of each unit, those whose parameters backward reads); a table's gradient needs only
+    the indices.
 
     A model that is not ours is one unit: nothing says when each part of it computes.
     """
@@ -75,13 +80,16 @@ class StageGatherer:
 
 
 class UnitGatherer:
-    """Keeps one unit whole and `ahead` more, the next ones, on their way; or all from a step's first forward on, with
-    `keep`."""
+    """Keeps one unit whole and `ahead` more, the next ones, on their way; or all from a step's
+    first forward on, with `keep`.
+    """
 
     def __init__(self, model: nn.Module, units: dict[int, Unit], keep: bool, ahead: int) -> None:
         self.consumers, self.keep, self.ahead = consumers(model, units), keep, ahead
         self._backward: int | None = None
-        """The consumer that backward stands at: what runs forward again meanwhile gathers and frees nothing."""
+        """The consumer that backward stands at: what runs forward again meanwhile gathers and frees
+        nothing.
+        """
         for index, consumer in enumerate(self.consumers):
             consumer.modules[0].register_forward_pre_hook(partial(self._enter, index))
             consumer.modules[-1].register_forward_hook(partial(self._leave, index))
@@ -103,7 +111,9 @@ class UnitGatherer:
         training = torch.is_grad_enabled()
         if not self._recomputes(index):
             last = index + 1 == len(self.consumers)
-            if not training or not (last or self.keep):  # backward begins with the last one, which stays
+            if not training or not (
+                last or self.keep
+            ):  # backward begins with the last one, which stays
                 self._free(self.consumers[index].forward, self._next(index))
         if training:
             for output in outputs if isinstance(outputs, tuple) else (outputs,):
@@ -122,7 +132,11 @@ class UnitGatherer:
 
     def _next(self, index: int) -> list[Unit]:
         """What forward needs soon after consumer `index`."""
-        return [unit for consumer in self.consumers[index + 1 :][: self.ahead] for unit in consumer.forward]
+        return [
+            unit
+            for consumer in self.consumers[index + 1 :][: self.ahead]
+            for unit in consumer.forward
+        ]
 
     def _recomputes(self, index: int) -> bool:
         return self._backward == index and torch.is_grad_enabled()

@@ -1,4 +1,6 @@
-"""What lives in host memory (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840): this rank's pieces, stepped there."""
+"""What lives in host memory (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840): this rank's pieces,
+stepped there.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,32 @@ def to_host(x: Tensor) -> Tensor:
 
 
 class Host:
-    """Host copies of the pieces that this rank steps: values, and the gradients that come down for them.
+    """Host copies of the pieces that this rank steps: values, and the gradients that come down for
+    them.
 
     Where the parameters' own pieces live on the host, they are stepped themselves.
     """
 
     def __init__(self, buckets: Sequence[tuple[Whole | Unit, Tensor]]) -> None:
         self._pairs = [
-            (values, values.piece if values.on_host else to_host(values.piece), gradient, to_host(gradient))
+            (
+                values,
+                values.piece if values.on_host else to_host(values.piece),
+                gradient,
+                to_host(gradient),
+            )
             for values, gradient in buckets
         ]
-        self.values = {n: v for values, own, _, _ in self._pairs for n, v in values.packing.own_views(own).items()}
-        self.gradients = {n: v for values, _, _, own in self._pairs for n, v in values.packing.own_views(own).items()}
+        self.values = {
+            n: v
+            for values, own, _, _ in self._pairs
+            for n, v in values.packing.own_views(own).items()
+        }
+        self.gradients = {
+            n: v
+            for values, _, _, own in self._pairs
+            for n, v in values.packing.own_views(own).items()
+        }
 
     @torch.no_grad()
     def fetch(self) -> None:

@@ -1,4 +1,6 @@
-"""A rank's parameters and gradients as data parallelism keeps them: what the optimizer steps, and how it is shared."""
+"""A rank's parameters and gradients as data parallelism keeps them: what the optimizer steps, and
+how it is shared.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from workbench.parallel.data.flat_buckets import Packing, Sums, by_size, by_unit, packed
-from workbench.parallel.data.data_collectives import start_sum
-from workbench.parallel.data.zero3_gather import StageGatherer, UnitGatherer
-from workbench.parallel.data.gradient_reduction import Flight, Kept, Passing
-from workbench.parallel.data.zero_offload import Host
 from workbench.parallel.data.bucket_parameters import Draw, Unit, Whole
+from workbench.parallel.data.data_collectives import start_sum
+from workbench.parallel.data.flat_buckets import Packing, Sums, by_size, by_unit, packed
+from workbench.parallel.data.gradient_reduction import Flight, Kept, Passing
+from workbench.parallel.data.zero3_gather import StageGatherer, UnitGatherer
+from workbench.parallel.data.zero_offload import Host
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh
 from workbench.plan.schema import Data
@@ -22,7 +24,9 @@ from workbench.plan.schema import Data
 
 @dataclass
 class Bucket:
-    """Some parameters' values and gradients side by side, and how many gradients the microbatch under way owes."""
+    """Some parameters' values and gradients side by side, and how many gradients the microbatch
+    under way owes.
+    """
 
     values: Whole | Unit
     gradients: Kept | Passing
@@ -30,12 +34,14 @@ class Bucket:
 
 
 class Store:
-    """All parameters and gradients of a rank, accumulated over microbatches, reduced and shared as ZeRO's stage says.
+    """All parameters and gradients of a rank, accumulated over microbatches, reduced and shared as
+    ZeRO's stage says.
 
-    `values`, `gradients` and `layouts`, by local name, are what the optimizer steps, what it steps by, and where that
-    lies: from ZeRO-1 up this rank's pieces of flat buckets (Rajbhandari et al. 2020, arXiv 1910.02054). Under offload
-    `values` are on the host, and `stepped` are the gradients' copies there. Buckets follow the order of backward, and
-    are reduced in that order on every rank; with `hooks` as soon as a bucket is complete.
+    `values`, `gradients` and `layouts`, by local name, are what the optimizer steps, what it steps
+    by, and where that lies: from ZeRO-1 up this rank's pieces of flat buckets (Rajbhandari et al.
+    2020, arXiv 1910.02054). Under offload `values` are on the host, and `stepped` are the
+    gradients' copies there. Buckets follow the order of backward, and are reduced in that order on
+    every rank; with `hooks` as soon as a bucket is complete.
     """
 
     def __init__(
@@ -80,7 +86,11 @@ class Store:
         return by_size(own, sums, limit, alone if self.plan.zero else None)
 
     def _bucket(self, packing: Packing, dtype: torch.dtype, draw: Draw) -> Bucket:
-        values = Unit(packing, draw, self.plan.offload == "parameters") if self.plan.zero == 3 else Whole(packing, draw)
+        values = (
+            Unit(packing, draw, self.plan.offload == "parameters")
+            if self.plan.zero == 3
+            else Whole(packing, draw)
+        )
         passing = self.plan.zero >= 2 and self.plan.reduce == "microbatch"
         return Bucket(values, (Passing if passing else Kept)(packing, dtype, values.flat.device))
 
@@ -110,12 +120,19 @@ class Store:
                     by_autograd = view is not None and view.dtype == parameter.dtype
                     parameter.grad = view if by_autograd else None
                     if self.hooks or not by_autograd:
-                        parameter.register_post_accumulate_grad_hook(partial(self._arrived, stage, bucket, name))
+                        parameter.register_post_accumulate_grad_hook(
+                            partial(self._arrived, stage, bucket, name)
+                        )
 
     def _gather_when_needed(self, models: Mapping[int, nn.Module]) -> None:
         self._gatherers: dict[int, StageGatherer | UnitGatherer] = {}
         values = [bucket.values for bucket in self._all()]
-        units = {id(p): unit for unit in values if isinstance(unit, Unit) for p in unit.parameters.values()}
+        units = {
+            id(p): unit
+            for unit in values
+            if isinstance(unit, Unit)
+            for p in unit.parameters.values()
+        }
         for stage, model in models.items() if units else ():
             self._gatherers[stage] = (
                 UnitGatherer(model, units, self.plan.keep_gathered, self.plan.in_flight - 1)
@@ -137,13 +154,17 @@ class Store:
         self._await_gradients(stage)
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a microbatch's gradient that autograd does not accumulate: a deferred weight gradient."""
+        """Add a microbatch's gradient that autograd does not accumulate: a deferred weight
+        gradient.
+        """
         stage, bucket, name = self._places[id(parameter)]
         bucket.gradients.add(name, gradient)
         self._count(stage, bucket)
 
     def reduce(self, stage: int) -> None:
-        """A backward of `stage` is over: reduce what is due and wait for it; after its last one, free what is whole."""
+        """A backward of `stage` is over: reduce what is due and wait for it; after its last one,
+        free what is whole.
+        """
         self._launch(stage, complete=False)
         while self._flying:
             self._advance(self._flying)
@@ -203,7 +224,9 @@ class Store:
             bucket.owed = len(bucket.values.parameters)
 
     def _launch(self, stage: int, complete: bool) -> None:
-        """Begin reducing buckets in their order, as far as they are `complete`; otherwise all that are left."""
+        """Begin reducing buckets in their order, as far as they are `complete`; otherwise all that
+        are left.
+        """
         own, last = self.buckets[stage], stage in self._last
         while self._next[stage] < len(own):
             bucket = own[self._next[stage]]
@@ -211,13 +234,19 @@ class Store:
                 return
             self._next[stage] += 1
             if bucket.gradients.due(last):
-                self._keep_newest(self.plan.in_flight - 2)  # beside it, and the bucket that backward fills next
-                self._flying.append(Flight(bucket.gradients.reduction(last), bucket.gradients.chained))
+                self._keep_newest(
+                    self.plan.in_flight - 2
+                )  # beside it, and the bucket that backward fills next
+                self._flying.append(
+                    Flight(bucket.gradients.reduction(last), bucket.gradients.chained)
+                )
                 if self.plan.in_flight == 1:
                     self._keep_newest(0)
 
     def _keep_newest(self, number: int) -> None:
-        """Go on with all reductions that have more to do than one collective, but the newest ones."""
+        """Go on with all reductions that have more to do than one collective, but the newest
+        ones.
+        """
         chained = [flight for flight in self._flying if flight.chained]
         self._advance(chained[: max(0, len(chained) - max(0, number))])
 
@@ -234,7 +263,9 @@ def _unit_of(name: str) -> str:
 
 
 def _install(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
-    """Put the parameters that were made in the place of those that only described them, ties included."""
+    """Put the parameters that were made in the place of those that only described them, ties
+    included.
+    """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, made[id(parameter)])

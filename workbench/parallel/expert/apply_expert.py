@@ -1,4 +1,6 @@
-"""Mixtures of experts over ranks: experts spread over the expert axis, each expert's width over the tensor axis."""
+"""Mixtures of experts over ranks: experts spread over the expert axis, each expert's width over the
+tensor axis.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,17 @@ from workbench.parallel.expert.expert_collectives import summed
 from workbench.parallel.expert.token_dispatch import ExpertExchange
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import GRADIENTS, Mesh, MeshAxis
-from workbench.parallel.tensor.tensor_collectives import copy_to, gather_tokens, reduce_from, scatter_tokens
+from workbench.parallel.tensor.tensor_collectives import (
+    copy_to,
+    gather_tokens,
+    reduce_from,
+    scatter_tokens,
+)
 
 SPLIT = {"gate.weight": 0, "up.weight": 0, "gate.bias": 0, "up.bias": 0, "down.weight": 1}
-"""Parameter of a feed-forward layer -> dim that the tensor axis splits, experts apart (1909.08053)."""
+"""Parameter of a feed-forward layer -> dim that the tensor axis splits, experts apart
+(1909.08053).
+"""
 
 Sums = Mapping[str, tuple[MeshAxis, ...]]
 
@@ -26,11 +35,12 @@ Sums = Mapping[str, tuple[MeshAxis, ...]]
 def spread_experts(
     model: Transformer, layouts: dict[str, Layout], mesh: Mesh, sequence: bool, counting: Counting
 ) -> None:
-    """Narrow the mixtures of a model on the meta device, in place, and record their parameters' new layouts.
+    """Narrow the mixtures of a model on the meta device, in place, and record their parameters' new
+    layouts.
 
-    On the tensor axis a mixture is one split region: what enters is copied (with `sequence` gathered), partial
-    results of routed and shared experts are added (and scattered) once. All of its gradients are then partial, its
-    router's too: `gradient_sums` says so.
+    On the tensor axis a mixture is one split region: what enters is copied (with `sequence`
+    gathered), partial results of routed and shared experts are added (and scattered) once. All of
+    its gradients are then partial, its router's too: `gradient_sums` says so.
     """
     for path, mixture in model.named_modules():
         if isinstance(mixture, Mixture):
@@ -46,10 +56,11 @@ def spread_experts(
 
 
 def gradient_sums(layouts: Mapping[str, Layout], tensor: Sums, mesh: Mesh) -> Sums:
-    """Local name -> the axes over which a parameter's gradient is summed; `tensor` names those of plain tensor ranks.
+    """Local name -> the axes over which a parameter's gradient is summed; `tensor` names those of
+    plain tensor ranks.
 
-    An expert's has met the tokens of all expert ranks already; a router's, and a bias that every tensor rank adds a
-    share of, are partial on the tensor ranks.
+    An expert's has met the tokens of all expert ranks already; a router's, and a bias that every
+    tensor rank adds a share of, are partial on the tensor ranks.
     """
     sums: dict[str, tuple[MeshAxis, ...]] = {}
     parts = mesh.axes.get("tensor" + GRADIENTS, mesh["tensor"])
@@ -60,7 +71,9 @@ def gradient_sums(layouts: Mapping[str, Layout], tensor: Sums, mesh: Mesh) -> Su
     return sums
 
 
-def _spread(path: str, mixture: Mixture, layouts: dict[str, Layout], mesh: Mesh, counting: Counting) -> None:
+def _spread(
+    path: str, mixture: Mixture, layouts: dict[str, Layout], mesh: Mesh, counting: Counting
+) -> None:
     mixture.exchange = ExpertExchange(counting, mesh["expert"])
     for name, _ in list(mixture.experts.named_parameters()):
         key = f"{path}.experts.{name}"
@@ -82,14 +95,22 @@ def _narrow(path: str, mixture: Mixture, layouts: dict[str, Layout], axis: MeshA
         mixture.shared.down = PartialLinear(down, 1 / axis.size)
 
 
-def _shrink(owner: nn.Module, name: str, layouts: dict[str, Layout], key: str, layout: Layout) -> None:
+def _shrink(
+    owner: nn.Module, name: str, layouts: dict[str, Layout], key: str, layout: Layout
+) -> None:
     module, _, last = name.rpartition(".")
     layouts[key] = layout
-    setattr(owner.get_submodule(module), last, nn.Parameter(torch.empty(layout.local_shape, device="meta")))
+    setattr(
+        owner.get_submodule(module),
+        last,
+        nn.Parameter(torch.empty(layout.local_shape, device="meta")),
+    )
 
 
 class PartialLinear(nn.Module):
-    """A row-split linear layer whose partial results, and a share of its bias, are added elsewhere."""
+    """A row-split linear layer whose partial results, and a share of its bias, are added
+    elsewhere.
+    """
 
     def __init__(self, linear: nn.Linear, bias_share: float) -> None:
         super().__init__()
@@ -97,15 +118,23 @@ class PartialLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in / ranks] to a part of [..., out]."""
-        return nn.functional.linear(x, self.weight, None if self.bias is None else self.bias * self.bias_share)
+        return nn.functional.linear(
+            x, self.weight, None if self.bias is None else self.bias * self.bias_share
+        )
 
 
-def _enter(axis: MeshAxis, sequence: bool, module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+def _enter(
+    axis: MeshAxis, sequence: bool, module: nn.Module, inputs: tuple[Tensor]
+) -> tuple[Tensor]:
     return (gather_tokens(inputs[0], axis) if sequence else copy_to(inputs[0], axis),)
 
 
 def _leave(
-    axis: MeshAxis, sequence: bool, module: nn.Module, inputs: tuple[Tensor], outputs: tuple[Tensor, Tensor | None]
+    axis: MeshAxis,
+    sequence: bool,
+    module: nn.Module,
+    inputs: tuple[Tensor],
+    outputs: tuple[Tensor, Tensor | None],
 ) -> tuple[Tensor, Tensor | None]:
     branch, auxiliary = outputs
     branch = scatter_tokens(branch, axis) if sequence else reduce_from(branch, axis)

@@ -9,10 +9,12 @@ from torch import Tensor
 
 
 class HandOn:
-    """Lets a stage's auxiliary loss act without the head: its gradient joins the output's, its value is kept.
+    """Lets a stage's auxiliary loss act without the head: its gradient joins the output's, its
+    value is kept.
 
-    `start` says what a step's losses are multiplied by; `total` is the sum of what was multiplied since, or None.
-    The executor then runs one backward a stage, and knows of no second loss (as in DeepSeek's released model code).
+    `start` says what a step's losses are multiplied by; `total` is the sum of what was multiplied
+    since, or None. The executor then runs one backward a stage, and knows of no second loss (as in
+    DeepSeek's released model code).
     """
 
     def __init__(self) -> None:
@@ -57,5 +59,7 @@ class _Share(torch.autograd.Function):
 
 
 def share_of(loss: Tensor, share: float) -> Tensor:
-    """A loss that several ranks compute alike and whose gradients they add: whole in value, in part backward."""
+    """A loss that several ranks compute alike and whose gradients they add: whole in value, in part
+    backward.
+    """
     return _Share.apply(loss, share)

@@ -16,7 +16,9 @@ from workbench.parallel.mesh import MeshAxis
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, sent: list[int], received: list[int], axis: MeshAxis) -> Tensor:
+    def forward(
+        ctx: Any, x_RD: Tensor, sent: list[int], received: list[int], axis: MeshAxis
+    ) -> Tensor:
         ctx.sent, ctx.received, ctx.axis = sent, received, axis
         return _exchange(x_RD, sent, received, axis)
 
@@ -27,13 +29,21 @@ class _AllToAll(torch.autograd.Function):
 
 def _exchange(x_RD: Tensor, sent: list[int], received: list[int], axis: MeshAxis) -> Tensor:
     result = x_RD.new_empty(sum(received), *x_RD.shape[1:])
-    exchanged = partial(dist.all_to_all_single, output_split_sizes=received, input_split_sizes=sent, group=axis.group)
+    exchanged = partial(
+        dist.all_to_all_single,
+        output_split_sizes=received,
+        input_split_sizes=sent,
+        group=axis.group,
+    )
     call(exchanged, result, x_RD)
     return result
 
 
-def all_to_all(x_RD: Tensor, sent: Sequence[int], received: Sequence[int], axis: MeshAxis) -> Tensor:
-    """Rows to the ranks of `axis`: the first `sent[0]` to index 0 and so on; `received[i]` rows come from index i.
+def all_to_all(
+    x_RD: Tensor, sent: Sequence[int], received: Sequence[int], axis: MeshAxis
+) -> Tensor:
+    """Rows to the ranks of `axis`: the first `sent[0]` to index 0 and so on; `received[i]` rows
+    come from index i.
 
     Backward sends the gradients the other way.
     """
@@ -48,7 +58,9 @@ def summed(counts_BE: Tensor, axis: MeshAxis) -> Tensor:
 
 
 def exchange_counts(counts_E: Tensor, axis: MeshAxis) -> Tensor:
-    """Rows that this rank has for each expert, to the rows that it gets: [source rank, own expert]."""
+    """Rows that this rank has for each expert, to the rows that it gets: [source rank, own
+    expert].
+    """
     received = torch.empty_like(counts_E)
     call(partial(dist.all_to_all_single, group=axis.group), received, counts_E)
     return received.view(axis.size, -1)

@@ -15,8 +15,9 @@ from workbench.parallel.mesh import MeshAxis
 class ExpertExchange(Exchange):
     """The exchange seam over ranks, each of which holds as many neighbouring experts.
 
-    Rows arrive by source rank and, of each, by expert; they are sorted by expert, multiplied, and sent back in the
-    order in which they came. How many go where is exchanged first, unless every expert has the same number.
+    Rows arrive by source rank and, of each, by expert; they are sorted by expert, multiplied, and
+    sent back in the order in which they came. How many go where is exchanged first, unless every
+    expert has the same number.
     """
 
     def __init__(self, counting: Counting, axis: MeshAxis) -> None:
@@ -32,8 +33,12 @@ class ExpertExchange(Exchange):
         y_SD = experts(x_SD, [sum(own) for own in by_expert])
         return all_to_all(regrouped(y_SD, by_expert), here, there, self.axis)
 
-    def _counts(self, x_RD: Tensor, counts_E: Tensor | None, own: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Rows sent and received, each [other rank][one of its experts, or of ours]; one wait for the device."""
+    def _counts(
+        self, x_RD: Tensor, counts_E: Tensor | None, own: int
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Rows sent and received, each [other rank][one of its experts, or of ours]; one wait for
+        the device.
+        """
         ranks = self.axis.size
         if counts_E is None:
             even = [[len(x_RD) // (ranks * own)] * own] * ranks

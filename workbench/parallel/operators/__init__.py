@@ -1,1 +1,3 @@
-"""Operator strategies: each module split as its own strategy says, redistributed where layouts differ."""
+"""Operator strategies: each module split as its own strategy says, redistributed where layouts
+differ.
+"""

@@ -15,7 +15,15 @@ from workbench.models.seams import Activate, AddNorm, Attend, HeadLoss, NoRope, 
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, MeshAxis
 from workbench.parallel.operators.implicit_replicate import Meeting
-from workbench.parallel.operators.operator_forward import Embedding, Follow, Forward, Head, Local, MatMul, SelfAttention
+from workbench.parallel.operators.operator_forward import (
+    Embedding,
+    Follow,
+    Forward,
+    Head,
+    Local,
+    MatMul,
+    SelfAttention,
+)
 from workbench.parallel.operators.redistribution import Shared, Split, whole
 from workbench.plan.operator_strategy import Placement
 
@@ -50,7 +58,9 @@ class Grid:
         return [axis for axis, placed in zip(self.axes, placement) if placed == name]
 
     def cut(self, layout: Layout, dim: int, axes: list[MeshAxis]) -> Layout:
-        """`layout` further split along `dim` over `axes` into equal pieces, padded where it does not divide."""
+        """`layout` further split along `dim` over `axes` into equal pieces, padded where it does
+        not divide.
+        """
         if not axes:
             return layout
         index, pieces = _joint(axes)
@@ -74,10 +84,11 @@ def _joint(axes: list[MeshAxis]) -> tuple[int, int]:
 def split_operators(
     model: nn.Module, layouts: dict[str, Layout], placements: Mapping[str, Placement], mesh: Mesh
 ) -> None:
-    """Split a model on the meta device as `placements` say, module by module, in place, and record the new layouts.
+    """Split a model on the meta device as `placements` say, module by module, in place, and record
+    the new layouts.
 
-    What is not named is repeated by every rank on whole inputs, or, where it has no parameters and computes part by
-    part, goes on with what lies before it.
+    What is not named is repeated by every rank on whole inputs, or, where it has no parameters and
+    computes part by part, goes on with what lies before it.
     """
     if mesh.operators is None:
         return
@@ -94,7 +105,9 @@ def split_operators(
         parent = path.rpartition(".")[0]
         if (named or isinstance(module, HeadLoss)) and parent not in shared:
             shared[parent] = Shared()
-            model.get_submodule(parent).register_forward_hook(shared[parent].forget, always_call=True)
+            model.get_submodule(parent).register_forward_hook(
+                shared[parent].forget, always_call=True
+            )
         split = Split(grid.device, placement, shared.get(parent, Shared()))
         if isinstance(module, HeadLoss):
             forward: Forward | None = _head(path, module, layouts, placements, split, grid)
@@ -108,8 +121,9 @@ def split_operators(
 def operator_sums(
     names: Iterable[str], placements: Mapping[str, Placement], mesh: Mesh
 ) -> dict[str, tuple[MeshAxis, ...]]:
-    """Local name -> axes over which a parameter's gradient is summed: those along which its module splits the rows,
-    and for a projection that all heads share, the heads."""
+    """Local name -> axes over which a parameter's gradient is summed: those along which its module
+    splits the rows, and for a projection that all heads share, the heads.
+    """
     if mesh.operators is None:
         return dict.fromkeys(names, ())
     grid, found = Grid(mesh), {}
@@ -121,7 +135,9 @@ def operator_sums(
     return found
 
 
-def _narrow(path: str, module: nn.Module, layouts: dict[str, Layout], placement: Placement, grid: Grid) -> None:
+def _narrow(
+    path: str, module: nn.Module, layouts: dict[str, Layout], placement: Placement, grid: Grid
+) -> None:
     if isinstance(module, nn.MultiheadAttention):
         inner: Placement = tuple("inner" if name == "heads" else name for name in placement)
         return _narrow(f"{path}.out_proj", module.out_proj, layouts, inner, grid)
@@ -132,10 +148,18 @@ def _narrow(path: str, module: nn.Module, layouts: dict[str, Layout], placement:
             continue
         for dim, dimension in enumerate(dims):
             layouts[key] = grid.cut(layouts[key], dim, grid.over(placement, dimension))
-        setattr(module, name, nn.Parameter(torch.empty(layouts[key].local_shape, dtype=parameter.dtype, device="meta")))
+        setattr(
+            module,
+            name,
+            nn.Parameter(
+                torch.empty(layouts[key].local_shape, dtype=parameter.dtype, device="meta")
+            ),
+        )
 
 
-def _named(path: str, module: nn.Module, layouts: dict[str, Layout], split: Split, grid: Grid) -> Forward:
+def _named(
+    path: str, module: nn.Module, layouts: dict[str, Layout], split: Split, grid: Grid
+) -> Forward:
     if isinstance(module, nn.Linear):
         return MatMul(module, split)
     if isinstance(module, nn.Embedding):
@@ -152,7 +176,9 @@ def _unnamed(module: nn.Module) -> Forward | None:
         if isinstance(module, kinds):
             return Follow(module.forward, dims)
     if isinstance(module, nn.TransformerEncoderLayer):
-        module.activation_relu_or_gelu = 0  # else it evaluates by one fused operator, past its own modules
+        module.activation_relu_or_gelu = (
+            0  # else it evaluates by one fused operator, past its own modules
+        )
     if next(module.parameters(recurse=False), None) is not None:
         return partial(_repeated, module.forward)
     return None
@@ -175,10 +201,14 @@ def _head(
     loss = placements.get(f"{path}.loss", tuple(own.get(name or "") for name in split.placement))
     axes, rows = grid.over(loss, "vocabulary"), (start, stop)
     if axes != grid.over(split.placement, "columns"):
-        rows = grid.cut(Layout.whole("", (vocab,)).differing("tensor", but=grid.names), 0, axes).slices[0]
+        rows = grid.cut(
+            Layout.whole("", (vocab,)).differing("tensor", but=grid.names), 0, axes
+        ).slices[0]
     axis = None if not axes else axes[0] if len(axes) == 1 else grid.tensor
     kernels, below = getattr(module, "kernels", "eager"), getattr(module, "plain_below", 0)
-    return Head(module, split, replace(split, placement=loss), rows, stop - start, axis, kernels, below)
+    return Head(
+        module, split, replace(split, placement=loss), rows, stop - start, axis, kernels, below
+    )
 
 
 def _meeting(forward: Forward, mesh: DeviceMesh, *inputs: Any, **named: Any) -> Any:

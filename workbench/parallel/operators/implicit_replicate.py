@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class Meeting(TorchFunctionMode):
-    """Inside, a plain tensor that meets a split one is what it means everywhere: the same whole tensor on every rank.
+    """Inside, a plain tensor that meets a split one is what it means everywhere: the same whole
+    tensor on every rank.
 
     It is so before autograd sees it, so that its gradient is summed where it has to be.
     """
@@ -22,7 +23,11 @@ class Meeting(TorchFunctionMode):
         self.mesh = mesh
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call `func`, on split tensors alone if there is one."""
         told = kwargs or {}
@@ -36,7 +41,9 @@ class Meeting(TorchFunctionMode):
         if type(value) in (tuple, list):
             return type(value)(self._split(each) for each in value)
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            return DTensor.from_local(value, self.mesh, (Replicate(),) * self.mesh.ndim, run_check=False)
+            return DTensor.from_local(
+                value, self.mesh, (Replicate(),) * self.mesh.ndim, run_check=False
+            )
         return value
 
 

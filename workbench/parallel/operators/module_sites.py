@@ -1,13 +1,15 @@
-"""What of a model that this repository did not write may be named by a strategy, found by looking at its modules."""
+"""What of a model that this repository did not write may be named by a strategy, found by looking
+at its modules.
+"""
 
 from __future__ import annotations
 
 from torch import nn
 
-from workbench.plan.rules.operator_rules import sides
 from workbench.errors import refuse
-from workbench.plan.rules.operator_sites import Site, matched
 from workbench.plan.operator_strategy import Placement
+from workbench.plan.rules.operator_rules import sides
+from workbench.plan.rules.operator_sites import Site, matched
 from workbench.plan.schema import Plan
 
 ACTIVATIONS = (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Mish)
@@ -16,7 +18,8 @@ ANY = 0
 
 
 def placements_of(model: nn.Module, plan: Plan) -> dict[str, Placement]:
-    """Module -> where its strategy lies on the grid, for all modules that the plan's operators name.
+    """Module -> where its strategy lies on the grid, for all modules that the plan's operators
+    name.
 
     Raises `PlanError`, pattern by pattern, for what the model does not have or cannot be split so.
     """
@@ -46,7 +49,9 @@ def sites_of(model: nn.Module, sequences: int) -> dict[str, Site]:
 def _site(module: nn.Module, rows: dict[str, int]) -> Site | None:
     if isinstance(module, nn.Linear):
         return Site("MatMul", rows | {"inner": module.in_features, "columns": module.out_features})
-    if isinstance(module, nn.Embedding) and not (module.max_norm or module.sparse or module.scale_grad_by_freq):
+    if isinstance(module, nn.Embedding) and not (
+        module.max_norm or module.sparse or module.scale_grad_by_freq
+    ):
         whole = module.padding_idx is None
         vocabulary = module.num_embeddings if whole else 1
         return Site("Embedding", rows | {"vocabulary": vocabulary, "hidden": module.embedding_dim})
@@ -60,9 +65,14 @@ def _site(module: nn.Module, rows: dict[str, int]) -> Site | None:
 
 
 def _plain_attention(module: nn.MultiheadAttention) -> bool:
-    """Whether attention is of the kind that is split here: one width, [B, T, D], nothing added to keys."""
+    """Whether attention is of the kind that is split here: one width, [B, T, D], nothing added to
+    keys.
+    """
     return (
-        module.batch_first and module.in_proj_weight is not None and module.bias_k is None and not module.add_zero_attn
+        module.batch_first
+        and module.in_proj_weight is not None
+        and module.bias_k is None
+        and not module.add_zero_attn
     )
 
 

@@ -23,7 +23,9 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class MatMul:
-    """y = x W^T + bias, split by rows, by its inner dimension (summed) and by columns. Weight [columns, inner]."""
+    """y = x W^T + bias, split by rows, by its inner dimension (summed) and by columns. Weight
+    [columns, inner].
+    """
 
     module: nn.Linear
     split: Split
@@ -40,7 +42,9 @@ class MatMul:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Rows of a table, split by rows of tokens, by vocabulary (summed) and by width. Weight [vocabulary, hidden]."""
+    """Rows of a table, split by rows of tokens, by vocabulary (summed) and by width. Weight
+    [vocabulary, hidden].
+    """
 
     module: nn.Embedding
     split: Split
@@ -58,9 +62,11 @@ class Embedding:
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """`nn.MultiheadAttention` by rows and by heads, projections and all; this rank has heads `part` of `parts`.
+    """`nn.MultiheadAttention` by rows and by heads, projections and all; this rank has heads `part`
+    of `parts`.
 
-    The joint projection of query, key and value is no run of rows by heads, so that every rank holds it whole.
+    The joint projection of query, key and value is no run of rows by heads, so that every rank
+    holds it whole.
     """
 
     module: nn.MultiheadAttention
@@ -69,17 +75,31 @@ class SelfAttention:
     parts: int
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
-        need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+    ) -> tuple[Tensor, None]:
         """[B, T, D] each to ([B, T, D], None): weights are not told."""
         assert key_padding_mask is None, "split attention takes no key_padding_mask"
         assert attn_mask is None or attn_mask.ndim == 2, "split attention takes masks of [T, T]"
         out, bias = self.module.out_proj.weight, self.module.out_proj.bias
-        q, k, v = (self._heads(self.split.enter(x, rows=0), i) for i, x in enumerate((query, key, value)))
-        mask = attn_mask.logical_not() if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
-        made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal and mask is None)
+        q, k, v = (
+            self._heads(self.split.enter(x, rows=0), i) for i, x in enumerate((query, key, value))
+        )
+        mask = (
+            attn_mask.logical_not()
+            if attn_mask is not None and attn_mask.dtype == torch.bool
+            else attn_mask
+        )
+        made = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal and mask is None
+        )
         y = self.split.settled(F.linear(made.transpose(1, 2).flatten(-2), out), rows=0)
         return self.split.leave(y if bias is None else y + bias, rows=0), None
 
@@ -94,14 +114,18 @@ class SelfAttention:
 
 @dataclass(frozen=True)
 class Local:
-    """A module that computes each of its parts by itself: `dims` of inputs and outputs may be split."""
+    """A module that computes each of its parts by itself: `dims` of inputs and outputs may be
+    split.
+    """
 
     forward: Forward
     split: Split
     dims: dict[str, int]
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """As the module, on this rank's part; what is no tensor, or is named in the call, stays as it is."""
+        """As the module, on this rank's part; what is no tensor, or is named in the call, stays as
+        it is.
+        """
         mine = [self.split.enter(x, **self.dims) if isinstance(x, Tensor) else x for x in inputs]
         made = self.forward(*mine, **named)
         if isinstance(made, tuple):
@@ -111,7 +135,9 @@ class Local:
 
 @dataclass(frozen=True)
 class Follow:
-    """A module that no strategy names, of a kind that computes its parts by itself: as its first input lies."""
+    """A module that no strategy names, of a kind that computes its parts by itself: as its first
+    input lies.
+    """
 
     forward: Forward
     dims: tuple[int, ...] | None
@@ -136,7 +162,9 @@ class Follow:
 
 @dataclass(frozen=True)
 class Head:
-    """The head_loss seam: a product by columns, whose logits the loss takes by rows and by vocabulary."""
+    """The head_loss seam: a product by columns, whose logits the loss takes by rows and by
+    vocabulary.
+    """
 
     module: HeadLoss
     split: Split
@@ -158,7 +186,9 @@ class Head:
         logits = self._as_the_loss_wants(made)
         kernels = runs(self, logits)
         if (self.axis is not None or kernels != "eager") and logits is not made:
-            logits = logits.clone()  # the loss uses them up, and what DTensor hands out must stay as it is
+            logits = (
+                logits.clone()
+            )  # the loss uses them up, and what DTensor hands out must stay as it is
         logits_NV, targets_N = logits.flatten(0, -2), self.loss.enter(targets_BT, rows=0).flatten()
         if self.axis is not None:
             total = cross_entropy(logits_NV, targets_N, self.rows, self.axis, kernels)

@@ -1,7 +1,9 @@
-"""How tensors enter and leave one operator: redistributed to what its strategy says, by DTensor's placements.
+"""How tensors enter and leave one operator: redistributed to what its strategy says, by DTensor's
+placements.
 
-Inside, everything is plain and local. Outside, a tensor that every rank holds whole is plain; one that is split is a
-DTensor, and whoever does not know what to do with it gets it whole. Sums over ranks are made where they arise.
+Inside, everything is plain and local. Outside, a tensor that every rank holds whole is plain; one
+that is split is a DTensor, and whoever does not know what to do with it gets it whole. Sums over
+ranks are made where they arise.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ Placements = tuple[Placed, ...]
 
 @dataclass(eq=False)
 class Shared:
-    """Inputs that sibling modules have in common, laid out once: their gradients add up before they are moved.
+    """Inputs that sibling modules have in common, laid out once: their gradients add up before they
+    are moved.
 
     Held no longer than their parent's forward.
     """
@@ -46,7 +49,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class Split:
-    """One operator's strategy on the grid: the dimension that each axis splits, None where it repeats the work.
+    """One operator's strategy on the grid: the dimension that each axis splits, None where it
+    repeats the work.
 
     Methods take the place of each dimension in the tensor at hand, e.g. `rows=0, inner=-1`.
     """
@@ -56,21 +60,28 @@ class Split:
     shared: Shared
 
     def lies(self, num_dims: int, dims: dict[str, int]) -> Placements:
-        """How a tensor lies here: split by those of its dimensions that the strategy splits, else whole."""
+        """How a tensor lies here: split by those of its dimensions that the strategy splits, else
+        whole.
+        """
         return tuple(
             Shard(dims[name] % num_dims) if name is not None and name in dims else Replicate()
             for name in self.placement
         )
 
     def sums(self, num_dims: int, dims: dict[str, int]) -> Placements:
-        """The same, where ranks that split a dimension which the tensor lacks hold parts of its sum."""
+        """The same, where ranks that split a dimension which the tensor lacks hold parts of its
+        sum.
+        """
         lies = self.lies(num_dims, dims)
         return tuple(
-            Partial() if name is not None and name not in dims else at for name, at in zip(self.placement, lies)
+            Partial() if name is not None and name not in dims else at
+            for name, at in zip(self.placement, lies)
         )
 
     def enter(self, x: Tensor, **dims: int) -> Tensor:
-        """This rank's part of an input, plain; its gradient is summed over the ranks that split what it lacks."""
+        """This rank's part of an input, plain; its gradient is summed over the ranks that split
+        what it lacks.
+        """
         wanted, gradient = self.lies(x.ndim, dims), self.sums(x.ndim, dims)
         if not isinstance(x, DTensor) and _whole(gradient):
             return x
@@ -92,10 +103,14 @@ class Split:
 
     def only(self, name: str) -> Split:
         """The same without what is not of dimension `name`."""
-        return replace(self, placement=tuple(each if each == name else None for each in self.placement))
+        return replace(
+            self, placement=tuple(each if each == name else None for each in self.placement)
+        )
 
 
-def moved(y: Tensor, one: Split, dims: dict[str, int], other: Split, wanted: dict[str, int]) -> Tensor:
+def moved(
+    y: Tensor, one: Split, dims: dict[str, int], other: Split, wanted: dict[str, int]
+) -> Tensor:
     """A local result of one operator as the local input of another."""
     placed = _placed(y, one.mesh, one.lies(y.ndim, dims))
     local: Tensor = placed.redistribute(one.mesh, other.lies(y.ndim, wanted)).to_local()
@@ -112,4 +127,8 @@ def _whole(placements: Iterable[Placed]) -> bool:
 
 def whole(x: Any) -> Any:
     """A tensor as every rank can use it: gathered where it is split; anything else as it is."""
-    return x.redistribute(placements=(Replicate(),) * x.device_mesh.ndim).to_local() if isinstance(x, DTensor) else x
+    return (
+        x.redistribute(placements=(Replicate(),) * x.device_mesh.ndim).to_local()
+        if isinstance(x, DTensor)
+        else x
+    )

@@ -8,7 +8,8 @@ from workbench.models import Transformer
 
 
 def keep_stage(model: Transformer, stage: int, partition: list[int]) -> None:
-    """Drop from `model`, in place, whatever is not of `stage`; `partition` gives the blocks of every stage.
+    """Drop from `model`, in place, whatever is not of `stage`; `partition` gives the blocks of
+    every stage.
 
     The embedding belongs to the first stage, the final norm and the head to the last.
     """

@@ -30,7 +30,9 @@ class Flight:
     outputs: dict[Key, Tensor] = field(default_factory=dict)
     """What a stage made, until it is sent; the backward holds on to the graph alone."""
     graphs: dict[Key, GradientEdge | Tensor] = field(default_factory=dict)
-    """Where the backward of a microbatch begins: the loss, or the edge into the graph of an output."""
+    """Where the backward of a microbatch begins: the loss, or the edge into the graph of an
+    output.
+    """
     gradients: dict[Key, Tensor] = field(default_factory=dict)
     """Of a stage's output."""
     deferred: dict[Key, list[Deferred]] = field(default_factory=dict)
@@ -41,7 +43,9 @@ class Flight:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the executor asks of whoever keeps the parameters, and says to whom a microbatch's number matters."""
+    """What the executor asks of whoever keeps the parameters, and says to whom a microbatch's
+    number matters.
+    """
 
     reduce: Callable[[int], None]
     """Sum a stage's gradients over the data axis."""
@@ -56,9 +60,9 @@ class Hooks:
 class Executor:
     """Executes a lowered table on the stages of this rank, which are all that its row names.
 
-    `boundary` makes an empty tensor for what crosses a stage boundary, [micro_batch, T, D]. The backward of `whole`,
-    the head, is never split: its logits would have to be kept. So, too, an embedding that shares its weight on this
-    rank is the last to give that a gradient.
+    `boundary` makes an empty tensor for what crosses a stage boundary, [micro_batch, T, D]. The
+    backward of `whole`, the head, is never split: its logits would have to be kept. So, too, an
+    embedding that shares its weight on this rank is the last to give that a gradient.
     """
 
     def __init__(
@@ -72,7 +76,9 @@ class Executor:
     ) -> None:
         self.table, self.stages, self.axis, self.boundary = table, stages, axis, boundary
         self.hooks = hooks
-        self.whole = frozenset(id(p) for p in whole.parameters()) if whole is not None else frozenset()
+        self.whole = (
+            frozenset(id(p) for p in whole.parameters()) if whole is not None else frozenset()
+        )
         row = table.rows[axis.index]
         self.row = [list(batch) for batch in batches(row)]
         self.evaluation = [list(batch) for batch in batches(forwards(table).rows[axis.index])]
@@ -81,23 +87,32 @@ class Executor:
         self.flight = Flight()
 
     def step(
-        self, tokens_MBT: Tensor, targets_MBT: Tensor, scale: float | Tensor, observe: Observer | None = None
+        self,
+        tokens_MBT: Tensor,
+        targets_MBT: Tensor,
+        scale: float | Tensor,
+        observe: Observer | None = None,
     ) -> Tensor | None:
-        """Run the row once: every microbatch forward and backward, gradients accumulated and reduced.
+        """Run the row once: every microbatch forward and backward, gradients accumulated and
+        reduced.
 
-        Each microbatch's summed loss is multiplied by `scale` before backward. Returns the sum of the scaled
-        losses on the rank that holds the head, None elsewhere.
+        Each microbatch's summed loss is multiplied by `scale` before backward. Returns the sum of
+        the scaled losses on the rank that holds the head, None elsewhere.
         """
         return self._run(self.row, tokens_MBT, targets_MBT, scale, observe)
 
     def evaluate(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> Tensor | None:
-        """Summed loss of the microbatches without gradients, where the head is: the table's forwards alone."""
+        """Summed loss of the microbatches without gradients, where the head is: the table's
+        forwards alone.
+        """
         with torch.no_grad():
             return self._run(self.evaluation, tokens_MBT, targets_MBT, None, None)
 
     def put_aside(self, action: Action) -> list[Tensor]:
         """What the backward of an action's microbatch has left for its weight gradients."""
-        return [x for one in self.flight.deferred.get(_key(action), ()) for x in (one.x, one.gradient)]
+        return [
+            x for one in self.flight.deferred.get(_key(action), ()) for x in (one.x, one.gradient)
+        ]
 
     def _run(
         self,
@@ -125,7 +140,12 @@ class Executor:
         return flight.loss
 
     def _forward(
-        self, action: Action, flight: Flight, tokens: Tensor, targets: Tensor, scale: float | Tensor | None
+        self,
+        action: Action,
+        flight: Flight,
+        tokens: Tensor,
+        targets: Tensor,
+        scale: float | Tensor | None,
     ) -> None:
         stage, microbatch = key = _key(action)
         x = tokens[microbatch] if stage == 0 else self._input(key, flight)
@@ -146,7 +166,9 @@ class Executor:
     def _input(self, key: Key, flight: Flight) -> Tensor:
         """What the former stage made; kept only where a gradient will be asked of it."""
         x = flight.inputs[key] if torch.is_grad_enabled() else flight.inputs.pop(key)
-        return self._arrived(Action(key[0], "RECV_F", key[1]), x, flight).requires_grad_(torch.is_grad_enabled())
+        return self._arrived(Action(key[0], "RECV_F", key[1]), x, flight).requires_grad_(
+            torch.is_grad_enabled()
+        )
 
     def _splitting(self, key: Key, flight: Flight) -> AbstractContextManager[object]:
         if key not in self.split or not torch.is_grad_enabled():
@@ -170,7 +192,8 @@ class Executor:
         return None
 
     def _transfer(self, batch: list[Action], flight: Flight) -> None:
-        # What was sent before is held no longer than until here; lowered tables are proved safe for it.
+        # What was sent before is held no longer than until here; lowered tables are proved safe for
+        # it.
         self._finish_sends(flight)
         sends = [self._outgoing(a, flight) for a in batch if a.kind.startswith("SEND")]
         receivers = [a for a in batch if a.kind.startswith("RECV")]

@@ -14,10 +14,10 @@ from workbench.models.transformer import Attention
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import GRADIENTS, SIDES, Mesh, MeshAxis
 from workbench.parallel.tensor.column_parallel import ColumnLinear, Siblings
-from workbench.parallel.tensor.shard_range import Cut
 from workbench.parallel.tensor.grid.apply_grid import lay_over_grid
 from workbench.parallel.tensor.row_parallel import RowLinear
 from workbench.parallel.tensor.sequence_parallel import keep_own_positions, own_run, whole_indices
+from workbench.parallel.tensor.shard_range import Cut
 from workbench.parallel.tensor.vocab_parallel import VocabularyEmbedding, VocabularyHeadLoss
 from workbench.plan.rules.legal_sizes import token_parts
 from workbench.plan.schema import Plan
@@ -31,7 +31,8 @@ MEGATRON = {
     "blocks.*.mlp.down": "row",
     "head": "vocabulary",
 }
-"""Module pattern -> how it is split: column, row or vocabulary (1909.08053). What is not named is replicated.
+"""Module pattern -> how it is split: column, row or vocabulary (1909.08053). What is not named is
+replicated.
 
 Attention's are never split through a head: `plan.heads` deals them.
 """
@@ -40,7 +41,9 @@ _DIM = {"column": 0, "vocabulary": 0, "row": 1}
 
 
 def split_tensors(model: Transformer, layouts: dict[str, Layout], plan: Plan, mesh: Mesh) -> None:
-    """Split a model on the meta device over the tensor ranks, in place, and record its parameters' new layouts."""
+    """Split a model on the meta device over the tensor ranks, in place, and record its parameters'
+    new layouts.
+    """
     axis, sequence = mesh["tensor"], plan.strategy.tensor.sequence
     if axis.size == 1:
         return
@@ -55,12 +58,24 @@ def split_tensors(model: Transformer, layouts: dict[str, Layout], plan: Plan, me
             model.embedding.register_forward_pre_hook(partial(keep_own_positions, axis))
 
 
-def tensor_sums(layouts: Iterable[tuple[str, Layout]], plan: Plan, mesh: Mesh) -> dict[str, tuple[MeshAxis, ...]]:
-    """Local name -> the tensor axes over which a parameter's gradient is summed: those along which ranks hold the same
-    parameter and meet different tokens."""
-    found = SIDES if plan.strategy.tensor.algorithm != "1d" else ("tensor",) if plan.strategy.tensor.sequence else ()
+def tensor_sums(
+    layouts: Iterable[tuple[str, Layout]], plan: Plan, mesh: Mesh
+) -> dict[str, tuple[MeshAxis, ...]]:
+    """Local name -> the tensor axes over which a parameter's gradient is summed: those along which
+    ranks hold the same parameter and meet different tokens.
+    """
+    found = (
+        SIDES
+        if plan.strategy.tensor.algorithm != "1d"
+        else ("tensor",)
+        if plan.strategy.tensor.sequence
+        else ()
+    )
     axes = [name for name in found if name in mesh.axes and mesh[name].size > 1]
-    return {name: tuple(mesh[axis + GRADIENTS] for axis in axes if axis in layout.copies) for name, layout in layouts}
+    return {
+        name: tuple(mesh[axis + GRADIENTS] for axis in axes if axis in layout.copies)
+        for name, layout in layouts
+    }
 
 
 def boundary(plan: Plan) -> tuple[int, int, int]:
@@ -72,18 +87,30 @@ def boundary(plan: Plan) -> tuple[int, int, int]:
     if tensor.sequence:
         tokens //= tensor.ranks
     side = 1 if isinstance(tensor.size, int) else tensor.size[0]
-    return t.micro_batch // token_parts(tensor.algorithm, tensor.size), tokens, plan.shape.hidden // side
+    return (
+        t.micro_batch // token_parts(tensor.algorithm, tensor.size),
+        tokens,
+        plan.shape.hidden // side,
+    )
 
 
 def counts_loss(mesh: Mesh) -> bool:
-    """Whether this rank's loss is added to the job's: of the tensor ranks that have met the same tokens, the first."""
+    """Whether this rank's loss is added to the job's: of the tensor ranks that have met the same
+    tokens, the first.
+    """
     return mesh["tensor.0" if "tensor.0" in mesh.axes else "tensor"].index == 0
 
 
 def split_modules(
-    model: Transformer, layouts: dict[str, Layout], table: dict[str, str], axis: MeshAxis, sequence: bool
+    model: Transformer,
+    layouts: dict[str, Layout],
+    table: dict[str, str],
+    axis: MeshAxis,
+    sequence: bool,
 ) -> None:
-    """Narrow the modules of a model on the meta device, in place, and record their parameters' new layouts."""
+    """Narrow the modules of a model on the meta device, in place, and record their parameters' new
+    layouts.
+    """
     families: dict[str, Siblings] = {}
     for path, module in list(model.named_modules()):
         kind = next((kind for pattern, kind in table.items() if fnmatchcase(path, pattern)), None)
@@ -104,10 +131,16 @@ def split_modules(
 
 
 def _cut(model: Transformer, parent: nn.Module, name: str, length: int, axis: MeshAxis) -> Cut:
-    return Cut.heads(name, model.shape, axis) if isinstance(parent, Attention) else Cut.even(length, axis)
+    return (
+        Cut.heads(name, model.shape, axis)
+        if isinstance(parent, Attention)
+        else Cut.even(length, axis)
+    )
 
 
-def _narrow(path: str, module: nn.Module, layouts: dict[str, Layout], kind: str, axis: MeshAxis, cut: Cut) -> None:
+def _narrow(
+    path: str, module: nn.Module, layouts: dict[str, Layout], kind: str, axis: MeshAxis, cut: Cut
+) -> None:
     for name in ("weight", "bias"):
         parameter = getattr(module, name, None)
         if parameter is None or (kind == "row" and name == "bias"):
@@ -119,7 +152,9 @@ def _narrow(path: str, module: nn.Module, layouts: dict[str, Layout], kind: str,
         setattr(module, name, nn.Parameter(own))
 
 
-def _replacement(module: nn.Module, kind: str, axis: MeshAxis, cut: Cut, sequence: bool) -> nn.Module:
+def _replacement(
+    module: nn.Module, kind: str, axis: MeshAxis, cut: Cut, sequence: bool
+) -> nn.Module:
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     if kind == "row":

@@ -1,9 +1,11 @@
-"""Column-split layers that share one input: backward's collectives run behind the products of the weights' gradients.
+"""Column-split layers that share one input: backward's collectives run behind the products of the
+weights' gradients.
 
-Megatron-LM does so too (1909.08053; with split tokens 2205.05198, where the input is gathered again behind the products
-of its own gradient). Here the order of autograd's nodes does it. Of what is ready, autograd runs first what forward
-made last: the products with the weights (`_Columns`), which begin the sum of the input's gradient; then each weight's
-gradient (`_Weight`), one after the other; then the wait for the sum (`_Arrival`). Another order would be as right.
+Megatron-LM does so too (1909.08053; with split tokens 2205.05198, where the input is gathered again
+behind the products of its own gradient). Here the order of autograd's nodes does it. Of what is
+ready, autograd runs first what forward made last: the products with the weights (`_Columns`), which
+begin the sum of the input's gradient; then each weight's gradient (`_Weight`), one after the other;
+then the wait for the sum (`_Arrival`). Another order would be as right.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workbench.parallel.async_collectives import Finish, begin, begin_all_gather, begin_reduce_scatter
+from workbench.parallel.async_collectives import (
+    Finish,
+    begin,
+    begin_all_gather,
+    begin_reduce_scatter,
+)
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.pipeline.zero_bubble import Deferred, deferring
 from workbench.parallel.tensor.tensor_collectives import all_gather, share
@@ -29,7 +36,9 @@ Parameters = tuple[Tensor, Tensor | None]
 
 @dataclass(eq=False)
 class Passage:
-    """One pass of an input through its layers: what the nodes of its backward hand to one another."""
+    """One pass of an input through its layers: what the nodes of its backward hand to one
+    another.
+    """
 
     axis: MeshAxis
     sequence: bool
@@ -44,14 +53,21 @@ class Passage:
     summed: Finish | None = None
 
     def begin_gather(self, x_BTD: Tensor) -> None:
-        """Begin to make whole what the layers multiplied; kept for later, it must not keep the graph that made it."""
+        """Begin to make whole what the layers multiplied; kept for later, it must not keep the
+        graph that made it.
+        """
         self.whole = x_BTD.detach().flatten(0, -2)
         if self.sequence and self.gradients:
-            part_ND, self.whole = self.whole, self.whole.new_empty(len(self.whole) * self.axis.size, x_BTD.shape[-1])
+            part_ND, self.whole = (
+                self.whole,
+                self.whole.new_empty(len(self.whole) * self.axis.size, x_BTD.shape[-1]),
+            )
             self.gathered = begin_all_gather(self.whole, part_ND, self.axis)
 
     def begin_sum(self, gradient_ND: Tensor, shape: torch.Size) -> Tensor:
-        """Begin to sum the gradient of what came in; it is right, of `shape`, once `summed` has been called."""
+        """Begin to sum the gradient of what came in; it is right, of `shape`, once `summed` has
+        been called.
+        """
         if not self.sequence:
             self.summed = begin(partial(dist.all_reduce, group=self.axis.group), gradient_ND)
             return gradient_ND.view(shape)
@@ -66,7 +82,11 @@ class Passage:
         self.whole = whole_ND if self.gradients else None
         if self.late is not None:
             weight, bias = self.layers[layer]
-            self.late.append(Deferred(whole_ND, gradient_NO, cast("nn.Parameter", weight), cast("nn.Parameter", bias)))
+            self.late.append(
+                Deferred(
+                    whole_ND, gradient_NO, cast("nn.Parameter", weight), cast("nn.Parameter", bias)
+                )
+            )
             return None
         if self.gathered is not None:
             self.gathered()
@@ -74,11 +94,13 @@ class Passage:
         return gradient_NO.t() @ whole_ND
 
 
-def columns(x_BTD: Tensor, layers: Sequence[Parameters], axis: MeshAxis, sequence: bool) -> tuple[Tensor, ...]:
+def columns(
+    x_BTD: Tensor, layers: Sequence[Parameters], axis: MeshAxis, sequence: bool
+) -> tuple[Tensor, ...]:
     """y_i = x W_i^T + b_i of layers split by outputs over `axis`, each [B, T, out / ranks].
 
-    `x_BTD` is equal on all ranks, and its gradient is summed; with `sequence` it is a run of the tokens, [B, T / ranks,
-    D], which are gathered, and the sum of their gradient is scattered.
+    `x_BTD` is equal on all ranks, and its gradient is summed; with `sequence` it is a run of the
+    tokens, [B, T / ranks, D], which are gathered, and the sum of their gradient is scattered.
     """
     passage = Passage(axis, sequence, layers, None if sequence else deferring(layers))
     x_BTD = _Arrival.apply(x_BTD, passage)
@@ -132,7 +154,8 @@ class _Columns(torch.autograd.Function):
         input_gradient_ND = flat[0] @ weights[0]
         for gradient_NO, weight in zip(flat[1:], weights[1:]):
             input_gradient_ND.addmm_(gradient_NO, weight)
-        # Autograd wants a gradient of a weight's shape to go on to its node, which makes the true one.
+        # Autograd wants a gradient of a weight's shape to go on to its node, which makes the true
+        # one.
         promised = [x_BTD.new_empty(()).expand(weight.shape) for weight in weights]
         biased = needed[len(weights) :] if passage.late is None else ()
         biases = [gradient_NO.sum(0) if need else None for gradient_NO, need in zip(flat, biased)]
@@ -141,14 +164,20 @@ class _Columns(torch.autograd.Function):
 
 
 class ColumnLinear(nn.Module):
-    """A column-split layer among siblings that share their input: whoever holds them makes its output.
+    """A column-split layer among siblings that share their input: whoever holds them makes its
+    output.
 
-    Weight [room for out / pieces, in]; `piece` is this rank's, of fewer `pieces` than ranks where several need the same
-    key-value head.
+    Weight [room for out / pieces, in]; `piece` is this rank's, of fewer `pieces` than ranks where
+    several need the same key-value head.
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, axis: MeshAxis, piece: int, pieces: int
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        axis: MeshAxis,
+        piece: int,
+        pieces: int,
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.axis = weight, bias, axis
@@ -156,7 +185,9 @@ class ColumnLinear(nn.Module):
         self.made: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, out / pieces], equal on the ranks that share the piece: what was made of the siblings' input."""
+        """[B, T, out / pieces], equal on the ranks that share the piece: what was made of the
+        siblings' input.
+        """
         y, self.made = self.made, None
         assert y is not None
         return y
@@ -166,7 +197,11 @@ class ColumnLinear(nn.Module):
         return self._own(self.weight), None if self.bias is None else self._own(self.bias)
 
     def _own(self, parameter: Tensor) -> Tensor:
-        return parameter if self.pieces == self.axis.size else share(parameter, self.axis, self.piece, self.pieces)
+        return (
+            parameter
+            if self.pieces == self.axis.size
+            else share(parameter, self.axis, self.piece, self.pieces)
+        )
 
 
 class Siblings:

@@ -33,11 +33,27 @@ class Cut:
 
     @classmethod
     def heads(cls, name: str, shape: Shape, axis: MeshAxis) -> Cut:
-        """Of attention's projection `name` (q, k, v or o): whole heads, padded where they cannot be dealt evenly."""
+        """Of attention's projection `name` (q, k, v or o): whole heads, padded where they cannot be
+        dealt evenly.
+        """
         deal, width = dealt(shape, axis.size, axis.index), int(shape.head_dim or 0)
         if name in ("q", "o"):
-            return cls(axis, deal.query[0] * width, deal.query[1] * width, deal.room * width, axis.index, axis.size)
-        return cls(axis, deal.kv[0] * width, deal.kv[1] * width, deal.kv_room * width, deal.piece, deal.pieces)
+            return cls(
+                axis,
+                deal.query[0] * width,
+                deal.query[1] * width,
+                deal.room * width,
+                axis.index,
+                axis.size,
+            )
+        return cls(
+            axis,
+            deal.kv[0] * width,
+            deal.kv[1] * width,
+            deal.kv_room * width,
+            deal.piece,
+            deal.pieces,
+        )
 
     @property
     def kept(self) -> int:

@@ -1,5 +1,7 @@
-"""The collectives of 1-D tensor parallelism: pairs that are each other's backward (f and g in 1909.08053; gathers and
-scatters of tokens in 2205.05198), and the sum of a shared weight's gradient."""
+"""The collectives of 1-D tensor parallelism: pairs that are each other's backward (f and g in
+1909.08053; gathers and scatters of tokens in 2205.05198), and the sum of a shared weight's
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ class _Share(torch.autograd.Function):
         return all_reduce(whole, ctx.axis)[ctx.piece].clone(), None, None, None
 
 
-def all_reduce(x: Tensor, axis: MeshAxis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(
+    x: Tensor, axis: MeshAxis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
     """Reduce a contiguous tensor in place over `axis`."""
     if axis.size > 1:
         call(partial(dist.all_reduce, op=op, group=axis.group), x)
@@ -81,7 +85,9 @@ def all_reduce(x: Tensor, axis: MeshAxis, op: dist.ReduceOp.RedOpType = dist.Red
 
 
 def all_gather(x_BTD: Tensor, axis: MeshAxis) -> Tensor:
-    """The ranks' tokens [B, T / ranks, D] side by side, [B, T, D]: all tokens in order, cut into equal runs."""
+    """The ranks' tokens [B, T / ranks, D] side by side, [B, T, D]: all tokens in order, cut into
+    equal runs.
+    """
     batch, tokens, *rest = x_BTD.shape
     whole = x_BTD.new_empty(batch, tokens * axis.size, *rest)
     begin_all_gather(whole, x_BTD, axis)()
@@ -89,7 +95,9 @@ def all_gather(x_BTD: Tensor, axis: MeshAxis) -> Tensor:
 
 
 def reduce_scatter(x_BTD: Tensor, axis: MeshAxis) -> Tensor:
-    """The sum of the ranks' contiguous [B, T, D], which is spent; each keeps its run of tokens, [B, T / ranks, D]."""
+    """The sum of the ranks' contiguous [B, T, D], which is spent; each keeps its run of tokens, [B,
+    T / ranks, D].
+    """
     batch, tokens, *rest = x_BTD.shape
     part = x_BTD.new_empty(batch, tokens // axis.size, *rest)
     begin_reduce_scatter(part, x_BTD, axis)()
@@ -107,18 +115,24 @@ def reduce_from(x: Tensor, axis: MeshAxis) -> Tensor:
 
 
 def gather_tokens(x_BTD: Tensor, axis: MeshAxis) -> Tensor:
-    """Enter a split region from split tokens: [B, T / ranks, D] to [B, T, D]; backward sums and scatters."""
+    """Enter a split region from split tokens: [B, T / ranks, D] to [B, T, D]; backward sums and
+    scatters.
+    """
     return _Gather.apply(x_BTD, axis) if axis.size > 1 else x_BTD
 
 
 def scatter_tokens(x_BTD: Tensor, axis: MeshAxis) -> Tensor:
-    """Leave a split region: the sum of partial [B, T, D], of which a rank keeps its run of tokens; backward gathers."""
+    """Leave a split region: the sum of partial [B, T, D], of which a rank keeps its run of tokens;
+    backward gathers.
+    """
     return _Scatter.apply(x_BTD, axis) if axis.size > 1 else x_BTD
 
 
 def share(weight: Tensor, axis: MeshAxis, piece: int, pieces: int) -> Tensor:
-    """A weight that several ranks on `axis` hold in common: this one's is `piece` of `pieces` different ones.
+    """A weight that several ranks on `axis` hold in common: this one's is `piece` of `pieces`
+    different ones.
 
-    The gradients of those that hold the same are summed; a `piece` beyond the last is nobody's and stays as it is.
+    The gradients of those that hold the same are summed; a `piece` beyond the last is nobody's and
+    stays as it is.
     """
     return _Share.apply(weight, axis, piece, pieces)

@@ -13,17 +13,20 @@ from torch import Tensor, nn
 from workbench.kernels import cross_entropy as fused
 from workbench.models.seams import IGNORE, at_least_fp32
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.tensor.tensor_collectives import all_reduce, reduce_from, scatter_tokens
 from workbench.parallel.tensor.column_parallel import columns
+from workbench.parallel.tensor.tensor_collectives import all_reduce, reduce_from, scatter_tokens
 
 
 class VocabularyEmbedding(nn.Module):
-    """Rows [start, stop) of the embedding; other ranks' tokens look up nothing. Weight [vocab / ranks, D].
+    """Rows [start, stop) of the embedding; other ranks' tokens look up nothing. Weight [vocab /
+    ranks, D].
 
     With `sequence` each rank keeps a run of the tokens.
     """
 
-    def __init__(self, weight: nn.Parameter, rows: tuple[int, int], axis: MeshAxis, sequence: bool = False) -> None:
+    def __init__(
+        self, weight: nn.Parameter, rows: tuple[int, int], axis: MeshAxis, sequence: bool = False
+    ) -> None:
         super().__init__()
         self.weight, self.rows, self.axis, self.sequence = weight, rows, axis, sequence
 
@@ -34,15 +37,21 @@ class VocabularyEmbedding(nn.Module):
 
 
 def look_up(tokens_BT: Tensor, weight_VD: Tensor, rows: tuple[int, int]) -> Tensor:
-    """Rows of a table that holds [start, stop) of the vocabulary: [B, T, D], zero for tokens that are not there."""
+    """Rows of a table that holds [start, stop) of the vocabulary: [B, T, D], zero for tokens that
+    are not there.
+    """
     start, stop = rows
     foreign_BT = (tokens_BT < start) | (tokens_BT >= stop)
     local_BT = (tokens_BT - start).masked_fill_(foreign_BT, 0)
     return F.embedding(local_BT, weight_VD).masked_fill(foreign_BT[..., None], 0)
 
 
-def table_gradient(tokens_BT: Tensor, gradient_BTD: Tensor, rows: tuple[int, int], room: int) -> Tensor:
-    """Gradient [room, D] of a table that holds [start, stop) of the vocabulary; foreign tokens add nothing."""
+def table_gradient(
+    tokens_BT: Tensor, gradient_BTD: Tensor, rows: tuple[int, int], room: int
+) -> Tensor:
+    """Gradient [room, D] of a table that holds [start, stop) of the vocabulary; foreign tokens add
+    nothing.
+    """
     start, stop = rows
     foreign_BT = (tokens_BT < start) | (tokens_BT >= stop)
     local_BT = (tokens_BT - start).masked_fill_(foreign_BT, room)  # a row more takes them
@@ -51,7 +60,8 @@ def table_gradient(tokens_BT: Tensor, gradient_BTD: Tensor, rows: tuple[int, int
 
 
 class VocabularyHeadLoss(nn.Module):
-    """The head_loss seam over a split vocabulary. Weight [vocab / ranks, D]; rows past `rows` are padding.
+    """The head_loss seam over a split vocabulary. Weight [vocab / ranks, D]; rows past `rows` are
+    padding.
 
     With `sequence` its input is a run of the tokens, its targets are all.
     """
@@ -61,7 +71,9 @@ class VocabularyHeadLoss(nn.Module):
     plain_below = 0
     """Of how many logits on."""
 
-    def __init__(self, weight: nn.Parameter, rows: tuple[int, int], axis: MeshAxis, sequence: bool = False) -> None:
+    def __init__(
+        self, weight: nn.Parameter, rows: tuple[int, int], axis: MeshAxis, sequence: bool = False
+    ) -> None:
         super().__init__()
         self.weight, self.rows, self.axis, self.sequence = weight, rows, axis, sequence
 
@@ -69,34 +81,51 @@ class VocabularyHeadLoss(nn.Module):
         """Sum over valid tokens of the negative log-likelihood; a scalar, equal on every rank."""
         (logits_BTV,) = columns(x_BTD, [(self.weight, None)], self.axis, self.sequence)
         return cross_entropy(
-            logits_BTV.flatten(0, -2), targets_BT.flatten(), self.rows, self.axis, runs(self, logits_BTV)
+            logits_BTV.flatten(0, -2),
+            targets_BT.flatten(),
+            self.rows,
+            self.axis,
+            runs(self, logits_BTV),
         )
 
 
 def runs(head: Any, logits: Tensor) -> str:
-    """The kernels that make the loss of so many logits: those of the `head`, or plain ones for few."""
+    """The kernels that make the loss of so many logits: those of the `head`, or plain ones for
+    few.
+    """
     return str(head.kernels) if logits.numel() >= head.plain_below else "eager"
 
 
 def cross_entropy(
-    logits_NV: Tensor, targets_N: Tensor, rows: tuple[int, int], axis: MeshAxis, kernels: str = "eager"
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    rows: tuple[int, int],
+    axis: MeshAxis,
+    kernels: str = "eager",
 ) -> Tensor:
     """Summed cross entropy of logits whose vocabulary is split over `axis`; `logits_NV` is used up.
 
     Whatever the kernels, the ranks reduce a maximum and then two sums a token.
     """
     if kernels != "eager":
-        reduce = partial(all_reduce, axis=axis, op=dist.ReduceOp.MAX), partial(all_reduce, axis=axis)
+        reduce = (
+            partial(all_reduce, axis=axis, op=dist.ReduceOp.MAX),
+            partial(all_reduce, axis=axis),
+        )
         return fused.cross_entropy(logits_NV, targets_N, rows, reduce=reduce, kernels=kernels)
     loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, rows, axis)
     return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy from three numbers a token: the maximum, the sum of exponentials and the target's logit."""
+    """Cross entropy from three numbers a token: the maximum, the sum of exponentials and the
+    target's logit.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, rows: tuple[int, int], axis: MeshAxis) -> Tensor:
+    def forward(
+        ctx: Any, logits_NV: Tensor, targets_N: Tensor, rows: tuple[int, int], axis: MeshAxis
+    ) -> Tensor:
         start, stop = rows
         dtype = logits_NV.dtype
         logits_NV = at_least_fp32(logits_NV)

@@ -1,4 +1,6 @@
-"""The catalog: models, cards, fabrics and strategies by name, read from `data/*.yaml` and `strategies.yaml`."""
+"""The catalog: models, cards, fabrics and strategies by name, read from `data/*.yaml` and
+`strategies.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from workbench.safe_io import yaml_files
 from workbench.errors import PlanError, refuse
-from workbench.plan.schema import Card, Fabric
 from workbench.plan.model_shape import Shape
+from workbench.plan.schema import Card, Fabric
+from workbench.safe_io import yaml_files
 
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One model of the catalog: its shape, the published parameter count, and where both come from."""
+    """One model of the catalog: its shape, the published parameter count, and where both come
+    from.
+    """
 
     shape: Shape
     parameters: int | None
@@ -37,7 +41,9 @@ class CardEntry:
 
 @dataclass(frozen=True)
 class Preset:
-    """One strategy of `strategies.yaml`; sizes may be rules (see the file's head) resolved with the plan."""
+    """One strategy of `strategies.yaml`; sizes may be rules (see the file's head) resolved with the
+    plan.
+    """
 
     name: str
     title: str
@@ -46,17 +52,23 @@ class Preset:
 
 
 def assets() -> Path:
-    """The folder that holds `data/` and `strategies.yaml`: inside the wheel, else the checkout's root."""
+    """The folder that holds `data/` and `strategies.yaml`: inside the wheel, else the checkout's
+    root.
+    """
     package = Path(__file__).resolve().parents[2]
     packed = package / "_assets"
     return packed if packed.is_dir() else package.parent
 
 
 def read(relative: str) -> Any:
-    """The content of one catalog file, by its path below `assets()`. Raises `PlanError` if it is missing or broken."""
+    """The content of one catalog file, by its path below `assets()`. Raises `PlanError` if it is
+    missing or broken.
+    """
     path = assets() / relative
     if not path.is_file():
-        raise refuse("", f"the catalog file {relative} is missing beside the package; reinstall workbench")
+        raise refuse(
+            "", f"the catalog file {relative} is missing beside the package; reinstall workbench"
+        )
     return yaml_files.parse(path.read_text(encoding="utf-8"), where=relative)
 
 
@@ -82,7 +94,9 @@ def _count(figure: float | None) -> int | None:
 
 @lru_cache(maxsize=1)
 def gpus() -> dict[str, CardEntry]:
-    """Every card of `data/gpus.yaml` by name; `local`, which depends on the machine, is not among them."""
+    """Every card of `data/gpus.yaml` by name; `local`, which depends on the machine, is not among
+    them.
+    """
     return {name: _card(name, dict(entry)) for name, entry in read("data/gpus.yaml").items()}
 
 

@@ -1,7 +1,9 @@
-"""A Hugging Face `config.json` as a shape: one small reader a model family; an unknown family is refused by name.
+"""A Hugging Face `config.json` as a shape: one small reader a model family; an unknown family is
+refused by name.
 
-What a configuration computes beyond the fields of a shape (stretched rotary frequencies, say) is kept as the shape's
-`unmodelled`: it is estimated and rehearsed without, and refused where it would run.
+What a configuration computes beyond the fields of a shape (stretched rotary frequencies, say) is
+kept as the shape's `unmodelled`: it is estimated and rehearsed without, and refused where it would
+run.
 """
 
 from __future__ import annotations
@@ -14,17 +16,23 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from workbench.safe_io import json_files
 from workbench.errors import PlanError, refuse
-from workbench.plan.validation_messages import plan_error
-from workbench.safe_io.files import read_some, unread
 from workbench.plan.catalog.huggingface_code import told
 from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Account, Reading, shown
 from workbench.plan.model_shape import Shape
+from workbench.plan.validation_messages import plan_error
+from workbench.safe_io import json_files
+from workbench.safe_io.files import read_some, unread
 
 Config = dict[str, Any]
 Fields = dict[str, Any]
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "relu": "relu"}
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "relu": "relu",
+}
 MOST_BYTES = 16 * 2**20
 """Of a config.json: the largest published are a thousandth of it."""
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu"}
@@ -33,13 +41,16 @@ GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tan
 def read(path: str) -> Shape:
     """The shape that a config.json, or the folder that holds one, describes.
 
-    Raises `PlanError` naming `model` where the file is missing, is no configuration, or is of a family not known here.
+    Raises `PlanError` naming `model` where the file is missing, is no configuration, or is of a
+    family not known here.
     """
     return _read(path)[0]
 
 
 def account(path: str) -> Account:
-    """What `read` makes of each key of the configuration at `path`. Raises `PlanError` as it does."""
+    """What `read` makes of each key of the configuration at `path`. Raises `PlanError` as it
+    does.
+    """
     return _read(path)[1].account()
 
 
@@ -53,10 +64,14 @@ def _read(path: str) -> tuple[Shape, Reading]:
         why = f"{error.problems[0].field} {error.problems[0].message}".strip()
         raise refuse("model", f"'{file}' is no model configuration: {why}") from None
     if not isinstance(config, dict):
-        raise refuse("model", f"'{file}' is no model configuration: it holds {shown(config)}, not a mapping")
+        raise refuse(
+            "model", f"'{file}' is no model configuration: it holds {shown(config)}, not a mapping"
+        )
     name = config.get("_name_or_path")
     reading = Reading(config, str(file))
-    return _shape(reading, name if isinstance(name, str) and name else file.resolve().parent.name), reading
+    return _shape(
+        reading, name if isinstance(name, str) and name else file.resolve().parent.name
+    ), reading
 
 
 def shape_of(config: Config, name: str = "custom", where: str = "config.json") -> Shape:
@@ -82,48 +97,69 @@ def _shape(reading: Reading, name: str) -> Shape:
 def _activation(reading: Reading, key: str, known: dict[str, str], default: str) -> str:
     name = reading.get(key, default)
     if not isinstance(name, str) or name not in known:
-        raise refuse("model", f"{key} of '{reading.where}' is {shown(name)}; legal: {', '.join(known)}")
+        raise refuse(
+            "model", f"{key} of '{reading.where}' is {shown(name)}; legal: {', '.join(known)}"
+        )
     return known[name]
 
 
 def _llama(reading: Reading, **usual: Any) -> Fields:
-    """Llama, Mistral: RMSNorm, rotary positions, gated feed-forward layer, grouped keys and values."""
+    """Llama, Mistral: RMSNorm, rotary positions, gated feed-forward layer, grouped keys and
+    values.
+    """
     attention, mlp = reading.flag("attention_bias", False), reading.flag("mlp_bias", False)
     if mlp and not attention:
-        raise refuse("model", "mlp_bias is true and attention_bias is not; legal here: both, or neither")
+        raise refuse(
+            "model", "mlp_bias is true and attention_bias is not; legal here: both, or neither"
+        )
     if attention and not mlp:
         reading.lacks("attention_bias", "attention_bias on the output projection too")
     return {
-        "layers": reading.whole("num_hidden_layers", most=MOST_LAYERS), "hidden": reading.whole("hidden_size"),
-        "ffn": reading.whole("intermediate_size"), "heads": reading.whole("num_attention_heads"),
+        "layers": reading.whole("num_hidden_layers", most=MOST_LAYERS),
+        "hidden": reading.whole("hidden_size"),
+        "ffn": reading.whole("intermediate_size"),
+        "heads": reading.whole("num_attention_heads"),
         "kv_heads": reading.whole("num_key_value_heads", usual.get("kv_heads")),
-        "head_dim": reading.whole("head_dim", None), "vocab": reading.whole("vocab_size"),
+        "head_dim": reading.whole("head_dim", None),
+        "vocab": reading.whole("vocab_size"),
         "max_positions": reading.whole("max_position_embeddings", usual.get("positions", 2048)),
         "norm_epsilon": reading.number("rms_norm_eps", usual.get("epsilon", 1e-6)),
-        "mlp": _activation(reading, "hidden_act", GATED, "silu"), "positions": "rope", "norm": "rmsnorm",
+        "mlp": _activation(reading, "hidden_act", GATED, "silu"),
+        "positions": "rope",
+        "norm": "rmsnorm",
         "biases": "all" if mlp else "qkv" if attention else "none",
-        "tied": reading.flag("tie_word_embeddings", False), "rope_theta": _theta(reading, usual.get("theta", 10000.0)),
+        "tied": reading.flag("tie_word_embeddings", False),
+        "rope_theta": _theta(reading, usual.get("theta", 10000.0)),
         "window": _window(reading),
-    }  # fmt: skip
+    }
 
 
 def _theta(reading: Reading, default: float) -> float:
-    """The rotary base: its own key, or in transformers 5 one of `rope_parameters`; stretched frequencies are told."""
+    """The rotary base: its own key, or in transformers 5 one of `rope_parameters`; stretched
+    frequencies are told.
+    """
     theta, inner = reading.number("rope_theta", None), reading.section("rope_parameters")
     by_kind = [part for part in inner.values() if isinstance(part, dict)]
     if len({json.dumps(part, sort_keys=True) for part in by_kind}) > 1:
         reading.lacks("rope_parameters", "rope_parameters that differ between kinds of layers")
     scaling = by_kind[0] if by_kind else inner
-    for key, section in (("rope_scaling", reading.section("rope_scaling")), ("rope_parameters", scaling)):
+    for key, section in (
+        ("rope_scaling", reading.section("rope_scaling")),
+        ("rope_parameters", scaling),
+    ):
         kind = section.get("rope_type", section.get("type"))
         if kind not in (None, "default") and key not in reading.not_modelled:
             reading.lacks(key, f"{key} of type {shown(kind)}")
         if section.get("partial_rotary_factor") not in (None, 1):
-            reading.lacks(key, f"{key} with partial_rotary_factor {shown(section['partial_rotary_factor'])}")
+            reading.lacks(
+                key, f"{key} with partial_rotary_factor {shown(section['partial_rotary_factor'])}"
+            )
     also = reading.number("rope_theta", None, scaling)
     if theta is not None and also is not None and theta != also:
         raise refuse(
-            "model", f"rope_theta of '{reading.where}' is {theta:g}, but in rope_parameters {also:g}; keep one"
+            "model",
+            f"rope_theta of '{reading.where}' is {theta:g}, but in rope_parameters "
+            f"{also:g}; keep one",
         )
     return next(found for found in (theta, also, default) if found is not None)
 
@@ -133,7 +169,9 @@ def _window(reading: Reading) -> int | None:
     window, kinds = reading.whole("sliding_window", None), reading.get("layer_types", [])
     if not isinstance(kinds, list):
         raise reading.wrong("layer_types", kinds, "a list with the kind of each layer")
-    other = {str(kind) for kind in kinds} - ({"full_attention"} if window is None else {"sliding_attention"})
+    other = {str(kind) for kind in kinds} - (
+        {"full_attention"} if window is None else {"sliding_attention"}
+    )
     if other:
         reading.lacks("layer_types", f"layer_types with {', '.join(sorted(other))[:60]} among them")
     return window if not kinds or "sliding_attention" in kinds else None
@@ -146,41 +184,52 @@ def _mistral(reading: Reading) -> Fields:
 
 
 def _qwen2(reading: Reading) -> Fields:
-    """Qwen2: biases on query, key and value; a window only where it is turned on, from `max_window_layers` on."""
+    """Qwen2: biases on query, key and value; a window only where it is turned on, from
+    `max_window_layers` on.
+    """
     fields = {**_llama(reading, kv_heads=32, positions=32768), "biases": "qkv"}
     full = reading.whole("max_window_layers", 28, least=0)
     if not reading.flag("use_sliding_window", False) or full >= fields["layers"]:
         reading.not_modelled.pop("layer_types", None)
         return fields | {"window": None}
     if fields["window"] is not None and full:
-        reading.lacks("max_window_layers", f"max_window_layers {full}: that many layers attend to all")
+        reading.lacks(
+            "max_window_layers", f"max_window_layers {full}: that many layers attend to all"
+        )
     return fields
 
 
 def _mixtral(reading: Reading) -> Fields:
     moe = {
-        "experts": reading.whole("num_local_experts", 8), "top_k": reading.whole("num_experts_per_tok", 2),
+        "experts": reading.whole("num_local_experts", 8),
+        "top_k": reading.whole("num_experts_per_tok", 2),
         "ffn": reading.whole("intermediate_size"),
-    }  # fmt: skip
+    }
     return {**_llama(reading, kv_heads=8, positions=131072, epsilon=1e-5, theta=1e6), "moe": moe}
 
 
 def _deepseek(reading: Reading) -> Fields:
-    """DeepSeek-V2 and V3: latent attention, fine-grained experts beside shared ones, leading dense layers."""
+    """DeepSeek-V2 and V3: latent attention, fine-grained experts beside shared ones, leading dense
+    layers.
+    """
     if (every := reading.whole("moe_layer_freq", 1)) != 1:
         raise refuse("model", f"moe_layer_freq is {every}; legal here: 1")
     third = reading.config.get("model_type") == "deepseek_v3"
     moe = {
-        "experts": reading.whole("n_routed_experts"), "top_k": reading.whole("num_experts_per_tok"),
-        "ffn": reading.whole("moe_intermediate_size"), "shared": reading.whole("n_shared_experts", 0, least=0),
+        "experts": reading.whole("n_routed_experts"),
+        "top_k": reading.whole("num_experts_per_tok"),
+        "ffn": reading.whole("moe_intermediate_size"),
+        "shared": reading.whole("n_shared_experts", 0, least=0),
         "first_dense": reading.whole("first_k_dense_replace", 0, least=0),
         "renormalise": reading.flag("norm_topk_prob", third),
-    }  # fmt: skip
+    }
     mla = {
-        "kv_rank": reading.whole("kv_lora_rank"), "q_rank": reading.whole("q_lora_rank", None),
-        "rope_dim": reading.whole("qk_rope_head_dim"), "nope_dim": reading.whole("qk_nope_head_dim"),
+        "kv_rank": reading.whole("kv_lora_rank"),
+        "q_rank": reading.whole("q_lora_rank", None),
+        "rope_dim": reading.whole("qk_rope_head_dim"),
+        "nope_dim": reading.whole("qk_nope_head_dim"),
         "value_dim": reading.whole("v_head_dim"),
-    }  # fmt: skip
+    }
     reading.whole("topk_group", None)
     return {**_llama(reading), "kv_heads": None, "head_dim": None, "moe": moe, "mla": mla}
 
@@ -188,13 +237,19 @@ def _deepseek(reading: Reading) -> Fields:
 def _gpt2(reading: Reading) -> Fields:
     hidden = reading.whole("n_embd")
     return {
-        "layers": reading.whole("n_layer", most=MOST_LAYERS), "hidden": hidden, "heads": reading.whole("n_head"),
-        "ffn": reading.whole("n_inner", None) or 4 * hidden, "vocab": reading.whole("vocab_size"),
-        "max_positions": reading.whole("n_positions", reading.whole("n_ctx", 1024)), "positions": "learned",
-        "norm": "layernorm", "norm_epsilon": reading.number("layer_norm_epsilon", 1e-5),
-        "mlp": _activation(reading, "activation_function", ACTIVATIONS, "gelu_new"), "biases": "all",
+        "layers": reading.whole("n_layer", most=MOST_LAYERS),
+        "hidden": hidden,
+        "heads": reading.whole("n_head"),
+        "ffn": reading.whole("n_inner", None) or 4 * hidden,
+        "vocab": reading.whole("vocab_size"),
+        "max_positions": reading.whole("n_positions", reading.whole("n_ctx", 1024)),
+        "positions": "learned",
+        "norm": "layernorm",
+        "norm_epsilon": reading.number("layer_norm_epsilon", 1e-5),
+        "mlp": _activation(reading, "activation_function", ACTIVATIONS, "gelu_new"),
+        "biases": "all",
         "tied": reading.flag("tie_word_embeddings", True),
-    }  # fmt: skip
+    }
 
 
 def _opt(reading: Reading) -> Fields:
@@ -204,30 +259,51 @@ def _opt(reading: Reading) -> Fields:
     if not reading.flag("do_layer_norm_before", True):
         raise refuse("model", "do_layer_norm_before is false; legal here: true")
     return {
-        "layers": reading.whole("num_hidden_layers", most=MOST_LAYERS), "hidden": hidden,
-        "heads": reading.whole("num_attention_heads"), "ffn": reading.whole("ffn_dim"),
-        "vocab": reading.whole("vocab_size"), "max_positions": reading.whole("max_position_embeddings", 2048),
-        "positions": "learned", "norm": "layernorm",
+        "layers": reading.whole("num_hidden_layers", most=MOST_LAYERS),
+        "hidden": hidden,
+        "heads": reading.whole("num_attention_heads"),
+        "ffn": reading.whole("ffn_dim"),
+        "vocab": reading.whole("vocab_size"),
+        "max_positions": reading.whole("max_position_embeddings", 2048),
+        "positions": "learned",
+        "norm": "layernorm",
         "mlp": _activation(reading, "activation_function", ACTIVATIONS, "relu"),
         "biases": "all" if reading.flag("enable_bias", True) else "none",
         "tied": reading.flag("tie_word_embeddings", True),
-    }  # fmt: skip
+    }
 
 
 def _bloom(reading: Reading) -> Fields:
     hidden = reading.whole("hidden_size", None) or reading.whole("n_embed")
-    layers = reading.whole("n_layer", None, most=MOST_LAYERS) or reading.whole("num_hidden_layers", most=MOST_LAYERS)
+    layers = reading.whole("n_layer", None, most=MOST_LAYERS) or reading.whole(
+        "num_hidden_layers", most=MOST_LAYERS
+    )
     return {
-        "layers": layers, "hidden": hidden, "ffn": 4 * hidden,
+        "layers": layers,
+        "hidden": hidden,
+        "ffn": 4 * hidden,
         "heads": reading.whole("n_head", None) or reading.whole("num_attention_heads"),
-        "vocab": reading.whole("vocab_size"), "max_positions": reading.whole("seq_length", None), "positions": "alibi",
-        "norm": "layernorm", "norm_epsilon": reading.number("layer_norm_epsilon", 1e-5), "embedding_norm": True,
-        "mlp": "gelu", "biases": "all", "tied": reading.flag("tie_word_embeddings", True),
-    }  # fmt: skip
+        "vocab": reading.whole("vocab_size"),
+        "max_positions": reading.whole("seq_length", None),
+        "positions": "alibi",
+        "norm": "layernorm",
+        "norm_epsilon": reading.number("layer_norm_epsilon", 1e-5),
+        "embedding_norm": True,
+        "mlp": "gelu",
+        "biases": "all",
+        "tied": reading.flag("tie_word_embeddings", True),
+    }
 
 
 FAMILIES: dict[str, Callable[[Reading], Fields]] = {
-    "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "gpt2": _gpt2, "opt": _opt, "bloom": _bloom,
-    "mixtral": _mixtral, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek,
-}  # fmt: skip
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "gpt2": _gpt2,
+    "opt": _opt,
+    "bloom": _bloom,
+    "mixtral": _mixtral,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+}
 """model_type -> its reader."""

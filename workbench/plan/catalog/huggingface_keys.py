@@ -1,7 +1,8 @@
-"""The keys of a Hugging Face `config.json`: each read with its type checked, and what is made of those that are not.
+"""The keys of a Hugging Face `config.json`: each read with its type checked, and what is made of
+those that are not.
 
-A key is used (a field of the shape says it), computes something that a shape cannot say, is ignored for a reason, or is
-unknown. Names and defaults are those of transformers' `configuration_*.py`.
+A key is used (a field of the shape says it), computes something that a shape cannot say, is ignored
+for a reason, or is unknown. Names and defaults are those of transformers' `configuration_*.py`.
 """
 
 from __future__ import annotations
@@ -22,39 +23,74 @@ MOST_LAYERS = 10_000
 REQUIRED: Final = object()
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,), "partial_rotary_factor": (None, 1, 1.0), "add_cross_attention": (None, False),
-    "scale_attn_weights": (None, True), "scale_attn_by_inverse_layer_idx": (None, False),
-    "layer_norm_elementwise_affine": (None, True), "_remove_final_layer_norm": (None, False),
-    "layerdrop": (None, 0, 0.0), "apply_residual_connection_post_layernorm": (None, False),
-    "router_jitter_noise": (None, 0, 0.0), "scoring_func": (None, "softmax"), "topk_method": (None, "greedy"),
-    "n_group": (None, 1), "routed_scaling_factor": (None, 1, 1.0), "num_nextn_predict_layers": (None, 0),
-    "final_logit_softcapping": (None,), "attn_logit_softcapping": (None,), "query_pre_attn_scalar": (None,),
-    "parallel_attn": (None, False), "qk_layernorm": (None, False), "use_qk_norm": (None, False),
-    "is_encoder_decoder": (None, False), "logit_scale": (None, 1, 1.0), "embedding_multiplier": (None, 1, 1.0),
-    "residual_multiplier": (None, 1, 1.0), "attention_multiplier": (None,), "logits_scaling": (None, 1, 1.0),
-    "attention_sink_size": (None, 0), "kv_lora_scale": (None,), "pruned_heads": (None, {}),
-}  # fmt: skip
-"""Key -> values with which the model computes what its shape says; any other is told as not modelled."""
+    "quantization_config": (None,),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "add_cross_attention": (None, False),
+    "scale_attn_weights": (None, True),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+    "layer_norm_elementwise_affine": (None, True),
+    "_remove_final_layer_norm": (None, False),
+    "layerdrop": (None, 0, 0.0),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "router_jitter_noise": (None, 0, 0.0),
+    "scoring_func": (None, "softmax"),
+    "topk_method": (None, "greedy"),
+    "n_group": (None, 1),
+    "routed_scaling_factor": (None, 1, 1.0),
+    "num_nextn_predict_layers": (None, 0),
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "parallel_attn": (None, False),
+    "qk_layernorm": (None, False),
+    "use_qk_norm": (None, False),
+    "is_encoder_decoder": (None, False),
+    "logit_scale": (None, 1, 1.0),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "attention_multiplier": (None,),
+    "logits_scaling": (None, 1, 1.0),
+    "attention_sink_size": (None, 0),
+    "kv_lora_scale": (None,),
+    "pruned_heads": (None, {}),
+}
+"""Key -> values with which the model computes what its shape says; any other is told as not
+modelled.
+"""
 
 _ELSEWHERE = {
     "strategy.precision decides": "torch_dtype dtype use_bfloat16",
-    "training.dropout decides": "attention_dropout attn_pdrop embd_pdrop resid_pdrop hidden_dropout dropout "
+    "training.dropout decides": "attention_dropout attn_pdrop embd_pdrop resid_pdrop "
+    "hidden_dropout dropout "
     "activation_dropout classifier_dropout summary_first_dropout",
-    "weights are initialised by the plan's seed, or loaded": "initializer_range initializer_factor init_std "
+    "weights are initialised by the plan's seed, or loaded": "initializer_range "
+    "initializer_factor init_std "
     "rescale_prenorm_residual",
-    "model.moe.auxiliary_loss decides": "router_aux_loss_coef aux_loss_alpha seq_aux output_router_logits",
-    "the corpus and its tokenizer decide": "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id "
+    "model.moe.auxiliary_loss decides": "router_aux_loss_coef aux_loss_alpha seq_aux "
+    "output_router_logits",
+    "the corpus and its tokenizer decide": "bos_token_id eos_token_id pad_token_id sep_token_id "
+    "unk_token_id "
     "decoder_start_token_id tokenizer_class prefix word_embed_proj_dim_pad",
-    "it changes how the same products are split, not what is computed": "pretraining_tp slow_but_exact "
-    "reorder_and_upcast_attn attention_softmax_in_fp32 masked_softmax_fusion ep_size bias_dropout_fusion",
-    "the model code of another library; none of it is run": "architectures auto_map transformers_version _name_or_path "
-    "torchscript _attn_implementation attn_implementation _flash_attn_2_enabled gradient_checkpointing use_return_dict "
-    "return_dict transformers_js_config unsloth_version unsloth_fixed base_model_tp_plan base_model_pp_plan",
-    "generation, or a head for another task": "use_cache do_sample max_length min_length temperature top_k top_p "
-    "typical_p repetition_penalty length_penalty no_repeat_ngram_size num_beams num_beam_groups num_return_sequences "
-    "diversity_penalty early_stopping bad_words_ids suppress_tokens begin_suppress_tokens forced_bos_token_id "
-    "forced_eos_token_id exponential_decay_length_penalty encoder_no_repeat_ngram_size remove_invalid_values "
-    "return_dict_in_generate output_scores output_attentions output_hidden_states task_specific_params problem_type "
+    "it changes how the same products are split, not what is computed": "pretraining_tp "
+    "slow_but_exact "
+    "reorder_and_upcast_attn attention_softmax_in_fp32 masked_softmax_fusion ep_size "
+    "bias_dropout_fusion",
+    "the model code of another library; none of it is run": "architectures auto_map "
+    "transformers_version _name_or_path "
+    "torchscript _attn_implementation attn_implementation _flash_attn_2_enabled "
+    "gradient_checkpointing use_return_dict "
+    "return_dict transformers_js_config unsloth_version unsloth_fixed base_model_tp_plan "
+    "base_model_pp_plan",
+    "generation, or a head for another task": "use_cache do_sample max_length min_length "
+    "temperature top_k top_p "
+    "typical_p repetition_penalty length_penalty no_repeat_ngram_size num_beams num_beam_groups "
+    "num_return_sequences "
+    "diversity_penalty early_stopping bad_words_ids suppress_tokens begin_suppress_tokens "
+    "forced_bos_token_id "
+    "forced_eos_token_id exponential_decay_length_penalty encoder_no_repeat_ngram_size "
+    "remove_invalid_values "
+    "return_dict_in_generate output_scores output_attentions output_hidden_states "
+    "task_specific_params problem_type "
     "id2label label2id num_labels finetuning_task summary_type summary_use_proj summary_activation "
     "summary_proj_to_labels skip_bias_add skip_bias_add_qkv is_decoder "
     "cross_attention_hidden_size chunk_size_feed_forward tie_encoder_decoder tf_legacy_loss",
@@ -92,7 +128,9 @@ class Account:
 
 @dataclass
 class Reading:
-    """A configuration while it is read: every value checked, every key that was asked for remembered."""
+    """A configuration while it is read: every value checked, every key that was asked for
+    remembered.
+    """
 
     config: Mapping[str, Any]
     where: str
@@ -100,7 +138,9 @@ class Reading:
     not_modelled: dict[str, str] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, or `default` where it is absent or null. Raises `PlanError` for a missing REQUIRED."""
+        """The value of `key`, or `default` where it is absent or null. Raises `PlanError` for a
+        missing REQUIRED.
+        """
         if key in self.config:
             self.used[key] = None
         value = self.config.get(key)
@@ -117,7 +157,9 @@ class Reading:
             raise self.wrong(key, value, f"an integer from {least} to {most}")
         return value
 
-    def number(self, key: str, default: float | None, source: Mapping[str, Any] | None = None) -> float | None:
+    def number(
+        self, key: str, default: float | None, source: Mapping[str, Any] | None = None
+    ) -> float | None:
         """The number above 0 at `key`, of this configuration or of a mapping in it."""
         value = self.get(key) if source is None else source.get(key)
         if value is None:
@@ -151,7 +193,11 @@ class Reading:
 
     def account(self) -> Account:
         """What was made of every key; values that are not neutral become what is not modelled."""
-        rest = {k: v for k, v in self.config.items() if k not in self.used and k not in self.not_modelled}
+        rest = {
+            k: v
+            for k, v in self.config.items()
+            if k not in self.used and k not in self.not_modelled
+        }
         rest.pop("model_type", None)
         told = {k: v for k, v in rest.items() if k in NEUTRAL}
         for key, value in told.items():
@@ -159,7 +205,9 @@ class Reading:
                 self.lacks(key, f"{key} {_json(value)}")
         neutral = {key: "as the shape has it" for key in told if key not in self.not_modelled}
         ignored = {key: IGNORED[key] for key in rest if key in IGNORED and key not in told}
-        unknown = {key: value for key, value in rest.items() if key not in told and key not in ignored}
+        unknown = {
+            key: value for key, value in rest.items() if key not in told and key not in ignored
+        }
         used = ["model_type", *(key for key in self.used if key not in self.not_modelled)]
         return Account(used, dict(self.not_modelled), {**ignored, **neutral}, unknown)
 

@@ -5,28 +5,46 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from workbench.plan import custom_schedule
-from workbench.plan.rules import legal_sizes
 from workbench.errors import Problem
+from workbench.plan import custom_schedule
 from workbench.plan.head_split import rooms
+from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan
 
-CHUNKS = {"gpipe": (1, 1), "1f1b": (1, 1), "zb-h1": (1, 1), "zb-h2": (1, 1), "zb-v": (2, 2), "dualpipe-v": (2, 2)}
+CHUNKS = {
+    "gpipe": (1, 1),
+    "1f1b": (1, 1),
+    "zb-h1": (1, 1),
+    "zb-h2": (1, 1),
+    "zb-v": (2, 2),
+    "dualpipe-v": (2, 2),
+}
 """Schedule -> (fewest, most) chunks a rank; `interleaved` takes two or more, a CSV any."""
 SCHEDULES = (*CHUNKS, "interleaved")
 
 
 def _world(plan: Plan) -> Iterator[Problem]:
     sizes, gpus = plan.sizes, plan.world_size
-    axes = [axis for axis in AXES if axis != "data" and (axis != "pipeline" or not plan.strategy.pipeline.replicas)]
+    axes = [
+        axis
+        for axis in AXES
+        if axis != "data" and (axis != "pipeline" or not plan.strategy.pipeline.replicas)
+    ]
     others = math.prod(sizes[axis] for axis in axes)
     if gpus % others:
         product = " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
-        yield Problem("cluster.gpus", f"is {gpus}, which {product} = {others} does not divide; "
-                      f"legal: gpus {legal_sizes.near(gpus, _multiples(gpus, others))}, or axes whose product is "
-                      f"{legal_sizes.near(others, legal_sizes.divisors(gpus))}")  # fmt: skip
+        yield Problem(
+            "cluster.gpus",
+            f"is {gpus}, which {product} = {others} does not divide; "
+            f"legal: gpus {legal_sizes.near(gpus, _multiples(gpus, others))}, or axes "
+            f"whose product is "
+            f"{legal_sizes.near(others, legal_sizes.divisors(gpus))}",
+        )
     if plan.strategy.preset == "single" and sizes["data"] > 1:
-        yield Problem("cluster.gpus", f"is {gpus}, but preset single is one device; legal: 1, or another preset (ddp)")
+        yield Problem(
+            "cluster.gpus",
+            f"is {gpus}, but preset single is one device; legal: 1, or another preset (ddp)",
+        )
 
 
 def _multiples(near: int, unit: int) -> list[int]:
@@ -38,102 +56,167 @@ def _tensor(plan: Plan) -> Iterator[Problem]:
     if tensor.algorithm != "1d":
         yield from _grid(plan)
     elif isinstance(tensor.size, list):
-        yield Problem("strategy.tensor.size", f"is the grid {tensor.size}, but algorithm 1d takes one number")
+        yield Problem(
+            "strategy.tensor.size", f"is the grid {tensor.size}, but algorithm 1d takes one number"
+        )
     elif reasons := legal_sizes.exceeds(shape, tensor.size):
         most = min(shape.heads, shape.ffn, shape.moe.ffn if shape.moe else shape.ffn)
-        yield Problem("strategy.tensor.size", f"is {tensor.size}, more than {', '.join(reasons)}; "
-                      f"legal for {shape.name}: 1 to {most}")  # fmt: skip
+        yield Problem(
+            "strategy.tensor.size",
+            f"is {tensor.size}, more than {', '.join(reasons)}; "
+            f"legal for {shape.name}: 1 to {most}",
+        )
     elif plan.strategy.operators and (reasons := legal_sizes.splits(shape, tensor.size)):
         near = legal_sizes.near(tensor.size, legal_sizes.tensor_sizes(shape, shape.heads))
-        yield Problem("strategy.tensor.size", f"is {tensor.size}, which does not divide {', '.join(reasons)}, and "
-                      f"strategy.operators pad nothing; legal for {shape.name}: {near}")  # fmt: skip
+        yield Problem(
+            "strategy.tensor.size",
+            f"is {tensor.size}, which does not divide "
+            f"{', '.join(reasons)}, and "
+            f"strategy.operators pad nothing; legal for {shape.name}: {near}",
+        )
     length = plan.training.sequence_length // plan.strategy.context.size
     if tensor.sequence and length % tensor.ranks:
-        yield Problem("strategy.tensor.sequence", f"splits {length} tokens over {tensor.ranks} ranks; legal: false, "
-                      "or a sequence_length that the tensor size divides")  # fmt: skip
+        yield Problem(
+            "strategy.tensor.sequence",
+            f"splits {length} tokens over {tensor.ranks} "
+            f"ranks; legal: false, "
+            "or a sequence_length that the tensor size divides",
+        )
 
 
 def _grid(plan: Plan) -> Iterator[Problem]:
     tensor, shape = plan.strategy.tensor, plan.shape
     found = legal_sizes.grids(tensor.algorithm, plan.world_size, shape)
     if tensor.size not in found and tensor.ranks > 1:
-        form = {"2d": "[q, q]", "2.5d": "[q, q, d] with d up to q", "3d": "[l, l, l]"}[tensor.algorithm]
+        form = {"2d": "[q, q]", "2.5d": "[q, q, d] with d up to q", "3d": "[l, l, l]"}[
+            tensor.algorithm
+        ]
         widths = f"heads = {shape.heads}, hidden = {shape.hidden} and ffn = {shape.ffn}"
-        yield Problem("strategy.tensor.size", f"is {tensor.size}; algorithm {tensor.algorithm} takes {form} whose "
-                      f"product divides {plan.world_size} and whose sides divide {widths}; "
-                      f"legal: {', '.join(map(str, found))}")  # fmt: skip
+        yield Problem(
+            "strategy.tensor.size",
+            f"is {tensor.size}; algorithm {tensor.algorithm} "
+            f"takes {form} whose "
+            f"product divides {plan.world_size} and whose sides divide {widths}; "
+            f"legal: {', '.join(map(str, found))}",
+        )
     parts, batch = legal_sizes.token_parts(tensor.algorithm, tensor.size), plan.training.micro_batch
     if batch % parts:
-        yield Problem("training.micro_batch", f"is {batch}, which {tensor.algorithm} grid {tensor.size} splits "
-                      f"into {parts}; legal: {legal_sizes.near(batch, _multiples(batch, parts))}")  # fmt: skip
+        yield Problem(
+            "training.micro_batch",
+            f"is {batch}, which {tensor.algorithm} grid "
+            f"{tensor.size} splits "
+            f"into {parts}; legal: {legal_sizes.near(batch, _multiples(batch, parts))}",
+        )
     if tensor.sequence:
-        yield Problem("strategy.tensor.sequence", f"is true, which algorithm {tensor.algorithm} already implies; "
-                      "legal: false")  # fmt: skip
+        yield Problem(
+            "strategy.tensor.sequence",
+            f"is true, which algorithm {tensor.algorithm} already implies; legal: false",
+        )
 
 
 def _pipeline(plan: Plan) -> Iterator[Problem]:
     pipeline, layers = plan.strategy.pipeline, plan.shape.layers
     stages = pipeline.size * pipeline.chunks
     if stages > layers:
-        yield Problem("strategy.pipeline.size", f"{pipeline.size} x chunks {pipeline.chunks} = {stages} stages, but "
-                      f"{plan.shape.name} has {layers} layers; "
-                      f"legal sizes: 1 to {layers // pipeline.chunks}")  # fmt: skip
+        yield Problem(
+            "strategy.pipeline.size",
+            f"{pipeline.size} x chunks {pipeline.chunks} = "
+            f"{stages} stages, but "
+            f"{plan.shape.name} has {layers} layers; "
+            f"legal sizes: 1 to {layers // pipeline.chunks}",
+        )
     elif pipeline.partition == "uniform":
         even = [p for p in range(1, layers + 1) if layers % (p * pipeline.chunks) == 0]
-        yield Problem("strategy.pipeline.partition", f"uniform, but {stages} stages do not divide {layers} layers; "
-                      f"legal: balanced, a list, or pipeline.size {legal_sizes.near(pipeline.size, even)}")  # fmt: skip
+        yield Problem(
+            "strategy.pipeline.partition",
+            f"uniform, but {stages} stages do not divide "
+            f"{layers} layers; "
+            f"legal: balanced, a list, or pipeline.size "
+            f"{legal_sizes.near(pipeline.size, even)}",
+        )
     elif isinstance(pipeline.partition, list):
         yield from _partition(pipeline.partition, stages, layers)
 
 
 def _partition(counts: list[int], stages: int, layers: int) -> Iterator[Problem]:
     if len(counts) != stages or sum(counts) != layers:
-        yield Problem("strategy.pipeline.partition", f"{counts} gives {len(counts)} stages and {sum(counts)} layers; "
-                      f"legal: {stages} numbers that add up to {layers}, or balanced")  # fmt: skip
+        yield Problem(
+            "strategy.pipeline.partition",
+            f"{counts} gives {len(counts)} stages and "
+            f"{sum(counts)} layers; "
+            f"legal: {stages} numbers that add up to {layers}, or balanced",
+        )
 
 
 def _schedule(plan: Plan) -> Iterator[Problem]:
     pipeline, microbatches = plan.strategy.pipeline, plan.num_microbatches
     name, chunks, p = pipeline.schedule, pipeline.chunks, pipeline.size
     if name not in SCHEDULES and not name.endswith(".csv"):
-        yield Problem("strategy.pipeline.schedule", f"'{name}' is not known; legal: {', '.join(SCHEDULES)}, or a .csv")
+        yield Problem(
+            "strategy.pipeline.schedule",
+            f"'{name}' is not known; legal: {', '.join(SCHEDULES)}, or a .csv",
+        )
     elif broken := custom_schedule.problem(plan):
         yield from broken.problems
     low, most = CHUNKS.get(name, (2 if name == "interleaved" else 1, chunks))
     if not low <= chunks <= max(low, most):
-        yield Problem("strategy.pipeline.chunks", f"is {chunks}, but schedule {name} takes "
-                      f"{low if name in CHUNKS else f'{low} or more'}")  # fmt: skip
+        yield Problem(
+            "strategy.pipeline.chunks",
+            f"is {chunks}, but schedule {name} takes {low if name in CHUNKS else f'{low} or more'}",
+        )
     if name == "interleaved" and p > 1 and microbatches % p:
-        yield Problem("training.global_batch", f"{plan.training.global_batch} makes {microbatches} microbatches, which "
-                      f"schedule interleaved needs in multiples of pipeline.size = {p}; "
-                      f"legal: {_batches(plan, _multiples(microbatches, p))}")  # fmt: skip
+        yield Problem(
+            "training.global_batch",
+            f"{plan.training.global_batch} makes "
+            f"{microbatches} microbatches, which "
+            f"schedule interleaved needs in multiples of pipeline.size = {p}; "
+            f"legal: {_batches(plan, _multiples(microbatches, p))}",
+        )
     if name == "dualpipe-v" and p > 1 and microbatches < 2 * p:
-        yield Problem("training.global_batch", f"{plan.training.global_batch} makes {microbatches} microbatches; "
-                      f"schedule dualpipe-v needs two a rank; legal: at least {_batches(plan, [2 * p])}")  # fmt: skip
+        yield Problem(
+            "training.global_batch",
+            f"{plan.training.global_batch} makes "
+            f"{microbatches} microbatches; "
+            f"schedule dualpipe-v needs two a rank; legal: at least "
+            f"{_batches(plan, [2 * p])}",
+        )
 
 
 def _replicas(plan: Plan) -> Iterator[Problem]:
-    """Stages replicated unequally (DAPPLE): whole stages of one chunk, plain data parallelism within each."""
+    """Stages replicated unequally (DAPPLE): whole stages of one chunk, plain data parallelism
+    within each.
+    """
     s, ranks, sizes = plan.strategy, plan.strategy.pipeline.replicas, plan.sizes
     if ranks is None:
         return
     left = plan.world_size // (sizes["tensor"] * sizes["context"])
     if len(ranks) != s.pipeline.size or sum(ranks) != left:
-        yield Problem("strategy.pipeline.replicas", f"{ranks} gives {len(ranks)} stages and {sum(ranks)} ranks; legal: "
-                      f"{s.pipeline.size} numbers that add up to {left} = {plan.world_size} cards / (tensor "
-                      f"{sizes['tensor']} x context {sizes['context']})")  # fmt: skip
+        yield Problem(
+            "strategy.pipeline.replicas",
+            f"{ranks} gives {len(ranks)} stages and "
+            f"{sum(ranks)} ranks; legal: "
+            f"{s.pipeline.size} numbers that add up to {left} = {plan.world_size} cards "
+            f"/ (tensor "
+            f"{sizes['tensor']} x context {sizes['context']})",
+        )
     if len(set(ranks)) == 1:
         return
     last = s.placement[-1]
     needs = (
-        ("pipeline.chunks", s.pipeline.chunks, 1), ("data.zero", s.data.zero, 0), ("expert.size", s.expert.size, 1),
+        ("pipeline.chunks", s.pipeline.chunks, 1),
+        ("data.zero", s.data.zero, 0),
+        ("expert.size", s.expert.size, 1),
         ("placement", last, "pipeline"),
-    )  # fmt: skip
+    )
     for field, value, legal_value in needs:
         if value != legal_value:
             what = f"ends with {value}" if field == "placement" else f"is {value}"
-            yield Problem(f"strategy.{field}", f"{what}, but stages are replicated {ranks} times; legal: {legal_value}"
-                          f"{' last' if field == 'placement' else ''}, or equal replicas")  # fmt: skip
+            yield Problem(
+                f"strategy.{field}",
+                f"{what}, but stages are replicated {ranks} times; "
+                f"legal: {legal_value}"
+                f"{' last' if field == 'placement' else ''}, or equal replicas",
+            )
 
 
 def _batches(plan: Plan, microbatches: list[int]) -> str:
@@ -150,14 +233,26 @@ def _data(plan: Plan) -> Iterator[Problem]:
     )
     for field, used, stage in needs:
         if used and data.zero < stage:
-            yield Problem(f"strategy.data.{field}", f"is {getattr(data, field)}, which needs data.zero {stage} "
-                          f"or more; zero is {data.zero}")  # fmt: skip
+            yield Problem(
+                f"strategy.data.{field}",
+                f"is {getattr(data, field)}, which needs "
+                f"data.zero {stage} "
+                f"or more; zero is {data.zero}",
+            )
     if data.in_flight != 2 and plan.strategy.stack != "workbench":
-        yield Problem("strategy.data.in_flight", f"is {data.in_flight}, but how many {plan.strategy.stack} keeps is "
-                      "its own; legal: 2, or strategy.stack: workbench")  # fmt: skip
+        yield Problem(
+            "strategy.data.in_flight",
+            f"is {data.in_flight}, but how many "
+            f"{plan.strategy.stack} keeps is "
+            "its own; legal: 2, or strategy.stack: workbench",
+        )
     if isinstance(data.shard, int) and replicas % data.shard:
-        yield Problem("strategy.data.shard", f"is {data.shard}, which does not divide data x context = {replicas}; "
-                      f"legal: all, {legal_sizes.near(data.shard, legal_sizes.divisors(replicas))}")  # fmt: skip
+        yield Problem(
+            "strategy.data.shard",
+            f"is {data.shard}, which does not divide data x "
+            f"context = {replicas}; "
+            f"legal: all, {legal_sizes.near(data.shard, legal_sizes.divisors(replicas))}",
+        )
 
 
 def _context(plan: Plan) -> Iterator[Problem]:
@@ -171,9 +266,18 @@ def _context(plan: Plan) -> Iterator[Problem]:
         heads = rooms(plan.shape, tensor)[0]
         rule = f"2 x size divides sequence_length = {length}"
         if context.algorithm == "ulysses":
-            rule = f"size divides the {heads} heads that tensor = {tensor} leaves, and sequence_length = {length}"
-        near = legal_sizes.near(context.size, legal_sizes.context_sizes(plan.shape, world, length, tensor, context.algorithm))
-        yield Problem("strategy.context.size", f"is {context.size}; {context.algorithm}: {rule}; legal: {near}")
+            rule = (
+                f"size divides the {heads} heads that tensor = {tensor} leaves, and "
+                f"sequence_length = {length}"
+            )
+        near = legal_sizes.near(
+            context.size,
+            legal_sizes.context_sizes(plan.shape, world, length, tensor, context.algorithm),
+        )
+        yield Problem(
+            "strategy.context.size",
+            f"is {context.size}; {context.algorithm}: {rule}; legal: {near}",
+        )
 
 
 def _expert(plan: Plan) -> Iterator[Problem]:
@@ -181,11 +285,17 @@ def _expert(plan: Plan) -> Iterator[Problem]:
     if size == 1:
         return
     if plan.shape.moe is None:
-        yield Problem("strategy.expert.size", f"is {size}, but {plan.shape.name} has no experts; legal: 1")
+        yield Problem(
+            "strategy.expert.size", f"is {size}, but {plan.shape.name} has no experts; legal: 1"
+        )
     elif size not in legal_sizes.expert_sizes(plan.shape, replicas):
         near = legal_sizes.near(size, legal_sizes.expert_sizes(plan.shape, replicas))
-        yield Problem("strategy.expert.size", f"is {size}; it divides {plan.shape.moe.experts} experts and "
-                      f"data x context = {replicas}; legal: {near}")  # fmt: skip
+        yield Problem(
+            "strategy.expert.size",
+            f"is {size}; it divides {plan.shape.moe.experts} "
+            f"experts and "
+            f"data x context = {replicas}; legal: {near}",
+        )
 
 
 def _placement(plan: Plan) -> Iterator[Problem]:
@@ -195,8 +305,16 @@ def _placement(plan: Plan) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[Plan], Iterator[Problem]], ...] = (
-    _world, _tensor, _pipeline, _schedule, _replicas, _data, _context, _expert, _placement,
-)  # fmt: skip
+    _world,
+    _tensor,
+    _pipeline,
+    _schedule,
+    _replicas,
+    _data,
+    _context,
+    _expert,
+    _placement,
+)
 """Every rule of this file; each takes a complete plan."""
 WITHOUT_SHAPE: tuple[Callable[[Plan], Iterator[Problem]], ...] = (_world, _data, _placement)
 """Those that ask nothing of the model."""

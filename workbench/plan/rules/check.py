@@ -1,19 +1,18 @@
 """Whether a plan is legal: decided here, once, for every instrument.
 
-Each rule yields every problem it finds, with the field, the numbers and the nearest legal values. A plan that is legal
-need not fit its cards, and need not be something that this version can run: `support` says that.
+Each rule yields every problem it finds, with the field, the numbers and the nearest legal values. A
+plan that is legal need not fit its cards, and need not be something that this version can run:
+`support` says that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from workbench.plan.rules import axis_rules
-from workbench.plan.rules import python_model_rules
-from workbench.plan.rules import legal_sizes
 from workbench.errors import PlanError, Problem
-from workbench.plan.schema import STORED, Plan
 from workbench.plan.model_shape import Shape
+from workbench.plan.rules import axis_rules, legal_sizes, python_model_rules
+from workbench.plan.schema import STORED, Plan
 
 BYTES = 256
 """Vocabulary that byte-level tokens need."""
@@ -35,7 +34,14 @@ def problems(plan: Plan) -> list[Problem]:
         return broken  # sizes mean nothing on a shape or a cluster that cannot exist
     rules = (*axis_rules.RULES, _batch, _sequence, _precision, _recompute, _training, _corpus)
     if plan.code:
-        rules = (*axis_rules.WITHOUT_SHAPE, *python_model_rules.RULES, _batch, _precision, _training, _corpus)
+        rules = (
+            *axis_rules.WITHOUT_SHAPE,
+            *python_model_rules.RULES,
+            _batch,
+            _precision,
+            _training,
+            _corpus,
+        )
     return [problem for rule in rules for problem in rule(plan)]
 
 
@@ -43,36 +49,57 @@ def _shape(plan: Plan) -> Iterator[Problem]:
     shape = plan.shape
     yield from _heads(shape)
     if shape.moe and shape.moe.top_k > shape.moe.experts:
-        yield Problem("model.moe.top_k", f"is {shape.moe.top_k} of {shape.moe.experts} experts; "
-                      f"legal: 1 to {shape.moe.experts}")  # fmt: skip
+        yield Problem(
+            "model.moe.top_k",
+            f"is {shape.moe.top_k} of {shape.moe.experts} experts; legal: 1 to {shape.moe.experts}",
+        )
     if shape.moe and shape.moe.renormalise and shape.moe.top_k == 1:
-        yield Problem("model.moe.renormalise", "is true with top_k 1: the only gate would always be 1, and the router "
-                      "learn nothing from the loss; legal: false")  # fmt: skip
+        yield Problem(
+            "model.moe.renormalise",
+            "is true with top_k 1: the only gate would always "
+            "be 1, and the router "
+            "learn nothing from the loss; legal: false",
+        )
     if shape.moe and shape.moe.first_dense > shape.layers:
-        yield Problem("model.moe.first_dense", f"is {shape.moe.first_dense} of {shape.layers} layers; "
-                      f"legal: 0 to {shape.layers}")  # fmt: skip
+        yield Problem(
+            "model.moe.first_dense",
+            f"is {shape.moe.first_dense} of {shape.layers} layers; legal: 0 to {shape.layers}",
+        )
 
 
 def _heads(shape: Shape) -> Iterator[Problem]:
     if shape.mla is None and shape.heads % int(shape.kv_heads or 1):
-        yield Problem("model.kv_heads", f"{shape.kv_heads} does not divide heads = {shape.heads}; "
-                      f"legal: {legal_sizes.near(int(shape.kv_heads or 1), legal_sizes.divisors(shape.heads))}")  # fmt: skip
+        yield Problem(
+            "model.kv_heads",
+            f"{shape.kv_heads} does not divide heads = {shape.heads}; "
+            f"legal: {legal_sizes.near(int(shape.kv_heads or 1), legal_sizes.divisors(shape.heads))}",
+        )
     width = shape.mla.rope_dim if shape.mla else int(shape.head_dim or 0)
     field = "model.mla.rope_dim" if shape.mla else "model.head_dim"
     if shape.positions == "rope" and width % 2:
-        yield Problem(field, f"is {width}, and rotary positions turn pairs; legal: {width - 1}, {width + 1}")
+        yield Problem(
+            field, f"is {width}, and rotary positions turn pairs; legal: {width - 1}, {width + 1}"
+        )
 
 
 def _cluster(plan: Plan) -> Iterator[Problem]:
     c, most = plan.cluster, plan.fabric.gpus_per_node
     nodes, per_node = int(c.nodes or 1), int(c.gpus_per_node or 1)
     if per_node > most:
-        yield Problem("cluster.gpus_per_node", f"is {per_node}, but a node of fabric {plan.fabric.name} "
-                      f"has {most} cards; legal: 1 to {most}")  # fmt: skip
+        yield Problem(
+            "cluster.gpus_per_node",
+            f"is {per_node}, but a node of fabric "
+            f"{plan.fabric.name} "
+            f"has {most} cards; legal: 1 to {most}",
+        )
     if nodes * per_node != c.gpus:
         whole = [n * per_node for n in range(max(1, c.gpus // per_node), c.gpus // per_node + 2)]
-        yield Problem("cluster.gpus", f"is {c.gpus}, but {nodes} nodes x {per_node} cards = {nodes * per_node}; every "
-                      f"node holds the same number; legal: {legal_sizes.near(c.gpus, whole)}")  # fmt: skip
+        yield Problem(
+            "cluster.gpus",
+            f"is {c.gpus}, but {nodes} nodes x {per_node} cards = "
+            f"{nodes * per_node}; every "
+            f"node holds the same number; legal: {legal_sizes.near(c.gpus, whole)}",
+        )
 
 
 def _batch(plan: Plan) -> Iterator[Problem]:
@@ -81,29 +108,47 @@ def _batch(plan: Plan) -> Iterator[Problem]:
     if t.global_batch % unit:
         below = t.global_batch // unit * unit
         near = ", ".join(str(batch) for batch in (below, below + unit) if batch)
-        yield Problem("training.global_batch", f"is {t.global_batch}, not a multiple of micro_batch {t.micro_batch} x "
-                      f"data size {data} = {unit}; legal: {near}")  # fmt: skip
+        yield Problem(
+            "training.global_batch",
+            f"is {t.global_batch}, not a multiple of "
+            f"micro_batch {t.micro_batch} x "
+            f"data size {data} = {unit}; legal: {near}",
+        )
 
 
 def _sequence(plan: Plan) -> Iterator[Problem]:
     length, most = plan.training.sequence_length, plan.shape.max_positions
     if plan.shape.positions == "learned" and length > most:
-        yield Problem("training.sequence_length", f"is {length}, but model {plan.shape.name} has a table of {most} "
-                      f"learned positions; legal: 1 to {most}")  # fmt: skip
+        yield Problem(
+            "training.sequence_length",
+            f"is {length}, but model {plan.shape.name} has "
+            f"a table of {most} "
+            f"learned positions; legal: 1 to {most}",
+        )
 
 
 def _precision(plan: Plan) -> Iterator[Problem]:
     s, has = plan.strategy, list(plan.card.tflops)
     if plan.card.device != "cpu" and s.precision not in ("fp32", *has):
-        legal_names = ", ".join(dtype for dtype in ("fp32", "tf32", "bf16", "fp16", "fp8") if dtype in ("fp32", *has))
-        yield Problem("strategy.precision", f"is {s.precision}, which {plan.card.name} does not have; "
-                      f"legal: {legal_names}")  # fmt: skip
+        legal_names = ", ".join(
+            dtype for dtype in ("fp32", "tf32", "bf16", "fp16", "fp8") if dtype in ("fp32", *has)
+        )
+        yield Problem(
+            "strategy.precision",
+            f"is {s.precision}, which {plan.card.name} does not have; legal: {legal_names}",
+        )
     if plan.card.device == "cpu" and s.precision in ("tf32", "fp8"):
-        yield Problem("strategy.precision", f"is {s.precision}, which CPU ranks do not have; legal: fp32, bf16, fp16")
+        yield Problem(
+            "strategy.precision",
+            f"is {s.precision}, which CPU ranks do not have; legal: fp32, bf16, fp16",
+        )
     parameters = STORED.get(s.precision, s.precision)
     if s.gradient_dtype not in ("fp32", parameters):
         kinds = " or ".join(dict.fromkeys(("fp32", parameters)))
-        yield Problem("strategy.gradient_dtype", f"is {s.gradient_dtype} with precision {s.precision}; legal: {kinds}")
+        yield Problem(
+            "strategy.gradient_dtype",
+            f"is {s.gradient_dtype} with precision {s.precision}; legal: {kinds}",
+        )
 
 
 def _recompute(plan: Plan) -> Iterator[Problem]:
@@ -112,17 +157,28 @@ def _recompute(plan: Plan) -> Iterator[Problem]:
         return
     outside = [layer for layer in wanted if layer >= layers]
     if outside or len(set(wanted)) < len(wanted):
-        yield Problem("strategy.recompute", f"is {wanted}; legal: each layer at most once, from 0 to {layers - 1}")
+        yield Problem(
+            "strategy.recompute",
+            f"is {wanted}; legal: each layer at most once, from 0 to {layers - 1}",
+        )
 
 
 def _training(plan: Plan) -> Iterator[Problem]:
     t = plan.training
     if t.optimizer.warmup_steps > t.steps:
-        yield Problem("training.optimizer.warmup_steps", f"is {t.optimizer.warmup_steps}, more than training.steps = "
-                      f"{t.steps}; legal: 0 to {t.steps}")  # fmt: skip
+        yield Problem(
+            "training.optimizer.warmup_steps",
+            f"is {t.optimizer.warmup_steps}, more "
+            f"than training.steps = "
+            f"{t.steps}; legal: 0 to {t.steps}",
+        )
     if t.evaluation.every and plan.corpus.holdout == 0:
-        yield Problem("corpus.holdout", "is 0, so training.evaluation.every = "
-                      f"{t.evaluation.every} has no text to read; legal: above 0 and below 1, e.g. 0.05")  # fmt: skip
+        yield Problem(
+            "corpus.holdout",
+            "is 0, so training.evaluation.every = "
+            f"{t.evaluation.every} has no text to read; legal: above 0 and below 1, "
+            f"e.g. 0.05",
+        )
 
 
 def _corpus(plan: Plan) -> Iterator[Problem]:

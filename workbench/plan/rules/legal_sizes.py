@@ -1,4 +1,6 @@
-"""Which sizes an axis may have: the divisibility rules of FORMULAS "Legal", shared by presets and by `check`."""
+"""Which sizes an axis may have: the divisibility rules of FORMULAS "Legal", shared by presets and
+by `check`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def divisors(number: int) -> list[int]:
 def splits(shape: Shape, size: int) -> list[str]:
     """What of one block's matrices `size` ranks do not divide; empty if they divide all.
 
-    Heads and feed-forward width divide evenly; key-value heads divide evenly or are replicated evenly.
+    Heads and feed-forward width divide evenly; key-value heads divide evenly or are replicated
+    evenly.
     """
     reasons = [f"heads = {shape.heads}"] if shape.heads % size else []
     kv = int(shape.kv_heads or shape.heads)
@@ -31,14 +34,19 @@ def splits(shape: Shape, size: int) -> list[str]:
 
 
 def exceeds(shape: Shape, size: int) -> list[str]:
-    """What one of `size` 1-D tensor ranks would have nothing of; what they do not divide is padded (`plan.heads`)."""
-    parts = {"heads": shape.heads, "ffn": shape.ffn} | ({"moe.ffn": shape.moe.ffn} if shape.moe else {})
+    """What one of `size` 1-D tensor ranks would have nothing of; what they do not divide is padded
+    (`plan.heads`).
+    """
+    parts = {"heads": shape.heads, "ffn": shape.ffn} | (
+        {"moe.ffn": shape.moe.ffn} if shape.moe else {}
+    )
     return [f"{name} = {count}" for name, count in parts.items() if count < size]
 
 
 def widening(shape: Shape, size: int) -> float:
-    """What the widest of `size` 1-D tensor ranks has of a layer's matrices, padding and shared key-value heads
-    included, over an even share of them."""
+    """What the widest of `size` 1-D tensor ranks has of a layer's matrices, padding and shared
+    key-value heads included, over an even share of them.
+    """
     heads, kv = rooms(shape, size)
     each, wide = 2 * shape.q_width / shape.heads, 3 if shape.gated else 2
     ffn = (shape.moe.top_k + shape.moe.shared) * shape.moe.ffn if shape.moe else shape.ffn
@@ -47,7 +55,8 @@ def widening(shape: Shape, size: int) -> float:
 
 
 def tensor_sizes(shape: Shape, ranks: int, most: int | None = None) -> list[int]:
-    """1-D tensor sizes that divide `ranks` and the model, and are at most `most`, ascending; 1 is always among them.
+    """1-D tensor sizes that divide `ranks` and the model, and are at most `most`, ascending; 1 is
+    always among them.
 
     Others are legal too, up to the number of heads, and pad; a preset does not choose them.
     """
@@ -55,12 +64,18 @@ def tensor_sizes(shape: Shape, ranks: int, most: int | None = None) -> list[int]
 
 
 def pipeline_sizes(shape: Shape, ranks: int, chunks: int) -> list[int]:
-    """Pipeline sizes that divide `ranks` and leave every chunk of every stage at least one block."""
+    """Pipeline sizes that divide `ranks` and leave every chunk of every stage at least one
+    block.
+    """
     return [p for p in divisors(ranks) if p * chunks <= shape.layers]
 
 
-def context_sizes(shape: Shape, ranks: int, sequence: int, tensor: int, algorithm: str) -> list[int]:
-    """Context sizes that divide `ranks`: 2c divides the sequence (ring), or c the heads of a tensor rank (Ulysses)."""
+def context_sizes(
+    shape: Shape, ranks: int, sequence: int, tensor: int, algorithm: str
+) -> list[int]:
+    """Context sizes that divide `ranks`: 2c divides the sequence (ring), or c the heads of a tensor
+    rank (Ulysses).
+    """
     if algorithm == "ulysses":
         heads = rooms(shape, tensor)[0]
         return [c for c in divisors(ranks) if heads % c == 0 and sequence % c == 0]
@@ -85,7 +100,9 @@ def grids(algorithm: str, ranks: int, shape: Shape) -> list[list[int]]:
 
 
 def token_parts(algorithm: str, grid: list[int] | int) -> int:
-    """Parts into which a tensor grid splits a micro-batch, by whole sequences: q of 2-D, q d of 2.5-D, l^2 of 3-D."""
+    """Parts into which a tensor grid splits a micro-batch, by whole sequences: q of 2-D, q d of
+    2.5-D, l^2 of 3-D.
+    """
     if algorithm == "1d" or isinstance(grid, int):
         return 1
     return grid[0] * (1 if algorithm == "2d" else grid[-1])

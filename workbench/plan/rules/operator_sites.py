@@ -1,4 +1,6 @@
-"""Modules that an operator strategy may name: what dimensions they have, and which strategies are legal for them."""
+"""Modules that an operator strategy may name: what dimensions they have, and which strategies are
+legal for them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from workbench.errors import PlanError, Problem
-from workbench.plan.rules.legal_sizes import divisors, near
 from workbench.plan.operator_strategy import Form, Placement, on_grid, read, written
+from workbench.plan.rules.legal_sizes import divisors, near
 
 _QUERY = ("rows", "heads", "query", "depth")
 KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -18,17 +20,33 @@ KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "Embedding": (("vocabulary", "hidden"), ("rows",)),
     "Activation": (("rows", "width"),),
     "GatedActivation": (("rows", "width"), ("rows", "width")),
-    "FlashAttention": (_QUERY, ("rows", "heads", "depth", "key"), ("rows", "heads", "key", "depth")),
+    "FlashAttention": (
+        _QUERY,
+        ("rows", "heads", "depth", "key"),
+        ("rows", "heads", "key", "depth"),
+    ),
     "SelfAttention": (("rows", "heads"),),
     "CrossEntropy": (("rows", "vocabulary"), ("rows",)),
     "Whole": (("rows",),),
 }
-"""Kind -> the dimensions of each input, activations and parameters; a dimension that the output lacks is summed over.
+"""Kind -> the dimensions of each input, activations and parameters; a dimension that the output
+lacks is summed over.
 
-`rows` are whole sequences. A self-attention module (projections and all) is split by sequence and head; a module of no
-known kind only by sequence.
+`rows` are whole sequences. A self-attention module (projections and all) is split by sequence and
+head; a module of no known kind only by sequence.
 """
-ORDER = ("rows", "vocabulary", "inner", "hidden", "columns", "heads", "query", "key", "depth", "width")
+ORDER = (
+    "rows",
+    "vocabulary",
+    "inner",
+    "hidden",
+    "columns",
+    "heads",
+    "query",
+    "key",
+    "depth",
+    "width",
+)
 """Dimensions in the order in which a grid's axes are dealt to them."""
 SHOWN = 12
 """Names that a refusal lists."""
@@ -36,14 +54,18 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Site:
-    """One module: its kind, and into how many pieces each dimension may be cut (1: it stays whole)."""
+    """One module: its kind, and into how many pieces each dimension may be cut (1: it stays
+    whole).
+    """
 
     kind: str
     units: Mapping[str, int]
 
     def pieces(self, form: Form) -> dict[str, int]:
         """Pieces of each dimension under a legal form."""
-        found = dict(zip((d for dims in KINDS[self.kind] for d in dims), (n for part in form for n in part)))
+        found = dict(
+            zip((d for dims in KINDS[self.kind] for d in dims), (n for part in form for n in part))
+        )
         return {name: found[name] for name in ORDER if name in found}
 
     def placement(self, form: Form, sides: Sequence[int]) -> Placement:
@@ -55,28 +77,47 @@ class Site:
         dims = KINDS[self.kind]
         if tuple(map(len, form)) != tuple(map(len, dims)):
             said = ", ".join(f"({', '.join(part)})" for part in dims)
-            yield f"is {written(form)}, but the inputs of a {self.kind} are {said}; legal: a number for each"
+            yield (
+                f"is {written(form)}, but the inputs of a {self.kind} are {said}; legal: a "
+                f"number for each"
+            )
             return
-        told = [(name, number) for part, numbers in zip(dims, form) for name, number in zip(part, numbers)]
+        told = [
+            (name, number)
+            for part, numbers in zip(dims, form)
+            for name, number in zip(part, numbers)
+        ]
         for name, number in sorted(set(told), key=told.index):
             others = {n for other, n in told if other == name}
             if len(others) > 1:
                 if number == max(others):
-                    yield f"is {written(form)}, which splits {name} in two ways; legal: the same pieces in every input"
+                    yield (
+                        f"is {written(form)}, which splits {name} in two ways; legal: the same "
+                        f"pieces in every input"
+                    )
             elif self.units.get(name, 1) % number:
                 pieces = [n for n in divisors(self.units.get(name, 1)) if ranks % n == 0]
-                of = f"{name} into {number} pieces, but it has {self.units.get(name, 1)} that stay together"
+                of = (
+                    f"{name} into {number} pieces, but it has {self.units.get(name, 1)} that "
+                    f"stay together"
+                )
                 yield f"is {written(form)}, which cuts {of}; legal: {near(number, pieces)}"
         total = math.prod(dict(told).values())
         if ranks % total:
-            yield (f"is {written(form)}, whose pieces make {total} parts for strategy.tensor.size = {ranks}; "
-                   f"legal: a product that divides it: {near(total, divisors(ranks))}")  # fmt: skip
+            yield (
+                f"is {written(form)}, whose pieces make {total} parts for strategy.tensor.size "
+                f"= {ranks}; "
+                f"legal: a product that divides it: {near(total, divisors(ranks))}"
+            )
 
 
-def matched(operators: Mapping[str, object], sites: Mapping[str, Site], ranks: int) -> dict[str, tuple[Site, Form]]:
+def matched(
+    operators: Mapping[str, object], sites: Mapping[str, Site], ranks: int
+) -> dict[str, tuple[Site, Form]]:
     """Module -> its site and strategy, for all that the patterns name.
 
-    Raises `PlanError` naming every pattern that matches nothing, is illegal for what it matches, or meets another one.
+    Raises `PlanError` naming every pattern that matches nothing, is illegal for what it matches, or
+    meets another one.
     """
     forms, problems = read(operators), []
     found: dict[str, tuple[Site, Form]] = {}
@@ -85,10 +126,15 @@ def matched(operators: Mapping[str, object], sites: Mapping[str, Site], ranks: i
         field = f"strategy.operators.{pattern}"
         names = [name for name in sites if fnmatchcase(name, pattern)]
         if not names:
-            problems.append(Problem(field, f"names no operator of the model; legal: {_some(sites)}"))
+            problems.append(
+                Problem(field, f"names no operator of the model; legal: {_some(sites)}")
+            )
         for name in names:
             if name in by:
-                what = f"names {name}, which strategy.operators.{by[name]} names too; legal: one strategy a module"
+                what = (
+                    f"names {name}, which strategy.operators.{by[name]} names too; legal: one "
+                    f"strategy a module"
+                )
                 problems.append(Problem(field, what))
                 break
             faults = list(sites[name].faults(form, ranks))
@@ -103,5 +149,11 @@ def matched(operators: Mapping[str, object], sites: Mapping[str, Site], ranks: i
 
 def _some(sites: Mapping[str, Site]) -> str:
     """Names of modules, those that differ in a number told once."""
-    shown = list(dict.fromkeys(".".join("*" if p.isdigit() else p for p in name.split(".")) for name in sites))
-    return ", ".join(shown[:SHOWN]) + (f", and {len(shown) - SHOWN} more" if len(shown) > SHOWN else "")
+    shown = list(
+        dict.fromkeys(
+            ".".join("*" if p.isdigit() else p for p in name.split(".")) for name in sites
+        )
+    )
+    return ", ".join(shown[:SHOWN]) + (
+        f", and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    )

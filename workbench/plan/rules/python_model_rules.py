@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from workbench.errors import PlanError, Problem
-from workbench.plan.schema import Plan
 from workbench.plan.preset_sizes import RULES as SIZE_RULES
+from workbench.plan.schema import Plan
 
 ALLOW = "--allow-code (allow_code=True in a notebook)"
 
@@ -18,7 +18,8 @@ def refuse_rules(strategy: Mapping[str, Any]) -> None:
     for axis in ("tensor", "context", "pipeline", "expert"):
         if (size := strategy.get(axis, {}).get("size")) in SIZE_RULES:
             what = (
-                f"is '{size}', which {said}; legal: a number, or a preset of data parallelism (ddp, zero-1 to zero-3)"
+                f"is '{size}', which {said}; legal: a number, or a preset of data parallelism "
+                f"(ddp, zero-1 to zero-3)"
             )
             found.append(Problem(f"strategy.{axis}.size", what))
     if found:
@@ -26,16 +27,24 @@ def refuse_rules(strategy: Mapping[str, Any]) -> None:
 
 
 def forbidden(plan: Plan) -> list[Problem]:
-    """That the plan's model is code which the user has not allowed to run; empty where it is none."""
+    """That the plan's model is code which the user has not allowed to run; empty where it is
+    none.
+    """
     if plan.code is None:
         return []
-    what = f"'{plan.code.python}' is code, which runs only where you say so; legal: the option {ALLOW}, if you trust it"
+    what = (
+        f"'{plan.code.python}' is code, which runs only where you say so; legal: the option "
+        f"{ALLOW}, if you trust it"
+    )
     return [Problem("model.python", what)]
 
 
 def _whole(plan: Plan) -> Iterator[Problem]:
     """What names parts of a model, of which code tells nothing."""
-    s, said = plan.strategy, "a model given as Python is one stage, whose parts only strategy.operators can name"
+    s, said = (
+        plan.strategy,
+        ("a model given as Python is one stage, whose parts only strategy.operators can name"),
+    )
     needs = (
         ("strategy.pipeline.size", s.pipeline.size, 1),
         ("strategy.pipeline.chunks", s.pipeline.chunks, 1),
@@ -55,8 +64,12 @@ def _whole(plan: Plan) -> Iterator[Problem]:
 def _operators(plan: Plan) -> Iterator[Problem]:
     size, operators = plan.strategy.tensor.ranks, plan.strategy.operators
     if size > 1 and not operators:
-        yield Problem("strategy.tensor.size", f"is {size}, and no strategy.operators say what is split; legal: 1, or "
-                      "operators such as {'encoder.layers.*.linear1': '((1,1),(1,2))'}")  # fmt: skip
+        yield Problem(
+            "strategy.tensor.size",
+            f"is {size}, and no strategy.operators say what is "
+            f"split; legal: 1, or "
+            "operators such as {'encoder.layers.*.linear1': '((1,1),(1,2))'}",
+        )
 
 
 RULES: tuple[Callable[[Plan], Iterator[Problem]], ...] = (_whole, _operators)

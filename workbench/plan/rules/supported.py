@@ -1,6 +1,8 @@
-"""What this version can do with a legal plan, by verb: one table, read by `run`, `rehearse` and the list of strategies.
+"""What this version can do with a legal plan, by verb: one table, read by `run`, `rehearse` and the
+list of strategies.
 
-Widening the product means widening this table: a field that is not fully built is refused by name, never ignored.
+Widening the product means widening this table: a field that is not fully built is refused by name,
+never ignored.
 """
 
 from __future__ import annotations
@@ -9,12 +11,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal
 
-from workbench.plan.catalog import catalog
-from workbench.plan.rules import operator_rules
-from workbench.plan.rules import python_model_rules
-from workbench.plan.rules import legal_sizes
-from workbench.plan.rules.axis_rules import SCHEDULES
 from workbench.errors import PlanError, Problem
+from workbench.plan.catalog import catalog
+from workbench.plan.rules import legal_sizes, operator_rules, python_model_rules
+from workbench.plan.rules.axis_rules import SCHEDULES
 from workbench.plan.schema import Plan
 
 Verb = Literal["estimate", "rehearse", "run"]
@@ -36,12 +36,17 @@ def _split_dropout(plan: Plan) -> float:
 
 
 def _experts_on_grid(plan: Plan) -> list[Problem]:
-    """Nobody lays a mixture over a grid: Colossal-AI, whose grids these are, refuses it beside all tensor ranks."""
+    """Nobody lays a mixture over a grid: Colossal-AI, whose grids these are, refuses it beside all
+    tensor ranks.
+    """
     tensor = plan.strategy.tensor
     moe = None if plan.code else plan.shape.moe
     if moe is None or tensor.algorithm == "1d":
         return []
-    what = f"is '{tensor.algorithm}', which splits a token's width over the grid {tensor.size}, but the router of "
+    what = (
+        f"is '{tensor.algorithm}', which splits a token's width over the grid {tensor.size}, "
+        f"but the router of "
+    )
     what += f"{moe.experts} experts needs whole tokens; legal: '1d' with tensor.size "
     what += f"{legal_sizes.near(tensor.ranks, legal_sizes.tensor_sizes(plan.shape, tensor.ranks))}, or a dense model"
     return [Problem("strategy.tensor.algorithm", what)]
@@ -51,7 +56,9 @@ def _kernels_of_code(plan: Plan) -> list[Problem]:
     """Kernels replace the seams of our own models."""
     if not plan.code or plan.strategy.kernels == "eager":
         return []
-    why = f"and '{plan.code.python}' is code, without the seams that kernels replace; legal: 'eager'"
+    why = (
+        f"and '{plan.code.python}' is code, without the seams that kernels replace; legal: 'eager'"
+    )
     return [Problem("strategy.kernels", f"is '{plan.strategy.kernels}', {why}")]
 
 
@@ -72,12 +79,16 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("model.positions", lambda p: p.shape.positions, ("rope", "learned")),
     ("model.window", lambda p: p.shape.window, (None,)),
 )
-"""(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which share the engine."""
+"""(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which
+share the engine.
+"""
 
 VALUED: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
     ("model.unmodelled", lambda p: p.shape.unmodelled, (None,)),
 )
-"""The same for `run` alone: a model planned without them has their memory and collectives, but not their values."""
+"""The same for `run` alone: a model planned without them has their memory and collectives, but not
+their values.
+"""
 
 OF_SHAPE = ("model.", "strategy.tensor.")
 """Fields that say something of a model's shape."""
@@ -90,7 +101,8 @@ ESTIMATED: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
 
 
 def unsupported(plan: Plan, verb: Verb, allow_code: bool = False) -> list[Problem]:
-    """What a complete `plan` asks that this version cannot do with `verb`, field by field; empty if it can.
+    """What a complete `plan` asks that this version cannot do with `verb`, field by field; empty if
+    it can.
 
     A model that is code is refused, unless the user allows it (`allow_code`).
     """
@@ -108,11 +120,15 @@ def require(plan: Plan, verb: Verb, allow_code: bool = False) -> None:
 
 @lru_cache(maxsize=256)
 def runnable(preset: str) -> bool:
-    """Whether the preset named `preset` can run: tried on eight cards with a small model, of experts if need be."""
+    """Whether the preset named `preset` can run: tried on eight cards with a small model, of
+    experts if need be.
+    """
     model = "tiny-moe" if "expert" in catalog.strategies()[preset].strategy else "tiny-gpt"
     cluster = {"gpu": "h100-sxm-80gb", "gpus": 1 if preset == "single" else 8}
     try:
-        plan = Plan.model_validate({"model": model, "cluster": cluster, "strategy": {"preset": preset}})
+        plan = Plan.model_validate(
+            {"model": model, "cluster": cluster, "strategy": {"preset": preset}}
+        )
         return not _lacking(plan.complete(), "run")
     except PlanError:
         return False

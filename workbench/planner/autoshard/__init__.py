@@ -1,10 +1,22 @@
-"""A strategy for each operator of a layer, chosen exactly: what MindSpore, Alpa and the OptCNN line do."""
+"""A strategy for each operator of a layer, chosen exactly: what MindSpore, Alpa and the OptCNN line
+do.
+"""
 
 from workbench.plan.operator_strategy import parse, read, write, written
-from workbench.planner.autoshard.strategy_choice import choose
-from workbench.planner.autoshard.operator_cost import Bytes
-from workbench.planner.autoshard.device_mesh import Machine
-from workbench.planner.autoshard.plan_problem import choose_for
 from workbench.planner.autoshard.choice_result import OperatorPlan
+from workbench.planner.autoshard.device_mesh import Machine
+from workbench.planner.autoshard.operator_cost import Bytes
+from workbench.planner.autoshard.plan_problem import choose_for
+from workbench.planner.autoshard.strategy_choice import choose
 
-__all__ = ["Bytes", "Machine", "OperatorPlan", "choose", "choose_for", "parse", "read", "write", "written"]
+__all__ = [
+    "Bytes",
+    "Machine",
+    "OperatorPlan",
+    "choose",
+    "choose_for",
+    "parse",
+    "read",
+    "write",
+    "written",
+]

@@ -1,4 +1,6 @@
-"""Attention as operators, by sequence and head: three with the square of scores between, or one that keeps none."""
+"""Attention as operators, by sequence and head: three with the square of scores between, or one
+that keeps none.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,18 @@ SOFTMAX_FLOPS = 5
 
 
 def attention(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Operator, ...]:
-    """Scores, softmax and context, or one fused operator (2205.14135); the whole square is priced, causal or not."""
+    """Scores, softmax and context, or one fused operator (2205.14135); the whole square is priced,
+    causal or not.
+    """
     kv_heads = int(shape.kv_heads or shape.heads)
     groups, share = math.gcd(shape.heads, kv_heads), kv_heads / shape.heads
-    dims = (Dim("rows", sequences, sequences), Dim("heads", shape.heads, groups), Dim("query", length),
-            Dim("key", length), Dim("depth", shape.q_width // shape.heads))  # fmt: skip
+    dims = (
+        Dim("rows", sequences, sequences),
+        Dim("heads", shape.heads, groups),
+        Dim("query", length),
+        Dim("key", length),
+        Dim("depth", shape.q_width // shape.heads),
+    )
     q = Tensor("query", ("rows", "heads", "query", "depth"))
     k = Tensor("key", ("rows", "heads", "depth", "key"), share=share)
     v = Tensor("value", ("rows", "heads", "key", "depth"), share=share)
@@ -26,8 +35,20 @@ def attention(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[O
     flops = 2.0 * math.prod(dim.size for dim in dims)
     name = "attention.attend"
     if fused:
-        return (Operator(name, "FlashAttention", dims, (q, k, v), context, 2 * flops, modules=(f"blocks.*.{name}",)),)
-    scores, probabilities = (Tensor(t, ("rows", "heads", "query", "key")) for t in ("scores", "probabilities"))
+        return (
+            Operator(
+                name,
+                "FlashAttention",
+                dims,
+                (q, k, v),
+                context,
+                2 * flops,
+                modules=(f"blocks.*.{name}",),
+            ),
+        )
+    scores, probabilities = (
+        Tensor(t, ("rows", "heads", "query", "key")) for t in ("scores", "probabilities")
+    )
     small = float(SOFTMAX_FLOPS * math.prod(dim.size for dim in dims[:4]))
     parts = (
         Operator(f"{name}.scores", "BatchMatMul", dims, (q, k), scores, flops),
@@ -38,10 +59,18 @@ def attention(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[O
 
 
 def attention_edges(block: Sequence[Operator]) -> list[tuple[str, str, int]]:
-    """What passes from the projection through attention to the output projection: (from, to, which input)."""
+    """What passes from the projection through attention to the output projection: (from, to, which
+    input).
+    """
     inside = [op.name for op in block if op.name.startswith("attention.attend")]
     if len(inside) == 1:
         return [*(("attention.qkv", inside[0], i) for i in range(3)), (inside[0], "attention.o", 0)]
     scores, softmax, context = inside
-    return [("attention.qkv", scores, 0), ("attention.qkv", scores, 1), ("attention.qkv", context, 1),
-            (scores, softmax, 0), (softmax, context, 0), (context, "attention.o", 0)]  # fmt: skip
+    return [
+        ("attention.qkv", scores, 0),
+        ("attention.qkv", scores, 1),
+        ("attention.qkv", context, 1),
+        (scores, softmax, 0),
+        (softmax, context, 0),
+        (context, "attention.o", 0),
+    ]

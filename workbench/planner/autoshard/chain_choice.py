@@ -9,7 +9,9 @@ from workbench.planner.autoshard.choice_problem import Problem
 
 def solve_chain(problem: Problem) -> tuple[int, ...]:
     """The options that cost least. The problem must be a chain without a memory limit."""
-    assert problem.is_chain and problem.limit is None, "dynamic programming takes chains without a limit"
+    assert problem.is_chain and problem.limit is None, (
+        "dynamic programming takes chains without a limit"
+    )
     best, came = problem.costs[0], []
     for edge, cost in zip(problem.edges, problem.costs[1:]):
         through = best[:, None] + edge.costs

@@ -1,4 +1,6 @@
-"""The choice itself, as numbers only: nodes with a cost for each option, edges with a cost for each pair of options."""
+"""The choice itself, as numbers only: nodes with a cost for each option, edges with a cost for each
+pair of options.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,16 @@ class Problem:
     @property
     def is_chain(self) -> bool:
         """Whether the edges lead from each node to the next, and nowhere else."""
-        return [(e.source, e.target) for e in self.edges] == [(i, i + 1) for i in range(len(self.costs) - 1)]
+        return [(e.source, e.target) for e in self.edges] == [
+            (i, i + 1) for i in range(len(self.costs) - 1)
+        ]
 
     def total(self, picked: Sequence[int]) -> float:
         """Cost of these options."""
         nodes = sum(float(cost[option]) for cost, option in zip(self.costs, picked))
-        return nodes + sum(float(edge.costs[picked[edge.source], picked[edge.target]]) for edge in self.edges)
+        return nodes + sum(
+            float(edge.costs[picked[edge.source], picked[edge.target]]) for edge in self.edges
+        )
 
     def memory(self, picked: Sequence[int]) -> float:
         """Bytes of these options."""

@@ -1,4 +1,6 @@
-"""Why the choice is what it is, in words: who pairs with whom, and what the simple alternatives would cost."""
+"""Why the choice is what it is, in words: who pairs with whom, and what the simple alternatives
+would cost.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,22 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MEGATRON = {
-    "embedding": "vocabulary", "attention.qkv": "columns", "attention.attend": "heads",
-    "attention.attend.scores": "heads", "attention.attend.softmax": "heads", "attention.attend.context": "heads",
-    "attention.o": "inner", "mlp.up": "columns", "mlp.activate": "width", "mlp.down": "inner", "head": "columns",
+    "embedding": "vocabulary",
+    "attention.qkv": "columns",
+    "attention.attend": "heads",
+    "attention.attend.scores": "heads",
+    "attention.attend.softmax": "heads",
+    "attention.attend.context": "heads",
+    "attention.o": "inner",
+    "mlp.up": "columns",
+    "mlp.activate": "width",
+    "mlp.down": "inner",
+    "head": "columns",
     "loss": "vocabulary",
-}  # fmt: skip
-"""The dimension that each operator is split by in 1909.08053; the others are repeated. Only to compare with."""
+}
+"""The dimension that each operator is split by in 1909.08053; the others are repeated. Only to
+compare with.
+"""
 
 
 def reason(priced: Priced, picked: tuple[int, ...], free: tuple[int, ...] | None = None) -> str:
@@ -28,7 +40,9 @@ def reason(priced: Priced, picked: tuple[int, ...], free: tuple[int, ...] | None
     """
     problem = priced.problem
     said = [*_pairs(priced, picked), *_rows(priced, picked), *_idle(priced, picked)]
-    said.append(f"Estimated {_cost(problem.total(picked), problem.memory(picked))} a rank and microbatch.")
+    said.append(
+        f"Estimated {_cost(problem.total(picked), problem.memory(picked))} a rank and microbatch."
+    )
     simple = {
         "Without the limit the best choice": free,
         "Data parallel": _uniform(priced, dict.fromkeys(_names(priced), "rows")),
@@ -38,17 +52,25 @@ def reason(priced: Priced, picked: tuple[int, ...], free: tuple[int, ...] | None
     for name, other in simple.items():
         if other is not None and other != picked:
             size = problem.memory(other)
-            over = ", more than the limit" if problem.limit is not None and size > problem.limit else ""
+            over = (
+                (", more than the limit")
+                if problem.limit is not None and size > problem.limit
+                else ""
+            )
             said.append(f"{name} would take {_cost(problem.total(other), size)}{over}.")
     return " ".join(said)
 
 
 def _pairs(priced: Priced, picked: tuple[int, ...]) -> list[str]:
-    """A product split by columns, whose successor among the products is split by the same inner dimension."""
+    """A product split by columns, whose successor among the products is split by the same inner
+    dimension.
+    """
     products = [i for i, op in enumerate(priced.graph.operators) if op.kind == "MatMul"]
     said = []
     for first, second in pairwise(products):
-        columns, inner = (_axes(priced, i, picked, name) for i, name in ((first, "columns"), (second, "inner")))
+        columns, inner = (
+            _axes(priced, i, picked, name) for i, name in ((first, "columns"), (second, "inner"))
+        )
         if not inner or not set(inner) <= set(columns):
             continue
         a, b = (priced.graph.operators[i].name for i in (first, second))
@@ -56,12 +78,14 @@ def _pairs(priced: Priced, picked: tuple[int, ...]) -> list[str]:
         times = _times(priced.graph.operators[first])
         if ways == pieces:
             said.append(
-                f"{a} by columns and {b} by its inner dimension, {ways} ways each: what passes between them stays in"
+                f"{a} by columns and {b} by its inner dimension, {ways} ways each: what passes "
+                f"between them stays in"
                 f" place, one all-reduce forward after {b} and one backward before {a}{times}."
             )
         else:
             said.append(
-                f"{a} by columns {ways} ways, {b} by its inner dimension only {pieces} ways: a smaller all-reduce after"
+                f"{a} by columns {ways} ways, {b} by its inner dimension only {pieces} ways: a "
+                f"smaller all-reduce after"
                 f" {b}, and what is split with it, repay the gathering between them{times}."
             )
     return said
@@ -85,13 +109,18 @@ def _rows(priced: Priced, picked: tuple[int, ...]) -> list[str]:
     if max(ways) == 1:
         return [f"Splitting {sequences} sequences costs more than it saves here."]
     if len(ways) == 1:
-        return [f"Every operator splits {sequences} sequences {max(ways)} ways and adds up its weights' gradients."]
+        return [
+            f"Every operator splits {sequences} sequences {max(ways)} ways and adds up its "
+            f"weights' gradients."
+        ]
     return [f"Rows of {sequences} sequences are split {min(ways)} to {max(ways)} ways."]
 
 
 def _idle(priced: Priced, picked: tuple[int, ...]) -> list[str]:
     used = [priced.options[i][option].used(priced.mesh) for i, option in enumerate(picked)]
-    whole = [op.name for op, count in zip(priced.graph.operators, used) if count < priced.mesh.ranks]
+    whole = [
+        op.name for op, count in zip(priced.graph.operators, used) if count < priced.mesh.ranks
+    ]
     return [f"Repeated on several ranks, for it is cheaper: {', '.join(whole)}."] if whole else []
 
 
@@ -100,7 +129,9 @@ def _names(priced: Priced) -> list[str]:
 
 
 def _uniform(priced: Priced, dims: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Each operator named split over all ranks by that dimension, the others whole; None where that is illegal."""
+    """Each operator named split over all ranks by that dimension, the others whole; None where that
+    is illegal.
+    """
     picked = [_find(found, dims.get(name)) for name, found in zip(_names(priced), priced.options)]
     return None if None in picked else tuple(option for option in picked if option is not None)
 
@@ -110,5 +141,15 @@ def _find(options: tuple[Strategy, ...], name: str | None) -> int | None:
 
 
 def _cost(seconds: float, size: float) -> str:
-    time = f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.3g} s" if seconds < 1e3 else f"{seconds:,.0f} s"
-    return f"{time} and {size / GIB:,.3g} GiB" if size < 1e3 * GIB else f"{time} and {size / GIB:,.0f} GiB"
+    time = (
+        f"{seconds * 1e3:.3g} ms"
+        if seconds < 1
+        else f"{seconds:,.3g} s"
+        if seconds < 1e3
+        else f"{seconds:,.0f} s"
+    )
+    return (
+        f"{time} and {size / GIB:,.3g} GiB"
+        if size < 1e3 * GIB
+        else f"{time} and {size / GIB:,.0f} GiB"
+    )

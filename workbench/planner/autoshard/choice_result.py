@@ -1,4 +1,6 @@
-"""The answer: what each operator does, what is redistributed between them, and what all of it is estimated to cost."""
+"""The answer: what each operator does, what is redistributed between them, and what all of it is
+estimated to cost.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Redistribution:
-    """A tensor that one operator leaves in one layout and the next wants in another, and its gradient back."""
+    """A tensor that one operator leaves in one layout and the next wants in another, and its
+    gradient back.
+    """
 
     source: str
     target: str
@@ -63,7 +67,9 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class OperatorPlan:
-    """A strategy for each operator; seconds of one microbatch forward and backward, nothing overlapped."""
+    """A strategy for each operator; seconds of one microbatch forward and backward, nothing
+    overlapped.
+    """
 
     rows: tuple[Row, ...]
     redistributions: tuple[Redistribution, ...]
@@ -82,7 +88,9 @@ class OperatorPlan:
         return {module: row.strategy for row in self.rows for module in row.modules}
 
     def count(self, kind: str, when: str) -> int:
-        """Collectives of a kind, forward or backward, of every operator and redistribution in one layer each."""
+        """Collectives of a kind, forward or backward, of every operator and redistribution in one
+        layer each.
+        """
         moves = [move for row in self.rows for move in row.moves]
         moves += [move for between in self.redistributions for move in between.moves]
         return sum(move.kind == kind and move.when == when for move in moves)
@@ -96,7 +104,8 @@ class OperatorPlan:
         }
         for shown, items in listed.items():
             data[shown] = [
-                asdict(item) | {"seconds": item.seconds, "communicated": item.communicated} for item in items
+                asdict(item) | {"seconds": item.seconds, "communicated": item.communicated}
+                for item in items
             ]
         return data
 

@@ -1,4 +1,6 @@
-"""The device mesh that operators are split over, and what its collectives cost (alpha-beta rings)."""
+"""The device mesh that operators are split over, and what its collectives cost (alpha-beta
+rings).
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,21 @@ from workbench.errors import refuse
 from workbench.plan.operator_strategy import factors
 
 SHARE = {"all_reduce": 2.0, "all_gather": 1.0, "all_to_all": 1.0}
-"""Times (n-1)/n of its bytes that a rank sends, by kind: of the sum, of the gathered tensor, of the rank's own part."""
+"""Times (n-1)/n of its bytes that a rank sends, by kind: of the sum, of the gathered tensor, of the
+rank's own part.
+"""
 
 MOST_RANKS = 256
-"""Plain ranks beyond which the strategies of an operator are too many; a grid has few at any size."""
+"""Plain ranks beyond which the strategies of an operator are too many; a grid has few at any
+size.
+"""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank can do; `bandwidth` and `latency` may be one an axis of a grid, outermost first."""
+    """What a rank can do; `bandwidth` and `latency` may be one an axis of a grid, outermost
+    first.
+    """
 
     flops: float
     """Floating point operations a second that matrix products reach."""
@@ -69,9 +77,11 @@ class Mesh:
         return math.prod(self.axes[a].size for a in axes)
 
     def seconds(self, kind: str, size: float, axes: Sequence[int]) -> float:
-        """One collective over these axes, rings inside first (Thakur et al. 2005); axes of equal links are one ring.
+        """One collective over these axes, rings inside first (Thakur et al. 2005); axes of equal
+        links are one ring.
 
-        `size` bytes: the tensor that is summed, the tensor once gathered, or a rank's part of what is exchanged.
+        `size` bytes: the tensor that is summed, the tensor once gathered, or a rank's part of what
+        is exchanged.
         """
         total, left = 0.0, size
         for n, bandwidth, latency in self._levels(axes):
@@ -97,9 +107,14 @@ def mesh(ranks: int | Sequence[int], machine: Machine) -> Mesh:
     if isinstance(ranks, int):
         if ranks > MOST_RANKS:
             near = 2 ** (ranks.bit_length() // 2)
-            raise refuse("ranks", f"is {ranks}; legal: up to {MOST_RANKS}, or a grid such as {near}x{ranks // near}")
+            raise refuse(
+                "ranks",
+                f"is {ranks}; legal: up to {MOST_RANKS}, or a grid such as {near}x{ranks // near}",
+            )
         sizes = factors(ranks)
-    bandwidths, latencies = (_along(getattr(machine, name), name, sizes) for name in ("bandwidth", "latency"))
+    bandwidths, latencies = (
+        _along(getattr(machine, name), name, sizes) for name in ("bandwidth", "latency")
+    )
     return Mesh(tuple(map(MeshAxis, sizes, bandwidths, latencies)), grid=not isinstance(ranks, int))
 
 
@@ -107,5 +122,8 @@ def _along(value: float | tuple[float, ...], name: str, sizes: list[int]) -> tup
     if not isinstance(value, tuple):
         return (value,) * len(sizes)
     if len(value) != len(sizes):
-        raise refuse(f"machine.{name}", f"has {len(value)} values for {len(sizes)} axes {sizes}; legal: one an axis")
+        raise refuse(
+            f"machine.{name}",
+            f"has {len(value)} values for {len(sizes)} axes {sizes}; legal: one an axis",
+        )
     return value

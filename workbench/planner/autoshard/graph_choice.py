@@ -1,7 +1,8 @@
 """Exact choice on any graph, by integer programming (Alpa, 2201.12023, section 4).
 
-A binary x[node, option] picks options. An edge's cost, a product of two binaries, is linear in e[a, b], which equals
-x[source, a] x[target, b] once its rows add up to x[source] and its columns to x[target].
+A binary x[node, option] picks options. An edge's cost, a product of two binaries, is linear in e[a,
+b], which equals x[source, a] x[target, b] once its rows add up to x[source] and its columns to
+x[target].
 """
 
 from __future__ import annotations
@@ -27,14 +28,21 @@ def solve_graph(problem: Problem) -> tuple[int, ...]:
     starts = np.cumsum([0, *(len(cost) for cost in problem.costs)])
     rows, columns, values, rhs, objective = _equations(problem, starts)
     shape = (len(rhs), len(objective))
-    constraints: list[Any] = [LinearConstraint(coo_array((values, (rows, columns)), shape=shape).tocsr(), rhs, rhs)]
+    constraints: list[Any] = [
+        LinearConstraint(coo_array((values, (rows, columns)), shape=shape).tocsr(), rhs, rhs)
+    ]
     if problem.limit is not None:
         padded = np.concatenate([*problem.bytes, np.zeros(len(objective) - starts[-1])])
         constraints.append(LinearConstraint(padded[None, :] / problem.limit, ub=1.0))
     integral = np.arange(len(objective)) < starts[-1]
     scale = SCALE / max(float(np.abs(objective).max()), 1e-300)
-    found = milp(objective * scale, integrality=integral, bounds=(0, 1), constraints=constraints,
-                 options={"mip_rel_gap": 0.0})  # fmt: skip
+    found = milp(
+        objective * scale,
+        integrality=integral,
+        bounds=(0, 1),
+        constraints=constraints,
+        options={"mip_rel_gap": 0.0},
+    )
     assert found.x is not None, f"the solver says: {found.message}"
     return tuple(int(np.argmax(found.x[a:b])) for a, b in pairwise(starts))
 
@@ -59,14 +67,23 @@ def _equations(
     return rows, columns, values, np.array(rhs), np.concatenate(objective)
 
 
-def _edge(edge: Between, starts: NDArray[np.int64], row: int, variable: int) -> tuple[Triplets, Array, int]:
-    """One edge: equations from `row`, variables from `variable`. Options that cost the same everywhere share one."""
+def _edge(
+    edge: Between, starts: NDArray[np.int64], row: int, variable: int
+) -> tuple[Triplets, Array, int]:
+    """One edge: equations from `row`, variables from `variable`. Options that cost the same
+    everywhere share one.
+    """
     kinds, source = np.unique(edge.costs, axis=0, return_inverse=True)
     kinds, target = np.unique(kinds, axis=1, return_inverse=True)
     a, b = (index.ravel() for index in np.indices(kinds.shape))
     own = variable + np.arange(kinds.size)
     source, target = source.ravel(), target.ravel()
-    rows = np.concatenate([row + a, row + kinds.shape[0] + b, row + source, row + kinds.shape[0] + target])
-    xs = [starts[edge.source] + np.arange(len(source)), starts[edge.target] + np.arange(len(target))]
+    rows = np.concatenate(
+        [row + a, row + kinds.shape[0] + b, row + source, row + kinds.shape[0] + target]
+    )
+    xs = [
+        starts[edge.source] + np.arange(len(source)),
+        starts[edge.target] + np.arange(len(target)),
+    ]
     values = np.concatenate([np.ones(2 * kinds.size), -np.ones(len(source) + len(target))])
     return (rows, np.concatenate([own, own, *xs]), values), kinds.ravel(), sum(kinds.shape)

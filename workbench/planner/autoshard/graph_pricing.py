@@ -1,4 +1,6 @@
-"""The choice over a graph as numbers: a cost for each strategy of each operator, and for each pair along an edge."""
+"""The choice over a graph as numbers: a cost for each strategy of each operator, and for each pair
+along an edge.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.errors import refuse
-from workbench.planner.autoshard.operator_cost import Bytes, Move, OperatorCost, operator_cost, redistribution
-from workbench.planner.autoshard.layer_operators import Edge, Graph
-from workbench.planner.autoshard.device_mesh import Machine, Mesh
-from workbench.planner.autoshard.operator_splits import Layout, Strategy, strategies
 from workbench.planner.autoshard.choice_problem import Array, Between, Problem
+from workbench.planner.autoshard.device_mesh import Machine, Mesh
+from workbench.planner.autoshard.layer_operators import Edge, Graph
+from workbench.planner.autoshard.operator_cost import (
+    Bytes,
+    Move,
+    OperatorCost,
+    operator_cost,
+    redistribution,
+)
+from workbench.planner.autoshard.operator_splits import Layout, Strategy, strategies
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A graph with the strategies of each operator, what each costs, and the choice between them."""
+    """A graph with the strategies of each operator, what each costs, and the choice between
+    them.
+    """
 
     graph: Graph
     mesh: Mesh
@@ -29,33 +39,60 @@ class Priced:
     def moves(self, edge: Edge, picked: tuple[int, ...]) -> tuple[Move, ...]:
         """What is redistributed along `edge`, in one layer, under these options."""
         held = self.options[edge.source][picked[edge.source]].layout(edge.held)
-        return _moves(edge, held, self.options[edge.target][picked[edge.target]], self.graph, self.mesh, self.sizes)
+        return _moves(
+            edge,
+            held,
+            self.options[edge.target][picked[edge.target]],
+            self.graph,
+            self.mesh,
+            self.sizes,
+        )
 
 
 def price(
-    graph: Graph, grid: Mesh, machine: Machine, sizes: Bytes, microbatches: int = 1, memory: float | None = None
+    graph: Graph,
+    grid: Mesh,
+    machine: Machine,
+    sizes: Bytes,
+    microbatches: int = 1,
+    memory: float | None = None,
 ) -> Priced:
-    """Price every strategy and every redistribution. Raises `PlanError` for ranks that divide nothing."""
+    """Price every strategy and every redistribution. Raises `PlanError` for ranks that divide
+    nothing.
+    """
     options = tuple(strategies(operator, grid) for operator in graph.operators)
     if grid.ranks > 1 and all(option.used(grid) == 1 for found in options for option in found):
         raise refuse("ranks", _undivided(graph, grid))
     costs = tuple(
-        tuple(operator_cost(operator, option, grid, machine, sizes, microbatches) for option in found)
+        tuple(
+            operator_cost(operator, option, grid, machine, sizes, microbatches) for option in found
+        )
         for operator, found in zip(graph.operators, options)
     )
     times = [operator.times for operator in graph.operators]
-    seconds = tuple(np.array([cost.seconds for cost in found]) * n for found, n in zip(costs, times))
+    seconds = tuple(
+        np.array([cost.seconds for cost in found]) * n for found, n in zip(costs, times)
+    )
     held = tuple(np.array([cost.bytes for cost in found]) * n for found, n in zip(costs, times))
-    edges: dict[tuple[int, int], Between] = {}  # tensors between the same two operators are one edge of the problem
+    edges: dict[
+        tuple[int, int], Between
+    ] = {}  # tensors between the same two operators are one edge of the problem
     for edge in graph.edges:
         pair, costs_of = (edge.source, edge.target), _between(edge, options, graph, grid, sizes)
         edges[pair] = Between(*pair, edges[pair].costs + costs_of if pair in edges else costs_of)
     return Priced(
-        graph, grid, sizes, options, costs, Problem(seconds, tuple(edges[pair] for pair in sorted(edges)), held, memory)
+        graph,
+        grid,
+        sizes,
+        options,
+        costs,
+        Problem(seconds, tuple(edges[pair] for pair in sorted(edges)), held, memory),
     )
 
 
-def _between(edge: Edge, options: tuple[tuple[Strategy, ...], ...], graph: Graph, grid: Mesh, sizes: Bytes) -> Array:
+def _between(
+    edge: Edge, options: tuple[tuple[Strategy, ...], ...], graph: Graph, grid: Mesh, sizes: Bytes
+) -> Array:
     """Costs of all pairs; pairs of equal layouts are priced once."""
     known: dict[tuple[Layout, Layout], float] = {}
     costs = np.empty((len(options[edge.source]), len(options[edge.target])))
@@ -64,12 +101,16 @@ def _between(edge: Edge, options: tuple[tuple[Strategy, ...], ...], graph: Graph
         for j, target in enumerate(options[edge.target]):
             key = held, target.layout(edge.wanted)
             if key not in known:
-                known[key] = edge.times * sum(m.seconds for m in _moves(edge, held, target, graph, grid, sizes))
+                known[key] = edge.times * sum(
+                    m.seconds for m in _moves(edge, held, target, graph, grid, sizes)
+                )
             costs[i, j] = known[key]
     return costs
 
 
-def _moves(edge: Edge, held: Layout, target: Strategy, graph: Graph, grid: Mesh, sizes: Bytes) -> tuple[Move, ...]:
+def _moves(
+    edge: Edge, held: Layout, target: Strategy, graph: Graph, grid: Mesh, sizes: Bytes
+) -> tuple[Move, ...]:
     wanted = target.layout(edge.wanted)
     if edge.transposed:
         wanted = tuple(None if at is None else len(edge.wanted.dims) - 1 - at for at in wanted)
@@ -78,7 +119,18 @@ def _moves(edge: Edge, held: Layout, target: Strategy, graph: Graph, grid: Mesh,
 
 
 def _undivided(graph: Graph, grid: Mesh) -> str:
-    units = {f"{op.name} {dim.name}": dim.units for op in graph.operators for dim in op.dims if dim.units > 1}
+    units = {
+        f"{op.name} {dim.name}": dim.units
+        for op in graph.operators
+        for dim in op.dims
+        if dim.units > 1
+    }
     axes = " x ".join(str(axis.size) for axis in grid.axes) if grid.grid else str(grid.ranks)
-    some = ", ".join(f"{name} {count}" for name, count in list(units.items())[:6]) or "nothing can be cut"
-    return f"is {axes}, which no operator can be split over ({some}); legal: ranks with a factor that divides one"
+    some = (
+        ", ".join(f"{name} {count}" for name, count in list(units.items())[:6])
+        or "nothing can be cut"
+    )
+    return (
+        f"is {axes}, which no operator can be split over ({some}); legal: ranks with a factor "
+        f"that divides one"
+    )

@@ -1,7 +1,8 @@
-"""The operators of a transformer, from its shape and the tokens of one microbatch: a layer, or the whole model.
+"""The operators of a transformer, from its shape and the tokens of one microbatch: a layer, or the
+whole model.
 
-Query, key and value are one product, and so are gate and up: they read the same input, whose gradient is summed once.
-Biases and learned positions are left out.
+Query, key and value are one product, and so are gate and up: they read the same input, whose
+gradient is summed once. Biases and learned positions are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ VOCABULARY_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor that operator `source` holds and operator `target` wants; dimensions correspond by position."""
+    """A tensor that operator `source` holds and operator `target` wants; dimensions correspond by
+    position.
+    """
 
     source: int
     held: Tensor
@@ -43,32 +46,47 @@ class Graph:
 
 
 BRANCHES = (
-    ("attention_norm", "attention.qkv", 0), ("attention.o", "attention.add", 1), ("attention.add", "mlp_norm", 0),
-    ("mlp_norm", "mlp.up", 0), ("mlp.activate", "mlp.down", 0), ("mlp.down", "mlp.add", 1),
+    ("attention_norm", "attention.qkv", 0),
+    ("attention.o", "attention.add", 1),
+    ("attention.add", "mlp_norm", 0),
+    ("mlp_norm", "mlp.up", 0),
+    ("mlp.activate", "mlp.down", 0),
+    ("mlp.down", "mlp.add", 1),
     ("attention.add", "mlp.add", 0),
-)  # fmt: skip
+)
 """Inside a block: (from, to, which input); attention and activation come beside."""
 ENTRIES = (("attention_norm", 0), ("attention.add", 0))
 """Where the residual stream enters a block."""
 
 
 def layer(shape: Shape, sequences: int, length: int, fused: bool = False) -> Graph:
-    """One block among many: what leaves it enters the next, split in the same way. Raises `PlanError`."""
+    """One block among many: what leaves it enters the next, split in the same way. Raises
+    `PlanError`.
+    """
     operators = _block(shape, sequences, length, fused)
     wrap = [("mlp.add", entry, place) for entry, place in ENTRIES]
     return Graph(operators, _edges(operators, [*_inside(operators), *wrap]))
 
 
-def branch(shape: Shape, sequences: int, length: int, fused: bool, name: Literal["attention", "mlp"]) -> Graph:
-    """A block's attention or feed-forward branch, from its norm to its last product: a chain, if attention is fused."""
+def branch(
+    shape: Shape, sequences: int, length: int, fused: bool, name: Literal["attention", "mlp"]
+) -> Graph:
+    """A block's attention or feed-forward branch, from its norm to its last product: a chain, if
+    attention is fused.
+    """
     block = _block(shape, sequences, length, fused)
     operators = tuple(op for op in block if op.name.startswith(name) and op.kind != "Add")
     inside = {op.name for op in operators}
-    return Graph(operators, _edges(operators, [edge for edge in _inside(block) if {edge[0], edge[1]} <= inside]))
+    return Graph(
+        operators,
+        _edges(operators, [edge for edge in _inside(block) if {edge[0], edge[1]} <= inside]),
+    )
 
 
 def model(shape: Shape, sequences: int, length: int, fused: bool = False) -> Graph:
-    """The whole model: embedding, all blocks with one choice for all, norm, head, loss. Raises `PlanError`."""
+    """The whole model: embedding, all blocks with one choice for all, norm, head, loss. Raises
+    `PlanError`.
+    """
     block = tuple(replace(op, times=shape.layers) for op in _block(shape, sequences, length, fused))
     first, final = _ends(shape, sequences * length, sequences)
     operators = (first, *block, *final)
@@ -85,21 +103,34 @@ def model(shape: Shape, sequences: int, length: int, fused: bool = False) -> Gra
 
 def _inside(block: Sequence[Operator]) -> list[tuple[str, str, int]]:
     activate = next(op for op in block if op.name == "mlp.activate")
-    return [*BRANCHES, *attention_edges(block), *(("mlp.up", activate.name, i) for i in range(len(activate.inputs)))]
+    return [
+        *BRANCHES,
+        *attention_edges(block),
+        *(("mlp.up", activate.name, i) for i in range(len(activate.inputs))),
+    ]
 
 
-def _edges(operators: Sequence[Operator], pairs: Iterable[tuple[str, str, int]], times: int = 1) -> tuple[Edge, ...]:
+def _edges(
+    operators: Sequence[Operator], pairs: Iterable[tuple[str, str, int]], times: int = 1
+) -> tuple[Edge, ...]:
     at = {op.name: i for i, op in enumerate(operators)}
     return tuple(
-        Edge(at[a], operators[at[a]].output, at[b], operators[at[b]].inputs[place], times) for a, b, place in pairs
+        Edge(at[a], operators[at[a]].output, at[b], operators[at[b]].inputs[place], times)
+        for a, b, place in pairs
     )
 
 
 def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Operator, ...]:
     for field in ("moe", "mla"):
         if getattr(shape, field) is not None:
-            what = "dense feed-forward layers" if field == "moe" else "multi-head or grouped-query attention"
-            raise refuse(f"model.{field}", f"{shape.name} has it; legal for operator strategies: {what}")
+            what = (
+                "dense feed-forward layers"
+                if field == "moe"
+                else ("multi-head or grouped-query attention")
+            )
+            raise refuse(
+                f"model.{field}", f"{shape.name} has it; legal for operator strategies: {what}"
+            )
     rows = Dim("rows", sequences * length, sequences)
     hidden, ffn = (shape.hidden, shape.hidden), (shape.ffn, shape.ffn)
     groups = math.gcd(shape.heads, int(shape.kv_heads or shape.heads))
@@ -107,13 +138,23 @@ def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Oper
     ups = ("mlp.gate", "mlp.up") if shape.gated else ("mlp.up",)
     return (
         _norm("attention_norm", rows, shape.hidden, "blocks.*.attention_norm"),
-        _matmul("attention.qkv", rows, hidden, qkv, *(f"blocks.*.attention.{name}" for name in "qkv")),
+        _matmul(
+            "attention.qkv", rows, hidden, qkv, *(f"blocks.*.attention.{name}" for name in "qkv")
+        ),
         *attention(shape, sequences, length, fused),
         _matmul("attention.o", rows, (shape.q_width, groups), hidden, "blocks.*.attention.o"),
         _elementwise("attention.add", "Add", rows, shape.hidden, 2),
         _norm("mlp_norm", rows, shape.hidden, "blocks.*.mlp_norm"),
-        _matmul("mlp.up", rows, hidden, (shape.ffn * len(ups), shape.ffn), *(f"blocks.*.{name}" for name in ups)),
-        _elementwise("mlp.activate", "Activation", rows, shape.ffn, len(ups), "blocks.*.mlp.activate"),
+        _matmul(
+            "mlp.up",
+            rows,
+            hidden,
+            (shape.ffn * len(ups), shape.ffn),
+            *(f"blocks.*.{name}" for name in ups),
+        ),
+        _elementwise(
+            "mlp.activate", "Activation", rows, shape.ffn, len(ups), "blocks.*.mlp.activate"
+        ),
         _matmul("mlp.down", rows, ffn, hidden, "blocks.*.mlp.down"),
         _elementwise("mlp.add", "Add", rows, shape.hidden, 2),
     )
@@ -124,36 +165,67 @@ def _ends(shape: Shape, tokens: int, sequences: int) -> tuple[Operator, tuple[Op
     rows, hidden = Dim("rows", tokens, sequences), Dim("hidden", shape.hidden, shape.hidden)
     padded = -(-shape.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     vocabulary = Dim("vocabulary", padded, padded)
-    table, ids = Tensor("table", ("vocabulary", "hidden"), "parameter"), Tensor("tokens", ("rows",), "index")
+    table, ids = (
+        Tensor("table", ("vocabulary", "hidden"), "parameter"),
+        Tensor("tokens", ("rows",), "index"),
+    )
     embedded = Tensor("output", ("rows", "hidden"))
-    embedding = Operator("embedding", "Embedding", (rows, vocabulary, hidden), (table, ids), embedded,
-                         FLOPS["Embedding"] * tokens * shape.hidden, modules=("embedding.tokens",))  # fmt: skip
+    embedding = Operator(
+        "embedding",
+        "Embedding",
+        (rows, vocabulary, hidden),
+        (table, ids),
+        embedded,
+        FLOPS["Embedding"] * tokens * shape.hidden,
+        modules=("embedding.tokens",),
+    )
     head = _matmul("head", rows, (shape.hidden, shape.hidden), (padded, padded), "head")
     if shape.tied:
         head = replace(head, inputs=(head.inputs[0], replace(head.inputs[1], kind="tied")))
-    logits, targets = Tensor("logits", ("rows", "vocabulary")), Tensor("targets", ("rows",), "index")
-    # A vocabulary in pieces makes partial sums of three numbers a token: the maximum, the sum, the target's logit.
+    logits, targets = (
+        Tensor("logits", ("rows", "vocabulary")),
+        Tensor("targets", ("rows",), "index"),
+    )
+    # A vocabulary in pieces makes partial sums of three numbers a token: the maximum, the sum, the
+    # target's logit.
     statistics = Tensor("statistics", ("rows", "three"))
-    loss = Operator("loss", "CrossEntropy", (rows, vocabulary, Dim("three", 3)), (logits, targets), statistics,
-                    FLOPS["CrossEntropy"] * tokens * padded, modules=("head.loss",))  # fmt: skip
+    loss = Operator(
+        "loss",
+        "CrossEntropy",
+        (rows, vocabulary, Dim("three", 3)),
+        (logits, targets),
+        statistics,
+        FLOPS["CrossEntropy"] * tokens * padded,
+        modules=("head.loss",),
+    )
     return embedding, (_norm("final_norm", rows, shape.hidden, "final_norm"), head, loss)
 
 
-def _matmul(name: str, rows: Dim, inner: tuple[int, int], columns: tuple[int, int], *modules: str) -> Operator:
+def _matmul(
+    name: str, rows: Dim, inner: tuple[int, int], columns: tuple[int, int], *modules: str
+) -> Operator:
     """Rows x inner times inner x columns; `inner` and `columns` are (size, units)."""
     dims = (rows, Dim("inner", *inner), Dim("columns", *columns))
     inputs = Tensor("input", ("rows", "inner")), Tensor("weight", ("inner", "columns"), "parameter")
     flops = 2.0 * rows.size * inner[0] * columns[0]
-    return Operator(name, "MatMul", dims, inputs, Tensor("output", ("rows", "columns")), flops, modules=modules)
+    return Operator(
+        name, "MatMul", dims, inputs, Tensor("output", ("rows", "columns")), flops, modules=modules
+    )
 
 
 def _norm(name: str, rows: Dim, hidden: int, module: str) -> Operator:
     inputs = Tensor("input", ("rows", "hidden")), Tensor("weight", ("hidden",), "parameter")
     output, flops = Tensor("output", ("rows", "hidden")), float(FLOPS["Norm"] * rows.size * hidden)
-    return Operator(name, "Norm", (rows, Dim("hidden", hidden)), inputs, output, flops, modules=(module,))
+    return Operator(
+        name, "Norm", (rows, Dim("hidden", hidden)), inputs, output, flops, modules=(module,)
+    )
 
 
-def _elementwise(name: str, kind: str, rows: Dim, width: int, count: int, *modules: str) -> Operator:
+def _elementwise(
+    name: str, kind: str, rows: Dim, width: int, count: int, *modules: str
+) -> Operator:
     inputs = tuple(Tensor(f"input {i + 1}", ("rows", "width")) for i in range(count))
     dims, flops = (rows, Dim("width", width, width)), float(FLOPS[kind] * rows.size * width)
-    return Operator(name, kind, dims, inputs, Tensor("output", ("rows", "width")), flops, modules=modules)
+    return Operator(
+        name, kind, dims, inputs, Tensor("output", ("rows", "width")), flops, modules=modules
+    )

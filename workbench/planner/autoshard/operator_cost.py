@@ -1,7 +1,8 @@
-"""What a strategy of one operator costs, and what lies between two: compute, collectives, memory, redistribution.
+"""What a strategy of one operator costs, and what lies between two: compute, collectives, memory,
+redistribution.
 
-Times are of one microbatch forward and backward. After OptCNN and FlexFlow (1802.04924, 1807.05358), ToFu (1807.08887),
-Alpa (2201.12023) and MindSpore's automatic parallelism.
+Times are of one microbatch forward and backward. After OptCNN and FlexFlow (1802.04924,
+1807.05358), ToFu (1807.08887), Alpa (2201.12023) and MindSpore's automatic parallelism.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from workbench.planner.autoshard.device_mesh import Machine, Mesh
 from workbench.planner.autoshard.operator_splits import Layout, Operator, Strategy, Tensor
 
 PASSES = {"MatMul": 3.0, "BatchMatMul": 3.0, "FlashAttention": 3.5}
-"""Forward and backward over forward, in arithmetic: a product for each of two gradients; five for two when fused."""
+"""Forward and backward over forward, in arithmetic: a product for each of two gradients; five for
+two when fused.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,19 @@ class OperatorCost:
 
 
 def operator_cost(
-    operator: Operator, strategy: Strategy, mesh: Mesh, machine: Machine, sizes: Bytes, microbatches: int = 1
+    operator: Operator,
+    strategy: Strategy,
+    mesh: Mesh,
+    machine: Machine,
+    sizes: Bytes,
+    microbatches: int = 1,
 ) -> OperatorCost:
-    """The cost of `operator` under `strategy`; a weight's gradient is reduced once in `microbatches`."""
-    local = {t.name: _local(operator, t, strategy, mesh) for t in (*operator.inputs, operator.output)}
+    """The cost of `operator` under `strategy`; a weight's gradient is reduced once in
+    `microbatches`.
+    """
+    local = {
+        t.name: _local(operator, t, strategy, mesh) for t in (*operator.inputs, operator.output)
+    }
     moves = [_sum("forward", operator.output, local, strategy, mesh, sizes)]
     for tensor in operator.inputs:
         if tensor.kind != "index":
@@ -84,55 +96,108 @@ def operator_cost(
 
 def _local(operator: Operator, tensor: Tensor, strategy: Strategy, mesh: Mesh) -> float:
     """Elements of a rank's part."""
-    return operator.size(tensor) / mesh.ranks_over(a for a, at in enumerate(strategy.layout(tensor)) if at is not None)
+    return operator.size(tensor) / mesh.ranks_over(
+        a for a, at in enumerate(strategy.layout(tensor)) if at is not None
+    )
 
 
 def _sum(
-    when: Literal["forward", "backward"], tensor: Tensor, local: dict[str, float], strategy: Strategy, mesh: Mesh,
-    sizes: Bytes, times: float = 1.0,
-) -> Move | None:  # fmt: skip
-    """The all-reduce of an output forward, or of an input's gradient backward, where ranks hold parts of a sum."""
+    when: Literal["forward", "backward"],
+    tensor: Tensor,
+    local: dict[str, float],
+    strategy: Strategy,
+    mesh: Mesh,
+    sizes: Bytes,
+    times: float = 1.0,
+) -> Move | None:
+    """The all-reduce of an output forward, or of an input's gradient backward, where ranks hold
+    parts of a sum.
+    """
     axes = strategy.partial(tensor)
     element = sizes.gradient if tensor.kind in ("parameter", "tied") else sizes.element
     ranks, size = mesh.ranks_over(axes), local[tensor.name] * element
     if ranks == 1:
         return None
-    return Move(when, "all_reduce", tensor.name, ranks, size * times, mesh.seconds("all_reduce", size, axes) * times)
+    return Move(
+        when,
+        "all_reduce",
+        tensor.name,
+        ranks,
+        size * times,
+        mesh.seconds("all_reduce", size, axes) * times,
+    )
 
 
 def _compute(
-    operator: Operator, strategy: Strategy, mesh: Mesh, machine: Machine, local: dict[str, float], sizes: Bytes
+    operator: Operator,
+    strategy: Strategy,
+    mesh: Mesh,
+    machine: Machine,
+    local: dict[str, float],
+    sizes: Bytes,
 ) -> float:
-    """Seconds forward and backward of a rank: the arithmetic, or the memory traffic where that takes longer."""
+    """Seconds forward and backward of a rank: the arithmetic, or the memory traffic where that
+    takes longer.
+    """
     learned = [t for t in operator.inputs if t.kind != "index"]
-    arithmetic = PASSES.get(operator.kind, 2.0) * operator.flops / strategy.used(mesh) / machine.flops
+    arithmetic = (
+        PASSES.get(operator.kind, 2.0) * operator.flops / strategy.used(mesh) / machine.flops
+    )
     output = local[operator.output.name]
     # A table is read by the rows that are looked up, not as a whole: as much as the output.
     read = sum(output if operator.kind == "Embedding" else local[t.name] for t in learned)
-    traffic = (3 * read + 2 * output) * sizes.element  # read and write; read the inputs again, write their gradients
+    traffic = (
+        3 * read + 2 * output
+    ) * sizes.element  # read and write; read the inputs again, write their gradients
     return max(arithmetic, traffic / machine.memory_bandwidth)
 
 
-def redistribution(held: Layout, wanted: Layout, size: float, mesh: Mesh, tensor: str) -> tuple[Move, ...]:
-    """What carries a tensor of `size` bytes from the layout it is held in to the one wanted, and its gradient back."""
+def redistribution(
+    held: Layout, wanted: Layout, size: float, mesh: Mesh, tensor: str
+) -> tuple[Move, ...]:
+    """What carries a tensor of `size` bytes from the layout it is held in to the one wanted, and
+    its gradient back.
+    """
     there = _carried("forward", held, wanted, size, mesh, tensor)
     return there + _carried("backward", wanted, held, size, mesh, tensor)
 
 
 def _carried(
-    when: Literal["forward", "backward"], held: Layout, wanted: Layout, size: float, mesh: Mesh, tensor: str
+    when: Literal["forward", "backward"],
+    held: Layout,
+    wanted: Layout,
+    size: float,
+    mesh: Mesh,
+    tensor: str,
 ) -> tuple[Move, ...]:
-    """Slices first, for they are free and leave less to move; then exchanges; then one all-gather."""
+    """Slices first, for they are free and leave less to move; then exchanges; then one
+    all-gather.
+    """
     pairs = list(enumerate(zip(held, wanted)))
     sliced = [a for a, (has, wants) in pairs if has is None and wants is not None]
-    exchanged = [a for a, (has, wants) in pairs if has is not None and wants is not None and has != wants]
+    exchanged = [
+        a for a, (has, wants) in pairs if has is not None and wants is not None and has != wants
+    ]
     gathered = [a for a, (has, wants) in pairs if has is not None and wants is None]
     local = size / mesh.ranks_over([*sliced, *(a for a, (has, _) in pairs if has is not None)])
-    moves = [Move(when, "slice", tensor, mesh.ranks_over(sliced), local, 0.0)] if mesh.ranks_over(sliced) > 1 else []
+    moves = (
+        [Move(when, "slice", tensor, mesh.ranks_over(sliced), local, 0.0)]
+        if mesh.ranks_over(sliced) > 1
+        else []
+    )
     for a in exchanged:
         seconds = mesh.seconds("all_to_all", local, [a])
         moves.append(Move(when, "all_to_all", tensor, mesh.axes[a].size, local, seconds))
     if (ranks := mesh.ranks_over(gathered)) > 1:
         whole = local * ranks
-        moves.append(Move(when, "all_gather", tensor, ranks, whole, mesh.seconds("all_gather", whole, gathered)))
+        moves.append(
+            Move(
+                when,
+                "all_gather",
+                tensor,
+                ranks,
+                whole,
+                mesh.seconds("all_gather", whole, gathered),
+            )
+        )
     return tuple(moves)

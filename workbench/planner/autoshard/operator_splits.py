@@ -1,7 +1,8 @@
 """Operators with named dimensions, and the legal ways to split each over a device mesh.
 
-A strategy is written in MindSpore's form: a tuple an input, a number a tensor dimension, such as `((4,1),(1,1))` for
-a MatMul whose first input is split 4 ways by rows. Ranks that a strategy leaves over repeat the operator.
+A strategy is written in MindSpore's form: a tuple an input, a number a tensor dimension, such as
+`((4,1),(1,1))` for a MatMul whose first input is split 4 ways by rows. Ranks that a strategy leaves
+over repeat the operator.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from workbench.plan.operator_strategy import Form, placed
 from workbench.planner.autoshard.device_mesh import Mesh
 
 Layout = tuple[int | None, ...]
-"""Of a tensor: for each mesh axis the position of the dimension that it splits, None where it repeats the tensor."""
+"""Of a tensor: for each mesh axis the position of the dimension that it splits, None where it
+repeats the tensor.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class Dim:
     name: str
     size: int
     units: int = 1
-    """What may not be cut through (sequences, heads, entries): pieces divide it. 1: the dimension stays whole."""
+    """What may not be cut through (sequences, heads, entries): pieces divide it. 1: the dimension
+    stays whole.
+    """
 
 
 @dataclass(frozen=True)
@@ -37,12 +42,16 @@ class Tensor:
     dims: tuple[str, ...]
     kind: Literal["activation", "parameter", "tied", "index"] = "activation"
     share: float = 1.0
-    """Elements over the product of the dimensions: below 1 where query heads share key-value heads."""
+    """Elements over the product of the dimensions: below 1 where query heads share key-value
+    heads.
+    """
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of a layer; dimensions of an input that the output lacks are contracted (their sums are partial)."""
+    """One operator of a layer; dimensions of an input that the output lacks are contracted (their
+    sums are partial).
+    """
 
     name: str
     kind: str
@@ -64,18 +73,30 @@ class Operator:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to split an operator: the dimension that each mesh axis splits, None where it repeats the work."""
+    """One way to split an operator: the dimension that each mesh axis splits, None where it repeats
+    the work.
+    """
 
     placement: tuple[str | None, ...]
     form: Form
 
     def layout(self, tensor: Tensor) -> Layout:
-        """How the tensor lies on the mesh as this strategy reads or leaves it; a partial output, once it is summed."""
-        return tuple(tensor.dims.index(name) if name in tensor.dims else None for name in self.placement)
+        """How the tensor lies on the mesh as this strategy reads or leaves it; a partial output,
+        once it is summed.
+        """
+        return tuple(
+            tensor.dims.index(name) if name in tensor.dims else None for name in self.placement
+        )
 
     def partial(self, tensor: Tensor) -> tuple[int, ...]:
-        """Mesh axes over which ranks hold parts of a sum for the tensor: they split a dimension that it lacks."""
-        return tuple(a for a, name in enumerate(self.placement) if name is not None and name not in tensor.dims)
+        """Mesh axes over which ranks hold parts of a sum for the tensor: they split a dimension
+        that it lacks.
+        """
+        return tuple(
+            a
+            for a, name in enumerate(self.placement)
+            if name is not None and name not in tensor.dims
+        )
 
     def used(self, mesh: Mesh) -> int:
         """Ranks that share the work; the others repeat it."""
@@ -83,10 +104,12 @@ class Strategy:
 
 
 def strategies(operator: Operator, mesh: Mesh) -> tuple[Strategy, ...]:
-    """Every legal strategy: pieces divide what a dimension may be cut into, their product divides the ranks.
+    """Every legal strategy: pieces divide what a dimension may be cut into, their product divides
+    the ranks.
 
-    On a grid each axis splits one dimension or none. On plain ranks one placement stands for each form: the first
-    dimension takes the outermost axes and the others the innermost, the last first, so that equal forms lie alike.
+    On a grid each axis splits one dimension or none. On plain ranks one placement stands for each
+    form: the first dimension takes the outermost axes and the others the innermost, the last first,
+    so that equal forms lie alike.
     """
     found = _on_grid(operator, mesh) if mesh.grid else _on_ranks(operator, mesh)
     return tuple(Strategy(placement, _form(operator, placement, mesh)) for placement in found)
@@ -101,10 +124,15 @@ def _on_grid(operator: Operator, mesh: Mesh) -> Iterator[tuple[str | None, ...]]
 
 def _on_ranks(operator: Operator, mesh: Mesh) -> Iterator[tuple[str | None, ...]]:
     dims, sizes = [dim for dim in operator.dims if dim.units > 1], [axis.size for axis in mesh.axes]
-    legal = [[n for n in range(1, mesh.ranks + 1) if mesh.ranks % n == 0 and dim.units % n == 0] for dim in dims]
+    legal = [
+        [n for n in range(1, mesh.ranks + 1) if mesh.ranks % n == 0 and dim.units % n == 0]
+        for dim in dims
+    ]
     for pieces in product(*legal):
         if mesh.ranks % math.prod(pieces) == 0:
-            yield placed(operator.dims[0].name, {dim.name: n for dim, n in zip(dims, pieces)}, sizes)
+            yield placed(
+                operator.dims[0].name, {dim.name: n for dim, n in zip(dims, pieces)}, sizes
+            )
 
 
 def _pieces(name: str, placement: tuple[str | None, ...], mesh: Mesh) -> int:
@@ -112,4 +140,6 @@ def _pieces(name: str, placement: tuple[str | None, ...], mesh: Mesh) -> int:
 
 
 def _form(operator: Operator, placement: tuple[str | None, ...], mesh: Mesh) -> Form:
-    return tuple(tuple(_pieces(name, placement, mesh) for name in tensor.dims) for tensor in operator.inputs)
+    return tuple(
+        tuple(_pieces(name, placement, mesh) for name in tensor.dims) for tensor in operator.inputs
+    )

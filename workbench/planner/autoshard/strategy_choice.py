@@ -10,18 +10,18 @@ from typing import Literal
 import numpy as np
 
 from workbench.errors import PlanError, Problem, refuse
-from workbench.plan.operator_strategy import Form, written
 from workbench.plan.model_shape import Shape
+from workbench.plan.operator_strategy import Form, written
 from workbench.planner.autoshard.chain_choice import solve_chain
-from workbench.planner.autoshard.operator_cost import Bytes
-from workbench.planner.autoshard.graph_choice import solve_graph
-from workbench.planner.autoshard.layer_operators import Graph, branch, layer, model
-from workbench.planner.autoshard.device_mesh import Machine, mesh
-from workbench.planner.autoshard.operator_splits import Operator, Strategy
-from workbench.planner.autoshard.graph_pricing import Priced, price
 from workbench.planner.autoshard.choice_problem import Between
 from workbench.planner.autoshard.choice_reasons import reason
 from workbench.planner.autoshard.choice_result import OperatorPlan, Redistribution, Row
+from workbench.planner.autoshard.device_mesh import Machine, mesh
+from workbench.planner.autoshard.graph_choice import solve_graph
+from workbench.planner.autoshard.graph_pricing import Priced, price
+from workbench.planner.autoshard.layer_operators import Graph, branch, layer, model
+from workbench.planner.autoshard.operator_cost import Bytes
+from workbench.planner.autoshard.operator_splits import Operator, Strategy
 
 Part = Literal["model", "layer", "attention", "mlp"]
 GIB = 2**30
@@ -43,24 +43,31 @@ def choose(
     sizes: Bytes | None = None,
     fixed: Mapping[str, Form] | None = None,
 ) -> OperatorPlan:
-    """The strategies that cost least: seconds of one microbatch forward and backward, nothing overlapped.
+    """The strategies that cost least: seconds of one microbatch forward and backward, nothing
+    overlapped.
 
-    `tokens` of one microbatch over all `ranks` (a number, or a grid such as (nodes, ranks a node)), in sequences of
-    `sequence_length` tokens (default: one sequence), which are never cut. `part`: the whole model, one block among
-    many, or one branch of a block. `fused`: attention is one operator that keeps no scores. `memory`: bytes that
-    parameters, states and kept activations of a rank may take. `microbatches` over which a weight's gradient adds up
-    before it is reduced. `fixed`: module patterns whose strategy is given. The optimum is exact: dynamic programming
-    on a chain, integer programming on a graph. Raises `PlanError` for what is impossible.
+    `tokens` of one microbatch over all `ranks` (a number, or a grid such as (nodes, ranks a node)),
+    in sequences of `sequence_length` tokens (default: one sequence), which are never cut. `part`:
+    the whole model, one block among many, or one branch of a block. `fused`: attention is one
+    operator that keeps no scores. `memory`: bytes that parameters, states and kept activations of a
+    rank may take. `microbatches` over which a weight's gradient adds up before it is reduced.
+    `fixed`: module patterns whose strategy is given. The optimum is exact: dynamic programming on a
+    chain, integer programming on a graph. Raises `PlanError` for what is impossible.
     """
     length = sequence_length or tokens
     if tokens < 1 or length < 1 or tokens % length:
-        raise refuse("tokens", f"is {tokens} in sequences of {length}; legal: a multiple of {length}, 1 or more")
+        raise refuse(
+            "tokens",
+            f"is {tokens} in sequences of {length}; legal: a multiple of {length}, 1 or more",
+        )
     if memory is not None and not memory > 0:
         raise refuse("memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
     graph = _graph(part, shape, tokens // length, length, fused)
     priced = price(graph, mesh(ranks, machine), machine, sizes or Bytes(), microbatches, memory)
     picked, solver = solve(priced, fixed or {})
-    return _answer(priced, picked, solver, None if memory is None else _too_large(priced, fixed or {}))
+    return _answer(
+        priced, picked, solver, None if memory is None else _too_large(priced, fixed or {})
+    )
 
 
 def _graph(part: Part, shape: Shape, sequences: int, length: int, fused: bool) -> Graph:
@@ -76,20 +83,29 @@ def _too_large(priced: Priced, fixed: Mapping[str, Form]) -> tuple[int, ...] | N
 
 
 def solve(priced: Priced, fixed: Mapping[str, Form]) -> tuple[tuple[int, ...], str]:
-    """The options that cost least and the solver that found them. Raises `PlanError` where none fit."""
+    """The options that cost least and the solver that found them. Raises `PlanError` where none
+    fit.
+    """
     kept = _kept(priced, fixed)
     whole = priced.problem
     problem = replace(
         whole,
         costs=tuple(cost[keep] for cost, keep in zip(whole.costs, kept)),
         bytes=tuple(size[keep] for size, keep in zip(whole.bytes, kept)),
-        edges=tuple(Between(e.source, e.target, e.costs[np.ix_(kept[e.source], kept[e.target])]) for e in whole.edges),
+        edges=tuple(
+            Between(e.source, e.target, e.costs[np.ix_(kept[e.source], kept[e.target])])
+            for e in whole.edges
+        ),
     )
     least = sum(float(size.min()) for size in problem.bytes)
     if problem.limit is not None and least > problem.limit:
         size, limit = least / GIB, problem.limit / GIB
-        raise refuse("memory", f"is {limit:.4g} GiB a rank, but every choice takes {size:.4g} GiB or more (estimated);"
-                               f" legal: {size:.4g} GiB or more, more ranks, or fewer tokens")  # fmt: skip
+        raise refuse(
+            "memory",
+            f"is {limit:.4g} GiB a rank, but every choice takes {size:.4g} GiB "
+            f"or more (estimated);"
+            f" legal: {size:.4g} GiB or more, more ranks, or fewer tokens",
+        )
     if problem.is_chain and problem.limit is None:
         picked, solver = solve_chain(problem), "dynamic programming"
     else:
@@ -97,13 +113,23 @@ def solve(priced: Priced, fixed: Mapping[str, Form]) -> tuple[tuple[int, ...], s
     return tuple(int(keep[option]) for keep, option in zip(kept, picked)), solver
 
 
-def _kept(priced: Priced, fixed: Mapping[str, Form]) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
+def _kept(
+    priced: Priced, fixed: Mapping[str, Form]
+) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
     """Options of each operator that agree with what is fixed."""
-    problems = [_unknown(pattern, priced) for pattern in fixed if not any(_names(pattern, op) for op in _all(priced))]
+    problems = [
+        _unknown(pattern, priced)
+        for pattern in fixed
+        if not any(_names(pattern, op) for op in _all(priced))
+    ]
     kept = []
     for operator, options in zip(priced.graph.operators, priced.options):
         asked = {pattern: form for pattern, form in fixed.items() if _names(pattern, operator)}
-        keep = [i for i, option in enumerate(options) if all(option.form == form for form in asked.values())]
+        keep = [
+            i
+            for i, option in enumerate(options)
+            if all(option.form == form for form in asked.values())
+        ]
         if not keep:
             problems.append(_illegal(operator, options, asked))
         kept.append(np.array(keep, dtype=np.int64))
@@ -125,26 +151,40 @@ def _unknown(pattern: str, priced: Priced) -> Problem:
     return Problem(f"strategy.operators.{pattern}", f"names no operator; legal: {known}")
 
 
-def _illegal(operator: Operator, options: tuple[Strategy, ...], asked: Mapping[str, Form]) -> Problem:
+def _illegal(
+    operator: Operator, options: tuple[Strategy, ...], asked: Mapping[str, Form]
+) -> Problem:
     forms = list(dict.fromkeys(written(option.form) for option in options))
     more = f", and {len(forms) - SHOWN} more" if len(forms) > SHOWN else ""
     said = " and ".join(dict.fromkeys(written(form) for form in asked.values()))
     legal = f"{', '.join(forms[:SHOWN])}{more}"
-    return Problem(f"strategy.operators.{next(iter(asked))}", f"is {said} for {operator.name}; legal: {legal}")
+    return Problem(
+        f"strategy.operators.{next(iter(asked))}", f"is {said} for {operator.name}; legal: {legal}"
+    )
 
 
-def _answer(priced: Priced, picked: tuple[int, ...], solver: str, free: tuple[int, ...] | None) -> OperatorPlan:
+def _answer(
+    priced: Priced, picked: tuple[int, ...], solver: str, free: tuple[int, ...] | None
+) -> OperatorPlan:
     operators, grid = priced.graph.operators, priced.mesh
     rows = tuple(_row(priced, i, option) for i, option in enumerate(picked))
     between = [
-        Redistribution(operators[edge.source].name, operators[edge.target].name, edge.wanted.name, moves, edge.times)
+        Redistribution(
+            operators[edge.source].name,
+            operators[edge.target].name,
+            edge.wanted.name,
+            moves,
+            edge.times,
+        )
         for edge in priced.graph.edges
         if (moves := priced.moves(edge, picked))
     ]
     axes = tuple(axis.size for axis in grid.axes) if grid.grid else (grid.ranks,)
     seconds, held = priced.problem.total(picked), priced.problem.memory(picked)
     why = reason(priced, picked, free)
-    return OperatorPlan(rows, tuple(between), axes, solver, seconds, held, priced.problem.limit, why)
+    return OperatorPlan(
+        rows, tuple(between), axes, solver, seconds, held, priced.problem.limit, why
+    )
 
 
 def _row(priced: Priced, index: int, option: int) -> Row:
@@ -152,8 +192,18 @@ def _row(priced: Priced, index: int, option: int) -> Row:
     cost = priced.costs[index][option]
     words = splits(operator, strategy, priced)
     told = sum(move.seconds for move in cost.moves)
-    return Row(operator.name, operator.kind, operator.modules, written(strategy.form), words, cost.moves,
-               cost.compute, told, cost.bytes, operator.times)  # fmt: skip
+    return Row(
+        operator.name,
+        operator.kind,
+        operator.modules,
+        written(strategy.form),
+        words,
+        cost.moves,
+        cost.compute,
+        told,
+        cost.bytes,
+        operator.times,
+    )
 
 
 def splits(operator: Operator, strategy: Strategy, priced: Priced) -> str:

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 from workbench.plan.schema import Plan
-from workbench.planner.training_cost import cost
 from workbench.planner.explain import fitting_changes as _fixes
 from workbench.planner.explain import neighbor_plans as _moves
 from workbench.planner.explain import sensitivity as _sensitivity
 from workbench.planner.explain.bottlenecks import Binding, binding
-from workbench.planner.explain.plan_figures import Effect, Figures, Subject, subject
 from workbench.planner.explain.explanation import Explanation, Reasons
+from workbench.planner.explain.plan_figures import Effect, Figures, Subject, subject
+from workbench.planner.training_cost import cost
 
 __all__ = [
-    "Binding", "Effect", "Explanation", "Figures", "Reasons", "binding", "explain", "neighbours", "sensitivity", "why",
-]  # fmt: skip
+    "Binding",
+    "Effect",
+    "Explanation",
+    "Figures",
+    "Reasons",
+    "binding",
+    "explain",
+    "neighbours",
+    "sensitivity",
+    "why",
+]
 
 
 def why(plan: Plan) -> Reasons:
-    """What binds `plan`, in a sentence, and the smallest changes that make it fit. Raises `PlanError`."""
+    """What binds `plan`, in a sentence, and the smallest changes that make it fit. Raises
+    `PlanError`.
+    """
     return _why(subject(plan))
 
 
 def sensitivity(plan: Plan) -> list[Effect]:
-    """Step and peak on twice the network, link, memory bandwidth and FLOP/s, on eight more cards, and so on."""
+    """Step and peak on twice the network, link, memory bandwidth and FLOP/s, on eight more cards,
+    and so on.
+    """
     return _sensitivity.sensitivity(subject(plan))
 
 
@@ -32,16 +45,21 @@ def neighbours(plan: Plan) -> list[Effect]:
 
 
 def explain(plan: Plan, tokens: float | None = None, price: float | None = None) -> Explanation:
-    """Cost to `tokens` (default 20 a parameter) at `price` USD an hour and card (default the card's own), and reasons.
+    """Cost to `tokens` (default 20 a parameter) at `price` USD an hour and card (default the card's
+    own), and reasons.
 
     Well under a second. Raises `PlanError` for an illegal plan or number.
     """
     asked = subject(plan)
     told = cost(asked.full, asked.profile, tokens, price)
     return Explanation(
-        asked.full.name, asked.figures, told, _why(asked),
-        tuple(_sensitivity.sensitivity(asked)), tuple(_moves.neighbours(asked)),
-    )  # fmt: skip
+        asked.full.name,
+        asked.figures,
+        told,
+        _why(asked),
+        tuple(_sensitivity.sensitivity(asked)),
+        tuple(_moves.neighbours(asked)),
+    )
 
 
 def _why(asked: Subject) -> Reasons:

@@ -1,4 +1,6 @@
-"""What binds a plan, in a sentence each: the stage and category that fill the card, the part that takes the time."""
+"""What binds a plan, in a sentence each: the stage and category that fill the card, the part that
+takes the time.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ import numpy as np
 
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import on_machine
-from workbench.planner.explain.plan_figures import stage_sums
 from workbench.planner.explain.number_words import gib, of, percent, seconds
+from workbench.planner.explain.plan_figures import stage_sums
 from workbench.profile import Profile
 
 NEAR = 0.9
@@ -33,7 +35,9 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Binding:
-    """The binding constraint (`memory`, or a part of the step), and the two sentences; figures are estimated."""
+    """The binding constraint (`memory`, or a part of the step), and the two sentences; figures are
+    estimated.
+    """
 
     constraint: str
     memory: str
@@ -46,12 +50,16 @@ class Binding:
 
 
 def binding(full: Plan, profile: Profile) -> Binding:
-    """What binds the complete plan `full`, read off its estimate: memory where it does not fit, else a part of time."""
+    """What binds the complete plan `full`, read off its estimate: memory where it does not fit,
+    else a part of time.
+    """
     full, _ = on_machine(full)
     over = max(stage_sums(profile, "peak")) > (profile.capacity_bytes or np.inf)
     parts: dict[str, float] = profile.notes["time"]
     largest = max(parts, key=lambda part: parts[part])
-    return Binding("memory" if over else largest, memory_sentence(full, profile), time_sentence(full, profile))
+    return Binding(
+        "memory" if over else largest, memory_sentence(full, profile), time_sentence(full, profile)
+    )
 
 
 def memory_sentence(full: Plan, profile: Profile) -> str:
@@ -64,8 +72,10 @@ def memory_sentence(full: Plan, profile: Profile) -> str:
     room = f"{gib(card - peak)} to spare" if peak <= card else f"{gib(peak - card)} too much"
     near = ", so near the limit that the allocator may retry" if NEAR * card < peak <= card else ""
     return (
-        f"Memory: {where} peaks at {gib(peak)} {_moment(profile, stage, peak)}, {of(peak / card)} the "
-        f"{gib(card)} of {full.card.name} ({room}{near}); its largest category is {category}, {gib(size)} (estimated)."
+        f"Memory: {where} peaks at {gib(peak)} {_moment(profile, stage, peak)}, {of(peak / card)} "
+        f"the "
+        f"{gib(card)} of {full.card.name} ({room}{near}); its largest category is {category}, "
+        f"{gib(size)} (estimated)."
     )
 
 
@@ -78,12 +88,23 @@ def _largest(profile: Profile, stage: int) -> tuple[str, float]:
 def _peak(profile: Profile, stage: int) -> dict[str, float]:
     """Bytes by category at a stage's largest instant."""
     rows = profile.memory
-    here = (rows.moment.to_numpy() == "peak") & (rows.tier.to_numpy() == "device") & (rows.stage.to_numpy() == stage)
-    return dict(zip(map(str, rows.category.to_numpy()[here]), rows.bytes.to_numpy()[here].astype(float).tolist()))
+    here = (
+        (rows.moment.to_numpy() == "peak")
+        & (rows.tier.to_numpy() == "device")
+        & (rows.stage.to_numpy() == stage)
+    )
+    return dict(
+        zip(
+            map(str, rows.category.to_numpy()[here]),
+            rows.bytes.to_numpy()[here].astype(float).tolist(),
+        )
+    )
 
 
 def _moment(profile: Profile, stage: int, peak: float) -> str:
-    """When the peak is: without activations the optimizer's; the frames tell whether it is where forward ends."""
+    """When the peak is: without activations the optimizer's; the frames tell whether it is where
+    forward ends.
+    """
     sums = stage_sums(profile, "forward_end")
     if stage < len(sums) and abs(sums[stage] - peak) < 1e-6 * peak:
         return "at the end of forward"
@@ -96,13 +117,15 @@ def time_sentence(full: Plan, profile: Profile) -> str:
     total = sum(parts.values())
     first, *others = sorted(parts, key=lambda part: -parts[part])
     told = [
-        f"{NAMES.get(first, first)} takes the largest part of a step, {seconds(parts[first])} of {seconds(total)} "
+        f"{NAMES.get(first, first)} takes the largest part of a step, {seconds(parts[first])} of "
+        f"{seconds(total)} "
         f"({percent(parts[first] / total)}){_because(first, full, profile)}"
     ]
     told += [
         f"{NAMES.get(part, part)} {percent(parts[part] / total)}{_because(part, full, profile)}"
-        for part in others[:2] if parts[part] >= TOLD * total
-    ]  # fmt: skip
+        for part in others[:2]
+        if parts[part] >= TOLD * total
+    ]
     return f"Time: {'; '.join(told)} (estimated)."
 
 
@@ -112,7 +135,8 @@ def _because(part: str, full: Plan, profile: Profile) -> str:
         over_step = float(profile.notes["model_flops_utilisation"])
         busy = over_step * sum(parts.values()) / parts["compute"]
         return (
-            f", at {percent(busy)} of the cards' peak in model FLOPs while it lasts, {percent(over_step)} over the step"
+            f", at {percent(busy)} of the cards' peak in model FLOPs while it lasts, "
+            f"{percent(over_step)} over the step"
         )
     if part == "bubble":
         return f", {_bubble(full)}"
@@ -120,16 +144,25 @@ def _because(part: str, full: Plan, profile: Profile) -> str:
         return _wire(part.removesuffix("_comm"), full, profile)
     if part == "offload":
         return f", over {full.card.pcie_gbs:g} GB/s a card"
-    return f", reading and writing its states at {full.card.bandwidth_gbs:g} GB/s" if part == "optimizer" else ""
+    return (
+        (f", reading and writing its states at {full.card.bandwidth_gbs:g} GB/s")
+        if part == "optimizer"
+        else ""
+    )
 
 
 def _bubble(full: Plan) -> str:
-    """The schedule's bubble in words (FORMULAS of the papers: GPipe 2019, 2104.04473, 2401.10241)."""
+    """The schedule's bubble in words (FORMULAS of the papers: GPipe 2019, 2104.04473,
+    2401.10241).
+    """
     p, m = full.strategy.pipeline, full.num_microbatches
     if p.schedule in ("gpipe", "1f1b"):
         return f"(stages - 1) / microbatches = {p.size - 1} / {m} of the ideal for equal stages"
     if p.schedule == "interleaved":
-        return f"(stages - 1) / (chunks x microbatches) = {p.size - 1} / {p.chunks * m} of the ideal for equal stages"
+        return (
+            f"(stages - 1) / (chunks x microbatches) = {p.size - 1} / {p.chunks * m} of the "
+            f"ideal for equal stages"
+        )
     if p.schedule == "zb-h1":
         return f"(stages - 1) x (forward + input gradient - weight gradient), {p.size - 1} times"
     return f"as schedule {p.schedule} leaves it"

@@ -1,4 +1,6 @@
-"""For a plan that does not fit: the smallest changes that make it fit, each with the step time it costs."""
+"""For a plan that does not fit: the smallest changes that make it fit, each with the step time it
+costs.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,14 @@ from itertools import combinations
 
 from workbench.errors import PlanError
 from workbench.plan.rules.supported import unsupported
-from workbench.planner.memory_advice import more_gpus, one_field_here, other_gpus, peak_bytes, together_here
 from workbench.planner.explain.plan_figures import Change, Effect, Subject, figures
+from workbench.planner.memory_advice import (
+    more_gpus,
+    one_field_here,
+    other_gpus,
+    peak_bytes,
+    together_here,
+)
 
 SHOWN = 6
 
@@ -16,8 +24,8 @@ SHOWN = 6
 def fixes(subject: Subject) -> list[Effect]:
     """At most six changes that fit, the smallest of each kind; empty where the plan fits.
 
-    One field where one is enough on the same GPUs, else several; then more GPUs, then another. On the same GPUs those
-    that keep a plan runnable that is so come first, then the fastest.
+    One field where one is enough on the same GPUs, else several; then more GPUs, then another. On
+    the same GPUs those that keep a plan runnable that is so come first, then the fastest.
     """
     if subject.figures.fits:
         return []
@@ -57,14 +65,20 @@ def _pairs(own: list[Change]) -> Iterator[Change]:
 
 def _ranked(subject: Subject, changes: list[Change]) -> list[Effect]:
     effects = [effect for change in changes if (effect := _effect(subject, change))]
-    return sorted(effects, key=lambda e: (not _runs(subject, e), -e.after.tokens_per_second / e.after.gpus))
+    return sorted(
+        effects, key=lambda e: (not _runs(subject, e), -e.after.tokens_per_second / e.after.gpus)
+    )
 
 
 def _effect(subject: Subject, change: Change) -> Effect | None:
     """As `plan.replace` makes it: what follows from a change by a preset's rules follows."""
-    name = ", ".join(f"{field.removeprefix('strategy.')} → {value}" for field, value in change.items())
+    name = ", ".join(
+        f"{field.removeprefix('strategy.')} → {value}" for field, value in change.items()
+    )
     try:
-        return Effect(name, change, subject.figures, figures(subject.plan.replace(**change).complete()))
+        return Effect(
+            name, change, subject.figures, figures(subject.plan.replace(**change).complete())
+        )
     except PlanError:
         return None
 

@@ -1,7 +1,8 @@
-"""Neighbours: every legal plan that differs in one knob by one step, and what the step gains or loses.
+"""Neighbours: every legal plan that differs in one knob by one step, and what the step gains or
+loses.
 
-Kernels are no such knob: they are installed, not chosen, and a search leaves them as written unless it is told to vary
-them; `sensitivity` says what others would change.
+Kernels are no such knob: they are installed, not chosen, and a search leaves them as written unless
+it is told to vary them; `sensitivity` says what others would change.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Move = tuple[str, Change]
 def neighbours(subject: Subject) -> list[Effect]:
     """Every legal step that can be estimated: those that fit first, the fastest first."""
     found = [effect for name, change in moves(subject) if (effect := subject.effect(name, change))]
-    return sorted(found, key=lambda effect: (not effect.after.fits, -effect.speed, effect.after.peak_bytes))
+    return sorted(
+        found, key=lambda effect: (not effect.after.fits, -effect.speed, effect.after.peak_bytes)
+    )
 
 
 def moves(subject: Subject) -> Iterator[Move]:
@@ -32,7 +35,9 @@ def moves(subject: Subject) -> Iterator[Move]:
     yield from _twice_and_half("micro-batch", "training.micro_batch", full.training.micro_batch)
     yield from _data(full)
     yield from _placement(full)
-    yield from _words("recompute", "strategy.recompute", full.strategy.recompute, ("none", "selective", "full"))
+    yield from _words(
+        "recompute", "strategy.recompute", full.strategy.recompute, ("none", "selective", "full")
+    )
 
 
 def _axes(subject: Subject) -> Iterator[Move]:
@@ -56,7 +61,10 @@ def _schedules(subject: Subject) -> Iterator[Move]:
     for schedule in SCHEDULES:
         if schedule != p.schedule:
             chunks = CHUNKS[schedule][0] if schedule in CHUNKS else max(2, p.chunks)
-            fields: Change = {"strategy.pipeline.schedule": schedule, "strategy.pipeline.chunks": chunks}
+            fields: Change = {
+                "strategy.pipeline.schedule": schedule,
+                "strategy.pipeline.chunks": chunks,
+            }
             fields |= _repartitioned(subject) if chunks != p.chunks else {}
             yield f"schedule {p.schedule} → {schedule}", fields
 
@@ -66,7 +74,9 @@ def _data(full: Plan) -> Iterator[Move]:
     for zero in (d.zero - 1, d.zero + 1):
         if 0 <= zero <= 3:
             yield f"ZeRO {d.zero} → {zero}", {"strategy.data.zero": zero}
-    yield from _words("offload", "strategy.data.offload", d.offload, ("none", "optimizer", "parameters"))
+    yield from _words(
+        "offload", "strategy.data.offload", d.offload, ("none", "optimizer", "parameters")
+    )
     if full.sizes["data"] > 1:
         yield _switch("overlap", "strategy.data.overlap", d.overlap)
 
@@ -92,7 +102,9 @@ def _twice_and_half(name: str, field: str, now: int) -> Iterator[Move]:
 
 def _words(name: str, field: str, now: object, choices: tuple[str, ...]) -> Iterator[Move]:
     told = now if isinstance(now, str) else "some layers"
-    yield from ((f"{name} {told} → {choice}", {field: choice}) for choice in choices if choice != now)
+    yield from (
+        (f"{name} {told} → {choice}", {field: choice}) for choice in choices if choice != now
+    )
 
 
 def _switch(name: str, field: str, now: bool) -> Move:

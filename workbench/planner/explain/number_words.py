@@ -21,7 +21,13 @@ def seconds(value: float) -> str:
     """Seconds: 0.0123 -> '12.3 ms'."""
     if value < 1e-6:
         return "0"
-    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+    return (
+        f"{value:,.0f} s"
+        if value >= 100
+        else f"{value:.3g} s"
+        if value >= 1
+        else f"{1e3 * value:.3g} ms"
+    )
 
 
 def percent(share: float) -> str:
@@ -59,5 +65,7 @@ def signed(value: float, told: str) -> str:
 def html_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table under its title; all text is escaped."""
     head = "".join(f"<th>{escaped(name)}</th>" for name in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{escaped(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escaped(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
     return f"<table><caption>{escaped(title)}</caption><tr>{head}</tr>{body}</table>"

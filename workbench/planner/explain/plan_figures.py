@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.memory.peak_memory import memory
+from workbench.costmodel.rates.constants import Constants
+from workbench.costmodel.step_time import step_time
 from workbench.errors import PlanError
 from workbench.plan.resolve import with_preset
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import on_machine
-from workbench.costmodel.rates.constants import Constants
 from workbench.planner.estimate import estimate
-from workbench.costmodel.memory.peak_memory import memory
-from workbench.costmodel.step_time import step_time
-from workbench.costmodel.inputs.rank_workload import workload
 from workbench.profile import Profile
 
 Change = dict[str, Any]
@@ -70,12 +70,18 @@ class Effect:
     def to_json(self) -> dict[str, Any]:
         """The figures after the change and what they differ by."""
         return {
-            "name": self.name, "changes": self.changes, "gpus": self.after.gpus, "fits": self.after.fits,
-            "step_seconds": self.after.seconds, "seconds_change": self.seconds_change,
+            "name": self.name,
+            "changes": self.changes,
+            "gpus": self.after.gpus,
+            "fits": self.after.fits,
+            "step_seconds": self.after.seconds,
+            "seconds_change": self.seconds_change,
             "seconds_relative": self.after.seconds / self.before.seconds - 1,
-            "peak_bytes": self.after.peak_bytes, "peak_change": self.peak_change,
-            "peak_relative": self.after.peak_bytes / self.before.peak_bytes - 1, "speed": self.speed,
-        }  # fmt: skip
+            "peak_bytes": self.after.peak_bytes,
+            "peak_change": self.peak_change,
+            "peak_relative": self.after.peak_bytes / self.before.peak_bytes - 1,
+            "speed": self.speed,
+        }
 
 
 @dataclass(frozen=True)
@@ -87,20 +93,31 @@ class Subject:
     profile: Profile
     figures: Figures
     pins: Change
-    """What a preset's rule or a default would decide anew after a change: sizes of axes, the global batch."""
+    """What a preset's rule or a default would decide anew after a change: sizes of axes, the global
+    batch.
+    """
 
     def effect(self, name: str, change: Change) -> Effect | None:
-        """What `change`, and nothing else, does; None where it is illegal or cannot be estimated."""
+        """What `change`, and nothing else, does; None where it is illegal or cannot be
+        estimated.
+        """
         changes = {**self.pins, **change}
         try:
-            return Effect(name, changes, self.figures, figures(self.plan.replace(**changes).complete()))
+            return Effect(
+                name, changes, self.figures, figures(self.plan.replace(**changes).complete())
+            )
         except PlanError:
             return None
 
     def with_hardware(self, name: str, card: Change, fabric: Change) -> Effect:
-        """What other figures of the card and the fabric do. No change of a plan says them where it is calibrated."""
+        """What other figures of the card and the fabric do. No change of a plan says them where it
+        is calibrated.
+        """
         here, constants = on_machine(self.full)
-        machine = {"gpu": here.card.model_copy(update=card), "fabric": here.fabric.model_copy(update=fabric)}
+        machine = {
+            "gpu": here.card.model_copy(update=card),
+            "fabric": here.fabric.model_copy(update=fabric),
+        }
         faster = here.model_copy(update={"cluster": here.cluster.model_copy(update=machine)})
         written = {f"cluster.{field}": figure.model_dump() for field, figure in machine.items()}
         changes = {} if self.full.cluster.calibration else {**self.pins, **written}
@@ -108,13 +125,17 @@ class Subject:
 
 
 def subject(plan: Plan, profile: Profile | None = None) -> Subject:
-    """The subject of questions about `plan`; `profile` is its estimate where there is one. Raises `PlanError`."""
+    """The subject of questions about `plan`; `profile` is its estimate where there is one. Raises
+    `PlanError`.
+    """
     full = plan.complete()
     return Subject(plan, full, profile or estimate(plan), figures(full), _pins(plan, full))
 
 
 def figures(full: Plan) -> Figures:
-    """The estimate of a complete plan in short, without its frames and advice. Raises `PlanError`."""
+    """The estimate of a complete plan in short, without its frames and advice. Raises
+    `PlanError`.
+    """
     return _figures(*on_machine(full))
 
 
@@ -124,8 +145,9 @@ def _figures(full: Plan, constants: Constants) -> Figures:
         seconds=float(step_time(w, constants).seconds),
         tokens=float(full.training.global_batch * full.training.sequence_length),
         peak_bytes=round(float(memory(w, constants).peak.max())),
-        capacity_bytes=int(full.card.memory_gib * 2**30), gpus=full.world_size,
-    )  # fmt: skip
+        capacity_bytes=int(full.card.memory_gib * 2**30),
+        gpus=full.world_size,
+    )
 
 
 def stage_sums(profile: Profile, moment: str) -> list[float]:
@@ -133,7 +155,9 @@ def stage_sums(profile: Profile, moment: str) -> list[float]:
     rows = profile.memory
     here = (rows.moment.to_numpy() == moment) & (rows.tier.to_numpy() == "device")
     stages = rows.stage.to_numpy()[here].astype(int)
-    sums: list[float] = np.bincount(stages, weights=rows.bytes.to_numpy()[here].astype(float)).tolist()
+    sums: list[float] = np.bincount(
+        stages, weights=rows.bytes.to_numpy()[here].astype(float)
+    ).tolist()
     return sums
 
 

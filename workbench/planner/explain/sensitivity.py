@@ -1,16 +1,18 @@
-"""Sensitivity: what a plan's step and peak would be on twice the hardware, with other kernels, on eight more cards."""
+"""Sensitivity: what a plan's step and peak would be on twice the hardware, with other kernels, on
+eight more cards.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
+from workbench.costmodel.compute.roofline import OPERATORS
 from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import on_machine
-from workbench.costmodel.compute.roofline import OPERATORS
-from workbench.planner.explain.plan_figures import Change, Effect, Subject
 from workbench.planner.explain.neighbor_plans import Move
+from workbench.planner.explain.plan_figures import Change, Effect, Subject
 
 KERNELS = "strategy.kernels"
 MORE = 8
@@ -20,7 +22,10 @@ FAR = 8
 
 def sensitivity(subject: Subject) -> list[Effect]:
     """The effects of what can be changed and estimated, in a fixed order."""
-    return [*_hardware(subject), *(e for name, change in _questions(subject) if (e := subject.effect(name, change)))]
+    return [
+        *_hardware(subject),
+        *(e for name, change in _questions(subject) if (e := subject.effect(name, change))),
+    ]
 
 
 def _hardware(subject: Subject) -> Iterator[Effect]:
@@ -30,7 +35,11 @@ def _hardware(subject: Subject) -> Iterator[Effect]:
         ("twice the network between nodes", {}, {"nic_gbs": 2 * fabric.nic_gbs}),
         ("twice the link inside a node", {"link_gbs": 2 * card.link_gbs}, {}),
         ("twice the memory bandwidth", {"bandwidth_gbs": 2 * card.bandwidth_gbs}, {}),
-        ("twice the FLOP/s", {"tflops": {dtype: 2 * rate for dtype, rate in card.tflops.items()}}, {}),
+        (
+            "twice the FLOP/s",
+            {"tflops": {dtype: 2 * rate for dtype, rate in card.tflops.items()}},
+            {},
+        ),
     )
     yield from (subject.with_hardware(*question) for question in doubled)
 
@@ -38,7 +47,9 @@ def _hardware(subject: Subject) -> Iterator[Effect]:
 def _questions(subject: Subject) -> Iterator[Move]:
     full = subject.full
     yield from _more_cards(subject)
-    yield from ((f"{kind} kernels", {KERNELS: kind}) for kind in OPERATORS if kind != full.strategy.kernels)
+    yield from (
+        (f"{kind} kernels", {KERNELS: kind}) for kind in OPERATORS if kind != full.strategy.kernels
+    )
     yield "twice the sequence", {"training.sequence_length": 2 * full.training.sequence_length}
     size = full.training.micro_batch
     if size % 2 == 0:
@@ -47,7 +58,9 @@ def _questions(subject: Subject) -> Iterator[Move]:
 
 
 def _more_cards(subject: Subject) -> Iterator[Move]:
-    """Eight more cards, or the legal number nearest to that; the batch stays, or becomes the nearest that is legal."""
+    """Eight more cards, or the legal number nearest to that; the batch stays, or becomes the
+    nearest that is legal.
+    """
     full = subject.full
     wanted, unit = full.world_size + MORE, full.world_size // full.sizes["data"]
     counts = [k * unit for k in range(full.world_size // unit + 1, wanted // unit + FAR)]
@@ -63,7 +76,9 @@ def _on(plan: Plan, full: Plan, gpus: int, replicas: int) -> Change:
     share = full.training.micro_batch * replicas
     batch = max(1, math.floor(full.training.global_batch / share + 0.5)) * share
     wiring: Change = {
-        f"cluster.{field}": None for field in ("nodes", "gpus_per_node") if field in plan.cluster.model_fields_set
+        f"cluster.{field}": None
+        for field in ("nodes", "gpus_per_node")
+        if field in plan.cluster.model_fields_set
     }
     return {"cluster.gpus": gpus, **wiring, "training.global_batch": batch}
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.planner.calibrated_plan import on_machine
-from workbench.costmodel.rates.constants import Constants
+from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.memory.peak_memory import peaks
+from workbench.costmodel.rates.constants import Constants
+from workbench.costmodel.step_time import computing, step_time
+from workbench.planner.calibrated_plan import on_machine
 from workbench.planner.search.cells import Cell, Index
 from workbench.planner.search.layer_costs import Layers, layers
 from workbench.planner.search.search_space import Space, on_cards
-from workbench.costmodel.inputs.config import Array
-from workbench.costmodel.step_time import computing, step_time
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class Evaluated:
 
     def at(self, values: Array, numbers: NDArray[np.int64]) -> Array:
         """`values` of the combinations with these numbers."""
-        return np.asarray(np.broadcast_to(values, self.shape)[np.unravel_index(numbers, self.shape)])
+        return np.asarray(
+            np.broadcast_to(values, self.shape)[np.unravel_index(numbers, self.shape)]
+        )
 
 
 @dataclass(frozen=True)
@@ -52,25 +54,41 @@ class Evaluator:
     @classmethod
     def of(cls, space: Space) -> Evaluator:
         """Computes every layer of the space."""
-        kinds = {kind: space.base.replace(**{"strategy.kernels": kind}).complete() for kind in space.kernels}
-        return cls(_constants(space), layers(space, {kind: on_machine(plan)[1] for kind, plan in kinds.items()}))
+        kinds = {
+            kind: space.base.replace(**{"strategy.kernels": kind}).complete()
+            for kind in space.kernels
+        }
+        return cls(
+            _constants(space),
+            layers(space, {kind: on_machine(plan)[1] for kind, plan in kinds.items()}),
+        )
 
     def __call__(self, cell: Cell, index: Index) -> Evaluated:
-        """The combinations at `index` of `cell`: of a grid, all of them, in the order of its axes."""
+        """The combinations at `index` of `cell`: of a grid, all of them, in the order of its
+        axes.
+        """
         w, legal = cell.workload(index)
         s = cell.setting
         k = self.constants[s.world, s.pipeline]
         time = step_time(w, k, self.layers[s.algorithm].at(cell, index))
         shape = np.broadcast_shapes(*(places.shape for places in index.values())) if index else (1,)
         return Evaluated(
-            shape, np.asarray(legal), peaks(w, k), np.asarray(time.seconds), np.asarray(computing(w, time))
+            shape,
+            np.asarray(legal),
+            peaks(w, k),
+            np.asarray(time.seconds),
+            np.asarray(computing(w, time)),
         )
 
 
 def _constants(space: Space) -> dict[tuple[int, int], Constants]:
-    """By cards and pipeline ranks: a calibration's depend on both, and are fetched once for each."""
+    """By cards and pipeline ranks: a calibration's depend on both, and are fetched once for
+    each.
+    """
     base, usual = space.base, on_machine(space.base)[1]
-    pairs = {(s.world, p): s for s in space.settings for _, _, p in space.schedules if s.world % p == 0}
+    pairs = {
+        (s.world, p): s for s in space.settings for _, _, p in space.schedules if s.world % p == 0
+    }
     if base.cluster.calibration is None:
         return dict.fromkeys(pairs, usual)
     return {pair: on_machine(on_cards(base, s, pair[1]))[1] for pair, s in pairs.items()}

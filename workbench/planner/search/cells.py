@@ -1,6 +1,8 @@
-"""The space cut into cells: a cell fixes what decides the code path, and holds the rest as arrays that broadcast.
+"""The space cut into cells: a cell fixes what decides the code path, and holds the rest as arrays
+that broadcast.
 
-Nearly everything depends on how a layer is split: that axis is the last, so that inner loops are long.
+Nearly everything depends on how a layer is split: that axis is the last, so that inner loops are
+long.
 """
 
 from __future__ import annotations
@@ -14,27 +16,53 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.plan.stage_partition import balanced
-from workbench.planner.search.search_space import Space
-from workbench.planner.search.layer_splits import Split, all_splits, fits
-from workbench.planner.search.distinct_stages import Stages, stages_of
-from workbench.costmodel.inputs.config import BYTES, Array, Knobs, Number, Setting, gradient_element, strides
+from workbench.costmodel.inputs.config import (
+    BYTES,
+    Array,
+    Knobs,
+    Number,
+    Setting,
+    gradient_element,
+    strides,
+)
 from workbench.costmodel.inputs.rank_workload import Workload, assemble
+from workbench.plan.stage_partition import balanced
+from workbench.planner.search.distinct_stages import Stages, stages_of
+from workbench.planner.search.layer_splits import Split, all_splits, fits
+from workbench.planner.search.search_space import Space
 
 AXES = (
-    "kernels", "bucket_mib", "gradient", "overlap", "keep_gathered", "reduce", "offload", "shard",
-    "recompute", "placement", "split",
-)  # fmt: skip
+    "kernels",
+    "bucket_mib",
+    "gradient",
+    "overlap",
+    "keep_gathered",
+    "reduce",
+    "offload",
+    "shard",
+    "recompute",
+    "placement",
+    "split",
+)
 """Knobs of a cell, in the order of its axes."""
 NOT_NUMBERS = ("kernels", "gradient", "recompute", "placement", "split")
-WORDS = {"none": 0.0, "optimizer": 1.0, "parameters": 2.0, "step": 0.0, "microbatch": 1.0, "all": 0.0}
+WORDS = {
+    "none": 0.0,
+    "optimizer": 1.0,
+    "parameters": 2.0,
+    "step": 0.0,
+    "microbatch": 1.0,
+    "all": 0.0,
+}
 """What words count as where a knob is a number."""
 
 OF_A_CELL = ("world", "node", "pipeline", "schedule", "chunks", "partition", "zero", "algorithm")
 """What all candidates of a cell share and a search decides."""
 
 Index = dict[str, NDArray[np.int64]]
-"""Axis -> places in its values; arrays that broadcast against each other. An axis that is absent has one value."""
+"""Axis -> places in its values; arrays that broadcast against each other. An axis that is absent
+has one value.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +89,9 @@ class Cell:
         """The knobs of combination number `at`, by name."""
         s = self.setting
         fixed = {name: getattr(s, name) for name in OF_A_CELL}
-        at_axis = {axis: self.values[axis][i] for axis, i in zip(AXES, np.unravel_index(at, self.shape))}
+        at_axis = {
+            axis: self.values[axis][i] for axis, i in zip(AXES, np.unravel_index(at, self.shape))
+        }
         split: Split = at_axis.pop("split")
         return fixed | split._asdict() | {"tensor": split.size(s.algorithm)} | at_axis
 
@@ -81,32 +111,56 @@ class Cell:
         take = {axis: self._take(axis, index) for axis in AXES if axis not in NOT_NUMBERS}
         group, replicas = take["shard"], self.setting.world / (split.tensor * self.setting.pipeline)
         sizes = {
-            "tensor": split.tensor, "context": split.context, "data": replicas / split.context,
+            "tensor": split.tensor,
+            "context": split.context,
+            "data": replicas / split.context,
             "pipeline": self.setting.pipeline,
-        }  # fmt: skip
+        }
         recompute = index.get("recompute", np.zeros((), dtype=int))
         again = (len(rows), *(1,) * (dims - recompute.ndim), *recompute.shape)
         knobs = Knobs(
-            tensor=split.tensor, context=split.context, expert=split.expert, grid=(split.side, split.depth),
-            micro_batch=split.micro_batch, sequence=split.sequence, shard=np.where(group == 0, replicas, group),
-            offload_optimizer=np.minimum(take["offload"], 1), offload_parameters=np.maximum(take["offload"] - 1, 0),
-            reduce_microbatch=take["reduce"], keep_gathered=take["keep_gathered"], overlap=take["overlap"],
-            bucket_bytes=take["bucket_mib"] * 2**20, gradient_element=self._gradients(index),
-            selective=_at(np.array([kind == "selective" for kind in self.values["recompute"]], float), recompute),
+            tensor=split.tensor,
+            context=split.context,
+            expert=split.expert,
+            grid=(split.side, split.depth),
+            micro_batch=split.micro_batch,
+            sequence=split.sequence,
+            shard=np.where(group == 0, replicas, group),
+            offload_optimizer=np.minimum(take["offload"], 1),
+            offload_parameters=np.maximum(take["offload"] - 1, 0),
+            reduce_microbatch=take["reduce"],
+            keep_gathered=take["keep_gathered"],
+            overlap=take["overlap"],
+            bucket_bytes=take["bucket_mib"] * 2**20,
+            gradient_element=self._gradients(index),
+            selective=_at(
+                np.array([kind == "selective" for kind in self.values["recompute"]], float),
+                recompute,
+            ),
             recomputed=self.stages.recomputed[:, recompute.ravel()].reshape(again),
             kept_after=self.stages.kept_after[:, recompute.ravel()].reshape(again),
             strides=self._strides(index, sizes),
-        )  # fmt: skip
+        )
         ahead = (len(rows), *(1,) * dims)
-        w = assemble(self.setting, knobs, rows.reshape(ahead).astype(float), self.stages.weight.reshape(ahead))
+        w = assemble(
+            self.setting,
+            knobs,
+            rows.reshape(ahead).astype(float),
+            self.stages.weight.reshape(ahead),
+        )
         return w, self._legal(w, group, replicas) & self._own_order(sizes, knobs.strides, index)
 
     def _take(self, axis: str, index: Index) -> Number:
-        return _at(np.array([float(WORDS.get(value, value)) for value in self.values[axis]]), index.get(axis))
+        return _at(
+            np.array([float(WORDS.get(value, value)) for value in self.values[axis]]),
+            index.get(axis),
+        )
 
     def _gradients(self, index: Index) -> Number:
         parameter = BYTES[self.setting.precision]
-        sizes = np.array([float(gradient_element(dtype, parameter)) for dtype in self.values["gradient"]])
+        sizes = np.array(
+            [float(gradient_element(dtype, parameter)) for dtype in self.values["gradient"]]
+        )
         return _at(sizes, index.get("gradient"))
 
     def _strides(self, index: Index, sizes: dict[str, Number]) -> dict[str, Number]:
@@ -118,16 +172,24 @@ class Cell:
     def _legal(self, w: Workload, group: Number, replicas: Number) -> Number:
         """Whether each combination is a legal plan, and the only one of those that do the same."""
         good: Number = np.True_
-        if self.setting.zero:  # over one replica there is nothing to shard, but something to offload
-            least = {1: w.knobs.offload_optimizer, 3: w.knobs.offload_parameters}.get(self.setting.zero, 0.0)
+        if (
+            self.setting.zero
+        ):  # over one replica there is nothing to shard, but something to offload
+            least = {1: w.knobs.offload_optimizer, 3: w.knobs.offload_parameters}.get(
+                self.setting.zero, 0.0
+            )
             good = (replicas > 1) | (np.asarray(least) > 0)
         if any(size != "all" for size in self.values["shard"]):
-            good = good & ((group == 0) | ((replicas % np.maximum(group, 1) == 0) & (group < replicas)))
+            good = good & (
+                (group == 0) | ((replicas % np.maximum(group, 1) == 0) & (group < replicas))
+            )
         if "microbatch" in self.values["reduce"]:
             good = good & ((w.knobs.reduce_microbatch == 0) | (w.microbatches > 1))
         return good
 
-    def _own_order(self, sizes: dict[str, Number], found: dict[str, Number], index: Index) -> Number:
+    def _own_order(
+        self, sizes: dict[str, Number], found: dict[str, Number], index: Index
+    ) -> Number:
         """False where an earlier placement puts all axes of several ranks as this one does."""
         if len(self.values["placement"]) == 1 or index["placement"].ndim == 1:
             return np.True_
@@ -137,17 +199,26 @@ class Cell:
         axes = [np.moveaxis(np.broadcast_to(x, shape), along, 0) for x in axes]
         own = [np.True_]
         for later in range(1, len(self.values["placement"])):
-            same = [np.logical_and.reduce([x[later] == x[earlier] for x in axes]) for earlier in range(later)]
+            same = [
+                np.logical_and.reduce([x[later] == x[earlier] for x in axes])
+                for earlier in range(later)
+            ]
             own.append(~np.logical_or.reduce(same))
         return np.moveaxis(np.array(np.broadcast_arrays(*own)), 0, along)
 
 
 def _at(values: Array, index: NDArray[np.int64] | None) -> Number:
-    return float(values[0]) if index is None or (index.ndim == 0 and len(values) == 1) else values[index]
+    return (
+        float(values[0])
+        if index is None or (index.ndim == 0 and len(values) == 1)
+        else values[index]
+    )
 
 
 def cells(space: Space) -> Iterator[Cell]:
-    """Every cell of a space that has candidates; knobs that change nothing in it have one value there."""
+    """Every cell of a space that has candidates; knobs that change nothing in it have one value
+    there.
+    """
     if () in vars(space).values():  # conditions left a knob no value
         return
     for setting in space.settings:
@@ -156,17 +227,25 @@ def cells(space: Space) -> Iterator[Cell]:
                 continue
             partition = tuple(balanced(setting.shape, pipeline * chunks, setting.sequence_length))
             fixed = replace(
-                setting, schedule=schedule, chunks=chunks, pipeline=pipeline, partition=partition,
+                setting,
+                schedule=schedule,
+                chunks=chunks,
+                pipeline=pipeline,
+                partition=partition,
                 contexts=max(space.context) > 1,
-            )  # fmt: skip
+            )
             stages = stages_of(fixed, space.recompute)
             for algorithm in space.algorithm:
                 own = replace(fixed, algorithm=algorithm)
-                if splits := tuple(split for split in all_splits(space, algorithm) if fits(own, split)):
+                if splits := tuple(
+                    split for split in all_splits(space, algorithm) if fits(own, split)
+                ):
                     yield from _cells(space, own, splits, stages)
 
 
-def _cells(space: Space, fixed: Setting, splits: tuple[Split, ...], stages: Stages) -> Iterator[Cell]:
+def _cells(
+    space: Space, fixed: Setting, splits: tuple[Split, ...], stages: Stages
+) -> Iterator[Cell]:
     """One for each ZeRO stage and kind of kernels, which change what is held."""
     table = np.array(splits, dtype=float).T
     for zero, kernels in product(space.zero, space.kernels):
@@ -175,12 +254,19 @@ def _cells(space: Space, fixed: Setting, splits: tuple[Split, ...], stages: Stag
             yield Cell(own, values, stages, table)
 
 
-OFFLOADS = {0: ("none",), 1: ("none", "optimizer"), 2: ("none", "optimizer"), 3: ("none", "optimizer", "parameters")}
+OFFLOADS = {
+    0: ("none",),
+    1: ("none", "optimizer"),
+    2: ("none", "optimizer"),
+    3: ("none", "optimizer", "parameters"),
+}
 """ZeRO stage -> what it can offload."""
 
 
 def _values(space: Space, s: Setting, splits: tuple[Split, ...]) -> dict[str, tuple[Any, ...]]:
-    """Values of each axis; none where conditions ask for what this ZeRO stage or schedule does not have."""
+    """Values of each axis; none where conditions ask for what this ZeRO stage or schedule does not
+    have.
+    """
 
     def only(knob: str, legal: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(value for value in getattr(space, knob) if value in legal)
@@ -202,6 +288,12 @@ def _values(space: Space, s: Setting, splits: tuple[Split, ...]) -> dict[str, tu
 
 def _orders(space: Space, s: Setting) -> tuple[tuple[str, ...], ...]:
     """Placements that differ in the order of axes that may be longer than one rank."""
-    long = {"tensor", "data"} | ({"context"} if s.contexts else set()) | ({"pipeline"} if s.pipeline > 1 else set())
-    orders = {tuple(axis for axis in order if axis in long): order for order in reversed(space.placement)}
+    long = (
+        {"tensor", "data"}
+        | ({"context"} if s.contexts else set())
+        | ({"pipeline"} if s.pipeline > 1 else set())
+    )
+    orders = {
+        tuple(axis for axis in order if axis in long): order for order in reversed(space.placement)
+    }
     return tuple(reversed(orders.values()))

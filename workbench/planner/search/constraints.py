@@ -1,4 +1,6 @@
-"""Conditions on candidates, as people write them: `strategy.tensor.size<=8`, `peak_gib<70`, `gpus in 64,128`."""
+"""Conditions on candidates, as people write them: `strategy.tensor.size<=8`, `peak_gib<70`, `gpus
+in 64,128`.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +11,49 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.safe_io import yaml_files
 from workbench.errors import refuse
 from workbench.planner.search.search_space import Space
+from workbench.safe_io import yaml_files
 
 KNOBS = {
-    "strategy.tensor.size": "tensor", "strategy.tensor.algorithm": "algorithm",
-    "strategy.tensor.sequence": "sequence", "strategy.kernels": "kernels", "strategy.context.size": "context",
-    "strategy.expert.size": "expert", "strategy.data.zero": "zero", "strategy.data.shard": "shard",
-    "strategy.data.offload": "offload", "strategy.data.reduce": "reduce", "strategy.data.overlap": "overlap",
-    "strategy.data.keep_gathered": "keep_gathered", "strategy.data.bucket_mib": "bucket_mib",
-    "strategy.gradient_dtype": "gradient", "strategy.recompute": "recompute",
-    "strategy.placement": "placement", "training.micro_batch": "micro_batch",
-}  # fmt: skip
+    "strategy.tensor.size": "tensor",
+    "strategy.tensor.algorithm": "algorithm",
+    "strategy.tensor.sequence": "sequence",
+    "strategy.kernels": "kernels",
+    "strategy.context.size": "context",
+    "strategy.expert.size": "expert",
+    "strategy.data.zero": "zero",
+    "strategy.data.shard": "shard",
+    "strategy.data.offload": "offload",
+    "strategy.data.reduce": "reduce",
+    "strategy.data.overlap": "overlap",
+    "strategy.data.keep_gathered": "keep_gathered",
+    "strategy.data.bucket_mib": "bucket_mib",
+    "strategy.gradient_dtype": "gradient",
+    "strategy.recompute": "recompute",
+    "strategy.placement": "placement",
+    "training.micro_batch": "micro_batch",
+}
 """Fields of a plan that a search varies -> the knob of the space."""
-PIPELINE = {"strategy.pipeline.schedule": 0, "strategy.pipeline.chunks": 1, "strategy.pipeline.size": 2}
+PIPELINE = {
+    "strategy.pipeline.schedule": 0,
+    "strategy.pipeline.chunks": 1,
+    "strategy.pipeline.size": 2,
+}
 """Fields of a schedule -> its place in the space's triples."""
 RESULTS = ("seconds", "tokens_per_second", "peak_gib")
 """What a condition on the result may name."""
 CARDS = ("gpus", "cluster.gpus")
 
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
     "=": operator.eq,
-}  # fmt: skip
+}
 BOUNDS = ("<=", ">=", "<", ">")
 """Operators that only numbers have."""
 LONGEST = 1000
@@ -59,20 +80,34 @@ class Constraint:
 def parse(text: str) -> Constraint:
     """Read a condition. Raises `PlanError` naming it and what would be legal."""
     if len(text) > LONGEST:
-        raise refuse("--where", f"'{text[:40]}...' has {len(text)} characters; legal: at most {LONGEST}")
+        raise refuse(
+            "--where", f"'{text[:40]}...' has {len(text)} characters; legal: at most {LONGEST}"
+        )
     match = FORM.fullmatch(text)
     if match is None:
-        raise refuse("--where", f"'{text}' is no condition; legal: FIELD OP VALUE with OP one of <= >= == != < > in, "
-                     "e.g. strategy.tensor.size<=8")  # fmt: skip
+        raise refuse(
+            "--where",
+            f"'{text}' is no condition; legal: FIELD OP VALUE with OP one of "
+            f"<= >= == != < > in, "
+            "e.g. strategy.tensor.size<=8",
+        )
     field, sign, written = match.groups()
     known = (*KNOBS, *PIPELINE, *CARDS, *RESULTS)
     if field not in known:
-        raise refuse("--where", f"'{field}' is not searched; legal: {', '.join(known)}; set other fields with --set")
+        raise refuse(
+            "--where",
+            f"'{field}' is not searched; legal: {', '.join(known)}; set other fields with --set",
+        )
     value = yaml_files.parse(f"[{written}]" if sign == "in" else written, where=field)
-    if sign == "in" and len(value) == 1 and isinstance(value[0], list):  # the list was written with its brackets
+    if (
+        sign == "in" and len(value) == 1 and isinstance(value[0], list)
+    ):  # the list was written with its brackets
         value = value[0]
     if field in RESULTS and sign == "in":
-        raise refuse("--where", f"'{text}' lists values of what is estimated; legal: a bound, e.g. {field}<=2")
+        raise refuse(
+            "--where",
+            f"'{text}' lists values of what is estimated; legal: a bound, e.g. {field}<=2",
+        )
     if (sign in BOUNDS or field in RESULTS) and not _number(value):
         raise refuse("--where", f"'{text}' compares with {value!r}; {sign} takes a finite number")
     return Constraint(text, field, sign, value)
@@ -81,7 +116,9 @@ def parse(text: str) -> Constraint:
 def _number(value: Any) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return -sys.float_info.max <= value <= sys.float_info.max  # an int of any size compares, but is no float
+    return (
+        -sys.float_info.max <= value <= sys.float_info.max
+    )  # an int of any size compares, but is no float
 
 
 def searched(space: Space, c: Constraint) -> tuple[Any, ...]:
@@ -99,13 +136,20 @@ def sensible(space: Space, constraints: Iterable[Constraint]) -> None:
         values = searched(space, c)
         if values and c.operator in BOUNDS and not any(map(_number, values)):
             told = ", ".join(words(values))
-            raise refuse("--where", f"'{c.text}' bounds what is no number here; legal: {c.field}=VALUE, of {told}")
+            raise refuse(
+                "--where",
+                f"'{c.text}' bounds what is no number here; legal: {c.field}=VALUE, of {told}",
+            )
 
 
 def words(values: Iterable[Any]) -> Iterable[str]:
     """Values as people write them in a condition."""
     for value in values:
-        yield str(value).lower() if isinstance(value, bool) else str(list(value) if isinstance(value, tuple) else value)
+        yield (
+            str(value).lower()
+            if isinstance(value, bool)
+            else str(list(value) if isinstance(value, tuple) else value)
+        )
 
 
 def narrowed(space: Space, constraints: Iterable[Constraint]) -> Space:

@@ -1,4 +1,6 @@
-"""The pipeline ranks of a schedule, alike ones taken together: what differs between few ranks is computed for few."""
+"""The pipeline ranks of a schedule, alike ones taken together: what differs between few ranks is
+computed for few.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.planner.search.search_space import chosen_layers
 from workbench.costmodel.inputs.config import Array, Setting, counted, home
 from workbench.costmodel.inputs.rank_workload import stage_layers
+from workbench.planner.search.search_space import chosen_layers
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,18 @@ def stages_of(s: Setting, kinds: tuple[str | float, ...]) -> Stages:
     """The distinct pipeline ranks of a setting under every kind of recomputation."""
     where, rank = home(s), np.arange(s.pipeline)
     layers = np.arange(len(where))
-    each = [counted(where, np.isin(layers, list(chosen_layers(kind, s.partition))), s.pipeline) for kind in kinds]
+    each = [
+        counted(where, np.isin(layers, list(chosen_layers(kind, s.partition))), s.pipeline)
+        for kind in kinds
+    ]
     recomputed, kept_after = (np.stack(columns, axis=1) for columns in zip(*each))
     ends = np.stack([rank == 0, rank == s.pipeline - 1], axis=1)
-    alike = np.concatenate([np.stack(stage_layers(s), axis=1), recomputed, kept_after, ends], axis=1)
-    order = -1 if s.schedule == "zb-v" else 1  # while it fills, later ranks hold more; elsewhere earlier ones do
+    alike = np.concatenate(
+        [np.stack(stage_layers(s), axis=1), recomputed, kept_after, ends], axis=1
+    )
+    order = (
+        -1 if s.schedule == "zb-v" else 1
+    )  # while it fills, later ranks hold more; elsewhere earlier ones do
     _, most, count = np.unique(alike[::order], axis=0, return_index=True, return_counts=True)
     ranks = rank[::order][most]
     return Stages(ranks, count.astype(float), recomputed[ranks], kept_after[ranks])

@@ -1,4 +1,6 @@
-"""The layers of every split of a space, computed once: what no pipeline, sharding or placement changes."""
+"""The layers of every split of a space, computed once: what no pipeline, sharding or placement
+changes.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.costmodel.compute.roofline import Kernels, Pass, kernels, machine
+from workbench.costmodel.inputs.config import Array, Number, Setting
 from workbench.costmodel.rates.constants import Constants
 from workbench.planner.search.cells import Cell, Index
-from workbench.planner.search.search_space import Space
-from workbench.planner.search.layer_splits import Split, all_splits
 from workbench.planner.search.distinct_stages import stages_of
-from workbench.costmodel.inputs.config import Array, Number, Setting
+from workbench.planner.search.layer_splits import Split, all_splits
+from workbench.planner.search.search_space import Space
 
 Places = NDArray[np.int64]
 FIRST: Places = np.zeros((), dtype=np.int64)
@@ -35,38 +37,72 @@ class Layers:
 
     def at(self, cell: Cell, index: Index) -> Kernels:
         """Those of a cell's candidates."""
-        own = np.array([self.splits[split] for split in cell.values["split"]])[index.get("split", FIRST)]
-        kinds = np.array([self.kinds[kind] for kind in cell.values["kernels"]])[index.get("kernels", FIRST)]
+        own = np.array([self.splits[split] for split in cell.values["split"]])[
+            index.get("split", FIRST)
+        ]
+        kinds = np.array([self.kinds[kind] for kind in cell.values["kernels"]])[
+            index.get("kernels", FIRST)
+        ]
         k = self.seconds
         dense, mixture = (_map(one, lambda x: x[kinds, own]) for one in (k.dense, k.mixture))
-        return Kernels(dense, mixture, *(_map(one, lambda x: x[own]) for one in (k.attention, k.head)))
+        return Kernels(
+            dense, mixture, *(_map(one, lambda x: x[own]) for one in (k.attention, k.head))
+        )
 
 
 def layers(space: Space, constants: dict[str, Constants]) -> dict[str, Layers]:
     """Of each tensor algorithm that splits something; `constants` by the plan's kernels."""
     found = {algorithm: tuple(all_splits(space, algorithm)) for algorithm in space.algorithm}
-    return {algorithm: _layers(space, algorithm, splits, constants) for algorithm, splits in found.items() if splits}
+    return {
+        algorithm: _layers(space, algorithm, splits, constants)
+        for algorithm, splits in found.items()
+        if splits
+    }
 
 
-def _layers(space: Space, algorithm: str, splits: tuple[Split, ...], constants: dict[str, Constants]) -> Layers:
+def _layers(
+    space: Space, algorithm: str, splits: tuple[Split, ...], constants: dict[str, Constants]
+) -> Layers:
     each = [_kernels(space, algorithm, splits, kind, k) for kind, k in constants.items()]
-    dense, mixture = (_stacked([getattr(one, of) for one in each], len(splits)) for of in ("dense", "mixture"))
+    dense, mixture = (
+        _stacked([getattr(one, of) for one in each], len(splits)) for of in ("dense", "mixture")
+    )
     seconds = replace(each[0], dense=dense, mixture=mixture)
-    return Layers({split: i for i, split in enumerate(splits)}, {kind: i for i, kind in enumerate(constants)}, seconds)
+    return Layers(
+        {split: i for i, split in enumerate(splits)},
+        {kind: i for i, kind in enumerate(constants)},
+        seconds,
+    )
 
 
-def _kernels(space: Space, algorithm: str, splits: tuple[Split, ...], kind: str, k: Constants) -> Kernels:
+def _kernels(
+    space: Space, algorithm: str, splits: tuple[Split, ...], kind: str, k: Constants
+) -> Kernels:
     """A cell of one stage that differs in its splits only."""
     setting = space.settings[0]
     alone: Setting = replace(
-        setting, pipeline=1, schedule="1f1b", chunks=1, partition=(setting.shape.layers,), zero=0,
-        algorithm=algorithm, kernels=kind,
-    )  # fmt: skip
+        setting,
+        pipeline=1,
+        schedule="1f1b",
+        chunks=1,
+        partition=(setting.shape.layers,),
+        zero=0,
+        algorithm=algorithm,
+        kernels=kind,
+    )
     values: dict[str, tuple[Any, ...]] = {
-        "split": splits, "kernels": (kind,), "placement": space.placement[:1], "recompute": ("none",),
-        "shard": ("all",), "offload": ("none",), "reduce": ("step",), "keep_gathered": (False,), "overlap": (True,),
-        "bucket_mib": (25.0,), "gradient": ("auto",),
-    }  # fmt: skip
+        "split": splits,
+        "kernels": (kind,),
+        "placement": space.placement[:1],
+        "recompute": ("none",),
+        "shard": ("all",),
+        "offload": ("none",),
+        "reduce": ("step",),
+        "keep_gathered": (False,),
+        "overlap": (True,),
+        "bucket_mib": (25.0,),
+        "gradient": ("auto",),
+    }
     cell = Cell(alone, values, stages_of(alone, ("none",)), np.array(splits, dtype=float).T)
     w, _ = cell.workload({"split": np.arange(len(splits))})
     return kernels(w, machine(setting.card, setting.precision, k))
@@ -74,7 +110,9 @@ def _kernels(space: Space, algorithm: str, splits: tuple[Split, ...], kind: str,
 
 def _stacked(each: list[Pass], size: int) -> Pass:
     """The same pass, by one kind of kernels after the other."""
-    return Pass(*(np.stack([np.broadcast_to(getattr(one, name), size) for one in each]) for name in PASS))
+    return Pass(
+        *(np.stack([np.broadcast_to(getattr(one, name), size) for one in each]) for name in PASS)
+    )
 
 
 def _map(one: Pass, take: Callable[[Array], Number]) -> Pass:

@@ -1,4 +1,6 @@
-"""How one layer's work may be cut: sizes of the axes inside a layer, the micro-batch, and what `plan.check` says."""
+"""How one layer's work may be cut: sizes of the axes inside a layer, the micro-batch, and what
+`plan.check` says.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,15 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
+from workbench.costmodel.inputs.config import Setting
 from workbench.plan.rules import legal_sizes
 from workbench.planner.search.search_space import Space
-from workbench.costmodel.inputs.config import Setting
 
 
 class Split(NamedTuple):
-    """How one layer's work is cut: the knobs that its kernels depend on. They share an axis, for few combinations of
-    them are legal together."""
+    """How one layer's work is cut: the knobs that its kernels depend on. They share an axis, for
+    few combinations of them are legal together.
+    """
 
     tensor: int
     """Ranks."""
@@ -27,7 +30,11 @@ class Split(NamedTuple):
 
     def size(self, algorithm: str) -> int | list[int]:
         """`strategy.tensor.size` as a plan writes it."""
-        grids = {"2d": [self.side] * 2, "2.5d": [self.side, self.side, self.depth], "3d": [self.side] * 3}
+        grids = {
+            "2d": [self.side] * 2,
+            "2.5d": [self.side, self.side, self.depth],
+            "3d": [self.side] * 3,
+        }
         return grids.get(algorithm, self.tensor)
 
 
@@ -36,7 +43,9 @@ def all_splits(space: Space, algorithm: str) -> Iterator[Split]:
     rest = (space.context, space.expert, space.micro_batch, space.sequence)
     for ranks, side, depth in _tensors(space, algorithm):
         for context, expert, micro_batch, sequence in product(*rest):
-            if not sequence or (ranks > 1 and algorithm == "1d"):  # one rank has nothing to split, a grid splits it all
+            if not sequence or (
+                ranks > 1 and algorithm == "1d"
+            ):  # one rank has nothing to split, a grid splits it all
                 yield Split(ranks, side, depth, context, expert, micro_batch, sequence)
 
 
@@ -53,12 +62,16 @@ def _tensors(space: Space, algorithm: str) -> Iterator[tuple[int, int, int]]:
 
 
 def fits(s: Setting, split: Split) -> bool:
-    """Whether world, batch and sequence divide as the split asks; `plan.check` says the same of a plan."""
+    """Whether world, batch and sequence divide as the split asks; `plan.check` says the same of a
+    plan.
+    """
     t, c, e, b = split.tensor, split.context, split.expert, split.micro_batch
     length, ranks = s.sequence_length, t * c * s.pipeline
     if s.world % ranks or (s.world // (t * s.pipeline)) % e or (split.sequence and length // c % t):
         return False
-    if (c > 1 and length % (2 * c)) or b % legal_sizes.token_parts(s.algorithm, split.size(s.algorithm)):
+    if (c > 1 and length % (2 * c)) or b % legal_sizes.token_parts(
+        s.algorithm, split.size(s.algorithm)
+    ):
         return False
     microbatches, rest = divmod(s.global_batch, b * (s.world // ranks))
     if rest or microbatches < 1:

@@ -1,4 +1,6 @@
-"""What is kept of the candidates that go by: the best few by an objective, and the Pareto front of time and memory."""
+"""What is kept of the candidates that go by: the best few by an objective, and the Pareto front of
+time and memory.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.planner.search.cells import Cell
-from workbench.planner.search.cell_evaluation import Evaluated
 from workbench.costmodel.inputs.config import Array
+from workbench.planner.search.cell_evaluation import Evaluated
+from workbench.planner.search.cells import Cell
 
 BINS = 64
 """Steps of memory in which a candidate is first held against the front."""
@@ -54,7 +56,9 @@ class Best:
             self._keep(cell, near, e.at(e.seconds, near), e.at(e.peak, near), e.at(score, near))
         self._cells += 1
 
-    def _keep(self, cell: Cell, near: NDArray[np.int64], seconds: Array, peak: Array, score: Array) -> None:
+    def _keep(
+        self, cell: Cell, near: NDArray[np.int64], seconds: Array, peak: Array, score: Array
+    ) -> None:
         def found(place: int) -> Found:
             one, two, three = (float(values[place]) for values in (score, seconds, peak))
             return Found(one, two, three, self._cells, int(near[place]), cell)
@@ -65,7 +69,9 @@ class Best:
         lowest = np.minimum.accumulate(peak[order])
         better = order[np.r_[True, lowest[1:] < lowest[:-1]]]
         self.front = undominated([*self.front, *map(found, better)])
-        peaks, times = (np.array([getattr(one, name) for one in self.front]) for name in ("peak", "seconds"))
+        peaks, times = (
+            np.array([getattr(one, name) for one in self.front]) for name in ("peak", "seconds")
+        )
         for step in range(BINS + 2):
             own = times[peaks <= step * self.capacity / BINS]
             self._floor[step] = own.min() if len(own) else np.inf

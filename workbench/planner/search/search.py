@@ -1,4 +1,6 @@
-"""The search: every legal plan of a space evaluated, the best kept, and the reason where none is left."""
+"""The search: every legal plan of a space evaluated, the best kept, and the reason where none is
+left.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.plan.field_bounds import RANKS, TRAINED, hold
+from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.step_time import step_time
 from workbench.errors import PlanError, Problem, refuse
+from workbench.plan.field_bounds import RANKS, TRAINED, hold
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import on_machine
-from workbench.planner.search import result_tables
-from workbench.planner.search.pareto_front import Found
-from workbench.planner.search.constraints import Constraint, parse, searched, sensible, words
-from workbench.planner.search.space_scan import GIB, Seen, look
-from workbench.planner.search.search_space import KINDS, Space, plan_of, space_of
-from workbench.planner.search.strategy_summary import short
-from workbench.costmodel.step_time import step_time
 from workbench.planner.estimated_timeline import simulated_seconds, timeline
-from workbench.costmodel.inputs.rank_workload import workload
+from workbench.planner.search import result_tables
+from workbench.planner.search.constraints import Constraint, parse, searched, sensible, words
+from workbench.planner.search.pareto_front import Found
+from workbench.planner.search.search_space import KINDS, Space, plan_of, space_of
+from workbench.planner.search.space_scan import GIB, Seen, look
+from workbench.planner.search.strategy_summary import short
 
 DOUBLINGS = 5
 """Of the GPUs, that are tried for a deadline."""
@@ -45,11 +47,16 @@ class Candidate:
     def to_json(self) -> dict[str, Any]:
         """For machines; the plan as what was changed in it."""
         return {
-            "source": "estimated", "seconds": self.seconds, "simulated_seconds": self.simulated,
-            "peak_gib": self.peak_bytes / GIB, "score": self.score,
-            "tokens_per_second": self.step_tokens / self.seconds, "gpus": self.plan.world_size,
-            "strategy": short(self.plan), "plan": self.plan.model_dump(exclude_unset=True),
-        }  # fmt: skip
+            "source": "estimated",
+            "seconds": self.seconds,
+            "simulated_seconds": self.simulated,
+            "peak_gib": self.peak_bytes / GIB,
+            "score": self.score,
+            "tokens_per_second": self.step_tokens / self.seconds,
+            "gpus": self.plan.world_size,
+            "strategy": short(self.plan),
+            "plan": self.plan.model_dump(exclude_unset=True),
+        }
 
 
 @dataclass(frozen=True)
@@ -88,34 +95,52 @@ class SearchResult:
         return self.candidates / max(self.seconds, 1e-9)
 
     def bill(self, one: Candidate) -> dict[str, float | None]:
-        """Days and USD that the asked tokens take under a plan, estimated; nothing where none were asked."""
+        """Days and USD that the asked tokens take under a plan, estimated; nothing where none were
+        asked.
+        """
         if self.tokens is None:
             return {}
         days = one.seconds * self.tokens / one.step_tokens / 86400
         price = self.price_per_hour
-        return {"days": days, "dollars": None if price is None else 24 * days * one.plan.world_size * price}
+        return {
+            "days": days,
+            "dollars": None if price is None else 24 * days * one.plan.world_size * price,
+        }
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
         return {
-            "objective": self.objective, "candidates": self.candidates, "feasible": self.feasible,
-            "seconds": self.seconds, "rate_per_second": self.rate, "empty": self.empty or None,
+            "objective": self.objective,
+            "candidates": self.candidates,
+            "feasible": self.feasible,
+            "seconds": self.seconds,
+            "rate_per_second": self.rate,
+            "empty": self.empty or None,
             "top": [one.to_json() | self.bill(one) for one in self.top],
             "pareto": [one.to_json() | self.bill(one) for one in self.pareto],
-        }  # fmt: skip
+        }
 
 
 def search(
-    plan: Plan, objective: str = "time", *, space: str = "default", top: int = 10,
-    where: Sequence[str] = (), deadline_days: float | None = None, tokens: float | None = None,
-) -> SearchResult:  # fmt: skip
-    """The best plans for the model, cards, batch and precision of `plan`; its strategy is what is searched for.
+    plan: Plan,
+    objective: str = "time",
+    *,
+    space: str = "default",
+    top: int = 10,
+    where: Sequence[str] = (),
+    deadline_days: float | None = None,
+    tokens: float | None = None,
+) -> SearchResult:
+    """The best plans for the model, cards, batch and precision of `plan`; its strategy is what is
+    searched for.
 
-    `space`: `default`; `wide`, with more schedules, placements and sharding; `vast`, with kernels (as written in the
-    others), grids of tensor ranks, sizes of buckets and gradient dtypes too. Unequal replicas are not searched.
-    `objective`: `time` of a step on all cards; `cost` (card-hours a token), `energy`, `gpus` (fewest that fit) try
-    fewer cards too. `where`: conditions such as `strategy.tensor.size<=8`. `deadline_days` keeps what trains `tokens`
-    in time. Raises `PlanError` for words and numbers that mean nothing, not for a search that finds nothing.
+    `space`: `default`; `wide`, with more schedules, placements and sharding; `vast`, with kernels
+    (as written in the others), grids of tensor ranks, sizes of buckets and gradient dtypes too.
+    Unequal replicas are not searched. `objective`: `time` of a step on all cards; `cost`
+    (card-hours a token), `energy`, `gpus` (fewest that fit) try fewer cards too. `where`:
+    conditions such as `strategy.tensor.size<=8`. `deadline_days` keeps what trains `tokens` in
+    time. Raises `PlanError` for words and numbers that mean nothing, not for a search that finds
+    nothing.
     """
     began = clock.perf_counter()
     _legal(objective, space, top, deadline_days, tokens)
@@ -128,10 +153,23 @@ def search(
     why = "" if seen.feasible else _why_empty(whole, constraints, seen)
     if not seen.feasible and deadline_days is not None and tokens is not None:
         why += _in_time(plan, whole, constraints[:-1], deadline_days, tokens)
-    best, front = (tuple(_candidate(whole, one) for one in some) for some in (seen.best.top, seen.best.front))
+    best, front = (
+        tuple(_candidate(whole, one) for one in some) for some in (seen.best.top, seen.best.front)
+    )
     best = tuple(replace(one, simulated=_simulated(one.plan)) for one in best)
-    return SearchResult(objective, seen.candidates, seen.feasible, clock.perf_counter() - began, best, front, why,
-                        top, tokens, whole.base.card.price_per_hour, plan.cluster.gpus)  # fmt: skip
+    return SearchResult(
+        objective,
+        seen.candidates,
+        seen.feasible,
+        clock.perf_counter() - began,
+        best,
+        front,
+        why,
+        top,
+        tokens,
+        whole.base.card.price_per_hour,
+        plan.cluster.gpus,
+    )
 
 
 def _deadline(space: Space, days: float, tokens: float) -> Constraint:
@@ -140,8 +178,12 @@ def _deadline(space: Space, days: float, tokens: float) -> Constraint:
     return Constraint(f"deadline of {days:g} days", "seconds", "<=", longest)
 
 
-def _in_time(plan: Plan, whole: Space, others: Sequence[Constraint], days: float, tokens: float) -> str:
-    """The days of the fastest plan, and the first doubling of the GPUs that is in time; "" where no plan is left."""
+def _in_time(
+    plan: Plan, whole: Space, others: Sequence[Constraint], days: float, tokens: float
+) -> str:
+    """The days of the fastest plan, and the first doubling of the GPUs that is in time; "" where no
+    plan is left.
+    """
     left = look(whole, others, "time", 1)
     if not left.feasible:
         return ""
@@ -158,7 +200,10 @@ def _in_time(plan: Plan, whole: Space, others: Sequence[Constraint], days: float
 
 
 def _candidate(space: Space, found: Found) -> Candidate:
-    plan, tokens = plan_of(space, found.cell.choice(found.number)), space.batch * space.base.training.sequence_length
+    plan, tokens = (
+        plan_of(space, found.cell.choice(found.number)),
+        space.batch * space.base.training.sequence_length,
+    )
     return Candidate(plan, found.seconds, found.peak, found.score, step_tokens=tokens)
 
 
@@ -187,26 +232,36 @@ def _why_empty(whole: Space, constraints: Sequence[Constraint], seen: Seen) -> s
             others = [*constraints[:number], *constraints[number + 1 :]]
             if (left := look(whole, others, "time", 1)).feasible:
                 best = left.best.top[0]
-                fastest = f"the fastest takes {best.seconds:.3g} s a step and {best.peak / GIB:.1f} GiB (estimated)"
+                fastest = (
+                    f"the fastest takes {best.seconds:.3g} s a step and "
+                    f"{best.peak / GIB:.1f} GiB (estimated)"
+                )
                 of = ", ".join(words(searched(whole, c)))
                 values = f" (searched: {of})" if of else ""
-                return f"no plan meets '{c.text}'{values}; without it {left.feasible:,} do, {fastest}"
+                return (
+                    f"no plan meets '{c.text}'{values}; without it {left.feasible:,} do, {fastest}"
+                )
         if len(constraints) > 1 and (left := look(whole, (), "time", 1)).feasible:
             told = ", ".join(f"'{c.text}'" for c in constraints)
             return f"no plan meets {told} together; without them {left.feasible:,} do"
     card, s = whole.settings[0].card, whole.settings[0]
     if not seen.candidates:
         return (
-            f"no combination of axes divides {s.world} cards and a batch of {s.global_batch} sequences; change "
+            f"no combination of axes divides {s.world} cards and a batch of {s.global_batch} "
+            f"sequences; change "
             "cluster.gpus or training.global_batch"
         )
     return (
-        f"no plan fits {card.name} of {card.memory_gib:.1f} GiB: the smallest of {seen.candidates:,} peaks at "
-        f"{seen.least / GIB:.1f} GiB (estimated); change cluster.gpu, cluster.gpus, the sequence length or the model"
+        f"no plan fits {card.name} of {card.memory_gib:.1f} GiB: the smallest of "
+        f"{seen.candidates:,} peaks at "
+        f"{seen.least / GIB:.1f} GiB (estimated); change cluster.gpu, cluster.gpus, the sequence "
+        f"length or the model"
     )
 
 
-def _legal(objective: str, space: str, top: int, deadline: float | None, tokens: float | None) -> None:
+def _legal(
+    objective: str, space: str, top: int, deadline: float | None, tokens: float | None
+) -> None:
     for option, value, known in (("--objective", objective, OBJECTIVES), ("--space", space, KINDS)):
         if value not in known:
             raise refuse(option, f"is '{value}'; legal: {', '.join(known)}")
@@ -218,7 +273,9 @@ def _legal(objective: str, space: str, top: int, deadline: float | None, tokens:
     if tokens is not None:
         hold("--tokens", tokens, 0, TRAINED)
     if deadline is not None and tokens is None:
-        raise PlanError([Problem("--deadline", "needs --tokens: how many are to be trained by then")])
+        raise PlanError(
+            [Problem("--deadline", "needs --tokens: how many are to be trained by then")]
+        )
 
 
 __all__ = ["OBJECTIVES", "Candidate", "SearchResult", "search", "short"]

@@ -1,4 +1,6 @@
-"""The space that a search goes through: the values of every knob, and the plan that each candidate is."""
+"""The space that a search goes through: the values of every knob, and the plan that each candidate
+is.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +9,33 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
-from workbench.plan.rules import legal_sizes
-from workbench.plan.resolve import LEAST_BATCH, MICROBATCHES_A_RANK
-from workbench.plan.schema import AXES, Plan, Strategy
-from workbench.plan.model_shape import Shape
-from workbench.planner.calibrated_plan import on_machine
 from workbench.costmodel.compute.roofline import OPERATORS
 from workbench.costmodel.inputs.config import Setting, setting_of
+from workbench.plan.model_shape import Shape
+from workbench.plan.resolve import LEAST_BATCH, MICROBATCHES_A_RANK
+from workbench.plan.rules import legal_sizes
+from workbench.plan.schema import AXES, Plan, Strategy
+from workbench.planner.calibrated_plan import on_machine
 
 KINDS = ("default", "wide", "vast")
 
-PLACEMENTS = {"default": (tuple(AXES),), "wide": tuple(permutations(AXES)), "vast": tuple(permutations(AXES))}
-"""Orders of the axes, innermost first; those that differ only in where an axis of one rank stands are one."""
+PLACEMENTS = {
+    "default": (tuple(AXES),),
+    "wide": tuple(permutations(AXES)),
+    "vast": tuple(permutations(AXES)),
+}
+"""Orders of the axes, innermost first; those that differ only in where an axis of one rank stands
+are one.
+"""
 EVERY_SCHEDULE = (
-    ("gpipe", 1), ("1f1b", 1), *(("interleaved", chunks) for chunks in (2, 3, 4, 6, 8)),
-    ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("dualpipe-v", 2),
-)  # fmt: skip
+    ("gpipe", 1),
+    ("1f1b", 1),
+    *(("interleaved", chunks) for chunks in (2, 3, 4, 6, 8)),
+    ("zb-h1", 1),
+    ("zb-h2", 1),
+    ("zb-v", 2),
+    ("dualpipe-v", 2),
+)
 SCHEDULES = {
     "default": (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-v", 2)),
     "wide": EVERY_SCHEDULE,
@@ -33,10 +46,14 @@ EIGHTHS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 ALGORITHMS = {"default": ("1d",), "wide": ("1d",), "vast": ("1d", "2d", "2.5d", "3d")}
 """Of tensor parallelism."""
 SHARES = {"default": (0.5,), "wide": EIGHTHS, "vast": EIGHTHS}
-"""Partial recomputation: the first layers of every stage, as a share of them (Megatron's block method, 2205.05198)."""
+"""Partial recomputation: the first layers of every stage, as a share of them (Megatron's block
+method, 2205.05198).
+"""
 MOST_CONTEXT, MOST_MICRO_BATCH = 64, 64
 MOST_WIDENING = 1.1
-"""Of a tensor rank that pads, over an even share of a layer: beyond it, ranks mostly multiply zeros."""
+"""Of a tensor rank that pads, over an even share of a layer: beyond it, ranks mostly multiply
+zeros.
+"""
 BUCKETS = (12.5, 25.0, 50.0, 100.0, 400.0)
 """Sizes of gradient buckets, MiB."""
 LONG = 16384
@@ -45,14 +62,20 @@ LONG = 16384
 
 @dataclass(frozen=True)
 class Space:
-    """Values of every knob. Candidates are their combinations that are legal and differ in what they do."""
+    """Values of every knob. Candidates are their combinations that are legal and differ in what
+    they do.
+    """
 
     asked: Plan
     """As it was written; what is no knob stays as it is there."""
     base: Plan
-    """The same, complete and neutral: its strategy is data parallelism, its batch a sequence a rank."""
+    """The same, complete and neutral: its strategy is data parallelism, its batch a sequence a
+    rank.
+    """
     batch: int
-    """Sequences a step of every candidate: few strategies may divide it, and pure data parallelism need not."""
+    """Sequences a step of every candidate: few strategies may divide it, and pure data parallelism
+    need not.
+    """
     settings: tuple[Setting, ...]
     """What all candidates of one number of cards share, but for the knobs of a cell."""
     schedules: tuple[tuple[str, int, int], ...]
@@ -92,35 +115,61 @@ def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) ->
     base, batch = bases[max(worlds)], _batch(plan, max(worlds))
     shape, most, wide = base.shape, max(worlds), kind != "default"
     sequence, node = base.training.sequence_length, int(base.cluster.gpus_per_node or 1)
-    tensor = tuple(t for t in legal_sizes.divisors(most) if (wide or t <= node) and _worth(shape, t))
+    tensor = tuple(
+        t for t in legal_sizes.divisors(most) if (wide or t <= node) and _worth(shape, t)
+    )
     ways = legal_sizes.context_sizes(shape, min(most, MOST_CONTEXT), sequence, 1, "ring")
     return Space(
-        asked=plan, base=base, batch=batch,
+        asked=plan,
+        base=base,
+        batch=batch,
         settings=tuple(replace(setting_of(each), global_batch=batch) for each in measured),
-        schedules=_schedules(kind, shape, most), zero=(0, 1, 2, 3), tensor=(*tensor, *_grids(kind, shape, most)),
-        algorithm=ALGORITHMS[kind], kernels=tuple(OPERATORS) if kind == "vast" else (plan.strategy.kernels,),
+        schedules=_schedules(kind, shape, most),
+        zero=(0, 1, 2, 3),
+        tensor=(*tensor, *_grids(kind, shape, most)),
+        algorithm=ALGORITHMS[kind],
+        kernels=tuple(OPERATORS) if kind == "vast" else (plan.strategy.kernels,),
         context=tuple(ways) if sequence >= LONG else (1,),
-        expert=tuple(legal_sizes.expert_sizes(shape, most)), placement=PLACEMENTS[kind],
+        expert=tuple(legal_sizes.expert_sizes(shape, most)),
+        placement=PLACEMENTS[kind],
         micro_batch=tuple(b for b in legal_sizes.divisors(batch) if b <= MOST_MICRO_BATCH),
-        recompute=("none", "selective", "full", *SHARES[kind]), sequence=(False, True),
-        shard=("all", node) if wide else ("all",), offload=("none", "optimizer", "parameters"),
-        reduce=("step", "microbatch") if wide else ("step",), keep_gathered=(False, True) if wide else (False,),
+        recompute=("none", "selective", "full", *SHARES[kind]),
+        sequence=(False, True),
+        shard=("all", node) if wide else ("all",),
+        offload=("none", "optimizer", "parameters"),
+        reduce=("step", "microbatch") if wide else ("step",),
+        keep_gathered=(False, True) if wide else (False,),
         overlap=(True, False) if wide else (True,),
         bucket_mib=BUCKETS if kind == "vast" else (plan.strategy.data.bucket_mib,),
         gradient=("fp32", "parameters") if kind == "vast" else (plan.strategy.gradient_dtype,),
-    )  # fmt: skip
+    )
 
 
 def _neutral(plan: Plan, world: int) -> Plan:
-    """The plan completed with a strategy and a batch that are legal whatever they are: both are knobs."""
+    """The plan completed with a strategy and a batch that are legal whatever they are: both are
+    knobs.
+    """
     strategy = plan.strategy.model_dump(include=KEPT, exclude_unset=True)
-    changes = {"strategy": strategy, "cluster.gpus": world, "training.micro_batch": 1, "training.global_batch": world}
-    return plan.replace(**changes, **({"cluster.nodes": None} if world != plan.cluster.gpus else {})).complete()
+    changes = {
+        "strategy": strategy,
+        "cluster.gpus": world,
+        "training.micro_batch": 1,
+        "training.global_batch": world,
+    }
+    return plan.replace(
+        **changes, **({"cluster.nodes": None} if world != plan.cluster.gpus else {})
+    ).complete()
 
 
 def on_cards(base: Plan, setting: Setting, pipeline: int = 1) -> Plan:
-    """A neutral plan on the cards of `setting`, complete: a calibration's figures depend on their number."""
-    sizes = {"cluster.gpus": setting.world, "cluster.nodes": None, "cluster.gpus_per_node": setting.node}
+    """A neutral plan on the cards of `setting`, complete: a calibration's figures depend on their
+    number.
+    """
+    sizes = {
+        "cluster.gpus": setting.world,
+        "cluster.nodes": None,
+        "cluster.gpus_per_node": setting.node,
+    }
     stages = {"strategy.pipeline.size": pipeline, "strategy.pipeline.partition": "balanced"}
     return base.replace(**sizes, **stages, **{"training.global_batch": setting.world}).complete()
 
@@ -133,7 +182,9 @@ def _batch(plan: Plan, world: int) -> int:
 
 def _worth(shape: Shape, size: int) -> bool:
     """Whether a 1-D tensor size divides the model, or pads it little."""
-    little = not legal_sizes.exceeds(shape, size) and legal_sizes.widening(shape, size) <= MOST_WIDENING
+    little = (
+        not legal_sizes.exceeds(shape, size) and legal_sizes.widening(shape, size) <= MOST_WIDENING
+    )
     return little or not legal_sizes.splits(shape, size)
 
 
@@ -141,13 +192,21 @@ def _schedules(kind: str, shape: Shape, ranks: int) -> tuple[tuple[str, int, int
     """Every schedule with every pipeline size that it fits; one rank needs no schedule."""
     found = [("1f1b", 1, 1)]
     for schedule, chunks in SCHEDULES[kind]:
-        found += [(schedule, chunks, p) for p in legal_sizes.pipeline_sizes(shape, ranks, chunks) if p > 1]
+        found += [
+            (schedule, chunks, p) for p in legal_sizes.pipeline_sizes(shape, ranks, chunks) if p > 1
+        ]
     return tuple(found)
 
 
 def _grids(kind: str, shape: Shape, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Every grid of some algorithm, but those that are another's: of one rank, or of 2.5-D without depth."""
-    found = [grid for algorithm in ALGORITHMS[kind][1:] for grid in legal_sizes.grids(algorithm, ranks, shape)]
+    """Every grid of some algorithm, but those that are another's: of one rank, or of 2.5-D without
+    depth.
+    """
+    found = [
+        grid
+        for algorithm in ALGORITHMS[kind][1:]
+        for grid in legal_sizes.grids(algorithm, ranks, shape)
+    ]
     return tuple(dict.fromkeys(tuple(grid) for grid in found if grid[0] > 1 and grid[2:] != [1]))
 
 
@@ -157,20 +216,30 @@ def chosen_layers(kind: str | float, partition: tuple[int, ...]) -> tuple[int, .
         return tuple(range(sum(partition))) if kind == "full" else ()
     starts = (sum(partition[:stage]) for stage in range(len(partition)))
     return tuple(
-        start + layer for start, count in zip(starts, partition) for layer in range(math.ceil(kind * count - 1e-9))
+        start + layer
+        for start, count in zip(starts, partition)
+        for layer in range(math.ceil(kind * count - 1e-9))
     )
 
 
 def plan_of(space: Space, choice: dict[str, Any]) -> Plan:
-    """The plan that a candidate is: as it was asked for, with every knob written out that is not at its default."""
+    """The plan that a candidate is: as it was asked for, with every knob written out that is not at
+    its default.
+    """
     kind = choice["recompute"]
     strategy = {
         "tensor": {name: choice[knob] for name, knob in TENSOR.items()},
         "context": {"size": choice["context"]},
         "expert": {"size": choice["expert"]},
-        "pipeline": {"size": choice["pipeline"], "schedule": choice["schedule"], "chunks": choice["chunks"]},
+        "pipeline": {
+            "size": choice["pipeline"],
+            "schedule": choice["schedule"],
+            "chunks": choice["chunks"],
+        },
         "placement": list(choice["placement"]),
-        "recompute": kind if isinstance(kind, str) else list(chosen_layers(kind, choice["partition"])),
+        "recompute": kind
+        if isinstance(kind, str)
+        else list(chosen_layers(kind, choice["partition"])),
         "data": {name: choice[name] for name in DATA},
         "gradient_dtype": choice["gradient"],
         "kernels": choice["kernels"],

@@ -1,4 +1,6 @@
-"""The look through a space: every cell evaluated, held against the card and the conditions, the best kept."""
+"""The look through a space: every cell evaluated, held against the card and the conditions, the
+best kept.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workbench.planner.training_cost import watts_per_card
-from workbench.planner.search.pareto_front import Best
+from workbench.costmodel.inputs.config import Number
+from workbench.planner.search.cell_evaluation import Evaluated, Evaluator
 from workbench.planner.search.cells import Cell, cells
 from workbench.planner.search.constraints import RESULTS, Constraint, narrowed
-from workbench.planner.search.cell_evaluation import Evaluated, Evaluator
+from workbench.planner.search.pareto_front import Best
 from workbench.planner.search.search_space import Space, on_cards
-from workbench.costmodel.inputs.config import Number
+from workbench.planner.training_cost import watts_per_card
 
 GIB = 2**30
 
@@ -30,7 +32,9 @@ class Seen:
 
 
 def look(whole: Space, constraints: Sequence[Constraint], objective: str, top: int) -> Seen:
-    """Evaluate every candidate that meets the conditions on knobs; keep those that fit and meet the others."""
+    """Evaluate every candidate that meets the conditions on knobs; keep those that fit and meet the
+    others.
+    """
     space = narrowed(whole, constraints)
     capacity = whole.settings[0].card.memory_gib * GIB
     seen = Seen(Best(top, capacity))
@@ -49,7 +53,9 @@ def look(whole: Space, constraints: Sequence[Constraint], objective: str, top: i
 
 
 def _evaluators(space: Space) -> dict[int, Evaluator]:
-    """By number of cards; a measured machine is slower the more of its ranks work at once, other cards are not."""
+    """By number of cards; a measured machine is slower the more of its ranks work at once, other
+    cards are not.
+    """
     base = space.base
     if base.cluster.calibration is None:
         return dict.fromkeys((s.world for s in space.settings), Evaluator.of(space))

@@ -6,7 +6,9 @@ from workbench.plan.schema import Plan, Tensor
 
 
 def short(plan: Plan) -> str:
-    """The strategy of a plan with its sizes written out, in a few words, as people write it on a board."""
+    """The strategy of a plan with its sizes written out, in a few words, as people write it on a
+    board.
+    """
     s, t, sizes = plan.strategy, plan.training, plan.sizes
     words = [f"{_tensor(s.tensor)}{'s' if s.tensor.sequence else ''}", f"d{sizes['data']}"]
     if sizes["context"] > 1:

@@ -1,7 +1,8 @@
-"""What the cells of a table of measurements say: numbers, yes or no, dtypes, recompute, sharding, kinds of memory.
+"""What the cells of a table of measurements say: numbers, yes or no, dtypes, recompute, sharding,
+kinds of memory.
 
-Cells are written by people. Each function takes the text as it stands and answers with a value, or None where the text
-is empty, says "unknown" or cannot be read; none of them raises.
+Cells are written by people. Each function takes the text as it stands and answers with a value, or
+None where the text is empty, says "unknown" or cannot be read; none of them raises.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def yes(text: str) -> bool | None:
 
 
 def unknown(text: str) -> bool:
-    """Whether the text is empty or only says that nothing is known ("see recipe", "not in table")."""
+    """Whether the text is empty or only says that nothing is known ("see recipe", "not in
+    table").
+    """
     return _UNKNOWN.search(text.strip().lower()) is not None
 
 
@@ -67,7 +70,9 @@ def seconds(text: str) -> float | None:
 
 
 def gib(text: str, unit: str) -> float | None:
-    """Memory in GiB. "GB" acts as GiB, as drivers and loggers print it, unless the unit speaks of 1e9 bytes."""
+    """Memory in GiB. "GB" acts as GiB, as drivers and loggers print it, unless the unit speaks of
+    1e9 bytes.
+    """
     value, unit = number(text), (unit + " " + text).lower()
     if not value:
         return None
@@ -78,7 +83,9 @@ def gib(text: str, unit: str) -> float | None:
 
 
 def doubted(text: str) -> bool:
-    """Whether a table warns of a row: noise, throttled cards, labels mixed up, figures that contradict each other."""
+    """Whether a table warns of a row: noise, throttled cards, labels mixed up, figures that
+    contradict each other.
+    """
     return _DOUBTS.search(text.lower()) is not None
 
 
@@ -95,7 +102,9 @@ def plain_gb(unit: str) -> bool:
 
 
 def memory_kind(text: str) -> str:
-    """allocated | reserved | nvidia-smi | unknown. A text that names two, or doubts its own, is unknown."""
+    """allocated | reserved | nvidia-smi | unknown. A text that names two, or doubts its own, is
+    unknown.
+    """
     text = text.lower()
     if re.search(r"nvidia.?smi|nvml", text) and "not stated" not in text:
         return "nvidia-smi"
@@ -104,7 +113,8 @@ def memory_kind(text: str) -> str:
 
 
 def nearest_kind(text: str) -> str:
-    """allocated | reserved | nvidia-smi | unknown by the first word that speaks of one, doubts aside.
+    """allocated | reserved | nvidia-smi | unknown by the first word that speaks of one, doubts
+    aside.
 
     What torch calls active it has handed out.
     """
@@ -114,8 +124,8 @@ def nearest_kind(text: str) -> str:
 
 
 def year(text: str) -> float | None:
-    """When a report was made, its month as hundredths, where its name says so: `h100_202412.md` is 2024.12, `26.06 NeMo
-    Container` 2026.06.
+    """When a report was made, its month as hundredths, where its name says so: `h100_202412.md` is
+    2024.12, `26.06 NeMo Container` 2026.06.
     """
     found = re.search(r"(?<!\d)20([12]\d)[-_]?(0[1-9]|1[0-2])(?!\d)", text) or _RELEASE.search(text)
     return 2000 + int(found.group(1)) + int(found.group(2)) / 100 if found else None
@@ -125,7 +135,9 @@ _RELEASE = re.compile(r"\b(2\d)\.(0[1-9]|1[0-2])\b(?=[.\d]* (?:nemo|container))"
 
 
 def status(text: str, measured: bool) -> str:
-    """ran | out_of_memory | failed. A failure that may have been something else than memory is `failed`."""
+    """ran | out_of_memory | failed. A failure that may have been something else than memory is
+    `failed`.
+    """
     text = text.strip().lower()
     if not text:
         return "ran" if measured else "failed"
@@ -137,7 +149,9 @@ def status(text: str, measured: bool) -> str:
 
 
 def precision(text: str) -> str | None:
-    """fp32 | tf32 | bf16 | fp16 | fp8 | fp4 by the narrowest dtype that matrix products are said to use."""
+    """fp32 | tf32 | bf16 | fp16 | fp8 | fp4 by the narrowest dtype that matrix products are said to
+    use.
+    """
     text = text.lower()
     for name, pattern in (
         ("fp4", r"fp4|float4"),
@@ -153,13 +167,17 @@ def precision(text: str) -> str | None:
 
 
 def pure(text: str) -> bool:
-    """Whether the optimizer updates 16-bit weights themselves: "bf16-true", "pure bf16", "bf16 weights"."""
+    """Whether the optimizer updates 16-bit weights themselves: "bf16-true", "pure bf16", "bf16
+    weights".
+    """
     return re.search(r"\b(pure|true)\b|16 (weights|params)\b|16.true", text.lower()) is not None
 
 
 def gradients(text: str) -> str | None:
     """fp32 where gradients are said to add up or be reduced in it, else None."""
-    said = re.search(r"fp32 (grad|main grad|reduce|accum)|(accum\w*|reduce\w*|grad\w*) in fp32", text.lower())
+    said = re.search(
+        r"fp32 (grad|main grad|reduce|accum)|(accum\w*|reduce\w*|grad\w*) in fp32", text.lower()
+    )
     return "fp32" if said else None
 
 
@@ -176,13 +194,17 @@ def moments(text: str) -> str | None:
 def flash(text: str) -> bool | None:
     """Whether attention is one fused kernel that keeps no scores; None where the words do not say.
 
-    "flash", "cudnn", "sdpa", "te" are; "no flash", "eager", "sdpa math" and a fused softmax alone are not.
+    "flash", "cudnn", "sdpa", "te" are; "no flash", "eager", "sdpa math" and a fused softmax alone
+    are not.
     """
     text = text.strip().lower()
     if unknown(text):
         return None
     rest, negated = _UNFUSED.subn(" ", text)
-    if re.search(r"flash|cudnn|sdpa|fused|xformers|mem\w*[- ]efficient|\b(te|transformer.?engine|fa-?[234])\b", rest):
+    if re.search(
+        r"flash|cudnn|sdpa|fused|xformers|mem\w*[- ]efficient|\b(te|transformer.?engine|fa-?[234])\b",
+        rest,
+    ):
         return True
     return False if negated or re.search(r"\b(eager|naive|vanilla|math)\b", rest) else None
 
@@ -201,11 +223,15 @@ def recompute(text: str, layers: int) -> str | list[int] | None:
     if unknown(text):
         return None
     if every := re.search(r"every (\d+|other|second|2nd|third|3rd)", text):
-        step = {"other": 2, "second": 2, "2nd": 2, "third": 3, "3rd": 3}.get(every.group(1)) or number(every.group(1))
+        step = {"other": 2, "second": 2, "2nd": 2, "third": 3, "3rd": 3}.get(
+            every.group(1)
+        ) or number(every.group(1))
         return list(range(0, layers, max(1, int(step or 2))))
     if re.match(r"(none|no|off|false|disabled)\b", text):
         return "none"
-    if re.search(r"select|core.?attn|per.?op|recompute-(?!block)|\bsac\b|mlp|attention|norm|partial", text):
+    if re.search(
+        r"select|core.?attn|per.?op|recompute-(?!block)|\bsac\b|mlp|attention|norm|partial", text
+    ):
         return "selective"
     if re.search(r"\b(full|yes|true|on|block|uniform|all|layer|checkpoint\w*)\b|activation", text):
         return "full"
@@ -213,7 +239,9 @@ def recompute(text: str, layers: int) -> str | list[int] | None:
 
 
 def zero(stage: str, sharding: str) -> int | None:
-    """ZeRO stage: the number given, else what the sharding's words mean; None where neither says."""
+    """ZeRO stage: the number given, else what the sharding's words mean; None where neither
+    says.
+    """
     given = whole(stage)
     if given in (0, 1, 2, 3):
         return given
@@ -234,7 +262,9 @@ def zero(stage: str, sharding: str) -> int | None:
 
 
 def shard(text: str) -> int | None:
-    """Ranks of a shard group where sharding is said to stay inside one ("within group of 8", "FSDP 64")."""
+    """Ranks of a shard group where sharding is said to stay inside one ("within group of 8", "FSDP
+    64").
+    """
     found = re.search(r"(?:within|group of|groups of|fsdp[ =])\D{0,12}(\d+)", text.lower())
     return count(found.group(1)) if found else None
 
@@ -245,15 +275,18 @@ def hybrid(text: str) -> bool:
 
 
 def offload(text: str) -> str:
-    """none | optimizer | parameters: what the words say lives in host memory. Activations there are another matter.
+    """none | optimizer | parameters: what the words say lives in host memory. Activations there are
+    another matter.
 
-    Master weights there are the optimizer's, but where working weights are sharded and made from them again.
+    Master weights there are the optimizer's, but where working weights are sharded and made from
+    them again.
     """
     clauses = [clause for clause in re.split(r"[;.]\s|[;,]", text.lower()) if "offload" in clause]
     told = " ".join(clause for clause in clauses if not _NOT_OFFLOADED.search(clause))
     told = _ACTIVATIONS_OFFLOADED.sub("", told)
     if re.search(
-        r"offload[- ](param|quant)|param\w* offload|(full|zero-?3) \+? ?(full )?offload|offload\w* (of )?all", told
+        r"offload[- ](param|quant)|param\w* offload|(full|zero-?3) \+? ?(full )?offload|offload\w* (of )?all",
+        told,
     ):
         return "parameters"
     if re.search(r"offload[- ]master", told) and re.search(r"shard\W?weights", text.lower()):
@@ -264,4 +297,6 @@ def offload(text: str) -> str:
 _NOT_OFFLOADED = re.compile(
     r"not (stated|known|used)|unknown|\b(no|without)\b|offload\w*\s*[=:]\s*(false|no|none|0)\b|do(es)? not fit|tops out"
 )
-_ACTIVATIONS_OFFLOADED = re.compile(r"act\w*[- ](cpu[- ])?offload\w*|-*offload[- ](residual|act)\w*")
+_ACTIVATIONS_OFFLOADED = re.compile(
+    r"act\w*[- ](cpu[- ])?offload\w*|-*offload[- ](residual|act)\w*"
+)

@@ -1,7 +1,8 @@
-"""How far predictions are from measurements: errors, ranking, fitting, intervals, and what one calibrating row buys.
+"""How far predictions are from measurements: errors, ranking, fitting, intervals, and what one
+calibrating row buys.
 
-All functions take arrays of positive numbers, predicted and measured in the same unit, and give plain data. The error
-of a row is predicted / measured - 1.
+All functions take arrays of positive numbers, predicted and measured in the same unit, and give
+plain data. The error of a row is predicted / measured - 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ LEAST_GROUP = 5
 
 
 def errors(predicted: ArrayLike, measured: ArrayLike, labels: Sequence[str] = ()) -> dict[str, Any]:
-    """Rows, mean and median absolute error, bias, worst row, shares within 5 and 10 %, and the low tail."""
+    """Rows, mean and median absolute error, bias, worst row, shares within 5 and 10 %, and the low
+    tail.
+    """
     error = _error(predicted, measured)
     if not len(error):
         return {"rows": 0}
@@ -46,27 +49,35 @@ def _error(predicted: ArrayLike, measured: ArrayLike) -> Array:
 
 def spearman(a: ArrayLike, b: ArrayLike) -> float:
     """Rank correlation (ties share their mean rank); NaN where one side is constant."""
-    x, y = (pd.Series(np.asarray(side, dtype=float)).rank().to_numpy(dtype=float) for side in (a, b))
+    x, y = (
+        pd.Series(np.asarray(side, dtype=float)).rank().to_numpy(dtype=float) for side in (a, b)
+    )
     if x.std() == 0 or y.std() == 0:
         return float("nan")
     return float(np.corrcoef(x, y)[0, 1])
 
 
 def regret(predicted: ArrayLike, measured: ArrayLike, top: int = 1) -> float:
-    """How much slower the best of the `top` first by prediction is than the best of all; 0 is none."""
+    """How much slower the best of the `top` first by prediction is than the best of all; 0 is
+    none.
+    """
     costs = np.asarray(measured, dtype=float)
     first = np.argsort(np.asarray(predicted, dtype=float), kind="stable")[:top]
     return float(costs[first].min() / costs.min() - 1)
 
 
-def ranking(predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable]) -> dict[str, Any]:
+def ranking(
+    predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable]
+) -> dict[str, Any]:
     """Spearman and regret inside groups of at least five rows, over groups."""
     p, m = np.asarray(predicted, dtype=float), np.asarray(measured, dtype=float)
     found = []
     for name, index in _members(groups).items():
         if len(index) >= LEAST_GROUP and np.ptp(m[index]) > 0:
             at = {"group": str(name), "rows": len(index), "spearman": spearman(p[index], m[index])}
-            found.append({**at, "top_1": regret(p[index], m[index]), "top_3": regret(p[index], m[index], 3)})
+            found.append(
+                {**at, "top_1": regret(p[index], m[index]), "top_3": regret(p[index], m[index], 3)}
+            )
     if not found:
         return {"groups": 0, "rows": 0}
     table = pd.DataFrame(found)
@@ -87,12 +98,18 @@ def ranking(predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable
 def _members(groups: Sequence[Hashable]) -> dict[Hashable, NDArray[np.intp]]:
     codes, names = pd.factorize(pd.Series(list(groups), dtype=object))
     order = np.argsort(codes, kind="stable")
-    parts = np.split(order, np.cumsum(np.bincount(codes, minlength=len(names)))[:-1]) if len(names) else []
+    parts = (
+        np.split(order, np.cumsum(np.bincount(codes, minlength=len(names)))[:-1])
+        if len(names)
+        else []
+    )
     return dict(zip(names, parts))
 
 
 def fit(peak: ArrayLike, capacity: ArrayLike, status: Sequence[str]) -> dict[str, Any]:
-    """Shares of rows that ran and are predicted to fit, and of those out of memory that are predicted not to."""
+    """Shares of rows that ran and are predicted to fit, and of those out of memory that are
+    predicted not to.
+    """
     fits = np.asarray(peak, dtype=float) <= np.asarray(capacity, dtype=float)
     said = np.asarray(status, dtype=object)
     ran, out, failed = (said == kind for kind in ("ran", "out_of_memory", "failed"))
@@ -108,15 +125,25 @@ def _share(flags: NDArray[np.bool_]) -> float | None:
 
 
 def coverage(measured: ArrayLike, low: ArrayLike, high: ArrayLike) -> dict[str, Any]:
-    """Share of measurements inside [low, high] and at most `high`; rows without an interval (NaN) are left out."""
+    """Share of measurements inside [low, high] and at most `high`; rows without an interval (NaN)
+    are left out.
+    """
     m, a, b = (np.asarray(side, dtype=float) for side in (measured, low, high))
     has = np.isfinite(a) & np.isfinite(b)
     inside = (a[has] <= m[has]) & (m[has] <= b[has])
-    return {"rows": int(has.sum()), "inside": _share(inside), "below_high": _share(m[has] <= b[has])}
+    return {
+        "rows": int(has.sum()),
+        "inside": _share(inside),
+        "below_high": _share(m[has] <= b[has]),
+    }
 
 
-def leave_one_out(predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable]) -> dict[str, Any]:
-    """Error on each group after one scale from all other groups (the median of their medians), over groups."""
+def leave_one_out(
+    predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable]
+) -> dict[str, Any]:
+    """Error on each group after one scale from all other groups (the median of their medians), over
+    groups.
+    """
     ratio = 1 / (1 + _error(predicted, measured))
     members = _members(groups)
     if len(members) < 2:
@@ -132,7 +159,9 @@ def leave_one_out(predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Ha
 def reserve(
     predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable], share: float = 0.95
 ) -> dict[str, Any]:
-    """Leaving one group out: the factor under which `share` of the other rows stay, and how many rows it covers."""
+    """Leaving one group out: the factor under which `share` of the other rows stay, and how many
+    rows it covers.
+    """
     ratio = 1 / (1 + _error(predicted, measured))
     members = _members(groups)
     covered, factors = np.zeros(len(ratio), dtype=bool), {}
@@ -141,11 +170,20 @@ def reserve(
         if len(others):
             factors[str(name)] = float(np.quantile(ratio[others], share))
             covered[index] = ratio[index] <= factors[str(name)]
-    return {"rows": len(ratio), "share": share, "covered": _share(covered) if factors else None, "factors": factors}
+    return {
+        "rows": len(ratio),
+        "share": share,
+        "covered": _share(covered) if factors else None,
+        "factors": factors,
+    }
 
 
-def calibrated(predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable]) -> dict[str, Any]:
-    """Error on the other rows of a group after scaling by one of its rows, over every choice of that row."""
+def calibrated(
+    predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable]
+) -> dict[str, Any]:
+    """Error on the other rows of a group after scaling by one of its rows, over every choice of
+    that row.
+    """
     ratio = 1 / (1 + _error(predicted, measured))
     total = rows = 0.0
     middles = []
@@ -159,7 +197,12 @@ def calibrated(predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hasha
         middles.append(float(np.nanmedian(size)))
     if not rows:
         return {"rows": 0}
-    return {"rows": int(rows), "groups": len(middles), "mape": total / rows, "median_ape": float(np.median(middles))}
+    return {
+        "rows": int(rows),
+        "groups": len(middles),
+        "mape": total / rows,
+        "median_ape": float(np.median(middles)),
+    }
 
 
 def worst(found: Mapping[str, Any]) -> str:

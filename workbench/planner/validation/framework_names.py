@@ -1,4 +1,6 @@
-"""Named software stacks of `data/stacks.yaml`: found by a framework's name, with documented defaults as plan fields."""
+"""Named software stacks of `data/stacks.yaml`: found by a framework's name, with documented
+defaults as plan fields.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Stack:
     matches: tuple[str, ...]
     attention: str
     partition: str
-    """How layers are dealt to pipeline stages: `balanced` with the head as a block, or `even` by their number alone."""
+    """How layers are dealt to pipeline stages: `balanced` with the head as a block, or `even` by
+    their number alone.
+    """
     becomes: Mapping[str, str] = field(hash=False)
     before: Mapping[float, str] = field(hash=False)
     """Year, the month as its hundredths -> the stack that this one was before it."""
@@ -34,7 +38,9 @@ class Stack:
     gigabyte: float
     """Bytes of the GB in which its own reports print memory."""
     family: str
-    """The stack that this one is an earlier version of, or with other fp8 products; else its own name."""
+    """The stack that this one is an earlier version of, or with other fp8 products; else its own
+    name.
+    """
 
 
 @lru_cache(maxsize=1)
@@ -77,17 +83,22 @@ def _ancestry(entry: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, A
 
 
 @lru_cache(maxsize=4096)
-def named(framework: str, sharded: bool, flash: bool, year: float | None = None, rowwise: bool = False) -> Stack:
-    """The stack that `framework` means: the first match in it, of those the longest; then what that becomes.
+def named(
+    framework: str, sharded: bool, flash: bool, year: float | None = None, rowwise: bool = False
+) -> Stack:
+    """The stack that `framework` means: the first match in it, of those the longest; then what that
+    becomes.
 
-    `sharded`: ZeRO-2 or 3 without a pipeline. `flash`: attention is fused. `year`: of the report, where it is known.
-    `rowwise`: fp8 products have a scale for every row.
+    `sharded`: ZeRO-2 or 3 without a pipeline. `flash`: attention is fused. `year`: of the report,
+    where it is known. `rowwise`: fp8 products have a scale for every row.
     """
     words, table = " ".join(framework.lower().split()), stacks()
     found = [
         (words.index(match), -len(match), name)
-        for name, stack in table.items() for match in stack.matches if match in words
-    ]  # fmt: skip
+        for name, stack in table.items()
+        for match in stack.matches
+        if match in words
+    ]
     stack = table[min(found)[2] if found else UNNAMED]
     for condition, holds in (("sharded", sharded), ("flash", flash), ("rowwise", rowwise)):
         if holds and condition in stack.becomes:

@@ -11,7 +11,9 @@ from workbench.plan.schema import Card, Fabric
 
 FORMS = ("sxm", "pcie", "nvl", "oam")
 NEAR = 0.12
-"""Share by which a printed memory may differ from the card's and still be it (GB against GiB, reserved parts)."""
+"""Share by which a printed memory may differ from the card's and still be it (GB against GiB,
+reserved parts).
+"""
 USABLE = 0.991
 """Usable share of a printed size read as GiB, as data/gpus.yaml states."""
 NETWORKS = ("efa", "omni-path", "roce", "infiniband", "slingshot", "ethernet")
@@ -21,21 +23,28 @@ PROVIDED = ("efa", "omni-path", "slingshot")
 
 @lru_cache(maxsize=4096)
 def card(text: str, memory_gb: float | None) -> Card | None:
-    """The card called `text` with `memory_gb` printed GB: the catalog's most specific of that name; None if unknown.
+    """The card called `text` with `memory_gb` printed GB: the catalog's most specific of that name;
+    None if unknown.
 
     A bin whose memory the catalog does not list is the nearest part with its own memory.
     """
     words = _words(text)
     said = _memory(words) or memory_gb
-    scored = [(score, name) for name in catalog.gpus() if (score := _score(name, words, said)) is not None]
+    scored = [
+        (score, name) for name in catalog.gpus() if (score := _score(name, words, said)) is not None
+    ]
     if not scored:
         return None
     (_, _, _, off), name = min(scored)
     found = catalog.gpus()[name].card
-    return found if off <= NEAR or not said else found.model_copy(update={"memory_gib": USABLE * said})
+    return (
+        found if off <= NEAR or not said else found.model_copy(update={"memory_gib": USABLE * said})
+    )
 
 
-def _score(name: str, words: frozenset[str], memory: float | None) -> tuple[int, bool, bool, float] | None:
+def _score(
+    name: str, words: frozenset[str], memory: float | None
+) -> tuple[int, bool, bool, float] | None:
     """How far the card `name` is from the words, smaller is nearer; None if it is another card."""
     own = _words(name)
     family = {word for word in own if word not in FORMS and not re.fullmatch(r"\d+gb", word)}
@@ -44,7 +53,9 @@ def _score(name: str, words: frozenset[str], memory: float | None) -> tuple[int,
     form = next((form for form in FORMS if form in own), "")
     asked = next((form for form in FORMS if any(word.startswith(form) for word in words)), "")
     size = catalog.gpus()[name].card.memory_gib
-    off = abs(math.log(size / memory)) if memory else 1 / size  # where nothing is said, the larger part
+    off = (
+        abs(math.log(size / memory)) if memory else 1 / size
+    )  # where nothing is said, the larger part
     return -len(family), bool(asked) and form != asked, form == "pcie", off
 
 
@@ -54,7 +65,11 @@ def _words(text: str) -> frozenset[str]:
     plain = re.sub(r"sxm\d", "sxm", plain)
     plain = re.sub(r"\b(\d+)\s*(gb|gib|g)\b", r"\1gb", plain)
     words = re.split(r"[^a-z0-9]+", plain)
-    return frozenset(word for word in words if word and word not in ("nvidia", "amd", "geforce", "tesla", "instinct"))
+    return frozenset(
+        word
+        for word in words
+        if word and word not in ("nvidia", "amd", "geforce", "tesla", "instinct")
+    )
 
 
 def _memory(words: frozenset[str]) -> float | None:
@@ -71,16 +86,21 @@ def fabric(name: str, text: str) -> Fabric:
     if kind is None and per_node is None and rate is None:
         return usual
     like = _like(kind, usual) if kind else usual
-    return usual.model_copy(update={
-        "name": "described", "source": "what is said of the run",
-        "gpus_per_node": per_node or usual.gpus_per_node,
-        "nic_gbs": rate or (like.nic_gbs if kind in PROVIDED else usual.nic_gbs),
-        "nic_latency_us": like.nic_latency_us,
-    })  # fmt: skip
+    return usual.model_copy(
+        update={
+            "name": "described",
+            "source": "what is said of the run",
+            "gpus_per_node": per_node or usual.gpus_per_node,
+            "nic_gbs": rate or (like.nic_gbs if kind in PROVIDED else usual.nic_gbs),
+            "nic_latency_us": like.nic_latency_us,
+        }
+    )
 
 
 def _like(kind: str, usual: Fabric) -> Fabric:
-    """The catalog's fabric of that kind of network: the fastest that is no faster than the card's usual one."""
+    """The catalog's fabric of that kind of network: the fastest that is no faster than the card's
+    usual one.
+    """
     same = [fabric for fabric in catalog.clusters().values() if kind in fabric.source.lower()]
     slower = [fabric for fabric in same if fabric.nic_gbs <= usual.nic_gbs]
     return max(slower, key=lambda fabric: fabric.nic_gbs) if slower else same[0] if same else usual
@@ -88,7 +108,8 @@ def _like(kind: str, usual: Fabric) -> Fabric:
 
 def _per_node(text: str) -> int | None:
     said = re.search(
-        r"(\d+)[- ]?(?:x )?(?:gpus?|cards?|npus?)(?: v100| a100| h100)?[ -]*(?:/|per|a|each)? ?nodes?\b", text
+        r"(\d+)[- ]?(?:x )?(?:gpus?|cards?|npus?)(?: v100| a100| h100)?[ -]*(?:/|per|a|each)? ?nodes?\b",
+        text,
     )
     return int(said.group(1)) if said and 0 < int(said.group(1)) <= 72 else None
 
@@ -99,5 +120,8 @@ def _rate(text: str, cards: int) -> float | None:
         return float(each.group(1)) * float(each.group(2)) / 8 or None
     if own := re.search(r"(\d+) ?gb(?:ps|/s|it/s)? (?:per|a|/) ?gpu", text):
         return float(own.group(1)) * cards / 8 or None
-    node = re.search(r"(?:inter-?node|between nodes)\D{0,12}(\d+) ?gb(?:ps|it|/s)|(\d+) ?gbps (?:inter|between)", text)
+    node = re.search(
+        r"(?:inter-?node|between nodes)\D{0,12}(\d+) ?gb(?:ps|it|/s)|(\d+) ?gbps (?:inter|between)",
+        text,
+    )
     return float(node.group(1) or node.group(2)) / 8 or None if node else None

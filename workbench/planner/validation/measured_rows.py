@@ -1,6 +1,8 @@
-"""Published measurements: a CSV file in the schema of one row a configuration, read into typed rows in fixed units.
+"""Published measurements: a CSV file in the schema of one row a configuration, read into typed rows
+in fixed units.
 
-Columns are found by their names, in any order; one that is missing counts as empty. Times become seconds, memory GiB.
+Columns are found by their names, in any order; one that is missing counts as empty. Times become
+seconds, memory GiB.
 """
 
 from __future__ import annotations
@@ -15,12 +17,27 @@ from workbench.errors import refuse
 from workbench.planner.validation import cell_parsers
 
 ALIASES = {
-    "micro_batch": "mbs", "micro_batch_size": "mbs", "global_batch": "gbs", "global_batch_size": "gbs",
-    "gradient_accumulation": "grad_accum", "ga": "grad_accum", "gpus": "n_gpus", "num_gpus": "n_gpus",
-    "sequence_length": "seq", "seq_len": "seq", "num_layers": "layers", "hidden_size": "hidden",
-    "num_heads": "heads", "vocab_size": "vocab", "mem_gb": "mem_gib", "memory_gib": "mem_gib",
-    "iter_time": "iter_time_s", "step_time_s": "iter_time_s", "zero": "zero_stage", "stack": "framework",
-}  # fmt: skip
+    "micro_batch": "mbs",
+    "micro_batch_size": "mbs",
+    "global_batch": "gbs",
+    "global_batch_size": "gbs",
+    "gradient_accumulation": "grad_accum",
+    "ga": "grad_accum",
+    "gpus": "n_gpus",
+    "num_gpus": "n_gpus",
+    "sequence_length": "seq",
+    "seq_len": "seq",
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "num_heads": "heads",
+    "vocab_size": "vocab",
+    "mem_gb": "mem_gib",
+    "memory_gib": "mem_gib",
+    "iter_time": "iter_time_s",
+    "step_time_s": "iter_time_s",
+    "zero": "zero_stage",
+    "stack": "framework",
+}
 """Other spellings of a column's name."""
 LARGEST_FILE = 512 * 2**20
 
@@ -79,7 +96,9 @@ class Row:
     memory_reading: str
     """The kind of reading that its words are nearest to."""
     memory_first: bool
-    """Whether it was read on the rank that logs, which is of the first stage, not on the fullest."""
+    """Whether it was read on the rank that logs, which is of the first stage, not on the
+    fullest.
+    """
     plain_gb: bool
     """Whether the memory's unit is a bare GB, which may be 2**30 or 1e9 bytes."""
     doubted: bool
@@ -95,7 +114,9 @@ class Row:
     @property
     def text(self) -> str:
         """All that is said in words, lower case."""
-        return " ".join((self.framework, self.model, self.arch, self.table, self.precision, self.notes)).lower()
+        return " ".join(
+            (self.framework, self.model, self.arch, self.table, self.precision, self.notes)
+        ).lower()
 
     @property
     def label(self) -> str:
@@ -104,7 +125,9 @@ class Row:
 
 
 def read(path: str | Path) -> list[Row]:
-    """Every row of the CSV file `path`. Raises `PlanError` where it cannot be read or has no header."""
+    """Every row of the CSV file `path`. Raises `PlanError` where it cannot be read or has no
+    header.
+    """
     path = Path(path)
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
@@ -125,42 +148,97 @@ def _without_nulls(lines: Iterator[str]) -> Iterator[str]:
 
 def row(cells: Mapping[str | None, object], file: str = "", line: int = 0) -> Row:
     """One line of a table, by column name, as a `Row`; never raises."""
-    cell = {_column(key): str(value).strip() for key, value in cells.items() if key and isinstance(value, str)}
+    cell = {
+        _column(key): str(value).strip()
+        for key, value in cells.items()
+        if key and isinstance(value, str)
+    }
     get = cell.get
-    whole = {name: _believed(name, cell_parsers.count(get(column, ""))) for name, column in COUNTS.items()}
-    memory = cell_parsers.gib(get("mem_gib", ""), f"{get('mem_unit', '')} {_decimal(get('mem_kind', ''))}")
+    whole = {
+        name: _believed(name, cell_parsers.count(get(column, "")))
+        for name, column in COUNTS.items()
+    }
+    memory = cell_parsers.gib(
+        get("mem_gib", ""), f"{get('mem_unit', '')} {_decimal(get('mem_kind', ''))}"
+    )
     times = _times(cell)
     said = get("kind", "").lower()
-    billions, share = cell_parsers.number(get("params_b", "")), cell_parsers.number(get("mfu_pct", ""))
+    billions, share = (
+        cell_parsers.number(get("params_b", "")),
+        cell_parsers.number(get("mfu_pct", "")),
+    )
     return Row(
-        file=file, line=line, id=get("id", ""), source=get("source", "") or file, table=_table(get("table", "")),
-        measured=not any(word in said for word in ("formula", "theor", "arithmetic", "simulat", "estimate")),
-        framework=get("framework", ""), model=get("model", ""), arch=get("arch", ""),
-        parameters=billions * 1e9 if billions else None, **{name: whole[name] for name in OPTIONAL},
-        tensor=whole["tensor"] or 1, pipeline=whole["pipeline"] or 1, context=whole["context"] or 1,
-        expert=whole["expert"] or 1, tied=cell_parsers.yes(get("tied_emb", "")), gated=cell_parsers.yes(get("gated_ffn", "")),
-        gpu=get("gpu", ""), gpu_memory=cell_parsers.number(get("gpu_mem_gb", "")) or None,
-        zero=cell_parsers.zero(get("zero_stage", ""), get("sharding", "") or _named_zero(get("table", ""))),
+        file=file,
+        line=line,
+        id=get("id", ""),
+        source=get("source", "") or file,
+        table=_table(get("table", "")),
+        measured=not any(
+            word in said for word in ("formula", "theor", "arithmetic", "simulat", "estimate")
+        ),
+        framework=get("framework", ""),
+        model=get("model", ""),
+        arch=get("arch", ""),
+        parameters=billions * 1e9 if billions else None,
+        **{name: whole[name] for name in OPTIONAL},
+        tensor=whole["tensor"] or 1,
+        pipeline=whole["pipeline"] or 1,
+        context=whole["context"] or 1,
+        expert=whole["expert"] or 1,
+        tied=cell_parsers.yes(get("tied_emb", "")),
+        gated=cell_parsers.yes(get("gated_ffn", "")),
+        gpu=get("gpu", ""),
+        gpu_memory=cell_parsers.number(get("gpu_mem_gb", "")) or None,
+        zero=cell_parsers.zero(
+            get("zero_stage", ""), get("sharding", "") or _named_zero(get("table", ""))
+        ),
         sharding=get("sharding", ""),
-        sequence_parallel=cell_parsers.yes(get("seq_parallel", "")), precision=get("precision", ""),
-        recompute=get("recompute", ""), schedule=get("schedule", ""), attention=get("attn_impl", ""),
-        tflops=cell_parsers.number(get("tflops_gpu", "")) or None, tflops_kind=get("tflops_kind", ""),
-        memory_gib=memory, memory_kind=cell_parsers.memory_kind(get("mem_kind", "")),
-        memory_reading=cell_parsers.nearest_kind(get("mem_kind", "")), memory_first="logging rank" in get("mem_kind", ""),
+        sequence_parallel=cell_parsers.yes(get("seq_parallel", "")),
+        precision=get("precision", ""),
+        recompute=get("recompute", ""),
+        schedule=get("schedule", ""),
+        attention=get("attn_impl", ""),
+        tflops=cell_parsers.number(get("tflops_gpu", "")) or None,
+        tflops_kind=get("tflops_kind", ""),
+        memory_gib=memory,
+        memory_kind=cell_parsers.memory_kind(get("mem_kind", "")),
+        memory_reading=cell_parsers.nearest_kind(get("mem_kind", "")),
+        memory_first="logging rank" in get("mem_kind", ""),
         plain_gb=cell_parsers.plain_gb(get("mem_unit", "")),
-        doubted=cell_parsers.doubted(" ".join(get(name, "") for name in ("kind", "table", "status", "notes"))),
-        status=cell_parsers.status(get("status", ""), memory is not None or any(times)), notes=get("notes", ""),
-        iteration=times[0], samples_per_second=times[1], tokens_per_second=times[2],
+        doubted=cell_parsers.doubted(
+            " ".join(get(name, "") for name in ("kind", "table", "status", "notes"))
+        ),
+        status=cell_parsers.status(get("status", ""), memory is not None or any(times)),
+        notes=get("notes", ""),
+        iteration=times[0],
+        samples_per_second=times[1],
+        tokens_per_second=times[2],
         utilisation=share / 100 if share else None,
-    )  # fmt: skip
+    )
 
 
 COUNTS = {
-    "layers": "layers", "hidden": "hidden", "ffn": "ffn", "heads": "heads", "kv_heads": "kv_heads",
-    "head_dim": "head_dim", "vocab": "vocab", "sequence": "seq", "experts": "n_experts", "top_k": "topk",
-    "gpus": "n_gpus", "tensor": "tp", "pipeline": "pp", "chunks": "vpp", "context": "cp", "expert": "ep", "data": "dp",
-    "micro_batch": "mbs", "batch": "gbs", "accumulation": "grad_accum",
-}  # fmt: skip
+    "layers": "layers",
+    "hidden": "hidden",
+    "ffn": "ffn",
+    "heads": "heads",
+    "kv_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "vocab": "vocab",
+    "sequence": "seq",
+    "experts": "n_experts",
+    "top_k": "topk",
+    "gpus": "n_gpus",
+    "tensor": "tp",
+    "pipeline": "pp",
+    "chunks": "vpp",
+    "context": "cp",
+    "expert": "ep",
+    "data": "dp",
+    "micro_batch": "mbs",
+    "batch": "gbs",
+    "accumulation": "grad_accum",
+}
 """Field -> column of the positive integers."""
 OPTIONAL = [name for name in COUNTS if name not in ("tensor", "pipeline", "context", "expert")]
 
@@ -183,11 +261,19 @@ def _believed(name: str, value: int | None) -> int | None:
 
 
 def _times(cell: Mapping[str, str]) -> tuple[float | None, float | None, float | None]:
-    """(seconds of a step, samples a second, tokens a second) of the whole job, as far as printed."""
+    """(seconds of a step, samples a second, tokens a second) of the whole job, as far as
+    printed.
+    """
     gpus = cell_parsers.count(cell.get("n_gpus", ""))
-    tokens, own = (cell_parsers.number(cell.get(name, "")) for name in ("tokens_per_s", "tokens_per_s_gpu"))
+    tokens, own = (
+        cell_parsers.number(cell.get(name, "")) for name in ("tokens_per_s", "tokens_per_s_gpu")
+    )
     total = tokens or (own * gpus if own and gpus else None)
-    return cell_parsers.seconds(cell.get("iter_time_s", "")), cell_parsers.number(cell.get("samples_per_s", "")) or None, total
+    return (
+        cell_parsers.seconds(cell.get("iter_time_s", "")),
+        cell_parsers.number(cell.get("samples_per_s", "")) or None,
+        total,
+    )
 
 
 def _decimal(kind: str) -> str:

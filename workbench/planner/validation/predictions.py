@@ -1,4 +1,6 @@
-"""The planner's answer for one plan in three numbers, by the same functions as `estimate`, without its frames."""
+"""The planner's answer for one plan in three numbers, by the same functions as `estimate`, without
+its frames.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from workbench.plan.schema import Plan
-from workbench.planner.calibrated_plan import on_machine
+from workbench.costmodel.frameworks.framework_profile import interval
+from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import memory
 from workbench.costmodel.memory.reported_memory import NINETY_FIVE, readings, spread
-from workbench.costmodel.frameworks.framework_profile import interval
 from workbench.costmodel.step_time import bounds, parts, step_time
-from workbench.costmodel.inputs.rank_workload import workload
+from workbench.plan.schema import Plan
+from workbench.planner.calibrated_plan import on_machine
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner says of one plan: GiB on the fullest card, seconds of a step, and 5 % and 95 % bounds."""
+    """What the planner says of one plan: GiB on the fullest card, seconds of a step, and 5 % and 95
+    % bounds.
+    """
 
     peak_gib: float
     """What the fullest card must hold."""
@@ -44,13 +48,21 @@ def predict(plan: Plan) -> Prediction:
     live, time = memory(w, constants), step_time(w, constants)
     low, high = bounds(w, constants, time, interval(plan.strategy.stack))
     fullest = int(np.argmax(live.peak))
-    sizes = {name: float(np.ravel(size)[fullest]) / 2**30 for name, size in live.moments["peak"].items()}
+    sizes = {
+        name: float(np.ravel(size)[fullest]) / 2**30 for name, size in live.moments["peak"].items()
+    }
     times = {f"{name} s": seconds for name, seconds in parts(w, time).items()}
     peak, deviation = sum(sizes.values()), NINETY_FIVE * spread(plan.strategy.stack)
     return Prediction(
-        peak_gib=peak, peak_low=peak * math.exp(-deviation), peak_high=peak * math.exp(deviation),
+        peak_gib=peak,
+        peak_low=peak * math.exp(-deviation),
+        peak_high=peak * math.exp(deviation),
         seconds=float(time.seconds),
-        seconds_low=low, seconds_high=high,
-        readings={kind: tuple((size / 2**30).tolist()) for kind, size in readings(w, live, constants).items()},
+        seconds_low=low,
+        seconds_high=high,
+        readings={
+            kind: tuple((size / 2**30).tolist())
+            for kind, size in readings(w, live, constants).items()
+        },
         parts={**times, **{f"{name} GiB": size for name, size in sizes.items() if size}},
-    )  # fmt: skip
+    )

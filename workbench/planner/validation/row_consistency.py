@@ -1,8 +1,10 @@
-"""Rows that contradict themselves: the rate a row prints against the rate that its own shape, batch and time imply.
+"""Rows that contradict themselves: the rate a row prints against the rate that its own shape, batch
+and time imply.
 
-r = FLOPs(shape, global batch) / (step time x cards x printed FLOP/s of a card). Pages count FLOPs by different rules
-(attention causal or not, recomputation or not), so r is compared with the median of the rows that were counted alike:
-same source, same kind of figure, under whichever rule makes them agree best.
+r = FLOPs(shape, global batch) / (step time x cards x printed FLOP/s of a card). Pages count FLOPs
+by different rules (attention causal or not, recomputation or not), so r is compared with the median
+of the rows that were counted alike: same source, same kind of figure, under whichever rule makes
+them agree best.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.plan.schema import Plan
 from workbench.plan.model_shape import Shape
+from workbench.plan.schema import Plan
 from workbench.planner.validation.row_to_plan import Expressed
 
 TOLERANCE = 0.12
@@ -23,11 +25,14 @@ TOLERANCE = 0.12
 LEAST = 3
 """Rows of a group below which nothing can be said."""
 PRINTED = 0.0005
-"""Half of the last digit of a printed utilisation: small ones are coarse, which is no contradiction."""
+"""Half of the last digit of a printed utilisation: small ones are coarse, which is no
+contradiction.
+"""
 
 Counted = Literal["once", "twice", "held"]
-"""How often tables of the vocabulary count: the head alone; head and embedding; what all stages hold (tied weights
-twice in a pipeline)."""
+"""How often tables of the vocabulary count: the head alone; head and embedding; what all stages
+hold (tied weights twice in a pipeline).
+"""
 RULES: tuple[tuple[bool, Counted], ...] = tuple(
     (causal, counted) for counted in ("once", "twice", "held") for causal in (False, True)
 )
@@ -35,7 +40,8 @@ RULES: tuple[tuple[bool, Counted], ...] = tuple(
 
 
 def flops(plan: Plan, causal: bool = True, counted: Counted = "once") -> float:
-    """Model FLOPs of one step of a complete plan: 6 a weight and token, and attention's products (2104.04473).
+    """Model FLOPs of one step of a complete plan: 6 a weight and token, and attention's products
+    (2104.04473).
 
     Low-rank adapters need no weight gradients of the base: 4 a weight and token.
     """
@@ -76,7 +82,9 @@ def ratios(rows: Sequence[Expressed]) -> NDArray[np.float64]:
 
 def suspect(rows: Sequence[Expressed]) -> NDArray[np.bool_]:
     """Rows that fail the check; those of which nothing can be said pass."""
-    coarse = np.array([PRINTED / row.row.utilisation if row.row.utilisation else 0.0 for row in rows])
+    coarse = np.array(
+        [PRINTED / row.row.utilisation if row.row.utilisation else 0.0 for row in rows]
+    )
     return np.asarray(np.nan_to_num(np.abs(ratios(rows) - 1) - coarse) > TOLERANCE)
 
 

@@ -6,14 +6,20 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from workbench.plan.parameter_count import parameters
 from workbench.plan.model_shape import Shape
+from workbench.plan.parameter_count import parameters
 from workbench.planner.validation.cell_parsers import count
 from workbench.planner.validation.measured_rows import Row
 
 OTHERS = (
-    ("not a decoder", r"\b(bert|encoder|t5|vit|diffusion|dit|clip|resnet|vision|whisper|cnn|unet)\b|classif"),
-    ("state-space or hybrid layers", r"mamba|\bssm\b|state.space|rwkv|hybrid attention|linear attention|nemotron_?3"),
+    (
+        "not a decoder",
+        r"\b(bert|encoder|t5|vit|diffusion|dit|clip|resnet|vision|whisper|cnn|unet)\b|classif",
+    ),
+    (
+        "state-space or hybrid layers",
+        r"mamba|\bssm\b|state.space|rwkv|hybrid attention|linear attention|nemotron_?3",
+    ),
     ("sliding window", r"sliding|window"),
 )
 """(reason, words that give it away): models that no `Shape` of ours describes."""
@@ -25,7 +31,9 @@ class Inexpressible(Exception):
 
 
 def is_dense(row: Row) -> bool:
-    """Whether the row is about a dense decoder: no experts, and none of the architectures in `OTHERS`."""
+    """Whether the row is about a dense decoder: no experts, and none of the architectures in
+    `OTHERS`.
+    """
     return not _has_experts(row) and _other(row) is None
 
 
@@ -47,24 +55,54 @@ def shape(row: Row) -> Shape:
         raise Inexpressible(f"missing {absent[0]}")
     moe = _moe(row)
     return _made(
-        row.model, row.arch.lower(), row.layers or 0, row.hidden or 0, row.heads or 0, row.kv_heads, row.head_dim,
-        row.ffn or 4 * (row.hidden or 0), row.vocab, row.sequence or 0, row.tied, row.gated, row.parameters,
+        row.model,
+        row.arch.lower(),
+        row.layers or 0,
+        row.hidden or 0,
+        row.heads or 0,
+        row.kv_heads,
+        row.head_dim,
+        row.ffn or 4 * (row.hidden or 0),
+        row.vocab,
+        row.sequence or 0,
+        row.tied,
+        row.gated,
+        row.parameters,
         tuple(sorted(moe.items())),
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=4096)
 def _made(
-    model: str, arch: str, layers: int, hidden: int, heads: int, kv_heads: int | None, head_dim: int | None, ffn: int,
-    vocab: int | None, sequence: int, tied: bool | None, gated: bool | None, total: float | None,
+    model: str,
+    arch: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int | None,
+    ffn: int,
+    vocab: int | None,
+    sequence: int,
+    tied: bool | None,
+    gated: bool | None,
+    total: float | None,
     moe: tuple[tuple[str, int], ...],
-) -> Shape:  # fmt: skip
+) -> Shape:
     gated = bool(gated if gated is not None else re.search("llama|qwen|mistral|glu", arch))
     written: dict[str, Any] = {
-        "name": model or "unnamed", "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads,
-        "head_dim": head_dim, "ffn": ffn, "vocab": vocab or 256, "max_positions": sequence, **_style(arch, gated),
+        "name": model or "unnamed",
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "ffn": ffn,
+        "vocab": vocab or 256,
+        "max_positions": sequence,
+        **_style(arch, gated),
         "moe": dict(moe) or None,
-    }  # fmt: skip
+    }
     try:
         if vocab is None:
             written["vocab"] = _vocabulary(written, tied, total or 0)
@@ -75,9 +113,20 @@ def _made(
 
 
 def _style(arch: str, gated: bool) -> dict[str, Any]:
-    """Norms, positions and biases: those of GPT without a gate, of Llama with one, but for what `arch` says."""
-    positions = next((name for name in ("alibi", "rope", "learned") if name in arch), "rope" if gated else "learned")
-    mlp = ("geglu" if "geglu" in arch else "swiglu") if gated else "relu" if "relu" in arch else "gelu"
+    """Norms, positions and biases: those of GPT without a gate, of Llama with one, but for what
+    `arch` says.
+    """
+    positions = next(
+        (name for name in ("alibi", "rope", "learned") if name in arch),
+        "rope" if gated else "learned",
+    )
+    mlp = (
+        ("geglu" if "geglu" in arch else "swiglu")
+        if gated
+        else "relu"
+        if "relu" in arch
+        else "gelu"
+    )
     if re.search(r"qkv.?bias|qwen2", arch):
         biases = "qkv"
     elif re.search(r"no bias|without bias|bias.?free", arch):
@@ -85,9 +134,12 @@ def _style(arch: str, gated: bool) -> dict[str, Any]:
     else:
         biases = "none" if gated and "bias" not in arch else "all"
     return {
-        "positions": positions, "mlp": mlp, "biases": biases, "norm": "rmsnorm" if gated else "layernorm",
+        "positions": positions,
+        "mlp": mlp,
+        "biases": biases,
+        "norm": "rmsnorm" if gated else "layernorm",
         "embedding_norm": re.search(r"embedding (ln|norm|layernorm)", arch) is not None,
-    }  # fmt: skip
+    }
 
 
 def _vocabulary(written: dict[str, Any], tied: bool | None, total: float) -> int:
@@ -101,7 +153,9 @@ def _vocabulary(written: dict[str, Any], tied: bool | None, total: float) -> int
 
 
 def _nearest_tie(found: Shape, total: float) -> Shape:
-    """Tied or not, whichever comes nearer to the stated number of parameters; they often differ by a tenth."""
+    """Tied or not, whichever comes nearer to the stated number of parameters; they often differ by
+    a tenth.
+    """
     other = found.model_copy(update={"tied": not found.tied})
     return min((found, other), key=lambda shape: abs(parameters(shape).total - total))
 
@@ -112,7 +166,10 @@ def _other(row: Row) -> str | None:
 
 
 def _has_experts(row: Row) -> bool:
-    return bool(row.experts) or re.search(r"\bmoe\b|mixture|experts", f"{row.arch} {row.model}".lower()) is not None
+    return (
+        bool(row.experts)
+        or re.search(r"\bmoe\b|mixture|experts", f"{row.arch} {row.model}".lower()) is not None
+    )
 
 
 def _moe(row: Row) -> dict[str, int]:
@@ -121,13 +178,18 @@ def _moe(row: Row) -> dict[str, int]:
         return {}
     arch = row.arch.lower()
     if "mla" in arch:
-        raise Inexpressible("mixture of experts: latent attention, whose widths are not in the schema")
+        raise Inexpressible(
+            "mixture of experts: latent attention, whose widths are not in the schema"
+        )
     width = re.search(r"(?:moe_ffn|expert_ffn)\D{0,3}(\d+)", arch)
     ffn = count(width.group(1)) if width else None
     if not (row.experts and row.top_k and ffn):
         raise Inexpressible("mixture of experts: experts, top-k or width of an expert missing")
     shared, dense = re.search(r"(\d+) shared", arch), re.search(r"(\d+) dense", arch)
     return {
-        "experts": row.experts, "top_k": row.top_k, "ffn": ffn,
-        "shared": int(shared.group(1)) if shared else 0, "first_dense": int(dense.group(1)) if dense else 0,
-    }  # fmt: skip
+        "experts": row.experts,
+        "top_k": row.top_k,
+        "ffn": ffn,
+        "shared": int(shared.group(1)) if shared else 0,
+        "first_dense": int(dense.group(1)) if dense else 0,
+    }

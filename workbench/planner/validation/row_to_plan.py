@@ -1,4 +1,6 @@
-"""A row as a `Plan`: what the row says, and for what it leaves open the stack's documented defaults."""
+"""A row as a `Plan`: what the row says, and for what it leaves open the stack's documented
+defaults.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,14 @@ from itertools import pairwise
 from typing import Any
 
 from workbench.errors import PlanError
-from workbench.plan.rules.legal_sizes import divisors
-from workbench.plan.schema import Card, Plan
 from workbench.plan.model_shape import Shape
 from workbench.plan.plan_files import build
-from workbench.planner.validation import gpu_names
-from workbench.planner.validation import cell_parsers
+from workbench.plan.rules.legal_sizes import divisors
+from workbench.plan.schema import Card, Plan
+from workbench.planner.validation import cell_parsers, gpu_names
+from workbench.planner.validation.framework_names import Stack, named
 from workbench.planner.validation.measured_rows import Row
 from workbench.planner.validation.row_shapes import Inexpressible, is_dense, missing, shape
-from workbench.planner.validation.framework_names import Stack, named
 
 SCHEDULES = (
     ("dualpipe-v", r"dual.?pipe"),
@@ -46,20 +47,28 @@ class Expressed:
 
 
 def complete(row: Row) -> bool:
-    """Whether the row is one that must be expressible: a measured dense decoder with every field that decides cost.
+    """Whether the row is one that must be expressible: a measured dense decoder with every field
+    that decides cost.
 
-    These are the shape, the sequence, the number of cards and their name, and enough of batch and micro-batch to know
-    both; fields with a documented default (recompute, sharding, schedule, sequence parallelism) may be open.
+    These are the shape, the sequence, the number of cards and their name, and enough of batch and
+    micro-batch to know both; fields with a documented default (recompute, sharding, schedule,
+    sequence parallelism) may be open.
     """
     if not row.measured or not is_dense(row) or missing(row) or not row.gpu:
         return False
-    return _cards(row) is not None and row.micro_batch is not None and (row.batch or row.accumulation) is not None
+    return (
+        _cards(row) is not None
+        and row.micro_batch is not None
+        and (row.batch or row.accumulation) is not None
+    )
 
 
 def express(row: Row, profile: str | None = None) -> Expressed:
-    """The plan that `row` describes, complete and legal. Raises `Inexpressible` with a reason to be counted by.
+    """The plan that `row` describes, complete and legal. Raises `Inexpressible` with a reason to be
+    counted by.
 
-    `profile` names a stack to predict with in place of the row's own, whose documented defaults still hold.
+    `profile` names a stack to predict with in place of the row's own, whose documented defaults
+    still hold.
     """
     if not row.measured:
         raise Inexpressible("not a measurement")
@@ -79,19 +88,30 @@ def express(row: Row, profile: str | None = None) -> Expressed:
         _shard_in_node(strategy, data * row.context, max(1, network.gpus_per_node // row.tensor))
     _deal(strategy, stack, model)
     written = {
-        "name": row.label, "model": model, "strategy": strategy,
+        "name": row.label,
+        "model": model,
+        "strategy": strategy,
         "cluster": {"gpu": card, "gpus": gpus, "fabric": network},
-        "training": {"sequence_length": row.sequence, "global_batch": batch, "micro_batch": micro, **training},
-    }  # fmt: skip
+        "training": {
+            "sequence_length": row.sequence,
+            "global_batch": batch,
+            "micro_batch": micro,
+            **training,
+        },
+    }
     try:
         plan = build(written).complete()
     except PlanError as error:
         raise Inexpressible(f"illegal: {error.problems[0].field}") from None
-    return Expressed(row, plan, stack.family, _seconds(row, batch, known), _memory(row, stack), tuple(assumed))
+    return Expressed(
+        row, plan, stack.family, _seconds(row, batch, known), _memory(row, stack), tuple(assumed)
+    )
 
 
 def _deal(strategy: dict[str, Any], stack: Stack, model: Shape) -> None:
-    """Layers of each pipeline stage as the stack deals them, where it does not balance them as the planner does."""
+    """Layers of each pipeline stage as the stack deals them, where it does not balance them as the
+    planner does.
+    """
     layers = model.layers
     pipeline = strategy["pipeline"]
     stages = pipeline["size"] * pipeline.get("chunks", 1)
@@ -103,11 +123,14 @@ def _deal(strategy: dict[str, Any], stack: Stack, model: Shape) -> None:
 
 
 def cumulative(model: Shape, stages: int) -> list[int]:
-    """Layers of each stage where one ends as soon as the weights so far reach its share; the head weighs too."""
+    """Layers of each stage where one ends as soon as the weights so far reach its share; the head
+    weighs too.
+    """
     layer = model.hidden * (4 * model.q_width + (3 if model.gated else 2) * model.ffn)
     share = (model.layers * layer + model.vocab * model.hidden) / (stages * layer)
     ends = [
-        min(math.ceil(share * (stage + 1) - 1e-9), model.layers - stages + stage + 1) for stage in range(stages - 1)
+        min(math.ceil(share * (stage + 1) - 1e-9), model.layers - stages + stage + 1)
+        for stage in range(stages - 1)
     ]
     return [after - before for before, after in pairwise([0, *ends, model.layers])]
 
@@ -132,7 +155,9 @@ def _layout(row: Row) -> tuple[int, int]:
 
 
 def _batch(row: Row, data: int, stack: Stack) -> tuple[int, int, bool]:
-    """(micro-batch, global batch, whether the row says so much); one follows from the others, or is the stack's own."""
+    """(micro-batch, global batch, whether the row says so much); one follows from the others, or is
+    the stack's own.
+    """
     micro, batch, steps = row.micro_batch, row.batch, row.accumulation
     if micro is None and batch is not None and (steps or batch == data):
         micro = batch // (data * (steps or 1)) or None
@@ -151,17 +176,29 @@ def _batch(row: Row, data: int, stack: Stack) -> tuple[int, int, bool]:
 
 
 def _seconds(row: Row, batch: int, known: bool) -> float | None:
-    """Measured step time: as printed, else from a rate and the batch; None where the batch is not known."""
+    """Measured step time: as printed, else from a rate and the batch; None where the batch is not
+    known.
+    """
     if row.iteration:
         return row.iteration if known else None
     if row.samples_per_second:
         return batch / row.samples_per_second
-    return batch * row.sequence / row.tokens_per_second if row.tokens_per_second and row.sequence else None
+    return (
+        batch * row.sequence / row.tokens_per_second
+        if row.tokens_per_second and row.sequence
+        else None
+    )
 
 
 def _memory(row: Row, stack: Stack) -> float | None:
-    """Measured peak, GiB; a bare GB of the allocator's figures is what the stack's own reports mean by it."""
-    if row.memory_gib is None or not row.plain_gb or row.memory_kind not in ("allocated", "reserved"):
+    """Measured peak, GiB; a bare GB of the allocator's figures is what the stack's own reports mean
+    by it.
+    """
+    if (
+        row.memory_gib is None
+        or not row.plain_gb
+        or row.memory_kind not in ("allocated", "reserved")
+    ):
         return row.memory_gib
     return row.memory_gib * stack.gigabyte / 2**30
 
@@ -175,14 +212,21 @@ def _stack(row: Row, card: Card) -> Stack:
     said = cell_parsers.flash(row.attention)
     fused = "fp8" in card.tflops if said is None else said
     sharded = row.pipeline == 1 and (row.zero or 0) >= 2
-    when, rowwise = cell_parsers.year(f"{row.source} {row.table}"), re.search(r"row.?wise", row.precision.lower()) is not None
+    when, rowwise = (
+        cell_parsers.year(f"{row.source} {row.table}"),
+        re.search(r"row.?wise", row.precision.lower()) is not None,
+    )
     stack = named(row.framework, sharded, fused, when, rowwise)
     if said is not None and said != (stack.attention == "flash"):
-        raise Inexpressible(f"attention is {'' if said else 'not '}fused, against all that is known of {stack.name}")
+        raise Inexpressible(
+            f"attention is {'' if said else 'not '}fused, against all that is known of {stack.name}"
+        )
     return stack
 
 
-def _strategy(row: Row, stack: Stack, layers: int, data: int) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _strategy(
+    row: Row, stack: Stack, layers: int, data: int
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """(strategy, training, plan fields that took a default) as plain data."""
     precision = cell_parsers.precision(row.precision) or "auto"
     if precision == "fp4":
@@ -194,7 +238,11 @@ def _strategy(row: Row, stack: Stack, layers: int, data: int) -> tuple[dict[str,
     if re.search(r"select\w*.*\bmlp\b", row.recompute.lower()):
         raise Inexpressible("selective recomputation of the feed-forward")
     said = _said(row, layers, data)
-    usual = {path: value for path, value in stack.defaults.items() if path not in said and _applies(path, row, stack)}
+    usual = {
+        path: value
+        for path, value in stack.defaults.items()
+        if path not in said and _applies(path, row, stack)
+    }
     plan: dict[str, Any] = {"strategy": {"precision": precision}, "training": {}}
     for path, value in {**usual, **said}.items():
         if value is not None:
@@ -211,16 +259,20 @@ def _said(row: Row, layers: int, data: int) -> dict[str, Any]:
     recompute = cell_parsers.recompute(row.recompute, layers)
     shard = cell_parsers.shard(row.sharding)
     found: dict[str, Any] = {
-        "strategy.tensor.size": row.tensor, "strategy.pipeline.size": row.pipeline,
-        "strategy.context.size": row.context, "strategy.expert.size": row.expert,
-        "strategy.data.zero": row.zero, "strategy.recompute": recompute,
-        "strategy.tensor.sequence": row.sequence_parallel, "strategy.gradient_dtype": cell_parsers.gradients(row.precision),
+        "strategy.tensor.size": row.tensor,
+        "strategy.pipeline.size": row.pipeline,
+        "strategy.context.size": row.context,
+        "strategy.expert.size": row.expert,
+        "strategy.data.zero": row.zero,
+        "strategy.recompute": recompute,
+        "strategy.tensor.sequence": row.sequence_parallel,
+        "strategy.gradient_dtype": cell_parsers.gradients(row.precision),
         "strategy.pipeline.chunks": row.chunks if row.pipeline > 1 else None,
         "strategy.data.shard": shard if shard and shard < data * row.context else None,
         "training.optimizer.moments": cell_parsers.moments(f"{row.precision} {row.notes}"),
         "training.optimizer.master": "none" if cell_parsers.pure(row.precision) else None,
         "strategy.kernels": _kernels(row),
-    }  # fmt: skip
+    }
     if (offload := cell_parsers.offload(words)) != "none":
         found["strategy.data.offload"] = offload
     if cell_parsers.pure(row.precision) and found["training.optimizer.moments"] is None:
@@ -229,7 +281,9 @@ def _said(row: Row, layers: int, data: int) -> dict[str, Any]:
 
 
 def _kernels(row: Row) -> str | None:
-    """How the row's operators run, by its framework and notes; "eager" of its attention says nothing of the others."""
+    """How the row's operators run, by its framework and notes; "eager" of its attention says
+    nothing of the others.
+    """
     words = f"{row.framework} {row.notes}".lower()
     if re.search(r"compile|thunder|inductor", words):
         return "compiled"
@@ -237,7 +291,9 @@ def _kernels(row: Row) -> str | None:
 
 
 def _applies(path: str, row: Row, stack: Stack) -> bool:
-    """Whether a default has something to act on: no sequence parallelism without tensor, no chunks without stages."""
+    """Whether a default has something to act on: no sequence parallelism without tensor, no chunks
+    without stages.
+    """
     if path in stack.several and _cards(row) == 1:
         return False
     if path == "strategy.tensor.sequence":
@@ -252,14 +308,19 @@ def _settle(strategy: dict[str, Any], row: Row) -> None:
     pipeline, data = strategy["pipeline"], strategy.setdefault("data", {})
     chunks = pipeline.get("chunks", 1)
     if pipeline["size"] > 1:
-        named_as = next((name for name, pattern in SCHEDULES if re.search(pattern, row.schedule.lower())), "1f1b")
+        named_as = next(
+            (name for name, pattern in SCHEDULES if re.search(pattern, row.schedule.lower())),
+            "1f1b",
+        )
         pipeline["schedule"] = "interleaved" if chunks > 1 and named_as == "1f1b" else named_as
         if named_as == "interleaved" and chunks == 1:
             pipeline["chunks"] = 2
     if strategy["tensor"]["size"] == 1:
         strategy["tensor"].pop("sequence", None)
     zero = data.setdefault("zero", 0)
-    if row.gpus == 1 and data.get("offload"):  # on one card sharding changes nothing, but says what may leave it
+    if row.gpus == 1 and data.get(
+        "offload"
+    ):  # on one card sharding changes nothing, but says what may leave it
         zero = data["zero"] = max(zero, 3 if data["offload"] == "parameters" else 1)
     if zero == 0:
         data.pop("shard", None)

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench.plan.catalog import catalog
-from workbench.errors import PlanError, refuse
-from workbench.plan.schema import Plan
 from workbench.costmodel.memory.reported_memory import interval
-from workbench.planner.validation.row_consistency import flops, suspect
-from workbench.planner.validation.row_to_plan import Expressed, complete, express
-from workbench.planner.validation.predictions import Predict, Prediction, predict
-from workbench.planner.validation.measured_rows import Row, read
-from workbench.planner.validation.row_shapes import Inexpressible
+from workbench.errors import PlanError, refuse
+from workbench.plan.catalog import catalog
+from workbench.plan.schema import Plan
 from workbench.planner.validation.framework_names import stacks
+from workbench.planner.validation.measured_rows import Row, read
+from workbench.planner.validation.predictions import Predict, Prediction, predict
+from workbench.planner.validation.row_consistency import flops, suspect
+from workbench.planner.validation.row_shapes import Inexpressible
+from workbench.planner.validation.row_to_plan import Expressed, complete, express
 
 NEAR_LIMIT = 0.9
 """Share of the card above which allocators retry and times mean little."""
@@ -68,27 +68,39 @@ class Validation:
         return str(pd.concat([self.table, parts], axis=1).to_csv(index=False, float_format="%.6g"))
 
 
-def validate(files: Sequence[str | Path], predict: Predict = predict, profile: str | None = None) -> Validation:
-    """Read every row of `files`, predict those that can be expressed, and set prediction beside measurement.
+def validate(
+    files: Sequence[str | Path], predict: Predict = predict, profile: str | None = None
+) -> Validation:
+    """Read every row of `files`, predict those that can be expressed, and set prediction beside
+    measurement.
 
-    `profile` names one stack to predict all rows with, in place of each row's own. Raises `PlanError` where a file
-    cannot be read or the profile is unknown; a row never fails the run, it is counted with its reason.
+    `profile` names one stack to predict all rows with, in place of each row's own. Raises
+    `PlanError` where a file cannot be read or the profile is unknown; a row never fails the run, it
+    is counted with its reason.
     """
     start = time.perf_counter()
     if profile is not None and profile not in stacks():
         raise catalog.unknown("profile", profile, stacks())
     rows = [row for file in files for row in read(file)]
     if rows and not any(row.model or row.gpu or row.gpus or row.layers for row in rows):
-        raise refuse(", ".join(map(str, files)), f"has none of the columns of measurements; legal: {HEADER}")
+        raise refuse(
+            ", ".join(map(str, files)), f"has none of the columns of measurements; legal: {HEADER}"
+        )
     said, reasons = _expressed(rows, profile)
     found, refused = _predicted(said, predict)
     must = {id(row) for row in rows if complete(row)}
     return Validation(
-        files=tuple(str(file) for file in files), rows=len(rows), expressed=len(said), complete=len(must),
-        complete_expressed=sum(id(one.row) in must for one in said), reasons=reasons, refused=refused,
-        table=_table(found), parts=[prediction.parts for _, prediction in found],
+        files=tuple(str(file) for file in files),
+        rows=len(rows),
+        expressed=len(said),
+        complete=len(must),
+        complete_expressed=sum(id(one.row) in must for one in said),
+        reasons=reasons,
+        refused=refused,
+        table=_table(found),
+        parts=[prediction.parts for _, prediction in found],
         seconds=time.perf_counter() - start,
-    )  # fmt: skip
+    )
 
 
 def _expressed(rows: Sequence[Row], profile: str | None) -> tuple[list[Expressed], dict[str, int]]:
@@ -127,22 +139,48 @@ def _table(found: Sequence[tuple[Expressed, Prediction]]) -> pd.DataFrame:
     table = pd.DataFrame([_line(one, prediction) for one, prediction in found], columns=COLUMNS)
     table["suspect"] = suspect([one for one, _ in found])
     used = table.measured_gib / table.card_gib > NEAR_LIMIT
-    table["clean"] = ~table.suspect & ~table.doubted.astype(bool) & ~used & ~(table.utilisation < SLOW)
+    table["clean"] = (
+        ~table.suspect & ~table.doubted.astype(bool) & ~used & ~(table.utilisation < SLOW)
+    )
     table["memory_ratio"] = table.predicted_gib / table.measured_gib
     table["time_ratio"] = table.predicted_s / table.measured_s
     return table
 
 
 HEADER = (
-    "a CSV file whose header names columns such as model, layers, hidden, heads, vocab, seq, gpu, n_gpus, tp, pp, "
+    "a CSV file whose header names columns such as model, layers, hidden, heads, vocab, seq, gpu, "
+    "n_gpus, tp, pp, "
     "mbs, gbs, iter_time_s and mem_gib"
 )
 COLUMNS = [
-    "row", "file", "source", "table", "framework", "stack", "model", "gpu", "card", "gpus", "status", "memory_kind",
-    "card_gib", "needed_gib", "measured_gib", "predicted_gib", "gib_low", "gib_high",
-    "measured_s", "predicted_s", "s_low", "s_high",
-    "tokens", "utilisation", "doubted", "layout", "assumed",
-]  # fmt: skip
+    "row",
+    "file",
+    "source",
+    "table",
+    "framework",
+    "stack",
+    "model",
+    "gpu",
+    "card",
+    "gpus",
+    "status",
+    "memory_kind",
+    "card_gib",
+    "needed_gib",
+    "measured_gib",
+    "predicted_gib",
+    "gib_low",
+    "gib_high",
+    "measured_s",
+    "predicted_s",
+    "s_low",
+    "s_high",
+    "tokens",
+    "utilisation",
+    "doubted",
+    "layout",
+    "assumed",
+]
 
 
 def _line(one: Expressed, p: Prediction) -> tuple[Any, ...]:
@@ -152,16 +190,38 @@ def _line(one: Expressed, p: Prediction) -> tuple[Any, ...]:
     peak = plan.card.tflops.get("bf16", plan.card.tflops.get("fp16", plan.card.tflops["fp32"]))
     done = flops(plan) / (seconds * plan.world_size * peak * 1e12) if seconds else None
     return (
-        row.label, row.file, row.source, row.table, row.framework, one.stack, row.model, row.gpu, plan.card.name,
-        plan.world_size, row.status, row.memory_kind, plan.card.memory_gib, p.peak_gib, memory,
+        row.label,
+        row.file,
+        row.source,
+        row.table,
+        row.framework,
+        one.stack,
+        row.model,
+        row.gpu,
+        plan.card.name,
+        plan.world_size,
+        row.status,
+        row.memory_kind,
+        plan.card.memory_gib,
+        p.peak_gib,
+        memory,
         *reading(row, p, one.stack),
-        seconds, p.seconds, p.seconds_low, p.seconds_high, plan.training.global_batch * plan.training.sequence_length,
-        done, row.doubted, _layout(plan), " ".join(one.assumed),
-    )  # fmt: skip
+        seconds,
+        p.seconds,
+        p.seconds_low,
+        p.seconds_high,
+        plan.training.global_batch * plan.training.sequence_length,
+        done,
+        row.doubted,
+        _layout(plan),
+        " ".join(one.assumed),
+    )
 
 
 def reading(row: Row, p: Prediction, stack: str = "") -> tuple[float, float | None, float | None]:
-    """(what the row's way of reading should show, its 5 % and 95 % bounds), GiB; the card's own where none is known."""
+    """(what the row's way of reading should show, its 5 % and 95 % bounds), GiB; the card's own
+    where none is known.
+    """
     stages = p.readings.get(row.memory_reading)
     if not p.readings:
         return p.peak_gib, p.peak_low, p.peak_high

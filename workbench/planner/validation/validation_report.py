@@ -1,4 +1,6 @@
-"""What a validation says: metrics of memory, time, ranking and fitting, by kind of memory and by stack."""
+"""What a validation says: metrics of memory, time, ranking and fitting, by kind of memory and by
+stack.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,20 @@ def summary(found: Validation) -> dict[str, Any]:
 
 
 def memory(table: pd.DataFrame) -> dict[str, Any]:
-    """Errors of the peak by what was read, and of all readings the reserve that leaving one source out asks for."""
+    """Errors of the peak by what was read, and of all readings the reserve that leaving one source
+    out asks for.
+    """
     has = table[table.measured_gib.notna()]
-    by_kind = {kind: memory_errors(has[has.memory_kind == kind]) for kind in KINDS if kind in set(has.memory_kind)}
-    reserve = error_metrics.reserve(has.predicted_gib, has.measured_gib, list(has.source)) if len(has) else {"rows": 0}
+    by_kind = {
+        kind: memory_errors(has[has.memory_kind == kind])
+        for kind in KINDS
+        if kind in set(has.memory_kind)
+    }
+    reserve = (
+        error_metrics.reserve(has.predicted_gib, has.measured_gib, list(has.source))
+        if len(has)
+        else {"rows": 0}
+    )
     return {**by_kind, "reserve_95": reserve}
 
 
@@ -52,13 +64,19 @@ def memory_errors(table: pd.DataFrame) -> dict[str, Any]:
     """Errors of the peak over the rows that have one, and coverage of its interval."""
     has = table[table.measured_gib.notna()]
     found = error_metrics.errors(has.predicted_gib, has.measured_gib, list(has.row))
-    return {**found, "interval": error_metrics.coverage(has.measured_gib, numbers(has.gib_low), numbers(has.gib_high))}
+    return {
+        **found,
+        "interval": error_metrics.coverage(
+            has.measured_gib, numbers(has.gib_low), numbers(has.gib_high)
+        ),
+    }
 
 
 def time(table: pd.DataFrame) -> dict[str, Any]:
     """Errors of the step time over rows that pass the consistency check; `clean` and `all` beside.
 
-    Clean rows also use less than 90 % of the card and more than 5 % of its peak, and their table does not warn of them.
+    Clean rows also use less than 90 % of the card and more than 5 % of its peak, and their table
+    does not warn of them.
     """
     has = timed(table)
     passed = has[~has.suspect]
@@ -66,15 +84,18 @@ def time(table: pd.DataFrame) -> dict[str, Any]:
         **time_errors(passed),
         "clean": time_errors(has[has.clean]),
         "all": time_errors(has),
-        "leave_one_source_out": _without_groups(error_metrics.leave_one_out, passed, list(passed.source)),
+        "leave_one_source_out": _without_groups(
+            error_metrics.leave_one_out, passed, list(passed.source)
+        ),
         "after_one_row": error_metrics.calibrated(
             numbers(passed.predicted_s), numbers(passed.measured_s), _alike(passed)
         ),
         "after_one_row_clean": error_metrics.calibrated(
-            numbers(has[has.clean].predicted_s), numbers(has[has.clean].measured_s),
+            numbers(has[has.clean].predicted_s),
+            numbers(has[has.clean].measured_s),
             _alike(has[has.clean]),
         ),
-    }  # fmt: skip
+    }
 
 
 def _without_groups(metric: Any, table: pd.DataFrame, names: list[str]) -> dict[str, Any]:
@@ -97,7 +118,10 @@ def time_errors(table: pd.DataFrame) -> dict[str, Any]:
     has = timed(table)
     predicted, measured = numbers(has.predicted_s), numbers(has.measured_s)
     found = error_metrics.errors(predicted, measured, list(has.row))
-    return {**found, "interval": error_metrics.coverage(measured, numbers(has.s_low), numbers(has.s_high))}
+    return {
+        **found,
+        "interval": error_metrics.coverage(measured, numbers(has.s_low), numbers(has.s_high)),
+    }
 
 
 def groups(table: pd.DataFrame) -> dict[str, Any]:
@@ -106,7 +130,9 @@ def groups(table: pd.DataFrame) -> dict[str, Any]:
     has = has[~has.suspect]
     tokens = numbers(has.tokens)
     names = list(zip(has.model, has.card, has.gpus))
-    return error_metrics.ranking(numbers(has.predicted_s) / tokens, numbers(has.measured_s) / tokens, names)
+    return error_metrics.ranking(
+        numbers(has.predicted_s) / tokens, numbers(has.measured_s) / tokens, names
+    )
 
 
 def split(table: pd.DataFrame, by: str) -> dict[str, Any]:
@@ -130,7 +156,11 @@ def line(found: dict[str, Any]) -> tuple[str, ...]:
         return ("0", "", "", "", "", "")
     shares = (found["mape"], found["median_ape"], found["bias"], found["within_10"])
     signs = ("{:.1%}", "{:.1%}", "{:+.1%}", "{:.0%}")
-    return (str(found["rows"]), *(sign.format(value) for sign, value in zip(signs, shares)), error_metrics.worst(found))
+    return (
+        str(found["rows"]),
+        *(sign.format(value) for sign, value in zip(signs, shares)),
+        error_metrics.worst(found),
+    )
 
 
 def finite(value: float) -> bool:

@@ -9,23 +9,46 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench.plan.schema import Plan
 
-_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|MemoryError|bad_alloc", re.IGNORECASE)
+_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|MemoryError|bad_alloc",
+    re.IGNORECASE,
+)
 _KNOWN = (
-    (r"no space left on device", "Free disk space, lower checkpoint.keep, or keep runs elsewhere (--root)."),
-    (r"address already in use|EADDRINUSE", "Another process took the port: start again, a free one is chosen."),
-    (r"not finite|is nan|is inf\b", "Lower training.optimizer.learning_rate, or lengthen warmup_steps."),
+    (
+        r"no space left on device",
+        "Free disk space, lower checkpoint.keep, or keep runs elsewhere (--root).",
+    ),
+    (
+        r"address already in use|EADDRINUSE",
+        "Another process took the port: start again, a free one is chosen.",
+    ),
+    (
+        r"not finite|is nan|is inf\b",
+        "Lower training.optimizer.learning_rate, or lengthen warmup_steps.",
+    ),
     (
         r"No available kernel",
-        "No fused attention of this GPU takes heads of this head_dim in this dtype: try strategy.precision bf16 or "
+        "No fused attention of this GPU takes heads of this head_dim in this dtype: try "
+        "strategy.precision bf16 or "
         "fp16, or a head_dim that is a multiple of 8.",
     ),
-    (r"No module named", "Install that module in the Python that launches the run; see `workbench doctor`."),
+    (
+        r"No module named",
+        "Install that module in the Python that launches the run; see `workbench doctor`.",
+    ),
     (
         r"SIGKILL|SIGTERM",
-        "Something outside the run killed it; where memory is short, the kernel does: watch free memory.",
+        "Something outside the run killed it; where memory is short, the kernel does: watch free "
+        "memory.",
     ),
-    (r"SIGSEGV|SIGABRT|SIGBUS", "A library crashed: see its log. Ranks that disagree about a tensor's size abort too."),
-    (r"time[d]? ?out|stopped answering", "If a step may rightly take this long, raise telemetry.timeout_seconds."),
+    (
+        r"SIGSEGV|SIGABRT|SIGBUS",
+        "A library crashed: see its log. Ranks that disagree about a tensor's size abort too.",
+    ),
+    (
+        r"time[d]? ?out|stopped answering",
+        "If a step may rightly take this long, raise telemetry.timeout_seconds.",
+    ),
 )
 """(what is found in the text, what to do), the surest first."""
 
@@ -36,11 +59,15 @@ def advise(folder: Path, text: str) -> str:
         from workbench.plan.schema import Plan  # only after a failure: a supervisor stays small
 
         return memory_advice(Plan.load(folder / "plan.yaml"))
-    return next((advice for pattern, advice in _KNOWN if re.search(pattern, text, re.IGNORECASE)), "")
+    return next(
+        (advice for pattern, advice in _KNOWN if re.search(pattern, text, re.IGNORECASE)), ""
+    )
 
 
 def memory_advice(plan: Plan) -> str:
-    """The changes that lower a rank's memory, that this plan has not made yet and that can run; cheapest first."""
+    """The changes that lower a rank's memory, that this plan has not made yet and that can run;
+    cheapest first.
+    """
     from workbench.errors import PlanError
     from workbench.plan.rules.supported import unsupported
 
@@ -51,26 +78,47 @@ def memory_advice(plan: Plan) -> str:
                 useful.append(words)
         except PlanError:
             continue
-    return f"It ran out of memory. What would lower it: {'; '.join(useful) or 'a smaller model or larger cards'}."
+    return (
+        f"It ran out of memory. What would lower it: "
+        f"{'; '.join(useful) or 'a smaller model or larger cards'}."
+    )
 
 
 def _memory_changes(plan: Plan) -> list[tuple[dict[str, Any], str]]:
-    strategy, batch, length = plan.strategy, plan.training.micro_batch, plan.training.sequence_length
+    strategy, batch, length = (
+        plan.strategy,
+        plan.training.micro_batch,
+        plan.training.sequence_length,
+    )
     changes: list[tuple[dict[str, Any], str]] = []
     if batch > 1:
-        changes.append(({"training.micro_batch": batch // 2}, f"training.micro_batch: {batch // 2} (now {batch})"))
+        changes.append(
+            (
+                {"training.micro_batch": batch // 2},
+                f"training.micro_batch: {batch // 2} (now {batch})",
+            )
+        )
     if strategy.recompute != "full":
         changes.append(({"strategy.recompute": "full"}, "strategy.recompute: full"))
     if strategy.data.zero < 3 and plan.sizes["data"] > 1:
-        changes.append(({"strategy.data.zero": 3}, f"strategy.data.zero: 3 (now {strategy.data.zero})"))
+        changes.append(
+            ({"strategy.data.zero": 3}, f"strategy.data.zero: 3 (now {strategy.data.zero})")
+        )
     if strategy.precision == "fp32":
         changes.append(({"strategy.precision": "bf16"}, "strategy.precision: bf16"))
     sizes = {"tensor": 2 * plan.sizes["tensor"], "pipeline": 2 * plan.sizes["pipeline"]}
-    # Twice the ranks along an axis: taken from the data axis where that is even, else the job grows.
+    # Twice the ranks along an axis: taken from the data axis where that is even, else the job
+    # grows.
     ranks = plan.world_size if plan.sizes["data"] % 2 == 0 else 2 * plan.world_size
     for axis, size in sizes.items():
-        wider = {f"strategy.{axis}.size": size, "strategy.pipeline.partition": "balanced", "cluster.gpus": ranks}
+        wider = {
+            f"strategy.{axis}.size": size,
+            "strategy.pipeline.partition": "balanced",
+            "cluster.gpus": ranks,
+        }
         more = f" with cluster.gpus: {ranks}" if ranks != plan.world_size else ""
         changes.append(({**wider, "cluster.nodes": None}, f"strategy.{axis}.size: {size}{more}"))
-    changes.append(({"training.sequence_length": length // 2}, f"training.sequence_length: {length // 2}"))
+    changes.append(
+        ({"training.sequence_length": length // 2}, f"training.sequence_length: {length // 2}")
+    )
     return changes

@@ -13,7 +13,14 @@ import orjson
 
 from workbench.runs.diagnose.failure_advice import advise
 from workbench.runs.store.field_checks import has, number, or_null, text, whole
-from workbench.runs.store.rank_logs import LOOKED_AT, launcher_report, launcher_signal, log_tail, tail_of, telling
+from workbench.runs.store.rank_logs import (
+    LOOKED_AT,
+    launcher_report,
+    launcher_signal,
+    log_tail,
+    tail_of,
+    telling,
+)
 from workbench.runs.store.run_state import Cause
 
 _CONSEQUENCE = re.compile(
@@ -21,7 +28,9 @@ _CONSEQUENCE = re.compile(
     r"|socket error|store.*unreachable|peer .*(gone|down)",
     re.IGNORECASE,
 )
-"""What a rank says when another one has gone: never the first cause where there is anything else."""
+"""What a rank says when another one has gone: never the first cause where there is anything
+else.
+"""
 
 LOOK_LATE_SECONDS = 1.0
 """A process is seen to be gone at most this long after its end."""
@@ -57,7 +66,9 @@ class RankSeen:
         elif kind == "step":
             self.step, self.action = record["step"], record["action"]
             seconds = record.get("seconds")
-            self.slowest = max(self.slowest, seconds) if isinstance(seconds, int | float) else self.slowest
+            self.slowest = (
+                max(self.slowest, seconds) if isinstance(seconds, int | float) else self.slowest
+            )
         elif kind in ("checkpoint", "unsaved"):
             self.unsaved = record["message"] if kind == "unsaved" else ""
         self.bye = self.bye or kind == "bye"
@@ -67,12 +78,16 @@ class RankSeen:
         """How far it came, in words."""
         if self.step < 0:
             return f"{self.phase}, no step done"
-        return f"{self.phase}, last step done: {self.step}" + (f", last action {self.action}" if self.action else "")
+        return f"{self.phase}, last step done: {self.step}" + (
+            f", last action {self.action}" if self.action else ""
+        )
 
 
 @dataclass(frozen=True)
 class _Suspect:
-    """A rank that ended badly; `weight` 0: a cause of its own, 1: held the others up, 2: followed from another."""
+    """A rank that ended badly; `weight` 0: a cause of its own, 1: held the others up, 2: followed
+    from another.
+    """
 
     weight: int
     when: float
@@ -82,10 +97,14 @@ class _Suspect:
     """Whether it refused what it was given, in words that say all: its log adds nothing."""
 
 
-def first_cause(folder: Path, ranks: Mapping[int, RankSeen], exit_code: int | None, *, out_of_memory: bool) -> Cause:
-    """Why the run in `folder` failed, from error files, exit codes and what was seen of its `ranks`.
+def first_cause(
+    folder: Path, ranks: Mapping[int, RankSeen], exit_code: int | None, *, out_of_memory: bool
+) -> Cause:
+    """Why the run in `folder` failed, from error files, exit codes and what was seen of its
+    `ranks`.
 
-    `out_of_memory`: the kernel ended a process of this machine for want of memory while the run went on.
+    `out_of_memory`: the kernel ended a process of this machine for want of memory while the run
+    went on.
     """
     errors = {error["rank"]: error for error in read_errors(folder)}
     codes, root = launcher_report(folder)
@@ -94,7 +113,10 @@ def first_cause(folder: Path, ranks: Mapping[int, RankSeen], exit_code: int | No
     suspects = [_raised(error) for error in errors.values()]
     wordless = [seen for seen in ranks.values() if _unexplained(seen, errors, codes)]
     by_itself = {root, *_killed_first(wordless, errors, codes)}
-    suspects += [_ended(seen, codes.get(seen.rank) if seen.rank in by_itself else None, folder) for seen in wordless]
+    suspects += [
+        _ended(seen, codes.get(seen.rank) if seen.rank in by_itself else None, folder)
+        for seen in wordless
+    ]
     first = min(suspects, key=lambda s: (s.weight, s.when, s.rank), default=None)
     if first is None or (first.weight and launcher_signal(folder, exit_code)):
         return _at_launch(folder, exit_code)
@@ -105,13 +127,17 @@ def first_cause(folder: Path, ranks: Mapping[int, RankSeen], exit_code: int | No
 
 
 def _seen_codes(ranks: Mapping[int, RankSeen]) -> tuple[dict[int, int], int | None]:
-    """As `launcher_report`, of a launcher that was stopped: what the system said of ranks that nobody has asked for."""
+    """As `launcher_report`, of a launcher that was stopped: what the system said of ranks that
+    nobody has asked for.
+    """
     codes = {seen.rank: seen.exit_code for seen in ranks.values() if seen.exit_code}
     return codes, min(codes, key=lambda rank: ranks[rank].gone or 0.0, default=None)
 
 
 def read_errors(folder: Path) -> list[dict[str, Any]]:
-    """What ranks left in `errors/`, earliest first; a file that holds no error of a rank is left out."""
+    """What ranks left in `errors/`, earliest first; a file that holds no error of a rank is left
+    out.
+    """
     found = []
     for path in sorted((folder / "errors").glob("rank*.json")):
         try:
@@ -124,18 +150,31 @@ def read_errors(folder: Path) -> list[dict[str, Any]]:
 
 
 _ERROR = {
-    "rank": whole, "step": or_null(whole), "action": or_null(text), "type": text, "message": text, "t_epoch": number,
-}  # fmt: skip
+    "rank": whole,
+    "step": or_null(whole),
+    "action": or_null(text),
+    "type": text,
+    "message": text,
+    "t_epoch": number,
+}
 
 
 def _raised(error: Mapping[str, Any]) -> _Suspect:
     if error["type"] == "PlanError":
-        return _Suspect(0, error["t_epoch"], error["rank"], f"rank {error['rank']}: {error['message']}", refused=True)
+        return _Suspect(
+            0,
+            error["t_epoch"],
+            error["rank"],
+            f"rank {error['rank']}: {error['message']}",
+            refused=True,
+        )
     message = f"{error['type']}: {error['message']}"
     where = f" in step {error['step']}" if error.get("step") is not None else ""
     where += f", during {error['action']}" if error.get("action") else ""
     weight = 2 if _CONSEQUENCE.search(message) else 0
-    return _Suspect(weight, error["t_epoch"], error["rank"], f"rank {error['rank']} raised {message}{where}")
+    return _Suspect(
+        weight, error["t_epoch"], error["rank"], f"rank {error['rank']} raised {message}{where}"
+    )
 
 
 def _unexplained(seen: RankSeen, errors: Mapping[int, Any], codes: Mapping[int, int]) -> bool:
@@ -145,11 +184,14 @@ def _unexplained(seen: RankSeen, errors: Mapping[int, Any], codes: Mapping[int, 
     return seen.stopped or seen.pid is not None or seen.rank in codes
 
 
-def _killed_first(wordless: list[RankSeen], errors: Mapping[int, Any], codes: Mapping[int, int]) -> list[int]:
+def _killed_first(
+    wordless: list[RankSeen], errors: Mapping[int, Any], codes: Mapping[int, int]
+) -> list[int]:
     """Ranks killed before any other complained.
 
-    Ranks that the launcher ended because of another's failure are in its report too: by SIGTERM at first, by SIGKILL
-    half a minute later. Of those that fell between two of its looks it names the one of lowest rank the first.
+    Ranks that the launcher ended because of another's failure are in its report too: by SIGTERM at
+    first, by SIGKILL half a minute later. Of those that fell between two of its looks it names the
+    one of lowest rank the first.
     """
     complained = min((error["t_epoch"] for error in errors.values()), default=0.0)
     return [
@@ -163,13 +205,19 @@ def _killed_first(wordless: list[RankSeen], errors: Mapping[int, Any], codes: Ma
 def _ended(seen: RankSeen, code: int | None, folder: Path) -> _Suspect:
     when = seen.gone - LOOK_LATE_SECONDS if seen.gone else float("inf")
     if seen.stopped:
-        return _Suspect(0, 0.0, seen.rank, f"rank {seen.rank} is frozen: its process is stopped ({seen.where})")
+        return _Suspect(
+            0, 0.0, seen.rank, f"rank {seen.rank} is frozen: its process is stopped ({seen.where})"
+        )
     if code is None:
         return _Suspect(1, when, seen.rank, f"rank {seen.rank} stopped answering ({seen.where})")
     if code < 0:
-        return _Suspect(0, when, seen.rank, f"rank {seen.rank} was killed by {_signal(-code)} ({seen.where})")
+        return _Suspect(
+            0, when, seen.rank, f"rank {seen.rank} was killed by {_signal(-code)} ({seen.where})"
+        )
     last = log_tail(folder, seen.rank, 1) or "it printed nothing"
-    return _Suspect(0, when, seen.rank, f"rank {seen.rank} ended with exit code {code} ({seen.where}): {last}")
+    return _Suspect(
+        0, when, seen.rank, f"rank {seen.rank} ended with exit code {code} ({seen.where}): {last}"
+    )
 
 
 def _signal(number: int) -> str:
@@ -186,5 +234,7 @@ def _at_launch(folder: Path, exit_code: int | None) -> Cause:
     if number := launcher_signal(folder, exit_code):
         message = f"the launcher was killed by {_signal(number)}, and its ranks with it"
     else:
-        message = f"the launcher ended with exit code {exit_code} and no rank reported an error: {last}"
+        message = (
+            f"the launcher ended with exit code {exit_code} and no rank reported an error: {last}"
+        )
     return Cause(None, message, advise(folder, tail), tail)

@@ -1,4 +1,6 @@
-"""The one command that a run is: `accelerate launch` with the worker and the plan, and the environment it needs."""
+"""The one command that a run is: `accelerate launch` with the worker and the plan, and the
+environment it needs.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,18 @@ from pathlib import Path
 from workbench.interop import export
 from workbench.machine.attached import attached
 from workbench.plan.schema import Plan
-from workbench.runs.store.command_file import Command
 from workbench.runs.launch.parent_death import python_module
+from workbench.runs.store.command_file import Command
 
-INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+INHERITED = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+)
 """Variables of another launch that this process may itself be part of; a run must not see them."""
 
 
@@ -29,14 +39,25 @@ class Recipe:
     """Longest silence of a rank that is not working; None: the plan's timeout."""
 
 
-def compose(plan: Plan, folder: Path, port: int, recipe: Recipe, allow_code: bool = False) -> Command:
-    """The command of a complete `plan` whose run directory is (or will be) `folder`; ranks run code only if told so."""
-    module = ["-m", recipe.module, str(folder / "plan.yaml"), *(["--allow-code"] if allow_code else [])]
+def compose(
+    plan: Plan, folder: Path, port: int, recipe: Recipe, allow_code: bool = False
+) -> Command:
+    """The command of a complete `plan` whose run directory is (or will be) `folder`; ranks run code
+    only if told so.
+    """
+    module = [
+        "-m",
+        recipe.module,
+        str(folder / "plan.yaml"),
+        *(["--allow-code"] if allow_code else []),
+    ]
     timeout = float(plan.telemetry.timeout_seconds)
     return Command(
         argv=[*(recipe.launcher or accelerate_launch(plan, folder)), *module],
         env={**environment(plan), export.PORT: str(port)},
-        unset=[name for name in os.environ if name in INHERITED or name.startswith("TORCHELASTIC_")],
+        unset=[
+            name for name in os.environ if name in INHERITED or name.startswith("TORCHELASTIC_")
+        ],
         cwd=os.getcwd(),
         world_size=plan.world_size,
         steps=plan.training.steps,

@@ -1,4 +1,6 @@
-"""Calibration: measuring this machine in a child process, and learning from runs that have finished."""
+"""Calibration: measuring this machine in a child process, and learning from runs that have
+finished.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from workbench.machine.calibration_file import Calibration, Scale, read, write
 from workbench.errors import refuse
+from workbench.machine.calibration_file import Calibration, Scale, read, write
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.run_feedback import Told, error, scale, told
@@ -25,11 +27,14 @@ ROUNDS = 4
 def calibrate(seconds: float = 60.0, progress: Progress | None = None) -> Calibration:
     """Measure the attached machine for about `seconds`, every point at least once.
 
-    `progress(seconds spent, of, words)` follows it. Raises `PlanError` for a time that is none and for a card that the
-    catalog does not know, `ChildError` where a rank fails or hangs.
+    `progress(seconds spent, of, words)` follows it. Raises `PlanError` for a time that is none and
+    for a card that the catalog does not know, `ChildError` where a rank fails or hangs.
     """
     if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-        raise refuse("seconds", f"is {seconds:g}; legal: {LEAST_SECONDS:g} to {MOST_SECONDS:g}, and 60 is enough")
+        raise refuse(
+            "seconds",
+            f"is {seconds:g}; legal: {LEAST_SECONDS:g} to {MOST_SECONDS:g}, and 60 is enough",
+        )
 
     def line(text: str) -> None:
         if progress and text.startswith("{"):
@@ -38,12 +43,17 @@ def calibrate(seconds: float = 60.0, progress: Progress | None = None) -> Calibr
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "calibration.yaml")
-        child_process.python("workbench.engine.calibrate", ["--seconds", str(seconds), "--to", str(path)], line)
+        child_process.python(
+            "workbench.engine.calibrate", ["--seconds", str(seconds), "--to", str(path)], line
+        )
         return read(path)
 
 
 def kept(
-    path: Path | None, seconds: float = 60.0, runs: Sequence[Run] = (), progress: Progress | None = None
+    path: Path | None,
+    seconds: float = 60.0,
+    runs: Sequence[Run] = (),
+    progress: Progress | None = None,
 ) -> Calibration:
     """Measure, or learn from `runs`, and write the result to `path`; see `verbs.calibrate`."""
     _writable(path)
@@ -69,14 +79,16 @@ def _writable(path: Path | None) -> None:
         return
     device = path.exists() and not path.is_file()  # or a folder: neither is to be replaced
     if device or not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise refuse("--output", f"'{path}' cannot be written; legal: a file in a folder that exists")
+        raise refuse(
+            "--output", f"'{path}' cannot be written; legal: a file in a folder that exists"
+        )
 
 
 def learn(calibration: Calibration, runs: Sequence[Run]) -> Calibration:
     """`calibration` with the scale that brings estimates of `runs` to their measured median steps.
 
-    Its errors are those of the calibration without a scale and with it. Raises `PlanError` for a run without measured
-    steps, or of another card.
+    Its errors are those of the calibration without a scale and with it. Raises `PlanError` for a
+    run without measured steps, or of another card.
     """
     seen = [(run.plan, _measured(run)) for run in runs]
     bare = calibration.model_copy(update={"scale": None})
@@ -95,7 +107,10 @@ def learn(calibration: Calibration, runs: Sequence[Run]) -> Calibration:
 def _measured(run: Run) -> float:
     seconds = run.profile().step_seconds
     if seconds is None:
-        raise refuse("run", f"{run.id} has {run.state.phase} without a measured step; give one that has trained")
+        raise refuse(
+            "run",
+            f"{run.id} has {run.state.phase} without a measured step; give one that has trained",
+        )
     return seconds
 
 
@@ -105,4 +120,6 @@ def _told(calibration: Calibration, seen: Sequence[tuple[Plan, float]]) -> list[
         path = Path(folder, "calibration.yaml")
         write(calibration, path)
         chosen = {"cluster.calibration": str(path), "cluster.calibration_sha256": None}
-        return [told(seconds, estimate(plan.replace(**chosen)).notes["time"]) for plan, seconds in seen]
+        return [
+            told(seconds, estimate(plan.replace(**chosen)).notes["time"]) for plan, seconds in seen
+        ]

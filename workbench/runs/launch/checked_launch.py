@@ -1,9 +1,12 @@
-"""Starting only what can run here and fits: what the verb `run`, the notebook's button and a comparison ask for."""
+"""Starting only what can run here and fits: what the verb `run`, the notebook's button and a
+comparison ask for.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from workbench.checkpoint.checksums import Told
 from workbench.errors import PlanError, Problem
 from workbench.plan.schema import Card, Plan
 from workbench.planner import estimate
@@ -11,7 +14,6 @@ from workbench.profile import Profile
 from workbench.runs.launch import subprocess_verbs
 from workbench.runs.launch.preflight import preflight
 from workbench.runs.run import Run, start
-from workbench.checkpoint.checksums import Told
 
 
 def run(
@@ -24,9 +26,19 @@ def run(
     allow_code: bool = False,
     progress: Told = lambda words: None,
 ) -> Run:
-    """`start`, refusing also what by its estimate does not fit its cards, unless `force`. Raises `PlanError`."""
+    """`start`, refusing also what by its estimate does not fit its cards, unless `force`. Raises
+    `PlanError`.
+    """
     full = ready(plan, force=force, root=root, port=port, allow_code=allow_code)
-    return start(full, root=root, force=force, resume=resume, port=port, allow_code=allow_code, progress=progress)
+    return start(
+        full,
+        root=root,
+        force=force,
+        resume=resume,
+        port=port,
+        allow_code=allow_code,
+        progress=progress,
+    )
 
 
 def ready(
@@ -37,9 +49,11 @@ def ready(
     port: int | None = None,
     allow_code: bool = False,
 ) -> Plan:
-    """The complete plan, if this machine can run it now; raises `PlanError` with what stands against it, as `run`.
+    """The complete plan, if this machine can run it now; raises `PlanError` with what stands
+    against it, as `run`.
 
-    A model that is code is built once in a child process, to see that the plan's operators name what it has.
+    A model that is code is built once in a child process, to see that the plan's operators name
+    what it has.
     """
     full = plan.complete()
     problems = preflight(full, root=root, port=port, force=force, allow_code=allow_code)
@@ -61,11 +75,20 @@ def _unfit(plan: Plan, card: Card) -> list[Problem]:
         return []
     need, have = max(profile.peak_bytes_by_rank.values()) / 2**30, card.memory_gib
     change = f"; smallest change that fits: {words}" if (words := advice(profile)) else ""
-    message = f"does not fit: the estimate needs {need:.2f} GiB of the {have:.2f} GiB of {card.name}{change}"
+    message = (
+        f"does not fit: the estimate needs {need:.2f} GiB of the {have:.2f} GiB of "
+        f"{card.name}{change}"
+    )
     return [Problem("cluster.gpu", f"{message}; `--force` (force=True) runs it nevertheless")]
 
 
 def advice(profile: Profile) -> str:
-    """The smallest change that makes an estimated plan fit, in words; empty where it fits or none is known."""
+    """The smallest change that makes an estimated plan fit, in words; empty where it fits or none
+    is known.
+    """
     found = profile.notes.get("advice")
-    return f"{found['field']} from {found['from']} to {found['to']}" if isinstance(found, dict) else str(found or "")
+    return (
+        (f"{found['field']} from {found['from']} to {found['to']}")
+        if isinstance(found, dict)
+        else str(found or "")
+    )

@@ -1,4 +1,6 @@
-"""A child process for what needs torch: shells, notebooks and widgets stay light, and hold no CUDA context."""
+"""A child process for what needs torch: shells, notebooks and widgets stay light, and hold no CUDA
+context.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,36 @@ class ChildError(RuntimeError):
     """A child process failed; the message holds what it said last."""
 
 
-def python(module: str, arguments: Sequence[str], line: Callable[[str], None], threads: int = 1) -> None:
+def python(
+    module: str, arguments: Sequence[str], line: Callable[[str], None], threads: int = 1
+) -> None:
     """Run `python -P -m module arguments`; `line` is called with each line that it prints.
 
-    It runs in a session of its own that is ended whole if the caller is interrupted, and dies with the caller.
-    Raises ValueError with its words where it ends with 2 (usage), `ChildError` where it fails otherwise.
+    It runs in a session of its own that is ended whole if the caller is interrupted, and dies with
+    the caller. Raises ValueError with its words where it ends with 2 (usage), `ChildError` where it
+    fails otherwise.
     """
-    command = [*python_module("workbench.runs.launch.parent_death"), str(os.getpid()), *python_module(module)]
-    environment = {**os.environ, **SAFE_PATH, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    command = [
+        *python_module("workbench.runs.launch.parent_death"),
+        str(os.getpid()),
+        *python_module(module),
+    ]
+    environment = {
+        **os.environ,
+        **SAFE_PATH,
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+    }
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [*command, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
-            text=True, env=environment, start_new_session=True,
-        )  # fmt: skip
+            [*command, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
         try:
             assert process.stdout is not None
             for text in process.stdout:

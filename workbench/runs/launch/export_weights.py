@@ -7,17 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench.runs.launch import child_process
 from workbench.checkpoint.resume_point import checkpoint_of
+from workbench.runs.launch import child_process
 
 
 def export(
     source: str | Path, to: str | Path, progress: Callable[[int, int, str], None] | None = None
 ) -> dict[str, Any]:
-    """Write the parameters of `source` (a checkpoint, or a run: its latest) into the new folder `to`; what was written.
+    """Write the parameters of `source` (a checkpoint, or a run: its latest) into the new folder
+    `to`; what was written.
 
-    `progress(done, of, what)` counts bytes. Raises `PlanError` or ValueError where it is refused, `ChildError` where it
-    fails.
+    `progress(done, of, what)` counts bytes. Raises `PlanError` or ValueError where it is refused,
+    `ChildError` where it fails.
     """
     told: dict[str, Any] = {}
 
@@ -29,5 +30,7 @@ def export(
                 progress(told["done"], told["of"], told["what"])
 
     checkpoint, folder = checkpoint_of(source, "SOURCE"), Path(to).absolute()
-    child_process.python("workbench.checkpoint.export_weights", [str(checkpoint), "--to", str(folder)], line)
+    child_process.python(
+        "workbench.checkpoint.export_weights", [str(checkpoint), "--to", str(folder)], line
+    )
     return {"source": str(checkpoint), **told}

@@ -1,8 +1,10 @@
-"""A run that no supervisor of ours has launched: rank 0 keeps its run directory, so that it can be attached to.
+"""A run that no supervisor of ours has launched: rank 0 keeps its run directory, so that it can be
+attached to.
 
-An exported plan runs under `accelerate launch`, torchrun or Slurm, which end its ranks by their own rules; what a
-supervisor would write (`command.json`, `state.json` with phase and heartbeat) the first rank writes. Of the rest
-there is no `frames/`, which no rank waits for, and nobody ends ranks that heed no `stop`.
+An exported plan runs under `accelerate launch`, torchrun or Slurm, which end its ranks by their own
+rules; what a supervisor would write (`command.json`, `state.json` with phase and heartbeat) the
+first rank writes. Of the rest there is no `frames/`, which no rank waits for, and nobody ends ranks
+that heed no `stop`.
 """
 
 from __future__ import annotations
@@ -15,11 +17,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.runs.store.run_liveness import failure, supervised
 from workbench.runs.store.command_file import Command, write_command
-from workbench.runs.store.supervisor_files import Keeper
-from workbench.runs.store.run_state import Cause, Phase, beat, first_state, stored_state, supervised_by_me
+from workbench.runs.store.run_liveness import failure, supervised
+from workbench.runs.store.run_state import (
+    Cause,
+    Phase,
+    beat,
+    first_state,
+    stored_state,
+    supervised_by_me,
+)
 from workbench.runs.store.stop_request import read_stop
+from workbench.runs.store.supervisor_files import Keeper
 
 if TYPE_CHECKING:
     from workbench.plan.schema import Plan
@@ -28,7 +37,9 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class Elsewhere:
-    """The state of the run in `folder`, from its rank 0; nothing on other ranks, and where a supervisor keeps it."""
+    """The state of the run in `folder`, from its rank 0; nothing on other ranks, and where a
+    supervisor keeps it.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
@@ -36,13 +47,17 @@ class Elsewhere:
         self._lock, self._ended = threading.Lock(), threading.Event()
 
     def begin(self, plan: Plan) -> None:
-        """Make `folder` the run directory of a complete `plan` that starts now; asks of a former launch are void."""
+        """Make `folder` the run directory of a complete `plan` that starts now; asks of a former
+        launch are void.
+        """
         if not self._keeps:
             return
         (self.folder / "stop").unlink(missing_ok=True)
         write_command(self.folder, _command(plan))
         self._keeper = Keeper(self.folder)
-        self._state = replace(first_state(plan.world_size, plan.training.steps), launched_elsewhere=True)
+        self._state = replace(
+            first_state(plan.world_size, plan.training.steps), launched_elsewhere=True
+        )
         self._state = supervised_by_me(self._state)
         self._update()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
@@ -53,7 +68,9 @@ class Elsewhere:
             self._update(phase="running")
 
     def end(self, code: int) -> None:
-        """How it went: `code` is 0, or 1 where a rank has failed, whose words then lie in `errors/`."""
+        """How it went: `code` is 0, or 1 where a rank has failed, whose words then lie in
+        `errors/`.
+        """
         if not self._keeps or not hasattr(self, "_keeper"):
             return
         self._ended.set()
@@ -69,7 +86,10 @@ class Elsewhere:
             self._update(**({"phase": "stopping"} if stopping else {}))
 
     def _update(self, **changes: Any) -> None:
-        with self._lock, suppress(OSError):  # a run directory that is gone is no reason to end a training run
+        with (
+            self._lock,
+            suppress(OSError),
+        ):  # a run directory that is gone is no reason to end a training run
             if not self._ended.is_set():
                 self._state = beat(replace(self._state, **changes))
                 self._keeper.state(self._state)
@@ -86,4 +106,6 @@ def _is_supervised(folder: Path) -> bool:
 def _command(plan: Plan) -> Command:
     """This process's own command: what launched it is not known."""
     timeout = float(plan.telemetry.timeout_seconds)
-    return Command(sys.orig_argv, {}, [], os.getcwd(), plan.world_size, plan.training.steps, timeout, timeout)
+    return Command(
+        sys.orig_argv, {}, [], os.getcwd(), plan.world_size, plan.training.steps, timeout, timeout
+    )

@@ -6,8 +6,8 @@ import os
 
 import psutil
 
-from workbench.machine.attached import Attached
 from workbench.errors import Problem
+from workbench.machine.attached import Attached
 from workbench.plan.parameter_count import parameters
 from workbench.plan.schema import STORED, Plan
 
@@ -15,23 +15,35 @@ GIB = 2**30
 
 
 def memory_problem(plan: Plan, found: Attached) -> Problem | None:
-    """Why a complete `plan` cannot even hold its model in what others leave free; None where it can.
+    """Why a complete `plan` cannot even hold its model in what others leave free; None where it
+    can.
 
     No judgement of whether the plan fits its cards, activations and all: that is the planner's.
     """
     least, ranks = least_bytes(plan), plan.world_size
     if found.device == "cpu":
-        need, free, where = least * ranks, psutil.virtual_memory().available, f"of this machine, for {ranks} ranks"
+        need, free, where = (
+            least * ranks,
+            psutil.virtual_memory().available,
+            (f"of this machine, for {ranks} ranks"),
+        )
     else:
         need, free, where = least, free_card_bytes(ranks), "of the fullest card"
     if need <= free:
         return None
-    message = f"weights, gradients and optimizer take at least {need / GIB:.1f} GiB {where}, and {free / GIB:.1f} GiB"
-    return Problem("cluster.gpus", f"{message} are free now; end what else runs there, or split the model further")
+    message = (
+        f"weights, gradients and optimizer take at least {need / GIB:.1f} GiB {where}, and "
+        f"{free / GIB:.1f} GiB"
+    )
+    return Problem(
+        "cluster.gpus",
+        f"{message} are free now; end what else runs there, or split the model further",
+    )
 
 
 def least_bytes(plan: Plan) -> int:
-    """Bytes of weights, gradients and optimizer of the largest rank, from below: stages are taken as equal.
+    """Bytes of weights, gradients and optimizer of the largest rank, from below: stages are taken
+    as equal.
 
     Of a GPU's rank, what the plan keeps in host memory is left out.
     """
@@ -50,7 +62,9 @@ def least_bytes(plan: Plan) -> int:
 
 
 def bytes_each(plan: Plan) -> tuple[float, float, float]:
-    """Bytes of a parameter's weight, its gradient, and its moments and master weight, before anything is sharded."""
+    """Bytes of a parameter's weight, its gradient, and its moments and master weight, before
+    anything is sharded.
+    """
     optimizer = plan.training.optimizer
     weight = 4 if STORED.get(plan.strategy.precision, plan.strategy.precision) == "fp32" else 2
     gradient = 4 if plan.strategy.gradient_dtype == "fp32" else weight
@@ -60,12 +74,16 @@ def bytes_each(plan: Plan) -> tuple[float, float, float]:
 
 
 def free_card_bytes(ranks: int) -> int:
-    """Free memory of the fullest of the first `ranks` cards that a process here would see, from NVML."""
+    """Free memory of the fullest of the first `ranks` cards that a process here would see, from
+    NVML.
+    """
     import pynvml  # only where cards are attached
 
     pynvml.nvmlInit()
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
         free = [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]
     finally:
         pynvml.nvmlShutdown()

@@ -1,4 +1,6 @@
-"""What compiles a plan's kernels on this machine: Triton for cards, a C++ compiler for processors."""
+"""What compiles a plan's kernels on this machine: Triton for cards, a C++ compiler for
+processors.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from workbench.errors import Problem
 
 
 def compiler() -> str | None:
-    """Path of the C++ compiler that torch.compile takes, the one that CXX names or g++; None where it is missing."""
+    """Path of the C++ compiler that torch.compile takes, the one that CXX names or g++; None where
+    it is missing.
+    """
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
@@ -19,6 +23,15 @@ def missing(kernels: str, device: str) -> list[Problem]:
     if kernels == "eager" or (find_spec("triton") if device == "cuda" else compiler()):
         return []
     named = os.environ.get("CXX")
-    needed = f"the C++ compiler '{named}' that CXX names" if named else "a C++ compiler, g++ or one that CXX names"
+    needed = (
+        f"the C++ compiler '{named}' that CXX names"
+        if named
+        else ("a C++ compiler, g++ or one that CXX names")
+    )
     needed = "Triton (`pip install workbench[kernels]`)" if device == "cuda" else needed
-    return [Problem("strategy.kernels", f"is '{kernels}', which needs {needed}; it is not here; legal: 'eager'")]
+    return [
+        Problem(
+            "strategy.kernels",
+            f"is '{kernels}', which needs {needed}; it is not here; legal: 'eager'",
+        )
+    ]

@@ -1,11 +1,13 @@
 """Processes that end when their parent does, so that no rank outlives its run.
 
-Linux sends a chosen signal to a process when its parent's *thread* ends (PR_SET_PDEATHSIG): whoever starts such a
-process must do so from a thread that lives as long as it should, the main one. As a program,
-`python -m workbench.runs.launch.parent_death PARENT_PID COMMAND...` ties itself to its parent and becomes COMMAND.
+Linux sends a chosen signal to a process when its parent's *thread* ends (PR_SET_PDEATHSIG): whoever
+starts such a process must do so from a thread that lives as long as it should, the main one. As a
+program, `python -m workbench.runs.launch.parent_death PARENT_PID COMMAND...` ties itself to its
+parent and becomes COMMAND.
 
-`python -m` puts the current folder first on the path of imports: a file beside a plan with a package's name would
-run in its place. Every child of ours leaves that folder out (`-P`), and has its own children do so (`SAFE_PATH`).
+`python -m` puts the current folder first on the path of imports: a file beside a plan with a
+package's name would run in its place. Every child of ours leaves that folder out (`-P`), and has
+its own children do so (`SAFE_PATH`).
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when its parent dies; call it before anything slow is imported.
+    """Ask the kernel to kill this process when its parent dies; call it before anything slow is
+    imported.
 
-    `parent` is the process id expected; default: the launcher's, where a run was started by `workbench`, else
-    whoever is the parent now. A process whose parent died before the request took effect kills itself.
+    `parent` is the process id expected; default: the launcher's, where a run was started by
+    `workbench`, else whoever is the parent now. A process whose parent died before the request took
+    effect kills itself.
     """
     expected = parent or int(os.environ.pop(LAUNCHER, "0")) or os.getppid()
     if sys.platform != "linux":
@@ -51,7 +55,9 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies, so that none is lost from sight."""
+    """Become the parent of every descendant whose own parent dies, so that none is lost from
+    sight.
+    """
     if sys.platform == "linux":
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

@@ -1,4 +1,6 @@
-"""Can this machine run this plan now? Asks for cards, memory, port, corpus and disk; the last place that may refuse."""
+"""Can this machine run this plan now? Asks for cards, memory, port, corpus and disk; the last place
+that may refuse.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,19 @@ import os
 import shutil
 from pathlib import Path
 
-from workbench.plan import corpus_files
-from workbench.machine.attached import Attached, attached, is_another_model
-from workbench.errors import PlanError, Problem, refuse
-from workbench.plan.parameter_count import parameters
-from workbench.plan.schema import Plan
-from workbench.plan.rules.supported import unsupported
-from workbench.checkpoint.resume_point import CONFIG, is_foreign, steps_done
-from workbench.runs.launch.kernel_compilers import missing
-from workbench.runs.store.run_directory import default_root, unwritable
 from workbench.checkpoint.huggingface_folder import check_config
 from workbench.checkpoint.manifest import FINITE, MANIFEST, read_manifest, refuse_resized
+from workbench.checkpoint.resume_point import CONFIG, is_foreign, steps_done
+from workbench.errors import PlanError, Problem, refuse
+from workbench.machine.attached import Attached, attached, is_another_model
+from workbench.plan import corpus_files
+from workbench.plan.parameter_count import parameters
+from workbench.plan.rules.supported import unsupported
+from workbench.plan.schema import Plan
 from workbench.runs.launch.free_memory import bytes_each, memory_problem
+from workbench.runs.launch.kernel_compilers import missing
 from workbench.runs.launch.rendezvous_ports import port_problem
+from workbench.runs.store.run_directory import default_root, unwritable
 
 SPARE_BYTES = 64 * 2**20
 """Disk that logs and telemetry of a run may take."""
@@ -34,10 +36,11 @@ def preflight(
     force: bool = False,
     allow_code: bool = False,
 ) -> list[Problem]:
-    """Why `plan` cannot run on this machine now; empty: it can. Raises `PlanError` where the plan is illegal.
+    """Why `plan` cannot run on this machine now; empty: it can. Raises `PlanError` where the plan
+    is illegal.
 
-    `force` leaves out what might still work: memory or disk that are short now. Whether the plan fits its cards is the
-    planner's to say.
+    `force` leaves out what might still work: memory or disk that are short now. Whether the plan
+    fits its cards is the planner's to say.
     """
     full = plan.complete()
     found = attached()
@@ -51,18 +54,32 @@ def preflight(
 def _cards(plan: Plan, found: Attached) -> list[Problem]:
     """The plan's cards against those attached: kind, machines, number, memory, model."""
     card, ranks, nodes = plan.card, plan.world_size, plan.cluster.nodes or 1
-    here = f"here: {found.count} x {found.name}" if found.device == "cuda" else f"here: {found.name}"
+    here = (
+        (f"here: {found.count} x {found.name}") if found.device == "cuda" else f"here: {found.name}"
+    )
     legal = f"`cluster.gpu: local` with `cluster.gpus` from 1 to {found.count} runs on it"
     gib = found.memory_bytes / 2**30
     if card.device != found.device:
         why = f" ({found.why_not_cuda})" if found.why_not_cuda else ""
-        field, message = "gpu", f"{ranks} x {card.name} needs {card.device} devices; {here}{why}; {legal}"
+        field, message = (
+            "gpu",
+            (f"{ranks} x {card.name} needs {card.device} devices; {here}{why}; {legal}"),
+        )
     elif nodes > 1:
-        field, message = "nodes", f"is {nodes}; runs start on one machine; `workbench export` makes a launch for each"
+        field, message = (
+            "nodes",
+            (f"is {nodes}; runs start on one machine; `workbench export` makes a launch for each"),
+        )
     elif ranks > found.count:
-        field, message = "gpus", f"is {ranks}, more than is attached ({here}, {found.count} ranks at most); {legal}"
+        field, message = (
+            "gpus",
+            (f"is {ranks}, more than is attached ({here}, {found.count} ranks at most); {legal}"),
+        )
     elif card.device == "cuda" and gib < SAME_MEMORY * card.memory_gib:
-        field, message = "gpu", f"{card.name} has {card.memory_gib:.1f} GiB, {found.name} {gib:.1f} GiB; {legal}"
+        field, message = (
+            "gpu",
+            (f"{card.name} has {card.memory_gib:.1f} GiB, {found.name} {gib:.1f} GiB; {legal}"),
+        )
     elif card.device == "cuda" and is_another_model(card, found.name):
         field, message = "gpu", f"is {card.name}, another model than is attached ({here}); {legal}"
     else:
@@ -71,7 +88,9 @@ def _cards(plan: Plan, found: Attached) -> list[Problem]:
 
 
 def _corpus(plan: Plan) -> list[Problem]:
-    """Text there is, and enough of it for one sequence: a token is a byte or more, and each file has an end token."""
+    """Text there is, and enough of it for one sequence: a token is a byte or more, and each file
+    has an end token.
+    """
     try:
         paths = corpus_files.files(plan.corpus.source)
     except PlanError as error:
@@ -81,20 +100,30 @@ def _corpus(plan: Plan) -> list[Problem]:
     length = plan.training.sequence_length
     if tokens > length:
         return []
-    has = f"'{plan.corpus.source}' has at most {tokens} tokens to train on, a sequence of {length} needs {length + 1}"
-    return [Problem("corpus.source", f"{has}; take a larger one, or lower training.sequence_length")]
+    has = (
+        f"'{plan.corpus.source}' has at most {tokens} tokens to train on, a sequence of "
+        f"{length} needs {length + 1}"
+    )
+    return [
+        Problem("corpus.source", f"{has}; take a larger one, or lower training.sequence_length")
+    ]
 
 
 def _checkpoint(plan: Plan) -> list[Problem]:
-    """Whether what the plan starts from is of the plan's model, and whole by its manifest and its files' sizes.
+    """Whether what the plan starts from is of the plan's model, and whole by its manifest and its
+    files' sizes.
 
-    Their checksums are verified when the run starts (`whole`), of large ones by the ranks that read them.
+    Their checksums are verified when the run starts (`whole`), of large ones by the ranks that read
+    them.
     """
     load = plan.checkpoint.load
     if load is None:
         return []
     if not is_foreign(Path(load)) and not (Path(load) / MANIFEST).is_file():
-        legal = f"legal: a folder that holds {MANIFEST}, one of Hugging Face weights with {CONFIG}, or null"
+        legal = (
+            f"legal: a folder that holds {MANIFEST}, one of Hugging Face weights with "
+            f"{CONFIG}, or null"
+        )
         return [Problem("checkpoint.load", f"'{load}' is no checkpoint; {legal}")]
     try:
         if is_foreign(Path(load)):
@@ -103,7 +132,10 @@ def _checkpoint(plan: Plan) -> list[Problem]:
             body = read_manifest(Path(load))
             steps_done(Path(load), body["meta"], plan)
             if body["meta"].get(FINITE) is False:
-                raise refuse("checkpoint.load", f"'{load}' has NaN or infinite values; take an earlier checkpoint")
+                raise refuse(
+                    "checkpoint.load",
+                    f"'{load}' has NaN or infinite values; take an earlier checkpoint",
+                )
             for file in body["files"]:
                 refuse_resized(Path(load, file["file"]), file["bytes"])
     except PlanError as error:
@@ -134,7 +166,9 @@ def _memory(plan: Plan, found: Attached) -> list[Problem]:
 
 
 def _disk(plan: Plan, root: Path) -> list[Problem]:
-    """Free space against logs, and the checkpoints that stand at once (one is written before an old one goes)."""
+    """Free space against logs, and the checkpoints that stand at once (one is written before an old
+    one goes).
+    """
     weight, _, optimizer = bytes_each(plan)
     kept = plan.checkpoint.keep + 1 if plan.checkpoint.every else 0
     count = 0 if plan.code else parameters(plan.shape).total  # of code nobody knows before it runs

@@ -24,7 +24,8 @@ def descendants() -> list[psutil.Process]:
 
 
 def end_descendants(grace_seconds: float = 0.0) -> None:
-    """SIGKILL every descendant, those included that appear meanwhile; first wait up to `grace_seconds` for them.
+    """SIGKILL every descendant, those included that appear meanwhile; first wait up to
+    `grace_seconds` for them.
 
     Raises `TimeoutError` where one survives, which only the kernel can cause.
     """
@@ -51,7 +52,9 @@ def wake_descendants() -> None:
 
 
 def reap(keep: int) -> None:
-    """Collect adopted children that ended, so that no remnant stays; `keep` is somebody else's to collect."""
+    """Collect adopted children that ended, so that no remnant stays; `keep` is somebody else's to
+    collect.
+    """
     for process in psutil.Process().children():
         if process.pid == keep or _alive(process):
             continue
@@ -62,7 +65,9 @@ def reap(keep: int) -> None:
 
 
 def exit_code(launcher: subprocess.Popen[bytes] | None) -> int | None:
-    """The launcher's exit code, -n for signal n: it has ended, but its threads may take a moment more."""
+    """The launcher's exit code, -n for signal n: it has ended, but its threads may take a moment
+    more.
+    """
     try:
         return launcher.wait(TERM_SECONDS) if launcher else None
     except subprocess.TimeoutExpired:
@@ -70,7 +75,9 @@ def exit_code(launcher: subprocess.Popen[bytes] | None) -> int | None:
 
 
 def oom_kills() -> int:
-    """Processes that this machine's kernel has ended for want of memory since it booted; 0 where it does not say."""
+    """Processes that this machine's kernel has ended for want of memory since it booted; 0 where it
+    does not say.
+    """
     try:
         counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except OSError:

@@ -1,4 +1,6 @@
-"""What the supervisor sees of each rank: its records, and whether its process lives, is stopped, or works."""
+"""What the supervisor sees of each rank: its records, and whether its process lives, is stopped, or
+works.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,21 @@ from typing import Any
 
 import psutil
 
-from workbench.runs.store.command_file import Command
 from workbench.runs.diagnose.first_cause import RankSeen
+from workbench.runs.store.command_file import Command
 from workbench.runs.store.process_identity import exit_code
 from workbench.runs.store.rank_logs import log_tail
-from workbench.runs.store.telemetry_reader import Reader
 from workbench.runs.store.run_state import Cause
+from workbench.runs.store.telemetry_reader import Reader
 
 LOOK_SECONDS = 0.5
 """Time between two looks at the ranks' processes."""
 IDLE_SHARE = 0.05
 """A rank that uses less than this share of one core while it writes nothing is not working."""
 SLOW_FACTOR = 10.0
-"""A step may take this many times as long as the slowest so far; building, compiling and evaluating, which write only
-when they are through, this many times the deadline of a collective."""
+"""A step may take this many times as long as the slowest so far; building, compiling and
+evaluating, which write only when they are through, this many times the deadline of a collective.
+"""
 PATIENT = ("building", "compiling", "checkpointing")
 """Phases in which ranks may wait for a disk, or for a compiler's processes."""
 
@@ -63,13 +66,20 @@ class Watch:
         return arrived
 
     def warning(self) -> str:
-        """What stands still now, though it may yet go on, or could not be saved, in words; empty where nothing is."""
+        """What stands still now, though it may yet go on, or could not be saved, in words; empty
+        where nothing is.
+        """
         now, found = time.monotonic(), [self.unsaved] if self.unsaved else []
         for rank, live in self._live.items():
-            if live.stopped is not None and not self._over(rank) and now - live.stopped >= LOOK_SECONDS:
+            if (
+                live.stopped is not None
+                and not self._over(rank)
+                and now - live.stopped >= LOOK_SECONDS
+            ):
                 pid = self.ranks[rank].pid
                 found.append(
-                    f"rank {rank} is frozen: its process is stopped (SIGSTOP); `kill -CONT {pid}` lets it go on"
+                    f"rank {rank} is frozen: its process is stopped (SIGSTOP); `kill -CONT {pid}` "
+                    f"lets it go on"
                 )
         return "; ".join(found)
 
@@ -90,7 +100,9 @@ class Watch:
 
     @property
     def lingering(self) -> bool:
-        """Whether the launcher should have ended by now: a rank is dead, or all are through, for too long."""
+        """Whether the launcher should have ended by now: a rank is dead, or all are through, for
+        too long.
+        """
         ended = [self._over(rank) for rank in self._live]
         died = any(seen.gone and not seen.bye for seen in self.ranks.values())
         if not died and not (self.all_here and all(ended)):
@@ -120,7 +132,9 @@ class Watch:
         live, seen = self._live[rank], self.ranks[rank]
         try:
             if live.process is None or (status := live.process.status()) == psutil.STATUS_ZOMBIE:
-                seen.exit_code = exit_code(seen.pid or 0)  # as long as its parent, which may be stopped, has not asked
+                seen.exit_code = exit_code(
+                    seen.pid or 0
+                )  # as long as its parent, which may be stopped, has not asked
                 raise psutil.NoSuchProcess(seen.pid or 0)
             live.cpu = sum(live.process.cpu_times()[:2])
         except psutil.NoSuchProcess:
@@ -136,45 +150,71 @@ class Watch:
         if not absent or waited < self.command.hello_seconds:
             return None
         names = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
-        message = f"{names} of {len(self.ranks)} never said hello within {waited:.0f} s of the launch"
-        advice = "Look at its log. A machine that is slow to start needs a larger telemetry.timeout_seconds."
+        message = (
+            f"{names} of {len(self.ranks)} never said hello within {waited:.0f} s of the launch"
+        )
+        advice = (
+            "Look at its log. A machine that is slow to start needs a larger "
+            "telemetry.timeout_seconds."
+        )
         return Cause(absent[0], message, advice, log_tail(self.folder, absent[0]))
 
     def _frozen(self) -> Cause | None:
         """A rank whose process somebody stopped, for longer than a rank may be silent."""
         now, limit = time.monotonic(), self.command.progress_seconds
         for rank, live in self._live.items():
-            if not self._over(rank) and live.stopped is not None and now - max(live.stopped, live.heard) >= limit:
-                return self._blame(rank, f"is frozen: its process has been stopped for {now - live.stopped:.0f} s")
+            if (
+                not self._over(rank)
+                and live.stopped is not None
+                and now - max(live.stopped, live.heard) >= limit
+            ):
+                return self._blame(
+                    rank, f"is frozen: its process has been stopped for {now - live.stopped:.0f} s"
+                )
         return None
 
     def _stalled(self) -> Cause | None:
         """Nobody writes and nobody works: the rank that is furthest behind holds the others.
 
-        Not while files are read or written, which may be slow for good reasons; there the ranks' own timeouts hold.
+        Not while files are read or written, which may be slow for good reasons; there the ranks'
+        own timeouts hold.
         """
         now, limit = time.monotonic(), self.command.progress_seconds
         open_ranks = [rank for rank in self._live if not self._over(rank)]
         if not open_ranks or self._over_since or not self.all_here:
             return None
-        if any(self.ranks[rank].stopped or self.ranks[rank].phase in PATIENT for rank in open_ranks):
+        if any(
+            self.ranks[rank].stopped or self.ranks[rank].phase in PATIENT for rank in open_ranks
+        ):
             return None
         if not all(self._idle(rank, now, limit) for rank in open_ranks):
             return None
         held = min(open_ranks, key=lambda rank: (self.ranks[rank].step, self._live[rank].heard))
-        return self._blame(held, f"is furthest behind, and no rank has done anything for {limit:.0f} s")
+        return self._blame(
+            held, f"is furthest behind, and no rank has done anything for {limit:.0f} s"
+        )
 
     def _looping(self) -> Cause | None:
-        """Nobody writes, though some work: no step of this run took near as long, and ranks' own deadlines are over."""
+        """Nobody writes, though some work: no step of this run took near as long, and ranks' own
+        deadlines are over.
+        """
         now = time.monotonic()
         open_ranks = [rank for rank in self._live if not self._over(rank)]
-        if not open_ranks or self._over_since or not self.all_here or any(self.ranks[r].stopped for r in open_ranks):
+        if (
+            not open_ranks
+            or self._over_since
+            or not self.all_here
+            or any(self.ranks[r].stopped for r in open_ranks)
+        ):
             return None
         if any(now - self._live[rank].heard < self._patience(rank) for rank in open_ranks):
             return None
         held = min(open_ranks, key=lambda rank: (self.ranks[rank].step, self._live[rank].heard))
         silent = now - self._live[held].heard
-        return self._blame(held, f"is furthest behind and at work, and no rank has written anything for {silent:.0f} s")
+        return self._blame(
+            held,
+            f"is furthest behind and at work, and no rank has written anything for {silent:.0f} s",
+        )
 
     def _patience(self, rank: int) -> float:
         """How long, in seconds, a rank that is at work may write nothing, by what it is at.
@@ -196,10 +236,16 @@ class Watch:
 
     def _blame(self, rank: int, what: str) -> Cause:
         advice = (
-            "Look at what it waits for in its log; if steps are rightly this slow, raise telemetry.timeout_seconds "
+            "Look at what it waits for in its log; if steps are rightly this slow, raise "
+            "telemetry.timeout_seconds "
             f"(now {self.command.progress_seconds:g})."
         )
-        return Cause(rank, f"rank {rank} {what} ({self.ranks[rank].where})", advice, log_tail(self.folder, rank))
+        return Cause(
+            rank,
+            f"rank {rank} {what} ({self.ranks[rank].where})",
+            advice,
+            log_tail(self.folder, rank),
+        )
 
 
 def _process(pid: int) -> psutil.Process | None:

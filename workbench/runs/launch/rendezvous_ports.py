@@ -7,8 +7,8 @@ import random
 import socket
 from pathlib import Path
 
-from workbench.interop import export
 from workbench.errors import PlanError, Problem
+from workbench.interop import export
 
 LOWEST = 10_000
 """Below lie ports that services are known by."""
@@ -17,10 +17,11 @@ RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that nobody uses now, and that the system gives to nobody unasked.
+    """A TCP port of the loopback address that nobody uses now, and that the system gives to nobody
+    unasked.
 
-    Rank 0 listens seconds later: a port of the range from which every outgoing connection of the machine takes one
-    may be gone by then.
+    Rank 0 listens seconds later: a port of the range from which every outgoing connection of the
+    machine takes one may be gone by then.
     """
     lowest, highest = _given_unasked()
     ports = [port for port in range(LOWEST, 65536) if not lowest <= port <= highest]
@@ -33,7 +34,10 @@ def port_problem(port: int) -> Problem | None:
     if not 1024 <= port <= 65535:
         return Problem("port", f"port = {port} is outside 1024..65535")
     if reason := _unusable(port):
-        return Problem("port", f"port = {port} {reason}; leave it out and a free one is chosen (now {free_port()})")
+        return Problem(
+            "port",
+            f"port = {port} {reason}; leave it out and a free one is chosen (now {free_port()})",
+        )
     return None
 
 
@@ -54,7 +58,11 @@ def _unusable(port: int) -> str:
         try:
             probe.bind((export.LOOPBACK, port))
         except OSError as error:
-            return "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+            return (
+                "is in use"
+                if error.errno == errno.EADDRINUSE
+                else (f"cannot be used: {error.strerror}")
+            )
     return ""
 
 

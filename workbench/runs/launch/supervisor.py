@@ -1,7 +1,8 @@
-"""The process that owns a run: starts the launcher, watches it, ends it, and says in `state.json` how it went.
+"""The process that owns a run: starts the launcher, watches it, ends it, and says in `state.json`
+how it went.
 
-`python -m workbench.runs.launch.supervisor RUN`. It is detached from whoever started the run and outlives them; whatever it
-starts does not outlive it (see `lifeline`).
+`python -m workbench.runs.launch.supervisor RUN`. It is detached from whoever started the run and
+outlives them; whatever it starts does not outlive it (see `lifeline`).
 """
 
 from __future__ import annotations
@@ -18,15 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from workbench.runs.diagnose.failure_advice import advise
-from workbench.runs.store.command_file import read_command
 from workbench.runs.diagnose.first_cause import first_cause
-from workbench.runs.store.process_identity import is_stopped
-from workbench.runs.store.supervisor_files import Keeper, keep_frames
 from workbench.runs.launch.parent_death import adopt_orphans, python_module
-from workbench.runs.launch.process_tree import TERM_SECONDS, end_descendants, exit_code, oom_kills, reap, wake_descendants
+from workbench.runs.launch.process_tree import (
+    TERM_SECONDS,
+    end_descendants,
+    exit_code,
+    oom_kills,
+    reap,
+    wake_descendants,
+)
+from workbench.runs.launch.rank_watch import Watch
+from workbench.runs.store.command_file import read_command
+from workbench.runs.store.process_identity import is_stopped
 from workbench.runs.store.run_state import Cause, Phase, State, beat, stored_state, supervised_by_me
 from workbench.runs.store.stop_request import Stop, read_stop, request_stop
-from workbench.runs.launch.rank_watch import Watch
+from workbench.runs.store.supervisor_files import Keeper, keep_frames
 
 POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 1.0
@@ -75,19 +83,32 @@ class Supervisor:
     def _launch(self) -> subprocess.Popen[bytes]:
         self.state = supervised_by_me(self.state)
         self._update()
-        env = {key: value for key, value in os.environ.items() if key not in self.command.unset} | self.command.env
-        shim = [*python_module("workbench.runs.launch.parent_death"), str(os.getpid()), *self.command.argv]
+        env = {
+            key: value for key, value in os.environ.items() if key not in self.command.unset
+        } | self.command.env
+        shim = [
+            *python_module("workbench.runs.launch.parent_death"),
+            str(os.getpid()),
+            *self.command.argv,
+        ]
         with (self.folder / "logs" / "launcher.log").open("ab") as log:
             launcher = subprocess.Popen(
-                shim, cwd=self.command.cwd, env=env, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                shim,
+                cwd=self.command.cwd,
+                env=env,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
         self.keeper.event("launched", pid=launcher.pid)
         self._update(launcher_pid=launcher.pid)
         return launcher
 
     def _watch(self, launcher: subprocess.Popen[bytes]) -> Cause | None:
-        """Follow the ranks until the launcher ends; a cause where it had to be ended because of a rank."""
+        """Follow the ranks until the launcher ends; a cause where it had to be ended because of a
+        rank.
+        """
         last = time.monotonic()
         while launcher.poll() is None:
             time.sleep(POLL_SECONDS)
@@ -152,29 +173,43 @@ class Supervisor:
         if cause is None and self.stop_at is not None and (self.terminated or exit_code == 0):
             phase: Phase = "stopped"
         elif cause is None and self.watch.all_done and (exit_code == 0 or self.lingered):
-            phase = "finished"  # a launcher, or a rank, that hangs after its last word has cost nothing
+            phase = (
+                "finished"  # a launcher, or a rank, that hangs after its last word has cost nothing
+            )
         elif cause is None and self.keeper.lost and exit_code == 0:
-            phase = "finished"  # every rank has ended well, and its last words were lost on a full disk
+            phase = (
+                "finished"  # every rank has ended well, and its last words were lost on a full disk
+            )
         else:
             phase = "failed"
             out_of_memory = oom_kills() > self.oom_kills
-            cause = cause or first_cause(self.folder, self.watch.ranks, exit_code, out_of_memory=out_of_memory)
+            cause = cause or first_cause(
+                self.folder, self.watch.ranks, exit_code, out_of_memory=out_of_memory
+            )
             cause = self._with_the_disk(cause)
         keep_frames(self.folder)
         self.keeper.event(phase, exit_code=exit_code)
         lost = "the disk was full for a while: records are missing" if self.keeper.lost else ""
         warning = "; ".join(word for word in (lost, self.watch.unsaved) if word)
         self.state = replace(
-            self.state, phase=phase, exit_code=exit_code, cause=cause, ended=time.time(), warning=warning
+            self.state,
+            phase=phase,
+            exit_code=exit_code,
+            cause=cause,
+            ended=time.time(),
+            warning=warning,
         )
         self.keeper.last_state(beat(self.state))
 
     def _with_the_disk(self, cause: Cause) -> Cause:
-        """The cause, led by the disk where that refused the last write: what ranks had to say was lost there."""
+        """The cause, led by the disk where that refused the last write: what ranks had to say was
+        lost there.
+        """
         if (refused := self.keeper.refused) is None or (refused.strerror or "") in cause.message:
             return cause
         message = (
-            f"the disk of {self.folder} refuses writes ({refused.strerror or refused}); last seen: {cause.message}"
+            f"the disk of {self.folder} refuses writes ({refused.strerror or refused}); last "
+            f"seen: {cause.message}"
         )
         return replace(cause, message=message, advice=advise(self.folder, message) or cause.advice)
 

@@ -1,4 +1,6 @@
-"""`command.json`: all that a supervisor needs to know of its run, so that it can stay small and need no plan."""
+"""`command.json`: all that a supervisor needs to know of its run, so that it can stay small and
+need no plan.
+"""
 
 from __future__ import annotations
 

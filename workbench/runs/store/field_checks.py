@@ -1,4 +1,6 @@
-"""What may stand in a field of a file that somebody else may have written: small predicates on JSON's values."""
+"""What may stand in a field of a file that somebody else may have written: small predicates on
+JSON's values.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any
 Check = Callable[[Any], bool]
 
 LARGEST = 2**53
-"""Whole numbers of a record are below this: a chart and a frame hold them as float64 without loss."""
+"""Whole numbers of a record are below this: a chart and a frame hold them as float64 without
+loss.
+"""
 
 
 def whole(value: Any) -> bool:
@@ -53,7 +57,9 @@ def rows(fields: Mapping[str, Check]) -> Check:
 
 
 def has(item: Any, fields: Mapping[str, Check]) -> bool:
-    """Whether `item` is an object and every field holds what may stand in it; one that is absent counts as null."""
+    """Whether `item` is an object and every field holds what may stand in it; one that is absent
+    counts as null.
+    """
     if type(item) is not dict:
         return False
     get = item.get

@@ -1,7 +1,9 @@
-"""Which process a number means: told apart from a later one with the same number, whatever is done to the clock.
+"""Which process a number means: told apart from a later one with the same number, whatever is done
+to the clock.
 
-A start time in seconds since the epoch moves when the clock is set, one in ticks since boot does not. Both need the
-number to be asked where it was given: on the same boot of the same kernel, in the same PID namespace.
+A start time in seconds since the epoch moves when the clock is set, one in ticks since boot does
+not. Both need the number to be asked where it was given: on the same boot of the same kernel, in
+the same PID namespace.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _STATE, _START, _EXIT = 0, 19, 49
 
 @cache
 def pid_space() -> str:
-    """Where process numbers mean the same: boot and PID namespace; empty where the system does not say."""
+    """Where process numbers mean the same: boot and PID namespace; empty where the system does not
+    say.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -32,19 +36,25 @@ def pid_space() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When process `pid` started, in clock ticks since boot; None where it is gone, or the system does not say."""
+    """When process `pid` started, in clock ticks since boot; None where it is gone, or the system
+    does not say.
+    """
     fields = _stat(pid)
     return int(fields[_START]) if fields and fields[_STATE] not in DEAD else None
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether process `pid` stands still because a signal (SIGSTOP) or a debugger has stopped it."""
+    """Whether process `pid` stands still because a signal (SIGSTOP) or a debugger has stopped
+    it.
+    """
     fields = _stat(pid)
     return bool(fields) and fields[_STATE] in STOPPED
 
 
 def exit_code(pid: int) -> int | None:
-    """How process `pid` ended, -n for signal n, while its parent has not asked; None where that is not known."""
+    """How process `pid` ended, -n for signal n, while its parent has not asked; None where that is
+    not known.
+    """
     fields = _stat(pid)
     if not fields or fields[_STATE] not in DEAD or len(fields) <= _EXIT:
         return None
@@ -52,7 +62,9 @@ def exit_code(pid: int) -> int | None:
 
 
 def created(pid: int) -> float | None:
-    """When process `pid` started, epoch seconds; None where there is no such process, or only its remains."""
+    """When process `pid` started, epoch seconds; None where there is no such process, or only its
+    remains.
+    """
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
@@ -61,7 +73,9 @@ def created(pid: int) -> float | None:
 
 
 def is_process(pid: int | None, started: float | None) -> bool:
-    """Whether `pid` is alive and still the process that started then, not a later one with the same number."""
+    """Whether `pid` is alive and still the process that started then, not a later one with the same
+    number.
+    """
     if pid is None or started is None:
         return False
     now = created(pid)
@@ -69,7 +83,9 @@ def is_process(pid: int | None, started: float | None) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat after the name, which may hold anything; none where there is no such process."""
+    """Fields of /proc/PID/stat after the name, which may hold anything; none where there is no such
+    process.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

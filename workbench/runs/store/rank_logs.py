@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 _REPORT = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
-"""How torchrun reports a rank that failed, or that it ended after another had; the first failure comes last."""
+"""How torchrun reports a rank that failed, or that it ended after another had; the first failure
+comes last.
+"""
 _ALONE = re.compile(r"died with <Signals\.\w+: (\d+)>")
 """How a launch that is one process without torchrun reports a signal."""
 _TOLD_TO_END = re.compile(r"Received (\d+) death signal|Process \d+ got signal: (\d+)")
@@ -22,14 +24,18 @@ _REMARK = re.compile(
     _RANK + r"(?:\S+:\d+: \w*Warning: |\[?[WI]\d{4}[ \]]|(?:WARNING|INFO|DEBUG)[: \[]|Warning: "
     r"|(?!ERROR|FATAL)[A-Z]+:\d{4}-\d\d-\d\d )"
 )
-"""A warning or a note by its category: Python's warnings module, glog's W and I, logging's and kineto's levels."""
+"""A warning or a note by its category: Python's warnings module, glog's W and I, logging's and
+kineto's levels.
+"""
 _CONTINUED = re.compile(_RANK + r"\s{2,}\S")
 """The source line that Python shows below a warning."""
 _TRACEBACK = re.compile(_RANK + r"Traceback \(most recent call last\):")
 
 
 def launcher_report(folder: Path) -> tuple[dict[int, int], int | None]:
-    """(exit code by rank, the rank that failed first), as the launcher reported them; code -n: signal n."""
+    """(exit code by rank, the rank that failed first), as the launcher reported them; code -n:
+    signal n.
+    """
     text = tail_of(folder / "logs" / "launcher.log", 200)
     found = [(int(rank), int(code)) for rank, code in _REPORT.findall(text)]
     alone = _ALONE.search(text)
@@ -39,7 +45,9 @@ def launcher_report(folder: Path) -> tuple[dict[int, int], int | None]:
 
 
 def launcher_signal(folder: Path, exit_code: int | None) -> int | None:
-    """The signal that ended the launcher itself; None where it ended by itself or because of a rank."""
+    """The signal that ended the launcher itself; None where it ended by itself or because of a
+    rank.
+    """
     if exit_code is not None and exit_code < 0:
         return -exit_code
     told = _TOLD_TO_END.search(tail_of(folder / "logs" / "launcher.log", 200))
@@ -47,9 +55,11 @@ def launcher_signal(folder: Path, exit_code: int | None) -> int | None:
 
 
 def log_tail(folder: Path, rank: int, lines: int = TAIL_LINES) -> str:
-    """The last lines of `rank` that say why it failed (see `telling`): of its errors, else its output, else its log.
+    """The last lines of `rank` that say why it failed (see `telling`): of its errors, else its
+    output, else its log.
 
-    A launch by torchrun keeps each rank's streams apart; where nothing did, the launcher's own lines.
+    A launch by torchrun keeps each rank's streams apart; where nothing did, the launcher's own
+    lines.
     """
     own = _logs(folder, rank)
     found = next((words for path in own if (words := telling(tail_of(path, LOOKED_AT), lines))), "")
@@ -65,14 +75,22 @@ def last_lines(folder: Path, rank: int, lines: int = TAIL_LINES) -> str:
 
 
 def _logs(folder: Path, rank: int) -> list[Path]:
-    """Where a rank's lines are: its streams, where torchrun kept them apart, and what it kept itself."""
+    """Where a rank's lines are: its streams, where torchrun kept them apart, and what it kept
+    itself.
+    """
     logs = folder / "logs"
-    streams = [path for name in ("stderr", "stdout") for path in logs.glob(f"*/attempt_*/{rank}/{name}.log")]
+    streams = [
+        path
+        for name in ("stderr", "stdout")
+        for path in logs.glob(f"*/attempt_*/{rank}/{name}.log")
+    ]
     return [*streams, logs / f"rank{rank:05d}.log"]
 
 
 def telling(text: str, lines: int = TAIL_LINES) -> str:
-    """The end of a log without warnings and notes: its last traceback on, where it has one; at most `lines` lines."""
+    """The end of a log without warnings and notes: its last traceback on, where it has one; at most
+    `lines` lines.
+    """
     kept: list[str] = []
     remark = False
     for line in text.splitlines():

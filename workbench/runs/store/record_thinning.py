@@ -12,15 +12,19 @@ _THINNED = {
     for kind in ("step", "timeline", "collectives")
     for space in ("", " ")
 }
-"""How a writer begins the records that come with every step, or with every sampled one -> their kind."""
+"""How a writer begins the records that come with every step, or with every sampled one -> their
+kind.
+"""
 
 
 @dataclass
 class Thinning:
-    """One in `every` records of steps, timelines and collectives of one rank: the first and the last are among them.
+    """One in `every` records of steps, timelines and collectives of one rank: the first and the
+    last are among them.
 
-    A skipped line is not even decoded. Memory is decoded, and kept where it is an `every`-th record or where a row of
-    it is larger than all before, so that no peak is lost. All other kinds are rare and stay.
+    A skipped line is not even decoded. Memory is decoded, and kept where it is an `every`-th record
+    or where a row of it is larger than all before, so that no peak is lost. All other kinds are
+    rare and stay.
     """
 
     every: int = 1

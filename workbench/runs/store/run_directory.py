@@ -1,4 +1,6 @@
-"""The run directory: made whole under another name, then renamed, so that a half-written one is never seen."""
+"""The run directory: made whole under another name, then renamed, so that a half-written one is
+never seen.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from workbench.errors import PlanError, Problem
 
 FOLDERS = ("telemetry", "logs", "errors", "checkpoints", "frames")
 MODE = 0o700
-"""Of a run directory: its logs, plan and command name paths and hosts, and its checkpoints are somebody's work."""
+"""Of a run directory: its logs, plan and command name paths and hosts, and its checkpoints are
+somebody's work.
+"""
 ROOT = "WORKBENCH_RUNS"
 """Environment variable: where runs are kept, instead of ./runs."""
 
@@ -32,8 +36,8 @@ def slug(name: str) -> str:
 def create(root: Path, name: str, fill: Callable[[Path, Path], None]) -> Path:
     """Make a run directory named by the time and `name`; its final path.
 
-    `fill(folder, final)` writes the content into `folder`, which becomes `final` in one rename; where it raises,
-    nothing is left. Raises `PlanError` naming `root` where that cannot be written.
+    `fill(folder, final)` writes the content into `folder`, which becomes `final` in one rename;
+    where it raises, nothing is left. Raises `PlanError` naming `root` where that cannot be written.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -53,11 +57,15 @@ def create(root: Path, name: str, fill: Callable[[Path, Path], None]) -> Path:
 def unwritable(root: Path, error: OSError) -> PlanError:
     """The error of a root that cannot hold runs."""
     legal = f"give a folder that you may write (--root, or the environment variable {ROOT})"
-    return PlanError([Problem("root", f"runs cannot be written in {root}: {error.strerror or error}; {legal}")])
+    return PlanError(
+        [Problem("root", f"runs cannot be written in {root}: {error.strerror or error}; {legal}")]
+    )
 
 
 def _settle(folder: Path, root: Path, stem: str, fill: Callable[[Path, Path], None]) -> Path:
-    """Fill `folder` and rename it to the first free name: another run may have started in the same second."""
+    """Fill `folder` and rename it to the first free name: another run may have started in the same
+    second.
+    """
     folder.chmod(MODE)
     for attempt in range(1, 1000):
         final = root / (stem if attempt == 1 else f"{stem}-{attempt}")

@@ -10,17 +10,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from workbench.runs.diagnose.first_cause import RankSeen, first_cause, read_errors
-from workbench.runs.store.process_identity import CLOCK_SECONDS, is_process, is_stopped, pid_space, start_ticks
+from workbench.runs.store.process_identity import (
+    CLOCK_SECONDS,
+    is_process,
+    is_stopped,
+    pid_space,
+    start_ticks,
+)
 from workbench.runs.store.rank_logs import tail_of
-from workbench.runs.store.telemetry_reader import history
 from workbench.runs.store.run_state import Cause, State, stored_state
+from workbench.runs.store.telemetry_reader import history
 
 SILENCE_SECONDS = 60.0
-"""A heartbeat older than this means that the supervisor is gone, where its process cannot be asked."""
+"""A heartbeat older than this means that the supervisor is gone, where its process cannot be
+asked.
+"""
 START_SECONDS = 20.0
 """A supervisor that has not spoken this long after it was started never will."""
 STOPPED_SECONDS, LATE_SECONDS = 2.0, 10.0
-"""A supervisor beats every second: after this long it is asked whether it was stopped, or its silence is told."""
+"""A supervisor beats every second: after this long it is asked whether it was stopped, or its
+silence is told.
+"""
 
 
 def read_state(folder: Path) -> State:
@@ -34,11 +44,15 @@ def read_state(folder: Path) -> State:
     if state.final:
         return state
     cause = failure(folder) if state.launched_elsewhere else None
-    return replace(state, phase="failed", ended=state.heartbeat, cause=cause or _gone(folder, state))
+    return replace(
+        state, phase="failed", ended=state.heartbeat, cause=cause or _gone(folder, state)
+    )
 
 
 def failure(folder: Path) -> Cause | None:
-    """What ranks said of their end, and which of them are gone without a word; None where all said bye, or live."""
+    """What ranks said of their end, and which of them are gone without a word; None where all said
+    bye, or live.
+    """
     ranks: dict[int, RankSeen] = {}
     here: dict[int, bool] = {}
     for record in (record for records in history(folder).batches() for record in records):
@@ -50,25 +64,41 @@ def failure(folder: Path) -> Cause | None:
         for rank, seen in ranks.items()
         if here.get(rank) and not seen.bye and start_ticks(seen.pid or 0) is None
     }
-    return first_cause(folder, gone, None, out_of_memory=False) if gone or read_errors(folder) else None
+    return (
+        first_cause(folder, gone, None, out_of_memory=False)
+        if gone or read_errors(folder)
+        else None
+    )
 
 
 def _gone(folder: Path, state: State) -> Cause:
-    advice = "It was killed, or the machine was restarted. Start again, from the last checkpoint if there is one."
+    advice = (
+        "It was killed, or the machine was restarted. Start again, from the last checkpoint "
+        "if there is one."
+    )
     if state.launched_elsewhere:
         return Cause(None, "rank 0 of this run, which was launched elsewhere, is gone", advice)
-    return Cause(None, "the supervisor of this run is gone", advice, tail_of(folder / "logs" / "supervisor.log"))
+    return Cause(
+        None,
+        "the supervisor of this run is gone",
+        advice,
+        tail_of(folder / "logs" / "supervisor.log"),
+    )
 
 
 def supervised(state: State) -> bool:
-    """Whether the supervisor lives: asked of its process where its number holds, judged by its heartbeat elsewhere."""
+    """Whether the supervisor lives: asked of its process where its number holds, judged by its
+    heartbeat elsewhere.
+    """
     if not _askable(state):
         return _silence(state) < SILENCE_SECONDS
     if state.supervisor_pid is None:
         return _silence(state) < START_SECONDS
     if state.supervisor_ticks is not None:
         return start_ticks(state.supervisor_pid) == state.supervisor_ticks
-    return _silence(state) < CLOCK_SECONDS or is_process(state.supervisor_pid, state.supervisor_created)
+    return _silence(state) < CLOCK_SECONDS or is_process(
+        state.supervisor_pid, state.supervisor_created
+    )
 
 
 def late(state: State) -> str:
@@ -78,7 +108,9 @@ def late(state: State) -> str:
         return ""
     who = "rank 0" if state.launched_elsewhere else "the supervisor"
     if _askable(state) and is_stopped(pid) and state.launched_elsewhere:
-        return f"rank 0 is frozen: its process is stopped (SIGSTOP); `kill -CONT {pid}` lets it go on"
+        return (
+            f"rank 0 is frozen: its process is stopped (SIGSTOP); `kill -CONT {pid}` lets it go on"
+        )
     if _askable(state) and is_stopped(pid):
         return (
             "the supervisor is stopped (SIGSTOP): ranks train on and nobody watches them; "
@@ -86,12 +118,20 @@ def late(state: State) -> str:
         )
     if silence < LATE_SECONDS:
         return ""
-    return f"{who} (process {pid} of {state.host}) has not written for {silence:.0f} s: is the disk full?"
+    return (
+        f"{who} (process {pid} of {state.host}) has not written for {silence:.0f} s: is the "
+        f"disk full?"
+    )
 
 
 def wake(state: State) -> None:
     """Let a supervisor go on that somebody has stopped, so that it heeds what is asked of it."""
-    if _askable(state) and supervised(state) and state.supervisor_pid is not None and is_stopped(state.supervisor_pid):
+    if (
+        _askable(state)
+        and supervised(state)
+        and state.supervisor_pid is not None
+        and is_stopped(state.supervisor_pid)
+    ):
         os.kill(state.supervisor_pid, signal.SIGCONT)
 
 
@@ -101,7 +141,9 @@ def _askable(state: State) -> bool:
 
 
 def _silence(state: State) -> float:
-    """Seconds since the last heartbeat; of a run on this boot, whatever was done to the clock meanwhile."""
+    """Seconds since the last heartbeat; of a run on this boot, whatever was done to the clock
+    meanwhile.
+    """
     if state.heartbeat_monotonic is not None and state.pid_space and state.pid_space == pid_space():
         return time.monotonic() - state.heartbeat_monotonic
     return time.time() - state.heartbeat

@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 import orjson
 import psutil
 
-from workbench.safe_io.files import known_file, unread
 from workbench.runs.store.field_checks import has, number, one_of, or_null, text, whole
 from workbench.runs.store.process_identity import pid_space, start_ticks
+from workbench.safe_io.files import known_file, unread
 
 Phase = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]
 FINAL = ("finished", "failed", "stopped")
@@ -49,7 +49,9 @@ class State:
     heartbeat_monotonic: float | None = None
     """The heartbeat by the monotonic clock, which nobody sets."""
     launched_elsewhere: bool = False
-    """Whether no supervisor of ours has launched it: then rank 0 keeps this file, and is meant by the supervisor."""
+    """Whether no supervisor of ours has launched it: then rank 0 keeps this file, and is meant by
+    the supervisor.
+    """
     launcher_pid: int | None = None
     started: float | None = None
     ended: float | None = None
@@ -74,17 +76,30 @@ def _time(value: Any) -> bool:
 
 
 _FIELDS = {
-    "phase": one_of(*get_args(Phase)), "world_size": whole, "steps": whole, "heartbeat": _time, "host": text,
-    "supervisor_pid": or_null(_pid), "supervisor_created": or_null(_time), "supervisor_ticks": or_null(whole),
-    "pid_space": text, "heartbeat_monotonic": or_null(_time), "launcher_pid": or_null(_pid), "started": or_null(_time),
-    "ended": or_null(_time), "exit_code": or_null(number), "warning": text,
-}  # fmt: skip
+    "phase": one_of(*get_args(Phase)),
+    "world_size": whole,
+    "steps": whole,
+    "heartbeat": _time,
+    "host": text,
+    "supervisor_pid": or_null(_pid),
+    "supervisor_created": or_null(_time),
+    "supervisor_ticks": or_null(whole),
+    "pid_space": text,
+    "heartbeat_monotonic": or_null(_time),
+    "launcher_pid": or_null(_pid),
+    "started": or_null(_time),
+    "ended": or_null(_time),
+    "exit_code": or_null(number),
+    "warning": text,
+}
 _CAUSE = {"rank": or_null(whole), "message": text, "advice": text, "log_tail": text}
 
 
 def first_state(world_size: int, steps: int) -> State:
     """The state of a run whose supervisor has not spoken yet."""
-    state = State("starting", world_size, steps, heartbeat=0.0, host=platform.node(), started=time.time())
+    state = State(
+        "starting", world_size, steps, heartbeat=0.0, host=platform.node(), started=time.time()
+    )
     return beat(replace(state, pid_space=pid_space()))
 
 
@@ -97,9 +112,13 @@ def supervised_by_me(state: State) -> State:
     """The state with this very process as its supervisor."""
     me = psutil.Process()
     return replace(
-        state, host=platform.node(), supervisor_pid=me.pid, supervisor_created=me.create_time(),
-        supervisor_ticks=start_ticks(me.pid), pid_space=pid_space(),
-    )  # fmt: skip
+        state,
+        host=platform.node(),
+        supervisor_pid=me.pid,
+        supervisor_created=me.create_time(),
+        supervisor_ticks=start_ticks(me.pid),
+        pid_space=pid_space(),
+    )
 
 
 def write_state(folder: Path, state: State) -> None:
@@ -129,8 +148,12 @@ def stored_state(folder: Path) -> State:
 
 
 def _checked(state: State) -> State:
-    """`state`, if a supervisor can have written it; raises `TypeError` for a file that something else has changed."""
-    if not has(vars(state), _FIELDS) or (state.cause is not None and not has(vars(state.cause), _CAUSE)):
+    """`state`, if a supervisor can have written it; raises `TypeError` for a file that something
+    else has changed.
+    """
+    if not has(vars(state), _FIELDS) or (
+        state.cause is not None and not has(vars(state.cause), _CAUSE)
+    ):
         raise TypeError
     return state
 

@@ -25,7 +25,9 @@ class Stop:
 
 
 def request_stop(folder: Path, stop: Stop | None = None) -> None:
-    """Ask the run in `folder` to stop; a second request changes nothing. On a full disk it is one of the defaults."""
+    """Ask the run in `folder` to stop; a second request changes nothing. On a full disk it is one
+    of the defaults.
+    """
     temporary = folder / f".stop.{os.getpid()}"
     temporary.touch()
     with suppress(OSError):
@@ -41,7 +43,8 @@ def request_stop(folder: Path, stop: Stop | None = None) -> None:
 def read_stop(folder: Path) -> Stop | None:
     """What was asked of the run in `folder`; None where nobody asked it to stop.
 
-    A file that is there asks, whatever it holds: what of it is damaged or unknown counts as the default.
+    A file that is there asks, whatever it holds: what of it is damaged or unknown counts as the
+    default.
     """
     try:
         content = orjson.loads((folder / "stop").read_bytes())
@@ -51,6 +54,10 @@ def read_stop(folder: Path) -> Stop | None:
         return Stop()
     asked = content if type(content) is dict else {}
     checkpoint, grace = asked.get("checkpoint"), asked.get("grace_seconds")
-    if not isinstance(grace, int | float) or isinstance(grace, bool) or not 0 <= grace <= LONGEST_GRACE_SECONDS:
+    if (
+        not isinstance(grace, int | float)
+        or isinstance(grace, bool)
+        or not 0 <= grace <= LONGEST_GRACE_SECONDS
+    ):
         grace = GRACE_SECONDS
     return Stop(checkpoint is True, grace)

@@ -1,6 +1,8 @@
-"""What a supervisor writes in its run directory, on a disk that may be full: a run that goes well goes on.
+"""What a supervisor writes in its run directory, on a disk that may be full: a run that goes well
+goes on.
 
-A write that the disk refuses is remembered and tried again; the last state finds room that was kept for it.
+A write that the disk refuses is remembered and tried again; the last state finds room that was kept
+for it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ RETRY_SECONDS = 0.5
 
 
 class Keeper:
-    """The files that a supervisor keeps in `folder`. `refused` is what the disk said to the last state."""
+    """The files that a supervisor keeps in `folder`. `refused` is what the disk said to the last
+    state.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,7 +50,9 @@ class Keeper:
             self.refused = error
 
     def last_state(self, state: State) -> None:
-        """Replace `state.json` for good: tried again for `LAST_SECONDS`, in the room that was kept for it."""
+        """Replace `state.json` for good: tried again for `LAST_SECONDS`, in the room that was kept
+        for it.
+        """
         with suppress(OSError):
             self._reserve.unlink(missing_ok=True)
         deadline = time.monotonic() + LAST_SECONDS
@@ -57,7 +63,9 @@ class Keeper:
 
     def event(self, kind: str, **values: Any) -> None:
         """Append a line to `events.jsonl`."""
-        line = orjson.dumps({"kind": kind, "t_epoch": time.time(), **values}, option=orjson.OPT_APPEND_NEWLINE)
+        line = orjson.dumps(
+            {"kind": kind, "t_epoch": time.time(), **values}, option=orjson.OPT_APPEND_NEWLINE
+        )
         try:
             with (self.folder / "events.jsonl").open("ab", buffering=0) as stream:
                 stream.write(line)

@@ -26,8 +26,8 @@ SHARED = ("run", "source", "rank", "step")
 class Measured:
     """The measured Profile of one run, as far as its records have been added.
 
-    `add` returns only the rows that are new, by frame, which is what a live chart needs. Rows are kept by column: an
-    object a row would take five times the memory.
+    `add` returns only the rows that are new, by frame, which is what a live chart needs. Rows are
+    kept by column: an object a row would take five times the memory.
     """
 
     def __init__(self, run: str, world_size: int, capacity_bytes: int | None = None) -> None:
@@ -40,7 +40,9 @@ class Measured:
         self.checkpoints: dict[int, str] = {}
         self.left_out: list[str] = []
         """What of the telemetry is not here, in words; see `Reader.left_out`."""
-        self._columns = {kind: {name: list[Any]() for name in names} for kind, names in COLUMNS.items()}
+        self._columns = {
+            kind: {name: list[Any]() for name in names} for kind, names in COLUMNS.items()
+        }
 
     def add(self, records: list[dict[str, Any]]) -> Rows:
         """Take in records of a `Reader`; the new rows of each frame."""
@@ -59,15 +61,22 @@ class Measured:
         return new
 
     def lines(self, records: list[dict[str, Any]]) -> dict[str, list[str]]:
-        """The same rows as lines of CSV, byte for byte what `csv.writer` makes of them, only faster."""
+        """The same rows as lines of CSV, byte for byte what `csv.writer` makes of them, only
+        faster.
+        """
         new: dict[str, list[str]] = {kind: [] for kind in COLUMNS}
         run = quoted(self.run)
         for record in self._known(records):
             for kind, rows in self._take(record):
                 for row in rows:
                     values = map(row.get, OWN[kind])
-                    texts = ["" if v is None else quoted(v) if type(v) is str else repr(v) for v in values]
-                    new[kind].append(f"{run},measured,{record['rank']},{record['step']},{','.join(texts)}\n")
+                    texts = [
+                        "" if v is None else quoted(v) if type(v) is str else repr(v)
+                        for v in values
+                    ]
+                    new[kind].append(
+                        f"{run},measured,{record['rank']},{record['step']},{','.join(texts)}\n"
+                    )
         return new
 
     def read(self, reader: Reader) -> Measured:
@@ -80,7 +89,9 @@ class Measured:
     def profile(self) -> Profile:
         """Everything added so far. Frames are built anew: for deltas use what `add` returns."""
         notes: dict[str, Any] = {
-            "evaluation": [{"step": step, "loss": loss} for step, loss in sorted(self.evaluation.items())],
+            "evaluation": [
+                {"step": step, "loss": loss} for step, loss in sorted(self.evaluation.items())
+            ],
             "checkpoints": [self.checkpoints[step] for step in sorted(self.checkpoints)],
             **({"left_out": self.left_out} if self.left_out else {}),
         }
@@ -114,10 +125,18 @@ class Measured:
         return ()
 
     def _row(self, record: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-        return {**values, "run": self.run, "source": "measured", "rank": record["rank"], "step": record["step"]}
+        return {
+            **values,
+            "run": self.run,
+            "source": "measured",
+            "rank": record["rank"],
+            "step": record["step"],
+        }
 
     def _allocated(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """The allocator's count at the end of a step, which every step has; sampled steps have more."""
+        """The allocator's count at the end of a step, which every step has; sampled steps have
+        more.
+        """
         if record["bytes"] is None:
             return []
         stage = self.hello.get(record["rank"], {}).get("stage")
@@ -138,7 +157,8 @@ def quoted(text: str) -> str:
 
 
 def keep(found: Measured, reader: Reader, folder: Path) -> None:
-    """Write all that `reader` has as CSV into `folder`, a part at a time, and what else is known as JSON.
+    """Write all that `reader` has as CSV into `folder`, a part at a time, and what else is known as
+    JSON.
 
     `found` is an empty collection of the run. Raises OSError.
     """
@@ -146,7 +166,9 @@ def keep(found: Measured, reader: Reader, folder: Path) -> None:
     with ExitStack() as stack:
         tables = {}
         for kind, names in COLUMNS.items():
-            file = stack.enter_context((folder / f"{kind}.csv").open("w", newline="", encoding="utf-8"))
+            file = stack.enter_context(
+                (folder / f"{kind}.csv").open("w", newline="", encoding="utf-8")
+            )
             file.write(",".join(names) + "\n")
             tables[kind] = file
         for records in reader.batches():

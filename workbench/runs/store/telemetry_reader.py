@@ -1,6 +1,8 @@
-"""Reading a run's telemetry while it grows: every complete line once, a torn last line kept until it is whole.
+"""Reading a run's telemetry while it grows: every complete line once, a torn last line kept until
+it is whole.
 
-Here alone records are checked: what is damaged is left out and counted, and nobody after the reader need ask.
+Here alone records are checked: what is damaged is left out and counted, and nobody after the reader
+need ask.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ from typing import Any
 
 import orjson
 
-from workbench.runs.store.telemetry_records import checked
 from workbench.runs.store.record_thinning import Thinning
+from workbench.runs.store.telemetry_records import checked
 
 Record = dict[str, Any]
 
 POLL_BYTES = 8 * 2**20
-"""Of all ranks together that one poll takes: a week's records are never in memory as objects at once."""
+"""Of all ranks together that one poll takes: a week's records are never in memory as objects at
+once.
+"""
 LEAST_BYTES = 64 * 2**10
 """Of one rank that a poll takes at least, however many ranks there are."""
 LONGEST_BYTES = 16 * 2**20
@@ -84,7 +88,9 @@ class _Tail:
         return new
 
     def _decode(self, line: bytes) -> Record | None:
-        """One record with its rank; None where a line is damaged (a writer killed within a write), or thinned out."""
+        """One record with its rank; None where a line is damaged (a writer killed within a write),
+        or thinned out.
+        """
         try:
             record = checked(orjson.loads(line))
         except orjson.JSONDecodeError:
@@ -97,7 +103,8 @@ class _Tail:
 
 @dataclass
 class Reader:
-    """The telemetry of the run in `folder`; a new reader starts at the beginning, which is how one re-attaches.
+    """The telemetry of the run in `folder`; a new reader starts at the beginning, which is how one
+    re-attaches.
 
     `every` > 1 keeps one in so many of what a long run has told of its steps, see `Thinning`.
     """
@@ -112,8 +119,8 @@ class Reader:
     def poll(self) -> list[Record]:
         """Records written since the last call, in order for each rank; each carries its `rank`.
 
-        Cheap enough for ten calls a second: a file that did not grow costs one stat. Of a long file one call takes a
-        part: nothing is left once a call gives nothing.
+        Cheap enough for ten calls a second: a file that did not grow costs one stat. Of a long file
+        one call takes a part: nothing is left once a call gives nothing.
         """
         self._discover()
         most = max(LEAST_BYTES, POLL_BYTES // max(1, len(self._tails)))
@@ -123,20 +130,30 @@ class Reader:
         """What `poll` gives, call by call, until all is read that is there when this begins."""
         self._discover()
         ends = {name: tail.size() for name, tail in self._tails.items()}
-        while any(self._tails[name].offset < min(end, self._tails[name].size()) for name, end in ends.items()):
+        while any(
+            self._tails[name].offset < min(end, self._tails[name].size())
+            for name, end in ends.items()
+        ):
             yield self.poll()
         yield [record for tail in self._in_order() for record in tail.rest()]
 
     @property
     def damaged(self) -> dict[int, int]:
-        """Rank -> complete lines of it that were no record and were left out; ranks without any are not in it."""
+        """Rank -> complete lines of it that were no record and were left out; ranks without any are
+        not in it.
+        """
         return {tail.rank: tail.damaged for tail in self._in_order() if tail.damaged}
 
     @property
     def left_out(self) -> list[str]:
         """What of the telemetry is not among the records, in words; empty where all of it is."""
-        words = [f"{count} damaged record{'s' * (count > 1)} of rank {rank}" for rank, count in self.damaged.items()]
-        words += [f"telemetry of rank {t.rank}: {t.unreadable}" for t in self._in_order() if t.unreadable]
+        words = [
+            f"{count} damaged record{'s' * (count > 1)} of rank {rank}"
+            for rank, count in self.damaged.items()
+        ]
+        words += [
+            f"telemetry of rank {t.rank}: {t.unreadable}" for t in self._in_order() if t.unreadable
+        ]
         return [*words, *([f"{self.every - 1} of {self.every} steps"] if self.every > 1 else [])]
 
     def _in_order(self) -> list[_Tail]:
@@ -159,6 +176,8 @@ def _files(folder: Path) -> list[Path]:
     """The regular files of a run's telemetry: a pipe would keep the reader waiting."""
     telemetry = folder / "telemetry"
     try:
-        return [path for path in telemetry.iterdir() if _NAME.fullmatch(path.name) and path.is_file()]
+        return [
+            path for path in telemetry.iterdir() if _NAME.fullmatch(path.name) and path.is_file()
+        ]
     except OSError:
         return []

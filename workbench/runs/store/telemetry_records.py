@@ -1,47 +1,103 @@
 """What ranks tell of themselves: the kinds of record, their fields, and where they are kept.
 
-Telemetry is one JSON object a line, one `write()` a line, one file a rank (`telemetry/rank00000.jsonl`), append-only.
-Every record has `kind` and `t` (seconds of the rank's monotonic clock; `hello` carries the offset to the epoch).
+Telemetry is one JSON object a line, one `write()` a line, one file a rank
+(`telemetry/rank00000.jsonl`), append-only. Every record has `kind` and `t` (seconds of the rank's
+monotonic clock; `hello` carries the offset to the epoch).
 
-A record is checked once, by `checked`, where it is read. Whoever gets it from a `Reader` may trust that every field of
-its kind is there, of the type that `FIELDS` says.
+A record is checked once, by `checked`, where it is read. Whoever gets it from a `Reader` may trust
+that every field of its kind is there, of the type that `FIELDS` says.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from workbench.runs.store.field_checks import Check, flag, has, number, object_, one_of, or_null, rows, text, whole
+from workbench.runs.store.field_checks import (
+    Check,
+    flag,
+    has,
+    number,
+    object_,
+    one_of,
+    or_null,
+    rows,
+    text,
+    whole,
+)
 from workbench.vocabulary import ALLOCATED, CATEGORIES, MOMENTS, TIERS
 
 FIELDS: dict[str, dict[str, Check]] = {
     "hello": {
-        "rank": whole, "world_size": whole, "local_rank": whole, "pid": whole, "host": text, "backend": or_null(text),
-        "device": text, "gpu": or_null(object_), "epoch_offset": number, "coordinates": object_,
-        "stage": or_null(whole), "versions": object_,
+        "rank": whole,
+        "world_size": whole,
+        "local_rank": whole,
+        "pid": whole,
+        "host": text,
+        "backend": or_null(text),
+        "device": text,
+        "gpu": or_null(object_),
+        "epoch_offset": number,
+        "coordinates": object_,
+        "stage": or_null(whole),
+        "versions": object_,
     },
     "phase": {"phase": text, "step": or_null(whole), "detail": or_null(text)},
     "step": {
-        "step": whole, "loss": or_null(number), "seconds": number, "tokens": number, "gradient_norm": or_null(number),
-        "learning_rate": or_null(number), "loss_scale": or_null(number), "skipped": or_null(flag),
-        "bytes": or_null(number), "action": or_null(text),
+        "step": whole,
+        "loss": or_null(number),
+        "seconds": number,
+        "tokens": number,
+        "gradient_norm": or_null(number),
+        "learning_rate": or_null(number),
+        "loss_scale": or_null(number),
+        "skipped": or_null(flag),
+        "bytes": or_null(number),
+        "action": or_null(text),
     },
-    "memory": {"step": whole, "rows": rows({
-        "stage": or_null(whole), "moment": one_of(*MOMENTS), "tier": one_of(*TIERS),
-        "category": one_of(*CATEGORIES, ALLOCATED), "bytes": number,
-    })},
-    "timeline": {"step": whole, "rows": rows({
-        "stage": or_null(whole), "microbatch": or_null(whole), "action": text, "start": number, "end": number,
-    })},
-    "collectives": {"step": whole, "rows": rows({
-        "axis": text, "kind": text, "group_size": whole, "dtype": or_null(text), "bytes": number, "count": number,
-        "action": or_null(text), "seconds": or_null(number),
-    })},
+    "memory": {
+        "step": whole,
+        "rows": rows(
+            {
+                "stage": or_null(whole),
+                "moment": one_of(*MOMENTS),
+                "tier": one_of(*TIERS),
+                "category": one_of(*CATEGORIES, ALLOCATED),
+                "bytes": number,
+            }
+        ),
+    },
+    "timeline": {
+        "step": whole,
+        "rows": rows(
+            {
+                "stage": or_null(whole),
+                "microbatch": or_null(whole),
+                "action": text,
+                "start": number,
+                "end": number,
+            }
+        ),
+    },
+    "collectives": {
+        "step": whole,
+        "rows": rows(
+            {
+                "axis": text,
+                "kind": text,
+                "group_size": whole,
+                "dtype": or_null(text),
+                "bytes": number,
+                "count": number,
+                "action": or_null(text),
+                "seconds": or_null(number),
+            }
+        ),
+    },
     "evaluation": {"step": whole, "loss": or_null(number)},
     "checkpoint": {"step": whole, "path": text, "seconds": or_null(number)},
     "unsaved": {"step": whole, "message": text},
     "bye": {"step": or_null(whole)},
-}  # fmt: skip
+}
 """Kind -> its fields, each with what may stand in it; a value that is not known is null."""
 
 NULLS = {kind: dict.fromkeys(fields) for kind, fields in FIELDS.items()}
@@ -52,11 +108,16 @@ PHASES = ("building", "compiling", "training", "evaluating", "checkpointing", "d
 
 
 def checked(record: Any) -> dict[str, Any] | None:
-    """`record` with null for each field of its kind that it lacks; None where it is no record, or a damaged one.
+    """`record` with null for each field of its kind that it lacks; None where it is no record, or a
+    damaged one.
 
     A kind that this version does not know passes as it is.
     """
-    if type(record) is not dict or type(kind := record.get("kind")) is not str or not number(record.get("t")):
+    if (
+        type(record) is not dict
+        or type(kind := record.get("kind")) is not str
+        or not number(record.get("t"))
+    ):
         return None
     fields = FIELDS.get(kind, {})
     return {**NULLS.get(kind, {}), **record} if has(record, fields) else None

@@ -15,23 +15,26 @@ from workbench.models.seams import AddNorm
 from workbench.models.transformer import Attention
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import SIDES, Mesh, MeshAxis
-from workbench.parallel.tensor.shard_range import Cut
-from workbench.parallel.tensor.grid import summa
-from workbench.parallel.tensor.grid import tensor_3d
-from workbench.parallel.tensor.grid.tensor_3d import Cube, CubeEmbedding, CubeLinear
+from workbench.parallel.tensor.grid import summa, tensor_3d
 from workbench.parallel.tensor.grid.grid_dropout import keep_own_masks
 from workbench.parallel.tensor.grid.grid_head import GridHeadLoss
 from workbench.parallel.tensor.grid.grid_norm import SplitNorm
 from workbench.parallel.tensor.grid.summa import Square, SummaEmbedding, SummaLinear
+from workbench.parallel.tensor.grid.tensor_3d import Cube, CubeEmbedding, CubeLinear
+from workbench.parallel.tensor.shard_range import Cut
 
 Layouts = dict[str, Layout]
 
 
 def lay_over_grid(model: Transformer, layouts: Layouts, mesh: Mesh, algorithm: str) -> None:
-    """Replace the modules of a model on the meta device, in place, and record their parameters' new layouts."""
+    """Replace the modules of a model on the meta device, in place, and record their parameters' new
+    layouts.
+    """
     sides = tuple(side for side in SIDES if side in mesh.axes)
     for name, layout in layouts.items():
-        layouts[name] = replace(layout, copies=(*sides, *(axis for axis in layout.copies if axis != "tensor")))
+        layouts[name] = replace(
+            layout, copies=(*sides, *(axis for axis in layout.copies if axis != "tensor"))
+        )
     lay: OnSquare | OnCube = (OnCube if algorithm == "3d" else OnSquare)(model, layouts, mesh)
     for path, module in list(model.named_modules()):
         parent_path, _, name = path.rpartition(".")
@@ -39,7 +42,11 @@ def lay_over_grid(model: Transformer, layouts: Layouts, mesh: Mesh, algorithm: s
             setattr(model.get_submodule(parent_path), name, lay.norm(path, module))
         elif isinstance(module, nn.Linear):
             parent = model.get_submodule(parent_path)
-            setattr(parent, name, lay.linear(path, module, _outputs(model, parent, name, module, lay.outputs(name))))
+            setattr(
+                parent,
+                name,
+                lay.linear(path, module, _outputs(model, parent, name, module, lay.outputs(name))),
+            )
         elif path == "embedding.positions":
             lay.narrow(path, module, "weight", {1: Cut.even(model.shape.hidden, lay.hidden)})
         elif path == "embedding.tokens":
@@ -49,7 +56,9 @@ def lay_over_grid(model: Transformer, layouts: Layouts, mesh: Mesh, algorithm: s
     keep_own_masks(model, lay.part, Cut.even(model.shape.hidden, lay.hidden).start)
 
 
-def _outputs(model: Transformer, parent: nn.Module, name: str, module: nn.Linear, axis: MeshAxis) -> Cut:
+def _outputs(
+    model: Transformer, parent: nn.Module, name: str, module: nn.Linear, axis: MeshAxis
+) -> Cut:
     """What a rank makes of a layer's outputs; attention's are cut between heads."""
     if isinstance(parent, Attention) and name != "o":
         return Cut.heads(name, model.shape, axis)
@@ -59,10 +68,14 @@ def _outputs(model: Transformer, parent: nn.Module, name: str, module: nn.Linear
 class _OnGrid:
     """What is common to all grids: narrowing parameters, and norms over the split hidden width."""
 
-    def __init__(self, model: Transformer, layouts: Layouts, hidden: MeshAxis, part: tuple[int, int]) -> None:
+    def __init__(
+        self, model: Transformer, layouts: Layouts, hidden: MeshAxis, part: tuple[int, int]
+    ) -> None:
         self.model, self.layouts = model, layouts
         self.hidden, self.part = hidden, part
-        """The residual stream: the side over which its width is split, and which sequences are here, of how many."""
+        """The residual stream: the side over which its width is split, and which sequences are
+        here, of how many.
+        """
 
     def narrow(self, path: str, module: nn.Module, name: str, cuts: dict[int, Cut]) -> nn.Parameter:
         """The parameter cut along dims, in its module and its layout."""
@@ -82,7 +95,9 @@ class _OnGrid:
         width = self.model.shape.hidden
         cut = Cut.even(width, self.hidden)
         weight = self.narrow(path, module, "weight", {0: cut})
-        return SplitNorm(weight, self.bias(path, module, cut), module.kind, module.epsilon, width, self.hidden)
+        return SplitNorm(
+            weight, self.bias(path, module, cut), module.kind, module.epsilon, width, self.hidden
+        )
 
 
 class OnSquare(_OnGrid):
@@ -100,11 +115,15 @@ class OnSquare(_OnGrid):
         """Outputs over columns, inputs over rows."""
         cuts = {0: outputs, 1: Cut.even(module.in_features, self.grid.row)}
         weight = self.narrow(path, module, "weight", cuts)
-        return SummaLinear(weight, self.bias(path, module, outputs), self.grid, outputs.piece, outputs.pieces)
+        return SummaLinear(
+            weight, self.bias(path, module, outputs), self.grid, outputs.piece, outputs.pieces
+        )
 
     def embedding(self, path: str, module: nn.Module) -> SummaEmbedding:
         """Vocabulary over rows, width over columns."""
-        return SummaEmbedding(self._table(path, module, self.grid.row, self.grid.column), self._vocab, self.grid)
+        return SummaEmbedding(
+            self._table(path, module, self.grid.row, self.grid.column), self._vocab, self.grid
+        )
 
     def head(self, path: str, module: nn.Module) -> GridHeadLoss:
         """Vocabulary over columns, width over rows; a tied one as the embedding's."""
@@ -118,7 +137,9 @@ class OnSquare(_OnGrid):
     def _vocab(self) -> int:
         return self.model.shape.vocab
 
-    def _table(self, path: str, module: nn.Module, vocab: MeshAxis, width: MeshAxis) -> nn.Parameter:
+    def _table(
+        self, path: str, module: nn.Module, vocab: MeshAxis, width: MeshAxis
+    ) -> nn.Parameter:
         cuts = {0: Cut.even(self._vocab, vocab), 1: Cut.even(self.model.shape.hidden, width)}
         return self.narrow(path, module, "weight", cuts)
 

@@ -1,4 +1,5 @@
-"""The collectives of tensor grids: blocks go round along one side, partial results come back along another.
+"""The collectives of tensor grids: blocks go round along one side, partial results come back along
+another.
 
 What moves along two sides at a time moves side by side: a rank waits once for both.
 """
@@ -26,7 +27,9 @@ class Move(NamedTuple):
 
 
 def broadcast(x: Tensor, axis: MeshAxis, root: int) -> Move:
-    """To the block that index `root` of `axis` holds: there `x` itself, elsewhere a new tensor of its size."""
+    """To the block that index `root` of `axis` holds: there `x` itself, elsewhere a new tensor of
+    its size.
+    """
     block = x if axis.index == root else torch.empty_like(x)
     return Move(partial(dist.broadcast, group=axis.group, group_src=root), block, axis)
 
@@ -37,7 +40,9 @@ def reduce(x: Tensor, axis: MeshAxis, root: int) -> Move:
 
 
 def together(*moves: Move) -> list[Tensor]:
-    """Run moves side by side, and give their blocks once all are done; all ranks name them in the same order."""
+    """Run moves side by side, and give their blocks once all are done; all ranks name them in the
+    same order.
+    """
     moving = [move for move in moves if move.axis.size > 1]
     for finish in [begin(move.collective, move.block) for move in moving]:
         finish()
@@ -61,7 +66,9 @@ def all_gather(x: Tensor, axis: MeshAxis) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: MeshAxis) -> Tensor:
-    """The sum of the ranks' contiguous [n * ranks, ...], which is spent; each keeps its block [n, ...]."""
+    """The sum of the ranks' contiguous [n * ranks, ...], which is spent; each keeps its block [n,
+    ...].
+    """
     if axis.size == 1:
         return x
     block = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
@@ -70,7 +77,9 @@ def reduce_scatter(x: Tensor, axis: MeshAxis) -> Tensor:
 
 
 def exchange(x: Tensor, axis: MeshAxis, peer: int) -> Tensor:
-    """What index `peer` of `axis` holds in the place of `x`; it gets `x`. Nothing moves where that is this rank."""
+    """What index `peer` of `axis` holds in the place of `x`; it gets `x`. Nothing moves where that
+    is this rank.
+    """
     if peer == axis.index:
         return x
     theirs = torch.empty_like(x)

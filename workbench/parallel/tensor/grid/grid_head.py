@@ -1,4 +1,6 @@
-"""The output projection and the loss on a tensor grid: each rank's tokens, the vocabulary split over one side."""
+"""The output projection and the loss on a tensor grid: each rank's tokens, the vocabulary split
+over one side.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from workbench.parallel.tensor.vocab_parallel import cross_entropy, runs
 
 
 class GridHeadLoss(nn.Module):
-    """The head_loss seam. `project(x, weight)` gives a rank's block of the logits, `own(targets)` its targets; `rows`
-    of the vocabulary are real there, `axis` splits it."""
+    """The head_loss seam. `project(x, weight)` gives a rank's block of the logits, `own(targets)`
+    its targets; `rows` of the vocabulary are real there, `axis` splits it.
+    """
 
     kernels = "eager"
     """What runs the loss: the plan's kernels, set once the module is built."""
@@ -31,6 +34,10 @@ class GridHeadLoss(nn.Module):
         self.weight, self.project, self.own, self.rows, self.axis = weight, project, own, rows, axis
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Summed loss of this rank's tokens of a microbatch's targets [B, T]; equal on the ranks along `axis`."""
+        """Summed loss of this rank's tokens of a microbatch's targets [B, T]; equal on the ranks
+        along `axis`.
+        """
         logits_NV = self.project(x_BTD, self.weight).flatten(0, -2)
-        return cross_entropy(logits_NV, self.own(targets_BT).flatten(), self.rows, self.axis, runs(self, logits_NV))
+        return cross_entropy(
+            logits_NV, self.own(targets_BT).flatten(), self.rows, self.axis, runs(self, logits_NV)
+        )

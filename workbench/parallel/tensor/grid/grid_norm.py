@@ -13,10 +13,18 @@ from workbench.parallel.tensor.grid.grid_collectives import all_gather, all_redu
 
 
 class SplitNorm(nn.Module):
-    """The add_norm seam over [B, T, D / ranks]. Weight and bias [D / ranks]; `width` is D, split over `axis`."""
+    """The add_norm seam over [B, T, D / ranks]. Weight and bias [D / ranks]; `width` is D, split
+    over `axis`.
+    """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, kind: str, epsilon: float, width: int, axis: MeshAxis
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        kind: str,
+        epsilon: float,
+        width: int,
+        axis: MeshAxis,
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.kind = weight, bias, kind
@@ -34,7 +42,13 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_BTD: Tensor, weight_D: Tensor, bias: None, epsilon: float, width: int, axis: MeshAxis
+        ctx: Any,
+        x_BTD: Tensor,
+        weight_D: Tensor,
+        bias: None,
+        epsilon: float,
+        width: int,
+        axis: MeshAxis,
     ) -> Tensor:
         wide = at_least_fp32(x_BTD)
         squares_BT1 = all_reduce(wide.square().sum(-1, keepdim=True), axis)
@@ -58,12 +72,19 @@ class _RmsNorm(torch.autograd.Function):
 class _LayerNorm(torch.autograd.Function):
     """y = (x - mean) / deviation * weight + bias (1607.06450), computed in fp32 or better.
 
-    The parts' means and squared deviations are gathered, not sums of squares, whose difference would cancel.
+    The parts' means and squared deviations are gathered, not sums of squares, whose difference
+    would cancel.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_BTD: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float, width: int, axis: MeshAxis
+        ctx: Any,
+        x_BTD: Tensor,
+        weight_D: Tensor,
+        bias_D: Tensor,
+        epsilon: float,
+        width: int,
+        axis: MeshAxis,
     ) -> Tensor:
         wide = at_least_fp32(x_BTD)
         mean_BT1, scale_BT1 = _statistics(wide, epsilon, axis)
@@ -79,7 +100,9 @@ class _LayerNorm(torch.autograd.Function):
         weight_gradient = (incoming * unit).flatten(0, -2).sum(0).to(weight_D.dtype)
         bias_gradient = incoming.flatten(0, -2).sum(0).to(weight_D.dtype)
         outgoing = incoming * weight_D
-        sums = torch.stack((outgoing.sum(-1, keepdim=True), (outgoing * unit).sum(-1, keepdim=True)))
+        sums = torch.stack(
+            (outgoing.sum(-1, keepdim=True), (outgoing * unit).sum(-1, keepdim=True))
+        )
         mean_BT1, along_BT1 = all_reduce(sums, ctx.axis).div_(ctx.width)
         outgoing.sub_(mean_BT1).sub_(unit.mul_(along_BT1)).mul_(scale_BT1)
         return outgoing.to(x_BTD.dtype), weight_gradient, bias_gradient, None, None, None

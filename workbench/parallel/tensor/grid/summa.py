@@ -1,8 +1,10 @@
-"""2-D and 2.5-D products: SUMMA on a q x q grid (2104.05343), d times side by side on other tokens (2105.14500).
+"""2-D and 2.5-D products: SUMMA on a q x q grid (2104.05343), d times side by side on other tokens
+(2105.14500).
 
-Rank (i, j) of a layer of the grid holds block [i, j] of every matrix: of activations rows of tokens i and columns j,
-of a weight W of [out, in] columns j of the outputs and rows i of the inputs. Each of the q steps of a product
-broadcasts one block along each side, or broadcasts one and sums the partial results along the other.
+Rank (i, j) of a layer of the grid holds block [i, j] of every matrix: of activations rows of tokens
+i and columns j, of a weight W of [out, in] columns j of the outputs and rows i of the inputs. Each
+of the q steps of a product broadcasts one block along each side, or broadcasts one and sums the
+partial results along the other.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from workbench.parallel.mesh import Mesh, MeshAxis
-from workbench.parallel.tensor.tensor_collectives import share
 from workbench.parallel.tensor.grid.grid_collectives import broadcast, exchanged, reduce, together
+from workbench.parallel.tensor.tensor_collectives import share
 from workbench.parallel.tensor.vocab_parallel import look_up, table_gradient
 
 
 @dataclass(frozen=True)
 class Square:
-    """The sides of a q x q x d grid as one rank sees them: its index along `column` is j, along `row` i."""
+    """The sides of a q x q x d grid as one rank sees them: its index along `column` is j, along
+    `row` i.
+    """
 
     whole: MeshAxis
     column: MeshAxis
@@ -54,13 +58,20 @@ class Square:
 
 
 class SummaLinear(nn.Module):
-    """y = x W^T + b by blocks. Weight [out / q, in / q], bias [out / q], equal on the ranks of a column.
+    """y = x W^T + b by blocks. Weight [out / q, in / q], bias [out / q], equal on the ranks of a
+    column.
 
-    `piece` of `pieces` is which outputs it has, where several columns share some (a key-value head).
+    `piece` of `pieces` is which outputs it has, where several columns share some (a key-value
+    head).
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, grid: Square, piece: int = 0, pieces: int = 0
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        grid: Square,
+        piece: int = 0,
+        pieces: int = 0,
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.grid = weight, bias, grid
@@ -73,7 +84,11 @@ class SummaLinear(nn.Module):
 
     def _own(self, parameter: Tensor) -> Tensor:
         column = self.grid.column
-        return parameter if self.pieces == column.size else share(parameter, column, self.piece, self.pieces)
+        return (
+            parameter
+            if self.pieces == column.size
+            else share(parameter, column, self.piece, self.pieces)
+        )
 
 
 def summa(x: Tensor, weight: Tensor, grid: Square) -> Tensor:
@@ -90,7 +105,9 @@ class _Summa(torch.autograd.Function):
         x_NK, y = x.flatten(0, -2).contiguous(), x.new_zeros(*x.shape[:-1], weight.shape[0])
         y_NO = y.view(-1, weight.shape[0])
         for k in range(grid.column.size):
-            x_block, weight_block = together(broadcast(x_NK, grid.column, k), broadcast(weight, grid.row, k))
+            x_block, weight_block = together(
+                broadcast(x_NK, grid.column, k), broadcast(weight, grid.row, k)
+            )
             y_NO.addmm_(x_block, weight_block.t())
             del x_block, weight_block  # before there are new ones
         return y
@@ -99,7 +116,11 @@ class _Summa(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         gradient_NO, x_NK = gradient.flatten(0, -2), x.flatten(0, -2).contiguous()
-        x_gradient = _input_gradient(gradient_NO, weight, ctx.grid).view_as(x) if ctx.needs_input_grad[0] else None
+        x_gradient = (
+            _input_gradient(gradient_NO, weight, ctx.grid).view_as(x)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         return x_gradient, _weight_gradient(gradient_NO, x_NK, ctx.grid), None
 
 
@@ -113,9 +134,12 @@ def _weight_gradient(gradient_NO: Tensor, x_NK: Tensor, grid: Square) -> Tensor:
     return _summed(lambda block: gradient_NO.t() @ block, x_NK, grid.column, grid.row)
 
 
-def _summed(multiply: Callable[[Tensor], Tensor], x: Tensor, along: MeshAxis, over: MeshAxis) -> Tensor:
-    """What index k of `over` gets where the ranks' products with block k of `x` are summed; a sum and the next block
-    move side by side."""
+def _summed(
+    multiply: Callable[[Tensor], Tensor], x: Tensor, along: MeshAxis, over: MeshAxis
+) -> Tensor:
+    """What index k of `over` gets where the ranks' products with block k of `x` are summed; a sum
+    and the next block move side by side.
+    """
     own: Tensor | None = None
     moves = [broadcast(x, along, 0)]
     for k in range(along.size):
@@ -133,7 +157,9 @@ def _summed(multiply: Callable[[Tensor], Tensor], x: Tensor, along: MeshAxis, ov
 
 
 class SummaEmbedding(nn.Module):
-    """Rows i and columns j of the table, [vocab / q, D / q]: a rank looks its tokens up in all blocks of its column."""
+    """Rows i and columns j of the table, [vocab / q, D / q]: a rank looks its tokens up in all
+    blocks of its column.
+    """
 
     def __init__(self, weight: nn.Parameter, vocab: int, grid: Square) -> None:
         super().__init__()
@@ -172,8 +198,9 @@ def _rows(ctx: Any, k: int) -> tuple[int, int]:
 
 
 def logits(x_BTD: Tensor, weight_VD: Tensor, grid: Square, tied: bool) -> Tensor:
-    """Block [B / (q d), T, vocab / q]. A tied weight lies as the embedding's, with tokens along its rows: rank (i, j)
-    and rank (j, i) lend each other their blocks."""
+    """Block [B / (q d), T, vocab / q]. A tied weight lies as the embedding's, with tokens along its
+    rows: rank (i, j) and rank (j, i) lend each other their blocks.
+    """
     if tied:
         weight_VD = exchanged(weight_VD, grid.whole, grid.mirror)
     return summa(x_BTD, weight_VD, grid)

@@ -1,9 +1,10 @@
-"""3-D products on an l x l x l cube (2105.14450): every matrix in l^3 blocks, gathered along one side before it is
-multiplied; partial results are summed and scattered along the third.
+"""3-D products on an l x l x l cube (2105.14450): every matrix in l^3 blocks, gathered along one
+side before it is multiplied; partial results are summed and scattered along the third.
 
-A linear layer sees the cube's sides as `input`, `weight` and `output`. Rank (a, b, c) on them holds of its input
-tokens (b, a) and columns c, of the weight [out, in] outputs (a, b) and inputs c, of the output tokens (b, c) and
-columns a: the next layer's input, with the sides of input and output changed about.
+A linear layer sees the cube's sides as `input`, `weight` and `output`. Rank (a, b, c) on them holds
+of its input tokens (b, a) and columns c, of the weight [out, in] outputs (a, b) and inputs c, of
+the output tokens (b, c) and columns a: the next layer's input, with the sides of input and output
+changed about.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.parallel.mesh import Mesh, MeshAxis
-from workbench.parallel.tensor.tensor_collectives import share
 from workbench.parallel.tensor.grid.grid_collectives import all_gather, reduce_scatter
+from workbench.parallel.tensor.tensor_collectives import share
 from workbench.parallel.tensor.vocab_parallel import look_up, table_gradient
 
 
@@ -38,7 +39,9 @@ class Cube:
         return Cube(self.output, self.weight, self.input)
 
     def own(self, x: Tensor, fine: MeshAxis) -> Tensor:
-        """This rank's sequences of a microbatch [B, ...], cut along `weight` and then along `fine`: [B / l^2, ...]."""
+        """This rank's sequences of a microbatch [B, ...], cut along `weight` and then along `fine`:
+        [B / l^2, ...].
+        """
         index, parts = self.part(fine)
         return x.chunk(parts)[index]
 
@@ -48,10 +51,11 @@ class Cube:
 
 
 class CubeLinear(nn.Module):
-    """y = x W^T + b by blocks. Weight [out / l^2, in / l], bias [out / l], equal along `weight` and `output`.
+    """y = x W^T + b by blocks. Weight [out / l^2, in / l], bias [out / l], equal along `weight` and
+    `output`.
 
-    `num_outputs` is what the gathered weight has of real outputs and common padding; `piece` of `pieces` is which it
-    has, where several ranks along `input` share some (a key-value head).
+    `num_outputs` is what the gathered weight has of real outputs and common padding; `piece` of
+    `pieces` is which it has, where several ranks along `input` share some (a key-value head).
     """
 
     def __init__(
@@ -74,7 +78,11 @@ class CubeLinear(nn.Module):
 
     def _own(self, parameter: Tensor) -> Tensor:
         axis = self.grid.input
-        return parameter if self.pieces == axis.size else share(parameter, axis, self.piece, self.pieces)
+        return (
+            parameter
+            if self.pieces == axis.size
+            else share(parameter, axis, self.piece, self.pieces)
+        )
 
 
 def multiply(x: Tensor, weight: Tensor, grid: Cube, num_outputs: int) -> Tensor:
@@ -88,14 +96,26 @@ class _Multiply(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, grid: Cube, num_outputs: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.grid, ctx.num_outputs = grid, num_outputs
-        whole, w_OK = all_gather(x.contiguous(), grid.input), all_gather(weight, grid.weight)[:num_outputs]
+        whole, w_OK = (
+            all_gather(x.contiguous(), grid.input),
+            all_gather(weight, grid.weight)[:num_outputs],
+        )
         return reduce_scatter(whole @ w_OK.t(), grid.output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        x_gradient = _input_gradient(ctx, _rows(gradient), weight).view_as(x) if ctx.needs_input_grad[0] else None
-        return x_gradient, _weight_gradient(ctx, _rows(gradient), _rows(x), weight.shape[0]), None, None
+        x_gradient = (
+            _input_gradient(ctx, _rows(gradient), weight).view_as(x)
+            if ctx.needs_input_grad[0]
+            else None
+        )
+        return (
+            x_gradient,
+            _weight_gradient(ctx, _rows(gradient), _rows(x), weight.shape[0]),
+            None,
+            None,
+        )
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -121,10 +141,11 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 class CubeEmbedding(nn.Module):
-    """Part of the table's rows along `input` and `weight`, columns along `output`: [vocab / l^2, D / l].
+    """Part of the table's rows along `input` and `weight`, columns along `output`: [vocab / l^2, D
+    / l].
 
-    `rows` is what of the vocabulary the gathered table holds: a rank looks up all tokens of the ranks along `input`
-    there, and the results are summed and scattered.
+    `rows` is what of the vocabulary the gathered table holds: a rank looks up all tokens of the
+    ranks along `input` there, and the results are summed and scattered.
     """
 
     def __init__(self, weight: nn.Parameter, rows: tuple[int, int], grid: Cube) -> None:
@@ -132,15 +153,21 @@ class CubeEmbedding(nn.Module):
         self.weight, self.rows, self.grid = weight, rows, grid
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """A microbatch's tokens [B, T] to this rank's block [B / l^2, T, D / l] of the residual stream."""
+        """A microbatch's tokens [B, T] to this rank's block [B / l^2, T, D / l] of the residual
+        stream.
+        """
         axis = self.grid.weight
-        x: Tensor = _LookUp.apply(tokens_BT.chunk(axis.size)[axis.index], self.weight, self.rows, self.grid)
+        x: Tensor = _LookUp.apply(
+            tokens_BT.chunk(axis.size)[axis.index], self.weight, self.rows, self.grid
+        )
         return x
 
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens_BT: Tensor, weight: Tensor, rows: tuple[int, int], grid: Cube) -> Tensor:
+    def forward(
+        ctx: Any, tokens_BT: Tensor, weight: Tensor, rows: tuple[int, int], grid: Cube
+    ) -> Tensor:
         ctx.save_for_backward(tokens_BT)
         ctx.rows, ctx.grid, ctx.height = rows, grid, weight.shape[0] * grid.weight.size
         return reduce_scatter(look_up(tokens_BT, all_gather(weight, grid.weight), rows), grid.input)
