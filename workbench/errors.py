@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from workbench.safe_io.untrusted_text import brief
+from workbench.untrusted_text import brief
 
 SHOWN = 20
 """Problems that one message lists; `problems` holds all."""
@@ -54,3 +55,11 @@ class PlanError(ValueError):
 def refuse(field: str, message: str) -> PlanError:
     """A `PlanError` of one problem, to be raised."""
     return PlanError(Problem(field, message))
+
+
+def unknown_name(field_name: str, name: str, known: Iterable[str]) -> PlanError:
+    """The error for a name that the catalog does not have: close names first, else all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(close)}?" if close else ""
+    return refuse(field_name, f"'{name}' is not known; {hint or 'legal: ' + ', '.join(known)}")

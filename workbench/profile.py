@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from workbench.safe_io.untrusted_text import escaped
+from workbench.untrusted_text import escaped
 from workbench.vocabulary import ALLOCATED as ALLOCATED
 from workbench.vocabulary import CATEGORIES as CATEGORIES
 from workbench.vocabulary import COLUMNS as COLUMNS

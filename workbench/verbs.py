@@ -72,7 +72,7 @@ def operators(
     from workbench.planner.autoshard import choose_for
 
     room = None if memory_gib is None else memory_gib * 2**30
-    return choose_for(as_plan(plan).complete(), ranks, room, sequences)
+    return choose_for(as_plan(plan).resolve(), ranks, room, sequences)
 
 
 def search(
@@ -236,7 +236,7 @@ def compare(
         if (
             entry.plan is None
             or entry.of("rehearsed")
-            or unsupported(full := entry.plan.complete(), "rehearse")
+            or unsupported(full := entry.plan.resolve(), "rehearse")
         ):
             continue
         if progress:
@@ -255,7 +255,7 @@ def opened(items: Sequence[Any], root: str | Path | None = None) -> list[Any]:
 def _opened(name: str | Path, root: str | Path | None) -> Plan | Run:
     if os.path.isfile(name):  # Path.is_file raises for a name that is too long
         plan = Plan.load(name)
-        plan.complete()
+        plan.resolve()
         return plan
     if str(name).endswith((".yaml", ".yml")):
         return Plan.load(name)  # says why it cannot be read

@@ -59,7 +59,7 @@ def drawn(model: str, calibration: Path) -> list[wb.Plan]:
             }
         )
         try:
-            if unsupported(plan.complete(), "run") or (pipeline == 1 and schedule == "gpipe"):
+            if unsupported(plan.resolve(), "run") or (pipeline == 1 and schedule == "gpipe"):
                 continue
         except PlanError:
             continue
@@ -76,7 +76,7 @@ def measured(plan: wb.Plan, root: str) -> float:
 
 def name(plan: wb.Plan) -> str:
     """The strategy in a line."""
-    s, sizes = plan.strategy, plan.complete().sizes
+    s, sizes = plan.strategy, plan.resolve().sizes
     return " ".join(f"{axis[0]}{size}" for axis, size in sizes.items()) + (
         f" {s.pipeline.schedule if sizes['pipeline'] > 1 else ''} micro "
         f"{plan.training.micro_batch} "

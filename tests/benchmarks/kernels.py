@@ -359,8 +359,8 @@ def main() -> int:
         path.write_text(json.dumps(found, indent=1) + "\n")
     for goal in found.get("goals", []):
         print(
-            f"{goal['met']:3} of {goal['of']:3} met: "
-            f"{goal['goal']}" + "".join(f"\n    {x}" for x in goal["missed"])
+            f"{goal['met']:3} of {goal['of']:3} met: {goal['goal']}"
+            + "".join(f"\n    {x}" for x in goal["missed"])
         )
     print("\n".join(["", *failed]) if failed else f"\nwritten: {path}")
     return 1 if failed else 0

@@ -36,7 +36,7 @@ def checks(found: dict[str, Any]) -> Iterator[Check]:
             if seconds.get(peer):
                 ratio = seconds[peer] / seconds.get("seam", seconds["fused"])
                 yield (
-                    (f"no slower than {peer}, forward and backward"),
+                    f"no slower than {peer}, forward and backward",
                     name,
                     ratio,
                     ratio >= EDGE[found["kind"]],
@@ -52,7 +52,7 @@ def _bandwidth(row: dict[str, Any]) -> Iterator[Check]:
     if row["width"] >= WIDE and row["bytes"]:
         share = row["share_of_copy"]
         yield (
-            (f"at least {SHARE:.0%} of the copy bandwidth at width {WIDE} or more"),
+            f"at least {SHARE:.0%} of the copy bandwidth at width {WIDE} or more",
             label(row),
             share,
             share >= SHARE,
@@ -75,7 +75,7 @@ def _head(row: dict[str, Any]) -> Iterator[Check]:
     speed, share = seconds["compiled_chunked"] / seconds["fused"], peaks["fused"] / peaks["eager"]
     same = peaks["fused"] / peaks["compiled_chunked"]
     yield (
-        (f"head: at least {CHUNKED} times the speed of compiled chunks"),
+        f"head: at least {CHUNKED} times the speed of compiled chunks",
         label(row),
         speed,
         speed >= CHUNKED,

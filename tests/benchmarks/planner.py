@@ -91,7 +91,7 @@ def measure() -> dict[str, Any]:
     evaluator, found = Evaluator.of(space), list(cells(space))
     flat = drawn(found, evaluator, RANDOM, draw)
     some = [
-        plan_of(space, c.choice(_legal(evaluator, c, draw))).complete()
+        plan_of(space, c.choice(_legal(evaluator, c, draw))).resolve()
         for c in draw.choices(found, k=BY_PLAN)
     ]
     kinds: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
@@ -171,8 +171,8 @@ def main() -> None:
         f"175B on 512 cards          {size} in {whole['seconds']:.2f} s, {whole['peak_mb']:.0f} MB"
     )
     print(
-        f"search against estimate    {found['largest_difference_from_estimate']:.1e} of the "
-        f"step time at most"
+        f"search against estimate    {found['largest_difference_from_estimate']:.1e} of the step "
+        f"time at most"
     )
 
 

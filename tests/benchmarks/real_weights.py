@@ -27,8 +27,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from workbench.checkpoint.export_weights import export
 from workbench.checkpoint.huggingface_names import config_of
+from workbench.engine.export_weights import export
 from workbench.engine.session import Session
 from workbench.engine.session_checkpoint import Saver
 from workbench.engine.verify.forked_ranks import run_ranks
@@ -152,7 +152,7 @@ def main() -> None:
             "training.sequence_length": LENGTH,
             "training.global_batch": SEQUENCES,
         }
-        made = Plan.of(str(there), gpus=2, strategy="single", set=changes).complete()
+        made = Plan.of(str(there), gpus=2, strategy="single", set=changes).resolve()
         _, total = run_ranks(2, partial(loss_of, made, tokens, run), seconds=600)
         answer["nats_per_token"] = total / tokens[:, 1:].numel()
         began = time.monotonic()

@@ -66,7 +66,7 @@ def plan_of(hidden: int, ranks: int, strategy: dict[str, Any], microbatches: int
                 "optimizer": {"clip": None, "decay": "constant"},
             },
         }
-    ).complete()
+    ).resolve()
 
 
 def model_of(plan: Plan) -> Transformer:

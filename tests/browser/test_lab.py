@@ -179,7 +179,7 @@ def test_a_run_is_launched_watched_reloaded_attached_and_stopped(lab: Lab) -> No
     output = nbformat.read(path, 4).cells[1].outputs[-1]
     assert (
         "application/vnd.vegalite.v5+json" in output.data
-        and ("Stopped after step") in output.data["text/plain"]
+        and "Stopped after step" in output.data["text/plain"]
     )
     assert live_runs(folder) == []
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from workbench import data_files
 from workbench.cli.commands import kernels
-from workbench.plan.catalog import catalog
 
-TABLE = json.loads((catalog.assets() / "data/kernels.json").read_text())
+TABLE = json.loads((data_files.assets() / "data/kernels.json").read_text())
 NAMES = [kernel["name"] for kernel in TABLE["kernels"]]
 
 
@@ -125,11 +125,11 @@ def test_a_missing_or_broken_table_is_refused_without_a_traceback(
     (tmp_path / "data").mkdir()
     if content is not None:
         (tmp_path / "data/kernels.json").write_text(content)
-    monkeypatch.setattr(catalog, "assets", lambda: tmp_path)
+    monkeypatch.setattr(data_files, "assets", lambda: tmp_path)
     code, out, err = listed("--json")
     assert (
         code == 2
-        and ("kernels.json cannot be read") in err
+        and "kernels.json cannot be read" in err
         and "reinstall workbench" in json.loads(out)["error"]
     )
 

@@ -89,8 +89,9 @@ def test_an_internal_error_is_one_sentence_that_says_where_its_traceback_is(
         "internal error: RuntimeError: no"
     )
     assert (
-        "internal error: RuntimeError: no[2J (please report it; "
-    ) in err and "second line (" not in err
+        "internal error: RuntimeError: no[2J (please report it; " in err
+        and "second line (" not in err
+    )
     assert ("Traceback" in err) == shown and bool(files) != shown
     assert all(str(file) in err and "second line" in file.read_text() for file in files)
 

@@ -20,7 +20,7 @@ from workbench.runs.launch.preflight import preflight
 
 def checkpoint(folder: Path, shape: dict[str, Any] = LLAMA) -> Path:
     run_ranks(
-        1, partial(save, plan(shape=shape, changes={"training.global_batch": 8}).complete(), folder)
+        1, partial(save, plan(shape=shape, changes={"training.global_batch": 8}).resolve(), folder)
     )
     return folder / "checkpoints" / "step-00000001"
 

@@ -11,7 +11,7 @@ import pytest
 from workbench.errors import PlanError
 from workbench.safe_io import yaml_files
 from workbench.safe_io.files import known_file, replace_file
-from workbench.safe_io.untrusted_text import shown
+from workbench.untrusted_text import shown
 
 
 def bomb(levels: int) -> str:

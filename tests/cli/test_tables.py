@@ -26,7 +26,7 @@ from workbench.planner.autoshard import choose_for
 from workbench.profile import Profile
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import Cause, first_state, write_state
-from workbench.safe_io.untrusted_text import visible
+from workbench.untrusted_text import visible
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def shown(table, width=400) -> str:
 
 
 def hostile_plan() -> Plan:
-    return Plan.of("tiny-gpt", gpus=1, set={"name": HOSTILE}).complete()
+    return Plan.of("tiny-gpt", gpus=1, set={"name": HOSTILE}).resolve()
 
 
 def hostile_profile() -> Profile:
@@ -254,7 +254,7 @@ def side_by_side(number: int) -> Grid:
     measured = replace(estimated(), run="20261121-181512-llama-3-70b-zero-3", source="measured")
     entry = Entry("llama-3-70b", [estimated(), measured], large_plan(), "failed after step 12,345")
     other = Entry(
-        large_plan().complete().name,
+        large_plan().resolve().name,
         [estimated()],
         large_plan().replace(**{"training.micro_batch": 2}),
     )
@@ -262,7 +262,7 @@ def side_by_side(number: int) -> Grid:
 
 
 ORDINARY = [
-    lambda _: tables.plan(large_plan().complete()),
+    lambda _: tables.plan(large_plan().resolve()),
     lambda _: tables.profile(estimated()),
     lambda _: tables.notes(estimated()),
     lambda _: tables.stages(estimated()),
@@ -291,7 +291,7 @@ ORDINARY = [
     *(lambda _, number=number: side_by_side(number) for number in range(3)),
     lambda _: explain._cost("llama-3-70b on 128 GPUs", workbench.explain(large_plan()).cost),
     lambda _: explain._effects("Sensitivity", workbench.explain(large_plan()).tables()[0][1]),
-    lambda _: operators._rows(choose_for(large_plan().complete(), 8, None, None)),
+    lambda _: operators._rows(choose_for(large_plan().resolve(), 8, None, None)),
 ]
 
 
@@ -328,7 +328,7 @@ def test_a_word_that_no_screen_holds_loses_its_middle_and_is_not_broken(tmp_path
 def test_what_is_left_out_is_named_and_only_where_it_must_be():
     table = tables.gpus([COMMON])
     assert "left out" not in shown(table, 160) and "Rajbhandari" in shown(table, 160)
-    assert ("left out at 80 columns: source\n") in shown(table, 80) and "frontier-mi250x" in shown(
+    assert "left out at 80 columns: source\n" in shown(table, 80) and "frontier-mi250x" in shown(
         table, 80
     )
     assert "left out at 60 columns: source, fabric\n" in shown(table, 60)

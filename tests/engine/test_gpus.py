@@ -22,7 +22,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 
 def plan(gpus: int = 2, gpu: Any = "h100-sxm-80gb") -> Plan:
-    return Plan.of("tiny", gpu=gpu, gpus=gpus, strategy="ddp").complete()
+    return Plan.of("tiny", gpu=gpu, gpus=gpus, strategy="ddp").resolve()
 
 
 @pytest.fixture

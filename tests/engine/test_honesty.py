@@ -68,7 +68,7 @@ def test_memory_that_no_counter_sees_is_in_the_total() -> None:
 
 
 def _totals(plan: Plan, hidden: int) -> dict[str, int]:
-    return run_ranks(1, partial(_measured, plan.complete(), hidden))[0]
+    return run_ranks(1, partial(_measured, plan.resolve(), hidden))[0]
 
 
 def _measured(plan: Plan, hidden: int, rank: int) -> dict[str, int]:

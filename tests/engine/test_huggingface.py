@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.engine.test_saving import Whole, save, session_of
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.checkpoint.export_weights import export
 from workbench.checkpoint.huggingface_names import config_of, parameters_of, source_of
+from workbench.engine.export_weights import export
 from workbench.engine.session_checkpoint import Saver
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
@@ -62,12 +62,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Whol
     folder = tmp_path_factory.mktemp("export")
     made = plan(
         2, 1, 2, changes={**BATCH, "strategy.data.zero": 3, "strategy.precision": "bf16"}
-    ).complete()
+    ).resolve()
     run_ranks(4, partial(save, made, folder))
     checkpoint = folder / "checkpoints" / "step-00000001"
     export(checkpoint, folder / "weights", shard_bytes=30_000)
     read = {**BATCH, "strategy.precision": "bf16", "checkpoint.load": str(checkpoint)}
-    return checkpoint, folder / "weights", whole(plan(changes=read).complete())
+    return checkpoint, folder / "weights", whole(plan(changes=read).resolve())
 
 
 def test_names_shapes_and_index_are_those_of_transformers(
@@ -105,7 +105,7 @@ def test_what_was_exported_starts_a_run_on_any_mesh(
     _, folder, wholes = exported
     changes = BATCH | {f"strategy.data.{key}": value for key, value in data.items()}
     changes |= {"strategy.precision": "bf16", "checkpoint.load": str(folder)}
-    made = plan(*mesh, changes=changes).complete()
+    made = plan(*mesh, changes=changes).resolve()
     held = 0
     for done, shards in run_ranks(made.world_size, partial(state, made)):
         assert done == 0
@@ -178,7 +178,7 @@ def plain_loss(weights: dict[str, Tensor], config: dict[str, Any], tokens_T: Ten
     "more", [{}, {"tied": True, "rope_theta": 5e5}, {"biases": "qkv"}, {"biases": "all"}], ids=str
 )
 def test_a_foreign_reader_computes_the_same_loss(tmp_path: Path, more: dict[str, Any]) -> None:
-    made = plan(changes=BATCH, **more).complete()
+    made = plan(changes=BATCH, **more).resolve()
 
     def ours(rank: int) -> float:
         session = session_of(made, rank)
@@ -203,7 +203,7 @@ def test_a_foreign_reader_computes_the_same_loss(tmp_path: Path, more: dict[str,
         for key, value in load_file(tmp_path / "weights" / "model.safetensors").items()
     }
     assert float(plain_loss(weights, config, tokens)) == pytest.approx(loss, rel=1e-5)
-    theirs = Plan.of(str(tmp_path / "weights")).complete().shape
+    theirs = Plan.of(str(tmp_path / "weights")).resolve().shape
     assert source_of(tmp_path / "weights", theirs).tensors.keys() >= {
         (n, "master") for n in parameters_of(made.shape)
     }
@@ -221,7 +221,7 @@ def test_a_foreign_reader_computes_the_same_loss(tmp_path: Path, more: dict[str,
 def test_models_without_such_names_are_refused(
     tmp_path: Path, shape: dict[str, Any], words: str
 ) -> None:
-    run_ranks(1, partial(save, plan(shape=shape, changes=BATCH).complete(), tmp_path))
+    run_ranks(1, partial(save, plan(shape=shape, changes=BATCH).resolve(), tmp_path))
     with pytest.raises(PlanError, match=words):
         export(tmp_path / "checkpoints" / "step-00000001", tmp_path / "weights")
     assert not (tmp_path / "weights").exists()
@@ -320,7 +320,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name_and_count(
     save_file(weights, tmp_path / listed[key])
     made = plan(
         changes={**BATCH, "strategy.precision": "bf16", "checkpoint.load": str(tmp_path)}
-    ).complete()
+    ).resolve()
     words = rf"{listed[key]}: 3 of the 1536 values of {key} are NaN or infinite"
     with pytest.raises(PlanError, match=words.replace(".", r"\.")):
         Saver(session_of(made, 0), Path("unused")).load()
@@ -334,7 +334,7 @@ def write(folder: Path, weights: Weights, config: dict[str, Any]) -> None:
 def test_files_that_are_missing_or_cut_are_named(
     exported: tuple[Path, Path, Whole], tmp_path: Path
 ) -> None:
-    shape = plan().complete().shape
+    shape = plan().resolve().shape
     for path in exported[1].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     cut = next(tmp_path.glob("model-00002*"))

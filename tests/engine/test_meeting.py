@@ -32,7 +32,7 @@ def listening(port=None):
 
 def plan(nodes=1):
     changes = {"cluster.nodes": nodes} if nodes > 1 else {}
-    return Plan.of("tiny", gpu="local", gpus=2, strategy="ddp", set=changes).complete()
+    return Plan.of("tiny", gpu="local", gpus=2, strategy="ddp", set=changes).resolve()
 
 
 def test_the_store_of_one_node_listens_on_the_loopback_address_alone():

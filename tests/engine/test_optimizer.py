@@ -280,7 +280,7 @@ def test_preflight_counts_the_bytes_that_are_there(
     try:
         plan = Plan.of(
             "tiny", gpu="h100-sxm-80gb", gpus=1, set={"strategy.precision": precision, **written}
-        ).complete()
+        ).resolve()
     except PlanError:
         pytest.skip("no legal plan")
     stored, gradient = dtypes(plan)

@@ -52,7 +52,7 @@ def made(
     }
     return plan(
         tensor, pipeline, data, shape=GPT, microbatches=microbatches, changes=changes
-    ).complete()
+    ).resolve()
 
 
 def text_of(made: Plan) -> Tensor:
@@ -162,13 +162,13 @@ def test_cpu_ranks_have_no_narrow_products(precision: str) -> None:
         PlanError,
         match=rf"precision.*is {precision}, which CPU ranks do not have; legal: fp32, bf16",
     ):
-        plan(changes={"strategy.precision": precision}).complete()
+        plan(changes={"strategy.precision": precision}).resolve()
 
 
 def on_a_card(precision: str) -> Plan:
     return Plan.of(
         "tiny", gpu="h100-sxm-80gb", gpus=1, set={"strategy.precision": precision}
-    ).complete()
+    ).resolve()
 
 
 def test_tf32_is_fp32_whose_products_round_their_inputs() -> None:
@@ -226,7 +226,7 @@ def clipped(mesh: str, precision: str) -> Plan:
         "training.micro_batch": 1,
         **changes,
     }
-    return plan(*sizes, shape=shape, layers=2, changes=changes).complete()
+    return plan(*sizes, shape=shape, layers=2, changes=changes).resolve()
 
 
 def moved(made: Plan, rank: int) -> bytes:
@@ -250,7 +250,7 @@ def moved(made: Plan, rank: int) -> bytes:
 @lru_cache
 def in_fp32(shape: Shape) -> dict[str, Tensor]:
     """What one device moves in fp32, by name."""
-    (answer,) = run_ranks(1, partial(moved, clipped("one", "fp32").replace(model=shape).complete()))
+    (answer,) = run_ranks(1, partial(moved, clipped("one", "fp32").replace(model=shape).resolve()))
     return {layout["name"]: x for layout, x in torch.load(io.BytesIO(answer))}
 
 
@@ -303,7 +303,7 @@ def test_attention_on_gpus_is_fused_or_an_error(gpu: str, code: bool, plain: boo
     for itself.
     """
     model: Any = {"python": "tests.parallel.users_model:build", "vocab": 260} if code else "tiny"
-    set_attention(Plan.of("tiny", gpu=gpu, gpus=1, strategy="ddp", set={"model": model}).complete())
+    set_attention(Plan.of("tiny", gpu=gpu, gpus=1, strategy="ddp", set={"model": model}).resolve())
     try:
         assert torch.backends.cuda.math_sdp_enabled() is plain
     finally:

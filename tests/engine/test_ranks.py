@@ -48,7 +48,7 @@ def run(folder: Path, made: Plan) -> list[Losses]:
     one does.
     """
     folder.mkdir()
-    (folder / "plan.yaml").write_text(made.resolved().to_yaml())
+    (folder / "plan.yaml").write_text(made.pin().to_yaml())
     context, port = multiprocessing.get_context("fork"), str(free_port())
     ranks = [
         context.Process(target=_rank, args=(folder, rank, made.world_size, port))

@@ -60,13 +60,13 @@ def saved(made, folder: Path, flip, rank):
     [(3, 1, "differs on rank 1 from that of the others"), (2, 1, "differs among ranks 0, 1")],
 )
 def test_a_replica_with_another_bit_is_named_and_not_saved(tmp_path, data, flip, words):
-    made = plan(data=data, shape=GPT, changes={"training.global_batch": 12}).complete()
+    made = plan(data=data, shape=GPT, changes={"training.global_batch": 12}).resolve()
     for told in run_ranks(data, partial(saved, made, tmp_path, flip)):
         assert told.startswith(f"after 5 steps parameter of {NAME}") and words in told
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
 def test_equal_replicas_are_saved(tmp_path):
-    made = plan(data=2, shape=GPT).complete()
+    made = plan(data=2, shape=GPT).resolve()
     assert run_ranks(2, partial(saved, made, tmp_path, None)) == ["", ""]
     assert (tmp_path / "checkpoints" / "step-00000005").is_dir()

@@ -68,19 +68,19 @@ def test_any_mesh_loads_what_another_saved(
     tmp_path: Path, mesh: tuple[int, int, int], shape: dict[str, Any]
 ) -> None:
     batch = {"training.global_batch": 8}
-    written = plan(*mesh, shape=shape, changes=batch).complete()
+    written = plan(*mesh, shape=shape, changes=batch).resolve()
     run_ranks(written.world_size, partial(save, written, tmp_path))
     read = {"checkpoint.load": str(tmp_path / "checkpoints" / "step-00000001"), **batch}
     wholes: Whole = {
         (name, kind): tensor
         for name, kind, _, tensor in run_ranks(
-            1, partial(load, plan(shape=shape, changes=read).complete())
+            1, partial(load, plan(shape=shape, changes=read).resolve())
         )[0]
     }
     assert any(
         np.abs(tensor).max() > 0 for (_, kind), tensor in wholes.items() if kind == "moment1"
     )
-    back = plan(4 if mesh[0] == 2 else 2, 1, 1, shape=shape, changes=read).complete()
+    back = plan(4 if mesh[0] == 2 else 2, 1, 1, shape=shape, changes=read).resolve()
     for rank, shards in enumerate(run_ranks(back.world_size, partial(load, back))):
         for name, kind, slices, tensor in shards:
             expected = wholes[name, kind][tuple(slice(*s) for s in slices)]
@@ -105,7 +105,7 @@ def test_any_stage_of_zero_loads_what_another_saved(
         mesh, data = case
         changes = {f"strategy.data.{key}": value for key, value in data.items()} | more
         changes |= {"strategy.precision": precision, "training.global_batch": 8}
-        return plan(*mesh, shape={**GPT, "tied": True}, changes=changes).complete()
+        return plan(*mesh, shape={**GPT, "tied": True}, changes=changes).resolve()
 
     written = staged(STAGES[index])
     run_ranks(written.world_size, partial(save, written, tmp_path))
@@ -144,12 +144,12 @@ def test_another_optimizer_state_is_refused_on_every_rank(
     tmp_path: Path, written: dict[str, Any], read: dict[str, Any], words: str
 ) -> None:
     batch = {"training.global_batch": 8, "training.optimizer.name": "sgd"}
-    run_ranks(1, partial(save, plan(changes=batch | written).complete(), tmp_path))
+    run_ranks(1, partial(save, plan(changes=batch | written).resolve(), tmp_path))
     at = {
         "checkpoint.load": str(tmp_path / "checkpoints" / "step-00000001"),
         "strategy.data.zero": 1,
     }
-    made = plan(1, 1, 2, changes=batch | at | read).complete()
+    made = plan(1, 1, 2, changes=batch | at | read).resolve()
 
     def refused(rank: int) -> str:
         with pytest.raises(
@@ -222,13 +222,13 @@ def test_a_state_goes_through_every_kind_of_plan_unchanged(
     tmp_path: Path, shape: dict[str, Any], cases: list[dict[str, Any]]
 ) -> None:
     batch = {"training.global_batch": 8}
-    first = plan(shape=shape, changes=batch).complete()
+    first = plan(shape=shape, changes=batch).resolve()
     run_ranks(1, partial(save, first, tmp_path))
     at = str(tmp_path / "checkpoints" / "step-00000001")
     ((*held,),) = run_ranks(1, partial(load, first.replace(**{"checkpoint.load": at})))
     wholes = {(name, kind): tensor for name, kind, _, tensor in held}
     for index, case in enumerate(cases):
-        made = plan(shape=shape, changes=batch | case | {"checkpoint.load": at}).complete()
+        made = plan(shape=shape, changes=batch | case | {"checkpoint.load": at}).resolve()
         folder = tmp_path / str(index)
         for rank, shards in enumerate(run_ranks(made.world_size, partial(through, made, folder))):
             for name, kind, slices, tensor in shards:
@@ -276,9 +276,9 @@ class Counted:
 def sharded(folder: Path, **more: Any) -> Plan:
     """A checkpoint of two tensor ranks, and a plan of ZeRO-3 over four that starts from it."""
     batch = {"training.global_batch": 8}
-    run_ranks(2, partial(save, plan(2, 1, 1, changes=batch).complete(), folder))
+    run_ranks(2, partial(save, plan(2, 1, 1, changes=batch).resolve(), folder))
     at = {"checkpoint.load": str(folder / "checkpoints" / "step-00000001"), "strategy.data.zero": 3}
-    return plan(1, 1, 4, changes=batch | at | more).complete()
+    return plan(1, 1, 4, changes=batch | at | more).resolve()
 
 
 def test_a_rank_reads_what_it_keeps_and_files_are_verified_once(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ MESHES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 
 def made(mesh: Sequence[int], changes: dict[str, Any], shape: dict[str, Any] = LLAMA) -> Plan:
     half = {"strategy.precision": "fp16", "training.optimizer.weight_decay": 0.5}
-    return plan(*mesh, shape=shape, changes=half | changes, layers=2, microbatches=2).complete()
+    return plan(*mesh, shape=shape, changes=half | changes, layers=2, microbatches=2).resolve()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -185,7 +185,7 @@ def test_fp16_trains_as_fp32(mesh: str, shape: dict[str, Any]) -> None:
     half = made(sizes, changes, shape)
     plain = half.replace(
         **{"strategy.precision": "fp32", "strategy.gradient_dtype": "fp32"}
-    ).complete()
+    ).resolve()
     exact = run_ranks(plain.world_size, partial(unscaled, plain))[0]
     for rank in run_ranks(half.world_size, partial(steps, half, {})):
         for seen, (loss, norm) in zip(rank[1:], exact):

@@ -88,7 +88,7 @@ def records(run: Run) -> Records:
 @pytest.fixture(scope="module")
 def expected(home: Path) -> tuple[list[float], dict[int, float]]:
     """Losses of one process that trains plainly, and its losses on held-out text by step."""
-    full = plan(home, "single", 1).complete()
+    full = plan(home, "single", 1).resolve()
     t, o = full.training, full.training.optimizer
     text = Sampler(
         tokenized_corpus.load(full.corpus, full.shape.vocab),
@@ -221,7 +221,7 @@ def test_bf16_learns_and_a_stop_leaves_a_checkpoint(home: Path) -> None:
 
 
 def test_a_launcher_of_too_few_ranks_is_refused(home: Path, tmp_path: Path) -> None:
-    (tmp_path / "plan.yaml").write_text(plan(home, "ddp", 2).resolved().to_yaml())
+    (tmp_path / "plan.yaml").write_text(plan(home, "ddp", 2).pin().to_yaml())
     command = [sys.executable, "-m", "workbench.engine.worker", str(tmp_path / "plan.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 1

@@ -154,6 +154,5 @@ REFUSED: tuple[tuple[str, ...], ...] = (
     ("estimate", "--no-such-option"),
     ("no-such-verb",),
 )
-"""Command lines that are refused; what is recorded is the exit code and the fields that are
-named.
+"""Command lines that are refused; what is recorded is the exit code and the fields that are named.
 """

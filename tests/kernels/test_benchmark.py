@@ -31,9 +31,7 @@ FP32 = torch.float32
 @pytest.mark.parametrize("model", ["llama-3-8b", "gpt2-xl"])
 def test_textbook_bytes_are_the_planners(model: str) -> None:
     sets = {"training.sequence_length": 512, "training.micro_batch": 2}
-    w = workload(
-        Plan.of(model, gpu="h100-sxm-80gb", gpus=1, strategy="single", set=sets).complete()
-    )
+    w = workload(Plan.of(model, gpu="h100-sxm-80gb", gpus=1, strategy="single", set=sets).resolve())
     own = replace(constants(w.setting.card, "eager"), traffic=1.0)
     m = card(w.setting.card, "bf16", own)
     planned = memory_bound(w, m, False)

@@ -65,13 +65,13 @@ def assert_alike(found: dict[str, Tensor], true: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("kernels", ["compiled", "fused"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_model_computes_the_same(name: str, kernels: str, dropout: float) -> None:
-    shape = Plan.of("tiny", gpu="local", gpus=1, set={"model": MODELS[name]}).complete().shape
+    shape = Plan.of("tiny", gpu="local", gpus=1, set={"model": MODELS[name]}).resolve().shape
     plain, other = gradients(shape, "eager", dropout), gradients(shape, kernels, dropout)
     assert_alike(other, plain)
 
 
 def test_every_seam_that_can_be_is_replaced() -> None:
-    shape = Plan.of("tiny", gpu="local", gpus=1).complete().shape
+    shape = Plan.of("tiny", gpu="local", gpus=1).resolve().shape
     model = Transformer(shape, 0.1)
     names = set(model.state_dict())
     replace_seams(model, "fused")
@@ -83,7 +83,7 @@ def test_every_seam_that_can_be_is_replaced() -> None:
 def test_a_warm_up_leaves_nothing_to_compile(caplog: pytest.LogCaptureFixture) -> None:
     shape = (
         Plan.of("tiny", gpu="local", gpus=1, set={"model": {**LLAMA, "mlp": "geglu"}})
-        .complete()
+        .resolve()
         .shape
     )
     model = Transformer(shape)
@@ -110,7 +110,7 @@ class Counting(TorchDispatchMode):
 def operators(layers: int) -> tuple[int, int]:
     shape = (
         Plan.of("tiny", gpu="local", gpus=1, set={"model": {**LLAMA, "layers": layers}})
-        .complete()
+        .resolve()
         .shape
     )
     model, tokens = Transformer(shape), torch.zeros(2, 8, dtype=torch.long)
@@ -160,7 +160,7 @@ def test_kernels_of_code_are_refused_by_name() -> None:
         "model": {"python": "tests.parallel.users_model:build", "vocab": 260},
         "strategy": {"kernels": "fused"},
     }
-    plan = Plan.model_validate({**written, "cluster": {"gpu": "local", "gpus": 1}}).complete()
+    plan = Plan.model_validate({**written, "cluster": {"gpu": "local", "gpus": 1}}).resolve()
     found = [p for p in unsupported(plan, "run", allow_code=True) if p.field == "strategy.kernels"]
     assert len(found) == 1 and "fused" in str(found[0]) and "eager" in str(found[0])
 

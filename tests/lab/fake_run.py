@@ -33,7 +33,7 @@ def make(folder: Path, world: int = 2, steps: int = 20) -> Path:
     plan = Plan.of("tiny", gpu="local", gpus=world, strategy="dapple", set=changes)
     for name in FOLDERS:
         (folder / name).mkdir(parents=True)
-    (folder / "plan.yaml").write_text(plan.complete().to_yaml())
+    (folder / "plan.yaml").write_text(plan.resolve().to_yaml())
     put_state(folder, first_state(world, steps))
     return folder
 

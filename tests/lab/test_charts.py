@@ -184,9 +184,9 @@ def test_two_estimates_have_a_bar_each_and_one_needs_no_words() -> None:
 def test_a_map_marks_what_does_not_fit() -> None:
     many = synthetic.profile(world=64, scale=2**30)
     assert "datum.value > " in json.dumps(charts.memory_map(many).spec)
-    assert ("more than the GPU's 1.00 GiB") in charts.memory_map(
-        many
-    ).svg()  # the legend says what red is
+    assert (
+        "more than the GPU's 1.00 GiB" in charts.memory_map(many).svg()
+    )  # the legend says what red is
 
 
 @pytest.mark.parametrize(("scale", "align"), [(2**26, "right"), (2**29, "left")])

@@ -96,7 +96,7 @@ def test_long_names_wrap_ids_do_not_and_a_wide_table_scrolls_by_itself(tmp_path:
     )
     assert names == {"wb-name"} and re.search(r"\.wb-name \{[^}]*white-space: normal", text)
     assert ids == {("wb-id", "a-name-of-many-word…e-of-many-words--run")}
-    assert (".wb-table td { white-space: nowrap; }") in text and not re.search(
+    assert ".wb-table td { white-space: nowrap; }" in text and not re.search(
         r"\.wb-id \{[^}]*white-space", text
     )
     assert (
@@ -129,7 +129,8 @@ def test_plans_of_one_name_are_told_apart_by_the_fields_that_differ(tmp_path: Pa
         assert '<th scope="col" class="wb-name">zero-1 (2)</th>' in shown
         assert (
             '<td class="wb-name">strategy.tensor.sequence</td><td class="wb-name">false</td>'
-        ) in shown
+            in shown
+        )
     rows = repr(comparison).split("Plan fields that differ\n")[1].splitlines()[:4]
     assert [row.split() for row in rows] == [
         ["field", "zero-1", "(1)", "zero-1", "(2)"],

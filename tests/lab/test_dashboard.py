@@ -28,7 +28,7 @@ def test_a_run_is_followed_to_its_end(folder: Path) -> None:
     dashboard = watch(Run(folder), [synthetic.profile("estimated", 2, scale=20 * 2**20)])
     assert dashboard.wait(20)
     assert (
-        dashboard.board.banner["headline"] == ("Finished: 12 steps")
+        dashboard.board.banner["headline"] == "Finished: 12 steps"
         and dashboard.board.banner["tone"] == "good"
     )
     assert len([row for row in dashboard.board.rows("loss") if row["text"] == "training"]) == 12
@@ -83,12 +83,13 @@ def test_a_failure_is_told_with_its_first_cause(folder: Path) -> None:
     assert dashboard.wait(20)
     banner = dashboard.board.banner
     assert (
-        banner["headline"] == ("Failed: rank 1 was killed by SIGKILL in step 3")
+        banner["headline"] == "Failed: rank 1 was killed by SIGKILL in step 3"
         and banner["tone"] == "bad"
     )
-    assert ("Watch the machine's free memory.") in banner["lines"] and banner[
-        "code"
-    ] == "last line of rank 1"
+    assert (
+        "Watch the machine's free memory." in banner["lines"]
+        and banner["code"] == "last line of rank 1"
+    )
     assert "SIGKILL" in dashboard.snapshot()["text/plain"]
 
 

@@ -22,8 +22,9 @@ def test_the_front_is_a_line_and_the_best_are_points() -> None:
         (400, 6),
     ]
     assert [row["peak"] for row in figure.rows if row["kind"] == "best by time"] == [64, 16, 32]
-    assert "(ms)" in figure.title and figure.subtitle == (
-        "estimated · 4 of 1,000 plans meet every condition"
+    assert (
+        "(ms)" in figure.title
+        and figure.subtitle == "estimated · 4 of 1,000 plans meet every condition"
     )
     batch = synthetic.found().top[0].plan.training
     assert line[0]["rate"] == pytest.approx(batch.global_batch * batch.sequence_length / 0.1)

@@ -7,8 +7,7 @@ from workbench.errors import PlanError
 from workbench.lab.panel.control_values import read
 from workbench.lab.panel.plan_controls import knobs
 from workbench.lab.panel.planner import Planner
-from workbench.plan.plan_files import plain
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, written_fields
 from workbench.planner import estimate
 from workbench.profile import Profile
 
@@ -56,7 +55,7 @@ def test_it_opens_on_a_plan_and_its_estimate(planner: Planner) -> None:
 def test_turning_a_control_changes_the_plan_and_the_charts(planner: Planner) -> None:
     before, bars = planner.plan, planner.board.rows("memory")
     planner.set("tensor", 2)
-    assert planner.plan.strategy.tensor.size == 2 and before.complete().strategy.tensor.size != 2
+    assert planner.plan.strategy.tensor.size == 2 and before.resolve().strategy.tensor.size != 2
     assert planner.board.rows("memory") != bars
     assert planner.plan == Plan.model_validate(planner.plan.model_dump(exclude_unset=True))
 
@@ -122,7 +121,8 @@ def test_the_smallest_change_is_applied_by_a_button(planner: Planner) -> None:
     planner.board._heard(planner.board, {"type": "press", "action": "apply"}, [])
     assert planner.profile.fits and planner.profile.notes.get("advice") is None
     assert all(
-        read(plain(planner.plan), path) == value for path, value in advice["changes"].items()
+        read(written_fields(planner.plan), path) == value
+        for path, value in advice["changes"].items()
     )
     assert "Applied" in told(planner)
     assert "apply" not in [b["action"] for b in planner.board.banner["buttons"]]
@@ -133,9 +133,7 @@ def test_the_smallest_change_is_applied_by_a_button(planner: Planner) -> None:
 def test_cost_and_constraint_stand_beneath_the_charts(planner: Planner) -> None:
     before = planner.reasons.value
     assert (
-        "card-hours" in before
-        and "kWh" in before
-        and ("takes the largest part of a step") in before
+        "card-hours" in before and "kWh" in before and "takes the largest part of a step" in before
     )
     planner.set("strategy", "ddp")
     planner.set("gpu", "v100-sxm2-32gb")
@@ -180,7 +178,7 @@ def test_a_rehearsal_is_drawn_beside_the_estimate(
 def test_a_plan_with_an_inline_shape_can_be_planned(planner: Planner) -> None:
     other = Planner(planner.plan.replace(**{"model.layers": 16}))
     other.set("pipeline", 4)
-    assert other.plan.complete().shape.layers == 16
+    assert other.plan.resolve().shape.layers == 16
 
 
 def test_typing_a_number_back_restores_the_plan_whatever_the_page_echoes(planner: Planner) -> None:
@@ -239,10 +237,10 @@ def test_a_problem_without_a_control_is_told_in_the_banner() -> None:
 
 
 def test_a_default_that_is_set_is_kept_where_the_preset_says_otherwise(planner: Planner) -> None:
-    assert planner.plan.complete().strategy.pipeline.size > 1
+    assert planner.plan.resolve().strategy.pipeline.size > 1
     planner.set("pipeline", 1)
     assert (
-        planner.plan.complete().strategy.pipeline.size == 1
+        planner.plan.resolve().strategy.pipeline.size == 1
         and shown(planner, "pipeline")["origin"] == ""
     )
 
@@ -300,9 +298,9 @@ def test_the_micro_batch_leaves_the_global_batch(planner: Planner) -> None:
         "problem": "",
     }
     planner.set("micro_batch", 2)
-    assert planner.plan.complete().training.global_batch == 64 and "stays 64" in told(planner)
+    assert planner.plan.resolve().training.global_batch == 64 and "stays 64" in told(planner)
     planner.set("global_batch", "")
-    assert planner.plan.complete().training.global_batch == 128
+    assert planner.plan.resolve().training.global_batch == 128
     assert shown(planner, "global_batch")["origin"] == "auto"
 
 
@@ -310,7 +308,7 @@ def test_a_global_batch_that_cannot_be_held_moves_to_the_nearest_and_is_told(
     planner: Planner,
 ) -> None:
     planner.set("micro_batch", 12)
-    assert planner.problems == [] and planner.plan.complete().training.global_batch == 72
+    assert planner.problems == [] and planner.plan.resolve().training.global_batch == 72
     assert "Global batch 64 → 72" in told(planner)
 
 
@@ -334,7 +332,7 @@ def test_what_is_no_number_stays_and_is_told(planner: Planner, typed: str) -> No
     )
     planner.set("tensor", 2)  # another edit does not hide it
     assert (
-        headline(planner) == ("Not a legal plan: fix Number of GPUs")
+        headline(planner) == "Not a legal plan: fix Number of GPUs"
         and shown(planner, "gpus")["text"] == typed
     )
     planner.set("gpus", "16")
@@ -355,8 +353,8 @@ def test_a_preset_brings_what_it_needs_and_says_so(preset: str) -> None:
     planner = Planner(plan)
     planner.set("strategy", preset)
     assert planner.problems == [] and planner.plan.strategy.preset == preset
-    assert planner.plan.complete().training.micro_batch > 1 and "Micro batch 1 → " in told(planner)
-    assert planner.plan.complete().training.global_batch == 256
+    assert planner.plan.resolve().training.micro_batch > 1 and "Micro batch 1 → " in told(planner)
+    assert planner.plan.resolve().training.global_batch == 256
 
 
 def test_schedules_and_grids_bring_their_sizes(planner: Planner) -> None:
@@ -407,7 +405,7 @@ def test_every_folded_control_sets_its_field(planner: Planner, name: str) -> Non
     planner.set("zero", 1)
     planner.set(name, CHANGES[name])
     assert planner.problems == []
-    value = read(plain(planner.plan), knobs()[name].path)
+    value = read(written_fields(planner.plan), knobs()[name].path)
     if name == "calibration":
         assert shown(planner, name)["origin"] == "auto"
     else:

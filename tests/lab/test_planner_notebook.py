@@ -26,12 +26,13 @@ def test_the_planner_notebook_runs_headless(
     front = of("charts.front(")[0].data
     assert "application/vnd.vegalite.v5+json" in front and "estimated" in front["text/plain"]
     assert "no plan meets 'peak_gib<1'" in of(".empty")[0].text
-    assert Plan.load(tmp_path / "best.yaml").complete().strategy.data.offload == "none"
+    assert Plan.load(tmp_path / "best.yaml").resolve().strategy.data.offload == "none"
     assert "Neighbours: one knob, one step (estimated)" in of("wb.explain(")[0].data["text/html"]
     assert of("gain = ")[0].text.endswith("tokens a second (estimated)\n")
-    assert ("attention.qkv by columns and attention.o by its inner dimension") in of(
-        "wb.operators(job"
-    )[0].text
+    assert (
+        "attention.qkv by columns and attention.o by its inner dimension"
+        in of("wb.operators(job")[0].text
+    )
     assert "wall_clock_breakdown" in of("wb.import_config(")[0].data["text/html"]
     assert "--tensor-model-parallel-size" in of("wb.translate(")[1].data["text/html"]
     assert of("wb.validate(")[0].text.startswith("3 of 3 rows predicted")

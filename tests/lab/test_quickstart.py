@@ -16,7 +16,7 @@ def test_the_quickstart_runs_headless(tmp_path: Path, monkeypatch: pytest.Monkey
     dashboard = said["dashboard = wb.watch(run)"][0].data
     assert (
         "application/vnd.vegalite.v5+json" in dashboard
-        and ("Finished: 40 steps") in dashboard["text/plain"]
+        and "Finished: 40 steps" in dashboard["text/plain"]
     )
     assert (
         "application/vnd.jupyter.widget-view+json"

@@ -132,7 +132,7 @@ def plan_of(choice: Choice) -> Plan | None:
         },
     }
     try:
-        plan = Plan.model_validate(written).complete()
+        plan = Plan.model_validate(written).resolve()
     except (PlanError, ValueError):
         return None
     return None if unsupported(plan, "run") else plan
@@ -190,7 +190,7 @@ def compile_once() -> None:
     then.
     """
     for precision, model in product((torch.float64, torch.float32), MODELS.values()):
-        shape = Plan.of("tiny", gpu="local", gpus=1, set={"model": model}).complete().shape
+        shape = Plan.of("tiny", gpu="local", gpus=1, set={"model": model}).resolve().shape
         built, split = Transformer(shape), SplitLoss("compiled")
         replace_seams(built, "compiled")
         for _ in warm_up([built, split], precision, batch=4):

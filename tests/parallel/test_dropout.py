@@ -76,7 +76,7 @@ def test_it_changes_the_loss_of_every_step_of_training() -> None:
     """One device, the same tokens twice: with dropout two steps differ, from each other and from
     none.
     """
-    made = dropping().complete()
+    made = dropping().resolve()
     batch = next(_batches(made))
     still = made.replace(**{"training.optimizer.learning_rate": 1e-30})
     first, second = train_plainly(still, [batch] * 2, torch.float64).losses
@@ -240,7 +240,7 @@ def test_masks_do_not_depend_on_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_dropped_in_evaluation() -> None:
-    model = Transformer(dropping().complete().shape, RATE).eval()
+    model = Transformer(dropping().resolve().shape, RATE).eval()
     assert model.positions(torch.zeros(1, 4, dtype=torch.long)).rows is None
     x = torch.randn(1, 4, 8)
     assert Dropout(RATE, 0).eval()(x, None) is x

@@ -78,7 +78,7 @@ def test_all_of_an_experts_collectives_in_numbers() -> None:
     rows = {
         key[1:]: count for key, count in traffic(rehearse(plan, [0])).items() if key[1] == "expert"
     }
-    size, calls = 2 * 128 * 128 * 2 * 4, plan.complete().num_microbatches * 3
+    size, calls = 2 * 128 * 128 * 2 * 4, plan.resolve().num_microbatches * 3
     assert rows == {
         ("expert", "all_to_all", 2, "int64", 8 * 8, "F"): calls,
         ("expert", "all_to_all", 2, "fp32", size, "F"): 2 * calls,
@@ -122,7 +122,7 @@ def test_a_mixture_on_a_grid_is_estimated_but_not_run(algorithm: str, size: list
         "strategy.tensor.size": size,
         "training.micro_batch": 4,
     }
-    plan = mixture(data=8, changes=grid).complete()
+    plan = mixture(data=8, changes=grid).resolve()
     (problem,) = unsupported(plan, "run")
     assert problem.field == "strategy.tensor.algorithm"
     assert re.search(
@@ -133,6 +133,6 @@ def test_a_mixture_on_a_grid_is_estimated_but_not_run(algorithm: str, size: list
 
 def test_capacity_of_sequences_that_ranks_share_is_refused() -> None:
     plan: Plan = mixture(data=2, moe={"capacity": 1.0}, changes={"strategy.context.size": 2})
-    assert [problem.field for problem in unsupported(plan.complete(), "run")] == [
+    assert [problem.field for problem in unsupported(plan.resolve(), "run")] == [
         "model.moe.capacity"
     ]

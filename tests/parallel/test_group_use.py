@@ -56,7 +56,7 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_every_group_is_first_used_by_all_its_ranks(name: str) -> None:
-    found = PLANS[name].complete()
+    found = PLANS[name].resolve()
     uses = run_ranks(found.world_size, lambda rank: first_use(found, rank))
     groups = {key for use in uses for key in use}
     assert len(groups) > 1  # the world's, and those of the plan's axes

@@ -154,7 +154,7 @@ def test_columns_before_rows_communicate_as_algorithm_1d(ranks: int) -> None:
 
 
 def test_the_planner_counts_the_same() -> None:
-    built = on(2, operators=megatron(2, GPT), shape=GPT, layers=2, vocab=256).complete()
+    built = on(2, operators=megatron(2, GPT), shape=GPT, layers=2, vocab=256).resolve()
     t = built.training
     planned = choose(
         built.shape,
@@ -179,7 +179,7 @@ def test_the_planner_counts_the_same() -> None:
 
 
 def test_what_the_planner_chooses_runs() -> None:
-    built = on(4, operators={}, shape=GPT, layers=1).complete()
+    built = on(4, operators={}, shape=GPT, layers=1).resolve()
     t, machine = built.training, Machine(1e9, 1e12, 0)
     tokens = t.micro_batch * t.sequence_length
     chosen = choose(
@@ -273,7 +273,7 @@ def test_strategies_that_cannot_run_are_refused(
     operators: dict[str, str], field: str, said: str
 ) -> None:
     with pytest.raises(PlanError) as refused:
-        require(on(2, operators=operators, layers=2).complete(), "run")
+        require(on(2, operators=operators, layers=2).resolve(), "run")
     assert any(
         p.field == f"strategy.operators.{field}" and said in p.message
         for p in refused.value.problems
@@ -289,9 +289,9 @@ def test_strategies_that_cannot_run_are_refused(
 )
 def test_choices_that_exclude_operators_are_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(PlanError, match=field):
-        require(on(2, operators=megatron(2), changes=changes).complete(), "run")
+        require(on(2, operators=megatron(2), changes=changes).resolve(), "run")
 
 
 def test_a_tied_weight_cut_in_two_ways_is_refused() -> None:
     with pytest.raises(PlanError, match=r"strategy.operators.head: cuts the weight that it shares"):
-        require(on(2, operators={"head": "((1,1),(1,2))"}, tied=True).complete(), "run")
+        require(on(2, operators={"head": "((1,1),(1,2))"}, tied=True).resolve(), "run")

@@ -167,7 +167,7 @@ def test_code_runs_only_where_the_user_says_so(
             run(plan)
     (tmp_path / "plan.yaml").write_text(plan.to_yaml())
     with pytest.raises(PlanError, match=said):
-        require(plan.complete(), "run")
+        require(plan.resolve(), "run")
 
 
 def test_a_worker_that_is_not_told_refuses_code(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_worker_that_is_not_told_refuses_code(tmp_path: Path) -> None:
 
 
 def test_the_flag_travels_on_the_command_line_alone(tmp_path: Path) -> None:
-    plan = users().complete()
+    plan = users().resolve()
     assert compose(plan, tmp_path, 2000, Recipe(), allow_code=True).argv[-1] == "--allow-code"
     assert "--allow-code" not in compose(plan, tmp_path, 2000, Recipe()).argv
     assert "allow" not in plan.to_yaml()
@@ -190,11 +190,11 @@ def test_a_resolved_plan_names_the_code_by_its_hash(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("raise SystemExit('this must not run')")
-    plan = users().replace(**{"model.python": "mine:build"}).resolved()
+    plan = users().replace(**{"model.python": "mine:build"}).pin()
     assert plan.code and plan.code.sha256 == sha256((tmp_path / "mine.py").read_bytes()).hexdigest()
     (tmp_path / "mine.py").write_text("changed = True")
     with pytest.raises(PlanError, match=r"model.sha256: the plan was resolved with code"):
-        plan.resolved()
+        plan.pin()
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_operators_that_the_model_does_not_have_are_refused(
 )
 def test_what_names_parts_of_our_models_is_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(PlanError) as refused:
-        users(data=2).replace(**changes).complete()
+        users(data=2).replace(**changes).resolve()
     assert any(problem.field.startswith(field) for problem in refused.value.problems), refused
 
 
@@ -267,7 +267,7 @@ def test_models_that_would_not_train_alike_are_refused(factory: str, said: str) 
 
 def test_an_estimate_of_code_is_refused() -> None:
     with pytest.raises(PlanError, match=r"model.python: .* no closed form knows"):
-        require(users().complete(), "estimate")
+        require(users().resolve(), "estimate")
 
 
 def test_the_factory_is_plain() -> None:

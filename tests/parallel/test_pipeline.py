@@ -194,12 +194,12 @@ def test_a_broken_table_is_refused_with_its_place(rows: str, said: str, tmp_path
     path = tmp_path / "broken.csv"
     path.write_text(rows)
     with pytest.raises(PlanError, match=rf"strategy\.pipeline\.schedule: .*{said}"):
-        scheduled(str(path), chunks=1, microbatches=2).complete()
+        scheduled(str(path), chunks=1, microbatches=2).resolve()
 
 
 @pytest.mark.parametrize("name", ["1f1b", *SPLIT_OR_CHUNKED])
 def test_evaluation_with_several_stages_a_rank(name: str) -> None:
-    found = scheduled(name, tied=True).complete()
+    found = scheduled(name, tied=True).resolve()
     text = torch.randint(257, (8, 17), generator=torch.Generator().manual_seed(0))
     model = Transformer(found.shape).double()
     with torch.no_grad():
@@ -234,7 +234,7 @@ def test_bf16_gradients_add_up_as_those_of_whole_backwards(name: str) -> None:
         scheduled(name, changes=changes, shape=GPT),
         scheduled("1f1b", changes=changes, shape=GPT),
     )
-    found, expected = (_gradients(each.complete()) for each in (split, whole))
+    found, expected = (_gradients(each.resolve()) for each in (split, whole))
     assert found.keys() == expected.keys()
     for path, gradient in found.items():
         assert gradient.dtype == torch.float32 and torch.equal(gradient, expected[path]), path

@@ -27,7 +27,7 @@ from workbench.schedules import generate, write_csv
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 def test_named_schedules(name: str, tmp_path: Path) -> None:
-    found = scheduled(name, microbatches=4).complete()
+    found = scheduled(name, microbatches=4).resolve()
     write_csv(generate(name, 2, 4, CHUNKS[name]), tmp_path / "theirs.csv")
     assert_same_gradients(found, tmp_path / "theirs.csv")
 
@@ -35,7 +35,7 @@ def test_named_schedules(name: str, tmp_path: Path) -> None:
 def test_a_table_that_no_generator_makes(tmp_path: Path) -> None:
     """torch's zero-bubble schedule of two chunks a rank."""
     order = multi_stage_order(ScheduleInterleavedZeroBubble, 2, 4, 2)
-    found = drawn(table_from(order), tmp_path).complete()
+    found = drawn(table_from(order), tmp_path).resolve()
     assert_same_gradients(found, tmp_path / "table.csv")
 
 

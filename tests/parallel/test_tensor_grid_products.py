@@ -135,14 +135,14 @@ def over_width(kind: str, mesh: Mesh) -> float:
 def test_products_are_the_dense_ones(
     grid: tuple[str, list[int]], compare: Callable[[Mesh], float]
 ) -> None:
-    plan = on(grid).complete()
+    plan = on(grid).resolve()
     gaps = run_ranks(plan.world_size, lambda rank: compare(build_mesh(plan, rank)))
     assert max(gaps) < 1e-12, gaps
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_norms_are_the_dense_ones(kind: str) -> None:
-    plan = on(SQUARE).complete()
+    plan = on(SQUARE).resolve()
     gaps = run_ranks(plan.world_size, lambda rank: over_width(kind, build_mesh(plan, rank)))
     assert max(gaps) < 1e-10, gaps
 

@@ -20,8 +20,7 @@ from workbench.parallel.tensor.vocab_parallel import VocabularyHeadLoss
 
 B, T, D = 2, 8, 12
 ROOMS = {(2, 257): 130, (4, 259): 66, (4, 6): 2}
-"""(Ranks, vocabulary) -> rows that each has room for; of the last, one rank has none that is
-real.
+"""(Ranks, vocabulary) -> rows that each has room for; of the last, one rank has none that is real.
 """
 
 
@@ -95,13 +94,13 @@ def furthest(axis: MeshAxis, vocab: int, kernels: str, sequence: bool = False) -
 @pytest.mark.parametrize("kernels", ["eager", "fused", "compiled"])
 @pytest.mark.parametrize(("size", "vocab"), ROOMS, ids=str)
 def test_equals_one_device(size: int, vocab: int, kernels: str) -> None:
-    full = plan(size).complete()
+    full = plan(size).resolve()
     gaps = run_ranks(size, lambda rank: furthest(build_mesh(full, rank)["tensor"], vocab, kernels))
     assert max(gaps) <= 1e-10, gaps
 
 
 def test_equals_one_device_where_tokens_are_split() -> None:
-    full = plan(2).complete()
+    full = plan(2).resolve()
     gaps = run_ranks(
         2, lambda rank: furthest(build_mesh(full, rank)["tensor"], 257, "fused", sequence=True)
     )
@@ -123,7 +122,7 @@ def on_a_grid(axis: MeshAxis) -> float:
 
 
 def test_equals_one_device_on_a_grid() -> None:
-    full = plan(2).complete()
+    full = plan(2).resolve()
     gaps = run_ranks(2, lambda rank: on_a_grid(build_mesh(full, rank)["tensor"]))
     assert max(gaps) <= 1e-10, gaps
 
@@ -145,7 +144,7 @@ def reduced(axis: MeshAxis, kernels: str) -> list[Any]:
 
 
 def test_kernels_reduce_what_plain_operators_do() -> None:
-    full = plan(2).complete()
+    full = plan(2).resolve()
     eager, fused = (
         run_ranks(2, lambda rank, k=kernels: reduced(build_mesh(full, rank)["tensor"], k))
         for kernels in ("eager", "fused")
@@ -160,6 +159,6 @@ def test_a_missing_reduction_is_found(monkeypatch: pytest.MonkeyPatch, missing: 
 
     original = vocab_parallel.all_reduce
     monkeypatch.setattr(vocab_parallel, "all_reduce", all_reduce)
-    full = plan(2).complete()
+    full = plan(2).resolve()
     gaps = run_ranks(2, lambda rank: furthest(build_mesh(full, rank)["tensor"], 257, "fused"))
     assert max(gaps) > 1e-3

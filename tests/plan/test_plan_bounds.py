@@ -10,10 +10,9 @@ import pytest
 import workbench as wb
 from workbench.errors import PlanError
 from workbench.machine.calibration_file import Calibration
-from workbench.plan import plan_files
 from workbench.plan.catalog import catalog
 from workbench.plan.model_shape import Shape
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, build_plan, written_fields
 
 
 def numbers(schema):
@@ -46,7 +45,7 @@ def test_every_number_has_an_upper_bound_with_a_reason(declared):
     assert len(found) > 40
     for path, node in found:
         most = node.get("maximum", node.get("exclusiveMaximum"))
-        assert most is not None, f"{'.'.join(path)} has no upper bound: see plan/field_bounds.py"
+        assert most is not None, f"{'.'.join(path)} has no upper bound: see fields/bounds.py"
         assert most <= 1 or node["$comment"].startswith("at most "), ".".join(path)
 
 
@@ -97,8 +96,8 @@ def test_bounds_are_ten_times_what_is_published():
 
 
 STARTS = [
-    Plan.of("deepseek-v2-lite", gpu="a100-sxm-80gb", gpus=16, strategy="deepseek-v3").complete(),
-    Plan.of("gpt2", gpu="h100-sxm-80gb", gpus=8, strategy="megatron-3d").complete(),
+    Plan.of("deepseek-v2-lite", gpu="a100-sxm-80gb", gpus=16, strategy="deepseek-v3").resolve(),
+    Plan.of("gpt2", gpu="h100-sxm-80gb", gpus=8, strategy="megatron-3d").resolve(),
 ]
 
 
@@ -107,7 +106,7 @@ STARTS = [
 def test_a_plan_of_numbers_at_their_bounds_is_estimated_or_refused(seed):
     pick, answered = random.Random(seed), 0
     for _ in range(80):
-        data = copy.deepcopy(plan_files.plain(pick.choice(STARTS)))
+        data = copy.deepcopy(written_fields(pick.choice(STARTS)))
         for path, node in pick.sample(
             [one for one in OF_A_PLAN if "[]" not in one[0]], pick.choice([1, 2, 4])
         ):
@@ -122,7 +121,7 @@ def test_a_plan_of_numbers_at_their_bounds_is_estimated_or_refused(seed):
                 pick.choice(bound) if node["type"] == "number" else int(pick.choice(bound))
             )
         try:
-            wb.estimate(plan_files.build(data))
+            wb.estimate(build_plan(data))
             answered += 1
         except PlanError:
             pass

@@ -71,7 +71,7 @@ def named(path: Path | str, gpu: str = "local", **changes: Any) -> Plan:
 
 def refusal(plan: Plan) -> PlanError:
     with pytest.raises(PlanError) as caught:
-        plan.complete()
+        plan.resolve()
     return caught.value
 
 
@@ -87,14 +87,14 @@ def test_a_resolved_plan_pins_the_file_and_its_hash(
 ) -> None:
     path = written(tmp_path)
     monkeypatch.chdir(tmp_path)
-    full = named("calibration.yaml").resolved()
+    full = named("calibration.yaml").pin()
     assert full.cluster.calibration == str(path)
     assert full.cluster.calibration_sha256 == calibration_file.digest(path)
-    assert full.resolved() == full, "also where the card is written out"
+    assert full.pin() == full, "also where the card is written out"
 
 
 def test_a_file_that_changed_since_is_refused(tmp_path: Path) -> None:
-    full = named(written(tmp_path)).resolved()
+    full = named(written(tmp_path)).pin()
     written(tmp_path, machine=machine(date="2026-01-02"))
     error = refusal(full)
     assert [p.field for p in error.problems] == ["cluster.calibration_sha256"]
@@ -164,7 +164,7 @@ def test_a_file_of_another_host_is_refused_only_for_what_is_attached(tmp_path: P
     plan = named(path).replace(
         **{"cluster.gpu": card.model_dump(), "cluster.fabric": fabric.model_dump()}
     )
-    assert plan.complete().cluster.calibration == str(path), (
+    assert plan.resolve().cluster.calibration == str(path), (
         "a written-out card is a plan for that machine, seen here"
     )
 
@@ -192,8 +192,8 @@ def test_the_fingerprint_names_no_host_and_tells_machines_apart() -> None:
 
 def test_a_calibration_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = named(written(tmp_path))
-    plan.complete()
+    plan.resolve()
     monkeypatch.setattr(
-        calibration_file.yamlio, "parse", lambda *_, **__: pytest.fail("parsed again")
+        calibration_file.yaml_files, "parse", lambda *_, **__: pytest.fail("parsed again")
     )
-    plan.complete()
+    plan.resolve()

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from workbench.errors import PlanError
+from workbench.machine import gpu_catalog
 from workbench.plan.catalog import catalog, huggingface_config
 from workbench.plan.parameter_count import parameters
 from workbench.plan.rules.supported import runnable
@@ -34,7 +35,9 @@ RELIED_ON = {
 
 @pytest.mark.parametrize("kind", RELIED_ON)
 def test_names_that_scripts_rely_on(kind):
-    assert set(RELIED_ON[kind]) <= set(getattr(catalog, kind)())
+    assert set(RELIED_ON[kind]) <= set(
+        (gpu_catalog if kind == "gpus" else catalog).__dict__[kind]()
+    )
 
 
 @pytest.mark.parametrize("name", catalog.models())
@@ -53,15 +56,15 @@ def test_dense_models_are_all_active():
     assert found.active == found.total == 8030261248
 
 
-@pytest.mark.parametrize("name", catalog.gpus())
+@pytest.mark.parametrize("name", gpu_catalog.gpus())
 def test_cards_have_a_source_and_a_known_fabric(name):
-    entry = catalog.gpus()[name]
-    assert entry.card.source and entry.fabric in catalog.clusters()
+    entry = gpu_catalog.gpus()[name]
+    assert entry.card.source and entry.fabric in gpu_catalog.clusters()
     assert all(entry.card.tflops.values()) and entry.card.bandwidth_gbs > entry.card.pcie_gbs
 
 
 def test_an_80_gb_card_has_79_3_gib():
-    assert catalog.gpus()["h100-sxm-80gb"].card.memory_gib == 79.3
+    assert gpu_catalog.gpus()["h100-sxm-80gb"].card.memory_gib == 79.3
 
 
 SPLIT_NOTHING = {
@@ -90,14 +93,14 @@ def test_presets_need_only_a_number_of_cards(preset, model, gpu, gpus):
         return
     if (model, preset) in SPLIT_NOTHING:
         with pytest.raises(PlanError, match=rf"strategy\.preset: {preset} finds no .* legal: "):
-            Plan.of(model, gpu=gpu, gpus=gpus, strategy=preset).complete()
+            Plan.of(model, gpu=gpu, gpus=gpus, strategy=preset).resolve()
         return
-    full = Plan.of(model, gpu=gpu, gpus=gpus, strategy=preset).complete()
+    full = Plan.of(model, gpu=gpu, gpus=gpus, strategy=preset).resolve()
     product = 1
     for size in full.sizes.values():
         product *= size
     assert product == gpus
-    assert full.complete() == full
+    assert full.resolve() == full
     assert isinstance(full.strategy.pipeline.partition, list)
     assert "auto" not in (full.strategy.precision, full.strategy.gradient_dtype)
 
@@ -114,13 +117,13 @@ def test_presets_need_only_a_number_of_cards(preset, model, gpu, gpus):
     ],
 )
 def test_sizes_on_four_ranks(preset, sizes):
-    found = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy=preset).complete().sizes
+    found = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy=preset).resolve().sizes
     assert (found["tensor"], found["data"], found["pipeline"]) == sizes
     assert runnable(preset)
 
 
 def test_pangu_on_its_own_cluster():
-    full = Plan.of("pangu-200b", gpu="ascend-910", gpus=2048, strategy="pangu-5d").complete()
+    full = Plan.of("pangu-200b", gpu="ascend-910", gpus=2048, strategy="pangu-5d").resolve()
     assert full.sizes == {"tensor": 8, "context": 1, "data": 16, "pipeline": 16}
     assert full.strategy.precision == "fp16" and full.strategy.placement[:2] == [
         "tensor",
@@ -136,12 +139,12 @@ def test_a_written_size_wins_over_a_rule_and_the_rest_follows():
         strategy="tensor-pipeline",
         set={"strategy.tensor.size": 2},
     )
-    assert plan.complete().sizes["pipeline"] == 32
+    assert plan.resolve().sizes["pipeline"] == 32
 
 
 @pytest.mark.parametrize("gpus, nodes, each", [(64, 8, 8), (12, 2, 6), (4, 1, 4)])
 def test_nodes_hold_the_same_number_of_cards(gpus, nodes, each):
-    cluster = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp").complete().cluster
+    cluster = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp").resolve().cluster
     assert (cluster.nodes, cluster.gpus_per_node) == (nodes, each)
 
 
@@ -194,7 +197,7 @@ DEEPSEEK = {
 )
 def test_hugging_face_configurations(tmp_path, config, name):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    full = Plan.of(str(tmp_path), gpu="h100-sxm-80gb", gpus=1).complete()
+    full = Plan.of(str(tmp_path), gpu="h100-sxm-80gb", gpus=1).resolve()
     known = catalog.models()[name].shape
     assert full.shape.model_copy(update={"name": name}) == known
 

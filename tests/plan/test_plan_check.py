@@ -161,14 +161,12 @@ def test_bf16_needs_a_card_that_has_it():
 
 
 def test_key_value_heads_may_be_replicated():
-    assert plan(strategy__tensor__size=4).complete().shape.kv_heads == 2
+    assert plan(strategy__tensor__size=4).resolve().shape.kv_heads == 2
 
 
 def test_several_problems_are_listed_together():
     with pytest.raises(PlanError) as caught:
-        plan(
-            strategy__tensor__size=8, strategy__recompute=[9], training__global_batch=12
-        ).complete()
+        plan(strategy__tensor__size=8, strategy__recompute=[9], training__global_batch=12).resolve()
     assert len(caught.value.problems) == 2 and str(caught.value).startswith(
         "2 problems in the plan:"
     )
@@ -189,12 +187,12 @@ def test_single_is_one_device():
     ],
 )
 def test_auto_precision(fields, precision, gradients):
-    full = plan(**fields).complete().strategy
+    full = plan(**fields).resolve().strategy
     assert (full.precision, full.gradient_dtype) == (precision, gradients)
 
 
 def test_defaults_follow_model_and_world():
-    full = plan(gpus=8).complete().training
+    full = plan(gpus=8).resolve().training
     assert (full.sequence_length, full.global_batch) == (256, 32)
 
 
@@ -204,13 +202,13 @@ class TestLocal:
     @pytest.fixture(autouse=True)
     def two_cores(self, monkeypatch):
         found = machine.Attached("cpu", 8, "CPU, 2 cores", 16 * 2**30, 2)
-        monkeypatch.setattr("workbench.plan.resolve.attached", lambda: found)
+        monkeypatch.setattr("workbench.plan.resolution.attached", lambda: found)
 
     def test_memory_is_shared_by_the_ranks(self):
-        full = plan(cluster__gpu="local", gpus=4).complete()
+        full = plan(cluster__gpu="local", gpus=4).resolve()
         assert (
-            full.card.memory_gib == 4.0
-            and full.card.device == "cpu"
+            full.gpu.memory_gib == 4.0
+            and full.gpu.device == "cpu"
             and full.strategy.precision == "fp32"
         )
 
@@ -220,13 +218,13 @@ class TestLocal:
 
     def test_a_card_named_by_its_driver(self, monkeypatch):
         found = machine.Attached("cuda", 4, "NVIDIA A100-SXM4-80GB", 79 * 2**30, 16)
-        monkeypatch.setattr("workbench.plan.resolve.attached", lambda: found)
-        full = plan(cluster__gpu="local", gpus=4).complete()
-        assert full.card.name == "a100-sxm-80gb" and full.fabric.gpus_per_node == 4
+        monkeypatch.setattr("workbench.plan.resolution.attached", lambda: found)
+        full = plan(cluster__gpu="local", gpus=4).resolve()
+        assert full.gpu.name == "a100-sxm-80gb" and full.fabric.gpus_per_node == 4
 
     def test_an_unknown_card_says_what_to_write(self, monkeypatch):
         found = machine.Attached("cuda", 1, "NVIDIA A1000 Laptop", 6 * 2**30, 16)
-        monkeypatch.setattr("workbench.plan.resolve.attached", lambda: found)
+        monkeypatch.setattr("workbench.plan.resolution.attached", lambda: found)
         assert "A1000" in check(plan(cluster__gpu="local", gpus=1))[0].message
 
 
@@ -235,8 +233,8 @@ class TestLocal:
 )
 def test_a_plan_without_a_name_is_called_what_it_is(kernels, end):
     made = plan(strategy="megatron-tp", strategy__kernels=kernels)
-    assert made.complete().name == f"tiny on 8 h100-sxm-80gb, {end}"
-    assert made.replace(name="mine").complete().name == "mine"
+    assert made.resolve().name == f"tiny on 8 h100-sxm-80gb, {end}"
+    assert made.replace(name="mine").resolve().name == "mine"
 
 
 def test_this_machine_has_something_attached():
@@ -290,19 +288,19 @@ def test_missing_corpus_names_the_field(tmp_path, source):
 
 def test_resolved_names_the_text_and_notices_when_it_changes(tmp_path):
     (tmp_path / "a.txt").write_text("one")
-    full = plan(corpus=str(tmp_path)).resolved()
-    assert len(full.corpus.sha256) == 64 and full.resolved() == full
+    full = plan(corpus=str(tmp_path)).pin()
+    assert len(full.corpus.sha256) == 64 and full.pin() == full
     (tmp_path / "a.txt").write_text("two")
     with pytest.raises(PlanError, match=r"corpus\.sha256"):
-        full.resolved()
+        full.pin()
 
 
 def test_resolved_paths_do_not_depend_on_where_one_stands(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one")
     monkeypatch.chdir(tmp_path)
-    full = plan(corpus="a.txt", checkpoint__load="runs/one").resolved()
+    full = plan(corpus="a.txt", checkpoint__load="runs/one").pin()
     monkeypatch.chdir("/")
-    assert full.resolved() == full
+    assert full.pin() == full
     assert full.corpus.source == str(tmp_path / "a.txt") and full.checkpoint.load == str(
         tmp_path / "runs/one"
     )

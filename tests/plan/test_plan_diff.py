@@ -11,7 +11,7 @@ OWN = {"layers": 2, "hidden": 16, "heads": 2, "ffn": 32, "vocab": 260}
 def plan(gpu="a100-sxm-80gb", model="tiny", **changes) -> Plan:
     return Plan.of(
         "tiny", gpu=gpu, gpus=2, strategy="ddp", set={"model": model, **changes}
-    ).complete()
+    ).resolve()
 
 
 def test_names_stand_for_what_the_catalog_holds_under_them():

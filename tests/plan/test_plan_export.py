@@ -27,14 +27,14 @@ def test_files_and_their_agreement(tmp_path):
     ]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in paths)
     written = Plan.load(tmp_path / "out" / "plan.yaml")
-    assert written == written.resolved() == plan().resolved()
+    assert written == written.pin() == plan().pin()
     config = yaml.safe_load((tmp_path / "out" / "accelerate.yaml").read_text())
-    assert config == accelerate_config(written) and config["mixed_precision"] == "no"
+    assert config == accelerate_config(written.resolve()) and config["mixed_precision"] == "no"
 
 
 def test_cpu_ranks_avoid_the_launcher_that_starts_one_process():
-    full = plan().complete()
-    if full.card.device != "cpu":
+    full = plan().resolve()
+    if full.gpu.device != "cpu":
         pytest.skip("cards are attached")
     config, env = accelerate_config(full), environment(full, cores=4)
     assert config["distributed_type"] == "MULTI_GPU" and config["num_processes"] == 2
@@ -45,7 +45,7 @@ def test_cpu_ranks_avoid_the_launcher_that_starts_one_process():
 def test_a_launch_by_hand_is_as_quiet_as_a_run():
     assert (
         'export KINETO_LOG_LEVEL="${KINETO_LOG_LEVEL:-6}"'
-        in contents(plan().complete())["launch.sh"]
+        in contents(plan().resolve())["launch.sh"]
     )
 
 
@@ -53,11 +53,11 @@ def test_accelerate_accepts_every_key():
     from accelerate.commands.config.config_args import ClusterConfig
 
     known = {*ClusterConfig.__dataclass_fields__}
-    assert set(accelerate_config(plan().complete())) <= known
+    assert set(accelerate_config(plan().resolve())) <= known
 
 
 def test_several_nodes_are_one_launch_each():
-    full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).complete()
+    full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).resolve()
     files = contents(full)
     assert (
         accelerate_config(full)["num_machines"] == 2
@@ -73,7 +73,7 @@ def test_several_nodes_are_one_launch_each():
 def test_scripts_are_valid_shell(tmp_path, name, gpus):
     full = plan(
         **{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": gpus, "name": 'it\'s "$(quoted)"\nhere'}
-    ).complete()
+    ).resolve()
     (tmp_path / name).write_text(contents(full)[name])
     assert (
         subprocess.run(
@@ -116,7 +116,7 @@ def job(folder, full, given=(), scontrol="echo first; echo second", node="0"):
 
 
 def test_a_job_gives_a_node_whole_to_its_ranks(tmp_path):
-    full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).complete()
+    full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).resolve()
     done = job(tmp_path, full, node="1")
     assert done.returncode == 0, done.stderr
     srun, launched = done.stdout.splitlines()
@@ -131,7 +131,7 @@ def test_a_job_gives_a_node_whole_to_its_ranks(tmp_path):
 
 @pytest.mark.parametrize("scontrol", ["exit 3", "exit 0"], ids=["fails", "lists nothing"])
 def test_a_job_whose_nodes_nobody_lists_says_so_and_starts_nothing(tmp_path, scontrol):
-    full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).complete()
+    full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).resolve()
     done = job(tmp_path, full, scontrol=scontrol)
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.startswith("error: ") and "n[1-2]" in done.stderr
@@ -141,7 +141,7 @@ def test_a_job_whose_nodes_nobody_lists_says_so_and_starts_nothing(tmp_path, sco
 @pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "local"])
 @pytest.mark.parametrize("name", ["launch.sh", "job.sbatch"])
 def test_shellcheck_finds_nothing(tmp_path, name, gpu):
-    (tmp_path / name).write_text(contents(plan(**{"cluster.gpu": gpu}).complete())[name])
+    (tmp_path / name).write_text(contents(plan(**{"cluster.gpu": gpu}).resolve())[name])
     done = subprocess.run(
         ["shellcheck", tmp_path / name], capture_output=True, text=True, check=False
     )
@@ -152,7 +152,7 @@ def test_ranks_on_gpus_share_the_nodes_cores():
     """torchrun gives a rank one thread where nothing is said, and an offloaded optimizer steps on
     the host.
     """
-    full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).complete()
+    full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).resolve()
     assert environment(full, cores=96)["OMP_NUM_THREADS"] == "12"
     assert environment(full, cores=4)["OMP_NUM_THREADS"] == "1"
     assert "ACCELERATE_USE_CPU" not in environment(full, cores=96)
@@ -161,20 +161,18 @@ def test_ranks_on_gpus_share_the_nodes_cores():
 
 def test_ranks_stay_near_their_gpus_where_accelerate_can_bind_them():
     assert (
-        accelerate_config(plan(**{"cluster.gpu": "a100-sxm-80gb"}).complete())[
-            "enable_cpu_affinity"
-        ]
+        accelerate_config(plan(**{"cluster.gpu": "a100-sxm-80gb"}).resolve())["enable_cpu_affinity"]
         is True
     )
-    local = plan().complete()
-    assert accelerate_config(local)["enable_cpu_affinity"] is (local.card.device == "cuda")
+    local = plan().resolve()
+    assert accelerate_config(local)["enable_cpu_affinity"] is (local.gpu.device == "cuda")
 
 
 @pytest.mark.parametrize("given", [[], ["--allow-code"]])
 @pytest.mark.parametrize("name", ["launch.sh", "job.sbatch"])
 def test_scripts_hand_on_the_users_consent_and_never_give_it(tmp_path, name, given):
     model = {"python": "tests.parallel.users_model:build", "vocab": 260}
-    full = plan(model=model).complete()
+    full = plan(model=model).resolve()
     files = contents(full)
     assert (
         "./launch.sh --allow-code" in files["launch.sh"]

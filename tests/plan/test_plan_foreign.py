@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench import interop
+from workbench import data_files, interop
 from workbench.errors import PlanError
 from workbench.interop.accelerate import read_fsdp
 from workbench.interop.deepspeed import read_deepspeed
@@ -17,7 +17,6 @@ from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.megatron import read_megatron
 from workbench.interop.torchtitan import read_torchtitan
 from workbench.interop.translation import Given
-from workbench.plan.catalog import catalog
 from workbench.plan.schema import Plan
 from workbench.safe_io import yaml_files
 
@@ -90,10 +89,10 @@ def test_a_ds_config_says_sharding_batch_optimizer_and_so_how_many_cards():
 )
 def test_the_stack_is_one_that_the_planner_knows(name):
     more = {} if name in ("megatron.sh", "torchtitan.toml") else {"model": "tiny"}
-    assert load(name, **more).plan.strategy.stack in catalog.read("data/stacks.yaml")
+    assert load(name, **more).plan.strategy.stack in data_files.read("data/stacks.yaml")
     assert read_deepspeed.read(
         {"pipeline": {"stages": 2}}, ON_16
-    ).plan.strategy.stack in catalog.read("data/stacks.yaml")
+    ).plan.strategy.stack in data_files.read("data/stacks.yaml")
 
 
 def test_every_key_of_a_file_is_either_translated_or_told():
@@ -147,7 +146,7 @@ def test_batch_sizes_that_contradict_each_other():
     message = problems(read_deepspeed.read, config, ON_16)["train_batch_size"]
     assert (
         "60" in message
-        and ("2 x gradient_accumulation_steps 2 x 16") in message
+        and "2 x gradient_accumulation_steps 2 x 16" in message
         and "legal: 64" in message
     )
     assert (
@@ -167,7 +166,7 @@ def test_axes_of_a_ds_config_share_the_cards():
         "sequence_parallel_size": 2,
         "pipeline": {"stages": 2, "activation_checkpoint_interval": 1},
     }
-    full = read_deepspeed.read(config, ON_16).plan.complete()
+    full = read_deepspeed.read(config, ON_16).plan.resolve()
     assert full.sizes == {"tensor": 2, "context": 2, "data": 2, "pipeline": 2}
     assert full.strategy.context.algorithm == "ulysses" and full.strategy.recompute == "full"
 
@@ -221,8 +220,8 @@ LEFT_OPEN = {
 def test_auto_leaves_the_plans_own_default():
     found = read_deepspeed.read(TRAINERS, ON_16)
     full, plain = (
-        found.plan.complete(),
-        Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="ddp").complete(),
+        found.plan.resolve(),
+        Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="ddp").resolve(),
     )
     assert full.strategy.precision == plain.strategy.precision == "bf16"
     for field in OPTIMIZER:
@@ -246,7 +245,7 @@ def test_what_is_set_decides_where_the_file_says_auto():
         "training.micro_batch": 4,
     }
     found = interop.read(json.dumps(TRAINERS), model="llama-3-8b", gpu=CARD, gpus=16, set=sets)
-    full = found.plan.complete()
+    full = found.plan.resolve()
     assert (full.strategy.precision, full.strategy.gradient_dtype) == ("fp16", "fp16")
     assert (full.training.optimizer.learning_rate, full.training.micro_batch) == (2e-5, 4)
     assert not set(sets) & set(assumed(found))
@@ -266,17 +265,17 @@ def test_auto_beside_what_the_file_says():
     assert "training.optimizer.learning_rate" not in assumed(rate)
     micro = (
         read_deepspeed.read({**TRAINERS, "train_micro_batch_size_per_gpu": 2}, ON_16)
-        .plan.complete()
+        .plan.resolve()
         .training
     )
     assert (micro.micro_batch, micro.global_batch) == (2, 4 * 16 * 2)
     whole = (
-        read_deepspeed.read({**TRAINERS, "train_batch_size": 256}, ON_16).plan.complete().training
+        read_deepspeed.read({**TRAINERS, "train_batch_size": 256}, ON_16).plan.resolve().training
     )
     assert (whole.micro_batch, whole.global_batch) == (1, 256)
     steps = (
         read_deepspeed.read({**TRAINERS, "gradient_accumulation_steps": 8}, ON_16)
-        .plan.complete()
+        .plan.resolve()
         .training
     )
     assert (steps.micro_batch, steps.global_batch) == (1, 8 * 16)
@@ -337,7 +336,7 @@ def test_what_is_nearest_is_told_too():
 
 def test_a_megatron_script_holds_shape_cluster_and_strategy():
     found = load("megatron.sh")
-    full = found.plan.complete()
+    full = found.plan.resolve()
     assert full.strategy.stack == found.format == "megatron"
     shape = full.shape
     assert (shape.layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads) == (
@@ -370,7 +369,7 @@ def test_a_megatron_script_holds_shape_cluster_and_strategy():
 
 
 def test_a_mapping_of_arguments_with_experts():
-    full = load("megatron.yaml", gpus=16).plan.complete()
+    full = load("megatron.yaml", gpus=16).plan.resolve()
     moe = full.shape.moe
     assert (moe.experts, moe.top_k, moe.ffn, moe.shared, moe.first_dense) == (8, 2, 128, 2, 1)
     assert full.strategy.expert.size == 4 and full.strategy.context.algorithm == "ulysses"
@@ -410,7 +409,7 @@ METRICS: [lm loss]
 
 def test_a_recipe_of_megatrons_tests():
     found = interop.read(RECIPE, gpu=CARD, vocab_size=512)
-    full = found.plan.complete()
+    full = found.plan.resolve()
     assert (found.format, full.cluster.gpus, full.sizes["tensor"], full.strategy.precision) == (
         "megatron",
         8,
@@ -426,7 +425,7 @@ def test_a_recipe_of_megatrons_tests():
     assert {"ENV_VARS", "BASE", "MODEL_ARGS_2", "TEST_TYPE", "METRICS"} <= set(ignored)
     assert (
         "passes the word false" in ignored["--swiglu"]
-        and ("passes the word null") in ignored["--train-iters"]
+        and "passes the word null" in ignored["--train-iters"]
     )
     assert (
         left(found)["--recompute-modules"] == ["core_attn", "mlp"]
@@ -481,7 +480,7 @@ LLAMA = [
 )
 def test_arguments_may_be_a_list_text_json_or_yaml(spell):
     plan = read_megatron.read(spell(LLAMA), Given(None, CARD, 8)).plan
-    assert plan.complete().shape.ffn == 256 and plan.strategy.precision == "bf16"
+    assert plan.resolve().shape.ffn == 256 and plan.strategy.precision == "bf16"
 
 
 def test_the_rest_of_a_script_is_no_argument():
@@ -570,7 +569,7 @@ def test_which_layers_have_experts(text, dense):
     found = read_megatron.read(
         [*LLAMA, "--num-experts", 4, "--moe-layer-freq", text], Given(None, CARD, 8)
     )
-    assert found.plan.complete().shape.moe.first_dense == (dense or 0)
+    assert found.plan.resolve().shape.moe.first_dense == (dense or 0)
     assert ("--moe-layer-freq" in left(found)) == (dense is None)
 
 
@@ -587,7 +586,7 @@ def test_a_warm_up_longer_than_the_run_is_cut_and_told():
 def test_a_list_says_a_value_twice():
     assert (
         read_megatron.read([*LLAMA, "--num-layers", 4], Given(None, CARD, 8))
-        .plan.complete()
+        .plan.resolve()
         .shape.layers
         == 4
     )
@@ -606,7 +605,7 @@ def test_without_a_shape_each_missing_argument_is_named():
 
 def test_a_gpt_neox_yaml_holds_shape_strategy_and_training():
     found = load("gpt_neox.yml", gpus=16)
-    full, optimizer = found.plan.complete(), found.plan.training.optimizer
+    full, optimizer = found.plan.resolve(), found.plan.training.optimizer
     assert (found.format, full.strategy.stack) == ("gpt-neox", "deepspeed-3d")
     shape = full.shape
     assert (shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab) == (
@@ -682,15 +681,15 @@ ON_8 = Given(None, CARD, 8)
     ],
 )
 def test_widths_of_gpt_neox(more, width):
-    assert read_gpt_neox.read({**NEOX, **more}, ON_8).plan.complete().shape.ffn == width
+    assert read_gpt_neox.read({**NEOX, **more}, ON_8).plan.resolve().shape.ffn == width
 
 
 def test_what_gpt_neox_computes_beyond_a_shape_is_told():
     odd = {"gpt_j_residual": True, "rotary_pct": 0.25, "use_bias_in_attn_linear": False}
-    words = read_gpt_neox.read({**NEOX, **odd}, ON_8).plan.complete().shape.unmodelled
-    assert words == (
-        "gpt_j_residual true; rotary_pct 0.25; biases in attention or in the "
-        "feed-forward layers only"
+    words = read_gpt_neox.read({**NEOX, **odd}, ON_8).plan.resolve().shape.unmodelled
+    assert (
+        words == "gpt_j_residual true; rotary_pct 0.25; biases in attention or in the feed-forward "
+        "layers only"
     )
 
 
@@ -720,7 +719,7 @@ def test_gpt_neox_takes_a_vocabulary_or_a_model_from_beside():
         {key: value for key, value in NEOX.items() if key != "padded_vocab_size"}
     )
     assert (
-        interop.read(text, gpu=CARD, gpus=8, vocab_size=50304).plan.complete().shape.vocab == 50304
+        interop.read(text, gpu=CARD, gpus=8, vocab_size=50304).plan.resolve().shape.vocab == 50304
     )
     found = interop.read(text, gpu=CARD, gpus=8, model="tiny")
     assert found.plan.model == "tiny" and left(found)["hidden_size"] == 64
@@ -795,7 +794,7 @@ def test_other_flavors_are_refused_with_the_remedy(name, flavor):
         read_torchtitan.read, {"model": {"name": name, "flavor": flavor}}, Given(None, CARD, 8)
     )["model"]
     assert (
-        (f"'{name}', model.flavor '{flavor}'") in words
+        f"'{name}', model.flavor '{flavor}'" in words
         and "--model" in words
         and "llama3: 8B, 70B" in words
     )
@@ -817,7 +816,7 @@ def test_an_optimizer_that_a_plan_does_not_know_is_refused_unless_one_is_set():
 def test_a_torchtitan_job_of_2024_has_its_degrees_elsewhere():
     text = """[model]\nflavor = "8B"\n[training]\nbatch_size = 1\ntensor_parallel_degree = 2\nwarmup_steps = 7
 data_parallel_degree = -1\n[experimental]\npipeline_parallel_degree = 2\n"""
-    full = read_torchtitan.read(text, Given(None, CARD, 8)).plan.complete()
+    full = read_torchtitan.read(text, Given(None, CARD, 8)).plan.resolve()
     assert full.sizes == {"tensor": 2, "context": 1, "data": 2, "pipeline": 2}
     assert full.training.optimizer.warmup_steps == 7
 
@@ -835,7 +834,7 @@ def test_every_second_layer_is_a_list_of_layers():
 def test_a_pipeline_of_torchtitan_counts_its_own_microbatches():
     text = """[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 8\n
 [parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = "ZBVZeroBubble"\n"""
-    full = read_torchtitan.read(text, Given(None, CARD, 8)).plan.complete()
+    full = read_torchtitan.read(text, Given(None, CARD, 8)).plan.resolve()
     assert full.strategy.pipeline.schedule == "zb-v" and len(full.strategy.pipeline.partition) == 8
     assert full.training.micro_batch == 1 and full.num_microbatches == 8
 
@@ -885,7 +884,7 @@ num_processes: 16
 
 def test_an_accelerate_yaml_with_deepspeed_in_its_own_keys():
     found = interop.read(THROUGH_DEEPSPEED, model="llama-3-8b", gpu=CARD)
-    full = found.plan.complete()
+    full = found.plan.resolve()
     assert (found.format, full.strategy.stack, full.cluster.gpus, full.cluster.nodes) == (
         "fsdp",
         "deepspeed-zero",
@@ -907,7 +906,7 @@ def test_an_accelerate_yaml_with_deepspeed_in_its_own_keys():
         "deepspeed_config.zero3_init_flag",
         "machine_rank",
     }
-    plain = Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="ddp").complete().training
+    plain = Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="ddp").resolve().training
     assert (full.training.global_batch, full.training.micro_batch) == (
         plain.global_batch,
         plain.micro_batch,
@@ -959,7 +958,7 @@ def test_an_accelerate_yaml_without_sharding(kind, gpus):
     found = interop.read(
         text + (f"num_processes: {gpus}\n" if gpus > 1 else ""), model="tiny", gpu=CARD
     )
-    full = found.plan.complete()
+    full = found.plan.resolve()
     assert (full.cluster.gpus, full.strategy.data.zero, full.strategy.precision) == (
         gpus,
         0,
@@ -974,7 +973,7 @@ def test_the_launchers_half_of_an_export_is_the_plan_beside_it(tmp_path):
     plan = Plan.of("tiny", gpu=CARD, gpus=4, strategy="zero-3", set={"training.steps": 7})
     export(plan, tmp_path)
     found = interop.load(tmp_path / "accelerate.yaml")
-    assert found.plan.complete() == Plan.load(tmp_path / "plan.yaml").complete()
+    assert found.plan.resolve() == Plan.load(tmp_path / "plan.yaml").resolve()
     assert {"num_processes", "distributed_type", "mixed_precision"} <= {
         note.field for note in found.ignored
     }
@@ -1033,7 +1032,7 @@ def test_what_fsdp_offloads(word, offload, told):
     config = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": section}
     found = read_fsdp.read(config, Given("tiny", CARD))
     why = {note.field: note.why for note in found.untranslated}
-    assert found.plan.complete().strategy.data.offload == offload
+    assert found.plan.resolve().strategy.data.offload == offload
     assert told in why.get("fsdp_config.fsdp_offload_params", "")
     assert bool(told) == ("fsdp_config.fsdp_offload_params" in why)
 
@@ -1107,15 +1106,16 @@ FSDP = "distributed_type: FSDP\nnum_processes: 16\n"
             "did you mean deepspeed_config.zero_stage",
         ),
         (
-            FSDP.replace("FSDP", "DEEPSPEED") + "deepspeed_config: {deepspeed_config_file: "
-            "../x.json}\n",
+            FSDP.replace("FSDP", "DEEPSPEED")
+            + "deepspeed_config: {deepspeed_config_file: ../x.json}\n",
             "deepspeed_config.deepspeed_config_file",
             "'../x.json', which is no file that can be read beside",
         ),
         (FSDP + "mixed_precision: bf16\nfp16: true\n", "fp16", "mixed_precision is bf16"),
         (
-            FSDP + "fsdp_config: {fsdp_backward_prefetch: NO_PREFETCH, "
-            "fsdp_backward_prefetch_policy: BACKWARD_PRE}\n",
+            FSDP
+            + "fsdp_config: {fsdp_backward_prefetch: NO_PREFETCH, fsdp_backward_prefetch_policy: "
+            "BACKWARD_PRE}\n",
             "fsdp_config.fsdp_backward_prefetch_policy",
             "older name",
         ),
@@ -1292,7 +1292,7 @@ def test_fields_that_are_set_stand_above_the_file():
 def test_a_vocabulary_may_be_given_where_the_arguments_have_none():
     words = [word for word in LLAMA if word not in ("--vocab-size", 512)]
     found = interop.read(json.dumps(words), gpu=CARD, gpus=8, vocab_size=700)
-    assert found.plan.complete().shape.vocab == 700 and assumed(found)["model.vocab"] == 700
+    assert found.plan.resolve().shape.vocab == 700 and assumed(found)["model.vocab"] == 700
     assert (
         "--vocab-size"
         in problems(interop.read, json.dumps(words), gpu=CARD, gpus=8)["--vocab-size"]
@@ -1327,7 +1327,7 @@ def test_what_a_format_cannot_say_is_named_with_value_and_reason():
     }
     assert all({"cluster.gpu", "corpus.source"} <= set(found) for found in lost.values())
     assert lost["megatron"]["model.positions"].value == "alibi"
-    assert lost["fsdp"]["strategy.pipeline.size"].value == plan.complete().strategy.pipeline.size
+    assert lost["fsdp"]["strategy.pipeline.size"].value == plan.resolve().strategy.pipeline.size
     assert lost["deepspeed"]["training.sequence_length"].value == 2048
     assert lost["torchtitan"]["model"].value == "bloom-7b1"
     assert not any(field.startswith("model") for field in set(lost["megatron"]) - NOT_MEGATRONS)
@@ -1335,9 +1335,10 @@ def test_what_a_format_cannot_say_is_named_with_value_and_reason():
 
 def test_a_plan_with_nothing_near_it_is_refused_with_the_field():
     plan = Plan.of("tiny", gpu=CARD, gpus=16, strategy="colossal-2d")
-    assert ("cannot be written as Megatron-LM") in problems(interop.write, plan, "megatron")[
-        "strategy.tensor.size"
-    ]
+    assert (
+        "cannot be written as Megatron-LM"
+        in problems(interop.write, plan, "megatron")["strategy.tensor.size"]
+    )
     assert "legal: deepspeed, megatron" in problems(interop.write, plan, "nemo")["format"]
 
 
@@ -1345,3 +1346,10 @@ def test_an_import_shows_itself_in_a_notebook():
     shown = load("ds_config.json", model="llama-3-8b")._repr_html_()
     assert "steps_per_print" in shown and "<table>" in shown and "stack: deepspeed-zero" in shown
     assert "sequence_length" in interop.write(Plan.of("tiny", gpu=CARD), "fsdp")._repr_html_()
+
+
+def test_a_model_alone_is_pointed_to_the_option_that_takes_it():
+    with pytest.raises(PlanError, match=r"config\.json.*--model"):
+        interop.read(
+            '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}'
+        )

@@ -59,3 +59,15 @@ def test_it_comes_back_from_what_is_written(software, wanted):
         written.text, Given(None if software is read_torchtitan else "llama-3-8b", CARD, 8)
     )
     assert back.plan.checkpoint.asynchronous == wanted
+
+
+def test_how_many_checkpoints_are_kept_is_said_or_told():
+    for found in (
+        of_megatron("--save-interval 5"),
+        read_gpt_neox.read({"checkpoint_factor": 5}, ON_8),
+        of_torchtitan(enable=True, interval=5),
+    ):
+        noted = {note.field: note.value for note in found.assumed}
+        assert noted["checkpoint.keep"] == found.plan.resolve().checkpoint.keep
+    assert of_torchtitan(enable=True, keep_latest_k=3).plan.checkpoint.keep == 3
+    assert "checkpoint.keep" not in {note.field for note in of_megatron("").assumed}

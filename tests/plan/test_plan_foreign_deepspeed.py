@@ -107,7 +107,7 @@ def test_fp16_that_alone_is_left_to_the_trainer_is_taken():
     assert found.plan.strategy.precision == assumed(found)["precision"] == "fp16"
     assert "fp16 was taken" in left(found)["fp16.enabled"]
     both = read(fp16={"enabled": "auto"}, bf16={"enabled": "auto"})
-    assert both.plan.complete().strategy.precision == "bf16"
+    assert both.plan.resolve().strategy.precision == "bf16"
 
 
 def test_a_warm_up_without_a_length_asks_for_the_length():

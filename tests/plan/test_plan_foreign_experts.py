@@ -18,7 +18,7 @@ def read(more, model=None):
 
 
 def moe(more):
-    return read(more).plan.complete().shape.moe
+    return read(more).plan.resolve().shape.moe
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_the_auxiliary_loss_is_the_files_or_megatrons_default_of_none():
     )
     silent = read("")
     assert (
-        silent.plan.complete().shape.moe.auxiliary_loss
+        silent.plan.resolve().shape.moe.auxiliary_loss
         == assumed(silent)["model.moe.auxiliary_loss"]
         == 0
     )
@@ -52,14 +52,14 @@ def test_the_auxiliary_loss_is_the_files_or_megatrons_default_of_none():
         "--moe-aux-loss-coeff 1e-3 1e-4"
     )
     assert (
-        several.plan.complete().shape.moe.auxiliary_loss == 1e-3
+        several.plan.resolve().shape.moe.auxiliary_loss == 1e-3
         and "--moe-aux-loss-coeff" in left(several)
     )
 
 
 def test_capacity_is_taken_and_what_differs_is_told():
     found = read("--moe-expert-capacity-factor 1.25")
-    assert found.plan.complete().shape.moe.capacity == 1.25
+    assert found.plan.resolve().shape.moe.capacity == 1.25
     assert (
         "in each micro-batch"
         in {n.field: n.why for n in found.untranslated}["--moe-expert-capacity-factor"]
@@ -69,7 +69,7 @@ def test_capacity_is_taken_and_what_differs_is_told():
 
 def test_megatron_deepspeed_has_its_own_names_and_defaults():
     found = read("--deepspeed")
-    experts = found.plan.complete().shape.moe
+    experts = found.plan.resolve().shape.moe
     assert (experts.top_k, experts.capacity, experts.auxiliary_loss, experts.renormalise) == (
         1,
         1.0,
@@ -81,7 +81,7 @@ def test_megatron_deepspeed_has_its_own_names_and_defaults():
     )
     assert assumed(found)["--expert-interval"] == 2
     said = read("--topk 2 --moe-loss-coeff 0.01 --disable-moe-token-dropping --expert-interval 1")
-    experts = said.plan.complete().shape.moe
+    experts = said.plan.resolve().shape.moe
     assert (experts.top_k, experts.capacity, experts.auxiliary_loss, experts.renormalise) == (
         2,
         None,
@@ -110,8 +110,8 @@ def test_experts_come_back_from_the_arguments_that_are_written(change):
     plan = plan.replace(**{f"model.moe.{field}": value for field, value in change.items()})
     written = read_megatron.write(plan)
     assert not [note.field for note in written.untranslated if note.field.startswith("model.moe")]
-    back = read_megatron.read(written.text, Given(None, CARD)).plan.complete().shape.moe
-    assert back == plan.complete().shape.moe
+    back = read_megatron.read(written.text, Given(None, CARD)).plan.resolve().shape.moe
+    assert back == plan.resolve().shape.moe
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_experts_come_back_from_the_arguments_that_are_written(change):
 )
 def test_another_router_is_unmodelled(words):
     found = read(words)
-    assert words in (found.plan.complete().shape.unmodelled or "") and words.split()[0] in left(
+    assert words in (found.plan.resolve().shape.unmodelled or "") and words.split()[0] in left(
         found
     )
 
@@ -136,4 +136,4 @@ def test_a_router_that_says_the_usual_is_modelled():
         "--moe-router-score-function softmax --moe-router-topk-scaling-factor 1.0 "
         "--moe-router-num-groups 1"
     )
-    assert read(usual).plan.complete().shape.unmodelled is None
+    assert read(usual).plan.resolve().shape.unmodelled is None

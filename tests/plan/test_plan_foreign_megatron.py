@@ -81,12 +81,12 @@ def test_where_checkpoints_go_is_told(load):
 )
 def test_what_the_model_computes_beyond_a_shape_is_unmodelled(words):
     found = read("--train-iters 10 --position-embedding-type rope " + words)
-    assert words.removesuffix(" reglu") in (found.plan.complete().shape.unmodelled or "")
+    assert words.removesuffix(" reglu") in (found.plan.resolve().shape.unmodelled or "")
     assert words.split()[0] in left(found)
     beside = read_megatron.read(SMALL + "--train-iters 10 " + words, Given("tiny", CARD))
     why = {note.field: note.why for note in beside.untranslated}
     assert beside.plan.model == "tiny" and "the model given stands" in why[words.split()[0]]
-    assert read("--train-iters 10 --rotary-percent 1.0").plan.complete().shape.unmodelled is None
+    assert read("--train-iters 10 --rotary-percent 1.0").plan.resolve().shape.unmodelled is None
 
 
 def test_slurms_options_are_no_comment():
@@ -94,7 +94,7 @@ def test_slurms_options_are_no_comment():
     why = {note.field: note.why for note in read("--train-iters 10", script).ignored}
     assert (
         "SLURM_NNODES" in why["line 2"]
-        and why["line 3"] == ("an option of Slurm")
+        and why["line 3"] == "an option of Slurm"
         and why["line 4"] == "a comment"
     )
 
@@ -104,7 +104,7 @@ def test_slurms_options_are_no_comment():
 )
 def test_megatron_deepspeeds_optimizer_on_the_host_is_offloaded_where_it_is_sharded(words, offload):
     found = read("--train-iters 10 --deepspeed " + words)
-    assert found.plan.complete().strategy.data.offload == offload
+    assert found.plan.resolve().strategy.data.offload == offload
     assert ("--cpu-optimizer" in left(found)) == (offload == "none")
 
 
@@ -113,7 +113,7 @@ def test_a_public_file_of_words_below_a_variable_is_known_by_its_name():
         "--vocab-size 1000", "--vocab-file $BASE/gpt2-vocab.json"
     )
     found = read_megatron.read(script + "--train-iters 10", Given(None, CARD))
-    assert found.plan.complete().shape.vocab == assumed(found)["model.vocab"] == 50257
+    assert found.plan.resolve().shape.vocab == assumed(found)["model.vocab"] == 50257
 
 
 PIPED = "--train-iters 10 --pipeline-model-parallel-size 4 --num-layers {} "
@@ -121,7 +121,7 @@ PIPED = "--train-iters 10 --pipeline-model-parallel-size 4 --num-layers {} "
 
 def stages(more, layers):
     words = SMALL.replace("--num-layers 4 ", "") + PIPED.format(layers) + more
-    return read_megatron.read(words, Given(None, CARD)).plan.complete().strategy.pipeline.partition
+    return read_megatron.read(words, Given(None, CARD)).plan.resolve().strategy.pipeline.partition
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_launcher_that_says_nodes_alone_spreads_the_gpus_over_them():
     words = (
         SMALL.replace("torchrun --nproc_per_node 8", "deepspeed --num_nodes=2") + "--train-iters 10"
     )
-    full = read_megatron.read(words, Given(None, CARD, 8)).plan.complete()
+    full = read_megatron.read(words, Given(None, CARD, 8)).plan.resolve()
     assert (full.cluster.nodes, full.cluster.gpus_per_node) == (2, 4)
     assert "--nnodes 2" in problems(read_megatron.read, words, Given(None, CARD, 9))["gpus"]
 
@@ -229,14 +229,14 @@ def test_newer_arguments_are_known():
 def test_another_kind_of_layer_is_unmodelled(words):
     found = read("--train-iters 10 --position-embedding-type rope " + words)
     said = words.removeprefix("--multi-latent-attention ").split()[0]
-    assert said in (found.plan.complete().shape.unmodelled or "") and said in left(found)
+    assert said in (found.plan.resolve().shape.unmodelled or "") and said in left(found)
 
 
 def test_latent_attention_with_plain_rotary_positions_is_modelled():
     words = (
         "--train-iters 10 --position-embedding-type rope --multi-latent-attention --rope-type rope"
     )
-    assert read(words + " --rotary-scaling-factor 40").plan.complete().shape.unmodelled is None
+    assert read(words + " --rotary-scaling-factor 40").plan.resolve().shape.unmodelled is None
 
 
 def test_a_recipe_s_quoting_is_undone_twice_as_by_its_harness():

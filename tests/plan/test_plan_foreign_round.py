@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from workbench import interop
 from workbench.interop.foreign_keys import flat
 from workbench.interop.megatron.argument_words import flags
-from workbench.plan.plan_files import build, plain
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, build_plan, written_fields
 from workbench.safe_io import yaml_files
 
 SAMPLES = Path(__file__).parent / "foreign"
@@ -208,7 +207,7 @@ def plans(draw):
         "dropout": draw(st.sampled_from([0.0, 0.1])),
         "evaluation": {"every": draw(st.sampled_from([0, 7]))},
     }
-    return build(
+    return build_plan(
         {
             "name": "drawn",
             "model": shape,
@@ -225,7 +224,7 @@ def plans(draw):
 
 
 def leaves(plan):
-    return flat(plain(plan))
+    return flat(written_fields(plan))
 
 
 def same(ours, theirs):
@@ -249,7 +248,7 @@ OWN = ("version", "strategy.stack")
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(plan=plans())
 def test_a_plan_survives_or_its_loss_is_named(format, plan):
-    full = plan.complete()
+    full = plan.resolve()
     text, lost = interop.write(plan, format)
     names = [note.field for note in lost]
     assert len(set(names)) == len(names) and all(note.why for note in lost)
@@ -260,7 +259,7 @@ def test_a_plan_survives_or_its_loss_is_named(format, plan):
     assert not {
         note.field for note in back.untranslated if note.why == "the format does not know this key"
     }
-    ours, theirs = leaves(full), leaves(back.plan.complete())
+    ours, theirs = leaves(full), leaves(back.plan.resolve())
     for field in ALWAYS_SAID[format]:
         mine = {
             key: value for key, value in ours.items() if key == field or key.startswith(field + ".")
@@ -314,7 +313,7 @@ def test_a_file_keeps_its_translated_keys(name):
         if key != "gpus" or first.format != "megatron"
     }
     second = interop.read(text, **lacks)
-    assert second.plan.complete() == first.plan.complete()
+    assert second.plan.resolve() == first.plan.resolve()
     old, new = keys_of((SAMPLES / name).read_text(), first.format), keys_of(text, first.format)
     kept = [key for key in first.translated if key in new and key not in REWORDED]
     assert len(kept) > len(first.translated) / 2
@@ -347,7 +346,9 @@ def test_a_partition_that_is_written_and_lost_is_named(format):
     named = {}
     for partition in ({}, {"partition": [2, 1, 1, 2]}):
         strategy = {"pipeline": {**pipeline, **partition}}
-        plan = build({"model": "tiny", "cluster": {"gpu": CARD, "gpus": 2}, "strategy": strategy})
+        plan = build_plan(
+            {"model": "tiny", "cluster": {"gpu": CARD, "gpus": 2}, "strategy": strategy}
+        )
         plan = plan.replace(**{"model.layers": 6})
         named[bool(partition)] = {
             note.field: note.value for note in interop.write(plan, format).untranslated
@@ -361,7 +362,9 @@ def test_a_partition_that_is_written_and_lost_is_named(format):
 
 def test_what_is_written_is_named_even_where_it_decides_nothing():
     data = {"zero": 3, "overlap": False, "reduce": "step"}
-    plan = build({"model": "tiny", "cluster": {"gpu": CARD, "gpus": 1}, "strategy": {"data": data}})
+    plan = build_plan(
+        {"model": "tiny", "cluster": {"gpu": CARD, "gpus": 1}, "strategy": {"data": data}}
+    )
     lost = {note.field: note for note in interop.write(plan, "fsdp").untranslated}
     for field in ("overlap", "reduce"):
         note = lost[f"strategy.data.{field}"]

@@ -41,7 +41,7 @@ def test_a_comment_that_ends_in_a_backslash_is_one_line():
         'export TP_ARGS="--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"',
         "torchrun --nproc-per-node 8 pretrain_gpt.py $GPT_ARGS $TP_ARGS",
     )
-    assert found.plan.complete().sizes == {"tensor": 4, "context": 1, "data": 1, "pipeline": 2}
+    assert found.plan.resolve().sizes == {"tensor": 4, "context": 1, "data": 1, "pipeline": 2}
     assert told(found.ignored) == {"line 3": ("# --universal-checkpoint \\", "a comment")}
 
 
@@ -190,7 +190,7 @@ def test_words_that_a_line_does_not_go_on_to_are_no_arguments():
 
 def test_arguments_that_no_command_uses_are_told():
     found = read(f"torchrun pretrain_gpt.py {SHAPE}", 'MOE="--num-experts 8"', "mkdir -p logs")
-    assert found.plan.complete().shape.moe is None
+    assert found.plan.resolve().shape.moe is None
     assert told(found.ignored)["$MOE"] == (
         "--num-experts 8",
         "no training command uses it (line 3)",
@@ -208,8 +208,8 @@ def test_a_value_written_twice():
     assert problems(*lines)["--num-layers"].startswith(
         "is 4 (line 2) and 6 (line 3), written twice; keep one of them"
     )
-    assert read(*lines, set={"num-layers": 6}).plan.complete().shape.layers == 6
-    assert read(*lines, set={"model.layers": 4}).plan.complete().shape.layers == 4
+    assert read(*lines, set={"num-layers": 6}).plan.resolve().shape.layers == 6
+    assert read(*lines, set={"model.layers": 4}).plan.resolve().shape.layers == 4
 
 
 BRANCHES = [
@@ -278,8 +278,9 @@ def test_what_only_a_run_would_know_is_named():
     ]
     message = problems(*lines)["--tensor-model-parallel-size"]
     assert (
-        "$1 (line 2), whose value the file does not say"
-    ) in message and "--set strategy.tensor.size" in message
+        "$1 (line 2), whose value the file does not say" in message
+        and "--set strategy.tensor.size" in message
+    )
     found = read(*lines, set={"1": 2})
     assert found.plan.strategy.tensor.size == 2
     assert told(found.untranslated)["--save"][0].startswith("$(pwd)/x")
@@ -296,12 +297,12 @@ def test_the_environment_s_default_is_no_word_of_the_file():
     launcher = "torchrun --nproc_per_node ${GPUS:-8} --nnodes ${SLURM_NNODES:-1}"
     line = f"{launcher} pretrain_gpt.py {SHAPE} --seed ${{SEED:-7}}"
     found = read(line, gpus=32)
-    assert found.plan.complete().cluster.gpus == 32
+    assert found.plan.resolve().cluster.gpus == 32
     assumed = told(found.assumed)
     assert told(found.ignored)["--nnodes"] == ("1", "32 GPUs are given")
     assert assumed["--seed"] == (7, "default of the environment variable $SEED")
     assert assumed["--seed"][0] == 7 == found.plan.training.seed
-    assert read(line, gpus=None).plan.complete().cluster.gpus == 8
+    assert read(line, gpus=None).plan.resolve().cluster.gpus == 8
 
 
 def test_the_default_of_an_argument_of_the_script_is_told_as_such():
@@ -312,7 +313,7 @@ def test_the_default_of_an_argument_of_the_script_is_told_as_such():
 def test_slurm_s_own_lines_say_how_many_nodes():
     line = f"torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES pretrain_gpt.py {SHAPE}"
     found = read("#SBATCH --nodes=4", line, gpus=None)
-    assert found.plan.complete().cluster.gpus == 32
+    assert found.plan.resolve().cluster.gpus == 32
 
 
 def test_what_a_script_asks_of_its_environment_is_taken_as_given():
@@ -322,7 +323,7 @@ def test_what_a_script_asks_of_its_environment_is_taken_as_given():
         "fi",
         f"python pretrain_gpt.py {SHAPE}",
     ]
-    assert read(*lines).plan.complete().shape.layers == 4
+    assert read(*lines).plan.resolve().shape.layers == 4
 
 
 def test_another_file_that_is_sourced_is_named():
@@ -333,13 +334,13 @@ def test_another_file_that_is_sourced_is_named():
 def test_a_script_without_a_vocabulary_asks_for_one():
     bare = SHAPE.replace("--vocab-size 512", "")
     assert "--vocab-size" in problems(f"python pretrain_gpt.py {bare}")["--vocab-size"]
-    assert read(f"python pretrain_gpt.py {bare}", vocab_size=512).plan.complete().shape.vocab == 512
+    assert read(f"python pretrain_gpt.py {bare}", vocab_size=512).plan.resolve().shape.vocab == 512
     assert (
         "--vocab-size"
         in problems(f"python pretrain_gpt.py {bare} --tokenizer-type a b")["--vocab-size"]
     )
     found = read(f"python pretrain_gpt.py {bare} --tokenizer-type GPT2BPETokenizer")
-    assert found.plan.complete().shape.vocab == 50257 == told(found.assumed)["model.vocab"][0]
+    assert found.plan.resolve().shape.vocab == 50257 == told(found.assumed)["model.vocab"][0]
 
 
 @pytest.mark.parametrize(

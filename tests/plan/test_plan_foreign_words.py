@@ -18,9 +18,10 @@ def test_every_unknown_key_is_named_with_close_names_only():
     found = read(JOB + "zork = 3\nsteqs = 4\n[parallelism]\ntensor_paralel_degree = 2\n")
     assert set(found) == {"training.zork", "training.steqs", "parallelism.tensor_paralel_degree"}
     assert "did you mean training.steps" in found["training.steqs"]
-    assert ("did you mean parallelism.tensor_parallel_degree") in found[
-        "parallelism.tensor_paralel_degree"
-    ]
+    assert (
+        "did you mean parallelism.tensor_parallel_degree"
+        in found["parallelism.tensor_paralel_degree"]
+    )
     assert (
         "did you mean" not in found["training.zork"] and "for example" not in found["training.zork"]
     )

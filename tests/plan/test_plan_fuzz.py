@@ -12,18 +12,15 @@ from hypothesis import strategies as st
 
 from tests.plan.mutation import mutate
 from workbench.errors import PlanError
-from workbench.plan import plan_files
 from workbench.plan.rules.supported import unsupported
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, build_plan, parse_plan, written_fields
 
 WRITTEN = [
-    plan_files.plain(
-        Plan.of("tiny", gpu="h100-sxm-80gb", gpus=8, strategy="megatron-3d").complete()
+    written_fields(Plan.of("tiny", gpu="h100-sxm-80gb", gpus=8, strategy="megatron-3d").resolve()),
+    written_fields(
+        Plan.of("deepseek-v2-lite", gpu="a100-sxm-80gb", gpus=16, strategy="deepseek-v3").resolve()
     ),
-    plan_files.plain(
-        Plan.of("deepseek-v2-lite", gpu="a100-sxm-80gb", gpus=16, strategy="deepseek-v3").complete()
-    ),
-    plan_files.plain(Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3")),
+    written_fields(Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3")),
 ]
 VALUES = [
     None,
@@ -80,12 +77,12 @@ def test_any_field_may_hold_anything(seed):
         for _ in range(pick.choice([1, 1, 2, 3])):
             mutate(data, pick, VALUES)
         try:
-            full = plan_files.build(data).complete()
+            full = build_plan(data).resolve()
         except PlanError as error:
             assert str(error) and all(problem.message for problem in error.problems)
             continue
         legal += 1
-        assert full.complete() == full == plan_files.parse(full.to_yaml())
+        assert full.resolve() == full == parse_plan(full.to_yaml())
         unsupported(full, "run")
     assert legal, "a test that refuses everything tests nothing"
 
@@ -93,4 +90,4 @@ def test_any_field_may_hold_anything(seed):
 @given(st.text(max_size=80))
 def test_any_text_is_a_plan_or_a_plan_error(text):
     with pytest.raises(PlanError):
-        plan_files.parse(text)
+        parse_plan(text)

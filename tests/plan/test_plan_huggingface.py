@@ -180,7 +180,7 @@ def test_what_a_shape_cannot_say_is_planned_told_and_refused_where_it_would_run(
     tmp_path, more, words
 ):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **more}))
-    full = Plan.of(str(tmp_path), gpu="h100-sxm-80gb", gpus=1).complete()
+    full = Plan.of(str(tmp_path), gpu="h100-sxm-80gb", gpus=1).resolve()
     assert words in full.shape.unmodelled
     assert words in {p.field: p.message for p in unsupported(full, "run")}["model.unmodelled"]
     assert not any(
@@ -202,11 +202,11 @@ def test_the_catalog_says_the_same_of_a_model_as_its_configuration():
     }
     told = huggingface_config.shape_of(config).unmodelled
     for name in ("llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b"):
-        full = Plan.of(name, gpu="h100-sxm-80gb", gpus=1).complete()
+        full = Plan.of(name, gpu="h100-sxm-80gb", gpus=1).resolve()
         assert full.shape.unmodelled == told and "model.unmodelled" in {
             p.field for p in unsupported(full, "run")
         }
-    assert Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=1).complete().shape.unmodelled is None
+    assert Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=1).resolve().shape.unmodelled is None
 
 
 @pytest.mark.parametrize(
@@ -262,9 +262,10 @@ def test_gates_of_deepseek_add_up_to_one_as_its_configuration_says():
     assert not huggingface_config.shape_of(
         {**DEEPSEEK, "model_type": "deepseek_v2"}
     ).moe.renormalise
-    assert ("scoring_func 'sigmoid'") in huggingface_config.shape_of(
-        {**DEEPSEEK, "scoring_func": "sigmoid"}
-    ).unmodelled
+    assert (
+        "scoring_func 'sigmoid'"
+        in huggingface_config.shape_of({**DEEPSEEK, "scoring_func": "sigmoid"}).unmodelled
+    )
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config["model_type"])
@@ -321,9 +322,9 @@ def test_plan_lists_every_key_estimate_says_what_it_leaves_out_and_verify_refuse
     assert code == 0 and config["not_modelled"] == {"rope_scaling": "rope_scaling of type 'llama3'"}
     assert config["unknown"] == {"house_style": 1} and "rope_theta" in config["used"]
     code, out, _ = ask("plan", *choice)
-    assert "unknown: house_style = 1" in out and (
-        "planned without, and refused by run"
-    ) in " ".join(out.split())
+    assert "unknown: house_style = 1" in out and "planned without, and refused by run" in " ".join(
+        out.split()
+    )
     code, out, _ = ask("estimate", *choice, "--json")
     assert json.loads(out)["not_modelled"] == "rope_scaling of type 'llama3'"
     code, _, err = ask("verify", *choice)

@@ -15,14 +15,15 @@ import pytest
 
 from workbench import interop
 from workbench.errors import PlanError, Problem
+from workbench.fields.validation_messages import _without_parents
 from workbench.interop import foreign_keys
 from workbench.interop.missing_fields import asked
 from workbench.interop.translation import Given, Imported, Lacking
 from workbench.machine import calibration_file
-from workbench.plan import plan_files
 from workbench.plan.catalog import huggingface_config
-from workbench.plan.schema import Plan
-from workbench.plan.validation_messages import _without_parents, shape_from
+from workbench.plan.model_shape import shape_from
+from workbench.plan.plan_data import changed
+from workbench.plan.schema import Plan, build_plan, parse_plan
 from workbench.safe_io import json_files, yaml_files
 
 LONG = "x" * 100_000
@@ -50,7 +51,7 @@ def told(work: Callable[..., object], *arguments: Any) -> str:
 
 
 def plan_with(changes: dict[str, Any]) -> Plan:
-    return plan_files.build(plan_files.changed(PLAN, changes))
+    return build_plan(changed(PLAN, changes))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_an_unknown_key_of_a_shape_is_told_a_shapes_keys() -> None:
     ],
 )
 def test_yaml_that_is_no_plan_is_told_by_its_place(text: str, words: str) -> None:
-    assert words in told(plan_files.parse, text)
+    assert words in told(parse_plan, text)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_numbers_that_python_writes_and_json_does_not_know_are_numbers_where_ask
 
 
 @pytest.mark.parametrize(
-    "read", [plan_files.load, calibration_file.read, huggingface_config.read, interop.load]
+    "read", [Plan.load, calibration_file.read, huggingface_config.read, interop.load]
 )
 @pytest.mark.parametrize("name", ["no\0file", "half\ud800", "binary", "x" * 5000, "."])
 def test_what_is_no_text_file_is_told_so(

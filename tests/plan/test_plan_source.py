@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.errors import PlanError
+from workbench.plan.plan_data import assignments
 from workbench.plan.plan_diff import diff
-from workbench.plan.plan_files import assignments, parse
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, parse_plan
 from workbench.safe_io import yaml_files
 
 SHORT = """
@@ -21,12 +21,12 @@ training: {optimizer: {learning_rate: 3e-4}}
 
 def problems(text: str) -> dict[str, str]:
     with pytest.raises(PlanError) as caught:
-        parse(text)
+        parse_plan(text)
     return {problem.field: problem.message for problem in caught.value.problems}
 
 
 def test_exponent_without_a_point_is_a_number():
-    assert parse(SHORT).training.optimizer.learning_rate == 3e-4
+    assert parse_plan(SHORT).training.optimizer.learning_rate == 3e-4
 
 
 @pytest.mark.parametrize(
@@ -78,15 +78,15 @@ def test_unsafe_yaml_is_refused():
 
 
 def test_short_plan_round_trips_exactly():
-    plan = parse(SHORT)
-    assert parse(plan.to_yaml()) == plan
+    plan = parse_plan(SHORT)
+    assert parse_plan(plan.to_yaml()) == plan
     assert "sequence_length" not in plan.to_yaml()
 
 
 def test_complete_plan_round_trips_exactly():
-    full = parse(SHORT).complete()
-    assert parse(full.to_yaml()) == full
-    assert full.complete() == full
+    full = parse_plan(SHORT).resolve()
+    assert parse_plan(full.to_yaml()) == full
+    assert full.resolve() == full
 
 
 def test_unknown_key_says_what_was_meant_and_what_is_legal():
@@ -124,20 +124,20 @@ def test_a_list_is_no_plan():
 
 def test_corpus_may_be_a_bare_string():
     assert (
-        parse("model: tiny\ncluster: {gpu: local, gpus: 1}\ncorpus: stdlib").corpus.source
+        parse_plan("model: tiny\ncluster: {gpu: local, gpus: 1}\ncorpus: stdlib").corpus.source
         == "stdlib"
     )
 
 
 def test_replace_below_a_catalog_name_writes_the_entry_out():
-    plan = parse(SHORT).replace(**{"model.hidden": 256, "cluster.gpu.memory_gib": 40.0})
-    assert plan.complete().shape.head_dim == 64
-    assert plan.complete().card.memory_gib == 40.0
+    plan = parse_plan(SHORT).replace(**{"model.hidden": 256, "cluster.gpu.memory_gib": 40.0})
+    assert plan.resolve().shape.head_dim == 64
+    assert plan.resolve().gpu.memory_gib == 40.0
 
 
 def test_replace_through_a_value_that_has_no_fields():
     with pytest.raises(PlanError, match=r"training\.steps is 100"):
-        parse(SHORT).complete().replace(**{"training.steps.first": 1})
+        parse_plan(SHORT).resolve().replace(**{"training.steps.first": 1})
 
 
 def test_assignments_are_yaml():
@@ -147,7 +147,7 @@ def test_assignments_are_yaml():
 
 
 def test_diff_names_fields():
-    a = parse(SHORT).complete()
+    a = parse_plan(SHORT).resolve()
     b = a.replace(**{"training.steps": 7})
     assert diff(a, b) == [("training.steps", 100, 7)]
 
@@ -170,7 +170,7 @@ def test_load_missing_file():
 )
 def test_yaml_that_means_nothing_is_told_of_its_file(text):
     with pytest.raises(PlanError, match=r"^plan: not valid YAML"):
-        parse(text)
+        parse_plan(text)
 
 
 def test_a_grid_without_sides_is_refused():

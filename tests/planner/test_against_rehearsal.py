@@ -118,7 +118,7 @@ def test_so_they_are_with_replaced_seams(
     plan = small(model, strategy, gpus, precision).replace(**{"strategy.kernels": kernels})
     for length in (128, 1024):  # a processor leaves small seams plain
         plan = plan.replace(
-            **{"training.sequence_length": min(length, plan.complete().shape.max_positions)}
+            **{"training.sequence_length": min(length, plan.resolve().shape.max_positions)}
         )
         estimated, rehearsed = estimate(plan), rehearse(plan)
         assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)

@@ -24,8 +24,7 @@ from workbench.machine.calibration_file import (
     Scale,
     Stream,
 )
-from workbench.plan.plan_files import build
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, build_plan
 from workbench.planner import estimate
 from workbench.planner.calibrated_plan import calibrated, on_machine
 from workbench.planner.run_feedback import Told, error, scale, told
@@ -207,17 +206,17 @@ def test_coefficients_are_never_negative() -> None:
 
 
 def test_without_a_calibration_nothing_changes() -> None:
-    full = plan().complete()
-    assert calibrated(full) == (full.card, full.fabric, {})
+    full = plan().resolve()
+    assert calibrated(full) == (full.gpu, full.fabric, {})
 
 
 def test_a_calibrated_plan_has_the_measured_figures(kept: Path) -> None:
-    full = plan(kept).complete()
+    full = plan(kept).resolve()
     card, fabric, changed = calibrated(full)
     assert card.tflops == pytest.approx(
         {"fp32": RATE / 2 / 1e12}
     ) and card.bandwidth_gbs == pytest.approx(5.0)
-    assert card.memory_gib == full.card.memory_gib, "memory is not measured"
+    assert card.memory_gib == full.gpu.memory_gib, "memory is not measured"
     assert card.link_gbs == pytest.approx(
         1 / (2 * BETA) / 1e9
     ) and fabric.link_latency_us == pytest.approx(ALPHA * 1e6)
@@ -231,10 +230,10 @@ def test_a_calibrated_plan_has_the_measured_figures(kept: Path) -> None:
 
 
 def test_one_rank_keeps_its_link(kept: Path) -> None:
-    full = plan(kept, gpus=1, strategy="single").complete()
+    full = plan(kept, gpus=1, strategy="single").resolve()
     card, fabric, changed = calibrated(full)
     assert (card.link_gbs, fabric.link_latency_us) == (
-        full.card.link_gbs,
+        full.gpu.link_gbs,
         full.fabric.link_latency_us,
     )
     assert "link_share" not in changed and changed["gemm_share"] == pytest.approx(1)
@@ -253,8 +252,8 @@ def test_a_published_peak_stays_and_shares_are_of_it(tmp_path: Path) -> None:
     full = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3").replace(
         **{"cluster.calibration": str(path)}
     )
-    card, _, changed = calibrated(full.complete())
-    published = full.complete().card
+    card, _, changed = calibrated(full.resolve())
+    published = full.resolve().gpu
     assert (card.tflops, card.bandwidth_gbs) == (published.tflops, published.bandwidth_gbs)
     assert changed["gemm_share"] == pytest.approx(
         RATE / 2 * 5000 / (published.tflops["bf16"] * 1e12), rel=1e-3
@@ -293,7 +292,7 @@ def test_probes_settle_what_memory_bound_operators_cost(tmp_path: Path, kernels:
     calibration_file.write(made(probes=probes), path)
     cluster = {"gpu": "local", "gpus": 1, "calibration": str(path)}
     training = {"sequence_length": 64, "global_batch": 2, "micro_batch": 1}
-    written = build(
+    written = build_plan(
         {"model": sizes, "cluster": cluster, "training": training, "strategy": {"kernels": kernels}}
     )
     seconds = estimate(written).step_seconds
@@ -380,11 +379,10 @@ def test_a_plan_of_refused_figures_takes_the_catalogs_and_says_so(tmp_path: Path
         made(collectives=others, doubts=(doubt, doubt.model_copy(update={"refused": False}))), path
     )
     assert calibration_file.read(path).doubt == "1 figure unsteady, 1 figure refused"
-    full = plan(path).complete()
+    full = plan(path).resolve()
     card, fabric, _ = calibrated(full)
     assert (
-        card.link_gbs == full.card.link_gbs
-        and fabric.link_latency_us == full.fabric.link_latency_us
+        card.link_gbs == full.gpu.link_gbs and fabric.link_latency_us == full.fabric.link_latency_us
     )
     assert card.source.endswith("1 figure unsteady, 1 figure refused, link of the catalog")
     assert estimate(full).step_seconds
@@ -393,6 +391,6 @@ def test_a_plan_of_refused_figures_takes_the_catalogs_and_says_so(tmp_path: Path
 def test_an_estimate_of_cpu_ranks_says_whether_it_was_calibrated(kept: Path) -> None:
     for bare in (plan(), Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy="ddp")):
         said = estimate(bare)
-        assert ("uncalibrated" in said.notes) == (bare.complete().card.device == "cpu")
+        assert ("uncalibrated" in said.notes) == (bare.resolve().gpu.device == "cpu")
         assert ("workbench calibrate" in repr(said)) == ("uncalibrated" in said.notes)
     assert "uncalibrated" not in estimate(plan(kept)).notes

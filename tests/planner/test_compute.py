@@ -20,14 +20,14 @@ from workbench.costmodel.compute.roofline import (
 )
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants, constants
-from workbench.plan.catalog import catalog
+from workbench.machine import gpu_catalog
 from workbench.plan.schema import Plan
 
 
 def asked(model: str = "llama-3-8b", strategy: str = "zero-1", **sets: Any) -> Workload:
     written = {name.replace("__", "."): value for name, value in sets.items()}
     return workload(
-        Plan.of(model, gpu="h100-sxm-80gb", gpus=8, strategy=strategy, set=written).complete()
+        Plan.of(model, gpu="h100-sxm-80gb", gpus=8, strategy=strategy, set=written).resolve()
     )
 
 
@@ -83,7 +83,7 @@ def test_a_stack_scales_a_cards_shares_and_never_hides_them() -> None:
     """Two cards of one peak and different power keep their ratio under every stack that says
     nothing of its own.
     """
-    cards = [catalog.gpus()[name].card for name in ("gb200", "gb300")]
+    cards = [gpu_catalog.gpus()[name].card for name in ("gb200", "gb300")]
     ratios = {
         stack: constants(cards[0], "fused", stack).narrow_share
         / constants(cards[1], "fused", stack).narrow_share
@@ -145,7 +145,7 @@ def test_what_fused_kernels_leave_plain_on_processors_takes_what_eager_takes(
             "training.dropout": 0.1,
         }
         more |= {"training.sequence_length": length, "training.micro_batch": 1}
-        w = workload(Plan.of("tiny", gpu="local", gpus=1, strategy="single", set=more).complete())
+        w = workload(Plan.of("tiny", gpu="local", gpus=1, strategy="single", set=more).resolve())
         found[kernels] = layer_pass(w, machine(w.setting.card, "fp32", usual(w)), False)
     assert found["fused"].forward == pytest.approx(found["eager"].forward)
     assert found["fused"].backward == pytest.approx(found["eager"].backward)

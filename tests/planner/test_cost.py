@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from workbench.errors import PlanError
-from workbench.plan.catalog import catalog
+from workbench.machine import gpu_catalog
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.training_cost import Cost, cost, power, watts_per_card
@@ -24,15 +24,15 @@ def priced(
     **sets: Any,
 ) -> Cost:
     plan = Plan.of("llama-3-8b", gpu=gpu, gpus=8, strategy="fsdp", set=sets)
-    return cost(plan.complete(), estimate(plan), tokens, price)
+    return cost(plan.resolve(), estimate(plan), tokens, price)
 
 
 def test_days_hours_and_money_follow_from_the_step() -> None:
     plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=8, strategy="fsdp")
     profile = estimate(plan)
-    found = cost(plan.complete(), profile, tokens=10**12, price=2.5)
+    found = cost(plan.resolve(), profile, tokens=10**12, price=2.5)
     assert profile.step_seconds is not None
-    step_tokens = plan.complete().training.global_batch * plan.complete().training.sequence_length
+    step_tokens = plan.resolve().training.global_batch * plan.resolve().training.sequence_length
     assert found.tokens_per_second == pytest.approx(step_tokens / profile.step_seconds)
     assert found.days == pytest.approx(1e12 / step_tokens * profile.step_seconds / 86400)
     assert found.gpu_hours == pytest.approx(found.days * 24 * 8)
@@ -45,7 +45,7 @@ def test_the_default_is_twenty_tokens_a_parameter() -> None:
 
 
 def test_the_cards_own_price_and_that_of_the_plan() -> None:
-    card = catalog.gpus()["h100-sxm-80gb"].card
+    card = gpu_catalog.gpus()["h100-sxm-80gb"].card
     assert card.price_per_hour and card.price_source
     found = priced(tokens=10**9)
     assert found.price_per_hour == card.price_per_hour and found.price_source == card.price_source
@@ -61,19 +61,19 @@ def test_a_card_without_price_or_power_says_so_and_keeps_the_rest() -> None:
 
 
 def test_a_price_without_a_source_is_in_no_catalog_entry() -> None:
-    for entry in catalog.gpus().values():
+    for entry in gpu_catalog.gpus().values():
         assert (entry.card.price_per_hour is None) == (entry.card.price_source == "")
 
 
 def test_a_node_under_full_load_draws_what_was_measured() -> None:
     """8 H100 under intensive training: 76 % of the 10.2 kW that the node is rated (2506.14551)."""
-    watts = watts_per_card(catalog.gpus()["h100-sxm-80gb"].card, 1.0)
+    watts = watts_per_card(gpu_catalog.gpus()["h100-sxm-80gb"].card, 1.0)
     assert watts is not None
     assert 8 * watts / power().pue == pytest.approx(0.76 * 10200, rel=0.02)
 
 
 def test_energy_grows_with_the_share_that_computes_and_never_leaves_the_ratings() -> None:
-    card = catalog.gpus()["a100-sxm-80gb"].card
+    card = gpu_catalog.gpus()["a100-sxm-80gb"].card
     drawn = [watts_per_card(card, share) for share in (0.0, 0.5, 1.0, 2.0)]
     assert drawn[0] is not None and 0 < drawn[0] < drawn[1] < drawn[2] == drawn[3]  # type: ignore[operator]
     found = priced(tokens=10**9)

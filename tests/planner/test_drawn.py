@@ -51,7 +51,7 @@ def test_a_drawn_table_costs_what_its_name_does(name: str, chunks: int, tmp_path
 def test_a_pipe_is_not_read_as_a_table(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.csv")
     with pytest.raises(PlanError, match=r"pipe.csv' cannot be used: it is no file"):
-        plan_of(str(tmp_path / "pipe.csv")).complete()
+        plan_of(str(tmp_path / "pipe.csv")).resolve()
 
 
 def test_an_order_that_waits_longer_costs_more(tmp_path: Path) -> None:

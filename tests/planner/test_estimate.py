@@ -103,7 +103,7 @@ def test_attention_is_the_share_of_flops_that_korthikanti_gives(model: str, perc
     """s / 6h of a layer's other FLOPs, causality not counted (2205.05198 prints 2.7 % and 1.6
     %).
     """
-    w = workload(on_cards(model, 8, "ddp", **{"training.sequence_length": 2048}).complete())
+    w = workload(on_cards(model, 8, "ddp", **{"training.sequence_length": 2048}).resolve())
     causal = roofline.attention_flops(w)
     assert 100 * 2 * causal / roofline.layer_flops(w, False) == pytest.approx(percent, abs=0.1)
 
@@ -112,7 +112,7 @@ def test_collectives_of_a_megatron_layer() -> None:
     """Four sums of 2sbh a layer and microbatch, and the embedding's, the head's and the loss's
     two.
     """
-    plan = on_cards("llama-3-8b", 8, "megatron-tp", **{"training.global_batch": 4}).complete()
+    plan = on_cards("llama-3-8b", 8, "megatron-tp", **{"training.global_batch": 4}).resolve()
     w = workload(plan)
     own = [c for c in exactly(w, calls(w), 0) if c.axis == "tensor" and c.bytes == w.stream]
     assert sum(c.count for c in own) == 4 * (4 * 32 + 2)
@@ -125,7 +125,7 @@ def test_zero_traffic_at_one_microbatch(zero: int, elements: int) -> None:
     gather two units again: backward needs no table of the embedding, and begins with the head,
     which forward has left whole.
     """
-    plan = on_cards("llama-3-8b", 8, f"zero-{zero}", **{"training.global_batch": 8}).complete()
+    plan = on_cards("llama-3-8b", 8, f"zero-{zero}", **{"training.global_batch": 8}).resolve()
     w = workload(plan)
     parameters = sum(_sent(c) for c in exactly(w, calls(w), 0) if c.axis == "data")
     once = 2 * 128256 * 4096 if zero == 3 else 0
@@ -142,7 +142,7 @@ def _sent(call: Call) -> float:
 
 
 def test_a_ring_costs_its_closed_form() -> None:
-    c, link = constants(on_cards("tiny", 1).complete().card, "eager"), Link(1e9, 1e-6)
+    c, link = constants(on_cards("tiny", 1).resolve().gpu, "eager"), Link(1e9, 1e-6)
     assert seconds("all_reduce", 8e6, 8, link, c) == pytest.approx(2 * 7 / 8 * 8e-3 + 14e-6)
     assert seconds("all_gather", 8e6, 8, link, c) == pytest.approx(7 / 8 * 8e-3 + 7e-6)
     assert seconds("all_gather", 8e6, 1, link, c) == 0
@@ -218,7 +218,7 @@ def test_another_gpu_is_first_one_of_the_same_vendor(gpu: str, own: str) -> None
 
 
 def on_card(gpu: str) -> Plan:
-    return Plan.of("tiny", gpu=gpu, gpus=1, strategy="single").complete()
+    return Plan.of("tiny", gpu=gpu, gpus=1, strategy="single").resolve()
 
 
 def test_a_plan_that_fits_gets_no_advice(megatron: Profile) -> None:

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workbench import data_files
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory import activation_memory
 from workbench.costmodel.memory.model_states import held
 from workbench.costmodel.memory.peak_memory import Memory, memory, peaks, total
 from workbench.costmodel.rates.constants import constants
-from workbench.plan.catalog import catalog
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 
@@ -26,8 +26,8 @@ STATES = ("parameters", "gradients", "optimizer", "master")
 
 
 def memory_of(plan: Plan) -> Memory:
-    full = plan.complete()
-    return memory(workload(full), constants(full.card, full.strategy.kernels, full.strategy.stack))
+    full = plan.resolve()
+    return memory(workload(full), constants(full.gpu, full.strategy.kernels, full.strategy.stack))
 
 
 def on_cards(model: str, gpus: int = 8, strategy: str = "single", /, **changes: Any) -> Plan:
@@ -60,7 +60,7 @@ def test_a_hundred_billion_parameters_with_fp32_adam_take_1200_gigabytes(
     }
     plan = on_cards(shape, 1, "single", **{"strategy.precision": "fp32"})  # type: ignore[arg-type]
     initialised = memory_of(plan).moments["initialised"]
-    each = held(workload(plan.complete())).total.sum()
+    each = held(workload(plan.resolve())).total.sum()
     states = sum(float(initialised[name].max()) for name in ("parameters", "optimizer", "master"))
     per_hundred_billion = states / each * 100e9
     assert each == pytest.approx(100e9, rel=0.02)
@@ -126,7 +126,7 @@ def test_activations_are_korthikantis(
             "strategy.recompute": recompute,
         },
     )
-    w = workload(plan.complete())
+    w = workload(plan.resolve())
     assert activation_memory.layer(w).saved / (w.tokens * w.shape.hidden) == pytest.approx(
         expected, rel=1e-3
     )
@@ -142,7 +142,7 @@ def test_scores_are_korthikantis_share_of_activations(model: str, share: float) 
     }
     none, selective = (
         activation_memory.layer(
-            workload(on_cards(model, 64, "megatron-tp", **{**changes, **more}).complete())
+            workload(on_cards(model, 64, "megatron-tp", **{**changes, **more}).resolve())
         ).saved
         for more in ({}, {"strategy.recompute": "selective"})
     )
@@ -172,7 +172,7 @@ def gpt3(tensor: int, sequence: bool) -> Plan:
     }
     return on_cards(
         "gpt3-175b", 64, "megatron-3d", **changes, **{"strategy.recompute": "none"}
-    ).complete()
+    ).resolve()
 
 
 def test_a_gpt_layer_keeps_what_korthikanti_counts() -> None:
@@ -207,7 +207,7 @@ def test_ranks_together_hold_the_models_parameters(model: str) -> None:
 
     plan = on_cards(
         model, 4, "single", **{"strategy.pipeline.size": 4, "strategy.pipeline.schedule": "1f1b"}
-    ).complete()
+    ).resolve()
     count = parameters(plan.shape)
     tied_twice = count.embedding if plan.shape.tied else 0
     assert float(held(workload(plan)).total.sum()) == pytest.approx(count.total + tied_twice)
@@ -269,7 +269,7 @@ def test_moments_are_ordered(strategy: str, model: str) -> None:
     assert (states <= m.peak).all()
 
 
-@pytest.mark.parametrize("stack", sorted(catalog.read("data/stacks.yaml")))
+@pytest.mark.parametrize("stack", sorted(data_files.read("data/stacks.yaml")))
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [
@@ -288,8 +288,8 @@ def test_the_searchs_short_cut_says_the_same_of_every_stack(
         strategy,
         **{"strategy.stack": stack, "strategy.kernels": "fused", **changes},
     )
-    full = plan.complete()
-    w, k = workload(full), constants(full.card, full.strategy.kernels, stack)
+    full = plan.resolve()
+    w, k = workload(full), constants(full.gpu, full.strategy.kernels, stack)
     assert float(peaks(w, k)) == pytest.approx(float(memory(w, k).peak.max()), rel=1e-9)
 
 

@@ -57,7 +57,7 @@ def load(
         strategy=strategy,
         set={"strategy.stack": stack, **dotted},
     )
-    return workload(plan.complete())
+    return workload(plan.resolve())
 
 
 def live(w: Workload) -> Memory:
@@ -130,7 +130,7 @@ def test_litgpts_root_stays_gathered() -> None:
 
 def test_a_seven_billion_model_does_not_fit_four_cards_of_24_gb_under_litgpt() -> None:
     plan = lit().plan
-    assert float(live(workload(plan)).peak.max()) / 2**30 > plan.card.memory_gib
+    assert float(live(workload(plan)).peak.max()) / 2**30 > plan.gpu.memory_gib
 
 
 def test_every_axis_longer_than_one_has_a_communicator() -> None:

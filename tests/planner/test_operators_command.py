@@ -18,7 +18,7 @@ H100 = ["--model", "llama-3-8b", "--gpu", "h100-sxm-80gb"]
 def plan(gpus=8, **fields):
     return Plan.of(
         "llama-3-8b", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp", set=fields
-    ).complete()
+    ).resolve()
 
 
 def test_json_holds_the_rows_the_mapping_and_the_reason(ask):
@@ -40,9 +40,7 @@ def test_tables_say_estimated_and_give_the_reason(ask):
         "operators", *H100, "--gpus", 16, "--strategy", "ddp", "--ranks", "2x8", "--memory", 70
     )
     assert (
-        code == 0
-        and ("Operators over 2 x 8 ranks (estimated)") in out
-        and "Total (estimated)" in out
+        code == 0 and "Operators over 2 x 8 ranks (estimated)" in out and "Total (estimated)" in out
     )
     assert (
         "limit" in out and "70.0 GiB" in out and "Estimated" in out and "integer programming" in out
@@ -123,12 +121,12 @@ def test_one_rank_splits_nothing(ask):
 def test_ranks_of_several_nodes_are_a_grid_with_the_network_outside():
     two = plan(16)
     assert choose_for(two).ranks == (2, 8)
-    known = constants(two.card, two.strategy.kernels)
+    known = constants(two.gpu, two.strategy.kernels)
     found = machine(two, (2, 8))
     network = two.fabric.nic_gbs * 1e9 * known.nic_share / 8
     assert found.bandwidth == (
         pytest.approx(network),
-        pytest.approx(two.card.link_gbs * 1e9 * known.link_share),
+        pytest.approx(two.gpu.link_gbs * 1e9 * known.link_share),
     )
     assert found.latency == (two.fabric.nic_latency_us * 1e-6, two.fabric.link_latency_us * 1e-6)
 

@@ -90,7 +90,7 @@ def test_a_limit_that_forbids_whole_weights_turns_data_into_tensor_parallel():
     assert forms(tight)["mlp.up"] == "((1,1),(1,8))" and forms(tight)["mlp.down"] == "((1,8),(8,1))"
     assert (
         "Without the limit the best choice would take" in tight.reason
-        and ("more than the limit") in tight.reason
+        and "more than the limit" in tight.reason
     )
     assert (
         f"{free.bytes / 2**30:.3g} GiB" in tight.reason and "Without the limit" not in free.reason

@@ -11,12 +11,12 @@ import pytest
 from workbench.costmodel.communication.collective_cost import links
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import constants
-from workbench.plan.catalog import catalog
+from workbench.machine import gpu_catalog
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.axis_placement import placements
 
-FABRIC = {**catalog.clusters()["dgx-h100"].model_dump(), "name": "racks"}
+FABRIC = {**gpu_catalog.clusters()["dgx-h100"].model_dump(), "name": "racks"}
 
 
 def racked(
@@ -29,8 +29,8 @@ def racked(
 
 
 def link(plan: Plan, axis: str) -> tuple[float, float]:
-    full = plan.complete()
-    found = links(workload(full), constants(full.card, full.strategy.kernels))[axis]
+    full = plan.resolve()
+    found = links(workload(full), constants(full.gpu, full.strategy.kernels))[axis]
     return float(found.bandwidth), float(found.latency)
 
 
@@ -60,7 +60,7 @@ def test_a_ring_that_crosses_a_rack_once_needs_only_its_part_of_the_uplink() -> 
 
 @pytest.mark.parametrize("name", ["frontier-mi250x", "meta-roce-h100"])
 def test_known_racks_are_narrower_outside(name: str) -> None:
-    fabric = catalog.clusters()[name]
+    fabric = gpu_catalog.clusters()[name]
     assert fabric.rack_nodes and fabric.rack_gbs and fabric.rack_gbs < fabric.nic_gbs
 
 

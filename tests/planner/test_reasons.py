@@ -49,7 +49,8 @@ def test_a_plan_that_does_not_fit_is_bound_by_memory_and_the_sentence_has_the_es
     largest = rows.loc[rows.bytes.idxmax()]
     assert (
         f"largest category is {largest.category}, {largest.bytes / 2**30:,.1f} GiB"
-    ) in found.sentence
+        in found.sentence
+    )
 
 
 def test_a_plan_that_fits_is_bound_by_the_largest_part_of_its_step(megatron: Plan) -> None:
@@ -66,13 +67,13 @@ def test_communication_is_told_with_the_link_that_it_rides(nodes: int, words: st
     plan = on("llama-3-8b", 16, "megatron-tp", **{"strategy.tensor.size": 8 * nodes})
     profile = estimate(plan)
     assert profile.notes["time"]["tensor_comm"] > 0.05 * sum(profile.notes["time"].values())
-    assert words in binding(plan.complete(), profile).time
+    assert words in binding(plan.resolve(), profile).time
 
 
 def test_a_group_crosses_nodes_where_its_ranks_span_more_than_one() -> None:
     full = on(
         "llama-3-8b", 32, "megatron-3d", **{"strategy.tensor.size": 8, "strategy.pipeline.size": 2}
-    ).complete()
+    ).resolve()
     assert [axis for axis in ("tensor", "context", "data", "pipeline") if crosses(full, axis)] == [
         "data",
         "pipeline",
@@ -86,7 +87,7 @@ def test_a_bubble_is_told_by_its_formula() -> None:
 
 def test_a_card_almost_full_is_told() -> None:
     plan = on("llama-3-8b", 64, "zero-3")
-    peak = figures(plan.complete()).peak_bytes / 2**30
+    peak = figures(plan.resolve()).peak_bytes / 2**30
     near = plan.replace(**{"cluster.gpu.memory_gib": peak / 0.95})
     assert (
         "near the limit" in why(near).binding.memory
@@ -139,7 +140,7 @@ def test_twice_of_a_rate_changes_what_rides_on_it(megatron: Plan) -> None:
     assert named(found, "twice the memory bandwidth").seconds_change < 0
     assert (
         named(found, "twice the sequence").after.tokens
-        == 2 * megatron.complete().training.global_batch * 2048
+        == 2 * megatron.resolve().training.global_batch * 2048
     )
 
 
@@ -161,10 +162,10 @@ def test_the_network_matters_only_beyond_a_node() -> None:
 
 
 def test_neighbours_differ_in_one_knob_and_equal_an_estimate_of_their_own(megatron: Plan) -> None:
-    here = megatron.complete()
+    here = megatron.resolve()
     for effect in neighbours(megatron):
         changed = megatron.replace(**effect.changes)
-        profile, full = estimate(changed), changed.complete()
+        profile, full = estimate(changed), changed.resolve()
         assert profile.step_seconds == pytest.approx(effect.after.seconds, rel=1e-9), effect.name
         axes = [
             axis
@@ -191,7 +192,7 @@ def test_neighbours_that_fit_come_first_and_the_fastest_lead(megatron: Plan) -> 
 def test_kernels_are_no_step_from_the_plan_but_what_else_could_be_installed(megatron: Plan) -> None:
     assert not any("strategy.kernels" in effect.changes for effect in neighbours(megatron))
     other = named(sensitivity(megatron.replace(**{"strategy.kernels": "eager"})), "fused kernels")
-    assert other.after == figures(megatron.replace(**{"strategy.kernels": "fused"}).complete())
+    assert other.after == figures(megatron.replace(**{"strategy.kernels": "fused"}).resolve())
     assert other.after.seconds < other.before.seconds
 
 
@@ -200,7 +201,7 @@ def test_a_complete_plan_has_the_same_neighbours(megatron: Plan) -> None:
         **{"strategy.gradient_dtype": "fp32"}
     )  # `auto` would follow a change of ZeRO
     short, complete = (
-        {e.name: e.after.seconds for e in neighbours(p)} for p in (plan, plan.complete())
+        {e.name: e.after.seconds for e in neighbours(p)} for p in (plan, plan.resolve())
     )
     assert complete == pytest.approx(short)
 
@@ -226,7 +227,7 @@ def test_an_explanation_is_one_json_object_a_page_and_a_text(unfit: Plan) -> Non
     page, text = found._repr_html_(), repr(found)
     for told in (page, text):
         assert (
-            ("What makes it fit (estimated)") in told and "Neighbours" in told and "Memory:" in told
+            "What makes it fit (estimated)" in told and "Neighbours" in told and "Memory:" in told
         )
     assert page.count("<tr>") == sum(len(rows) + 1 for _, rows in found.tables())
 

@@ -44,7 +44,7 @@ def test_equal_replicas_are_the_plain_plan(schedule: str, zero: int) -> None:
 
 
 def test_each_stage_splits_the_same_microbatch_over_its_own_replicas() -> None:
-    plan = dapple([15, 1]).complete()
+    plan = dapple([15, 1]).resolve()
     w = workload(plan)
     assert plan.sizes["data"] == 15 and plan.num_microbatches == 16 == w.microbatches
     assert (w.tokens * w.data).tolist() == [15 * 1024] * 2 and w.tokens.tolist() == [
@@ -72,7 +72,7 @@ def test_a_heavy_stage_with_more_replicas_beats_equal_replication() -> None:
 
 def test_balanced_stages_give_a_stage_of_more_replicas_more_layers() -> None:
     head = 1  # as many multiplications as a layer
-    first, last = dapple([12, 4]).complete().strategy.pipeline.partition
+    first, last = dapple([12, 4]).resolve().strategy.pipeline.partition
     assert (first, last + head) == (25, 8)
 
 
@@ -105,12 +105,12 @@ def test_what_cannot_be_is_refused_by_name(
     replicas: list[int], changes: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(PlanError) as error:
-        dapple(replicas, **changes).complete()
+        dapple(replicas, **changes).resolve()
     assert [problem.field for problem in error.value.problems] == [field]
 
 
 @pytest.mark.parametrize("verb", ["run", "rehearse"])
 def test_it_is_planned_not_run(verb: Any) -> None:
     assert "strategy.pipeline.replicas" in [
-        p.field for p in unsupported(dapple([12, 4]).complete(), verb)
+        p.field for p in unsupported(dapple([12, 4]).resolve(), verb)
     ]

@@ -75,10 +75,10 @@ def test_every_tensor_size_of_the_space_is_legal(model: str, kind: str) -> None:
     plan = Plan.model_validate({"model": model, "cluster": {"gpu": "h100-sxm-80gb", "gpus": 48}})
     sizes = [size for size in space_of(plan, kind).tensor if isinstance(size, int)]
     for size in sizes:
-        assert not exceeds(plan.complete().shape, size)
+        assert not exceeds(plan.resolve().shape, size)
         found = plan.replace(
             **{"strategy.tensor.size": size, "training.global_batch": 48}
-        ).complete()
+        ).resolve()
         assert found.strategy.tensor.size == size
 
 
@@ -115,7 +115,7 @@ def test_so_is_one_of_any_kernels_and_on_any_tensor_grid(
     for kind, (cell, number, seconds, peak) in (
         (kind, one) for kind, ones in drawn.items() for one in ones
     ):
-        full = plan_of(space, cell.choice(number)).complete()
+        full = plan_of(space, cell.choice(number)).resolve()
         assert full.strategy.tensor.algorithm == algorithm and isinstance(
             full.strategy.tensor.size, int
         ) == (algorithm == "1d")
@@ -165,7 +165,7 @@ def test_a_search_keeps_the_kernels_that_were_written_unless_it_varies_them() ->
     ]
     for space, kernels in (("default", {"compiled"}), ("vast", {"eager", "compiled", "fused"})):
         found = search(plan, space=space, top=200, where=where)
-        assert {one.plan.complete().strategy.kernels for one in found.top} == kernels
+        assert {one.plan.resolve().strategy.kernels for one in found.top} == kernels
 
 
 @pytest.mark.parametrize("model", ["opt-13b", "llama-2-13b"])
@@ -175,8 +175,8 @@ def test_on_one_gpu_parameters_in_host_memory_are_a_plan_too(model: str) -> None
     assert (
         found.feasible and not found.empty
     )  # 13e9 parameters of 2 bytes alone are 24 of its 32 GiB
-    best = found.top[0].plan.complete()
-    assert (best.strategy.data.zero, best.strategy.data.offload, best.card.name) == (
+    best = found.top[0].plan.resolve()
+    assert (best.strategy.data.zero, best.strategy.data.offload, best.gpu.name) == (
         3,
         "parameters",
         "v100-sxm2-32gb",
@@ -202,7 +202,7 @@ def test_candidates_are_distinct_plans() -> None:
     space = narrowed(space_of(plan, "vast"), map(parse, few))
     drawn = random.Random(1).sample(legal_ones(space), 300)
     plans = {
-        plan_of(space, cell.choice(number)).complete().model_dump_json()
+        plan_of(space, cell.choice(number)).resolve().model_dump_json()
         for cell, number, *_ in drawn
     }
     assert len(plans) == 300
@@ -255,7 +255,7 @@ def test_no_candidate_beats_the_front() -> None:
     found = search(plan, top=1)
     front = [(one.seconds, one.peak_bytes) for one in found.pareto]
     assert front == sorted(front) and len(front) > 3
-    capacity = found.top[0].plan.complete().card.memory_gib * 2**30
+    capacity = found.top[0].plan.resolve().gpu.memory_gib * 2**30
     for _, _, seconds, peak in legal_ones(space_of(plan)):
         if peak <= capacity:
             assert any(s <= seconds and p <= peak for s, p in front)
@@ -318,7 +318,7 @@ def test_a_missed_deadline_says_the_days_and_how_many_gpus_would_do() -> None:
     missed = search(plan, top=1, tokens=1e12, deadline_days=0.6 * days)
     assert (
         not missed.top
-        and (f"it needs {days:,.3g} days for 1e+12 tokens; 32 GPUs would do, in ") in missed.empty
+        and f"it needs {days:,.3g} days for 1e+12 tokens; 32 GPUs would do, in " in missed.empty
     )
     never = search(plan, top=1, tokens=1e12, deadline_days=1e-4 * days)
     assert "32 times the GPUs would not do either" in never.empty

@@ -18,7 +18,7 @@ PLAN = Plan.model_validate({"model": "gpt2", "cluster": {"gpu": "h100-sxm-80gb",
 
 
 def field(plan: Plan, path: str) -> Any:
-    found: Any = plan.complete()
+    found: Any = plan.resolve()
     for name in path.split("."):
         found = getattr(found, name)
     return found

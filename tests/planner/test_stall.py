@@ -34,7 +34,7 @@ def setting(
         "training": {"global_batch": 256, "micro_batch": micro_batch, "sequence_length": 4096},
         "strategy": strategy,
     }
-    full, constants = on_machine(Plan.model_validate(description).complete())
+    full, constants = on_machine(Plan.model_validate(description).resolve())
     return workload(full), replace(constants, **changed)
 
 

@@ -36,7 +36,7 @@ def on_grid(
     }
     return Plan.of(
         model, gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp", set=grid | changes
-    ).complete()
+    ).resolve()
 
 
 def one_rank(model: str = "gpt3-6.7b") -> Workload:

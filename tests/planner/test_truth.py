@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workbench import data_files
 from workbench.errors import PlanError
 from workbench.plan.catalog import catalog
 from workbench.plan.parameter_count import parameters
@@ -305,8 +306,9 @@ def test_attention_that_is_not_flash_takes_the_stack_whose_scores_are_kept() -> 
     ):
         assert said(**old, attn_impl=words).stack == stack
     assert said(**{**old, "gpu": LLAMA["gpu"]}, attn_impl="no flash").stack == "megatron-2021"
-    assert reason(attn_impl="no flash") == (
-        "attention is not fused, against all that is known of torchtitan"
+    assert (
+        reason(attn_impl="no flash")
+        == "attention is not fused, against all that is known of torchtitan"
     )
     assert reason(framework="my own", attn_impl="eager").endswith("known of textbook")
 
@@ -450,7 +452,7 @@ def test_stacks_say_only_what_is_sourced() -> None:
     """Every figure has its source; no stack is keyed by a model of the catalog or by where
     measurements come from.
     """
-    table = catalog.read("data/stacks.yaml")
+    table = data_files.read("data/stacks.yaml")
     models = {name.lower() for name in catalog.models()}
     for name, entry in table.items():
         assert not {name, *entry["matches"]} & models

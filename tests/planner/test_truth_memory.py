@@ -69,7 +69,7 @@ def test_what_ran_is_predicted_to_fit(found: Validation) -> None:
 
 def test_kinds_of_readings_are_ordered() -> None:
     """What the driver counts exceeds what the allocator holds, and that what it has handed out."""
-    plan = Plan.of("llama-3-8b", gpu="a100-sxm-80gb", gpus=8, strategy="zero-3").complete()
+    plan = Plan.of("llama-3-8b", gpu="a100-sxm-80gb", gpus=8, strategy="zero-3").resolve()
     shown = predict(plan).readings
     assert max(shown["allocated"]) < max(shown["reserved"]) < max(shown["nvidia-smi"])
 

@@ -23,7 +23,7 @@ Rows = list[dict[str, Any]]
 
 def measure(plan: Plan) -> list[tuple[Rows, Rows, Rows]]:
     """By rank: (the allocator's rows, rows by category, collectives), each row with its step."""
-    return run_ranks(plan.world_size, partial(_measure_rank, plan.complete()))
+    return run_ranks(plan.world_size, partial(_measure_rank, plan.resolve()))
 
 
 def _measure_rank(plan: Plan, rank: int) -> tuple[Rows, Rows, Rows]:

@@ -40,7 +40,7 @@ def plan(case: str, precision: str) -> Plan:
         "training.micro_batch": 2,
         "training.global_batch": 6 * (gpus if strategy == "ddp" or "zero" in strategy else 1),
     }
-    return Plan.of(model, gpu="local", gpus=gpus, strategy=strategy, set=changes).complete()
+    return Plan.of(model, gpu="local", gpus=gpus, strategy=strategy, set=changes).resolve()
 
 
 @lru_cache

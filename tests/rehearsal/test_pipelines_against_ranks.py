@@ -20,7 +20,7 @@ BIG = {"training.sequence_length": 48, "strategy.data.bucket_mib": 1.0}
 @lru_cache
 def both(name: str) -> tuple[Profile, list[tuple[Rows, Rows, Rows]]]:
     """A rehearsal, and what every rank measured."""
-    found = scheduled(name, changes=BIG, tied=True).complete()
+    found = scheduled(name, changes=BIG, tied=True).resolve()
     return rehearse(found), measure(found)
 
 

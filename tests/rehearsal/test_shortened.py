@@ -13,7 +13,7 @@ def test_memory_and_traffic_are_those_of_the_whole_step(
     mesh: tuple[int, int, int], shape: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = plan(*mesh, shape=shape, tied=True, microbatches=11)
-    assert module.shortened(many.complete(), mesh[1] - 1).num_microbatches == 3
+    assert module.shortened(many.resolve(), mesh[1] - 1).num_microbatches == 3
     short = rehearse(many)
     monkeypatch.setattr(module, "shortened", lambda plan, stage: plan)
     whole = rehearse(many)

@@ -66,7 +66,7 @@ def large(strategy: str, gpus: int, **changes: object) -> Plan:
             "training": {"sequence_length": 512, "global_batch": 8192 * gpus, "micro_batch": 64},
         }
     ).replace(**changes)
-    found = plan.complete()
+    found = plan.resolve()
     tensor = found.strategy.tensor
     micro = token_parts(tensor.algorithm, tensor.size)
     microbatches = max(
@@ -76,7 +76,7 @@ def large(strategy: str, gpus: int, **changes: object) -> Plan:
         "training.micro_batch": micro,
         "training.global_batch": microbatches * micro * found.sizes["data"],
     }
-    return plan.replace(**batch).complete()
+    return plan.replace(**batch).resolve()
 
 
 def last_stage(plan: Plan) -> int:

@@ -31,10 +31,7 @@ def finished(plan, name, seconds):
     ]
     profile = Profile(name, "measured", plan.world_size, steps=frame("steps", rows))
     return SimpleNamespace(
-        id=name,
-        plan=plan.complete(),
-        profile=lambda: profile,
-        state=SimpleNamespace(phase="failed"),
+        id=name, plan=plan.resolve(), profile=lambda: profile, state=SimpleNamespace(phase="failed")
     )
 
 

@@ -195,7 +195,7 @@ def test_a_manifest_whose_meta_is_no_object_is_refused(tmp_path, meta):
     ],
 )
 def test_a_manifest_that_does_not_say_of_what_it_is_is_refused(tmp_path, field, value):
-    full = Plan.of("tiny", gpu="local", gpus=1).complete()
+    full = Plan.of("tiny", gpu="local", gpus=1).resolve()
     meta = meta_of(full, 3) | {field: value}
     for read in (lambda: steps_done(tmp_path, meta, full), lambda: shape_of(tmp_path, meta)):
         with pytest.raises(
@@ -206,7 +206,7 @@ def test_a_manifest_that_does_not_say_of_what_it_is_is_refused(tmp_path, field, 
 
 
 def test_a_manifest_whose_model_is_no_shape_is_told_by_its_first_fault(tmp_path):
-    meta = meta_of(Plan.of("tiny", gpu="local", gpus=1).complete(), 3) | {
+    meta = meta_of(Plan.of("tiny", gpu="local", gpus=1).resolve(), 3) | {
         "model": {"hidden": "wide"}
     }
     with pytest.raises(

@@ -17,9 +17,7 @@ def blame(plan, tmp_path):
     """`blame(ranks, errors, log)`: the cause of a run with these remains."""
     (tmp_path / "errors").mkdir()
     (tmp_path / "logs").mkdir()
-    (tmp_path / "plan.yaml").write_text(
-        plan.replace(**{"training.micro_batch": 4}).resolved().to_yaml()
-    )
+    (tmp_path / "plan.yaml").write_text(plan.replace(**{"training.micro_batch": 4}).pin().to_yaml())
 
     def judge(ranks, errors=(), log="", exit_code=1, out_of_memory=False):
         for rank, when, kind, message in errors:
@@ -59,8 +57,8 @@ def test_the_earliest_real_error_wins(blame):
         (2, 60.0, "ValueError", "early"),
     ]
     cause = blame([seen(0), seen(1), seen(2)], errors, report((0, 1), (1, 1), (2, 1)))
-    assert cause.rank == 2 and cause.message == (
-        "rank 2 raised ValueError: early in step 7, during 1B0"
+    assert (
+        cause.rank == 2 and cause.message == "rank 2 raised ValueError: early in step 7, during 1B0"
     )
 
 
@@ -130,10 +128,11 @@ def test_out_of_memory_says_what_this_plan_can_still_change(blame, plan):
         [seen(0)], [(0, 1.0, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")]
     )
     assert (
-        "training.micro_batch: 2 (now 4)"
-    ) in cause.advice and "strategy.tensor.size: 2" in cause.advice
+        "training.micro_batch: 2 (now 4)" in cause.advice
+        and "strategy.tensor.size: 2" in cause.advice
+    )
     assert "zero" not in cause.advice or not unsupported(
-        plan.replace(**{"strategy.data.zero": 3}).complete(), "run"
+        plan.replace(**{"strategy.data.zero": 3}).resolve(), "run"
     )
 
 

@@ -42,7 +42,7 @@ def begun(plan, folder):
     """What rank 0 keeps, from its start on."""
     (folder / "stop").write_bytes(b"")  # of a former launch
     kept = Elsewhere(folder, 0)
-    kept.begin(plan.complete())
+    kept.begin(plan.resolve())
     yield kept
     kept.end(0)
 
@@ -104,9 +104,10 @@ def test_a_failure_blames_the_rank_that_is_gone_not_its_survivors(begun, folder)
     )
     begun.end(1)
     state = attach(folder).state
-    assert (state.phase, state.cause.rank) == ("failed", 1) and (
-        "rank 1 stopped answering"
-    ) in state.cause.message
+    assert (state.phase, state.cause.rank) == (
+        "failed",
+        1,
+    ) and "rank 1 stopped answering" in state.cause.message
 
 
 def test_a_rank_0_that_is_gone_leaves_what_ranks_said(plan, folder):
@@ -116,14 +117,15 @@ from pathlib import Path
 from workbench.plan.schema import Plan
 from workbench.runs.launch.external_launcher import Elsewhere
 kept = Elsewhere(Path({str(folder)!r}), 0)
-kept.begin(Plan.load({str(folder / "plan.yaml")!r}).complete())
+kept.begin(Plan.load({str(folder / "plan.yaml")!r}).resolve())
 kept.running()
 os._exit(1)
 """
     subprocess.run([sys.executable, "-c", code], timeout=60)
     assert stored_state(folder).phase == "running"
-    assert attach(folder).state.cause.message == (
-        "rank 0 of this run, which was launched elsewhere, is gone"
+    assert (
+        attach(folder).state.cause.message
+        == "rank 0 of this run, which was launched elsewhere, is gone"
     )
     error = {
         "rank": 2,
@@ -139,11 +141,11 @@ os._exit(1)
 
 
 def test_other_ranks_and_supervised_runs_are_left_alone(plan, folder):
-    Elsewhere(folder, 1).begin(plan.complete())
+    Elsewhere(folder, 1).begin(plan.resolve())
     assert not (folder / "state.json").exists()
     write_state(folder, beat(supervised_by_me(first_state(3, 5))))
     request_stop(folder)
-    Elsewhere(folder, 0).begin(plan.complete())
+    Elsewhere(folder, 0).begin(plan.resolve())
     assert not stored_state(folder).launched_elsewhere and (folder / "stop").exists()
 
 
@@ -161,7 +163,7 @@ def test_a_torchrun_by_hand_is_attached_to_and_stopped(plan, tmp_path):
         "workbench.engine.worker",
         str(tmp_path / "plan.yaml"),
     ]
-    environ = {**os.environ, **environment(plan.complete())}
+    environ = {**os.environ, **environment(plan.resolve())}
     launched = subprocess.Popen(
         torchrun, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -31,8 +31,9 @@ def test_a_killed_rank_is_blamed_not_its_survivors(go):
     state = run.wait(30)
     assert state.phase == "failed" and state.cause.rank == 1
     assert (
-        "rank 1 was killed by SIGKILL"
-    ) in state.cause.message and "last step done" in state.cause.message
+        "rank 1 was killed by SIGKILL" in state.cause.message
+        and "last step done" in state.cause.message
+    )
     assert state.cause.advice
 
 
@@ -41,8 +42,9 @@ def test_a_raising_rank_is_blamed_with_its_words(go):
     state = run.wait(30)
     assert (state.phase, state.cause.rank) == ("failed", 2)
     assert (
-        "RuntimeError: CUDA out of memory"
-    ) in state.cause.message and "step 3" in state.cause.message
+        "RuntimeError: CUDA out of memory" in state.cause.message
+        and "step 3" in state.cause.message
+    )
     assert "strategy.tensor" in state.cause.advice
     assert "RuntimeError" in state.cause.log_tail
 
@@ -103,7 +105,7 @@ def test_nothing_outlives_a_killed_launcher(go, number):
     os.kill(run.state.launcher_pid, number)
     state = run.wait(30)
     assert (
-        state.phase == "failed" and (f"launcher was killed by {number.name}") in state.cause.message
+        state.phase == "failed" and f"launcher was killed by {number.name}" in state.cause.message
     )
 
 
@@ -166,8 +168,9 @@ def test_a_rank_in_an_endless_loop_is_named(go, world):
     state = go("loop:0:4", steps=5000, progress_seconds=1.5, world=world).wait(30)
     assert (state.phase, state.cause.rank) == ("failed", 0)
     assert (
-        "no rank has written anything"
-    ) in state.cause.message and "last step done: 3" in state.cause.message
+        "no rank has written anything" in state.cause.message
+        and "last step done: 3" in state.cause.message
+    )
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def test_the_profile_is_what_the_ranks_wrote(go):
     assert profile.peak_bytes_by_rank == {0: 5000, 1: 5001, 2: 5002}
     assert profile.by_category == {"parameters": 4000}
     assert profile.step_seconds == 0.02 and profile.tokens_per_second == 25600
-    assert profile.capacity_bytes == int(run.plan.card.memory_gib * 2**30) and profile.fits
+    assert profile.capacity_bytes == int(run.plan.gpu.memory_gib * 2**30) and profile.fits
     assert sum(record["kind"] == "step" for record in seen) == 12
 
 

@@ -76,7 +76,7 @@ def test_another_model_of_the_same_memory_is_not_the_planned_one(monkeypatch, tm
             and "local" in told
         )
     figures = (
-        h100s(2).complete().card.model_copy(update={"name": "mine"}).model_dump(exclude_none=True)
+        h100s(2).resolve().gpu.model_copy(update={"name": "mine"}).model_dump(exclude_none=True)
     )
     assert messages(h100s(2).replace(**{"cluster.gpu": figures}), root=tmp_path) == []
 
@@ -209,9 +209,9 @@ def test_the_fullest_visible_card_counts(monkeypatch):
 
 def test_the_least_that_a_rank_holds():
     def least(**changes):
-        return least_bytes(h100s(4).replace(**changes).complete())
+        return least_bytes(h100s(4).replace(**changes).resolve())
 
-    whole = parameters(h100s(4).complete().shape).total
+    whole = parameters(h100s(4).resolve().shape).total
     sgd = {"training.optimizer.name": "sgd"}
     assert least() == 18 * whole  # bf16: 2, gradients 4, moments 8, master 4
     assert least(**{"strategy.precision": "fp32"}) == 16 * whole
@@ -239,7 +239,7 @@ def test_the_least_is_below_the_estimate_of_what_stays_from_step_to_step(
         "strategy.data.offload": offload,
     }
     try:
-        plan = h100s(4).replace(**changes).complete()
+        plan = h100s(4).replace(**changes).resolve()
     except PlanError:
         pytest.skip("no legal plan")
     rows = estimate(plan).memory
@@ -263,7 +263,7 @@ def test_every_problem_is_told_at_once(plan, tmp_path):
 
 
 def test_the_command_is_accelerate_launch(plan, tmp_path):
-    full = plan.complete()
+    full = plan.resolve()
     folder = tmp_path / "a run; rm -rf"
     command = accelerate_command.compose(full, folder, 29999, accelerate_command.Recipe())
     assert command.argv[:5] == [
@@ -286,31 +286,29 @@ def test_another_launch_does_not_leak_in(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     command = accelerate_command.compose(
-        plan.complete(), tmp_path, 29999, accelerate_command.Recipe()
+        plan.resolve(), tmp_path, 29999, accelerate_command.Recipe()
     )
     assert {"RANK", "TORCHELASTIC_RUN_ID"} <= set(command.unset)
 
 
 @pytest.mark.parametrize("left", [7, 0, 9, None])
 def test_a_checkpoint_whose_file_is_cut_is_refused_before_launch_by_its_name(plan, tmp_path, left):
-    made = plan.complete().replace(**{"checkpoint.load": str(tmp_path)})
+    made = plan.resolve().replace(**{"checkpoint.load": str(tmp_path)})
     files = [{"file": "rank00000.safetensors", "bytes": 8, "sha256": "", "tensors": []}]
-    body = {"version": VERSION, "meta": meta_of(made.complete(), 1), "files": files}
+    body = {"version": VERSION, "meta": meta_of(made.resolve(), 1), "files": files}
     (tmp_path / "manifest.json").write_text(manifest_text(body))
     file = tmp_path / "rank00000.safetensors"
     file.write_bytes(bytes(8))
     assert not any("checkpoint" in told for told in messages(made, root=tmp_path))
     file.unlink() if left is None else file.write_bytes(bytes(left))
     why = (
-        "cannot be read: No such file"
-        if left is None
-        else (f"is damaged: {left} bytes instead of 8")
+        "cannot be read: No such file" if left is None else f"is damaged: {left} bytes instead of 8"
     )
     assert any(f"checkpoint.load: {file} {why}" in told for told in messages(made, root=tmp_path))
 
 
 def test_a_checkpoint_with_a_flipped_byte_is_refused_before_launch_by_its_file(ask, plan, tmp_path):
-    full, content = plan.complete(), bytearray(range(256))
+    full, content = plan.resolve(), bytearray(range(256))
     at = tmp_path / "step-00000001"
     at.mkdir()
     sha256 = hashlib.sha256(content).hexdigest()
@@ -330,7 +328,7 @@ def test_a_checkpoint_with_a_flipped_byte_is_refused_before_launch_by_its_file(a
     )
     assert (
         code == 2
-        and ("rank00000.safetensors is damaged: its content does not match its checksum") in err
+        and "rank00000.safetensors is damaged: its content does not match its checksum" in err
     )
     assert not (tmp_path / "runs").exists()
 

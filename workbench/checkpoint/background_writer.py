@@ -190,8 +190,8 @@ class Writer:
                 raise ValueError(_read(writing / name) or f"checkpoint: {name} in {writing}")
             if time.monotonic() - self._beat > slower * self.patience:
                 raise ValueError(
-                    f"checkpoint: {what()} {writing} for "
-                    f"{slower * self.patience:.0f} s; {REMEDY}, or "
+                    f"checkpoint: {what()} {writing} for {slower * self.patience:.0f} s; "
+                    f"{REMEDY}, or "
                     "raise telemetry.timeout_seconds"
                 )
             time.sleep(pause)
@@ -199,8 +199,8 @@ class Writer:
 
     def _silent(self, path: Path) -> ValueError:
         return ValueError(
-            f"checkpoint: the disk of {path} has not answered for "
-            f"{3 * self.patience:.0f} s; see to it, "
+            f"checkpoint: the disk of {path} has not answered for {3 * self.patience:.0f} s; see "
+            f"to it, "
             "or keep runs elsewhere (--root)"
         )
 

@@ -62,8 +62,8 @@ def check_config(folder: Path, shape: Shape) -> None:
     if theirs.unmodelled:
         raise refuse(
             FIELD,
-            f"'{path}' has {theirs.unmodelled}; weights are read of models that "
-            f"compute nothing beyond "
+            f"'{path}' has {theirs.unmodelled}; weights are read of models that compute nothing "
+            f"beyond "
             "the fields of a plan's model",
         )
     refuse_inexpressible(shape)

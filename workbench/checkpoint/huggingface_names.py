@@ -110,14 +110,13 @@ def source_of(folder: Path, shape: Shape) -> Source:
         box = found.pop(foreign_name(name), None)
         if box is None:
             raise ValueError(
-                f"{folder} has no {foreign_name(name)}, which the plan's model "
-                f"needs; get the whole model"
+                f"{folder} has no {foreign_name(name)}, which the plan's model needs; get the "
+                f"whole model"
             )
         has = tuple(stop for _, stop in box.slices)
         if has != needed:
             raise ValueError(
-                f"{folder / box.file}: {box.key} has shape {has}, the plan's model "
-                f"needs {needed}; "
+                f"{folder / box.file}: {box.key} has shape {has}, the plan's model needs {needed}; "
                 f"{CONFIG} and tensors are of different models"
             )
         if box.dtype not in DTYPES:
@@ -165,7 +164,7 @@ def _refuse_rest(folder: Path, rest: set[str], shape: Shape) -> None:
     if unused:
         others = f" and {len(unused) - 1} more" if unused[1:] else ""
         raise ValueError(
-            f"{folder} has {unused[0]}{others}, which the plan's model lacks; give "
-            f"the plan the model of "
+            f"{folder} has {unused[0]}{others}, which the plan's model lacks; give the plan the "
+            f"model of "
             "this folder (model: FOLDER)"
         )

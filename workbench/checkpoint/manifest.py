@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from workbench.runs.store.field_checks import has, list_of, object_, text, whole
+from workbench.safe_io.json_field_checks import has, list_of, object_, text, whole
 
 MANIFEST = "manifest.json"
 """What every whole checkpoint holds; written last."""
@@ -70,8 +70,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
     if body.get("version") != VERSION:
         raise ValueError(
-            f"{path} is of version {body.get('version')}, this one reads version "
-            f"{VERSION}; {REMEDY}"
+            f"{path} is of version {body.get('version')}, this one reads version {VERSION}; "
+            f"{REMEDY}"
         )
     if wrong := _wrong(folder, body):
         raise ValueError(f"{path} is damaged: {wrong}; {REMEDY}")

@@ -96,8 +96,8 @@ def located(source: Source, wanted: Sequence[Shard]) -> list[tuple[Shard, list[B
     unwanted = {kind for _, kind in source.tensors} - {"step", *(shard.kind for shard in wanted)}
     if source.exact and wanted and unwanted:
         raise ValueError(
-            f"{source.folder} holds {', '.join(sorted(unwanted))} of its parameters, "
-            f"which the plan has "
+            f"{source.folder} holds {', '.join(sorted(unwanted))} of its parameters, which the "
+            f"plan has "
             f"not; {SETTINGS}"
         )
     return found
@@ -113,8 +113,7 @@ def overlapping(source: Source, shard: Shard) -> list[Box]:
         raise ValueError(f"{folder} has no {what}: it is of another model, or {SETTINGS}")
     if stored.shape != shard.shape:
         raise ValueError(
-            f"{folder}: {what} has shape {stored.shape}, the plan's model needs "
-            f"{shard.shape}; "
+            f"{folder}: {what} has shape {stored.shape}, the plan's model needs {shard.shape}; "
             "load it with the plan that wrote it, or change the model's shape"
         )
     boxes = [box for box in stored.boxes if size_of(overlap(box.slices, shard.slices))]
@@ -126,8 +125,8 @@ def overlapping(source: Source, shard: Shard) -> list[Box]:
     for box in boxes:
         if source.exact and box.dtype != WORDS[shard.tensor.dtype]:
             raise ValueError(
-                f"{folder}: {what} is {box.dtype}, the plan needs "
-                f"{WORDS[shard.tensor.dtype]}; {SETTINGS}"
+                f"{folder}: {what} is {box.dtype}, the plan needs {WORDS[shard.tensor.dtype]}; "
+                f"{SETTINGS}"
             )
     return boxes
 

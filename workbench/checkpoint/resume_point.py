@@ -10,10 +10,10 @@ from typing import Any
 
 from workbench.checkpoint.manifest import MANIFEST, REMEDY, is_finite
 from workbench.errors import PlanError, Problem, refuse
-from workbench.plan.model_shape import Shape
+from workbench.plan.model_shape import Shape, shape_from
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan, PythonModel
-from workbench.plan.validation_messages import shape_from
-from workbench.runs.store.field_checks import has, object_, text, whole
+from workbench.safe_io.json_field_checks import has, object_, text, whole
 
 CONFIG = "config.json"
 """What a folder of weights under Hugging Face's names holds beside them."""
@@ -119,7 +119,7 @@ def _refuse_formless(folder: Path, meta: dict[str, Any]) -> None:
         )
 
 
-def steps_done(folder: Path, meta: dict[str, Any], plan: Plan) -> int:
+def steps_done(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> int:
     """Steps that a checkpoint of `meta` stands for in a complete `plan`.
 
     Raises `PlanError`, field by field, where it is of another model, precision or optimizer, or
@@ -141,7 +141,7 @@ def steps_done(folder: Path, meta: dict[str, Any], plan: Plan) -> int:
     return steps
 
 
-def _differing(folder: Path, meta: dict[str, Any], plan: Plan) -> list[Problem]:
+def _differing(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> list[Problem]:
     found = _model_problems(folder, meta["model"], plan)
     for field, theirs, mine in (
         ("strategy.precision", meta["precision"], plan.strategy.precision),
@@ -172,7 +172,7 @@ def _shape(folder: Path, written: Any) -> Shape:
         raise ValueError(f"{folder} has a damaged manifest: model.{error.first}") from None
 
 
-def _model_problems(folder: Path, theirs: dict[str, Any], plan: Plan) -> list[Problem]:
+def _model_problems(folder: Path, theirs: dict[str, Any], plan: ResolvedPlan) -> list[Problem]:
     where = f"{folder} is of another model: there it"
     if "python" not in theirs and isinstance(plan.model, Shape):
         return shape_problems(where, _shape(folder, theirs), plan.model)

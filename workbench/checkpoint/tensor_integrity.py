@@ -55,8 +55,7 @@ def _refuse_non_finite(path: Path, keys: Sequence[str]) -> None:
             bad = sum(int((~part.isfinite()).sum()) for part in values.split(CHUNK))
             if bad:
                 raise ValueError(
-                    f"{path}: {bad} of the {values.numel()} values of {key} are NaN "
-                    f"or infinite, and "
-                    "training from them would learn nothing; get weights that are "
-                    "whole"
+                    f"{path}: {bad} of the {values.numel()} values of {key} are NaN or infinite, "
+                    f"and "
+                    "training from them would learn nothing; get weights that are whole"
                 )

@@ -37,7 +37,7 @@ from workbench.cli.terminal import tell
 from workbench.errors import PlanError
 from workbench.runs.launch.child_process import ChildError
 from workbench.safe_io.files import unread
-from workbench.safe_io.untrusted_text import brief, visible
+from workbench.untrusted_text import brief, visible
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 TRACEBACK = "WORKBENCH_TRACEBACK"

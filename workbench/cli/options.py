@@ -16,8 +16,8 @@ from rich.text import Text
 
 from workbench.cli.terminal import Grid, as_text, console
 from workbench.errors import refuse
-from workbench.plan.plan_files import assignments, build, plain
-from workbench.plan.schema import Plan
+from workbench.plan.plan_data import assignments
+from workbench.plan.schema import Plan, build_plan, written_fields
 
 PlanFile = Annotated[
     Path | None, typer.Argument(metavar="[PLAN]", help="Plan file; or choose with the options.")
@@ -73,16 +73,18 @@ def chosen(
     if file is None and model is None:
         raise refuse("PLAN", "give a plan file, or --model (and --gpu, --gpus, --strategy)")
     plan = (
-        Plan.load(file) if file else build({"model": model, "cluster": {"gpu": "local", "gpus": 1}})
+        Plan.load(file)
+        if file
+        else build_plan({"model": model, "cluster": {"gpu": "local", "gpus": 1}})
     )
     changes: dict[str, Any] = {} if model is None else {"model": model}
     if gpu is not None or gpus is not None:
-        changes["cluster"] = _cluster(plain(plan)["cluster"], gpu, gpus)
+        changes["cluster"] = _cluster(written_fields(plan)["cluster"], gpu, gpus)
     if strategy is not None:
         changes["strategy"] = {"preset": strategy}
     plan = plan.replace(**_beside(changes, assignments(sets or [])))
     if legal:
-        plan.complete()
+        plan.resolve()
     return plan
 
 
@@ -95,10 +97,8 @@ def _beside(changes: dict[str, Any], sets: dict[str, Any]) -> dict[str, Any]:
     for field in changes.keys() & sets.keys():
         raise refuse(
             "--set",
-            f"{field}=... gives all of `{field}`, and so does {OPTIONS[field]}; "
-            f"legal: one of the "
-            f"two, or --set for a field below it, as `workbench plan --complete` lists "
-            f"them",
+            f"{field}=... gives all of `{field}`, and so does {OPTIONS[field]}; legal: one of the "
+            f"two, or --set for a field below it, as `workbench plan --complete` lists them",
         )
     return changes | sets
 
@@ -139,8 +139,7 @@ def outlined(command: Callable[..., None]) -> Callable[..., None]:
         if strategy is not None:
             raise refuse(
                 "--strategy",
-                f"is '{strategy}', but this command looks for the "
-                f"strategy; legal: --where for "
+                f"is '{strategy}', but this command looks for the strategy; legal: --where for "
                 f"what it must keep, e.g. --where strategy.data.zero=3, or `estimate`",
             )
         given = "strategy" in assignments(choices["sets"] or [])

@@ -30,7 +30,7 @@ def writable(path: Path | None) -> None:
     why = (
         ""
         if len(os.fsencode(path.name)) <= NAME_BYTES
-        else (f": its name has more than {NAME_BYTES} bytes")
+        else f": its name has more than {NAME_BYTES} bytes"
     )
     if why or not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
         raise refuse(

@@ -21,7 +21,7 @@ from workbench.cli.tables import culprit
 from workbench.cli.terminal import console
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import State
-from workbench.safe_io.untrusted_text import visible
+from workbench.untrusted_text import visible
 
 LINE_SECONDS = 5.0
 """At most one line in this time, and one for the last step, where no terminal can redraw one."""

@@ -10,12 +10,12 @@ from workbench.cli.terminal import Grid, as_text
 from workbench.lab.charts.palette import words
 from workbench.profile import ALLOCATED, MEANINGS
 from workbench.runs.launch.checked_launch import advice
-from workbench.safe_io.untrusted_text import visible
 from workbench.units import bytes_text, count_text, digits, seconds_text
+from workbench.untrusted_text import visible
 
 if TYPE_CHECKING:
     from workbench.cli.commands.doctor import Finding
-    from workbench.plan.schema import Plan
+    from workbench.plan.resolved_plan import ResolvedPlan
     from workbench.profile import Profile
     from workbench.runs.run import Run
     from workbench.runs.store.run_state import Cause, State
@@ -97,7 +97,7 @@ def strategies(rows: list[dict[str, Any]]) -> Grid:
     return built
 
 
-def plan(full: Plan) -> Grid:
+def plan(full: ResolvedPlan) -> Grid:
     """A complete plan, by what decides its cost."""
     built = table(full.name, ("field", "value"))
     s, t, c = full.strategy, full.training, full.cluster
@@ -105,7 +105,7 @@ def plan(full: Plan) -> Grid:
         "model": f"{full.model_name}, {full.shape.layers} layers, hidden {full.shape.hidden}"
         if not full.code
         else f"{full.model_name} (code), vocabulary {full.vocab}",
-        "cluster": f"{c.nodes} node(s) x {c.gpus_per_node} {full.card.name}, fabric "
+        "cluster": f"{c.nodes} node(s) x {c.gpus_per_node} {full.gpu.name}, fabric "
         f"{full.fabric.name}",
         "axes": " x ".join(f"{axis} {size}" for axis, size in full.sizes.items()),
         "ZeRO": f"{s.data.zero}, offload {s.data.offload}",

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from workbench.cli.column_widths import Need, fit, need, shortened
-from workbench.safe_io.untrusted_text import visible
+from workbench.untrusted_text import visible
 
 PIPE_WIDTH = 160
 """Columns of a table that no terminal shows, where COLUMNS says nothing."""

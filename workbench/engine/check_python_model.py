@@ -19,7 +19,7 @@ def inspect(plan: Plan, allow_code: bool) -> None:
     """Raises `PlanError` where a plan's code is not allowed, is no model, or has not what the
     operators name.
     """
-    full = plan.complete()
+    full = plan.resolve()
     require(full, "run", allow_code)
     if full.code:
         placements_of(build_python(full.code, full.training.seed), full)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from workbench.engine.rendezvous import meet
 from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import is_another_model
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
 HEARD = timedelta(seconds=10)
@@ -40,7 +41,7 @@ class Gpu(NamedTuple):
         return f"{self.name} {self.local} of {self.host} ({self.uuid})"
 
 
-def join_gpus(plan: Plan) -> None:
+def join_gpus(plan: ResolvedPlan) -> None:
     """Take this rank's GPU, compare it with those of all ranks, and enter the process group over
     NCCL.
 
@@ -59,12 +60,12 @@ def join_gpus(plan: Plan) -> None:
     )
 
 
-def take_gpu(plan: Plan) -> torch.device:
+def take_gpu(plan: ResolvedPlan) -> torch.device:
     """Make GPU LOCAL_RANK the current one. Raises `PlanError` where torch has no such GPU."""
     index, host = int(os.environ.get("LOCAL_RANK", "0")), socket.gethostname()
     if not torch.cuda.is_available():
         raise refuse(
-            "cluster.gpu", f"is {plan.card.name}, but torch has no GPU on {host}: {_why_not_cuda()}"
+            "cluster.gpu", f"is {plan.gpu.name}, but torch has no GPU on {host}: {_why_not_cuda()}"
         )
     count = torch.cuda.device_count()
     if index >= count:
@@ -97,7 +98,7 @@ def gpu_record(device: torch.device) -> dict[str, str] | None:
     )
 
 
-def compare(plan: Plan, own: Gpu, store: dist.Store, rank: int, world: int) -> None:
+def compare(plan: ResolvedPlan, own: Gpu, store: dist.Store, rank: int, world: int) -> None:
     """Tell `store` this rank's GPU, and hold those of all `world` ranks to the plan.
 
     Rank 0 reads them all and the others its verdict, so that the store answers a few requests a
@@ -131,7 +132,7 @@ def _read(plan: Plan, store: dist.Store, rank: int) -> Gpu:
         raise RuntimeError(f"rank {rank} did not say which GPU it has within {waited}") from None
 
 
-def _problems(plan: Plan, gpus: list[Gpu]) -> list[Problem]:
+def _problems(plan: ResolvedPlan, gpus: list[Gpu]) -> list[Problem]:
     """Of the ranks' `gpus`, in order of rank: those of another model, and those that several ranks
     share.
     """
@@ -142,10 +143,10 @@ def _problems(plan: Plan, gpus: list[Gpu]) -> list[Problem]:
     others = [
         f"rank {rank} has {gpu}"
         for rank, gpu in enumerate(gpus)
-        if is_another_model(plan.card, gpu.name)
+        if is_another_model(plan.gpu, gpu.name)
     ]
     if others:
-        found.append(Problem("cluster.gpu", f"is {plan.card.name}, but {_few(others)}"))
+        found.append(Problem("cluster.gpu", f"is {plan.gpu.name}, but {_few(others)}"))
     shared = [
         f"ranks {' and '.join(map(str, ranks))} share {gpus[ranks[0]]}"
         for ranks in owners.values()

@@ -25,12 +25,11 @@ from workbench.engine.session import Session, StepResult
 from workbench.engine.session_checkpoint import Saver
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_loss
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.runs.store.stop_request import read_stop
 
 FIRST_SAMPLES = 2
-"""Steps at the start whose memory is always sampled: the first, and the first of the steady
-state.
+"""Steps at the start whose memory is always sampled: the first, and the first of the steady state.
 """
 GO_ON, STOP, SAVE_AND_STOP = 0, 1, 2
 
@@ -41,7 +40,12 @@ class Loop:
     """
 
     def __init__(
-        self, plan: Plan, run_dir: Path, mesh: Mesh, accelerator: Accelerator, telemetry: Telemetry
+        self,
+        plan: ResolvedPlan,
+        run_dir: Path,
+        mesh: Mesh,
+        accelerator: Accelerator,
+        telemetry: Telemetry,
     ) -> None:
         self.plan, self.run_dir, self.mesh, self.telemetry = plan, run_dir, mesh, telemetry
         self.follower = Follower()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import STORED, Plan
 
 DTYPES = {
@@ -32,12 +33,12 @@ def set_products(plan: Plan) -> None:
     torch.set_float32_matmul_precision("high" if plan.strategy.precision == "tf32" else "highest")
 
 
-def set_attention(plan: Plan) -> None:
+def set_attention(plan: ResolvedPlan) -> None:
     """On GPUs, let attention run by fused operators alone: where none fits, an error, not [B, H, T,
     T] in memory.
 
     It holds for the whole process, so that the worker calls it, once. A model that is code chooses
     for itself.
     """
-    if plan.card.device == "cuda" and plan.code is None:
+    if plan.gpu.device == "cuda" and plan.code is None:
         torch.backends.cuda.enable_math_sdp(False)

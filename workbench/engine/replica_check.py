@@ -19,8 +19,7 @@ from workbench.parallel.mesh import MeshAxis
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of a dtype's size in bytes."""
 PIECE = 2**22
-"""Entries that are summed at once, and copied where they do not begin at a multiple of eight
-bytes.
+"""Entries that are summed at once, and copied where they do not begin at a multiple of eight bytes.
 """
 AXES = ("replicas", "replicate", "expert_replicas", "expert_replicate")
 """Axes of the mesh along which ranks hold the same parameters, and sum their gradients."""

@@ -28,7 +28,7 @@ from workbench.parallel.pipeline.schedule_executor import Executor, Hooks
 from workbench.parallel.pipeline.stage_transfers import sum_tied
 from workbench.parallel.tensor.apply_tensor import boundary, counts_loss
 from workbench.plan.custom_schedule import executed
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.schedules import Action
 
 
@@ -74,7 +74,7 @@ class StepResult(NamedTuple):
 class Session:
     """Everything a rank needs to train."""
 
-    plan: Plan
+    plan: ResolvedPlan
     mesh: Mesh
     device: torch.device
     part: Parallelised
@@ -85,7 +85,7 @@ class Session:
     @classmethod
     def build(
         cls,
-        plan: Plan,
+        plan: ResolvedPlan,
         mesh: Mesh,
         device: torch.device,
         dtype: torch.dtype | None = None,
@@ -108,7 +108,7 @@ class Session:
             plan, mesh, stages, partition, overlap, device, own, gradients, counting, model
         )
         store = part.store
-        on_card = plan.card.device == "cuda" and plan.strategy.data.offload == "none"
+        on_card = plan.gpu.device == "cuda" and plan.strategy.data.offload == "none"
         optimizer = Optimizer(
             store.values,
             store.stepped,

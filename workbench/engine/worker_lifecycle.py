@@ -25,6 +25,7 @@ from workbench.engine.precision import set_attention, set_products
 from workbench.engine.rendezvous import join_cpus
 from workbench.errors import PlanError
 from workbench.parallel.mesh import Mesh, build_mesh
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.runs.launch.external_launcher import Elsewhere
@@ -43,7 +44,7 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
     set_aside(run_dir, rank)
     with RankLog(run_dir, rank), Telemetry(run_dir, rank) as telemetry:
         try:
-            plan = Plan.load(plan_path).complete()
+            plan = Plan.load(plan_path).resolve()
             require(plan, "run", allow_code)
             set_products(plan)
             set_attention(plan)
@@ -77,39 +78,39 @@ def _leave(code: int, elsewhere: Elsewhere) -> int:
     return code
 
 
-def join(plan: Plan, run_dir: Path) -> Accelerator:
+def join(plan: ResolvedPlan, run_dir: Path) -> Accelerator:
     """Enter the process group, and hold the launcher to the plan: world size, backend and device
     must be its own.
 
     Raises RuntimeError where they are not: a launcher that quietly started fewer ranks would train
     something else; and `PlanError` where a rank's GPU is not the plan's.
     """
-    if plan.card.device == "cuda":
+    if plan.gpu.device == "cuda":
         join_gpus(plan)
-    elif plan.card.device == "cpu":
+    elif plan.gpu.device == "cpu":
         join_cpus(plan)
     deadline = InitProcessGroupKwargs(timeout=timedelta(seconds=plan.telemetry.timeout_seconds))
     accelerator = Accelerator(
-        cpu=plan.card.device == "cpu",
+        cpu=plan.gpu.device == "cpu",
         kwargs_handlers=[deadline],
         log_with=list(plan.telemetry.trackers) or None,
         project_dir=str(run_dir),
     )
     world = dist.get_world_size() if dist.is_initialized() else 1
     backend = dist.get_backend() if dist.is_initialized() else None
-    expected = GLOO if plan.card.device == "cpu" else NCCL
+    expected = GLOO if plan.gpu.device == "cpu" else NCCL
     if world != plan.world_size:
         raise RuntimeError(
             f"cluster.gpus is {plan.world_size}, but the launcher started {world} ranks"
         )
     if world > 1 and backend != expected:
         raise RuntimeError(
-            f"the plan's card ({plan.card.device}) needs backend {expected}, the launcher chose "
+            f"the plan's card ({plan.gpu.device}) needs backend {expected}, the launcher chose "
             f"{backend}"
         )
-    if accelerator.device.type != plan.card.device:
+    if accelerator.device.type != plan.gpu.device:
         raise RuntimeError(
-            f"cluster.gpu is a {plan.card.device} card, but this rank has {accelerator.device}"
+            f"cluster.gpu is a {plan.gpu.device} card, but this rank has {accelerator.device}"
         )
     return accelerator
 

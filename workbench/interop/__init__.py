@@ -30,8 +30,9 @@ from workbench.interop.translation import (
     Source,
     Written,
 )
+from workbench.machine.hardware import GPU
 from workbench.plan.model_shape import Shape
-from workbench.plan.schema import Card, Plan
+from workbench.plan.schema import Plan
 from workbench.safe_io.files import read_some, unread
 
 __all__ = [
@@ -71,7 +72,7 @@ def read(
     format: Source | None = None,
     *,
     model: str | Shape | None = None,
-    gpu: str | Card | None = None,
+    gpu: str | GPU | None = None,
     gpus: int | None = None,
     vocab_size: int | None = None,
     set: Mapping[str, Any] | None = None,
@@ -93,8 +94,7 @@ def read(
     if vocab_size is not None and format not in ("megatron", "gpt-neox"):
         raise refuse(
             "vocab_size",
-            f"is for arguments that hold a shape and no vocabulary, and "
-            f"{TITLES[format]} hold "
+            f"is for arguments that hold a shape and no vocabulary, and {TITLES[format]} hold "
             "none; give model (--model)",
         )
     sets = dict(set or {})

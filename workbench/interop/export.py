@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import refuse
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.safe_io import yaml_files
 
@@ -37,7 +38,7 @@ JOB_TIME = "24:00:00"
 
 
 def accelerate_config(
-    plan: Plan, port: int = DEFAULT_PORT, main_ip: str | None = None
+    plan: ResolvedPlan, port: int = DEFAULT_PORT, main_ip: str | None = None
 ) -> dict[str, Any]:
     """What `accelerate launch --config_file` reads for a complete `plan`; axes are the worker's
     own, not declared here.
@@ -49,9 +50,9 @@ def accelerate_config(
     return {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        "distributed_type": "MULTI_NPU" if plan.card.device == "npu" else "MULTI_GPU",
+        "distributed_type": "MULTI_NPU" if plan.gpu.device == "npu" else "MULTI_GPU",
         "downcast_bf16": "no",
-        "enable_cpu_affinity": plan.card.device
+        "enable_cpu_affinity": plan.gpu.device
         == "cuda",  # accelerate binds by what NVML says of a GPU
         "gpu_ids": "all",
         "machine_rank": 0,
@@ -63,7 +64,7 @@ def accelerate_config(
         "num_processes": plan.world_size,
         "rdzv_backend": "static",
         "same_network": True,
-        "use_cpu": plan.card.device == "cpu",
+        "use_cpu": plan.gpu.device == "cpu",
     }
 
 
@@ -72,7 +73,7 @@ def one_node(plan: Plan) -> bool:
     return (plan.cluster.nodes or 1) == 1
 
 
-def environment(plan: Plan, cores: int | None = None) -> dict[str, str]:
+def environment(plan: ResolvedPlan, cores: int | None = None) -> dict[str, str]:
     """Environment of `accelerate launch` for a complete `plan`; `cores` of the machine, default
     this one's.
 
@@ -85,7 +86,7 @@ def environment(plan: Plan, cores: int | None = None) -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": str(max(1, (cores or os.cpu_count() or 1) // ranks))}
     quiet = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "KINETO_LOG_LEVEL": "6"}
     quiet |= ON_ONE_NODE if one_node(plan) else {}
-    if plan.card.device != "cpu":
+    if plan.gpu.device != "cpu":
         return {**threads, **quiet}
     return {"ACCELERATE_USE_CPU": "true", **threads, "OMP_WAIT_POLICY": "passive", **quiet}
 
@@ -103,7 +104,7 @@ def export(plan: Plan, folder: str | Path) -> list[Path]:
     """Write the files into `folder`, all or none; returns their paths. Raises `PlanError` if it
     cannot be written.
     """
-    full, folder = plan.resolved(), Path(folder)
+    full, folder = plan.pin(), Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as draft:
@@ -119,7 +120,7 @@ def export(plan: Plan, folder: str | Path) -> list[Path]:
         raise refuse("--to", f"'{folder}' cannot be written: {error.strerror or error}") from None
 
 
-def contents(plan: Plan) -> dict[str, str]:
+def contents(plan: ResolvedPlan) -> dict[str, str]:
     """File name -> text of an exported, resolved `plan`."""
     return {
         "plan.yaml": plan.to_yaml(),
@@ -129,7 +130,7 @@ def contents(plan: Plan) -> dict[str, str]:
     }
 
 
-def launch_script(plan: Plan) -> str:
+def launch_script(plan: ResolvedPlan) -> str:
     """A shell script that starts this node's ranks; on several nodes it is run once a node.
 
     What it is given goes on to the worker: a model that is code needs `--allow-code`, which no file
@@ -167,20 +168,20 @@ def launch_script(plan: Plan) -> str:
     if plan.code:
         lines.insert(
             2,
-            f"# {plan.code.python} is code, which runs only where you say so: "
-            f"./launch.sh --allow-code",
+            f"# {plan.code.python} is code, which runs only where you say so: ./launch.sh "
+            f"--allow-code",
         )
     return "\n".join(lines)
 
 
-def slurm_script(plan: Plan) -> str:
+def slurm_script(plan: ResolvedPlan) -> str:
     """A Slurm batch file: one task a node, each of which is one launch and has the whole node.
 
     Slurm's default is one core and one core's memory a task, and `srun` does not take over what
     `sbatch` was asked for.
     """
     nodes, per_node = plan.cluster.nodes, plan.cluster.gpus_per_node
-    cards = [] if plan.card.device == "cpu" else [f"#SBATCH --gpus-per-node={per_node}"]
+    cards = [] if plan.gpu.device == "cpu" else [f"#SBATCH --gpus-per-node={per_node}"]
     title = "".join(c if c.isalnum() else "-" for c in plan.name)[:40]
     return "\n".join(
         [
@@ -198,8 +199,8 @@ def slurm_script(plan: Plan) -> str:
             'cd "$SLURM_SUBMIT_DIR"',
             'hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")" || hosts=""',
             'if [ -z "$hosts" ]; then',
-            "  echo \"error: scontrol lists no nodes of '$SLURM_JOB_NODELIST', so no node can find "
-            'the first" >&2',
+            "  echo \"error: scontrol lists no nodes of '$SLURM_JOB_NODELIST', so no node can "
+            'find the first" >&2',
             "  exit 1",
             "fi",
             "export MAIN_IP=\"${hosts%%$'\\n'*}\"",

@@ -12,7 +12,7 @@ from typing import Any
 
 from workbench.errors import SHOWN, PlanError, Problem, refuse
 from workbench.interop.translation import Note
-from workbench.safe_io.untrusted_text import shown
+from workbench.untrusted_text import shown
 
 NO_FIELD = "a plan has no such field"
 
@@ -34,7 +34,7 @@ class Open:
         """What a refusal says of it."""
         between = " and " if "twice" in self.why else " or "
         told = between.join(text[:60] + f" (line {line})" * bool(line) for text, line in self.said)
-        return (f"is {told}, {self.why}; or decide it with {self.hint}").replace(
+        return f"is {told}, {self.why}; or decide it with {self.hint}".replace(
             "say; or decide", "say; give"
         )
 
@@ -249,8 +249,7 @@ def unknown(name: str, key: str, words: Collection[str], spell: str = "{}") -> P
     hint = f" did you mean {close}?" * bool(close)
     return Problem(
         name,
-        f"unknown key;{hint} To list unknown keys as not translated instead, "
-        f"read with lenient "
+        f"unknown key;{hint} To list unknown keys as not translated instead, read with lenient "
         "(--lenient)",
     )
 

@@ -146,6 +146,12 @@ def _of_mapping(data: dict[str, Any]) -> Source:
         return "gpt-neox"
     if any(key in data for key in _DEEPSPEED):
         return "deepspeed"
+    if {"model_type", "architectures"} & set(data):
+        raise refuse(
+            "file",
+            "is a Hugging Face config.json, which describes a model and no training; legal: give it "
+            "as the model (--model), to `workbench plan` or beside a configuration of training",
+        )
     words = {str(key).rpartition(".")[2].lstrip("-").replace("_", "-") for key in flat(data)}
     if words & DISTINCT:
         return "megatron"

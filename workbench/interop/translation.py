@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from workbench.errors import PlanError, Problem, refuse
+from workbench.machine import gpu_catalog
+from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.catalog import catalog
 from workbench.plan.model_shape import Shape
-from workbench.plan.plan_files import build, changed
-from workbench.plan.schema import Card, Fabric, Plan
-from workbench.safe_io.untrusted_text import escaped
+from workbench.plan.plan_data import changed
+from workbench.plan.schema import Plan, build_plan
+from workbench.untrusted_text import escaped
 
 if TYPE_CHECKING:
     from workbench.interop.foreign_keys import Keys
@@ -83,8 +85,7 @@ class Imported:
     here too.
     """
     assumed: list[Note]
-    """Fields of the plan that the file does not say, with the value taken and whose default it
-    is.
+    """Fields of the plan that the file does not say, with the value taken and whose default it is.
     """
     ignored: list[Note] = field(default_factory=list)
     """What stands in the file and is no part of the configuration (comments, other commands), or
@@ -167,7 +168,7 @@ class Given:
     """
 
     model: str | Shape | None = None
-    gpu: str | Card | None = None
+    gpu: str | GPU | None = None
     gpus: int | None = None
     fabric: str | Fabric | None = field(default=None)
     sets: Mapping[str, Any] = field(default_factory=dict)
@@ -184,8 +185,8 @@ class Given:
         if found is not None and self.gpus not in (None, found):
             raise refuse(
                 "gpus",
-                f"is {self.gpus}, but the file says {found} ({key}); legal: "
-                f"{found}, or leave it out; "
+                f"is {self.gpus}, but the file says {found} ({key}); legal: {found}, or leave it "
+                f"out; "
                 "--set cluster.gpus=N stands above the file",
             )
         world = self.gpus if found is None else found
@@ -200,8 +201,8 @@ class Given:
     def card(self) -> str | dict[str, Any]:
         """The card, which no foreign file says. Raises `PlanError` naming what to give."""
         if self.gpu is None:
-            raise Lacking([self.no_gpu()], [{"gpu": next(reversed(catalog.gpus()))}])
-        return self.gpu.model_dump() if isinstance(self.gpu, Card) else self.gpu
+            raise Lacking([self.no_gpu()], [{"gpu": next(reversed(gpu_catalog.gpus()))}])
+        return self.gpu.model_dump() if isinstance(self.gpu, GPU) else self.gpu
 
     @staticmethod
     def no_gpu() -> Problem:
@@ -252,6 +253,9 @@ DEFAULT = "default"
 """In a note: the plan's own default, whose value is filled in when the plan is complete."""
 
 
+KEEPS_ALL = "a plan keeps a number of checkpoints; the file's software keeps every one"
+
+
 def imported(format: Source, plan: dict[str, Any], keys: Keys, given: Given) -> Imported:
     """The plan built and proved legal, with what was made of `keys`; `given.sets` stand above the
     file.
@@ -264,8 +268,8 @@ def imported(format: Source, plan: dict[str, Any], keys: Keys, given: Given) -> 
         )
     overridden = _overridden(plan, given.sets)
     try:
-        built = build(changed(plan, given.sets))
-        full = built.complete()
+        built = build_plan(changed(plan, given.sets))
+        full = built.resolve()
     except PlanError as error:
         told = _sources(format, plan, keys, given.sets)
         raise PlanError(

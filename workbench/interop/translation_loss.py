@@ -12,8 +12,8 @@ from typing import Any
 from workbench.errors import PlanError, Problem
 from workbench.interop.foreign_keys import flat
 from workbench.interop.translation import ASSUMED, TITLES, Format, Imported, Note, as_said
-from workbench.plan.plan_files import build, plain
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import Plan, build_plan, written_fields
 
 UNSAID = ("version", "strategy.preset", "strategy.stack", "corpus.sha256")
 """Fields that are no loss: a preset is written out, the stack is the format's own."""
@@ -50,7 +50,7 @@ def nearest(format: Format) -> Iterator[None]:
 
 
 def lost(
-    plan: Plan, full: Plan, back: Imported, whys: Mapping[str, str], handed: Collection[str]
+    plan: Plan, full: ResolvedPlan, back: Imported, whys: Mapping[str, str], handed: Collection[str]
 ) -> list[Note]:
     """Fields of `full` (the complete `plan`) that the text read `back` does not hold, each with its
     value and why.
@@ -61,7 +61,7 @@ def lost(
     """
     whys = {"cluster.gpu": "no foreign file names the card", **whys}
     assumed = {note.field for note in back.assumed}
-    ours, theirs, read = _leaves(full), _leaves(back.plan.complete()), _leaves(back.plan)
+    ours, theirs, read = _leaves(full), _leaves(back.plan.resolve()), _leaves(back.plan)
     written, default = _leaves(plan), _defaults(full)
     found: dict[str, Note] = {}
     for field in dict.fromkeys([*ours, *theirs]):
@@ -79,7 +79,7 @@ def lost(
 
 
 def _leaves(plan: Plan) -> dict[str, Any]:
-    data = plain(plan)
+    data = written_fields(plan)
     for section in ("model", "cluster.gpu"):
         *above, last = section.split(".")
         holder = data[above[0]] if above else data
@@ -88,9 +88,9 @@ def _leaves(plan: Plan) -> dict[str, Any]:
     return flat(data)
 
 
-def _defaults(full: Plan) -> dict[str, Any]:
-    bare = build(
-        {"model": full.shape.model_dump(), "cluster": {"gpu": full.card.model_dump(), "gpus": 1}}
+def _defaults(full: ResolvedPlan) -> dict[str, Any]:
+    bare = build_plan(
+        {"model": full.shape.model_dump(), "cluster": {"gpu": full.gpu.model_dump(), "gpus": 1}}
     )
     return flat(bare.model_dump())
 
@@ -103,10 +103,10 @@ def _group(field: str, whole_model: bool) -> str:
     return field
 
 
-def _value(name: str, full: Plan, value: Any) -> Any:
+def _value(name: str, full: ResolvedPlan, value: Any) -> Any:
     known = {
         "model": full.shape.name,
-        "cluster.gpu": full.card.name,
+        "cluster.gpu": full.gpu.name,
         "cluster.fabric": full.fabric.name,
     }
     return known.get(name, value)
@@ -126,7 +126,7 @@ def _matters(
     )
 
 
-def _same(field: str, ours: Any, theirs: Any, full: Plan, written: bool) -> bool:
+def _same(field: str, ours: Any, theirs: Any, full: ResolvedPlan, written: bool) -> bool:
     """Whether a field came back; one that nobody has `written` may differ where it decides
     nothing.
     """
@@ -142,7 +142,7 @@ def _same(field: str, ours: Any, theirs: Any, full: Plan, written: bool) -> bool
     return bool(ours == theirs)
 
 
-def _idle(field: str, full: Plan) -> bool:
+def _idle(field: str, full: ResolvedPlan) -> bool:
     """Whether a field means nothing in this plan: how an axis of one rank is split."""
     s, sizes = full.strategy, full.sizes
     o = full.training.optimizer

@@ -26,8 +26,7 @@ GATED = ("swiglu", "geglu")
 """The kinds that multiply by the up projection."""
 KINDS = (*GATED, "gelu", "relu")
 TILE = 1024
-"""Entries that a program takes at once of each of two tensors or more: at least 16 bytes a
-thread.
+"""Entries that a program takes at once of each of two tensors or more: at least 16 bytes a thread.
 """
 PER_PROCESSOR = 8
 """Programs that a multiprocessor holds at once, where each goes on to further rows and sums over

@@ -378,8 +378,8 @@ def _locate(columns: Sequence[Sequence[Tensor]], seen: Tensor, table: Tensor) ->
     for x in (x for column in columns for x in column):
         if x.untyped_storage().nbytes() < (x.storage_offset() + x.numel()) * x.itemsize:
             raise ValueError(
-                f"adamw: the storage of a tensor of shape {tuple(x.shape)} is freed; "
-                f"legal: whole tensors"
+                f"adamw: the storage of a tensor of shape {tuple(x.shape)} is freed; legal: whole "
+                f"tensors"
             )
     seen[:, : len(columns)] = now
     seen[:, 6] = torch.tensor([x.numel() for x in columns[1]])

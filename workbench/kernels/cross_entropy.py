@@ -424,8 +424,8 @@ def cross_entropy(
     check_tokens("cross_entropy", "logits", logits_NV, targets_N, smoothing, z)
     if not 0 <= rows[1] - rows[0] <= logits_NV.shape[1]:
         raise ValueError(
-            f"cross_entropy: rows are {rows}; legal: at most the logits' "
-            f"{logits_NV.shape[1]} columns"
+            f"cross_entropy: rows are {rows}; legal: at most the logits' {logits_NV.shape[1]} "
+            f"columns"
         )
     if reduce is not None and smoothing and vocab is None:
         raise ValueError(
@@ -434,8 +434,8 @@ def cross_entropy(
     needed = torch.is_grad_enabled() and logits_NV.requires_grad
     if needed and logits_NV.is_leaf:
         raise ValueError(
-            "cross_entropy: logits are a leaf, and backward uses them up; legal: "
-            "what an operator made"
+            "cross_entropy: logits are a leaf, and backward uses them up; legal: what an operator "
+            "made"
         )
     share = smoothing / max(1, vocab or rows[1] - rows[0])
     targets_N = targets_N.contiguous()
@@ -454,8 +454,8 @@ def check_tokens(
     check(operator, name, **{name: x_NX, "targets": targets_N})
     if x_NX.ndim != 2 or not x_NX.is_floating_point():
         raise ValueError(
-            f"{operator}: {name} is {x_NX.dtype} of {x_NX.ndim} dimensions; legal: "
-            f"floating, [tokens, ..]"
+            f"{operator}: {name} is {x_NX.dtype} of {x_NX.ndim} dimensions; legal: floating, "
+            f"[tokens, ..]"
         )
     check_shape(operator, "targets", targets_N, x_NX.shape[:1])
     if targets_N.dtype != torch.int64:

@@ -27,8 +27,8 @@ def check(operator: str, like: str, **tensors: Tensor | None) -> None:
             continue
         if x.device != first.device:
             raise ValueError(
-                f"{operator}: {name} is on {x.device}, but {like} on {first.device}; "
-                f"legal: one device"
+                f"{operator}: {name} is on {x.device}, but {like} on {first.device}; legal: one "
+                f"device"
             )
         if x.dtype not in FLOATING and name not in INTEGERS:
             legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)

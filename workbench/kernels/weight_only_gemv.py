@@ -329,8 +329,8 @@ def matvec(x: Tensor, weight: Quantised, kernels: str = "fused") -> Tensor:
     for name, y in (("x", x), ("scales", scales), ("zeros", zeros)):
         if y is not None and y.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"matvec: {name} requires a gradient, and there is none; legal: "
-                f"under torch.no_grad()"
+                f"matvec: {name} requires a gradient, and there is none; legal: under "
+                f"torch.no_grad()"
             )
     stored, width = (
         (torch.int8, x.shape[-1])

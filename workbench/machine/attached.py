@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from workbench.errors import refuse
-from workbench.plan.catalog import catalog
-from workbench.plan.schema import Card, Fabric
+from workbench.machine import gpu_catalog
+from workbench.machine.hardware import GPU, Fabric
 
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup")
@@ -42,7 +42,7 @@ def attached() -> Attached:
     if cards:
         name, memory = cards[0]
         return Attached("cuda", len(cards), name, memory, cores)
-    ranks = cores * int(catalog.local_constants()["ranks_per_core"])
+    ranks = cores * int(gpu_catalog.local_constants()["ranks_per_core"])
     return Attached("cpu", ranks, f"CPU, {cores} cores", host_memory(), cores, reason)
 
 
@@ -118,33 +118,32 @@ def _text(name: str | bytes) -> str:
     return name.decode() if isinstance(name, bytes) else name
 
 
-def local_cluster(found: Attached, ranks: int) -> tuple[Card, Fabric]:
+def local_cluster(found: Attached, ranks: int) -> tuple[GPU, Fabric]:
     """The card and the fabric that `local` means for a job of `ranks` ranks on what was `found`.
 
     CPU ranks share the machine: each gets its part of cores, bandwidth and memory.
     Raises `PlanError` where more ranks are asked for than may run here.
     """
     if ranks > found.count:
-        per_core = catalog.local_constants()["ranks_per_core"]
+        per_core = gpu_catalog.local_constants()["ranks_per_core"]
         why = (
-            (f"{found.cores} cores x {per_core} ranks")
+            f"{found.cores} cores x {per_core} ranks"
             if found.device == "cpu"
             else f"{found.count} x {found.name}"
         )
         raise refuse(
             "cluster.gpus",
-            f"is {ranks}, but only {found.count} are attached here "
-            f"({why}); "
+            f"is {ranks}, but only {found.count} are attached here ({why}); "
             f"legal with `gpu: local`: 1 to {found.count}, or name a card of the catalog",
         )
     return _cpu(found, ranks) if found.device == "cpu" else _cuda(found)
 
 
-def _cpu(found: Attached, ranks: int) -> tuple[Card, Fabric]:
-    k = catalog.local_constants()
+def _cpu(found: Attached, ranks: int) -> tuple[GPU, Fabric]:
+    k = gpu_catalog.local_constants()
     share = min(1.0, found.cores / ranks)
     flops = k["gflops_per_core"] * share / 1000
-    card = Card(
+    card = GPU(
         name="local",
         title=found.name,
         device="cpu",
@@ -167,33 +166,31 @@ def _cpu(found: Attached, ranks: int) -> tuple[Card, Fabric]:
     return card, fabric
 
 
-def is_another_model(card: Card, driver_name: str) -> bool:
+def is_another_model(card: GPU, driver_name: str) -> bool:
     """Whether a GPU that the driver calls `driver_name` is not of the catalog's model that `card`
     is.
 
     False where the catalog does not know how drivers call it, as of a card that a plan writes out.
     """
-    entry = catalog.gpus().get(card.name)
+    entry = gpu_catalog.gpus().get(card.name)
     return entry is not None and bool(entry.driver_names) and not _is_called(entry, driver_name)
 
 
-def _is_called(entry: catalog.CardEntry, driver_name: str) -> bool:
+def _is_called(entry: gpu_catalog.GPUEntry, driver_name: str) -> bool:
     return any(
         re.search(rf"{re.escape(name)}(?![0-9A-Za-z])", driver_name) for name in entry.driver_names
     )
 
 
-def _cuda(found: Attached) -> tuple[Card, Fabric]:
-    for entry in catalog.gpus().values():
+def _cuda(found: Attached) -> tuple[GPU, Fabric]:
+    for entry in gpu_catalog.gpus().values():
         if _is_called(entry, found.name):
             card = entry.card.model_copy(update={"memory_gib": found.memory_bytes / GIB})
-            return card, catalog.clusters()[entry.fabric].model_copy(
+            return card, gpu_catalog.clusters()[entry.fabric].model_copy(
                 update={"gpus_per_node": found.count}
             )
     raise refuse(
         "cluster.gpu",
-        f"is local, and the attached card '{found.name}' is not in "
-        f"data/gpus.yaml; "
-        "name the nearest card of `workbench gpus`, or write its figures out under "
-        "cluster.gpu",
+        f"is local, and the attached card '{found.name}' is not in data/gpus.yaml; "
+        "name the nearest card of `workbench gpus`, or write its figures out under cluster.gpu",
     )

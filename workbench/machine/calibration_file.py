@@ -1,7 +1,7 @@
 """The calibration file: what `workbench calibrate` measured of one machine, and whether a plan may
 use it.
 
-A plan names the file in `cluster.calibration`; `Plan.resolved()` adds its hash. Times are seconds
+A plan names the file in `cluster.calibration`; `Plan.pin()` adds its hash. Times are seconds
 of one call, dtypes and kinds are the planner's words, `ranks` is how many ranks of the machine
 worked at once.
 """
@@ -11,16 +11,14 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, ValidationError
 
-from workbench.errors import PlanError, Problem, refuse
-from workbench.machine.attached import Attached, attached
-from workbench.plan.field_bounds import (
+from workbench.errors import PlanError, refuse
+from workbench.fields.bounds import (
     RANKS,
     Count,
     Elements,
@@ -37,13 +35,12 @@ from workbench.plan.field_bounds import (
     Vocabulary,
     Width,
 )
-from workbench.plan.model_shape import Frozen
-from workbench.plan.plan_files import build
-from workbench.plan.schema import Plan
-from workbench.plan.validation_messages import plan_error
+from workbench.fields.frozen import Frozen
+from workbench.fields.validation_messages import plan_error
+from workbench.machine.attached import Attached
 from workbench.safe_io import yaml_files
 from workbench.safe_io.files import known_file, replace_file, unread
-from workbench.safe_io.untrusted_text import shown
+from workbench.untrusted_text import shown
 
 FIELD = "cluster.calibration"
 AGAIN = "write a new one with `workbench calibrate -o FILE`, or remove the field"
@@ -250,12 +247,12 @@ def read(path: str | Path) -> Calibration:
     """The calibration in `path`. Raises `PlanError` naming the file, what is wrong with it, and the
     remedy.
     """
-    return _read(path)[0]
+    return read_with_digest(path)[0]
 
 
 def digest(path: str | Path) -> str:
     """sha256 of the calibration file; it must be one."""
-    return _read(path)[1]
+    return read_with_digest(path)[1]
 
 
 def write(calibration: Calibration, path: str | Path) -> None:
@@ -267,68 +264,6 @@ def fingerprint(found: Attached) -> str:
     """What tells one kind of machine from another: processor, cores, memory and card, hashed."""
     words = (_processor(), found.cores, found.device, found.name, round(found.memory_bytes / GIB))
     return hashlib.sha256("|".join(map(str, words)).encode()).hexdigest()[:16]
-
-
-def small_plan(device: str, sequence: int, microbatches: int, **shape: int) -> Plan:
-    """The complete plan of a probe, one rank; figures of its card mean nothing. `shape` as in a
-    plan's `model`.
-    """
-    figures = dict.fromkeys(("memory_gib", "bandwidth_gbs", "link_gbs", "pcie_gbs"), 1.0)
-    card = {"name": "any", "device": device, "tflops": {"fp32": 1.0}, **figures}
-    training = {"sequence_length": sequence, "global_batch": microbatches, "micro_batch": 1}
-    written = {
-        "model": shape,
-        "cluster": {"gpu": card, "gpus": 1},
-        "strategy": {"precision": "fp32"},
-    }
-    return build({**written, "training": training}).complete()
-
-
-def problems(plan: Plan, local: bool) -> Iterator[Problem]:
-    """Why a complete `plan` may not use the calibration that it names; `local`: it asks for what is
-    attached here.
-    """
-    cluster, path = plan.cluster, plan.cluster.calibration
-    if path is None:
-        if cluster.calibration_sha256 is not None:
-            yield Problem(
-                f"{FIELD}_sha256", f"is set, but {FIELD} names no file; name it, or remove the hash"
-            )
-        return
-    try:
-        found, sha256 = _read(path)
-    except PlanError as error:
-        yield from error.problems
-        return
-    if cluster.calibration_sha256 not in (None, sha256):
-        yield Problem(
-            f"{FIELD}_sha256",
-            f"is {cluster.calibration_sha256}, but '{path}' now has "
-            f"{sha256}; "
-            "remove the field to use what is there",
-        )
-    yield from _other_machine(plan, found.machine, path, local)
-
-
-def _other_machine(plan: Plan, machine: Measured, path: str, local: bool) -> Iterator[Problem]:
-    card = plan.card
-    same_title = card.device != "cpu" or card.title in ("", machine.title)
-    if (machine.device, machine.card) != (card.device, card.name) or not same_title:
-        yield Problem(
-            FIELD,
-            f"'{path}' was measured on {machine.card} ({machine.title}), the "
-            f"plan's card is "
-            f"{card.name} ({card.title}); measure that one, set cluster.gpu to "
-            f"{machine.card}, "
-            "or remove the field",
-        )
-    elif local and machine.fingerprint != (here := fingerprint(attached())):
-        yield Problem(
-            FIELD,
-            f"'{path}' was measured on another machine ({machine.title}, "
-            f"{machine.fingerprint}; "
-            f"this is {here}); {AGAIN}",
-        )
 
 
 def _processor() -> str:
@@ -344,7 +279,7 @@ def _processor() -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def _read(path: str | Path) -> tuple[Calibration, str]:
+def read_with_digest(path: str | Path) -> tuple[Calibration, str]:
     try:
         seen = known_file(path)
         return _parsed(os.fspath(path), seen.st_mtime_ns, seen.st_size, seen.st_ino)

@@ -50,8 +50,7 @@ def build_python(model: PythonModel, seed: int) -> nn.Module:
     except (ImportError, AttributeError) as error:
         raise refuse(
             "model.python",
-            f"{field} is not found ({error}); legal: a module that can "
-            f"be imported from the "
+            f"{field} is not found ({error}); legal: a module that can be imported from the "
             "current folder or the Python path, and a function in it",
         ) from error
     with torch.random.fork_rng(devices=[]):
@@ -111,8 +110,7 @@ def _unfit(model: nn.Module) -> Iterator[Problem]:
         if isinstance(module, STATISTICS):
             yield Problem(
                 "model.python",
-                f"{path} is a {type(module).__name__}, whose statistics "
-                f"are of one rank's "
+                f"{path} is a {type(module).__name__}, whose statistics are of one rank's "
                 "sequences; legal: LayerNorm, RMSNorm, GroupNorm",
             )
     for name, parameter in model.named_parameters():

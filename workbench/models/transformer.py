@@ -220,6 +220,6 @@ def _refuse_unbuilt(shape: Shape) -> None:
     ):
         if unbuilt:
             raise ValueError(
-                f"model.{field} = {getattr(shape, field)!r} of {shape.name} may be "
-                f"planned, not built yet"
+                f"model.{field} = {getattr(shape, field)!r} of {shape.name} may be planned, not "
+                f"built yet"
             )

@@ -35,8 +35,8 @@ from workbench.parallel.pipeline.model_stages import keep_stage
 from workbench.parallel.python_model_stage import plain_stage
 from workbench.parallel.tensor.apply_tensor import split_tensors, tensor_sums
 from workbench.plan.attention_kernel import repeats_heads
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import placements
-from workbench.plan.schema import Plan
 
 TIED, TIE_OWNER = "head.weight", "embedding.tokens.weight"
 
@@ -64,7 +64,7 @@ class Parallelised:
 
 
 def parallelise(
-    plan: Plan,
+    plan: ResolvedPlan,
     mesh: Mesh,
     stages: Sequence[int],
     partition: list[int],
@@ -109,14 +109,14 @@ def parallelise(
 
 
 def _stage(
-    plan: Plan, mesh: Mesh, stage: int, partition: list[int], counting: Counting
+    plan: ResolvedPlan, mesh: Mesh, stage: int, partition: list[int], counting: Counting
 ) -> tuple[Transformer, dict[str, Layout]]:
     with torch.device("meta"):
         model = Transformer(plan.shape, plan.training.dropout, plan.training.seed)
     keep_stage(model, stage, partition)
-    replace_seams(model, plan.strategy.kernels, plan.card.device)
+    replace_seams(model, plan.strategy.kernels, plan.gpu.device)
     for seam in (module for module in model.modules() if isinstance(module, Attend)):
-        seam.repeats_heads = repeats_heads(plan.card, plan.strategy.precision, plan.shape)
+        seam.repeats_heads = repeats_heads(plan.gpu, plan.strategy.precision, plan.shape)
     plain_below = getattr(model.head, "plain_below", 0)
     layouts = _layouts(model)
     if plan.strategy.operators:
@@ -135,7 +135,9 @@ def _stage(
     return model, layouts
 
 
-def _sums(layouts: dict[str, Layout], plan: Plan, mesh: Mesh) -> dict[str, tuple[MeshAxis, ...]]:
+def _sums(
+    layouts: dict[str, Layout], plan: ResolvedPlan, mesh: Mesh
+) -> dict[str, tuple[MeshAxis, ...]]:
     if plan.strategy.operators:
         return operator_sums(layouts, placements(plan), mesh)
     return tensor_sums(layouts.items(), plan, mesh)
@@ -152,7 +154,11 @@ def _layouts(model: Transformer) -> dict[str, Layout]:
 
 
 def _drawn(
-    plan: Plan, layouts: dict[str, Layout], device: torch.device, dtype: torch.dtype, name: str
+    plan: ResolvedPlan,
+    layouts: dict[str, Layout],
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str,
 ) -> torch.Tensor:
     """The initial value of what this rank holds of a parameter."""
     layout = layouts[name]
@@ -160,7 +166,7 @@ def _drawn(
     return layout.take(whole).to(device)
 
 
-def _tie(plan: Plan, stages: dict[int, Transformer], layouts: dict[str, Layout]) -> None:
+def _tie(plan: ResolvedPlan, stages: dict[int, Transformer], layouts: dict[str, Layout]) -> None:
     """Make embedding and head share one parameter again, where one rank holds both."""
     embedding = next((m.embedding for m in stages.values() if m.embedding is not None), None)
     head = next((m.head for m in stages.values() if m.head is not None), None)
@@ -169,7 +175,7 @@ def _tie(plan: Plan, stages: dict[int, Transformer], layouts: dict[str, Layout])
         del layouts[TIED]
 
 
-def _tied_across_stages(plan: Plan, layouts: dict[str, Layout], both: bool) -> str | None:
+def _tied_across_stages(plan: ResolvedPlan, layouts: dict[str, Layout], both: bool) -> str | None:
     """The tied weight's local name, where its other copy is on another rank and not `both` are
     here.
     """

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import sides as operator_sides
 from workbench.plan.schema import Plan
 
@@ -66,7 +67,7 @@ class Mesh:
         return {name: axis.index for name, axis in self.axes.items() if axis.reported == name}
 
 
-def build_mesh(plan: Plan, rank: int, device: torch.device = CPU) -> Mesh:
+def build_mesh(plan: ResolvedPlan, rank: int, device: torch.device = CPU) -> Mesh:
     """The mesh of `rank` in a complete plan; the default process group must exist when more than
     one rank takes part.
 
@@ -122,7 +123,7 @@ def _device_mesh(axes: list[MeshAxis], tensor: MeshAxis, device: torch.device) -
     )
 
 
-def _axes(plan: Plan) -> dict[str, tuple[Tensor, str]]:
+def _axes(plan: ResolvedPlan) -> dict[str, tuple[Tensor, str]]:
     """Axis -> (its groups of ranks [groups, size], the plan's axis that it is counted under)."""
     s = plan.strategy
     sizes = {**plan.sizes}

@@ -1,1 +1,5 @@
-"""The declaration: what a plan is, what its names mean, whether it is legal."""
+"""The plan: its schema, what resolves it, and whether it is legal."""
+
+from workbench.plan.resolution import pin, resolve
+
+__all__ = ["pin", "resolve"]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from workbench.machine.hardware import GPU
 from workbench.plan.head_split import kv_heads
 from workbench.plan.model_shape import Shape
-from workbench.plan.schema import STORED, Card
+from workbench.plan.schema import STORED
 
 FLASH_DTYPES = ("bf16", "fp16")
 WIDEST = 256
 """Entries of a head beyond which there is no flash kernel."""
 
 
-def repeats_heads(card: Card, precision: str, shape: Shape) -> bool:
+def repeats_heads(card: GPU, precision: str, shape: Shape) -> bool:
     """Whether key-value heads are repeated, one for every query head, before fused attention.
 
     On CUDA, flash attention takes fewer key-value heads than query heads, in 16 bits and from

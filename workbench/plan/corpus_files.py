@@ -31,8 +31,7 @@ TEXT = frozenset(
 SKIPPED = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
 )
-"""Folders of the standard library that differ from machine to machine or are not always
-installed.
+"""Folders of the standard library that differ from machine to machine or are not always installed.
 """
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from workbench.errors import PlanError, refuse
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.safe_io.files import known_file, unread
 from workbench.schedules import Table, executable, generate, read_csv, validate
 
@@ -18,7 +18,7 @@ SHOWN = 3
 """Problems of a table that are told; the rest mostly follow from them."""
 
 
-def drawn(plan: Plan) -> Table | None:
+def drawn(plan: ResolvedPlan) -> Table | None:
     """The table that a complete plan's schedule names; None where it is a named one.
 
     Raises `PlanError` where the file cannot be read, is no valid schedule (with the place: the
@@ -34,14 +34,13 @@ def drawn(plan: Plan) -> Table | None:
         if count != want:
             raise refuse(
                 FIELD,
-                f"'{pipeline.schedule}' has {count} {what}, the plan {want}; "
-                f"legal: a table of "
+                f"'{pipeline.schedule}' has {count} {what}, the plan {want}; legal: a table of "
                 f"{wanted[0]} ranks, {wanted[1]} stages and {wanted[2]} microbatches",
             )
     return table
 
 
-def executed(plan: Plan) -> tuple[Table, list[int]]:
+def executed(plan: ResolvedPlan) -> tuple[Table, list[int]]:
     """(the table that the engine runs, with its transfers; layers of each stage) of a complete
     plan.
 
@@ -58,7 +57,7 @@ def executed(plan: Plan) -> tuple[Table, list[int]]:
     return executable(table, each), p.partition
 
 
-def problem(plan: Plan) -> PlanError | None:
+def problem(plan: ResolvedPlan) -> PlanError | None:
     """What is wrong with the table that a plan names, if anything."""
     p = plan.strategy.pipeline
     try:
@@ -67,9 +66,7 @@ def problem(plan: Plan) -> PlanError | None:
             table is None or p.schedule_sha256 != digest(p.schedule)
         ):
             now = (
-                "names no file"
-                if table is None
-                else (f"'{p.schedule}' now has {digest(p.schedule)}")
+                "names no file" if table is None else f"'{p.schedule}' now has {digest(p.schedule)}"
             )
             return refuse(
                 f"{FIELD}_sha256",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, ValidationError, model_validator
 
-from workbench.plan.field_bounds import (
+from workbench.fields.bounds import (
     WIDTH,
     Coefficient,
     Epsilon,
@@ -19,12 +19,8 @@ from workbench.plan.field_bounds import (
     Vocabulary,
     Width,
 )
-
-
-class Frozen(BaseModel):
-    """Base of every declaration: immutable, unknown keys refused, no silent type coercion."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+from workbench.fields.frozen import Frozen
+from workbench.fields.validation_messages import plan_error
 
 
 class Moe(Frozen):
@@ -53,8 +49,8 @@ class Moe(Frozen):
     )
     auxiliary_loss: Coefficient = Field(
         0.01,
-        description="Coefficient of the load-balancing loss of each sequence (2101.03961); "
-        "0: none.",
+        description="Coefficient of the load-balancing loss of each sequence (2101.03961); 0: "
+        "none.",
     )
 
     @model_validator(mode="before")
@@ -127,8 +123,8 @@ class Shape(Frozen):
     )
     unmodelled: str | None = Field(
         None,
-        description="What its config.json computes beyond these fields; estimated and "
-        "rehearsed only, without it.",
+        description="What its config.json computes beyond these fields; estimated and rehearsed "
+        "only, without it.",
     )
 
     @model_validator(mode="before")
@@ -169,3 +165,11 @@ class Shape(Frozen):
     def kv_width(self) -> int:
         """Output width of the key projection (and of the value projection), without MLA."""
         return int(self.kv_heads or 0) * int(self.head_dim or 0)
+
+
+def shape_from(written: Any) -> Shape:
+    """The shape that `written`, plain data, says. Raises `PlanError` naming its field."""
+    try:
+        return Shape.model_validate(written)
+    except ValidationError as error:
+        raise plan_error(error, written if isinstance(written, dict) else {}, Shape) from None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from workbench.plan.plan_files import plain
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, written_fields
 
 
 def diff(a: Plan, b: Plan) -> list[tuple[str, Any, Any]]:
@@ -15,7 +14,7 @@ def diff(a: Plan, b: Plan) -> list[tuple[str, Any, Any]]:
 
     Compares plans as they are: complete both first to compare what they mean.
     """
-    left, right = _flat(plain(a)), _flat(plain(b))
+    left, right = _flat(written_fields(a)), _flat(written_fields(b))
     fields = list(dict.fromkeys([*left, *right]))
     return [
         (field, left.get(field), right.get(field))
@@ -35,7 +34,7 @@ def differing(plans: Sequence[Plan]) -> dict[str, list[Any]]:
     Of models, GPUs and fabrics the figures that follow from their names are left out, and a plan's
     own name is no field to compare. None where a field is absent.
     """
-    sides = [_flat(plain(plan)) for plan in plans]
+    sides = [_flat(written_fields(plan)) for plan in plans]
     fields = dict.fromkeys(field for side in sides for field in side if field != "name")
     values = {field: [side.get(field) for side in sides] for field in fields}
     found = {field: told for field, told in values.items() if any(one != told[0] for one in told)}

@@ -16,6 +16,7 @@ from workbench.costmodel.inputs.config import strides
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import AXES, Axis, Plan
 from workbench.planner.calibrated_plan import on_machine
 
@@ -60,7 +61,7 @@ class Placement:
     def reason(self) -> str:
         """The traffic of each axis and how far it goes, in one sentence."""
         return (
-            (f"{'; '.join(axis.words for axis in self.axes)} (estimated)")
+            f"{'; '.join(axis.words for axis in self.axes)} (estimated)"
             if self.axes
             else "one rank moves nothing"
         )
@@ -72,14 +73,14 @@ def placements(plan: Plan) -> list[Placement]:
 
     Completes the plan; a few milliseconds. Raises `PlanError` as `estimate` does.
     """
-    full, constants = on_machine(plan.complete())
+    full, constants = on_machine(plan.resolve())
     w = workload(full)
     return sorted(
         (_placed(w, constants, order) for order in _orders(full)), key=lambda one: one.seconds
     )
 
 
-def _orders(full: Plan) -> list[tuple[Axis, ...]]:
+def _orders(full: ResolvedPlan) -> list[tuple[Axis, ...]]:
     """As written, then every other; axes of one rank go outermost, but a pipeline of unequal
     replicas stays there.
     """

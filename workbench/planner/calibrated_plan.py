@@ -18,15 +18,11 @@ from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import Constants, constants
 from workbench.costmodel.rates.measured_curves import Curves
 from workbench.costmodel.step_time import step_time
-from workbench.machine.calibration_file import (
-    Calibration,
-    Collective,
-    Probe,
-    Scale,
-    read,
-    small_plan,
-)
-from workbench.plan.schema import Card, Fabric, Plan
+from workbench.machine.calibration_file import Calibration, Collective, Probe, Scale, read
+from workbench.machine.hardware import GPU, Fabric
+from workbench.plan.probe_plan import probe_plan
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import Plan
 
 STREAMS = 3
 """Tensors that a typical elementwise operator touches."""
@@ -37,17 +33,17 @@ SLOWED = ("gemm_share", "attention_share", "memory_share")
 """Constants that are a share of a peak."""
 
 
-def calibrated(plan: Plan) -> tuple[Card, Fabric, dict[str, float]]:
+def calibrated(plan: ResolvedPlan) -> tuple[GPU, Fabric, dict[str, float]]:
     """Card, fabric and changed constants of a complete plan; its own, and none, where it names no
     calibration.
 
     Constants are named as in `data/planner.yaml`. Raises `PlanError` where the file cannot be used.
     """
     path = plan.cluster.calibration
-    return (plan.card, plan.fabric, {}) if path is None else applied(read(path), plan)
+    return (plan.gpu, plan.fabric, {}) if path is None else applied(read(path), plan)
 
 
-def on_machine(plan: Plan) -> tuple[Plan, Constants]:
+def on_machine(plan: ResolvedPlan) -> tuple[ResolvedPlan, Constants]:
     """A complete plan with the figures of the machine that its calibration measured, and the
     constants beside them.
     """
@@ -62,11 +58,11 @@ def ranks_at_once(plan: Plan) -> int:
     return min(plan.world_size, int(plan.cluster.gpus_per_node or plan.world_size))
 
 
-def applied(calibration: Calibration, plan: Plan) -> tuple[Card, Fabric, dict[str, float]]:
+def applied(calibration: Calibration, plan: ResolvedPlan) -> tuple[GPU, Fabric, dict[str, float]]:
     """Card, fabric and constants of `plan` on the machine of `calibration`, its scale included."""
     curves = Curves(calibration, ranks_at_once(plan))
     figures = overrides(curves, plan)
-    card = plan.card.model_copy(update=_known(figures, Card) | {"source": _source(calibration)})
+    card = plan.gpu.model_copy(update=_known(figures, GPU) | {"source": _source(calibration)})
     fabric = plan.fabric.model_copy(update=_known(figures, Fabric))
     found = constants_of(curves, card, plan)
     usual = constants(card, plan.strategy.kernels, plan.strategy.stack)
@@ -77,7 +73,7 @@ def applied(calibration: Calibration, plan: Plan) -> tuple[Card, Fabric, dict[st
     return _scaled(calibration.scale or Scale(), card, fabric, found, usual)
 
 
-def _known(figures: Mapping[str, Any], model: type[Card] | type[Fabric]) -> dict[str, Any]:
+def _known(figures: Mapping[str, Any], model: type[GPU] | type[Fabric]) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if name in model.model_fields}
 
 
@@ -93,7 +89,7 @@ def _all_reduces(calibration: Calibration) -> list[Collective]:
     return [c for c in calibration.collectives if c.kind == "all_reduce"]
 
 
-def overrides(curves: Curves, plan: Plan) -> dict[str, Any]:
+def overrides(curves: Curves, plan: ResolvedPlan) -> dict[str, Any]:
     """Figures of card and fabric that a measurement replaces.
 
     A CPU rank has no published peak: its peak is the rate of an endless product. A card keeps its
@@ -101,14 +97,14 @@ def overrides(curves: Curves, plan: Plan) -> dict[str, Any]:
     `constants_of`.
     """
     figures: dict[str, Any] = {}
-    if plan.card.device == "cpu":
+    if plan.gpu.device == "cpu":
         dtypes = sorted({g.dtype for g in curves.calibration.gemm})
         figures["tflops"] = {dtype: curves.products(dtype).rate / 1e12 for dtype in dtypes}
         figures["bandwidth_gbs"] = float(curves.memory_rate(_typical_bytes(plan))) / 1e9
     return figures | _link(curves)
 
 
-def _typical_bytes(plan: Plan) -> int:
+def _typical_bytes(plan: ResolvedPlan) -> int:
     """Bytes that an elementwise operator of a layer touches: caches make small ones quick."""
     return (
         STREAMS * plan.training.sequence_length * plan.shape.hidden * BYTES[plan.strategy.precision]
@@ -126,7 +122,7 @@ def _link(curves: Curves) -> dict[str, float]:
     return {"link_gbs": share / max(beta, 1e-15) / 1e9, "link_latency_us": alpha / hops * 1e6}
 
 
-def constants_of(curves: Curves, card: Card, plan: Plan) -> dict[str, float]:
+def constants_of(curves: Curves, card: GPU, plan: ResolvedPlan) -> dict[str, float]:
     """Constants of `data/planner.yaml` that the measurement replaces, relative to the figures of
     `card`.
     """
@@ -174,8 +170,8 @@ def _traffic(calibration: Calibration, ranks: int) -> float | None:
 
 def _of_probe(curves: Curves, probe: Probe) -> float:
     sizes = probe.model_dump(exclude={"ranks", "seconds"})
-    plan = small_plan(curves.calibration.machine.device, **sizes)
-    card = plan.card.model_copy(update=_known(overrides(curves, plan), Card))
+    plan = probe_plan(curves.calibration.machine.device, **sizes)
+    card = plan.gpu.model_copy(update=_known(overrides(curves, plan), GPU))
     w = workload(plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"gpu": card})}))
     k = replace(constants(card, "eager"), **constants_of(curves, card, plan))
     one, two = (float(step_time(w, replace(k, traffic=traffic)).seconds) for traffic in (1.0, 2.0))
@@ -183,8 +179,8 @@ def _of_probe(curves: Curves, probe: Probe) -> float:
 
 
 def _scaled(
-    scale: Scale, card: Card, fabric: Fabric, found: dict[str, float], usual: Constants
-) -> tuple[Card, Fabric, dict[str, float]]:
+    scale: Scale, card: GPU, fabric: Fabric, found: dict[str, float], usual: Constants
+) -> tuple[GPU, Fabric, dict[str, float]]:
     """What computes slower by one factor, what communicates by another, every step longer by a
     sum.
     """

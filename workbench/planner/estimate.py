@@ -16,6 +16,7 @@ from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import Memory, memory
 from workbench.costmodel.memory.reported_memory import need
 from workbench.costmodel.step_time import bounds, parts, step_time, utilisation
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import on_machine
 from workbench.planner.estimated_timeline import simulated_seconds, timeline
@@ -24,8 +25,7 @@ from workbench.profile import COLUMNS, MOMENTS, Profile, frame
 from workbench.schedules import Timeline
 
 UNCALIBRATED = "assumed figures, not calibrated: `workbench calibrate` measures this machine"
-"""What stands beside the times of CPU ranks that nothing was measured of: no datasheet knows
-them.
+"""What stands beside the times of CPU ranks that nothing was measured of: no datasheet knows them.
 """
 
 
@@ -36,24 +36,24 @@ def estimate(plan: Plan) -> Profile:
     Completes the plan. One rank a pipeline stage stands for all ranks of that stage. Raises
     `PlanError` where the plan is illegal or asks for what the planner does not model.
     """
-    full, k = on_machine(plan.complete())
+    full, k = on_machine(plan.resolve())
     w = workload(full)
     live, time = memory(w, k), step_time(w, k)
     drawn, microbatches = timeline(w, time.durations)
     starts = _starts(full)
     head = {"run": full.name, "source": "estimated", "step": 0}
-    capacity = int(full.card.memory_gib * 2**30)
+    capacity = int(full.gpu.memory_gib * 2**30)
     notes: dict[str, Any] = {
         "time": parts(w, time),
         "model_flops_utilisation": float(utilisation(w, k, time)),
     }
-    if full.card.device == "cpu" and full.cluster.calibration is None:
+    if full.gpu.device == "cpu" and full.cluster.calibration is None:
         notes["uncalibrated"] = UNCALIBRATED
     notes["memory"] = need(float(live.peak.max()), capacity, full.strategy.stack)
     notes["simulated_step_seconds"] = simulated_seconds(w, time, drawn, microbatches)
     notes["step_seconds_90"] = list(bounds(w, k, time, interval(full.strategy.stack)))
     if full.strategy.stack == OWN and full.strategy.kernels != "eager":
-        notes["kernels"] = provenance(full.card, full.strategy.kernels)
+        notes["kernels"] = provenance(full.gpu, full.strategy.kernels)
     if full.shape.unmodelled:
         notes["not_modelled"] = full.shape.unmodelled
     if microbatches < w.microbatches:
@@ -83,14 +83,14 @@ def _tokens(plan: Plan) -> int:
     return plan.training.global_batch * plan.training.sequence_length
 
 
-def _stride(plan: Plan) -> int:
+def _stride(plan: ResolvedPlan) -> int:
     """Distance in ranks from one pipeline stage to the next."""
     order = plan.strategy.placement
     inner = order[: order.index("pipeline")]
     return int(np.prod([plan.sizes[axis] for axis in inner], dtype=int))
 
 
-def _starts(plan: Plan) -> list[int]:
+def _starts(plan: ResolvedPlan) -> list[int]:
     """The first rank of each pipeline stage."""
     if replicas := _unequal(plan):
         each = plan.sizes["tensor"] * plan.sizes["context"]
@@ -104,7 +104,7 @@ def _unequal(plan: Plan) -> list[int]:
     return replicas if len(set(replicas)) > 1 else []
 
 
-def _representative(plan: Plan, starts: list[int]) -> dict[int, int]:
+def _representative(plan: ResolvedPlan, starts: list[int]) -> dict[int, int]:
     ranks = np.arange(plan.world_size)
     if _unequal(plan):
         return {

@@ -10,9 +10,11 @@ from typing import Any
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import memory
 from workbench.errors import PlanError
-from workbench.plan.catalog import catalog
+from workbench.machine import gpu_catalog
+from workbench.machine.hardware import GPU
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import unsupported
-from workbench.plan.schema import Card, Plan
+from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import on_machine
 
 Change = dict[str, Any]
@@ -25,13 +27,13 @@ PRESETS = ("zero-3", "megatron-3d", "zero-infinity")
 """Whole strategies that are tried before more GPUs, as they are and then recomputing all."""
 
 
-def peak_bytes(full: Plan) -> int:
+def peak_bytes(full: ResolvedPlan) -> int:
     """Largest peak over the ranks of a complete plan."""
     here, constants = on_machine(full)
     return round(float(memory(workload(here), constants).peak.max()))
 
 
-def advise(plan: Plan, full: Plan) -> dict[str, Any] | None:
+def advise(plan: Plan, full: ResolvedPlan) -> dict[str, Any] | None:
     """The first change that makes the plan fit: {field, from, to, peak_bytes, changes}; None where
     none is found.
 
@@ -51,13 +53,13 @@ def advise(plan: Plan, full: Plan) -> dict[str, Any] | None:
 
 def _fitting(plan: Plan, full: Plan, change: Change, must_run: bool) -> dict[str, Any] | None:
     try:
-        changed = plan.replace(**change).complete()
+        changed = plan.replace(**change).resolve()
         if must_run and unsupported(changed, "run"):
             return None
         peak = peak_bytes(changed)
     except PlanError:
         return None
-    if peak > changed.card.memory_gib * 2**30:
+    if peak > changed.gpu.memory_gib * 2**30:
         return None
     before = [_now(full, field) for field in change]
     one = len(change) == 1
@@ -75,7 +77,7 @@ def _now(full: Plan, field: str) -> Any:
     value: Any = full
     for name in field.split("."):
         value = getattr(value, name)
-    return value.name if isinstance(value, Card) else value
+    return value.name if isinstance(value, GPU) else value
 
 
 def one_field_here(full: Plan) -> list[Change]:
@@ -128,11 +130,11 @@ def more_gpus(full: Plan) -> list[Change]:
     return [*more[:DOUBLINGS], *(gpus | preset for gpus in more for preset in _presets(full))]
 
 
-def other_gpus(full: Plan) -> list[Change]:
+def other_gpus(full: ResolvedPlan) -> list[Change]:
     """The same plan on a larger GPU, then presets that recompute all on as many of the largest as
     it takes.
     """
-    larger: list[Change] = [{"cluster.gpu": card.name} for card in _larger(full.card)]
+    larger: list[Change] = [{"cluster.gpu": card.name} for card in _larger(full.gpu)]
     more: list[Change] = [
         {},
         *({"cluster.gpus": full.world_size * 2**n} for n in range(1, 2 * DOUBLINGS)),
@@ -154,11 +156,11 @@ def _halves(size: int) -> Iterator[int]:
         yield size
 
 
-def _larger(card: Card) -> list[Card]:
+def _larger(card: GPU) -> list[GPU]:
     """GPUs of the catalog with more memory (any, where the card is a CPU): the same vendor's first,
     smallest first.
     """
-    others = [entry.card for entry in catalog.gpus().values()]
+    others = [entry.card for entry in gpu_catalog.gpus().values()]
     kind = "cuda" if card.device == "cpu" else card.device
     larger = [
         other for other in others if other.device == kind and other.memory_gib > card.memory_gib
@@ -166,6 +168,6 @@ def _larger(card: Card) -> list[Card]:
     return sorted(larger, key=lambda other: (_vendor(other) != _vendor(card), other.memory_gib))
 
 
-def _vendor(card: Card) -> str:
+def _vendor(card: GPU) -> str:
     """The first word of a card's title, as the catalog writes it."""
     return card.title.partition(" ")[0].lower()

@@ -13,10 +13,11 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from workbench.plan.catalog import catalog
-from workbench.plan.field_bounds import PRICE, TRAINED, hold
+from workbench import data_files
+from workbench.fields.bounds import PRICE, TRAINED, hold
+from workbench.machine.hardware import GPU
 from workbench.plan.parameter_count import parameters
-from workbench.plan.schema import Card, Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.profile import Profile
 
 HOUR, DAY = 3600.0, 86400.0
@@ -69,7 +70,7 @@ class Cost:
 
 
 def cost(
-    plan: Plan, profile: Profile, tokens: float | None = None, price: float | None = None
+    plan: ResolvedPlan, profile: Profile, tokens: float | None = None, price: float | None = None
 ) -> Cost:
     """The cost of training a complete `plan` on `tokens`, by the step of its estimate `profile`.
 
@@ -82,9 +83,9 @@ def cost(
     wanted = int(tokens or TOKENS_A_PARAMETER * parameters(plan.shape).active)
     hours = wanted / rate / HOUR * plan.world_size
     each, told = (
-        (plan.card.price_per_hour, plan.card.price_source) if price is None else (price, "as given")
+        (plan.gpu.price_per_hour, plan.gpu.price_source) if price is None else (price, "as given")
     )
-    watts = watts_per_card(plan.card, profile.notes["time"]["compute"] / step)
+    watts = watts_per_card(plan.gpu, profile.notes["time"]["compute"] / step)
     return Cost(
         source=profile.source,
         tokens=wanted,
@@ -97,11 +98,11 @@ def cost(
         dollars=None if each is None else hours * each,
         watts=watts,
         kwh=None if watts is None else hours * watts / 1000,
-        missing=_missing(plan.card, each, watts),
+        missing=_missing(plan.gpu, each, watts),
     )
 
 
-def watts_per_card(card: Card, computing: float) -> float | None:
+def watts_per_card(card: GPU, computing: float) -> float | None:
     """Mean power at the site's meter of one card and its share of the host; `computing` is the
     share of the step.
     """
@@ -115,11 +116,11 @@ def watts_per_card(card: Card, computing: float) -> float | None:
 @lru_cache(maxsize=1)
 def power() -> Power:
     """The constants of section `energy`."""
-    section = catalog.read("data/planner.yaml")["energy"]
+    section = data_files.read("data/planner.yaml")["energy"]
     return Power(**{field.name: float(section[field.name]["value"]) for field in fields(Power)})
 
 
-def _missing(card: Card, price: float | None, watts: float | None) -> tuple[str, ...]:
+def _missing(card: GPU, price: float | None, watts: float | None) -> tuple[str, ...]:
     told = []
     if price is None:
         told.append(

@@ -16,6 +16,7 @@ from workbench.models.moe import balanced
 from workbench.models.python_model import build_python
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.rank_placement import coordinates, rank_at
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.profile import Profile, frame
@@ -39,7 +40,7 @@ def rehearse(
     `PlanError` where the engine cannot run the plan yet, ValueError for a rank outside the world.
     `progress(done, of)` is told of each rank.
     """
-    plan = plan.complete()
+    plan = plan.resolve()
     require(plan, "rehearse", allow_code)
     representative = {rank: _representative(plan, rank) for rank in range(plan.world_size)}
     chosen = sorted(set(representative.values()) if ranks is None else set(ranks))
@@ -59,14 +60,14 @@ def rehearse(
         memory=frame("memory", memory),
         collectives=frame("collectives", collectives),
         representative=_stand_ins(representative, chosen),
-        capacity_bytes=int(plan.card.memory_gib * 2**30),
+        capacity_bytes=int(plan.gpu.memory_gib * 2**30),
         notes={}
         if plan.code or not plan.shape.unmodelled
         else {"not_modelled": plan.shape.unmodelled},
     )
 
 
-def _representative(plan: Plan, rank: int) -> int:
+def _representative(plan: ResolvedPlan, rank: int) -> int:
     sizes, placement = plan.sizes, plan.strategy.placement
     where = dict.fromkeys(sizes, 0) | {"pipeline": coordinates(rank, sizes, placement)["pipeline"]}
     return rank_at(where, sizes, placement)
@@ -85,7 +86,7 @@ def _stand_ins(representative: dict[int, int], chosen: list[int]) -> dict[int, i
     return {rank: own.get(rank, first[rep]) for rank, rep in representative.items() if rep in first}
 
 
-def shortened(plan: Plan, stage: int) -> Plan:
+def shortened(plan: ResolvedPlan, stage: int) -> ResolvedPlan:
     """The plan with as few microbatches as show all that this stage does: its pipeline fills, runs
     and drains.
 
@@ -112,7 +113,7 @@ def _described(plan: Plan) -> nn.Module | None:
 
 
 def _rehearse_rank(
-    plan: Plan, rank: int, memory: list[dict[str, Any]], collectives: list[dict[str, Any]]
+    plan: ResolvedPlan, rank: int, memory: list[dict[str, Any]], collectives: list[dict[str, Any]]
 ) -> None:
     """Two steps of one rank; the fake tensors are on the CPU whatever the plan's card."""
     with fake_world(rank, plan.world_size):
@@ -126,7 +127,7 @@ def _rehearse_rank(
 
 
 def _calls_of_whole_steps(
-    plan: Plan, mesh: Mesh, samplers: Sequence[Sampler]
+    plan: ResolvedPlan, mesh: Mesh, samplers: Sequence[Sampler]
 ) -> list[list[dict[str, Any]]]:
     """Collectives of each whole step, from `samplers` that saw a few of its microbatches.
 
@@ -143,7 +144,7 @@ def _calls_of_whole_steps(
     return [grown(rows, more.collective_rows(), of - few) for rows, more in zip(calls, longer)]
 
 
-def _steps(plan: Plan, mesh: Mesh, microbatches: int) -> list[Sampler]:
+def _steps(plan: ResolvedPlan, mesh: Mesh, microbatches: int) -> list[Sampler]:
     """What was seen of the steps of a rank, which holds the tokens of so many `microbatches`."""
     device, t, model = torch.device("cpu"), plan.training, _described(plan)
     found = []
@@ -175,7 +176,7 @@ def grown(
     return [{**dict(key), "count": count} for key, count in counts.items() if count]
 
 
-def _with_microbatches(plan: Plan, number: int) -> Plan:
-    return plan.replace(
+def _with_microbatches(plan: ResolvedPlan, number: int) -> ResolvedPlan:
+    return plan.with_fields(
         **{"training.global_batch": number * plan.training.micro_batch * plan.sizes["data"]}
     )

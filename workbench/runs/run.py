@@ -19,6 +19,7 @@ from workbench.checkpoint.checksums import Told, refuse_damaged
 from workbench.checkpoint.resume_point import checkpoint_of, finished
 from workbench.errors import PlanError
 from workbench.interop import export
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.profile import Profile
 from workbench.runs.launch.accelerate_command import Recipe, compose
@@ -34,7 +35,7 @@ from workbench.runs.store.stop_request import GRACE_SECONDS, Stop, request_stop
 from workbench.runs.store.telemetry_frames import Measured, keep
 from workbench.runs.store.telemetry_reader import Reader, history
 from workbench.safe_io import yaml_files
-from workbench.safe_io.untrusted_text import escaped
+from workbench.untrusted_text import escaped
 
 POLL_SECONDS = 0.1
 CALIBRATION = "calibration.yaml"
@@ -59,9 +60,9 @@ class Run:
         return read_state(self.dir)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> ResolvedPlan:
         """The plan that runs, resolved."""
-        return Plan.load(self.dir / "plan.yaml").complete()
+        return Plan.load(self.dir / "plan.yaml").resolve()
 
     def measured(self) -> Measured:
         """An empty collection for this run's records; feed it from a `Reader` to follow the run."""
@@ -98,7 +99,8 @@ class Run:
                 why = f": {state.warning}" if state.warning else ""
                 why += (
                     "; it was launched elsewhere, and only what launched it can end it"
-                ) * state.launched_elsewhere
+                    * state.launched_elsewhere
+                )
                 raise TimeoutError(f"run {self.id} is still {state.phase} after {timeout:g} s{why}")
             time.sleep(POLL_SECONDS)
 
@@ -139,9 +141,9 @@ def _words(state: State) -> str:
     return f"{text}: {state.cause.message}. {state.cause.advice}".rstrip() if state.cause else text
 
 
-def measured(run: str, plan: Plan) -> Measured:
+def measured(run: str, plan: ResolvedPlan) -> Measured:
     """An empty collection for records of a run of the complete `plan`."""
-    return Measured(run, plan.world_size, int(plan.card.memory_gib * 2**30))
+    return Measured(run, plan.world_size, int(plan.gpu.memory_gib * 2**30))
 
 
 def profile_of(folder: str | Path) -> Profile:
@@ -151,7 +153,7 @@ def profile_of(folder: str | Path) -> Profile:
     Raises `PlanError` where it holds no plan.
     """
     folder = Path(folder).absolute()
-    found = measured(folder.name, Plan.load(folder / "plan.yaml").complete())
+    found = measured(folder.name, Plan.load(folder / "plan.yaml").resolve())
     profile = found.read(history(folder)).profile()
     profile.notes["run_dir"] = str(folder)
     told = {Path(path).name for path in profile.notes["checkpoints"]}
@@ -166,12 +168,12 @@ def keep_frames(folder: Path) -> None:
     """Write what was measured in a run directory into its `frames/`, every step of it. Raises
     OSError, `PlanError`.
     """
-    found = measured(folder.name, Plan.load(folder / "plan.yaml").complete())
+    found = measured(folder.name, Plan.load(folder / "plan.yaml").resolve())
     keep(found, Reader(folder), folder / "frames")
 
 
 def start(
-    plan: Plan,
+    plan: ResolvedPlan,
     *,
     root: str | Path | None = None,
     force: bool = False,
@@ -191,12 +193,12 @@ def start(
     """
     if resume is not None:
         source = resume.dir if isinstance(resume, Run) else resume
-        plan = plan.replace(**{"checkpoint.load": str(checkpoint_of(source))})
+        plan = plan.with_fields(**{"checkpoint.load": str(checkpoint_of(source))})
     if problems := preflight(plan, root=root, port=port, force=force, allow_code=allow_code):
         raise PlanError(problems)
     if load := plan.checkpoint.load:
         refuse_damaged(Path(load), progress)
-    full, recipe, meeting = plan.resolved(), _recipe or Recipe(), checked_port(port)
+    full, recipe, meeting = plan.pin(), _recipe or Recipe(), checked_port(port)
     _clear_former(full)
 
     def fill(folder: Path, final: Path) -> None:
@@ -223,7 +225,7 @@ def _clear_former(plan: Plan) -> None:
         clear(Path(load).parent)
 
 
-def _with_calibration(plan: Plan, folder: Path, final: Path) -> Plan:
+def _with_calibration(plan: ResolvedPlan, folder: Path, final: Path) -> ResolvedPlan:
     """The plan with a calibration of its own: the machine may be measured anew while the run is
     kept.
     """
@@ -231,7 +233,7 @@ def _with_calibration(plan: Plan, folder: Path, final: Path) -> Plan:
     if source is None:
         return plan
     shutil.copyfile(source, folder / CALIBRATION)
-    return plan.replace(**{"cluster.calibration": str(final / CALIBRATION)})
+    return plan.with_fields(**{"cluster.calibration": str(final / CALIBRATION)})
 
 
 def _supervise(folder: Path) -> None:

@@ -9,8 +9,8 @@ import re
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.safe_io.untrusted_text import HALF
 from workbench.safe_io.yaml_files import MOST_DIGITS
+from workbench.untrusted_text import HALF
 
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 """An escape that begins or ends a character of two, or stands alone for half of it."""

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from workbench.errors import PlanError, Problem, refuse
-from workbench.safe_io.untrusted_text import HALF, shown
+from workbench.untrusted_text import HALF, shown
 
 _INT = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(

@@ -179,6 +179,6 @@ def _learned(scale: Scale | None) -> Text | None:
     )
     runs = f"learned from {', '.join(scale.runs)}: {factors}"
     return Text(
-        f"{runs}\nerror of the estimate {scale.error_before:.1%} before, "
-        f"{scale.error_after:.1%} after"
+        f"{runs}\nerror of the estimate {scale.error_before:.1%} before, {scale.error_after:.1%} "
+        f"after"
     )

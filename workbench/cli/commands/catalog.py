@@ -8,6 +8,7 @@ from workbench.cli import tables
 from workbench.cli.options import Json, emit
 from workbench.cli.terminal import tell
 from workbench.errors import PlanError
+from workbench.machine import gpu_catalog
 from workbench.machine.attached import attached, local_cluster
 from workbench.plan.catalog import catalog
 from workbench.plan.parameter_count import parameters
@@ -28,7 +29,7 @@ def models(json: Json = False) -> None:
 def gpus(json: Json = False) -> None:
     """Cards by name, and what is attached here as `local`."""
     rows = _local()
-    for name, entry in catalog.gpus().items():
+    for name, entry in gpu_catalog.gpus().items():
         rows.append(
             {**entry.card.model_dump(), "name": name, "fabric": entry.fabric, "notes": entry.notes}
         )

@@ -100,7 +100,7 @@ def _runs_of(items: list[Any], root: Path | None) -> list[Any]:
     found = []
     for number, item in enumerate(items, start=1):
         if isinstance(item, Plan):
-            told = f"{number} of {len(items)}: {item.complete().name}"
+            told = f"{number} of {len(items)}: {item.resolve().name}"
             item = finished(verbs.run(item, root=root), told)
         found.append(item)
     return found

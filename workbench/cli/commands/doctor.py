@@ -86,7 +86,7 @@ def _devices() -> list[Finding]:
     what = (
         f"{here.count} x {here.name}"
         if here.device == "cuda"
-        else (f"{here.name}: up to {here.count} ranks")
+        else f"{here.name}: up to {here.count} ranks"
     )
     cards = Finding("devices", True, what)
     if here.device == "cuda":

@@ -17,7 +17,7 @@ from workbench.cli.output_files import write_whole
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
 from workbench.interop import FORMATS, TITLES, Format, Note
-from workbench.plan.plan_files import assignments
+from workbench.plan.plan_data import assignments
 from workbench.plan.schema import Plan
 
 
@@ -26,8 +26,7 @@ def import_config(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="ds_config.json, Megatron-LM "
-            "arguments or script, "
+            help="ds_config.json, Megatron-LM arguments or script, "
             "torchtitan TOML, accelerate or gpt-neox YAML.",
         ),
     ],
@@ -64,7 +63,7 @@ def import_config(
         set=assignments(sets or []),
         lenient=lenient,
     )
-    full, text = found.plan.complete(), found.plan.to_yaml()
+    full, text = found.plan.resolve(), found.plan.to_yaml()
     if output is not None:
         write_whole(output, text)
     data: dict[str, Any] = {

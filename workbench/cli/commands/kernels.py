@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
+from workbench import data_files
 from workbench.cli import tables
 from workbench.cli.options import Json, emit
 from workbench.cli.terminal import Grid
 from workbench.costmodel.compute.kernel_benchmarks import benchmarks
 from workbench.errors import refuse
-from workbench.plan.catalog import catalog
 from workbench.units import digits
 
 FILE = "data/kernels.json"
@@ -37,7 +37,7 @@ def kernels(json: Json = False) -> None:
 
 def read() -> dict[str, Any]:
     """The table of kernels. Raises `PlanError` where it is missing or broken."""
-    path = catalog.assets() / FILE
+    path = data_files.assets() / FILE
     try:
         table: dict[str, Any] = encoding.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

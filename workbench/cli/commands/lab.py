@@ -10,8 +10,8 @@ from urllib.parse import quote
 import typer
 
 from workbench.cli.options import Json, emit
+from workbench.data_files import assets
 from workbench.errors import refuse
-from workbench.plan.catalog.catalog import assets
 from workbench.runs.launch.parent_death import python_module
 
 ALLOW_ROOT = "--allow-root"

@@ -17,9 +17,10 @@ from workbench.cli.options import Json, emit, planned
 from workbench.cli.output_files import write_whole
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
-from workbench.safe_io.untrusted_text import shown
 from workbench.units import bytes_text, seconds_text
+from workbench.untrusted_text import shown
 
 if TYPE_CHECKING:
     from workbench.planner.autoshard import OperatorPlan
@@ -59,15 +60,15 @@ def operators(
     from workbench.planner.autoshard import choose_for
 
     limit = None if memory is None else memory * GIB
-    found = choose_for(plan.complete(), None if ranks is None else mesh_of(ranks), limit, sequences)
+    found = choose_for(plan.resolve(), None if ranks is None else mesh_of(ranks), limit, sequences)
     data, between = found.to_json(), _between(found) if found.redistributions else None
     if output is not None:
-        write_whole(output, plan.replace(**_split(plan.complete(), found, sequences)).to_yaml())
+        write_whole(output, plan.replace(**_split(plan.resolve(), found, sequences)).to_yaml())
         data["path"] = str(output)
     emit(json, data, _rows(found), between, _total(found), Text(found.reason))
 
 
-def _split(plan: Plan, found: OperatorPlan, sequences: int | None) -> dict[str, Any]:
+def _split(plan: ResolvedPlan, found: OperatorPlan, sequences: int | None) -> dict[str, Any]:
     """Fields of a complete plan that runs as was found: all its ranks for the operators take one
     larger micro-batch.
     """

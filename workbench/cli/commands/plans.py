@@ -18,7 +18,7 @@ from workbench.errors import refuse
 from workbench.plan.catalog import catalog, huggingface_config
 from workbench.plan.plan_diff import diff
 from workbench.plan.schema import Plan
-from workbench.safe_io.untrusted_text import shown
+from workbench.untrusted_text import shown
 
 
 @planned
@@ -36,7 +36,7 @@ def plan(
     json: Json = False,
 ) -> None:
     """Declare a plan, check it, show what it means, write it to a file."""
-    full = plan.complete()
+    full = plan.resolve()
     text = (full if complete else plan).to_yaml()
     if output is not None:
         write_whole(output, text)
@@ -53,7 +53,7 @@ def plan(
         data["config"] = asdict(made)
         shown.append(Text("\n".join([f"{plan.model}:", *(f"  {line}" for line in made.lines())])))
     if against is not None:
-        rows = diff(Plan.load(against).complete(), full)
+        rows = diff(Plan.load(against).resolve(), full)
         data["diff"] = [{"field": f, "other": a, "this": b} for f, a, b in rows]
         shown = [tables.differences(rows, str(against))]
     emit(json, data, *shown)
@@ -70,7 +70,7 @@ def estimate(plan: Plan, json: Json = False) -> None:
     emit(
         json,
         found.summary(),
-        tables.plan(plan.complete()),
+        tables.plan(plan.resolve()),
         tables.profile(found),
         tables.stages(found),
         tables.notes(found),
@@ -89,7 +89,7 @@ def rehearse(
     """Run the real code of a plan on fake tensors: peak memory and every collective, at any world
     size.
     """
-    full = plan.complete()
+    full = plan.resolve()
     wanted = None if ranks is None else _ranks(ranks, full.world_size)
     with waiting("rehearsing") as told:
         found = verbs.rehearse(

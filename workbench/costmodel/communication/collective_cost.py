@@ -11,7 +11,7 @@ from workbench.costmodel.communication.collective_volume import Call
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.rates.constants import Constants
-from workbench.plan.schema import Fabric
+from workbench.machine.hardware import Fabric
 
 SHARE = {
     "all_reduce": 2.0,

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from workbench.plan.catalog import catalog
-from workbench.plan.schema import Card
+from workbench import data_files
+from workbench.machine import gpu_catalog
+from workbench.machine.hardware import GPU
 
 FOLDER = "data/benchmarks"
 """Holds `kernels-<card>.json`, which `make gpu-bench` and `make cpu-bench` write."""
@@ -28,7 +29,7 @@ class Measured:
     """Where and when it was measured."""
 
 
-def measured(card: Card, kernels: str) -> Measured | None:
+def measured(card: GPU, kernels: str) -> Measured | None:
     """What was measured of `kernels` (compiled, fused) on a card of this kind; None where nothing
     was.
 
@@ -46,13 +47,13 @@ def measured(card: Card, kernels: str) -> Measured | None:
     )
 
 
-def provenance(card: Card, kernels: str) -> str:
+def provenance(card: GPU, kernels: str) -> str:
     """Where the cost of compiled or fused `kernels` on `card` comes from, in words."""
     found = measured(card, kernels)
     return (
         found.source
         if found
-        else (f"not measured on {card.name}: the textbook factor of data/planner.yaml")
+        else f"not measured on {card.name}: the textbook factor of data/planner.yaml"
     )
 
 
@@ -61,12 +62,12 @@ def benchmarks() -> tuple[dict[str, Any], ...]:
     """Every committed benchmark of kernels."""
     return tuple(
         json.loads(path.read_text())
-        for path in sorted((catalog.assets() / FOLDER).glob("kernels-*.json"))
+        for path in sorted((data_files.assets() / FOLDER).glob("kernels-*.json"))
     )
 
 
-def _is_of(benchmark: dict[str, Any], card: Card) -> bool:
+def _is_of(benchmark: dict[str, Any], card: GPU) -> bool:
     if benchmark["kind"] == "cpu":
         return card.device == "cpu"
-    entry = catalog.gpus().get(card.name)
+    entry = gpu_catalog.gpus().get(card.name)
     return entry is not None and benchmark["device"] in entry.driver_names

@@ -13,7 +13,7 @@ from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload, widths
 from workbench.costmodel.memory.activation_memory import ATEN, leaves_plain, replaced
 from workbench.costmodel.rates.constants import Constants
-from workbench.plan.schema import Card
+from workbench.machine.hardware import GPU
 
 OPERATORS = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40)}
 """Kernels of one layer (forward, backward), by the plan's kernels: our plain modules', and textbook
@@ -48,12 +48,12 @@ class Machine:
     """Whether the host runs ahead, so that launching hides behind compute."""
 
 
-def peak(card: Card, precision: str) -> float:
+def peak(card: GPU, precision: str) -> float:
     """Dense FLOP/s at a precision; a dtype that the card does not list runs as fp32."""
     return card.tflops.get(precision, card.tflops.get("fp32", max(card.tflops.values()))) * 1e12
 
 
-def machine(card: Card, precision: str, constants: Constants) -> Machine:
+def machine(card: GPU, precision: str, constants: Constants) -> Machine:
     """A card at a precision."""
     dense = peak(card, precision)
     wide = (

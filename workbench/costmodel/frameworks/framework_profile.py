@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
+from workbench import data_files
 from workbench.errors import refuse
-from workbench.plan.catalog import catalog
 from workbench.plan.schema import Strategy
 
 OWN = Strategy().stack
@@ -18,7 +18,7 @@ OWN = Strategy().stack
 
 
 @dataclass(frozen=True)
-class Software:
+class FrameworkProfile:
     """What a stack keeps in memory; a negative number means: as the plan says, or as our own
     modules do.
     """
@@ -38,8 +38,7 @@ class Software:
     optimizer: float = -1.0
     """Bytes of moments and master weights a parameter."""
     stepped: float = 0.0
-    """Bytes a parameter that the optimizer makes and frees while it steps, sharded with its
-    states.
+    """Bytes a parameter that the optimizer makes and frees while it steps, sharded with its states.
     """
     gated_kept: float = 4.0
     """Feed-forward-wide tensors that a gated layer keeps."""
@@ -56,8 +55,7 @@ class Software:
     of a share.
     """
     selective_again: float = -1.0
-    """Share of a layer's forward that selective recomputation repeats; negative: attention
-    alone.
+    """Share of a layer's forward that selective recomputation repeats; negative: attention alone.
     """
     joined: float = 0.0
     """1 where query, key and value are one product, and gate and up another."""
@@ -92,8 +90,7 @@ class Software:
     bucket_mib: float = 0.0
     """Communication buckets of a sharded fp16 optimizer, MiB."""
     late_gradients: float = 0.0
-    """1 where gradients are freed after the step, so that the only microbatch's forward finds
-    none.
+    """1 where gradients are freed after the step, so that the only microbatch's forward finds none.
     """
     offload_checkpoints: float = 0.0
     """1 where the inputs of recomputed layers wait in host memory."""
@@ -104,16 +101,16 @@ class Software:
 
 
 @lru_cache(maxsize=64)
-def software(name: str) -> Software:
+def software(name: str) -> FrameworkProfile:
     """The stack `name`. Raises `PlanError` where it is not known."""
     entry = _entry(name)
-    known = {field.name for field in fields(Software)} - {"unfused"}
+    known = {field.name for field in fields(FrameworkProfile)} - {"unfused"}
     values = {
         key: float(said["value"])
         for key, said in (entry["memory"] | entry["time"]).items()
         if key in known
     }
-    return Software(unfused=entry["attention"] == "unfused", **values)
+    return FrameworkProfile(unfused=entry["attention"] == "unfused", **values)
 
 
 @lru_cache(maxsize=64)
@@ -121,7 +118,7 @@ def timing(name: str) -> Mapping[str, float]:
     """Constants of `data/planner.yaml` that the stack `name` changes. Raises `PlanError` where it
     is not known.
     """
-    kept = {field.name for field in fields(Software)}
+    kept = {field.name for field in fields(FrameworkProfile)}
     return {
         key: float(said["value"]) for key, said in _entry(name)["time"].items() if key not in kept
     }
@@ -134,7 +131,7 @@ def interval(name: str) -> tuple[float, float]:
 
     A stack of which nothing is published has the textbook's, the spread over all stacks.
     """
-    table = catalog.read("data/stacks.yaml")
+    table = data_files.read("data/stacks.yaml")
     while "interval" not in table[name]:
         name = table[name].get("like", "textbook")
     said = table[name]["interval"]
@@ -143,7 +140,7 @@ def interval(name: str) -> tuple[float, float]:
 
 def _entry(name: str) -> dict[str, Any]:
     """A stack's entry with what it inherits filled in."""
-    table = catalog.read("data/stacks.yaml")
+    table = data_files.read("data/stacks.yaml")
     if name not in table:
         raise refuse("strategy.stack", f"is '{name}'; legal: {', '.join(table)}")
     entry = table[name]

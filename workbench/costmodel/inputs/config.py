@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.costmodel.frameworks.framework_profile import Software, software
+from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, software
+from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.custom_schedule import drawn
 from workbench.plan.model_shape import Shape
-from workbench.plan.schema import AXES, Card, Fabric, Plan
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import AXES, Plan
 from workbench.schedules import Table
 
 Array = NDArray[np.float64]
@@ -34,7 +36,7 @@ class Setting:
     """What all candidates at hand share."""
 
     shape: Shape
-    card: Card
+    card: GPU
     fabric: Fabric
     node: int
     """Cards in a node."""
@@ -44,7 +46,7 @@ class Setting:
     precision: str
     kernels: str
     stack: str
-    software: Software
+    software: FrameworkProfile
     """What that stack keeps."""
     parameter_bytes: float
     """A parameter as it is stored."""
@@ -132,7 +134,7 @@ class Knobs:
     """Axis -> distance in ranks between neighbours along it."""
 
 
-def setting_of(plan: Plan) -> Setting:
+def setting_of(plan: ResolvedPlan) -> Setting:
     """What a complete plan fixes."""
     s, t = plan.strategy, plan.training
     assert isinstance(s.pipeline.partition, list), "complete() the plan first"
@@ -142,7 +144,7 @@ def setting_of(plan: Plan) -> Setting:
         master = kept.optimizer - moments
     return Setting(
         shape=plan.shape,
-        card=plan.card,
+        card=plan.gpu,
         fabric=plan.fabric,
         node=int(plan.cluster.gpus_per_node or 1),
         world=plan.world_size,
@@ -202,7 +204,7 @@ def _stepped(plan: Plan) -> dict[str, float]:
     }
 
 
-def knobs_of(plan: Plan) -> Knobs:
+def knobs_of(plan: ResolvedPlan) -> Knobs:
     """The one candidate that a complete plan is."""
     s, sizes = plan.strategy, plan.sizes
     recomputed, kept_after = recomputed_of(plan)
@@ -272,7 +274,7 @@ def stage_homes(
     return np.where((stage // pipeline % 2 == 1) & back, pipeline - 1 - ranks, ranks)
 
 
-def recomputed_of(plan: Plan) -> tuple[Array, Array]:
+def recomputed_of(plan: ResolvedPlan) -> tuple[Array, Array]:
     """(layers recomputed in full, those behind the last of them) on each pipeline rank of a
     complete plan.
     """

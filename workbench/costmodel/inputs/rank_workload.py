@@ -28,8 +28,9 @@ from workbench.costmodel.inputs.config import (
 from workbench.costmodel.inputs.tensor_tiling import Tiling, tiling
 from workbench.plan.head_split import kv_heads, rooms
 from workbench.plan.model_shape import Shape, rows_of_an_expert
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
-from workbench.plan.schema import STORED, Plan
+from workbench.plan.schema import STORED
 from workbench.schedules import closed_forms, most_losses, waiting
 from workbench.schedules import in_flight as most_held
 
@@ -191,7 +192,7 @@ class Workload:
         return np.zeros_like(self.first)
 
 
-def workload(plan: Plan) -> Workload:
+def workload(plan: ResolvedPlan) -> Workload:
     """The quantities of a complete plan. Raises PlanError naming a field that the planner does not
     model.
     """
@@ -346,5 +347,5 @@ def _gradient_element(s: Setting, written: Number, microbatches: Number) -> Numb
     return np.where(written == 0, parameters + (4 - parameters) * adds_up, written)
 
 
-def _refuse(plan: Plan) -> None:
+def _refuse(plan: ResolvedPlan) -> None:
     require(plan, "estimate")

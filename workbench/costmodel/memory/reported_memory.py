@@ -10,11 +10,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from workbench import data_files
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.peak_memory import Memory, communicators
 from workbench.costmodel.rates.constants import Constants
-from workbench.plan.catalog import catalog
 
 KINDS = ("allocated", "reserved", "nvidia-smi")
 TEXTBOOK = "textbook"
@@ -72,5 +72,5 @@ def shares() -> Mapping[str, float]:
     """Constants of `data/planner.yaml` about readings."""
     return {
         name: float(said["value"])
-        for name, said in catalog.read("data/planner.yaml")["readings"].items()
+        for name, said in data_files.read("data/planner.yaml")["readings"].items()
     }

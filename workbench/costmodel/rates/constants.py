@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+from workbench import data_files
 from workbench.costmodel.compute.kernel_benchmarks import measured
 from workbench.costmodel.frameworks.framework_profile import OWN, timing
-from workbench.plan.catalog import catalog
-from workbench.plan.schema import Card
+from workbench.machine.hardware import GPU
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Constants:
     """The same of what fused kernels leave plain."""
 
 
-def constants(card: Card, kernels: str, stack: str = "workbench") -> Constants:
+def constants(card: GPU, kernels: str, stack: str = "workbench") -> Constants:
     """The constants of a card with the plan's kernels (eager, compiled, fused) and stack.
 
     What our own kernels cost beside eager ones is as measured on the card, where it was.
@@ -82,7 +82,7 @@ def constants(card: Card, kernels: str, stack: str = "workbench") -> Constants:
 
 @lru_cache(maxsize=256)
 def _constants(device: str, architecture: str, kernels: str, stack: str) -> Constants:
-    table = catalog.read("data/planner.yaml")
+    table = data_files.read("data/planner.yaml")
     section = table[device]
     section = table[section["like"]] if "like" in section else section
     generation = table["architectures"].get(architecture, {}) if device != "cpu" else {}

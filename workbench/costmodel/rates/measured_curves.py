@@ -232,8 +232,8 @@ def fit(terms: Array, times: Array) -> Array:
     residuals.
     """
     from scipy.optimize import (
-        nnls,  # half of the planner's import time, and only a calibrated plan needs it
-    )
+        nnls,
+    )  # half of the planner's import time, and only a calibrated plan needs it
 
     left, right = terms / times[:, None], np.ones_like(times)
     scale = np.abs(left).max(axis=0)

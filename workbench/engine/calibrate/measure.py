@@ -44,8 +44,7 @@ AGAIN = 2
 AGAIN_SHARE = 0.25
 """Of the time asked for, what each of them may take beyond it, all worlds together."""
 SPARE_SECONDS = 120.0
-"""Beyond its share of time, what a world may take for its start and its first visit of every
-point.
+"""Beyond its share of time, what a world may take for its start and its first visit of every point.
 """
 Key = tuple[str, tuple[tuple[str, Any], ...]]
 

@@ -47,8 +47,7 @@ class Survey:
     dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
     layers: tuple[int, int] = (1, 3)
     microbatches: tuple[int, int] = (1, 3)
-    """Tiny steps of all combinations are solved for the host's cost by step, microbatch and
-    layer.
+    """Tiny steps of all combinations are solved for the host's cost by step, microbatch and layer.
     """
     probes: tuple[Mapping[str, int], ...] = (
         _probe(layers=2, hidden=128, heads=4, ffn=384, vocab=512, sequence=256),

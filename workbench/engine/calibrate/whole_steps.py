@@ -12,9 +12,9 @@ import torch
 from workbench.engine.calibrate.local_points import Point
 from workbench.engine.calibrate.measured_sizes import Survey
 from workbench.engine.session import Session
-from workbench.machine.calibration_file import small_plan
 from workbench.parallel.mesh import build_mesh
-from workbench.plan.schema import Plan
+from workbench.plan.probe_plan import probe_plan
+from workbench.plan.resolved_plan import ResolvedPlan
 
 TINY = {"hidden": 16, "heads": 2, "ffn": 32, "vocab": 256}
 
@@ -24,15 +24,15 @@ def steps(survey: Survey, device: torch.device) -> Iterator[Point]:
     alone.
     """
     for layers, microbatches in itertools.product(survey.layers, survey.microbatches):
-        plan = small_plan(device.type, 4, microbatches, layers=layers, **TINY)
+        plan = probe_plan(device.type, 4, microbatches, layers=layers, **TINY)
         yield Point(
             "steps", {"layers": layers, "microbatches": microbatches}, _step(plan, device), "host"
         )
     for labels in survey.probes:
-        yield Point("probes", dict(labels), _step(small_plan(device.type, **labels), device))
+        yield Point("probes", dict(labels), _step(probe_plan(device.type, **labels), device))
 
 
-def _step(plan: Plan, device: torch.device) -> Callable[[], object]:
+def _step(plan: ResolvedPlan, device: torch.device) -> Callable[[], object]:
     session = Session.build(plan, build_mesh(plan, 0, device), device)
     t = plan.training
     tokens = (

@@ -24,6 +24,7 @@ from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.verify.single_device import Reference, proof_value, train_plainly
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, build_mesh
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Optimizer, Plan
 from workbench.schedules import Action
@@ -83,32 +84,32 @@ def verify(
 
     Raises `PlanError` where the engine cannot run the plan, RankError where a rank fails.
     """
-    plan = _provable(plan.complete(), precision, allow_code)
-    inspect(plan, allow_code)
+    full = _provable(plan.resolve(), precision, allow_code)
+    inspect(full, allow_code)
     dtype = DTYPES[precision]
-    batches = list(_batches(plan))
-    reference = train_plainly(plan, batches, dtype)
-    exact = reference if precision == "fp64" else train_plainly(plan, batches[:1], torch.float64)
+    batches = list(_batches(full))
+    reference = train_plainly(full, batches, dtype)
+    exact = reference if precision == "fp64" else train_plainly(full, batches[:1], torch.float64)
     scale = _Scale(
-        precision, reference.largest_gradient, exact.vanishing(), plan.training.optimizer
+        precision, reference.largest_gradient, exact.vanishing(), full.training.optimizer
     )
-    work = partial(_compare, plan, batches=batches, reference=reference, scale=scale, dtype=dtype)
-    results = run_ranks(plan.world_size, work, seconds)
+    work = partial(_compare, full, batches=batches, reference=reference, scale=scale, dtype=dtype)
+    results = run_ranks(full.world_size, work, seconds)
     _check_cover(reference, [owned for _, owned in results])
     return _summary([d for differences, _ in results for d in differences], precision)
 
 
-def _provable(plan: Plan, precision: str, allow_code: bool) -> Plan:
+def _provable(plan: ResolvedPlan, precision: str, allow_code: bool) -> ResolvedPlan:
     """The plan as it is proved: in `precision` throughout, SGD in fp32."""
     require(plan, "run", allow_code)
     changes: dict[str, Any] = {"strategy.precision": "fp32", "strategy.gradient_dtype": "fp32"}
     changes["training.optimizer.moments"] = "fp32"
     if precision == "fp32":
         changes["training.optimizer.name"] = "sgd"
-    return plan.replace(**changes)
+    return plan.with_fields(**changes)
 
 
-def _batches(plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(plan: ResolvedPlan) -> Iterator[tuple[Tensor, Tensor]]:
     """Random tokens that reach every part of the vocabulary; [global_batch, T] each."""
     t = plan.training
     generator = torch.Generator().manual_seed(t.seed)
@@ -148,7 +149,7 @@ class _Scale:
 
 
 def _compare(
-    plan: Plan,
+    plan: ResolvedPlan,
     rank: int,
     batches: list[tuple[Tensor, Tensor]],
     reference: Reference,
@@ -179,7 +180,9 @@ def _compare(
     return list(differences()), owned
 
 
-def _proof_session(plan: Plan, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Session:
+def _proof_session(
+    plan: ResolvedPlan, mesh: Mesh, device: torch.device, dtype: torch.dtype
+) -> Session:
     session = Session.build(plan, mesh, device, dtype)
     with torch.no_grad():
         store = session.part.store
@@ -191,7 +194,9 @@ def _proof_session(plan: Plan, mesh: Mesh, device: torch.device, dtype: torch.dt
     return session
 
 
-def _share(plan: Plan, session: Session, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _share(
+    plan: ResolvedPlan, session: Session, batch: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     """This data coordinate's microbatches [M, B, T] of a global batch."""
     data = session.mesh["data"]
     tokens, targets = (

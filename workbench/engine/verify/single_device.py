@@ -16,6 +16,7 @@ from workbench.engine.optimizer import learning_rate
 from workbench.models import Transformer
 from workbench.models.python_model import build_python, give_loss
 from workbench.models.weight_init import seed_of
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
 
@@ -61,7 +62,7 @@ def proof_value(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype
 
 
 def train_plainly(
-    plan: Plan, batches: list[tuple[Tensor, Tensor]], dtype: torch.dtype
+    plan: ResolvedPlan, batches: list[tuple[Tensor, Tensor]], dtype: torch.dtype
 ) -> Reference:
     """Train on `batches` of (tokens, targets), each [global_batch, T], one optimizer step a
     batch.
@@ -89,7 +90,7 @@ def train_plainly(
     return Reference(losses, first, {name: p.detach() for name, p in model.named_parameters()})
 
 
-def _model(plan: Plan) -> nn.Module:
+def _model(plan: ResolvedPlan) -> nn.Module:
     if plan.code:
         return give_loss(build_python(plan.code, plan.training.seed))
     return Transformer(plan.shape, plan.training.dropout, plan.training.seed)

@@ -18,7 +18,7 @@ from workbench.interop.foreign_keys import Keys, flat, shown
 from workbench.interop.foreign_text import mapping
 from workbench.interop.missing_fields import told
 from workbench.interop.translation import STACKS, Given, Imported, Note, imported
-from workbench.plan.plan_files import build
+from workbench.plan.schema import build_plan
 from workbench.safe_io import json_files, yaml_files
 
 PLAIN = (
@@ -71,7 +71,7 @@ def read(
     if kind in PLAIN:
         return _own(data, given) or _plain(data, given, lenient)
     more = (
-        ("; the arguments that its script passes on are read by themselves")
+        "; the arguments that its script passes on are read by themselves"
         if kind == "MEGATRON_LM"
         else ""
     )
@@ -99,8 +99,7 @@ def _cluster(keys: Keys, given: Given, usual: int | None = None) -> tuple[int, d
     if nodes is not None and world % nodes:
         raise refuse(
             "num_processes",
-            f"is {world}, which num_machines {nodes} does not divide; "
-            f"every machine starts "
+            f"is {world}, which num_machines {nodes} does not divide; every machine starts "
             "the same number",
         )
     return world, given.cluster(world, **({"nodes": nodes} if nodes and nodes > 1 else {}))
@@ -117,8 +116,8 @@ def _plain(data: Mapping[str, Any], given: Given, lenient: bool) -> Imported:
         key = "mixed_precision" if "mixed_precision" in data else "fp16"
         keys.doubt(
             key,
-            "autocast over fp32 parameters; a plan keeps 16-bit parameters beside "
-            "fp32 master weights",
+            "autocast over fp32 parameters; a plan keeps 16-bit parameters beside fp32 master "
+            "weights",
         )
     strategy = {
         "stack": STACKS["fsdp"],
@@ -153,19 +152,18 @@ def _own(data: Mapping[str, Any], given: Given) -> Imported | None:
     )
     if not (isinstance(written, dict) and {"model", "cluster"} <= set(written)):
         return None
-    plan, world = build(written), data.get("num_processes")
+    plan, world = build_plan(written), data.get("num_processes")
     if world not in (None, plan.world_size):
         raise refuse(
             "num_processes",
-            f"is {shown(world)}, but the plan beside it, {beside}, has "
-            f"cluster.gpus "
+            f"is {shown(world)}, but the plan beside it, {beside}, has cluster.gpus "
             f"{plan.world_size}; legal: the same",
         )
     chosen = {"model": given.model, "cluster.gpu": given.gpu, "cluster.gpus": given.gpus}
     plan = plan.replace(
         **{field: value for field, value in chosen.items() if value is not None}, **given.sets
     )
-    plan.complete()
+    plan.resolve()
     ignored = [
         Note(key, value, f"the launcher's half of an export; {beside} says the plan")
         for key, value in data.items()
@@ -187,7 +185,7 @@ def _deepspeed(data: Mapping[str, Any], given: Given, lenient: bool) -> Imported
     keys.finish(known.KNOWN, known.WHYS, known.OPEN, lenient)
     inner = _read_inner(config, replace(given, gpus=world), names, lenient)
     plan = inner.plan.replace(**{f"cluster.{field}": value for field, value in cluster.items()})
-    plan.complete()
+    plan.resolve()
     return _merged(replace(inner, plan=plan), keys, names)
 
 
@@ -262,8 +260,7 @@ def _from_file(keys: Keys, given: Given) -> tuple[dict[str, Any], dict[str, str]
     if path is None or not beside or path.stat().st_size > LARGEST:
         raise refuse(
             f"{D}deepspeed_config_file",
-            f"is {shown(name)}, which is no file that can "
-            f"be read beside this "
+            f"is {shown(name)}, which is no file that can be read beside this "
             "one; put it there, or import it by itself with --gpus",
         )
     config = mapping(

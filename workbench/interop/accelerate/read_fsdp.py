@@ -16,8 +16,10 @@ from workbench.interop.foreign_keys import Keys, shown
 from workbench.interop.foreign_text import mapping
 from workbench.interop.translation import STACKS, Given, Imported, Written, imported
 from workbench.interop.translation_loss import lost, nearest
-from workbench.plan.catalog import catalog
-from workbench.plan.schema import Fabric, Plan
+from workbench.machine import gpu_catalog
+from workbench.machine.hardware import Fabric
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import Plan
 from workbench.safe_io import yaml_files
 
 F, AXIS = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
@@ -50,8 +52,7 @@ def read(
     if nodes is not None and world % nodes:
         raise refuse(
             "num_processes",
-            f"is {world}, which num_machines {nodes} does not divide; "
-            f"every machine starts "
+            f"is {world}, which num_machines {nodes} does not divide; every machine starts "
             "the same number",
         )
     cluster = given.cluster(world, **({"nodes": nodes} if nodes and nodes > 1 else {}))
@@ -130,8 +131,7 @@ def _data(
     if shard is not None and (replicate or 1) * shard != data:
         raise refuse(
             AXIS + "dp_shard_size",
-            f"is {shard}, but dp_replicate_size {replicate or 1} "
-            f"x dp_shard_size x "
+            f"is {shard}, but dp_replicate_size {replicate or 1} x dp_shard_size x "
             f"{others} other ranks is not num_processes {world}; "
             f"legal: {data // (replicate or 1)}",
         )
@@ -168,8 +168,8 @@ def _offload(keys: Keys, zero: int) -> str:
     if zero:
         keys.doubt(
             key,
-            "a plan offloads parameters only where stage 3 shards them; the "
-            "optimizer's states were taken",
+            "a plan offloads parameters only where stage 3 shards them; the optimizer's states "
+            "were taken",
         )
         return "optimizer"
     keys.doubt(key, "a plan offloads what is sharded, and nothing is here")
@@ -225,8 +225,8 @@ def _node(given: Given, world: int, nodes: int) -> int:
     if nodes > 1:
         return world // nodes
     fabric: Fabric | None = given.fabric if isinstance(given.fabric, Fabric) else None
-    if fabric is None and isinstance(given.gpu, str) and given.gpu in catalog.gpus():
-        fabric = catalog.clusters()[catalog.gpus()[given.gpu].fabric]
+    if fabric is None and isinstance(given.gpu, str) and given.gpu in gpu_catalog.gpus():
+        fabric = gpu_catalog.clusters()[gpu_catalog.gpus()[given.gpu].fabric]
     return min(world, fabric.gpus_per_node) if fabric else world
 
 
@@ -266,14 +266,14 @@ def write(plan: Plan) -> Written:
     """The plan as an accelerate YAML with FSDP, and the fields that it does not say. Raises
     `PlanError`.
     """
-    full = plan.complete()
+    full = plan.resolve()
     text = yaml_files.dump(_config(full))
     with nearest("fsdp"):
-        back = read(text, Given(full.shape, full.card, None, full.fabric))
+        back = read(text, Given(full.shape, full.gpu, None, full.fabric))
     return Written(text, lost(plan, full, back, known.LOST, ("model", "cluster.gpu")))
 
 
-def _config(full: Plan) -> dict[str, Any]:
+def _config(full: ResolvedPlan) -> dict[str, Any]:
     precision, nodes = full.strategy.precision, int(full.cluster.nodes or 1)
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -283,14 +283,14 @@ def _config(full: Plan) -> dict[str, Any]:
         "mixed_precision": precision if precision in ("bf16", "fp16", "fp8") else "no",
         "num_machines": nodes,
         "num_processes": full.world_size,
-        "use_cpu": full.card.device == "cpu",
+        "use_cpu": full.gpu.device == "cpu",
     }
     if full.strategy.kernels == "compiled":
         config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     return config | ({"parallelism_config": axes} if (axes := _axes(full)) else {})
 
 
-def _fsdp(full: Plan) -> dict[str, Any]:
+def _fsdp(full: ResolvedPlan) -> dict[str, Any]:
     data, recompute = full.strategy.data, full.strategy.recompute
     every = recompute == "full" or (
         isinstance(recompute, list) and len(recompute) == full.shape.layers
@@ -322,7 +322,7 @@ def _by_node(full: Plan) -> bool:
     return full.strategy.data.shard == full.cluster.gpus_per_node != full.world_size
 
 
-def _axes(full: Plan) -> dict[str, int]:
+def _axes(full: ResolvedPlan) -> dict[str, int]:
     """Sizes that only the second version knows; empty where plain sharding says all."""
     sizes, data = full.sizes, full.strategy.data
     ranks, context = sizes["data"] * sizes["pipeline"], sizes["context"]

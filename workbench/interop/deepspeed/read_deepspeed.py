@@ -30,8 +30,7 @@ from workbench.interop.translation import (
     lacks,
 )
 from workbench.interop.translation_loss import lost, nearest
-from workbench.plan.plan_files import build
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, build_plan
 
 FP16, BF16 = ("fp16", "fp16.enabled"), ("bf16", "bf16.enabled")
 """Keys that turn a 16-bit precision on."""
@@ -95,8 +94,7 @@ def _fits(given: Given, steps: Mapping[str, int], warmup: int) -> None:
     if not steps and warmup > STEPS and "training.steps" not in given.sets:
         raise lacks(
             "training.steps",
-            f"the file does not say the length of the run, and the "
-            f"warm-up takes {warmup} "
+            f"the file does not say the length of the run, and the warm-up takes {warmup} "
             f"steps; give --set training.steps=N, N at least {warmup}",
             {"training.steps": warmup},
         )
@@ -197,8 +195,7 @@ def _sizes(
         if left or not micro:
             raise refuse(
                 "train_batch_size",
-                f"is {total}, not a multiple of "
-                f"gradient_accumulation_steps {steps or 1} "
+                f"is {total}, not a multiple of gradient_accumulation_steps {steps or 1} "
                 f"x {data} data-parallel ranks",
             )
     if total is None:
@@ -212,8 +209,7 @@ def _sizes(
         count = "a whole number" if steps is None else f"gradient_accumulation_steps {steps}"
         raise refuse(
             "train_batch_size",
-            f"is {total}, but train_micro_batch_size_per_gpu {micro} "
-            f"x {count} x {data} "
+            f"is {total}, but train_micro_batch_size_per_gpu {micro} x {count} x {data} "
             f"data-parallel ranks is not; legal: {near}",
         )
     return {"micro_batch": micro, "global_batch": total}
@@ -237,8 +233,7 @@ def precision_of(keys: Keys, auto: Collection[str], zero: int) -> dict[str, str]
     if not open_ and accumulated not in (None, "fp32", precision):
         raise refuse(
             "data_types.grad_accum_dtype",
-            f"is {accumulated} with parameters in "
-            f"{precision}; "
+            f"is {accumulated} with parameters in {precision}; "
             f"legal: {' or '.join(dict.fromkeys(('fp32', precision)))}",
         )
     if accumulated is None:
@@ -274,7 +269,7 @@ def gradient_bytes(precision: Mapping[str, str], given: Given) -> int:
     if (dtype := precision["gradient_dtype"]) != "parameters":
         return BYTES[dtype]
     wanted = {"precision": given.sets.get("strategy.precision", "auto")}
-    bare = build({"model": "tiny", "cluster": given.cluster(1), "strategy": wanted}).complete()
+    bare = build_plan({"model": "tiny", "cluster": given.cluster(1), "strategy": wanted}).resolve()
     return BYTES[bare.strategy.precision]
 
 
@@ -474,8 +469,7 @@ def _peak(keys: Keys, kind: str, rate: float | None, auto: Collection[str]) -> d
             keys.assume(
                 field,
                 DEFAULT if rate is None else rate,
-                "the optimizer's own rate, "
-                "which DeepSpeed takes "
+                "the optimizer's own rate, which DeepSpeed takes "
                 "without scheduler.params.warmup_max_lr",
             )
         return {}
@@ -520,8 +514,8 @@ def write(plan: Plan) -> Written:
     """The plan as a ds_config.json, and the fields that it does not say. Raises `PlanError` for an
     illegal plan.
     """
-    full = plan.complete()
+    full = plan.resolve()
     text = json.dumps(config(full), indent=2) + "\n"
     with nearest("deepspeed"):
-        back = read(text, Given(full.shape, full.card, None, full.fabric))
+        back = read(text, Given(full.shape, full.gpu, None, full.fabric))
     return Written(text, lost(plan, full, back, known.LOST, ("model", "cluster.gpu")))

@@ -7,13 +7,14 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.interop.deepspeed.deepspeed_keys import DECAYS
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 MIB = 2**20
 
 
-def config(full: Plan) -> dict[str, Any]:
+def config(full: ResolvedPlan) -> dict[str, Any]:
     """The keys of a ds_config.json, nested."""
     s, t, sizes = full.strategy, full.training, full.sizes
     config: dict[str, Any] = {

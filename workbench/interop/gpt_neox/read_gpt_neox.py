@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from workbench.errors import Problem, refuse
+from workbench.interop import translation
 from workbench.interop.deepspeed import read_deepspeed
 from workbench.interop.deepspeed.deepspeed_keys import MAPPINGS
 from workbench.interop.foreign_keys import Keys
@@ -26,7 +27,7 @@ from workbench.interop.translation import (
     lacks,
 )
 from workbench.plan.model_shape import Shape
-from workbench.plan.plan_files import build
+from workbench.plan.schema import build_plan
 
 O = "training.optimizer."  # noqa: E741
 OWN = {f"{O}clip", f"{O}weight_decay", f"{O}learning_rate"}
@@ -172,12 +173,11 @@ def _model(keys: Keys, given: Given) -> str | dict[str, Any]:
         if (experts := keys.whole(key)) not in (None, 1):
             raise refuse(
                 keys.name(key),
-                f"is {experts}: experts in every other layer, which a "
-                f"plan's model cannot "
+                f"is {experts}: experts in every other layer, which a plan's model cannot "
                 "say; legal: 1, or give model (--model)",
             )
     fields = {key: value for key, value in _fields(keys, given).items() if value is not None}
-    shape = build(
+    shape = build_plan(
         {"model": {"name": "gpt-neox", **fields}, "cluster": {"gpu": "local", "gpus": 1}}
     ).model
     assert isinstance(shape, Shape)
@@ -263,8 +263,7 @@ def _vocabulary(keys: Keys, given: Given) -> int:
     if vocab is None:
         raise lacks(
             "padded_vocab_size",
-            "is missing, and the vocabulary decides the embedding's "
-            "size; give it "
+            "is missing, and the vocabulary decides the embedding's size; give it "
             "(--vocab-size), or model (--model)",
             {"vocab_size": 32000},
         )
@@ -323,6 +322,8 @@ def _training(keys: Keys, batch: dict[str, int]) -> dict[str, Any]:
         **({"keep": kept} if kept else {}),
     }
     if checkpoint["every"]:
+        if not kept:
+            keys.assume("checkpoint.keep", translation.DEFAULT, translation.KEEPS_ALL)
         checkpoint["asynchronous"] = False  # DeepSpeed's engine writes while the steps wait
     return {
         "training": {key: value for key, value in said.items() if value is not None},

@@ -139,8 +139,7 @@ use-flash-attn-triton use-flash-attn-v1 use-flash-attn-v2 use-pin-memory use-tut
 valid-weighted-split-paths valid-weighted-split-paths-path verify-checkpoint verify-checkpoint-model-type
 zero-allgather-bucket-size zero-contigious-gradients zero-reduce-bucket-size zero-reduce-scatter zero-stage
 """
-"""Arguments of Megatron-DeepSpeed, the fork that trains with both, and of Megatron-LM before
-2023.
+"""Arguments of Megatron-DeepSpeed, the fork that trains with both, and of Megatron-LM before 2023.
 """
 
 LAUNCHER = (

@@ -7,14 +7,15 @@ from collections.abc import Collection
 from typing import Any
 
 from workbench.errors import Problem, refuse
+from workbench.fields.frozen import Frozen
 from workbench.interop.foreign_keys import Keys, shown
 from workbench.interop.megatron.expert_arguments import read_experts, write_experts
 from workbench.interop.megatron.megatron_keys import VOCABULARIES
 from workbench.interop.translation import STAND_IN, Given, Lacking, catalogued, lacks
-from workbench.plan.model_shape import Frozen, Shape
-from workbench.plan.plan_files import build
-from workbench.plan.resolve import model_shape
-from workbench.plan.schema import Plan
+from workbench.plan.model_shape import Shape
+from workbench.plan.resolution import model_shape
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import build_plan
 
 REQUIRED = ("num-layers", "hidden-size", "num-attention-heads")
 _POSITIONS = {
@@ -140,7 +141,7 @@ _FLAGS = {
 
 
 def _shape(fields: dict[str, Any]) -> Shape:
-    plan = build({"model": fields, "cluster": {"gpu": "local", "gpus": 1}})
+    plan = build_plan({"model": fields, "cluster": {"gpu": "local", "gpus": 1}})
     assert isinstance(plan.model, Shape)
     return plan.model
 
@@ -238,8 +239,7 @@ def _vocabulary(keys: Keys, required: bool, given: Given) -> int | None:
     if given.vocab_size not in (None, vocab):
         raise refuse(
             "vocab_size",
-            f"is {given.vocab_size}, but the file says {vocab} "
-            f"(--vocab-size); legal: {vocab}, "
+            f"is {given.vocab_size}, but the file says {vocab} (--vocab-size); legal: {vocab}, "
             "or leave it out",
         )
     tokenizer = keys.leave("tokenizer-type", "a plan names its text in `corpus`")
@@ -324,7 +324,7 @@ def _mla(keys: Keys) -> dict[str, Any] | None:
     return found | {"q_rank": keys.whole("q-lora-rank")}
 
 
-def write_model(plan: Plan) -> dict[str, Any]:
+def write_model(plan: ResolvedPlan) -> dict[str, Any]:
     """The arguments of a complete plan's shape."""
     s = plan.shape
     longest = max(

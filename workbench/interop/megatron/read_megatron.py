@@ -62,8 +62,7 @@ def _plan(keys: Keys, given: Given) -> dict[str, Any]:
     if world % others:
         raise refuse(
             "gpus",
-            f"is {world}, which tensor x pipeline x context = {others} does not "
-            f"divide; legal: a "
+            f"is {world}, which tensor x pipeline x context = {others} does not divide; legal: a "
             f"multiple of {others}" + ABOVE,
         )
     training = read_training(keys, world // others)
@@ -137,8 +136,7 @@ def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
         if left or not chunks:
             raise refuse(
                 "--num-layers-per-virtual-pipeline-stage",
-                f"is {virtual}, but "
-                f"{shape.layers} layers are no "
+                f"is {virtual}, but {shape.layers} layers are no "
                 f"multiple of {size} ranks x {virtual}",
             )
     stages = _layout(keys, shape.layers)
@@ -192,8 +190,7 @@ def _layout(keys: Keys, layers: int) -> list[int] | None:
     if not re.fullmatch(r"[EtmL|]+", plain) or sum(counts) != layers or min(counts) < 1:
         raise refuse(
             "--pipeline-model-parallel-layout",
-            f"is {shown(text)}; legal: stages such "
-            f"as Ett|tt|ttL with "
+            f"is {shown(text)}; legal: stages such as Ett|tt|ttL with "
             f"{layers} layers t in all, and one or more in each",
         )
     return counts
@@ -365,8 +362,8 @@ def write(plan: Plan) -> Written:
     """The plan as a torchrun command with Megatron's arguments, and the fields that it does not
     say.
     """
-    full = plan.complete()
+    full = plan.resolve()
     text = command(launcher(full), written(full))
     with nearest("megatron"):
-        back = read(text, Given(None, full.card, None, full.fabric))
+        back = read(text, Given(None, full.gpu, None, full.fabric))
     return Written(text, lost(plan, full, back, known.LOST, ("cluster.gpu",)))

@@ -160,9 +160,7 @@ def _parts(trains: Sequence[Command], script: Script) -> tuple[list[Item], list[
     if len(parts) == 1:
         return list(parts[0][0]), list(parts[0][1])
     why = (
-        ("which command is meant (lines ")
-        + ", ".join(str(command.line) for command in trains)
-        + ")"
+        "which command is meant (lines " + ", ".join(str(command.line) for command in trains) + ")"
     )
     return [Branch(tuple(p[0] for p in parts), why)], [Branch(tuple(p[1] for p in parts), why)]
 
@@ -248,7 +246,7 @@ def _comment(text: str) -> str:
     return (
         f"an option of Slurm, which sets {', '.join(names)} by it"
         if names
-        else ("an option of Slurm")
+        else "an option of Slurm"
     )
 
 

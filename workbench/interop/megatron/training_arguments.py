@@ -6,6 +6,7 @@ from typing import Any
 
 from workbench.errors import refuse
 from workbench.interop.foreign_keys import Keys
+from workbench.interop.translation import DEFAULT, KEEPS_ALL
 
 _DECAYS = {
     "constant": "constant",
@@ -83,8 +84,7 @@ def _batch(keys: Keys, data: int) -> dict[str, int]:
         near = max(1, total // (micro * data)) * micro * data
         raise refuse(
             "--global-batch-size",
-            f"is {total}, not a multiple of --micro-batch-size "
-            f"{micro} x {data} "
+            f"is {total}, not a multiple of --micro-batch-size {micro} x {data} "
             f"data-parallel ranks; legal: {near}, {near + micro * data}",
         )
     length = keys.whole("seq-length") or keys.whole("encoder-seq-length")
@@ -240,10 +240,12 @@ def _checkpoint(keys: Keys) -> dict[str, Any]:
     if load is not None and ("$" in load or load == save):
         keys.doubt(
             "load",
-            "where this very job left off, or a shell variable; a plan names a "
-            "checkpoint to start from",
+            "where this very job left off, or a shell variable; a plan names a checkpoint to "
+            "start from",
         )
         load = None
+    if every:
+        keys.assume("checkpoint.keep", DEFAULT, KEEPS_ALL)
     return {"every": every or 0, **_asynchronous(keys, every)} | (
         {} if load is None else {"load": load}
     )

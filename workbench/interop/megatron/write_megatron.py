@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.interop.megatron.model_arguments import write_model
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
 MIB = 2**20
@@ -21,7 +22,7 @@ def launcher(full: Plan) -> dict[str, int]:
     }
 
 
-def written(full: Plan) -> dict[str, Any]:
+def written(full: ResolvedPlan) -> dict[str, Any]:
     """Argument (without dashes) -> value; True is a flag."""
     found = {
         **write_model(full),
@@ -37,7 +38,7 @@ def _on(**flags: bool) -> dict[str, Any]:
     return {key.replace("_", "-"): True for key, on in flags.items() if on}
 
 
-def _axes(full: Plan) -> dict[str, Any]:
+def _axes(full: ResolvedPlan) -> dict[str, Any]:
     s, sizes = full.strategy, full.sizes
     found: dict[str, Any] = {
         "tensor-model-parallel-size": sizes["tensor"],
@@ -61,7 +62,7 @@ def _axes(full: Plan) -> dict[str, Any]:
     )
 
 
-def _data(full: Plan) -> dict[str, Any]:
+def _data(full: ResolvedPlan) -> dict[str, Any]:
     data, replicas = full.strategy.data, full.sizes["data"] * full.sizes["context"]
     found = _on(
         use_distributed_optimizer=data.zero >= 1,

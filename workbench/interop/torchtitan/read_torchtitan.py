@@ -20,7 +20,7 @@ from workbench.interop.translation import STACKS, Given, Imported, Written, impo
 from workbench.interop.translation_loss import lost, nearest
 from workbench.plan.catalog import catalog
 from workbench.plan.model_shape import Shape
-from workbench.plan.resolve import model_shape
+from workbench.plan.resolution import model_shape
 from workbench.plan.schema import Plan
 
 P = "parallelism."
@@ -136,8 +136,7 @@ def _sizes(keys: Keys, given: Given) -> tuple[dict[str, int], int]:
         if world % others:
             raise refuse(
                 "gpus",
-                f"is {world}, which tensor x context x pipeline x replicate = "
-                f"{others} does not "
+                f"is {world}, which tensor x context x pipeline x replicate = {others} does not "
                 "divide",
             )
         shard = world // others
@@ -324,11 +323,11 @@ def write(plan: Plan) -> Written:
     """The plan as a torchtitan job, and the fields that it does not say. Raises `PlanError` for an
     illegal plan.
     """
-    full = plan.complete()
+    full = plan.resolve()
     flavor = flavor_of(full.shape)
     text = to_toml(tables(full, flavor, bool(plan.name)))
     with nearest("torchtitan"):
-        back = read(text, Given(None if flavor else full.shape, full.card, None, full.fabric))
+        back = read(text, Given(None if flavor else full.shape, full.gpu, None, full.fabric))
     handed = ("cluster.gpu",) if flavor else ("model", "cluster.gpu")
     return Written(text, lost(plan, full, back, known.LOST, handed))
 

@@ -53,8 +53,7 @@ def _batch(keys: Keys, data: int, pipeline: int) -> dict[str, int]:
         near = max(1, total // (local * data)) * local * data
         raise refuse(
             "training.global_batch_size",
-            f"is {total}, not a multiple of "
-            f"local_batch_size {local} x {data} "
+            f"is {total}, not a multiple of local_batch_size {local} x {data} "
             f"data-parallel ranks; legal: -1, {near}, {near + local * data}",
         )
     total = local * data if total in (None, -1) else total
@@ -80,8 +79,7 @@ def _optimizer(keys: Keys, steps: int, sets: Mapping[str, Any]) -> dict[str, Any
         if "training.optimizer.name" not in sets:
             raise refuse(
                 "optimizer.name",
-                f"is {shown(name)}, whose states and steps a plan does "
-                f"not know; legal: "
+                f"is {shown(name)}, whose states and steps a plan does not know; legal: "
                 "AdamW, Adam; or choose what is planned in its place, e.g. --set "
                 "training.optimizer.name=adamw",
             )
@@ -185,5 +183,7 @@ def _checkpoint(keys: Keys) -> dict[str, Any]:
         )
     elif keep is not None:
         found["keep"] = keep
+    elif any(flags):
+        found["keep"] = keys.assume("checkpoint.keep", 10, "torchtitan's default")
     load = keys.text("checkpoint.initial_load_path")
     return found | ({"load": load} if load else {})

@@ -7,10 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.interop.torchtitan.torchtitan_keys import SCHEDULES
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
 
-def tables(full: Plan, flavor: tuple[str, str] | None, named: bool) -> dict[str, dict[str, Any]]:
+def tables(
+    full: ResolvedPlan, flavor: tuple[str, str] | None, named: bool
+) -> dict[str, dict[str, Any]]:
     """Table -> keys and values. `flavor` is torchtitan's own word for the model; a plan that is
     `named` keeps that.
     """
@@ -32,7 +35,7 @@ def tables(full: Plan, flavor: tuple[str, str] | None, named: bool) -> dict[str,
     return {table: rows for table, rows in found.items() if rows}
 
 
-def _training(full: Plan) -> dict[str, Any]:
+def _training(full: ResolvedPlan) -> dict[str, Any]:
     s, t = full.strategy, full.training
     whole = t.global_batch // full.sizes["data"]
     found: dict[str, Any] = {
@@ -57,7 +60,7 @@ def _training(full: Plan) -> dict[str, Any]:
     )
 
 
-def _parallelism(full: Plan) -> dict[str, Any]:
+def _parallelism(full: ResolvedPlan) -> dict[str, Any]:
     s, sizes = full.strategy, full.sizes
     replicate, shard = _split(full)
     found: dict[str, Any] = {
@@ -75,7 +78,7 @@ def _parallelism(full: Plan) -> dict[str, Any]:
     return found | (_pipeline(full) if sizes["pipeline"] > 1 else {})
 
 
-def _split(full: Plan) -> tuple[int, int]:
+def _split(full: ResolvedPlan) -> tuple[int, int]:
     """(replicas, ranks that shard between them) of the data axis, as near as may be to the
     plan's.
     """
@@ -125,7 +128,7 @@ def _parts(partition: list[int]) -> list[list[str]]:
     )
 
 
-def _recompute(full: Plan) -> dict[str, Any]:
+def _recompute(full: ResolvedPlan) -> dict[str, Any]:
     wanted, layers = full.strategy.recompute, full.shape.layers
     if wanted == "selective":
         return {"mode": "selective", "selective_ac_option": "op"}

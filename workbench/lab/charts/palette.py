@@ -24,8 +24,7 @@ MEMORY: dict[str, str] = {
     "overhead": "#9C9C9C",
     "unattributed": "#D9D2C5",
 }
-"""Memory category -> colour, in the order of a stack; what each is stands in
-`vocabulary.MEANINGS`.
+"""Memory category -> colour, in the order of a stack; what each is stands in `vocabulary.MEANINGS`.
 """
 
 ACTIONS: dict[str, tuple[str, str]] = {

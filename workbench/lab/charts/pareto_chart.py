@@ -40,7 +40,7 @@ def front(found: SearchResult) -> Figure:
     rows = [_row(one, FRONT, size) | {"front": True} for one in found.pareto]
     rows += [_row(one, best, size) for one in found.top]
     rows += [_row(one, words, size) for words, one in named.items()]
-    card = found.top[0].plan.complete().card.memory_gib if found.top else 0.0
+    card = found.top[0].plan.resolve().gpu.memory_gib if found.top else 0.0
     near = bool(rows) and max(row["peak"] for row in rows) >= NEAR * card
     if near:
         rows[0] |= {"card": card, "card_text": f"card: {digits(card)} GiB"}

@@ -14,6 +14,7 @@ from workbench.errors import PlanError
 from workbench.lab.charts import palette
 from workbench.lab.comparison import comparison_tables
 from workbench.plan.plan_diff import differing
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.profile import ALLOCATED, Profile
 
@@ -147,7 +148,7 @@ def together(items: Sequence[Any]) -> list[Any]:
 def entry(item: Any) -> Entry:
     """What is known of one thing to compare."""
     if isinstance(item, Plan):
-        return Entry(item.complete().name, [estimated(item)], item)
+        return Entry(item.resolve().name, [estimated(item)], item)
     if isinstance(item, Sequence):
         profiles = list(item)
         return Entry(profiles[0].run, profiles, state=state_now(profiles))
@@ -181,12 +182,12 @@ def runs_of(profiles: Sequence[Profile]) -> Iterator[tuple[Profile, Run]]:
             yield measured, Run(measured.notes["run_dir"])
 
 
-def plan_of(entry: Entry) -> Plan | None:
+def plan_of(entry: Entry) -> ResolvedPlan | None:
     """The complete plan of an entry: its own, else that of the run on which it was measured; None
     where it has none.
     """
     if entry.plan:
-        return entry.plan.complete()
+        return entry.plan.resolve()
     for _, run in runs_of(entry.profiles):
         with contextlib.suppress(ValueError, PlanError):
             return run.plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from workbench.lab.charts import collectives, loss, memory, memory_map, parts, throughput, timeline
 from workbench.lab.charts.memory_map import drawable
 from workbench.lab.live.figure import Figure
-from workbench.safe_io.untrusted_text import visible
+from workbench.untrusted_text import visible
 
 if TYPE_CHECKING:
     from workbench.lab.comparison.compare import Entry

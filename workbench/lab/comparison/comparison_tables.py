@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 
 from workbench.lab.charts import rank_selection
-from workbench.safe_io.untrusted_text import escaped
 from workbench.units import byte_unit, bytes_text, count_text, digits, seconds_text
+from workbench.untrusted_text import escaped
 
 STYLE = """
 <style>
@@ -30,8 +30,7 @@ Sheet = tuple[str, list[Column], pd.DataFrame]
 TEXT = ("plan", "source", "state", "run", "field", "value")
 """First words of the columns that hold text; the others hold figures."""
 ID_SHOWN = 40
-"""Characters of a run's id in a page's cell, which does not wrap it; a longer one loses its
-middle.
+"""Characters of a run's id in a page's cell, which does not wrap it; a longer one loses its middle.
 """
 
 
@@ -62,7 +61,7 @@ def differences_table(differences: dict[str, dict[str, Any]]) -> Sheet:
     columns += [(f"value {number}", name, str) for number, name in enumerate(names)]
     rows = [[field, *map(_value, values.values())] for field, values in differences.items()]
     return (
-        ("Plan fields that differ"),
+        "Plan fields that differ",
         columns,
         pd.DataFrame(rows, columns=[column for column, _, _ in columns]),
     )

@@ -16,7 +16,7 @@ from workbench.lab.comparison.compare import Comparison, compare
 from workbench.lab.live.figure import FONT, Figure
 from workbench.lab.pictures.pictures import PictureError
 from workbench.safe_io.files import replace_file
-from workbench.safe_io.untrusted_text import escaped
+from workbench.untrusted_text import escaped
 
 WIDTH, WIDE = 440, 940
 PAGE = """<!doctype html>

@@ -15,7 +15,7 @@ from workbench.lab.pictures import saved_notebook, snapshot
 from workbench.runs.store.telemetry_reader import Reader
 
 if TYPE_CHECKING:
-    from workbench.plan.schema import Plan
+    from workbench.plan.resolved_plan import ResolvedPlan
     from workbench.profile import Profile
     from workbench.runs.run import Run
 
@@ -30,7 +30,7 @@ def watch(run: Run, beside: Sequence[Profile] | None = None) -> Dashboard:
     return Dashboard(run, predictions(run.plan) if beside is None else list(beside)).start()
 
 
-def predictions(plan: Plan) -> list[Profile]:
+def predictions(plan: ResolvedPlan) -> list[Profile]:
     """The estimate of a plan, or nothing where the planner cannot make one."""
     from workbench.planner import estimate
 
@@ -49,7 +49,7 @@ class Dashboard:
         self.run = run
         self.board = Board(self._press)
         self.measured = run.measured()
-        self.view = RunView(self.board, self.measured.profile(), beside, run.plan.card.device)
+        self.view = RunView(self.board, self.measured.profile(), beside, run.plan.gpu.device)
         self.progress = run_status.Progress(run.plan.training.steps, run.plan.world_size)
         self._reader = Reader(run.dir)
         self._output = Output()

@@ -9,10 +9,11 @@ from typing import Any
 
 from workbench.errors import PlanError
 from workbench.lab.panel.plan_controls import Choice, Knob, field_of, knobs, same
-from workbench.plan.plan_files import plain
-from workbench.plan.resolve import with_preset
+from workbench.plan.model_shape import Shape
+from workbench.plan.resolution import with_preset
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
-from workbench.plan.schema import Plan, Shape
+from workbench.plan.schema import Plan, written_fields
 
 NAMED = ("model", "gpu", "fabric", "calibration", "partition", "precision", "gradient_dtype")
 """Controls that show the plan as asked: a name, or the rule that the complete plan has replaced by
@@ -21,14 +22,14 @@ what it gives.
 MISSING = object()
 
 
-def values(asked: Plan, full: Plan | None) -> dict[str, Any]:
+def values(asked: Plan, full: ResolvedPlan | None) -> dict[str, Any]:
     """What every control shows: what is written, else what the preset says, else what the complete
     plan `full` came to.
 
     `full` may be of an older plan where the one asked for is illegal; None where there has been no
     legal one.
     """
-    written = plain(asked)
+    written = written_fields(asked)
     preset = {"strategy": preset_of(asked)}
     filled = full.model_dump() if full else {}
     found = {}
@@ -53,12 +54,12 @@ def preset_of(asked: Plan) -> dict[str, Any]:
 
 def origin(asked: Plan, knob: Knob) -> str:
     """Who set a field: "" the plan as written, else "preset", or "auto" for a default."""
-    if read(plain(asked), knob.path) is not MISSING:
+    if read(written_fields(asked), knob.path) is not MISSING:
         return ""
     return "auto" if read({"strategy": preset_of(asked)}, knob.path) is MISSING else "preset"
 
 
-def offers(full: Plan) -> dict[str, tuple[Choice, ...]]:
+def offers(full: ResolvedPlan) -> dict[str, tuple[Choice, ...]]:
     """The legal values of the controls whose values depend on the rest of the complete plan
     `full`.
     """

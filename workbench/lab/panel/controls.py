@@ -18,7 +18,7 @@ from workbench.errors import Problem
 from workbench.lab.panel.control_values import offers, origin, text_of, values, with_value
 from workbench.lab.panel.edit_history import Intent
 from workbench.lab.panel.plan_controls import Knob, knobs
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 
 HERE = Path(__file__).parent
 
@@ -76,7 +76,7 @@ def _field(knob: Knob) -> dict[str, Any]:
 
 
 def fields(
-    intent: Intent, full: Plan | None, problems: Sequence[Problem]
+    intent: Intent, full: ResolvedPlan | None, problems: Sequence[Problem]
 ) -> dict[str, dict[str, Any]]:
     """What each control shows for what is asked; `full` is the last legal plan, complete."""
     shown, legal = values(intent.plan, full), offers(full) if full else {}

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.errors import PlanError, Problem
-from workbench.plan.plan_files import plain
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.check import check
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, written_fields
 
 MOST = 200
 """Steps back that are kept."""
@@ -40,14 +40,17 @@ class Intent:
         """Whether both ask for the same; a default that is written is not the same as one that is
         left out.
         """
-        return plain(self.plan) == plain(other.plan) and self.rejected == other.rejected
+        return (
+            written_fields(self.plan) == written_fields(other.plan)
+            and self.rejected == other.rejected
+        )
 
-    def legal(self) -> Plan:
+    def legal(self) -> ResolvedPlan:
         """The plan, complete. Raises `PlanError` with all that is wrong with what is asked."""
         rejected = [problem for found in self.rejected.values() for problem in found.problems]
         if problems := [*rejected, *check(self.plan)]:
             raise PlanError(problems)
-        return self.plan.complete()
+        return self.plan.resolve()
 
     def asking(self, name: str, plan: Plan) -> Intent:
         """With the plan that an edit of the control `name` made."""

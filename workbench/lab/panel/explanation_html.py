@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.explain.bottlenecks import binding
 from workbench.planner.explain.explanation import cost_line
 from workbench.planner.training_cost import cost
 from workbench.profile import Profile
-from workbench.safe_io.untrusted_text import escaped
+from workbench.untrusted_text import escaped
 
 
-def beneath(full: Plan, profile: Profile) -> str:
+def beneath(full: ResolvedPlan, profile: Profile) -> str:
     """Cost and binding constraint of the complete plan `full` as HTML, read off its estimate, not
     estimated anew.
 

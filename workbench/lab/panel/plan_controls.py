@@ -12,9 +12,11 @@ from functools import lru_cache
 from itertools import permutations
 from typing import Any, Literal, get_args
 
+from workbench.machine import gpu_catalog
+from workbench.machine.hardware import GPU
 from workbench.plan.catalog import catalog
 from workbench.plan.rules.axis_rules import SCHEDULES
-from workbench.plan.schema import AXES, Card, Plan
+from workbench.plan.schema import AXES, Plan
 
 Choice = tuple[str, Any]
 """What a choice is called, and its value."""
@@ -128,7 +130,7 @@ def field_of(path: str) -> Any:
     at: Any = Plan
     for name in path.split("."):
         found = at.model_fields[name]
-        at = found.annotation if isinstance(found.annotation, type) else Card
+        at = found.annotation if isinstance(found.annotation, type) else GPU
     return found
 
 
@@ -144,10 +146,10 @@ def _choices(name: str, field: Any) -> tuple[Choice, ...]:
     )
     named: dict[str, tuple[Choice, ...]] = {
         "model": same(*catalog.models()),
-        "gpu": same("local", *catalog.gpus()),
+        "gpu": same("local", *gpu_catalog.gpus()),
         "strategy": presets,
         "zero": zero,
-        "fabric": (("auto", None), *same(*catalog.clusters())),
+        "fabric": (("auto", None), *same(*gpu_catalog.clusters())),
         "schedule": same(*SCHEDULES),
         "placement": tuple((" · ".join(order), list(order)) for order in permutations(AXES)),
     }

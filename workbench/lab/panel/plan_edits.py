@@ -14,11 +14,11 @@ from workbench.errors import PlanError
 from workbench.lab.panel.control_values import MISSING, read, text_of
 from workbench.lab.panel.plan_controls import Knob, knobs
 from workbench.lab.panel.typed_values import AUTO
-from workbench.plan.plan_files import build, plain
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.rules.axis_rules import CHUNKS
 from workbench.plan.rules.check import check
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, build_plan, written_fields
 
 BATCH, MICRO = "training.global_batch", "training.micro_batch"
 HOLDS = ("micro_batch", "strategy", "algorithm", "tensor")
@@ -29,7 +29,7 @@ MULTIPLES = 64
 """Multiples of the least batch that are tried on either side of the one asked for."""
 
 
-def edited(plan: Plan, knob: Knob, value: Any, before: Plan | None) -> Plan:
+def edited(plan: Plan, knob: Knob, value: Any, before: ResolvedPlan | None) -> Plan:
     """`plan` with `knob` set to `value` (AUTO: left out) and what that brings; `before` is it
     complete, where legal.
 
@@ -51,13 +51,13 @@ def edited(plan: Plan, knob: Knob, value: Any, before: Plan | None) -> Plan:
 
 def without(plan: Plan, path: str) -> Plan:
     """`plan` with a field left out, so that it is filled again."""
-    data = plain(plan)
+    data = written_fields(plan)
     *above, last = path.split(".")
     inner: Any = data
     for name in above:
         inner = inner.get(name, {})
     inner.pop(last, None)
-    return build(data)
+    return build_plan(data)
 
 
 def brought(knob: Knob, old: Mapping[str, Any], new: Mapping[str, Any], held: bool) -> str:
@@ -84,7 +84,7 @@ def said(knob: Knob, shown: Mapping[str, Any]) -> str:
     return text_of(value) or "auto"
 
 
-def _assigned(knob: Knob, value: Any, before: Plan | None) -> dict[str, Any]:
+def _assigned(knob: Knob, value: Any, before: ResolvedPlan | None) -> dict[str, Any]:
     """Field -> value of an edit, with the sizes that a name asks for."""
     if (
         knob.name == "strategy"
@@ -99,7 +99,7 @@ def _assigned(knob: Knob, value: Any, before: Plan | None) -> dict[str, Any]:
     return changes
 
 
-def _grid(before: Plan, algorithm: str) -> int | list[int]:
+def _grid(before: ResolvedPlan, algorithm: str) -> int | list[int]:
     """The size of an algorithm's tensor axis that is nearest to the present number of ranks, and
     above one.
     """
@@ -114,10 +114,10 @@ def _with_batch(plan: Plan, batch: int) -> Plan:
     """`plan` with the global batch that is written in it, or else `batch`; the nearest legal one
     where it is not.
     """
-    written = read(plain(plan), BATCH)
+    written = read(written_fields(plan), BATCH)
     if written is MISSING:
         try:
-            if plan.complete().training.global_batch == batch:
+            if plan.resolve().training.global_batch == batch:
                 return plan
         except PlanError:
             return plan
@@ -132,7 +132,7 @@ def _nearest(plan: Plan, wanted: int) -> Plan:
     is wrong.
     """
     try:
-        full = without(plan, BATCH).complete()
+        full = without(plan, BATCH).resolve()
     except PlanError:
         return plan
     unit = full.training.micro_batch * full.sizes["data"]

@@ -25,10 +25,10 @@ from workbench.lab.panel.plan_controls import Knob, knobs
 from workbench.lab.panel.plan_edits import BATCH, brought, edited
 from workbench.lab.panel.typed_values import parse
 from workbench.lab.pictures.saved_notebook import Saved, picture
-from workbench.plan.plan_files import parse as plan_from
-from workbench.plan.plan_files import plain
-from workbench.plan.schema import Plan
-from workbench.safe_io.untrusted_text import escaped
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import Plan, written_fields
+from workbench.plan.schema import parse_plan as plan_from
+from workbench.untrusted_text import escaped
 
 if TYPE_CHECKING:
     from workbench.lab.live.dashboard import Dashboard
@@ -59,7 +59,7 @@ class Planner(widgets.VBox):
         self.run: Run | None = None
         self.dashboard: Dashboard | None = None
         self.path = "plan.yaml"
-        self._full: Plan | None = None
+        self._full: ResolvedPlan | None = None
         self._news = ""
         self._history = History(self.plan)
         self.children: Any
@@ -129,7 +129,11 @@ class Planner(widgets.VBox):
             self._replan()
             return
         self._history.push(asked.asking(knob.name, plan))
-        held = read(plain(asked.plan), BATCH) is MISSING is not read(plain(plan), BATCH)
+        held = (
+            read(written_fields(asked.plan), BATCH)
+            is MISSING
+            is not read(written_fields(plan), BATCH)
+        )
         self._replan(lambda: brought(knob, old, values(plan, self._full), held))
 
     def _replan(self, news: Callable[[], str] = str) -> None:
@@ -267,7 +271,7 @@ class Planner(widgets.VBox):
         except (ValueError, RuntimeError, OSError) as error:
             self._say(f"The rehearsal failed: {error}")
             return
-        if plain(plan) == plain(self.plan):
+        if written_fields(plan) == written_fields(self.plan):
             self.rehearsed, self._news = found, "Rehearsed: drawn beside the estimate."
             self._draw()
 

@@ -14,7 +14,7 @@ from workbench.lab.charts import palette
 from workbench.lab.live.figure import Figure, config
 from workbench.lab.pictures import snapshot
 from workbench.lab.pictures.pictures import PictureError, svg
-from workbench.safe_io.untrusted_text import escaped
+from workbench.untrusted_text import escaped
 
 SETTLED_SECONDS = 1.5
 """A picture is drawn when nothing has changed for this long."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 if not "2.11" <= torch.__version__ < "2.14":
     raise ImportError(
-        f"workbench.parallel.context.attention_block uses attention of torch 2.11 "
-        f"to 2.13, not {torch.__version__}"
+        f"workbench.parallel.context.attention_block uses attention of torch 2.11 to 2.13, not "
+        f"{torch.__version__}"
     )
 
 aten = torch.ops.aten

@@ -25,8 +25,7 @@ from workbench.parallel.tensor.tensor_collectives import (
 )
 
 SPLIT = {"gate.weight": 0, "up.weight": 0, "gate.bias": 0, "up.bias": 0, "down.weight": 1}
-"""Parameter of a feed-forward layer -> dim that the tensor axis splits, experts apart
-(1909.08053).
+"""Parameter of a feed-forward layer -> dim that the tensor axis splits, experts apart (1909.08053).
 """
 
 Sums = Mapping[str, tuple[MeshAxis, ...]]

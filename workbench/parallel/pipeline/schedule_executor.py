@@ -30,8 +30,7 @@ class Flight:
     outputs: dict[Key, Tensor] = field(default_factory=dict)
     """What a stage made, until it is sent; the backward holds on to the graph alone."""
     graphs: dict[Key, GradientEdge | Tensor] = field(default_factory=dict)
-    """Where the backward of a microbatch begins: the loss, or the edge into the graph of an
-    output.
+    """Where the backward of a microbatch begins: the loss, or the edge into the graph of an output.
     """
     gradients: dict[Key, Tensor] = field(default_factory=dict)
     """Of a stage's output."""

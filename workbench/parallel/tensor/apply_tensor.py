@@ -19,6 +19,7 @@ from workbench.parallel.tensor.row_parallel import RowLinear
 from workbench.parallel.tensor.sequence_parallel import keep_own_positions, own_run, whole_indices
 from workbench.parallel.tensor.shard_range import Cut
 from workbench.parallel.tensor.vocab_parallel import VocabularyEmbedding, VocabularyHeadLoss
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.legal_sizes import token_parts
 from workbench.plan.schema import Plan
 
@@ -78,7 +79,7 @@ def tensor_sums(
     }
 
 
-def boundary(plan: Plan) -> tuple[int, int, int]:
+def boundary(plan: ResolvedPlan) -> tuple[int, int, int]:
     """What of a microbatch [B, T, D] one rank hands on to the next stage."""
     t, tensor = plan.training, plan.strategy.tensor
     if plan.code:  # one stage, which hands nothing on

@@ -40,8 +40,7 @@ def told(reading: Reading, family: str) -> None:
         if not own.fullmatch(name):
             reading.lacks(
                 "architectures",
-                f"architectures {shown(name)}, which is no "
-                f"{CLASSES[family]} language model "
+                f"architectures {shown(name)}, which is no {CLASSES[family]} language model "
                 "of transformers",
             )
     files = reading.config.get("auto_map")

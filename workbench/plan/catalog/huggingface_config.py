@@ -17,10 +17,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from workbench.errors import PlanError, refuse
+from workbench.fields.validation_messages import plan_error
 from workbench.plan.catalog.huggingface_code import told
 from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Account, Reading, shown
 from workbench.plan.model_shape import Shape
-from workbench.plan.validation_messages import plan_error
 from workbench.safe_io import json_files
 from workbench.safe_io.files import read_some, unread
 
@@ -158,8 +158,8 @@ def _theta(reading: Reading, default: float) -> float:
     if theta is not None and also is not None and theta != also:
         raise refuse(
             "model",
-            f"rope_theta of '{reading.where}' is {theta:g}, but in rope_parameters "
-            f"{also:g}; keep one",
+            f"rope_theta of '{reading.where}' is {theta:g}, but in rope_parameters {also:g}; "
+            f"keep one",
         )
     return next(found for found in (theta, also, default) if found is not None)
 

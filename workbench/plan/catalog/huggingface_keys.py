@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from workbench.errors import PlanError, refuse
-from workbench.safe_io.untrusted_text import shown
+from workbench.untrusted_text import shown
 
 MOST = 2**24
 """Largest count that is believed: no published width, vocabulary or context is near it."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from workbench.errors import Problem
 from workbench.plan import custom_schedule
 from workbench.plan.head_split import rooms
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan
 
@@ -23,7 +24,7 @@ CHUNKS = {
 SCHEDULES = (*CHUNKS, "interleaved")
 
 
-def _world(plan: Plan) -> Iterator[Problem]:
+def _world(plan: ResolvedPlan) -> Iterator[Problem]:
     sizes, gpus = plan.sizes, plan.world_size
     axes = [
         axis
@@ -36,8 +37,8 @@ def _world(plan: Plan) -> Iterator[Problem]:
         yield Problem(
             "cluster.gpus",
             f"is {gpus}, which {product} = {others} does not divide; "
-            f"legal: gpus {legal_sizes.near(gpus, _multiples(gpus, others))}, or axes "
-            f"whose product is "
+            f"legal: gpus {legal_sizes.near(gpus, _multiples(gpus, others))}, or axes whose "
+            f"product is "
             f"{legal_sizes.near(others, legal_sizes.divisors(gpus))}",
         )
     if plan.strategy.preset == "single" and sizes["data"] > 1:
@@ -51,7 +52,7 @@ def _multiples(near: int, unit: int) -> list[int]:
     return [unit * k for k in range(max(1, near // unit), near // unit + 2)]
 
 
-def _tensor(plan: Plan) -> Iterator[Problem]:
+def _tensor(plan: ResolvedPlan) -> Iterator[Problem]:
     tensor, shape = plan.strategy.tensor, plan.shape
     if tensor.algorithm != "1d":
         yield from _grid(plan)
@@ -70,21 +71,19 @@ def _tensor(plan: Plan) -> Iterator[Problem]:
         near = legal_sizes.near(tensor.size, legal_sizes.tensor_sizes(shape, shape.heads))
         yield Problem(
             "strategy.tensor.size",
-            f"is {tensor.size}, which does not divide "
-            f"{', '.join(reasons)}, and "
+            f"is {tensor.size}, which does not divide {', '.join(reasons)}, and "
             f"strategy.operators pad nothing; legal for {shape.name}: {near}",
         )
     length = plan.training.sequence_length // plan.strategy.context.size
     if tensor.sequence and length % tensor.ranks:
         yield Problem(
             "strategy.tensor.sequence",
-            f"splits {length} tokens over {tensor.ranks} "
-            f"ranks; legal: false, "
+            f"splits {length} tokens over {tensor.ranks} ranks; legal: false, "
             "or a sequence_length that the tensor size divides",
         )
 
 
-def _grid(plan: Plan) -> Iterator[Problem]:
+def _grid(plan: ResolvedPlan) -> Iterator[Problem]:
     tensor, shape = plan.strategy.tensor, plan.shape
     found = legal_sizes.grids(tensor.algorithm, plan.world_size, shape)
     if tensor.size not in found and tensor.ranks > 1:
@@ -94,8 +93,7 @@ def _grid(plan: Plan) -> Iterator[Problem]:
         widths = f"heads = {shape.heads}, hidden = {shape.hidden} and ffn = {shape.ffn}"
         yield Problem(
             "strategy.tensor.size",
-            f"is {tensor.size}; algorithm {tensor.algorithm} "
-            f"takes {form} whose "
+            f"is {tensor.size}; algorithm {tensor.algorithm} takes {form} whose "
             f"product divides {plan.world_size} and whose sides divide {widths}; "
             f"legal: {', '.join(map(str, found))}",
         )
@@ -103,8 +101,7 @@ def _grid(plan: Plan) -> Iterator[Problem]:
     if batch % parts:
         yield Problem(
             "training.micro_batch",
-            f"is {batch}, which {tensor.algorithm} grid "
-            f"{tensor.size} splits "
+            f"is {batch}, which {tensor.algorithm} grid {tensor.size} splits "
             f"into {parts}; legal: {legal_sizes.near(batch, _multiples(batch, parts))}",
         )
     if tensor.sequence:
@@ -114,14 +111,13 @@ def _grid(plan: Plan) -> Iterator[Problem]:
         )
 
 
-def _pipeline(plan: Plan) -> Iterator[Problem]:
+def _pipeline(plan: ResolvedPlan) -> Iterator[Problem]:
     pipeline, layers = plan.strategy.pipeline, plan.shape.layers
     stages = pipeline.size * pipeline.chunks
     if stages > layers:
         yield Problem(
             "strategy.pipeline.size",
-            f"{pipeline.size} x chunks {pipeline.chunks} = "
-            f"{stages} stages, but "
+            f"{pipeline.size} x chunks {pipeline.chunks} = {stages} stages, but "
             f"{plan.shape.name} has {layers} layers; "
             f"legal sizes: 1 to {layers // pipeline.chunks}",
         )
@@ -129,10 +125,8 @@ def _pipeline(plan: Plan) -> Iterator[Problem]:
         even = [p for p in range(1, layers + 1) if layers % (p * pipeline.chunks) == 0]
         yield Problem(
             "strategy.pipeline.partition",
-            f"uniform, but {stages} stages do not divide "
-            f"{layers} layers; "
-            f"legal: balanced, a list, or pipeline.size "
-            f"{legal_sizes.near(pipeline.size, even)}",
+            f"uniform, but {stages} stages do not divide {layers} layers; "
+            f"legal: balanced, a list, or pipeline.size {legal_sizes.near(pipeline.size, even)}",
         )
     elif isinstance(pipeline.partition, list):
         yield from _partition(pipeline.partition, stages, layers)
@@ -142,13 +136,12 @@ def _partition(counts: list[int], stages: int, layers: int) -> Iterator[Problem]
     if len(counts) != stages or sum(counts) != layers:
         yield Problem(
             "strategy.pipeline.partition",
-            f"{counts} gives {len(counts)} stages and "
-            f"{sum(counts)} layers; "
+            f"{counts} gives {len(counts)} stages and {sum(counts)} layers; "
             f"legal: {stages} numbers that add up to {layers}, or balanced",
         )
 
 
-def _schedule(plan: Plan) -> Iterator[Problem]:
+def _schedule(plan: ResolvedPlan) -> Iterator[Problem]:
     pipeline, microbatches = plan.strategy.pipeline, plan.num_microbatches
     name, chunks, p = pipeline.schedule, pipeline.chunks, pipeline.size
     if name not in SCHEDULES and not name.endswith(".csv"):
@@ -167,22 +160,19 @@ def _schedule(plan: Plan) -> Iterator[Problem]:
     if name == "interleaved" and p > 1 and microbatches % p:
         yield Problem(
             "training.global_batch",
-            f"{plan.training.global_batch} makes "
-            f"{microbatches} microbatches, which "
+            f"{plan.training.global_batch} makes {microbatches} microbatches, which "
             f"schedule interleaved needs in multiples of pipeline.size = {p}; "
             f"legal: {_batches(plan, _multiples(microbatches, p))}",
         )
     if name == "dualpipe-v" and p > 1 and microbatches < 2 * p:
         yield Problem(
             "training.global_batch",
-            f"{plan.training.global_batch} makes "
-            f"{microbatches} microbatches; "
-            f"schedule dualpipe-v needs two a rank; legal: at least "
-            f"{_batches(plan, [2 * p])}",
+            f"{plan.training.global_batch} makes {microbatches} microbatches; "
+            f"schedule dualpipe-v needs two a rank; legal: at least {_batches(plan, [2 * p])}",
         )
 
 
-def _replicas(plan: Plan) -> Iterator[Problem]:
+def _replicas(plan: ResolvedPlan) -> Iterator[Problem]:
     """Stages replicated unequally (DAPPLE): whole stages of one chunk, plain data parallelism
     within each.
     """
@@ -193,10 +183,8 @@ def _replicas(plan: Plan) -> Iterator[Problem]:
     if len(ranks) != s.pipeline.size or sum(ranks) != left:
         yield Problem(
             "strategy.pipeline.replicas",
-            f"{ranks} gives {len(ranks)} stages and "
-            f"{sum(ranks)} ranks; legal: "
-            f"{s.pipeline.size} numbers that add up to {left} = {plan.world_size} cards "
-            f"/ (tensor "
+            f"{ranks} gives {len(ranks)} stages and {sum(ranks)} ranks; legal: "
+            f"{s.pipeline.size} numbers that add up to {left} = {plan.world_size} cards / (tensor "
             f"{sizes['tensor']} x context {sizes['context']})",
         )
     if len(set(ranks)) == 1:
@@ -213,17 +201,16 @@ def _replicas(plan: Plan) -> Iterator[Problem]:
             what = f"ends with {value}" if field == "placement" else f"is {value}"
             yield Problem(
                 f"strategy.{field}",
-                f"{what}, but stages are replicated {ranks} times; "
-                f"legal: {legal_value}"
+                f"{what}, but stages are replicated {ranks} times; legal: {legal_value}"
                 f"{' last' if field == 'placement' else ''}, or equal replicas",
             )
 
 
-def _batches(plan: Plan, microbatches: list[int]) -> str:
+def _batches(plan: ResolvedPlan, microbatches: list[int]) -> str:
     return ", ".join(str(m * plan.training.micro_batch * plan.sizes["data"]) for m in microbatches)
 
 
-def _data(plan: Plan) -> Iterator[Problem]:
+def _data(plan: ResolvedPlan) -> Iterator[Problem]:
     data, replicas = plan.strategy.data, plan.sizes["data"] * plan.sizes["context"]
     needs = (
         ("shard", data.shard != "all", 1),
@@ -235,27 +222,24 @@ def _data(plan: Plan) -> Iterator[Problem]:
         if used and data.zero < stage:
             yield Problem(
                 f"strategy.data.{field}",
-                f"is {getattr(data, field)}, which needs "
-                f"data.zero {stage} "
+                f"is {getattr(data, field)}, which needs data.zero {stage} "
                 f"or more; zero is {data.zero}",
             )
     if data.in_flight != 2 and plan.strategy.stack != "workbench":
         yield Problem(
             "strategy.data.in_flight",
-            f"is {data.in_flight}, but how many "
-            f"{plan.strategy.stack} keeps is "
+            f"is {data.in_flight}, but how many {plan.strategy.stack} keeps is "
             "its own; legal: 2, or strategy.stack: workbench",
         )
     if isinstance(data.shard, int) and replicas % data.shard:
         yield Problem(
             "strategy.data.shard",
-            f"is {data.shard}, which does not divide data x "
-            f"context = {replicas}; "
+            f"is {data.shard}, which does not divide data x context = {replicas}; "
             f"legal: all, {legal_sizes.near(data.shard, legal_sizes.divisors(replicas))}",
         )
 
 
-def _context(plan: Plan) -> Iterator[Problem]:
+def _context(plan: ResolvedPlan) -> Iterator[Problem]:
     context, size = plan.strategy.context, plan.strategy.tensor.size
     tensor = size if isinstance(size, int) else size[0]  # heads lie along one side of a grid
     length, world = plan.training.sequence_length, plan.world_size
@@ -280,7 +264,7 @@ def _context(plan: Plan) -> Iterator[Problem]:
         )
 
 
-def _expert(plan: Plan) -> Iterator[Problem]:
+def _expert(plan: ResolvedPlan) -> Iterator[Problem]:
     size, replicas = plan.strategy.expert.size, plan.sizes["data"] * plan.sizes["context"]
     if size == 1:
         return
@@ -292,8 +276,7 @@ def _expert(plan: Plan) -> Iterator[Problem]:
         near = legal_sizes.near(size, legal_sizes.expert_sizes(plan.shape, replicas))
         yield Problem(
             "strategy.expert.size",
-            f"is {size}; it divides {plan.shape.moe.experts} "
-            f"experts and "
+            f"is {size}; it divides {plan.shape.moe.experts} experts and "
             f"data x context = {replicas}; legal: {near}",
         )
 
@@ -304,7 +287,7 @@ def _placement(plan: Plan) -> Iterator[Problem]:
         yield Problem("strategy.placement", f"{order} must name each of {', '.join(AXES)} once")
 
 
-RULES: tuple[Callable[[Plan], Iterator[Problem]], ...] = (
+RULES: tuple[Callable[[ResolvedPlan], Iterator[Problem]], ...] = (
     _world,
     _tensor,
     _pipeline,
@@ -316,5 +299,5 @@ RULES: tuple[Callable[[Plan], Iterator[Problem]], ...] = (
     _placement,
 )
 """Every rule of this file; each takes a complete plan."""
-WITHOUT_SHAPE: tuple[Callable[[Plan], Iterator[Problem]], ...] = (_world, _data, _placement)
+WITHOUT_SHAPE: tuple[Callable[[ResolvedPlan], Iterator[Problem]], ...] = (_world, _data, _placement)
 """Those that ask nothing of the model."""

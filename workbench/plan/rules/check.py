@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from workbench.errors import PlanError, Problem
 from workbench.plan.model_shape import Shape
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import axis_rules, legal_sizes, python_model_rules
 from workbench.plan.schema import STORED, Plan
 
@@ -21,13 +22,13 @@ BYTES = 256
 def check(plan: Plan) -> list[Problem]:
     """All that is illegal in `plan`, which may be short or complete; empty if it is legal."""
     try:
-        plan.complete()
+        plan.resolve()
     except PlanError as error:
         return error.problems
     return []
 
 
-def problems(plan: Plan) -> list[Problem]:
+def problems(plan: ResolvedPlan) -> list[Problem]:
     """All that is illegal in a plan whose names are looked up and defaults filled."""
     broken = [*([] if plan.code else _shape(plan)), *_cluster(plan)]
     if broken:
@@ -45,7 +46,7 @@ def problems(plan: Plan) -> list[Problem]:
     return [problem for rule in rules for problem in rule(plan)]
 
 
-def _shape(plan: Plan) -> Iterator[Problem]:
+def _shape(plan: ResolvedPlan) -> Iterator[Problem]:
     shape = plan.shape
     yield from _heads(shape)
     if shape.moe and shape.moe.top_k > shape.moe.experts:
@@ -56,8 +57,7 @@ def _shape(plan: Plan) -> Iterator[Problem]:
     if shape.moe and shape.moe.renormalise and shape.moe.top_k == 1:
         yield Problem(
             "model.moe.renormalise",
-            "is true with top_k 1: the only gate would always "
-            "be 1, and the router "
+            "is true with top_k 1: the only gate would always be 1, and the router "
             "learn nothing from the loss; legal: false",
         )
     if shape.moe and shape.moe.first_dense > shape.layers:
@@ -82,27 +82,25 @@ def _heads(shape: Shape) -> Iterator[Problem]:
         )
 
 
-def _cluster(plan: Plan) -> Iterator[Problem]:
+def _cluster(plan: ResolvedPlan) -> Iterator[Problem]:
     c, most = plan.cluster, plan.fabric.gpus_per_node
     nodes, per_node = int(c.nodes or 1), int(c.gpus_per_node or 1)
     if per_node > most:
         yield Problem(
             "cluster.gpus_per_node",
-            f"is {per_node}, but a node of fabric "
-            f"{plan.fabric.name} "
+            f"is {per_node}, but a node of fabric {plan.fabric.name} "
             f"has {most} cards; legal: 1 to {most}",
         )
     if nodes * per_node != c.gpus:
         whole = [n * per_node for n in range(max(1, c.gpus // per_node), c.gpus // per_node + 2)]
         yield Problem(
             "cluster.gpus",
-            f"is {c.gpus}, but {nodes} nodes x {per_node} cards = "
-            f"{nodes * per_node}; every "
+            f"is {c.gpus}, but {nodes} nodes x {per_node} cards = {nodes * per_node}; every "
             f"node holds the same number; legal: {legal_sizes.near(c.gpus, whole)}",
         )
 
 
-def _batch(plan: Plan) -> Iterator[Problem]:
+def _batch(plan: ResolvedPlan) -> Iterator[Problem]:
     t, data = plan.training, plan.sizes["data"]
     unit = t.micro_batch * data
     if t.global_batch % unit:
@@ -110,34 +108,32 @@ def _batch(plan: Plan) -> Iterator[Problem]:
         near = ", ".join(str(batch) for batch in (below, below + unit) if batch)
         yield Problem(
             "training.global_batch",
-            f"is {t.global_batch}, not a multiple of "
-            f"micro_batch {t.micro_batch} x "
+            f"is {t.global_batch}, not a multiple of micro_batch {t.micro_batch} x "
             f"data size {data} = {unit}; legal: {near}",
         )
 
 
-def _sequence(plan: Plan) -> Iterator[Problem]:
+def _sequence(plan: ResolvedPlan) -> Iterator[Problem]:
     length, most = plan.training.sequence_length, plan.shape.max_positions
     if plan.shape.positions == "learned" and length > most:
         yield Problem(
             "training.sequence_length",
-            f"is {length}, but model {plan.shape.name} has "
-            f"a table of {most} "
+            f"is {length}, but model {plan.shape.name} has a table of {most} "
             f"learned positions; legal: 1 to {most}",
         )
 
 
-def _precision(plan: Plan) -> Iterator[Problem]:
-    s, has = plan.strategy, list(plan.card.tflops)
-    if plan.card.device != "cpu" and s.precision not in ("fp32", *has):
+def _precision(plan: ResolvedPlan) -> Iterator[Problem]:
+    s, has = plan.strategy, list(plan.gpu.tflops)
+    if plan.gpu.device != "cpu" and s.precision not in ("fp32", *has):
         legal_names = ", ".join(
             dtype for dtype in ("fp32", "tf32", "bf16", "fp16", "fp8") if dtype in ("fp32", *has)
         )
         yield Problem(
             "strategy.precision",
-            f"is {s.precision}, which {plan.card.name} does not have; legal: {legal_names}",
+            f"is {s.precision}, which {plan.gpu.name} does not have; legal: {legal_names}",
         )
-    if plan.card.device == "cpu" and s.precision in ("tf32", "fp8"):
+    if plan.gpu.device == "cpu" and s.precision in ("tf32", "fp8"):
         yield Problem(
             "strategy.precision",
             f"is {s.precision}, which CPU ranks do not have; legal: fp32, bf16, fp16",
@@ -151,7 +147,7 @@ def _precision(plan: Plan) -> Iterator[Problem]:
         )
 
 
-def _recompute(plan: Plan) -> Iterator[Problem]:
+def _recompute(plan: ResolvedPlan) -> Iterator[Problem]:
     wanted, layers = plan.strategy.recompute, plan.shape.layers
     if not isinstance(wanted, list):
         return
@@ -168,19 +164,17 @@ def _training(plan: Plan) -> Iterator[Problem]:
     if t.optimizer.warmup_steps > t.steps:
         yield Problem(
             "training.optimizer.warmup_steps",
-            f"is {t.optimizer.warmup_steps}, more "
-            f"than training.steps = "
+            f"is {t.optimizer.warmup_steps}, more than training.steps = "
             f"{t.steps}; legal: 0 to {t.steps}",
         )
     if t.evaluation.every and plan.corpus.holdout == 0:
         yield Problem(
             "corpus.holdout",
             "is 0, so training.evaluation.every = "
-            f"{t.evaluation.every} has no text to read; legal: above 0 and below 1, "
-            f"e.g. 0.05",
+            f"{t.evaluation.every} has no text to read; legal: above 0 and below 1, e.g. 0.05",
         )
 
 
-def _corpus(plan: Plan) -> Iterator[Problem]:
+def _corpus(plan: ResolvedPlan) -> Iterator[Problem]:
     if plan.vocab < BYTES:
         yield Problem("model.vocab", f"is {plan.vocab}, too few for bytes; legal: at least {BYTES}")

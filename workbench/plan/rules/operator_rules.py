@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from workbench.errors import PlanError, Problem
 from workbench.plan.model_shape import Shape
 from workbench.plan.operator_strategy import Placement, grid, read, written
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_sites import Site, matched
 from workbench.plan.schema import Plan
 
@@ -15,7 +16,7 @@ WORD = 128
 """Vocabularies are padded so that they can be split (1909.08053): any number of pieces up to it."""
 
 
-def problems(plan: Plan) -> list[Problem]:
+def problems(plan: ResolvedPlan) -> list[Problem]:
     """Why a complete plan's operator strategies cannot run; empty if they can, or there are
     none.
     """
@@ -38,7 +39,7 @@ def sides(plan: Plan) -> tuple[int, ...]:
     return grid(ranks, read(operators).values()) if operators and ranks > 1 else ()
 
 
-def placements(plan: Plan) -> dict[str, Placement]:
+def placements(plan: ResolvedPlan) -> dict[str, Placement]:
     """Module -> where its strategy lies on the grid, for all modules that the plan's operators
     name.
     """
@@ -81,7 +82,7 @@ def sites(shape: Shape, sequences: int, ranks: int) -> dict[str, Site]:
     return found | {"final_norm": norm, "head": product(shape.hidden, padded), "head.loss": loss}
 
 
-def _beside(plan: Plan) -> Iterator[Problem]:
+def _beside(plan: ResolvedPlan) -> Iterator[Problem]:
     """Other choices that exclude operator strategies."""
     s = plan.strategy
     needs = (
@@ -95,12 +96,12 @@ def _beside(plan: Plan) -> Iterator[Problem]:
         if value != legal:
             yield Problem(
                 field,
-                f"is {value!r}, but strategy.operators says how each operator is split; "
-                f"legal: {legal}",
+                f"is {value!r}, but strategy.operators says how each operator is split; legal: "
+                f"{legal}",
             )
 
 
-def _fitting(plan: Plan) -> Iterator[Problem]:
+def _fitting(plan: ResolvedPlan) -> Iterator[Problem]:
     ranks = plan.strategy.tensor.ranks
     found = matched(
         plan.strategy.operators, sites(plan.shape, plan.training.micro_batch, ranks), ranks
@@ -112,7 +113,7 @@ def _fitting(plan: Plan) -> Iterator[Problem]:
 
 
 def _loss(
-    plan: Plan, pieces: dict[str, dict[str, int]], shape: tuple[int, ...]
+    plan: ResolvedPlan, pieces: dict[str, dict[str, int]], shape: tuple[int, ...]
 ) -> Iterator[Problem]:
     """The loss adds up over one axis of the grid, or over all of them; only even pieces of logits
     are redistributed.
@@ -125,8 +126,7 @@ def _loss(
         legal = written(((own["rows"], own["vocabulary"]), (own["rows"],)))
         yield Problem(
             "strategy.operators.head.loss",
-            f"differs from the head's, and {uneven[0]} "
-            f"pieces do not divide "
+            f"differs from the head's, and {uneven[0]} pieces do not divide "
             f"vocab = {plan.shape.vocab}; legal: {legal}",
         )
     if vocabulary not in (1, *shape, plan.strategy.tensor.ranks):

@@ -105,8 +105,8 @@ class Site:
         total = math.prod(dict(told).values())
         if ranks % total:
             yield (
-                f"is {written(form)}, whose pieces make {total} parts for strategy.tensor.size "
-                f"= {ranks}; "
+                f"is {written(form)}, whose pieces make {total} parts for strategy.tensor.size = "
+                f"{ranks}; "
                 f"legal: a product that divides it: {near(total, divisors(ranks))}"
             )
 

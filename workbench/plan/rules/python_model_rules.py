@@ -7,6 +7,7 @@ from typing import Any
 
 from workbench.errors import PlanError, Problem
 from workbench.plan.preset_sizes import RULES as SIZE_RULES
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
 ALLOW = "--allow-code (allow_code=True in a notebook)"
@@ -43,7 +44,7 @@ def _whole(plan: Plan) -> Iterator[Problem]:
     """What names parts of a model, of which code tells nothing."""
     s, said = (
         plan.strategy,
-        ("a model given as Python is one stage, whose parts only strategy.operators can name"),
+        "a model given as Python is one stage, whose parts only strategy.operators can name",
     )
     needs = (
         ("strategy.pipeline.size", s.pipeline.size, 1),
@@ -66,11 +67,10 @@ def _operators(plan: Plan) -> Iterator[Problem]:
     if size > 1 and not operators:
         yield Problem(
             "strategy.tensor.size",
-            f"is {size}, and no strategy.operators say what is "
-            f"split; legal: 1, or "
+            f"is {size}, and no strategy.operators say what is split; legal: 1, or "
             "operators such as {'encoder.layers.*.linear1': '((1,1),(1,2))'}",
         )
 
 
-RULES: tuple[Callable[[Plan], Iterator[Problem]], ...] = (_whole, _operators)
+RULES: tuple[Callable[[ResolvedPlan], Iterator[Problem]], ...] = (_whole, _operators)
 """Rules for models that are code; each takes a complete plan."""

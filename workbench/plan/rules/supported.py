@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from workbench.errors import PlanError, Problem
 from workbench.plan.catalog import catalog
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes, operator_rules, python_model_rules
 from workbench.plan.rules.axis_rules import SCHEDULES
 from workbench.plan.schema import Plan
@@ -35,7 +36,7 @@ def _split_dropout(plan: Plan) -> float:
     return plan.training.dropout if plan.strategy.operators else 0.0
 
 
-def _experts_on_grid(plan: Plan) -> list[Problem]:
+def _experts_on_grid(plan: ResolvedPlan) -> list[Problem]:
     """Nobody lays a mixture over a grid: Colossal-AI, whose grids these are, refuses it beside all
     tensor ranks.
     """
@@ -62,7 +63,7 @@ def _kernels_of_code(plan: Plan) -> list[Problem]:
     return [Problem("strategy.kernels", f"is '{plan.strategy.kernels}', {why}")]
 
 
-BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
+BUILT: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
     ("strategy.pipeline.replicas", lambda p: p.strategy.pipeline.replicas, (None,)),
@@ -83,7 +84,7 @@ BUILT: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
 share the engine.
 """
 
-VALUED: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
+VALUED: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("model.unmodelled", lambda p: p.shape.unmodelled, (None,)),
 )
 """The same for `run` alone: a model planned without them has their memory and collectives, but not
@@ -93,14 +94,14 @@ their values.
 OF_SHAPE = ("model.", "strategy.tensor.")
 """Fields that say something of a model's shape."""
 
-ESTIMATED: tuple[tuple[str, Callable[[Plan], Any], tuple[Any, ...]], ...] = (
+ESTIMATED: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.pipeline.schedule", _named_schedule, SCHEDULES),
     ("strategy.operators", lambda p: p.strategy.operators, ({},)),
 )
 """The same for `estimate`."""
 
 
-def unsupported(plan: Plan, verb: Verb, allow_code: bool = False) -> list[Problem]:
+def unsupported(plan: ResolvedPlan, verb: Verb, allow_code: bool = False) -> list[Problem]:
     """What a complete `plan` asks that this version cannot do with `verb`, field by field; empty if
     it can.
 
@@ -112,7 +113,7 @@ def unsupported(plan: Plan, verb: Verb, allow_code: bool = False) -> list[Proble
     return found
 
 
-def require(plan: Plan, verb: Verb, allow_code: bool = False) -> None:
+def require(plan: ResolvedPlan, verb: Verb, allow_code: bool = False) -> None:
     """Raise `PlanError` where a complete `plan` asks `verb` for what this version cannot do."""
     if found := unsupported(plan, verb, allow_code):
         raise PlanError(found)
@@ -129,12 +130,12 @@ def runnable(preset: str) -> bool:
         plan = Plan.model_validate(
             {"model": model, "cluster": cluster, "strategy": {"preset": preset}}
         )
-        return not _lacking(plan.complete(), "run")
+        return not _lacking(plan.resolve(), "run")
     except PlanError:
         return False
 
 
-def _lacking(plan: Plan, verb: Verb) -> list[Problem]:
+def _lacking(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
     table = {"estimate": ESTIMATED, "rehearse": BUILT, "run": (*BUILT, *VALUED)}[verb]
     if plan.code and verb == "estimate":
         knows = f"'{plan.code.python}' is code, whose cost no closed form knows"

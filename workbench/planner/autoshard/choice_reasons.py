@@ -53,7 +53,7 @@ def reason(priced: Priced, picked: tuple[int, ...], free: tuple[int, ...] | None
         if other is not None and other != picked:
             size = problem.memory(other)
             over = (
-                (", more than the limit")
+                ", more than the limit"
                 if problem.limit is not None and size > problem.limit
                 else ""
             )

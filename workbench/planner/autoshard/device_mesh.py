@@ -17,8 +17,7 @@ rank's own part.
 """
 
 MOST_RANKS = 256
-"""Plain ranks beyond which the strategies of an operator are too many; a grid has few at any
-size.
+"""Plain ranks beyond which the strategies of an operator are too many; a grid has few at any size.
 """
 
 

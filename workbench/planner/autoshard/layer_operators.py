@@ -126,7 +126,7 @@ def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Oper
             what = (
                 "dense feed-forward layers"
                 if field == "moe"
-                else ("multi-head or grouped-query attention")
+                else "multi-head or grouped-query attention"
             )
             raise refuse(
                 f"model.{field}", f"{shape.name} has it; legal for operator strategies: {what}"

@@ -42,8 +42,7 @@ class Tensor:
     dims: tuple[str, ...]
     kind: Literal["activation", "parameter", "tied", "index"] = "activation"
     share: float = 1.0
-    """Elements over the product of the dimensions: below 1 where query heads share key-value
-    heads.
+    """Elements over the product of the dimensions: below 1 where query heads share key-value heads.
     """
 
 

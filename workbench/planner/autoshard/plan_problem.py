@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from workbench.costmodel.compute.roofline import peak
 from workbench.costmodel.rates.constants import Constants, constants
-from workbench.plan.field_bounds import SEQUENCES, hold
+from workbench.fields.bounds import SEQUENCES, hold
 from workbench.plan.operator_strategy import read
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard.choice_result import OperatorPlan
 from workbench.planner.autoshard.device_mesh import Machine
@@ -19,7 +20,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
 
 
 def choose_for(
-    plan: Plan,
+    plan: ResolvedPlan,
     ranks: int | Sequence[int] | None = None,
     memory: float | None = None,
     sequences: int | None = None,
@@ -67,13 +68,13 @@ def _sizes(plan: Plan) -> Bytes:
     return Bytes(element, gradient or element, element + (gradient or element) + moments + master)
 
 
-def machine(plan: Plan, grid: int | Sequence[int]) -> Machine:
+def machine(plan: ResolvedPlan, grid: int | Sequence[int]) -> Machine:
     """A card of the plan as operators see it, and its links: of all ranks, or along each axis of a
     grid.
     """
     known, card, precision = (
-        constants(plan.card, plan.strategy.kernels),
-        plan.card,
+        constants(plan.gpu, plan.strategy.kernels),
+        plan.gpu,
         plan.strategy.precision,
     )
     rates = peak(card, precision) * known.gemm_share, card.bandwidth_gbs * 1e9 * known.memory_share
@@ -84,12 +85,12 @@ def machine(plan: Plan, grid: int | Sequence[int]) -> Machine:
     return Machine(rates[0], bandwidth, latency, rates[1])
 
 
-def _link(plan: Plan, known: Constants, stride: int, size: int) -> tuple[float, float]:
+def _link(plan: ResolvedPlan, known: Constants, stride: int, size: int) -> tuple[float, float]:
     """(bytes a second of one rank, seconds a hop) of an axis whose neighbours are `stride` ranks
     apart.
     """
     node, fabric = int(plan.cluster.gpus_per_node or 1), plan.fabric
-    link = plan.card.link_gbs * 1e9 * known.link_share
+    link = plan.gpu.link_gbs * 1e9 * known.link_share
     if stride * size <= node:
         return link, fabric.link_latency_us * 1e-6
     inside = max(1, min(size, node // stride)) if stride < node else 1

@@ -102,8 +102,7 @@ def solve(priced: Priced, fixed: Mapping[str, Form]) -> tuple[tuple[int, ...], s
         size, limit = least / GIB, problem.limit / GIB
         raise refuse(
             "memory",
-            f"is {limit:.4g} GiB a rank, but every choice takes {size:.4g} GiB "
-            f"or more (estimated);"
+            f"is {limit:.4g} GiB a rank, but every choice takes {size:.4g} GiB or more (estimated);"
             f" legal: {size:.4g} GiB or more, more ranks, or fewer tokens",
         )
     if problem.is_chain and problem.limit is None:

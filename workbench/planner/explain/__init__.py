@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.explain import fitting_changes as _fixes
 from workbench.planner.explain import neighbor_plans as _moves
@@ -25,21 +26,21 @@ __all__ = [
 ]
 
 
-def why(plan: Plan) -> Reasons:
+def why(plan: ResolvedPlan) -> Reasons:
     """What binds `plan`, in a sentence, and the smallest changes that make it fit. Raises
     `PlanError`.
     """
     return _why(subject(plan))
 
 
-def sensitivity(plan: Plan) -> list[Effect]:
+def sensitivity(plan: ResolvedPlan) -> list[Effect]:
     """Step and peak on twice the network, link, memory bandwidth and FLOP/s, on eight more cards,
     and so on.
     """
     return _sensitivity.sensitivity(subject(plan))
 
 
-def neighbours(plan: Plan) -> list[Effect]:
+def neighbours(plan: ResolvedPlan) -> list[Effect]:
     """Every legal plan one step of one knob away: those that fit first, the fastest first."""
     return _moves.neighbours(subject(plan))
 

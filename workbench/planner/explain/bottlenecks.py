@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import on_machine
 from workbench.planner.explain.number_words import gib, of, percent, seconds
 from workbench.planner.explain.plan_figures import stage_sums
@@ -49,7 +49,7 @@ class Binding:
         return self.memory if self.constraint == "memory" else self.time
 
 
-def binding(full: Plan, profile: Profile) -> Binding:
+def binding(full: ResolvedPlan, profile: Profile) -> Binding:
     """What binds the complete plan `full`, read off its estimate: memory where it does not fit,
     else a part of time.
     """
@@ -62,7 +62,7 @@ def binding(full: Plan, profile: Profile) -> Binding:
     )
 
 
-def memory_sentence(full: Plan, profile: Profile) -> str:
+def memory_sentence(full: ResolvedPlan, profile: Profile) -> str:
     """Stage, moment and category of the largest peak, and how far it is from the card."""
     sums = stage_sums(profile, "peak")
     stage = int(np.argmax(sums))
@@ -74,7 +74,7 @@ def memory_sentence(full: Plan, profile: Profile) -> str:
     return (
         f"Memory: {where} peaks at {gib(peak)} {_moment(profile, stage, peak)}, {of(peak / card)} "
         f"the "
-        f"{gib(card)} of {full.card.name} ({room}{near}); its largest category is {category}, "
+        f"{gib(card)} of {full.gpu.name} ({room}{near}); its largest category is {category}, "
         f"{gib(size)} (estimated)."
     )
 
@@ -111,7 +111,7 @@ def _moment(profile: Profile, stage: int, peak: float) -> str:
     return "in backward" if _peak(profile, stage).get("activations") else "in the optimizer step"
 
 
-def time_sentence(full: Plan, profile: Profile) -> str:
+def time_sentence(full: ResolvedPlan, profile: Profile) -> str:
     """The part that takes most of the step, and the next, each with the numbers behind it."""
     parts: dict[str, float] = profile.notes["time"]
     total = sum(parts.values())
@@ -129,7 +129,7 @@ def time_sentence(full: Plan, profile: Profile) -> str:
     return f"Time: {'; '.join(told)} (estimated)."
 
 
-def _because(part: str, full: Plan, profile: Profile) -> str:
+def _because(part: str, full: ResolvedPlan, profile: Profile) -> str:
     parts: dict[str, float] = profile.notes["time"]
     if part == "compute":
         over_step = float(profile.notes["model_flops_utilisation"])
@@ -143,15 +143,15 @@ def _because(part: str, full: Plan, profile: Profile) -> str:
     if part.endswith("_comm"):
         return _wire(part.removesuffix("_comm"), full, profile)
     if part == "offload":
-        return f", over {full.card.pcie_gbs:g} GB/s a card"
+        return f", over {full.gpu.pcie_gbs:g} GB/s a card"
     return (
-        (f", reading and writing its states at {full.card.bandwidth_gbs:g} GB/s")
+        f", reading and writing its states at {full.gpu.bandwidth_gbs:g} GB/s"
         if part == "optimizer"
         else ""
     )
 
 
-def _bubble(full: Plan) -> str:
+def _bubble(full: ResolvedPlan) -> str:
     """The schedule's bubble in words (FORMULAS of the papers: GPipe 2019, 2104.04473,
     2401.10241).
     """
@@ -168,7 +168,7 @@ def _bubble(full: Plan) -> str:
     return f"as schedule {p.schedule} leaves it"
 
 
-def _wire(axis: str, full: Plan, profile: Profile) -> str:
+def _wire(axis: str, full: ResolvedPlan, profile: Profile) -> str:
     """What an axis moves, and over which link."""
     rows = profile.collectives
     here = rows.axis.to_numpy() == axis
@@ -177,11 +177,11 @@ def _wire(axis: str, full: Plan, profile: Profile) -> str:
     most = max((moved[ranks == rank].sum() for rank in np.unique(ranks)), default=0.0)
     link = f"the network between nodes, {full.fabric.nic_gbs:g} GB/s a node"
     if not crosses(full, axis):
-        link = f"the links inside a node, {full.card.link_gbs:g} GB/s a card"
+        link = f"the links inside a node, {full.gpu.link_gbs:g} GB/s a card"
     return f", {gib(most)} a rank and step over {link}"
 
 
-def crosses(full: Plan, axis: str) -> bool:
+def crosses(full: ResolvedPlan, axis: str) -> bool:
     """Whether groups of `axis` leave a node; experts are spread over data x context."""
     wanted = ("data", "context") if axis == "expert" else (axis,)
     stride = 1

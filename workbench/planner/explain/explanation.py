@@ -18,7 +18,7 @@ from workbench.planner.explain.number_words import (
 )
 from workbench.planner.explain.plan_figures import Effect, Figures
 from workbench.planner.training_cost import Cost
-from workbench.safe_io.untrusted_text import escaped
+from workbench.untrusted_text import escaped
 
 HEADS = ("change", "a step", "longer by", "tokens/s", "fullest rank", "more by", "fits")
 

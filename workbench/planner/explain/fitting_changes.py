@@ -51,8 +51,8 @@ def _smallest(subject: Subject, changes: Iterator[Change], most: int = SHOWN) ->
 
 def _fits(subject: Subject, change: Change) -> bool:
     try:
-        full = subject.plan.replace(**change).complete()
-        return peak_bytes(full) <= full.card.memory_gib * 2**30
+        full = subject.plan.replace(**change).resolve()
+        return peak_bytes(full) <= full.gpu.memory_gib * 2**30
     except PlanError:
         return False
 
@@ -77,7 +77,7 @@ def _effect(subject: Subject, change: Change) -> Effect | None:
     )
     try:
         return Effect(
-            name, change, subject.figures, figures(subject.plan.replace(**change).complete())
+            name, change, subject.figures, figures(subject.plan.replace(**change).resolve())
         )
     except PlanError:
         return None
@@ -86,4 +86,4 @@ def _effect(subject: Subject, change: Change) -> Effect | None:
 def _runs(subject: Subject, effect: Effect) -> bool:
     if unsupported(subject.full, "run"):
         return True
-    return not unsupported(subject.plan.replace(**effect.changes).complete(), "run")
+    return not unsupported(subject.plan.replace(**effect.changes).resolve(), "run")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.axis_rules import CHUNKS, SCHEDULES
-from workbench.plan.schema import Plan
 from workbench.planner.axis_placement import placements
 from workbench.planner.explain.plan_figures import Change, Effect, Subject
 
@@ -69,7 +69,7 @@ def _schedules(subject: Subject) -> Iterator[Move]:
             yield f"schedule {p.schedule} → {schedule}", fields
 
 
-def _data(full: Plan) -> Iterator[Move]:
+def _data(full: ResolvedPlan) -> Iterator[Move]:
     d = full.strategy.data
     for zero in (d.zero - 1, d.zero + 1):
         if 0 <= zero <= 3:
@@ -81,7 +81,7 @@ def _data(full: Plan) -> Iterator[Move]:
         yield _switch("overlap", "strategy.data.overlap", d.overlap)
 
 
-def _placement(full: Plan) -> Iterator[Move]:
+def _placement(full: ResolvedPlan) -> Iterator[Move]:
     """The fastest order of the axes, where it is not the plan's own."""
     best = list(placements(full)[0].order)
     if best != full.strategy.placement:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from workbench.safe_io.untrusted_text import escaped
+from workbench.untrusted_text import escaped
 
 ROUNDING = 1e-9
 """Relative difference of two estimates that comes of arithmetic alone."""

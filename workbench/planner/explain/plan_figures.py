@@ -12,7 +12,8 @@ from workbench.costmodel.memory.peak_memory import memory
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
 from workbench.errors import PlanError
-from workbench.plan.resolve import with_preset
+from workbench.plan.resolution import with_preset
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import on_machine
 from workbench.planner.estimate import estimate
@@ -89,7 +90,7 @@ class Subject:
     """A plan, complete and estimated once; what is asked of it compares with this."""
 
     plan: Plan
-    full: Plan
+    full: ResolvedPlan
     profile: Profile
     figures: Figures
     pins: Change
@@ -104,7 +105,7 @@ class Subject:
         changes = {**self.pins, **change}
         try:
             return Effect(
-                name, changes, self.figures, figures(self.plan.replace(**changes).complete())
+                name, changes, self.figures, figures(self.plan.replace(**changes).resolve())
             )
         except PlanError:
             return None
@@ -115,7 +116,7 @@ class Subject:
         """
         here, constants = on_machine(self.full)
         machine = {
-            "gpu": here.card.model_copy(update=card),
+            "gpu": here.gpu.model_copy(update=card),
             "fabric": here.fabric.model_copy(update=fabric),
         }
         faster = here.model_copy(update={"cluster": here.cluster.model_copy(update=machine)})
@@ -128,24 +129,24 @@ def subject(plan: Plan, profile: Profile | None = None) -> Subject:
     """The subject of questions about `plan`; `profile` is its estimate where there is one. Raises
     `PlanError`.
     """
-    full = plan.complete()
+    full = plan.resolve()
     return Subject(plan, full, profile or estimate(plan), figures(full), _pins(plan, full))
 
 
-def figures(full: Plan) -> Figures:
+def figures(full: ResolvedPlan) -> Figures:
     """The estimate of a complete plan in short, without its frames and advice. Raises
     `PlanError`.
     """
     return _figures(*on_machine(full))
 
 
-def _figures(full: Plan, constants: Constants) -> Figures:
+def _figures(full: ResolvedPlan, constants: Constants) -> Figures:
     w = workload(full)
     return Figures(
         seconds=float(step_time(w, constants).seconds),
         tokens=float(full.training.global_batch * full.training.sequence_length),
         peak_bytes=round(float(memory(w, constants).peak.max())),
-        capacity_bytes=int(full.card.memory_gib * 2**30),
+        capacity_bytes=int(full.gpu.memory_gib * 2**30),
         gpus=full.world_size,
     )
 

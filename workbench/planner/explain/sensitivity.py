@@ -30,7 +30,7 @@ def sensitivity(subject: Subject) -> list[Effect]:
 
 def _hardware(subject: Subject) -> Iterator[Effect]:
     here = on_machine(subject.full)[0]
-    card, fabric = here.card, here.fabric
+    card, fabric = here.gpu, here.fabric
     doubled: tuple[tuple[str, Change, Change], ...] = (
         ("twice the network between nodes", {}, {"nic_gbs": 2 * fabric.nic_gbs}),
         ("twice the link inside a node", {"link_gbs": 2 * card.link_gbs}, {}),
@@ -85,7 +85,7 @@ def _on(plan: Plan, full: Plan, gpus: int, replicas: int) -> Change:
 
 def _is_legal(subject: Subject, change: Change) -> bool:
     try:
-        subject.plan.replace(**{**subject.pins, **change}).complete()
+        subject.plan.replace(**{**subject.pins, **change}).resolve()
     except PlanError:
         return False
     return True

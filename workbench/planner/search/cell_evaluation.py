@@ -55,7 +55,7 @@ class Evaluator:
     def of(cls, space: Space) -> Evaluator:
         """Computes every layer of the space."""
         kinds = {
-            kind: space.base.replace(**{"strategy.kernels": kind}).complete()
+            kind: space.base.replace(**{"strategy.kernels": kind}).resolve()
             for kind in space.kernels
         }
         return cls(

@@ -87,8 +87,7 @@ def parse(text: str) -> Constraint:
     if match is None:
         raise refuse(
             "--where",
-            f"'{text}' is no condition; legal: FIELD OP VALUE with OP one of "
-            f"<= >= == != < > in, "
+            f"'{text}' is no condition; legal: FIELD OP VALUE with OP one of <= >= == != < > in, "
             "e.g. strategy.tensor.size<=8",
         )
     field, sign, written = match.groups()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from workbench.planner.explain.number_words import days, gib, html_table, seconds
 from workbench.planner.search.strategy_summary import short
-from workbench.safe_io.untrusted_text import escaped
+from workbench.untrusted_text import escaped
 
 if TYPE_CHECKING:
     from workbench.planner.search.search import Candidate, SearchResult
@@ -28,10 +28,11 @@ def told(found: SearchResult) -> str:
         less += (
             f"for fewer GPUs wait less for one another; --where gpus={found.gpus} keeps them all.\n"
         )
-    rate = less + (
-        f"{found.candidates:,} legal plans in {found.seconds:.2f} s ({found.rate:,.0f} a second)"
+    rate = (
+        less
+        + f"{found.candidates:,} legal plans in {found.seconds:.2f} s ({found.rate:,.0f} a second)"
     )
-    return (f"{rate}, {found.feasible:,} meet every condition") + (
+    return f"{rate}, {found.feasible:,} meet every condition" + (
         f"\n{found.empty}" if found.empty else ""
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.step_time import step_time
 from workbench.errors import PlanError, Problem, refuse
-from workbench.plan.field_bounds import RANKS, TRAINED, hold
+from workbench.fields.bounds import RANKS, TRAINED, hold
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import on_machine
 from workbench.planner.estimated_timeline import simulated_seconds, timeline
@@ -167,7 +167,7 @@ def search(
         why,
         top,
         tokens,
-        whole.base.card.price_per_hour,
+        whole.base.gpu.price_per_hour,
         plan.cluster.gpus,
     )
 
@@ -211,7 +211,7 @@ def _simulated(plan: Plan) -> float | None:
     """The step of a plan by event simulation, where there is a pipeline to simulate."""
     if plan.strategy.pipeline.size == 1:
         return None
-    full, k = on_machine(plan.complete())
+    full, k = on_machine(plan.resolve())
     w = workload(full)
     time = step_time(w, k)
     return simulated_seconds(w, time, *timeline(w, time.durations))

@@ -12,7 +12,8 @@ from typing import Any
 from workbench.costmodel.compute.roofline import OPERATORS
 from workbench.costmodel.inputs.config import Setting, setting_of
 from workbench.plan.model_shape import Shape
-from workbench.plan.resolve import LEAST_BATCH, MICROBATCHES_A_RANK
+from workbench.plan.resolution import LEAST_BATCH, MICROBATCHES_A_RANK
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan, Strategy
 from workbench.planner.calibrated_plan import on_machine
@@ -68,7 +69,7 @@ class Space:
 
     asked: Plan
     """As it was written; what is no knob stays as it is there."""
-    base: Plan
+    base: ResolvedPlan
     """The same, complete and neutral: its strategy is data parallelism, its batch a sequence a
     rank.
     """
@@ -145,7 +146,7 @@ def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) ->
     )
 
 
-def _neutral(plan: Plan, world: int) -> Plan:
+def _neutral(plan: Plan, world: int) -> ResolvedPlan:
     """The plan completed with a strategy and a batch that are legal whatever they are: both are
     knobs.
     """
@@ -158,10 +159,10 @@ def _neutral(plan: Plan, world: int) -> Plan:
     }
     return plan.replace(
         **changes, **({"cluster.nodes": None} if world != plan.cluster.gpus else {})
-    ).complete()
+    ).resolve()
 
 
-def on_cards(base: Plan, setting: Setting, pipeline: int = 1) -> Plan:
+def on_cards(base: Plan, setting: Setting, pipeline: int = 1) -> ResolvedPlan:
     """A neutral plan on the cards of `setting`, complete: a calibration's figures depend on their
     number.
     """
@@ -171,7 +172,7 @@ def on_cards(base: Plan, setting: Setting, pipeline: int = 1) -> Plan:
         "cluster.gpus_per_node": setting.node,
     }
     stages = {"strategy.pipeline.size": pipeline, "strategy.pipeline.partition": "balanced"}
-    return base.replace(**sizes, **stages, **{"training.global_batch": setting.world}).complete()
+    return base.replace(**sizes, **stages, **{"training.global_batch": setting.world}).resolve()
 
 
 def _batch(plan: Plan, world: int) -> int:

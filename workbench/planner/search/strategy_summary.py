@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from workbench.plan.schema import Plan, Tensor
+from workbench.plan.schema import Plan, Tensor, axis_sizes
 
 
 def short(plan: Plan) -> str:
     """The strategy of a plan with its sizes written out, in a few words, as people write it on a
     board.
     """
-    s, t, sizes = plan.strategy, plan.training, plan.sizes
+    s, t, sizes = plan.strategy, plan.training, axis_sizes(plan.strategy, plan.world_size)
     words = [f"{_tensor(s.tensor)}{'s' if s.tensor.sequence else ''}", f"d{sizes['data']}"]
     if sizes["context"] > 1:
         words.insert(1, f"c{sizes['context']}")

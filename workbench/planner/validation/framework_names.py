@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from workbench.plan.catalog import catalog
+from workbench import data_files
 
 UNNAMED = "textbook"
 """The stack of a framework that the catalog does not know."""
@@ -46,7 +46,7 @@ class Stack:
 @lru_cache(maxsize=1)
 def stacks() -> dict[str, Stack]:
     """Every stack of `data/stacks.yaml` by name."""
-    table = catalog.read("data/stacks.yaml")
+    table = data_files.read("data/stacks.yaml")
     return {name: _stack(name, entry, table) for name, entry in table.items()}
 
 

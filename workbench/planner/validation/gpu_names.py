@@ -6,8 +6,8 @@ import math
 import re
 from functools import lru_cache
 
-from workbench.plan.catalog import catalog
-from workbench.plan.schema import Card, Fabric
+from workbench.machine import gpu_catalog
+from workbench.machine.hardware import GPU, Fabric
 
 FORMS = ("sxm", "pcie", "nvl", "oam")
 NEAR = 0.12
@@ -22,7 +22,7 @@ PROVIDED = ("efa", "omni-path", "slingshot")
 
 
 @lru_cache(maxsize=4096)
-def card(text: str, memory_gb: float | None) -> Card | None:
+def card(text: str, memory_gb: float | None) -> GPU | None:
     """The card called `text` with `memory_gb` printed GB: the catalog's most specific of that name;
     None if unknown.
 
@@ -31,12 +31,14 @@ def card(text: str, memory_gb: float | None) -> Card | None:
     words = _words(text)
     said = _memory(words) or memory_gb
     scored = [
-        (score, name) for name in catalog.gpus() if (score := _score(name, words, said)) is not None
+        (score, name)
+        for name in gpu_catalog.gpus()
+        if (score := _score(name, words, said)) is not None
     ]
     if not scored:
         return None
     (_, _, _, off), name = min(scored)
-    found = catalog.gpus()[name].card
+    found = gpu_catalog.gpus()[name].card
     return (
         found if off <= NEAR or not said else found.model_copy(update={"memory_gib": USABLE * said})
     )
@@ -52,7 +54,7 @@ def _score(
         return None
     form = next((form for form in FORMS if form in own), "")
     asked = next((form for form in FORMS if any(word.startswith(form) for word in words)), "")
-    size = catalog.gpus()[name].card.memory_gib
+    size = gpu_catalog.gpus()[name].card.memory_gib
     off = (
         abs(math.log(size / memory)) if memory else 1 / size
     )  # where nothing is said, the larger part
@@ -80,7 +82,7 @@ def _memory(words: frozenset[str]) -> float | None:
 @lru_cache(maxsize=4096)
 def fabric(name: str, text: str) -> Fabric:
     """The network around the card `name`: its usual one, but for what `text` says."""
-    usual = catalog.clusters()[catalog.gpus()[name].fabric]
+    usual = gpu_catalog.clusters()[gpu_catalog.gpus()[name].fabric]
     kind = next((kind for kind in NETWORKS if re.search(rf"\b{kind}\b", text)), None)
     per_node, rate = _per_node(text), _rate(text, usual.gpus_per_node)
     if kind is None and per_node is None and rate is None:
@@ -101,7 +103,7 @@ def _like(kind: str, usual: Fabric) -> Fabric:
     """The catalog's fabric of that kind of network: the fastest that is no faster than the card's
     usual one.
     """
-    same = [fabric for fabric in catalog.clusters().values() if kind in fabric.source.lower()]
+    same = [fabric for fabric in gpu_catalog.clusters().values() if kind in fabric.source.lower()]
     slower = [fabric for fabric in same if fabric.nic_gbs <= usual.nic_gbs]
     return max(slower, key=lambda fabric: fabric.nic_gbs) if slower else same[0] if same else usual
 

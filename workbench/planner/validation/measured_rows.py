@@ -96,8 +96,7 @@ class Row:
     memory_reading: str
     """The kind of reading that its words are nearest to."""
     memory_first: bool
-    """Whether it was read on the rank that logs, which is of the first stage, not on the
-    fullest.
+    """Whether it was read on the rank that logs, which is of the first stage, not on the fullest.
     """
     plain_gb: bool
     """Whether the memory's unit is a bare GB, which may be 2**30 or 1e9 bytes."""

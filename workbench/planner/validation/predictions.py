@@ -15,7 +15,7 @@ from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import memory
 from workbench.costmodel.memory.reported_memory import NINETY_FIVE, readings, spread
 from workbench.costmodel.step_time import bounds, parts, step_time
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import on_machine
 
 
@@ -38,10 +38,10 @@ class Prediction:
     """Seconds by part of the step, and GiB by category at the peak."""
 
 
-Predict = Callable[[Plan], Prediction]
+Predict = Callable[[ResolvedPlan], Prediction]
 
 
-def predict(plan: Plan) -> Prediction:
+def predict(plan: ResolvedPlan) -> Prediction:
     """What the planner says of a complete `plan`. Raises `PlanError` for what it does not model."""
     full, constants = on_machine(plan)
     w = workload(full)

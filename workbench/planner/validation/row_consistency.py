@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.plan.model_shape import Shape
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.validation.row_to_plan import Expressed
 
 TOLERANCE = 0.12
@@ -39,7 +39,7 @@ RULES: tuple[tuple[bool, Counted], ...] = tuple(
 """Ways of counting FLOPs: (attention causal, tables counted)."""
 
 
-def flops(plan: Plan, causal: bool = True, counted: Counted = "once") -> float:
+def flops(plan: ResolvedPlan, causal: bool = True, counted: Counted = "once") -> float:
     """Model FLOPs of one step of a complete plan: 6 a weight and token, and attention's products
     (2104.04473).
 

@@ -11,10 +11,11 @@ from itertools import pairwise
 from typing import Any
 
 from workbench.errors import PlanError
+from workbench.machine.hardware import GPU
 from workbench.plan.model_shape import Shape
-from workbench.plan.plan_files import build
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.legal_sizes import divisors
-from workbench.plan.schema import Card, Plan
+from workbench.plan.schema import build_plan
 from workbench.planner.validation import cell_parsers, gpu_names
 from workbench.planner.validation.framework_names import Stack, named
 from workbench.planner.validation.measured_rows import Row
@@ -36,7 +37,7 @@ class Expressed:
     """A row, the complete plan that says it, and the figures that can be compared."""
 
     row: Row
-    plan: Plan
+    plan: ResolvedPlan
     stack: str
     seconds: float | None
     """Measured step time of the plan's global batch."""
@@ -100,7 +101,7 @@ def express(row: Row, profile: str | None = None) -> Expressed:
         },
     }
     try:
-        plan = build(written).complete()
+        plan = build_plan(written).resolve()
     except PlanError as error:
         raise Inexpressible(f"illegal: {error.problems[0].field}") from None
     return Expressed(
@@ -208,7 +209,7 @@ def _shard_in_node(strategy: dict[str, Any], replicas: int, most: int) -> None:
     strategy["data"]["shard"] = max(size for size in divisors(replicas) if size <= most)
 
 
-def _stack(row: Row, card: Card) -> Stack:
+def _stack(row: Row, card: GPU) -> Stack:
     said = cell_parsers.flash(row.attention)
     fused = "fp8" in card.tflops if said is None else said
     sharded = row.pipeline == 1 and (row.zero or 0) >= 2

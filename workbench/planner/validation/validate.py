@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from workbench import errors
 from workbench.costmodel.memory.reported_memory import interval
 from workbench.errors import PlanError, refuse
-from workbench.plan.catalog import catalog
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.validation.framework_names import stacks
 from workbench.planner.validation.measured_rows import Row, read
 from workbench.planner.validation.predictions import Predict, Prediction, predict
@@ -80,7 +80,7 @@ def validate(
     """
     start = time.perf_counter()
     if profile is not None and profile not in stacks():
-        raise catalog.unknown("profile", profile, stacks())
+        raise errors.unknown_name("profile", profile, stacks())
     rows = [row for file in files for row in read(file)]
     if rows and not any(row.model or row.gpu or row.gpus or row.layers for row in rows):
         raise refuse(
@@ -187,7 +187,7 @@ def _line(one: Expressed, p: Prediction) -> tuple[Any, ...]:
     row, plan = one.row, one.plan
     memory = one.memory_gib if row.status != "failed" else None
     seconds = one.seconds if row.status == "ran" else None
-    peak = plan.card.tflops.get("bf16", plan.card.tflops.get("fp16", plan.card.tflops["fp32"]))
+    peak = plan.gpu.tflops.get("bf16", plan.gpu.tflops.get("fp16", plan.gpu.tflops["fp32"]))
     done = flops(plan) / (seconds * plan.world_size * peak * 1e12) if seconds else None
     return (
         row.label,
@@ -198,11 +198,11 @@ def _line(one: Expressed, p: Prediction) -> tuple[Any, ...]:
         one.stack,
         row.model,
         row.gpu,
-        plan.card.name,
+        plan.gpu.name,
         plan.world_size,
         row.status,
         row.memory_kind,
-        plan.card.memory_gib,
+        plan.gpu.memory_gib,
         p.peak_gib,
         memory,
         *reading(row, p, one.stack),
@@ -230,7 +230,7 @@ def reading(row: Row, p: Prediction, stack: str = "") -> tuple[float, float | No
     return shown, shown * low, shown * high
 
 
-def _layout(plan: Plan) -> str:
+def _layout(plan: ResolvedPlan) -> str:
     """The strategy in one line, as people write it in a table."""
     s, t = plan.strategy, plan.training
     recompute = s.recompute if isinstance(s.recompute, str) else f"{len(s.recompute)} layers"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workbench.plan.schema import Plan
+    from workbench.plan.resolved_plan import ResolvedPlan
 
 _MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|MemoryError|bad_alloc",
@@ -58,13 +58,13 @@ def advise(folder: Path, text: str) -> str:
     if _MEMORY.search(text):
         from workbench.plan.schema import Plan  # only after a failure: a supervisor stays small
 
-        return memory_advice(Plan.load(folder / "plan.yaml"))
+        return memory_advice(Plan.load(folder / "plan.yaml").resolve())
     return next(
         (advice for pattern, advice in _KNOWN if re.search(pattern, text, re.IGNORECASE)), ""
     )
 
 
-def memory_advice(plan: Plan) -> str:
+def memory_advice(plan: ResolvedPlan) -> str:
     """The changes that lower a rank's memory, that this plan has not made yet and that can run;
     cheapest first.
     """
@@ -74,7 +74,7 @@ def memory_advice(plan: Plan) -> str:
     useful = []
     for change, words in _memory_changes(plan):
         try:
-            if not unsupported(plan.replace(**change).complete(), "run"):
+            if not unsupported(plan.replace(**change).resolve(), "run"):
                 useful.append(words)
         except PlanError:
             continue
@@ -84,7 +84,7 @@ def memory_advice(plan: Plan) -> str:
     )
 
 
-def _memory_changes(plan: Plan) -> list[tuple[dict[str, Any], str]]:
+def _memory_changes(plan: ResolvedPlan) -> list[tuple[dict[str, Any], str]]:
     strategy, batch, length = (
         plan.strategy,
         plan.training.micro_batch,

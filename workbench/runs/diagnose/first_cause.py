@@ -12,7 +12,6 @@ from typing import Any
 import orjson
 
 from workbench.runs.diagnose.failure_advice import advise
-from workbench.runs.store.field_checks import has, number, or_null, text, whole
 from workbench.runs.store.rank_logs import (
     LOOKED_AT,
     launcher_report,
@@ -22,14 +21,14 @@ from workbench.runs.store.rank_logs import (
     telling,
 )
 from workbench.runs.store.run_state import Cause
+from workbench.safe_io.json_field_checks import has, number, or_null, text, whole
 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|time[d]? ?out|remote process exited"
     r"|socket error|store.*unreachable|peer .*(gone|down)",
     re.IGNORECASE,
 )
-"""What a rank says when another one has gone: never the first cause where there is anything
-else.
+"""What a rank says when another one has gone: never the first cause where there is anything else.
 """
 
 LOOK_LATE_SECONDS = 1.0

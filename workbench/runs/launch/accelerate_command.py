@@ -10,6 +10,7 @@ from pathlib import Path
 
 from workbench.interop import export
 from workbench.machine.attached import attached
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.runs.launch.parent_death import python_module
 from workbench.runs.store.command_file import Command
@@ -40,7 +41,7 @@ class Recipe:
 
 
 def compose(
-    plan: Plan, folder: Path, port: int, recipe: Recipe, allow_code: bool = False
+    plan: ResolvedPlan, folder: Path, port: int, recipe: Recipe, allow_code: bool = False
 ) -> Command:
     """The command of a complete `plan` whose run directory is (or will be) `folder`; ranks run code
     only if told so.
@@ -74,7 +75,7 @@ def accelerate_launch(plan: Plan, folder: Path) -> list[str]:
     return [*launch, "--main_process_port", "0", *export.rendezvous(plan), *logs]
 
 
-def environment(plan: Plan) -> dict[str, str]:
+def environment(plan: ResolvedPlan) -> dict[str, str]:
     """Variables that ranks need; none of them steers a number.
 
     Ranks that wait must not spin while others compute on the same cores: hence the passive waiting.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from workbench.errors import refuse
 from workbench.machine.calibration_file import Calibration, Scale, read, write
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner import estimate
 from workbench.planner.run_feedback import Told, error, scale, told
 from workbench.runs.launch import child_process
@@ -114,7 +114,7 @@ def _measured(run: Run) -> float:
     return seconds
 
 
-def _told(calibration: Calibration, seen: Sequence[tuple[Plan, float]]) -> list[Told]:
+def _told(calibration: Calibration, seen: Sequence[tuple[ResolvedPlan, float]]) -> list[Told]:
     """Each run with its estimate under `calibration`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "calibration.yaml")

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from workbench.checkpoint.checksums import Told
 from workbench.errors import PlanError, Problem
-from workbench.plan.schema import Card, Plan
+from workbench.machine.hardware import GPU
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile
 from workbench.runs.launch import subprocess_verbs
@@ -48,36 +50,36 @@ def ready(
     root: str | Path | None = None,
     port: int | None = None,
     allow_code: bool = False,
-) -> Plan:
+) -> ResolvedPlan:
     """The complete plan, if this machine can run it now; raises `PlanError` with what stands
     against it, as `run`.
 
     A model that is code is built once in a child process, to see that the plan's operators name
     what it has.
     """
-    full = plan.complete()
+    full = plan.resolve()
     problems = preflight(full, root=root, port=port, force=force, allow_code=allow_code)
     if full.code and not problems:
         subprocess_verbs.inspect(full)
     if not force:
-        problems = [*_unfit(plan, full.card), *problems]
+        problems = [*_unfit(plan, full.gpu), *problems]
     if problems:
         raise PlanError(problems)
     return full
 
 
-def _unfit(plan: Plan, card: Card) -> list[Problem]:
+def _unfit(plan: Plan, gpu: GPU) -> list[Problem]:
     try:
         profile = estimate(plan)
     except PlanError:  # what cannot be estimated cannot be run either, and preflight says so
         return []
     if profile.fits is not False:
         return []
-    need, have = max(profile.peak_bytes_by_rank.values()) / 2**30, card.memory_gib
+    need, have = max(profile.peak_bytes_by_rank.values()) / 2**30, gpu.memory_gib
     change = f"; smallest change that fits: {words}" if (words := advice(profile)) else ""
     message = (
         f"does not fit: the estimate needs {need:.2f} GiB of the {have:.2f} GiB of "
-        f"{card.name}{change}"
+        f"{gpu.name}{change}"
     )
     return [Problem("cluster.gpu", f"{message}; `--force` (force=True) runs it nevertheless")]
 
@@ -88,7 +90,7 @@ def advice(profile: Profile) -> str:
     """
     found = profile.notes.get("advice")
     return (
-        (f"{found['field']} from {found['from']} to {found['to']}")
+        f"{found['field']} from {found['from']} to {found['to']}"
         if isinstance(found, dict)
         else str(found or "")
     )

@@ -31,6 +31,6 @@ def export(
 
     checkpoint, folder = checkpoint_of(source, "SOURCE"), Path(to).absolute()
     child_process.python(
-        "workbench.checkpoint.export_weights", [str(checkpoint), "--to", str(folder)], line
+        "workbench.engine.export_weights", [str(checkpoint), "--to", str(folder)], line
     )
     return {"source": str(checkpoint), **told}

@@ -9,12 +9,13 @@ import psutil
 from workbench.errors import Problem
 from workbench.machine.attached import Attached
 from workbench.plan.parameter_count import parameters
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import STORED, Plan
 
 GIB = 2**30
 
 
-def memory_problem(plan: Plan, found: Attached) -> Problem | None:
+def memory_problem(plan: ResolvedPlan, found: Attached) -> Problem | None:
     """Why a complete `plan` cannot even hold its model in what others leave free; None where it
     can.
 
@@ -25,7 +26,7 @@ def memory_problem(plan: Plan, found: Attached) -> Problem | None:
         need, free, where = (
             least * ranks,
             psutil.virtual_memory().available,
-            (f"of this machine, for {ranks} ranks"),
+            f"of this machine, for {ranks} ranks",
         )
     else:
         need, free, where = least, free_card_bytes(ranks), "of the fullest card"
@@ -41,7 +42,7 @@ def memory_problem(plan: Plan, found: Attached) -> Problem | None:
     )
 
 
-def least_bytes(plan: Plan) -> int:
+def least_bytes(plan: ResolvedPlan) -> int:
     """Bytes of weights, gradients and optimizer of the largest rank, from below: stages are taken
     as equal.
 
@@ -56,7 +57,7 @@ def least_bytes(plan: Plan) -> int:
     gradient /= shard if data.zero >= 2 else 1
     optimizer /= shard if data.zero else 1
     kept = {"none": weight + gradient + optimizer, "optimizer": weight, "parameters": 0.0}
-    each = kept["none" if plan.card.device == "cpu" else data.offload]
+    each = kept["none" if plan.gpu.device == "cpu" else data.offload]
     split = sizes["tensor"] * sizes["pipeline"] * plan.strategy.expert.size
     return int(parameters(plan.shape).total * each / split)
 

@@ -26,7 +26,7 @@ def missing(kernels: str, device: str) -> list[Problem]:
     needed = (
         f"the C++ compiler '{named}' that CXX names"
         if named
-        else ("a C++ compiler, g++ or one that CXX names")
+        else "a C++ compiler, g++ or one that CXX names"
     )
     needed = "Triton (`pip install workbench[kernels]`)" if device == "cuda" else needed
     return [

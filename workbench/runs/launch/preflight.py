@@ -15,6 +15,7 @@ from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import Attached, attached, is_another_model
 from workbench.plan import corpus_files
 from workbench.plan.parameter_count import parameters
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 from workbench.runs.launch.free_memory import bytes_each, memory_problem
@@ -42,20 +43,20 @@ def preflight(
     `force` leaves out what might still work: memory or disk that are short now. Whether the plan
     fits its cards is the planner's to say.
     """
-    full = plan.complete()
+    full = plan.resolve()
     found = attached()
-    asked = [*_cards(full, found), *missing(full.strategy.kernels, full.card.device)]
+    asked = [*_cards(full, found), *missing(full.strategy.kernels, full.gpu.device)]
     asked += [*_corpus(full), *_checkpoint(full), *_root(default_root(root)), *_port(port)]
     if not asked and not force:
         asked += [*_memory(full, found), *_disk(full, default_root(root))]
     return [*unsupported(full, "run", allow_code), *asked]
 
 
-def _cards(plan: Plan, found: Attached) -> list[Problem]:
+def _cards(plan: ResolvedPlan, found: Attached) -> list[Problem]:
     """The plan's cards against those attached: kind, machines, number, memory, model."""
-    card, ranks, nodes = plan.card, plan.world_size, plan.cluster.nodes or 1
+    card, ranks, nodes = plan.gpu, plan.world_size, plan.cluster.nodes or 1
     here = (
-        (f"here: {found.count} x {found.name}") if found.device == "cuda" else f"here: {found.name}"
+        f"here: {found.count} x {found.name}" if found.device == "cuda" else f"here: {found.name}"
     )
     legal = f"`cluster.gpu: local` with `cluster.gpus` from 1 to {found.count} runs on it"
     gib = found.memory_bytes / 2**30
@@ -63,22 +64,22 @@ def _cards(plan: Plan, found: Attached) -> list[Problem]:
         why = f" ({found.why_not_cuda})" if found.why_not_cuda else ""
         field, message = (
             "gpu",
-            (f"{ranks} x {card.name} needs {card.device} devices; {here}{why}; {legal}"),
+            f"{ranks} x {card.name} needs {card.device} devices; {here}{why}; {legal}",
         )
     elif nodes > 1:
         field, message = (
             "nodes",
-            (f"is {nodes}; runs start on one machine; `workbench export` makes a launch for each"),
+            f"is {nodes}; runs start on one machine; `workbench export` makes a launch for each",
         )
     elif ranks > found.count:
         field, message = (
             "gpus",
-            (f"is {ranks}, more than is attached ({here}, {found.count} ranks at most); {legal}"),
+            f"is {ranks}, more than is attached ({here}, {found.count} ranks at most); {legal}",
         )
     elif card.device == "cuda" and gib < SAME_MEMORY * card.memory_gib:
         field, message = (
             "gpu",
-            (f"{card.name} has {card.memory_gib:.1f} GiB, {found.name} {gib:.1f} GiB; {legal}"),
+            f"{card.name} has {card.memory_gib:.1f} GiB, {found.name} {gib:.1f} GiB; {legal}",
         )
     elif card.device == "cuda" and is_another_model(card, found.name):
         field, message = "gpu", f"is {card.name}, another model than is attached ({here}); {legal}"
@@ -109,7 +110,7 @@ def _corpus(plan: Plan) -> list[Problem]:
     ]
 
 
-def _checkpoint(plan: Plan) -> list[Problem]:
+def _checkpoint(plan: ResolvedPlan) -> list[Problem]:
     """Whether what the plan starts from is of the plan's model, and whole by its manifest and its
     files' sizes.
 
@@ -160,12 +161,12 @@ def _port(port: int | None) -> list[Problem]:
     return [problem] if problem else []
 
 
-def _memory(plan: Plan, found: Attached) -> list[Problem]:
+def _memory(plan: ResolvedPlan, found: Attached) -> list[Problem]:
     problem = memory_problem(plan, found)
     return [problem] if problem else []
 
 
-def _disk(plan: Plan, root: Path) -> list[Problem]:
+def _disk(plan: ResolvedPlan, root: Path) -> list[Problem]:
     """Free space against logs, and the checkpoints that stand at once (one is written before an old
     one goes).
     """

@@ -61,7 +61,7 @@ def _unusable(port: int) -> str:
             return (
                 "is in use"
                 if error.errno == errno.EADDRINUSE
-                else (f"cannot be used: {error.strerror}")
+                else f"cannot be used: {error.strerror}"
             )
     return ""
 

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from workbench.errors import PlanError, refuse
 from workbench.machine.attached import attached, host_memory
-from workbench.plan.catalog.catalog import local_constants
+from workbench.machine.gpu_catalog import local_constants
 from workbench.plan.parameter_count import parameters
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.profile import Profile
@@ -39,7 +40,7 @@ def rehearse(
     `PlanError` for a plan that is illegal or that this version cannot rehearse, `ChildError` if the
     rehearsal fails.
     """
-    full = plan.complete()
+    full = plan.resolve()
     require(full, "rehearse", allow_code)
 
     def line(text: str) -> None:
@@ -65,7 +66,7 @@ def verify(
     Raises `PlanError` for a plan that is illegal, that this version cannot run, or that is too
     large for the CPU ranks of this machine.
     """
-    full = plan.complete()
+    full = plan.resolve()
     require(full, "run", allow_code)
     _refuse_what_is_too_large(full)
     if found := missing(full.strategy.kernels, "cpu"):
@@ -103,14 +104,13 @@ def _written(plan: Plan, folder: str) -> str:
     return str(path)
 
 
-def _refuse_what_is_too_large(plan: Plan) -> None:
+def _refuse_what_is_too_large(plan: ResolvedPlan) -> None:
     """A proof forks every rank on this machine and holds whole copies of the model."""
     most = attached().cores * int(local_constants()["ranks_per_core"])
     if plan.world_size > most:
         raise refuse(
             "cluster.gpus",
-            f"is {plan.world_size}; a proof runs on CPU ranks, of which "
-            f"this machine starts "
+            f"is {plan.world_size}; a proof runs on CPU ranks, of which this machine starts "
             f"up to {most}; legal: 1 to {most}, with the same strategy",
         )
     if plan.code:  # how large it is only building it tells
@@ -120,8 +120,6 @@ def _refuse_what_is_too_large(plan: Plan) -> None:
     if need > have:
         raise refuse(
             "model",
-            f"a proof of {plan.shape.name} holds about {need / 2**30:.1f} GiB, "
-            f"this machine has "
-            f"{have / 2**30:.1f} GiB; legal: a smaller model with the same strategy, "
-            f"e.g. tiny",
+            f"a proof of {plan.shape.name} holds about {need / 2**30:.1f} GiB, this machine has "
+            f"{have / 2**30:.1f} GiB; legal: a smaller model with the same strategy, e.g. tiny",
         )

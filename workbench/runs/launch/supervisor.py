@@ -208,8 +208,8 @@ class Supervisor:
         if (refused := self.keeper.refused) is None or (refused.strerror or "") in cause.message:
             return cause
         message = (
-            f"the disk of {self.folder} refuses writes ({refused.strerror or refused}); last "
-            f"seen: {cause.message}"
+            f"the disk of {self.folder} refuses writes ({refused.strerror or refused}); "
+            f"last seen: {cause.message}"
         )
         return replace(cause, message=message, advice=advise(self.folder, message) or cause.advice)
 

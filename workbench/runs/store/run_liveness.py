@@ -22,8 +22,7 @@ from workbench.runs.store.run_state import Cause, State, stored_state
 from workbench.runs.store.telemetry_reader import history
 
 SILENCE_SECONDS = 60.0
-"""A heartbeat older than this means that the supervisor is gone, where its process cannot be
-asked.
+"""A heartbeat older than this means that the supervisor is gone, where its process cannot be asked.
 """
 START_SECONDS = 20.0
 """A supervisor that has not spoken this long after it was started never will."""

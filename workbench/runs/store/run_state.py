@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 import orjson
 import psutil
 
-from workbench.runs.store.field_checks import has, number, one_of, or_null, text, whole
 from workbench.runs.store.process_identity import pid_space, start_ticks
 from workbench.safe_io.files import known_file, unread
+from workbench.safe_io.json_field_checks import has, number, one_of, or_null, text, whole
 
 Phase = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]
 FINAL = ("finished", "failed", "stopped")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.runs.store.field_checks import (
+from workbench.safe_io.json_field_checks import (
     Check,
     flag,
     has,

@@ -1,4 +1,4 @@
-"""Plans in and out: from four words, from a file, with fields changed, and back to YAML."""
+"""Plans as plain data: read from YAML, changed by dotted path. Nothing here knows the schema."""
 
 from __future__ import annotations
 
@@ -7,82 +7,35 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from workbench.errors import refuse
+from workbench.machine import gpu_catalog
 from workbench.plan.catalog import catalog
 from workbench.plan.model_shape import Shape
-from workbench.plan.schema import Plan
-from workbench.plan.validation_messages import plan_error
 from workbench.safe_io import yaml_files
 from workbench.safe_io.files import read_some, unread
-from workbench.safe_io.untrusted_text import shown
-
-
-def plan_of(model: str, *, gpu: str, gpus: int, strategy: str, changes: Mapping[str, Any]) -> Plan:
-    """A plan from the four choices a person makes, with `changes` by dotted path; completed once to
-    prove it legal.
-    """
-    written = {
-        "model": model,
-        "cluster": {"gpu": gpu, "gpus": gpus},
-        "strategy": {"preset": strategy},
-    }
-    plan = build(changed(written, changes))
-    plan.complete()
-    return plan
-
+from workbench.untrusted_text import shown
 
 MOST_BYTES = 16 * 2**20
-"""Of a plan file: no plan is near it."""
+"""Bytes of the largest plan file that is read."""
 
 
-def load(path: str | Path) -> Plan:
-    """The plan in the YAML file `path`. Raises `PlanError` if it cannot be read or says something
-    illegal.
-    """
+def load_data(path: str | Path) -> dict[str, Any]:
+    """The mapping in the YAML file `path`. Raises `PlanError` if it cannot be read or is none."""
     path = Path(path)
     try:
         text = read_some(path, MOST_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(str(path), f"cannot be read: {unread(error)}") from None
-    return parse(text, where=str(path))
+    return parse_data(text, where=str(path))
 
 
-def parse(text: str, where: str = "plan") -> Plan:
-    """The plan that YAML `text` says; `where` names it in errors."""
+def parse_data(text: str, where: str = "plan") -> dict[str, Any]:
+    """The mapping that YAML `text` says; `where` names it in errors."""
     written = yaml_files.parse(text, where=where)
     if not isinstance(written, dict):
         this = "the file is empty" if written is None else f"this is {shown(written)}"
         raise refuse(where, f"a plan is a mapping with `model:` and `cluster:`; {this}")
-    return build(written)
-
-
-def build(written: Mapping[str, Any]) -> Plan:
-    """A plan from plain data. Raises `PlanError` naming each wrong field, its value and what is
-    legal.
-    """
-    try:
-        return Plan.model_validate(dict(written))
-    except ValidationError as error:
-        raise plan_error(error, written, Plan) from None
-
-
-def replace(plan: Plan, changes: Mapping[str, Any]) -> Plan:
-    """`plan` with fields changed by dotted path; a path below a catalog name first writes that
-    entry out.
-    """
-    return build(changed(plain(plan), changes))
-
-
-def plain(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data: only what was written."""
-    return plan.model_dump(exclude_unset=True)
-
-
-def to_yaml(plan: Plan) -> str:
-    """The plan as YAML, only what was written; `parse` gives an equal plan back."""
-    return yaml_files.dump(plain(plan))
+    return written
 
 
 def assignments(items: list[str]) -> dict[str, Any]:
@@ -134,10 +87,10 @@ def _written_out(field: str, name: str, path: str) -> dict[str, Any]:
         return {"source": name}
     if field == "model" and name in catalog.models():
         return _underived(catalog.models()[name].shape)
-    if field == "cluster.gpu" and name in catalog.gpus():
-        return catalog.gpus()[name].card.model_dump(exclude_unset=True)
-    if field == "cluster.fabric" and name in catalog.clusters():
-        return catalog.clusters()[name].model_dump(exclude_unset=True)
+    if field == "cluster.gpu" and name in gpu_catalog.gpus():
+        return gpu_catalog.gpus()[name].card.model_dump(exclude_unset=True)
+    if field == "cluster.fabric" and name in gpu_catalog.clusters():
+        return gpu_catalog.clusters()[name].model_dump(exclude_unset=True)
     raise refuse(path, f"{field} is '{name}', which has no fields to change")
 
 

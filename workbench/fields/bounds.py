@@ -98,8 +98,7 @@ Factor = Annotated[
 Gibibytes = Annotated[float, Field(gt=0, ge=2**-20), Most(2**20, "1 PiB")]
 Mebibytes = Annotated[float, Field(gt=0, ge=2**-20), Most(2**20, "1 TiB")]
 RATE = Field(gt=0, ge=1e-6)
-"""Of a machine: at a slower one the seconds of a step leave a float's range. 1 kB/s, and 1
-MFLOP/s.
+"""Of a machine: at a slower one the seconds of a step leave a float's range. 1 kB/s, and 1 MFLOP/s.
 """
 GigabytesPerSecond = Annotated[
     float, RATE, Most(10**9, "ten times the fastest on-chip memory published")

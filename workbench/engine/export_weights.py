@@ -1,5 +1,5 @@
-"""`python -m workbench.checkpoint.export_weights CHECKPOINT --to FOLDER`: its parameters under
-Hugging Face's names.
+"""`python -m workbench.engine.export_weights CHECKPOINT --to FOLDER`: its parameters under Hugging
+Face's names.
 
 Tensors are read and written one at a time. Prints a line of JSON as it goes on, and the answer as
 the last one.
@@ -80,8 +80,8 @@ def export(
     except OSError as error:
         raise refuse(
             "--to",
-            f"'{to}' cannot be written: {error.strerror or error}; free space "
-            f"there, or take another "
+            f"'{to}' cannot be written: {error.strerror or error}; free space there, or take "
+            f"another "
             "folder",
         ) from None
     finally:
@@ -181,7 +181,7 @@ def _grouped(entries: list[Entry], most: int) -> Iterator[list[Entry]]:
 
 def main() -> int:
     """Export; 2 with one line on stderr where it is refused."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.checkpoint.export_weights")
+    parser = argparse.ArgumentParser(prog="python -m workbench.engine.export_weights")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--to", type=Path, required=True)
     arguments = parser.parse_args()

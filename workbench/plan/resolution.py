@@ -8,17 +8,29 @@ import math
 import os
 from typing import Any
 
+from workbench import errors
 from workbench.errors import PlanError, refuse
-from workbench.machine import calibration_file
+from workbench.machine import calibration_file, gpu_catalog
 from workbench.machine.attached import attached, local_cluster
+from workbench.machine.hardware import GPU, Fabric
 from workbench.plan import corpus_files, python_model_file
 from workbench.plan.catalog import catalog, huggingface_config
 from workbench.plan.custom_schedule import digest
 from workbench.plan.model_shape import Shape
-from workbench.plan.plan_files import build, plain
 from workbench.plan.preset_sizes import resolve_sizes, splits_nothing
-from workbench.plan.rules import check, legal_sizes, python_model_rules
-from workbench.plan.schema import STORED, Card, Cluster, Fabric, Plan, PythonModel, Strategy
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules import calibration_rules, check, legal_sizes, python_model_rules
+from workbench.plan.schema import (
+    STORED,
+    Cluster,
+    Plan,
+    Precision,
+    PythonModel,
+    Strategy,
+    axis_sizes,
+    build_plan,
+    written_fields,
+)
 from workbench.plan.stage_partition import partition
 
 LEAST_BATCH = 8
@@ -28,14 +40,14 @@ under a fifth.
 """
 
 
-def complete(plan: Plan) -> Plan:
+def resolve(plan: Plan) -> ResolvedPlan:
     """`plan` with every default filled and every name looked up. Raises `PlanError` naming all that
     is illegal.
     """
     shape = None if plan.code else model_shape(plan.model)
-    card, fabric = _hardware(plan.cluster)
-    cluster = _cluster(plan.cluster, card, fabric)
-    written = plain(plan)
+    gpu, fabric = _hardware(plan.cluster)
+    cluster = _cluster(plan.cluster, gpu, fabric)
+    written = written_fields(plan)
     sequence = written.get("training", {}).get(
         "sequence_length", min(2048, shape.max_positions if shape else 2048)
     )
@@ -53,8 +65,8 @@ def complete(plan: Plan) -> Plan:
         {"sequence_length": sequence, **written.get("training", {})}, strategy, cluster["gpus"]
     )
     model = plan.code or shape
-    assert isinstance(model, PythonModel | Shape)
-    filled = build(
+    assert model is not None
+    filled = build_plan(
         {
             **written,
             "model": model.model_dump(),
@@ -63,34 +75,33 @@ def complete(plan: Plan) -> Plan:
             "strategy": strategy,
         }
     )
-    result = _settled(filled)
+    result = _decided(filled, shape, gpu)
     problems = [
         *check.problems(result),
-        *calibration_file.problems(result, local=plan.cluster.gpu == "local"),
+        *calibration_rules.calibration_problems(result, local=plan.cluster.gpu == "local"),
     ]
     if problems:
         raise PlanError(problems)
     return result
 
 
-def resolved(plan: Plan) -> Plan:
-    """`complete()`, paths made absolute, and what they hold (corpus, calibration, drawn schedule)
+def pin(plan: Plan) -> ResolvedPlan:
+    """`resolve`, with paths made absolute, and what they hold (corpus, calibration, custom schedule)
     named by its hash, so that the plan runs from any folder.
 
     Raises `PlanError` if one of them is missing or is no longer the one that the plan was resolved
     with.
     """
-    full = complete(plan)
+    full = resolve(plan)
     source, load, measured = full.corpus.source, full.checkpoint.load, full.cluster.calibration
     found = corpus_files.digest(source)
     if full.corpus.sha256 not in (None, found):
         raise refuse(
             "corpus.sha256",
-            f"the plan was resolved with text {full.corpus.sha256}, "
-            f"'{source}' "
+            f"the plan was resolved with text {full.corpus.sha256}, '{source}' "
             f"now holds {found}; remove the field to train on what is there",
         )
-    changes = {
+    changes: dict[str, Any] = {
         "corpus.sha256": found,
         "corpus.source": source if source == "stdlib" else _absolute(source),
     }
@@ -102,7 +113,8 @@ def resolved(plan: Plan) -> Plan:
         changes |= {"strategy.pipeline.schedule": _absolute(table)}
         changes |= {"strategy.pipeline.schedule_sha256": digest(table)}
     pinned = {"model.sha256": python_model_file.pinned(full.code).sha256} if full.code else {}
-    return full.replace(**changes, **pinned, **{"checkpoint.load": load and _absolute(load)})
+    changes |= {"checkpoint.load": load and _absolute(load)}
+    return full.with_fields(**changes, **pinned)
 
 
 def _absolute(path: str) -> str:
@@ -118,15 +130,14 @@ def model_shape(model: str | Shape | PythonModel) -> Shape:
     if isinstance(model, PythonModel):
         raise refuse(
             "model.python",
-            f"'{model.python}' is code, so its shape is not known; "
-            f"legal: a catalog name, a "
+            f"'{model.python}' is code, so its shape is not known; legal: a catalog name, a "
             "shape, a config.json",
         )
     if model in catalog.models():
         return catalog.models()[model].shape
     if model.endswith(".json") or os.path.isdir(model):
         return huggingface_config.read(model)
-    raise catalog.unknown("model", model, catalog.models())
+    raise errors.unknown_name("model", model, catalog.models())
 
 
 def with_preset(strategy: Strategy) -> dict[str, Any]:
@@ -137,7 +148,7 @@ def with_preset(strategy: Strategy) -> dict[str, Any]:
     if strategy.preset is None:
         return written
     if strategy.preset not in catalog.strategies():
-        raise catalog.unknown("strategy.preset", strategy.preset, catalog.strategies())
+        raise errors.unknown_name("strategy.preset", strategy.preset, catalog.strategies())
     return _merged(catalog.strategies()[strategy.preset].strategy, written)
 
 
@@ -149,31 +160,31 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _hardware(cluster: Cluster) -> tuple[Card, Fabric]:
+def _hardware(cluster: Cluster) -> tuple[GPU, Fabric]:
     if cluster.gpu == "local":
         card, fabric = local_cluster(attached(), cluster.gpus)
-    elif isinstance(cluster.gpu, Card):
+    elif isinstance(cluster.gpu, GPU):
         card, fabric = cluster.gpu, _usual_fabric(cluster.gpu)
-    elif cluster.gpu in catalog.gpus():
-        entry = catalog.gpus()[cluster.gpu]
-        card, fabric = entry.card, catalog.clusters()[entry.fabric]
+    elif cluster.gpu in gpu_catalog.gpus():
+        entry = gpu_catalog.gpus()[cluster.gpu]
+        card, fabric = entry.card, gpu_catalog.clusters()[entry.fabric]
     else:
-        raise catalog.unknown("cluster.gpu", cluster.gpu, ["local", *catalog.gpus()])
+        raise errors.unknown_name("cluster.gpu", cluster.gpu, ["local", *gpu_catalog.gpus()])
     if isinstance(cluster.fabric, Fabric):
         return card, cluster.fabric
     if cluster.fabric is not None:
-        if cluster.fabric not in catalog.clusters():
-            raise catalog.unknown("cluster.fabric", cluster.fabric, catalog.clusters())
-        fabric = catalog.clusters()[cluster.fabric]
+        if cluster.fabric not in gpu_catalog.clusters():
+            raise errors.unknown_name("cluster.fabric", cluster.fabric, gpu_catalog.clusters())
+        fabric = gpu_catalog.clusters()[cluster.fabric]
     return card, fabric
 
 
-def _usual_fabric(card: Card) -> Fabric:
-    entry = catalog.gpus().get(card.name)
-    return catalog.clusters()[entry.fabric if entry else catalog.default_fabric()]
+def _usual_fabric(card: GPU) -> Fabric:
+    entry = gpu_catalog.gpus().get(card.name)
+    return gpu_catalog.clusters()[entry.fabric if entry else gpu_catalog.default_fabric()]
 
 
-def _cluster(cluster: Cluster, card: Card, fabric: Fabric) -> dict[str, Any]:
+def _cluster(cluster: Cluster, card: GPU, fabric: Fabric) -> dict[str, Any]:
     """The cluster as plain data, nodes and cards a node filled in from each other."""
     gpus, nodes, per_node = cluster.gpus, cluster.nodes, cluster.gpus_per_node
     if per_node is None:
@@ -211,40 +222,43 @@ def _training(written: dict[str, Any], strategy: dict[str, Any], gpus: int) -> d
     return result
 
 
-def _settled(plan: Plan) -> Plan:
-    """`plan` with `auto` values decided and every field written out."""
-    data = plan.model_dump()
+def _decided(plan: Plan, shape: Shape | None, gpu: GPU) -> ResolvedPlan:
+    """`plan` with `auto` values decided and every field written out; `shape` is None for code."""
+    data, asked = plan.model_dump(), plan.strategy
     strategy, pipeline = data["strategy"], data["strategy"]["pipeline"]
-    strategy["precision"] = _precision(plan)
+    strategy["precision"] = _precision(asked.precision, gpu)
     strategy["gradient_dtype"] = _gradient_dtype(plan, strategy["precision"])
-    stages = plan.strategy.pipeline.size * plan.strategy.pipeline.chunks
-    pipeline["partition"] = (
-        [1]
-        if plan.code
-        else partition(
-            plan.shape,
-            pipeline["partition"],
-            stages,
-            plan.training.sequence_length,
-            pipeline["replicas"],
-        )
-    )
-    if not plan.name:
-        model, preset = plan.model_name.rpartition(":")[2], strategy["preset"] or "custom"
-        kernels = "" if plan.strategy.kernels == "eager" else f", {plan.strategy.kernels}"
-        data["name"] = f"{model} on {plan.world_size} {plan.card.name}, {preset}{kernels}"
-    return build(data)
+    stages = asked.pipeline.size * asked.pipeline.chunks
+    length = plan.task.sequence_length
+    rule = pipeline["partition"]
+    found = partition(shape, rule, stages, length, pipeline["replicas"]) if shape else [1]
+    pipeline["partition"] = found if isinstance(found, list) else []
+    data["name"] = plan.name or _name(plan, shape, gpu)
+    full = ResolvedPlan.model_validate(data)
+    return full if isinstance(found, list) else _unpartitioned(full, rule)
 
 
-def _precision(plan: Plan) -> str:
-    """`auto`: bf16 where the card has it, else fp16; fp32 on CPU ranks, which emulate 16-bit
-    arithmetic.
-    """
-    if plan.strategy.precision != "auto":
-        return plan.strategy.precision
-    if plan.card.device == "cpu":
+def _unpartitioned(plan: ResolvedPlan, rule: str) -> ResolvedPlan:
+    """`plan` with the rule that no layers can follow, so that the check of it names that rule."""
+    pipeline = plan.strategy.pipeline.model_copy(update={"partition": rule})
+    strategy = plan.strategy.model_copy(update={"pipeline": pipeline})
+    return plan.model_copy(update={"strategy": strategy})
+
+
+def _name(plan: Plan, shape: Shape | None, gpu: GPU) -> str:
+    model = shape.name if shape else str(plan.code and plan.code.python).rpartition(":")[2]
+    asked = plan.strategy
+    kernels = "" if asked.kernels == "eager" else f", {asked.kernels}"
+    return f"{model} on {plan.world_size} {gpu.name}, {asked.preset or 'custom'}{kernels}"
+
+
+def _precision(asked: Precision, gpu: GPU) -> str:
+    """`auto`: bf16 where the GPU has it, else fp16; fp32 on CPU ranks, which emulate 16 bits."""
+    if asked != "auto":
+        return asked
+    if gpu.device == "cpu":
         return "fp32"
-    return next((dtype for dtype in ("bf16", "fp16") if dtype in plan.card.tflops), "fp32")
+    return next((dtype for dtype in ("bf16", "fp16") if dtype in gpu.tflops), "fp32")
 
 
 def _gradient_dtype(plan: Plan, precision: str) -> str:
@@ -252,8 +266,14 @@ def _gradient_dtype(plan: Plan, precision: str) -> str:
     and under ZeRO.
     """
     parameters = STORED.get(precision, precision)
-    wanted = plan.strategy.gradient_dtype
+    asked, task = plan.strategy, plan.task
+    wanted = asked.gradient_dtype
     if wanted == "auto":
-        adds_up = plan.num_microbatches > 1 or plan.strategy.pipeline.size > 1
-        wanted = "fp32" if adds_up and plan.strategy.data.zero == 0 else "parameters"
+        replicas = axis_sizes(asked, plan.world_size)["data"]
+        microbatches = task.global_batch // (task.micro_batch * replicas)
+        adds_up = microbatches > 1 or asked.pipeline.size > 1
+        wanted = "fp32" if adds_up and asked.data.zero == 0 else "parameters"
     return parameters if wanted == "parameters" else wanted
+
+
+Plan.resolver, Plan.pinner = staticmethod(resolve), staticmethod(pin)

@@ -1,4 +1,4 @@
-"""The floors of the house: who may import whom, and what the light rooms may never load."""
+"""The architecture: which package may import which, and what some of them may never load."""
 
 import ast
 import subprocess
@@ -8,14 +8,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "workbench"
-FLOORS = [
-    "schedules",
-    "plan",
+LAYERS = [
+    "units",
+    "untrusted_text",
+    "errors",
+    "safe_io",
+    "data_files",
+    "fields",
     "vocabulary",
     "profile",
+    "schedules",
+    "machine",
+    "plan",
+    "interop",
+    "costmodel",
     "planner",
-    "runs",
     "models",
+    "checkpoint",
+    "runs",
     "kernels",
     "parallel",
     "engine",
@@ -23,16 +33,27 @@ FLOORS = [
     "lab",
     "top",
 ]
-"""Rooms, lowest first; what lies outside them (the verbs and the command line) is the top."""
+"""Packages, lowest first; what lies outside them (the verbs and the command line) is the top."""
 
+PYDANTIC = {"pydantic", "pydantic_core"}
 OUTSIDE = {
-    "schedules": set(),
-    "plan": {"pydantic", "yaml", "pynvml", "pydantic_core", "tree_sitter", "tree_sitter_bash"},
+    "units": set(),
+    "untrusted_text": set(),
+    "errors": set(),
+    "safe_io": {"yaml"},
+    "data_files": set(),
+    "fields": PYDANTIC,
     "vocabulary": set(),
     "profile": {"pandas"},
+    "schedules": set(),
+    "machine": {"pynvml", *PYDANTIC},
+    "plan": PYDANTIC,
+    "interop": {"yaml", "tree_sitter", "tree_sitter_bash", *PYDANTIC},
+    "costmodel": {"numpy", "scipy", "pandas"},
     "planner": {"numpy", "scipy", "pandas"},
-    "runs": {"psutil", "orjson", "pynvml", "pandas"},
     "models": {"torch"},
+    "checkpoint": {"torch", "safetensors", "numpy"},
+    "runs": {"psutil", "orjson", "pynvml", "pandas"},
     "kernels": {"torch", "triton"},
     "parallel": {"torch"},
     "engine": {"torch", "accelerate", "safetensors", "tokenizers", "numpy"},
@@ -49,10 +70,11 @@ OUTSIDE = {
     },
     "top": {"typer", "rich", "pandas", "accelerate", "psutil"},
 }
-"""Packages outside the standard library that a room may import."""
+"""Packages outside the standard library that each may import."""
 
-LIGHT = ("schedules", "plan", "vocabulary", "profile", "planner", "runs", "lab", "top")
-"""Rooms in which a slider moves or a kernel lives: no torch, ever."""
+TORCH_FREE = tuple(name for name in LAYERS if "torch" not in OUTSIDE[name])
+"""Packages that never load torch: a slider answers in milliseconds, a kernel holds no CUDA context.
+"""
 
 PRIVATE = (
     "torch._subclasses",
@@ -62,9 +84,9 @@ PRIVATE = (
 )
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     first = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    return first if first in FLOORS else "top"
+    return first if first in LAYERS else "top"
 
 
 def imports(path: Path) -> set[str]:
@@ -81,8 +103,8 @@ FILES = sorted(path for path in ROOT.rglob("*.py") if "_assets" not in path.part
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_room_imports_only_from_floors_below(path: Path) -> None:
-    room = room_of(path)
+def test_a_package_imports_only_from_layers_below(path: Path) -> None:
+    package = package_of(path)
     for name in imports(path):
         parts = name.split(".")
         if parts[0] == "workbench" and len(parts) > 1:
@@ -90,11 +112,11 @@ def test_a_room_imports_only_from_floors_below(path: Path) -> None:
             outside = (
                 home.is_dir() or home.with_suffix(".py").exists()
             )  # else a name such as `workbench.Plan`
-            other = parts[1] if parts[1] in FLOORS else "top" if outside else None
+            other = parts[1] if parts[1] in LAYERS else "top" if outside else None
             if other is not None:
-                assert FLOORS.index(other) <= FLOORS.index(room), f"{room} imports {name}"
+                assert LAYERS.index(other) <= LAYERS.index(package), f"{package} imports {name}"
         elif parts[0] not in sys.stdlib_module_names and parts[0] != "workbench":
-            assert parts[0] in OUTSIDE[room], f"{room} imports {name}"
+            assert parts[0] in OUTSIDE[package], f"{package} imports {name}"
 
 
 def test_private_torch_is_imported_in_one_file_each() -> None:
@@ -105,9 +127,9 @@ def test_private_torch_is_imported_in_one_file_each() -> None:
         assert len(users) <= 1, f"{private} is imported by {users}"
 
 
-@pytest.mark.parametrize("room", LIGHT)
-def test_light_rooms_load_no_torch(room: str) -> None:
-    module = "workbench.cli" if room == "top" else f"workbench.{room}"
+@pytest.mark.parametrize("package", TORCH_FREE)
+def test_torch_free_packages_load_no_torch(package: str) -> None:
+    module = "workbench.cli" if package == "top" else f"workbench.{package}"
     code = f"import sys, {module}, workbench; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 

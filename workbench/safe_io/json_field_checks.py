@@ -10,8 +10,7 @@ from typing import Any
 Check = Callable[[Any], bool]
 
 LARGEST = 2**53
-"""Whole numbers of a record are below this: a chart and a frame hold them as float64 without
-loss.
+"""Whole numbers of a record are below this: a chart and a frame hold them as float64 without loss.
 """
 
 

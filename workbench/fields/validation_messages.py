@@ -15,9 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from workbench.errors import MOST_FIELD, PlanError, Problem
-from workbench.plan.field_bounds import bounds
-from workbench.plan.model_shape import Shape
-from workbench.safe_io.untrusted_text import shown
+from workbench.fields.bounds import bounds
+from workbench.untrusted_text import shown
 
 _SAYS = {
     "int_type": "an integer",
@@ -32,14 +31,6 @@ _SAYS = {
     "finite_number": "a finite number",
     "invalid_key": "text, as every key is",
 }
-
-
-def shape_from(written: Any) -> Shape:
-    """The shape that `written`, plain data, says. Raises `PlanError` naming its field."""
-    try:
-        return Shape.model_validate(written)
-    except ValidationError as error:
-        raise plan_error(error, written if isinstance(written, dict) else {}, Shape) from None
 
 
 def plan_error(

@@ -1,0 +1,72 @@
+"""What a GPU and the network between nodes are to a plan: physical constants, with units and
+source.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from workbench.fields.bounds import (
+    Gibibytes,
+    GigabytesPerSecond,
+    Microseconds,
+    Price,
+    Ranks,
+    Teraflops,
+    Watts,
+)
+from workbench.fields.frozen import Frozen
+
+
+class GPU(Frozen):
+    """One accelerator: physical constants with their source in data/gpus.yaml."""
+
+    name: str = Field(description="Catalog name.")
+    title: str = Field("", description="Name in full.")
+    device: Literal["cuda", "npu", "cpu"] = Field("cuda", description="torch device type.")
+    architecture: str = Field(
+        "", description="Generation of its matrix units, as data/planner.yaml names them."
+    )
+    memory_gib: Gibibytes = Field(description="Usable device memory, GiB.")
+    bandwidth_gbs: GigabytesPerSecond = Field(description="Memory bandwidth, GB/s.")
+    tflops: dict[str, Teraflops] = Field(
+        description="Dense peak by dtype (fp32, tf32, fp16, bf16, fp8), TFLOP/s."
+    )
+    link_gbs: GigabytesPerSecond = Field(
+        description="Bandwidth to peers in the node, one direction, GB/s."
+    )
+    pcie_gbs: GigabytesPerSecond = Field(description="Bandwidth to the host, one direction, GB/s.")
+    watts: Watts | None = Field(None, description="Board power, W.")
+    price_per_hour: Price | None = Field(
+        None, description="On-demand price of one card, USD an hour."
+    )
+    price_source: str = Field("", description="Whose price it is, and when it was read.")
+    source: str = Field("", description="Where the figures come from.")
+
+
+class Fabric(Frozen):
+    """The network between nodes, and how many cards share a node."""
+
+    name: str = Field(description="Catalog name.")
+    gpus_per_node: Ranks = Field(description="Cards in a node.")
+    nic_gbs: GigabytesPerSecond = Field(
+        description="Network bandwidth of one node, one direction, GB/s."
+    )
+    link_latency_us: Microseconds = Field(
+        description="Latency of a hop inside the node, microseconds."
+    )
+    nic_latency_us: Microseconds = Field(
+        description="Latency of a hop between nodes, microseconds."
+    )
+    rack_nodes: Ranks | None = Field(
+        None, description="Nodes of a rack or pod; null: one network joins all."
+    )
+    rack_gbs: GigabytesPerSecond | None = Field(
+        None, description="Bandwidth of a node out of its rack, GB/s; null: nic_gbs."
+    )
+    rack_latency_us: Microseconds | None = Field(
+        None, description="Latency of a hop between racks, microseconds."
+    )
+    source: str = Field("", description="Where the figures come from.")

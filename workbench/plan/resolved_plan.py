@@ -1,0 +1,116 @@
+"""A plan with nothing left open: every default filled, every name looked up, every size decided."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+from workbench.errors import refuse
+from workbench.machine.hardware import GPU, Fabric
+from workbench.plan.model_shape import Shape
+from workbench.plan.plan_data import changed
+from workbench.plan.schema.cluster import Cluster
+from workbench.plan.schema.python_model import PythonModel
+from workbench.plan.schema.strategy import Pipeline, Strategy, axis_sizes
+from workbench.plan.schema.written_plan import Plan
+
+
+class ResolvedCluster(Cluster):
+    """GPUs and wiring, looked up."""
+
+    gpu: GPU
+    nodes: int
+    gpus_per_node: int
+    fabric: Fabric
+
+
+class ResolvedPipeline(Pipeline):
+    """Pipeline parallelism with the layers of each stage counted."""
+
+    partition: list[int]
+
+
+class ResolvedStrategy(Strategy):
+    """The split with sizes and dtypes decided."""
+
+    pipeline: ResolvedPipeline
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+    gradient_dtype: Literal["fp32", "bf16", "fp16"]
+
+
+class ResolvedPlan(Plan):
+    """One experiment, as every instrument takes it; made by `Plan.resolve` alone."""
+
+    model: Shape | PythonModel
+    cluster: ResolvedCluster
+    strategy: ResolvedStrategy
+
+    def resolve(self) -> ResolvedPlan:
+        """Itself; where it names files by sha256, they are held to it again (`PlanError`)."""
+        return Plan.resolver(self) if self.is_pinned else self
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether something that the plan points to is named by sha256."""
+        named = (
+            self.corpus.sha256,
+            self.cluster.calibration_sha256,
+            self.strategy.pipeline.schedule_sha256,
+            self.code and self.code.sha256,
+        )
+        return any(named)
+
+    def with_fields(self, /, **changes: Any) -> ResolvedPlan:
+        """This plan with fields changed by dotted path, and nothing else decided again.
+
+        `replace(...).resolve()` instead decides every default anew and checks legality.
+        """
+        return ResolvedPlan.model_validate(changed(self.model_dump(), changes))
+
+    @property
+    def shape(self) -> Shape:
+        """The model's shape. Raises `PlanError` where the model is code, which has none."""
+        if isinstance(self.model, PythonModel):
+            raise refuse(
+                "model.python",
+                f"'{self.model.python}' is code, so its shape is not known, and what follows from "
+                "it (estimates, search, presets that split layers); legal: rehearse, verify and "
+                "run, or a catalog name, a shape, a config.json",
+            )
+        return self.model
+
+    @property
+    def vocab(self) -> int:
+        """Vocabulary entries of the model."""
+        return self.code.vocab if self.code else self.shape.vocab
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called."""
+        return self.code.python if self.code else self.shape.name
+
+    @property
+    def gpu(self) -> GPU:
+        """The GPU that every rank has."""
+        return self.cluster.gpu
+
+    @property
+    def card(self) -> GPU:
+        """`gpu` by its former name."""
+        warnings.warn("Plan.card is now ResolvedPlan.gpu", DeprecationWarning, stacklevel=2)
+        return self.gpu
+
+    @property
+    def fabric(self) -> Fabric:
+        """The network between nodes."""
+        return self.cluster.fabric
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis, in `AXES` order."""
+        return axis_sizes(self.strategy, self.world_size)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches a data-parallel rank takes in a step."""
+        return self.task.global_batch // (self.task.micro_batch * self.sizes["data"])

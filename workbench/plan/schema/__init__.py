@@ -1,0 +1,50 @@
+"""The plan file's schema: one file a group of sections. What reads a plan imports names from here."""
+
+from workbench.plan.schema.cluster import Cluster
+from workbench.plan.schema.python_model import PythonModel
+from workbench.plan.schema.run_settings import Checkpoint, Corpus, Telemetry
+from workbench.plan.schema.strategy import (
+    AXES,
+    STORED,
+    Axis,
+    Context,
+    Data,
+    Expert,
+    GradientDtype,
+    Pipeline,
+    Precision,
+    Strategy,
+    Tensor,
+    axis_sizes,
+)
+from workbench.plan.schema.tasks import Evaluation, Lora, Optimizer, Task, Training
+from workbench.plan.schema.written_plan import Plan, build_plan, parse_plan, written_fields
+
+__all__ = [
+    "AXES",
+    "STORED",
+    "Axis",
+    "Checkpoint",
+    "Cluster",
+    "Context",
+    "Corpus",
+    "Data",
+    "Evaluation",
+    "Expert",
+    "GradientDtype",
+    "Lora",
+    "Optimizer",
+    "Pipeline",
+    "Plan",
+    "Precision",
+    "PythonModel",
+    "Strategy",
+    "Task",
+    "Telemetry",
+    "Tensor",
+    "Training",
+    "axis_sizes",
+    "build_plan",
+    "parse_plan",
+    "written_fields",
+]

@@ -1,0 +1,160 @@
+"""How the work is split over ranks: one section an axis."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from workbench.fields.bounds import InFlight, LayerIndex, Layers, Mebibytes, Ranks
+from workbench.fields.frozen import Frozen
+
+Axis = Literal["tensor", "context", "data", "pipeline"]
+AXES: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
+STORED = {"tf32": "fp32", "fp8": "bf16"}
+"""Precision of GEMMs -> dtype of parameters, activations and gradients, where they differ."""
+GradientDtype = Literal["fp32", "bf16", "fp16", "parameters", "auto"]
+
+
+class Data(Frozen):
+    """Data parallelism; its size is what the other axes leave over (Rajbhandari et al. 2020 for
+    ZeRO).
+    """
+
+    zero: Literal[0, 1, 2, 3] = Field(
+        0, description="ZeRO stage: 1 shards optimizer, 2 gradients, 3 parameters."
+    )
+    shard: Ranks | Literal["all"] = Field(
+        "all", description="Ranks a shard group spans; rest replicate."
+    )
+    offload: Literal["none", "optimizer", "parameters"] = Field(
+        "none", description="What lives in host memory."
+    )
+    reduce: Literal["step", "microbatch"] = Field("step", description="When gradients are reduced.")
+    keep_gathered: bool = Field(
+        False, description="ZeRO-3 keeps gathered parameters between forward and backward."
+    )
+    bucket_mib: Mebibytes = Field(25.0, description="Gradient bucket, MiB.")
+    overlap: bool = Field(
+        True, description="Hide reduction and gathering behind compute; false: estimated only."
+    )
+    in_flight: InFlight = Field(
+        2,
+        description="ZeRO-3 units gathered, and ZeRO-2 or 3 buckets reduced, at once, the one in "
+        "use included.",
+    )
+
+
+class Tensor(Frozen):
+    """Tensor parallelism (Shoeybi et al. 2019; 2-D, 2.5-D, 3-D: Colossal-AI)."""
+
+    size: Ranks | Annotated[list[Ranks], Field(min_length=1)] = Field(
+        1, description="Ranks, or the grid [q,q], [q,q,d], [l,l,l]."
+    )
+    algorithm: Literal["1d", "2d", "2.5d", "3d"] = Field(
+        "1d", description="How matrix products are split."
+    )
+    sequence: bool = Field(
+        False, description="Split norms and residuals over the sequence (2205.05198)."
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole tensor axis."""
+        return self.size if isinstance(self.size, int) else math.prod(self.size)
+
+
+class Pipeline(Frozen):
+    """Pipeline parallelism (GPipe 2019, DAPPLE 2021, 2104.04473)."""
+
+    size: Ranks = Field(1, description="Pipeline ranks.")
+    schedule: str = Field(
+        "1f1b",
+        description="gpipe | 1f1b | interleaved | zb-h1 | zb-h2 | zb-v | dualpipe-v | a CSV.",
+    )
+    schedule_sha256: str | None = Field(
+        None, description="Hash of the CSV; filled when a plan is resolved."
+    )
+    chunks: Layers = Field(1, description="Model chunks a rank.")
+    partition: Literal["balanced", "uniform"] | list[Layers] = Field(
+        "balanced", description="Layers a stage: balanced by cost, uniform, or a list."
+    )
+    replicas: list[Ranks] | None = Field(
+        None,
+        description="Replicas of each stage (DAPPLE), in all gpus / (tensor x context); estimated "
+        "only.",
+    )
+
+
+class Context(Frozen):
+    """Context parallelism: the sequence split inside attention too."""
+
+    size: Ranks = Field(1, description="Ranks.")
+    algorithm: Literal["ring", "ulysses"] = Field(
+        "ring", description="Ring attention or all-to-all over heads."
+    )
+
+
+class Expert(Frozen):
+    """Expert parallelism; divides data x context and multiplies nothing."""
+
+    size: Ranks = Field(1, description="Ranks over which experts are spread.")
+
+
+class Strategy(Frozen):
+    """How the work is split. A preset supplies it; what is written beside the preset overrides
+    it.
+    """
+
+    preset: str | None = Field(None, description="Name from strategies.yaml.")
+    data: Data = Field(default_factory=Data, description="Data parallelism and ZeRO.")
+    tensor: Tensor = Field(default_factory=Tensor, description="Tensor parallelism.")
+    pipeline: Pipeline = Field(default_factory=Pipeline, description="Pipeline parallelism.")
+    context: Context = Field(default_factory=Context, description="Context parallelism.")
+    expert: Expert = Field(default_factory=Expert, description="Expert parallelism.")
+    operators: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Module pattern -> pieces over the tensor ranks, ((4,1),(1,1)); what none "
+        "names is repeated.",
+    )
+    placement: list[Axis] = Field(default=list(AXES), description="Axes, innermost first.")
+    recompute: Literal["none", "selective", "full"] | list[LayerIndex] = Field(
+        "none",
+        description="Activations recomputed in backward; a list names layers recomputed in full.",
+    )
+    stack: str = Field(
+        "workbench",
+        description="Software that runs it: workbench; a name in data/stacks.yaml: estimated only.",
+    )
+    precision: Precision = Field(
+        "auto",
+        description="Parameters, activations, gradients; auto: bf16, else fp16, CPU fp32; fp8: "
+        "estimated only.",
+    )
+    gradient_dtype: GradientDtype = Field(
+        "auto",
+        description="Gradients add up and are reduced in it; parameters: as they are; auto: fp32 "
+        "if several add up.",
+    )
+    kernels: Literal["eager", "compiled", "fused"] = Field(
+        "eager", description="What runs memory-bound operators."
+    )
+
+
+def axis_sizes(strategy: Strategy, world: int) -> dict[str, int]:
+    """Ranks along each axis, in `AXES` order; data takes what the others leave over.
+
+    Where stages are replicated unequally, `data` is the least number that all of
+    `pipeline.replicas` divide: into so many parts of `micro_batch` sequences a microbatch falls,
+    and a stage's replicas share them evenly.
+    """
+    s = strategy
+    others = s.tensor.ranks * s.context.size * s.pipeline.size
+    return {
+        "tensor": s.tensor.ranks,
+        "context": s.context.size,
+        "data": math.lcm(*(s.pipeline.replicas or [max(1, world // others)])),
+        "pipeline": s.pipeline.size,
+    }
