@@ -19,8 +19,8 @@ from workbench.cli.commands.interop import notes
 from workbench.cli.progress import RunError, finished
 from workbench.cli.terminal import Grid
 from workbench.interop import Note
-from workbench.lab.charts.palette import words
 from workbench.lab.comparison.compare import Comparison, Entry
+from workbench.lab.palette import words
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import choose_for
 from workbench.profile import Profile

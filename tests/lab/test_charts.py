@@ -5,8 +5,8 @@ import re
 import pytest
 import vl_convert
 
-from workbench.lab import charts
-from workbench.lab.charts import chart_data, palette
+from workbench.lab import charts, palette
+from workbench.lab.charts import chart_data
 from workbench.lab.live.figure import MIME, SCHEMA, Figure
 from workbench.lab.pictures import snapshot
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from workbench.lab.charts import palette
+from workbench.lab import palette
 from workbench.profile import CATEGORIES
 
 # Full dichromacy in linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.0.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from workbench.cli.terminal import Grid, as_text
-from workbench.lab.charts.palette import words
+from workbench.lab.palette import words
 from workbench.profile import ALLOCATED, MEANINGS
 from workbench.runs.launch.checked_launch import advice
 from workbench.units import bytes_text, count_text, digits, seconds_text

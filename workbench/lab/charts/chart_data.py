@@ -7,7 +7,7 @@ from typing import Literal
 
 import altair as alt
 
-from workbench.lab.charts import palette
+from workbench.lab import palette
 from workbench.lab.live.figure import DATA
 from workbench.profile import Profile
 

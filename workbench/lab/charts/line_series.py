@@ -8,7 +8,8 @@ from typing import Any, Literal
 import altair as alt
 import pandas as pd
 
-from workbench.lab.charts import chart_data, palette, rank_selection
+from workbench.lab import palette, rank_selection
+from workbench.lab.charts import chart_data
 
 RANK, MEDIAN = "rank ", "median"
 WORST = 3

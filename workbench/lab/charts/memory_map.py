@@ -8,7 +8,8 @@ from typing import Any
 
 import altair as alt
 
-from workbench.lab.charts import chart_data, palette, rank_selection
+from workbench.lab import palette, rank_selection
+from workbench.lab.charts import chart_data
 from workbench.lab.live.figure import Figure, declare
 from workbench.profile import Profile
 from workbench.units import byte_unit, digits

@@ -11,7 +11,8 @@ from typing import Any
 
 import altair as alt
 
-from workbench.lab.charts import chart_data, palette
+from workbench.lab import palette
+from workbench.lab.charts import chart_data
 from workbench.lab.live.figure import Figure, declare
 from workbench.planner.search import Candidate, SearchResult
 from workbench.planner.search.search import GIB, short

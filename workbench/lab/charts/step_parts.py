@@ -8,7 +8,8 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from workbench.lab.charts import chart_data, palette
+from workbench.lab import palette
+from workbench.lab.charts import chart_data
 from workbench.lab.live.figure import Figure, declare
 from workbench.profile import Profile
 from workbench.units import seconds_text, time_unit

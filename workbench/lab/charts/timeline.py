@@ -10,7 +10,8 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from workbench.lab.charts import chart_data, palette, rank_selection
+from workbench.lab import palette, rank_selection
+from workbench.lab.charts import chart_data
 from workbench.lab.live.figure import Figure, declare
 from workbench.profile import Profile
 from workbench.units import digits, time_unit

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from workbench.errors import PlanError
-from workbench.lab.charts import palette
+from workbench.lab import palette
 from workbench.lab.comparison import comparison_tables
 from workbench.plan.plan_diff import differing
 from workbench.plan.resolved_plan import ResolvedPlan

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.lab.charts import rank_selection
+from workbench.lab import rank_selection
 from workbench.units import byte_unit, bytes_text, count_text, digits, seconds_text
 from workbench.untrusted_text import escaped
 

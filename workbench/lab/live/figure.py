@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.lab.charts import palette
+from workbench.lab import palette
 from workbench.lab.pictures.pictures import PictureError, svg
 
 if TYPE_CHECKING:

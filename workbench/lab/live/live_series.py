@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from workbench.lab.charts import line_series, rank_selection
+from workbench.lab import rank_selection
+from workbench.lab.charts import line_series
 from workbench.profile import COLUMNS, Profile, frame
 
 Rows = list[dict[str, Any]]

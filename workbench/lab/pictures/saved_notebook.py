@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
-from workbench.lab.charts import palette
+from workbench.lab import palette
 from workbench.lab.live.figure import Figure, config
 from workbench.lab.pictures import snapshot
 from workbench.lab.pictures.pictures import PictureError, svg

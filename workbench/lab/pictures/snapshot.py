@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from workbench.lab.charts import palette
+from workbench.lab import palette
 from workbench.lab.live.figure import DATA, QUIET, SCHEMA, Figure, bundle, config
 
 WIDTH = 375
