@@ -19,10 +19,10 @@ from workbench.plan.schema import Plan
 def machine(**changes: Any) -> dict[str, Any]:
     """This machine, as a calibration names it."""
     found = attached()
-    card, _ = local_cluster(found, 1)
+    gpu, _ = local_cluster(found, 1)
     named = {
-        "device": card.device,
-        "card": card.name,
+        "device": gpu.device,
+        "card": gpu.name,
         "title": found.name,
         "count": found.count,
         "cores": found.cores,
@@ -90,7 +90,7 @@ def test_a_resolved_plan_pins_the_file_and_its_hash(
     full = named("calibration.yaml").pin()
     assert full.cluster.calibration == str(path)
     assert full.cluster.calibration_sha256 == calibration_file.digest(path)
-    assert full.pin() == full, "also where the card is written out"
+    assert full.pin() == full, "also where the GPU is written out"
 
 
 def test_a_file_that_changed_since_is_refused(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_a_file_of_another_card_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_gpu_is_refused(tmp_path: Path) -> None:
     error = refusal(named(written(tmp_path), gpu="h100-sxm-80gb"))
     assert "h100-sxm-80gb" in str(error) and "local" in str(error)
 
@@ -160,12 +160,12 @@ def test_a_file_of_another_card_is_refused(tmp_path: Path) -> None:
 def test_a_file_of_another_host_is_refused_only_for_what_is_attached(tmp_path: Path) -> None:
     path = written(tmp_path, machine=machine(fingerprint="0" * 16))
     assert "another machine" in str(refusal(named(path)))
-    card, fabric = local_cluster(attached(), 2)
+    gpu, fabric = local_cluster(attached(), 2)
     plan = named(path).replace(
-        **{"cluster.gpu": card.model_dump(), "cluster.fabric": fabric.model_dump()}
+        **{"cluster.gpu": gpu.model_dump(), "cluster.fabric": fabric.model_dump()}
     )
     assert plan.resolve().cluster.calibration == str(path), (
-        "a written-out card is a plan for that machine, seen here"
+        "a written-out GPU is a plan for that machine, seen here"
     )
 
 

@@ -1,5 +1,5 @@
-"""The catalog: published counts, cards with their fabrics, presets that work with a bare number of
-cards.
+"""The catalog: published counts, GPUs with their fabrics, presets that work with a bare number of
+GPUs.
 """
 
 import json
@@ -57,14 +57,14 @@ def test_dense_models_are_all_active():
 
 
 @pytest.mark.parametrize("name", gpu_catalog.gpus())
-def test_cards_have_a_source_and_a_known_fabric(name):
+def test_gpus_have_a_source_and_a_known_fabric(name):
     entry = gpu_catalog.gpus()[name]
-    assert entry.card.source and entry.fabric in gpu_catalog.clusters()
-    assert all(entry.card.tflops.values()) and entry.card.bandwidth_gbs > entry.card.pcie_gbs
+    assert entry.gpu.source and entry.fabric in gpu_catalog.clusters()
+    assert all(entry.gpu.tflops.values()) and entry.gpu.bandwidth_gbs > entry.gpu.pcie_gbs
 
 
-def test_an_80_gb_card_has_79_3_gib():
-    assert gpu_catalog.gpus()["h100-sxm-80gb"].card.memory_gib == 79.3
+def test_an_80_gb_gpu_has_79_3_gib():
+    assert gpu_catalog.gpus()["h100-sxm-80gb"].gpu.memory_gib == 79.3
 
 
 SPLIT_NOTHING = {
@@ -88,7 +88,7 @@ none.
         ("mixtral-8x7b", "gb200", 128),
     ],
 )
-def test_presets_need_only_a_number_of_cards(preset, model, gpu, gpus):
+def test_presets_need_only_a_number_of_gpus(preset, model, gpu, gpus):
     if preset == "single" and gpus > 1:
         return
     if (model, preset) in SPLIT_NOTHING:
@@ -143,7 +143,7 @@ def test_a_written_size_wins_over_a_rule_and_the_rest_follows():
 
 
 @pytest.mark.parametrize("gpus, nodes, each", [(64, 8, 8), (12, 2, 6), (4, 1, 4)])
-def test_nodes_hold_the_same_number_of_cards(gpus, nodes, each):
+def test_nodes_hold_the_same_number_of_gpus(gpus, nodes, each):
     cluster = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp").resolve().cluster
     assert (cluster.nodes, cluster.gpus_per_node) == (nodes, each)
 

@@ -102,7 +102,7 @@ ILLEGAL = [
         {"training__optimizer__warmup_steps": 101},
     ),
     ("cluster.gpus_per_node", "legal: 1 to 8", {"cluster__gpus_per_node": 16}),
-    ("cluster.gpus", "2 nodes x 8 cards = 16", {"cluster__gpus": 12, "cluster__gpus_per_node": 8}),
+    ("cluster.gpus", "2 nodes x 8 GPUs = 16", {"cluster__gpus": 12, "cluster__gpus_per_node": 8}),
     ("model.kv_heads", "does not divide heads = 4; legal: 1, 2, 4", {"model__kv_heads": 3}),
     ("model.vocab", "at least 256", {"model__vocab": 100}),
     (
@@ -155,7 +155,7 @@ def test_learned_positions_bound_the_sequence():
     assert found[0].field == "training.sequence_length" and "legal: 1 to 256" in found[0].message
 
 
-def test_bf16_needs_a_card_that_has_it():
+def test_bf16_needs_a_gpu_that_has_it():
     found = check(plan(cluster__gpu="v100-sxm2-32gb", strategy__precision="bf16"))
     assert found[0].field == "strategy.precision" and "legal: fp32, fp16" in found[0].message
 
@@ -318,7 +318,7 @@ def test_resolved_paths_do_not_depend_on_where_one_stands(tmp_path, monkeypatch)
         ("7", []),
     ],
 )
-def test_cards_that_torch_would_see(monkeypatch, chosen, seen):
+def test_gpus_that_torch_would_see(monkeypatch, chosen, seen):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)

@@ -35,7 +35,7 @@ def test_files_and_their_agreement(tmp_path):
 def test_cpu_ranks_avoid_the_launcher_that_starts_one_process():
     full = plan().resolve()
     if full.gpu.device != "cpu":
-        pytest.skip("cards are attached")
+        pytest.skip("GPUs are attached")
     config, env = accelerate_config(full), environment(full, cores=4)
     assert config["distributed_type"] == "MULTI_GPU" and config["num_processes"] == 2
     assert env["ACCELERATE_USE_CPU"] == "true" and env["OMP_NUM_THREADS"] == "2"

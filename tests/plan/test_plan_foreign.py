@@ -21,8 +21,8 @@ from workbench.plan.schema import Plan
 from workbench.safe_io import yaml_files
 
 SAMPLES = Path(__file__).parent / "foreign"
-CARD = "h100-sxm-80gb"
-ON_16 = Given("llama-3-8b", CARD, 16)
+GPU_NAME = "h100-sxm-80gb"
+ON_16 = Given("llama-3-8b", GPU_NAME, 16)
 
 
 def problems(call, *arguments, **named):
@@ -32,7 +32,7 @@ def problems(call, *arguments, **named):
 
 
 def load(name, **given):
-    return interop.load(SAMPLES / name, gpu=CARD, **given)
+    return interop.load(SAMPLES / name, gpu=GPU_NAME, **given)
 
 
 def left(found):
@@ -46,7 +46,7 @@ def assumed(found):
 # ---- DeepSpeed -----------------------------------------------------------------------------------
 
 
-def test_a_ds_config_says_sharding_batch_optimizer_and_so_how_many_cards():
+def test_a_ds_config_says_sharding_batch_optimizer_and_so_how_many_gpus():
     found = load("ds_config.json", model="llama-3-8b")
     plan = found.plan
     assert (found.format, plan.strategy.stack) == ("deepspeed", "deepspeed-zero")
@@ -159,7 +159,7 @@ def test_batch_sizes_that_contradict_each_other():
     )
 
 
-def test_axes_of_a_ds_config_share_the_cards():
+def test_axes_of_a_ds_config_share_the_gpus():
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 2},
@@ -221,7 +221,7 @@ def test_auto_leaves_the_plans_own_default():
     found = read_deepspeed.read(TRAINERS, ON_16)
     full, plain = (
         found.plan.resolve(),
-        Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="ddp").resolve(),
+        Plan.of("llama-3-8b", gpu=GPU_NAME, gpus=16, strategy="ddp").resolve(),
     )
     assert full.strategy.precision == plain.strategy.precision == "bf16"
     for field in OPTIMIZER:
@@ -244,7 +244,7 @@ def test_what_is_set_decides_where_the_file_says_auto():
         "training.optimizer.learning_rate": 2e-5,
         "training.micro_batch": 4,
     }
-    found = interop.read(json.dumps(TRAINERS), model="llama-3-8b", gpu=CARD, gpus=16, set=sets)
+    found = interop.read(json.dumps(TRAINERS), model="llama-3-8b", gpu=GPU_NAME, gpus=16, set=sets)
     full = found.plan.resolve()
     assert (full.strategy.precision, full.strategy.gradient_dtype) == ("fp16", "fp16")
     assert (full.training.optimizer.learning_rate, full.training.micro_batch) == (2e-5, 4)
@@ -408,7 +408,7 @@ METRICS: [lm loss]
 
 
 def test_a_recipe_of_megatrons_tests():
-    found = interop.read(RECIPE, gpu=CARD, vocab_size=512)
+    found = interop.read(RECIPE, gpu=GPU_NAME, vocab_size=512)
     full = found.plan.resolve()
     assert (found.format, full.cluster.gpus, full.sizes["tensor"], full.strategy.precision) == (
         "megatron",
@@ -435,9 +435,12 @@ def test_a_recipe_of_megatrons_tests():
         "--hierarchical-context-parallel-sizes"
     ] == "2 2" and "--wandb-exp-name" not in left(found)
     assert assumed(found)["--nproc-per-node"] == 8
-    assert interop.read(RECIPE, gpu=CARD, vocab_size=512, gpus=64).plan.cluster.gpus == 64
+    assert interop.read(RECIPE, gpu=GPU_NAME, vocab_size=512, gpus=64).plan.cluster.gpus == 64
     seeded = RECIPE.replace("--bf16: true", "--seed: ${REPEAT}")
-    assert interop.read(seeded, gpu=CARD, vocab_size=512, set={"REPEAT": 5}).plan.training.seed == 5
+    assert (
+        interop.read(seeded, gpu=GPU_NAME, vocab_size=512, set={"REPEAT": 5}).plan.training.seed
+        == 5
+    )
 
 
 @pytest.mark.parametrize(
@@ -451,7 +454,8 @@ def test_a_recipe_of_megatrons_tests():
 )
 def test_recipes_refused_by_name(old, new, field, words):
     assert (
-        words in problems(interop.read, RECIPE.replace(old, new), gpu=CARD, vocab_size=512)[field]
+        words
+        in problems(interop.read, RECIPE.replace(old, new), gpu=GPU_NAME, vocab_size=512)[field]
     )
 
 
@@ -479,7 +483,7 @@ LLAMA = [
     [list, json.dumps, lambda w: " ".join(map(str, w)), lambda w: "\n".join(f"- {x}" for x in w)],
 )
 def test_arguments_may_be_a_list_text_json_or_yaml(spell):
-    plan = read_megatron.read(spell(LLAMA), Given(None, CARD, 8)).plan
+    plan = read_megatron.read(spell(LLAMA), Given(None, GPU_NAME, 8)).plan
     assert plan.resolve().shape.ffn == 256 and plan.strategy.precision == "bf16"
 
 
@@ -493,7 +497,7 @@ torchrun --nproc_per_node=8 train.py $CORE --vocab-size 512 --seq-length 64 --bf
     --micro-batch-size 1 --save '/my runs/a' "$@" | tee "$ROOT/log"
 echo done
 """
-    found = read_megatron.read(script, Given(None, CARD))
+    found = read_megatron.read(script, Given(None, GPU_NAME))
     assert found.plan.cluster.gpus == 8 and found.plan.strategy.precision == "bf16"
     assert left(found) == {"--save": "/my runs/a"}
 
@@ -521,7 +525,7 @@ echo done
     ],
 )
 def test_words_of_a_strategy(more, field, value):
-    found = read_megatron.read([*LLAMA, *more], Given(None, CARD, 8))
+    found = read_megatron.read([*LLAMA, *more], Given(None, GPU_NAME, 8))
     assert getattr(found.plan.strategy, field) == value
 
 
@@ -538,17 +542,17 @@ def test_uneven_stages(more, counts):
     words = [*LLAMA, "--pipeline-model-parallel-size", 2, *more]
     if counts is None:
         assert "--pipeline-model-parallel-layout" in problems(
-            read_megatron.read, words, Given(None, CARD, 8)
+            read_megatron.read, words, Given(None, GPU_NAME, 8)
         )
     else:
         assert (
-            read_megatron.read(words, Given(None, CARD, 8)).plan.strategy.pipeline.partition
+            read_megatron.read(words, Given(None, GPU_NAME, 8)).plan.strategy.pipeline.partition
             == counts
         )
 
 
 def test_a_model_that_is_given_wins_and_what_differs_is_told():
-    found = read_megatron.read(LLAMA, Given("tiny", CARD, 8))
+    found = read_megatron.read(LLAMA, Given("tiny", GPU_NAME, 8))
     assert found.plan.model == "tiny"
     assert left(found) == {"--hidden-size": 64}
 
@@ -567,7 +571,7 @@ def test_a_model_that_is_given_wins_and_what_differs_is_told():
 )
 def test_which_layers_have_experts(text, dense):
     found = read_megatron.read(
-        [*LLAMA, "--num-experts", 4, "--moe-layer-freq", text], Given(None, CARD, 8)
+        [*LLAMA, "--num-experts", 4, "--moe-layer-freq", text], Given(None, GPU_NAME, 8)
     )
     assert found.plan.resolve().shape.moe.first_dense == (dense or 0)
     assert ("--moe-layer-freq" in left(found)) == (dense is None)
@@ -575,7 +579,7 @@ def test_which_layers_have_experts(text, dense):
 
 def test_a_warm_up_longer_than_the_run_is_cut_and_told():
     found = read_megatron.read(
-        [*LLAMA, "--train-iters", 10, "--lr-warmup-samples", 3200], Given(None, CARD, 8)
+        [*LLAMA, "--train-iters", 10, "--lr-warmup-samples", 3200], Given(None, GPU_NAME, 8)
     )
     assert (
         found.plan.training.optimizer.warmup_steps == 10
@@ -585,17 +589,17 @@ def test_a_warm_up_longer_than_the_run_is_cut_and_told():
 
 def test_a_list_says_a_value_twice():
     assert (
-        read_megatron.read([*LLAMA, "--num-layers", 4], Given(None, CARD, 8))
+        read_megatron.read([*LLAMA, "--num-layers", 4], Given(None, GPU_NAME, 8))
         .plan.resolve()
         .shape.layers
         == 4
     )
-    found = problems(read_megatron.read, [*LLAMA, "--num-layers", 5], Given(None, CARD, 8))
+    found = problems(read_megatron.read, [*LLAMA, "--num-layers", 5], Given(None, GPU_NAME, 8))
     assert found["--num-layers"].startswith("is 4 and 5, written twice")
 
 
 def test_without_a_shape_each_missing_argument_is_named():
-    found = problems(read_megatron.read, "--bf16 --micro-batch-size 1", Given(None, CARD, 8))
+    found = problems(read_megatron.read, "--bf16 --micro-batch-size 1", Given(None, GPU_NAME, 8))
     assert set(found) == {"--num-layers", "--hidden-size", "--num-attention-heads"}
     assert "--model" in found["--num-layers"]
 
@@ -667,7 +671,7 @@ NEOX = {
     "padded_vocab_size": 512,
     "train_micro_batch_size_per_gpu": 1,
 }
-ON_8 = Given(None, CARD, 8)
+ON_8 = Given(None, GPU_NAME, 8)
 
 
 @pytest.mark.parametrize(
@@ -719,19 +723,22 @@ def test_gpt_neox_takes_a_vocabulary_or_a_model_from_beside():
         {key: value for key, value in NEOX.items() if key != "padded_vocab_size"}
     )
     assert (
-        interop.read(text, gpu=CARD, gpus=8, vocab_size=50304).plan.resolve().shape.vocab == 50304
+        interop.read(text, gpu=GPU_NAME, gpus=8, vocab_size=50304).plan.resolve().shape.vocab
+        == 50304
     )
-    found = interop.read(text, gpu=CARD, gpus=8, model="tiny")
+    found = interop.read(text, gpu=GPU_NAME, gpus=8, model="tiny")
     assert found.plan.model == "tiny" and left(found)["hidden_size"] == 64
 
 
 def test_yaml_in_braces_is_yaml():
     text = '{ # flow style\n  "train_batch_size": 16,\n  "zero_optimization": {"stage": 1,},\n}\n'
-    found = interop.read(text, model="tiny", gpu=CARD, gpus=16)
+    found = interop.read(text, model="tiny", gpu=GPU_NAME, gpus=16)
     assert found.format == "deepspeed" and found.plan.strategy.data.zero == 1
     assert (
         "not valid JSON"
-        in problems(interop.read, '{"train_batch_size": ]', model="tiny", gpu=CARD, gpus=8)["file"]
+        in problems(interop.read, '{"train_batch_size": ]', model="tiny", gpu=GPU_NAME, gpus=8)[
+            "file"
+        ]
     )
 
 
@@ -781,7 +788,9 @@ def test_a_torchtitan_job():
     ],
 )
 def test_flavors_of_torchtitan_that_the_catalog_holds(name, flavor, model):
-    found = read_torchtitan.read({"model": {"name": name, "flavor": flavor}}, Given(None, CARD, 8))
+    found = read_torchtitan.read(
+        {"model": {"name": name, "flavor": flavor}}, Given(None, GPU_NAME, 8)
+    )
     assert found.plan.model == model
     assert bool(left(found)) == ("_" in flavor or "." in name)
 
@@ -791,7 +800,7 @@ def test_flavors_of_torchtitan_that_the_catalog_holds(name, flavor, model):
 )
 def test_other_flavors_are_refused_with_the_remedy(name, flavor):
     words = problems(
-        read_torchtitan.read, {"model": {"name": name, "flavor": flavor}}, Given(None, CARD, 8)
+        read_torchtitan.read, {"model": {"name": name, "flavor": flavor}}, Given(None, GPU_NAME, 8)
     )["model"]
     assert (
         f"'{name}', model.flavor '{flavor}'" in words
@@ -802,10 +811,10 @@ def test_other_flavors_are_refused_with_the_remedy(name, flavor):
 
 def test_an_optimizer_that_a_plan_does_not_know_is_refused_unless_one_is_set():
     job = {"model": {"flavor": "8B"}, "optimizer": {"name": "Muon", "lr": 1e-3}}
-    words = problems(read_torchtitan.read, job, Given(None, CARD, 8))["optimizer.name"]
+    words = problems(read_torchtitan.read, job, Given(None, GPU_NAME, 8))["optimizer.name"]
     assert "'Muon'" in words and "--set training.optimizer.name" in words
     found = read_torchtitan.read(
-        job, Given(None, CARD, 8, sets={"training.optimizer.name": "adamw"})
+        job, Given(None, GPU_NAME, 8, sets={"training.optimizer.name": "adamw"})
     )
     assert (
         left(found) == {"optimizer.name": "Muon"}
@@ -816,7 +825,7 @@ def test_an_optimizer_that_a_plan_does_not_know_is_refused_unless_one_is_set():
 def test_a_torchtitan_job_of_2024_has_its_degrees_elsewhere():
     text = """[model]\nflavor = "8B"\n[training]\nbatch_size = 1\ntensor_parallel_degree = 2\nwarmup_steps = 7
 data_parallel_degree = -1\n[experimental]\npipeline_parallel_degree = 2\n"""
-    full = read_torchtitan.read(text, Given(None, CARD, 8)).plan.resolve()
+    full = read_torchtitan.read(text, Given(None, GPU_NAME, 8)).plan.resolve()
     assert full.sizes == {"tensor": 2, "context": 1, "data": 2, "pipeline": 2}
     assert full.training.optimizer.warmup_steps == 7
 
@@ -826,7 +835,7 @@ def test_every_second_layer_is_a_list_of_layers():
         '[model]\nflavor = "8B"\n[activation_checkpoint]\nmode = '
         '"selective"\nselective_ac_option = "2"\n'
     )
-    assert read_torchtitan.read(text, Given(None, CARD, 8)).plan.strategy.recompute == list(
+    assert read_torchtitan.read(text, Given(None, GPU_NAME, 8)).plan.strategy.recompute == list(
         range(1, 32, 2)
     )
 
@@ -834,7 +843,7 @@ def test_every_second_layer_is_a_list_of_layers():
 def test_a_pipeline_of_torchtitan_counts_its_own_microbatches():
     text = """[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 8\n
 [parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = "ZBVZeroBubble"\n"""
-    full = read_torchtitan.read(text, Given(None, CARD, 8)).plan.resolve()
+    full = read_torchtitan.read(text, Given(None, GPU_NAME, 8)).plan.resolve()
     assert full.strategy.pipeline.schedule == "zb-v" and len(full.strategy.pipeline.partition) == 8
     assert full.training.micro_batch == 1 and full.num_microbatches == 8
 
@@ -858,7 +867,7 @@ def test_sharding_strategies(word, zero):
         "num_processes": 8,
         "fsdp_config": {"sharding_strategy": word},
     }
-    assert read_fsdp.read(config, ON_16 and Given("tiny", CARD)).plan.strategy.data.zero == zero
+    assert read_fsdp.read(config, ON_16 and Given("tiny", GPU_NAME)).plan.strategy.data.zero == zero
 
 
 def test_the_second_version_keeps_or_frees_gathered_parameters():
@@ -883,7 +892,7 @@ num_processes: 16
 
 
 def test_an_accelerate_yaml_with_deepspeed_in_its_own_keys():
-    found = interop.read(THROUGH_DEEPSPEED, model="llama-3-8b", gpu=CARD)
+    found = interop.read(THROUGH_DEEPSPEED, model="llama-3-8b", gpu=GPU_NAME)
     full = found.plan.resolve()
     assert (found.format, full.strategy.stack, full.cluster.gpus, full.cluster.nodes) == (
         "fsdp",
@@ -906,14 +915,14 @@ def test_an_accelerate_yaml_with_deepspeed_in_its_own_keys():
         "deepspeed_config.zero3_init_flag",
         "machine_rank",
     }
-    plain = Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="ddp").resolve().training
+    plain = Plan.of("llama-3-8b", gpu=GPU_NAME, gpus=16, strategy="ddp").resolve().training
     assert (full.training.global_batch, full.training.micro_batch) == (
         plain.global_batch,
         plain.micro_batch,
     )
     assert {"training.global_batch", "training.optimizer.name"} <= set(assumed(found))
     fewer = interop.read(
-        THROUGH_DEEPSPEED.replace("  zero_stage: 3\n", ""), model="llama-3-8b", gpu=CARD
+        THROUGH_DEEPSPEED.replace("  zero_stage: 3\n", ""), model="llama-3-8b", gpu=GPU_NAME
     )
     assert fewer.plan.strategy.data.zero == 2 and assumed(fewer)["strategy.data.zero"] == 2
 
@@ -932,7 +941,7 @@ def test_an_accelerate_yaml_that_names_a_ds_config(tmp_path):
         "steps_per_print": 7,
     }
     (tmp_path / "ds.json").write_text(json.dumps(ds))
-    found = interop.load(tmp_path / "config.yaml", model="tiny", gpu=CARD)
+    found = interop.load(tmp_path / "config.yaml", model="tiny", gpu=GPU_NAME)
     assert (found.plan.strategy.data.zero, found.plan.strategy.precision) == (2, "fp16")
     assert "ds.json: zero_optimization.stage" in found.translated
     assert {
@@ -943,7 +952,7 @@ def test_an_accelerate_yaml_that_names_a_ds_config(tmp_path):
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stag": 2}}')
     assert (
         "did you mean"
-        in problems(interop.load, tmp_path / "config.yaml", model="tiny", gpu=CARD)[
+        in problems(interop.load, tmp_path / "config.yaml", model="tiny", gpu=GPU_NAME)[
             "ds.json: zero_optimization.stag"
         ]
     )
@@ -956,7 +965,7 @@ def test_an_accelerate_yaml_without_sharding(kind, gpus):
         f"{{fsdp_version: 2}}\n"
     )
     found = interop.read(
-        text + (f"num_processes: {gpus}\n" if gpus > 1 else ""), model="tiny", gpu=CARD
+        text + (f"num_processes: {gpus}\n" if gpus > 1 else ""), model="tiny", gpu=GPU_NAME
     )
     full = found.plan.resolve()
     assert (full.cluster.gpus, full.strategy.data.zero, full.strategy.precision) == (
@@ -970,7 +979,7 @@ def test_an_accelerate_yaml_without_sharding(kind, gpus):
 
 
 def test_the_launchers_half_of_an_export_is_the_plan_beside_it(tmp_path):
-    plan = Plan.of("tiny", gpu=CARD, gpus=4, strategy="zero-3", set={"training.steps": 7})
+    plan = Plan.of("tiny", gpu=GPU_NAME, gpus=4, strategy="zero-3", set={"training.steps": 7})
     export(plan, tmp_path)
     found = interop.load(tmp_path / "accelerate.yaml")
     assert found.plan.resolve() == Plan.load(tmp_path / "plan.yaml").resolve()
@@ -1010,7 +1019,7 @@ def test_older_names_of_fsdp(section, overlap, zero):
         "fsdp_config": section,
         "dynamo_backend": "INDUCTOR",
     }
-    found = read_fsdp.read({**config, "fp16": True}, Given("tiny", CARD)).plan.strategy
+    found = read_fsdp.read({**config, "fp16": True}, Given("tiny", GPU_NAME)).plan.strategy
     assert (found.data.overlap, found.data.zero, found.precision, found.kernels) == (
         overlap,
         zero,
@@ -1030,7 +1039,7 @@ def test_older_names_of_fsdp(section, overlap, zero):
 def test_what_fsdp_offloads(word, offload, told):
     section = {"fsdp_sharding_strategy": word, "fsdp_offload_params": True}
     config = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": section}
-    found = read_fsdp.read(config, Given("tiny", CARD))
+    found = read_fsdp.read(config, Given("tiny", GPU_NAME))
     why = {note.field: note.why for note in found.untranslated}
     assert found.plan.resolve().strategy.data.offload == offload
     assert told in why.get("fsdp_config.fsdp_offload_params", "")
@@ -1140,7 +1149,7 @@ FSDP = "distributed_type: FSDP\nnum_processes: 16\n"
     ],
 )
 def test_refused_by_name(text, field, words):
-    given = {"gpu": CARD, "gpus": 16} | (
+    given = {"gpu": GPU_NAME, "gpus": 16} | (
         {} if "flavor" in text or "--num" in text else {"model": "tiny"}
     )
     found = problems(interop.read, text, **given)
@@ -1175,14 +1184,14 @@ def test_refused_by_name(text, field, words):
     ],
 )
 def test_arguments_refused_by_name(more, field, words):
-    assert words in problems(read_megatron.read, [*LLAMA, *more], Given(None, CARD, 8))[field]
+    assert words in problems(read_megatron.read, [*LLAMA, *more], Given(None, GPU_NAME, 8))[field]
 
 
 def test_unknown_keys_may_be_told_instead():
     found = interop.read(
         DS.replace("16,", '16, "house_style": {"a": 1},'),
         model="tiny",
-        gpu=CARD,
+        gpu=GPU_NAME,
         gpus=16,
         lenient=True,
     )
@@ -1198,7 +1207,7 @@ def test_unknown_keys_may_be_told_instead():
     ],
 )
 def test_what_a_file_lacks_is_asked_for_by_name(lack, name, words):
-    given = {"model": "tiny", "gpu": CARD, "gpus": 16}
+    given = {"model": "tiny", "gpu": GPU_NAME, "gpus": 16}
     if name == "ds_config.json":
         given.pop("gpus")
     given.pop(lack)
@@ -1216,15 +1225,15 @@ def test_what_a_file_lacks_is_asked_for_by_name(lack, name, words):
     ],
 )
 def test_what_is_given_beside_is_checked(given, field):
-    found = problems(interop.read, DS, **({"model": "tiny", "gpu": CARD, "gpus": 16} | given))
+    found = problems(interop.read, DS, **({"model": "tiny", "gpu": GPU_NAME, "gpus": 16} | given))
     assert "ds_config" not in found[field]
 
 
 def test_a_refusal_says_which_numbers_are_the_files():
-    beside = Given("tiny", CARD, 16, sets={"training.optimizer.warmup_steps": 10**7})
+    beside = Given("tiny", GPU_NAME, 16, sets={"training.optimizer.warmup_steps": 10**7})
     ours = problems(read_deepspeed.read, json.loads(DS), beside)["training.optimizer.warmup_steps"]
     assert "says it" not in ours and "assumed" not in ours
-    short, slow = Given("tiny", CARD, 16, sets={"training.steps": 50}), {"type": "WarmupLR"}
+    short, slow = Given("tiny", GPU_NAME, 16, sets={"training.steps": 50}), {"type": "WarmupLR"}
     assumes = problems(read_deepspeed.read, {**json.loads(DS), "scheduler": slow}, short)[
         "training.optimizer.warmup_steps"
     ]
@@ -1257,7 +1266,7 @@ def test_files_that_cannot_be_read(tmp_path):
     ],
 )
 def test_a_file_in_which_nothing_was_read_is_refused_with_what_it_holds(text, held):
-    message = problems(interop.read, text, model="tiny", gpu=CARD, gpus=8)["file"]
+    message = problems(interop.read, text, model="tiny", gpu=GPU_NAME, gpus=8)["file"]
     assert held in message and "Megatron-LM arguments (--num-layers)" in message
 
 
@@ -1270,7 +1279,11 @@ def test_a_file_of_a_known_format_without_a_key_in_use_is_refused():
 
 def test_unknown_keys_have_a_list_of_their_own():
     found = interop.read(
-        DS.replace("16,", '16, "house_style": 1,'), model="tiny", gpu=CARD, gpus=16, lenient=True
+        DS.replace("16,", '16, "house_style": 1,'),
+        model="tiny",
+        gpu=GPU_NAME,
+        gpus=16,
+        lenient=True,
     )
     assert [(note.field, note.value) for note in found.unknown] == [("house_style", 1)]
     titles = {
@@ -1281,29 +1294,35 @@ def test_unknown_keys_have_a_list_of_their_own():
 
 def test_fields_that_are_set_stand_above_the_file():
     sets = {"cluster.gpus": 8, "training.global_batch": 64, "training.steps": 7}
-    found = interop.read(DS, model="tiny", gpu=CARD, set=sets)
+    found = interop.read(DS, model="tiny", gpu=GPU_NAME, set=sets)
     plan = found.plan
     assert (plan.cluster.gpus, plan.training.global_batch, plan.training.steps) == (8, 64, 7)
     assert [(note.field, note.value) for note in found.ignored] == [("training.global_batch", 16)]
     assert "training.steps" not in assumed(found)
-    assert "no" in problems(interop.read, DS, model="tiny", gpu=CARD, gpus=8, set={"no.such": 1})
+    assert "no" in problems(
+        interop.read, DS, model="tiny", gpu=GPU_NAME, gpus=8, set={"no.such": 1}
+    )
 
 
 def test_a_vocabulary_may_be_given_where_the_arguments_have_none():
     words = [word for word in LLAMA if word not in ("--vocab-size", 512)]
-    found = interop.read(json.dumps(words), gpu=CARD, gpus=8, vocab_size=700)
+    found = interop.read(json.dumps(words), gpu=GPU_NAME, gpus=8, vocab_size=700)
     assert found.plan.resolve().shape.vocab == 700 and assumed(found)["model.vocab"] == 700
     assert (
         "--vocab-size"
-        in problems(interop.read, json.dumps(words), gpu=CARD, gpus=8)["--vocab-size"]
+        in problems(interop.read, json.dumps(words), gpu=GPU_NAME, gpus=8)["--vocab-size"]
     )
     assert (
         "the file says 512"
-        in problems(interop.read, json.dumps(LLAMA), gpu=CARD, gpus=8, vocab_size=700)["vocab_size"]
+        in problems(interop.read, json.dumps(LLAMA), gpu=GPU_NAME, gpus=8, vocab_size=700)[
+            "vocab_size"
+        ]
     )
     assert (
         "model"
-        in problems(interop.read, DS, model="tiny", gpu=CARD, gpus=8, vocab_size=700)["vocab_size"]
+        in problems(interop.read, DS, model="tiny", gpu=GPU_NAME, gpus=8, vocab_size=700)[
+            "vocab_size"
+        ]
     )
 
 
@@ -1316,7 +1335,7 @@ NOT_MEGATRONS = {"model.name", "model.positions", "model.embedding_norm"}
 def test_what_a_format_cannot_say_is_named_with_value_and_reason():
     plan = Plan.of(
         "bloom-7b1",
-        gpu=CARD,
+        gpu=GPU_NAME,
         gpus=16,
         strategy="pangu-5d",
         set={"corpus": "/text", "training.steps": 100},
@@ -1334,7 +1353,7 @@ def test_what_a_format_cannot_say_is_named_with_value_and_reason():
 
 
 def test_a_plan_with_nothing_near_it_is_refused_with_the_field():
-    plan = Plan.of("tiny", gpu=CARD, gpus=16, strategy="colossal-2d")
+    plan = Plan.of("tiny", gpu=GPU_NAME, gpus=16, strategy="colossal-2d")
     assert (
         "cannot be written as Megatron-LM"
         in problems(interop.write, plan, "megatron")["strategy.tensor.size"]
@@ -1345,7 +1364,7 @@ def test_a_plan_with_nothing_near_it_is_refused_with_the_field():
 def test_an_import_shows_itself_in_a_notebook():
     shown = load("ds_config.json", model="llama-3-8b")._repr_html_()
     assert "steps_per_print" in shown and "<table>" in shown and "stack: deepspeed-zero" in shown
-    assert "sequence_length" in interop.write(Plan.of("tiny", gpu=CARD), "fsdp")._repr_html_()
+    assert "sequence_length" in interop.write(Plan.of("tiny", gpu=GPU_NAME), "fsdp")._repr_html_()
 
 
 def test_a_model_alone_is_pointed_to_the_option_that_takes_it():

@@ -12,8 +12,8 @@ from workbench import interop
 from workbench.plan.schema import Plan
 
 SAMPLES = Path(__file__).parent / "foreign"
-CARD = "h100-sxm-80gb"
-BESIDE = ["--model", "llama-3-8b", "--gpu", CARD]
+GPU_NAME = "h100-sxm-80gb"
+BESIDE = ["--model", "llama-3-8b", "--gpu", GPU_NAME]
 
 
 def test_import_writes_a_plan_and_tells_what_it_left(ask, tmp_path):
@@ -34,7 +34,7 @@ def test_import_writes_a_plan_and_tells_what_it_left(ask, tmp_path):
     assert "train_batch_size" in data["translated"] and data["assumed"]
     assert (
         Plan.load(path)
-        == interop.load(SAMPLES / "ds_config.json", model="llama-3-8b", gpu=CARD).plan
+        == interop.load(SAMPLES / "ds_config.json", model="llama-3-8b", gpu=GPU_NAME).plan
     )
 
 
@@ -42,7 +42,7 @@ def test_import_sets_fields_and_takes_a_vocabulary(ask, tmp_path):
     file = tmp_path / "args"
     file.write_text("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1")
     words = ["--vocab-size", 512, "--set", "strategy.tensor.size=2", "--set", "cluster.gpus=4"]
-    code, out, _ = ask("import", file, "--gpu", CARD, *words, "--json")
+    code, out, _ = ask("import", file, "--gpu", GPU_NAME, *words, "--json")
     data = json.loads(out)
     assert (
         code == 0
@@ -53,12 +53,12 @@ def test_import_sets_fields_and_takes_a_vocabulary(ask, tmp_path):
     assert data["ignored"] == [
         {"field": "strategy.tensor.size", "value": 1, "why": "what the file means; 2 is set"}
     ]
-    code, out, _ = ask("import", file, "--gpu", CARD, *words)
+    code, out, _ = ask("import", file, "--gpu", GPU_NAME, *words)
     assert code == 0 and "Ignored" in out and "Unknown" not in out
 
 
 def test_import_shows_tables(ask):
-    code, out, _ = ask("import", SAMPLES / "torchtitan.toml", "--gpu", CARD)
+    code, out, _ = ask("import", SAMPLES / "torchtitan.toml", "--gpu", GPU_NAME)
     assert code == 0 and "torchtitan job TOML" in out and "stack: torchtitan" in out
     assert (
         "Not translated" in out
@@ -68,7 +68,7 @@ def test_import_shows_tables(ask):
 
 
 def test_what_is_missing_is_asked_for(ask):
-    code, out, err = ask("import", SAMPLES / "ds_config.json", "--gpu", CARD, "--json")
+    code, out, err = ask("import", SAMPLES / "ds_config.json", "--gpu", GPU_NAME, "--json")
     assert code == 2 and json.loads(out)["problems"][0]["field"] == "model" and "--model" in err
 
 
@@ -84,17 +84,17 @@ def test_unknown_keys_are_refused_or_told(ask, tmp_path):
 @pytest.mark.parametrize("format", interop.FORMATS)
 def test_translate_writes_each_format(ask, tmp_path, format):
     path, plan = tmp_path / "out", tmp_path / "plan.yaml"
-    plan.write_text(Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="zero-3").to_yaml())
+    plan.write_text(Plan.of("llama-3-8b", gpu=GPU_NAME, gpus=16, strategy="zero-3").to_yaml())
     code, out, _ = ask("translate", plan, "--as", format, "-o", path, "--json")
     data = json.loads(out)
     assert code == 0 and path.read_text() == data["text"] and interop.detect(data["text"]) == format
     assert "cluster.gpu" in {row["field"] for row in data["untranslated"]}
     code, out, _ = ask("translate", plan, "--as", format)
-    assert code == 0 and "Not translated" in out and CARD in out
+    assert code == 0 and "Not translated" in out and GPU_NAME in out
 
 
 def test_translate_refuses_an_unknown_format_and_an_unwritable_file(ask, tmp_path):
-    choice = ["--model", "tiny", "--gpu", CARD, "--gpus", "4", "--strategy", "ddp"]
+    choice = ["--model", "tiny", "--gpu", GPU_NAME, "--gpus", "4", "--strategy", "ddp"]
     code, _, err = ask("translate", *choice, "--as", "nemo")
     assert code == 2 and "legal: deepspeed, megatron, torchtitan, fsdp" in err
     code, _, err = ask("translate", *choice, "--as", "fsdp", "-o", tmp_path / "no" / "where")
@@ -102,7 +102,7 @@ def test_translate_refuses_an_unknown_format_and_an_unwritable_file(ask, tmp_pat
 
 
 def test_the_notebook_speaks_the_same_words(tmp_path):
-    found = wb.import_config(SAMPLES / "megatron.sh", gpu=CARD)
+    found = wb.import_config(SAMPLES / "megatron.sh", gpu=GPU_NAME)
     assert found.plan.world_size == 32 and found.format == "megatron"
     text, lost = wb.translate(found.plan, "torchtitan")
     assert "tensor_parallel_degree = 2" in text and "model" in {note.field for note in lost}

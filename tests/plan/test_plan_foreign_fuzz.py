@@ -26,7 +26,7 @@ from workbench.interop.translation import Given
 from workbench.safe_io import yaml_files
 
 SAMPLES = Path(__file__).parent / "foreign"
-CARD = "h100-sxm-80gb"
+GPU_NAME = "h100-sxm-80gb"
 TEXTS = {path.name: path.read_text() for path in sorted(SAMPLES.iterdir())}
 DATA = {
     read_deepspeed: (json.loads(TEXTS["ds_config.json"]), 16),
@@ -84,7 +84,7 @@ def test_any_key_may_hold_anything(reader):
         data = copy.deepcopy(written)
         for _ in range(pick.choice([1, 1, 2, 3])):
             mutate(data, pick, VALUES)
-        given_beside = Given(pick.choice(["tiny-moe", "tiny-moe", None]), CARD, gpus)
+        given_beside = Given(pick.choice(["tiny-moe", "tiny-moe", None]), GPU_NAME, gpus)
         try:
             found = reader.read(data, given_beside, lenient=pick.random() < 0.5)
         except PlanError as error:
@@ -114,7 +114,10 @@ def test_a_file_cut_off_or_with_letters_changed(name):
         )
         try:
             found = interop.read(
-                changed, model=pick.choice([None, "tiny"]), gpu=CARD, gpus=pick.choice([None, 16])
+                changed,
+                model=pick.choice([None, "tiny"]),
+                gpu=GPU_NAME,
+                gpus=pick.choice([None, 16]),
             )
         except PlanError as error:
             assert str(error)
@@ -131,7 +134,7 @@ def test_a_file_cut_off_or_with_letters_changed(name):
 )
 def test_any_text_is_a_configuration_or_a_plan_error(text, start):
     try:
-        interop.read(start + text, model="tiny", gpu=CARD, gpus=8)
+        interop.read(start + text, model="tiny", gpu=GPU_NAME, gpus=8)
     except PlanError as error:
         assert str(error)
 
@@ -160,5 +163,5 @@ def test_any_text_is_a_configuration_or_a_plan_error(text, start):
 )
 def test_odd_texts_are_refused_with_a_message(text):
     with pytest.raises(PlanError) as caught:
-        interop.read(text, gpu=CARD, gpus=8)
+        interop.read(text, gpu=GPU_NAME, gpus=8)
     assert str(caught.value)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.plan.test_plan_foreign import CARD, SAMPLES, problems
+from tests.plan.test_plan_foreign import GPU_NAME, SAMPLES, problems
 from workbench import interop
 
 SLOW = {
@@ -57,7 +57,7 @@ def test_everything_that_a_file_lacks_is_asked_for_at_once(text, fields):
 
 
 def test_only_what_is_lacking_is_asked_for():
-    given = {"gpu": CARD, "gpus": 16, "model": "tiny"}
+    given = {"gpu": GPU_NAME, "gpus": 16, "model": "tiny"}
     for name in given:
         rest = {key: value for key, value in given.items() if key != name}
         assert set(problems(interop.read, json.dumps({"train_batch_size": 16}), **rest)) == {name}

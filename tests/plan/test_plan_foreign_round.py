@@ -18,7 +18,7 @@ from workbench.plan.schema import Plan, build_plan, written_fields
 from workbench.safe_io import yaml_files
 
 SAMPLES = Path(__file__).parent / "foreign"
-CARD = "h100-sxm-80gb"
+GPU_NAME = "h100-sxm-80gb"
 AXES = ("strategy.tensor.size", "strategy.context.size")
 BATCH = ("training.global_batch", "training.micro_batch")
 ADAM = tuple(
@@ -211,7 +211,7 @@ def plans(draw):
         {
             "name": "drawn",
             "model": shape,
-            "cluster": {"gpu": CARD, "gpus": tensor * context * pipeline * data},
+            "cluster": {"gpu": GPU_NAME, "gpus": tensor * context * pipeline * data},
             "strategy": strategy,
             "training": training,
             "checkpoint": {"every": draw(st.sampled_from([0, 3]))},
@@ -253,7 +253,7 @@ def test_a_plan_survives_or_its_loss_is_named(format, plan):
     names = [note.field for note in lost]
     assert len(set(names)) == len(names) and all(note.why for note in lost)
     lacks = {} if format == "megatron" else {"model": full.shape}
-    back = interop.read(text, gpu=CARD, **lacks)
+    back = interop.read(text, gpu=GPU_NAME, **lacks)
     assert back.format == interop.detect(text) == format
     assert back.plan.strategy.stack.startswith(format)
     assert not {
@@ -276,11 +276,11 @@ def test_a_plan_survives_or_its_loss_is_named(format, plan):
 
 
 FILES = {
-    "ds_config.json": {"model": "llama-3-8b", "gpu": CARD},
-    "megatron.sh": {"gpu": CARD},
-    "megatron.yaml": {"gpu": CARD, "gpus": 16},
-    "torchtitan.toml": {"gpu": CARD},
-    "accelerate.yaml": {"model": "llama-3-8b", "gpu": CARD},
+    "ds_config.json": {"model": "llama-3-8b", "gpu": GPU_NAME},
+    "megatron.sh": {"gpu": GPU_NAME},
+    "megatron.yaml": {"gpu": GPU_NAME, "gpus": 16},
+    "torchtitan.toml": {"gpu": GPU_NAME},
+    "accelerate.yaml": {"model": "llama-3-8b", "gpu": GPU_NAME},
 }
 
 
@@ -334,9 +334,9 @@ def test_a_file_keeps_its_translated_keys(name):
 
 def test_a_plan_of_a_catalog_model_keeps_its_name():
     text, lost = interop.write(
-        Plan.of("llama-3-8b", gpu=CARD, gpus=16, strategy="megatron-3d"), "megatron"
+        Plan.of("llama-3-8b", gpu=GPU_NAME, gpus=16, strategy="megatron-3d"), "megatron"
     )
-    assert interop.read(text, gpu=CARD).plan.model == "llama-3-8b"
+    assert interop.read(text, gpu=GPU_NAME).plan.model == "llama-3-8b"
     assert "model.name" not in {note.field for note in lost}
 
 
@@ -347,7 +347,7 @@ def test_a_partition_that_is_written_and_lost_is_named(format):
     for partition in ({}, {"partition": [2, 1, 1, 2]}):
         strategy = {"pipeline": {**pipeline, **partition}}
         plan = build_plan(
-            {"model": "tiny", "cluster": {"gpu": CARD, "gpus": 2}, "strategy": strategy}
+            {"model": "tiny", "cluster": {"gpu": GPU_NAME, "gpus": 2}, "strategy": strategy}
         )
         plan = plan.replace(**{"model.layers": 6})
         named[bool(partition)] = {
@@ -363,12 +363,12 @@ def test_a_partition_that_is_written_and_lost_is_named(format):
 def test_what_is_written_is_named_even_where_it_decides_nothing():
     data = {"zero": 3, "overlap": False, "reduce": "step"}
     plan = build_plan(
-        {"model": "tiny", "cluster": {"gpu": CARD, "gpus": 1}, "strategy": {"data": data}}
+        {"model": "tiny", "cluster": {"gpu": GPU_NAME, "gpus": 1}, "strategy": {"data": data}}
     )
     lost = {note.field: note for note in interop.write(plan, "fsdp").untranslated}
     for field in ("overlap", "reduce"):
         note = lost[f"strategy.data.{field}"]
         assert note.value == data[field] and note.why.endswith("here it decides nothing")
     assert "strategy.data.overlap" not in {
-        n.field for n in interop.write(Plan.of("tiny", gpu=CARD), "fsdp").untranslated
+        n.field for n in interop.write(Plan.of("tiny", gpu=GPU_NAME), "fsdp").untranslated
     }

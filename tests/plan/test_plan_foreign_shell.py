@@ -9,7 +9,7 @@ from workbench.errors import PlanError
 from workbench.interop.foreign_keys import Open
 from workbench.interop.megatron.argument_words import arguments, flags
 
-CARD = "h100-sxm-80gb"
+GPU_NAME = "h100-sxm-80gb"
 OPEN = "left open by the file"
 SHAPE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --micro-batch-size 1"
@@ -21,7 +21,7 @@ def script(*lines):
 
 
 def read(*lines, **given):
-    return interop.read(script(*lines), "megatron", **{"gpu": CARD, "gpus": 8, **given})
+    return interop.read(script(*lines), "megatron", **{"gpu": GPU_NAME, "gpus": 8, **given})
 
 
 def problems(*lines, **given):
@@ -357,5 +357,5 @@ def test_a_script_without_a_vocabulary_asks_for_one():
 )
 def test_odd_scripts_end_in_a_plan_error(text):
     with pytest.raises(PlanError) as caught:
-        interop.read(text, "megatron", gpu=CARD, gpus=8)
+        interop.read(text, "megatron", gpu=GPU_NAME, gpus=8)
     assert str(caught.value)

@@ -4,14 +4,14 @@ in Python's.
 
 import pytest
 
-from tests.plan.test_plan_foreign import CARD, problems
+from tests.plan.test_plan_foreign import GPU_NAME, problems
 from workbench import interop
 
 JOB = '[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nsteps = 100\n'
 
 
 def read(text, **given):
-    return problems(interop.read, text, **{"gpu": CARD, "gpus": 8, **given})
+    return problems(interop.read, text, **{"gpu": GPU_NAME, "gpus": 8, **given})
 
 
 def test_every_unknown_key_is_named_with_close_names_only():

@@ -83,7 +83,7 @@ def test_a_stack_scales_a_cards_shares_and_never_hides_them() -> None:
     """Two cards of one peak and different power keep their ratio under every stack that says
     nothing of its own.
     """
-    cards = [gpu_catalog.gpus()[name].card for name in ("gb200", "gb300")]
+    cards = [gpu_catalog.gpus()[name].gpu for name in ("gb200", "gb300")]
     ratios = {
         stack: constants(cards[0], "fused", stack).narrow_share
         / constants(cards[1], "fused", stack).narrow_share

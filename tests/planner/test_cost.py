@@ -45,7 +45,7 @@ def test_the_default_is_twenty_tokens_a_parameter() -> None:
 
 
 def test_the_cards_own_price_and_that_of_the_plan() -> None:
-    card = gpu_catalog.gpus()["h100-sxm-80gb"].card
+    card = gpu_catalog.gpus()["h100-sxm-80gb"].gpu
     assert card.price_per_hour and card.price_source
     found = priced(tokens=10**9)
     assert found.price_per_hour == card.price_per_hour and found.price_source == card.price_source
@@ -62,18 +62,18 @@ def test_a_card_without_price_or_power_says_so_and_keeps_the_rest() -> None:
 
 def test_a_price_without_a_source_is_in_no_catalog_entry() -> None:
     for entry in gpu_catalog.gpus().values():
-        assert (entry.card.price_per_hour is None) == (entry.card.price_source == "")
+        assert (entry.gpu.price_per_hour is None) == (entry.gpu.price_source == "")
 
 
 def test_a_node_under_full_load_draws_what_was_measured() -> None:
     """8 H100 under intensive training: 76 % of the 10.2 kW that the node is rated (2506.14551)."""
-    watts = watts_per_card(gpu_catalog.gpus()["h100-sxm-80gb"].card, 1.0)
+    watts = watts_per_card(gpu_catalog.gpus()["h100-sxm-80gb"].gpu, 1.0)
     assert watts is not None
     assert 8 * watts / power().pue == pytest.approx(0.76 * 10200, rel=0.02)
 
 
 def test_energy_grows_with_the_share_that_computes_and_never_leaves_the_ratings() -> None:
-    card = gpu_catalog.gpus()["a100-sxm-80gb"].card
+    card = gpu_catalog.gpus()["a100-sxm-80gb"].gpu
     drawn = [watts_per_card(card, share) for share in (0.0, 0.5, 1.0, 2.0)]
     assert drawn[0] is not None and 0 < drawn[0] < drawn[1] < drawn[2] == drawn[3]  # type: ignore[operator]
     found = priced(tokens=10**9)

@@ -87,10 +87,10 @@ def _path(loc: tuple[int | str, ...], data: Any, kind: str) -> tuple[list[str], 
 def _meant(branch: str, data: Any) -> bool:
     """Whether the branch of a union is the one that `data` was written for."""
     if not isinstance(data, Mapping):
-        return branch not in ("Shape", "PythonModel", "Card", "Fabric")
+        return branch not in ("Shape", "PythonModel", "GPU", "Fabric")
     if branch in ("Shape", "PythonModel"):
         return (branch == "PythonModel") == ("python" in data)
-    return branch in ("Card", "Fabric", "Mla", "Moe")
+    return branch in ("GPU", "Fabric", "Mla", "Moe")
 
 
 def _structure(detail: ErrorDetails, path: list[str], root: type[BaseModel]) -> str:

@@ -181,7 +181,7 @@ def slurm_script(plan: ResolvedPlan) -> str:
     `sbatch` was asked for.
     """
     nodes, per_node = plan.cluster.nodes, plan.cluster.gpus_per_node
-    cards = [] if plan.gpu.device == "cpu" else [f"#SBATCH --gpus-per-node={per_node}"]
+    gpus = [] if plan.gpu.device == "cpu" else [f"#SBATCH --gpus-per-node={per_node}"]
     title = "".join(c if c.isalnum() else "-" for c in plan.name)[:40]
     return "\n".join(
         [
@@ -189,7 +189,7 @@ def slurm_script(plan: ResolvedPlan) -> str:
             f"#SBATCH --job-name={title}",
             f"#SBATCH --nodes={nodes}",
             "#SBATCH --ntasks-per-node=1",
-            *cards,
+            *gpus,
             "#SBATCH --exclusive",
             "#SBATCH --mem=0",
             "# How long the job may take; `sbatch --time=HH:MM:SS job.sbatch` overrides it.",

@@ -161,7 +161,7 @@ def lacks(field: str, message: str, *stand_ins: Mapping[str, Any]) -> Lacking:
 
 @dataclass(frozen=True)
 class Given:
-    """What stands beside a foreign file that lacks it: a model, a card, how many cards. None: the
+    """What stands beside a foreign file that lacks it: a model, a GPU, how many GPUs. None: the
     file says it.
 
     `sets` are fields of the plan by dotted path, above whatever the file says.
@@ -198,8 +198,8 @@ class Given:
             )
         return world
 
-    def card(self) -> str | dict[str, Any]:
-        """The card, which no foreign file says. Raises `PlanError` naming what to give."""
+    def gpu_given(self) -> str | dict[str, Any]:
+        """The GPU, which no foreign file says. Raises `PlanError` naming what to give."""
         if self.gpu is None:
             raise Lacking([self.no_gpu()], [{"gpu": next(reversed(gpu_catalog.gpus()))}])
         return self.gpu.model_dump() if isinstance(self.gpu, GPU) else self.gpu
@@ -225,7 +225,7 @@ class Given:
     def cluster(self, gpus: int, **more: Any) -> dict[str, Any]:
         """The `cluster` section of the plan."""
         fabric = self.fabric.model_dump() if isinstance(self.fabric, Fabric) else self.fabric
-        found = {"gpu": self.card(), "gpus": gpus, "fabric": fabric, **more}
+        found = {"gpu": self.gpu_given(), "gpus": gpus, "fabric": fabric, **more}
         return {key: value for key, value in found.items() if value is not None}
 
 

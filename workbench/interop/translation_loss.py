@@ -59,7 +59,7 @@ def lost(
     (it assumed them, left them alone, or had them `handed` to it) and that the plan sets, or that
     matter always. `whys` maps a field, or the beginning of fields, to the reason.
     """
-    whys = {"cluster.gpu": "no foreign file names the card", **whys}
+    whys = {"cluster.gpu": "no foreign file names the GPU", **whys}
     assumed = {note.field for note in back.assumed}
     ours, theirs, read = _leaves(full), _leaves(back.plan.resolve()), _leaves(back.plan)
     written, default = _leaves(plan), _defaults(full)
@@ -96,7 +96,7 @@ def _defaults(full: ResolvedPlan) -> dict[str, Any]:
 
 
 def _group(field: str, whole_model: bool) -> str:
-    """The field as people know it: a card, a fabric, and a model that is one name, in one word."""
+    """The field as people know it: a GPU, a fabric, and a model that is one name, in one word."""
     for section in ("cluster.gpu", "cluster.fabric", *(("model",) if whole_model else ())):
         if field == section or field.startswith(section + "."):
             return section

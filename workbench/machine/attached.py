@@ -1,4 +1,4 @@
-"""What is attached to this machine: NVIDIA cards through NVML, else CPU ranks."""
+"""What is attached to this machine: NVIDIA GPUs through NVML, else CPU ranks."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Attached:
 
     device: Literal["cuda", "cpu"]
     count: int
-    """Ranks that may run here: cards, or CPU ranks."""
+    """Ranks that may run here: GPUs, or CPU ranks."""
     name: str
     memory_bytes: int
-    """Memory of one card; of the whole machine for CPU ranks, which share it."""
+    """Memory of one GPU; of the whole machine for CPU ranks, which share it."""
     cores: int
     why_not_cuda: str = ""
-    """Why no card is used, for `doctor`; empty if cards are used."""
+    """Why no GPU is used, for `doctor`; empty if GPUs are used."""
 
 
 def attached() -> Attached:
-    """Cards that this installation of torch can use, else CPU ranks; asks NVML, imports no
+    """GPUs that this installation of torch can use, else CPU ranks; asks NVML, imports no
     torch.
     """
     cores = host_cores()
-    reason, cards = _cards()
-    if cards:
-        name, memory = cards[0]
-        return Attached("cuda", len(cards), name, memory, cores)
+    reason, gpus = _gpus()
+    if gpus:
+        name, memory = gpus[0]
+        return Attached("cuda", len(gpus), name, memory, cores)
     ranks = cores * int(gpu_catalog.local_constants()["ranks_per_core"])
     return Attached("cpu", ranks, f"CPU, {cores} cores", host_memory(), cores, reason)
 
@@ -67,8 +67,8 @@ def host_memory() -> int:
         return total
 
 
-def _cards() -> tuple[str, list[tuple[str, int]]]:
-    """(why there are none, [(driver's name, bytes)]) of the cards that torch would see."""
+def _gpus() -> tuple[str, list[tuple[str, int]]]:
+    """(why there are none, [(driver's name, bytes)]) of the GPUs that torch would see."""
     if _torch_is_cpu_only():
         return "the installed torch is a CPU build", []
     try:
@@ -79,7 +79,7 @@ def _cards() -> tuple[str, list[tuple[str, int]]]:
         return f"NVML: {error}", []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        cards = [
+        gpus = [
             (_text(pynvml.nvmlDeviceGetName(h)), int(pynvml.nvmlDeviceGetMemoryInfo(h).total))
             for h in handles
         ]
@@ -87,8 +87,8 @@ def _cards() -> tuple[str, list[tuple[str, int]]]:
         return f"NVML: {error}", []
     finally:
         pynvml.nvmlShutdown()
-    seen = [cards[index] for index in _visible(len(cards))]
-    return ("", seen) if seen else ("CUDA_VISIBLE_DEVICES hides every card", [])
+    seen = [gpus[index] for index in _visible(len(gpus))]
+    return ("", seen) if seen else ("CUDA_VISIBLE_DEVICES hides every GPU", [])
 
 
 def _torch_is_cpu_only() -> bool:
@@ -99,7 +99,7 @@ def _torch_is_cpu_only() -> bool:
 
 
 def _visible(count: int) -> list[int]:
-    """Indexes of the cards that CUDA_VISIBLE_DEVICES leaves; a card named by its UUID counts as the
+    """Indexes of the GPUs that CUDA_VISIBLE_DEVICES leaves; a GPU named by its UUID counts as the
     next one.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -119,7 +119,7 @@ def _text(name: str | bytes) -> str:
 
 
 def local_cluster(found: Attached, ranks: int) -> tuple[GPU, Fabric]:
-    """The card and the fabric that `local` means for a job of `ranks` ranks on what was `found`.
+    """The GPU and the fabric that `local` means for a job of `ranks` ranks on what was `found`.
 
     CPU ranks share the machine: each gets its part of cores, bandwidth and memory.
     Raises `PlanError` where more ranks are asked for than may run here.
@@ -134,7 +134,7 @@ def local_cluster(found: Attached, ranks: int) -> tuple[GPU, Fabric]:
         raise refuse(
             "cluster.gpus",
             f"is {ranks}, but only {found.count} are attached here ({why}); "
-            f"legal with `gpu: local`: 1 to {found.count}, or name a card of the catalog",
+            f"legal with `gpu: local`: 1 to {found.count}, or name a GPU of the catalog",
         )
     return _cpu(found, ranks) if found.device == "cpu" else _cuda(found)
 
@@ -143,7 +143,7 @@ def _cpu(found: Attached, ranks: int) -> tuple[GPU, Fabric]:
     k = gpu_catalog.local_constants()
     share = min(1.0, found.cores / ranks)
     flops = k["gflops_per_core"] * share / 1000
-    card = GPU(
+    gpu = GPU(
         name="local",
         title=found.name,
         device="cpu",
@@ -163,16 +163,16 @@ def _cpu(found: Attached, ranks: int) -> tuple[GPU, Fabric]:
         nic_latency_us=k["link_latency_us"],
         source=k["source"],
     )
-    return card, fabric
+    return gpu, fabric
 
 
-def is_another_model(card: GPU, driver_name: str) -> bool:
-    """Whether a GPU that the driver calls `driver_name` is not of the catalog's model that `card`
+def is_another_model(gpu: GPU, driver_name: str) -> bool:
+    """Whether a GPU that the driver calls `driver_name` is not of the catalog's model that `GPU`
     is.
 
-    False where the catalog does not know how drivers call it, as of a card that a plan writes out.
+    False where the catalog does not know how drivers call it, as of a GPU that a plan writes out.
     """
-    entry = gpu_catalog.gpus().get(card.name)
+    entry = gpu_catalog.gpus().get(gpu.name)
     return entry is not None and bool(entry.driver_names) and not _is_called(entry, driver_name)
 
 
@@ -185,12 +185,12 @@ def _is_called(entry: gpu_catalog.GPUEntry, driver_name: str) -> bool:
 def _cuda(found: Attached) -> tuple[GPU, Fabric]:
     for entry in gpu_catalog.gpus().values():
         if _is_called(entry, found.name):
-            card = entry.card.model_copy(update={"memory_gib": found.memory_bytes / GIB})
-            return card, gpu_catalog.clusters()[entry.fabric].model_copy(
+            gpu = entry.gpu.model_copy(update={"memory_gib": found.memory_bytes / GIB})
+            return gpu, gpu_catalog.clusters()[entry.fabric].model_copy(
                 update={"gpus_per_node": found.count}
             )
     raise refuse(
         "cluster.gpu",
-        f"is local, and the attached card '{found.name}' is not in data/gpus.yaml; "
-        "name the nearest card of `workbench gpus`, or write its figures out under cluster.gpu",
+        f"is local, and the attached GPU '{found.name}' is not in data/gpus.yaml; "
+        "name the nearest GPU of `workbench gpus`, or write its figures out under cluster.gpu",
     )

@@ -56,11 +56,11 @@ class Measured(Frozen):
     """What was measured, where and when; it names no path and no host."""
 
     device: Literal["cuda", "npu", "cpu"] = Field(description="torch device type.")
-    card: str = Field(description="Catalog name of the card; local for CPU ranks.")
+    card: str = Field(description="Catalog name of the GPU; local for CPU ranks.")
     title: str = Field(description="Name in full.")
-    count: Count = Field(description="Cards, or CPU ranks, that may run here.")
+    count: Count = Field(description="GPUs, or CPU ranks, that may run here.")
     cores: Count = Field(description="Cores that ranks share.")
-    fingerprint: str = Field(description="Hash of processor, cores, memory and card.")
+    fingerprint: str = Field(description="Hash of processor, cores, memory and GPU.")
     backend: str = Field(description="torch.distributed backend.")
     versions: dict[str, str] = Field(description="Library versions.")
     date: str = Field(description="Day, ISO 8601.")
@@ -261,7 +261,7 @@ def write(calibration: Calibration, path: str | Path) -> None:
 
 
 def fingerprint(found: Attached) -> str:
-    """What tells one kind of machine from another: processor, cores, memory and card, hashed."""
+    """What tells one kind of machine from another: processor, cores, memory and GPU, hashed."""
     words = (_processor(), found.cores, found.device, found.name, round(found.memory_bytes / GIB))
     return hashlib.sha256("|".join(map(str, words)).encode()).hexdigest()[:16]
 

@@ -12,9 +12,9 @@ from workbench.machine.hardware import GPU, Fabric
 
 @dataclass(frozen=True)
 class GPUEntry:
-    """One card of the catalog, the fabric it usually sits in, and the names its driver gives it."""
+    """One GPU of the catalog, the fabric it usually sits in, and the names its driver gives it."""
 
-    card: GPU
+    gpu: GPU
     fabric: str
     driver_names: tuple[str, ...] = ()
     notes: str = ""
@@ -22,7 +22,7 @@ class GPUEntry:
 
 @lru_cache(maxsize=1)
 def gpus() -> dict[str, GPUEntry]:
-    """Every card of `data/gpus.yaml` by name; `local`, which depends on the machine, is not among
+    """Every GPU of `data/gpus.yaml` by name; `local`, which depends on the machine, is not among
     them.
     """
     return {name: _gpu(name, dict(entry)) for name, entry in read("data/gpus.yaml").items()}
@@ -48,5 +48,5 @@ def local_constants() -> dict[str, Any]:
 
 
 def default_fabric() -> str:
-    """The fabric of a card that the catalog does not know."""
+    """The fabric of a GPU that the catalog does not know."""
     return str(read("data/clusters.yaml")["default_fabric"])

@@ -40,17 +40,17 @@ class GPU(Frozen):
     pcie_gbs: GigabytesPerSecond = Field(description="Bandwidth to the host, one direction, GB/s.")
     watts: Watts | None = Field(None, description="Board power, W.")
     price_per_hour: Price | None = Field(
-        None, description="On-demand price of one card, USD an hour."
+        None, description="On-demand price of one GPU, USD an hour."
     )
     price_source: str = Field("", description="Whose price it is, and when it was read.")
     source: str = Field("", description="Where the figures come from.")
 
 
 class Fabric(Frozen):
-    """The network between nodes, and how many cards share a node."""
+    """The network between nodes, and how many GPUs share a node."""
 
     name: str = Field(description="Catalog name.")
-    gpus_per_node: Ranks = Field(description="Cards in a node.")
+    gpus_per_node: Ranks = Field(description="GPUs in a node.")
     nic_gbs: GigabytesPerSecond = Field(
         description="Network bandwidth of one node, one direction, GB/s."
     )

@@ -12,7 +12,7 @@ WIDEST = 256
 """Entries of a head beyond which there is no flash kernel."""
 
 
-def repeats_heads(card: GPU, precision: str, shape: Shape) -> bool:
+def repeats_heads(gpu: GPU, precision: str, shape: Shape) -> bool:
     """Whether key-value heads are repeated, one for every query head, before fused attention.
 
     On CUDA, flash attention takes fewer key-value heads than query heads, in 16 bits and from
@@ -20,7 +20,7 @@ def repeats_heads(card: GPU, precision: str, shape: Shape) -> bool:
     operator, refuses them in torch 2.11 to 2.13, which leaves plain operators that keep scores [B,
     H, T, T] for backward.
     """
-    if card.device != "cuda" or kv_heads(shape) == shape.heads:
+    if gpu.device != "cuda" or kv_heads(shape) == shape.heads:
         return False
-    sixteen = STORED.get(precision, precision) in FLASH_DTYPES and "bf16" in card.tflops
+    sixteen = STORED.get(precision, precision) in FLASH_DTYPES and "bf16" in gpu.tflops
     return not sixteen or int(shape.head_dim or 0) > WIDEST

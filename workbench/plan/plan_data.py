@@ -88,7 +88,7 @@ def _written_out(field: str, name: str, path: str) -> dict[str, Any]:
     if field == "model" and name in catalog.models():
         return _underived(catalog.models()[name].shape)
     if field == "cluster.gpu" and name in gpu_catalog.gpus():
-        return gpu_catalog.gpus()[name].card.model_dump(exclude_unset=True)
+        return gpu_catalog.gpus()[name].gpu.model_dump(exclude_unset=True)
     if field == "cluster.fabric" and name in gpu_catalog.clusters():
         return gpu_catalog.clusters()[name].model_dump(exclude_unset=True)
     raise refuse(path, f"{field} is '{name}', which has no fields to change")

@@ -5,7 +5,7 @@ A rule asks for a share of the ranks that the fixed axes and the axes before it 
 tensor, context, pipeline): `node` all that stand in one node, `rest` all, `half` their square root,
 `third` their cube root; `grid` the largest grid of a 2-D, 2.5-D or 3-D tensor algorithm. What it
 gets is the nearest size that is legal for the model, so that a preset works with a bare number of
-cards. A rule for `expert.size` or `data.shard` is over data x context.
+GPUs. A rule for `expert.size` or `data.shard` is over data x context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ORDER = ("tensor", "context", "pipeline")
 def resolve_sizes(
     strategy: dict[str, Any], shape: Shape | None, ranks: int, node: int, sequence: int
 ) -> dict[str, Any]:
-    """`strategy` (plain data) with every rule replaced by a size; `node` is the cards in a node."""
+    """`strategy` (plain data) with every rule replaced by a size; `node` is the GPUs in a node."""
     result = {
         key: dict(value) if isinstance(value, dict) else value for key, value in strategy.items()
     }
@@ -70,12 +70,12 @@ def splits_nothing(
     ]
     named = shape.name if shape else "this model"
     why = (
-        f"finds no {' or '.join(ruled)} size beyond 1 for {named} on {ranks} cards with "
+        f"finds no {' or '.join(ruled)} size beyond 1 for {named} on {ranks} GPUs with "
         f"sequences of {sequence}"
     )
     return (
         f"{why}; legal: "
-        f"{f'{legal_sizes.near(ranks, enough)} cards, or ' if enough else ''}another preset (ddp)"
+        f"{f'{legal_sizes.near(ranks, enough)} gpus, or ' if enough else ''}another preset (ddp)"
     )
 
 

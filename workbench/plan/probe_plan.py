@@ -7,15 +7,15 @@ from workbench.plan.schema import build_plan
 
 
 def probe_plan(device: str, sequence: int, microbatches: int, **shape: int) -> ResolvedPlan:
-    """The complete plan of a probe, one rank; figures of its card mean nothing. `shape` as in a
+    """The complete plan of a probe, one rank; figures of its GPU mean nothing. `shape` as in a
     plan's `model`.
     """
     figures = dict.fromkeys(("memory_gib", "bandwidth_gbs", "link_gbs", "pcie_gbs"), 1.0)
-    card = {"name": "any", "device": device, "tflops": {"fp32": 1.0}, **figures}
+    gpu = {"name": "any", "device": device, "tflops": {"fp32": 1.0}, **figures}
     training = {"sequence_length": sequence, "global_batch": microbatches, "micro_batch": 1}
     written = {
         "model": shape,
-        "cluster": {"gpu": card, "gpus": 1},
+        "cluster": {"gpu": gpu, "gpus": 1},
         "strategy": {"precision": "fp32"},
     }
     return build_plan({**written, "training": training}).resolve()

@@ -162,35 +162,35 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def _hardware(cluster: Cluster) -> tuple[GPU, Fabric]:
     if cluster.gpu == "local":
-        card, fabric = local_cluster(attached(), cluster.gpus)
+        gpu, fabric = local_cluster(attached(), cluster.gpus)
     elif isinstance(cluster.gpu, GPU):
-        card, fabric = cluster.gpu, _usual_fabric(cluster.gpu)
+        gpu, fabric = cluster.gpu, _usual_fabric(cluster.gpu)
     elif cluster.gpu in gpu_catalog.gpus():
         entry = gpu_catalog.gpus()[cluster.gpu]
-        card, fabric = entry.card, gpu_catalog.clusters()[entry.fabric]
+        gpu, fabric = entry.gpu, gpu_catalog.clusters()[entry.fabric]
     else:
         raise errors.unknown_name("cluster.gpu", cluster.gpu, ["local", *gpu_catalog.gpus()])
     if isinstance(cluster.fabric, Fabric):
-        return card, cluster.fabric
+        return gpu, cluster.fabric
     if cluster.fabric is not None:
         if cluster.fabric not in gpu_catalog.clusters():
             raise errors.unknown_name("cluster.fabric", cluster.fabric, gpu_catalog.clusters())
         fabric = gpu_catalog.clusters()[cluster.fabric]
-    return card, fabric
+    return gpu, fabric
 
 
-def _usual_fabric(card: GPU) -> Fabric:
-    entry = gpu_catalog.gpus().get(card.name)
+def _usual_fabric(gpu: GPU) -> Fabric:
+    entry = gpu_catalog.gpus().get(gpu.name)
     return gpu_catalog.clusters()[entry.fabric if entry else gpu_catalog.default_fabric()]
 
 
-def _cluster(cluster: Cluster, card: GPU, fabric: Fabric) -> dict[str, Any]:
-    """The cluster as plain data, nodes and cards a node filled in from each other."""
+def _cluster(cluster: Cluster, gpu: GPU, fabric: Fabric) -> dict[str, Any]:
+    """The cluster as plain data, nodes and GPUs a node filled in from each other."""
     gpus, nodes, per_node = cluster.gpus, cluster.nodes, cluster.gpus_per_node
     if per_node is None:
         per_node = math.ceil(gpus / (nodes or _even_nodes(gpus, fabric.gpus_per_node)))
     return {
-        "gpu": card.model_dump(),
+        "gpu": gpu.model_dump(),
         "gpus": gpus,
         "gpus_per_node": per_node,
         "nodes": nodes or math.ceil(gpus / per_node),
@@ -201,7 +201,7 @@ def _cluster(cluster: Cluster, card: GPU, fabric: Fabric) -> dict[str, Any]:
 
 
 def _even_nodes(gpus: int, most: int) -> int:
-    """Nodes that hold the same number of cards each: the fewest, or up to twice as many if those
+    """Nodes that hold the same number of GPUs each: the fewest, or up to twice as many if those
     come out even.
     """
     fewest = math.ceil(gpus / most)

@@ -160,7 +160,7 @@ def _larger(card: GPU) -> list[GPU]:
     """GPUs of the catalog with more memory (any, where the card is a CPU): the same vendor's first,
     smallest first.
     """
-    others = [entry.card for entry in gpu_catalog.gpus().values()]
+    others = [entry.gpu for entry in gpu_catalog.gpus().values()]
     kind = "cuda" if card.device == "cpu" else card.device
     larger = [
         other for other in others if other.device == kind and other.memory_gib > card.memory_gib

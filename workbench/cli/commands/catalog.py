@@ -31,7 +31,7 @@ def gpus(json: Json = False) -> None:
     rows = _local()
     for name, entry in gpu_catalog.gpus().items():
         rows.append(
-            {**entry.card.model_dump(), "name": name, "fabric": entry.fabric, "notes": entry.notes}
+            {**entry.gpu.model_dump(), "name": name, "fabric": entry.fabric, "notes": entry.notes}
         )
     emit(json, rows, tables.gpus(rows))
 

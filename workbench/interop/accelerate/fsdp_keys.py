@@ -134,7 +134,7 @@ WHYS = {
     **dict.fromkeys(_LAUNCH, "how it is launched; a plan's launcher decides"),
     "fsdp_config": "a detail of FSDP's own wrapping that a plan does not set",
     "fsdp_config.fsdp_activation_checkpointing_offload": "a plan keeps the inputs of recomputed "
-    "layers on the card",
+    "layers on the GPU",
     "deepspeed_config": "a detail of how DeepSpeed is started or saves that a plan does not set",
     "dynamo_config": "a plan says compiled in one word",
     "fp8_config": "a plan says fp8 in one word",

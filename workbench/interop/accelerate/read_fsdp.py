@@ -1,7 +1,7 @@
 """accelerate's YAML with FSDP, by https://huggingface.co/docs/accelerate/usage_guides/fsdp: what it
 says of a plan.
 
-It says how the states are sharded and on how many cards; the model and the training are the user's
+It says how the states are sharded and on how many GPUs; the model and the training are the user's
 script.
 """
 
@@ -221,7 +221,7 @@ def _sharding(keys: Keys, version: int) -> tuple[int, bool, bool]:
 
 
 def _node(given: Given, world: int, nodes: int) -> int:
-    """Ranks of a node: as the machines say, else as the card's usual fabric has."""
+    """Ranks of a node: as the machines say, else as the GPU's usual fabric has."""
     if nodes > 1:
         return world // nodes
     fabric: Fabric | None = given.fabric if isinstance(given.fabric, Fabric) else None

@@ -85,7 +85,7 @@ def read(
     zero = keys.whole("zero_optimization.stage", 0, 3) or 0
     precision = _precision(keys, zero)
     world, batch = read_deepspeed.batch_of(
-        keys, _cards(keys, given), math.prod(axes.values()), set()
+        keys, _gpus(keys, given), math.prod(axes.values()), set()
     )
     model = _model(keys, given)
     training = _training(keys, batch)
@@ -106,7 +106,7 @@ def read(
     return imported("gpt-neox", plan, keys, given)
 
 
-def _cards(keys: Keys, given: Given) -> Given:
+def _gpus(keys: Keys, given: Given) -> Given:
     """With how many GPUs the file names, where it does."""
     each, nodes = keys.whole("num_gpus"), keys.whole("num_nodes")
     return (

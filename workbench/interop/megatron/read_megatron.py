@@ -1,7 +1,7 @@
 """Megatron-LM's arguments, by megatron/training/arguments.py: what they say of a plan, and a plan
 as arguments.
 
-They hold the model's shape too, and in front of the script torchrun's words for how many cards
+They hold the model's shape too, and in front of the script torchrun's words for how many GPUs
 there are.
 """
 

@@ -1,4 +1,4 @@
-"""The catalog: models, cards, fabrics and strategies by name, read from `data/*.yaml` and
+"""The catalog: models, GPUs, fabrics and strategies by name, read from `data/*.yaml` and
 `strategies.yaml`.
 """
 

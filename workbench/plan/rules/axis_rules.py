@@ -184,7 +184,7 @@ def _replicas(plan: ResolvedPlan) -> Iterator[Problem]:
         yield Problem(
             "strategy.pipeline.replicas",
             f"{ranks} gives {len(ranks)} stages and {sum(ranks)} ranks; legal: "
-            f"{s.pipeline.size} numbers that add up to {left} = {plan.world_size} cards / (tensor "
+            f"{s.pipeline.size} numbers that add up to {left} = {plan.world_size} GPUs / (tensor "
             f"{sizes['tensor']} x context {sizes['context']})",
         )
     if len(set(ranks)) == 1:

@@ -38,13 +38,13 @@ def calibration_problems(plan: ResolvedPlan, local: bool) -> Iterator[Problem]:
 def _other_machine(
     plan: ResolvedPlan, machine: Measured, path: str, local: bool
 ) -> Iterator[Problem]:
-    card = plan.gpu
-    same_title = card.device != "cpu" or card.title in ("", machine.title)
-    if (machine.device, machine.card) != (card.device, card.name) or not same_title:
+    gpu = plan.gpu
+    same_title = gpu.device != "cpu" or gpu.title in ("", machine.title)
+    if (machine.device, machine.card) != (gpu.device, gpu.name) or not same_title:
         yield Problem(
             FIELD,
-            f"'{path}' was measured on {machine.card} ({machine.title}), the plan's card is "
-            f"{card.name} ({card.title}); measure that one, set cluster.gpu to {machine.card}, "
+            f"'{path}' was measured on {machine.card} ({machine.title}), the plan's GPU is "
+            f"{gpu.name} ({gpu.title}); measure that one, set cluster.gpu to {machine.card}, "
             "or remove the field",
         )
     elif local and machine.fingerprint != (here := fingerprint(attached())):

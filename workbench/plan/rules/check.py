@@ -1,7 +1,7 @@
 """Whether a plan is legal: decided here, once, for every instrument.
 
 Each rule yields every problem it finds, with the field, the numbers and the nearest legal values. A
-plan that is legal need not fit its cards, and need not be something that this version can run:
+plan that is legal need not fit its GPUs, and need not be something that this version can run:
 `support` says that.
 """
 
@@ -89,13 +89,13 @@ def _cluster(plan: ResolvedPlan) -> Iterator[Problem]:
         yield Problem(
             "cluster.gpus_per_node",
             f"is {per_node}, but a node of fabric {plan.fabric.name} "
-            f"has {most} cards; legal: 1 to {most}",
+            f"has {most} GPUs; legal: 1 to {most}",
         )
     if nodes * per_node != c.gpus:
         whole = [n * per_node for n in range(max(1, c.gpus // per_node), c.gpus // per_node + 2)]
         yield Problem(
             "cluster.gpus",
-            f"is {c.gpus}, but {nodes} nodes x {per_node} cards = {nodes * per_node}; every "
+            f"is {c.gpus}, but {nodes} nodes x {per_node} GPUs = {nodes * per_node}; every "
             f"node holds the same number; legal: {legal_sizes.near(c.gpus, whole)}",
         )
 

@@ -121,7 +121,7 @@ def require(plan: ResolvedPlan, verb: Verb, allow_code: bool = False) -> None:
 
 @lru_cache(maxsize=256)
 def runnable(preset: str) -> bool:
-    """Whether the preset named `preset` can run: tried on eight cards with a small model, of
+    """Whether the preset named `preset` can run: tried on eight GPUs with a small model, of
     experts if need be.
     """
     model = "tiny-moe" if "expert" in catalog.strategies()[preset].strategy else "tiny-gpt"

@@ -12,10 +12,10 @@ from workbench.machine.hardware import GPU, Fabric
 
 
 class Cluster(Frozen):
-    """Which cards, how many, and how they are wired."""
+    """Which GPUs, how many, and how they are wired."""
 
     gpu: str | GPU = Field(
-        description="Card name from `workbench gpus`; `local` is what is attached."
+        description="GPU name from `workbench gpus`; `local` is what is attached."
     )
     gpus: Annotated[int, Field(ge=1), RANKS] = Field(
         description="Ranks in the whole job; at most 1,048,576."
@@ -24,10 +24,10 @@ class Cluster(Frozen):
         None, description="Nodes; default gpus / gpus_per_node, rounded up."
     )
     gpus_per_node: Ranks | None = Field(
-        None, description="Cards in a node; default from the fabric."
+        None, description="GPUs in a node; default from the fabric."
     )
     fabric: str | Fabric | None = Field(
-        None, description="Fabric name; default: the card's usual one."
+        None, description="Fabric name; default: the GPU's usual one."
     )
     calibration: str | None = Field(
         None, description="Calibration file that `workbench calibrate` wrote."

@@ -38,7 +38,7 @@ def card(text: str, memory_gb: float | None) -> GPU | None:
     if not scored:
         return None
     (_, _, _, off), name = min(scored)
-    found = gpu_catalog.gpus()[name].card
+    found = gpu_catalog.gpus()[name].gpu
     return (
         found if off <= NEAR or not said else found.model_copy(update={"memory_gib": USABLE * said})
     )
@@ -54,7 +54,7 @@ def _score(
         return None
     form = next((form for form in FORMS if form in own), "")
     asked = next((form for form in FORMS if any(word.startswith(form) for word in words)), "")
-    size = gpu_catalog.gpus()[name].card.memory_gib
+    size = gpu_catalog.gpus()[name].gpu.memory_gib
     off = (
         abs(math.log(size / memory)) if memory else 1 / size
     )  # where nothing is said, the larger part
