@@ -13,8 +13,8 @@ from workbench.errors import PlanError
 from workbench.kernels.triton_compat import triton
 from workbench.parallel.layout import Layout
 from workbench.plan import schema
+from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.schema import Plan
-from workbench.runs.launch.free_memory import bytes_each
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (7, 5), "vector": (11,), "other": (3, 4, 2)}
 LAYOUTS = {name: Layout.whole(name, shape) for name, shape in SHAPES.items()}
@@ -291,4 +291,6 @@ def test_preflight_counts_the_bytes_that_are_there(
         tensor.nbytes for own in state.values() for kind, tensor in own.items() if kind != "step"
     )
     count = sum(value.numel() for value in values.values())
-    assert bytes_each(plan) == (stored.itemsize, gradient.itemsize, kept / count)
+    each = state_bytes(plan)
+    sizes = each.parameter, each.gradient, each.optimizer
+    assert sizes == (stored.itemsize, gradient.itemsize, kept / count)

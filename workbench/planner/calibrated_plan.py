@@ -13,13 +13,13 @@ import numpy as np
 
 from workbench.costmodel.communication.collective_cost import SHARE
 from workbench.costmodel.compute.roofline import OPERATORS, peak
-from workbench.costmodel.inputs.config import BYTES
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import Constants, constants
 from workbench.costmodel.rates.measured_curves import Curves
 from workbench.costmodel.step_time import step_time
 from workbench.machine.calibration_file import Calibration, Collective, Probe, Scale, read
 from workbench.machine.hardware import GPU, Fabric
+from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.probe_plan import probe_plan
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
@@ -107,7 +107,10 @@ def overrides(curves: Curves, plan: ResolvedPlan) -> dict[str, Any]:
 def _typical_bytes(plan: ResolvedPlan) -> int:
     """Bytes that an elementwise operator of a layer touches: caches make small ones quick."""
     return (
-        STREAMS * plan.training.sequence_length * plan.shape.hidden * BYTES[plan.strategy.precision]
+        STREAMS
+        * plan.training.sequence_length
+        * plan.shape.hidden
+        * DTYPE_BYTES[plan.strategy.precision]
     )
 
 

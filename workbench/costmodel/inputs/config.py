@@ -19,6 +19,7 @@ from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, s
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.custom_schedule import drawn
 from workbench.plan.model_shape import Shape
+from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import AXES, Plan
 from workbench.schedules import Table
@@ -26,9 +27,6 @@ from workbench.schedules import Table
 Array = NDArray[np.float64]
 Number = Any
 """A float, or an array of one number a candidate."""
-
-BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Bytes of an element of parameters and activations; fp8 computes narrow and keeps 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +136,9 @@ def setting_of(plan: ResolvedPlan) -> Setting:
     """What a complete plan fixes."""
     s, t = plan.strategy, plan.training
     assert isinstance(s.pipeline.partition, list), "complete() the plan first"
-    narrow, kept = BYTES[s.precision] < 4, software(s.stack)
-    moments, master = moment_bytes(plan), 4.0 if narrow and t.optimizer.master == "auto" else 0.0
+    narrow, kept = DTYPE_BYTES[s.precision] < 4, software(s.stack)
+    moments = float(moment_bytes(t.optimizer))
+    master = float(master_bytes(t.optimizer, s.precision))
     if narrow and kept.optimizer >= 0 and t.optimizer.master == "auto":
         master = kept.optimizer - moments
     return Setting(
@@ -154,7 +153,9 @@ def setting_of(plan: ResolvedPlan) -> Setting:
         kernels=s.kernels,
         stack=s.stack,
         software=kept,
-        parameter_bytes=kept.parameters if narrow and kept.parameters > 0 else BYTES[s.precision],
+        parameter_bytes=kept.parameters
+        if narrow and kept.parameters > 0
+        else DTYPE_BYTES[s.precision],
         gradient_bytes=kept.gradients if narrow else -1.0,
         accumulator_bytes=kept.accumulator + kept.narrow_accumulator * (s.precision == "bf16"),
         moment_bytes=moments,
@@ -177,18 +178,11 @@ def setting_of(plan: ResolvedPlan) -> Setting:
     )
 
 
-def moment_bytes(plan: Plan) -> float:
-    """Bytes of optimizer moments a parameter."""
-    optimizer = plan.training.optimizer
-    each = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}[optimizer.moments]
-    return each * (2 if optimizer.name == "adamw" else 1 if optimizer.beta1 else 0)
-
-
 def _stepped(plan: Plan) -> dict[str, float]:
     """In what our engine makes a step, and what it casts for that: AdamW of bf16 alone is stepped
     as it is kept.
     """
-    optimizer, parameter = plan.training.optimizer, BYTES[plan.strategy.precision]
+    optimizer, parameter = plan.training.optimizer, DTYPE_BYTES[plan.strategy.precision]
     target = 4.0 if optimizer.master == "auto" else parameter
     moment = 2.0 if optimizer.moments == "bf16" else 4.0
     as_kept = (
@@ -197,11 +191,8 @@ def _stepped(plan: Plan) -> dict[str, float]:
         and target == moment == 2.0
     )
     element = 2.0 if as_kept else 4.0
-    moments = 2 if optimizer.name == "adamw" else 1 if optimizer.beta1 else 0
-    return {
-        "step_element": element,
-        "step_cast": element * ((target < element) + moments * (moment < element)),
-    }
+    widened = (target < element) + num_moments(optimizer) * (moment < element)
+    return {"step_element": element, "step_cast": element * widened}
 
 
 def knobs_of(plan: ResolvedPlan) -> Knobs:
@@ -224,7 +215,7 @@ def knobs_of(plan: ResolvedPlan) -> Knobs:
         keep_gathered=float(s.data.keep_gathered),
         overlap=float(s.data.overlap),
         bucket_bytes=s.data.bucket_mib * 2**20,
-        gradient_element=gradient_element(s.gradient_dtype, BYTES[s.precision]),
+        gradient_element=gradient_element(s.gradient_dtype, DTYPE_BYTES[s.precision]),
         selective=float(s.recompute == "selective"),
         recomputed=recomputed,
         kept_after=kept_after,
@@ -234,7 +225,7 @@ def knobs_of(plan: ResolvedPlan) -> Knobs:
 
 def gradient_element(dtype: str, parameter: int) -> int:
     """Bytes of a gradient of a plan's `gradient_dtype`; 0 for `auto`."""
-    return 0 if dtype == "auto" else parameter if dtype == "parameters" else BYTES[dtype]
+    return 0 if dtype == "auto" else parameter if dtype == "parameters" else DTYPE_BYTES[dtype]
 
 
 def grid_of(plan: Plan) -> tuple[int, int]:

@@ -15,7 +15,6 @@ import numpy as np
 
 from workbench.costmodel.frameworks.framework_profile import OWN
 from workbench.costmodel.inputs.config import (
-    BYTES,
     Array,
     Knobs,
     Number,
@@ -28,6 +27,7 @@ from workbench.costmodel.inputs.config import (
 from workbench.costmodel.inputs.tensor_tiling import Tiling, tiling
 from workbench.plan.head_split import kv_heads, rooms
 from workbench.plan.model_shape import Shape, rows_of_an_expert
+from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import STORED
@@ -228,7 +228,7 @@ def assemble(s: Setting, k: Knobs, ranks: Array, weight: Array | None = None) ->
         **widths(shape, blocks.columns),
         vocab=_rows(shape, blocks),
         sequence_parallel=1 + k.sequence * (k.tensor - 1),
-        element=BYTES[s.precision],
+        element=DTYPE_BYTES[s.precision],
         gradient_element=_gradient_element(s, k.gradient_element, microbatches),
         reduce_microbatch=np.maximum(k.reduce_microbatch, microbatches == 1),
         weight=np.ones_like(ranks, dtype=float) if weight is None else weight,
@@ -340,7 +340,7 @@ def _gradient_element(s: Setting, written: Number, microbatches: Number) -> Numb
     """As written; else fp32 where gradients of several microbatches add up, and the parameters'
     dtype under ZeRO.
     """
-    parameters = BYTES[s.precision]
+    parameters = DTYPE_BYTES[s.precision]
     if np.ndim(written) == 0 and written:
         return written
     adds_up = np.maximum(microbatches > 1, s.pipeline > 1) * (s.zero == 0)

@@ -16,7 +16,7 @@ from typing import Any
 
 from workbench.errors import refuse
 from workbench.interop.deepspeed import deepspeed_keys as known
-from workbench.interop.deepspeed.write_deepspeed import BYTES, MIB, config
+from workbench.interop.deepspeed.write_deepspeed import MIB, config
 from workbench.interop.foreign_keys import Keys, flat
 from workbench.interop.foreign_text import from_braces, mapping
 from workbench.interop.translation import (
@@ -30,6 +30,7 @@ from workbench.interop.translation import (
     lacks,
 )
 from workbench.interop.translation_loss import lost, nearest
+from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.schema import Plan, build_plan
 
 FP16, BF16 = ("fp16", "fp16.enabled"), ("bf16", "bf16.enabled")
@@ -267,10 +268,10 @@ def gradient_bytes(precision: Mapping[str, str], given: Given) -> int:
     is on this GPU.
     """
     if (dtype := precision["gradient_dtype"]) != "parameters":
-        return BYTES[dtype]
+        return DTYPE_BYTES[dtype]
     wanted = {"precision": given.sets.get("strategy.precision", "auto")}
     bare = build_plan({"model": "tiny", "cluster": given.cluster(1), "strategy": wanted}).resolve()
-    return BYTES[bare.strategy.precision]
+    return DTYPE_BYTES[bare.strategy.precision]
 
 
 def data_of(keys: Keys, zero: int, wide: int, auto: Collection[str]) -> dict[str, Any]:

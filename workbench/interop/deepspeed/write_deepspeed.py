@@ -7,10 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.interop.deepspeed.deepspeed_keys import DECAYS
+from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
-BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 MIB = 2**20
 
 
@@ -55,7 +55,7 @@ def _zero(full: Plan) -> dict[str, Any]:
     found: dict[str, Any] = {
         "stage": data.zero,
         "overlap_comm": data.overlap,
-        "reduce_bucket_size": max(1, round(data.bucket_mib * MIB / BYTES[gradients])),
+        "reduce_bucket_size": max(1, round(data.bucket_mib * MIB / DTYPE_BYTES[gradients])),
     }
     if data.offload != "none":
         found["offload_optimizer"] = {"device": "cpu"}

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.costmodel.inputs.config import (
-    BYTES,
     Array,
     Knobs,
     Number,
@@ -26,6 +25,7 @@ from workbench.costmodel.inputs.config import (
     strides,
 )
 from workbench.costmodel.inputs.rank_workload import Workload, assemble
+from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.stage_partition import balanced
 from workbench.planner.search.distinct_stages import Stages, stages_of
 from workbench.planner.search.layer_splits import Split, all_splits, fits
@@ -157,7 +157,7 @@ class Cell:
         )
 
     def _gradients(self, index: Index) -> Number:
-        parameter = BYTES[self.setting.precision]
+        parameter = DTYPE_BYTES[self.setting.precision]
         sizes = np.array(
             [float(gradient_element(dtype, parameter)) for dtype in self.values["gradient"]]
         )
@@ -282,7 +282,7 @@ def _values(space: Space, s: Setting, splits: tuple[Split, ...]) -> dict[str, tu
         "keep_gathered": space.keep_gathered if gathered else only("keep_gathered", (False,)),
         "overlap": space.overlap if s.zero == 3 or s.pipeline == 1 else space.overlap[:1],
         "bucket_mib": space.bucket_mib if s.zero < 3 else space.bucket_mib[:1],
-        "gradient": space.gradient if BYTES[s.precision] < 4 else space.gradient[:1],
+        "gradient": space.gradient if DTYPE_BYTES[s.precision] < 4 else space.gradient[:1],
     }
 
 

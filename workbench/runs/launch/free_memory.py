@@ -8,9 +8,9 @@ import psutil
 
 from workbench.errors import Problem
 from workbench.machine.attached import Attached
+from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.parameter_count import parameters
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.schema import STORED, Plan
 
 GIB = 2**30
 
@@ -52,26 +52,14 @@ def least_bytes(plan: ResolvedPlan) -> int:
         return 0
     data, sizes = plan.strategy.data, plan.sizes
     shard = sizes["data"] * sizes["context"] if data.shard == "all" else int(data.shard)
-    weight, gradient, optimizer = bytes_each(plan)
-    weight /= shard if data.zero == 3 else 1
-    gradient /= shard if data.zero >= 2 else 1
-    optimizer /= shard if data.zero else 1
+    whole = state_bytes(plan)
+    weight = whole.parameter / (shard if data.zero == 3 else 1)
+    gradient = whole.gradient / (shard if data.zero >= 2 else 1)
+    optimizer = whole.optimizer / (shard if data.zero else 1)
     kept = {"none": weight + gradient + optimizer, "optimizer": weight, "parameters": 0.0}
     each = kept["none" if plan.gpu.device == "cpu" else data.offload]
     split = sizes["tensor"] * sizes["pipeline"] * plan.strategy.expert.size
     return int(parameters(plan.shape).total * each / split)
-
-
-def bytes_each(plan: Plan) -> tuple[float, float, float]:
-    """Bytes of a parameter's weight, its gradient, and its moments and master weight, before
-    anything is sharded.
-    """
-    optimizer = plan.training.optimizer
-    weight = 4 if STORED.get(plan.strategy.precision, plan.strategy.precision) == "fp32" else 2
-    gradient = 4 if plan.strategy.gradient_dtype == "fp32" else weight
-    moments = 2 if optimizer.name == "adamw" else int(optimizer.beta1 > 0)
-    master = 4 if weight < 4 and optimizer.master == "auto" else 0
-    return weight, gradient, moments * {"fp32": 4, "bf16": 2, "int8": 1}[optimizer.moments] + master
 
 
 def free_card_bytes(ranks: int) -> int:

@@ -14,11 +14,12 @@ from workbench.checkpoint.resume_point import CONFIG, is_foreign, steps_done
 from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import Attached, attached, is_another_model
 from workbench.plan import corpus_files
+from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.parameter_count import parameters
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
-from workbench.runs.launch.free_memory import bytes_each, memory_problem
+from workbench.runs.launch.free_memory import memory_problem
 from workbench.runs.launch.kernel_compilers import missing
 from workbench.runs.launch.rendezvous_ports import port_problem
 from workbench.runs.store.run_directory import default_root, unwritable
@@ -170,10 +171,10 @@ def _disk(plan: ResolvedPlan, root: Path) -> list[Problem]:
     """Free space against logs, and the checkpoints that stand at once (one is written before an old
     one goes).
     """
-    weight, _, optimizer = bytes_each(plan)
+    each = state_bytes(plan)
     kept = plan.checkpoint.keep + 1 if plan.checkpoint.every else 0
     count = 0 if plan.code else parameters(plan.shape).total  # of code nobody knows before it runs
-    need = SPARE_BYTES + kept * int(weight + optimizer) * count
+    need = SPARE_BYTES + kept * (each.parameter + each.optimizer) * count
     nearest = next(folder for folder in (root, *root.parents) if folder.exists())
     free = shutil.disk_usage(nearest).free
     if need <= free:
