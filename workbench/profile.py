@@ -7,11 +7,12 @@ which made it.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import pandas as pd
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from workbench.untrusted_text import escaped
 from workbench.vocabulary import ALLOCATED as ALLOCATED
@@ -20,17 +21,77 @@ from workbench.vocabulary import COLUMNS as COLUMNS
 from workbench.vocabulary import MEANINGS as MEANINGS
 from workbench.vocabulary import MOMENTS as MOMENTS
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 Source = Literal["estimated", "rehearsed", "measured"]
 
 
 def frame(kind: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
     """A frame of `kind` from rows; columns in the vocabulary's order, absent ones empty."""
+    import pandas as pd
+
     return pd.DataFrame(rows, columns=list(COLUMNS[kind]))
 
 
-@dataclass(repr=False)
+@dataclass(frozen=True)
+class Columns:
+    """A frame that is not built yet: what its columns hold, and what builds it.
+
+    Importing pandas takes longer than an estimate, and most answers need sums alone.
+    """
+
+    columns: Mapping[str, Any]
+    """Name -> values, or one value that stands in every row; names may be missing."""
+    num_rows: int
+    build: Callable[[], pd.DataFrame]
+
+    def column(self, name: str) -> list[Any]:
+        """The values of a column, None where it is missing."""
+        values = self.columns.get(name)
+        if values is None or isinstance(values, str) or not hasattr(values, "__len__"):
+            return [values] * self.num_rows
+        return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def columns_of(kind: str, columns: Mapping[str, Any], num_rows: int) -> Columns:
+    """A frame of `kind` that is built when it is read, in the vocabulary's order of columns."""
+
+    def build() -> pd.DataFrame:
+        import pandas as pd
+
+        return pd.DataFrame(columns, columns=list(COLUMNS[kind]), index=range(num_rows))
+
+    return Columns(columns, num_rows, build)
+
+
+class _Frame:
+    """A field of `Profile` that becomes a DataFrame when it is first read."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, profile: None, owner: type) -> Columns: ...
+
+    @overload
+    def __get__(self, profile: Profile, owner: type) -> pd.DataFrame: ...
+
+    def __get__(self, profile: Profile | None, owner: type) -> Columns | pd.DataFrame:
+        if profile is None:  # what dataclass takes as the field's default
+            return Columns({}, 0, lambda: frame(self.name, []))
+        stored: Columns | pd.DataFrame = profile.__dict__[self.name]
+        if isinstance(stored, Columns):
+            stored = profile.__dict__[self.name] = stored.build()
+        return stored
+
+    def __set__(self, profile: Profile, value: pd.DataFrame | Columns) -> None:
+        profile.__dict__[self.name] = value
+
+
+@dataclass(repr=False, eq=False)
 class Profile:
-    """Frames of one instrument on one plan.
+    """Frames of one instrument on one plan; each is given as a DataFrame, or as `Columns`.
 
     `memory` is in bytes, `timeline` in seconds from the step's start, `collectives.bytes` the full
     tensor's bytes a call and `count` calls a step, `steps.seconds` the wall time of a step and
@@ -40,32 +101,50 @@ class Profile:
     run: str
     source: Source
     world_size: int
-    memory: pd.DataFrame = field(default_factory=lambda: frame("memory", []))
-    timeline: pd.DataFrame = field(default_factory=lambda: frame("timeline", []))
-    collectives: pd.DataFrame = field(default_factory=lambda: frame("collectives", []))
-    steps: pd.DataFrame = field(default_factory=lambda: frame("steps", []))
+    memory: _Frame = _Frame()
+    timeline: _Frame = _Frame()
+    collectives: _Frame = _Frame()
+    steps: _Frame = _Frame()
     representative: dict[int, int] = field(default_factory=dict)
     """Rank -> the rank whose rows stand for it (ranks that do the same are counted once)."""
     capacity_bytes: int | None = None
-    """Usable memory of one card."""
+    """Usable memory of one GPU."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What else the instrument says: step time by part, advice, versions."""
 
+    def rows(self, kind: str, *names: str, **where: str) -> Iterator[tuple[Any, ...]]:
+        """The cells of some columns of a frame, row by row; loads no pandas.
+
+        Args:
+            kind: A frame: memory, timeline, collectives or steps.
+            names: Its columns; a cell that is not known is None or NaN.
+            where: Column -> the value that a row must have there.
+        """
+        stored = self.__dict__[kind]
+        if isinstance(stored, Columns):
+            cells = zip(*(stored.column(name) for name in (*names, *where)))
+            wanted, width = tuple(where.values()), len(names)
+            return (row[:width] for row in cells if row[width:] == wanted)
+        for name, value in where.items():
+            stored = stored[stored[name].to_numpy() == value]
+        return zip(*(stored[name].tolist() for name in names))
+
     @property
     def peak_bytes_by_rank(self) -> dict[int, int]:
-        """Largest sum at one instant, by rank; ranks of which nothing is known are left out."""
-        rows = self.memory
-        here = (rows.moment.to_numpy() == "peak") & (rows.tier.to_numpy() == "device")
-        counted = here & (rows.category.to_numpy() == ALLOCATED)
-        here = counted if counted.any() else here
-        sums: dict[tuple[int, float], float] = {}
-        for rank, step, size in zip(
-            *(rows[name].to_numpy()[here].tolist() for name in ("rank", "step", "bytes"))
+        """Peak memory by rank: the largest sum at one instant; ranks of which nothing is known are
+        left out.
+        """
+        sums: dict[bool, dict[tuple[int, Any], float]] = {True: {}, False: {}}
+        at_peak = {"moment": "peak", "tier": "device"}
+        for category, rank, step, size in self.rows(
+            "memory", "category", "rank", "step", "bytes", **at_peak
         ):
-            instant = int(rank), -1 if step is None or step != step else step
-            sums[instant] = sums.get(instant, 0) + size
+            instant = int(rank), -1 if _is_null(step) else step
+            of_kind = sums[category == ALLOCATED]
+            of_kind[instant] = of_kind.get(instant, 0) + size
         peaks: dict[int, int] = {}
-        for (rank, _), total in sums.items():
+        # The allocator's own count, where there is one, is the total: categories are part of it.
+        for (rank, _), total in (sums[True] or sums[False]).items():
             peaks[rank] = max(peaks.get(rank, 0), int(total))
         stand_ins = {rank: self.representative.get(rank, rank) for rank in range(self.world_size)}
         return {rank: peaks[stand_in] for rank, stand_in in stand_ins.items() if stand_in in peaks}
@@ -77,31 +156,37 @@ class Profile:
         if not peaks:
             return {}
         worst = max(peaks, key=lambda rank: (peaks[rank], -rank))
-        rows = self.memory[(self.memory["rank"] == self.representative.get(worst, worst))]
-        rows = rows[
-            (rows.tier == "device") & (rows.category != ALLOCATED) & (rows.moment == "maximum")
-        ]
-        return {str(k): int(v) for k, v in rows.groupby("category", sort=False).bytes.max().items()}
+        worst = self.representative.get(worst, worst)
+        found: dict[str, int] = {}
+        for rank, category, size in self.rows(
+            "memory", "rank", "category", "bytes", moment="maximum", tier="device"
+        ):
+            if rank == worst and category != ALLOCATED:
+                found[str(category)] = max(found.get(str(category), 0), int(size))
+        return found
 
     @property
     def step_seconds(self) -> float | None:
         """Median wall time of a step after the first two (warm-up); null where the instrument has
         no time.
         """
-        rows = self.steps[(self.steps["rank"] == self.steps["rank"].min())].seconds.dropna()
-        rows = rows[2:] if len(rows) > 4 else rows
-        return float(rows.median()) if len(rows) else None
+        ranks = {rank for (rank,) in self.rows("steps", "rank")}
+        first = min(ranks, default=None)
+        seconds = [s for rank, s in self.rows("steps", "rank", "seconds") if rank == first]
+        seconds = [s for s in seconds if not _is_null(s)]
+        seconds = seconds[2:] if len(seconds) > 4 else seconds
+        return float(median(seconds)) if seconds else None
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens of the whole job a second, from the median step."""
-        tokens = self.steps.tokens.dropna()
+        tokens = [count for (count,) in self.rows("steps", "tokens") if not _is_null(count)]
         seconds = self.step_seconds
-        return float(tokens.median()) / seconds if len(tokens) and seconds else None
+        return float(median(tokens)) / seconds if tokens and seconds else None
 
     @property
     def fits(self) -> bool | None:
-        """Whether every rank's peak is within one card's memory; null where that, or the capacity,
+        """Whether every rank's peak is within one GPU's memory; null where that, or the capacity,
         is unknown.
         """
         peaks = self.peak_bytes_by_rank
@@ -112,10 +197,22 @@ class Profile:
         return True if len(peaks) == self.world_size else None
 
     @property
+    def advice(self) -> str:
+        """The smallest change that makes an estimated plan fit, in words; empty where it fits or
+        none is known.
+        """
+        found = self.notes.get("advice")
+        if isinstance(found, Mapping):
+            return f"{found['field']} from {found['from']} to {found['to']}"
+        return str(found or "")
+
+    @property
     def loss(self) -> list[float]:
         """Training loss by step."""
-        rows = self.steps[self.steps["rank"] == self.steps["rank"].min()]
-        return [float(x) for x in rows.sort_values("step").loss.dropna()]
+        rows = list(self.rows("steps", "rank", "step", "loss"))
+        first = min((rank for rank, _, _ in rows), default=None)
+        known = [(step, x) for rank, step, x in rows if rank == first and not _is_null(x)]
+        return [float(x) for _, x in sorted(known, key=lambda row: row[0])]
 
     def summary(self) -> dict[str, Any]:
         """The answer for machines: the keys that `--json` prints; what notes say of memory stands
@@ -140,24 +237,24 @@ class Profile:
     def facts(self) -> dict[str, str]:
         """What a person asks first, in words."""
         peaks = self.peak_bytes_by_rank
-        told = {"instrument": self.source, "ranks": str(self.world_size)}
+        facts = {"instrument": self.source, "ranks": str(self.world_size)}
         if peaks:
-            told["fullest rank"] = f"{max(peaks.values()) / 2**20:,.1f} MiB"
+            facts["peak memory (max rank)"] = f"{max(peaks.values()) / 2**20:,.1f} MiB"
         if self.capacity_bytes:
-            told["one card"] = f"{self.capacity_bytes / 2**20:,.1f} MiB"
+            facts["GPU memory"] = f"{self.capacity_bytes / 2**20:,.1f} MiB"
         if self.fits is not None:
-            told["fits"] = "yes" if self.fits else "no"
+            facts["fits"] = "yes" if self.fits else "no"
         if self.step_seconds is not None:
-            told["a step"] = f"{self.step_seconds:.4g} s"
+            facts["step time"] = f"{self.step_seconds:.4g} s"
         if self.tokens_per_second is not None:
-            told["tokens a second"] = f"{self.tokens_per_second:,.0f}"
+            facts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
         if assumed := self.notes.get("uncalibrated"):
-            told["its time"] = assumed
+            facts["its time"] = assumed
         if self.loss:
-            told["loss, first and last"] = f"{self.loss[0]:.4f}, {self.loss[-1]:.4f}"
+            facts["loss, first and last"] = f"{self.loss[0]:.4f}, {self.loss[-1]:.4f}"
         if left_out := self.notes.get("left_out"):
-            told["left out"] = "; ".join(left_out)
-        return told
+            facts["left out"] = "; ".join(left_out)
+        return facts
 
     def __repr__(self) -> str:
         return f"<Profile of {self.run}: {', '.join(f'{k} {v}' for k, v in self.facts().items())}>"
@@ -165,7 +262,7 @@ class Profile:
     def _repr_html_(self) -> str:
         rows = [(name, value, "") for name, value in self.facts().items()]
         rows += [
-            (f"{category}, at most", f"{size / 2**20:,.1f} MiB", MEANINGS.get(category, ""))
+            (f"{category}, peak", f"{size / 2**20:,.1f} MiB", MEANINGS.get(category, ""))
             for category, size in self.by_category.items()
         ]
         body = "".join(
@@ -197,5 +294,11 @@ class Profile:
         """Read what `save` wrote."""
         rest = json.loads((folder / "profile.json").read_text())
         rest["representative"] = {int(k): v for k, v in rest["representative"].items()}
+        import pandas as pd
+
         frames: dict[str, Any] = {kind: pd.read_csv(folder / f"{kind}.csv") for kind in COLUMNS}
         return cls(**rest, **frames)
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))

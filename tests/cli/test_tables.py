@@ -390,7 +390,7 @@ def test_tables_are_made_in_one_place():
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.ImportFrom)
         }
-        assert path.name == "screen.py" or not names & {
+        assert path.name == "terminal.py" or not names & {
             "rich.table",
             "rich.console",
             "rich.markup",

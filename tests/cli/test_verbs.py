@@ -64,6 +64,6 @@ def test_a_profile_shows_itself():
     found = wb.estimate(wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="dapple"))
     assert "estimated" in repr(found) and "fits yes" in repr(found)
     assert (
-        "<td>parameters, at most</td>" in found._repr_html_()
+        "<td>parameters, peak</td>" in found._repr_html_()
         and "<td>ranks</td><td>4</td>" in found._repr_html_()
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from workbench.costmodel.communication.collective_volume import Call, exactly
 from workbench.costmodel.compute.kernel_benchmarks import provenance
@@ -21,7 +20,7 @@ from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import on_machine
 from workbench.planner.estimated_timeline import simulated_seconds, timeline
 from workbench.planner.memory_advice import advise
-from workbench.profile import COLUMNS, MOMENTS, Profile, frame
+from workbench.profile import MOMENTS, Columns, Profile, columns_of, frame
 from workbench.schedules import Timeline
 
 UNCALIBRATED = "assumed figures, not calibrated: `workbench calibrate` measures this machine"
@@ -69,10 +68,7 @@ def estimate(plan: Plan) -> Profile:
         memory=_memory_frame(head, live, starts),
         timeline=_timeline_frame(head, drawn, starts),
         collectives=_collectives_frame(head, own, starts),
-        steps=frame(
-            "steps",
-            [head | {"rank": 0, "seconds": seconds, "tokens": _tokens(full), "skipped": False}],
-        ),
+        steps=_steps_frame(head, seconds, _tokens(full)),
         representative=_representative(full, starts),
         capacity_bytes=capacity,
         notes=notes,
@@ -115,7 +111,7 @@ def _representative(plan: ResolvedPlan, starts: list[int]) -> dict[int, int]:
     return dict(enumerate(stands_for.tolist()))
 
 
-def _memory_frame(head: dict[str, Any], live: Memory, starts: list[int]) -> pd.DataFrame:
+def _memory_frame(head: dict[str, Any], live: Memory, starts: list[int]) -> Columns:
     """A row a stage, moment and category that is not nothing; host rows at every moment, for they
     do not move.
     """
@@ -134,9 +130,7 @@ def _memory_frame(head: dict[str, Any], live: Memory, starts: list[int]) -> pd.D
     return _frame("memory", head, columns, starts)
 
 
-def _timeline_frame(
-    head: dict[str, Any], timeline: Timeline | None, starts: list[int]
-) -> pd.DataFrame:
+def _timeline_frame(head: dict[str, Any], timeline: Timeline | None, starts: list[int]) -> Columns:
     intervals = timeline.intervals if timeline else ()
     columns: dict[str, list[Any]] = {
         "stage": [i.action.stage for i in intervals],
@@ -148,9 +142,7 @@ def _timeline_frame(
     return _frame("timeline", head, columns, starts, [i.rank for i in intervals])
 
 
-def _collectives_frame(
-    head: dict[str, Any], calls: list[list[Call]], starts: list[int]
-) -> pd.DataFrame:
+def _collectives_frame(head: dict[str, Any], calls: list[list[Call]], starts: list[int]) -> Columns:
     names = ("axis", "kind", "group_size", "dtype", "bytes", "count", "action")
     rows = [(stage, call) for stage, own in enumerate(calls) for call in own]
     columns: dict[str, list[Any]] = {
@@ -161,13 +153,18 @@ def _collectives_frame(
     return _frame("collectives", head, columns, starts)
 
 
+def _steps_frame(head: dict[str, Any], seconds: float, tokens: int) -> Columns:
+    row = head | {"rank": 0, "seconds": seconds, "tokens": tokens, "skipped": False}
+    return Columns(row, 1, lambda: frame("steps", [row]))
+
+
 def _frame(
     kind: str,
     head: dict[str, Any],
     columns: dict[str, list[Any]],
     starts: list[int],
     homes: list[int] | None = None,
-) -> pd.DataFrame:
+) -> Columns:
     """A frame from columns; ranks follow from pipeline ranks, which are the stages unless `homes`
     says.
     """
@@ -175,6 +172,4 @@ def _frame(
     ranks = {
         "rank": np.array(starts)[np.array(arrays["stage"] if homes is None else homes, dtype=int)]
     }
-    return pd.DataFrame(
-        arrays | ranks | head, columns=list(COLUMNS[kind]), index=range(len(columns["stage"]))
-    )
+    return columns_of(kind, arrays | ranks | head, len(columns["stage"]))

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-
-from workbench.profile import ALLOCATED, COLUMNS, Profile
+from workbench.profile import ALLOCATED, COLUMNS, Columns, Profile
 from workbench.runs.store.telemetry_reader import Reader
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Rows = dict[str, list[dict[str, Any]]]
 Held = Sequence[tuple[str, Sequence[Mapping[str, Any]]]]
@@ -102,7 +103,7 @@ class Measured:
             representative={rank: rank for rank in range(self.world_size)},
             capacity_bytes=self.capacity_bytes,
             notes=notes,
-            **{kind: pd.DataFrame(columns) for kind, columns in self._columns.items()},
+            **{kind: _frozen(columns) for kind, columns in self._columns.items()},
         )
 
     def _known(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -142,6 +143,18 @@ class Measured:
         stage = self.hello.get(record["rank"], {}).get("stage")
         row = {"stage": stage, "moment": "after_optimizer", "tier": "device", "category": ALLOCATED}
         return [{**row, "bytes": record["bytes"]}]
+
+
+def _frozen(columns: Mapping[str, list[Any]]) -> Columns:
+    """The columns as they are now: they grow while a frame of them is looked at."""
+    now = {name: list(values) for name, values in columns.items()}
+
+    def build() -> pd.DataFrame:
+        import pandas as pd
+
+        return pd.DataFrame(now)
+
+    return Columns(now, len(now["run"]), build)
 
 
 OWN = {kind: names[len(SHARED) :] for kind, names in COLUMNS.items()}
