@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from workbench.costmodel.rates.measured_curves import Curves
+from workbench.costmodel.rates.measured_curves import MeasuredCurves
 from workbench.engine.calibrate import collective_points
 from workbench.engine.calibrate.measure import calibrate
 from workbench.engine.calibrate.measured_sizes import Survey
@@ -109,7 +109,7 @@ def test_it_is_followed_to_its_end(found: Calibration) -> None:
 def test_the_file_gives_curves(found: Calibration, tmp_path) -> None:
     write(found, tmp_path / "calibration.yaml")
     assert read(tmp_path / "calibration.yaml") == found
-    curves = Curves(found, 2)
+    curves = MeasuredCurves(found, 2)
     large, small = (
         side**3 / curves.products("fp32").seconds(side, side, side) for side in (256, 16)
     )

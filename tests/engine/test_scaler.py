@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.engine.test_loop import trained
 from tests.engine.test_precision import text_of
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.costmodel.communication.collective_volume import LOSS_BYTES
+from workbench.costmodel.communication.collective_volume import STEP_SCALARS_BYTES
 from workbench.engine import loss_scaler as scaler_module
 from workbench.engine import session as session_module
 from workbench.engine.loss_scaler import INITIAL, LossScaler, overflow
@@ -252,7 +252,7 @@ def test_the_same_step_is_rehearsed_and_needs_no_further_collective(name: str) -
     profile = rehearse(narrow)
     calls = profile.collectives[profile.collectives["step"] == 1]
     agreed = calls[calls["action"] == "CLIP"].groupby("rank")[["bytes", "count"]].sum()
-    assert set(map(tuple, agreed.to_numpy().tolist())) == {(LOSS_BYTES, 1)}
+    assert set(map(tuple, agreed.to_numpy().tolist())) == {(STEP_SCALARS_BYTES, 1)}
     wide = rehearse(made(sizes, changes | {"strategy.precision": "bf16"})).collectives
     columns = ["rank", "axis", "kind", "bytes", "count", "action"]
     assert sorted(calls[columns].to_numpy().tolist()) == sorted(

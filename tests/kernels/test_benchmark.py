@@ -18,8 +18,8 @@ from tests.benchmarks.kernels import Bench, file_of, machine, smallest
 from tests.benchmarks.kernels_goals import summary
 from tests.benchmarks.kernels_models import Size
 from tests.benchmarks.kernels_traffic import textbook_bytes
-from workbench.costmodel.compute.roofline import machine as card
-from workbench.costmodel.compute.roofline import memory_bound
+from workbench.costmodel.compute.roofline import device_rates as card
+from workbench.costmodel.compute.roofline import memory_bound_pass
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import constants
 from workbench.plan.schema import Plan
@@ -32,9 +32,9 @@ FP32 = torch.float32
 def test_textbook_bytes_are_the_planners(model: str) -> None:
     sets = {"training.sequence_length": 512, "training.micro_batch": 2}
     w = workload(Plan.of(model, gpu="h100-sxm-80gb", gpus=1, strategy="single", set=sets).resolve())
-    own = replace(constants(w.setting.card, "eager"), traffic=1.0)
-    m = card(w.setting.card, "bf16", own)
-    planned = memory_bound(w, m, False)
+    own = replace(constants(w.fixed.gpu, "eager"), traffic=1.0)
+    m = card(w.fixed.gpu, "bf16", own)
+    planned = memory_bound_pass(w, m, False)
     counted = textbook_bytes(Size(w.shape, 2, 512), torch.bfloat16)
     assert float(planned.forward) * m.bandwidth == pytest.approx(counted["forward"])
     assert float(planned.backward) * m.bandwidth == pytest.approx(counted["backward"])

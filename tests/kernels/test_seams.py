@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.small import GPT, LLAMA
 from workbench.costmodel.compute import kernel_benchmarks
-from workbench.costmodel.compute.roofline import REPLACED
+from workbench.costmodel.compute.roofline import FUSED_KERNELS_PER_LAYER
 from workbench.costmodel.memory import activation_memory
 from workbench.costmodel.memory import loss_memory as loss
 from workbench.errors import PlanError
@@ -124,7 +124,7 @@ def operators(layers: int) -> tuple[int, int]:
 
 def test_the_planner_knows_how_many_operators_a_layer_has() -> None:
     fewer, more = operators(2), operators(3)
-    assert (more[0] - fewer[0], more[1] - fewer[1]) == REPLACED
+    assert (more[0] - fewer[0], more[1] - fewer[1]) == FUSED_KERNELS_PER_LAYER
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "fused"])
@@ -187,16 +187,16 @@ def test_without_a_compiler_nothing_is_started(
 
 
 def test_the_planner_knows_which_seams_stay_plain() -> None:
-    assert activation_memory.PLAIN_BELOW == fused_seams.PLAIN_BELOW
-    assert activation_memory.ATEN == fused_seams.ATEN
-    assert loss.PLAIN_BELOW == fused_seams.LOSS_PLAIN_BELOW
+    assert activation_memory.MIN_FUSED_SEAM_NUMEL == fused_seams.PLAIN_BELOW
+    assert activation_memory.ATEN_SEAMS == fused_seams.ATEN
+    assert loss.MIN_FUSED_LOSS_NUMEL == fused_seams.LOSS_PLAIN_BELOW
 
 
 def measured_on_processors() -> dict[tuple[str, str, tuple[int, ...], str], tuple[float, float]]:
     """Of the committed benchmark: (operator, case, shape, dtype) -> seconds of forward and
     backward, (eager, fused).
     """
-    (table,) = (b for b in kernel_benchmarks.benchmarks() if b["kind"] == "cpu")
+    (table,) = (b for b in kernel_benchmarks.kernel_benchmarks() if b["kind"] == "cpu")
     found: dict[tuple[str, str, tuple[int, ...], str], tuple[float, float]] = {}
     for row in table["kernels"]:
         key, seconds = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from workbench.costmodel.memory.loss_memory import run_tokens
+from workbench.costmodel.memory.loss_memory import loss_chunk_tokens
 from workbench.kernels.linear_cross_entropy import chunk_tokens
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
@@ -130,7 +130,7 @@ def test_so_they_are_with_replaced_seams(
 )
 def test_the_planner_knows_how_many_tokens_the_loss_takes_at_once(tokens: int, vocab: int) -> None:
     for hidden in (8, 96, 4096):
-        assert run_tokens(tokens, hidden, vocab) == chunk_tokens(tokens, hidden, vocab)
+        assert loss_chunk_tokens(tokens, hidden, vocab) == chunk_tokens(tokens, hidden, vocab)
 
 
 FIVE = ODD | {"layers": 2, "heads": 5, "kv_heads": 5, "head_dim": 20, "mlp": "gelu", "ffn": 161}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from workbench.costmodel.rates.constants import Constants
-from workbench.costmodel.rates.measured_curves import Curves, fit
+from workbench.costmodel.rates.measured_curves import MeasuredCurves, fit_nonnegative
 from workbench.machine import calibration_file
 from workbench.machine.attached import attached, local_cluster
 from workbench.machine.calibration_file import (
@@ -115,7 +115,7 @@ def kept(tmp_path: Path) -> Path:
 
 def test_the_form_is_recovered_from_its_own_points() -> None:
     for ranks in (1, 2):
-        found = Curves(made(), ranks).products("fp32")
+        found = MeasuredCurves(made(), ranks).products("fp32")
         assert found.rate == pytest.approx(RATE / ranks, rel=1e-6)
         assert found.half_dim == pytest.approx(HALF, rel=1e-5) and found.launch == pytest.approx(
             LAUNCH, rel=1e-5
@@ -126,7 +126,7 @@ def test_the_form_is_recovered_from_its_own_points() -> None:
 def test_one_disturbed_point_does_not_move_the_fit() -> None:
     gemm = list(made().gemm)
     gemm[8] = gemm[8].model_copy(update={"seconds": 9 * gemm[8].seconds})
-    found = Curves(made(gemm=tuple(gemm)), gemm[8].ranks).products("fp32")
+    found = MeasuredCurves(made(gemm=tuple(gemm)), gemm[8].ranks).products("fp32")
     assert found.rate == pytest.approx(RATE / gemm[8].ranks, rel=0.02)
 
 
@@ -135,7 +135,7 @@ def test_a_measured_shape_is_met_and_a_far_one_follows_the_form() -> None:
         g.model_copy(update={"seconds": g.seconds * (1.3 if g.rows == 2048 else 1)})
         for g in made().gemm
     ]
-    found = Curves(made(gemm=tuple(gemm)), 1).products("fp32")
+    found = MeasuredCurves(made(gemm=tuple(gemm)), 1).products("fp32")
     assert found.seconds(2048, 64, 192) == pytest.approx(
         1.3 * product_seconds(2048, 64, 192, 1), rel=1e-3
     )
@@ -145,7 +145,7 @@ def test_a_measured_shape_is_met_and_a_far_one_follows_the_form() -> None:
 
 
 def test_products_take_arrays_and_broadcast() -> None:
-    found = Curves(made(), 1).products("fp32")
+    found = MeasuredCurves(made(), 1).products("fp32")
     rows, columns = np.array([[32], [64], [128]]), np.array([48, 96])
     rates = 2 * rows * columns * 64 / found.seconds(rows, columns, 64)
     assert rates.shape == (3, 2) and (np.diff(rates, axis=0) > 0).all() and (rates < RATE).all()
@@ -153,18 +153,18 @@ def test_products_take_arrays_and_broadcast() -> None:
 
 
 def test_an_unmeasured_dtype_takes_its_stand_in() -> None:
-    assert Curves(made(), 1).products("fp16").rate == pytest.approx(RATE, rel=1e-6)
+    assert MeasuredCurves(made(), 1).products("fp16").rate == pytest.approx(RATE, rel=1e-6)
 
 
 def test_more_ranks_than_were_measured_wait_for_cores() -> None:
-    four, two = Curves(made(), 4), Curves(made(), 2)
+    four, two = MeasuredCurves(made(), 4), MeasuredCurves(made(), 2)
     assert four.products("fp32").rate == pytest.approx(two.products("fp32").rate / 2)
     assert four.host.layer_us == pytest.approx(2 * two.host.layer_us)
     assert four.memory_rate(2**20) == pytest.approx(two.memory_rate(2**20) / 2)
 
 
 def test_memory_is_straight_on_logarithmic_paper_and_proportional_beyond() -> None:
-    found = Curves(made(), 1)
+    found = MeasuredCurves(made(), 1)
     assert found.memory_rate(2**18) == pytest.approx(10e9) and found.memory_rate(
         2**30
     ) == pytest.approx(10e9)
@@ -174,26 +174,26 @@ def test_memory_is_straight_on_logarithmic_paper_and_proportional_beyond() -> No
 
 
 def test_collectives_by_kind_size_and_group() -> None:
-    found = Curves(made(), 2)
+    found = MeasuredCurves(made(), 2)
     assert found.alpha_beta("all_reduce", 2) == pytest.approx((2 * ALPHA, 2 * BETA), rel=1e-6)
     sizes = np.array([256, 2**20, 2**24])
     assert found.collective_seconds("all_gather", sizes, 2) == pytest.approx(ALPHA + BETA * sizes)
     assert found.collective_seconds("recv", 2**20, 2) == pytest.approx(0.5 * (ALPHA + BETA * 2**20))
     assert (found.collective_seconds("all_reduce", sizes, 1) == 0).all()
-    ring = Curves(made(), 1).collective_seconds("all_gather", 2**24, 4)
+    ring = MeasuredCurves(made(), 1).collective_seconds("all_gather", 2**24, 4)
     first = ALPHA + BETA * 256
     assert ring == pytest.approx(3 * first + 1.5 * (ALPHA + BETA * 2**24 - first), rel=1e-6), (
         "ring: hops and (n-1)/n"
     )
     with pytest.raises(ValueError, match="holds no all_reduce"):
-        Curves(made(collectives=()), 2).collective_seconds("all_reduce", 1, 2)
+        MeasuredCurves(made(collectives=()), 2).collective_seconds("all_reduce", 1, 2)
 
 
 def test_a_larger_message_never_counts_as_quicker() -> None:
     points = [
         c.model_copy(update={"seconds": 0.5}) if c.bytes == 256 else c for c in made().collectives
     ]
-    times = Curves(made(collectives=tuple(points)), 2).collective_seconds(
+    times = MeasuredCurves(made(collectives=tuple(points)), 2).collective_seconds(
         "all_reduce", 2.0 ** np.arange(6, 28), 2
     )
     assert (np.diff(times) >= 0).all() and times[0] < 0.01
@@ -201,8 +201,10 @@ def test_a_larger_message_never_counts_as_quicker() -> None:
 
 def test_coefficients_are_never_negative() -> None:
     terms = np.stack((np.ones(4), np.arange(1.0, 5.0)), axis=1)
-    assert (fit(terms, np.array([4.0, 3.0, 2.0, 1.0])) >= 0).all()
-    assert fit(terms, terms @ np.array([0.0, 2.0])) == pytest.approx([0.0, 2.0], abs=1e-9)
+    assert (fit_nonnegative(terms, np.array([4.0, 3.0, 2.0, 1.0])) >= 0).all()
+    assert fit_nonnegative(terms, terms @ np.array([0.0, 2.0])) == pytest.approx(
+        [0.0, 2.0], abs=1e-9
+    )
 
 
 def test_without_a_calibration_nothing_changes() -> None:

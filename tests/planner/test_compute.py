@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from workbench.costmodel.compute.roofline import (
-    Product,
+    device_rates,
     head_pass,
     layer_pass,
-    layer_products,
-    machine,
     optimizer_seconds,
 )
+from workbench.costmodel.inputs.layer_gemms import LayerGemm, layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants, constants
 from workbench.machine import gpu_catalog
@@ -32,22 +31,22 @@ def asked(model: str = "llama-3-8b", strategy: str = "zero-1", **sets: Any) -> W
 
 
 def usual(w: Workload, **changes: float) -> Constants:
-    return replace(constants(w.setting.card, w.setting.kernels), **changes)
+    return replace(constants(w.fixed.gpu, w.fixed.kernels), **changes)
 
 
 def joined(w: Workload) -> Workload:
-    setting = replace(w.setting, software=replace(w.setting.software, joined=1.0))
-    return replace(w, setting=setting)
+    fixed = replace(w.fixed, framework=replace(w.fixed.framework, fused_qkv=1.0))
+    return replace(w, fixed=fixed)
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "gpt2-xl", "mixtral-8x7b"])
 def test_joined_products_do_the_same_work_in_fewer_calls_and_less_time(model: str) -> None:
     w = asked(model)
     mixture = w.shape.moe is not None
-    apart, together = layer_products(w, mixture), layer_products(joined(w), mixture)
+    apart, together = layer_gemms(w, mixture), layer_gemms(joined(w), mixture)
     assert sum(p.flops for p in together) == pytest.approx(sum(p.flops for p in apart))
     assert len(together) == len(apart) - 2 - int(w.shape.gated)
-    m = machine(w.setting.card, "bf16", usual(w, launch_us=0.0))
+    m = device_rates(w.fixed.gpu, "bf16", usual(w, launch_us=0.0))
     assert layer_pass(joined(w), m, mixture).forward < layer_pass(w, m, mixture).forward
 
 
@@ -55,16 +54,16 @@ def test_a_loss_moves_its_bytes_forward_and_backward() -> None:
     w = asked()
     times = []
     for size in (0.0, 28.0):
-        head = head_pass(w, machine(w.setting.card, "bf16", usual(w, loss_bytes=size)))
+        head = head_pass(w, device_rates(w.fixed.gpu, "bf16", usual(w, loss_bytes=size)))
         times.append(float(head.forward + head.backward))
-    bandwidth = w.setting.card.bandwidth_gbs * 1e9 * usual(w).memory_share
-    assert times[1] - times[0] == pytest.approx(float(w.tokens * w.vocab) * 28 / bandwidth)
+    bandwidth = w.fixed.gpu.bandwidth_gbs * 1e9 * usual(w).memory_share
+    assert times[1] - times[0] == pytest.approx(float(w.tokens * w.vocab_rows) * 28 / bandwidth)
 
 
 def test_a_host_that_waits_for_routed_counts_slows_layers_of_experts_alone() -> None:
     w = asked("mixtral-8x7b")
-    slow = machine(w.setting.card, "bf16", usual(w, host_us=100.0, host_routing_us=1e6))
-    quick = machine(w.setting.card, "bf16", usual(w, host_us=100.0))
+    slow = device_rates(w.fixed.gpu, "bf16", usual(w, host_us=100.0, host_routing_us=1e6))
+    quick = device_rates(w.fixed.gpu, "bf16", usual(w, host_us=100.0))
     assert layer_pass(w, slow, True).forward == pytest.approx(1.0001)
     assert layer_pass(w, slow, False).forward == layer_pass(w, quick, False).forward
 
@@ -73,7 +72,9 @@ def test_ranks_that_broadcast_in_turn_take_as_many_turns_as_shares() -> None:
     w = asked()
     owned = np.array([1e9])
     none, some = (
-        optimizer_seconds(w, machine(w.setting.card, "bf16", usual(w, turn_ms=turn)), owned)
+        optimizer_seconds(
+            w, device_rates(w.fixed.gpu, "bf16", usual(w, param_broadcast_ms=turn)), owned
+        )
         for turn in (0.0, 3.0)
     )
     assert some - none == pytest.approx(8 * 3e-3)
@@ -100,12 +101,12 @@ def test_a_stack_scales_a_cards_shares_and_never_hides_them() -> None:
 
 
 def test_a_product_is_worth_its_flops() -> None:
-    assert Product(2, 3, 5, 7).flops == 2 * 2 * 3 * 5 * 7
+    assert LayerGemm(2, 3, 5, 7).flops == 2 * 2 * 3 * 5 * 7
 
 
 def test_dropout_draws_its_masks_in_forward_and_again_in_backward() -> None:
     none, some, more = (asked(training__dropout=rate) for rate in (0.0, 0.1, 0.5))
-    m = machine(none.setting.card, "bf16", usual(none, launch_us=0.0))
+    m = device_rates(none.fixed.gpu, "bf16", usual(none, launch_us=0.0))
     plain, drawn, same = (layer_pass(w, m, False) for w in (none, some, more))
     branches = (
         2
@@ -146,7 +147,7 @@ def test_what_fused_kernels_leave_plain_on_processors_takes_what_eager_takes(
         }
         more |= {"training.sequence_length": length, "training.micro_batch": 1}
         w = workload(Plan.of("tiny", gpu="local", gpus=1, strategy="single", set=more).resolve())
-        found[kernels] = layer_pass(w, machine(w.setting.card, "fp32", usual(w)), False)
+        found[kernels] = layer_pass(w, device_rates(w.fixed.gpu, "fp32", usual(w)), False)
     assert found["fused"].forward == pytest.approx(found["eager"].forward)
     assert found["fused"].backward == pytest.approx(found["eager"].backward)
     assert found["compiled"].backward < 0.99 * found["eager"].backward

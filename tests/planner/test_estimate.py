@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.costmodel.communication.collective_cost import Link, seconds
-from workbench.costmodel.communication.collective_volume import Call, calls, exactly
-from workbench.costmodel.compute import roofline
+from workbench.costmodel.communication.collective_call import CollectiveCall
+from workbench.costmodel.communication.collective_cost import AxisLink, collective_seconds
+from workbench.costmodel.communication.collective_volume import exact_collectives, step_collectives
+from workbench.costmodel.inputs import layer_gemms
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import constants
 from workbench.errors import PlanError
@@ -104,8 +105,8 @@ def test_attention_is_the_share_of_flops_that_korthikanti_gives(model: str, perc
     %).
     """
     w = workload(on_cards(model, 8, "ddp", **{"training.sequence_length": 2048}).resolve())
-    causal = roofline.attention_flops(w)
-    assert 100 * 2 * causal / roofline.layer_flops(w, False) == pytest.approx(percent, abs=0.1)
+    causal = layer_gemms.attention_flops(w)
+    assert 100 * 2 * causal / layer_gemms.layer_flops(w, False) == pytest.approx(percent, abs=0.1)
 
 
 def test_collectives_of_a_megatron_layer() -> None:
@@ -114,9 +115,13 @@ def test_collectives_of_a_megatron_layer() -> None:
     """
     plan = on_cards("llama-3-8b", 8, "megatron-tp", **{"training.global_batch": 4}).resolve()
     w = workload(plan)
-    own = [c for c in exactly(w, calls(w), 0) if c.axis == "tensor" and c.bytes == w.stream]
+    own = [
+        c
+        for c in exact_collectives(w, step_collectives(w), 0)
+        if c.axis == "tensor" and c.bytes == w.hidden_activation_bytes
+    ]
     assert sum(c.count for c in own) == 4 * (4 * 32 + 2)
-    assert w.stream == 2 * plan.training.sequence_length * 4096
+    assert w.hidden_activation_bytes == 2 * plan.training.sequence_length * 4096
 
 
 @pytest.mark.parametrize(("zero", "elements"), [(0, 2), (1, 2), (2, 2), (3, 3)])
@@ -127,12 +132,14 @@ def test_zero_traffic_at_one_microbatch(zero: int, elements: int) -> None:
     """
     plan = on_cards("llama-3-8b", 8, f"zero-{zero}", **{"training.global_batch": 8}).resolve()
     w = workload(plan)
-    parameters = sum(_sent(c) for c in exactly(w, calls(w), 0) if c.axis == "data")
+    parameters = sum(
+        _sent(c) for c in exact_collectives(w, step_collectives(w), 0) if c.axis == "data"
+    )
     once = 2 * 128256 * 4096 if zero == 3 else 0
     assert parameters + once == pytest.approx(elements * 8.03e9, rel=0.01)
 
 
-def _sent(call: Call) -> float:
+def _sent(call: CollectiveCall) -> float:
     return (
         call.bytes
         / {"fp32": 4, "bf16": 2}[call.dtype]
@@ -142,10 +149,12 @@ def _sent(call: Call) -> float:
 
 
 def test_a_ring_costs_its_closed_form() -> None:
-    c, link = constants(on_cards("tiny", 1).resolve().gpu, "eager"), Link(1e9, 1e-6)
-    assert seconds("all_reduce", 8e6, 8, link, c) == pytest.approx(2 * 7 / 8 * 8e-3 + 14e-6)
-    assert seconds("all_gather", 8e6, 8, link, c) == pytest.approx(7 / 8 * 8e-3 + 7e-6)
-    assert seconds("all_gather", 8e6, 1, link, c) == 0
+    c, link = constants(on_cards("tiny", 1).resolve().gpu, "eager"), AxisLink(1e9, 1e-6)
+    assert collective_seconds("all_reduce", 8e6, 8, link, c) == pytest.approx(
+        2 * 7 / 8 * 8e-3 + 14e-6
+    )
+    assert collective_seconds("all_gather", 8e6, 8, link, c) == pytest.approx(7 / 8 * 8e-3 + 7e-6)
+    assert collective_seconds("all_gather", 8e6, 1, link, c) == 0
 
 
 @pytest.mark.parametrize(

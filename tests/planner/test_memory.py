@@ -14,10 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench import data_files
+from workbench.costmodel.inputs.rank_parameters import count_params
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory import activation_memory
-from workbench.costmodel.memory.model_states import held
-from workbench.costmodel.memory.peak_memory import Memory, memory, peaks, total
+from workbench.costmodel.memory.peak_memory import (
+    PeakMemory,
+    max_peak_bytes,
+    peak_memory,
+    total_bytes,
+)
 from workbench.costmodel.rates.constants import constants
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
@@ -25,9 +30,11 @@ from workbench.planner import estimate
 STATES = ("parameters", "gradients", "optimizer", "master")
 
 
-def memory_of(plan: Plan) -> Memory:
+def memory_of(plan: Plan) -> PeakMemory:
     full = plan.resolve()
-    return memory(workload(full), constants(full.gpu, full.strategy.kernels, full.strategy.stack))
+    return peak_memory(
+        workload(full), constants(full.gpu, full.strategy.kernels, full.strategy.stack)
+    )
 
 
 def on_cards(model: str, gpus: int = 8, strategy: str = "single", /, **changes: Any) -> Plan:
@@ -60,7 +67,7 @@ def test_a_hundred_billion_parameters_with_fp32_adam_take_1200_gigabytes(
     }
     plan = on_cards(shape, 1, "single", **{"strategy.precision": "fp32"})  # type: ignore[arg-type]
     initialised = memory_of(plan).moments["initialised"]
-    each = held(workload(plan.resolve())).total.sum()
+    each = count_params(workload(plan.resolve())).total.sum()
     states = sum(float(initialised[name].max()) for name in ("parameters", "optimizer", "master"))
     per_hundred_billion = states / each * 100e9
     assert each == pytest.approx(100e9, rel=0.02)
@@ -127,9 +134,9 @@ def test_activations_are_korthikantis(
         },
     )
     w = workload(plan.resolve())
-    assert activation_memory.layer(w).saved / (w.tokens * w.shape.hidden) == pytest.approx(
-        expected, rel=1e-3
-    )
+    assert activation_memory.layer_activations(w).saved / (
+        w.tokens * w.shape.hidden
+    ) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(("model", "share"), [("gpt3-175b", 0.70), ("mt-nlg-530b", 0.65)])
@@ -141,7 +148,7 @@ def test_scores_are_korthikantis_share_of_activations(model: str, share: float) 
         "strategy.recompute": "none",
     }
     none, selective = (
-        activation_memory.layer(
+        activation_memory.layer_activations(
             workload(on_cards(model, 64, "megatron-tp", **{**changes, **more}).resolve())
         ).saved
         for more in ({}, {"strategy.recompute": "selective"})
@@ -180,8 +187,10 @@ def test_a_gpt_layer_keeps_what_korthikanti_counts() -> None:
     attention's log-sum-exp.
     """
     w = workload(gpt3(1, sequence=False))
-    s, h, a = w.setting.sequence_length, w.shape.hidden, w.shape.heads
-    assert activation_memory.layer(w).saved == pytest.approx(32 * s * h + 4 * a * s, rel=1e-3)
+    s, h, a = w.fixed.sequence_length, w.shape.hidden, w.shape.heads
+    assert activation_memory.layer_activations(w).saved == pytest.approx(
+        32 * s * h + 4 * a * s, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("tensor", [2, 4, 8])
@@ -190,10 +199,13 @@ def test_sequence_parallel_divides_all_of_a_layer(tensor: int) -> None:
     one, whole, split = (
         workload(gpt3(t, sequence=on)) for t, on in ((1, False), (tensor, False), (tensor, True))
     )
-    assert activation_memory.layer(split).saved == pytest.approx(
-        activation_memory.layer(one).saved / tensor
+    assert activation_memory.layer_activations(split).saved == pytest.approx(
+        activation_memory.layer_activations(one).saved / tensor
     )
-    assert activation_memory.layer(whole).saved > activation_memory.layer(split).saved
+    assert (
+        activation_memory.layer_activations(whole).saved
+        > activation_memory.layer_activations(split).saved
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +222,9 @@ def test_ranks_together_hold_the_models_parameters(model: str) -> None:
     ).resolve()
     count = parameters(plan.shape)
     tied_twice = count.embedding if plan.shape.tied else 0
-    assert float(held(workload(plan)).total.sum()) == pytest.approx(count.total + tied_twice)
+    assert float(count_params(workload(plan)).total.sum()) == pytest.approx(
+        count.total + tied_twice
+    )
 
 
 def worst(**changes: Any) -> float:
@@ -247,8 +261,8 @@ def test_memory_never_falls_along_a_knob(
         "strategy.recompute": recompute,
         "strategy.gradient_dtype": "fp32",
     }
-    peaks = [worst(**{**base, field: value}) for value in values]
-    assert all(a <= b * (1 + 1e-9) for a, b in pairwise(peaks)), (field, peaks)
+    largest = [worst(**{**base, field: value}) for value in values]
+    assert all(a <= b * (1 + 1e-9) for a, b in pairwise(largest)), (field, largest)
 
 
 @given(
@@ -262,7 +276,7 @@ def test_moments_are_ordered(strategy: str, model: str) -> None:
     """Nothing exceeds the peak, states last through it, and no category exceeds its own maximum."""
     m = memory_of(on_cards(model, 8, strategy))
     for moment in ("initialised", "forward_end", "before_optimizer", "after_optimizer"):
-        assert (total(m.moments[moment]) <= m.peak * (1 + 1e-9)).all(), moment
+        assert (total_bytes(m.moments[moment]) <= m.peak * (1 + 1e-9)).all(), moment
     for category, size in m.moments["peak"].items():
         assert (size <= m.moments["maximum"][category] + 1e-6).all(), category
     states = np.sum([m.moments["initialised"][name] for name in STATES], axis=0)
@@ -290,7 +304,9 @@ def test_the_searchs_short_cut_says_the_same_of_every_stack(
     )
     full = plan.resolve()
     w, k = workload(full), constants(full.gpu, full.strategy.kernels, stack)
-    assert float(peaks(w, k)) == pytest.approx(float(memory(w, k).peak.max()), rel=1e-9)
+    assert float(max_peak_bytes(w, k)) == pytest.approx(
+        float(peak_memory(w, k).peak.max()), rel=1e-9
+    )
 
 
 def test_offload_moves_states_to_the_host() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.memory import activation_memory, live_sets
-from workbench.costmodel.memory.loss_memory import head as head_of
-from workbench.costmodel.memory.peak_memory import Memory, communicators, memory
-from workbench.costmodel.memory.reported_memory import readings
+from workbench.costmodel.memory.loss_memory import head_memory as head_of
+from workbench.costmodel.memory.peak_memory import PeakMemory, num_communicators, peak_memory
+from workbench.costmodel.memory.reported_memory import reported_memory
 from workbench.costmodel.rates.constants import constants
 from workbench.plan.schema import Plan
 from workbench.planner.validation.framework_names import named
@@ -60,9 +60,9 @@ def load(
     return workload(plan.resolve())
 
 
-def live(w: Workload) -> Memory:
-    s = w.setting
-    return memory(w, constants(s.card, s.kernels, s.stack))
+def live(w: Workload) -> PeakMemory:
+    s = w.fixed
+    return peak_memory(w, constants(s.gpu, s.kernels, s.stack))
 
 
 def lit(**changes: str) -> Expressed:
@@ -76,7 +76,7 @@ def test_torchtitan_keeps_attention_and_every_second_product(kernels: str, down:
     """
     w = load("torchtitan", strategy__recompute="selective", strategy__kernels=kernels)
     widths = 4096 + 4096 + 1024 + 4096 + 14336 + down * 4096
-    layer = activation_memory.layer(w)
+    layer = activation_memory.layer_activations(w)
     assert layer.saved == pytest.approx(w.tokens * (2 * widths + 4 * 32))
     assert layer.whole > layer.saved
 
@@ -94,7 +94,7 @@ def test_a_compiled_loss_keeps_logits_and_their_gradient_in_16_bits(
 ) -> None:
     w = load(stack, strategy__kernels=kernels)
     head = head_of(w)
-    assert (head.logits + head.loss) / (w.tokens * w.vocab) == pytest.approx(per_logit)
+    assert (head.logits + head.loss) / (w.tokens * w.vocab_rows) == pytest.approx(per_logit)
 
 
 def test_a_report_of_2024_means_the_torchtitan_of_then() -> None:
@@ -113,7 +113,7 @@ def test_litgpt_keeps_gradients_whole_between_steps_and_a_head_of_its_own() -> N
     )
     w = workload(plan)
     held = float(live(w).moments["initialised"]["gradients"].max())
-    assert held == pytest.approx(2 * float(w.held.total.max()))
+    assert held == pytest.approx(2 * float(w.param_counts.total.max()))
     assert lit(gbs="16").plan.training.global_batch == 16
     assert float(
         live(workload(lit(gbs="16").plan)).moments["initialised"]["gradients"].max()
@@ -123,8 +123,8 @@ def test_litgpt_keeps_gradients_whole_between_steps_and_a_head_of_its_own() -> N
 def test_litgpts_root_stays_gathered() -> None:
     w = workload(lit().plan)
     both = 2 * 32000 * 4096
-    assert float(live_sets.gathered(w, w.held)["gathered"].max()) == pytest.approx(
-        2 * (both + 2 * w.held.layer)
+    assert float(live_sets.zero_working_set(w, w.param_counts)["gathered"].max()) == pytest.approx(
+        2 * (both + 2 * w.param_counts.layer)
     )
 
 
@@ -134,21 +134,21 @@ def test_a_seven_billion_model_does_not_fit_four_cards_of_24_gb_under_litgpt() -
 
 
 def test_every_axis_longer_than_one_has_a_communicator() -> None:
-    assert communicators(load("workbench", 1, "single")) == 0
-    assert communicators(load("workbench", 8)) == 2
+    assert num_communicators(load("workbench", 1, "single")) == 0
+    assert num_communicators(load("workbench", 8)) == 2
     eight = load("workbench", 8, "megatron-tp", strategy__tensor__size=8)
-    assert communicators(eight) == 2
+    assert num_communicators(eight) == 2
     both = load("workbench", 8, "megatron-tp", strategy__tensor__size=2)
-    assert communicators(both) == 3
+    assert num_communicators(both) == 3
     outside = (
         live(both).moments["initialised"]["overhead"]
         - live(eight).moments["initialised"]["overhead"]
     )
-    c = constants(both.setting.card, "fused", "workbench")
+    c = constants(both.fixed.gpu, "fused", "workbench")
     tokens = (
         2
-        * activation_memory.INDEX
-        * both.setting.sequence_length
+        * activation_memory.TOKEN_ID_BYTES
+        * both.fixed.sequence_length
         * (both.microbatches - eight.microbatches)
     )
     assert float(outside.max()) == pytest.approx(c.communicator_mib * 2**20 + tokens)
@@ -161,7 +161,9 @@ def test_internevos_step_makes_flat_gradients_and_the_second_moments_root() -> N
     w = load(
         "internevo", 1, "single", strategy__recompute="full", strategy__gradient_dtype="parameters"
     )
-    assert float(live(w).live.max()) / float(w.held.total.max()) == pytest.approx(30, rel=1e-3)
+    assert float(live(w).live.max()) / float(w.param_counts.total.max()) == pytest.approx(
+        30, rel=1e-3
+    )
 
 
 def test_gathers_wait_for_a_host_that_runs_ahead() -> None:
@@ -180,8 +182,11 @@ def test_gathers_wait_for_a_host_that_runs_ahead() -> None:
             strategy__pipeline__schedule="1f1b",
             **changes,
         )
-        one = w.stream
-        return float(np.max(live_sets.working(w, w.held)["communication"] - _tables(w))) / one
+        one = w.hidden_activation_bytes
+        return (
+            float(np.max(live_sets.step_buffers(w, w.param_counts)["communication"] - _tables(w)))
+            / one
+        )
 
     assert waiting(strategy__tensor__size=8, strategy__pipeline__size=1) == pytest.approx(40)
     assert waiting(strategy__tensor__size=8, strategy__pipeline__size=2) == pytest.approx(0)
@@ -190,7 +195,12 @@ def test_gathers_wait_for_a_host_that_runs_ahead() -> None:
 
 
 def _tables(w: Workload) -> Any:
-    return w.setting.software.table_bytes * w.vocab * w.height * np.maximum(w.first, w.last)
+    return (
+        w.fixed.framework.table_bytes
+        * w.vocab_rows
+        * w.weight_in_dim
+        * np.maximum(w.has_embedding, w.has_head)
+    )
 
 
 @pytest.mark.parametrize(("recompute", "full"), [("selective", False), ("none", True)])
@@ -203,14 +213,14 @@ def test_an_allocator_gives_its_slack_back_where_the_card_is_full(
         training__sequence_length=8192,
         training__micro_batch=1,
     )
-    shown = readings(w, live(w), constants(w.setting.card, w.setting.kernels, "torchtitan"))
+    shown = reported_memory(w, live(w), constants(w.fixed.gpu, w.fixed.kernels, "torchtitan"))
     allocated, reserved, whole = (
         float(shown[kind].max()) for kind in ("allocated", "reserved", "nvidia-smi")
     )
     assert allocated < reserved < whole
     if full:
         assert reserved < 1.1 * allocated
-        assert whole == pytest.approx(w.setting.card.memory_gib * 2**30)
+        assert whole == pytest.approx(w.fixed.gpu.memory_gib * 2**30)
     else:
         assert reserved == pytest.approx(1.1 * allocated)
-        assert whole < w.setting.card.memory_gib * 2**30
+        assert whole < w.fixed.gpu.memory_gib * 2**30

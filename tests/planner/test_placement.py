@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from workbench.costmodel.communication.collective_cost import links
+from workbench.costmodel.communication.collective_cost import axis_links
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import constants
 from workbench.machine import gpu_catalog
@@ -30,7 +30,7 @@ def racked(
 
 def link(plan: Plan, axis: str) -> tuple[float, float]:
     full = plan.resolve()
-    found = links(workload(full), constants(full.gpu, full.strategy.kernels))[axis]
+    found = axis_links(workload(full), constants(full.gpu, full.strategy.kernels))[axis]
     return float(found.bandwidth), float(found.latency)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from workbench.costmodel.communication.grid_volume import product_traffic, tiled
-from workbench.costmodel.compute.roofline import layer_products, model_flops
+from workbench.costmodel.communication.grid_volume import gemm_exchanges, grid_collectives
+from workbench.costmodel.compute.roofline import model_flops
+from workbench.costmodel.inputs.layer_gemms import layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.memory import activation_memory
 from workbench.errors import PlanError
@@ -57,10 +58,10 @@ def published(algorithm: str, size: list[int], m: float, n: float, k: float) -> 
 @pytest.mark.parametrize(("algorithm", "size"), GRIDS)
 def test_products_move_what_the_papers_say(algorithm: str, size: list[int], action: str) -> None:
     w, side = workload(on_grid(algorithm, size)), size[0]
-    for own, whole in zip(layer_products(w, False), layer_products(one_rank(), False), strict=True):
+    for own, whole in zip(layer_gemms(w, False), layer_gemms(one_rank(), False), strict=True):
         moved = sum(
             elements * calls * (side - 1) / side
-            for _, elements, calls in product_traffic(w, own, action)
+            for _, elements, calls in gemm_exchanges(w, own, action)
         )
         expected = published(algorithm, size, whole.rows, whole.columns, whole.inner)
         assert moved == pytest.approx(expected * (1 if action == "F" else 2))
@@ -70,9 +71,11 @@ def test_products_move_what_the_papers_say(algorithm: str, size: list[int], acti
 def test_copies_of_weights_add_their_gradients_once_a_step(depth: int) -> None:
     plan = on_grid("2.5d", [4, 4, depth], **{"training.global_batch": 64 * BATCH})
     w = workload(plan)
-    (call,) = (c for c in tiled(w) if c.kind == "all_reduce" and isinstance(c.count, float))
+    (call,) = (
+        c for c in grid_collectives(w) if c.kind == "all_reduce" and isinstance(c.count, float)
+    )
     assert (call.count, call.group_size) == (1, depth)
-    assert call.bytes == pytest.approx(float(w.held.total.sum()) * 4)  # fp32 gradients
+    assert call.bytes == pytest.approx(float(w.param_counts.total.sum()) * 4)  # fp32 gradients
 
 
 @pytest.mark.parametrize("model", ["gpt3-6.7b", "llama-3-8b", "mixtral-8x7b", "deepseek-v3"])
@@ -83,7 +86,9 @@ def test_states_of_all_tensor_ranks_add_up_to_the_model(
     plan = on_grid(algorithm, size, model)
     w, copies = workload(plan), size[2] if algorithm == "2.5d" else 1
     padding = (
-        (w.vocab * w.tiling.columns - plan.shape.vocab) * plan.shape.hidden * (2 - plan.shape.tied)
+        (w.vocab_rows * w.tiling.column_parts - plan.shape.vocab)
+        * plan.shape.hidden
+        * (2 - plan.shape.tied)
     )
     bare, whole = (
         parameters(plan.shape.model_copy(update={"biases": "none"})),
@@ -94,7 +99,7 @@ def test_states_of_all_tensor_ranks_add_up_to_the_model(
     )  # alike along all sides but one
     ranks = plan.sizes["tensor"] / copies
     expected = whole.total + padding + vectors * (ranks / size[0] - 1)
-    assert float(w.held.total.sum()) * ranks == pytest.approx(expected, rel=1e-12)
+    assert float(w.param_counts.total.sum()) * ranks == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("model", ["gpt3-6.7b", "mixtral-8x7b", "deepseek-v3"])
@@ -104,25 +109,25 @@ def test_ranks_share_the_work_and_the_activations(
 ) -> None:
     plan = on_grid(algorithm, size, model)
     w, one, ranks = workload(plan), one_rank(model), plan.sizes["tensor"]
-    vocab = float(w.vocab * w.tiling.columns / plan.shape.vocab)
+    vocab = float(w.vocab_rows * w.tiling.column_parts / plan.shape.vocab)
     assert float(model_flops(w) / w.data) * ranks == pytest.approx(
         float(model_flops(one)), rel=2 * (vocab - 1) + 1e-12
     )
-    if w.k_width == one.k_width / w.tiling.columns and plan.shape.moe is None:
-        assert activation_memory.layer(w).saved * ranks == pytest.approx(
-            float(activation_memory.layer(one).saved), rel=0.01
+    if w.k_width == one.k_width / w.tiling.column_parts and plan.shape.moe is None:
+        assert activation_memory.layer_activations(w).saved * ranks == pytest.approx(
+            float(activation_memory.layer_activations(one).saved), rel=0.01
         )
 
 
 def test_activations_fall_with_every_rank_where_1d_keeps_norms_and_residuals_whole() -> None:
     flat, square, cube = (
-        activation_memory.layer(workload(on_grid(kind, size))).saved
+        activation_memory.layer_activations(workload(on_grid(kind, size))).saved
         for kind, size in (("1d", 8), ("2.5d", [2, 2, 2]), ("3d", [2, 2, 2]))
     )
     assert (
         square < 0.6 * flat and cube < 0.6 * flat
     )  # 34/8 against 10 + 24/8 of Table 2 in 2205.05198
-    assert activation_memory.layer(workload(on_grid("2d", [4, 4]))).saved < square
+    assert activation_memory.layer_activations(workload(on_grid("2d", [4, 4]))).saved < square
 
 
 @pytest.mark.parametrize(

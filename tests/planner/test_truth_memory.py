@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from workbench.costmodel.memory.reported_memory import interval, need
+from workbench.costmodel.memory.reported_memory import memory_requirement, reported_memory_interval
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.validation import Validation, error_metrics, predict, validate
@@ -79,14 +79,16 @@ def test_an_estimate_says_how_likely_it_runs_out() -> None:
     said = estimate(plan).notes["memory"]
     assert said["p50"] < said["p95"]
     assert 0 <= said["probability_of_running_out"] < 0.05
-    assert need(80.0, 80.0, "nanotron")["probability_of_running_out"] == pytest.approx(0.5)
-    assert need(said["p95"], said["p50"], "nanotron")[
+    assert memory_requirement(80.0, 80.0, "nanotron")[
+        "probability_of_running_out"
+    ] == pytest.approx(0.5)
+    assert memory_requirement(said["p95"], said["p50"], "nanotron")[
         "probability_of_running_out"
     ] == pytest.approx(0.95, abs=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["allocated", "reserved", "nvidia-smi", "unknown"])
 def test_an_unknown_stack_has_a_wider_interval(kind: str) -> None:
-    low, middle, high = interval(kind, "nanotron")
-    wide = interval(kind, "textbook")
+    low, middle, high = reported_memory_interval(kind, "nanotron")
+    wide = reported_memory_interval(kind, "textbook")
     assert wide[0] < low < middle == wide[1] < high < wide[2]

@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from workbench.costmodel.communication.collective_cost import SHARE, links, spent
-from workbench.costmodel.communication.collective_volume import Call
-from workbench.costmodel.inputs.config import strides
+from workbench.costmodel.communication.collective_call import CollectiveCall
+from workbench.costmodel.communication.collective_cost import WIRE_FACTOR, axis_links, comm_seconds
+from workbench.costmodel.inputs.config import axis_strides
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
@@ -94,16 +94,21 @@ def _orders(full: ResolvedPlan) -> list[tuple[Axis, ...]]:
 
 
 def _placed(w: Workload, constants: Constants, order: tuple[Axis, ...]) -> Placement:
-    mean = w.setting.world / (w.tensor * w.knobs.context * w.pipeline)
-    sizes = {"tensor": w.tensor, "context": w.knobs.context, "data": mean, "pipeline": w.pipeline}
-    here = replace(w, knobs=replace(w.knobs, strides=strides(list(order), sizes)))
+    mean = w.fixed.world_size / (w.tensor * w.searched.context * w.pipeline)
+    sizes = {
+        "tensor": w.tensor,
+        "context": w.searched.context,
+        "data": mean,
+        "pipeline": w.pipeline,
+    }
+    here = replace(w, searched=replace(w.searched, strides=axis_strides(list(order), sizes)))
     time = step_time(here, constants)
-    wires, found = links(here, constants), []
+    wires, found = axis_links(here, constants), []
     for axis in AXES:
         if sizes[axis] > 1:
             moved = sum((_moved(call) for call in time.calls if call.axis == axis), 0.0)
-            took = spent(time.calls, wires, constants, axis)
-            reach = _reach(here, here.knobs.strides[axis] * sizes[axis])
+            took = comm_seconds(time.calls, wires, constants, axis)
+            reach = _reach(here, here.searched.strides[axis] * sizes[axis])
             found.append(
                 AxisTraffic(
                     axis, round(sizes[axis]), float(np.max(moved)), float(np.max(took)), reach
@@ -112,15 +117,15 @@ def _placed(w: Workload, constants: Constants, order: tuple[Axis, ...]) -> Place
     return Placement(order, float(time.seconds), tuple(sorted(found, key=lambda one: -one.bytes)))
 
 
-def _moved(call: Call) -> float:
+def _moved(call: CollectiveCall) -> float:
     """Bytes that a rank sends in a step."""
     if call.kind == "recv":
         return 0.0
     ranks = np.asarray(call.group_size, dtype=float)
-    share = 1.0 if call.kind == "send" else SHARE[call.kind] * (ranks - 1) / ranks
+    share = 1.0 if call.kind == "send" else WIRE_FACTOR[call.kind] * (ranks - 1) / ranks
     return np.max(call.count * call.bytes * share)
 
 
 def _reach(w: Workload, span: float) -> Reach:
-    node, racks = w.setting.node, w.setting.fabric.rack_nodes
+    node, racks = w.fixed.gpus_per_node, w.fixed.fabric.rack_nodes
     return "node" if span <= node else "racks" if racks and span > node * racks else "network"

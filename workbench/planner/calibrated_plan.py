@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from workbench.costmodel.communication.collective_cost import SHARE
-from workbench.costmodel.compute.roofline import OPERATORS, peak
+from workbench.costmodel.communication.collective_cost import WIRE_FACTOR
+from workbench.costmodel.compute.roofline import KERNELS_PER_LAYER, peak_flops
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import Constants, constants
-from workbench.costmodel.rates.measured_curves import Curves
+from workbench.costmodel.rates.measured_curves import MeasuredCurves
 from workbench.costmodel.step_time import step_time
 from workbench.machine.calibration_file import Calibration, Collective, Probe, Scale, read
 from workbench.machine.hardware import GPU, Fabric
@@ -60,7 +60,7 @@ def ranks_at_once(plan: Plan) -> int:
 
 def applied(calibration: Calibration, plan: ResolvedPlan) -> tuple[GPU, Fabric, dict[str, float]]:
     """Card, fabric and constants of `plan` on the machine of `calibration`, its scale included."""
-    curves = Curves(calibration, ranks_at_once(plan))
+    curves = MeasuredCurves(calibration, ranks_at_once(plan))
     figures = overrides(curves, plan)
     card = plan.gpu.model_copy(update=_known(figures, GPU) | {"source": _source(calibration)})
     fabric = plan.fabric.model_copy(update=_known(figures, Fabric))
@@ -89,7 +89,7 @@ def _all_reduces(calibration: Calibration) -> list[Collective]:
     return [c for c in calibration.collectives if c.kind == "all_reduce"]
 
 
-def overrides(curves: Curves, plan: ResolvedPlan) -> dict[str, Any]:
+def overrides(curves: MeasuredCurves, plan: ResolvedPlan) -> dict[str, Any]:
     """Figures of card and fabric that a measurement replaces.
 
     A CPU rank has no published peak: its peak is the rate of an endless product. A card keeps its
@@ -114,32 +114,32 @@ def _typical_bytes(plan: ResolvedPlan) -> int:
     )
 
 
-def _link(curves: Curves) -> dict[str, float]:
+def _link(curves: MeasuredCurves) -> dict[str, float]:
     """Bandwidth and latency of a ring that takes as long as the measured all-reduce over all ranks
     of the machine.
     """
     if not _all_reduces(curves.calibration) or curves.ranks < 2:
         return {}
     alpha, beta = curves.alpha_beta("all_reduce", curves.ranks)
-    hops, share = 2 * (curves.ranks - 1), SHARE["all_reduce"] * (1 - 1 / curves.ranks)
+    hops, share = 2 * (curves.ranks - 1), WIRE_FACTOR["all_reduce"] * (1 - 1 / curves.ranks)
     return {"link_gbs": share / max(beta, 1e-15) / 1e9, "link_latency_us": alpha / hops * 1e6}
 
 
-def constants_of(curves: Curves, card: GPU, plan: ResolvedPlan) -> dict[str, float]:
+def constants_of(curves: MeasuredCurves, card: GPU, plan: ResolvedPlan) -> dict[str, float]:
     """Constants of `data/planner.yaml` that the measurement replaces, relative to the figures of
     `card`.
     """
     precision = plan.strategy.precision
     products, host = curves.products(precision), curves.host
-    most = peak(card, precision)
+    most = peak_flops(card, precision)
     found = {
         "gemm_share": products.rate / most,
         "gemm_half_dim": products.half_dim,
         "memory_share": float(curves.memory_rate(_typical_bytes(plan))) / 1e9 / card.bandwidth_gbs,
-        "launch_us": host.layer_us / sum(OPERATORS["eager"]),
+        "launch_us": host.layer_us / sum(KERNELS_PER_LAYER["eager"]),
     }
     if card.device == "cpu":
-        found["sharing"] = max(1.0, curves.ranks / curves.calibration.machine.cores)
+        found["ranks_per_core"] = max(1.0, curves.ranks / curves.calibration.machine.cores)
     attention = curves.attention_rates(precision)
     if attention is not None:
         forward, backward = attention
@@ -162,16 +162,16 @@ def _traffic(calibration: Calibration, ranks: int) -> float | None:
     """Traffic of eager memory-bound operators over the textbook's: what products, attention and the
     host leave unexplained of whole steps of small models. None: none was timed.
     """
-    near = {probe.ranks for probe in Curves(calibration, ranks).probes}
+    near = {probe.ranks for probe in MeasuredCurves(calibration, ranks).probes}
     found = [
-        _of_probe(Curves(calibration, at), probe)
+        _of_probe(MeasuredCurves(calibration, at), probe)
         for at in near
-        for probe in Curves(calibration, at).probes
+        for probe in MeasuredCurves(calibration, at).probes
     ]
     return max(LEAST_TRAFFIC, float(np.median(found))) if found else None
 
 
-def _of_probe(curves: Curves, probe: Probe) -> float:
+def _of_probe(curves: MeasuredCurves, probe: Probe) -> float:
     sizes = probe.model_dump(exclude={"ranks", "seconds"})
     plan = probe_plan(curves.calibration.machine.device, **sizes)
     card = plan.gpu.model_copy(update=_known(overrides(curves, plan), GPU))

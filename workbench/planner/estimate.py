@@ -8,13 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from workbench.costmodel.communication.collective_volume import Call, exactly
-from workbench.costmodel.compute.kernel_benchmarks import provenance
-from workbench.costmodel.frameworks.framework_profile import OWN, interval
+from workbench.costmodel.communication.collective_call import CollectiveCall
+from workbench.costmodel.communication.collective_volume import exact_collectives
+from workbench.costmodel.compute.kernel_benchmarks import kernel_cost_source
+from workbench.costmodel.frameworks.framework_profile import WORKBENCH, step_time_interval
 from workbench.costmodel.inputs.rank_workload import workload
-from workbench.costmodel.memory.peak_memory import Memory, memory
-from workbench.costmodel.memory.reported_memory import need
-from workbench.costmodel.step_time import bounds, parts, step_time, utilisation
+from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory
+from workbench.costmodel.memory.reported_memory import memory_requirement
+from workbench.costmodel.step_time import (
+    model_flops_utilization,
+    step_time,
+    step_time_bounds,
+    step_time_parts,
+)
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import on_machine
@@ -29,7 +35,7 @@ UNCALIBRATED = "assumed figures, not calibrated: `workbench calibrate` measures 
 
 
 def estimate(plan: Plan) -> Profile:
-    """Memory by category and pipeline stage, step time by part, every collective; fits, and else
+    """Peak memory by category and pipeline stage, step time by part, every collective; fits, and else
     what would fit.
 
     Completes the plan. One rank a pipeline stage stands for all ranks of that stage. Raises
@@ -37,29 +43,31 @@ def estimate(plan: Plan) -> Profile:
     """
     full, k = on_machine(plan.resolve())
     w = workload(full)
-    live, time = memory(w, k), step_time(w, k)
+    live, time = peak_memory(w, k), step_time(w, k)
     drawn, microbatches = timeline(w, time.durations)
     starts = _starts(full)
     head = {"run": full.name, "source": "estimated", "step": 0}
     capacity = int(full.gpu.memory_gib * 2**30)
     notes: dict[str, Any] = {
-        "time": parts(w, time),
-        "model_flops_utilisation": float(utilisation(w, k, time)),
+        "time": step_time_parts(w, time),
+        "model_flops_utilisation": float(model_flops_utilization(w, k, time)),
     }
     if full.gpu.device == "cpu" and full.cluster.calibration is None:
         notes["uncalibrated"] = UNCALIBRATED
-    notes["memory"] = need(float(live.peak.max()), capacity, full.strategy.stack)
+    notes["memory"] = memory_requirement(float(live.peak.max()), capacity, full.strategy.stack)
     notes["simulated_step_seconds"] = simulated_seconds(w, time, drawn, microbatches)
-    notes["step_seconds_90"] = list(bounds(w, k, time, interval(full.strategy.stack)))
-    if full.strategy.stack == OWN and full.strategy.kernels != "eager":
-        notes["kernels"] = provenance(full.gpu, full.strategy.kernels)
+    notes["step_seconds_90"] = list(
+        step_time_bounds(w, k, time, step_time_interval(full.strategy.stack))
+    )
+    if full.strategy.stack == WORKBENCH and full.strategy.kernels != "eager":
+        notes["kernels"] = kernel_cost_source(full.gpu, full.strategy.kernels)
     if full.shape.unmodelled:
         notes["not_modelled"] = full.shape.unmodelled
     if microbatches < w.microbatches:
         notes["timeline_microbatches"] = microbatches
     if float(live.peak.max()) > capacity:
         notes["advice"] = advise(plan, full)
-    own = [exactly(w, time.calls, rank) for rank in range(w.pipeline)]
+    own = [exact_collectives(w, time.calls, rank) for rank in range(w.pipeline)]
     seconds = float(time.seconds)
     return Profile(
         run=full.name,
@@ -111,7 +119,7 @@ def _representative(plan: ResolvedPlan, starts: list[int]) -> dict[int, int]:
     return dict(enumerate(stands_for.tolist()))
 
 
-def _memory_frame(head: dict[str, Any], live: Memory, starts: list[int]) -> Columns:
+def _memory_frame(head: dict[str, Any], live: PeakMemory, starts: list[int]) -> Columns:
     """A row a stage, moment and category that is not nothing; host rows at every moment, for they
     do not move.
     """
@@ -142,7 +150,9 @@ def _timeline_frame(head: dict[str, Any], timeline: Timeline | None, starts: lis
     return _frame("timeline", head, columns, starts, [i.rank for i in intervals])
 
 
-def _collectives_frame(head: dict[str, Any], calls: list[list[Call]], starts: list[int]) -> Columns:
+def _collectives_frame(
+    head: dict[str, Any], calls: list[list[CollectiveCall]], starts: list[int]
+) -> Columns:
     names = ("axis", "kind", "group_size", "dtype", "bytes", "count", "action")
     rows = [(stage, call) for stage, own in enumerate(calls) for call in own]
     columns: dict[str, list[Any]] = {

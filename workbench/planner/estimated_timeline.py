@@ -5,26 +5,26 @@ durations.
 from __future__ import annotations
 
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.step_time import Durations, StepTime, by_stage
+from workbench.costmodel.step_time import MicrobatchDurations, StepTime, stage_durations
 from workbench.schedules import Timeline, generate, names, simulate
 
 ACTIONS = 1536
 """Most actions that are simulated; what a longer step adds only repeats."""
 
 
-def timeline(w: Workload, d: Durations) -> tuple[Timeline | None, int]:
+def timeline(w: Workload, d: MicrobatchDurations) -> tuple[Timeline | None, int]:
     """(timeline of one plan, microbatches in it); None where the schedule has no table or fills too
     slowly.
     """
-    s = w.setting
+    s = w.fixed
     whole, turn = int(w.microbatches), w.pipeline if s.schedule == "interleaved" else 1
     if s.table is not None:
-        return simulate(s.table, by_stage(w, d)), whole
+        return simulate(s.table, stage_durations(w, d)), whole
     microbatches = min(whole, ACTIONS // (2 * w.pipeline * s.chunks) // turn * turn)
     if s.schedule not in names() or microbatches < min(whole, 2 * w.pipeline):
         return None, 0
     return simulate(
-        generate(s.schedule, w.pipeline, microbatches, s.chunks), by_stage(w, d)
+        generate(s.schedule, w.pipeline, microbatches, s.chunks), stage_durations(w, d)
     ), microbatches
 
 

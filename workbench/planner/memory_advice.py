@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from workbench.costmodel.inputs.rank_workload import workload
-from workbench.costmodel.memory.peak_memory import memory
+from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.errors import PlanError
 from workbench.machine import gpu_catalog
 from workbench.machine.hardware import GPU
@@ -30,7 +30,7 @@ PRESETS = ("zero-3", "megatron-3d", "zero-infinity")
 def peak_bytes(full: ResolvedPlan) -> int:
     """Largest peak over the ranks of a complete plan."""
     here, constants = on_machine(full)
-    return round(float(memory(workload(here), constants).peak.max()))
+    return round(float(peak_memory(workload(here), constants).peak.max()))
 
 
 def advise(plan: Plan, full: ResolvedPlan) -> dict[str, Any] | None:

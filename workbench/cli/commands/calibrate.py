@@ -16,7 +16,7 @@ from workbench.cli import tables
 from workbench.cli.options import Json, Root, emit
 from workbench.cli.progress import LINE_SECONDS
 from workbench.cli.terminal import Grid, console
-from workbench.costmodel.rates.measured_curves import Curves
+from workbench.costmodel.rates.measured_curves import MeasuredCurves
 from workbench.machine.calibration_file import KINDS, Calibration, Scale
 
 DEFAULT = Path("calibration.yaml")
@@ -94,12 +94,12 @@ def _answer(found: Calibration) -> dict[str, Any]:
 
 def _figures(found: Calibration) -> list[dict[str, Any]]:
     return [
-        _of_ranks(Curves(found, ranks))
+        _of_ranks(MeasuredCurves(found, ranks))
         for ranks in sorted({g.ranks for g in found.gemm} | {c.ranks for c in found.collectives})
     ]
 
 
-def _of_ranks(curves: Curves) -> dict[str, Any]:
+def _of_ranks(curves: MeasuredCurves) -> dict[str, Any]:
     dtypes = sorted({g.dtype for g in curves.calibration.gemm}, reverse=True)
     kinds = [
         kind

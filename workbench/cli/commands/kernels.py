@@ -13,7 +13,7 @@ from workbench import data_files
 from workbench.cli import tables
 from workbench.cli.options import Json, emit
 from workbench.cli.terminal import Grid
-from workbench.costmodel.compute.kernel_benchmarks import benchmarks
+from workbench.costmodel.compute.kernel_benchmarks import kernel_benchmarks
 from workbench.errors import refuse
 from workbench.units import digits
 
@@ -68,7 +68,7 @@ def measured(name: str) -> Iterable[dict[str, Any]]:
     `over` is the time of each peer over ours; `share_of_copy` is the least of the passes, null
     where none has one.
     """
-    for bench in benchmarks():
+    for bench in kernel_benchmarks():
         rows = [
             row
             for row in (*bench.get("kernels", ()), *bench.get("linear_cross_entropy", ()))

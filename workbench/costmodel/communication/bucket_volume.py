@@ -14,16 +14,16 @@ import numpy as np
 from workbench.costmodel.inputs.config import Number, stage_homes
 from workbench.costmodel.inputs.rank_workload import Workload
 
-Row = tuple[str, str, int, str, float, str]
+BucketCollective = tuple[str, str, int, str, float, str]
 """Axis, kind, group size, dtype (of the parameters, or of the gradients), bytes, action."""
 
 
-Sides = tuple[tuple[str, int], ...]
+GridSides = tuple[tuple[str, int], ...]
 """Name and ranks of sides of the tensor axis."""
 
 
 @dataclass(frozen=True)
-class Parameter:
+class StageParameter:
     """A tensor of a stage: what ZeRO-3 gathers it with, its entries, the tensor sides that hold
     parts of its gradient, whether it stands in a bucket of its own, and whether it is of experts
     that other ranks do not hold.
@@ -31,46 +31,47 @@ class Parameter:
 
     unit: str
     elements: int
-    partial: Sides = ()
+    partial: GridSides = ()
     alone: bool = False
     experts: bool = False
 
 
 @dataclass(frozen=True)
-class Bucket:
+class PackedBucket:
     """Tensors side by side, padded to a multiple of the shard group."""
 
     unit: str
     elements: int
-    partial: Sides
+    partial: GridSides
     experts: bool
 
 
-def of_rank(w: Workload, rank: int) -> list[list[Bucket]]:
+def rank_buckets(w: Workload, rank: int) -> list[list[PackedBucket]]:
     """The buckets of every stage of a pipeline rank, in the order of backward."""
-    s = w.setting
+    s = w.fixed
     homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table).tolist()
     mine = [stage for stage, home in enumerate(homes) if home == rank]
     ends = {0, len(homes) - 1}
     both = ends <= set(mine)
     apart = bool(w.zero) and w.shape.tied and not both
-    return [_packed(w, list(_parameters(w, stage, len(homes), both, apart))) for stage in mine]
+    return [_pack(w, list(_parameters(w, stage, len(homes), both, apart))) for stage in mine]
 
 
-def _packed(w: Workload, parameters: list[Parameter]) -> list[Bucket]:
-    limit = w.knobs.bucket_bytes / w.gradient_element
-    full: list[Bucket] = []
-    open_: dict[object, Bucket] = {}
+def _pack(w: Workload, parameters: list[StageParameter]) -> list[PackedBucket]:
+    limit = w.searched.bucket_bytes / w.gradient_element_bytes
+    full: list[PackedBucket] = []
+    open_: dict[object, PackedBucket] = {}
     for p in reversed(parameters):
         key = (p.unit if w.zero == 3 else "", p.partial, p.alone, p.experts)
-        empty = Bucket(p.unit, 0, p.partial, p.experts)
+        empty = PackedBucket(p.unit, 0, p.partial, p.experts)
         bucket = open_.get(key, empty)
         if w.zero < 3 and bucket.elements and bucket.elements + p.elements > limit:
             full.append(bucket)
             bucket = empty
         open_[key] = replace(empty, elements=bucket.elements + p.elements)
     return [
-        replace(b, elements=_padded(b.elements, _shard(w, b))) for b in (*full, *open_.values())
+        replace(b, elements=_padded(b.elements, _shard_ranks(w, b)))
+        for b in (*full, *open_.values())
     ]
 
 
@@ -78,27 +79,27 @@ def _padded(elements: int, shard: int) -> int:
     return ceil(elements / shard) * shard
 
 
-def _expert(w: Workload, bucket: Bucket) -> int:
-    return int(w.knobs.expert) if bucket.experts else 1
+def _expert_ranks(w: Workload, bucket: PackedBucket) -> int:
+    return int(w.searched.expert) if bucket.experts else 1
 
 
-def _shard(w: Workload, bucket: Bucket) -> int:
+def _shard_ranks(w: Workload, bucket: PackedBucket) -> int:
     """Ranks over which ZeRO shards a bucket."""
-    return max(1, int(w.knobs.shard) // _expert(w, bucket)) if w.zero else 1
+    return max(1, int(w.searched.shard) // _expert_ranks(w, bucket)) if w.zero else 1
 
 
-def _group(w: Workload, bucket: Bucket, rank: int) -> int:
+def _replica_ranks(w: Workload, bucket: PackedBucket, rank: int) -> int:
     """Ranks that hold the same bucket as one of pipeline rank `rank`; stages may have unequally
     many.
     """
-    replicas = np.broadcast_to(np.ravel(w.data * w.knobs.context), w.setting.pipeline)[rank]
-    return round(float(replicas)) // _expert(w, bucket)
+    replicas = np.broadcast_to(np.ravel(w.data * w.searched.context), w.fixed.pipeline)[rank]
+    return round(float(replicas)) // _expert_ranks(w, bucket)
 
 
-def traffic(w: Workload, rank: int) -> Counter[Row]:
+def bucket_collectives(w: Workload, rank: int) -> Counter[BucketCollective]:
     """Every collective of gradients and parameters a step, on a pipeline rank."""
-    found: Counter[Row] = Counter()
-    for stage in of_rank(w, rank):
+    found: Counter[BucketCollective] = Counter()
+    for stage in rank_buckets(w, rank):
         for row, times in _reductions(w, stage, rank):
             found[row] += times
         for row, times in _gathers(w, stage):
@@ -106,19 +107,21 @@ def traffic(w: Workload, rank: int) -> Counter[Row]:
     return found
 
 
-def _reductions(w: Workload, stage: list[Bucket], rank: int) -> Iterator[tuple[Row, int]]:
+def _reductions(
+    w: Workload, stage: list[PackedBucket], rank: int
+) -> Iterator[tuple[BucketCollective, int]]:
     hooks = "B" if w.pipeline == 1 else "REDUCE_GRAD"
     times = int(w.microbatches) if w.zero >= 2 and w.reduce_microbatch else 1
     for index, bucket in enumerate(stage):
         size, group, shard = (
-            bucket.elements * float(w.gradient_element),
-            _group(w, bucket, rank),
-            _shard(w, bucket),
+            bucket.elements * float(w.gradient_element_bytes),
+            _replica_ranks(w, bucket, rank),
+            _shard_ranks(w, bucket),
         )
         yield ("data", "reduce_scatter", shard, "gradient", size, hooks), times
         # The sum over replicas follows when later buckets need the room, and that of the last
         # buckets at the end.
-        late = shard > 1 and index > len(stage) - w.setting.in_flight
+        late = shard > 1 and index > len(stage) - w.fixed.num_zero_in_flight
         yield (
             (
                 "data",
@@ -134,16 +137,16 @@ def _reductions(w: Workload, stage: list[Bucket], rank: int) -> Iterator[tuple[R
             yield ("tensor", "all_reduce", ranks, "gradient", size / shard, "REDUCE_GRAD"), 1
 
 
-def _gathers(w: Workload, stage: list[Bucket]) -> Iterator[tuple[Row, int]]:
+def _gathers(w: Workload, stage: list[PackedBucket]) -> Iterator[tuple[BucketCollective, int]]:
     if not w.zero:
         return
     for bucket in stage:
-        for action, times in _gathered(w, bucket.unit).items():
-            size = bucket.elements * float(w.element)
-            yield ("data", "all_gather", _shard(w, bucket), "parameter", size, action), times
+        for action, times in _gathers_by_action(w, bucket.unit).items():
+            size = bucket.elements * float(w.element_bytes)
+            yield ("data", "all_gather", _shard_ranks(w, bucket), "parameter", size, action), times
 
 
-def _gathered(w: Workload, unit: str) -> dict[str, int]:
+def _gathers_by_action(w: Workload, unit: str) -> dict[str, int]:
     """Action -> how often in a step a unit is gathered in it.
 
     Backward needs no table but for a norm behind it, and begins with the last unit, which forward
@@ -152,7 +155,7 @@ def _gathered(w: Workload, unit: str) -> dict[str, int]:
     m, norm = int(w.microbatches), bool(w.shape.embedding_norm)
     if w.zero < 3:
         return {"OPTIMIZER": 1}
-    if w.knobs.keep_gathered or w.pipeline > 1:
+    if w.searched.keep_gathered or w.pipeline > 1:
         return {"F": 1}
     if unit == "embedding":
         head = m * int(w.shape.tied)
@@ -160,84 +163,86 @@ def _gathered(w: Workload, unit: str) -> dict[str, int]:
     return {"F": m, "B": 0 if unit == "head" else m}
 
 
-def _sides(w: Workload) -> tuple[Sides, Sides, Sides]:
+def _grid_sides(w: Workload) -> tuple[GridSides, GridSides, GridSides]:
     """Along which tensor ranks hold the same and meet different tokens: of matrices, of vectors as
     wide as the residual stream, of other vectors.
     """
-    side = int(w.tiling.hidden)
-    if w.setting.algorithm == "1d":
-        whole: Sides = (("tensor", int(w.tensor)),) if w.knobs.sequence and w.tensor > 1 else ()
+    side = int(w.tiling.hidden_parts)
+    if w.fixed.algorithm == "1d":
+        whole: GridSides = (
+            (("tensor", int(w.tensor)),) if w.searched.sequence and w.tensor > 1 else ()
+        )
         return (), whole, ()
-    if w.setting.algorithm == "3d":
+    if w.fixed.algorithm == "3d":
         return (), (("input", side), ("weight", side)), (("weight", side), ("output", side))
-    depth = (("depth", int(w.tiling.copies)),) if w.tiling.copies > 1 else ()
+    depth = (("depth", int(w.tiling.num_weight_copies)),) if w.tiling.num_weight_copies > 1 else ()
     return depth, (("row", side), *depth), (("row", side), *depth)
 
 
 def _parameters(
     w: Workload, stage: int, stages: int, both: bool, apart: bool
-) -> Iterator[Parameter]:
+) -> Iterator[StageParameter]:
     """A stage's tensors in the model's order."""
-    shape, partition = w.shape, w.setting.partition
-    matrix, split, _ = sides = _sides(w)
-    table, h = float(w.vocab * w.height), float(shape.hidden * w.tiling.vector)
+    shape, partition = w.shape, w.fixed.partition
+    matrix, split, _ = sides = _grid_sides(w)
+    table, h = float(w.vocab_rows * w.weight_in_dim), float(shape.hidden * w.tiling.vector_share)
     norm = [(h, split)] * (2 if shape.norm == "layernorm" else 1)
     if stage == 0:
         alone = apart and stages > 1
-        yield Parameter("embedding", round(table), matrix, alone=alone)
+        yield StageParameter("embedding", round(table), matrix, alone=alone)
         rest = [(shape.max_positions * h, split)] if shape.positions == "learned" else []
         for size, partial in rest + (norm if shape.embedding_norm else []):
-            yield Parameter("embedding", round(size), partial)
+            yield StageParameter("embedding", round(size), partial)
     start = sum(partition[:stage])
     for layer in range(start, start + partition[stage]):
         mixture = w.shape.moe is not None and layer >= w.shape.moe.first_dense
-        dense = () if mixture else _mlp(w, w.ffn, sides)
-        for size, partial in [*norm, *_attention(w), *norm, *dense]:
-            yield Parameter(str(layer), round(size), partial)
+        dense = () if mixture else _mlp_params(w, w.ffn, sides)
+        for size, partial in [*norm, *_attention_params(w), *norm, *dense]:
+            yield StageParameter(str(layer), round(size), partial)
         if mixture:
-            yield from _mixture(w, str(layer))
+            yield from _moe_params(w, str(layer))
     if stage == stages - 1:
-        yield from (Parameter("head", round(size), partial) for size, partial in norm)
+        yield from (StageParameter("head", round(size), partial) for size, partial in norm)
         if not (shape.tied and both):
-            yield Parameter("head", round(table), matrix, alone=apart)
+            yield StageParameter("head", round(table), matrix, alone=apart)
 
 
-def _attention(w: Workload) -> Iterator[tuple[float, Sides]]:
-    h, biases, (matrix, split, other) = float(w.height), w.shape.biases, _sides(w)
+def _attention_params(w: Workload) -> Iterator[tuple[float, GridSides]]:
+    h, biases, (matrix, split, other) = float(w.weight_in_dim), w.shape.biases, _grid_sides(w)
     for width in map(float, (w.q_width, w.k_width, w.v_width)):
         yield h * width, matrix
         if biases in ("qkv", "all"):
             yield width, other
     yield h * float(w.o_width), matrix
     if biases == "all":
-        yield float(w.hidden), split
+        yield float(w.hidden_per_rank), split
 
 
-def _mlp(
-    w: Workload, width: Number, sides: tuple[Sides, Sides, Sides]
-) -> Iterator[tuple[float, Sides]]:
+def _mlp_params(
+    w: Workload, width: Number, sides: tuple[GridSides, GridSides, GridSides]
+) -> Iterator[tuple[float, GridSides]]:
     """Of a feed-forward layer whose local width is `width`."""
     bias, (matrix, split, other) = w.shape.biases == "all", sides
     for _ in range(2 if w.shape.gated else 1):
-        yield float(w.height * width), matrix
+        yield float(w.weight_in_dim * width), matrix
         if bias:
             yield float(width), other
-    yield float(w.height * width), matrix
+    yield float(w.weight_in_dim * width), matrix
     if bias:
-        yield float(w.hidden), split
+        yield float(w.hidden_per_rank), split
 
 
-def _mixture(w: Workload, unit: str) -> Iterator[Parameter]:
+def _moe_params(w: Workload, unit: str) -> Iterator[StageParameter]:
     """Router, experts, shared experts: tensor ranks make parts of the router's gradient, and of
     output biases'.
     """
     moe = w.shape.moe
     assert moe is not None
-    parts: Sides = (("tensor", int(w.tensor)),) if w.tensor > 1 else ()
-    sides, apart = ((), parts, ()), bool(w.knobs.expert > 1)
-    own = moe.experts / w.knobs.expert
-    yield Parameter(unit, round(float(w.height * moe.experts)), parts)
-    for size, partial in _mlp(w, w.expert_ffn, sides):
-        yield Parameter(unit, round(size * own), partial, experts=apart)
-    for size, partial in _mlp(w, w.shared_ffn, sides) if moe.shared else ():
-        yield Parameter(unit, round(size), partial)
+    parts: GridSides = (("tensor", int(w.tensor)),) if w.tensor > 1 else ()
+    sides, apart = ((), parts, ()), bool(w.searched.expert > 1)
+    own = moe.experts / w.searched.expert
+    yield StageParameter(unit, round(float(w.weight_in_dim * moe.experts)), parts)
+    for size, partial in _mlp_params(w, w.expert_ffn, sides):
+        yield StageParameter(unit, round(size * own), partial, experts=apart)
+    for size, partial in _mlp_params(w, w.shared_ffn, sides) if moe.shared else ():
+        yield StageParameter(unit, round(size), partial)

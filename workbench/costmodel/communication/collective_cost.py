@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.costmodel.communication.collective_volume import Call
+from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.machine.hardware import Fabric
 
-SHARE = {
+WIRE_FACTOR = {
     "all_reduce": 2.0,
     "all_gather": 1.0,
     "reduce_scatter": 1.0,
@@ -27,7 +27,7 @@ root of one.
 
 
 @dataclass(frozen=True)
-class Link:
+class AxisLink:
     """One axis as its collectives see it."""
 
     bandwidth: Number
@@ -36,7 +36,7 @@ class Link:
     """Seconds a hop."""
 
 
-def links(w: Workload, constants: Constants) -> dict[str, Link]:
+def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
     """The link of each axis, from the placement: an axis inside a node rides its links, one beyond
     shares its network, one beyond the rack what leaves the rack; the sides of a tensor grid take
     turns.
@@ -44,14 +44,14 @@ def links(w: Workload, constants: Constants) -> dict[str, Link]:
     Inter-node bandwidth of a rank = the node's network / the groups of that axis that cross it at
     once.
     """
-    s, k = w.setting, w.knobs
+    s, k = w.fixed, w.searched
     sizes = {"tensor": k.tensor, "context": k.context, "data": w.data, "pipeline": s.pipeline}
     result = {axis: _link(w, constants, size, k.strides[axis]) for axis, size in sizes.items()}
     if s.algorithm != "1d":
         sides, side = 3 if s.algorithm == "3d" else 2, k.grid[0]
         each = [_link(w, constants, side, k.strides["tensor"] * side**n) for n in range(sides)]
         slowness, latency = sum(1 / one.bandwidth for one in each), sum(one.latency for one in each)
-        result["tensor"] = Link(sides / slowness, latency / sides)
+        result["tensor"] = AxisLink(sides / slowness, latency / sides)
     # Gradients are reduced over data x context, experts exchange over them: the slower of the two
     # decides.
     data, context = result["data"], result["context"]
@@ -66,37 +66,43 @@ def links(w: Workload, constants: Constants) -> dict[str, Link]:
         data.latency,
         np.where(alone, context.latency, np.maximum(data.latency, context.latency)),
     )
-    return result | {"data": Link(slow, late), "expert": Link(slow, late)}
+    return result | {"data": AxisLink(slow, late), "expert": AxisLink(slow, late)}
 
 
-def _link(w: Workload, constants: Constants, size: Number, stride: Number) -> Link:
+def _link(w: Workload, constants: Constants, size: Number, stride: Number) -> AxisLink:
     """What `size` ranks, `stride` ranks apart, see of the network."""
-    s = w.setting
-    inner = s.card.link_gbs * 1e9 * constants.link_share
+    s = w.fixed
+    inner = s.gpu.link_gbs * 1e9 * constants.link_share
     outer = s.fabric.nic_gbs * 1e9 * constants.nic_share
-    within = (size * stride <= s.node) | (size == 1)
-    inside = np.maximum(1, np.minimum(size, s.node // stride))
+    within = (size * stride <= s.gpus_per_node) | (size == 1)
+    inside = np.maximum(1, np.minimum(size, s.gpus_per_node // stride))
     # `node / inside` groups leave a node together; the ranks of one group in a node share the
     # group's part.
-    bandwidth = np.where(within, inner, np.minimum(inner, outer * inside / s.node))
-    latency = 1e-6 * _hop(size, inside, s.fabric)
+    bandwidth = np.where(within, inner, np.minimum(inner, outer * inside / s.gpus_per_node))
+    latency = 1e-6 * _hop_latency_us(size, inside, s.fabric)
     if s.fabric.rack_nodes is None:
-        return Link(bandwidth, latency)
-    rack = s.node * s.fabric.rack_nodes
+        return AxisLink(bandwidth, latency)
+    rack = s.gpus_per_node * s.fabric.rack_nodes
     beyond = np.where(size * stride > rack, size > 1, False)
     housed = np.maximum(1, np.minimum(size, rack // stride))
     # Of all that leaves a rack each of its groups has a part, which the ranks of the group in that
     # rack share.
-    uplink = (s.fabric.rack_gbs or s.fabric.nic_gbs) * 1e9 * constants.nic_share * housed / s.node
+    uplink = (
+        (s.fabric.rack_gbs or s.fabric.nic_gbs)
+        * 1e9
+        * constants.nic_share
+        * housed
+        / s.gpus_per_node
+    )
     more = (
         (s.fabric.rack_latency_us or s.fabric.nic_latency_us) - s.fabric.nic_latency_us
     ) / housed
-    return Link(
+    return AxisLink(
         np.where(beyond, np.minimum(bandwidth, uplink), bandwidth), latency + beyond * 1e-6 * more
     )
 
 
-def _hop(size: Number, inside: Number, fabric: Fabric) -> Number:
+def _hop_latency_us(size: Number, inside: Number, fabric: Fabric) -> Number:
     """Latency of a ring's hops, microseconds: its ranks go in step, so the slowest hop sets the
     pace of all.
     """
@@ -105,7 +111,9 @@ def _hop(size: Number, inside: Number, fabric: Fabric) -> Number:
     )
 
 
-def seconds(kind: str, size: Number, ranks: Number, link: Link, constants: Constants) -> Number:
+def collective_seconds(
+    kind: str, size: Number, ranks: Number, link: AxisLink, constants: Constants
+) -> Number:
     """One call, ring costs; a latency that stops growing beyond `latency_ranks` (trees). Nothing
     for one rank.
 
@@ -121,12 +129,12 @@ def seconds(kind: str, size: Number, ranks: Number, link: Link, constants: Const
             if kind == "all_reduce"
             else ranks - 1
         )
-    return size * (SHARE[kind] * (ranks - 1) / ranks / link.bandwidth) + hops * link.latency
+    return size * (WIRE_FACTOR[kind] * (ranks - 1) / ranks / link.bandwidth) + hops * link.latency
 
 
-def spent(
-    calls: Iterable[Call],
-    links: dict[str, Link],
+def comm_seconds(
+    calls: Iterable[CollectiveCall],
+    links: dict[str, AxisLink],
     constants: Constants,
     axis: str,
     action: str | None = None,
@@ -138,6 +146,9 @@ def spent(
         c for c in calls if c.axis == axis and action in (None, c.action) and c.kind != "recv"
     ]
     return sum(
-        (c.count * seconds(c.kind, c.bytes, c.group_size, links[axis], constants) for c in chosen),
+        (
+            c.count * collective_seconds(c.kind, c.bytes, c.group_size, links[axis], constants)
+            for c in chosen
+        ),
         0.0,
     )

@@ -8,23 +8,27 @@ For Y[M, N] = X[M, K] A[K, N] a rank receives, in elements: SUMMA (q-1)(MK/d + K
 
 from __future__ import annotations
 
-from workbench.costmodel.communication.collective_volume import Call, gradient_dtype, shared_heads
-from workbench.costmodel.compute.roofline import Product, head_product, layer_products
+from workbench.costmodel.communication.collective_call import (
+    CollectiveCall,
+    gradient_dtype_name,
+    shared_kv_head_calls,
+)
 from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.layer_gemms import LayerGemm, head_gemm, layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload
 
-Moved = tuple[str, Number, Number]
+GridExchange = tuple[str, Number, Number]
 """(kind, elements of the whole tensor, calls)."""
 
 
-def product_traffic(w: Workload, p: Product, action: str) -> list[Moved]:
+def gemm_exchanges(w: Workload, p: LayerGemm, action: str) -> list[GridExchange]:
     """What one product forward (`F`), or its two backward (`B`), makes the ranks of a side of the
     grid exchange.
     """
-    g, n = w.tiling.gathered, w.tiling.steps
+    g, n = w.tiling.gathered_blocks, w.tiling.num_steps
     x, weight, y = p.rows / g * p.inner, p.columns * p.inner / g, p.rows / g * p.columns
-    calls, trained = p.count / n, float(w.setting.adapter_rank == 0)
-    if w.setting.algorithm == "3d":
+    calls, trained = p.count / n, float(w.fixed.adapter_rank == 0)
+    if w.fixed.algorithm == "3d":
         if action == "F":
             return [
                 ("all_gather", g * x, calls),
@@ -51,54 +55,60 @@ def product_traffic(w: Workload, p: Product, action: str) -> list[Moved]:
     ]
 
 
-def tiled(w: Workload) -> list[Call]:
+def grid_collectives(w: Workload) -> list[CollectiveCall]:
     """All collectives of a step inside a tensor grid but the loss's."""
     m, sparse = w.microbatches, w.layers - w.dense_layers
     parts = (
-        [(p, m * w.dense_layers) for p in layer_products(w, False)]
+        [(p, m * w.dense_layers) for p in layer_gemms(w, False)]
         if (w.dense_layers > 0).any()
         else []
     )
-    parts += [(p, m * sparse) for p in layer_products(w, True)] if w.shape.moe else []
-    head = [(head_product(w), m * w.last)]
-    again = w.recomputed / w.layers
+    parts += [(p, m * sparse) for p in layer_gemms(w, True)] if w.shape.moe else []
+    head = [(head_gemm(w), m * w.has_head)]
+    again = w.recomputed_layers / w.layers
     return [
         *(
             _call(w, moved, times, "F")
             for p, times in parts + head
-            for moved in product_traffic(w, p, "F")
+            for moved in gemm_exchanges(w, p, "F")
         ),
         *(
             _call(w, moved, times * again, "B")
             for p, times in parts
-            for moved in product_traffic(w, p, "F")
+            for moved in gemm_exchanges(w, p, "F")
         ),
         *(
             _call(w, moved, times, "B")
             for p, times in parts + head
-            for moved in product_traffic(w, p, "B")
+            for moved in gemm_exchanges(w, p, "B")
         ),
-        *_embedding(w),
-        *_norms(w),
-        *shared_heads(w),
-        _copies(w),
+        *_embedding_calls(w),
+        *_norm_calls(w),
+        *shared_kv_head_calls(w),
+        _depth_gradient_call(w),
     ]
 
 
-def _call(w: Workload, moved: Moved, times: Number, action: str) -> Call:
+def _call(w: Workload, moved: GridExchange, times: Number, action: str) -> CollectiveCall:
     kind, elements, calls = moved
-    return Call(
-        "tensor", kind, w.tiling.hidden, w.dtype, elements * w.element, times * calls, action
+    return CollectiveCall(
+        "tensor",
+        kind,
+        w.tiling.hidden_parts,
+        w.dtype,
+        elements * w.element_bytes,
+        times * calls,
+        action,
     )
 
 
-def _embedding(w: Workload) -> list[Call]:
+def _embedding_calls(w: Workload) -> list[CollectiveCall]:
     """2-D: every rank looks its tokens up in the whole height of the table. 3-D: in a part of it,
     for others too.
     """
-    n, g, times = w.tiling.steps, w.tiling.gathered, w.microbatches * w.first
-    table, tokens = g * w.vocab * w.height, g * w.tokens * w.hidden
-    if w.setting.algorithm != "3d":
+    n, g, times = w.tiling.num_steps, w.tiling.gathered_blocks, w.microbatches * w.has_embedding
+    table, tokens = g * w.vocab_rows * w.weight_in_dim, g * w.tokens * w.hidden_per_rank
+    if w.fixed.algorithm != "3d":
         return [
             _call(w, (kind, table, n), times, action)
             for kind, action in (("broadcast", "F"), ("reduce", "B"))
@@ -111,27 +121,34 @@ def _embedding(w: Workload) -> list[Call]:
     ]
 
 
-def _norms(w: Workload) -> list[Call]:
+def _norm_calls(w: Workload) -> list[CollectiveCall]:
     """Over a hidden width that is split: fp32 numbers of every token, one each way or, of a
     layernorm, two; forward those are gathered, for mean and deviation of the parts cannot be added
     without loss.
     """
-    times = w.microbatches * (2 * w.layers + w.last + w.first * w.shape.embedding_norm)
-    again = 2 * w.microbatches * w.recomputed
-    q, size = w.tiling.hidden, 4 * w.tokens
+    times = w.microbatches * (2 * w.layers + w.has_head + w.has_embedding * w.shape.embedding_norm)
+    again = 2 * w.microbatches * w.recomputed_layers
+    q, size = w.tiling.hidden_parts, 4 * w.tokens
     if w.shape.norm == "layernorm":
         forward, backward = ("all_gather", 2 * q * size), ("all_reduce", 2 * size)
     else:
         forward = backward = ("all_reduce", size)
     each = ((forward, times, "F"), (forward, again, "B"), (backward, times, "B"))
     return [
-        Call("tensor", kind, q, "fp32", size, count, action) for (kind, size), count, action in each
+        CollectiveCall("tensor", kind, q, "fp32", size, count, action)
+        for (kind, size), count, action in each
     ]
 
 
-def _copies(w: Workload) -> Call:
+def _depth_gradient_call(w: Workload) -> CollectiveCall:
     """Gradients of weights that the layers of a 2.5-D grid hold alike."""
-    size = w.held.trained * w.gradient_element
-    return Call(
-        "tensor", "all_reduce", w.tiling.copies, gradient_dtype(w), size, 1.0, "REDUCE_GRAD"
+    size = w.param_counts.trained * w.gradient_element_bytes
+    return CollectiveCall(
+        "tensor",
+        "all_reduce",
+        w.tiling.num_weight_copies,
+        gradient_dtype_name(w),
+        size,
+        1.0,
+        "REDUCE_GRAD",
     )

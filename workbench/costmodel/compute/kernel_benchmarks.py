@@ -13,12 +13,12 @@ from workbench import data_files
 from workbench.machine import gpu_catalog
 from workbench.machine.hardware import GPU
 
-FOLDER = "data/benchmarks"
+KERNEL_BENCHMARKS_FOLDER = "data/benchmarks"
 """Holds `kernels-<card>.json`, which `make gpu-bench` and `make cpu-bench` write."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredKernels:
     """Traffic of memory-bound operators and of the loss, over that of eager ones on the same
     machine.
     """
@@ -29,27 +29,27 @@ class Measured:
     """Where and when it was measured."""
 
 
-def measured(card: GPU, kernels: str) -> Measured | None:
+def measured_kernels(card: GPU, kernels: str) -> MeasuredKernels | None:
     """What was measured of `kernels` (compiled, fused) on a card of this kind; None where nothing
     was.
 
     A processor's benchmark stands for all processors, a card's for that card alone.
     """
-    found = next((b for b in benchmarks() if _is_of(b, card)), None)
+    found = next((b for b in kernel_benchmarks() if _measured_on(b, card)), None)
     if found is None or kernels not in found.get("traffic", {}):
         return None
     traffic, loss = found["traffic"], found["loss_bytes"]
     where = f"measured {found['date']} on {found['device']}, torch {found['versions']['torch']}"
-    return Measured(
+    return MeasuredKernels(
         traffic[kernels] / traffic["eager"],
         loss[kernels] / loss["eager"] if loss["eager"] else 1.0,
         where,
     )
 
 
-def provenance(card: GPU, kernels: str) -> str:
+def kernel_cost_source(card: GPU, kernels: str) -> str:
     """Where the cost of compiled or fused `kernels` on `card` comes from, in words."""
-    found = measured(card, kernels)
+    found = measured_kernels(card, kernels)
     return (
         found.source
         if found
@@ -58,15 +58,15 @@ def provenance(card: GPU, kernels: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def benchmarks() -> tuple[dict[str, Any], ...]:
+def kernel_benchmarks() -> tuple[dict[str, Any], ...]:
     """Every committed benchmark of kernels."""
     return tuple(
         json.loads(path.read_text())
-        for path in sorted((data_files.assets() / FOLDER).glob("kernels-*.json"))
+        for path in sorted((data_files.assets() / KERNEL_BENCHMARKS_FOLDER).glob("kernels-*.json"))
     )
 
 
-def _is_of(benchmark: dict[str, Any], card: GPU) -> bool:
+def _measured_on(benchmark: dict[str, Any], card: GPU) -> bool:
     if benchmark["kind"] == "cpu":
         return card.device == "cpu"
     entry = gpu_catalog.gpus().get(card.name)

@@ -13,7 +13,7 @@ from workbench import data_files
 from workbench.errors import refuse
 from workbench.plan.schema import Strategy
 
-OWN = Strategy().stack
+WORKBENCH = Strategy().stack
 """The stack that this project is."""
 
 
@@ -31,41 +31,41 @@ class FrameworkProfile:
     """Bytes a gradient is stored in."""
     accumulator: float = 0.0
     """Bytes of a second gradient, whole on every rank."""
-    narrow_accumulator: float = 0.0
+    bf16_accumulator: float = 0.0
     """The same with bf16 only."""
-    widened_gradients: float = 0.0
+    upcast_gradients: float = 0.0
     """Bytes of a gradient widened for the step, sharded with the optimizer, with fp16 only."""
     optimizer: float = -1.0
     """Bytes of moments and master weights a parameter."""
-    stepped: float = 0.0
+    optimizer_temporary: float = 0.0
     """Bytes a parameter that the optimizer makes and frees while it steps, sharded with its states.
     """
-    gated_kept: float = 4.0
+    gated_saved_tensors: float = 4.0
     """Feed-forward-wide tensors that a gated layer keeps."""
     dropout: float = 0.0
     """1 where dropout keeps masks and moves bytes."""
-    keeps_outputs: float = 0.0
+    keeps_sent_outputs: float = 0.0
     """1 where a pipeline stage keeps what it sent until that microbatch's backward."""
-    repeats_whole: float = 0.0
+    recompute_full_layer: float = 0.0
     """1 where full recomputation runs a layer to its end, its last sum too."""
-    selective: float = -1.0
+    selective_saved_share: float = -1.0
     """Share of a layer's activations that selective recomputation keeps."""
-    every_other: float = 0.0
+    recompute_alternate_ops: float = 0.0
     """1 where selective recomputation keeps what every second product and attention make, in place
     of a share.
     """
-    selective_again: float = -1.0
+    selective_recompute_share: float = -1.0
     """Share of a layer's forward that selective recomputation repeats; negative: attention alone.
     """
-    joined: float = 0.0
+    fused_qkv: float = 0.0
     """1 where query, key and value are one product, and gate and up another."""
     logit_bytes: float = -1.0
     """Bytes a logit takes at the loss's peak."""
     compiled_logit_bytes: float = -1.0
     """The same where a compiler fuses the loss; negative: as without."""
-    logit_stale: float = 0.0
+    stale_logit_bytes: float = 0.0
     """Bytes a logit of the microbatch before still takes then."""
-    narrow_inputs: float = 0.0
+    fp8_saved_inputs: float = 0.0
     """1 where fp8 products keep their inputs, and a gate its, in 8 bits."""
     gathered_buffers: float = 0.0
     """Whole hidden-wide tensors that gathers of the sequence hold at once where no pipeline makes
@@ -75,7 +75,7 @@ class FrameworkProfile:
     """The same under a pipeline, for every microbatch in flight beyond the second, at most as many
     as without one.
     """
-    ahead: float = 0.0
+    host_run_ahead: float = 0.0
     """Share by which blocks that another stream still holds add to activations, where tensor ranks
     gather sequences.
     """
@@ -89,19 +89,19 @@ class FrameworkProfile:
     """More bytes of every weight of an embedding or head."""
     bucket_mib: float = 0.0
     """Communication buckets of a sharded fp16 optimizer, MiB."""
-    late_gradients: float = 0.0
+    gradients_freed_after_step: float = 0.0
     """1 where gradients are freed after the step, so that the only microbatch's forward finds none.
     """
     offload_checkpoints: float = 0.0
     """1 where the inputs of recomputed layers wait in host memory."""
-    late_reduce: float = 0.0
+    single_late_reduce: float = 0.0
     """1 where under ZeRO-1 gradients are all-reduced whole, in one call after the last backward."""
     offload_gradients: float = 0.0
     """1 where gradients leave the card with the optimizer."""
 
 
 @lru_cache(maxsize=64)
-def software(name: str) -> FrameworkProfile:
+def framework_profile(name: str) -> FrameworkProfile:
     """The stack `name`. Raises `PlanError` where it is not known."""
     entry = _entry(name)
     known = {field.name for field in fields(FrameworkProfile)} - {"unfused"}
@@ -114,7 +114,7 @@ def software(name: str) -> FrameworkProfile:
 
 
 @lru_cache(maxsize=64)
-def timing(name: str) -> Mapping[str, float]:
+def framework_constants(name: str) -> Mapping[str, float]:
     """Constants of `data/planner.yaml` that the stack `name` changes. Raises `PlanError` where it
     is not known.
     """
@@ -125,7 +125,7 @@ def timing(name: str) -> Mapping[str, float]:
 
 
 @lru_cache(maxsize=64)
-def interval(name: str) -> tuple[float, float]:
+def step_time_interval(name: str) -> tuple[float, float]:
     """(low, high): nine of ten published steps of the stack `name` take between so many times the
     estimate.
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, software
+from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, framework_profile
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.custom_schedule import drawn
 from workbench.plan.model_shape import Shape
@@ -30,44 +30,44 @@ Number = Any
 
 
 @dataclass(frozen=True)
-class Setting:
+class FixedConfig:
     """What all candidates at hand share."""
 
     shape: Shape
-    card: GPU
+    gpu: GPU
     fabric: Fabric
-    node: int
+    gpus_per_node: int
     """Cards in a node."""
-    world: int
+    world_size: int
     global_batch: int
     sequence_length: int
     precision: str
     kernels: str
     stack: str
-    software: FrameworkProfile
+    framework: FrameworkProfile
     """What that stack keeps."""
     parameter_bytes: float
     """A parameter as it is stored."""
     gradient_bytes: float
     """A gradient as it is stored; negative: as it is reduced."""
-    accumulator_bytes: float
+    gradient_accumulator_bytes: float
     """A second gradient beside it, whole on every rank."""
     moment_bytes: float
     """Optimizer moments, bytes a parameter."""
     master_bytes: float
-    step_element: float
+    step_element_bytes: float
     """Bytes of an entry as the optimizer's step is made, where our own engine makes it."""
-    step_cast: float
+    step_cast_bytes: float
     """What of master, or parameter, and moments is kept in less, and widened for the step: bytes a
     parameter.
     """
     zero: int
-    in_flight: int
+    num_zero_in_flight: int
     """Units that ZeRO-3 gathers, and buckets that it or ZeRO-2 reduces, at once."""
     algorithm: str
     """Of tensor parallelism: 1d, 2d, 2.5d, 3d."""
     context_algorithm: str
-    contexts: bool
+    has_context_parallel: bool
     """Whether any candidate splits the sequence over context ranks."""
     pipeline: int
     schedule: str
@@ -82,7 +82,7 @@ class Setting:
     """
     adapter_rank: int
     """Of low-rank adapters; 0: the whole model is trained."""
-    adapter_everywhere: bool
+    adapts_all_projections: bool
     """Whether every projection carries an adapter, or attention's alone."""
     dropout: bool
     """Whether both branches of every layer are dropped from, by masks that are drawn again in
@@ -90,7 +90,7 @@ class Setting:
     """
 
     @property
-    def split(self) -> bool:
+    def splits_backward(self) -> bool:
         """Whether backwards come in two halves."""
         return (
             self.table.split
@@ -100,7 +100,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Knobs:
+class SearchedConfig:
     """What differs between candidates: floats, or arrays that broadcast against each other."""
 
     tensor: Number
@@ -121,51 +121,52 @@ class Knobs:
     keep_gathered: Number
     overlap: Number
     bucket_bytes: Number
-    gradient_element: Number
+    gradient_element_bytes: Number
     """Bytes of a gradient as it adds up and is reduced; 0: decided as `auto` in a plan."""
     selective: Number
-    recomputed: Array
+    recomputed_layers: Array
     """Layers recomputed in full, by pipeline rank (first axis)."""
-    kept_after: Array
+    layers_after_recomputed: Array
     """Layers behind the last of them on its rank, which keep all."""
     strides: dict[str, Number]
     """Axis -> distance in ranks between neighbours along it."""
 
 
-def setting_of(plan: ResolvedPlan) -> Setting:
+def fixed_config(plan: ResolvedPlan) -> FixedConfig:
     """What a complete plan fixes."""
     s, t = plan.strategy, plan.training
     assert isinstance(s.pipeline.partition, list), "complete() the plan first"
-    narrow, kept = DTYPE_BYTES[s.precision] < 4, software(s.stack)
+    narrow, kept = DTYPE_BYTES[s.precision] < 4, framework_profile(s.stack)
     moments = float(moment_bytes(t.optimizer))
     master = float(master_bytes(t.optimizer, s.precision))
     if narrow and kept.optimizer >= 0 and t.optimizer.master == "auto":
         master = kept.optimizer - moments
-    return Setting(
+    return FixedConfig(
         shape=plan.shape,
-        card=plan.gpu,
+        gpu=plan.gpu,
         fabric=plan.fabric,
-        node=int(plan.cluster.gpus_per_node or 1),
-        world=plan.world_size,
+        gpus_per_node=int(plan.cluster.gpus_per_node or 1),
+        world_size=plan.world_size,
         global_batch=t.global_batch,
         sequence_length=t.sequence_length,
         precision=s.precision,
         kernels=s.kernels,
         stack=s.stack,
-        software=kept,
+        framework=kept,
         parameter_bytes=kept.parameters
         if narrow and kept.parameters > 0
         else DTYPE_BYTES[s.precision],
         gradient_bytes=kept.gradients if narrow else -1.0,
-        accumulator_bytes=kept.accumulator + kept.narrow_accumulator * (s.precision == "bf16"),
+        gradient_accumulator_bytes=kept.accumulator
+        + kept.bf16_accumulator * (s.precision == "bf16"),
         moment_bytes=moments,
         master_bytes=max(0.0, master),
         **_stepped(plan),
         zero=s.data.zero,
-        in_flight=s.data.in_flight,
+        num_zero_in_flight=s.data.in_flight,
         algorithm=s.tensor.algorithm,
         context_algorithm=s.context.algorithm,
-        contexts=s.context.size > 1,
+        has_context_parallel=s.context.size > 1,
         pipeline=s.pipeline.size,
         schedule=s.pipeline.schedule,
         chunks=s.pipeline.chunks,
@@ -173,7 +174,7 @@ def setting_of(plan: ResolvedPlan) -> Setting:
         replicas=tuple(s.pipeline.replicas or ()),
         table=drawn(plan),
         adapter_rank=t.lora.rank if t.lora else 0,
-        adapter_everywhere=bool(t.lora and t.lora.targets == "all"),
+        adapts_all_projections=bool(t.lora and t.lora.targets == "all"),
         dropout=t.dropout > 0,
     )
 
@@ -192,20 +193,20 @@ def _stepped(plan: Plan) -> dict[str, float]:
     )
     element = 2.0 if as_kept else 4.0
     widened = (target < element) + num_moments(optimizer) * (moment < element)
-    return {"step_element": element, "step_cast": element * widened}
+    return {"step_element_bytes": element, "step_cast_bytes": element * widened}
 
 
-def knobs_of(plan: ResolvedPlan) -> Knobs:
+def searched_config(plan: ResolvedPlan) -> SearchedConfig:
     """The one candidate that a complete plan is."""
     s, sizes = plan.strategy, plan.sizes
-    recomputed, kept_after = recomputed_of(plan)
+    recomputed, kept_after = recomputed_layers_of(plan)
     replicas = sizes["data"] * sizes["context"]
     mean = plan.world_size / (sizes["tensor"] * sizes["context"] * sizes["pipeline"])
-    return Knobs(
+    return SearchedConfig(
         tensor=sizes["tensor"],
         context=sizes["context"],
         expert=s.expert.size,
-        grid=grid_of(plan),
+        grid=tensor_grid(plan),
         micro_batch=plan.training.micro_batch,
         sequence=float(s.tensor.sequence),
         shard=replicas if s.data.shard == "all" else s.data.shard,
@@ -215,20 +216,20 @@ def knobs_of(plan: ResolvedPlan) -> Knobs:
         keep_gathered=float(s.data.keep_gathered),
         overlap=float(s.data.overlap),
         bucket_bytes=s.data.bucket_mib * 2**20,
-        gradient_element=gradient_element(s.gradient_dtype, DTYPE_BYTES[s.precision]),
+        gradient_element_bytes=gradient_dtype_bytes(s.gradient_dtype, DTYPE_BYTES[s.precision]),
         selective=float(s.recompute == "selective"),
-        recomputed=recomputed,
-        kept_after=kept_after,
-        strides=strides(s.placement, sizes | {"data": mean}),
+        recomputed_layers=recomputed,
+        layers_after_recomputed=kept_after,
+        strides=axis_strides(s.placement, sizes | {"data": mean}),
     )
 
 
-def gradient_element(dtype: str, parameter: int) -> int:
+def gradient_dtype_bytes(dtype: str, parameter: int) -> int:
     """Bytes of a gradient of a plan's `gradient_dtype`; 0 for `auto`."""
     return 0 if dtype == "auto" else parameter if dtype == "parameters" else DTYPE_BYTES[dtype]
 
 
-def grid_of(plan: Plan) -> tuple[int, int]:
+def tensor_grid(plan: Plan) -> tuple[int, int]:
     """(q, d) of a tensor grid."""
     size = plan.strategy.tensor.size
     if isinstance(size, int):
@@ -236,7 +237,7 @@ def grid_of(plan: Plan) -> tuple[int, int]:
     return size[0], size[2] if len(size) > 2 else 1
 
 
-def strides(placement: list[Any], sizes: dict[str, Any]) -> dict[str, Any]:
+def axis_strides(placement: list[Any], sizes: dict[str, Any]) -> dict[str, Any]:
     """Distance in ranks between neighbours along each axis; `placement` is innermost first."""
     result: dict[str, Any] = {}
     stride: Any = 1
@@ -246,7 +247,7 @@ def strides(placement: list[Any], sizes: dict[str, Any]) -> dict[str, Any]:
     return {axis: result[axis] for axis in AXES}
 
 
-def home(s: Setting) -> NDArray[np.int64]:
+def layer_homes(s: FixedConfig) -> NDArray[np.int64]:
     """The pipeline rank of every layer."""
     return np.repeat(stage_homes(s.pipeline, s.schedule, len(s.partition), s.table), s.partition)
 
@@ -265,7 +266,7 @@ def stage_homes(
     return np.where((stage // pipeline % 2 == 1) & back, pipeline - 1 - ranks, ranks)
 
 
-def recomputed_of(plan: ResolvedPlan) -> tuple[Array, Array]:
+def recomputed_layers_of(plan: ResolvedPlan) -> tuple[Array, Array]:
     """(layers recomputed in full, those behind the last of them) on each pipeline rank of a
     complete plan.
     """
@@ -278,10 +279,10 @@ def recomputed_of(plan: ResolvedPlan) -> tuple[Array, Array]:
         if isinstance(recompute, list)
         else recompute == "full"
     )
-    return counted(where, np.broadcast_to(chosen, where.shape), pipeline.size)
+    return count_recomputed(where, np.broadcast_to(chosen, where.shape), pipeline.size)
 
 
-def counted(
+def count_recomputed(
     where: NDArray[np.int64], chosen: NDArray[np.bool_], pipeline: int
 ) -> tuple[Array, Array]:
     """(layers `chosen`, layers behind the last chosen one, 0 where there is none) on each rank;

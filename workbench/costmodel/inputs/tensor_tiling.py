@@ -11,44 +11,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.costmodel.inputs.config import Knobs, Number
+from workbench.costmodel.inputs.config import Number, SearchedConfig
 
 
 @dataclass(frozen=True)
-class Tiling:
+class TensorTiling:
     """Into how many parts each side is cut, and how the blocks of a product meet."""
 
-    tokens: Number = 1.0
+    token_parts: Number = 1.0
     """Parts of an activation's tokens."""
-    columns: Number = 1.0
+    column_parts: Number = 1.0
     """Parts of heads, feed-forward and vocabulary."""
-    hidden: Number = 1.0
+    hidden_parts: Number = 1.0
     """Parts of a hidden-wide activation: norms and residuals too."""
-    height: Number = 1.0
+    in_dim_parts: Number = 1.0
     """Parts of a weight's other side."""
-    steps: Number = 1.0
+    num_steps: Number = 1.0
     """Products of blocks that one product of a rank is made of."""
-    gathered: Number = 1.0
+    gathered_blocks: Number = 1.0
     """Blocks of an activation that are multiplied at once."""
-    copies: Number = 1.0
+    num_weight_copies: Number = 1.0
     """Ranks that hold the same weights."""
 
     @property
-    def thin(self) -> Number:
+    def in_dim_share(self) -> Number:
         """Share of a column block's other side that a rank holds."""
-        return 1 / self.height
+        return 1 / self.in_dim_parts
 
     @property
-    def vector(self) -> Number:
+    def vector_share(self) -> Number:
         """Share of a hidden-wide vector, such as a norm's weight, that a rank holds."""
-        return 1 / self.hidden
+        return 1 / self.hidden_parts
 
 
-def tiling(algorithm: str, k: Knobs) -> Tiling:
+def tensor_tiling(algorithm: str, k: SearchedConfig) -> TensorTiling:
     """The blocks of `algorithm` on the tensor ranks of candidates `k`."""
     if algorithm == "1d":
-        return Tiling(columns=k.tensor)
+        return TensorTiling(column_parts=k.tensor)
     side, depth = k.grid
     if algorithm == "3d":
-        return Tiling(side * side, side, side, side * side, gathered=side)
-    return Tiling(side * depth, side, side, side, steps=side, copies=depth)
+        return TensorTiling(side * side, side, side, side * side, gathered_blocks=side)
+    return TensorTiling(side * depth, side, side, side, num_steps=side, num_weight_copies=depth)

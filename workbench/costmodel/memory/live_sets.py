@@ -9,24 +9,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.costmodel.inputs.config import Array, Number
+from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory import activation_memory
-from workbench.costmodel.memory.activation_memory import Layer
-from workbench.costmodel.memory.loss_memory import Head
-from workbench.costmodel.memory.loss_memory import head as head_of
-from workbench.costmodel.memory.model_states import Held
+from workbench.costmodel.memory.activation_memory import LayerActivations
+from workbench.costmodel.memory.loss_memory import HeadMemory
+from workbench.costmodel.memory.loss_memory import head_memory as head_of
 
-CAST_BYTES, CACHED_BYTES = 64 * 2**20, 2**20
+OPTIMIZER_CAST_BYTES, CPU_FUSED_CAST_BYTES = 64 * 2**20, 2**20
 """The optimizer widens 16-bit gradients in pieces of this size; the second one's where it is fused,
 on a processor.
 """
 
-Live = dict[str, Array]
+MemoryByCategory = dict[str, Array]
 """Category -> bytes by pipeline rank."""
 
 
 @dataclass(frozen=True)
-class Flight:
+class ActivationsInFlight:
     """Activations at their fullest: all microbatches in flight. Bytes by pipeline rank."""
 
     all: Array
@@ -37,119 +37,136 @@ class Flight:
     """What those leave for their weights' gradients."""
 
 
-LATE = ("embedding", "optimizer")
+PHASES_WITH_ALL_GRADIENTS = ("embedding", "optimizer")
 """Instants at which all gradients exist, whatever the stack."""
 
 
-def early_gradients(w: Workload) -> Number:
+def gradients_persist(w: Workload) -> Number:
     """1 where gradients exist from the step's start, 0 where its only backward makes them anew."""
-    if not w.setting.software.late_gradients:
+    if not w.fixed.framework.gradients_freed_after_step:
         return 1.0
     return np.where(w.microbatches > 1, 1.0, 0.0)
 
 
-def passes(w: Workload) -> dict[str, Live]:
+def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
     """What forward and backward add at each instant that can be the largest, and after the first
     forward.
     """
-    head, layer = head_of(w), activation_memory.layer(w, mixture=w.shape.moe is not None)
-    flight = _flight(w, head)
+    head, layer = (
+        head_of(w),
+        activation_memory.layer_activations(w, mixture=w.shape.moe is not None),
+    )
+    flight = _activations_in_flight(w, head)
     full = {"activations": flight.all, "logits": flight.logits}
     return {
-        "first_forward": {name: size / w.in_flight for name, size in full.items()},
-        "forward": plus(full, _forward(w, head, layer), _sent(w)),
-        "product": plus(_product(w, head, layer, flight), _sent(w)),
+        "first_forward": {name: size / w.microbatches_in_flight for name, size in full.items()},
+        "forward": add_categories(full, _forward_end(w, head, layer), _unreleased_send(w)),
+        "product": add_categories(_last_gemm(w, head, layer, flight), _unreleased_send(w)),
         **_head_backward(w, head, flight),
         **_layer_backward(w, head, layer, flight),
     }
 
 
-def _flight(w: Workload, head: Head) -> Flight:
+def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight:
     dense, mixture = (
-        activation_memory.layer(w),
-        activation_memory.layer(w, mixture=w.shape.moe is not None),
+        activation_memory.layer_activations(w),
+        activation_memory.layer_activations(w, mixture=w.shape.moe is not None),
     )
     share = np.divide(w.dense_layers, w.layers)
     kept_whole = share * dense.saved + (1 - share) * mixture.saved
-    saved = (w.layers - w.recomputed) * kept_whole + w.recomputed * dense.checkpoint
-    kept, boundary = activation_memory.ends(w)
-    ahead = 1 + w.setting.software.ahead * (w.sequence_parallel > 1)
+    saved = (w.layers - w.recomputed_layers) * kept_whole + w.recomputed_layers * dense.checkpoint
+    kept, boundary = activation_memory.boundary_bytes(w)
+    ahead = 1 + w.fixed.framework.host_run_ahead * (w.sequence_parallel > 1)
     one = (saved + kept) * ahead
-    aside = w.layers * activation_memory.aside(w) * float(w.setting.split)
-    late = w.put_aside * (aside - saved) * float(w.setting.split)
-    loss = w.head_in_flight * w.last
-    outputs = boundary * (1 + w.setting.software.keeps_outputs * np.maximum(0.0, w.in_flight - 1))
-    held = w.in_flight * one + loss * head.saved * ahead + outputs + late
-    return Flight(held, loss * head.logits, saved / w.setting.chunks, aside / w.setting.chunks)
+    aside = w.layers * activation_memory.deferred_weight_bytes(w) * float(w.fixed.splits_backward)
+    late = w.deferred_microbatches * (aside - saved) * float(w.fixed.splits_backward)
+    loss = w.losses_in_flight * w.has_head
+    outputs = boundary * (
+        1 + w.fixed.framework.keeps_sent_outputs * np.maximum(0.0, w.microbatches_in_flight - 1)
+    )
+    held = w.microbatches_in_flight * one + loss * head.saved * ahead + outputs + late
+    return ActivationsInFlight(
+        held, loss * head.logits, saved / w.fixed.chunks, aside / w.fixed.chunks
+    )
 
 
-def _forward(w: Workload, head: Head, layer: Layer) -> Live:
+def _forward_end(w: Workload, head: HeadMemory, layer: LayerActivations) -> MemoryByCategory:
     """The end of the last forward before a backward."""
     return {
-        "logits": w.last * (head.forward - head.logits),
-        "temporary": (1 - w.last) * layer.forward,
+        "logits": w.has_head * (head.forward - head.logits),
+        "temporary": (1 - w.has_head) * layer.forward,
     }
 
 
-def _product(w: Workload, head: Head, layer: Layer, flight: Flight) -> Live:
+def _last_gemm(
+    w: Workload, head: HeadMemory, layer: LayerActivations, flight: ActivationsInFlight
+) -> MemoryByCategory:
     """The last layer's last product forward; neither the stage's output nor anything of the head is
     there yet.
     """
-    _, boundary = activation_memory.ends(w)
+    _, boundary = activation_memory.boundary_bytes(w)
     return {
-        "activations": flight.all - w.last * head.saved - boundary,
-        "logits": flight.logits - w.last * head.logits,
-        "temporary": w.nothing + layer.product,
+        "activations": flight.all - w.has_head * head.saved - boundary,
+        "logits": flight.logits - w.has_head * head.logits,
+        "temporary": w.zeros + layer.product,
     }
 
 
-def _head_backward(w: Workload, head: Head, flight: Flight) -> dict[str, Live]:
+def _head_backward(
+    w: Workload, head: HeadMemory, flight: ActivationsInFlight
+) -> dict[str, MemoryByCategory]:
     """The loss, the projection (the kept logits are gone) and the final norm (what the head kept is
     gone).
     """
-    logits = flight.logits - w.last * head.logits
-    before = flight.all - w.last * head.saved
-    lives: dict[str, Live] = {
+    logits = flight.logits - w.has_head * head.logits
+    before = flight.all - w.has_head * head.saved
+    lives: dict[str, MemoryByCategory] = {
         "loss": {
             "activations": flight.all,
             "logits": flight.logits,
-            "temporary": w.last * head.loss,
+            "temporary": w.has_head * head.loss,
         },
         "projection": {
             "activations": flight.all,
             "logits": logits,
-            "temporary": w.last * head.projection,
+            "temporary": w.has_head * head.projection,
         },
         "final_norm": {
             "activations": before,
             "logits": logits,
-            "temporary": w.last * head.norm + _waiting(w),
+            "temporary": w.has_head * head.norm + _tied_head_gradient(w),
         },
     }
-    return {name: plus(live, _sent(w)) for name, live in lives.items()}
+    return {name: add_categories(live, _unreleased_send(w)) for name, live in lives.items()}
 
 
-def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> dict[str, Live]:
+def _layer_backward(
+    w: Workload, head: HeadMemory, layer: LayerActivations, flight: ActivationsInFlight
+) -> dict[str, MemoryByCategory]:
     """A stage's last layer (feed-forward, its first products, its norm) with the incoming gradient,
     at last the embedding or the first norm; and, where backward is split, the weights' half of it.
 
     Recomputing brings the whole set of one layer back.
     """
-    logits = flight.logits - w.last * head.logits
-    before = flight.all - w.last * head.saved
+    logits = flight.logits - w.has_head * head.logits
+    before = flight.all - w.has_head * head.saved
     again = layer.whole - layer.saved
     remade = np.maximum(0.0, layer.saved - layer.checkpoint)
-    last_again = (w.recomputed > 0) & (w.kept_after == 0)
+    last_again = (w.recomputed_layers > 0) & (w.layers_after_recomputed == 0)
     again = np.where(last_again, remade, again)
-    arriving = w.stream / np.where(activation_memory.gathers(w), w.sequence_parallel, 1)
-    incoming: Live = {
-        "communication": np.asarray((1 - w.last) * w.stream / w.sequence_parallel),
-        "temporary": np.asarray(w.last * arriving + _waiting(w)),
+    arriving = w.hidden_activation_bytes / np.where(
+        activation_memory.gathers_sequence(w), w.sequence_parallel, 1
+    )
+    incoming: MemoryByCategory = {
+        "communication": np.asarray(
+            (1 - w.has_head) * w.hidden_activation_bytes / w.sequence_parallel
+        ),
+        "temporary": np.asarray(w.has_head * arriving + _tied_head_gradient(w)),
     }
     released = layer.released * ~last_again
-    earlier = before - np.minimum(w.kept_after, w.layers) * layer.saved
+    earlier = before - np.minimum(w.layers_after_recomputed, w.layers) * layer.saved
     return {
-        "layer": plus(
+        "layer": add_categories(
             {
                 "activations": before,
                 "logits": logits,
@@ -157,7 +174,7 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
             },
             incoming,
         ),
-        "columns": plus(
+        "columns": add_categories(
             {
                 "activations": before - layer.fed * ~last_again,
                 "logits": logits,
@@ -165,98 +182,107 @@ def _layer_backward(w: Workload, head: Head, layer: Layer, flight: Flight) -> di
             },
             incoming,
         ),
-        "norm": plus(
-            {
-                "activations": before - released,
-                "logits": logits,
-                "temporary": w.nothing + layer.norm,
-            },
+        "norm": add_categories(
+            {"activations": before - released, "logits": logits, "temporary": w.zeros + layer.norm},
             incoming,
         ),
-        "remade": plus(
+        "remade": add_categories(
             {
-                "activations": np.where(w.recomputed > 0, earlier, 0.0),
+                "activations": np.where(w.recomputed_layers > 0, earlier, 0.0),
                 "logits": logits,
-                "temporary": np.where(w.recomputed > 0, layer.transient + remade, 0.0),
+                "temporary": np.where(w.recomputed_layers > 0, layer.transient + remade, 0.0),
             },
             {"communication": incoming["communication"]},
         ),
         "embedding": {
             "activations": before - flight.one + flight.aside,
             "logits": logits,
-            "temporary": w.first * activation_memory.embedding(w)
-            + (1 - w.first) * activation_memory.norm_backward(w),
+            "temporary": w.has_embedding * activation_memory.embedding_backward(w)
+            + (1 - w.has_embedding) * activation_memory.norm_backward(w),
         },
-    } | (_split_backward(w, before - flight.one + flight.aside, logits) if w.setting.split else {})
+    } | (
+        _split_backward(w, before - flight.one + flight.aside, logits)
+        if w.fixed.splits_backward
+        else {}
+    )
 
 
-def _split_backward(w: Workload, aside: Array, logits: Array) -> dict[str, Live]:
+def _split_backward(w: Workload, aside: Array, logits: Array) -> dict[str, MemoryByCategory]:
     """Where a backward leaves weights for later, what it leaves grows as it goes: the stage's first
     attention, whose inputs are there beside their gradients; the norm before it; and the weights'
     half.
     """
-    met = (w.q_width + w.k_width + w.v_width) * w.tokens * w.element + 4 * w.heads * w.tokens
-    met = met + activation_memory.repeated_heads(w)
-    kept = met + w.stream / w.sequence_parallel
+    met = (w.q_width + w.k_width + w.v_width) * w.tokens * w.element_bytes + 4 * w.heads * w.tokens
+    met = met + activation_memory.repeated_kv_bytes(w)
+    kept = met + w.hidden_activation_bytes / w.sequence_parallel
     return {
         "attention": {
             "activations": aside + kept,
             "logits": logits,
-            "temporary": w.nothing + w.o_width * w.tokens * w.element,
+            "temporary": w.zeros + w.o_width * w.tokens * w.element_bytes,
         },
         "first_norm": {
             "activations": aside,
             "logits": logits,
-            "temporary": w.nothing + activation_memory.norm_backward(w),
+            "temporary": w.zeros + activation_memory.norm_backward(w),
         },
         "weights": {
             "activations": aside,
             "logits": logits,
-            "temporary": w.nothing + activation_memory.weights(w),
+            "temporary": w.zeros + activation_memory.weight_gradient_bytes(w),
         },
     }
 
 
-def _waiting(w: Workload) -> Number:
+def _tied_head_gradient(w: Workload) -> Number:
     """The head's gradient of a weight that the embedding on the same rank shares."""
-    return w.vocab * w.height * w.element * float(activation_memory.shared_here(w))
+    return (
+        w.vocab_rows
+        * w.weight_in_dim
+        * w.element_bytes
+        * float(activation_memory.has_tied_head_on_rank(w))
+    )
 
 
-def _sent(w: Workload) -> Live:
+def _unreleased_send(w: Workload) -> MemoryByCategory:
     """The last stage of an early-backward schedule transfers nothing between two backwards: it
     holds what it sent.
     """
-    holds = w.last * (1 - w.first) * (w.microbatches > 1) * (w.setting.schedule != "gpipe")
-    return {"communication": np.asarray(holds * w.stream / w.sequence_parallel)}
+    holds = (
+        w.has_head * (1 - w.has_embedding) * (w.microbatches > 1) * (w.fixed.schedule != "gpipe")
+    )
+    return {"communication": np.asarray(holds * w.hidden_activation_bytes / w.sequence_parallel)}
 
 
-def working(w: Workload, p: Held) -> Live:
+def step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """What a stack has in its hands all through forward and backward: gathered parameters,
     sequences, buckets.
     """
-    kept, live = w.setting.software, gathered(w, p)
-    sequences = _waiting_gathers(w) * w.stream * (w.sequence_parallel > 1)
-    tables = kept.table_bytes * w.vocab * w.height * np.maximum(w.first, w.last)
-    buckets = kept.bucket_mib * 2**20 * (w.setting.precision == "fp16" and w.zero >= 1)
+    kept, live = w.fixed.framework, zero_working_set(w, p)
+    sequences = _num_gathered_buffers(w) * w.hidden_activation_bytes * (w.sequence_parallel > 1)
+    tables = (
+        kept.table_bytes * w.vocab_rows * w.weight_in_dim * np.maximum(w.has_embedding, w.has_head)
+    )
+    buckets = kept.bucket_mib * 2**20 * (w.fixed.precision == "fp16" and w.zero >= 1)
     if not (kept.gathered_buffers or kept.table_bytes or buckets):
         return live
-    return plus(live, {"communication": w.nothing + sequences + tables + buckets})
+    return add_categories(live, {"communication": w.zeros + sequences + tables + buckets})
 
 
-def _waiting_gathers(w: Workload) -> Number:
+def _num_gathered_buffers(w: Workload) -> Number:
     """Gathered sequences whose blocks another stream still holds: as many as the host runs ahead.
 
     Under a pipeline it waits for its neighbours; where a tensor group spans more than two nodes,
     always.
     """
-    kept = w.setting.software
+    kept = w.fixed.framework
     if w.pipeline == 1:
         return kept.gathered_buffers
-    each = kept.gathered_ahead * (w.tensor <= 2 * w.setting.node)
-    return np.minimum(kept.gathered_buffers, each * np.maximum(w.in_flight - 2, 0.0))
+    each = kept.gathered_ahead * (w.tensor <= 2 * w.fixed.gpus_per_node)
+    return np.minimum(kept.gathered_buffers, each * np.maximum(w.microbatches_in_flight - 2, 0.0))
 
 
-def gathered(w: Workload, p: Held) -> Live:
+def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """ZeRO-3's working set: two units, or all where they stay gathered; and the gradient of a unit
     not yet sharded.
     """
@@ -264,57 +290,73 @@ def gathered(w: Workload, p: Held) -> Live:
         return {}
     if w.zero == 2:
         return {
-            "communication": np.minimum(w.knobs.bucket_bytes, p.trained * w.gradient_element)
+            "communication": np.minimum(
+                w.searched.bucket_bytes, p.trained * w.gradient_element_bytes
+            )
             * w.reduce_microbatch
         }
-    unit = np.maximum(p.layer, np.maximum(w.first, w.last) * (w.vocab * w.height))
-    if w.setting.stack == "workbench":  # positions and norms come with the tables
+    unit = np.maximum(
+        p.layer, np.maximum(w.has_embedding, w.has_head) * (w.vocab_rows * w.weight_in_dim)
+    )
+    if w.fixed.stack == "workbench":  # positions and norms come with the tables
         ends = p.total - w.layers * p.layer
-        apart = 1 + w.first * w.last * (1 - float(activation_memory.shared_here(w)))
-        unit = np.maximum(unit, np.maximum(w.first, w.last) * ends / apart)
-    if w.setting.software.root_gathered:
+        apart = 1 + w.has_embedding * w.has_head * (
+            1 - float(activation_memory.has_tied_head_on_rank(w))
+        )
+        unit = np.maximum(unit, np.maximum(w.has_embedding, w.has_head) * ends / apart)
+    if w.fixed.framework.root_gathered:
         unit = (
-            w.vocab * w.height * (w.first + w.last * (1 - float(activation_memory.shared_here(w))))
+            w.vocab_rows
+            * w.weight_in_dim
+            * (
+                w.has_embedding
+                + w.has_head * (1 - float(activation_memory.has_tied_head_on_rank(w)))
+            )
             + p.layer
         )
-    most = w.setting.software.gathered_parameters
-    kept = np.maximum(w.knobs.keep_gathered, w.pipeline > 1)
-    window = unit + (w.setting.in_flight - 1) * p.layer
+    most = w.fixed.framework.gathered_parameters
+    kept = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
+    window = unit + (w.fixed.num_zero_in_flight - 1) * p.layer
     units = np.where(kept > 0, p.total, np.minimum(p.total, np.minimum(window, most)))
     unit = np.minimum(unit, most)
-    made = unit * w.gradient_element * w.reduce_microbatch * activation_memory.trained(w)
-    return {"gathered": units * w.element, "communication": w.nothing + made}
+    made = (
+        unit
+        * w.gradient_element_bytes
+        * w.reduce_microbatch
+        * activation_memory.has_weight_gradients(w)
+    )
+    return {"gathered": units * w.element_bytes, "communication": w.zeros + made}
 
 
-def optimizer(w: Workload, p: Held) -> Live:
+def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """What the step makes of gradients and moments, ours widened in pieces; and the other end's
     gradient of a weight that the first and last stage share.
     """
-    table = w.vocab * w.height * activation_memory.trained(w)
-    owned = p.trained / (w.knobs.shard if w.zero >= 1 else 1)
-    if w.setting.stack == "workbench":
-        element = w.setting.step_element
-        each = element * (w.gradient_element != element) + w.setting.step_cast
+    table = w.vocab_rows * w.weight_in_dim * activation_memory.has_weight_gradients(w)
+    owned = p.trained / (w.searched.shard if w.zero >= 1 else 1)
+    if w.fixed.stack == "workbench":
+        element = w.fixed.step_element_bytes
+        each = element * (w.gradient_element_bytes != element) + w.fixed.step_cast_bytes
     else:
         each = (
-            4.0 * (w.gradient_element < 4) * (w.setting.master_bytes > 0)
+            4.0 * (w.gradient_element_bytes < 4) * (w.fixed.master_bytes > 0)
         )  # what is stepped in 16 bits stays so
-    most = np.maximum(CAST_BYTES, table * each)
+    most = np.maximum(OPTIMIZER_CAST_BYTES, table * each)
     if (
-        w.fused and w.setting.kernels == "fused"
+        w.uses_fused_kernels and w.fixed.kernels == "fused"
     ):  # a card's kernel casts as it goes, a processor's tensors are cut
-        most = CACHED_BYTES * float(w.setting.card.device == "cpu")
+        most = CPU_FUSED_CAST_BYTES * float(w.fixed.gpu.device == "cpu")
     pieces = np.minimum(owned * each, most * (each > 0))
-    if w.setting.software.stepped:
-        pieces = owned * w.setting.software.stepped
-    tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.first, w.last)
-    end = table / (w.knobs.shard if w.zero >= 1 else 1)
-    return {"temporary": np.maximum(pieces, tied * end * w.gradient_element)}
+    if w.fixed.framework.optimizer_temporary:
+        pieces = owned * w.fixed.framework.optimizer_temporary
+    tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.has_embedding, w.has_head)
+    end = table / (w.searched.shard if w.zero >= 1 else 1)
+    return {"temporary": np.maximum(pieces, tied * end * w.gradient_element_bytes)}
 
 
-def plus(*lives: Live) -> Live:
+def add_categories(*lives: MemoryByCategory) -> MemoryByCategory:
     """The sum of live sets, category by category."""
-    result: Live = {}
+    result: MemoryByCategory = {}
     for live in lives:
         for category, value in live.items():
             result[category] = result[category] + value if category in result else value

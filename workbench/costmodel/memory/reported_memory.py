@@ -13,62 +13,62 @@ import numpy as np
 from workbench import data_files
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory.peak_memory import Memory, communicators
+from workbench.costmodel.memory.peak_memory import PeakMemory, num_communicators
 from workbench.costmodel.rates.constants import Constants
 
-KINDS = ("allocated", "reserved", "nvidia-smi")
-TEXTBOOK = "textbook"
+REPORTED_KINDS = ("allocated", "reserved", "nvidia-smi")
+UNKNOWN_FRAMEWORK = "textbook"
 """The stack of software that is not known."""
-NINETY_FIVE = 1.6449
+Z_95 = 1.6449
 """95 % quantile of the normal distribution, in standard deviations."""
 
 
-def readings(w: Workload, m: Memory, constants: Constants) -> dict[str, Array]:
+def reported_memory(w: Workload, m: PeakMemory, constants: Constants) -> dict[str, Array]:
     """Peak bytes of each pipeline rank by kind of reading.
 
     Allocated: what lives, and workspaces, for they come from the allocator too. Reserved: that and
     the allocator's slack, which it gives back where the card is full. nvidia-smi: that, the
     driver's context and the communicators' buffers, which no allocator sees.
     """
-    said = shares()
+    said = reported_memory_constants()
     allocated = m.live + constants.workspace_mib * 2**20
-    outside = (said["driver_mib"] + constants.communicator_mib * communicators(w)) * 2**20
-    room = np.maximum(allocated, w.setting.card.memory_gib * 2**30 - outside)
+    outside = (said["driver_mib"] + constants.communicator_mib * num_communicators(w)) * 2**20
+    room = np.maximum(allocated, w.fixed.gpu.memory_gib * 2**30 - outside)
     reserved = np.minimum(allocated * (1 + said["reserved_share"]), room)
     return {"allocated": allocated, "reserved": reserved, "nvidia-smi": reserved + outside}
 
 
-def interval(kind: str, stack: str) -> tuple[float, float, float]:
+def reported_memory_interval(kind: str, stack: str) -> tuple[float, float, float]:
     """5 %, 50 % and 95 % quantiles of a reading of that kind over its prediction; wider where the
     stack is unknown.
     """
-    said = shares()
+    said = reported_memory_constants()
     low, middle, high = (said[f"{kind}_{name}"] for name in ("low", "middle", "high"))
-    width = said["unnamed_factor"] if stack == TEXTBOOK else 1.0
+    width = said["unnamed_factor"] if stack == UNKNOWN_FRAMEWORK else 1.0
     return middle * (low / middle) ** width, middle, middle * (high / middle) ** width
 
 
-def spread(stack: str) -> float:
+def peak_memory_sigma(stack: str) -> float:
     """Standard deviation of the logarithm of what a card must hold over its prediction."""
-    said = shares()
-    return said["need_spread"] * (said["unnamed_factor"] if stack == TEXTBOOK else 1.0)
+    said = reported_memory_constants()
+    return said["need_spread"] * (said["unnamed_factor"] if stack == UNKNOWN_FRAMEWORK else 1.0)
 
 
-def need(peak: float, capacity: float, stack: str) -> dict[str, float]:
+def memory_requirement(peak: float, capacity: float, stack: str) -> dict[str, float]:
     """What the fullest card must hold, bytes at 50 % and 95 %, and how likely that is more than it
     has (log-normal).
     """
-    deviation = spread(stack)
+    deviation = peak_memory_sigma(stack)
     over = math.log(capacity / peak) / deviation if peak > 0 else math.inf
     return {
         "p50": peak,
-        "p95": peak * math.exp(NINETY_FIVE * deviation),
+        "p95": peak * math.exp(Z_95 * deviation),
         "probability_of_running_out": 0.5 * math.erfc(over / math.sqrt(2)),
     }
 
 
 @lru_cache(maxsize=1)
-def shares() -> Mapping[str, float]:
+def reported_memory_constants() -> Mapping[str, float]:
     """Constants of `data/planner.yaml` about readings."""
     return {
         name: float(said["value"])

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from workbench import data_files
-from workbench.costmodel.compute.kernel_benchmarks import measured
-from workbench.costmodel.frameworks.framework_profile import OWN, timing
+from workbench.costmodel.compute.kernel_benchmarks import measured_kernels
+from workbench.costmodel.frameworks.framework_profile import WORKBENCH, framework_constants
 from workbench.machine.hardware import GPU
 
 
@@ -45,7 +45,7 @@ class Constants:
     gather_overlap: float
     tensor_overlap: float
     expert_overlap: float
-    turn_ms: float
+    param_broadcast_ms: float
     offload_overlap: float
     host_gbs: float
     step_fixed_ms: float
@@ -54,8 +54,8 @@ class Constants:
     context_mib: float
     communicator_mib: float
     fragmentation: float
-    pace: float
-    sharing: float
+    compute_slowdown: float
+    ranks_per_core: float
     traffic: float
     """Traffic of memory-bound operators relative to the textbook count, by the plan's kernels."""
     plain_traffic: float
@@ -68,7 +68,7 @@ def constants(card: GPU, kernels: str, stack: str = "workbench") -> Constants:
     What our own kernels cost beside eager ones is as measured on the card, where it was.
     """
     usual = _constants(card.device, card.architecture, kernels, stack)
-    own = measured(card, kernels) if stack == OWN and kernels != "eager" else None
+    own = measured_kernels(card, kernels) if stack == WORKBENCH and kernels != "eager" else None
     if own is None:
         return usual
     eager = _constants(card.device, card.architecture, "eager", stack)
@@ -93,7 +93,7 @@ def _constants(device: str, architecture: str, kernels: str, stack: str) -> Cons
         if "traffic" not in f.name
     }
     values["traffic"] = float(table["kernels"][kernels]["value"])
-    changed = dict(timing(stack))
+    changed = dict(framework_constants(stack))
     for share in ("traffic", "attention_share", "narrow_share", "gemm_share"):
         values[share] *= changed.pop(f"{share}_factor", 1.0)
     values["plain_traffic"] = values["traffic"]

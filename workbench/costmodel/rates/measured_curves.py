@@ -18,22 +18,22 @@ from numpy.typing import ArrayLike, NDArray
 
 from workbench.machine.calibration_file import Calibration, Gemm, Host, Probe
 
-Array = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 T = TypeVar("T")
 
-ROUNDS = 20
+REWEIGHTING_ROUNDS = 20
 """Of reweighting: squares of residuals become absolute values (iteratively reweighted least
 squares).
 """
-LEAST_RESIDUAL = 0.02
-OCTAVES = 2.0
+MIN_RESIDUAL = 0.02
+TRUST_OCTAVES = 2.0
 """How far from the measured shapes a fit is trusted more than its neighbours' deviations from it,
 in doublings.
 """
 
 
 @dataclass(frozen=True)
-class Products:
+class GemmFit:
     """seconds = launch + 2 M N K / rate * (1 + half_dim (1/M + 1/N + 1/K)), times what nearby
     shapes deviate by.
     """
@@ -43,18 +43,18 @@ class Products:
     half_dim: float
     launch: float
     """Seconds."""
-    shapes: Array
+    shapes: FloatArray
     """log2 of the measured (rows, columns, inner), [points, 3]."""
-    deviations: Array
+    deviations: FloatArray
     """log of measured over fitted seconds, [points]."""
 
-    def fitted(self, rows: ArrayLike, columns: ArrayLike, inner: ArrayLike) -> Array:
+    def fitted(self, rows: ArrayLike, columns: ArrayLike, inner: ArrayLike) -> FloatArray:
         """Seconds by the form alone; arguments broadcast."""
         m, n, k = (np.asarray(x, float) for x in (rows, columns, inner))
         slow = 1 + self.half_dim * (1 / m + 1 / n + 1 / k)
         return np.asarray(self.launch + 2 * m * n * k / self.rate * slow)
 
-    def seconds(self, rows: ArrayLike, columns: ArrayLike, inner: ArrayLike) -> Array:
+    def seconds(self, rows: ArrayLike, columns: ArrayLike, inner: ArrayLike) -> FloatArray:
         """Seconds; exact at measured shapes, the form far from all of them."""
         shape = np.stack(
             np.broadcast_arrays(*(np.log2(np.asarray(x, float)) for x in (rows, columns, inner))),
@@ -62,20 +62,20 @@ class Products:
         )
         distance = ((shape[..., None, :] - self.shapes) ** 2).sum(axis=-1)
         weight = 1 / np.maximum(distance, 1e-9) ** 2
-        pull = (weight * self.deviations).sum(axis=-1) / (weight.sum(axis=-1) + OCTAVES**-4)
+        pull = (weight * self.deviations).sum(axis=-1) / (weight.sum(axis=-1) + TRUST_OCTAVES**-4)
         return np.asarray(self.fitted(rows, columns, inner) * np.exp(pull))
 
 
 @dataclass(frozen=True)
-class Curve:
+class TimeCurve:
     """Seconds by size; between points straight on double logarithmic paper, flat below them,
     proportional above.
     """
 
-    sizes: Array
-    times: Array
+    sizes: FloatArray
+    times: FloatArray
 
-    def seconds(self, size: ArrayLike) -> Array:
+    def seconds(self, size: ArrayLike) -> FloatArray:
         """Seconds of a call on `size` bytes."""
         x = np.asarray(size, float)
         inside = np.exp(
@@ -85,7 +85,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Curves:
+class MeasuredCurves:
     """One machine with `ranks` ranks working on it at once."""
 
     calibration: Calibration
@@ -107,14 +107,14 @@ class Curves:
         found = self.calibration.probes
         return [p for p in found if p.ranks == self._crowd({p.ranks for p in found})[0]]
 
-    def products(self, dtype: str) -> Products:
+    def products(self, dtype: str) -> GemmFit:
         """Matrix products in `dtype`; tf32 and fp16 fall back to fp32 and bf16 where they were not
         measured.
         """
         found = self.calibration
-        return _products(found.gemm, *self._crowd({g.ranks for g in found.gemm}), dtype)
+        return _gemm_fit(found.gemm, *self._crowd({g.ranks for g in found.gemm}), dtype)
 
-    def stream_seconds(self, size: ArrayLike) -> Array:
+    def stream_seconds(self, size: ArrayLike) -> FloatArray:
         """Seconds of an elementwise operator that reads and writes `size` bytes in all."""
         chosen, crowd = self._crowd({s.ranks for s in self.calibration.memory})
         points = [
@@ -122,7 +122,7 @@ class Curves:
         ]
         return _curve(points).seconds(size)
 
-    def memory_rate(self, size: ArrayLike) -> Array:
+    def memory_rate(self, size: ArrayLike) -> FloatArray:
         """Bytes a second that one rank reads and writes, by the bytes of one operator."""
         return np.asarray(np.asarray(size, float) / self.stream_seconds(size))
 
@@ -142,7 +142,7 @@ class Curves:
 
     def collective_seconds(
         self, kind: str, size: ArrayLike, group: int, dtype: str = "fp32"
-    ) -> Array:
+    ) -> FloatArray:
         """Seconds of one collective on a full tensor of `size` bytes over `group` ranks; 0 for one
         rank.
 
@@ -163,10 +163,12 @@ class Curves:
         """
         curve, _, _ = self._collective(kind, group, dtype)
         times = self.collective_seconds(kind, curve.sizes, group, dtype)
-        alpha, beta = fit(np.stack((np.ones_like(curve.sizes), curve.sizes), axis=1), times)
+        alpha, beta = fit_nonnegative(
+            np.stack((np.ones_like(curve.sizes), curve.sizes), axis=1), times
+        )
         return float(alpha), float(beta)
 
-    def _collective(self, kind: str, group: int, dtype: str) -> tuple[Curve, int, float]:
+    def _collective(self, kind: str, group: int, dtype: str) -> tuple[TimeCurve, int, float]:
         """(curve, group that it was measured on, factor of ranks that wait for cores)."""
         wanted = "send" if kind == "recv" else kind
         points = [c for c in self.calibration.collectives if c.kind == wanted]
@@ -202,32 +204,30 @@ def _of_dtype(points: list[T], dtype: str, of: Callable[[T], str]) -> list[T]:
     return points
 
 
-def _curve(points: Iterable[tuple[int, float]]) -> Curve:
+def _curve(points: Iterable[tuple[int, float]]) -> TimeCurve:
     """Points by size; one that took longer than a larger one was disturbed, and counts as that
     one.
     """
     ordered = sorted(points)
     times = np.minimum.accumulate(np.array([t for _, t in ordered])[::-1])[::-1]
-    return Curve(np.array([s for s, _ in ordered], float), times)
+    return TimeCurve(np.array([s for s, _ in ordered], float), times)
 
 
 @lru_cache(maxsize=32)
-def _products(gemm: tuple[Gemm, ...], ranks: int, crowd: float, dtype: str) -> Products:
+def _gemm_fit(gemm: tuple[Gemm, ...], ranks: int, crowd: float, dtype: str) -> GemmFit:
     points = _of_dtype([g for g in gemm if g.ranks == ranks], dtype, lambda g: g.dtype)
     dims = np.array([(g.rows, g.columns, g.inner) for g in points], float)
     times = np.array([g.seconds for g in points]) * crowd
     flops = 2 * dims.prod(axis=1)
-    launch, a, b = fit(
+    launch, a, b = fit_nonnegative(
         np.stack((np.ones_like(flops), flops, flops * (1 / dims).sum(axis=1)), axis=1), times
     )
     a = max(a, 0.5 * float(np.min(times / flops)))  # too few points leave the rate open
-    found = Products(
-        float(1 / a), float(b / a), float(launch), np.log2(dims), np.zeros(len(points))
-    )
+    found = GemmFit(float(1 / a), float(b / a), float(launch), np.log2(dims), np.zeros(len(points)))
     return replace(found, deviations=np.log(times / found.fitted(*dims.T)))
 
 
-def fit(terms: Array, times: Array) -> Array:
+def fit_nonnegative(terms: FloatArray, times: FloatArray) -> FloatArray:
     """Coefficients, none negative, of `times` [P] in `terms` [P, terms], by least absolute relative
     residuals.
     """
@@ -239,7 +239,7 @@ def fit(terms: Array, times: Array) -> Array:
     scale = np.abs(left).max(axis=0)
     weight = np.ones_like(times)
     found = np.zeros(terms.shape[1])
-    for _ in range(ROUNDS):
+    for _ in range(REWEIGHTING_ROUNDS):
         found = nnls(left / scale * weight[:, None], weight)[0]
-        weight = 1 / np.sqrt(np.maximum(np.abs(left / scale @ found - right), LEAST_RESIDUAL))
+        weight = 1 / np.sqrt(np.maximum(np.abs(left / scale @ found - right), MIN_RESIDUAL))
     return np.asarray(found / scale)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.costmodel.rates.measured_curves import fit
+from workbench.costmodel.rates.measured_curves import fit_nonnegative
 from workbench.engine.calibrate import believable_figures
 from workbench.engine.calibrate.local_points import OPERATORS
 from workbench.engine.calibrate.measured_sizes import Survey, survey_of
@@ -259,7 +259,7 @@ def _host(world: int, own: dict[Key, float]) -> Host:
         [1.0, r["microbatches"], r["microbatches"] * r["layers"], r["layers"]] for r, _ in rows
     ]
     times = np.array([s for _, s in rows])
-    parts = fit(np.array(cells), times)
+    parts = fit_nonnegative(np.array(cells), times)
     names = ("step_us", "microbatch_us", "layer_us", "layer_step_us")
     costs = {name: round(float(value), 2) for name, value in zip(names, parts)}
     return Host(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from workbench.costmodel.compute.roofline import peak
+from workbench.costmodel.compute.roofline import peak_flops
 from workbench.costmodel.rates.constants import Constants, constants
 from workbench.fields.bounds import SEQUENCES, hold
 from workbench.plan.operator_strategy import read
@@ -77,7 +77,10 @@ def machine(plan: ResolvedPlan, grid: int | Sequence[int]) -> Machine:
         plan.gpu,
         plan.strategy.precision,
     )
-    rates = peak(card, precision) * known.gemm_share, card.bandwidth_gbs * 1e9 * known.memory_share
+    rates = (
+        peak_flops(card, precision) * known.gemm_share,
+        card.bandwidth_gbs * 1e9 * known.memory_share,
+    )
     if isinstance(grid, int):
         return Machine(rates[0], *_link(plan, known, 1, grid), rates[1])
     links = [_link(plan, known, math.prod(grid[a + 1 :]), size) for a, size in enumerate(grid)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from workbench.costmodel.inputs.rank_workload import workload
-from workbench.costmodel.memory.peak_memory import memory
+from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
 from workbench.errors import PlanError
@@ -145,7 +145,7 @@ def _figures(full: ResolvedPlan, constants: Constants) -> Figures:
     return Figures(
         seconds=float(step_time(w, constants).seconds),
         tokens=float(full.training.global_batch * full.training.sequence_length),
-        peak_bytes=round(float(memory(w, constants).peak.max())),
+        peak_bytes=round(float(peak_memory(w, constants).peak.max())),
         capacity_bytes=int(full.gpu.memory_gib * 2**30),
         gpus=full.world_size,
     )

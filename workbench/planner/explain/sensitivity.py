@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from workbench.costmodel.compute.roofline import OPERATORS
+from workbench.costmodel.compute.roofline import KERNELS_PER_LAYER
 from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import on_machine
@@ -48,7 +48,9 @@ def _questions(subject: Subject) -> Iterator[Move]:
     full = subject.full
     yield from _more_cards(subject)
     yield from (
-        (f"{kind} kernels", {KERNELS: kind}) for kind in OPERATORS if kind != full.strategy.kernels
+        (f"{kind} kernels", {KERNELS: kind})
+        for kind in KERNELS_PER_LAYER
+        if kind != full.strategy.kernels
     )
     yield "twice the sequence", {"training.sequence_length": 2 * full.training.sequence_length}
     size = full.training.micro_batch

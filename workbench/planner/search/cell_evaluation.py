@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.costmodel.inputs.config import Array
-from workbench.costmodel.memory.peak_memory import peaks
+from workbench.costmodel.memory.peak_memory import max_peak_bytes
 from workbench.costmodel.rates.constants import Constants
-from workbench.costmodel.step_time import computing, step_time
+from workbench.costmodel.step_time import longest_compute_seconds, step_time
 from workbench.planner.calibrated_plan import on_machine
 from workbench.planner.search.cells import Cell, Index
 from workbench.planner.search.layer_costs import Layers, layers
@@ -69,15 +69,15 @@ class Evaluator:
         """
         w, legal = cell.workload(index)
         s = cell.setting
-        k = self.constants[s.world, s.pipeline]
+        k = self.constants[s.world_size, s.pipeline]
         time = step_time(w, k, self.layers[s.algorithm].at(cell, index))
         shape = np.broadcast_shapes(*(places.shape for places in index.values())) if index else (1,)
         return Evaluated(
             shape,
             np.asarray(legal),
-            peaks(w, k),
+            max_peak_bytes(w, k),
             np.asarray(time.seconds),
-            np.asarray(computing(w, time)),
+            np.asarray(longest_compute_seconds(w, time)),
         )
 
 
@@ -87,7 +87,10 @@ def _constants(space: Space) -> dict[tuple[int, int], Constants]:
     """
     base, usual = space.base, on_machine(space.base)[1]
     pairs = {
-        (s.world, p): s for s in space.settings for _, _, p in space.schedules if s.world % p == 0
+        (s.world_size, p): s
+        for s in space.settings
+        for _, _, p in space.schedules
+        if s.world_size % p == 0
     }
     if base.cluster.calibration is None:
         return dict.fromkeys(pairs, usual)

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from workbench.costmodel.inputs.config import (
     Array,
-    Knobs,
+    FixedConfig,
     Number,
-    Setting,
-    gradient_element,
-    strides,
+    SearchedConfig,
+    axis_strides,
+    gradient_dtype_bytes,
 )
-from workbench.costmodel.inputs.rank_workload import Workload, assemble
+from workbench.costmodel.inputs.rank_workload import Workload, assemble_workload
 from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.stage_partition import balanced
 from workbench.planner.search.distinct_stages import Stages, stages_of
@@ -56,7 +56,16 @@ WORDS = {
 }
 """What words count as where a knob is a number."""
 
-OF_A_CELL = ("world", "node", "pipeline", "schedule", "chunks", "partition", "zero", "algorithm")
+OF_A_CELL = (
+    "world_size",
+    "gpus_per_node",
+    "pipeline",
+    "schedule",
+    "chunks",
+    "partition",
+    "zero",
+    "algorithm",
+)
 """What all candidates of a cell share and a search decides."""
 
 Index = dict[str, NDArray[np.int64]]
@@ -69,7 +78,7 @@ has one value.
 class Cell:
     """Candidates that share cards, schedule and ZeRO stage: every combination of `values`."""
 
-    setting: Setting
+    setting: FixedConfig
     values: dict[str, tuple[Any, ...]]
     stages: Stages
     table: Array
@@ -109,7 +118,10 @@ class Cell:
         rows = self.stages.ranks
         split = Split(*(_at(row, index.get("split")) for row in self.table))
         take = {axis: self._take(axis, index) for axis in AXES if axis not in NOT_NUMBERS}
-        group, replicas = take["shard"], self.setting.world / (split.tensor * self.setting.pipeline)
+        group, replicas = (
+            take["shard"],
+            self.setting.world_size / (split.tensor * self.setting.pipeline),
+        )
         sizes = {
             "tensor": split.tensor,
             "context": split.context,
@@ -118,7 +130,7 @@ class Cell:
         }
         recompute = index.get("recompute", np.zeros((), dtype=int))
         again = (len(rows), *(1,) * (dims - recompute.ndim), *recompute.shape)
-        knobs = Knobs(
+        knobs = SearchedConfig(
             tensor=split.tensor,
             context=split.context,
             expert=split.expert,
@@ -132,17 +144,17 @@ class Cell:
             keep_gathered=take["keep_gathered"],
             overlap=take["overlap"],
             bucket_bytes=take["bucket_mib"] * 2**20,
-            gradient_element=self._gradients(index),
+            gradient_element_bytes=self._gradients(index),
             selective=_at(
                 np.array([kind == "selective" for kind in self.values["recompute"]], float),
                 recompute,
             ),
-            recomputed=self.stages.recomputed[:, recompute.ravel()].reshape(again),
-            kept_after=self.stages.kept_after[:, recompute.ravel()].reshape(again),
+            recomputed_layers=self.stages.recomputed[:, recompute.ravel()].reshape(again),
+            layers_after_recomputed=self.stages.kept_after[:, recompute.ravel()].reshape(again),
             strides=self._strides(index, sizes),
         )
         ahead = (len(rows), *(1,) * dims)
-        w = assemble(
+        w = assemble_workload(
             self.setting,
             knobs,
             rows.reshape(ahead).astype(float),
@@ -159,12 +171,12 @@ class Cell:
     def _gradients(self, index: Index) -> Number:
         parameter = DTYPE_BYTES[self.setting.precision]
         sizes = np.array(
-            [float(gradient_element(dtype, parameter)) for dtype in self.values["gradient"]]
+            [float(gradient_dtype_bytes(dtype, parameter)) for dtype in self.values["gradient"]]
         )
         return _at(sizes, index.get("gradient"))
 
     def _strides(self, index: Index, sizes: dict[str, Number]) -> dict[str, Number]:
-        each = [strides(list(order), sizes) for order in self.values["placement"]]
+        each = [axis_strides(list(order), sizes) for order in self.values["placement"]]
         if len(each) == 1:
             return each[0]
         return {axis: np.choose(index["placement"], [one[axis] for one in each]) for axis in sizes}
@@ -175,7 +187,7 @@ class Cell:
         if (
             self.setting.zero
         ):  # over one replica there is nothing to shard, but something to offload
-            least = {1: w.knobs.offload_optimizer, 3: w.knobs.offload_parameters}.get(
+            least = {1: w.searched.offload_optimizer, 3: w.searched.offload_parameters}.get(
                 self.setting.zero, 0.0
             )
             good = (replicas > 1) | (np.asarray(least) > 0)
@@ -184,7 +196,7 @@ class Cell:
                 (group == 0) | ((replicas % np.maximum(group, 1) == 0) & (group < replicas))
             )
         if "microbatch" in self.values["reduce"]:
-            good = good & ((w.knobs.reduce_microbatch == 0) | (w.microbatches > 1))
+            good = good & ((w.searched.reduce_microbatch == 0) | (w.microbatches > 1))
         return good
 
     def _own_order(
@@ -223,7 +235,7 @@ def cells(space: Space) -> Iterator[Cell]:
         return
     for setting in space.settings:
         for schedule, chunks, pipeline in space.schedules:
-            if setting.world % pipeline:
+            if setting.world_size % pipeline:
                 continue
             partition = tuple(balanced(setting.shape, pipeline * chunks, setting.sequence_length))
             fixed = replace(
@@ -232,7 +244,7 @@ def cells(space: Space) -> Iterator[Cell]:
                 chunks=chunks,
                 pipeline=pipeline,
                 partition=partition,
-                contexts=max(space.context) > 1,
+                has_context_parallel=max(space.context) > 1,
             )
             stages = stages_of(fixed, space.recompute)
             for algorithm in space.algorithm:
@@ -244,7 +256,7 @@ def cells(space: Space) -> Iterator[Cell]:
 
 
 def _cells(
-    space: Space, fixed: Setting, splits: tuple[Split, ...], stages: Stages
+    space: Space, fixed: FixedConfig, splits: tuple[Split, ...], stages: Stages
 ) -> Iterator[Cell]:
     """One for each ZeRO stage and kind of kernels, which change what is held."""
     table = np.array(splits, dtype=float).T
@@ -263,7 +275,7 @@ OFFLOADS = {
 """ZeRO stage -> what it can offload."""
 
 
-def _values(space: Space, s: Setting, splits: tuple[Split, ...]) -> dict[str, tuple[Any, ...]]:
+def _values(space: Space, s: FixedConfig, splits: tuple[Split, ...]) -> dict[str, tuple[Any, ...]]:
     """Values of each axis; none where conditions ask for what this ZeRO stage or schedule does not
     have.
     """
@@ -286,11 +298,11 @@ def _values(space: Space, s: Setting, splits: tuple[Split, ...]) -> dict[str, tu
     }
 
 
-def _orders(space: Space, s: Setting) -> tuple[tuple[str, ...], ...]:
+def _orders(space: Space, s: FixedConfig) -> tuple[tuple[str, ...], ...]:
     """Placements that differ in the order of axes that may be longer than one rank."""
     long = (
         {"tensor", "data"}
-        | ({"context"} if s.contexts else set())
+        | ({"context"} if s.has_context_parallel else set())
         | ({"pipeline"} if s.pipeline > 1 else set())
     )
     orders = {

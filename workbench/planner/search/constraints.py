@@ -126,7 +126,7 @@ def searched(space: Space, c: Constraint) -> tuple[Any, ...]:
         return tuple(getattr(space, knob))
     if c.field in PIPELINE:
         return tuple(dict.fromkeys(one[PIPELINE[c.field]] for one in space.schedules))
-    return tuple(one.world for one in space.settings) if c.field in CARDS else ()
+    return tuple(one.world_size for one in space.settings) if c.field in CARDS else ()
 
 
 def sensible(space: Space, constraints: Iterable[Constraint]) -> None:
@@ -161,7 +161,9 @@ def narrowed(space: Space, constraints: Iterable[Constraint]) -> Space:
             place = PIPELINE[c.field]
             space = replace(space, schedules=tuple(s for s in space.schedules if _met(c, s[place])))
         elif c.field in CARDS:
-            space = replace(space, settings=tuple(s for s in space.settings if c.holds(s.world)))
+            space = replace(
+                space, settings=tuple(s for s in space.settings if c.holds(s.world_size))
+            )
     return space
 
 

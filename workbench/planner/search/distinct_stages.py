@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.costmodel.inputs.config import Array, Setting, counted, home
+from workbench.costmodel.inputs.config import Array, FixedConfig, count_recomputed, layer_homes
 from workbench.costmodel.inputs.rank_workload import stage_layers
 from workbench.planner.search.search_space import chosen_layers
 
@@ -28,12 +28,12 @@ class Stages:
     """Layers behind the last of them."""
 
 
-def stages_of(s: Setting, kinds: tuple[str | float, ...]) -> Stages:
+def stages_of(s: FixedConfig, kinds: tuple[str | float, ...]) -> Stages:
     """The distinct pipeline ranks of a setting under every kind of recomputation."""
-    where, rank = home(s), np.arange(s.pipeline)
+    where, rank = layer_homes(s), np.arange(s.pipeline)
     layers = np.arange(len(where))
     each = [
-        counted(where, np.isin(layers, list(chosen_layers(kind, s.partition))), s.pipeline)
+        count_recomputed(where, np.isin(layers, list(chosen_layers(kind, s.partition))), s.pipeline)
         for kind in kinds
     ]
     recomputed, kept_after = (np.stack(columns, axis=1) for columns in zip(*each))

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.costmodel.compute.roofline import Kernels, Pass, kernels, machine
-from workbench.costmodel.inputs.config import Array, Number, Setting
+from workbench.costmodel.compute.roofline import LayerTimes, PassTimes, device_rates, layer_times
+from workbench.costmodel.inputs.config import Array, FixedConfig, Number
 from workbench.costmodel.rates.constants import Constants
 from workbench.planner.search.cells import Cell, Index
 from workbench.planner.search.distinct_stages import stages_of
@@ -21,7 +21,7 @@ from workbench.planner.search.search_space import Space
 
 Places = NDArray[np.int64]
 FIRST: Places = np.zeros((), dtype=np.int64)
-PASS = tuple(field.name for field in fields(Pass))
+PASS = tuple(field.name for field in fields(PassTimes))
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Layers:
     """Split -> its place."""
     kinds: dict[str, int]
     """The plan's kernels -> their place."""
-    seconds: Kernels
+    seconds: LayerTimes
     """By place of the split; of dense and mixture by that of the kernels before."""
 
-    def at(self, cell: Cell, index: Index) -> Kernels:
+    def at(self, cell: Cell, index: Index) -> LayerTimes:
         """Those of a cell's candidates."""
         own = np.array([self.splits[split] for split in cell.values["split"]])[
             index.get("split", FIRST)
@@ -45,7 +45,7 @@ class Layers:
         ]
         k = self.seconds
         dense, mixture = (_map(one, lambda x: x[kinds, own]) for one in (k.dense, k.mixture))
-        return Kernels(
+        return LayerTimes(
             dense, mixture, *(_map(one, lambda x: x[own]) for one in (k.attention, k.head))
         )
 
@@ -77,10 +77,10 @@ def _layers(
 
 def _kernels(
     space: Space, algorithm: str, splits: tuple[Split, ...], kind: str, k: Constants
-) -> Kernels:
+) -> LayerTimes:
     """A cell of one stage that differs in its splits only."""
     setting = space.settings[0]
-    alone: Setting = replace(
+    alone: FixedConfig = replace(
         setting,
         pipeline=1,
         schedule="1f1b",
@@ -105,16 +105,16 @@ def _kernels(
     }
     cell = Cell(alone, values, stages_of(alone, ("none",)), np.array(splits, dtype=float).T)
     w, _ = cell.workload({"split": np.arange(len(splits))})
-    return kernels(w, machine(setting.card, setting.precision, k))
+    return layer_times(w, device_rates(setting.gpu, setting.precision, k))
 
 
-def _stacked(each: list[Pass], size: int) -> Pass:
+def _stacked(each: list[PassTimes], size: int) -> PassTimes:
     """The same pass, by one kind of kernels after the other."""
-    return Pass(
+    return PassTimes(
         *(np.stack([np.broadcast_to(getattr(one, name), size) for one in each]) for name in PASS)
     )
 
 
-def _map(one: Pass, take: Callable[[Array], Number]) -> Pass:
+def _map(one: PassTimes, take: Callable[[Array], Number]) -> PassTimes:
     """Every array of a pass at some places; a number that is the same of all stays one."""
-    return Pass(*(take(x) if np.ndim(x) else x for x in (getattr(one, name) for name in PASS)))
+    return PassTimes(*(take(x) if np.ndim(x) else x for x in (getattr(one, name) for name in PASS)))

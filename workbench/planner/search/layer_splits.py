@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from workbench.costmodel.inputs.config import Setting
+from workbench.costmodel.inputs.config import FixedConfig
 from workbench.plan.rules import legal_sizes
 from workbench.planner.search.search_space import Space
 
@@ -61,19 +61,23 @@ def _tensors(space: Space, algorithm: str) -> Iterator[tuple[int, int, int]]:
             yield size[0] ** 2 * size[2], size[0], size[2]
 
 
-def fits(s: Setting, split: Split) -> bool:
+def fits(s: FixedConfig, split: Split) -> bool:
     """Whether world, batch and sequence divide as the split asks; `plan.check` says the same of a
     plan.
     """
     t, c, e, b = split.tensor, split.context, split.expert, split.micro_batch
     length, ranks = s.sequence_length, t * c * s.pipeline
-    if s.world % ranks or (s.world // (t * s.pipeline)) % e or (split.sequence and length // c % t):
+    if (
+        s.world_size % ranks
+        or (s.world_size // (t * s.pipeline)) % e
+        or (split.sequence and length // c % t)
+    ):
         return False
     if (c > 1 and length % (2 * c)) or b % legal_sizes.token_parts(
         s.algorithm, split.size(s.algorithm)
     ):
         return False
-    microbatches, rest = divmod(s.global_batch, b * (s.world // ranks))
+    microbatches, rest = divmod(s.global_batch, b * (s.world_size // ranks))
     if rest or microbatches < 1:
         return False
     if s.pipeline > 1 and s.schedule == "interleaved":

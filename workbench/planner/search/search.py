@@ -244,10 +244,10 @@ def _why_empty(whole: Space, constraints: Sequence[Constraint], seen: Seen) -> s
         if len(constraints) > 1 and (left := look(whole, (), "time", 1)).feasible:
             told = ", ".join(f"'{c.text}'" for c in constraints)
             return f"no plan meets {told} together; without them {left.feasible:,} do"
-    card, s = whole.settings[0].card, whole.settings[0]
+    card, s = whole.settings[0].gpu, whole.settings[0]
     if not seen.candidates:
         return (
-            f"no combination of axes divides {s.world} cards and a batch of {s.global_batch} "
+            f"no combination of axes divides {s.world_size} cards and a batch of {s.global_batch} "
             f"sequences; change "
             "cluster.gpus or training.global_batch"
         )

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
-from workbench.costmodel.compute.roofline import OPERATORS
-from workbench.costmodel.inputs.config import Setting, setting_of
+from workbench.costmodel.compute.roofline import KERNELS_PER_LAYER
+from workbench.costmodel.inputs.config import FixedConfig, fixed_config
 from workbench.plan.model_shape import Shape
 from workbench.plan.resolution import LEAST_BATCH, MICROBATCHES_A_RANK
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -77,7 +77,7 @@ class Space:
     """Sequences a step of every candidate: few strategies may divide it, and pure data parallelism
     need not.
     """
-    settings: tuple[Setting, ...]
+    settings: tuple[FixedConfig, ...]
     """What all candidates of one number of cards share, but for the knobs of a cell."""
     schedules: tuple[tuple[str, int, int], ...]
     """(schedule, chunks, pipeline ranks)."""
@@ -124,12 +124,12 @@ def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) ->
         asked=plan,
         base=base,
         batch=batch,
-        settings=tuple(replace(setting_of(each), global_batch=batch) for each in measured),
+        settings=tuple(replace(fixed_config(each), global_batch=batch) for each in measured),
         schedules=_schedules(kind, shape, most),
         zero=(0, 1, 2, 3),
         tensor=(*tensor, *_grids(kind, shape, most)),
         algorithm=ALGORITHMS[kind],
-        kernels=tuple(OPERATORS) if kind == "vast" else (plan.strategy.kernels,),
+        kernels=tuple(KERNELS_PER_LAYER) if kind == "vast" else (plan.strategy.kernels,),
         context=tuple(ways) if sequence >= LONG else (1,),
         expert=tuple(legal_sizes.expert_sizes(shape, most)),
         placement=PLACEMENTS[kind],
@@ -162,17 +162,19 @@ def _neutral(plan: Plan, world: int) -> ResolvedPlan:
     ).resolve()
 
 
-def on_cards(base: Plan, setting: Setting, pipeline: int = 1) -> ResolvedPlan:
+def on_cards(base: Plan, setting: FixedConfig, pipeline: int = 1) -> ResolvedPlan:
     """A neutral plan on the cards of `setting`, complete: a calibration's figures depend on their
     number.
     """
     sizes = {
-        "cluster.gpus": setting.world,
+        "cluster.gpus": setting.world_size,
         "cluster.nodes": None,
-        "cluster.gpus_per_node": setting.node,
+        "cluster.gpus_per_node": setting.gpus_per_node,
     }
     stages = {"strategy.pipeline.size": pipeline, "strategy.pipeline.partition": "balanced"}
-    return base.replace(**sizes, **stages, **{"training.global_batch": setting.world}).resolve()
+    return base.replace(
+        **sizes, **stages, **{"training.global_batch": setting.world_size}
+    ).resolve()
 
 
 def _batch(plan: Plan, world: int) -> int:
@@ -248,7 +250,7 @@ def plan_of(space: Space, choice: dict[str, Any]) -> Plan:
     asked = space.asked
     kept = asked.strategy.model_dump(include=KEPT, exclude_unset=True)
     wired = asked.cluster.model_dump(include={"gpu", "fabric", "calibration"}, exclude_unset=True)
-    cluster = wired | {"gpus": choice["world"], "gpus_per_node": choice["node"]}
+    cluster = wired | {"gpus": choice["world_size"], "gpus_per_node": choice["gpus_per_node"]}
     batch = {"training.global_batch": space.batch, "training.micro_batch": choice["micro_batch"]}
     name = {"name": ""} if asked.name else {}
     return asked.replace(**name, cluster=cluster, strategy=kept | _told(strategy), **batch)

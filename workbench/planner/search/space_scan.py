@@ -36,12 +36,12 @@ def look(whole: Space, constraints: Sequence[Constraint], objective: str, top: i
     others.
     """
     space = narrowed(whole, constraints)
-    capacity = whole.settings[0].card.memory_gib * GIB
+    capacity = whole.settings[0].gpu.memory_gib * GIB
     seen = Seen(Best(top, capacity))
     conditions = [c for c in constraints if c.field in RESULTS]
     evaluators = _evaluators(whole)
     for cell in cells(space):
-        e = evaluators[cell.setting.world](cell, cell.grid())
+        e = evaluators[cell.setting.world_size](cell, cell.grid())
         fits = e.legal & (e.peak <= capacity)
         for c in conditions:
             fits = fits & c.holds(_result(cell, e, c.field))
@@ -58,9 +58,9 @@ def _evaluators(space: Space) -> dict[int, Evaluator]:
     """
     base = space.base
     if base.cluster.calibration is None:
-        return dict.fromkeys((s.world for s in space.settings), Evaluator.of(space))
+        return dict.fromkeys((s.world_size for s in space.settings), Evaluator.of(space))
     alone = (replace(space, base=on_cards(base, s), settings=(s,)) for s in space.settings)
-    return {one.settings[0].world: Evaluator.of(one) for one in alone}
+    return {one.settings[0].world_size: Evaluator.of(one) for one in alone}
 
 
 def _result(cell: Cell, e: Evaluated, field: str) -> Number:
@@ -75,8 +75,8 @@ def _score(cell: Cell, e: Evaluated, objective: str) -> Number:
     if objective == "time":
         return e.seconds
     if objective == "gpus":
-        return s.world + e.seconds / (1e9 + e.seconds)
+        return s.world_size + e.seconds / (1e9 + e.seconds)
     if objective == "cost":
-        return e.seconds * s.world
-    idle, busy = (float(watts_per_card(s.card, share) or 1.0) for share in (0.0, 1.0))
-    return s.world * (idle * e.seconds + (busy - idle) * np.minimum(e.compute, e.seconds))
+        return e.seconds * s.world_size
+    idle, busy = (float(watts_per_card(s.gpu, share) or 1.0) for share in (0.0, 1.0))
+    return s.world_size * (idle * e.seconds + (busy - idle) * np.minimum(e.compute, e.seconds))

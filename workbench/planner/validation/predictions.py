@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from workbench.costmodel.frameworks.framework_profile import interval
+from workbench.costmodel.frameworks.framework_profile import step_time_interval
 from workbench.costmodel.inputs.rank_workload import workload
-from workbench.costmodel.memory.peak_memory import memory
-from workbench.costmodel.memory.reported_memory import NINETY_FIVE, readings, spread
-from workbench.costmodel.step_time import bounds, parts, step_time
+from workbench.costmodel.memory.peak_memory import peak_memory
+from workbench.costmodel.memory.reported_memory import Z_95, peak_memory_sigma, reported_memory
+from workbench.costmodel.step_time import step_time, step_time_bounds, step_time_parts
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import on_machine
 
@@ -45,14 +45,14 @@ def predict(plan: ResolvedPlan) -> Prediction:
     """What the planner says of a complete `plan`. Raises `PlanError` for what it does not model."""
     full, constants = on_machine(plan)
     w = workload(full)
-    live, time = memory(w, constants), step_time(w, constants)
-    low, high = bounds(w, constants, time, interval(plan.strategy.stack))
+    live, time = peak_memory(w, constants), step_time(w, constants)
+    low, high = step_time_bounds(w, constants, time, step_time_interval(plan.strategy.stack))
     fullest = int(np.argmax(live.peak))
     sizes = {
         name: float(np.ravel(size)[fullest]) / 2**30 for name, size in live.moments["peak"].items()
     }
-    times = {f"{name} s": seconds for name, seconds in parts(w, time).items()}
-    peak, deviation = sum(sizes.values()), NINETY_FIVE * spread(plan.strategy.stack)
+    times = {f"{name} s": seconds for name, seconds in step_time_parts(w, time).items()}
+    peak, deviation = sum(sizes.values()), Z_95 * peak_memory_sigma(plan.strategy.stack)
     return Prediction(
         peak_gib=peak,
         peak_low=peak * math.exp(-deviation),
@@ -62,7 +62,7 @@ def predict(plan: ResolvedPlan) -> Prediction:
         seconds_high=high,
         readings={
             kind: tuple((size / 2**30).tolist())
-            for kind, size in readings(w, live, constants).items()
+            for kind, size in reported_memory(w, live, constants).items()
         },
         parts={**times, **{f"{name} GiB": size for name, size in sizes.items() if size}},
     )

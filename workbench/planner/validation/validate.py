@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from workbench import errors
-from workbench.costmodel.memory.reported_memory import interval
+from workbench.costmodel.memory.reported_memory import reported_memory_interval
 from workbench.errors import PlanError, refuse
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.validation.framework_names import stacks
@@ -226,7 +226,7 @@ def reading(row: Row, p: Prediction, stack: str = "") -> tuple[float, float | No
     if not p.readings:
         return p.peak_gib, p.peak_low, p.peak_high
     shown = p.peak_gib if not stages else stages[0] if row.memory_first else max(stages)
-    low, _, high = interval(row.memory_kind, stack)
+    low, _, high = reported_memory_interval(row.memory_kind, stack)
     return shown, shown * low, shown * high
 
 

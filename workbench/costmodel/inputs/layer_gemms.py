@@ -1,0 +1,95 @@
+"""GEMMs of one layer and of the head on one rank: their sizes and FLOPs, whatever runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.rank_workload import Workload
+
+
+@dataclass(frozen=True)
+class LayerGemm:
+    """`count` matrix products [rows, inner] x [inner, columns]."""
+
+    rows: Number
+    columns: Number
+    inner: Number
+    count: Number = 1.0
+    alone: bool = True
+    """Whether it is one product, not one of a group of experts'."""
+
+    @property
+    def flops(self) -> Number:
+        """Multiplications and additions."""
+        return 2 * self.count * self.rows * self.columns * self.inner
+
+
+def layer_gemms(w: Workload, mixture: bool) -> list[LayerGemm]:
+    """Each matrix product of one layer's forward; the experts of a rank one by one."""
+    h, t, n = w.hidden_per_rank, w.tokens * w.tiling.gathered_blocks, w.tiling.num_steps
+    mla = w.shape.mla
+    if mla is None and w.fixed.framework.fused_qkv:
+        into = [LayerGemm(t, w.q_width + w.k_width + w.v_width, h, n)]
+    elif mla is None:
+        into = [
+            LayerGemm(t, w.q_width, h, n),
+            LayerGemm(t, w.k_width, h, n),
+            LayerGemm(t, w.v_width, h, n),
+        ]
+    else:
+        part = w.tiling.hidden_parts
+        q_rank, kv_rank = (mla.q_rank or 0) / part, mla.kv_rank / part
+        query = [(q_rank, h), (w.q_width, q_rank)] if mla.q_rank else [(w.q_width, h)]
+        up = w.heads * (mla.nope_dim + mla.value_dim)
+        widths = [*query, (kv_rank + mla.rope_dim / part, h), (up, kv_rank)]
+        into = [LayerGemm(t, columns, inner, n) for columns, inner in widths]
+    return [*into, LayerGemm(t, h, w.o_width, n), *_feed_forward_products(w, mixture)]
+
+
+def _feed_forward_products(w: Workload, mixture: bool) -> list[LayerGemm]:
+    h, t, n = w.hidden_per_rank, w.tokens * w.tiling.gathered_blocks, w.tiling.num_steps
+    moe, wide, joined = w.shape.moe, 2 if w.shape.gated else 1, 1
+    if w.fixed.framework.fused_qkv:
+        wide, joined = 1, wide
+    if not mixture or moe is None:
+        return [LayerGemm(t, joined * w.ffn, h, n)] * wide + [LayerGemm(t, h, w.ffn, n)]
+    width, own = w.expert_ffn, moe.experts / w.searched.expert
+    routed = t * w.routed_rows_per_token / own
+    result = [
+        LayerGemm(t, moe.experts / w.tiling.hidden_parts, h, n),
+        *[LayerGemm(routed, joined * width, h, n * own, False)] * wide,
+    ]
+    result.append(LayerGemm(routed, h, width, n * own, False))
+    if moe.shared:
+        result += [
+            *[LayerGemm(t, joined * w.shared_ffn, h, n)] * wide,
+            LayerGemm(t, h, w.shared_ffn, n),
+        ]
+    return result
+
+
+def layer_flops(w: Workload, mixture: bool) -> Number:
+    """Forward FLOPs of the matrix products of one layer and microbatch on a rank, attention's
+    apart.
+    """
+    return sum(p.flops for p in layer_gemms(w, mixture))
+
+
+def head_flops(w: Workload) -> Number:
+    """Forward FLOPs of the output projection on a rank."""
+    return head_gemm(w).flops
+
+
+def head_gemm(w: Workload) -> LayerGemm:
+    """The projection onto the vocabulary."""
+    return LayerGemm(
+        w.tokens * w.tiling.gathered_blocks, w.vocab_rows, w.hidden_per_rank, w.tiling.num_steps
+    )
+
+
+def attention_flops(w: Workload) -> Number:
+    """Scores and values of one layer forward, the causal half."""
+    length = w.fixed.sequence_length
+    seen = min(length, w.shape.window or length)
+    return w.tokens * seen * (w.k_width if w.shape.mla else w.q_width) + w.tokens * seen * w.o_width

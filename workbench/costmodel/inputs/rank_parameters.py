@@ -1,0 +1,98 @@
+"""Parameters of each pipeline rank before ZeRO shards them: dense, experts and low-rank adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.costmodel.inputs.config import Array, Number
+from workbench.costmodel.inputs.rank_shapes import RankShapes
+from workbench.plan.parameter_count import block_norms, norm
+
+
+@dataclass(frozen=True)
+class ParamCounts:
+    """Parameters of one rank, by pipeline rank; experts apart, because they are replicated on fewer
+    ranks.
+    """
+
+    dense: Array
+    experts: Array
+    layer: Number
+    """Parameters of one dense layer: a unit that ZeRO-3 gathers."""
+    adapters: Array
+    """Parameters of low-rank adapters, replicated as the dense ones."""
+
+    @property
+    def total(self) -> Array:
+        """All parameters."""
+        return self.dense + self.experts + self.adapters
+
+    @property
+    def trained(self) -> Array:
+        """Those that have gradients and moments: the adapters alone where there are any."""
+        return np.where(self.adapters > 0, self.adapters, self.total)
+
+
+def count_params(w: RankShapes) -> ParamCounts:
+    """Parameters that a rank holds before data parallelism shards anything."""
+    shape = w.shape
+    layer = attention_parameters(w) + block_norms(shape) * w.tiling.vector_share
+    mlp = feed_forward_parameters(w, w.ffn)
+    sparse = w.layers - w.dense_layers
+    moe = shape.moe
+    expert = feed_forward_parameters(w, w.expert_ffn) if moe else 0.0
+    shared = feed_forward_parameters(w, w.shared_ffn) if moe and moe.shared else 0.0
+    router = w.weight_in_dim * moe.experts / w.tiling.hidden_parts + shared if moe else 0.0
+    dense = w.layers * layer + w.dense_layers * mlp + sparse * router + _ends(w)
+    experts = sparse * (moe.experts / w.searched.expert * expert if moe else 0.0)
+    unit = layer + (mlp if moe is None else router + moe.experts / w.searched.expert * expert)
+    return ParamCounts(dense, experts, unit, w.layers * _adapter(w))
+
+
+def _adapter(w: RankShapes) -> Number:
+    """Parameters of one layer's adapters (2106.09685): rank x (inputs + outputs) of each projection
+    that has one.
+    """
+    rank, h, thin = (
+        w.fixed.adapter_rank,
+        w.weight_in_dim / w.tiling.hidden_parts,
+        w.tiling.in_dim_share,
+    )
+    attention = 4 * h + thin * (w.q_width + w.k_width + w.v_width + w.o_width)
+    wide = (2 if w.shape.gated else 1) * (h + thin * w.ffn) + thin * w.ffn + h
+    return rank * (attention + wide * w.fixed.adapts_all_projections)
+
+
+def attention_parameters(w: RankShapes) -> Number:
+    """Of one block's attention, on a tensor rank: columns of q, k, v and rows of o are split, o's
+    bias is not.
+    """
+    shape, h, thin = w.shape, w.weight_in_dim, w.tiling.in_dim_share
+    if shape.mla is None:
+        bias = (w.q_width + 2 * w.k_width) * (
+            shape.biases in ("qkv", "all")
+        ) + w.hidden_per_rank * (shape.biases == "all")
+        return h * (w.q_width + w.k_width + w.v_width + w.o_width) + bias
+    m, latent = shape.mla, h / w.tiling.hidden_parts
+    query = latent * m.q_rank + thin * m.q_rank * w.q_width if m.q_rank else h * w.q_width
+    up = thin * m.kv_rank * w.heads * (m.nope_dim + m.value_dim)
+    return query + latent * (m.kv_rank + m.rope_dim) + up + w.o_width * h
+
+
+def feed_forward_parameters(w: RankShapes, width: Number) -> Number:
+    """Of one feed-forward layer whose local width is `width`."""
+    wide = 2 if w.shape.gated else 1
+    bias = wide * width + w.hidden_per_rank if w.shape.biases == "all" else 0.0
+    return (wide + 1) * w.weight_in_dim * width + bias
+
+
+def _ends(w: RankShapes) -> Array:
+    shape, table, part = w.shape, w.vocab_rows * w.weight_in_dim, w.tiling.vector_share
+    positions = part * shape.max_positions * shape.hidden if shape.positions == "learned" else 0
+    head = table * (1.0 - w.has_embedding * float(shape.tied))
+    first = w.has_embedding * (
+        table + positions + part * shape.embedding_norm * norm(shape, shape.hidden)
+    )
+    return np.asarray(first + w.has_head * (head + part * norm(shape, shape.hidden)))
