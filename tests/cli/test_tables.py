@@ -384,7 +384,7 @@ def test_runs_of_one_name_are_compared_with_the_fields_that_differ(ask, tmp_path
 
 
 def test_tables_are_made_in_one_place():
-    for path in Path(workbench.__file__).parent.joinpath("cli").glob("*.py"):
+    for path in Path(workbench.__file__).parent.joinpath("cli").rglob("*.py"):
         names = {
             node.module
             for node in ast.walk(ast.parse(path.read_text()))

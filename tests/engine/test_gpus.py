@@ -98,7 +98,7 @@ def test_another_model_is_refused_by_rank(cuda: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_written_out_has_no_name_to_compare(cuda: pytest.MonkeyPatch) -> None:
     show(cuda, [("a", "NVIDIA Something"), ("b", "NVIDIA Something")])
-    figures = plan().card.model_copy(update={"name": "mine"}).model_dump(exclude_none=True)
+    figures = plan().gpu.model_copy(update={"name": "mine"}).model_dump(exclude_none=True)
     assert joined(plan(gpu=figures)) == ["joined", "joined"]
 
 

@@ -19,18 +19,18 @@ from workbench.engine.session import Session
 from workbench.engine.session_checkpoint import Saver
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 
 UNEVEN = {**GPT, "heads": 6, "kv_heads": 3, "head_dim": 6, "ffn": 45}
 """Divided by neither two nor four tensor ranks."""
 Whole = dict[tuple[str, str], np.ndarray]
 
 
-def session_of(made: Plan, rank: int) -> Session:
+def session_of(made: ResolvedPlan, rank: int) -> Session:
     return Session.build(made, build_mesh(made, rank), torch.device("cpu"))
 
 
-def save(made: Plan, folder: Path, rank: int) -> None:
+def save(made: ResolvedPlan, folder: Path, rank: int) -> None:
     """Save after a step, so that moments are not zero."""
     session = session_of(made, rank)
     data = session.mesh["data"]
@@ -44,7 +44,7 @@ def save(made: Plan, folder: Path, rank: int) -> None:
     saver.wait()
 
 
-def load(made: Plan, rank: int) -> list[tuple[str, str, Any, np.ndarray]]:
+def load(made: ResolvedPlan, rank: int) -> list[tuple[str, str, Any, np.ndarray]]:
     session = session_of(made, rank)
     saver = Saver(session, Path("unused"))
     assert saver.load() == 1
@@ -101,7 +101,7 @@ STAGES: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
 def test_any_stage_of_zero_loads_what_another_saved(
     tmp_path: Path, index: int, precision: str
 ) -> None:
-    def staged(case: tuple[tuple[int, int, int], dict[str, Any]], **more: Any) -> Plan:
+    def staged(case: tuple[tuple[int, int, int], dict[str, Any]], **more: Any) -> ResolvedPlan:
         mesh, data = case
         changes = {f"strategy.data.{key}": value for key, value in data.items()} | more
         changes |= {"strategy.precision": precision, "training.global_batch": 8}
@@ -162,7 +162,7 @@ def test_another_optimizer_state_is_refused_on_every_rank(
     assert first == second and re.search(words, first)
 
 
-def through(made: Plan, folder: Path, rank: int) -> list[tuple[str, str, Any, np.ndarray]]:
+def through(made: ResolvedPlan, folder: Path, rank: int) -> list[tuple[str, str, Any, np.ndarray]]:
     """What a rank holds once it has loaded, and has saved that again."""
     saver = Saver(session_of(made, rank), folder)
     assert saver.load() == 1
@@ -225,7 +225,7 @@ def test_a_state_goes_through_every_kind_of_plan_unchanged(
     first = plan(shape=shape, changes=batch).resolve()
     run_ranks(1, partial(save, first, tmp_path))
     at = str(tmp_path / "checkpoints" / "step-00000001")
-    ((*held,),) = run_ranks(1, partial(load, first.replace(**{"checkpoint.load": at})))
+    ((*held,),) = run_ranks(1, partial(load, first.with_fields(**{"checkpoint.load": at})))
     wholes = {(name, kind): tensor for name, kind, _, tensor in held}
     for index, case in enumerate(cases):
         made = plan(shape=shape, changes=batch | case | {"checkpoint.load": at}).resolve()
@@ -235,7 +235,7 @@ def test_a_state_goes_through_every_kind_of_plan_unchanged(
                 expected = wholes[name, kind][tuple(slice(*s) for s in slices)]
                 assert np.array_equal(tensor, expected), (case, rank, name, kind)
         at = str(folder / "checkpoints" / "step-00000001")
-    ((*back,),) = run_ranks(1, partial(load, first.replace(**{"checkpoint.load": at})))
+    ((*back,),) = run_ranks(1, partial(load, first.with_fields(**{"checkpoint.load": at})))
     assert len(back) == len(wholes)
     assert all(np.array_equal(tensor, wholes[name, kind]) for name, kind, _, tensor in back)
 
@@ -273,7 +273,7 @@ class Counted:
         return tensor
 
 
-def sharded(folder: Path, **more: Any) -> Plan:
+def sharded(folder: Path, **more: Any) -> ResolvedPlan:
     """A checkpoint of two tensor ranks, and a plan of ZeRO-3 over four that starts from it."""
     batch = {"training.global_batch": 8}
     run_ranks(2, partial(save, plan(2, 1, 1, changes=batch).resolve(), folder))

@@ -78,10 +78,10 @@ def test_it_changes_the_loss_of_every_step_of_training() -> None:
     """
     made = dropping().resolve()
     batch = next(_batches(made))
-    still = made.replace(**{"training.optimizer.learning_rate": 1e-30})
+    still = made.resolve().with_fields(**{"training.optimizer.learning_rate": 1e-30})
     first, second = train_plainly(still, [batch] * 2, torch.float64).losses
     plain, again = train_plainly(
-        still.replace(**{"training.dropout": 0.0}), [batch] * 2, torch.float64
+        still.with_fields(**{"training.dropout": 0.0}), [batch] * 2, torch.float64
     ).losses
     assert plain == again and len({first, second, plain}) == 3
 

@@ -173,7 +173,7 @@ def keep_frames(folder: Path) -> None:
 
 
 def start(
-    plan: ResolvedPlan,
+    plan: Plan,
     *,
     root: str | Path | None = None,
     force: bool = False,
@@ -193,7 +193,7 @@ def start(
     """
     if resume is not None:
         source = resume.dir if isinstance(resume, Run) else resume
-        plan = plan.with_fields(**{"checkpoint.load": str(checkpoint_of(source))})
+        plan = plan.replace(**{"checkpoint.load": str(checkpoint_of(source))})
     if problems := preflight(plan, root=root, port=port, force=force, allow_code=allow_code):
         raise PlanError(problems)
     if load := plan.checkpoint.load:
