@@ -347,7 +347,8 @@ def test_what_a_killed_run_was_writing_goes_when_another_goes_on_from_it(plan, t
 
 
 @pytest.mark.parametrize(
-    "module,allowed", [("launch.parent_death", ""), ("launch.supervisor", ""), ("run", "pandas pydantic")]
+    "module,allowed",
+    [("launch.parent_death", ""), ("launch.supervisor", ""), ("run", "pandas pydantic")],
 )
 def test_nothing_slow_is_imported(module, allowed):
     code = (
