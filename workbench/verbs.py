@@ -15,7 +15,7 @@ from workbench.plan.schema import Plan
 from workbench.profile import Profile
 
 if TYPE_CHECKING:
-    from workbench.interop import Format, Imported, Written
+    from workbench.interop import Format, Imported, Translation
     from workbench.lab.comparison.compare import Comparison
     from workbench.machine.calibration_file import Calibration
     from workbench.planner.autoshard import OperatorPlan
@@ -346,7 +346,7 @@ def import_config(
     return interop.load(path, **given, lenient=lenient)
 
 
-def translate(plan: Planned, format: Format) -> Written:
+def translate(plan: Planned, format: Format) -> Translation:
     """`plan` in the words of other software (deepspeed, megatron, torchtitan, fsdp), and the fields
     that are lost.
 

@@ -18,7 +18,7 @@ from workbench.cli.commands.doctor import Finding
 from workbench.cli.commands.interop import notes
 from workbench.cli.progress import RunError, finished
 from workbench.cli.terminal import Grid
-from workbench.interop import Note
+from workbench.interop import KeyNote
 from workbench.lab.comparison.compare import Comparison, Entry
 from workbench.lab.palette import words
 from workbench.plan.schema import Plan
@@ -151,7 +151,7 @@ TABLES = [
     lambda _: tables.gpus([ROW | SIZES | RATES]),
     lambda _: tables.strategies([ROW | {"runnable": False}]),
     lambda _: kernels.overview([ROW | KERNEL]),
-    lambda _: notes(HOSTILE, HOSTILE, [Note(HOSTILE, HOSTILE, HOSTILE)])[0],
+    lambda _: notes(HOSTILE, HOSTILE, [KeyNote(HOSTILE, HOSTILE, HOSTILE)])[0],
     lambda _: validate._reasons({"reasons": {HOSTILE: 1}, "refused_by_planner": {HOSTILE: 1}}),
 ]
 
@@ -282,7 +282,7 @@ ORDINARY = [
     lambda _: kernels.compiled([FUSED], "3.6.0"),
     lambda _: kernels.speeds([FUSED]),
     lambda _: notes(
-        "Not translated", "field", [Note("strategy.pipeline.partition", [20, 20, 21, 19], WHY)]
+        "Not translated", "field", [KeyNote("strategy.pipeline.partition", [20, 20, 21, 19], WHY)]
     )[0],
     lambda _: validate._parts(
         "stack", {"megatron": {"rows": 1234} | dict.fromkeys(("memory", "time", "clean"), ERRORS)}

@@ -16,13 +16,13 @@ from workbench.interop.foreign_keys import flat
 from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.megatron import read_megatron
 from workbench.interop.torchtitan import read_torchtitan
-from workbench.interop.translation import Given
+from workbench.interop.translation import ImportOptions
 from workbench.plan.schema import Plan
 from workbench.safe_io import yaml_files
 
 SAMPLES = Path(__file__).parent / "foreign"
 GPU_NAME = "h100-sxm-80gb"
-ON_16 = Given("llama-3-8b", GPU_NAME, 16)
+ON_16 = ImportOptions("llama-3-8b", GPU_NAME, 16)
 
 
 def problems(call, *arguments, **named):
@@ -483,7 +483,7 @@ LLAMA = [
     [list, json.dumps, lambda w: " ".join(map(str, w)), lambda w: "\n".join(f"- {x}" for x in w)],
 )
 def test_arguments_may_be_a_list_text_json_or_yaml(spell):
-    plan = read_megatron.read(spell(LLAMA), Given(None, GPU_NAME, 8)).plan
+    plan = read_megatron.read(spell(LLAMA), ImportOptions(None, GPU_NAME, 8)).plan
     assert plan.resolve().shape.ffn == 256 and plan.strategy.precision == "bf16"
 
 
@@ -497,7 +497,7 @@ torchrun --nproc_per_node=8 train.py $CORE --vocab-size 512 --seq-length 64 --bf
     --micro-batch-size 1 --save '/my runs/a' "$@" | tee "$ROOT/log"
 echo done
 """
-    found = read_megatron.read(script, Given(None, GPU_NAME))
+    found = read_megatron.read(script, ImportOptions(None, GPU_NAME))
     assert found.plan.cluster.gpus == 8 and found.plan.strategy.precision == "bf16"
     assert left(found) == {"--save": "/my runs/a"}
 
@@ -525,7 +525,7 @@ echo done
     ],
 )
 def test_words_of_a_strategy(more, field, value):
-    found = read_megatron.read([*LLAMA, *more], Given(None, GPU_NAME, 8))
+    found = read_megatron.read([*LLAMA, *more], ImportOptions(None, GPU_NAME, 8))
     assert getattr(found.plan.strategy, field) == value
 
 
@@ -542,17 +542,19 @@ def test_uneven_stages(more, counts):
     words = [*LLAMA, "--pipeline-model-parallel-size", 2, *more]
     if counts is None:
         assert "--pipeline-model-parallel-layout" in problems(
-            read_megatron.read, words, Given(None, GPU_NAME, 8)
+            read_megatron.read, words, ImportOptions(None, GPU_NAME, 8)
         )
     else:
         assert (
-            read_megatron.read(words, Given(None, GPU_NAME, 8)).plan.strategy.pipeline.partition
+            read_megatron.read(
+                words, ImportOptions(None, GPU_NAME, 8)
+            ).plan.strategy.pipeline.partition
             == counts
         )
 
 
 def test_a_model_that_is_given_wins_and_what_differs_is_told():
-    found = read_megatron.read(LLAMA, Given("tiny", GPU_NAME, 8))
+    found = read_megatron.read(LLAMA, ImportOptions("tiny", GPU_NAME, 8))
     assert found.plan.model == "tiny"
     assert left(found) == {"--hidden-size": 64}
 
@@ -571,7 +573,7 @@ def test_a_model_that_is_given_wins_and_what_differs_is_told():
 )
 def test_which_layers_have_experts(text, dense):
     found = read_megatron.read(
-        [*LLAMA, "--num-experts", 4, "--moe-layer-freq", text], Given(None, GPU_NAME, 8)
+        [*LLAMA, "--num-experts", 4, "--moe-layer-freq", text], ImportOptions(None, GPU_NAME, 8)
     )
     assert found.plan.resolve().shape.moe.first_dense == (dense or 0)
     assert ("--moe-layer-freq" in left(found)) == (dense is None)
@@ -579,7 +581,7 @@ def test_which_layers_have_experts(text, dense):
 
 def test_a_warm_up_longer_than_the_run_is_cut_and_told():
     found = read_megatron.read(
-        [*LLAMA, "--train-iters", 10, "--lr-warmup-samples", 3200], Given(None, GPU_NAME, 8)
+        [*LLAMA, "--train-iters", 10, "--lr-warmup-samples", 3200], ImportOptions(None, GPU_NAME, 8)
     )
     assert (
         found.plan.training.optimizer.warmup_steps == 10
@@ -589,17 +591,21 @@ def test_a_warm_up_longer_than_the_run_is_cut_and_told():
 
 def test_a_list_says_a_value_twice():
     assert (
-        read_megatron.read([*LLAMA, "--num-layers", 4], Given(None, GPU_NAME, 8))
+        read_megatron.read([*LLAMA, "--num-layers", 4], ImportOptions(None, GPU_NAME, 8))
         .plan.resolve()
         .shape.layers
         == 4
     )
-    found = problems(read_megatron.read, [*LLAMA, "--num-layers", 5], Given(None, GPU_NAME, 8))
+    found = problems(
+        read_megatron.read, [*LLAMA, "--num-layers", 5], ImportOptions(None, GPU_NAME, 8)
+    )
     assert found["--num-layers"].startswith("is 4 and 5, written twice")
 
 
 def test_without_a_shape_each_missing_argument_is_named():
-    found = problems(read_megatron.read, "--bf16 --micro-batch-size 1", Given(None, GPU_NAME, 8))
+    found = problems(
+        read_megatron.read, "--bf16 --micro-batch-size 1", ImportOptions(None, GPU_NAME, 8)
+    )
     assert set(found) == {"--num-layers", "--hidden-size", "--num-attention-heads"}
     assert "--model" in found["--num-layers"]
 
@@ -671,7 +677,7 @@ NEOX = {
     "padded_vocab_size": 512,
     "train_micro_batch_size_per_gpu": 1,
 }
-ON_8 = Given(None, GPU_NAME, 8)
+ON_8 = ImportOptions(None, GPU_NAME, 8)
 
 
 @pytest.mark.parametrize(
@@ -789,7 +795,7 @@ def test_a_torchtitan_job():
 )
 def test_flavors_of_torchtitan_that_the_catalog_holds(name, flavor, model):
     found = read_torchtitan.read(
-        {"model": {"name": name, "flavor": flavor}}, Given(None, GPU_NAME, 8)
+        {"model": {"name": name, "flavor": flavor}}, ImportOptions(None, GPU_NAME, 8)
     )
     assert found.plan.model == model
     assert bool(left(found)) == ("_" in flavor or "." in name)
@@ -800,7 +806,9 @@ def test_flavors_of_torchtitan_that_the_catalog_holds(name, flavor, model):
 )
 def test_other_flavors_are_refused_with_the_remedy(name, flavor):
     words = problems(
-        read_torchtitan.read, {"model": {"name": name, "flavor": flavor}}, Given(None, GPU_NAME, 8)
+        read_torchtitan.read,
+        {"model": {"name": name, "flavor": flavor}},
+        ImportOptions(None, GPU_NAME, 8),
     )["model"]
     assert (
         f"'{name}', model.flavor '{flavor}'" in words
@@ -811,10 +819,10 @@ def test_other_flavors_are_refused_with_the_remedy(name, flavor):
 
 def test_an_optimizer_that_a_plan_does_not_know_is_refused_unless_one_is_set():
     job = {"model": {"flavor": "8B"}, "optimizer": {"name": "Muon", "lr": 1e-3}}
-    words = problems(read_torchtitan.read, job, Given(None, GPU_NAME, 8))["optimizer.name"]
+    words = problems(read_torchtitan.read, job, ImportOptions(None, GPU_NAME, 8))["optimizer.name"]
     assert "'Muon'" in words and "--set training.optimizer.name" in words
     found = read_torchtitan.read(
-        job, Given(None, GPU_NAME, 8, sets={"training.optimizer.name": "adamw"})
+        job, ImportOptions(None, GPU_NAME, 8, sets={"training.optimizer.name": "adamw"})
     )
     assert (
         left(found) == {"optimizer.name": "Muon"}
@@ -825,7 +833,7 @@ def test_an_optimizer_that_a_plan_does_not_know_is_refused_unless_one_is_set():
 def test_a_torchtitan_job_of_2024_has_its_degrees_elsewhere():
     text = """[model]\nflavor = "8B"\n[training]\nbatch_size = 1\ntensor_parallel_degree = 2\nwarmup_steps = 7
 data_parallel_degree = -1\n[experimental]\npipeline_parallel_degree = 2\n"""
-    full = read_torchtitan.read(text, Given(None, GPU_NAME, 8)).plan.resolve()
+    full = read_torchtitan.read(text, ImportOptions(None, GPU_NAME, 8)).plan.resolve()
     assert full.sizes == {"tensor": 2, "context": 1, "data": 2, "pipeline": 2}
     assert full.training.optimizer.warmup_steps == 7
 
@@ -835,15 +843,15 @@ def test_every_second_layer_is_a_list_of_layers():
         '[model]\nflavor = "8B"\n[activation_checkpoint]\nmode = '
         '"selective"\nselective_ac_option = "2"\n'
     )
-    assert read_torchtitan.read(text, Given(None, GPU_NAME, 8)).plan.strategy.recompute == list(
-        range(1, 32, 2)
-    )
+    assert read_torchtitan.read(
+        text, ImportOptions(None, GPU_NAME, 8)
+    ).plan.strategy.recompute == list(range(1, 32, 2))
 
 
 def test_a_pipeline_of_torchtitan_counts_its_own_microbatches():
     text = """[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 8\n
 [parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = "ZBVZeroBubble"\n"""
-    full = read_torchtitan.read(text, Given(None, GPU_NAME, 8)).plan.resolve()
+    full = read_torchtitan.read(text, ImportOptions(None, GPU_NAME, 8)).plan.resolve()
     assert full.strategy.pipeline.schedule == "zb-v" and len(full.strategy.pipeline.partition) == 8
     assert full.training.micro_batch == 1 and full.num_microbatches == 8
 
@@ -867,7 +875,10 @@ def test_sharding_strategies(word, zero):
         "num_processes": 8,
         "fsdp_config": {"sharding_strategy": word},
     }
-    assert read_fsdp.read(config, ON_16 and Given("tiny", GPU_NAME)).plan.strategy.data.zero == zero
+    assert (
+        read_fsdp.read(config, ON_16 and ImportOptions("tiny", GPU_NAME)).plan.strategy.data.zero
+        == zero
+    )
 
 
 def test_the_second_version_keeps_or_frees_gathered_parameters():
@@ -1019,7 +1030,7 @@ def test_older_names_of_fsdp(section, overlap, zero):
         "fsdp_config": section,
         "dynamo_backend": "INDUCTOR",
     }
-    found = read_fsdp.read({**config, "fp16": True}, Given("tiny", GPU_NAME)).plan.strategy
+    found = read_fsdp.read({**config, "fp16": True}, ImportOptions("tiny", GPU_NAME)).plan.strategy
     assert (found.data.overlap, found.data.zero, found.precision, found.kernels) == (
         overlap,
         zero,
@@ -1039,7 +1050,7 @@ def test_older_names_of_fsdp(section, overlap, zero):
 def test_what_fsdp_offloads(word, offload, told):
     section = {"fsdp_sharding_strategy": word, "fsdp_offload_params": True}
     config = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": section}
-    found = read_fsdp.read(config, Given("tiny", GPU_NAME))
+    found = read_fsdp.read(config, ImportOptions("tiny", GPU_NAME))
     why = {note.field: note.why for note in found.untranslated}
     assert found.plan.resolve().strategy.data.offload == offload
     assert told in why.get("fsdp_config.fsdp_offload_params", "")
@@ -1184,7 +1195,10 @@ def test_refused_by_name(text, field, words):
     ],
 )
 def test_arguments_refused_by_name(more, field, words):
-    assert words in problems(read_megatron.read, [*LLAMA, *more], Given(None, GPU_NAME, 8))[field]
+    assert (
+        words
+        in problems(read_megatron.read, [*LLAMA, *more], ImportOptions(None, GPU_NAME, 8))[field]
+    )
 
 
 def test_unknown_keys_may_be_told_instead():
@@ -1230,10 +1244,13 @@ def test_what_is_given_beside_is_checked(given, field):
 
 
 def test_a_refusal_says_which_numbers_are_the_files():
-    beside = Given("tiny", GPU_NAME, 16, sets={"training.optimizer.warmup_steps": 10**7})
+    beside = ImportOptions("tiny", GPU_NAME, 16, sets={"training.optimizer.warmup_steps": 10**7})
     ours = problems(read_deepspeed.read, json.loads(DS), beside)["training.optimizer.warmup_steps"]
     assert "says it" not in ours and "assumed" not in ours
-    short, slow = Given("tiny", GPU_NAME, 16, sets={"training.steps": 50}), {"type": "WarmupLR"}
+    short, slow = (
+        ImportOptions("tiny", GPU_NAME, 16, sets={"training.steps": 50}),
+        {"type": "WarmupLR"},
+    )
     assumes = problems(read_deepspeed.read, {**json.loads(DS), "scheduler": slow}, short)[
         "training.optimizer.warmup_steps"
     ]

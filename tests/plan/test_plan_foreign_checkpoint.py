@@ -8,16 +8,16 @@ from tests.plan.test_plan_foreign import GPU_NAME, left
 from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.megatron import read_megatron
 from workbench.interop.torchtitan import read_torchtitan
-from workbench.interop.translation import Given
+from workbench.interop.translation import ImportOptions
 
-ON_8 = Given("llama-3-8b", GPU_NAME, 8)
+ON_8 = ImportOptions("llama-3-8b", GPU_NAME, 8)
 WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4
  --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --bf16
  --vocab-size 1000 --train-iters 10 """.replace("\n", "")
 
 
 def of_megatron(more):
-    return read_megatron.read(WORDS + more, Given(None, GPU_NAME))
+    return read_megatron.read(WORDS + more, ImportOptions(None, GPU_NAME))
 
 
 def of_torchtitan(**checkpoint):
@@ -56,7 +56,8 @@ def test_it_comes_back_from_what_is_written(software, wanted):
     written = software.write(plan)
     assert "checkpoint.asynchronous" not in {note.field for note in written.untranslated}
     back = software.read(
-        written.text, Given(None if software is read_torchtitan else "llama-3-8b", GPU_NAME, 8)
+        written.text,
+        ImportOptions(None if software is read_torchtitan else "llama-3-8b", GPU_NAME, 8),
     )
     assert back.plan.checkpoint.asynchronous == wanted
 

@@ -5,9 +5,9 @@ import pytest
 from workbench.errors import PlanError
 from workbench.interop.accelerate import read_accelerate
 from workbench.interop.deepspeed import read_deepspeed
-from workbench.interop.translation import Given
+from workbench.interop.translation import ImportOptions
 
-ON_16 = Given("llama-3-8b", "h100-sxm-80gb", 16, sets={"training.steps": 5000})
+ON_16 = ImportOptions("llama-3-8b", "h100-sxm-80gb", 16, sets={"training.steps": 5000})
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4}}
 
 
@@ -116,7 +116,7 @@ def test_a_warm_up_without_a_length_asks_for_the_length():
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000}},
     }
     with pytest.raises(PlanError) as caught:
-        read_deepspeed.read(config, Given("llama-3-8b", "h100-sxm-80gb", 16))
+        read_deepspeed.read(config, ImportOptions("llama-3-8b", "h100-sxm-80gb", 16))
     (problem,) = caught.value.problems
     assert problem.field == "training.steps"
     assert "1000" in problem.message and "--set training.steps=" in problem.message

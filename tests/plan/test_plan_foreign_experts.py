@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.test_plan_foreign import GPU_NAME, assumed, left
 from workbench.interop.megatron import read_megatron
-from workbench.interop.translation import Given
+from workbench.interop.translation import ImportOptions
 
 WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4
  --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --bf16
@@ -14,7 +14,7 @@ WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-s
 
 
 def read(more, model=None):
-    return read_megatron.read(WORDS + more, Given(model, GPU_NAME))
+    return read_megatron.read(WORDS + more, ImportOptions(model, GPU_NAME))
 
 
 def moe(more):
@@ -95,9 +95,12 @@ def test_megatron_deepspeed_has_its_own_names_and_defaults():
 def test_a_model_that_is_given_is_held_against_what_the_arguments_say_of_experts():
     same = "--moe-router-topk 2 --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336"
     words = WORDS.replace("--num-layers 4 --hidden-size 256 ", "") + same
-    assert "--num-experts" not in left(read_megatron.read(words, Given("mixtral-8x7b", GPU_NAME)))
+    assert "--num-experts" not in left(
+        read_megatron.read(words, ImportOptions("mixtral-8x7b", GPU_NAME))
+    )
     other = read_megatron.read(
-        words.replace("--moe-router-topk 2", "--moe-router-topk 1"), Given("mixtral-8x7b", GPU_NAME)
+        words.replace("--moe-router-topk 2", "--moe-router-topk 1"),
+        ImportOptions("mixtral-8x7b", GPU_NAME),
     )
     assert "--num-experts" in left(other)
 
@@ -110,7 +113,7 @@ def test_experts_come_back_from_the_arguments_that_are_written(change):
     plan = plan.replace(**{f"model.moe.{field}": value for field, value in change.items()})
     written = read_megatron.write(plan)
     assert not [note.field for note in written.untranslated if note.field.startswith("model.moe")]
-    back = read_megatron.read(written.text, Given(None, GPU_NAME)).plan.resolve().shape.moe
+    back = read_megatron.read(written.text, ImportOptions(None, GPU_NAME)).plan.resolve().shape.moe
     assert back == plan.resolve().shape.moe
 
 

@@ -22,7 +22,7 @@ from workbench.interop.foreign_keys import flat
 from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.megatron import read_megatron
 from workbench.interop.torchtitan import read_torchtitan
-from workbench.interop.translation import Given
+from workbench.interop.translation import ImportOptions
 from workbench.safe_io import yaml_files
 
 SAMPLES = Path(__file__).parent / "foreign"
@@ -84,7 +84,7 @@ def test_any_key_may_hold_anything(reader):
         data = copy.deepcopy(written)
         for _ in range(pick.choice([1, 1, 2, 3])):
             mutate(data, pick, VALUES)
-        given_beside = Given(pick.choice(["tiny-moe", "tiny-moe", None]), GPU_NAME, gpus)
+        given_beside = ImportOptions(pick.choice(["tiny-moe", "tiny-moe", None]), GPU_NAME, gpus)
         try:
             found = reader.read(data, given_beside, lenient=pick.random() < 0.5)
         except PlanError as error:

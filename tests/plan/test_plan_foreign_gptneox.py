@@ -3,9 +3,9 @@
 import pytest
 
 from workbench.interop.gpt_neox import read_gpt_neox
-from workbench.interop.translation import Given
+from workbench.interop.translation import ImportOptions
 
-ON_8 = Given(None, "h100-sxm-80gb", 8)
+ON_8 = ImportOptions(None, "h100-sxm-80gb", 8)
 SMALL = {
     "pipe_parallel_size": 0,
     "model_parallel_size": 1,
@@ -111,7 +111,7 @@ def test_dropout_seed_and_evaluation_are_gpt_neoxs_own_unless_the_file_says_them
 
 
 def test_experts_beside_a_model_that_is_given_are_the_models_and_spread_as_the_file_says():
-    on = Given("mixtral-8x7b", "h100-sxm-80gb", 8)
+    on = ImportOptions("mixtral-8x7b", "h100-sxm-80gb", 8)
     found = read_gpt_neox.read(
         {**SMALL, "moe_num_experts": 8, "moe_top_k": 2, "moe_expert_parallel_size": 4}, on
     )

@@ -7,7 +7,7 @@ import pytest
 from tests.plan.test_plan_foreign import GPU_NAME, assumed, left, problems
 from workbench import interop
 from workbench.interop.megatron import read_megatron
-from workbench.interop.translation import Given
+from workbench.interop.translation import ImportOptions
 
 SMALL = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4
  --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --bf16
@@ -15,7 +15,7 @@ SMALL = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-s
 
 
 def read(more, front=""):
-    return read_megatron.read(front + SMALL + more, Given(None, GPU_NAME))
+    return read_megatron.read(front + SMALL + more, ImportOptions(None, GPU_NAME))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,9 @@ def test_what_the_model_computes_beyond_a_shape_is_unmodelled(words):
     found = read("--train-iters 10 --position-embedding-type rope " + words)
     assert words.removesuffix(" reglu") in (found.plan.resolve().shape.unmodelled or "")
     assert words.split()[0] in left(found)
-    beside = read_megatron.read(SMALL + "--train-iters 10 " + words, Given("tiny", GPU_NAME))
+    beside = read_megatron.read(
+        SMALL + "--train-iters 10 " + words, ImportOptions("tiny", GPU_NAME)
+    )
     why = {note.field: note.why for note in beside.untranslated}
     assert beside.plan.model == "tiny" and "the model given stands" in why[words.split()[0]]
     assert read("--train-iters 10 --rotary-percent 1.0").plan.resolve().shape.unmodelled is None
@@ -112,7 +114,7 @@ def test_a_public_file_of_words_below_a_variable_is_known_by_its_name():
     script = "BASE=$PWD/data\n" + SMALL.replace(
         "--vocab-size 1000", "--vocab-file $BASE/gpt2-vocab.json"
     )
-    found = read_megatron.read(script + "--train-iters 10", Given(None, GPU_NAME))
+    found = read_megatron.read(script + "--train-iters 10", ImportOptions(None, GPU_NAME))
     assert found.plan.resolve().shape.vocab == assumed(found)["model.vocab"] == 50257
 
 
@@ -122,7 +124,9 @@ PIPED = "--train-iters 10 --pipeline-model-parallel-size 4 --num-layers {} "
 def stages(more, layers):
     words = SMALL.replace("--num-layers 4 ", "") + PIPED.format(layers) + more
     return (
-        read_megatron.read(words, Given(None, GPU_NAME)).plan.resolve().strategy.pipeline.partition
+        read_megatron.read(words, ImportOptions(None, GPU_NAME))
+        .plan.resolve()
+        .strategy.pipeline.partition
     )
 
 
@@ -173,16 +177,21 @@ def test_stages_that_the_layers_do_not_fill_are_refused():
 
 
 def read_piped(more):
-    return read_megatron.read(SMALL.replace("--num-layers 4 ", "") + more, Given(None, GPU_NAME))
+    return read_megatron.read(
+        SMALL.replace("--num-layers 4 ", "") + more, ImportOptions(None, GPU_NAME)
+    )
 
 
 def test_a_launcher_that_says_nodes_alone_spreads_the_gpus_over_them():
     words = (
         SMALL.replace("torchrun --nproc_per_node 8", "deepspeed --num_nodes=2") + "--train-iters 10"
     )
-    full = read_megatron.read(words, Given(None, GPU_NAME, 8)).plan.resolve()
+    full = read_megatron.read(words, ImportOptions(None, GPU_NAME, 8)).plan.resolve()
     assert (full.cluster.nodes, full.cluster.gpus_per_node) == (2, 4)
-    assert "--nnodes 2" in problems(read_megatron.read, words, Given(None, GPU_NAME, 9))["gpus"]
+    assert (
+        "--nnodes 2"
+        in problems(read_megatron.read, words, ImportOptions(None, GPU_NAME, 9))["gpus"]
+    )
 
 
 def test_fsdp2_may_keep_what_it_gathered():
@@ -203,10 +212,10 @@ def test_deepspeed_decides_overlap_and_bucket_where_its_arguments_are_given():
 
 def test_fp8_beside_fp32_parameters_is_told():
     words = SMALL.replace("--bf16 ", "") + "--train-iters 10 --fp8-format hybrid"
-    found = read_megatron.read(words, Given(None, "h100-sxm-80gb"))
+    found = read_megatron.read(words, ImportOptions(None, "h100-sxm-80gb"))
     assert found.plan.strategy.precision == "fp8" and "--fp8-format" in left(found)
     both = read_megatron.read(
-        SMALL + "--train-iters 10 --fp8-format hybrid", Given(None, "h100-sxm-80gb")
+        SMALL + "--train-iters 10 --fp8-format hybrid", ImportOptions(None, "h100-sxm-80gb")
     )
     assert "--fp8-format" in both.translated
 
@@ -261,7 +270,8 @@ def test_a_recipe_s_quoting_is_undone_twice_as_by_its_harness():
 def test_the_names_of_2020_are_read():
     words = SMALL.replace("--micro-batch-size 1 --global-batch-size 8", "--batch-size 2")
     found = read_megatron.read(
-        f"{words}--train-iters 100 --model-parallel-size 4 --warmup 0.1", Given(None, GPU_NAME)
+        f"{words}--train-iters 100 --model-parallel-size 4 --warmup 0.1",
+        ImportOptions(None, GPU_NAME),
     )
     plan = found.plan
     assert (plan.strategy.tensor.size, plan.training.micro_batch, plan.training.global_batch) == (
@@ -274,6 +284,6 @@ def test_the_names_of_2020_are_read():
     both = "--train-iters 10 --model-parallel-size 4 --tensor-model-parallel-size 2"
     assert "its newer name, is 2" in problems(read, both)["--model-parallel-size"]
     long = read_megatron.read(
-        f"{words}--train-iters 10 --lr-decay-iters 1000 --warmup 0.1", Given(None, GPU_NAME)
+        f"{words}--train-iters 10 --lr-decay-iters 1000 --warmup 0.1", ImportOptions(None, GPU_NAME)
     )
     assert "--warmup" in left(long)

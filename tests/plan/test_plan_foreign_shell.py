@@ -6,7 +6,7 @@ import pytest
 
 from workbench import interop
 from workbench.errors import PlanError
-from workbench.interop.foreign_keys import Open
+from workbench.interop.foreign_keys import UndecidedValue
 from workbench.interop.megatron.argument_words import arguments, flags
 
 GPU_NAME = "h100-sxm-80gb"
@@ -174,7 +174,7 @@ def test_a_comment_that_ends_in_a_backslash_is_one_line():
 )
 def test_what_the_shell_would_pass(lines, passed):
     found = {
-        flag: OPEN if isinstance(value, Open) else value
+        flag: OPEN if isinstance(value, UndecidedValue) else value
         for flag, value in flags(script(*lines)).items()
     }
     assert found == passed

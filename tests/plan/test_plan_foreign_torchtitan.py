@@ -6,9 +6,9 @@ import pytest
 
 from workbench.errors import PlanError
 from workbench.interop.torchtitan import read_torchtitan
-from workbench.interop.translation import Given
+from workbench.interop.translation import ImportOptions
 
-ON_8 = Given(None, "h100-sxm-80gb", 8)
+ON_8 = ImportOptions(None, "h100-sxm-80gb", 8)
 
 
 def read(model=None, **sections):

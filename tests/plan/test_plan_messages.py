@@ -18,7 +18,7 @@ from workbench.errors import PlanError, Problem
 from workbench.fields.validation_messages import _without_parents
 from workbench.interop import foreign_keys
 from workbench.interop.missing_fields import asked
-from workbench.interop.translation import Given, Imported, Lacking
+from workbench.interop.translation import Imported, ImportOptions, MissingField
 from workbench.machine import calibration_file
 from workbench.plan.catalog import huggingface_config
 from workbench.plan.model_shape import shape_from
@@ -112,13 +112,15 @@ def test_a_field_is_left_out_for_one_inside_it_without_comparing_each_with_all()
 
 
 def test_a_file_is_read_a_few_times_only_however_much_it_lacks() -> None:
-    reads: list[Given] = []
+    reads: list[ImportOptions] = []
 
-    def read(given: Given) -> Imported:
+    def read(given: ImportOptions) -> Imported:
         reads.append(given)
-        raise Lacking([Problem(f"field{len(reads)}", "is missing")], [{"gpus": 1}, {"gpus": 2}])
+        raise MissingField(
+            [Problem(f"field{len(reads)}", "is missing")], [{"gpus": 1}, {"gpus": 2}]
+        )
 
-    assert "field1: is missing" in told(asked, read, Given(None, None, None))
+    assert "field1: is missing" in told(asked, read, ImportOptions(None, None, None))
     assert len(reads) <= 20
 
 

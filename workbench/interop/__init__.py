@@ -24,11 +24,11 @@ from workbench.interop.translation import (
     SOURCES,
     TITLES,
     Format,
-    Given,
     Imported,
-    Note,
+    ImportOptions,
+    KeyNote,
     Source,
-    Written,
+    Translation,
 )
 from workbench.machine.hardware import GPU
 from workbench.plan.model_shape import Shape
@@ -39,10 +39,10 @@ __all__ = [
     "FORMATS",
     "TITLES",
     "Format",
-    "Given",
+    "ImportOptions",
     "Imported",
-    "Note",
-    "Written",
+    "KeyNote",
+    "Translation",
     "detect",
     "load",
     "read",
@@ -59,7 +59,7 @@ _READERS: dict[Source, Callable[..., Imported]] = {
     "fsdp": read_accelerate.read,
     "gpt-neox": read_gpt_neox.read,
 }
-_WRITERS: dict[Format, Callable[[Plan], Written]] = {
+_WRITERS: dict[Format, Callable[[Plan], Translation]] = {
     "deepspeed": read_deepspeed.write,
     "megatron": read_megatron.write,
     "torchtitan": read_torchtitan.write,
@@ -106,7 +106,7 @@ def read(
     reader = _READERS[format]
     return asked(
         lambda given: reader(text, given, lenient),
-        Given(*beside, sets=sets, vocab_size=vocab_size, folder=folder),
+        ImportOptions(*beside, sets=sets, vocab_size=vocab_size, folder=folder),
     )
 
 
@@ -120,7 +120,7 @@ def load(path: str | Path, **given: Any) -> Imported:
     return read(text.removeprefix("\ufeff"), folder=path.parent, **given)
 
 
-def write(plan: Plan, format: Format) -> Written:
+def write(plan: Plan, format: Format) -> Translation:
     """`plan` in a foreign `format`, and its fields that the text does not say. Raises
     `PlanError`.
     """

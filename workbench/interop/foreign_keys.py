@@ -1,5 +1,5 @@
-"""The keys of a foreign file, each taken once: what is taken is translated, what is left is
-told.
+"""The keys of a foreign file: each is translated once, or reported as not translated, ignored,
+assumed or unknown.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.errors import SHOWN, PlanError, Problem, refuse
-from workbench.interop.translation import Note
+from workbench.interop.translation import KeyNote
 from workbench.untrusted_text import shown
 
 NO_FIELD = "a plan has no such field"
 
 
 @dataclass(frozen=True)
-class Open:
+class UndecidedValue:
     """A value that the file leaves open: what it may be, each with its line (0: none), why, and
     what decides it.
     """
 
-    said: tuple[tuple[str, int], ...]
+    values: tuple[tuple[str, int], ...]
     why: str
     hint: str
 
     def __str__(self) -> str:
-        return " or ".join(text + f" (line {line})" * bool(line) for text, line in self.said)
+        return " or ".join(text + f" (line {line})" * bool(line) for text, line in self.values)
 
     def message(self) -> str:
         """What a refusal says of it."""
         between = " and " if "twice" in self.why else " or "
-        told = between.join(text[:60] + f" (line {line})" * bool(line) for text, line in self.said)
+        told = between.join(
+            text[:60] + f" (line {line})" * bool(line) for text, line in self.values
+        )
         return f"is {told}, {self.why}; or decide it with {self.hint}".replace(
             "say; or decide", "say; give"
         )
 
 
-class Keys:
-    """Dotted keys of one file with their values, and what was made of each. Lives as long as one
-    reading.
-    """
+class ForeignKeys:
+    """Dotted keys of one file with their values, and the account of what became of each."""
 
     def __init__(self, data: Mapping[str, Any], spell: str = "{}") -> None:
         """`data` nested or flat; `spell` is how a key is written in messages, e.g. `--{}`."""
@@ -50,17 +50,17 @@ class Keys:
         self._taken: dict[str, Any] = {}
         self._spell = spell
         self.translated: list[str] = []
-        self.untranslated: list[Note] = []
-        self.assumed: list[Note] = []
-        self.ignored: list[Note] = []
-        self.unknown: list[Note] = []
+        self.untranslated: list[KeyNote] = []
+        self.assumed: list[KeyNote] = []
+        self.ignored: list[KeyNote] = []
+        self.unknown: list[KeyNote] = []
         self.problems: list[Problem] = []
         """What was asked for and is left open by the file."""
 
     def __contains__(self, key: str) -> bool:
         return key in self._left
 
-    def said(self, key: str) -> bool:
+    def has_key(self, key: str) -> bool:
         """Whether the file has `key`, read or not."""
         return key in self._left or key in self._taken
 
@@ -91,7 +91,7 @@ class Keys:
         """
         if key not in self._left:
             return None
-        if isinstance(found := self._left[key], Open):
+        if isinstance(found := self._left[key], UndecidedValue):
             del self._left[key]
             self.problems.append(Problem(self.name(key), found.message()))
             return None
@@ -117,7 +117,7 @@ class Keys:
         except OverflowError:
             raise refuse(self.name(key), "is too large for a number") from None
 
-    def whole(self, key: str, least: float = 1, most: float = 2**53) -> int | None:
+    def integer(self, key: str, least: float = 1, most: float = 2**53) -> int | None:
         """The integer at `key`, within bounds, also written as 5e8; None where absent. Raises
         `PlanError`.
         """
@@ -131,9 +131,9 @@ class Keys:
             )
         return int(value)
 
-    def renamed(self, key: str, older: str, least: int = 1) -> int | None:
+    def renamed_integer(self, key: str, older: str, least: int = 1) -> int | None:
         """The integer at `key`, or at its `older` name. Raises `PlanError` where the two differ."""
-        value, before = self.whole(key, least), self.whole(older, least)
+        value, before = self.integer(key, least), self.integer(older, least)
         if None not in (value, before) and value != before:
             raise refuse(
                 self.name(older),
@@ -154,7 +154,7 @@ class Keys:
 
     def text(self, key: str) -> str | None:
         """The text at `key`; None where absent. Raises `PlanError`."""
-        if self.is_open(key):
+        if self.is_undecided(key):
             self._left[key] = str(self._left[key])
         value = self.take(key)
         if value is not None and not isinstance(value, str):
@@ -173,39 +173,39 @@ class Keys:
             raise refuse(self.name(key), f"is {shown(value)}; legal: {', '.join(legal)}")
         return words[str(value).lower()]
 
-    def is_open(self, key: str) -> bool:
+    def is_undecided(self, key: str) -> bool:
         """Whether the file has `key` and leaves its value open."""
-        return isinstance(self._left.get(key), Open)
+        return isinstance(self._left.get(key), UndecidedValue)
 
-    def autos(self) -> list[str]:
+    def auto_keys(self) -> list[str]:
         """Keys whose value is the word auto."""
         return [key for key, value in self._left.items() if value == "auto"]
 
-    def leave(self, key: str, why: str) -> Any:
-        """Tell `key` as not translated, and return its value; None where absent."""
+    def skip(self, key: str, why: str) -> Any:
+        """Report `key` as not translated, and return its value; None where absent."""
         if key not in self._left:
             return None
         value = self._left.pop(key)
-        value = str(value) if isinstance(value, Open) else value
-        self.untranslated.append(Note(self.name(key), value, why))
+        value = str(value) if isinstance(value, UndecidedValue) else value
+        self.untranslated.append(KeyNote(self.name(key), value, why))
         return value
 
-    def doubt(self, key: str, why: str) -> None:
-        """Tell a key that was taken as not translated after all, or only in part."""
-        assert key in self._taken, "doubt is about a key that the file has"
+    def mark_untranslated(self, key: str, why: str) -> None:
+        """Report a key that was taken as not translated after all, or only in part."""
+        assert key in self._taken, "only a key that was taken can be untranslated after all"
         if self.name(key) in self.translated:
             self.translated.remove(self.name(key))
-        self.untranslated.append(Note(self.name(key), self._taken[key], why))
+        self.untranslated.append(KeyNote(self.name(key), self._taken[key], why))
 
     def ignore(self, what: str, value: Any, why: str) -> None:
-        """Tell something in the file that is no part of the configuration: a comment, another
+        """Report something in the file that is no part of the configuration: a comment, another
         program's section.
         """
-        self.ignored.append(Note(what, value, why))
+        self.ignored.append(KeyNote(what, value, why))
 
     def assume(self, field: str, value: Any, why: str) -> Any:
-        """Tell a field of the plan that the file does not say; returns `value`."""
-        self.assumed.append(Note(field, value, why))
+        """Report a field of the plan that the file does not set; returns `value`."""
+        self.assumed.append(KeyNote(field, value, why))
         return value
 
     def finish(
@@ -215,11 +215,11 @@ class Keys:
         sections: Collection[str],
         lenient: bool,
     ) -> None:
-        """Tell all keys that are left; those that are neither `known` nor in open `sections` raise
+        """Report all keys that are left; those that are neither `known` nor in open `sections` raise
         `PlanError`.
 
         `whys` maps a key, or the beginning of keys, to the reason why a plan does not hold it. With
-        `lenient` an unknown key is told with the rest.
+        `lenient` an unknown key is reported with the rest.
         """
         words = sorted({*known, *self._taken, *whys})
         refused: list[Problem] = []
@@ -233,17 +233,19 @@ class Keys:
                 # A message lists so many: close keys are looked for slowly, and a file may hold any
                 # number of others.
                 refused.append(
-                    unknown(self.name(key), key, words if len(refused) < SHOWN else (), self._spell)
+                    unknown_key(
+                        self.name(key), key, words if len(refused) < SHOWN else (), self._spell
+                    )
                 )
                 continue
-            self.leave(key, "the format does not know this key" if foreign else _why(key, whys))
+            self.skip(key, "the format does not know this key" if foreign else _why(key, whys))
             if foreign:
                 self.unknown.append(self.untranslated[-1])
         if refused:
             raise PlanError(refused)
 
 
-def unknown(name: str, key: str, words: Collection[str], spell: str = "{}") -> Problem:
+def unknown_key(name: str, key: str, words: Collection[str], spell: str = "{}") -> Problem:
     """The refusal of a key that a format does not have, with the keys that are close."""
     close = ", ".join(spell.format(word) for word in (_close(key, words) if words else ()))
     hint = f" did you mean {close}?" * bool(close)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from workbench.errors import PlanError, Problem, refuse
-from workbench.interop.translation import Given, Imported, Lacking
+from workbench.interop.translation import Imported, ImportOptions, MissingField
 
 MOST_READS = 16
 """Of one file: where nothing that could stand in lets the reader end, the ways to fill what is
@@ -19,13 +19,13 @@ lacking are many.
 """
 
 
-def asked(read: Callable[[Given], Imported], given: Given) -> Imported:
+def asked(read: Callable[[ImportOptions], Imported], given: ImportOptions) -> Imported:
     """What `read` makes of `given`. Raises `PlanError` naming everything that is lacking, not only
     the first.
     """
     left = MOST_READS
 
-    def again(given: Given) -> Imported:
+    def again(given: ImportOptions) -> Imported:
         nonlocal left
         left -= 1
         if left < 0:
@@ -34,16 +34,16 @@ def asked(read: Callable[[Given], Imported], given: Given) -> Imported:
 
     try:
         return read(given)
-    except Lacking as error:
+    except MissingField as error:
         problems, _ = _lacks(again, given, error)
     fields = {problem.field for problem in problems}
     if given.gpu is None and "gpu" not in fields:
-        problems = [*problems, Given.no_gpu()]
+        problems = [*problems, ImportOptions.no_gpu()]
     raise PlanError(list({problem.field: problem for problem in problems}.values()))
 
 
 def _lacks(
-    read: Callable[[Given], Imported], given: Given, error: Lacking
+    read: Callable[[ImportOptions], Imported], given: ImportOptions, error: MissingField
 ) -> tuple[list[Problem], bool]:
     """(what is lacking from `error` on, whether the reader came to its end with some stand-in)."""
     best: tuple[list[Problem], bool] = ([], not error.stand_ins)
@@ -56,17 +56,19 @@ def _lacks(
     return [*error.problems, *best[0]], best[1]
 
 
-def _rest(read: Callable[[Given], Imported], given: Given) -> tuple[list[Problem], bool]:
+def _rest(
+    read: Callable[[ImportOptions], Imported], given: ImportOptions
+) -> tuple[list[Problem], bool]:
     try:
         read(given)
-    except Lacking as error:
+    except MissingField as error:
         return _lacks(read, given, error)
     except PlanError:
         return [], False  # the stand-in may be what is wrong: not for the user to know
     return [], True
 
 
-def _with(given: Given, stand_in: Mapping[str, Any]) -> Given:
+def _with(given: ImportOptions, stand_in: Mapping[str, Any]) -> ImportOptions:
     """`given` with a stand-in: its own fields by name, fields of the plan by dotted path."""
     sets = {field: value for field, value in stand_in.items() if "." in field}
     own = {field: value for field, value in stand_in.items() if "." not in field}
@@ -75,4 +77,8 @@ def _with(given: Given, stand_in: Mapping[str, Any]) -> Given:
 
 def told(error: PlanError, problems: Sequence[Problem]) -> PlanError:
     """`error` with other `problems`, still lacking what it lacked."""
-    return Lacking(problems, error.stand_ins) if isinstance(error, Lacking) else PlanError(problems)
+    return (
+        MissingField(problems, error.stand_ins)
+        if isinstance(error, MissingField)
+        else PlanError(problems)
+    )

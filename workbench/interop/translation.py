@@ -19,7 +19,7 @@ from workbench.plan.schema import Plan, build_plan
 from workbench.untrusted_text import escaped
 
 if TYPE_CHECKING:
-    from workbench.interop.foreign_keys import Keys
+    from workbench.interop.foreign_keys import ForeignKeys
 
 Format = Literal["deepspeed", "megatron", "torchtitan", "fsdp"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -59,7 +59,7 @@ MARKS: dict[Source, str] = {
 
 
 @dataclass(frozen=True)
-class Note:
+class KeyNote:
     """One key or field, its value, and why it was left out or taken so."""
 
     field: str
@@ -80,21 +80,21 @@ class Imported:
     plan: Plan
     translated: list[str]
     """Keys of the file that the plan holds."""
-    untranslated: list[Note]
+    untranslated: list[KeyNote]
     """Keys of the file that a plan cannot say, with their values; those that are `unknown` stand
     here too.
     """
-    assumed: list[Note]
+    assumed: list[KeyNote]
     """Fields of the plan that the file does not say, with the value taken and whose default it is.
     """
-    ignored: list[Note] = field(default_factory=list)
+    ignored: list[KeyNote] = field(default_factory=list)
     """What stands in the file and is no part of the configuration (comments, other commands), or
     was overridden.
     """
-    unknown: list[Note] = field(default_factory=list)
+    unknown: list[KeyNote] = field(default_factory=list)
     """Keys that the format does not have, where the file was read leniently."""
 
-    def tables(self) -> list[tuple[str, str, list[Note]]]:
+    def tables(self) -> list[tuple[str, str, list[KeyNote]]]:
         """(title, what a row is about, rows) of each list that is shown beside the plan."""
         unknown = [note.field for note in self.unknown]
         known = [note for note in self.untranslated if note.field not in unknown]
@@ -113,17 +113,17 @@ class Imported:
         return self.plan._repr_html_() + "".join(shown)
 
 
-class Written(NamedTuple):
+class Translation(NamedTuple):
     """A plan in a foreign format, and the fields of the plan that the text does not say."""
 
     text: str
-    untranslated: list[Note]
+    untranslated: list[KeyNote]
 
     def _repr_html_(self) -> str:
         return f"<pre>{escaped(self.text)}</pre>" + notes_html("Not translated", self.untranslated)
 
 
-def notes_html(title: str, notes: Sequence[Note]) -> str:
+def notes_html(title: str, notes: Sequence[KeyNote]) -> str:
     """The notes as an HTML table; a line that says so where there are none."""
     if not notes:
         return f"<p>{title}: nothing</p>"
@@ -142,7 +142,7 @@ STAND_IN = {"model": "llama-3-8b"}
 """The model that stands in for one that is lacking."""
 
 
-class Lacking(PlanError):
+class MissingField(PlanError):
     """A refusal because something is neither in the file nor given; `stand_ins` would let a reader
     go on.
     """
@@ -152,15 +152,15 @@ class Lacking(PlanError):
         self.stand_ins = stand_ins
 
 
-def lacks(field: str, message: str, *stand_ins: Mapping[str, Any]) -> Lacking:
-    """A `Lacking` of one problem, to be raised; a stand-in is a field of `Given`, or of the plan by
+def lacks(field: str, message: str, *stand_ins: Mapping[str, Any]) -> MissingField:
+    """A `MissingField` of one problem, to be raised; a stand-in is a field of `ImportOptions`, or of the plan by
     dotted path.
     """
-    return Lacking([Problem(field, message)], stand_ins)
+    return MissingField([Problem(field, message)], stand_ins)
 
 
 @dataclass(frozen=True)
-class Given:
+class ImportOptions:
     """What stands beside a foreign file that lacks it: a model, a GPU, how many GPUs. None: the
     file says it.
 
@@ -201,7 +201,7 @@ class Given:
     def gpu_given(self) -> str | dict[str, Any]:
         """The GPU, which no foreign file says. Raises `PlanError` naming what to give."""
         if self.gpu is None:
-            raise Lacking([self.no_gpu()], [{"gpu": next(reversed(gpu_catalog.gpus()))}])
+            raise MissingField([self.no_gpu()], [{"gpu": next(reversed(gpu_catalog.gpus()))}])
         return self.gpu.model_dump() if isinstance(self.gpu, GPU) else self.gpu
 
     @staticmethod
@@ -256,7 +256,9 @@ DEFAULT = "default"
 KEEPS_ALL = "a plan keeps a number of checkpoints; the file's software keeps every one"
 
 
-def imported(format: Source, plan: dict[str, Any], keys: Keys, given: Given) -> Imported:
+def imported(
+    format: Source, plan: dict[str, Any], keys: ForeignKeys, given: ImportOptions
+) -> Imported:
     """The plan built and proved legal, with what was made of `keys`; `given.sets` stand above the
     file.
 
@@ -276,7 +278,7 @@ def imported(format: Source, plan: dict[str, Any], keys: Keys, given: Given) -> 
             [Problem(p.field, p.message + told.get(p.field, "")) for p in error.problems]
         ) from None
     assumed = [
-        Note(n.field, _at(full, n.field) if n.value == DEFAULT else n.value, n.why)
+        KeyNote(n.field, _at(full, n.field) if n.value == DEFAULT else n.value, n.why)
         for n in keys.assumed
     ]
     assumed = [note for note in assumed if note.field not in given.sets]
@@ -296,20 +298,20 @@ def nothing_read(names: Sequence[str], said: str = "") -> PlanError:
     return refuse("file", f"is in no format that is known here: it {has}{read}; legal: {legal}")
 
 
-def _overridden(plan: dict[str, Any], sets: Mapping[str, Any]) -> list[Note]:
+def _overridden(plan: dict[str, Any], sets: Mapping[str, Any]) -> list[KeyNote]:
     """What the file said of fields that are set otherwise."""
-    found: list[Note] = []
+    found: list[KeyNote] = []
     for path, value in sets.items():
         said: Any = plan
         for name in path.split("."):
             said = said.get(name) if isinstance(said, Mapping) else None
         if said is not None and said != value:
-            found.append(Note(path, said, f"what the file means; {value} is set"))
+            found.append(KeyNote(path, said, f"what the file means; {value} is set"))
     return found
 
 
 def _sources(
-    format: Source, plan: Mapping[str, Any], keys: Keys, sets: Mapping[str, Any]
+    format: Source, plan: Mapping[str, Any], keys: ForeignKeys, sets: Mapping[str, Any]
 ) -> dict[str, str]:
     """Field -> what a refusal of it says of where its value is from; nothing of fields that are
     set.

@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.errors import PlanError, Problem
 from workbench.interop.foreign_keys import flat
-from workbench.interop.translation import ASSUMED, TITLES, Format, Imported, Note, as_said
+from workbench.interop.translation import ASSUMED, TITLES, Format, Imported, KeyNote, as_said
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan, build_plan, written_fields
 
@@ -51,7 +51,7 @@ def nearest(format: Format) -> Iterator[None]:
 
 def lost(
     plan: Plan, full: ResolvedPlan, back: Imported, whys: Mapping[str, str], handed: Collection[str]
-) -> list[Note]:
+) -> list[KeyNote]:
     """Fields of `full` (the complete `plan`) that the text read `back` does not hold, each with its
     value and why.
 
@@ -63,7 +63,7 @@ def lost(
     assumed = {note.field for note in back.assumed}
     ours, theirs, read = _leaves(full), _leaves(back.plan.resolve()), _leaves(back.plan)
     written, default = _leaves(plan), _defaults(full)
-    found: dict[str, Note] = {}
+    found: dict[str, KeyNote] = {}
     for field in dict.fromkeys([*ours, *theirs]):
         value, name = ours.get(field), _group(field, "model" in handed)
         follows = name == PARTITION and field not in written and {STAGES, CHUNKS} & set(found)
@@ -74,7 +74,7 @@ def lost(
         if differs or (not said and _matters(name, field, value, written, default)):
             reason = _reason(name, whys, differs and said, theirs.get(field))
             reason += "; here it decides nothing" * (differs and _idle(field, full))
-            found[name] = Note(name, _value(name, full, value), reason)
+            found[name] = KeyNote(name, _value(name, full, value), reason)
     return list(found.values())
 
 

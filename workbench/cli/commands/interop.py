@@ -16,7 +16,7 @@ from workbench.cli.options import Gpu, Gpus, Json, Model, Set, emit, planned
 from workbench.cli.output_files import write_whole
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
-from workbench.interop import FORMATS, TITLES, Format, Note
+from workbench.interop import FORMATS, TITLES, Format, KeyNote
 from workbench.plan.plan_data import assignments
 from workbench.plan.schema import Plan
 
@@ -122,7 +122,7 @@ def translate(
     )
 
 
-def notes(title: str, what: str, found: Sequence[Note]) -> list[Grid | Text]:
+def notes(title: str, what: str, found: Sequence[KeyNote]) -> list[Grid | Text]:
     """Notes as a table; a line that says so where there are none."""
     if not found:
         return [Text(f"{title}: nothing")]
@@ -132,5 +132,5 @@ def notes(title: str, what: str, found: Sequence[Note]) -> list[Grid | Text]:
     return [built]
 
 
-def _rows(found: Sequence[Note]) -> list[dict[str, Any]]:
+def _rows(found: Sequence[KeyNote]) -> list[dict[str, Any]]:
     return [asdict(note) for note in found]

@@ -14,10 +14,10 @@ from workbench.errors import PlanError, Problem, refuse
 from workbench.interop.accelerate import fsdp_keys as known
 from workbench.interop.accelerate import read_fsdp
 from workbench.interop.deepspeed import read_deepspeed
-from workbench.interop.foreign_keys import Keys, flat, shown
+from workbench.interop.foreign_keys import ForeignKeys, flat, shown
 from workbench.interop.foreign_text import mapping
 from workbench.interop.missing_fields import told
-from workbench.interop.translation import STACKS, Given, Imported, Note, imported
+from workbench.interop.translation import STACKS, Imported, ImportOptions, KeyNote, imported
 from workbench.plan.schema import build_plan
 from workbench.safe_io import json_files, yaml_files
 
@@ -56,12 +56,12 @@ SCRIPT = "the user's script decides; the plan's default"
 
 
 def read(
-    text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False
+    text: str | Mapping[str, Any], given: ImportOptions | None = None, lenient: bool = False
 ) -> Imported:
     """The plan of an accelerate YAML (or JSON), as text or parsed. Raises `PlanError` naming the
     key.
     """
-    given = given or Given()
+    given = given or ImportOptions()
     data = mapping(yaml_files.parse(text, where="file") if isinstance(text, str) else text, "file")
     kind = data.get("distributed_type")
     if kind == "FSDP":
@@ -79,22 +79,24 @@ def read(
     raise refuse("distributed_type", f"is {said}; legal here: {', '.join(LEGAL)}{more}")
 
 
-def _keys(data: Mapping[str, Any], *other: str) -> Keys:
+def _keys(data: Mapping[str, Any], *other: str) -> ForeignKeys:
     """The file's keys, those of the `other` kinds of launch told as unused."""
-    keys = Keys(read_fsdp.spelled(dict(data)))
+    keys = ForeignKeys(read_fsdp.spelled(dict(data)))
     keys.sections("deepspeed_config", "parallelism_config", "dynamo_config")
     keys.take("distributed_type")
     for section in other:
         for key in keys.below(section):
-            keys.leave(key, "read only with another distributed_type")
+            keys.skip(key, "read only with another distributed_type")
     return keys
 
 
-def _cluster(keys: Keys, given: Given, usual: int | None = None) -> tuple[int, dict[str, Any]]:
+def _cluster(
+    keys: ForeignKeys, given: ImportOptions, usual: int | None = None
+) -> tuple[int, dict[str, Any]]:
     """(ranks, the plan's `cluster`)."""
     nodes, world = (
-        keys.whole("num_machines"),
-        given.world(keys.whole("num_processes") or usual, "num_processes"),
+        keys.integer("num_machines"),
+        given.world(keys.integer("num_processes") or usual, "num_processes"),
     )
     if nodes is not None and world % nodes:
         raise refuse(
@@ -105,7 +107,7 @@ def _cluster(keys: Keys, given: Given, usual: int | None = None) -> tuple[int, d
     return world, given.cluster(world, **({"nodes": nodes} if nodes and nodes > 1 else {}))
 
 
-def _plain(data: Mapping[str, Any], given: Given, lenient: bool) -> Imported:
+def _plain(data: Mapping[str, Any], given: ImportOptions, lenient: bool) -> Imported:
     """Data parallelism: every rank holds all states, gradients are reduced once a step."""
     keys = _keys(
         data, "fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config"
@@ -114,7 +116,7 @@ def _plain(data: Mapping[str, Any], given: Given, lenient: bool) -> Imported:
     precision = read_fsdp.precision(keys)
     if precision not in ("fp32", None):
         key = "mixed_precision" if "mixed_precision" in data else "fp16"
-        keys.doubt(
+        keys.mark_untranslated(
             key,
             "autocast over fp32 parameters; a plan keeps 16-bit parameters beside fp32 master "
             "weights",
@@ -129,7 +131,9 @@ def _plain(data: Mapping[str, Any], given: Given, lenient: bool) -> Imported:
     return _finish(keys, given, {"cluster": cluster, "strategy": strategy}, lenient)
 
 
-def _finish(keys: Keys, given: Given, plan: dict[str, Any], lenient: bool) -> Imported:
+def _finish(
+    keys: ForeignKeys, given: ImportOptions, plan: dict[str, Any], lenient: bool
+) -> Imported:
     keys.assume("strategy.recompute", "none", SCRIPT)
     for field in ("sequence_length", "micro_batch", "global_batch", "steps"):
         keys.assume(f"training.{field}", "default", SCRIPT)
@@ -138,7 +142,7 @@ def _finish(keys: Keys, given: Given, plan: dict[str, Any], lenient: bool) -> Im
     return imported("fsdp", plan, keys, given)
 
 
-def _own(data: Mapping[str, Any], given: Given) -> Imported | None:
+def _own(data: Mapping[str, Any], given: ImportOptions) -> Imported | None:
     """The plan beside the launcher's half of an export; None where this is no such file."""
     beside = given.folder / "plan.yaml" if given.folder else None
     if (
@@ -165,13 +169,13 @@ def _own(data: Mapping[str, Any], given: Given) -> Imported | None:
     )
     plan.resolve()
     ignored = [
-        Note(key, value, f"the launcher's half of an export; {beside} says the plan")
+        KeyNote(key, value, f"the launcher's half of an export; {beside} says the plan")
         for key, value in data.items()
     ]
     return Imported("fsdp", plan, [str(beside)], [], [], ignored)
 
 
-def _deepspeed(data: Mapping[str, Any], given: Given, lenient: bool) -> Imported:
+def _deepspeed(data: Mapping[str, Any], given: ImportOptions, lenient: bool) -> Imported:
     """DeepSpeed through accelerate: what a ds_config.json with the same content means, in this
     file's own keys.
     """
@@ -180,7 +184,7 @@ def _deepspeed(data: Mapping[str, Any], given: Given, lenient: bool) -> Imported
     named = f"{D}deepspeed_config_file" in keys
     config, names = _from_file(keys, given) if named else _inline(keys)
     _mixed(config, keys, named)
-    if (size := keys.whole(f"{AXES}sp_size")) is not None:
+    if (size := keys.integer(f"{AXES}sp_size")) is not None:
         config["sequence_parallel_size"] = size
     keys.finish(known.KNOWN, known.WHYS, known.OPEN, lenient)
     inner = _read_inner(config, replace(given, gpus=world), names, lenient)
@@ -189,13 +193,15 @@ def _deepspeed(data: Mapping[str, Any], given: Given, lenient: bool) -> Imported
     return _merged(replace(inner, plan=plan), keys, names)
 
 
-def _mixed(config: dict[str, Any], keys: Keys, named: bool) -> None:
+def _mixed(config: dict[str, Any], keys: ForeignKeys, named: bool) -> None:
     """Write `mixed_precision` where the ds_config.json leaves it open; one of the user's own may
     say it itself.
     """
     wanted = read_fsdp.precision(keys) or (None if named else "fp32")
     if wanted == "fp8":
-        keys.doubt("mixed_precision", "DeepSpeed computes in bf16 or fp16; bf16 was taken")
+        keys.mark_untranslated(
+            "mixed_precision", "DeepSpeed computes in bf16 or fp16; bf16 was taken"
+        )
         wanted = "bf16"
     for name in ("bf16", "fp16"):
         section = config.get(name, {})
@@ -207,12 +213,12 @@ def _mixed(config: dict[str, Any], keys: Keys, named: bool) -> None:
             config[name] = {**section, "enabled": wanted == name}
 
 
-def _merged(inner: Imported, keys: Keys, names: Mapping[str, str]) -> Imported:
+def _merged(inner: Imported, keys: ForeignKeys, names: Mapping[str, str]) -> Imported:
     """What was read through a ds_config.json, in the keys of this file."""
-    told = [Note(names[n.field], n.value, n.why) for n in inner.untranslated if n.field in names]
-    unknown = [Note(names[n.field], n.value, n.why) for n in inner.unknown if n.field in names]
+    told = [KeyNote(names[n.field], n.value, n.why) for n in inner.untranslated if n.field in names]
+    unknown = [KeyNote(names[n.field], n.value, n.why) for n in inner.unknown if n.field in names]
     assumed = [
-        Note(n.field, n.value, SCRIPT if n.why.startswith("the file says auto") else n.why)
+        KeyNote(n.field, n.value, SCRIPT if n.why.startswith("the file says auto") else n.why)
         for n in inner.assumed
     ]
     used = [*keys.translated, *(names[key] for key in inner.translated if key in names)]
@@ -227,7 +233,7 @@ def _merged(inner: Imported, keys: Keys, names: Mapping[str, str]) -> Imported:
     )
 
 
-def _inline(keys: Keys) -> tuple[dict[str, Any], dict[str, str]]:
+def _inline(keys: ForeignKeys) -> tuple[dict[str, Any], dict[str, str]]:
     """(content of the ds_config.json that accelerate writes, its keys -> keys of this file)."""
     found: dict[str, Any] = dict.fromkeys(BATCH, "auto")
     names: dict[str, str] = {}
@@ -242,13 +248,13 @@ def _inline(keys: Keys) -> tuple[dict[str, Any], dict[str, str]]:
     return _nested(found), names
 
 
-def _from_file(keys: Keys, given: Given) -> tuple[dict[str, Any], dict[str, str]]:
+def _from_file(keys: ForeignKeys, given: ImportOptions) -> tuple[dict[str, Any], dict[str, str]]:
     """The same of the ds_config.json that `deepspeed_config_file` names, below the folder of this
     file.
     """
     name = keys.text(f"{D}deepspeed_config_file") or ""
     for key in INLINE:
-        keys.leave(D + key, f"read only without deepspeed_config_file; {name} says it")
+        keys.skip(D + key, f"read only without deepspeed_config_file; {name} says it")
     folder = given.folder.resolve() if given.folder else None
     path = folder / name if folder else None
     beside = (
@@ -281,7 +287,7 @@ def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_inner(
-    config: dict[str, Any], given: Given, names: Mapping[str, str], lenient: bool
+    config: dict[str, Any], given: ImportOptions, names: Mapping[str, str], lenient: bool
 ) -> Imported:
     try:
         return read_deepspeed.read(config, given, lenient)

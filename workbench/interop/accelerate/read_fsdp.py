@@ -12,9 +12,9 @@ from typing import Any
 
 from workbench.errors import refuse
 from workbench.interop.accelerate import fsdp_keys as known
-from workbench.interop.foreign_keys import Keys, shown
+from workbench.interop.foreign_keys import ForeignKeys, shown
 from workbench.interop.foreign_text import mapping
-from workbench.interop.translation import STACKS, Given, Imported, Written, imported
+from workbench.interop.translation import STACKS, Imported, ImportOptions, Translation, imported
 from workbench.interop.translation_loss import lost, nearest
 from workbench.machine import gpu_catalog
 from workbench.machine.hardware import Fabric
@@ -34,21 +34,21 @@ _KINDS = {
 
 
 def read(
-    text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False
+    text: str | Mapping[str, Any], given: ImportOptions | None = None, lenient: bool = False
 ) -> Imported:
     """The plan of an accelerate YAML (or JSON) with FSDP, as text or parsed. Raises `PlanError`
     naming the key.
     """
-    given = given or Given()
-    keys = Keys(
+    given = given or ImportOptions()
+    keys = ForeignKeys(
         spelled(
             mapping(yaml_files.parse(text, where="file") if isinstance(text, str) else text, "file")
         )
     )
     keys.sections("fsdp_config", "parallelism_config", "dynamo_config")
     _require_fsdp(keys)
-    nodes = keys.whole("num_machines")
-    world = given.world(keys.whole("num_processes"), "num_processes")
+    nodes = keys.integer("num_machines")
+    world = given.world(keys.integer("num_processes"), "num_processes")
     if nodes is not None and world % nodes:
         raise refuse(
             "num_processes",
@@ -57,10 +57,10 @@ def read(
         )
     cluster = given.cluster(world, **({"nodes": nodes} if nodes and nodes > 1 else {}))
     sizes = {
-        axis: keys.whole(f"{AXIS}{key}") or 1
+        axis: keys.integer(f"{AXIS}{key}") or 1
         for axis, key in (("tensor", "tp_size"), ("context", "cp_size"))
     }
-    keys.leave(f"{AXIS}sp_size", "runs under DeepSpeed, not FSDP (Ulysses)")
+    keys.skip(f"{AXIS}sp_size", "runs under DeepSpeed, not FSDP (Ulysses)")
     wanted = precision(keys) or "fp32"
     strategy = {
         "stack": STACKS["fsdp"],
@@ -107,17 +107,17 @@ def spelled(data: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _require_fsdp(keys: Keys) -> None:
+def _require_fsdp(keys: ForeignKeys) -> None:
     kind = keys.take("distributed_type")
     if kind != "FSDP":
         raise refuse("distributed_type", f"is {shown(kind)}; legal here: FSDP")
     for other in ("deepspeed_config", "megatron_lm_config"):
         for key in keys.below(other):
-            keys.leave(key, "read only with another distributed_type")
+            keys.skip(key, "read only with another distributed_type")
 
 
 def _data(
-    keys: Keys, given: Given, world: int, nodes: int, sizes: Mapping[str, int]
+    keys: ForeignKeys, given: ImportOptions, world: int, nodes: int, sizes: Mapping[str, int]
 ) -> dict[str, Any]:
     version = int(keys.choice(F + "version", {"1": 1, "2": 2}) or 1)
     zero, kept, node = _sharding(keys, version)
@@ -126,7 +126,10 @@ def _data(
         raise refuse(
             "num_processes", f"is {world}, which tp_size x cp_size = {others} does not divide"
         )
-    replicate, shard = keys.whole(AXIS + "dp_replicate_size"), keys.whole(AXIS + "dp_shard_size")
+    replicate, shard = (
+        keys.integer(AXIS + "dp_replicate_size"),
+        keys.integer(AXIS + "dp_shard_size"),
+    )
     data = world // others
     if shard is not None and (replicate or 1) * shard != data:
         raise refuse(
@@ -156,7 +159,7 @@ def _data(
     return found
 
 
-def _offload(keys: Keys, zero: int) -> str:
+def _offload(keys: ForeignKeys, zero: int) -> str:
     """What lives on the host: FSDP keeps parameters and gradients there between uses, so the
     optimizer steps there.
     """
@@ -166,13 +169,13 @@ def _offload(keys: Keys, zero: int) -> str:
     if zero == 3:
         return "parameters"
     if zero:
-        keys.doubt(
+        keys.mark_untranslated(
             key,
             "a plan offloads parameters only where stage 3 shards them; the optimizer's states "
             "were taken",
         )
         return "optimizer"
-    keys.doubt(key, "a plan offloads what is sharded, and nothing is here")
+    keys.mark_untranslated(key, "a plan offloads what is sharded, and nothing is here")
     return "none"
 
 
@@ -188,7 +191,7 @@ _PREFETCH = {
 """Name or number of a prefetch policy -> whether it overlaps."""
 
 
-def _sharding(keys: Keys, version: int) -> tuple[int, bool, bool]:
+def _sharding(keys: ForeignKeys, version: int) -> tuple[int, bool, bool]:
     """(ZeRO stage, whether gathered parameters are kept for the backward pass, whether only a node
     shards).
     """
@@ -200,7 +203,7 @@ def _sharding(keys: Keys, version: int) -> tuple[int, bool, bool]:
     )
     if version == 2:
         if older is not None:
-            keys.doubt(
+            keys.mark_untranslated(
                 F + "sharding_strategy",
                 "read only by the first version; reshard_after_forward counts",
             )
@@ -220,7 +223,7 @@ def _sharding(keys: Keys, version: int) -> tuple[int, bool, bool]:
     return zero, False, node
 
 
-def _node(given: Given, world: int, nodes: int) -> int:
+def _node(given: ImportOptions, world: int, nodes: int) -> int:
     """Ranks of a node: as the machines say, else as the GPU's usual fabric has."""
     if nodes > 1:
         return world // nodes
@@ -230,7 +233,7 @@ def _node(given: Given, world: int, nodes: int) -> int:
     return min(world, fabric.gpus_per_node) if fabric else world
 
 
-def kernels(keys: Keys) -> str:
+def kernels(keys: ForeignKeys) -> str:
     """eager, or compiled where the file turns dynamo on."""
     for key in ("dynamo_config.dynamo_backend", "dynamo_config.backend", "dynamo_backend"):
         if (backend := keys.text(key)) is not None and backend.upper() not in ("NO", "EAGER"):
@@ -238,7 +241,7 @@ def kernels(keys: Keys) -> str:
     return "eager"
 
 
-def precision(keys: Keys) -> str | None:
+def precision(keys: ForeignKeys) -> str | None:
     """What `mixed_precision`, or the older `fp16`, says; None where neither does."""
     said, older = keys.choice("mixed_precision", _KINDS), keys.flag("fp16")
     if said is None:
@@ -248,7 +251,7 @@ def precision(keys: Keys) -> str | None:
     return str(said)
 
 
-def _prefetch(keys: Keys) -> bool:
+def _prefetch(keys: ForeignKeys) -> bool:
     """Whether the next layer's parameters are gathered ahead, by either name of the key."""
     found = [
         keys.choice(f"{F}{key}", _PREFETCH)
@@ -262,15 +265,15 @@ def _prefetch(keys: Keys) -> bool:
     return False not in found
 
 
-def write(plan: Plan) -> Written:
+def write(plan: Plan) -> Translation:
     """The plan as an accelerate YAML with FSDP, and the fields that it does not say. Raises
     `PlanError`.
     """
     full = plan.resolve()
     text = yaml_files.dump(_config(full))
     with nearest("fsdp"):
-        back = read(text, Given(full.shape, full.gpu, None, full.fabric))
-    return Written(text, lost(plan, full, back, known.LOST, ("model", "cluster.gpu")))
+        back = read(text, ImportOptions(full.shape, full.gpu, None, full.fabric))
+    return Translation(text, lost(plan, full, back, known.LOST, ("model", "cluster.gpu")))
 
 
 def _config(full: ResolvedPlan) -> dict[str, Any]:

@@ -17,15 +17,15 @@ from typing import Any
 from workbench.errors import refuse
 from workbench.interop.deepspeed import deepspeed_keys as known
 from workbench.interop.deepspeed.write_deepspeed import MIB, config
-from workbench.interop.foreign_keys import Keys, flat
+from workbench.interop.foreign_keys import ForeignKeys, flat
 from workbench.interop.foreign_text import from_braces, mapping
 from workbench.interop.translation import (
     DEFAULT,
     PIPED,
     STACKS,
-    Given,
     Imported,
-    Written,
+    ImportOptions,
+    Translation,
     imported,
     lacks,
 )
@@ -46,17 +46,19 @@ BUCKET = 500_000_000
 
 
 def read(
-    text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False
+    text: str | Mapping[str, Any], given: ImportOptions | None = None, lenient: bool = False
 ) -> Imported:
     """The plan of a ds_config.json, as text or already parsed. Raises `PlanError` naming key and
     legal values.
     """
-    given = given or Given()
-    keys = Keys(mapping(from_braces(text, "file") if isinstance(text, str) else text, "file"))
+    given = given or ImportOptions()
+    keys = ForeignKeys(
+        mapping(from_braces(text, "file") if isinstance(text, str) else text, "file")
+    )
     keys.sections(*known.MAPPINGS)
     auto = left_to_trainer(keys)
     axes = _axes(keys)
-    zero = keys.whole("zero_optimization.stage", 0, 3) or 0
+    zero = keys.integer("zero_optimization.stage", 0, 3) or 0
     precision = precision_of(keys, auto, zero)
     world, batch = batch_of(keys, given, math.prod(axes.values()), auto)
     data_section = data_of(keys, zero, gradient_bytes(precision, given), auto)
@@ -88,7 +90,7 @@ def read(
     return imported("deepspeed", plan, keys, given)
 
 
-def _fits(given: Given, steps: Mapping[str, int], warmup: int) -> None:
+def _fits(given: ImportOptions, steps: Mapping[str, int], warmup: int) -> None:
     """Refuse a warm-up that is longer than the plan's default length, where nobody says the
     length.
     """
@@ -101,12 +103,12 @@ def _fits(given: Given, steps: Mapping[str, int], warmup: int) -> None:
         )
 
 
-def left_to_trainer(keys: Keys) -> set[str]:
+def left_to_trainer(keys: ForeignKeys) -> set[str]:
     """Fields that "auto" leaves to the trainer above DeepSpeed, which fills them: the plan's
     defaults stand.
     """
     fields: set[str] = set()
-    autos = keys.autos()
+    autos = keys.auto_keys()
     for key in autos:
         if key == "zero_optimization.stage":
             continue  # no trainer fills it
@@ -114,12 +116,12 @@ def left_to_trainer(keys: Keys) -> set[str]:
         stands = f"; the plan's default of {' and '.join(meant)}{STANDS}" if meant else ""
         if key in FP16 and not set(autos) & set(BF16):
             stands = "; fp16 was taken, the only 16-bit section it leaves open"
-        keys.leave(key, AUTO + stands)
+        keys.skip(key, AUTO + stands)
         fields |= set(meant)
     return fields
 
 
-def assume_left(keys: Keys, auto: Collection[str], plan: Mapping[str, Any]) -> None:
+def assume_left(keys: ForeignKeys, auto: Collection[str], plan: Mapping[str, Any]) -> None:
     """Tell the fields that are left to the trainer; where the rest of the file says one, that its
     default is not it.
     """
@@ -133,22 +135,22 @@ def assume_left(keys: Keys, auto: Collection[str], plan: Mapping[str, Any]) -> N
         keys.assume(field, DEFAULT, "the file says auto, which a trainer fills; the plan's default")
 
 
-def _axes(keys: Keys) -> dict[str, int]:
+def _axes(keys: ForeignKeys) -> dict[str, int]:
     """Ranks of the axes beside data; `autotp_size` 0 means none."""
     return {
-        "tensor": keys.whole("tensor_parallel.autotp_size", 0) or 1,
-        "context": keys.whole("sequence_parallel_size") or 1,
-        "pipeline": keys.whole("pipeline.stages") or 1,
+        "tensor": keys.integer("tensor_parallel.autotp_size", 0) or 1,
+        "context": keys.integer("sequence_parallel_size") or 1,
+        "pipeline": keys.integer("pipeline.stages") or 1,
     }
 
 
 def batch_of(
-    keys: Keys, given: Given, others: int, auto: Collection[str]
+    keys: ForeignKeys, given: ImportOptions, others: int, auto: Collection[str]
 ) -> tuple[int, dict[str, int]]:
     """(ranks, batch sizes): train_batch_size = train_micro_batch_size_per_gpu x accumulation x
     data-parallel ranks.
     """
-    total, micro, steps, data = (keys.whole(key) for key in known.BATCH)
+    total, micro, steps, data = (keys.integer(key) for key in known.BATCH)
     if (
         data is None
         and given.gpus is None
@@ -169,7 +171,7 @@ def batch_of(
 
 
 def _sizes(
-    keys: Keys,
+    keys: ForeignKeys,
     total: int | None,
     micro: int | None,
     steps: int | None,
@@ -216,7 +218,7 @@ def _sizes(
     return {"micro_batch": micro, "global_batch": total}
 
 
-def precision_of(keys: Keys, auto: Collection[str], zero: int) -> dict[str, str]:
+def precision_of(keys: ForeignKeys, auto: Collection[str], zero: int) -> dict[str, str]:
     """The plan's precision, and the dtype that gradients add up in; no precision where it is left
     to the trainer.
     """
@@ -227,7 +229,9 @@ def precision_of(keys: Keys, auto: Collection[str], zero: int) -> dict[str, str]
         enabled = [keys.assume("strategy.precision", "fp16", "the file says auto of fp16 alone")]
     open_ = not enabled and "strategy.precision" in auto
     precision = enabled[0] if enabled else "parameters" if open_ else "fp32"
-    if precision == "fp32" and not any(keys.said(f"{name}.enabled") for name in ("bf16", "fp16")):
+    if precision == "fp32" and not any(
+        keys.has_key(f"{name}.enabled") for name in ("bf16", "fp16")
+    ):
         keys.assume("strategy.precision", precision, "DeepSpeed's default")
     kinds = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
     accumulated = keys.choice("data_types.grad_accum_dtype", kinds)
@@ -242,7 +246,7 @@ def precision_of(keys: Keys, auto: Collection[str], zero: int) -> dict[str, str]
     return {"gradient_dtype": accumulated} | ({} if open_ else {"precision": precision})
 
 
-def gradients_of(keys: Keys, precision: str, zero: int) -> str:
+def gradients_of(keys: ForeignKeys, precision: str, zero: int) -> str:
     """What gradients add up in where the file does not say: fp32 for bf16 parameters that ZeRO does
     not touch.
     """
@@ -257,13 +261,13 @@ def gradients_of(keys: Keys, precision: str, zero: int) -> str:
     )
 
 
-def _left_fp16_alone(keys: Keys) -> bool:
+def _left_fp16_alone(keys: ForeignKeys) -> bool:
     """Whether fp16 is the only 16-bit precision that the file leaves to the trainer."""
     left = {note.field for note in keys.untranslated if note.value == "auto"}
     return bool(left & set(FP16)) and not left & set(BF16)
 
 
-def gradient_bytes(precision: Mapping[str, str], given: Given) -> int:
+def gradient_bytes(precision: Mapping[str, str], given: ImportOptions) -> int:
     """Bytes of an element of a gradient; where precision is left open, of what the plan's default
     is on this GPU.
     """
@@ -274,7 +278,7 @@ def gradient_bytes(precision: Mapping[str, str], given: Given) -> int:
     return DTYPE_BYTES[bare.strategy.precision]
 
 
-def data_of(keys: Keys, zero: int, wide: int, auto: Collection[str]) -> dict[str, Any]:
+def data_of(keys: ForeignKeys, zero: int, wide: int, auto: Collection[str]) -> dict[str, Any]:
     """The plan's `data` section; an element of a gradient has `wide` bytes."""
     overlap = keys.flag("zero_optimization.overlap_comm")
     if overlap is None:
@@ -287,7 +291,7 @@ def data_of(keys: Keys, zero: int, wide: int, auto: Collection[str]) -> dict[str
         "reduce": "microbatch" if zero >= 2 else "step",
         "offload": _offload(keys, zero),
     }
-    bucket = keys.whole("zero_optimization.reduce_bucket_size")
+    bucket = keys.integer("zero_optimization.reduce_bucket_size")
     if bucket is not None:
         found["bucket_mib"] = bucket * wide / MIB
     elif "strategy.data.bucket_mib" not in auto:
@@ -295,11 +299,11 @@ def data_of(keys: Keys, zero: int, wide: int, auto: Collection[str]) -> dict[str
         keys.assume(
             "strategy.data.bucket_mib", found["bucket_mib"], "DeepSpeed's default: 5e8 elements"
         )
-    shard = keys.whole("zero_optimization.mics_shard_size", -1)
+    shard = keys.integer("zero_optimization.mics_shard_size", -1)
     return found | ({"shard": shard} if shard is not None and shard > 0 else {})
 
 
-def _offload(keys: Keys, zero: int) -> str:
+def _offload(keys: ForeignKeys, zero: int) -> str:
     """Where states live. A plan that offloads parameters offloads the optimizer too
     (ZeRO-Infinity).
     """
@@ -307,11 +311,13 @@ def _offload(keys: Keys, zero: int) -> str:
     parameters, parameters_key = _device(keys, "offload_param.device", "cpu_offload_params")
     for key, device, least in ((optimizer_key, optimizer, 1), (parameters_key, parameters, 3)):
         if device == "nvme":
-            keys.doubt(key, "a plan offloads to host memory only; host memory was taken")
+            keys.mark_untranslated(
+                key, "a plan offloads to host memory only; host memory was taken"
+            )
         if device != "none" and zero < least:
             raise refuse(key, f"is {device} at stage {zero}; legal: none, or stage {least} or more")
     if parameters != "none" and optimizer == "none":
-        keys.doubt(
+        keys.mark_untranslated(
             parameters_key,
             "a plan offloads parameters only together with the optimizer; both stay on the GPU",
         )
@@ -319,7 +325,7 @@ def _offload(keys: Keys, zero: int) -> str:
     return "parameters" if parameters != "none" else "optimizer" if optimizer != "none" else "none"
 
 
-def _device(keys: Keys, name: str, older: str) -> tuple[str, str]:
+def _device(keys: ForeignKeys, name: str, older: str) -> tuple[str, str]:
     """(where a part of the states lives, the key that says so); `older` is its switch of 2020."""
     key, switch = f"zero_optimization.{name}", f"zero_optimization.{older}"
     old, device = (
@@ -329,8 +335,8 @@ def _device(keys: Keys, name: str, older: str) -> tuple[str, str]:
     return (device, key) if device is not None else ("cpu", switch) if old else ("none", key)
 
 
-def _recompute(keys: Keys) -> str:
-    interval = keys.whole("pipeline.activation_checkpoint_interval", 0)
+def _recompute(keys: ForeignKeys) -> str:
+    interval = keys.integer("pipeline.activation_checkpoint_interval", 0)
     if interval is None:
         return str(
             keys.assume(
@@ -338,20 +344,20 @@ def _recompute(keys: Keys) -> str:
             )
         )
     if interval > 1:
-        keys.doubt(
+        keys.mark_untranslated(
             "pipeline.activation_checkpoint_interval",
             "a plan recomputes layer by layer; full taken",
         )
     return "full" if interval else "none"
 
 
-def optimizer_of(keys: Keys, auto: Collection[str]) -> tuple[dict[str, Any], dict[str, int]]:
+def optimizer_of(keys: ForeignKeys, auto: Collection[str]) -> tuple[dict[str, Any], dict[str, int]]:
     """(optimizer and learning-rate schedule, steps if the schedule says them)."""
     params = "optimizer.params"
     kind = keys.choice("optimizer.type", known.OPTIMIZERS)
     name = known.PLAN_OPTIMIZER.get(kind or "adamw")
     if name is None:
-        keys.doubt("optimizer.type", "a plan trains with adamw or sgd; adamw was taken")
+        keys.mark_untranslated("optimizer.type", "a plan trains with adamw or sgd; adamw was taken")
     found: dict[str, Any] = {"name": name or "adamw", **_clip(keys, auto)}
     found |= _betas(keys, "none" if kind is None else found["name"], auto)
     for key, (field, default) in known.DEFAULTS.items():
@@ -379,7 +385,7 @@ def optimizer_of(keys: Keys, auto: Collection[str]) -> tuple[dict[str, Any], dic
     return found | schedule, steps
 
 
-def _betas(keys: Keys, name: str, auto: Collection[str]) -> dict[str, float]:
+def _betas(keys: ForeignKeys, name: str, auto: Collection[str]) -> dict[str, float]:
     """Adam's two decay rates, or SGD's momentum, and their own defaults where the file names an
     optimizer (`name`).
     """
@@ -407,7 +413,7 @@ def _share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 
-def _clip(keys: Keys, auto: Collection[str]) -> dict[str, float | None]:
+def _clip(keys: ForeignKeys, auto: Collection[str]) -> dict[str, float | None]:
     clip = keys.number("gradient_clipping", 0)
     if clip is None and "training.optimizer.clip" in auto:
         return {}
@@ -417,7 +423,7 @@ def _clip(keys: Keys, auto: Collection[str]) -> dict[str, float | None]:
 
 
 def _schedule(
-    keys: Keys, rate: float | None, auto: Collection[str]
+    keys: ForeignKeys, rate: float | None, auto: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, int]]:
     params = "scheduler.params"
     kind = keys.choice(
@@ -425,12 +431,12 @@ def _schedule(
     )
     if kind not in known.DECAYS:
         if kind is not None:
-            keys.doubt(
+            keys.mark_untranslated(
                 "scheduler.type",
                 "a plan decays constantly, linearly or by a cosine; constant was taken",
             )
         return {"decay": "constant"}, {}
-    steps = keys.whole(f"{params}.total_num_steps")
+    steps = keys.integer(f"{params}.total_num_steps")
     found: dict[str, Any] = {
         "decay": known.DECAYS[kind],
         **_peak(keys, kind, rate, auto),
@@ -443,7 +449,7 @@ def _schedule(
     return found, {} if steps is None else {"steps": steps}
 
 
-def _end(keys: Keys) -> float:
+def _end(keys: ForeignKeys) -> float:
     """The share of the peak that a cosine falls to."""
     ratio = keys.number("scheduler.params.cos_min_ratio", 0, 1)
     if ratio is None:
@@ -455,7 +461,9 @@ def _end(keys: Keys) -> float:
     return ratio
 
 
-def _peak(keys: Keys, kind: str, rate: float | None, auto: Collection[str]) -> dict[str, float]:
+def _peak(
+    keys: ForeignKeys, kind: str, rate: float | None, auto: Collection[str]
+) -> dict[str, float]:
     """The rate that the warm-up rises to: DeepSpeed's schedule sets it, whatever the optimizer's
     own rate is.
     """
@@ -479,27 +487,27 @@ def _peak(keys: Keys, kind: str, rate: float | None, auto: Collection[str]) -> d
         peak = keys.assume(
             field, known.PEAK, "DeepSpeed's default of scheduler.params.warmup_max_lr"
         )
-    if peak != rate and keys.said("optimizer.params.lr"):
-        keys.doubt(
+    if peak != rate and keys.has_key("optimizer.params.lr"):
+        keys.mark_untranslated(
             "optimizer.params.lr",
             f"the schedule rises to warmup_max_lr = {peak:g}, which was taken",
         )
     return {"learning_rate": peak}
 
 
-def _warmup(keys: Keys, steps: int | None, auto: Collection[str]) -> dict[str, int]:
+def _warmup(keys: ForeignKeys, steps: int | None, auto: Collection[str]) -> dict[str, int]:
     """Steps of the warm-up, which a plan makes linear and DeepSpeed logarithmic where the file does
     not say.
     """
     field, found = (
         "training.optimizer.warmup_steps",
-        keys.whole("scheduler.params.warmup_num_steps", 0),
+        keys.integer("scheduler.params.warmup_num_steps", 0),
     )
     shape = keys.choice("scheduler.params.warmup_type", {"log": "log", "linear": "linear"})
     if shape == "log":
-        keys.doubt("scheduler.params.warmup_type", "a plan warms up linearly")
+        keys.mark_untranslated("scheduler.params.warmup_type", "a plan warms up linearly")
     elif shape is None and found != 0:
-        keys.doubt(
+        keys.mark_untranslated(
             "scheduler.type",
             "without warmup_type DeepSpeed warms up logarithmically; a plan does linearly",
         )
@@ -511,12 +519,12 @@ def _warmup(keys: Keys, steps: int | None, auto: Collection[str]) -> dict[str, i
     return {"warmup_steps": found}
 
 
-def write(plan: Plan) -> Written:
+def write(plan: Plan) -> Translation:
     """The plan as a ds_config.json, and the fields that it does not say. Raises `PlanError` for an
     illegal plan.
     """
     full = plan.resolve()
     text = json.dumps(config(full), indent=2) + "\n"
     with nearest("deepspeed"):
-        back = read(text, Given(full.shape, full.gpu, None, full.fabric))
-    return Written(text, lost(plan, full, back, known.LOST, ("model", "cluster.gpu")))
+        back = read(text, ImportOptions(full.shape, full.gpu, None, full.fabric))
+    return Translation(text, lost(plan, full, back, known.LOST, ("model", "cluster.gpu")))

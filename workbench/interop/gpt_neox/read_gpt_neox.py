@@ -13,15 +13,15 @@ from workbench.errors import Problem, refuse
 from workbench.interop import translation
 from workbench.interop.deepspeed import read_deepspeed
 from workbench.interop.deepspeed.deepspeed_keys import MAPPINGS
-from workbench.interop.foreign_keys import Keys
+from workbench.interop.foreign_keys import ForeignKeys
 from workbench.interop.foreign_text import from_braces, mapping
 from workbench.interop.gpt_neox import gpt_neox_keys as known
 from workbench.interop.translation import (
     PIPED,
     STAND_IN,
-    Given,
     Imported,
-    Lacking,
+    ImportOptions,
+    MissingField,
     catalogued,
     imported,
     lacks,
@@ -39,7 +39,7 @@ STEPS = 100
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
-class Spelled(Keys):
+class Spelled(ForeignKeys):
     """Keys by their underscored names, told as the file spells them."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
@@ -69,20 +69,20 @@ class Spelled(Keys):
 
 
 def read(
-    text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False
+    text: str | Mapping[str, Any], given: ImportOptions | None = None, lenient: bool = False
 ) -> Imported:
     """The plan of a gpt-neox YAML, as text or already parsed. Raises `PlanError` naming key and
     legal values.
     """
-    given = given or Given()
+    given = given or ImportOptions()
     keys = Spelled(mapping(from_braces(text, "file") if isinstance(text, str) else text, "file"))
     keys.sections(*MAPPINGS)
     axes = {
-        axis: keys.whole(f"{key}_parallel_size", 0) or 1
+        axis: keys.integer(f"{key}_parallel_size", 0) or 1
         for axis, key in (("tensor", "model"), ("pipeline", "pipe"), ("context", "context"))
     }
     sequence = bool(keys.flag("sequence_parallel")) and axes["tensor"] > 1
-    zero = keys.whole("zero_optimization.stage", 0, 3) or 0
+    zero = keys.integer("zero_optimization.stage", 0, 3) or 0
     precision = _precision(keys, zero)
     world, batch = read_deepspeed.batch_of(
         keys, _gpus(keys, given), math.prod(axes.values()), set()
@@ -99,22 +99,22 @@ def read(
         "pipeline": {"size": axes["pipeline"]},
         "context": {"size": axes["context"]},
         "recompute": _recompute(keys),
-        "expert": {"size": keys.whole("moe_expert_parallel_size") or 1},
+        "expert": {"size": keys.integer("moe_expert_parallel_size") or 1},
     }
     plan = {"model": model, "cluster": given.cluster(world), "strategy": strategy, **training}
     keys.finish(known.KNOWN, known.WHYS, known.SECTIONS, lenient)
     return imported("gpt-neox", plan, keys, given)
 
 
-def _gpus(keys: Keys, given: Given) -> Given:
+def _gpus(keys: ForeignKeys, given: ImportOptions) -> ImportOptions:
     """With how many GPUs the file names, where it does."""
-    each, nodes = keys.whole("num_gpus"), keys.whole("num_nodes")
+    each, nodes = keys.integer("num_gpus"), keys.integer("num_nodes")
     return (
         given if each is None else replace(given, gpus=given.world(each * (nodes or 1), "num_gpus"))
     )
 
 
-def _precision(keys: Keys, zero: int) -> dict[str, str]:
+def _precision(keys: ForeignKeys, zero: int) -> dict[str, str]:
     """Precision by `precision`, `bf16` or `fp16` (whose `type` may be bfloat16), and what gradients
     add up in.
     """
@@ -128,7 +128,7 @@ def _precision(keys: Keys, zero: int) -> dict[str, str]:
             keys.name("precision"), f"is {found[-1]}, and {found[0]} is enabled; keep one of them"
         )
     precision = found[0] if found else "fp32"
-    if not found and not any(keys.said(f"{name}.enabled") for name in ("bf16", "fp16")):
+    if not found and not any(keys.has_key(f"{name}.enabled") for name in ("bf16", "fp16")):
         keys.assume("strategy.precision", precision, "gpt-neox's default")
     legal = {name: name for name in dict.fromkeys(("fp32", precision))}
     gradients = keys.choice("data_types.grad_accum_dtype", legal)
@@ -137,40 +137,42 @@ def _precision(keys: Keys, zero: int) -> dict[str, str]:
     return {"precision": precision, "gradient_dtype": gradients}
 
 
-def _enabled(keys: Keys) -> list[str]:
+def _enabled(keys: ForeignKeys) -> list[str]:
     """16-bit precisions that are turned on; one that says auto counts where no other is said, as
     gpt-neox has it.
     """
-    left = [name for name in ("bf16", "fp16") if f"{name}.enabled" in keys.autos()]
+    left = [name for name in ("bf16", "fp16") if f"{name}.enabled" in keys.auto_keys()]
     said = [name for name in ("bf16", "fp16") if name not in left and keys.flag(f"{name}.enabled")]
     taken = said or left[:1]
     for name in left:
-        keys.leave(f"{name}.enabled", f"auto: neither on nor off; {taken[0]} was taken")
+        keys.skip(f"{name}.enabled", f"auto: neither on nor off; {taken[0]} was taken")
     if taken and not said:
         keys.assume("strategy.precision", taken[0], "the file says auto of it")
     return taken
 
 
-def _recompute(keys: Keys) -> str:
-    every = keys.whole("checkpoint_num_layers")
+def _recompute(keys: ForeignKeys) -> str:
+    every = keys.integer("checkpoint_num_layers")
     if not keys.flag("checkpoint_activations"):
         return "none"
     if every is not None and every > 1:
-        keys.doubt("checkpoint_num_layers", "a plan recomputes layer by layer; full taken")
+        keys.mark_untranslated(
+            "checkpoint_num_layers", "a plan recomputes layer by layer; full taken"
+        )
     return "full"
 
 
-def _model(keys: Keys, given: Given) -> str | dict[str, Any]:
+def _model(keys: ForeignKeys, given: ImportOptions) -> str | dict[str, Any]:
     if given.model is not None:
         for key in known.SHAPE:
-            keys.leave(key, "the model given says the shape")
+            keys.skip(key, "the model given says the shape")
         return given.the_model("")
     if missing := [key for key in REQUIRED if key not in keys]:
-        raise Lacking(
+        raise MissingField(
             [Problem(key, "is missing; give it, or model (--model)") for key in missing], [STAND_IN]
         )
     for key in ("num_experts", "moe_num_experts"):
-        if (experts := keys.whole(key)) not in (None, 1):
+        if (experts := keys.integer(key)) not in (None, 1):
             raise refuse(
                 keys.name(key),
                 f"is {experts}: experts in every other layer, which a plan's model cannot "
@@ -184,8 +186,8 @@ def _model(keys: Keys, given: Given) -> str | dict[str, Any]:
     return catalogued(shape) or shape.model_dump(exclude_unset=True)
 
 
-def _fields(keys: Keys, given: Given) -> dict[str, Any]:
-    layers, hidden, heads = (keys.whole(key) for key in REQUIRED)
+def _fields(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
+    layers, hidden, heads = (keys.integer(key) for key in REQUIRED)
     llama = keys.choice("mlp_type", {"regular": False, "llama": True}) or False
     activation = keys.choice(
         "activation", known.ACTIVATIONS | ({"silu": "swiglu", "swish": "swiglu"} if llama else {})
@@ -202,17 +204,17 @@ def _fields(keys: Keys, given: Given) -> dict[str, Any]:
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": keys.whole("num_kv_heads"),
+        "kv_heads": keys.integer("num_kv_heads"),
         "mlp": mlp,
         "ffn": _width(keys, int(hidden or 0), llama, mlp in ("swiglu", "geglu")),
         "vocab": _vocabulary(keys, given),
-        "max_positions": keys.whole("max_position_embeddings"),
+        "max_positions": keys.integer("max_position_embeddings"),
         "norm": norm,
         "positions": keys.choice("pos_emb", known.POSITIONS) or "learned",
         "norm_epsilon": epsilons[norm] or {"layernorm": 1e-5, "rmsnorm": 1e-8}[norm],
         "biases": "none" if bias is False else "all",
         "tied": tied,
-        "window": keys.whole("sliding_window_width"),
+        "window": keys.integer("sliding_window_width"),
         "rope_theta": keys.number("rotary_emb_base", 1e-9),
         "unmodelled": "; ".join(
             _beyond(keys, layers, bias is not False, not llama and inner is not False)
@@ -221,14 +223,14 @@ def _fields(keys: Keys, given: Given) -> dict[str, Any]:
     }
 
 
-def _width(keys: Keys, hidden: int, llama: bool, gated: bool) -> int:
+def _width(keys: ForeignKeys, hidden: int, llama: bool, gated: bool) -> int:
     """Width of the feed-forward layer; gated ones take two thirds of the size given, half of it for
     each product.
     """
-    sizes = (keys.whole("intermediate_size"), keys.whole("feedforward_size"))
+    sizes = (keys.integer("intermediate_size"), keys.integer("feedforward_size"))
     times, multiple = (
         keys.number("expansion_factor", 1e-9),
-        keys.whole("mlp_multiple_of") or (256 if llama else 1),
+        keys.integer("mlp_multiple_of") or (256 if llama else 1),
     )
     size = next((size for size in (*sizes, times and int(times * hidden)) if size), None)
     if size is None:
@@ -246,12 +248,12 @@ def _width(keys: Keys, hidden: int, llama: bool, gated: bool) -> int:
     return found
 
 
-def _vocabulary(keys: Keys, given: Given) -> int:
+def _vocabulary(keys: ForeignKeys, given: ImportOptions) -> int:
     vocab, wanted = (
-        keys.whole("padded_vocab_size"),
+        keys.integer("padded_vocab_size"),
         given.vocab_size or given.sets.get("model.vocab"),
     )
-    tokenizer = keys.leave("tokenizer_type", "a plan names its text in `corpus`")
+    tokenizer = keys.skip("tokenizer_type", "a plan names its text in `corpus`")
     if vocab is None and wanted is not None:
         return int(keys.assume("model.vocab", wanted, "given"))
     if vocab is None and isinstance(tokenizer, str) and tokenizer in known.VOCABULARIES:
@@ -270,7 +272,9 @@ def _vocabulary(keys: Keys, given: Given) -> int:
     return vocab
 
 
-def _beyond(keys: Keys, layers: int | None, attention_bias: bool, mlp_bias: bool) -> list[str]:
+def _beyond(
+    keys: ForeignKeys, layers: int | None, attention_bias: bool, mlp_bias: bool
+) -> list[str]:
     """What the model computes that the fields of a shape do not say."""
     found = {
         key: f"{key} true"
@@ -279,7 +283,7 @@ def _beyond(keys: Keys, layers: int | None, attention_bias: bool, mlp_bias: bool
     }
     if (share := keys.number("rotary_pct", 0, 1)) not in (None, 1):
         found["rotary_pct"] = f"rotary_pct {share:g}"
-    if (unique := keys.whole("num_unique_layers")) not in (None, layers):
+    if (unique := keys.integer("num_unique_layers")) not in (None, layers):
         found["num_unique_layers"] = f"num_unique_layers {unique}: layers share weights"
     kinds = str(keys.take("attention_config") or "")
     if any(
@@ -288,15 +292,17 @@ def _beyond(keys: Keys, layers: int | None, attention_bias: bool, mlp_bias: bool
     ):
         found["attention_config"] = f"attention_config {kinds[:60]}"
     for key in found:
-        keys.doubt(key, "told in model.unmodelled: estimated without, refused where it would run")
+        keys.mark_untranslated(
+            key, "told in model.unmodelled: estimated without, refused where it would run"
+        )
     biases = ["biases in attention or in the feed-forward layers only"] * (
         attention_bias != mlp_bias
     )
     return [*found.values(), *biases]
 
 
-def _training(keys: Keys, batch: dict[str, int]) -> dict[str, Any]:
-    steps, length = keys.whole("train_iters"), keys.whole("seq_length")
+def _training(keys: ForeignKeys, batch: dict[str, int]) -> dict[str, Any]:
+    steps, length = keys.integer("train_iters"), keys.integer("seq_length")
     if steps is None:
         keys.assume("training.steps", STEPS, "the file has no train_iters; the plan's default")
     if length is None:
@@ -306,8 +312,8 @@ def _training(keys: Keys, batch: dict[str, int]) -> dict[str, Any]:
     optimizer, _ = read_deepspeed.optimizer_of(keys, OWN)
     optimizer = {**_defaults(keys, optimizer), **optimizer, **_decays(keys, optimizer)}
     optimizer |= _schedule(keys, optimizer["learning_rate"], steps or STEPS)
-    saved = [keys.whole(key, 0) for key in ("checkpoint_factor", "save_interval")]
-    kept, trackers = keys.whole("keep_last_n_checkpoints"), _trackers(keys)
+    saved = [keys.integer(key, 0) for key in ("checkpoint_factor", "save_interval")]
+    kept, trackers = keys.integer("keep_last_n_checkpoints"), _trackers(keys)
     said: dict[str, Any] = {
         **batch,
         "steps": steps,
@@ -332,7 +338,7 @@ def _training(keys: Keys, batch: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _dropout(keys: Keys) -> float:
+def _dropout(keys: ForeignKeys) -> float:
     """Dropout of the residual stream; that of attention's probabilities is told, as a plan has
     none.
     """
@@ -343,7 +349,7 @@ def _dropout(keys: Keys) -> float:
     if attention is None:
         keys.assume("attention_dropout", 0.0, DEFAULT.format(0.1))
     elif attention:
-        keys.doubt(
+        keys.mark_untranslated(
             "attention_dropout",
             "a plan drops entries of the residual branches, not of attention's scores",
         )
@@ -354,13 +360,13 @@ def _dropout(keys: Keys) -> float:
     )
 
 
-def _seed(keys: Keys) -> int:
-    seed = keys.whole("seed", 0)
+def _seed(keys: ForeignKeys) -> int:
+    seed = keys.integer("seed", 0)
     return int(keys.assume("training.seed", 1234, "gpt-neox's default")) if seed is None else seed
 
 
-def _evaluation(keys: Keys) -> dict[str, int]:
-    every, batches = keys.whole("eval_interval", 0), keys.whole("eval_iters", 0)
+def _evaluation(keys: ForeignKeys) -> dict[str, int]:
+    every, batches = keys.integer("eval_interval", 0), keys.integer("eval_iters", 0)
     if every is None:
         every = int(keys.assume("training.evaluation.every", 1000, "gpt-neox's default"))
     if batches is None and every:
@@ -368,7 +374,7 @@ def _evaluation(keys: Keys) -> dict[str, int]:
     return {"every": every, "batches": batches} if every and batches else {"every": 0}
 
 
-def _trackers(keys: Keys) -> list[str]:
+def _trackers(keys: ForeignKeys) -> list[str]:
     on = {
         "tensorboard": keys.text("tensorboard_dir") is not None
         or bool(keys.flag("tensorboard.enabled")),
@@ -377,7 +383,7 @@ def _trackers(keys: Keys) -> list[str]:
     return [name for name, wanted in on.items() if wanted]
 
 
-def _defaults(keys: Keys, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults(keys: ForeignKeys, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """gpt-neox's default of what neither the file nor the optimizer that it names says."""
     wanted = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
     if optimizer["name"] == "sgd":
@@ -389,7 +395,7 @@ def _defaults(keys: Keys, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _decays(keys: Keys, optimizer: dict[str, Any]) -> dict[str, Any]:
+def _decays(keys: ForeignKeys, optimizer: dict[str, Any]) -> dict[str, Any]:
     """Weight decay and clipping, which stand beside the optimizer, and gpt-neox's defaults of
     both.
     """
@@ -403,7 +409,7 @@ def _decays(keys: Keys, optimizer: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _schedule(keys: Keys, rate: float, steps: int) -> dict[str, Any]:
+def _schedule(keys: ForeignKeys, rate: float, steps: int) -> dict[str, Any]:
     kinds = {
         "constant": "constant",
         "linear": "linear",
@@ -414,13 +420,13 @@ def _schedule(keys: Keys, rate: float, steps: int) -> dict[str, Any]:
         f"{O}decay", "linear", "gpt-neox's default"
     )
     if decay == "exponential":
-        keys.doubt(
+        keys.mark_untranslated(
             "lr_decay_style", "a plan decays constantly, linearly or by a cosine; cosine was taken"
         )
         decay = "cosine"
-    over, least = keys.whole("lr_decay_iters"), keys.number("min_lr", 0)
+    over, least = keys.integer("lr_decay_iters"), keys.number("min_lr", 0)
     if over not in (None, steps):
-        keys.doubt("lr_decay_iters", "a plan decays until its last step")
+        keys.mark_untranslated("lr_decay_iters", "a plan decays until its last step")
     found = {"decay": decay, "warmup_steps": _warmup(keys, steps, over or steps)}
     if least is not None and least > rate:
         raise refuse(keys.name("min_lr"), f"is {least:g}, above optimizer.params.lr {rate:g}")
@@ -429,7 +435,7 @@ def _schedule(keys: Keys, rate: float, steps: int) -> dict[str, Any]:
     return found
 
 
-def _warmup(keys: Keys, steps: int, over: int) -> int:
+def _warmup(keys: ForeignKeys, steps: int, over: int) -> int:
     """Steps of the warm-up, a share of those that the rate decays over, and within the run."""
     share = keys.number("warmup", 0, 1)
     if share is None:
@@ -440,5 +446,7 @@ def _warmup(keys: Keys, steps: int, over: int) -> int:
         )
     found = round(share * over)
     if found > steps:
-        keys.doubt("warmup", f"a plan warms up within its steps; {steps} were taken, of {found}")
+        keys.mark_untranslated(
+            "warmup", f"a plan warms up within its steps; {steps} were taken, of {found}"
+        )
     return min(found, steps)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.foreign_keys import Open, flat, shown
+from workbench.interop.foreign_keys import UndecidedValue, flat, shown
 from workbench.interop.foreign_text import Parsed
 from workbench.interop.megatron import functional_recipes
 from workbench.interop.megatron.flags import Occurrence, occurrences, resolve
@@ -107,7 +107,9 @@ def _of_words(items: list[Any]) -> Arguments:
     for flag in occurrences(words, []):
         found.setdefault(flag.flag, []).append(flag)
     said = {name: resolve(name, flags) for name, flags in found.items()}
-    values = {name: one if isinstance(one, Open) else one.value for name, one in said.items()}
+    values = {
+        name: one if isinstance(one, UndecidedValue) else one.value for name, one in said.items()
+    }
     return Arguments({name: _back(value, texts) for name, value in values.items()})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.foreign_keys import Keys
+from workbench.interop.foreign_keys import ForeignKeys
 
 MIB = 2**20
 BUCKET, DEEPSPEED_BUCKET = 40_000_000, 500_000_000
@@ -14,12 +14,12 @@ DEEPSPEED = "DeepSpeed's default; the file of --deepspeed-config may say otherwi
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def read_data(keys: Keys, replicas: int, gradients: str) -> dict[str, Any]:
+def read_data(keys: ForeignKeys, replicas: int, gradients: str) -> dict[str, Any]:
     """The section `data` of the strategy; `replicas` ranks share the gradients, which are kept in
     `gradients`.
     """
     torch = keys.flag("use-torch-fsdp2")
-    zero = 3 if torch else max(_stage(keys), keys.whole("zero-stage", 0, 3) or 0)
+    zero = 3 if torch else max(_stage(keys), keys.integer("zero-stage", 0, 3) or 0)
     overlap = _overlap(keys, zero)
     found: dict[str, Any] = {
         "zero": zero,
@@ -30,7 +30,7 @@ def read_data(keys: Keys, replicas: int, gradients: str) -> dict[str, Any]:
     }
     if torch and keys.flag("torch-fsdp2-no-reshard-after-forward"):
         found["keep_gathered"] = True
-    instances = keys.whole("num-distributed-optimizer-instances")
+    instances = keys.integer("num-distributed-optimizer-instances")
     if instances is not None and instances > 1:
         if replicas % instances:
             raise refuse(
@@ -41,7 +41,7 @@ def read_data(keys: Keys, replicas: int, gradients: str) -> dict[str, Any]:
     return found
 
 
-def _stage(keys: Keys) -> int:
+def _stage(keys: ForeignKeys) -> int:
     """The stage of ZeRO that Megatron-LM's own switches mean."""
     kind = keys.choice("data-parallel-sharding-strategy", _SHARDING)
     fsdp = keys.flag("use-megatron-fsdp") or keys.flag("use-custom-fsdp")
@@ -49,11 +49,13 @@ def _stage(keys: Keys) -> int:
     if fsdp:
         return 0 if kind is None else int(kind)
     if kind is not None:
-        keys.doubt("data-parallel-sharding-strategy", "read only with --use-megatron-fsdp")
+        keys.mark_untranslated(
+            "data-parallel-sharding-strategy", "read only with --use-megatron-fsdp"
+        )
     return 1 if sharded else 0
 
 
-def _overlap(keys: Keys, zero: int) -> bool:
+def _overlap(keys: ForeignKeys, zero: int) -> bool:
     """Whether communication of gradients is hidden, by Megatron-LM's switches, or as DeepSpeed does
     it by itself.
     """
@@ -67,15 +69,15 @@ def _overlap(keys: Keys, zero: int) -> bool:
             True,
             "--overlap-grad-reduce alone: gathering parameters is not hidden",
         )
-    if not (reduced or gathered) and keys.said("deepspeed"):
+    if not (reduced or gathered) and keys.has_key("deepspeed"):
         return bool(keys.assume("strategy.data.overlap", zero == 3, DEEPSPEED))
     return reduced or gathered
 
 
-def _bucket(keys: Keys, replicas: int, overlap: bool, wide: int) -> dict[str, float]:
+def _bucket(keys: ForeignKeys, replicas: int, overlap: bool, wide: int) -> dict[str, float]:
     """The gradient bucket, of elements of `wide` bytes; nothing where Megatron-LM makes none."""
-    elements, why = keys.whole("ddp-bucket-size"), ""
-    if elements is None and keys.said("deepspeed"):
+    elements, why = keys.integer("ddp-bucket-size"), ""
+    if elements is None and keys.has_key("deepspeed"):
         elements, why = DEEPSPEED_BUCKET, DEEPSPEED
     elif elements is None and overlap:
         elements, why = (
@@ -90,16 +92,18 @@ def _bucket(keys: Keys, replicas: int, overlap: bool, wide: int) -> dict[str, fl
     return {"bucket_mib": size}
 
 
-def _offload(keys: Keys, zero: int) -> str:
+def _offload(keys: ForeignKeys, zero: int) -> str:
     """Where the optimizer's states live, by Megatron's own switch or Megatron-DeepSpeed's."""
     share = keys.number("optimizer-offload-fraction", 0, 1)
     said = [key for key in ("optimizer-cpu-offload", "cpu-optimizer") if keys.flag(key)]
     if not said:
         return "none"
     if share not in (None, 1.0):
-        keys.doubt("optimizer-offload-fraction", "a plan offloads the whole optimizer")
+        keys.mark_untranslated("optimizer-offload-fraction", "a plan offloads the whole optimizer")
     if zero == 0:
         for key in said:
-            keys.doubt(key, "a plan offloads only a sharded optimizer; it stays on the GPU")
+            keys.mark_untranslated(
+                key, "a plan offloads only a sharded optimizer; it stays on the GPU"
+            )
         return "none"
     return "optimizer"

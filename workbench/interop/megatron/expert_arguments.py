@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.foreign_keys import Keys, shown
+from workbench.interop.foreign_keys import ForeignKeys, shown
 from workbench.plan.model_shape import Shape
 
 _RUN = re.compile(r"\[([01](?:,[01]){0,9999})\](?:\*(\d{1,4}))?")
@@ -26,19 +26,19 @@ _EVERY = "a plan's model has experts in every layer behind the dense ones; every
 
 
 def read_experts(
-    keys: Keys, layers: int | None, ffn: int | None, score: str
+    keys: ForeignKeys, layers: int | None, ffn: int | None, score: str
 ) -> dict[str, Any] | None:
     """The section `moe` of a shape, whose router scores experts by `score`; None for a dense
     model.
     """
-    experts = keys.whole("num-experts")
+    experts = keys.integer("num-experts")
     if experts in (None, 1):  # Megatron-DeepSpeed says 1 where nothing is split into experts
         return None
-    fork = any(keys.said(key) for key in _FORK)
-    width = keys.whole("moe-ffn-hidden-size") or ffn
-    shared, left = divmod(keys.whole("moe-shared-expert-intermediate-size", 0) or 0, width or 1)
+    fork = any(keys.has_key(key) for key in _FORK)
+    width = keys.integer("moe-ffn-hidden-size") or ffn
+    shared, left = divmod(keys.integer("moe-shared-expert-intermediate-size", 0) or 0, width or 1)
     if left:
-        keys.doubt(
+        keys.mark_untranslated(
             "moe-shared-expert-intermediate-size",
             f"a plan's shared experts are as wide as the others, {width}; {shared} were taken",
         )
@@ -55,9 +55,9 @@ def read_experts(
     }
 
 
-def _chosen(keys: Keys, fork: bool) -> int:
+def _chosen(keys: ForeignKeys, fork: bool) -> int:
     """Experts that a token visits."""
-    found = keys.whole("moe-router-topk") or keys.whole("topk")
+    found = keys.integer("moe-router-topk") or keys.integer("topk")
     if found is not None:
         return found
     return int(
@@ -69,29 +69,29 @@ def _chosen(keys: Keys, fork: bool) -> int:
     )
 
 
-def _interval(keys: Keys) -> None:
+def _interval(keys: ForeignKeys) -> None:
     """Tell experts that are in every n-th layer alone."""
-    every = keys.whole("expert-interval")
+    every = keys.integer("expert-interval")
     if every is None and "moe-layer-freq" not in keys:
         keys.assume("--expert-interval", 2, f"Megatron-DeepSpeed's default; {_EVERY}")
     elif every not in (None, 1):
-        keys.doubt("expert-interval", _EVERY)
+        keys.mark_untranslated("expert-interval", _EVERY)
 
 
-def _balancing(keys: Keys) -> str:
+def _balancing(keys: ForeignKeys) -> str:
     """How experts are balanced, in Megatron's word; a list of several is told, and reads as a
     loss.
     """
     found = keys.take("moe-router-load-balancing-type")
     if found not in (None, "seq_aux_loss", "none"):
-        keys.doubt(
+        keys.mark_untranslated(
             "moe-router-load-balancing-type",
             "a plan balances experts by a loss over each sequence, or not",
         )
     return str(found or "aux_loss")
 
 
-def _gates(keys: Keys, balancing: str, score: str) -> dict[str, bool]:
+def _gates(keys: ForeignKeys, balancing: str, score: str) -> dict[str, bool]:
     """Whether a token's gates add up to one, where that is not as the shape's default has it.
 
     A softmax over all experts, before they are chosen (`--moe-router-pre-softmax`), leaves the
@@ -102,7 +102,7 @@ def _gates(keys: Keys, balancing: str, score: str) -> dict[str, bool]:
     return {"renormalise": False} if as_they_are or balancing == "sinkhorn" else {}
 
 
-def _auxiliary_loss(keys: Keys, fork: bool, balancing: str) -> float:
+def _auxiliary_loss(keys: ForeignKeys, fork: bool, balancing: str) -> float:
     """The coefficient of the load-balancing loss."""
     said = _coefficient(keys)
     if balancing in ("none", "sinkhorn"):
@@ -116,13 +116,15 @@ def _auxiliary_loss(keys: Keys, fork: bool, balancing: str) -> float:
     )
 
 
-def _coefficient(keys: Keys) -> float | None:
+def _coefficient(keys: ForeignKeys) -> float | None:
     """The coefficient that is said; of several, one for each way of balancing, the first, which is
     told.
     """
     found = keys.take("moe-aux-loss-coeff")
     if isinstance(found, list) and found:
-        keys.doubt("moe-aux-loss-coeff", f"a plan has one coefficient; {shown(found[0])} was taken")
+        keys.mark_untranslated(
+            "moe-aux-loss-coeff", f"a plan has one coefficient; {shown(found[0])} was taken"
+        )
         found = found[0]
     if found is None:
         return keys.number("moe-loss-coeff", 0)
@@ -131,7 +133,7 @@ def _coefficient(keys: Keys) -> float | None:
     return float(found)
 
 
-def _capacity(keys: Keys, fork: bool) -> dict[str, float]:
+def _capacity(keys: ForeignKeys, fork: bool) -> dict[str, float]:
     """Rows that an expert takes, in even shares; nothing where no token is dropped."""
     key = (
         "moe-train-capacity-factor"
@@ -146,7 +148,7 @@ def _capacity(keys: Keys, fork: bool) -> dict[str, float]:
             "model.moe.capacity", 1.0, "Megatron-DeepSpeed's default of --moe-train-capacity-factor"
         )
     elif found is not None and found > 0:
-        keys.doubt(
+        keys.mark_untranslated(
             key,
             "taken as model.moe.capacity: a plan limits an expert's tokens in each "
             "sequence, Megatron in "
@@ -155,14 +157,16 @@ def _capacity(keys: Keys, fork: bool) -> dict[str, float]:
     return {"capacity": found} if found is not None and found > 0 else {}
 
 
-def _first_dense(keys: Keys, layers: int | None) -> int:
+def _first_dense(keys: ForeignKeys, layers: int | None) -> int:
     value = keys.take("moe-layer-freq")
     if value in (None, 1):
         return 0
     kinds = _pattern(str(value).replace(" ", ""))
     if kinds and kinds == sorted(kinds) and kinds[-1] and layers in (None, len(kinds)):
         return kinds.count(0)
-    keys.doubt("moe-layer-freq", "a plan's dense layers are the first ones; none was taken")
+    keys.mark_untranslated(
+        "moe-layer-freq", "a plan's dense layers are the first ones; none was taken"
+    )
     return 0
 
 

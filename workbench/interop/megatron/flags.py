@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from workbench.interop.foreign_keys import Open
+from workbench.interop.foreign_keys import UndecidedValue
 from workbench.interop.megatron.megatron_keys import FIELDS, SWITCHES
 from workbench.interop.shell import Branch, Either, Item, Text, Unknown, Value, alternatives, shown
 from workbench.interop.shell.values import defaults, line_of
@@ -160,7 +160,7 @@ def said(flag: Occurrence) -> list[Said]:
     return found
 
 
-def resolve(name: str, found: Sequence[Occurrence]) -> Said | Open:
+def resolve(name: str, found: Sequence[Occurrence]) -> Said | UndecidedValue:
     """What a flag is, where all its occurrences agree; else all that it may be, for whoever needs
     it to refuse.
     """
@@ -172,7 +172,7 @@ def resolve(name: str, found: Sequence[Occurrence]) -> Said | Open:
         one = next(iter(options.values()))
         if one.known:
             return one
-        return Open(
+        return UndecidedValue(
             ((one.text, one.line),), "whose value the file does not say", _hint(name, one.text)
         )
     why = next((branch[3] for flag in found for branch in flag.when if branch[3]), "")
@@ -190,7 +190,7 @@ def resolve(name: str, found: Sequence[Occurrence]) -> Said | Open:
         ("not given", 0)
     ] * lacks
     ends = f"which {why} decides" if why else "written twice; keep one of them"
-    return Open(tuple(told), ends, _hint(name, why))
+    return UndecidedValue(tuple(told), ends, _hint(name, why))
 
 
 def _hint(name: str, text: str) -> str:

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.foreign_keys import Open, shown
+from workbench.interop.foreign_keys import UndecidedValue, shown
 from workbench.interop.megatron.flags import Occurrence, resolve
 from workbench.interop.megatron.scripts import Arguments
 from workbench.interop.shell import Text, Unknown, Value
-from workbench.interop.translation import Note
+from workbench.interop.translation import KeyNote
 
 ARGUMENTS = "MODEL_ARGS"
 _WHYS = {
@@ -85,10 +85,10 @@ def _put(found: Arguments, flag: str, value: Any) -> None:
     if value is None or value is False:
         word = "null" if value is None else "false"
         why = f"the harness passes the word {word}, which is no value of it; taken as not given"
-        found.ignored.append(Note(f"--{flag}", value, why))
+        found.ignored.append(KeyNote(f"--{flag}", value, why))
     elif value != "":
         said = resolve(flag, [Occurrence(flag, 0, (), [] if value is True else _words(value))])
-        found.flags[flag] = said if isinstance(said, Open) else said.value
+        found.flags[flag] = said if isinstance(said, UndecidedValue) else said.value
 
 
 def _filled(value: Any, given: Mapping[str, str]) -> Any:
@@ -122,7 +122,7 @@ def _split(text: str) -> list[str]:
         return [text]
 
 
-def _ignored(data: Mapping[str, Any]) -> list[Note]:
+def _ignored(data: Mapping[str, Any]) -> list[KeyNote]:
     found = []
     for key, value in data.items():
         more = isinstance(value, Mapping) and bool(re.search("ARGS", str(key)))
@@ -132,5 +132,5 @@ def _ignored(data: Mapping[str, Any]) -> list[Note]:
             else _WHYS.get(str(key), "a word of the test's harness")
         )
         if key != ARGUMENTS:
-            found.append(Note(str(key), shown(value), why))
+            found.append(KeyNote(str(key), shown(value), why))
     return found

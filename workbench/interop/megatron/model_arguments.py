@@ -8,10 +8,10 @@ from typing import Any
 
 from workbench.errors import Problem, refuse
 from workbench.fields.frozen import Frozen
-from workbench.interop.foreign_keys import Keys, shown
+from workbench.interop.foreign_keys import ForeignKeys, shown
 from workbench.interop.megatron.expert_arguments import read_experts, write_experts
 from workbench.interop.megatron.megatron_keys import VOCABULARIES
-from workbench.interop.translation import STAND_IN, Given, Lacking, catalogued, lacks
+from workbench.interop.translation import STAND_IN, ImportOptions, MissingField, catalogued, lacks
 from workbench.plan.model_shape import Shape
 from workbench.plan.resolution import model_shape
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -28,14 +28,14 @@ _POSITIONS = {
 }
 
 
-def read_model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape]:
+def read_model(keys: ForeignKeys, given: ImportOptions) -> tuple[str | dict[str, Any], Shape]:
     """The plan's `model` (a catalog name where one has this shape), and its shape.
 
     A model that is given wins; arguments that say otherwise are told as not translated. Raises
     `PlanError` naming the arguments that are missing.
     """
     if given.model is None and (missing := [key for key in REQUIRED if key not in keys]):
-        raise Lacking(
+        raise MissingField(
             [Problem(f"--{key}", "is missing; give it, or model (--model)") for key in missing],
             [STAND_IN],
         )
@@ -45,12 +45,12 @@ def read_model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape]:
     return catalogued(shape) or shape.model_dump(exclude_unset=True), shape
 
 
-def _given(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape]:
+def _given(keys: ForeignKeys, given: ImportOptions) -> tuple[str | dict[str, Any], Shape]:
     model = given.the_model("")
     shape = given.model if isinstance(given.model, Shape) else model_shape(str(given.model))
     for key in _FLAGS.values():
-        if keys.is_open(key):
-            keys.leave(key, "open in the file; the model given stands")
+        if keys.is_undecided(key):
+            keys.skip(key, "open in the file; the model given stands")
     before = set(keys.translated)
     found = _read(keys, required=False)
     silent = {note.field for note in keys.assumed}
@@ -65,7 +65,7 @@ def _given(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape]:
             not _agrees(value, ours)
             and f"--{_FLAGS.get(field, field)}" in set(keys.translated) - before
         ):
-            keys.doubt(_FLAGS[field], f"the model given has {shown(ours)}")
+            keys.mark_untranslated(_FLAGS[field], f"the model given has {shown(ours)}")
     keys.assumed[:] = [note for note in keys.assumed if not note.field.startswith("model.")]
     return model, shape
 
@@ -146,15 +146,17 @@ def _shape(fields: dict[str, Any]) -> Shape:
     return plan.model
 
 
-def _read(keys: Keys, required: bool = True, given: Given | None = None) -> dict[str, Any]:
-    layers, hidden, heads = (keys.whole(key) for key in REQUIRED)
+def _read(
+    keys: ForeignKeys, required: bool = True, given: ImportOptions | None = None
+) -> dict[str, Any]:
+    layers, hidden, heads = (keys.integer(key) for key in REQUIRED)
     unit = keys.choice(
         "glu-activation", {"swiglu": "swiglu", "geglu": "geglu", "liglu": "", "reglu": ""}
     )
     computed = [key for key in _COMPUTED if keys.flag(key)] + ["glu-activation"] * (unit == "")
     score = str(keys.take("moe-router-score-function") or "softmax")
     gated, positions = bool(keys.flag("swiglu")) or unit is not None, _positions(keys)
-    ffn = keys.whole("ffn-hidden-size")
+    ffn = keys.integer("ffn-hidden-size")
     if ffn is None and hidden:
         ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
         keys.assume("model.ffn", ffn, "Megatron's default from --hidden-size")
@@ -164,10 +166,10 @@ def _read(keys: Keys, required: bool = True, given: Given | None = None) -> dict
         "heads": heads,
         "ffn": ffn,
         "kv_heads": _kv_heads(keys, heads),
-        "head_dim": keys.whole("kv-channels"),
-        "vocab": _vocabulary(keys, required, given or Given()),
-        "max_positions": keys.whole("max-position-embeddings")
-        or keys.whole("max-absolute-position-embeddings"),
+        "head_dim": keys.integer("kv-channels"),
+        "vocab": _vocabulary(keys, required, given or ImportOptions()),
+        "max_positions": keys.integer("max-position-embeddings")
+        or keys.integer("max-absolute-position-embeddings"),
         "positions": positions,
         "mlp": _mlp(computed, gated, unit),
         "biases": _biases(keys),
@@ -185,7 +187,7 @@ def _read(keys: Keys, required: bool = True, given: Given | None = None) -> dict
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _beyond(keys: Keys, computed: Collection[str], score: str, required: bool) -> list[str]:
+def _beyond(keys: ForeignKeys, computed: Collection[str], score: str, required: bool) -> list[str]:
     """What the model computes that the fields of a shape do not say: the switches `computed`, and
     other values.
     """
@@ -203,38 +205,40 @@ def _beyond(keys: Keys, computed: Collection[str], score: str, required: bool) -
     factor = keys.number("rotary-seq-len-interpolation-factor", 0)
     if factor not in (None, 1):
         found.append(f"--rotary-seq-len-interpolation-factor {factor:g}")
-    if more := keys.whole("mtp-num-layers", 0):
+    if more := keys.integer("mtp-num-layers", 0):
         found.append(f"--mtp-num-layers {more}")
     stands = "the model given stands"
     if required:
         stands = "told in model.unmodelled: estimated without, refused where it would run"
     for key in [note.split()[0][2:] for note in found]:
-        keys.doubt(key, _NEAREST.get(key, "no field of a plan's model says it") + f"; {stands}")
+        keys.mark_untranslated(
+            key, _NEAREST.get(key, "no field of a plan's model says it") + f"; {stands}"
+        )
     return found
 
 
-def _stretched(keys: Keys) -> list[str]:
+def _stretched(keys: ForeignKeys) -> list[str]:
     """Rotary positions that latent attention stretches by YaRN, unless --rope-type says that it
     does not.
     """
-    if not keys.said("multi-latent-attention") or keys.take("rope-type") == "rope":
+    if not keys.has_key("multi-latent-attention") or keys.take("rope-type") == "rope":
         return []
     factor = keys.number("rotary-scaling-factor", 0)
     return [] if factor in (None, 1) else [f"--rotary-scaling-factor {factor:g}"]
 
 
-def _kv_heads(keys: Keys, heads: int | None) -> int | None:
+def _kv_heads(keys: ForeignKeys, heads: int | None) -> int | None:
     if keys.flag("group-query-attention"):
-        return keys.whole("num-query-groups") or 1
-    keys.leave("num-query-groups", "Megatron reads it only with --group-query-attention")
-    return keys.whole("num-key-value-heads") or heads
+        return keys.integer("num-query-groups") or 1
+    keys.skip("num-query-groups", "Megatron reads it only with --group-query-attention")
+    return keys.integer("num-key-value-heads") or heads
 
 
-def _vocabulary(keys: Keys, required: bool, given: Given) -> int | None:
-    vocab = keys.whole("vocab-size")
+def _vocabulary(keys: ForeignKeys, required: bool, given: ImportOptions) -> int | None:
+    vocab = keys.integer("vocab-size")
     wanted = given.vocab_size or given.sets.get("model.vocab")
     if vocab is None and wanted is not None:
-        keys.leave("tokenizer-type", "a plan names its text in `corpus`")
+        keys.skip("tokenizer-type", "a plan names its text in `corpus`")
         return int(keys.assume("model.vocab", wanted, "given"))
     if given.vocab_size not in (None, vocab):
         raise refuse(
@@ -242,8 +246,8 @@ def _vocabulary(keys: Keys, required: bool, given: Given) -> int | None:
             f"is {given.vocab_size}, but the file says {vocab} (--vocab-size); legal: {vocab}, "
             "or leave it out",
         )
-    tokenizer = keys.leave("tokenizer-type", "a plan names its text in `corpus`")
-    if vocab is None and (padded := keys.whole("pad-vocab-size-to")) is not None:
+    tokenizer = keys.skip("tokenizer-type", "a plan names its text in `corpus`")
+    if vocab is None and (padded := keys.integer("pad-vocab-size-to")) is not None:
         return int(keys.assume("model.vocab", padded, "what --pad-vocab-size-to pads it to"))
     if vocab is None and str(tokenizer) in VOCABULARIES:
         return int(
@@ -253,7 +257,7 @@ def _vocabulary(keys: Keys, required: bool, given: Given) -> int | None:
                 f"what --tokenizer-type {tokenizer} has",
             )
         )
-    words = _file(keys.leave("vocab-file", "a plan names its text in `corpus`"))
+    words = _file(keys.skip("vocab-file", "a plan names its text in `corpus`"))
     if vocab is None and words in VOCABULARIES:
         return int(
             keys.assume(
@@ -277,7 +281,7 @@ def _file(path: object) -> str:
     return re.sub(r" \(line \d+\)$", "", str(path or "")).rpartition("/")[2]
 
 
-def _positions(keys: Keys) -> str:
+def _positions(keys: ForeignKeys) -> str:
     kind = keys.choice("position-embedding-type", _POSITIONS)
     if keys.flag("use-rotary-position-embeddings"):
         return "rope"
@@ -296,12 +300,12 @@ def _mlp(computed: Collection[str], gated: bool, unit: str | None) -> str:
     return "swiglu" if gated else "gelu"
 
 
-def _biases(keys: Keys) -> str:
+def _biases(keys: ForeignKeys) -> str:
     none, attention = keys.flag("disable-bias-linear"), keys.flag("add-qkv-bias")
     return "all" if not none else "qkv" if attention else "none"
 
 
-def _window(keys: Keys) -> int | None:
+def _window(keys: ForeignKeys) -> int | None:
     value = keys.take("window-size")
     if value is None:
         return None
@@ -311,7 +315,7 @@ def _window(keys: Keys) -> int | None:
     return numbers[0]
 
 
-def _mla(keys: Keys) -> dict[str, Any] | None:
+def _mla(keys: ForeignKeys) -> dict[str, Any] | None:
     if not keys.flag("multi-latent-attention"):
         return None
     defaults = {
@@ -320,8 +324,8 @@ def _mla(keys: Keys) -> dict[str, Any] | None:
         "nope_dim": ("qk-head-dim", 128),
         "value_dim": ("v-head-dim", 128),
     }
-    found = {field: keys.whole(key) or default for field, (key, default) in defaults.items()}
-    return found | {"q_rank": keys.whole("q-lora-rank")}
+    found = {field: keys.integer(key) or default for field, (key, default) in defaults.items()}
+    return found | {"q_rank": keys.integer("q-lora-rank")}
 
 
 def write_model(plan: ResolvedPlan) -> dict[str, Any]:

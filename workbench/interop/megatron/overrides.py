@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.foreign_keys import Keys, Open
+from workbench.interop.foreign_keys import ForeignKeys, UndecidedValue
 from workbench.interop.foreign_text import Parsed
 from workbench.interop.megatron.megatron_keys import FIELDS, KNOWN, LAUNCHER
 from workbench.interop.megatron.scripts import Arguments
-from workbench.interop.translation import Given, Note
+from workbench.interop.translation import ImportOptions, KeyNote
 
 
-def variables(given: Given, source: str | Parsed) -> dict[str, str]:
+def variables(given: ImportOptions, source: str | Parsed) -> dict[str, str]:
     """What is set of a script's own variables: names in capitals, or the number of an argument.
 
     Raises `PlanError` for one that the source does not read.
@@ -34,7 +34,9 @@ def variables(given: Given, source: str | Parsed) -> dict[str, str]:
     return named
 
 
-def decided(found: Arguments, given: Given, named: Mapping[str, str]) -> tuple[Given, Keys]:
+def decided(
+    found: Arguments, given: ImportOptions, named: Mapping[str, str]
+) -> tuple[ImportOptions, ForeignKeys]:
     """What is given for the plan's fields alone, and the keys with what is set of them in place."""
     sets = {key: value for key, value in given.sets.items() if key not in named}
     for flag in [key for key in sets if key in KNOWN or key in found.flags]:
@@ -45,7 +47,7 @@ def decided(found: Arguments, given: Given, named: Mapping[str, str]) -> tuple[G
     for flag in [flag for flag in LAUNCHER[:2] if flag in found.flags]:
         if "cluster.gpus" in sets or (given.gpus is not None and flag in found.defaults):
             found.ignored.append(
-                Note(f"--{flag}", str(found.flags.pop(flag)), f"{given.gpus} GPUs are given")
+                KeyNote(f"--{flag}", str(found.flags.pop(flag)), f"{given.gpus} GPUs are given")
             )
             found.defaults.pop(flag, None)
     return replace(given, sets=sets), _keys(found)
@@ -54,8 +56,8 @@ def decided(found: Arguments, given: Given, named: Mapping[str, str]) -> tuple[G
 def _decide(found: Arguments, flag: str, value: Any, add: bool = False) -> None:
     said = found.flags.get(flag)
     if said is not None and said != value:
-        told = str(said) if isinstance(said, Open) else said
-        found.ignored.append(Note(f"--{flag}", told, f"{value} is set instead"))
+        told = str(said) if isinstance(said, UndecidedValue) else said
+        found.ignored.append(KeyNote(f"--{flag}", told, f"{value} is set instead"))
     if said is not None or add:
         found.flags[flag] = value
         found.defaults.pop(flag, None)
@@ -63,8 +65,8 @@ def _decide(found: Arguments, flag: str, value: Any, add: bool = False) -> None:
         found.flags.pop(flag, None)
 
 
-def _keys(found: Arguments) -> Keys:
-    keys = Keys(found.flags, "--{}")
+def _keys(found: Arguments) -> ForeignKeys:
+    keys = ForeignKeys(found.flags, "--{}")
     keys.ignored += found.ignored
     keys.untranslated += found.left
     for flag, (variable, value) in found.defaults.items():

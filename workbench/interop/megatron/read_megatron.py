@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import PlanError, refuse
-from workbench.interop.foreign_keys import Keys, shown
+from workbench.interop.foreign_keys import ForeignKeys, shown
 from workbench.interop.foreign_text import Parsed
 from workbench.interop.megatron import megatron_keys as known
 from workbench.interop.megatron.argument_words import arguments, command
@@ -22,7 +22,14 @@ from workbench.interop.megatron.model_arguments import read_model
 from workbench.interop.megatron.overrides import decided, variables
 from workbench.interop.megatron.training_arguments import read_training
 from workbench.interop.megatron.write_megatron import launcher, written
-from workbench.interop.translation import STACKS, Given, Imported, Lacking, Written, imported
+from workbench.interop.translation import (
+    STACKS,
+    Imported,
+    ImportOptions,
+    MissingField,
+    Translation,
+    imported,
+)
 from workbench.interop.translation_loss import lost, nearest
 from workbench.plan.model_shape import Shape
 from workbench.plan.schema import Plan
@@ -31,33 +38,35 @@ ABOVE = " (--set cluster.gpus=N stands above the file)"
 _RINGS = {"p2p": "ring", "allgather": "ring", "a2a": "ulysses", "a2a+p2p": "ring"}
 
 
-def read(source: str | Parsed, given: Given | None = None, lenient: bool = False) -> Imported:
+def read(
+    source: str | Parsed, given: ImportOptions | None = None, lenient: bool = False
+) -> Imported:
     """The plan of Megatron-LM arguments: a shell command or script, a list of words, or a mapping
     of arguments.
 
     Raises `PlanError` naming the argument and what is legal.
     """
-    given = given or Given()
+    given = given or ImportOptions()
     named = variables(given, source)
     given, keys = decided(arguments(source, named), given, named)
     try:
         plan = _plan(keys, given)
-    except Lacking as error:
-        raise Lacking([*keys.problems, *error.problems], error.stand_ins) from None
+    except MissingField as error:
+        raise MissingField([*keys.problems, *error.problems], error.stand_ins) from None
     except PlanError:
         if keys.problems:
-            raise Lacking(keys.problems, ()) from None
+            raise MissingField(keys.problems, ()) from None
         raise
     if keys.problems:
-        raise Lacking(keys.problems, ())
+        raise MissingField(keys.problems, ())
     keys.finish(known.KNOWN, known.WHYS, (), lenient)
     return imported("megatron", plan, keys, given)
 
 
-def _plan(keys: Keys, given: Given) -> dict[str, Any]:
+def _plan(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
     model, shape = read_model(keys, given)
     cluster = _cluster(keys, given)
-    axes = {axis: keys.renamed(key, older) or 1 for axis, (key, older) in _AXES.items()}
+    axes = {axis: keys.renamed_integer(key, older) or 1 for axis, (key, older) in _AXES.items()}
     world, others = int(cluster["gpus"]), math.prod(axes.values())
     if world % others:
         raise refuse(
@@ -95,17 +104,17 @@ _AXES = {
 """Axis -> the argument that says its ranks, and its name of 2019 and 2020."""
 
 
-def _cluster(keys: Keys, given: Given) -> dict[str, Any]:
+def _cluster(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
     """The cluster, from torchrun's words where they are numbers."""
     for key in known.LAUNCHER[:2]:
-        if keys.is_open(key):
-            keys.leave(key, "not a number of its own; gpus was taken as given")
+        if keys.is_undecided(key):
+            keys.skip(key, "not a number of its own; gpus was taken as given")
     found = {key: keys.take(key) for key in known.LAUNCHER[:2]}
     for key, value in found.items():
         if value is not None and (
             not isinstance(value, int) or isinstance(value, bool) or value < 1
         ):
-            keys.doubt(key, "not a number of its own; gpus was taken as given")
+            keys.mark_untranslated(key, "not a number of its own; gpus was taken as given")
             found[key] = None
     per_node, nodes = found["nproc-per-node"], found["nnodes"]
     if per_node is None:
@@ -116,7 +125,7 @@ def _cluster(keys: Keys, given: Given) -> dict[str, Any]:
     return given.cluster(world, gpus_per_node=per_node, nodes=nodes)
 
 
-def _over(given: Given, world: int, nodes: int | None) -> dict[str, Any]:
+def _over(given: ImportOptions, world: int, nodes: int | None) -> dict[str, Any]:
     """The cluster of a launcher that says nodes at most; each starts the same number of ranks."""
     if nodes is None:
         return given.cluster(world)
@@ -128,9 +137,9 @@ def _over(given: Given, world: int, nodes: int | None) -> dict[str, Any]:
     return given.cluster(world, nodes=nodes)
 
 
-def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
-    virtual, stages, ends = keys.whole("num-layers-per-virtual-pipeline-stage"), None, _ends(keys)
-    chunks = keys.whole("num-virtual-stages-per-pipeline-rank") or 1
+def _pipeline(keys: ForeignKeys, size: int, shape: Shape) -> dict[str, Any]:
+    virtual, stages, ends = keys.integer("num-layers-per-virtual-pipeline-stage"), None, _ends(keys)
+    chunks = keys.integer("num-virtual-stages-per-pipeline-rank") or 1
     if virtual is not None:
         chunks, left = divmod(shape.layers + sum(ends), size * virtual)
         if left or not chunks:
@@ -161,7 +170,7 @@ def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
     return found | {"partition": stages or "uniform"}
 
 
-def _with_embedding(keys: Keys, size: int, layers: int) -> list[int] | None:
+def _with_embedding(keys: ForeignKeys, size: int, layers: int) -> list[int] | None:
     """Layers of each stage where DeepSpeed counts the two embeddings as layers: the outer stages
     have one less.
     """
@@ -170,12 +179,12 @@ def _with_embedding(keys: Keys, size: int, layers: int) -> list[int] | None:
         return None
     each, left = divmod(layers + 2, size)
     if "embedding" not in method or left or size < 2 or each < 2:
-        keys.doubt("pp-partition-method", "a plan counts layers; uniform was taken")
+        keys.mark_untranslated("pp-partition-method", "a plan counts layers; uniform was taken")
         return None
     return [each - 1, *[each] * (size - 2), each - 1]
 
 
-def _layout(keys: Keys, layers: int) -> list[int] | None:
+def _layout(keys: ForeignKeys, layers: int) -> list[int] | None:
     """Layers of each stage that a layout such as `Ettt|tttt|ttL` says: E embedding, t layer, L
     loss.
     """
@@ -196,11 +205,11 @@ def _layout(keys: Keys, layers: int) -> list[int] | None:
     return counts
 
 
-def _uneven(keys: Keys, size: int, chunks: int, layers: int) -> list[int] | None:
+def _uneven(keys: ForeignKeys, size: int, chunks: int, layers: int) -> list[int] | None:
     """Layers of each stage where the first or last rank has its own number, spread over its
     `chunks` like the rest.
     """
-    first, last = (keys.whole(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    first, last = (keys.integer(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
     if first is None and last is None:
         return None
     middle = size - (first is not None) - (last is not None)
@@ -221,7 +230,7 @@ def _uneven(keys: Keys, size: int, chunks: int, layers: int) -> list[int] | None
     return [held // chunks for held in ranks] * chunks
 
 
-def _ends(keys: Keys) -> tuple[bool, bool]:
+def _ends(keys: ForeignKeys) -> tuple[bool, bool]:
     """Whether Megatron counts the embedding, and the loss, as a layer of the outer stages."""
     embedding, loss = (
         bool(keys.flag(f"account-for-{end}-in-pipeline-split")) for end in ("embedding", "loss")
@@ -243,33 +252,33 @@ def _with_ends(ends: tuple[bool, bool], stages: int, layers: int) -> list[int] |
     return [each - ends[0], *[each] * (stages - 2), each - ends[1]]
 
 
-def _context(keys: Keys, size: int) -> dict[str, Any]:
+def _context(keys: ForeignKeys, size: int) -> dict[str, Any]:
     kinds = keys.take("cp-comm-type")
     words = {str(word) for word in (kinds if isinstance(kinds, list) else [kinds or "p2p"])}
     if not words <= set(_RINGS):
         raise refuse("--cp-comm-type", f"is {shown(kinds)}; legal: {', '.join(_RINGS)}")
     if len(words) > 1 or words & {"allgather", "a2a+p2p"}:
-        keys.doubt(
+        keys.mark_untranslated(
             "cp-comm-type",
             "a plan's context parallelism is a ring, or Ulysses for every layer; ring taken",
         )
     return {"size": size, "algorithm": "ulysses" if words == {"a2a"} else "ring"}
 
 
-def _expert(keys: Keys, tensor: int) -> dict[str, int]:
-    own = keys.whole("expert-tensor-parallel-size")
+def _expert(keys: ForeignKeys, tensor: int) -> dict[str, int]:
+    own = keys.integer("expert-tensor-parallel-size")
     if own is not None and own != tensor:
-        keys.doubt(
+        keys.mark_untranslated(
             "expert-tensor-parallel-size", f"a plan splits experts as all else, {tensor} ways"
         )
     return {
-        "size": keys.whole("expert-model-parallel-size")
-        or keys.whole("moe-expert-parallel-size")
+        "size": keys.integer("expert-model-parallel-size")
+        or keys.integer("moe-expert-parallel-size")
         or 1
     }
 
 
-def _recompute(keys: Keys, shape: Shape, pipeline: Mapping[str, Any]) -> str | list[int]:
+def _recompute(keys: ForeignKeys, shape: Shape, pipeline: Mapping[str, Any]) -> str | list[int]:
     kind = keys.choice("recompute-granularity", {"full": "full", "selective": "selective"})
     if keys.flag("recompute-activations"):
         kind = "selective"
@@ -279,11 +288,13 @@ def _recompute(keys: Keys, shape: Shape, pipeline: Mapping[str, Any]) -> str | l
     ):
         kind = "full"
     method = keys.choice("recompute-method", {"uniform": "uniform", "block": "block"}) or older
-    layers = keys.whole("recompute-num-layers") or keys.whole("activations-checkpoint-num-layers")
+    layers = keys.integer("recompute-num-layers") or keys.integer(
+        "activations-checkpoint-num-layers"
+    )
     if kind == "full" and method == "block" and layers is not None:
         return first_layers(_stages(shape, pipeline), layers)
     if kind == "full" and layers not in (None, 1):
-        keys.doubt(
+        keys.mark_untranslated(
             "recompute-num-layers", "a plan keeps the input of every layer, not of groups of layers"
         )
     return kind or "none"
@@ -306,7 +317,7 @@ def _stages(shape: Shape, pipeline: Mapping[str, Any]) -> list[int]:
     return [shape.layers // count] * count
 
 
-def _precision(keys: Keys) -> tuple[str, str]:
+def _precision(keys: ForeignKeys) -> tuple[str, str]:
     """(precision, dtype of gradients); bf16's are fp32 unless --grad-reduce-in-bf16."""
     bf16, fp16 = keys.flag("bf16"), keys.flag("fp16")
     if bf16 and fp16:
@@ -316,7 +327,7 @@ def _precision(keys: Keys) -> tuple[str, str]:
     main = _main_gradients(keys, bool(bf16 or eighth), bool(wide))
     narrow = narrow or main == "bf16"
     if eighth and not bf16:
-        keys.doubt(
+        keys.mark_untranslated(
             "fp8-format",
             "without --bf16 Megatron keeps fp32 parameters; a plan's fp8 has bf16 ones",
         )
@@ -327,7 +338,7 @@ def _precision(keys: Keys) -> tuple[str, str]:
     return "fp8" if eighth else "bf16" if bf16 else "fp16" if fp16 else "fp32", gradients
 
 
-def _main_gradients(keys: Keys, bf16: bool, wide: bool) -> str | None:
+def _main_gradients(keys: ForeignKeys, bf16: bool, wide: bool) -> str | None:
     """Dtype of the gradients that the optimizer reads: with bf16 ones Megatron does not raise them
     to fp32.
     """
@@ -338,11 +349,11 @@ def _main_gradients(keys: Keys, bf16: bool, wide: bool) -> str | None:
             "is bf16 beside --accumulate-allreduce-grads-in-fp32; legal: one of them",
         )
     if main == "bf16" and not bf16:
-        keys.doubt("main-grads-dtype", "without --bf16 a plan's gradients are not bf16")
+        keys.mark_untranslated("main-grads-dtype", "without --bf16 a plan's gradients are not bf16")
     return None if main is None else str(main)
 
 
-def _placement(keys: Keys) -> list[str]:
+def _placement(keys: ForeignKeys) -> list[str]:
     inner = ["tensor", "context"]
     return (
         [*inner, "pipeline", "data"]
@@ -351,19 +362,19 @@ def _placement(keys: Keys) -> list[str]:
     )
 
 
-def _kernels(keys: Keys) -> str:
+def _kernels(keys: ForeignKeys) -> str:
     return str(
         keys.choice("transformer-impl", {"local": "eager", "transformer_engine": "fused"})
         or "fused"
     )
 
 
-def write(plan: Plan) -> Written:
+def write(plan: Plan) -> Translation:
     """The plan as a torchrun command with Megatron's arguments, and the fields that it does not
     say.
     """
     full = plan.resolve()
     text = command(launcher(full), written(full))
     with nearest("megatron"):
-        back = read(text, Given(None, full.gpu, None, full.fabric))
-    return Written(text, lost(plan, full, back, known.LOST, ("cluster.gpu",)))
+        back = read(text, ImportOptions(None, full.gpu, None, full.fabric))
+    return Translation(text, lost(plan, full, back, known.LOST, ("cluster.gpu",)))

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from workbench.interop.foreign_keys import Open
+from workbench.interop.foreign_keys import UndecidedValue
 from workbench.interop.megatron.flags import Occurrence, occurrences, resolve
 from workbench.interop.megatron.megatron_keys import DISTINCT, KNOWN, LAUNCHER
 from workbench.interop.shell import Branch, Command, Item, Script, Value, commands, shown, split
 from workbench.interop.shell.values import line_of
-from workbench.interop.translation import Note
+from workbench.interop.translation import KeyNote
 
 _LAUNCHED = {
     "num-gpus": "nproc-per-node",
@@ -47,8 +47,8 @@ class Arguments:
     """Flag without dashes -> a number, text, a list, True where no value stands, or `Open`."""
     defaults: dict[str, tuple[str, Any]] = field(default_factory=dict)
     """Flag -> (environment variable whose default its value is, the value)."""
-    ignored: list[Note] = field(default_factory=list)
-    left: list[Note] = field(default_factory=list)
+    ignored: list[KeyNote] = field(default_factory=list)
+    left: list[KeyNote] = field(default_factory=list)
     """Words to Megatron-LM that are not known, and so not read."""
     told: dict[str, str] = field(default_factory=dict)
     """Environment variable -> its default, by which a condition was decided."""
@@ -95,21 +95,23 @@ def _take(found: Arguments, ahead: Sequence[Occurrence], behind: Sequence[Occurr
         else:
             text = " ".join(map(shown, flag.values))
             found.ignored.append(
-                Note(f"--{flag.flag}", text, f"the launcher's word (line {flag.line})")
+                KeyNote(f"--{flag.flag}", text, f"the launcher's word (line {flag.line})")
             )
     for flag in behind:
         groups.setdefault(flag.flag, []).append(flag)
     for name, flags in groups.items():
         value = resolve(name, flags)
-        found.flags[name] = value if isinstance(value, Open) else value.value
-        if isinstance(value, Open):
+        found.flags[name] = value if isinstance(value, UndecidedValue) else value.value
+        if isinstance(value, UndecidedValue):
             continue
         if value.default:
             found.defaults[name] = (value.default, value.value)
         if len(flags) > 1 and not any(flag.when for flag in flags):
             lines = " and ".join(str(flag.line) for flag in flags if flag.line)
             found.ignored.append(
-                Note(f"--{name}", value.value, f"written twice with the same value (lines {lines})")
+                KeyNote(
+                    f"--{name}", value.value, f"written twice with the same value (lines {lines})"
+                )
             )
 
 
@@ -194,8 +196,8 @@ def _sourced(script: Script) -> list[Item]:
     return found
 
 
-def _left(word: Value) -> Note:
-    return Note(
+def _left(word: Value) -> KeyNote:
+    return KeyNote(
         shown(word)[:80],
         None,
         f"no argument that the file gives (line {line_of(word)})"
@@ -216,20 +218,21 @@ def _is_path(text: str) -> bool:
     )
 
 
-def _ignored(script: Script, trains: Sequence[Command], lines: set[int]) -> list[Note]:
-    found = [Note(f"line {line}", text, why) for line, text, why in script.unread]
+def _ignored(script: Script, trains: Sequence[Command], lines: set[int]) -> list[KeyNote]:
+    found = [KeyNote(f"line {line}", text, why) for line, text, why in script.unread]
     for command in script.commands:
         if not any(command is chosen for chosen in trains):
             found.append(_other(command))
     flagged = [(line, text) for line, text in script.comments if re.search(r"\s--[A-Za-z]", text)]
     found += [
-        Note(f"line {line}", " ".join(text.split())[:80], _comment(text)) for line, text in flagged
+        KeyNote(f"line {line}", " ".join(text.split())[:80], _comment(text))
+        for line, text in flagged
     ]
     for name, value in script.variables.items():
         unused = [n for word in split(value) for n in _flag_lines(word)]
         if unused and not set(unused) & lines:
             found.append(
-                Note(
+                KeyNote(
                     f"${name}",
                     shown(value).strip()[:80],
                     f"no training command uses it (line {unused[0]})",
@@ -256,14 +259,14 @@ def _flag_lines(item: Item) -> list[int]:
     return [line_of(item)] if re.match(r"--[A-Za-z]", shown(item)) else []
 
 
-def _other(command: Command) -> Note:
+def _other(command: Command) -> KeyNote:
     text = " ".join(shown(word) if isinstance(word, tuple) else "..." for word in command.words)[
         :80
     ]
     if command.name.startswith("--"):
-        return Note(
+        return KeyNote(
             f"line {command.line}",
             text,
             "a command of its own to the shell: the line before does not go on",
         )
-    return Note(f"line {command.line}", text, "another command")
+    return KeyNote(f"line {command.line}", text, "another command")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.foreign_keys import Keys
+from workbench.interop.foreign_keys import ForeignKeys
 from workbench.interop.translation import DEFAULT, KEEPS_ALL
 
 _DECAYS = {
@@ -17,7 +17,7 @@ _DECAYS = {
 }
 
 
-def read_training(keys: Keys, data: int) -> dict[str, Any]:
+def read_training(keys: ForeignKeys, data: int) -> dict[str, Any]:
     """The plan's sections `training`, `checkpoint` and `telemetry`; `data` ranks share the
     batch.
     """
@@ -36,9 +36,9 @@ def read_training(keys: Keys, data: int) -> dict[str, Any]:
     trackers = [
         name
         for name, key in (("tensorboard", "tensorboard-dir"), ("wandb", "wandb-project"))
-        if keys.leave(key, "only that it is written; a run keeps it in its own directory")
+        if keys.skip(key, "only that it is written; a run keeps it in its own directory")
     ]
-    minutes = keys.whole("distributed-timeout-minutes") or 10
+    minutes = keys.integer("distributed-timeout-minutes") or 10
     found = {
         "training": training,
         "telemetry": {"trackers": trackers, "timeout_seconds": 60 * minutes},
@@ -46,7 +46,7 @@ def read_training(keys: Keys, data: int) -> dict[str, Any]:
     return found | {"checkpoint": _checkpoint(keys)}
 
 
-def _dropout(keys: Keys) -> float:
+def _dropout(keys: ForeignKeys) -> float:
     """Dropout of the residual stream; that of attention's probabilities is told, as a plan has
     none.
     """
@@ -64,8 +64,11 @@ def _dropout(keys: Keys) -> float:
     )
 
 
-def _batch(keys: Keys, data: int) -> dict[str, int]:
-    micro, total = keys.renamed("micro-batch-size", "batch-size"), keys.whole("global-batch-size")
+def _batch(keys: ForeignKeys, data: int) -> dict[str, int]:
+    micro, total = (
+        keys.renamed_integer("micro-batch-size", "batch-size"),
+        keys.integer("global-batch-size"),
+    )
     if micro is None:
         micro = int(
             keys.assume(
@@ -87,7 +90,7 @@ def _batch(keys: Keys, data: int) -> dict[str, int]:
             f"is {total}, not a multiple of --micro-batch-size {micro} x {data} "
             f"data-parallel ranks; legal: {near}, {near + micro * data}",
         )
-    length = keys.whole("seq-length") or keys.whole("encoder-seq-length")
+    length = keys.integer("seq-length") or keys.integer("encoder-seq-length")
     found = {"micro_batch": micro, "global_batch": total}
     if length is None:
         keys.assume(
@@ -99,8 +102,8 @@ def _batch(keys: Keys, data: int) -> dict[str, int]:
     return {**found, "sequence_length": length}
 
 
-def _steps(keys: Keys, batch: int) -> int | None:
-    steps, samples = keys.whole("train-iters"), keys.whole("train-samples")
+def _steps(keys: ForeignKeys, batch: int) -> int | None:
+    steps, samples = keys.integer("train-iters"), keys.integer("train-samples")
     if steps is not None and samples is not None:
         raise refuse("--train-samples", "is given beside --train-iters; legal: one of them")
     if samples is not None:
@@ -110,10 +113,10 @@ def _steps(keys: Keys, batch: int) -> int | None:
     return steps
 
 
-def _optimizer(keys: Keys, steps: int, batch: int) -> dict[str, Any]:
+def _optimizer(keys: ForeignKeys, steps: int, batch: int) -> dict[str, Any]:
     name = keys.choice("optimizer", {"adam": "adamw", "sgd": "sgd", "muon": "", "dist_muon": ""})
     if name == "":
-        keys.doubt("optimizer", "a plan trains with adamw or sgd; adamw was taken")
+        keys.mark_untranslated("optimizer", "a plan trains with adamw or sgd; adamw was taken")
     name = name or "adamw"
     first = ("sgd-momentum", 0.9) if name == "sgd" else ("adam-beta1", 0.9)
     found: dict[str, Any] = {"name": name}
@@ -138,7 +141,7 @@ def _optimizer(keys: Keys, steps: int, batch: int) -> dict[str, Any]:
     return found | _moments(keys) | _schedule(keys, steps, batch)
 
 
-def _moments(keys: Keys) -> dict[str, str]:
+def _moments(keys: ForeignKeys) -> dict[str, str]:
     """Dtype of the moments, which --use-precision-aware-optimizer lets one choose."""
     kinds = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
     first, second = keys.choice("exp-avg-dtype", kinds), keys.choice("exp-avg-sq-dtype", kinds)
@@ -147,25 +150,25 @@ def _moments(keys: Keys) -> dict[str, str]:
         return {"moments": "bf16"}
     for key, kind in (("exp-avg-dtype", first), ("exp-avg-sq-dtype", second)):
         if kind not in (None, "fp32"):
-            keys.doubt(key, "a plan's moments are both of one dtype; fp32 was taken")
+            keys.mark_untranslated(key, "a plan's moments are both of one dtype; fp32 was taken")
     return {"moments": "fp32"}
 
 
-def _master(keys: Keys) -> None:
+def _master(keys: ForeignKeys) -> None:
     """Tell master weights that are not fp32, which is all that a plan knows beside 16-bit
     parameters.
     """
     if keys.choice("main-params-dtype", {"fp32": "fp32", "fp16": "fp16"}) == "fp16":
-        keys.doubt(
+        keys.mark_untranslated(
             "main-params-dtype",
             "a plan's master weights (training.optimizer.master) are fp32; fp32 was taken",
         )
 
 
-def _schedule(keys: Keys, steps: int, batch: int) -> dict[str, Any]:
+def _schedule(keys: ForeignKeys, steps: int, batch: int) -> dict[str, Any]:
     decay = keys.choice("lr-decay-style", _DECAYS)
     if decay == "":
-        keys.doubt(
+        keys.mark_untranslated(
             "lr-decay-style", "a plan decays constantly, linearly or by a cosine; linear was taken"
         )
     if decay is None:
@@ -188,24 +191,24 @@ def _schedule(keys: Keys, steps: int, batch: int) -> dict[str, Any]:
     return {**found, "learning_rate": rate}
 
 
-def _decay_steps(keys: Keys, steps: int, batch: int) -> float:
+def _decay_steps(keys: ForeignKeys, steps: int, batch: int) -> float:
     """Steps over which Megatron decays, of which --lr-warmup-fraction is a share; the run's where
     it does not say.
     """
     found: float = steps
     for key, size in (("lr-decay-iters", 1), ("lr-decay-samples", batch)):
-        over = keys.whole(key)
+        over = keys.integer(key)
         if over is not None:
             found = over / size
             if over // size != steps:
-                keys.doubt(key, f"a plan decays over all its steps, {steps}")
+                keys.mark_untranslated(key, f"a plan decays over all its steps, {steps}")
     return found
 
 
-def _warmup(keys: Keys, steps: int, over: float, batch: int) -> int:
-    older, whole = keys.number("warmup", 0, 1), keys.whole("lr-warmup-iters", 0)
+def _warmup(keys: ForeignKeys, steps: int, over: float, batch: int) -> int:
+    older, whole = keys.number("warmup", 0, 1), keys.integer("lr-warmup-iters", 0)
     share = keys.number("lr-warmup-fraction", 0, 1) if "lr-warmup-fraction" in keys else older
-    samples = keys.whole("lr-warmup-samples", 0)
+    samples = keys.integer("lr-warmup-samples", 0)
     if share is not None and whole:
         raise refuse(
             "--lr-warmup-fraction", "is given beside --lr-warmup-iters; legal: one of them"
@@ -214,12 +217,14 @@ def _warmup(keys: Keys, steps: int, over: float, batch: int) -> int:
     if found > steps:
         shares = "warmup" if older is not None else "lr-warmup-fraction"
         key = "lr-warmup-iters" if whole else shares if share else "lr-warmup-samples"
-        keys.doubt(key, f"a plan warms up within its steps; {steps} were taken, of {found}")
+        keys.mark_untranslated(
+            key, f"a plan warms up within its steps; {steps} were taken, of {found}"
+        )
     return min(found, steps)
 
 
-def _evaluation(keys: Keys) -> dict[str, int]:
-    batches, every = keys.whole("eval-iters", -1), keys.whole("eval-interval", 0)
+def _evaluation(keys: ForeignKeys) -> dict[str, int]:
+    batches, every = keys.integer("eval-iters", -1), keys.integer("eval-interval", 0)
     if batches is None:
         batches = int(keys.assume("training.evaluation.batches", 100, "Megatron's default"))
     if every is None and batches:
@@ -229,16 +234,16 @@ def _evaluation(keys: Keys) -> dict[str, int]:
     )
 
 
-def _seed(keys: Keys) -> int:
-    seed = keys.whole("seed", 0)
+def _seed(keys: ForeignKeys) -> int:
+    seed = keys.integer("seed", 0)
     return int(keys.assume("training.seed", 1234, "Megatron's default")) if seed is None else seed
 
 
-def _checkpoint(keys: Keys) -> dict[str, Any]:
-    every, load = keys.whole("save-interval", 0), keys.text("load")
-    save = keys.leave("save", "a run keeps its checkpoints in its own directory")
+def _checkpoint(keys: ForeignKeys) -> dict[str, Any]:
+    every, load = keys.integer("save-interval", 0), keys.text("load")
+    save = keys.skip("save", "a run keeps its checkpoints in its own directory")
     if load is not None and ("$" in load or load == save):
-        keys.doubt(
+        keys.mark_untranslated(
             "load",
             "where this very job left off, or a shell variable; a plan names a checkpoint to "
             "start from",
@@ -251,7 +256,7 @@ def _checkpoint(keys: Keys) -> dict[str, Any]:
     )
 
 
-def _asynchronous(keys: Keys, every: int | None) -> dict[str, bool]:
+def _asynchronous(keys: ForeignKeys, every: int | None) -> dict[str, bool]:
     """Whether steps go on while a checkpoint is written, which Megatron does only with
     --async-save.
     """

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.foreign_keys import Keys
+from workbench.interop.foreign_keys import ForeignKeys
 from workbench.interop.foreign_text import from_toml, mapping, to_toml
 from workbench.interop.torchtitan import torchtitan_keys as known
 from workbench.interop.torchtitan.training_tables import read_training
 from workbench.interop.torchtitan.write_torchtitan import tables
-from workbench.interop.translation import STACKS, Given, Imported, Written, imported
+from workbench.interop.translation import STACKS, Imported, ImportOptions, Translation, imported
 from workbench.interop.translation_loss import lost, nearest
 from workbench.plan.catalog import catalog
 from workbench.plan.model_shape import Shape
@@ -27,13 +27,13 @@ P = "parallelism."
 
 
 def read(
-    text: str | Mapping[str, Any], given: Given | None = None, lenient: bool = False
+    text: str | Mapping[str, Any], given: ImportOptions | None = None, lenient: bool = False
 ) -> Imported:
     """The plan of a torchtitan job, as TOML or already parsed. Raises `PlanError` naming key and
     legal values.
     """
-    given = given or Given()
-    keys = Keys(mapping(from_toml(text, "file") if isinstance(text, str) else text, "file"))
+    given = given or ImportOptions()
+    keys = ForeignKeys(mapping(from_toml(text, "file") if isinstance(text, str) else text, "file"))
     keys.sections(*known.MAPPINGS)
     model, shape, fp8 = _model(keys, given)
     sizes, world = _sizes(keys, given)
@@ -49,7 +49,7 @@ def read(
         "tensor": {"size": sizes["tensor"], "sequence": sizes["tensor"] > 1},
         "pipeline": pipeline,
         "context": {"size": sizes["context"], "algorithm": "ring"},
-        "expert": {"size": keys.whole(P + "expert_parallel_degree") or 1},
+        "expert": {"size": keys.integer(P + "expert_parallel_degree") or 1},
         "recompute": _recompute(keys, shape.layers),
         "kernels": _kernels(keys),
         **precision,
@@ -61,7 +61,7 @@ def read(
     return imported("torchtitan", plan, keys, given)
 
 
-def _model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape, bool]:
+def _model(keys: ForeignKeys, given: ImportOptions) -> tuple[str | dict[str, Any], Shape, bool]:
     """(the plan's model, its shape, whether it computes in fp8)."""
     name, flavor = keys.text("model.name"), keys.text("model.flavor")
     family, size = (
@@ -70,7 +70,7 @@ def _model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape, bool]
     )
     found = known.MODELS.get((family, size))
     if found and (family, size) != (name or "llama3", flavor):
-        keys.doubt(
+        keys.mark_untranslated(
             "model.flavor" if size != flavor else "model.name",
             "a plan says how operators run in strategy.kernels",
         )
@@ -78,7 +78,7 @@ def _model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape, bool]
         ours = given.model if isinstance(given.model, str) else given.model.name
         for key, value in (("model.name", name), ("model.flavor", flavor)):
             if value is not None and found != ours:
-                keys.doubt(key, f"the model given is {ours}")
+                keys.mark_untranslated(key, f"the model given is {ours}")
     sizes: dict[str, list[str]] = {}
     for one, flavors in known.MODELS:
         sizes.setdefault(one, []).append(flavors)
@@ -91,7 +91,7 @@ def _model(keys: Keys, given: Given) -> tuple[str | dict[str, Any], Shape, bool]
     return model, shape, _converted(keys)
 
 
-def _converted(keys: Keys) -> bool:
+def _converted(keys: ForeignKeys) -> bool:
     """Whether linear layers are converted to fp8: by `model.converters`, or the switch that jobs of
     2024 have.
     """
@@ -103,7 +103,7 @@ def _converted(keys: Keys) -> bool:
     ]
     eighth = [word for word in words if re.search("float8|mx", word)]
     if rest := [word for word in words if word not in eighth]:
-        keys.doubt(
+        keys.mark_untranslated(
             "model.converters", f"a plan knows no such conversion of layers: {', '.join(rest)}"
         )
     if (older := keys.flag("float8.enable_float8_linear")) is not None:
@@ -114,7 +114,7 @@ def _converted(keys: Keys) -> bool:
     )
 
 
-def _sizes(keys: Keys, given: Given) -> tuple[dict[str, int], int]:
+def _sizes(keys: ForeignKeys, given: ImportOptions) -> tuple[dict[str, int], int]:
     """(ranks of each axis with those that share the data, ranks of the job)."""
     sizes = {
         axis: _degree(keys, f"{axis}_parallel_degree") or 1
@@ -145,10 +145,10 @@ def _sizes(keys: Keys, given: Given) -> tuple[dict[str, int], int]:
     return {**sizes, "replicate": replicate, "shard": shard, "data": replicate * shard}, world
 
 
-def _degree(keys: Keys, name: str, least: int = 1) -> int | None:
+def _degree(keys: ForeignKeys, name: str, least: int = 1) -> int | None:
     """A degree of [parallelism], or of the sections where jobs of 2024 have it."""
     found = {
-        section: keys.whole(f"{section}.{name}", least)
+        section: keys.integer(f"{section}.{name}", least)
         for section in ("parallelism", "training", "experimental")
     }
     said = {section: degree for section, degree in found.items() if degree is not None}
@@ -158,7 +158,7 @@ def _degree(keys: Keys, name: str, least: int = 1) -> int | None:
     return next(iter(said.values()), None)
 
 
-def _data(keys: Keys, sizes: Mapping[str, int]) -> dict[str, Any]:
+def _data(keys: ForeignKeys, sizes: Mapping[str, int]) -> dict[str, Any]:
     sharded = sizes["shard"] * sizes["context"] > 1
     policy = (
         keys.choice(
@@ -173,7 +173,7 @@ def _data(keys: Keys, sizes: Mapping[str, int]) -> dict[str, Any]:
             ("training.enable_cpu_offload", offload),
         ):
             if value not in (None, False, "default"):
-                keys.doubt(key, "nothing is sharded here, so it does nothing")
+                keys.mark_untranslated(key, "nothing is sharded here, so it does nothing")
         return {"zero": 0}
     found: dict[str, Any] = {
         "zero": 3,
@@ -184,7 +184,7 @@ def _data(keys: Keys, sizes: Mapping[str, int]) -> dict[str, Any]:
     return found | ({"shard": sizes["shard"] * sizes["context"]} if sizes["replicate"] > 1 else {})
 
 
-def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
+def _pipeline(keys: ForeignKeys, size: int, shape: Shape) -> dict[str, Any]:
     word = keys.choice(
         P + "pipeline_parallel_schedule", {name: name for name in (*known.SCHEDULES, *known.LONE)}
     )
@@ -194,11 +194,11 @@ def _pipeline(keys: Keys, size: int, shape: Shape) -> dict[str, Any]:
         schedule = table if table.endswith(".csv") else f"{table}.csv"
     elif word in known.LONE:
         schedule = schedule or "1f1b"
-        keys.doubt(
+        keys.mark_untranslated(
             P + "pipeline_parallel_schedule", f"a plan knows no such schedule; {schedule} was taken"
         )
     single = schedule in ("1f1b", "gpipe")
-    held = keys.whole(P + "pipeline_parallel_layers_per_stage")
+    held = keys.integer(P + "pipeline_parallel_layers_per_stage")
     stages = _parts(keys, shape.layers)
     chunks = 1 if single else 2
     if stages is None and held is not None:
@@ -230,7 +230,7 @@ def _spread(layers: int, stages: int) -> list[int] | None:
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
-def _parts(keys: Keys, layers: int) -> list[int] | None:
+def _parts(keys: ForeignKeys, layers: int) -> list[int] | None:
     """Layers of each stage that the lists of modules, or the older split points, say."""
     parts, points = (
         keys.take(P + "module_fqns_per_model_part"),
@@ -261,13 +261,15 @@ def _parts(keys: Keys, layers: int) -> list[int] | None:
     return counts
 
 
-def _recompute(keys: Keys, layers: int) -> str | list[int]:
+def _recompute(keys: ForeignKeys, layers: int) -> str | list[int]:
     mode = keys.choice(
         "activation_checkpoint.mode", {w: w for w in ("selective", "full", "none", "memory_budget")}
     )
     option = keys.take("activation_checkpoint.selective_ac_option")
     if mode == "memory_budget":
-        keys.doubt("activation_checkpoint.mode", "a plan has no such budget; selective was taken")
+        keys.mark_untranslated(
+            "activation_checkpoint.mode", "a plan has no such budget; selective was taken"
+        )
         return "selective"
     if mode not in (None, "selective") or option == "op":
         return str(
@@ -288,38 +290,44 @@ def _recompute(keys: Keys, layers: int) -> str | list[int]:
     return "full" if step == 1 else list(range(step - 1, layers, step))
 
 
-def _precision(keys: Keys, fp8: bool) -> dict[str, str]:
+def _precision(keys: ForeignKeys, fp8: bool) -> dict[str, str]:
     kinds = {"bfloat16": "bf16", "float32": "fp32"}
     precision = keys.choice("training.mixed_precision_param", kinds) or "bf16"
     gradients = keys.choice("training.mixed_precision_reduce", kinds) or "fp32"
     if gradients == "bf16" and precision == "fp32" and not fp8:
-        keys.doubt("training.mixed_precision_reduce", "a plan reduces fp32 gradients as they are")
+        keys.mark_untranslated(
+            "training.mixed_precision_reduce", "a plan reduces fp32 gradients as they are"
+        )
         gradients = "fp32"
     return {"precision": "fp8" if fp8 else precision, "gradient_dtype": gradients}
 
 
-def _states(keys: Keys, precision: str) -> dict[str, str]:
+def _states(keys: ForeignKeys, precision: str) -> dict[str, str]:
     """What `training.dtype = "bfloat16"` makes of the optimizer: bf16 moments, and no fp32 copy of
     the parameters.
     """
     if keys.choice("training.dtype", {"bfloat16": "bf16", "float32": "fp32"}) != "bf16":
         return {}
     if precision == "fp32":
-        keys.doubt("training.dtype", "a plan keeps parameters in the precision that it computes in")
+        keys.mark_untranslated(
+            "training.dtype", "a plan keeps parameters in the precision that it computes in"
+        )
         return {}
     return {"master": "none", "moments": "bf16"}
 
 
-def _kernels(keys: Keys) -> str:
+def _kernels(keys: ForeignKeys) -> str:
     older, compiled = keys.flag("training.compile"), keys.flag("compile.enable")
     parts = keys.take("compile.components")
     if compiled and isinstance(parts, list) and "model" not in parts:
-        keys.doubt("compile.components", "a plan compiles its layers or nothing; eager was taken")
+        keys.mark_untranslated(
+            "compile.components", "a plan compiles its layers or nothing; eager was taken"
+        )
         compiled = False
     return "compiled" if older or compiled else "eager"
 
 
-def write(plan: Plan) -> Written:
+def write(plan: Plan) -> Translation:
     """The plan as a torchtitan job, and the fields that it does not say. Raises `PlanError` for an
     illegal plan.
     """
@@ -327,9 +335,11 @@ def write(plan: Plan) -> Written:
     flavor = flavor_of(full.shape)
     text = to_toml(tables(full, flavor, bool(plan.name)))
     with nearest("torchtitan"):
-        back = read(text, Given(None if flavor else full.shape, full.gpu, None, full.fabric))
+        back = read(
+            text, ImportOptions(None if flavor else full.shape, full.gpu, None, full.fabric)
+        )
     handed = ("cluster.gpu",) if flavor else ("model", "cluster.gpu")
-    return Written(text, lost(plan, full, back, known.LOST, handed))
+    return Translation(text, lost(plan, full, back, known.LOST, handed))
 
 
 def flavor_of(shape: Shape) -> tuple[str, str] | None:

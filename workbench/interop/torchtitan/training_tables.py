@@ -6,20 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.foreign_keys import Keys, shown
+from workbench.interop.foreign_keys import ForeignKeys, shown
 
 _ASYNCHRONOUS = {"disabled": False, "async": True, "async_with_pinned_mem": True}
 """checkpoint.async_mode -> whether steps go on while a checkpoint is written."""
 
 
-def read_training(keys: Keys, data: int, pipeline: int, sets: Mapping[str, Any]) -> dict[str, Any]:
+def read_training(
+    keys: ForeignKeys, data: int, pipeline: int, sets: Mapping[str, Any]
+) -> dict[str, Any]:
     """The plan's sections `training`, `checkpoint` and `telemetry`; `data` ranks share the
     batch.
     """
-    steps = keys.whole("training.steps")
+    steps = keys.integer("training.steps")
     if steps is None:
         steps = int(keys.assume("training.steps", 10000, "torchtitan's default"))
-    length = keys.whole("training.seq_len")
+    length = keys.integer("training.seq_len")
     if length is None:
         length = int(keys.assume("training.sequence_length", 2048, "torchtitan's default"))
     training: dict[str, Any] = {
@@ -29,26 +31,26 @@ def read_training(keys: Keys, data: int, pipeline: int, sets: Mapping[str, Any])
         "optimizer": _optimizer(keys, steps, sets),
         "evaluation": _evaluation(keys),
     }
-    if (seed := keys.whole("training.seed", 0)) is not None:
+    if (seed := keys.integer("training.seed", 0)) is not None:
         training["seed"] = seed
     trackers = [name for name in ("tensorboard", "wandb") if keys.flag(f"metrics.enable_{name}")]
-    timeout = keys.whole("comm.train_timeout_seconds")
+    timeout = keys.integer("comm.train_timeout_seconds")
     telemetry = {"trackers": trackers} | (
         {"timeout_seconds": timeout} if timeout is not None else {}
     )
     return {"training": training, "checkpoint": _checkpoint(keys), "telemetry": telemetry}
 
 
-def _batch(keys: Keys, data: int, pipeline: int) -> dict[str, int]:
+def _batch(keys: ForeignKeys, data: int, pipeline: int) -> dict[str, int]:
     """Under a pipeline the local batch is what flows through it, in microbatches; else it is the
     micro-batch.
     """
-    local = keys.renamed("training.local_batch_size", "training.batch_size")
+    local = keys.renamed_integer("training.local_batch_size", "training.batch_size")
     if local is None:
         local = int(
             keys.assume("training.micro_batch", 8, "torchtitan's default of local_batch_size")
         )
-    total = keys.whole("training.global_batch_size", -1)
+    total = keys.integer("training.global_batch_size", -1)
     if total is not None and total != -1 and (total < 1 or total % (local * data)):
         near = max(1, total // (local * data)) * local * data
         raise refuse(
@@ -57,7 +59,7 @@ def _batch(keys: Keys, data: int, pipeline: int) -> dict[str, int]:
             f"data-parallel ranks; legal: -1, {near}, {near + local * data}",
         )
     total = local * data if total in (None, -1) else total
-    micro = keys.whole("parallelism.pipeline_parallel_microbatch_size") or 1
+    micro = keys.integer("parallelism.pipeline_parallel_microbatch_size") or 1
     if pipeline == 1:
         return {"micro_batch": local, "global_batch": total}
     if local % micro:
@@ -66,14 +68,14 @@ def _batch(keys: Keys, data: int, pipeline: int) -> dict[str, int]:
             f"is {micro}, which does not divide local_batch_size {local}",
         )
     if total != local * data:
-        keys.doubt(
+        keys.mark_untranslated(
             "training.local_batch_size",
             "a plan fills the pipeline once a step, with the whole batch",
         )
     return {"micro_batch": micro, "global_batch": total}
 
 
-def _optimizer(keys: Keys, steps: int, sets: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer(keys: ForeignKeys, steps: int, sets: Mapping[str, Any]) -> dict[str, Any]:
     name = keys.text("optimizer.name")
     if name is not None and name.lower() not in ("adamw", "adam"):
         if "training.optimizer.name" not in sets:
@@ -83,12 +85,12 @@ def _optimizer(keys: Keys, steps: int, sets: Mapping[str, Any]) -> dict[str, Any
                 "AdamW, Adam; or choose what is planned in its place, e.g. --set "
                 "training.optimizer.name=adamw",
             )
-        keys.doubt(
+        keys.mark_untranslated(
             "optimizer.name",
             f"a plan trains with adamw or sgd; {sets['training.optimizer.name']} is set",
         )
     if (name or "").lower() == "adam":
-        keys.doubt(
+        keys.mark_untranslated(
             "optimizer.name", "a plan's AdamW decays weights apart from gradients; adamw was taken"
         )
     found: dict[str, Any] = {"name": "adamw"}
@@ -113,23 +115,23 @@ def _optimizer(keys: Keys, steps: int, sets: Mapping[str, Any]) -> dict[str, Any
     return found | _schedule(keys, steps)
 
 
-def _warmup(keys: Keys, steps: int) -> int:
+def _warmup(keys: ForeignKeys, steps: int) -> int:
     """Steps of the warm-up, within the run: torchtitan cuts a longer one too."""
     key, older = "lr_scheduler.warmup_steps", "training.warmup_steps"
-    warmup = keys.renamed(key, older, 0)
+    warmup = keys.renamed_integer(key, older, 0)
     if warmup is None:
         return int(
             keys.assume("training.optimizer.warmup_steps", min(200, steps), "torchtitan's default")
         )
     if warmup > steps:
-        keys.doubt(
-            key if keys.said(key) else older,
+        keys.mark_untranslated(
+            key if keys.has_key(key) else older,
             f"a plan warms up within its steps; {steps} were taken, of {warmup}",
         )
     return min(warmup, steps)
 
 
-def _schedule(keys: Keys, steps: int) -> dict[str, Any]:
+def _schedule(keys: ForeignKeys, steps: int) -> dict[str, Any]:
     warmup = _warmup(keys, steps)
     kind = keys.choice(
         "lr_scheduler.decay_type", {"linear": "linear", "sqrt": "sqrt", "cosine": "cosine"}
@@ -138,13 +140,15 @@ def _schedule(keys: Keys, steps: int) -> dict[str, Any]:
     if kind is None and share != 0:
         kind = keys.assume("training.optimizer.decay", "linear", "torchtitan's default")
     elif kind == "sqrt":
-        keys.doubt(
+        keys.mark_untranslated(
             "lr_scheduler.decay_type",
             "a plan decays constantly, linearly or by a cosine; linear taken",
         )
         kind = "linear"
     if share is not None and share > 0:
-        keys.doubt("lr_scheduler.decay_ratio", "a plan decays from the end of the warm-up on")
+        keys.mark_untranslated(
+            "lr_scheduler.decay_ratio", "a plan decays from the end of the warm-up on"
+        )
     least = keys.number("lr_scheduler.min_lr_factor", 0, 1)
     before = keys.number("lr_scheduler.lr_min", 0, 1)
     found = {"warmup_steps": warmup, "decay": "constant" if share == 0 else kind}
@@ -154,30 +158,32 @@ def _schedule(keys: Keys, steps: int) -> dict[str, Any]:
     }
 
 
-def _evaluation(keys: Keys) -> dict[str, int]:
+def _evaluation(keys: ForeignKeys) -> dict[str, int]:
     flags = [keys.flag(f"validation.{key}") for key in ("enable", "enabled")]
     if not any(flags):
         return {"every": 0}
-    batches, every = keys.whole("validation.steps", -1), keys.whole("validation.freq")
+    batches, every = keys.integer("validation.steps", -1), keys.integer("validation.freq")
     found = {"every": every or 10}
     if batches is not None and batches < 1:
-        keys.doubt("validation.steps", "a plan reads a number of batches, not the whole text")
+        keys.mark_untranslated(
+            "validation.steps", "a plan reads a number of batches, not the whole text"
+        )
         return found
     return found | ({"batches": batches} if batches is not None else {})
 
 
-def _checkpoint(keys: Keys) -> dict[str, Any]:
+def _checkpoint(keys: ForeignKeys) -> dict[str, Any]:
     flags = [keys.flag(f"checkpoint.{key}") for key in ("enable", "enable_checkpoint")]
-    every, keep = keys.whole("checkpoint.interval"), keys.whole("checkpoint.keep_latest_k", 0)
+    every, keep = keys.integer("checkpoint.interval"), keys.integer("checkpoint.keep_latest_k", 0)
     found: dict[str, Any] = {"every": (every or 500) if any(flags) else 0}
     mode = keys.choice("checkpoint.async_mode", _ASYNCHRONOUS)
     if any(flags):
         found["asynchronous"] = bool(mode)
     for key in ("checkpoint.interval", "checkpoint.async_mode"):
-        if keys.said(key) and not any(flags):
-            keys.doubt(key, "checkpoints are off in the file")
+        if keys.has_key(key) and not any(flags):
+            keys.mark_untranslated(key, "checkpoints are off in the file")
     if keep == 0:
-        keys.doubt(
+        keys.mark_untranslated(
             "checkpoint.keep_latest_k",
             "a plan keeps a number of checkpoints; its own default was taken",
         )
