@@ -111,7 +111,7 @@ def test_the_file_gives_curves(found: Calibration, tmp_path) -> None:
     assert read(tmp_path / "calibration.yaml") == found
     curves = MeasuredCurves(found, 2)
     large, small = (
-        side**3 / curves.products("fp32").seconds(side, side, side) for side in (256, 16)
+        side**3 / curves.gemm_fit("fp32").seconds(side, side, side) for side in (256, 16)
     )
     assert large > small > 0
     sizes = np.array([256, 2**23, 2**27])

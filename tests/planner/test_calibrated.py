@@ -115,7 +115,7 @@ def kept(tmp_path: Path) -> Path:
 
 def test_the_form_is_recovered_from_its_own_points() -> None:
     for ranks in (1, 2):
-        found = MeasuredCurves(made(), ranks).products("fp32")
+        found = MeasuredCurves(made(), ranks).gemm_fit("fp32")
         assert found.rate == pytest.approx(RATE / ranks, rel=1e-6)
         assert found.half_dim == pytest.approx(HALF, rel=1e-5) and found.launch == pytest.approx(
             LAUNCH, rel=1e-5
@@ -126,7 +126,7 @@ def test_the_form_is_recovered_from_its_own_points() -> None:
 def test_one_disturbed_point_does_not_move_the_fit() -> None:
     gemm = list(made().gemm)
     gemm[8] = gemm[8].model_copy(update={"seconds": 9 * gemm[8].seconds})
-    found = MeasuredCurves(made(gemm=tuple(gemm)), gemm[8].ranks).products("fp32")
+    found = MeasuredCurves(made(gemm=tuple(gemm)), gemm[8].ranks).gemm_fit("fp32")
     assert found.rate == pytest.approx(RATE / gemm[8].ranks, rel=0.02)
 
 
@@ -135,7 +135,7 @@ def test_a_measured_shape_is_met_and_a_far_one_follows_the_form() -> None:
         g.model_copy(update={"seconds": g.seconds * (1.3 if g.rows == 2048 else 1)})
         for g in made().gemm
     ]
-    found = MeasuredCurves(made(gemm=tuple(gemm)), 1).products("fp32")
+    found = MeasuredCurves(made(gemm=tuple(gemm)), 1).gemm_fit("fp32")
     assert found.seconds(2048, 64, 192) == pytest.approx(
         1.3 * product_seconds(2048, 64, 192, 1), rel=1e-3
     )
@@ -145,7 +145,7 @@ def test_a_measured_shape_is_met_and_a_far_one_follows_the_form() -> None:
 
 
 def test_products_take_arrays_and_broadcast() -> None:
-    found = MeasuredCurves(made(), 1).products("fp32")
+    found = MeasuredCurves(made(), 1).gemm_fit("fp32")
     rows, columns = np.array([[32], [64], [128]]), np.array([48, 96])
     rates = 2 * rows * columns * 64 / found.seconds(rows, columns, 64)
     assert rates.shape == (3, 2) and (np.diff(rates, axis=0) > 0).all() and (rates < RATE).all()
@@ -153,12 +153,12 @@ def test_products_take_arrays_and_broadcast() -> None:
 
 
 def test_an_unmeasured_dtype_takes_its_stand_in() -> None:
-    assert MeasuredCurves(made(), 1).products("fp16").rate == pytest.approx(RATE, rel=1e-6)
+    assert MeasuredCurves(made(), 1).gemm_fit("fp16").rate == pytest.approx(RATE, rel=1e-6)
 
 
 def test_more_ranks_than_were_measured_wait_for_cores() -> None:
     four, two = MeasuredCurves(made(), 4), MeasuredCurves(made(), 2)
-    assert four.products("fp32").rate == pytest.approx(two.products("fp32").rate / 2)
+    assert four.gemm_fit("fp32").rate == pytest.approx(two.gemm_fit("fp32").rate / 2)
     assert four.host.layer_us == pytest.approx(2 * two.host.layer_us)
     assert four.memory_rate(2**20) == pytest.approx(two.memory_rate(2**20) / 2)
 

@@ -1,6 +1,4 @@
-"""Seconds of one step, part by part: what each pipeline rank computes and waits for, the bubble,
-what is not hidden.
-"""
+"""Step time, part by part: compute, exposed communication, pipeline bubble, optimizer, offload."""
 
 from __future__ import annotations
 
@@ -39,42 +37,46 @@ from workbench.costmodel.rates.constants import Constants
 from workbench.schedules import closed_forms, simulate
 
 RING_OVERLAP_SHARE = 0.8
-"""Share of attention behind which a ring hides its hops."""
+"""Share of attention's time behind which ring attention hides its sends."""
 MIN_EXPOSED_SHARE = 0.15
-"""Share of gathers that nothing hides: while they run, they take multiprocessors and memory
+"""Share of all-gathers that stays exposed: while they run, they take multiprocessors and memory
 bandwidth from compute.
 """
 
 
 @dataclass(frozen=True)
 class MicrobatchDurations:
-    """Seconds of one microbatch by pipeline rank, and how much of it is communication."""
+    """Seconds of one microbatch by pipeline rank, and how much of it is exposed communication."""
 
     forward: Array
     backward: Array
-    weight: Array
-    """Of the backward, what makes the weights' gradients."""
+    weight_grad: Array
+    """Part of the backward that computes weight gradients (W)."""
     compute: Array
     communication: dict[str, Array]
-    """Part of the step (tensor_comm, context_comm, ...) -> seconds of one microbatch."""
+    """Part of the step (tensor_comm, context_comm, ...) -> exposed seconds of one microbatch."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step of each candidate: what a microbatch takes, and what the step takes around its
-    microbatches.
-    """
+    """Time of one step of each candidate."""
 
     seconds: Number
     durations: MicrobatchDurations
     bubble: Number
     after: dict[str, Number]
-    """Part of the step -> seconds that follow the last microbatch."""
+    """Part of the step -> seconds after the last microbatch."""
     calls: list[CollectiveCall]
 
 
 def step_time(w: Workload, constants: Constants, layers: LayerTimes | None = None) -> StepTime:
-    """The time of a step; `layers` where the caller has them already."""
+    """Time of a step: microbatches of the slowest pipeline rank, bubble, and what follows them.
+
+    Args:
+        w: Per-rank problem sizes.
+        constants: Of the GPU and the framework.
+        layers: Seconds of a layer of each kind, where the caller has them already.
+    """
     m = device_rates(w.fixed.gpu, w.fixed.precision, constants)
     wires, every = axis_links(w, constants), step_collectives(w)
     k = layers or layer_times(w, m)
@@ -100,8 +102,13 @@ def step_time(w: Workload, constants: Constants, layers: LayerTimes | None = Non
 def step_time_bounds(
     w: Workload, constants: Constants, time: StepTime, interval: tuple[float, float]
 ) -> tuple[float, float]:
-    """(low, high) seconds of one plan in 90 of 100 cases; `interval` are those of runs of which it
-    is known whether a host stalls, over the estimate.
+    """(low, high) step time of one plan in nine of ten cases, seconds.
+
+    Args:
+        w: Per-rank problem sizes of one plan.
+        constants: Of the GPU and the framework.
+        time: Its estimated step time.
+        interval: (low, high) multiples of the estimate, of runs known to have a straggler or not.
     """
     low, high = interval
     calm = float(time.seconds) - float(time.after.get("stall", 0.0))
@@ -112,14 +119,16 @@ def step_time_bounds(
 
 
 def model_flops_utilization(w: Workload, constants: Constants, time: StepTime) -> Number:
-    """Model FLOPs over what all cards could do in the step."""
+    """Model FLOPs utilization (MFU, 2204.02311): model FLOPs over what all GPUs could do in the
+    step.
+    """
     m = device_rates(w.fixed.gpu, w.fixed.precision, constants)
     flops = model_flops(w) * w.microbatches * w.tensor * w.searched.context
     return flops / (time.seconds * (w.fixed.world_size * m.flops))
 
 
 def longest_compute_seconds(w: Workload, time: StepTime) -> Number:
-    """Seconds of the step in which the pipeline rank that computes longest does."""
+    """Seconds of the step in which the pipeline rank that computes longest computes."""
     return w.microbatches * time.durations.compute.max(axis=0)
 
 
@@ -147,7 +156,7 @@ def _durations(
     every: list[CollectiveCall],
     wires: dict[str, AxisLink],
 ) -> MicrobatchDurations:
-    """Compute, and the communication that a microbatch waits for."""
+    """Compute and exposed communication of one microbatch."""
     c, work = m.constants, microbatch_compute(w, m, k)
     hidden = {"F": work.forward, "B": work.backward}
     idle = {"F": work.idle_forward, "B": work.idle_backward}
@@ -184,27 +193,27 @@ def _durations(
     return MicrobatchDurations(
         forward=np.asarray(work.forward + _sum(exposed["F"].values())),
         backward=np.asarray(work.backward + _sum(exposed["B"].values())),
-        weight=work.weight,
+        weight_grad=work.weight_grad,
         compute=np.asarray(work.forward + work.backward),
         communication={name: exposed["F"][name] + exposed["B"][name] for name in exposed["F"]},
     )
 
 
 def _overlaps_compute(w: Workload) -> Number:
-    """1 where what ZeRO-2 or 3 moves has compute to hide behind: with one buffer in flight it has
-    none.
+    """1 where ZeRO-2 and 3 collectives overlap compute; with a single buffer in flight they do
+    not.
     """
     return w.searched.overlap * float(w.fixed.num_zero_in_flight > 1)
 
 
 def _sum(values: Iterable[Number]) -> Number:
-    """Those of few elements first, so that few additions see them all."""
+    """Sum, smallest arrays first, so that few additions are of full size."""
     return sum(sorted(values, key=np.size), 0.0)
 
 
 def _receive_seconds(w: Workload, link: AxisLink, constants: Constants, action: str) -> Array:
-    """A rank waits for what it receives: activations before F, gradients before B; every chunk
-    anew.
+    """Seconds in which a rank waits for a recv: activations before F, gradients before B, for
+    every chunk.
     """
     if w.pipeline == 1:
         return w.zeros
@@ -219,11 +228,11 @@ def _receive_seconds(w: Workload, link: AxisLink, constants: Constants, action: 
 
 
 def _bubble(w: Workload, d: MicrobatchDurations, slowest: Number) -> Number:
-    """What the slowest rank waits in a step while others fill and drain the pipeline, in closed
-    form.
+    """Pipeline bubble of the slowest rank while the pipeline fills and drains, in closed form.
 
-    Exact for equal stages (`schedules.closed`). Of unequal ones it is the path through the slowest
-    stage where backward is whole, and that of mean stages where it is split.
+    (p - 1)(F + B) under 1F1B, divided by the chunks of an interleaved schedule (2104.04473). Exact
+    for equal stages (`schedules.closed_forms`). Unequal stages take the path through the slowest
+    one, and mean stages where backward is split.
     """
     if w.pipeline == 1:
         return 0.0
@@ -240,7 +249,7 @@ def _bubble(w: Workload, d: MicrobatchDurations, slowest: Number) -> Number:
         return ((w.rank_multiplicity * (d.forward + d.backward)).sum(axis=0) - slowest) / s.chunks
     forward, backward, weight = (
         (w.rank_multiplicity * x).sum(axis=0) / w.pipeline
-        for x in (d.forward, d.backward, d.weight)
+        for x in (d.forward, d.backward, d.weight_grad)
     )
     return closed_forms.bubble(
         s.schedule, w.pipeline, m, s.chunks, forward, backward - weight, weight
@@ -248,21 +257,26 @@ def _bubble(w: Workload, d: MicrobatchDurations, slowest: Number) -> Number:
 
 
 def _bubble_on_shared_cores(bubble: Number, busy: Number, sharing: float) -> Number:
-    """What is left of a bubble where `sharing` ranks take turns on a core: while one waits, another
-    has the core.
+    """What is left of a bubble where `sharing` CPU ranks share a core: while one waits, another
+    runs.
 
-    `busy` seconds are those of a rank beside its neighbours; alone it would need so many times
+    `busy` are the seconds of a rank beside its neighbors; alone it would need `sharing` times
     less.
     """
     return bubble if sharing <= 1 else np.maximum(0.0, (busy + bubble) / sharing - busy)
 
 
 def stage_durations(w: Workload, d: MicrobatchDurations) -> dict[str, list[float]]:
-    """Seconds of each action of one plan, by stage: a rank's, shared evenly by the stages that it
-    holds.
+    """Seconds of F, B, I and W of one plan by stage; a rank's time is divided evenly over its
+    stages.
     """
     s = w.fixed
-    by_action = {"F": d.forward, "B": d.backward, "I": d.backward - d.weight, "W": d.weight}
+    by_action = {
+        "F": d.forward,
+        "B": d.backward,
+        "I": d.backward - d.weight_grad,
+        "W": d.weight_grad,
+    }
     homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)
     return {kind: (by_rank / s.chunks)[homes].tolist() for kind, by_rank in by_action.items()}
 
@@ -274,9 +288,7 @@ def _exposed_data_comm(
     every: list[CollectiveCall],
     wires: dict[str, AxisLink],
 ) -> Number:
-    """Gradient reduction that nothing hides, and gathers of stepped parameters, which nothing
-    can.
-    """
+    """Exposed gradient reduction, and all-gathers of updated parameters, which nothing hides."""
     chosen = [
         c
         for c in every
@@ -296,7 +308,9 @@ def _exposed_data_comm(
 
 
 def _exposed_offload(w: Workload, constants: Constants, owned: Array, makespan: Number) -> Number:
-    """Gradients to the host and parameters back, beyond what compute hides (2101.06840)."""
+    """Gradients to the host and parameters back, beyond what compute hides (ZeRO-Offload,
+    2101.06840).
+    """
     k = w.searched
     moved = owned.max(axis=0) * (w.gradient_element_bytes + w.element_bytes) * k.offload_optimizer
     moved = moved + k.offload_parameters * (

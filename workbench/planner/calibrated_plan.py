@@ -99,7 +99,7 @@ def overrides(curves: MeasuredCurves, plan: ResolvedPlan) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     if plan.gpu.device == "cpu":
         dtypes = sorted({g.dtype for g in curves.calibration.gemm})
-        figures["tflops"] = {dtype: curves.products(dtype).rate / 1e12 for dtype in dtypes}
+        figures["tflops"] = {dtype: curves.gemm_fit(dtype).rate / 1e12 for dtype in dtypes}
         figures["bandwidth_gbs"] = float(curves.memory_rate(_typical_bytes(plan))) / 1e9
     return figures | _link(curves)
 
@@ -130,7 +130,7 @@ def constants_of(curves: MeasuredCurves, card: GPU, plan: ResolvedPlan) -> dict[
     `card`.
     """
     precision = plan.strategy.precision
-    products, host = curves.products(precision), curves.host
+    products, host = curves.gemm_fit(precision), curves.host
     most = peak_flops(card, precision)
     found = {
         "gemm_share": products.rate / most,

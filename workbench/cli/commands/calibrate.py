@@ -109,7 +109,7 @@ def _of_ranks(curves: MeasuredCurves) -> dict[str, Any]:
     lines = {kind: curves.alpha_beta(kind, curves.ranks) for kind in kinds}
     return {
         "ranks": curves.ranks,
-        "gflops": {dtype: curves.products(dtype).rate / 1e9 for dtype in dtypes},
+        "gflops": {dtype: curves.gemm_fit(dtype).rate / 1e9 for dtype in dtypes},
         "memory_gbs": float(curves.memory_rate(LARGE)) / 1e9,
         "host": curves.host.model_dump(exclude={"ranks"}),
         "collectives": {

@@ -1,5 +1,5 @@
-"""The flat buckets of one plan as the engine packs them, and every collective that they make:
-exact, by the call.
+"""Gradient and parameter buckets as the engine packs them, and every collective on them: exact,
+call by call.
 """
 
 from __future__ import annotations
@@ -15,39 +15,40 @@ from workbench.costmodel.inputs.config import Number, stage_homes
 from workbench.costmodel.inputs.rank_workload import Workload
 
 BucketCollective = tuple[str, str, int, str, float, str]
-"""Axis, kind, group size, dtype (of the parameters, or of the gradients), bytes, action."""
+"""(axis, kind, group size, `parameter` or `gradient` dtype, bytes, action)."""
 
 
 GridSides = tuple[tuple[str, int], ...]
-"""Name and ranks of sides of the tensor axis."""
+"""(name, ranks) of sides of the tensor axis."""
 
 
 @dataclass(frozen=True)
 class StageParameter:
-    """A tensor of a stage: what ZeRO-3 gathers it with, its entries, the tensor sides that hold
-    parts of its gradient, whether it stands in a bucket of its own, and whether it is of experts
-    that other ranks do not hold.
-    """
+    """One tensor of a stage."""
 
     unit: str
+    """ZeRO-3 unit that it is all-gathered with."""
     elements: int
-    partial: GridSides = ()
-    alone: bool = False
+    partial_over: GridSides = ()
+    """Sides of the tensor axis over which its gradient is a partial sum."""
+    own_bucket: bool = False
+    """Whether it gets a bucket of its own."""
     experts: bool = False
+    """Whether it belongs to experts that other ranks do not hold."""
 
 
 @dataclass(frozen=True)
 class PackedBucket:
-    """Tensors side by side, padded to a multiple of the shard group."""
+    """Tensors side by side in one flat buffer, padded to a multiple of the shard group."""
 
     unit: str
     elements: int
-    partial: GridSides
+    partial_over: GridSides
     experts: bool
 
 
 def rank_buckets(w: Workload, rank: int) -> list[list[PackedBucket]]:
-    """The buckets of every stage of a pipeline rank, in the order of backward."""
+    """Buckets of every stage of a pipeline rank, in the order in which backward fills them."""
     s = w.fixed
     homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table).tolist()
     mine = [stage for stage, home in enumerate(homes) if home == rank]
@@ -62,8 +63,8 @@ def _pack(w: Workload, parameters: list[StageParameter]) -> list[PackedBucket]:
     full: list[PackedBucket] = []
     open_: dict[object, PackedBucket] = {}
     for p in reversed(parameters):
-        key = (p.unit if w.zero == 3 else "", p.partial, p.alone, p.experts)
-        empty = PackedBucket(p.unit, 0, p.partial, p.experts)
+        key = (p.unit if w.zero == 3 else "", p.partial_over, p.own_bucket, p.experts)
+        empty = PackedBucket(p.unit, 0, p.partial_over, p.experts)
         bucket = open_.get(key, empty)
         if w.zero < 3 and bucket.elements and bucket.elements + p.elements > limit:
             full.append(bucket)
@@ -84,20 +85,18 @@ def _expert_ranks(w: Workload, bucket: PackedBucket) -> int:
 
 
 def _shard_ranks(w: Workload, bucket: PackedBucket) -> int:
-    """Ranks over which ZeRO shards a bucket."""
+    """Number of ranks over which ZeRO shards a bucket."""
     return max(1, int(w.searched.shard) // _expert_ranks(w, bucket)) if w.zero else 1
 
 
 def _replica_ranks(w: Workload, bucket: PackedBucket, rank: int) -> int:
-    """Ranks that hold the same bucket as one of pipeline rank `rank`; stages may have unequally
-    many.
-    """
+    """Number of ranks that hold the same bucket; stages may be replicated unequally."""
     replicas = np.broadcast_to(np.ravel(w.data * w.searched.context), w.fixed.pipeline)[rank]
     return round(float(replicas)) // _expert_ranks(w, bucket)
 
 
 def bucket_collectives(w: Workload, rank: int) -> Counter[BucketCollective]:
-    """Every collective of gradients and parameters a step, on a pipeline rank."""
+    """Collectives of gradients and parameters in a step, on one pipeline rank, with counts."""
     found: Counter[BucketCollective] = Counter()
     for stage in rank_buckets(w, rank):
         for row, times in _reductions(w, stage, rank):
@@ -133,7 +132,7 @@ def _reductions(
             ),
             1,
         )
-        for _, ranks in bucket.partial:
+        for _, ranks in bucket.partial_over:
             yield ("tensor", "all_reduce", ranks, "gradient", size / shard, "REDUCE_GRAD"), 1
 
 
@@ -147,10 +146,10 @@ def _gathers(w: Workload, stage: list[PackedBucket]) -> Iterator[tuple[BucketCol
 
 
 def _gathers_by_action(w: Workload, unit: str) -> dict[str, int]:
-    """Action -> how often in a step a unit is gathered in it.
+    """Action -> how often a step all-gathers a unit in it.
 
-    Backward needs no table but for a norm behind it, and begins with the last unit, which forward
-    has left whole.
+    Backward does not need the embedding table, except for a norm behind it. It begins with the
+    last unit, which forward has left unsharded.
     """
     m, norm = int(w.microbatches), bool(w.shape.embedding_norm)
     if w.zero < 3:
@@ -164,8 +163,8 @@ def _gathers_by_action(w: Workload, unit: str) -> dict[str, int]:
 
 
 def _grid_sides(w: Workload) -> tuple[GridSides, GridSides, GridSides]:
-    """Along which tensor ranks hold the same and meet different tokens: of matrices, of vectors as
-    wide as the residual stream, of other vectors.
+    """Sides of the tensor axis whose ranks hold the same parameter but see different tokens: for
+    matrices, for vectors of hidden size, for other vectors.
     """
     side = int(w.tiling.hidden_parts)
     if w.fixed.algorithm == "1d":
@@ -182,29 +181,29 @@ def _grid_sides(w: Workload) -> tuple[GridSides, GridSides, GridSides]:
 def _parameters(
     w: Workload, stage: int, stages: int, both: bool, apart: bool
 ) -> Iterator[StageParameter]:
-    """A stage's tensors in the model's order."""
+    """Tensors of a stage, in the model's order."""
     shape, partition = w.shape, w.fixed.partition
     matrix, split, _ = sides = _grid_sides(w)
     table, h = float(w.vocab_rows * w.weight_in_dim), float(shape.hidden * w.tiling.vector_share)
     norm = [(h, split)] * (2 if shape.norm == "layernorm" else 1)
     if stage == 0:
         alone = apart and stages > 1
-        yield StageParameter("embedding", round(table), matrix, alone=alone)
+        yield StageParameter("embedding", round(table), matrix, own_bucket=alone)
         rest = [(shape.max_positions * h, split)] if shape.positions == "learned" else []
         for size, partial in rest + (norm if shape.embedding_norm else []):
             yield StageParameter("embedding", round(size), partial)
     start = sum(partition[:stage])
     for layer in range(start, start + partition[stage]):
-        mixture = w.shape.moe is not None and layer >= w.shape.moe.first_dense
-        dense = () if mixture else _mlp_params(w, w.ffn, sides)
+        is_moe = w.shape.moe is not None and layer >= w.shape.moe.first_dense
+        dense = () if is_moe else _mlp_params(w, w.ffn, sides)
         for size, partial in [*norm, *_attention_params(w), *norm, *dense]:
             yield StageParameter(str(layer), round(size), partial)
-        if mixture:
+        if is_moe:
             yield from _moe_params(w, str(layer))
     if stage == stages - 1:
         yield from (StageParameter("head", round(size), partial) for size, partial in norm)
         if not (shape.tied and both):
-            yield StageParameter("head", round(table), matrix, alone=apart)
+            yield StageParameter("head", round(table), matrix, own_bucket=apart)
 
 
 def _attention_params(w: Workload) -> Iterator[tuple[float, GridSides]]:
@@ -221,7 +220,9 @@ def _attention_params(w: Workload) -> Iterator[tuple[float, GridSides]]:
 def _mlp_params(
     w: Workload, width: Number, sides: tuple[GridSides, GridSides, GridSides]
 ) -> Iterator[tuple[float, GridSides]]:
-    """Of a feed-forward layer whose local width is `width`."""
+    """(elements, partial sides) of the tensors of a feed-forward whose width on this rank is
+    `width`.
+    """
     bias, (matrix, split, other) = w.shape.biases == "all", sides
     for _ in range(2 if w.shape.gated else 1):
         yield float(w.weight_in_dim * width), matrix
@@ -233,8 +234,8 @@ def _mlp_params(
 
 
 def _moe_params(w: Workload, unit: str) -> Iterator[StageParameter]:
-    """Router, experts, shared experts: tensor ranks make parts of the router's gradient, and of
-    output biases'.
+    """Tensors of router, experts and shared experts; gradients of the router and of output biases
+    are partial sums over tensor ranks.
     """
     moe = w.shape.moe
     assert moe is not None

@@ -1,4 +1,4 @@
-"""One collective of a step as the cost model counts it, and the calls that every tensor layout makes."""
+"""The collective call that the cost model counts, shared by 1-D and grid tensor parallelism."""
 
 from __future__ import annotations
 
@@ -12,26 +12,33 @@ from workbench.costmodel.inputs.rank_workload import Workload
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """Calls of one collective a step, by pipeline rank; `bytes` is the full tensor's."""
+    """Calls of one collective in a step, by pipeline rank."""
 
     axis: str
+    """Mesh axis that it runs over: tensor, context, expert, pipeline, data or world."""
     kind: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, send or recv."""
     group_size: Number
     dtype: str
     bytes: Number
+    """Bytes of the full (unsharded) tensor."""
     count: Number
+    """Calls in a step."""
     action: str
+    """Schedule action in which it is called: F, B, REDUCE_GRAD, P2P, OPTIMIZER or CLIP."""
 
 
 def gradient_dtype_name(w: Workload) -> str:
-    """Of one plan; of many it is not asked for."""
+    """Dtype in which gradients of one plan are reduced; a search over many plans does not ask for
+    it.
+    """
     alike = np.ndim(w.gradient_element_bytes) or float(w.gradient_element_bytes) == w.element_bytes
     return w.dtype if alike else "fp32"
 
 
 def shared_kv_head_calls(w: Workload) -> list[CollectiveCall]:
-    """Gradients of key and value projections that several tensor ranks hold alike, where heads are
-    fewer than ranks.
+    """All-reduce of key and value weight gradients, where there are fewer key-value heads than
+    tensor ranks and several ranks hold the same head.
     """
     shape = w.shape
     if shape.mla is not None:

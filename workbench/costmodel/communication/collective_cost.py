@@ -1,4 +1,8 @@
-"""What one collective costs: latency and bandwidth of the axis that it runs over (alpha-beta)."""
+"""Seconds of a collective: the alpha-beta model, latency (alpha) plus bytes over bandwidth (beta).
+
+Latency and bandwidth are those of the mesh axis, which the placement of ranks in nodes and racks
+decides (hierarchical alpha-beta).
+"""
 
 from __future__ import annotations
 
@@ -21,28 +25,30 @@ WIRE_FACTOR = {
     "broadcast": 1.0,
     "reduce": 1.0,
 }
-"""Times (n-1)/n of the full tensor that a rank sends, by kind: rings; of n broadcasts a rank is the
-root of one.
+"""Times (n-1)/n of the full tensor that a rank sends in a ring, by kind; in n broadcasts a rank is
+the root of one.
 """
 
 
 @dataclass(frozen=True)
 class AxisLink:
-    """One axis as its collectives see it."""
+    """Network that the collectives of one mesh axis see."""
 
     bandwidth: Number
-    """Bytes a second of one rank."""
+    """Bytes/s of one rank."""
     latency: Number
-    """Seconds a hop."""
+    """Seconds per hop."""
 
 
 def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
-    """The link of each axis, from the placement: an axis inside a node rides its links, one beyond
-    shares its network, one beyond the rack what leaves the rack; the sides of a tensor grid take
-    turns.
+    """Bandwidth and latency of each mesh axis, from the placement.
 
-    Inter-node bandwidth of a rank = the node's network / the groups of that axis that cross it at
-    once.
+    An axis inside a node uses its links (NVLink, PCIe). One that leaves it shares the node's
+    network with the other groups that leave at the same time; one that leaves a rack shares the
+    rack's uplink. The sides of a tensor grid take turns.
+
+    Returns:
+        Axis -> link, for tensor, context, data, pipeline and expert.
     """
     s, k = w.fixed, w.searched
     sizes = {"tensor": k.tensor, "context": k.context, "data": w.data, "pipeline": s.pipeline}
@@ -70,7 +76,7 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
 
 
 def _link(w: Workload, constants: Constants, size: Number, stride: Number) -> AxisLink:
-    """What `size` ranks, `stride` ranks apart, see of the network."""
+    """Link between `size` ranks that are `stride` ranks apart."""
     s = w.fixed
     inner = s.gpu.link_gbs * 1e9 * constants.link_share
     outer = s.fabric.nic_gbs * 1e9 * constants.nic_share
@@ -103,8 +109,8 @@ def _link(w: Workload, constants: Constants, size: Number, stride: Number) -> Ax
 
 
 def _hop_latency_us(size: Number, inside: Number, fabric: Fabric) -> Number:
-    """Latency of a ring's hops, microseconds: its ranks go in step, so the slowest hop sets the
-    pace of all.
+    """Latency of a ring's hop in microseconds: its ranks move in lockstep, so the slowest hop
+    decides.
     """
     return np.where(
         size > inside, max(fabric.nic_latency_us, fabric.link_latency_us), fabric.link_latency_us
@@ -114,10 +120,18 @@ def _hop_latency_us(size: Number, inside: Number, fabric: Fabric) -> Number:
 def collective_seconds(
     kind: str, size: Number, ranks: Number, link: AxisLink, constants: Constants
 ) -> Number:
-    """One call, ring costs; a latency that stops growing beyond `latency_ranks` (trees). Nothing
-    for one rank.
+    """Seconds of one call by the ring's alpha-beta cost; zero for one rank.
 
-    Broadcasts and reductions to one rank take as many hops as a binary tree is deep (2104.05343).
+    An all-reduce is a reduce-scatter and an all-gather: 2 (n-1)/n of the bytes. Its latency stops
+    growing at `latency_ranks`, where NCCL switches to trees. Broadcast and reduce take as many
+    hops as a binary tree is deep (2104.05343).
+
+    Args:
+        kind: Kind of collective.
+        size: Bytes of the full tensor.
+        ranks: Size of the group.
+        link: Network of the axis.
+        constants: `latency_ranks`.
     """
     if kind in ("send", "recv"):
         return size / link.bandwidth + link.latency
@@ -139,8 +153,8 @@ def comm_seconds(
     axis: str,
     action: str | None = None,
 ) -> Number:
-    """Seconds in a step that each pipeline rank spends in the collectives of one axis (and
-    action).
+    """Seconds per step that each pipeline rank spends in the collectives of one axis (and action);
+    a recv is counted with its send.
     """
     chosen = [
         c for c in calls if c.axis == axis and action in (None, c.action) and c.kind != "recv"

@@ -1,5 +1,6 @@
-"""Every collective of a step: how many, how large, over which axis. The words are those that a run
-measures.
+"""Communication volume: every collective of a step, with group size, bytes and count.
+
+Axes, kinds and actions are named as a run's telemetry names them.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 
 STEP_SCALARS_BYTES = 12.0
-"""Loss, squared norm and stop sign: three fp32 numbers that all ranks add once a step."""
+"""Loss, squared gradient norm and stop flag: three fp32 numbers that all ranks all-reduce once a
+step.
+"""
 
 
 def step_collectives(w: Workload) -> list[CollectiveCall]:
-    """All collectives of a step. Buckets of gradients count as equal; `exact_collectives` packs them as the
-    engine does.
+    """All collectives of a step.
+
+    Gradient buckets count as equally large; `exact_collectives` packs them as the engine does.
     """
     everyone = CollectiveCall(
         "world", "all_reduce", w.fixed.world_size, "fp32", STEP_SCALARS_BYTES, 1.0, "CLIP"
@@ -43,8 +47,15 @@ def step_collectives(w: Workload) -> list[CollectiveCall]:
 def exact_collectives(
     w: Workload, all_calls: list[CollectiveCall], rank: int
 ) -> list[CollectiveCall]:
-    """The calls of pipeline rank `rank` of one plan: buckets of their own sizes, none that moves
-    nothing.
+    """Collectives of one pipeline rank of one plan, with the engine's own bucket sizes.
+
+    Args:
+        w: Per-rank problem sizes of one plan.
+        all_calls: What `step_collectives` returns.
+        rank: Pipeline rank.
+
+    Returns:
+        The calls that move bytes between at least two ranks.
     """
     own = [_on_rank(call, rank) for call in all_calls]
     if w.fixed.stack == "workbench":
@@ -73,9 +84,11 @@ def _at(value: Number, rank: int) -> float:
 
 
 def _tensor_calls(w: Workload) -> list[CollectiveCall]:
-    """Two sums a layer and pass; the embedding's and the head's (1909.08053); with sequence
-    parallel the same bytes as gathers and scatters, and a gather of each input again for the
-    weights' gradients (2205.05198).
+    """Tensor parallelism (Megatron-LM, 1909.08053): two all-reduces per layer in forward and two
+    in backward, one for the embedding and one for the head.
+
+    With sequence parallelism (2205.05198) each all-reduce is an all-gather and a reduce-scatter of
+    the same bytes, and backward all-gathers each input again for the weight gradient.
     """
     if w.fixed.algorithm != "1d":
         return grid_collectives(w)
@@ -110,6 +123,7 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
 
 
 def _loss_calls(w: Workload) -> list[CollectiveCall]:
+    """Vocabulary-parallel cross-entropy: all-reduces of maximum, and of target logit and sum."""
     count = w.microbatches * w.has_head
     return [
         CollectiveCall(
@@ -120,9 +134,11 @@ def _loss_calls(w: Workload) -> list[CollectiveCall]:
 
 
 def _context_calls(w: Workload) -> list[CollectiveCall]:
-    """Ring: keys and values go round, in backward with their gradients, in fp32 or better
-    (2310.01889). Ulysses: heads for tokens, queries, keys and values at once, and the result back
-    (2309.14509).
+    """Context parallelism.
+
+    Ring attention (2310.01889) sends keys and values around, in backward with their gradients in
+    fp32. Ulysses (2309.14509) has an all-to-all of queries, keys and values, and one of the
+    output.
     """
     c, dtype, times = w.searched.context, w.dtype, w.microbatches * w.layers
     keys = (w.k_width + w.v_width) * w.tokens * w.element_bytes
@@ -150,8 +166,8 @@ def _context_calls(w: Workload) -> list[CollectiveCall]:
 
 
 def _expert_calls(w: Workload) -> list[CollectiveCall]:
-    """Tokens go to their experts and come back, each way; how many go where is told before, unless
-    that is fixed.
+    """MoE all-to-all: dispatch and combine in each direction. Token counts are exchanged first,
+    unless a capacity factor fixes them.
     """
     moe, dtype = w.shape.moe, w.dtype
     if moe is None:
@@ -175,7 +191,7 @@ def _expert_calls(w: Workload) -> list[CollectiveCall]:
 
 
 def _load_balance_calls(w: Workload, times: Number, again: Number) -> list[CollectiveCall]:
-    """Ranks that share sequences count together how often each expert is chosen."""
+    """All-reduce of expert counts for the load-balancing loss, over ranks that share sequences."""
     moe = w.shape.moe
     if moe is None or moe.auxiliary_loss == 0:
         return []
@@ -187,7 +203,7 @@ def _load_balance_calls(w: Workload, times: Number, again: Number) -> list[Colle
 
 
 def _pipeline_calls(w: Workload) -> list[CollectiveCall]:
-    """What crosses stage boundaries, and a tied weight's gradient between the ends."""
+    """Sends across stage boundaries, and a tied weight's gradient between both ends."""
     p, dtype = w.pipeline, w.dtype
     if p == 1:
         return []
@@ -209,7 +225,11 @@ def _pipeline_calls(w: Workload) -> list[CollectiveCall]:
 
 
 def _data_calls(w: Workload) -> list[CollectiveCall]:
-    """Gradients once a step in buckets; ZeRO scatters them and gathers parameters (1910.02054)."""
+    """Data parallelism: gradients once a step in buckets.
+
+    ZeRO (1910.02054) reduce-scatters gradients and all-gathers parameters: once after the step
+    under ZeRO-1 and 2, before every forward and backward under ZeRO-3.
+    """
     group, shard, dtype, gradient = (
         w.data * w.searched.context,
         w.searched.shard,

@@ -1,8 +1,7 @@
-"""What moves between the ranks of a 2-D, 2.5-D or 3-D tensor grid: blocks of every product, sums of
-every norm.
+"""Communication volume of 2-D, 2.5-D and 3-D tensor parallelism.
 
 For Y[M, N] = X[M, K] A[K, N] a rank receives, in elements: SUMMA (q-1)(MK/d + KN)/q^2 and 3-D
-(l-1)(MK + KN + MN)/l^3 forward, twice that backward; 2.5-D adds 2(d-1)/d KN/q^2 once a step
+(l-1)(MK + KN + MN)/l^3 in forward, twice that in backward; 2.5-D adds 2(d-1)/d KN/q^2 once a step
 (2104.05343, 2105.14500, 2105.14450).
 """
 
@@ -18,12 +17,16 @@ from workbench.costmodel.inputs.layer_gemms import LayerGemm, head_gemm, layer_g
 from workbench.costmodel.inputs.rank_workload import Workload
 
 GridExchange = tuple[str, Number, Number]
-"""(kind, elements of the whole tensor, calls)."""
+"""(kind of collective, elements of the full tensor, calls)."""
 
 
 def gemm_exchanges(w: Workload, p: LayerGemm, action: str) -> list[GridExchange]:
-    """What one product forward (`F`), or its two backward (`B`), makes the ranks of a side of the
-    grid exchange.
+    """Collectives of one GEMM within a side of the tensor grid.
+
+    Args:
+        w: Per-rank problem sizes.
+        p: The GEMM on this rank.
+        action: F for the forward GEMM, B for the two of its backward.
     """
     g, n = w.tiling.gathered_blocks, w.tiling.num_steps
     x, weight, y = p.rows / g * p.inner, p.columns * p.inner / g, p.rows / g * p.columns
@@ -56,7 +59,7 @@ def gemm_exchanges(w: Workload, p: LayerGemm, action: str) -> list[GridExchange]
 
 
 def grid_collectives(w: Workload) -> list[CollectiveCall]:
-    """All collectives of a step inside a tensor grid but the loss's."""
+    """All collectives of a step inside a tensor grid, except the loss's."""
     m, sparse = w.microbatches, w.layers - w.dense_layers
     parts = (
         [(p, m * w.dense_layers) for p in layer_gemms(w, False)]
@@ -103,8 +106,8 @@ def _call(w: Workload, moved: GridExchange, times: Number, action: str) -> Colle
 
 
 def _embedding_calls(w: Workload) -> list[CollectiveCall]:
-    """2-D: every rank looks its tokens up in the whole height of the table. 3-D: in a part of it,
-    for others too.
+    """Embedding lookup: a 2-D rank broadcasts table blocks of its column; a 3-D rank all-gathers
+    its part of the table and looks tokens up for its neighbors too.
     """
     n, g, times = w.tiling.num_steps, w.tiling.gathered_blocks, w.microbatches * w.has_embedding
     table, tokens = g * w.vocab_rows * w.weight_in_dim, g * w.tokens * w.hidden_per_rank
@@ -122,9 +125,10 @@ def _embedding_calls(w: Workload) -> list[CollectiveCall]:
 
 
 def _norm_calls(w: Workload) -> list[CollectiveCall]:
-    """Over a hidden width that is split: fp32 numbers of every token, one each way or, of a
-    layernorm, two; forward those are gathered, for mean and deviation of the parts cannot be added
-    without loss.
+    """Norms over a sharded hidden dim: fp32 statistics of every token.
+
+    RMSNorm all-reduces one each way. LayerNorm all-gathers mean and deviation of the shards in
+    forward, because summed partial moments lose precision, and all-reduces two in backward.
     """
     times = w.microbatches * (2 * w.layers + w.has_head + w.has_embedding * w.shape.embedding_norm)
     again = 2 * w.microbatches * w.recomputed_layers
@@ -141,7 +145,7 @@ def _norm_calls(w: Workload) -> list[CollectiveCall]:
 
 
 def _depth_gradient_call(w: Workload) -> CollectiveCall:
-    """Gradients of weights that the layers of a 2.5-D grid hold alike."""
+    """All-reduce of the gradients of weights that the depth of a 2.5-D grid replicates."""
     size = w.param_counts.trained * w.gradient_element_bytes
     return CollectiveCall(
         "tensor",

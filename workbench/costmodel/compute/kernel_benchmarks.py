@@ -1,5 +1,5 @@
-"""What kernels cost beside eager ones, from this project's own benchmark of the planned card where
-there is one.
+"""Cost of fused and compiled kernels relative to eager ones, from this project's committed
+benchmarks.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from workbench.machine import gpu_catalog
 from workbench.machine.hardware import GPU
 
 KERNEL_BENCHMARKS_FOLDER = "data/benchmarks"
-"""Holds `kernels-<card>.json`, which `make gpu-bench` and `make cpu-bench` write."""
+"""Holds `kernels-<GPU>.json`, which `make gpu-bench` and `make cpu-bench` write."""
 
 
 @dataclass(frozen=True)
 class MeasuredKernels:
-    """Traffic of memory-bound operators and of the loss, over that of eager ones on the same
+    """Memory traffic of memory-bound operators and of the loss, relative to eager ones on the same
     machine.
     """
 
     traffic: float
     loss: float
     source: str
-    """Where and when it was measured."""
+    """Device, date and torch version of the measurement."""
 
 
 def measured_kernels(card: GPU, kernels: str) -> MeasuredKernels | None:
-    """What was measured of `kernels` (compiled, fused) on a card of this kind; None where nothing
-    was.
+    """Measured cost of `kernels` (compiled, fused) on a GPU; None where there is no benchmark of
+    it.
 
-    A processor's benchmark stands for all processors, a card's for that card alone.
+    A CPU's benchmark stands for all CPUs, a GPU's for that GPU alone.
     """
     found = next((b for b in kernel_benchmarks() if _measured_on(b, card)), None)
     if found is None or kernels not in found.get("traffic", {}):
@@ -48,7 +48,7 @@ def measured_kernels(card: GPU, kernels: str) -> MeasuredKernels | None:
 
 
 def kernel_cost_source(card: GPU, kernels: str) -> str:
-    """Where the cost of compiled or fused `kernels` on `card` comes from, in words."""
+    """Source of the cost of compiled or fused `kernels` on `card`, for people."""
     found = measured_kernels(card, kernels)
     return (
         found.source
@@ -59,7 +59,7 @@ def kernel_cost_source(card: GPU, kernels: str) -> str:
 
 @lru_cache(maxsize=1)
 def kernel_benchmarks() -> tuple[dict[str, Any], ...]:
-    """Every committed benchmark of kernels."""
+    """All committed kernel benchmarks."""
     return tuple(
         json.loads(path.read_text())
         for path in sorted((data_files.assets() / KERNEL_BENCHMARKS_FOLDER).glob("kernels-*.json"))

@@ -1,5 +1,7 @@
-"""Seconds of compute: a roofline over matrix products, attention and memory-bound operators, with a
-launch floor.
+"""Compute time: a roofline over GEMMs, attention and memory-bound operators, with a launch floor.
+
+Roofline: a kernel takes the longer of its FLOPs over the reachable FLOP/s and its bytes over the
+reachable bandwidth. The model FLOPs that MFU divides by are counted here too.
 """
 
 from __future__ import annotations
@@ -27,45 +29,45 @@ from workbench.costmodel.rates.constants import Constants
 from workbench.machine.hardware import GPU
 
 KERNELS_PER_LAYER = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40)}
-"""Kernels of one layer (forward, backward), by the plan's kernels: our plain modules', and textbook
-counts.
+"""Kernels of one layer (forward, backward) by the plan's `kernels`: of this engine's eager
+modules, and textbook counts.
 """
 FUSED_KERNELS_PER_LAYER = 12, 22
-"""The same of our modules whose seams are replaced, compiled or fused: products, attention and one
-operator a seam.
-"""
+"""The same with fused or compiled seams: GEMMs, attention and one kernel per seam."""
 NARROW_HEAD_DIM = 100
-"""Heads narrower than this fill fused attention's tiles less."""
+"""Head dims below this do not fill the tiles of fused attention."""
 GEMM_ALIGNMENT = 64
-"""Widths that are multiples of this fill the tiles of a matrix product."""
+"""Dims that are multiples of this fill the tiles of a GEMM."""
 LOSS_FORWARD_SHARE = 3 / 7
-"""Share of the loss's traffic that forward moves: cast and log-softmax are three passes, two
-gradients four.
+"""Share of the loss's memory traffic in forward: cast and log-softmax are three passes over the
+logits, two gradients four.
 """
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """One card: what a kernel can reach at best."""
+    """Best rates that a kernel can reach on one GPU."""
 
     flops: float
-    """Matrix products of layers, FLOP/s at the plan's precision."""
-    wide_flops: float
-    """Attention and the head, which stay in 16 bits where products are in fp8."""
+    """FLOP/s of layer GEMMs at the plan's precision."""
+    flops_16bit: float
+    """FLOP/s of attention and head, which stay in 16 bits where layer GEMMs are fp8."""
     bandwidth: float
-    """Bytes a second."""
+    """Reachable memory bandwidth, bytes/s."""
     constants: Constants
-    asynchronous: bool
-    """Whether the host runs ahead, so that launching hides behind compute."""
+    host_runs_ahead: bool
+    """Whether launches are asynchronous, so that they hide behind compute."""
 
 
 def peak_flops(card: GPU, precision: str) -> float:
-    """Dense FLOP/s at a precision; a dtype that the card does not list runs as fp32."""
+    """Peak dense FLOP/s of a GPU at a precision; a dtype that its datasheet does not list runs as
+    fp32.
+    """
     return card.tflops.get(precision, card.tflops.get("fp32", max(card.tflops.values()))) * 1e12
 
 
 def device_rates(card: GPU, precision: str, constants: Constants) -> DeviceRates:
-    """A card at a precision."""
+    """Reachable rates of a GPU at a precision."""
     dense = peak_flops(card, precision)
     wide = (
         1e12 * card.tflops.get("bf16", card.tflops.get("fp16", dense / 1e12))
@@ -83,49 +85,61 @@ def device_rates(card: GPU, precision: str, constants: Constants) -> DeviceRates
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of a forward and of a backward of one microbatch."""
+    """Seconds of the forward and the backward (B) of one microbatch."""
 
     forward: Number
     backward: Number
-    weight: Number = 0.0
-    """Of the backward, what makes the weights' gradients."""
+    weight_grad: Number = 0.0
+    """Part of the backward that computes weight gradients (W)."""
     idle_forward: Number = 0.0
-    """Of the forward, what the card waits for the host: communication hides in it."""
+    """Part of the forward in which the GPU waits for the host: communication hides in it."""
     idle_backward: Number = 0.0
-    """The same of the backward."""
+    """Part of the backward in which the GPU waits for the host."""
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer and microbatch of each kind, and of the head: what no pipeline or
+    """Seconds of one layer of each kind and of the head, per microbatch: what no pipeline or
     sharding changes.
     """
 
     dense: PassTimes
-    mixture: PassTimes
+    moe: PassTimes
     attention: PassTimes
     head: PassTimes
 
 
 @dataclass(frozen=True)
 class MicrobatchCompute:
-    """Seconds of one microbatch, by pipeline rank."""
+    """Compute seconds of one microbatch, by pipeline rank."""
 
     forward: Array
     backward: Array
-    weight: Array
-    """Of the backward, what makes the weights' gradients."""
+    weight_grad: Array
+    """Part of the backward that computes weight gradients (W)."""
     idle_forward: Array
-    """Of the forward, what the card waits for the host."""
+    """Part of the forward in which the GPU waits for the host."""
     idle_backward: Array
 
 
 def gemm_seconds(
     m: DeviceRates, rows: Number, columns: Number, inner: Number, element: int, narrow: bool = False
 ) -> Number:
-    """One matrix product [rows, inner] x [inner, columns], seconds; `narrow` ones run in fp8."""
+    """Seconds of one GEMM [rows, inner] x [inner, columns], by the roofline.
+
+    FLOP/s approach the reachable rate as 1 / (1 + half_dim (1/M + 1/N + 1/K)); dims that are no
+    multiple of `GEMM_ALIGNMENT` fall back to smaller tiles.
+
+    Args:
+        m: Reachable rates.
+        rows: M.
+        columns: N.
+        inner: K.
+        element: Bytes per element of operands and result.
+        narrow: Whether the GEMM runs in fp8.
+    """
     c = m.constants
-    rate = m.flops * c.narrow_share if narrow else m.wide_flops * c.gemm_share
+    rate = m.flops * c.narrow_share if narrow else m.flops_16bit * c.gemm_share
     slow = 1 + c.gemm_half_dim * (1 / rows + 1 / columns + 1 / inner)
     odd = (columns % GEMM_ALIGNMENT != 0) | (inner % GEMM_ALIGNMENT != 0)
     flops = 2 * rows * columns * inner / rate * slow * (1 + c.gemm_misaligned * odd)
@@ -135,22 +149,22 @@ def gemm_seconds(
 
 
 def layer_times(w: Workload, m: DeviceRates) -> LayerTimes:
-    """One layer of each kind and the head."""
+    """Seconds of one layer of each kind and of the head."""
     dense = layer_pass(w, m, False)
-    mixture = layer_pass(w, m, True) if w.shape.moe else dense
-    return LayerTimes(dense, mixture, attention_pass(w, m), head_pass(w, m))
+    moe = layer_pass(w, m, True) if w.shape.moe else dense
+    return LayerTimes(dense, moe, attention_pass(w, m), head_pass(w, m))
 
 
 def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> MicrobatchCompute:
-    """One microbatch on each pipeline rank."""
+    """Compute seconds of one microbatch on each pipeline rank, recomputation included."""
     k = _apply_host_floor(w, m.constants, k)
     sparse = w.layers - w.dense_layers
     embedding = w.has_embedding * (4 / m.bandwidth * w.hidden_activation_bytes)
     forward = w.dense_layers * k.dense.forward + w.has_head * k.head.forward + embedding
     backward = w.dense_layers * k.dense.backward + w.has_head * k.head.backward + embedding
     if w.shape.moe:
-        forward = forward + sparse * k.mixture.forward
-        backward = backward + sparse * k.mixture.backward
+        forward = forward + sparse * k.moe.forward
+        backward = backward + sparse * k.moe.backward
     # Every microbatch after the first adds its gradients to those that are there.
     added = w.param_counts.trained * (
         (2 * w.stored_gradient_bytes + w.element_bytes) / m.bandwidth * (w.microbatches > 1)
@@ -159,45 +173,49 @@ def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> Microbatch
     repeated = (
         w.fixed.framework.selective_recompute_share
     )  # of a layer's forward; else attention alone
-    part = k.attention.forward if repeated < 0 else repeated * k.mixture.forward
-    again = w.recomputed_layers * k.mixture.forward + w.layers * (w.searched.selective * part)
+    part = k.attention.forward if repeated < 0 else repeated * k.moe.forward
+    again = w.recomputed_layers * k.moe.forward + w.layers * (w.searched.selective * part)
     weight = (
-        w.dense_layers * k.dense.weight + sparse * k.mixture.weight + w.has_head * k.head.weight
+        w.dense_layers * k.dense.weight_grad
+        + sparse * k.moe.weight_grad
+        + w.has_head * k.head.weight_grad
     )
     idle = [
         np.asarray(w.dense_layers * a + sparse * b)
         for a, b in (
-            (k.dense.idle_forward, k.mixture.idle_forward),
-            (k.dense.idle_backward, k.mixture.idle_backward),
+            (k.dense.idle_forward, k.moe.idle_forward),
+            (k.dense.idle_backward, k.moe.idle_backward),
         )
     ]
     return MicrobatchCompute(forward, backward + again, np.asarray(weight), *idle)
 
 
 def _apply_host_floor(w: Workload, c: Constants, k: LayerTimes) -> LayerTimes:
-    """Layers of a stack whose tensor ranks wait for each other's hosts."""
+    """Bound layers from below where the hosts of tensor-parallel ranks wait for each other."""
     if not c.host_meeting_us:
         return k
     least = 1e-6 * (c.host_us + c.host_meeting_us * ranks_waited_for(w, c))
-    return replace(k, dense=_pass_floor(k.dense, least), mixture=_pass_floor(k.mixture, least))
+    return replace(k, dense=_pass_floor(k.dense, least), moe=_pass_floor(k.moe, least))
 
 
 def _pass_floor(one: PassTimes, least: Number) -> PassTimes:
-    """The pass of a layer in which the card also waits until `least` seconds are over."""
+    """The pass of a layer that takes at least `least` seconds; what is added is idle GPU time."""
     forward, backward = np.maximum(one.forward, least), np.maximum(one.backward, least)
     return PassTimes(
         forward,
         backward,
-        one.weight,
+        one.weight_grad,
         one.idle_forward + forward - one.forward,
         one.idle_backward + backward - one.backward,
     )
 
 
 def model_flops(w: Workload) -> Number:
-    """FLOPs of one microbatch of every replica through the whole model on one tensor and context
-    rank: causal attention counted half, forward and backward, nothing recomputed. Frozen weights
-    have no gradients; padding is no work.
+    """Model FLOPs of one microbatch of every replica, on one tensor and context rank: MFU's
+    numerator.
+
+    Forward and backward of the whole model, causal attention counted half, nothing recomputed
+    (PaLM, 2204.02311). Frozen weights have no weight gradients; padding is no work.
     """
     w = replace(w, **tensor_parallel_widths(w.shape, w.tiling.column_parts, padded=False))
     sparse, passes = w.layers - w.dense_layers, 2 + float(w.fixed.adapter_rank == 0)
@@ -210,11 +228,17 @@ def model_flops(w: Workload) -> Number:
     return (w.rank_multiplicity * w.data * each).sum(axis=0)
 
 
-def layer_pass(w: Workload, m: DeviceRates, mixture: bool) -> PassTimes:
-    """One layer and microbatch; a backward product is two, for the input and for the weight."""
+def layer_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
+    """Seconds of one layer and microbatch; the backward of a GEMM is two, for input and weight.
+
+    Args:
+        w: Per-rank problem sizes.
+        m: Reachable rates.
+        is_moe: Whether the feed-forward is an MoE, whose experts run as a grouped GEMM.
+    """
     e, narrow = w.element_bytes, w.fixed.precision == "fp8"
-    every, trained = layer_gemms(w, mixture), float(w.fixed.adapter_rank == 0)
-    each = [(p, p.count / (1.0 if p.alone else m.constants.grouped_share)) for p in every]
+    every, trained = layer_gemms(w, is_moe), float(w.fixed.adapter_rank == 0)
+    each = [(p, p.count / (1.0 if p.ungrouped else m.constants.grouped_share)) for p in every]
     forward = sum(n * gemm_seconds(m, p.rows, p.columns, p.inner, e, narrow) for p, n in each)
     weight = trained * sum(
         n * gemm_seconds(m, p.columns, p.inner, p.rows, e, narrow) for p, n in each
@@ -224,29 +248,29 @@ def layer_pass(w: Workload, m: DeviceRates, mixture: bool) -> PassTimes:
     )
     attention, bound, pace = (
         attention_pass(w, m),
-        memory_bound_pass(w, m, mixture),
+        memory_bound_pass(w, m, is_moe),
         m.constants.compute_slowdown,
     )
-    launches = _kernel_launches(w, mixture)
+    launches = _kernel_launches(w, is_moe)
     forward = pace * (forward + attention.forward + bound.forward)
     backward = pace * (backward + attention.backward + bound.backward)
     there, back = (
-        _with_launch_floor(m, seconds, n, mixture)
+        _with_launch_floor(m, seconds, n, is_moe)
         for seconds, n in zip((forward, backward), launches)
     )
-    ahead = float(m.asynchronous)
+    ahead = float(m.host_runs_ahead)
     return PassTimes(
         there, back, pace * weight, ahead * (there - forward), ahead * (back - backward)
     )
 
 
-def _kernel_launches(w: Workload, mixture: bool) -> tuple[Number, Number]:
-    """Kernels of one layer, forward and backward: of the seams that run our own operator, and of
-    those left plain.
+def _kernel_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
+    """Kernels of one layer (forward, backward), counting seams that run fused and those left
+    eager.
     """
     if not w.uses_fused_kernels:
         return KERNELS_PER_LAYER[w.fixed.kernels]
-    norm, rope, activation = _fused_seams(w, mixture)
+    norm, rope, activation = _fused_seams(w, is_moe)
     seams = [norm, activation, *([rope] if w.shape.positions == "rope" else [])]
     share = sum(seams) / len(seams)
     return tuple(
@@ -255,12 +279,12 @@ def _kernel_launches(w: Workload, mixture: bool) -> tuple[Number, Number]:
     )
 
 
-def _fused_seams(w: Workload, mixture: bool) -> tuple[Number, Number, Number]:
-    """Whether norms, positions and the activation run our own operators (`kernels/fused_seams.py`):
-    1 or 0.
+def _fused_seams(w: Workload, is_moe: bool) -> tuple[Number, Number, Number]:
+    """1 or 0 for norms, rotary positions and the activation: whether each runs fused
+    (`kernels/fused_seams.py`).
     """
     wide = (
-        w.routed_rows_per_token * w.expert_ffn + w.shared_ffn if mixture and w.shape.moe else w.ffn
+        w.routed_rows_per_token * w.expert_ffn + w.shared_ffn if is_moe and w.shape.moe else w.ffn
     )
     sizes = w.hidden_per_rank / w.sequence_parallel, w.q_width, wide
     kinds = w.shape.norm, "rope", w.shape.mlp
@@ -271,37 +295,37 @@ def _fused_seams(w: Workload, mixture: bool) -> tuple[Number, Number, Number]:
     return norm, rope, activation
 
 
-def _with_launch_floor(m: DeviceRates, seconds: Number, kernels: int, mixture: bool) -> Number:
-    """With a host that runs ahead the slower of the two decides; without one they add."""
+def _with_launch_floor(m: DeviceRates, seconds: Number, kernels: int, is_moe: bool) -> Number:
+    """Seconds with launches: the slower of host and GPU if the host runs ahead, else their sum."""
     c = m.constants
-    host = ((c.host_us or kernels * c.launch_us) + mixture * c.host_routing_us) * 1e-6
-    return np.maximum(seconds, host) if m.asynchronous else seconds + host
+    host = ((c.host_us or kernels * c.launch_us) + is_moe * c.host_routing_us) * 1e-6
+    return np.maximum(seconds, host) if m.host_runs_ahead else seconds + host
 
 
 def attention_pass(w: Workload, m: DeviceRates) -> PassTimes:
-    """Causal attention of one layer: fused, backward does two and a half times the work
-    (2307.08691); unfused, whole products, and scores that pass through memory.
+    """Seconds of causal attention in one layer.
+
+    Fused (FlashAttention-2, 2307.08691), backward does 2.5 times the FLOPs of forward. Unfused,
+    the full score matrix is computed, and scores pass through memory.
     """
     c, heads = m.constants, (w.shape.head_dim or 128)
     if not w.fixed.framework.unfused:
         rate = (
-            m.wide_flops
+            m.flops_16bit
             * c.attention_share
             * (c.attention_narrow if heads < NARROW_HEAD_DIM else 1.0)
         )
         forward = attention_flops(w) / rate
         return PassTimes(forward, 2.5 * forward / c.attention_backward)
-    rate = m.wide_flops * c.unfused_share * min(1.0, heads / 128)
+    rate = m.flops_16bit * c.unfused_share * min(1.0, heads / 128)
     drop, scores = w.fixed.framework.dropout, w.heads * w.tokens * w.fixed.sequence_length
     moved = 1.5 * scores / m.bandwidth
     products = 2 * attention_flops(w) / rate
     return PassTimes(products + (4 + 5 * drop) * moved, 2 * products + (6 + 5 * drop) * moved)
 
 
-def memory_bound_pass(w: Workload, m: DeviceRates, mixture: bool) -> PassTimes:
-    """Norms, residuals, positions and activation of one layer, by bytes moved at the textbook
-    count.
-    """
+def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
+    """Seconds of norms, residuals, rotary positions and activation of one layer, by bytes moved."""
     h, gated, half = w.hidden_per_rank / w.sequence_parallel, w.shape.gated, w.element_bytes / 2
     rope = 8 * (w.q_width + w.k_width) if w.shape.positions == "rope" else 0.0
     drop = 4 * w.fixed.framework.dropout * h
@@ -310,7 +334,7 @@ def memory_bound_pass(w: Workload, m: DeviceRates, mixture: bool) -> PassTimes:
     passes = (6, 10) if gated else (4, 6)
     inputs, wide = 2 * h, w.ffn
     if (
-        mixture and w.shape.moe
+        is_moe and w.shape.moe
     ):  # an activation for every visit of an expert; tokens copied there and back
         inputs, wide = (
             inputs + w.routed_rows_per_token * h,
@@ -320,7 +344,7 @@ def memory_bound_pass(w: Workload, m: DeviceRates, mixture: bool) -> PassTimes:
     c = m.constants
     norms, turned, wider, rest = c.traffic, c.traffic, c.traffic, c.traffic
     if keeps_small_seams_eager(w):
-        own = _fused_seams(w, mixture)
+        own = _fused_seams(w, is_moe)
         norms, turned, wider = (
             c.plain_traffic + (c.traffic - c.plain_traffic) * one for one in own
         )
@@ -337,7 +361,7 @@ def memory_bound_pass(w: Workload, m: DeviceRates, mixture: bool) -> PassTimes:
 
 
 def head_pass(w: Workload, m: DeviceRates) -> PassTimes:
-    """Projection onto the vocabulary and the loss."""
+    """Seconds of the output projection and the cross-entropy loss."""
     p = head_gemm(w)
     t, v, h, n = p.rows, p.columns, p.inner, p.count
     loss = w.tokens * v * (w.upcast_bytes / 4 * m.constants.loss_bytes / m.bandwidth)
@@ -351,9 +375,16 @@ def head_pass(w: Workload, m: DeviceRates) -> PassTimes:
 
 
 def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
-    """The update and the gradient norm: every state read and written once, the gradient read twice.
+    """Seconds of the optimizer step and the gradient norm: bytes of optimizer states over
+    bandwidth.
 
-    Where ranks broadcast their shares of stepped parameters in turn, as many turns as shares.
+    Every state is read and written once, the gradient read twice. Under ZeRO-1 and 2 of some
+    frameworks, ranks broadcast their updated shards one after the other.
+
+    Args:
+        w: Per-rank problem sizes.
+        m: Reachable rates.
+        owned: Parameters whose optimizer states the rank holds.
     """
     kept = w.fixed.moment_bytes + (w.fixed.master_bytes or w.element_bytes)
     traffic = owned * (2 * kept + 2 * w.gradient_element_bytes + w.element_bytes)

@@ -1,5 +1,7 @@
-"""What a software stack keeps and how it computes, from `data/stacks.yaml`; where it says nothing,
-as ours does.
+"""Framework profiles of `data/stacks.yaml`: what Megatron-LM, DeepSpeed, FSDP2 and others do
+differently.
+
+Where a profile says nothing, the framework is taken to behave as this engine does.
 """
 
 from __future__ import annotations
@@ -14,95 +16,97 @@ from workbench.errors import refuse
 from workbench.plan.schema import Strategy
 
 WORKBENCH = Strategy().stack
-"""The stack that this project is."""
+"""Name of this project's own framework profile."""
 
 
 @dataclass(frozen=True)
 class FrameworkProfile:
-    """What a stack keeps in memory; a negative number means: as the plan says, or as our own
-    modules do.
+    """What a framework keeps in memory and how it computes.
+
+    A negative number means: as the plan says, or as this engine's modules do. Switches are 0 or 1.
     """
 
     unfused: bool
-    """Whether attention keeps its scores."""
+    """Whether attention saves its scores."""
     parameters: float = -1.0
-    """Bytes a parameter is stored in."""
+    """Bytes per stored parameter."""
     gradients: float = -1.0
-    """Bytes a gradient is stored in."""
+    """Bytes per stored gradient."""
     accumulator: float = 0.0
-    """Bytes of a second gradient, whole on every rank."""
+    """Bytes per parameter of a second, unsharded gradient buffer."""
     bf16_accumulator: float = 0.0
-    """The same with bf16 only."""
+    """The same in bf16 runs only."""
     upcast_gradients: float = 0.0
-    """Bytes of a gradient widened for the step, sharded with the optimizer, with fp16 only."""
-    optimizer: float = -1.0
-    """Bytes of moments and master weights a parameter."""
-    optimizer_temporary: float = 0.0
-    """Bytes a parameter that the optimizer makes and frees while it steps, sharded with its states.
+    """Bytes per gradient upcast for the step, sharded with the optimizer states, in fp16 runs
+    only.
     """
+    optimizer: float = -1.0
+    """Bytes of optimizer states (moments and master weights) per parameter."""
+    optimizer_temporary: float = 0.0
+    """Bytes per parameter that the optimizer allocates during its step, sharded with its states."""
     gated_saved_tensors: float = 4.0
-    """Feed-forward-wide tensors that a gated layer keeps."""
+    """Tensors of feed-forward width that a gated layer saves."""
     dropout: float = 0.0
-    """1 where dropout keeps masks and moves bytes."""
+    """1 where dropout saves masks and moves bytes."""
     keeps_sent_outputs: float = 0.0
     """1 where a pipeline stage keeps what it sent until that microbatch's backward."""
     recompute_full_layer: float = 0.0
-    """1 where full recomputation runs a layer to its end, its last sum too."""
+    """1 where full recompute runs a layer to its end, its last all-reduce included."""
     selective_saved_share: float = -1.0
-    """Share of a layer's activations that selective recomputation keeps."""
+    """Share of a layer's activations that selective recompute saves."""
     recompute_alternate_ops: float = 0.0
-    """1 where selective recomputation keeps what every second product and attention make, in place
-    of a share.
+    """1 where selective recompute saves attention and every second GEMM's result, in place of a
+    share.
     """
     selective_recompute_share: float = -1.0
-    """Share of a layer's forward that selective recomputation repeats; negative: attention alone.
-    """
+    """Share of a layer's forward that selective recompute repeats; negative: attention alone."""
     fused_qkv: float = 0.0
-    """1 where query, key and value are one product, and gate and up another."""
+    """1 where query, key and value are one GEMM, and gate and up another."""
     logit_bytes: float = -1.0
-    """Bytes a logit takes at the loss's peak."""
+    """Bytes per logit at the loss's peak."""
     compiled_logit_bytes: float = -1.0
     """The same where a compiler fuses the loss; negative: as without."""
     stale_logit_bytes: float = 0.0
-    """Bytes a logit of the microbatch before still takes then."""
+    """Bytes per logit that the previous microbatch still holds then."""
     fp8_saved_inputs: float = 0.0
-    """1 where fp8 products keep their inputs, and a gate its, in 8 bits."""
+    """1 where fp8 GEMMs and the gate save their inputs in 8 bits."""
     gathered_buffers: float = 0.0
-    """Whole hidden-wide tensors that gathers of the sequence hold at once where no pipeline makes
-    the host wait.
-    """
+    """All-gathered hidden activations held at once, where no pipeline makes the host wait."""
     gathered_ahead: float = 0.0
-    """The same under a pipeline, for every microbatch in flight beyond the second, at most as many
-    as without one.
+    """The same under a pipeline, per microbatch in flight beyond the second; at most
+    `gathered_buffers`.
     """
     host_run_ahead: float = 0.0
-    """Share by which blocks that another stream still holds add to activations, where tensor ranks
-    gather sequences.
+    """Share of activations added by blocks that another stream still holds, where tensor ranks
+    all-gather sequences.
     """
     gathered_parameters: float = float("inf")
-    """Parameters that ZeRO-3 gathers at once, at most, where it does so weight by weight."""
+    """Most parameters that ZeRO-3 all-gathers at once, where it does so weight by weight."""
     root_gathered: float = 0.0
-    """1 where ZeRO-3 gathers embedding and head for the whole step, beside the layer at hand and
-    the next.
-    """
+    """1 where ZeRO-3 keeps embedding and head unsharded throughout the step (FSDP's root unit)."""
     table_bytes: float = 0.0
-    """More bytes of every weight of an embedding or head."""
+    """Additional bytes per weight of an embedding or head."""
     bucket_mib: float = 0.0
     """Communication buckets of a sharded fp16 optimizer, MiB."""
     gradients_freed_after_step: float = 0.0
-    """1 where gradients are freed after the step, so that the only microbatch's forward finds none.
+    """1 where gradients are freed after the step, so that the forward of a single microbatch finds
+    none.
     """
     offload_checkpoints: float = 0.0
-    """1 where the inputs of recomputed layers wait in host memory."""
+    """1 where inputs of recomputed layers are offloaded to host memory."""
     single_late_reduce: float = 0.0
-    """1 where under ZeRO-1 gradients are all-reduced whole, in one call after the last backward."""
+    """1 where ZeRO-1 all-reduces all gradients in one call after the last backward."""
     offload_gradients: float = 0.0
-    """1 where gradients leave the card with the optimizer."""
+    """1 where gradients are offloaded with the optimizer states."""
 
 
 @lru_cache(maxsize=64)
 def framework_profile(name: str) -> FrameworkProfile:
-    """The stack `name`. Raises `PlanError` where it is not known."""
+    """Framework profile by name.
+
+    Raises:
+        PlanError: There is no profile of this name.
+    """
     entry = _entry(name)
     known = {field.name for field in fields(FrameworkProfile)} - {"unfused"}
     values = {
@@ -115,8 +119,10 @@ def framework_profile(name: str) -> FrameworkProfile:
 
 @lru_cache(maxsize=64)
 def framework_constants(name: str) -> Mapping[str, float]:
-    """Constants of `data/planner.yaml` that the stack `name` changes. Raises `PlanError` where it
-    is not known.
+    """Constants of `data/planner.yaml` that framework profile `name` overrides.
+
+    Raises:
+        PlanError: There is no profile of this name.
     """
     kept = {field.name for field in fields(FrameworkProfile)}
     return {
@@ -126,10 +132,10 @@ def framework_constants(name: str) -> Mapping[str, float]:
 
 @lru_cache(maxsize=64)
 def step_time_interval(name: str) -> tuple[float, float]:
-    """(low, high): nine of ten published steps of the stack `name` take between so many times the
-    estimate.
+    """(low, high): nine of ten published step times of framework profile `name` lie between these
+    multiples of the estimate.
 
-    A stack of which nothing is published has the textbook's, the spread over all stacks.
+    A profile without published step times has the textbook's, the spread over all frameworks.
     """
     table = data_files.read("data/stacks.yaml")
     while "interval" not in table[name]:
@@ -139,7 +145,7 @@ def step_time_interval(name: str) -> tuple[float, float]:
 
 
 def _entry(name: str) -> dict[str, Any]:
-    """A stack's entry with what it inherits filled in."""
+    """A profile's entry, with what it inherits by `like` filled in."""
     table = data_files.read("data/stacks.yaml")
     if name not in table:
         raise refuse("strategy.stack", f"is '{name}'; legal: {', '.join(table)}")

@@ -1,8 +1,7 @@
-"""Runs that stall: where a host is slow, or a card so full that its allocator retries, messages
-between stages wait.
+"""Stragglers: hosts that delay messages between stages, and GPUs so full that the allocator
+retries.
 
-Of few nodes most runs meet no slow host, of many most do; an estimate is that of the run in the
-middle.
+On few nodes most runs have no slow host, on many nodes most do; an estimate is of the median run.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from workbench.costmodel.memory.peak_memory import max_peak_bytes
 from workbench.costmodel.rates.constants import Constants
 
 ALLOCATOR_RETRY_SHARE = 0.95
-"""Share of the card, fragments and the driver's part included, above which an allocator frees and
+"""Share of GPU memory, fragmentation and driver included, above which the allocator frees and
 retries.
 """
 RARE_PROBABILITY = 0.05
-"""Chance below which the 90 % interval leaves a stall out."""
+"""Probability below which the 90 % interval leaves stragglers out."""
 
 
 def straggler_probability(s: FixedConfig, constants: Constants) -> float:
-    """That at least one node of a run has a slow host; on one node nobody waits for it."""
+    """Probability that at least one node of a run has a slow host; zero on one node."""
     return (
         0.0
         if s.world_size <= s.gpus_per_node
@@ -32,30 +31,32 @@ def straggler_probability(s: FixedConfig, constants: Constants) -> float:
 
 
 def straggler_likely(s: FixedConfig, constants: Constants) -> bool:
-    """Whether a run more likely than not has a slow host."""
+    """Whether the median run has a slow host."""
     return straggler_probability(s, constants) > 0.5
 
 
 def stall_seconds(w: Workload, constants: Constants) -> Number:
-    """Seconds that messages between stages would wait in a step of a run that stalls.
+    """Seconds that messages between stages wait in a step of a run with a straggler.
 
-    A stage between others receives and sends one each way, an end half of that; filling the
-    pipeline, one a stage.
+    A middle stage receives and sends one message each way per microbatch, an end half of that;
+    filling the pipeline takes one per stage.
     """
     messages = (4.0 if w.pipeline > 2 else 2.0) * w.fixed.chunks * w.microbatches + (w.pipeline - 1)
     return 1e-3 * constants.stall_ms * (w.pipeline > 1) * messages
 
 
 def run_stalls(w: Workload, constants: Constants) -> Number:
-    """Whether the run in the middle stalls: with so many nodes, or so full a card."""
+    """Whether the median run stalls: on so many nodes, or on so full a GPU."""
     if straggler_likely(w.fixed, constants):
         return np.True_
     return max_peak_bytes(w, constants) > ALLOCATOR_RETRY_SHARE * w.fixed.gpu.memory_gib * 2**30
 
 
 def ranks_waited_for(w: Workload, constants: Constants) -> Number:
-    """Tensor ranks whose hosts a layer waits for: all under a pipeline over nodes or on full cards,
-    a node's where many nodes stall, else none.
+    """Tensor-parallel ranks whose hosts a layer waits for.
+
+    All of them under a pipeline across nodes or on full GPUs, those of a node where a straggler is
+    likely, else none.
     """
     s = w.fixed
     if s.pipeline > 1 and s.world_size > s.gpus_per_node:

@@ -1,10 +1,9 @@
-"""What is asked of the planner: what all candidates share, and the knobs that differ from one to
-the next.
+"""Configuration of the cost model: what all candidates share, and what a search varies.
 
-One model serves one plan and millions: every quantity is a float, or an array in which each
-candidate has its place. Arrays of one number a pipeline stage have the stages along their first
-axis, candidates along the axes behind it; NumPy's broadcasting then computes what depends on few
-knobs once, on few elements.
+The same functions price one plan and millions: a quantity is a float, or an array with one entry
+per candidate. A quantity that differs between pipeline ranks has the ranks along its first axis
+and candidates along the axes behind it. NumPy's broadcasting then evaluates what depends on few
+axes once, on few elements.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from workbench.schedules import Table
 
 Array = NDArray[np.float64]
 Number = Any
-"""A float, or an array of one number a candidate."""
+"""A float, or an array with one entry per candidate."""
 
 
 @dataclass(frozen=True)
 class FixedConfig:
-    """What all candidates at hand share."""
+    """What all candidates of one evaluation share."""
 
     shape: Shape
     gpu: GPU
     fabric: Fabric
     gpus_per_node: int
-    """Cards in a node."""
+    """GPUs in a node."""
     world_size: int
     global_batch: int
     sequence_length: int
@@ -45,53 +44,56 @@ class FixedConfig:
     kernels: str
     stack: str
     framework: FrameworkProfile
-    """What that stack keeps."""
+    """Framework profile that `stack` names."""
     parameter_bytes: float
-    """A parameter as it is stored."""
+    """Bytes per stored parameter."""
     gradient_bytes: float
-    """A gradient as it is stored; negative: as it is reduced."""
+    """Bytes per stored gradient; negative: the dtype it is reduced in."""
     gradient_accumulator_bytes: float
-    """A second gradient beside it, whole on every rank."""
+    """Bytes per parameter of a second, unsharded gradient buffer."""
     moment_bytes: float
-    """Optimizer moments, bytes a parameter."""
+    """Bytes of optimizer moments per parameter."""
     master_bytes: float
+    """Bytes of the fp32 master weight per parameter."""
     step_element_bytes: float
-    """Bytes of an entry as the optimizer's step is made, where our own engine makes it."""
+    """Bytes per element of the dtype in which this engine's optimizer computes its step."""
     step_cast_bytes: float
-    """What of master, or parameter, and moments is kept in less, and widened for the step: bytes a
-    parameter.
+    """Bytes per parameter of weights and moments stored in a narrower dtype and upcast for the
+    step.
     """
     zero: int
     num_zero_in_flight: int
-    """Units that ZeRO-3 gathers, and buckets that it or ZeRO-2 reduces, at once."""
+    """Units that ZeRO-3 all-gathers, and buckets that ZeRO-2 or 3 reduce-scatters, at once."""
     algorithm: str
-    """Of tensor parallelism: 1d, 2d, 2.5d, 3d."""
+    """Tensor parallelism: 1d, 2d, 2.5d or 3d."""
     context_algorithm: str
     has_context_parallel: bool
-    """Whether any candidate splits the sequence over context ranks."""
+    """Whether any candidate shards the sequence over context ranks."""
     pipeline: int
     schedule: str
     chunks: int
     partition: tuple[int, ...]
-    """Layers of each stage."""
+    """Number of layers of each stage."""
     table: Table | None
-    """The schedule where a user drew it."""
+    """Custom schedule, where the plan names one."""
     replicas: tuple[int, ...]
-    """Ranks over which each stage is replicated where they differ (DAPPLE, 2007.01045); empty:
-    equally.
+    """Number of ranks that replicate each stage, where stages differ (DAPPLE, 2007.01045); empty:
+    all alike.
     """
     adapter_rank: int
-    """Of low-rank adapters; 0: the whole model is trained."""
+    """Rank of LoRA adapters; 0: the whole model is trained."""
     adapts_all_projections: bool
-    """Whether every projection carries an adapter, or attention's alone."""
+    """Whether every projection has an adapter, or only those of attention."""
     dropout: bool
-    """Whether both branches of every layer are dropped from, by masks that are drawn again in
-    backward.
+    """Whether both residual branches of a layer apply dropout, with masks that backward draws
+    again.
     """
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards come in two halves."""
+        """Whether the schedule splits a backward (B) into input gradient (I) and weight gradient
+        (W).
+        """
         return (
             self.table.split
             if self.table is not None
@@ -101,20 +103,23 @@ class FixedConfig:
 
 @dataclass(frozen=True)
 class SearchedConfig:
-    """What differs between candidates: floats, or arrays that broadcast against each other."""
+    """What differs between candidates: floats, or arrays that broadcast against each other.
+
+    Switches are 0.0 or 1.0. Fields without a description are the plan's fields of that name.
+    """
 
     tensor: Number
     context: Number
     expert: Number
     grid: tuple[Number, Number]
-    """Sides of a higher-dimensional tensor grid: [q, d] of q x q x d, or [l, l] of l x l x l;
-    [tensor, 1] if 1-D.
-    """
+    """Sides of a tensor grid: [q, d] of q x q x d, [l, l] of l x l x l, [tensor, 1] where 1-D."""
     micro_batch: Number
     sequence: Number
-    """1 where norms and residuals are split over the tensor ranks."""
+    """1 where norms and residuals are sharded over the tensor ranks (sequence parallelism,
+    2205.05198).
+    """
     shard: Number
-    """Ranks over which ZeRO shards."""
+    """Number of ranks over which ZeRO shards."""
     offload_optimizer: Number
     offload_parameters: Number
     reduce_microbatch: Number
@@ -122,18 +127,20 @@ class SearchedConfig:
     overlap: Number
     bucket_bytes: Number
     gradient_element_bytes: Number
-    """Bytes of a gradient as it adds up and is reduced; 0: decided as `auto` in a plan."""
+    """Bytes per gradient as it is accumulated and reduced; 0: `auto`, resolved per candidate."""
     selective: Number
     recomputed_layers: Array
-    """Layers recomputed in full, by pipeline rank (first axis)."""
+    """Number of fully recomputed layers, by pipeline rank (first axis)."""
     layers_after_recomputed: Array
-    """Layers behind the last of them on its rank, which keep all."""
+    """Number of layers behind the last recomputed one of the rank, which save all their
+    activations.
+    """
     strides: dict[str, Number]
-    """Axis -> distance in ranks between neighbours along it."""
+    """Axis -> distance in ranks between neighbors along it."""
 
 
 def fixed_config(plan: ResolvedPlan) -> FixedConfig:
-    """What a complete plan fixes."""
+    """Build the fixed part of the configuration of a resolved plan."""
     s, t = plan.strategy, plan.training
     assert isinstance(s.pipeline.partition, list), "complete() the plan first"
     narrow, kept = DTYPE_BYTES[s.precision] < 4, framework_profile(s.stack)
@@ -180,8 +187,8 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
 
 
 def _stepped(plan: Plan) -> dict[str, float]:
-    """In what our engine makes a step, and what it casts for that: AdamW of bf16 alone is stepped
-    as it is kept.
+    """Dtype sizes of the optimizer step of this engine: AdamW whose tensors are all bf16 runs in
+    bf16, every other step in fp32.
     """
     optimizer, parameter = plan.training.optimizer, DTYPE_BYTES[plan.strategy.precision]
     target = 4.0 if optimizer.master == "auto" else parameter
@@ -197,7 +204,7 @@ def _stepped(plan: Plan) -> dict[str, float]:
 
 
 def searched_config(plan: ResolvedPlan) -> SearchedConfig:
-    """The one candidate that a complete plan is."""
+    """Build the searched part of a resolved plan: the one candidate that it is."""
     s, sizes = plan.strategy, plan.sizes
     recomputed, kept_after = recomputed_layers_of(plan)
     replicas = sizes["data"] * sizes["context"]
@@ -225,12 +232,14 @@ def searched_config(plan: ResolvedPlan) -> SearchedConfig:
 
 
 def gradient_dtype_bytes(dtype: str, parameter: int) -> int:
-    """Bytes of a gradient of a plan's `gradient_dtype`; 0 for `auto`."""
+    """Bytes per gradient of a plan's `gradient_dtype`, given the bytes of a parameter; 0 for
+    `auto`.
+    """
     return 0 if dtype == "auto" else parameter if dtype == "parameters" else DTYPE_BYTES[dtype]
 
 
 def tensor_grid(plan: Plan) -> tuple[int, int]:
-    """(q, d) of a tensor grid."""
+    """Sides (q, d) of the plan's tensor grid; (size, 1) where it is 1-D."""
     size = plan.strategy.tensor.size
     if isinstance(size, int):
         return size, 1
@@ -238,7 +247,15 @@ def tensor_grid(plan: Plan) -> tuple[int, int]:
 
 
 def axis_strides(placement: list[Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """Distance in ranks between neighbours along each axis; `placement` is innermost first."""
+    """Distance in ranks between neighbors along each mesh axis.
+
+    Args:
+        placement: Axes of the mesh, innermost first.
+        sizes: Axis -> number of ranks, floats or arrays.
+
+    Returns:
+        Axis -> stride in ranks, in the order of `plan.schema.AXES`.
+    """
     result: dict[str, Any] = {}
     stride: Any = 1
     for axis in placement:
@@ -248,15 +265,17 @@ def axis_strides(placement: list[Any], sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def layer_homes(s: FixedConfig) -> NDArray[np.int64]:
-    """The pipeline rank of every layer."""
+    """Pipeline rank of every layer, `[layers]`."""
     return np.repeat(stage_homes(s.pipeline, s.schedule, len(s.partition), s.table), s.partition)
 
 
 def stage_homes(
     pipeline: int, schedule: str, stages: int, table: Table | None
 ) -> NDArray[np.int64]:
-    """The pipeline rank of every stage; V-shaped schedules go there and back, a drawn table says so
-    itself.
+    """Pipeline rank of every stage, `[stages]`.
+
+    Interleaved stages wrap around the ranks; V-shaped schedules run back up through them (zero
+    bubble V, 2401.10241), so that rank 0 holds the first and the last stage.
     """
     if table is not None:
         return np.array(table.placement)
@@ -267,9 +286,7 @@ def stage_homes(
 
 
 def recomputed_layers_of(plan: ResolvedPlan) -> tuple[Array, Array]:
-    """(layers recomputed in full, those behind the last of them) on each pipeline rank of a
-    complete plan.
-    """
+    """Fully recomputed layers, and layers behind the last of them, by pipeline rank."""
     pipeline, recompute = plan.strategy.pipeline, plan.strategy.recompute
     assert isinstance(pipeline.partition, list)
     homes = stage_homes(pipeline.size, pipeline.schedule, len(pipeline.partition), drawn(plan))
@@ -285,8 +302,16 @@ def recomputed_layers_of(plan: ResolvedPlan) -> tuple[Array, Array]:
 def count_recomputed(
     where: NDArray[np.int64], chosen: NDArray[np.bool_], pipeline: int
 ) -> tuple[Array, Array]:
-    """(layers `chosen`, layers behind the last chosen one, 0 where there is none) on each rank;
-    `where` is each layer's rank.
+    """Count `chosen` layers by pipeline rank.
+
+    Args:
+        where: Pipeline rank of each layer, `[layers]`.
+        chosen: Whether each layer is recomputed, `[layers]`.
+        pipeline: Number of pipeline ranks.
+
+    Returns:
+        (chosen layers, layers behind the last chosen one; 0 where none is chosen), each
+        `[pipeline]`.
     """
     number = np.bincount(where[chosen], minlength=pipeline).astype(float)
     own = [np.flatnonzero(chosen[where == rank]) for rank in range(pipeline)]

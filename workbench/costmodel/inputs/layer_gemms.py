@@ -10,23 +10,32 @@ from workbench.costmodel.inputs.rank_workload import Workload
 
 @dataclass(frozen=True)
 class LayerGemm:
-    """`count` matrix products [rows, inner] x [inner, columns]."""
+    """`count` GEMMs [rows, inner] x [inner, columns]."""
 
     rows: Number
     columns: Number
     inner: Number
     count: Number = 1.0
-    alone: bool = True
-    """Whether it is one product, not one of a group of experts'."""
+    ungrouped: bool = True
+    """Whether it is a GEMM of its own, not one of a grouped GEMM over experts."""
 
     @property
     def flops(self) -> Number:
-        """Multiplications and additions."""
+        """FLOPs of all `count` GEMMs, multiplications and additions."""
         return 2 * self.count * self.rows * self.columns * self.inner
 
 
-def layer_gemms(w: Workload, mixture: bool) -> list[LayerGemm]:
-    """Each matrix product of one layer's forward; the experts of a rank one by one."""
+def layer_gemms(w: Workload, is_moe: bool) -> list[LayerGemm]:
+    """List the GEMMs of one layer's forward on a rank.
+
+    Args:
+        w: Per-rank problem sizes.
+        is_moe: Whether the feed-forward is an MoE; its experts are a grouped GEMM.
+
+    Returns:
+        One entry per projection; q, k and v (and gate and up) are one GEMM where the framework
+        fuses them. MLA has its down- and up-projections.
+    """
     h, t, n = w.hidden_per_rank, w.tokens * w.tiling.gathered_blocks, w.tiling.num_steps
     mla = w.shape.mla
     if mla is None and w.fixed.framework.fused_qkv:
@@ -44,15 +53,15 @@ def layer_gemms(w: Workload, mixture: bool) -> list[LayerGemm]:
         up = w.heads * (mla.nope_dim + mla.value_dim)
         widths = [*query, (kv_rank + mla.rope_dim / part, h), (up, kv_rank)]
         into = [LayerGemm(t, columns, inner, n) for columns, inner in widths]
-    return [*into, LayerGemm(t, h, w.o_width, n), *_feed_forward_products(w, mixture)]
+    return [*into, LayerGemm(t, h, w.o_width, n), *_feed_forward_products(w, is_moe)]
 
 
-def _feed_forward_products(w: Workload, mixture: bool) -> list[LayerGemm]:
+def _feed_forward_products(w: Workload, is_moe: bool) -> list[LayerGemm]:
     h, t, n = w.hidden_per_rank, w.tokens * w.tiling.gathered_blocks, w.tiling.num_steps
     moe, wide, joined = w.shape.moe, 2 if w.shape.gated else 1, 1
     if w.fixed.framework.fused_qkv:
         wide, joined = 1, wide
-    if not mixture or moe is None:
+    if not is_moe or moe is None:
         return [LayerGemm(t, joined * w.ffn, h, n)] * wide + [LayerGemm(t, h, w.ffn, n)]
     width, own = w.expert_ffn, moe.experts / w.searched.expert
     routed = t * w.routed_rows_per_token / own
@@ -69,11 +78,11 @@ def _feed_forward_products(w: Workload, mixture: bool) -> list[LayerGemm]:
     return result
 
 
-def layer_flops(w: Workload, mixture: bool) -> Number:
-    """Forward FLOPs of the matrix products of one layer and microbatch on a rank, attention's
+def layer_flops(w: Workload, is_moe: bool) -> Number:
+    """Forward FLOPs of one layer's GEMMs and one microbatch on a rank; attention's scores are
     apart.
     """
-    return sum(p.flops for p in layer_gemms(w, mixture))
+    return sum(p.flops for p in layer_gemms(w, is_moe))
 
 
 def head_flops(w: Workload) -> Number:
@@ -82,14 +91,18 @@ def head_flops(w: Workload) -> Number:
 
 
 def head_gemm(w: Workload) -> LayerGemm:
-    """The projection onto the vocabulary."""
+    """GEMM of the output projection onto the vocabulary."""
     return LayerGemm(
         w.tokens * w.tiling.gathered_blocks, w.vocab_rows, w.hidden_per_rank, w.tiling.num_steps
     )
 
 
 def attention_flops(w: Workload) -> Number:
-    """Scores and values of one layer forward, the causal half."""
+    """Forward FLOPs of causal attention in one layer: QK^T and PV, the lower triangle only.
+
+    A full score matrix takes 4 S^2 width FLOPs per sequence; the causal half of it is 2. A sliding
+    window bounds the keys that a query attends to.
+    """
     length = w.fixed.sequence_length
     seen = min(length, w.shape.window or length)
     return w.tokens * seen * (w.k_width if w.shape.mla else w.q_width) + w.tokens * seen * w.o_width

@@ -1,4 +1,4 @@
-"""Parameters of each pipeline rank before ZeRO shards them: dense, experts and low-rank adapters."""
+"""Parameter counts of each pipeline rank before ZeRO shards them: dense, experts and adapters."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from workbench.plan.parameter_count import block_norms, norm
 
 @dataclass(frozen=True)
 class ParamCounts:
-    """Parameters of one rank, by pipeline rank; experts apart, because they are replicated on fewer
-    ranks.
+    """Parameters of one rank, by pipeline rank.
+
+    Experts are counted apart, because expert parallelism replicates them on fewer ranks than the
+    dense parameters.
     """
 
     dense: Array
     experts: Array
     layer: Number
-    """Parameters of one dense layer: a unit that ZeRO-3 gathers."""
+    """Parameters of one layer: the unit that ZeRO-3 all-gathers."""
     adapters: Array
-    """Parameters of low-rank adapters, replicated as the dense ones."""
+    """Parameters of LoRA adapters, replicated as the dense ones are."""
 
     @property
     def total(self) -> Array:
@@ -31,12 +33,12 @@ class ParamCounts:
 
     @property
     def trained(self) -> Array:
-        """Those that have gradients and moments: the adapters alone where there are any."""
+        """Parameters with gradients and optimizer states: only the adapters where there are any."""
         return np.where(self.adapters > 0, self.adapters, self.total)
 
 
 def count_params(w: RankShapes) -> ParamCounts:
-    """Parameters that a rank holds before data parallelism shards anything."""
+    """Count the parameters of each pipeline rank before data parallelism shards them."""
     shape = w.shape
     layer = attention_parameters(w) + block_norms(shape) * w.tiling.vector_share
     mlp = feed_forward_parameters(w, w.ffn)
@@ -52,8 +54,8 @@ def count_params(w: RankShapes) -> ParamCounts:
 
 
 def _adapter(w: RankShapes) -> Number:
-    """Parameters of one layer's adapters (2106.09685): rank x (inputs + outputs) of each projection
-    that has one.
+    """LoRA parameters of one layer (2106.09685): rank x (inputs + outputs) of each adapted
+    projection.
     """
     rank, h, thin = (
         w.fixed.adapter_rank,
@@ -66,8 +68,8 @@ def _adapter(w: RankShapes) -> Number:
 
 
 def attention_parameters(w: RankShapes) -> Number:
-    """Of one block's attention, on a tensor rank: columns of q, k, v and rows of o are split, o's
-    bias is not.
+    """Attention parameters of one layer on a tensor rank: q, k and v are column-parallel, the
+    output projection is row-parallel and its bias is replicated (1909.08053).
     """
     shape, h, thin = w.shape, w.weight_in_dim, w.tiling.in_dim_share
     if shape.mla is None:
@@ -82,7 +84,7 @@ def attention_parameters(w: RankShapes) -> Number:
 
 
 def feed_forward_parameters(w: RankShapes, width: Number) -> Number:
-    """Of one feed-forward layer whose local width is `width`."""
+    """Parameters of one feed-forward layer whose width on this rank is `width`."""
     wide = 2 if w.shape.gated else 1
     bias = wide * width + w.hidden_per_rank if w.shape.biases == "all" else 0.0
     return (wide + 1) * w.weight_in_dim * width + bias

@@ -1,7 +1,7 @@
 """Per-rank problem sizes of each candidate: widths, tokens, layers and microbatches of one rank.
 
 Floats or arrays as `config` says; what differs between pipeline ranks has them along the first
-axis. Widths are those of the widest tensor-parallel rank, to which all the others are padded.
+axis. Widths are those of the widest tensor-parallel rank, to which the others are padded.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from workbench.plan.schema import STORED
 
 @dataclass(frozen=True)
 class RankShapes:
-    """Quantities of candidates, a rank at a time."""
+    """Problem sizes of one rank, per candidate."""
 
     fixed: FixedConfig
     searched: SearchedConfig
     data: Number
-    """Ranks over which a stage is replicated, context apart."""
+    """Number of data-parallel ranks, context ranks not counted."""
     microbatches: Number
+    """Number of microbatches of a step."""
     tokens: Number
     """Tokens of one microbatch on one rank."""
     tiling: TensorTiling
-    """How tensor ranks cut activations and weights."""
+    """How tensor ranks shard activations and weights."""
     hidden_per_rank: Number
-    """Width of a rank's part of a hidden-wide activation."""
+    """Width of a rank's shard of an activation as wide as the model's hidden size."""
     weight_in_dim: Number
-    """Hidden-long side of a rank's part of a weight."""
+    """Size of the hidden dim of a rank's shard of a weight."""
     # widths of a tensor-parallel rank
     q_width: Number
     k_width: Number
@@ -42,48 +43,47 @@ class RankShapes:
     heads: Number
     ffn: Number
     expert_ffn: Number
-    """Of one expert."""
+    """Width of one expert."""
     shared_ffn: Number
-    """Of all shared experts side by side."""
+    """Width of all shared experts together."""
     vocab_rows: Number
     """Vocabulary rows of a rank, padding included."""
     sequence_parallel: Number
-    """Ranks over which norms and residuals are split: the tensor ranks, or 1."""
+    """Number of ranks over which norms and residuals are sharded: the tensor ranks, or 1."""
     element_bytes: int
-    """Bytes of a parameter and of an activation."""
+    """Bytes per element of parameters and activations."""
     gradient_element_bytes: Number
-    """Bytes of a gradient as it adds up and is reduced."""
+    """Bytes per gradient as it is accumulated and reduced."""
     reduce_microbatch: Number
     """1 where gradients are reduced after every microbatch."""
     # by pipeline rank
     rank_multiplicity: Array
-    """Pipeline ranks that this one stands for."""
+    """Number of pipeline ranks that this entry stands for."""
     layers: Array
     dense_layers: Array
-    """Layers with a dense feed-forward; the rest are mixtures."""
+    """Layers with a dense feed-forward; the others are MoE layers."""
     has_embedding: Array
-    """1 where the embedding is."""
+    """1 on the rank of the embedding."""
     has_head: Array
-    """1 where the head is."""
+    """1 on the rank of the head."""
     num_boundary_transfers: Array
-    """Other ranks' stages that the rank's own hand over to, forward or backward: transfers of a
-    microbatch each way.
+    """Stage boundaries of the rank that lie between two ranks: sends per microbatch and direction.
     """
     microbatches_in_flight: Array
-    """Microbatches whose activations are held at once (of chunks: sums, so fractions)."""
+    """Microbatches whose activations are live at once; a chunk counts 1/chunks."""
     deferred_microbatches: Array
-    """How many of those wait for their weight gradients alone."""
+    """Those of them of which only the weight gradient (W) is still to be computed."""
     losses_in_flight: Number
     """Microbatches of the last stage whose loss has not run backward yet."""
 
     @property
     def shape(self) -> Shape:
-        """Of the model."""
+        """Shape of the model."""
         return self.fixed.shape
 
     @property
     def pipeline(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return self.fixed.pipeline
 
     @property
@@ -93,27 +93,27 @@ class RankShapes:
 
     @property
     def tensor(self) -> Number:
-        """Tensor-parallel ranks."""
+        """Number of tensor-parallel ranks."""
         return self.searched.tensor
 
     @property
     def recomputed_layers(self) -> Array:
-        """Layers recomputed in full, by pipeline rank."""
+        """Number of fully recomputed layers, by pipeline rank."""
         return self.searched.recomputed_layers
 
     @property
     def layers_after_recomputed(self) -> Array:
-        """Layers behind the last of them on its rank, which keep all."""
+        """Number of layers behind the last recomputed one of the rank."""
         return self.searched.layers_after_recomputed
 
     @property
     def dtype(self) -> str:
-        """Of parameters and activations."""
+        """Dtype of parameters and activations."""
         return STORED.get(self.fixed.precision, self.fixed.precision)
 
     @property
     def stored_gradient_bytes(self) -> Number:
-        """Bytes of a gradient as it is kept."""
+        """Bytes per gradient as it is stored."""
         return (
             self.gradient_element_bytes
             if self.fixed.gradient_bytes < 0
@@ -122,13 +122,13 @@ class RankShapes:
 
     @property
     def hidden_activation_bytes(self) -> Number:
-        """Bytes of one hidden-wide tensor of a microbatch, in the model's dtype."""
+        """Bytes of one `[tokens, hidden_per_rank]` activation of a microbatch."""
         return self.tokens * (self.hidden_per_rank * self.element_bytes)
 
     @property
     def kv_head_repeats(self) -> Number:
-        """How often Ulysses repeats a key-value head so that the context ranks share them
-        evenly.
+        """Copies of each key-value head with which Ulysses (2309.14509) gives every context rank
+        whole heads.
         """
         if self.shape.mla is not None:
             return 1.0
@@ -141,18 +141,20 @@ class RankShapes:
 
     @property
     def upcast_bytes(self) -> int:
-        """Bytes of an element where the model's 16-bit tensors are widened."""
+        """Bytes per element where 16-bit tensors are upcast to fp32; 8 for an fp64 model."""
         return max(4, self.element_bytes)
 
     @property
     def uses_fused_kernels(self) -> bool:
-        """Whether our own fused or compiled operators run; other stacks' are in their constants."""
+        """Whether this engine's fused or compiled kernels run; those of other frameworks are part
+        of their constants.
+        """
         return self.fixed.stack == WORKBENCH and self.fixed.kernels != "eager"
 
     @property
     def routed_rows_per_token(self) -> Number:
-        """Rows of experts that a token makes: its choices, or an even share of what experts have
-        room for.
+        """Expert rows per token: top-k, or with a capacity factor an even share of the experts'
+        capacity.
         """
         moe = self.shape.moe
         if moe is None or moe.capacity is None:
@@ -162,5 +164,5 @@ class RankShapes:
 
     @property
     def zeros(self) -> Array:
-        """Zero on every pipeline rank."""
+        """Zero on every pipeline rank, for broadcasting."""
         return np.zeros_like(self.has_embedding)

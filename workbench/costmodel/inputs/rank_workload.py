@@ -1,4 +1,4 @@
-"""Problem sizes of one rank, worked out from a plan or from many candidates at once."""
+"""Problem sizes of one rank, computed from a plan or from many candidates at once."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ class Workload(RankShapes):
 
 
 def workload(plan: ResolvedPlan) -> Workload:
-    """The quantities of a complete plan. Raises PlanError naming a field that the planner does not
-    model.
+    """Compute the per-rank problem sizes of a resolved plan.
+
+    Raises:
+        PlanError: The plan uses a field that the cost model does not cover; the message names it.
     """
     _refuse(plan)
     return assemble_workload(
@@ -55,8 +57,13 @@ def workload(plan: ResolvedPlan) -> Workload:
 def assemble_workload(
     s: FixedConfig, k: SearchedConfig, ranks: Array, weight: Array | None = None
 ) -> Workload:
-    """The quantities of candidates `k` on pipeline ranks `ranks` (first axis), which stand for
-    `weight` ranks each.
+    """Compute the per-rank problem sizes of many candidates at once.
+
+    Args:
+        s: What the candidates share.
+        k: What differs between them; arrays broadcast against each other.
+        ranks: Pipeline ranks to evaluate, along the first axis.
+        weight: Number of ranks that each of `ranks` stands for; None: one each.
     """
     shape, blocks = s.shape, tensor_tiling(s.algorithm, k)
     data = s.world_size / (k.tensor * k.context * s.pipeline)
@@ -96,9 +103,18 @@ def assemble_workload(
 
 
 def tensor_parallel_widths(shape: Shape, columns: Number, padded: bool = True) -> dict[str, Number]:
-    """Widths of the widest of `columns` tensor ranks; without `padded` an even share of them.
+    """Widths of the widest of `columns` tensor ranks.
 
     Key-value heads are replicated where there are more ranks than heads.
+
+    Args:
+        shape: Shape of the model.
+        columns: Number of ranks that shard heads and feed-forward.
+        padded: Whether widths are those of the widest rank, or an even share (for model FLOPs,
+            where padding is no work).
+
+    Returns:
+        Names of `RankShapes` widths -> elements.
     """
     even = shape.heads / columns, np.maximum(kv_heads(shape) / columns, 1.0)
     heads, kv = rooms(shape, columns) if padded else even
@@ -122,7 +138,7 @@ def tensor_parallel_widths(shape: Shape, columns: Number, padded: bool = True) -
 
 
 def stage_layers(s: FixedConfig) -> tuple[Array, Array]:
-    """(layers, those with a dense feed-forward) of each pipeline rank."""
+    """Number of (all layers, layers with a dense feed-forward) of each pipeline rank."""
     where = layer_homes(s)
     moe = s.shape.moe
     dense = np.arange(len(where)) < moe.first_dense if moe else np.ones(len(where), dtype=bool)
@@ -133,12 +149,17 @@ def stage_layers(s: FixedConfig) -> tuple[Array, Array]:
 
 
 def _last_rank(s: FixedConfig) -> int:
-    """Where the head is: on the first rank where stages go there and back."""
+    """Pipeline rank of the head: rank 0 for V-shaped schedules."""
     return int(layer_homes(s)[-1])
 
 
 def microbatches_in_flight(s: FixedConfig, microbatches: Number, rank: Number) -> Array:
-    """Microbatches held at once by each pipeline rank; a chunk counts 1/chunks."""
+    """Microbatches whose activations each pipeline rank saves at its peak; a chunk counts
+    1/chunks.
+
+    p - r of 1F1B on rank r of p (2006.09503), all of GPipe (1811.06965), closed forms of
+    `schedules` for the rest.
+    """
     if s.pipeline == 1:
         return np.asarray(1.0 + 0 * rank)
     if s.table is not None:
@@ -148,8 +169,8 @@ def microbatches_in_flight(s: FixedConfig, microbatches: Number, rank: Number) -
 
 
 def num_boundary_transfers(s: FixedConfig) -> Array:
-    """Stages on other ranks that each pipeline rank's stages hand over to; V shapes turn round
-    without a transfer.
+    """Stage boundaries of each pipeline rank that lie between two ranks; at the turn of a V shape
+    both stages are on the same rank, and nothing is sent.
     """
     homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)
     apart = homes[1:] != homes[:-1]
@@ -158,10 +179,10 @@ def num_boundary_transfers(s: FixedConfig) -> Array:
 
 
 def deferred_microbatches(s: FixedConfig, microbatches: Number, rank: Number) -> Array:
-    """Microbatches that wait for their weight gradients when a rank holds most: ZB-H1 and ZB-H2
-    delay them by rank.
+    """Microbatches whose weight gradients are still deferred when a rank's memory peaks.
 
-    V shapes multiply them at once while they are full, and delay them while they drain.
+    ZB-H1 and ZB-H2 (2401.10241) defer W by the rank's index and by twice that. V-shaped schedules
+    defer W only while the pipeline drains, when fewer microbatches are in flight.
     """
     if s.table is not None:
         return np.asarray(waiting(s.table), dtype=float)[rank.astype(int)] / s.chunks
@@ -173,18 +194,14 @@ def deferred_microbatches(s: FixedConfig, microbatches: Number, rank: Number) ->
 
 
 def losses_in_flight(s: FixedConfig, microbatches: Number) -> Number:
-    """Microbatches of the last stage between loss and backward: it turns round at once, but for
-    GPipe.
-    """
+    """Microbatches of the last stage between loss and backward: one, or all under GPipe."""
     if s.table is not None:
         return float(most_losses(s.table))
     return microbatches if s.schedule == "gpipe" and s.pipeline > 1 else 1.0
 
 
 def _rows(shape: Shape, blocks: TensorTiling) -> Number:
-    """Rows of the vocabulary on a tensor rank, padding included: a multiple of the blocks that are
-    gathered at once.
-    """
+    """Vocabulary rows of a tensor rank, padded to a multiple of what one GEMM all-gathers."""
     return (
         np.ceil(shape.vocab / (blocks.column_parts * blocks.gathered_blocks))
         * blocks.gathered_blocks
@@ -192,8 +209,8 @@ def _rows(shape: Shape, blocks: TensorTiling) -> Number:
 
 
 def _gradient_element(s: FixedConfig, written: Number, microbatches: Number) -> Number:
-    """As written; else fp32 where gradients of several microbatches add up, and the parameters'
-    dtype under ZeRO.
+    """Bytes per gradient: as the plan says; `auto` is fp32 where gradients of several microbatches
+    are accumulated, and the parameters' dtype under ZeRO.
     """
     parameters = DTYPE_BYTES[s.precision]
     if np.ndim(written) == 0 and written:

@@ -1,10 +1,12 @@
-"""How tensor parallelism cuts activations and weights into blocks: 1-D, SUMMA on a q x q grid,
-2.5-D and 3-D.
+"""How tensor parallelism shards activations and weights: 1-D, SUMMA on a q x q grid, 2.5-D and
+3-D.
 
-2-D (Optimus, 2104.05343): activations and weights in q x q blocks. 2.5-D (Tesseract, 2105.14500):
-weights in q x q blocks that the d layers of a grid hold alike, activations in q d x q. 3-D
-(2105.14450): all in l^3 blocks; a rank gathers l of them along one side before it multiplies.
-Tokens are split by whole sequences; vectors lie along one side, and are alike along the others.
+1-D (Megatron-LM, 1909.08053): weights in column or row blocks, activations replicated. 2-D
+(Optimus, 2104.05343): activations and weights in q x q blocks. 2.5-D (Tesseract, 2105.14500):
+weights in q x q blocks, replicated over the depth d of the grid, activations in q d x q. 3-D
+(2105.14450): everything in l^3 blocks, l of which a rank all-gathers along one side before its
+GEMM. Tokens are split by whole sequences; vectors are sharded along one side and replicated along
+the others.
 """
 
 from __future__ import annotations
@@ -16,36 +18,38 @@ from workbench.costmodel.inputs.config import Number, SearchedConfig
 
 @dataclass(frozen=True)
 class TensorTiling:
-    """Into how many parts each side is cut, and how the blocks of a product meet."""
+    """Number of parts into which each dim is sharded, and how the blocks of one GEMM meet."""
 
     token_parts: Number = 1.0
-    """Parts of an activation's tokens."""
+    """Shards of the tokens of an activation."""
     column_parts: Number = 1.0
-    """Parts of heads, feed-forward and vocabulary."""
+    """Shards of heads, feed-forward and vocabulary."""
     hidden_parts: Number = 1.0
-    """Parts of a hidden-wide activation: norms and residuals too."""
+    """Shards of the hidden dim of an activation, norms and residuals included."""
     in_dim_parts: Number = 1.0
-    """Parts of a weight's other side."""
+    """Shards of the other dim of a weight."""
     num_steps: Number = 1.0
-    """Products of blocks that one product of a rank is made of."""
+    """GEMMs of blocks that make up one GEMM of a rank: q in SUMMA."""
     gathered_blocks: Number = 1.0
-    """Blocks of an activation that are multiplied at once."""
+    """Activation blocks that one GEMM all-gathers: l in 3-D."""
     num_weight_copies: Number = 1.0
-    """Ranks that hold the same weights."""
+    """Ranks that hold the same weight block: d in 2.5-D."""
 
     @property
     def in_dim_share(self) -> Number:
-        """Share of a column block's other side that a rank holds."""
+        """Fraction of a column block's other dim that a rank holds."""
         return 1 / self.in_dim_parts
 
     @property
     def vector_share(self) -> Number:
-        """Share of a hidden-wide vector, such as a norm's weight, that a rank holds."""
+        """Fraction of a vector as wide as the hidden size, such as a norm's weight, that a rank
+        holds.
+        """
         return 1 / self.hidden_parts
 
 
 def tensor_tiling(algorithm: str, k: SearchedConfig) -> TensorTiling:
-    """The blocks of `algorithm` on the tensor ranks of candidates `k`."""
+    """Shard counts of tensor-parallel `algorithm` (1d, 2d, 2.5d, 3d) for candidates `k`."""
     if algorithm == "1d":
         return TensorTiling(column_parts=k.tensor)
     side, depth = k.grid

@@ -1,8 +1,9 @@
-"""Activations: what each part of our modules saves for backward, and what comes and goes while it
-runs.
+"""Activation memory: what each module saves for backward, and which temporaries it needs.
 
-The counts follow `models/` and `parallel/` line by line, with torch's eager operators. A peak is a
-live set: every function says what is live at one instant beyond what is saved.
+The counts follow `models/` and `parallel/` tensor by tensor, with torch's eager operators; they
+extend the activation memory of Megatron-LM (2205.05198, s b h (34 + 5 a s / h) per layer with
+dropout and unfused attention) by grouped queries, gated MLPs, MoE, LoRA and selective recompute. A
+peak is a live set: every function says what is live at one phase beyond what is saved.
 """
 
 from __future__ import annotations
@@ -17,49 +18,52 @@ from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.plan.attention_kernel import repeats_heads
 
 GRADIENT_CAST_NUMEL = 2**22
-"""Entries of a 16-bit gradient that are widened at once (`parallel/data/flat_buckets.py`)."""
+"""Elements of a 16-bit gradient that are upcast at once (`parallel/data/flat_buckets.py`)."""
 MIN_FUSED_SEAM_NUMEL = 2**19
-"""Entries below which a processor's fused seams stay plain (`kernels/fused_seams.py`)."""
+"""Elements below which fused seams stay eager on a CPU (`kernels/fused_seams.py`)."""
 ATEN_SEAMS = ("layernorm", "relu")
-"""Kinds of seams that stay plain there whatever their size."""
+"""Seams that stay eager on a CPU whatever their size."""
 TOKEN_ID_BYTES = 8
-"""Bytes of a token id."""
+"""Bytes of an int64 token id."""
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes of one layer and microbatch on one rank."""
+    """Activation memory of one layer and one microbatch on one rank, bytes."""
 
     saved: Number
-    """Held from forward to backward."""
-    whole: Number
-    """What its backward reads; selective recomputation brings back what is not held."""
+    """Saved from forward to backward."""
+    needed: Number
+    """What backward reads: selective recompute restores what of it was not saved."""
     checkpoint: Number
-    """Held instead where the layer is recomputed in full."""
+    """Saved instead of `saved` where the layer is fully recomputed: its input."""
     forward: Number
     """Temporaries at the end of its forward."""
-    product: Number
-    """Temporaries while the last of its products runs forward, its result among them."""
-    transient: Number
-    """Temporaries while its feed-forward runs backward, beside all that is saved."""
-    columns: Number
-    """Temporaries while its feed-forward's first products run backward, where tensor ranks gather
-    their input.
+    last_gemm: Number
+    """Temporaries during the last GEMM of its forward, the result included."""
+    feed_forward_backward: Number
+    """Temporaries during the backward of the down projection and the activation."""
+    column_parallel_backward: Number
+    """Temporaries during the backward of the gate and up projections, where sequence parallelism
+    all-gathers their input.
     """
-    fed: Number
-    """Of what is saved, gone then."""
-    released: Number
-    """Of what is saved, gone when the norm before the feed-forward runs backward."""
-    norm: Number
-    """Temporaries then."""
+    freed_feed_forward: Number
+    """Part of `saved` that is freed by then."""
+    freed_before_norm: Number
+    """Part of `saved` that is freed when the norm before the feed-forward runs backward."""
+    norm_backward: Number
+    """Temporaries during that norm's backward."""
 
 
 def norm_saved(w: Workload, own_input: bool = True) -> Number:
-    """One norm's saved tensors, its output among them; `own_input` where its input is a tensor of
-    its own.
+    """Bytes that one norm saves, its output included.
 
-    Our rmsnorm keeps its input and one number a token, on every device; torch's layernorm its input
-    and two, which the plain one on a processor keeps in the input's dtype.
+    This engine's RMSNorm saves its input and one statistic per token on every device; torch's
+    LayerNorm saves its input and two, which the eager one on a CPU keeps in the input's dtype.
+
+    Args:
+        w: Per-rank problem sizes.
+        own_input: Whether the input is a tensor that nothing else saves.
     """
     stream = w.hidden_activation_bytes / w.sequence_parallel
     statistics = w.upcast_bytes * w.tokens / w.sequence_parallel
@@ -71,18 +75,23 @@ def norm_saved(w: Workload, own_input: bool = True) -> Number:
     return (1 + own_input) * stream + statistics
 
 
-def layer_activations(w: Workload, mixture: bool = False) -> LayerActivations:
-    """One transformer layer; `mixture` where its feed-forward is a mixture of experts."""
+def layer_activations(w: Workload, is_moe: bool = False) -> LayerActivations:
+    """Activation memory of one transformer layer and one microbatch.
+
+    Args:
+        w: Per-rank problem sizes.
+        is_moe: Whether the feed-forward is an MoE.
+    """
     attention = (
         w.q_width + w.k_width + w.v_width + w.o_width
     ) * w.tokens * w.element_bytes + _ulysses_saved(w)
     attention = attention + repeated_kv_bytes(w) * (1 - w.searched.selective)
     statistics = 4 * w.heads * w.tokens
-    wide, matrix = _feed_forward(w, mixture)
-    ffn = _feed_forward_saved(w, mixture)
+    wide, matrix = _feed_forward(w, is_moe)
+    ffn = _feed_forward_saved(w, is_moe)
     saved = 2 * norm_saved(w) + _mla_latents(w) + attention + ffn
     kept = w.fixed.framework
-    saved = saved + _fp8_saved_delta(w, mixture) - _frozen_inputs(w, wide)
+    saved = saved + _fp8_saved_delta(w, is_moe) - _frozen_inputs(w, wide)
     scores = (
         (2 + 3 * kept.dropout) * w.heads * w.tokens * w.fixed.sequence_length
         if kept.unfused
@@ -126,7 +135,7 @@ def layer_activations(w: Workload, mixture: bool = False) -> LayerActivations:
     columns = input_gradient_in_flight(w) + weight_gradient_peak(
         w, first, matrix * w.element_bytes * has_weight_gradients(w), added
     )
-    columns = columns * gathers_sequence(w) * float(not mixture)
+    columns = columns * gathers_sequence(w) * float(not is_moe)
     released = ffn + norm_saved(w)
     return LayerActivations(
         saved,
@@ -143,15 +152,15 @@ def layer_activations(w: Workload, mixture: bool = False) -> LayerActivations:
 
 
 def gathers_sequence(w: Workload) -> Number:
-    """1 where column-split layers of our own engine gather sequences
+    """1 where this engine's column-parallel layers all-gather sequence shards
     (`parallel/tensor/column_parallel.py`).
     """
     return (w.sequence_parallel > 1) * float(w.fixed.stack == "workbench")
 
 
 def input_gradient_in_flight(w: Workload) -> Number:
-    """The gradient of what column-split layers multiplied, while it is summed: whole, and this
-    rank's part of it.
+    """Bytes of a column-parallel layer's input gradient during its all-reduce, or the full one and
+    its shard during a reduce-scatter.
     """
     return (
         w.hidden_activation_bytes
@@ -160,18 +169,22 @@ def input_gradient_in_flight(w: Workload) -> Number:
 
 
 def weight_gradient_peak(w: Workload, met: Number, own: Number, added: Number) -> Number:
-    """The most beside a gradient in flight, while `met` becomes a weight's gradient of `own` bytes,
-    and it is `added`.
+    """Most bytes live beside an input gradient in flight while a weight gradient is computed and
+    accumulated.
 
-    Where sequences are gathered, what was gathered from is gone when the weight's gradient is made.
+    Args:
+        w: Per-rank problem sizes.
+        met: Bytes of the operands of the weight gradient's GEMM.
+        own: Bytes of the weight gradient.
+        added: Bytes live while it is accumulated into its bucket.
     """
     gone = w.hidden_activation_bytes / w.sequence_parallel * gathers_sequence(w)
     return np.maximum(met + np.maximum(0.0, own - gone), added - gone)
 
 
 def _ulysses_saved(w: Workload) -> Number:
-    """What Ulysses keeps beside: repeated key-value heads, and the result both as heads and as
-    tokens.
+    """Bytes that Ulysses (2309.14509) saves besides: repeated key-value heads, and attention's
+    output both by heads and by tokens.
     """
     if w.fixed.context_algorithm == "ring" or not w.fixed.has_context_parallel:
         return 0.0
@@ -182,11 +195,11 @@ def _ulysses_saved(w: Workload) -> Number:
 
 
 def repeated_kv_bytes(w: Workload) -> Number:
-    """What attention keeps more where it repeats key-value heads, one for every query head
+    """Additional bytes where attention repeats key-value heads for every query head
     (`plan/attention_kernel.py`).
 
-    The others go, but for those that Ulysses has exchanged together with the queries. Ring
-    attention is no seam of it.
+    The unrepeated heads are freed, except those that Ulysses has exchanged together with the
+    queries. Ring attention does not use the attention seam.
     """
     s = w.fixed
     if s.stack != WORKBENCH or not repeats_heads(s.gpu, s.precision, w.shape):
@@ -200,9 +213,16 @@ def repeated_kv_bytes(w: Workload) -> Number:
 
 
 def grid_block_bytes(w: Workload, x: Number, matrix: Number, y: Number) -> Number:
-    """Bytes of the others' blocks that a rank of a tensor grid holds while it multiplies an input
-    of `x` bytes with a weight of `matrix` entries: one block of each, or all that it gathers and
-    the partial result of `y` bytes.
+    """Bytes of other ranks' blocks that a tensor grid needs during one GEMM.
+
+    SUMMA (2-D, 2.5-D) holds one broadcast block of input and weight; 3-D holds all that it
+    all-gathers and the partial result before its reduce-scatter.
+
+    Args:
+        w: Per-rank problem sizes.
+        x: Bytes of the input shard.
+        matrix: Elements of the weight shard.
+        y: Bytes of the output shard.
     """
     if w.fixed.algorithm == "3d":
         return w.tiling.gathered_blocks * (x + y + matrix * w.element_bytes)
@@ -210,11 +230,11 @@ def grid_block_bytes(w: Workload, x: Number, matrix: Number, y: Number) -> Numbe
 
 
 def alternate_ops_saved(w: Workload, wide: Number) -> Number:
-    """What selective recomputation by operators holds: a layer's input, attention's output, and
-    what every second product makes: queries, values, the gate (or the only wide one) and, after a
-    gate, the down projection.
+    """Bytes saved by per-operator selective recompute, as torchtitan does it.
 
-    A compiler drops the last, which no gradient reads.
+    Saved are a layer's input, attention's output and the result of every second GEMM: queries,
+    values, the gate (or the only up projection) and, after a gate, the down projection. A compiler
+    drops the last, which no gradient reads.
     """
     stream = w.hidden_activation_bytes / w.sequence_parallel
     attention = (
@@ -229,17 +249,17 @@ def alternate_ops_saved(w: Workload, wide: Number) -> Number:
 
 
 def has_weight_gradients(w: Workload) -> float:
-    """1 where the model's own weights have gradients, 0 where they are frozen under adapters."""
+    """1 where the model's own weights have gradients, 0 where LoRA freezes them."""
     return float(w.fixed.adapter_rank == 0)
 
 
-def _fp8_saved_delta(w: Workload, mixture: bool) -> Number:
-    """What fp8 products change where they keep their inputs in 8 bits: norms' and feed-forward's
-    results shrink to a byte, attention's needs a second, narrow copy.
+def _fp8_saved_delta(w: Workload, is_moe: bool) -> Number:
+    """Change of the saved bytes where fp8 GEMMs save their inputs in 8 bits: outputs of norms and
+    feed-forward shrink to one byte, attention's needs a second, narrow copy.
     """
     if w.fixed.precision != "fp8" or not w.fixed.framework.fp8_saved_inputs:
         return 0.0
-    wide, _ = _feed_forward(w, mixture)
+    wide, _ = _feed_forward(w, is_moe)
     gate = (3 if w.shape.gated else 2) * wide
     return (
         w.o_width * w.tokens * w.element_bytes
@@ -249,32 +269,32 @@ def _fp8_saved_delta(w: Workload, mixture: bool) -> Number:
 
 
 def _frozen_inputs(w: Workload, wide: Number) -> Number:
-    """Inputs of the feed-forward's products, which only the gradients of frozen weights without
-    adapters would read.
+    """Bytes of feed-forward inputs that only gradients of frozen weights without adapters would
+    read.
     """
     if not w.fixed.adapter_rank or w.fixed.adapts_all_projections:
         return 0.0
     return w.hidden_activation_bytes / w.sequence_parallel + wide
 
 
-def _feed_forward(w: Workload, mixture: bool) -> tuple[Number, Number]:
-    """(bytes of one ffn-wide tensor, parameters of its output projection)."""
+def _feed_forward(w: Workload, is_moe: bool) -> tuple[Number, Number]:
+    """(bytes of one tensor of feed-forward width, parameters of the down projection)."""
     moe = w.shape.moe
-    if not mixture or moe is None:
+    if not is_moe or moe is None:
         return w.ffn * w.tokens * w.element_bytes, w.ffn * w.weight_in_dim
     wide = (w.routed_rows_per_token * w.expert_ffn + w.shared_ffn) * w.tokens * w.element_bytes
     return wide, w.expert_ffn * w.weight_in_dim
 
 
-def _feed_forward_saved(w: Workload, mixture: bool) -> Number:
-    """Gate, up, activated gate and product, or up and activated up (ReLU: that alone); a mixture
-    also its tokens.
+def _feed_forward_saved(w: Workload, is_moe: bool) -> Number:
+    """Bytes that the feed-forward saves: gate, up, activated gate and product; without a gate up
+    and activated up (ReLU: only that); an MoE also its dispatched tokens and router probabilities.
     """
-    wide, _ = _feed_forward(w, mixture)
+    wide, _ = _feed_forward(w, is_moe)
     made_again = runs_fused_seam(w, wide / w.element_bytes)
     gated = w.fixed.framework.gated_saved_tensors - made_again  # the activated gate
     kept = (gated if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
-    if mixture and w.shape.moe is not None:
+    if is_moe and w.shape.moe is not None:
         kept += (
             w.hidden_activation_bytes * (w.sequence_parallel > 1)
             + (w.routed_rows_per_token * 2 * w.hidden_activation_bytes)
@@ -284,7 +304,7 @@ def _feed_forward_saved(w: Workload, mixture: bool) -> Number:
 
 
 def _mla_latents(w: Workload) -> Number:
-    """MLA's compressed queries and keys, with their norms."""
+    """Bytes of MLA's compressed queries and keys (2405.04434) and of their norms."""
     mla = w.shape.mla
     return (
         0.0
@@ -298,16 +318,14 @@ def _mla_latents(w: Workload) -> Number:
 
 
 def weight_gradient_bytes(w: Workload) -> Number:
-    """Temporaries while the largest of a layer's weights gets its gradient, apart from its
-    input's.
-    """
+    """Temporaries while the largest weight of a layer gets its gradient, in a separate W."""
     _, matrix = _feed_forward(w, False)
     return accumulated_gradient_bytes(w, matrix)
 
 
 def accumulated_gradient_bytes(w: Workload, parameters: float) -> Number:
-    """Bytes of a weight's gradient while it is added to its bucket, widened in pieces where dtypes
-    differ.
+    """Bytes of a weight gradient while it is accumulated into its bucket; where dtypes differ, it
+    is upcast in pieces of `GRADIENT_CAST_NUMEL`.
     """
     widened = w.gradient_element_bytes * (w.gradient_element_bytes != w.element_bytes)
     return (
@@ -316,8 +334,8 @@ def accumulated_gradient_bytes(w: Workload, parameters: float) -> Number:
 
 
 def norm_backward(w: Workload) -> Number:
-    """Temporaries of a norm's backward, its own kept input among them; our plain rmsnorm works in
-    fp32 or better.
+    """Temporaries of a norm's backward, its saved input included; the eager RMSNorm computes in
+    fp32.
     """
     stream, wider = (
         w.hidden_activation_bytes / w.sequence_parallel,
@@ -330,24 +348,24 @@ def norm_backward(w: Workload) -> Number:
 
 
 def runs_fused_seam(w: Workload, entries: Number) -> Number:
-    """Whether a seam of so many entries runs our own operator: fused ones leave a processor's small
-    ones plain.
-    """
+    """Whether a seam over `entries` elements runs this engine's fused kernel."""
     return w.uses_fused_kernels * (entries >= MIN_FUSED_SEAM_NUMEL * keeps_small_seams_eager(w))
 
 
 def keeps_small_seams_eager(w: Workload) -> bool:
-    """Whether fused kernels leave some seams plain: on processors, those that lose to eager by our
-    own benchmark.
+    """Whether fused kernels leave some seams eager: on CPUs, those that are slower in this
+    project's benchmark.
     """
     return w.uses_fused_kernels and w.fixed.gpu.device == "cpu" and w.fixed.kernels == "fused"
 
 
 def boundary_bytes(w: Workload) -> tuple[Array, Array]:
-    """(kept with a microbatch besides its layers, on the way to a neighbour) by pipeline rank.
+    """Bytes a microbatch needs besides its layers, by pipeline rank.
 
-    Kept: position tables, the embedding's masks; the received input is what the first norm keeps.
-    On the way: an output until it is sent, however many microbatches are in flight.
+    Returns:
+        (saved, on the way to the next stage). Saved: position tables and the embedding's masks;
+        the received input is what the first norm saves. On the way: an output until its send
+        completes, however many microbatches are in flight.
     """
     length = w.fixed.sequence_length / w.searched.context
     rotary = length * (
@@ -365,11 +383,11 @@ def boundary_bytes(w: Workload) -> tuple[Array, Array]:
 
 
 def deferred_weight_bytes(w: Workload) -> Number:
-    """Bytes that a layer keeps between its two halves of a backward: inputs and output gradients of
-    its products.
+    """Bytes that a layer saves between I and W (zero bubble): inputs and output gradients of its
+    GEMMs.
 
-    Where sequences are gathered, layers behind a gather do not wait: of the others the gradients
-    are of all tokens. On a tensor grid none waits.
+    Where sequences are all-gathered, column-parallel layers compute W at once, since they would
+    have to keep full-sequence gradients. On a tensor grid no W is deferred.
     """
     if w.fixed.algorithm != "1d":
         return w.zeros
@@ -381,8 +399,8 @@ def deferred_weight_bytes(w: Workload) -> Number:
 
 
 def embedding_backward(w: Workload) -> Number:
-    """Temporaries while the embedding runs backward: its gradients are dense, and a tied one is
-    added to the head's.
+    """Temporaries of the embedding's backward: its gradient is dense, and a tied one is added to
+    the head's.
     """
     table = w.vocab_rows * w.weight_in_dim * has_weight_gradients(w)
     positions = (
@@ -404,7 +422,7 @@ def embedding_backward(w: Workload) -> Number:
 
 
 def has_tied_head_on_rank(w: Workload) -> bool:
-    """Whether one rank's embedding and head share a weight: then the head's gradient waits for the
-    embedding's.
+    """Whether embedding and head of one rank share a weight, so that the head's gradient waits for
+    the embedding's.
     """
     return w.shape.tied and w.pipeline == 1 and w.fixed.adapter_rank == 0

@@ -1,4 +1,4 @@
-"""The instants of a step at which memory can be largest, and what lives then beside the persistent
+"""Live sets: phases of a step at which memory can peak, and what is live then besides model
 states.
 """
 
@@ -17,8 +17,8 @@ from workbench.costmodel.memory.loss_memory import HeadMemory
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
 
 OPTIMIZER_CAST_BYTES, CPU_FUSED_CAST_BYTES = 64 * 2**20, 2**20
-"""The optimizer widens 16-bit gradients in pieces of this size; the second one's where it is fused,
-on a processor.
+"""Bytes of a piece in which the optimizer upcasts 16-bit gradients; the second one of its fused
+kernel on a CPU.
 """
 
 MemoryByCategory = dict[str, Array]
@@ -27,37 +27,45 @@ MemoryByCategory = dict[str, Array]
 
 @dataclass(frozen=True)
 class ActivationsInFlight:
-    """Activations at their fullest: all microbatches in flight. Bytes by pipeline rank."""
+    """Activations when most microbatches are in flight, bytes by pipeline rank."""
 
-    all: Array
+    total: Array
+    """All saved activations."""
     logits: Array
-    one: Array
-    """Of one microbatch's layers of a stage."""
-    aside: Array
-    """What those leave for their weights' gradients."""
+    """Saved tensors of vocabulary width."""
+    microbatch: Array
+    """One microbatch through the layers of one stage."""
+    deferred: Array
+    """What those layers leave for a deferred W."""
 
 
 PHASES_WITH_ALL_GRADIENTS = ("embedding", "optimizer")
-"""Instants at which all gradients exist, whatever the stack."""
+"""Phases at which all gradients exist, whatever the framework."""
 
 
 def gradients_persist(w: Workload) -> Number:
-    """1 where gradients exist from the step's start, 0 where its only backward makes them anew."""
+    """1 where gradients exist from the start of the step, 0 where its only backward allocates
+    them.
+    """
     if not w.fixed.framework.gradients_freed_after_step:
         return 1.0
     return np.where(w.microbatches > 1, 1.0, 0.0)
 
 
 def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
-    """What forward and backward add at each instant that can be the largest, and after the first
-    forward.
+    """Activations, logits and temporaries live at each phase of forward and backward that can be
+    the peak.
+
+    Returns:
+        Phase -> category -> bytes by pipeline rank; `first_forward` is the state after the first
+        microbatch's forward.
     """
     head, layer = (
         head_of(w),
-        activation_memory.layer_activations(w, mixture=w.shape.moe is not None),
+        activation_memory.layer_activations(w, is_moe=w.shape.moe is not None),
     )
     flight = _activations_in_flight(w, head)
-    full = {"activations": flight.all, "logits": flight.logits}
+    full = {"activations": flight.total, "logits": flight.logits}
     return {
         "first_forward": {name: size / w.microbatches_in_flight for name, size in full.items()},
         "forward": add_categories(full, _forward_end(w, head, layer), _unreleased_send(w)),
@@ -68,12 +76,13 @@ def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
 
 
 def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight:
-    dense, mixture = (
+    """Sum the saved activations over the microbatches in flight (1F1B: p - r of them on rank r)."""
+    dense, moe = (
         activation_memory.layer_activations(w),
-        activation_memory.layer_activations(w, mixture=w.shape.moe is not None),
+        activation_memory.layer_activations(w, is_moe=w.shape.moe is not None),
     )
     share = np.divide(w.dense_layers, w.layers)
-    kept_whole = share * dense.saved + (1 - share) * mixture.saved
+    kept_whole = share * dense.saved + (1 - share) * moe.saved
     saved = (w.layers - w.recomputed_layers) * kept_whole + w.recomputed_layers * dense.checkpoint
     kept, boundary = activation_memory.boundary_bytes(w)
     ahead = 1 + w.fixed.framework.host_run_ahead * (w.sequence_parallel > 1)
@@ -91,7 +100,7 @@ def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight
 
 
 def _forward_end(w: Workload, head: HeadMemory, layer: LayerActivations) -> MemoryByCategory:
-    """The end of the last forward before a backward."""
+    """End of the last forward before a backward."""
     return {
         "logits": w.has_head * (head.forward - head.logits),
         "temporary": (1 - w.has_head) * layer.forward,
@@ -101,33 +110,33 @@ def _forward_end(w: Workload, head: HeadMemory, layer: LayerActivations) -> Memo
 def _last_gemm(
     w: Workload, head: HeadMemory, layer: LayerActivations, flight: ActivationsInFlight
 ) -> MemoryByCategory:
-    """The last layer's last product forward; neither the stage's output nor anything of the head is
-    there yet.
+    """Last GEMM of the last layer's forward; neither the stage's output nor anything of the head
+    is live.
     """
     _, boundary = activation_memory.boundary_bytes(w)
     return {
-        "activations": flight.all - w.has_head * head.saved - boundary,
+        "activations": flight.total - w.has_head * head.saved - boundary,
         "logits": flight.logits - w.has_head * head.logits,
-        "temporary": w.zeros + layer.product,
+        "temporary": w.zeros + layer.last_gemm,
     }
 
 
 def _head_backward(
     w: Workload, head: HeadMemory, flight: ActivationsInFlight
 ) -> dict[str, MemoryByCategory]:
-    """The loss, the projection (the kept logits are gone) and the final norm (what the head kept is
-    gone).
+    """Backward of the loss, of the output projection (logits are freed) and of the final norm
+    (what the head saved is freed).
     """
     logits = flight.logits - w.has_head * head.logits
-    before = flight.all - w.has_head * head.saved
+    before = flight.total - w.has_head * head.saved
     lives: dict[str, MemoryByCategory] = {
         "loss": {
-            "activations": flight.all,
+            "activations": flight.total,
             "logits": flight.logits,
             "temporary": w.has_head * head.loss,
         },
         "projection": {
-            "activations": flight.all,
+            "activations": flight.total,
             "logits": logits,
             "temporary": w.has_head * head.projection,
         },
@@ -143,14 +152,15 @@ def _head_backward(
 def _layer_backward(
     w: Workload, head: HeadMemory, layer: LayerActivations, flight: ActivationsInFlight
 ) -> dict[str, MemoryByCategory]:
-    """A stage's last layer (feed-forward, its first products, its norm) with the incoming gradient,
-    at last the embedding or the first norm; and, where backward is split, the weights' half of it.
+    """Backward of a stage's last layer, of a recomputed one, and of the embedding or the first
+    norm.
 
-    Recomputing brings the whole set of one layer back.
+    Full recompute restores the whole set of one layer, selective recompute what the layer did not
+    save. Where the schedule splits backward, the phases of a separate W follow.
     """
     logits = flight.logits - w.has_head * head.logits
-    before = flight.all - w.has_head * head.saved
-    again = layer.whole - layer.saved
+    before = flight.total - w.has_head * head.saved
+    again = layer.needed - layer.saved
     remade = np.maximum(0.0, layer.saved - layer.checkpoint)
     last_again = (w.recomputed_layers > 0) & (w.layers_after_recomputed == 0)
     again = np.where(last_again, remade, again)
@@ -163,54 +173,61 @@ def _layer_backward(
         ),
         "temporary": np.asarray(w.has_head * arriving + _tied_head_gradient(w)),
     }
-    released = layer.released * ~last_again
+    released = layer.freed_before_norm * ~last_again
     earlier = before - np.minimum(w.layers_after_recomputed, w.layers) * layer.saved
     return {
         "layer": add_categories(
             {
                 "activations": before,
                 "logits": logits,
-                "temporary": np.asarray(layer.transient + again),
+                "temporary": np.asarray(layer.feed_forward_backward + again),
             },
             incoming,
         ),
         "columns": add_categories(
             {
-                "activations": before - layer.fed * ~last_again,
+                "activations": before - layer.freed_feed_forward * ~last_again,
                 "logits": logits,
-                "temporary": np.asarray(layer.columns + again - layer.fed * last_again),
+                "temporary": np.asarray(
+                    layer.column_parallel_backward + again - layer.freed_feed_forward * last_again
+                ),
             },
             incoming,
         ),
         "norm": add_categories(
-            {"activations": before - released, "logits": logits, "temporary": w.zeros + layer.norm},
+            {
+                "activations": before - released,
+                "logits": logits,
+                "temporary": w.zeros + layer.norm_backward,
+            },
             incoming,
         ),
         "remade": add_categories(
             {
                 "activations": np.where(w.recomputed_layers > 0, earlier, 0.0),
                 "logits": logits,
-                "temporary": np.where(w.recomputed_layers > 0, layer.transient + remade, 0.0),
+                "temporary": np.where(
+                    w.recomputed_layers > 0, layer.feed_forward_backward + remade, 0.0
+                ),
             },
             {"communication": incoming["communication"]},
         ),
         "embedding": {
-            "activations": before - flight.one + flight.aside,
+            "activations": before - flight.microbatch + flight.deferred,
             "logits": logits,
             "temporary": w.has_embedding * activation_memory.embedding_backward(w)
             + (1 - w.has_embedding) * activation_memory.norm_backward(w),
         },
     } | (
-        _split_backward(w, before - flight.one + flight.aside, logits)
+        _split_backward(w, before - flight.microbatch + flight.deferred, logits)
         if w.fixed.splits_backward
         else {}
     )
 
 
 def _split_backward(w: Workload, aside: Array, logits: Array) -> dict[str, MemoryByCategory]:
-    """Where a backward leaves weights for later, what it leaves grows as it goes: the stage's first
-    attention, whose inputs are there beside their gradients; the norm before it; and the weights'
-    half.
+    """Phases of a split backward, whose deferred tensors grow as it proceeds: the first attention
+    of the stage, the norm before it, and W.
     """
     met = (w.q_width + w.k_width + w.v_width) * w.tokens * w.element_bytes + 4 * w.heads * w.tokens
     met = met + activation_memory.repeated_kv_bytes(w)
@@ -235,7 +252,7 @@ def _split_backward(w: Workload, aside: Array, logits: Array) -> dict[str, Memor
 
 
 def _tied_head_gradient(w: Workload) -> Number:
-    """The head's gradient of a weight that the embedding on the same rank shares."""
+    """Bytes of the head's gradient of a weight that the embedding on the same rank shares."""
     return (
         w.vocab_rows
         * w.weight_in_dim
@@ -245,8 +262,8 @@ def _tied_head_gradient(w: Workload) -> Number:
 
 
 def _unreleased_send(w: Workload) -> MemoryByCategory:
-    """The last stage of an early-backward schedule transfers nothing between two backwards: it
-    holds what it sent.
+    """Output that the last stage of an early-backward schedule holds: it sends nothing between two
+    backwards, so the send buffer is not released.
     """
     holds = (
         w.has_head * (1 - w.has_embedding) * (w.microbatches > 1) * (w.fixed.schedule != "gpipe")
@@ -255,8 +272,8 @@ def _unreleased_send(w: Workload) -> MemoryByCategory:
 
 
 def step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
-    """What a stack has in its hands all through forward and backward: gathered parameters,
-    sequences, buckets.
+    """Buffers live throughout forward and backward: all-gathered parameters and sequences, reduce
+    buckets.
     """
     kept, live = w.fixed.framework, zero_working_set(w, p)
     sequences = _num_gathered_buffers(w) * w.hidden_activation_bytes * (w.sequence_parallel > 1)
@@ -270,10 +287,10 @@ def step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
 
 
 def _num_gathered_buffers(w: Workload) -> Number:
-    """Gathered sequences whose blocks another stream still holds: as many as the host runs ahead.
+    """All-gathered sequences that another stream still holds: as many as the host runs ahead.
 
-    Under a pipeline it waits for its neighbours; where a tensor group spans more than two nodes,
-    always.
+    Under a pipeline the host waits for its neighbors; where a tensor group spans more than two
+    nodes, always.
     """
     kept = w.fixed.framework
     if w.pipeline == 1:
@@ -283,8 +300,11 @@ def _num_gathered_buffers(w: Workload) -> Number:
 
 
 def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
-    """ZeRO-3's working set: two units, or all where they stay gathered; and the gradient of a unit
-    not yet sharded.
+    """ZeRO-3's working set: all-gathered units and the gradient of one unit before its
+    reduce-scatter.
+
+    Two units are all-gathered at once (one in use, one prefetched), or all where they stay
+    unsharded between forward and backward. ZeRO-2 has one reduce bucket.
     """
     if w.zero < 2:
         return {}
@@ -329,8 +349,8 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
 
 
 def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
-    """What the step makes of gradients and moments, ours widened in pieces; and the other end's
-    gradient of a weight that the first and last stage share.
+    """Temporaries of the optimizer step: upcast gradients and moments, in pieces in this engine,
+    and the gradient of a tied weight that the first and last stage exchange.
     """
     table = w.vocab_rows * w.weight_in_dim * activation_memory.has_weight_gradients(w)
     owned = p.trained / (w.searched.shard if w.zero >= 1 else 1)
@@ -355,7 +375,7 @@ def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
 
 
 def add_categories(*lives: MemoryByCategory) -> MemoryByCategory:
-    """The sum of live sets, category by category."""
+    """Sum of live sets, category by category."""
     result: MemoryByCategory = {}
     for live in lives:
         for category, value in live.items():

@@ -1,4 +1,8 @@
-"""Memory of the final norm, the head and the loss, by what makes the loss."""
+"""Activation memory of the final norm, the head and the cross-entropy loss.
+
+Logits `[tokens, vocabulary]` in fp32 are often the largest tensor of a step; fused and chunked
+losses exist to avoid them.
+"""
 
 from __future__ import annotations
 
@@ -21,38 +25,36 @@ from workbench.costmodel.memory.activation_memory import (
 )
 
 LOSS_MIN_CHUNK_TOKENS, LOSS_MAX_CHUNKS, LOSS_CHUNK_ALIGNMENT = 1024, 8, 64
-"""Of the chunked loss (`workbench.kernels.linear_cross_entropy`): a run's least tokens, the most
-runs, and what a run's tokens and its room for logits are multiples of.
+"""Chunked loss (`kernels/linear_cross_entropy`): least tokens of a chunk, most chunks, and the
+multiple to which a chunk's tokens and its logits buffer are rounded.
 """
 
 MIN_FUSED_LOSS_NUMEL = 2**22
-"""Logits of a split vocabulary below which a processor's fused loss stays plain
+"""Logits of a vocabulary-parallel head below which the fused loss stays eager on a CPU
 (`kernels/fused_seams.py`).
 """
 
 
 @dataclass(frozen=True)
 class HeadMemory:
-    """Bytes of the final norm, the head and the loss, for one microbatch."""
+    """Bytes of the final norm, the head and the loss for one microbatch."""
 
     saved: Number
-    """Activations kept from forward to backward."""
+    """Activations saved from forward to backward."""
     logits: Number
-    """Of vocabulary width, kept from forward to backward."""
+    """Tensors of vocabulary width saved from forward to backward."""
     forward: Number
-    """Of vocabulary width, at the loss's own peak forward."""
+    """Tensors of vocabulary width at the peak of the loss's forward."""
     loss: Number
-    """Temporaries while the loss runs backward, beside what is kept."""
+    """Temporaries during the loss's backward, besides what is saved."""
     projection: Number
-    """Temporaries while the projection runs backward; the kept logits are gone by then."""
+    """Temporaries during the output projection's backward; the saved logits are freed by then."""
     norm: Number
-    """Temporaries while the final norm runs backward; what the head kept is gone by then."""
+    """Temporaries during the final norm's backward; what the head saved is freed by then."""
 
 
 def head_memory(w: Workload) -> HeadMemory:
-    """The final norm and the loss; over a split vocabulary the loss is our own and works in
-    place.
-    """
+    """Activation memory of the final norm, the head and the loss that the plan's kernels run."""
     if not w.uses_fused_kernels:
         return _eager_loss(w)
     own, split = _fused_loss(w), w.tensor > 1
@@ -65,6 +67,9 @@ def head_memory(w: Workload) -> HeadMemory:
 
 
 def _eager_loss(w: Workload) -> HeadMemory:
+    """The loss in eager operators: fp32 logits, and the framework's own count where its profile
+    has one.
+    """
     logits = w.vocab_rows * w.tokens
     narrow = w.element_bytes * logits
     table = w.vocab_rows * w.weight_in_dim
@@ -100,8 +105,10 @@ def _eager_loss(w: Workload) -> HeadMemory:
 
 
 def _fused_loss(w: Workload) -> HeadMemory:
-    """The loss of fused and compiled kernels: over a split vocabulary in place of the logits; else
-    some tokens at a time, whose gradients, of the stream and of the weight, are kept until
+    """The loss of fused and compiled kernels.
+
+    Over a vocabulary-parallel head it works in place of the logits; otherwise it processes the
+    tokens in chunks, and saves the gradients of the hidden activation and of the weight until
     backward.
     """
     table, tokens = w.vocab_rows * w.weight_in_dim, w.tokens
@@ -135,8 +142,8 @@ def _fused_loss(w: Workload) -> HeadMemory:
 
 
 def _projection(w: Workload, table: Number, narrow: Number) -> tuple[Number, Number]:
-    """Bytes of the head's own weight gradient and of the blocks that meet where a grid splits it;
-    3-D scatters the gradient once all else is gone.
+    """(bytes of the head's weight gradient, bytes of other ranks' blocks on a tensor grid); 3-D
+    reduce-scatters the gradient when everything else is freed.
     """
     algorithm = w.fixed.algorithm
     met = (
@@ -146,8 +153,8 @@ def _projection(w: Workload, table: Number, narrow: Number) -> tuple[Number, Num
 
 
 def loss_chunk_tokens(tokens: Number, hidden: Number, vocab: Number) -> Number:
-    """Tokens whose logits are there at once: `chunk_tokens` of
-    `workbench.kernels.linear_cross_entropy`, of arrays.
+    """Tokens of one chunk of the chunked loss: `chunk_tokens` of `kernels.linear_cross_entropy`,
+    for arrays.
     """
     runs = -(
         -tokens

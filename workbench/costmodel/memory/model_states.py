@@ -1,5 +1,7 @@
-"""Parameters of each pipeline rank, and the bytes of parameters, gradients and optimizer
-(1910.02054 for ZeRO).
+"""Model states: bytes of parameters, gradients and optimizer states under ZeRO (1910.02054).
+
+With mixed precision and Adam, 2 + 2 + 12 bytes per parameter; ZeRO-1 shards the optimizer states,
+ZeRO-2 the gradients too, ZeRO-3 the parameters too.
 """
 
 from __future__ import annotations
@@ -24,9 +26,15 @@ class ModelStates:
 
 
 def model_states(w: Workload, p: ParamCounts) -> ModelStates:
-    """Parameters, gradients and optimizer as ZeRO's stage shards them.
+    """Bytes of parameters, gradients, optimizer states and master weights on each pipeline rank.
 
-    Gradients stay whole where ZeRO-2 or 3 reduces them only once a step of several microbatches.
+    Args:
+        w: Per-rank problem sizes.
+        p: Parameters of each rank before sharding.
+
+    Returns:
+        Bytes by pipeline rank. Gradients stay unsharded under ZeRO-2 and 3 where they are reduced
+        once per step of several microbatches.
     """
     whole, shards = p.trained, sharded_params(w, p)
     if w.fixed.adapter_rank:
@@ -47,8 +55,8 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
 
 
 def sharded_params(w: Workload, p: ParamCounts) -> Array:
-    """Parameters of one rank after sharding over data x context; experts over what expert ranks
-    leave of it.
+    """Parameters of one rank after ZeRO shards them over data x context ranks; experts only over
+    those that hold the same experts.
     """
     shard, expert = w.searched.shard, w.searched.expert
     return np.asarray((p.dense + p.adapters) / shard + p.experts / np.maximum(1.0, shard / expert))

@@ -1,6 +1,4 @@
-"""Device memory of each pipeline rank: live sets at the instants that can be the peak, by
-category.
-"""
+"""Peak memory of each pipeline rank: the largest live set of a step, by category."""
 
 from __future__ import annotations
 
@@ -19,12 +17,14 @@ from workbench.costmodel.rates.constants import Constants
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes by pipeline rank: moment -> category -> array. `host` is what lives in host memory."""
+    """Bytes by pipeline rank."""
 
     moments: dict[str, MemoryByCategory]
+    """Moment of `profile.MOMENTS` -> category -> bytes."""
     host: MemoryByCategory
+    """Category -> bytes in host memory."""
     live: Array
-    """The peak without workspaces, fragmentation, communicators and the driver's context."""
+    """Peak without workspaces, fragmentation, communicator buffers and the driver's context."""
 
     @property
     def peak(self) -> Array:
@@ -33,12 +33,17 @@ class PeakMemory:
 
 
 def total_bytes(live: MemoryByCategory) -> Array:
-    """Sum over categories."""
+    """Sum over categories, by pipeline rank."""
     return np.asarray(sum(live.values()))
 
 
 def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
-    """All moments of `profile.MOMENTS`, of one plan."""
+    """Memory of one plan at all moments of `profile.MOMENTS`.
+
+    Args:
+        w: Per-rank problem sizes of one plan.
+        constants: Workspaces, fragmentation and communicator buffers.
+    """
     parameters = w.param_counts
     persistent, host = _persistent(w, model_states(w, parameters))
     working = live_sets.step_buffers(w, parameters)
@@ -76,11 +81,11 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
 
 
 def max_peak_bytes(w: Workload, constants: Constants) -> Array:
-    """The largest peak over the pipeline ranks of each candidate, bytes: `peak_memory` without its
+    """Largest peak over the pipeline ranks of each candidate, bytes: `peak_memory` without
     categories.
 
-    What depends on the layers alone is reduced to its largest instant before the states' axes join
-    in.
+    What depends on the layers alone is reduced to its largest phase before the axes of the model
+    states are broadcast in; a search over millions of candidates stays in cache.
     """
     parameters = w.param_counts
     persistent, _ = _persistent(w, model_states(w, parameters))
@@ -115,15 +120,13 @@ def _largest(sums: list[Array]) -> Array:
 
 
 def _fixed_bytes(w: Workload, constants: Constants) -> Number:
-    """Workspaces, the driver's context and the communicators' buffers."""
+    """Bytes of workspaces, the driver's context and the communicators' buffers."""
     outside = constants.context_mib + constants.communicator_mib * num_communicators(w)
     return (constants.workspace_mib + outside) * 2**20
 
 
 def num_communicators(w: Workload) -> Number:
-    """Groups in which a rank communicates: one for each axis longer than one, and one of all
-    ranks.
-    """
+    """Communicators of a rank: one per mesh axis longer than one, and one of all ranks."""
     k = w.searched
     rest = w.fixed.world_size / (k.tensor * k.context * w.pipeline)
     axes = np.asarray(k.tensor > 1, float) + (k.context > 1) + (rest > 1) + (w.pipeline > 1)
@@ -131,7 +134,7 @@ def num_communicators(w: Workload) -> Number:
 
 
 def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryByCategory]:
-    """(on the device, on the host): states, and the tokens and targets of a step."""
+    """(on the device, on the host): model states, and the tokens and targets of a step."""
     k = w.searched
     sequences = w.microbatches * k.micro_batch
     states_ = {"optimizer": s.optimizer, "master": s.master}
@@ -151,7 +154,7 @@ def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryBy
 
 
 def _at_largest(lives: list[MemoryByCategory]) -> MemoryByCategory:
-    """Each rank's live set at the instant of its own largest sum."""
+    """Each rank's live set at the phase of its own peak."""
     names = sorted({category for live in lives for category in live})
     worst = np.argmax([total_bytes(live) for live in lives], axis=0)
     ranks = np.arange(len(worst))

@@ -1,6 +1,4 @@
-"""What would be read off a card: torch's allocated and reserved memory, and nvidia-smi's, of each
-pipeline rank.
-"""
+"""Peak memory as tools report it: torch's allocated and reserved memory, and nvidia-smi's."""
 
 from __future__ import annotations
 
@@ -18,17 +16,20 @@ from workbench.costmodel.rates.constants import Constants
 
 REPORTED_KINDS = ("allocated", "reserved", "nvidia-smi")
 UNKNOWN_FRAMEWORK = "textbook"
-"""The stack of software that is not known."""
+"""Framework profile that stands for one that is not known."""
 Z_95 = 1.6449
-"""95 % quantile of the normal distribution, in standard deviations."""
+"""95 % quantile of the standard normal distribution."""
 
 
 def reported_memory(w: Workload, m: PeakMemory, constants: Constants) -> dict[str, Array]:
     """Peak bytes of each pipeline rank by kind of reading.
 
-    Allocated: what lives, and workspaces, for they come from the allocator too. Reserved: that and
-    the allocator's slack, which it gives back where the card is full. nvidia-smi: that, the
+    Allocated: the live set and workspaces, which come from the allocator too. Reserved: allocated
+    and the allocator's slack, which it releases where the GPU is full. nvidia-smi: reserved, the
     driver's context and the communicators' buffers, which no allocator sees.
+
+    Returns:
+        Kind of `REPORTED_KINDS` -> bytes by pipeline rank.
     """
     said = reported_memory_constants()
     allocated = m.live + constants.workspace_mib * 2**20
@@ -39,8 +40,8 @@ def reported_memory(w: Workload, m: PeakMemory, constants: Constants) -> dict[st
 
 
 def reported_memory_interval(kind: str, stack: str) -> tuple[float, float, float]:
-    """5 %, 50 % and 95 % quantiles of a reading of that kind over its prediction; wider where the
-    stack is unknown.
+    """(5 %, 50 %, 95 %) quantiles of a reading of `kind` over its prediction; wider for an unknown
+    framework.
     """
     said = reported_memory_constants()
     low, middle, high = (said[f"{kind}_{name}"] for name in ("low", "middle", "high"))
@@ -49,14 +50,21 @@ def reported_memory_interval(kind: str, stack: str) -> tuple[float, float, float
 
 
 def peak_memory_sigma(stack: str) -> float:
-    """Standard deviation of the logarithm of what a card must hold over its prediction."""
+    """Standard deviation of the logarithm of required memory over its prediction."""
     said = reported_memory_constants()
     return said["need_spread"] * (said["unnamed_factor"] if stack == UNKNOWN_FRAMEWORK else 1.0)
 
 
 def memory_requirement(peak: float, capacity: float, stack: str) -> dict[str, float]:
-    """What the fullest card must hold, bytes at 50 % and 95 %, and how likely that is more than it
-    has (log-normal).
+    """Required memory of the rank with the largest peak, and the probability of running out.
+
+    Args:
+        peak: Predicted peak, bytes.
+        capacity: Memory of the GPU, bytes.
+        stack: Framework profile.
+
+    Returns:
+        `p50` and `p95` in bytes, and `probability_of_running_out` under a log-normal error.
     """
     deviation = peak_memory_sigma(stack)
     over = math.log(capacity / peak) / deviation if peak > 0 else math.inf
@@ -69,7 +77,7 @@ def memory_requirement(peak: float, capacity: float, stack: str) -> dict[str, fl
 
 @lru_cache(maxsize=1)
 def reported_memory_constants() -> Mapping[str, float]:
-    """Constants of `data/planner.yaml` about readings."""
+    """Constants of `data/planner.yaml`, section `readings`."""
     return {
         name: float(said["value"])
         for name, said in data_files.read("data/planner.yaml")["readings"].items()

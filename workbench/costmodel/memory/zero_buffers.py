@@ -1,6 +1,7 @@
-"""What of ZeRO's working set is there at which instant, in the workbench's own engine.
+"""ZeRO gather and reduce buffers live at each phase of the step, in this engine.
 
-`instants.working` counts the most that is there at once; other stacks hold that throughout.
+`live_sets.step_buffers` counts the most that is live at once; other frameworks are taken to hold
+that throughout.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ PHASES_BEFORE_LAYER_BACKWARD = (
     "projection",
     "final_norm",
 )
-"""Instants at which backward has not yet come to a layer."""
+"""Phases before the first backward of a layer."""
 
 
 def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategory]:
-    """Instant -> what is there more (or less) than `instants.working` says, bytes by category;
-    nothing elsewhere.
+    """Phase -> how much more (or less) is live than `live_sets.step_buffers` counts, bytes by
+    category; empty below ZeRO-2 and for other frameworks.
     """
     if w.fixed.stack != "workbench" or w.zero < 2:
         return {}
@@ -50,11 +51,12 @@ def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategor
 
 
 def _keeps_gathered(w: Workload) -> Number:
+    """1 where parameters stay unsharded from forward to backward."""
     return np.maximum(w.searched.keep_gathered, w.pipeline > 1) if w.zero == 3 else 1.0
 
 
 def _gathered_bytes(w: Workload, p: ParamCounts, units: Number) -> Number:
-    """Bytes of gathered parameters, where `units` of them are."""
+    """Bytes of all-gathered parameters, where `units` parameters are needed at once."""
     return (
         (w.zero == 3)
         * w.element_bytes
@@ -63,8 +65,8 @@ def _gathered_bytes(w: Workload, p: ParamCounts, units: Number) -> Number:
 
 
 def _head_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
-    """The last unit (with a tied table the embedding too), and the layers before it on their way;
-    no gradient.
+    """The last unit (with a tied weight the embedding too) and the prefetched layers; no gradient
+    yet.
     """
     table = w.vocab_rows * w.weight_in_dim
     beside = (
@@ -80,8 +82,8 @@ def _head_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
 
 
 def _layer_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
-    """A layer and the next on their way; the gradient of a layer, and of what is still being
-    reduced: the head.
+    """A layer and the prefetched ones; the gradient of a layer and, still being reduced, the
+    head's.
     """
     made = np.minimum(w.searched.bucket_bytes / w.gradient_element_bytes, p.trained)
     if w.zero == 3:
@@ -95,8 +97,8 @@ def _layer_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
 
 
 def _embedding_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
-    """Nothing that is gathered for a table; the gradients in flight, or all where a pipeline's are
-    together.
+    """Nothing is all-gathered for the embedding; gradients in flight, or all of them where a
+    pipeline reduces them together.
     """
     table, most = w.has_embedding * w.vocab_rows * w.weight_in_dim, w.fixed.num_zero_in_flight
     each = (

@@ -1,6 +1,4 @@
-"""Constants of the planner: of a kind of device, its generation, the plan's kernels and its
-software stack.
-"""
+"""Constants of the cost model: by kind of device, GPU generation, kernels and framework profile."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ from workbench.machine.hardware import GPU
 
 @dataclass(frozen=True)
 class Constants:
-    """What the planner takes hardware and software to be; meanings and sources stand in
-    `data/planner.yaml`.
+    """Reachable shares, latencies and overlaps of hardware and framework.
+
+    Meanings, units and sources are in `data/planner.yaml`.
     """
 
     gemm_share: float
@@ -57,15 +56,17 @@ class Constants:
     compute_slowdown: float
     ranks_per_core: float
     traffic: float
-    """Traffic of memory-bound operators relative to the textbook count, by the plan's kernels."""
+    """Bytes moved by memory-bound operators relative to the textbook count, by the plan's kernels.
+    """
     plain_traffic: float
-    """The same of what fused kernels leave plain."""
+    """The same for seams that fused kernels leave eager."""
 
 
 def constants(card: GPU, kernels: str, stack: str = "workbench") -> Constants:
-    """The constants of a card with the plan's kernels (eager, compiled, fused) and stack.
+    """Constants of a GPU with the plan's kernels (eager, compiled, fused) and framework profile.
 
-    What our own kernels cost beside eager ones is as measured on the card, where it was.
+    The cost of this engine's own kernels is the one measured on the GPU, where there is a
+    benchmark of it.
     """
     usual = _constants(card.device, card.architecture, kernels, stack)
     own = measured_kernels(card, kernels) if stack == WORKBENCH and kernels != "eager" else None

@@ -1,9 +1,8 @@
-"""Measured points as curves: seconds of a product, a stream, attention, an operator and a
-collective, of any size.
+"""Measured points as curves: seconds of a GEMM, a copy, attention, an operator and a collective,
+of any size.
 
-Pure functions of arrays. Other work on a machine only ever makes a measurement longer, so that fits
-follow the bulk of the points, not an outlier, and a larger size never counts as quicker than a
-smaller one.
+Pure functions of arrays. Other work on a machine only makes a measurement longer, so fits follow
+the bulk of the points, not outliers, and a larger size never counts as faster than a smaller one.
 """
 
 from __future__ import annotations
@@ -22,40 +21,39 @@ FloatArray = NDArray[np.float64]
 T = TypeVar("T")
 
 REWEIGHTING_ROUNDS = 20
-"""Of reweighting: squares of residuals become absolute values (iteratively reweighted least
-squares).
+"""Rounds of iteratively reweighted least squares, which fit absolute instead of squared residuals.
 """
 MIN_RESIDUAL = 0.02
 TRUST_OCTAVES = 2.0
-"""How far from the measured shapes a fit is trusted more than its neighbours' deviations from it,
-in doublings.
+"""Distance from the measured shapes, in doublings, beyond which the fit counts more than the
+deviations of its neighbors.
 """
 
 
 @dataclass(frozen=True)
 class GemmFit:
-    """seconds = launch + 2 M N K / rate * (1 + half_dim (1/M + 1/N + 1/K)), times what nearby
-    shapes deviate by.
+    """seconds = launch + 2 M N K / rate * (1 + half_dim (1/M + 1/N + 1/K)), times the deviation of
+    nearby shapes.
     """
 
     rate: float
-    """FLOP/s of an endless product."""
+    """FLOP/s of an infinitely large GEMM."""
     half_dim: float
     launch: float
-    """Seconds."""
+    """Launch overhead, seconds."""
     shapes: FloatArray
-    """log2 of the measured (rows, columns, inner), [points, 3]."""
+    """log2 of the measured (rows, columns, inner), `[points, 3]`."""
     deviations: FloatArray
-    """log of measured over fitted seconds, [points]."""
+    """log of measured over fitted seconds, `[points]`."""
 
     def fitted(self, rows: ArrayLike, columns: ArrayLike, inner: ArrayLike) -> FloatArray:
-        """Seconds by the form alone; arguments broadcast."""
+        """Seconds by the fitted form alone; arguments broadcast."""
         m, n, k = (np.asarray(x, float) for x in (rows, columns, inner))
         slow = 1 + self.half_dim * (1 / m + 1 / n + 1 / k)
         return np.asarray(self.launch + 2 * m * n * k / self.rate * slow)
 
     def seconds(self, rows: ArrayLike, columns: ArrayLike, inner: ArrayLike) -> FloatArray:
-        """Seconds; exact at measured shapes, the form far from all of them."""
+        """Seconds of a GEMM: exact at measured shapes, the fitted form far from all of them."""
         shape = np.stack(
             np.broadcast_arrays(*(np.log2(np.asarray(x, float)) for x in (rows, columns, inner))),
             axis=-1,
@@ -68,9 +66,7 @@ class GemmFit:
 
 @dataclass(frozen=True)
 class TimeCurve:
-    """Seconds by size; between points straight on double logarithmic paper, flat below them,
-    proportional above.
-    """
+    """Seconds by size: linear between points in log-log, constant below, proportional above."""
 
     sizes: FloatArray
     times: FloatArray
@@ -86,14 +82,14 @@ class TimeCurve:
 
 @dataclass(frozen=True)
 class MeasuredCurves:
-    """One machine with `ranks` ranks working on it at once."""
+    """Calibration of one machine with `ranks` ranks working at once."""
 
     calibration: Calibration
     ranks: int
 
     @property
     def host(self) -> Host:
-        """Costs of operators and steps."""
+        """Host costs of operators and steps."""
         chosen, crowd = self._crowd({h.ranks for h in self.calibration.host})
         found = next(h for h in self.calibration.host if h.ranks == chosen)
         costs = {
@@ -103,14 +99,12 @@ class MeasuredCurves:
 
     @property
     def probes(self) -> list[Probe]:
-        """Whole steps that were timed at the nearest number of ranks at once."""
+        """Whole steps timed at the nearest number of ranks."""
         found = self.calibration.probes
         return [p for p in found if p.ranks == self._crowd({p.ranks for p in found})[0]]
 
-    def products(self, dtype: str) -> GemmFit:
-        """Matrix products in `dtype`; tf32 and fp16 fall back to fp32 and bf16 where they were not
-        measured.
-        """
+    def gemm_fit(self, dtype: str) -> GemmFit:
+        """GEMMs in `dtype`; tf32 and fp16 fall back to fp32 and bf16 where they were not measured."""
         found = self.calibration
         return _gemm_fit(found.gemm, *self._crowd({g.ranks for g in found.gemm}), dtype)
 
@@ -127,8 +121,8 @@ class MeasuredCurves:
         return np.asarray(np.asarray(size, float) / self.stream_seconds(size))
 
     def attention_rates(self, dtype: str) -> tuple[float, float] | None:
-        """(FLOP/s forward, backward over forward seconds) of fused attention, causal half counted;
-        None: unknown.
+        """(forward FLOP/s, backward over forward seconds) of fused causal attention; None where
+        not measured.
         """
         chosen, crowd = self._crowd({a.ranks for a in self.calibration.attention} or {1})
         points = [a for a in self.calibration.attention if a.ranks == chosen]
@@ -143,10 +137,16 @@ class MeasuredCurves:
     def collective_seconds(
         self, kind: str, size: ArrayLike, group: int, dtype: str = "fp32"
     ) -> FloatArray:
-        """Seconds of one collective on a full tensor of `size` bytes over `group` ranks; 0 for one
-        rank.
+        """Seconds of one collective.
 
-        Raises ValueError where none of its kind was measured.
+        Args:
+            kind: Kind of collective.
+            size: Bytes of the full tensor.
+            group: Number of ranks; one takes no time.
+            dtype: Dtype of the tensor.
+
+        Raises:
+            ValueError: No collective of this kind was measured.
         """
         if group <= 1:
             return np.zeros_like(np.asarray(size, float))
@@ -158,8 +158,8 @@ class MeasuredCurves:
         return np.asarray(latency * steps + (curve.seconds(size) - latency) * share) * crowd
 
     def alpha_beta(self, kind: str, group: int, dtype: str = "fp32") -> tuple[float, float]:
-        """(seconds, seconds a byte) of a collective; the straight line through what was
-        measured.
+        """(alpha in seconds, beta in seconds per byte) of a collective: the line through its
+        measured points.
         """
         curve, _, _ = self._collective(kind, group, dtype)
         times = self.collective_seconds(kind, curve.sizes, group, dtype)
@@ -169,7 +169,7 @@ class MeasuredCurves:
         return float(alpha), float(beta)
 
     def _collective(self, kind: str, group: int, dtype: str) -> tuple[TimeCurve, int, float]:
-        """(curve, group that it was measured on, factor of ranks that wait for cores)."""
+        """(curve, group size that it was measured on, slowdown by ranks that share cores)."""
         wanted = "send" if kind == "recv" else kind
         points = [c for c in self.calibration.collectives if c.kind == wanted]
         if not points:
@@ -183,8 +183,8 @@ class MeasuredCurves:
         return _curve([(c.bytes, c.seconds) for c in points]), nearest, crowd
 
     def _crowd(self, measured: set[int]) -> tuple[int, float]:
-        """(ranks of the nearest measured world, how much longer each waits beyond the largest);
-        cards never wait.
+        """(ranks of the nearest measured world, slowdown beyond the largest one); GPU ranks never
+        share cores.
         """
         enough = [ranks for ranks in sorted(measured) if ranks >= self.ranks]
         if enough:
@@ -197,7 +197,7 @@ class MeasuredCurves:
 
 
 def _of_dtype(points: list[T], dtype: str, of: Callable[[T], str]) -> list[T]:
-    """Points in `dtype`, else in what stands for it."""
+    """Points in `dtype`, else in the dtype that stands for it."""
     for name in (dtype, {"fp16": "bf16", "fp8": "bf16"}.get(dtype, "fp32"), "fp32"):
         if found := [p for p in points if of(p) == name]:
             return found
@@ -205,8 +205,8 @@ def _of_dtype(points: list[T], dtype: str, of: Callable[[T], str]) -> list[T]:
 
 
 def _curve(points: Iterable[tuple[int, float]]) -> TimeCurve:
-    """Points by size; one that took longer than a larger one was disturbed, and counts as that
-    one.
+    """Points sorted by size; one slower than a larger one was disturbed, and takes that one's
+    time.
     """
     ordered = sorted(points)
     times = np.minimum.accumulate(np.array([t for _, t in ordered])[::-1])[::-1]
@@ -228,8 +228,14 @@ def _gemm_fit(gemm: tuple[Gemm, ...], ranks: int, crowd: float, dtype: str) -> G
 
 
 def fit_nonnegative(terms: FloatArray, times: FloatArray) -> FloatArray:
-    """Coefficients, none negative, of `times` [P] in `terms` [P, terms], by least absolute relative
-    residuals.
+    """Fit nonnegative coefficients of `times` by least absolute relative residuals.
+
+    Args:
+        terms: Values of each term at each point, `[points, terms]`.
+        times: Seconds, `[points]`.
+
+    Returns:
+        Coefficients, `[terms]`.
     """
     from scipy.optimize import (
         nnls,

@@ -44,9 +44,9 @@ class Layers:
             index.get("kernels", FIRST)
         ]
         k = self.seconds
-        dense, mixture = (_map(one, lambda x: x[kinds, own]) for one in (k.dense, k.mixture))
+        dense, moe = (_map(one, lambda x: x[kinds, own]) for one in (k.dense, k.moe))
         return LayerTimes(
-            dense, mixture, *(_map(one, lambda x: x[own]) for one in (k.attention, k.head))
+            dense, moe, *(_map(one, lambda x: x[own]) for one in (k.attention, k.head))
         )
 
 
@@ -64,10 +64,10 @@ def _layers(
     space: Space, algorithm: str, splits: tuple[Split, ...], constants: dict[str, Constants]
 ) -> Layers:
     each = [_kernels(space, algorithm, splits, kind, k) for kind, k in constants.items()]
-    dense, mixture = (
-        _stacked([getattr(one, of) for one in each], len(splits)) for of in ("dense", "mixture")
+    dense, moe = (
+        _stacked([getattr(one, of) for one in each], len(splits)) for of in ("dense", "moe")
     )
-    seconds = replace(each[0], dense=dense, mixture=mixture)
+    seconds = replace(each[0], dense=dense, moe=moe)
     return Layers(
         {split: i for i, split in enumerate(splits)},
         {kind: i for i, kind in enumerate(constants)},
