@@ -235,7 +235,7 @@ def compare(
     for entry in found.entries:
         if (
             entry.plan is None
-            or entry.of("rehearsed")
+            or entry.profile_of("rehearsed")
             or unsupported(full := entry.plan.resolve(), "rehearse")
         ):
             continue

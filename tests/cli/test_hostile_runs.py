@@ -21,7 +21,7 @@ from tests.golden.cases import HERE, RUN
 from workbench.checkpoint.manifest import manifest_text
 from workbench.cli import answer
 from workbench.engine import export_weights as engine_weights
-from workbench.lab.live.run_status import Progress, banner
+from workbench.lab.live.run_status import RunProgress, run_banner
 from workbench.runs.launch import child_process
 from workbench.runs.store.telemetry_reader import Reader
 from workbench.verbs import attach, compare
@@ -247,9 +247,9 @@ def test_a_damaged_run_directory_is_answered_or_refused(
         assert all(
             isinstance(figure.rows, list) for figure in compare(run, rehearsed=False).figures()
         )
-        progress = Progress(6, 2)
-        progress.take(Reader(run).poll())
-        assert banner("a run", attach(run).state, progress)
+        progress = RunProgress(6, 2)
+        progress.add_records(Reader(run).poll())
+        assert run_banner("a run", attach(run).state, progress)
 
 
 def test_a_sound_run_directory_is_answered(run: Path, monkeypatch: Any) -> None:

@@ -19,8 +19,9 @@ from workbench.cli.commands.interop import notes
 from workbench.cli.progress import RunError, finished
 from workbench.cli.terminal import Grid
 from workbench.interop import KeyNote
-from workbench.lab.comparison.compare import Comparison, Entry
-from workbench.lab.palette import words
+from workbench.lab.comparison.compare import Comparison
+from workbench.lab.comparison.entries import ComparisonEntry
+from workbench.lab.palette import key_label
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import choose_for
 from workbench.profile import Profile
@@ -70,7 +71,7 @@ def test_notes_are_told_in_words_and_kept_by_key():
     ],
 )
 def test_keys_in_words(key, says):
-    assert words(key) == says
+    assert key_label(key) == says
 
 
 def test_an_interval_is_told_by_its_ends():
@@ -252,13 +253,15 @@ def listed_run(folder: Path) -> Run:
 def side_by_side(number: int) -> Grid:
     """One of the tables of a comparison of two long names, with a run beside them."""
     measured = replace(estimated(), run="20261121-181512-llama-3-70b-zero-3", source="measured")
-    entry = Entry("llama-3-70b", [estimated(), measured], large_plan(), "failed after step 12,345")
-    other = Entry(
+    entry = ComparisonEntry(
+        "llama-3-70b", [estimated(), measured], large_plan(), "failed after step 12,345"
+    )
+    other = ComparisonEntry(
         large_plan().resolve().name,
         [estimated()],
         large_plan().replace(**{"training.micro_batch": 2}),
     )
-    return cli_compare.grid(*Comparison([entry, other]).sheets[number])
+    return cli_compare.grid(*Comparison([entry, other]).tables[number])
 
 
 ORDINARY = [

@@ -36,7 +36,7 @@ def test_new_rows_are_sent_alone_and_a_reloaded_page_gets_all() -> None:
         len(board.sent[-1]["charts"]["loss"]["rows"]) == 1
         and board.sent[-1]["charts"]["loss"]["append"]
     )
-    board._heard(board, {"type": "hello"}, [])
+    board._receive(board, {"type": "hello"}, [])
     snapshot = board.sent[-1]["charts"]["loss"]
     assert len(snapshot["rows"]) == 4 and not snapshot["append"]
 
@@ -55,7 +55,7 @@ def test_an_equal_declaration_is_not_sent_again() -> None:
 def test_charts_keep_their_order_and_can_go() -> None:
     board = Heard()
     profile = synthetic.profile()
-    board.put(charts.memory(profile), charts.parts(profile))
+    board.put(charts.memory(profile), charts.step_time_parts(profile))
     board.put(charts.memory(synthetic.profile(world=2)))
     assert [f["name"] for f in board.figures] == ["memory", "parts"]
     board.remove("memory", "nothing")
@@ -65,11 +65,11 @@ def test_charts_keep_their_order_and_can_go() -> None:
 def test_a_pressed_button_is_answered_even_where_nothing_changes() -> None:
     pressed: list[str] = []
     board = Heard(on_press=pressed.append)
-    board.say(headline="same")
+    board.show_banner(headline="same")
     before = dict(board.banner)
-    board._heard(board, {"type": "press", "action": "stop"}, [])
+    board._receive(board, {"type": "press", "action": "stop"}, [])
     assert pressed == ["stop"] and board.banner != before
-    board.say(headline="same")
+    board.show_banner(headline="same")
     assert board.banner["turn"] == 1
 
 

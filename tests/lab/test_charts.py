@@ -7,7 +7,7 @@ import vl_convert
 
 from workbench.lab import charts, palette
 from workbench.lab.charts import chart_data
-from workbench.lab.live.figure import MIME, SCHEMA, Figure
+from workbench.lab.live.figure import VEGA_MIME, VEGA_SCHEMA, Figure
 from workbench.lab.pictures import snapshot
 
 from . import synthetic
@@ -30,8 +30,8 @@ def all_figures() -> list[Figure]:
         charts.timeline(e),
         charts.timeline(e, m),
         charts.collectives(e, m),
-        charts.parts(e, m),
-        charts.front(synthetic.found()),
+        charts.step_time_parts(e, m),
+        charts.pareto_front(synthetic.found()),
     ]
 
 
@@ -53,7 +53,7 @@ def test_every_chart_names_its_source_and_its_unit(figure: Figure) -> None:
 
 def test_notebooks_get_a_mime_that_jupyterlab_draws_and_two_to_fall_back_on() -> None:
     data = charts.memory(synthetic.profile())._repr_mimebundle_()
-    assert data[MIME]["$schema"] == SCHEMA and MIME.endswith("v5+json")
+    assert data[VEGA_MIME]["$schema"] == VEGA_SCHEMA and VEGA_MIME.endswith("v5+json")
     assert data["image/svg+xml"].startswith("<svg") and "Memory" in data["text/plain"]
 
 
@@ -176,7 +176,7 @@ def test_empty_profiles_give_empty_charts_with_words() -> None:
 
 def test_two_estimates_have_a_bar_each_and_one_needs_no_words() -> None:
     pair = [synthetic.profile(run=name) for name in ("a", "b")]
-    for chart in (charts.memory, charts.collectives, charts.parts):
+    for chart in (charts.memory, charts.collectives, charts.step_time_parts):
         assert {row["bar"] for row in chart(*pair).rows} == {"estimated · a", "estimated · b"}
     assert charts.memory(pair[0]).rows[0]["text"] == "680"
 
@@ -195,7 +195,7 @@ def test_the_line_at_the_gpus_memory_is_seen_on_any_bar_and_its_words_have_room(
 ) -> None:
     layers = charts.memory(synthetic.profile(scale=scale)).spec["layer"]
     edge, rule = (layer["mark"] for layer in layers if layer["mark"]["type"] == "rule")
-    assert (edge["color"], rule["color"]) == ("white", palette.LIMIT) and edge[
+    assert (edge["color"], rule["color"]) == ("white", palette.LIMIT_COLOUR) and edge[
         "strokeWidth"
     ] > rule["strokeWidth"]
     words = next(
@@ -208,7 +208,7 @@ def test_the_line_at_the_gpus_memory_is_seen_on_any_bar_and_its_words_have_room(
 
 def test_a_measured_step_is_split_by_its_timeline() -> None:
     measured = synthetic.profile("measured", 4)
-    rows = {row["part"]: row["value"] for row in charts.parts(measured).rows}
+    rows = {row["part"]: row["value"] for row in charts.step_time_parts(measured).rows}
     span = measured.timeline.end.max() * 1000
     assert rows["forward"] == pytest.approx(40) and rows["backward"] == pytest.approx(
         80
@@ -220,7 +220,7 @@ def test_a_category_keeps_its_colour_whatever_stands_beside_it() -> None:
     def colours(*names: str) -> dict[str, str]:
         profile = synthetic.profile()
         profile.notes["time"] = dict.fromkeys(names, 1.0)
-        scale = charts.parts(profile).spec["layer"][0]["encoding"]["color"]["scale"]
+        scale = charts.step_time_parts(profile).spec["layer"][0]["encoding"]["color"]["scale"]
         return dict(zip(scale["domain"], scale["range"]))
 
     assert (
@@ -250,9 +250,12 @@ def test_a_line_of_one_step_is_drawn() -> None:
 )
 def test_a_legend_is_no_wider_than_its_chart(categories: tuple[str, ...]) -> None:
     names = ["rank 48 · stage 3 · ×16"]
-    legend = chart_data.legend(categories, beside=names)
-    column = chart_data.SYMBOL + chart_data.LETTER * max(map(len, categories))
-    assert legend.columns * column <= chart_data.NARROW - 5 * len(names[0]) or legend.columns == 1
+    legend = chart_data.bottom_legend(categories, beside=names)
+    column = chart_data.SYMBOL_WIDTH + chart_data.LETTER_WIDTH * max(map(len, categories))
+    assert (
+        legend.columns * column <= chart_data.NARROW_WIDTH - 5 * len(names[0])
+        or legend.columns == 1
+    )
 
 
 def test_a_picture_of_a_whole_run_fits_a_cell_and_cuts_no_title() -> None:
@@ -261,13 +264,13 @@ def test_a_picture_of_a_whole_run_fits_a_cell_and_cuts_no_title() -> None:
         charts.loss(m),
         charts.collectives(e, m),
         charts.memory(e, m),
-        charts.parts(e, m),
+        charts.step_time_parts(e, m),
         charts.timeline(m),
     ]
-    drawn = snapshot.mimebundle(figures, "Finished: 30 steps")
+    drawn = snapshot.snapshot_bundle(figures, "Finished: 30 steps")
     width = int(re.search(r'<svg[^>]*? width="(\d+)', drawn["image/svg+xml"])[1])
     assert width <= 830 and "…" not in drawn["image/svg+xml"]
     assert all(figure.title in html.unescape(drawn["image/svg+xml"]) for figure in figures)
-    assert "labelColor" not in str(drawn[MIME]["config"]), (
+    assert "labelColor" not in str(drawn[VEGA_MIME]["config"]), (
         "words take the colour of the page's theme"
     )

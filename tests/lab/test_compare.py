@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from workbench.lab.comparison.compare import Comparison, compare
-from workbench.lab.comparison.report import plans, report
+from workbench.lab.comparison.report import plan_files
 from workbench.plan.schema import Plan
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import first_state
@@ -64,7 +64,7 @@ def test_nothing_to_compare_is_an_error() -> None:
 
 
 def test_a_report_is_one_page_without_scripts_or_addresses(tmp_path: Path) -> None:
-    text = report([three("a"), three("b")], tmp_path / "report.html").read_text()
+    text = compare(three("a"), three("b")).to_html(tmp_path / "report.html").read_text()
     assert text.count("<svg") >= 8 and "<script" not in text
     addresses = set(re.findall(r"https?://[^\"'\s<)]+", text))
     assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
@@ -87,7 +87,7 @@ def test_a_report_that_does_not_fit_on_the_disk_leaves_nothing(
 
 
 def test_long_names_wrap_ids_do_not_and_a_wide_table_scrolls_by_itself(tmp_path: Path) -> None:
-    text = report([three("a-name-of-many-words-" * 4)], tmp_path / "report.html").read_text()
+    text = compare(three("a-name-of-many-words-" * 4)).to_html(tmp_path / "report.html").read_text()
     names = set(re.findall(r'<td class="([\w-]+)">(?:a-name-of-many-words-)+</td>', text))
     ids = set(
         re.findall(
@@ -150,9 +150,8 @@ def test_equal_plans_have_no_table_of_differences(plans: list[Plan]) -> None:
 
 
 def test_names_cannot_inject_markup(tmp_path: Path) -> None:
-    text = report(
-        [synthetic.profile("estimated", 1, run="<script>x</script>")], tmp_path / "r.html"
-    ).read_text()
+    comparison = compare(synthetic.profile("estimated", 1, run="<script>x</script>"))
+    text = comparison.to_html(tmp_path / "r.html").read_text()
     assert "<script>" not in text
 
 
@@ -160,7 +159,7 @@ def test_escapes_and_bidirectional_marks_reach_no_page_and_no_chart() -> None:
     comparison = compare(three("a\x1b[31m\u202ebc"))
     shown = (
         comparison._repr_html_()
-        + plans(comparison)
+        + plan_files(comparison.entries)
         + "".join(str(f.static()) for f in comparison.figures())
     )
     assert "a[31mbc" in shown and not set(shown) & {"\x1b", "\u202e"} and "\\x1b" not in shown

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from workbench.lab.live.dashboard import Dashboard, watch
-from workbench.lab.live.figure import MIME
+from workbench.lab.live.figure import VEGA_MIME
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import first_state
 
@@ -49,8 +49,10 @@ def test_the_snapshot_holds_the_whole_run_and_no_widget(folder: Path) -> None:
     dashboard = watch(Run(folder), [])
     assert dashboard.wait(20)
     data = dashboard.snapshot()
-    assert set(data) == {MIME, "image/svg+xml", "text/plain"}
-    losses = next(rows for name, rows in data[MIME]["datasets"].items() if name.endswith("_loss"))
+    assert set(data) == {VEGA_MIME, "image/svg+xml", "text/plain"}
+    losses = next(
+        rows for name, rows in data[VEGA_MIME]["datasets"].items() if name.endswith("_loss")
+    )
     assert len(losses) == 13  # twelve steps and one evaluation
     assert "Finished: 12 steps" in data["text/plain"]
 
@@ -59,20 +61,20 @@ def test_stop_asks_the_run_and_the_banner_says_so(folder: Path) -> None:
     play(folder, steps=400)
     dashboard = watch(Run(folder), [])
     deadline = time.monotonic() + 20
-    while dashboard.progress.done < 3 and time.monotonic() < deadline:
+    while dashboard.progress.steps_done < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
-    dashboard.board._heard(dashboard.board, {"type": "press", "action": "stop"}, [])
+    dashboard.board._receive(dashboard.board, {"type": "press", "action": "stop"}, [])
     assert dashboard.wait(20)
     assert (
         dashboard.board.banner["headline"].startswith("Stopped after step ")
-        and dashboard.progress.done < 400
+        and dashboard.progress.steps_done < 400
     )
 
 
 def test_a_second_view_attached_later_sees_everything(folder: Path) -> None:
     play(folder).join(20)
     late = Dashboard(Run(folder)).start()
-    assert late.wait(20) and late.progress.done == 12
+    assert late.wait(20) and late.progress.steps_done == 12
     assert len([row for row in late.board.rows("loss") if row["text"] == "training"]) == 12
 
 
@@ -96,11 +98,11 @@ def test_a_failure_is_told_with_its_first_cause(folder: Path) -> None:
 def test_ranks_that_are_up_are_counted(folder: Path) -> None:
     fake_run.put_state(folder, first_state(2, 12))
     dashboard = Dashboard(Run(folder))
-    dashboard._look()
+    dashboard._poll()
     assert dashboard.board.banner["headline"] == "Starting: 0 of 2 ranks are up"
     fake_run.hello(folder, 2)
-    dashboard._look()
+    dashboard._poll()
     assert dashboard.board.banner["headline"] == "Training · step 0 of 12"
     fake_run.step(folder, 2, 0)
-    dashboard._look()
+    dashboard._poll()
     assert dashboard.board.banner["fraction"] == pytest.approx(1 / 12)

@@ -13,7 +13,7 @@ from . import synthetic
 
 
 def test_the_front_is_a_line_and_the_best_are_points() -> None:
-    figure = charts.front(synthetic.found())
+    figure = charts.pareto_front(synthetic.found())
     line = [row for row in figure.rows if row.get("front")]
     assert [(row["time"], row["peak"]) for row in line] == [
         (100, 64),
@@ -31,7 +31,7 @@ def test_the_front_is_a_line_and_the_best_are_points() -> None:
 
 
 def test_the_first_the_bend_and_the_least_memory_are_named_by_their_strategy() -> None:
-    named = [row for row in charts.front(synthetic.found()).rows if ": t" in row["kind"]]
+    named = [row for row in charts.pareto_front(synthetic.found()).rows if ": t" in row["kind"]]
     assert [row["kind"].split(" · ")[0] for row in named] == [
         "first: t1",
         "bend: t2",
@@ -41,20 +41,20 @@ def test_the_first_the_bend_and_the_least_memory_are_named_by_their_strategy() -
 
 def test_a_plan_that_is_first_and_smallest_is_named_once() -> None:
     found = synthetic.found()
-    one = charts.front(replace(found, top=found.top[:1], pareto=found.pareto[:1]))
+    one = charts.pareto_front(replace(found, top=found.top[:1], pareto=found.pareto[:1]))
     assert [row["kind"].split(":")[0] for row in one.rows] == ["front", "best by time", "first"]
 
 
 def test_a_card_is_a_line_where_it_is_near_and_told_where_it_is_far() -> None:
     found = synthetic.found()
-    assert charts.front(found).rows[0]["card_text"] == "card: 79.3 GiB"
+    assert charts.pareto_front(found).rows[0]["card_text"] == "card: 79.3 GiB"
     small = tuple(replace(one, peak_bytes=2.0**30) for one in found.pareto)
-    far = charts.front(replace(found, top=small[:1], pareto=small))
+    far = charts.pareto_front(replace(found, top=small[:1], pareto=small))
     assert far.subtitle.endswith("a card has 79.3 GiB") and "card" not in far.rows[0]
 
 
 def test_an_empty_search_says_why_in_place_of_a_chart() -> None:
-    figure = charts.front(synthetic.found(empty="no plan meets 'peak_gib<1'"))
+    figure = charts.pareto_front(synthetic.found(empty="no plan meets 'peak_gib<1'"))
     assert not figure.rows and "peak_gib<1" in figure.static()["title"]["subtitle"]
 
 

@@ -5,13 +5,14 @@ trains.
 import subprocess
 import sys
 
-LIGHT = "import workbench.plan, workbench.planner, workbench.lab"
+LIGHT = "import workbench.plan, workbench.profile, workbench.planner, workbench.lab"
 HEAVY = {
     "torch",
     "accelerate",
     "safetensors",
     "tokenizers",
     "scipy",
+    "pandas",
     "altair",
     "vl_convert",
     "anywidget",

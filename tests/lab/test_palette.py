@@ -40,19 +40,19 @@ def lab(colour: str, eye: str) -> np.ndarray:
 
 @pytest.mark.parametrize("eye", EYES)
 def test_neighbours_in_a_stack_differ(eye: str) -> None:
-    for first, second in itertools.pairwise(palette.MEMORY.values()):
+    for first, second in itertools.pairwise(palette.MEMORY_COLOURS.values()):
         assert np.linalg.norm(lab(first, eye) - lab(second, eye)) > 20, (first, second)
 
 
 @pytest.mark.parametrize("eye", EYES)
 def test_forward_and_backward_and_the_first_runs_differ(eye: str) -> None:
-    colours = [palette.ACTIONS["F"][1], palette.ACTIONS["B"][1]]
-    for first, second in [colours, *itertools.combinations(palette.SERIES[:4], 2)]:
+    colours = [palette.ACTION_STYLES["F"][1], palette.ACTION_STYLES["B"][1]]
+    for first, second in [colours, *itertools.combinations(palette.SERIES_COLOURS[:4], 2)]:
         assert np.linalg.norm(lab(first, eye) - lab(second, eye)) > 15, (first, second)
 
 
 def test_every_category_has_a_colour() -> None:
-    assert set(CATEGORIES) <= set(palette.MEMORY)
+    assert set(CATEGORIES) <= set(palette.MEMORY_COLOURS)
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,14 @@ def test_every_category_has_a_colour() -> None:
     ],
 )
 def test_collectives_have_one_name(written: str, kind: str) -> None:
-    assert palette.kind(written) == kind
+    assert palette.collective_kind(written) == kind
 
 
 def test_a_part_of_a_step_has_a_colour_of_its_own() -> None:
-    assert len(set(palette.PARTS.values())) == len(palette.PARTS)
+    assert len(set(palette.STEP_PART_COLOURS.values())) == len(palette.STEP_PART_COLOURS)
 
 
 def test_a_rank_has_its_colour_whichever_ranks_are_shown() -> None:
-    first, again = palette.strokes([0, 1]), palette.strokes([1, 0])
+    first, again = palette.line_styles([0, 1]), palette.line_styles([1, 0])
     assert [one[::-1] for one in first] == list(again)
-    assert len(set(zip(*map(map, (str, str), palette.strokes(range(32)))))) == 32
+    assert len(set(zip(*map(map, (str, str), palette.line_styles(range(32)))))) == 32

@@ -5,7 +5,7 @@ asked for it.
 import pytest
 
 from workbench.lab.comparison.compare import compare
-from workbench.lab.live.figure import Figure, bundle
+from workbench.lab.live.figure import Figure, mime_bundle
 from workbench.lab.pictures import pictures
 from workbench.lab.pictures.pictures import PictureError, _Child
 
@@ -23,20 +23,20 @@ def child(monkeypatch):
     """Start the drawing process as the test says; one of its own for each test."""
     made = _Child()
     monkeypatch.setattr(pictures, "_CHILD", made)
-    yield lambda *command: monkeypatch.setattr(pictures, "COMMAND", list(command))
+    yield lambda *command: monkeypatch.setattr(pictures, "DRAW_COMMAND", list(command))
     made.close()
 
 
 def limited() -> list[str]:
-    return ["sh", "-c", 'ulimit -v 4000000; exec "$0" "$@"', *pictures.COMMAND]
+    return ["sh", "-c", 'ulimit -v 4000000; exec "$0" "$@"', *pictures.DRAW_COMMAND]
 
 
 def test_one_child_draws_all_pictures_and_outlives_a_bad_one(child):
-    first = pictures.svg(SPEC)
+    first = pictures.render_svg(SPEC)
     process = pictures._CHILD.process
     with pytest.raises(PictureError):
-        pictures.svg({"mark": "nonsense"})
-    assert first.startswith("<svg") and pictures.svg(SPEC) == first
+        pictures.render_svg({"mark": "nonsense"})
+    assert first.startswith("<svg") and pictures.render_svg(SPEC) == first
     assert process is not None and pictures._CHILD.process is process and process.poll() is None
 
 
@@ -47,7 +47,7 @@ def test_a_limit_on_address_space_costs_pictures_and_nothing_else(child, tmp_pat
     assert len(comparison.left_out) == len(comparison.figures()) > 2 and "<svg" not in text
     assert all("was ended by SIG" in why and "ulimit -v" in why for why in comparison.left_out)
     assert "Charts left out:" in text and "Peak memory of each rank" in text
-    shown = bundle(SPEC, "words")
+    shown = mime_bundle(SPEC, "words")
     assert "image/svg+xml" not in shown and shown["text/plain"].startswith(
         "words\nPicture left out: the process that"
     )
@@ -64,7 +64,7 @@ def test_a_limit_on_address_space_costs_pictures_and_nothing_else(child, tmp_pat
 )
 def test_a_child_that_draws_nothing_is_given_up(child, monkeypatch, command, says):
     child(*command)
-    monkeypatch.setattr(pictures, "SECONDS", 0.2)
+    monkeypatch.setattr(pictures, "DRAW_TIMEOUT_SECONDS", 0.2)
     for _ in range(2):  # the second time no other child is tried
         with pytest.raises(PictureError, match=says):
             Figure("a", "title", "", SPEC, [{"a": 1}]).svg()

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from workbench.errors import PlanError
-from workbench.lab.panel.control_values import read
-from workbench.lab.panel.plan_controls import knobs
+from workbench.lab.panel.control_values import read_path
+from workbench.lab.panel.plan_controls import plan_controls
 from workbench.lab.panel.planner import Planner
 from workbench.plan.schema import Plan, written_fields
 from workbench.planner import estimate
@@ -24,7 +24,7 @@ def shown(planner: Planner, name: str) -> dict[str, Any]:
 
 def send(planner: Planner, **message: Any) -> None:
     """What the page sends when a person does something in the panel."""
-    planner.panel._heard(planner.panel, message, [])
+    planner.panel._receive(planner.panel, message, [])
 
 
 def headline(planner: Planner) -> str:
@@ -63,14 +63,14 @@ def test_turning_a_control_changes_the_plan_and_the_charts(planner: Planner) -> 
 def test_the_answer_is_a_plan_file(planner: Planner, tmp_path: Path) -> None:
     planner.set("micro_batch", 2)
     planner.path = str(tmp_path / "plan.yaml")
-    planner.board._heard(planner.board, {"type": "press", "action": "write"}, [])
+    planner.board._receive(planner.board, {"type": "press", "action": "write"}, [])
     assert Plan.load(tmp_path / "plan.yaml") == planner.plan
     assert any("Written" in line for line in planner.board.banner["lines"])
 
 
 def test_a_file_that_cannot_be_written_is_told(planner: Planner, tmp_path: Path) -> None:
     planner.path = str(tmp_path / "absent" / "plan.yaml")
-    planner.board._heard(planner.board, {"type": "press", "action": "write"}, [])
+    planner.board._receive(planner.board, {"type": "press", "action": "write"}, [])
     assert any("No such file" in line for line in planner.board.banner["lines"])
 
 
@@ -118,10 +118,10 @@ def test_the_smallest_change_is_applied_by_a_button(planner: Planner) -> None:
     assert planner.profile is not None and planner.profile.fits is False
     advice = planner.profile.notes["advice"]
     assert planner.board.banner["buttons"][0]["action"] == "apply"
-    planner.board._heard(planner.board, {"type": "press", "action": "apply"}, [])
+    planner.board._receive(planner.board, {"type": "press", "action": "apply"}, [])
     assert planner.profile.fits and planner.profile.notes.get("advice") is None
     assert all(
-        read(written_fields(planner.plan), path) == value
+        read_path(written_fields(planner.plan), path) == value
         for path, value in advice["changes"].items()
     )
     assert "Applied" in told(planner)
@@ -400,12 +400,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, knob in knobs().items() if knob.group])
+@pytest.mark.parametrize("name", [name for name, knob in plan_controls().items() if knob.group])
 def test_every_folded_control_sets_its_field(planner: Planner, name: str) -> None:
     planner.set("zero", 1)
     planner.set(name, CHANGES[name])
     assert planner.problems == []
-    value = read(written_fields(planner.plan), knobs()[name].path)
+    value = read_path(written_fields(planner.plan), plan_controls()[name].path)
     if name == "calibration":
         assert shown(planner, name)["origin"] == "auto"
     else:
@@ -419,7 +419,11 @@ def test_what_a_slider_offers_is_legal(planner: Planner) -> None:
     for name in ("tensor", "pipeline", "context", "experts"):
         for _, value in shown(planner, name).get("options", []):
             planner.set(name, value)
-            about = [problem for problem in planner.problems if problem.field == knobs()[name].path]
+            about = [
+                problem
+                for problem in planner.problems
+                if problem.field == plan_controls()[name].path
+            ]
             assert about == [], (name, value)
             planner.undo()
 
@@ -427,7 +431,9 @@ def test_what_a_slider_offers_is_legal(planner: Planner) -> None:
 def test_a_control_says_what_it_is_in_the_words_of_the_schema(planner: Planner) -> None:
     for group in planner.panel.groups:
         for field in group["fields"]:
-            assert field["label"] and field["hint"].startswith(f"{knobs()[field['name']].path}: ")
+            assert field["label"] and field["hint"].startswith(
+                f"{plan_controls()[field['name']].path}: "
+            )
 
 
 def test_a_name_that_is_no_control_is_refused(planner: Planner) -> None:

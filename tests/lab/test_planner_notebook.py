@@ -23,7 +23,7 @@ def test_the_planner_notebook_runs_headless(
         """Outputs of the one cell that has the words."""
         return next(outputs for source, outputs in said.items() if words in source)
 
-    front = of("charts.front(")[0].data
+    front = of("charts.pareto_front(")[0].data
     assert "application/vnd.vegalite.v5+json" in front and "estimated" in front["text/plain"]
     assert "no plan meets 'peak_gib<1'" in of(".empty")[0].text
     assert Plan.load(tmp_path / "best.yaml").resolve().strategy.data.offload == "none"

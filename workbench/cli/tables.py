@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from workbench.cli.terminal import Grid, as_text
-from workbench.lab.palette import words
+from workbench.lab.palette import key_label
 from workbench.profile import ALLOCATED, MEANINGS
 from workbench.runs.launch.checked_launch import advice
 from workbench.units import bytes_text, count_text, digits, seconds_text
@@ -308,11 +308,11 @@ def notes(found: Profile) -> Grid | None:
         elif isinstance(value, Mapping):
             for inner, size in value.items():
                 built.add_row(
-                    f"{words(key)}: {TOLD.get(inner, words(inner))}",
+                    f"{key_label(key)}: {TOLD.get(inner, key_label(inner))}",
                     _value(inner if key == "memory" else key, size),
                 )
         else:
-            built.add_row(TOLD.get(key, words(key)), _value(key, value))
+            built.add_row(TOLD.get(key, key_label(key)), _value(key, value))
     return built
 
 

@@ -1,7 +1,7 @@
 """What a person sees: charts, the planner, the dashboard, comparison and report.
 
 Names are loaded when first used: altair alone takes a second to import, and a command that draws
-nothing must not wait. Comparing and reporting are functions of the modules `compare` and `report`.
+nothing must not wait. `comparison.compare.compare` puts plans and runs side by side.
 """
 
 from __future__ import annotations

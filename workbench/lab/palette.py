@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MEMORY: dict[str, str] = {
+MEMORY_COLOURS: dict[str, str] = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
     "optimizer": "#5B4BB5",
@@ -27,7 +27,7 @@ MEMORY: dict[str, str] = {
 """Memory category -> colour, in the order of a stack; what each is stands in `vocabulary.MEANINGS`.
 """
 
-ACTIONS: dict[str, tuple[str, str]] = {
+ACTION_STYLES: dict[str, tuple[str, str]] = {
     "F": ("forward", "#0072B2"),
     "B": ("backward", "#E69F00"),
     "I": ("input gradient", "#F2C45A"),
@@ -44,9 +44,9 @@ ACTIONS: dict[str, tuple[str, str]] = {
     "OPTIMIZER": ("optimizer", "#5B4BB5"),
 }
 """Action of a schedule -> what it is called in a chart, and its colour."""
-OTHER_ACTION = ("other", "#9E9E9E")
+OTHER_ACTION_STYLE = ("other", "#9E9E9E")
 
-KINDS: dict[str, str] = {
+COLLECTIVE_COLOURS: dict[str, str] = {
     "all-reduce": "#0072B2",
     "reduce-scatter": "#56B4E9",
     "all-gather": "#E69F00",
@@ -58,7 +58,7 @@ KINDS: dict[str, str] = {
 }
 """Kind of collective -> colour."""
 
-PARTS: dict[str, str] = {
+STEP_PART_COLOURS: dict[str, str] = {
     "compute": "#56B4E9",
     "tensor_comm": "#D55E00",
     "context_comm": "#8C510A",
@@ -72,13 +72,13 @@ PARTS: dict[str, str] = {
     "overhead": "#9C9C9C",
     "idle": "#C7B8A0",
     "whole step": "#7A8FA6",
-} | {title: colour for title, colour in ACTIONS.values() if title != "optimizer"}
+} | {title: colour for title, colour in ACTION_STYLES.values() if title != "optimizer"}
 """Part of a step's time, as an instrument names it -> colour: the estimate's parts, and the actions
 of a timeline.
 """
-OTHER_PART = "#787878"
+OTHER_PART_COLOUR = "#787878"
 
-SERIES: tuple[str, ...] = (
+SERIES_COLOURS: tuple[str, ...] = (
     "#1F83C6",
     "#E69F00",
     "#0B6E4F",
@@ -92,30 +92,34 @@ SERIES: tuple[str, ...] = (
 another dash.
 """
 
-SOURCES: dict[str, str] = {"estimated": "#56B4E9", "rehearsed": "#E69F00", "measured": "#0072B2"}
+SOURCE_COLOURS: dict[str, str] = {
+    "estimated": "#56B4E9",
+    "rehearsed": "#E69F00",
+    "measured": "#0072B2",
+}
 """Who says a number -> colour, and the order in which the three are listed."""
 
-LIMIT = "#C4314B"
+LIMIT_COLOUR = "#C4314B"
 """What must not be crossed: a card's memory."""
-NEUTRAL = "#777777"
+NEUTRAL_COLOUR = "#777777"
 """What stands for all ranks: about 4.5:1 on white, and on JupyterLab's dark background."""
-INK = "#333333"
+TEXT_COLOUR = "#333333"
 """Words of a picture on a white page."""
 
 
-def action(name: str) -> tuple[str, str]:
+def action_style(name: str) -> tuple[str, str]:
     """Title and colour of a schedule's action; unknown ones share one grey."""
-    return ACTIONS.get(name, OTHER_ACTION)
+    return ACTION_STYLES.get(name, OTHER_ACTION_STYLE)
 
 
-def strokes(numbers: Sequence[int]) -> tuple[list[str], list[list[int]]]:
+def line_styles(numbers: Sequence[int]) -> tuple[list[str], list[list[int]]]:
     """Colour and dash of each line by its number, the same whichever other lines a chart shows."""
     dashes = [[1, 0], [5, 2], [2, 2], [8, 2, 2, 2]]
-    colours = [SERIES[number % len(SERIES)] for number in numbers]
-    return colours, [dashes[number // len(SERIES) % len(dashes)] for number in numbers]
+    colours = [SERIES_COLOURS[number % len(SERIES_COLOURS)] for number in numbers]
+    return colours, [dashes[number // len(SERIES_COLOURS) % len(dashes)] for number in numbers]
 
 
-def kind(name: str) -> str:
+def collective_kind(name: str) -> str:
     """The collective's kind in the palette's words: `all_reduce` and `allreduce` are all-reduce."""
     plain = (
         name.lower()
@@ -125,13 +129,13 @@ def kind(name: str) -> str:
         .replace("single", "")
         .replace("base", "")
     )
-    known = {k.replace("-", ""): k for k in KINDS}
+    known = {k.replace("-", ""): k for k in COLLECTIVE_COLOURS}
     return known.get(
         {"isend": "send", "irecv": "recv", "receive": "recv"}.get(plain, plain), "other"
     )
 
 
-def words(name: str) -> str:
+def key_label(name: str) -> str:
     """A key in words: tensor_comm is tensor communication."""
     found = name.removesuffix("_comm") + " communication" if name.endswith("_comm") else name
     return found.replace("_", " ").replace("flops", "FLOPs")

@@ -16,7 +16,7 @@ from workbench.cli.progress import finished, waiting
 from workbench.cli.tables import table
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
-from workbench.lab.comparison.comparison_tables import Column, is_text, said
+from workbench.lab.comparison.comparison_tables import TableColumn, is_text_column, text_rows
 from workbench.plan.schema import Plan
 from workbench.runs.launch.checked_launch import ready
 
@@ -72,20 +72,20 @@ def compare(
     emit(
         json,
         data,
-        *(grid(*sheet) for sheet in found.sheets),
+        *(grid(*sheet) for sheet in found.tables),
         Text(f"report: {page}") if page else None,
         lost,
     )
 
 
-def grid(caption: str, columns: list[Column], frame: pd.DataFrame) -> Grid:
+def grid(caption: str, columns: list[TableColumn], frame: pd.DataFrame) -> Grid:
     """One of the tables of a comparison."""
     heads = {name: heading for name, heading, _ in columns}
-    figures = [heading for name, heading in heads.items() if not is_text(name)]
+    figures = [heading for name, heading in heads.items() if not is_text_column(name)]
     built = table(
         caption, heads.values(), figures, [heads[name] for name in OPTIONAL if name in heads]
     )
-    for row in said(columns, frame):
+    for row in text_rows(columns, frame):
         built.add_row(*(text for _, text in row))
     return built
 

@@ -14,13 +14,13 @@ from workbench.profile import Profile
 ROWS = alt.NamedData(DATA)
 
 
-def sources(profiles: Sequence[Profile]) -> str:
+def source_words(profiles: Sequence[Profile]) -> str:
     """Who says what a chart shows, for its subtitle: 'estimated · measured'."""
     found = {profile.source for profile in profiles}
-    return " · ".join(name for name in palette.SOURCES if name in found) or "no source"
+    return " · ".join(name for name in palette.SOURCE_COLOURS if name in found) or "no source"
 
 
-def names_of(profiles: Sequence[Profile]) -> list[str]:
+def bar_names(profiles: Sequence[Profile]) -> list[str]:
     """What each profile's bars are called: the source, and the run too where one source speaks of
     several.
     """
@@ -34,12 +34,14 @@ def names_of(profiles: Sequence[Profile]) -> list[str]:
     ]
 
 
-def runs(profiles: Sequence[Profile]) -> list[str]:
+def run_names(profiles: Sequence[Profile]) -> list[str]:
     """Names of the runs, each once, in order."""
     return list(dict.fromkeys(profile.run for profile in profiles))
 
 
-def marker(place: str, words: str, align: Literal["left", "right"] = "right") -> list[alt.Chart]:
+def limit_marker(
+    place: str, words: str, align: Literal["left", "right"] = "right"
+) -> list[alt.Chart]:
     """A vertical rule where a row has the field `place`, with the field `words` at its top, on its
     `align` side.
 
@@ -47,9 +49,9 @@ def marker(place: str, words: str, align: Literal["left", "right"] = "right") ->
     """
     base = alt.Chart(ROWS).transform_filter(f"isValid(datum.{place})").encode(x=f"{place}:Q")
     edge = base.mark_rule(color="white", strokeWidth=6, opacity=0.9)
-    rule = base.mark_rule(color=palette.LIMIT, strokeWidth=2.5)
+    rule = base.mark_rule(color=palette.LIMIT_COLOUR, strokeWidth=2.5)
     text = base.mark_text(
-        color=palette.LIMIT,
+        color=palette.LIMIT_COLOUR,
         align="left" if align == "right" else "right",
         baseline="bottom",
         dy=-3,
@@ -59,24 +61,27 @@ def marker(place: str, words: str, align: Literal["left", "right"] = "right") ->
     return [edge, rule, text.encode(y=alt.value(0), text=f"{words}:N")]
 
 
-LETTER, SYMBOL = 5.8, 27.0
+LETTER_WIDTH, SYMBOL_WIDTH = 5.8, 27.0
 """Width of a letter of a legend, and of a legend's symbol with the gaps around it, in pixels."""
-NAMES = 240
+MAX_NAMES_WIDTH = 240
 """Pixels that the names left of bars may take."""
-NARROW, WIDE = 330, 700
+NARROW_WIDTH, FULL_WIDTH = 330, 700
 """Pixels of the narrowest place that a board gives a chart, and one that has a line of its own."""
 
 
-def legend(
-    labels: Sequence[str], symbol: str = "square", width: int = NARROW, beside: Sequence[str] = ()
+def bottom_legend(
+    labels: Sequence[str],
+    symbol: str = "square",
+    width: int = NARROW_WIDTH,
+    beside: Sequence[str] = (),
 ) -> alt.Legend:
     """The one place and form of legends: under the chart, without a title, in as many columns as
     fit.
 
     `width` is the chart's in pixels, of which the names `beside` it on the left take their part.
     """
-    column = SYMBOL + LETTER * max(map(len, labels), default=0)
-    width -= min(NAMES, int(5.2 * max(map(len, beside), default=6))) + 12
+    column = SYMBOL_WIDTH + LETTER_WIDTH * max(map(len, labels), default=0)
+    width -= min(MAX_NAMES_WIDTH, int(5.2 * max(map(len, beside), default=6))) + 12
     stroke = 2.5 if symbol == "stroke" else 0
     return alt.Legend(
         title=None,
@@ -90,12 +95,14 @@ def legend(
     )
 
 
-def names(title: str | None = None) -> alt.Axis:
+def name_axis(title: str | None = None) -> alt.Axis:
     """The axis of names left of horizontal bars."""
-    return alt.Axis(title=title, labelLimit=NAMES, labelPadding=7, ticks=False, domain=False)
+    return alt.Axis(
+        title=title, labelLimit=MAX_NAMES_WIDTH, labelPadding=7, ticks=False, domain=False
+    )
 
 
-def amounts() -> alt.Axis:
+def amount_axis() -> alt.Axis:
     """The axis below horizontal bars: few ticks, so that their numbers stay apart on a narrow
     page.
     """

@@ -9,47 +9,49 @@ import altair as alt
 
 from workbench.lab import palette
 from workbench.lab.charts import chart_data
-from workbench.lab.live.figure import Figure, declare
+from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import Profile
 from workbench.units import byte_unit, bytes_text
 
-AXES = ("tensor", "sequence", "context", "expert", "data", "pipeline")
+AXIS_ORDER = ("tensor", "sequence", "context", "expert", "data", "pipeline")
 
 
 def collectives(*profiles: Profile) -> Figure:
     """Bytes that the busiest rank hands to collectives in one step, by axis and kind, one bar a
     source.
     """
-    told = list(zip(chart_data.names_of(profiles), map(busiest, profiles)))
-    unit, size = byte_unit(max(by_axis(calls).values()) for _, calls in told if calls)
+    told = list(zip(chart_data.bar_names(profiles), map(calls_of_busiest_rank, profiles)))
+    unit, size = byte_unit(max(bytes_by_axis(calls).values()) for _, calls in told if calls)
     rows = [
         row
         for name, calls in told
-        for row in rows_of(name, calls, size, name if len(told) > 1 else "")
+        for row in axis_rows(name, calls, size, name if len(told) > 1 else "")
     ]
-    kinds = tuple(name for name in palette.KINDS if any(row["kind"] == name for row in rows))
+    kinds = tuple(
+        name for name in palette.COLLECTIVE_COLOURS if any(row["kind"] == name for row in rows)
+    )
     found = [row["axis"] for row in rows]
-    axes = tuple(dict.fromkeys([*(axis for axis in AXES if axis in found), *found]))
+    axes = tuple(dict.fromkeys([*(axis for axis in AXIS_ORDER if axis in found), *found]))
     bars = tuple(dict.fromkeys(row["bar"] for row in rows))
     return Figure(
         name="collectives",
         title=f"Communication in a step, by axis ({unit})",
-        subtitle=f"{chart_data.sources(profiles)} · tensors handed over by the busiest rank",
-        spec=spec(unit, kinds, axes, bars),
+        subtitle=f"{chart_data.source_words(profiles)} · tensors handed over by the busiest rank",
+        spec=collectives_spec(unit, kinds, axes, bars),
         rows=rows,
         empty="No communication: every axis has one rank, or no step was sampled yet.",
     )
 
 
-Call = tuple[str, str, float, float, float]
+CollectiveCalls = tuple[str, str, float, float, float]
 """Axis, kind, bytes handed over, calls, ranks of the group: one row of a rank's collectives."""
 
 
-def busiest(profile: Profile) -> list[Call]:
+def calls_of_busiest_rank(profile: Profile) -> list[CollectiveCalls]:
     """Rows of the rank and step with the largest payload (bytes x count)."""
     frame = profile.collectives
     columns = ("rank", "step", "axis", "kind", "bytes", "count", "group_size")
-    by_instant: dict[tuple[int, int], list[Call]] = {}
+    by_instant: dict[tuple[int, int], list[CollectiveCalls]] = {}
     for rank, step, axis, kind, size, count, ranks in zip(
         *(frame[name].tolist() for name in columns)
     ):
@@ -64,14 +66,14 @@ def busiest(profile: Profile) -> list[Call]:
     )
 
 
-def rows_of(bar: str, calls: list[Call], size: int, told: str) -> list[dict[str, Any]]:
+def axis_rows(bar: str, calls: list[CollectiveCalls], size: int, told: str) -> list[dict[str, Any]]:
     """One row an axis and kind, in units of `size` bytes; the first of an axis carries the words,
     `told` among them.
     """
-    groups: dict[tuple[str, str], list[Call]] = {}
+    groups: dict[tuple[str, str], list[CollectiveCalls]] = {}
     for call in calls:
-        groups.setdefault((call[0], palette.kind(str(call[1]))), []).append(call)
-    totals = by_axis(calls)
+        groups.setdefault((call[0], palette.collective_kind(str(call[1]))), []).append(call)
+    totals = bytes_by_axis(calls)
     rows: list[dict[str, Any]] = []
     for (axis, kind), own in sorted(groups.items()):
         total = totals[axis] / size
@@ -90,11 +92,11 @@ def rows_of(bar: str, calls: list[Call], size: int, told: str) -> list[dict[str,
             "calls": int(sum(call[3] for call in own)),
             "ranks": int(max(call[4] for call in own)),
         }
-        rows.append(cells | counts | {"order": list(palette.KINDS).index(kind)})
+        rows.append(cells | counts | {"order": list(palette.COLLECTIVE_COLOURS).index(kind)})
     return rows
 
 
-def by_axis(calls: list[Call]) -> dict[str, float]:
+def bytes_by_axis(calls: list[CollectiveCalls]) -> dict[str, float]:
     """Bytes of each axis."""
     totals: dict[str, float] = {}
     for axis, _, payload, *_ in calls:
@@ -103,15 +105,17 @@ def by_axis(calls: list[Call]) -> dict[str, float]:
 
 
 @lru_cache(maxsize=64)
-def spec(
+def collectives_spec(
     unit: str, kinds: tuple[str, ...], axes: tuple[str, ...], bars: tuple[str, ...]
 ) -> dict[str, Any]:
     """The declaration: a bar for each of `bars` in each of `axes`, stacked by kind of
     collective.
     """
-    colour = alt.Scale(domain=list(kinds), range=[palette.KINDS[name] for name in kinds])
+    colour = alt.Scale(
+        domain=list(kinds), range=[palette.COLLECTIVE_COLOURS[name] for name in kinds]
+    )
     base = alt.Chart(chart_data.ROWS).encode(
-        y=alt.Y("axis:N", sort=list(axes), axis=chart_data.names()),
+        y=alt.Y("axis:N", sort=list(axes), axis=chart_data.name_axis()),
         yOffset=alt.YOffset("bar:N", sort=list(bars), scale=alt.Scale(paddingInner=0.12)),
     )
     stack = base.mark_bar(stroke="white", strokeWidth=0.5).encode(
@@ -120,9 +124,11 @@ def spec(
             title=f"{unit} a step",
             stack="zero",
             scale=alt.Scale(nice=False),
-            axis=chart_data.amounts(),
+            axis=chart_data.amount_axis(),
         ),
-        color=alt.Color("kind:N", scale=colour, legend=chart_data.legend(kinds, beside=axes)),
+        color=alt.Color(
+            "kind:N", scale=colour, legend=chart_data.bottom_legend(kinds, beside=axes)
+        ),
         order="order:Q",
         tooltip=[
             "axis:N",
@@ -141,4 +147,4 @@ def spec(
         .encode(x="room:Q")
     )
     layers = alt.layer(stack, text.encode(x="total:Q", text="text:N"), room)
-    return declare(layers, height=max(50, len(axes) * (len(bars) * 16 + 10)))
+    return vega_spec(layers, height=max(50, len(axes) * (len(bars) * 16 + 10)))

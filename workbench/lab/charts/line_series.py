@@ -11,13 +11,13 @@ import pandas as pd
 from workbench.lab import palette, rank_selection
 from workbench.lab.charts import chart_data
 
-RANK, MEDIAN = "rank ", "median"
-WORST = 3
-POINTS = 500
+RANK_PREFIX, MEDIAN = "rank ", "median"
+NUM_OUTLIERS = 3
+MAX_POINTS = 500
 """Most points of a line; longer runs are drawn at every second, third … step."""
 
 
-def rows(
+def series_rows(
     values: pd.DataFrame, world_size: int, worst: Literal["largest", "smallest"]
 ) -> list[dict[str, Any]]:
     """Rows of a line chart from a frame (rank, step, value).
@@ -25,10 +25,10 @@ def rows(
     Up to 16 ranks: every rank's value. Beyond: minimum, median and maximum of each step, and the
     `worst` three ranks.
     """
-    values = thin(values)
-    if world_size <= rank_selection.FEW:
+    values = thin_steps(values)
+    if world_size <= rank_selection.MAX_RANKS_SHOWN:
         return [
-            {"step": int(s), "rank": f"{RANK}{r}", "value": v}
+            {"step": int(s), "rank": f"{RANK_PREFIX}{r}", "value": v}
             for r, s, v in zip(values["rank"], values.step, values.value)
         ]
     band = values.groupby("step").value.agg(low="min", value="median", high="max").reset_index()
@@ -38,42 +38,46 @@ def rows(
         for step, low, value, high in cells
     ]
     middle = values.groupby("rank").value.median()
-    extreme = middle.nlargest(WORST) if worst == "largest" else middle.nsmallest(WORST)
+    extreme = (
+        middle.nlargest(NUM_OUTLIERS) if worst == "largest" else middle.nsmallest(NUM_OUTLIERS)
+    )
     chosen = values[values["rank"].isin(extreme.index)]
     return found + [
-        {"step": s, "rank": f"{RANK}{r}", "value": v}
+        {"step": s, "rank": f"{RANK_PREFIX}{r}", "value": v}
         for r, s, v in zip(chosen["rank"], chosen.step, chosen.value)
     ]
 
 
-def thin(values: pd.DataFrame) -> pd.DataFrame:
-    """At most `POINTS` steps, evenly spaced, the last one among them."""
+def thin_steps(values: pd.DataFrame) -> pd.DataFrame:
+    """At most `MAX_POINTS` steps, evenly spaced, the last one among them."""
     steps = values.step.drop_duplicates().sort_values()
-    stride = -(-len(steps) // POINTS) if len(steps) else 1
+    stride = -(-len(steps) // MAX_POINTS) if len(steps) else 1
     return values if stride == 1 else values[values.step.isin(steps.iloc[::-stride])]
 
 
-def names(rows: Sequence[dict[str, Any]], world_size: int) -> tuple[str, ...]:
-    """What the lines of `rows` are called: all ranks, or beyond 16 the median and the ranks that
+def series_names(rows: Sequence[dict[str, Any]], world_size: int) -> tuple[str, ...]:
+    """What the lines of `series_rows` are called: all ranks, or beyond 16 the median and the ranks that
     stand out.
     """
-    if world_size <= rank_selection.FEW:
-        return tuple(f"{RANK}{number}" for number in range(world_size))
+    if world_size <= rank_selection.MAX_RANKS_SHOWN:
+        return tuple(f"{RANK_PREFIX}{number}" for number in range(world_size))
     found = {str(row["rank"]) for row in rows}
-    return (MEDIAN, *sorted(found - {MEDIAN}, key=lambda name: int(name.removeprefix(RANK))))
+    return (MEDIAN, *sorted(found - {MEDIAN}, key=lambda name: int(name.removeprefix(RANK_PREFIX))))
 
 
-def chart(unit: str, names: Sequence[str], point: bool = False) -> alt.LayerChart | alt.FacetChart:
+def line_chart(
+    unit: str, names: Sequence[str], point: bool = False
+) -> alt.LayerChart | alt.FacetChart:
     """Lines of `value` by step, one for each of `names`; with a median, the range of all ranks
     behind them.
 
     A rank has the same colour in every chart. A line of one step is drawn as a point.
     """
-    own = [int(name.removeprefix(RANK)) for name in names if name != MEDIAN]
-    colours, dashes = palette.strokes(own)
+    own = [int(name.removeprefix(RANK_PREFIX)) for name in names if name != MEDIAN]
+    colours, dashes = palette.line_styles(own)
     if MEDIAN in names:
-        colours, dashes = [palette.NEUTRAL, *colours], [[1, 0], *dashes]
-    x = alt.X("step:Q", title="step", scale=alt.Scale(zero=False, nice=False), axis=steps_axis())
+        colours, dashes = [palette.NEUTRAL_COLOUR, *colours], [[1, 0], *dashes]
+    x = alt.X("step:Q", title="step", scale=alt.Scale(zero=False, nice=False), axis=step_axis())
     y = alt.Y(
         "value:Q",
         title=unit,
@@ -83,7 +87,7 @@ def chart(unit: str, names: Sequence[str], point: bool = False) -> alt.LayerChar
     colour = alt.Color(
         "rank:N",
         scale=alt.Scale(domain=list(names), range=colours),
-        legend=chart_data.legend(names, "stroke"),
+        legend=chart_data.bottom_legend(names, "stroke"),
     )
     base = alt.Chart(chart_data.ROWS).encode(
         x=x,
@@ -93,20 +97,20 @@ def chart(unit: str, names: Sequence[str], point: bool = False) -> alt.LayerChar
     )
     dash = alt.StrokeDash("rank:N", scale=alt.Scale(domain=list(names), range=dashes), legend=None)
     line = base.mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=14) if point else False)
-    layers = [line.encode(strokeDash=dash), single(base, "rank")]
+    layers = [line.encode(strokeDash=dash), single_points(base, "rank")]
     if MEDIAN in names:
         area = alt.Chart(chart_data.ROWS).transform_filter(f"datum.rank == '{MEDIAN}'")
-        area = area.mark_area(opacity=0.2, color=palette.NEUTRAL)
+        area = area.mark_area(opacity=0.2, color=palette.NEUTRAL_COLOUR)
         layers.insert(0, area.encode(x=x, y=alt.Y("low:Q", title=unit), y2="high:Q"))
     return alt.layer(*layers)
 
 
-def single(base: alt.Chart, series: str) -> alt.Chart:
+def single_points(base: alt.Chart, series: str) -> alt.Chart:
     """Points where a line has one step only, of which a line draws nothing."""
     counted = base.transform_joinaggregate(points="count()", groupby=[series])
     return counted.transform_filter("datum.points == 1").mark_point(filled=True, size=40)
 
 
-def steps_axis() -> alt.Axis:
+def step_axis() -> alt.Axis:
     """An axis of whole steps: ticks between two steps stay without a word."""
     return alt.Axis(tickMinStep=1, labelExpr="datum.value % 1 ? '' : datum.label", format="~d")

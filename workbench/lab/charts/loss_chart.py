@@ -10,61 +10,63 @@ import pandas as pd
 
 from workbench.lab import palette
 from workbench.lab.charts import chart_data, line_series
-from workbench.lab.live.figure import Figure, declare
+from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import Profile
 
-TRAINING, HELD_OUT = "training", "held-out text"
+TRAINING, VALIDATION = "training", "held-out text"
 
 
 def loss(*profiles: Profile, evaluations: pd.DataFrame | None = None) -> Figure:
     """Training loss by step, a line a run; `evaluations` (run, step, loss) adds the loss on
     held-out text as points.
     """
-    names = chart_data.runs(profiles)
+    names = chart_data.run_names(profiles)
     found = [row for profile in profiles for row in training_rows(profile)]
     if evaluations is not None:
         found += [
-            {"run": str(run), "step": int(step), "loss": float(value), "text": HELD_OUT}
+            {"run": str(run), "step": int(step), "loss": float(value), "text": VALIDATION}
             for run, step, value in zip(evaluations.run, evaluations.step, evaluations.loss)
         ]
-    return figure(found, names, chart_data.sources(profiles))
+    return loss_figure(found, names, chart_data.source_words(profiles))
 
 
 def training_rows(profile: Profile) -> list[dict[str, Any]]:
     """One row a step, from the lowest rank: every rank knows the whole job's loss."""
     steps = profile.steps
-    steps = line_series.thin(steps[steps["rank"] == steps["rank"].min()].dropna(subset=["loss"]))
-    return [row(profile.run, step, value) for step, value in zip(steps.step, steps.loss)]
+    steps = line_series.thin_steps(
+        steps[steps["rank"] == steps["rank"].min()].dropna(subset=["loss"])
+    )
+    return [loss_row(profile.run, step, value) for step, value in zip(steps.step, steps.loss)]
 
 
-def row(run: str, step: int, value: float, text: str = TRAINING) -> dict[str, Any]:
+def loss_row(run: str, step: int, value: float, text: str = TRAINING) -> dict[str, Any]:
     """A row of this chart."""
     return {"run": run, "step": int(step), "loss": float(value), "text": text}
 
 
-def figure(rows: list[dict[str, Any]], names: list[str], source: str) -> Figure:
+def loss_figure(rows: list[dict[str, Any]], names: list[str], source: str) -> Figure:
     """The figure of ready rows."""
     return Figure(
         name="loss",
         title="Loss (mean of all tokens in a step, nats)",
-        subtitle=f"{source} · line: training, points: {HELD_OUT}",
-        spec=spec(tuple(names)),
+        subtitle=f"{source} · line: training, points: {VALIDATION}",
+        spec=loss_spec(tuple(names)),
         rows=rows,
         empty="Shown after the first step.",
     )
 
 
 @lru_cache(maxsize=32)
-def spec(names: tuple[str, ...]) -> dict[str, Any]:
+def loss_spec(names: tuple[str, ...]) -> dict[str, Any]:
     """The declaration, one colour a run (and beyond eight another dash)."""
-    colours, dashes = palette.strokes(range(len(names)))
-    legend = chart_data.legend(names, "stroke") if len(names) > 1 else None
+    colours, dashes = palette.line_styles(range(len(names)))
+    legend = chart_data.bottom_legend(names, "stroke") if len(names) > 1 else None
     base = alt.Chart(chart_data.ROWS).encode(
         x=alt.X(
             "step:Q",
             title="step",
             scale=alt.Scale(zero=False, nice=False),
-            axis=line_series.steps_axis(),
+            axis=line_series.step_axis(),
         ),
         y=alt.Y("loss:Q", title="loss", scale=alt.Scale(zero=False)),
         color=alt.Color("run:N", scale=alt.Scale(domain=list(names), range=colours), legend=legend),
@@ -81,8 +83,8 @@ def spec(names: tuple[str, ...]) -> dict[str, Any]:
             "run:N", scale=alt.Scale(domain=list(names), range=dashes), legend=None
         )
     )
-    points = base.transform_filter(f"datum.text == '{HELD_OUT}'").mark_point(
+    points = base.transform_filter(f"datum.text == '{VALIDATION}'").mark_point(
         filled=False, size=45, strokeWidth=1.6
     )
-    one = line_series.single(base.transform_filter(f"datum.text == '{TRAINING}'"), "run")
-    return declare(alt.layer(line, one, points), height=150)
+    one = line_series.single_points(base.transform_filter(f"datum.text == '{TRAINING}'"), "run")
+    return vega_spec(alt.layer(line, one, points), height=150)

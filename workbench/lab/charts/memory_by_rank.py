@@ -10,19 +10,19 @@ import altair as alt
 
 from workbench.lab import palette, rank_selection
 from workbench.lab.charts import chart_data
-from workbench.lab.live.figure import Figure, declare
+from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import ALLOCATED, Profile
 from workbench.units import byte_unit, bytes_text, digits
 from workbench.vocabulary import MEANINGS, REST, UNATTRIBUTED
 
-NEAR = 0.15
+CAPACITY_SHOWN_FROM = 0.15
 """A card's capacity is drawn where the fullest rank reaches this share of it, and told in words
 elsewhere.
 """
-BAR = 15
-TOLD = {"overhead": MEANINGS["overhead"], UNATTRIBUTED: REST}
+BAR_HEIGHT = 15
+EXPLAINED_CATEGORIES = {"overhead": MEANINGS["overhead"], UNATTRIBUTED: REST}
 """Categories that no name explains -> what is in them."""
-SEEN = 0.02
+MIN_EXPLAINED_SHARE = 0.02
 """Share of a bar from which on a category is told in words above the chart."""
 
 
@@ -33,18 +33,18 @@ def memory(*profiles: Profile) -> Figure:
     unattributed.
     """
     labels = rank_selection.shown_ranks(profiles)
-    named = zip(profiles, chart_data.names_of(profiles))
-    bars = [bar for profile, name in named for bar in bars_of(profile, name, labels)]
+    named = zip(profiles, chart_data.bar_names(profiles))
+    bars = [bar for profile, name in named for bar in rank_bars(profile, name, labels)]
     unit, size = byte_unit(bar["total"] for bar in bars)
     several = len(profiles) > 1
-    rows = [row for bar in bars for row in rows_of(bar, size, bar["bar"] if several else "")]
+    rows = [row for bar in bars for row in bar_rows(bar, size, bar["bar"] if several else "")]
     capacity = next((p.capacity_bytes for p in profiles if p.capacity_bytes), None)
     largest = max((bar["total"] for bar in bars), default=0)
-    near = capacity if capacity and largest >= NEAR * capacity else None
+    near = capacity if capacity and largest >= CAPACITY_SHOWN_FROM * capacity else None
     if rows:
-        rows[0] |= frame_of(unit, size, largest * (1.45 if several else 1.2), near)
+        rows[0] |= capacity_cells(unit, size, largest * (1.45 if several else 1.2), near)
     categories = tuple(
-        name for name in palette.MEMORY if any(row["category"] == name for row in rows)
+        name for name in palette.MEMORY_COLOURS if any(row["category"] == name for row in rows)
     )
     order = tuple(dict.fromkeys(bar["bar"] for bar in bars))
     names = tuple(
@@ -53,47 +53,49 @@ def memory(*profiles: Profile) -> Figure:
     return Figure(
         name="memory",
         title=f"Memory of each rank at its peak ({unit})",
-        subtitle=" · ".join([words(profiles, capacity, near, largest), *explained(bars)]),
-        spec=spec(unit, categories, names, order, side(near, largest)),
+        subtitle=" · ".join(
+            [memory_subtitle(profiles, capacity, near, largest), *category_notes(bars)]
+        ),
+        spec=memory_spec(unit, categories, names, order, capacity_label_side(near, largest)),
         rows=rows,
     )
 
 
-Part = tuple[int, str, float]
+MemoryPart = tuple[int, str, float]
 """Sampled step (-1: none), category and bytes: one row of a rank's memory."""
 
 
-def bars_of(profile: Profile, name: str, labels: dict[int, str]) -> list[dict[str, Any]]:
+def rank_bars(profile: Profile, name: str, labels: dict[int, str]) -> list[dict[str, Any]]:
     """One bar a rank: its total and its categories in bytes, of the sampled step with the largest
     total.
     """
-    parts = parts_by_rank(profile)
+    parts = peak_parts_by_rank(profile)
     told = {rank: parts.get(profile.representative.get(rank, rank)) for rank in labels}
     return [
-        {"label": labels[rank], "bar": name, "source": profile.source, **fullest(own)}
+        {"label": labels[rank], "bar": name, "source": profile.source, **largest_sample(own)}
         for rank, own in told.items()
         if own
     ]
 
 
-def parts_by_rank(profile: Profile) -> dict[int, list[Part]]:
+def peak_parts_by_rank(profile: Profile) -> dict[int, list[MemoryPart]]:
     """What each rank holds on its device at its peaks."""
     frame = profile.memory
     here = (frame.tier.to_numpy() == "device") & (frame.moment.to_numpy() == "peak")
     columns = (
         frame[name].to_numpy()[here].tolist() for name in ("rank", "step", "category", "bytes")
     )
-    found: dict[int, list[Part]] = {}
+    found: dict[int, list[MemoryPart]] = {}
     for rank, step, category, size in zip(*columns):
         if size > 0:
-            at = rank_selection.number(step)
+            at = rank_selection.int_or_none(step)
             found.setdefault(int(rank), []).append((-1 if at is None else at, str(category), size))
     return found
 
 
-def fullest(parts: list[Part]) -> dict[str, Any]:
+def largest_sample(parts: list[MemoryPart]) -> dict[str, Any]:
     """Total, categories (bytes) and step of one rank's fullest sampled step."""
-    counted, told = sums(parts, ALLOCATED), sums(parts)
+    counted, told = bytes_by_step(parts, ALLOCATED), bytes_by_step(parts)
     sampled = {step: sum(own.values()) for step, own in (counted or told).items()}
     step = max(sorted(sampled), key=lambda at: sampled[at])
     categories = {name: int(size) for name, size in told.get(step, {}).items()}
@@ -103,7 +105,7 @@ def fullest(parts: list[Part]) -> dict[str, Any]:
     return {"total": total, "categories": categories, "step": None if step == -1 else step}
 
 
-def sums(parts: list[Part], only: str = "") -> dict[int, dict[str, float]]:
+def bytes_by_step(parts: list[MemoryPart], only: str = "") -> dict[int, dict[str, float]]:
     """Step -> category -> bytes; of the category `only`, or of all but measured totals."""
     found: dict[int, dict[str, float]] = {}
     for step, category, size in parts:
@@ -113,7 +115,7 @@ def sums(parts: list[Part], only: str = "") -> dict[int, dict[str, float]]:
     return found
 
 
-def rows_of(bar: dict[str, Any], size: int, told: str) -> list[dict[str, Any]]:
+def bar_rows(bar: dict[str, Any], size: int, told: str) -> list[dict[str, Any]]:
     """Rows of one bar, in units of `size` bytes; the first carries the bar's words, `told` among
     them.
     """
@@ -121,7 +123,7 @@ def rows_of(bar: dict[str, Any], size: int, told: str) -> list[dict[str, Any]]:
         "total": bar["total"] / size
     }
     rows: list[dict[str, Any]] = []
-    for order, name in enumerate(palette.MEMORY):
+    for order, name in enumerate(palette.MEMORY_COLOURS):
         if name in bar["categories"]:
             value = bar["categories"][name]
             text = " ".join([digits(bar["total"] / size), told]).strip() if not rows else None
@@ -139,7 +141,7 @@ def rows_of(bar: dict[str, Any], size: int, told: str) -> list[dict[str, Any]]:
     return rows
 
 
-def frame_of(unit: str, size: int, reach: float, card: int | None) -> dict[str, Any]:
+def capacity_cells(unit: str, size: int, reach: float, card: int | None) -> dict[str, Any]:
     """Cells of the first row alone: the card's memory, its words, and how far the axis reaches
     (bars have words).
     """
@@ -149,7 +151,7 @@ def frame_of(unit: str, size: int, reach: float, card: int | None) -> dict[str, 
     return found
 
 
-def side(card: int | None, largest: float) -> Literal["left", "right", ""]:
+def capacity_label_side(card: int | None, largest: float) -> Literal["left", "right", ""]:
     """On which side of the line at a GPU's memory its words have room; "" where there is no
     line.
     """
@@ -158,9 +160,11 @@ def side(card: int | None, largest: float) -> Literal["left", "right", ""]:
     return "right" if card < largest / 2 else "left"
 
 
-def words(profiles: Sequence[Profile], capacity: int | None, near: int | None, largest: int) -> str:
+def memory_subtitle(
+    profiles: Sequence[Profile], capacity: int | None, near: int | None, largest: int
+) -> str:
     """The subtitle: sources, and where a card's capacity is off the chart, what it is."""
-    told = chart_data.sources(profiles)
+    told = chart_data.source_words(profiles)
     if capacity and not near:
         told += (
             f" · peak memory is {digits(100 * largest / capacity, 2)} % of {bytes_text(capacity)}"
@@ -168,17 +172,17 @@ def words(profiles: Sequence[Profile], capacity: int | None, near: int | None, l
     return told
 
 
-def explained(bars: Sequence[dict[str, Any]]) -> list[str]:
-    """What `TOLD` says of the categories that can be seen in a bar."""
+def category_notes(bars: Sequence[dict[str, Any]]) -> list[str]:
+    """What `EXPLAINED_CATEGORIES` says of the categories that can be seen in a bar."""
     return [
         f"{name}: {meaning}"
-        for name, meaning in TOLD.items()
-        if any(bar["categories"].get(name, 0) >= SEEN * bar["total"] for bar in bars)
+        for name, meaning in EXPLAINED_CATEGORIES.items()
+        if any(bar["categories"].get(name, 0) >= MIN_EXPLAINED_SHARE * bar["total"] for bar in bars)
     ]
 
 
 @lru_cache(maxsize=64)
-def spec(
+def memory_spec(
     unit: str,
     categories: tuple[str, ...],
     labels: tuple[str, ...],
@@ -189,17 +193,23 @@ def spec(
 
     `card`: on which side of the line at the GPU's memory its words stand.
     """
-    y = alt.Y("label:N", sort=list(labels), axis=chart_data.names())
+    y = alt.Y("label:N", sort=list(labels), axis=chart_data.name_axis())
     offset = alt.YOffset("bar:N", sort=list(bars), scale=alt.Scale(paddingInner=0.12))
     x = alt.X(
-        "value:Q", title=unit, stack="zero", scale=alt.Scale(nice=False), axis=chart_data.amounts()
+        "value:Q",
+        title=unit,
+        stack="zero",
+        scale=alt.Scale(nice=False),
+        axis=chart_data.amount_axis(),
     )
-    colour = alt.Scale(domain=list(categories), range=[palette.MEMORY[name] for name in categories])
+    colour = alt.Scale(
+        domain=list(categories), range=[palette.MEMORY_COLOURS[name] for name in categories]
+    )
     base = alt.Chart(chart_data.ROWS).encode(y=y, yOffset=offset)
     stack = base.mark_bar(stroke="white", strokeWidth=0.6, strokeOpacity=0.5).encode(
         x=x,
         color=alt.Color(
-            "category:N", scale=colour, legend=chart_data.legend(categories, beside=labels)
+            "category:N", scale=colour, legend=chart_data.bottom_legend(categories, beside=labels)
         ),
         order=alt.Order("order:Q"),
         tooltip=[
@@ -214,11 +224,11 @@ def spec(
     )
     said = base.transform_filter("datum.text != null").mark_text(align="left", dx=5, fontSize=11)
     layers: list[Any] = [stack, said.encode(x=alt.X("total:Q"), text="text:N")]
-    layers += chart_data.marker("card", "card_text", card) if card else []
+    layers += chart_data.limit_marker("card", "card_text", card) if card else []
     layers.append(
         alt.Chart(chart_data.ROWS)
         .transform_filter("isValid(datum.room)")
         .mark_point(opacity=0)
         .encode(x="room:Q")
     )
-    return declare(alt.layer(*layers), height=max(60, len(labels) * (len(bars) * BAR + 7)))
+    return vega_spec(alt.layer(*layers), height=max(60, len(labels) * (len(bars) * BAR_HEIGHT + 7)))

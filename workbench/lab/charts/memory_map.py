@@ -10,19 +10,19 @@ import altair as alt
 
 from workbench.lab import palette, rank_selection
 from workbench.lab.charts import chart_data
-from workbench.lab.live.figure import Figure, declare
+from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import Profile
 from workbench.units import byte_unit, digits
 
-MOST = 4096
+MAX_MAP_RANKS = 4096
 """Most ranks drawn; a larger job is as well told by its representatives."""
 
 
-def drawable(world_size: int) -> bool:
+def has_memory_map(world_size: int) -> bool:
     """Whether a map helps: there are too many ranks for a bar each, and not too many for a square
     each.
     """
-    return rank_selection.FEW < world_size <= MOST
+    return rank_selection.MAX_RANKS_SHOWN < world_size <= MAX_MAP_RANKS
 
 
 def memory_map(profile: Profile) -> Figure:
@@ -32,7 +32,7 @@ def memory_map(profile: Profile) -> Figure:
     peaks = profile.peak_bytes_by_rank
     per_row = 16 if len(peaks) <= 256 else 64
     unit, size = byte_unit(peaks.values())
-    stages = rank_selection.stage_of(profile)
+    stages = rank_selection.stages_by_rank(profile)
     rows: list[dict[str, Any]] = [
         {
             "column": rank % per_row,
@@ -48,13 +48,15 @@ def memory_map(profile: Profile) -> Figure:
         name="memory_map",
         title=f"Peak memory of all {len(peaks)} ranks ({unit})",
         subtitle=profile.source,
-        spec=spec(unit, lines, profile.capacity_bytes / size if profile.capacity_bytes else None),
+        spec=memory_map_spec(
+            unit, lines, profile.capacity_bytes / size if profile.capacity_bytes else None
+        ),
         rows=rows,
     )
 
 
 @lru_cache(maxsize=32)
-def spec(unit: str, lines: int, capacity: float | None) -> dict[str, Any]:
+def memory_map_spec(unit: str, lines: int, capacity: float | None) -> dict[str, Any]:
     """The declaration; the colour runs from nothing to the GPU's capacity where that is known, and
     is red beyond it.
     """
@@ -88,16 +90,16 @@ def spec(unit: str, lines: int, capacity: float | None) -> dict[str, Any]:
         )
     )
     layers = [base.encode(color=alt.Color("value:Q", scale=scale, legend=legend))]
-    layers += [beyond(base, capacity, unit)] if capacity else []
-    return declare(alt.layer(*layers), height=max(40, lines * (14 if lines <= 16 else 8)))
+    layers += [over_capacity(base, capacity, unit)] if capacity else []
+    return vega_spec(alt.layer(*layers), height=max(40, lines * (14 if lines <= 16 else 8)))
 
 
-def beyond(base: alt.Chart, capacity: float, unit: str) -> alt.Chart:
+def over_capacity(base: alt.Chart, capacity: float, unit: str) -> alt.Chart:
     """The ranks whose peak is more than `capacity`, in red, which the legend names."""
     told = f"more than the GPU's {digits(capacity)} {unit}"
     fill = alt.Fill(
         "beyond:N",
-        scale=alt.Scale(domain=[told], range=[palette.LIMIT]),
+        scale=alt.Scale(domain=[told], range=[palette.LIMIT_COLOUR]),
         legend=alt.Legend(
             title=None, orient="bottom", symbolType="square", symbolSize=90, labelLimit=0, offset=4
         ),

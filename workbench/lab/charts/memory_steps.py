@@ -8,12 +8,12 @@ from typing import Any
 import pandas as pd
 
 from workbench.lab.charts import line_series
-from workbench.lab.live.figure import Figure, declare
+from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import ALLOCATED, Profile
 from workbench.units import byte_unit
 
-END, PEAK = "after_optimizer", "peak"
-WHEN = {END: "ends of steps", PEAK: "peaks of sampled steps"}
+STEP_END, STEP_PEAK = "after_optimizer", "peak"
+MOMENT_WORDS = {STEP_END: "ends of steps", STEP_PEAK: "peaks of sampled steps"}
 
 
 def memory_steps(profile: Profile) -> Figure:
@@ -25,29 +25,33 @@ def memory_steps(profile: Profile) -> Figure:
     """
     frame = profile.memory
     counts = frame[(frame.category == ALLOCATED) & (frame.tier == "device")]
-    ends, peaks = counts[counts.moment == END], counts[counts.moment == PEAK]
-    moment, rows = (END, ends) if ends.step.nunique() > peaks.step.nunique() else (PEAK, peaks)
+    ends, peaks = counts[counts.moment == STEP_END], counts[counts.moment == STEP_PEAK]
+    moment, rows = (
+        (STEP_END, ends) if ends.step.nunique() > peaks.step.nunique() else (STEP_PEAK, peaks)
+    )
     totals = rows.groupby(["rank", "step"]).bytes.sum().rename("value").astype(float).reset_index()
-    return figure(totals, profile.world_size, profile.source, moment)
+    return memory_steps_figure(totals, profile.world_size, profile.source, moment)
 
 
-def figure(totals: pd.DataFrame, world_size: int, source: str, moment: str) -> Figure:
+def memory_steps_figure(totals: pd.DataFrame, world_size: int, source: str, moment: str) -> Figure:
     """The figure of a frame (rank, step, value in bytes), counted at `moment`."""
     unit, size = byte_unit(totals.value)
-    rows = line_series.rows(totals.assign(value=totals.value / size), world_size, worst="largest")
+    rows = line_series.series_rows(
+        totals.assign(value=totals.value / size), world_size, worst="largest"
+    )
     return Figure(
         name="memory_steps",
         title=f"Memory of each rank, step by step ({unit})",
-        subtitle=f"{source} by the allocator · {WHEN[moment]}",
-        spec=spec(unit, line_series.names(rows, world_size)),
+        subtitle=f"{source} by the allocator · {MOMENT_WORDS[moment]}",
+        spec=memory_steps_spec(unit, line_series.series_names(rows, world_size)),
         rows=rows,
         empty="Shown after the first step.",
     )
 
 
 @lru_cache(maxsize=32)
-def spec(unit: str, names: tuple[str, ...]) -> dict[str, Any]:
+def memory_steps_spec(unit: str, names: tuple[str, ...]) -> dict[str, Any]:
     """The declaration: lines of `value` by step, or a band of all ranks with the outliers as
     lines.
     """
-    return declare(line_series.chart(unit, names, point=True), height=150)
+    return vega_spec(line_series.line_chart(unit, names, point=True), height=150)

@@ -13,23 +13,23 @@ import altair as alt
 
 from workbench.lab import palette
 from workbench.lab.charts import chart_data
-from workbench.lab.live.figure import Figure, declare
+from workbench.lab.live.figure import Figure, vega_spec
 from workbench.planner.search import Candidate, SearchResult
 from workbench.planner.search.search import GIB, short
 from workbench.units import digits, time_unit
 
-NEAR = 0.6
+GPU_MEMORY_SHOWN_FROM = 0.6
 """A card's memory is drawn where the fullest plan reaches this share of it, and told in words
 elsewhere.
 """
-FRONT = "front: none is faster with less memory"
-FEW = palette.SERIES[1]
-NAMED = (palette.SERIES[5], palette.SERIES[2], palette.SERIES[6])
+FRONT_LABEL = "front: none is faster with less memory"
+BEST_COLOUR = palette.SERIES_COLOURS[1]
+NAMED_COLOURS = (palette.SERIES_COLOURS[5], palette.SERIES_COLOURS[2], palette.SERIES_COLOURS[6])
 """Colours of the plan ranked first, of the front's bend, of the least memory."""
-HEIGHT = 260
+CHART_HEIGHT = 260
 
 
-def front(found: SearchResult) -> Figure:
+def pareto_front(found: SearchResult) -> Figure:
     """One point a plan: seconds of a step against the largest peak of any rank, both axes
     logarithmic.
 
@@ -38,11 +38,11 @@ def front(found: SearchResult) -> Figure:
     """
     unit, size = time_unit(one.seconds for one in (*found.pareto, *found.top))
     best, named = f"best by {found.objective}", _named(found)
-    rows = [_row(one, FRONT, size) | {"front": True} for one in found.pareto]
+    rows = [_row(one, FRONT_LABEL, size) | {"front": True} for one in found.pareto]
     rows += [_row(one, best, size) for one in found.top]
     rows += [_row(one, words, size) for words, one in named.items()]
     card = found.top[0].plan.resolve().gpu.memory_gib if found.top else 0.0
-    near = bool(rows) and max(row["peak"] for row in rows) >= NEAR * card
+    near = bool(rows) and max(row["peak"] for row in rows) >= GPU_MEMORY_SHOWN_FROM * card
     if near:
         rows[0] |= {"card": card, "card_text": f"card: {digits(card)} GiB"}
     told = f"estimated · {found.feasible:,} of {found.candidates:,} plans meet every condition"
@@ -50,7 +50,7 @@ def front(found: SearchResult) -> Figure:
         name="front",
         title=f"Memory of the fullest rank (GiB) against time of a step ({unit})",
         subtitle=told if near else f"{told} · a card has {digits(card)} GiB",
-        spec=spec(unit, best, tuple(named)),
+        spec=pareto_spec(unit, best, tuple(named)),
         rows=rows,
         empty=found.empty or "No plan was found.",
     )
@@ -90,23 +90,26 @@ def _bend(points: Sequence[Candidate]) -> int:
 
 
 @lru_cache(maxsize=8)
-def spec(unit: str, best: str, named: tuple[str, ...]) -> dict[str, Any]:
+def pareto_spec(unit: str, best: str, named: tuple[str, ...]) -> dict[str, Any]:
     """The declaration: the front as a stair with its points, the first plans and the `named` ones,
     a card's memory.
     """
-    kinds, colours = [FRONT, best, *named], [palette.SERIES[0], FEW, *NAMED[: len(named)]]
-    x = alt.X("time:Q", title=f"{unit} a step", scale=_log(), axis=chart_data.amounts())
-    y = alt.Y("peak:Q", title="GiB", scale=_log(), axis=chart_data.amounts())
+    kinds, colours = (
+        [FRONT_LABEL, best, *named],
+        [palette.SERIES_COLOURS[0], BEST_COLOUR, *NAMED_COLOURS[: len(named)]],
+    )
+    x = alt.X("time:Q", title=f"{unit} a step", scale=_log(), axis=chart_data.amount_axis())
+    y = alt.Y("peak:Q", title="GiB", scale=_log(), axis=chart_data.amount_axis())
     base = alt.Chart(chart_data.ROWS).encode(x=x, y=y)
     line = base.transform_filter("datum.front").mark_line(
-        interpolate="step-after", strokeWidth=1.2, color=palette.SERIES[0]
+        interpolate="step-after", strokeWidth=1.2, color=palette.SERIES_COLOURS[0]
     )
     points = base.transform_filter("isValid(datum.time)").mark_point(filled=True, opacity=1)
     points = points.encode(
         color=alt.Color(
             "kind:N",
             scale=alt.Scale(domain=kinds, range=colours),
-            legend=chart_data.legend(kinds, "circle"),
+            legend=chart_data.bottom_legend(kinds, "circle"),
         ),
         size=alt.Size(
             "kind:N",
@@ -122,12 +125,12 @@ def spec(unit: str, best: str, named: tuple[str, ...]) -> dict[str, Any]:
         ],
     )
     limit = alt.Chart(chart_data.ROWS).transform_filter("isValid(datum.card)").encode(y="card:Q")
-    rule = limit.mark_rule(color=palette.LIMIT, strokeDash=[5, 3], strokeWidth=1.5)
+    rule = limit.mark_rule(color=palette.LIMIT_COLOUR, strokeDash=[5, 3], strokeWidth=1.5)
     said = limit.mark_text(
-        color=palette.LIMIT, align="right", baseline="bottom", dx=-4, dy=-3, fontSize=11
+        color=palette.LIMIT_COLOUR, align="right", baseline="bottom", dx=-4, dy=-3, fontSize=11
     )
     said = said.encode(x=alt.value("width"), text="card_text:N")
-    return declare(alt.layer(line, points, rule, said), height=HEIGHT)
+    return vega_spec(alt.layer(line, points, rule, said), height=CHART_HEIGHT)
 
 
 def _log() -> alt.Scale:

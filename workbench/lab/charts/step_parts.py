@@ -10,26 +10,26 @@ import pandas as pd
 
 from workbench.lab import palette
 from workbench.lab.charts import chart_data
-from workbench.lab.live.figure import Figure, declare
+from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import Profile
 from workbench.units import seconds_text, time_unit
 
-NOTE = "time"
+TIME_NOTE = "time"
 """Key of `Profile.notes` under which an instrument gives seconds by part."""
 
 
-def parts(*profiles: Profile) -> Figure:
+def step_time_parts(*profiles: Profile) -> Figure:
     """One bar a profile: seconds of a step by part, of a measured one by its timeline; else the
     whole step.
     """
-    told = list(zip(chart_data.names_of(profiles), map(parts_of, profiles)))
+    told = list(zip(chart_data.bar_names(profiles), map(seconds_by_part, profiles)))
     told = [(name, found) for name, found in told if found]
     unit, size = time_unit(sum(found.values()) for _, found in told)
     names = tuple(dict.fromkeys(part for _, found in told for part in found))
     rows = [
         {
             "bar": bar,
-            "part": palette.words(part),
+            "part": palette.key_label(part),
             "order": names.index(part),
             "value": seconds / size,
             "total": sum(found.values()) / size,
@@ -41,8 +41,8 @@ def parts(*profiles: Profile) -> Figure:
     return Figure(
         name="parts",
         title=f"Where the time of a step goes ({unit})",
-        subtitle=chart_data.sources(profiles),
-        spec=spec(unit, names, tuple(bar for bar, _ in told)),
+        subtitle=chart_data.source_words(profiles),
+        spec=step_time_spec(unit, names, tuple(bar for bar, _ in told)),
         rows=rows,
         empty="No step time is known.",
     )
@@ -51,19 +51,19 @@ def parts(*profiles: Profile) -> Figure:
 IDLE = "idle"
 
 
-def parts_of(profile: Profile) -> dict[str, float]:
+def seconds_by_part(profile: Profile) -> dict[str, float]:
     """Part -> seconds, in the instrument's order; of a measured step what its timeline says,
     averaged over ranks.
     """
-    note = profile.notes.get(NOTE)
+    note = profile.notes.get(TIME_NOTE)
     if isinstance(note, dict):
         return {str(k): float(v) for k, v in note.items() if isinstance(v, int | float) and v > 0}
     if len(profile.timeline):
-        return timed(profile.timeline)
+        return seconds_by_action(profile.timeline)
     return {"whole step": profile.step_seconds} if profile.step_seconds else {}
 
 
-def timed(timeline: pd.DataFrame) -> dict[str, float]:
+def seconds_by_action(timeline: pd.DataFrame) -> dict[str, float]:
     """Action -> seconds of the last step with a timeline, the mean of the ranks that have one; the
     rest is idle.
     """
@@ -71,23 +71,25 @@ def timed(timeline: pd.DataFrame) -> dict[str, float]:
         timeline[timeline.step == timeline.step.max()] if timeline.step.notna().any() else timeline
     )
     span, ranks = float(last.end.max()), last["rank"].nunique()
-    titles = last.action.map(lambda name: palette.action(str(name))[0])
+    titles = last.action.map(lambda name: palette.action_style(str(name))[0])
     own = ((last.end - last.start).groupby(titles).sum() / ranks).to_dict()
-    order = dict.fromkeys(title for title, _ in (*palette.ACTIONS.values(), palette.OTHER_ACTION))
+    order = dict.fromkeys(
+        title for title, _ in (*palette.ACTION_STYLES.values(), palette.OTHER_ACTION_STYLE)
+    )
     found = {title: float(own[title]) for title in order if own.get(title, 0) > 0}
     rest = span - sum(found.values())
     return found | ({IDLE: rest} if rest > 0 else {})
 
 
 @lru_cache(maxsize=32)
-def spec(unit: str, names: tuple[str, ...], bars: tuple[str, ...]) -> dict[str, Any]:
+def step_time_spec(unit: str, names: tuple[str, ...], bars: tuple[str, ...]) -> dict[str, Any]:
     """The declaration: a bar for each of `bars`, stacked by part."""
     titles, colours = (
-        [palette.words(name) for name in names],
-        [palette.PARTS.get(n, palette.OTHER_PART) for n in names],
+        [palette.key_label(name) for name in names],
+        [palette.STEP_PART_COLOURS.get(n, palette.OTHER_PART_COLOUR) for n in names],
     )
     base = alt.Chart(chart_data.ROWS).encode(
-        y=alt.Y("bar:N", sort=list(bars), axis=chart_data.names())
+        y=alt.Y("bar:N", sort=list(bars), axis=chart_data.name_axis())
     )
     stack = base.mark_bar(stroke="white", strokeWidth=0.6).encode(
         x=alt.X(
@@ -95,12 +97,12 @@ def spec(unit: str, names: tuple[str, ...], bars: tuple[str, ...]) -> dict[str, 
             title=f"{unit} a step",
             stack="zero",
             scale=alt.Scale(nice=False),
-            axis=chart_data.amounts(),
+            axis=chart_data.amount_axis(),
         ),
         color=alt.Color(
             "part:N",
             scale=alt.Scale(domain=titles, range=colours),
-            legend=chart_data.legend(titles, beside=bars),
+            legend=chart_data.bottom_legend(titles, beside=bars),
         ),
         order="order:Q",
         tooltip=[
@@ -116,7 +118,7 @@ def spec(unit: str, names: tuple[str, ...], bars: tuple[str, ...]) -> dict[str, 
         .mark_point(opacity=0)
         .encode(x="room:Q")
     )
-    return declare(
+    return vega_spec(
         alt.layer(stack, text.encode(x="total:Q", text="text:N"), room),
         height=max(50, 26 * len(bars)),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.lab.charts import line_series
-from workbench.lab.live.figure import Figure, declare
+from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import Profile
 
 
@@ -19,23 +19,23 @@ def throughput(profile: Profile) -> Figure:
     steps = profile.steps.dropna(subset=["seconds", "tokens"])
     steps = steps[steps.seconds > 0]
     values = steps[["rank", "step"]].assign(value=(steps.tokens / steps.seconds).astype(float))
-    return figure(values, profile.world_size, profile.source)
+    return throughput_figure(values, profile.world_size, profile.source)
 
 
-def figure(values: pd.DataFrame, world_size: int, source: str) -> Figure:
+def throughput_figure(values: pd.DataFrame, world_size: int, source: str) -> Figure:
     """The figure of a frame (rank, step, value in tokens a second)."""
-    rows = line_series.rows(values, world_size, worst="smallest")
+    rows = line_series.series_rows(values, world_size, worst="smallest")
     return Figure(
         name="throughput",
         title="Throughput (tokens a second)",
         subtitle=f"{source} · the whole job, as each rank timed the step",
-        spec=spec(line_series.names(rows, world_size)),
+        spec=throughput_spec(line_series.series_names(rows, world_size)),
         rows=rows,
         empty="Shown after the first step.",
     )
 
 
 @lru_cache(maxsize=8)
-def spec(names: tuple[str, ...]) -> dict[str, Any]:
+def throughput_spec(names: tuple[str, ...]) -> dict[str, Any]:
     """The declaration."""
-    return declare(line_series.chart("tokens/s", names), height=150)
+    return vega_spec(line_series.line_chart("tokens/s", names), height=150)

@@ -12,15 +12,15 @@ import pandas as pd
 
 from workbench.lab import palette, rank_selection
 from workbench.lab.charts import chart_data
-from workbench.lab.live.figure import Figure, declare
+from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import Profile
 from workbench.units import digits, time_unit
 
-MOST = 8_000
+MAX_BARS = 8_000
 """Most bars drawn; of a longer step the beginning is shown, and the title says so."""
-NUMBERED = 400
+MAX_NUMBERED_BARS = 400
 """Up to this many bars carry their microbatch's number."""
-BAR = 18
+LANE_HEIGHT = 18
 
 
 def timeline(*profiles: Profile, step: int | None = None) -> Figure:
@@ -30,58 +30,62 @@ def timeline(*profiles: Profile, step: int | None = None) -> Figure:
     frames = {
         lane: frame
         for profile in profiles
-        for lane, frame in lanes(profile, step, len(profiles) > 1).items()
+        for lane, frame in rank_lanes(profile, step, len(profiles) > 1).items()
     }
     unit, size = time_unit(frame.end.max() for frame in frames.values())
     found = sorted(
-        (row for lane, frame in frames.items() for row in rows_of(lane, frame, size)),
+        (row for lane, frame in frames.items() for row in lane_rows(lane, frame, size)),
         key=lambda row: row["start"],
     )
-    titles = {palette.action(str(name)) for frame in frames.values() for name in frame.action}
+    titles = {palette.action_style(str(name)) for frame in frames.values() for name in frame.action}
     order = tuple(
         entry
-        for entry in dict.fromkeys([*palette.ACTIONS.values(), palette.OTHER_ACTION])
+        for entry in dict.fromkeys([*palette.ACTION_STYLES.values(), palette.OTHER_ACTION_STYLE])
         if entry in titles
     )
-    cut = f" · the first {digits(found[MOST - 1]['end'])} {unit}" if len(found) > MOST else ""
+    cut = (
+        f" · the first {digits(found[MAX_BARS - 1]['end'])} {unit}" if len(found) > MAX_BARS else ""
+    )
     return Figure(
         name="timeline",
         title=f"What each rank does in a step ({unit})",
-        subtitle=words(profiles, frames) + cut,
-        spec=spec(unit, tuple(frames), order, len(found) <= NUMBERED),
-        rows=found[:MOST],
+        subtitle=timeline_subtitle(profiles, frames) + cut,
+        spec=timeline_spec(unit, tuple(frames), order, len(found) <= MAX_NUMBERED_BARS),
+        rows=found[:MAX_BARS],
         wide=True,
         empty="Shown when a step has been timed.",
     )
 
 
-def lanes(profile: Profile, step: int | None, tell_source: bool) -> dict[str, pd.DataFrame]:
+def rank_lanes(profile: Profile, step: int | None, tell_source: bool) -> dict[str, pd.DataFrame]:
     """Label -> the rows of one rank and step; at most 16 ranks, spread over the pipeline."""
     frame = profile.timeline
     if not len(frame):
         return {}
     if frame.step.notna().any():
         frame = frame[frame.step == (frame.step.max() if step is None else step)]
-    stages = rank_selection.stage_of(profile)
+    stages = rank_selection.stages_by_rank(profile)
     several = len(set(stages.values())) > 1
     tail = f" · {profile.source}" if tell_source else ""
     return {
-        rank_selection.label(rank, stages if several else {}) + tail: frame[frame["rank"] == rank]
-        for rank in distinct(frame)
+        rank_selection.rank_label(rank, stages if several else {}) + tail: frame[
+            frame["rank"] == rank
+        ]
+        for rank in lane_ranks(frame)
     }
 
 
-def distinct(frame: pd.DataFrame) -> list[int]:
+def lane_ranks(frame: pd.DataFrame) -> list[int]:
     """All ranks up to 16; else one a pipeline stage, and of those at most 16, evenly spread."""
     found = sorted(int(rank) for rank in frame["rank"].unique())
-    if len(found) <= rank_selection.FEW:
+    if len(found) <= rank_selection.MAX_RANKS_SHOWN:
         return found
     found = sorted({int(rank) for rank in frame.groupby("stage", dropna=False)["rank"].min()})
-    count = min(len(found), rank_selection.FEW)
+    count = min(len(found), rank_selection.MAX_RANKS_SHOWN)
     return [found[round(i * (len(found) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def rows_of(lane: str, frame: pd.DataFrame, size: float) -> list[dict[str, Any]]:
+def lane_rows(lane: str, frame: pd.DataFrame, size: float) -> list[dict[str, Any]]:
     """Rows of one lane, in units of `size` seconds."""
     numbers = frame.microbatch.dropna()
     most = max(1, int(numbers.max())) if len(numbers) else 1
@@ -89,14 +93,14 @@ def rows_of(lane: str, frame: pd.DataFrame, size: float) -> list[dict[str, Any]]
     for name, batch, start, end, stage in zip(
         frame.action, frame.microbatch, frame.start, frame.end, frame.stage
     ):
-        index = rank_selection.number(batch)
+        index = rank_selection.int_or_none(batch)
         found.append(
             {
                 "lane": lane,
-                "action": palette.action(str(name))[0],
+                "action": palette.action_style(str(name))[0],
                 "name": str(name),
                 "microbatch": index,
-                "stage": rank_selection.number(stage),
+                "stage": rank_selection.int_or_none(stage),
                 "start": start / size,
                 "end": end / size,
                 "middle": (start + end) / 2 / size,
@@ -106,12 +110,14 @@ def rows_of(lane: str, frame: pd.DataFrame, size: float) -> list[dict[str, Any]]
     return found
 
 
-def words(profiles: tuple[Profile, ...], frames: dict[str, pd.DataFrame]) -> str:
+def timeline_subtitle(profiles: tuple[Profile, ...], frames: dict[str, pd.DataFrame]) -> str:
     """The subtitle: sources, the steps shown, and how much of the time the ranks do nothing."""
     timed = any(profile.source == "measured" for profile in profiles)
     measured = [frame[frame.source == "measured"] for frame in frames.values() if timed]
     steps = sorted({int(s) for frame in measured for s in frame.step.dropna().unique()})
-    told = chart_data.sources(profiles) + (f" · step {', '.join(map(str, steps))}" if steps else "")
+    told = chart_data.source_words(profiles) + (
+        f" · step {', '.join(map(str, steps))}" if steps else ""
+    )
     part = next(
         (
             p.notes["timeline_microbatches"]
@@ -121,13 +127,13 @@ def words(profiles: tuple[Profile, ...], frames: dict[str, pd.DataFrame]) -> str
         None,
     )
     told += f" · the first {part} microbatches" if part else ""
-    idle = [1 - busy(frame) for frame in frames.values()]
+    idle = [1 - compute_share(frame) for frame in frames.values()]
     return told + (
         f" · idle {digits(100 * sum(idle) / len(idle), 2)} % of the step" if idle else ""
     )
 
 
-def busy(frame: pd.DataFrame) -> float:
+def compute_share(frame: pd.DataFrame) -> float:
     """Share of the step in which a rank computes (forward or backward, whole or in part)."""
     span = max(frame.end.tolist(), default=0.0)
     actions = zip(frame.action.tolist(), frame.start.tolist(), frame.end.tolist())
@@ -139,14 +145,14 @@ def busy(frame: pd.DataFrame) -> float:
 
 
 @lru_cache(maxsize=64)
-def spec(
+def timeline_spec(
     unit: str, labels: tuple[str, ...], actions: tuple[tuple[str, str], ...], numbered: bool
 ) -> dict[str, Any]:
     """The declaration: one line for each of `labels`, one colour for each of `actions`."""
     titles = [title for title, _ in actions]
     colour = alt.Scale(domain=titles, range=[colour for _, colour in actions])
-    legend = chart_data.legend(titles, width=chart_data.WIDE, beside=labels)
-    y = alt.Y("lane:N", sort=list(labels), axis=chart_data.names())
+    legend = chart_data.bottom_legend(titles, width=chart_data.FULL_WIDTH, beside=labels)
+    y = alt.Y("lane:N", sort=list(labels), axis=chart_data.name_axis())
     base = alt.Chart(chart_data.ROWS).encode(y=y)
     bars = base.mark_bar(stroke="white", strokeWidth=0.5, strokeOpacity=0.6).encode(
         x=alt.X(
@@ -169,7 +175,7 @@ def spec(
         ],
     )
     if not numbered:
-        return declare(bars, height=max(50, BAR * len(labels)))
+        return vega_spec(bars, height=max(50, LANE_HEIGHT * len(labels)))
     wide = "datum.microbatch != null && indexof(['F','B','I','W'], datum.name) >= 0"
     inside = (
         base.transform_filter(wide)
@@ -180,4 +186,4 @@ def spec(
             color=alt.condition("datum.name == 'F'", alt.value("white"), alt.value("#1a1a1a")),
         )
     )
-    return declare(alt.layer(bars, inside), height=max(50, BAR * len(labels)))
+    return vega_spec(alt.layer(bars, inside), height=max(50, LANE_HEIGHT * len(labels)))

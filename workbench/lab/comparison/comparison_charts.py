@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from workbench.lab.charts import collectives, loss, memory, memory_map, parts, throughput, timeline
-from workbench.lab.charts.memory_map import drawable
+from workbench.lab.charts import (
+    collectives,
+    loss,
+    memory,
+    memory_map,
+    step_time_parts,
+    throughput,
+    timeline,
+)
+from workbench.lab.charts.memory_map import has_memory_map
+from workbench.lab.comparison.entries import ComparisonEntry
 from workbench.lab.live.figure import Figure
 from workbench.untrusted_text import visible
 
-if TYPE_CHECKING:
-    from workbench.lab.comparison.compare import Entry
 
-
-def gallery(entries: Sequence[Entry]) -> list[Figure]:
+def comparison_figures(entries: Sequence[ComparisonEntry]) -> list[Figure]:
     """All losses in one chart, step times in one, then the charts of each entry; empty ones are
     left out.
     """
@@ -24,29 +29,26 @@ def gallery(entries: Sequence[Entry]) -> list[Figure]:
     ]
     trained = [profile for profile in everything if profile.loss]
     timed = [profile for profile in everything if profile.step_seconds or profile.notes.get("time")]
-    shared = [loss(*trained), parts(*timed)]
-    return [
-        figure for figure in [*shared, *(f for entry in entries for f in of(entry))] if figure.rows
-    ]
+    shared = [loss(*trained), step_time_parts(*timed)]
+    own = [figure for entry in entries for figure in entry_figures(entry)]
+    return [figure for figure in [*shared, *own] if figure.rows]
 
 
-def of(entry: Entry) -> list[Figure]:
+def entry_figures(entry: ComparisonEntry) -> list[Figure]:
     """The charts of one entry, its name in their titles."""
-    measured, first = entry.of("measured"), entry.profiles[0]
-    found = [
+    measured, first = entry.profile_of("measured"), entry.profiles[0]
+    figures = [
         memory(*entry.profiles),
+        *([throughput(measured)] if measured else []),
         collectives(*entry.profiles),
-        timeline(*[p for p in entry.profiles if len(p.timeline)]),
+        timeline(*[profile for profile in entry.profiles if len(profile.timeline)]),
+        *([memory_map(first)] if has_memory_map(first.world_size) else []),
     ]
-    if measured:
-        found.insert(1, throughput(measured))
-    if drawable(first.world_size):
-        found.append(memory_map(first))
     return [
         replace(
             figure,
             name=f"{figure.name}_{entry.name}",
             title=f"{visible(entry.name)}: {figure.title}",
         )
-        for figure in found
+        for figure in figures
     ]

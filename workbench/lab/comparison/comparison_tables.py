@@ -11,7 +11,7 @@ from workbench.lab import rank_selection
 from workbench.units import byte_unit, bytes_text, count_text, digits, seconds_text
 from workbench.untrusted_text import escaped
 
-STYLE = """
+TABLE_STYLE = """
 <style>
 .wb-table { border-collapse: collapse; margin: 4px 0 14px; font-size: 13px; font-variant-numeric: tabular-nums; }
 .wb-table caption { text-align: left; font-weight: 600; padding: 6px 0; caption-side: top; }
@@ -23,18 +23,18 @@ STYLE = """
 </style>
 """
 
-Column = tuple[str, str, Callable[[Any], str]]
+TableColumn = tuple[str, str, Callable[[Any], str]]
 """Column of the frame, its heading, and how a cell is said."""
-Sheet = tuple[str, list[Column], pd.DataFrame]
+Table = tuple[str, list[TableColumn], pd.DataFrame]
 """A table: its caption, its columns, its rows."""
-TEXT = ("plan", "source", "state", "run", "field", "value")
+TEXT_COLUMNS = ("plan", "source", "state", "run", "field", "value")
 """First words of the columns that hold text; the others hold figures."""
-ID_SHOWN = 40
+MAX_ID_LENGTH = 40
 """Characters of a run's id in a page's cell, which does not wrap it; a longer one loses its middle.
 """
 
 
-def summary_table(summary: pd.DataFrame) -> Sheet:
+def summary_table(summary: pd.DataFrame) -> Table:
     """The summary, with the state of each run beside its name."""
     if len(summary):
         states = {str(plan): _state(rows) for plan, rows in summary.groupby("plan", sort=False)}
@@ -54,10 +54,10 @@ def _state(rows: pd.DataFrame) -> str | None:
     )
 
 
-def differences_table(differences: dict[str, dict[str, Any]]) -> Sheet:
+def differences_table(differences: dict[str, dict[str, Any]]) -> Table:
     """The fields in which plans differ, a column a plan."""
     names = list(next(iter(differences.values()), {}))
-    columns: list[Column] = [("field", "field", str)]
+    columns: list[TableColumn] = [("field", "field", str)]
     columns += [(f"value {number}", name, str) for number, name in enumerate(names)]
     rows = [[field, *map(_value, values.values())] for field, values in differences.items()]
     return (
@@ -72,14 +72,14 @@ def _value(value: Any) -> str:
     return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def memory_table(frame: pd.DataFrame) -> Sheet:
+def memory_table(frame: pd.DataFrame) -> Table:
     """Caption, columns and rows of the memory table: of many ranks the fullest eight, the median
     and the emptiest.
     """
     columns, unit = memory_columns(frame)
     caption = f"Peak memory of each rank ({unit})"
     kept = (
-        pd.concat([extremes(rows) for _, rows in frame.groupby("plan", sort=False)])
+        pd.concat([extreme_rows(rows) for _, rows in frame.groupby("plan", sort=False)])
         if len(frame)
         else frame
     )
@@ -91,9 +91,9 @@ def memory_table(frame: pd.DataFrame) -> Sheet:
     return caption, columns, kept
 
 
-def extremes(rows: pd.DataFrame) -> pd.DataFrame:
+def extreme_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of one plan that are shown."""
-    if len(rows) <= rank_selection.FEW:
+    if len(rows) <= rank_selection.MAX_RANKS_SHOWN:
         return rows
     told = [
         column
@@ -101,66 +101,70 @@ def extremes(rows: pd.DataFrame) -> pd.DataFrame:
         if column.endswith("_bytes") and rows[column].notna().all()
     ]
     chosen = (
-        rank_selection.extremes(dict(zip(rows["rank"], rows[told[-1]])))
+        rank_selection.extreme_ranks(dict(zip(rows["rank"], rows[told[-1]])))
         if told
-        else rows["rank"][: rank_selection.FEW]
+        else rows["rank"][: rank_selection.MAX_RANKS_SHOWN]
     )
     return rows[rows["rank"].isin(chosen)]
 
 
-def summary_columns() -> list[Column]:
+def summary_columns() -> list[TableColumn]:
     """Columns of the summary."""
     return [
         ("plan", "plan", str),
         ("source", "source", str),
-        ("ranks", "ranks", whole),
-        ("peak_bytes", "fullest rank", present(bytes_text)),
-        ("step_seconds", "a step", present(seconds_text)),
-        ("tokens_per_second", "tokens/s", present(count_text)),
-        ("steps", "steps", whole),
-        ("state", "state", present(str)),
-        ("first_loss", "first loss", present("{:.3f}".format)),
-        ("last_loss", "last loss", present("{:.3f}".format)),
+        ("ranks", "ranks", integer_or_dash),
+        ("peak_bytes", "fullest rank", or_dash(bytes_text)),
+        ("step_seconds", "a step", or_dash(seconds_text)),
+        ("tokens_per_second", "tokens/s", or_dash(count_text)),
+        ("steps", "steps", integer_or_dash),
+        ("state", "state", or_dash(str)),
+        ("first_loss", "first loss", or_dash("{:.3f}".format)),
+        ("last_loss", "last loss", or_dash("{:.3f}".format)),
     ]
 
 
-def memory_columns(frame: pd.DataFrame) -> tuple[list[Column], str]:
+def memory_columns(frame: pd.DataFrame) -> tuple[list[TableColumn], str]:
     """Columns of the memory table, and the one unit of its bytes."""
     found = [column for column in frame.columns if column.endswith("_bytes")]
     unit, size = byte_unit(float(v) for column in found for v in frame[column].dropna())
-    amount = present(lambda value: digits(value / size, 4))
-    columns: list[Column] = [("plan", "plan", str), ("rank", "rank", whole)]
+    amount = or_dash(lambda value: digits(value / size, 4))
+    columns: list[TableColumn] = [("plan", "plan", str), ("rank", "rank", integer_or_dash)]
     columns += [(name, name.removesuffix("_bytes"), amount) for name in found]
     columns += [
-        (f"{s}_error", f"{s} − measured", present("{:+.2%}".format))
+        (f"{s}_error", f"{s} − measured", or_dash("{:+.2%}".format))
         for s in ("estimated", "rehearsed")
     ]
-    return [*columns, ("run", "measured in run", present(str)), ("step", "at step", whole)], unit
+    return [
+        *columns,
+        ("run", "measured in run", or_dash(str)),
+        ("step", "at step", integer_or_dash),
+    ], unit
 
 
-def page_table(caption: str, columns: list[Column], frame: pd.DataFrame) -> str:
+def html_table(caption: str, columns: list[TableColumn], frame: pd.DataFrame) -> str:
     """A frame as an HTML table; names are given once while they repeat."""
     head = "".join(
         f'<th scope="col"{_side(name)}>{escaped(title)}</th>' for name, title, _ in columns
     )
     body = "".join(
         f"<tr>{''.join(_cell(name, text) for name, text in row)}</tr>"
-        for row in said(columns, frame)
+        for row in text_rows(columns, frame)
     )
     return (
-        f"{STYLE}<table "
+        f"{TABLE_STYLE}<table "
         f'class="wb-table"><caption>{escaped(caption)}</caption><tr>{head}</tr>{body}</table>'
     )
 
 
-def text_table(caption: str, columns: list[Column], frame: pd.DataFrame) -> str:
+def text_table(caption: str, columns: list[TableColumn], frame: pd.DataFrame) -> str:
     """A frame as aligned lines of text."""
     lines = [
         [title for _, title, _ in columns],
-        *([text for _, text in row] for row in said(columns, frame)),
+        *([text for _, text in row] for row in text_rows(columns, frame)),
     ]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    sides = [str.ljust if is_text(name) else str.rjust for name, _, _ in columns]
+    sides = [str.ljust if is_text_column(name) else str.rjust for name, _, _ in columns]
     told = [
         "  ".join(side(text, width) for side, text, width in zip(sides, line, widths)).rstrip()
         for line in lines
@@ -168,22 +172,22 @@ def text_table(caption: str, columns: list[Column], frame: pd.DataFrame) -> str:
     return "\n".join([caption, *told])
 
 
-def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows as plain data; what is not known is None."""
     return [{str(k): _plain(v) for k, v in row.items()} for row in frame.to_dict("records")]
 
 
-def present(say: Callable[[Any], str]) -> Callable[[Any], str]:
+def or_dash(say: Callable[[Any], str]) -> Callable[[Any], str]:
     """`say`, with a dash for what is not known."""
     return lambda value: "–" if value is None or value != value else say(value)
 
 
-def whole(value: Any) -> str:
+def integer_or_dash(value: Any) -> str:
     """A whole number, or a dash."""
     return "–" if value is None or value != value else str(int(value))
 
 
-def said(columns: list[Column], frame: pd.DataFrame) -> Iterable[list[tuple[str, str]]]:
+def text_rows(columns: list[TableColumn], frame: pd.DataFrame) -> Iterable[list[tuple[str, str]]]:
     """Each row as (column, text); a plan's name and state stand once while they repeat."""
     before: Any = object()
     for row in frame.to_dict("records"):
@@ -195,19 +199,19 @@ def said(columns: list[Column], frame: pd.DataFrame) -> Iterable[list[tuple[str,
         ]
 
 
-def is_text(name: str) -> bool:
+def is_text_column(name: str) -> bool:
     """Whether a column holds text."""
-    return name.split()[0] in TEXT
+    return name.split()[0] in TEXT_COLUMNS
 
 
 def _side(name: str) -> str:
-    return f' class="wb-{"id" if name == "run" else "name"}"' if is_text(name) else ""
+    return f' class="wb-{"id" if name == "run" else "name"}"' if is_text_column(name) else ""
 
 
 def _cell(name: str, text: str) -> str:
-    if name != "run" or len(text) <= ID_SHOWN:
+    if name != "run" or len(text) <= MAX_ID_LENGTH:
         return f"<td{_side(name)}>{escaped(text)}</td>"
-    half = ID_SHOWN // 2
+    half = MAX_ID_LENGTH // 2
     return (
         f"<td{_side(name)} "
         f'title="{escaped(text)}">{escaped(text[: half - 1])}…{escaped(text[-half:])}</td>'

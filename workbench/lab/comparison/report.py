@@ -9,16 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from workbench.lab.comparison import comparison_tables
-from workbench.lab.comparison.compare import Comparison, compare
+from workbench.lab.comparison.entries import ComparisonEntry
 from workbench.lab.live.figure import FONT, Figure
 from workbench.lab.pictures.pictures import PictureError
 from workbench.safe_io.files import replace_file
 from workbench.untrusted_text import escaped
 
-WIDTH, WIDE = 440, 940
+HALF_WIDTH, FULL_WIDTH = 440, 940
+"""Pixels of a chart that shares its line with another, and of one that has a line of its own."""
+SOURCE_MEANINGS = (
+    "Estimated: closed form. Rehearsed: the real code on fake tensors. Measured: the allocator's "
+    "own count and the clock of real ranks, on the run and step named."
+)
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title>
@@ -42,74 +46,61 @@ pre {{ background: #f6f6f6; padding: 10px 12px; font-size: 12px; overflow-x: aut
 """
 
 
-def report(profiles: Sequence[Any] | Comparison, path: str | Path) -> Path:
-    """Write one HTML page of a comparison, or of what `compare` would put side by side; its
-    path.
+def write_report(
+    path: str | Path,
+    entries: Sequence[ComparisonEntry],
+    tables: Sequence[comparison_tables.Table],
+    figures: Sequence[Figure],
+) -> list[str]:
+    """Write one HTML page, complete or not at all.
+
+    Returns:
+        The charts that could not be drawn, each with the reason; the page lists them too.
     """
-    return write(profiles if isinstance(profiles, Comparison) else compare(*profiles), path)
-
-
-def write(comparison: Comparison, path: str | Path) -> Path:
-    """Write a comparison as one HTML page, whole or not at all; its path."""
-    replace_file(path, page(comparison))
-    return Path(path)
-
-
-def page(comparison: Comparison) -> str:
-    """The page."""
-    names = [entry.name for entry in comparison.entries]
-    charts, comparison.left_out = drawn(comparison.figures())
+    charts, left_out = draw_figures(figures)
     sections = [
-        *(
-            f'<div class="scroll">{comparison_tables.page_table(*sheet)}</div>'
-            for sheet in comparison.sheets
-        ),
-        f'<h2>Charts</h2>{lost(comparison.left_out)}<div class="charts">{"".join(charts)}</div>',
-        plans(comparison),
+        *(f'<div class="scroll">{comparison_tables.html_table(*table)}</div>' for table in tables),
+        f'<h2>Charts</h2>{left_out_list(left_out)}<div class="charts">{"".join(charts)}</div>',
+        plan_files(entries),
     ]
+    names = [entry.name for entry in entries]
     words = (
         f"{len(names)} compared: {', '.join(names)}. Written "
-        f"{time.strftime('%Y-%m-%d %H:%M %Z')}. {MEANING}"
+        f"{time.strftime('%Y-%m-%d %H:%M %Z')}. {SOURCE_MEANINGS}"
     )
-    return PAGE.format(
+    page = PAGE.format(
         title="Strategies compared", font=FONT, words=escaped(words), body="\n".join(sections)
     )
+    replace_file(path, page)
+    return left_out
 
 
-MEANING = (
-    "Estimated: closed form. Rehearsed: the real code on fake tensors. Measured: the allocator's "
-    "own count and the "
-    "clock of real ranks, on the run and step named."
-)
-
-
-def drawn(figures: Sequence[Figure]) -> tuple[list[str], list[str]]:
-    """(the charts of the page, which could not be drawn and why)."""
+def draw_figures(figures: Sequence[Figure]) -> tuple[list[str], list[str]]:
+    """(the charts as HTML, titles of those that could not be drawn, each with the reason)."""
     charts: list[str] = []
     left_out: list[str] = []
     for figure in figures:
         try:
-            picture = figure.svg(WIDE if figure.wide else WIDTH)
+            picture = figure.svg(FULL_WIDTH if figure.wide else HALF_WIDTH)
             charts.append(f'<figure class="{"wide" if figure.wide else ""}">{picture}</figure>')
         except PictureError as error:
             left_out.append(f"{figure.title}: {error}")
     return charts, left_out
 
 
-def lost(left_out: Sequence[str]) -> str:
-    """Charts that are missing from the page, in words; nothing where none is."""
+def left_out_list(left_out: Sequence[str]) -> str:
+    """The charts that are missing from the page, as HTML; empty where none is."""
     if not left_out:
         return ""
-    return (
-        f"<p>Charts left out:</p><ul>{''.join(f'<li>{escaped(one)}</li>' for one in left_out)}</ul>"
-    )
+    items = "".join(f"<li>{escaped(words)}</li>" for words in left_out)
+    return f"<p>Charts left out:</p><ul>{items}</ul>"
 
 
-def plans(comparison: Comparison) -> str:
-    """The plan files, where they are known."""
-    told = [
+def plan_files(entries: Sequence[ComparisonEntry]) -> str:
+    """The plan files as HTML, of the entries whose plan is known."""
+    sections = [
         f"<h3>{escaped(entry.name)}</h3><pre>{escaped(entry.plan.to_yaml())}</pre>"
-        for entry in comparison.entries
+        for entry in entries
         if entry.plan
     ]
-    return "<h2>Plan files</h2>" + "".join(told) if told else ""
+    return "<h2>Plan files</h2>" + "".join(sections) if sections else ""

@@ -36,7 +36,7 @@ class Board(anywidget.AnyWidget):
         self._number = 0
         self._lock = threading.RLock()
         self._on_press = on_press
-        self.on_msg(self._heard)
+        self.on_msg(self._receive)
 
     def put(self, *figures: Figure) -> None:
         """Show these figures with all their rows, in place of those of the same name or after the
@@ -69,7 +69,7 @@ class Board(anywidget.AnyWidget):
         """What a chart shows now."""
         return list(self._rows.get(name, []))
 
-    def say(self, **banner: Any) -> None:
+    def show_banner(self, **banner: Any) -> None:
         """Replace the banner: tone (calm|busy|good|bad), headline, lines, fraction, buttons, code.
 
         `reconnect` is what the page says where the kernel is gone while the banner offers buttons.
@@ -81,7 +81,7 @@ class Board(anywidget.AnyWidget):
             self._number += 1
             self.send({"type": "rows", "number": self._number, "charts": charts})
 
-    def _heard(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
+    def _receive(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
         if content.get("type") == "hello":
             with self._lock:
                 self._send_rows({name: _change(rows) for name, rows in self._rows.items()})

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.lab.live import run_status
 from workbench.lab.live.board import Board
-from workbench.lab.live.output_cell import Output, widget_bundle
-from workbench.lab.live.run_charts import RunView
+from workbench.lab.live.output_cell import OutputCell, widget_bundle
+from workbench.lab.live.run_charts import RunCharts
 from workbench.lab.pictures import saved_notebook, snapshot
 from workbench.runs.store.telemetry_reader import Reader
 
@@ -27,10 +27,10 @@ def watch(run: Run, beside: Sequence[Profile] | None = None) -> Dashboard:
 
     `beside`: profiles drawn next to what is measured; default: the estimate of the run's own plan.
     """
-    return Dashboard(run, predictions(run.plan) if beside is None else list(beside)).start()
+    return Dashboard(run, plan_estimates(run.plan) if beside is None else list(beside)).start()
 
 
-def predictions(plan: ResolvedPlan) -> list[Profile]:
+def plan_estimates(plan: ResolvedPlan) -> list[Profile]:
     """The estimate of a plan, or nothing where the planner cannot make one."""
     from workbench.planner import estimate
 
@@ -49,17 +49,17 @@ class Dashboard:
         self.run = run
         self.board = Board(self._press)
         self.measured = run.measured()
-        self.view = RunView(self.board, self.measured.profile(), beside, run.plan.gpu.device)
-        self.progress = run_status.Progress(run.plan.training.steps, run.plan.world_size)
+        self.view = RunCharts(self.board, self.measured.profile(), beside, run.plan.gpu.device)
+        self.progress = run_status.RunProgress(run.plan.training.steps, run.plan.world_size)
         self._reader = Reader(run.dir)
-        self._output = Output()
+        self._output = OutputCell()
         self._stopping = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"watch {run.id}", daemon=True)
 
     def start(self) -> Dashboard:
         """Begin to follow, in a thread of its own."""
-        self._say(self.run.state)
+        self._show_state(self.run.state)
         self._thread.start()
         return self
 
@@ -71,16 +71,16 @@ class Dashboard:
 
     def snapshot(self) -> dict[str, Any]:
         """Mime bundle of the run as far as it is known: what a saved notebook shows."""
-        told = run_status.banner(self.run.id, self.run.state, self.progress)
+        told = run_status.run_banner(self.run.id, self.run.state, self.progress)
         figures = self.view.figures(self.measured.profile())
-        return snapshot.mimebundle(
+        return snapshot.snapshot_bundle(
             figures, told["headline"], told["lines"], failed=told["tone"] == "bad"
         )
 
     def picture(self) -> str:
         """The same as HTML with one image."""
-        told = run_status.banner(self.run.id, self.run.state, self.progress)
-        return saved_notebook.picture(
+        told = run_status.run_banner(self.run.id, self.run.state, self.progress)
+        return saved_notebook.picture_html(
             self.view.figures(self.measured.profile()), told["headline"], told["lines"]
         )
 
@@ -89,11 +89,11 @@ class Dashboard:
 
     def _follow(self) -> None:
         try:
-            while not self._look():
+            while not self._poll():
                 self._over.wait(POLL_SECONDS)
             self._output.replace(self.snapshot())
         except Exception:  # nobody above this thread would show it
-            self.board.say(
+            self.board.show_banner(
                 tone="bad",
                 headline="This view failed; the run goes on without it",
                 code=traceback.format_exc(),
@@ -101,7 +101,7 @@ class Dashboard:
         finally:
             self._over.set()
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         """Take in what is new; whether the run is over. The state is read first, so that no last
         record is missed.
         """
@@ -109,9 +109,9 @@ class Dashboard:
         records = self._reader.poll()
         self.progress.left_out = self._reader.left_out
         if records:
-            self.progress.take(records)
-            self.view.take(self.measured.add(records), self._evaluations(records))
-        self._say(state)
+            self.progress.add_records(records)
+            self.view.add_rows(self.measured.add(records), self._evaluations(records))
+        self._show_state(state)
         return state.final and not records  # of a long history one poll takes a part
 
     def _evaluations(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -119,9 +119,9 @@ class Dashboard:
             record for record in records if record["kind"] == "evaluation" and record["rank"] == 0
         ]
 
-    def _say(self, state: Any) -> None:
-        self.board.say(
-            **run_status.banner(
+    def _show_state(self, state: Any) -> None:
+        self.board.show_banner(
+            **run_status.run_banner(
                 self.run.id, state, self.progress, self._stopping, str(self.run.dir)
             )
         )

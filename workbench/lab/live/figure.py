@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from workbench.lab import palette
-from workbench.lab.pictures.pictures import PictureError, svg
+from workbench.lab.pictures.pictures import PictureError, render_svg
 
 if TYPE_CHECKING:
     import altair as alt
 
 DATA = "rows"
 """Name of the data in every declaration."""
-SCHEMA = "https://vega.github.io/schema/vega-lite/v5.6.1.json"
+VEGA_SCHEMA = "https://vega.github.io/schema/vega-lite/v5.6.1.json"
 """JupyterLab 4 draws Vega-Lite 5 and shows anything newer as text."""
-MIME = "application/vnd.vegalite.v5+json"
-QUIET = {"embedOptions": {"logLevel": 1}}
+VEGA_MIME = "application/vnd.vegalite.v5+json"
+QUIET_EMBED = {"embedOptions": {"logLevel": 1}}
 """Vega's errors alone: a layer without rows (a limit that is far away, losses not evaluated yet) is
 none.
 """
@@ -51,9 +51,9 @@ class Figure:
         """
         title = {"text": self.title, "subtitle": self.subtitle if self.rows else self.empty}
         return {
-            "$schema": SCHEMA,
-            "config": config(text),
-            "usermeta": QUIET,
+            "$schema": VEGA_SCHEMA,
+            "config": vega_config(text),
+            "usermeta": QUIET_EMBED,
             "background": None,
             **self.view(width),
             "title": title,
@@ -66,33 +66,33 @@ class Figure:
         body = {k: v for k, v in self.spec.items() if k not in ("$schema", "config", "autosize")}
         return body | {"width": width, "data": {"values": self.rows}}
 
-    def svg(self, width: int = 560, text: str = palette.INK) -> str:
+    def svg(self, width: int = 560, text: str = palette.TEXT_COLOUR) -> str:
         """The chart as SVG text; needs no browser and no network. Raises `PictureError`."""
-        return svg(self.static(width, text))
+        return render_svg(self.static(width, text))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        return bundle(self.static(), f"{self.title} ({self.subtitle})")
+        return mime_bundle(self.static(), f"{self.title} ({self.subtitle})")
 
 
-def declare(chart: alt.TopLevelMixin, height: int) -> dict[str, Any]:
+def vega_spec(chart: alt.TopLevelMixin, height: int) -> dict[str, Any]:
     """An altair chart as a Vega-Lite 5 declaration that takes the width of its place and `height`
     pixels.
     """
-    spec = inherit(chart.properties(width="container", height=height).to_dict())
+    spec = without_named_data(chart.properties(width="container", height=height).to_dict())
     fit = {"type": "fit-x", "contains": "padding"}
-    return {**spec, "data": {"name": DATA}, "$schema": SCHEMA, "autosize": fit, "config": {}}
+    return {**spec, "data": {"name": DATA}, "$schema": VEGA_SCHEMA, "autosize": fit, "config": {}}
 
 
-def inherit(spec: dict[str, Any]) -> dict[str, Any]:
+def without_named_data(spec: dict[str, Any]) -> dict[str, Any]:
     """The declaration with the named data stated nowhere, so that every layer takes it from the
     top.
     """
-    layers = [inherit(layer) for layer in spec.get("layer", [])]
+    layers = [without_named_data(layer) for layer in spec.get("layer", [])]
     kept = {key: value for key, value in spec.items() if key != "data" or value != {"name": DATA}}
     return kept | ({"layer": layers} if layers else {})
 
 
-def bundle(spec: dict[str, Any], text: str) -> dict[str, Any]:
+def mime_bundle(spec: dict[str, Any], text: str) -> dict[str, Any]:
     """Mime bundle that JupyterLab draws offline, with a picture for viewers without Vega and text
     for the rest.
 
@@ -100,15 +100,15 @@ def bundle(spec: dict[str, Any], text: str) -> dict[str, Any]:
     """
     try:
         return {
-            MIME: spec,
-            "image/svg+xml": svg({**spec, "config": config(palette.INK)}),
+            VEGA_MIME: spec,
+            "image/svg+xml": render_svg({**spec, "config": vega_config(palette.TEXT_COLOUR)}),
             "text/plain": text,
         }
     except PictureError as error:
-        return {MIME: spec, "text/plain": f"{text}\nPicture left out: {error}"}
+        return {VEGA_MIME: spec, "text/plain": f"{text}\nPicture left out: {error}"}
 
 
-def config(text: str | None = None) -> dict[str, Any]:
+def vega_config(text: str | None = None) -> dict[str, Any]:
     """Vega configuration of snapshots: calm axes, and words in the colour `text`, or in that of the
     page's theme.
     """

@@ -17,7 +17,7 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass
-class Change:
+class ChartChange:
     """What a chart must do: add `rows`, or forget what it has and show `rows`."""
 
     rows: Rows
@@ -25,7 +25,7 @@ class Change:
 
 
 @dataclass
-class Series:
+class BoundedSeries:
     """One value a rank and step, bounded in size however long the run is.
 
     Up to 16 ranks each value is sent once, and every second step is dropped whenever there are too
@@ -40,17 +40,20 @@ class Series:
     _drawn: float = float("-inf")
     _stale: bool = False
 
-    def take(self, values: list[tuple[int, int, float]]) -> Change | None:
+    def add(self, values: list[tuple[int, int, float]]) -> ChartChange | None:
         """Add (rank, step, value); what the chart must do, or None where it may wait."""
         added = [value for value in values if value[1] % self.stride == 0]
         self._values += added
-        if len(self._values) > 2 * line_series.POINTS * self.world_size:
+        if len(self._values) > 2 * line_series.MAX_POINTS * self.world_size:
             self.stride *= 2
             self._values = [value for value in self._values if value[1] % self.stride == 0]
-            return self.whole()
-        if self.world_size <= rank_selection.FEW:
+            return self.replacement()
+        if self.world_size <= rank_selection.MAX_RANKS_SHOWN:
             return (
-                Change(line_series.rows(self.table(added), self.world_size, self.worst), False)
+                ChartChange(
+                    line_series.series_rows(self.to_frame(added), self.world_size, self.worst),
+                    False,
+                )
                 if added
                 else None
             )
@@ -58,13 +61,15 @@ class Series:
         if not self._stale or self.clock() - self._drawn < 1:
             return None
         self._drawn, self._stale = self.clock(), False
-        return self.whole()
+        return self.replacement()
 
-    def whole(self) -> Change:
+    def replacement(self) -> ChartChange:
         """Everything kept, to replace what the chart has."""
-        return Change(line_series.rows(self.table(self._values), self.world_size, self.worst), True)
+        return ChartChange(
+            line_series.series_rows(self.to_frame(self._values), self.world_size, self.worst), True
+        )
 
-    def table(self, values: list[tuple[int, int, float]] | None = None) -> pd.DataFrame:
+    def to_frame(self, values: list[tuple[int, int, float]] | None = None) -> pd.DataFrame:
         """Values as a frame (rank, step, value)."""
         return pd.DataFrame(
             self._values if values is None else values, columns=["rank", "step", "value"]
@@ -72,14 +77,14 @@ class Series:
 
 
 @dataclass
-class Latest:
+class LatestSamples:
     """The rows of each rank's last sampled step, by frame."""
 
     _rows: dict[str, dict[int, Rows]] = field(
         default_factory=lambda: {kind: {} for kind in COLUMNS}
     )
 
-    def take(self, kind: str, rows: Rows) -> None:
+    def add(self, kind: str, rows: Rows) -> None:
         """Rows of one frame, in order of steps for each rank."""
         for row in rows:
             held = self._rows[kind].setdefault(row["rank"], [])

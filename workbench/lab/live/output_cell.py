@@ -7,7 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 
-class Output:
+class OutputCell:
     """A cell's output, known by an id of its own, so that it can be replaced from any thread."""
 
     def __init__(self) -> None:

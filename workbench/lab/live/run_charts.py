@@ -10,24 +10,24 @@ from workbench.lab.charts import (
     memory,
     memory_map,
     memory_steps,
-    parts,
+    step_time_parts,
     throughput,
     timeline,
 )
-from workbench.lab.charts.loss_chart import HELD_OUT, row
-from workbench.lab.charts.loss_chart import figure as loss_figure
-from workbench.lab.charts.memory_map import drawable
-from workbench.lab.charts.memory_steps import END, PEAK
-from workbench.lab.charts.memory_steps import figure as counts_figure
-from workbench.lab.charts.throughput import figure as pace_figure
+from workbench.lab.charts.loss_chart import VALIDATION, loss_row
+from workbench.lab.charts.loss_chart import loss_figure as loss_figure
+from workbench.lab.charts.memory_map import has_memory_map
+from workbench.lab.charts.memory_steps import STEP_END, STEP_PEAK
+from workbench.lab.charts.memory_steps import memory_steps_figure as counts_figure
+from workbench.lab.charts.throughput import throughput_figure as pace_figure
 from workbench.lab.live.board import Board
 from workbench.lab.live.figure import Figure
-from workbench.lab.live.live_series import Latest, Rows, Series
+from workbench.lab.live.live_series import BoundedSeries, LatestSamples, Rows
 from workbench.profile import ALLOCATED, Profile, frame
 from workbench.units import byte_unit
 
 
-class RunView:
+class RunCharts:
     """Charts of one run on a board. `beside` are profiles drawn next to what is measured, on a
     card's `device`.
 
@@ -45,11 +45,13 @@ class RunView:
             list(beside),
         )
         self.capacity_bytes = empty.capacity_bytes
-        self.latest = Latest()
-        self.moment = PEAK if device == "cpu" else END  # what each step of this device can count
-        self.losses, self.pace = Series(1), Series(self.world_size)
-        self.counts = Series(self.world_size, worst="largest")
-        self.held_out: Rows = []
+        self.latest = LatestSamples()
+        self.moment = (
+            STEP_PEAK if device == "cpu" else STEP_END
+        )  # what each step of this device can count
+        self.losses, self.throughput = BoundedSeries(1), BoundedSeries(self.world_size)
+        self.allocated = BoundedSeries(self.world_size, worst="largest")
+        self.validation: Rows = []
         self._unit = ("", 1)
         sampled = [*self.beside, empty]
         first = [
@@ -58,29 +60,41 @@ class RunView:
             memory(*sampled),
             memory_steps(empty),
             collectives(*sampled),
-            parts(*self.beside),
+            step_time_parts(*self.beside),
             timeline(*sampled[:1]),
         ]
         board.put(*first, *self._map(self.beside))
 
-    def take(self, new: dict[str, Rows], evaluations: Rows) -> None:
+    def add_rows(self, new: dict[str, Rows], evaluations: Rows) -> None:
         """New rows of each frame as `Measured.add` gives them, and new losses on held-out text
         ({step, loss}).
         """
-        steps = [row for row in new["steps"] if row["seconds"]]
+        steps = [loss_row for loss_row in new["steps"] if loss_row["seconds"]]
         self._grow_losses(
-            [row for row in steps if row["rank"] == 0 and row["loss"] is not None], evaluations
+            [
+                loss_row
+                for loss_row in steps
+                if loss_row["rank"] == 0 and loss_row["loss"] is not None
+            ],
+            evaluations,
         )
-        self._grow_pace(
-            [(row["rank"], row["step"], row["tokens"] / row["seconds"]) for row in steps]
+        self._grow_throughput(
+            [
+                (loss_row["rank"], loss_row["step"], loss_row["tokens"] / loss_row["seconds"])
+                for loss_row in steps
+            ]
         )
         counts = [
-            row
-            for row in new["memory"]
-            if row["moment"] == self.moment and row["category"] == ALLOCATED
+            loss_row
+            for loss_row in new["memory"]
+            if loss_row["moment"] == self.moment and loss_row["category"] == ALLOCATED
         ]
-        self._grow_counts([(row["rank"], row["step"], row["bytes"]) for row in counts])
-        self._sample("memory", [row for row in new["memory"] if row["moment"] != END])
+        self._grow_allocated(
+            [(loss_row["rank"], loss_row["step"], loss_row["bytes"]) for loss_row in counts]
+        )
+        self._sample(
+            "memory", [loss_row for loss_row in new["memory"] if loss_row["moment"] != STEP_END]
+        )
         self._sample("timeline", new["timeline"])
         self._sample("collectives", new["collectives"])
 
@@ -100,40 +114,42 @@ class RunView:
             *shown,
             *self._map([measured]),
             collectives(*sampled),
-            parts(*sampled),
+            step_time_parts(*sampled),
             timeline(measured if len(measured.timeline) else sampled[0]),
         ]
 
     def _grow_losses(self, steps: Rows, evaluations: Rows) -> None:
-        points = [row(self.run, found["step"], found["loss"], HELD_OUT) for found in evaluations]
-        self.held_out += points
-        change = self.losses.take([(0, found["step"], found["loss"]) for found in steps])
+        points = [
+            loss_row(self.run, found["step"], found["loss"], VALIDATION) for found in evaluations
+        ]
+        self.validation += points
+        change = self.losses.add([(0, found["step"], found["loss"]) for found in steps])
         lines = (
-            [row(self.run, point["step"], point["value"]) for point in change.rows]
+            [loss_row(self.run, point["step"], point["value"]) for point in change.rows]
             if change
             else []
         )
         if change and change.replace:
-            self.board.put(loss_figure(lines + self.held_out, [self.run], "measured"))
+            self.board.put(loss_figure(lines + self.validation, [self.run], "measured"))
         elif lines or points:
             self.board.extend("loss", lines + points)
 
-    def _grow_pace(self, values: list[tuple[int, int, float]]) -> None:
-        change = self.pace.take(values)
+    def _grow_throughput(self, values: list[tuple[int, int, float]]) -> None:
+        change = self.throughput.add(values)
         if change and change.replace:
-            self.board.put(pace_figure(self.pace.table(), self.world_size, "measured"))
+            self.board.put(pace_figure(self.throughput.to_frame(), self.world_size, "measured"))
         elif change:
             self.board.extend("throughput", change.rows)
 
-    def _grow_counts(self, values: list[tuple[int, int, float]]) -> None:
-        change = self.counts.take(values)
+    def _grow_allocated(self, values: list[tuple[int, int, float]]) -> None:
+        change = self.allocated.add(values)
         if change is None:
             return
         unit = byte_unit([self._unit[1], *(value for _, _, value in values)])
         if change.replace or unit != self._unit:
             self._unit = unit
             self.board.put(
-                counts_figure(self.counts.table(), self.world_size, "measured", self.moment)
+                counts_figure(self.allocated.to_frame(), self.world_size, "measured", self.moment)
             )
         else:
             self.board.extend(
@@ -144,7 +160,7 @@ class RunView:
     def _sample(self, kind: str, rows: Rows) -> None:
         if not rows:
             return
-        self.latest.take(kind, rows)
+        self.latest.add(kind, rows)
         profile = self.latest.profile(self.run, self.world_size, self.capacity_bytes)
         sampled = [*self.beside, profile]
         if kind == "memory":
@@ -154,4 +170,4 @@ class RunView:
 
     def _map(self, profiles: Sequence[Profile]) -> list[Figure]:
         """The map of all ranks where there are too many for a bar each."""
-        return [memory_map(profile) for profile in profiles[:1] if drawable(self.world_size)]
+        return [memory_map(profile) for profile in profiles[:1] if has_memory_map(self.world_size)]

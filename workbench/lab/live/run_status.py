@@ -17,7 +17,7 @@ STOP = {
     "action": "stop",
     "hint": "Finish the step that is running, then end the run",
 }
-DOING = {
+PHASE_WORDS = {
     "building": "Building the model",
     "compiling": "Compiling kernels, once for this machine",
     "training": "Training",
@@ -25,41 +25,41 @@ DOING = {
     "checkpointing": "Saving a checkpoint",
     "done": "Finishing",
 }
-TONE = {"finished": "good", "failed": "bad", "stopped": "calm", "stopping": "busy"}
-RECENT = 20
+PHASE_TONES = {"finished": "good", "failed": "bad", "stopped": "calm", "stopping": "busy"}
+RECENT_STEPS = 20
 """Steps whose pace predicts the rest."""
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """What the banner needs to know of a run, kept up to date from its records."""
 
     steps: int
     world_size: int
-    arrived: set[int] = field(default_factory=set)
+    ranks_up: set[int] = field(default_factory=set)
     phase: str = "building"
     detail: str | None = None
     """What of it: the kernel that is compiled."""
-    done: int = 0
+    steps_done: int = 0
     loss: float | None = None
     tokens_per_second: float | None = None
     seconds: list[float] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     """What of the telemetry could not be read, in words."""
 
-    def take(self, records: list[dict[str, Any]]) -> None:
+    def add_records(self, records: list[dict[str, Any]]) -> None:
         """Records of telemetry, each with its rank."""
         for record in records:
-            self.arrived.add(record["rank"])
+            self.ranks_up.add(record["rank"])
             if record["kind"] == "phase":
                 self.phase, self.detail = record["phase"], record.get("detail")
             if record["kind"] == "step":
                 self._step(record)
 
     def _step(self, record: dict[str, Any]) -> None:
-        if record["step"] + 1 > self.done:
-            self.done = record["step"] + 1
-            self.seconds = [*self.seconds[1 - RECENT :], record["seconds"]]
+        if record["step"] + 1 > self.steps_done:
+            self.steps_done = record["step"] + 1
+            self.seconds = [*self.seconds[1 - RECENT_STEPS :], record["seconds"]]
             self.loss = record["loss"] if record["loss"] is not None else self.loss
             self.tokens_per_second = (
                 record["tokens"] / statistics.median(self.seconds) if record["seconds"] else None
@@ -68,21 +68,25 @@ class Progress:
     @property
     def seconds_left(self) -> float | None:
         """Time that the remaining steps take at the recent pace."""
-        return statistics.median(self.seconds) * (self.steps - self.done) if self.seconds else None
+        return (
+            statistics.median(self.seconds) * (self.steps - self.steps_done)
+            if self.seconds
+            else None
+        )
 
 
-def banner(
-    name: str, state: State, progress: Progress, stopping: bool = False, folder: str = ""
+def run_banner(
+    name: str, state: State, progress: RunProgress, stopping: bool = False, folder: str = ""
 ) -> dict[str, Any]:
     """The banner of a run in `state`, kept in `folder`; `stopping` where Stop was pressed and not
     answered yet.
     """
     shown: dict[str, Any] = {
-        "tone": TONE.get(state.phase, "busy"),
-        "headline": headline(state, progress, stopping),
-        "lines": [line for line in (state.warning, pace(state, progress), name) if line]
+        "tone": PHASE_TONES.get(state.phase, "busy"),
+        "headline": run_headline(state, progress, stopping),
+        "lines": [line for line in (state.warning, pace_line(state, progress), name) if line]
         + [f"left out: {words}" for words in progress.left_out],
-        "fraction": progress.done / progress.steps if progress.steps else None,
+        "fraction": progress.steps_done / progress.steps if progress.steps else None,
         "buttons": []
         if state.final
         else [{**STOP, "disabled": stopping or state.phase == "stopping"}],
@@ -96,24 +100,24 @@ def banner(
     return shown
 
 
-def headline(state: State, progress: Progress, stopping: bool) -> str:
+def run_headline(state: State, progress: RunProgress, stopping: bool) -> str:
     """One line that says where the run is."""
-    told = f"step {progress.done} of {progress.steps}"
+    told = f"step {progress.steps_done} of {progress.steps}"
     if state.phase == "finished":
-        return f"Finished: {progress.done} steps"
+        return f"Finished: {progress.steps_done} steps"
     if state.phase == "stopped":
         return f"Stopped after {told}"
     if state.phase == "failed":
         return f"Failed: {state.cause.message if state.cause else 'no cause is known'}"
     if stopping or state.phase == "stopping":
         return f"Stopping after the step that is running · {told}"
-    if len(progress.arrived) < progress.world_size:
-        return f"Starting: {len(progress.arrived)} of {progress.world_size} ranks are up"
-    doing = DOING.get(progress.phase, progress.phase)
+    if len(progress.ranks_up) < progress.world_size:
+        return f"Starting: {len(progress.ranks_up)} of {progress.world_size} ranks are up"
+    doing = PHASE_WORDS.get(progress.phase, progress.phase)
     return f"{doing}: {progress.detail} · {told}" if progress.detail else f"{doing} · {told}"
 
 
-def pace(state: State, progress: Progress) -> str:
+def pace_line(state: State, progress: RunProgress) -> str:
     """Loss, throughput, time spent and time left."""
     words = []
     if progress.loss is not None:

@@ -8,85 +8,113 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import PlanError
-from workbench.lab.panel.plan_controls import Choice, Knob, field_of, knobs, same
+from workbench.lab.panel.plan_controls import (
+    Choice,
+    PlanControl,
+    choices_of,
+    plan_controls,
+    schema_field,
+)
 from workbench.plan.model_shape import Shape
 from workbench.plan.resolution import with_preset
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import Plan, written_fields
 
-NAMED = ("model", "gpu", "fabric", "calibration", "partition", "precision", "gradient_dtype")
-"""Controls that show the plan as asked: a name, or the rule that the complete plan has replaced by
-what it gives.
+SHOWN_AS_WRITTEN = (
+    "model",
+    "gpu",
+    "fabric",
+    "calibration",
+    "partition",
+    "precision",
+    "gradient_dtype",
+)
+"""Controls that show the plan as written: a name, or a rule such as `balanced`, where the resolved
+plan holds what the rule came to.
 """
 MISSING = object()
 
 
-def values(asked: Plan, full: ResolvedPlan | None) -> dict[str, Any]:
-    """What every control shows: what is written, else what the preset says, else what the complete
-    plan `full` came to.
+def control_values(requested: Plan, resolved: ResolvedPlan | None) -> dict[str, Any]:
+    """What every control shows.
 
-    `full` may be of an older plan where the one asked for is illegal; None where there has been no
-    legal one.
+    A control shows what is written in the plan, else the preset's value, else the resolved plan's.
+
+    Args:
+        requested: The plan as written, legal or not.
+        resolved: The last legal plan, which is an older one where `requested` is illegal; None
+            where there has been no legal plan.
+
+    Returns:
+        Control name -> value.
     """
-    written = written_fields(asked)
-    preset = {"strategy": preset_of(asked)}
-    filled = full.model_dump() if full else {}
+    written = written_fields(requested)
+    preset = {"strategy": preset_fields(requested)}
+    filled = resolved.model_dump() if resolved else {}
     found = {}
-    for name, knob in knobs().items():
-        sources = [written, preset] if name in NAMED else [written, filled, preset]
+    for name, control in plan_controls().items():
+        sources = [written, preset] if name in SHOWN_AS_WRITTEN else [written, filled, preset]
         shown = next(
-            (value for data in sources if (value := read(data, knob.path)) is not MISSING), MISSING
+            (value for data in sources if (value := read_path(data, control.path)) is not MISSING),
+            MISSING,
         )
-        found[name] = _name(shown) if shown is not MISSING else _default(knob)
+        found[name] = _name(shown) if shown is not MISSING else _default(control)
     return found
 
 
-def preset_of(asked: Plan) -> dict[str, Any]:
+def preset_fields(requested: Plan) -> dict[str, Any]:
     """The strategy with its preset's fields, rules unresolved; empty where the preset is not
     known.
     """
     try:
-        return with_preset(asked.strategy)
+        return with_preset(requested.strategy)
     except PlanError:
         return {}
 
 
-def origin(asked: Plan, knob: Knob) -> str:
+def value_origin(requested: Plan, control: PlanControl) -> str:
     """Who set a field: "" the plan as written, else "preset", or "auto" for a default."""
-    if read(written_fields(asked), knob.path) is not MISSING:
+    if read_path(written_fields(requested), control.path) is not MISSING:
         return ""
-    return "auto" if read({"strategy": preset_of(asked)}, knob.path) is MISSING else "preset"
+    return (
+        "auto"
+        if read_path({"strategy": preset_fields(requested)}, control.path) is MISSING
+        else "preset"
+    )
 
 
-def offers(full: ResolvedPlan) -> dict[str, tuple[Choice, ...]]:
+def legal_choices(resolved: ResolvedPlan) -> dict[str, tuple[Choice, ...]]:
     """The legal values of the controls whose values depend on the rest of the complete plan
-    `full`.
+    `resolved`.
     """
-    s, shape, sizes = full.strategy, full.shape, full.sizes
-    world, replicas = full.world_size, sizes["data"] * sizes["context"]
+    s, shape, sizes = resolved.strategy, resolved.shape, resolved.sizes
+    world, replicas = resolved.world_size, sizes["data"] * sizes["context"]
     ways = legal_sizes.context_sizes(
-        shape, world, full.training.sequence_length, sizes["tensor"], s.context.algorithm
+        shape, world, resolved.training.sequence_length, sizes["tensor"], s.context.algorithm
     )
     return {
-        "tensor": tensor(full, shape),
-        "pipeline": same(*legal_sizes.pipeline_sizes(shape, world, s.pipeline.chunks)),
-        "context": same(*ways),
-        "experts": same(*legal_sizes.expert_sizes(shape, replicas)),
-        "shard": same("all", *legal_sizes.divisors(replicas)),
+        "tensor": tensor_choices(resolved, shape),
+        "pipeline": choices_of(*legal_sizes.pipeline_sizes(shape, world, s.pipeline.chunks)),
+        "context": choices_of(*ways),
+        "experts": choices_of(*legal_sizes.expert_sizes(shape, replicas)),
+        "shard": choices_of("all", *legal_sizes.divisors(replicas)),
         "precision": _resolved("precision", s.precision),
         "gradient_dtype": _resolved("gradient_dtype", s.gradient_dtype),
-        "fabric": ((f"auto · {full.fabric.name}", None), *knobs()["fabric"].choices[1:]),
+        "fabric": (
+            (f"auto · {resolved.fabric.name}", None),
+            *plan_controls()["fabric"].choices[1:],
+        ),
     }
 
 
-def tensor(full: Plan, shape: Shape) -> tuple[Choice, ...]:
+def tensor_choices(resolved: Plan, shape: Shape) -> tuple[Choice, ...]:
     """Sizes of the tensor axis: those that divide the ranks and the model can fill, or the grids of
     its algorithm.
     """
-    algorithm, world = full.strategy.tensor.algorithm, full.world_size
+    algorithm, world = resolved.strategy.tensor.algorithm, resolved.world_size
     if algorithm == "1d":
-        return same(
+        return choices_of(
             *(size for size in legal_sizes.divisors(world) if not legal_sizes.exceeds(shape, size))
         )
     return tuple(
@@ -94,18 +122,18 @@ def tensor(full: Plan, shape: Shape) -> tuple[Choice, ...]:
     )
 
 
-def with_value(choices: tuple[Choice, ...], value: Any) -> tuple[Choice, ...]:
+def with_choice(choices: tuple[Choice, ...], value: Any) -> tuple[Choice, ...]:
     """`choices`, and `value` where it is not among them: in its place where they are sizes, else at
     the end.
     """
     if any(choice == value for _, choice in choices):
         return choices
-    more = (*choices, (text_of(value), value))
+    more = (*choices, (value_text(value), value))
     numbers = all(isinstance(choice, int) for _, choice in more)
     return tuple(sorted(more, key=lambda choice: choice[1])) if numbers else more
 
 
-def text_of(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A value as a person would write it in a field: nothing for none, a list by commas."""
     if value is None:
         return ""
@@ -116,7 +144,7 @@ def text_of(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def read(data: Mapping[str, Any], path: str) -> Any:
+def read_path(data: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted path of plain data, or MISSING."""
     value: Any = data
     for name in path.split("."):
@@ -130,7 +158,7 @@ def _resolved(name: str, now: str) -> tuple[Choice, ...]:
     """The choices of a field whose `auto` has come to `now`."""
     return tuple(
         (f"auto · {now}" if value == "auto" else text, value)
-        for text, value in knobs()[name].choices
+        for text, value in plan_controls()[name].choices
     )
 
 
@@ -139,6 +167,6 @@ def _name(value: Any) -> Any:
     return value.get("name") or value.get("python") if isinstance(value, Mapping) else value
 
 
-def _default(knob: Knob) -> Any:
-    field = field_of(knob.path)
+def _default(control: PlanControl) -> Any:
+    field = schema_field(control.path)
     return None if field.is_required() else field.get_default(call_default_factory=True)

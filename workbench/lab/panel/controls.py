@@ -15,9 +15,15 @@ import anywidget
 import traitlets
 
 from workbench.errors import Problem
-from workbench.lab.panel.control_values import offers, origin, text_of, values, with_value
-from workbench.lab.panel.edit_history import Intent
-from workbench.lab.panel.plan_controls import Knob, knobs
+from workbench.lab.panel.control_values import (
+    control_values,
+    legal_choices,
+    value_origin,
+    value_text,
+    with_choice,
+)
+from workbench.lab.panel.edit_history import RequestedPlan
+from workbench.lab.panel.plan_controls import PlanControl, plan_controls
 from workbench.plan.resolved_plan import ResolvedPlan
 
 HERE = Path(__file__).parent
@@ -38,81 +44,92 @@ class Panel(anywidget.AnyWidget):
 
     def __init__(self, on_message: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(
-            groups=groups(),
+            groups=control_groups(),
             shown={"heard": 0, "fields": {}, "undo": False, "reset": False, "path": ""},
         )
         self._on_message = on_message
-        self.on_msg(self._heard)
+        self.on_msg(self._receive)
 
     def show(self, **shown: Any) -> None:
         """Change some of what is shown."""
         self.shown = {**self.shown, **shown}
 
-    def _heard(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
+    def _receive(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
         try:
             self._on_message(content)
         finally:  # the page shows nothing of us while it waits for an answer
             self.show(heard=max(int(content.get("number", 0)), self.shown["heard"]))
 
 
-def groups() -> list[dict[str, Any]]:
+def control_groups() -> list[dict[str, Any]]:
     """The declaration of all controls."""
-    titles = dict.fromkeys(knob.group for knob in knobs().values())
+    titles = dict.fromkeys(control.group for control in plan_controls().values())
     return [
-        {"title": title, "fields": [_field(k) for k in knobs().values() if k.group == title]}
+        {
+            "title": title,
+            "fields": [_field(k) for k in plan_controls().values() if k.group == title],
+        }
         for title in titles
     ]
 
 
-def _field(knob: Knob) -> dict[str, Any]:
-    options = [list(choice) for choice in knob.choices]
+def _field(control: PlanControl) -> dict[str, Any]:
+    options = [list(choice) for choice in control.choices]
     return {
-        "name": knob.name,
-        "label": knob.label,
-        "form": knob.form,
-        "hint": knob.hint,
+        "name": control.name,
+        "label": control.label,
+        "form": control.form,
+        "hint": control.hint,
         "options": options,
     }
 
 
-def fields(
-    intent: Intent, full: ResolvedPlan | None, problems: Sequence[Problem]
+def control_fields(
+    requested: RequestedPlan, resolved: ResolvedPlan | None, problems: Sequence[Problem]
 ) -> dict[str, dict[str, Any]]:
-    """What each control shows for what is asked; `full` is the last legal plan, complete."""
-    shown, legal = values(intent.plan, full), offers(full) if full else {}
-    said = beside(problems)
+    """What each control shows for what is requested; `resolved` is the last legal plan, complete."""
+    shown, legal = (
+        control_values(requested.plan, resolved),
+        legal_choices(resolved) if resolved else {},
+    )
+    said = problems_by_control(problems)
     found = {}
-    for name, knob in knobs().items():
+    for name, control in plan_controls().items():
         value = shown[name]
         cell: dict[str, Any] = {
             "value": value,
-            "text": text_of(value),
-            "origin": origin(intent.plan, knob),
+            "text": value_text(value),
+            "origin": value_origin(requested.plan, control),
         }
-        if name in intent.rejected:
-            cell |= {"text": str(intent.rejected[name].typed), "origin": ""}
+        if name in requested.rejected:
+            cell |= {"text": str(requested.rejected[name].typed), "origin": ""}
         offered = (
-            with_value(legal.get(name, knob.choices), value)
-            if knob.form in ("choice", "size")
+            with_choice(legal.get(name, control.choices), value)
+            if control.form in ("choice", "size")
             else ()
         )
-        if offered != knob.choices:
+        if offered != control.choices:
             cell["options"] = [list(choice) for choice in offered]
         found[name] = cell | {"problem": "; ".join(said.get(name, []))}
     return found
 
 
-def beside(problems: Sequence[Problem]) -> Mapping[str, list[str]]:
+def problems_by_control(problems: Sequence[Problem]) -> Mapping[str, list[str]]:
     """Control -> what is wrong with it."""
     said: dict[str, list[str]] = {}
     for problem in problems:
-        if knob := about(problem):
-            said.setdefault(knob.name, []).append(problem.message)
+        if control := control_of(problem):
+            said.setdefault(control.name, []).append(problem.message)
     return said
 
 
-def about(problem: Problem) -> Knob | None:
+def control_of(problem: Problem) -> PlanControl | None:
     """The control that a problem is about, if there is one."""
     return next(
-        (knob for knob in knobs().values() if f"{problem.field}.".startswith(f"{knob.path}.")), None
+        (
+            control
+            for control in plan_controls().values()
+            if f"{problem.field}.".startswith(f"{control.path}.")
+        ),
+        None,
     )

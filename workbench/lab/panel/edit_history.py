@@ -1,8 +1,7 @@
-"""What a person has asked of a planner: the plan as written, what no plan can hold, and the way
-back.
+"""What a person has requested of a planner: the plan as written, rejected input, and undo.
 
 This is kept apart from what the controls show. A control is a view of the plan; only an edit that a
-person sends changes what is asked.
+person sends changes what is requested.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.check import check
 from workbench.plan.schema import Plan, written_fields
 
-MOST = 200
+MAX_UNDO = 200
 """Steps back that are kept."""
 
 
 @dataclass(frozen=True)
-class Rejected:
+class RejectedInput:
     """What was typed in a control, where no plan can hold it, and why."""
 
     typed: Any
@@ -29,14 +28,14 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Intent:
-    """What is asked for at one time."""
+class RequestedPlan:
+    """The plan as written at one time, and the input that no plan can hold."""
 
     plan: Plan
-    rejected: Mapping[str, Rejected] = field(default_factory=dict)
+    rejected: Mapping[str, RejectedInput] = field(default_factory=dict)
     """Control -> what is typed in it."""
 
-    def same(self, other: Intent) -> bool:
+    def equals(self, other: RequestedPlan) -> bool:
         """Whether both ask for the same; a default that is written is not the same as one that is
         left out.
         """
@@ -45,35 +44,37 @@ class Intent:
             and self.rejected == other.rejected
         )
 
-    def legal(self) -> ResolvedPlan:
-        """The plan, complete. Raises `PlanError` with all that is wrong with what is asked."""
+    def resolve(self) -> ResolvedPlan:
+        """The plan, complete. Raises `PlanError` with all that is wrong with what is requested."""
         rejected = [problem for found in self.rejected.values() for problem in found.problems]
         if problems := [*rejected, *check(self.plan)]:
             raise PlanError(problems)
         return self.plan.resolve()
 
-    def asking(self, name: str, plan: Plan) -> Intent:
+    def with_plan(self, name: str, plan: Plan) -> RequestedPlan:
         """With the plan that an edit of the control `name` made."""
-        return Intent(plan, {key: value for key, value in self.rejected.items() if key != name})
+        return RequestedPlan(
+            plan, {key: value for key, value in self.rejected.items() if key != name}
+        )
 
-    def rejecting(self, name: str, rejected: Rejected) -> Intent:
+    def with_rejected(self, name: str, rejected: RejectedInput) -> RequestedPlan:
         """With something typed in the control `name` that cannot be used."""
         return replace(self, rejected={**self.rejected, name: rejected})
 
 
-class History:
-    """The present intent, those before it, and the plan that Reset goes back to."""
+class EditHistory:
+    """The present request, those before it for Undo, and the plan that Reset goes back to."""
 
     def __init__(self, plan: Plan) -> None:
         self.start = plan
-        self.now = Intent(plan)
-        self._past: list[Intent] = []
+        self.now = RequestedPlan(plan)
+        self._past: list[RequestedPlan] = []
 
-    def push(self, intent: Intent) -> None:
+    def push(self, requested: RequestedPlan) -> None:
         """Ask for something else; what is no change is no step."""
-        if not intent.same(self.now):
-            self._past = [*self._past[1 - MOST :], self.now]
-            self.now = intent
+        if not requested.equals(self.now):
+            self._past = [*self._past[1 - MAX_UNDO :], self.now]
+            self.now = requested
 
     def undo(self) -> None:
         """One step back; nothing where there is none."""
@@ -82,12 +83,12 @@ class History:
 
     def reset(self) -> None:
         """Back to the first plan, or the one last loaded; can be undone."""
-        self.push(Intent(self.start))
+        self.push(RequestedPlan(self.start))
 
     def load(self, plan: Plan) -> None:
         """Ask for a plan from elsewhere; Reset goes back to it from now on. Can be undone."""
         self.start = plan
-        self.push(Intent(plan))
+        self.push(RequestedPlan(plan))
 
     @property
     def can_undo(self) -> bool:
@@ -97,4 +98,4 @@ class History:
     @property
     def can_reset(self) -> bool:
         """Whether there is something to go back from."""
-        return not self.now.same(Intent(self.start))
+        return not self.now.equals(RequestedPlan(self.start))

@@ -10,15 +10,19 @@ from workbench.profile import Profile
 from workbench.untrusted_text import escaped
 
 
-def beneath(full: ResolvedPlan, profile: Profile) -> str:
-    """Cost and binding constraint of the complete plan `full` as HTML, read off its estimate, not
+def reasons_html(resolved: ResolvedPlan, profile: Profile) -> str:
+    """Cost and binding constraint of the complete plan `resolved` as HTML, read off its estimate, not
     estimated anew.
 
     The sentence about what does not bind follows in grey.
     """
-    found = binding(full, profile)
+    found = binding(resolved, profile)
     other = found.time if found.constraint == "memory" else found.memory
-    lines = [_line(cost_line(cost(full, profile))), _line(found.sentence, bold=True), _line(other)]
+    lines = [
+        _line(cost_line(cost(resolved, profile))),
+        _line(found.sentence, bold=True),
+        _line(other),
+    ]
     return (
         f'<div class="wb-reasons" style="font-size:13px;line-height:1.5;margin:2px 0 '
         f'6px">{"".join(lines)}</div>'

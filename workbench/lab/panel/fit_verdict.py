@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from workbench.errors import Problem
-from workbench.lab.panel.control_values import text_of
-from workbench.lab.panel.controls import about
-from workbench.lab.panel.plan_controls import knobs
+from workbench.lab.panel.control_values import value_text
+from workbench.lab.panel.controls import control_of
+from workbench.lab.panel.plan_controls import plan_controls
 from workbench.profile import Profile
 from workbench.units import bytes_text, count_text, digits, seconds_text
 
@@ -23,7 +23,7 @@ BUTTONS = (
 )
 
 
-def banner(
+def verdict_banner(
     profile: Profile | None, problems: Sequence[Problem] = (), news: str = "", drawn: bool = True
 ) -> dict[str, Any]:
     """The banner of a plan's estimate; without one, of an illegal plan, whose `problems` it names.
@@ -33,19 +33,21 @@ def banner(
     if profile is None:
         lines = [
             news,
-            *map(problem_words, problems),
+            *map(problem_line, problems),
             "The charts still show the last legal plan." if drawn else "",
         ]
-        named = ", ".join(dict.fromkeys(named_field(problem) for problem in problems))
-        return shown(
+        named = ", ".join(dict.fromkeys(problem_label(problem) for problem in problems))
+        return make_banner(
             "bad", f"Not a legal plan: fix {named}", [line for line in lines if line], disabled=True
         )
-    lines = [line for line in (change(profile), speed(profile), news) if line]
+    lines = [line for line in (advice_line(profile), step_time_line(profile), news) if line]
     more = [apply_button(profile)] if profile.fits is False and profile.notes.get("advice") else []
-    return shown("bad" if profile.fits is False else "good", fit(profile), lines, more=more)
+    return make_banner(
+        "bad" if profile.fits is False else "good", fit_line(profile), lines, more=more
+    )
 
 
-def shown(
+def make_banner(
     tone: str,
     headline: str,
     lines: list[str],
@@ -64,24 +66,24 @@ def shown(
     }
 
 
-def named_field(problem: Problem) -> str:
+def problem_label(problem: Problem) -> str:
     """The label of the control that a problem is about, else its field."""
-    knob = about(problem)
-    return knob.label if knob else problem.field or "the plan"
+    control = control_of(problem)
+    return control.label if control else problem.field or "the plan"
 
 
-def problem_words(problem: Problem) -> str:
+def problem_line(problem: Problem) -> str:
     """A problem by its control's label and its field."""
-    knob = about(problem)
-    return f"{knob.label} ({problem.field}) {problem.message}" if knob else str(problem)
+    control = control_of(problem)
+    return f"{control.label} ({problem.field}) {problem.message}" if control else str(problem)
 
 
 def apply_button(profile: Profile) -> dict[str, Any]:
     """The button that makes the smallest change that fits."""
-    return {"label": "Apply the change", "action": "apply", "hint": change_words(profile)}
+    return {"label": "Apply the change", "action": "apply", "hint": advice_words(profile)}
 
 
-def fit(profile: Profile) -> str:
+def fit_line(profile: Profile) -> str:
     """One line: the peak memory, the most of any rank, against the GPU's."""
     peaks = profile.peak_bytes_by_rank
     if not peaks:
@@ -95,7 +97,7 @@ def fit(profile: Profile) -> str:
     return f"{word}: {told} peak memory (rank {rank})"
 
 
-def change(profile: Profile) -> str:
+def advice_line(profile: Profile) -> str:
     """The smallest change that would make it fit, in words; empty where it fits."""
     if profile.fits is not False:
         return ""
@@ -106,26 +108,27 @@ def change(profile: Profile) -> str:
             "recomputing."
         )
     return (
-        f"Smallest change that fits: {change_words(profile)} "
+        f"Smallest change that fits: {advice_words(profile)} "
         f"({bytes_text(found['peak_bytes'])} peak memory)"
     )
 
 
-def change_words(profile: Profile) -> str:
+def advice_words(profile: Profile) -> str:
     """The smallest change, by its controls' labels."""
     found = profile.notes["advice"]
-    labels = {knob.path: knob.label for knob in knobs().values()}
+    labels = {control.path: control.label for control in plan_controls().values()}
     if len(found["changes"]) == 1:
         return (
-            f"{labels.get(found['field'], found['field'])} {text_of(found['from'])} → "
-            f"{text_of(found['to'])}"
+            f"{labels.get(found['field'], found['field'])} {value_text(found['from'])} → "
+            f"{value_text(found['to'])}"
         )
     return ", ".join(
-        f"{labels.get(path, path)} → {text_of(value)}" for path, value in found["changes"].items()
+        f"{labels.get(path, path)} → {value_text(value)}"
+        for path, value in found["changes"].items()
     )
 
 
-def speed(profile: Profile) -> str:
+def step_time_line(profile: Profile) -> str:
     """Step time and throughput, with their source."""
     if not profile.step_seconds:
         return ""

@@ -27,7 +27,7 @@ file has them.
 
 
 @dataclass(frozen=True)
-class Knob:
+class PlanControl:
     """One control: the field it sets, what it is called, its group ("" is always in sight) and its
     form.
     """
@@ -40,13 +40,13 @@ class Knob:
     hint: str
     choices: tuple[Choice, ...] = ()
     """Those that do not depend on the plan."""
-    whole: bool = True
+    integral: bool = True
     """Whether a number has no fraction."""
     required: bool = False
     """Whether a plan cannot leave it out."""
 
 
-ROWS: dict[str, tuple[tuple[str, str, str, Form], ...]] = {
+CONTROL_ROWS: dict[str, tuple[tuple[str, str, str, Form], ...]] = {
     "": (
         ("model", "model", "Model", "choice"),
         ("gpu", "cluster.gpu", "GPU", "choice"),
@@ -103,16 +103,18 @@ ROWS: dict[str, tuple[tuple[str, str, str, Form], ...]] = {
 
 
 @lru_cache(maxsize=1)
-def knobs() -> dict[str, Knob]:
+def plan_controls() -> dict[str, PlanControl]:
     """All controls by name, in order."""
-    return {row[0]: _knob(group, *row) for group, rows in ROWS.items() for row in rows}
+    return {
+        row[0]: _make_control(group, *row) for group, rows in CONTROL_ROWS.items() for row in rows
+    }
 
 
-def _knob(group: str, name: str, path: str, label: str, form: Form) -> Knob:
-    found = field_of(path)
+def _make_control(group: str, name: str, path: str, label: str, form: Form) -> PlanControl:
+    found = schema_field(path)
     whole = "float" not in str(found.annotation)
     hint = f"{path}: {found.description}"
-    return Knob(
+    return PlanControl(
         name,
         path,
         label,
@@ -125,7 +127,7 @@ def _knob(group: str, name: str, path: str, label: str, form: Form) -> Knob:
     )
 
 
-def field_of(path: str) -> Any:
+def schema_field(path: str) -> Any:
     """The schema's field at a dotted path, as pydantic describes it."""
     at: Any = Plan
     for name in path.split("."):
@@ -145,15 +147,15 @@ def _choices(name: str, field: Any) -> tuple[Choice, ...]:
         (f"{key} · {preset.title}", key) for key, preset in catalog.strategies().items()
     )
     named: dict[str, tuple[Choice, ...]] = {
-        "model": same(*catalog.models()),
-        "gpu": same("local", *gpu_catalog.gpus()),
+        "model": choices_of(*catalog.models()),
+        "gpu": choices_of("local", *gpu_catalog.gpus()),
         "strategy": presets,
         "zero": zero,
-        "fabric": (("auto", None), *same(*gpu_catalog.clusters())),
-        "schedule": same(*SCHEDULES),
+        "fabric": (("auto", None), *choices_of(*gpu_catalog.clusters())),
+        "schedule": choices_of(*SCHEDULES),
         "placement": tuple((" · ".join(order), list(order)) for order in permutations(AXES)),
     }
-    return named.get(name) or same(*_literals(field.annotation))
+    return named.get(name) or choices_of(*_literals(field.annotation))
 
 
 def _literals(annotation: Any) -> list[Any]:
@@ -168,6 +170,6 @@ def _literals(annotation: Any) -> list[Any]:
     return found
 
 
-def same(*values: Any) -> tuple[Choice, ...]:
+def choices_of(*values: Any) -> tuple[Choice, ...]:
     """Choices called as they are written."""
     return tuple((str(value), value) for value in dict.fromkeys(values))

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import PlanError
-from workbench.lab.panel.control_values import MISSING, read, text_of
-from workbench.lab.panel.plan_controls import Knob, knobs
+from workbench.lab.panel.control_values import MISSING, read_path, value_text
+from workbench.lab.panel.plan_controls import PlanControl, plan_controls
 from workbench.lab.panel.typed_values import AUTO
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
@@ -20,36 +20,36 @@ from workbench.plan.rules.axis_rules import CHUNKS
 from workbench.plan.rules.check import check
 from workbench.plan.schema import Plan, build_plan, written_fields
 
-BATCH, MICRO = "training.global_batch", "training.micro_batch"
-HOLDS = ("micro_batch", "strategy", "algorithm", "tensor")
+GLOBAL_BATCH, MICRO_BATCH = "training.global_batch", "training.micro_batch"
+HOLDS_GLOBAL_BATCH = ("micro_batch", "strategy", "algorithm", "tensor")
 """Edits after which the micro-batch may be another, and with it the default of the global batch."""
-GRIDS = ("strategy", "algorithm", "tensor")
+MAY_NEED_GRID = ("strategy", "algorithm", "tensor")
 """Edits that may ask for a tensor grid, which splits a micro-batch into parts."""
-MULTIPLES = 64
-"""Multiples of the least batch that are tried on either side of the one asked for."""
+MAX_MULTIPLES = 64
+"""Multiples of the least batch that are tried on either side of the one requested."""
 
 
-def edited(plan: Plan, knob: Knob, value: Any, before: ResolvedPlan | None) -> Plan:
-    """`plan` with `knob` set to `value` (AUTO: left out) and what that brings; `before` is it
+def apply_edit(plan: Plan, control: PlanControl, value: Any, before: ResolvedPlan | None) -> Plan:
+    """`plan` with `control` set to `value` (AUTO: left out) and what that brings; `before` is it
     complete, where legal.
 
     Raises `PlanError` where no plan can hold the value.
     """
     changed = (
-        without(plan, knob.path)
+        without_field(plan, control.path)
         if value is AUTO
-        else plan.replace(**_assigned(knob, value, before))
+        else plan.replace(**_assigned(control, value, before))
     )
-    if knob.name in GRIDS and MICRO in _wrong(changed):
-        changed = without(changed, MICRO)
+    if control.name in MAY_NEED_GRID and MICRO_BATCH in _wrong(changed):
+        changed = without_field(changed, MICRO_BATCH)
     return (
         _with_batch(changed, before.training.global_batch)
-        if before and knob.name in HOLDS
+        if before and control.name in HOLDS_GLOBAL_BATCH
         else changed
     )
 
 
-def without(plan: Plan, path: str) -> Plan:
+def without_field(plan: Plan, path: str) -> Plan:
     """`plan` with a field left out, so that it is filled again."""
     data = written_fields(plan)
     *above, last = path.split(".")
@@ -60,40 +60,46 @@ def without(plan: Plan, path: str) -> Plan:
     return build_plan(data)
 
 
-def brought(knob: Knob, old: Mapping[str, Any], new: Mapping[str, Any], held: bool) -> str:
-    """In words, what an edit of `knob` changed beside it: `old` and `new` are what the controls
+def side_effects(
+    control: PlanControl, old: Mapping[str, Any], new: Mapping[str, Any], held: bool
+) -> str:
+    """In words, what an edit of `control` changed beside it: `old` and `new` are what the controls
     showed.
 
     `held`: whether it wrote the global batch that was there.
     """
     others = [
-        other for name, other in knobs().items() if other is not knob and old[name] != new[name]
+        other
+        for name, other in plan_controls().items()
+        if other is not control and old[name] != new[name]
     ]
-    told = ", ".join(f"{other.label} {said(other, old)} → {said(other, new)}" for other in others)
-    lines = [f"{knob.label} {said(knob, new)} also changed: {told}."] if told else []
+    told = ", ".join(
+        f"{other.label} {control_text(other, old)} → {control_text(other, new)}" for other in others
+    )
+    lines = [f"{control.label} {control_text(control, new)} also changed: {told}."] if told else []
     if held and old["global_batch"] == new["global_batch"]:
         lines.append(f"Global batch stays {new['global_batch']}; clear its field for auto.")
     return " ".join(lines)
 
 
-def said(knob: Knob, shown: Mapping[str, Any]) -> str:
+def control_text(control: PlanControl, shown: Mapping[str, Any]) -> str:
     """A control's value in words."""
-    value = shown[knob.name]
-    if knob.name == "tensor" and isinstance(value, list):
+    value = shown[control.name]
+    if control.name == "tensor" and isinstance(value, list):
         return " × ".join(map(str, value))
-    return text_of(value) or "auto"
+    return value_text(value) or "auto"
 
 
-def _assigned(knob: Knob, value: Any, before: ResolvedPlan | None) -> dict[str, Any]:
+def _assigned(control: PlanControl, value: Any, before: ResolvedPlan | None) -> dict[str, Any]:
     """Field -> value of an edit, with the sizes that a name asks for."""
     if (
-        knob.name == "strategy"
+        control.name == "strategy"
     ):  # a preset brings its own settings: what was set for another one goes
         return {"strategy": {"preset": value}}
-    changes = {knob.path: value}
-    if before and knob.name == "algorithm":
+    changes = {control.path: value}
+    if before and control.name == "algorithm":
         changes["strategy.tensor.size"] = _grid(before, value)
-    if before and knob.name == "schedule" and (value in CHUNKS or value == "interleaved"):
+    if before and control.name == "schedule" and (value in CHUNKS or value == "interleaved"):
         low, most = CHUNKS.get(value, (2, before.shape.layers))
         changes["strategy.pipeline.chunks"] = min(max(before.strategy.pipeline.chunks, low), most)
     return changes
@@ -114,16 +120,18 @@ def _with_batch(plan: Plan, batch: int) -> Plan:
     """`plan` with the global batch that is written in it, or else `batch`; the nearest legal one
     where it is not.
     """
-    written = read(written_fields(plan), BATCH)
+    written = read_path(written_fields(plan), GLOBAL_BATCH)
     if written is MISSING:
         try:
             if plan.resolve().training.global_batch == batch:
                 return plan
         except PlanError:
             return plan
-        plan = plan.replace(**{BATCH: batch})
+        plan = plan.replace(**{GLOBAL_BATCH: batch})
     return (
-        _nearest(plan, batch if written is MISSING else written) if BATCH in _wrong(plan) else plan
+        _nearest(plan, batch if written is MISSING else written)
+        if GLOBAL_BATCH in _wrong(plan)
+        else plan
     )
 
 
@@ -132,16 +140,16 @@ def _nearest(plan: Plan, wanted: int) -> Plan:
     is wrong.
     """
     try:
-        full = without(plan, BATCH).resolve()
+        resolved = without_field(plan, GLOBAL_BATCH).resolve()
     except PlanError:
         return plan
-    unit = full.training.micro_batch * full.sizes["data"]
-    first = max(1, wanted // unit - MULTIPLES)
+    unit = resolved.training.micro_batch * resolved.sizes["data"]
+    first = max(1, wanted // unit - MAX_MULTIPLES)
     near = sorted(
-        (unit * n for n in range(first, wanted // unit + MULTIPLES)),
+        (unit * n for n in range(first, wanted // unit + MAX_MULTIPLES)),
         key=lambda batch: abs(batch - wanted),
     )
-    tried = (plan.replace(**{BATCH: batch}) for batch in near)
+    tried = (plan.replace(**{GLOBAL_BATCH: batch}) for batch in near)
     return next((found for found in tried if not _wrong(found)), plan)
 
 

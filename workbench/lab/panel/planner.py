@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as widgets
 
 from workbench.errors import PlanError, Problem, refuse
-from workbench.lab.charts import collectives, memory, memory_map, parts, timeline
-from workbench.lab.charts.memory_map import drawable
+from workbench.lab.charts import collectives, memory, memory_map, step_time_parts, timeline
+from workbench.lab.charts.memory_map import has_memory_map
 from workbench.lab.live.board import Board
 from workbench.lab.live.output_cell import widget_bundle
 from workbench.lab.panel import controls, fit_verdict
-from workbench.lab.panel.control_values import MISSING, read, values
-from workbench.lab.panel.edit_history import History, Rejected
-from workbench.lab.panel.explanation_html import beneath
-from workbench.lab.panel.plan_controls import Knob, knobs
-from workbench.lab.panel.plan_edits import BATCH, brought, edited
-from workbench.lab.panel.typed_values import parse
-from workbench.lab.pictures.saved_notebook import Saved, picture
+from workbench.lab.panel.control_values import MISSING, control_values, read_path
+from workbench.lab.panel.edit_history import EditHistory, RejectedInput
+from workbench.lab.panel.explanation_html import reasons_html
+from workbench.lab.panel.plan_controls import PlanControl, plan_controls
+from workbench.lab.panel.plan_edits import GLOBAL_BATCH, apply_edit, side_effects
+from workbench.lab.panel.typed_values import parse_typed
+from workbench.lab.pictures.saved_notebook import SavedPicture, picture_html
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan, written_fields
 from workbench.plan.schema import parse_plan as plan_from
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from workbench.profile import Profile
     from workbench.runs.run import Run
 
-START = {"model": "llama-3-8b", "gpu": "h100-sxm-80gb", "gpus": 8, "strategy": "zero-3"}
+DEFAULT_PLAN = {"model": "llama-3-8b", "gpu": "h100-sxm-80gb", "gpus": 8, "strategy": "zero-3"}
 
 
-MOST_RANKS = 2**16
+MAX_RANKS = 2**16
 
 
 class Planner(widgets.VBox):
@@ -47,26 +47,26 @@ class Planner(widgets.VBox):
     GPUs.
 
     `plan` is always the last legal plan, `profile` its estimate, `problems` what stands against
-    what is asked now, `run` the run that the button started, `path` the plan file that is written
+    what is requested now, `run` the run that the button started, `path` the plan file that is written
     and loaded.
     """
 
     def __init__(self, plan: Plan | None = None) -> None:
-        self.plan = plan or Plan.of(**START)  # type: ignore[arg-type]
+        self.plan = plan or Plan.of(**DEFAULT_PLAN)  # type: ignore[arg-type]
         self.profile: Profile | None = None
         self.rehearsed: Profile | None = None
         self.problems: list[Problem] = []
         self.run: Run | None = None
         self.dashboard: Dashboard | None = None
         self.path = "plan.yaml"
-        self._full: ResolvedPlan | None = None
+        self._resolved: ResolvedPlan | None = None
         self._news = ""
-        self._history = History(self.plan)
+        self._history = EditHistory(self.plan)
         self.children: Any
-        self.panel = controls.Panel(self._heard)
-        self.board = Board(self._pressed)
+        self.panel = controls.Panel(self._receive)
+        self.board = Board(self._on_press)
         self.reasons, self._yaml = widgets.HTML(), widgets.HTML()
-        self._saved = Saved(self._picture)
+        self._saved = SavedPicture(self._picture)
         super().__init__([self.panel, self.board, self.reasons, self._yaml])
         self._replan()
 
@@ -83,9 +83,11 @@ class Planner(widgets.VBox):
         Text is read as if it were typed. What is illegal is told in `problems`. Raises `PlanError`
         for another name.
         """
-        found = [knob for knob in knobs().values() if name in (knob.name, knob.path)]
+        found = [
+            control for control in plan_controls().values() if name in (control.name, control.path)
+        ]
         if not found:
-            raise refuse(name, f"is no control of the planner; legal: {', '.join(knobs())}")
+            raise refuse(name, f"is no control of the planner; legal: {', '.join(plan_controls())}")
         self._edit(found[0], value)
 
     def undo(self) -> None:
@@ -114,98 +116,111 @@ class Planner(widgets.VBox):
         """
         found = self.profile.notes.get("advice") if self.profile and not self.problems else None
         if self.profile and found:
-            asked = self._history.now
-            words = fit_verdict.change_words(self.profile)
-            self._history.push(asked.asking("", asked.plan.replace(**found["changes"])))
+            requested = self._history.now
+            words = fit_verdict.advice_words(self.profile)
+            self._history.push(requested.with_plan("", requested.plan.replace(**found["changes"])))
             self._replan(lambda: f"Applied: {words}.")
 
-    def _edit(self, knob: Knob, typed: Any) -> None:
-        asked = self._history.now
-        old = values(asked.plan, self._full)
+    def _edit(self, control: PlanControl, typed: Any) -> None:
+        requested = self._history.now
+        old = control_values(requested.plan, self._resolved)
         try:
-            plan = edited(asked.plan, knob, parse(knob, typed), self._full)
+            plan = apply_edit(requested.plan, control, parse_typed(control, typed), self._resolved)
         except PlanError as error:
-            self._history.push(asked.rejecting(knob.name, Rejected(typed, tuple(error.problems))))
+            self._history.push(
+                requested.with_rejected(control.name, RejectedInput(typed, tuple(error.problems)))
+            )
             self._replan()
             return
-        self._history.push(asked.asking(knob.name, plan))
+        self._history.push(requested.with_plan(control.name, plan))
         held = (
-            read(written_fields(asked.plan), BATCH)
+            read_path(written_fields(requested.plan), GLOBAL_BATCH)
             is MISSING
-            is not read(written_fields(plan), BATCH)
+            is not read_path(written_fields(plan), GLOBAL_BATCH)
         )
-        self._replan(lambda: brought(knob, old, values(plan, self._full), held))
+        self._replan(lambda: side_effects(control, old, control_values(plan, self._resolved), held))
 
     def _replan(self, news: Callable[[], str] = str) -> None:
-        """Estimate what is asked and show it; `news` is told where it is legal."""
+        """Estimate what is requested and show it; `news` is told where it is legal."""
         from workbench.planner import estimate
 
-        asked = self._history.now
+        requested = self._history.now
         try:
-            full = asked.legal()
-            if full.world_size > MOST_RANKS:
+            resolved = requested.resolve()
+            if resolved.world_size > MAX_RANKS:
                 raise refuse(
-                    "cluster.gpus", f"is {full.world_size}; the planner shows at most {MOST_RANKS}"
+                    "cluster.gpus",
+                    f"is {resolved.world_size}; the planner shows at most {MAX_RANKS}",
                 )
-            profile = estimate(asked.plan)
+            profile = estimate(requested.plan)
         except PlanError as error:
             self._refuse(error.problems)
             return
-        self.plan, self.profile, self.rehearsed, self.problems, self._full = (
-            asked.plan,
+        self.plan, self.profile, self.rehearsed, self.problems, self._resolved = (
+            requested.plan,
             profile,
             None,
             [],
-            full,
+            resolved,
         )
         self._news = news()
         self._show_controls()
         self._draw()
-        self.reasons.value = beneath(full, profile)
+        self.reasons.value = reasons_html(resolved, profile)
 
     def _refuse(self, problems: list[Problem]) -> None:
         self.problems = problems
         self._show_controls()
-        self.board.say(
-            **fit_verdict.banner(None, problems=problems, drawn=self.profile is not None)
+        self.board.show_banner(
+            **fit_verdict.verdict_banner(None, problems=problems, drawn=self.profile is not None)
         )
 
     def _show_controls(self) -> None:
-        now, history = controls.fields(self._history.now, self._full, self.problems), self._history
+        now, history = (
+            controls.control_fields(self._history.now, self._resolved, self.problems),
+            self._history,
+        )
         self.panel.show(fields=now, undo=history.can_undo, reset=history.can_reset, path=self.path)
 
     def _draw(self) -> None:
         assert self.profile is not None
-        self.board.say(**fit_verdict.banner(self.profile, news=self._news))
+        self.board.show_banner(**fit_verdict.verdict_banner(self.profile, news=self._news))
         self.board.put(*self._figures())
-        if not drawable(self.profile.world_size):
+        if not has_memory_map(self.profile.world_size):
             self.board.remove("memory_map")
-        self._yaml.value = details(self.plan.to_yaml())
+        self._yaml.value = plan_file_html(self.plan.to_yaml())
         self._saved.touch()
 
     def _figures(self) -> list[Figure]:
         assert self.profile is not None
         told = [self.profile, self.rehearsed] if self.rehearsed else [self.profile]
-        found = [memory(*told), parts(self.profile), collectives(*told), timeline(self.profile)]
-        return [*found, memory_map(self.profile)] if drawable(self.profile.world_size) else found
+        found = [
+            memory(*told),
+            step_time_parts(self.profile),
+            collectives(*told),
+            timeline(self.profile),
+        ]
+        return (
+            [*found, memory_map(self.profile)] if has_memory_map(self.profile.world_size) else found
+        )
 
     def _picture(self) -> str:
         """What a saved notebook shows: the plan, its estimate and, once a run was started, that
         too.
         """
         assert self.profile is not None
-        said = fit_verdict.banner(self.profile)
+        said = fit_verdict.verdict_banner(self.profile)
         shown = [
-            picture(self._figures(), said["headline"], said["lines"]),
-            details(self.plan.to_yaml()),
+            picture_html(self._figures(), said["headline"], said["lines"]),
+            plan_file_html(self.plan.to_yaml()),
         ]
         return "".join([*shown, *([self.dashboard.picture()] if self.dashboard else [])])
 
-    def _heard(self, content: dict[str, Any]) -> None:
+    def _receive(self, content: dict[str, Any]) -> None:
         """What a person did in the panel."""
         try:
-            if content.get("type") == "edit" and content.get("name") in knobs():
-                self._edit(knobs()[content["name"]], content.get("value"))
+            if content.get("type") == "edit" and content.get("name") in plan_controls():
+                self._edit(plan_controls()[content["name"]], content.get("value"))
             elif content.get("type") == "path":
                 self.path = str(content.get("value"))
             elif content.get("type") == "upload":
@@ -214,13 +229,13 @@ class Planner(widgets.VBox):
             elif content.get("type") in ("undo", "reset", "load"):
                 getattr(self, content["type"])()
         except (ValueError, OSError) as error:
-            self._say(str(error))
+            self._show_news(str(error))
 
     def _open(self, plan: Plan, name: str) -> None:
         self._history.load(plan)
         self._replan(lambda: f"Loaded: {name}")
 
-    def _pressed(self, action: str) -> None:
+    def _on_press(self, action: str) -> None:
         act: dict[str, Callable[[], None]] = {
             "write": self._write,
             "rehearse": self._rehearse,
@@ -230,19 +245,21 @@ class Planner(widgets.VBox):
         try:
             act[action]()
         except (ValueError, OSError) as error:
-            self._say(str(error))
+            self._show_news(str(error))
 
-    def _say(self, news: str) -> None:
+    def _show_news(self, news: str) -> None:
         self._news = news
         if self.problems:
-            self.board.say(
-                **fit_verdict.banner(None, self.problems, news, drawn=self.profile is not None)
+            self.board.show_banner(
+                **fit_verdict.verdict_banner(
+                    None, self.problems, news, drawn=self.profile is not None
+                )
             )
         else:
-            self.board.say(**fit_verdict.banner(self.profile, news=news))
+            self.board.show_banner(**fit_verdict.verdict_banner(self.profile, news=news))
 
     def _write(self) -> None:
-        self._say(f"Written: {self.write().absolute()}")
+        self._show_news(f"Written: {self.write().absolute()}")
 
     def _run(self) -> None:
         from workbench.lab.live.dashboard import watch
@@ -251,16 +268,16 @@ class Planner(widgets.VBox):
         self.run = run(self.plan)
         self.dashboard = watch(self.run)
         self.children = (*self.children[:4], self.dashboard.board)
-        self._say(f"Started: {self.run.dir}")
-        threading.Thread(target=self._keep, args=(self.dashboard,), daemon=True).start()
+        self._show_news(f"Started: {self.run.dir}")
+        threading.Thread(target=self._redraw_when_over, args=(self.dashboard,), daemon=True).start()
 
-    def _keep(self, dashboard: Dashboard) -> None:
+    def _redraw_when_over(self, dashboard: Dashboard) -> None:
         """Draw a run that is over for the saved notebook."""
         dashboard.wait()
         self._saved.touch()
 
     def _rehearse(self) -> None:
-        self._say("Rehearsing: the real code on fake tensors, in a process of its own …")
+        self._show_news("Rehearsing: the real code on fake tensors, in a process of its own …")
         threading.Thread(target=self._rehearse_now, args=(self.plan,), daemon=True).start()
 
     def _rehearse_now(self, plan: Plan) -> None:
@@ -269,14 +286,14 @@ class Planner(widgets.VBox):
         try:
             found = rehearse(plan)
         except (ValueError, RuntimeError, OSError) as error:
-            self._say(f"The rehearsal failed: {error}")
+            self._show_news(f"The rehearsal failed: {error}")
             return
         if written_fields(plan) == written_fields(self.plan):
             self.rehearsed, self._news = found, "Rehearsed: drawn beside the estimate."
             self._draw()
 
 
-def details(yaml: str) -> str:
+def plan_file_html(yaml: str) -> str:
     """The plan file, to be unfolded."""
     style = (
         "font-size:12px;line-height:1.45;margin:4px "

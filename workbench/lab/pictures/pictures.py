@@ -15,12 +15,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60.0
+DRAW_TIMEOUT_SECONDS = 60.0
 """A picture takes hundredths of a second, the first about one; a loaded machine is slower."""
 VEGA_LITE = "6.4"
 """Version that draws snapshots and, bundled, the live boards."""
-COMMAND = [sys.executable, "-P", str(Path(__file__).with_name("drawing_child.py"))]
-LIMITED = (
+DRAW_COMMAND = [sys.executable, "-P", str(Path(__file__).with_name("drawing_child.py"))]
+ADDRESS_SPACE_LIMIT = (
     "V8, which draws, cannot live under a limit on address space (`ulimit -v`); `ulimit -v "
     "unlimited` lifts it"
 )
@@ -67,7 +67,7 @@ class _Child:
         late.
         """
         process = self.process = self.process or _started()
-        late = threading.Timer(SECONDS, process.kill)
+        late = threading.Timer(DRAW_TIMEOUT_SECONDS, process.kill)
         late.start()
         try:
             assert process.stdin and process.stdout
@@ -81,7 +81,11 @@ class _Child:
             in_time = late.is_alive()
             late.cancel()
         self.close()
-        why = _ending(process.returncode) if in_time else f"said nothing for {SECONDS:.0f} s"
+        why = (
+            _ending(process.returncode)
+            if in_time
+            else f"said nothing for {DRAW_TIMEOUT_SECONDS:.0f} s"
+        )
         raise PictureError(f"the process that draws {why}")
 
     def close(self) -> None:
@@ -99,7 +103,7 @@ class _Child:
 def _started() -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            COMMAND,
+            DRAW_COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -112,7 +116,7 @@ def _started() -> subprocess.Popen[bytes]:
 def _ending(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
-    return f"was ended by {signal.Signals(-code).name}: {LIMITED}"
+    return f"was ended by {signal.Signals(-code).name}: {ADDRESS_SPACE_LIMIT}"
 
 
 _CHILD = _Child()
@@ -120,7 +124,7 @@ atexit.register(_CHILD.close)
 os.register_at_fork(after_in_child=_CHILD.forget)
 
 
-def svg(spec: dict[str, Any]) -> str:
+def render_svg(spec: dict[str, Any]) -> str:
     """A complete Vega-Lite declaration as SVG text. Raises `PictureError` saying why it could not
     be drawn.
     """

@@ -11,16 +11,16 @@ from typing import Any
 from uuid import uuid4
 
 from workbench.lab import palette
-from workbench.lab.live.figure import Figure, config
+from workbench.lab.live.figure import Figure, vega_config
 from workbench.lab.pictures import snapshot
-from workbench.lab.pictures.pictures import PictureError, svg
+from workbench.lab.pictures.pictures import PictureError, render_svg
 from workbench.untrusted_text import escaped
 
 SETTLED_SECONDS = 1.5
 """A picture is drawn when nothing has changed for this long."""
 
 
-class Saved:
+class SavedPicture:
     """An output below a live widget, drawn again when the view has settled.
 
     A page that shows the widget hides it (`wb-saved` in board.css): to replace the widget's own
@@ -70,16 +70,16 @@ def _framed(content: str) -> str:
     return f'<div class="wb-saved">{content}</div>'
 
 
-def picture(figures: Sequence[Figure], headline: str, lines: Sequence[str]) -> str:
+def picture_html(figures: Sequence[Figure], headline: str, lines: Sequence[str]) -> str:
     """The figures under a headline as one image; the words alone where none can be drawn."""
     words = "".join(f"<p>{escaped(line)}</p>" for line in (headline, *lines))
     drawn = [figure for figure in figures if figure.rows]
     spec: dict[str, Any] = {
-        **snapshot.compose(drawn, headline, lines),
-        "config": config(palette.INK),
+        **snapshot.snapshot_spec(drawn, headline, lines),
+        "config": vega_config(palette.TEXT_COLOUR),
     }
     try:
-        data = base64.b64encode(svg(spec).encode()).decode()
+        data = base64.b64encode(render_svg(spec).encode()).decode()
     except PictureError as error:
         return f"{words}<p>The charts are left out: {escaped(str(error))}</p>"
     style = "max-width: 100%; background: white"

@@ -7,18 +7,25 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from workbench.lab import palette
-from workbench.lab.live.figure import DATA, QUIET, SCHEMA, Figure, bundle, config
+from workbench.lab.live.figure import (
+    DATA,
+    QUIET_EMBED,
+    VEGA_SCHEMA,
+    Figure,
+    mime_bundle,
+    vega_config,
+)
 
-WIDTH = 375
+NARROW_CHART_WIDTH = 375
 """Pixels of a chart with all that belongs to it: two stand side by side in a notebook's cell on a
 small screen.
 """
-GAP = 20
-LETTER = 5.6
+CHART_GAP = 20
+LETTER_PIXELS = 5.6
 """Width of a letter of an axis; of a title, 7.2 of 13 pixels' height, 6.1 of a subtitle."""
 
 
-def mimebundle(
+def snapshot_bundle(
     figures: Iterable[Figure], headline: str, lines: Sequence[str] = (), failed: bool = False
 ) -> dict[str, Any]:
     """Mime bundle of the charts that have rows, under a headline; drawn offline by JupyterLab 4."""
@@ -26,10 +33,14 @@ def mimebundle(
     text = "\n".join(
         [headline, *lines, *(f"  {figure.title} ({figure.subtitle})" for figure in drawn)]
     )
-    return bundle(compose(drawn, headline, lines, failed), text) if drawn else {"text/plain": text}
+    return (
+        mime_bundle(snapshot_spec(drawn, headline, lines, failed), text)
+        if drawn
+        else {"text/plain": text}
+    )
 
 
-def compose(
+def snapshot_spec(
     figures: Sequence[Figure], headline: str, lines: Sequence[str], failed: bool = False
 ) -> dict[str, Any]:
     """One declaration of all charts, two a line and the wide ones alone."""
@@ -41,20 +52,20 @@ def compose(
         "anchor": "start",
     }
     if failed:
-        title["color"] = palette.LIMIT
+        title["color"] = palette.LIMIT_COLOUR
     return {
-        "$schema": SCHEMA,
-        "config": config(),
-        "usermeta": QUIET,
+        "$schema": VEGA_SCHEMA,
+        "config": vega_config(),
+        "usermeta": QUIET_EMBED,
         "background": None,
         "title": title,
         "datasets": {f"{DATA}_{figure.name}": figure.rows for figure in figures},
-        "vconcat": [line(pair) for pair in pairs(figures)],
-        "spacing": GAP,
+        "vconcat": [figure_line(pair) for pair in figure_lines(figures)],
+        "spacing": CHART_GAP,
     }
 
 
-def pairs(figures: Sequence[Figure]) -> list[list[Figure]]:
+def figure_lines(figures: Sequence[Figure]) -> list[list[Figure]]:
     """Figures line by line; the order of the narrow ones stays, the wide ones come last."""
     narrow = [figure for figure in figures if not figure.wide]
     return [narrow[i : i + 2] for i in range(0, len(narrow), 2)] + [
@@ -62,33 +73,33 @@ def pairs(figures: Sequence[Figure]) -> list[list[Figure]]:
     ]
 
 
-def line(figures: Sequence[Figure]) -> dict[str, Any]:
+def figure_line(figures: Sequence[Figure]) -> dict[str, Any]:
     """One line of the picture."""
     return {
-        "hconcat": [part(figure) for figure in figures],
-        "spacing": GAP,
+        "hconcat": [figure_part(figure) for figure in figures],
+        "spacing": CHART_GAP,
         "resolve": {"scale": {"color": "independent"}},
     }
 
 
-def part(figure: Figure) -> dict[str, Any]:
+def figure_part(figure: Figure) -> dict[str, Any]:
     """One chart of the picture, its rows taken by name; titles are broken where they would be
     cut.
     """
-    width = 2 * WIDTH + GAP if figure.wide else WIDTH
+    width = 2 * NARROW_CHART_WIDTH + CHART_GAP if figure.wide else NARROW_CHART_WIDTH
     title = {
         "text": textwrap.wrap(figure.title, int(width / 7.2)),
         "anchor": "start",
         "frame": "bounds",
         "subtitle": textwrap.wrap(figure.subtitle, int(width / 6.1)),
     }
-    return figure.view(width - beside(figure)) | {
+    return figure.view(width - names_width(figure)) | {
         "title": title,
         "data": {"name": f"{DATA}_{figure.name}"},
     }
 
 
-def beside(figure: Figure) -> int:
+def names_width(figure: Figure) -> int:
     """Pixels left of a chart's bars: their names, or the numbers of an axis with its title."""
     layers = figure.spec.get("layer", [figure.spec])
     y: dict[str, Any] = next(
@@ -97,5 +108,5 @@ def beside(figure: Figure) -> int:
     if y.get("type") != "nominal":
         return 60
     return 20 + int(
-        LETTER * max((len(str(row.get(y["field"], ""))) for row in figure.rows), default=0)
+        LETTER_PIXELS * max((len(str(row.get(y["field"], ""))) for row in figure.rows), default=0)
     )
