@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from tests.plan.mutation import mutate
-from tests.plan.test_plan_catalog import DEEPSEEK, GPT2, LLAMA
+from tests.mutation import mutate
+from tests.plan.test_catalog import DEEPSEEK, GPT2, LLAMA
 from workbench.errors import PlanError
 from workbench.plan.catalog import huggingface_config
 from workbench.plan.rules.supported import unsupported

@@ -4,7 +4,7 @@ loss, and capacity.
 
 import pytest
 
-from tests.plan.test_plan_foreign import GPU_NAME, assumed, left
+from tests.interop.foreign_samples import GPU_NAME, assumed, left
 from workbench.interop.megatron import read_megatron
 from workbench.interop.translation import ImportOptions
 

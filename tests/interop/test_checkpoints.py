@@ -4,7 +4,7 @@ by itself.
 
 import pytest
 
-from tests.plan.test_plan_foreign import GPU_NAME, left
+from tests.interop.foreign_samples import GPU_NAME, left
 from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.megatron import read_megatron
 from workbench.interop.torchtitan import read_torchtitan

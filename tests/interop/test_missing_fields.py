@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.plan.test_plan_foreign import GPU_NAME, SAMPLES, problems
+from tests.interop.foreign_samples import GPU_NAME, SAMPLES, problems
 from workbench import interop
 
 SLOW = {

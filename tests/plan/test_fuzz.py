@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plan.mutation import mutate
+from tests.mutation import mutate
 from workbench.errors import PlanError
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan, build_plan, parse_plan, written_fields

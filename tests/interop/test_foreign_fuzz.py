@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plan.mutation import mutate
+from tests.mutation import mutate
 from workbench import interop
 from workbench.errors import PlanError
 from workbench.interop.accelerate import read_accelerate, read_fsdp

@@ -4,7 +4,7 @@ plan.
 
 import pytest
 
-from tests.plan.test_plan_foreign import GPU_NAME, assumed, left, problems
+from tests.interop.foreign_samples import GPU_NAME, assumed, left, problems
 from workbench import interop
 from workbench.interop.megatron import read_megatron
 from workbench.interop.translation import ImportOptions

@@ -4,7 +4,7 @@ in Python's.
 
 import pytest
 
-from tests.plan.test_plan_foreign import GPU_NAME, problems
+from tests.interop.foreign_samples import GPU_NAME, problems
 from workbench import interop
 
 JOB = '[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nsteps = 100\n'
