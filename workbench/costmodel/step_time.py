@@ -78,17 +78,17 @@ def step_time(w: Workload, constants: Constants, layers: LayerTimes | None = Non
         layers: Seconds of a layer of each kind, where the caller has them already.
     """
     m = device_rates(w.fixed.gpu, w.fixed.precision, constants)
-    wires, every = axis_links(w, constants), step_collectives(w)
+    links, calls = axis_links(w, constants), step_collectives(w)
     k = layers or layer_times(w, m)
-    d = _durations(w, m, k, every, wires)
-    slowest = (d.forward + d.backward).max(axis=0)
+    durations = _durations(w, m, k, calls, links)
+    slowest = (durations.forward + durations.backward).max(axis=0)
     bubble = _bubble_on_shared_cores(
-        _bubble(w, d, slowest), w.microbatches * slowest, constants.ranks_per_core
+        _bubble(w, durations, slowest), w.microbatches * slowest, constants.ranks_per_core
     )
     makespan = w.microbatches * slowest + bubble
     owned = w.param_counts.trained / (w.searched.shard if w.zero >= 1 else 1)
     after = {
-        "data_comm": _exposed_data_comm(w, constants, d, every, wires),
+        "data_comm": _exposed_data_comm(w, constants, durations, calls, links),
         "optimizer": optimizer_seconds(w, m, owned).max(axis=0),
         "offload": _exposed_offload(w, constants, owned, makespan) if w.zero else 0.0,
         "overhead": 1e-3
@@ -96,7 +96,7 @@ def step_time(w: Workload, constants: Constants, layers: LayerTimes | None = Non
     }
     if constants.stall_ms:
         after["stall"] = stall_seconds(w, constants) * run_stalls(w, constants)
-    return StepTime(makespan + _sum(after.values()), d, bubble, after, every)
+    return StepTime(makespan + _sum(after.values()), durations, bubble, after, calls)
 
 
 def step_time_bounds(
@@ -160,14 +160,20 @@ def _durations(
     c, work = m.constants, microbatch_compute(w, m, k)
     hidden = {"F": work.forward, "B": work.backward}
     idle = {"F": work.idle_forward, "B": work.idle_backward}
-    covered = {"F": k.attention.forward, "B": k.attention.backward}
-    # Behind the parts of a product what moves hides, not its latency; behind a late host all does,
-    # but the latency of a network: hosts of several nodes are late each in its own time.
-    tensor, far = wires["tensor"], w.tensor * w.searched.strides["tensor"] > w.fixed.gpus_per_node
-    moves = {
-        "tensor": AxisLink(tensor.bandwidth / (1 - c.tensor_overlap), tensor.latency * (1 - far))
+    attention = {"F": k.attention.forward, "B": k.attention.backward}
+    # GEMMs split into chunks overlap the bytes of tensor-parallel collectives, not their latency.
+    # While the GPU waits for its host, all of it is hidden except the network's latency: hosts of
+    # different nodes are late at different times.
+    tensor, crosses_nodes = (
+        wires["tensor"],
+        w.tensor * w.searched.strides["tensor"] > w.fixed.gpus_per_node,
+    )
+    bytes_link = {
+        "tensor": AxisLink(
+            tensor.bandwidth / (1 - c.tensor_overlap), tensor.latency * (1 - crosses_nodes)
+        )
     }
-    starts = {"tensor": AxisLink(math.inf, tensor.latency * far)}
+    latency_link = {"tensor": AxisLink(math.inf, tensor.latency * crosses_nodes)}
     exposed: dict[str, dict[str, Array]] = {}
     for action in ("F", "B"):
 
@@ -177,12 +183,12 @@ def _durations(
             )
 
         exposed[action] = {
-            "tensor_comm": np.maximum(0.0, of("tensor", wires=moves) - idle[action])
-            + of("tensor", wires=starts),
+            "tensor_comm": np.maximum(0.0, of("tensor", wires=bytes_link) - idle[action])
+            + of("tensor", wires=latency_link),
             "pipeline_comm": _receive_seconds(w, wires["pipeline"], c, action),
         }
         if w.fixed.has_context_parallel:
-            behind = w.layers * (RING_OVERLAP_SHARE * covered[action])
+            behind = w.layers * (RING_OVERLAP_SHARE * attention[action])
             exposed[action]["context_comm"] = np.maximum(0.0, of("context") - behind)
         if w.shape.moe:
             exposed[action]["expert_comm"] = (1 - c.expert_overlap) * of("expert")
@@ -289,22 +295,22 @@ def _exposed_data_comm(
     wires: dict[str, AxisLink],
 ) -> Number:
     """Exposed gradient reduction, and all-gathers of updated parameters, which nothing hides."""
-    chosen = [
+    reductions = [
         c
         for c in every
         if c.axis == "data" and c.action in ("REDUCE_GRAD", "B") and c.kind != "all_gather"
     ]
-    took = comm_seconds(chosen, wires, constants, "data")
-    buckets = np.maximum(1.0, sum(c.count * (c.group_size > 1) for c in chosen))
-    share = constants.data_overlap if w.pipeline == 1 else constants.pipeline_overlap
-    share = 0.0 if w.zero == 1 and w.fixed.framework.single_late_reduce else share
-    behind = (
-        share * (_overlaps_compute(w) if w.zero >= 2 else w.searched.overlap) * d.backward
-        if share
+    seconds = comm_seconds(reductions, wires, constants, "data")
+    buckets = np.maximum(1.0, sum(c.count * (c.group_size > 1) for c in reductions))
+    overlap = constants.data_overlap if w.pipeline == 1 else constants.pipeline_overlap
+    overlap = 0.0 if w.zero == 1 and w.fixed.framework.single_late_reduce else overlap
+    hidden = (
+        overlap * (_overlaps_compute(w) if w.zero >= 2 else w.searched.overlap) * d.backward
+        if overlap
         else 0.0
     )
     gathers = comm_seconds(every, wires, constants, "data", "OPTIMIZER")
-    return np.asarray(np.maximum(took - behind, took / buckets) + gathers).max(axis=0)
+    return np.asarray(np.maximum(seconds - hidden, seconds / buckets) + gathers).max(axis=0)
 
 
 def _exposed_offload(w: Workload, constants: Constants, owned: Array, makespan: Number) -> Number:
@@ -312,9 +318,11 @@ def _exposed_offload(w: Workload, constants: Constants, owned: Array, makespan: 
     2101.06840).
     """
     k = w.searched
-    moved = owned.max(axis=0) * (w.gradient_element_bytes + w.element_bytes) * k.offload_optimizer
-    moved = moved + k.offload_parameters * (
+    transferred = (
+        owned.max(axis=0) * (w.gradient_element_bytes + w.element_bytes) * k.offload_optimizer
+    )
+    transferred = transferred + k.offload_parameters * (
         2 * w.microbatches * w.param_counts.total.max(axis=0) * w.element_bytes
     )
-    took = moved / (w.fixed.gpu.pcie_gbs * 1e9)
-    return np.maximum(0.0, took - k.offload_optimizer * constants.offload_overlap * makespan)
+    seconds = transferred / (w.fixed.gpu.pcie_gbs * 1e9)
+    return np.maximum(0.0, seconds - k.offload_optimizer * constants.offload_overlap * makespan)

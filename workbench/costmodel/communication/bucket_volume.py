@@ -118,8 +118,8 @@ def _reductions(
             _shard_ranks(w, bucket),
         )
         yield ("data", "reduce_scatter", shard, "gradient", size, hooks), times
-        # The sum over replicas follows when later buckets need the room, and that of the last
-        # buckets at the end.
+        # The all-reduce over replicas waits until a later bucket needs the buffer; for the last
+        # buckets it waits until the end of backward.
         late = shard > 1 and index > len(stage) - w.fixed.num_zero_in_flight
         yield (
             (

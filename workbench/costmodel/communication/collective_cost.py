@@ -58,8 +58,8 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
         each = [_link(w, constants, side, k.strides["tensor"] * side**n) for n in range(sides)]
         slowness, latency = sum(1 / one.bandwidth for one in each), sum(one.latency for one in each)
         result["tensor"] = AxisLink(sides / slowness, latency / sides)
-    # Gradients are reduced over data x context, experts exchange over them: the slower of the two
-    # decides.
+    # Gradients are reduced over data x context ranks, and MoE's all-to-all runs over them too:
+    # the slower of the two axes decides.
     data, context = result["data"], result["context"]
     alone, lone = w.data == 1, k.context == 1
     slow = np.where(
@@ -82,29 +82,29 @@ def _link(w: Workload, constants: Constants, size: Number, stride: Number) -> Ax
     outer = s.fabric.nic_gbs * 1e9 * constants.nic_share
     within = (size * stride <= s.gpus_per_node) | (size == 1)
     inside = np.maximum(1, np.minimum(size, s.gpus_per_node // stride))
-    # `node / inside` groups leave a node together; the ranks of one group in a node share the
-    # group's part.
+    # `node / inside` groups of this axis leave a node at the same time and share its network;
+    # the ranks of one group inside the node share the group's part.
     bandwidth = np.where(within, inner, np.minimum(inner, outer * inside / s.gpus_per_node))
     latency = 1e-6 * _hop_latency_us(size, inside, s.fabric)
     if s.fabric.rack_nodes is None:
         return AxisLink(bandwidth, latency)
     rack = s.gpus_per_node * s.fabric.rack_nodes
-    beyond = np.where(size * stride > rack, size > 1, False)
-    housed = np.maximum(1, np.minimum(size, rack // stride))
-    # Of all that leaves a rack each of its groups has a part, which the ranks of the group in that
-    # rack share.
+    leaves_rack = np.where(size * stride > rack, size > 1, False)
+    inside_rack = np.maximum(1, np.minimum(size, rack // stride))
+    # The same one level up: groups that leave a rack share its uplink.
     uplink = (
         (s.fabric.rack_gbs or s.fabric.nic_gbs)
         * 1e9
         * constants.nic_share
-        * housed
+        * inside_rack
         / s.gpus_per_node
     )
-    more = (
+    rack_latency = (
         (s.fabric.rack_latency_us or s.fabric.nic_latency_us) - s.fabric.nic_latency_us
-    ) / housed
+    ) / inside_rack
     return AxisLink(
-        np.where(beyond, np.minimum(bandwidth, uplink), bandwidth), latency + beyond * 1e-6 * more
+        np.where(leaves_rack, np.minimum(bandwidth, uplink), bandwidth),
+        latency + leaves_rack * 1e-6 * rack_latency,
     )
 
 

@@ -94,11 +94,11 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
         return grid_collectives(w)
     t, m, dtype, stream = w.tensor, w.microbatches, w.dtype, w.hidden_activation_bytes
     two, first, last, gathered = 2 * w.layers, w.has_embedding, w.has_head, 2 * w.recomputed_layers
-    # What nothing needs is not made again: the sum at a layer's end, unless a stack runs whole
-    # layers.
+    # Recomputation skips what backward does not read: the all-reduce at the end of a layer,
+    # unless the framework reruns full layers.
     again = (1 + w.fixed.framework.recompute_full_layer) * w.recomputed_layers
     on, off = w.searched.sequence, 1 - w.searched.sequence
-    kept = w.layers - w.dense_layers  # a mixture keeps its gathered input
+    num_moe_layers = w.layers - w.dense_layers  # an MoE layer saves its all-gathered input
     return [
         CollectiveCall("tensor", "all_reduce", t, dtype, stream, off * m * (two + first), "F"),
         CollectiveCall(
@@ -112,7 +112,7 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
             t,
             dtype,
             stream,
-            on * m * (two + first + two + last + gathered - kept),
+            on * m * (two + first + two + last + gathered - num_moe_layers),
             "B",
         ),
         CollectiveCall(
@@ -145,22 +145,22 @@ def _context_calls(w: Workload) -> list[CollectiveCall]:
     again = w.microbatches * (w.recomputed_layers + w.searched.selective * w.layers)
     if w.fixed.context_algorithm == "ring":
         wide = "fp32" if w.element_bytes < w.upcast_bytes else dtype
-        around = [
+        ring = [
             ("F", dtype, keys, times),
             ("B", dtype, keys, times + again),
             ("B", wide, keys * (w.upcast_bytes / w.element_bytes), times),
         ]
         return [
-            CollectiveCall("context", kind, c, name, size, often * (c - 1), action)
-            for action, name, size, often in around
+            CollectiveCall("context", kind, c, name, size, count * (c - 1), action)
+            for action, name, size, count in ring
             for kind in ("send", "recv")
         ]
     keys = keys * w.kv_head_repeats
     sizes = (keys + w.q_width * w.tokens * w.element_bytes, w.o_width * w.tokens * w.element_bytes)
-    often = {"F": times, "B": times + w.microbatches * w.recomputed_layers}
+    count = {"F": times, "B": times + w.microbatches * w.recomputed_layers}
     return [
-        CollectiveCall("context", "all_to_all", c, dtype, size, often[action], action)
-        for action in often
+        CollectiveCall("context", "all_to_all", c, dtype, size, count[action], action)
+        for action in count
         for size in sizes
     ]
 
@@ -177,15 +177,22 @@ def _expert_calls(w: Workload) -> list[CollectiveCall]:
         w.microbatches * sparse,
         w.microbatches * w.recomputed_layers * sparse / np.maximum(w.layers, 1),
     )
-    size, told = w.hidden_activation_bytes * w.routed_rows_per_token, float(moe.capacity is None)
+    size, exchanges_counts = (
+        w.hidden_activation_bytes * w.routed_rows_per_token,
+        float(moe.capacity is None),
+    )
     counts = {"F": times, "B": times + again}
     return [
         *(
             CollectiveCall("expert", "all_to_all", e, dtype, size, 2 * counts[action], action)
             for action in counts
         ),
-        CollectiveCall("expert", "all_to_all", e, "int64", 8.0 * moe.experts, told * times, "F"),
-        CollectiveCall("expert", "all_to_all", e, "int64", 8.0 * moe.experts, told * again, "B"),
+        CollectiveCall(
+            "expert", "all_to_all", e, "int64", 8.0 * moe.experts, exchanges_counts * times, "F"
+        ),
+        CollectiveCall(
+            "expert", "all_to_all", e, "int64", 8.0 * moe.experts, exchanges_counts * again, "B"
+        ),
         *_load_balance_calls(w, times, again),
     ]
 
@@ -239,38 +246,54 @@ def _data_calls(w: Workload) -> list[CollectiveCall]:
     action = "B" if w.pipeline == 1 else "REDUCE_GRAD"
     elements, gathered = w.param_counts.trained, w.param_counts.total
     size = elements * w.gradient_element_bytes
-    pieces = np.maximum(1.0, np.ceil(size / w.searched.bucket_bytes))
+    num_buckets = np.maximum(1.0, np.ceil(size / w.searched.bucket_bytes))
     if w.zero == 0:
         return [
-            CollectiveCall("data", "all_reduce", group, gradient, size / pieces, pieces, action)
+            CollectiveCall(
+                "data", "all_reduce", group, gradient, size / num_buckets, num_buckets, action
+            )
         ]
     units = w.layers + w.has_embedding + w.has_head
-    each = w.reduce_microbatch * float(w.zero >= 2)
-    times = 1 + each * (w.microbatches - 1)
+    per_microbatch = w.reduce_microbatch * float(w.zero >= 2)
+    times = 1 + per_microbatch * (w.microbatches - 1)
     if w.zero == 3:
-        pieces = units
-    scatter = [
+        num_buckets = units
+    reductions = [
         CollectiveCall(
-            "data", "reduce_scatter", shard, gradient, size / pieces, times * pieces, action
+            "data",
+            "reduce_scatter",
+            shard,
+            gradient,
+            size / num_buckets,
+            times * num_buckets,
+            action,
         ),
         CollectiveCall("data", "all_reduce", group / shard, gradient, size / shard, times, action),
     ]
     if w.zero == 1 and w.fixed.framework.single_late_reduce:
-        scatter = [CollectiveCall("data", "all_reduce", group, gradient, size, 1.0, "REDUCE_GRAD")]
+        reductions = [
+            CollectiveCall("data", "all_reduce", group, gradient, size, 1.0, "REDUCE_GRAD")
+        ]
     if w.zero < 3:
         return [
-            *scatter,
+            *reductions,
             CollectiveCall(
                 "data", "all_gather", shard, dtype, elements * w.element_bytes, 1.0, "OPTIMIZER"
             ),
         ]
-    kept = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
+    keeps_gathered = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
     unit = gathered * w.element_bytes / units
-    forward = units * (kept + (1 - kept) * w.microbatches)
+    forward = units * (keeps_gathered + (1 - keeps_gathered) * w.microbatches)
     return [
-        *scatter,
+        *reductions,
         CollectiveCall("data", "all_gather", shard, dtype, unit, forward, "F"),
         CollectiveCall(
-            "data", "all_gather", shard, dtype, unit, units * (1 - kept) * w.microbatches, "B"
+            "data",
+            "all_gather",
+            shard,
+            dtype,
+            unit,
+            units * (1 - keeps_gathered) * w.microbatches,
+            "B",
         ),
     ]

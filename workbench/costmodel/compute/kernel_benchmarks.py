@@ -29,13 +29,13 @@ class MeasuredKernels:
     """Device, date and torch version of the measurement."""
 
 
-def measured_kernels(card: GPU, kernels: str) -> MeasuredKernels | None:
+def measured_kernels(gpu: GPU, kernels: str) -> MeasuredKernels | None:
     """Measured cost of `kernels` (compiled, fused) on a GPU; None where there is no benchmark of
     it.
 
     A CPU's benchmark stands for all CPUs, a GPU's for that GPU alone.
     """
-    found = next((b for b in kernel_benchmarks() if _measured_on(b, card)), None)
+    found = next((b for b in kernel_benchmarks() if _measured_on(b, gpu)), None)
     if found is None or kernels not in found.get("traffic", {}):
         return None
     traffic, loss = found["traffic"], found["loss_bytes"]
@@ -47,13 +47,13 @@ def measured_kernels(card: GPU, kernels: str) -> MeasuredKernels | None:
     )
 
 
-def kernel_cost_source(card: GPU, kernels: str) -> str:
-    """Source of the cost of compiled or fused `kernels` on `card`, for people."""
-    found = measured_kernels(card, kernels)
+def kernel_cost_source(gpu: GPU, kernels: str) -> str:
+    """Source of the cost of compiled or fused `kernels` on `gpu`, for people."""
+    found = measured_kernels(gpu, kernels)
     return (
         found.source
         if found
-        else f"not measured on {card.name}: the textbook factor of data/planner.yaml"
+        else f"not measured on {gpu.name}: the textbook factor of data/planner.yaml"
     )
 
 
@@ -66,8 +66,8 @@ def kernel_benchmarks() -> tuple[dict[str, Any], ...]:
     )
 
 
-def _measured_on(benchmark: dict[str, Any], card: GPU) -> bool:
+def _measured_on(benchmark: dict[str, Any], gpu: GPU) -> bool:
     if benchmark["kind"] == "cpu":
-        return card.device == "cpu"
-    entry = gpu_catalog.gpus().get(card.name)
+        return gpu.device == "cpu"
+    entry = gpu_catalog.gpus().get(gpu.name)
     return entry is not None and benchmark["device"] in entry.driver_names

@@ -1,7 +1,7 @@
 """Compute time: a roofline over GEMMs, attention and memory-bound operators, with a launch floor.
 
 Roofline: a kernel takes the longer of its FLOPs over the reachable FLOP/s and its bytes over the
-reachable bandwidth. The model FLOPs that MFU divides by are counted here too.
+reachable bandwidth. Model FLOPs, of which MFU is the rate, are counted here too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from workbench.costmodel.inputs.layer_gemms import (
 from workbench.costmodel.inputs.rank_workload import Workload, tensor_parallel_widths
 from workbench.costmodel.memory.activation_memory import (
     ATEN_SEAMS,
+    has_weight_gradients,
     keeps_small_seams_eager,
     runs_fused_seam,
 )
@@ -59,27 +60,27 @@ class DeviceRates:
     """Whether launches are asynchronous, so that they hide behind compute."""
 
 
-def peak_flops(card: GPU, precision: str) -> float:
+def peak_flops(gpu: GPU, precision: str) -> float:
     """Peak dense FLOP/s of a GPU at a precision; a dtype that its datasheet does not list runs as
     fp32.
     """
-    return card.tflops.get(precision, card.tflops.get("fp32", max(card.tflops.values()))) * 1e12
+    return gpu.tflops.get(precision, gpu.tflops.get("fp32", max(gpu.tflops.values()))) * 1e12
 
 
-def device_rates(card: GPU, precision: str, constants: Constants) -> DeviceRates:
+def device_rates(gpu: GPU, precision: str, constants: Constants) -> DeviceRates:
     """Reachable rates of a GPU at a precision."""
-    dense = peak_flops(card, precision)
+    dense = peak_flops(gpu, precision)
     wide = (
-        1e12 * card.tflops.get("bf16", card.tflops.get("fp16", dense / 1e12))
+        1e12 * gpu.tflops.get("bf16", gpu.tflops.get("fp16", dense / 1e12))
         if precision == "fp8"
         else dense
     )
     return DeviceRates(
         dense,
         wide,
-        card.bandwidth_gbs * 1e9 * constants.memory_share,
+        gpu.bandwidth_gbs * 1e9 * constants.memory_share,
         constants,
-        card.device != "cpu",
+        gpu.device != "cpu",
     )
 
 
@@ -140,12 +141,12 @@ def gemm_seconds(
     """
     c = m.constants
     rate = m.flops * c.narrow_share if narrow else m.flops_16bit * c.gemm_share
-    slow = 1 + c.gemm_half_dim * (1 / rows + 1 / columns + 1 / inner)
-    odd = (columns % GEMM_ALIGNMENT != 0) | (inner % GEMM_ALIGNMENT != 0)
-    flops = 2 * rows * columns * inner / rate * slow * (1 + c.gemm_misaligned * odd)
-    return np.maximum(
-        flops, (rows * columns + rows * inner + columns * inner) * element / m.bandwidth
-    )
+    # Short dims leave tiles and the last wave of thread blocks partly empty.
+    shortness = 1 + c.gemm_half_dim * (1 / rows + 1 / columns + 1 / inner)
+    misaligned = (columns % GEMM_ALIGNMENT != 0) | (inner % GEMM_ALIGNMENT != 0)
+    math = 2 * rows * columns * inner / rate * shortness * (1 + c.gemm_misaligned * misaligned)
+    memory = (rows * columns + rows * inner + columns * inner) * element / m.bandwidth
+    return np.maximum(math, memory)
 
 
 def layer_times(w: Workload, m: DeviceRates) -> LayerTimes:
@@ -165,16 +166,16 @@ def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> Microbatch
     if w.shape.moe:
         forward = forward + sparse * k.moe.forward
         backward = backward + sparse * k.moe.backward
-    # Every microbatch after the first adds its gradients to those that are there.
+    # With several microbatches, gradients are accumulated: read, added to and written.
     added = w.param_counts.trained * (
         (2 * w.stored_gradient_bytes + w.element_bytes) / m.bandwidth * (w.microbatches > 1)
     )
     backward = backward + added
-    repeated = (
-        w.fixed.framework.selective_recompute_share
-    )  # of a layer's forward; else attention alone
-    part = k.attention.forward if repeated < 0 else repeated * k.moe.forward
-    again = w.recomputed_layers * k.moe.forward + w.layers * (w.searched.selective * part)
+    # Selective recompute repeats attention, or the share of a layer's forward that the framework's
+    # profile states; full recompute repeats the layer.
+    share = w.fixed.framework.selective_recompute_share
+    selective = k.attention.forward if share < 0 else share * k.moe.forward
+    recompute = w.recomputed_layers * k.moe.forward + w.layers * (w.searched.selective * selective)
     weight = (
         w.dense_layers * k.dense.weight_grad
         + sparse * k.moe.weight_grad
@@ -187,7 +188,7 @@ def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> Microbatch
             (k.dense.idle_backward, k.moe.idle_backward),
         )
     ]
-    return MicrobatchCompute(forward, backward + again, np.asarray(weight), *idle)
+    return MicrobatchCompute(forward, backward + recompute, np.asarray(weight), *idle)
 
 
 def _apply_host_floor(w: Workload, c: Constants, k: LayerTimes) -> LayerTimes:
@@ -219,49 +220,58 @@ def model_flops(w: Workload) -> Number:
     """
     w = replace(w, **tensor_parallel_widths(w.shape, w.tiling.column_parts, padded=False))
     sparse, passes = w.layers - w.dense_layers, 2 + float(w.fixed.adapter_rank == 0)
-    products = (
+    gemms = (
         w.dense_layers * layer_flops(w, False)
         + sparse * layer_flops(w, True)
         + w.has_head * head_flops(w)
     )
-    each = passes * products + 3 * w.layers * attention_flops(w)
+    each = passes * gemms + 3 * w.layers * attention_flops(w)
     return (w.rank_multiplicity * w.data * each).sum(axis=0)
 
 
 def layer_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
-    """Seconds of one layer and microbatch; the backward of a GEMM is two, for input and weight.
+    """Seconds of one layer and microbatch.
 
     Args:
         w: Per-rank problem sizes.
         m: Reachable rates.
         is_moe: Whether the feed-forward is an MoE, whose experts run as a grouped GEMM.
     """
-    e, narrow = w.element_bytes, w.fixed.precision == "fp8"
-    every, trained = layer_gemms(w, is_moe), float(w.fixed.adapter_rank == 0)
-    each = [(p, p.count / (1.0 if p.ungrouped else m.constants.grouped_share)) for p in every]
-    forward = sum(n * gemm_seconds(m, p.rows, p.columns, p.inner, e, narrow) for p, n in each)
-    weight = trained * sum(
-        n * gemm_seconds(m, p.columns, p.inner, p.rows, e, narrow) for p, n in each
-    )
-    backward = weight + sum(
-        n * gemm_seconds(m, p.rows, p.inner, p.columns, e, narrow) for p, n in each
-    )
-    attention, bound, pace = (
-        attention_pass(w, m),
-        memory_bound_pass(w, m, is_moe),
-        m.constants.compute_slowdown,
-    )
+    gemms, attention = _gemm_pass(w, m, is_moe), attention_pass(w, m)
+    bound, slowdown = memory_bound_pass(w, m, is_moe), m.constants.compute_slowdown
+    forward = slowdown * (gemms.forward + attention.forward + bound.forward)
+    backward = slowdown * (gemms.backward + attention.backward + bound.backward)
     launches = _kernel_launches(w, is_moe)
-    forward = pace * (forward + attention.forward + bound.forward)
-    backward = pace * (backward + attention.backward + bound.backward)
-    there, back = (
+    forward_end, backward_end = (
         _with_launch_floor(m, seconds, n, is_moe)
         for seconds, n in zip((forward, backward), launches)
     )
-    ahead = float(m.host_runs_ahead)
+    # What launches add to a GPU whose host runs ahead is idle time that communication can use.
+    idles = float(m.host_runs_ahead)
     return PassTimes(
-        there, back, pace * weight, ahead * (there - forward), ahead * (back - backward)
+        forward_end,
+        backward_end,
+        slowdown * gemms.weight_grad,
+        idles * (forward_end - forward),
+        idles * (backward_end - backward),
     )
+
+
+def _gemm_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
+    """Seconds of one layer's GEMMs; the backward of a GEMM is two, for input and weight."""
+    e, narrow = w.element_bytes, w.fixed.precision == "fp8"
+    each = [
+        (p, p.count / (1.0 if p.ungrouped else m.constants.grouped_share))
+        for p in layer_gemms(w, is_moe)
+    ]
+    forward = sum(n * gemm_seconds(m, p.rows, p.columns, p.inner, e, narrow) for p, n in each)
+    weight_grad = has_weight_gradients(w) * sum(
+        n * gemm_seconds(m, p.columns, p.inner, p.rows, e, narrow) for p, n in each
+    )
+    backward = weight_grad + sum(
+        n * gemm_seconds(m, p.rows, p.inner, p.columns, e, narrow) for p, n in each
+    )
+    return PassTimes(forward, backward, weight_grad)
 
 
 def _kernel_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
@@ -274,8 +284,8 @@ def _kernel_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
     seams = [norm, activation, *([rope] if w.shape.positions == "rope" else [])]
     share = sum(seams) / len(seams)
     return tuple(
-        plain + (own - plain) * share
-        for own, plain in zip(FUSED_KERNELS_PER_LAYER, KERNELS_PER_LAYER["eager"])
+        eager + (fused - eager) * share
+        for fused, eager in zip(FUSED_KERNELS_PER_LAYER, KERNELS_PER_LAYER["eager"])
     )
 
 
@@ -288,9 +298,9 @@ def _fused_seams(w: Workload, is_moe: bool) -> tuple[Number, Number, Number]:
     )
     sizes = w.hidden_per_rank / w.sequence_parallel, w.q_width, wide
     kinds = w.shape.norm, "rope", w.shape.mlp
-    kept = [1.0 - (keeps_small_seams_eager(w) and kind in ATEN_SEAMS) for kind in kinds]
+    allowed = [1.0 - (keeps_small_seams_eager(w) and kind in ATEN_SEAMS) for kind in kinds]
     norm, rope, activation = (
-        own * runs_fused_seam(w, w.tokens * size) for own, size in zip(kept, sizes)
+        fused * runs_fused_seam(w, w.tokens * size) for fused, size in zip(allowed, sizes)
     )
     return norm, rope, activation
 
@@ -320,44 +330,53 @@ def attention_pass(w: Workload, m: DeviceRates) -> PassTimes:
     rate = m.flops_16bit * c.unfused_share * min(1.0, heads / 128)
     drop, scores = w.fixed.framework.dropout, w.heads * w.tokens * w.fixed.sequence_length
     moved = 1.5 * scores / m.bandwidth
-    products = 2 * attention_flops(w) / rate
-    return PassTimes(products + (4 + 5 * drop) * moved, 2 * products + (6 + 5 * drop) * moved)
+    math = 2 * attention_flops(w) / rate
+    return PassTimes(math + (4 + 5 * drop) * moved, 2 * math + (6 + 5 * drop) * moved)
 
 
 def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
-    """Seconds of norms, residuals, rotary positions and activation of one layer, by bytes moved."""
-    h, gated, half = w.hidden_per_rank / w.sequence_parallel, w.shape.gated, w.element_bytes / 2
+    """Seconds of norms, residuals, rotary positions and activation of one layer, by bytes moved.
+
+    Bytes are the textbook count per token in 16 bits, scaled by what the plan's kernels move.
+    """
+    h, half = w.hidden_per_rank / w.sequence_parallel, w.element_bytes / 2
     rope = 8 * (w.q_width + w.k_width) if w.shape.positions == "rope" else 0.0
     drop = 4 * w.fixed.framework.dropout * h
     if w.fixed.dropout:
         drop = drop + 2 * m.constants.dropout_bytes / half * h
-    passes = (6, 10) if gated else (4, 6)
     inputs, wide = 2 * h, w.ffn
-    if (
-        is_moe and w.shape.moe
-    ):  # an activation for every visit of an expert; tokens copied there and back
+    # An MoE activates every routed row, and copies tokens for dispatch and combine.
+    if is_moe and w.shape.moe:
         inputs, wide = (
             inputs + w.routed_rows_per_token * h,
             w.routed_rows_per_token * w.expert_ffn + w.shared_ffn,
         )
     copies = 8 * (inputs - 2 * h)
-    c = m.constants
-    norms, turned, wider, rest = c.traffic, c.traffic, c.traffic, c.traffic
-    if keeps_small_seams_eager(w):
-        own = _fused_seams(w, is_moe)
-        norms, turned, wider = (
-            c.plain_traffic + (c.traffic - c.plain_traffic) * one for one in own
-        )
-        rest = c.plain_traffic
-    moved = rope * turned + (drop + copies) * rest
+    norm, rotary, activation, other = _traffic_factors(w, m.constants, is_moe)
+    moved = rope * rotary + (drop + copies) * other
+    # Passes over the hidden width (forward 20 B, backward 36 B per element) and over the
+    # feed-forward width, with and without a gate.
     forward, backward = (
-        count * h * norms + each * wide * wider + moved for count, each in zip((20, 36), passes)
+        count * h * norm + each * wide * activation + moved
+        for count, each in zip((20, 36), (6, 10) if w.shape.gated else (4, 6))
     )
     if w.fixed.precision == "fp8":
-        cast = 4 * (inputs + wide) * rest
+        cast = 4 * (inputs + wide) * other
         forward, backward = forward + cast, backward + cast
     rate = m.bandwidth / (w.tokens * half)
     return PassTimes(forward / rate, backward / rate)
+
+
+def _traffic_factors(
+    w: Workload, c: Constants, is_moe: bool
+) -> tuple[Number, Number, Number, Number]:
+    """Memory traffic over the textbook count: of norms, rotary positions, activation, the rest."""
+    if not keeps_small_seams_eager(w):
+        return c.traffic, c.traffic, c.traffic, c.traffic
+    norm, rotary, activation = (
+        c.plain_traffic + (c.traffic - c.plain_traffic) * fused for fused in _fused_seams(w, is_moe)
+    )
+    return norm, rotary, activation, c.plain_traffic
 
 
 def head_pass(w: Workload, m: DeviceRates) -> PassTimes:
@@ -366,12 +385,12 @@ def head_pass(w: Workload, m: DeviceRates) -> PassTimes:
     t, v, h, n = p.rows, p.columns, p.inner, p.count
     loss = w.tokens * v * (w.upcast_bytes / 4 * m.constants.loss_bytes / m.bandwidth)
     forward = n * gemm_seconds(m, t, v, h, w.element_bytes) + LOSS_FORWARD_SHARE * loss
-    weight = n * gemm_seconds(m, v, h, t, w.element_bytes) * float(w.fixed.adapter_rank == 0)
+    weight = n * gemm_seconds(m, v, h, t, w.element_bytes) * has_weight_gradients(w)
     backward = (
         weight + n * gemm_seconds(m, t, h, v, w.element_bytes) + (1 - LOSS_FORWARD_SHARE) * loss
     )
-    pace = m.constants.compute_slowdown
-    return PassTimes(pace * forward, pace * backward, pace * weight)
+    slowdown = m.constants.compute_slowdown
+    return PassTimes(slowdown * forward, slowdown * backward, slowdown * weight)
 
 
 def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
@@ -386,10 +405,10 @@ def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
         m: Reachable rates.
         owned: Parameters whose optimizer states the rank holds.
     """
-    kept = w.fixed.moment_bytes + (w.fixed.master_bytes or w.element_bytes)
-    traffic = owned * (2 * kept + 2 * w.gradient_element_bytes + w.element_bytes)
-    host = (
-        m.constants.host_gbs * 1e9
-    )  # where the optimizer lives on the host, its processors step it (2101.06840)
-    turns = 1e-3 * m.constants.param_broadcast_ms * (w.zero in (1, 2)) * w.searched.shard
-    return traffic / (m.bandwidth + (host - m.bandwidth) * w.searched.offload_optimizer) + turns
+    states = w.fixed.moment_bytes + (w.fixed.master_bytes or w.element_bytes)
+    traffic = owned * (2 * states + 2 * w.gradient_element_bytes + w.element_bytes)
+    # Offloaded optimizer states are updated by the host's CPUs (ZeRO-Offload, 2101.06840).
+    host = m.constants.host_gbs * 1e9
+    broadcasts = 1e-3 * m.constants.param_broadcast_ms * (w.zero in (1, 2)) * w.searched.shard
+    bandwidth = m.bandwidth + (host - m.bandwidth) * w.searched.offload_optimizer
+    return traffic / bandwidth + broadcasts

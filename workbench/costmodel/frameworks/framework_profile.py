@@ -110,8 +110,8 @@ def framework_profile(name: str) -> FrameworkProfile:
     entry = _entry(name)
     known = {field.name for field in fields(FrameworkProfile)} - {"unfused"}
     values = {
-        key: float(said["value"])
-        for key, said in (entry["memory"] | entry["time"]).items()
+        key: float(constant["value"])
+        for key, constant in (entry["memory"] | entry["time"]).items()
         if key in known
     }
     return FrameworkProfile(unfused=entry["attention"] == "unfused", **values)
@@ -124,9 +124,11 @@ def framework_constants(name: str) -> Mapping[str, float]:
     Raises:
         PlanError: There is no profile of this name.
     """
-    kept = {field.name for field in fields(FrameworkProfile)}
+    profile_fields = {field.name for field in fields(FrameworkProfile)}
     return {
-        key: float(said["value"]) for key, said in _entry(name)["time"].items() if key not in kept
+        key: float(constant["value"])
+        for key, constant in _entry(name)["time"].items()
+        if key not in profile_fields
     }
 
 
@@ -140,8 +142,8 @@ def step_time_interval(name: str) -> tuple[float, float]:
     table = data_files.read("data/stacks.yaml")
     while "interval" not in table[name]:
         name = table[name].get("like", "textbook")
-    said = table[name]["interval"]
-    return float(said["low"]), float(said["high"])
+    interval = table[name]["interval"]
+    return float(interval["low"]), float(interval["high"])
 
 
 def _entry(name: str) -> dict[str, Any]:

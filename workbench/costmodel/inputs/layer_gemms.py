@@ -53,10 +53,10 @@ def layer_gemms(w: Workload, is_moe: bool) -> list[LayerGemm]:
         up = w.heads * (mla.nope_dim + mla.value_dim)
         widths = [*query, (kv_rank + mla.rope_dim / part, h), (up, kv_rank)]
         into = [LayerGemm(t, columns, inner, n) for columns, inner in widths]
-    return [*into, LayerGemm(t, h, w.o_width, n), *_feed_forward_products(w, is_moe)]
+    return [*into, LayerGemm(t, h, w.o_width, n), *_feed_forward_gemms(w, is_moe)]
 
 
-def _feed_forward_products(w: Workload, is_moe: bool) -> list[LayerGemm]:
+def _feed_forward_gemms(w: Workload, is_moe: bool) -> list[LayerGemm]:
     h, t, n = w.hidden_per_rank, w.tokens * w.tiling.gathered_blocks, w.tiling.num_steps
     moe, wide, joined = w.shape.moe, 2 if w.shape.gated else 1, 1
     if w.fixed.framework.fused_qkv:

@@ -69,7 +69,7 @@ def assemble_workload(
     data = s.world_size / (k.tensor * k.context * s.pipeline)
     layers, dense = stage_layers(s)
     at, parts = ranks.astype(int), data
-    if s.replicas:  # all stages take the same microbatch, each splits it over its own replicas
+    if s.replicas:  # stages share microbatches; each splits them over its own replicas
         data, parts = np.array(s.replicas, dtype=float)[at], float(math.lcm(*s.replicas))
     microbatches = s.global_batch / (k.micro_batch * parts)
     return Workload(

@@ -82,72 +82,88 @@ def layer_activations(w: Workload, is_moe: bool = False) -> LayerActivations:
         w: Per-rank problem sizes.
         is_moe: Whether the feed-forward is an MoE.
     """
+    wide, matrix = _feed_forward(w, is_moe)
+    ffn = _feed_forward_saved(w, is_moe)
+    saved, needed = _saved_and_needed(w, is_moe, wide, ffn)
+    shard = w.hidden_activation_bytes / w.sequence_parallel
+    branch = shard + (wide if w.shape.mlp == "relu" else 0.0)
+    # Row-parallel output projection under sequence parallelism: its all-gathered input, its partial
+    # sum, and the reduce-scattered result, without and with its bias.
+    last_gemm = branch + (w.sequence_parallel > 1) * (
+        shard * (1 + (w.shape.biases == "all")) + 2 * w.hidden_activation_bytes
+    )
+    backward = _feed_forward_backward(w, wide, matrix)
+    if w.fixed.algorithm != "1d":
+        gathered = grid_block_bytes(w, wide, matrix, w.hidden_activation_bytes)
+        backward, last_gemm = backward + gathered, branch + shard + gathered
+    return LayerActivations(
+        saved=saved,
+        needed=needed,
+        checkpoint=shard * (1 - w.fixed.framework.offload_checkpoints),
+        forward=branch,
+        last_gemm=last_gemm,
+        feed_forward_backward=backward,
+        column_parallel_backward=_column_parallel_backward(w, wide, matrix)
+        * gathers_sequence(w)
+        * float(not is_moe),
+        freed_feed_forward=ffn,
+        freed_before_norm=ffn + norm_saved(w),
+        norm_backward=norm_backward(w),
+    )
+
+
+def _saved_and_needed(
+    w: Workload, is_moe: bool, wide: Number, ffn: Number
+) -> tuple[Number, Number]:
+    """(bytes saved from forward to backward, bytes that backward reads); selective recompute saves
+    less than backward reads.
+    """
     attention = (
         w.q_width + w.k_width + w.v_width + w.o_width
     ) * w.tokens * w.element_bytes + _ulysses_saved(w)
     attention = attention + repeated_kv_bytes(w) * (1 - w.searched.selective)
-    statistics = 4 * w.heads * w.tokens
-    wide, matrix = _feed_forward(w, is_moe)
-    ffn = _feed_forward_saved(w, is_moe)
     saved = 2 * norm_saved(w) + _mla_latents(w) + attention + ffn
-    kept = w.fixed.framework
+    framework = w.fixed.framework
     saved = saved + _fp8_saved_delta(w, is_moe) - _frozen_inputs(w, wide)
+    # Unfused attention saves softmax and, with dropout, its mask and output: 5 a s^2 b of
+    # 2205.05198. FlashAttention saves one fp32 log-sum-exp per head and token.
     scores = (
-        (2 + 3 * kept.dropout) * w.heads * w.tokens * w.fixed.sequence_length
-        if kept.unfused
-        else statistics
+        (2 + 3 * framework.dropout) * w.heads * w.tokens * w.fixed.sequence_length
+        if framework.unfused
+        else 4 * w.heads * w.tokens
     )
     saved = (
         saved
-        + kept.dropout * w.tokens * w.hidden_per_rank * 2 / w.sequence_parallel
+        + framework.dropout * w.tokens * w.hidden_per_rank * 2 / w.sequence_parallel
         + scores * (1 - w.searched.selective)
     )
-    whole = saved
-    if kept.recompute_alternate_ops:
-        saved = saved + w.searched.selective * (alternate_ops_saved(w, wide) - saved)
-    elif kept.selective_saved_share >= 0:
-        saved = whole = saved * (1 - w.searched.selective * (1 - kept.selective_saved_share))
-    stream = w.hidden_activation_bytes / w.sequence_parallel
-    gathered = w.hidden_activation_bytes - stream
-    # Down projection: its input's gradient and its weight's, which is then added; the gate: two
-    # more, one tensor gone.
-    made, added = (
-        wide + matrix * w.element_bytes * has_weight_gradients(w),
-        accumulated_gradient_bytes(w, matrix),
-    )
-    transient = (
-        np.maximum(np.maximum(made, added), (1 if w.shape.mlp == "gelu" else 2) * wide) + gathered
-    )
-    if (
-        w.fixed.splits_backward and w.fixed.algorithm == "1d"
-    ):  # no weight's gradient yet; the down projection's input stays
-        transient = (2 if w.shape.mlp == "gelu" else 3) * wide + gathered
-    branch = stream + (wide if w.shape.mlp == "relu" else 0.0)
-    # What is gathered, the partial result, and the scattered one, without and with its bias.
-    product = branch + (w.sequence_parallel > 1) * (
-        stream * (1 + (w.shape.biases == "all")) + 2 * w.hidden_activation_bytes
-    )
-    if w.fixed.algorithm != "1d":
-        met = grid_block_bytes(w, wide, matrix, w.hidden_activation_bytes)
-        transient, product = transient + met, branch + stream + met
-    checkpoint = stream * (1 - kept.offload_checkpoints)
-    first = w.hidden_activation_bytes + (2 if w.shape.gated else 1) * wide
-    columns = input_gradient_in_flight(w) + weight_gradient_peak(
-        w, first, matrix * w.element_bytes * has_weight_gradients(w), added
-    )
-    columns = columns * gathers_sequence(w) * float(not is_moe)
-    released = ffn + norm_saved(w)
-    return LayerActivations(
-        saved,
-        whole,
-        checkpoint,
-        branch,
-        product,
-        transient,
-        columns,
-        ffn,
-        released,
-        norm_backward(w),
+    if framework.recompute_alternate_ops:
+        return saved + w.searched.selective * (alternate_ops_saved(w, wide) - saved), saved
+    if framework.selective_saved_share >= 0:
+        saved = saved * (1 - w.searched.selective * (1 - framework.selective_saved_share))
+    return saved, saved
+
+
+def _feed_forward_backward(w: Workload, wide: Number, matrix: Number) -> Number:
+    """Temporaries during the backward of the down projection and the activation."""
+    gathered = w.hidden_activation_bytes - w.hidden_activation_bytes / w.sequence_parallel
+    # With a deferred W no weight gradient exists yet, but the down projection's input stays.
+    if w.fixed.splits_backward and w.fixed.algorithm == "1d":
+        return (2 if w.shape.mlp == "gelu" else 3) * wide + gathered
+    # Down projection: the gradients of input and weight, then the weight's accumulation. Activation
+    # of a gate: gradients of gate and up, where the gradient of their product is freed.
+    gradients = wide + matrix * w.element_bytes * has_weight_gradients(w)
+    accumulated = accumulated_gradient_bytes(w, matrix)
+    activation = (1 if w.shape.mlp == "gelu" else 2) * wide
+    return np.maximum(np.maximum(gradients, accumulated), activation) + gathered
+
+
+def _column_parallel_backward(w: Workload, wide: Number, matrix: Number) -> Number:
+    """Temporaries during the backward of gate and up, whose input is all-gathered once more."""
+    operands = w.hidden_activation_bytes + (2 if w.shape.gated else 1) * wide
+    gradient = matrix * w.element_bytes * has_weight_gradients(w)
+    return input_gradient_in_flight(w) + weight_gradient_peak(
+        w, operands, gradient, accumulated_gradient_bytes(w, matrix)
     )
 
 
@@ -168,18 +184,20 @@ def input_gradient_in_flight(w: Workload) -> Number:
     )
 
 
-def weight_gradient_peak(w: Workload, met: Number, own: Number, added: Number) -> Number:
+def weight_gradient_peak(
+    w: Workload, operands: Number, gradient: Number, accumulated: Number
+) -> Number:
     """Most bytes live beside an input gradient in flight while a weight gradient is computed and
     accumulated.
 
     Args:
         w: Per-rank problem sizes.
-        met: Bytes of the operands of the weight gradient's GEMM.
-        own: Bytes of the weight gradient.
-        added: Bytes live while it is accumulated into its bucket.
+        operands: Bytes of the operands of the weight gradient's GEMM.
+        gradient: Bytes of the weight gradient.
+        accumulated: Bytes live while it is accumulated into its bucket.
     """
-    gone = w.hidden_activation_bytes / w.sequence_parallel * gathers_sequence(w)
-    return np.maximum(met + np.maximum(0.0, own - gone), added - gone)
+    freed = w.hidden_activation_bytes / w.sequence_parallel * gathers_sequence(w)
+    return np.maximum(operands + np.maximum(0.0, gradient - freed), accumulated - freed)
 
 
 def _ulysses_saved(w: Workload) -> Number:
@@ -188,10 +206,10 @@ def _ulysses_saved(w: Workload) -> Number:
     """
     if w.fixed.context_algorithm == "ring" or not w.fixed.has_context_parallel:
         return 0.0
-    more = (w.kv_head_repeats - 1) * (w.k_width + w.v_width) + w.o_width * (
+    extra_width = (w.kv_head_repeats - 1) * (w.k_width + w.v_width) + w.o_width * (
         1 - w.searched.selective
     )
-    return (w.searched.context > 1) * more * w.tokens * w.element_bytes
+    return (w.searched.context > 1) * extra_width * w.tokens * w.element_bytes
 
 
 def repeated_kv_bytes(w: Workload) -> Number:
@@ -204,12 +222,12 @@ def repeated_kv_bytes(w: Workload) -> Number:
     s = w.fixed
     if s.stack != WORKBENCH or not repeats_heads(s.gpu, s.precision, w.shape):
         return 0.0
-    spread = np.asarray(w.searched.context > 1)
-    together = spread & (s.context_algorithm != "ring")
-    fewer = w.k_width * np.where(together, w.kv_head_repeats, 1.0) < w.q_width
-    kept = w.q_width + w.o_width - np.where(together, 0.0, w.k_width + w.v_width)
-    alone = fewer & ~(spread & (s.context_algorithm == "ring"))
-    return alone * kept * w.tokens * w.element_bytes
+    context_parallel = np.asarray(w.searched.context > 1)
+    exchanged = context_parallel & (s.context_algorithm != "ring")
+    repeats = w.k_width * np.where(exchanged, w.kv_head_repeats, 1.0) < w.q_width
+    extra_width = w.q_width + w.o_width - np.where(exchanged, 0.0, w.k_width + w.v_width)
+    applies = repeats & ~(context_parallel & (s.context_algorithm == "ring"))
+    return applies * extra_width * w.tokens * w.element_bytes
 
 
 def grid_block_bytes(w: Workload, x: Number, matrix: Number, y: Number) -> Number:
@@ -291,16 +309,16 @@ def _feed_forward_saved(w: Workload, is_moe: bool) -> Number:
     and activated up (ReLU: only that); an MoE also its dispatched tokens and router probabilities.
     """
     wide, _ = _feed_forward(w, is_moe)
-    made_again = runs_fused_seam(w, wide / w.element_bytes)
-    gated = w.fixed.framework.gated_saved_tensors - made_again  # the activated gate
-    kept = (gated if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
+    recomputed = runs_fused_seam(w, wide / w.element_bytes)
+    gated = w.fixed.framework.gated_saved_tensors - recomputed  # the activated gate
+    saved = (gated if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
     if is_moe and w.shape.moe is not None:
-        kept += (
+        saved += (
             w.hidden_activation_bytes * (w.sequence_parallel > 1)
             + (w.routed_rows_per_token * 2 * w.hidden_activation_bytes)
             + w.shape.moe.experts * w.tokens * 4
         )
-    return kept
+    return saved
 
 
 def _mla_latents(w: Workload) -> Number:
@@ -337,14 +355,14 @@ def norm_backward(w: Workload) -> Number:
     """Temporaries of a norm's backward, its saved input included; the eager RMSNorm computes in
     fp32.
     """
-    stream, wider = (
+    stream, upcast = (
         w.hidden_activation_bytes / w.sequence_parallel,
         w.upcast_bytes / w.element_bytes,
     )
     if w.shape.norm == "layernorm":
         return 3 * stream
-    plain = stream * (2 + 3 * wider + (wider if wider > 1 else 0))
-    return np.where(runs_fused_seam(w, stream / w.element_bytes), 3 * stream, plain)
+    eager = stream * (2 + 3 * upcast + (upcast if upcast > 1 else 0))
+    return np.where(runs_fused_seam(w, stream / w.element_bytes), 3 * stream, eager)
 
 
 def runs_fused_seam(w: Workload, entries: Number) -> Number:
@@ -371,13 +389,13 @@ def boundary_bytes(w: Workload) -> tuple[Array, Array]:
     rotary = length * (
         (w.shape.head_dim or 0) * w.element_bytes if w.shape.positions == "rope" else 0.0
     )
-    kept = (
+    saved = (
         w.zeros
         + (rotary + TOKEN_ID_BYTES * length) * w.fixed.chunks
         + (w.tensor > 1) * w.has_embedding * (TOKEN_ID_BYTES + 1) * w.tokens
     )
     boundary = w.hidden_activation_bytes / w.sequence_parallel
-    return kept, np.asarray(
+    return saved, np.asarray(
         (1 - w.has_head * (w.fixed.chunks == 1)) * boundary * float(w.pipeline > 1)
     )
 
@@ -393,9 +411,9 @@ def deferred_weight_bytes(w: Workload) -> Number:
         return w.zeros
     wide, _ = _feed_forward(w, False)
     widths = (w.q_width + w.k_width + w.v_width + w.o_width) * w.tokens * w.element_bytes
-    every = 4 * w.hidden_activation_bytes + widths + (3 if w.shape.gated else 2) * wide
-    rows = 2 * w.hidden_activation_bytes + w.o_width * w.tokens * w.element_bytes + wide
-    return np.where(w.sequence_parallel > 1, rows, every)
+    all_layers = 4 * w.hidden_activation_bytes + widths + (3 if w.shape.gated else 2) * wide
+    row_parallel = 2 * w.hidden_activation_bytes + w.o_width * w.tokens * w.element_bytes + wide
+    return np.where(w.sequence_parallel > 1, row_parallel, all_layers)
 
 
 def embedding_backward(w: Workload) -> Number:
@@ -408,17 +426,17 @@ def embedding_backward(w: Workload) -> Number:
         if w.shape.positions == "learned"
         else 0.0
     )
-    made = w.hidden_activation_bytes + np.maximum(table, positions) * w.element_bytes
+    gradients = w.hidden_activation_bytes + np.maximum(table, positions) * w.element_bytes
     if (
         w.fixed.framework.gradients_freed_after_step
-    ):  # the gradient that is made is the one that is kept
-        return made
+    ):  # the gradient that is gradients is the one that is kept
+        return gradients
     if has_tied_head_on_rank(w):
         return np.maximum(
-            np.maximum(made, 2 * table * w.element_bytes) + table * w.element_bytes,
+            np.maximum(gradients, 2 * table * w.element_bytes) + table * w.element_bytes,
             accumulated_gradient_bytes(w, table),
         )
-    return np.maximum(made, accumulated_gradient_bytes(w, np.maximum(table, positions)))
+    return np.maximum(gradients, accumulated_gradient_bytes(w, np.maximum(table, positions)))
 
 
 def has_tied_head_on_rank(w: Workload) -> bool:

@@ -82,20 +82,27 @@ def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight
         activation_memory.layer_activations(w, is_moe=w.shape.moe is not None),
     )
     share = np.divide(w.dense_layers, w.layers)
-    kept_whole = share * dense.saved + (1 - share) * moe.saved
-    saved = (w.layers - w.recomputed_layers) * kept_whole + w.recomputed_layers * dense.checkpoint
-    kept, boundary = activation_memory.boundary_bytes(w)
-    ahead = 1 + w.fixed.framework.host_run_ahead * (w.sequence_parallel > 1)
-    one = (saved + kept) * ahead
-    aside = w.layers * activation_memory.deferred_weight_bytes(w) * float(w.fixed.splits_backward)
-    late = w.deferred_microbatches * (aside - saved) * float(w.fixed.splits_backward)
-    loss = w.losses_in_flight * w.has_head
+    layer_saved = share * dense.saved + (1 - share) * moe.saved
+    saved = (w.layers - w.recomputed_layers) * layer_saved + w.recomputed_layers * dense.checkpoint
+    ends, boundary = activation_memory.boundary_bytes(w)
+    run_ahead = 1 + w.fixed.framework.host_run_ahead * (w.sequence_parallel > 1)
+    per_microbatch = (saved + ends) * run_ahead
+    deferred = (
+        w.layers * activation_memory.deferred_weight_bytes(w) * float(w.fixed.splits_backward)
+    )
+    deferred_delta = w.deferred_microbatches * (deferred - saved) * float(w.fixed.splits_backward)
+    num_losses = w.losses_in_flight * w.has_head
     outputs = boundary * (
         1 + w.fixed.framework.keeps_sent_outputs * np.maximum(0.0, w.microbatches_in_flight - 1)
     )
-    held = w.microbatches_in_flight * one + loss * head.saved * ahead + outputs + late
+    total = (
+        w.microbatches_in_flight * per_microbatch
+        + num_losses * head.saved * run_ahead
+        + outputs
+        + deferred_delta
+    )
     return ActivationsInFlight(
-        held, loss * head.logits, saved / w.fixed.chunks, aside / w.fixed.chunks
+        total, num_losses * head.logits, saved / w.fixed.chunks, deferred / w.fixed.chunks
     )
 
 
@@ -160,36 +167,38 @@ def _layer_backward(
     """
     logits = flight.logits - w.has_head * head.logits
     before = flight.total - w.has_head * head.saved
-    again = layer.needed - layer.saved
-    remade = np.maximum(0.0, layer.saved - layer.checkpoint)
-    last_again = (w.recomputed_layers > 0) & (w.layers_after_recomputed == 0)
-    again = np.where(last_again, remade, again)
-    arriving = w.hidden_activation_bytes / np.where(
+    restored = layer.needed - layer.saved
+    recomputed = np.maximum(0.0, layer.saved - layer.checkpoint)
+    last_is_recomputed = (w.recomputed_layers > 0) & (w.layers_after_recomputed == 0)
+    restored = np.where(last_is_recomputed, recomputed, restored)
+    gradient = w.hidden_activation_bytes / np.where(
         activation_memory.gathers_sequence(w), w.sequence_parallel, 1
     )
     incoming: MemoryByCategory = {
         "communication": np.asarray(
             (1 - w.has_head) * w.hidden_activation_bytes / w.sequence_parallel
         ),
-        "temporary": np.asarray(w.has_head * arriving + _tied_head_gradient(w)),
+        "temporary": np.asarray(w.has_head * gradient + _tied_head_gradient(w)),
     }
-    released = layer.freed_before_norm * ~last_again
+    released = layer.freed_before_norm * ~last_is_recomputed
     earlier = before - np.minimum(w.layers_after_recomputed, w.layers) * layer.saved
     return {
         "layer": add_categories(
             {
                 "activations": before,
                 "logits": logits,
-                "temporary": np.asarray(layer.feed_forward_backward + again),
+                "temporary": np.asarray(layer.feed_forward_backward + restored),
             },
             incoming,
         ),
         "columns": add_categories(
             {
-                "activations": before - layer.freed_feed_forward * ~last_again,
+                "activations": before - layer.freed_feed_forward * ~last_is_recomputed,
                 "logits": logits,
                 "temporary": np.asarray(
-                    layer.column_parallel_backward + again - layer.freed_feed_forward * last_again
+                    layer.column_parallel_backward
+                    + restored
+                    - layer.freed_feed_forward * last_is_recomputed
                 ),
             },
             incoming,
@@ -207,7 +216,7 @@ def _layer_backward(
                 "activations": np.where(w.recomputed_layers > 0, earlier, 0.0),
                 "logits": logits,
                 "temporary": np.where(
-                    w.recomputed_layers > 0, layer.feed_forward_backward + remade, 0.0
+                    w.recomputed_layers > 0, layer.feed_forward_backward + recomputed, 0.0
                 ),
             },
             {"communication": incoming["communication"]},
@@ -229,12 +238,14 @@ def _split_backward(w: Workload, aside: Array, logits: Array) -> dict[str, Memor
     """Phases of a split backward, whose deferred tensors grow as it proceeds: the first attention
     of the stage, the norm before it, and W.
     """
-    met = (w.q_width + w.k_width + w.v_width) * w.tokens * w.element_bytes + 4 * w.heads * w.tokens
-    met = met + activation_memory.repeated_kv_bytes(w)
-    kept = met + w.hidden_activation_bytes / w.sequence_parallel
+    inputs = (
+        w.q_width + w.k_width + w.v_width
+    ) * w.tokens * w.element_bytes + 4 * w.heads * w.tokens
+    inputs = inputs + activation_memory.repeated_kv_bytes(w)
+    freed_later = inputs + w.hidden_activation_bytes / w.sequence_parallel
     return {
         "attention": {
-            "activations": aside + kept,
+            "activations": aside + freed_later,
             "logits": logits,
             "temporary": w.zeros + w.o_width * w.tokens * w.element_bytes,
         },
@@ -275,15 +286,18 @@ def step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """Buffers live throughout forward and backward: all-gathered parameters and sequences, reduce
     buckets.
     """
-    kept, live = w.fixed.framework, zero_working_set(w, p)
+    framework, buffers = w.fixed.framework, zero_working_set(w, p)
     sequences = _num_gathered_buffers(w) * w.hidden_activation_bytes * (w.sequence_parallel > 1)
     tables = (
-        kept.table_bytes * w.vocab_rows * w.weight_in_dim * np.maximum(w.has_embedding, w.has_head)
+        framework.table_bytes
+        * w.vocab_rows
+        * w.weight_in_dim
+        * np.maximum(w.has_embedding, w.has_head)
     )
-    buckets = kept.bucket_mib * 2**20 * (w.fixed.precision == "fp16" and w.zero >= 1)
-    if not (kept.gathered_buffers or kept.table_bytes or buckets):
-        return live
-    return add_categories(live, {"communication": w.zeros + sequences + tables + buckets})
+    buckets = framework.bucket_mib * 2**20 * (w.fixed.precision == "fp16" and w.zero >= 1)
+    if not (framework.gathered_buffers or framework.table_bytes or buckets):
+        return buffers
+    return add_categories(buffers, {"communication": w.zeros + sequences + tables + buckets})
 
 
 def _num_gathered_buffers(w: Workload) -> Number:
@@ -292,11 +306,13 @@ def _num_gathered_buffers(w: Workload) -> Number:
     Under a pipeline the host waits for its neighbors; where a tensor group spans more than two
     nodes, always.
     """
-    kept = w.fixed.framework
+    framework = w.fixed.framework
     if w.pipeline == 1:
-        return kept.gathered_buffers
-    each = kept.gathered_ahead * (w.tensor <= 2 * w.fixed.gpus_per_node)
-    return np.minimum(kept.gathered_buffers, each * np.maximum(w.microbatches_in_flight - 2, 0.0))
+        return framework.gathered_buffers
+    per_microbatch = framework.gathered_ahead * (w.tensor <= 2 * w.fixed.gpus_per_node)
+    return np.minimum(
+        framework.gathered_buffers, per_microbatch * np.maximum(w.microbatches_in_flight - 2, 0.0)
+    )
 
 
 def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
@@ -318,7 +334,7 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
     unit = np.maximum(
         p.layer, np.maximum(w.has_embedding, w.has_head) * (w.vocab_rows * w.weight_in_dim)
     )
-    if w.fixed.stack == "workbench":  # positions and norms come with the tables
+    if w.fixed.stack == "workbench":  # positions and norms share the embedding's unit
         ends = p.total - w.layers * p.layer
         apart = 1 + w.has_embedding * w.has_head * (
             1 - float(activation_memory.has_tied_head_on_rank(w))
@@ -334,18 +350,18 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
             )
             + p.layer
         )
-    most = w.fixed.framework.gathered_parameters
-    kept = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
+    limit = w.fixed.framework.gathered_parameters
+    keeps_gathered = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
     window = unit + (w.fixed.num_zero_in_flight - 1) * p.layer
-    units = np.where(kept > 0, p.total, np.minimum(p.total, np.minimum(window, most)))
-    unit = np.minimum(unit, most)
-    made = (
+    units = np.where(keeps_gathered > 0, p.total, np.minimum(p.total, np.minimum(window, limit)))
+    unit = np.minimum(unit, limit)
+    gradient = (
         unit
         * w.gradient_element_bytes
         * w.reduce_microbatch
         * activation_memory.has_weight_gradients(w)
     )
-    return {"gathered": units * w.element_bytes, "communication": w.zeros + made}
+    return {"gathered": units * w.element_bytes, "communication": w.zeros + gradient}
 
 
 def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
@@ -356,22 +372,22 @@ def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     owned = p.trained / (w.searched.shard if w.zero >= 1 else 1)
     if w.fixed.stack == "workbench":
         element = w.fixed.step_element_bytes
-        each = element * (w.gradient_element_bytes != element) + w.fixed.step_cast_bytes
+        per_param = element * (w.gradient_element_bytes != element) + w.fixed.step_cast_bytes
     else:
-        each = (
+        per_param = (
             4.0 * (w.gradient_element_bytes < 4) * (w.fixed.master_bytes > 0)
-        )  # what is stepped in 16 bits stays so
-    most = np.maximum(OPTIMIZER_CAST_BYTES, table * each)
+        )  # without master weights the step runs in 16 bits
+    limit = np.maximum(OPTIMIZER_CAST_BYTES, table * per_param)
     if (
         w.uses_fused_kernels and w.fixed.kernels == "fused"
-    ):  # a card's kernel casts as it goes, a processor's tensors are cut
-        most = CPU_FUSED_CAST_BYTES * float(w.fixed.gpu.device == "cpu")
-    pieces = np.minimum(owned * each, most * (each > 0))
+    ):  # a fused GPU kernel casts in registers; a CPU casts in pieces
+        limit = CPU_FUSED_CAST_BYTES * float(w.fixed.gpu.device == "cpu")
+    casts = np.minimum(owned * per_param, limit * (per_param > 0))
     if w.fixed.framework.optimizer_temporary:
-        pieces = owned * w.fixed.framework.optimizer_temporary
+        casts = owned * w.fixed.framework.optimizer_temporary
     tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.has_embedding, w.has_head)
-    end = table / (w.searched.shard if w.zero >= 1 else 1)
-    return {"temporary": np.maximum(pieces, tied * end * w.gradient_element_bytes)}
+    shared = table / (w.searched.shard if w.zero >= 1 else 1)
+    return {"temporary": np.maximum(casts, tied * shared * w.gradient_element_bytes)}
 
 
 def add_categories(*lives: MemoryByCategory) -> MemoryByCategory:

@@ -57,12 +57,17 @@ def head_memory(w: Workload) -> HeadMemory:
     """Activation memory of the final norm, the head and the loss that the plan's kernels run."""
     if not w.uses_fused_kernels:
         return _eager_loss(w)
-    own, split = _fused_loss(w), w.tensor > 1
-    few = split & (w.vocab_rows * w.tokens < MIN_FUSED_LOSS_NUMEL) & keeps_small_seams_eager(w)
-    if not np.any(few):
-        return own
+    fused, split = _fused_loss(w), w.tensor > 1
+    stays_eager = (
+        split & (w.vocab_rows * w.tokens < MIN_FUSED_LOSS_NUMEL) & keeps_small_seams_eager(w)
+    )
+    if not np.any(stays_eager):
+        return fused
     return HeadMemory(
-        *(np.where(few, plain, mine) for plain, mine in zip(astuple(_eager_loss(w)), astuple(own)))
+        *(
+            np.where(stays_eager, eager_bytes, fused_bytes)
+            for eager_bytes, fused_bytes in zip(astuple(_eager_loss(w)), astuple(fused))
+        )
     )
 
 
@@ -71,20 +76,20 @@ def _eager_loss(w: Workload) -> HeadMemory:
     has one.
     """
     logits = w.vocab_rows * w.tokens
-    narrow = w.element_bytes * logits
+    logits_16bit = w.element_bytes * logits
     table = w.vocab_rows * w.weight_in_dim
     split = np.asarray(w.tensor > 1, dtype=float)
-    cast = narrow if w.element_bytes < w.upcast_bytes else 0.0
-    told = w.fixed.framework.logit_bytes
+    cast = logits_16bit if w.element_bytes < w.upcast_bytes else 0.0
+    framework_bytes = w.fixed.framework.logit_bytes
     if w.fixed.kernels == "compiled" and w.fixed.framework.compiled_logit_bytes >= 0:
-        told = w.fixed.framework.compiled_logit_bytes
-    if told >= 0:
-        split, cast, more = np.ones_like(split), 0.0, (told - w.upcast_bytes) * logits
-        narrow = min(told, w.element_bytes) * logits
-        more = more + w.fixed.framework.stale_logit_bytes * logits * (w.microbatches > 1)
+        framework_bytes = w.fixed.framework.compiled_logit_bytes
+    if framework_bytes >= 0:
+        split, cast, extra = np.ones_like(split), 0.0, (framework_bytes - w.upcast_bytes) * logits
+        logits_16bit = min(framework_bytes, w.element_bytes) * logits
+        extra = extra + w.fixed.framework.stale_logit_bytes * logits * (w.microbatches > 1)
     else:
-        more = 0.0
-    own, met = _projection(w, table, narrow)
+        extra = 0.0
+    gradient, blocks = _projection(w, table, logits_16bit)
     gathered = w.hidden_activation_bytes * gathers_sequence(w)
     return HeadMemory(
         saved=norm_saved(w) + split * 10 * w.tokens,
@@ -92,13 +97,13 @@ def _eager_loss(w: Workload) -> HeadMemory:
         forward=np.maximum(
             split * (w.upcast_bytes * logits + cast)
             + (1 - split) * (2 * w.upcast_bytes * logits)
-            + more,
-            narrow + met,
+            + extra,
+            logits_16bit + blocks,
         ),
-        loss=split * cast + (1 - split) * (2 * w.upcast_bytes * logits) + more,
+        loss=split * cast + (1 - split) * (2 * w.upcast_bytes * logits) + extra,
         projection=input_gradient_in_flight(w)
         + weight_gradient_peak(
-            w, gathered + narrow + met, own, accumulated_gradient_bytes(w, table)
+            w, gathered + logits_16bit + blocks, gradient, accumulated_gradient_bytes(w, table)
         ),
         norm=norm_backward(w),
     )
@@ -113,14 +118,14 @@ def _fused_loss(w: Workload) -> HeadMemory:
     """
     table, tokens = w.vocab_rows * w.weight_in_dim, w.tokens
     split = np.asarray(w.tensor > 1, dtype=float)
-    narrow = w.element_bytes * w.vocab_rows * tokens
-    own, met = _projection(w, table, narrow)
+    logits = w.element_bytes * w.vocab_rows * tokens
+    gradient, blocks = _projection(w, table, logits)
     gathered = w.hidden_activation_bytes * gathers_sequence(w)
-    half = w.fixed.precision == "fp16"  # made unscaled, so kept in fp32
-    made = (tokens * w.hidden_per_rank + table * has_weight_gradients(w)) * (
-        w.upcast_bytes if half else w.element_bytes
+    fp16 = w.fixed.precision == "fp16"  # computed before loss scaling, so kept in fp32
+    gradients = (tokens * w.hidden_per_rank + table * has_weight_gradients(w)) * (
+        w.upcast_bytes if fp16 else w.element_bytes
     )
-    room = (
+    chunk_logits = (
         loss_chunk_tokens(tokens, w.hidden_per_rank, w.vocab_rows)
         * -(-w.vocab_rows // LOSS_CHUNK_ALIGNMENT)
         * LOSS_CHUNK_ALIGNMENT
@@ -130,26 +135,30 @@ def _fused_loss(w: Workload) -> HeadMemory:
         saved=norm_saved(w)
         - (1 - split) * w.hidden_activation_bytes
         + split * w.upcast_bytes * tokens,
-        logits=split * narrow + (1 - split) * made,
-        forward=split * (narrow + met) + (1 - split) * (made + room + w.hidden_activation_bytes),
-        loss=(1 - split) * half * made * w.element_bytes / w.upcast_bytes,
+        logits=split * logits + (1 - split) * gradients,
+        forward=split * (logits + blocks)
+        + (1 - split) * (gradients + chunk_logits + w.hidden_activation_bytes),
+        loss=(1 - split) * fp16 * gradients * w.element_bytes / w.upcast_bytes,
         projection=input_gradient_in_flight(w)
         + weight_gradient_peak(
-            w, gathered + split * (narrow + met), split * own, accumulated_gradient_bytes(w, table)
+            w,
+            gathered + split * (logits + blocks),
+            split * gradient,
+            accumulated_gradient_bytes(w, table),
         ),
         norm=norm_backward(w),
     )
 
 
-def _projection(w: Workload, table: Number, narrow: Number) -> tuple[Number, Number]:
+def _projection(w: Workload, table: Number, logits: Number) -> tuple[Number, Number]:
     """(bytes of the head's weight gradient, bytes of other ranks' blocks on a tensor grid); 3-D
     reduce-scatters the gradient when everything else is freed.
     """
     algorithm = w.fixed.algorithm
-    met = (
-        grid_block_bytes(w, w.hidden_activation_bytes, table, narrow) if algorithm != "1d" else 0.0
+    blocks = (
+        grid_block_bytes(w, w.hidden_activation_bytes, table, logits) if algorithm != "1d" else 0.0
     )
-    return table * w.element_bytes * has_weight_gradients(w) * (algorithm != "3d"), met
+    return table * w.element_bytes * has_weight_gradients(w) * (algorithm != "3d"), blocks
 
 
 def loss_chunk_tokens(tokens: Number, hidden: Number, vocab: Number) -> Number:

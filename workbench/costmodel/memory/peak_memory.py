@@ -46,21 +46,25 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
     """
     parameters = w.param_counts
     persistent, host = _persistent(w, model_states(w, parameters))
-    working = live_sets.step_buffers(w, parameters)
-    early = persistent | {
+    buffers = live_sets.step_buffers(w, parameters)
+    without_gradients = persistent | {
         "gradients": np.asarray(persistent["gradients"] * live_sets.gradients_persist(w))
     }
-    lives = {
+    phases = {
         name: add_categories(
-            persistent if name in live_sets.PHASES_WITH_ALL_GRADIENTS else early, live, working
+            persistent if name in live_sets.PHASES_WITH_ALL_GRADIENTS else without_gradients,
+            live,
+            buffers,
         )
         for name, live in live_sets.live_by_phase(w).items()
     }
     for name, change in zero_buffers.zero_buffer_deltas(w, parameters).items():
-        lives[name] = add_categories(lives[name], change)
-    forward_end = lives.pop("first_forward")
-    lives["optimizer"] = add_categories(persistent, live_sets.optimizer_step_buffers(w, parameters))
-    peak = _at_largest(list(lives.values()))
+        phases[name] = add_categories(phases[name], change)
+    forward_end = phases.pop("first_forward")
+    phases["optimizer"] = add_categories(
+        persistent, live_sets.optimizer_step_buffers(w, parameters)
+    )
+    peak = _at_largest(list(phases.values()))
     fixed = w.zeros + _fixed_bytes(w, constants)
     overhead = {"overhead": fixed + constants.fragmentation * total_bytes(peak)}
     moments = {
@@ -70,14 +74,14 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
         "before_optimizer": persistent,
         "after_optimizer": persistent,
         "maximum": _own_maxima(
-            [*lives.values(), {"gathered": working["gathered"]} if "gathered" in working else {}]
+            [*phases.values(), {"gathered": buffers["gathered"]} if "gathered" in buffers else {}]
         ),
     }
-    whole = {
+    with_overhead = {
         m: live if m == "initialised" else add_categories(live, overhead)
         for m, live in moments.items()
     }
-    return PeakMemory(whole, host, total_bytes(peak))
+    return PeakMemory(with_overhead, host, total_bytes(peak))
 
 
 def max_peak_bytes(w: Workload, constants: Constants) -> Array:
@@ -89,23 +93,23 @@ def max_peak_bytes(w: Workload, constants: Constants) -> Array:
     """
     parameters = w.param_counts
     persistent, _ = _persistent(w, model_states(w, parameters))
-    lives = live_sets.live_by_phase(w)
-    del lives["first_forward"]
-    if moved := zero_buffers.zero_buffer_deltas(w, parameters):
-        lives = {name: add_categories(live, moved.get(name, {})) for name, live in lives.items()}
+    phases = live_sets.live_by_phase(w)
+    del phases["first_forward"]
+    if deltas := zero_buffers.zero_buffer_deltas(w, parameters):
+        phases = {name: add_categories(live, deltas.get(name, {})) for name, live in phases.items()}
     late = [
-        total_bytes(lives.pop(name))
+        total_bytes(phases.pop(name))
         for name in live_sets.PHASES_WITH_ALL_GRADIENTS
-        if name in lives
+        if name in phases
     ]
-    passes = _largest([total_bytes(live) for live in lives.values()] + late)
+    passes = _largest([total_bytes(live) for live in phases.values()] + late)
     if w.fixed.framework.gradients_freed_after_step:
-        missing = persistent["gradients"] * (1 - live_sets.gradients_persist(w))
+        unallocated = persistent["gradients"] * (1 - live_sets.gradients_persist(w))
         passes = _largest(
-            [_largest([total_bytes(live) for live in lives.values()]) - missing, *late]
+            [_largest([total_bytes(live) for live in phases.values()]) - unallocated, *late]
         )
-    if working := live_sets.step_buffers(w, parameters):
-        passes = passes + total_bytes(working)
+    if buffers := live_sets.step_buffers(w, parameters):
+        passes = passes + total_bytes(buffers)
     live = total_bytes(persistent) + np.maximum(
         passes, total_bytes(live_sets.optimizer_step_buffers(w, parameters))
     )
@@ -145,7 +149,7 @@ def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryBy
     device |= {name: value * (1 - k.offload_optimizer) for name, value in states_.items()}
     device["overhead"] = w.zeros + 2 * TOKEN_ID_BYTES * w.fixed.sequence_length * sequences
     host = {name: value * k.offload_optimizer for name, value in states_.items()}
-    if w.fixed.stack == "workbench":  # gradients on their way down, and values on their way up
+    if w.fixed.stack == "workbench":  # staging buffers: gradients down, weights up
         shards = sharded_params(w, w.param_counts) * k.offload_optimizer
         host["communication"] = shards * (
             w.gradient_element_bytes + w.element_bytes * (1 - k.offload_parameters)

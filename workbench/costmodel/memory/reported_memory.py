@@ -31,11 +31,11 @@ def reported_memory(w: Workload, m: PeakMemory, constants: Constants) -> dict[st
     Returns:
         Kind of `REPORTED_KINDS` -> bytes by pipeline rank.
     """
-    said = reported_memory_constants()
+    shares = reported_memory_constants()
     allocated = m.live + constants.workspace_mib * 2**20
-    outside = (said["driver_mib"] + constants.communicator_mib * num_communicators(w)) * 2**20
-    room = np.maximum(allocated, w.fixed.gpu.memory_gib * 2**30 - outside)
-    reserved = np.minimum(allocated * (1 + said["reserved_share"]), room)
+    outside = (shares["driver_mib"] + constants.communicator_mib * num_communicators(w)) * 2**20
+    available = np.maximum(allocated, w.fixed.gpu.memory_gib * 2**30 - outside)
+    reserved = np.minimum(allocated * (1 + shares["reserved_share"]), available)
     return {"allocated": allocated, "reserved": reserved, "nvidia-smi": reserved + outside}
 
 
@@ -43,16 +43,18 @@ def reported_memory_interval(kind: str, stack: str) -> tuple[float, float, float
     """(5 %, 50 %, 95 %) quantiles of a reading of `kind` over its prediction; wider for an unknown
     framework.
     """
-    said = reported_memory_constants()
-    low, middle, high = (said[f"{kind}_{name}"] for name in ("low", "middle", "high"))
-    width = said["unnamed_factor"] if stack == UNKNOWN_FRAMEWORK else 1.0
+    constants = reported_memory_constants()
+    low, middle, high = (constants[f"{kind}_{name}"] for name in ("low", "middle", "high"))
+    width = constants["unnamed_factor"] if stack == UNKNOWN_FRAMEWORK else 1.0
     return middle * (low / middle) ** width, middle, middle * (high / middle) ** width
 
 
 def peak_memory_sigma(stack: str) -> float:
     """Standard deviation of the logarithm of required memory over its prediction."""
-    said = reported_memory_constants()
-    return said["need_spread"] * (said["unnamed_factor"] if stack == UNKNOWN_FRAMEWORK else 1.0)
+    constants = reported_memory_constants()
+    return constants["need_spread"] * (
+        constants["unnamed_factor"] if stack == UNKNOWN_FRAMEWORK else 1.0
+    )
 
 
 def memory_requirement(peak: float, capacity: float, stack: str) -> dict[str, float]:
@@ -79,6 +81,6 @@ def memory_requirement(peak: float, capacity: float, stack: str) -> dict[str, fl
 def reported_memory_constants() -> Mapping[str, float]:
     """Constants of `data/planner.yaml`, section `readings`."""
     return {
-        name: float(said["value"])
-        for name, said in data_files.read("data/planner.yaml")["readings"].items()
+        name: float(entry["value"])
+        for name, entry in data_files.read("data/planner.yaml")["readings"].items()
     }

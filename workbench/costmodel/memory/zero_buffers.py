@@ -31,7 +31,7 @@ def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategor
     """
     if w.fixed.stack != "workbench" or w.zero < 2:
         return {}
-    most = zero_working_set(w, p)
+    counted = zero_working_set(w, p)
     layer = _layer_phase(w, p)
     backward = (
         "layer",
@@ -39,14 +39,14 @@ def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategor
         "norm",
         *(("attention", "first_norm") if w.fixed.splits_backward else ()),
     )
-    sets = {
+    by_phase = {
         **dict.fromkeys(PHASES_BEFORE_LAYER_BACKWARD, _head_phase(w, p)),
         **dict.fromkeys(backward, layer),
         "embedding": _embedding_phase(w, p),
     }
     return {
-        name: {category: live[category] - most[category] for category in most}
-        for name, live in sets.items()
+        name: {category: live[category] - counted[category] for category in counted}
+        for name, live in by_phase.items()
     }
 
 
@@ -69,13 +69,13 @@ def _head_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
     yet.
     """
     table = w.vocab_rows * w.weight_in_dim
-    beside = (
+    rest = (
         w.has_embedding * (p.total - w.layers * p.layer - table) * float(has_tied_head_on_rank(w))
     )
     return {
         "gathered": w.zeros
         + _gathered_bytes(
-            w, p, w.has_head * table + beside + (w.fixed.num_zero_in_flight - 1) * p.layer
+            w, p, w.has_head * table + rest + (w.fixed.num_zero_in_flight - 1) * p.layer
         ),
         "communication": w.zeros,
     }
@@ -85,14 +85,14 @@ def _layer_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """A layer and the prefetched ones; the gradient of a layer and, still being reduced, the
     head's.
     """
-    made = np.minimum(w.searched.bucket_bytes / w.gradient_element_bytes, p.trained)
+    gradients = np.minimum(w.searched.bucket_bytes / w.gradient_element_bytes, p.trained)
     if w.zero == 3:
-        made = p.layer + (
+        gradients = p.layer + (
             w.fixed.num_zero_in_flight > 1
         ) * w.has_head * w.vocab_rows * w.weight_in_dim * (1 - float(has_tied_head_on_rank(w)))
     return {
         "gathered": w.zeros + _gathered_bytes(w, p, w.fixed.num_zero_in_flight * p.layer),
-        "communication": w.zeros + _gradient_bytes(w, made),
+        "communication": w.zeros + _gradient_bytes(w, gradients),
     }
 
 
@@ -100,16 +100,19 @@ def _embedding_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """Nothing is all-gathered for the embedding; gradients in flight, or all of them where a
     pipeline reduces them together.
     """
-    table, most = w.has_embedding * w.vocab_rows * w.weight_in_dim, w.fixed.num_zero_in_flight
-    each = (
-        (most - 1) * p.layer + table
-        if w.zero == 3
-        else most * w.searched.bucket_bytes / w.gradient_element_bytes
+    table, num_buckets = (
+        w.has_embedding * w.vocab_rows * w.weight_in_dim,
+        w.fixed.num_zero_in_flight,
     )
-    made = p.trained if w.pipeline > 1 else np.minimum(p.trained, each)
+    in_flight = (
+        (num_buckets - 1) * p.layer + table
+        if w.zero == 3
+        else num_buckets * w.searched.bucket_bytes / w.gradient_element_bytes
+    )
+    gradients = p.trained if w.pipeline > 1 else np.minimum(p.trained, in_flight)
     return {
         "gathered": w.zeros + _gathered_bytes(w, p, w.zeros),
-        "communication": w.zeros + _gradient_bytes(w, made),
+        "communication": w.zeros + _gradient_bytes(w, gradients),
     }
 
 

@@ -62,17 +62,17 @@ class Constants:
     """The same for seams that fused kernels leave eager."""
 
 
-def constants(card: GPU, kernels: str, stack: str = "workbench") -> Constants:
+def constants(gpu: GPU, kernels: str, stack: str = "workbench") -> Constants:
     """Constants of a GPU with the plan's kernels (eager, compiled, fused) and framework profile.
 
     The cost of this engine's own kernels is the one measured on the GPU, where there is a
     benchmark of it.
     """
-    usual = _constants(card.device, card.architecture, kernels, stack)
-    own = measured_kernels(card, kernels) if stack == WORKBENCH and kernels != "eager" else None
+    usual = _constants(gpu.device, gpu.architecture, kernels, stack)
+    own = measured_kernels(gpu, kernels) if stack == WORKBENCH and kernels != "eager" else None
     if own is None:
         return usual
-    eager = _constants(card.device, card.architecture, "eager", stack)
+    eager = _constants(gpu.device, gpu.architecture, "eager", stack)
     return replace(
         usual,
         traffic=eager.traffic * own.traffic,

@@ -104,7 +104,7 @@ class MeasuredCurves:
         return [p for p in found if p.ranks == self._crowd({p.ranks for p in found})[0]]
 
     def gemm_fit(self, dtype: str) -> GemmFit:
-        """GEMMs in `dtype`; tf32 and fp16 fall back to fp32 and bf16 where they were not measured."""
+        """GEMMs in `dtype`; unmeasured tf32 and fp16 fall back to fp32 and bf16."""
         found = self.calibration
         return _gemm_fit(found.gemm, *self._crowd({g.ranks for g in found.gemm}), dtype)
 
