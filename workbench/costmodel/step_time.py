@@ -223,7 +223,7 @@ def _receive_seconds(w: Workload, link: AxisLink, constants: Constants, action: 
     """
     if w.pipeline == 1:
         return w.zeros
-    stream = w.hidden_activation_bytes / w.sequence_parallel
+    stream = w.residual_bytes
     if (
         w.fixed.replicas
     ):  # of two stages of unequal replicas, the ranks of the one with fewer move more

@@ -184,7 +184,7 @@ def _parameters(
     """Tensors of a stage, in the model's order."""
     shape, partition = w.shape, w.fixed.partition
     matrix, split, _ = sides = _grid_sides(w)
-    table, h = float(w.vocab_rows * w.weight_in_dim), float(shape.hidden * w.tiling.vector_share)
+    table, h = float(w.table_params), float(shape.hidden * w.tiling.vector_share)
     norm = [(h, split)] * (2 if shape.norm == "layernorm" else 1)
     if stage == 0:
         alone = apart and stages > 1

@@ -214,13 +214,10 @@ def _pipeline_calls(w: Workload) -> list[CollectiveCall]:
     p, dtype = w.pipeline, w.dtype
     if p == 1:
         return []
-    boundary = w.hidden_activation_bytes / w.sequence_parallel
+    boundary = w.residual_bytes
     out = w.microbatches * (w.zeros + w.num_boundary_transfers)
     ends = w.zeros + float(w.shape.tied) * abs(w.has_embedding - w.has_head)
-    table = (
-        np.ceil(w.vocab_rows * w.weight_in_dim / (w.searched.shard if w.zero else 1))
-        * w.gradient_element_bytes
-    )
+    table = np.ceil(w.table_params / (w.searched.shard if w.zero else 1)) * w.gradient_element_bytes
     return [
         CollectiveCall("pipeline", kind, p, kind_dtype, size, count, "P2P")
         for size, count, kind_dtype in (

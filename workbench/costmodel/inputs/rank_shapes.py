@@ -126,6 +126,16 @@ class RankShapes:
         return self.tokens * (self.hidden_per_rank * self.element_bytes)
 
     @property
+    def residual_bytes(self) -> Number:
+        """Bytes of one residual-stream activation, sharded under sequence parallelism."""
+        return self.hidden_activation_bytes / self.sequence_parallel
+
+    @property
+    def table_params(self) -> Number:
+        """Parameters of the embedding table, or of the head, on one tensor rank."""
+        return self.vocab_rows * self.weight_in_dim
+
+    @property
     def kv_head_repeats(self) -> Number:
         """Copies of each key-value head with which Ulysses (2309.14509) gives every context rank
         whole heads.

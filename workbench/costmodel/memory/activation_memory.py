@@ -65,7 +65,7 @@ def norm_saved(w: Workload, own_input: bool = True) -> Number:
         w: Per-rank problem sizes.
         own_input: Whether the input is a tensor that nothing else saves.
     """
-    stream = w.hidden_activation_bytes / w.sequence_parallel
+    stream = w.residual_bytes
     statistics = w.upcast_bytes * w.tokens / w.sequence_parallel
     if w.shape.norm == "layernorm":
         narrow = w.fixed.gpu.device == "cpu" and w.fixed.kernels != "compiled"
@@ -85,7 +85,7 @@ def layer_activations(w: Workload, is_moe: bool = False) -> LayerActivations:
     wide, matrix = _feed_forward(w, is_moe)
     ffn = _feed_forward_saved(w, is_moe)
     saved, needed = _saved_and_needed(w, is_moe, wide, ffn)
-    shard = w.hidden_activation_bytes / w.sequence_parallel
+    shard = w.residual_bytes
     branch = shard + (wide if w.shape.mlp == "relu" else 0.0)
     # Row-parallel output projection under sequence parallelism: its all-gathered input, its partial
     # sum, and the reduce-scattered result, without and with its bias.
@@ -146,7 +146,7 @@ def _saved_and_needed(
 
 def _feed_forward_backward(w: Workload, wide: Number, matrix: Number) -> Number:
     """Temporaries during the backward of the down projection and the activation."""
-    gathered = w.hidden_activation_bytes - w.hidden_activation_bytes / w.sequence_parallel
+    gathered = w.hidden_activation_bytes - w.residual_bytes
     # With a deferred W no weight gradient exists yet, but the down projection's input stays.
     if w.fixed.splits_backward and w.fixed.algorithm == "1d":
         return (2 if w.shape.mlp == "gelu" else 3) * wide + gathered
@@ -178,10 +178,7 @@ def input_gradient_in_flight(w: Workload) -> Number:
     """Bytes of a column-parallel layer's input gradient during its all-reduce, or the full one and
     its shard during a reduce-scatter.
     """
-    return (
-        w.hidden_activation_bytes
-        + w.hidden_activation_bytes / w.sequence_parallel * gathers_sequence(w)
-    )
+    return w.hidden_activation_bytes + w.residual_bytes * gathers_sequence(w)
 
 
 def weight_gradient_peak(
@@ -196,7 +193,7 @@ def weight_gradient_peak(
         gradient: Bytes of the weight gradient.
         accumulated: Bytes live while it is accumulated into its bucket.
     """
-    freed = w.hidden_activation_bytes / w.sequence_parallel * gathers_sequence(w)
+    freed = w.residual_bytes * gathers_sequence(w)
     return np.maximum(operands + np.maximum(0.0, gradient - freed), accumulated - freed)
 
 
@@ -254,7 +251,7 @@ def alternate_ops_saved(w: Workload, wide: Number) -> Number:
     values, the gate (or the only up projection) and, after a gate, the down projection. A compiler
     drops the last, which no gradient reads.
     """
-    stream = w.hidden_activation_bytes / w.sequence_parallel
+    stream = w.residual_bytes
     attention = (
         w.q_width + w.v_width + w.o_width
     ) * w.tokens * w.element_bytes + 4 * w.heads * w.tokens
@@ -279,11 +276,7 @@ def _fp8_saved_delta(w: Workload, is_moe: bool) -> Number:
         return 0.0
     wide, _ = _feed_forward(w, is_moe)
     gate = (3 if w.shape.gated else 2) * wide
-    return (
-        w.o_width * w.tokens * w.element_bytes
-        - 2 * w.hidden_activation_bytes / w.sequence_parallel
-        - gate
-    ) / 2
+    return (w.o_width * w.tokens * w.element_bytes - 2 * w.residual_bytes - gate) / 2
 
 
 def _frozen_inputs(w: Workload, wide: Number) -> Number:
@@ -292,7 +285,7 @@ def _frozen_inputs(w: Workload, wide: Number) -> Number:
     """
     if not w.fixed.adapter_rank or w.fixed.adapts_all_projections:
         return 0.0
-    return w.hidden_activation_bytes / w.sequence_parallel + wide
+    return w.residual_bytes + wide
 
 
 def _feed_forward(w: Workload, is_moe: bool) -> tuple[Number, Number]:
@@ -355,10 +348,7 @@ def norm_backward(w: Workload) -> Number:
     """Temporaries of a norm's backward, its saved input included; the eager RMSNorm computes in
     fp32.
     """
-    stream, upcast = (
-        w.hidden_activation_bytes / w.sequence_parallel,
-        w.upcast_bytes / w.element_bytes,
-    )
+    stream, upcast = (w.residual_bytes, w.upcast_bytes / w.element_bytes)
     if w.shape.norm == "layernorm":
         return 3 * stream
     eager = stream * (2 + 3 * upcast + (upcast if upcast > 1 else 0))
@@ -394,7 +384,7 @@ def boundary_bytes(w: Workload) -> tuple[Array, Array]:
         + (rotary + TOKEN_ID_BYTES * length) * w.fixed.chunks
         + (w.tensor > 1) * w.has_embedding * (TOKEN_ID_BYTES + 1) * w.tokens
     )
-    boundary = w.hidden_activation_bytes / w.sequence_parallel
+    boundary = w.residual_bytes
     return saved, np.asarray(
         (1 - w.has_head * (w.fixed.chunks == 1)) * boundary * float(w.pipeline > 1)
     )
@@ -420,7 +410,7 @@ def embedding_backward(w: Workload) -> Number:
     """Temporaries of the embedding's backward: its gradient is dense, and a tied one is added to
     the head's.
     """
-    table = w.vocab_rows * w.weight_in_dim * has_weight_gradients(w)
+    table = w.table_params * has_weight_gradients(w)
     positions = (
         w.shape.max_positions * w.weight_in_dim * has_weight_gradients(w)
         if w.shape.positions == "learned"

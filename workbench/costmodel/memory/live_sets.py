@@ -69,7 +69,7 @@ def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
     return {
         "first_forward": {name: size / w.microbatches_in_flight for name, size in full.items()},
         "forward": add_categories(full, _forward_end(w, head, layer), _unreleased_send(w)),
-        "product": add_categories(_last_gemm(w, head, layer, flight), _unreleased_send(w)),
+        "last_gemm": add_categories(_last_gemm(w, head, layer, flight), _unreleased_send(w)),
         **_head_backward(w, head, flight),
         **_layer_backward(w, head, layer, flight),
     }
@@ -167,74 +167,76 @@ def _layer_backward(
     """
     logits = flight.logits - w.has_head * head.logits
     before = flight.total - w.has_head * head.saved
-    restored = layer.needed - layer.saved
-    recomputed = np.maximum(0.0, layer.saved - layer.checkpoint)
-    last_is_recomputed = (w.recomputed_layers > 0) & (w.layers_after_recomputed == 0)
-    restored = np.where(last_is_recomputed, recomputed, restored)
-    gradient = w.hidden_activation_bytes / np.where(
-        activation_memory.gathers_sequence(w), w.sequence_parallel, 1
-    )
-    incoming: MemoryByCategory = {
-        "communication": np.asarray(
-            (1 - w.has_head) * w.hidden_activation_bytes / w.sequence_parallel
-        ),
-        "temporary": np.asarray(w.has_head * gradient + _tied_head_gradient(w)),
-    }
-    released = layer.freed_before_norm * ~last_is_recomputed
-    earlier = before - np.minimum(w.layers_after_recomputed, w.layers) * layer.saved
-    return {
-        "layer": add_categories(
-            {
-                "activations": before,
-                "logits": logits,
-                "temporary": np.asarray(layer.feed_forward_backward + restored),
-            },
-            incoming,
-        ),
-        "columns": add_categories(
-            {
-                "activations": before - layer.freed_feed_forward * ~last_is_recomputed,
-                "logits": logits,
-                "temporary": np.asarray(
-                    layer.column_parallel_backward
-                    + restored
-                    - layer.freed_feed_forward * last_is_recomputed
-                ),
-            },
-            incoming,
-        ),
-        "norm": add_categories(
-            {
-                "activations": before - released,
-                "logits": logits,
-                "temporary": w.zeros + layer.norm_backward,
-            },
-            incoming,
-        ),
-        "remade": add_categories(
-            {
-                "activations": np.where(w.recomputed_layers > 0, earlier, 0.0),
-                "logits": logits,
-                "temporary": np.where(
-                    w.recomputed_layers > 0, layer.feed_forward_backward + recomputed, 0.0
-                ),
-            },
-            {"communication": incoming["communication"]},
-        ),
+    after = before - flight.microbatch + flight.deferred
+    phases = _last_layer_backward(w, layer, before, logits) | {
+        "recomputed_layer": _recomputed_layer_backward(w, layer, before, logits),
         "embedding": {
-            "activations": before - flight.microbatch + flight.deferred,
+            "activations": after,
             "logits": logits,
             "temporary": w.has_embedding * activation_memory.embedding_backward(w)
             + (1 - w.has_embedding) * activation_memory.norm_backward(w),
         },
-    } | (
-        _split_backward(w, before - flight.microbatch + flight.deferred, logits)
-        if w.fixed.splits_backward
-        else {}
+    }
+    return phases | (_split_backward(w, after, logits) if w.fixed.splits_backward else {})
+
+
+def _received_gradient(w: Workload) -> Array:
+    """Output gradient that a stage without the head receives from the next one."""
+    return np.asarray((1 - w.has_head) * w.residual_bytes)
+
+
+def _last_layer_backward(
+    w: Workload, layer: LayerActivations, before: Array, logits: Array
+) -> dict[str, MemoryByCategory]:
+    """A stage's last layer: its down projection, its gate and up projections, its second norm."""
+    recomputed = (w.recomputed_layers > 0) & (w.layers_after_recomputed == 0)
+    restored = np.where(
+        recomputed, np.maximum(0.0, layer.saved - layer.checkpoint), layer.needed - layer.saved
     )
+    gradient = w.hidden_activation_bytes / np.where(
+        activation_memory.gathers_sequence(w), w.sequence_parallel, 1
+    )
+    incoming: MemoryByCategory = {
+        "communication": _received_gradient(w),
+        "temporary": np.asarray(w.has_head * gradient + _tied_head_gradient(w)),
+    }
+    # What a recomputed layer restored is a temporary, and is freed as such.
+    freed = layer.freed_feed_forward
+    phases: dict[str, MemoryByCategory] = {
+        "feed_forward": {
+            "activations": before,
+            "logits": logits,
+            "temporary": np.asarray(layer.feed_forward_backward + restored),
+        },
+        "column_parallel": {
+            "activations": before - freed * ~recomputed,
+            "logits": logits,
+            "temporary": np.asarray(layer.column_parallel_backward + restored - freed * recomputed),
+        },
+        "norm": {
+            "activations": before - layer.freed_before_norm * ~recomputed,
+            "logits": logits,
+            "temporary": w.zeros + layer.norm_backward,
+        },
+    }
+    return {name: add_categories(live, incoming) for name, live in phases.items()}
 
 
-def _split_backward(w: Workload, aside: Array, logits: Array) -> dict[str, MemoryByCategory]:
+def _recomputed_layer_backward(
+    w: Workload, layer: LayerActivations, before: Array, logits: Array
+) -> MemoryByCategory:
+    """The last recomputed layer, when the layers behind it have freed what they saved."""
+    restored = np.maximum(0.0, layer.saved - layer.checkpoint)
+    earlier = before - np.minimum(w.layers_after_recomputed, w.layers) * layer.saved
+    return {
+        "activations": np.where(w.recomputed_layers > 0, earlier, 0.0),
+        "logits": logits,
+        "temporary": np.where(w.recomputed_layers > 0, layer.feed_forward_backward + restored, 0.0),
+        "communication": _received_gradient(w),
+    }
+
+
+def _split_backward(w: Workload, deferred: Array, logits: Array) -> dict[str, MemoryByCategory]:
     """Phases of a split backward, whose deferred tensors grow as it proceeds: the first attention
     of the stage, the norm before it, and W.
     """
@@ -242,20 +244,20 @@ def _split_backward(w: Workload, aside: Array, logits: Array) -> dict[str, Memor
         w.q_width + w.k_width + w.v_width
     ) * w.tokens * w.element_bytes + 4 * w.heads * w.tokens
     inputs = inputs + activation_memory.repeated_kv_bytes(w)
-    freed_later = inputs + w.hidden_activation_bytes / w.sequence_parallel
+    freed_later = inputs + w.residual_bytes
     return {
         "attention": {
-            "activations": aside + freed_later,
+            "activations": deferred + freed_later,
             "logits": logits,
             "temporary": w.zeros + w.o_width * w.tokens * w.element_bytes,
         },
         "first_norm": {
-            "activations": aside,
+            "activations": deferred,
             "logits": logits,
             "temporary": w.zeros + activation_memory.norm_backward(w),
         },
         "weights": {
-            "activations": aside,
+            "activations": deferred,
             "logits": logits,
             "temporary": w.zeros + activation_memory.weight_gradient_bytes(w),
         },
@@ -279,7 +281,7 @@ def _unreleased_send(w: Workload) -> MemoryByCategory:
     holds = (
         w.has_head * (1 - w.has_embedding) * (w.microbatches > 1) * (w.fixed.schedule != "gpipe")
     )
-    return {"communication": np.asarray(holds * w.hidden_activation_bytes / w.sequence_parallel)}
+    return {"communication": np.asarray(holds * w.residual_bytes)}
 
 
 def step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
@@ -331,9 +333,7 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
             )
             * w.reduce_microbatch
         }
-    unit = np.maximum(
-        p.layer, np.maximum(w.has_embedding, w.has_head) * (w.vocab_rows * w.weight_in_dim)
-    )
+    unit = np.maximum(p.layer, np.maximum(w.has_embedding, w.has_head) * (w.table_params))
     if w.fixed.stack == "workbench":  # positions and norms share the embedding's unit
         ends = p.total - w.layers * p.layer
         apart = 1 + w.has_embedding * w.has_head * (
@@ -368,7 +368,7 @@ def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """Temporaries of the optimizer step: upcast gradients and moments, in pieces in this engine,
     and the gradient of a tied weight that the first and last stage exchange.
     """
-    table = w.vocab_rows * w.weight_in_dim * activation_memory.has_weight_gradients(w)
+    table = w.table_params * activation_memory.has_weight_gradients(w)
     owned = p.trained / (w.searched.shard if w.zero >= 1 else 1)
     if w.fixed.stack == "workbench":
         element = w.fixed.step_element_bytes

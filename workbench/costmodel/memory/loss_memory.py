@@ -77,7 +77,7 @@ def _eager_loss(w: Workload) -> HeadMemory:
     """
     logits = w.vocab_rows * w.tokens
     logits_16bit = w.element_bytes * logits
-    table = w.vocab_rows * w.weight_in_dim
+    table = w.table_params
     split = np.asarray(w.tensor > 1, dtype=float)
     cast = logits_16bit if w.element_bytes < w.upcast_bytes else 0.0
     framework_bytes = w.fixed.framework.logit_bytes
@@ -116,7 +116,7 @@ def _fused_loss(w: Workload) -> HeadMemory:
     tokens in chunks, and saves the gradients of the hidden activation and of the weight until
     backward.
     """
-    table, tokens = w.vocab_rows * w.weight_in_dim, w.tokens
+    table, tokens = w.table_params, w.tokens
     split = np.asarray(w.tensor > 1, dtype=float)
     logits = w.element_bytes * w.vocab_rows * tokens
     gradient, blocks = _projection(w, table, logits)

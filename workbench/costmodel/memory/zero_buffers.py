@@ -17,7 +17,7 @@ from workbench.costmodel.memory.live_sets import MemoryByCategory, zero_working_
 PHASES_BEFORE_LAYER_BACKWARD = (
     "first_forward",
     "forward",
-    "product",
+    "last_gemm",
     "loss",
     "projection",
     "final_norm",
@@ -34,8 +34,8 @@ def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategor
     counted = zero_working_set(w, p)
     layer = _layer_phase(w, p)
     backward = (
-        "layer",
-        "columns",
+        "feed_forward",
+        "column_parallel",
         "norm",
         *(("attention", "first_norm") if w.fixed.splits_backward else ()),
     )
@@ -68,7 +68,7 @@ def _head_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """The last unit (with a tied weight the embedding too) and the prefetched layers; no gradient
     yet.
     """
-    table = w.vocab_rows * w.weight_in_dim
+    table = w.table_params
     rest = (
         w.has_embedding * (p.total - w.layers * p.layer - table) * float(has_tied_head_on_rank(w))
     )
