@@ -94,7 +94,7 @@ class Profile:
     """Frames of one instrument on one plan; each is given as a DataFrame, or as `Columns`.
 
     `memory` is in bytes, `timeline` in seconds from the step's start, `collectives.bytes` the full
-    tensor's bytes a call and `count` calls a step, `steps.seconds` the wall time of a step and
+    tensor's bytes per call and `count` calls per step, `steps.seconds` the wall time of a step and
     `tokens` the whole job's in that step.
     """
 
@@ -167,7 +167,7 @@ class Profile:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median wall time of a step after the first two (warm-up); null where the instrument has
+        """Step time: median wall time after the first two (warm-up); null where the instrument has
         no time.
         """
         ranks = {rank for (rank,) in self.rows("steps", "rank")}
@@ -179,7 +179,7 @@ class Profile:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of the whole job a second, from the median step."""
+        """Throughput of the whole job, tokens/s, from the median step."""
         tokens = [count for (count,) in self.rows("steps", "tokens") if not _is_null(count)]
         seconds = self.step_seconds
         return float(median(tokens)) / seconds if tokens and seconds else None
@@ -249,7 +249,7 @@ class Profile:
         if self.tokens_per_second is not None:
             facts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
         if assumed := self.notes.get("uncalibrated"):
-            facts["its time"] = assumed
+            facts["times are"] = assumed
         if self.loss:
             facts["loss, first and last"] = f"{self.loss[0]:.4f}, {self.loss[-1]:.4f}"
         if left_out := self.notes.get("left_out"):

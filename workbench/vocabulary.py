@@ -13,16 +13,16 @@ TIERS = ("device", "host", "disk")
 """Where memory lies."""
 
 MEANINGS: dict[str, str] = {
-    "parameters": "the weights that a rank keeps",
-    "gradients": "the gradients that a rank keeps",
+    "parameters": "the rank's parameters, its shard where they are sharded",
+    "gradients": "the rank's gradients, its shard where they are sharded",
     "optimizer": "the optimizer's moments",
     "master": "fp32 copies of 16-bit weights, which the optimizer steps",
-    "activations": "what forward keeps for backward",
+    "activations": "saved by forward for backward",
     "logits": "the head's output and its gradient",
-    "gathered": "parameters gathered from other ranks' shards",
-    "communication": "buffers that are sent or received",
-    "temporary": "made and freed within one action, such as casts and operators' results",
-    "overhead": "tokens and targets; estimated on a GPU also context, workspaces, communicators, "
+    "gathered": "parameters all-gathered from other ranks' shards",
+    "communication": "buffers of collectives and sends",
+    "temporary": "allocated and freed within one action, such as casts and operators' results",
+    "overhead": "tokens and targets; estimated on a GPU also CUDA context, workspaces, NCCL buffers, "
     "fragmentation",
 }
 """Memory category -> what is in it."""

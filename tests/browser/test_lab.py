@@ -8,8 +8,8 @@ import nbformat
 import psutil
 import pytest
 
-from tests.browser.conftest import ROOT
 from tests.browser.jupyter import Lab
+from tests.browser.server import ROOT
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(280)]
 

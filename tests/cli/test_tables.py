@@ -54,7 +54,7 @@ def test_notes_are_told_in_words_and_kept_by_key():
     found = Profile("tiny", "estimated", 1, notes={"time": time, "model_flops_utilisation": 0.25})
     told = dict(zip(*(map(str, column.cells) for column in tables.notes(found).columns)))
     assert told == {
-        "time: tensor communication": "16.3 ms",
+        "time: exposed tensor communication": "16.3 ms",
         "time: bubble": "0 ms",
         "model FLOPs utilisation": "25.0%",
     }
@@ -64,7 +64,7 @@ def test_notes_are_told_in_words_and_kept_by_key():
 @pytest.mark.parametrize(
     ("key", "says"),
     [
-        ("data_comm", "data communication"),
+        ("data_comm", "exposed data communication"),
         ("communication", "communication"),
         ("compute", "compute"),
         ("timeline_microbatches", "timeline microbatches"),

@@ -54,7 +54,7 @@ def test_every_chart_names_its_source_and_its_unit(figure: Figure) -> None:
 def test_notebooks_get_a_mime_that_jupyterlab_draws_and_two_to_fall_back_on() -> None:
     data = charts.memory(synthetic.profile())._repr_mimebundle_()
     assert data[VEGA_MIME]["$schema"] == VEGA_SCHEMA and VEGA_MIME.endswith("v5+json")
-    assert data["image/svg+xml"].startswith("<svg") and "Memory" in data["text/plain"]
+    assert data["image/svg+xml"].startswith("<svg") and "Peak memory" in data["text/plain"]
 
 
 def test_a_measured_bar_is_as_long_as_the_allocator_says() -> None:
@@ -92,15 +92,16 @@ def test_the_three_sources_stand_side_by_side_with_their_steps() -> None:
     assert {row["step"] for row in rows if row["source"] == "measured"} == {2}
 
 
-def test_a_card_is_drawn_where_it_is_near_and_told_where_it_is_far() -> None:
+def test_gpu_memory_is_drawn_where_it_is_near_and_stated_where_it_is_far() -> None:
     near = synthetic.profile("estimated")
     far = synthetic.profile("estimated", scale=2**20)
     assert (
-        charts.memory(near).rows[0]["card_text"] == "GPU memory: 1,024 MiB"
+        charts.memory(near).rows[0]["capacity_text"] == "GPU memory: 1,024 MiB"
         and "%" not in charts.memory(near).subtitle
     )
     assert (
-        "card" not in charts.memory(far).rows[0] and "% of 1.00 GiB" in charts.memory(far).subtitle
+        "capacity" not in charts.memory(far).rows[0]
+        and "% of 1.00 GiB" in charts.memory(far).subtitle
     )
 
 
@@ -190,7 +191,7 @@ def test_a_map_marks_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(("scale", "align"), [(2**26, "right"), (2**29, "left")])
-def test_the_line_at_the_gpus_memory_is_seen_on_any_bar_and_its_words_have_room(
+def test_the_line_at_the_gpus_memory_is_seen_on_any_bar_and_its_label_has_room(
     scale: int, align: str
 ) -> None:
     layers = charts.memory(synthetic.profile(scale=scale)).spec["layer"]
@@ -201,7 +202,7 @@ def test_the_line_at_the_gpus_memory_is_seen_on_any_bar_and_its_words_have_room(
     words = next(
         layer["mark"]
         for layer in layers
-        if layer["encoding"].get("text", {}).get("field") == "card_text"
+        if layer["encoding"].get("text", {}).get("field") == "capacity_text"
     )
     assert words["align"] == align
 
@@ -274,3 +275,11 @@ def test_a_picture_of_a_whole_run_fits_a_cell_and_cuts_no_title() -> None:
     assert "labelColor" not in str(drawn[VEGA_MIME]["config"]), (
         "words take the colour of the page's theme"
     )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("front", charts.pareto_front), ("parts", charts.step_time_parts)]
+)
+def test_a_renamed_chart_keeps_its_old_name_with_a_warning(old: str, new: object) -> None:
+    with pytest.warns(DeprecationWarning, match=f"charts.{old} is now charts."):
+        assert getattr(charts, old) is new

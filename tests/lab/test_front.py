@@ -30,11 +30,11 @@ def test_the_front_is_a_line_and_the_best_are_points() -> None:
     assert line[0]["rate"] == pytest.approx(batch.global_batch * batch.sequence_length / 0.1)
 
 
-def test_the_first_the_bend_and_the_least_memory_are_named_by_their_strategy() -> None:
+def test_the_first_the_knee_and_the_least_memory_are_named_by_their_strategy() -> None:
     named = [row for row in charts.pareto_front(synthetic.found()).rows if ": t" in row["kind"]]
     assert [row["kind"].split(" · ")[0] for row in named] == [
         "first: t1",
-        "bend: t2",
+        "knee: t2",
         "least memory: t8",
     ]
 
@@ -42,15 +42,19 @@ def test_the_first_the_bend_and_the_least_memory_are_named_by_their_strategy() -
 def test_a_plan_that_is_first_and_smallest_is_named_once() -> None:
     found = synthetic.found()
     one = charts.pareto_front(replace(found, top=found.top[:1], pareto=found.pareto[:1]))
-    assert [row["kind"].split(":")[0] for row in one.rows] == ["front", "best by time", "first"]
+    assert [row["kind"].split(":")[0] for row in one.rows] == [
+        "Pareto front",
+        "best by time",
+        "first",
+    ]
 
 
-def test_a_card_is_a_line_where_it_is_near_and_told_where_it_is_far() -> None:
+def test_gpu_memory_is_a_line_where_it_is_near_and_stated_where_it_is_far() -> None:
     found = synthetic.found()
-    assert charts.pareto_front(found).rows[0]["card_text"] == "card: 79.3 GiB"
+    assert charts.pareto_front(found).rows[0]["capacity_text"] == "GPU memory: 79.3 GiB"
     small = tuple(replace(one, peak_bytes=2.0**30) for one in found.pareto)
     far = charts.pareto_front(replace(found, top=small[:1], pareto=small))
-    assert far.subtitle.endswith("a card has 79.3 GiB") and "card" not in far.rows[0]
+    assert far.subtitle.endswith("GPU memory: 79.3 GiB") and "capacity" not in far.rows[0]
 
 
 def test_an_empty_search_says_why_in_place_of_a_chart() -> None:

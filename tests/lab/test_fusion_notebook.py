@@ -1,5 +1,5 @@
 """The notebook on graph-kernel fusion, headless: operators and bytes counted, correctness, time,
-what a card gains.
+the gain on a GPU.
 """
 
 import re
@@ -15,11 +15,11 @@ from .notebooks import executed
 @pytest.mark.timeout(240)
 def test_the_fusion_notebook_runs_headless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    said = executed("02_graph_kernel_fusion.ipynb", tmp_path, monkeypatch, timeout=200)
+    outputs_by_source = executed("02_graph_kernel_fusion.ipynb", tmp_path, monkeypatch, timeout=200)
 
     def of(words: str) -> list[Any]:
         """Outputs of the one cell that has the words."""
-        (outputs,) = (outputs for source, outputs in said.items() if words in source)
+        (outputs,) = (outputs for source, outputs in outputs_by_source.items() if words in source)
         return outputs
 
     forward = of('written_out[written_out["pass"]')[0].data["text/plain"]
@@ -38,6 +38,6 @@ def test_the_fusion_notebook_runs_headless(tmp_path: Path, monkeypatch: pytest.M
     for cell in ("Memory traffic of one", "milliseconds, forward and backward"):
         assert "application/vnd.vegalite.v5+json" in of(cell)[0].data
     assert re.search(r"[\d.]+ times as fast \(measured\)", of("speed_up = ")[0].text)
-    on_card = of("on_card = ")[0].data["text/plain"]
-    assert "(estimated)" in on_card and "eleven operators" in on_card
-    assert of('for kernels in ("eager"')[0].text.count("s a step (estimated)") == 3
+    on_gpu = of("on_gpu = ")[0].data["text/plain"]
+    assert "(estimated)" in on_gpu and "eleven operators" in on_gpu
+    assert of('for kernels in ("eager"')[0].text.count("s step time (estimated)") == 3

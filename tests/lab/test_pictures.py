@@ -46,7 +46,7 @@ def test_a_limit_on_address_space_costs_pictures_and_nothing_else(child, tmp_pat
     text = comparison.to_html(tmp_path / "report.html").read_text()
     assert len(comparison.left_out) == len(comparison.figures()) > 2 and "<svg" not in text
     assert all("was ended by SIG" in why and "ulimit -v" in why for why in comparison.left_out)
-    assert "Charts left out:" in text and "Peak memory of each rank" in text
+    assert "Charts left out:" in text and "Peak memory by rank" in text
     shown = mime_bundle(SPEC, "words")
     assert "image/svg+xml" not in shown and shown["text/plain"].startswith(
         "words\nPicture left out: the process that"

@@ -37,8 +37,8 @@ ACTION_STYLES: dict[str, tuple[str, str]] = {
     "RECV_F": ("send / receive", "#66C9A9"),
     "SEND_B": ("send / receive", "#66C9A9"),
     "RECV_B": ("send / receive", "#66C9A9"),
-    "UNSHARD": ("gather parameters", "#00765A"),
-    "RESHARD": ("gather parameters", "#00765A"),
+    "UNSHARD": ("all-gather parameters", "#00765A"),
+    "RESHARD": ("all-gather parameters", "#00765A"),
     "REDUCE_GRAD": ("reduce gradients", "#CC79A7"),
     "CLIP": ("clip gradients", "#B8336A"),
     "OPTIMIZER": ("optimizer", "#5B4BB5"),
@@ -71,7 +71,7 @@ STEP_PART_COLOURS: dict[str, str] = {
     "stall": "#3B3B3B",
     "overhead": "#9C9C9C",
     "idle": "#C7B8A0",
-    "whole step": "#7A8FA6",
+    "step time": "#7A8FA6",
 } | {title: colour for title, colour in ACTION_STYLES.values() if title != "optimizer"}
 """Part of a step's time, as an instrument names it -> colour: the estimate's parts, and the actions
 of a timeline.
@@ -97,10 +97,10 @@ SOURCE_COLOURS: dict[str, str] = {
     "rehearsed": "#E69F00",
     "measured": "#0072B2",
 }
-"""Who says a number -> colour, and the order in which the three are listed."""
+"""Source of a number -> colour, in the order in which the three are listed."""
 
 LIMIT_COLOUR = "#C4314B"
-"""What must not be crossed: a card's memory."""
+"""The GPU's memory, and what is beyond it."""
 NEUTRAL_COLOUR = "#777777"
 """What stands for all ranks: about 4.5:1 on white, and on JupyterLab's dark background."""
 TEXT_COLOUR = "#333333"
@@ -135,7 +135,12 @@ def collective_kind(name: str) -> str:
     )
 
 
+KEY_LABELS = {"stall": "straggler", "overhead": "fixed overhead"}
+"""Part of the step time whose key says too little -> its label."""
+
+
 def key_label(name: str) -> str:
-    """A key in words: tensor_comm is tensor communication."""
-    found = name.removesuffix("_comm") + " communication" if name.endswith("_comm") else name
-    return found.replace("_", " ").replace("flops", "FLOPs")
+    """A key in words: tensor_comm is exposed tensor communication."""
+    if name.endswith("_comm"):
+        return f"exposed {name.removesuffix('_comm')} communication"
+    return KEY_LABELS.get(name, name.replace("_", " ").replace("flops", "FLOPs"))

@@ -1,4 +1,4 @@
-"""What the charts share: their data, who said the numbers, and the form of legends and marks."""
+"""What the charts share: their data, the source of the numbers, and the form of legends and marks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ ROWS = alt.NamedData(DATA)
 
 
 def source_words(profiles: Sequence[Profile]) -> str:
-    """Who says what a chart shows, for its subtitle: 'estimated · measured'."""
+    """Sources of the numbers, for a chart's subtitle: 'estimated · measured'."""
     found = {profile.source for profile in profiles}
     return " · ".join(name for name in palette.SOURCE_COLOURS if name in found) or "no source"
 
 
 def bar_names(profiles: Sequence[Profile]) -> list[str]:
-    """What each profile's bars are called: the source, and the run too where one source speaks of
-    several.
-    """
+    """Names of the profiles' bars: the source, and the run too where several share a source."""
     several = len({profile.source for profile in profiles}) < len(profiles)
     names = [
         f"{profile.source} · {profile.run}" if several else profile.source for profile in profiles
@@ -40,14 +38,17 @@ def run_names(profiles: Sequence[Profile]) -> list[str]:
 
 
 def limit_marker(
-    place: str, words: str, align: Literal["left", "right"] = "right"
+    field: str, text_field: str, align: Literal["left", "right"] = "right"
 ) -> list[alt.Chart]:
-    """A vertical rule where a row has the field `place`, with the field `words` at its top, on its
-    `align` side.
+    """A vertical rule at the value of `field`, labelled with `text_field` on its `align` side.
 
-    It has a light edge, so that it is seen on bars of any colour.
+    Args:
+        field: Field of the rows that holds the x value; rows without it draw nothing.
+        text_field: Field of the rows that holds the label.
+        align: Side of the rule on which the label stands.
     """
-    base = alt.Chart(ROWS).transform_filter(f"isValid(datum.{place})").encode(x=f"{place}:Q")
+    base = alt.Chart(ROWS).transform_filter(f"isValid(datum.{field})").encode(x=f"{field}:Q")
+    # A light edge keeps the rule visible on bars of any colour.
     edge = base.mark_rule(color="white", strokeWidth=6, opacity=0.9)
     rule = base.mark_rule(color=palette.LIMIT_COLOUR, strokeWidth=2.5)
     text = base.mark_text(
@@ -58,7 +59,7 @@ def limit_marker(
         fontSize=11,
         fontWeight="bold",
     )
-    return [edge, rule, text.encode(y=alt.value(0), text=f"{words}:N")]
+    return [edge, rule, text.encode(y=alt.value(0), text=f"{text_field}:N")]
 
 
 LETTER_WIDTH, SYMBOL_WIDTH = 5.8, 27.0
@@ -75,10 +76,13 @@ def bottom_legend(
     width: int = NARROW_WIDTH,
     beside: Sequence[str] = (),
 ) -> alt.Legend:
-    """The one place and form of legends: under the chart, without a title, in as many columns as
-    fit.
+    """A legend under the chart, without a title, in as many columns as fit.
 
-    `width` is the chart's in pixels, of which the names `beside` it on the left take their part.
+    Args:
+        labels: The legend's entries; the longest sets the width of a column.
+        symbol: Vega's symbol type.
+        width: Pixels of the chart with all that belongs to it.
+        beside: Names left of the bars, which take their part of `width`.
     """
     column = SYMBOL_WIDTH + LETTER_WIDTH * max(map(len, labels), default=0)
     width -= min(MAX_NAMES_WIDTH, int(5.2 * max(map(len, beside), default=6))) + 12

@@ -14,18 +14,20 @@ from workbench.profile import Profile
 from workbench.units import byte_unit, bytes_text
 
 AXIS_ORDER = ("tensor", "sequence", "context", "expert", "data", "pipeline")
+AXIS_LABELS = {"world": "all ranks"}
+"""Group of ranks that is no axis of the mesh -> its label."""
 
 
 def collectives(*profiles: Profile) -> Figure:
-    """Bytes that the busiest rank hands to collectives in one step, by axis and kind, one bar a
-    source.
-    """
-    told = list(zip(chart_data.bar_names(profiles), map(calls_of_busiest_rank, profiles)))
-    unit, size = byte_unit(max(bytes_by_axis(calls).values()) for _, calls in told if calls)
+    """Payload of the busiest rank's collectives in one step, by axis and kind; one bar a source."""
+    bars_and_calls = list(zip(chart_data.bar_names(profiles), map(calls_of_busiest_rank, profiles)))
+    unit, size = byte_unit(
+        max(bytes_by_axis(calls).values()) for _, calls in bars_and_calls if calls
+    )
     rows = [
         row
-        for name, calls in told
-        for row in axis_rows(name, calls, size, name if len(told) > 1 else "")
+        for name, calls in bars_and_calls
+        for row in axis_rows(name, calls, size, name if len(bars_and_calls) > 1 else "")
     ]
     kinds = tuple(
         name for name in palette.COLLECTIVE_COLOURS if any(row["kind"] == name for row in rows)
@@ -35,8 +37,8 @@ def collectives(*profiles: Profile) -> Figure:
     bars = tuple(dict.fromkeys(row["bar"] for row in rows))
     return Figure(
         name="collectives",
-        title=f"Communication in a step, by axis ({unit})",
-        subtitle=f"{chart_data.source_words(profiles)} · tensors handed over by the busiest rank",
+        title=f"Communication per step, by axis ({unit})",
+        subtitle=f"{chart_data.source_words(profiles)} · bytes per step, busiest rank",
         spec=collectives_spec(unit, kinds, axes, bars),
         rows=rows,
         empty="No communication: every axis has one rank, or no step was sampled yet.",
@@ -44,7 +46,7 @@ def collectives(*profiles: Profile) -> Figure:
 
 
 CollectiveCalls = tuple[str, str, float, float, float]
-"""Axis, kind, bytes handed over, calls, ranks of the group: one row of a rank's collectives."""
+"""Axis, kind, payload bytes, calls, ranks of the group: one row of a rank's collectives."""
 
 
 def calls_of_busiest_rank(profile: Profile) -> list[CollectiveCalls]:
@@ -57,7 +59,7 @@ def calls_of_busiest_rank(profile: Profile) -> list[CollectiveCalls]:
     ):
         instant = int(rank), -1 if step is None or step != step else int(step)
         by_instant.setdefault(instant, []).append(
-            (axis, kind, float(size) * float(count), count, ranks)
+            (AXIS_LABELS.get(axis, axis), kind, float(size) * float(count), count, ranks)
         )
     return max(
         (by_instant[key] for key in sorted(by_instant)),
@@ -66,9 +68,11 @@ def calls_of_busiest_rank(profile: Profile) -> list[CollectiveCalls]:
     )
 
 
-def axis_rows(bar: str, calls: list[CollectiveCalls], size: int, told: str) -> list[dict[str, Any]]:
+def axis_rows(
+    bar: str, calls: list[CollectiveCalls], size: int, bar_label: str
+) -> list[dict[str, Any]]:
     """One row an axis and kind, in units of `size` bytes; the first of an axis carries the words,
-    `told` among them.
+    `bar_label` among them.
     """
     groups: dict[tuple[str, str], list[CollectiveCalls]] = {}
     for call in calls:
@@ -78,7 +82,7 @@ def axis_rows(bar: str, calls: list[CollectiveCalls], size: int, told: str) -> l
     for (axis, kind), own in sorted(groups.items()):
         total = totals[axis] / size
         first = not any(row["axis"] == axis for row in rows)
-        text = " ".join([bytes_text(total * size), told]).strip() if first else None
+        text = " ".join([bytes_text(total * size), bar_label]).strip() if first else None
         value = sum(call[2] for call in own) / size
         cells = {
             "axis": axis,
@@ -121,7 +125,7 @@ def collectives_spec(
     stack = base.mark_bar(stroke="white", strokeWidth=0.5).encode(
         x=alt.X(
             "value:Q",
-            title=f"{unit} a step",
+            title=f"{unit} per step",
             stack="zero",
             scale=alt.Scale(nice=False),
             axis=chart_data.amount_axis(),
@@ -135,7 +139,7 @@ def collectives_spec(
             "kind:N",
             alt.Tooltip("bar:N", title="source"),
             alt.Tooltip("value:Q", title=unit, format=",.3~f"),
-            alt.Tooltip("calls:Q", title="calls a step"),
+            alt.Tooltip("calls:Q", title="calls per step"),
             alt.Tooltip("ranks:Q", title="ranks in the group"),
         ],
     )

@@ -13,12 +13,12 @@ from workbench.lab.charts import chart_data, line_series
 from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import Profile
 
-TRAINING, VALIDATION = "training", "held-out text"
+TRAINING, VALIDATION = "training", "validation"
 
 
 def loss(*profiles: Profile, evaluations: pd.DataFrame | None = None) -> Figure:
-    """Training loss by step, a line a run; `evaluations` (run, step, loss) adds the loss on
-    held-out text as points.
+    """Training loss by step, a line a run; `evaluations` (run, step, loss) adds the validation
+    loss as points.
     """
     names = chart_data.run_names(profiles)
     found = [row for profile in profiles for row in training_rows(profile)]
@@ -31,7 +31,7 @@ def loss(*profiles: Profile, evaluations: pd.DataFrame | None = None) -> Figure:
 
 
 def training_rows(profile: Profile) -> list[dict[str, Any]]:
-    """One row a step, from the lowest rank: every rank knows the whole job's loss."""
+    """One row a step, from the lowest rank: every rank logs the loss of the whole job."""
     steps = profile.steps
     steps = line_series.thin_steps(
         steps[steps["rank"] == steps["rank"].min()].dropna(subset=["loss"])
@@ -48,7 +48,7 @@ def loss_figure(rows: list[dict[str, Any]], names: list[str], source: str) -> Fi
     """The figure of ready rows."""
     return Figure(
         name="loss",
-        title="Loss (mean of all tokens in a step, nats)",
+        title="Training loss (nats per token)",
         subtitle=f"{source} · line: training, points: {VALIDATION}",
         spec=loss_spec(tuple(names)),
         rows=rows,

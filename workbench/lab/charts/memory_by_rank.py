@@ -1,4 +1,4 @@
-"""Memory of each rank, stacked by category, with the card's capacity."""
+"""Peak memory of each rank, stacked by category, with the GPU's capacity."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from workbench.units import byte_unit, bytes_text, digits
 from workbench.vocabulary import MEANINGS, REST, UNATTRIBUTED
 
 CAPACITY_SHOWN_FROM = 0.15
-"""A card's capacity is drawn where the fullest rank reaches this share of it, and told in words
-elsewhere.
+"""The GPU's capacity is drawn where a rank's peak reaches this share of it; elsewhere the subtitle
+states it.
 """
 BAR_HEIGHT = 15
 EXPLAINED_CATEGORIES = {"overhead": MEANINGS["overhead"], UNATTRIBUTED: REST}
-"""Categories that no name explains -> what is in them."""
+"""Categories whose names say too little -> what is in them."""
 MIN_EXPLAINED_SHARE = 0.02
-"""Share of a bar from which on a category is told in words above the chart."""
+"""Share of a bar from which the subtitle explains a category."""
 
 
 def memory(*profiles: Profile) -> Figure:
@@ -52,7 +52,7 @@ def memory(*profiles: Profile) -> Figure:
     )
     return Figure(
         name="memory",
-        title=f"Memory of each rank at its peak ({unit})",
+        title=f"Peak memory by rank ({unit})",
         subtitle=" · ".join(
             [memory_subtitle(profiles, capacity, near, largest), *category_notes(bars)]
         ),
@@ -70,10 +70,10 @@ def rank_bars(profile: Profile, name: str, labels: dict[int, str]) -> list[dict[
     total.
     """
     parts = peak_parts_by_rank(profile)
-    told = {rank: parts.get(profile.representative.get(rank, rank)) for rank in labels}
+    by_rank = {rank: parts.get(profile.representative.get(rank, rank)) for rank in labels}
     return [
         {"label": labels[rank], "bar": name, "source": profile.source, **largest_sample(own)}
-        for rank, own in told.items()
+        for rank, own in by_rank.items()
         if own
     ]
 
@@ -94,12 +94,12 @@ def peak_parts_by_rank(profile: Profile) -> dict[int, list[MemoryPart]]:
 
 
 def largest_sample(parts: list[MemoryPart]) -> dict[str, Any]:
-    """Total, categories (bytes) and step of one rank's fullest sampled step."""
-    counted, told = bytes_by_step(parts, ALLOCATED), bytes_by_step(parts)
-    sampled = {step: sum(own.values()) for step, own in (counted or told).items()}
+    """Total, categories (bytes) and step of one rank's sampled step with the largest total."""
+    allocated, by_category = bytes_by_step(parts, ALLOCATED), bytes_by_step(parts)
+    sampled = {step: sum(own.values()) for step, own in (allocated or by_category).items()}
     step = max(sorted(sampled), key=lambda at: sampled[at])
-    categories = {name: int(size) for name, size in told.get(step, {}).items()}
-    total = int(sampled[step]) if counted else sum(categories.values())
+    categories = {name: int(size) for name, size in by_category.get(step, {}).items()}
+    total = int(sampled[step]) if allocated else sum(categories.values())
     if total > sum(categories.values()):
         categories[UNATTRIBUTED] = total - sum(categories.values())
     return {"total": total, "categories": categories, "step": None if step == -1 else step}
@@ -115,9 +115,9 @@ def bytes_by_step(parts: list[MemoryPart], only: str = "") -> dict[int, dict[str
     return found
 
 
-def bar_rows(bar: dict[str, Any], size: int, told: str) -> list[dict[str, Any]]:
-    """Rows of one bar, in units of `size` bytes; the first carries the bar's words, `told` among
-    them.
+def bar_rows(bar: dict[str, Any], size: int, bar_label: str) -> list[dict[str, Any]]:
+    """Rows of one bar, in units of `size` bytes; the first carries the text beside the bar,
+    `bar_label` among it.
     """
     common_cells = {k: bar[k] for k in ("label", "bar", "source", "step")} | {
         "total": bar["total"] / size
@@ -126,7 +126,7 @@ def bar_rows(bar: dict[str, Any], size: int, told: str) -> list[dict[str, Any]]:
     for order, name in enumerate(palette.MEMORY_COLOURS):
         if name in bar["categories"]:
             value = bar["categories"][name]
-            text = " ".join([digits(bar["total"] / size), told]).strip() if not rows else None
+            text = " ".join([digits(bar["total"] / size), bar_label]).strip() if not rows else None
             rows.append(
                 common_cells
                 | {
@@ -141,35 +141,38 @@ def bar_rows(bar: dict[str, Any], size: int, told: str) -> list[dict[str, Any]]:
     return rows
 
 
-def capacity_cells(unit: str, size: int, reach: float, card: int | None) -> dict[str, Any]:
-    """Cells of the first row alone: the card's memory, its words, and how far the axis reaches
-    (bars have words).
+def capacity_cells(unit: str, size: int, reach: float, capacity: int | None) -> dict[str, Any]:
+    """Cells of the first row alone: the GPU's memory, its label, and how far the axis reaches
+    (bars have text beside them).
     """
-    found: dict[str, Any] = {"room": max(reach, (card or 0) * 1.02) / size}
-    if card:
-        found |= {"card": card / size, "card_text": f"GPU memory: {digits(card / size)} {unit}"}
+    found: dict[str, Any] = {"axis_reach": max(reach, (capacity or 0) * 1.02) / size}
+    if capacity:
+        found |= {
+            "capacity": capacity / size,
+            "capacity_text": f"GPU memory: {digits(capacity / size)} {unit}",
+        }
     return found
 
 
-def capacity_label_side(card: int | None, largest: float) -> Literal["left", "right", ""]:
-    """On which side of the line at a GPU's memory its words have room; "" where there is no
+def capacity_label_side(capacity: int | None, largest: float) -> Literal["left", "right", ""]:
+    """On which side of the line at a GPU's memory its label has room; "" where there is no
     line.
     """
-    if not card:
+    if not capacity:
         return ""
-    return "right" if card < largest / 2 else "left"
+    return "right" if capacity < largest / 2 else "left"
 
 
 def memory_subtitle(
     profiles: Sequence[Profile], capacity: int | None, near: int | None, largest: int
 ) -> str:
-    """The subtitle: sources, and where a card's capacity is off the chart, what it is."""
-    told = chart_data.source_words(profiles)
+    """The subtitle: sources, and where the GPU's capacity is off the chart, what it is."""
+    text = chart_data.source_words(profiles)
     if capacity and not near:
-        told += (
+        text += (
             f" · peak memory is {digits(100 * largest / capacity, 2)} % of {bytes_text(capacity)}"
         )
-    return told
+    return text
 
 
 def category_notes(bars: Sequence[dict[str, Any]]) -> list[str]:
@@ -187,11 +190,11 @@ def memory_spec(
     categories: tuple[str, ...],
     labels: tuple[str, ...],
     bars: tuple[str, ...],
-    card: Literal["left", "right", ""],
+    capacity_side: Literal["left", "right", ""],
 ) -> dict[str, Any]:
     """The declaration: a bar for each of `bars` in each of `labels`. Values are in the rows.
 
-    `card`: on which side of the line at the GPU's memory its words stand.
+    `capacity_side`: on which side of the line at the GPU's memory its label stands.
     """
     y = alt.Y("label:N", sort=list(labels), axis=chart_data.name_axis())
     offset = alt.YOffset("bar:N", sort=list(bars), scale=alt.Scale(paddingInner=0.12))
@@ -219,16 +222,18 @@ def memory_spec(
             "category:N",
             alt.Tooltip("value:Q", title=unit, format=",.3~f"),
             alt.Tooltip("share:Q", format=".1%"),
-            alt.Tooltip("meaning:N", title="which is"),
+            alt.Tooltip("meaning:N", title="meaning"),
         ],
     )
-    said = base.transform_filter("datum.text != null").mark_text(align="left", dx=5, fontSize=11)
-    layers: list[Any] = [stack, said.encode(x=alt.X("total:Q"), text="text:N")]
-    layers += chart_data.limit_marker("card", "card_text", card) if card else []
+    totals = base.transform_filter("datum.text != null").mark_text(align="left", dx=5, fontSize=11)
+    layers: list[Any] = [stack, totals.encode(x=alt.X("total:Q"), text="text:N")]
+    layers += (
+        chart_data.limit_marker("capacity", "capacity_text", capacity_side) if capacity_side else []
+    )
     layers.append(
         alt.Chart(chart_data.ROWS)
-        .transform_filter("isValid(datum.room)")
+        .transform_filter("isValid(datum.axis_reach)")
         .mark_point(opacity=0)
-        .encode(x="room:Q")
+        .encode(x="axis_reach:Q")
     )
     return vega_spec(alt.layer(*layers), height=max(60, len(labels) * (len(bars) * BAR_HEIGHT + 7)))

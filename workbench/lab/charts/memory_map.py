@@ -15,7 +15,7 @@ from workbench.profile import Profile
 from workbench.units import byte_unit, digits
 
 MAX_MAP_RANKS = 4096
-"""Most ranks drawn; a larger job is as well told by its representatives."""
+"""Most ranks drawn; a larger job is shown by its representative ranks."""
 
 
 def has_memory_map(world_size: int) -> bool:
@@ -27,7 +27,7 @@ def has_memory_map(world_size: int) -> bool:
 
 def memory_map(profile: Profile) -> Figure:
     """Every rank of one profile as a square, coloured by its peak; red where that is beyond the
-    card's memory.
+    GPU's memory.
     """
     peaks = profile.peak_bytes_by_rank
     per_row = 16 if len(peaks) <= 256 else 64
@@ -76,9 +76,7 @@ def memory_map_spec(unit: str, lines: int, capacity: float | None) -> dict[str, 
         .mark_rect(stroke="white", strokeWidth=1, strokeOpacity=0.4)
         .encode(
             x=alt.X(
-                "column:O",
-                title="rank within the line",
-                axis=alt.Axis(labelAngle=0, labelOverlap=True),
+                "column:O", title="rank offset", axis=alt.Axis(labelAngle=0, labelOverlap=True)
             ),
             y=alt.Y(
                 "row:O",
@@ -96,13 +94,13 @@ def memory_map_spec(unit: str, lines: int, capacity: float | None) -> dict[str, 
 
 def over_capacity(base: alt.Chart, capacity: float, unit: str) -> alt.Chart:
     """The ranks whose peak is more than `capacity`, in red, which the legend names."""
-    told = f"more than the GPU's {digits(capacity)} {unit}"
+    label = f"more than the GPU's {digits(capacity)} {unit}"
     fill = alt.Fill(
         "beyond:N",
-        scale=alt.Scale(domain=[told], range=[palette.LIMIT_COLOUR]),
+        scale=alt.Scale(domain=[label], range=[palette.LIMIT_COLOUR]),
         legend=alt.Legend(
             title=None, orient="bottom", symbolType="square", symbolSize=90, labelLimit=0, offset=4
         ),
     )
     over = base.transform_filter(f"datum.value > {capacity}")
-    return over.transform_calculate(beyond=json.dumps(told)).encode(fill=fill)
+    return over.transform_calculate(beyond=json.dumps(label)).encode(fill=fill)

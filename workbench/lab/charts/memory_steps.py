@@ -13,12 +13,12 @@ from workbench.profile import ALLOCATED, Profile
 from workbench.units import byte_unit
 
 STEP_END, STEP_PEAK = "after_optimizer", "peak"
-MOMENT_WORDS = {STEP_END: "ends of steps", STEP_PEAK: "peaks of sampled steps"}
+MOMENT_WORDS = {STEP_END: "at the end of each step", STEP_PEAK: "peak of sampled steps"}
 
 
 def memory_steps(profile: Profile) -> Figure:
-    """The allocator's count step by step, a line a rank; beyond 16 ranks a band and the fullest
-    three.
+    """The allocator's count step by step, a line a rank; beyond 16 ranks a band and the three
+    largest.
 
     At the end of each step where every step has a count (CUDA), else at the peak of the sampled
     steps.
@@ -41,8 +41,8 @@ def memory_steps_figure(totals: pd.DataFrame, world_size: int, source: str, mome
     )
     return Figure(
         name="memory_steps",
-        title=f"Memory of each rank, step by step ({unit})",
-        subtitle=f"{source} by the allocator · {MOMENT_WORDS[moment]}",
+        title=f"Allocated memory by step ({unit})",
+        subtitle=f"{source} · the allocator's count, {MOMENT_WORDS[moment]}",
         spec=memory_steps_spec(unit, line_series.series_names(rows, world_size)),
         rows=rows,
         empty="Shown after the first step.",

@@ -19,37 +19,36 @@ from workbench.planner.search.search import GIB, short
 from workbench.units import digits, time_unit
 
 GPU_MEMORY_SHOWN_FROM = 0.6
-"""A card's memory is drawn where the fullest plan reaches this share of it, and told in words
-elsewhere.
+"""The GPU's memory is drawn where a plan's peak reaches this share of it; elsewhere the subtitle
+states it.
 """
-FRONT_LABEL = "front: none is faster with less memory"
+FRONT_LABEL = "Pareto front"
 BEST_COLOUR = palette.SERIES_COLOURS[1]
 NAMED_COLOURS = (palette.SERIES_COLOURS[5], palette.SERIES_COLOURS[2], palette.SERIES_COLOURS[6])
-"""Colours of the plan ranked first, of the front's bend, of the least memory."""
+"""Colours of the plan ranked first, of the front's knee, of the least memory."""
 CHART_HEIGHT = 260
 
 
 def pareto_front(found: SearchResult) -> Figure:
-    """One point a plan: seconds of a step against the largest peak of any rank, both axes
-    logarithmic.
+    """Step time against peak memory (max rank) of what a search found, both axes logarithmic.
 
-    The line is the Pareto front: no plan that was searched lies left of and below it. The legend
-    tells the strategy of the plan ranked first, of the front's bend and of its least memory.
+    The line is the Pareto front: no plan that was searched is faster with less memory. The legend
+    names the strategy of the plan ranked first, of the front's knee and of the least memory.
     """
     unit, size = time_unit(one.seconds for one in (*found.pareto, *found.top))
     best, named = f"best by {found.objective}", _named(found)
     rows = [_row(one, FRONT_LABEL, size) | {"front": True} for one in found.pareto]
     rows += [_row(one, best, size) for one in found.top]
     rows += [_row(one, words, size) for words, one in named.items()]
-    card = found.top[0].plan.resolve().gpu.memory_gib if found.top else 0.0
-    near = bool(rows) and max(row["peak"] for row in rows) >= GPU_MEMORY_SHOWN_FROM * card
+    capacity = found.top[0].plan.resolve().gpu.memory_gib if found.top else 0.0
+    near = bool(rows) and max(row["peak"] for row in rows) >= GPU_MEMORY_SHOWN_FROM * capacity
     if near:
-        rows[0] |= {"card": card, "card_text": f"card: {digits(card)} GiB"}
-    told = f"estimated · {found.feasible:,} of {found.candidates:,} plans meet every condition"
+        rows[0] |= {"capacity": capacity, "capacity_text": f"GPU memory: {digits(capacity)} GiB"}
+    subtitle = f"estimated · {found.feasible:,} of {found.candidates:,} plans meet every condition"
     return Figure(
         name="front",
-        title=f"Memory of the fullest rank (GiB) against time of a step ({unit})",
-        subtitle=told if near else f"{told} · a card has {digits(card)} GiB",
+        title=f"Peak memory (max rank, GiB) against step time ({unit})",
+        subtitle=subtitle if near else f"{subtitle} · GPU memory: {digits(capacity)} GiB",
         spec=pareto_spec(unit, best, tuple(named)),
         rows=rows,
         empty=found.empty or "No plan was found.",
@@ -64,15 +63,15 @@ def _row(one: Candidate, kind: str, size: float) -> dict[str, Any]:
         "time": one.seconds / size,
         "peak": one.peak_bytes / GIB,
         "strategy": short(one.plan),
-        "cards": one.plan.world_size,
+        "gpus": one.plan.world_size,
         "rate": tokens / one.seconds,
     }
 
 
 def _named(found: SearchResult) -> dict[str, Candidate]:
-    """Words of the legend -> the plan that they tell, each plan once."""
+    """Legend entry -> the plan that it names, each plan once."""
     chosen = [("first", one) for one in found.top[:1]]
-    chosen += [("bend", found.pareto[_bend(found.pareto)])] if len(found.pareto) > 2 else []
+    chosen += [("knee", found.pareto[_knee(found.pareto)])] if len(found.pareto) > 2 else []
     chosen += [("least memory", one) for one in found.pareto[-1:]]
     once: dict[str, tuple[str, Candidate]] = {}
     for what, one in chosen:
@@ -80,8 +79,8 @@ def _named(found: SearchResult) -> dict[str, Candidate]:
     return {f"{what}: {words}": one for words, (what, one) in once.items()}
 
 
-def _bend(points: Sequence[Candidate]) -> int:
-    """Where the front bends most: the inner point furthest below the line from its first to its
+def _knee(points: Sequence[Candidate]) -> int:
+    """The front's knee: the inner point furthest below the line from its first to its
     last, both in logs.
     """
     x, y = [math.log(one.seconds) for one in points], [math.log(one.peak_bytes) for one in points]
@@ -91,15 +90,17 @@ def _bend(points: Sequence[Candidate]) -> int:
 
 @lru_cache(maxsize=8)
 def pareto_spec(unit: str, best: str, named: tuple[str, ...]) -> dict[str, Any]:
-    """The declaration: the front as a stair with its points, the first plans and the `named` ones,
-    a card's memory.
+    """The declaration: the front as a stair with its points, the best plans and the `named` ones,
+    the GPU's memory.
     """
     kinds, colours = (
         [FRONT_LABEL, best, *named],
         [palette.SERIES_COLOURS[0], BEST_COLOUR, *NAMED_COLOURS[: len(named)]],
     )
-    x = alt.X("time:Q", title=f"{unit} a step", scale=_log(), axis=chart_data.amount_axis())
-    y = alt.Y("peak:Q", title="GiB", scale=_log(), axis=chart_data.amount_axis())
+    x = alt.X("time:Q", title=f"step time ({unit})", scale=_log(), axis=chart_data.amount_axis())
+    y = alt.Y(
+        "peak:Q", title="peak memory, max rank (GiB)", scale=_log(), axis=chart_data.amount_axis()
+    )
     base = alt.Chart(chart_data.ROWS).encode(x=x, y=y)
     line = base.transform_filter("datum.front").mark_line(
         interpolate="step-after", strokeWidth=1.2, color=palette.SERIES_COLOURS[0]
@@ -121,16 +122,20 @@ def pareto_spec(unit: str, best: str, named: tuple[str, ...]) -> dict[str, Any]:
             alt.Tooltip("time:Q", title=unit, format=",.4~r"),
             alt.Tooltip("peak:Q", title="GiB", format=",.3~r"),
             alt.Tooltip("rate:Q", title="tokens/s", format=",.0f"),
-            "cards:Q",
+            alt.Tooltip("gpus:Q", title="GPUs"),
         ],
     )
-    limit = alt.Chart(chart_data.ROWS).transform_filter("isValid(datum.card)").encode(y="card:Q")
+    limit = (
+        alt.Chart(chart_data.ROWS)
+        .transform_filter("isValid(datum.capacity)")
+        .encode(y="capacity:Q")
+    )
     rule = limit.mark_rule(color=palette.LIMIT_COLOUR, strokeDash=[5, 3], strokeWidth=1.5)
-    said = limit.mark_text(
+    label = limit.mark_text(
         color=palette.LIMIT_COLOUR, align="right", baseline="bottom", dx=-4, dy=-3, fontSize=11
     )
-    said = said.encode(x=alt.value("width"), text="card_text:N")
-    return vega_spec(alt.layer(line, points, rule, said), height=CHART_HEIGHT)
+    label = label.encode(x=alt.value("width"), text="capacity_text:N")
+    return vega_spec(alt.layer(line, points, rule, label), height=CHART_HEIGHT)
 
 
 def _log() -> alt.Scale:

@@ -1,4 +1,4 @@
-"""Where a step's time goes, part by part."""
+"""Step time by part."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ TIME_NOTE = "time"
 
 
 def step_time_parts(*profiles: Profile) -> Figure:
-    """One bar a profile: seconds of a step by part, of a measured one by its timeline; else the
-    whole step.
-    """
-    told = list(zip(chart_data.bar_names(profiles), map(seconds_by_part, profiles)))
-    told = [(name, found) for name, found in told if found]
-    unit, size = time_unit(sum(found.values()) for _, found in told)
-    names = tuple(dict.fromkeys(part for _, found in told for part in found))
+    """One bar a profile: step time by part, of a measured step by its timeline; else in one part."""
+    bars = list(zip(chart_data.bar_names(profiles), map(seconds_by_part, profiles)))
+    bars = [(name, found) for name, found in bars if found]
+    unit, size = time_unit(sum(found.values()) for _, found in bars)
+    names = tuple(dict.fromkeys(part for _, found in bars for part in found))
     rows = [
         {
             "bar": bar,
@@ -35,20 +33,21 @@ def step_time_parts(*profiles: Profile) -> Figure:
             "total": sum(found.values()) / size,
             "text": seconds_text(sum(found.values())) if i == 0 else None,
         }
-        for bar, found in told
+        for bar, found in bars
         for i, (part, seconds) in enumerate(found.items())
     ]
     return Figure(
         name="parts",
-        title=f"Where the time of a step goes ({unit})",
+        title=f"Step time by part ({unit})",
         subtitle=chart_data.source_words(profiles),
-        spec=step_time_spec(unit, names, tuple(bar for bar, _ in told)),
+        spec=step_time_spec(unit, names, tuple(bar for bar, _ in bars)),
         rows=rows,
         empty="No step time is known.",
     )
 
 
-IDLE = "idle"
+IDLE, WHOLE_STEP = "idle", "step time"
+"""Parts of a measured step: time without an action, and all of it where no timeline is known."""
 
 
 def seconds_by_part(profile: Profile) -> dict[str, float]:
@@ -60,7 +59,7 @@ def seconds_by_part(profile: Profile) -> dict[str, float]:
         return {str(k): float(v) for k, v in note.items() if isinstance(v, int | float) and v > 0}
     if len(profile.timeline):
         return seconds_by_action(profile.timeline)
-    return {"whole step": profile.step_seconds} if profile.step_seconds else {}
+    return {WHOLE_STEP: profile.step_seconds} if profile.step_seconds else {}
 
 
 def seconds_by_action(timeline: pd.DataFrame) -> dict[str, float]:
@@ -94,7 +93,7 @@ def step_time_spec(unit: str, names: tuple[str, ...], bars: tuple[str, ...]) -> 
     stack = base.mark_bar(stroke="white", strokeWidth=0.6).encode(
         x=alt.X(
             "value:Q",
-            title=f"{unit} a step",
+            title=f"step time ({unit})",
             stack="zero",
             scale=alt.Scale(nice=False),
             axis=chart_data.amount_axis(),

@@ -13,7 +13,7 @@ from workbench.profile import Profile
 
 
 def throughput(profile: Profile) -> Figure:
-    """Tokens of the whole job a second as each rank timed its steps; beyond 16 ranks a band and the
+    """Throughput of the whole job (tokens/s) as each rank timed its steps; beyond 16 ranks a band and the
     slowest three.
     """
     steps = profile.steps.dropna(subset=["seconds", "tokens"])
@@ -23,12 +23,12 @@ def throughput(profile: Profile) -> Figure:
 
 
 def throughput_figure(values: pd.DataFrame, world_size: int, source: str) -> Figure:
-    """The figure of a frame (rank, step, value in tokens a second)."""
+    """The figure of a frame (rank, step, value in tokens/s)."""
     rows = line_series.series_rows(values, world_size, worst="smallest")
     return Figure(
         name="throughput",
-        title="Throughput (tokens a second)",
-        subtitle=f"{source} · the whole job, as each rank timed the step",
+        title="Throughput (tokens/s)",
+        subtitle=f"{source} · whole job, as each rank timed the step",
         spec=throughput_spec(line_series.series_names(rows, world_size)),
         rows=rows,
         empty="Shown after the first step.",

@@ -48,7 +48,7 @@ def timeline(*profiles: Profile, step: int | None = None) -> Figure:
     )
     return Figure(
         name="timeline",
-        title=f"What each rank does in a step ({unit})",
+        title=f"Timeline of a step, by rank ({unit})",
         subtitle=timeline_subtitle(profiles, frames) + cut,
         spec=timeline_spec(unit, tuple(frames), order, len(found) <= MAX_NUMBERED_BARS),
         rows=found[:MAX_BARS],
@@ -57,7 +57,7 @@ def timeline(*profiles: Profile, step: int | None = None) -> Figure:
     )
 
 
-def rank_lanes(profile: Profile, step: int | None, tell_source: bool) -> dict[str, pd.DataFrame]:
+def rank_lanes(profile: Profile, step: int | None, name_source: bool) -> dict[str, pd.DataFrame]:
     """Label -> the rows of one rank and step; at most 16 ranks, spread over the pipeline."""
     frame = profile.timeline
     if not len(frame):
@@ -66,7 +66,7 @@ def rank_lanes(profile: Profile, step: int | None, tell_source: bool) -> dict[st
         frame = frame[frame.step == (frame.step.max() if step is None else step)]
     stages = rank_selection.stages_by_rank(profile)
     several = len(set(stages.values())) > 1
-    tail = f" · {profile.source}" if tell_source else ""
+    tail = f" · {profile.source}" if name_source else ""
     return {
         rank_selection.rank_label(rank, stages if several else {}) + tail: frame[
             frame["rank"] == rank
@@ -111,11 +111,11 @@ def lane_rows(lane: str, frame: pd.DataFrame, size: float) -> list[dict[str, Any
 
 
 def timeline_subtitle(profiles: tuple[Profile, ...], frames: dict[str, pd.DataFrame]) -> str:
-    """The subtitle: sources, the steps shown, and how much of the time the ranks do nothing."""
+    """The subtitle: sources, the steps shown, and the share of the step in which ranks are idle."""
     timed = any(profile.source == "measured" for profile in profiles)
     measured = [frame[frame.source == "measured"] for frame in frames.values() if timed]
     steps = sorted({int(s) for frame in measured for s in frame.step.dropna().unique()})
-    told = chart_data.source_words(profiles) + (
+    text = chart_data.source_words(profiles) + (
         f" · step {', '.join(map(str, steps))}" if steps else ""
     )
     part = next(
@@ -126,9 +126,9 @@ def timeline_subtitle(profiles: tuple[Profile, ...], frames: dict[str, pd.DataFr
         ),
         None,
     )
-    told += f" · the first {part} microbatches" if part else ""
+    text += f" · the first {part} microbatches" if part else ""
     idle = [1 - compute_share(frame) for frame in frames.values()]
-    return told + (
+    return text + (
         f" · idle {digits(100 * sum(idle) / len(idle), 2)} % of the step" if idle else ""
     )
 

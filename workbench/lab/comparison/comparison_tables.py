@@ -24,11 +24,11 @@ TABLE_STYLE = """
 """
 
 TableColumn = tuple[str, str, Callable[[Any], str]]
-"""Column of the frame, its heading, and how a cell is said."""
+"""Column of the frame, its heading, and the text of a cell."""
 Table = tuple[str, list[TableColumn], pd.DataFrame]
 """A table: its caption, its columns, its rows."""
 TEXT_COLUMNS = ("plan", "source", "state", "run", "field", "value")
-"""First words of the columns that hold text; the others hold figures."""
+"""First words of the columns that hold text; the others hold numbers."""
 MAX_ID_LENGTH = 40
 """Characters of a run's id in a page's cell, which does not wrap it; a longer one loses its middle.
 """
@@ -39,7 +39,7 @@ def summary_table(summary: pd.DataFrame) -> Table:
     if len(summary):
         states = {str(plan): _state(rows) for plan, rows in summary.groupby("plan", sort=False)}
         summary = summary.assign(state=summary["plan"].map(states))
-    return "What was compared", summary_columns(), summary
+    return "Plans and runs compared", summary_columns(), summary
 
 
 def _state(rows: pd.DataFrame) -> str | None:
@@ -73,11 +73,11 @@ def _value(value: Any) -> str:
 
 
 def memory_table(frame: pd.DataFrame) -> Table:
-    """Caption, columns and rows of the memory table: of many ranks the fullest eight, the median
-    and the emptiest.
+    """Caption, columns and rows of the memory table: of many ranks the eight largest, the
+    median and the smallest.
     """
     columns, unit = memory_columns(frame)
-    caption = f"Peak memory of each rank ({unit})"
+    caption = f"Peak memory by rank ({unit})"
     kept = (
         pd.concat([extreme_rows(rows) for _, rows in frame.groupby("plan", sort=False)])
         if len(frame)
@@ -85,8 +85,8 @@ def memory_table(frame: pd.DataFrame) -> Table:
     )
     if len(kept) < len(frame):
         caption += (
-            f"; {len(kept)} of {len(frame)} rows: the fullest, the median and the emptiest "
-            f"rank of each plan"
+            f"; {len(kept)} of {len(frame)} rows: the largest, the median and the smallest "
+            f"of each plan"
         )
     return caption, columns, kept
 
@@ -95,14 +95,14 @@ def extreme_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of one plan that are shown."""
     if len(rows) <= rank_selection.MAX_RANKS_SHOWN:
         return rows
-    told = [
+    complete = [
         column
         for column in rows.columns
         if column.endswith("_bytes") and rows[column].notna().all()
     ]
     chosen = (
-        rank_selection.extreme_ranks(dict(zip(rows["rank"], rows[told[-1]])))
-        if told
+        rank_selection.extreme_ranks(dict(zip(rows["rank"], rows[complete[-1]])))
+        if complete
         else rows["rank"][: rank_selection.MAX_RANKS_SHOWN]
     )
     return rows[rows["rank"].isin(chosen)]
@@ -114,8 +114,8 @@ def summary_columns() -> list[TableColumn]:
         ("plan", "plan", str),
         ("source", "source", str),
         ("ranks", "ranks", integer_or_dash),
-        ("peak_bytes", "fullest rank", or_dash(bytes_text)),
-        ("step_seconds", "a step", or_dash(seconds_text)),
+        ("peak_bytes", "peak memory (max rank)", or_dash(bytes_text)),
+        ("step_seconds", "step time", or_dash(seconds_text)),
         ("tokens_per_second", "tokens/s", or_dash(count_text)),
         ("steps", "steps", integer_or_dash),
         ("state", "state", or_dash(str)),
@@ -165,11 +165,11 @@ def text_table(caption: str, columns: list[TableColumn], frame: pd.DataFrame) ->
     ]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     sides = [str.ljust if is_text_column(name) else str.rjust for name, _, _ in columns]
-    told = [
+    aligned = [
         "  ".join(side(text, width) for side, text, width in zip(sides, line, widths)).rstrip()
         for line in lines
     ]
-    return "\n".join([caption, *told])
+    return "\n".join([caption, *aligned])
 
 
 def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -71,17 +71,17 @@ class Dashboard:
 
     def snapshot(self) -> dict[str, Any]:
         """Mime bundle of the run as far as it is known: what a saved notebook shows."""
-        told = run_status.run_banner(self.run.id, self.run.state, self.progress)
+        banner = run_status.run_banner(self.run.id, self.run.state, self.progress)
         figures = self.view.figures(self.measured.profile())
         return snapshot.snapshot_bundle(
-            figures, told["headline"], told["lines"], failed=told["tone"] == "bad"
+            figures, banner["headline"], banner["lines"], failed=banner["tone"] == "bad"
         )
 
     def picture(self) -> str:
         """The same as HTML with one image."""
-        told = run_status.run_banner(self.run.id, self.run.state, self.progress)
+        banner = run_status.run_banner(self.run.id, self.run.state, self.progress)
         return saved_notebook.picture_html(
-            self.view.figures(self.measured.profile()), told["headline"], told["lines"]
+            self.view.figures(self.measured.profile()), banner["headline"], banner["lines"]
         )
 
     def _ipython_display_(self) -> None:

@@ -28,8 +28,8 @@ from workbench.units import byte_unit
 
 
 class RunCharts:
-    """Charts of one run on a board. `beside` are profiles drawn next to what is measured, on a
-    card's `device`.
+    """Charts of one run on a board. `beside` are profiles drawn next to what is measured, on the
+    plan's `device`.
 
     Loss, throughput and memory by step grow by the new rows; the others are made anew from each
     rank's last sample.
@@ -66,7 +66,7 @@ class RunCharts:
         board.put(*first, *self._map(self.beside))
 
     def add_rows(self, new: dict[str, Rows], evaluations: Rows) -> None:
-        """New rows of each frame as `Measured.add` gives them, and new losses on held-out text
+        """New rows of each frame as `Measured.add` gives them, and new validation losses
         ({step, loss}).
         """
         steps = [loss_row for loss_row in new["steps"] if loss_row["seconds"]]
@@ -101,11 +101,11 @@ class RunCharts:
     def figures(self, measured: Profile) -> list[Figure]:
         """The same charts of everything that was measured, to stand still."""
         sampled = [*self.beside, measured]
-        held_out = frame(
+        validation = frame(
             "steps", [found | {"run": self.run} for found in measured.notes.get("evaluation", [])]
         )
         shown = [
-            loss(measured, evaluations=held_out),
+            loss(measured, evaluations=validation),
             throughput(measured),
             memory(*sampled),
             memory_steps(measured),
@@ -166,7 +166,14 @@ class RunCharts:
         if kind == "memory":
             self.board.put(memory(*sampled), *self._map([profile]))
         else:
-            self.board.put(collectives(*sampled) if kind == "collectives" else timeline(profile))
+            # The timeline of a sampled step is also its step time by part.
+            self.board.put(
+                *(
+                    [collectives(*sampled)]
+                    if kind == "collectives"
+                    else [timeline(profile), step_time_parts(*sampled)]
+                )
+            )
 
     def _map(self, profiles: Sequence[Profile]) -> list[Figure]:
         """The map of all ranks where there are too many for a bar each."""

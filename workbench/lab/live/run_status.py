@@ -21,7 +21,7 @@ PHASE_WORDS = {
     "building": "Building the model",
     "compiling": "Compiling kernels, once for this machine",
     "training": "Training",
-    "evaluating": "Evaluating on held-out text",
+    "evaluating": "Evaluating on validation text",
     "checkpointing": "Saving a checkpoint",
     "done": "Finishing",
 }
@@ -102,19 +102,21 @@ def run_banner(
 
 def run_headline(state: State, progress: RunProgress, stopping: bool) -> str:
     """One line that says where the run is."""
-    told = f"step {progress.steps_done} of {progress.steps}"
+    position = f"step {progress.steps_done} of {progress.steps}"
     if state.phase == "finished":
         return f"Finished: {progress.steps_done} steps"
     if state.phase == "stopped":
-        return f"Stopped after {told}"
+        return f"Stopped after {position}"
     if state.phase == "failed":
         return f"Failed: {state.cause.message if state.cause else 'no cause is known'}"
     if stopping or state.phase == "stopping":
-        return f"Stopping after the step that is running · {told}"
+        return f"Stopping after the step that is running · {position}"
     if len(progress.ranks_up) < progress.world_size:
         return f"Starting: {len(progress.ranks_up)} of {progress.world_size} ranks are up"
     doing = PHASE_WORDS.get(progress.phase, progress.phase)
-    return f"{doing}: {progress.detail} · {told}" if progress.detail else f"{doing} · {told}"
+    return (
+        f"{doing}: {progress.detail} · {position}" if progress.detail else f"{doing} · {position}"
+    )
 
 
 def pace_line(state: State, progress: RunProgress) -> str:
@@ -125,7 +127,7 @@ def pace_line(state: State, progress: RunProgress) -> str:
     if progress.tokens_per_second:
         words.append(f"{count_text(progress.tokens_per_second)} tokens/s")
     if progress.seconds:
-        words.append(f"{seconds_text(statistics.median(progress.seconds))} a step")
+        words.append(f"step time {seconds_text(statistics.median(progress.seconds))}")
     if state.started:
         words.append(
             f"{seconds_text(int(max(0.0, (state.ended or time.time()) - state.started)))} elapsed"
