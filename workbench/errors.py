@@ -1,4 +1,4 @@
-"""What is wrong with a plan, said so that a person can mend it."""
+"""Errors that a person can act on: each names the field, its value and what is legal."""
 
 from __future__ import annotations
 
@@ -50,6 +50,14 @@ class PlanError(ValueError):
         lines = [f"  {problem}" for problem in self.problems[:SHOWN]]
         lines += [f"  and {len(self.problems) - SHOWN} more"] if len(self.problems) > SHOWN else []
         return "\n".join([f"{len(self.problems)} problems in the plan:", *lines])
+
+
+class ChildError(RuntimeError):
+    """A child process failed; the message holds its last lines."""
+
+
+class RunError(RuntimeError):
+    """A run failed; the message holds its cause."""
 
 
 def refuse(field: str, message: str) -> PlanError:

@@ -1,82 +1,127 @@
 """The verbs, one set for shell and notebook: data in, data out.
 
-Importing them loads no torch; what needs it happens in a child process.
+Each verb is declared here once, with the docstring that `help(wb.estimate)` and `workbench estimate
+--help` show, and is imported from its module when it is called: importing this file loads nothing,
+and no verb loads torch, which works in child processes.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.errors import refuse
-from workbench.plan.schema import Plan
-from workbench.profile import Profile
-
 if TYPE_CHECKING:
     from workbench.interop import Format, Imported, Translation
     from workbench.lab.comparison.compare import Comparison
+    from workbench.lab.live.dashboard import Dashboard
     from workbench.machine.calibration_file import Calibration
+    from workbench.plan.schema import Plan
     from workbench.planner.autoshard import OperatorPlan
     from workbench.planner.explain import Explanation
     from workbench.planner.search import SearchResult
     from workbench.planner.validation import Validation
+    from workbench.profile import Profile
     from workbench.runs.run import Run
 
-Planned = Plan | str | Path
-"""A plan, or the path of a plan file."""
+__all__ = [
+    "attach",
+    "calibrate",
+    "compare",
+    "estimate",
+    "explain",
+    "export",
+    "import_config",
+    "list_runs",
+    "operators",
+    "rehearse",
+    "report",
+    "run",
+    "search",
+    "translate",
+    "validate",
+    "verify",
+    "watch",
+    "weights",
+]
 
 
-def as_plan(plan: Planned) -> Plan:
-    """The plan itself, or the one in the file named. Raises `PlanError`."""
-    return plan if isinstance(plan, Plan) else Plan.load(plan)
+def _plan(plan: Plan | str | Path) -> Plan:
+    if not isinstance(plan, str | Path):
+        return plan
+    from workbench.plan.schema import Plan
+
+    return Plan.load(plan)
 
 
-def estimate(plan: Planned) -> Profile:
-    """What `plan` will cost, in closed form, on any cluster; milliseconds. Raises `PlanError` for
-    an illegal plan.
+def estimate(plan: Plan | str | Path) -> Profile:
+    """Estimate memory, step time and communication in closed form.
+
+    Takes milliseconds, on any cluster. Memory is by category and pipeline stage, time by part of the step.
+
+    Args:
+        plan: A plan, or the path of a plan file.
+
+    Returns:
+        The estimated frames; `fits`, and in `notes` the smallest change that fits.
+
+    Raises:
+        PlanError: The plan is illegal, or asks for what the planner does not model.
     """
-    from workbench.planner import estimate as closed_form
+    from workbench.planner.estimate import estimate
 
-    return closed_form(as_plan(plan))
+    return estimate(_plan(plan))
 
 
 def explain(
-    plan: Planned, *, tokens: float | None = None, price: float | None = None
+    plan: Plan | str | Path, *, tokens: float | None = None, price: float | None = None
 ) -> Explanation:
-    """What `plan` costs to train, what binds it, what makes it fit, and what changes of it do; well
-    under a second.
+    """Explain what binds memory and time, and what changes it.
 
-    `tokens` to train on, default 20 a parameter; `price` in USD an hour of one card, default its
-    list price. Every figure is estimated. Raises `PlanError` for an illegal plan or number.
+    Cost and energy of the training, what makes the plan fit, and neighbouring plans with their
+    step time and memory. Every figure is estimated.
+
+    Args:
+        plan: A plan, or the path of a plan file.
+        tokens: Tokens to train on; default 20 a parameter.
+        price: USD an hour of one GPU; default its list price.
+
+    Raises:
+        PlanError: The plan or a number is illegal.
     """
-    from workbench.planner.explain import explain as reasons
+    from workbench.planner.explain import explain
 
-    return reasons(as_plan(plan), tokens, price)
+    return explain(_plan(plan), tokens, price)
 
 
 def operators(
-    plan: Planned,
+    plan: Plan | str | Path,
     ranks: int | Sequence[int] | None = None,
     *,
     memory_gib: float | None = None,
     sequences: int | None = None,
 ) -> OperatorPlan:
-    """How each operator of the model is best split over `ranks`, exactly; default all ranks of the
-    plan.
+    """Choose how each operator is sharded: the exact optimum, and why.
 
-    `ranks` may be a grid, e.g. (2, 4); `memory_gib` of a rank bounds it; `sequences` are those of
-    one microbatch. Every figure is estimated. Raises `PlanError` where no choice is legal or fits.
+    What is split and communicated, with its cost. Every figure is estimated.
+
+    Args:
+        plan: A plan, or the path of a plan file.
+        ranks: Ranks to shard over, or a grid of them such as (2, 4); default all of the plan.
+        memory_gib: Memory limit of a rank, GiB.
+        sequences: Sequences of a microbatch over all ranks; default the plan's.
+
+    Raises:
+        PlanError: No choice is legal, or none fits.
     """
     from workbench.planner.autoshard import choose_for
 
-    room = None if memory_gib is None else memory_gib * 2**30
-    return choose_for(as_plan(plan).resolve(), ranks, room, sequences)
+    limit = None if memory_gib is None else memory_gib * 2**30
+    return choose_for(_plan(plan).resolve(), ranks, limit, sequences)
 
 
 def search(
-    plan: Planned,
+    plan: Plan | str | Path,
     objective: str = "time",
     *,
     space: str = "default",
@@ -85,18 +130,27 @@ def search(
     deadline_days: float | None = None,
     tokens: float | None = None,
 ) -> SearchResult:
-    """The best strategies for the model, cards and batch of `plan`, whose own strategy does not
-    matter.
+    """Search the best strategies for a model on given GPUs.
 
-    `objective`: time of a step, cost, energy or gpus (fewest). `space`: default, or wide for
-    millions of plans. `where`: conditions such as `strategy.tensor.size<=8` or `peak_gib<60`.
-    `deadline_days` keeps what trains `tokens` in time. Raises `PlanError` for words that mean
-    nothing.
+    Every legal plan of a space is estimated, and ranked by time, cost, energy or GPUs. Model, GPUs and batch are those of the plan; its own
+    strategy does not matter.
+
+    Args:
+        plan: A plan, or the path of a plan file.
+        objective: What is least: time (of a step), cost, energy or gpus.
+        space: default, wide, or vast for kernels, tensor grids and buckets too.
+        top: Plans to return.
+        where: Conditions such as `strategy.tensor.size<=8` or `peak_gib<60`.
+        deadline_days: Keep plans that train `tokens` within so many days.
+        tokens: Tokens to train on, for days and cost.
+
+    Raises:
+        PlanError: An argument means nothing; a search that finds nothing is no error.
     """
-    from workbench.planner.search import search as through
+    from workbench.planner.search import search
 
-    return through(
-        as_plan(plan),
+    return search(
+        _plan(plan),
         objective,
         space=space,
         top=top,
@@ -107,25 +161,33 @@ def search(
 
 
 def rehearse(
-    plan: Planned,
+    plan: Plan | str | Path,
     ranks: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
     *,
     allow_code: bool = False,
 ) -> Profile:
-    """Run the real code of `plan` on fake tensors, in a child process, at any world size.
+    """Rehearse a plan on fake tensors: the real code, at any size.
 
-    `ranks` to rehearse, default one a pipeline stage; `progress(done, of)` is told of each; a model
-    that is code runs only with `allow_code`. Raises `PlanError` for a plan that is illegal or that
-    this version cannot rehearse, `ChildError` if the rehearsal fails.
+    Counts peak memory and every collective, in a child process.
+
+    Args:
+        plan: A plan, or the path of a plan file.
+        ranks: Ranks to rehearse; default one of each pipeline stage.
+        progress: Called with (ranks done, ranks in all).
+        allow_code: Run a model that is given as Python.
+
+    Raises:
+        PlanError: The plan is illegal, or this version cannot rehearse it.
+        ChildError: The rehearsal fails.
     """
     from workbench.runs.launch import subprocess_verbs
 
-    return subprocess_verbs.rehearse(as_plan(plan), ranks, progress, allow_code)
+    return subprocess_verbs.rehearse(_plan(plan), ranks, progress, allow_code)
 
 
 def run(
-    plan: Planned,
+    plan: Plan | str | Path,
     *,
     wait: bool = False,
     force: bool = False,
@@ -135,19 +197,28 @@ def run(
     allow_code: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Run:
-    """Start `plan` on this machine through `accelerate launch`, and return at once (or when it is
-    over, with `wait`).
+    """Train a plan on this machine through `accelerate launch`.
 
-    Refuses (`PlanError`) what is illegal, what this version cannot run, what this machine does not
-    have, and what by its estimate does not fit, unless `force`. `resume` is a run, its directory or
-    a checkpoint to go on from. `root` holds run directories; `port` is where ranks meet, default a
-    free one. A model that is code runs only with `allow_code`; `progress` is told how far the check
-    of a checkpoint's files is.
+    Returns at once, and the run goes on when this process ends. What is illegal, what this machine
+    does not have, and what by its estimate does not fit is refused before anything starts.
+
+    Args:
+        plan: A plan, or the path of a plan file.
+        wait: Return when the run is over.
+        force: Start what by its estimate does not fit, or finds memory or disk short now.
+        resume: A run, its directory, or a checkpoint to go on from.
+        root: Folder of run directories; default $WORKBENCH_RUNS, else ./runs.
+        port: Port of the rendezvous; default a free one.
+        allow_code: Run a model that is given as Python.
+        progress: Called with words about the check of a checkpoint's files.
+
+    Raises:
+        PlanError: Everything that stands against the run; then nothing has been written.
     """
     from workbench.runs.launch import checked_launch
 
     started = checked_launch.run(
-        as_plan(plan),
+        _plan(plan),
         force=force,
         resume=resume,
         root=root,
@@ -161,26 +232,27 @@ def run(
 
 
 def attach(folder: str | Path, *, root: str | Path | None = None) -> Run:
-    """The run in `folder`, or of that name under `root`; from any process, at any time. Raises
-    `PlanError`.
+    """Open a run by its directory or its name, from any process, at any time.
+
+    Args:
+        folder: A run directory, or the name of a run under `root`.
+        root: Folder of run directories; default $WORKBENCH_RUNS, else ./runs.
+
+    Raises:
+        PlanError: There is no such run.
     """
-    from workbench import runs
-    from workbench.runs.store.run_directory import default_root
-    from workbench.runs.store.run_state import is_run
+    from workbench.runs.run import find_run
 
-    kept = default_root(root)
-    for path in (Path(folder), kept / folder):
-        if is_run(path):
-            return runs.attach(path)
-    known = ", ".join(run.id for run in runs.list_runs(root)[:5])
-    raise refuse(
-        "run", f"'{folder}' is no run directory, nor a run kept in {kept}; there: {known or 'none'}"
-    )
+    return find_run(folder, root)
 
 
-def runs(root: str | Path | None = None) -> list[Run]:
-    """Runs kept in `root` (default $WORKBENCH_RUNS, else ./runs), latest first."""
-    from workbench.runs import list_runs
+def list_runs(root: str | Path | None = None) -> list[Run]:
+    """List the runs of this machine, latest first.
+
+    Args:
+        root: Folder of run directories; default $WORKBENCH_RUNS, else ./runs.
+    """
+    from workbench.runs.run import list_runs
 
     return list_runs(root)
 
@@ -190,26 +262,37 @@ def weights(
     to: str | Path,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any]:
-    """Write the parameters of a checkpoint (or of a run's latest) into the new folder `to`, under
-    Hugging Face's names.
+    """Export the weights of a checkpoint under Hugging Face's names.
 
-    For Llama-style models; in a child process, tensor by tensor, to the bit. A plan starts from
-    such a folder with `model` and `checkpoint.load` set to it. `progress(done, of, what)` counts
-    bytes. Returns what was written. Raises `PlanError` or ValueError where the checkpoint is
-    damaged, its model has no such names, or `to` is there already.
+    Bit for bit. For Llama-style models; works in a child process, tensor by tensor. A plan starts from the
+    folder where its `model` and `checkpoint.load` name it.
+
+    Args:
+        source: A checkpoint, or a run: its latest checkpoint.
+        to: New folder to write into.
+        progress: Called with (bytes done, bytes in all, what).
+
+    Returns:
+        What was written: parameters, tensors, dtype, bytes.
+
+    Raises:
+        PlanError: The checkpoint is damaged, its model has no such names, or `to` exists.
     """
-    from workbench.runs.launch import export_weights
+    from workbench.runs.launch import subprocess_verbs
 
-    return export_weights.export(
-        source if isinstance(source, str | Path) else source.dir, to, progress
-    )
+    folder = source if isinstance(source, str | Path) else source.dir
+    return subprocess_verbs.export_weights(folder, to, progress)
 
 
-def watch(run: Run | str | Path) -> Any:
-    """A live dashboard of a run, for a notebook; returns at once."""
-    from workbench.lab.live.dashboard import watch as follow
+def watch(run: Run | str | Path) -> Dashboard:
+    """Show a live dashboard of a run in a notebook; returns at once.
 
-    return follow(attach(run) if isinstance(run, str | Path) else run)
+    Args:
+        run: A run, its directory, or its name under the folder of runs.
+    """
+    from workbench.lab.live.dashboard import watch
+
+    return watch(attach(run) if isinstance(run, str | Path) else run)
 
 
 def compare(
@@ -218,63 +301,65 @@ def compare(
     root: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Plans, runs and profiles side by side: estimated, rehearsed and measured peaks of each rank
-    in one table.
+    """Compare plans and runs: estimated, rehearsed, measured.
 
-    Items are plans or plan files, runs, their directories or their names under `root`, and
-    profiles. `rehearsed` rehearses each plan that can be, which takes seconds; `progress` is told
-    whose turn it is. Raises `PlanError`.
+    Peak memory rank by rank, step time, and the fields in which plans differ.
+
+    Args:
+        items: Plans or plan files, runs, their directories or names, profiles.
+        rehearsed: Rehearse each plan that can be, which takes seconds.
+        root: Folder of run directories; default $WORKBENCH_RUNS, else ./runs.
+        progress: Called with what is being rehearsed.
+
+    Raises:
+        PlanError: An item is neither a plan nor a run, or a plan is illegal.
     """
-    from workbench.lab.comparison.compare import Comparison
-    from workbench.lab.comparison.compare import compare as side_by_side
-    from workbench.plan.rules.supported import unsupported
+    from workbench.lab.comparison.named_items import compare_named
 
-    found = side_by_side(*opened(items, root))
-    if not rehearsed:
-        return found
-    for entry in found.entries:
-        if (
-            entry.plan is None
-            or entry.profile_of("rehearsed")
-            or unsupported(full := entry.plan.resolve(), "rehearse")
-        ):
-            continue
-        if progress:
-            progress(f"rehearsing {entry.name}")
-        entry.profiles.append(rehearse(full))
-    return Comparison(found.entries)
+    return compare_named(items, rehearsed, root, progress)
 
 
-def opened(items: Sequence[Any], root: str | Path | None = None) -> list[Any]:
-    """The items, with the plan or the run in place of each name. Raises `PlanError` for a name that
-    is neither.
+def report(items: Sequence[Any] | Comparison, path: str | Path) -> Path:
+    """Write a comparison as one HTML page that opens offline.
+
+    Args:
+        items: A comparison, or what `compare` takes.
+        path: File to write.
+
+    Returns:
+        The path.
     """
-    return [_opened(item, root) if isinstance(item, str | Path) else item for item in items]
+    from workbench.lab.comparison.compare import Comparison, compare
 
-
-def _opened(name: str | Path, root: str | Path | None) -> Plan | Run:
-    if os.path.isfile(name):  # Path.is_file raises for a name that is too long
-        plan = Plan.load(name)
-        plan.resolve()
-        return plan
-    if str(name).endswith((".yaml", ".yml")):
-        return Plan.load(name)  # says why it cannot be read
-    return attach(name, root=root)
+    found = items if isinstance(items, Comparison) else compare(*items)
+    return found.to_html(path)
 
 
 def verify(
-    plan: Planned, precision: Literal["fp64", "fp32"] = "fp64", *, allow_code: bool = False
+    plan: Plan | str | Path,
+    precision: Literal["fp64", "fp32"] = "fp64",
+    *,
+    allow_code: bool = False,
 ) -> dict[str, Any]:
-    """Train a few steps with the same seed on one device and under `plan`, on CPU ranks, and
-    compare every tensor.
+    """Verify that a plan computes what one device does.
 
-    Returns the largest differences of loss, gradients and weights, the worst tensor, and `passed`.
-    Raises `PlanError` for a plan that is illegal, that this version cannot run, or that is too
-    large for the CPU ranks of this machine.
+    Numerical equivalence in fp64 or fp32: a few steps with the same seed on one device and under
+    the plan, on CPU ranks; then loss, every gradient and every weight are compared.
+
+    Args:
+        plan: A plan, or the path of a plan file.
+        precision: fp64 or fp32, in place of the plan's own.
+        allow_code: Run a model that is given as Python.
+
+    Returns:
+        Largest differences of loss, gradients and weights, the worst tensor, and `passed`.
+
+    Raises:
+        PlanError: The plan is illegal, cannot run, or is too large for this machine's CPU ranks.
     """
     from workbench.runs.launch import subprocess_verbs
 
-    return subprocess_verbs.verify(as_plan(plan), precision, allow_code)
+    return subprocess_verbs.verify(_plan(plan), precision, allow_code)
 
 
 def calibrate(
@@ -285,40 +370,65 @@ def calibrate(
     root: str | Path | None = None,
     progress: Callable[[float, float, str], None] | None = None,
 ) -> Calibration:
-    """Measure the attached machine for about `seconds`, or correct a calibration from finished
-    `runs`; kept in `path`.
+    """Calibrate estimates: measure this machine, or fit to runs.
 
-    With `runs` (runs, their directories, or names under `root`) the calibration is that in `path`,
-    else the one that the first run's plan names, else measured now; its `scale` holds the error
-    before and after. Plans use the file by `cluster.calibration`. Raises `PlanError`, and
-    `ChildError` where measuring fails.
+    Plans use the file through `cluster.calibration`. A calibration that runs correct is the one in
+    `path`, else the one that the first run's plan names, else measured now.
+
+    Args:
+        path: Calibration file to write; None writes none.
+        seconds: How long to measure.
+        runs: Finished runs, their directories or names; the `scale` of the result holds the error
+            of the estimate before and after.
+        root: Folder of run directories; default $WORKBENCH_RUNS, else ./runs.
+        progress: Called with (seconds done, seconds in all, what).
+
+    Raises:
+        PlanError: The file cannot be written, or a run has no measured steps.
+        ChildError: Measuring fails.
     """
     from workbench.runs.launch import calibrate
 
     found = [attach(run, root=root) if isinstance(run, str | Path) else run for run in runs]
-    return calibrate.kept(None if path is None else Path(path), seconds, found, progress)
+    return calibrate.calibrate_file(None if path is None else Path(path), seconds, found, progress)
 
 
-def export(plan: Planned, folder: str | Path) -> list[Path]:
-    """Write `plan` resolved, with what launches it (`launch.sh`, `accelerate.yaml`, `job.sbatch`),
-    into `folder`.
+def export(plan: Plan | str | Path, folder: str | Path) -> list[Path]:
+    """Export a plan with what launches it, by accelerate or Slurm.
+
+    Writes the resolved plan.yaml, accelerate.yaml, launch.sh and job.sbatch.
+
+    Args:
+        plan: A plan, or the path of a plan file.
+        folder: Folder to write into.
+
+    Returns:
+        The files written.
+
+    Raises:
+        PlanError: The plan is illegal, or the folder cannot be written.
     """
-    from workbench.interop.export import export as write
+    from workbench.interop.export import export
 
-    return write(as_plan(plan), folder)
+    return export(_plan(plan), folder)
 
 
 def validate(*files: str | Path, profile: str | None = None) -> Validation:
-    """Published measurements (CSV, a row a configuration) predicted row by row: errors, ranking,
-    and what was left out.
+    """Validate the planner against published measurements.
 
-    `profile` is one software stack to predict all rows with, in place of each row's own. Raises
-    `PlanError` for a file that cannot be read; a row that cannot be said as a plan is counted with
-    its reason.
+    Errors of memory and time, ranking, and whether plans fit. A row of a file is a configuration with what was measured; one that cannot be expressed as a
+    plan is counted with its reason.
+
+    Args:
+        files: CSV files.
+        profile: Framework profile to predict all rows with, in place of each row's own.
+
+    Raises:
+        PlanError: A file cannot be read.
     """
-    from workbench.planner.validation import validate as against
+    from workbench.planner.validation import validate
 
-    return against(files, profile=profile)
+    return validate(files, profile=profile)
 
 
 def import_config(
@@ -331,14 +441,22 @@ def import_config(
     set: Mapping[str, Any] | None = None,
     lenient: bool = False,
 ) -> Imported:
-    """The plan that a configuration of other software means, and what of the file is not in it, key
-    by key.
+    """Import a DeepSpeed, Megatron-LM, torchtitan or FSDP config.
 
-    Read are DeepSpeed's ds_config.json, Megatron-LM arguments, torchtitan's job TOML and
-    accelerate's YAML; which one it is shows in the content. `model`, `gpu`, `gpus` and
-    (Megatron-LM) `vocab_size` say what the file lacks; `set` gives fields of the plan by dotted
-    path, above what the file says. Keys that the format does not have are refused, or with
-    `lenient` told with the others. Raises `PlanError`, also where no key of the file was used.
+    The format is found by the content. What could not be translated is listed key by key.
+
+    Args:
+        path: ds_config.json, Megatron-LM arguments or script, torchtitan TOML, accelerate or
+            gpt-neox YAML.
+        model: Model, where the file does not say it.
+        gpu: GPU, where the file does not say it.
+        gpus: GPUs of the whole job, where the file does not say it.
+        vocab_size: Vocabulary, where Megatron-LM arguments leave it to the tokenizer.
+        set: Fields of the plan by dotted path, above what the file says.
+        lenient: List keys that the format does not have, instead of refusing them.
+
+    Raises:
+        PlanError: The file cannot be read, or no key of it was used.
     """
     from workbench import interop
 
@@ -346,12 +464,18 @@ def import_config(
     return interop.load(path, **given, lenient=lenient)
 
 
-def translate(plan: Planned, format: Format) -> Translation:
-    """`plan` in the words of other software (deepspeed, megatron, torchtitan, fsdp), and the fields
-    that are lost.
+def translate(plan: Plan | str | Path, format: Format) -> Translation:
+    """Translate a plan into another framework's configuration.
 
-    Raises `PlanError` for an illegal plan, and for one that has nothing near it in that format.
+    What that configuration cannot hold is listed field by field.
+
+    Args:
+        plan: A plan, or the path of a plan file.
+        format: deepspeed, megatron, torchtitan or fsdp.
+
+    Raises:
+        PlanError: The plan is illegal, or nothing in that format comes near it.
     """
     from workbench import interop
 
-    return interop.write(as_plan(plan), format)
+    return interop.write(_plan(plan), format)

@@ -51,16 +51,16 @@ def test_people_see_a_table_and_how_to_use_it(quick, tmp_path, capsys) -> None:
     assert f"--set cluster.calibration={path}" in text
 
 
-def test_what_runs_taught_is_said_with_the_error_before_and_after(
+def test_a_corrected_calibration_shows_the_error_before_and_after(
     monkeypatch, tmp_path, capsys
 ) -> None:
     learned = Scale(
         compute=2.0, communication=2.0, runs=["one"], error_before=0.5, error_after=0.01
     )
-    monkeypatch.setattr(measure, "kept", lambda *_: made(scale=learned))
+    monkeypatch.setattr(measure, "calibrate_file", lambda *_: made(scale=learned))
     assert cli.answer(["calibrate", "-o", str(tmp_path / "machine.yaml")]) == 0
     text = capsys.readouterr().out
-    assert "learned from one: compute x 2.000" in text and "50.0% before, 1.0% after" in text
+    assert "fitted to one: compute x 2.000" in text and "50.0% before, 1.0% after" in text
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def test_tables_say_cost_constraint_sensitivity_and_neighbours(
     told = capsys.readouterr().out
     for words in (
         "cost (estimated)",
-        "a card-hour",
+        "a GPU-hour",
         "kWh",
         "Memory:",
         "Time:",

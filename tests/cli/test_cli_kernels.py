@@ -55,7 +55,7 @@ def listed(ask, monkeypatch):
     """The command, where these benchmarks are all that there are."""
 
     def run(*words, benchmarks=()):
-        monkeypatch.setattr(kernels, "benchmarks", lambda: benchmarks)
+        monkeypatch.setattr(kernels, "kernel_benchmarks", lambda: benchmarks)
         return ask("kernels", *words)
 
     return run

@@ -191,7 +191,7 @@ def test_differences_between_two_plans(ask, tmp_path):
             ],
             "a smaller model",
         ),
-        (["verify", *TINY[:-1], "4096", "--strategy", "ddp"], "a proof runs on CPU ranks"),
+        (["verify", *TINY[:-1], "4096", "--strategy", "ddp"], "verify runs on CPU ranks"),
         (["attach", "no-such-run"], "is no run directory"),
         (["stop", "no-such-run"], "is no run directory"),
         (["run", *LOCAL, "--resume", "no-such-run"], "is no run directory"),

@@ -13,10 +13,10 @@ from rich.console import Console
 import workbench
 from workbench.cli import tables
 from workbench.cli.commands import compare as cli_compare
-from workbench.cli.commands import explain, kernels, operators, search, validate
+from workbench.cli.commands import doctor, explain, kernels, operators, search, validate
 from workbench.cli.commands.doctor import Finding
 from workbench.cli.commands.interop import notes
-from workbench.cli.progress import RunError, finished
+from workbench.cli.progress import RunError, run_to_end
 from workbench.cli.terminal import Grid
 from workbench.interop import KeyNote
 from workbench.lab.comparison.compare import Comparison
@@ -45,11 +45,11 @@ def test_a_failure_names_its_rank_once(tmp_path, rank, message, says):
     run = Run(tmp_path)
     assert tables.ending(run, run.state).splitlines()[1:] == [says, "Mend it.", "last line"]
     with pytest.raises(RunError) as error:
-        finished(run, "1 of 1")
+        run_to_end(run, "1 of 1")
     assert str(error.value) == f"run {run.id} failed: {says}. Mend it.\nlast line"
 
 
-def test_notes_are_told_in_words_and_kept_by_key():
+def test_notes_have_labels_and_keep_their_keys():
     time = {"tensor_comm": 0.0163, "bubble": 7e-18}
     found = Profile("tiny", "estimated", 1, notes={"time": time, "model_flops_utilisation": 0.25})
     told = dict(zip(*(map(str, column.cells) for column in tables.notes(found).columns)))
@@ -74,14 +74,14 @@ def test_keys_in_words(key, says):
     assert key_label(key) == says
 
 
-def test_an_interval_is_told_by_its_ends():
+def test_an_interval_is_shown_by_its_ends():
     need = {"p50": 2.0**31, "p95": 3.0 * 2**30, "probability_of_running_out": 0.0123}
     found = Profile("tiny", "estimated", 1, notes={"step_seconds_90": [0.1, 0.25], "memory": need})
     told = dict(zip(*(map(str, column.cells) for column in tables.notes(found).columns)))
     assert told == {
-        "a step, in 90 of 100 cases": "100 ms to 250 ms",
-        "memory: in half of all cases at most": "2.00 GiB",
-        "memory: in 95 of 100 cases at most": "3.00 GiB",
+        "step time, 90 % interval": "100 ms to 250 ms",
+        "memory: median": "2.00 GiB",
+        "memory: 95th percentile": "3.00 GiB",
         "memory: probability of running out": "1.2%",
     }
     assert found.summary()["memory"] == {"peak_bytes_by_rank": {}, "by_category": {}, **need}
@@ -129,7 +129,7 @@ SIZES = dict.fromkeys(
 RATES = {"tflops": {"bf16": 1.0}, "bandwidth_gbs": 1, "link_gbs": 1, "watts": 1}
 KERNEL = {"gpu": HOSTILE, "cpu": HOSTILE, "reference": HOSTILE, "measured": [], "ahead": []}
 DIFFERENCES = dict.fromkeys(("loss", "gradients", "weights"), 0.0)
-PROOF = {
+VERIFICATION = {
     "passed": True,
     "precision": "fp64",
     "tolerance": 0.0,
@@ -145,14 +145,14 @@ TABLES = [
     lambda _: tables.profile(hostile_profile()),
     lambda _: tables.notes(hostile_profile()),
     lambda folder: tables.runs([hostile_run(folder)]),
-    lambda _: tables.proof(PROOF),
+    lambda _: tables.verification(VERIFICATION),
     lambda _: tables.differences([(HOSTILE, HOSTILE, HOSTILE)], HOSTILE),
-    lambda _: tables.findings([Finding(HOSTILE, False, HOSTILE, HOSTILE)]),
+    lambda _: doctor._table([Finding(HOSTILE, False, HOSTILE, HOSTILE)]),
     lambda _: tables.models([ROW | SIZES]),
     lambda _: tables.gpus([ROW | SIZES | RATES]),
     lambda _: tables.strategies([ROW | {"runnable": False}]),
     lambda _: kernels.overview([ROW | KERNEL]),
-    lambda _: notes(HOSTILE, HOSTILE, [KeyNote(HOSTILE, HOSTILE, HOSTILE)])[0],
+    lambda _: notes(HOSTILE, HOSTILE, [KeyNote(HOSTILE, HOSTILE, HOSTILE)]),
     lambda _: validate._reasons({"reasons": {HOSTILE: 1}, "refused_by_planner": {HOSTILE: 1}}),
 ]
 
@@ -214,9 +214,13 @@ FUSED = {
         }
     ],
 }
-PROVED = {
-    **PROOF,
-    "worst": {**PROOF["worst"], "kind": "weights", "tensor": "layers.3.attention.query.weight"},
+LONG_VERIFICATION = {
+    **VERIFICATION,
+    "worst": {
+        **VERIFICATION["worst"],
+        "kind": "weights",
+        "tensor": "layers.3.attention.query.weight",
+    },
 }
 ERRORS = {
     "rows": 1234,
@@ -271,13 +275,13 @@ ORDINARY = [
     lambda _: tables.stages(estimated()),
     lambda _: tables.collectives(estimated()),
     lambda folder: tables.runs([listed_run(folder)]),
-    lambda _: tables.proof(PROVED),
+    lambda _: tables.verification(LONG_VERIFICATION),
     lambda _: tables.models([COMMON | SIXTEEN]),
     lambda _: tables.gpus([COMMON]),
     lambda _: tables.differences(
         [("strategy.pipeline.partition", [32], [20, 20, 21, 19])], "other.yaml"
     ),
-    lambda _: tables.findings(
+    lambda _: doctor._table(
         [Finding("CUDA", None, "torch 2.13.0+cpu sees no GPU", "Install a build for CUDA.")]
     ),
     lambda _: tables.strategies([COMMON]),
@@ -286,7 +290,7 @@ ORDINARY = [
     lambda _: kernels.speeds([FUSED]),
     lambda _: notes(
         "Not translated", "field", [KeyNote("strategy.pipeline.partition", [20, 20, 21, 19], WHY)]
-    )[0],
+    ),
     lambda _: validate._parts(
         "stack", {"megatron": {"rows": 1234} | dict.fromkeys(("memory", "time", "clean"), ERRORS)}
     ),
@@ -343,7 +347,7 @@ def test_figures_stay_with_their_units():
 
 def test_indents_and_wide_characters_are_measured():
     table = tables.table("t", ("what", "value"))
-    table.add_row("  activations, at most", "显存显存显存显存显存显存")
+    table.add_row("  activations, peak", "显存显存显存显存显存显存")
     text = shown(table, 34)
     assert (
         "  activations," in text and max(map(cell_len, text.splitlines())) <= 34 and "显存…" in text

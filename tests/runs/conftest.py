@@ -12,7 +12,7 @@ import pytest
 
 from workbench.plan.schema import Plan
 from workbench.runs.launch.accelerate_command import Recipe
-from workbench.runs.run import start
+from workbench.runs.launch.checked_launch import start
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -94,14 +94,18 @@ def test_a_file_corrects_itself_and_is_measured_only_where_there_is_none(path, m
     plan = planned(path)
     run = finished(plan, "a", 2 * estimate(plan).step_seconds)
     monkeypatch.setattr(calibrate, "calibrate", lambda *_: pytest.fail("measured"))
-    assert calibrate.kept(path, runs=[run]).scale == calibration_file.read(path).scale is not None
+    assert (
+        calibrate.calibrate_file(path, runs=[run]).scale
+        == calibration_file.read(path).scale
+        is not None
+    )
     other = path.with_name("other.yaml")
-    assert calibrate.kept(other, runs=[run]).gemm == made().gemm and other.exists(), (
+    assert calibrate.calibrate_file(other, runs=[run]).gemm == made().gemm and other.exists(), (
         "from the file that the plan names"
     )
     monkeypatch.setattr(calibrate, "calibrate", lambda *_: made())
     bare = finished(Plan.of("tiny", gpu="local", gpus=2, strategy="ddp"), "b", 1.0)
-    assert calibrate.kept(None, runs=[bare]).scale.runs == ["b"]
+    assert calibrate.calibrate_file(None, runs=[bare]).scale.runs == ["b"]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e6])
@@ -114,7 +118,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path, mon
     monkeypatch.setattr(calibrate, "calibrate", lambda *_: pytest.fail("measured"))
     for path in (tmp_path / "none" / "c.yaml", tmp_path):
         with pytest.raises(PlanError, match="cannot be written"):
-            calibrate.kept(path)
+            calibrate.calibrate_file(path)
 
 
 @pytest.fixture

@@ -1,41 +1,27 @@
-"""The shell's side of the verbs: `workbench COMMAND`.
+"""The command `workbench`: its table of commands, each imported when it is called, and exit codes.
 
 Exit codes: 2 usage or an illegal plan, 1 failure, 130 Ctrl-C. `answer` lets through what it does
-not expect, so that tests see it; `main` alone says it in one sentence.
+not expect, so that tests see it; `main` alone reports it in one sentence.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
 
-from workbench.cli.command_groups import Grouped
-from workbench.cli.commands import (
-    calibrate,
-    catalog,
-    compare,
-    explain,
-    interop,
-    kernels,
-    lab,
-    operators,
-    plans,
-    runs,
-    search,
-    validate,
-    weights,
-)
-from workbench.cli.progress import RunError
-from workbench.cli.terminal import tell
-from workbench.errors import PlanError
-from workbench.runs.launch.child_process import ChildError
+from workbench import verbs
+from workbench.errors import ChildError, PlanError, RunError
 from workbench.safe_io.files import unread
 from workbench.untrusted_text import brief, visible
 
@@ -45,40 +31,114 @@ TRACEBACK = "WORKBENCH_TRACEBACK"
 SHOWN = 200
 """Characters of an internal error's own message."""
 
-app = typer.Typer(
+
+class Command(NamedTuple):
+    """Where a command is implemented, and what `--help` says of it."""
+
+    module: str
+    """Module of `workbench.cli.commands` with a function of the command's name."""
+    text: str = ""
+    """Help of a command that is no verb; a verb's help is its docstring."""
+
+
+COMMANDS: dict[str, dict[str, Command]] = {
+    "Plan": {
+        "models": Command("catalog", "List models by name: shape, parameters, source."),
+        "gpus": Command("catalog", "List GPUs by name; `local` is what is attached here."),
+        "strategies": Command("catalog", "List strategies by name: source, whether it can run."),
+        "kernels": Command("kernels", "List fused kernels: devices, resources, measured speed."),
+        "plan": Command("plans", "Declare a plan, check it, show it, write it to a file."),
+        "export": Command("plans"),
+        "import": Command("interop"),
+        "translate": Command("interop"),
+    },
+    "Planner": {
+        "search": Command("search"),
+        "explain": Command("explain"),
+        "operators": Command("operators"),
+        "calibrate": Command("calibrate"),
+        "validate": Command("validate"),
+    },
+    "Instruments": {
+        "estimate": Command("plans"),
+        "rehearse": Command("plans"),
+        "verify": Command("plans"),
+        "compare": Command("compare"),
+    },
+    "Runs": {
+        "run": Command("runs"),
+        "attach": Command(
+            "runs",
+            "Follow a run to its end, from any shell.\n\nCtrl-C detaches, and the run goes on.",
+        ),
+        "stop": Command("runs", "Stop a run after its step, and wait until it is over."),
+        "runs": Command("runs", "List the runs of this machine, latest first."),
+        "weights": Command("weights"),
+    },
+    "This machine": {
+        "doctor": Command("doctor", "Check what is attached, installed and missing."),
+        "lab": Command(
+            "lab", "Open JupyterLab on a notebook.\n\nWith --json only print the command that does."
+        ),
+    },
+}
+"""Family -> command -> where it is; `--help` lists them in this order."""
+_BY_NAME = {name: command for family in COMMANDS.values() for name, command in family.items()}
+_FUNCTIONS = {"import": "import_config"}
+"""Command -> its function and verb, where the name is a keyword of Python."""
+
+
+def help_text(name: str) -> str:
+    """What `workbench NAME --help` says first: the verb's docstring up to its arguments."""
+    if text := _BY_NAME[name].text:
+        return text
+    verb = getattr(verbs, _FUNCTIONS.get(name, name))
+    return (inspect.getdoc(verb) or "").partition("\n\nArgs:")[0]
+
+
+class LazyGroup(TyperGroup):
+    """The commands of the table, listed by family; one is imported when it is called.
+
+    `--help` and errors of usage must not wait for pydantic and numpy.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names, in the order of the table."""
+        return list(_BY_NAME)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of that name, imported; None where there is none."""
+        if cmd_name not in _BY_NAME:
+            return None
+        module = import_module(f"workbench.cli.commands.{_BY_NAME[cmd_name].module}")
+        single = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+        )
+        function = getattr(module, _FUNCTIONS.get(cmd_name, cmd_name))
+        single.command(cmd_name, help=help_text(cmd_name))(function)
+        return typer.main.get_command(single)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each family: names and the first line of their help."""
+        widest = max(map(len, _BY_NAME))
+        for family, commands in COMMANDS.items():
+            with formatter.section(family):
+                formatter.write_dl([(name.ljust(widest), _first_line(name)) for name in commands])
+
+
+def _first_line(name: str) -> str:
+    return help_text(name).partition("\n")[0].rstrip(".")
+
+
+app = LazyGroup(
     name="workbench",
-    cls=Grouped,
+    # Names alone, for "Did you mean"; `get_command` finds what they stand for.
+    commands=dict.fromkeys(_BY_NAME),  # type: ignore[arg-type]
     help="Plan, estimate, rehearse, run and compare distributed training: one plan, three "
     "instruments.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _panel, _verbs in {
-    "Plan": (
-        catalog.models,
-        catalog.gpus,
-        catalog.strategies,
-        kernels.kernels,
-        plans.plan,
-        plans.export,
-        interop.import_config,
-        interop.translate,
-    ),
-    "Planner": (
-        search.search,
-        explain.explain,
-        operators.operators,
-        calibrate.calibrate,
-        validate.validate,
-    ),
-    "Instruments": (plans.estimate, plans.rehearse, plans.verify, compare.compare),
-    "Runs": (runs.run, runs.attach, runs.stop, runs.runs, weights.weights),
-    "This machine": (runs.doctor, lab.lab),
-}.items():
-    for _verb in _verbs:
-        app.command(_verb.__name__.removesuffix("_config"), rich_help_panel=_panel)(_verb)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -88,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = answer(words)
     except Exception as error:
-        code = _internal(words, error)
+        code = _internal_error(words, error)
     try:
         sys.stdout.flush()
     except OSError:
@@ -99,8 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_streams() -> None:
-    """Where the caller closed a stream (`>&-`), what is said on it goes nowhere, not into the next
-    file opened.
+    """Open /dev/null for a stream that the caller closed (`>&-`).
+
+    Its number would else go to the next file opened, and output would be written into that.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -108,75 +169,75 @@ def _open_streams() -> None:
 
 
 def answer(words: list[str]) -> int:
-    """Run one command line; its exit code. Errors are said on stderr, and as JSON on stdout too
-    where that is asked.
+    """Run one command line.
+
+    Errors are printed on stderr, and with `--json` as one document on stdout too.
+
+    Args:
+        words: The arguments, without `workbench`.
+
+    Returns:
+        The exit code.
     """
     try:
-        code = typer.main.get_command(app).main(
-            args=words, prog_name="workbench", standalone_mode=False
-        )
+        code = app.main(args=words, prog_name="workbench", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except PlanError as error:
-        return _said(words, str(error), USAGE, [vars(problem) for problem in error.problems])
+        return _print_error(words, str(error), USAGE, [vars(one) for one in error.problems])
     except UnicodeDecodeError as error:
-        return _said(words, f"a file cannot be read: {unread(error)}", USAGE)
+        return _print_error(words, f"a file cannot be read: {unread(error)}", USAGE)
     except ValueError as error:
-        return _said(words, brief(str(error)), USAGE)
+        return _print_error(words, brief(str(error)), USAGE)
     except OSError as error:
-        return _said(
-            words,
-            brief(": ".join(map(str, filter(None, (error.filename, unread(error)))))),
-            FAILURE,
-        )
+        parts = filter(None, (error.filename, unread(error)))
+        return _print_error(words, brief(": ".join(map(str, parts))), FAILURE)
     except (ChildError, RunError) as error:
-        return _said(words, str(error), FAILURE)
+        return _print_error(words, str(error), FAILURE)
     except (KeyboardInterrupt, typer.Abort):
-        return _said(words, "interrupted", INTERRUPTED)
+        return _print_error(words, "interrupted", INTERRUPTED)
     except Exception as error:
         if not hasattr(error, "show"):
             raise
         error.show()  # a usage error of the command line itself
         code = int(getattr(error, "exit_code", USAGE))
-        return _to_machines(words, getattr(error, "format_message", error.__str__)(), code)
+        return _error_as_json(words, getattr(error, "format_message", error.__str__)(), code)
 
 
-def _internal(words: list[str], error: Exception) -> int:
-    """The last resort: an error that nobody foresaw, in one sentence; its traceback goes where it
-    can be sent from.
+def _internal_error(words: list[str], error: Exception) -> int:
+    """Report an error that nobody foresaw in one sentence; its traceback goes to a file that can be
+    sent.
     """
-    told = "".join(traceback.format_exception(error))
+    trace = "".join(traceback.format_exception(error))
     where = f"{TRACEBACK}=1 shows the traceback"
     if os.environ.get(TRACEBACK):
         where = "the traceback is above"
-        sys.stderr.write(visible(told))
+        sys.stderr.write(visible(trace))
     else:
         with contextlib.suppress(OSError):
             handle, path = tempfile.mkstemp(prefix="workbench-traceback-", suffix=".txt")
             with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
-                file.write(told)
+                file.write(trace)
             where = f"the traceback is in {path}, {where} here"
     first = (str(error).strip().splitlines() or [""])[0][:SHOWN]
-    return _said(
-        words,
-        f"internal error: {type(error).__name__}: {first} (please report it; {where})",
-        FAILURE,
-    )
+    message = f"internal error: {type(error).__name__}: {first} (please report it; {where})"
+    return _print_error(words, message, FAILURE)
 
 
-def _said(
+def _print_error(
     words: list[str], message: str, code: int, problems: list[dict[str, str]] | None = None
 ) -> int:
-    tell(f"error: {message}", "red")
-    return _to_machines(words, message, code, problems)
+    from workbench.cli.terminal import print_message
+
+    print_message(f"error: {message}", "red")
+    return _error_as_json(words, message, code, problems)
 
 
-def _to_machines(
+def _error_as_json(
     words: list[str], message: str, code: int, problems: list[dict[str, str]] | None = None
 ) -> int:
     if "--json" in words:
         with contextlib.suppress(OSError):  # the error may be that stdout takes no more
-            sys.stdout.write(
-                json.dumps({"error": message, "problems": problems or [], "exit_code": code}) + "\n"
-            )
+            document = {"error": message, "problems": problems or [], "exit_code": code}
+            sys.stdout.write(json.dumps(document) + "\n")
             sys.stdout.flush()
     return code

@@ -7,17 +7,18 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
-from workbench.cli.terminal import Grid, as_text, console
 from workbench.errors import refuse
 from workbench.plan.plan_data import assignments
 from workbench.plan.schema import Plan, build_plan, written_fields
+
+if TYPE_CHECKING:
+    from workbench.cli.terminal import Grid
 
 PlanFile = Annotated[
     Path | None, typer.Argument(metavar="[PLAN]", help="Plan file; or choose with the options.")
@@ -26,14 +27,14 @@ Model = Annotated[
     str | None, typer.Option("--model", help="Model of `workbench models`, or a config.json.")
 ]
 Gpu = Annotated[
-    str | None, typer.Option("--gpu", help="Card of `workbench gpus`; local: what is attached.")
+    str | None, typer.Option("--gpu", help="GPU of `workbench gpus`; local: what is attached.")
 ]
-Gpus = Annotated[int | None, typer.Option("--gpus", help="Cards, or CPU ranks, of the whole job.")]
+Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, or CPU ranks, of the whole job.")]
 Strategy = Annotated[
     str | None, typer.Option("--strategy", help="Preset of `workbench strategies`.")
 ]
 NoStrategy = Annotated[str | None, typer.Option("--strategy", hidden=True)]
-"""Of a command that looks for the strategy: refused with what to give instead, and not offered."""
+"""Option of a command that searches the strategy: hidden, and refused with what to give instead."""
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any field by dotted path; may be repeated."),
@@ -60,15 +61,16 @@ def chosen(
     gpus: int | None,
     strategy: str | None,
     sets: list[str] | None,
-    *,
-    legal: bool = True,
 ) -> Plan:
     """The plan that the options mean: the file's, or one built from the choices; options override
     the file.
 
-    A card, a number of cards or a strategy given here brings its own settings: those that the file
-    had for another go. Raises `PlanError` for what is illegal; with `legal` off only for what
-    cannot be read.
+    A GPU, a number of GPUs or a strategy given here brings its own settings; those that the file
+    has for another are dropped. Whether the plan is legal is for the verb to say, which resolves
+    it.
+
+    Raises:
+        PlanError: The plan cannot be read.
     """
     if file is None and model is None:
         raise refuse("PLAN", "give a plan file, or --model (and --gpu, --gpus, --strategy)")
@@ -82,17 +84,14 @@ def chosen(
         changes["cluster"] = _cluster(written_fields(plan)["cluster"], gpu, gpus)
     if strategy is not None:
         changes["strategy"] = {"preset": strategy}
-    plan = plan.replace(**_beside(changes, assignments(sets or [])))
-    if legal:
-        plan.resolve()
-    return plan
+    return plan.replace(**_merged(changes, assignments(sets or [])))
 
 
 OPTIONS = {"model": "--model", "cluster": "--gpu and --gpus", "strategy": "--strategy"}
 """Field of a plan -> the options that give it whole."""
 
 
-def _beside(changes: dict[str, Any], sets: dict[str, Any]) -> dict[str, Any]:
+def _merged(changes: dict[str, Any], sets: dict[str, Any]) -> dict[str, Any]:
     """Both, where they do not give the same field. Raises `PlanError` naming both where they do."""
     for field in changes.keys() & sets.keys():
         raise refuse(
@@ -104,11 +103,11 @@ def _beside(changes: dict[str, Any], sets: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cluster(written: dict[str, Any], gpu: str | None, gpus: int | None) -> dict[str, Any]:
-    kept = {"fabric": written["fabric"]} if gpu is None and "fabric" in written else {}
+    fabric = {"fabric": written["fabric"]} if gpu is None and "fabric" in written else {}
     return {
         "gpu": written["gpu"] if gpu is None else gpu,
         "gpus": written["gpus"] if gpus is None else gpus,
-        **kept,
+        **fabric,
     }
 
 
@@ -130,24 +129,22 @@ def planned(command: Callable[..., None]) -> Callable[..., None]:
     return _taking(_CHOICES, chosen, command)
 
 
-def outlined(command: Callable[..., None]) -> Callable[..., None]:
-    """As `planned`, for a command that finds a strategy itself: none is asked for, the file's may
-    be illegal.
+def plan_without_strategy(command: Callable[..., None]) -> Callable[..., None]:
+    """As `planned`, for a command that searches the strategy: none is asked for, the file's may be
+    illegal.
     """
 
-    def outline(file: Path | None, strategy: str | None, **choices: Any) -> Plan:
+    def chosen_model(file: Path | None, strategy: str | None, **choices: Any) -> Plan:
         if strategy is not None:
             raise refuse(
                 "--strategy",
-                f"is '{strategy}', but this command looks for the strategy; legal: --where for "
-                f"what it must keep, e.g. --where strategy.data.zero=3, or `estimate`",
+                f"is '{strategy}', but this command searches the strategy; legal: --where for "
+                f"what it must have, e.g. --where strategy.data.zero=3, or `estimate`",
             )
-        given = "strategy" in assignments(choices["sets"] or [])
-        return chosen(
-            file, strategy="ddp" if file is None and not given else None, legal=False, **choices
-        )
+        set_here = "strategy" in assignments(choices["sets"] or [])
+        return chosen(file, strategy="ddp" if file is None and not set_here else None, **choices)
 
-    return _taking({**_CHOICES, "strategy": NoStrategy}, outline, command)
+    return _taking({**_CHOICES, "strategy": NoStrategy}, chosen_model, command)
 
 
 def _taking(
@@ -176,15 +173,25 @@ def _taking(
     return taking
 
 
-def emit(as_json: bool, data: Any, *shown: Grid | Text | None) -> None:
-    """Print the answer: `data` as one JSON document, or what is `shown` as tables for people."""
+def emit(
+    as_json: bool, data: Any, show: Callable[[], Iterable[Grid | str | None]] = lambda: ()
+) -> None:
+    """Print the answer of a command.
+
+    Args:
+        as_json: Print `data` as one JSON document, and nothing else.
+        data: The answer for machines.
+        show: Makes the tables and lines for people; called, and rich imported, only for them.
+    """
     if as_json:
         sys.stdout.write(json.dumps(finite(data), indent=2, default=str) + "\n")
         sys.stdout.flush()
         return
+    from workbench.cli.terminal import as_text, console
+
     screen = console()
-    for part in shown:
-        if isinstance(part, Text):
+    for part in show():
+        if isinstance(part, str):
             screen.print(as_text(part), soft_wrap=True)
         elif part is not None:
             screen.print(part)

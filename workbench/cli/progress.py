@@ -1,6 +1,4 @@
-"""How a command that takes its time says where it is: on stderr, a bar in a terminal and lines
-elsewhere.
-"""
+"""Progress of a command on stderr: a bar in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from workbench.cli.tables import culprit
+from workbench.cli.tables import cause_text
 from workbench.cli.terminal import console
+from workbench.errors import RunError
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import State
 from workbench.untrusted_text import visible
@@ -28,12 +27,8 @@ LINE_SECONDS = 5.0
 STOP_SECONDS = 60.0
 
 
-class RunError(RuntimeError):
-    """A run failed; the message holds its cause."""
-
-
-class waiting:
-    """Work of unknown length; the value is called with what it is at."""
+class Status:
+    """Work of unknown length: a spinner in a terminal, lines elsewhere; call it with what it is at."""
 
     def __init__(self, words: str) -> None:
         columns = (
@@ -46,7 +41,7 @@ class waiting:
         )
         self.task = self.bar.add_task(visible(words), total=None)
 
-    def __enter__(self) -> waiting:
+    def __enter__(self) -> Status:
         self.bar.start()
         return self
 
@@ -60,8 +55,8 @@ class waiting:
         self.bar.stop()
 
 
-def followed(run: Run, words: str = "") -> State:
-    """Wait for the end of `run`, telling its steps and loss; `words` say which run it is."""
+def follow(run: Run, words: str = "") -> State:
+    """Wait for the end of `run`, and show its steps and loss; `words` name the run."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -69,25 +64,25 @@ def followed(run: Run, words: str = "") -> State:
         TimeElapsedColumn(),
     )
     steps, quiet, words = run.state.steps, not sys.stderr.isatty(), visible(words)
-    said = 0.0
+    last_line = 0.0
     with Progress(*columns, console=console(stderr=True), transient=True, disable=quiet) as bar:
         task = bar.add_task(f"{words} starting".strip(), total=steps)
 
-        def progress(records: list[dict[str, Any]]) -> None:
-            nonlocal said
+        def on_records(records: list[dict[str, Any]]) -> None:
+            nonlocal last_line
             losses = [r for r in records if r["kind"] == "step" and r.get("loss") is not None]
             if not losses:
                 return
             last = losses[-1]
             text = f"{words} loss {last['loss']:.4f}".strip()
             bar.update(task, completed=last["step"] + 1, description=text)
-            if quiet and (time.monotonic() - said > LINE_SECONDS or last["step"] + 1 == steps):
-                said = time.monotonic()
+            if quiet and (time.monotonic() - last_line > LINE_SECONDS or last["step"] + 1 == steps):
+                last_line = time.monotonic()
                 print(f"{text}, step {last['step'] + 1} of {steps}", file=sys.stderr, flush=True)
 
         warned = ""
 
-        def seen(state: State) -> None:
+        def on_state(state: State) -> None:
             nonlocal warned
             if state.warning and state.warning != warned:
                 bar.console.print(
@@ -95,19 +90,19 @@ def followed(run: Run, words: str = "") -> State:
                 )
             warned = state.warning
 
-        return run.wait(progress=progress, seen=seen)
+        return run.wait(progress=on_records, seen=on_state)
 
 
-def finished(run: Run, words: str) -> Run:
+def run_to_end(run: Run, words: str) -> Run:
     """`run` when it is over; Ctrl-C stops it. Raises `RunError` where it failed."""
     try:
-        state = followed(run, words)
+        state = follow(run, words)
     except KeyboardInterrupt:
         run.stop()
         run.wait(STOP_SECONDS)
         raise
     if state.phase != "finished":
         cause = state.cause
-        why = f": {culprit(cause)}. {cause.advice}\n{cause.log_tail}" if cause else ""
+        why = f": {cause_text(cause)}. {cause.advice}\n{cause.log_tail}" if cause else ""
         raise RunError(f"run {run.id} {state.phase}{why}".rstrip())
     return run

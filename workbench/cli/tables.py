@@ -1,20 +1,18 @@
-"""What a terminal shows: the catalog, a plan, a profile, runs, a proof, as rich tables."""
+"""Answers as tables of a terminal: the catalog, a plan, a profile, runs, a verification."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from workbench.cli.terminal import Grid, as_text
 from workbench.lab.palette import key_label
 from workbench.profile import ALLOCATED, MEANINGS
-from workbench.runs.launch.checked_launch import advice
 from workbench.units import bytes_text, count_text, digits, seconds_text
 from workbench.untrusted_text import visible
 
 if TYPE_CHECKING:
-    from workbench.cli.commands.doctor import Finding
     from workbench.plan.resolved_plan import ResolvedPlan
     from workbench.profile import Profile
     from workbench.runs.run import Run
@@ -22,15 +20,15 @@ if TYPE_CHECKING:
 
 ROUNDING_SECONDS = 1e-12
 """What a difference of two times leaves where there is nothing."""
-TOLD = {
-    "step_seconds_90": "a step, in 90 of 100 cases",
-    "simulated_step_seconds": "a step, simulated",
-    "uncalibrated": "these times are",
-    "overhead": "overhead, fixed a step",
-    "p50": "in half of all cases at most",
-    "p95": "in 95 of 100 cases at most",
+NOTE_LABELS = {
+    "step_seconds_90": "step time, 90 % interval",
+    "simulated_step_seconds": "step time, simulated",
+    "uncalibrated": "times are from",
+    "overhead": "fixed overhead per step",
+    "p50": "median",
+    "p95": "95th percentile",
 }
-"""Notes whose key says too little."""
+"""Labels of notes whose key says too little."""
 
 
 def table(
@@ -71,9 +69,9 @@ def models(rows: list[dict[str, Any]]) -> Grid:
 
 
 def gpus(rows: list[dict[str, Any]]) -> Grid:
-    """The cards of the catalog."""
-    columns = ("card", "GiB", "GB/s", "16-bit TFLOP/s", "link GB/s", "W", "fabric", "source")
-    built = table("Cards", columns, columns[1:6], ("source", "fabric"))
+    """The GPUs of the catalog."""
+    columns = ("GPU", "GiB", "GB/s", "16-bit TFLOP/s", "link GB/s", "W", "fabric", "source")
+    built = table("GPUs", columns, columns[1:6], ("source", "fabric"))
     for row in rows:
         peak = row["tflops"].get("bf16") or row["tflops"].get("fp16") or row["tflops"].get("fp32")
         figures = (row["memory_gib"], row["bandwidth_gbs"], peak, row["link_gbs"])
@@ -98,7 +96,7 @@ def strategies(rows: list[dict[str, Any]]) -> Grid:
 
 
 def plan(full: ResolvedPlan) -> Grid:
-    """A complete plan, by what decides its cost."""
+    """A resolved plan, by what decides its cost."""
     built = table(full.name, ("field", "value"))
     s, t, c = full.strategy, full.training, full.cluster
     rows = {
@@ -109,13 +107,13 @@ def plan(full: ResolvedPlan) -> Grid:
         f"{full.fabric.name}",
         "axes": " x ".join(f"{axis} {size}" for axis, size in full.sizes.items()),
         "ZeRO": f"{s.data.zero}, offload {s.data.offload}",
-        "pipeline": f"{s.pipeline.schedule}, layers a stage {s.pipeline.partition}"
+        "pipeline": f"{s.pipeline.schedule}, layers per stage {s.pipeline.partition}"
         if s.pipeline.size > 1
         else "–",
         "precision": f"{s.precision}, gradients {s.gradient_dtype}, recompute {s.recompute}, "
         f"kernels {s.kernels}",
         "batch": f"{t.global_batch} x {t.sequence_length} tokens, micro-batch {t.micro_batch}, "
-        f"{full.num_microbatches} microbatches a step",
+        f"{full.num_microbatches} microbatches per step",
         "training": f"{t.steps} steps of {t.optimizer.name}, learning rate "
         f"{t.optimizer.learning_rate:g}",
     }
@@ -126,103 +124,117 @@ def plan(full: ResolvedPlan) -> Grid:
     return built
 
 
+def estimate(full: ResolvedPlan, found: Profile) -> list[Grid | None]:
+    """What `workbench estimate` shows."""
+    return [plan(full), profile(found), stages(found), notes(found)]
+
+
+def rehearsal(full: ResolvedPlan, found: Profile) -> list[Grid | None]:
+    """What `workbench rehearse` shows."""
+    return [plan(full), profile(found), stages(found), collectives(found)]
+
+
 def profile(found: Profile) -> Grid:
-    """A profile: time, whether it fits, memory by category on the fullest rank."""
-    built = table(
-        f"{found.run} ({found.source})", ("what", "value", "which is"), ("value",), ("which is",)
-    )
-    peaks = found.peak_bytes_by_rank
-    if peaks:
-        worst = max(peaks, key=lambda rank: (peaks[rank], -rank))
-        built.add_row(
-            f"peak of rank {worst}, the fullest of {found.world_size}", bytes_text(peaks[worst])
-        )
-        least = min(peaks, key=lambda rank: peaks[rank])
-        if peaks[least] < peaks[worst]:
-            built.add_row(f"peak of rank {least}, the emptiest", bytes_text(peaks[least]))
-    if host := _host_bytes(found):
-        built.add_row("host memory of a rank, at most", bytes_text(host))
-    if found.capacity_bytes:
-        built.add_row("memory of one card", bytes_text(found.capacity_bytes))
-    for category, size in found.by_category.items():
-        built.add_row(f"  {category}, at most", bytes_text(size), MEANINGS.get(category, ""))
-    if found.step_seconds is not None:
-        built.add_row("a step", seconds_text(found.step_seconds))
-    if kernels := found.notes.get("kernels"):
-        built.add_row("cost of its kernels", kernels)
-    if found.tokens_per_second is not None:
-        built.add_row("tokens a second", count_text(found.tokens_per_second))
-    if found.loss:
-        built.add_row("loss, first and last", f"{found.loss[0]:.4f}  {found.loss[-1]:.4f}")
-    if found.fits is not None:
-        built.add_row("fits", "yes" if found.fits else "NO")
-    for what in found.notes.get("left_out", []):
-        built.add_row("left out", what)
+    """A profile: peak memory, its categories on the rank with the largest peak, step time."""
+    columns = ("what", "value", "which is")
+    built = table(f"{found.run} ({found.source})", columns, ("value",), ("which is",))
+    for row in (*_memory_rows(found), *_time_rows(found)):
+        built.add_row(*row)
     return built
 
 
+def _memory_rows(found: Profile) -> Iterator[tuple[str, ...]]:
+    if peaks := found.peak_bytes_by_rank:
+        most = max(peaks, key=lambda rank: (peaks[rank], -rank))
+        least = min(peaks, key=lambda rank: peaks[rank])
+        which = f"rank {most} of {found.world_size}"
+        yield "peak memory (max rank)", bytes_text(peaks[most]), which
+        if peaks[least] < peaks[most]:
+            yield "peak memory (min rank)", bytes_text(peaks[least]), f"rank {least}"
+    if host := _host_bytes(found):
+        yield "host memory (max rank)", bytes_text(host)
+    if found.capacity_bytes:
+        yield "GPU memory", bytes_text(found.capacity_bytes)
+    for category, size in found.by_category.items():
+        yield f"  {category}, peak", bytes_text(size), MEANINGS.get(category, "")
+
+
+def _time_rows(found: Profile) -> Iterator[tuple[str, ...]]:
+    if found.step_seconds is not None:
+        yield "step time", seconds_text(found.step_seconds)
+    if kernels := found.notes.get("kernels"):
+        yield "kernel costs", kernels
+    if found.tokens_per_second is not None:
+        yield "tokens/s", count_text(found.tokens_per_second)
+    if found.loss:
+        yield "loss, first and last", f"{found.loss[0]:.4f}  {found.loss[-1]:.4f}"
+    if found.fits is not None:
+        yield "fits", "yes" if found.fits else "NO"
+    for what in found.notes.get("left_out", []):
+        yield "left out", what
+
+
 def _host_bytes(found: Profile) -> float:
-    rows = found.memory[(found.memory.tier == "host") & (found.memory.moment == "maximum")]
-    return float(rows.groupby(["rank", "step"]).bytes.sum().max()) if len(rows) else 0.0
+    sums: dict[tuple[Any, Any], float] = {}
+    for rank, step, size in found.rows(
+        "memory", "rank", "step", "bytes", tier="host", moment="maximum"
+    ):
+        sums[rank, step] = sums.get((rank, step), 0.0) + size
+    return float(max(sums.values(), default=0.0))
 
 
 def stages(found: Profile) -> Grid | None:
-    """Memory of each pipeline stage at its fullest instant, by category; None where there is one
-    stage.
-    """
-    rows = found.memory[(found.memory.moment == "peak") & (found.memory.tier == "device")]
-    rows = rows[(rows.step == rows.step.max()) & rows.stage.notna() & (rows.category != ALLOCATED)]
-    if rows.stage.nunique() < 2:
+    """Peak memory of each pipeline stage by category; None where there is one stage."""
+    names = ("step", "stage", "category", "bytes")
+    rows = list(found.rows("memory", *names, moment="peak", tier="device"))
+    last = max((step for step, *_ in rows), default=None)
+    sizes: dict[int, dict[str, float]] = {}
+    for step, stage, category, size in rows:
+        if step == last and stage is not None and stage == stage and category != ALLOCATED:
+            of_stage = sizes.setdefault(int(stage), {})
+            of_stage[category] = max(of_stage.get(category, 0), size)
+    if len(sizes) < 2:
         return None
-    sums = rows.pivot_table(
-        index="stage", columns="category", values="bytes", aggfunc="max", fill_value=0, sort=False
-    )
-    categories = sums.columns
+    largest: dict[str, float] = {}
+    for of_stage in sizes.values():
+        for category, size in of_stage.items():
+            largest[category] = max(largest.get(category, 0), size)
     built = table(
-        "Each stage at its fullest instant",
-        ("stage", "sum", *categories),
-        ("sum", *categories),
-        sums.max().sort_values().index,
+        "Peak memory by pipeline stage",
+        ("stage", "sum", *largest),
+        ("sum", *largest),
+        sorted(largest, key=largest.__getitem__),
     )
-    for stage, sizes in sums.sort_index().iterrows():
-        built.add_row(
-            str(int(str(stage))),
-            bytes_text(sizes.sum()),
-            *(bytes_text(size) if size else "–" for size in sizes),
-        )
+    for stage, of_stage in sorted(sizes.items()):
+        cells = (bytes_text(of_stage[name]) if of_stage.get(name) else "–" for name in largest)
+        built.add_row(str(stage), bytes_text(sum(of_stage.values())), *cells)
     return built
 
 
 def collectives(found: Profile, limit: int = 12) -> Grid | None:
-    """What ranks send in a step: by axis and kind, bytes of one rank; None where nothing is
-    sent.
-    """
-    rows = found.collectives
-    if rows.empty:
+    """Collectives of one rank in a step, by axis and kind; None where nothing is communicated."""
+    names = ("rank", "step", "axis", "kind", "group_size", "dtype", "count", "bytes")
+    rows = list(found.rows("collectives", *names))
+    if not rows:
         return None
-    rows = rows[(rows["rank"] == rows["rank"].min()) & (rows.step == rows.step.max())]
-    rows = rows.assign(total=rows.bytes * rows["count"])
-    sums = rows.groupby(["axis", "kind", "group_size", "dtype"], dropna=False).agg(
-        {"count": "sum", "total": "sum"}
-    )
-    columns = ("axis", "collective", "ranks", "dtype", "calls a step", "bytes a step")
-    built = table(
-        f"Collectives of rank {rows['rank'].min()}", columns, columns[2:3] + columns[4:], ("dtype",)
-    )
-    for (axis, kind, size, dtype), row in list(sums.iterrows())[:limit]:
-        built.add_row(
-            str(axis),
-            str(kind),
-            str(size),
-            str(dtype),
-            str(int(row["count"])),
-            bytes_text(row["total"]),
-        )
+    first = min(row[0] for row in rows)
+    last = max(row[1] for row in rows if row[0] == first)
+    sums: dict[tuple[str, ...], tuple[float, float]] = {}
+    for rank, step, *call, count, size in rows:
+        if (rank, step) == (first, last):
+            key = tuple(map(str, call))
+            calls, total = sums.get(key, (0, 0))
+            sums[key] = calls + count, total + size * count
+    columns = ("axis", "collective", "ranks", "dtype", "calls per step", "bytes per step")
+    right = columns[2:3] + columns[4:]
+    built = table(f"Collectives of rank {first}", columns, right, ("dtype",))
+    for key, (calls, total) in sorted(sums.items())[:limit]:
+        built.add_row(*key, str(int(calls)), bytes_text(total))
     return built
 
 
 def runs(found: list[Run]) -> Grid:
-    """Runs on this machine, with what they are doing."""
+    """Runs of this machine, and their state."""
     built = table(
         "Runs",
         ("run", "phase", "ranks", "steps", "started", "cause"),
@@ -239,7 +251,7 @@ def runs(found: list[Run]) -> Grid:
     return built
 
 
-def proof(found: Mapping[str, Any]) -> Grid:
+def verification(found: Mapping[str, Any]) -> Grid:
     """What `verify` found."""
     word = "PASSED" if found["passed"] else "FAILED"
     built = table(
@@ -260,19 +272,10 @@ def proof(found: Mapping[str, Any]) -> Grid:
 
 
 def differences(rows: list[tuple[str, Any, Any]], other: str) -> Grid:
-    """What two plans disagree about."""
+    """Fields in which two plans differ."""
     built = table("Differences" if rows else "No difference", ("field", other, "this"))
     for field, theirs, ours in rows:
         built.add_row(field, str(theirs), str(ours))
-    return built
-
-
-def findings(found: list[Finding]) -> Grid:
-    """What `doctor` found."""
-    built = table("Doctor", ("what", "", "found", "to mend it"))
-    for finding in found:
-        mark = {True: "ok", False: "MISSING", None: "optional"}[finding.ok]
-        built.add_row(finding.what, mark, finding.found, "" if finding.ok else finding.mend)
     return built
 
 
@@ -284,35 +287,35 @@ def ending(run: Run, state: State) -> str:
     if state.cause is None:
         return text
     cause = state.cause
-    return "\n".join(part for part in (text, culprit(cause), cause.advice, cause.log_tail) if part)
+    return "\n".join(
+        part for part in (text, cause_text(cause), cause.advice, cause.log_tail) if part
+    )
 
 
-def culprit(cause: Cause) -> str:
-    """What failed, and on which rank: most messages name it themselves."""
+def cause_text(cause: Cause) -> str:
+    """What failed, and on which rank; most messages name the rank themselves."""
     if cause.rank is None or cause.message.startswith(("rank ", "ranks ")):
         return cause.message
     return f"rank {cause.rank}: {cause.message}"
 
 
 def notes(found: Profile) -> Grid | None:
-    """What else the instrument says: times by part, the smallest change that fits; None where it
-    says nothing.
-    """
+    """Notes of the instrument: times by part, the smallest change that fits; None without any."""
     flat = {key: value for key, value in found.notes.items() if value not in (None, {}, [])}
     if not flat:
         return None
     built = table("Notes", ("what", "value"))
     for key, value in flat.items():
         if key == "advice":
-            built.add_row("smallest change that fits", advice(found))
+            built.add_row("smallest change that fits", found.advice)
         elif isinstance(value, Mapping):
             for inner, size in value.items():
                 built.add_row(
-                    f"{key_label(key)}: {TOLD.get(inner, key_label(inner))}",
+                    f"{key_label(key)}: {NOTE_LABELS.get(inner, key_label(inner))}",
                     _value(inner if key == "memory" else key, size),
                 )
         else:
-            built.add_row(TOLD.get(key, key_label(key)), _value(key, value))
+            built.add_row(NOTE_LABELS.get(key, key_label(key)), _value(key, value))
     return built
 
 

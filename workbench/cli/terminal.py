@@ -2,7 +2,7 @@
 
 Names, causes of failures and log lines come from other people's files. They are shown as they are:
 never read as markup (a gloo error begins with "[/"), and without the characters that a terminal
-acts on (`plan.text.visible`).
+acts on (`untrusted_text.visible`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Grid(Table):
         yield Text(shortened(str(self.title), width), style="table.title")
         yield self._fitted([self.columns[index] for index in kept], widths)
         if left_out:
-            told = f"left out at {width} columns: {', '.join(left_out)}\n"
-            yield Text(shortened(told, width), style="table.caption")
+            left_out_line = f"left out at {width} columns: {', '.join(left_out)}\n"
+            yield Text(shortened(left_out_line, width), style="table.caption")
 
     def _kept(self, needs: Sequence[Need], width: int) -> tuple[list[int], list[str]]:
         """(the columns that stay, the headings of the others)."""
@@ -72,14 +72,16 @@ class Grid(Table):
         return kept, left_out
 
     def _fitted(self, columns: list[Column], widths: list[int]) -> Table:
-        """These columns, each as wide as it is told to be."""
+        """These columns in these widths."""
         built = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column, width in zip(columns, widths):
             heading = as_text(shortened(str(column.header), width))
             built.add_column(heading, justify=column.justify, overflow="fold", width=width)
         for row, *cells in zip(self.rows, *(column.cells for column in columns)):
-            told = (as_text(shortened(str(cell), width)) for cell, width in zip(cells, widths))
-            built.add_row(*told, style=row.style, end_section=row.end_section)
+            cells_of_row = (
+                as_text(shortened(str(cell), width)) for cell, width in zip(cells, widths)
+            )
+            built.add_row(*cells_of_row, style=row.style, end_section=row.end_section)
         return built
 
 
@@ -108,6 +110,6 @@ def console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
 
 
-def tell(message: str, style: str = "") -> None:
+def print_message(message: str, style: str = "") -> None:
     """One message on stderr, at its own width."""
     console(stderr=True).print(as_text(message, style), soft_wrap=True)

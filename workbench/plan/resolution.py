@@ -86,13 +86,13 @@ def resolve(plan: Plan) -> ResolvedPlan:
 
 
 def pin(plan: Plan) -> ResolvedPlan:
-    """`resolve`, with paths made absolute, and what they hold (corpus, calibration, custom schedule)
+    """The resolved plan, with paths made absolute, and what they hold (corpus, calibration, custom schedule)
     named by its hash, so that the plan runs from any folder.
 
     Raises `PlanError` if one of them is missing or is no longer the one that the plan was resolved
     with.
     """
-    full = resolve(plan)
+    full = plan.resolve()
     source, load, measured = full.corpus.source, full.checkpoint.load, full.cluster.calibration
     found = corpus_files.digest(source)
     if full.corpus.sha256 not in (None, found):

@@ -5,41 +5,27 @@ or next week.
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from workbench.checkpoint.checkpoint_lock import clear
-from workbench.checkpoint.checksums import Told, refuse_damaged
-from workbench.checkpoint.resume_point import checkpoint_of, finished
-from workbench.errors import PlanError
-from workbench.interop import export
+from workbench.checkpoint.resume_point import finished
+from workbench.errors import refuse
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.profile import Profile
-from workbench.runs.launch.accelerate_command import Recipe, compose
-from workbench.runs.launch.parent_death import python_module
-from workbench.runs.launch.preflight import preflight
-from workbench.runs.launch.rendezvous_ports import checked_port
-from workbench.runs.store.command_file import write_command
 from workbench.runs.store.rank_logs import last_lines
-from workbench.runs.store.run_directory import create, default_root
+from workbench.runs.store.run_directory import default_root
 from workbench.runs.store.run_liveness import read_state, wake
-from workbench.runs.store.run_state import State, first_state, is_run, write_state
+from workbench.runs.store.run_state import State, is_run
 from workbench.runs.store.stop_request import GRACE_SECONDS, Stop, request_stop
 from workbench.runs.store.telemetry_frames import Measured, keep
 from workbench.runs.store.telemetry_reader import Reader, history
-from workbench.safe_io import yaml_files
 from workbench.untrusted_text import escaped
 
 POLL_SECONDS = 0.1
-CALIBRATION = "calibration.yaml"
-"""A run's own copy of the calibration that its plan names."""
 
 
 class Run:
@@ -78,11 +64,18 @@ class Run:
         progress: Callable[[list[dict[str, Any]]], None] | None = None,
         seen: Callable[[State], None] | None = None,
     ) -> State:
-        """Wait until the run is over; its last state.
+        """Wait until the run is over.
 
-        `progress` is called with new telemetry records as they come, `seen` with the state at every
-        look. `timeout` is in seconds; None waits as long as the run's supervisor lives. Raises
-        `TimeoutError`.
+        Args:
+            timeout: Seconds; None waits as long as the run's supervisor lives.
+            progress: Called with new telemetry records as they come.
+            seen: Called with the state at every poll.
+
+        Returns:
+            The last state.
+
+        Raises:
+            TimeoutError: The run goes on after `timeout`.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         reader = Reader(self.dir)
@@ -172,85 +165,6 @@ def keep_frames(folder: Path) -> None:
     keep(found, Reader(folder), folder / "frames")
 
 
-def start(
-    plan: Plan,
-    *,
-    root: str | Path | None = None,
-    force: bool = False,
-    resume: str | Path | Run | None = None,
-    port: int | None = None,
-    allow_code: bool = False,
-    progress: Told = lambda words: None,
-    _recipe: Recipe | None = None,
-) -> Run:
-    """Start `plan` on this machine and return at once; the run goes on when this process ends.
-
-    `root` holds run directories (default $WORKBENCH_RUNS, else ./runs); `resume` is a run, its
-    directory, or one of its checkpoints to go on from; `port` is where ranks meet (default: a free
-    one); `force` as in `preflight`; `allow_code` runs a model that is code; `progress` is told how
-    far the check of the checkpoint's files is. Raises `PlanError` with everything that stands
-    against it; then nothing has been written.
-    """
-    if resume is not None:
-        source = resume.dir if isinstance(resume, Run) else resume
-        plan = plan.replace(**{"checkpoint.load": str(checkpoint_of(source))})
-    if problems := preflight(plan, root=root, port=port, force=force, allow_code=allow_code):
-        raise PlanError(problems)
-    if load := plan.checkpoint.load:
-        refuse_damaged(Path(load), progress)
-    full, recipe, meeting = plan.pin(), _recipe or Recipe(), checked_port(port)
-    _clear_former(full)
-
-    def fill(folder: Path, final: Path) -> None:
-        (folder / "plan.yaml").write_text(
-            _with_calibration(full, folder, final).to_yaml(), encoding="utf-8"
-        )
-        (folder / "accelerate.yaml").write_text(
-            yaml_files.dump(export.accelerate_config(full, meeting)), encoding="utf-8"
-        )
-        write_command(
-            folder, compose(full, final, meeting, recipe, allow_code and full.code is not None)
-        )
-        write_state(folder, first_state(full.world_size, full.training.steps))
-
-    folder = create(default_root(root), full.name, fill)
-    _supervise(folder)
-    return Run(folder)
-
-
-def _clear_former(plan: Plan) -> None:
-    """Free the disk of what the run that `plan` goes on from was writing when it was killed."""
-    load = plan.checkpoint.load
-    if load is not None and is_run(Path(load).parent.parent):
-        clear(Path(load).parent)
-
-
-def _with_calibration(plan: ResolvedPlan, folder: Path, final: Path) -> ResolvedPlan:
-    """The plan with a calibration of its own: the machine may be measured anew while the run is
-    kept.
-    """
-    source = plan.cluster.calibration
-    if source is None:
-        return plan
-    shutil.copyfile(source, folder / CALIBRATION)
-    return plan.with_fields(**{"cluster.calibration": str(final / CALIBRATION)})
-
-
-def _supervise(folder: Path) -> None:
-    """Start the supervisor in a session of its own: neither Ctrl-C nor the end of a notebook kernel
-    reaches it.
-    """
-    with (folder / "logs" / "supervisor.log").open("ab") as log:
-        process = subprocess.Popen(
-            [*python_module("workbench.runs.launch.supervisor"), str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    threading.Thread(target=process.wait, name=f"reap {process.pid}", daemon=True).start()
-
-
 def attach(folder: str | Path) -> Run:
     """The run in `folder`, from any process at any time. Raises `ValueError` where it is no run
     directory.
@@ -258,8 +172,24 @@ def attach(folder: str | Path) -> Run:
     return Run(folder)
 
 
+def find_run(folder: str | Path, root: str | Path | None = None) -> Run:
+    """The run in `folder`, or of that name under `root` (default as in `list_runs`).
+
+    Raises:
+        PlanError: There is no such run; the message names the latest ones.
+    """
+    runs_root = default_root(root)
+    for path in (Path(folder), runs_root / folder):
+        if is_run(path):
+            return Run(path)
+    known = ", ".join(run.id for run in list_runs(root)[:5])
+    raise refuse(
+        "run", f"'{folder}' is no run directory, nor a run in {runs_root}; there: {known or 'none'}"
+    )
+
+
 def list_runs(root: str | Path | None = None) -> list[Run]:
-    """Runs kept in `root` (default as in `start`), latest first."""
+    """Runs in `root` (default $WORKBENCH_RUNS, else ./runs), latest first."""
     folder = default_root(root)
     names = sorted(os.listdir(folder), reverse=True) if folder.is_dir() else []
     return [Run(folder / name) for name in names if name[0] != "." and is_run(folder / name)]

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from workbench import verbs
 from workbench.cli import tables
@@ -32,25 +31,19 @@ def calibrate(
     source: Annotated[
         list[str] | None,
         typer.Option(
-            "--from", metavar="RUN", help="Learn from a finished run instead; may be repeated."
+            "--from", metavar="RUN", help="Correct it from a finished run instead; repeatable."
         ),
     ] = None,
     root: Root = None,
     json: Json = False,
 ) -> None:
-    """Measure this machine into a file that plans name in cluster.calibration; or correct one from
-    finished runs.
-    """
     with _Bar(seconds) as bar:
         found = verbs.calibrate(output, seconds=seconds, runs=source or (), root=root, progress=bar)
     use = f"{output} written; a plan uses it with --set cluster.calibration={output}"
     emit(
         json,
         {"path": str(output), **_answer(found)},
-        _table(found),
-        _doubts(found),
-        _learned(found.scale),
-        Text(use),
+        lambda: [_table(found), _doubts(found), _fitted(found.scale), use],
     )
 
 
@@ -63,7 +56,7 @@ class _Bar:
             *columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()
         )
         self.task = self.bar.add_task("starting", total=seconds)
-        self.said = 0.0
+        self.last_line = 0.0
 
     def __enter__(self) -> _Bar:
         self.bar.start()
@@ -71,8 +64,8 @@ class _Bar:
 
     def __call__(self, done: float, of: float, words: str) -> None:
         self.bar.update(self.task, completed=done, total=of, description=words)
-        if self.bar.disable and time.monotonic() - self.said > LINE_SECONDS:
-            self.said = time.monotonic()
+        if self.bar.disable and time.monotonic() - self.last_line > LINE_SECONDS:
+            self.last_line = time.monotonic()
             print(f"{words}, {done:.0f} of {of:.0f} s", file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
@@ -129,16 +122,14 @@ def _table(found: Calibration) -> Grid:
     counts = [str(row["ranks"]) for row in rows]
     table = tables.table(title, ["each rank, of so many at once", *counts], counts)
     for dtype in rows[0]["gflops"]:
-        table.add_row(
-            f"products, {dtype}", *(f"{row['gflops'][dtype]:,.0f} GFLOP/s" for row in rows)
-        )
+        table.add_row(f"GEMM, {dtype}", *(f"{row['gflops'][dtype]:,.0f} GFLOP/s" for row in rows))
     table.add_row("streams of 16 MiB", *(f"{row['memory_gbs']:.1f} GB/s" for row in rows))
     for name, words in (
         ("operator_us", "an operator"),
         ("autograd_us", "with its backward"),
         ("layer_us", "a layer"),
         ("microbatch_us", "a microbatch"),
-        ("step_us", "a step"),
+        ("step_us", "a training step"),
     ):
         table.add_row(f"host, {words}", *(f"{row['host'][name]:,.1f} us" for row in rows))
     for kind in KINDS:
@@ -156,7 +147,7 @@ def _line(figures: dict[str, Any] | None) -> str:
     return f"{figures['alpha_us']:,.0f} us{rate}"
 
 
-def _doubts(found: Calibration) -> Text | None:
+def _doubts(found: Calibration) -> str | None:
     """How busy the machine was, and which figures cannot be trusted."""
     busy, lines = found.conditions, []
     if busy is not None:
@@ -167,18 +158,18 @@ def _doubts(found: Calibration) -> Text | None:
         f"once: {doubt.why}"
         for doubt in found.doubts
     ]
-    return Text("\n".join(lines)) if lines else None
+    return "\n".join(lines) or None
 
 
-def _learned(scale: Scale | None) -> Text | None:
+def _fitted(scale: Scale | None) -> str | None:
     if scale is None or scale.error_before is None or scale.error_after is None:
         return None
     factors = (
         f"compute x {scale.compute:.3f}, communication x {scale.communication:.3f}, "
         f"{scale.fixed_ms:+.2f} ms a step"
     )
-    runs = f"learned from {', '.join(scale.runs)}: {factors}"
-    return Text(
+    runs = f"fitted to {', '.join(scale.runs)}: {factors}"
+    return (
         f"{runs}\nerror of the estimate {scale.error_before:.1%} before, {scale.error_after:.1%} "
         f"after"
     )

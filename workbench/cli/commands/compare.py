@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import pandas as pd
 import typer
-from rich.text import Text
 
 from workbench import verbs
 from workbench.cli.options import Json, Root, emit
 from workbench.cli.output_files import writable
-from workbench.cli.progress import finished, waiting
+from workbench.cli.progress import Status, run_to_end
 from workbench.cli.tables import table
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
 from workbench.lab.comparison.comparison_tables import TableColumn, is_text_column, text_rows
+from workbench.lab.comparison.named_items import open_items
 from workbench.plan.schema import Plan
 from workbench.runs.launch.checked_launch import ready
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 OPTIONAL = (
     "step",
@@ -50,13 +52,12 @@ def compare(
     root: Root = None,
     json: Json = False,
 ) -> None:
-    """Estimated, rehearsed and measured side by side, rank by rank, of any plans and runs."""
-    items = verbs.opened(these, root)
+    items = open_items(these, root)
     writable(html)
     if train:
         items = _runs_of(items, root)
-    with waiting("comparing") as told:
-        found = verbs.compare(*items, rehearsed=rehearsed, progress=told)
+    with Status("comparing") as status:
+        found = verbs.compare(*items, rehearsed=rehearsed, progress=status)
     try:
         page = found.to_html(html) if html else None
     except OSError as error:
@@ -64,18 +65,9 @@ def compare(
     data = found.to_json() | (
         {"html": str(page), "charts_left_out": found.left_out} if page else {}
     )
-    lost = (
-        Text("charts left out:\n" + "\n".join(f"  {one}" for one in found.left_out))
-        if found.left_out
-        else None
-    )
-    emit(
-        json,
-        data,
-        *(grid(*sheet) for sheet in found.tables),
-        Text(f"report: {page}") if page else None,
-        lost,
-    )
+    report = f"report: {page}" if page else None
+    left_out = "\n  ".join(["charts left out:", *found.left_out]) if found.left_out else None
+    emit(json, data, lambda: [*(grid(*sheet) for sheet in found.tables), report, left_out])
 
 
 def grid(caption: str, columns: list[TableColumn], frame: pd.DataFrame) -> Grid:
@@ -100,7 +92,7 @@ def _runs_of(items: list[Any], root: Path | None) -> list[Any]:
     found = []
     for number, item in enumerate(items, start=1):
         if isinstance(item, Plan):
-            told = f"{number} of {len(items)}: {item.resolve().name}"
-            item = finished(verbs.run(item, root=root), told)
+            which = f"{number} of {len(items)}: {item.resolve().name}"
+            item = run_to_end(verbs.run(item, root=root), which)
         found.append(item)
     return found

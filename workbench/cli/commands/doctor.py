@@ -1,6 +1,4 @@
-"""What is attached, what is installed, what is missing, and the command that mends it. Imports
-nothing heavy.
-"""
+"""The command `doctor`: what is attached, installed and missing, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -11,9 +9,14 @@ import re
 import shutil
 import sys
 import tomllib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import typer
+
+from workbench.cli.options import Json, emit
+from workbench.cli.tables import table
+from workbench.cli.terminal import Grid
 from workbench.machine.attached import attached, host_memory
 from workbench.runs.launch.kernel_compilers import compiler as compiler_path
 from workbench.runs.store.run_directory import default_root
@@ -34,6 +37,21 @@ class Finding:
     ok: bool | None
     found: str
     mend: str = ""
+
+
+def doctor(json: Json = False) -> None:
+    found = examine()
+    emit(json, [asdict(finding) for finding in found], lambda: [_table(found)])
+    if any(finding.ok is False for finding in found):
+        raise typer.Exit(1)
+
+
+def _table(found: list[Finding]) -> Grid:
+    built = table("Doctor", ("what", "", "found", "fix"))
+    for finding in found:
+        mark = {True: "ok", False: "MISSING", None: "optional"}[finding.ok]
+        built.add_row(finding.what, mark, finding.found, "" if finding.ok else finding.mend)
+    return built
 
 
 def examine() -> list[Finding]:
@@ -88,15 +106,11 @@ def _devices() -> list[Finding]:
         if here.device == "cuda"
         else f"{here.name}: up to {here.count} ranks"
     )
-    cards = Finding("devices", True, what)
+    devices = Finding("devices", True, what)
     if here.device == "cuda":
-        return [cards]
-    return [
-        cards,
-        Finding(
-            "cards", None, here.why_not_cuda, "runs use CPU ranks; a CUDA build of torch uses cards"
-        ),
-    ]
+        return [devices]
+    fix = "runs use CPU ranks; a CUDA build of torch uses GPUs"
+    return [devices, Finding("GPUs", None, here.why_not_cuda, fix)]
 
 
 def _memory() -> Finding:
@@ -148,7 +162,7 @@ def _optional() -> list[Finding]:
             "triton (kernels)",
             triton.ok or None,
             triton.found,
-            "pip install workbench[kernels]; cards need it",
+            "pip install workbench[kernels]; GPUs need it",
         ),
     ]
     found += [

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.text import Text
 
 from workbench import verbs
 from workbench.cli import tables
@@ -53,7 +52,6 @@ def import_config(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Read a configuration of other software as a plan, and say what could not be translated."""
     found = verbs.import_config(
         file,
         model=model,
@@ -79,13 +77,16 @@ def import_config(
     }
     if output is not None:
         data["path"] = str(output)
+    shown = None if output else text.rstrip()
     emit(
         json,
         data,
-        Text(f"{file}: {TITLES[found.format]}"),
-        tables.plan(full),
-        *(part for table in found.tables() for part in notes(*table)),
-        None if output else Text(text.rstrip()),
+        lambda: [
+            f"{file}: {TITLES[found.format]}",
+            tables.plan(full),
+            *(notes(*table) for table in found.tables()),
+            shown,
+        ],
     )
 
 
@@ -100,7 +101,6 @@ def translate(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write a plan as a configuration of other software, and say what that cannot hold."""
     if to not in FORMATS:
         raise refuse("--as", f"is '{to}'; legal: {', '.join(FORMATS)}")
     found = verbs.translate(plan, cast(Format, to))
@@ -114,22 +114,18 @@ def translate(
     if output is not None:
         data["path"] = str(output)
     title = f"Not translated: what the plan says and {TITLES[cast(Format, to)]} cannot"
-    emit(
-        json,
-        data,
-        None if output else Text(found.text.rstrip()),
-        *notes(title, "field", found.untranslated),
-    )
+    shown = None if output else found.text.rstrip()
+    emit(json, data, lambda: [shown, notes(title, "field", found.untranslated)])
 
 
-def notes(title: str, what: str, found: Sequence[KeyNote]) -> list[Grid | Text]:
+def notes(title: str, what: str, found: Sequence[KeyNote]) -> Grid | str:
     """Notes as a table; a line that says so where there are none."""
     if not found:
-        return [Text(f"{title}: nothing")]
+        return f"{title}: nothing"
     built = tables.table(title, (what, "value", "why"))
     for note in found:
         built.add_row(note.field, note.value, note.why)
-    return [built]
+    return built
 
 
 def _rows(found: Sequence[KeyNote]) -> list[dict[str, Any]]:

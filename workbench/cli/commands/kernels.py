@@ -23,16 +23,13 @@ PEERS = ("eager", "compiled", "compiled_chunked", "liger")
 
 
 def kernels(json: Json = False) -> None:
-    """Fused kernels by name, and what runs each: what it takes of a GPU, and how fast it was
-    measured.
-    """
     found = read()
     rows = [
         {**fact, "ahead": ahead(found, fact["name"]), "measured": list(measured(fact["name"]))}
         for fact in found["kernels"]
     ]
-    shown = overview(rows), compiled(rows, found["triton"]), speeds(rows)
-    emit(json, {"triton": found["triton"], "kernels": rows}, *shown)
+    data = {"triton": found["triton"], "kernels": rows}
+    emit(json, data, lambda: [overview(rows), compiled(rows, found["triton"]), speeds(rows)])
 
 
 def read() -> dict[str, Any]:

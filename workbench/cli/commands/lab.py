@@ -47,7 +47,6 @@ def lab(
     port: Annotated[int | None, typer.Option("--port", help="Port of JupyterLab.")] = None,
     json: Json = False,
 ) -> None:
-    """Open JupyterLab; this process becomes it. With --json: only say which command that is."""
     given = words or []
     notebooks = [word for word in given[:1] if not word.startswith("-")]
     options = given[len(notebooks) :]
@@ -64,7 +63,7 @@ def lab(
         line = " ".join(["workbench lab", *notebooks, "--", *options, ALLOW_ROOT])
         raise refuse(
             "lab",
-            f"JupyterLab does not run as root unless told to; become another user, or: {line}",
+            f"JupyterLab does not run as root unless it is allowed to; become another user, or: {line}",
         )
     os.execv(command[0], command)
 

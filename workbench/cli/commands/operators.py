@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
+from workbench import verbs
 from workbench.cli import tables
 from workbench.cli.options import Json, emit, planned
 from workbench.cli.output_files import write_whole
@@ -25,8 +25,6 @@ from workbench.untrusted_text import shown
 if TYPE_CHECKING:
     from workbench.planner.autoshard import OperatorPlan
 
-GIB = 2**30
-
 
 @planned
 def operators(
@@ -34,7 +32,7 @@ def operators(
     ranks: Annotated[
         str | None,
         typer.Option(
-            "--ranks", help="Ranks, or a grid such as 4x8, outermost first; default all cards."
+            "--ranks", help="Ranks, or a grid such as 4x8, outermost first; default all GPUs."
         ),
     ] = None,
     memory: Annotated[
@@ -54,18 +52,13 @@ def operators(
     ] = None,
     json: Json = False,
 ) -> None:
-    """A strategy for each operator, chosen exactly: what is split, what is communicated, estimated
-    cost, and why.
-    """
-    from workbench.planner.autoshard import choose_for
-
-    limit = None if memory is None else memory * GIB
-    found = choose_for(plan.resolve(), None if ranks is None else mesh_of(ranks), limit, sequences)
-    data, between = found.to_json(), _between(found) if found.redistributions else None
+    mesh = None if ranks is None else mesh_of(ranks)
+    found = verbs.operators(plan, mesh, memory_gib=memory, sequences=sequences)
+    data = found.to_json()
     if output is not None:
         write_whole(output, plan.replace(**_split(plan.resolve(), found, sequences)).to_yaml())
         data["path"] = str(output)
-    emit(json, data, _rows(found), between, _total(found), Text(found.reason))
+    emit(json, data, lambda: [_rows(found), _between(found), _total(found), found.reason])
 
 
 def _split(plan: ResolvedPlan, found: OperatorPlan, sequences: int | None) -> dict[str, Any]:
@@ -73,8 +66,8 @@ def _split(plan: ResolvedPlan, found: OperatorPlan, sequences: int | None) -> di
     larger micro-batch.
     """
     ranks = prod(found.ranks)
-    held = sequences or plan.training.micro_batch * plan.sizes["data"]
-    micro = max(1, held // max(1, plan.world_size // ranks))
+    in_all = sequences or plan.training.micro_batch * plan.sizes["data"]
+    micro = max(1, in_all // max(1, plan.world_size // ranks))
     fields = {
         "strategy.operators": found.forms,
         "strategy.tensor.size": ranks,
@@ -111,7 +104,9 @@ def _rows(found: OperatorPlan) -> Grid:
     return built
 
 
-def _between(found: OperatorPlan) -> Grid:
+def _between(found: OperatorPlan) -> Grid | None:
+    if not found.redistributions:
+        return None
     columns = ("from", "to", "redistributed", "time a layer", "layers")
     built = tables.table(f"Redistributions ({found.source})", columns, columns[3:])
     for row in found.redistributions:
@@ -124,9 +119,11 @@ def _between(found: OperatorPlan) -> Grid:
 def _total(found: OperatorPlan) -> Grid:
     built = tables.table(f"Total ({found.source})", ("what", "value"), ("value",))
     built.add_row(
-        "a microbatch forward and backward, nothing overlapped", seconds_text(found.seconds)
+        "microbatch time, forward and backward, nothing overlapped", seconds_text(found.seconds)
     )
-    built.add_row("parameters, states and kept activations of a rank", bytes_text(found.bytes))
+    built.add_row(
+        "parameters, optimizer states and saved activations of a rank", bytes_text(found.bytes)
+    )
     if found.limit is not None:
         built.add_row("limit", bytes_text(found.limit))
     built.add_row("found by", found.solver)

@@ -1,19 +1,17 @@
-"""Commands about one plan: declaring, estimating, rehearsing, proving, exporting."""
+"""Commands about one plan: plan, estimate, rehearse, verify, export."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from workbench import verbs
-from workbench.cli import tables
 from workbench.cli.options import AllowCode, Json, emit, planned
 from workbench.cli.output_files import write_whole
-from workbench.cli.progress import waiting
 from workbench.errors import refuse
 from workbench.plan.catalog import catalog, huggingface_config
 from workbench.plan.plan_diff import diff
@@ -35,7 +33,6 @@ def plan(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Declare a plan, check it, show what it means, write it to a file."""
     full = plan.resolve()
     text = (full if complete else plan).to_yaml()
     if output is not None:
@@ -45,67 +42,55 @@ def plan(
         "sizes": full.sizes,
         "world_size": full.world_size,
     }
+    lines = [] if output else [text.rstrip()]
     if output is not None:
         data["path"] = str(output)
-    shown: list[Any] = [tables.plan(full), None if output else Text(text.rstrip())]
     if isinstance(plan.model, str) and plan.model not in catalog.models():
         made = huggingface_config.account(plan.model)
         data["config"] = asdict(made)
-        shown.append(Text("\n".join([f"{plan.model}:", *(f"  {line}" for line in made.lines())])))
-    if against is not None:
-        rows = diff(Plan.load(against).resolve(), full)
-        data["diff"] = [{"field": f, "other": a, "this": b} for f, a, b in rows]
-        shown = [tables.differences(rows, str(against))]
-    emit(json, data, *shown)
+        lines.append("\n".join([f"{plan.model}:", *(f"  {line}" for line in made.lines())]))
+    if against is None:
+        emit(json, data, lambda: [_tables().plan(full), *lines])
+        return
+    rows = diff(Plan.load(against).resolve(), full)
+    data["diff"] = [{"field": f, "other": a, "this": b} for f, a, b in rows]
+    emit(json, data, lambda: [_tables().differences(rows, str(against))])
+
+
+def _tables() -> ModuleType:
+    from workbench.cli import tables  # rich: not for --json
+
+    return tables
 
 
 @planned
 def estimate(plan: Plan, json: Json = False) -> None:
-    """What a plan will cost on any cluster, in closed form: memory by category, time of a step,
-    whether it fits.
-    """
-    found = verbs.estimate(
-        plan
-    )  # not the complete plan: advice must be free to change what follows from a change
-    emit(
-        json,
-        found.summary(),
-        tables.plan(plan.resolve()),
-        tables.profile(found),
-        tables.stages(found),
-        tables.notes(found),
-    )
+    # The plan as written: a resolved one holds the sizes that a change of the advice moves.
+    found = verbs.estimate(plan)
+    emit(json, found.summary(), lambda: _tables().estimate(plan.resolve(), found))
 
 
 @planned
 def rehearse(
     plan: Plan,
     ranks: Annotated[
-        str | None, typer.Option("--ranks", help="Ranks, e.g. 0,7; default one a stage.")
+        str | None, typer.Option("--ranks", help="Ranks, e.g. 0,7; default one a pipeline stage.")
     ] = None,
     allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
-    """Run the real code of a plan on fake tensors: peak memory and every collective, at any world
-    size.
-    """
+    from workbench.cli.progress import Status
+
     full = plan.resolve()
     wanted = None if ranks is None else _ranks(ranks, full.world_size)
-    with waiting("rehearsing") as told:
+    with Status("rehearsing") as status:
         found = verbs.rehearse(
             full,
             wanted,
-            lambda done, of: told(f"rehearsing, rank {done} of {of}"),
+            lambda done, of: status(f"rehearsing, rank {done} of {of}"),
             allow_code=allow_code,
         )
-    emit(
-        json,
-        found.summary(),
-        tables.plan(full),
-        tables.profile(found),
-        tables.stages(found),
-        tables.collectives(found),
-    )
+    emit(json, found.summary(), lambda: _tables().rehearsal(full, found))
 
 
 def _ranks(text: str, world_size: int) -> list[int]:
@@ -131,14 +116,13 @@ def verify(
     allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
-    """Prove that a plan computes what one device does: same seed, then loss, gradients and weights
-    compared.
-    """
+    from workbench.cli.progress import Status
+
     if precision not in ("fp64", "fp32"):
         raise refuse("--precision", f"is '{precision}'; legal: fp64, fp32")
-    with waiting("training on one device, and under the plan"):
+    with Status("training on one device, and under the plan"):
         found = verbs.verify(plan, "fp64" if precision == "fp64" else "fp32", allow_code=allow_code)
-    emit(json, found, tables.proof(found))
+    emit(json, found, lambda: [_tables().verification(found)])
     if not found["passed"]:
         raise typer.Exit(1)
 
@@ -149,10 +133,5 @@ def export(
     to: Annotated[Path, typer.Option("--to", help="Folder to write into.")],
     json: Json = False,
 ) -> None:
-    """Write a plan with all that launches it: resolved plan, accelerate.yaml, launch.sh, Slurm
-    job.sbatch.
-    """
-    paths = verbs.export(plan, to)
-    emit(
-        json, {"files": [str(path) for path in paths]}, Text("\n".join(str(path) for path in paths))
-    )
+    paths = [str(path) for path in verbs.export(plan, to)]
+    emit(json, {"files": paths}, lambda: paths)

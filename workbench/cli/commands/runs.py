@@ -1,4 +1,4 @@
-"""Commands about runs and this machine: run, attach, stop, runs, doctor."""
+"""Commands about runs: run, attach, stop, runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from workbench import verbs
 from workbench.cli import tables
 from workbench.cli.options import AllowCode, Json, Root, emit, planned
-from workbench.cli.progress import STOP_SECONDS, followed, waiting
-from workbench.cli.terminal import tell
+from workbench.cli.progress import STOP_SECONDS, Status, follow
+from workbench.cli.terminal import print_message
 from workbench.plan.schema import Plan
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import State
@@ -43,11 +42,8 @@ def run(
     root: Root = None,
     json: Json = False,
 ) -> None:
-    """Train a plan on this machine through `accelerate launch`; returns at once, the run goes
-    on.
-    """
     source = resume if resume is None or Path(resume).exists() else verbs.attach(resume, root=root)
-    with waiting("starting") as told:
+    with Status("starting") as status:
         started = verbs.run(
             plan,
             force=force,
@@ -55,10 +51,10 @@ def run(
             root=root,
             port=port,
             allow_code=allow_code,
-            progress=told,
+            progress=status,
         )
     if not wait:
-        emit(json, _answer(started, started.state), Text(_hint(started)))
+        emit(json, _answer(started, started.state), lambda: [_hint(started)])
         return
     _follow_to_end(started, json, stop_on_interrupt=True)
 
@@ -71,7 +67,6 @@ def attach(
     root: Root = None,
     json: Json = False,
 ) -> None:
-    """Follow a run to its end, from any shell; Ctrl-C only lets go of it."""
     found = verbs.attach(name, root=root)
     if once:
         _show(found, found.state, json)
@@ -90,39 +85,27 @@ def stop(
     root: Root = None,
     json: Json = False,
 ) -> None:
-    """Stop a run after its step, and wait until it is over."""
     found = verbs.attach(name, root=root)
     found.stop(checkpoint=checkpoint, grace_seconds=grace)
     state = found.wait(grace + 30.0)
-    emit(json, _answer(found, state), tables.runs([found]))
+    emit(json, _answer(found, state), lambda: [tables.runs([found])])
 
 
 def runs(root: Root = None, json: Json = False) -> None:
-    """Runs kept on this machine, latest first."""
-    found = verbs.runs(root)
-    emit(json, [_answer(one, one.state) for one in found], tables.runs(found))
-
-
-def doctor(json: Json = False) -> None:
-    """What is attached, what is installed, what is missing and how to mend it."""
-    from workbench.cli.commands.doctor import examine
-
-    found = examine()
-    emit(json, [asdict(finding) for finding in found], tables.findings(found))
-    if any(finding.ok is False for finding in found):
-        raise typer.Exit(1)
+    found = verbs.list_runs(root)
+    emit(json, [_answer(one, one.state) for one in found], lambda: [tables.runs(found)])
 
 
 def _follow_to_end(found: Run, json: bool, stop_on_interrupt: bool) -> None:
     try:
-        state = followed(found)
+        state = follow(found)
     except KeyboardInterrupt:
         if stop_on_interrupt:
-            tell(f"stopping {found.id}")
+            print_message(f"stopping {found.id}")
             found.stop()
             _show(found, found.wait(STOP_SECONDS), json)
         else:
-            tell(f"{found.id} goes on; `workbench attach {found.id}` comes back to it")
+            print_message(f"{found.id} goes on; `workbench attach {found.id}` comes back to it")
         raise typer.Exit(INTERRUPTED) from None
     _show(found, state, json)
     if state.phase == "failed":
@@ -135,13 +118,12 @@ def _show(found: Run, state: State, json: bool) -> None:
     emit(
         json,
         {**measured, **_answer(found, state)},
-        tables.profile(profile),
-        Text(tables.ending(found, state)),
+        lambda: [tables.profile(profile), tables.ending(found, state)],
     )
 
 
 def _answer(found: Run, state: State) -> dict[str, Any]:
-    """What a machine wants to know of a run."""
+    """The answer for machines."""
     cause = asdict(state.cause) if state.cause else None
     return {
         "run": found.id,

@@ -1,4 +1,4 @@
-"""The command `search`: the best strategies for a model on given cards."""
+"""The command `search`: the best strategies for a model on given GPUs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from workbench import verbs
 from workbench.cli import tables
-from workbench.cli.options import Json, emit, outlined
+from workbench.cli.options import Json, emit, plan_without_strategy
 from workbench.cli.output_files import write_whole
-from workbench.cli.progress import waiting
+from workbench.cli.progress import Status
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
 from workbench.plan.schema import Plan
@@ -27,7 +26,7 @@ Size = Annotated[
     str,
     typer.Option(
         "--space",
-        help="default: the usual; wide: many more; vast: kernels, tensor grids and buckets too.",
+        help="default; wide: more schedules, placements and sharding; vast: kernels, grids, buckets.",
     ),
 ]
 Where = Annotated[
@@ -45,7 +44,7 @@ Tokens = Annotated[
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan here.")]
 
 
-@outlined
+@plan_without_strategy
 def search(
     plan: Plan,
     objective: Wanted = "time",
@@ -57,10 +56,7 @@ def search(
     output: Output = None,
     json: Json = False,
 ) -> None:
-    """The best strategies for a model on given cards: every legal plan of a space, by time, cost,
-    energy or cards.
-    """
-    with waiting("searching"):
+    with Status("searching"):
         found = verbs.search(
             plan,
             objective,
@@ -74,8 +70,12 @@ def search(
         if not found.top:
             raise refuse("--output", f"nothing to write: {found.empty}")
         write_whole(output, found.top[0].plan.to_yaml())
-    shown = (_table(found, title, rows) for title, rows in result_tables.tables(found))
-    emit(json, found.to_json(), *shown, Text(result_tables.told(found)))
+    emit(json, found.to_json(), lambda: _shown(found))
+
+
+def _shown(found: SearchResult) -> list[Grid | str]:
+    grids = [_table(found, title, rows) for title, rows in result_tables.tables(found)]
+    return [*grids, result_tables.told(found)]
 
 
 def _table(found: SearchResult, title: str, rows: Sequence[Candidate]) -> Grid:

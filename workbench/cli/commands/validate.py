@@ -1,4 +1,4 @@
-"""The command that holds the planner against published measurements."""
+"""The command `validate`: the planner against published measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 from workbench import verbs
 from workbench.cli.options import Json, emit
@@ -35,16 +34,14 @@ def validate(
         str | None, typer.Option("--by", help=f"Split errors by {', '.join(BY)}.")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option("--profile", help="One stack for all rows, e.g. textbook.")
+        str | None,
+        typer.Option("--profile", help="One framework profile for all rows, e.g. textbook."),
     ] = None,
     rows: Annotated[
         Path | None, typer.Option("--rows", help="Write every predicted row to this CSV.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Predict published measurements: errors of memory and time, ranking, fitting, and what could
-    not be said.
-    """
     if by is not None and by not in BY:
         raise refuse("--by", f"is '{by}'; legal: {', '.join(BY)}")
     from workbench.planner.validation.validation_report import split
@@ -56,7 +53,8 @@ def validate(
     if rows is not None:
         write_whole(rows, found.to_csv(), "--rows")
         data["rows_written"] = str(rows)
-    emit(json, data, *_shown(found, data, by), Text(f"rows: {rows}") if rows else None)
+    written = f"rows: {rows}" if rows else None
+    emit(json, data, lambda: [*_shown(found, data, by), written])
 
 
 def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]:
@@ -71,8 +69,8 @@ def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]
         f"{data['suspect']} suspect, {found.seconds:.1f} s. Errors are estimated / measured - 1."
     )
     if found.table.empty:
-        return [Text(head), _reasons(data)]
-    shown: list[Any] = [Text(head), _reasons(data), _errors(data), _standing(data)]
+        return [head, _reasons(data)]
+    shown: list[Any] = [head, _reasons(data), _errors(data), _standing(data)]
     for name, parts in (("stack", data["by_stack"]), (by, data.get("by", {}).get(by, {}))):
         if name:
             shown.append(_parts(name, parts))
@@ -108,7 +106,7 @@ def _errors(data: dict[str, Any]) -> Grid:
 
 
 def _standing(data: dict[str, Any]) -> Grid:
-    built = table("Standing", ("what", "value", "over"))
+    built = table("Ranking and fit", ("what", "value", "over"))
     for what, value, over in _figures(data):
         if value is not None:
             built.add_row(what, value if isinstance(value, str) else f"{value:.1%}", over)
@@ -126,7 +124,11 @@ def _figures(data: dict[str, Any]) -> list[tuple[str, Any, str]]:
     )
     rank = groups.get("spearman")
     return [
-        ("time after one row of the same stack and table", one.get("mape"), f"{one['rows']} rows"),
+        (
+            "time after one row of the same framework profile and table",
+            one.get("mape"),
+            f"{one['rows']} rows",
+        ),
         ("time leaving one source out", out.get("mape"), f"{out['groups']} sources"),
         ("Spearman inside groups", None if rank is None else f"{rank:.3f}", over),
         ("regret of the first", groups.get("top_1_regret"), over),

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from workbench import verbs
 from workbench.cli.options import Json, emit
-from workbench.cli.progress import LINE_SECONDS, waiting
+from workbench.cli.progress import LINE_SECONDS, Status
 from workbench.units import bytes_text
 
 
@@ -23,19 +22,17 @@ def weights(
     to: Annotated[Path, typer.Option("--to", help="New folder to write into.")],
     json: Json = False,
 ) -> None:
-    """Write a checkpoint's weights under Hugging Face's names; such a folder also starts a run
-    (checkpoint.load).
-    """
-    said = 0.0
-    with waiting("reading") as told:
+    last_line = 0.0
+    with Status("reading") as status:
 
         def progress(done: int, of: int, what: str) -> None:
-            nonlocal said
-            if sys.stderr.isatty() or time.monotonic() - said > LINE_SECONDS:
-                said = time.monotonic()
-                told(f"{what}, {done / max(1, of):.0%} of {bytes_text(of)}")
+            nonlocal last_line
+            if sys.stderr.isatty() or time.monotonic() - last_line > LINE_SECONDS:
+                last_line = time.monotonic()
+                status(f"{what}, {done / max(1, of):.0%} of {bytes_text(of)}")
 
         found = verbs.weights(source, to, progress)
     words = f"{found['parameters']:,} parameters in {found['tensors']} tensors of {found['dtype']}"
     use = f"a plan starts from them with --set model={to} --set checkpoint.load={to}"
-    emit(json, found, Text(f"{words}, {bytes_text(found['bytes'])}, written to {to}; {use}"))
+    size = bytes_text(found["bytes"])
+    emit(json, found, lambda: [f"{words}, {size}, written to {to}; {use}"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from workbench.errors import refuse
 from workbench.machine.calibration_file import Calibration, Scale, read, write
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.planner import estimate
+from workbench.planner.estimate import estimate
 from workbench.planner.run_feedback import Told, error, scale, told
 from workbench.runs.launch import child_process
 from workbench.runs.run import Run
@@ -21,14 +21,19 @@ from workbench.runs.run import Run
 Progress = Callable[[float, float, str], None]
 LEAST_SECONDS, MOST_SECONDS = 1.0, 3600.0
 ROUNDS = 4
-"""Of estimating anew: what hides behind what is not linear in the factors."""
+"""Of estimating again: overlap makes the step time nonlinear in the factors."""
 
 
 def calibrate(seconds: float = 60.0, progress: Progress | None = None) -> Calibration:
-    """Measure the attached machine for about `seconds`, every point at least once.
+    """Measure the attached machine in a child process, every point at least once.
 
-    `progress(seconds spent, of, words)` follows it. Raises `PlanError` for a time that is none and
-    for a card that the catalog does not know, `ChildError` where a rank fails or hangs.
+    Args:
+        seconds: How long to measure, about.
+        progress: Called with (seconds done, seconds in all, what).
+
+    Raises:
+        PlanError: The time is out of range, or the catalog does not know the GPU.
+        ChildError: A rank fails or hangs.
     """
     if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
         raise refuse(
@@ -36,26 +41,26 @@ def calibrate(seconds: float = 60.0, progress: Progress | None = None) -> Calibr
             f"is {seconds:g}; legal: {LEAST_SECONDS:g} to {MOST_SECONDS:g}, and 60 is enough",
         )
 
-    def line(text: str) -> None:
+    def on_line(text: str) -> None:
         if progress and text.startswith("{"):
-            said = json.loads(text)
-            progress(min(said["done"], said["of"]), said["of"], said["words"])
+            record = json.loads(text)
+            progress(min(record["done"], record["of"]), record["of"], record["words"])
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "calibration.yaml")
         child_process.python(
-            "workbench.engine.calibrate", ["--seconds", str(seconds), "--to", str(path)], line
+            "workbench.engine.calibrate", ["--seconds", str(seconds), "--to", str(path)], on_line
         )
         return read(path)
 
 
-def kept(
+def calibrate_file(
     path: Path | None,
     seconds: float = 60.0,
     runs: Sequence[Run] = (),
     progress: Progress | None = None,
 ) -> Calibration:
-    """Measure, or learn from `runs`, and write the result to `path`; see `verbs.calibrate`."""
+    """Measure, or learn from `runs`, and write the result to `path`; see `workbench.calibrate`."""
     _writable(path)
     base = _base(path, runs) if runs else None
     found = calibrate(seconds, progress) if base is None else base
@@ -85,10 +90,13 @@ def _writable(path: Path | None) -> None:
 
 
 def learn(calibration: Calibration, runs: Sequence[Run]) -> Calibration:
-    """`calibration` with the scale that brings estimates of `runs` to their measured median steps.
+    """Fit the scale that brings estimates of `runs` to their measured median step times.
 
-    Its errors are those of the calibration without a scale and with it. Raises `PlanError` for a
-    run without measured steps, or of another card.
+    Returns:
+        The calibration with that scale, which holds the error without it and with it.
+
+    Raises:
+        PlanError: A run has no measured steps, or is of another GPU.
     """
     seen = [(run.plan, _measured(run)) for run in runs]
     bare = calibration.model_copy(update={"scale": None})
@@ -99,9 +107,9 @@ def learn(calibration: Calibration, runs: Sequence[Run]) -> Calibration:
         found = scale(rows, found)
         rows = _told(bare.model_copy(update={"scale": found}), seen)
         best = min(best, (error(rows), found), key=lambda pair: pair[0])
-    after, kept = best
+    after, fitted = best
     names = {"runs": [run.id for run in runs], "error_before": error(before), "error_after": after}
-    return calibration.model_copy(update={"scale": kept.model_copy(update=names)})
+    return calibration.model_copy(update={"scale": fitted.model_copy(update=names)})
 
 
 def _measured(run: Run) -> float:

@@ -1,21 +1,37 @@
-"""Starting only what can run here and fits: what the verb `run`, the notebook's button and a
-comparison ask for.
+"""Starting a run: resolve the plan once, run preflight once, write the run directory, and start the
+supervisor.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
-from workbench.checkpoint.checksums import Told
+from workbench.checkpoint.checkpoint_lock import clear
+from workbench.checkpoint.checksums import refuse_damaged
+from workbench.checkpoint.resume_point import checkpoint_of
 from workbench.errors import PlanError, Problem
-from workbench.machine.hardware import GPU
+from workbench.interop import export
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
-from workbench.planner import estimate
-from workbench.profile import Profile
+from workbench.planner.estimate import estimate
 from workbench.runs.launch import subprocess_verbs
+from workbench.runs.launch.accelerate_command import Recipe, compose
+from workbench.runs.launch.parent_death import python_module
 from workbench.runs.launch.preflight import preflight
-from workbench.runs.run import Run, start
+from workbench.runs.launch.rendezvous_ports import checked_port
+from workbench.runs.run import Run
+from workbench.runs.store.command_file import write_command
+from workbench.runs.store.run_directory import create, default_root
+from workbench.runs.store.run_state import first_state, is_run, write_state
+from workbench.safe_io import yaml_files
+
+Progress = Callable[[str], None]
+CALIBRATION = "calibration.yaml"
+"""A run's own copy of the calibration that its plan names."""
 
 
 def run(
@@ -26,71 +42,158 @@ def run(
     root: str | Path | None = None,
     port: int | None = None,
     allow_code: bool = False,
-    progress: Told = lambda words: None,
+    progress: Progress = lambda words: None,
 ) -> Run:
-    """`start`, refusing also what by its estimate does not fit its cards, unless `force`. Raises
-    `PlanError`.
-    """
-    full = ready(plan, force=force, root=root, port=port, allow_code=allow_code)
-    return start(
-        full,
-        root=root,
-        force=force,
-        resume=resume,
-        port=port,
-        allow_code=allow_code,
-        progress=progress,
-    )
+    """Start `plan`, refusing also what by its estimate does not fit; see `workbench.run`."""
+    full = ready(plan, force=force, resume=resume, root=root, port=port, allow_code=allow_code)
+    return _launch(full, root, port, allow_code, progress, Recipe())
 
 
 def ready(
     plan: Plan,
     *,
     force: bool = False,
+    resume: str | Path | Run | None = None,
     root: str | Path | None = None,
     port: int | None = None,
     allow_code: bool = False,
 ) -> ResolvedPlan:
-    """The complete plan, if this machine can run it now; raises `PlanError` with what stands
-    against it, as `run`.
+    """Resolve a plan and check that this machine can run it now.
 
-    A model that is code is built once in a child process, to see that the plan's operators name
-    what it has.
+    A model that is given as Python is built once in a child process, to see that the plan's
+    operators name modules that it has.
+
+    Args:
+        plan: The plan as written, so that advice is free to change what follows from a change.
+        force: Leave out the estimate, and what memory or disk are short of now.
+        resume: A run, its directory, or a checkpoint to go on from.
+        root: Folder of run directories.
+        port: Port of the rendezvous; None: a free one.
+        allow_code: Whether the user allows a model that is given as Python.
+
+    Raises:
+        PlanError: Everything that stands against the run.
     """
-    full = plan.resolve()
+    full = _resumed(plan.resolve(), resume)
     problems = preflight(full, root=root, port=port, force=force, allow_code=allow_code)
     if full.code and not problems:
         subprocess_verbs.inspect(full)
     if not force:
-        problems = [*_unfit(plan, full.gpu), *problems]
+        problems = [*_does_not_fit(plan, full), *problems]
     if problems:
         raise PlanError(problems)
     return full
 
 
-def _unfit(plan: Plan, gpu: GPU) -> list[Problem]:
+def start(
+    plan: Plan,
+    *,
+    root: str | Path | None = None,
+    force: bool = False,
+    resume: str | Path | Run | None = None,
+    port: int | None = None,
+    allow_code: bool = False,
+    progress: Progress = lambda words: None,
+    _recipe: Recipe | None = None,
+) -> Run:
+    """Start `plan` without asking its estimate, and return at once; arguments as of `ready`.
+
+    Raises:
+        PlanError: Everything that preflight finds; then nothing has been written.
+    """
+    full = _resumed(plan.resolve(), resume)
+    if problems := preflight(full, root=root, port=port, force=force, allow_code=allow_code):
+        raise PlanError(problems)
+    return _launch(full, root, port, allow_code, progress, _recipe or Recipe())
+
+
+def _resumed(plan: ResolvedPlan, resume: str | Path | Run | None) -> ResolvedPlan:
+    if resume is None:
+        return plan
+    source = resume.dir if isinstance(resume, Run) else resume
+    return plan.with_fields(**{"checkpoint.load": str(checkpoint_of(source))})
+
+
+def _does_not_fit(plan: Plan, full: ResolvedPlan) -> list[Problem]:
     try:
-        profile = estimate(plan)
+        profile = estimate(full)
     except PlanError:  # what cannot be estimated cannot be run either, and preflight says so
         return []
     if profile.fits is not False:
         return []
-    need, have = max(profile.peak_bytes_by_rank.values()) / 2**30, gpu.memory_gib
-    change = f"; smallest change that fits: {words}" if (words := advice(profile)) else ""
+    need, have = max(profile.peak_bytes_by_rank.values()) / 2**30, full.gpu.memory_gib
+    # Asked of the plan as written: a resolved one holds the batch and sizes that a change moves.
+    change = estimate(plan).advice
+    change = f"; smallest change that fits: {change}" if change else ""
     message = (
         f"does not fit: the estimate needs {need:.2f} GiB of the {have:.2f} GiB of "
-        f"{gpu.name}{change}"
+        f"{full.gpu.name}{change}"
     )
     return [Problem("cluster.gpu", f"{message}; `--force` (force=True) runs it nevertheless")]
 
 
-def advice(profile: Profile) -> str:
-    """The smallest change that makes an estimated plan fit, in words; empty where it fits or none
-    is known.
+def _launch(
+    plan: ResolvedPlan,
+    root: str | Path | None,
+    port: int | None,
+    allow_code: bool,
+    progress: Progress,
+    recipe: Recipe,
+) -> Run:
+    """Write the run directory of a plan that has passed preflight, and start its supervisor."""
+    if load := plan.checkpoint.load:
+        refuse_damaged(Path(load), progress)
+    full, meeting = plan.pin(), checked_port(port)
+    _clear_killed_run(full)
+
+    def fill(folder: Path, final: Path) -> None:
+        _write(folder / "plan.yaml", _with_calibration(full, folder, final).to_yaml())
+        config = export.accelerate_config(full, meeting)
+        _write(folder / "accelerate.yaml", yaml_files.dump(config))
+        runs_code = allow_code and full.code is not None
+        write_command(folder, compose(full, final, meeting, recipe, runs_code))
+        write_state(folder, first_state(full.world_size, full.training.steps))
+
+    folder = create(default_root(root), full.name, fill)
+    _supervise(folder)
+    return Run(folder)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _clear_killed_run(plan: Plan) -> None:
+    """Free the disk of what the run that `plan` goes on from was writing when it was killed."""
+    load = plan.checkpoint.load
+    if load is not None and is_run(Path(load).parent.parent):
+        clear(Path(load).parent)
+
+
+def _with_calibration(plan: ResolvedPlan, folder: Path, final: Path) -> ResolvedPlan:
+    """The plan with a calibration of its own: the machine may be measured again while the run is
+    in use.
     """
-    found = profile.notes.get("advice")
-    return (
-        f"{found['field']} from {found['from']} to {found['to']}"
-        if isinstance(found, dict)
-        else str(found or "")
-    )
+    source = plan.cluster.calibration
+    if source is None:
+        return plan
+    shutil.copyfile(source, folder / CALIBRATION)
+    return plan.with_fields(**{"cluster.calibration": str(final / CALIBRATION)})
+
+
+def _supervise(folder: Path) -> None:
+    """Start the supervisor of a run.
+
+    It gets a session of its own: neither Ctrl-C in the terminal's process group nor the end of a
+    notebook kernel reaches it.
+    """
+    with (folder / "logs" / "supervisor.log").open("ab") as log:
+        process = subprocess.Popen(
+            [*python_module("workbench.runs.launch.supervisor"), str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    # Its exit status must be collected here, or it stays a zombie as long as this process lives.
+    threading.Thread(target=process.wait, name=f"reap {process.pid}", daemon=True).start()

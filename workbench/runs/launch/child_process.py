@@ -11,14 +11,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 
+from workbench.errors import ChildError
 from workbench.runs.launch.parent_death import SAFE_PATH, python_module
 
 END_SECONDS = 3.0
 """How long a child may take to end by itself before it is killed."""
-
-
-class ChildError(RuntimeError):
-    """A child process failed; the message holds what it said last."""
 
 
 def python(

@@ -18,7 +18,7 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
-def missing(kernels: str, device: str) -> list[Problem]:
+def missing_compiler(kernels: str, device: str) -> list[Problem]:
     """Why `kernels` (eager, compiled, fused) cannot be made for `device` here; empty: they can."""
     if kernels == "eager" or (find_spec("triton") if device == "cuda" else compiler()):
         return []

@@ -1,4 +1,4 @@
-"""What needs torch, in a process apart: rehearsing a plan, and proving that it equals one device.
+"""The verbs that need torch, in a child process: rehearse, verify, export weights.
 
 Shells, notebooks and widgets that ask for it load no torch and hold no CUDA context.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from workbench.checkpoint.resume_point import checkpoint_of
 from workbench.errors import PlanError, refuse
 from workbench.machine.attached import attached, host_memory
 from workbench.machine.gpu_catalog import local_constants
@@ -20,11 +21,11 @@ from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.profile import Profile
 from workbench.runs.launch import child_process
-from workbench.runs.launch.kernel_compilers import missing
+from workbench.runs.launch.kernel_compilers import missing_compiler
 
-PROOF_COPIES = 8
-"""Copies of the model that one device holds in 8-byte numbers: weights, gradients, moments, and
-work space.
+VERIFY_COPIES = 8
+"""Copies of the model that one device holds in 8-byte numbers: weights, gradients, moments, work
+space.
 """
 
 
@@ -34,92 +35,103 @@ def rehearse(
     progress: Callable[[int, int], None] | None = None,
     allow_code: bool = False,
 ) -> Profile:
-    """Run the real code of `plan` on fake tensors, in a child process, at any world size.
-
-    `ranks` to rehearse, default one a pipeline stage; `progress(done, of)` is told of each. Raises
-    `PlanError` for a plan that is illegal or that this version cannot rehearse, `ChildError` if the
-    rehearsal fails.
-    """
+    """Rehearse `plan` in a child process; see `workbench.rehearse`."""
     full = plan.resolve()
     require(full, "rehearse", allow_code)
 
-    def line(text: str) -> None:
+    def on_line(text: str) -> None:
         if progress and text.startswith("{"):
-            told = json.loads(text)
-            progress(told["done"], told["of"])
+            record = json.loads(text)
+            progress(record["done"], record["of"])
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "profile")
         chosen = [] if ranks is None else ["--ranks", ",".join(map(str, ranks))]
-        options = ["--to", str(out), *chosen, *_allowing(allow_code)]
-        child_process.python("workbench.rehearsal", [_written(full, folder), *options], line)
+        options = ["--to", str(out), *chosen, *_allow_code(allow_code)]
+        child_process.python("workbench.rehearsal", [_plan_file(full, folder), *options], on_line)
         return Profile.read(out)
 
 
 def verify(
     plan: Plan, precision: Literal["fp64", "fp32"] = "fp64", allow_code: bool = False
 ) -> dict[str, Any]:
-    """Train a few steps with the same seed on one device and under `plan`, on CPU ranks, and
-    compare every tensor.
-
-    Returns the largest differences of loss, gradients and weights, the worst tensor, and `passed`.
-    Raises `PlanError` for a plan that is illegal, that this version cannot run, or that is too
-    large for the CPU ranks of this machine.
-    """
+    """Verify `plan` in a child process; see `workbench.verify`."""
     full = plan.resolve()
     require(full, "run", allow_code)
     _refuse_what_is_too_large(full)
-    if found := missing(full.strategy.kernels, "cpu"):
-        raise PlanError(found)
-    said: list[str] = []
+    if problems := missing_compiler(full.strategy.kernels, "cpu"):
+        raise PlanError(problems)
+    lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--precision", precision, *_allowing(allow_code)]
+        options = ["--precision", precision, *_allow_code(allow_code)]
         child_process.python(
-            "workbench.engine.verify.equivalence", [_written(full, folder), *options], said.append
+            "workbench.engine.verify.equivalence",
+            [_plan_file(full, folder), *options],
+            lines.append,
         )
-    return dict(json.loads(said[-1]))
+    return dict(json.loads(lines[-1]))
+
+
+def export_weights(
+    source: str | Path, to: str | Path, progress: Callable[[int, int, str], None] | None = None
+) -> dict[str, Any]:
+    """Export the weights of a checkpoint in a child process; see `workbench.weights`."""
+    record: dict[str, Any] = {}
+
+    def on_line(text: str) -> None:
+        nonlocal record
+        if text.startswith("{"):
+            record = json.loads(text)
+            if progress and "done" in record:
+                progress(record["done"], record["of"], record["what"])
+
+    checkpoint, folder = checkpoint_of(source, "SOURCE"), Path(to).absolute()
+    child_process.python(
+        "workbench.engine.export_weights", [str(checkpoint), "--to", str(folder)], on_line
+    )
+    return {"source": str(checkpoint), **record}
 
 
 def inspect(plan: Plan) -> None:
-    """Build a complete plan's model, which is code that the user has allowed, and hold its
-    operators against it.
+    """Build the Python model of a resolved plan, and check that its operators name modules of it.
 
-    Raises ValueError with what stands against it.
+    Raises:
+        ValueError: What does not match.
     """
     with tempfile.TemporaryDirectory() as folder:
         child_process.python(
             "workbench.engine.check_python_model",
-            [_written(plan, folder), *_allowing(True)],
+            [_plan_file(plan, folder), *_allow_code(True)],
             lambda line: None,
         )
 
 
-def _allowing(allow_code: bool) -> list[str]:
+def _allow_code(allow_code: bool) -> list[str]:
     return ["--allow-code"] if allow_code else []
 
 
-def _written(plan: Plan, folder: str) -> str:
+def _plan_file(plan: Plan, folder: str) -> str:
     path = Path(folder, "plan.yaml")
     path.write_text(plan.to_yaml(), encoding="utf-8")
     return str(path)
 
 
 def _refuse_what_is_too_large(plan: ResolvedPlan) -> None:
-    """A proof forks every rank on this machine and holds whole copies of the model."""
+    """Verifying forks every rank on this machine, each with unsharded copies of the model."""
     most = attached().cores * int(local_constants()["ranks_per_core"])
     if plan.world_size > most:
         raise refuse(
             "cluster.gpus",
-            f"is {plan.world_size}; a proof runs on CPU ranks, of which this machine starts "
+            f"is {plan.world_size}; verify runs on CPU ranks, of which this machine starts "
             f"up to {most}; legal: 1 to {most}, with the same strategy",
         )
-    if plan.code:  # how large it is only building it tells
+    if plan.code:  # its size is known only when it is built
         return
     replicas = plan.sizes["data"] * plan.sizes["context"]
-    need, have = 8 * PROOF_COPIES * (1 + replicas) * parameters(plan.shape).total, host_memory()
+    need, have = 8 * VERIFY_COPIES * (1 + replicas) * parameters(plan.shape).total, host_memory()
     if need > have:
         raise refuse(
             "model",
-            f"a proof of {plan.shape.name} holds about {need / 2**30:.1f} GiB, this machine has "
+            f"verifying {plan.shape.name} takes about {need / 2**30:.1f} GiB, this machine has "
             f"{have / 2**30:.1f} GiB; legal: a smaller model with the same strategy, e.g. tiny",
         )
