@@ -55,7 +55,7 @@ def draw(seed: int, plans: int) -> None:
             answer["summary"] = profile.summary()
             legal += 1
         except wb.PlanError as error:
-            answer["refused"] = str(error)
+            answer["refused"] = sorted(problem.field for problem in error.problems)
         print(json.dumps(answer))
 
 

@@ -20,12 +20,13 @@ from tests.benchmarks import kernels_liger as liger
 from tests.benchmarks.kernels_timing import ROUNDS, WHOLE_ROUNDS, bytes_of, peak_bytes, seconds_of
 from workbench.engine.optimizer import Optimizer
 from workbench.kernels.fused_seams import replace_seams
-from workbench.kernels.linear_cross_entropy import chunk_tokens, linear_cross_entropy
+from workbench.kernels.linear_cross_entropy import linear_cross_entropy
 from workbench.models import Transformer
 from workbench.models.seams import IGNORE, at_least_fp32
 from workbench.parallel.layout import Layout
 from workbench.plan import schema
 from workbench.plan.model_shape import Shape
+from workbench.runtime_facts.loss_chunks import loss_chunk_tokens
 
 KERNELS = ("eager", "compiled", "fused")
 """What a plan may say, and what these are called here."""
@@ -62,7 +63,7 @@ def heads(n: int, d: int, v: int) -> dict[str, Callable[[Tensor, Tensor, Tensor]
     """
     whole = torch.compile(plain_head, dynamic=False)
     part = torch.compile(_plain_head_of_a_run, dynamic=False)
-    step = chunk_tokens(n, d, v)
+    step = loss_chunk_tokens(n, d, v)
 
     def chunked(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         runs = zip(x.split(step), targets.split(step))

@@ -155,7 +155,7 @@ def test_what_is_kept_in_16_bits_is_torchs_rounded_after_every_step(
 def test_casting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for limit in (1, 2**30):
-        monkeypatch.setattr("workbench.engine.optimizer_groups.CAST_BYTES", limit)
+        monkeypatch.setattr("workbench.engine.optimizer_groups.OPTIMIZER_CAST_BYTES", limit)
         parameters = named(torch.bfloat16)
         optimizer = Optimizer(parameters, gradients_of(0, torch.bfloat16), LAYOUTS, config(), 3)
         assert len(optimizer._groups) == (
@@ -198,7 +198,7 @@ def test_fused_kernels_change_nothing_where_triton_does_not_run(name: str) -> No
 def test_cutting_what_is_cast_changes_nothing(
     name: str, master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workbench.engine.optimizer_groups.CACHED_BYTES", 1024)
+    monkeypatch.setattr("workbench.engine.optimizer_groups.CPU_FUSED_CAST_BYTES", 1024)
     shapes = {"matrix": (40, 20), "vector": (130,), "small": (3, 4)}
     layouts = {n: Layout.whole(n, s) for n, s in shapes.items()}
     found = []

@@ -13,15 +13,11 @@ from torch.library import opcheck
 
 from tests.kernels.test_cross_entropy import again, peak
 from workbench.kernels import linear_cross_entropy as module
-from workbench.kernels.linear_cross_entropy import (
-    chunk_tokens,
-    linear_cross_entropy,
-    reference,
-    room_columns,
-    run_op,
-)
+from workbench.kernels.linear_cross_entropy import linear_cross_entropy, reference, run_op
 from workbench.models.seams import IGNORE
 from workbench.parallel.pipeline.zero_bubble import SplitLinears
+from workbench.runtime_facts import loss_chunks
+from workbench.runtime_facts.loss_chunks import loss_chunk_columns, loss_chunk_tokens
 
 N, D, V = 70, 8, 33
 
@@ -45,13 +41,13 @@ def gradients(
 
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TOKENS", 64)
+    monkeypatch.setattr(loss_chunks, "LOSS_MIN_CHUNK_TOKENS", 64)
 
 
 @pytest.mark.parametrize("kernels", ["fused", "compiled"])
 def test_gradients_are_the_loss_differences(short_runs: None, kernels: str) -> None:
     x, weight, targets = drawn(tokens=66, vocab=11)
-    assert chunk_tokens(66, D, 11) < 66
+    assert loss_chunk_tokens(66, D, 11) < 66
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         return linear_cross_entropy(x, weight, targets, kernels=kernels)
@@ -62,15 +58,19 @@ def test_gradients_are_the_loss_differences(short_runs: None, kernels: str) -> N
 
 
 def test_runs_are_few_even_and_as_large_as_the_input() -> None:
-    assert chunk_tokens(8192, 4096, 128256) == 1024
-    assert chunk_tokens(65536, 4096, 128256) == 8192, "at most eight runs"
-    assert chunk_tokens(16384, 8192, 32000) == 4096, "logits as large as the input"
-    assert chunk_tokens(1025, 64, 50257) == 576, "two runs, not one and a rest"
-    assert chunk_tokens(100, 4096, 128256) == 100 and chunk_tokens(0, 4096, 128256) == 0
+    assert loss_chunk_tokens(8192, 4096, 128256) == 1024
+    assert loss_chunk_tokens(65536, 4096, 128256) == 8192, "at most eight runs"
+    assert loss_chunk_tokens(16384, 8192, 32000) == 4096, "logits as large as the input"
+    assert loss_chunk_tokens(1025, 64, 50257) == 576, "two runs, not one and a rest"
+    assert loss_chunk_tokens(100, 4096, 128256) == 100 and loss_chunk_tokens(0, 4096, 128256) == 0
     for n in range(1, 20000, 371):
         for d, v in ((64, 50257), (4096, 32000), (8192, 1)):
-            step = chunk_tokens(n, d, v)
-            assert 0 < step <= n and -(-n // step) <= module.RUNS and (step % 64 == 0 or step == n)
+            step = loss_chunk_tokens(n, d, v)
+            assert (
+                0 < step <= n
+                and -(-n // step) <= loss_chunks.LOSS_MAX_CHUNKS
+                and (step % 64 == 0 or step == n)
+            )
             assert step * v <= max(1024 * v, n * d, n * v / 8) + 64 * v
 
 
@@ -95,7 +95,7 @@ def test_evaluation_makes_no_gradient() -> None:
     with torch.no_grad():
         linear_cross_entropy(x, weight, targets)
         most = peak(lambda: linear_cross_entropy(x, weight, targets))
-    room = 1024 * room_columns(4096) * 4
+    room = 1024 * loss_chunk_columns(4096) * 4
     assert room <= most < room + 40 * 1024
 
 
@@ -114,14 +114,14 @@ def test_memory_is_less_than_a_quarter() -> None:
         peak(lambda f=f: gradients(f, x, weight, targets))
         for f in (linear_cross_entropy, reference)
     )
-    room = chunk_tokens(2048, D, 32768) * 32768 * 2
+    room = loss_chunk_tokens(2048, D, 32768) * 32768 * 2
     assert mine <= 1.1 * (room + x.nbytes + weight.nbytes) and mine < plain / 4
 
 
 def test_a_rehearsal_sees_what_a_run_holds(short_runs: None) -> None:
     """All that is as large as a run's logits is made outside the operator."""
     x, weight, targets = drawn(torch.float32)
-    room = torch.empty(64, room_columns(V))
+    room = torch.empty(64, loss_chunk_columns(V))
     made = torch.empty_like(x), torch.empty_like(weight)
     x, weight = x.detach(), weight.detach()
 
@@ -196,7 +196,10 @@ def test_a_split_backward_leaves_it_alone() -> None:
 
 def test_operator_is_what_torch_asks_of_it() -> None:
     x, weight, targets = (t.detach() for t in drawn(torch.float32))
-    room, made = torch.empty(N, room_columns(V)), (torch.empty_like(x), torch.empty_like(weight))
+    room, made = (
+        torch.empty(N, loss_chunk_columns(V)),
+        (torch.empty_like(x), torch.empty_like(weight)),
+    )
     opcheck(run_op, (x, weight, targets, room, *made, True, 0.1, 1e-3, "fused"))
     opcheck(run_op, (x, weight, targets, room, None, None, True, 0.0, 0.0, "fused"))
 

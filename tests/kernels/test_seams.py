@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parallel.small import GPT, LLAMA
 from workbench.costmodel.compute import kernel_benchmarks
 from workbench.costmodel.compute.roofline import FUSED_KERNELS_PER_LAYER
-from workbench.costmodel.memory import activation_memory
-from workbench.costmodel.memory import loss_memory as loss
 from workbench.errors import PlanError
 from workbench.kernels import fused_seams
 from workbench.kernels.fused_seams import replace_seams, warm_up
@@ -184,12 +182,6 @@ def test_without_a_compiler_nothing_is_started(
         subprocess_verbs.verify(plan)
     eager = plan.replace(**{"strategy.kernels": "eager"})
     assert not [p for p in preflight.preflight(eager) if p.field == "strategy.kernels"]
-
-
-def test_the_planner_knows_which_seams_stay_plain() -> None:
-    assert activation_memory.MIN_FUSED_SEAM_NUMEL == fused_seams.PLAIN_BELOW
-    assert activation_memory.ATEN_SEAMS == fused_seams.ATEN
-    assert loss.MIN_FUSED_LOSS_NUMEL == fused_seams.LOSS_PLAIN_BELOW
 
 
 def measured_on_processors() -> dict[tuple[str, str, tuple[int, ...], str], tuple[float, float]]:

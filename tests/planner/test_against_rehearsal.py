@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from workbench.costmodel.memory.loss_memory import loss_chunk_tokens
-from workbench.kernels.linear_cross_entropy import chunk_tokens
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile
@@ -123,14 +121,6 @@ def test_so_they_are_with_replaced_seams(
         estimated, rehearsed = estimate(plan), rehearse(plan)
         assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
         assert traffic(estimated) == traffic(rehearsed)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "vocab"), [(1, 7), (300, 1000), (5000, 32000), (8192, 128), (70000, 50257)]
-)
-def test_the_planner_knows_how_many_tokens_the_loss_takes_at_once(tokens: int, vocab: int) -> None:
-    for hidden in (8, 96, 4096):
-        assert loss_chunk_tokens(tokens, hidden, vocab) == chunk_tokens(tokens, hidden, vocab)
 
 
 FIVE = ODD | {"layers": 2, "heads": 5, "kv_heads": 5, "head_dim": 20, "mlp": "gelu", "ffn": 161}

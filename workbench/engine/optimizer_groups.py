@@ -10,14 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-CAST_BYTES = 64 * 2**20
-"""What has another dtype than a step is made in is cast in pieces of this size, which bounds the
-temporary.
-"""
-CACHED_BYTES = 2**20
-"""The same where tensors are cut for it: what has been cast is stepped before it leaves a
-processor's cache.
-"""
+from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES, OPTIMIZER_CAST_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +49,7 @@ class Group:
         )
 
     def cut(self) -> Group:
-        """The group with contiguous tensors in parts that need at most `CACHED_BYTES` of copies
+        """The group with contiguous tensors in parts that need at most `CPU_FUSED_CAST_BYTES` of copies
         each.
         """
         rows, counts, counted, dtypes = [], [], [], []
@@ -82,10 +75,10 @@ class Group:
         return sum(x.numel() * dtype.itemsize for x in used if x.dtype != dtype)
 
     def pieces(self, cut: bool = False) -> Iterator[Group]:
-        """The group in runs that need at most `CAST_BYTES` of cast tensors (a larger one stands
-        alone); where large tensors are `cut`, `CACHED_BYTES`.
+        """The group in runs that need at most `OPTIMIZER_CAST_BYTES` of cast tensors (a larger one stands
+        alone); where large tensors are `cut`, `CPU_FUSED_CAST_BYTES`.
         """
-        own, limit = (self.cut(), CACHED_BYTES) if cut else (self, CAST_BYTES)
+        own, limit = (self.cut(), CPU_FUSED_CAST_BYTES) if cut else (self, OPTIMIZER_CAST_BYTES)
         start, cast = 0, 0
         for index in range(len(own.targets)):
             need = own.cast_bytes(index)
@@ -124,8 +117,8 @@ def _cut(row: Sequence[Tensor], cast: int) -> list[tuple[Tensor, ...]]:
     """Parts of tensors of one shape; what is there twice, a parameter that is its own target, stays
     one tensor.
     """
-    if cast <= CACHED_BYTES or not all(x.is_contiguous() for x in row):
+    if cast <= CPU_FUSED_CAST_BYTES or not all(x.is_contiguous() for x in row):
         return [tuple(row)]
-    size = max(64, row[0].numel() * CACHED_BYTES // cast // 64 * 64)
+    size = max(64, row[0].numel() * CPU_FUSED_CAST_BYTES // cast // 64 * 64)
     parts = {id(x): x.view(-1).split(size) for x in row}
     return list(zip(*(parts[id(x)] for x in row)))

@@ -22,13 +22,11 @@ from workbench.kernels.residual_norm import add_norm
 from workbench.kernels.rope import rope
 from workbench.models.counter_dropout import Dropout
 from workbench.models.seams import Activate, AddNorm, HeadLoss, Positions, Rope
-
-PLAIN_BELOW = 2**19
-"""Entries below which starting what was compiled costs a processor more than plain operators do."""
-LOSS_PLAIN_BELOW = 2**22
-"""The same of a split vocabulary's logits, all of whose loss is one seam."""
-ATEN = ("layernorm", "relu")
-"""Kinds of seams that torch has a fused operator for on processors."""
+from workbench.runtime_facts.fused_thresholds import (
+    ATEN_SEAMS,
+    MIN_FUSED_LOSS_NUMEL,
+    MIN_FUSED_SEAM_NUMEL,
+)
 
 
 class FusedAddNorm(AddNorm):
@@ -131,10 +129,10 @@ def replace_seams(model: nn.Module, kernels: str, device: str = "cuda") -> None:
     on_processor = kernels == "fused" and device == "cpu"
     for module in model.modules():
         plain = on_processor and (
-            isinstance(module, Dropout) or getattr(module, "kind", None) in ATEN
+            isinstance(module, Dropout) or getattr(module, "kind", None) in ATEN_SEAMS
         )
         if type(module) in FUSED and not plain:
-            below = LOSS_PLAIN_BELOW if isinstance(module, HeadLoss) else PLAIN_BELOW
+            below = MIN_FUSED_LOSS_NUMEL if isinstance(module, HeadLoss) else MIN_FUSED_SEAM_NUMEL
             use(module, FUSED[type(module)], kernels, below if on_processor else 0)
 
 

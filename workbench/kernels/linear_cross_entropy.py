@@ -3,7 +3,7 @@ and never held.
 
 The gradients are made in forward, run by run, while the logits are there (as in Liger Kernel, Hsu et al. 2024,
 2410.10989): the input's [N, D] and the weight's [V, D] are kept until backward, which multiplies them by what comes in.
-The weight's is summed over runs in its own dtype and so rounded once a run, of which there are few (`chunk_tokens`):
+The weight's is summed over runs in its own dtype and so rounded once a run, of which there are few (`loss_chunk_tokens`):
 bf16 thus holds no second copy in fp32. In fp16 both are kept in fp32, made from a gradient of the logits that is
 multiplied by `held`: what will come in has the loss's scale in it, without which small ones would be lost, and sums of
 large ones overflow whatever that scale is.
@@ -24,21 +24,12 @@ from workbench.kernels.cross_entropy import check_tokens, statistics_of, tile, w
 from workbench.kernels.input_checks import check, wide_dtype
 from workbench.kernels.triton_compat import jit, runs_triton, tl, wide
 from workbench.models.seams import IGNORE
+from workbench.runtime_facts.loss_chunks import loss_chunk_columns, loss_chunk_tokens
 
 ENTRIES = 16384
 """Of a row, which a program takes at once: few rows at a time, so that all stay in the cache until
 read again.
 """
-ALIGNED = 64
-"""Columns of the room for logits are a multiple of this, which loads and products of whole vectors
-ask for.
-"""
-TOKENS = 1024
-"""A run's tokens that keep the products busy: fewer would move the weight's gradient more often
-than they multiply.
-"""
-RUNS = 8
-"""At most so many runs, so that few sums are rounded."""
 PIECE = 2**22
 """Entries that are widened at a time where no product takes narrow factors to a wide result."""
 
@@ -48,20 +39,6 @@ def reference(
 ) -> Tensor:
     """The sum over valid tokens as plain operators."""
     return ce.reference(F.linear(x_ND, weight_VD), targets_N, smoothing, z)
-
-
-def chunk_tokens(n: int, d: int, v: int) -> int:
-    """Tokens of a run, of `n` tokens of width `d` over `v` entries: its logits are about as large
-    as the input, unless that would be fewer than `TOKENS` or more than `RUNS` runs; the runs are of
-    equal size but for the last.
-    """
-    runs = -(-n // max(TOKENS, n * d // v, -(-n // RUNS))) or 1
-    return min(n, -(-n // (runs * 64)) * 64)
-
-
-def room_columns(v: int) -> int:
-    """Columns of a run's logits in memory."""
-    return -(-v // ALIGNED) * ALIGNED
 
 
 def held(dtype: torch.dtype, z: float) -> float:
@@ -287,7 +264,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         backward: bool,
     ) -> Tensor:
         (n, d), v = x_ND.shape, len(weight_VD)
-        step = chunk_tokens(n, d, v)
+        step = loss_chunk_tokens(n, d, v)
         dtype = torch.float32 if x_ND.dtype == torch.float16 else x_ND.dtype
         asked = [backward and need for need in ctx.needs_input_grad[:2]]
         dx_ND, dw_VD = (
@@ -295,7 +272,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for t, need in zip((x_ND, weight_VD), asked, strict=True)
         )
         room, total = (
-            x_ND.new_empty(step, room_columns(v)),
+            x_ND.new_empty(step, loss_chunk_columns(v)),
             torch.zeros((), dtype=wide_dtype(x_ND), device=x_ND.device),
         )
         for at in range(0, n, max(1, step)):

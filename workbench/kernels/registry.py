@@ -30,7 +30,7 @@ VOCABULARIES = (8192, 128256)
 PARAMETERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 COMPILED = "torch.compile if large"
-"""Where `seams.PLAIN_BELOW` says that starting it pays."""
+"""Where `runtime_facts.fused_thresholds` says that starting it pays."""
 
 Case = Callable[[], Tensor | tuple[Tensor, ...] | None]
 """Runs forward and returns what backward begins with, if there is one."""

@@ -75,7 +75,7 @@ def splits_nothing(
     )
     return (
         f"{why}; legal: "
-        f"{f'{legal_sizes.near(ranks, enough)} gpus, or ' if enough else ''}another preset (ddp)"
+        f"{f'{legal_sizes.near(ranks, enough)} GPUs, or ' if enough else ''}another preset (ddp)"
     )
 
 

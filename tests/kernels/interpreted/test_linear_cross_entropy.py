@@ -9,8 +9,10 @@ from torch import Tensor
 from tests.kernels.canaries import canaries
 from workbench.kernels import cross_entropy
 from workbench.kernels import linear_cross_entropy as module
-from workbench.kernels.linear_cross_entropy import chunk_tokens, linear_cross_entropy, reference
+from workbench.kernels.linear_cross_entropy import linear_cross_entropy, reference
 from workbench.models.seams import IGNORE
+from workbench.runtime_facts import loss_chunks
+from workbench.runtime_facts.loss_chunks import loss_chunk_tokens
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 WIDTH = 16
@@ -43,7 +45,7 @@ def assert_equal(found: list[Tensor], true: list[Tensor], dtype: torch.dtype) ->
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of 64 tokens, and rows that are read in several blocks."""
-    monkeypatch.setattr(module, "TOKENS", 64)
+    monkeypatch.setattr(loss_chunks, "LOSS_MIN_CHUNK_TOKENS", 64)
     monkeypatch.setattr(module, "ENTRIES", 256)
     monkeypatch.setattr(cross_entropy, "BLOCK", 256)
 
@@ -61,7 +63,7 @@ def test_equals_plain_operators(
 
 
 def test_there_are_several_runs(short_runs: None) -> None:
-    assert chunk_tokens(70, WIDTH, 33) == 64
+    assert loss_chunk_tokens(70, WIDTH, 33) == 64
 
 
 def test_a_row_in_two_blocks_of_the_real_size() -> None:

@@ -4,15 +4,16 @@ call by call.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import ceil
 
 import numpy as np
 
 from workbench.costmodel.inputs.config import Number, stage_homes
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.runtime_facts.bucket_packing import pack_by_size, padded_numel
 
 BucketCollective = tuple[str, str, int, str, float, str]
 """(axis, kind, group size, `parameter` or `gradient` dtype, bytes, action)."""
@@ -59,25 +60,20 @@ def rank_buckets(w: Workload, rank: int) -> list[list[PackedBucket]]:
 
 
 def _pack(w: Workload, parameters: list[StageParameter]) -> list[PackedBucket]:
-    limit = w.searched.bucket_bytes / w.gradient_element_bytes
-    full: list[PackedBucket] = []
-    open_: dict[object, PackedBucket] = {}
-    for p in reversed(parameters):
-        key = (p.unit if w.zero == 3 else "", p.partial_over, p.own_bucket, p.experts)
-        empty = PackedBucket(p.unit, 0, p.partial_over, p.experts)
-        bucket = open_.get(key, empty)
-        if w.zero < 3 and bucket.elements and bucket.elements + p.elements > limit:
-            full.append(bucket)
-            bucket = empty
-        open_[key] = replace(empty, elements=bucket.elements + p.elements)
-    return [
-        replace(b, elements=_padded(b.elements, _shard_ranks(w, b)))
-        for b in (*full, *open_.values())
+    """Buckets by size; under ZeRO-3 one a unit, however large."""
+    limit = w.searched.bucket_bytes / w.gradient_element_bytes if w.zero < 3 else math.inf
+    backward = parameters[::-1]
+    tensors = [
+        ((p.unit if w.zero == 3 else "", p.partial_over, p.own_bucket, p.experts), p.elements)
+        for p in backward
     ]
+    return [_bucket(w, [backward[place] for place in it]) for it in pack_by_size(tensors, limit)]
 
 
-def _padded(elements: int, shard: int) -> int:
-    return ceil(elements / shard) * shard
+def _bucket(w: Workload, parameters: list[StageParameter]) -> PackedBucket:
+    last, elements = parameters[-1], sum(p.elements for p in parameters)
+    bucket = PackedBucket(last.unit, elements, last.partial_over, last.experts)
+    return replace(bucket, elements=padded_numel(elements, _shard_ranks(w, bucket)))
 
 
 def _expert_ranks(w: Workload, bucket: PackedBucket) -> int:

@@ -21,13 +21,13 @@ from workbench.costmodel.inputs.layer_gemms import (
 )
 from workbench.costmodel.inputs.rank_workload import Workload, tensor_parallel_widths
 from workbench.costmodel.memory.activation_memory import (
-    ATEN_SEAMS,
     has_weight_gradients,
     keeps_small_seams_eager,
     runs_fused_seam,
 )
 from workbench.costmodel.rates.constants import Constants
 from workbench.machine.hardware import GPU
+from workbench.runtime_facts.fused_thresholds import ATEN_SEAMS
 
 KERNELS_PER_LAYER = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40)}
 """Kernels of one layer (forward, backward) by the plan's `kernels`: of this engine's eager

@@ -16,13 +16,9 @@ from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.plan.attention_kernel import repeats_heads
+from workbench.runtime_facts.cast_sizes import GRADIENT_CAST_NUMEL
+from workbench.runtime_facts.fused_thresholds import MIN_FUSED_SEAM_NUMEL
 
-GRADIENT_CAST_NUMEL = 2**22
-"""Elements of a 16-bit gradient that are upcast at once (`parallel/data/flat_buckets.py`)."""
-MIN_FUSED_SEAM_NUMEL = 2**19
-"""Elements below which fused seams stay eager on a CPU (`kernels/fused_seams.py`)."""
-ATEN_SEAMS = ("layernorm", "relu")
-"""Seams that stay eager on a CPU whatever their size."""
 TOKEN_ID_BYTES = 8
 """Bytes of an int64 token id."""
 

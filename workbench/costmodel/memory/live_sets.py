@@ -15,11 +15,7 @@ from workbench.costmodel.memory import activation_memory
 from workbench.costmodel.memory.activation_memory import LayerActivations
 from workbench.costmodel.memory.loss_memory import HeadMemory
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
-
-OPTIMIZER_CAST_BYTES, CPU_FUSED_CAST_BYTES = 64 * 2**20, 2**20
-"""Bytes of a piece in which the optimizer upcasts 16-bit gradients; the second one of its fused
-kernel on a CPU.
-"""
+from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES, OPTIMIZER_CAST_BYTES
 
 MemoryByCategory = dict[str, Array]
 """Category -> bytes by pipeline rank."""

@@ -23,16 +23,8 @@ from workbench.costmodel.memory.activation_memory import (
     norm_saved,
     weight_gradient_peak,
 )
-
-LOSS_MIN_CHUNK_TOKENS, LOSS_MAX_CHUNKS, LOSS_CHUNK_ALIGNMENT = 1024, 8, 64
-"""Chunked loss (`kernels/linear_cross_entropy`): least tokens of a chunk, most chunks, and the
-multiple to which a chunk's tokens and its logits buffer are rounded.
-"""
-
-MIN_FUSED_LOSS_NUMEL = 2**22
-"""Logits of a vocabulary-parallel head below which the fused loss stays eager on a CPU
-(`kernels/fused_seams.py`).
-"""
+from workbench.runtime_facts.fused_thresholds import MIN_FUSED_LOSS_NUMEL
+from workbench.runtime_facts.loss_chunks import loss_chunk_columns, loss_chunk_tokens
 
 
 @dataclass(frozen=True)
@@ -127,8 +119,7 @@ def _fused_loss(w: Workload) -> HeadMemory:
     )
     chunk_logits = (
         loss_chunk_tokens(tokens, w.hidden_per_rank, w.vocab_rows)
-        * -(-w.vocab_rows // LOSS_CHUNK_ALIGNMENT)
-        * LOSS_CHUNK_ALIGNMENT
+        * loss_chunk_columns(w.vocab_rows)
         * w.element_bytes
     )
     return HeadMemory(
@@ -159,17 +150,3 @@ def _projection(w: Workload, table: Number, logits: Number) -> tuple[Number, Num
         grid_block_bytes(w, w.hidden_activation_bytes, table, logits) if algorithm != "1d" else 0.0
     )
     return table * w.element_bytes * has_weight_gradients(w) * (algorithm != "3d"), blocks
-
-
-def loss_chunk_tokens(tokens: Number, hidden: Number, vocab: Number) -> Number:
-    """Tokens of one chunk of the chunked loss: `chunk_tokens` of `kernels.linear_cross_entropy`,
-    for arrays.
-    """
-    runs = -(
-        -tokens
-        // np.maximum(
-            np.maximum(LOSS_MIN_CHUNK_TOKENS, tokens * hidden // vocab),
-            -(-tokens // LOSS_MAX_CHUNKS),
-        )
-    )
-    return np.minimum(tokens, -(-tokens // (runs * LOSS_CHUNK_ALIGNMENT)) * LOSS_CHUNK_ALIGNMENT)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, MeshAxis
+from workbench.runtime_facts.bucket_packing import pack_by_size, padded_numel
 
 Sums = Mapping[str, tuple[MeshAxis, ...]]
 """Local name -> the axes over which a parameter's gradient is summed; the last is the one that ZeRO
@@ -43,7 +44,7 @@ class Packing:
     @property
     def size(self) -> int:
         """Entries of the bucket, padding included."""
-        return -(-sum(map(math.prod, self.shapes.values())) // self.shard.size) * self.shard.size
+        return padded_numel(sum(map(math.prod, self.shapes.values())), self.shard.size)
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """(name, first entry, one beyond the last) of each tensor."""
@@ -109,18 +110,10 @@ def by_size(
 
     Those that are summed over different axes never share a bucket, nor does any with `alone`.
     """
-    open_: dict[object, tuple[list[str], int]] = {}
-    for name in reversed(list(layouts)):
-        key = (sums[name], name == alone)
-        group, size = open_.get(key, ([], 0))
-        length = math.prod(layouts[name].local_shape)
-        if group and size + length > limit:
-            yield group
-            group, size = [], 0
-        group.append(name)
-        open_[key] = group, size + length
-    for group, _ in open_.values():
-        yield group
+    names = list(reversed(list(layouts)))
+    tensors = [((sums[n], n == alone), math.prod(layouts[n].local_shape)) for n in names]
+    for bucket in pack_by_size(tensors, limit):
+        yield [names[place] for place in bucket]
 
 
 def by_unit(

@@ -15,9 +15,7 @@ from torch import Tensor
 from workbench.parallel.async_collectives import Finish
 from workbench.parallel.data.data_collectives import piece, start_scatter, start_sum
 from workbench.parallel.data.flat_buckets import Packing
-
-PIECE = 2**22
-"""Entries of a narrow gradient that are widened at once."""
+from workbench.runtime_facts.cast_sizes import GRADIENT_CAST_NUMEL
 
 Works = Iterator[Finish | None]
 """Collectives, each begun when it is asked for, which is after the former has ended."""
@@ -27,7 +25,9 @@ def add_narrow(total: Tensor, gradient: Tensor) -> None:
     """Add a gradient to a total of another dtype, piece by piece: widening it whole would double
     its memory.
     """
-    for into, part in zip(total.flatten().split(PIECE), gradient.flatten().split(PIECE)):
+    for into, part in zip(
+        total.flatten().split(GRADIENT_CAST_NUMEL), gradient.flatten().split(GRADIENT_CAST_NUMEL)
+    ):
         into.add_(part.to(into.dtype))
 
 

@@ -1,0 +1,36 @@
+"""Which tensors share a flat bucket: few large collectives carry many small tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+
+
+def pack_by_size(tensors: Iterable[tuple[Hashable, int]], limit: float) -> Iterator[list[int]]:
+    """Buckets of at most `limit` elements, in the order in which they are full.
+
+    A tensor larger than `limit` gets a bucket of its own. Tensors of different keys (reduced over
+    different ranks, say) never share a bucket.
+
+    Args:
+        tensors: (key, number of elements) of each tensor, in the order in which backward makes the
+            gradients.
+        limit: Elements of a bucket at most.
+
+    Yields:
+        Places in `tensors` of what shares a bucket.
+    """
+    filling: dict[Hashable, tuple[list[int], int]] = {}
+    for place, (key, elements) in enumerate(tensors):
+        bucket, size = filling.get(key, ([], 0))
+        if bucket and size + elements > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(place)
+        filling[key] = bucket, size + elements
+    for bucket, _ in filling.values():
+        yield bucket
+
+
+def padded_numel(elements: int, shard_ranks: int) -> int:
+    """Elements of a bucket, padded to a multiple of the ranks that ZeRO shards it over."""
+    return -(-elements // shard_ranks) * shard_ranks

@@ -1,0 +1,16 @@
+"""How much is cast to another dtype at once: what bounds the temporaries of accumulating and
+stepping.
+"""
+
+GRADIENT_CAST_NUMEL = 2**22
+"""Elements of a 16-bit gradient that are upcast at once when they are added to an fp32 total."""
+
+OPTIMIZER_CAST_BYTES = 64 * 2**20
+"""Bytes of the pieces in which the optimizer casts what is stored in another dtype than it steps
+in.
+"""
+
+CPU_FUSED_CAST_BYTES = 2**20
+"""The same for the fused optimizer on a CPU: what has been cast is stepped while it is in the
+cache.
+"""
