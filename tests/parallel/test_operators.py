@@ -16,7 +16,7 @@ from workbench.parallel.operators.redistribution import Split
 from workbench.plan.operator_strategy import read
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
-from workbench.planner.autoshard import Machine, choose
+from workbench.planner.autoshard import choose, ideal_machine
 from workbench.rehearsal.rehearse import rehearse
 
 
@@ -160,7 +160,7 @@ def test_the_planner_counts_the_same() -> None:
         built.shape,
         t.micro_batch * t.sequence_length,
         2,
-        Machine(1e12, 1e9, 1e-6),
+        ideal_machine(1e12, 1e9, 1e-6),
         sequence_length=t.sequence_length,
         fused=True,
         fixed=read(built.strategy.operators),
@@ -180,7 +180,7 @@ def test_the_planner_counts_the_same() -> None:
 
 def test_what_the_planner_chooses_runs() -> None:
     built = on(4, operators={}, shape=GPT, layers=1).resolve()
-    t, machine = built.training, Machine(1e9, 1e12, 0)
+    t, machine = built.training, ideal_machine(1e9, 1e12, 0, 1e12)
     tokens = t.micro_batch * t.sequence_length
     chosen = choose(
         built.shape, tokens, 4, machine, sequence_length=t.sequence_length, fused=True

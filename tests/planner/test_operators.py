@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from workbench.errors import PlanError
 from workbench.plan.model_shape import Shape
-from workbench.planner.autoshard import Bytes, Machine, choose, parse, read, write, written
+from workbench.planner.autoshard import Bytes, choose, ideal_machine, parse, read, write, written
 from workbench.planner.autoshard.chain_choice import solve_chain
 from workbench.planner.autoshard.choice_problem import Between, Problem
-from workbench.planner.autoshard.device_mesh import mesh
+from workbench.planner.autoshard.device_mesh import logical_mesh
 from workbench.planner.autoshard.graph_choice import solve_graph
 from workbench.planner.autoshard.graph_pricing import price
 from workbench.planner.autoshard.layer_operators import layer, model
 from workbench.planner.autoshard.operator_cost import operator_cost, redistribution
 from workbench.planner.autoshard.operator_splits import Dim, Operator, Tensor, strategies
 
-MACHINE = Machine(flops=1e12, bandwidth=1e9, latency=1e-6)
+MACHINE = ideal_machine(flops=1e12, bandwidth=1e9, latency=1e-6)
 GPT = Shape(layers=3, hidden=64, heads=4, ffn=256, vocab=500, mlp="gelu", norm="layernorm")
 
 
@@ -42,7 +42,7 @@ def product(rows=8, inner=16, columns=32, units=(8, 16, 32)):
         dims,
         inputs,
         Tensor("output", ("rows", "columns")),
-        2.0 * rows * inner * columns,
+        gemm_widths=(columns,),
     )
 
 
@@ -61,19 +61,19 @@ def test_strategies_are_all_divisor_triples_whose_product_divides_the_ranks(rank
         for a, b, c in itertools.product(range(1, ranks + 1), repeat=3)
         if ranks % (a * b * c) == 0 and 8 % a == 0 and 12 % b == 0 and 6 % c == 0
     }
-    found = strategies(operator, mesh(ranks, MACHINE))
+    found = strategies(operator, logical_mesh(ranks, MACHINE))
     assert sorted(s.form for s in found) == sorted((((a, b), (b, c))) for a, b, c in legal)
 
 
 def test_a_grid_gives_each_axis_to_one_dimension_or_none():
-    found = strategies(product(units=(2, 16, 32)), mesh((4, 2), MACHINE))
+    found = strategies(product(units=(2, 16, 32)), logical_mesh((4, 2), MACHINE))
     assert {s.placement for s in found} == {
         (a, b) for a in (None, "inner", "columns") for b in (None, "rows", "inner", "columns")
     }
 
 
 def test_a_dimension_of_one_unit_stays_whole():
-    assert {s.form for s in strategies(product(units=(1, 1, 1)), mesh(4, MACHINE))} == {
+    assert {s.form for s in strategies(product(units=(1, 1, 1)), logical_mesh(4, MACHINE))} == {
         ((1, 1), (1, 1))
     }
 
@@ -91,7 +91,7 @@ def test_a_dimension_of_one_unit_stays_whole():
 def test_on_plain_ranks_rows_lie_outside_so_that_columns_meet_the_next_inner_dimension(
     form, placement
 ):
-    assert option(product(), mesh(8, MACHINE), form).placement == placement
+    assert option(product(), logical_mesh(8, MACHINE), form).placement == placement
 
 
 # --- costs, by hand -------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_on_plain_ranks_rows_lie_outside_so_that_columns_meet_the_next_inner_dim
     ],
 )
 def test_the_operator_reduces_what_is_partial(form, moved):
-    operator, grid = product(), mesh(4, MACHINE)
+    operator, grid = product(), logical_mesh(4, MACHINE)
     cost = operator_cost(operator, option(operator, grid, form), grid, MACHINE, Bytes(element=2))
     assert [(m.when, m.tensor, m.bytes) for m in cost.moves] == [(w, t, 2 * n) for w, t, n in moved]
     for move in cost.moves:
@@ -117,7 +117,7 @@ def test_the_operator_reduces_what_is_partial(form, moved):
 
 
 def test_memory_counts_local_parameters_with_states_and_the_local_output():
-    operator, grid = product(), mesh(8, MACHINE)
+    operator, grid = product(), logical_mesh(8, MACHINE)
     cost = operator_cost(
         operator, option(operator, grid, "((2,1),(1,4))"), grid, MACHINE, Bytes(2, 2, 16)
     )
@@ -125,7 +125,7 @@ def test_memory_counts_local_parameters_with_states_and_the_local_output():
 
 
 def test_a_weight_is_reduced_once_in_all_microbatches():
-    operator, grid = product(), mesh(4, MACHINE)
+    operator, grid = product(), logical_mesh(4, MACHINE)
     rows = option(operator, grid, "((4,1),(1,1))")
     one, eight = (
         operator_cost(operator, rows, grid, MACHINE, Bytes(gradient=4), n) for n in (1, 8)
@@ -148,13 +148,13 @@ def test_a_weight_is_reduced_once_in_all_microbatches():
     ],
 )
 def test_redistribution_moves_the_tensor_and_its_gradient_back(held, wanted, kinds):
-    grid = mesh((4,), Machine(1e12, bandwidth=1.0, latency=0.0))
+    grid = logical_mesh((4,), ideal_machine(1e12, bandwidth=1.0, latency=0.0))
     moves = redistribution(held, wanted, 400.0, grid, "x")
     assert [(m.when, m.kind, m.seconds) for m in moves] == kinds
 
 
 def test_a_slice_comes_before_a_gather_and_leaves_it_less():
-    grid = mesh((2, 4), Machine(1e12, bandwidth=1.0, latency=0.0))
+    grid = logical_mesh((2, 4), ideal_machine(1e12, bandwidth=1.0, latency=0.0))
     there = [
         m for m in redistribution((0, None), (None, 0), 800.0, grid, "x") if m.when == "forward"
     ]
@@ -165,13 +165,13 @@ def test_a_slice_comes_before_a_gather_and_leaves_it_less():
 
 
 def test_an_all_reduce_over_two_levels_crosses_the_outer_one_with_a_part():
-    grid = mesh((2, 4), Machine(1e12, bandwidth=(1.0, 10.0), latency=(0.5, 0.25)))
+    grid = logical_mesh((2, 4), ideal_machine(1e12, bandwidth=(1.0, 10.0), latency=(0.5, 0.25)))
     inside, outside = 2 * (3 / 4 * 80 / 10 + 3 * 0.25), 2 * (1 / 2 * 20 / 1 + 0.5)
     assert grid.seconds("all_reduce", 80.0, (0, 1)) == pytest.approx(inside + outside, rel=1e-12)
 
 
 def test_equal_links_make_one_ring():
-    grid = mesh(8, Machine(1e12, bandwidth=2.0, latency=0.5))
+    grid = logical_mesh(8, ideal_machine(1e12, bandwidth=2.0, latency=0.5))
     assert grid.seconds("all_gather", 80.0, (0, 1, 2)) == pytest.approx(
         7 / 8 * 80 / 2 + 7 * 0.5, rel=1e-12
     )
@@ -180,13 +180,13 @@ def test_equal_links_make_one_ring():
 @pytest.mark.parametrize("form, used", [("((1,1),(1,1))", 1), ("((2,2),(2,2))", 4)])
 def test_an_addition_takes_as_long_as_its_memory_traffic(form, used):
     machine, tensors = (
-        replace(MACHINE, memory_bandwidth=1e9),
+        ideal_machine(1e12, 1e9, 1e-6, 1e9),
         [Tensor(n, ("rows", "width")) for n in "abc"],
     )
     dims = Dim("rows", 8, 8), Dim("width", 16, 16)
     operator, grid = (
-        Operator("add", "Add", dims, tuple(tensors[:2]), tensors[2], 8.0 * 16),
-        mesh(4, machine),
+        Operator("add", "Add", dims, tuple(tensors[:2]), tensors[2]),
+        logical_mesh(4, machine),
     )
     cost = operator_cost(operator, option(operator, grid, form), grid, machine, Bytes(element=2))
     # Two inputs are read twice and their gradients written, the output written and its gradient
@@ -226,7 +226,7 @@ def test_every_input_that_an_operator_makes_has_its_edge(fused):
 @settings(max_examples=20, deadline=None)
 def test_the_problem_is_the_sum_of_what_its_operators_and_tensors_cost(seed):
     grouped = GPT.model_copy(update={"kv_heads": 2, "mlp": "swiglu", "tied": True})
-    priced = price(model(grouped, 4, 16), mesh(4, MACHINE), MACHINE, Bytes())
+    priced = price(model(grouped, 4, 16), logical_mesh(4, MACHINE), MACHINE, Bytes())
     rng = np.random.default_rng(seed)
     picked = tuple(int(rng.integers(len(options))) for options in priced.options)
     rows = [
@@ -320,8 +320,8 @@ def test_integer_programming_finds_the_optimum_of_a_graph_within_a_limit(problem
 
 @pytest.mark.parametrize("rate", [1e8, 1e10, 1e12])
 def test_a_priced_block_with_its_residual_is_solved_as_brute_force_does(rate):
-    machine = Machine(1e12, rate, 1e-6, 1e11)
-    priced = price(layer(GPT, 1, 32, fused=True), mesh(2, machine), machine, Bytes())
+    machine = ideal_machine(1e12, rate, 1e-6, 1e11)
+    priced = price(layer(GPT, 1, 32, fused=True), logical_mesh(2, machine), machine, Bytes())
     best = brute(priced.problem)
     assert not priced.problem.is_chain
     assert priced.problem.total(solve_graph(priced.problem)) == pytest.approx(
@@ -336,9 +336,11 @@ def test_a_priced_block_with_its_residual_is_solved_as_brute_force_does(rate):
 def test_a_priced_branch_is_solved_as_brute_force_does(ranks, rate):
     from workbench.planner.autoshard.strategy_choice import _graph, solve
 
-    machine = Machine(1e12, rate, 1e-6, 1e11)
+    machine = ideal_machine(1e12, rate, 1e-6, 1e11)
     for part, fused in (("mlp", False), ("attention", True), ("attention", False)):
-        priced = price(_graph(part, GPT, 2, 16, fused), mesh(ranks, machine), machine, Bytes())
+        priced = price(
+            _graph(part, GPT, 2, 16, fused), logical_mesh(ranks, machine), machine, Bytes()
+        )
         picked, solver = solve(priced, {})
         assert solver == (
             "dynamic programming" if part == "mlp" or fused else "integer programming"
@@ -349,7 +351,7 @@ def test_a_priced_branch_is_solved_as_brute_force_does(ranks, rate):
 
 
 def test_the_sum_of_the_rows_is_the_total():
-    found = choose(GPT, 64, 4, Machine(1e12, 1e9, 1e-6, 1e11), sequence_length=16)
+    found = choose(GPT, 64, 4, ideal_machine(1e12, 1e9, 1e-6, 1e11), sequence_length=16)
     total = sum(row.seconds * row.times for row in found.rows)
     total += sum(between.seconds * between.times for between in found.redistributions)
     assert found.seconds == pytest.approx(total, rel=1e-12)
@@ -446,8 +448,8 @@ def test_ranks_that_divide_nothing_are_refused_with_what_could_be_split():
         ({"memory": 0.0}, "memory: is 0"),
         ({"memory": float("nan")}, "memory: is nan"),
         (
-            {"machine": Machine(1e12, (1e9, 1e9), 1e-6)},
-            r"machine.bandwidth: has 2 values for 1 axes",
+            {"machine": ideal_machine(1e12, (1e9, 1e9), 1e-6)},
+            r"machine.links: has 2 values for 1 axes",
         ),
         (
             {"fixed": {"blocks.3.nose": ((1,),)}},
@@ -470,7 +472,7 @@ def test_what_is_impossible_is_refused(call, message):
 )
 def test_a_machine_has_positive_rates(rates):
     with pytest.raises(PlanError, match="machine"):
-        Machine(*rates)
+        ideal_machine(*rates)
 
 
 def test_experts_and_latent_attention_are_refused_by_name():

@@ -10,7 +10,7 @@ import pytest
 from workbench.costmodel.rates.constants import constants
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import Bytes, choose, choose_for, read
-from workbench.planner.autoshard.plan_problem import machine
+from workbench.planner.autoshard.plan_problem import machine_model
 
 H100 = ["--model", "llama-3-8b", "--gpu", "h100-sxm-80gb"]
 
@@ -122,13 +122,18 @@ def test_ranks_of_several_nodes_are_a_grid_with_the_network_outside():
     two = plan(16)
     assert choose_for(two).ranks == (2, 8)
     known = constants(two.gpu, two.strategy.kernels)
-    found = machine(two, (2, 8))
+    found = machine_model(two, (2, 8))
     network = two.fabric.nic_gbs * 1e9 * known.nic_share / 8
-    assert found.bandwidth == (
+    assert tuple(link.bandwidth for link in found.links) == (
         pytest.approx(network),
         pytest.approx(two.gpu.link_gbs * 1e9 * known.link_share),
     )
-    assert found.latency == (two.fabric.nic_latency_us * 1e-6, two.fabric.link_latency_us * 1e-6)
+    # A ring goes at the pace of its slowest hop, and NVLink's latency is the larger one here.
+    slowest = max(two.fabric.nic_latency_us, two.fabric.link_latency_us)
+    assert tuple(link.latency for link in found.links) == (
+        slowest * 1e-6,
+        two.fabric.link_latency_us * 1e-6,
+    )
 
 
 def test_the_batch_is_the_plan_s_microbatch_over_all_data_ranks():
@@ -147,7 +152,7 @@ def test_the_batch_is_the_plan_s_microbatch_over_all_data_ranks():
         one.shape,
         16 * 1024,
         8,
-        machine(one, 8),
+        machine_model(one, 8),
         sequence_length=1024,
         fused=True,
         microbatches=4,

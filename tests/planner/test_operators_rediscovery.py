@@ -5,9 +5,9 @@ the mix of both.
 import pytest
 
 from workbench.plan.model_shape import Shape
-from workbench.planner.autoshard import Machine, choose
+from workbench.planner.autoshard import choose, ideal_machine
 
-H100 = Machine(flops=400e12, bandwidth=300e9, latency=6e-6, memory_bandwidth=2.5e12)
+H100 = ideal_machine(flops=400e12, bandwidth=300e9, latency=6e-6, memory_bandwidth=2.5e12)
 GPT = Shape(layers=24, hidden=4096, heads=32, ffn=16384, vocab=50257, mlp="gelu", norm="layernorm")
 LLAMA = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
 
@@ -105,7 +105,7 @@ def test_a_limit_that_forbids_nothing_changes_nothing():
 
 
 def test_a_grid_of_slow_and_fast_links_mixes_rows_outside_with_columns_inside():
-    cluster = Machine(
+    cluster = ideal_machine(
         flops=400e12, bandwidth=(40e9, 300e9), latency=(10e-6, 6e-6), memory_bandwidth=2.5e12
     )
     found = choose(

@@ -6,7 +6,7 @@ decides (hierarchical alpha-beta).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.rates.constants import Constants
-from workbench.machine.hardware import Fabric
+from workbench.machine.hardware import GPU, Fabric
 
 WIRE_FACTOR = {
     "all_reduce": 2.0,
@@ -78,29 +78,40 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
 def _link(w: Workload, constants: Constants, size: Number, stride: Number) -> AxisLink:
     """Link between `size` ranks that are `stride` ranks apart."""
     s = w.fixed
-    inner = s.gpu.link_gbs * 1e9 * constants.link_share
-    outer = s.fabric.nic_gbs * 1e9 * constants.nic_share
-    within = (size * stride <= s.gpus_per_node) | (size == 1)
-    inside = np.maximum(1, np.minimum(size, s.gpus_per_node // stride))
-    # `node / inside` groups of this axis leave a node at the same time and share its network;
-    # the ranks of one group inside the node share the group's part.
-    bandwidth = np.where(within, inner, np.minimum(inner, outer * inside / s.gpus_per_node))
-    latency = 1e-6 * _hop_latency_us(size, inside, s.fabric)
-    if s.fabric.rack_nodes is None:
+    return group_link(s.gpu, s.fabric, s.gpus_per_node, constants, size, stride)
+
+
+def group_link(
+    gpu: GPU, fabric: Fabric, gpus_per_node: int, constants: Constants, size: Number, stride: Number
+) -> AxisLink:
+    """What a group of `size` ranks, `stride` ranks apart, sees of the network.
+
+    Args:
+        gpu: The GPU, for the bandwidth of its links inside the node.
+        fabric: The network between nodes, and between racks where it has them.
+        gpus_per_node: GPUs of a node.
+        constants: Shares of those bandwidths that collectives reach.
+        size: Ranks of the group.
+        stride: Distance in ranks between neighbors of the group.
+    """
+    inner = gpu.link_gbs * 1e9 * constants.link_share
+    outer = fabric.nic_gbs * 1e9 * constants.nic_share
+    within = (size * stride <= gpus_per_node) | (size == 1)
+    inside = np.maximum(1, np.minimum(size, gpus_per_node // stride))
+    # `gpus_per_node / inside` groups of this axis leave a node at the same time and share its
+    # network; the ranks of one group inside the node share the group's part.
+    bandwidth = np.where(within, inner, np.minimum(inner, outer * inside / gpus_per_node))
+    latency = 1e-6 * _hop_latency_us(size, inside, fabric)
+    if fabric.rack_nodes is None:
         return AxisLink(bandwidth, latency)
-    rack = s.gpus_per_node * s.fabric.rack_nodes
+    rack = gpus_per_node * fabric.rack_nodes
     leaves_rack = np.where(size * stride > rack, size > 1, False)
     inside_rack = np.maximum(1, np.minimum(size, rack // stride))
     # The same one level up: groups that leave a rack share its uplink.
-    uplink = (
-        (s.fabric.rack_gbs or s.fabric.nic_gbs)
-        * 1e9
-        * constants.nic_share
-        * inside_rack
-        / s.gpus_per_node
-    )
+    rack_gbs = fabric.rack_gbs or fabric.nic_gbs
+    uplink = rack_gbs * 1e9 * constants.nic_share * inside_rack / gpus_per_node
     rack_latency = (
-        (s.fabric.rack_latency_us or s.fabric.nic_latency_us) - s.fabric.nic_latency_us
+        (fabric.rack_latency_us or fabric.nic_latency_us) - fabric.nic_latency_us
     ) / inside_rack
     return AxisLink(
         np.where(leaves_rack, np.minimum(bandwidth, uplink), bandwidth),
@@ -144,6 +155,28 @@ def collective_seconds(
             else ranks - 1
         )
     return size * (WIRE_FACTOR[kind] * (ranks - 1) / ranks / link.bandwidth) + hops * link.latency
+
+
+def hierarchical_seconds(
+    kind: str, size: float, levels: Sequence[tuple[int, AxisLink]], constants: Constants
+) -> float:
+    """One call over several mesh axes: rings along the innermost axis first (Thakur et al. 2005).
+
+    Every level leaves the next one 1/n of the tensor: an all-reduce over nodes x GPUs crosses the
+    network with what a GPU has reduced inside its node.
+
+    Args:
+        kind: The collective.
+        size: Bytes of the tensor that is summed, or once gathered, or of a rank's part of what is
+            exchanged.
+        levels: (ranks, link) of each level, innermost first.
+        constants: Of the cost model.
+    """
+    total, left = 0.0, size
+    for ranks, link in levels:
+        total += float(collective_seconds(kind, left, ranks, link, constants))
+        left /= ranks
+    return total
 
 
 def comm_seconds(

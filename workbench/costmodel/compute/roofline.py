@@ -313,25 +313,48 @@ def _with_launch_floor(m: DeviceRates, seconds: Number, kernels: int, is_moe: bo
 
 
 def attention_pass(w: Workload, m: DeviceRates) -> PassTimes:
-    """Seconds of causal attention in one layer.
+    """Seconds of causal attention in one layer, fused or not as the framework profile says."""
+    head_dim, framework = w.shape.head_dim or 128, w.fixed.framework
+    if not framework.unfused:
+        return fused_attention(m, attention_flops(w), head_dim)
+    scores = w.heads * w.tokens * w.fixed.sequence_length
+    return unfused_attention(m, attention_flops(w), head_dim, scores, framework.dropout)
 
-    Fused (FlashAttention-2, 2307.08691), backward does 2.5 times the FLOPs of forward. Unfused,
-    the full score matrix is computed, and scores pass through memory.
+
+def fused_attention(m: DeviceRates, flops: Number, head_dim: int) -> PassTimes:
+    """Seconds of FlashAttention-2, whose backward does 2.5 times the FLOPs of forward (2307.08691).
+
+    Args:
+        m: The GPU.
+        flops: Forward FLOPs of the causal half.
+        head_dim: Width of a head.
     """
-    c, heads = m.constants, (w.shape.head_dim or 128)
-    if not w.fixed.framework.unfused:
-        rate = (
-            m.flops_16bit
-            * c.attention_share
-            * (c.attention_narrow if heads < NARROW_HEAD_DIM else 1.0)
-        )
-        forward = attention_flops(w) / rate
-        return PassTimes(forward, 2.5 * forward / c.attention_backward)
-    rate = m.flops_16bit * c.unfused_share * min(1.0, heads / 128)
-    drop, scores = w.fixed.framework.dropout, w.heads * w.tokens * w.fixed.sequence_length
+    c = m.constants
+    rate = (
+        m.flops_16bit
+        * c.attention_share
+        * (c.attention_narrow if head_dim < NARROW_HEAD_DIM else 1.0)
+    )
+    forward = flops / rate
+    return PassTimes(forward, 2.5 * forward / c.attention_backward)
+
+
+def unfused_attention(
+    m: DeviceRates, flops: Number, head_dim: int, scores: Number, dropout: float
+) -> PassTimes:
+    """Attention as batched GEMMs and a softmax, whose scores pass through memory.
+
+    Args:
+        m: The GPU.
+        flops: Forward FLOPs of the causal half; the GEMMs compute both halves.
+        head_dim: Width of a head.
+        scores: Elements of the scores of all sequences and heads.
+        dropout: 1 where the framework drops from the probabilities.
+    """
+    rate = m.flops_16bit * m.constants.unfused_share * min(1.0, head_dim / 128)
     moved = 1.5 * scores / m.bandwidth
-    math = 2 * attention_flops(w) / rate
-    return PassTimes(math + (4 + 5 * drop) * moved, 2 * math + (6 + 5 * drop) * moved)
+    gemms = 2 * flops / rate
+    return PassTimes(gemms + (4 + 5 * dropout) * moved, 2 * gemms + (6 + 5 * dropout) * moved)
 
 
 def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.costmodel.inputs.config import Array
+from workbench.costmodel.inputs.config import Array, FixedConfig
 from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
 
@@ -52,6 +52,19 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
         optimizer=optimizer * w.fixed.moment_bytes,
         master=optimizer * w.fixed.master_bytes,
     )
+
+
+def unsharded_state_bytes(s: FixedConfig, gradient_bytes: float) -> float:
+    """Bytes of a parameter, its gradient and its optimizer state on a rank that shards nothing.
+
+    Args:
+        s: What the plan and its framework profile keep.
+        gradient_bytes: Bytes of a gradient as it is reduced.
+    """
+    stored = s.gradient_bytes if s.gradient_bytes >= 0 else gradient_bytes
+    gradients = stored + s.gradient_accumulator_bytes
+    gradients += s.framework.upcast_gradients * (s.precision == "fp16")
+    return s.parameter_bytes + gradients + s.moment_bytes + s.master_bytes
 
 
 def sharded_params(w: Workload, p: ParamCounts) -> Array:

@@ -81,6 +81,22 @@ def constants(gpu: GPU, kernels: str, stack: str = "workbench") -> Constants:
     )
 
 
+def ideal_constants() -> Constants:
+    """Constants of a device without losses: GEMMs, memory and links reach their peaks at any size."""
+    reached = {f.name: 1.0 for f in fields(Constants) if f.name.endswith("_share")}
+    changed = reached | {
+        "attention_narrow": 1.0,
+        "attention_backward": 1.0,
+        "gemm_half_dim": 0.0,
+        "gemm_misaligned": 0.0,
+        "stall_share": 0.0,
+        "latency_ranks": float("inf"),
+    }
+    return replace(
+        _constants("cuda", "", "eager", WORKBENCH), **changed, traffic=1.0, plain_traffic=1.0
+    )
+
+
 @lru_cache(maxsize=256)
 def _constants(device: str, architecture: str, kernels: str, stack: str) -> Constants:
     table = data_files.read("data/planner.yaml")

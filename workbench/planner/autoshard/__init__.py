@@ -4,17 +4,18 @@ do.
 
 from workbench.plan.operator_strategy import parse, read, write, written
 from workbench.planner.autoshard.choice_result import OperatorPlan
-from workbench.planner.autoshard.device_mesh import Machine
+from workbench.planner.autoshard.machine_model import MachineModel, ideal_machine
 from workbench.planner.autoshard.operator_cost import Bytes
 from workbench.planner.autoshard.plan_problem import choose_for
 from workbench.planner.autoshard.strategy_choice import choose
 
 __all__ = [
     "Bytes",
-    "Machine",
+    "MachineModel",
     "OperatorPlan",
     "choose",
     "choose_for",
+    "ideal_machine",
     "parse",
     "read",
     "write",

@@ -11,14 +11,9 @@ from dataclasses import replace
 from workbench.plan.model_shape import Shape
 from workbench.planner.autoshard.operator_splits import Dim, Operator, Tensor
 
-SOFTMAX_FLOPS = 5
-"""Operations an element; memory traffic outweighs them wherever it is priced."""
-
 
 def attention(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Operator, ...]:
-    """Scores, softmax and context, or one fused operator (2205.14135); the whole square is priced,
-    causal or not.
-    """
+    """Scores, softmax and context, or one fused operator (FlashAttention, arXiv:2205.14135)."""
     kv_heads = int(shape.kv_heads or shape.heads)
     groups, share = math.gcd(shape.heads, kv_heads), kv_heads / shape.heads
     dims = (
@@ -32,7 +27,9 @@ def attention(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[O
     k = Tensor("key", ("rows", "heads", "depth", "key"), share=share)
     v = Tensor("value", ("rows", "heads", "key", "depth"), share=share)
     context = Tensor("context", ("rows", "heads", "query", "depth"))
-    flops = 2.0 * math.prod(dim.size for dim in dims)
+    # Of scores, and again of context: the causal half of a sequence, or of its sliding window.
+    seen = min(length, shape.window or length)
+    flops = float(sequences * length * seen * shape.q_width)
     name = "attention.attend"
     if fused:
         return (
@@ -42,18 +39,19 @@ def attention(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[O
                 dims,
                 (q, k, v),
                 context,
-                2 * flops,
+                causal_flops=2 * flops,
                 modules=(f"blocks.*.{name}",),
             ),
         )
     scores, probabilities = (
         Tensor(t, ("rows", "heads", "query", "key")) for t in ("scores", "probabilities")
     )
-    small = float(SOFTMAX_FLOPS * math.prod(dim.size for dim in dims[:4]))
     parts = (
-        Operator(f"{name}.scores", "BatchMatMul", dims, (q, k), scores, flops),
-        Operator(f"{name}.softmax", "Softmax", dims[:4], (scores,), probabilities, small),
-        Operator(f"{name}.context", "BatchMatMul", dims, (probabilities, v), context, flops),
+        Operator(f"{name}.scores", "BatchMatMul", dims, (q, k), scores, causal_flops=flops),
+        Operator(f"{name}.softmax", "Softmax", dims[:4], (scores,), probabilities),
+        Operator(
+            f"{name}.context", "BatchMatMul", dims, (probabilities, v), context, causal_flops=flops
+        ),
     )
     return tuple(replace(part, modules=(f"blocks.*.{part.name}",)) for part in parts)
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from workbench.errors import refuse
 from workbench.planner.autoshard.choice_problem import Array, Between, Problem
-from workbench.planner.autoshard.device_mesh import Machine, Mesh
+from workbench.planner.autoshard.device_mesh import LogicalMesh
 from workbench.planner.autoshard.layer_operators import Edge, Graph
+from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import (
     Bytes,
     Move,
@@ -29,7 +30,7 @@ class Priced:
     """
 
     graph: Graph
-    mesh: Mesh
+    mesh: LogicalMesh
     sizes: Bytes
     options: tuple[tuple[Strategy, ...], ...]
     costs: tuple[tuple[OperatorCost, ...], ...]
@@ -51,8 +52,8 @@ class Priced:
 
 def price(
     graph: Graph,
-    grid: Mesh,
-    machine: Machine,
+    grid: LogicalMesh,
+    machine: MachineModel,
     sizes: Bytes,
     microbatches: int = 1,
     memory: float | None = None,
@@ -91,7 +92,11 @@ def price(
 
 
 def _between(
-    edge: Edge, options: tuple[tuple[Strategy, ...], ...], graph: Graph, grid: Mesh, sizes: Bytes
+    edge: Edge,
+    options: tuple[tuple[Strategy, ...], ...],
+    graph: Graph,
+    grid: LogicalMesh,
+    sizes: Bytes,
 ) -> Array:
     """Costs of all pairs; pairs of equal layouts are priced once."""
     known: dict[tuple[Layout, Layout], float] = {}
@@ -109,7 +114,7 @@ def _between(
 
 
 def _moves(
-    edge: Edge, held: Layout, target: Strategy, graph: Graph, grid: Mesh, sizes: Bytes
+    edge: Edge, held: Layout, target: Strategy, graph: Graph, grid: LogicalMesh, sizes: Bytes
 ) -> tuple[Move, ...]:
     wanted = target.layout(edge.wanted)
     if edge.transposed:
@@ -118,7 +123,7 @@ def _moves(
     return redistribution(held, wanted, size, grid, edge.wanted.name)
 
 
-def _undivided(graph: Graph, grid: Mesh) -> str:
+def _undivided(graph: Graph, grid: LogicalMesh) -> str:
     units = {
         f"{op.name} {dim.name}": dim.units
         for op in graph.operators

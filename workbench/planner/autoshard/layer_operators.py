@@ -17,8 +17,6 @@ from workbench.plan.model_shape import Shape
 from workbench.planner.autoshard.attention_operators import attention, attention_edges
 from workbench.planner.autoshard.operator_splits import Dim, Operator, Tensor
 
-FLOPS = {"Norm": 6, "Activation": 8, "Add": 1, "CrossEntropy": 6, "Embedding": 1}
-"""Operations an element; memory traffic outweighs them wherever it is priced."""
 VOCABULARY_MULTIPLE = 128
 """Vocabularies are padded to a multiple of it, so that they can be split (1909.08053)."""
 
@@ -134,28 +132,41 @@ def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Oper
     rows = Dim("rows", sequences * length, sequences)
     hidden, ffn = (shape.hidden, shape.hidden), (shape.ffn, shape.ffn)
     groups = math.gcd(shape.heads, int(shape.kv_heads or shape.heads))
-    qkv = (shape.q_width + 2 * shape.kv_width, groups)
+    qkv = (shape.q_width, shape.kv_width, shape.kv_width)
     ups = ("mlp.gate", "mlp.up") if shape.gated else ("mlp.up",)
     return (
         _norm("attention_norm", rows, shape.hidden, "blocks.*.attention_norm"),
         _matmul(
-            "attention.qkv", rows, hidden, qkv, *(f"blocks.*.attention.{name}" for name in "qkv")
+            "attention.qkv",
+            rows,
+            hidden,
+            qkv,
+            groups,
+            *(f"blocks.*.attention.{name}" for name in "qkv"),
         ),
         *attention(shape, sequences, length, fused),
-        _matmul("attention.o", rows, (shape.q_width, groups), hidden, "blocks.*.attention.o"),
+        _matmul(
+            "attention.o",
+            rows,
+            (shape.q_width, groups),
+            hidden[:1],
+            shape.hidden,
+            "blocks.*.attention.o",
+        ),
         _elementwise("attention.add", "Add", rows, shape.hidden, 2),
         _norm("mlp_norm", rows, shape.hidden, "blocks.*.mlp_norm"),
         _matmul(
             "mlp.up",
             rows,
             hidden,
-            (shape.ffn * len(ups), shape.ffn),
+            (shape.ffn,) * len(ups),
+            shape.ffn,
             *(f"blocks.*.{name}" for name in ups),
         ),
         _elementwise(
             "mlp.activate", "Activation", rows, shape.ffn, len(ups), "blocks.*.mlp.activate"
         ),
-        _matmul("mlp.down", rows, ffn, hidden, "blocks.*.mlp.down"),
+        _matmul("mlp.down", rows, ffn, hidden[:1], shape.hidden, "blocks.*.mlp.down"),
         _elementwise("mlp.add", "Add", rows, shape.hidden, 2),
     )
 
@@ -176,10 +187,10 @@ def _ends(shape: Shape, tokens: int, sequences: int) -> tuple[Operator, tuple[Op
         (rows, vocabulary, hidden),
         (table, ids),
         embedded,
-        FLOPS["Embedding"] * tokens * shape.hidden,
         modules=("embedding.tokens",),
     )
-    head = _matmul("head", rows, (shape.hidden, shape.hidden), (padded, padded), "head")
+    head = _matmul("head", rows, (shape.hidden, shape.hidden), (padded,), padded, "head")
+    head = replace(head, fp8=False)
     if shape.tied:
         head = replace(head, inputs=(head.inputs[0], replace(head.inputs[1], kind="tied")))
     logits, targets = (
@@ -195,37 +206,35 @@ def _ends(shape: Shape, tokens: int, sequences: int) -> tuple[Operator, tuple[Op
         (rows, vocabulary, Dim("three", 3)),
         (logits, targets),
         statistics,
-        FLOPS["CrossEntropy"] * tokens * padded,
         modules=("head.loss",),
     )
     return embedding, (_norm("final_norm", rows, shape.hidden, "final_norm"), head, loss)
 
 
 def _matmul(
-    name: str, rows: Dim, inner: tuple[int, int], columns: tuple[int, int], *modules: str
+    name: str, rows: Dim, inner: tuple[int, int], widths: tuple[int, ...], units: int, *modules: str
 ) -> Operator:
-    """Rows x inner times inner x columns; `inner` and `columns` are (size, units)."""
-    dims = (rows, Dim("inner", *inner), Dim("columns", *columns))
+    """GEMMs on one input: rows x inner times inner x width, for each of `widths`.
+
+    `inner` is (size, units); `units` divide the columns of all widths together.
+    """
+    dims = (rows, Dim("inner", *inner), Dim("columns", sum(widths), units))
     inputs = Tensor("input", ("rows", "inner")), Tensor("weight", ("inner", "columns"), "parameter")
-    flops = 2.0 * rows.size * inner[0] * columns[0]
+    output = Tensor("output", ("rows", "columns"))
     return Operator(
-        name, "MatMul", dims, inputs, Tensor("output", ("rows", "columns")), flops, modules=modules
+        name, "MatMul", dims, inputs, output, gemm_widths=widths, fp8=True, modules=modules
     )
 
 
 def _norm(name: str, rows: Dim, hidden: int, module: str) -> Operator:
     inputs = Tensor("input", ("rows", "hidden")), Tensor("weight", ("hidden",), "parameter")
-    output, flops = Tensor("output", ("rows", "hidden")), float(FLOPS["Norm"] * rows.size * hidden)
-    return Operator(
-        name, "Norm", (rows, Dim("hidden", hidden)), inputs, output, flops, modules=(module,)
-    )
+    output = Tensor("output", ("rows", "hidden"))
+    return Operator(name, "Norm", (rows, Dim("hidden", hidden)), inputs, output, modules=(module,))
 
 
 def _elementwise(
     name: str, kind: str, rows: Dim, width: int, count: int, *modules: str
 ) -> Operator:
     inputs = tuple(Tensor(f"input {i + 1}", ("rows", "width")) for i in range(count))
-    dims, flops = (rows, Dim("width", width, width)), float(FLOPS[kind] * rows.size * width)
-    return Operator(
-        name, kind, dims, inputs, Tensor("output", ("rows", "width")), flops, modules=modules
-    )
+    dims, output = (rows, Dim("width", width, width)), Tensor("output", ("rows", "width"))
+    return Operator(name, kind, dims, inputs, output, modules=modules)

@@ -10,13 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from workbench.planner.autoshard.device_mesh import Machine, Mesh
+from workbench.planner.autoshard.device_mesh import LogicalMesh
+from workbench.planner.autoshard.machine_model import MachineModel
+from workbench.planner.autoshard.operator_compute import compute_seconds
 from workbench.planner.autoshard.operator_splits import Layout, Operator, Strategy, Tensor
-
-PASSES = {"MatMul": 3.0, "BatchMatMul": 3.0, "FlashAttention": 3.5}
-"""Forward and backward over forward, in arithmetic: a product for each of two gradients; five for
-two when fused.
-"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Bytes:
     """Of parameters, activations and their gradients."""
     gradient: int = 2
     """Of a parameter's gradient, as it is reduced."""
-    state: int = 16
+    state: float = 16
     """Of a parameter with its gradient and optimizer state (mixed-precision Adam, 1910.02054)."""
 
 
@@ -69,8 +66,8 @@ class OperatorCost:
 def operator_cost(
     operator: Operator,
     strategy: Strategy,
-    mesh: Mesh,
-    machine: Machine,
+    mesh: LogicalMesh,
+    machine: MachineModel,
     sizes: Bytes,
     microbatches: int = 1,
 ) -> OperatorCost:
@@ -87,14 +84,14 @@ def operator_cost(
             moves.append(_sum("backward", tensor, local, strategy, mesh, sizes, times))
     parameters = sum(local[t.name] for t in operator.inputs if t.kind == "parameter")
     return OperatorCost(
-        _compute(operator, strategy, mesh, machine, local, sizes),
+        compute_seconds(operator, strategy, mesh, machine, local, sizes.element),
         tuple(move for move in moves if move is not None),
         parameters * sizes.state,
         local[operator.output.name] * sizes.element,
     )
 
 
-def _local(operator: Operator, tensor: Tensor, strategy: Strategy, mesh: Mesh) -> float:
+def _local(operator: Operator, tensor: Tensor, strategy: Strategy, mesh: LogicalMesh) -> float:
     """Elements of a rank's part."""
     return operator.size(tensor) / mesh.ranks_over(
         a for a, at in enumerate(strategy.layout(tensor)) if at is not None
@@ -106,7 +103,7 @@ def _sum(
     tensor: Tensor,
     local: dict[str, float],
     strategy: Strategy,
-    mesh: Mesh,
+    mesh: LogicalMesh,
     sizes: Bytes,
     times: float = 1.0,
 ) -> Move | None:
@@ -128,32 +125,8 @@ def _sum(
     )
 
 
-def _compute(
-    operator: Operator,
-    strategy: Strategy,
-    mesh: Mesh,
-    machine: Machine,
-    local: dict[str, float],
-    sizes: Bytes,
-) -> float:
-    """Seconds forward and backward of a rank: the arithmetic, or the memory traffic where that
-    takes longer.
-    """
-    learned = [t for t in operator.inputs if t.kind != "index"]
-    arithmetic = (
-        PASSES.get(operator.kind, 2.0) * operator.flops / strategy.used(mesh) / machine.flops
-    )
-    output = local[operator.output.name]
-    # A table is read by the rows that are looked up, not as a whole: as much as the output.
-    read = sum(output if operator.kind == "Embedding" else local[t.name] for t in learned)
-    traffic = (
-        3 * read + 2 * output
-    ) * sizes.element  # read and write; read the inputs again, write their gradients
-    return max(arithmetic, traffic / machine.memory_bandwidth)
-
-
 def redistribution(
-    held: Layout, wanted: Layout, size: float, mesh: Mesh, tensor: str
+    held: Layout, wanted: Layout, size: float, mesh: LogicalMesh, tensor: str
 ) -> tuple[Move, ...]:
     """What carries a tensor of `size` bytes from the layout it is held in to the one wanted, and
     its gradient back.
@@ -167,7 +140,7 @@ def _carried(
     held: Layout,
     wanted: Layout,
     size: float,
-    mesh: Mesh,
+    mesh: LogicalMesh,
     tensor: str,
 ) -> tuple[Move, ...]:
     """Slices first, for they are free and leave less to move; then exchanges; then one

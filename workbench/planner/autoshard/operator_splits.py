@@ -14,7 +14,7 @@ from itertools import product
 from typing import Literal
 
 from workbench.plan.operator_strategy import Form, placed
-from workbench.planner.autoshard.device_mesh import Mesh
+from workbench.planner.autoshard.device_mesh import LogicalMesh
 
 Layout = tuple[int | None, ...]
 """Of a tensor: for each mesh axis the position of the dimension that it splits, None where it
@@ -57,12 +57,20 @@ class Operator:
     dims: tuple[Dim, ...]
     inputs: tuple[Tensor, ...]
     output: Tensor
-    flops: float
-    """Of the whole operator forward, over all ranks."""
+    gemm_widths: tuple[int, ...] = ()
+    """Columns of each GEMM that a `MatMul` runs on its one input: query, key and value; gate and up."""
+    fp8: bool = False
+    """Whether its GEMMs run in fp8 where the plan's precision does: those of layers, not the head's."""
+    causal_flops: float = 0.0
+    """Of attention: forward FLOPs of the causal half, over all ranks."""
     times: int = 1
     """Layers that hold it."""
     modules: tuple[str, ...] = ()
     """Patterns of the modules that it stands for."""
+
+    def dim(self, name: str) -> int:
+        """Size of the dimension `name`."""
+        return next(dim.size for dim in self.dims if dim.name == name)
 
     def size(self, tensor: Tensor) -> float:
         """Elements of the whole tensor."""
@@ -97,12 +105,12 @@ class Strategy:
             if name is not None and name not in tensor.dims
         )
 
-    def used(self, mesh: Mesh) -> int:
+    def used(self, mesh: LogicalMesh) -> int:
         """Ranks that share the work; the others repeat it."""
         return mesh.ranks_over(a for a, name in enumerate(self.placement) if name is not None)
 
 
-def strategies(operator: Operator, mesh: Mesh) -> tuple[Strategy, ...]:
+def strategies(operator: Operator, mesh: LogicalMesh) -> tuple[Strategy, ...]:
     """Every legal strategy: pieces divide what a dimension may be cut into, their product divides
     the ranks.
 
@@ -114,14 +122,14 @@ def strategies(operator: Operator, mesh: Mesh) -> tuple[Strategy, ...]:
     return tuple(Strategy(placement, _form(operator, placement, mesh)) for placement in found)
 
 
-def _on_grid(operator: Operator, mesh: Mesh) -> Iterator[tuple[str | None, ...]]:
+def _on_grid(operator: Operator, mesh: LogicalMesh) -> Iterator[tuple[str | None, ...]]:
     names = [None, *(dim.name for dim in operator.dims if dim.units > 1)]
     for placement in product(names, repeat=len(mesh.axes)):
         if all(dim.units % _pieces(dim.name, placement, mesh) == 0 for dim in operator.dims):
             yield placement
 
 
-def _on_ranks(operator: Operator, mesh: Mesh) -> Iterator[tuple[str | None, ...]]:
+def _on_ranks(operator: Operator, mesh: LogicalMesh) -> Iterator[tuple[str | None, ...]]:
     dims, sizes = [dim for dim in operator.dims if dim.units > 1], [axis.size for axis in mesh.axes]
     legal = [
         [n for n in range(1, mesh.ranks + 1) if mesh.ranks % n == 0 and dim.units % n == 0]
@@ -134,11 +142,11 @@ def _on_ranks(operator: Operator, mesh: Mesh) -> Iterator[tuple[str | None, ...]
             )
 
 
-def _pieces(name: str, placement: tuple[str | None, ...], mesh: Mesh) -> int:
+def _pieces(name: str, placement: tuple[str | None, ...], mesh: LogicalMesh) -> int:
     return mesh.ranks_over(a for a, placed in enumerate(placement) if placed == name)
 
 
-def _form(operator: Operator, placement: tuple[str | None, ...], mesh: Mesh) -> Form:
+def _form(operator: Operator, placement: tuple[str | None, ...], mesh: LogicalMesh) -> Form:
     return tuple(
         tuple(_pieces(name, placement, mesh) for name in tensor.dims) for tensor in operator.inputs
     )

@@ -1,22 +1,27 @@
-"""Operator strategies of a plan: its shape, batch, cards and network as the choice needs them."""
+"""Operator strategies of a plan: its model, batch, GPUs and network as the choice needs them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from workbench.costmodel.compute.roofline import peak_flops
-from workbench.costmodel.rates.constants import Constants, constants
+from workbench.costmodel.communication.collective_cost import AxisLink, group_link
+from workbench.costmodel.compute.roofline import device_rates
+from workbench.costmodel.frameworks.framework_profile import framework_profile
+from workbench.costmodel.inputs.config import fixed_config
+from workbench.costmodel.memory.model_states import unsharded_state_bytes
+from workbench.costmodel.rates.constants import Constants
+from workbench.costmodel.rates.constants import constants as catalog_constants
 from workbench.fields.bounds import SEQUENCES, hold
 from workbench.plan.operator_strategy import read
+from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.schema import Plan
 from workbench.planner.autoshard.choice_result import OperatorPlan
-from workbench.planner.autoshard.device_mesh import Machine
+from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import Bytes
 from workbench.planner.autoshard.strategy_choice import choose
-
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+from workbench.planner.calibrated_plan import on_machine
 
 
 def choose_for(
@@ -25,13 +30,21 @@ def choose_for(
     memory: float | None = None,
     sequences: int | None = None,
 ) -> OperatorPlan:
-    """The operator strategies that cost a complete `plan` least, over all its ranks or over
-    `ranks`.
+    """The operator strategies that cost a resolved `plan` least.
 
-    Ranks of several nodes become a grid of (nodes, ranks a node). `sequences` of one microbatch
-    over all ranks: by default the plan's micro-batch on each data-parallel rank. `memory`: bytes of
-    a rank. What `strategy.operators` holds is kept. Pipeline and other axes are not priced: the
-    choice stands for them. Raises `PlanError`.
+    Pipeline and other axes are not priced: the choice stands for them. What the plan's
+    `strategy.operators` names is kept.
+
+    Args:
+        plan: The plan; its calibration and framework profile are priced.
+        ranks: Over which the operators are split, as a number or a grid; default all of the plan.
+            Ranks of several nodes become a grid of (nodes, GPUs per node).
+        memory: Bytes of a rank.
+        sequences: Of one microbatch over all ranks; default the plan's micro-batch on each
+            data-parallel rank.
+
+    Raises:
+        PlanError: No choice is legal.
     """
     node, length = int(plan.cluster.gpus_per_node or 1), plan.training.sequence_length
     wanted = plan.world_size if ranks is None else ranks
@@ -40,63 +53,68 @@ def choose_for(
         if isinstance(wanted, int) and wanted > node > 1 and wanted % node == 0
         else wanted
     )
-    held = plan.training.micro_batch * plan.sizes["data"] if sequences is None else sequences
-    hold("sequences", held, 1, SEQUENCES)
-    times = max(1, plan.training.global_batch // held)
+    count = plan.training.micro_batch * plan.sizes["data"] if sequences is None else sequences
+    hold("sequences", count, 1, SEQUENCES)
     return choose(
         plan.shape,
-        held * length,
+        count * length,
         grid,
-        machine(plan, grid),
+        machine_model(plan, grid),
         sequence_length=length,
         fused=True,
         memory=memory,
-        microbatches=times,
-        sizes=_sizes(plan),
+        microbatches=max(1, plan.training.global_batch // count),
+        sizes=tensor_bytes(plan),
         fixed=read(plan.strategy.operators),
     )
 
 
-def _sizes(plan: Plan) -> Bytes:
-    """Parameter, gradient, moments and 32-bit master weight, in the dtypes that the plan names
-    (1910.02054).
-    """
-    optimizer, gradient = plan.training.optimizer, BYTES.get(plan.strategy.gradient_dtype)
-    element = 4 if plan.strategy.precision in ("fp32", "tf32") else 2
-    moments = BYTES[optimizer.moments] * (2 if optimizer.name == "adamw" else 1)
-    master = 4 if element == 2 and optimizer.master == "auto" else 0
-    return Bytes(element, gradient or element, element + (gradient or element) + moments + master)
+def tensor_bytes(plan: ResolvedPlan) -> Bytes:
+    """Bytes of activations, gradients and parameters with their state, by the framework profile."""
+    gradient = DTYPE_BYTES[plan.strategy.gradient_dtype]
+    state = unsharded_state_bytes(fixed_config(plan), gradient)
+    return Bytes(DTYPE_BYTES[plan.strategy.precision], gradient, state)
 
 
-def machine(plan: ResolvedPlan, grid: int | Sequence[int]) -> Machine:
-    """A card of the plan as operators see it, and its links: of all ranks, or along each axis of a
-    grid.
+def machine_model(plan: ResolvedPlan, grid: int | Sequence[int]) -> MachineModel:
+    """A GPU of the plan and its links: one over all plain ranks, or one along each axis of a grid.
+
+    A plan with a calibration has the measured rates.
+
+    Args:
+        plan: The plan.
+        grid: Ranks, or the sizes of a grid's axes, outermost first.
     """
-    known, card, precision = (
-        constants(plan.gpu, plan.strategy.kernels),
-        plan.gpu,
-        plan.strategy.precision,
+    precision = plan.strategy.precision
+    measured, found = on_machine(plan)
+    constants = _operator_constants(plan, found)
+    sizes = [grid] if isinstance(grid, int) else list(grid)
+    node = int(plan.cluster.gpus_per_node or 1)
+
+    def link(axis: int) -> AxisLink:
+        stride = math.prod(sizes[axis + 1 :])
+        found = group_link(measured.gpu, measured.fabric, node, constants, sizes[axis], stride)
+        return AxisLink(float(found.bandwidth), float(found.latency))
+
+    return MachineModel(
+        device_rates(measured.gpu, precision, constants),
+        tuple(link(axis) for axis in range(len(sizes))),
+        framework_profile(plan.strategy.stack),
+        precision == "fp8",
     )
-    rates = (
-        peak_flops(card, precision) * known.gemm_share,
-        card.bandwidth_gbs * 1e9 * known.memory_share,
-    )
-    if isinstance(grid, int):
-        return Machine(rates[0], *_link(plan, known, 1, grid), rates[1])
-    links = [_link(plan, known, math.prod(grid[a + 1 :]), size) for a, size in enumerate(grid)]
-    bandwidth, latency = (tuple(link[i] for link in links) for i in (0, 1))
-    return Machine(rates[0], bandwidth, latency, rates[1])
 
 
-def _link(plan: ResolvedPlan, known: Constants, stride: int, size: int) -> tuple[float, float]:
-    """(bytes a second of one rank, seconds a hop) of an axis whose neighbours are `stride` ranks
-    apart.
+def _operator_constants(plan: ResolvedPlan, constants: Constants) -> Constants:
+    """Constants that single operators are priced with.
+
+    What a calibration measured decides between strategies that cost nearly the same. The catalog's
+    losses of small or misaligned GEMMs and its traffic of eager kernels are averages over layers:
+    without a calibration GEMMs run at the rate of a large one, and memory-bound operators move the
+    textbook count times what the plan's kernels and framework move relative to eager ones.
     """
-    node, fabric = int(plan.cluster.gpus_per_node or 1), plan.fabric
-    link = plan.gpu.link_gbs * 1e9 * known.link_share
-    if stride * size <= node:
-        return link, fabric.link_latency_us * 1e-6
-    inside = max(1, min(size, node // stride)) if stride < node else 1
-    return min(
-        link, fabric.nic_gbs * 1e9 * known.nic_share * inside / node
-    ), fabric.nic_latency_us * 1e-6
+    if plan.cluster.calibration is not None:
+        return constants
+    eager = catalog_constants(plan.gpu, "eager").traffic
+    return replace(
+        constants, gemm_half_dim=0.0, gemm_misaligned=0.0, traffic=constants.traffic / eager
+    )

@@ -16,10 +16,11 @@ from workbench.planner.autoshard.chain_choice import solve_chain
 from workbench.planner.autoshard.choice_problem import Between
 from workbench.planner.autoshard.choice_reasons import reason
 from workbench.planner.autoshard.choice_result import OperatorPlan, Redistribution, Row
-from workbench.planner.autoshard.device_mesh import Machine, mesh
+from workbench.planner.autoshard.device_mesh import logical_mesh
 from workbench.planner.autoshard.graph_choice import solve_graph
 from workbench.planner.autoshard.graph_pricing import Priced, price
 from workbench.planner.autoshard.layer_operators import Graph, branch, layer, model
+from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import Bytes
 from workbench.planner.autoshard.operator_splits import Operator, Strategy
 
@@ -33,7 +34,7 @@ def choose(
     shape: Shape,
     tokens: int,
     ranks: int | Sequence[int],
-    machine: Machine,
+    machine: MachineModel,
     *,
     sequence_length: int | None = None,
     part: Part = "model",
@@ -63,7 +64,9 @@ def choose(
     if memory is not None and not memory > 0:
         raise refuse("memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
     graph = _graph(part, shape, tokens // length, length, fused)
-    priced = price(graph, mesh(ranks, machine), machine, sizes or Bytes(), microbatches, memory)
+    priced = price(
+        graph, logical_mesh(ranks, machine), machine, sizes or Bytes(), microbatches, memory
+    )
     picked, solver = solve(priced, fixed or {})
     return _answer(
         priced, picked, solver, None if memory is None else _too_large(priced, fixed or {})

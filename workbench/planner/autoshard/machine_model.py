@@ -1,0 +1,80 @@
+"""The machine that operators are priced on: one GPU, and the link of each mesh axis, as the cost model
+has them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from workbench.costmodel.communication.collective_cost import AxisLink
+from workbench.costmodel.compute.roofline import DeviceRates
+from workbench.costmodel.frameworks.framework_profile import (
+    WORKBENCH,
+    FrameworkProfile,
+    framework_profile,
+)
+from workbench.costmodel.rates.constants import ideal_constants
+from workbench.errors import refuse
+
+
+@dataclass(frozen=True)
+class MachineModel:
+    """What a rank computes and communicates with (a machine model in the sense of FlexFlow)."""
+
+    device: DeviceRates
+    """Rates of the GPU and the constants of the cost model."""
+    links: tuple[AxisLink, ...]
+    """One for all axes, or one per axis of a grid, outermost first."""
+    framework: FrameworkProfile = field(default_factory=lambda: framework_profile(WORKBENCH))
+    fp8: bool = False
+    """Whether the layers' GEMMs run in fp8."""
+
+    def __post_init__(self) -> None:
+        rates = {
+            "flops": (self.device.flops,),
+            "memory_bandwidth": (self.device.bandwidth,),
+            "bandwidth": tuple(link.bandwidth for link in self.links),
+        }
+        for name, values in rates.items():
+            if not all(value > 0 for value in values):
+                raise refuse(f"machine.{name}", f"is {_shown(values)}; legal: numbers above 0")
+        latencies = tuple(link.latency for link in self.links)
+        if not all(0 <= value < math.inf for value in latencies):
+            raise refuse(
+                "machine.latency", f"is {_shown(latencies)}; legal: finite seconds, 0 or more"
+            )
+
+
+def ideal_machine(
+    flops: float,
+    bandwidth: float | tuple[float, ...],
+    latency: float | tuple[float, ...],
+    memory_bandwidth: float = math.inf,
+) -> MachineModel:
+    """A machine that reaches its rates at every size, for questions that no plan asks.
+
+    Args:
+        flops: FLOP/s of GEMMs and attention.
+        bandwidth: Bytes/s that a rank sends; one, or one per axis of a grid, outermost first.
+        latency: Seconds per hop; as `bandwidth`.
+        memory_bandwidth: Bytes/s of memory-bound operators.
+
+    Raises:
+        PlanError: A rate is not above 0, or a latency is negative or infinite.
+    """
+    pairs = zip(_several(bandwidth, latency), _several(latency, bandwidth), strict=True)
+    device = DeviceRates(flops, flops, memory_bandwidth, ideal_constants(), True)
+    return MachineModel(device, tuple(AxisLink(*pair) for pair in pairs))
+
+
+def _several(
+    value: float | tuple[float, ...], other: float | tuple[float, ...]
+) -> tuple[float, ...]:
+    if isinstance(value, tuple):
+        return value
+    return (value,) * (len(other) if isinstance(other, tuple) else 1)
+
+
+def _shown(values: tuple[float, ...]) -> float | tuple[float, ...]:
+    return values[0] if len(values) == 1 else values

@@ -1,0 +1,105 @@
+"""Seconds of one operator's forward and backward on one rank, by the cost model's roofline.
+
+Launch floors are left out: a layer launches as many kernels under every strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from workbench.costmodel.compute.roofline import (
+    PassTimes,
+    fused_attention,
+    gemm_seconds,
+    unfused_attention,
+)
+from workbench.planner.autoshard.device_mesh import LogicalMesh
+from workbench.planner.autoshard.machine_model import MachineModel
+from workbench.planner.autoshard.operator_splits import Operator, Strategy
+
+
+def compute_seconds(
+    operator: Operator,
+    strategy: Strategy,
+    mesh: LogicalMesh,
+    machine: MachineModel,
+    local: Mapping[str, float],
+    element: int,
+) -> float:
+    """Seconds forward and backward of a rank's part of `operator`, communication apart.
+
+    Args:
+        operator: The operator, with its sizes over all ranks.
+        strategy: How it is sharded.
+        mesh: The ranks.
+        machine: What a rank computes with.
+        local: Elements of a rank's part of each tensor, by name.
+        element: Bytes of an activation's element.
+    """
+    device = machine.device
+    if operator.causal_flops or operator.kind == "Softmax":
+        seconds = _attention(operator, strategy, mesh, machine, local[operator.output.name])
+    else:
+        moved = _moved_elements(operator, local) * element / device.bandwidth
+        if operator.kind == "MatMul":
+            seconds = max(_gemms(operator, strategy, mesh, machine), moved)
+        else:
+            seconds = device.constants.traffic * moved
+    return float(device.constants.compute_slowdown * seconds)
+
+
+def _moved_elements(operator: Operator, local: Mapping[str, float]) -> float:
+    """Elements read and written at the textbook count.
+
+    Forward reads the inputs and writes the output; backward reads the inputs and the output's
+    gradient, and writes the inputs' gradients.
+    """
+    output = local[operator.output.name]
+    learned = [t for t in operator.inputs if t.kind != "index"]
+    # A table is read by the rows that are looked up, as much as the output, not as a whole.
+    read = sum(output if operator.kind == "Embedding" else local[t.name] for t in learned)
+    return 3 * read + 2 * output
+
+
+def _gemms(
+    operator: Operator, strategy: Strategy, mesh: LogicalMesh, machine: MachineModel
+) -> float:
+    """FLOPs of output, input gradient and weight gradient, for each GEMM of the operator."""
+    rows, inner, columns = (
+        operator.dim(name) / _pieces(name, strategy, mesh) for name in ("rows", "inner", "columns")
+    )
+    device, fp8 = machine.device, machine.fp8 and operator.fp8
+    widths = (sum(operator.gemm_widths),) if machine.framework.fused_qkv else operator.gemm_widths
+    total = 0.0
+    for width in widths:
+        n = columns * width / operator.dim("columns")
+        # Bytes of an element 0: the operator's traffic is counted as a whole.
+        total += gemm_seconds(device, rows, n, inner, 0, fp8)
+        total += gemm_seconds(device, rows, inner, n, 0, fp8)
+        total += gemm_seconds(device, n, inner, rows, 0, fp8)
+    return total
+
+
+def _attention(
+    operator: Operator, strategy: Strategy, mesh: LogicalMesh, machine: MachineModel, output: float
+) -> float:
+    """Fused attention, or the batched GEMMs and the softmax that it is without."""
+    flops = operator.causal_flops / strategy.used(mesh)
+    device, framework = machine.device, machine.framework
+    if operator.kind == "Softmax":
+        return _both(unfused_attention(device, 0.0, 128, output, framework.dropout))
+    head_dim = operator.dim("depth")
+    if operator.kind == "BatchMatMul":
+        return _both(unfused_attention(device, flops, head_dim, 0.0, framework.dropout))
+    if framework.unfused:
+        scores = output / head_dim * operator.dim("key")
+        return _both(unfused_attention(device, flops, head_dim, scores, framework.dropout))
+    return _both(fused_attention(device, flops, head_dim))
+
+
+def _both(times: PassTimes) -> float:
+    return float(times.forward + times.backward)
+
+
+def _pieces(name: str, strategy: Strategy, mesh: LogicalMesh) -> int:
+    return mesh.ranks_over(a for a, placed in enumerate(strategy.placement) if placed == name)
