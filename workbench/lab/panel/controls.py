@@ -1,4 +1,4 @@
-"""The planner's panel: one widget with every control, each a view of the plan, and the words beside
+"""The planner's panel: one widget with every control, each a view of the plan, and the text beside
 it.
 
 The page sends what a person does as messages and never as state, so that nothing the page shows,
@@ -38,14 +38,14 @@ class Panel(anywidget.AnyWidget):
     groups: Any = traitlets.List().tag(sync=True)
     """Title and fields (name, label, form, hint, options) of every group, in order."""
     shown: Any = traitlets.Dict().tag(sync=True)
-    """What every control shows (`fields`), whether there is a way back, the file's name, and
-    `heard`.
+    """`fields` (what every control shows), `undo` and `reset` (whether they are enabled), `path` of
+    the plan file, and `acknowledged`: the number of the last message that was answered.
     """
 
     def __init__(self, on_message: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(
             groups=control_groups(),
-            shown={"heard": 0, "fields": {}, "undo": False, "reset": False, "path": ""},
+            shown={"acknowledged": 0, "fields": {}, "undo": False, "reset": False, "path": ""},
         )
         self._on_message = on_message
         self.on_msg(self._receive)
@@ -57,8 +57,8 @@ class Panel(anywidget.AnyWidget):
     def _receive(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
         try:
             self._on_message(content)
-        finally:  # the page shows nothing of us while it waits for an answer
-            self.show(heard=max(int(content.get("number", 0)), self.shown["heard"]))
+        finally:  # the page ignores updates until its message is acknowledged
+            self.show(acknowledged=max(int(content.get("number", 0)), self.shown["acknowledged"]))
 
 
 def control_groups() -> list[dict[str, Any]]:
@@ -87,12 +87,21 @@ def _field(control: PlanControl) -> dict[str, Any]:
 def control_fields(
     requested: RequestedPlan, resolved: ResolvedPlan | None, problems: Sequence[Problem]
 ) -> dict[str, dict[str, Any]]:
-    """What each control shows for what is requested; `resolved` is the last legal plan, complete."""
+    """What each control shows.
+
+    Args:
+        requested: The plan as written, and rejected input.
+        resolved: The last legal plan; None where there has been none.
+        problems: What is illegal in `requested`.
+
+    Returns:
+        Control name -> value, text, origin, problem, and options where they depend on the plan.
+    """
     shown, legal = (
         control_values(requested.plan, resolved),
         legal_choices(resolved) if resolved else {},
     )
-    said = problems_by_control(problems)
+    messages = problems_by_control(problems)
     found = {}
     for name, control in plan_controls().items():
         value = shown[name]
@@ -110,17 +119,17 @@ def control_fields(
         )
         if offered != control.choices:
             cell["options"] = [list(choice) for choice in offered]
-        found[name] = cell | {"problem": "; ".join(said.get(name, []))}
+        found[name] = cell | {"problem": "; ".join(messages.get(name, []))}
     return found
 
 
 def problems_by_control(problems: Sequence[Problem]) -> Mapping[str, list[str]]:
-    """Control -> what is wrong with it."""
-    said: dict[str, list[str]] = {}
+    """Control name -> messages of its problems."""
+    messages: dict[str, list[str]] = {}
     for problem in problems:
         if control := control_of(problem):
-            said.setdefault(control.name, []).append(problem.message)
-    return said
+            messages.setdefault(control.name, []).append(problem.message)
+    return messages
 
 
 def control_of(problem: Problem) -> PlanControl | None:

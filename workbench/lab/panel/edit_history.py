@@ -21,7 +21,7 @@ MAX_UNDO = 200
 
 @dataclass(frozen=True)
 class RejectedInput:
-    """What was typed in a control, where no plan can hold it, and why."""
+    """What was typed in a control that no plan can hold, and why."""
 
     typed: Any
     problems: tuple[Problem, ...]
@@ -45,7 +45,7 @@ class RequestedPlan:
         )
 
     def resolve(self) -> ResolvedPlan:
-        """The plan, complete. Raises `PlanError` with all that is wrong with what is requested."""
+        """The plan, resolved. Raises `PlanError` with every problem of the request."""
         rejected = [problem for found in self.rejected.values() for problem in found.problems]
         if problems := [*rejected, *check(self.plan)]:
             raise PlanError(problems)
@@ -71,7 +71,7 @@ class EditHistory:
         self._past: list[RequestedPlan] = []
 
     def push(self, requested: RequestedPlan) -> None:
-        """Ask for something else; what is no change is no step."""
+        """Record a request; one that changes nothing is not recorded."""
         if not requested.equals(self.now):
             self._past = [*self._past[1 - MAX_UNDO :], self.now]
             self.now = requested
@@ -86,7 +86,7 @@ class EditHistory:
         self.push(RequestedPlan(self.start))
 
     def load(self, plan: Plan) -> None:
-        """Ask for a plan from elsewhere; Reset goes back to it from now on. Can be undone."""
+        """Record a plan from a file; Reset goes back to it from now on. Can be undone."""
         self.start = plan
         self.push(RequestedPlan(plan))
 
@@ -97,5 +97,5 @@ class EditHistory:
 
     @property
     def can_reset(self) -> bool:
-        """Whether there is something to go back from."""
+        """Whether the request differs from the first plan."""
         return not self.now.equals(RequestedPlan(self.start))

@@ -1,4 +1,4 @@
-"""The words beneath a plan's charts: what it costs to train, and what binds it."""
+"""The text below a plan's charts: its cost, and what binds its step time and memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from workbench.untrusted_text import escaped
 
 
 def reasons_html(resolved: ResolvedPlan, profile: Profile) -> str:
-    """Cost and binding constraint of the complete plan `resolved` as HTML, read off its estimate, not
-    estimated anew.
+    """Cost and binding constraint of a plan as HTML; what does not bind follows in grey.
 
-    The sentence about what does not bind follows in grey.
+    Args:
+        resolved: The plan.
+        profile: Its estimate, which is not made again.
     """
     found = binding(resolved, profile)
     other = found.time if found.constraint == "memory" else found.memory

@@ -1,4 +1,4 @@
-"""The words above a plan: whether it fits its GPUs, how fast it is, and what would make it fit."""
+"""The banner of a plan: whether it fits its GPUs, its step time, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ BUTTONS = (
 def verdict_banner(
     profile: Profile | None, problems: Sequence[Problem] = (), news: str = "", drawn: bool = True
 ) -> dict[str, Any]:
-    """The banner of a plan's estimate; without one, of an illegal plan, whose `problems` it names.
+    """The banner of a plan's estimate, or of an illegal plan.
 
-    `drawn`: whether the charts show a legal plan from before.
+    Args:
+        profile: The estimate; None for an illegal plan.
+        problems: What is illegal.
+        news: A line about the last action.
+        drawn: Whether the charts show an earlier legal plan.
     """
     if profile is None:
         lines = [
@@ -93,8 +97,8 @@ def fit_line(profile: Profile) -> str:
         return f"{bytes_text(peaks[rank])} peak memory (rank {rank})"
     share = digits(100 * peaks[rank] / profile.capacity_bytes, 2)
     word = "Fits" if profile.fits else "Does not fit"
-    told = f"{bytes_text(peaks[rank])} of {bytes_text(profile.capacity_bytes)} ({share} %)"
-    return f"{word}: {told} peak memory (rank {rank})"
+    amount = f"{bytes_text(peaks[rank])} of {bytes_text(profile.capacity_bytes)} ({share} %)"
+    return f"{word}: {amount} peak memory (rank {rank})"
 
 
 def advice_line(profile: Profile) -> str:

@@ -1,7 +1,7 @@
-"""What a person's edit does to a plan: the field itself, and what it cannot do without.
+"""What an edit in the panel does to a plan: the field itself, and what that field requires.
 
-Nothing else moves. An edit that would change the global batch, and so make step times those of
-another job, holds it; what an edit brings along is told.
+Nothing else changes. An edit that would change the default global batch writes the present one into
+the plan: step times of different global batches cannot be compared. The banner lists side effects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workbench.plan.schema import Plan, build_plan, written_fields
 
 GLOBAL_BATCH, MICRO_BATCH = "training.global_batch", "training.micro_batch"
 HOLDS_GLOBAL_BATCH = ("micro_batch", "strategy", "algorithm", "tensor")
-"""Edits after which the micro-batch may be another, and with it the default of the global batch."""
+"""Edits that may change the micro-batch, and with it the default of the global batch."""
 MAY_NEED_GRID = ("strategy", "algorithm", "tensor")
 """Edits that may ask for a tensor grid, which splits a micro-batch into parts."""
 MAX_MULTIPLES = 64
@@ -30,10 +30,16 @@ MAX_MULTIPLES = 64
 
 
 def apply_edit(plan: Plan, control: PlanControl, value: Any, before: ResolvedPlan | None) -> Plan:
-    """`plan` with `control` set to `value` (AUTO: left out) and what that brings; `before` is it
-    complete, where legal.
+    """`plan` with one control set, and the changes that this requires.
 
-    Raises `PlanError` where no plan can hold the value.
+    Args:
+        plan: The plan as written.
+        control: The control that was edited.
+        value: Its new value; `AUTO` leaves the field out.
+        before: `plan` resolved, where it was legal.
+
+    Raises:
+        PlanError: No plan can hold the value.
     """
     changed = (
         without_field(plan, control.path)
@@ -50,7 +56,7 @@ def apply_edit(plan: Plan, control: PlanControl, value: Any, before: ResolvedPla
 
 
 def without_field(plan: Plan, path: str) -> Plan:
-    """`plan` with a field left out, so that it is filled again."""
+    """`plan` with a field left out, so that it gets its default."""
     data = written_fields(plan)
     *above, last = path.split(".")
     inner: Any = data
@@ -61,23 +67,30 @@ def without_field(plan: Plan, path: str) -> Plan:
 
 
 def side_effects(
-    control: PlanControl, old: Mapping[str, Any], new: Mapping[str, Any], held: bool
+    control: PlanControl, old: Mapping[str, Any], new: Mapping[str, Any], batch_written: bool
 ) -> str:
-    """In words, what an edit of `control` changed beside it: `old` and `new` are what the controls
-    showed.
+    """In words, what an edit of `control` changed besides it.
 
-    `held`: whether it wrote the global batch that was there.
+    Args:
+        control: The control that was edited.
+        old: Control name -> value before the edit.
+        new: Control name -> value after it.
+        batch_written: Whether the edit wrote the present global batch into the plan.
     """
     others = [
         other
         for name, other in plan_controls().items()
         if other is not control and old[name] != new[name]
     ]
-    told = ", ".join(
+    changes = ", ".join(
         f"{other.label} {control_text(other, old)} → {control_text(other, new)}" for other in others
     )
-    lines = [f"{control.label} {control_text(control, new)} also changed: {told}."] if told else []
-    if held and old["global_batch"] == new["global_batch"]:
+    lines = (
+        [f"{control.label} {control_text(control, new)} also changed: {changes}."]
+        if changes
+        else []
+    )
+    if batch_written and old["global_batch"] == new["global_batch"]:
         lines.append(f"Global batch stays {new['global_batch']}; clear its field for auto.")
     return " ".join(lines)
 
@@ -92,9 +105,8 @@ def control_text(control: PlanControl, shown: Mapping[str, Any]) -> str:
 
 def _assigned(control: PlanControl, value: Any, before: ResolvedPlan | None) -> dict[str, Any]:
     """Field -> value of an edit, with the sizes that a name asks for."""
-    if (
-        control.name == "strategy"
-    ):  # a preset brings its own settings: what was set for another one goes
+    # A preset has its own settings: fields that were set for another preset are dropped.
+    if control.name == "strategy":
         return {"strategy": {"preset": value}}
     changes = {control.path: value}
     if before and control.name == "algorithm":

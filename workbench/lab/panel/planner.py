@@ -1,4 +1,4 @@
-"""The planner: a plan under your hands, estimated again at every edit.
+"""The planner: an interactive plan, estimated again at every edit.
 
 The answer is `planner.plan`, a Plan like any other; what the controls show is only a way to it.
 """
@@ -40,15 +40,22 @@ DEFAULT_PLAN = {"model": "llama-3-8b", "gpu": "h100-sxm-80gb", "gpus": 8, "strat
 
 
 MAX_RANKS = 2**16
+"""Charts of more ranks take seconds an edit."""
 
 
 class Planner(widgets.VBox):
-    """Controls, what they cost and why, and the plan file. `plan` defaults to a model on eight
-    GPUs.
+    """The interactive planner: controls, the estimate's charts, its explanation and the plan file.
 
-    `plan` is always the last legal plan, `profile` its estimate, `problems` what stands against
-    what is requested now, `run` the run that the button started, `path` the plan file that is written
-    and loaded.
+    Args:
+        plan: The plan to start from; default: Llama 3 8B with ZeRO-3 on eight H100.
+
+    Attributes:
+        plan: The last legal plan.
+        profile: Its estimate.
+        rehearsed: Its rehearsal, once the button was pressed.
+        problems: What is illegal in the plan that the controls ask for.
+        run: The run that the button started.
+        path: The plan file that is written and loaded.
     """
 
     def __init__(self, plan: Plan | None = None) -> None:
@@ -77,11 +84,14 @@ class Planner(widgets.VBox):
         self._saved.show()
 
     def set(self, name: str, value: Any) -> None:
-        """Set the control `name` (such as "tensor"), or the field of that control, as a person
-        would.
+        """Set a control as its user would; an illegal value goes to `problems`.
 
-        Text is read as if it were typed. What is illegal is told in `problems`. Raises `PlanError`
-        for another name.
+        Args:
+            name: A control, such as "tensor", or its field, such as "strategy.tensor.size".
+            value: Its value; text is parsed as if it were typed.
+
+        Raises:
+            PlanError: There is no control of that name.
         """
         found = [
             control for control in plan_controls().values() if name in (control.name, control.path)
@@ -111,9 +121,7 @@ class Planner(widgets.VBox):
         return target
 
     def apply(self) -> None:
-        """Make the smallest change that lets the plan fit; nothing where it fits or none is
-        known.
-        """
+        """Make the smallest change that fits; does nothing where the plan fits or none is known."""
         found = self.profile.notes.get("advice") if self.profile and not self.problems else None
         if self.profile and found:
             requested = self._history.now
@@ -133,15 +141,17 @@ class Planner(widgets.VBox):
             self._replan()
             return
         self._history.push(requested.with_plan(control.name, plan))
-        held = (
+        batch_written = (
             read_path(written_fields(requested.plan), GLOBAL_BATCH)
             is MISSING
             is not read_path(written_fields(plan), GLOBAL_BATCH)
         )
-        self._replan(lambda: side_effects(control, old, control_values(plan, self._resolved), held))
+        self._replan(
+            lambda: side_effects(control, old, control_values(plan, self._resolved), batch_written)
+        )
 
     def _replan(self, news: Callable[[], str] = str) -> None:
-        """Estimate what is requested and show it; `news` is told where it is legal."""
+        """Estimate what is requested and show it; `news()` is shown where it is legal."""
         from workbench.planner import estimate
 
         requested = self._history.now
@@ -193,11 +203,11 @@ class Planner(widgets.VBox):
 
     def _figures(self) -> list[Figure]:
         assert self.profile is not None
-        told = [self.profile, self.rehearsed] if self.rehearsed else [self.profile]
+        profiles = [self.profile, self.rehearsed] if self.rehearsed else [self.profile]
         found = [
-            memory(*told),
+            memory(*profiles),
             step_time_parts(self.profile),
-            collectives(*told),
+            collectives(*profiles),
             timeline(self.profile),
         ]
         return (
@@ -205,19 +215,17 @@ class Planner(widgets.VBox):
         )
 
     def _picture(self) -> str:
-        """What a saved notebook shows: the plan, its estimate and, once a run was started, that
-        too.
-        """
+        """What a saved notebook shows: the plan, its estimate and the run that was started."""
         assert self.profile is not None
-        said = fit_verdict.verdict_banner(self.profile)
+        banner = fit_verdict.verdict_banner(self.profile)
         shown = [
-            picture_html(self._figures(), said["headline"], said["lines"]),
+            picture_html(self._figures(), banner["headline"], banner["lines"]),
             plan_file_html(self.plan.to_yaml()),
         ]
         return "".join([*shown, *([self.dashboard.picture()] if self.dashboard else [])])
 
     def _receive(self, content: dict[str, Any]) -> None:
-        """What a person did in the panel."""
+        """Act on a message of the panel."""
         try:
             if content.get("type") == "edit" and content.get("name") in plan_controls():
                 self._edit(plan_controls()[content["name"]], content.get("value"))

@@ -18,22 +18,22 @@ class Board {
     this.grid = make("div", "wb-grid");
     this.root.append(this.banner.root, this.grid);
     element.append(this.root);
-    this.undo = [
-      this.listen("change:figures", () => this.declare()),
-      this.listen("change:banner", () => this.announce()),
+    this.cleanups = [
+      this.listen("change:figures", () => this.declareFigures()),
+      this.listen("change:banner", () => this.showBanner()),
       this.listen("msg:custom", (message) => this.receive(message)),
-      this.listen("comm_live_update", () => this.announce()), // the kernel was restarted, or is gone
-      watchTheme(() => this.redress()),
+      this.listen("comm_live_update", () => this.showBanner()), // the kernel was restarted, or is gone
+      watchTheme(() => this.applyTheme()),
       this.watchSize(),
     ];
-    this.announce();
-    this.declare();
+    this.showBanner();
+    this.declareFigures();
     model.send({ type: "hello" });
   }
 
-  listen(event, heard) {
-    this.model.on(event, heard);
-    return () => this.model.off(event, heard);
+  listen(event, handler) {
+    this.model.on(event, handler);
+    return () => this.model.off(event, handler);
   }
 
   watchSize() {
@@ -42,8 +42,8 @@ class Board {
     return () => observer.disconnect();
   }
 
-  // What no kernel brings up to date any more must not look live: JupyterLab marks such widgets in the page.
-  announce() {
+  // A view whose kernel is gone must not look live: JupyterLab marks such widgets in the page.
+  showBanner() {
     setTimeout(() => {
       const banner = this.model.get("banner");
       const lost = this.root.closest(".jupyter-widgets-disconnected") !== null && (banner.buttons || []).length > 0;
@@ -51,12 +51,12 @@ class Board {
     });
   }
 
-  // A chart is made anew only where its declaration changed; its rows stay.
-  declare() {
+  // A chart is built again only where its declaration changed; its rows stay.
+  declareFigures() {
     const figures = this.model.get("figures");
     for (const [name, chart] of this.charts) {
       if (!figures.some((figure) => figure.name === name)) {
-        chart.forget();
+        chart.finalize();
         chart.root.remove();
         this.charts.delete(name);
       }
@@ -67,37 +67,37 @@ class Board {
       else {
         const stale = JSON.stringify(chart.figure.spec) !== JSON.stringify(figure.spec);
         chart.describe(figure);
-        if (stale) chart.forget();
+        if (stale) chart.finalize();
       }
       this.touched.add(figure.name);
     }
     this.grid.replaceChildren(...figures.map((figure) => this.charts.get(figure.name).root));
-    this.kick();
+    this.scheduleFlush();
   }
 
   // message: {type: "rows", number, charts: {name: {rows, append}}}
   receive(message) {
     if (message.type !== "rows") return;
     for (const [name, change] of Object.entries(message.charts)) {
-      this.charts.get(name)?.take(change);
+      this.charts.get(name)?.addRows(change);
       this.touched.add(name);
     }
     this.number = message.number;
-    this.kick();
+    this.scheduleFlush();
   }
 
-  redress() {
+  applyTheme() {
     // The theme's style sheet arrives a little after the attribute.
     setTimeout(() => {
       this.charts.forEach((chart, name) => {
-        chart.forget();
+        chart.finalize();
         this.touched.add(name);
       });
-      this.kick();
+      this.scheduleFlush();
     }, 300);
   }
 
-  kick() {
+  scheduleFlush() {
     if (this.queued || this.busy) return;
     this.queued = true;
     const soon = document.hidden ? (work) => setTimeout(work, 250) : requestAnimationFrame;
@@ -117,12 +117,12 @@ class Board {
     }
     this.busy = false;
     if (number !== undefined) this.root.dataset.number = String(number);
-    if (this.touched.size > 0) this.kick();
+    if (this.touched.size > 0) this.scheduleFlush();
   }
 
   dispose() {
-    for (const step of this.undo) step();
-    this.charts.forEach((chart) => chart.forget());
+    for (const step of this.cleanups) step();
+    this.charts.forEach((chart) => chart.finalize());
   }
 }
 

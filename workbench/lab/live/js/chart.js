@@ -3,15 +3,15 @@
 class Chart {
   constructor(figure) {
     this.rows = [];
-    this.waiting = []; // rows not yet in the view
-    this.reset = true; // whether the view is to forget what it has
+    this.newRows = []; // not yet in the view
+    this.reset = true; // whether the view drops its rows first
     this.view = null;
     this.root = make("figure", "wb-figure");
     this.heading = make("figcaption", "wb-title");
     this.source = make("div", "wb-source");
     this.place = make("div", "wb-chart");
-    this.nothing = make("div", "wb-empty");
-    this.root.append(this.heading, this.source, this.nothing, this.place);
+    this.placeholder = make("div", "wb-empty");
+    this.root.append(this.heading, this.source, this.placeholder, this.place);
     this.describe(figure);
   }
 
@@ -23,30 +23,30 @@ class Chart {
     this.place.setAttribute("aria-label", `${figure.title}. ${figure.subtitle}`);
     this.heading.textContent = figure.title;
     this.source.textContent = figure.subtitle;
-    this.nothing.textContent = figure.empty;
+    this.placeholder.textContent = figure.empty;
   }
 
   // change: {rows, append}
-  take({ rows, append }) {
+  addRows({ rows, append }) {
     if (!append) {
       this.rows = [];
-      this.waiting = [];
+      this.newRows = [];
       this.reset = true;
     }
     this.rows.push(...rows);
-    this.waiting.push(...rows);
+    this.newRows.push(...rows);
   }
 
   async draw() {
     const empty = this.rows.length === 0;
-    this.nothing.hidden = !empty;
+    this.placeholder.hidden = !empty;
     this.place.hidden = empty;
     if (empty) return;
     if (this.view === null) await this.build();
     const change = this.view.changeset();
     if (this.reset) change.remove(() => true);
-    change.insert(this.waiting);
-    this.waiting = [];
+    change.insert(this.newRows);
+    this.newRows = [];
     this.reset = false;
     this.view.change("rows", change);
     this.view.resize(); // else the layout of the empty chart stays, with clipped labels
@@ -60,7 +60,7 @@ class Chart {
     const options = { actions: false, renderer: "canvas", mode: "vega-lite", config, logLevel: 1 };
     this.embedded = await vegaEmbed(this.place, spec, options);
     this.view = this.embedded.view;
-    this.waiting = [...this.rows];
+    this.newRows = [...this.rows];
     this.reset = true;
   }
 
@@ -72,7 +72,7 @@ class Chart {
     }
   }
 
-  forget() {
+  finalize() {
     this.embedded?.finalize();
     this.embedded = null;
     this.view = null;

@@ -18,8 +18,8 @@ function themeConfig(element) {
   };
 }
 
-function watchTheme(changed) {
-  const observer = new MutationObserver(changed);
+function watchTheme(onChange) {
+  const observer = new MutationObserver(onChange);
   observer.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name"] });
   return () => observer.disconnect();
 }

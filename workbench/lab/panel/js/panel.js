@@ -1,14 +1,14 @@
 // The planner's controls. Each is a view of the plan in the kernel: what a person does goes there as a numbered message,
 // one at a time, and while one is on its way nothing that arrives is shown, for it would be older than the page.
 
-const PATIENCE_MS = 10_000; // an answer that takes longer is not waited for any more
-const MOST_BYTES = 1_000_000; // of a plan file
-const TAKES_KEYS = ["input", "select", "button", "summary"];
+const ANSWER_TIMEOUT_MS = 10_000; // a later answer is not waited for
+const MAX_FILE_BYTES = 1_000_000; // of a plan file
+const KEYBOARD_TAGS = ["input", "select", "button", "summary"];
 let panels = 0;
 
 function make(tag, className, text) {
   const node = document.createElement(tag);
-  if (TAKES_KEYS.includes(tag)) node.dataset.lmSuppressShortcuts = "true"; // keys pressed here are not the notebook's
+  if (KEYBOARD_TAGS.includes(tag)) node.dataset.lmSuppressShortcuts = "true"; // keys pressed here are not the notebook's
   if (className) node.className = className;
   if (text !== undefined) node.textContent = text;
   return node;
@@ -16,7 +16,7 @@ function make(tag, className, text) {
 
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 
-// One control with its label, where its value is from, and what is wrong with it.
+// One control with its label, the origin of its value (plan, preset or auto), and its problem.
 class Field {
   constructor(declared, id, edit) {
     Object.assign(this, declared); // {name, label, form, hint, options}
@@ -139,14 +139,14 @@ class Panel {
     this.id = `wb-panel-${++panels}`;
     this.fields = new Map();
     this.folds = [];
-    this.waiting = [];
-    this.sent = model.get("shown").heard;
+    this.queue = [];
+    this.sent = model.get("shown").acknowledged;
     this.root = make("div", "wb-panel");
     this.root.append(this.tools(), ...model.get("groups").map((group) => this.group(group)));
     element.append(this.root);
-    const heard = () => this.show();
-    model.on("change:shown", heard);
-    this.dispose = () => model.off("change:shown", heard);
+    const update = () => this.show();
+    model.on("change:shown", update);
+    this.dispose = () => model.off("change:shown", update);
     this.show();
   }
 
@@ -154,7 +154,7 @@ class Panel {
     const grid = make("div", "wb-fields");
     for (const declared of fields) {
       const field = new Field(declared, `${this.id}-${declared.name}`, (name, value) =>
-        this.tell({ type: "edit", name, value }),
+        this.request({ type: "edit", name, value }),
       );
       this.fields.set(declared.name, field);
       grid.append(field.root);
@@ -162,26 +162,26 @@ class Panel {
     if (!title) return grid;
     const fold = make("details", "wb-fold");
     const summary = make("summary", "", title);
-    const told = make("span", "wb-told");
-    summary.append(told);
+    const note = make("span", "wb-note");
+    summary.append(note);
     fold.append(summary, grid);
-    this.folds.push({ fold, told, names: fields.map((field) => field.name) });
+    this.folds.push({ fold, note, names: fields.map((field) => field.name) });
     return fold;
   }
 
   tools() {
     const bar = make("div", "wb-tools");
-    this.undo = this.button("Undo", "Take the last change back", () => this.tell({ type: "undo" }));
-    this.reset = this.button("Reset", "Back to the plan that was opened", () => this.tell({ type: "reset" }));
+    this.undo = this.button("Undo", "Take the last change back", () => this.request({ type: "undo" }));
+    this.reset = this.button("Reset", "Back to the plan that was opened", () => this.request({ type: "reset" }));
     const label = make("label", "wb-label", "Plan file");
     this.path = make("input", "wb-path");
     this.path.id = label.htmlFor = `${this.id}-path`;
     this.path.spellcheck = false;
-    this.path.onchange = () => this.tell({ type: "path", value: this.path.value });
+    this.path.onchange = () => this.request({ type: "path", value: this.path.value });
     this.path.onkeydown = ({ key }) => {
       if (key === "Enter") this.path.onchange();
     };
-    const load = this.button("Load", "Open the plan file of that name", () => this.tell({ type: "load" }));
+    const load = this.button("Load", "Open the plan file of that name", () => this.request({ type: "load" }));
     const file = make("input");
     file.type = "file";
     file.accept = ".yaml,.yml";
@@ -203,29 +203,29 @@ class Panel {
   async upload(input) {
     const file = input.files[0];
     if (!file) return;
-    const text = file.size > MOST_BYTES ? "" : await file.text();
+    const text = file.size > MAX_FILE_BYTES ? "" : await file.text();
     input.value = "";
-    this.tell({ type: "upload", name: file.name, text });
+    this.request({ type: "upload", name: file.name, text });
   }
 
   // A later edit of the same control takes the place of one that has not been sent.
-  tell(message) {
-    const last = this.waiting.at(-1);
-    if (message.type === "edit" && last?.name === message.name) this.waiting.pop();
-    this.waiting.push(message);
+  request(message) {
+    const last = this.queue.at(-1);
+    if (message.type === "edit" && last?.name === message.name) this.queue.pop();
+    this.queue.push(message);
     this.next();
   }
 
   next() {
-    const late = performance.now() - this.since > PATIENCE_MS;
-    if (this.waiting.length === 0 || (this.pending() && !late)) return;
-    this.sent = Math.max(this.sent, this.model.get("shown").heard) + 1;
+    const late = performance.now() - this.since > ANSWER_TIMEOUT_MS;
+    if (this.queue.length === 0 || (this.pending() && !late)) return;
+    this.sent = Math.max(this.sent, this.model.get("shown").acknowledged) + 1;
     this.since = performance.now();
-    this.model.send({ ...this.waiting.shift(), number: this.sent });
+    this.model.send({ ...this.queue.shift(), number: this.sent });
   }
 
   pending() {
-    return this.sent > this.model.get("shown").heard;
+    return this.sent > this.model.get("shown").acknowledged;
   }
 
   show() {
@@ -237,17 +237,17 @@ class Panel {
     this.undo.disabled = !undo;
     this.reset.disabled = !reset;
     if (document.activeElement !== this.path) this.path.value = path;
-    this.folds.forEach((fold) => this.tellFold(fold, fields));
+    this.folds.forEach((fold) => this.describeFold(fold, fields));
   }
 
-  // What is wrong is never folded away.
-  tellFold({ fold, told, names }, fields) {
+  // A group with an illegal field is always open.
+  describeFold({ fold, note, names }, fields) {
     const count = (test) => names.filter((name) => fields[name] && test(fields[name])).length;
-    const wrong = count((field) => field.problem);
+    const illegal = count((field) => field.problem);
     const set = count((field) => field.origin === "");
-    told.textContent = wrong ? ` · ${wrong} to fix` : set ? ` · ${set} set` : "";
-    told.classList.toggle("wb-problem", wrong > 0);
-    if (wrong) fold.open = true;
+    note.textContent = illegal ? ` · ${illegal} to fix` : set ? ` · ${set} set` : "";
+    note.classList.toggle("wb-problem", illegal > 0);
+    if (illegal) fold.open = true;
   }
 }
 
