@@ -57,7 +57,7 @@ def test_a_limit_on_address_space_costs_pictures_and_nothing_else(child, tmp_pat
 @pytest.mark.parametrize(
     "command, says",
     [
-        (["sleep", "60"], "said nothing for 0 s"),
+        (["sleep", "60"], "gave no answer for 0 s"),
         (["false"], "exit code 1"),
         (["/no/such"], "cannot be started"),
     ],

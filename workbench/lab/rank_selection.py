@@ -1,10 +1,9 @@
-"""Which ranks to show one by one, and how they are called."""
+"""Which ranks to show one by one, and their labels."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-
-import pandas as pd
 
 from workbench.profile import Profile
 
@@ -32,8 +31,8 @@ def stages_by_rank(profile: Profile) -> dict[int, str]:
 def shown_ranks(profiles: Sequence[Profile]) -> dict[int, str]:
     """Ranks to draw one by one -> their labels.
 
-    All of them up to `MAX_RANKS_SHOWN`. Beyond: one of each kind where an instrument says which ranks are
-    alike, else the eight with the largest peak, the median and the smallest.
+    All of them up to `MAX_RANKS_SHOWN`. Beyond: one of each group of identical ranks where the
+    instrument gives them, else the eight with the largest peak, the median and the smallest.
     """
     world = max((profile.world_size for profile in profiles), default=0)
     stages: dict[int, str] = {}
@@ -42,7 +41,7 @@ def shown_ranks(profiles: Sequence[Profile]) -> dict[int, str]:
     several = len(set(stages.values())) > 1
     if world <= MAX_RANKS_SHOWN:
         return {rank: rank_label(rank, stages if several else {}) for rank in range(world)}
-    alike = next(
+    representative = next(
         (
             p.representative
             for p in profiles
@@ -50,11 +49,11 @@ def shown_ranks(profiles: Sequence[Profile]) -> dict[int, str]:
         ),
         None,
     )
-    if alike:
-        others = pd.Series(list(alike.values())).value_counts()
+    if representative:
+        num_identical = Counter(representative.values())
         return {
-            rank: rank_label(rank, stages if several else {}, int(others[rank]))
-            for rank in sorted(set(alike.values()))
+            rank: rank_label(rank, stages if several else {}, num_identical[rank])
+            for rank in sorted(set(representative.values()))
         }
     return {
         rank: rank_label(rank, stages if several else {})
@@ -68,13 +67,13 @@ def extreme_ranks(values: Mapping[int, float], worst: int = 8) -> list[int]:
     return sorted({*order[:worst], *order[len(order) // 2 : len(order) // 2 + 1], *order[-1:]})
 
 
-def rank_label(rank: int, stages: Mapping[int, str], alike: int = 1) -> str:
-    """How a rank is called in a chart: 'rank 8 · stage 1 · ×8' where it stands for 8 ranks that are
+def rank_label(rank: int, stages: Mapping[int, str], identical: int = 1) -> str:
+    """Label of a rank in a chart: 'rank 8 · stage 1 · ×8' where it stands for 8 ranks that are
     identical.
     """
     words = [f"rank {rank}"]
     if rank in stages:
         words.append(f"stage {stages[rank]}")
-    if alike > 1:
-        words.append(f"×{alike}")
+    if identical > 1:
+        words.append(f"×{identical}")
     return " · ".join(words)

@@ -19,7 +19,11 @@ AXIS_LABELS = {"world": "all ranks"}
 
 
 def collectives(*profiles: Profile) -> Figure:
-    """Payload of the busiest rank's collectives in one step, by axis and kind; one bar a source."""
+    """Payload of the busiest rank's collectives in one step, by axis and kind; one bar a source.
+
+    Args:
+        profiles: Of one plan. `bytes` of their `collectives` are the full tensor's, per call.
+    """
     bars_and_calls = list(zip(chart_data.bar_names(profiles), map(calls_of_busiest_rank, profiles)))
     unit, size = byte_unit(
         max(bytes_by_axis(calls).values()) for _, calls in bars_and_calls if calls

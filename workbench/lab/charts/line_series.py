@@ -1,4 +1,4 @@
-"""What line charts over steps share: which points are kept, and how many ranks become a band."""
+"""Line charts over steps: which points are drawn, and when ranks become a band."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def thin_steps(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def series_names(rows: Sequence[dict[str, Any]], world_size: int) -> tuple[str, ...]:
-    """What the lines of `series_rows` are called: all ranks, or beyond 16 the median and the ranks that
+    """Names of the lines of `series_rows`: all ranks, or beyond 16 the median and the ranks that
     stand out.
     """
     if world_size <= rank_selection.MAX_RANKS_SHOWN:
@@ -106,7 +106,7 @@ def line_chart(
 
 
 def single_points(base: alt.Chart, series: str) -> alt.Chart:
-    """Points where a line has one step only, of which a line draws nothing."""
+    """Points where a line has one step only, which a line mark does not draw."""
     counted = base.transform_joinaggregate(points="count()", groupby=[series])
     return counted.transform_filter("datum.points == 1").mark_point(filled=True, size=40)
 

@@ -17,8 +17,11 @@ TRAINING, VALIDATION = "training", "validation"
 
 
 def loss(*profiles: Profile, evaluations: pd.DataFrame | None = None) -> Figure:
-    """Training loss by step, a line a run; `evaluations` (run, step, loss) adds the validation
-    loss as points.
+    """Training loss by step, a line a run; validation losses are points.
+
+    Args:
+        profiles: Measured ones.
+        evaluations: Columns run, step and loss (nats per token).
     """
     names = chart_data.run_names(profiles)
     found = [row for profile in profiles for row in training_rows(profile)]

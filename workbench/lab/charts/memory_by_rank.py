@@ -27,10 +27,13 @@ MIN_EXPLAINED_SHARE = 0.02
 
 
 def memory(*profiles: Profile) -> Figure:
-    """Bytes at the instant of the largest sum, rank by rank, one bar a source.
+    """Peak memory by rank, stacked by category; one bar a source.
 
-    A measured bar's length is the allocator's own count; what its categories leave over is drawn as
-    unattributed.
+    A bar shows the instant of the largest sum. The length of a measured bar is the allocator's own
+    count; what its categories leave over is drawn as unattributed.
+
+    Args:
+        profiles: Of one plan, such as its estimate, its rehearsal and its run.
     """
     labels = rank_selection.shown_ranks(profiles)
     named = zip(profiles, chart_data.bar_names(profiles))

@@ -26,8 +26,10 @@ def has_memory_map(world_size: int) -> bool:
 
 
 def memory_map(profile: Profile) -> Figure:
-    """Every rank of one profile as a square, coloured by its peak; red where that is beyond the
-    GPU's memory.
+    """Every rank as a square, coloured by its peak memory; red beyond the GPU's memory.
+
+    Args:
+        profile: Of more than 16 ranks; `memory` draws fewer.
     """
     peaks = profile.peak_bytes_by_rank
     per_row = 16 if len(peaks) <= 256 else 64

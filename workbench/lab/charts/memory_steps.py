@@ -17,11 +17,11 @@ MOMENT_WORDS = {STEP_END: "at the end of each step", STEP_PEAK: "peak of sampled
 
 
 def memory_steps(profile: Profile) -> Figure:
-    """The allocator's count step by step, a line a rank; beyond 16 ranks a band and the three
-    largest.
+    """Allocated memory by step, a line a rank; beyond 16 ranks a band and the three largest.
 
-    At the end of each step where every step has a count (CUDA), else at the peak of the sampled
-    steps.
+    Args:
+        profile: A measured one. CUDA has a count at the end of each step; else the peaks of the
+            sampled steps are drawn.
     """
     frame = profile.memory
     counts = frame[(frame.category == ALLOCATED) & (frame.tier == "device")]

@@ -34,6 +34,9 @@ def pareto_front(found: SearchResult) -> Figure:
 
     The line is the Pareto front: no plan that was searched is faster with less memory. The legend
     names the strategy of the plan ranked first, of the front's knee and of the least memory.
+
+    Args:
+        found: What `wb.search` returns.
     """
     unit, size = time_unit(one.seconds for one in (*found.pareto, *found.top))
     best, named = f"best by {found.objective}", _named(found)

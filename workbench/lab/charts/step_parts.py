@@ -19,7 +19,12 @@ TIME_NOTE = "time"
 
 
 def step_time_parts(*profiles: Profile) -> Figure:
-    """One bar a profile: step time by part, of a measured step by its timeline; else in one part."""
+    """Step time by part, one bar a profile.
+
+    Args:
+        profiles: Estimates give seconds by part in their notes; a measured step is split by its
+            timeline. One without either has a single part.
+    """
     bars = list(zip(chart_data.bar_names(profiles), map(seconds_by_part, profiles)))
     bars = [(name, found) for name, found in bars if found]
     unit, size = time_unit(sum(found.values()) for _, found in bars)

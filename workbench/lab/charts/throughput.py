@@ -13,8 +13,10 @@ from workbench.profile import Profile
 
 
 def throughput(profile: Profile) -> Figure:
-    """Throughput of the whole job (tokens/s) as each rank timed its steps; beyond 16 ranks a band and the
-    slowest three.
+    """Throughput of the whole job (tokens/s) by step, as each rank timed it.
+
+    Args:
+        profile: A measured one. Beyond 16 ranks, a band and the three slowest ranks are drawn.
     """
     steps = profile.steps.dropna(subset=["seconds", "tokens"])
     steps = steps[steps.seconds > 0]

@@ -24,8 +24,11 @@ LANE_HEIGHT = 18
 
 
 def timeline(*profiles: Profile, step: int | None = None) -> Figure:
-    """Actions of `step` (default: the last one timed) by rank, coloured by kind, lighter for
-    earlier microbatches.
+    """Actions of one step by rank, coloured by kind, lighter for earlier microbatches.
+
+    Args:
+        profiles: Of one plan; a simulated and a measured schedule look alike.
+        step: The step; default: the last one with a timeline.
     """
     frames = {
         lane: frame

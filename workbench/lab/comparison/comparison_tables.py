@@ -78,17 +78,17 @@ def memory_table(frame: pd.DataFrame) -> Table:
     """
     columns, unit = memory_columns(frame)
     caption = f"Peak memory by rank ({unit})"
-    kept = (
+    shown = (
         pd.concat([extreme_rows(rows) for _, rows in frame.groupby("plan", sort=False)])
         if len(frame)
         else frame
     )
-    if len(kept) < len(frame):
+    if len(shown) < len(frame):
         caption += (
-            f"; {len(kept)} of {len(frame)} rows: the largest, the median and the smallest "
+            f"; {len(shown)} of {len(frame)} rows: the largest, the median and the smallest "
             f"of each plan"
         )
-    return caption, columns, kept
+    return caption, columns, shown
 
 
 def extreme_rows(rows: pd.DataFrame) -> pd.DataFrame:
@@ -188,7 +188,7 @@ def integer_or_dash(value: Any) -> str:
 
 
 def text_rows(columns: list[TableColumn], frame: pd.DataFrame) -> Iterable[list[tuple[str, str]]]:
-    """Each row as (column, text); a plan's name and state stand once while they repeat."""
+    """Each row as (column, text); a plan's name and state are given once while they repeat."""
     before: Any = object()
     for row in frame.to_dict("records"):
         cells = [(name, say(row.get(name))) for name, _, say in columns]

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 class Board(anywidget.AnyWidget):
     """Charts under a banner. State is what the page must have at once; rows are sent, and sent
-    again when asked.
+    again on request.
 
     Safe to call from any one thread at a time besides the kernel's own.
     """

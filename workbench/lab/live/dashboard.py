@@ -23,9 +23,14 @@ POLL_SECONDS = 0.1
 
 
 def watch(run: Run, beside: Sequence[Profile] | None = None) -> Dashboard:
-    """Follow a run to its end; returns at once. Show the result to see it.
+    """Follow a run to its end; returns at once.
 
-    `beside`: profiles drawn next to what is measured; default: the estimate of the run's own plan.
+    Args:
+        run: A run, in whatever phase.
+        beside: Profiles drawn beside the measured one; default: the estimate of the run's plan.
+
+    Returns:
+        A dashboard that shows itself in a notebook, and stays as a picture when the run has ended.
     """
     return Dashboard(run, plan_estimates(run.plan) if beside is None else list(beside)).start()
 
@@ -95,17 +100,15 @@ class Dashboard:
         except Exception:  # nobody above this thread would show it
             self.board.show_banner(
                 tone="bad",
-                headline="This view failed; the run goes on without it",
+                headline="This view failed; the run continues without it",
                 code=traceback.format_exc(),
             )
         finally:
             self._over.set()
 
     def _poll(self) -> bool:
-        """Take in what is new; whether the run is over. The state is read first, so that no last
-        record is missed.
-        """
-        state = self.run.state
+        """Read new records; whether the run is over."""
+        state = self.run.state  # first, so that a final state comes after its last records
         records = self._reader.poll()
         self.progress.left_out = self._reader.left_out
         if records:

@@ -22,7 +22,7 @@ VEGA_SCHEMA = "https://vega.github.io/schema/vega-lite/v5.6.1.json"
 VEGA_MIME = "application/vnd.vegalite.v5+json"
 QUIET_EMBED = {"embedOptions": {"logLevel": 1}}
 """Vega's errors alone: a layer without rows (a limit that is far away, losses not evaluated yet) is
-none.
+no error.
 """
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
@@ -46,8 +46,7 @@ class Figure:
     def static(self, width: int = 560, text: str | None = None) -> dict[str, Any]:
         """The chart with its data and title, for a saved notebook, a report or a file.
 
-        `text` is the words' colour; None leaves it to the theme of whoever draws it, dark on light
-        where there is none.
+        `text` is the colour of titles and labels; None leaves it to the viewer's theme.
         """
         title = {"text": self.title, "subtitle": self.subtitle if self.rows else self.empty}
         return {
@@ -67,7 +66,15 @@ class Figure:
         return body | {"width": width, "data": {"values": self.rows}}
 
     def svg(self, width: int = 560, text: str = palette.TEXT_COLOUR) -> str:
-        """The chart as SVG text; needs no browser and no network. Raises `PictureError`."""
+        """The chart as SVG text; needs no browser and no network.
+
+        Args:
+            width: Pixels of the plot.
+            text: Colour of titles and labels.
+
+        Raises:
+            PictureError: It could not be drawn; the message says why.
+        """
         return render_svg(self.static(width, text))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
@@ -75,8 +82,11 @@ class Figure:
 
 
 def vega_spec(chart: alt.TopLevelMixin, height: int) -> dict[str, Any]:
-    """An altair chart as a Vega-Lite 5 declaration that takes the width of its place and `height`
-    pixels.
+    """An altair chart as a Vega-Lite 5 declaration that is as wide as its container.
+
+    Args:
+        chart: A chart of the named data `DATA`.
+        height: Pixels of the plot.
     """
     spec = without_named_data(chart.properties(width="container", height=height).to_dict())
     fit = {"type": "fit-x", "contains": "padding"}
@@ -88,15 +98,16 @@ def without_named_data(spec: dict[str, Any]) -> dict[str, Any]:
     top.
     """
     layers = [without_named_data(layer) for layer in spec.get("layer", [])]
-    kept = {key: value for key, value in spec.items() if key != "data" or value != {"name": DATA}}
-    return kept | ({"layer": layers} if layers else {})
+    inherited = {
+        key: value for key, value in spec.items() if key != "data" or value != {"name": DATA}
+    }
+    return inherited | ({"layer": layers} if layers else {})
 
 
 def mime_bundle(spec: dict[str, Any], text: str) -> dict[str, Any]:
-    """Mime bundle that JupyterLab draws offline, with a picture for viewers without Vega and text
-    for the rest.
+    """Mime bundle of a declaration: Vega-Lite for JupyterLab, SVG for viewers without it, and text.
 
-    Where no picture can be drawn, the text says so.
+    Where no picture can be drawn, the text says why.
     """
     try:
         return {
@@ -109,7 +120,7 @@ def mime_bundle(spec: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def vega_config(text: str | None = None) -> dict[str, Any]:
-    """Vega configuration of snapshots: calm axes, and words in the colour `text`, or in that of the
+    """Vega configuration of snapshots: faint axes, and text in the colour `text`, or in that of the
     page's theme.
     """
     faint = "rgba(128,128,128,0.25)"

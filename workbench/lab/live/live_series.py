@@ -18,7 +18,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass
 class ChartChange:
-    """What a chart must do: add `rows`, or forget what it has and show `rows`."""
+    """What a chart must do: add `rows`, or replace what it shows by `rows`."""
 
     rows: Rows
     replace: bool
@@ -29,7 +29,7 @@ class BoundedSeries:
     """One value a rank and step, bounded in size however long the run is.
 
     Up to 16 ranks each value is sent once, and every second step is dropped whenever there are too
-    many; beyond, the band and the outliers are made anew, at most once a second.
+    many; beyond, the band and the outliers are computed again, at most once a second.
     """
 
     world_size: int
@@ -41,7 +41,14 @@ class BoundedSeries:
     _stale: bool = False
 
     def add(self, values: list[tuple[int, int, float]]) -> ChartChange | None:
-        """Add (rank, step, value); what the chart must do, or None where it may wait."""
+        """Add values.
+
+        Args:
+            values: (rank, step, value) each.
+
+        Returns:
+            What the chart must do; None where it need not change yet.
+        """
         added = [value for value in values if value[1] % self.stride == 0]
         self._values += added
         if len(self._values) > 2 * line_series.MAX_POINTS * self.world_size:
@@ -64,7 +71,7 @@ class BoundedSeries:
         return self.replacement()
 
     def replacement(self) -> ChartChange:
-        """Everything kept, to replace what the chart has."""
+        """Every stored value, to replace what the chart shows."""
         return ChartChange(
             line_series.series_rows(self.to_frame(self._values), self.world_size, self.worst), True
         )
@@ -87,14 +94,14 @@ class LatestSamples:
     def add(self, kind: str, rows: Rows) -> None:
         """Rows of one frame, in order of steps for each rank."""
         for row in rows:
-            held = self._rows[kind].setdefault(row["rank"], [])
-            if held and held[0]["step"] != row["step"]:
-                held = self._rows[kind][row["rank"]] = []
-            held.append(row)
+            stored = self._rows[kind].setdefault(row["rank"], [])
+            if stored and stored[0]["step"] != row["step"]:
+                stored = self._rows[kind][row["rank"]] = []
+            stored.append(row)
 
     def profile(self, run: str, world_size: int, capacity_bytes: int | None) -> Profile:
         """The samples as a measured profile."""
         profile = Profile(run, "measured", world_size, capacity_bytes=capacity_bytes)
-        for kind, held in self._rows.items():
-            setattr(profile, kind, frame(kind, [row for rows in held.values() for row in rows]))
+        for kind, stored in self._rows.items():
+            setattr(profile, kind, frame(kind, [row for rows in stored.values() for row in rows]))
         return profile

@@ -1,4 +1,4 @@
-"""The charts of a run that is going on: which there are, and how each follows new rows."""
+"""The charts of a run that is going on: which there are, and how each grows by new rows."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class RunCharts:
     """Charts of one run on a board. `beside` are profiles drawn next to what is measured, on the
     plan's `device`.
 
-    Loss, throughput and memory by step grow by the new rows; the others are made anew from each
-    rank's last sample.
+    Loss, throughput and memory by step grow by the new rows; the others are built again from
+    each rank's last sample.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RunCharts:
         self.latest = LatestSamples()
         self.moment = (
             STEP_PEAK if device == "cpu" else STEP_END
-        )  # what each step of this device can count
+        )  # CUDA counts each step, CPU sampled ones
         self.losses, self.throughput = BoundedSeries(1), BoundedSeries(self.world_size)
         self.allocated = BoundedSeries(self.world_size, worst="largest")
         self.validation: Rows = []

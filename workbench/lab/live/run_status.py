@@ -1,4 +1,4 @@
-"""The words above a live view: where the run is, how long it will take, and if it failed, why."""
+"""The banner of a live view: where the run is, how long it will take, and if it failed, why."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ PHASE_WORDS = {
 }
 PHASE_TONES = {"finished": "good", "failed": "bad", "stopped": "calm", "stopping": "busy"}
 RECENT_STEPS = 20
-"""Steps whose pace predicts the rest."""
+"""Steps whose median step time predicts the rest."""
 
 
 @dataclass
 class RunProgress:
-    """What the banner needs to know of a run, kept up to date from its records."""
+    """What the banner shows of a run, updated from its telemetry records."""
 
     steps: int
     world_size: int
     ranks_up: set[int] = field(default_factory=set)
     phase: str = "building"
     detail: str | None = None
-    """What of it: the kernel that is compiled."""
+    """Detail of the phase, such as the kernel that is compiled."""
     steps_done: int = 0
     loss: float | None = None
     tokens_per_second: float | None = None
     seconds: list[float] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    """What of the telemetry could not be read, in words."""
+    """Telemetry that could not be read, in words."""
 
     def add_records(self, records: list[dict[str, Any]]) -> None:
-        """Records of telemetry, each with its rank."""
+        """Take in telemetry records, each with its rank."""
         for record in records:
             self.ranks_up.add(record["rank"])
             if record["kind"] == "phase":
@@ -67,7 +67,7 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Time that the remaining steps take at the recent pace."""
+        """Seconds that the remaining steps take at the recent step time."""
         return (
             statistics.median(self.seconds) * (self.steps - self.steps_done)
             if self.seconds
@@ -78,8 +78,14 @@ class RunProgress:
 def run_banner(
     name: str, state: State, progress: RunProgress, stopping: bool = False, folder: str = ""
 ) -> dict[str, Any]:
-    """The banner of a run in `state`, kept in `folder`; `stopping` where Stop was pressed and not
-    answered yet.
+    """The banner of a run, as `Board.show_banner` takes it.
+
+    Args:
+        name: The run's id.
+        state: Its state on disk.
+        progress: What its telemetry says.
+        stopping: Whether Stop was pressed and has no effect yet.
+        folder: The run directory, for the line that says how to attach again.
     """
     shown: dict[str, Any] = {
         "tone": PHASE_TONES.get(state.phase, "busy"),
@@ -120,7 +126,7 @@ def run_headline(state: State, progress: RunProgress, stopping: bool) -> str:
 
 
 def pace_line(state: State, progress: RunProgress) -> str:
-    """Loss, throughput, time spent and time left."""
+    """Loss, throughput, step time, time elapsed and time left."""
     words = []
     if progress.loss is not None:
         words.append(f"loss {progress.loss:.4f}")

@@ -1,7 +1,7 @@
 """What a person has requested of a planner: the plan as written, rejected input, and undo.
 
-This is kept apart from what the controls show. A control is a view of the plan; only an edit that a
-person sends changes what is requested.
+The request is separate from what the controls show. A control is a view of the plan; only an edit
+that a person sends changes what is requested.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from workbench.plan.rules.check import check
 from workbench.plan.schema import Plan, written_fields
 
 MAX_UNDO = 200
-"""Steps back that are kept."""
+"""Requests stored for Undo."""
 
 
 @dataclass(frozen=True)

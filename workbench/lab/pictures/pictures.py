@@ -1,5 +1,5 @@
-"""Pictures of charts, drawn in one child process for all of them: what kills the drawing costs a
-picture only.
+"""Pictures of charts, drawn in one child process for all of them: a crash loses one picture
+only.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Child:
         why = (
             _ending(process.returncode)
             if in_time
-            else f"said nothing for {DRAW_TIMEOUT_SECONDS:.0f} s"
+            else f"gave no answer for {DRAW_TIMEOUT_SECONDS:.0f} s"
         )
         raise PictureError(f"the process that draws {why}")
 

@@ -23,8 +23,8 @@ SETTLED_SECONDS = 1.5
 class SavedPicture:
     """An output below a live widget, drawn again when the view has settled.
 
-    A page that shows the widget hides it (`wb-saved` in board.css): to replace the widget's own
-    output would take the control from under the pointer. `content` gives the HTML; nothing is drawn
+    A page that shows the widget hides it (`wb-saved` in board.css): replacing the widget's own
+    output would remove the control that is in use. `content` gives the HTML; nothing is drawn
     before the first `show`.
     """
 
