@@ -57,7 +57,8 @@ def _plan(plan: Plan | str | Path) -> Plan:
 def estimate(plan: Plan | str | Path) -> Profile:
     """Estimate memory, step time and communication in closed form.
 
-    Takes milliseconds, on any cluster. Memory is by category and pipeline stage, time by part of the step.
+    Takes milliseconds, on any cluster. Memory is by category and pipeline stage, time by part of
+    the step.
 
     Args:
         plan: A plan, or the path of a plan file.
@@ -132,8 +133,8 @@ def search(
 ) -> SearchResult:
     """Search the best strategies for a model on given GPUs.
 
-    Every legal plan of a space is estimated, and ranked by time, cost, energy or GPUs. Model, GPUs and batch are those of the plan; its own
-    strategy does not matter.
+    Every legal plan of a space is estimated, and ranked by time, cost, energy or GPUs. Model, GPUs
+    and batch are those of the plan; its own strategy does not matter.
 
     Args:
         plan: A plan, or the path of a plan file.
@@ -264,8 +265,8 @@ def weights(
 ) -> dict[str, Any]:
     """Export the weights of a checkpoint under Hugging Face's names.
 
-    Bit for bit. For Llama-style models; works in a child process, tensor by tensor. A plan starts from the
-    folder where its `model` and `checkpoint.load` name it.
+    Bit for bit. For Llama-style models; works in a child process, tensor by tensor. A plan starts
+    from the folder where its `model` and `checkpoint.load` name it.
 
     Args:
         source: A checkpoint, or a run: its latest checkpoint.
@@ -416,8 +417,8 @@ def export(plan: Plan | str | Path, folder: str | Path) -> list[Path]:
 def validate(*files: str | Path, profile: str | None = None) -> Validation:
     """Validate the planner against published measurements.
 
-    Errors of memory and time, ranking, and whether plans fit. A row of a file is a configuration with what was measured; one that cannot be expressed as a
-    plan is counted with its reason.
+    Errors of memory and time, ranking, and whether plans fit. A row of a file is a configuration
+    with what was measured; one that cannot be expressed as a plan is counted with its reason.
 
     Args:
         files: CSV files.

@@ -22,7 +22,8 @@ MEANINGS: dict[str, str] = {
     "gathered": "parameters all-gathered from other ranks' shards",
     "communication": "buffers of collectives and sends",
     "temporary": "allocated and freed within one action, such as casts and operators' results",
-    "overhead": "tokens and targets; estimated on a GPU also CUDA context, workspaces, NCCL buffers, "
+    "overhead": "tokens and targets; estimated on a GPU also CUDA context, workspaces, NCCL "
+    "buffers, "
     "fragmentation",
 }
 """Memory category -> what is in it."""

@@ -16,7 +16,8 @@ ACCEPT = ".jp-Dialog-button.jp-mod-accept"
 READY = """() => {
   const context = window.jupyterapp?.shell.currentWidget?.sessionContext;
   const kernel = context?.session?.kernel;
-  return Boolean(context?.isReady && kernel?.connectionStatus === 'connected' && kernel?.status === 'idle');
+  const connected = kernel?.connectionStatus === 'connected';
+  return Boolean(context?.isReady && connected && kernel?.status === 'idle');
 }"""
 HARMLESS = (
     "favicon",

@@ -16,7 +16,10 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(280)]
 HEADLINE = ".wb-headline"
 NUMBER = "document.querySelector('.wb-board')?.dataset.number"
 
-ROWS = "Number(document.querySelectorAll('.jp-CodeCell')[cell].querySelector(`[data-name=${name}]`)?.dataset.rows ?? 0)"
+ROWS = (
+    "Number(document.querySelectorAll('.jp-CodeCell')[cell]"
+    ".querySelector(`[data-name=${name}]`)?.dataset.rows ?? 0)"
+)
 
 
 def board_number(lab: Lab) -> int:

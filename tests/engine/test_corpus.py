@@ -139,7 +139,8 @@ def test_waiting_ends_at_the_deadline(tmp_path: Path) -> None:
 
 def test_several_processes_build_once(source: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from workbench.engine.data import tokenized_corpus as c\n"
+        "import sys; from pathlib import Path; from workbench.engine.data import tokenized_corpus "
+        "as c\n"
         "from workbench.plan import schema\n"
         "build = c._build\n"
         "def count(*a):\n    open(sys.argv[3], 'a').write('x'); build(*a)\n"

@@ -11,8 +11,9 @@ from workbench.interop.torchtitan import read_torchtitan
 from workbench.interop.translation import ImportOptions
 
 ON_8 = ImportOptions("llama-3-8b", GPU_NAME, 8)
-WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4
- --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --bf16
+WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4
+ --hidden-size 256 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512
+ --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --bf16
  --vocab-size 1000 --train-iters 10 """.replace("\n", "")
 
 

@@ -9,8 +9,9 @@ from workbench import interop
 from workbench.interop.megatron import read_megatron
 from workbench.interop.translation import ImportOptions
 
-SMALL = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4
- --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --bf16
+SMALL = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4
+ --hidden-size 256 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512
+ --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --bf16
  --vocab-size 1000 """.replace("\n", "")
 
 

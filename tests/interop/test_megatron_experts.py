@@ -8,8 +8,9 @@ from tests.interop.foreign_samples import GPU_NAME, assumed, left
 from workbench.interop.megatron import read_megatron
 from workbench.interop.translation import ImportOptions
 
-WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4
- --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --bf16
+WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4
+ --hidden-size 256 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512
+ --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --bf16
  --vocab-size 1000 --train-iters 10 --num-experts 8 """.replace("\n", "")
 
 

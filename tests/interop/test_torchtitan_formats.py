@@ -87,7 +87,8 @@ def test_an_optimizer_that_a_plan_does_not_know_is_refused_unless_one_is_set():
 
 
 def test_a_torchtitan_job_of_2024_has_its_degrees_elsewhere():
-    text = """[model]\nflavor = "8B"\n[training]\nbatch_size = 1\ntensor_parallel_degree = 2\nwarmup_steps = 7
+    text = """[model]\nflavor = "8B"\n[training]\nbatch_size = 1\ntensor_parallel_degree = 2
+warmup_steps = 7
 data_parallel_degree = -1\n[experimental]\npipeline_parallel_degree = 2\n"""
     full = read_torchtitan.read(text, ImportOptions(None, GPU_NAME, 8)).plan.resolve()
     assert full.sizes == {"tensor": 2, "context": 1, "data": 2, "pipeline": 2}

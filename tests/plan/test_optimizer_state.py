@@ -1,4 +1,6 @@
-"""Bytes per parameter: what ZeRO's paper counts, for every optimizer and dtype that a plan names."""
+"""Bytes per parameter: what ZeRO's paper counts, for every optimizer and dtype that a plan
+names.
+"""
 
 import pytest
 

@@ -80,7 +80,8 @@ def test_a_hundred_billion_parameters_with_fp32_adam_take_1200_gigabytes(
     [("full", 1, 10.0), ("full", 0, 27.5), ("none", 1, 27.5), ("none", 0, 45.0)],
 )
 def test_pangu_200b_is_the_papers(recompute: str, zero: int, gigabytes: float) -> None:
-    """2104.12369: about 10 GB with optimizer sharding and recomputing, 27 to 28 with either, 45 with neither.
+    """2104.12369: about 10 GB with optimizer sharding and recomputing, 27 to 28 with either, 45
+    with neither.
 
     Of a stage in the middle: the first also has the embedding. Attention keeps scores and masks
     there.

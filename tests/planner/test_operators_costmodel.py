@@ -1,4 +1,6 @@
-"""Operator strategies are priced by the cost model: calibration, framework profile, nodes and racks."""
+"""Operator strategies are priced by the cost model: calibration, framework profile, nodes and
+racks.
+"""
 
 from pathlib import Path
 

@@ -86,9 +86,7 @@ def test_the_interval_reaches_to_a_stall_that_is_not_rare() -> None:
     assert step_time_bounds(w, c, time, (0.8, 1.4))[1] == pytest.approx(1.4 * float(time.seconds))
 
 
-def test_hosts_are_waited_for_under_a_pipeline_over_nodes_and_in_the_node_of_a_run_that_stalls() -> (
-    None
-):
+def test_hosts_are_waited_for_under_a_pipeline_over_nodes_and_where_a_run_stalls() -> None:
     found = {
         key: float(np.max(ranks_waited_for(*setting(*key))))
         for key in ((64, 4, 2), (64, 4, 1), (512, 4, 1), (512, 16, 1))

@@ -49,8 +49,8 @@ class Group:
         )
 
     def cut(self) -> Group:
-        """The group with contiguous tensors in parts that need at most `CPU_FUSED_CAST_BYTES` of copies
-        each.
+        """The group with contiguous tensors in parts that need at most `CPU_FUSED_CAST_BYTES` of
+        copies each.
         """
         rows, counts, counted, dtypes = [], [], [], []
         for index, row in enumerate(
@@ -75,8 +75,8 @@ class Group:
         return sum(x.numel() * dtype.itemsize for x in used if x.dtype != dtype)
 
     def pieces(self, cut: bool = False) -> Iterator[Group]:
-        """The group in runs that need at most `OPTIMIZER_CAST_BYTES` of cast tensors (a larger one stands
-        alone); where large tensors are `cut`, `CPU_FUSED_CAST_BYTES`.
+        """The group in runs that need at most `OPTIMIZER_CAST_BYTES` of cast tensors (a larger one
+        stands alone); where large tensors are `cut`, `CPU_FUSED_CAST_BYTES`.
         """
         own, limit = (self.cut(), CPU_FUSED_CAST_BYTES) if cut else (self, OPTIMIZER_CAST_BYTES)
         start, cast = 0, 0

@@ -215,8 +215,8 @@ class ForeignKeys:
         sections: Collection[str],
         lenient: bool,
     ) -> None:
-        """Report all keys that are left; those that are neither `known` nor in open `sections` raise
-        `PlanError`.
+        """Report all keys that are left; those that are neither `known` nor in open `sections`
+        raise `PlanError`.
 
         `whys` maps a key, or the beginning of keys, to the reason why a plan does not hold it. With
         `lenient` an unknown key is reported with the rest.

@@ -149,7 +149,8 @@ def _of_mapping(data: dict[str, Any]) -> Source:
     if {"model_type", "architectures"} & set(data):
         raise refuse(
             "file",
-            "is a Hugging Face config.json, which describes a model and no training; legal: give it "
+            "is a Hugging Face config.json, which describes a model and no training; legal: "
+            "give it "
             "as the model (--model), to `workbench plan` or beside a configuration of training",
         )
     words = {str(key).rpartition(".")[2].lstrip("-").replace("_", "-") for key in flat(data)}

@@ -153,8 +153,8 @@ class MissingField(PlanError):
 
 
 def lacks(field: str, message: str, *stand_ins: Mapping[str, Any]) -> MissingField:
-    """A `MissingField` of one problem, to be raised; a stand-in is a field of `ImportOptions`, or of the plan by
-    dotted path.
+    """A `MissingField` of one problem, to be raised; a stand-in is a field of `ImportOptions`, or
+    of the plan by dotted path.
     """
     return MissingField([Problem(field, message)], stand_ins)
 

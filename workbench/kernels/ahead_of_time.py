@@ -49,7 +49,10 @@ TYPES = {
     torch.uint8: "u8",
     torch.bool: "i1",
 }
-WIDE_ACCESS = r"\.global\S*\.(?:v4\.\w(?:32|64)|v2\.\w64|v8\.\w32)\b|cp\.async\.\w+\.shared\.global\S* .*, 0x10\b"
+WIDE_ACCESS = (
+    r"\.global\S*\.(?:v4\.\w(?:32|64)|v2\.\w64|v8\.\w32)\b|"
+    r"cp\.async\.\w+\.shared\.global\S* .*, 0x10\b"
+)
 
 
 @dataclass(frozen=True)

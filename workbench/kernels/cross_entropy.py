@@ -1,5 +1,6 @@
-"""Summed cross entropy of logits, whose gradient takes the logits' place; with label smoothing (Szegedy et al. 2016,
-1512.00567) and the z-loss, z times the squared log of the softmax's denominator (Chowdhery et al. 2022, 2204.02311).
+"""Summed cross entropy of logits, whose gradient takes the logits' place; with label smoothing
+(Szegedy et al. 2016, 1512.00567) and the z-loss, z times the squared log of the softmax's
+denominator (Chowdhery et al. 2022, 2204.02311).
 
 Forward reads the logits once, for a few numbers a token (online softmax, Milakov and Gimelshein
 2018, 1805.02867), and leaves them as they are. Backward reads them again and writes the gradient

@@ -1,12 +1,13 @@
 """Output projection and summed cross entropy as one: logits are made for a run of tokens at a time,
 and never held.
 
-The gradients are made in forward, run by run, while the logits are there (as in Liger Kernel, Hsu et al. 2024,
-2410.10989): the input's [N, D] and the weight's [V, D] are kept until backward, which multiplies them by what comes in.
-The weight's is summed over runs in its own dtype and so rounded once a run, of which there are few (`loss_chunk_tokens`):
-bf16 thus holds no second copy in fp32. In fp16 both are kept in fp32, made from a gradient of the logits that is
-multiplied by `held`: what will come in has the loss's scale in it, without which small ones would be lost, and sums of
-large ones overflow whatever that scale is.
+The gradients are made in forward, run by run, while the logits are there (as in Liger Kernel, Hsu
+et al. 2024, 2410.10989): the input's [N, D] and the weight's [V, D] are kept until backward, which
+multiplies them by what comes in. The weight's is summed over runs in its own dtype and so rounded
+once a run, of which there are few (`loss_chunk_tokens`): bf16 thus holds no second copy in fp32. In
+fp16 both are kept in fp32, made from a gradient of the logits that is multiplied by `held`: what
+will come in has the loss's scale in it, without which small ones would be lost, and sums of large
+ones overflow whatever that scale is.
 """
 
 from __future__ import annotations

@@ -45,13 +45,15 @@ class Mesh:
 
     Those of the plan (tensor, context, data, pipeline), and those made of them:
     - `replicas`, data x context: ranks that hold the same parameters, and sum their gradients;
-    - its parts `shard` (neighbours, over which ZeRO shards) and `replicate` (what is left: hybrid sharding);
-    - its parts `expert` (neighbours, which share out the experts) and `expert_replicas` (which hold the same ones),
-      of which again `expert_shard` and `expert_replicate`;
+    - its parts `shard` (neighbours, over which ZeRO shards) and `replicate` (what is left: hybrid
+      sharding);
+    - its parts `expert` (neighbours, which share out the experts) and `expert_replicas` (which hold
+      the same ones), of which again `expert_shard` and `expert_replicate`;
     - the sides of a tensor grid, `tensor.0` to `tensor.2`;
-    - `tensor gradients`, and one of each side, where tensor ranks that meet different tokens sum gradients.
-    - the sides of the grid that tensor ranks are to operator strategies, `operators.0` the outermost; `operators` is
-      the same as a DeviceMesh.
+    - `tensor gradients`, and one of each side, where tensor ranks that meet different tokens sum
+      gradients.
+    - the sides of the grid that tensor ranks are to operator strategies, `operators.0` the
+      outermost; `operators` is the same as a DeviceMesh.
     """
 
     rank: int

@@ -1,7 +1,8 @@
 """Bytes per parameter of what training keeps: weight, gradient, moments, fp32 master weight.
 
-ZeRO's bookkeeping (arXiv:1910.02054, section 3.1) with the dtypes that a plan names: mixed-precision
-AdamW keeps 2 + 4 + 8 + 4 bytes where gradients add up in fp32. Nothing here is sharded yet.
+ZeRO's bookkeeping (arXiv:1910.02054, section 3.1) with the dtypes that a plan names:
+mixed-precision AdamW keeps 2 + 4 + 8 + 4 bytes where gradients add up in fp32. Nothing here is
+sharded yet.
 """
 
 from __future__ import annotations
@@ -56,5 +57,7 @@ def moment_bytes(optimizer: Optimizer) -> int:
 
 
 def master_bytes(optimizer: Optimizer, precision: str) -> int:
-    """Bytes of the fp32 master weight per parameter: of 16-bit parameters, unless the plan has none."""
+    """Bytes of the fp32 master weight per parameter: of 16-bit parameters, unless the plan has
+    none.
+    """
     return MASTER_BYTES if DTYPE_BYTES[precision] < 4 and optimizer.master == "auto" else 0

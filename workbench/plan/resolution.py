@@ -86,8 +86,8 @@ def resolve(plan: Plan) -> ResolvedPlan:
 
 
 def pin(plan: Plan) -> ResolvedPlan:
-    """The resolved plan, with paths made absolute, and what they hold (corpus, calibration, custom schedule)
-    named by its hash, so that the plan runs from any folder.
+    """The resolved plan, with paths made absolute, and what they hold (corpus, calibration, custom
+    schedule) named by its hash, so that the plan runs from any folder.
 
     Raises `PlanError` if one of them is missing or is no longer the one that the plan was resolved
     with.

@@ -82,7 +82,8 @@ def dealt(blocks: list[float], stages: int, first: float = 0.0, last: float = 0.
     for stage in range(1, stages):
         extra, cut = last if stage == stages - 1 else 0.0, [0] * (count + 1)
         now = [float("inf")] * (count + 1)
-        at = stage  # what comes before costs more with every block, the stage less: where they meet only moves on
+        # What comes before costs more with every block, the stage less: the crossing only moves on.
+        at = stage
         for end in range(stage + 1, count - (stages - 1 - stage) + 1):
             while at + 1 < end and _larger(best, sums, at + 1, end, extra) < _larger(
                 best, sums, at, end, extra

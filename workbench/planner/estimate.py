@@ -35,8 +35,8 @@ UNCALIBRATED = "assumed figures, not calibrated: `workbench calibrate` measures 
 
 
 def estimate(plan: Plan) -> Profile:
-    """Peak memory by category and pipeline stage, step time by part, every collective; fits, and else
-    what would fit.
+    """Peak memory by category and pipeline stage, step time by part, every collective; fits, and
+    else what would fit.
 
     Completes the plan. One rank a pipeline stage stands for all ranks of that stage. Raises
     `PlanError` where the plan is illegal or asks for what the planner does not model.

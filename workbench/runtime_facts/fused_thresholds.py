@@ -1,4 +1,6 @@
-"""Sizes below which a CPU runs plain operators although the plan asks for compiled or fused ones."""
+"""Sizes below which a CPU runs plain operators although the plan asks for compiled or fused
+ones.
+"""
 
 MIN_FUSED_SEAM_NUMEL = 2**19
 """Elements of a seam's input below which starting compiled code costs a CPU more than it saves."""

@@ -41,10 +41,12 @@ def bubble(
 
     With n = ranks - 1 and a pipeline that fills:
     - gpipe, 1f1b: n (F + I + W); interleaved: that / chunks (2104.04473). Both exact in the papers.
-    - zb-h1: n (F + I - min(F, I, W)); 2401.10241 has n (F + I - W), exact where W is the least of the three.
-    - zb-h2: n max(F, F + I - 2W, I - F); the paper's n (F + I - 2W) is a rank's own span, with a synchronous
-      optimizer n F is the least.
-    - zb-v: n F / 2 and dualpipe-v: n F / 2 at F = I = W (2405.15362, DeepSeek); elsewhere the paths below.
+    - zb-h1: n (F + I - min(F, I, W)); 2401.10241 has n (F + I - W), exact where W is the least of
+      the three.
+    - zb-h2: n max(F, F + I - 2W, I - F); the paper's n (F + I - 2W) is a rank's own span, with a
+      synchronous optimizer n F is the least.
+    - zb-v: n F / 2 and dualpipe-v: n F / 2 at F = I = W (2405.15362, DeepSeek); elsewhere the paths
+      below.
 
     Raises ValueError where the schedule has no closed form.
     """

@@ -63,7 +63,8 @@ def lab(
         line = " ".join(["workbench lab", *notebooks, "--", *options, ALLOW_ROOT])
         raise refuse(
             "lab",
-            f"JupyterLab does not run as root unless it is allowed to; become another user, or: {line}",
+            f"JupyterLab does not run as root unless it is allowed to; become another user, or: "
+            f"{line}",
         )
     os.execv(command[0], command)
 

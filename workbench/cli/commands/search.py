@@ -26,7 +26,8 @@ Size = Annotated[
     str,
     typer.Option(
         "--space",
-        help="default; wide: more schedules, placements and sharding; vast: kernels, grids, buckets.",
+        help="default; wide: more schedules, placements and sharding; vast: kernels, grids, "
+        "buckets.",
     ),
 ]
 Where = Annotated[

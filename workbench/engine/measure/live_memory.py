@@ -5,9 +5,10 @@ into it, from the operator that made it to the moment it dies. Its category is, 
 
 1. the one it was registered under (`register`), whenever that happens;
 2. the innermost `category(...)` scope in which it was made;
-3. what its action says, once that ends: what a forward (F) or a received activation leaves alive is `activations`;
-   what a backward (B, I) or a received gradient leaves alive is `communication`, for it is on its way to or from
-   another stage; whatever dies within its action, or lives on after another kind of action, is `temporary`;
+3. what its action says, once that ends: what a forward (F) or a received activation leaves alive is
+   `activations`; what a backward (B, I) or a received gradient leaves alive is `communication`, for
+   it is on its way to or from another stage; whatever dies within its action, or lives on after
+   another kind of action, is `temporary`;
 4. `overhead`, for a storage that was there before the mode and was never registered.
 
 Because rule 3 needs hindsight, events are kept until their action ends and summed then. Memory that

@@ -149,7 +149,7 @@ class _Statements(Calls):
                 self.script.told |= told
                 continue
             if holds and told and _exits(body, source):
-                holds = None  # what a script asks of its environment before it goes on is taken as given
+                holds = None  # what a script asks of its environment is taken as given
             branches.append(body)
             if holds:
                 self.script.told |= told

@@ -1,4 +1,6 @@
-"""What the charts share: their data, the source of the numbers, and the form of legends and marks."""
+"""What the charts share: their data, the source of the numbers, and the form of legends and
+marks.
+"""
 
 from __future__ import annotations
 

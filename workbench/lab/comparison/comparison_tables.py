@@ -13,9 +13,11 @@ from workbench.untrusted_text import escaped
 
 TABLE_STYLE = """
 <style>
-.wb-table { border-collapse: collapse; margin: 4px 0 14px; font-size: 13px; font-variant-numeric: tabular-nums; }
+.wb-table { border-collapse: collapse; margin: 4px 0 14px; font-size: 13px;
+  font-variant-numeric: tabular-nums; }
 .wb-table caption { text-align: left; font-weight: 600; padding: 6px 0; caption-side: top; }
-.wb-table th, .wb-table td { padding: 4px 12px; text-align: right; border-bottom: 1px solid rgba(128,128,128,.25); }
+.wb-table th, .wb-table td { padding: 4px 12px; text-align: right;
+  border-bottom: 1px solid rgba(128,128,128,.25); }
 .wb-table th { font-weight: 600; vertical-align: bottom; }
 .wb-table td { white-space: nowrap; }
 .wb-table .wb-name { text-align: left; white-space: normal; }

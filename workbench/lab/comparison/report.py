@@ -27,10 +27,12 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title>
 <style>
-body {{ font: 14px/1.5 {font}; color: #222; background: #fff; max-width: 1120px; margin: 24px auto; padding: 0 20px; }}
+body {{ font: 14px/1.5 {font}; color: #222; background: #fff;
+  max-width: 1120px; margin: 24px auto; padding: 0 20px; }}
 h1 {{ font-size: 22px; margin-bottom: 2px; }} h2 {{ font-size: 16px; margin: 30px 0 6px; }}
 .quiet {{ color: #666; }}
-.charts {{ display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 22px; align-items: start; }}
+.charts {{ display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 22px;
+  align-items: start; }}
 .charts > .wide {{ grid-column: 1 / -1; }}
 .charts svg {{ max-width: 100%; height: auto; }}
 .scroll {{ overflow-x: auto; }}

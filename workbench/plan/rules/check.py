@@ -69,10 +69,10 @@ def _shape(plan: ResolvedPlan) -> Iterator[Problem]:
 
 def _heads(shape: Shape) -> Iterator[Problem]:
     if shape.mla is None and shape.heads % int(shape.kv_heads or 1):
+        near = legal_sizes.near(int(shape.kv_heads or 1), legal_sizes.divisors(shape.heads))
         yield Problem(
             "model.kv_heads",
-            f"{shape.kv_heads} does not divide heads = {shape.heads}; "
-            f"legal: {legal_sizes.near(int(shape.kv_heads or 1), legal_sizes.divisors(shape.heads))}",
+            f"{shape.kv_heads} does not divide heads = {shape.heads}; legal: {near}",
         )
     width = shape.mla.rope_dim if shape.mla else int(shape.head_dim or 0)
     field = "model.mla.rope_dim" if shape.mla else "model.head_dim"

@@ -49,7 +49,8 @@ def _experts_on_grid(plan: ResolvedPlan) -> list[Problem]:
         f"but the router of "
     )
     what += f"{moe.experts} experts needs whole tokens; legal: '1d' with tensor.size "
-    what += f"{legal_sizes.near(tensor.ranks, legal_sizes.tensor_sizes(plan.shape, tensor.ranks))}, or a dense model"
+    near = legal_sizes.near(tensor.ranks, legal_sizes.tensor_sizes(plan.shape, tensor.ranks))
+    what += f"{near}, or a dense model"
     return [Problem("strategy.tensor.algorithm", what)]
 
 

@@ -1,4 +1,6 @@
-"""The plan file's schema: one file a group of sections. What reads a plan imports names from here."""
+"""The plan file's schema: one file a group of sections. What reads a plan imports names from
+here.
+"""
 
 from workbench.plan.schema.cluster import Cluster
 from workbench.plan.schema.python_model import PythonModel

@@ -45,7 +45,9 @@ class Plan(Frozen):
     telemetry: Telemetry = Field(default_factory=Telemetry, description="Measuring.")
 
     resolver: ClassVar[Callable[[Plan], ResolvedPlan]]
-    """`plan.resolution.resolve`, which registers itself: the schema imports none of what it needs."""
+    """`plan.resolution.resolve`, which registers itself: the schema imports none of what it
+    needs.
+    """
     pinner: ClassVar[Callable[[Plan], ResolvedPlan]]
     """`plan.resolution.pin`, likewise."""
 

@@ -13,7 +13,9 @@ from workbench.plan.operator_strategy import factors
 from workbench.planner.autoshard.machine_model import MachineModel
 
 MAX_RANKS = 256
-"""Plain ranks beyond which the strategies of an operator are too many; a grid has few at any size."""
+"""Plain ranks beyond which the strategies of an operator are too many; a grid has few at any
+size.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""The machine that operators are priced on: one GPU, and the link of each mesh axis, as the cost model
-has them.
+"""The machine that operators are priced on: one GPU, and the link of each mesh axis, as the cost
+model has them.
 """
 
 from __future__ import annotations

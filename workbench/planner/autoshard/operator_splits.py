@@ -58,9 +58,13 @@ class Operator:
     inputs: tuple[Tensor, ...]
     output: Tensor
     gemm_widths: tuple[int, ...] = ()
-    """Columns of each GEMM that a `MatMul` runs on its one input: query, key and value; gate and up."""
+    """Columns of each GEMM that a `MatMul` runs on its one input: query, key and value; gate and
+    up.
+    """
     fp8: bool = False
-    """Whether its GEMMs run in fp8 where the plan's precision does: those of layers, not the head's."""
+    """Whether its GEMMs run in fp8 where the plan's precision does: those of layers, not the
+    head's.
+    """
     causal_flops: float = 0.0
     """Of attention: forward FLOPs of the causal half, over all ranks."""
     times: int = 1

@@ -15,7 +15,8 @@ _FIRST = re.compile(_NUMBER)
 _RANGE = re.compile(rf"^\D{{0,3}}({_NUMBER})\s*\w{{0,3}}?\s*(?:-|–|—|\.\.+|to)\s*({_NUMBER})")
 _LARGEST = 1e18
 _UNKNOWN = re.compile(
-    r"\b(see|not (in|on|read|stated|printed|given|known)|unknown|unstated|unclear|n/?a|none stated|tbd)\b|^[-?]*$"
+    r"\b(see|not (in|on|read|stated|printed|given|known)|unknown|unstated|unclear|n/?a|"
+    r"none stated|tbd)\b|^[-?]*$"
 )
 GIB_OF_GB = 1e9 / 2**30
 YES_NO = {"yes": True, "true": True, "y": True, "on": True, "1": True} | dict.fromkeys(
@@ -90,7 +91,8 @@ def doubted(text: str) -> bool:
 
 
 _DOUBTS = re.compile(
-    r"\bnois|warns|throttl|power.?limited|mislabel|mixed up|not proportional|inconsistent|duplicate config|unreliable"
+    r"\bnois|warns|throttl|power.?limited|mislabel|mixed up|not proportional|inconsistent|"
+    r"duplicate config|unreliable"
 )
 
 
@@ -202,7 +204,8 @@ def flash(text: str) -> bool | None:
         return None
     rest, negated = _UNFUSED.subn(" ", text)
     if re.search(
-        r"flash|cudnn|sdpa|fused|xformers|mem\w*[- ]efficient|\b(te|transformer.?engine|fa-?[234])\b",
+        r"flash|cudnn|sdpa|fused|xformers|mem\w*[- ]efficient|\b(te|transformer.?engine|"
+        r"fa-?[234])\b",
         rest,
     ):
         return True
@@ -285,7 +288,8 @@ def offload(text: str) -> str:
     told = " ".join(clause for clause in clauses if not _NOT_OFFLOADED.search(clause))
     told = _ACTIVATIONS_OFFLOADED.sub("", told)
     if re.search(
-        r"offload[- ](param|quant)|param\w* offload|(full|zero-?3) \+? ?(full )?offload|offload\w* (of )?all",
+        r"offload[- ](param|quant)|param\w* offload|(full|zero-?3) \+? ?(full )?offload|"
+        r"offload\w* (of )?all",
         told,
     ):
         return "parameters"
@@ -295,7 +299,8 @@ def offload(text: str) -> str:
 
 
 _NOT_OFFLOADED = re.compile(
-    r"not (stated|known|used)|unknown|\b(no|without)\b|offload\w*\s*[=:]\s*(false|no|none|0)\b|do(es)? not fit|tops out"
+    r"not (stated|known|used)|unknown|\b(no|without)\b|offload\w*\s*[=:]\s*(false|no|none|0)\b|"
+    r"do(es)? not fit|tops out"
 )
 _ACTIVATIONS_OFFLOADED = re.compile(
     r"act\w*[- ](cpu[- ])?offload\w*|-*offload[- ](residual|act)\w*"

@@ -110,7 +110,8 @@ def _like(kind: str, usual: Fabric) -> Fabric:
 
 def _per_node(text: str) -> int | None:
     said = re.search(
-        r"(\d+)[- ]?(?:x )?(?:gpus?|cards?|npus?)(?: v100| a100| h100)?[ -]*(?:/|per|a|each)? ?nodes?\b",
+        r"(\d+)[- ]?(?:x )?(?:gpus?|cards?|npus?)(?: v100| a100| h100)?[ -]*(?:/|per|a|"
+        r"each)? ?nodes?\b",
         text,
     )
     return int(said.group(1)) if said and 0 < int(said.group(1)) <= 72 else None

@@ -24,7 +24,8 @@ from workbench.runs.store.run_state import Cause
 from workbench.safe_io.json_field_checks import has, number, or_null, text, whole
 
 _CONSEQUENCE = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|time[d]? ?out|remote process exited"
+    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|time[d]? ?out|"
+    r"remote process exited"
     r"|socket error|store.*unreachable|peer .*(gone|down)",
     re.IGNORECASE,
 )
