@@ -10,8 +10,6 @@ and in a rehearsal, where every collective is over at once.
 
 from __future__ import annotations
 
-import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,9 +32,6 @@ _all_gather: Callable[..., object] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
 """torch 2.13 renamed both."""
-LET_GO_SECONDS = 1.0
-LOOK_SECONDS = 50e-6
-"""Long enough for gloo's thread to get the core that it needs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,13 +80,13 @@ def begin_together(calls: Sequence[tuple[Callable[..., Any], Sequence[Tensor]]])
     """
     aliases = [[x.detach() for x in tensors] for _, tensors in calls]
     works = [collective(*own, async_op=True) for (collective, _), own in zip(calls, aliases)]
-    held = [weakref.ref(x) for own in aliases for x in own if x.device.type == "cpu"]
 
     def finish() -> None:
         while works:
             works.pop(0).wait()
+        for own in aliases:
+            _empty(own)
         aliases.clear()
-        _let_go(held)
 
     return finish
 
@@ -101,15 +96,16 @@ def call(collective: Callable[..., object], *tensors: Tensor) -> None:
     begin(collective, *tensors)()
 
 
-def _let_go(held: list[weakref.ref[Tensor]]) -> None:
-    """Wait until gloo's thread has dropped the tensors, a moment after the result is there.
+def _empty(aliases: Sequence[Tensor]) -> None:
+    """Take the memory from a finished collective's aliases, which gloo's thread holds a moment
+    longer.
 
-    Else that thread may be the last to hold them, and memory lives longer than the step needs, by
-    the scheduler's whim.
+    Else that thread may be the last to hold the memory, which lives as long as the scheduler lets
+    it, and is freed where the allocator's running sum does not see it.
     """
-    deadline = time.monotonic() + LET_GO_SECONDS
-    while any(one() is not None for one in held) and time.monotonic() < deadline:
-        time.sleep(LOOK_SECONDS)
+    for alias in aliases:
+        if type(alias) is Tensor and alias.device.type == "cpu":
+            alias.data = alias.new_empty(0)  # unlike set_(), counts as no change of what it aliased
 
 
 def begin_all_gather(whole: Tensor, piece: Tensor, axis: MeshAxis) -> Finish:
