@@ -108,10 +108,14 @@ def _placed(w: Workload, constants: Constants, order: tuple[Axis, ...]) -> Place
         if sizes[axis] > 1:
             moved = sum((_moved(call) for call in time.calls if call.axis == axis), 0.0)
             took = comm_seconds(time.calls, wires, constants, axis)
-            reach = _reach(here, here.searched.strides[axis] * sizes[axis])
+            reach = _reach(here, float(here.searched.strides[axis] * sizes[axis]))
             found.append(
                 AxisTraffic(
-                    axis, round(sizes[axis]), float(np.max(moved)), float(np.max(took)), reach
+                    axis,
+                    round(float(sizes[axis])),
+                    float(np.max(moved)),
+                    float(np.max(took)),
+                    reach,
                 )
             )
     return Placement(order, float(time.seconds), tuple(sorted(found, key=lambda one: -one.bytes)))

@@ -61,7 +61,9 @@ def rank_buckets(w: Workload, rank: int) -> list[list[PackedBucket]]:
 
 def _pack(w: Workload, parameters: list[StageParameter]) -> list[PackedBucket]:
     """Buckets by size; under ZeRO-3 one a unit, however large."""
-    limit = w.searched.bucket_bytes / w.gradient_element_bytes if w.zero < 3 else math.inf
+    limit = math.inf
+    if w.zero < 3:
+        limit = float(w.searched.bucket_bytes / w.gradient_element_bytes)
     backward = parameters[::-1]
     tensors = [
         ((p.unit if w.zero == 3 else "", p.partial_over, p.own_bucket, p.experts), p.elements)
@@ -240,6 +242,6 @@ def _moe_params(w: Workload, unit: str) -> Iterator[StageParameter]:
     own = moe.experts / w.searched.expert
     yield StageParameter(unit, round(float(w.weight_in_dim * moe.experts)), parts)
     for size, partial in _mlp_params(w, w.expert_ffn, sides):
-        yield StageParameter(unit, round(size * own), partial, experts=apart)
+        yield StageParameter(unit, round(float(size * own)), partial, experts=apart)
     for size, partial in _mlp_params(w, w.shared_ffn, sides) if moe.shared else ():
         yield StageParameter(unit, round(size), partial)

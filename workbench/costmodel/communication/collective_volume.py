@@ -80,7 +80,7 @@ def _on_rank(call: CollectiveCall, rank: int) -> CollectiveCall:
 
 
 def _at(value: Number, rank: int) -> float:
-    return float(value[rank] if np.ndim(value) else value)
+    return float(np.asarray(value)[rank] if np.ndim(value) else value)
 
 
 def _tensor_calls(w: Workload) -> list[CollectiveCall]:

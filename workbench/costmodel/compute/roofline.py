@@ -283,10 +283,11 @@ def _kernel_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
     norm, rope, activation = _fused_seams(w, is_moe)
     seams = [norm, activation, *([rope] if w.shape.positions == "rope" else [])]
     share = sum(seams) / len(seams)
-    return tuple(
+    forward, backward = (
         eager + (fused - eager) * share
         for fused, eager in zip(FUSED_KERNELS_PER_LAYER, KERNELS_PER_LAYER["eager"])
     )
+    return forward, backward
 
 
 def _fused_seams(w: Workload, is_moe: bool) -> tuple[Number, Number, Number]:
@@ -305,7 +306,7 @@ def _fused_seams(w: Workload, is_moe: bool) -> tuple[Number, Number, Number]:
     return norm, rope, activation
 
 
-def _with_launch_floor(m: DeviceRates, seconds: Number, kernels: int, is_moe: bool) -> Number:
+def _with_launch_floor(m: DeviceRates, seconds: Number, kernels: Number, is_moe: bool) -> Number:
     """Seconds with launches: the slower of host and GPU if the host runs ahead, else their sum."""
     c = m.constants
     host = ((c.host_us or kernels * c.launch_us) + is_moe * c.host_routing_us) * 1e-6

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from workbench.costmodel.inputs.config import FixedConfig, Number
+from workbench.costmodel.inputs.config import FixedConfig, Mask, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.peak_memory import max_peak_bytes
 from workbench.costmodel.rates.constants import Constants
@@ -45,7 +45,7 @@ def stall_seconds(w: Workload, constants: Constants) -> Number:
     return 1e-3 * constants.stall_ms * (w.pipeline > 1) * messages
 
 
-def run_stalls(w: Workload, constants: Constants) -> Number:
+def run_stalls(w: Workload, constants: Constants) -> Mask:
     """Whether the median run stalls: on so many nodes, or on so full a GPU."""
     if straggler_likely(w.fixed, constants):
         return np.True_

@@ -9,7 +9,7 @@ axes once, on few elements.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,10 @@ from workbench.plan.schema import AXES, Plan
 from workbench.schedules import Table
 
 Array = NDArray[np.float64]
-Number = Any
+Number: TypeAlias = float | NDArray[np.floating[Any]]
 """A float, or an array with one entry per candidate."""
+Mask: TypeAlias = bool | np.bool_ | NDArray[np.bool_]
+"""A condition, or an array with one entry per candidate."""
 
 
 @dataclass(frozen=True)

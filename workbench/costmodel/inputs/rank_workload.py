@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -102,7 +103,7 @@ def assemble_workload(
     )
 
 
-def tensor_parallel_widths(shape: Shape, columns: Number, padded: bool = True) -> dict[str, Number]:
+def tensor_parallel_widths(shape: Shape, columns: Number, padded: bool = True) -> dict[str, Any]:
     """Widths of the widest of `columns` tensor ranks.
 
     Key-value heads are replicated where there are more ranks than heads.
@@ -153,7 +154,7 @@ def _last_rank(s: FixedConfig) -> int:
     return int(layer_homes(s)[-1])
 
 
-def microbatches_in_flight(s: FixedConfig, microbatches: Number, rank: Number) -> Array:
+def microbatches_in_flight(s: FixedConfig, microbatches: Number, rank: Array) -> Array:
     """Microbatches whose activations each pipeline rank saves at its peak; a chunk counts
     1/chunks.
 
@@ -178,7 +179,7 @@ def num_boundary_transfers(s: FixedConfig) -> Array:
     return np.bincount(both, minlength=s.pipeline).astype(float)
 
 
-def deferred_microbatches(s: FixedConfig, microbatches: Number, rank: Number) -> Array:
+def deferred_microbatches(s: FixedConfig, microbatches: Number, rank: Array) -> Array:
     """Microbatches whose weight gradients are still deferred when a rank's memory peaks.
 
     ZB-H1 and ZB-H2 (2401.10241) defer W by the rank's index and by twice that. V-shaped schedules

@@ -330,7 +330,7 @@ def weight_gradient_bytes(w: Workload) -> Number:
     return accumulated_gradient_bytes(w, matrix)
 
 
-def accumulated_gradient_bytes(w: Workload, parameters: float) -> Number:
+def accumulated_gradient_bytes(w: Workload, parameters: Number) -> Number:
     """Bytes of a weight gradient while it is accumulated into its bucket; where dtypes differ, it
     is upcast in pieces of `GRADIENT_CAST_NUMEL`.
     """
@@ -353,7 +353,9 @@ def norm_backward(w: Workload) -> Number:
 
 def runs_fused_seam(w: Workload, entries: Number) -> Number:
     """Whether a seam over `entries` elements runs this engine's fused kernel."""
-    return w.uses_fused_kernels * (entries >= MIN_FUSED_SEAM_NUMEL * keeps_small_seams_eager(w))
+    return float(w.uses_fused_kernels) * (
+        entries >= MIN_FUSED_SEAM_NUMEL * keeps_small_seams_eager(w)
+    )
 
 
 def keeps_small_seams_eager(w: Workload) -> bool:

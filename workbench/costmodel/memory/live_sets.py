@@ -368,15 +368,15 @@ def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     owned = p.trained / (w.searched.shard if w.zero >= 1 else 1)
     if w.fixed.stack == "workbench":
         element = w.fixed.step_element_bytes
-        per_param = element * (w.gradient_element_bytes != element) + w.fixed.step_cast_bytes
+        per_param: Number = (
+            element * (w.gradient_element_bytes != element) + w.fixed.step_cast_bytes
+        )
     else:
-        per_param = (
-            4.0 * (w.gradient_element_bytes < 4) * (w.fixed.master_bytes > 0)
-        )  # without master weights the step runs in 16 bits
-    limit = np.maximum(OPTIMIZER_CAST_BYTES, table * per_param)
-    if (
-        w.uses_fused_kernels and w.fixed.kernels == "fused"
-    ):  # a fused GPU kernel casts in registers; a CPU casts in pieces
+        # Without master weights the step runs in 16 bits.
+        per_param = 4.0 * (w.gradient_element_bytes < 4) * (w.fixed.master_bytes > 0)
+    limit: Number = np.maximum(OPTIMIZER_CAST_BYTES, table * per_param)
+    # A fused GPU kernel casts in registers; a CPU casts in pieces.
+    if w.uses_fused_kernels and w.fixed.kernels == "fused":
         limit = CPU_FUSED_CAST_BYTES * float(w.fixed.gpu.device == "cpu")
     casts = np.minimum(owned * per_param, limit * (per_param > 0))
     if w.fixed.framework.optimizer_temporary:

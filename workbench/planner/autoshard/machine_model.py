@@ -32,14 +32,14 @@ class MachineModel:
 
     def __post_init__(self) -> None:
         rates = {
-            "flops": (self.device.flops,),
-            "memory_bandwidth": (self.device.bandwidth,),
-            "bandwidth": tuple(link.bandwidth for link in self.links),
+            "flops": (float(self.device.flops),),
+            "memory_bandwidth": (float(self.device.bandwidth),),
+            "bandwidth": tuple(float(link.bandwidth) for link in self.links),
         }
         for name, values in rates.items():
             if not all(value > 0 for value in values):
                 raise refuse(f"machine.{name}", f"is {_shown(values)}; legal: numbers above 0")
-        latencies = tuple(link.latency for link in self.links)
+        latencies = tuple(float(link.latency) for link in self.links)
         if not all(0 <= value < math.inf for value in latencies):
             raise refuse(
                 "machine.latency", f"is {_shown(latencies)}; legal: finite seconds, 0 or more"

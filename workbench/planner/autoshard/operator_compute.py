@@ -74,9 +74,9 @@ def _gemms(
     for width in widths:
         n = columns * width / operator.dim("columns")
         # Bytes of an element 0: the operator's traffic is counted as a whole.
-        total += gemm_seconds(device, rows, n, inner, 0, fp8)
-        total += gemm_seconds(device, rows, inner, n, 0, fp8)
-        total += gemm_seconds(device, n, inner, rows, 0, fp8)
+        total += float(gemm_seconds(device, rows, n, inner, 0, fp8))
+        total += float(gemm_seconds(device, rows, inner, n, 0, fp8))
+        total += float(gemm_seconds(device, n, inner, rows, 0, fp8))
     return total
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from workbench.costmodel.inputs.config import (
     Array,
     FixedConfig,
+    Mask,
     Number,
     SearchedConfig,
     axis_strides,
@@ -112,17 +113,18 @@ class Cell:
             for place, (axis, length) in enumerate(long)
         }
 
-    def workload(self, index: Index) -> tuple[Workload, Number]:
+    def workload(self, index: Index) -> tuple[Workload, Mask]:
         """(what the combinations ask of a rank, whether each is a plan of its own)."""
         dims = max((places.ndim for places in index.values()), default=0)
         rows = self.stages.ranks
-        split = Split(*(_at(row, index.get("split")) for row in self.table))
+        columns: list[Any] = [_at(row, index.get("split")) for row in self.table]
+        split: Any = Split(*columns)
         take = {axis: self._take(axis, index) for axis in AXES if axis not in NOT_NUMBERS}
         group, replicas = (
             take["shard"],
             self.setting.world_size / (split.tensor * self.setting.pipeline),
         )
-        sizes = {
+        sizes: dict[str, Number] = {
             "tensor": split.tensor,
             "context": split.context,
             "data": replicas / split.context,
@@ -181,9 +183,9 @@ class Cell:
             return each[0]
         return {axis: np.choose(index["placement"], [one[axis] for one in each]) for axis in sizes}
 
-    def _legal(self, w: Workload, group: Number, replicas: Number) -> Number:
+    def _legal(self, w: Workload, group: Number, replicas: Number) -> Mask:
         """Whether each combination is a legal plan, and the only one of those that do the same."""
-        good: Number = np.True_
+        good: Mask = np.True_
         if (
             self.setting.zero
         ):  # over one replica there is nothing to shard, but something to offload
@@ -199,9 +201,7 @@ class Cell:
             good = good & ((w.searched.reduce_microbatch == 0) | (w.microbatches > 1))
         return good
 
-    def _own_order(
-        self, sizes: dict[str, Number], found: dict[str, Number], index: Index
-    ) -> Number:
+    def _own_order(self, sizes: dict[str, Number], found: dict[str, Number], index: Index) -> Mask:
         """False where an earlier placement puts all axes of several ranks as this one does."""
         if len(self.values["placement"]) == 1 or index["placement"].ndim == 1:
             return np.True_

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.config import Array, Number
 from workbench.planner.search.cell_evaluation import Evaluated, Evaluator
 from workbench.planner.search.cells import Cell, cells
 from workbench.planner.search.constraints import RESULTS, Constraint, narrowed
@@ -70,7 +70,7 @@ def _result(cell: Cell, e: Evaluated, field: str) -> Number:
     return e.seconds if field == "seconds" else tokens / e.seconds
 
 
-def _score(cell: Cell, e: Evaluated, objective: str) -> Number:
+def _score(cell: Cell, e: Evaluated, objective: str) -> Array:
     s = cell.setting
     if objective == "time":
         return e.seconds
