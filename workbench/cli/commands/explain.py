@@ -63,7 +63,7 @@ def _cost(name: str, cost: Cost) -> Grid:
 
 
 def _effects(title: str, rows: Sequence[Effect]) -> Grid:
-    built = tables.table(title, HEADS, HEADS[1:], ("tokens/s", "longer by"))
+    built = tables.table(title, HEADS, HEADS[1:], ("tokens/s", "Δ step time"))
     for effect in rows:
         built.add_row(*cells(effect))
     return built

@@ -20,7 +20,7 @@ from workbench.planner.explain.plan_figures import Effect, Figures
 from workbench.planner.training_cost import Cost
 from workbench.untrusted_text import escaped
 
-HEADS = ("change", "a step", "longer by", "tokens/s", "fullest rank", "more by", "fits")
+HEADS = ("change", "step time", "Δ step time", "tokens/s", "peak memory", "Δ memory", "fits")
 
 
 @dataclass(frozen=True)

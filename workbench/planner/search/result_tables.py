@@ -12,7 +12,7 @@ from workbench.untrusted_text import escaped
 if TYPE_CHECKING:
     from workbench.planner.search.search import Candidate, SearchResult
 
-HEADS = ("a step", "fullest rank", "tokens/s", "cards", "strategy")
+HEADS = ("step time", "peak memory", "tokens/s", "GPUs", "strategy")
 SHOWN_OF_FRONT = 12
 FRONT = "Less memory for more time: none of these is beaten in both (estimated)"
 
