@@ -79,9 +79,8 @@ def test_an_interrupt_ends_the_whole_session(program):
 def test_a_killed_caller_takes_its_child_along(program):
     name = program("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
     call = (
-        f"from workbench.runs.launch import child_process; child_process.python({name!r}, [], "
-        f"lambda line: "
-        f"print(line, flush=True))"
+        f"from workbench.runs.launch import child_process; "
+        f"child_process.python({name!r}, [], lambda line: print(line, flush=True))"
     )
     caller = subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None

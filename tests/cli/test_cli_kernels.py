@@ -84,7 +84,7 @@ def test_machines_get_facts_and_the_worst_of_all_cases(listed):
             assert worst["registers"] == max(r["registers"] for r in own) and worst["spills"] == 0
 
 
-def test_a_kernel_that_loads_narrowly_is_told(listed, monkeypatch):
+def test_a_kernel_that_loads_narrowly_is_shown(listed, monkeypatch):
     table = {**TABLE, "ahead": [dict(r, vector_stores=0) for r in TABLE["ahead"]]}
     monkeypatch.setattr(kernels, "read", lambda: table)
     found = {

@@ -16,9 +16,9 @@ from workbench.runs.store.run_directory import FOLDERS
 from workbench.runs.store.run_state import (
     Cause,
     State,
-    beat,
     first_state,
-    supervised_by_me,
+    with_heartbeat,
+    with_this_supervisor,
     write_state,
 )
 
@@ -40,7 +40,7 @@ def make(folder: Path, world: int = 2, steps: int = 20) -> Path:
 
 def put_state(folder: Path, state: State, **changes: Any) -> State:
     """Write the state, supervised by this very process."""
-    state = replace(beat(supervised_by_me(state)), **changes)
+    state = replace(with_heartbeat(with_this_supervisor(state)), **changes)
     write_state(folder, state)
     return state
 

@@ -27,7 +27,7 @@ from workbench.machine.calibration_file import (
 from workbench.plan.schema import Plan, build_plan
 from workbench.planner import estimate
 from workbench.planner.calibrated_plan import calibrated, on_machine
-from workbench.planner.run_feedback import Told, error, scale, told
+from workbench.planner.run_feedback import StepObservation, error, scale, step_observation
 from workbench.planner.search import search
 
 RATE, HALF, LAUNCH = 80e9, 12.0, 5e-6
@@ -305,27 +305,27 @@ def test_probes_settle_what_memory_bound_operators_cost(tmp_path: Path, kernels:
 
 
 def test_one_run_is_met_exactly() -> None:
-    run = told(
+    run = step_observation(
         1.0, {"compute": 0.3, "bubble": 0.1, "optimizer": 0.05, "data_comm": 0.05, "overhead": 0.1}
     )
     assert (run.compute, run.communication, run.overhead) == pytest.approx((0.45, 0.05, 0.1))
     found = scale([run], Scale())
     assert found.compute == pytest.approx(1.8) == found.communication and found.fixed_ms == 0
     assert error(
-        [Told(1.0, 0.45 * found.compute, 0.05 * found.communication, 0.1)]
+        [StepObservation(1.0, 0.45 * found.compute, 0.05 * found.communication, 0.1)]
     ) == pytest.approx(0, abs=1e-12)
 
 
 def test_two_runs_share_one_factor() -> None:
     """Two steps cannot tell three numbers apart: the fit would meet both and predict nothing."""
-    runs = [Told(2.0, 0.9, 0.1, 0.0), Told(2.4, 0.5, 0.3, 0.0)]
+    runs = [StepObservation(2.0, 0.9, 0.1, 0.0), StepObservation(2.4, 0.5, 0.3, 0.0)]
     found = scale(runs, Scale())
     assert 2.0 < found.compute == found.communication < 3.0 and found.fixed_ms == 0
 
 
 def test_several_runs_tell_compute_communication_and_fixed_cost_apart() -> None:
     parts = [(1.0, 0.0), (0.1, 0.9), (3.0, 0.5), (0.02, 0.01), (0.5, 2.0)]
-    runs = [Told(1.5 * c + 4.0 * m + 0.02 + 0.01, c, m, 0.01) for c, m in parts]
+    runs = [StepObservation(1.5 * c + 4.0 * m + 0.02 + 0.01, c, m, 0.01) for c, m in parts]
     found = scale(runs, Scale())
     assert found.compute == pytest.approx(1.5, rel=0.03) and found.communication == pytest.approx(
         4.0, rel=0.03
@@ -334,7 +334,7 @@ def test_several_runs_tell_compute_communication_and_fixed_cost_apart() -> None:
 
 
 def test_a_step_shorter_than_its_overhead_still_gives_positive_factors() -> None:
-    found = scale([Told(0.01, 0.1, 0.0, 0.05)], Scale())
+    found = scale([StepObservation(0.01, 0.1, 0.0, 0.05)], Scale())
     assert 0 < found.compute < 1 and found.fixed_ms == 0
 
 

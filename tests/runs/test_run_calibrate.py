@@ -41,7 +41,7 @@ def path(tmp_path):
     return tmp_path / "calibration.yaml"
 
 
-def test_one_run_is_met_and_the_error_before_and_after_is_kept(path) -> None:
+def test_one_run_is_fitted_and_the_error_before_and_after_is_stored(path) -> None:
     plan = planned(path)
     seconds = 3 * estimate(plan).step_seconds
     found = calibrate.learn(made(), [finished(plan, "a", seconds)])
@@ -84,7 +84,7 @@ def test_a_run_without_steps_is_refused(path) -> None:
         calibrate.learn(made(), [finished(planned(path), "a", None)])
 
 
-def test_a_run_of_another_card_is_refused(path) -> None:
+def test_a_run_of_another_gpu_is_refused(path) -> None:
     plan = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy="ddp")
     with pytest.raises(PlanError, match="measured on local"):
         calibrate.learn(made(), [finished(plan, "a", 1.0)])

@@ -12,7 +12,7 @@ import pytest
 from workbench.profile import COLUMNS, Profile
 from workbench.runs.store import telemetry_reader as reading
 from workbench.runs.store.stop_request import GRACE_SECONDS, Stop, read_stop
-from workbench.runs.store.telemetry_frames import Measured, keep
+from workbench.runs.store.telemetry_frames import MeasuredFrames, write_frames
 from workbench.runs.store.telemetry_reader import Reader, history
 
 ROWS = {
@@ -130,7 +130,7 @@ def write(run, rank, *records):
 def test_a_damaged_record_is_left_out_and_told(run, damaged):
     write(run, 0, *SOUND)
     write(run, 1, *SOUND[:2], damaged, *SOUND[2:], damaged, damaged)
-    found = Measured("a", 2).read(Reader(run))
+    found = MeasuredFrames("a", 2).read(Reader(run))
     assert found.left_out == ["3 damaged records of rank 1"]
     profile = found.profile()
     assert profile.notes["left_out"] == ["3 damaged records of rank 1"]
@@ -146,13 +146,13 @@ def test_a_damaged_record_is_left_out_and_told(run, damaged):
 
 def test_sound_records_leave_nothing_out(run):
     write(run, 0, *SOUND, {"kind": "of a later version", "t": 1, "what": [1]})
-    found = Measured("a", 1).read(Reader(run))
+    found = MeasuredFrames("a", 1).read(Reader(run))
     assert found.left_out == [] and "left_out" not in found.profile().notes
 
 
 def test_a_rank_that_the_run_does_not_have_is_not_in_its_frames(run):
     write(run, 99999, *SOUND)
-    assert Measured("a", 2).read(Reader(run)).profile().steps.empty
+    assert MeasuredFrames("a", 2).read(Reader(run)).profile().steps.empty
 
 
 def test_what_cannot_be_read_is_told_and_waited_for_by_nobody(run):
@@ -203,7 +203,7 @@ def test_a_long_history_is_thinned_without_losing_peak_first_or_last(run, monkey
     rare = {"kind": "evaluation", "t": 1.0, "step": 501, "loss": 0.5}
     write(run, 0, *SOUND[:1], *records[:1000], rare, *records[1000:], *SOUND[-2:])
     reader = history(run)
-    profile = Measured("a", 1).read(reader).profile()
+    profile = MeasuredFrames("a", 1).read(reader).profile()
     assert reader.every > 5 and profile.notes["left_out"] == [
         f"{reader.every - 1} of {reader.every} steps"
     ]
@@ -219,8 +219,8 @@ def test_kept_frames_have_every_step_though_a_part_at_a_time(run, monkeypatch):
     monkeypatch.setattr(reading, "WHOLE_BYTES", 20_000)
     monkeypatch.setattr(reading, "POLL_BYTES", reading.LEAST_BYTES)
     write(run, 0, *SOUND[:-1], {"kind": "step"}, *(step(step=number) for number in range(2, 2000)))
-    keep(Measured("a", 1), Reader(run), run / "frames")
-    kept, whole = Profile.read(run / "frames"), Measured("a", 1).read(Reader(run)).profile()
+    write_frames(MeasuredFrames("a", 1), Reader(run), run / "frames")
+    kept, whole = Profile.read(run / "frames"), MeasuredFrames("a", 1).read(Reader(run)).profile()
     assert kept.steps.step.tolist() == list(range(2000)) and kept.steps.loss.isna().sum() == 1
     assert kept.notes == whole.notes and kept.notes["left_out"] == ["1 damaged record of rank 0"]
     for kind, names in COLUMNS.items():
@@ -243,8 +243,8 @@ def test_kept_frames_are_what_the_csv_writer_makes_of_the_same_rows(run):
         {"kind": "timeline", "t": 1.0, "step": 1, "rows": times},
         {"kind": "collectives", "t": 1.0, "step": 1, "rows": sums},
     )
-    keep(Measured(odd, 1), Reader(run), run / "frames")
-    found = Measured(odd, 1)
+    write_frames(MeasuredFrames(odd, 1), Reader(run), run / "frames")
+    found = MeasuredFrames(odd, 1)
     rows = [found.rows(records) for records in Reader(run).batches()]
     for kind, names in COLUMNS.items():
         expected = io.StringIO(newline="")

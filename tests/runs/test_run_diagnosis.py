@@ -5,8 +5,8 @@ import json
 import pytest
 
 from workbench.plan.rules.supported import unsupported
-from workbench.runs.diagnose.first_cause import RankSeen, first_cause, read_errors
-from workbench.runs.store.rank_logs import last_lines, log_tail, telling
+from workbench.runs.diagnose.first_cause import RankStatus, first_cause, read_errors
+from workbench.runs.store.rank_logs import failure_lines, last_lines, log_tail
 
 CLOSED = "[pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
 TIMED_OUT = "[unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete"
@@ -39,7 +39,7 @@ def blame(plan, tmp_path):
 
 
 def seen(rank, **more):
-    return RankSeen(rank, pid=100 + rank, step=6, phase="training", gone=1000.0, **more)
+    return RankStatus(rank, pid=100 + rank, step=6, phase="training", gone=1000.0, **more)
 
 
 def report(*failures):
@@ -144,7 +144,9 @@ def test_the_kernels_killing_for_memory_is_told_from_another(blame):
 
 def test_a_launcher_that_fails_alone_shows_its_last_words(blame):
     cause = blame(
-        [RankSeen(0), RankSeen(1)], log="Traceback\nValueError: unknown key `nprocs`", exit_code=1
+        [RankStatus(0), RankStatus(1)],
+        log="Traceback\nValueError: unknown key `nprocs`",
+        exit_code=1,
     )
     assert (
         cause.rank is None
@@ -226,11 +228,11 @@ def test_lines_that_speak_of_warnings_are_not_warnings(tmp_path):
         "Error: 3 warnings were treated as errors\n  in line 5\nWarnings.h:5 "
         "failed\nInformation is missing"
     )
-    assert telling(said) == said
+    assert failure_lines(said) == said
 
 
 def test_a_checkpoint_that_could_not_be_written_is_known_until_one_is():
-    seen = RankSeen(0)
+    seen = RankStatus(0)
     seen.take({"kind": "unsaved", "step": 2, "message": "checkpoint: cannot write"})
     assert seen.unsaved == "checkpoint: cannot write"
     seen.take({"kind": "checkpoint", "step": 4, "path": "step-00000004", "seconds": 0.1})

@@ -16,13 +16,13 @@ from tests.runs.conftest import until
 from workbench.interop.export import export
 from workbench.runs import Reader, attach
 from workbench.runs.launch.accelerate_command import environment
-from workbench.runs.launch.external_launcher import Elsewhere
+from workbench.runs.launch.external_launcher import ExternalRun
 from workbench.runs.launch.rendezvous_ports import free_port
 from workbench.runs.store.run_state import (
-    beat,
     first_state,
     stored_state,
-    supervised_by_me,
+    with_heartbeat,
+    with_this_supervisor,
     write_state,
 )
 from workbench.runs.store.stop_request import request_stop
@@ -41,7 +41,7 @@ def folder(plan, tmp_path):
 def begun(plan, folder):
     """What rank 0 keeps, from its start on."""
     (folder / "stop").write_bytes(b"")  # of a former launch
-    kept = Elsewhere(folder, 0)
+    kept = ExternalRun(folder, 0)
     kept.begin(plan.resolve())
     yield kept
     kept.end(0)
@@ -52,8 +52,8 @@ def test_rank_0_keeps_a_run_directory(begun, folder, plan):
     assert (run.state.phase, run.state.world_size, run.plan.world_size) == ("starting", 3, 3)
     begun.running()
     assert run.state.phase == "running" and "launched elsewhere" in repr(run)
-    beat = run.state.heartbeat
-    until(lambda: run.state.heartbeat > beat)
+    first = run.state.heartbeat
+    until(lambda: run.state.heartbeat > first)
     begun.end(0)
     assert run.wait(1).phase == "finished"
 
@@ -115,8 +115,8 @@ def test_a_rank_0_that_is_gone_leaves_what_ranks_said(plan, folder):
 import os, sys
 from pathlib import Path
 from workbench.plan.schema import Plan
-from workbench.runs.launch.external_launcher import Elsewhere
-kept = Elsewhere(Path({str(folder)!r}), 0)
+from workbench.runs.launch.external_launcher import ExternalRun
+kept = ExternalRun(Path({str(folder)!r}), 0)
 kept.begin(Plan.load({str(folder / "plan.yaml")!r}).resolve())
 kept.running()
 os._exit(1)
@@ -141,11 +141,11 @@ os._exit(1)
 
 
 def test_other_ranks_and_supervised_runs_are_left_alone(plan, folder):
-    Elsewhere(folder, 1).begin(plan.resolve())
+    ExternalRun(folder, 1).begin(plan.resolve())
     assert not (folder / "state.json").exists()
-    write_state(folder, beat(supervised_by_me(first_state(3, 5))))
+    write_state(folder, with_heartbeat(with_this_supervisor(first_state(3, 5))))
     request_stop(folder)
-    Elsewhere(folder, 0).begin(plan.resolve())
+    ExternalRun(folder, 0).begin(plan.resolve())
     assert not stored_state(folder).launched_elsewhere and (folder / "stop").exists()
 
 

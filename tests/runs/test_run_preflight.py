@@ -21,7 +21,7 @@ from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.runs import preflight, start
 from workbench.runs.launch import accelerate_command, checked_launch
-from workbench.runs.launch.free_memory import free_card_bytes, least_bytes
+from workbench.runs.launch.free_memory import free_gpu_bytes, least_bytes
 from workbench.runs.store import run_directory
 from workbench.runs.store.run_state import first_state, write_state
 
@@ -34,7 +34,7 @@ def test_a_plan_for_this_machine_may_run(plan, tmp_path):
     assert messages(plan, root=tmp_path) == []
 
 
-def test_cards_that_are_not_attached_are_refused(plan):
+def test_gpus_that_are_not_attached_are_refused(plan):
     told = messages(
         plan.replace(**{"cluster.gpu": "h100-sxm-80gb", "cluster.gpus": 4}), root="/tmp"
     )
@@ -46,21 +46,21 @@ def test_cards_that_are_not_attached_are_refused(plan):
 
 def machine(monkeypatch, found, free=80 * 2**30):
     monkeypatch.setattr(sys.modules["workbench.runs.launch.preflight"], "attached", lambda: found)
-    monkeypatch.setattr("workbench.runs.launch.free_memory.free_card_bytes", lambda ranks: free)
+    monkeypatch.setattr("workbench.runs.launch.free_memory.free_gpu_bytes", lambda ranks: free)
 
 
 def h100s(gpus):
     return Plan.of("tiny", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp")
 
 
-def test_more_ranks_than_cards_are_refused(monkeypatch, tmp_path):
+def test_more_ranks_than_gpus_are_refused(monkeypatch, tmp_path):
     machine(monkeypatch, Attached("cuda", 2, "NVIDIA H100 80GB HBM3", 80 * 2**30, 8))
     (told,) = messages(h100s(4), root=tmp_path)
     assert told.startswith("cluster.gpus: is 4, more than is attached") and "from 1 to 2" in told
     assert messages(h100s(2), root=tmp_path) == []
 
 
-def test_a_smaller_card_is_not_the_planned_one(monkeypatch, tmp_path):
+def test_a_smaller_gpu_is_not_the_planned_one(monkeypatch, tmp_path):
     machine(monkeypatch, Attached("cuda", 2, "NVIDIA A100 40GB", 40 * 2**30, 8))
     (told,) = messages(h100s(2), root=tmp_path)
     assert told.startswith("cluster.gpu: h100-sxm-80gb has") and "40.0 GiB" in told
@@ -181,7 +181,7 @@ def test_a_full_disk_is_refused_unless_forced(plan, tmp_path, monkeypatch):
     )
 
 
-def test_a_card_that_others_have_filled_is_refused_unless_forced(monkeypatch, tmp_path):
+def test_a_gpu_that_others_have_filled_is_refused_unless_forced(monkeypatch, tmp_path):
     machine(monkeypatch, Attached("cuda", 2, "NVIDIA H100 80GB HBM3", 80 * 2**30, 8), free=2**20)
     (told,) = messages(h100s(2), root=tmp_path)
     assert (
@@ -191,7 +191,7 @@ def test_a_card_that_others_have_filled_is_refused_unless_forced(monkeypatch, tm
     assert messages(h100s(2), root=tmp_path, force=True) == []
 
 
-def test_the_fullest_visible_card_counts(monkeypatch):
+def test_the_visible_gpu_with_the_least_free_memory_counts(monkeypatch):
     free = [5, 30, 20, 40]
     driver = SimpleNamespace(
         nvmlInit=lambda: None,
@@ -202,9 +202,9 @@ def test_the_fullest_visible_card_counts(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert free_card_bytes(2) == 5
+    assert free_gpu_bytes(2) == 5
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0")
-    assert free_card_bytes(2) == 30
+    assert free_gpu_bytes(2) == 30
 
 
 def test_the_least_that_a_rank_holds():

@@ -12,14 +12,14 @@ from workbench.runs.store.process_identity import is_process
 from workbench.runs.store.run_liveness import read_state
 from workbench.runs.store.run_state import (
     State,
-    beat,
     first_state,
     is_run,
-    supervised_by_me,
+    with_heartbeat,
+    with_this_supervisor,
     write_state,
 )
 from workbench.runs.store.stop_request import Stop, read_stop, request_stop
-from workbench.runs.store.telemetry_frames import Measured
+from workbench.runs.store.telemetry_frames import MeasuredFrames
 from workbench.runs.store.telemetry_reader import Reader
 
 
@@ -87,7 +87,7 @@ def test_reading_keeps_up_with_64_ranks(telemetry):
 
 
 def test_frames_grow_by_what_is_new():
-    measured = Measured("a", 1, capacity_bytes=100)
+    measured = MeasuredFrames("a", 1, capacity_bytes=100)
     hello = {"kind": "hello", "rank": 0, "stage": 1}
     first = {
         "kind": "step",
@@ -112,14 +112,14 @@ def test_frames_grow_by_what_is_new():
 
 
 def test_a_profile_without_records_is_empty_and_shows_itself():
-    assert Measured("a", 2).profile().summary()["memory"] == {
+    assert MeasuredFrames("a", 2).profile().summary()["memory"] == {
         "peak_bytes_by_rank": {},
         "by_category": {},
     }
 
 
 def test_sampled_rows_carry_run_rank_and_step():
-    measured = Measured("a", 4)
+    measured = MeasuredFrames("a", 4)
     rows = [
         {
             "axis": "tensor",
@@ -202,7 +202,8 @@ def mine(tmp_path):
 
     def keep(**changes):
         state = replace(
-            beat(supervised_by_me(replace(first_state(2, 5), phase="running"))), **changes
+            with_heartbeat(with_this_supervisor(replace(first_state(2, 5), phase="running"))),
+            **changes,
         )
         write_state(tmp_path, state)
         return state

@@ -19,17 +19,17 @@ MOST_BYTES = 8 * 2**30
 read their share.
 """
 TOLD_BYTES = 256 * 2**20
-"""Bytes after which `told` hears again: without a terminal each is a line."""
+"""Bytes between two calls of `progress`: without a terminal each is a line."""
 
-Told = Callable[[str], None]
+CheckProgress = Callable[[str], None]
 
 
-def refuse_damaged(folder: Path, told: Told = lambda words: None) -> None:
+def refuse_damaged(folder: Path, progress: CheckProgress = lambda words: None) -> None:
     """Raise `PlanError` naming the first file of the checkpoint in `folder` whose content is not
     what was written.
 
     A checkpoint of more than `MOST_BYTES`, and weights without checksums, are left to the ranks,
-    which check what they read. `told` is called with how far it is.
+    which check what they read. `progress` is called with how far it is.
     """
     files = [] if is_foreign(folder) else read_manifest(folder)["files"]
     total, done = sum(file["bytes"] for file in files), 0
@@ -38,7 +38,7 @@ def refuse_damaged(folder: Path, told: Told = lambda words: None) -> None:
         nonlocal done
         done += nbytes
         if done % TOLD_BYTES < nbytes or done == total:
-            told(f"checking checkpoint, {done >> 20} of {total >> 20} MiB")
+            progress(f"checking checkpoint, {done >> 20} of {total >> 20} MiB")
 
     for file in files if total <= MOST_BYTES else ():
         path = folder / file["file"]
@@ -54,7 +54,7 @@ def refuse_damaged(folder: Path, told: Told = lambda words: None) -> None:
 
 
 def digest(path: Path, read: Callable[[int], None] = lambda nbytes: None) -> str:
-    """sha256 of a file; `read` is told of every chunk."""
+    """sha256 of a file; `read` is called with the bytes of every chunk."""
     total = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

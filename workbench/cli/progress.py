@@ -28,9 +28,7 @@ STOP_SECONDS = 60.0
 
 
 class Status:
-    """Work of unknown length: a spinner in a terminal, lines elsewhere; call it with what it is
-    at.
-    """
+    """Work of unknown length: a spinner in a terminal, else lines; call it with what it is at."""
 
     def __init__(self, words: str) -> None:
         columns = (

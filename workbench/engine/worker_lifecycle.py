@@ -28,7 +28,7 @@ from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
-from workbench.runs.launch.external_launcher import Elsewhere
+from workbench.runs.launch.external_launcher import ExternalRun
 
 GLOO, NCCL = "gloo", "nccl"
 
@@ -40,7 +40,7 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
     """
     run_dir, rank = plan_path.parent, int(os.environ.get("RANK", "0"))
     loop: Loop | None = None
-    elsewhere = Elsewhere(run_dir, rank)
+    elsewhere = ExternalRun(run_dir, rank)
     set_aside(run_dir, rank)
     with RankLog(run_dir, rank), Telemetry(run_dir, rank) as telemetry:
         try:
@@ -68,7 +68,7 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
     return _leave(0, elsewhere)
 
 
-def _leave(code: int, elsewhere: Elsewhere) -> int:
+def _leave(code: int, elsewhere: ExternalRun) -> int:
     """Wait for the other ranks where all went well: none may go while another still needs what it
     sent.
     """

@@ -13,12 +13,12 @@ ENOUGH = 4
 """Runs that fix three numbers; fewer would be met exactly by numbers that predict nothing."""
 TRUST = 0.05
 """Weight of the assumption that compute and communication are off by one common factor: with few
-runs they cannot be told apart. Relative to a run's own error.
+runs they cannot be separated. Relative to a run's own error.
 """
 
 
 @dataclass(frozen=True)
-class Told:
+class StepObservation:
     """One run: its measured step, and what was estimated of it, seconds."""
 
     measured: float
@@ -33,16 +33,18 @@ class Told:
         return self.compute + self.communication + self.overhead
 
 
-def told(measured: float, parts: dict[str, float]) -> Told:
+def step_observation(measured: float, parts: dict[str, float]) -> StepObservation:
     """A run whose step took `measured` seconds and was estimated as `parts`, see
     `planner.step.parts`.
     """
     communication = sum(value for name, value in parts.items() if name.endswith("_comm"))
     overhead = parts.get("overhead", 0.0)
-    return Told(measured, sum(parts.values()) - communication - overhead, communication, overhead)
+    return StepObservation(
+        measured, sum(parts.values()) - communication - overhead, communication, overhead
+    )
 
 
-def scale(runs: Sequence[Told], before: Scale) -> Scale:
+def scale(runs: Sequence[StepObservation], before: Scale) -> Scale:
     """Factors that bring estimates made with `before` to the measured steps.
 
     One run fixes one factor, on compute and communication alike, and is met exactly; `ENOUGH` runs
@@ -59,7 +61,7 @@ def scale(runs: Sequence[Told], before: Scale) -> Scale:
     )
 
 
-def _common(run: Told) -> float:
+def _common(run: StepObservation) -> float:
     """The factor that one run asks for; overhead is believed unless it alone is more than the
     step.
     """
@@ -67,7 +69,7 @@ def _common(run: Told) -> float:
     return max(run.measured - run.overhead, 0.05 * run.measured) / work
 
 
-def _several(runs: Sequence[Told], common: float) -> tuple[float, float, float]:
+def _several(runs: Sequence[StepObservation], common: float) -> tuple[float, float, float]:
     from scipy.optimize import nnls
 
     rows = [(r.compute / r.measured, r.communication / r.measured, 1 / r.measured) for r in runs]
@@ -78,6 +80,6 @@ def _several(runs: Sequence[Told], common: float) -> tuple[float, float, float]:
     return float(compute), float(communication), float(found[2])
 
 
-def error(runs: Sequence[Told]) -> float:
+def error(runs: Sequence[StepObservation]) -> float:
     """Mean |estimated / measured - 1|."""
     return float(np.mean([abs(run.estimated / run.measured - 1) for run in runs]))

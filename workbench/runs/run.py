@@ -1,6 +1,4 @@
-"""A run, seen from outside: everything is read from its directory, so any process can hold one, now
-or next week.
-"""
+"""A run, read from its directory: any process can attach to it, at any time."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ from workbench.plan.schema import Plan
 from workbench.profile import Profile
 from workbench.runs.store.rank_logs import last_lines
 from workbench.runs.store.run_directory import default_root
-from workbench.runs.store.run_liveness import read_state, wake
+from workbench.runs.store.run_liveness import continue_supervisor, read_state
 from workbench.runs.store.run_state import State, is_run
 from workbench.runs.store.stop_request import GRACE_SECONDS, Stop, request_stop
-from workbench.runs.store.telemetry_frames import Measured, keep
+from workbench.runs.store.telemetry_frames import MeasuredFrames, write_frames
 from workbench.runs.store.telemetry_reader import Reader, history
 from workbench.untrusted_text import escaped
 
@@ -29,7 +27,7 @@ POLL_SECONDS = 0.1
 
 
 class Run:
-    """The run in a directory; a view that owns nothing."""
+    """The run in a directory; a view, which neither starts nor ends anything by itself."""
 
     def __init__(self, folder: str | Path) -> None:
         self.dir = Path(folder).absolute()
@@ -50,7 +48,7 @@ class Run:
         """The plan that runs, resolved."""
         return Plan.load(self.dir / "plan.yaml").resolve()
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredFrames:
         """An empty collection for this run's records; feed it from a `Reader` to follow the run."""
         return measured(self.id, self.plan)
 
@@ -100,12 +98,14 @@ class Run:
     def stop(self, *, checkpoint: bool = False, grace_seconds: float = GRACE_SECONDS) -> None:
         """Ask the run to stop after its step, and return at once; a run that is over is left alone.
 
-        `checkpoint` asks it to save one first. Ranks that do not end within `grace_seconds` are
-        ended, but not those of a run that was launched elsewhere.
+        Args:
+            checkpoint: Save a checkpoint first.
+            grace_seconds: Ranks that go on longer are ended, but not those of a run that was
+                launched elsewhere.
         """
         if not (state := self.state).final:
             request_stop(self.dir, Stop(checkpoint, grace_seconds))
-            wake(state)
+            continue_supervisor(state)
 
     def log(self, rank: int, lines: int = 20) -> str:
         """The last lines that `rank` printed."""
@@ -134,9 +134,9 @@ def _words(state: State) -> str:
     return f"{text}: {state.cause.message}. {state.cause.advice}".rstrip() if state.cause else text
 
 
-def measured(run: str, plan: ResolvedPlan) -> Measured:
+def measured(run: str, plan: ResolvedPlan) -> MeasuredFrames:
     """An empty collection for records of a run of the complete `plan`."""
-    return Measured(run, plan.world_size, int(plan.gpu.memory_gib * 2**30))
+    return MeasuredFrames(run, plan.world_size, int(plan.gpu.memory_gib * 2**30))
 
 
 def profile_of(folder: str | Path) -> Profile:
@@ -149,10 +149,12 @@ def profile_of(folder: str | Path) -> Profile:
     found = measured(folder.name, Plan.load(folder / "plan.yaml").resolve())
     profile = found.read(history(folder)).profile()
     profile.notes["run_dir"] = str(folder)
-    told = {Path(path).name for path in profile.notes["checkpoints"]}
-    untold = [str(path) for path in finished(folder / "checkpoints") if path.name not in told]
+    recorded = {Path(path).name for path in profile.notes["checkpoints"]}
+    unrecorded = [
+        str(path) for path in finished(folder / "checkpoints") if path.name not in recorded
+    ]
     profile.notes["checkpoints"] = sorted(
-        [*profile.notes["checkpoints"], *untold], key=lambda path: Path(path).name
+        [*profile.notes["checkpoints"], *unrecorded], key=lambda path: Path(path).name
     )
     return profile
 
@@ -162,7 +164,7 @@ def keep_frames(folder: Path) -> None:
     OSError, `PlanError`.
     """
     found = measured(folder.name, Plan.load(folder / "plan.yaml").resolve())
-    keep(found, Reader(folder), folder / "frames")
+    write_frames(found, Reader(folder), folder / "frames")
 
 
 def attach(folder: str | Path) -> Run:

@@ -63,8 +63,7 @@ def lab(
         line = " ".join(["workbench lab", *notebooks, "--", *options, ALLOW_ROOT])
         raise refuse(
             "lab",
-            f"JupyterLab does not run as root unless it is allowed to; become another user, or: "
-            f"{line}",
+            f"JupyterLab does not run as root unless allowed; become another user, or: {line}",
         )
     os.execv(command[0], command)
 

@@ -26,8 +26,7 @@ Size = Annotated[
     str,
     typer.Option(
         "--space",
-        help="default; wide: more schedules, placements and sharding; vast: kernels, grids, "
-        "buckets.",
+        help="default; wide: more schedules and sharding; vast: kernels, grids, buckets too.",
     ),
 ]
 Where = Annotated[

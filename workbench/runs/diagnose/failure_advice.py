@@ -1,4 +1,4 @@
-"""What to change in a plan after a failure, from what the failed rank said."""
+"""What to change in a plan after a failure, by the error and log of the rank that failed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def memory_advice(plan: ResolvedPlan) -> str:
             continue
     return (
         f"It ran out of memory. What would lower it: "
-        f"{'; '.join(useful) or 'a smaller model or larger cards'}."
+        f"{'; '.join(useful) or 'a smaller model or GPUs with more memory'}."
     )
 
 

@@ -13,12 +13,12 @@ import orjson
 
 from workbench.runs.diagnose.failure_advice import advise
 from workbench.runs.store.rank_logs import (
-    LOOKED_AT,
+    SEARCHED_LINES,
+    failure_lines,
     launcher_report,
     launcher_signal,
     log_tail,
     tail_of,
-    telling,
 )
 from workbench.runs.store.run_state import Cause
 from workbench.safe_io.json_field_checks import has, number, or_null, text, whole
@@ -37,7 +37,7 @@ LOOK_LATE_SECONDS = 1.0
 
 
 @dataclass
-class RankSeen:
+class RankStatus:
     """What is known of one rank from its records and its process."""
 
     rank: int
@@ -85,7 +85,7 @@ class RankSeen:
 
 @dataclass(frozen=True)
 class _Suspect:
-    """A rank that ended badly; `weight` 0: a cause of its own, 1: held the others up, 2: followed
+    """A rank that ended badly; `weight` 0: a cause of its own, 1: stalled the others, 2: followed
     from another.
     """
 
@@ -98,7 +98,7 @@ class _Suspect:
 
 
 def first_cause(
-    folder: Path, ranks: Mapping[int, RankSeen], exit_code: int | None, *, out_of_memory: bool
+    folder: Path, ranks: Mapping[int, RankStatus], exit_code: int | None, *, out_of_memory: bool
 ) -> Cause:
     """Why the run in `folder` failed, from error files, exit codes and what was seen of its
     `ranks`.
@@ -117,6 +117,8 @@ def first_cause(
         _ended(seen, codes.get(seen.rank) if seen.rank in by_itself else None, folder)
         for seen in wordless
     ]
+    # Ranks that lose a peer fail too, with errors of their own ("connection closed"), and often
+    # write them first: a cause of its own goes before a stall, a stall before a consequence.
     first = min(suspects, key=lambda s: (s.weight, s.when, s.rank), default=None)
     if first is None or (first.weight and launcher_signal(folder, exit_code)):
         return _at_launch(folder, exit_code)
@@ -126,9 +128,9 @@ def first_cause(
     return Cause(first.rank, first.message, advise(folder, evidence), tail)
 
 
-def _seen_codes(ranks: Mapping[int, RankSeen]) -> tuple[dict[int, int], int | None]:
-    """As `launcher_report`, of a launcher that was stopped: what the system said of ranks that
-    nobody has asked for.
+def _seen_codes(ranks: Mapping[int, RankStatus]) -> tuple[dict[int, int], int | None]:
+    """As `launcher_report`, of a launcher that was stopped: the exit codes of ranks that
+    nobody has waited for.
     """
     codes = {seen.rank: seen.exit_code for seen in ranks.values() if seen.exit_code}
     return codes, min(codes, key=lambda rank: ranks[rank].gone or 0.0, default=None)
@@ -177,7 +179,7 @@ def _raised(error: Mapping[str, Any]) -> _Suspect:
     )
 
 
-def _unexplained(seen: RankSeen, errors: Mapping[int, Any], codes: Mapping[int, int]) -> bool:
+def _unexplained(seen: RankStatus, errors: Mapping[int, Any], codes: Mapping[int, int]) -> bool:
     """Whether a rank ended, or stands still, without a word."""
     if seen.bye or seen.rank in errors:
         return False
@@ -185,7 +187,7 @@ def _unexplained(seen: RankSeen, errors: Mapping[int, Any], codes: Mapping[int, 
 
 
 def _killed_first(
-    wordless: list[RankSeen], errors: Mapping[int, Any], codes: Mapping[int, int]
+    wordless: list[RankStatus], errors: Mapping[int, Any], codes: Mapping[int, int]
 ) -> list[int]:
     """Ranks killed before any other complained.
 
@@ -202,7 +204,7 @@ def _killed_first(
     ]
 
 
-def _ended(seen: RankSeen, code: int | None, folder: Path) -> _Suspect:
+def _ended(seen: RankStatus, code: int | None, folder: Path) -> _Suspect:
     when = seen.gone - LOOK_LATE_SECONDS if seen.gone else float("inf")
     if seen.stopped:
         return _Suspect(
@@ -229,7 +231,7 @@ def _signal(number: int) -> str:
 
 def _at_launch(folder: Path, exit_code: int | None) -> Cause:
     """The launcher failed and no rank is to blame."""
-    tail = telling(tail_of(folder / "logs" / "launcher.log", LOOKED_AT))
+    tail = failure_lines(tail_of(folder / "logs" / "launcher.log", SEARCHED_LINES))
     last = tail.splitlines()[-1].strip() if tail else "it printed nothing"
     if number := launcher_signal(folder, exit_code):
         message = f"the launcher was killed by {_signal(number)}, and its ranks with it"

@@ -43,8 +43,8 @@ class Recipe:
 def compose(
     plan: ResolvedPlan, folder: Path, port: int, recipe: Recipe, allow_code: bool = False
 ) -> Command:
-    """The command of a complete `plan` whose run directory is (or will be) `folder`; ranks run code
-    only if told so.
+    """The command of a complete `plan` whose run directory is (or will be) `folder`; ranks run a
+    Python model only with `allow_code`.
     """
     module = [
         "-m",

@@ -14,7 +14,7 @@ from workbench.errors import refuse
 from workbench.machine.calibration_file import Calibration, Scale, read, write
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.estimate import estimate
-from workbench.planner.run_feedback import Told, error, scale, told
+from workbench.planner.run_feedback import StepObservation, error, scale, step_observation
 from workbench.runs.launch import child_process
 from workbench.runs.run import Run
 
@@ -100,12 +100,12 @@ def learn(calibration: Calibration, runs: Sequence[Run]) -> Calibration:
     """
     seen = [(run.plan, _measured(run)) for run in runs]
     bare = calibration.model_copy(update={"scale": None})
-    before = _told(bare, seen)
+    before = _observations(bare, seen)
     found, best = Scale(), (error(before), Scale())
     rows = before
     for _ in range(ROUNDS):
         found = scale(rows, found)
-        rows = _told(bare.model_copy(update={"scale": found}), seen)
+        rows = _observations(bare.model_copy(update={"scale": found}), seen)
         best = min(best, (error(rows), found), key=lambda pair: pair[0])
     after, fitted = best
     names = {"runs": [run.id for run in runs], "error_before": error(before), "error_after": after}
@@ -122,12 +122,15 @@ def _measured(run: Run) -> float:
     return seconds
 
 
-def _told(calibration: Calibration, seen: Sequence[tuple[ResolvedPlan, float]]) -> list[Told]:
+def _observations(
+    calibration: Calibration, seen: Sequence[tuple[ResolvedPlan, float]]
+) -> list[StepObservation]:
     """Each run with its estimate under `calibration`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "calibration.yaml")
         write(calibration, path)
         chosen = {"cluster.calibration": str(path), "cluster.calibration_sha256": None}
         return [
-            told(seconds, estimate(plan.replace(**chosen)).notes["time"]) for plan, seconds in seen
+            step_observation(seconds, estimate(plan.replace(**chosen)).notes["time"])
+            for plan, seconds in seen
         ]

@@ -1,6 +1,4 @@
-"""A child process for what needs torch: shells, notebooks and widgets stay light, and hold no CUDA
-context.
-"""
+"""Child processes for what needs torch: shells and notebooks load none and hold no CUDA context."""
 
 from __future__ import annotations
 
@@ -19,13 +17,22 @@ END_SECONDS = 3.0
 
 
 def python(
-    module: str, arguments: Sequence[str], line: Callable[[str], None], threads: int = 1
+    module: str, arguments: Sequence[str], on_line: Callable[[str], None], threads: int = 1
 ) -> None:
-    """Run `python -P -m module arguments`; `line` is called with each line that it prints.
+    """Run `python -P -m module arguments` and wait for it.
 
-    It runs in a session of its own that is ended whole if the caller is interrupted, and dies with
-    the caller. Raises ValueError with its words where it ends with 2 (usage), `ChildError` where it
-    fails otherwise.
+    It runs in a session of its own, which is ended with all its processes if the caller is
+    interrupted, and it dies with the caller (PR_SET_PDEATHSIG).
+
+    Args:
+        module: Module to run.
+        arguments: Its command line.
+        on_line: Called with each line of its output.
+        threads: OpenMP threads of the child.
+
+    Raises:
+        ValueError: It ends with exit code 2 (usage); the message is its stderr.
+        ChildError: It fails otherwise.
     """
     command = [
         *python_module("workbench.runs.launch.parent_death"),
@@ -51,21 +58,22 @@ def python(
         try:
             assert process.stdout is not None
             for text in process.stdout:
-                line(text.rstrip("\n"))
+                on_line(text.rstrip("\n"))
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         except BaseException:
             _ask_to_end(process.pid)
             raise
         finally:
-            # The leader is not reaped yet, so its number still names this session and no other.
+            # Whatever the child started is in its process group. The leader is not reaped yet
+            # (WNOWAIT above), so its number cannot have gone to a process of somebody else.
             os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
         errors.seek(0)
-        said = errors.read().strip()
+        stderr = errors.read().strip()
     if code == 2:
-        raise ValueError(said)
+        raise ValueError(stderr)
     if code != 0:
-        raise ChildError(f"{module} ended with {_words(code)}:\n{said[-4000:]}")
+        raise ChildError(f"{module} ended with {_words(code)}:\n{stderr[-4000:]}")
 
 
 def _ask_to_end(pid: int) -> None:

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.runs.store.command_file import Command, write_command
-from workbench.runs.store.run_liveness import failure, supervised
+from workbench.runs.store.run_liveness import failure_of_ranks, has_live_supervisor
 from workbench.runs.store.run_state import (
     Cause,
     Phase,
-    beat,
     first_state,
     stored_state,
-    supervised_by_me,
+    with_heartbeat,
+    with_this_supervisor,
 )
 from workbench.runs.store.stop_request import read_stop
-from workbench.runs.store.supervisor_files import Keeper
+from workbench.runs.store.supervisor_files import SupervisorFiles
 
 if TYPE_CHECKING:
     from workbench.plan.schema import Plan
@@ -36,51 +36,51 @@ if TYPE_CHECKING:
 HEARTBEAT_SECONDS = 1.0
 
 
-class Elsewhere:
+class ExternalRun:
     """The state of the run in `folder`, from its rank 0; nothing on other ranks, and where a
     supervisor keeps it.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
-        self._keeps = rank == 0 and not _is_supervised(folder)
+        self._owns_state = rank == 0 and not _is_supervised(folder)
         self._lock, self._ended = threading.Lock(), threading.Event()
 
     def begin(self, plan: Plan) -> None:
         """Make `folder` the run directory of a complete `plan` that starts now; asks of a former
         launch are void.
         """
-        if not self._keeps:
+        if not self._owns_state:
             return
         (self.folder / "stop").unlink(missing_ok=True)
         write_command(self.folder, _command(plan))
-        self._keeper = Keeper(self.folder)
+        self._files = SupervisorFiles(self.folder)
         self._state = replace(
             first_state(plan.world_size, plan.training.steps), launched_elsewhere=True
         )
-        self._state = supervised_by_me(self._state)
+        self._state = with_this_supervisor(self._state)
         self._update()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._heartbeats, name="heartbeat", daemon=True).start()
 
     def running(self) -> None:
         """Every rank has joined."""
-        if self._keeps:
+        if self._owns_state:
             self._update(phase="running")
 
     def end(self, code: int) -> None:
         """How it went: `code` is 0, or 1 where a rank has failed, whose words then lie in
         `errors/`.
         """
-        if not self._keeps or not hasattr(self, "_keeper"):
+        if not self._owns_state or not hasattr(self, "_files"):
             return
         self._ended.set()
         phase: Phase = "failed" if code else "stopped" if read_stop(self.folder) else "finished"
-        cause = failure(self.folder) or Cause(None, "rank 0 failed") if code else None
+        cause = failure_of_ranks(self.folder) or Cause(None, "rank 0 failed") if code else None
         with self._lock:
-            ended = beat(replace(self._state, phase=phase, exit_code=code, cause=cause))
-            self._keeper.last_state(replace(ended, ended=ended.heartbeat))
+            ended = with_heartbeat(replace(self._state, phase=phase, exit_code=code, cause=cause))
+            self._files.last_state(replace(ended, ended=ended.heartbeat))
 
-    def _beat(self) -> None:
+    def _heartbeats(self) -> None:
         while not self._ended.wait(HEARTBEAT_SECONDS):
             stopping = self._state.phase == "running" and read_stop(self.folder) is not None
             self._update(**({"phase": "stopping"} if stopping else {}))
@@ -91,8 +91,8 @@ class Elsewhere:
             suppress(OSError),
         ):  # a run directory that is gone is no reason to end a training run
             if not self._ended.is_set():
-                self._state = beat(replace(self._state, **changes))
-                self._keeper.state(self._state)
+                self._state = with_heartbeat(replace(self._state, **changes))
+                self._files.state(self._state)
 
 
 def _is_supervised(folder: Path) -> bool:
@@ -100,7 +100,7 @@ def _is_supervised(folder: Path) -> bool:
         state = stored_state(folder)
     except ValueError:
         return False
-    return not state.final and not state.launched_elsewhere and supervised(state)
+    return not state.final and not state.launched_elsewhere and has_live_supervisor(state)
 
 
 def _command(plan: Plan) -> Command:

@@ -19,7 +19,7 @@ def memory_problem(plan: ResolvedPlan, found: Attached) -> Problem | None:
     """Why a complete `plan` cannot even hold its model in what others leave free; None where it
     can.
 
-    No judgement of whether the plan fits its cards, activations and all: that is the planner's.
+    Whether the plan fits its GPUs, with activations, takes an estimate.
     """
     least, ranks = least_bytes(plan), plan.world_size
     if found.device == "cpu":
@@ -29,7 +29,7 @@ def memory_problem(plan: ResolvedPlan, found: Attached) -> Problem | None:
             f"of this machine, for {ranks} ranks",
         )
     else:
-        need, free, where = least, free_card_bytes(ranks), "of the fullest card"
+        need, free, where = least, free_gpu_bytes(ranks), "of the GPU with the least free memory"
     if need <= free:
         return None
     message = (
@@ -56,17 +56,17 @@ def least_bytes(plan: ResolvedPlan) -> int:
     weight = whole.parameter / (shard if data.zero == 3 else 1)
     gradient = whole.gradient / (shard if data.zero >= 2 else 1)
     optimizer = whole.optimizer / (shard if data.zero else 1)
-    kept = {"none": weight + gradient + optimizer, "optimizer": weight, "parameters": 0.0}
-    each = kept["none" if plan.gpu.device == "cpu" else data.offload]
+    on_device = {"none": weight + gradient + optimizer, "optimizer": weight, "parameters": 0.0}
+    each = on_device["none" if plan.gpu.device == "cpu" else data.offload]
     split = sizes["tensor"] * sizes["pipeline"] * plan.strategy.expert.size
     return int(parameters(plan.shape).total * each / split)
 
 
-def free_card_bytes(ranks: int) -> int:
-    """Free memory of the fullest of the first `ranks` cards that a process here would see, from
+def free_gpu_bytes(ranks: int) -> int:
+    """Least free memory of the first `ranks` GPUs that a process here would see, from
     NVML.
     """
-    import pynvml  # only where cards are attached
+    import pynvml  # only where GPUs are attached
 
     pynvml.nvmlInit()
     try:

@@ -1,6 +1,4 @@
-"""What compiles a plan's kernels on this machine: Triton for cards, a C++ compiler for
-processors.
-"""
+"""Compilers of a plan's kernels: Triton on a GPU, a C++ compiler on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +17,9 @@ def compiler() -> str | None:
 
 
 def missing_compiler(kernels: str, device: str) -> list[Problem]:
-    """Why `kernels` (eager, compiled, fused) cannot be made for `device` here; empty: they can."""
+    """Why `kernels` (eager, compiled, fused) cannot be compiled for `device` here; empty if they
+    can.
+    """
     if kernels == "eager" or (find_spec("triton") if device == "cuda" else compiler()):
         return []
     named = os.environ.get("CXX")

@@ -49,7 +49,9 @@ def die_with_parent(parent: int | None = None) -> None:
     expected = parent or int(os.environ.pop(LAUNCHER, "0")) or os.getppid()
     if sys.platform != "linux":
         return
+    # SIGKILL: a rank that hangs in a collective does not come to handle SIGTERM.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before the call above, which then waits for a death that is past.
     if os.getppid() != expected:
         os.kill(os.getpid(), signal.SIGKILL)
 

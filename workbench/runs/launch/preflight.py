@@ -1,5 +1,6 @@
-"""Can this machine run this plan now? Asks for cards, memory, port, corpus and disk; the last place
-that may refuse.
+"""Preflight: whether this machine can run a plan now, by GPUs, memory, port, corpus and disk.
+
+After legality it is the only place that may refuse a run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from workbench.runs.store.run_directory import default_root, unwritable
 SPARE_BYTES = 64 * 2**20
 """Disk that logs and telemetry of a run may take."""
 SAME_MEMORY = 0.9
-"""An attached card with less than this share of the planned card's memory is another card."""
+"""An attached GPU with less than this share of the planned GPU's memory is another model."""
 
 
 def preflight(
@@ -38,34 +39,45 @@ def preflight(
     force: bool = False,
     allow_code: bool = False,
 ) -> list[Problem]:
-    """Why `plan` cannot run on this machine now; empty: it can. Raises `PlanError` where the plan
-    is illegal.
+    """Check that this machine can run `plan` now.
 
-    `force` leaves out what might still work: memory or disk that are short now. Whether the plan
-    fits its cards is the planner's to say.
+    Whether the plan fits its GPUs is not asked here; that takes an estimate.
+
+    Args:
+        plan: A plan; a resolved one is not resolved again.
+        root: Folder of run directories; default $WORKBENCH_RUNS, else ./runs.
+        port: Port of the rendezvous; None: a free one.
+        force: Leave out what might still work: memory or disk that are short now.
+        allow_code: Whether the user allows a model that is given as Python.
+
+    Returns:
+        Everything that stands against the run; empty where it can start.
+
+    Raises:
+        PlanError: The plan is illegal.
     """
     full = plan.resolve()
     found = attached()
-    asked = [*_cards(full, found), *missing_compiler(full.strategy.kernels, full.gpu.device)]
+    asked = [*_gpus(full, found), *missing_compiler(full.strategy.kernels, full.gpu.device)]
     asked += [*_corpus(full), *_checkpoint(full), *_root(default_root(root)), *_port(port)]
     if not asked and not force:
         asked += [*_memory(full, found), *_disk(full, default_root(root))]
     return [*unsupported(full, "run", allow_code), *asked]
 
 
-def _cards(plan: ResolvedPlan, found: Attached) -> list[Problem]:
-    """The plan's cards against those attached: kind, machines, number, memory, model."""
-    card, ranks, nodes = plan.gpu, plan.world_size, plan.cluster.nodes or 1
+def _gpus(plan: ResolvedPlan, found: Attached) -> list[Problem]:
+    """The plan's GPUs against those attached: kind, machines, number, memory, model."""
+    gpu, ranks, nodes = plan.gpu, plan.world_size, plan.cluster.nodes or 1
     here = (
         f"here: {found.count} x {found.name}" if found.device == "cuda" else f"here: {found.name}"
     )
     legal = f"`cluster.gpu: local` with `cluster.gpus` from 1 to {found.count} runs on it"
     gib = found.memory_bytes / 2**30
-    if card.device != found.device:
+    if gpu.device != found.device:
         why = f" ({found.why_not_cuda})" if found.why_not_cuda else ""
         field, message = (
             "gpu",
-            f"{ranks} x {card.name} needs {card.device} devices; {here}{why}; {legal}",
+            f"{ranks} x {gpu.name} needs {gpu.device} devices; {here}{why}; {legal}",
         )
     elif nodes > 1:
         field, message = (
@@ -77,13 +89,13 @@ def _cards(plan: ResolvedPlan, found: Attached) -> list[Problem]:
             "gpus",
             f"is {ranks}, more than is attached ({here}, {found.count} ranks at most); {legal}",
         )
-    elif card.device == "cuda" and gib < SAME_MEMORY * card.memory_gib:
+    elif gpu.device == "cuda" and gib < SAME_MEMORY * gpu.memory_gib:
         field, message = (
             "gpu",
-            f"{card.name} has {card.memory_gib:.1f} GiB, {found.name} {gib:.1f} GiB; {legal}",
+            f"{gpu.name} has {gpu.memory_gib:.1f} GiB, {found.name} {gib:.1f} GiB; {legal}",
         )
-    elif card.device == "cuda" and is_another_model(card, found.name):
-        field, message = "gpu", f"is {card.name}, another model than is attached ({here}); {legal}"
+    elif gpu.device == "cuda" and is_another_model(gpu, found.name):
+        field, message = "gpu", f"is {gpu.name}, another model than is attached ({here}); {legal}"
     else:
         return []
     return [Problem(f"cluster.{field}", message)]
@@ -172,15 +184,18 @@ def _disk(plan: ResolvedPlan, root: Path) -> list[Problem]:
     one goes).
     """
     each = state_bytes(plan)
-    kept = plan.checkpoint.keep + 1 if plan.checkpoint.every else 0
+    num_checkpoints = plan.checkpoint.keep + 1 if plan.checkpoint.every else 0
     count = 0 if plan.code else parameters(plan.shape).total  # of code nobody knows before it runs
-    need = SPARE_BYTES + kept * (each.parameter + each.optimizer) * count
+    need = SPARE_BYTES + num_checkpoints * (each.parameter + each.optimizer) * count
     nearest = next(folder for folder in (root, *root.parents) if folder.exists())
     free = shutil.disk_usage(nearest).free
     if need <= free:
         return []
     space = f"take about {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free in {root}"
-    if not kept:
+    if not num_checkpoints:
         return [Problem("root", f"the logs of a run {space}; keep runs elsewhere (--root)")]
-    message = f"{kept} checkpoints and the logs {space}; lower it, or keep runs elsewhere (--root)"
+    message = (
+        f"{num_checkpoints} checkpoints and the logs {space}; lower it, or keep runs "
+        f"elsewhere (--root)"
+    )
     return [Problem("checkpoint.keep", message)]

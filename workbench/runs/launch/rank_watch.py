@@ -11,14 +11,14 @@ from typing import Any
 
 import psutil
 
-from workbench.runs.diagnose.first_cause import RankSeen
+from workbench.runs.diagnose.first_cause import RankStatus
 from workbench.runs.store.command_file import Command
 from workbench.runs.store.process_identity import exit_code
 from workbench.runs.store.rank_logs import log_tail
 from workbench.runs.store.run_state import Cause
 from workbench.runs.store.telemetry_reader import Reader
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 """Time between two looks at the ranks' processes."""
 IDLE_SHARE = 0.05
 """A rank that uses less than this share of one core while it writes nothing is not working."""
@@ -26,42 +26,42 @@ SLOW_FACTOR = 10.0
 """A step may take this many times as long as the slowest so far; building, compiling and
 evaluating, which write only when they are through, this many times the deadline of a collective.
 """
-PATIENT = ("building", "compiling", "checkpointing")
+SLOW_PHASES = ("building", "compiling", "checkpointing")
 """Phases in which ranks may wait for a disk, or for a compiler's processes."""
 
 
 @dataclass
-class _Live:
-    """One rank's process, and when it was last heard of (monotonic seconds)."""
+class _RankProcess:
+    """One rank's process, and when it was last last_record of (monotonic seconds)."""
 
     process: psutil.Process | None
-    heard: float
+    last_record: float
     cpu: float = 0.0
-    cpu_when_heard: float = 0.0
+    cpu_at_last_record: float = 0.0
     stopped: float | None = None
     """Since when its process is stopped."""
 
 
-class Watch:
+class RankWatch:
     """The ranks of the run in `folder`, seen from outside."""
 
     def __init__(self, folder: Path, command: Command) -> None:
         self.folder = folder
         self.command = command
-        self.ranks = {rank: RankSeen(rank) for rank in range(command.world_size)}
+        self.ranks = {rank: RankStatus(rank) for rank in range(command.world_size)}
         self.started = time.monotonic()
         self._reader = Reader(folder)
-        self._live: dict[int, _Live] = {}
-        self._looked = 0.0
-        self._over_since: float | None = None
+        self._processes: dict[int, _RankProcess] = {}
+        self._last_poll = 0.0
+        self._ended_since: float | None = None
 
-    def look(self) -> list[RankSeen]:
+    def poll(self) -> list[RankStatus]:
         """Read what is new; ranks that said hello just now."""
-        arrived = [seen for record in self._reader.poll() if (seen := self._hear(record))]
+        arrived = [seen for record in self._reader.poll() if (seen := self._take_record(record))]
         now = time.monotonic()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
-            for rank in self._live:
+        if now - self._last_poll >= POLL_SECONDS:
+            self._last_poll = now
+            for rank in self._processes:
                 self._inspect(rank, now)
         return arrived
 
@@ -70,11 +70,11 @@ class Watch:
         where nothing is.
         """
         now, found = time.monotonic(), [self.unsaved] if self.unsaved else []
-        for rank, live in self._live.items():
+        for rank, live in self._processes.items():
             if (
                 live.stopped is not None
-                and not self._over(rank)
-                and now - live.stopped >= LOOK_SECONDS
+                and not self._has_ended(rank)
+                and now - live.stopped >= POLL_SECONDS
             ):
                 pid = self.ranks[rank].pid
                 found.append(
@@ -91,7 +91,7 @@ class Watch:
     @property
     def all_here(self) -> bool:
         """Whether every rank said hello."""
-        return len(self._live) == len(self.ranks)
+        return len(self._processes) == len(self.ranks)
 
     @property
     def all_done(self) -> bool:
@@ -103,33 +103,33 @@ class Watch:
         """Whether the launcher should have ended by now: a rank is dead, or all are through, for
         too long.
         """
-        ended = [self._over(rank) for rank in self._live]
+        ended = [self._has_ended(rank) for rank in self._processes]
         died = any(seen.gone and not seen.bye for seen in self.ranks.values())
         if not died and not (self.all_here and all(ended)):
             return False
-        self._over_since = self._over_since or time.monotonic()
-        return time.monotonic() - self._over_since >= self.command.progress_seconds
+        self._ended_since = self._ended_since or time.monotonic()
+        return time.monotonic() - self._ended_since >= self.command.progress_seconds
 
     def verdict(self) -> Cause | None:
         """Why the run should be ended now: a rank that never came, or one that will not go on."""
         return self._absent() or self._frozen() or self._stalled() or self._looping()
 
-    def _hear(self, record: dict[str, Any]) -> RankSeen | None:
+    def _take_record(self, record: dict[str, Any]) -> RankStatus | None:
         rank = record["rank"]
         seen = self.ranks.get(rank)
         if seen is None:
             return None
         seen.take(record)
         if record["kind"] == "hello":
-            self._live[rank] = _Live(_process(record["pid"]), time.monotonic())
+            self._processes[rank] = _RankProcess(_process(record["pid"]), time.monotonic())
             return seen
-        if rank in self._live:
-            live = self._live[rank]
-            live.heard, live.cpu_when_heard = time.monotonic(), live.cpu
+        if rank in self._processes:
+            live = self._processes[rank]
+            live.last_record, live.cpu_at_last_record = time.monotonic(), live.cpu
         return None
 
     def _inspect(self, rank: int, now: float) -> None:
-        live, seen = self._live[rank], self.ranks[rank]
+        live, seen = self._processes[rank], self.ranks[rank]
         try:
             if live.process is None or (status := live.process.status()) == psutil.STATUS_ZOMBIE:
                 seen.exit_code = exit_code(
@@ -146,7 +146,7 @@ class Watch:
 
     def _absent(self) -> Cause | None:
         waited = time.monotonic() - self.started
-        absent = [rank for rank in self.ranks if rank not in self._live]
+        absent = [rank for rank in self.ranks if rank not in self._processes]
         if not absent or waited < self.command.hello_seconds:
             return None
         names = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
@@ -162,11 +162,11 @@ class Watch:
     def _frozen(self) -> Cause | None:
         """A rank whose process somebody stopped, for longer than a rank may be silent."""
         now, limit = time.monotonic(), self.command.progress_seconds
-        for rank, live in self._live.items():
+        for rank, live in self._processes.items():
             if (
-                not self._over(rank)
+                not self._has_ended(rank)
                 and live.stopped is not None
-                and now - max(live.stopped, live.heard) >= limit
+                and now - max(live.stopped, live.last_record) >= limit
             ):
                 return self._blame(
                     rank, f"is frozen: its process has been stopped for {now - live.stopped:.0f} s"
@@ -180,18 +180,20 @@ class Watch:
         own timeouts hold.
         """
         now, limit = time.monotonic(), self.command.progress_seconds
-        open_ranks = [rank for rank in self._live if not self._over(rank)]
-        if not open_ranks or self._over_since or not self.all_here:
+        open_ranks = [rank for rank in self._processes if not self._has_ended(rank)]
+        if not open_ranks or self._ended_since or not self.all_here:
             return None
         if any(
-            self.ranks[rank].stopped or self.ranks[rank].phase in PATIENT for rank in open_ranks
+            self.ranks[rank].stopped or self.ranks[rank].phase in SLOW_PHASES for rank in open_ranks
         ):
             return None
         if not all(self._idle(rank, now, limit) for rank in open_ranks):
             return None
-        held = min(open_ranks, key=lambda rank: (self.ranks[rank].step, self._live[rank].heard))
+        slowest = min(
+            open_ranks, key=lambda rank: (self.ranks[rank].step, self._processes[rank].last_record)
+        )
         return self._blame(
-            held, f"is furthest behind, and no rank has done anything for {limit:.0f} s"
+            slowest, f"is furthest behind, and no rank has done anything for {limit:.0f} s"
         )
 
     def _looping(self) -> Cause | None:
@@ -199,20 +201,24 @@ class Watch:
         deadlines are over.
         """
         now = time.monotonic()
-        open_ranks = [rank for rank in self._live if not self._over(rank)]
+        open_ranks = [rank for rank in self._processes if not self._has_ended(rank)]
         if (
             not open_ranks
-            or self._over_since
+            or self._ended_since
             or not self.all_here
             or any(self.ranks[r].stopped for r in open_ranks)
         ):
             return None
-        if any(now - self._live[rank].heard < self._patience(rank) for rank in open_ranks):
+        if any(
+            now - self._processes[rank].last_record < self._patience(rank) for rank in open_ranks
+        ):
             return None
-        held = min(open_ranks, key=lambda rank: (self.ranks[rank].step, self._live[rank].heard))
-        silent = now - self._live[held].heard
+        slowest = min(
+            open_ranks, key=lambda rank: (self.ranks[rank].step, self._processes[rank].last_record)
+        )
+        silent = now - self._processes[slowest].last_record
         return self._blame(
-            held,
+            slowest,
             f"is furthest behind and at work, and no rank has written anything for {silent:.0f} s",
         )
 
@@ -222,17 +228,17 @@ class Watch:
         Where there are several, the deadlines of their collectives come first and say more.
         """
         seen, limit = self.ranks[rank], self.command.progress_seconds
-        known = seen.step >= 0 and seen.phase not in (*PATIENT, "evaluating")
+        known = seen.step >= 0 and seen.phase not in (*SLOW_PHASES, "evaluating")
         alone = max(limit, SLOW_FACTOR * seen.slowest) if known else SLOW_FACTOR * limit
         return alone if len(self.ranks) == 1 else 2 * alone
 
-    def _over(self, rank: int) -> bool:
+    def _has_ended(self, rank: int) -> bool:
         return self.ranks[rank].bye or self.ranks[rank].gone is not None
 
     def _idle(self, rank: int, now: float, limit: float) -> bool:
-        live = self._live[rank]
-        silent = now - live.heard
-        return silent >= limit and live.cpu - live.cpu_when_heard < IDLE_SHARE * silent
+        live = self._processes[rank]
+        silent = now - live.last_record
+        return silent >= limit and live.cpu - live.cpu_at_last_record < IDLE_SHARE * silent
 
     def _blame(self, rank: int, what: str) -> Cause:
         advice = (

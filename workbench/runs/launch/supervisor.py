@@ -2,7 +2,7 @@
 how it went.
 
 `python -m workbench.runs.launch.supervisor RUN`. It is detached from whoever started the run and
-outlives them; whatever it starts does not outlive it (see `lifeline`).
+outlives them; whatever it starts does not outlive it (see `parent_death`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ from workbench.runs.launch.process_tree import (
     reap,
     wake_descendants,
 )
-from workbench.runs.launch.rank_watch import Watch
+from workbench.runs.launch.rank_watch import RankWatch
 from workbench.runs.store.command_file import read_command
 from workbench.runs.store.process_identity import is_stopped
-from workbench.runs.store.run_state import Cause, Phase, State, beat, stored_state, supervised_by_me
+from workbench.runs.store.run_state import (
+    Cause,
+    Phase,
+    State,
+    stored_state,
+    with_heartbeat,
+    with_this_supervisor,
+)
 from workbench.runs.store.stop_request import Stop, read_stop, request_stop
-from workbench.runs.store.supervisor_files import Keeper, keep_frames
+from workbench.runs.store.supervisor_files import SupervisorFiles, keep_frames
 
 POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 1.0
@@ -46,11 +53,11 @@ class Supervisor:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.command = read_command(folder)
-        self.keeper = Keeper(folder)
+        self.files = SupervisorFiles(folder)
         self.state: State = stored_state(folder)
-        self.watch = Watch(folder, self.command)
+        self.watch = RankWatch(folder, self.command)
         self.oom_kills = oom_kills()
-        self.told_to_stop = False
+        self.signalled = False
         """Whether this process was asked to end, which it takes as a request to stop the run."""
         self.stop_at: float | None = None
         """When the grace after a request to stop is over, monotonic seconds."""
@@ -71,17 +78,17 @@ class Supervisor:
         try:
             end_descendants(0.0 if cause or self.lingered else TERM_SECONDS)
         except TimeoutError as error:
-            self.keeper.event("survivors", message=str(error))
+            self.files.event("survivors", message=str(error))
         self._finish(None if self.lingered else exit_code(launcher), cause)
 
-    def asked_to_end(self) -> None:
+    def on_signal(self) -> None:
         """Take a signal as a request to stop the run; a full disk must not lose it."""
-        self.told_to_stop = True
+        self.signalled = True
         with suppress(OSError):
             request_stop(self.folder)
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        self.state = supervised_by_me(self.state)
+        self.state = with_this_supervisor(self.state)
         self._update()
         env = {
             key: value for key, value in os.environ.items() if key not in self.command.unset
@@ -96,12 +103,12 @@ class Supervisor:
                 shim,
                 cwd=self.command.cwd,
                 env=env,
-                start_new_session=True,
+                start_new_session=True,  # its own process group, so that SIGTERM reaches all of it
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        self.keeper.event("launched", pid=launcher.pid)
+        self.files.event("launched", pid=launcher.pid)
         self._update(launcher_pid=launcher.pid)
         return launcher
 
@@ -112,32 +119,32 @@ class Supervisor:
         last = time.monotonic()
         while launcher.poll() is None:
             time.sleep(POLL_SECONDS)
-            self._look()
+            self._poll()
             self.lingered = self.watch.lingering
             if self.lingered or self._stopping(launcher):
                 return None
             # What ranks write is lost where the disk is full: their silence says nothing then.
-            if self.keeper.refused is None and (cause := self.watch.verdict()):
+            if self.files.refused is None and (cause := self.watch.verdict()):
                 return cause
             if time.monotonic() - last >= HEARTBEAT_SECONDS or self._warned(launcher):
                 last = time.monotonic()
                 reap(launcher.pid)
                 self._update()
-        self._look()
+        self._poll()
         return None
 
     def _warned(self, launcher: subprocess.Popen[bytes]) -> bool:
         """Whether there is something new to warn of, or no more."""
-        words = [self.watch.warning(), self._held(launcher)]
+        words = [self.watch.warning(), self._stopped_launcher(launcher)]
         warning = "; ".join(word for word in words if word)
         if warning == self.state.warning:
             return False
         if warning:
-            self.keeper.event("warning", message=warning)
+            self.files.event("warning", message=warning)
         self.state = replace(self.state, warning=warning)
         return True
 
-    def _held(self, launcher: subprocess.Popen[bytes]) -> str:
+    def _stopped_launcher(self, launcher: subprocess.Popen[bytes]) -> str:
         """Whether somebody has stopped the launcher, in words."""
         if not is_stopped(launcher.pid):
             return ""
@@ -146,26 +153,26 @@ class Supervisor:
             f"`kill -CONT {launcher.pid}` lets it go on"
         )
 
-    def _look(self) -> None:
-        for seen in self.watch.look():
-            self.keeper.event("hello", rank=seen.rank, pid=seen.pid)
+    def _poll(self) -> None:
+        for seen in self.watch.poll():
+            self.files.event("hello", rank=seen.rank, pid=seen.pid)
             if self.watch.all_here and self.state.phase == "starting":
                 self._update(phase="running")
 
     def _stopping(self, launcher: subprocess.Popen[bytes]) -> bool:
         """Heed a request to stop: wait for the ranks, then SIGTERM; True when waiting is over."""
-        stop = read_stop(self.folder) or (Stop() if self.told_to_stop else None)
+        stop = read_stop(self.folder) or (Stop() if self.signalled else None)
         now = time.monotonic()
         if stop is None:
             return False
         if self.stop_at is None:
             self.stop_at = now + stop.grace_seconds
-            self.keeper.event("stopping", grace_seconds=stop.grace_seconds)
+            self.files.event("stopping", grace_seconds=stop.grace_seconds)
             self._update(phase="stopping")
             wake_descendants()
         elif not self.terminated and now >= self.stop_at:
             self.terminated = True
-            self.keeper.event("terminated", pid=launcher.pid)
+            self.files.event("terminated", pid=launcher.pid)
             os.killpg(launcher.pid, signal.SIGTERM)
         return now >= self.stop_at + TERM_SECONDS
 
@@ -176,7 +183,7 @@ class Supervisor:
             phase = (
                 "finished"  # a launcher, or a rank, that hangs after its last word has cost nothing
             )
-        elif cause is None and self.keeper.lost and exit_code == 0:
+        elif cause is None and self.files.lost and exit_code == 0:
             phase = (
                 "finished"  # every rank has ended well, and its last words were lost on a full disk
             )
@@ -186,10 +193,10 @@ class Supervisor:
             cause = cause or first_cause(
                 self.folder, self.watch.ranks, exit_code, out_of_memory=out_of_memory
             )
-            cause = self._with_the_disk(cause)
+            cause = self._with_disk_error(cause)
         keep_frames(self.folder)
-        self.keeper.event(phase, exit_code=exit_code)
-        lost = "the disk was full for a while: records are missing" if self.keeper.lost else ""
+        self.files.event(phase, exit_code=exit_code)
+        lost = "the disk was full for a while: records are missing" if self.files.lost else ""
         warning = "; ".join(word for word in (lost, self.watch.unsaved) if word)
         self.state = replace(
             self.state,
@@ -199,13 +206,13 @@ class Supervisor:
             ended=time.time(),
             warning=warning,
         )
-        self.keeper.last_state(beat(self.state))
+        self.files.last_state(with_heartbeat(self.state))
 
-    def _with_the_disk(self, cause: Cause) -> Cause:
+    def _with_disk_error(self, cause: Cause) -> Cause:
         """The cause, led by the disk where that refused the last write: what ranks had to say was
         lost there.
         """
-        if (refused := self.keeper.refused) is None or (refused.strerror or "") in cause.message:
+        if (refused := self.files.refused) is None or (refused.strerror or "") in cause.message:
             return cause
         message = (
             f"the disk of {self.folder} refuses writes ({refused.strerror or refused}); "
@@ -215,8 +222,8 @@ class Supervisor:
 
     def _update(self, **changes: Any) -> None:
         """Change the state and beat."""
-        self.state = beat(replace(self.state, **changes))
-        self.keeper.state(self.state)
+        self.state = with_heartbeat(replace(self.state, **changes))
+        self.files.state(self.state)
 
 
 def main() -> None:
@@ -225,7 +232,7 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     supervisor = Supervisor(folder)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: supervisor.asked_to_end())
+        signal.signal(number, lambda *_: supervisor.on_signal())
     adopt_orphans()
     supervisor.run()
 

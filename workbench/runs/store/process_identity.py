@@ -1,5 +1,5 @@
-"""Which process a number means: told apart from a later one with the same number, whatever is done
-to the clock.
+"""Identity of a process: its number and start time, which tell it from a later process with the
+same number even when the clock is set.
 
 A start time in seconds since the epoch moves when the clock is set, one in ticks since boot does
 not. Both need the number to be asked where it was given: on the same boot of the same kernel, in

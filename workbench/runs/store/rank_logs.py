@@ -11,11 +11,11 @@ comes last.
 """
 _ALONE = re.compile(r"died with <Signals\.\w+: (\d+)>")
 """How a launch that is one process without torchrun reports a signal."""
-_TOLD_TO_END = re.compile(r"Received (\d+) death signal|Process \d+ got signal: (\d+)")
+_SIGNALLED = re.compile(r"Received (\d+) death signal|Process \d+ got signal: (\d+)")
 """How torchrun says that somebody asked it to end."""
 
 TAIL_LINES = 20
-LOOKED_AT = 200
+SEARCHED_LINES = 200
 """Lines at the end of a log among which those that matter are looked for."""
 
 _RANK = r"(?:\[(?:rank|default)?\d+\]:\s?)*"
@@ -50,21 +50,26 @@ def launcher_signal(folder: Path, exit_code: int | None) -> int | None:
     """
     if exit_code is not None and exit_code < 0:
         return -exit_code
-    told = _TOLD_TO_END.search(tail_of(folder / "logs" / "launcher.log", 200))
-    return int(told[1] or told[2]) if told else None
+    found = _SIGNALLED.search(tail_of(folder / "logs" / "launcher.log", 200))
+    return int(found[1] or found[2]) if found else None
 
 
 def log_tail(folder: Path, rank: int, lines: int = TAIL_LINES) -> str:
-    """The last lines of `rank` that say why it failed (see `telling`): of its errors, else its
-    output, else its log.
+    """The last lines of `rank` that say why it failed (see `failure_lines`): of its errors, else
+    its output, else its log.
 
     A launch by torchrun keeps each rank's streams apart; where nothing did, the launcher's own
     lines.
     """
     own = _logs(folder, rank)
-    found = next((words for path in own if (words := telling(tail_of(path, LOOKED_AT), lines))), "")
+    found = next(
+        (words for path in own if (words := failure_lines(tail_of(path, SEARCHED_LINES), lines))),
+        "",
+    )
     launcher = folder / "logs" / "launcher.log"
-    return found if found or len(own) > 1 else telling(tail_of(launcher, LOOKED_AT), lines)
+    return (
+        found if found or len(own) > 1 else failure_lines(tail_of(launcher, SEARCHED_LINES), lines)
+    )
 
 
 def last_lines(folder: Path, rank: int, lines: int = TAIL_LINES) -> str:
@@ -75,7 +80,7 @@ def last_lines(folder: Path, rank: int, lines: int = TAIL_LINES) -> str:
 
 
 def _logs(folder: Path, rank: int) -> list[Path]:
-    """Where a rank's lines are: its streams, where torchrun kept them apart, and what it kept
+    """Log files of a rank: its streams, where torchrun separated them, and the one it wrote
     itself.
     """
     logs = folder / "logs"
@@ -87,18 +92,18 @@ def _logs(folder: Path, rank: int) -> list[Path]:
     return [*streams, logs / f"rank{rank:05d}.log"]
 
 
-def telling(text: str, lines: int = TAIL_LINES) -> str:
+def failure_lines(text: str, lines: int = TAIL_LINES) -> str:
     """The end of a log without warnings and notes: its last traceback on, where it has one; at most
     `lines` lines.
     """
-    kept: list[str] = []
+    found: list[str] = []
     remark = False
     for line in text.splitlines():
         remark = bool(_REMARK.match(line)) or (remark and bool(_CONTINUED.match(line)))
         if not remark:
-            kept.append(line)
-    begins = [number for number, line in enumerate(kept) if _TRACEBACK.match(line)]
-    return "\n".join(kept[begins[-1] if begins else 0 :][-lines:]).strip("\n")
+            found.append(line)
+    begins = [number for number, line in enumerate(found) if _TRACEBACK.match(line)]
+    return "\n".join(found[begins[-1] if begins else 0 :][-lines:]).strip("\n")
 
 
 def tail_of(path: Path, lines: int = TAIL_LINES) -> str:

@@ -1,4 +1,4 @@
-"""Which records of a long run are kept when all of them are more than anybody can draw."""
+"""Thinning the records of a long run: one in so many, with first, last and peaks."""
 
 from __future__ import annotations
 

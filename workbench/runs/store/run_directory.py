@@ -20,7 +20,7 @@ MODE = 0o700
 somebody's work.
 """
 ROOT = "WORKBENCH_RUNS"
-"""Environment variable: where runs are kept, instead of ./runs."""
+"""Environment variable: folder of run directories, instead of ./runs."""
 
 
 def default_root(root: str | Path | None = None) -> Path:

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from workbench.runs.diagnose.first_cause import RankSeen, first_cause, read_errors
+from workbench.runs.diagnose.first_cause import RankStatus, first_cause, read_errors
 from workbench.runs.store.process_identity import (
     CLOCK_SECONDS,
     is_process,
@@ -27,8 +27,8 @@ SILENCE_SECONDS = 60.0
 START_SECONDS = 20.0
 """A supervisor that has not spoken this long after it was started never will."""
 STOPPED_SECONDS, LATE_SECONDS = 2.0, 10.0
-"""A supervisor beats every second: after this long it is asked whether it was stopped, or its
-silence is told.
+"""A supervisor beats every second: after this long it is asked whether it was stopped, or it
+is reported as silent.
 """
 
 
@@ -37,25 +37,25 @@ def read_state(folder: Path) -> State:
     state = stored_state(folder)
     if state.final:
         return state
-    if supervised(state):
-        return replace(state, warning=late(state) or state.warning)
+    if has_live_supervisor(state):
+        return replace(state, warning=supervisor_warning(state) or state.warning)
     state = stored_state(folder)  # it may have ended between the two looks
     if state.final:
         return state
-    cause = failure(folder) if state.launched_elsewhere else None
+    cause = failure_of_ranks(folder) if state.launched_elsewhere else None
     return replace(
         state, phase="failed", ended=state.heartbeat, cause=cause or _gone(folder, state)
     )
 
 
-def failure(folder: Path) -> Cause | None:
-    """What ranks said of their end, and which of them are gone without a word; None where all said
-    bye, or live.
+def failure_of_ranks(folder: Path) -> Cause | None:
+    """Why a run without a supervisor failed: errors of ranks, and ranks that are gone without a
+    `bye` record; None where all have ended well, or live.
     """
-    ranks: dict[int, RankSeen] = {}
+    ranks: dict[int, RankStatus] = {}
     here: dict[int, bool] = {}
     for record in (record for records in history(folder).batches() for record in records):
-        ranks.setdefault(record["rank"], RankSeen(record["rank"])).take(record)
+        ranks.setdefault(record["rank"], RankStatus(record["rank"])).take(record)
         if record["kind"] == "hello":
             here[record["rank"]] = record["host"] == platform.node()
     gone = {
@@ -85,7 +85,7 @@ def _gone(folder: Path, state: State) -> Cause:
     )
 
 
-def supervised(state: State) -> bool:
+def has_live_supervisor(state: State) -> bool:
     """Whether the supervisor lives: asked of its process where its number holds, judged by its
     heartbeat elsewhere.
     """
@@ -100,7 +100,7 @@ def supervised(state: State) -> bool:
     )
 
 
-def late(state: State) -> str:
+def supervisor_warning(state: State) -> str:
     """What holds a supervisor that lives and does not beat, in words; empty where it does."""
     silence, pid = _silence(state), state.supervisor_pid
     if pid is None or silence < STOPPED_SECONDS:
@@ -123,11 +123,11 @@ def late(state: State) -> str:
     )
 
 
-def wake(state: State) -> None:
+def continue_supervisor(state: State) -> None:
     """Let a supervisor go on that somebody has stopped, so that it heeds what is asked of it."""
     if (
         _askable(state)
-        and supervised(state)
+        and has_live_supervisor(state)
         and state.supervisor_pid is not None
         and is_stopped(state.supervisor_pid)
     ):

@@ -100,15 +100,15 @@ def first_state(world_size: int, steps: int) -> State:
     state = State(
         "starting", world_size, steps, heartbeat=0.0, host=platform.node(), started=time.time()
     )
-    return beat(replace(state, pid_space=pid_space()))
+    return with_heartbeat(replace(state, pid_space=pid_space()))
 
 
-def beat(state: State) -> State:
+def with_heartbeat(state: State) -> State:
     """The state with a heartbeat of now."""
     return replace(state, heartbeat=time.time(), heartbeat_monotonic=time.monotonic())
 
 
-def supervised_by_me(state: State) -> State:
+def with_this_supervisor(state: State) -> State:
     """The state with this very process as its supervisor."""
     me = psutil.Process()
     return replace(
@@ -123,6 +123,7 @@ def supervised_by_me(state: State) -> State:
 
 def write_state(folder: Path, state: State) -> None:
     """Replace `folder/state.json`; a reader sees the old content or the new, never a part."""
+    # Written beside it and renamed: rename(2) replaces atomically within one file system.
     temporary = folder / f".state.{os.getpid()}"
     try:
         temporary.write_bytes(orjson.dumps(asdict(state), option=orjson.OPT_INDENT_2))

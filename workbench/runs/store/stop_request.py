@@ -11,7 +11,7 @@ import orjson
 
 GRACE_SECONDS = 30.0
 LONGEST_GRACE_SECONDS = 1e9
-"""Thirty years: of what is longer, clocks cannot be told."""
+"""Thirty years: clocks cannot represent much more."""
 
 
 @dataclass(frozen=True)

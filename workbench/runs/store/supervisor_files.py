@@ -1,8 +1,8 @@
 """What a supervisor writes in its run directory, on a disk that may be full: a run that goes well
 goes on.
 
-A write that the disk refuses is remembered and tried again; the last state finds room that was kept
-for it.
+A write that the disk refuses is remembered and tried again; space for the last state is
+reserved.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LAST_SECONDS = 30.0
 RETRY_SECONDS = 0.5
 
 
-class Keeper:
-    """The files that a supervisor keeps in `folder`. `refused` is what the disk said to the last
-    state.
+class SupervisorFiles:
+    """The files that a supervisor writes in `folder`. `refused` is the error of the last write of
+    the state.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,8 +50,8 @@ class Keeper:
             self.refused = error
 
     def last_state(self, state: State) -> None:
-        """Replace `state.json` for good: tried again for `LAST_SECONDS`, in the room that was kept
-        for it.
+        """Replace `state.json` for good: tried again for `LAST_SECONDS`, in the space that was
+        reserved.
         """
         with suppress(OSError):
             self._reserve.unlink(missing_ok=True)
@@ -74,21 +74,21 @@ class Keeper:
 
     def _refused(self, name: str, error: OSError) -> None:
         if not self.lost:
-            say(f"{name}: {error}; it is tried again, the run goes on")
+            log_message(f"{name}: {error}; it is tried again, the run goes on")
         self.lost = True
 
 
 def keep_frames(folder: Path) -> None:
     """Leave what was measured as CSV in `frames/`, for whoever reads a run without this program."""
-    from workbench.runs import run  # pandas: not in memory while ranks train
+    from workbench.runs import run  # pydantic and the plan: not in memory while ranks train
 
     try:
         run.keep_frames(folder)
     except (OSError, ValueError, KeyError) as error:
-        say(f"frames: {type(error).__name__}: {error}")
+        log_message(f"frames: {type(error).__name__}: {error}")
 
 
-def say(text: str) -> None:
+def log_message(text: str) -> None:
     """Print to `logs/supervisor.log`, which may lie on the disk that is full."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Rows = dict[str, list[dict[str, Any]]]
-Held = Sequence[tuple[str, Sequence[Mapping[str, Any]]]]
+FrameRows = Sequence[tuple[str, Sequence[Mapping[str, Any]]]]
 """What a record holds of each frame: rows without the cells that they share, `SHARED`."""
 
 SHARED = ("run", "source", "rank", "step")
 """The first columns of every frame: one value for all rows of a record."""
 
 
-class Measured:
+class MeasuredFrames:
     """The measured Profile of one run, as far as its records have been added.
 
     `add` returns only the rows that are new, by frame, which is what a live chart needs. Rows are
-    kept by column: an object a row would take five times the memory.
+    stored by column: an object a row would take five times the memory.
     """
 
     def __init__(self, run: str, world_size: int, capacity_bytes: int | None = None) -> None:
@@ -54,7 +54,7 @@ class Measured:
         return new
 
     def rows(self, records: list[dict[str, Any]]) -> Rows:
-        """The rows of `records`, by frame; they are not kept, all else that the records say is."""
+        """The rows of `records`, by frame; the rows are not stored, all else of the records is."""
         new: Rows = {kind: [] for kind in COLUMNS}
         for record in self._known(records):
             for kind, rows in self._take(record):
@@ -66,13 +66,13 @@ class Measured:
         faster.
         """
         new: dict[str, list[str]] = {kind: [] for kind in COLUMNS}
-        run = quoted(self.run)
+        run = csv_cell(self.run)
         for record in self._known(records):
             for kind, rows in self._take(record):
                 for row in rows:
-                    values = map(row.get, OWN[kind])
+                    values = map(row.get, ROW_COLUMNS[kind])
                     texts = [
-                        "" if v is None else quoted(v) if type(v) is str else repr(v)
+                        "" if v is None else csv_cell(v) if type(v) is str else repr(v)
                         for v in values
                     ]
                     new[kind].append(
@@ -80,7 +80,7 @@ class Measured:
                     )
         return new
 
-    def read(self, reader: Reader) -> Measured:
+    def read(self, reader: Reader) -> MeasuredFrames:
         """Add all that `reader` has, and what it had to leave out; itself."""
         for records in reader.batches():
             self.add(records)
@@ -109,7 +109,7 @@ class Measured:
     def _known(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [record for record in records if record["rank"] < self.world_size]
 
-    def _take(self, record: dict[str, Any]) -> Held:
+    def _take(self, record: dict[str, Any]) -> FrameRows:
         kind, rank = record["kind"], record["rank"]
         if kind == "step":
             return ("steps", [record]), ("memory", self._allocated(record))
@@ -157,19 +157,19 @@ def _frozen(columns: Mapping[str, list[Any]]) -> Columns:
     return Columns(now, len(now["run"]), build)
 
 
-OWN = {kind: names[len(SHARED) :] for kind, names in COLUMNS.items()}
+ROW_COLUMNS = {kind: names[len(SHARED) :] for kind, names in COLUMNS.items()}
 """Frame -> its columns but for `SHARED`."""
 
 
 @lru_cache(maxsize=4096)
-def quoted(text: str) -> str:
+def csv_cell(text: str) -> str:
     """`text` as a cell of CSV, in quotes where it needs them."""
     written = io.StringIO()
     csv.writer(written, lineterminator="").writerow([text, 0])
     return written.getvalue().removesuffix(",0")
 
 
-def keep(found: Measured, reader: Reader, folder: Path) -> None:
+def write_frames(found: MeasuredFrames, reader: Reader, folder: Path) -> None:
     """Write all that `reader` has as CSV into `folder`, a part at a time, and what else is known as
     JSON.
 

@@ -1,5 +1,5 @@
-"""Reading a run's telemetry while it grows: every complete line once, a torn last line kept until
-it is whole.
+"""Reading a run's telemetry while it grows: every complete line once; a torn last line waits until
+it is complete.
 
 Here alone records are checked: what is damaged is left out and counted, and nobody after the reader
 need ask.
@@ -106,7 +106,7 @@ class Reader:
     """The telemetry of the run in `folder`; a new reader starts at the beginning, which is how one
     re-attaches.
 
-    `every` > 1 keeps one in so many of what a long run has told of its steps, see `Thinning`.
+    `every` > 1 keeps one in so many records of steps of a long run, see `Thinning`.
     """
 
     folder: Path
@@ -167,7 +167,7 @@ class Reader:
 
 
 def history(folder: Path) -> Reader:
-    """A reader of all that a run has told, thinned where that is more than `WHOLE_BYTES`."""
+    """A reader of all records of a run, thinned where that is more than `WHOLE_BYTES`."""
     total = sum(path.stat().st_size for path in _files(folder))
     return Reader(folder, every=max(1, -(-total // WHOLE_BYTES)))
 

@@ -1,4 +1,4 @@
-"""What ranks tell of themselves: the kinds of record, their fields, and where they are kept.
+"""Telemetry records of ranks: their kinds, their fields, and the files they are in.
 
 Telemetry is one JSON object a line, one `write()` a line, one file a rank
 (`telemetry/rank00000.jsonl`), append-only. Every record has `kind` and `t` (seconds of the rank's
