@@ -27,4 +27,5 @@ def read(relative: str) -> Any:
         raise refuse(
             "", f"the catalog file {relative} is missing beside the package; reinstall workbench"
         )
-    return yaml_files.parse(path.read_text(encoding="utf-8"), where=relative)
+    text = path.read_text(encoding="utf-8")
+    return yaml_files.parse_catalog(text, where=relative)
