@@ -1,6 +1,4 @@
-"""What the charts share: their data, the source of the numbers, and the form of legends and
-marks.
-"""
+"""Shared by the charts: their data, the source of the numbers, the form of legends and marks."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ LETTER_WIDTH, SYMBOL_WIDTH = 5.8, 27.0
 """Width of a letter of a legend, and of a legend's symbol with the gaps around it, in pixels."""
 MAX_NAMES_WIDTH = 240
 """Pixels that the names left of bars may take."""
-NARROW_WIDTH, FULL_WIDTH = 330, 700
+NARROW_WIDTH, FULL_WIDTH = 345, 700
 """Pixels of the narrowest place that a board gives a chart, and one that has a line of its own."""
 
 

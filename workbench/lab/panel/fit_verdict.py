@@ -88,17 +88,17 @@ def apply_button(profile: Profile) -> dict[str, Any]:
 
 
 def fit_line(profile: Profile) -> str:
-    """One line: the peak memory, the most of any rank, against the GPU's."""
+    """One line: peak memory (max rank) against the GPU's memory."""
     peaks = profile.peak_bytes_by_rank
     if not peaks:
         return "No memory is known"
     rank = max(peaks, key=lambda r: (peaks[r], -r))
     if not profile.capacity_bytes:
-        return f"{bytes_text(peaks[rank])} peak memory (rank {rank})"
+        return f"Peak memory {bytes_text(peaks[rank])} (rank {rank})"
     share = digits(100 * peaks[rank] / profile.capacity_bytes, 2)
     word = "Fits" if profile.fits else "Does not fit"
-    amount = f"{bytes_text(peaks[rank])} of {bytes_text(profile.capacity_bytes)} ({share} %)"
-    return f"{word}: {amount} peak memory (rank {rank})"
+    amount = f"{bytes_text(peaks[rank])} of {bytes_text(profile.capacity_bytes)}"
+    return f"{word}: peak memory {amount} ({share} %, rank {rank})"
 
 
 def advice_line(profile: Profile) -> str:
@@ -113,7 +113,7 @@ def advice_line(profile: Profile) -> str:
         )
     return (
         f"Smallest change that fits: {advice_words(profile)} "
-        f"({bytes_text(found['peak_bytes'])} peak memory)"
+        f"(peak memory {bytes_text(found['peak_bytes'])})"
     )
 
 
