@@ -57,7 +57,7 @@ def test_notebooks_get_a_mime_that_jupyterlab_draws_and_two_to_fall_back_on() ->
     assert data["image/svg+xml"].startswith("<svg") and "Peak memory" in data["text/plain"]
 
 
-def test_a_measured_bar_is_as_long_as_the_allocator_says() -> None:
+def test_a_measured_bar_is_as_long_as_the_allocators_count() -> None:
     measured = synthetic.profile("measured", 2)
     rows = charts.memory(measured).rows
     for rank, peak in measured.peak_bytes_by_rank.items():
@@ -66,7 +66,7 @@ def test_a_measured_bar_is_as_long_as_the_allocator_says() -> None:
         assert any(row["category"] == "unattributed" for row in bar)
 
 
-def test_what_no_category_s_name_explains_is_said_in_words() -> None:
+def test_a_category_whose_name_says_too_little_is_explained() -> None:
     measured = synthetic.profile("measured", 1)
     counted = measured.memory.category == "allocated"
     rest = next(r for r in charts.memory(measured).rows if r["category"] == "unattributed")

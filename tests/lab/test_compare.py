@@ -44,7 +44,7 @@ def test_profiles_in_a_row_belong_together_until_a_source_comes_again() -> None:
     assert len(compare(*three("a"), *three("b")).frame) == 4
 
 
-def test_equal_names_are_told_apart() -> None:
+def test_equal_names_are_numbered() -> None:
     assert [entry.name for entry in compare(three(), three()).entries] == ["plan (1)", "plan (2)"]
 
 
@@ -112,7 +112,7 @@ def sharded(**changes: object) -> Plan:
     )
 
 
-def test_plans_of_one_name_are_told_apart_by_the_fields_that_differ(tmp_path: Path) -> None:
+def test_plans_of_one_name_are_listed_with_the_fields_that_differ(tmp_path: Path) -> None:
     accumulated = {
         "training.global_batch": 64,
         "strategy.tensor.sequence": True,
@@ -165,7 +165,7 @@ def test_escapes_and_bidirectional_marks_reach_no_page_and_no_chart() -> None:
     assert "a[31mbc" in shown and not set(shown) & {"\x1b", "\u202e"} and "\\x1b" not in shown
 
 
-def test_many_ranks_are_told_by_their_extremes_and_kept_in_the_frame() -> None:
+def test_a_table_shows_the_extremes_of_many_ranks_and_the_frame_all() -> None:
     comparison = compare(synthetic.profile("estimated", 64))
     assert len(comparison.frame) == 64 and "10 of 64 rows" in repr(comparison)
     assert comparison._repr_html_().count("<tr>") < 20
@@ -234,5 +234,5 @@ def test_runs_of_which_only_profiles_are_compared_say_how_their_plans_differ(
     assert list(compare(*profiles).to_json()["differences"]) == ["training.steps"]
 
 
-def test_what_is_no_run_says_that_it_has_not_run() -> None:
+def test_a_plan_without_a_run_has_the_state_not_run() -> None:
     shown_beside_its_name(compare(sharded()), "not run")

@@ -57,7 +57,7 @@ def test_the_snapshot_holds_the_whole_run_and_no_widget(folder: Path) -> None:
     assert "Finished: 12 steps" in data["text/plain"]
 
 
-def test_stop_asks_the_run_and_the_banner_says_so(folder: Path) -> None:
+def test_stop_asks_the_run_and_shows_in_the_banner(folder: Path) -> None:
     play(folder, steps=400)
     dashboard = watch(Run(folder), [])
     deadline = time.monotonic() + 20
@@ -78,7 +78,7 @@ def test_a_second_view_attached_later_sees_everything(folder: Path) -> None:
     assert len([row for row in late.board.rows("loss") if row["text"] == "training"]) == 12
 
 
-def test_a_failure_is_told_with_its_first_cause(folder: Path) -> None:
+def test_a_failure_is_shown_with_its_first_cause(folder: Path) -> None:
     fake_run.hello(folder, 2)
     fake_run.fail(folder)
     dashboard = watch(Run(folder), [])

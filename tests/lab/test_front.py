@@ -62,7 +62,7 @@ def test_an_empty_search_says_why_in_place_of_a_chart() -> None:
     assert not figure.rows and "peak_gib<1" in figure.static()["title"]["subtitle"]
 
 
-def test_text_and_html_tell_the_same_plans() -> None:
+def test_text_and_html_show_the_same_plans() -> None:
     found = synthetic.found("cost")
     text, page = result_tables.as_text(found), result_tables.as_html(found)
     words = (

@@ -40,7 +40,7 @@ def test_many_ranks_are_drawn_at_most_once_a_second() -> None:
     assert series.add([]) is None
 
 
-def test_the_last_sample_of_each_rank_is_kept() -> None:
+def test_the_last_sample_of_each_rank_is_stored() -> None:
     latest = LatestSamples()
     profile = synthetic.profile("measured", 2)
     rows = profile.memory.to_dict("records")

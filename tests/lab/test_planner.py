@@ -68,13 +68,13 @@ def test_the_answer_is_a_plan_file(planner: Planner, tmp_path: Path) -> None:
     assert any("Written" in line for line in planner.board.banner["lines"])
 
 
-def test_a_file_that_cannot_be_written_is_told(planner: Planner, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported(planner: Planner, tmp_path: Path) -> None:
     planner.path = str(tmp_path / "absent" / "plan.yaml")
     planner.board._receive(planner.board, {"type": "press", "action": "write"}, [])
     assert any("No such file" in line for line in planner.board.banner["lines"])
 
 
-def test_an_illegal_value_is_told_beside_its_control_and_the_last_legal_plan_stays(
+def test_an_illegal_value_is_reported_beside_its_control_and_the_last_legal_plan_stays(
     planner: Planner,
 ) -> None:
     planner.set("pipeline", 1)
@@ -104,7 +104,7 @@ def test_a_preset_brings_its_own_settings(planner: Planner) -> None:
     assert planner.plan.strategy.preset == "zero-3"
 
 
-def test_what_does_not_fit_says_the_smallest_change(planner: Planner) -> None:
+def test_a_plan_that_does_not_fit_names_the_smallest_change(planner: Planner) -> None:
     planner.set("strategy", "ddp")
     planner.set("gpu", "v100-sxm2-32gb")
     banner = planner.board.banner
@@ -141,7 +141,7 @@ def test_cost_and_constraint_stand_beneath_the_charts(planner: Planner) -> None:
     assert planner.children.index(planner.reasons) == planner.children.index(planner.board) + 1
 
 
-def test_one_turn_is_one_estimate(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_edit_is_one_estimate(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def counted(plan: Plan) -> Profile:
@@ -219,7 +219,7 @@ def test_a_problem_is_named_and_marked_and_a_preset_a_step_back_or_reset_mends_i
     assert planner.plan == first
 
 
-def test_a_problem_without_a_control_is_told_in_the_banner() -> None:
+def test_a_problem_without_a_control_is_shown_in_the_banner() -> None:
     planner = Planner(Plan.of("tiny", gpus=2, strategy="ddp").replace(**{"corpus.holdout": 0.0}))
     send(
         planner,
@@ -236,7 +236,7 @@ def test_a_problem_without_a_control_is_told_in_the_banner() -> None:
     assert planner.problems == []
 
 
-def test_a_default_that_is_set_is_kept_where_the_preset_says_otherwise(planner: Planner) -> None:
+def test_a_default_that_is_set_overrides_the_preset(planner: Planner) -> None:
     assert planner.plan.resolve().strategy.pipeline.size > 1
     planner.set("pipeline", 1)
     assert (
@@ -277,7 +277,7 @@ def test_a_plan_file_is_loaded_and_reset_goes_back_to_it(planner: Planner, tmp_p
     assert planner.plan == first
 
 
-def test_a_plan_file_that_cannot_be_read_is_told_and_changes_nothing(
+def test_a_plan_file_that_cannot_be_read_is_reported_and_changes_nothing(
     planner: Planner, tmp_path: Path
 ) -> None:
     first = planner.plan
@@ -304,7 +304,7 @@ def test_the_micro_batch_leaves_the_global_batch(planner: Planner) -> None:
     assert shown(planner, "global_batch")["origin"] == "auto"
 
 
-def test_a_global_batch_that_cannot_be_held_moves_to_the_nearest_and_is_told(
+def test_a_global_batch_that_becomes_illegal_moves_to_the_nearest_and_is_reported(
     planner: Planner,
 ) -> None:
     planner.set("micro_batch", 12)
@@ -323,7 +323,7 @@ def test_a_number_is_read_as_people_write_it(planner: Planner, typed: str, value
 
 
 @pytest.mark.parametrize("typed", ["", "abc", "2.5", "1e400", "-"])
-def test_what_is_no_number_stays_and_is_told(planner: Planner, typed: str) -> None:
+def test_text_that_is_no_number_stays_and_is_reported(planner: Planner, typed: str) -> None:
     first = planner.plan
     planner.set("gpus", typed)
     assert (
@@ -342,7 +342,7 @@ def test_what_is_no_number_stays_and_is_told(planner: Planner, typed: str) -> No
 
 
 @pytest.mark.parametrize("preset", ["colossal-2d", "colossal-2.5d", "colossal-3d"])
-def test_a_preset_brings_what_it_needs_and_says_so(preset: str) -> None:
+def test_a_preset_brings_what_it_needs_and_reports_it(preset: str) -> None:
     plan = Plan.of(
         "llama-3-8b",
         gpu="h100-sxm-80gb",
@@ -428,7 +428,7 @@ def test_what_a_slider_offers_is_legal(planner: Planner) -> None:
             planner.undo()
 
 
-def test_a_control_says_what_it_is_in_the_words_of_the_schema(planner: Planner) -> None:
+def test_a_controls_hint_is_the_schemas_description(planner: Planner) -> None:
     for group in planner.panel.groups:
         for field in group["fields"]:
             assert field["label"] and field["hint"].startswith(
