@@ -115,10 +115,10 @@ def operators(
     Raises:
         PlanError: No choice is legal, or none fits.
     """
-    from workbench.planner.autoshard import choose_for
+    from workbench.planner.autoshard import choose_for_plan
 
     limit = None if memory_gib is None else memory_gib * 2**30
-    return choose_for(_plan(plan).resolve(), ranks, limit, sequences)
+    return choose_for_plan(_plan(plan).resolve(), ranks, limit, sequences)
 
 
 def search(

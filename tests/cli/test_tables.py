@@ -23,7 +23,7 @@ from workbench.lab.comparison.compare import Comparison
 from workbench.lab.comparison.entries import ComparisonEntry
 from workbench.lab.palette import key_label
 from workbench.plan.schema import Plan
-from workbench.planner.autoshard import choose_for
+from workbench.planner.autoshard import choose_for_plan
 from workbench.profile import Profile
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import Cause, first_state, write_state
@@ -298,7 +298,7 @@ ORDINARY = [
     *(lambda _, number=number: side_by_side(number) for number in range(3)),
     lambda _: explain._cost("llama-3-70b on 128 GPUs", workbench.explain(large_plan()).cost),
     lambda _: explain._effects("Sensitivity", workbench.explain(large_plan()).tables()[0][1]),
-    lambda _: operators._rows(choose_for(large_plan().resolve(), 8, None, None)),
+    lambda _: operators._rows(choose_for_plan(large_plan().resolve(), 8, None, None)),
 ]
 
 

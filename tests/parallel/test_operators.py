@@ -16,7 +16,7 @@ from workbench.parallel.operators.redistribution import Split
 from workbench.plan.operator_strategy import read
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
-from workbench.planner.autoshard import choose, ideal_machine
+from workbench.planner.autoshard import choose_strategies, ideal_machine
 from workbench.rehearsal.rehearse import rehearse
 
 
@@ -156,7 +156,7 @@ def test_columns_before_rows_communicate_as_algorithm_1d(ranks: int) -> None:
 def test_the_planner_counts_the_same() -> None:
     built = on(2, operators=megatron(2, GPT), shape=GPT, layers=2, vocab=256).resolve()
     t = built.training
-    planned = choose(
+    planned = choose_strategies(
         built.shape,
         t.micro_batch * t.sequence_length,
         2,
@@ -182,7 +182,7 @@ def test_what_the_planner_chooses_runs() -> None:
     built = on(4, operators={}, shape=GPT, layers=1).resolve()
     t, machine = built.training, ideal_machine(1e9, 1e12, 0, 1e12)
     tokens = t.micro_batch * t.sequence_length
-    chosen = choose(
+    chosen = choose_strategies(
         built.shape, tokens, 4, machine, sequence_length=t.sequence_length, fused=True
     ).forms
     assert {"((2,1),(1,2))", "((2,2),(2,1))"} <= set(chosen.values())

@@ -14,15 +14,28 @@ from hypothesis import strategies as st
 
 from workbench.errors import PlanError
 from workbench.plan.model_shape import Shape
-from workbench.planner.autoshard import Bytes, choose, ideal_machine, parse, read, write, written
-from workbench.planner.autoshard.chain_choice import solve_chain
-from workbench.planner.autoshard.choice_problem import Between, Problem
+from workbench.planner.autoshard import (
+    TensorBytes,
+    choose_strategies,
+    ideal_machine,
+    parse,
+    read,
+    write,
+    written,
+)
+from workbench.planner.autoshard.chain_choice import solve_by_dynamic_programming
+from workbench.planner.autoshard.choice_problem import ReshardingEdge, StrategyProblem
 from workbench.planner.autoshard.device_mesh import logical_mesh
-from workbench.planner.autoshard.graph_choice import solve_graph
-from workbench.planner.autoshard.graph_pricing import price
-from workbench.planner.autoshard.layer_operators import layer, model
+from workbench.planner.autoshard.graph_choice import solve_by_integer_programming
+from workbench.planner.autoshard.graph_pricing import price_graph
+from workbench.planner.autoshard.layer_operators import layer_graph, model_graph
 from workbench.planner.autoshard.operator_cost import operator_cost, redistribution
-from workbench.planner.autoshard.operator_splits import Dim, Operator, Tensor, strategies
+from workbench.planner.autoshard.operator_splits import (
+    Operator,
+    OperatorDim,
+    OperatorTensor,
+    legal_strategies,
+)
 
 MACHINE = ideal_machine(flops=1e12, bandwidth=1e9, latency=1e-6)
 GPT = Shape(layers=3, hidden=64, heads=4, ffn=256, vocab=500, mlp="gelu", norm="layernorm")
@@ -30,24 +43,25 @@ GPT = Shape(layers=3, hidden=64, heads=4, ffn=256, vocab=500, mlp="gelu", norm="
 
 def product(rows=8, inner=16, columns=32, units=(8, 16, 32)):
     dims = tuple(
-        Dim(n, s, u) for n, s, u in zip(("rows", "inner", "columns"), (rows, inner, columns), units)
+        OperatorDim(n, s, u)
+        for n, s, u in zip(("rows", "inner", "columns"), (rows, inner, columns), units)
     )
     inputs = (
-        Tensor("input", ("rows", "inner")),
-        Tensor("weight", ("inner", "columns"), "parameter"),
+        OperatorTensor("input", ("rows", "inner")),
+        OperatorTensor("weight", ("inner", "columns"), "parameter"),
     )
     return Operator(
         "product",
         "MatMul",
         dims,
         inputs,
-        Tensor("output", ("rows", "columns")),
+        OperatorTensor("output", ("rows", "columns")),
         gemm_widths=(columns,),
     )
 
 
 def option(operator, grid, text):
-    return next(s for s in strategies(operator, grid) if written(s.form) == text)
+    return next(s for s in legal_strategies(operator, grid) if written(s.form) == text)
 
 
 # --- legal strategies -----------------------------------------------------------------------------
@@ -61,21 +75,21 @@ def test_strategies_are_all_divisor_triples_whose_product_divides_the_ranks(rank
         for a, b, c in itertools.product(range(1, ranks + 1), repeat=3)
         if ranks % (a * b * c) == 0 and 8 % a == 0 and 12 % b == 0 and 6 % c == 0
     }
-    found = strategies(operator, logical_mesh(ranks, MACHINE))
+    found = legal_strategies(operator, logical_mesh(ranks, MACHINE))
     assert sorted(s.form for s in found) == sorted((((a, b), (b, c))) for a, b, c in legal)
 
 
 def test_a_grid_gives_each_axis_to_one_dimension_or_none():
-    found = strategies(product(units=(2, 16, 32)), logical_mesh((4, 2), MACHINE))
+    found = legal_strategies(product(units=(2, 16, 32)), logical_mesh((4, 2), MACHINE))
     assert {s.placement for s in found} == {
         (a, b) for a in (None, "inner", "columns") for b in (None, "rows", "inner", "columns")
     }
 
 
 def test_a_dimension_of_one_unit_stays_whole():
-    assert {s.form for s in strategies(product(units=(1, 1, 1)), logical_mesh(4, MACHINE))} == {
-        ((1, 1), (1, 1))
-    }
+    assert {
+        s.form for s in legal_strategies(product(units=(1, 1, 1)), logical_mesh(4, MACHINE))
+    } == {((1, 1), (1, 1))}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +122,9 @@ def test_on_plain_ranks_rows_lie_outside_so_that_columns_meet_the_next_inner_dim
 )
 def test_the_operator_reduces_what_is_partial(form, moved):
     operator, grid = product(), logical_mesh(4, MACHINE)
-    cost = operator_cost(operator, option(operator, grid, form), grid, MACHINE, Bytes(element=2))
+    cost = operator_cost(
+        operator, option(operator, grid, form), grid, MACHINE, TensorBytes(element=2)
+    )
     assert [(m.when, m.tensor, m.bytes) for m in cost.moves] == [(w, t, 2 * n) for w, t, n in moved]
     for move in cost.moves:
         assert move.seconds == pytest.approx(2 * 3 / 4 * move.bytes / 1e9 + 2 * 3 * 1e-6, rel=1e-12)
@@ -119,7 +135,7 @@ def test_the_operator_reduces_what_is_partial(form, moved):
 def test_memory_counts_local_parameters_with_states_and_the_local_output():
     operator, grid = product(), logical_mesh(8, MACHINE)
     cost = operator_cost(
-        operator, option(operator, grid, "((2,1),(1,4))"), grid, MACHINE, Bytes(2, 2, 16)
+        operator, option(operator, grid, "((2,1),(1,4))"), grid, MACHINE, TensorBytes(2, 2, 16)
     )
     assert (cost.parameter_bytes, cost.activation_bytes) == (16 * 32 / 4 * 16, 8 * 32 / 8 * 2)
 
@@ -128,7 +144,7 @@ def test_a_weight_is_reduced_once_in_all_microbatches():
     operator, grid = product(), logical_mesh(4, MACHINE)
     rows = option(operator, grid, "((4,1),(1,1))")
     one, eight = (
-        operator_cost(operator, rows, grid, MACHINE, Bytes(gradient=4), n) for n in (1, 8)
+        operator_cost(operator, rows, grid, MACHINE, TensorBytes(gradient=4), n) for n in (1, 8)
     )
     assert one.moves[0].bytes == 16 * 32 * 4
     assert eight.moves[0].seconds == pytest.approx(one.moves[0].seconds / 8, rel=1e-12)
@@ -181,14 +197,16 @@ def test_equal_links_make_one_ring():
 def test_an_addition_takes_as_long_as_its_memory_traffic(form, used):
     machine, tensors = (
         ideal_machine(1e12, 1e9, 1e-6, 1e9),
-        [Tensor(n, ("rows", "width")) for n in "abc"],
+        [OperatorTensor(n, ("rows", "width")) for n in "abc"],
     )
-    dims = Dim("rows", 8, 8), Dim("width", 16, 16)
+    dims = OperatorDim("rows", 8, 8), OperatorDim("width", 16, 16)
     operator, grid = (
         Operator("add", "Add", dims, tuple(tensors[:2]), tensors[2]),
         logical_mesh(4, machine),
     )
-    cost = operator_cost(operator, option(operator, grid, form), grid, machine, Bytes(element=2))
+    cost = operator_cost(
+        operator, option(operator, grid, form), grid, machine, TensorBytes(element=2)
+    )
     # Two inputs are read twice and their gradients written, the output written and its gradient
     # read.
     assert cost.compute == pytest.approx((2 * 3 + 2) * 8 * 16 * 2 / used / 1e9, rel=1e-12)
@@ -196,7 +214,7 @@ def test_an_addition_takes_as_long_as_its_memory_traffic(form, used):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_every_input_that_an_operator_makes_has_its_edge(fused):
-    graph = model(GPT, 2, 16, fused)
+    graph = model_graph(GPT, 2, 16, fused)
     wanted = {
         (op.name, t.name) for op in graph.operators[1:] for t in op.inputs if t.kind == "activation"
     }
@@ -226,7 +244,9 @@ def test_every_input_that_an_operator_makes_has_its_edge(fused):
 @settings(max_examples=20, deadline=None)
 def test_the_problem_is_the_sum_of_what_its_operators_and_tensors_cost(seed):
     grouped = GPT.model_copy(update={"kv_heads": 2, "mlp": "swiglu", "tied": True})
-    priced = price(model(grouped, 4, 16), logical_mesh(4, MACHINE), MACHINE, Bytes())
+    priced = price_graph(
+        model_graph(grouped, 4, 16), logical_mesh(4, MACHINE), MACHINE, TensorBytes()
+    )
     rng = np.random.default_rng(seed)
     picked = tuple(int(rng.integers(len(options))) for options in priced.options)
     rows = [
@@ -243,7 +263,7 @@ def test_the_problem_is_the_sum_of_what_its_operators_and_tensors_cost(seed):
 
 def test_grouped_heads_move_fewer_keys_and_values():
     grouped = GPT.model_copy(update={"kv_heads": 2})
-    graph = layer(grouped, 2, 16)
+    graph = layer_graph(grouped, 2, 16)
     sizes = {
         edge.wanted.name: graph.operators[edge.target].size(edge.wanted) for edge in graph.edges
     }
@@ -252,7 +272,7 @@ def test_grouped_heads_move_fewer_keys_and_values():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_of_the_whole_model_are_the_shape_s_matrices(tied):
-    graph = model(GPT.model_copy(update={"tied": tied}), 1, 32)
+    graph = model_graph(GPT.model_copy(update={"tied": tied}), 1, 32)
     counted = sum(
         o.times * o.size(t) for o in graph.operators for t in o.inputs if t.kind == "parameter"
     )
@@ -285,35 +305,35 @@ def problems(draw, chain):
     # Whole numbers and few of them: equal rows, equal columns and equal optima all occur.
     ceiling = draw(st.sampled_from([3, 1000]))
     edges = tuple(
-        Between(i, j, rng.integers(0, ceiling, (sizes[i], sizes[j])).astype(float))
+        ReshardingEdge(i, j, rng.integers(0, ceiling, (sizes[i], sizes[j])).astype(float))
         for i, j in pairs
     )
     costs, held = (
         tuple(rng.integers(0, ceiling, n).astype(float) for n in sizes) for _ in range(2)
     )
-    return Problem(costs, edges, held)
+    return StrategyProblem(costs, edges, held)
 
 
 @given(problems(chain=True))
 @settings(max_examples=40, deadline=None)
 def test_dynamic_and_integer_programming_find_the_optimum_of_a_chain(problem):
     best = problem.total(brute(problem))
-    assert problem.total(solve_chain(problem)) == best
-    assert problem.total(solve_graph(problem)) == best
+    assert problem.total(solve_by_dynamic_programming(problem)) == best
+    assert problem.total(solve_by_integer_programming(problem)) == best
 
 
 @given(problems(chain=False), st.floats(0.0, 1.0))
 @settings(max_examples=60, deadline=None)
 def test_integer_programming_finds_the_optimum_of_a_graph_within_a_limit(problem, tightness):
     least, most = (sum(f(size) for size in problem.bytes) for f in (np.min, np.max))
-    limited = Problem(
+    limited = StrategyProblem(
         problem.costs,
         problem.edges,
         problem.bytes,
         float(max(1, round(least + tightness * (most - least)))),
     )
     for asked in (problem, limited):
-        picked = solve_graph(asked)
+        picked = solve_by_integer_programming(asked)
         assert asked.total(picked) == asked.total(brute(asked))
         assert asked.limit is None or asked.memory(picked) <= asked.limit
 
@@ -321,27 +341,31 @@ def test_integer_programming_finds_the_optimum_of_a_graph_within_a_limit(problem
 @pytest.mark.parametrize("rate", [1e8, 1e10, 1e12])
 def test_a_priced_block_with_its_residual_is_solved_as_brute_force_does(rate):
     machine = ideal_machine(1e12, rate, 1e-6, 1e11)
-    priced = price(layer(GPT, 1, 32, fused=True), logical_mesh(2, machine), machine, Bytes())
+    priced = price_graph(
+        layer_graph(GPT, 1, 32, fused=True), logical_mesh(2, machine), machine, TensorBytes()
+    )
     best = brute(priced.problem)
     assert not priced.problem.is_chain
-    assert priced.problem.total(solve_graph(priced.problem)) == pytest.approx(
+    assert priced.problem.total(solve_by_integer_programming(priced.problem)) == pytest.approx(
         priced.problem.total(best), rel=1e-12
     )
     tight = replace(priced.problem, limit=0.75 * priced.problem.memory(best))
-    assert tight.total(solve_graph(tight)) == pytest.approx(tight.total(brute(tight)), rel=1e-12)
+    assert tight.total(solve_by_integer_programming(tight)) == pytest.approx(
+        tight.total(brute(tight)), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, (2,)])
 @pytest.mark.parametrize("rate", [1e8, 1e10, 1e12])
 def test_a_priced_branch_is_solved_as_brute_force_does(ranks, rate):
-    from workbench.planner.autoshard.strategy_choice import _graph, solve
+    from workbench.planner.autoshard.strategy_choice import _graph, solve_strategies
 
     machine = ideal_machine(1e12, rate, 1e-6, 1e11)
     for part, fused in (("mlp", False), ("attention", True), ("attention", False)):
-        priced = price(
-            _graph(part, GPT, 2, 16, fused), logical_mesh(ranks, machine), machine, Bytes()
+        priced = price_graph(
+            _graph(part, GPT, 2, 16, fused), logical_mesh(ranks, machine), machine, TensorBytes()
         )
-        picked, solver = solve(priced, {})
+        picked, solver = solve_strategies(priced, {})
         assert solver == (
             "dynamic programming" if part == "mlp" or fused else "integer programming"
         )
@@ -351,7 +375,7 @@ def test_a_priced_branch_is_solved_as_brute_force_does(ranks, rate):
 
 
 def test_the_sum_of_the_rows_is_the_total():
-    found = choose(GPT, 64, 4, ideal_machine(1e12, 1e9, 1e-6, 1e11), sequence_length=16)
+    found = choose_strategies(GPT, 64, 4, ideal_machine(1e12, 1e9, 1e-6, 1e11), sequence_length=16)
     total = sum(row.seconds * row.times for row in found.rows)
     total += sum(between.seconds * between.times for between in found.redistributions)
     assert found.seconds == pytest.approx(total, rel=1e-12)
@@ -417,15 +441,15 @@ def test_illegal_text_is_refused_with_the_legal_form(text):
 
 
 def test_a_limit_that_nothing_meets_names_the_least():
-    least = choose(GPT, 64, 4, MACHINE, memory=2**30).bytes
+    least = choose_strategies(GPT, 64, 4, MACHINE, memory=2**30).bytes
     with pytest.raises(
         PlanError, match=r"memory: is 9\.537e-07 GiB a rank, but every choice takes .* GiB or more"
     ) as e:
-        choose(GPT, 64, 4, MACHINE, memory=1024.0)
+        choose_strategies(GPT, 64, 4, MACHINE, memory=1024.0)
     said = float(str(e.value).split("takes ")[1].split(" GiB")[0]) * 2**30
     assert said <= least * 1.001
     # And the least itself is met.
-    assert choose(GPT, 64, 4, MACHINE, memory=said * 1.001).bytes <= said * 1.001
+    assert choose_strategies(GPT, 64, 4, MACHINE, memory=said * 1.001).bytes <= said * 1.001
 
 
 def test_ranks_that_divide_nothing_are_refused_with_what_could_be_split():
@@ -433,7 +457,7 @@ def test_ranks_that_divide_nothing_are_refused_with_what_could_be_split():
         PlanError,
         match=r"ranks: is 7, which no operator can be split over .*attention\.qkv inner 64",
     ):
-        choose(GPT, 64, 7, MACHINE)
+        choose_strategies(GPT, 64, 7, MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -464,7 +488,7 @@ def test_ranks_that_divide_nothing_are_refused_with_what_could_be_split():
 def test_what_is_impossible_is_refused(call, message):
     call = {"tokens": 64, "ranks": (2,), "machine": MACHINE} | call
     with pytest.raises(PlanError, match=message):
-        choose(GPT, **call)
+        choose_strategies(GPT, **call)
 
 
 @pytest.mark.parametrize(
@@ -479,7 +503,9 @@ def test_experts_and_latent_attention_are_refused_by_name():
     from workbench.plan.model_shape import Moe
 
     with pytest.raises(PlanError, match=r"model\.moe"):
-        choose(GPT.model_copy(update={"moe": Moe(experts=4, top_k=1, ffn=64)}), 64, 2, MACHINE)
+        choose_strategies(
+            GPT.model_copy(update={"moe": Moe(experts=4, top_k=1, ffn=64)}), 64, 2, MACHINE
+        )
 
 
 def test_the_solver_is_imported_only_when_it_is_asked():

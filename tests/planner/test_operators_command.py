@@ -9,7 +9,7 @@ import pytest
 
 from workbench.costmodel.rates.constants import constants
 from workbench.plan.schema import Plan
-from workbench.planner.autoshard import Bytes, choose, choose_for, read
+from workbench.planner.autoshard import TensorBytes, choose_for_plan, choose_strategies, read
 from workbench.planner.autoshard.plan_problem import machine_model
 
 H100 = ["--model", "llama-3-8b", "--gpu", "h100-sxm-80gb"]
@@ -120,7 +120,7 @@ def test_one_rank_splits_nothing(ask):
 
 def test_ranks_of_several_nodes_are_a_grid_with_the_network_outside():
     two = plan(16)
-    assert choose_for(two).ranks == (2, 8)
+    assert choose_for_plan(two).ranks == (2, 8)
     known = constants(two.gpu, two.strategy.kernels)
     found = machine_model(two, (2, 8))
     network = two.fabric.nic_gbs * 1e9 * known.nic_share / 8
@@ -145,10 +145,10 @@ def test_the_batch_is_the_plan_s_microbatch_over_all_data_ranks():
             "training.sequence_length": 1024,
         },
     )
-    sizes = Bytes(
+    sizes = TensorBytes(
         element=2, gradient=4, state=2 + 4 + 8 + 4
     )  # bf16, fp32 gradients that add up, Adam, master
-    direct = choose(
+    direct = choose_strategies(
         one.shape,
         16 * 1024,
         8,
@@ -158,5 +158,5 @@ def test_the_batch_is_the_plan_s_microbatch_over_all_data_ranks():
         microbatches=4,
         sizes=sizes,
     )
-    assert math.isclose(choose_for(one).seconds, direct.seconds, rel_tol=1e-12)
-    assert choose_for(one).bytes == pytest.approx(direct.bytes, rel=1e-12)
+    assert math.isclose(choose_for_plan(one).seconds, direct.seconds, rel_tol=1e-12)
+    assert choose_for_plan(one).bytes == pytest.approx(direct.bytes, rel=1e-12)

@@ -12,7 +12,7 @@ from workbench.costmodel.rates.constants import constants
 from workbench.machine import calibration_file
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
-from workbench.planner.autoshard import choose_for
+from workbench.planner.autoshard import choose_for_plan
 from workbench.planner.autoshard.plan_problem import machine_model, tensor_bytes
 from workbench.planner.calibrated_plan import on_machine
 
@@ -31,8 +31,8 @@ def test_a_calibrated_plan_is_priced_with_its_measured_curves(tmp_path: Path) ->
     path = tmp_path / "calibration.yaml"
     calibration_file.write(calibration.made(), path)
     datasheet, measured = (calibration.plan(of).resolve() for of in (None, path))
-    found = choose_for(measured)
-    assert found.seconds != choose_for(datasheet).seconds
+    found = choose_for_plan(measured)
+    assert found.seconds != choose_for_plan(datasheet).seconds
     full, known = on_machine(measured)
     link = machine_model(measured, 2).links[0]
     assert link.bandwidth == full.gpu.link_gbs * 1e9 * known.link_share
@@ -49,22 +49,22 @@ def test_a_calibrated_plan_is_priced_with_its_measured_curves(tmp_path: Path) ->
 @pytest.mark.parametrize("stack", ["textbook", "megatron-2021", "hf-trainer", "nanotron"])
 def test_a_framework_profile_prices_its_own_kernels(stack: str) -> None:
     own, other = resolved(), resolved(**{"strategy.stack": stack})
-    assert choose_for(other).seconds != choose_for(own).seconds
+    assert choose_for_plan(other).seconds != choose_for_plan(own).seconds
 
 
 def test_a_framework_profile_keeps_its_own_optimizer_state() -> None:
     own, other = resolved(), resolved(**{"strategy.stack": "nanotron"})
     assert tensor_bytes(own).state == 2 + 4 + 8 + 4
     assert tensor_bytes(other).state == 2 + 2 + 4 + 8 + 4  # bf16 gradients beside an fp32 sum
-    assert choose_for(own, (8,)).bytes < choose_for(other, (8,)).bytes
+    assert choose_for_plan(own, (8,)).bytes < choose_for_plan(other, (8,)).bytes
 
 
 def test_links_between_racks_are_slower_than_within_one() -> None:
     flat = resolved(32)
     split = in_racks(flat, rack_nodes=2, rack_gbs=20.0, rack_latency_us=50.0)
     roomy = in_racks(flat, rack_nodes=4, rack_gbs=20.0, rack_latency_us=50.0)
-    assert choose_for(roomy).seconds == choose_for(flat).seconds
-    assert choose_for(split).seconds > choose_for(flat).seconds
+    assert choose_for_plan(roomy).seconds == choose_for_plan(flat).seconds
+    assert choose_for_plan(split).seconds > choose_for_plan(flat).seconds
     between, within = machine_model(split, (4, 8)).links
     assert within == machine_model(flat, (4, 8)).links[1]
     known = constants(flat.gpu, flat.strategy.kernels)

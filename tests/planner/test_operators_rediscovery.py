@@ -5,7 +5,7 @@ the mix of both.
 import pytest
 
 from workbench.plan.model_shape import Shape
-from workbench.planner.autoshard import choose, ideal_machine
+from workbench.planner.autoshard import choose_strategies, ideal_machine
 
 H100 = ideal_machine(flops=400e12, bandwidth=300e9, latency=6e-6, memory_bandwidth=2.5e12)
 GPT = Shape(layers=24, hidden=4096, heads=32, ffn=16384, vocab=50257, mlp="gelu", norm="layernorm")
@@ -20,7 +20,7 @@ def forms(found):
 @pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("ranks, n", [(2, 2), (4, 4), ((4,), 4), ((8,), 8)])
 def test_one_sequence_rediscovers_megatron(shape, ranks, n, fused):
-    found = choose(shape, 2048, ranks, H100, part="layer", fused=fused)
+    found = choose_strategies(shape, 2048, ranks, H100, part="layer", fused=fused)
     chosen = forms(found)
     column, row = f"((1,1),(1,{n}))", f"((1,{n}),({n},1))"
     assert chosen["attention.qkv"] == chosen["mlp.up"] == column
@@ -41,7 +41,7 @@ def test_one_sequence_rediscovers_megatron(shape, ranks, n, fused):
 
 
 def test_the_pair_moves_what_megatron_moves():
-    found = choose(GPT, 2048, (4,), H100, part="layer")
+    found = choose_strategies(GPT, 2048, (4,), H100, part="layer")
     moved = [move.bytes for row in found.rows for move in row.moves]
     assert moved == [2048 * 4096 * 2] * 4
 
@@ -49,7 +49,7 @@ def test_the_pair_moves_what_megatron_moves():
 def test_plain_ranks_are_never_worse_than_whole_axes():
     for n in (2, 4, 8):
         plain, whole = (
-            choose(LLAMA, 8192, ranks, H100, part="layer").seconds for ranks in (n, (n,))
+            choose_strategies(LLAMA, 8192, ranks, H100, part="layer").seconds for ranks in (n, (n,))
         )
         assert plain <= whole * (1 + 1e-12)
 
@@ -57,7 +57,7 @@ def test_plain_ranks_are_never_worse_than_whole_axes():
 @pytest.mark.parametrize("ranks", [4, (4,), (2, 2)])
 def test_many_sequences_and_small_weights_are_data_parallel(ranks):
     small = Shape(layers=4, hidden=256, heads=4, ffn=1024, vocab=1000, mlp="gelu")
-    found = choose(small, 512 * 1024, ranks, H100, sequence_length=1024)
+    found = choose_strategies(small, 512 * 1024, ranks, H100, sequence_length=1024)
     assert {row.strategy.split(",")[0] for row in found.rows if row.kind != "Embedding"} == {"((4"}
     assert (
         forms(found)["attention.qkv"] == "((4,1),(1,1))"
@@ -72,10 +72,12 @@ def test_many_sequences_and_small_weights_are_data_parallel(ranks):
 
 
 def test_a_limit_that_forbids_whole_weights_turns_data_into_tensor_parallel():
-    free = choose(GPT, 8 * 512, (8,), H100, sequence_length=512, part="layer", microbatches=64)
+    free = choose_strategies(
+        GPT, 8 * 512, (8,), H100, sequence_length=512, part="layer", microbatches=64
+    )
     assert forms(free)["mlp.up"] == "((8,1),(1,1))"
     weights = 16 * 12 * 4096**2  # bytes of a block with states
-    tight = choose(
+    tight = choose_strategies(
         GPT,
         8 * 512,
         (8,),
@@ -99,7 +101,8 @@ def test_a_limit_that_forbids_whole_weights_turns_data_into_tensor_parallel():
 
 def test_a_limit_that_forbids_nothing_changes_nothing():
     free, roomy = (
-        choose(LLAMA, 4096, (4,), H100, part="layer", memory=limit) for limit in (None, 2.0**40)
+        choose_strategies(LLAMA, 4096, (4,), H100, part="layer", memory=limit)
+        for limit in (None, 2.0**40)
     )
     assert (roomy.seconds, roomy.reason) == (pytest.approx(free.seconds, rel=1e-12), free.reason)
 
@@ -108,7 +111,7 @@ def test_a_grid_of_slow_and_fast_links_mixes_rows_outside_with_columns_inside():
     cluster = ideal_machine(
         flops=400e12, bandwidth=(40e9, 300e9), latency=(10e-6, 6e-6), memory_bandwidth=2.5e12
     )
-    found = choose(
+    found = choose_strategies(
         GPT, 2 * 2048, (2, 4), cluster, sequence_length=2048, part="layer", microbatches=16
     )
     chosen = forms(found)
@@ -120,13 +123,15 @@ def test_a_grid_of_slow_and_fast_links_mixes_rows_outside_with_columns_inside():
 
 
 def test_fixed_strategies_are_kept_and_cost_no_less():
-    free = choose(GPT, 2048, 4, H100, part="layer")
-    fixed = choose(GPT, 2048, 4, H100, part="layer", fixed={"blocks.*.mlp.up": ((1, 4), (4, 1))})
+    free = choose_strategies(GPT, 2048, 4, H100, part="layer")
+    fixed = choose_strategies(
+        GPT, 2048, 4, H100, part="layer", fixed={"blocks.*.mlp.up": ((1, 4), (4, 1))}
+    )
     assert forms(fixed)["mlp.up"] == "((1,4),(4,1))" and fixed.seconds > free.seconds
 
 
 def test_a_tied_table_lies_as_the_head_wants_it():
-    found = choose(GPT.model_copy(update={"tied": True}), 2048, (4,), H100, fused=True)
-    untied = choose(GPT, 2048, (4,), H100, fused=True)
+    found = choose_strategies(GPT.model_copy(update={"tied": True}), 2048, (4,), H100, fused=True)
+    untied = choose_strategies(GPT, 2048, (4,), H100, fused=True)
     assert found.bytes < untied.bytes
     assert forms(found)["embedding"] == "((4,1),(1,))" and forms(found)["head"] == "((1,1),(1,4))"

@@ -5,16 +5,16 @@ do.
 from workbench.plan.operator_strategy import parse, read, write, written
 from workbench.planner.autoshard.choice_result import OperatorPlan
 from workbench.planner.autoshard.machine_model import MachineModel, ideal_machine
-from workbench.planner.autoshard.operator_cost import Bytes
-from workbench.planner.autoshard.plan_problem import choose_for
-from workbench.planner.autoshard.strategy_choice import choose
+from workbench.planner.autoshard.operator_cost import TensorBytes
+from workbench.planner.autoshard.plan_problem import choose_for_plan
+from workbench.planner.autoshard.strategy_choice import choose_strategies
 
 __all__ = [
-    "Bytes",
     "MachineModel",
     "OperatorPlan",
-    "choose",
-    "choose_for",
+    "TensorBytes",
+    "choose_for_plan",
+    "choose_strategies",
     "ideal_machine",
     "parse",
     "read",

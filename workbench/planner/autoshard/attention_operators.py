@@ -9,24 +9,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from workbench.plan.model_shape import Shape
-from workbench.planner.autoshard.operator_splits import Dim, Operator, Tensor
+from workbench.planner.autoshard.operator_splits import Operator, OperatorDim, OperatorTensor
 
 
-def attention(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Operator, ...]:
+def attention_operators(
+    shape: Shape, sequences: int, length: int, fused: bool
+) -> tuple[Operator, ...]:
     """Scores, softmax and context, or one fused operator (FlashAttention, arXiv:2205.14135)."""
     kv_heads = int(shape.kv_heads or shape.heads)
     groups, share = math.gcd(shape.heads, kv_heads), kv_heads / shape.heads
     dims = (
-        Dim("rows", sequences, sequences),
-        Dim("heads", shape.heads, groups),
-        Dim("query", length),
-        Dim("key", length),
-        Dim("depth", shape.q_width // shape.heads),
+        OperatorDim("rows", sequences, sequences),
+        OperatorDim("heads", shape.heads, groups),
+        OperatorDim("query", length),
+        OperatorDim("key", length),
+        OperatorDim("depth", shape.q_width // shape.heads),
     )
-    q = Tensor("query", ("rows", "heads", "query", "depth"))
-    k = Tensor("key", ("rows", "heads", "depth", "key"), share=share)
-    v = Tensor("value", ("rows", "heads", "key", "depth"), share=share)
-    context = Tensor("context", ("rows", "heads", "query", "depth"))
+    q = OperatorTensor("query", ("rows", "heads", "query", "depth"))
+    k = OperatorTensor("key", ("rows", "heads", "depth", "key"), share=share)
+    v = OperatorTensor("value", ("rows", "heads", "key", "depth"), share=share)
+    context = OperatorTensor("context", ("rows", "heads", "query", "depth"))
     # Of scores, and again of context: the causal half of a sequence, or of its sliding window.
     seen = min(length, shape.window or length)
     flops = float(sequences * length * seen * shape.q_width)
@@ -44,7 +46,7 @@ def attention(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[O
             ),
         )
     scores, probabilities = (
-        Tensor(t, ("rows", "heads", "query", "key")) for t in ("scores", "probabilities")
+        OperatorTensor(t, ("rows", "heads", "query", "key")) for t in ("scores", "probabilities")
     )
     parts = (
         Operator(f"{name}.scores", "BatchMatMul", dims, (q, k), scores, causal_flops=flops),

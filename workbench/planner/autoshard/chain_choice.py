@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from workbench.planner.autoshard.choice_problem import Problem
+from workbench.planner.autoshard.choice_problem import StrategyProblem
 
 
-def solve_chain(problem: Problem) -> tuple[int, ...]:
+def solve_by_dynamic_programming(problem: StrategyProblem) -> tuple[int, ...]:
     """The options that cost least. The problem must be a chain without a memory limit."""
     assert problem.is_chain and problem.limit is None, (
         "dynamic programming takes chains without a limit"

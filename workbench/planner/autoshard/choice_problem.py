@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Between:
+class ReshardingEdge:
     """An edge from node `source` to node `target`; costs [options of source, options of target]."""
 
     source: int
@@ -23,12 +23,12 @@ class Between:
 
 
 @dataclass(frozen=True)
-class Problem:
+class StrategyProblem:
     """Pick one option for each node, so that nodes and edges together cost least."""
 
     costs: tuple[Array, ...]
     """Of each node, one an option."""
-    edges: tuple[Between, ...]
+    edges: tuple[ReshardingEdge, ...]
     bytes: tuple[Array, ...] = ()
     """Memory of each node, one an option; read only where there is a limit."""
     limit: float | None = None

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from workbench.planner.autoshard.operator_splits import Operator, Strategy
+from workbench.planner.autoshard.operator_splits import Operator, ShardingStrategy
 
 if TYPE_CHECKING:
-    from workbench.planner.autoshard.graph_pricing import Priced
+    from workbench.planner.autoshard.graph_pricing import PricedGraph
 
 GIB = 2**30
 MEGATRON = {
@@ -33,7 +33,9 @@ compare with.
 """
 
 
-def reason(priced: Priced, picked: tuple[int, ...], free: tuple[int, ...] | None = None) -> str:
+def explain_choice(
+    priced: PricedGraph, picked: tuple[int, ...], free: tuple[int, ...] | None = None
+) -> str:
     """Sentences: pairs of products, rows, whole operators, and the total beside simpler choices.
 
     `free` is the best choice without the limit, where the limit forbids it.
@@ -61,7 +63,7 @@ def reason(priced: Priced, picked: tuple[int, ...], free: tuple[int, ...] | None
     return " ".join(said)
 
 
-def _pairs(priced: Priced, picked: tuple[int, ...]) -> list[str]:
+def _pairs(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
     """A product split by columns, whose successor among the products is split by the same inner
     dimension.
     """
@@ -91,7 +93,7 @@ def _pairs(priced: Priced, picked: tuple[int, ...]) -> list[str]:
     return said
 
 
-def _axes(priced: Priced, index: int, picked: tuple[int, ...], name: str) -> tuple[int, ...]:
+def _axes(priced: PricedGraph, index: int, picked: tuple[int, ...], name: str) -> tuple[int, ...]:
     placement = priced.options[index][picked[index]].placement
     return tuple(a for a, placed in enumerate(placement) if placed == name)
 
@@ -100,7 +102,7 @@ def _times(operator: Operator) -> str:
     return f" in each of {operator.times} layers" if operator.times > 1 else ""
 
 
-def _rows(priced: Priced, picked: tuple[int, ...]) -> list[str]:
+def _rows(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
     """How far the batch is split, and where it cannot be."""
     sequences = priced.graph.operators[0].dims[0].units
     ways = {priced.mesh.ranks_over(_axes(priced, i, picked, "rows")) for i in range(len(picked))}
@@ -116,7 +118,7 @@ def _rows(priced: Priced, picked: tuple[int, ...]) -> list[str]:
     return [f"Rows of {sequences} sequences are split {min(ways)} to {max(ways)} ways."]
 
 
-def _idle(priced: Priced, picked: tuple[int, ...]) -> list[str]:
+def _idle(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
     used = [priced.options[i][option].used(priced.mesh) for i, option in enumerate(picked)]
     whole = [
         op.name for op, count in zip(priced.graph.operators, used) if count < priced.mesh.ranks
@@ -124,11 +126,11 @@ def _idle(priced: Priced, picked: tuple[int, ...]) -> list[str]:
     return [f"Repeated on several ranks, for it is cheaper: {', '.join(whole)}."] if whole else []
 
 
-def _names(priced: Priced) -> list[str]:
+def _names(priced: PricedGraph) -> list[str]:
     return [operator.name for operator in priced.graph.operators]
 
 
-def _uniform(priced: Priced, dims: Mapping[str, str]) -> tuple[int, ...] | None:
+def _uniform(priced: PricedGraph, dims: Mapping[str, str]) -> tuple[int, ...] | None:
     """Each operator named split over all ranks by that dimension, the others whole; None where that
     is illegal.
     """
@@ -136,7 +138,7 @@ def _uniform(priced: Priced, dims: Mapping[str, str]) -> tuple[int, ...] | None:
     return None if None in picked else tuple(option for option in picked if option is not None)
 
 
-def _find(options: tuple[Strategy, ...], name: str | None) -> int | None:
+def _find(options: tuple[ShardingStrategy, ...], name: str | None) -> int | None:
     return next((i for i, option in enumerate(options) if set(option.placement) <= {name}), None)
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from workbench.planner.autoshard.operator_cost import Move
+from workbench.planner.autoshard.operator_cost import Communication
 
 SOURCE = "estimated"
 
 
 @dataclass(frozen=True)
-class Row:
+class OperatorRow:
     """One operator on one rank, in one layer."""
 
     operator: str
@@ -23,7 +23,7 @@ class Row:
     """In MindSpore's form."""
     splits: str
     """The same in words."""
-    moves: tuple[Move, ...]
+    moves: tuple[Communication, ...]
     compute_seconds: float
     communication_seconds: float
     bytes: float
@@ -51,7 +51,7 @@ class Redistribution:
     source: str
     target: str
     tensor: str
-    moves: tuple[Move, ...]
+    moves: tuple[Communication, ...]
     times: int
 
     @property
@@ -71,7 +71,7 @@ class OperatorPlan:
     overlapped.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[OperatorRow, ...]
     redistributions: tuple[Redistribution, ...]
     ranks: tuple[int, ...]
     """Ranks, or the grid's axes."""
@@ -98,7 +98,7 @@ class OperatorPlan:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         data = asdict(self) | {"operators": self.forms}
-        listed: dict[str, tuple[Row | Redistribution, ...]] = {
+        listed: dict[str, tuple[OperatorRow | Redistribution, ...]] = {
             "rows": self.rows,
             "redistributions": self.redistributions,
         }
@@ -110,7 +110,7 @@ class OperatorPlan:
         return data
 
 
-def _said(moves: tuple[Move, ...]) -> str:
+def _said(moves: tuple[Communication, ...]) -> str:
     parts = []
     for move in moves:
         what = move.tensor if move.when == "forward" else f"gradient of {move.tensor}"

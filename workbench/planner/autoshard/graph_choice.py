@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.planner.autoshard.choice_problem import Array, Between, Problem
+from workbench.planner.autoshard.choice_problem import Array, ReshardingEdge, StrategyProblem
 
 Triplets = tuple[NDArray[np.int64], NDArray[np.int64], Array]
 SCALE = 1e4
 """What costs are scaled to: the solver stops within 1e-6 of the optimum, in absolute terms."""
 
 
-def solve_graph(problem: Problem) -> tuple[int, ...]:
+def solve_by_integer_programming(problem: StrategyProblem) -> tuple[int, ...]:
     """The options that cost least within the limit, which some options must meet."""
     from scipy.optimize import LinearConstraint, milp  # half a second to import
     from scipy.sparse import coo_array
@@ -48,7 +48,7 @@ def solve_graph(problem: Problem) -> tuple[int, ...]:
 
 
 def _equations(
-    problem: Problem, starts: NDArray[np.int64]
+    problem: StrategyProblem, starts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], Array, Array, Array]:
     """Equations as sparse triplets, their right sides, and the objective over all variables."""
     parts: list[Triplets] = []
@@ -68,7 +68,7 @@ def _equations(
 
 
 def _edge(
-    edge: Between, starts: NDArray[np.int64], row: int, variable: int
+    edge: ReshardingEdge, starts: NDArray[np.int64], row: int, variable: int
 ) -> tuple[Triplets, Array, int]:
     """One edge: equations from `row`, variables from `variable`. Options that cost the same
     everywhere share one.

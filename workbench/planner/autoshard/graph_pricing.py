@@ -9,35 +9,39 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.errors import refuse
-from workbench.planner.autoshard.choice_problem import Array, Between, Problem
+from workbench.planner.autoshard.choice_problem import Array, ReshardingEdge, StrategyProblem
 from workbench.planner.autoshard.device_mesh import LogicalMesh
-from workbench.planner.autoshard.layer_operators import Edge, Graph
+from workbench.planner.autoshard.layer_operators import OperatorGraph, TensorEdge
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import (
-    Bytes,
-    Move,
+    Communication,
     OperatorCost,
+    TensorBytes,
     operator_cost,
     redistribution,
 )
-from workbench.planner.autoshard.operator_splits import Layout, Strategy, strategies
+from workbench.planner.autoshard.operator_splits import (
+    ShardingStrategy,
+    TensorLayout,
+    legal_strategies,
+)
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedGraph:
     """A graph with the strategies of each operator, what each costs, and the choice between
     them.
     """
 
-    graph: Graph
+    graph: OperatorGraph
     mesh: LogicalMesh
-    sizes: Bytes
-    options: tuple[tuple[Strategy, ...], ...]
+    sizes: TensorBytes
+    options: tuple[tuple[ShardingStrategy, ...], ...]
     costs: tuple[tuple[OperatorCost, ...], ...]
     """Of one layer; the problem's costs are of all layers."""
-    problem: Problem
+    problem: StrategyProblem
 
-    def moves(self, edge: Edge, picked: tuple[int, ...]) -> tuple[Move, ...]:
+    def moves(self, edge: TensorEdge, picked: tuple[int, ...]) -> tuple[Communication, ...]:
         """What is redistributed along `edge`, in one layer, under these options."""
         held = self.options[edge.source][picked[edge.source]].layout(edge.held)
         return _moves(
@@ -50,18 +54,18 @@ class Priced:
         )
 
 
-def price(
-    graph: Graph,
+def price_graph(
+    graph: OperatorGraph,
     grid: LogicalMesh,
     machine: MachineModel,
-    sizes: Bytes,
+    sizes: TensorBytes,
     microbatches: int = 1,
     memory: float | None = None,
-) -> Priced:
+) -> PricedGraph:
     """Price every strategy and every redistribution. Raises `PlanError` for ranks that divide
     nothing.
     """
-    options = tuple(strategies(operator, grid) for operator in graph.operators)
+    options = tuple(legal_strategies(operator, grid) for operator in graph.operators)
     if grid.ranks > 1 and all(option.used(grid) == 1 for found in options for option in found):
         raise refuse("ranks", _undivided(graph, grid))
     costs = tuple(
@@ -76,30 +80,32 @@ def price(
     )
     held = tuple(np.array([cost.bytes for cost in found]) * n for found, n in zip(costs, times))
     edges: dict[
-        tuple[int, int], Between
+        tuple[int, int], ReshardingEdge
     ] = {}  # tensors between the same two operators are one edge of the problem
     for edge in graph.edges:
         pair, costs_of = (edge.source, edge.target), _between(edge, options, graph, grid, sizes)
-        edges[pair] = Between(*pair, edges[pair].costs + costs_of if pair in edges else costs_of)
-    return Priced(
+        edges[pair] = ReshardingEdge(
+            *pair, edges[pair].costs + costs_of if pair in edges else costs_of
+        )
+    return PricedGraph(
         graph,
         grid,
         sizes,
         options,
         costs,
-        Problem(seconds, tuple(edges[pair] for pair in sorted(edges)), held, memory),
+        StrategyProblem(seconds, tuple(edges[pair] for pair in sorted(edges)), held, memory),
     )
 
 
 def _between(
-    edge: Edge,
-    options: tuple[tuple[Strategy, ...], ...],
-    graph: Graph,
+    edge: TensorEdge,
+    options: tuple[tuple[ShardingStrategy, ...], ...],
+    graph: OperatorGraph,
     grid: LogicalMesh,
-    sizes: Bytes,
+    sizes: TensorBytes,
 ) -> Array:
     """Costs of all pairs; pairs of equal layouts are priced once."""
-    known: dict[tuple[Layout, Layout], float] = {}
+    known: dict[tuple[TensorLayout, TensorLayout], float] = {}
     costs = np.empty((len(options[edge.source]), len(options[edge.target])))
     for i, source in enumerate(options[edge.source]):
         held = source.layout(edge.held)
@@ -114,8 +120,13 @@ def _between(
 
 
 def _moves(
-    edge: Edge, held: Layout, target: Strategy, graph: Graph, grid: LogicalMesh, sizes: Bytes
-) -> tuple[Move, ...]:
+    edge: TensorEdge,
+    held: TensorLayout,
+    target: ShardingStrategy,
+    graph: OperatorGraph,
+    grid: LogicalMesh,
+    sizes: TensorBytes,
+) -> tuple[Communication, ...]:
     wanted = target.layout(edge.wanted)
     if edge.transposed:
         wanted = tuple(None if at is None else len(edge.wanted.dims) - 1 - at for at in wanted)
@@ -123,7 +134,7 @@ def _moves(
     return redistribution(held, wanted, size, grid, edge.wanted.name)
 
 
-def _undivided(graph: Graph, grid: LogicalMesh) -> str:
+def _undivided(graph: OperatorGraph, grid: LogicalMesh) -> str:
     units = {
         f"{op.name} {dim.name}": dim.units
         for op in graph.operators

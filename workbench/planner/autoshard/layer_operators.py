@@ -14,33 +14,33 @@ from typing import Literal
 
 from workbench.errors import refuse
 from workbench.plan.model_shape import Shape
-from workbench.planner.autoshard.attention_operators import attention, attention_edges
-from workbench.planner.autoshard.operator_splits import Dim, Operator, Tensor
+from workbench.planner.autoshard.attention_operators import attention_edges, attention_operators
+from workbench.planner.autoshard.operator_splits import Operator, OperatorDim, OperatorTensor
 
 VOCABULARY_MULTIPLE = 128
 """Vocabularies are padded to a multiple of it, so that they can be split (1909.08053)."""
 
 
 @dataclass(frozen=True)
-class Edge:
+class TensorEdge:
     """A tensor that operator `source` holds and operator `target` wants; dimensions correspond by
     position.
     """
 
     source: int
-    held: Tensor
+    held: OperatorTensor
     target: int
-    wanted: Tensor
+    wanted: OperatorTensor
     times: int = 1
     transposed: bool = False
 
 
 @dataclass(frozen=True)
-class Graph:
+class OperatorGraph:
     """Operators and the tensors that pass between them."""
 
     operators: tuple[Operator, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[TensorEdge, ...]
 
 
 BRANCHES = (
@@ -57,31 +57,31 @@ ENTRIES = (("attention_norm", 0), ("attention.add", 0))
 """Where the residual stream enters a block."""
 
 
-def layer(shape: Shape, sequences: int, length: int, fused: bool = False) -> Graph:
+def layer_graph(shape: Shape, sequences: int, length: int, fused: bool = False) -> OperatorGraph:
     """One block among many: what leaves it enters the next, split in the same way. Raises
     `PlanError`.
     """
     operators = _block(shape, sequences, length, fused)
     wrap = [("mlp.add", entry, place) for entry, place in ENTRIES]
-    return Graph(operators, _edges(operators, [*_inside(operators), *wrap]))
+    return OperatorGraph(operators, _edges(operators, [*_inside(operators), *wrap]))
 
 
-def branch(
+def branch_graph(
     shape: Shape, sequences: int, length: int, fused: bool, name: Literal["attention", "mlp"]
-) -> Graph:
+) -> OperatorGraph:
     """A block's attention or feed-forward branch, from its norm to its last product: a chain, if
     attention is fused.
     """
     block = _block(shape, sequences, length, fused)
     operators = tuple(op for op in block if op.name.startswith(name) and op.kind != "Add")
     inside = {op.name for op in operators}
-    return Graph(
+    return OperatorGraph(
         operators,
         _edges(operators, [edge for edge in _inside(block) if {edge[0], edge[1]} <= inside]),
     )
 
 
-def model(shape: Shape, sequences: int, length: int, fused: bool = False) -> Graph:
+def model_graph(shape: Shape, sequences: int, length: int, fused: bool = False) -> OperatorGraph:
     """The whole model: embedding, all blocks with one choice for all, norm, head, loss. Raises
     `PlanError`.
     """
@@ -95,8 +95,8 @@ def model(shape: Shape, sequences: int, length: int, fused: bool = False) -> Gra
     edges += _edges(operators, wrap, shape.layers - 1)
     if shape.tied:
         head = len(operators) - 2
-        edges += (Edge(0, first.inputs[0], head, operators[head].inputs[1], transposed=True),)
-    return Graph(operators, edges)
+        edges += (TensorEdge(0, first.inputs[0], head, operators[head].inputs[1], transposed=True),)
+    return OperatorGraph(operators, edges)
 
 
 def _inside(block: Sequence[Operator]) -> list[tuple[str, str, int]]:
@@ -110,10 +110,10 @@ def _inside(block: Sequence[Operator]) -> list[tuple[str, str, int]]:
 
 def _edges(
     operators: Sequence[Operator], pairs: Iterable[tuple[str, str, int]], times: int = 1
-) -> tuple[Edge, ...]:
+) -> tuple[TensorEdge, ...]:
     at = {op.name: i for i, op in enumerate(operators)}
     return tuple(
-        Edge(at[a], operators[at[a]].output, at[b], operators[at[b]].inputs[place], times)
+        TensorEdge(at[a], operators[at[a]].output, at[b], operators[at[b]].inputs[place], times)
         for a, b, place in pairs
     )
 
@@ -129,7 +129,7 @@ def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Oper
             raise refuse(
                 f"model.{field}", f"{shape.name} has it; legal for operator strategies: {what}"
             )
-    rows = Dim("rows", sequences * length, sequences)
+    rows = OperatorDim("rows", sequences * length, sequences)
     hidden, ffn = (shape.hidden, shape.hidden), (shape.ffn, shape.ffn)
     groups = math.gcd(shape.heads, int(shape.kv_heads or shape.heads))
     qkv = (shape.q_width, shape.kv_width, shape.kv_width)
@@ -144,7 +144,7 @@ def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Oper
             groups,
             *(f"blocks.*.attention.{name}" for name in "qkv"),
         ),
-        *attention(shape, sequences, length, fused),
+        *attention_operators(shape, sequences, length, fused),
         _matmul(
             "attention.o",
             rows,
@@ -173,14 +173,17 @@ def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Oper
 
 def _ends(shape: Shape, tokens: int, sequences: int) -> tuple[Operator, tuple[Operator, ...]]:
     """The embedding, and what follows the last block."""
-    rows, hidden = Dim("rows", tokens, sequences), Dim("hidden", shape.hidden, shape.hidden)
-    padded = -(-shape.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    vocabulary = Dim("vocabulary", padded, padded)
-    table, ids = (
-        Tensor("table", ("vocabulary", "hidden"), "parameter"),
-        Tensor("tokens", ("rows",), "index"),
+    rows, hidden = (
+        OperatorDim("rows", tokens, sequences),
+        OperatorDim("hidden", shape.hidden, shape.hidden),
     )
-    embedded = Tensor("output", ("rows", "hidden"))
+    padded = -(-shape.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    vocabulary = OperatorDim("vocabulary", padded, padded)
+    table, ids = (
+        OperatorTensor("table", ("vocabulary", "hidden"), "parameter"),
+        OperatorTensor("tokens", ("rows",), "index"),
+    )
+    embedded = OperatorTensor("output", ("rows", "hidden"))
     embedding = Operator(
         "embedding",
         "Embedding",
@@ -194,16 +197,16 @@ def _ends(shape: Shape, tokens: int, sequences: int) -> tuple[Operator, tuple[Op
     if shape.tied:
         head = replace(head, inputs=(head.inputs[0], replace(head.inputs[1], kind="tied")))
     logits, targets = (
-        Tensor("logits", ("rows", "vocabulary")),
-        Tensor("targets", ("rows",), "index"),
+        OperatorTensor("logits", ("rows", "vocabulary")),
+        OperatorTensor("targets", ("rows",), "index"),
     )
     # A vocabulary in pieces makes partial sums of three numbers a token: the maximum, the sum, the
     # target's logit.
-    statistics = Tensor("statistics", ("rows", "three"))
+    statistics = OperatorTensor("statistics", ("rows", "three"))
     loss = Operator(
         "loss",
         "CrossEntropy",
-        (rows, vocabulary, Dim("three", 3)),
+        (rows, vocabulary, OperatorDim("three", 3)),
         (logits, targets),
         statistics,
         modules=("head.loss",),
@@ -212,29 +215,45 @@ def _ends(shape: Shape, tokens: int, sequences: int) -> tuple[Operator, tuple[Op
 
 
 def _matmul(
-    name: str, rows: Dim, inner: tuple[int, int], widths: tuple[int, ...], units: int, *modules: str
+    name: str,
+    rows: OperatorDim,
+    inner: tuple[int, int],
+    widths: tuple[int, ...],
+    units: int,
+    *modules: str,
 ) -> Operator:
     """GEMMs on one input: rows x inner times inner x width, for each of `widths`.
 
     `inner` is (size, units); `units` divide the columns of all widths together.
     """
-    dims = (rows, Dim("inner", *inner), Dim("columns", sum(widths), units))
-    inputs = Tensor("input", ("rows", "inner")), Tensor("weight", ("inner", "columns"), "parameter")
-    output = Tensor("output", ("rows", "columns"))
+    dims = (rows, OperatorDim("inner", *inner), OperatorDim("columns", sum(widths), units))
+    inputs = (
+        OperatorTensor("input", ("rows", "inner")),
+        OperatorTensor("weight", ("inner", "columns"), "parameter"),
+    )
+    output = OperatorTensor("output", ("rows", "columns"))
     return Operator(
         name, "MatMul", dims, inputs, output, gemm_widths=widths, fp8=True, modules=modules
     )
 
 
-def _norm(name: str, rows: Dim, hidden: int, module: str) -> Operator:
-    inputs = Tensor("input", ("rows", "hidden")), Tensor("weight", ("hidden",), "parameter")
-    output = Tensor("output", ("rows", "hidden"))
-    return Operator(name, "Norm", (rows, Dim("hidden", hidden)), inputs, output, modules=(module,))
+def _norm(name: str, rows: OperatorDim, hidden: int, module: str) -> Operator:
+    inputs = (
+        OperatorTensor("input", ("rows", "hidden")),
+        OperatorTensor("weight", ("hidden",), "parameter"),
+    )
+    output = OperatorTensor("output", ("rows", "hidden"))
+    return Operator(
+        name, "Norm", (rows, OperatorDim("hidden", hidden)), inputs, output, modules=(module,)
+    )
 
 
 def _elementwise(
-    name: str, kind: str, rows: Dim, width: int, count: int, *modules: str
+    name: str, kind: str, rows: OperatorDim, width: int, count: int, *modules: str
 ) -> Operator:
-    inputs = tuple(Tensor(f"input {i + 1}", ("rows", "width")) for i in range(count))
-    dims, output = (rows, Dim("width", width, width)), Tensor("output", ("rows", "width"))
+    inputs = tuple(OperatorTensor(f"input {i + 1}", ("rows", "width")) for i in range(count))
+    dims, output = (
+        (rows, OperatorDim("width", width, width)),
+        OperatorTensor("output", ("rows", "width")),
+    )
     return Operator(name, kind, dims, inputs, output, modules=modules)

@@ -15,12 +15,12 @@ from workbench.costmodel.compute.roofline import (
 )
 from workbench.planner.autoshard.device_mesh import LogicalMesh
 from workbench.planner.autoshard.machine_model import MachineModel
-from workbench.planner.autoshard.operator_splits import Operator, Strategy
+from workbench.planner.autoshard.operator_splits import Operator, ShardingStrategy
 
 
 def compute_seconds(
     operator: Operator,
-    strategy: Strategy,
+    strategy: ShardingStrategy,
     mesh: LogicalMesh,
     machine: MachineModel,
     local: Mapping[str, float],
@@ -62,7 +62,7 @@ def _moved_elements(operator: Operator, local: Mapping[str, float]) -> float:
 
 
 def _gemms(
-    operator: Operator, strategy: Strategy, mesh: LogicalMesh, machine: MachineModel
+    operator: Operator, strategy: ShardingStrategy, mesh: LogicalMesh, machine: MachineModel
 ) -> float:
     """FLOPs of output, input gradient and weight gradient, for each GEMM of the operator."""
     rows, inner, columns = (
@@ -81,7 +81,11 @@ def _gemms(
 
 
 def _attention(
-    operator: Operator, strategy: Strategy, mesh: LogicalMesh, machine: MachineModel, output: float
+    operator: Operator,
+    strategy: ShardingStrategy,
+    mesh: LogicalMesh,
+    machine: MachineModel,
+    output: float,
 ) -> float:
     """Fused attention, or the batched GEMMs and the softmax that it is without."""
     flops = operator.causal_flops / strategy.used(mesh)
@@ -101,5 +105,5 @@ def _both(times: PassTimes) -> float:
     return float(times.forward + times.backward)
 
 
-def _pieces(name: str, strategy: Strategy, mesh: LogicalMesh) -> int:
+def _pieces(name: str, strategy: ShardingStrategy, mesh: LogicalMesh) -> int:
     return mesh.ranks_over(a for a, placed in enumerate(strategy.placement) if placed == name)

@@ -13,11 +13,16 @@ from typing import Literal
 from workbench.planner.autoshard.device_mesh import LogicalMesh
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_compute import compute_seconds
-from workbench.planner.autoshard.operator_splits import Layout, Operator, Strategy, Tensor
+from workbench.planner.autoshard.operator_splits import (
+    Operator,
+    OperatorTensor,
+    ShardingStrategy,
+    TensorLayout,
+)
 
 
 @dataclass(frozen=True)
-class Bytes:
+class TensorBytes:
     """Bytes an element takes."""
 
     element: int = 2
@@ -29,7 +34,7 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Move:
+class Communication:
     """One collective, or the slicing that needs none."""
 
     when: Literal["forward", "backward"]
@@ -46,7 +51,7 @@ class OperatorCost:
 
     compute: float
     """Seconds forward and backward."""
-    moves: tuple[Move, ...]
+    moves: tuple[Communication, ...]
     parameter_bytes: float
     """Parameters with gradients and optimizer state."""
     activation_bytes: float
@@ -65,10 +70,10 @@ class OperatorCost:
 
 def operator_cost(
     operator: Operator,
-    strategy: Strategy,
+    strategy: ShardingStrategy,
     mesh: LogicalMesh,
     machine: MachineModel,
-    sizes: Bytes,
+    sizes: TensorBytes,
     microbatches: int = 1,
 ) -> OperatorCost:
     """The cost of `operator` under `strategy`; a weight's gradient is reduced once in
@@ -91,7 +96,9 @@ def operator_cost(
     )
 
 
-def _local(operator: Operator, tensor: Tensor, strategy: Strategy, mesh: LogicalMesh) -> float:
+def _local(
+    operator: Operator, tensor: OperatorTensor, strategy: ShardingStrategy, mesh: LogicalMesh
+) -> float:
     """Elements of a rank's part."""
     return operator.size(tensor) / mesh.ranks_over(
         a for a, at in enumerate(strategy.layout(tensor)) if at is not None
@@ -100,13 +107,13 @@ def _local(operator: Operator, tensor: Tensor, strategy: Strategy, mesh: Logical
 
 def _sum(
     when: Literal["forward", "backward"],
-    tensor: Tensor,
+    tensor: OperatorTensor,
     local: dict[str, float],
-    strategy: Strategy,
+    strategy: ShardingStrategy,
     mesh: LogicalMesh,
-    sizes: Bytes,
+    sizes: TensorBytes,
     times: float = 1.0,
-) -> Move | None:
+) -> Communication | None:
     """The all-reduce of an output forward, or of an input's gradient backward, where ranks hold
     parts of a sum.
     """
@@ -115,7 +122,7 @@ def _sum(
     ranks, size = mesh.ranks_over(axes), local[tensor.name] * element
     if ranks == 1:
         return None
-    return Move(
+    return Communication(
         when,
         "all_reduce",
         tensor.name,
@@ -126,8 +133,8 @@ def _sum(
 
 
 def redistribution(
-    held: Layout, wanted: Layout, size: float, mesh: LogicalMesh, tensor: str
-) -> tuple[Move, ...]:
+    held: TensorLayout, wanted: TensorLayout, size: float, mesh: LogicalMesh, tensor: str
+) -> tuple[Communication, ...]:
     """What carries a tensor of `size` bytes from the layout it is held in to the one wanted, and
     its gradient back.
     """
@@ -137,12 +144,12 @@ def redistribution(
 
 def _carried(
     when: Literal["forward", "backward"],
-    held: Layout,
-    wanted: Layout,
+    held: TensorLayout,
+    wanted: TensorLayout,
     size: float,
     mesh: LogicalMesh,
     tensor: str,
-) -> tuple[Move, ...]:
+) -> tuple[Communication, ...]:
     """Slices first, for they are free and leave less to move; then exchanges; then one
     all-gather.
     """
@@ -154,17 +161,17 @@ def _carried(
     gathered = [a for a, (has, wants) in pairs if has is not None and wants is None]
     local = size / mesh.ranks_over([*sliced, *(a for a, (has, _) in pairs if has is not None)])
     moves = (
-        [Move(when, "slice", tensor, mesh.ranks_over(sliced), local, 0.0)]
+        [Communication(when, "slice", tensor, mesh.ranks_over(sliced), local, 0.0)]
         if mesh.ranks_over(sliced) > 1
         else []
     )
     for a in exchanged:
         seconds = mesh.seconds("all_to_all", local, [a])
-        moves.append(Move(when, "all_to_all", tensor, mesh.axes[a].size, local, seconds))
+        moves.append(Communication(when, "all_to_all", tensor, mesh.axes[a].size, local, seconds))
     if (ranks := mesh.ranks_over(gathered)) > 1:
         whole = local * ranks
         moves.append(
-            Move(
+            Communication(
                 when,
                 "all_gather",
                 tensor,

@@ -16,14 +16,14 @@ from typing import Literal
 from workbench.plan.operator_strategy import Form, placed
 from workbench.planner.autoshard.device_mesh import LogicalMesh
 
-Layout = tuple[int | None, ...]
+TensorLayout = tuple[int | None, ...]
 """Of a tensor: for each mesh axis the position of the dimension that it splits, None where it
 repeats the tensor.
 """
 
 
 @dataclass(frozen=True)
-class Dim:
+class OperatorDim:
     """One dimension of an operator."""
 
     name: str
@@ -35,7 +35,7 @@ class Dim:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class OperatorTensor:
     """An input or the output of an operator, by the operator's own dimensions."""
 
     name: str
@@ -54,9 +54,9 @@ class Operator:
 
     name: str
     kind: str
-    dims: tuple[Dim, ...]
-    inputs: tuple[Tensor, ...]
-    output: Tensor
+    dims: tuple[OperatorDim, ...]
+    inputs: tuple[OperatorTensor, ...]
+    output: OperatorTensor
     gemm_widths: tuple[int, ...] = ()
     """Columns of each GEMM that a `MatMul` runs on its one input: query, key and value; gate and
     up.
@@ -76,14 +76,14 @@ class Operator:
         """Size of the dimension `name`."""
         return next(dim.size for dim in self.dims if dim.name == name)
 
-    def size(self, tensor: Tensor) -> float:
+    def size(self, tensor: OperatorTensor) -> float:
         """Elements of the whole tensor."""
         sizes = {dim.name: dim.size for dim in self.dims}
         return math.prod(sizes[name] for name in tensor.dims) * tensor.share
 
 
 @dataclass(frozen=True)
-class Strategy:
+class ShardingStrategy:
     """One way to split an operator: the dimension that each mesh axis splits, None where it repeats
     the work.
     """
@@ -91,7 +91,7 @@ class Strategy:
     placement: tuple[str | None, ...]
     form: Form
 
-    def layout(self, tensor: Tensor) -> Layout:
+    def layout(self, tensor: OperatorTensor) -> TensorLayout:
         """How the tensor lies on the mesh as this strategy reads or leaves it; a partial output,
         once it is summed.
         """
@@ -99,7 +99,7 @@ class Strategy:
             tensor.dims.index(name) if name in tensor.dims else None for name in self.placement
         )
 
-    def partial(self, tensor: Tensor) -> tuple[int, ...]:
+    def partial(self, tensor: OperatorTensor) -> tuple[int, ...]:
         """Mesh axes over which ranks hold parts of a sum for the tensor: they split a dimension
         that it lacks.
         """
@@ -114,7 +114,7 @@ class Strategy:
         return mesh.ranks_over(a for a, name in enumerate(self.placement) if name is not None)
 
 
-def strategies(operator: Operator, mesh: LogicalMesh) -> tuple[Strategy, ...]:
+def legal_strategies(operator: Operator, mesh: LogicalMesh) -> tuple[ShardingStrategy, ...]:
     """Every legal strategy: pieces divide what a dimension may be cut into, their product divides
     the ranks.
 
@@ -123,7 +123,9 @@ def strategies(operator: Operator, mesh: LogicalMesh) -> tuple[Strategy, ...]:
     so that equal forms lie alike.
     """
     found = _on_grid(operator, mesh) if mesh.grid else _on_ranks(operator, mesh)
-    return tuple(Strategy(placement, _form(operator, placement, mesh)) for placement in found)
+    return tuple(
+        ShardingStrategy(placement, _form(operator, placement, mesh)) for placement in found
+    )
 
 
 def _on_grid(operator: Operator, mesh: LogicalMesh) -> Iterator[tuple[str | None, ...]]:

@@ -19,12 +19,12 @@ from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.autoshard.choice_result import OperatorPlan
 from workbench.planner.autoshard.machine_model import MachineModel
-from workbench.planner.autoshard.operator_cost import Bytes
-from workbench.planner.autoshard.strategy_choice import choose
+from workbench.planner.autoshard.operator_cost import TensorBytes
+from workbench.planner.autoshard.strategy_choice import choose_strategies
 from workbench.planner.calibrated_plan import on_machine
 
 
-def choose_for(
+def choose_for_plan(
     plan: ResolvedPlan,
     ranks: int | Sequence[int] | None = None,
     memory: float | None = None,
@@ -55,7 +55,7 @@ def choose_for(
     )
     count = plan.training.micro_batch * plan.sizes["data"] if sequences is None else sequences
     hold("sequences", count, 1, SEQUENCES)
-    return choose(
+    return choose_strategies(
         plan.shape,
         count * length,
         grid,
@@ -69,11 +69,11 @@ def choose_for(
     )
 
 
-def tensor_bytes(plan: ResolvedPlan) -> Bytes:
+def tensor_bytes(plan: ResolvedPlan) -> TensorBytes:
     """Bytes of activations, gradients and parameters with their state, by the framework profile."""
     gradient = DTYPE_BYTES[plan.strategy.gradient_dtype]
     state = unsharded_state_bytes(fixed_config(plan), gradient)
-    return Bytes(DTYPE_BYTES[plan.strategy.precision], gradient, state)
+    return TensorBytes(DTYPE_BYTES[plan.strategy.precision], gradient, state)
 
 
 def machine_model(plan: ResolvedPlan, grid: int | Sequence[int]) -> MachineModel:

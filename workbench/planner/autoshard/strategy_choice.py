@@ -12,36 +12,41 @@ import numpy as np
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.model_shape import Shape
 from workbench.plan.operator_strategy import Form, written
-from workbench.planner.autoshard.chain_choice import solve_chain
-from workbench.planner.autoshard.choice_problem import Between
-from workbench.planner.autoshard.choice_reasons import reason
-from workbench.planner.autoshard.choice_result import OperatorPlan, Redistribution, Row
+from workbench.planner.autoshard.chain_choice import solve_by_dynamic_programming
+from workbench.planner.autoshard.choice_problem import ReshardingEdge
+from workbench.planner.autoshard.choice_reasons import explain_choice
+from workbench.planner.autoshard.choice_result import OperatorPlan, OperatorRow, Redistribution
 from workbench.planner.autoshard.device_mesh import logical_mesh
-from workbench.planner.autoshard.graph_choice import solve_graph
-from workbench.planner.autoshard.graph_pricing import Priced, price
-from workbench.planner.autoshard.layer_operators import Graph, branch, layer, model
+from workbench.planner.autoshard.graph_choice import solve_by_integer_programming
+from workbench.planner.autoshard.graph_pricing import PricedGraph, price_graph
+from workbench.planner.autoshard.layer_operators import (
+    OperatorGraph,
+    branch_graph,
+    layer_graph,
+    model_graph,
+)
 from workbench.planner.autoshard.machine_model import MachineModel
-from workbench.planner.autoshard.operator_cost import Bytes
-from workbench.planner.autoshard.operator_splits import Operator, Strategy
+from workbench.planner.autoshard.operator_cost import TensorBytes
+from workbench.planner.autoshard.operator_splits import Operator, ShardingStrategy
 
-Part = Literal["model", "layer", "attention", "mlp"]
+GraphPart = Literal["model", "layer", "attention", "mlp"]
 GIB = 2**30
-SHOWN = 8
+MAX_LISTED = 8
 """Legal strategies that a refusal lists."""
 
 
-def choose(
+def choose_strategies(
     shape: Shape,
     tokens: int,
     ranks: int | Sequence[int],
     machine: MachineModel,
     *,
     sequence_length: int | None = None,
-    part: Part = "model",
+    part: GraphPart = "model",
     fused: bool = False,
     memory: float | None = None,
     microbatches: int = 1,
-    sizes: Bytes | None = None,
+    sizes: TensorBytes | None = None,
     fixed: Mapping[str, Form] | None = None,
 ) -> OperatorPlan:
     """The strategies that cost least: seconds of one microbatch forward and backward, nothing
@@ -64,28 +69,30 @@ def choose(
     if memory is not None and not memory > 0:
         raise refuse("memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
     graph = _graph(part, shape, tokens // length, length, fused)
-    priced = price(
-        graph, logical_mesh(ranks, machine), machine, sizes or Bytes(), microbatches, memory
+    priced = price_graph(
+        graph, logical_mesh(ranks, machine), machine, sizes or TensorBytes(), microbatches, memory
     )
-    picked, solver = solve(priced, fixed or {})
+    picked, solver = solve_strategies(priced, fixed or {})
     return _answer(
         priced, picked, solver, None if memory is None else _too_large(priced, fixed or {})
     )
 
 
-def _graph(part: Part, shape: Shape, sequences: int, length: int, fused: bool) -> Graph:
+def _graph(
+    part: GraphPart, shape: Shape, sequences: int, length: int, fused: bool
+) -> OperatorGraph:
     if part == "attention" or part == "mlp":
-        return branch(shape, sequences, length, fused, part)
-    return (model if part == "model" else layer)(shape, sequences, length, fused)
+        return branch_graph(shape, sequences, length, fused, part)
+    return (model_graph if part == "model" else layer_graph)(shape, sequences, length, fused)
 
 
-def _too_large(priced: Priced, fixed: Mapping[str, Form]) -> tuple[int, ...] | None:
+def _too_large(priced: PricedGraph, fixed: Mapping[str, Form]) -> tuple[int, ...] | None:
     """The best choice without the limit, where the limit forbids it."""
-    free, _ = solve(replace(priced, problem=replace(priced.problem, limit=None)), fixed)
+    free, _ = solve_strategies(replace(priced, problem=replace(priced.problem, limit=None)), fixed)
     return free if priced.problem.memory(free) > (priced.problem.limit or 0.0) else None
 
 
-def solve(priced: Priced, fixed: Mapping[str, Form]) -> tuple[tuple[int, ...], str]:
+def solve_strategies(priced: PricedGraph, fixed: Mapping[str, Form]) -> tuple[tuple[int, ...], str]:
     """The options that cost least and the solver that found them. Raises `PlanError` where none
     fit.
     """
@@ -96,7 +103,7 @@ def solve(priced: Priced, fixed: Mapping[str, Form]) -> tuple[tuple[int, ...], s
         costs=tuple(cost[keep] for cost, keep in zip(whole.costs, kept)),
         bytes=tuple(size[keep] for size, keep in zip(whole.bytes, kept)),
         edges=tuple(
-            Between(e.source, e.target, e.costs[np.ix_(kept[e.source], kept[e.target])])
+            ReshardingEdge(e.source, e.target, e.costs[np.ix_(kept[e.source], kept[e.target])])
             for e in whole.edges
         ),
     )
@@ -109,14 +116,14 @@ def solve(priced: Priced, fixed: Mapping[str, Form]) -> tuple[tuple[int, ...], s
             f" legal: {size:.4g} GiB or more, more ranks, or fewer tokens",
         )
     if problem.is_chain and problem.limit is None:
-        picked, solver = solve_chain(problem), "dynamic programming"
+        picked, solver = solve_by_dynamic_programming(problem), "dynamic programming"
     else:
-        picked, solver = solve_graph(problem), "integer programming"
+        picked, solver = solve_by_integer_programming(problem), "integer programming"
     return tuple(int(keep[option]) for keep, option in zip(kept, picked)), solver
 
 
 def _kept(
-    priced: Priced, fixed: Mapping[str, Form]
+    priced: PricedGraph, fixed: Mapping[str, Form]
 ) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
     """Options of each operator that agree with what is fixed."""
     problems = [
@@ -140,7 +147,7 @@ def _kept(
     return kept
 
 
-def _all(priced: Priced) -> tuple[Operator, ...]:
+def _all(priced: PricedGraph) -> tuple[Operator, ...]:
     return priced.graph.operators
 
 
@@ -148,25 +155,25 @@ def _names(pattern: str, operator: Operator) -> bool:
     return any(fnmatchcase(module, pattern) for module in operator.modules)
 
 
-def _unknown(pattern: str, priced: Priced) -> Problem:
+def _unknown(pattern: str, priced: PricedGraph) -> Problem:
     known = ", ".join(module for operator in _all(priced) for module in operator.modules)
     return Problem(f"strategy.operators.{pattern}", f"names no operator; legal: {known}")
 
 
 def _illegal(
-    operator: Operator, options: tuple[Strategy, ...], asked: Mapping[str, Form]
+    operator: Operator, options: tuple[ShardingStrategy, ...], asked: Mapping[str, Form]
 ) -> Problem:
     forms = list(dict.fromkeys(written(option.form) for option in options))
-    more = f", and {len(forms) - SHOWN} more" if len(forms) > SHOWN else ""
+    more = f", and {len(forms) - MAX_LISTED} more" if len(forms) > MAX_LISTED else ""
     said = " and ".join(dict.fromkeys(written(form) for form in asked.values()))
-    legal = f"{', '.join(forms[:SHOWN])}{more}"
+    legal = f"{', '.join(forms[:MAX_LISTED])}{more}"
     return Problem(
         f"strategy.operators.{next(iter(asked))}", f"is {said} for {operator.name}; legal: {legal}"
     )
 
 
 def _answer(
-    priced: Priced, picked: tuple[int, ...], solver: str, free: tuple[int, ...] | None
+    priced: PricedGraph, picked: tuple[int, ...], solver: str, free: tuple[int, ...] | None
 ) -> OperatorPlan:
     operators, grid = priced.graph.operators, priced.mesh
     rows = tuple(_row(priced, i, option) for i, option in enumerate(picked))
@@ -183,18 +190,18 @@ def _answer(
     ]
     axes = tuple(axis.size for axis in grid.axes) if grid.grid else (grid.ranks,)
     seconds, held = priced.problem.total(picked), priced.problem.memory(picked)
-    why = reason(priced, picked, free)
+    why = explain_choice(priced, picked, free)
     return OperatorPlan(
         rows, tuple(between), axes, solver, seconds, held, priced.problem.limit, why
     )
 
 
-def _row(priced: Priced, index: int, option: int) -> Row:
+def _row(priced: PricedGraph, index: int, option: int) -> OperatorRow:
     operator, strategy = priced.graph.operators[index], priced.options[index][option]
     cost = priced.costs[index][option]
-    words = splits(operator, strategy, priced)
+    words = describe_splits(operator, strategy, priced)
     told = sum(move.seconds for move in cost.moves)
-    return Row(
+    return OperatorRow(
         operator.name,
         operator.kind,
         operator.modules,
@@ -208,7 +215,7 @@ def _row(priced: Priced, index: int, option: int) -> Row:
     )
 
 
-def splits(operator: Operator, strategy: Strategy, priced: Priced) -> str:
+def describe_splits(operator: Operator, strategy: ShardingStrategy, priced: PricedGraph) -> str:
     """A strategy in words; on a grid with the axis of each split."""
     said = []
     for dim in operator.dims:
