@@ -218,10 +218,12 @@ def test_every_input_that_an_operator_makes_has_its_edge(fused):
     wanted = {
         (op.name, t.name) for op in graph.operators[1:] for t in op.inputs if t.kind == "activation"
     }
-    assert {(graph.operators[e.target].name, e.wanted.name) for e in graph.edges} == wanted
+    assert {(graph.operators[e.target].name, e.target_tensor.name) for e in graph.edges} == wanted
     names = [op.name for op in graph.operators]
     layers = {
-        (names[e.source], names[e.target]): e.times for e in graph.edges if e.times != GPT.layers
+        (names[e.source], names[e.target]): e.num_layers
+        for e in graph.edges
+        if e.num_layers != GPT.layers
     }
     assert layers == {
         ("embedding", "attention_norm"): 1,
@@ -235,7 +237,7 @@ def test_every_input_that_an_operator_makes_has_its_edge(fused):
     residual = [
         names[e.source]
         for e in graph.edges
-        if (names[e.target], e.wanted.name) == ("mlp.add", "input 1")
+        if (names[e.target], e.target_tensor.name) == ("mlp.add", "input 1")
     ]
     assert residual == ["attention.add"]
 
@@ -250,22 +252,23 @@ def test_the_problem_is_the_sum_of_what_its_operators_and_tensors_cost(seed):
     rng = np.random.default_rng(seed)
     picked = tuple(int(rng.integers(len(options))) for options in priced.options)
     rows = [
-        cost[i].seconds * op.times
+        cost[i].seconds * op.num_layers
         for cost, i, op in zip(priced.costs, picked, priced.graph.operators)
     ]
     moved = [
-        edge.times * move.seconds
+        edge.num_layers * move.seconds
         for edge in priced.graph.edges
         for move in priced.moves(edge, picked)
     ]
-    assert priced.problem.total(picked) == pytest.approx(sum(rows) + sum(moved), rel=1e-12)
+    assert priced.problem.total_cost(picked) == pytest.approx(sum(rows) + sum(moved), rel=1e-12)
 
 
 def test_grouped_heads_move_fewer_keys_and_values():
     grouped = GPT.model_copy(update={"kv_heads": 2})
     graph = layer_graph(grouped, 2, 16)
     sizes = {
-        edge.wanted.name: graph.operators[edge.target].size(edge.wanted) for edge in graph.edges
+        edge.target_tensor.name: graph.operators[edge.target].size(edge.target_tensor)
+        for edge in graph.edges
     }
     assert (sizes["query"], sizes["key"], sizes["value"]) == (2 * 16 * 64, 2 * 16 * 32, 2 * 16 * 32)
 
@@ -274,7 +277,7 @@ def test_grouped_heads_move_fewer_keys_and_values():
 def test_parameters_of_the_whole_model_are_the_shape_s_matrices(tied):
     graph = model_graph(GPT.model_copy(update={"tied": tied}), 1, 32)
     counted = sum(
-        o.times * o.size(t) for o in graph.operators for t in o.inputs if t.kind == "parameter"
+        o.num_layers * o.size(t) for o in graph.operators for t in o.inputs if t.kind == "parameter"
     )
     blocks = 3 * (4 * 64 * 64 + 2 * 64 * 256 + 2 * 64)
     assert counted == blocks + 64 + 512 * 64 * (1 if tied else 2)
@@ -286,10 +289,10 @@ def test_parameters_of_the_whole_model_are_the_shape_s_matrices(tied):
 def brute(problem):
     legal = (
         picked
-        for picked in itertools.product(*(range(len(cost)) for cost in problem.costs))
-        if problem.limit is None or problem.memory(picked) <= problem.limit
+        for picked in itertools.product(*(range(len(cost)) for cost in problem.node_costs))
+        if problem.memory_limit is None or problem.total_bytes(picked) <= problem.memory_limit
     )
-    return min(legal, key=problem.total, default=None)
+    return min(legal, key=problem.total_cost, default=None)
 
 
 @st.composite
@@ -317,25 +320,25 @@ def problems(draw, chain):
 @given(problems(chain=True))
 @settings(max_examples=40, deadline=None)
 def test_dynamic_and_integer_programming_find_the_optimum_of_a_chain(problem):
-    best = problem.total(brute(problem))
-    assert problem.total(solve_by_dynamic_programming(problem)) == best
-    assert problem.total(solve_by_integer_programming(problem)) == best
+    best = problem.total_cost(brute(problem))
+    assert problem.total_cost(solve_by_dynamic_programming(problem)) == best
+    assert problem.total_cost(solve_by_integer_programming(problem)) == best
 
 
 @given(problems(chain=False), st.floats(0.0, 1.0))
 @settings(max_examples=60, deadline=None)
 def test_integer_programming_finds_the_optimum_of_a_graph_within_a_limit(problem, tightness):
-    least, most = (sum(f(size) for size in problem.bytes) for f in (np.min, np.max))
+    least, most = (sum(f(size) for size in problem.node_bytes) for f in (np.min, np.max))
     limited = StrategyProblem(
-        problem.costs,
+        problem.node_costs,
         problem.edges,
-        problem.bytes,
+        problem.node_bytes,
         float(max(1, round(least + tightness * (most - least)))),
     )
     for asked in (problem, limited):
         picked = solve_by_integer_programming(asked)
-        assert asked.total(picked) == asked.total(brute(asked))
-        assert asked.limit is None or asked.memory(picked) <= asked.limit
+        assert asked.total_cost(picked) == asked.total_cost(brute(asked))
+        assert asked.memory_limit is None or asked.total_bytes(picked) <= asked.memory_limit
 
 
 @pytest.mark.parametrize("rate", [1e8, 1e10, 1e12])
@@ -346,12 +349,12 @@ def test_a_priced_block_with_its_residual_is_solved_as_brute_force_does(rate):
     )
     best = brute(priced.problem)
     assert not priced.problem.is_chain
-    assert priced.problem.total(solve_by_integer_programming(priced.problem)) == pytest.approx(
-        priced.problem.total(best), rel=1e-12
+    assert priced.problem.total_cost(solve_by_integer_programming(priced.problem)) == pytest.approx(
+        priced.problem.total_cost(best), rel=1e-12
     )
-    tight = replace(priced.problem, limit=0.75 * priced.problem.memory(best))
-    assert tight.total(solve_by_integer_programming(tight)) == pytest.approx(
-        tight.total(brute(tight)), rel=1e-12
+    tight = replace(priced.problem, memory_limit=0.75 * priced.problem.total_bytes(best))
+    assert tight.total_cost(solve_by_integer_programming(tight)) == pytest.approx(
+        tight.total_cost(brute(tight)), rel=1e-12
     )
 
 
@@ -369,8 +372,8 @@ def test_a_priced_branch_is_solved_as_brute_force_does(ranks, rate):
         assert solver == (
             "dynamic programming" if part == "mlp" or fused else "integer programming"
         )
-        assert priced.problem.total(picked) == pytest.approx(
-            priced.problem.total(brute(priced.problem)), rel=1e-12
+        assert priced.problem.total_cost(picked) == pytest.approx(
+            priced.problem.total_cost(brute(priced.problem)), rel=1e-12
         )
 
 

@@ -1,6 +1,4 @@
-"""The choice itself, as numbers only: nodes with a cost for each option, edges with a cost for each
-pair of options.
-"""
+"""The choice as numbers only: nodes with a cost per option, edges with a cost per pair of options."""
 
 from __future__ import annotations
 
@@ -15,39 +13,40 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ReshardingEdge:
-    """An edge from node `source` to node `target`; costs [options of source, options of target]."""
+    """An edge from node `source` to node `target`."""
 
     source: int
     target: int
     costs: Array
+    """Seconds of resharding, [options of source, options of target]."""
 
 
 @dataclass(frozen=True)
 class StrategyProblem:
     """Pick one option for each node, so that nodes and edges together cost least."""
 
-    costs: tuple[Array, ...]
-    """Of each node, one an option."""
+    node_costs: tuple[Array, ...]
+    """Seconds of each node, [options]."""
     edges: tuple[ReshardingEdge, ...]
-    bytes: tuple[Array, ...] = ()
-    """Memory of each node, one an option; read only where there is a limit."""
-    limit: float | None = None
+    node_bytes: tuple[Array, ...] = ()
+    """Memory of each node, [options]; read only where there is a limit."""
+    memory_limit: float | None = None
     """Bytes that the picked options may take together."""
 
     @property
     def is_chain(self) -> bool:
         """Whether the edges lead from each node to the next, and nowhere else."""
         return [(e.source, e.target) for e in self.edges] == [
-            (i, i + 1) for i in range(len(self.costs) - 1)
+            (i, i + 1) for i in range(len(self.node_costs) - 1)
         ]
 
-    def total(self, picked: Sequence[int]) -> float:
-        """Cost of these options."""
-        nodes = sum(float(cost[option]) for cost, option in zip(self.costs, picked))
+    def total_cost(self, picked: Sequence[int]) -> float:
+        """Seconds of these options, resharding included."""
+        nodes = sum(float(cost[option]) for cost, option in zip(self.node_costs, picked))
         return nodes + sum(
             float(edge.costs[picked[edge.source], picked[edge.target]]) for edge in self.edges
         )
 
-    def memory(self, picked: Sequence[int]) -> float:
+    def total_bytes(self, picked: Sequence[int]) -> float:
         """Bytes of these options."""
-        return sum(float(size[option]) for size, option in zip(self.bytes, picked))
+        return sum(float(size[option]) for size, option in zip(self.node_bytes, picked))

@@ -43,7 +43,7 @@ def explain_choice(
     problem = priced.problem
     said = [*_pairs(priced, picked), *_rows(priced, picked), *_idle(priced, picked)]
     said.append(
-        f"Estimated {_cost(problem.total(picked), problem.memory(picked))} a rank and microbatch."
+        f"Estimated {_cost(problem.total_cost(picked), problem.total_bytes(picked))} a rank and microbatch."
     )
     simple = {
         "Without the limit the best choice": free,
@@ -53,13 +53,13 @@ def explain_choice(
     }
     for name, other in simple.items():
         if other is not None and other != picked:
-            size = problem.memory(other)
+            size = problem.total_bytes(other)
             over = (
                 ", more than the limit"
-                if problem.limit is not None and size > problem.limit
+                if problem.memory_limit is not None and size > problem.memory_limit
                 else ""
             )
-            said.append(f"{name} would take {_cost(problem.total(other), size)}{over}.")
+            said.append(f"{name} would take {_cost(problem.total_cost(other), size)}{over}.")
     return " ".join(said)
 
 
@@ -99,7 +99,7 @@ def _axes(priced: PricedGraph, index: int, picked: tuple[int, ...], name: str) -
 
 
 def _times(operator: Operator) -> str:
-    return f" in each of {operator.times} layers" if operator.times > 1 else ""
+    return f" in each of {operator.num_layers} layers" if operator.num_layers > 1 else ""
 
 
 def _rows(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
@@ -119,7 +119,9 @@ def _rows(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
 
 
 def _idle(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
-    used = [priced.options[i][option].used(priced.mesh) for i, option in enumerate(picked)]
+    used = [
+        priced.options[i][option].num_ranks_used(priced.mesh) for i, option in enumerate(picked)
+    ]
     whole = [
         op.name for op, count in zip(priced.graph.operators, used) if count < priced.mesh.ranks
     ]

@@ -25,15 +25,15 @@ def solve_by_integer_programming(problem: StrategyProblem) -> tuple[int, ...]:
     from scipy.optimize import LinearConstraint, milp  # half a second to import
     from scipy.sparse import coo_array
 
-    starts = np.cumsum([0, *(len(cost) for cost in problem.costs)])
+    starts = np.cumsum([0, *(len(cost) for cost in problem.node_costs)])
     rows, columns, values, rhs, objective = _equations(problem, starts)
     shape = (len(rhs), len(objective))
     constraints: list[Any] = [
         LinearConstraint(coo_array((values, (rows, columns)), shape=shape).tocsr(), rhs, rhs)
     ]
-    if problem.limit is not None:
-        padded = np.concatenate([*problem.bytes, np.zeros(len(objective) - starts[-1])])
-        constraints.append(LinearConstraint(padded[None, :] / problem.limit, ub=1.0))
+    if problem.memory_limit is not None:
+        padded = np.concatenate([*problem.node_bytes, np.zeros(len(objective) - starts[-1])])
+        constraints.append(LinearConstraint(padded[None, :] / problem.memory_limit, ub=1.0))
     integral = np.arange(len(objective)) < starts[-1]
     scale = SCALE / max(float(np.abs(objective).max()), 1e-300)
     found = milp(
@@ -52,10 +52,10 @@ def _equations(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], Array, Array, Array]:
     """Equations as sparse triplets, their right sides, and the objective over all variables."""
     parts: list[Triplets] = []
-    for node, cost in enumerate(problem.costs):
+    for node, cost in enumerate(problem.node_costs):
         options = np.arange(len(cost))
         parts.append((np.full(len(cost), node), starts[node] + options, np.ones(len(cost))))
-    objective, rhs = list(problem.costs), [1.0] * len(problem.costs)
+    objective, rhs = list(problem.node_costs), [1.0] * len(problem.node_costs)
     variables = int(starts[-1])
     for edge in problem.edges:
         triplets, costs, equations = _edge(edge, starts, len(rhs), variables)

@@ -43,7 +43,7 @@ class PricedGraph:
 
     def moves(self, edge: TensorEdge, picked: tuple[int, ...]) -> tuple[Communication, ...]:
         """What is redistributed along `edge`, in one layer, under these options."""
-        held = self.options[edge.source][picked[edge.source]].layout(edge.held)
+        held = self.options[edge.source][picked[edge.source]].layout(edge.source_tensor)
         return _moves(
             edge,
             held,
@@ -66,7 +66,9 @@ def price_graph(
     nothing.
     """
     options = tuple(legal_strategies(operator, grid) for operator in graph.operators)
-    if grid.ranks > 1 and all(option.used(grid) == 1 for found in options for option in found):
+    if grid.ranks > 1 and all(
+        option.num_ranks_used(grid) == 1 for found in options for option in found
+    ):
         raise refuse("ranks", _undivided(graph, grid))
     costs = tuple(
         tuple(
@@ -74,7 +76,7 @@ def price_graph(
         )
         for operator, found in zip(graph.operators, options)
     )
-    times = [operator.times for operator in graph.operators]
+    times = [operator.num_layers for operator in graph.operators]
     seconds = tuple(
         np.array([cost.seconds for cost in found]) * n for found, n in zip(costs, times)
     )
@@ -108,11 +110,11 @@ def _between(
     known: dict[tuple[TensorLayout, TensorLayout], float] = {}
     costs = np.empty((len(options[edge.source]), len(options[edge.target])))
     for i, source in enumerate(options[edge.source]):
-        held = source.layout(edge.held)
+        held = source.layout(edge.source_tensor)
         for j, target in enumerate(options[edge.target]):
-            key = held, target.layout(edge.wanted)
+            key = held, target.layout(edge.target_tensor)
             if key not in known:
-                known[key] = edge.times * sum(
+                known[key] = edge.num_layers * sum(
                     m.seconds for m in _moves(edge, held, target, graph, grid, sizes)
                 )
             costs[i, j] = known[key]
@@ -127,11 +129,13 @@ def _moves(
     grid: LogicalMesh,
     sizes: TensorBytes,
 ) -> tuple[Communication, ...]:
-    wanted = target.layout(edge.wanted)
+    wanted = target.layout(edge.target_tensor)
     if edge.transposed:
-        wanted = tuple(None if at is None else len(edge.wanted.dims) - 1 - at for at in wanted)
-    size = graph.operators[edge.target].size(edge.wanted) * sizes.element
-    return redistribution(held, wanted, size, grid, edge.wanted.name)
+        wanted = tuple(
+            None if at is None else len(edge.target_tensor.dims) - 1 - at for at in wanted
+        )
+    size = graph.operators[edge.target].size(edge.target_tensor) * sizes.element
+    return redistribution(held, wanted, size, grid, edge.target_tensor.name)
 
 
 def _undivided(graph: OperatorGraph, grid: LogicalMesh) -> str:

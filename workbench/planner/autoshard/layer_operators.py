@@ -28,10 +28,10 @@ class TensorEdge:
     """
 
     source: int
-    held: OperatorTensor
+    source_tensor: OperatorTensor
     target: int
-    wanted: OperatorTensor
-    times: int = 1
+    target_tensor: OperatorTensor
+    num_layers: int = 1
     transposed: bool = False
 
 
@@ -85,7 +85,9 @@ def model_graph(shape: Shape, sequences: int, length: int, fused: bool = False) 
     """The whole model: embedding, all blocks with one choice for all, norm, head, loss. Raises
     `PlanError`.
     """
-    block = tuple(replace(op, times=shape.layers) for op in _block(shape, sequences, length, fused))
+    block = tuple(
+        replace(op, num_layers=shape.layers) for op in _block(shape, sequences, length, fused)
+    )
     first, final = _ends(shape, sequences * length, sequences)
     operators = (first, *block, *final)
     once = [("embedding", entry, place) for entry, place in ENTRIES]
@@ -109,11 +111,13 @@ def _inside(block: Sequence[Operator]) -> list[tuple[str, str, int]]:
 
 
 def _edges(
-    operators: Sequence[Operator], pairs: Iterable[tuple[str, str, int]], times: int = 1
+    operators: Sequence[Operator], pairs: Iterable[tuple[str, str, int]], num_layers: int = 1
 ) -> tuple[TensorEdge, ...]:
     at = {op.name: i for i, op in enumerate(operators)}
     return tuple(
-        TensorEdge(at[a], operators[at[a]].output, at[b], operators[at[b]].inputs[place], times)
+        TensorEdge(
+            at[a], operators[at[a]].output, at[b], operators[at[b]].inputs[place], num_layers
+        )
         for a, b, place in pairs
     )
 

@@ -88,7 +88,7 @@ def _attention(
     output: float,
 ) -> float:
     """Fused attention, or the batched GEMMs and the softmax that it is without."""
-    flops = operator.causal_flops / strategy.used(mesh)
+    flops = operator.causal_flops / strategy.num_ranks_used(mesh)
     device, framework = machine.device, machine.framework
     if operator.kind == "Softmax":
         return _both(unfused_attention(device, 0.0, 128, output, framework.dropout))

@@ -117,7 +117,7 @@ def _sum(
     """The all-reduce of an output forward, or of an input's gradient backward, where ranks hold
     parts of a sum.
     """
-    axes = strategy.partial(tensor)
+    axes = strategy.partial_axes(tensor)
     element = sizes.gradient if tensor.kind in ("parameter", "tied") else sizes.element
     ranks, size = mesh.ranks_over(axes), local[tensor.name] * element
     if ranks == 1:

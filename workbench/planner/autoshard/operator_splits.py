@@ -67,8 +67,8 @@ class Operator:
     """
     causal_flops: float = 0.0
     """Of attention: forward FLOPs of the causal half, over all ranks."""
-    times: int = 1
-    """Layers that hold it."""
+    num_layers: int = 1
+    """Layers that have it."""
     modules: tuple[str, ...] = ()
     """Patterns of the modules that it stands for."""
 
@@ -99,7 +99,7 @@ class ShardingStrategy:
             tensor.dims.index(name) if name in tensor.dims else None for name in self.placement
         )
 
-    def partial(self, tensor: OperatorTensor) -> tuple[int, ...]:
+    def partial_axes(self, tensor: OperatorTensor) -> tuple[int, ...]:
         """Mesh axes over which ranks hold parts of a sum for the tensor: they split a dimension
         that it lacks.
         """
@@ -109,7 +109,7 @@ class ShardingStrategy:
             if name is not None and name not in tensor.dims
         )
 
-    def used(self, mesh: LogicalMesh) -> int:
+    def num_ranks_used(self, mesh: LogicalMesh) -> int:
         """Ranks that share the work; the others repeat it."""
         return mesh.ranks_over(a for a, name in enumerate(self.placement) if name is not None)
 

@@ -88,8 +88,10 @@ def _graph(
 
 def _too_large(priced: PricedGraph, fixed: Mapping[str, Form]) -> tuple[int, ...] | None:
     """The best choice without the limit, where the limit forbids it."""
-    free, _ = solve_strategies(replace(priced, problem=replace(priced.problem, limit=None)), fixed)
-    return free if priced.problem.memory(free) > (priced.problem.limit or 0.0) else None
+    free, _ = solve_strategies(
+        replace(priced, problem=replace(priced.problem, memory_limit=None)), fixed
+    )
+    return free if priced.problem.total_bytes(free) > (priced.problem.memory_limit or 0.0) else None
 
 
 def solve_strategies(priced: PricedGraph, fixed: Mapping[str, Form]) -> tuple[tuple[int, ...], str]:
@@ -100,22 +102,22 @@ def solve_strategies(priced: PricedGraph, fixed: Mapping[str, Form]) -> tuple[tu
     whole = priced.problem
     problem = replace(
         whole,
-        costs=tuple(cost[keep] for cost, keep in zip(whole.costs, kept)),
-        bytes=tuple(size[keep] for size, keep in zip(whole.bytes, kept)),
+        node_costs=tuple(cost[keep] for cost, keep in zip(whole.node_costs, kept)),
+        node_bytes=tuple(size[keep] for size, keep in zip(whole.node_bytes, kept)),
         edges=tuple(
             ReshardingEdge(e.source, e.target, e.costs[np.ix_(kept[e.source], kept[e.target])])
             for e in whole.edges
         ),
     )
-    least = sum(float(size.min()) for size in problem.bytes)
-    if problem.limit is not None and least > problem.limit:
-        size, limit = least / GIB, problem.limit / GIB
+    least = sum(float(size.min()) for size in problem.node_bytes)
+    if problem.memory_limit is not None and least > problem.memory_limit:
+        size, limit = least / GIB, problem.memory_limit / GIB
         raise refuse(
             "memory",
             f"is {limit:.4g} GiB a rank, but every choice takes {size:.4g} GiB or more (estimated);"
             f" legal: {size:.4g} GiB or more, more ranks, or fewer tokens",
         )
-    if problem.is_chain and problem.limit is None:
+    if problem.is_chain and problem.memory_limit is None:
         picked, solver = solve_by_dynamic_programming(problem), "dynamic programming"
     else:
         picked, solver = solve_by_integer_programming(problem), "integer programming"
@@ -181,18 +183,18 @@ def _answer(
         Redistribution(
             operators[edge.source].name,
             operators[edge.target].name,
-            edge.wanted.name,
+            edge.target_tensor.name,
             moves,
-            edge.times,
+            edge.num_layers,
         )
         for edge in priced.graph.edges
         if (moves := priced.moves(edge, picked))
     ]
     axes = tuple(axis.size for axis in grid.axes) if grid.grid else (grid.ranks,)
-    seconds, held = priced.problem.total(picked), priced.problem.memory(picked)
+    seconds, held = priced.problem.total_cost(picked), priced.problem.total_bytes(picked)
     why = explain_choice(priced, picked, free)
     return OperatorPlan(
-        rows, tuple(between), axes, solver, seconds, held, priced.problem.limit, why
+        rows, tuple(between), axes, solver, seconds, held, priced.problem.memory_limit, why
     )
 
 
@@ -211,7 +213,7 @@ def _row(priced: PricedGraph, index: int, option: int) -> OperatorRow:
         cost.compute,
         told,
         cost.bytes,
-        operator.times,
+        operator.num_layers,
     )
 
 
