@@ -1,6 +1,4 @@
-"""Operator strategies are priced by the cost model: calibration, framework profile, nodes and
-racks.
-"""
+"""Operator strategies are priced by the cost model: calibration, framework, nodes and racks."""
 
 from pathlib import Path
 

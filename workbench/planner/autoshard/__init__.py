@@ -1,5 +1,5 @@
-"""A strategy for each operator of a layer, chosen exactly: what MindSpore, Alpa and the OptCNN line
-do.
+"""Intra-operator parallelism chosen exactly: a sharding strategy for each operator, as in OptCNN,
+FlexFlow, Alpa and MindSpore's automatic parallelism.
 """
 
 from workbench.plan.operator_strategy import parse, read, write, written

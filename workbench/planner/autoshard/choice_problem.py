@@ -1,4 +1,6 @@
-"""The choice as numbers only: nodes with a cost per option, edges with a cost per pair of options."""
+"""The choice as numbers only: nodes with a cost per option, edges with a cost per pair of
+options.
+"""
 
 from __future__ import annotations
 

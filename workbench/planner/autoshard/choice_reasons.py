@@ -1,6 +1,4 @@
-"""Why the choice is what it is, in words: who pairs with whom, and what the simple alternatives
-would cost.
-"""
+"""The choice in words: which GEMMs are paired, and what the simple alternatives would cost."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
     from workbench.planner.autoshard.graph_pricing import PricedGraph
 
 GIB = 2**30
-MEGATRON = {
+MEGATRON_DIMS = {
     "embedding": "vocabulary",
     "attention.qkv": "columns",
     "attention.attend": "heads",
@@ -28,27 +26,32 @@ MEGATRON = {
     "head": "columns",
     "loss": "vocabulary",
 }
-"""The dimension that each operator is split by in 1909.08053; the others are repeated. Only to
-compare with.
+"""The dimension that Megatron-LM splits each operator by (arXiv:1909.08053), to compare with; it
+replicates the others.
 """
 
 
 def explain_choice(
     priced: PricedGraph, picked: tuple[int, ...], free: tuple[int, ...] | None = None
 ) -> str:
-    """Sentences: pairs of products, rows, whole operators, and the total beside simpler choices.
+    """Sentences on paired GEMMs, the batch and replicated operators, and the cost of simpler
+    choices.
 
-    `free` is the best choice without the limit, where the limit forbids it.
+    Args:
+        priced: The graph with the costs of all options.
+        picked: The chosen option of each operator.
+        free: The best choice without the memory limit, where the limit forbids it.
     """
     problem = priced.problem
-    said = [*_pairs(priced, picked), *_rows(priced, picked), *_idle(priced, picked)]
-    said.append(
-        f"Estimated {_cost(problem.total_cost(picked), problem.total_bytes(picked))} a rank and microbatch."
+    sentences = [*_pairs(priced, picked), *_rows(priced, picked), *_replicated(priced, picked)]
+    sentences.append(
+        f"Estimated {_cost(problem.total_cost(picked), problem.total_bytes(picked))}"
+        " a rank and microbatch."
     )
     simple = {
         "Without the limit the best choice": free,
         "Data parallel": _uniform(priced, dict.fromkeys(_names(priced), "rows")),
-        "Megatron's pairing over all ranks": _uniform(priced, MEGATRON),
+        "Megatron's pairing over all ranks": _uniform(priced, MEGATRON_DIMS),
         "Everything repeated on every rank": _uniform(priced, {}),
     }
     for name, other in simple.items():
@@ -59,17 +62,17 @@ def explain_choice(
                 if problem.memory_limit is not None and size > problem.memory_limit
                 else ""
             )
-            said.append(f"{name} would take {_cost(problem.total_cost(other), size)}{over}.")
-    return " ".join(said)
+            sentences.append(f"{name} would take {_cost(problem.total_cost(other), size)}{over}.")
+    return " ".join(sentences)
 
 
 def _pairs(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
-    """A product split by columns, whose successor among the products is split by the same inner
-    dimension.
+    """GEMMs split by columns whose successor is split by the same inner dimension (Megatron's
+    pair).
     """
-    products = [i for i, op in enumerate(priced.graph.operators) if op.kind == "MatMul"]
+    gemms = [i for i, op in enumerate(priced.graph.operators) if op.kind == "MatMul"]
     said = []
-    for first, second in pairwise(products):
+    for first, second in pairwise(gemms):
         columns, inner = (
             _axes(priced, i, picked, name) for i, name in ((first, "columns"), (second, "inner"))
         )
@@ -118,7 +121,7 @@ def _rows(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
     return [f"Rows of {sequences} sequences are split {min(ways)} to {max(ways)} ways."]
 
 
-def _idle(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
+def _replicated(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
     used = [
         priced.options[i][option].num_ranks_used(priced.mesh) for i, option in enumerate(picked)
     ]
@@ -133,8 +136,8 @@ def _names(priced: PricedGraph) -> list[str]:
 
 
 def _uniform(priced: PricedGraph, dims: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Each operator named split over all ranks by that dimension, the others whole; None where that
-    is illegal.
+    """The named operators split over all ranks by that dimension, the others replicated; None where
+    that is illegal.
     """
     picked = [_find(found, dims.get(name)) for name, found in zip(_names(priced), priced.options)]
     return None if None in picked else tuple(option for option in picked if option is not None)

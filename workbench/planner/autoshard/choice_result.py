@@ -1,5 +1,5 @@
-"""The answer: what each operator does, what is redistributed between them, and what all of it is
-estimated to cost.
+"""The chosen strategies: how each operator is sharded, what is redistributed, and its estimated
+cost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OperatorRow:
     bytes: float
     """Parameters with their states, and the output kept for backward."""
     times: int
-    """Layers that hold it."""
+    """Layers that have it."""
 
     @property
     def seconds(self) -> float:
@@ -39,14 +39,12 @@ class OperatorRow:
     @property
     def communicated(self) -> str:
         """What the operator itself communicates, in words."""
-        return _said(self.moves)
+        return _moves_text(self.moves)
 
 
 @dataclass(frozen=True)
 class Redistribution:
-    """A tensor that one operator leaves in one layout and the next wants in another, and its
-    gradient back.
-    """
+    """Resharding of a tensor between two operators of unlike layouts, and of its gradient back."""
 
     source: str
     target: str
@@ -62,13 +60,13 @@ class Redistribution:
     @property
     def communicated(self) -> str:
         """What is moved, in words."""
-        return _said(self.moves)
+        return _moves_text(self.moves)
 
 
 @dataclass(frozen=True)
 class OperatorPlan:
-    """A strategy for each operator; seconds of one microbatch forward and backward, nothing
-    overlapped.
+    """A sharding strategy for each operator; seconds of one microbatch, forward and backward, with
+    nothing overlapped.
     """
 
     rows: tuple[OperatorRow, ...]
@@ -110,7 +108,7 @@ class OperatorPlan:
         return data
 
 
-def _said(moves: tuple[Communication, ...]) -> str:
+def _moves_text(moves: tuple[Communication, ...]) -> str:
     parts = []
     for move in moves:
         what = move.tensor if move.when == "forward" else f"gradient of {move.tensor}"

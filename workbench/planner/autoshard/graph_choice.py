@@ -1,4 +1,4 @@
-"""Exact choice on any graph, by integer programming (Alpa, 2201.12023, section 4).
+"""Exact choice on any graph, by integer linear programming (Alpa, arXiv:2201.12023, section 4).
 
 A binary x[node, option] picks options. An edge's cost, a product of two binaries, is linear in e[a,
 b], which equals x[source, a] x[target, b] once its rows add up to x[source] and its columns to
@@ -21,7 +21,14 @@ SCALE = 1e4
 
 
 def solve_by_integer_programming(problem: StrategyProblem) -> tuple[int, ...]:
-    """The options that cost least within the limit, which some options must meet."""
+    """The options that cost least within the memory limit.
+
+    Args:
+        problem: Any graph; some options must be within its limit.
+
+    Returns:
+        The option of each node.
+    """
     from scipy.optimize import LinearConstraint, milp  # half a second to import
     from scipy.sparse import coo_array
 
@@ -36,15 +43,15 @@ def solve_by_integer_programming(problem: StrategyProblem) -> tuple[int, ...]:
         constraints.append(LinearConstraint(padded[None, :] / problem.memory_limit, ub=1.0))
     integral = np.arange(len(objective)) < starts[-1]
     scale = SCALE / max(float(np.abs(objective).max()), 1e-300)
-    found = milp(
+    solution = milp(
         objective * scale,
         integrality=integral,
         bounds=(0, 1),
         constraints=constraints,
         options={"mip_rel_gap": 0.0},
     )
-    assert found.x is not None, f"the solver says: {found.message}"
-    return tuple(int(np.argmax(found.x[a:b])) for a, b in pairwise(starts))
+    assert solution.x is not None, f"the solver says: {solution.message}"
+    return tuple(int(np.argmax(solution.x[a:b])) for a, b in pairwise(starts))
 
 
 def _equations(

@@ -1,5 +1,5 @@
-"""The choice over a graph as numbers: a cost for each strategy of each operator, and for each pair
-along an edge.
+"""Costs over an operator graph: of each strategy of each operator, and of each pair along an
+edge.
 """
 
 from __future__ import annotations
@@ -62,14 +62,24 @@ def price_graph(
     microbatches: int = 1,
     memory: float | None = None,
 ) -> PricedGraph:
-    """Price every strategy and every redistribution. Raises `PlanError` for ranks that divide
-    nothing.
+    """Price every strategy and every redistribution.
+
+    Args:
+        graph: Operators and the tensors between them.
+        grid: The ranks.
+        machine: What a rank computes and communicates with.
+        sizes: Bytes per element.
+        microbatches: Over which a weight's gradient adds up before it is reduced.
+        memory: Bytes of a rank.
+
+    Raises:
+        PlanError: The ranks divide no dimension of any operator.
     """
     options = tuple(legal_strategies(operator, grid) for operator in graph.operators)
     if grid.ranks > 1 and all(
         option.num_ranks_used(grid) == 1 for found in options for option in found
     ):
-        raise refuse("ranks", _undivided(graph, grid))
+        raise refuse("ranks", _no_divisor_text(graph, grid))
     costs = tuple(
         tuple(
             operator_cost(operator, option, grid, machine, sizes, microbatches) for option in found
@@ -85,7 +95,7 @@ def price_graph(
         tuple[int, int], ReshardingEdge
     ] = {}  # tensors between the same two operators are one edge of the problem
     for edge in graph.edges:
-        pair, costs_of = (edge.source, edge.target), _between(edge, options, graph, grid, sizes)
+        pair, costs_of = (edge.source, edge.target), _edge_costs(edge, options, graph, grid, sizes)
         edges[pair] = ReshardingEdge(
             *pair, edges[pair].costs + costs_of if pair in edges else costs_of
         )
@@ -99,7 +109,7 @@ def price_graph(
     )
 
 
-def _between(
+def _edge_costs(
     edge: TensorEdge,
     options: tuple[tuple[ShardingStrategy, ...], ...],
     graph: OperatorGraph,
@@ -138,7 +148,7 @@ def _moves(
     return redistribution(held, wanted, size, grid, edge.target_tensor.name)
 
 
-def _undivided(graph: OperatorGraph, grid: LogicalMesh) -> str:
+def _no_divisor_text(graph: OperatorGraph, grid: LogicalMesh) -> str:
     units = {
         f"{op.name} {dim.name}": dim.units
         for op in graph.operators

@@ -66,7 +66,8 @@ def _gemms(
 ) -> float:
     """FLOPs of output, input gradient and weight gradient, for each GEMM of the operator."""
     rows, inner, columns = (
-        operator.dim(name) / _pieces(name, strategy, mesh) for name in ("rows", "inner", "columns")
+        operator.dim(name) / _num_shards(name, strategy, mesh)
+        for name in ("rows", "inner", "columns")
     )
     device, fp8 = machine.device, machine.fp8 and operator.fp8
     widths = (sum(operator.gemm_widths),) if machine.framework.fused_qkv else operator.gemm_widths
@@ -91,19 +92,19 @@ def _attention(
     flops = operator.causal_flops / strategy.num_ranks_used(mesh)
     device, framework = machine.device, machine.framework
     if operator.kind == "Softmax":
-        return _both(unfused_attention(device, 0.0, 128, output, framework.dropout))
+        return _total(unfused_attention(device, 0.0, 128, output, framework.dropout))
     head_dim = operator.dim("depth")
     if operator.kind == "BatchMatMul":
-        return _both(unfused_attention(device, flops, head_dim, 0.0, framework.dropout))
+        return _total(unfused_attention(device, flops, head_dim, 0.0, framework.dropout))
     if framework.unfused:
         scores = output / head_dim * operator.dim("key")
-        return _both(unfused_attention(device, flops, head_dim, scores, framework.dropout))
-    return _both(fused_attention(device, flops, head_dim))
+        return _total(unfused_attention(device, flops, head_dim, scores, framework.dropout))
+    return _total(fused_attention(device, flops, head_dim))
 
 
-def _both(times: PassTimes) -> float:
+def _total(times: PassTimes) -> float:
     return float(times.forward + times.backward)
 
 
-def _pieces(name: str, strategy: ShardingStrategy, mesh: LogicalMesh) -> int:
+def _num_shards(name: str, strategy: ShardingStrategy, mesh: LogicalMesh) -> int:
     return mesh.ranks_over(a for a, placed in enumerate(strategy.placement) if placed == name)

@@ -1,8 +1,7 @@
-"""What a strategy of one operator costs, and what lies between two: compute, collectives, memory,
-redistribution.
+"""Cost of one operator under a sharding strategy, and of resharding between two operators.
 
-Times are of one microbatch forward and backward. After OptCNN and FlexFlow (1802.04924,
-1807.05358), ToFu (1807.08887), Alpa (2201.12023) and MindSpore's automatic parallelism.
+Times are of one microbatch, forward and backward. After OptCNN and FlexFlow (arXiv:1802.04924,
+1807.05358), Tofu (arXiv:1807.08887), Alpa (arXiv:2201.12023) and MindSpore's automatic parallelism.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from workbench.planner.autoshard.operator_splits import (
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """Bytes an element takes."""
+    """Bytes per element."""
 
     element: int = 2
     """Of parameters, activations and their gradients."""
@@ -35,7 +34,7 @@ class TensorBytes:
 
 @dataclass(frozen=True)
 class Communication:
-    """One collective, or the slicing that needs none."""
+    """One collective, or a slice, which moves nothing."""
 
     when: Literal["forward", "backward"]
     kind: Literal["all_reduce", "all_gather", "all_to_all", "slice"]
@@ -50,7 +49,7 @@ class OperatorCost:
     """One operator under one strategy, on one rank, in one layer."""
 
     compute: float
-    """Seconds forward and backward."""
+    """Seconds, forward and backward."""
     moves: tuple[Communication, ...]
     parameter_bytes: float
     """Parameters with gradients and optimizer state."""
@@ -76,17 +75,27 @@ def operator_cost(
     sizes: TensorBytes,
     microbatches: int = 1,
 ) -> OperatorCost:
-    """The cost of `operator` under `strategy`; a weight's gradient is reduced once in
-    `microbatches`.
+    """The cost of one operator on one rank, in one layer.
+
+    Args:
+        operator: The operator.
+        strategy: How it is sharded.
+        mesh: The ranks.
+        machine: What a rank computes and communicates with.
+        sizes: Bytes per element.
+        microbatches: Over which a weight's gradient adds up before it is reduced.
     """
     local = {
-        t.name: _local(operator, t, strategy, mesh) for t in (*operator.inputs, operator.output)
+        t.name: _local_elements(operator, t, strategy, mesh)
+        for t in (*operator.inputs, operator.output)
     }
-    moves = [_sum("forward", operator.output, local, strategy, mesh, sizes)]
+    moves = [_all_reduce_partial("forward", operator.output, local, strategy, mesh, sizes)]
     for tensor in operator.inputs:
         if tensor.kind != "index":
             times = 1.0 if tensor.kind == "activation" else 1 / microbatches
-            moves.append(_sum("backward", tensor, local, strategy, mesh, sizes, times))
+            moves.append(
+                _all_reduce_partial("backward", tensor, local, strategy, mesh, sizes, times)
+            )
     parameters = sum(local[t.name] for t in operator.inputs if t.kind == "parameter")
     return OperatorCost(
         compute_seconds(operator, strategy, mesh, machine, local, sizes.element),
@@ -96,7 +105,7 @@ def operator_cost(
     )
 
 
-def _local(
+def _local_elements(
     operator: Operator, tensor: OperatorTensor, strategy: ShardingStrategy, mesh: LogicalMesh
 ) -> float:
     """Elements of a rank's part."""
@@ -105,7 +114,7 @@ def _local(
     )
 
 
-def _sum(
+def _all_reduce_partial(
     when: Literal["forward", "backward"],
     tensor: OperatorTensor,
     local: dict[str, float],
@@ -114,8 +123,10 @@ def _sum(
     sizes: TensorBytes,
     times: float = 1.0,
 ) -> Communication | None:
-    """The all-reduce of an output forward, or of an input's gradient backward, where ranks hold
-    parts of a sum.
+    """The all-reduce of a tensor that ranks hold partial sums of, or None.
+
+    That is the output forward, where the strategy splits a contracted dimension, and an input's
+    gradient backward, where it splits a dimension that the input lacks.
     """
     axes = strategy.partial_axes(tensor)
     element = sizes.gradient if tensor.kind in ("parameter", "tied") else sizes.element
@@ -135,14 +146,21 @@ def _sum(
 def redistribution(
     held: TensorLayout, wanted: TensorLayout, size: float, mesh: LogicalMesh, tensor: str
 ) -> tuple[Communication, ...]:
-    """What carries a tensor of `size` bytes from the layout it is held in to the one wanted, and
-    its gradient back.
+    """Resharding of a tensor from the layout that it has to the one that is wanted, and its
+    gradient back (tensor redistribution in MindSpore).
+
+    Args:
+        held: The layout that the tensor has.
+        wanted: The layout that its reader wants.
+        size: Bytes of the unsharded tensor.
+        mesh: The ranks.
+        tensor: Its name.
     """
-    there = _carried("forward", held, wanted, size, mesh, tensor)
-    return there + _carried("backward", wanted, held, size, mesh, tensor)
+    there = _reshard("forward", held, wanted, size, mesh, tensor)
+    return there + _reshard("backward", wanted, held, size, mesh, tensor)
 
 
-def _carried(
+def _reshard(
     when: Literal["forward", "backward"],
     held: TensorLayout,
     wanted: TensorLayout,
@@ -150,9 +168,8 @@ def _carried(
     mesh: LogicalMesh,
     tensor: str,
 ) -> tuple[Communication, ...]:
-    """Slices first, for they are free and leave less to move; then exchanges; then one
-    all-gather.
-    """
+    """Slices, then all-to-alls, then one all-gather."""
+    # Slices are free and leave less to move, so they come first.
     pairs = list(enumerate(zip(held, wanted)))
     sliced = [a for a, (has, wants) in pairs if has is None and wants is not None]
     exchanged = [

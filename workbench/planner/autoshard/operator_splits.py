@@ -1,4 +1,4 @@
-"""Operators with named dimensions, and the legal ways to split each over a device mesh.
+"""Operators with named dimensions, and the legal sharding strategies of each on a logical mesh.
 
 A strategy is written in MindSpore's form: a tuple an input, a number a tensor dimension, such as
 `((4,1),(1,1))` for a MatMul whose first input is split 4 ways by rows. Ranks that a strategy leaves
@@ -29,9 +29,7 @@ class OperatorDim:
     name: str
     size: int
     units: int = 1
-    """What may not be cut through (sequences, heads, entries): pieces divide it. 1: the dimension
-    stays whole.
-    """
+    """Indivisible parts (sequences, heads, entries), which the shards divide; 1: never split."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,8 @@ class OperatorTensor:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of a layer; dimensions of an input that the output lacks are contracted (their
-    sums are partial).
+    """One operator of a layer. Dimensions of an input that the output lacks are contracted: split,
+    they leave partial sums.
     """
 
     name: str
@@ -84,8 +82,8 @@ class Operator:
 
 @dataclass(frozen=True)
 class ShardingStrategy:
-    """One way to split an operator: the dimension that each mesh axis splits, None where it repeats
-    the work.
+    """One way to shard an operator: the dimension that each mesh axis splits, None where its ranks
+    repeat the work.
     """
 
     placement: tuple[str | None, ...]
@@ -131,7 +129,7 @@ def legal_strategies(operator: Operator, mesh: LogicalMesh) -> tuple[ShardingStr
 def _on_grid(operator: Operator, mesh: LogicalMesh) -> Iterator[tuple[str | None, ...]]:
     names = [None, *(dim.name for dim in operator.dims if dim.units > 1)]
     for placement in product(names, repeat=len(mesh.axes)):
-        if all(dim.units % _pieces(dim.name, placement, mesh) == 0 for dim in operator.dims):
+        if all(dim.units % _num_shards(dim.name, placement, mesh) == 0 for dim in operator.dims):
             yield placement
 
 
@@ -148,11 +146,12 @@ def _on_ranks(operator: Operator, mesh: LogicalMesh) -> Iterator[tuple[str | Non
             )
 
 
-def _pieces(name: str, placement: tuple[str | None, ...], mesh: LogicalMesh) -> int:
+def _num_shards(name: str, placement: tuple[str | None, ...], mesh: LogicalMesh) -> int:
     return mesh.ranks_over(a for a, placed in enumerate(placement) if placed == name)
 
 
 def _form(operator: Operator, placement: tuple[str | None, ...], mesh: LogicalMesh) -> Form:
     return tuple(
-        tuple(_pieces(name, placement, mesh) for name in tensor.dims) for tensor in operator.inputs
+        tuple(_num_shards(name, placement, mesh) for name in tensor.dims)
+        for tensor in operator.inputs
     )

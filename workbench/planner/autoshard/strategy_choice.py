@@ -49,16 +49,27 @@ def choose_strategies(
     sizes: TensorBytes | None = None,
     fixed: Mapping[str, Form] | None = None,
 ) -> OperatorPlan:
-    """The strategies that cost least: seconds of one microbatch forward and backward, nothing
+    """The strategies of least cost: seconds of one microbatch, forward and backward, with nothing
     overlapped.
 
-    `tokens` of one microbatch over all `ranks` (a number, or a grid such as (nodes, ranks a node)),
-    in sequences of `sequence_length` tokens (default: one sequence), which are never cut. `part`:
-    the whole model, one block among many, or one branch of a block. `fused`: attention is one
-    operator that keeps no scores. `memory`: bytes that parameters, states and kept activations of a
-    rank may take. `microbatches` over which a weight's gradient adds up before it is reduced.
-    `fixed`: module patterns whose strategy is given. The optimum is exact: dynamic programming on a
-    chain, integer programming on a graph. Raises `PlanError` for what is impossible.
+    The optimum is exact: dynamic programming on a chain (arXiv:1802.04924), integer programming on
+    a graph (arXiv:2201.12023).
+
+    Args:
+        shape: The model.
+        tokens: Of one microbatch over all ranks.
+        ranks: A number, or a grid such as (nodes, ranks per node), outermost first.
+        machine: What a rank computes and communicates with.
+        sequence_length: Tokens of a sequence, which is never split; default: one sequence.
+        part: The whole model, one block among many, or one branch of a block.
+        fused: Whether attention is one operator that keeps no scores.
+        memory: Bytes that parameters, states and saved activations of a rank may take.
+        microbatches: Over which a weight's gradient adds up before it is reduced.
+        sizes: Bytes per element; default: 16-bit tensors and mixed-precision Adam.
+        fixed: Module patterns whose strategy is given.
+
+    Raises:
+        PlanError: Tokens, ranks, memory or a fixed strategy are illegal for this model.
     """
     length = sequence_length or tokens
     if tokens < 1 or length < 1 or tokens % length:
@@ -73,8 +84,11 @@ def choose_strategies(
         graph, logical_mesh(ranks, machine), machine, sizes or TensorBytes(), microbatches, memory
     )
     picked, solver = solve_strategies(priced, fixed or {})
-    return _answer(
-        priced, picked, solver, None if memory is None else _too_large(priced, fixed or {})
+    return _operator_plan(
+        priced,
+        picked,
+        solver,
+        None if memory is None else _choice_without_limit(priced, fixed or {}),
     )
 
 
@@ -86,7 +100,7 @@ def _graph(
     return (model_graph if part == "model" else layer_graph)(shape, sequences, length, fused)
 
 
-def _too_large(priced: PricedGraph, fixed: Mapping[str, Form]) -> tuple[int, ...] | None:
+def _choice_without_limit(priced: PricedGraph, fixed: Mapping[str, Form]) -> tuple[int, ...] | None:
     """The best choice without the limit, where the limit forbids it."""
     free, _ = solve_strategies(
         replace(priced, problem=replace(priced.problem, memory_limit=None)), fixed
@@ -95,17 +109,25 @@ def _too_large(priced: PricedGraph, fixed: Mapping[str, Form]) -> tuple[int, ...
 
 
 def solve_strategies(priced: PricedGraph, fixed: Mapping[str, Form]) -> tuple[tuple[int, ...], str]:
-    """The options that cost least and the solver that found them. Raises `PlanError` where none
-    fit.
+    """The options of least cost, and the solver that found them.
+
+    Args:
+        priced: The graph with the costs of all options.
+        fixed: Module patterns whose strategy is given.
+
+    Raises:
+        PlanError: No option agrees with `fixed`, or none fits the memory limit.
     """
-    kept = _kept(priced, fixed)
+    allowed = _allowed_options(priced, fixed)
     whole = priced.problem
     problem = replace(
         whole,
-        node_costs=tuple(cost[keep] for cost, keep in zip(whole.node_costs, kept)),
-        node_bytes=tuple(size[keep] for size, keep in zip(whole.node_bytes, kept)),
+        node_costs=tuple(cost[keep] for cost, keep in zip(whole.node_costs, allowed)),
+        node_bytes=tuple(size[keep] for size, keep in zip(whole.node_bytes, allowed)),
         edges=tuple(
-            ReshardingEdge(e.source, e.target, e.costs[np.ix_(kept[e.source], kept[e.target])])
+            ReshardingEdge(
+                e.source, e.target, e.costs[np.ix_(allowed[e.source], allowed[e.target])]
+            )
             for e in whole.edges
         ),
     )
@@ -121,21 +143,21 @@ def solve_strategies(priced: PricedGraph, fixed: Mapping[str, Form]) -> tuple[tu
         picked, solver = solve_by_dynamic_programming(problem), "dynamic programming"
     else:
         picked, solver = solve_by_integer_programming(problem), "integer programming"
-    return tuple(int(keep[option]) for keep, option in zip(kept, picked)), solver
+    return tuple(int(keep[option]) for keep, option in zip(allowed, picked)), solver
 
 
-def _kept(
+def _allowed_options(
     priced: PricedGraph, fixed: Mapping[str, Form]
 ) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Options of each operator that agree with what is fixed."""
+    """Options of each operator that agree with the fixed strategies. Raises `PlanError`."""
     problems = [
         _unknown(pattern, priced)
         for pattern in fixed
-        if not any(_names(pattern, op) for op in _all(priced))
+        if not any(_matches(pattern, op) for op in _all(priced))
     ]
-    kept = []
+    allowed = []
     for operator, options in zip(priced.graph.operators, priced.options):
-        asked = {pattern: form for pattern, form in fixed.items() if _names(pattern, operator)}
+        asked = {pattern: form for pattern, form in fixed.items() if _matches(pattern, operator)}
         keep = [
             i
             for i, option in enumerate(options)
@@ -143,17 +165,17 @@ def _kept(
         ]
         if not keep:
             problems.append(_illegal(operator, options, asked))
-        kept.append(np.array(keep, dtype=np.int64))
+        allowed.append(np.array(keep, dtype=np.int64))
     if problems:
         raise PlanError(problems)
-    return kept
+    return allowed
 
 
 def _all(priced: PricedGraph) -> tuple[Operator, ...]:
     return priced.graph.operators
 
 
-def _names(pattern: str, operator: Operator) -> bool:
+def _matches(pattern: str, operator: Operator) -> bool:
     return any(fnmatchcase(module, pattern) for module in operator.modules)
 
 
@@ -174,7 +196,7 @@ def _illegal(
     )
 
 
-def _answer(
+def _operator_plan(
     priced: PricedGraph, picked: tuple[int, ...], solver: str, free: tuple[int, ...] | None
 ) -> OperatorPlan:
     operators, grid = priced.graph.operators, priced.mesh
@@ -191,10 +213,10 @@ def _answer(
         if (moves := priced.moves(edge, picked))
     ]
     axes = tuple(axis.size for axis in grid.axes) if grid.grid else (grid.ranks,)
-    seconds, held = priced.problem.total_cost(picked), priced.problem.total_bytes(picked)
+    seconds, size = priced.problem.total_cost(picked), priced.problem.total_bytes(picked)
     why = explain_choice(priced, picked, free)
     return OperatorPlan(
-        rows, tuple(between), axes, solver, seconds, held, priced.problem.memory_limit, why
+        rows, tuple(between), axes, solver, seconds, size, priced.problem.memory_limit, why
     )
 
 
@@ -202,7 +224,7 @@ def _row(priced: PricedGraph, index: int, option: int) -> OperatorRow:
     operator, strategy = priced.graph.operators[index], priced.options[index][option]
     cost = priced.costs[index][option]
     words = describe_splits(operator, strategy, priced)
-    told = sum(move.seconds for move in cost.moves)
+    communication = sum(move.seconds for move in cost.moves)
     return OperatorRow(
         operator.name,
         operator.kind,
@@ -211,7 +233,7 @@ def _row(priced: PricedGraph, index: int, option: int) -> OperatorRow:
         words,
         cost.moves,
         cost.compute,
-        told,
+        communication,
         cost.bytes,
         operator.num_layers,
     )
