@@ -9,8 +9,12 @@ nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from workbench.plan.model_shape import Shape
+
+Number = Any
+"""A number, or an array of one number per candidate plan."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +72,69 @@ def parameters(shape: Shape) -> Parameters:
 
 def attention(shape: Shape) -> int:
     """Parameters of one block's attention projections, norms apart."""
-    h = shape.hidden
-    if shape.mla is None:
-        q, kv = shape.q_width, shape.kv_width
-        weights = h * (q + 2 * kv) + q * h
-        return weights + _bias(shape, ("qkv", "all"), q + 2 * kv) + _bias(shape, ("all",), h)
-    m = shape.mla
-    query = h * m.q_rank + m.q_rank * shape.q_width if m.q_rank else h * shape.q_width
-    latent = h * (m.kv_rank + m.rope_dim) + m.kv_rank * shape.heads * (m.nope_dim + m.value_dim)
-    return query + latent + shape.heads * m.value_dim * h
+    return int(attention_parameters(shape, unsharded_widths(shape)))
 
 
 def feed_forward(shape: Shape, width: int) -> int:
     """Parameters of one dense feed-forward layer of `width`."""
+    return int(feed_forward_parameters(shape, unsharded_widths(shape), width))
+
+
+@dataclass(frozen=True)
+class BlockWidths:
+    """Widths of a block's weights on one rank: numbers, or arrays over candidate plans."""
+
+    q: Number
+    k: Number
+    v: Number
+    o: Number
+    """Input of the output projection."""
+    heads: Number
+    weight_in_dim: Number
+    """Hidden-long side of a weight; fractions of it where a tensor grid splits that side too."""
+    hidden: Number
+    """Hidden-wide outputs, and with them their biases."""
+    hidden_parts: Number = 1
+    """Parts of the hidden side of the projections onto latents."""
+    in_dim_share: Number = 1
+    """Share of the input side of the projections from latents."""
+
+
+def unsharded_widths(shape: Shape) -> BlockWidths:
+    """The widths of the whole block."""
+    value = shape.heads * shape.mla.value_dim if shape.mla else shape.kv_width
+    return BlockWidths(
+        q=shape.q_width,
+        k=shape.kv_width,
+        v=value,
+        o=value if shape.mla else shape.q_width,
+        heads=shape.heads,
+        weight_in_dim=shape.hidden,
+        hidden=shape.hidden,
+    )
+
+
+def attention_parameters(shape: Shape, widths: BlockWidths) -> Number:
+    """Parameters of one block's attention projections on a rank.
+
+    Columns of query, key and value and rows of the output projection are split; its bias is not.
+    """
+    h, m = widths.weight_in_dim, shape.mla
+    if m is None:
+        weights = h * (widths.q + widths.k + widths.v + widths.o)
+        qkv_bias = (widths.q + 2 * widths.k) * (shape.biases in ("qkv", "all"))
+        return weights + (qkv_bias + widths.hidden * (shape.biases == "all"))
+    latent, share = h / widths.hidden_parts, widths.in_dim_share
+    query = latent * m.q_rank + share * m.q_rank * widths.q if m.q_rank else h * widths.q
+    up = share * m.kv_rank * widths.heads * (m.nope_dim + m.value_dim)
+    return query + latent * (m.kv_rank + m.rope_dim) + up + widths.o * h
+
+
+def feed_forward_parameters(shape: Shape, widths: BlockWidths, width: Number) -> Number:
+    """Parameters of one feed-forward layer on a rank, whose part of it is `width` wide."""
     wide = 2 if shape.gated else 1
-    return (wide + 1) * shape.hidden * width + _bias(shape, ("all",), wide * width + shape.hidden)
+    bias = wide * width + widths.hidden if shape.biases == "all" else 0
+    return (wide + 1) * widths.weight_in_dim * width + bias
 
 
 def block_norms(shape: Shape) -> int:
@@ -120,7 +172,3 @@ def _experts(shape: Shape) -> tuple[int, int]:
         shared if shape.moe.shared else 0
     )  # side by side in one layer, with one bias of its output
     return shape.moe.experts * one + shared, shape.moe.top_k * one + shared
-
-
-def _bias(shape: Shape, kinds: tuple[str, ...], width: int) -> int:
-    return width if shape.biases in kinds else 0

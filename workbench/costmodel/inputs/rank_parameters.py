@@ -8,7 +8,13 @@ import numpy as np
 
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_shapes import RankShapes
-from workbench.plan.parameter_count import block_norms, norm
+from workbench.plan.parameter_count import (
+    BlockWidths,
+    attention_parameters,
+    block_norms,
+    feed_forward_parameters,
+    norm,
+)
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,15 @@ class ParamCounts:
 def count_params(w: RankShapes) -> ParamCounts:
     """Count the parameters of each pipeline rank before data parallelism shards them."""
     shape = w.shape
-    layer = attention_parameters(w) + block_norms(shape) * w.tiling.vector_share
-    mlp = feed_forward_parameters(w, w.ffn)
+    widths = _block_widths(w)
+    layer = attention_parameters(shape, widths) + block_norms(shape) * w.tiling.vector_share
+    mlp = feed_forward_parameters(shape, widths, w.ffn)
     sparse = w.layers - w.dense_layers
     moe = shape.moe
-    expert = feed_forward_parameters(w, w.expert_ffn) if moe else 0.0
-    shared = feed_forward_parameters(w, w.shared_ffn) if moe and moe.shared else 0.0
+    expert = feed_forward_parameters(shape, widths, w.expert_ffn) if moe else 0.0
+    shared = 0.0
+    if moe and moe.shared:
+        shared = feed_forward_parameters(shape, widths, w.shared_ffn)
     router = w.weight_in_dim * moe.experts / w.tiling.hidden_parts + shared if moe else 0.0
     dense = w.layers * layer + w.dense_layers * mlp + sparse * router + _ends(w)
     experts = sparse * (moe.experts / w.searched.expert * expert if moe else 0.0)
@@ -67,27 +76,21 @@ def _adapter(w: RankShapes) -> Number:
     return rank * (attention + wide * w.fixed.adapts_all_projections)
 
 
-def attention_parameters(w: RankShapes) -> Number:
-    """Attention parameters of one layer on a tensor rank: q, k and v are column-parallel, the
-    output projection is row-parallel and its bias is replicated (1909.08053).
+def _block_widths(w: RankShapes) -> BlockWidths:
+    """Widths of a tensor rank: q, k and v are column-parallel, the output projection is
+    row-parallel and its bias is replicated (1909.08053).
     """
-    shape, h, thin = w.shape, w.weight_in_dim, w.tiling.in_dim_share
-    if shape.mla is None:
-        bias = (w.q_width + 2 * w.k_width) * (
-            shape.biases in ("qkv", "all")
-        ) + w.hidden_per_rank * (shape.biases == "all")
-        return h * (w.q_width + w.k_width + w.v_width + w.o_width) + bias
-    m, latent = shape.mla, h / w.tiling.hidden_parts
-    query = latent * m.q_rank + thin * m.q_rank * w.q_width if m.q_rank else h * w.q_width
-    up = thin * m.kv_rank * w.heads * (m.nope_dim + m.value_dim)
-    return query + latent * (m.kv_rank + m.rope_dim) + up + w.o_width * h
-
-
-def feed_forward_parameters(w: RankShapes, width: Number) -> Number:
-    """Parameters of one feed-forward layer whose width on this rank is `width`."""
-    wide = 2 if w.shape.gated else 1
-    bias = wide * width + w.hidden_per_rank if w.shape.biases == "all" else 0.0
-    return (wide + 1) * w.weight_in_dim * width + bias
+    return BlockWidths(
+        q=w.q_width,
+        k=w.k_width,
+        v=w.v_width,
+        o=w.o_width,
+        heads=w.heads,
+        weight_in_dim=w.weight_in_dim,
+        hidden=w.hidden_per_rank,
+        hidden_parts=w.tiling.hidden_parts,
+        in_dim_share=w.tiling.in_dim_share,
+    )
 
 
 def _ends(w: RankShapes) -> Array:

@@ -82,9 +82,7 @@ def constants(gpu: GPU, kernels: str, stack: str = "workbench") -> Constants:
 
 
 def ideal_constants() -> Constants:
-    """Constants of a device without losses: GEMMs, memory and links reach their peaks at any
-    size.
-    """
+    """Constants of a lossless device: GEMMs, memory and links reach their peaks at any size."""
     reached = {f.name: 1.0 for f in fields(Constants) if f.name.endswith("_share")}
     changed = reached | {
         "attention_narrow": 1.0,
