@@ -344,16 +344,18 @@ def verify(
 ) -> dict[str, Any]:
     """Verify that a plan computes what one device does.
 
-    Numerical equivalence in fp64 or fp32: a few steps with the same seed on one device and under
-    the plan, on CPU ranks; then loss, every gradient and every weight are compared.
+    Numerical equivalence in fp64 or fp32, which replaces the plan's own precision: a few steps with
+    the same seed on one device and under the plan, on CPU ranks; then loss, every gradient and
+    every weight are compared. The plan's bf16 or fp16 arithmetic itself is not verified.
 
     Args:
         plan: A plan, or the path of a plan file.
-        precision: fp64 or fp32, in place of the plan's own.
+        precision: fp64 or fp32, in place of the plan's own; fp32 also replaces AdamW by SGD.
         allow_code: Run a model that is given as Python.
 
     Returns:
-        Largest differences of loss, gradients and weights, the worst tensor, and `passed`.
+        The precision, the plan fields that it replaced (`replaced`), the largest differences of
+        loss, gradients and weights, the worst tensor, and `passed`.
 
     Raises:
         PlanError: The plan is illegal, cannot run, or is too large for this machine's CPU ranks.

@@ -317,6 +317,25 @@ def test_verify_passes_and_says_how_far(ask):
     )
 
 
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_verify_says_which_precision_replaced_the_plans(ask, precision):
+    plan = [*TINY[:-1], "2", "--strategy", "ddp", "--set", "strategy.precision=bf16"]
+    fields = ["strategy.precision", "training.optimizer.moments", "training.optimizer.name"]
+    code, out, err = ask("verify", *plan, "--precision", precision, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["precision"] == precision
+    assert found["replaced"]["strategy.precision"] == {"plan": "bf16", "verified": precision}
+    asked = fields[:2] if precision == "fp64" else fields[::2]
+    assert [field for field in fields if field in found["replaced"]] == asked
+    code, out, err = ask("verify", *plan, "--precision", precision)
+    text = " ".join(out.split())
+    assert code == 0, err
+    assert f"PASSED: verified in {precision}, tolerance" in text
+    assert f"Verified in {precision}, not at the plan's own precision." in text
+    assert f"strategy.precision bf16 → {precision}" in text
+
+
 def test_estimate_says_what_would_fit(ask):
     plan = [
         "--model",

@@ -252,10 +252,10 @@ def runs(found: list[Run]) -> Grid:
 
 
 def verification(found: Mapping[str, Any]) -> Grid:
-    """What `verify` found."""
+    """Largest differences from one device that `verify` found, and at which precision."""
     word = "PASSED" if found["passed"] else "FAILED"
     built = table(
-        f"{word}: {found['precision']}, tolerance {found['tolerance']:g}",
+        f"{word}: verified in {found['precision']}, tolerance {found['tolerance']:g}",
         ("what", "absolute", "relative"),
     )
     for kind in ("loss", "gradients", "weights"):
@@ -269,6 +269,17 @@ def verification(found: Mapping[str, Any]) -> Grid:
         f"{worst['relative']:.3g}",
     )
     return built
+
+
+def replaced(found: Mapping[str, Any]) -> str | None:
+    """The plan fields that a verification replaced, in words; None where the plan's own stood."""
+    fields = [
+        f"{name} {pair['plan']} → {pair['verified']}" for name, pair in found["replaced"].items()
+    ]
+    if not fields:
+        return None
+    other = ", not at the plan's own precision" if "strategy.precision" in found["replaced"] else ""
+    return f"Verified in {found['precision']}{other}. Replaced: {', '.join(fields)}."
 
 
 def differences(rows: list[tuple[str, Any, Any]], other: str) -> Grid:

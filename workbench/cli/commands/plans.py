@@ -112,7 +112,12 @@ def _ranks(text: str, world_size: int) -> list[int]:
 @planned
 def verify(
     plan: Plan,
-    precision: Annotated[str, typer.Option("--precision", help="fp64 or fp32.")] = "fp64",
+    precision: Annotated[
+        str,
+        typer.Option(
+            "--precision", help="fp64 or fp32, in which the plan is verified instead of its own."
+        ),
+    ] = "fp64",
     allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
@@ -120,9 +125,9 @@ def verify(
 
     if precision not in ("fp64", "fp32"):
         raise refuse("--precision", f"is '{precision}'; legal: fp64, fp32")
-    with Status("training on one device, and under the plan"):
+    with Status(f"training in {precision} on one device, and under the plan"):
         found = verbs.verify(plan, "fp64" if precision == "fp64" else "fp32", allow_code=allow_code)
-    emit(json, found, lambda: [_tables().verification(found)])
+    emit(json, found, lambda: [_tables().verification(found), _tables().replaced(found)])
     if not found["passed"]:
         raise typer.Exit(1)
 

@@ -1,4 +1,4 @@
-"""Same seed on one device and under the plan: do they agree, tensor by tensor, rank by rank?"""
+"""Numerical equivalence of a plan to one device: same seed, compared per tensor and per rank."""
 
 from __future__ import annotations
 
@@ -72,19 +72,36 @@ def verify(
     seconds: float = 300.0,
     allow_code: bool = False,
 ) -> dict[str, Any]:
-    """Train `STEPS` steps on one device and under the plan, on CPU ranks whatever its card, and
-    compare.
+    """Train `STEPS` steps on one device and under the plan, on CPU ranks, and compare.
+
+    The plan's own precision is not verified: `precision` replaces it, for parameters, activations,
+    gradients and moments alike, because in 16 bits two correct programs differ by more than most
+    faults do. What was replaced is in the answer.
 
     Per tensor, the relative difference is max|d| / max(max|reference|, 1e-6 x the model's largest
     gradient). A gradient that is zero but for rounding has no scale of its own: its noise must stay
     within `NOISE` epsilons of the largest gradient, and its weight within what the optimizer makes
     of that noise. Every rank compares each slice it holds, replicas too; slices must cover every
-    tensor exactly once. Returns the largest differences, the worst tensor and whether all are
-    within `TOLERANCE`.
+    tensor exactly once.
 
-    Raises `PlanError` where the engine cannot run the plan, RankError where a rank fails.
+    Args:
+        plan: A plan of a model small enough for CPU ranks, one process per rank.
+        precision: The precision of the comparison; fp32 replaces AdamW by SGD too, see `TOLERANCE`.
+        seconds: Time limit of the ranks.
+        allow_code: Run a model that is given as Python.
+
+    Returns:
+        `precision` and `tolerance`; `replaced`, which names each plan field that does not count
+        here with its value in the plan and in the verification; the largest absolute and relative
+        differences of loss, gradients and weights; the `worst` tensor; `passed`.
+
+    Raises:
+        PlanError: The engine cannot run the plan.
+        RankError: A rank failed.
+        ValueError: The ranks' slices do not cover a tensor exactly once.
     """
-    full = _provable(plan.resolve(), precision, allow_code)
+    written = plan.resolve()
+    full = _in_precision(written, precision, allow_code)
     inspect(full, allow_code)
     dtype = DTYPES[precision]
     batches = list(_batches(full))
@@ -96,17 +113,41 @@ def verify(
     work = partial(_compare, full, batches=batches, reference=reference, scale=scale, dtype=dtype)
     results = run_ranks(full.world_size, work, seconds)
     _check_cover(reference, [owned for _, owned in results])
-    return _summary([d for differences, _ in results for d in differences], precision)
+    differences = [d for of_rank, _ in results for d in of_rank]
+    return _summary(differences, precision, _replaced_fields(written, precision))
 
 
-def _provable(plan: ResolvedPlan, precision: str, allow_code: bool) -> ResolvedPlan:
-    """The plan as it is proved: in `precision` throughout, SGD in fp32."""
+def _in_precision(plan: ResolvedPlan, precision: str, allow_code: bool) -> ResolvedPlan:
+    """The plan as it is verified: in `precision` throughout, with SGD in fp32.
+
+    No plan can say fp64: the fields say fp32, which has no master weights, and the session's dtype
+    overrides them.
+    """
     require(plan, "run", allow_code)
     changes: dict[str, Any] = {"strategy.precision": "fp32", "strategy.gradient_dtype": "fp32"}
     changes["training.optimizer.moments"] = "fp32"
     if precision == "fp32":
         changes["training.optimizer.name"] = "sgd"
     return plan.with_fields(**changes)
+
+
+def _replaced_fields(plan: ResolvedPlan, precision: str) -> dict[str, dict[str, str]]:
+    """Dotted plan field -> its value in the plan and in the verification, where they differ."""
+    optimizer = plan.training.optimizer
+    pairs = {
+        "strategy.precision": (plan.strategy.precision, precision),
+        "strategy.gradient_dtype": (plan.strategy.gradient_dtype, precision),
+        "training.optimizer.moments": (optimizer.moments, precision),
+        "training.optimizer.name": (
+            optimizer.name,
+            "sgd" if precision == "fp32" else optimizer.name,
+        ),
+    }
+    return {
+        field: {"plan": written, "verified": used}
+        for field, (written, used) in pairs.items()
+        if written != used
+    }
 
 
 def _batches(plan: ResolvedPlan) -> Iterator[tuple[Tensor, Tensor]]:
@@ -236,12 +277,15 @@ def _check_cover(reference: Reference, owned: list[dict[str, int]]) -> None:
             )
 
 
-def _summary(differences: list[Difference], precision: str) -> dict[str, Any]:
+def _summary(
+    differences: list[Difference], precision: str, replaced: dict[str, dict[str, str]]
+) -> dict[str, Any]:
     worst = max(differences, key=lambda d: d.relative)
     kinds: tuple[Kind, ...] = ("loss", "gradients", "weights")
     return {
         "precision": precision,
         "tolerance": TOLERANCE[precision],
+        "replaced": replaced,
         "max_abs_diff": {k: max(d.absolute for d in differences if d.kind == k) for k in kinds},
         "max_relative_diff": {
             k: max(d.relative for d in differences if d.kind == k) for k in kinds
