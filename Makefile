@@ -25,8 +25,10 @@ test: .venv/.ready-test lint
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(IN_TWO) $(PYTEST_ARGS)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/interpreted
 
+# Stopped, it goes on from the details of build/; the summary is written when every plan is verified.
 verify-all: .venv/.ready-test
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.parallel.sweep --all --json data/benchmarks/verified.json
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.parallel.sweep --all \
+	  --summary data/benchmarks/verified.json --details build/verified.jsonl
 
 # Kernels beside their peers, each to one file of data/benchmarks; a card's machine may have torch and Triton of its own.
 gpu-bench:

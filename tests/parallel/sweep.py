@@ -1,10 +1,14 @@
-"""Every strategy against one device: `python -m tests.parallel.sweep [--all] [--seed 0] [--json
-FILE]`.
+"""Verify every strategy against one device, at a stated precision.
 
-The space is what `plan.check` and `plan/rules/supported.py` allow of the values below. CI proves a
-subset: on up to four ranks every pair of values that some legal plan joins, on eight every
-factorisation. `--all` proves every factorisation of the ranks with every schedule, ZeRO stage and
-tensor algorithm, the rest drawn by the seed.
+`python -m tests.parallel.sweep [--all] [--seed 0] [--summary FILE] [--details FILE]`
+
+The space is what `plan/rules` allows of the values below. CI verifies a subset: on up to four ranks
+every pair of values that some legal plan joins, on eight every factorisation. `--all` verifies
+every factorisation of the ranks with every schedule, ZeRO stage and tensor algorithm, the rest
+drawn by the seed.
+
+`--details` names a JSON-lines file, kept out of git, with a line per plan; a sweep that was stopped
+goes on from it. `--summary` names the file for the repository, written when all plans are verified.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import date
 from itertools import combinations, product
 from math import prod
@@ -25,6 +29,7 @@ import torch
 from rich.progress import track
 
 from tests.parallel.small import GPT, LLAMA
+from tests.parallel.sweep_record import Details, summary, verify_all, versions, write_summary
 from workbench.engine.verify.equivalence import verify
 from workbench.errors import PlanError
 from workbench.kernels.fused_seams import SplitLoss, replace_seams, warm_up
@@ -38,6 +43,8 @@ Choice = dict[str, Any]
 MOE = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "ffn": 32}}
 UNEVEN = {**LLAMA, "heads": 6, "kv_heads": 3, "head_dim": 6, "ffn": 45}
 """Divided by neither two nor four tensor ranks."""
+AXES = ("tensor", "context", "pipeline", "data")
+"""Of a mesh, in the order of its sizes."""
 MODELS: dict[str, dict[str, Any]] = {"llama": LLAMA, "gpt": GPT, "moe": MOE, "uneven": UNEVEN}
 SPACE: dict[str, tuple[Any, ...]] = {
     "mesh": tuple(
@@ -80,16 +87,16 @@ IDLE = {
     "expert": (lambda c: c["model"] != "moe", 1),
     "microbatches": (lambda c: c["mesh"][2] == 1, 3),
 }
-"""Dimension -> (when it says nothing, the one value that it then has). Without stages microbatches
-only add up: a first, a last and one between.
+"""Dimension -> (when it has no effect, the one value that it then has). Without stages,
+microbatches only accumulate: a first, a last and one between.
 """
 EXHAUSTED = ("mesh", "algorithm", "schedule", "zero", "sequence")
-"""Dimensions that `--all` runs through in full."""
+"""Dimensions whose every legal combination `--all` verifies."""
 POOL = 6000
 
 
 def plan_of(choice: Choice) -> Plan | None:
-    """The complete plan of a choice; None where it is not legal or not built."""
+    """The resolved plan of a choice; None where it is illegal or cannot run."""
     if any(idle(choice) and choice[name] != value for name, (idle, value) in IDLE.items()):
         return None
     tensor, context, pipeline, data = choice["mesh"]
@@ -138,8 +145,10 @@ def plan_of(choice: Choice) -> Plan | None:
     return None if unsupported(plan, "run") else plan
 
 
-def drawn(generator: random.Random, fixed: Choice) -> Choice:
-    """A choice with the values `fixed`, what says nothing at its idle value, the rest drawn."""
+def draw_choice(generator: random.Random, fixed: Choice) -> Choice:
+    """A choice with the values `fixed`; dimensions without effect at their idle value, the rest
+    drawn.
+    """
     choice = {name: fixed.get(name, generator.choice(values)) for name, values in SPACE.items()}
     for name, (idle, value) in IDLE.items():
         if name not in fixed and idle(choice):
@@ -147,9 +156,9 @@ def drawn(generator: random.Random, fixed: Choice) -> Choice:
     return choice
 
 
-def pairs(choice: Choice) -> set[tuple[Any, ...]]:
+def joined_pairs(choice: Choice) -> set[tuple[Any, ...]]:
     """All pairs of values that a choice joins, each axis' size a value of its own."""
-    sizes = dict(zip(("tensor", "context axis", "pipeline", "data"), choice["mesh"]))
+    sizes = dict(zip((f"{axis} axis" for axis in AXES), choice["mesh"]))
     return set(
         combinations(
             (sizes | {name: value for name, value in choice.items() if name != "mesh"}).items(), 2
@@ -157,15 +166,15 @@ def pairs(choice: Choice) -> set[tuple[Any, ...]]:
     )
 
 
-def covering(seed: int) -> list[Choice]:
+def covering_choices(seed: int) -> list[Choice]:
     """Few legal choices: on up to four ranks every pair of values that the pool joins, greedily; on
     eight ranks every factorisation once.
     """
     generator = random.Random(seed)
-    pool = [c for c in (drawn(generator, {}) for _ in range(POOL)) if plan_of(c) is not None]
+    pool = [c for c in (draw_choice(generator, {}) for _ in range(POOL)) if plan_of(c) is not None]
     eight = {choice["mesh"]: choice for choice in pool if prod(choice["mesh"]) == 8}
     pool = [choice for choice in pool if prod(choice["mesh"]) < 8]
-    joined = [pairs(choice) for choice in pool]
+    joined = [joined_pairs(choice) for choice in pool]
     left, chosen = set().union(*joined), []
     while left:
         best = max(range(len(pool)), key=lambda i: len(joined[i] & left))
@@ -174,20 +183,20 @@ def covering(seed: int) -> list[Choice]:
     return chosen + list(eight.values())
 
 
-def everything(seed: int) -> Iterator[Choice]:
-    """Every legal combination of the exhausted dimensions, each with the rest drawn."""
+def all_choices(seed: int) -> Iterator[Choice]:
+    """Every legal combination of the exhausted dimensions, the others drawn."""
     generator = random.Random(seed)
     for values in product(*(SPACE[name] for name in EXHAUSTED)):
         fixed = dict(zip(EXHAUSTED, values))
         for _ in range(40):
-            if plan_of(choice := drawn(generator, fixed)) is not None:
+            if plan_of(choice := draw_choice(generator, fixed)) is not None:
                 yield choice
                 break
 
 
 def compile_once() -> None:
-    """Compile here what the plans' seams run: ranks, which are forked from this process, have it
-    then.
+    """Compile the compiled seams here, before ranks are forked from this process: they inherit
+    it.
     """
     for precision, model in product((torch.float64, torch.float32), MODELS.values()):
         shape = Plan.of("tiny", gpu="local", gpus=1, set={"model": model}).resolve().shape
@@ -197,13 +206,14 @@ def compile_once() -> None:
             pass
 
 
-def proved(choice: Choice) -> dict[str, Any]:
-    """The answer of `verify`, with the choice; an error is a failure with its words."""
+def verify_choice(choice: Choice) -> dict[str, Any]:
+    """The choice with the answer of `verify`; an error is a failure with its words."""
     plan = plan_of(choice)
     assert plan is not None
+    began = time.perf_counter()
     try:
         answer = verify(plan, choice["precision"])
-    except Exception as error:  # a sweep goes on, and tells
+    except Exception as error:  # a sweep goes on, and reports it
         return {**choice, "passed": False, "error": str(error)[-500:]}
     worst = answer["worst"]
     return {
@@ -211,48 +221,37 @@ def proved(choice: Choice) -> dict[str, Any]:
         "passed": answer["passed"],
         "worst": worst["tensor"],
         "relative": worst["relative"],
+        "seconds": round(time.perf_counter() - began, 2),
     }
-
-
-def keep(path: Path, head: dict[str, Any], found: Sequence[dict[str, Any]], seconds: float) -> None:
-    """Write what was proved so far, a plan a line; the file holds the former state or the new one,
-    never half.
-    """
-    failed = sum(not one["passed"] for one in found)
-    head = {**head, "seconds": round(seconds), "plans": len(found), "failed": failed}
-    lines = ",\n".join(f"  {json.dumps(one)}" for one in found)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}")
-    draft.write_text(json.dumps(head, indent=1)[:-2] + f',\n "proved": [\n{lines}\n ]\n}}\n')
-    draft.replace(path)
 
 
 def main() -> int:
-    """Prove and tell; 1 where something failed."""
+    """Verify and report; 1 where a plan failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--all", action="store_true", help="every legal combination")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="counts and worst errors")
+    parser.add_argument("--details", type=Path, metavar="FILE", help="every plan; resumed from")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    choices = list(everything(arguments.seed)) if arguments.all else covering(arguments.seed)
-    began = time.perf_counter()
+    seed = arguments.seed
+    choices = list(all_choices(seed)) if arguments.all else covering_choices(seed)
     head = {
         "source": "measured",
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
-        "chosen": len(choices),
+        "versions": versions(),
+        "all": arguments.all,
+        "seed": seed,
+        "mesh": AXES,
     }
-    if arguments.json:
-        keep(arguments.json, head, [], 0)
-    found: list[dict[str, Any]] = []
+    details = Details(arguments.details, head)
+    print(f"{len(choices)} plans, {len(details.rows)} already in {arguments.details}", flush=True)
     compile_once()
-    for choice in track(choices, f"{len(choices)} plans"):
-        found.append(proved(choice))
-        if arguments.json:
-            keep(arguments.json, head, found, time.perf_counter() - began)
+    found = verify_all(track(choices, "verifying"), verify_choice, details)
+    if arguments.summary:
+        dated = {**head, "date": date.today().isoformat()}
+        write_summary(arguments.summary, summary(dated, found))
     failed = [one for one in found if not one["passed"]]
     for one in failed:
         print(json.dumps(one))
