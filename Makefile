@@ -40,6 +40,7 @@ cpu-bench: .venv/.ready-test
 lint: .venv/.ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 lab: .venv/.ready
