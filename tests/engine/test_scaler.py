@@ -22,7 +22,7 @@ from workbench.engine import session as session_module
 from workbench.engine.loss_scaler import INITIAL, LossScaler, overflow
 from workbench.engine.session import Session, StepResult
 from workbench.engine.verify.forked_ranks import run_ranks
-from workbench.parallel.data.zero_shards import Store
+from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
 from workbench.rehearsal.rehearse import rehearse
@@ -101,7 +101,7 @@ def steps(plan: Plan, planted: dict[int, int], rank: int) -> list[Seen]:
 class Planted(session_module.Unobserved):
     """Puts an infinity where gradients are reduced but not yet agreed on."""
 
-    def __init__(self, store: Store, here: bool) -> None:
+    def __init__(self, store: ParamAndGradStore, here: bool) -> None:
         self.store, self.here = store, here
 
     def moment(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The prover sees what goes wrong with shards: with each of these faults planted it fails."""
+"""Planted faults in ZeRO: `verify` fails with each, and names the first wrong tensor."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from tests.parallel.test_mutations import failure_of
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import verify
 from workbench.parallel.data import gradient_reduction
-from workbench.parallel.data.bucket_parameters import Unit
-from workbench.parallel.data.data_collectives import piece
-from workbench.parallel.data.zero_shards import Store
+from workbench.parallel.data.data_collectives import local_shard
+from workbench.parallel.data.sharded_params import ShardedParams
+from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.layout import square_norm
 from workbench.parallel.mesh import MeshAxis
 
@@ -24,23 +24,25 @@ TWO, FOUR = (1, 1, 2), (1, 1, 4)
 def test_a_shard_stepped_with_its_neighbours_gradient(
     monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]
 ) -> None:
-    def scatter(flat: Tensor, axis: MeshAxis) -> None:
+    def reduce_scatter(flat: Tensor, axis: MeshAxis) -> None:
         dist.all_reduce(flat, group=axis.group)
-        piece(flat, axis).copy_(flat.view(axis.size, -1)[(axis.index + 1) % axis.size].clone())
+        local_shard(flat, axis).copy_(
+            flat.view(axis.size, -1)[(axis.index + 1) % axis.size].clone()
+        )
 
-    monkeypatch.setattr(gradient_reduction, "start_scatter", scatter)
+    monkeypatch.setattr(gradient_reduction, "start_reduce_scatter", reduce_scatter)
     assert failure_of(verify(sharded(TWO, "llama", 2, data)))["kind"] == "gradients"
 
 
-def test_values_that_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, published = Store.publish, set()
+def test_updated_params_that_are_not_all_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, gathered = ParamAndGradStore.gather_updated_params, set()
 
-    def publish(self: Store) -> None:
-        if id(self) not in published:  # what the proof starts from
+    def gather(self: ParamAndGradStore) -> None:
+        if id(self) not in gathered:  # the weights that verification starts from
             original(self)
-            published.add(id(self))
+            gathered.add(id(self))
 
-    monkeypatch.setattr(Store, "publish", publish)
+    monkeypatch.setattr(ParamAndGradStore, "gather_updated_params", gather)
     answer = verify(sharded(TWO, "llama", 2, {"zero": 1}))
     assert failure_of(answer)
     assert answer["max_relative_diff"]["gradients"] <= answer["tolerance"], (
@@ -48,18 +50,18 @@ def test_values_that_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_gathered_parameters_that_are_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Unit, "free", lambda self: None)
-    original = Store.publish
+def test_unsharded_params_that_are_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardedParams, "reshard", lambda self: None)
+    original = ParamAndGradStore.gather_updated_params
 
-    def publish(self: Store) -> None:
+    def gather(self: ParamAndGradStore) -> None:
         original(self)
-        if not hasattr(self, "fresh"):  # what the proof starts from
+        if not hasattr(self, "fresh"):  # the weights that verification starts from
             self.fresh = True  # type: ignore[attr-defined]
-            for bucket in self._all():
-                bucket.values.whole = False  # type: ignore[union-attr]
+            for bucket in self._all_buckets():
+                bucket.params.is_unsharded = False  # type: ignore[union-attr]
 
-    monkeypatch.setattr(Store, "publish", publish)
+    monkeypatch.setattr(ParamAndGradStore, "gather_updated_params", gather)
     answer = verify(sharded(TWO, "llama", 2, {"zero": 3}))
     assert failure_of(answer)
     assert answer["max_relative_diff"]["gradients"] <= answer["tolerance"], (
@@ -68,10 +70,10 @@ def test_gathered_parameters_that_are_stale(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("data", [{"zero": 1}, {"zero": 2, "reduce": "microbatch"}], ids=str)
-def test_shards_that_are_not_summed_over_their_replicas(
+def test_hybrid_shards_not_all_reduced_over_their_replicas(
     monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(gradient_reduction, "start_sum", lambda flat, axis: None)
+    monkeypatch.setattr(gradient_reduction, "start_all_reduce", lambda flat, axis: None)
     assert (
         failure_of(verify(sharded(FOUR, "llama", 2, {"shard": 2, **data})))["kind"] == "gradients"
     )

@@ -251,6 +251,6 @@ def _gradients(found: Plan) -> dict[str, torch.Tensor]:
 def _step(found: Plan, rank: int) -> dict[str, Any]:
     session = Session.build(found, build_mesh(found, rank), torch.device("cpu"))
     text = torch.randint(257, (4, 2, 17), generator=torch.Generator().manual_seed(0))
-    session.part.store.start()
+    session.part.store.zero_grads()
     session.executor.step(text[..., :-1], text[..., 1:], 1 / text.numel())
     return {name: gradient.numpy() for name, gradient in session.part.store.gradients.items()}

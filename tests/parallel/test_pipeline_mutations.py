@@ -13,7 +13,7 @@ from tests.parallel.test_pipeline import scheduled
 from workbench.engine import session as session_module
 from workbench.engine.verify.equivalence import verify
 from workbench.parallel import apply_strategy
-from workbench.parallel.data.zero_shards import Store
+from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.pipeline import schedule_executor as module
 from workbench.parallel.pipeline.schedule_executor import Executor, Flight
 from workbench.schedules import Action
@@ -121,13 +121,13 @@ def test_a_tied_weight_in_a_v_that_is_not_one(monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_a_tied_weight_in_a_v_that_is_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Store.reduce
+    original = ParamAndGradStore.reduce
 
-    def reduce(self: Store, stage: int) -> None:
+    def reduce(self: ParamAndGradStore, stage: int) -> None:
         if stage != 0:
             original(self, stage)
 
-    monkeypatch.setattr(Store, "reduce", reduce)
+    monkeypatch.setattr(ParamAndGradStore, "reduce", reduce)
     assert failure_of(verify(scheduled("zb-v", data=2, tied=True)))["tensor"]
 
 

@@ -51,7 +51,7 @@ def _compare(found: Plan, table: str, rank: int) -> dict[str, float]:
     shape = (found.num_microbatches, found.training.micro_batch, 17)
     text = torch.randint(257, shape, generator=torch.Generator().manual_seed(0))
     tokens, targets = text[..., :-1].contiguous(), text[..., 1:].contiguous()
-    session.part.store.start()
+    session.part.store.zero_grads()
     session.executor.step(tokens, targets, 1 / targets.numel())
     _torchs(session, theirs, table, tokens, targets)
     ours = session.part.store.gradients

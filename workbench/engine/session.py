@@ -111,7 +111,7 @@ class Session:
         on_card = plan.gpu.device == "cuda" and plan.strategy.data.offload == "none"
         optimizer = Optimizer(
             store.values,
-            store.stepped,
+            store.optimizer_gradients,
             store.layouts,
             t.optimizer,
             t.steps,
@@ -123,7 +123,7 @@ class Session:
             part.stages,
             pipeline,
             partial(torch.empty, boundary(plan), dtype=own, device=device),
-            Hooks(store.reduce, store.expect_last, store.add, part.samples.take),
+            Hooks(store.reduce, store.expect_last_backward, store.accumulate, part.samples.take),
             whole=part.head,
         )
         scaler = LossScaler(device) if own == torch.float16 else None
@@ -163,7 +163,7 @@ class Session:
         t = self.plan.training
         scale: Tensor | float = 1.0 / (t.global_batch * t.sequence_length)
         scale = scale if self.scaler is None else self.scaler.scale * scale
-        self.part.store.start()
+        self.part.store.zero_grads()
         self.part.auxiliary.start(scale)
         share = t.global_batch // self.mesh["data"].size
         self.part.samples.start(
@@ -184,11 +184,11 @@ class Session:
             if result.loss_scale is not None:
                 factor = (1.0 if factor is None else factor) / result.loss_scale
         with watch.action("OPTIMIZER", None):
-            self.part.store.fetch()
+            self.part.store.copy_grads_to_host()
             self.optimizer.step(
                 index - (self.scaler.skipped if self.scaler else 0), factor, result.skipped
             )
-            self.part.store.publish()
+            self.part.store.gather_updated_params()
         watch.moment("after_optimizer")
         return result
 

@@ -133,7 +133,7 @@ class Saver:
         read_tensors.load(source, wanted, ranks)
         if self.session.scaler is not None and "loss_scaler" in source.meta:
             self.session.scaler.load(source.meta["loss_scaler"])
-        self.session.part.store.publish()
+        self.session.part.store.gather_updated_params()
         return steps
 
     def _ranks(self) -> Ranks:

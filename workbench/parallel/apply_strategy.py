@@ -25,7 +25,7 @@ from workbench.models.seams import Attend
 from workbench.models.weight_init import initial_value
 from workbench.parallel.activation_checkpointing import recompute
 from workbench.parallel.context.apply_context import spread_sequence
-from workbench.parallel.data.zero_shards import Store
+from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.expert.apply_expert import gradient_sums, spread_experts
 from workbench.parallel.expert.auxiliary_loss import HandOn
 from workbench.parallel.layout import Layout
@@ -46,7 +46,7 @@ class Parallelised:
     """A rank's part of the model: its stages, and the store of their parameters and gradients."""
 
     stages: Mapping[int, nn.Module]
-    store: Store
+    store: ParamAndGradStore
     tied_across_stages: str | None
     """Local name of a weight that the first and the last stage both hold, where this rank has one
     of them.
@@ -94,7 +94,7 @@ def parallelise(
         layouts |= own
     _tie(plan, built, layouts)
     tied = _tied_across_stages(plan, layouts, {0, len(partition) - 1} <= set(stages))
-    store = Store(
+    store = ParamAndGradStore(
         built,
         layouts,
         gradient_sums(layouts, _sums(layouts, plan, mesh), mesh),
@@ -103,7 +103,7 @@ def parallelise(
         gradient_dtype,
         partial(_drawn, plan, layouts, device, dtype),
         overlap,
-        alone=tied,
+        separate=tied,
     )
     return Parallelised(built, store, tied, auxiliary, samples)
 

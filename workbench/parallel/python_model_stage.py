@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models.python_model import give_loss
-from workbench.parallel.data.zero_shards import Store
+from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.operators.apply_operators import operator_sums, split_operators
@@ -27,7 +27,7 @@ def plain_stage(
     device: torch.device,
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
-) -> Store:
+) -> ParamAndGradStore:
     """Make `model`, a whole module in host memory or on the meta device, this rank's part, in
     place; its store.
 
@@ -46,7 +46,7 @@ def plain_stage(
         for name, axes in operator_sums(layouts, placements, mesh).items()
     }
     draw = partial(_drawn, initial, layouts, device, dtype)
-    store = Store(
+    store = ParamAndGradStore(
         {0: model},
         layouts,
         sums,
@@ -55,7 +55,7 @@ def plain_stage(
         gradient_dtype,
         draw,
         overlap,
-        alone=None,
+        separate=None,
     )
     initial.clear()
     return store

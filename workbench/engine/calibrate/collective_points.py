@@ -11,7 +11,7 @@ from workbench.engine.calibrate.local_points import Point
 from workbench.engine.calibrate.measured_sizes import Survey
 from workbench.engine.precision import DTYPES
 from workbench.machine.calibration_file import Dtype, Kind
-from workbench.parallel.async_collectives import begin_all_gather, begin_reduce_scatter
+from workbench.parallel.async_collectives import all_gather_async, reduce_scatter_async
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.pipeline.stage_transfers import post
 from workbench.parallel.tensor.tensor_collectives import all_reduce
@@ -69,9 +69,9 @@ def _call(
     if kind == "all_reduce":
         return lambda: all_reduce(whole, axis)
     if kind == "all_gather":
-        return lambda: begin_all_gather(whole, part, axis)()
+        return lambda: all_gather_async(whole, part, axis)()
     if kind == "reduce_scatter":
-        return lambda: begin_reduce_scatter(part, whole, axis)()
+        return lambda: reduce_scatter_async(part, whole, axis)()
     if kind == "all_to_all":
         received = torch.empty_like(whole)
         return lambda: dist.all_to_all_single(received, whole, group=group)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from workbench.parallel.async_collectives import Composed, composing
+from workbench.parallel.async_collectives import CompositeCollective, current_composite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -171,7 +171,7 @@ class LiveBytes(TorchDispatchMode):
         self._pending: list[tuple[_Storage, int]] = []
         self._scopes: list[str] = []
         self._kind = ""
-        self._composed: Composed | None = None
+        self._composed: CompositeCollective | None = None
         """The last collective that was made of other operations; it counts once."""
 
     def __torch_dispatch__(
@@ -345,7 +345,7 @@ class LiveBytes(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "wait_tensor":
             return
-        if (part_of := composing()) is not None:
+        if (part_of := current_composite()) is not None:
             if part_of is not self._composed:
                 self._composed = part_of
                 self._call(part_of.group, part_of.kind, part_of.dtype, part_of.bytes)

@@ -178,7 +178,7 @@ def lasting(session: Session) -> dict[str, list[Tensor]]:
     """Tensors that live on the device as long as the session, by category of the memory
     vocabulary.
     """
-    return session.part.store.lasting() | (
+    return session.part.store.persistent() | (
         _states(session) if session.part.store.host is None else {}
     )
 
@@ -186,7 +186,7 @@ def lasting(session: Session) -> dict[str, list[Tensor]]:
 def hosted(session: Session) -> dict[str, list[Tensor]]:
     """The same of the host's memory."""
     host = session.part.store.host
-    return {} if host is None else host.lasting() | _states(session)
+    return {} if host is None else host.persistent() | _states(session)
 
 
 def _states(session: Session) -> dict[str, list[Tensor]]:

@@ -231,7 +231,7 @@ def _proof_session(
             store.values[name].copy_(
                 layout.take(proof_value(layout.name, layout.shape, plan.training.seed, dtype))
             )
-        store.publish()
+        store.gather_updated_params()
     return session
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workbench.parallel.async_collectives import call
+from workbench.parallel.async_collectives import run_collective
 from workbench.parallel.mesh import MeshAxis
 
 
@@ -44,5 +44,5 @@ def arrived(passing: Passing) -> list[Tensor]:
 def exchange(x_RN: Tensor, axis: MeshAxis) -> Tensor:
     """Row r goes to rank r; row r of the result came from rank r."""
     received_RN = torch.empty_like(x_RN)
-    call(partial(dist.all_to_all_single, group=axis.group), received_RN, x_RN)
+    run_collective(partial(dist.all_to_all_single, group=axis.group), received_RN, x_RN)
     return received_RN

@@ -1,4 +1,7 @@
-"""The collectives of data parallelism."""
+"""Asynchronous collectives of data parallelism: all-reduce, reduce-scatter and all-gather.
+
+They work on flat buckets, whose length is a multiple of the shard group's size.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workbench.parallel.async_collectives import (
-    Finish,
-    begin,
-    begin_all_gather,
-    begin_reduce_scatter,
+    WaitFn,
+    all_gather_async,
+    reduce_scatter_async,
+    start_collective,
 )
 from workbench.parallel.mesh import MeshAxis
 
 
-def piece(flat: Tensor, axis: MeshAxis) -> Tensor:
-    """This rank's of the axis' equal pieces of `flat`."""
+def local_shard(flat: Tensor, axis: MeshAxis) -> Tensor:
+    """This rank's of `axis.size` equal shards of `flat`, as a view."""
     size = flat.numel() // axis.size
     return flat[axis.index * size :][:size]
 
 
-def start_sum(flat: Tensor, axis: MeshAxis) -> Finish | None:
-    """Begin summing `flat` in place over the axis; call what is returned."""
-    return begin(partial(dist.all_reduce, group=axis.group), flat) if axis.size > 1 else None
+def start_all_reduce(flat: Tensor, axis: MeshAxis) -> WaitFn | None:
+    """Start summing `flat` in place over `axis`; None when the axis has one rank."""
+    if axis.size == 1:
+        return None
+    return start_collective(partial(dist.all_reduce, group=axis.group), flat)
 
 
-def start_scatter(flat: Tensor, axis: MeshAxis) -> Finish | None:
-    """Begin summing this rank's piece of `flat` in place; the other pieces are spent."""
-    return begin_reduce_scatter(piece(flat, axis), flat, axis) if axis.size > 1 else None
+def start_reduce_scatter(flat: Tensor, axis: MeshAxis) -> WaitFn | None:
+    """Start summing this rank's shard of `flat` in place; the other shards are overwritten."""
+    return reduce_scatter_async(local_shard(flat, axis), flat, axis) if axis.size > 1 else None
 
 
-def start_gather(flat: Tensor, own: Tensor, axis: MeshAxis) -> Finish | None:
-    """Begin filling `flat` with the pieces of all ranks; `own` is this one's. Alone, a rank has it
-    in place already.
+def start_all_gather(flat: Tensor, shard: Tensor, axis: MeshAxis) -> WaitFn | None:
+    """Start filling `flat` with the shards of all ranks, of which `shard` is this rank's.
+
+    A rank that is alone on the axis must have its shard in place already.
     """
-    return begin_all_gather(flat, own, axis) if axis.size > 1 else None
+    return all_gather_async(flat, shard, axis) if axis.size > 1 else None

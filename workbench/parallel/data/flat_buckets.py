@@ -1,5 +1,6 @@
-"""What lies where in flat buckets: some tensors side by side in one, so that few large collectives
-carry many.
+"""Flat buckets: which parameters share one flat buffer, and where each lies in it.
+
+A bucket is reduced or gathered by one large collective instead of one for every parameter.
 """
 
 from __future__ import annotations
@@ -15,114 +16,122 @@ from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, MeshAxis
 from workbench.runtime_facts.bucket_packing import pack_by_size, padded_numel
 
-Sums = Mapping[str, tuple[MeshAxis, ...]]
-"""Local name -> the axes over which a parameter's gradient is summed; the last is the one that ZeRO
-shards.
+ReductionAxes = Mapping[str, tuple[MeshAxis, ...]]
+"""Local parameter name -> the axes over which its gradient is summed. The last one is the axis of
+data parallelism, which ZeRO shards.
 """
 
-PARTS = {
+HYBRID_AXES = {
     "replicas": ("shard", "replicate"),
     "expert_replicas": ("expert_shard", "expert_replicate"),
 }
-"""Axis that ZeRO shards -> (its part that shares out, its part that repeats: hybrid sharding)."""
+"""Axis of data parallelism -> its (shard, replicate) sub-axes under hybrid sharding (HSDP)."""
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Tensors side by side in one flat bucket, padded to a multiple of the shard group.
+class BucketLayout:
+    """Where parameters lie in one flat bucket, padded to a multiple of the shard group's size.
 
-    Rank r of `shard` owns the r-th of the equal pieces; a gradient's piece is summed over
-    `replicate`, and at last over `partial`, along which it is partial for another reason.
+    Rank r of `shard_axis` owns the r-th of the equal shards. A gradient's shard is summed over
+    `replicate_axis` too (hybrid sharding), and finally over `partial_axes`, along which a gradient
+    is partial for another reason than data parallelism (sequence parallelism, for one).
     """
 
     shapes: Mapping[str, tuple[int, ...]]
-    sharded: str
-    shard: MeshAxis
-    replicate: MeshAxis
-    partial: tuple[MeshAxis, ...]
+    data_axis: str
+    """Name of the axis of data parallelism: a key of HYBRID_AXES."""
+    shard_axis: MeshAxis
+    replicate_axis: MeshAxis
+    partial_axes: tuple[MeshAxis, ...]
 
     @property
-    def size(self) -> int:
-        """Entries of the bucket, padding included."""
-        return padded_numel(sum(map(math.prod, self.shapes.values())), self.shard.size)
+    def numel(self) -> int:
+        """Number of elements of the bucket, padding included."""
+        return padded_numel(sum(map(math.prod, self.shapes.values())), self.shard_axis.size)
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
-        """(name, first entry, one beyond the last) of each tensor."""
+        """(name, start, stop) of every parameter in the flat bucket."""
         ends = accumulate(map(math.prod, self.shapes.values()))
         for (name, shape), end in zip(self.shapes.items(), ends):
             yield name, end - math.prod(shape), end
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Every tensor, as a view into the whole bucket."""
+        """Every parameter, in its shape, as a view into the unsharded bucket."""
         return {name: flat[start:end].view(self.shapes[name]) for name, start, end in self.spans()}
 
-    def own(self) -> Iterator[tuple[str, int, int, int]]:
-        """(name, its first entry in the bucket, [start, stop) of the tensor) for what lies in this
-        rank's piece.
+    def shard_spans(self) -> Iterator[tuple[str, int, int, int]]:
+        """(name, offset in the shard, start, stop) of this rank's part of each parameter.
+
+        `start` and `stop` are offsets in the flattened parameter. A shard's bounds need not be
+        those of parameters: one can lie in several ranks' shards.
         """
-        length = self.size // self.shard.size
-        first = self.shard.index * length
+        length = self.numel // self.shard_axis.size
+        first = self.shard_axis.index * length
         for name, start, end in self.spans():
             low, high = max(start, first), min(end, first + length)
             if low < high:
                 yield name, low - first, low - start, high - start
 
-    def own_views(self, piece: Tensor) -> dict[str, Tensor]:
-        """What this rank's piece holds of each tensor: one-dimensional, unless nothing is
-        sharded.
-        """
-        if self.shard.size == 1:
-            return self.views(piece)
-        return {name: piece[at:][: stop - start] for name, at, start, stop in self.own()}
-
-    def own_layouts(self, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-        """Where that lies in the global tensors."""
-        if self.shard.size == 1:
-            return {name: layouts[name] for name in self.shapes}
-        repeats = (PARTS[self.sharded][1],)
+    def shard_views(self, shard: Tensor) -> dict[str, Tensor]:
+        """This rank's part of each parameter, as 1-D views (in full shape if nothing is sharded)."""
+        if self.shard_axis.size == 1:
+            return self.views(shard)
         return {
-            name: layouts[name].differing(self.sharded, but=repeats).flattened(start, stop)
-            for name, _, start, stop in self.own()
+            name: shard[offset:][: stop - start] for name, offset, start, stop in self.shard_spans()
+        }
+
+    def shard_layouts(self, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+        """Layout of each of `shard_views` in the global tensors."""
+        if self.shard_axis.size == 1:
+            return {name: layouts[name] for name in self.shapes}
+        replicated = (HYBRID_AXES[self.data_axis][1],)
+        return {
+            name: layouts[name].differing(self.data_axis, but=replicated).flattened(start, stop)
+            for name, _, start, stop in self.shard_spans()
         }
 
 
-def packed(
-    names: Iterable[str], layouts: Mapping[str, Layout], sums: Sums, mesh: Mesh, zero: int
-) -> Packing:
-    """Tensors that are summed alike, in one bucket; without ZeRO nothing is sharded and all axes
-    are summed over.
+def bucket_layout(
+    names: Iterable[str], layouts: Mapping[str, Layout], sums: ReductionAxes, mesh: Mesh, zero: int
+) -> BucketLayout:
+    """The layout of one bucket of parameters whose gradients are summed over the same axes.
+
+    Without ZeRO (`zero` 0) nothing is sharded: the shard axis has one rank, and all ranks of data
+    parallelism are replicas.
     """
     shapes = {name: layouts[name].local_shape for name in names}
-    *partial, last = sums[next(iter(shapes))]
+    *partial, data = sums[next(iter(shapes))]
     if zero == 0:
-        return Packing(
-            shapes, last.name, MeshAxis("", 1, 0, (mesh.rank,), None), last, tuple(partial)
-        )
-    shard, replicate = (mesh[part] for part in PARTS[last.name])
-    return Packing(shapes, last.name, shard, replicate, tuple(partial))
+        unsharded = MeshAxis("", 1, 0, (mesh.rank,), None)
+        return BucketLayout(shapes, data.name, unsharded, data, tuple(partial))
+    shard, replicate = (mesh[name] for name in HYBRID_AXES[data.name])
+    return BucketLayout(shapes, data.name, shard, replicate, tuple(partial))
 
 
-def by_size(
-    layouts: Mapping[str, Layout], sums: Sums, limit: float, alone: str | None
+def buckets_by_size(
+    layouts: Mapping[str, Layout], sums: ReductionAxes, max_numel: float, separate: str | None
 ) -> Iterator[list[str]]:
-    """Names in buckets of at most `limit` entries (a larger tensor stands by itself), in the order
-    of backward.
+    """Names of parameters in buckets of at most `max_numel` elements, in the order of backward.
 
-    Those that are summed over different axes never share a bucket, nor does any with `alone`.
+    A larger parameter has a bucket of its own. Parameters whose gradients are summed over
+    different axes never share a bucket, and nothing shares one with `separate`.
     """
+    # Backward makes gradients in about the reverse order of the modules.
     names = list(reversed(list(layouts)))
-    tensors = [((sums[n], n == alone), math.prod(layouts[n].local_shape)) for n in names]
-    for bucket in pack_by_size(tensors, limit):
-        yield [names[place] for place in bucket]
+    tensors = [((sums[n], n == separate), math.prod(layouts[n].local_shape)) for n in names]
+    for bucket in pack_by_size(tensors, max_numel):
+        yield [names[index] for index in bucket]
 
 
-def by_unit(
-    names: Iterable[str], sums: Sums, unit_of: Callable[[str], str], alone: str | None
+def buckets_by_unit(
+    names: Iterable[str], sums: ReductionAxes, unit_of: Callable[[str], str], separate: str | None
 ) -> Iterator[list[str]]:
-    """Names in a bucket a unit, units in the order of backward; again apart where sums differ, and
-    `alone`.
+    """Names of parameters in one bucket for each ZeRO-3 unit, in the order of backward.
+
+    As in `buckets_by_size`, a unit has several buckets where reduction axes differ, or for
+    `separate`.
     """
-    groups: dict[object, list[str]] = {}
+    buckets: dict[object, list[str]] = {}
     for name in names:
-        groups.setdefault((unit_of(name), sums[name], name == alone), []).append(name)
-    yield from reversed(groups.values())
+        buckets.setdefault((unit_of(name), sums[name], name == separate), []).append(name)
+    yield from reversed(buckets.values())

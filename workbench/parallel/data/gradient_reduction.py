@@ -1,5 +1,4 @@
-"""Gradients of a bucket: whole until they are reduced once a step, or whole only on their way into
-this rank's piece.
+"""Gradients of a flat bucket: accumulated unsharded and reduced once a step, or reduce-scattered.
 
 Gradients are summed, not averaged: the loss is already divided by the step's global number of
 tokens.
@@ -12,150 +11,170 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from workbench.parallel.async_collectives import Finish
-from workbench.parallel.data.data_collectives import piece, start_scatter, start_sum
-from workbench.parallel.data.flat_buckets import Packing
+from workbench.parallel.async_collectives import WaitFn
+from workbench.parallel.data.data_collectives import (
+    local_shard,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from workbench.parallel.data.flat_buckets import BucketLayout
 from workbench.runtime_facts.cast_sizes import GRADIENT_CAST_NUMEL
 
-Works = Iterator[Finish | None]
-"""Collectives, each begun when it is asked for, which is after the former has ended."""
+CollectiveChain = Iterator[WaitFn | None]
+"""Collectives that depend on each other: asking for the next one, after waiting for the last,
+starts it.
+"""
 
 
-def add_narrow(total: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to a total of another dtype, piece by piece: widening it whole would double
-    its memory.
+def accumulate_upcast(total: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to a total of a wider dtype.
+
+    It is cast chunk by chunk: a copy of all of it in the wider dtype would be live beside it.
     """
-    for into, part in zip(
+    chunks = zip(
         total.flatten().split(GRADIENT_CAST_NUMEL), gradient.flatten().split(GRADIENT_CAST_NUMEL)
-    ):
-        into.add_(part.to(into.dtype))
+    )
+    for total_chunk, gradient_chunk in chunks:
+        total_chunk.add_(gradient_chunk.to(total_chunk.dtype))
 
 
-class Kept:
-    """A bucket's gradients, whole from microbatch to microbatch, and reduced in place once a
-    step.
+class AccumulatedGrads:
+    """Unsharded gradients of a bucket, accumulated over microbatches and reduced once a step.
+
+    Used by ZeRO-0 and ZeRO-1, and by ZeRO-2 and ZeRO-3 with `data.reduce: step`.
     """
 
-    def __init__(self, packing: Packing, dtype: torch.dtype, device: torch.device) -> None:
-        self.packing = packing
-        self.flat = torch.zeros(packing.size, dtype=dtype, device=device)
-        self.views = packing.views(self.flat)
-        self.piece = piece(self.flat, packing.shard)
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self.flat = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.views = layout.views(self.flat)
+        self.shard = local_shard(self.flat, layout.shard_axis)
 
     @property
-    def lasting(self) -> Tensor:
-        """What lives from step to step."""
+    def persistent(self) -> Tensor:
+        """The buffer that lives from step to step."""
         return self.flat
 
-    def start(self) -> None:
-        """Start a step with gradients of zero."""
+    def zero(self) -> None:
+        """Zero the gradients at the start of a step."""
         self.flat.zero_()
 
-    def grad(self, name: str) -> Tensor | None:
-        """Where autograd may add a gradient by itself."""
+    def grad_view(self, name: str) -> Tensor | None:
+        """The view that autograd may accumulate into as `parameter.grad`."""
         return self.views[name]
 
-    def add(self, name: str, gradient: Tensor) -> None:
+    def accumulate(self, name: str, gradient: Tensor) -> None:
         """Add a microbatch's gradient of a parameter."""
         view = self.views[name]
         if view.dtype == gradient.dtype:
             view.add_(gradient)
         else:
-            add_narrow(view, gradient)
+            accumulate_upcast(view, gradient)
 
     @property
-    def chained(self) -> bool:
-        """Whether several collectives follow one another."""
-        return self.packing.shard.size > 1 and self.packing.replicate.size > 1
+    def is_chained(self) -> bool:
+        """Whether the reduction is more than one collective: hybrid sharding."""
+        return self.layout.shard_axis.size > 1 and self.layout.replicate_axis.size > 1
 
-    def due(self, last: bool) -> bool:
-        """Whether there is something to reduce after this microbatch."""
-        return last
+    def should_reduce(self, last_microbatch: bool) -> bool:
+        """Whether gradients are reduced after this microbatch."""
+        return last_microbatch
 
-    def reduction(self, last: bool) -> Works:
-        """Sum over all ranks that hold the same parameters; this rank's piece is right
-        afterwards.
+    def reduction(self, last_microbatch: bool) -> CollectiveChain:
+        """Reduce-scatter in the shard group, then all-reduce the shard over its replicas.
+
+        In place: this rank's shard of the flat buffer is correct afterwards, and only that.
         """
-        yield start_scatter(self.flat, self.packing.shard)
-        yield start_sum(self.piece, self.packing.replicate)
+        yield start_reduce_scatter(self.flat, self.layout.shard_axis)
+        yield start_all_reduce(self.shard, self.layout.replicate_axis)
 
 
-class Passing:
-    """A bucket's gradients, whole only until their reduce-scatter, which adds to the piece that
-    lasts.
+class ShardedGrads:
+    """Sharded gradients of a bucket, unsharded only until their reduce-scatter.
+
+    Used by ZeRO-2 and ZeRO-3 with `data.reduce: microbatch`. The unsharded buffer is allocated by
+    a microbatch's first gradient of the bucket, and freed once its reduce-scatter has been added
+    to the shard.
     """
 
-    def __init__(self, packing: Packing, dtype: torch.dtype, device: torch.device) -> None:
-        self.packing, self.dtype, self.device = packing, dtype, device
-        self.piece = torch.zeros(packing.size // packing.shard.size, dtype=dtype, device=device)
-        self._whole: Tensor | None = None
-        self._missing: dict[str, Tensor] = {}
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout, self.dtype, self.device = layout, dtype, device
+        num_local = layout.numel // layout.shard_axis.size
+        self.shard = torch.zeros(num_local, dtype=dtype, device=device)
+        self._unsharded: Tensor | None = None
+        self._unwritten: dict[str, Tensor] = {}
+        """Views into `_unsharded` that hold no gradient yet."""
 
     @property
-    def lasting(self) -> Tensor:
-        """What lives from step to step."""
-        return self.piece
+    def persistent(self) -> Tensor:
+        """The buffer that lives from step to step."""
+        return self.shard
 
-    def start(self) -> None:
-        """Start a step with gradients of zero."""
-        self.piece.zero_()
+    def zero(self) -> None:
+        """Zero the gradients at the start of a step."""
+        self.shard.zero_()
 
-    def grad(self, name: str) -> Tensor | None:
-        """Nowhere: there is no room yet."""
+    def grad_view(self, name: str) -> Tensor | None:
+        """None: autograd has nothing to accumulate into, since no unsharded buffer persists."""
         return None
 
-    def add(self, name: str, gradient: Tensor) -> None:
+    def accumulate(self, name: str, gradient: Tensor) -> None:
         """Add a microbatch's gradient of a parameter."""
-        if self._whole is None:
-            self._whole = torch.empty(self.packing.size, dtype=self.dtype, device=self.device)
-            self._missing = self.packing.views(self._whole)
-        if (fresh := self._missing.pop(name, None)) is not None:
-            fresh.copy_(gradient)
+        if self._unsharded is None:
+            # Not zeroed: the first gradient of each parameter is copied, and `reduction` zeroes
+            # what has none.
+            self._unsharded = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+            self._unwritten = self.layout.views(self._unsharded)
+        if (view := self._unwritten.pop(name, None)) is not None:
+            view.copy_(gradient)
         else:
-            add_narrow(self.packing.views(self._whole)[name], gradient)
+            accumulate_upcast(self.layout.views(self._unsharded)[name], gradient)
 
     @property
-    def chained(self) -> bool:
-        """Always: the sum is added to what lasts, and the whole gradient let go."""
+    def is_chained(self) -> bool:
+        """Always: what was scattered is added to the shard, and the unsharded buffer freed."""
         return True
 
-    def due(self, last: bool) -> bool:
-        """Whether there is something to reduce after this microbatch."""
+    def should_reduce(self, last_microbatch: bool) -> bool:
+        """Whether gradients are reduced after this microbatch: after each."""
         return True
 
-    def reduction(self, last: bool) -> Works:
-        """Sum over the shard group into the piece that lasts; over its replicas only once a
-        step.
+    def reduction(self, last_microbatch: bool) -> CollectiveChain:
+        """Reduce-scatter this microbatch's gradients and add them to the shard.
+
+        The all-reduce over the shard's replicas (hybrid sharding) is linear, so that once a step,
+        after the last microbatch, is enough.
         """
-        if self._whole is not None:
-            whole, self._whole = self._whole, None
-            for view in self._missing.values():
+        if self._unsharded is not None:
+            unsharded, self._unsharded = self._unsharded, None
+            for view in self._unwritten.values():
                 view.zero_()
-            self._missing = {}
-            yield start_scatter(whole, self.packing.shard)
-            self.piece.add_(piece(whole, self.packing.shard))
-            del whole
-        if last:
-            yield start_sum(self.piece, self.packing.replicate)
+            self._unwritten = {}
+            yield start_reduce_scatter(unsharded, self.layout.shard_axis)
+            self.shard.add_(local_shard(unsharded, self.layout.shard_axis))
+            del unsharded
+        if last_microbatch:
+            yield start_all_reduce(self.shard, self.layout.replicate_axis)
 
 
-class Flight:
-    """A reduction under way; `chained`: it has more to do than one collective, and is to be
-    advanced soon.
+class PendingReduction:
+    """A bucket's reduction under way: a chain of collectives of which one is in flight.
+
+    One that `is_chained` holds its buffers until it is advanced to its end.
     """
 
-    def __init__(self, works: Works, chained: bool) -> None:
-        self._works, self.chained = works, chained
-        self._now: Finish | None = None
+    def __init__(self, chain: CollectiveChain, is_chained: bool) -> None:
+        self._chain, self.is_chained = chain, is_chained
+        self._wait: WaitFn | None = None
         self.done = False
         self.advance()
 
     def advance(self) -> None:
-        """Wait for the collective under way and begin the next, if there is one."""
-        if self._now is not None:
-            self._now()
-        for finish in self._works:
-            if finish is not None:
-                self._now = finish
+        """Wait for the collective in flight, and start the next one if there is one."""
+        if self._wait is not None:
+            self._wait()
+        for wait in self._chain:
+            if wait is not None:
+                self._wait = wait
                 return
-        self._now, self.done = None, True
+        self._wait, self.done = None, True

@@ -1,4 +1,4 @@
-"""Freeing and filling a storage in place: the private part of torch that ZeRO-3 stands on."""
+"""Resize a tensor's storage in place: the private torch operator that ZeRO-3 needs (as FSDP2 does)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if not "2.11" <= torch.__version__ < "2.14":
 
 
 def resize_storage(x: Tensor, nbytes: int) -> None:
-    """Give the storage of `x` `nbytes`; tensors that look into it keep their shapes, and nothing
-    may read them at 0.
+    """Resize the storage of `x` to `nbytes`, 0 to free it.
 
-    An operator, unlike `UntypedStorage.resize_`: whoever counts storages sees it.
+    Views keep their shapes; nothing may read them while the storage is freed. Unlike
+    `UntypedStorage.resize_` this is an operator, so that a dispatch mode that accounts for memory
+    sees it.
     """
     torch.ops.inductor.resize_storage_bytes_(x, nbytes)

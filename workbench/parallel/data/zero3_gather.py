@@ -1,10 +1,10 @@
-"""When ZeRO-3 makes parameters whole, and when it lets go of them (Zhao et al. 2023, arXiv
-2304.11277).
+"""ZeRO-3 (FSDP) hooks: when parameters are all-gathered, prefetched and resharded.
 
-Without a pipeline every unit (embedding, each block, final norm with head) is gathered before it
-computes and freed afterwards, while the next ones are on their way: as many at once as
-`data.in_flight` says. Under a pipeline a stage is gathered before its first forward and freed after
-its last backward, and no hook of autograd begins a collective.
+Without a pipeline every unit (embedding, each block, final norm with head) is all-gathered before
+it computes and resharded afterwards, while the all-gathers of the next units are in flight: up to
+`data.in_flight` at a time (Zhao et al. 2023, arXiv 2304.11277). Under a pipeline a stage is
+all-gathered before its first forward and resharded after its last backward, and no autograd hook
+starts a collective.
 """
 
 from __future__ import annotations
@@ -17,32 +17,38 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models import Transformer
-from workbench.parallel.data.bucket_parameters import Unit
+from workbench.parallel.data.sharded_params import ShardedParams
 
 
-class Consumer:
-    """Modules that compute one after another, and the units that forward and backward read."""
+class ComputeSegment:
+    """Modules that compute one after another, and the buckets that their passes read.
+
+    `forward` and `backward` list the sharded buckets that forward and backward read.
+    """
 
     def __init__(
-        self, modules: list[nn.Module], units: dict[int, Unit], read_in_backward: list[nn.Module]
+        self,
+        modules: list[nn.Module],
+        buckets: dict[int, ShardedParams],
+        read_in_backward: list[nn.Module],
     ) -> None:
         self.modules = modules
         self.forward, self.backward = (
-            list(dict.fromkeys(units[id(p)] for module in read for p in module.parameters()))
+            list(dict.fromkeys(buckets[id(p)] for module in read for p in module.parameters()))
             for read in (modules, read_in_backward)
         )
 
 
-def consumers(model: nn.Module, units: dict[int, Unit]) -> list[Consumer]:
-    """Of a stage, in the order of forward; `units` by the id of their parameters."""
-    return [Consumer(modules, units, in_backward) for modules, in_backward in _modules(model)]
+def compute_segments(model: nn.Module, buckets: dict[int, ShardedParams]) -> list[ComputeSegment]:
+    """Segments of a stage in the order of forward; `buckets` by the id of their parameters."""
+    return [ComputeSegment(modules, buckets, read) for modules, read in _modules(model)]
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[list[nn.Module], list[nn.Module]]]:
-    """(modules of each unit, those whose parameters backward reads); a table's gradient needs only
-    the indices.
+    """(modules of each segment, those whose parameters its backward reads).
 
-    A model that is not ours is one unit: nothing says when each part of it computes.
+    The gradient of an embedding table needs the indices only. A model given as Python is one
+    segment: nothing says when each part of it computes.
     """
     if not isinstance(model, Transformer):
         yield [model], [model]
@@ -56,100 +62,107 @@ def _modules(model: nn.Module) -> Iterator[tuple[list[nn.Module], list[nn.Module
 
 
 class StageGatherer:
-    """Keeps a stage whole from its first forward of a step until `free`."""
+    """Keeps a pipeline stage unsharded from its first forward of a step until `reshard`."""
 
-    def __init__(self, model: nn.Module, units: dict[int, Unit]) -> None:
-        self.units = [unit for consumer in consumers(model, units) for unit in consumer.forward]
-        model.register_forward_pre_hook(self._gather)
-        model.register_forward_hook(self._leave)
+    def __init__(self, model: nn.Module, buckets: dict[int, ShardedParams]) -> None:
+        segments = compute_segments(model, buckets)
+        self.buckets = [bucket for segment in segments for bucket in segment.forward]
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward)
 
-    def free(self) -> None:
-        """The stage's last backward is over."""
-        for unit in self.units:
-            unit.free()
+    def reshard(self) -> None:
+        """Reshard the stage, after its last backward."""
+        for bucket in self.buckets:
+            bucket.reshard()
 
-    def _gather(self, *_: object) -> None:
-        for unit in self.units:
-            unit.start_gather()
-        for unit in self.units:
-            unit.gather()
+    def _before_forward(self, *_: object) -> None:
+        for bucket in self.buckets:
+            bucket.start_unshard()
+        for bucket in self.buckets:
+            bucket.unshard()
 
-    def _leave(self, *_: object) -> None:
+    def _after_forward(self, *_: object) -> None:
         if not torch.is_grad_enabled():
-            self.free()
+            self.reshard()
 
 
 class UnitGatherer:
-    """Keeps one unit whole and `ahead` more, the next ones, on their way; or all from a step's
-    first forward on, with `keep`.
+    """Keeps one unit unsharded, with the all-gathers of the next `num_prefetch` in flight.
+
+    With `keep_gathered` units stay unsharded from a step's first forward on, until `reshard`.
     """
 
-    def __init__(self, model: nn.Module, units: dict[int, Unit], keep: bool, ahead: int) -> None:
-        self.consumers, self.keep, self.ahead = consumers(model, units), keep, ahead
-        self._backward: int | None = None
-        """The consumer that backward stands at: what runs forward again meanwhile gathers and frees
-        nothing.
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: dict[int, ShardedParams],
+        keep_gathered: bool,
+        num_prefetch: int,
+    ) -> None:
+        self.segments = compute_segments(model, buckets)
+        self.keep_gathered, self.num_prefetch = keep_gathered, num_prefetch
+        self._backward_index: int | None = None
+        """The segment that backward is in; its forward is recomputed meanwhile (activation
+        checkpointing), and must neither gather nor reshard.
         """
-        for index, consumer in enumerate(self.consumers):
-            consumer.modules[0].register_forward_pre_hook(partial(self._enter, index))
-            consumer.modules[-1].register_forward_hook(partial(self._leave, index))
+        for index, segment in enumerate(self.segments):
+            segment.modules[0].register_forward_pre_hook(partial(self._before_forward, index))
+            segment.modules[-1].register_forward_hook(partial(self._after_forward, index))
 
-    def free(self) -> None:
-        """The step's last backward is over."""
-        self._backward = None
-        for consumer in self.consumers:
-            for unit in consumer.forward:
-                unit.free()
+    def reshard(self) -> None:
+        """Reshard all units, after the step's last backward."""
+        self._backward_index = None
+        for segment in self.segments:
+            for bucket in segment.forward:
+                bucket.reshard()
 
-    def _enter(self, index: int, *_: object) -> None:
+    def _before_forward(self, index: int, *_: object) -> None:
         if self._recomputes(index):
             return
-        self._backward = None
-        self._gather(self.consumers[index].forward, self._next(index))
+        self._backward_index = None
+        self._unshard(self.segments[index].forward, self._next_buckets(index))
 
-    def _leave(self, index: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _after_forward(self, index: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
         training = torch.is_grad_enabled()
         if not self._recomputes(index):
-            last = index + 1 == len(self.consumers)
-            if not training or not (
-                last or self.keep
-            ):  # backward begins with the last one, which stays
-                self._free(self.consumers[index].forward, self._next(index))
+            last = index + 1 == len(self.segments)
+            # Backward begins with the last segment, which therefore stays unsharded.
+            if not training or not (last or self.keep_gathered):
+                self._reshard(self.segments[index].forward, but=self._next_buckets(index))
         if training:
+            # The gradient of a segment's output is the first that its backward sees.
             for output in outputs if isinstance(outputs, tuple) else (outputs,):
                 if isinstance(output, Tensor) and output.requires_grad:
-                    output.register_hook(partial(self._enter_backward, index))
+                    output.register_hook(partial(self._before_backward, index))
 
-    def _enter_backward(self, index: int, gradient: Tensor) -> None:
-        if index and self._backward == index:
+    def _before_backward(self, index: int, gradient: Tensor) -> None:
+        if index and self._backward_index == index:
             return
-        self._backward = index or None  # the first is not run again
-        here, after = self.consumers[index], self.consumers[index + 1 : index + 2]
-        if not self.keep:
-            self._free([unit for consumer in after for unit in consumer.forward], here.backward)
-        ahead = reversed(self.consumers[max(index - self.ahead, 0) : index])
-        self._gather(here.backward, [unit for consumer in ahead for unit in consumer.backward])
+        self._backward_index = index or None  # the embedding is never recomputed
+        segment, done = self.segments[index], self.segments[index + 1 : index + 2]
+        if not self.keep_gathered:
+            self._reshard([b for each in done for b in each.forward], but=segment.backward)
+        ahead = reversed(self.segments[max(index - self.num_prefetch, 0) : index])
+        self._unshard(segment.backward, [b for each in ahead for b in each.backward])
 
-    def _next(self, index: int) -> list[Unit]:
-        """What forward needs soon after consumer `index`."""
-        return [
-            unit
-            for consumer in self.consumers[index + 1 :][: self.ahead]
-            for unit in consumer.forward
-        ]
+    def _next_buckets(self, index: int) -> list[ShardedParams]:
+        """What forward prefetches in segment `index`."""
+        ahead = self.segments[index + 1 :][: self.num_prefetch]
+        return [bucket for segment in ahead for bucket in segment.forward]
 
     def _recomputes(self, index: int) -> bool:
-        return self._backward == index and torch.is_grad_enabled()
+        return self._backward_index == index and torch.is_grad_enabled()
 
     @staticmethod
-    def _gather(now: list[Unit], ahead: list[Unit]) -> None:
-        for unit in (*now, *ahead):
-            unit.start_gather()
-        for unit in now:
-            unit.gather()
+    def _unshard(needed: list[ShardedParams], prefetched: list[ShardedParams]) -> None:
+        # All are started before the first is waited for, and in the same order on every rank.
+        for bucket in (*needed, *prefetched):
+            bucket.start_unshard()
+        for bucket in needed:
+            bucket.unshard()
 
     @staticmethod
-    def _free(units: list[Unit], but: list[Unit]) -> None:
-        for unit in units:
-            if unit not in but:
-                unit.free()
+    def _reshard(buckets: list[ShardedParams], but: list[ShardedParams]) -> None:
+        for bucket in buckets:
+            if bucket not in but:
+                bucket.reshard()

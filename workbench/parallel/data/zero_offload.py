@@ -1,73 +1,73 @@
-"""What lives in host memory (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840): this rank's pieces,
-stepped there.
-"""
+"""ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840): shards in host memory, stepped by the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from workbench.parallel.data.bucket_parameters import Unit, Whole
+    from workbench.parallel.data.sharded_params import ReplicatedParams, ShardedParams
 
 
-def to_host(x: Tensor) -> Tensor:
-    """A copy in host memory, page-locked where a CUDA device copies from and to it."""
+def copy_to_host(x: Tensor) -> Tensor:
+    """A copy in host memory; pinned if `x` is on a CUDA device, so that copies can be asynchronous."""
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x)
 
 
-class Host:
-    """Host copies of the pieces that this rank steps: values, and the gradients that come down for
-    them.
+class _HostBucket(NamedTuple):
+    params: ReplicatedParams | ShardedParams
+    host_params: Tensor
+    """Where the optimizer steps: a host copy, or the shard itself where it lives on the host."""
+    grads: Tensor
+    host_grads: Tensor
 
-    Where the parameters' own pieces live on the host, they are stepped themselves.
+
+class HostShards:
+    """Host copies of this rank's shards of parameters and gradients, for an optimizer on the CPU.
+
+    `values` and `gradients`, by local name, are what the optimizer steps and by which gradients.
     """
 
-    def __init__(self, buckets: Sequence[tuple[Whole | Unit, Tensor]]) -> None:
-        self._pairs = [
-            (
-                values,
-                values.piece if values.on_host else to_host(values.piece),
-                gradient,
-                to_host(gradient),
+    def __init__(self, buckets: Sequence[tuple[ReplicatedParams | ShardedParams, Tensor]]) -> None:
+        self._buckets = [
+            _HostBucket(
+                params,
+                params.shard if params.on_host else copy_to_host(params.shard),
+                grads,
+                copy_to_host(grads),
             )
-            for values, gradient in buckets
+            for params, grads in buckets
         ]
-        self.values = {
-            n: v
-            for values, own, _, _ in self._pairs
-            for n, v in values.packing.own_views(own).items()
-        }
-        self.gradients = {
-            n: v
-            for values, _, _, own in self._pairs
-            for n, v in values.packing.own_views(own).items()
-        }
+        self.values: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+        for bucket in self._buckets:
+            self.values |= bucket.params.layout.shard_views(bucket.host_params)
+            self.gradients |= bucket.params.layout.shard_views(bucket.host_grads)
 
     @torch.no_grad()
-    def fetch(self) -> None:
-        """Copy the gradients down, and wait until they are there."""
-        for _, _, gradient, own in self._pairs:
-            own.copy_(gradient, non_blocking=True)
-        if any(gradient.is_cuda for _, _, gradient, _ in self._pairs):
+    def copy_grads_to_host(self) -> None:
+        """Copy the gradients' shards to the host, and wait until they are there."""
+        for bucket in self._buckets:
+            bucket.host_grads.copy_(bucket.grads, non_blocking=True)
+        # The CPU reads them next, and the copies are ordered on the stream only.
+        if any(bucket.grads.is_cuda for bucket in self._buckets):
             torch.cuda.current_stream().synchronize()
 
     @torch.no_grad()
-    def push(self) -> None:
-        """Copy the stepped values up."""
-        for values, own, _, _ in self._pairs:
-            if own is not values.piece:
-                values.piece.copy_(own, non_blocking=True)
+    def copy_params_to_device(self) -> None:
+        """Copy the updated parameters' shards to the device; those that live on the host stay."""
+        for bucket in self._buckets:
+            if bucket.host_params is not bucket.params.shard:
+                bucket.params.shard.copy_(bucket.host_params, non_blocking=True)
 
-    def lasting(self) -> dict[str, list[Tensor]]:
-        """What lives on the host from step to step, by category of the memory vocabulary."""
+    def persistent(self) -> dict[str, list[Tensor]]:
+        """Host buffers that live from step to step, by category of the memory frame."""
+        on_host = [b.host_params for b in self._buckets if b.params.on_host]
+        copies = [b.host_params for b in self._buckets if not b.params.on_host]
         return {
-            "parameters": [own for values, own, _, _ in self._pairs if values.on_host],
-            "communication": [
-                *(own for values, own, _, _ in self._pairs if not values.on_host),
-                *(own for _, _, _, own in self._pairs),
-            ],
+            "parameters": on_host,
+            "communication": [*copies, *(bucket.host_grads for bucket in self._buckets)],
         }

@@ -1,5 +1,14 @@
-"""A rank's parameters and gradients as data parallelism keeps them: what the optimizer steps, and
-how it is shared.
+"""ZeRO: a rank's parameter and gradient buffers, as data parallelism shards and reduces them.
+
+What each stage of `data.zero` shards (Rajbhandari et al. 2020, arXiv 1910.02054):
+
+- 0: nothing. Gradients are all-reduced, and every rank steps all parameters.
+- 1: optimizer states. Gradients are reduced, each rank steps its shard of the flat buckets, and an
+  all-gather brings the updated parameters.
+- 2: gradients too, if `data.reduce` is microbatch: each microbatch's are reduce-scattered.
+- 3: parameters too (FSDP): they are all-gathered unit by unit, `zero3_gather` says when.
+
+With a shard group smaller than data parallelism (hybrid sharding, HSDP), shards are replicated.
 """
 
 from __future__ import annotations
@@ -11,261 +20,291 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from workbench.parallel.data.bucket_parameters import Draw, Unit, Whole
-from workbench.parallel.data.data_collectives import start_sum
-from workbench.parallel.data.flat_buckets import Packing, Sums, by_size, by_unit, packed
-from workbench.parallel.data.gradient_reduction import Flight, Kept, Passing
+from workbench.parallel.data.data_collectives import start_all_reduce
+from workbench.parallel.data.flat_buckets import (
+    BucketLayout,
+    ReductionAxes,
+    bucket_layout,
+    buckets_by_size,
+    buckets_by_unit,
+)
+from workbench.parallel.data.gradient_reduction import (
+    AccumulatedGrads,
+    PendingReduction,
+    ShardedGrads,
+)
+from workbench.parallel.data.sharded_params import InitParam, ReplicatedParams, ShardedParams
 from workbench.parallel.data.zero3_gather import StageGatherer, UnitGatherer
-from workbench.parallel.data.zero_offload import Host
+from workbench.parallel.data.zero_offload import HostShards
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh
 from workbench.plan.schema import Data
 
 
 @dataclass
-class Bucket:
-    """Some parameters' values and gradients side by side, and how many gradients the microbatch
-    under way owes.
-    """
+class ParamBucket:
+    """Parameters and gradients of one flat bucket."""
 
-    values: Whole | Unit
-    gradients: Kept | Passing
-    owed: int = 0
+    params: ReplicatedParams | ShardedParams
+    grads: AccumulatedGrads | ShardedGrads
+    num_pending: int = 0
+    """How many gradients the backward under way has not made yet."""
 
 
-class Store:
-    """All parameters and gradients of a rank, accumulated over microbatches, reduced and shared as
-    ZeRO's stage says.
+class ParamAndGradStore:
+    """All parameters and gradients of a rank, accumulated, reduced and sharded by ZeRO.
 
-    `values`, `gradients` and `layouts`, by local name, are what the optimizer steps, what it steps
-    by, and where that lies: from ZeRO-1 up this rank's pieces of flat buckets (Rajbhandari et al.
-    2020, arXiv 1910.02054). Under offload `values` are on the host, and `stepped` are the
-    gradients' copies there. Buckets follow the order of backward, and are reduced in that order on
-    every rank; with `hooks` as soon as a bucket is complete.
+    Attributes, each by local parameter name:
+        values: What the optimizer steps: this rank's shards of flat buckets from ZeRO-1 up, on the
+            host under offload.
+        gradients: The shards of gradients on the device, reduced after `reduce`.
+        optimizer_gradients: What the optimizer reads: `gradients`, or their host copies.
+        layouts: Where `values` lie in the global tensors.
+
+    Args:
+        models: This rank's stages, on the meta device; their parameters are replaced.
+        layouts: Local parameter name -> its layout before ZeRO shards it.
+        sums: Local parameter name -> the axes its gradient is summed over.
+        dtype: Of accumulated gradients; also what `bucket_mib` is measured in.
+        init_param: Gives the initial value of a local parameter.
+        overlap: Whether a bucket is reduced as soon as the last backward has made its gradients,
+            behind the rest of that backward; otherwise once the backward is over.
+        separate: Local name of a parameter that gets a bucket of its own: a tied weight, whose
+            gradient another pipeline stage adds to.
     """
 
     def __init__(
         self,
         models: Mapping[int, nn.Module],
         layouts: dict[str, Layout],
-        sums: Sums,
+        sums: ReductionAxes,
         mesh: Mesh,
         plan: Data,
         dtype: torch.dtype,
-        draw: Draw,
-        hooks: bool,
-        alone: str | None,
+        init_param: InitParam,
+        overlap: bool,
+        separate: str | None,
     ) -> None:
-        self.plan, self.hooks = plan, hooks
-        self.buckets: dict[int, list[Bucket]] = {}
-        made: dict[int, nn.Parameter] = {}
+        self.plan, self.overlap = plan, overlap
+        self.buckets: dict[int, list[ParamBucket]] = {}
+        materialized: dict[int, nn.Parameter] = {}
         for stage, model in models.items():
-            meta = {name: p for name, p in model.named_parameters() if id(p) not in made}
+            meta = {n: p for n, p in model.named_parameters() if id(p) not in materialized}
             own = {name: layouts[name] for name in meta}
             self.buckets[stage] = [
-                self._bucket(packed(names, own, sums, mesh, plan.zero), dtype, draw)
-                for names in self._grouped(own, sums, dtype, alone)
+                self._make_bucket(
+                    bucket_layout(names, own, sums, mesh, plan.zero), dtype, init_param
+                )
+                for names in self._bucket_names(own, sums, dtype, separate)
             ]
             for bucket in self.buckets[stage]:
-                made |= {id(meta[name]): p for name, p in bucket.values.parameters.items()}
+                materialized |= {id(meta[n]): p for n, p in bucket.params.parameters.items()}
         for model in models.values():
-            _install(model, made)
-        self._tell(layouts)
-        self._watch()
-        self._gather_when_needed(models)
-        self._flying: list[Flight] = []
-        self._last: set[int] = set()
-        self._next = dict.fromkeys(self.buckets, 0)
+            _replace_parameters(model, materialized)
+        self._register_shards(layouts)
+        self._register_grad_hooks()
+        self._install_gatherers(models)
+        self._in_flight: list[PendingReduction] = []
+        self._last_backward: set[int] = set()
+        """Stages whose next backward is their last of the step."""
+        self._next_bucket = dict.fromkeys(self.buckets, 0)
+        """Stage -> the first of its buckets that is not yet reduced after this backward."""
 
-    def _grouped(
-        self, own: dict[str, Layout], sums: Sums, dtype: torch.dtype, alone: str | None
+    def _bucket_names(
+        self, own: dict[str, Layout], sums: ReductionAxes, dtype: torch.dtype, separate: str | None
     ) -> Iterator[list[str]]:
         if self.plan.zero == 3:
-            return by_unit(own, sums, _unit_of, alone)
-        limit = self.plan.bucket_mib * 2**20 / dtype.itemsize
-        return by_size(own, sums, limit, alone if self.plan.zero else None)
+            return buckets_by_unit(own, sums, _unit_of, separate)
+        max_numel = self.plan.bucket_mib * 2**20 / dtype.itemsize
+        return buckets_by_size(own, sums, max_numel, separate if self.plan.zero else None)
 
-    def _bucket(self, packing: Packing, dtype: torch.dtype, draw: Draw) -> Bucket:
-        values = (
-            Unit(packing, draw, self.plan.offload == "parameters")
+    def _make_bucket(
+        self, layout: BucketLayout, dtype: torch.dtype, init_param: InitParam
+    ) -> ParamBucket:
+        params = (
+            ShardedParams(layout, init_param, self.plan.offload == "parameters")
             if self.plan.zero == 3
-            else Whole(packing, draw)
+            else ReplicatedParams(layout, init_param)
         )
-        passing = self.plan.zero >= 2 and self.plan.reduce == "microbatch"
-        return Bucket(values, (Passing if passing else Kept)(packing, dtype, values.flat.device))
+        sharded = self.plan.zero >= 2 and self.plan.reduce == "microbatch"
+        grads = (ShardedGrads if sharded else AccumulatedGrads)(layout, dtype, params.flat.device)
+        return ParamBucket(params, grads)
 
-    def _tell(self, layouts: dict[str, Layout]) -> None:
-        """Fill in what the optimizer steps, by which gradients, and where that lies."""
+    def _register_shards(self, layouts: dict[str, Layout]) -> None:
         self.values: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self.layouts: dict[str, Layout] = {}
-        for bucket in self._all():
-            packing = bucket.values.packing
-            self.values |= packing.own_views(bucket.values.piece)
-            self.gradients |= packing.own_views(bucket.gradients.piece)
-            self.layouts |= packing.own_layouts(layouts)
-        self.stepped = self.gradients
-        self.host: Host | None = None
+        for bucket in self._all_buckets():
+            layout = bucket.params.layout
+            self.values |= layout.shard_views(bucket.params.shard)
+            self.gradients |= layout.shard_views(bucket.grads.shard)
+            self.layouts |= layout.shard_layouts(layouts)
+        self.optimizer_gradients = self.gradients
+        self.host: HostShards | None = None
         if self.plan.offload != "none":
-            self.host = Host([(bucket.values, bucket.gradients.piece) for bucket in self._all()])
-            self.values, self.stepped = self.host.values, self.host.gradients
+            self.host = HostShards([(b.params, b.grads.shard) for b in self._all_buckets()])
+            self.values, self.optimizer_gradients = self.host.values, self.host.gradients
 
-    def _watch(self) -> None:
-        self._places: dict[int, tuple[int, Bucket, str]] = {}
+    def _register_grad_hooks(self) -> None:
+        """Let autograd accumulate into the flat buffers where it can, and hook the rest.
+
+        Autograd adds in place to a `parameter.grad` of the parameter's dtype. A gradient that is
+        accumulated in another dtype, or that has no buffer yet, is taken by the hook.
+        """
+        self._bucket_of: dict[int, tuple[int, ParamBucket, str]] = {}
         for stage, own in self.buckets.items():
             for bucket in own:
-                for name, parameter in bucket.values.parameters.items():
-                    self._places[id(parameter)] = stage, bucket, name
-                    view = bucket.gradients.grad(name)
+                for name, parameter in bucket.params.parameters.items():
+                    self._bucket_of[id(parameter)] = stage, bucket, name
+                    view = bucket.grads.grad_view(name)
                     by_autograd = view is not None and view.dtype == parameter.dtype
                     parameter.grad = view if by_autograd else None
-                    if self.hooks or not by_autograd:
+                    if self.overlap or not by_autograd:
                         parameter.register_post_accumulate_grad_hook(
-                            partial(self._arrived, stage, bucket, name)
+                            partial(self._on_accumulated, stage, bucket, name)
                         )
 
-    def _gather_when_needed(self, models: Mapping[int, nn.Module]) -> None:
+    def _install_gatherers(self, models: Mapping[int, nn.Module]) -> None:
         self._gatherers: dict[int, StageGatherer | UnitGatherer] = {}
-        values = [bucket.values for bucket in self._all()]
-        units = {
-            id(p): unit
-            for unit in values
-            if isinstance(unit, Unit)
-            for p in unit.parameters.values()
+        params = [bucket.params for bucket in self._all_buckets()]
+        sharded = {
+            id(p): bucket
+            for bucket in params
+            if isinstance(bucket, ShardedParams)
+            for p in bucket.parameters.values()
         }
-        for stage, model in models.items() if units else ():
+        for stage, model in models.items() if sharded else ():
             self._gatherers[stage] = (
-                UnitGatherer(model, units, self.plan.keep_gathered, self.plan.in_flight - 1)
-                if self.hooks
-                else StageGatherer(model, units)
+                UnitGatherer(model, sharded, self.plan.keep_gathered, self.plan.in_flight - 1)
+                if self.overlap
+                else StageGatherer(model, sharded)
             )
 
-    def _all(self) -> Iterator[Bucket]:
+    def _all_buckets(self) -> Iterator[ParamBucket]:
         return (bucket for own in self.buckets.values() for bucket in own)
 
-    def start(self) -> None:
-        """Start a step with gradients of zero."""
-        for bucket in self._all():
-            bucket.gradients.start()
+    def zero_grads(self) -> None:
+        """Zero all gradients at the start of a step."""
+        for bucket in self._all_buckets():
+            bucket.grads.zero()
 
-    def expect_last(self, stage: int) -> None:
-        """The next backward of `stage` is its last of the step."""
-        self._last.add(stage)
-        self._await_gradients(stage)
+    def expect_last_backward(self, stage: int) -> None:
+        """Announce that the next backward of `stage` is its last of the step."""
+        self._last_backward.add(stage)
+        self._reset_pending(stage)
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a microbatch's gradient that autograd does not accumulate: a deferred weight
-        gradient.
-        """
-        stage, bucket, name = self._places[id(parameter)]
-        bucket.gradients.add(name, gradient)
-        self._count(stage, bucket)
+    def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a microbatch's gradient that autograd does not accumulate: a deferred W."""
+        stage, bucket, name = self._bucket_of[id(parameter)]
+        bucket.grads.accumulate(name, gradient)
+        self._on_gradient(stage, bucket)
 
     def reduce(self, stage: int) -> None:
-        """A backward of `stage` is over: reduce what is due and wait for it; after its last one,
-        free what is whole.
-        """
-        self._launch(stage, complete=False)
-        while self._flying:
-            self._advance(self._flying)
-        self._await_gradients(stage)
-        if stage in self._last:
-            self._last.discard(stage)
-            self._sum_partial(stage)
+        """Finish the reductions after a backward of `stage`; after its last one, reshard it."""
+        self._start_reductions(stage, complete_only=False)
+        while self._in_flight:
+            self._advance(self._in_flight)
+        self._reset_pending(stage)
+        if stage in self._last_backward:
+            self._last_backward.discard(stage)
+            self._all_reduce_partial(stage)
             if stage in self._gatherers:
-                self._gatherers[stage].free()
+                self._gatherers[stage].reshard()
 
-    def fetch(self) -> None:
-        """Before the optimizer's step: bring the gradients where it is made."""
+    def copy_grads_to_host(self) -> None:
+        """Before the optimizer's step: copy gradients to the host, under offload."""
         if self.host is not None:
-            self.host.fetch()
+            self.host.copy_grads_to_host()
 
-    def publish(self) -> None:
-        """After the optimizer's step: give every rank the values that others have stepped."""
+    def gather_updated_params(self) -> None:
+        """After the optimizer's step: all-gather the shards that the other ranks have stepped.
+
+        ZeRO-3 does not need it: it all-gathers parameters when they are next used.
+        """
         if self.host is not None:
-            self.host.push()
-        wholes = [bucket.values for bucket in self._all() if isinstance(bucket.values, Whole)]
-        for values in wholes:
-            values.start_publish()
-        for values in wholes:
-            values.publish()
+            self.host.copy_params_to_device()
+        params = (bucket.params for bucket in self._all_buckets())
+        replicated = [p for p in params if isinstance(p, ReplicatedParams)]
+        for each in replicated:
+            each.start_all_gather()
+        for each in replicated:
+            each.wait_all_gather()
 
-    def lasting(self) -> dict[str, list[Tensor]]:
-        """What lives on the device from step to step, by category of the memory vocabulary."""
-        values = [bucket.values for bucket in self._all()]
+    def persistent(self) -> dict[str, list[Tensor]]:
+        """Device buffers that live from step to step, by category of the memory frame."""
+        params = [bucket.params for bucket in self._all_buckets()]
         return {
-            "parameters": [v.lasting for v in values if not v.on_host],
-            "gathered": [v.flat for v in values if isinstance(v, Unit)],
-            "gradients": [bucket.gradients.lasting for bucket in self._all()],
+            "parameters": [p.persistent for p in params if not p.on_host],
+            "gathered": [p.flat for p in params if isinstance(p, ShardedParams)],
+            "gradients": [bucket.grads.persistent for bucket in self._all_buckets()],
         }
 
-    def _arrived(self, stage: int, bucket: Bucket, name: str, parameter: nn.Parameter) -> None:
-        if parameter.grad is None:  # a split backward has left it for later
+    def _on_accumulated(
+        self, stage: int, bucket: ParamBucket, name: str, parameter: nn.Parameter
+    ) -> None:
+        if parameter.grad is None:  # a split backward has deferred it (W)
             return
-        if parameter.grad is not bucket.gradients.grad(name):
-            bucket.gradients.add(name, parameter.grad)
+        if parameter.grad is not bucket.grads.grad_view(name):
+            bucket.grads.accumulate(name, parameter.grad)
             parameter.grad = None
-        self._count(stage, bucket)
+        self._on_gradient(stage, bucket)
 
-    def _count(self, stage: int, bucket: Bucket) -> None:
-        if self.hooks and bucket.gradients.due(stage in self._last):
-            bucket.owed -= 1
-            self._launch(stage, complete=True)
+    def _on_gradient(self, stage: int, bucket: ParamBucket) -> None:
+        if self.overlap and bucket.grads.should_reduce(stage in self._last_backward):
+            bucket.num_pending -= 1
+            self._start_reductions(stage, complete_only=True)
 
-    def _sum_partial(self, stage: int) -> None:
+    def _all_reduce_partial(self, stage: int) -> None:
         for bucket in self.buckets[stage]:
-            for axis in bucket.gradients.packing.partial:
-                if finish := start_sum(bucket.gradients.piece, axis):
-                    finish()
+            for axis in bucket.grads.layout.partial_axes:
+                if wait := start_all_reduce(bucket.grads.shard, axis):
+                    wait()
 
-    def _await_gradients(self, stage: int) -> None:
-        self._next[stage] = 0
+    def _reset_pending(self, stage: int) -> None:
+        self._next_bucket[stage] = 0
         for bucket in self.buckets[stage]:
-            bucket.owed = len(bucket.values.parameters)
+            bucket.num_pending = len(bucket.params.parameters)
 
-    def _launch(self, stage: int, complete: bool) -> None:
-        """Begin reducing buckets in their order, as far as they are `complete`; otherwise all that
-        are left.
+    def _start_reductions(self, stage: int, complete_only: bool) -> None:
+        """Start reducing buckets in their order: all that are left, or up to the first incomplete.
+
+        The order is fixed, though a later bucket may be complete first: ranks must issue their
+        collectives in the same order.
         """
-        own, last = self.buckets[stage], stage in self._last
-        while self._next[stage] < len(own):
-            bucket = own[self._next[stage]]
-            if complete and bucket.owed:
+        own, last = self.buckets[stage], stage in self._last_backward
+        while self._next_bucket[stage] < len(own):
+            bucket = own[self._next_bucket[stage]]
+            if complete_only and bucket.num_pending:
                 return
-            self._next[stage] += 1
-            if bucket.gradients.due(last):
-                self._keep_newest(
-                    self.plan.in_flight - 2
-                )  # beside it, and the bucket that backward fills next
-                self._flying.append(
-                    Flight(bucket.gradients.reduction(last), bucket.gradients.chained)
-                )
+            self._next_bucket[stage] += 1
+            if bucket.grads.should_reduce(last):
+                # `in_flight` bounds the unsharded buffers alive at once: these, the one started
+                # now, and the one that backward fills next.
+                self._limit_in_flight(self.plan.in_flight - 2)
+                reduction = bucket.grads.reduction(last)
+                self._in_flight.append(PendingReduction(reduction, bucket.grads.is_chained))
                 if self.plan.in_flight == 1:
-                    self._keep_newest(0)
+                    self._limit_in_flight(0)
 
-    def _keep_newest(self, number: int) -> None:
-        """Go on with all reductions that have more to do than one collective, but the newest
-        ones.
-        """
-        chained = [flight for flight in self._flying if flight.chained]
-        self._advance(chained[: max(0, len(chained) - max(0, number))])
+    def _limit_in_flight(self, limit: int) -> None:
+        """Advance all chained reductions but the newest `limit`, so that they free their buffers."""
+        chained = [reduction for reduction in self._in_flight if reduction.is_chained]
+        self._advance(chained[: max(0, len(chained) - max(0, limit))])
 
-    def _advance(self, flights: list[Flight]) -> None:
-        for flight in flights:
-            flight.advance()
-        self._flying = [flight for flight in self._flying if not flight.done]
+    def _advance(self, reductions: list[PendingReduction]) -> None:
+        for reduction in reductions:
+            reduction.advance()
+        self._in_flight = [reduction for reduction in self._in_flight if not reduction.done]
 
 
 def _unit_of(name: str) -> str:
-    """What ZeRO-3 gathers at once: the embedding, a block, or the final norm with the head."""
+    """The ZeRO-3 unit of a parameter: the embedding, a block, or the final norm with the head."""
     first, second, *_ = (*name.split("."), "")
     return {"blocks": second, "embedding": first}.get(first, "head")
 
 
-def _install(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
-    """Put the parameters that were made in the place of those that only described them, ties
-    included.
-    """
+def _replace_parameters(model: nn.Module, materialized: Mapping[int, nn.Parameter]) -> None:
+    """Replace meta parameters by the ones made for them, by id; tied ones stay tied."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, made[id(parameter)])
+            setattr(module, name, materialized[id(parameter)])

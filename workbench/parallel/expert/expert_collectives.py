@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workbench.parallel.async_collectives import call
+from workbench.parallel.async_collectives import run_collective
 from workbench.parallel.mesh import MeshAxis
 
 
@@ -35,7 +35,7 @@ def _exchange(x_RD: Tensor, sent: list[int], received: list[int], axis: MeshAxis
         input_split_sizes=sent,
         group=axis.group,
     )
-    call(exchanged, result, x_RD)
+    run_collective(exchanged, result, x_RD)
     return result
 
 
@@ -53,7 +53,7 @@ def all_to_all(
 
 def summed(counts_BE: Tensor, axis: MeshAxis) -> Tensor:
     """What the ranks of `axis`, which share sequences, count of them together; in place."""
-    call(partial(dist.all_reduce, group=axis.group), counts_BE)
+    run_collective(partial(dist.all_reduce, group=axis.group), counts_BE)
     return counts_BE
 
 
@@ -62,5 +62,5 @@ def exchange_counts(counts_E: Tensor, axis: MeshAxis) -> Tensor:
     expert].
     """
     received = torch.empty_like(counts_E)
-    call(partial(dist.all_to_all_single, group=axis.group), received, counts_E)
+    run_collective(partial(dist.all_to_all_single, group=axis.group), received, counts_E)
     return received.view(axis.size, -1)

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.parallel.async_collectives import (
-    Finish,
-    begin,
-    begin_all_gather,
-    begin_reduce_scatter,
+    WaitFn,
+    all_gather_async,
+    reduce_scatter_async,
+    start_collective,
 )
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.pipeline.zero_bubble import Deferred, deferring
@@ -49,8 +49,8 @@ class Passage:
     """Layer -> the gradient [N, out] of what it made, while its weight's is still to be made."""
     whole: Tensor | None = None
     """What the layers multiplied, [N, in]."""
-    gathered: Finish | None = None
-    summed: Finish | None = None
+    gathered: WaitFn | None = None
+    summed: WaitFn | None = None
 
     def begin_gather(self, x_BTD: Tensor) -> None:
         """Begin to make whole what the layers multiplied; kept for later, it must not keep the
@@ -62,17 +62,19 @@ class Passage:
                 self.whole,
                 self.whole.new_empty(len(self.whole) * self.axis.size, x_BTD.shape[-1]),
             )
-            self.gathered = begin_all_gather(self.whole, part_ND, self.axis)
+            self.gathered = all_gather_async(self.whole, part_ND, self.axis)
 
     def begin_sum(self, gradient_ND: Tensor, shape: torch.Size) -> Tensor:
         """Begin to sum the gradient of what came in; it is right, of `shape`, once `summed` has
         been called.
         """
         if not self.sequence:
-            self.summed = begin(partial(dist.all_reduce, group=self.axis.group), gradient_ND)
+            self.summed = start_collective(
+                partial(dist.all_reduce, group=self.axis.group), gradient_ND
+            )
             return gradient_ND.view(shape)
         part_BTD = gradient_ND.new_empty(shape)
-        self.summed = begin_reduce_scatter(part_BTD, gradient_ND, self.axis)
+        self.summed = reduce_scatter_async(part_BTD, gradient_ND, self.axis)
         return part_BTD
 
     def weight_gradient(self, layer: int) -> Tensor | None:

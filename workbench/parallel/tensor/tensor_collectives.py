@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workbench.parallel.async_collectives import begin_all_gather, begin_reduce_scatter, call
+from workbench.parallel.async_collectives import (
+    all_gather_async,
+    reduce_scatter_async,
+    run_collective,
+)
 from workbench.parallel.mesh import MeshAxis
 
 
@@ -80,7 +84,7 @@ def all_reduce(
 ) -> Tensor:
     """Reduce a contiguous tensor in place over `axis`."""
     if axis.size > 1:
-        call(partial(dist.all_reduce, op=op, group=axis.group), x)
+        run_collective(partial(dist.all_reduce, op=op, group=axis.group), x)
     return x
 
 
@@ -90,7 +94,7 @@ def all_gather(x_BTD: Tensor, axis: MeshAxis) -> Tensor:
     """
     batch, tokens, *rest = x_BTD.shape
     whole = x_BTD.new_empty(batch, tokens * axis.size, *rest)
-    begin_all_gather(whole, x_BTD, axis)()
+    all_gather_async(whole, x_BTD, axis)()
     return whole
 
 
@@ -100,7 +104,7 @@ def reduce_scatter(x_BTD: Tensor, axis: MeshAxis) -> Tensor:
     """
     batch, tokens, *rest = x_BTD.shape
     part = x_BTD.new_empty(batch, tokens // axis.size, *rest)
-    begin_reduce_scatter(part, x_BTD, axis)()
+    reduce_scatter_async(part, x_BTD, axis)()
     return part
 
 

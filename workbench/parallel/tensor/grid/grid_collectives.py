@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workbench.parallel.async_collectives import begin, begin_all_gather, begin_reduce_scatter, call
+from workbench.parallel.async_collectives import (
+    all_gather_async,
+    reduce_scatter_async,
+    run_collective,
+    start_collective,
+)
 from workbench.parallel.mesh import MeshAxis
 
 
@@ -44,7 +49,7 @@ def together(*moves: Move) -> list[Tensor]:
     same order.
     """
     moving = [move for move in moves if move.axis.size > 1]
-    for finish in [begin(move.collective, move.block) for move in moving]:
+    for finish in [start_collective(move.collective, move.block) for move in moving]:
         finish()
     return [move.block for move in moves]
 
@@ -52,7 +57,7 @@ def together(*moves: Move) -> list[Tensor]:
 def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
     """The sum of the ranks' `x`, in place."""
     if axis.size > 1:
-        call(partial(dist.all_reduce, group=axis.group), x)
+        run_collective(partial(dist.all_reduce, group=axis.group), x)
     return x
 
 
@@ -61,7 +66,7 @@ def all_gather(x: Tensor, axis: MeshAxis) -> Tensor:
     if axis.size == 1:
         return x
     whole = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
-    begin_all_gather(whole, x, axis)()
+    all_gather_async(whole, x, axis)()
     return whole
 
 
@@ -72,7 +77,7 @@ def reduce_scatter(x: Tensor, axis: MeshAxis) -> Tensor:
     if axis.size == 1:
         return x
     block = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    begin_reduce_scatter(block, x, axis)()
+    reduce_scatter_async(block, x, axis)()
     return block
 
 
