@@ -33,7 +33,7 @@ from workbench.kernels.triton_compat import runs_triton
 from workbench.kernels.weight_only_gemv import matvec
 from workbench.kernels.weight_only_gemv import reference as matvec_reference
 from workbench.models import seams
-from workbench.models.counter_dropout import SAMPLE, Dropout
+from workbench.models.counter_dropout import SAMPLE_STRIDE, Dropout
 from workbench.models.seams import at_least_fp32
 
 HEAD_DIM = {"cuda": 128, "cpu": 32}
@@ -139,7 +139,7 @@ def rotary(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device) -
 
     def inputs(generator: torch.Generator) -> Inputs:
         random = _random(device, dtype, generator)
-        table = seams.positions_of(torch.arange(length, device=device), head, 10000.0, dtype)
+        table = seams.rotary_positions(torch.arange(length, device=device), head, 10000.0, dtype)
         shapes = (batch, length, heads, head), (batch, length, max(1, heads // 4), head)
         return *(random(*shape) for shape in shapes), table.cos, table.sin
 
@@ -210,7 +210,7 @@ def loss(vocab: int, tokens: int, dtype: torch.dtype, device: torch.device) -> C
 
     def eager(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(
-            at_least_fp32(logits), targets, reduction="sum", ignore_index=seams.IGNORE
+            at_least_fp32(logits), targets, reduction="sum", ignore_index=seams.IGNORE_INDEX
         )
 
     contestants = {
@@ -238,7 +238,7 @@ def dropped(
 
     def inputs(generator: torch.Generator) -> Inputs:
         random = _random(device, dtype, generator)
-        rows = torch.arange(tokens, device=device) + 3 * SAMPLE
+        rows = torch.arange(tokens, device=device) + 3 * SAMPLE_STRIDE
         more = (random(hidden), random(tokens, hidden)) if whole else (None, None)
         return random(tokens, hidden), *more, rows
 

@@ -22,7 +22,7 @@ from workbench.engine.optimizer import Optimizer
 from workbench.kernels.fused_seams import replace_seams
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy
 from workbench.models import Transformer
-from workbench.models.seams import IGNORE, at_least_fp32
+from workbench.models.seams import IGNORE_INDEX, at_least_fp32
 from workbench.parallel.layout import Layout
 from workbench.plan import schema
 from workbench.plan.model_shape import Shape
@@ -54,7 +54,7 @@ class Size:
 def plain_head(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Projection, then loss: the whole logits are there, twice in 16 bits and fp32."""
     logits = at_least_fp32(F.linear(x, weight))
-    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE)
+    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
 def heads(n: int, d: int, v: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -217,7 +217,7 @@ class _Trained:
         for parameter in parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         self.gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        layouts = {name: Layout.whole(name, tuple(p.shape)) for name, p in parameters.items()}
+        layouts = {name: Layout.unsharded(name, tuple(p.shape)) for name, p in parameters.items()}
         config = schema.Optimizer(decay="constant")
         self.optimizer = Optimizer(parameters, self.gradients, layouts, config, 1, kernels)
         self.scale = 1 / self.targets.numel()

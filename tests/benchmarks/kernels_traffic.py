@@ -82,7 +82,7 @@ def layer(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, tup
     ]
     weights = ("weight", "bias")[: 1 + (s.norm == "layernorm")]
     rope_dim = int(s.head_dim or 0)
-    positions = seams.positions_of(
+    positions = seams.rotary_positions(
         torch.arange(size.length, device=device), rope_dim, s.rope_theta, dtype
     )
 

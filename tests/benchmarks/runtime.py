@@ -28,8 +28,8 @@ from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.models import Transformer
 from workbench.models.weight_init import initial_value
+from workbench.parallel.apply_strategy import keep_pipeline_stage
 from workbench.parallel.mesh import build_mesh
-from workbench.parallel.pipeline.model_stages import keep_stage
 from workbench.plan.schema import Plan
 
 WARM, ROUNDS = 3, 12
@@ -198,7 +198,7 @@ def pipelining(plan: Plan, rank: int) -> Step:
     built = []
     for stage in mine:
         model = model_of(plan)
-        keep_stage(model, stage, p.partition)
+        keep_pipeline_stage(model, stage, p.partition)
         built.append(PipelineStage(model, stage, stages, torch.device("cpu")))
     t = plan.training
     scale = 1 / (t.global_batch * t.sequence_length)

@@ -17,7 +17,7 @@ from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.schema import Plan
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (7, 5), "vector": (11,), "other": (3, 4, 2)}
-LAYOUTS = {name: Layout.whole(name, shape) for name, shape in SHAPES.items()}
+LAYOUTS = {name: Layout.unsharded(name, shape) for name, shape in SHAPES.items()}
 
 
 def named(dtype: torch.dtype) -> dict[str, nn.Parameter]:
@@ -200,7 +200,7 @@ def test_cutting_what_is_cast_changes_nothing(
 ) -> None:
     monkeypatch.setattr("workbench.engine.optimizer_groups.CPU_FUSED_CAST_BYTES", 1024)
     shapes = {"matrix": (40, 20), "vector": (130,), "small": (3, 4)}
-    layouts = {n: Layout.whole(n, s) for n, s in shapes.items()}
+    layouts = {n: Layout.unsharded(n, s) for n, s in shapes.items()}
     found = []
     for kernels in ("eager", "fused"):
         generator = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from torch.library import opcheck
 from torch.profiler import ProfilerActivity, profile
 
 from workbench.kernels.cross_entropy import cross_entropy, gradient_op, reference, statistics_op
-from workbench.models.seams import IGNORE
+from workbench.models.seams import IGNORE_INDEX
 
 N, V = 6, 33
 
@@ -21,7 +21,7 @@ def drawn(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(N, V, generator=generator, dtype=torch.float64)
     targets = torch.randint(V, (N,), generator=generator)
-    targets[1] = IGNORE
+    targets[1] = IGNORE_INDEX
     return logits.to(dtype), targets
 
 

@@ -17,7 +17,7 @@ from workbench.kernels.bias_dropout_residual import (
     dropout_add_op,
     reference,
 )
-from workbench.models.counter_dropout import drop
+from workbench.models.counter_dropout import apply_dropout
 
 KEY = 12345678901234567
 
@@ -52,9 +52,9 @@ def test_is_the_models_own_dropout(
     x, bias, residual, rows = inputs((3, 5, 33), dtype)
     monkeypatch.setattr(bias_dropout_residual, "PIECE", 33 * 4)  # the fifteen rows are four pieces
     found = dropout_add(x, bias, residual, rows, KEY, 0.3, 7, kernels)
-    assert torch.equal(found, drop(x + bias, rows, KEY, 0.3, 7) + residual)
+    assert torch.equal(found, apply_dropout(x + bias, rows, KEY, 0.3, 7) + residual)
     alone = dropout_add(x, None, None, rows, KEY, 0.3, 7, kernels)
-    assert torch.equal(alone, drop(x, rows, KEY, 0.3, 7)) and alone.dtype == dtype
+    assert torch.equal(alone, apply_dropout(x, rows, KEY, 0.3, 7)) and alone.dtype == dtype
     assert torch.allclose(
         found.double(),
         reference(x, bias, residual, rows, KEY, 0.3, 7).double(),

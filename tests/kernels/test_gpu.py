@@ -23,7 +23,7 @@ from workbench.kernels.weight_only_gemv import matvec
 from workbench.kernels.weight_only_gemv import reference as matvec_reference
 from workbench.kernels.weight_quantization import Quantised, quantise
 from workbench.models import Transformer
-from workbench.models.seams import positions_of
+from workbench.models.seams import rotary_positions
 from workbench.plan.model_shape import Shape
 
 pytestmark = [
@@ -88,7 +88,7 @@ def _norm(centred: bool) -> Operator:
 def _rope(heads: int, keys: int) -> Operator:
     def inputs(width: int) -> list[Tensor]:
         size = min(256, width // heads // 2 * 2)
-        tables = positions_of(torch.arange(ROWS // 2), size, 10000.0, torch.float64)
+        tables = rotary_positions(torch.arange(ROWS // 2), size, 10000.0, torch.float64)
         return [
             normal(2, ROWS // 2, heads, size),
             normal(2, ROWS // 2, keys, size),

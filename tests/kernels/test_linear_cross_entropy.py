@@ -14,8 +14,8 @@ from torch.library import opcheck
 from tests.kernels.test_cross_entropy import again, peak
 from workbench.kernels import linear_cross_entropy as module
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy, reference, run_op
-from workbench.models.seams import IGNORE
-from workbench.parallel.pipeline.zero_bubble import SplitLinears
+from workbench.models.seams import IGNORE_INDEX
+from workbench.parallel.pipeline.zero_bubble import SplitBackward
 from workbench.runtime_facts import loss_chunks
 from workbench.runtime_facts.loss_chunks import loss_chunk_columns, loss_chunk_tokens
 
@@ -29,7 +29,7 @@ def drawn(
     x = torch.randn(tokens, D, generator=generator, dtype=torch.float64)
     weight = torch.randn(vocab, D, generator=generator, dtype=torch.float64)
     targets = torch.randint(vocab, (tokens,), generator=generator)
-    targets[1] = IGNORE
+    targets[1] = IGNORE_INDEX
     return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
 
@@ -188,7 +188,7 @@ def test_a_split_backward_leaves_it_alone() -> None:
     """
     x, weight, targets = drawn()
     deferred: list[Any] = []
-    with SplitLinears(deferred, ()):
+    with SplitBackward(deferred, ()):
         loss = linear_cross_entropy(x * 1, weight, targets)
     loss.backward()
     assert not deferred and weight.grad is not None and x.grad is not None

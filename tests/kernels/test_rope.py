@@ -20,7 +20,7 @@ B, T, H, HK, D = 2, 5, 3, 1, 6
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    positions = seams.positions_of(torch.arange(T) + 3, D, 100.0, dtype)
+    positions = seams.rotary_positions(torch.arange(T) + 3, D, 100.0, dtype)
     return (
         torch.randn(B, T, H, D).to(dtype),
         torch.randn(B, T, HK, D).to(dtype),

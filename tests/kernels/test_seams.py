@@ -18,7 +18,7 @@ from workbench.kernels import fused_seams
 from workbench.kernels.fused_seams import replace_seams, warm_up
 from workbench.models import Transformer
 from workbench.models.counter_dropout import Dropout
-from workbench.models.seams import IGNORE, Activate, AddNorm, HeadLoss, Rope
+from workbench.models.seams import IGNORE_INDEX, Activate, AddNorm, HeadLoss, Rope
 from workbench.plan.model_shape import Shape
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
@@ -41,7 +41,7 @@ def gradients(shape: Shape, kernels: str, dropout: float) -> dict[str, Tensor]:
         torch.nn.init.normal_(parameter, std=0.3)
     replace_seams(model, kernels)
     tokens = torch.randint(0, shape.vocab, (2, 9))
-    targets = tokens.roll(-1, 1).masked_fill(torch.rand(2, 9) < 0.2, IGNORE)
+    targets = tokens.roll(-1, 1).masked_fill(torch.rand(2, 9) < 0.2, IGNORE_INDEX)
     loss = model(tokens, targets)
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models import Transformer
-from workbench.models.moe import Mixture, balanced
-from workbench.models.moe_routing import dropless, limited
+from workbench.models.moe import MoE, balanced_counts
+from workbench.models.moe_routing import capacity_rows, dropless_rows
 from workbench.plan.model_shape import Moe, Shape, rows_of_an_expert
 from workbench.plan.parameter_count import parameters
 
@@ -24,7 +24,7 @@ def shape_of(moe: dict[str, Any], **more: Any) -> Shape:
     return Shape.model_validate({**SHAPE, **more, "moe": {**MOE, **moe}})
 
 
-def mixture_of(shape: Shape) -> Mixture:
+def mixture_of(shape: Shape) -> MoE:
     """In double precision, with weights so large that nothing vanishes, biases included."""
     model = Transformer(shape).double()
     generator = torch.Generator().manual_seed(3)
@@ -33,7 +33,7 @@ def mixture_of(shape: Shape) -> Mixture:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(noise / math.sqrt(parameter.shape[-1]) + 0.1)
     mixture = model.blocks["1"].mlp
-    assert isinstance(mixture, Mixture)
+    assert isinstance(mixture, MoE)
     return mixture
 
 
@@ -59,7 +59,7 @@ def visit(shape: Shape, part: nn.Module, expert: int | None, x: Tensor) -> Tenso
     return linear("down", nn.functional.silu(linear("gate", x)) * up if shape.gated else gelu)
 
 
-def oracle(shape: Shape, mixture: Mixture, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+def oracle(shape: Shape, mixture: MoE, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """(branch, auxiliary loss), token by token."""
     moe = shape.moe
     assert moe is not None
@@ -122,7 +122,7 @@ def test_what_finds_no_room_is_dropped_first_choices_last() -> None:
         experts=2, top_k=2, ffn=8, capacity=0.5
     )  # 2 rows of the 4 that each expert is chosen for
     experts_BTK = torch.tensor([[[0, 1], [0, 1], [0, 1], [1, 0]]])
-    rows = limited(experts_BTK, moe)
+    rows = capacity_rows(experts_BTK, moe)
     assert rows.kept_NK is not None
     assert rows.kept_NK.tolist() == [[True, True], [True, False], [False, False], [True, False]]
     assert rows.tokens_R.tolist() == [0, 1, 3, 0]
@@ -130,7 +130,7 @@ def test_what_finds_no_room_is_dropped_first_choices_last() -> None:
 
 def test_nothing_is_dropped_without_a_capacity() -> None:
     experts_BTK = torch.randint(4, (BATCH, TIME, 2), generator=torch.Generator().manual_seed(1))
-    rows = dropless(experts_BTK, 4)
+    rows = dropless_rows(experts_BTK, 4)
     assert (
         rows.counts_E is not None
         and int(rows.counts_E.sum()) == rows.tokens_R.numel() == BATCH * TIME * 2
@@ -180,8 +180,8 @@ def test_scores_are_widened_and_their_gradients_are_not_lost() -> None:
 
 
 def test_counts_without_values_are_even() -> None:
-    assert balanced(torch.zeros(4), 10) == [3, 3, 2, 2]
-    assert balanced(torch.zeros(2, 4), 8) == [[2, 2, 2, 2]] * 2
+    assert balanced_counts(torch.zeros(4), 10) == [3, 3, 2, 2]
+    assert balanced_counts(torch.zeros(2, 4), 8) == [[2, 2, 2, 2]] * 2
 
 
 @pytest.mark.parametrize("biases", ["none", "all"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.models import Transformer
-from workbench.models.seams import IGNORE
+from workbench.models.seams import IGNORE_INDEX
 from workbench.models.weight_init import initial_value
 from workbench.plan.model_shape import Shape
 
@@ -72,7 +72,7 @@ def built(written: dict[str, Any]) -> Transformer:
 def text(vocab: int = 257) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(vocab, (BATCH, TIME + 1), generator=torch.Generator().manual_seed(5))
     targets = tokens[:, 1:].clone()
-    targets[0, :3] = IGNORE
+    targets[0, :3] = IGNORE_INDEX
     return tokens[:, :-1], targets
 
 
@@ -92,7 +92,7 @@ def oracle(shape: Shape, w: dict[str, Tensor], tokens: Tensor, targets: Tensor) 
     head = w.get("head.weight", w["embedding.tokens.weight"])
     logits = normed(shape, w, "final_norm", x) @ head.T
     probabilities = logits.exp() / logits.exp().sum(-1, keepdim=True)
-    valid = targets != IGNORE
+    valid = targets != IGNORE_INDEX
     chosen = probabilities.gather(-1, targets.where(valid, 0)[..., None])[..., 0]
     return -chosen.log()[valid].sum()
 
@@ -172,7 +172,7 @@ def test_a_loss_does_not_see_later_tokens(written: dict[str, Any]) -> None:
         lambda module, inputs, x: embedded.append(x) or x.retain_grad()
     )
     early = targets.clone()
-    early[:, place:] = IGNORE
+    early[:, place:] = IGNORE_INDEX
     for change in (0, 1):
         changed = tokens.clone()
         changed[:, place:] = (changed[:, place:] + change) % 257

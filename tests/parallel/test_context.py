@@ -1,4 +1,4 @@
-"""Ring attention and Ulysses equal one device, and plain attention product by product."""
+"""Context parallelism: ring attention and Ulysses equal one device and plain attention."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from workbench.engine.verify.equivalence import verify
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.models.seams import Attend, Positions
 from workbench.parallel.context import ring_attention, ulysses_attention
-from workbench.parallel.context.attention_block import Block, attend_block_backward
+from workbench.parallel.context.apply_context import token_indices
+from workbench.parallel.context.attention_block import AttentionBlock, attend_block_backward
 from workbench.parallel.context.ring_attention import RingAttend
-from workbench.parallel.context.token_order import token_indices
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.mesh import MeshAxis
 from workbench.plan.schema import Plan
@@ -26,7 +26,7 @@ ALGORITHMS = ["ring", "ulysses"]
 NOWHERE = Positions(torch.empty(0), torch.empty(0), torch.empty(0))
 
 
-def spread(
+def context_plan(
     context: int, algorithm: str, tensor: int = 1, pipeline: int = 1, data: int = 1, **more: Any
 ) -> Plan:
     made = plan(tensor, pipeline, data, **more)
@@ -37,25 +37,33 @@ def spread(
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("context", [2, 4])
-def test_alone(context: int, algorithm: str, shape: dict[str, Any]) -> None:
-    assert_equal_to_one_device(verify(spread(context, algorithm, shape=shape, tied=True), "fp64"))
+def test_context_parallel_alone_equals_one_device(
+    context: int, algorithm: str, shape: dict[str, Any]
+) -> None:
+    assert_equal_to_one_device(
+        verify(context_plan(context, algorithm, shape=shape, tied=True), "fp64")
+    )
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)], ids=str)
-def test_with_other_axes(mesh: tuple[int, int, int], algorithm: str) -> None:
-    assert_equal_to_one_device(verify(spread(2, algorithm, *mesh), "fp64"))
+def test_context_parallel_with_other_axes_equals_one_device(
+    mesh: tuple[int, int, int], algorithm: str
+) -> None:
+    assert_equal_to_one_device(verify(context_plan(2, algorithm, *mesh), "fp64"))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_fp32(algorithm: str) -> None:
-    assert_equal_to_one_device(verify(spread(2, algorithm), "fp32"))
+def test_context_parallel_equals_one_device_in_fp32(algorithm: str) -> None:
+    assert_equal_to_one_device(verify(context_plan(2, algorithm), "fp32"))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("heads", [(12, 12), (12, 6), (12, 1)], ids=str)
-def test_equals_plain_attention(heads: tuple[int, int], algorithm: str, ranks: int) -> None:
+def test_ring_and_ulysses_equal_plain_attention(
+    heads: tuple[int, int], algorithm: str, ranks: int
+) -> None:
     length, generator = 8 * 3, torch.Generator().manual_seed(0)
     q, k, v, weight = (
         torch.randn(2, length, n, 8, generator=generator, dtype=torch.float64)
@@ -89,8 +97,8 @@ def test_equals_plain_attention(heads: tuple[int, int], algorithm: str, ranks: i
         torch.testing.assert_close(whole, want, rtol=0, atol=1e-12)
 
 
-def test_repeated_heads_change_no_number() -> None:
-    """As where a GPU's operator takes a key-value head a query head."""
+def test_repeated_gqa_heads_change_no_number() -> None:
+    """As for a GPU whose operator takes one key-value head for each query head."""
     generator = torch.Generator().manual_seed(0)
     sizes = (12, 3, 3)
     inputs = [
@@ -106,7 +114,7 @@ def test_repeated_heads_change_no_number() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-def test_bf16_ring_joins_in_fp32() -> None:
+def test_bf16_ring_attention_merges_blocks_in_fp32() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 64, 2, 8, generator=generator) for _ in range(3))
     exact = F.scaled_dot_product_attention(
@@ -122,23 +130,25 @@ def test_bf16_ring_joins_in_fp32() -> None:
     assert max(run_ranks(4, work)) < 2 * torch.finfo(torch.bfloat16).eps
 
 
-def test_a_rank_that_does_not_join_what_it_received(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_attention, "join", lambda first, second: first)
-    assert failure_of(verify(spread(2, "ring")))["tensor"]
+def test_a_rank_that_does_not_merge_received_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_attention, "merge_blocks", lambda first, second: first)
+    assert failure_of(verify(context_plan(2, "ring")))["tensor"]
 
 
 def test_heads_returned_to_the_wrong_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ulysses_attention._to_heads
-    monkeypatch.setattr(ulysses_attention, "_to_heads", lambda x, axis: original(x.flip(1), axis))
-    assert failure_of(verify(spread(2, "ulysses")))["tensor"]
+    original = ulysses_attention._gather_heads
+    monkeypatch.setattr(
+        ulysses_attention, "_gather_heads", lambda x, axis: original(x.flip(1), axis)
+    )
+    assert failure_of(verify(context_plan(2, "ulysses")))["tensor"]
 
 
-def test_keys_of_later_tokens_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_later_tokens_that_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     original = ring_attention.attend_block
     monkeypatch.setattr(
         ring_attention, "attend_block", lambda q, k, v, causal: original(q, k, v, causal=False)
     )
-    assert failure_of(verify(spread(2, "ring")))["tensor"]
+    assert failure_of(verify(context_plan(2, "ring")))["tensor"]
 
 
 def test_positions_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,25 +159,23 @@ def test_positions_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(
         apply_context,
-        "_indices",
-        lambda axis, algorithm, length: lambda x: first_rank(length, axis, algorithm, x.device),
+        "_indices_like",
+        lambda axis, algorithm, length, x: first_rank(length, axis, algorithm, x.device),
     )
-    assert failure_of(verify(spread(2, "ring")))["tensor"]
+    assert failure_of(verify(context_plan(2, "ring")))["tensor"]
 
 
-class Statistics(TorchDispatchMode):
-    """Logarithms of sums that torch's attention operators are given for backward, wherever they
-    run.
-    """
+class RecordedLse(TorchDispatchMode):
+    """Records the log-sum-exp that attention operators are given in backward, on any device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Tensor] = []
+        self.tensors: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names = [a.name for a in func._schema.arguments]
         if "logsumexp" in names and "backward" in func.__name__:
-            self.seen.append(args[names.index("logsumexp")])
+            self.tensors.append(args[names.index("logsumexp")])
         return func(*args, **(kwargs or {}))
 
 
@@ -177,24 +185,24 @@ class Statistics(TorchDispatchMode):
     ids=str,
 )
 @pytest.mark.parametrize("length", [6, 128])
-def test_backward_hands_packed_statistics_to_the_kernel(
+def test_backward_passes_a_packed_lse_to_the_kernel(
     device: str, dtype: torch.dtype, length: int
 ) -> None:
-    """CUDA's kernels index them as packed [B, H, T] whatever their strides; meta tensors take a
-    GPU's branches.
+    """CUDA's kernels index it as packed [B, H, T] whatever its strides; meta tensors take
+    a GPU's branches.
     """
     q, out, gradient = (torch.zeros(2, 4, length, 8, device=device, dtype=dtype) for _ in range(3))
     k, v = (torch.zeros(2, 2, length, 8, device=device, dtype=dtype) for _ in range(2))
-    log_sum = torch.zeros(2, 4, length, device=device)
-    half = slice(length // 2, None)  # as the ring takes the second half of its queries
-    with Statistics() as statistics:
+    lse = torch.zeros(2, 4, length, device=device)
+    half = slice(length // 2, None)  # as ring attention takes the second half of the queries
+    with RecordedLse() as recorded:
         attend_block_backward(
             gradient[:, :, half],
             q[:, :, half],
             k,
             v,
-            Block(out[:, :, half], log_sum[:, :, half]),
+            AttentionBlock(out[:, :, half], lse[:, :, half]),
             causal=False,
         )
-    assert len(statistics.seen) == 1
-    assert statistics.seen[0].is_contiguous()
+    assert len(recorded.tensors) == 1
+    assert recorded.tensors[0].is_contiguous()

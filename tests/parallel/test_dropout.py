@@ -17,7 +17,13 @@ from workbench.engine.verify.equivalence import _batches, verify
 from workbench.engine.verify.single_device import train_plainly
 from workbench.errors import PlanError
 from workbench.models import Transformer
-from workbench.models.counter_dropout import Dropout, Samples, drop, kept, row_keys
+from workbench.models.counter_dropout import (
+    Dropout,
+    SampleIndices,
+    apply_dropout,
+    keep_mask,
+    row_keys,
+)
 from workbench.models.seams import Positions
 from workbench.models.weight_init import seed_of
 from workbench.parallel import activation_checkpointing
@@ -90,7 +96,7 @@ def test_tokens_of_all_tensor_ranks_dropped_alike(monkeypatch: pytest.MonkeyPatc
     def first_run(axis: MeshAxis, x_BT: Tensor) -> Tensor:
         return x_BT.flatten().chunk(axis.size)[0].view(x_BT.shape[0], -1)
 
-    monkeypatch.setattr(tensor_apply, "own_run", first_run)
+    monkeypatch.setattr(tensor_apply, "local_run", first_run)
     assert failure_of(verify(dropping(2, changes=SEQUENCE)))["tensor"]
 
 
@@ -103,22 +109,22 @@ def test_another_mask_when_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
             runs.append(1)
             return forward(total, none, positions._replace(rows=positions.rows + len(runs) - 1))
 
-        return activation_checkpointing._again(
+        return activation_checkpointing._checkpoint(
             drifting, x if residual is None else x + residual, None, positions
         )
 
-    monkeypatch.setattr(activation_checkpointing, "_block", block)
+    monkeypatch.setattr(activation_checkpointing, "_checkpointed_block", block)
     answer = verify(dropping(changes=FULL))
     assert failure_of(answer)["kind"] != "loss"
     assert answer["max_relative_diff"]["gradients"] > 0.01
 
 
 @pytest.mark.parametrize("forgotten", ["step", "microbatch", "data rank", "place"])
-def test_what_the_key_forgets(monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
+def test_a_dropout_key_that_forgets(monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
     """The reference takes whole batches, so that a fault planted for micro-batches does not reach
     it.
     """
-    start, rows = Samples.start, Samples.rows
+    start, rows = SampleIndices.start_step, SampleIndices.rows
     mesh, changes = (
         ((1, 1, 2), CONTEXT)
         if forgotten == "place"
@@ -127,17 +133,17 @@ def test_what_the_key_forgets(monkeypatch: pytest.MonkeyPatch, forgotten: str) -
     made = dropping(*mesh, changes=changes)
     batch, own = made.training.global_batch, made.training.micro_batch
 
-    def forgetful(self: Samples, first: int, micro_batch: int) -> None:
+    def forgetful(self: SampleIndices, first: int, micro_batch: int) -> None:
         mine = micro_batch == own
         first = first % batch if mine and forgotten == "step" else first
         first = first - first % batch if mine and forgotten == "data rank" else first
         start(self, first, 0 if mine and forgotten == "microbatch" else micro_batch)
 
-    def in_order(self: Samples, count: int, indices: Tensor) -> Tensor:
+    def in_order(self: SampleIndices, count: int, indices: Tensor) -> Tensor:
         return rows(self, count, torch.arange(len(indices)) if forgotten == "place" else indices)
 
-    monkeypatch.setattr(Samples, "start", forgetful)
-    monkeypatch.setattr(Samples, "rows", in_order)
+    monkeypatch.setattr(SampleIndices, "start_step", forgetful)
+    monkeypatch.setattr(SampleIndices, "rows", in_order)
     answer = verify(made)
     assert failure_of(answer)["tensor"]
     assert (answer["max_relative_diff"]["gradients"] < 1e-9) == (forgotten == "step"), (
@@ -152,12 +158,12 @@ def mask(
     channels: int = 64,
     rate: float = RATE,
 ) -> Tensor:
-    return kept(row_keys(rows.flatten(), seed_of(name, seed)), channels, rate)
+    return keep_mask(row_keys(rows.flatten(), seed_of(name, seed)), channels, rate)
 
 
 def rows_of(first: int, batch: int, length: int) -> Tensor:
-    samples = Samples()
-    samples.start(first, batch)
+    samples = SampleIndices()
+    samples.start_step(first, batch)
     return samples.rows(batch, torch.arange(length))
 
 
@@ -213,7 +219,7 @@ def test_masks_are_independent(other: str) -> None:
         "two channels": lambda: base.roll(1, 1) ^ base.roll(2, 1),
         "module": lambda: mask(rows, "blocks.0.attention.dropout", channels=256),
         "seed": lambda: mask(rows, seed=1, channels=256),
-        "keys swapped": lambda: kept(
+        "keys swapped": lambda: keep_mask(
             row_keys(rows.flatten(), seed_of("blocks.0.mlp.dropout", 0)).flip(1), 256, RATE
         ),
     }[other]()
@@ -225,18 +231,18 @@ def test_backward_draws_the_mask_of_forward() -> None:
     x, rows = torch.randn(2, 5, 33, dtype=torch.float64, requires_grad=True), rows_of(3, 2, 5)
     module = Dropout(RATE, 17)
     y = module(x, rows)
-    stays = kept(row_keys(rows.flatten(), 17), 33, RATE).view(x.shape)
+    stays = keep_mask(row_keys(rows.flatten(), 17), 33, RATE).view(x.shape)
     assert torch.equal(y, x * stays * (1 / (1 - RATE))) and 0 < int(stays.sum()) < x.numel()
     gradient = torch.randn_like(y)
     y.backward(gradient)
     assert x.grad is not None and torch.equal(x.grad, gradient * stays * (1 / (1 - RATE)))
 
 
-def test_masks_do_not_depend_on_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     x, rows = torch.randn(3, 7, 10), rows_of(0, 3, 7)
-    whole = drop(x, rows, 5, RATE)
-    monkeypatch.setattr("workbench.models.counter_dropout.PIECE", 40)
-    assert torch.equal(drop(x, rows, 5, RATE), whole)
+    whole = apply_dropout(x, rows, 5, RATE)
+    monkeypatch.setattr("workbench.models.counter_dropout.CHUNK_NUMEL", 40)
+    assert torch.equal(apply_dropout(x, rows, 5, RATE), whole)
 
 
 def test_nothing_is_dropped_in_evaluation() -> None:
@@ -246,10 +252,10 @@ def test_nothing_is_dropped_in_evaluation() -> None:
     assert Dropout(RATE, 0).eval()(x, None) is x
 
 
-def test_no_value_is_read() -> None:
+def test_dropout_reads_no_value_on_the_host() -> None:
     with FakeTensorMode():
         x = torch.empty(2, 3, 8, dtype=torch.bfloat16)
-        assert drop(x, rows_of(0, 2, 3), 1, RATE).dtype == torch.bfloat16
+        assert apply_dropout(x, rows_of(0, 2, 3), 1, RATE).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0])

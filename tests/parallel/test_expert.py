@@ -1,9 +1,9 @@
-"""Mixtures of experts equal one device on every mesh, dropless and with capacity.
+"""MoE layers equal one device on every mesh, dropless and with capacity.
 
-A token whose scores of two experts lie closer than rounding may visit another expert on another
-mesh. Such a visit spoils gradients by far more than the tolerance, so it can only fail a proof,
-never pass one; in double precision it does not happen. In single precision the tests hold the
-margin too: no choice is closer than what meshes differ by.
+A token whose scores of two experts are closer than rounding may be routed differently on another
+mesh. That changes gradients by far more than the tolerance, so that it can only fail a
+verification, never pass one; in fp64 it does not happen. In fp32 the tests check the margin too: no
+choice is closer than what meshes differ by.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.parallel.small import GPT, LLAMA, plan
 from tests.parallel.test_equality import assert_equal_to_one_device
 from workbench.engine.verify.equivalence import verify
-from workbench.models.moe_routing import Choice, Route
+from workbench.models.moe_routing import Router, Routing
 from workbench.plan.schema import Plan
 
 MOE: dict[str, Any] = {"experts": 4, "top_k": 2, "ffn": 24, "shared": 1, "first_dense": 1}
@@ -22,7 +22,7 @@ MARGIN = 1e-5
 """Of scores, which are at most 1: about a hundred roundings in single precision."""
 
 
-def mixture(
+def moe_plan(
     tensor: int = 1,
     pipeline: int = 1,
     data: int = 1,
@@ -31,9 +31,7 @@ def mixture(
     changes: dict[str, Any] | None = None,
     **more: Any,
 ) -> Plan:
-    """A plan of a small mixture on tensor x pipeline x data ranks, experts spread over `expert` of
-    them.
-    """
+    """A plan of a small MoE on tensor x pipeline x data ranks, experts sharded over `expert`."""
     changes = {"strategy.expert.size": expert, **(changes or {})}
     return plan(
         tensor, pipeline, data, moe=MOE | (moe or {}), changes=changes, microbatches=2, **more
@@ -44,7 +42,7 @@ def mixture(
     "mesh", [(1, 1, 2, 1), (1, 1, 2, 2), (1, 1, 4, 2), (1, 1, 4, 4), (2, 1, 1, 1)], ids=str
 )
 def test_fp64_on_every_mesh(mesh: tuple[int, int, int, int]) -> None:
-    assert_equal_to_one_device(verify(mixture(*mesh), "fp64"))
+    assert_equal_to_one_device(verify(moe_plan(*mesh), "fp64"))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +60,7 @@ def test_fp64_on_every_mesh(mesh: tuple[int, int, int, int]) -> None:
 def test_fp64_with_tensor_and_pipeline(
     mesh: tuple[int, int, int, int], shape: dict[str, Any], tied: bool
 ) -> None:
-    assert_equal_to_one_device(verify(mixture(*mesh, shape=shape, tied=tied), "fp64"))
+    assert_equal_to_one_device(verify(moe_plan(*mesh, shape=shape, tied=tied), "fp64"))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +79,7 @@ def test_fp64_with_tensor_and_pipeline(
     ids=str,
 )
 def test_other_mixtures(moe: dict[str, Any]) -> None:
-    assert_equal_to_one_device(verify(mixture(2, 1, 2, 2, moe=moe), "fp64"))
+    assert_equal_to_one_device(verify(moe_plan(2, 1, 2, 2, moe=moe), "fp64"))
 
 
 @pytest.mark.parametrize(
@@ -107,19 +105,19 @@ def test_other_mixtures(moe: dict[str, Any]) -> None:
 )
 def test_beside_other_strategies(mesh: tuple[int, int, int, int], changes: dict[str, Any]) -> None:
     heavy = {"auxiliary_loss": 0.5}  # so that what balances experts shows
-    assert_equal_to_one_device(verify(mixture(*mesh, moe=heavy, changes=changes), "fp64"))
+    assert_equal_to_one_device(verify(moe_plan(*mesh, moe=heavy, changes=changes), "fp64"))
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 2)], ids=str)
 def test_fp32(mesh: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     margins: list[float] = []
-    original = Route.forward
+    original = Router.forward
 
-    def forward(self: Route, x_BTD: Tensor) -> Choice:
+    def forward(self: Router, x_BTD: Tensor) -> Routing:
         scores = (x_BTD @ self.weight.T).detach().softmax(-1).topk(self.moe.top_k + 1).values
         margins.append(float((scores[..., -2] - scores[..., -1]).min()))
         return original(self, x_BTD)
 
-    monkeypatch.setattr(Route, "forward", forward)
-    assert_equal_to_one_device(verify(mixture(*mesh), "fp32"))
+    monkeypatch.setattr(Router, "forward", forward)
+    assert_equal_to_one_device(verify(moe_plan(*mesh), "fp32"))
     assert len(margins) >= 9 and min(margins) > MARGIN  # of the one device: layers x steps

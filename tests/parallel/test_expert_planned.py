@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.test_expert import mixture
+from tests.parallel.test_expert import moe_plan
 from tests.planner.test_against_rehearsal import small, traffic
 from workbench.plan.rules.check import check
 from workbench.plan.rules.supported import unsupported
@@ -90,20 +90,20 @@ def test_all_of_an_experts_collectives_in_numbers() -> None:
     ("plan", "field", "words"),
     [
         (
-            lambda: mixture(data=4, expert=3),
+            lambda: moe_plan(data=4, expert=3),
             "strategy.expert.size",
             "it divides 4 experts.* = 4; legal: .*2, 4",
         ),
-        (lambda: mixture(data=2, expert=4), "strategy.expert.size", "data x context = 2"),
-        (lambda: mixture(moe={"top_k": 5}), "model.moe.top_k", "is 5 of 4 experts; legal: 1 to 4"),
-        (lambda: mixture(moe={"first_dense": 5}), "model.moe.first_dense", "is 5 of 4 layers"),
+        (lambda: moe_plan(data=2, expert=4), "strategy.expert.size", "data x context = 2"),
+        (lambda: moe_plan(moe={"top_k": 5}), "model.moe.top_k", "is 5 of 4 experts; legal: 1 to 4"),
+        (lambda: moe_plan(moe={"first_dense": 5}), "model.moe.first_dense", "is 5 of 4 layers"),
         (
-            lambda: mixture(moe={"top_k": 1, "renormalise": True}),
+            lambda: moe_plan(moe={"top_k": 1, "renormalise": True}),
             "model.moe.renormalise",
             "top_k 1.*legal: false",
         ),
         (
-            lambda: mixture(tensor=4, moe={"ffn": 3}),
+            lambda: moe_plan(tensor=4, moe={"ffn": 3}),
             "strategy.tensor.size",
             "more than moe.ffn = 3; legal.*: 1 to 3",
         ),
@@ -122,7 +122,7 @@ def test_a_mixture_on_a_grid_is_estimated_but_not_run(algorithm: str, size: list
         "strategy.tensor.size": size,
         "training.micro_batch": 4,
     }
-    plan = mixture(data=8, changes=grid).resolve()
+    plan = moe_plan(data=8, changes=grid).resolve()
     (problem,) = unsupported(plan, "run")
     assert problem.field == "strategy.tensor.algorithm"
     assert re.search(
@@ -132,7 +132,7 @@ def test_a_mixture_on_a_grid_is_estimated_but_not_run(algorithm: str, size: list
 
 
 def test_capacity_of_sequences_that_ranks_share_is_refused() -> None:
-    plan: Plan = mixture(data=2, moe={"capacity": 1.0}, changes={"strategy.context.size": 2})
+    plan: Plan = moe_plan(data=2, moe={"capacity": 1.0}, changes={"strategy.context.size": 2})
     assert [problem.field for problem in unsupported(plan.resolve(), "run")] == [
         "model.moe.capacity"
     ]

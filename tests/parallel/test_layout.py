@@ -23,7 +23,7 @@ def test_slices_of_all_ranks_make_the_tensor(rows: int, columns: int, size: int,
     rebuilt = torch.zeros_like(whole)
     sizes = set()
     for index in range(size):
-        layout = Layout.whole("w", (rows, columns)).split(dim, axis("tensor", size, index))
+        layout = Layout.unsharded("w", (rows, columns)).split(dim, axis("tensor", size, index))
         local = layout.take(whole)
         assert local.shape == layout.local_shape
         assert local.sum() == sum(part.sum() for part, _ in layout.parts(local)), (
@@ -41,10 +41,10 @@ def test_every_entry_is_owned_once(tensor: int, data: int, split: bool, replica:
     for t in range(tensor):
         for d in range(data):
             axes = {"tensor": axis("tensor", tensor, t), "replicas": axis("replicas", data, d)}
-            layout = Layout.whole("w", (12, 3), replica=replica)
+            layout = Layout.unsharded("w", (12, 3), replica=replica)
             layout = layout.split(0, axes["tensor"]) if split else layout
-            if layout.owned(Mesh(0, tensor * data, axes)):
-                owned += layout.held()
+            if layout.is_owner(Mesh(0, tensor * data, axes)):
+                owned += layout.num_elements()
     assert owned == (0 if replica else 36)
 
 
@@ -61,7 +61,7 @@ def test_flat_shards_of_padded_slices_make_the_tensor(
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + 1
     rebuilt, held = torch.zeros_like(whole), 0
     for index in range(ranks):
-        local = Layout.whole("w", tuple(shape)).split(dim, axis("tensor", ranks, index))
+        local = Layout.unsharded("w", tuple(shape)).split(dim, axis("tensor", ranks, index))
         size = torch.Size(local.local_shape).numel()
         piece = -(-size // shards)
         for shard in range(shards):
@@ -69,6 +69,6 @@ def test_flat_shards_of_padded_slices_make_the_tensor(
             mine = layout.take(whole)
             assert torch.equal(mine, local.take(whole).flatten()[layout.flat[0] : layout.flat[1]])
             layout.put(mine, rebuilt)
-            held += layout.held()
+            held += layout.num_elements()
     assert torch.equal(rebuilt, whole)
     assert held == whole.numel()

@@ -1,6 +1,4 @@
-"""The prover is honest: with each of these faults planted, it fails and names a tensor that the
-fault spoils.
-"""
+"""Planted faults: `verify` fails with each, and names a tensor that the fault makes wrong."""
 
 from typing import Any
 
@@ -14,10 +12,10 @@ from workbench.engine import session as session_module
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import verify
 from workbench.parallel.layout import square_norm
-from workbench.parallel.pipeline.schedule_executor import Executor
+from workbench.parallel.pipeline.schedule_executor import ScheduleExecutor
 from workbench.parallel.tensor import row_parallel, vocab_parallel
-from workbench.parallel.tensor.column_parallel import Passage
-from workbench.parallel.tensor.row_parallel import RowLinear
+from workbench.parallel.tensor.column_parallel import ColumnParallelBackward
+from workbench.parallel.tensor.row_parallel import RowParallelLinear
 from workbench.schedules import Action
 
 
@@ -28,46 +26,50 @@ def failure_of(answer: dict[str, Any]) -> dict[str, Any]:
     return worst
 
 
-def test_missing_all_reduce_in_a_row_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_parallel, "reduce_from", lambda x, axis: x)
+def test_missing_all_reduce_of_a_row_parallel_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_parallel, "reduce_from_tensor_region", lambda x, axis: x)
     worst = failure_of(verify(plan(2)))
     assert worst["kind"] in ("gradients", "weights") and worst["tensor"] != "loss"
 
 
-def test_missing_all_reduce_behind_column_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin_sum(self: Passage, gradient: Tensor, shape: torch.Size) -> Tensor:
-        self.summed = lambda: None
+def test_missing_all_reduce_of_column_parallel_input_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start_reduce(self: ColumnParallelBackward, gradient: Tensor, shape: torch.Size) -> Tensor:
+        self.wait_reduce = lambda: None
         return gradient.view(shape)
 
-    monkeypatch.setattr(Passage, "begin_sum", begin_sum)
+    monkeypatch.setattr(ColumnParallelBackward, "start_reduce", start_reduce)
     worst = failure_of(verify(plan(2)))
     assert worst["kind"] in ("gradients", "weights") and worst["tensor"] != "loss"
 
 
 def test_bias_added_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self: RowLinear, x: Tensor) -> Tensor:
-        return row_parallel.reduce_from(F.linear(x, self.weight, self.bias), self.axis)
+    def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
+        return row_parallel.reduce_from_tensor_region(
+            F.linear(x, self.weight, self.bias), self.axis
+        )
 
-    monkeypatch.setattr(RowLinear, "forward", forward)
+    monkeypatch.setattr(RowParallelLinear, "forward", forward)
     assert failure_of(verify(plan(2, shape=GPT)))["tensor"]
 
 
 def test_gradients_summed_instead_of_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Executor.step
+    original = ScheduleExecutor.step
 
     def step(
-        self: Executor, tokens: Tensor, targets: Tensor, scale: float, observe: Any = None
+        self: ScheduleExecutor, tokens: Tensor, targets: Tensor, scale: float, observe: Any = None
     ) -> Any:
         return original(self, tokens, targets, scale * 2, observe)
 
-    monkeypatch.setattr(Executor, "step", step)
+    monkeypatch.setattr(ScheduleExecutor, "step", step)
     answer = verify(plan(data=2, changes={"training.optimizer.clip": None}))
     assert failure_of(answer)
     assert answer["max_relative_diff"]["gradients"] == pytest.approx(1.0, rel=1e-6)
 
 
 def test_tied_embedding_not_reduced_across_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "sum_tied", lambda gradient, axis, peer: None)
+    monkeypatch.setattr(session_module, "sum_tied_gradient", lambda gradient, axis, peer: None)
     assert failure_of(verify(plan(pipeline=2, tied=True)))["tensor"] == "embedding.tokens.weight"
 
 
@@ -94,24 +96,29 @@ def test_clipping_by_the_local_norm(
 
 
 def test_dropped_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Executor._forward
+    original = ScheduleExecutor._forward
 
     def forward(
-        self: Executor, action: Action, flight: Any, tokens: Tensor, targets: Tensor, scale: float
+        self: ScheduleExecutor,
+        action: Action,
+        state: Any,
+        tokens: Tensor,
+        targets: Tensor,
+        scale: float,
     ) -> None:
-        original(self, action, flight, tokens, targets, 0.0 if action.microbatch == 3 else scale)
+        original(self, action, state, tokens, targets, 0.0 if action.microbatch == 3 else scale)
 
-    monkeypatch.setattr(Executor, "_forward", forward)
+    monkeypatch.setattr(ScheduleExecutor, "_forward", forward)
     assert failure_of(verify(plan(pipeline=2)))["tensor"]
 
 
 def test_padded_vocabulary_in_the_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocab_parallel, "exclude_padding", lambda logits, num_rows: None)
+    monkeypatch.setattr(vocab_parallel, "mask_vocab_padding", lambda logits, num_rows: None)
     assert failure_of(verify(plan(2)))["tensor"]
 
 
-def test_replica_that_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that only one rank holds wrong is found on that rank."""
+def test_a_replica_that_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that is wrong on one rank only is found on that rank."""
     original = Session.build.__func__  # type: ignore[attr-defined]
 
     def build(cls: type[Session], plan: Any, mesh: Any, *rest: Any) -> Session:

@@ -14,7 +14,7 @@ from workbench.engine.check_python_model import inspect
 from workbench.engine.verify.equivalence import verify
 from workbench.engine.worker_lifecycle import train
 from workbench.errors import PlanError
-from workbench.models.python_model import build_python
+from workbench.models.python_model import build_python_model
 from workbench.parallel import python_model_stage
 from workbench.parallel.operators.redistribution import Split
 from workbench.plan.rules.supported import require
@@ -146,7 +146,7 @@ def test_projections_whose_gradients_are_not_summed_are_found(
 
 def test_its_own_initial_weights_are_those_of_the_seed() -> None:
     model = PythonModel(python="tests.parallel.users_model:build", vocab=260)
-    one, same, other = (build_python(model, seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (build_python_model(model, seed).state_dict() for seed in (1, 1, 2))
     assert all(one[name].equal(same[name]) for name in one) and not one["tokens.weight"].equal(
         other["tokens.weight"]
     )

@@ -32,7 +32,7 @@ def test_with_spread_sequences(algorithm: str, what: Any) -> None:
 
 
 def test_a_block_made_again_from_another_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    again = module._again
+    again = module._checkpoint
     monkeypatch.setattr(
         module, "_again", lambda forward, x, *rest: again(forward, x.detach(), *rest)
     )

@@ -14,10 +14,9 @@ from tests.parallel.test_mutations import failure_of
 from tests.parallel.test_tensor_grids import CUBE, DEEP, SQUARE, assert_equal, on
 from workbench.engine.verify.equivalence import verify
 from workbench.models import Transformer
-from workbench.models.counter_dropout import SAMPLE, Dropout, Samples, drop
+from workbench.models.counter_dropout import SAMPLE_STRIDE, Dropout, SampleIndices, apply_dropout
 from workbench.parallel.tensor.grid import apply_grid as grid_apply
-from workbench.parallel.tensor.grid import grid_dropout
-from workbench.parallel.tensor.grid.grid_dropout import keep_own_masks, own_rows
+from workbench.parallel.tensor.grid.apply_grid import local_token_ids, shard_dropout_masks
 from workbench.plan.schema import Plan
 
 RATE = 0.2
@@ -66,35 +65,35 @@ def test_gpt_style() -> None:
     ],
     ids=["first column", "first row", "first layer", "another side"],
 )
-def test_the_mask_of_another_block(
+def test_dropout_with_the_mask_of_another_block_fails(
     monkeypatch: pytest.MonkeyPatch, grid: Grid, planted: Callable[..., Any]
 ) -> None:
     def wrong(model: Transformer, part: tuple[int, int], first: int) -> None:
-        keep_own_masks(model, *planted(part, first))
+        shard_dropout_masks(model, *planted(part, first))
 
-    monkeypatch.setattr(grid_apply, "keep_own_masks", wrong)
+    monkeypatch.setattr(grid_apply, "shard_dropout_masks", wrong)
     assert failure_of(verify(dropping(grid)))["tensor"]
 
 
 def test_a_later_stage_that_takes_its_block_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def counted_anew(part: tuple[int, int], whole: bool, rows_BT: Tensor) -> Tensor:
-        return own_rows(part, whole, rows_BT) if whole else rows_BT
+        return local_token_ids(part, whole, rows_BT) if whole else rows_BT
 
-    monkeypatch.setattr(grid_dropout, "own_rows", counted_anew)
+    monkeypatch.setattr(grid_apply, "local_token_ids", counted_anew)
     assert failure_of(verify(dropping(SQUARE, 2)))["tensor"].startswith("blocks.")
 
 
-def test_blocks_are_those_of_the_whole() -> None:
+def test_blocks_have_the_masks_of_one_device() -> None:
     """Of 6 sequences, 5 tokens and 12 channels: the third pair of sequences, the last four
     channels.
     """
-    samples = Samples()
-    samples.start(9, 6)
+    samples = SampleIndices()
+    samples.start_step(9, 6)
     rows = samples.rows(6, torch.arange(5))
-    own = own_rows((2, 3), True, rows)
-    assert torch.equal(own, rows[4:]) and torch.equal(own_rows((2, 3), False, rows[:2]), own)
-    assert int(own[0, 0]) == 13 * SAMPLE
+    own = local_token_ids((2, 3), True, rows)
+    assert torch.equal(own, rows[4:]) and torch.equal(local_token_ids((2, 3), False, rows[:2]), own)
+    assert int(own[0, 0]) == 13 * SAMPLE_STRIDE
     x = torch.randn(6, 5, 12, dtype=torch.float64)
     module = Dropout(RATE, 17)
-    module.first = 8
-    assert torch.equal(module(x[4:, :, 8:], own), drop(x, rows, 17, RATE)[4:, :, 8:])
+    module.first_channel = 8
+    assert torch.equal(module(x[4:, :, 8:], own), apply_dropout(x, rows, 17, RATE)[4:, :, 8:])

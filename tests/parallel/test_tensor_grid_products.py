@@ -20,12 +20,12 @@ from workbench.engine.verify.equivalence import verify
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.models.seams import AddNorm
 from workbench.parallel import apply_strategy
-from workbench.parallel.mesh import GRADIENTS, Mesh, MeshAxis, build_mesh
+from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX, Mesh, MeshAxis, build_mesh
 from workbench.parallel.tensor.grid import grid_norm, summa, tensor_3d
-from workbench.parallel.tensor.grid.grid_collectives import Move
-from workbench.parallel.tensor.grid.grid_norm import SplitNorm
-from workbench.parallel.tensor.grid.summa import Square
-from workbench.parallel.tensor.grid.tensor_3d import Cube
+from workbench.parallel.tensor.grid.grid_collectives import PendingMove
+from workbench.parallel.tensor.grid.grid_norm import GridParallelNorm
+from workbench.parallel.tensor.grid.summa import SquareGrid
+from workbench.parallel.tensor.grid.tensor_3d import CubeGrid
 
 B, T, K, N = 8, 3, 8, 12
 
@@ -41,7 +41,7 @@ def dense(run: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, inputs, drawn(*y.shape, seed=9))]
 
 
-def piece(x: Tensor, dim: int, axis: MeshAxis) -> Tensor:
+def chunk_of(x: Tensor, dim: int, axis: MeshAxis) -> Tensor:
     return x.chunk(axis.size, dim)[axis.index]
 
 
@@ -50,10 +50,13 @@ def furthest(mine: list[Tensor], whole: list[Tensor]) -> float:
 
 
 def on_square(mesh: Mesh) -> float:
-    grid, x, w = Square.of(mesh), drawn(B, T, K), drawn(N, K, seed=1)
+    grid, x, w = SquareGrid.of(mesh), drawn(B, T, K), drawn(N, K, seed=1)
     y, x_gradient, w_gradient = dense(F.linear, x, w)
-    g = grid.own(piece(drawn(B, T, N, seed=9), 2, grid.column))
-    mine = [grid.own(piece(x, 2, grid.column)), piece(piece(w, 0, grid.column), 1, grid.row)]
+    g = grid.own(chunk_of(drawn(B, T, N, seed=9), 2, grid.column))
+    mine = [
+        grid.own(chunk_of(x, 2, grid.column)),
+        chunk_of(chunk_of(w, 0, grid.column), 1, grid.row),
+    ]
     mine = [a.clone().requires_grad_() for a in mine]
     own = summa.summa(mine[0], mine[1], grid)
     gradients = list(torch.autograd.grad(own, mine, g))
@@ -62,29 +65,29 @@ def on_square(mesh: Mesh) -> float:
     return furthest(
         [own.detach(), *gradients],
         [
-            grid.own(piece(y, 2, grid.column)),
-            grid.own(piece(x_gradient, 2, grid.column)),
-            piece(piece(w_gradient, 0, grid.column), 1, grid.row),
+            grid.own(chunk_of(y, 2, grid.column)),
+            grid.own(chunk_of(x_gradient, 2, grid.column)),
+            chunk_of(chunk_of(w_gradient, 0, grid.column), 1, grid.row),
         ],
     )
 
 
-def on_cube(mesh: Mesh, turned: bool = False) -> float:
-    grid = Cube.of(mesh).turned() if turned else Cube.of(mesh)
+def on_cube(mesh: Mesh, swapped: bool = False) -> float:
+    grid = CubeGrid.of(mesh).swapped() if swapped else CubeGrid.of(mesh)
     x, w = drawn(B, T, K), drawn(N, K, seed=1)
     y, x_gradient, w_gradient = dense(F.linear, x, w)
 
     def entering(z: Tensor) -> Tensor:
-        return grid.own(piece(z, 2, grid.output), grid.input)
+        return grid.own(chunk_of(z, 2, grid.output), grid.input)
 
     def leaving(z: Tensor) -> Tensor:
-        return grid.own(piece(z, 2, grid.input), grid.output)
+        return grid.own(chunk_of(z, 2, grid.input), grid.output)
 
     def weight(z: Tensor) -> Tensor:
-        return piece(piece(piece(z, 0, grid.input), 0, grid.weight), 1, grid.output)
+        return chunk_of(chunk_of(chunk_of(z, 0, grid.input), 0, grid.weight), 1, grid.output)
 
     mine = [entering(x).clone().requires_grad_(), weight(w).clone().requires_grad_()]
-    own = tensor_3d.multiply(mine[0], mine[1], grid, N // grid.input.size)
+    own = tensor_3d.matmul_3d(mine[0], mine[1], grid, N // grid.input.size)
     gradients = list(torch.autograd.grad(own, mine, leaving(drawn(B, T, N, seed=9)).contiguous()))
     return furthest(
         [own.detach(), *gradients], [leaving(y), entering(x_gradient), weight(w_gradient)]
@@ -106,15 +109,15 @@ def over_width(kind: str, mesh: Mesh) -> float:
         return result
 
     whole = dense(run, x, *own)
-    parts = [nn.Parameter(piece(v, 0, axis).clone()) for v in own]
-    split = SplitNorm(parts[0], parts[1] if len(parts) > 1 else None, kind, 1e-5, K, axis)
-    mine = piece(x, 2, axis).clone().requires_grad_()
+    parts = [nn.Parameter(chunk_of(v, 0, axis).clone()) for v in own]
+    split = GridParallelNorm(parts[0], parts[1] if len(parts) > 1 else None, kind, 1e-5, K, axis)
+    mine = chunk_of(x, 2, axis).clone().requires_grad_()
     y, _ = split(mine, None)
-    gradients = torch.autograd.grad(y, [mine, *parts], piece(drawn(B, T, K, seed=9), 2, axis))
+    gradients = torch.autograd.grad(y, [mine, *parts], chunk_of(drawn(B, T, K, seed=9), 2, axis))
     expected = [
-        piece(whole[0], 2, axis),
-        piece(whole[1], 2, axis),
-        *(piece(v, 0, axis) for v in whole[2:]),
+        chunk_of(whole[0], 2, axis),
+        chunk_of(whole[1], 2, axis),
+        *(chunk_of(v, 0, axis) for v in whole[2:]),
     ]
     return max(
         float(((a - b) / b.abs().max()).abs().max())
@@ -128,11 +131,11 @@ def over_width(kind: str, mesh: Mesh) -> float:
         (SQUARE, on_square),
         (DEEP, on_square),
         (CUBE, on_cube),
-        (CUBE, partial(on_cube, turned=True)),
+        (CUBE, partial(on_cube, swapped=True)),
     ],
-    ids=["2d", "2.5d", "3d", "3d turned"],
+    ids=["2d", "2.5d", "3d", "3d swapped"],
 )
-def test_products_are_the_dense_ones(
+def test_grid_gemms_equal_dense_ones(
     grid: tuple[str, list[int]], compare: Callable[[Mesh], float]
 ) -> None:
     plan = on(grid).resolve()
@@ -141,7 +144,7 @@ def test_products_are_the_dense_ones(
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-def test_norms_are_the_dense_ones(kind: str) -> None:
+def test_norms_over_a_sharded_width_equal_dense_ones(kind: str) -> None:
     plan = on(SQUARE).resolve()
     gaps = run_ranks(plan.world_size, lambda rank: over_width(kind, build_mesh(plan, rank)))
     assert max(gaps) < 1e-10, gaps
@@ -151,8 +154,8 @@ def alone(x: Tensor, axis: MeshAxis) -> Tensor:
     return x
 
 
-def still(x: Tensor, axis: MeshAxis, root: int) -> Move:
-    return Move(dist.broadcast, x, replace(axis, size=1))
+def still(x: Tensor, axis: MeshAxis, root: int) -> PendingMove:
+    return PendingMove(dist.broadcast, x, replace(axis, size=1))
 
 
 def scattered(x: Tensor, axis: MeshAxis) -> Tensor:
@@ -162,7 +165,12 @@ def scattered(x: Tensor, axis: MeshAxis) -> Tensor:
 MUTATIONS: dict[str, tuple[tuple[str, list[int]], Any, str, Any]] = {
     "a missing broadcast": (SQUARE, summa, "broadcast", still),
     "a partial sum that is not reduced": (SQUARE, summa, "reduce", still),
-    "a tied block that is not exchanged": (SQUARE, summa, "exchanged", lambda x, axis, peer: x),
+    "a tied block that is not exchanged": (
+        SQUARE,
+        summa,
+        "swap_with_gradient",
+        lambda x, axis, peer: x,
+    ),
     "statistics of the local slice": (SQUARE, grid_norm, "all_reduce", alone),
     "a missing gather": (CUBE, tensor_3d, "all_gather", lambda x, axis: torch.cat([x] * axis.size)),
     "a partial sum that is not scattered": (CUBE, tensor_3d, "reduce_scatter", scattered),
@@ -179,19 +187,19 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, fault: str) -
 @pytest.mark.parametrize(
     ("grid", "side"), [(DEEP, "tensor.2"), (SQUARE, "tensor.1"), (CUBE, "tensor.1")], ids=str
 )
-def test_gradients_not_summed_along_a_side_are_found(
+def test_gradients_not_summed_along_a_grid_axis_are_found(
     monkeypatch: pytest.MonkeyPatch, grid: tuple[str, list[int]], side: str
 ) -> None:
-    original = apply_strategy.tensor_sums
+    original = apply_strategy.tensor_reduction_axes
 
     def without(layouts: Any, plan: Any, mesh: Mesh) -> dict[str, tuple[MeshAxis, ...]]:
         summed = original(layouts, plan, mesh)
         return {
-            name: tuple(axis for axis in axes if axis.name != side + GRADIENTS)
+            name: tuple(axis for axis in axes if axis.name != side + GRADIENT_GROUP_SUFFIX)
             for name, axes in summed.items()
         }
 
-    monkeypatch.setattr(apply_strategy, "tensor_sums", without)
+    monkeypatch.setattr(apply_strategy, "tensor_reduction_axes", without)
     worst = failing(verify(on(grid, layers=1)))
     assert side == "tensor.2" or "norm" in worst["tensor"]
 
@@ -206,7 +214,7 @@ def test_a_bias_added_by_every_step_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_loss_counted_on_every_rank_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.engine.session.counts_loss", lambda mesh: True)
+    monkeypatch.setattr("workbench.engine.session.counts_own_loss", lambda mesh: True)
     assert failing(verify(on(CUBE, layers=1)))["kind"] == "loss"
 
 

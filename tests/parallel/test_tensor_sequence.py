@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine.verify.equivalence import verify
 from workbench.parallel import apply_strategy
-from workbench.parallel.tensor.column_parallel import Passage
+from workbench.parallel.tensor.column_parallel import ColumnParallelBackward
 from workbench.plan.schema import Plan
 
 SEQUENCE = {"strategy.tensor.sequence": True}
@@ -23,13 +23,15 @@ def on(
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
-def test_fp64(mesh: tuple[int, int, int], shape: dict[str, Any]) -> None:
+def test_sequence_parallel_equals_one_device_in_fp64(
+    mesh: tuple[int, int, int], shape: dict[str, Any]
+) -> None:
     answer = verify(on(*mesh, shape=shape, tied=shape is GPT), "fp64")
     assert answer["passed"], answer
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
-def test_fp32(shape: dict[str, Any]) -> None:
+def test_sequence_parallel_equals_one_device_in_fp32(shape: dict[str, Any]) -> None:
     answer = verify(on(2, 2, 1, shape=shape, tied=shape is LLAMA), "fp32")
     assert answer["passed"], answer
 
@@ -43,12 +45,12 @@ def test_fp32(shape: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_four_ranks(more: dict[str, Any]) -> None:
+def test_sequence_parallel_on_four_ranks(more: dict[str, Any]) -> None:
     answer = verify(on(4, 1, 1, **more), "fp64")
     assert answer["passed"], answer
 
 
-def test_with_context() -> None:
+def test_sequence_parallel_with_context_parallel() -> None:
     answer = verify(on(2, 1, 2, changes={"strategy.context.size": 2}, shape=GPT), "fp64")
     assert answer["passed"], answer
 
@@ -60,9 +62,11 @@ def failing(answer: dict[str, Any]) -> dict[str, Any]:
     return worst
 
 
-def test_norm_gradients_not_summed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_gradients_not_all_reduced_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        apply_strategy, "tensor_sums", lambda layouts, plan, mesh: {name: () for name, _ in layouts}
+        apply_strategy,
+        "tensor_reduction_axes",
+        lambda layouts, plan, mesh: {name: () for name, _ in layouts},
     )
     assert "norm" in failing(verify(on(2)))["tensor"]
 
@@ -73,14 +77,14 @@ def test_positions_of_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) ->
         own = positions.indices.expand(tokens.shape).flatten().chunk(axis.size)[0]
         return tokens, positions._replace(indices=own.view(len(tokens), -1))
 
-    monkeypatch.setattr("workbench.parallel.tensor.apply_tensor.keep_own_positions", first)
+    monkeypatch.setattr("workbench.parallel.tensor.apply_tensor.shard_positions", first)
     assert failing(verify(on(4, shape=GPT)))["tensor"]
 
 
-def test_a_part_that_is_not_gathered_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def repeated(self: Passage, x_BTD: Tensor) -> None:
-        self.whole = torch.cat([x_BTD.flatten(0, -2)] * self.axis.size)
+def test_tokens_not_all_gathered_in_backward_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def repeated(self: ColumnParallelBackward, x_BTD: Tensor) -> None:
+        self.input = torch.cat([x_BTD.flatten(0, -2)] * self.axis.size)
 
-    monkeypatch.setattr(Passage, "begin_gather", repeated)
+    monkeypatch.setattr(ColumnParallelBackward, "start_gather", repeated)
     worst = failing(verify(on(2)))
     assert worst["kind"] in ("gradients", "weights") and worst["tensor"] != "loss"

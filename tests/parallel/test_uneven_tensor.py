@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine.verify.equivalence import verify
 from workbench.parallel.tensor import row_parallel, shard_range
-from workbench.parallel.tensor.row_parallel import RowLinear
+from workbench.parallel.tensor.row_parallel import RowParallelLinear
 from workbench.plan.head_split import Dealt, dealt, rooms
 from workbench.plan.model_shape import Shape
 
@@ -113,10 +113,10 @@ def test_padding_counted_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     projection behind it.
     """
 
-    def forward(self: RowLinear, x: Tensor) -> Tensor:
-        return row_parallel.reduce_from(F.linear(x, self.weight), self.axis)
+    def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
+        return row_parallel.reduce_from_tensor_region(F.linear(x, self.weight), self.axis)
 
-    monkeypatch.setattr(RowLinear, "forward", forward)
+    monkeypatch.setattr(RowParallelLinear, "forward", forward)
     clipped = {"training.optimizer.name": "sgd", "training.optimizer.clip": 0.05}
     answer = proof((2, 1, 1), LLAMA, {"heads": 3, "kv_heads": 1}, **clipped)
     assert not answer["passed"] and answer["worst"]["kind"] == "weights"

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from tests.parallel.small import plan
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.kernels.cross_entropy import cross_entropy
-from workbench.models.seams import IGNORE, HeadLoss
+from workbench.models.seams import IGNORE_INDEX, HeadLoss
 from workbench.parallel.mesh import MeshAxis, build_mesh
 from workbench.parallel.tensor import vocab_parallel
-from workbench.parallel.tensor.grid.grid_head import GridHeadLoss
-from workbench.parallel.tensor.vocab_parallel import VocabularyHeadLoss
+from workbench.parallel.tensor.grid.grid_head import GridParallelHeadLoss
+from workbench.parallel.tensor.vocab_parallel import VocabParallelHeadLoss
 
 B, T, D = 2, 8, 12
 ROOMS = {(2, 257): 130, (4, 259): 66, (4, 6): 2}
@@ -43,7 +43,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 def targets_of(vocab: int) -> Tensor:
     """The first entry and the last among them, and some tokens of no account."""
     targets = torch.randint(vocab, (B, T), generator=torch.Generator().manual_seed(2))
-    targets[0, :4] = torch.tensor([IGNORE, 0, vocab - 1, IGNORE])
+    targets[0, :4] = torch.tensor([IGNORE_INDEX, 0, vocab - 1, IGNORE_INDEX])
     return targets
 
 
@@ -79,7 +79,7 @@ def furthest(axis: MeshAxis, vocab: int, kernels: str, sequence: bool = False) -
     entry.
     """
     weight, (start, stop) = own(axis, vocab)
-    head = VocabularyHeadLoss(weight, (start, stop), axis, sequence)
+    head = VocabParallelHeadLoss(weight, (start, stop), axis, sequence)
     head.kernels = kernels
     x = run_of(drawn(B, T, D, seed=0), axis, sequence).clone().requires_grad_()
     loss = head(x, targets_of(vocab))
@@ -110,7 +110,7 @@ def test_equals_one_device_where_tokens_are_split() -> None:
 def on_a_grid(axis: MeshAxis) -> float:
     """Every rank has all tokens, and a block of the logits that some other projection has made."""
     weight, rows = own(axis, 257)
-    head = GridHeadLoss(weight, lambda x, w: x @ w.t(), lambda targets: targets, rows, axis)
+    head = GridParallelHeadLoss(weight, lambda x, w: x @ w.t(), lambda targets: targets, rows, axis)
     head.kernels = "fused"
     loss = head(drawn(B, T, D, seed=0), targets_of(257))
     (dw,) = torch.autograd.grad(loss * 0.7, weight)

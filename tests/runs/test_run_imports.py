@@ -53,7 +53,7 @@ def test_a_model_that_is_code_is_found_in_the_current_folder(tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
     code = (
-        "from workbench.models.python_model import build_python as b; from "
+        "from workbench.models.python_model import build_python_model as b; from "
         "workbench.plan.schema import PythonModel as P\n"
     )
     code += "b(P(python='models_beside_a_plan:build', vocab=2), 0)"

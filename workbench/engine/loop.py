@@ -24,7 +24,7 @@ from workbench.engine.optimizer import learning_rate
 from workbench.engine.session import Session, StepResult
 from workbench.engine.session_checkpoint import Saver
 from workbench.parallel.mesh import Mesh
-from workbench.parallel.tensor.apply_tensor import counts_loss
+from workbench.parallel.tensor.apply_tensor import counts_own_loss
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.runs.store.stop_request import read_stop
 
@@ -188,7 +188,7 @@ class Loop:
         for i in range(e.batches):
             self._fill(*self.text.evaluation(i))
             loss = self.session.evaluate(self.tokens, self.targets)
-            total += loss.double() if loss is not None and counts_loss(self.mesh) else 0.0
+            total += loss.double() if loss is not None and counts_own_loss(self.mesh) else 0.0
         if self.mesh.world_size > 1:
             dist.all_reduce(total)
         tokens = e.batches * self.plan.training.global_batch * self.plan.training.sequence_length

@@ -74,7 +74,7 @@ def unowned(
     """0, or NaN where a gradient here has overflowed that another rank counts: to be added to this
     rank's square.
     """
-    others = [g for name, g in gradients.items() if not layouts[name].owned(mesh)]
+    others = [g for name, g in gradients.items() if not layouts[name].is_owner(mesh)]
     if not others:
         return 0.0
     return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in others]).sum() * 0

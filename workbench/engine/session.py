@@ -19,14 +19,14 @@ from workbench.engine.loss_scaler import LossScaler, overflow, unowned
 from workbench.engine.optimizer import Optimizer
 from workbench.engine.precision import dtypes
 from workbench.kernels.fused_seams import warm_up
-from workbench.models.moe import Counting, counted
-from workbench.parallel.apply_strategy import Parallelised, parallelise
-from workbench.parallel.context.apply_context import own_tokens
+from workbench.models.moe import CountReader, read_counts
+from workbench.parallel.apply_strategy import ParallelModel, parallelize
+from workbench.parallel.context.apply_context import local_tokens
 from workbench.parallel.layout import square_norm
 from workbench.parallel.mesh import Mesh
-from workbench.parallel.pipeline.schedule_executor import Executor, Hooks
-from workbench.parallel.pipeline.stage_transfers import sum_tied
-from workbench.parallel.tensor.apply_tensor import boundary, counts_loss
+from workbench.parallel.pipeline.schedule_executor import ExecutorHooks, ScheduleExecutor
+from workbench.parallel.pipeline.stage_transfers import sum_tied_gradient
+from workbench.parallel.tensor.apply_tensor import boundary_shape, counts_own_loss
 from workbench.plan.custom_schedule import executed
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.schedules import Action
@@ -77,9 +77,9 @@ class Session:
     plan: ResolvedPlan
     mesh: Mesh
     device: torch.device
-    part: Parallelised
+    part: ParallelModel
     optimizer: Optimizer
-    executor: Executor
+    executor: ScheduleExecutor
     scaler: LossScaler | None = None
 
     @classmethod
@@ -89,12 +89,12 @@ class Session:
         mesh: Mesh,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        counting: Counting = counted,
+        count_reader: CountReader = read_counts,
         model: nn.Module | None = None,
     ) -> Session:
         """Build this rank's part of a complete plan.
 
-        `dtype` overrides the plan's precision (verification); `counting` says how many tokens an
+        `dtype` overrides the plan's precision (verification); `count_reader` says how many tokens an
         expert gets where tensors have no values (rehearsal); `model` is the module of a plan whose
         model is code, where it is built already.
         """
@@ -104,8 +104,8 @@ class Session:
         table, partition = executed(plan)
         stages = table.stages_of(pipeline.index)
         overlap = table.stages == 1 and not table.split
-        part = parallelise(
-            plan, mesh, stages, partition, overlap, device, own, gradients, counting, model
+        part = parallelize(
+            plan, mesh, stages, partition, overlap, device, own, gradients, count_reader, model
         )
         store = part.store
         on_card = plan.gpu.device == "cuda" and plan.strategy.data.offload == "none"
@@ -118,13 +118,18 @@ class Session:
             plan.strategy.kernels,
             on_card,
         )
-        executor = Executor(
+        executor = ScheduleExecutor(
             table,
             part.stages,
             pipeline,
-            partial(torch.empty, boundary(plan), dtype=own, device=device),
-            Hooks(store.reduce, store.expect_last_backward, store.accumulate, part.samples.take),
-            whole=part.head,
+            partial(torch.empty, boundary_shape(plan), dtype=own, device=device),
+            ExecutorHooks(
+                store.reduce,
+                store.expect_last_backward,
+                store.accumulate,
+                part.samples.start_microbatch,
+            ),
+            unsplit=part.head,
         )
         scaler = LossScaler(device) if own == torch.float16 else None
         return cls(plan, mesh, device, part, optimizer, executor, scaler)
@@ -164,17 +169,17 @@ class Session:
         scale: Tensor | float = 1.0 / (t.global_batch * t.sequence_length)
         scale = scale if self.scaler is None else self.scaler.scale * scale
         self.part.store.zero_grads()
-        self.part.auxiliary.start(scale)
+        self.part.aux_loss.start(scale)
         share = t.global_batch // self.mesh["data"].size
-        self.part.samples.start(
+        self.part.samples.start_step(
             index * t.global_batch + self.mesh["data"].index * share, t.micro_batch
         )
         loss = self.executor.step(*self._own(tokens_MBT, targets_MBT), scale, watch.action)
-        loss = self.part.auxiliary.added_to(loss)
+        loss = self.part.aux_loss.added_to(loss)
         if self.part.tied_across_stages is not None:
             ends = self.executor.table.placement[0], self.executor.table.placement[-1]
             peer = ends[1] if self.mesh["pipeline"].index == ends[0] else ends[0]
-            sum_tied(
+            sum_tied_gradient(
                 self.part.store.gradients[self.part.tied_across_stages], self.mesh["pipeline"], peer
             )
         watch.moment("before_optimizer")
@@ -204,7 +209,7 @@ class Session:
 
     def _own(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> tuple[Tensor, Tensor]:
         """Of whole sequences, what this rank's place on the context axis sees."""
-        return own_tokens(
+        return local_tokens(
             tokens_MBT, targets_MBT, self.mesh["context"], self.plan.strategy.context.algorithm
         )
 
@@ -213,9 +218,9 @@ class Session:
         square = square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh)
         if self.scaler is not None:
             square = square + unowned(self.part.store.gradients, self.part.store.layouts, self.mesh)
-        counted = loss is not None and counts_loss(self.mesh)
+        read_counts = loss is not None and counts_own_loss(self.mesh)
         own_loss = (
-            loss.to(square.dtype) if counted and loss is not None else torch.zeros_like(square)
+            loss.to(square.dtype) if read_counts and loss is not None else torch.zeros_like(square)
         )
         both = torch.stack((own_loss, square, torch.full_like(square, float(stop))))
         if self.mesh.world_size > 1:

@@ -150,7 +150,7 @@ class Saver:
         return {
             f"{kind} of {layout.name}": tensor
             for name, layout in store.layouts.items()
-            if axis in layout.copies
+            if axis in layout.replicated_over
             for kind, tensor in {"parameter": store.values[name], **states[name]}.items()
         }
 
@@ -160,7 +160,7 @@ class Saver:
         """
         store = self.session.part.store
         layout = store.layouts[name]
-        if not layout.owned(self.session.mesh) or not shard.tensor.numel():
+        if not layout.is_owner(self.session.mesh) or not shard.tensor.numel():
             return False
         if shard.kind != "step":
             return True

@@ -16,7 +16,7 @@ from torch.library import custom_op
 
 from workbench.kernels.input_checks import check, check_shape, rows_of, wide_dtype
 from workbench.kernels.triton_compat import jit, next_power_of_2, programs, runs_triton, tl, wide
-from workbench.models.counter_dropout import PIECE, drop
+from workbench.models.counter_dropout import CHUNK_NUMEL, apply_dropout
 
 TILE = 4096
 """Entries that a program takes at once: 32 of each of its threads, of one row where that is as
@@ -41,7 +41,7 @@ def reference(
 ) -> Tensor:
     """residual + dropout(x + bias) as plain operators."""
     branch = x if bias is None else x + bias
-    dropped = branch * drop(torch.ones_like(x), rows, key, rate, first)
+    dropped = branch * apply_dropout(torch.ones_like(x), rows, key, rate, first)
     return dropped if residual is None else residual + dropped
 
 
@@ -160,11 +160,11 @@ def _plain(
     thrice as slow.
     """
     out = torch.empty_like(x_ND)
-    size = max(1, PIECE // max(1, x_ND.shape[-1]))
+    size = max(1, CHUNK_NUMEL // max(1, x_ND.shape[-1]))
     for start in range(0, len(x_ND), size):
         piece = slice(start, start + size)
         branch = x_ND[piece] if bias is None else (x_ND[piece] + bias).to(x_ND.dtype)
-        dropped = drop(branch, rows_N[piece], key, rate, first)
+        dropped = apply_dropout(branch, rows_N[piece], key, rate, first)
         out[piece] = dropped if residual_ND is None else dropped.add_(residual_ND[piece])
     return out
 
@@ -184,7 +184,7 @@ def dropout_add(
 ) -> Tensor:
     """residual + dropout(x + bias) [..., D], of a branch and a residual [..., D] and a bias [D].
 
-    `rows` [...] are the int64 numbers of the tokens (`Samples.rows`), `key` the module's, `first`
+    `rows` [...] are the int64 numbers of the tokens (`SampleIndices.rows`), `key` the module's, `first`
     the channel that x begins with; a share `rate` is dropped. `kernels` is the plan's: fused, which
     is Triton where that runs, or compiled, which is plain operators. Raises ValueError naming what
     has no right device, dtype, shape or value.

@@ -23,7 +23,7 @@ from torch.library import custom_op
 from workbench.kernels.compiled_reference import compiled
 from workbench.kernels.input_checks import check, check_shape, wide_dtype
 from workbench.kernels.triton_compat import jit, next_power_of_2, runs_triton, tl, wide
-from workbench.models.seams import IGNORE, at_least_fp32
+from workbench.models.seams import IGNORE_INDEX, at_least_fp32
 
 BLOCK = 2048
 """Entries that a program of few warps takes at once: many programs share a processor, and hide each
@@ -40,9 +40,9 @@ def reference(
     """The sum over valid tokens as plain operators."""
     own = at_least_fp32(logits_NV)
     loss = F.cross_entropy(
-        own, targets_N, reduction="sum", ignore_index=IGNORE, label_smoothing=smoothing
+        own, targets_N, reduction="sum", ignore_index=IGNORE_INDEX, label_smoothing=smoothing
     )
-    return loss + z * own.logsumexp(-1)[targets_N != IGNORE].square().sum() if z else loss
+    return loss + z * own.logsumexp(-1)[targets_N != IGNORE_INDEX].square().sum() if z else loss
 
 
 # ---- Triton --------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def statistics_op(
         logits_NV.shape[1],
         num_real,
         start,
-        IGNORE,
+        IGNORE_INDEX,
         SMOOTHED=smoothed,
         WIDE=wide(logits_NV),
         **shape,
@@ -309,7 +309,7 @@ def gradient_op(
         logits_NV.shape[1],
         stop - start,
         start,
-        IGNORE,
+        IGNORE_INDEX,
         SMOOTHING=smoothing,
         SHARE=share,
         Z=z,
@@ -347,7 +347,7 @@ def write(
 ) -> None:
     logits_NV[:, stop - start :].zero_()
     if logits_NV.numel() and stop > start:
-        real_NV, here_N = logits_NV[:, : stop - start], targets_N != IGNORE
+        real_NV, here_N = logits_NV[:, : stop - start], targets_N != IGNORE_INDEX
         _gradient(real_NV, targets_N - start, here_N, lse_N, factor, smoothing, share, z)
 
 
@@ -376,7 +376,7 @@ def losses(
     lse_N, loss = highest_N + log, log - (1 - smoothing) * sums_KN[1]
     loss = loss - share * sums_KN[2] if smoothing else loss
     loss = loss + z * lse_N.square() if z else loss
-    return loss.masked_fill_(targets_N == IGNORE, 0.0), lse_N
+    return loss.masked_fill_(targets_N == IGNORE_INDEX, 0.0), lse_N
 
 
 def whole_losses(
@@ -392,7 +392,7 @@ def whole_losses(
     """
     sums_KN = relative(found_KN, found_KN[0], targets_N, rows)
     loss_N, lse_N = losses(sums_KN, found_KN[0], targets_N, smoothing, share, z)
-    strange = (targets_N != IGNORE) & ((targets_N < rows[0]) | (targets_N >= rows[1]))
+    strange = (targets_N != IGNORE_INDEX) & ((targets_N < rows[0]) | (targets_N >= rows[1]))
     return loss_N.masked_fill_(strange, torch.nan), lse_N.masked_fill_(strange, torch.nan)
 
 

@@ -101,7 +101,7 @@ class FusedDropout(Dropout):
             return x_BTD
         assert rows_BT is not None, "dropout must be told which tokens it sees"
         return dropout_add(
-            x_BTD, None, None, rows_BT, self.key, self.rate, self.first, self.kernels
+            x_BTD, None, None, rows_BT, self.key, self.rate, self.first_channel, self.kernels
         )
 
 

@@ -24,7 +24,7 @@ from workbench.kernels import cross_entropy as ce
 from workbench.kernels.cross_entropy import check_tokens, statistics_of, tile, write_gradient
 from workbench.kernels.input_checks import check, wide_dtype
 from workbench.kernels.triton_compat import jit, runs_triton, tl, wide
-from workbench.models.seams import IGNORE
+from workbench.models.seams import IGNORE_INDEX
 from workbench.runtime_facts.loss_chunks import loss_chunk_columns, loss_chunk_tokens
 
 ENTRIES = 16384
@@ -186,7 +186,7 @@ def _both(
         logits_NV.stride(0),
         logits_NV.shape[1],
         num_real,
-        IGNORE,
+        IGNORE_INDEX,
         SMOOTHING=smoothing,
         SHARE=share,
         Z=z,

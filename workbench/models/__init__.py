@@ -1,4 +1,4 @@
-"""Plain single-device models that name no mesh, written with seams that a strategy may replace."""
+"""Plain single-device models that know no mesh, with seams that a strategy may replace."""
 
 from workbench.models.transformer import Transformer
 

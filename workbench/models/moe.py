@@ -1,7 +1,6 @@
-"""A mixture of experts in place of a feed-forward layer: a router, many small experts, some that
-all tokens visit.
+"""Mixture of experts (MoE): router, dispatch to routed experts, combine, and shared experts.
 
-Shapes are those of `routing`.
+Shapes as in `moe_routing`: N tokens = B sequences x T, E experts, k choices a token, R rows.
 """
 
 from __future__ import annotations
@@ -12,116 +11,126 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.models.grouped_gemm import Grouped
-from workbench.models.moe_routing import Choice, Route, Rows, dropless, limited
+from workbench.models.grouped_gemm import GroupedLinear
+from workbench.models.moe_routing import ExpertRows, Router, Routing, capacity_rows, dropless_rows
 from workbench.models.seams import Activate
 from workbench.plan.model_shape import Moe, Shape
 
-Counting = Callable[[Tensor, int], list[Any]]
-"""Turns counts on the device, which add up to a total in their last dim, into integers of the host.
+CountReader = Callable[[Tensor, int], list[Any]]
+"""Turns counts on the device, whose last dim adds up to a total, into integers on the host.
 
-`counted` reads them and waits for the device; a rehearsal, which has no values, takes them as
-`balanced`.
+`read_counts` reads them, which waits for the device; a rehearsal, whose tensors have no values,
+takes them to be `balanced_counts`.
 """
 
 
-def counted(counts: Tensor, total: int) -> list[Any]:
-    """The counts as they are."""
+def read_counts(counts: Tensor, total: int) -> list[Any]:
+    """The counts as they are; waits for the device."""
     values: list[Any] = counts.tolist()
     return values
 
 
-def balanced(counts: Tensor, total: int) -> list[Any]:
-    """As even as whole numbers allow, whatever the counts are."""
+def balanced_counts(counts: Tensor, total: int) -> list[Any]:
+    """Counts as even as integers allow, in the shape of `counts`, whose values are not read."""
     size = counts.shape[-1]
     row = [total // size + (i < total % size) for i in range(size)]
-    return row if counts.dim() == 1 else [balanced(each, total) for each in counts.unbind()]
+    return row if counts.dim() == 1 else [balanced_counts(each, total) for each in counts.unbind()]
 
 
-class Experts(nn.Module):
+class GroupedExperts(nn.Module):
     """All routed experts of a layer: each projection's weights stacked, [experts, out, in]."""
 
     def __init__(self, shape: Shape, moe: Moe) -> None:
         super().__init__()
         bias = shape.biases == "all"
-        self.gate = Grouped(moe.experts, shape.hidden, moe.ffn, bias) if shape.gated else None
-        self.up = Grouped(moe.experts, shape.hidden, moe.ffn, bias)
-        self.down = Grouped(moe.experts, moe.ffn, shape.hidden, bias)
+        gated = shape.gated
+        self.gate = GroupedLinear(moe.experts, shape.hidden, moe.ffn, bias) if gated else None
+        self.up = GroupedLinear(moe.experts, shape.hidden, moe.ffn, bias)
+        self.down = GroupedLinear(moe.experts, moe.ffn, shape.hidden, bias)
         self.activate = Activate(shape.mlp)
 
     def forward(self, x_RD: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows [R, D], sorted by expert, `counts` of each, to the experts' outputs [R, D]."""
         up = self.up(x_RD, counts)
-        wide = (
+        activated = (
             self.activate(up, None)
             if self.gate is None
             else self.activate(self.gate(x_RD, counts), up)
         )
-        return self.down(wide, counts)
+        return self.down(activated, counts)
 
 
-class Exchange(nn.Module):
-    """`exchange(x, counts, experts)`: rows, sorted by expert, through whoever holds the experts;
-    here: this device.
-    """
+class TokenDispatcher(nn.Module):
+    """The dispatcher seam: brings rows to the ranks that hold their experts; here, to this device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counting: Counting = counted
+        self.read_counts: CountReader = read_counts
 
-    def forward(self, x_RD: Tensor, counts_E: Tensor | None, experts: Experts) -> Tensor:
-        """The experts' outputs [R, D], row by row."""
-        return experts(x_RD, self.host(counts_E, len(x_RD), len(experts.up.weight)))
+    def forward(self, x_RD: Tensor, counts_E: Tensor | None, experts: GroupedExperts) -> Tensor:
+        """Outputs of the experts for rows that are sorted by expert.
 
-    def host(self, counts_E: Tensor | None, total: int, num_experts: int) -> list[int]:
-        """Rows of each expert, known to the host."""
-        return (
-            [total // num_experts] * num_experts
-            if counts_E is None
-            else self.counting(counts_E, total)
-        )
+        Args:
+            x_RD: Rows [R, D].
+            counts_E: Rows of each expert [E]; None if all have the same number.
+            experts: The experts of this rank.
+
+        Returns:
+            [R, D], in the order of the rows.
+        """
+        return experts(x_RD, self._host_counts(counts_E, len(x_RD), len(experts.up.weight)))
+
+    def _host_counts(self, counts_E: Tensor | None, total: int, num_experts: int) -> list[int]:
+        if counts_E is None:
+            return [total // num_experts] * num_experts
+        return self.read_counts(counts_E, total)
 
 
-class Mixture(nn.Module):
-    """The feed-forward layer as a mixture of experts; `shared` experts stand side by side in one
-    dense layer.
+class MoE(nn.Module):
+    """The feed-forward layer as a mixture of experts.
+
+    Args:
+        shape: Of the model; `shape.moe` is set.
+        shared: The shared experts, which all tokens pass through, as one dense layer; or None.
     """
 
     def __init__(self, shape: Shape, shared: nn.Module | None) -> None:
         super().__init__()
         assert shape.moe is not None
         self.moe = shape.moe
-        self.route = Route(shape.hidden, shape.moe)
-        self.experts = Experts(shape, shape.moe)
+        self.route = Router(shape.hidden, shape.moe)
+        self.experts = GroupedExperts(shape, shape.moe)
         self.shared = shared
-        self.exchange = Exchange()
+        self.dispatcher = TokenDispatcher()
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(feed-forward branch [B, T, D], auxiliary loss or None)."""
-        choice = self.route(x_BTD)
-        rows, gates_NK = self.rows(choice)
+        """(feed-forward branch [B, T, D], aux loss or None)."""
+        routing = self.route(x_BTD)
+        rows, gates_NK = self.rows(routing)
         dispatched_RD = _Dispatch.apply(x_BTD.flatten(0, 1), rows)
-        returned_RD = self.exchange(dispatched_RD, rows.counts_E, self.experts)
-        y_BTD = _Combine.apply(returned_RD, gates_NK, rows.rows_NK).view_as(x_BTD)
-        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD), choice.auxiliary
+        expert_out_RD = self.dispatcher(dispatched_RD, rows.counts_E, self.experts)
+        y_BTD = _Combine.apply(expert_out_RD, gates_NK, rows.rows_NK).view_as(x_BTD)
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD), routing.aux_loss
 
-    def rows(self, choice: Choice) -> tuple[Rows, Tensor]:
-        """Where each choice goes, and the gates [N, k] of those that are not dropped."""
-        gates_NK = choice.gates_BTK.flatten(0, 1)
+    def rows(self, routing: Routing) -> tuple[ExpertRows, Tensor]:
+        """The row of each choice, and the gates [N, k], 0 for choices that are dropped."""
+        gates_NK = routing.gates_BTK.flatten(0, 1)
         if self.moe.capacity is None:
-            return dropless(choice.experts_BTK, self.moe.experts), gates_NK
-        rows = limited(choice.experts_BTK, self.moe)
+            return dropless_rows(routing.experts_BTK, self.moe.experts), gates_NK
+        rows = capacity_rows(routing.experts_BTK, self.moe)
         assert rows.kept_NK is not None
         return rows, gates_NK * rows.kept_NK
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows of tokens in the order of experts. Backward adds a token's choices in their order: the
-    same every time.
+    """Copies of tokens in the order of experts.
+
+    Backward adds the gradients of a token's choices in their order; `index_add_` on a GPU would add
+    them in any order, and the sum would differ from run to run.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, rows: Rows) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, rows: ExpertRows) -> Tensor:
         ctx.save_for_backward(rows.rows_NK, rows.kept_NK)
         return x_ND.index_select(0, rows.tokens_R)
 
@@ -139,9 +148,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Each token's experts' outputs, weighted by its gates and added in the order of its
-    choices.
-    """
+    """The experts' outputs of each token, weighted by its gates and added in choice order."""
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, gates_NK: Tensor, rows_NK: Tensor) -> Tensor:
@@ -154,9 +161,10 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor, Tensor, None]:
         y_RD, gates_NK, rows_NK = ctx.saved_tensors
-        outgoing, gates = torch.zeros_like(y_RD), torch.empty_like(gates_NK)
+        y_gradient, gates_gradient = torch.zeros_like(y_RD), torch.empty_like(gates_NK)
         for choice in range(rows_NK.shape[1]):
             row = rows_NK[:, choice]
-            gates[:, choice] = (y_RD.index_select(0, row) * gradient_ND).sum(-1)
-            outgoing.index_add_(0, row, gradient_ND * gates_NK[:, choice, None])
-        return outgoing, gates, None
+            gates_gradient[:, choice] = (y_RD.index_select(0, row) * gradient_ND).sum(-1)
+            # A row belongs to one choice, unless that is dropped, whose gate is 0.
+            y_gradient.index_add_(0, row, gradient_ND * gates_NK[:, choice, None])
+        return y_gradient, gates_gradient, None

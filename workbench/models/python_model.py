@@ -1,6 +1,4 @@
-"""The user's own model: built by their function, held to the contract, given a loss where it
-returns logits.
-"""
+"""A user's own model: built by their factory, checked, given a loss if it returns logits."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.errors import PlanError, Problem, refuse
-from workbench.models.seams import IGNORE, at_least_fp32
+from workbench.models.seams import IGNORE_INDEX, at_least_fp32
 from workbench.plan.schema import PythonModel
 
-DROPOUTS = (
+DROPOUT_MODULES = (
     nn.Dropout,
     nn.Dropout1d,
     nn.Dropout2d,
@@ -27,22 +25,26 @@ DROPOUTS = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
-STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_STATISTICS_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 Forward = Callable[..., Any]
 
 
-def build_python(model: PythonModel, seed: int) -> nn.Module:
-    """The module that the user's factory returns, with its own initial weights, drawn under `seed`
-    on any rank alike.
+def build_python_model(model: PythonModel, seed: int) -> nn.Module:
+    """Build the module that the user's factory returns, with its own initial weights.
 
-    This runs the user's code: only callers whom the user has allowed to may come here. Raises
-    `PlanError` where the factory is not found or fails, and where the module is of a kind that
-    would not train alike on every mesh.
+    This runs the user's code, and may be called only where the user has allowed it (`--allow-code`).
+
+    Args:
+        model: Where the factory is, and its arguments.
+        seed: Of torch's generator while the factory runs, so that all ranks draw the same weights.
+
+    Raises:
+        PlanError: If the factory is not found or fails, or if the module would not train alike on
+            every mesh.
     """
     if os.getcwd() not in sys.path:
-        sys.path.insert(
-            0, os.getcwd()
-        )  # left out until now: what lies there runs only where the user allows code
+        # Not on the path before: code in the current folder runs only where the user allows it.
+        sys.path.insert(0, os.getcwd())
     name, _, factory = model.python.partition(":")
     field = f"'{model.python}'"
     try:
@@ -65,15 +67,13 @@ def build_python(model: PythonModel, seed: int) -> nn.Module:
         raise refuse(
             "model.python", f"{field} returns a {type(built).__name__}; legal: an nn.Module"
         )
-    if problems := list(_unfit(built)):
+    if problems := list(_mesh_dependent(built)):
         raise PlanError(problems)
     return built
 
 
 def returns_loss(model: nn.Module) -> bool:
-    """Whether forward takes (tokens, targets) and so returns the summed loss; else it takes tokens,
-    for logits.
-    """
+    """Whether forward takes (tokens, targets) and returns the summed loss, or tokens for logits."""
     parameters = inspect.signature(model.forward).parameters.values()
     needed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(needed) > 1 and (
@@ -81,10 +81,8 @@ def returns_loss(model: nn.Module) -> bool:
     )
 
 
-def give_loss(model: nn.Module) -> nn.Module:
-    """The module with forward(tokens [B, T], targets [B, T]) -> loss summed over valid tokens; in
-    place.
-    """
+def add_loss(model: nn.Module) -> nn.Module:
+    """Give the module, in place, forward(tokens [B, T], targets [B, T]) -> loss summed over tokens."""
     if not returns_loss(model):
         model.forward = _with_loss(model.forward)
     return model
@@ -94,20 +92,20 @@ def _with_loss(forward: Forward) -> Forward:
     def summed(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         logits_NV = at_least_fp32(forward(tokens_BT).flatten(0, -2))
         return F.cross_entropy(
-            logits_NV, targets_BT.flatten(), reduction="sum", ignore_index=IGNORE
+            logits_NV, targets_BT.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
         )
 
     return summed
 
 
-def _unfit(model: nn.Module) -> Iterator[Problem]:
-    """What would compute otherwise on several ranks than on one device, by name."""
+def _mesh_dependent(model: nn.Module) -> Iterator[Problem]:
+    """Modules and parameters that would not train on several ranks as on one device."""
     for path, module in model.named_modules():
-        rate = module.p if isinstance(module, DROPOUTS) else getattr(module, "dropout", 0.0)
+        rate = module.p if isinstance(module, DROPOUT_MODULES) else getattr(module, "dropout", 0.0)
         if isinstance(rate, float) and rate > 0:
             what = f"{path or 'the model'} drops with rate {rate}, drawn otherwise on every rank"
             yield Problem("model.python", f"{what}; legal: 0.0")
-        if isinstance(module, STATISTICS):
+        if isinstance(module, BATCH_STATISTICS_MODULES):
             yield Problem(
                 "model.python",
                 f"{path} is a {type(module).__name__}, whose statistics are of one rank's "

@@ -1,7 +1,7 @@
-"""The five seams of a transformer: the only places that fused kernels and parallel strategies
-replace.
+"""The five seams of a transformer: what fused kernels and parallel strategies may replace.
 
-Each is a small module with a plain body. A strategy swaps the module, never the code around it.
+`add_norm`, `rope`, `attend`, `activate` and `head_loss` are small modules with a plain body. A
+strategy swaps the module, never the code around it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IGNORE = -100
-"""Target value that takes no part in the loss."""
+IGNORE_INDEX = -100
+"""Target that the loss ignores, as in `F.cross_entropy`."""
 
 
 class Positions(NamedTuple):
-    """Where the tokens of a sequence stand: global indices [T], and the rotary tables [T, head_dim
-    / 2].
+    """Positions of a stage's tokens.
 
-    `rows` number the tokens of the residual stream for dropout: [B, T], or what of them is here;
-    None without it.
+    Attributes:
+        indices: Positions in the sequence [T].
+        cos: Rotary table [T, head_dim / 2].
+        sin: Rotary table [T, head_dim / 2].
+        rows: Ids of the tokens in this rank's residual stream for dropout, [B, T]; None without.
     """
 
     indices: Tensor
@@ -32,7 +34,7 @@ class Positions(NamedTuple):
     rows: Tensor | None = None
 
 
-def positions_of(indices: Tensor, rope_dim: int, theta: float, dtype: torch.dtype) -> Positions:
+def rotary_positions(indices: Tensor, rope_dim: int, theta: float, dtype: torch.dtype) -> Positions:
     """Rotary tables for the positions `indices` [T] (Su et al. 2021, arXiv 2104.09864)."""
     exponent = torch.arange(0, rope_dim, 2, device=indices.device, dtype=torch.float64) / rope_dim
     angles = indices.to(torch.float64)[:, None] * (theta**-exponent)[None, :]
@@ -40,7 +42,7 @@ def positions_of(indices: Tensor, rope_dim: int, theta: float, dtype: torch.dtyp
 
 
 class AddNorm(nn.Module):
-    """`add_norm(x, residual)`: add a branch to the residual stream, and normalise the sum."""
+    """`add_norm(x, residual)`: RMSNorm or LayerNorm of branch plus residual stream."""
 
     def __init__(self, kind: str, width: int, epsilon: float, bias: bool) -> None:
         super().__init__()
@@ -60,43 +62,41 @@ class _RmsNorm(torch.autograd.Function):
     """y = x / rms(x) * weight (Zhang and Sennrich 2019, arXiv 1910.07467), computed in fp32 or
     better.
 
-    torch fuses this operator on some devices and composes it on others, which then keep widened
-    copies for backward. Here every device keeps the same: the input and one number a token.
+    torch fuses this operator on some devices and composes it on others, which then save upcast
+    copies for backward. Here every device saves the same: the input and one scalar a token.
     """
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-        wide = at_least_fp32(x_BTD)
-        scale_BT1 = wide.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+        upcast = at_least_fp32(x_BTD)
+        scale_BT1 = upcast.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x_BTD, weight_D, scale_BT1)
-        return (wide * scale_BT1).to(x_BTD.dtype).mul_(weight_D)
+        return (upcast * scale_BT1).to(x_BTD.dtype).mul_(weight_D)
 
     @staticmethod
     def backward(ctx: Any, gradient_BTD: Tensor) -> tuple[Tensor, Tensor, None]:
         x_BTD, weight_D, scale_BT1 = ctx.saved_tensors
-        incoming = at_least_fp32(gradient_BTD)
+        gradient = at_least_fp32(gradient_BTD)
         unit = at_least_fp32(x_BTD) * scale_BT1
-        weight_gradient = (incoming * unit).flatten(0, -2).sum(0)
-        outgoing = incoming * weight_D
-        along_BT1 = (outgoing * unit).mean(-1, keepdim=True)
-        outgoing.sub_(unit.mul_(along_BT1)).mul_(scale_BT1)
-        return outgoing.to(x_BTD.dtype), weight_gradient.to(weight_D.dtype), None
+        weight_gradient = (gradient * unit).flatten(0, -2).sum(0)
+        x_gradient = gradient * weight_D
+        projection_BT1 = (x_gradient * unit).mean(-1, keepdim=True)
+        x_gradient.sub_(unit.mul_(projection_BT1)).mul_(scale_BT1)
+        return x_gradient.to(x_BTD.dtype), weight_gradient.to(weight_D.dtype), None
 
 
 class Rope(nn.Module):
-    """`rope(q, k, positions)`: turn query and key heads by their position; halves paired as in
-    Llama.
-    """
+    """`rope(q, k, positions)`: rotary position embedding (RoPE, 2104.09864); halves paired as Llama."""
 
     def forward(
         self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys [B, T, heads, head_dim], turned."""
-        return _turn(q_BTHK, positions), _turn(k_BTHK, positions)
+        """Queries and keys [B, T, heads, head_dim], rotated."""
+        return _rotate(q_BTHK, positions), _rotate(k_BTHK, positions)
 
 
 class NoRope(nn.Module):
-    """The same seam for models whose positions are learned at the embedding."""
+    """The rope seam of models with learned positions: identity."""
 
     def forward(
         self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions
@@ -105,18 +105,18 @@ class NoRope(nn.Module):
         return q_BTHK, k_BTHK
 
 
-def _turn(x_BTHK: Tensor, positions: Positions) -> Tensor:
+def _rotate(x_BTHK: Tensor, positions: Positions) -> Tensor:
     first, second = x_BTHK.chunk(2, dim=-1)
     cos, sin = positions.cos[:, None, :], positions.sin[:, None, :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Attend(nn.Module):
-    """`attend(q, k, v, positions)`: causal attention by torch's fused operator."""
+    """`attend(q, k, v, positions)`: causal attention (MHA or GQA) by torch's fused operator."""
 
     repeats_heads = False
-    """Whether key-value heads are repeated first, where the planned GPU's operator takes one a
-    query head.
+    """Whether GQA's key-value heads are repeated first: the planned GPU's operator needs one for
+    each query head.
     """
 
     def forward(
@@ -132,25 +132,21 @@ class Attend(nn.Module):
         ).transpose(1, 2)
 
 
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": partial(F.gelu, approximate="tanh"),
     "gelu": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-"""The non-linearity of each kind of feed-forward layer; the gated kinds multiply it by the up
-projection.
-"""
+"""Kind of feed-forward layer -> its non-linearity, which gated kinds multiply by the up projection."""
 
 
 class Activate(nn.Module):
-    """`activate(gate, up)`: the feed-forward non-linearity, gated (SwiGLU, GeGLU) or not (`up` is
-    None).
-    """
+    """`activate(gate, up)`: gated (SwiGLU, GeGLU) or plain activation (`up` is None)."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.function = kind, FUNCTIONS[kind]
+        self.kind, self.function = kind, NONLINEARITIES[kind]
 
     def forward(self, gate_BTF: Tensor, up_BTF: Tensor | None) -> Tensor:
         """Activated features [B, T, F]."""
@@ -159,9 +155,7 @@ class Activate(nn.Module):
 
 
 class HeadLoss(nn.Module):
-    """`head_loss(x, targets)`: the output projection and the summed cross entropy, in fp32 or
-    better.
-    """
+    """`head_loss(x, targets)`: output projection and summed cross entropy, in fp32 or better."""
 
     def __init__(self, width: int, vocab: int) -> None:
         super().__init__()
@@ -173,10 +167,10 @@ class HeadLoss(nn.Module):
             at_least_fp32(F.linear(x_BTD, self.weight).flatten(0, -2)),
             targets_BT.flatten(),
             reduction="sum",
-            ignore_index=IGNORE,
+            ignore_index=IGNORE_INDEX,
         )
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """16-bit tensors widened to fp32; fp32 and fp64 unchanged."""
+    """Upcast 16-bit tensors to fp32; fp32 and fp64 are returned as they are."""
     return x.float() if x.element_size() < 4 else x

@@ -1,7 +1,8 @@
-"""A decoder-only transformer built from its shape: Llama style, GPT style and what lies between.
+"""A decoder-only transformer built from its shape: Llama style, GPT style and variants between.
 
-A plain single-device model. It knows no mesh: a stage of a pipeline is this model with some parts
-absent, and a tensor-parallel rank is this model with narrower layers.
+A plain single-device model that knows no mesh. A pipeline stage is this model with some parts None,
+a tensor-parallel rank this model with narrower layers. Attention has as many key-value heads as the
+shape says (MHA, GQA, MQA).
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from workbench.models.counter_dropout import Dropout, Samples
-from workbench.models.moe import Mixture
+from workbench.models.counter_dropout import Dropout, SampleIndices
+from workbench.models.moe import MoE
 from workbench.models.seams import (
     Activate,
     AddNorm,
@@ -21,7 +22,7 @@ from workbench.models.seams import (
     NoRope,
     Positions,
     Rope,
-    positions_of,
+    rotary_positions,
 )
 from workbench.models.weight_init import seed_of
 from workbench.plan.model_shape import Shape
@@ -48,8 +49,9 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with as many key-value heads as the shape says; head counts follow from
-    the widths.
+    """Causal self-attention, with grouped key-value heads (GQA) where the shape has fewer.
+
+    Head counts follow from the width of the projections, so that narrower ones are a rank's heads.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -93,10 +95,10 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer, with dropout of both branches as in GPT-2 (its `resid_pdrop`) and
-    Megatron-LM.
+    """One pre-norm layer, with dropout of both branches (GPT-2's `resid_pdrop`, as in Megatron-LM).
 
-    It carries the residual stream as a pair, so that adding and normalising can be fused.
+    It carries the residual stream as a pair (branch not yet added, residual), so that the addition
+    can be fused with the next norm.
     """
 
     def __init__(self, shape: Shape, index: int, rate: float, seed: int) -> None:
@@ -111,34 +113,41 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, residual_BTD: Tensor | None, positions: Positions
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(branch not yet added, residual stream), both [B, T, D], and a mixture's auxiliary
-        loss.
-        """
+        """(branch not yet added, residual stream), both [B, T, D], and the aux loss of an MoE layer."""
         h, residual = self.attention_norm(x_BTD, residual_BTD)
         branch = self.attention_dropout(self.attention(h, positions), positions.rows)
         h, residual = self.mlp_norm(branch, residual)
-        if isinstance(self.mlp, Mixture):
-            branch, auxiliary = self.mlp(h)
-            return self.mlp_dropout(branch, positions.rows), residual, auxiliary
+        if isinstance(self.mlp, MoE):
+            branch, aux_loss = self.mlp(h)
+            return self.mlp_dropout(branch, positions.rows), residual, aux_loss
         return self.mlp_dropout(self.mlp(h), positions.rows), residual, None
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm and head. A part set to None is not this rank's.
+    """Embedding, blocks, final norm and head; parts that another pipeline stage has are None.
 
-    `dropout` is the rate after the embedding and of both branches of every block, drawn from `seed`
-    for the `samples` that the model is told it sees. Raises ValueError for shapes that can be
-    planned but not built yet.
+    Args:
+        shape: Of the whole model.
+        dropout: Rate after the embedding and of both branches of every block.
+        seed: Of the dropout masks, which are drawn for the sample indices in `samples`.
+
+    Attributes, which parallel strategies replace:
+        indices: Input of a stage -> the positions in the sequence [T] of its tokens.
+        local_part_of: [B, T] of all tokens -> of those in this rank's residual stream.
+        attach_aux_loss: Takes the output and the aux loss of a stage without the head.
+
+    Raises:
+        ValueError: For shapes that can be planned but not built yet.
     """
 
     def __init__(self, shape: Shape, dropout: float = 0.0, seed: int = 0) -> None:
         super().__init__()
         _refuse_unbuilt(shape)
         self.shape = shape
-        self.dropout, self.samples = dropout, Samples()
+        self.dropout, self.samples = dropout, SampleIndices()
         self.indices: Callable[[Tensor], Tensor] = whole_sequence
-        self.here: Callable[[Tensor], Tensor] = _all_tokens
-        self.hand_on: Callable[[Tensor, Tensor], Tensor] = _needs_head
+        self.local_part_of: Callable[[Tensor], Tensor] = _all_tokens
+        self.attach_aux_loss: Callable[[Tensor, Tensor], Tensor] = _needs_head
         self.embedding: Embedding | None = Embedding(shape, _dropout("embedding", dropout, seed))
         self.blocks = nn.ModuleDict(
             {str(i): Block(shape, i, dropout, seed) for i in range(shape.layers)}
@@ -149,54 +158,56 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.tokens.weight  # type: ignore[assignment]
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Tokens [B, T], or a former stage's output [B, T, D], to the summed loss, or to this
-        stage's [B, T, D].
+        """Run the stage.
 
-        Mixtures' auxiliary losses are added to the loss; a stage without the head gives its own to
-        `hand_on`, with its output.
+        Args:
+            x: Tokens [B, T], or the previous stage's output [B, T, D].
+            targets_BT: [B, T], where the stage has the head.
+
+        Returns:
+            The loss summed over valid tokens, aux losses of MoE layers added; or without the head
+            this stage's output [B, T, D], to which `attach_aux_loss` has attached its aux loss.
         """
         positions = self.positions(x)
         residual: Tensor | None = None
         if self.embedding is not None:
             x = self.embedding(x, positions)
-        losses: list[Tensor] = []
+        aux_losses: list[Tensor] = []
         for block in self.blocks.values():
-            x, residual, auxiliary = block(x, residual, positions)
-            losses += [] if auxiliary is None else [auxiliary]
+            x, residual, aux_loss = block(x, residual, positions)
+            aux_losses += [] if aux_loss is None else [aux_loss]
         if self.head is None or self.final_norm is None:
             x = x if residual is None else x + residual
-            return self.hand_on(x, torch.stack(losses).sum()) if losses else x
+            return self.attach_aux_loss(x, torch.stack(aux_losses).sum()) if aux_losses else x
         x, _ = self.final_norm(x, residual)
         assert targets_BT is not None, "the stage that holds the head needs targets"
         loss = self.head(x, targets_BT)
-        return torch.stack([loss, *losses]).sum() if losses else loss
+        return torch.stack([loss, *aux_losses]).sum() if aux_losses else loss
 
     def positions(self, x: Tensor) -> Positions:
-        """Positions of the tokens that this rank sees; `indices` says where in the sequence they
-        stand, `here` which of them its part of the residual stream has.
-        """
+        """Indices and rotary tables of the tokens that attention sees, and their ids for dropout."""
         dtype = next(self.parameters()).dtype
         indices = self.indices(x)
         rope_dim = int(self.shape.head_dim or 0) if self.shape.positions == "rope" else 0
-        positions = positions_of(indices, rope_dim, self.shape.rope_theta, dtype)
+        positions = rotary_positions(indices, rope_dim, self.shape.rope_theta, dtype)
         if not self.dropout or not self.training:
             return positions
-        return positions._replace(rows=self.here(self.samples.rows(x.shape[0], indices)))
+        return positions._replace(rows=self.local_part_of(self.samples.rows(x.shape[0], indices)))
 
 
-def _feed_forward(shape: Shape, index: int) -> Mlp | Mixture:
+def _feed_forward(shape: Shape, index: int) -> Mlp | MoE:
     moe = shape.moe
     if moe is None or index < moe.first_dense:
         return Mlp(shape, shape.ffn)
-    return Mixture(shape, Mlp(shape, moe.shared * moe.ffn) if moe.shared else None)
+    return MoE(shape, Mlp(shape, moe.shared * moe.ffn) if moe.shared else None)
 
 
-def _needs_head(x_BTD: Tensor, auxiliary: Tensor) -> Tensor:
-    raise AssertionError("a stage without the head must be told how to hand on its auxiliary loss")
+def _needs_head(x_BTD: Tensor, aux_loss: Tensor) -> Tensor:
+    raise AssertionError("a stage without the head needs attach_aux_loss to be replaced")
 
 
 def whole_sequence(x: Tensor) -> Tensor:
-    """Indices [T] of the tokens of `x` [B, T, ...] that are a whole sequence."""
+    """Positions [T] of the tokens of `x` [B, T, ...], which has whole sequences."""
     return torch.arange(x.shape[1], device=x.device)
 
 

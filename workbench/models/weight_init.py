@@ -1,7 +1,7 @@
-"""Initial weights that depend on a parameter's global name, the seed and nothing else.
+"""Initial weights that depend on a parameter's global name and the seed only.
 
-A rank draws the whole tensor and keeps its slice, so that every mesh starts from the weights of one
-device.
+A rank draws the unsharded tensor and keeps its slice, so that every mesh starts from the weights of
+one device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ STANDARD_DEVIATION = 0.02
 def initial_value(
     name: str, shape: tuple[int, ...], num_layers: int, seed: int, dtype: torch.dtype
 ) -> Tensor:
-    """The whole initial tensor of parameter `name`.
+    """The initial value of parameter `name`, unsharded.
 
-    Norms are 1, biases 0, matrices normal with deviation 0.02, and projections back into the
-    residual stream scaled by 1 / sqrt(2 layers) (Radford et al. 2019). Drawn in fp32 and rounded
-    once.
+    Norms are 1, biases 0, matrices normal with deviation 0.02, those of projections into the
+    residual stream divided by sqrt(2 layers) (GPT-2, Radford et al. 2019). Drawn in fp32 and
+    rounded to `dtype` once.
     """
     if name.endswith("bias"):
         return torch.zeros(shape, dtype=dtype)

@@ -17,14 +17,14 @@ from workbench.models import Transformer
 from workbench.models.seams import Positions
 from workbench.models.transformer import Attention
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
-from workbench.parallel.pipeline.zero_bubble import for_recomputation
+from workbench.parallel.pipeline.zero_bubble import checkpoint_contexts
 
-_again = partial(
-    checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=for_recomputation
+_checkpoint = partial(
+    checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=checkpoint_contexts
 )
 
 
-def recompute(
+def apply_activation_checkpointing(
     model: Transformer, what: Literal["none", "selective", "full"] | Sequence[int]
 ) -> None:
     """Make `model` keep less, in place: only the inputs of all blocks (full) or of those listed, or
@@ -35,15 +35,15 @@ def recompute(
             # Ulysses exchanges around the plain attention; what it exchanged stays.
             plain = isinstance(module, Attention) and not isinstance(module.attend, UlyssesAttend)
             if plain or isinstance(module, UlyssesAttend):
-                again = AttendAgain(module.get_submodule("attend"))
+                again = CheckpointedAttend(module.get_submodule("attend"))
                 setattr(module, "attend", again)  # noqa: B010 (a seam takes any module of its signature)
         return
     for index, block in model.blocks.items():
         if what == "full" or (what != "none" and int(index) in what):
-            block.forward = partial(_block, block.forward)
+            block.forward = partial(_checkpointed_block, block.forward)
 
 
-class AttendAgain(nn.Module):
+class CheckpointedAttend(nn.Module):
     """The attend seam, run again in backward."""
 
     def __init__(self, attend: nn.Module) -> None:
@@ -52,11 +52,11 @@ class AttendAgain(nn.Module):
 
     def forward(self, *qkv_and_positions: Any) -> Tensor:
         """As the seam that it wraps."""
-        out: Tensor = _again(self.attend, *qkv_and_positions)
+        out: Tensor = _checkpoint(self.attend, *qkv_and_positions)
         return out
 
 
-def _block(
+def _checkpointed_block(
     forward: Callable[..., tuple[Tensor, Tensor]],
     x_BTD: Tensor,
     residual_BTD: Tensor | None,
@@ -64,5 +64,5 @@ def _block(
 ) -> tuple[Tensor, Tensor]:
     """A block that keeps one tensor: branch and residual are added before it, not within."""
     total = x_BTD if residual_BTD is None else x_BTD + residual_BTD
-    out: tuple[Tensor, Tensor] = _again(forward, total, None, positions)
+    out: tuple[Tensor, Tensor] = _checkpoint(forward, total, None, positions)
     return out

@@ -1,10 +1,13 @@
-"""A plan's strategy applied to its model, in one fixed order.
+"""Applies a plan's strategy to its model, in one fixed order (torchtitan's `parallelize`).
 
-partition into stages -> kernels -> tensor, or a strategy for each operator -> experts -> context ->
-recomputation -> ties -> initial weights -> data. Stages come first, so that no rank ever holds the
-whole model; kernels before anything is split, for they change what a seam runs, and an axis wraps
-or replaces the seam; recomputation comes once a layer is what will run; weights come once every
-layout is known, so that a rank draws only what it keeps.
+pipeline stages -> kernels -> tensor or operator strategies -> experts -> context -> activation
+checkpointing -> tied weights -> initial weights -> data (ZeRO).
+
+- Pipeline stages come first, so that no rank ever holds the whole model.
+- Kernels come before anything is sharded: they replace what a seam runs, and an axis wraps or
+  replaces the seam.
+- Activation checkpointing wraps what a layer will run, and so comes after the axes.
+- Weights are drawn once every layout is known, so that a rank keeps only its shards.
 """
 
 from __future__ import annotations
@@ -12,28 +15,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import nn
 
 from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer
-from workbench.models.counter_dropout import Samples
-from workbench.models.moe import Counting, counted
-from workbench.models.python_model import build_python
+from workbench.models.counter_dropout import SampleIndices
+from workbench.models.moe import CountReader, read_counts
+from workbench.models.python_model import build_python_model
 from workbench.models.seams import Attend
 from workbench.models.weight_init import initial_value
-from workbench.parallel.activation_checkpointing import recompute
-from workbench.parallel.context.apply_context import spread_sequence
+from workbench.parallel.activation_checkpointing import apply_activation_checkpointing
+from workbench.parallel.context.apply_context import apply_context_parallel
 from workbench.parallel.data.zero_shards import ParamAndGradStore
-from workbench.parallel.expert.apply_expert import gradient_sums, spread_experts
-from workbench.parallel.expert.auxiliary_loss import HandOn
+from workbench.parallel.expert.apply_expert import apply_expert_parallel, gradient_reduction_axes
+from workbench.parallel.expert.aux_loss import AuxLossCarrier
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, MeshAxis
-from workbench.parallel.operators.apply_operators import operator_sums, split_operators
-from workbench.parallel.pipeline.model_stages import keep_stage
-from workbench.parallel.python_model_stage import plain_stage
-from workbench.parallel.tensor.apply_tensor import split_tensors, tensor_sums
+from workbench.parallel.operators.apply_operators import (
+    apply_operator_strategies,
+    operator_reduction_axes,
+)
+from workbench.parallel.python_model_stage import apply_to_python_model
+from workbench.parallel.tensor.apply_tensor import apply_tensor_parallel, tensor_reduction_axes
 from workbench.plan.attention_kernel import repeats_heads
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import placements
@@ -42,28 +48,28 @@ TIED, TIE_OWNER = "head.weight", "embedding.tokens.weight"
 
 
 @dataclass
-class Parallelised:
-    """A rank's part of the model: its stages, and the store of their parameters and gradients."""
+class ParallelModel:
+    """A rank's part of the model: its pipeline stages, and their parameters and gradients."""
 
     stages: Mapping[int, nn.Module]
     store: ParamAndGradStore
     tied_across_stages: str | None
-    """Local name of a weight that the first and the last stage both hold, where this rank has one
-    of them.
+    """Local name of a weight that the first and the last stage share, if this rank has one of the
+    two and another rank the other.
     """
-    auxiliary: HandOn
-    """Auxiliary losses of the stages without the head."""
-    samples: Samples
-    """Which samples the stages see."""
+    aux_loss: AuxLossCarrier
+    """Aux losses of the stages without the head."""
+    samples: SampleIndices
+    """Which samples the stages see, for dropout."""
 
     @property
     def head(self) -> nn.Module | None:
-        """The head, where this rank holds it."""
+        """The head, if this rank holds it."""
         ours = (stage for stage in self.stages.values() if isinstance(stage, Transformer))
         return next((stage.head for stage in ours if stage.head is not None), None)
 
 
-def parallelise(
+def parallelize(
     plan: ResolvedPlan,
     mesh: Mesh,
     stages: Sequence[int],
@@ -72,88 +78,115 @@ def parallelise(
     device: torch.device,
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
-    counting: Counting = counted,
+    count_reader: CountReader = read_counts,
     model: nn.Module | None = None,
-) -> Parallelised:
-    """Build this rank's `stages` of a complete plan's model. Parameters on `device` in `dtype`.
+) -> ParallelModel:
+    """Build this rank's `stages` of a plan's model, sharded as its strategy says.
 
-    `partition` gives the layers of every stage; `overlap` says that a gradient is complete as soon
-    as the last backward has made it; `model` is that of a plan whose model is code, where it is
-    built already.
+    Args:
+        plan: Resolved.
+        stages: Pipeline stages of this rank.
+        partition: Number of layers of every stage of the pipeline.
+        overlap: Whether gradients are reduced during backward: a gradient is complete as soon as
+            the last backward has made it.
+        device: Where parameters live.
+        dtype: Of parameters.
+        gradient_dtype: Of accumulated and reduced gradients.
+        count_reader: How MoE layers read counts of tokens; a rehearsal has no values to read.
+        model: That of a plan whose model is Python code, if it is built already.
     """
     if plan.code:
-        model = model or build_python(plan.code, plan.training.seed)
-        kept = plain_stage(model, plan, mesh, overlap, device, dtype, gradient_dtype)
-        return Parallelised({0: model}, kept, None, HandOn(), Samples())
+        model = model or build_python_model(plan.code, plan.training.seed)
+        store = apply_to_python_model(model, plan, mesh, overlap, device, dtype, gradient_dtype)
+        return ParallelModel({0: model}, store, None, AuxLossCarrier(), SampleIndices())
     built: dict[int, Transformer] = {}
-    auxiliary, samples = HandOn(), Samples()
+    aux_loss, samples = AuxLossCarrier(), SampleIndices()
     layouts: dict[str, Layout] = {}
     for stage in stages:
-        built[stage], own = _stage(plan, mesh, stage, partition, counting)
-        built[stage].hand_on, built[stage].samples = auxiliary, samples
+        built[stage], own = _build_stage(plan, mesh, stage, partition, count_reader)
+        built[stage].attach_aux_loss, built[stage].samples = aux_loss, samples
         layouts |= own
-    _tie(plan, built, layouts)
+    _tie_weights(plan, built, layouts)
     tied = _tied_across_stages(plan, layouts, {0, len(partition) - 1} <= set(stages))
     store = ParamAndGradStore(
         built,
         layouts,
-        gradient_sums(layouts, _sums(layouts, plan, mesh), mesh),
+        gradient_reduction_axes(layouts, _tensor_reduction_axes(layouts, plan, mesh), mesh),
         mesh,
         plan.strategy.data,
         gradient_dtype,
-        partial(_drawn, plan, layouts, device, dtype),
+        partial(_init_local_param, plan, layouts, device, dtype),
         overlap,
         separate=tied,
     )
-    return Parallelised(built, store, tied, auxiliary, samples)
+    return ParallelModel(built, store, tied, aux_loss, samples)
 
 
-def _stage(
-    plan: ResolvedPlan, mesh: Mesh, stage: int, partition: list[int], counting: Counting
+def _build_stage(
+    plan: ResolvedPlan, mesh: Mesh, stage: int, partition: list[int], count_reader: CountReader
 ) -> tuple[Transformer, dict[str, Layout]]:
+    """A stage on the meta device, everything but ZeRO applied, and its parameters' layouts."""
     with torch.device("meta"):
         model = Transformer(plan.shape, plan.training.dropout, plan.training.seed)
-    keep_stage(model, stage, partition)
+    keep_pipeline_stage(model, stage, partition)
     replace_seams(model, plan.strategy.kernels, plan.gpu.device)
     for seam in (module for module in model.modules() if isinstance(module, Attend)):
         seam.repeats_heads = repeats_heads(plan.gpu, plan.strategy.precision, plan.shape)
-    plain_below = getattr(model.head, "plain_below", 0)
-    layouts = _layouts(model)
+    min_fused_logits = getattr(model.head, "plain_below", 0)
+    layouts = _unsharded_layouts(model)
     if plan.strategy.operators:
-        split_operators(model, layouts, placements(plan), mesh)
+        apply_operator_strategies(model, layouts, placements(plan), mesh)
     else:
-        split_tensors(model, layouts, plan, mesh)
-    spread_experts(model, layouts, mesh, plan.strategy.tensor.sequence, counting)
+        apply_tensor_parallel(model, layouts, plan, mesh)
+    apply_expert_parallel(model, layouts, mesh, plan.strategy.tensor.sequence, count_reader)
     if mesh["context"].size > 1:
-        spread_sequence(
+        apply_context_parallel(
             model, mesh["context"], plan.strategy.context.algorithm, plan.training.sequence_length
         )
-    recompute(model, plan.strategy.recompute)
-    if model.head is not None:  # what splits the vocabulary has replaced it
+    apply_activation_checkpointing(model, plan.strategy.recompute)
+    if model.head is not None:  # vocabulary parallelism has replaced the head that had them
         model.head.kernels = plan.strategy.kernels  # type: ignore[assignment]
-        model.head.plain_below = plain_below  # type: ignore[assignment]
+        model.head.plain_below = min_fused_logits  # type: ignore[assignment]
     return model, layouts
 
 
-def _sums(
+def keep_pipeline_stage(model: Transformer, stage: int, partition: list[int]) -> None:
+    """Remove from `model`, in place, whatever is not of `stage`.
+
+    The embedding belongs to the first stage, the final norm and the head to the last.
+
+    Args:
+        partition: Number of blocks of every stage.
+    """
+    start, stop = ([0, *accumulate(partition)][stage + i] for i in (0, 1))
+    for index in list(model.blocks):
+        if not start <= int(index) < stop:
+            del model.blocks[index]
+    if stage > 0:
+        model.embedding = None
+    if stage < len(partition) - 1:
+        model.final_norm = model.head = None
+
+
+def _tensor_reduction_axes(
     layouts: dict[str, Layout], plan: ResolvedPlan, mesh: Mesh
 ) -> dict[str, tuple[MeshAxis, ...]]:
     if plan.strategy.operators:
-        return operator_sums(layouts, placements(plan), mesh)
-    return tensor_sums(layouts.items(), plan, mesh)
+        return operator_reduction_axes(layouts, placements(plan), mesh)
+    return tensor_reduction_axes(layouts.items(), plan, mesh)
 
 
-def _layouts(model: Transformer) -> dict[str, Layout]:
+def _unsharded_layouts(model: Transformer) -> dict[str, Layout]:
     layouts = {
-        n: Layout.whole(n, tuple(p.shape))
+        n: Layout.unsharded(n, tuple(p.shape))
         for n, p in model.named_parameters(remove_duplicate=False)
     }
     if model.shape.tied and TIED in layouts:
-        layouts[TIED] = Layout.whole(TIE_OWNER, layouts[TIED].shape, replica=True)
+        layouts[TIED] = Layout.unsharded(TIE_OWNER, layouts[TIED].shape, replica=True)
     return layouts
 
 
-def _drawn(
+def _init_local_param(
     plan: ResolvedPlan,
     layouts: dict[str, Layout],
     device: torch.device,
@@ -162,12 +195,14 @@ def _drawn(
 ) -> torch.Tensor:
     """The initial value of what this rank holds of a parameter."""
     layout = layouts[name]
-    whole = initial_value(layout.name, layout.shape, plan.shape.layers, plan.training.seed, dtype)
-    return layout.take(whole).to(device)
+    value = initial_value(layout.name, layout.shape, plan.shape.layers, plan.training.seed, dtype)
+    return layout.take(value).to(device)
 
 
-def _tie(plan: ResolvedPlan, stages: dict[int, Transformer], layouts: dict[str, Layout]) -> None:
-    """Make embedding and head share one parameter again, where one rank holds both."""
+def _tie_weights(
+    plan: ResolvedPlan, stages: dict[int, Transformer], layouts: dict[str, Layout]
+) -> None:
+    """Tie embedding and head again, after they were replaced, where one rank holds both."""
     embedding = next((m.embedding for m in stages.values() if m.embedding is not None), None)
     head = next((m.head for m in stages.values() if m.head is not None), None)
     if plan.shape.tied and embedding is not None and head is not None:
@@ -175,10 +210,10 @@ def _tie(plan: ResolvedPlan, stages: dict[int, Transformer], layouts: dict[str, 
         del layouts[TIED]
 
 
-def _tied_across_stages(plan: ResolvedPlan, layouts: dict[str, Layout], both: bool) -> str | None:
-    """The tied weight's local name, where its other copy is on another rank and not `both` are
-    here.
-    """
-    if not plan.shape.tied or both:
+def _tied_across_stages(
+    plan: ResolvedPlan, layouts: dict[str, Layout], has_both_ends: bool
+) -> str | None:
+    """Local name of the tied weight, if its other copy is on another rank."""
+    if not plan.shape.tied or has_both_ends:
         return None
     return next((name for name, layout in layouts.items() if layout.name == TIE_OWNER), None)

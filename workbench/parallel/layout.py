@@ -1,6 +1,8 @@
-"""One question, answered in one place: which slice of which global tensor is this?
+"""Sharding layouts: which slice of which global tensor is this local tensor?
 
-Clipping, checkpoints, verification and memory accounting only read layouts; they know no strategy.
+Every parallel axis records its sharding here (what DTensor's placements are elsewhere, with uneven
+shards). Clipping, checkpoints, verification and memory accounting read layouts only, and know no
+strategy.
 """
 
 from __future__ import annotations
@@ -23,67 +25,76 @@ Slices = tuple[tuple[int, int], ...]
 class Layout:
     """Where a local tensor lies in its global tensor.
 
-    `slices` are [start, stop) of the global tensor along each dim; `padding` counts further local
-    entries along each dim that stand for nothing and stay zero. `copies` names the axes along which
-    other ranks hold the same. `replica` marks a copy that another rank owns beyond that (a tied
-    embedding at the head, a key-value head that several tensor ranks share). `flat`, where it is
-    set, says that the local tensor is one-dimensional and holds only entries [start, stop) of what
-    is described so far, counted row by row (a shard of ZeRO's).
+    Attributes:
+        name: Of the global tensor.
+        shape: Of the global tensor.
+        slices: [start, stop) of the global tensor along each dim.
+        padding: Number of local entries along each dim beyond `slices`; they stay zero.
+        replicated_over: Axes along which other ranks hold the same slices.
+        replica: Whether this is a copy that another rank owns, beyond `replicated_over`: a tied
+            embedding at the head, or a key-value head that several tensor ranks share (GQA).
+        flat: If set, the local tensor is 1-D: entries [start, stop) of what is described so far,
+            in row-major order (a ZeRO shard).
     """
 
     name: str
     shape: tuple[int, ...]
     slices: Slices
     padding: tuple[int, ...]
-    copies: tuple[str, ...] = ("tensor", "replicas")
+    replicated_over: tuple[str, ...] = ("tensor", "replicas")
     replica: bool = False
     flat: tuple[int, int] | None = None
 
     @classmethod
-    def whole(
+    def unsharded(
         cls,
         name: str,
         shape: tuple[int, ...],
         replica: bool = False,
-        copies: tuple[str, ...] = ("tensor", "replicas"),
+        replicated_over: tuple[str, ...] = ("tensor", "replicas"),
     ) -> Layout:
-        """The layout of a tensor that is not split."""
-        return cls(name, shape, tuple((0, n) for n in shape), (0,) * len(shape), copies, replica)
+        """The layout of a tensor that is not sharded."""
+        return cls(
+            name, shape, tuple((0, n) for n in shape), (0,) * len(shape), replicated_over, replica
+        )
 
     def split(self, dim: int, axis: MeshAxis) -> Layout:
-        """This layout, further split along `dim` into `axis.size` equal pieces, padded where it
-        does not divide.
-        """
+        """This layout, sharded evenly along `dim` over `axis`, padded where it does not divide."""
         length = self.slices[dim][1] - self.slices[dim][0]
-        piece = -(-length // axis.size)
-        start = min(axis.index * piece, length)
-        return self.cut(dim, axis, (start, min(start + piece, length)), piece)
+        size = -(-length // axis.size)
+        start = min(axis.index * size, length)
+        return self.split_at(dim, axis, (start, min(start + size, length)), size)
 
-    def cut(
-        self, dim: int, axis: MeshAxis, kept: tuple[int, int], room: int, replica: bool = False
+    def split_at(
+        self, dim: int, axis: MeshAxis, kept: tuple[int, int], num_local: int, replica: bool = False
     ) -> Layout:
-        """This layout where each rank on `axis` keeps its own entries `kept` = [start, stop) along
-        `dim`, of those that are here, and has `room` for more; `replica` where a rank before this
-        one keeps the same.
+        """This layout, sharded along `dim` over `axis` at given bounds.
+
+        Args:
+            dim: Of the global tensor.
+            axis: Its ranks hold different slices.
+            kept: [start, stop) that this rank keeps, relative to its present slice.
+            num_local: Local size of the dim, padding included.
+            replica: Whether an earlier rank of the axis keeps the same slice.
         """
         first = self.slices[dim][0]
         assert 0 <= kept[0] <= kept[1] <= self.slices[dim][1] - first, (self, dim, kept)
         return replace(
-            self.differing(axis.name),
-            slices=_with(self.slices, dim, (first + kept[0], first + kept[1])),
-            padding=_with(self.padding, dim, room - (kept[1] - kept[0])),
+            self.sharded_over(axis.name),
+            slices=_replaced(self.slices, dim, (first + kept[0], first + kept[1])),
+            padding=_replaced(self.padding, dim, num_local - (kept[1] - kept[0])),
             replica=self.replica or replica,
         )
 
-    def differing(self, axis: str, but: tuple[str, ...] = ()) -> Layout:
-        """This layout where ranks along `axis` hold different things, except those along its parts
-        `but`.
-        """
-        assert axis in self.copies, (self, axis)
-        return replace(self, copies=tuple(name for name in self.copies if name != axis) + but)
+    def sharded_over(self, axis: str, but: tuple[str, ...] = ()) -> Layout:
+        """This layout, with different contents along `axis`, except along its sub-axes `but`."""
+        assert axis in self.replicated_over, (self, axis)
+        return replace(
+            self, replicated_over=tuple(name for name in self.replicated_over if name != axis) + but
+        )
 
     def flattened(self, start: int, stop: int) -> Layout:
-        """Entries [start, stop) of the local tensor, row by row, in one dimension."""
+        """Entries [start, stop) of the local tensor in row-major order, as a 1-D shard."""
         assert self.flat is None and 0 <= start <= stop <= math.prod(self.local_shape), (
             self,
             start,
@@ -99,10 +110,10 @@ class Layout:
         return tuple(stop - start + pad for (start, stop), pad in zip(self.slices, self.padding))
 
     def parts(self, local: Tensor) -> Iterator[tuple[Tensor, Slices]]:
-        """What of a local tensor is not padding, as views, each with its slices of the global
-        tensor.
+        """The local tensor without padding, as views, each with its slices of the global tensor.
 
-        One part, unless the layout is flat: then a box for every run of rows that it holds of.
+        It is one view, unless the layout is flat: a 1-D shard begins and ends within rows, and is
+        a few boxes of the global tensor.
         """
         if self.flat is None:
             yield local[tuple(slice(0, stop - start) for start, stop in self.slices)], self.slices
@@ -122,34 +133,30 @@ class Layout:
                     tuple((start + a, start + b) for (a, b), (start, _) in zip(kept, self.slices)),
                 )
 
-    def take(self, whole: Tensor) -> Tensor:
-        """The local tensor out of the global one, padded with zeros; always a tensor of its own."""
-        local = whole.new_zeros(self.local_shape)
+    def take(self, global_tensor: Tensor) -> Tensor:
+        """A new local tensor with its slices of the global one, padded with zeros."""
+        local = global_tensor.new_zeros(self.local_shape)
         for view, slices in self.parts(local):
-            view.copy_(whole[_index(slices)])
+            view.copy_(global_tensor[_index(slices)])
         return local
 
-    def put(self, local: Tensor, whole: Tensor) -> None:
-        """Write the local tensor's part into the global one."""
+    def put(self, local: Tensor, global_tensor: Tensor) -> None:
+        """Write the local tensor into its slices of the global one."""
         for view, slices in self.parts(local):
-            whole[_index(slices)] = view
+            global_tensor[_index(slices)] = view
 
-    def held(self) -> int:
-        """Entries that are not padding."""
+    def num_elements(self) -> int:
+        """Number of local entries that are not padding."""
         local = torch.empty(self.local_shape, device="meta")
         return sum(part.numel() for part, _ in self.parts(local))
 
-    def owned(self, mesh: Mesh) -> bool:
-        """Whether this rank is the one that counts and saves this slice (the first of its
-        replicas).
-        """
-        return not self.replica and all(mesh[name].index == 0 for name in self.copies)
+    def is_owner(self, mesh: Mesh) -> bool:
+        """Whether this rank counts and saves this slice: the first of those that hold it."""
+        return not self.replica and all(mesh[name].index == 0 for name in self.replicated_over)
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Slices]]:
-    """Entries [start, stop) of a tensor, row by row, as boxes: (place of the first entry,
-    slices).
-    """
+    """Entries [start, stop) of a tensor in row-major order, as boxes (first entry, slices)."""
     if start >= stop:
         return
     if not shape:
@@ -178,19 +185,19 @@ def _index(slices: Slices) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in slices)
 
 
-def _with(values: tuple[Any, ...], at: int, value: object) -> tuple[Any, ...]:
+def _replaced(values: tuple[Any, ...], at: int, value: object) -> tuple[Any, ...]:
     return (*values[:at], value, *values[at + 1 :])
 
 
 def square_norm(gradients: dict[str, Tensor], layouts: dict[str, Layout], mesh: Mesh) -> Tensor:
-    """This rank's share of the squared global gradient norm: the slices it owns; a scalar of fp32
-    or better.
+    """This rank's share of the squared global gradient norm, a scalar in fp32 or better.
 
-    Summed over all ranks it is the square of one device's norm, on every mesh.
+    It counts the slices that this rank owns: summed over all ranks it is the squared norm of the
+    global gradients, on every mesh.
     """
-    some = next(iter(gradients.values()))
-    dtype = torch.float64 if some.dtype == torch.float64 else torch.float32
-    owned = [g for name, g in gradients.items() if layouts[name].owned(mesh)]
+    first = next(iter(gradients.values()))
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    owned = [g for name, g in gradients.items() if layouts[name].is_owner(mesh)]
     if not owned:
-        return torch.zeros((), dtype=dtype, device=some.device)
+        return torch.zeros((), dtype=dtype, device=first.device)
     return torch.stack(torch._foreach_norm(owned, dtype=dtype)).square().sum()

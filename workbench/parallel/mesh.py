@@ -15,10 +15,10 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import sides as operator_sides
 from workbench.plan.schema import Plan
 
-SIDES = ("tensor.0", "tensor.1", "tensor.2")
+GRID_AXES = ("tensor.0", "tensor.1", "tensor.2")
 """Sides of a tensor grid, innermost first."""
 CPU = torch.device("cpu")
-GRADIENTS = " gradients"
+GRADIENT_GROUP_SUFFIX = " gradients"
 """Ends the names of axes whose groups only sum gradients: beside the axis' own, so that neither
 waits for the other.
 """
@@ -130,7 +130,7 @@ def _axes(plan: ResolvedPlan) -> dict[str, tuple[Tensor, str]]:
     s = plan.strategy
     sizes = {**plan.sizes}
     grid = s.tensor.size if isinstance(s.tensor.size, list) else []
-    parts = dict(zip(SIDES, grid)) or dict(reversed(_operators(plan).items()))
+    parts = dict(zip(GRID_AXES, grid)) or dict(reversed(_operators(plan).items()))
     sides, sizes = tuple(parts), sizes | parts
     order = [
         part for name in s.placement for part in (sides if name == "tensor" and sides else (name,))
@@ -142,8 +142,11 @@ def _axes(plan: ResolvedPlan) -> dict[str, tuple[Tensor, str]]:
         dims = [len(order) - 1 - order.index(name) for name in reversed(names)]
         return ranks.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)).flatten(0, -2)
 
-    summed = SIDES[: len(grid)] or (("tensor",) if s.tensor.sequence and not sides else ())
-    twins = {name + GRADIENTS: (along(name), "tensor" + GRADIENTS) for name in summed}
+    summed = GRID_AXES[: len(grid)] or (("tensor",) if s.tensor.sequence and not sides else ())
+    twins = {
+        name + GRADIENT_GROUP_SUFFIX: (along(name), "tensor" + GRADIENT_GROUP_SUFFIX)
+        for name in summed
+    }
     replicas = along(*(name for name in order if name in ("context", "data")))
     shard = replicas.shape[1] if s.data.shard == "all" else s.data.shard
     expert = s.expert.size

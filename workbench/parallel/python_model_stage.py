@@ -10,16 +10,19 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from workbench.models.python_model import give_loss
+from workbench.models.python_model import add_loss
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh
-from workbench.parallel.operators.apply_operators import operator_sums, split_operators
+from workbench.parallel.operators.apply_operators import (
+    apply_operator_strategies,
+    operator_reduction_axes,
+)
 from workbench.parallel.operators.module_sites import placements_of
 from workbench.plan.schema import Plan
 
 
-def plain_stage(
+def apply_to_python_model(
     model: nn.Module,
     plan: Plan,
     mesh: Mesh,
@@ -36,16 +39,16 @@ def plain_stage(
     """
     model.train()
     initial = dict(model.named_parameters())
-    layouts = {name: Layout.whole(name, tuple(value.shape)) for name, value in initial.items()}
+    layouts = {name: Layout.unsharded(name, tuple(value.shape)) for name, value in initial.items()}
     placements = placements_of(model, plan)
-    split_operators(model, layouts, placements, mesh)
-    give_loss(model)
+    apply_operator_strategies(model, layouts, placements, mesh)
+    add_loss(model)
     _move_buffers(model, device, dtype)
     sums = {
         name: (*axes, mesh["replicas"])
-        for name, axes in operator_sums(layouts, placements, mesh).items()
+        for name, axes in operator_reduction_axes(layouts, placements, mesh).items()
     }
-    draw = partial(_drawn, initial, layouts, device, dtype)
+    draw = partial(_init_local_param, initial, layouts, device, dtype)
     store = ParamAndGradStore(
         {0: model},
         layouts,
@@ -61,7 +64,7 @@ def plain_stage(
     return store
 
 
-def _drawn(
+def _init_local_param(
     initial: Mapping[str, Tensor],
     layouts: Mapping[str, Layout],
     device: torch.device,

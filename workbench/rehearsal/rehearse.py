@@ -12,8 +12,8 @@ from torch import nn
 
 from workbench.engine.measure.step_sampler import Sampler
 from workbench.engine.session import Session
-from workbench.models.moe import balanced
-from workbench.models.python_model import build_python
+from workbench.models.moe import balanced_counts
+from workbench.models.python_model import build_python_model
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.rank_placement import coordinates, rank_at
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -109,7 +109,7 @@ def _described(plan: Plan) -> nn.Module | None:
     if plan.code is None:
         return None
     with torch.device("meta"):
-        return build_python(plan.code, plan.training.seed)
+        return build_python_model(plan.code, plan.training.seed)
 
 
 def _rehearse_rank(
@@ -149,7 +149,7 @@ def _steps(plan: ResolvedPlan, mesh: Mesh, microbatches: int) -> list[Sampler]:
     device, t, model = torch.device("cpu"), plan.training, _described(plan)
     found = []
     with fake_tensors():
-        session = Session.build(plan, mesh, device, counting=balanced, model=model)
+        session = Session.build(plan, mesh, device, count_reader=balanced_counts, model=model)
         shape = (microbatches, t.micro_batch, t.sequence_length)
         batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
         for step in range(STEPS):

@@ -225,7 +225,7 @@ def test_storages_that_move_are_found_and_those_that_are_freed_refused() -> None
 @pytest.mark.parametrize("dtype", [WIDE, torch.float16], ids=str)
 def test_an_optimizer_of_fused_kernels_steps_as_one_of_torchs(dtype: torch.dtype) -> None:
     shapes = {"matrix": (33, 40), "bias": (11,), "norm": (7,)}
-    layouts = {name: Layout.whole(name, shape) for name, shape in shapes.items()}
+    layouts = {name: Layout.unsharded(name, shape) for name, shape in shapes.items()}
     config = schema.Optimizer(learning_rate=RATE, warmup_steps=2)
     found = []
     for kernels in ("eager", "fused"):
@@ -251,7 +251,7 @@ def test_an_optimizer_of_fused_kernels_steps_as_one_of_torchs(dtype: torch.dtype
 
 def test_what_a_kernel_does_not_step_is_torchs() -> None:
     shapes = {"matrix": (6, 4)}
-    layouts = {name: Layout.whole(name, shape) for name, shape in shapes.items()}
+    layouts = {name: Layout.unsharded(name, shape) for name, shape in shapes.items()}
     whole = {"matrix": torch.zeros(6, 4)}
     turned = {"matrix": torch.zeros(4, 6).t()}
     assert Optimizer(whole, whole, layouts, schema.Optimizer(), 1, "fused")._fused is not None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernels.canaries import canaries
 from workbench.kernels.bias_dropout_residual import dropout_add, reference
-from workbench.models.counter_dropout import drop, kept, row_keys
+from workbench.models.counter_dropout import apply_dropout, keep_mask, row_keys
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 KEY = 12345678901234567
@@ -31,7 +31,7 @@ def test_drops_what_the_model_drops(
     x.view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -0.0])
     with canaries():
         found = dropout_add(x, None, None, rows, key, rate, first)
-    true = drop(x, rows, key, rate, first)
+    true = apply_dropout(x, rows, key, rate, first)
     assert torch.equal(found.isnan(), true.isnan()) and torch.equal(found == 0, true == 0)
     if dtype == torch.bfloat16:  # which the interpreter rounds towards zero, and no device does
         assert torch.allclose(found.float(), true.float(), rtol=2**-7, atol=0, equal_nan=True)
@@ -44,13 +44,13 @@ def test_drops_what_the_model_drops(
 def test_entries_at_the_threshold_too(rate: float) -> None:
     rows = torch.arange(5000)
     keys = row_keys(rows, KEY)
-    near = kept(keys, 256, rate - 2**-16) != kept(
+    near = keep_mask(keys, 256, rate - 2**-16) != keep_mask(
         keys, 256, rate + 2**-16
     )  # those that the hash's lower half decides
     rows = rows[near.any(1)]
     assert len(rows) > 20
     found = dropout_add(torch.ones(len(rows), 256), None, None, rows, KEY, rate) != 0
-    assert torch.equal(found, kept(row_keys(rows, KEY), 256, rate))
+    assert torch.equal(found, keep_mask(row_keys(rows, KEY), 256, rate))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -10,7 +10,7 @@ from tests.kernels.canaries import canaries
 from workbench.kernels import cross_entropy
 from workbench.kernels import linear_cross_entropy as module
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy, reference
-from workbench.models.seams import IGNORE
+from workbench.models.seams import IGNORE_INDEX
 from workbench.runtime_facts import loss_chunks
 from workbench.runtime_facts.loss_chunks import loss_chunk_tokens
 
@@ -23,7 +23,7 @@ def drawn(tokens: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     x = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64)
     weight = torch.randn(vocab, WIDTH, generator=generator, dtype=torch.float64)
     targets = torch.randint(vocab, (tokens,), generator=generator)
-    targets[1:2] = IGNORE
+    targets[1:2] = IGNORE_INDEX
     return x.to(dtype), weight.to(dtype), targets
 
 
@@ -78,7 +78,7 @@ def test_a_target_outside_the_vocabulary_spoils_its_token_alone() -> None:
     targets[2] = 33
     loss, dx, dw = results(linear_cross_entropy, x, weight, targets)
     assert loss.isnan() and dx[2].isnan().all() and dw.isnan().all()
-    targets[2] = IGNORE
+    targets[2] = IGNORE_INDEX
     others = [0, 1, 3, 4]
     true = results(reference, x.double(), weight.double(), targets)[1]
     assert torch.allclose(dx[others].double(), true[others], atol=1e-5)
@@ -87,7 +87,7 @@ def test_a_target_outside_the_vocabulary_spoils_its_token_alone() -> None:
 def test_all_ignored_and_none_at_all() -> None:
     for tokens in (7, 0):
         x, weight, _ = drawn(tokens, 33, torch.float32)
-        found = results(linear_cross_entropy, x, weight, torch.full((tokens,), IGNORE))
+        found = results(linear_cross_entropy, x, weight, torch.full((tokens,), IGNORE_INDEX))
         assert not any(t.any() for t in found) and found[1].shape == x.shape
 
 

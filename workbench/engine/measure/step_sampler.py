@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from workbench.engine.measure.allocator_memory import CpuMeter, CudaMeter, Window
 from workbench.engine.measure.live_memory import ELSEWHERE, LiveBytes
 from workbench.engine.session import Session
-from workbench.parallel.mesh import GRADIENTS
+from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX
 from workbench.profile import ALLOCATED
 from workbench.schedules import Action
 from workbench.schedules.action import COMPUTE
@@ -84,7 +84,7 @@ class Sampler(Follower):
         ):
             yield
             if action and action.kind == "I":
-                self.live.register(self.session.executor.put_aside(action), "activations")
+                self.live.register(self.session.executor.deferred_tensors(action), "activations")
         peak = sum(self.live.peak.values())
         if action and peak > self._peak:
             self._stages["peak"] = action.stage
@@ -154,7 +154,7 @@ def _every_microbatch(row: dict[str, Any]) -> bool:
     kinds.
     """
     axis, kind = row["axis"], row["action"]
-    return not axis.endswith(("data", GRADIENTS)) and (
+    return not axis.endswith(("data", GRADIENT_GROUP_SUFFIX)) and (
         kind in COMPUTE or kind.startswith(("SEND", "RECV"))
     )
 
@@ -167,8 +167,8 @@ def _where(row: dict[str, Any]) -> dict[str, Any]:
         return {"axis": "world"}
     if row["action"] == "I":
         return {"action": "B"}
-    if row["axis"].endswith(GRADIENTS):
-        return {"axis": row["axis"].removesuffix(GRADIENTS)}
+    if row["axis"].endswith(GRADIENT_GROUP_SUFFIX):
+        return {"axis": row["axis"].removesuffix(GRADIENT_GROUP_SUFFIX)}
     return (
         {"action": "P2P"} if row["axis"] == "pipeline" and row["kind"] in ("send", "recv") else {}
     )

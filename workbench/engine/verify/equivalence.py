@@ -217,7 +217,9 @@ def _compare(
             )
             yield _difference("weights", layout, rank, weights[name], reference.weights, scale)
 
-    owned = {layout.name: layout.held() for layout in layouts.values() if layout.owned(mesh)}
+    owned = {
+        layout.name: layout.num_elements() for layout in layouts.values() if layout.is_owner(mesh)
+    }
     return list(differences()), owned
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from workbench.engine.optimizer import learning_rate
 from workbench.models import Transformer
-from workbench.models.python_model import build_python, give_loss
+from workbench.models.python_model import add_loss, build_python_model
 from workbench.models.weight_init import seed_of
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
@@ -77,7 +77,7 @@ def train_plainly(
     for step, (tokens, targets) in enumerate(batches):
         optimizer.zero_grad()
         if isinstance(model, Transformer):
-            model.samples.start(step * plan.training.global_batch, plan.training.global_batch)
+            model.samples.start_step(step * plan.training.global_batch, plan.training.global_batch)
         loss = model(tokens, targets) / targets.numel()
         loss.backward()
         losses.append(loss.item())
@@ -92,7 +92,7 @@ def train_plainly(
 
 def _model(plan: ResolvedPlan) -> nn.Module:
     if plan.code:
-        return give_loss(build_python(plan.code, plan.training.seed))
+        return add_loss(build_python_model(plan.code, plan.training.seed))
     return Transformer(plan.shape, plan.training.dropout, plan.training.seed)
 
 

@@ -1,3 +1,1 @@
-"""Context parallelism: one sequence over several ranks, by ring attention or by all-to-all over
-heads.
-"""
+"""Context parallelism: the tokens of a sequence sharded over ranks, with ring attention or Ulysses."""

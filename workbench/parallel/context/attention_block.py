@@ -1,7 +1,7 @@
-"""Attention of some queries to some keys, with what is needed to join several such results: torch's
-fused operators.
+"""Blockwise attention with its log-sum-exp (LSE), so that results over several blocks can be merged.
 
-They are private in torch; nothing else of the project calls them.
+FlashAttention's forward and backward by torch's private fused operators, which nothing else of the
+project calls.
 """
 
 from __future__ import annotations
@@ -21,32 +21,35 @@ if not "2.11" <= torch.__version__ < "2.14":
 aten = torch.ops.aten
 
 
-class Block(NamedTuple):
-    """Attention output [B, H, T, K], and the logarithm of each query's sum of exponentials [B, H,
-    T].
-    """
+class AttentionBlock(NamedTuple):
+    """Attention output [B, H, T, K], and the log-sum-exp of each query's scores, [B, H, T]."""
 
     out: Tensor
-    log_sum: Tensor
+    lse: Tensor
 
 
-def attend_block(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool) -> Block:
-    """Attention of queries to these keys alone; G key-value heads divide H. `causal` needs as many
-    keys as queries.
+def attend_block(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool) -> AttentionBlock:
+    """Attention of queries to one block of keys.
+
+    Args:
+        q_BHTK: [B, H, T, head_dim].
+        k_BGSK: [B, G, S, head_dim]; GQA: G key-value heads, which divide H.
+        v_BGSK: The same shape.
+        causal: Mask keys after each query; needs S = T.
     """
     if q_BHTK.device.type == "cpu":
-        out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q_BHTK, k_BGSK, v_BGSK, 0.0, causal
         )
-        return Block(out, log_sum)
+        return AttentionBlock(out, lse)
     k, v = (_repeated(x, q_BHTK.shape[1]) for x in (k_BGSK, v_BGSK))
     if q_BHTK.element_size() == 2:
-        out, log_sum, *_ = aten._scaled_dot_product_flash_attention(q_BHTK, k, v, 0.0, causal)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q_BHTK, k, v, 0.0, causal)
     else:
-        out, log_sum, *_ = aten._scaled_dot_product_efficient_attention(
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
             q_BHTK, k, v, None, True, 0.0, causal
         )
-    return Block(out, log_sum[..., : q_BHTK.shape[2]])
+    return AttentionBlock(out, lse[..., : q_BHTK.shape[2]])
 
 
 def attend_block_backward(
@@ -54,20 +57,26 @@ def attend_block_backward(
     q_BHTK: Tensor,
     k_BGSK: Tensor,
     v_BGSK: Tensor,
-    whole: Block,
+    full: AttentionBlock,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values by way of these keys; `whole` is the attention to all
-    keys (2205.14135).
+    """Gradients of queries, keys and values through one block of keys.
+
+    FlashAttention's backward (Dao et al. 2022, arXiv 2205.14135) recomputes the block's
+    probabilities from the LSE over *all* keys, so that each block's gradients are exact and need
+    only be added up.
+
+    Args:
+        full: Output and LSE of the queries' attention to all keys, not to this block alone.
     """
-    whole = Block(whole.out, whole.log_sum.contiguous())
-    _assert_packed(whole.log_sum, gradient_BHTK, q_BHTK, k_BGSK, v_BGSK, whole.out)
+    full = AttentionBlock(full.out, full.lse.contiguous())
+    _assert_packed(full.lse, gradient_BHTK, q_BHTK, k_BGSK, v_BGSK, full.out)
     if q_BHTK.device.type == "cpu":
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient_BHTK, q_BHTK, k_BGSK, v_BGSK, whole.out, whole.log_sum, 0.0, causal
+            gradient_BHTK, q_BHTK, k_BGSK, v_BGSK, full.out, full.lse, 0.0, causal
         )
         return found[0], found[1], found[2]
-    groups, none = k_BGSK.shape[1], torch.zeros(2, dtype=torch.int64, device=q_BHTK.device)
+    groups, no_seed = k_BGSK.shape[1], torch.zeros(2, dtype=torch.int64, device=q_BHTK.device)
     k, v = (_repeated(x, q_BHTK.shape[1]) for x in (k_BGSK, v_BGSK))
     if q_BHTK.element_size() == 2:
         q, dk, dv = aten._scaled_dot_product_flash_attention_backward(
@@ -75,30 +84,30 @@ def attend_block_backward(
             q_BHTK,
             k,
             v,
-            whole.out,
-            whole.log_sum,
+            full.out,
+            full.lse,
             None,
             None,
             q_BHTK.shape[2],
             k.shape[2],
             0.0,
             causal,
-            none,
-            none[0],
+            no_seed,
+            no_seed[0],
         )
     else:
-        # The kernel reads logarithms in rows of a multiple of 32.
-        padded = F.pad(whole.log_sum, (0, -whole.log_sum.shape[-1] % 32), value=torch.inf)
+        # The kernel reads the LSE in rows of a multiple of 32.
+        padded = F.pad(full.lse, (0, -full.lse.shape[-1] % 32), value=torch.inf)
         q, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             gradient_BHTK,
             q_BHTK,
             k,
             v,
             None,
-            whole.out,
+            full.out,
             padded,
-            none[0],
-            none[0],
+            no_seed[0],
+            no_seed[0],
             0.0,
             [True, True, True, False],
             causal,
@@ -106,30 +115,34 @@ def attend_block_backward(
     return q, _summed(dk, groups), _summed(dv, groups)
 
 
-def _assert_packed(log_sum_BHT: Tensor, *rows: Tensor) -> None:
-    """What CUDA's backward takes for granted of its inputs, held on every device.
+def _assert_packed(lse_BHT: Tensor, *rows: Tensor) -> None:
+    """Assert, on every device, the memory layout that CUDA's backward assumes.
 
-    It finds statistics by their pointer as packed [B, H, T], whatever their strides: those of a
-    slice would be another head's. CPU's kernel honours strides, so that wrong ones would show on
-    GPUs alone, as wrong gradients.
+    It reads the LSE by pointer as packed [B, H, T], whatever its strides: a slice's would be
+    another head's. The CPU kernel honours strides, so that a wrong layout would show on GPUs only,
+    as wrong gradients.
     """
-    assert log_sum_BHT.is_contiguous(), f"statistics lie at strides {log_sum_BHT.stride()}"
+    assert lse_BHT.is_contiguous(), f"the LSE has strides {lse_BHT.stride()}"
     assert all(x.stride(-1) == 1 for x in rows), (
-        f"last strides are {[x.stride(-1) for x in rows]}, not 1"
+        f"the last strides are {[x.stride(-1) for x in rows]}, not 1"
     )
 
 
-def join(first: Block, second: Block) -> Block:
-    """Attention to both sets of keys."""
-    log_sum = torch.logaddexp(first.log_sum, second.log_sum)
-    parts = (one.out * (one.log_sum - log_sum).exp()[..., None] for one in (first, second))
-    return Block(
-        sum(parts, torch.zeros((), dtype=first.out.dtype, device=first.out.device)), log_sum
+def merge_blocks(first: AttentionBlock, second: AttentionBlock) -> AttentionBlock:
+    """Attention to both blocks of keys, from the attention to each.
+
+    With L = logaddexp(L1, L2) the output is o1 exp(L1 - L) + o2 exp(L2 - L): each block's softmax,
+    rescaled to the common denominator (online softmax, as in FlashAttention).
+    """
+    lse = torch.logaddexp(first.lse, second.lse)
+    parts = (block.out * (block.lse - lse).exp()[..., None] for block in (first, second))
+    return AttentionBlock(
+        sum(parts, torch.zeros((), dtype=first.out.dtype, device=first.out.device)), lse
     )
 
 
 def _repeated(x_BGSK: Tensor, heads: int) -> Tensor:
-    """Key-value heads, one for every query head."""
+    """Key-value heads repeated (GQA), one for every query head."""
     return (
         x_BGSK
         if x_BGSK.shape[1] == heads
@@ -138,7 +151,7 @@ def _repeated(x_BGSK: Tensor, heads: int) -> Tensor:
 
 
 def _summed(gradient_BHSK: Tensor, groups: int) -> Tensor:
-    """Gradients of repeated key-value heads, added."""
+    """Gradients of repeated key-value heads, summed over the repeats."""
     heads = gradient_BHSK.shape[1]
     return (
         gradient_BHSK

@@ -86,7 +86,7 @@ class BucketLayout:
             return {name: layouts[name] for name in self.shapes}
         replicated = (HYBRID_AXES[self.data_axis][1],)
         return {
-            name: layouts[name].differing(self.data_axis, but=replicated).flattened(start, stop)
+            name: layouts[name].sharded_over(self.data_axis, but=replicated).flattened(start, stop)
             for name, _, start, stop in self.shard_spans()
         }
 

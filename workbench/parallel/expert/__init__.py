@@ -1,3 +1,1 @@
-"""Expert parallelism: each rank holds some experts, tokens go to them and come back
-(2006.16668).
-"""
+"""Expert parallelism (GShard, arXiv 2006.16668): each rank holds some experts of every MoE layer."""

@@ -1,6 +1,4 @@
-"""Mixtures of experts over ranks: experts spread over the expert axis, each expert's width over the
-tensor axis.
-"""
+"""Apply expert parallelism to MoE layers: experts over the expert axis, their width over tensor."""
 
 from __future__ import annotations
 
@@ -11,90 +9,125 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models import Transformer
-from workbench.models.moe import Counting, Mixture
-from workbench.parallel.expert.auxiliary_loss import share_of
-from workbench.parallel.expert.expert_collectives import summed
-from workbench.parallel.expert.token_dispatch import ExpertExchange
+from workbench.models.moe import CountReader, MoE
+from workbench.parallel.data.flat_buckets import ReductionAxes
+from workbench.parallel.expert.aux_loss import scale_gradient
+from workbench.parallel.expert.expert_collectives import all_reduce_counts
+from workbench.parallel.expert.token_dispatch import AllToAllDispatcher
 from workbench.parallel.layout import Layout
-from workbench.parallel.mesh import GRADIENTS, Mesh, MeshAxis
+from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX, Mesh, MeshAxis
 from workbench.parallel.tensor.tensor_collectives import (
-    copy_to,
+    copy_to_tensor_region,
     gather_tokens,
-    reduce_from,
+    reduce_from_tensor_region,
     scatter_tokens,
 )
 
-SPLIT = {"gate.weight": 0, "up.weight": 0, "gate.bias": 0, "up.bias": 0, "down.weight": 1}
-"""Parameter of a feed-forward layer -> dim that the tensor axis splits, experts apart (1909.08053).
+EXPERT_SPLIT_DIMS = {
+    "gate.weight": 0,
+    "up.weight": 0,
+    "gate.bias": 0,
+    "up.bias": 0,
+    "down.weight": 1,
+}
+"""Parameter of a feed-forward layer -> the dim that the tensor axis splits (column- and row-parallel,
+arXiv 1909.08053); stacked experts have one dim more in front.
 """
 
-Sums = Mapping[str, tuple[MeshAxis, ...]]
 
-
-def spread_experts(
-    model: Transformer, layouts: dict[str, Layout], mesh: Mesh, sequence: bool, counting: Counting
+def apply_expert_parallel(
+    model: Transformer,
+    layouts: dict[str, Layout],
+    mesh: Mesh,
+    sequence: bool,
+    read_counts: CountReader,
 ) -> None:
-    """Narrow the mixtures of a model on the meta device, in place, and record their parameters' new
-    layouts.
+    """Shard the MoE layers of a model, in place, and record their parameters' new layouts.
 
-    On the tensor axis a mixture is one split region: what enters is copied (with `sequence`
-    gathered), partial results of routed and shared experts are added (and scattered) once. All of
-    its gradients are then partial, its router's too: `gradient_sums` says so.
+    On the tensor axis an MoE layer is one parallel region: its input is copied (with sequence
+    parallelism all-gathered), and the partial results of routed and shared experts are all-reduced
+    (reduce-scattered) once. All of its gradients are then partial, the router's too:
+    `gradient_reduction_axes` says so.
+
+    Args:
+        model: A stage, on the meta device.
+        layouts: Local parameter name -> layout; updated.
+        sequence: Whether the tensor axis uses sequence parallelism.
+        read_counts: Turns row counts on the device into integers.
     """
-    for path, mixture in model.named_modules():
-        if isinstance(mixture, Mixture):
-            mixture.exchange.counting = counting
+    for path, moe in model.named_modules():
+        if isinstance(moe, MoE):
+            moe.dispatcher.read_counts = read_counts
             if mesh["expert"].size > 1:
-                _spread(path, mixture, layouts, mesh, counting)
+                _shard_over_experts(path, moe, layouts, mesh, read_counts)
             if mesh["context"].size > 1:
-                mixture.route.whole = partial(summed, axis=mesh["context"])
+                moe.route.reduce_counts = partial(all_reduce_counts, axis=mesh["context"])
             if mesh["tensor"].size > 1:
-                _narrow(path, mixture, layouts, mesh["tensor"])
-                mixture.register_forward_pre_hook(partial(_enter, mesh["tensor"], sequence))
-                mixture.register_forward_hook(partial(_leave, mesh["tensor"], sequence))
+                _shard_over_tensor(path, moe, layouts, mesh["tensor"])
+                moe.register_forward_pre_hook(
+                    partial(_enter_tensor_region, mesh["tensor"], sequence)
+                )
+                moe.register_forward_hook(partial(_leave_tensor_region, mesh["tensor"], sequence))
 
 
-def gradient_sums(layouts: Mapping[str, Layout], tensor: Sums, mesh: Mesh) -> Sums:
-    """Local name -> the axes over which a parameter's gradient is summed; `tensor` names those of
-    plain tensor ranks.
+def gradient_reduction_axes(
+    layouts: Mapping[str, Layout], tensor: ReductionAxes, mesh: Mesh
+) -> ReductionAxes:
+    """Local parameter name -> the axes over which its gradient is summed, data parallelism last.
 
-    An expert's has met the tokens of all expert ranks already; a router's, and a bias that every
-    tensor rank adds a share of, are partial on the tensor ranks.
+    An expert has seen the tokens of all expert ranks already, so that only ranks with the same
+    experts sum its gradient. The gradients of a router, and of a bias that every tensor rank adds a
+    share of, are partial on the tensor ranks.
+
+    Args:
+        tensor: The tensor axes over which a parameter's gradient is summed.
     """
     sums: dict[str, tuple[MeshAxis, ...]] = {}
-    parts = mesh.axes.get("tensor" + GRADIENTS, mesh["tensor"])
+    tensor_axis = mesh.axes.get("tensor" + GRADIENT_GROUP_SUFFIX, mesh["tensor"])
     for name, layout in layouts.items():
-        data = mesh["expert_replicas"] if "expert_replicas" in layout.copies else mesh["replicas"]
+        data = (
+            mesh["expert_replicas"]
+            if "expert_replicas" in layout.replicated_over
+            else mesh["replicas"]
+        )
         partial = name.endswith((".route.weight", ".experts.down.bias", ".shared.down.bias"))
-        sums[name] = (parts, data) if partial and parts.size > 1 else (*tensor[name], data)
+        sums[name] = (
+            (tensor_axis, data) if partial and tensor_axis.size > 1 else (*tensor[name], data)
+        )
     return sums
 
 
-def _spread(
-    path: str, mixture: Mixture, layouts: dict[str, Layout], mesh: Mesh, counting: Counting
+def _shard_over_experts(
+    path: str, moe: MoE, layouts: dict[str, Layout], mesh: Mesh, read_counts: CountReader
 ) -> None:
-    mixture.exchange = ExpertExchange(counting, mesh["expert"])
-    for name, _ in list(mixture.experts.named_parameters()):
+    moe.dispatcher = AllToAllDispatcher(read_counts, mesh["expert"])
+    for name, _ in list(moe.experts.named_parameters()):
         key = f"{path}.experts.{name}"
-        apart = layouts[key].differing("replicas", but=("expert", "expert_replicas"))
-        _shrink(mixture.experts, name, layouts, key, apart.split(0, mesh["expert"]))
+        layout = layouts[key].sharded_over("replicas", but=("expert", "expert_replicas"))
+        _replace_parameter(moe.experts, name, layouts, key, layout.split(0, mesh["expert"]))
 
 
-def _narrow(path: str, mixture: Mixture, layouts: dict[str, Layout], axis: MeshAxis) -> None:
-    for part, owner in (("experts", mixture.experts), ("shared", mixture.shared)):
+def _shard_over_tensor(path: str, moe: MoE, layouts: dict[str, Layout], axis: MeshAxis) -> None:
+    for group, owner in (("experts", moe.experts), ("shared", moe.shared)):
         for name, _ in [] if owner is None else list(owner.named_parameters()):
-            if name in SPLIT:
+            if name in EXPERT_SPLIT_DIMS:
                 assert owner is not None
-                key, stacked = f"{path}.{part}.{name}", part == "experts"
-                _shrink(owner, name, layouts, key, layouts[key].split(SPLIT[name] + stacked, axis))
-    mixture.experts.down.bias_share = 1 / axis.size
-    if mixture.shared is not None:
-        down = mixture.shared.down
+                key, stacked = f"{path}.{group}.{name}", group == "experts"
+                _replace_parameter(
+                    owner,
+                    name,
+                    layouts,
+                    key,
+                    layouts[key].split(EXPERT_SPLIT_DIMS[name] + stacked, axis),
+                )
+    moe.experts.down.bias_share = 1 / axis.size
+    if moe.shared is not None:
+        down = moe.shared.down
         assert isinstance(down, nn.Linear)
-        mixture.shared.down = PartialLinear(down, 1 / axis.size)
+        moe.shared.down = PartialLinear(down, 1 / axis.size)
 
 
-def _shrink(
+def _replace_parameter(
     owner: nn.Module, name: str, layouts: dict[str, Layout], key: str, layout: Layout
 ) -> None:
     module, _, last = name.rpartition(".")
@@ -107,8 +140,9 @@ def _shrink(
 
 
 class PartialLinear(nn.Module):
-    """A row-split linear layer whose partial results, and a share of its bias, are added
-    elsewhere.
+    """A row-parallel linear layer without its all-reduce: the MoE layer reduces once, after combine.
+
+    Every rank adds `bias_share` of the bias, so that the sum has all of it.
     """
 
     def __init__(self, linear: nn.Linear, bias_share: float) -> None:
@@ -116,25 +150,25 @@ class PartialLinear(nn.Module):
         self.weight, self.bias, self.bias_share = linear.weight, linear.bias, bias_share
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in / ranks] to a part of [..., out]."""
+        """[..., in / ranks] to this rank's partial sum of [..., out]."""
         return nn.functional.linear(
             x, self.weight, None if self.bias is None else self.bias * self.bias_share
         )
 
 
-def _enter(
+def _enter_tensor_region(
     axis: MeshAxis, sequence: bool, module: nn.Module, inputs: tuple[Tensor]
 ) -> tuple[Tensor]:
-    return (gather_tokens(inputs[0], axis) if sequence else copy_to(inputs[0], axis),)
+    return (gather_tokens(inputs[0], axis) if sequence else copy_to_tensor_region(inputs[0], axis),)
 
 
-def _leave(
+def _leave_tensor_region(
     axis: MeshAxis,
     sequence: bool,
     module: nn.Module,
     inputs: tuple[Tensor],
     outputs: tuple[Tensor, Tensor | None],
 ) -> tuple[Tensor, Tensor | None]:
-    branch, auxiliary = outputs
-    branch = scatter_tokens(branch, axis) if sequence else reduce_from(branch, axis)
-    return branch, None if auxiliary is None else share_of(auxiliary, 1 / axis.size)
+    branch, aux_loss = outputs
+    branch = scatter_tokens(branch, axis) if sequence else reduce_from_tensor_region(branch, axis)
+    return branch, None if aux_loss is None else scale_gradient(aux_loss, 1 / axis.size)

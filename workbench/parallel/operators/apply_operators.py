@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from workbench.models.seams import Activate, AddNorm, Attend, HeadLoss, NoRope, Rope
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, MeshAxis
-from workbench.parallel.operators.implicit_replicate import Meeting
+from workbench.parallel.operators.implicit_replicate import ImplicitReplicate
 from workbench.parallel.operators.operator_forward import (
     Embedding,
     Follow,
@@ -27,24 +27,24 @@ from workbench.parallel.operators.operator_forward import (
 from workbench.parallel.operators.redistribution import Shared, Split, whole
 from workbench.plan.operator_strategy import Placement
 
-CUT: tuple[tuple[type[nn.Module], dict[str, tuple[str, ...]]], ...] = (
+SHARDED_PARAMETERS: tuple[tuple[type[nn.Module], dict[str, tuple[str, ...]]], ...] = (
     (nn.Linear, {"weight": ("columns", "inner"), "bias": ("columns",)}),
     (HeadLoss, {"weight": ("columns", "inner")}),
     (nn.Embedding, {"weight": ("vocabulary", "hidden")}),
 )
 """Modules whose parameters are cut: the dimensions of each."""
-FOLLOWING: tuple[tuple[tuple[type[nn.Module], ...], tuple[int, ...] | None], ...] = (
+FOLLOWING_MODULES: tuple[tuple[tuple[type[nn.Module], ...], tuple[int, ...] | None], ...] = (
     ((Activate,), None),
     ((Attend, Rope, NoRope), (0, 2)),
 )
 """Modules that go on with whatever lies before them, and which dimensions may be split there."""
-WHOLE_OF_HEADS = ("in_proj_weight", "in_proj_bias")
+REPLICATED_HEAD_PARAMETERS = ("in_proj_weight", "in_proj_bias")
 """Parameters of attention that every rank holds whole, and uses its own heads' rows of."""
-DIMS = {"rows": 0, "width": -1, "heads": 2}
+LOCAL_DIMS = {"rows": 0, "width": -1, "heads": 2}
 """Where the dimensions of activations lie that a module computes part by part."""
 
 
-class Grid:
+class OperatorGrid:
     """The grid of operators as this rank sees it."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -67,9 +67,9 @@ class Grid:
         length = layout.slices[dim][1] - layout.slices[dim][0]
         room = -(-length // pieces)
         start = min(index * room, length)
-        layout = layout.cut(dim, axes[0], (start, min(start + room, length)), room)
+        layout = layout.split_at(dim, axes[0], (start, min(start + room, length)), room)
         for axis in axes[1:]:
-            layout = layout.differing(axis.name)
+            layout = layout.sharded_over(axis.name)
         return layout
 
 
@@ -81,7 +81,7 @@ def _joint(axes: list[MeshAxis]) -> tuple[int, int]:
     return index, size
 
 
-def split_operators(
+def apply_operator_strategies(
     model: nn.Module, layouts: dict[str, Layout], placements: Mapping[str, Placement], mesh: Mesh
 ) -> None:
     """Split a model on the meta device as `placements` say, module by module, in place, and record
@@ -92,9 +92,9 @@ def split_operators(
     """
     if mesh.operators is None:
         return
-    grid = Grid(mesh)
+    grid = OperatorGrid(mesh)
     for name, layout in layouts.items():
-        layouts[name] = layout.differing("tensor", but=grid.names)
+        layouts[name] = layout.sharded_over("tensor", but=grid.names)
     shared: dict[str, Shared] = {}
     nowhere: Placement = (None,) * len(grid.axes)
     for path, module in list(model.named_modules()):
@@ -115,10 +115,10 @@ def split_operators(
             forward = _named(path, module, layouts, split, grid) if named else _unnamed(module)
         if forward is not None:
             module.forward = forward
-    model.forward = partial(_meeting, model.forward, grid.device)
+    model.forward = partial(_implicitly_replicated, model.forward, grid.device)
 
 
-def operator_sums(
+def operator_reduction_axes(
     names: Iterable[str], placements: Mapping[str, Placement], mesh: Mesh
 ) -> dict[str, tuple[MeshAxis, ...]]:
     """Local name -> axes over which a parameter's gradient is summed: those along which its module
@@ -126,22 +126,26 @@ def operator_sums(
     """
     if mesh.operators is None:
         return dict.fromkeys(names, ())
-    grid, found = Grid(mesh), {}
+    grid, found = OperatorGrid(mesh), {}
     for name in names:
         owner, _, last = name.rpartition(".")
         own = placements.get(owner, placements.get(owner.removesuffix(".out_proj"), ()))
-        over = ("rows", "heads") if last in WHOLE_OF_HEADS else ("rows",)
+        over = ("rows", "heads") if last in REPLICATED_HEAD_PARAMETERS else ("rows",)
         found[name] = tuple(axis for axis, placed in zip(grid.axes, own) if placed in over)
     return found
 
 
 def _narrow(
-    path: str, module: nn.Module, layouts: dict[str, Layout], placement: Placement, grid: Grid
+    path: str,
+    module: nn.Module,
+    layouts: dict[str, Layout],
+    placement: Placement,
+    grid: OperatorGrid,
 ) -> None:
     if isinstance(module, nn.MultiheadAttention):
         inner: Placement = tuple("inner" if name == "heads" else name for name in placement)
         return _narrow(f"{path}.out_proj", module.out_proj, layouts, inner, grid)
-    table = next((table for kind, table in CUT if isinstance(module, kind)), {})
+    table = next((table for kind, table in SHARDED_PARAMETERS if isinstance(module, kind)), {})
     for name, dims in table.items():
         parameter, key = getattr(module, name), f"{path}.{name}"
         if parameter is None:
@@ -158,7 +162,7 @@ def _narrow(
 
 
 def _named(
-    path: str, module: nn.Module, layouts: dict[str, Layout], split: Split, grid: Grid
+    path: str, module: nn.Module, layouts: dict[str, Layout], split: Split, grid: OperatorGrid
 ) -> Forward:
     if isinstance(module, nn.Linear):
         return MatMul(module, split)
@@ -168,11 +172,11 @@ def _named(
         return SelfAttention(module, split, *_joint(grid.over(split.placement, "heads")))
     if isinstance(module, AddNorm | nn.LayerNorm | nn.RMSNorm):
         return Local(module.forward, split, {"rows": 0})
-    return Local(module.forward, split, DIMS)
+    return Local(module.forward, split, LOCAL_DIMS)
 
 
 def _unnamed(module: nn.Module) -> Forward | None:
-    for kinds, dims in FOLLOWING:
+    for kinds, dims in FOLLOWING_MODULES:
         if isinstance(module, kinds):
             return Follow(module.forward, dims)
     if isinstance(module, nn.TransformerEncoderLayer):
@@ -180,11 +184,11 @@ def _unnamed(module: nn.Module) -> Forward | None:
             0  # else it evaluates by one fused operator, past its own modules
         )
     if next(module.parameters(recurse=False), None) is not None:
-        return partial(_repeated, module.forward)
+        return partial(_on_replicated, module.forward)
     return None
 
 
-def _repeated(forward: Forward, *inputs: Any, **named: Any) -> Any:
+def _on_replicated(forward: Forward, *inputs: Any, **named: Any) -> Any:
     return forward(*map(whole, inputs), **{name: whole(value) for name, value in named.items()})
 
 
@@ -194,7 +198,7 @@ def _head(
     layouts: dict[str, Layout],
     placements: Mapping[str, Placement],
     split: Split,
-    grid: Grid,
+    grid: OperatorGrid,
 ) -> Head:
     layout, own = layouts[f"{path}.weight"], {"rows": "rows", "columns": "vocabulary"}
     (start, stop), vocab = layout.slices[0], layout.shape[0]
@@ -202,7 +206,7 @@ def _head(
     axes, rows = grid.over(loss, "vocabulary"), (start, stop)
     if axes != grid.over(split.placement, "columns"):
         rows = grid.cut(
-            Layout.whole("", (vocab,)).differing("tensor", but=grid.names), 0, axes
+            Layout.unsharded("", (vocab,)).sharded_over("tensor", but=grid.names), 0, axes
         ).slices[0]
     axis = None if not axes else axes[0] if len(axes) == 1 else grid.tensor
     kernels, below = getattr(module, "kernels", "eager"), getattr(module, "plain_below", 0)
@@ -211,7 +215,7 @@ def _head(
     )
 
 
-def _meeting(forward: Forward, mesh: DeviceMesh, *inputs: Any, **named: Any) -> Any:
+def _implicitly_replicated(forward: Forward, mesh: DeviceMesh, *inputs: Any, **named: Any) -> Any:
     """The model's forward; what leaves it is whole."""
-    with Meeting(mesh):
+    with ImplicitReplicate(mesh):
         return whole(forward(*inputs, **named))

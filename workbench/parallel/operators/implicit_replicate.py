@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 
-class Meeting(TorchFunctionMode):
+class ImplicitReplicate(TorchFunctionMode):
     """Inside, a plain tensor that meets a split one is what it means everywhere: the same whole
     tensor on every rank.
 

@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from workbench.kernels import cross_entropy as fused
-from workbench.models.seams import IGNORE, HeadLoss, at_least_fp32
+from workbench.models.seams import IGNORE_INDEX, HeadLoss, at_least_fp32
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.operators.redistribution import Shared, Split, moved, whole
-from workbench.parallel.tensor.vocab_parallel import cross_entropy, look_up, runs
+from workbench.parallel.tensor.vocab_parallel import (
+    embedding_lookup,
+    loss_kernels,
+    vocab_parallel_cross_entropy,
+)
 
 Forward = Callable[..., Any]
 
@@ -54,7 +58,7 @@ class Embedding:
         """[B, T] to [B, T, D]."""
         local_BT = self.split.enter(tokens_BT, rows=0)
         if "vocabulary" in self.split.placement:
-            x = look_up(local_BT, self.module.weight, self.layout.slices[0])
+            x = embedding_lookup(local_BT, self.module.weight, self.layout.slices[0])
         else:
             x = F.embedding(local_BT, self.module.weight, self.module.padding_idx)
         return self.split.leave(self.split.settled(x, rows=0, hidden=-1), rows=0, hidden=-1)
@@ -184,19 +188,23 @@ class Head:
         """Sum over valid tokens of the negative log-likelihood; a scalar, equal on every rank."""
         made = F.linear(self.split.enter(x_BTD, rows=0, inner=-1), self.module.weight)
         logits = self._as_the_loss_wants(made)
-        kernels = runs(self, logits)
+        kernels = loss_kernels(self, logits)
         if (self.axis is not None or kernels != "eager") and logits is not made:
             logits = (
                 logits.clone()
             )  # the loss uses them up, and what DTensor hands out must stay as it is
         logits_NV, targets_N = logits.flatten(0, -2), self.loss.enter(targets_BT, rows=0).flatten()
         if self.axis is not None:
-            total = cross_entropy(logits_NV, targets_N, self.rows, self.axis, kernels)
+            total = vocab_parallel_cross_entropy(
+                logits_NV, targets_N, self.rows, self.axis, kernels
+            )
         elif kernels != "eager":
             total = fused.cross_entropy(logits_NV, targets_N, self.rows, kernels=kernels)
         else:
             logits_NV = at_least_fp32(logits_NV[:, : self.rows[1]])
-            total = F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=IGNORE)
+            total = F.cross_entropy(
+                logits_NV, targets_N, reduction="sum", ignore_index=IGNORE_INDEX
+            )
         return self.loss.only("rows").settled(total)
 
     def _as_the_loss_wants(self, logits: Tensor) -> Tensor:

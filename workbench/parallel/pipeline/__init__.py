@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the model cut into stages, run by a table of actions."""
+"""Pipeline parallelism: stages of the model, executed by a schedule's table of actions."""

@@ -1,4 +1,9 @@
-"""Runs a rank's row of a schedule table on its stages: one step of training."""
+"""Executes a pipeline schedule: a rank's row of the table of actions, on its stages.
+
+Tables are lowered before: SEND and RECV actions stand where transfers are issued. Backward actions
+are B (full), I (input gradient) and W (weight gradient, zero bubble); REDUCE_GRAD reduces a stage's
+gradients over data parallelism.
+"""
 
 from __future__ import annotations
 
@@ -12,56 +17,63 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.pipeline.stage_transfers import post
-from workbench.parallel.pipeline.zero_bubble import Deferred, SplitLinears, finish
+from workbench.parallel.pipeline.stage_transfers import batched_send_recv
+from workbench.parallel.pipeline.zero_bubble import (
+    DeferredWeightGrad,
+    SplitBackward,
+    compute_deferred_weight_grads,
+)
 from workbench.schedules import Action, Table, batches, forwards
 
 Observer = Callable[[str, Action | None], AbstractContextManager[None]]
-"""Called round each action with its label; measures, and changes nothing."""
-Key = tuple[int, int]
+"""Context entered around each action, with its label; it measures, and changes nothing."""
+StageMicrobatch = tuple[int, int]
 """(stage, microbatch)."""
 
 
 @dataclass
-class Flight:
-    """What lives between an action and the next one of the same microbatch."""
+class MicrobatchState:
+    """Tensors that live from one action of a microbatch to its next one."""
 
-    inputs: dict[Key, Tensor] = field(default_factory=dict)
-    outputs: dict[Key, Tensor] = field(default_factory=dict)
-    """What a stage made, until it is sent; the backward holds on to the graph alone."""
-    graphs: dict[Key, GradientEdge | Tensor] = field(default_factory=dict)
-    """Where the backward of a microbatch begins: the loss, or the edge into the graph of an output.
-    """
-    gradients: dict[Key, Tensor] = field(default_factory=dict)
-    """Of a stage's output."""
-    deferred: dict[Key, list[Deferred]] = field(default_factory=dict)
+    inputs: dict[StageMicrobatch, Tensor] = field(default_factory=dict)
+    outputs: dict[StageMicrobatch, Tensor] = field(default_factory=dict)
+    """Outputs of a stage until they are sent; backward needs only the graph behind them."""
+    graph_roots: dict[StageMicrobatch, GradientEdge | Tensor] = field(default_factory=dict)
+    """Where backward starts: the loss, or the edge into the graph of an output."""
+    output_gradients: dict[StageMicrobatch, Tensor] = field(default_factory=dict)
+    deferred: dict[StageMicrobatch, list[DeferredWeightGrad]] = field(default_factory=dict)
     receiving: dict[Action, dist.Work] = field(default_factory=dict)
     sending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
     loss: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Hooks:
-    """What the executor asks of whoever keeps the parameters, and says to whom a microbatch's
-    number matters.
-    """
+class ExecutorHooks:
+    """What the executor calls on the store of parameters and gradients, and before a forward."""
 
     reduce: Callable[[int], None]
-    """Sum a stage's gradients over the data axis."""
-    last_backward: Callable[[int], None]
+    """Reduce a stage's gradients over data parallelism."""
+    expect_last_backward: Callable[[int], None]
     """The next backward of this stage completes its gradients."""
-    add: Callable[[nn.Parameter, Tensor], None]
-    """Take a gradient that autograd did not accumulate."""
-    forward: Callable[[int], None] = lambda microbatch: None
+    accumulate: Callable[[nn.Parameter, Tensor], None]
+    """Add a gradient that autograd does not accumulate."""
+    before_forward: Callable[[int], None] = lambda microbatch: None
     """The next forward is of this microbatch."""
 
 
-class Executor:
-    """Executes a lowered table on the stages of this rank, which are all that its row names.
+class ScheduleExecutor:
+    """Executes a lowered table on this rank's stages, for every schedule alike.
 
-    `boundary` makes an empty tensor for what crosses a stage boundary, [micro_batch, T, D]. The
-    backward of `whole`, the head, is never split: its logits would have to be kept. So, too, an
-    embedding that shares its weight on this rank is the last to give that a gradient.
+    Args:
+        table: Lowered table; its row of this rank names the stages in `stages` only.
+        stages: Stage -> its module.
+        axis: The pipeline axis.
+        empty_boundary: Makes an empty tensor of the shape that crosses a stage boundary,
+            [micro_batch, T, D].
+        hooks: What is called on the store of gradients.
+        unsplit: The head, whose backward is never split: its output gradient, of the vocabulary's
+            width, would have to be kept until W. An embedding that shares the head's weight on
+            this rank is therefore the last to add to that weight's gradient.
     """
 
     def __init__(
@@ -69,21 +81,21 @@ class Executor:
         table: Table,
         stages: Mapping[int, nn.Module],
         axis: MeshAxis,
-        boundary: Callable[[], Tensor],
-        hooks: Hooks,
-        whole: nn.Module | None = None,
+        empty_boundary: Callable[[], Tensor],
+        hooks: ExecutorHooks,
+        unsplit: nn.Module | None = None,
     ) -> None:
-        self.table, self.stages, self.axis, self.boundary = table, stages, axis, boundary
-        self.hooks = hooks
-        self.whole = (
-            frozenset(id(p) for p in whole.parameters()) if whole is not None else frozenset()
+        self.table, self.stages, self.axis = table, stages, axis
+        self.empty_boundary, self.hooks = empty_boundary, hooks
+        self.unsplit_weights = (
+            frozenset(id(p) for p in unsplit.parameters()) if unsplit is not None else frozenset()
         )
         row = table.rows[axis.index]
         self.row = [list(batch) for batch in batches(row)]
-        self.evaluation = [list(batch) for batch in batches(forwards(table).rows[axis.index])]
-        self.finals = set(_last_backwards(row))
-        self.split = {_key(action) for action in row if action.kind == "I"}
-        self.flight = Flight()
+        self.evaluation_row = [list(batch) for batch in batches(forwards(table).rows[axis.index])]
+        self.last_backwards = set(_last_backward_actions(row))
+        self.split_keys = {_key(action) for action in row if action.kind == "I"}
+        self.state = MicrobatchState()
 
     def step(
         self,
@@ -92,26 +104,31 @@ class Executor:
         scale: float | Tensor,
         observe: Observer | None = None,
     ) -> Tensor | None:
-        """Run the row once: every microbatch forward and backward, gradients accumulated and
-        reduced.
+        """Run the row once: forward and backward of all microbatches, gradients reduced.
 
-        Each microbatch's summed loss is multiplied by `scale` before backward. Returns the sum of
-        the scaled losses on the rank that holds the head, None elsewhere.
+        Args:
+            tokens_MBT: [microbatches, micro_batch, T]; read by the first stage.
+            targets_MBT: The same shape; read by the last stage.
+            scale: What each microbatch's summed loss is multiplied by before backward.
+            observe: Entered around each action.
+
+        Returns:
+            The sum of the scaled losses on the rank that holds the head, None elsewhere.
         """
         return self._run(self.row, tokens_MBT, targets_MBT, scale, observe)
 
     def evaluate(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> Tensor | None:
-        """Summed loss of the microbatches without gradients, where the head is: the table's
-        forwards alone.
+        """The microbatches' summed loss without gradients: the forward actions of the table alone.
+
+        None on ranks without the head.
         """
         with torch.no_grad():
-            return self._run(self.evaluation, tokens_MBT, targets_MBT, None, None)
+            return self._run(self.evaluation_row, tokens_MBT, targets_MBT, None, None)
 
-    def put_aside(self, action: Action) -> list[Tensor]:
-        """What the backward of an action's microbatch has left for its weight gradients."""
-        return [
-            x for one in self.flight.deferred.get(_key(action), ()) for x in (one.x, one.gradient)
-        ]
+    def deferred_tensors(self, action: Action) -> list[Tensor]:
+        """Operands of the weight gradients that an action's microbatch has deferred to W."""
+        deferred = self.state.deferred.get(_key(action), ())
+        return [x for each in deferred for x in (each.x, each.gradient)]
 
     def _run(
         self,
@@ -121,117 +138,125 @@ class Executor:
         scale: float | Tensor | None,
         observe: Observer | None,
     ) -> Tensor | None:
-        flight = self.flight = Flight()
-        watch = observe or (lambda label, action: nullcontext())
+        state = self.state = MicrobatchState()
+        observe = observe or (lambda label, action: nullcontext())
         for batch in row:
-            # A batch of transfers is known by what it receives: that is what stays in memory.
+            # A batch of transfers is labelled by what it receives: that is what stays in memory.
             action = next((a for a in batch if a.kind.startswith("RECV")), batch[0])
-            with watch("+".join(map(str, batch)), action):
+            with observe("+".join(map(str, batch)), action):
                 if action.is_p2p:
-                    self._transfer(batch, flight)
+                    self._transfer(batch, state)
                 elif action.kind == "F":
-                    self._forward(action, flight, tokens_MBT, targets_MBT, scale)
+                    self._forward(action, state, tokens_MBT, targets_MBT, scale)
                 elif action.kind == "REDUCE_GRAD":
                     self.hooks.reduce(action.stage)
                 else:
-                    self._backward(action, flight)
-        self._finish_sends(flight)
-        return flight.loss
+                    self._backward(action, state)
+        self._wait_sends(state)
+        return state.loss
 
     def _forward(
         self,
         action: Action,
-        flight: Flight,
+        state: MicrobatchState,
         tokens: Tensor,
         targets: Tensor,
         scale: float | Tensor | None,
     ) -> None:
         stage, microbatch = key = _key(action)
-        x = tokens[microbatch] if stage == 0 else self._input(key, flight)
-        self.hooks.forward(microbatch)
-        with self._splitting(key, flight):
+        x = tokens[microbatch] if stage == 0 else self._stage_input(key, state)
+        self.hooks.before_forward(microbatch)
+        with self._split_context(key, state):
             y = self.stages[stage](x, targets[microbatch])
         if stage == self.table.stages - 1:
             y = y if scale is None else y * scale
-            flight.loss = y.detach() if flight.loss is None else flight.loss + y.detach()
-        # A stage hands over to the next one on its rank without a transfer.
+            state.loss = y.detach() if state.loss is None else state.loss + y.detach()
+        # The next stage may be on this rank (V schedules): its input needs no transfer.
         elif self.table.placement[stage + 1] == self.axis.index:
-            flight.inputs[stage + 1, microbatch] = y.detach()
+            state.inputs[stage + 1, microbatch] = y.detach()
         else:
-            flight.outputs[key] = y.detach()
+            state.outputs[key] = y.detach()
         if scale is not None:
-            flight.graphs[key] = y if stage == self.table.stages - 1 else get_gradient_edge(y)
+            # Backward starts from the edge, so that the output itself is freed once it is sent.
+            state.graph_roots[key] = y if stage == self.table.stages - 1 else get_gradient_edge(y)
 
-    def _input(self, key: Key, flight: Flight) -> Tensor:
-        """What the former stage made; kept only where a gradient will be asked of it."""
-        x = flight.inputs[key] if torch.is_grad_enabled() else flight.inputs.pop(key)
-        return self._arrived(Action(key[0], "RECV_F", key[1]), x, flight).requires_grad_(
-            torch.is_grad_enabled()
-        )
+    def _stage_input(self, key: StageMicrobatch, state: MicrobatchState) -> Tensor:
+        """The previous stage's output; kept until backward only if a gradient is asked of it."""
+        x = state.inputs[key] if torch.is_grad_enabled() else state.inputs.pop(key)
+        received = self._wait_receive(Action(key[0], "RECV_F", key[1]), x, state)
+        return received.requires_grad_(torch.is_grad_enabled())
 
-    def _splitting(self, key: Key, flight: Flight) -> AbstractContextManager[object]:
-        if key not in self.split or not torch.is_grad_enabled():
+    def _split_context(
+        self, key: StageMicrobatch, state: MicrobatchState
+    ) -> AbstractContextManager[object]:
+        if key not in self.split_keys or not torch.is_grad_enabled():
             return nullcontext()
-        return SplitLinears(flight.deferred.setdefault(key, []), self.whole)
+        return SplitBackward(state.deferred.setdefault(key, []), self.unsplit_weights)
 
-    def _backward(self, action: Action, flight: Flight) -> None:
+    def _backward(self, action: Action, state: MicrobatchState) -> None:
+        """B, I or W. B and I differ only in how forward was run: under `SplitBackward` for I."""
         stage, microbatch = key = _key(action)
-        if action in self.finals:
-            self.hooks.last_backward(stage)
+        if action in self.last_backwards:
+            self.hooks.expect_last_backward(stage)
         if action.kind == "W":
-            return finish(flight.deferred.pop(key), self.hooks.add)
-        gradient = flight.gradients.pop(key, None)
+            return compute_deferred_weight_grads(state.deferred.pop(key), self.hooks.accumulate)
+        gradient = state.output_gradients.pop(key, None)
         if gradient is not None:
-            self._arrived(Action(stage, "RECV_B", microbatch), gradient, flight)
-        torch.autograd.backward(flight.graphs.pop(key), gradient)
-        x = flight.inputs.pop(key, None)
+            self._wait_receive(Action(stage, "RECV_B", microbatch), gradient, state)
+        torch.autograd.backward(state.graph_roots.pop(key), gradient)
+        x = state.inputs.pop(key, None)
         if x is not None:
             assert x.grad is not None
-            flight.gradients[stage - 1, microbatch] = x.grad
+            state.output_gradients[stage - 1, microbatch] = x.grad
         return None
 
-    def _transfer(self, batch: list[Action], flight: Flight) -> None:
-        # What was sent before is held no longer than until here; lowered tables are proved safe for
-        # it.
-        self._finish_sends(flight)
-        sends = [self._outgoing(a, flight) for a in batch if a.kind.startswith("SEND")]
+    def _transfer(self, batch: list[Action], state: MicrobatchState) -> None:
+        # Tensors sent before are held until here at the longest; the validator has checked lowered
+        # tables for deadlocks on transports where a batch completes as a whole.
+        self._wait_sends(state)
+        sends = [self._outgoing(a, state) for a in batch if a.kind.startswith("SEND")]
         receivers = [a for a in batch if a.kind.startswith("RECV")]
-        receives = [self._incoming(a, flight) for a in receivers]
-        works = post(sends, receives, self.axis)
+        receives = [self._incoming(a, state) for a in receivers]
+        works = batched_send_recv(sends, receives, self.axis)
         # A coalescing backend gives one handle for the whole batch; the others one an operation.
         works = works if len(works) == len(batch) else works * len(batch)
-        flight.receiving.update(zip(receivers, works[len(sends) :]))
-        flight.sending += [(work, x) for work, (x, _) in zip(works, sends)]
+        state.receiving.update(zip(receivers, works[len(sends) :]))
+        state.sending += [(work, x) for work, (x, _) in zip(works, sends)]
 
-    def _outgoing(self, action: Action, flight: Flight) -> tuple[Tensor, int]:
+    def _outgoing(self, action: Action, state: MicrobatchState) -> tuple[Tensor, int]:
         stage, microbatch = key = _key(action)
         if action.kind == "SEND_F":
-            return flight.outputs.pop(key), self.table.placement[stage + 1]
-        return flight.gradients.pop((stage - 1, microbatch)), self.table.placement[stage - 1]
+            return state.outputs.pop(key), self.table.placement[stage + 1]
+        return state.output_gradients.pop((stage - 1, microbatch)), self.table.placement[stage - 1]
 
-    def _incoming(self, action: Action, flight: Flight) -> tuple[Tensor, int]:
-        x = self.boundary()
+    def _incoming(self, action: Action, state: MicrobatchState) -> tuple[Tensor, int]:
+        x = self.empty_boundary()
         stage, microbatch = _key(action)
-        (flight.inputs if action.kind == "RECV_F" else flight.gradients)[stage, microbatch] = x
-        return x, self.table.placement[stage + (-1 if action.kind == "RECV_F" else 1)]
+        if action.kind == "RECV_F":
+            state.inputs[stage, microbatch] = x
+            return x, self.table.placement[stage - 1]
+        state.output_gradients[stage, microbatch] = x
+        return x, self.table.placement[stage + 1]
 
-    def _arrived(self, receive: Action, x: Tensor, flight: Flight) -> Tensor:
-        work = flight.receiving.pop(receive, None)
+    def _wait_receive(self, receive: Action, x: Tensor, state: MicrobatchState) -> Tensor:
+        # Waited for as late as possible: when `x` is read, not when it is received.
+        work = state.receiving.pop(receive, None)
         if work is not None:
             work.wait()
         return x
 
-    def _finish_sends(self, flight: Flight) -> None:
-        for work, _ in flight.sending:
+    def _wait_sends(self, state: MicrobatchState) -> None:
+        for work, _ in state.sending:
             work.wait()
-        flight.sending.clear()
+        state.sending.clear()
 
 
-def _key(action: Action) -> Key:
+def _key(action: Action) -> StageMicrobatch:
     assert action.microbatch is not None
     return action.stage, action.microbatch
 
 
-def _last_backwards(row: tuple[Action, ...]) -> Iterator[Action]:
+def _last_backward_actions(row: tuple[Action, ...]) -> Iterator[Action]:
+    """The last action of each stage that completes weight gradients: B, or W if it is split."""
     last = {action.stage: action for action in row if action.kind in ("B", "W")}
     yield from last.values()

@@ -1,10 +1,9 @@
-"""Backward in two halves: input gradients now, weight gradients later (zero bubble, Qi et al. 2024,
-arXiv 2401.10241).
+"""Zero bubble (Qi et al. 2024, arXiv 2401.10241): backward split into input (I) and weight (W) gradients.
 
-A forward whose backward is split runs under `SplitLinears`: what a linear layer would need for its
-weight's gradient is put aside by its backward and multiplied later. Whatever is no linear layer on
-a weight of its own (norms, embeddings, weights that are first gathered or shared) gets its gradient
-with the input gradients.
+A forward whose backward is split runs under `SplitBackward`: the backward of a linear layer
+computes the gradient of its input only, and defers the GEMM of its weight's gradient to the
+schedule's W action, which fills the bubble. Whatever is no linear layer on a weight of its own
+(norms, embeddings, weights that are gathered or shared first) gets its gradient in I.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-class Deferred(NamedTuple):
-    """One product that a weight's gradient still needs: input [..., in] and output gradient [...,
-    out].
-    """
+class DeferredWeightGrad(NamedTuple):
+    """Operands of a deferred weight gradient: input [..., in] and output gradient [..., out]."""
 
     x: Tensor
     gradient: Tensor
@@ -31,33 +28,34 @@ class Deferred(NamedTuple):
     bias: nn.Parameter | None
 
 
-_entered: ContextVar[SplitLinears | None] = ContextVar("entered", default=None)
+_active_split: ContextVar[SplitBackward | None] = ContextVar("active_split", default=None)
 
 
-class SplitLinears(TorchFunctionMode):
-    """While entered, `F.linear` on a leaf weight puts its weight's gradient aside in `deferred`
-    when it runs backward.
+class SplitBackward(TorchFunctionMode):
+    """While active, the backward of `F.linear` on a leaf weight defers the weight's gradient.
 
-    `whole` holds the ids of weights that are not split: the head's, whose output gradient is of
-    vocabulary width.
+    Args:
+        deferred: Where backward appends the operands.
+        unsplit: Ids of weights that are not split: the head's, whose output gradient has the width
+            of the vocabulary and would have to be kept until W.
     """
 
-    def __init__(self, deferred: list[Deferred], whole: Container[int]) -> None:
+    def __init__(self, deferred: list[DeferredWeightGrad], unsplit: Container[int]) -> None:
         super().__init__()
-        self.deferred, self.whole = deferred, whole
+        self.deferred, self.unsplit = deferred, unsplit
 
-    def __enter__(self) -> SplitLinears:
+    def __enter__(self) -> SplitBackward:
         super().__enter__()
-        self._before = _entered.set(self)
+        self._token = _active_split.set(self)
         return self
 
-    def __exit__(self, *why: Any) -> None:
-        _entered.reset(self._before)
-        super().__exit__(*why)
+    def __exit__(self, *exception: Any) -> None:
+        _active_split.reset(self._token)
+        super().__exit__(*exception)
 
-    def splits(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether a layer's weight gradient can wait."""
-        return id(weight) not in self.whole and all(map(_is_leaf, _present(weight, bias)))
+    def can_defer(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether the gradients of a layer's weight and bias can be deferred."""
+        return id(weight) not in self.unsplit and all(map(_is_leaf, _not_none(weight, bias)))
 
     def __torch_function__(
         self,
@@ -67,41 +65,41 @@ class SplitLinears(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is F.linear and torch.is_grad_enabled():
-            x, weight, bias = _operands(*args, **(kwargs or {}))
-            if x.requires_grad and self.splits(weight, bias):
+            x, weight, bias = _linear_arguments(*args, **(kwargs or {}))
+            if x.requires_grad and self.can_defer(weight, bias):
                 return _SplitLinear.apply(x, (weight, bias), self.deferred)
         return func(*args, **(kwargs or {}))
 
 
-def deferring(layers: Iterable[tuple[Tensor, Tensor | None]]) -> list[Deferred] | None:
-    """Where the backward of layers (weight, bias) that intercept no `F.linear` leaves their
-    weights' gradients, if it is to be split.
+def deferred_list_of(
+    layers: Iterable[tuple[Tensor, Tensor | None]],
+) -> list[DeferredWeightGrad] | None:
+    """Where the backward of layers (weight, bias) must append their deferred gradients.
+
+    For layers that do not call `F.linear`. None if their backward is not split.
     """
-    mode = _entered.get()
-    if (
-        mode is None
-        or not torch.is_grad_enabled()
-        or not all(mode.splits(*layer) for layer in layers)
-    ):
+    mode = _active_split.get()
+    if mode is None or not torch.is_grad_enabled():
         return None
-    return mode.deferred
+    return mode.deferred if all(mode.can_defer(*layer) for layer in layers) else None
 
 
-def for_recomputation() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """(nothing, what is entered now): contexts of a checkpointed forward and of its repetition in
-    backward.
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of a checkpointed forward and of its recomputation, for `torch.utils.checkpoint`.
+
+    The recomputation runs in backward, after the mode was left: it is entered again.
     """
-    return nullcontext(), _entered.get() or nullcontext()
+    return nullcontext(), _active_split.get() or nullcontext()
 
 
-def _operands(
+def _linear_arguments(
     input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `F.linear` names them."""
+    """The arguments of `F.linear`, however they are passed."""
     return input, weight, bias
 
 
-def _present(*tensors: Tensor | None) -> list[Tensor]:
+def _not_none(*tensors: Tensor | None) -> list[Tensor]:
     return [x for x in tensors if x is not None]
 
 
@@ -110,8 +108,10 @@ def _is_leaf(weight: Tensor) -> bool:
 
 
 class _SplitLinear(torch.autograd.Function):
-    """y = x W^T + b, whose backward gives the gradient of x alone; weight and bias are hidden from
-    autograd.
+    """y = x W^T + b, whose backward computes the gradient of x only (I).
+
+    Weight and bias are passed in a tuple, which hides them from autograd: it would wait for their
+    gradients otherwise.
     """
 
     @staticmethod
@@ -119,7 +119,7 @@ class _SplitLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         parameters: tuple[nn.Parameter, nn.Parameter | None],
-        deferred: list[Deferred],
+        deferred: list[DeferredWeightGrad],
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.parameters, ctx.deferred = parameters, deferred
@@ -128,19 +128,22 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        ctx.deferred.append(Deferred(x.detach(), gradient, *ctx.parameters))
+        ctx.deferred.append(DeferredWeightGrad(x.detach(), gradient, *ctx.parameters))
         return gradient @ ctx.parameters[0], None, None
 
 
 @torch.no_grad()
-def finish(deferred: list[Deferred], add: Callable[[nn.Parameter, Tensor], None]) -> None:
-    """Multiply what was put aside and `add` each weight's gradient; what is done is let go at
-    once.
+def compute_deferred_weight_grads(
+    deferred: list[DeferredWeightGrad], accumulate: Callable[[nn.Parameter, Tensor], None]
+) -> None:
+    """Run a W action: compute the deferred gradients in the order they were deferred.
+
+    Each is passed to `accumulate`, and its operands are freed before the next is computed.
     """
     deferred.reverse()
     while deferred:
         x, gradient, weight, bias = deferred.pop()
         gradient_NO = gradient.flatten(0, -2)
-        add(weight, gradient_NO.t() @ x.flatten(0, -2))
+        accumulate(weight, gradient_NO.t() @ x.flatten(0, -2))
         if bias is not None:
-            add(bias, gradient_NO.sum(0))
+            accumulate(bias, gradient_NO.sum(0))

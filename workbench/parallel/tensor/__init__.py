@@ -1,3 +1,1 @@
-"""Tensor parallelism: one matrix product over several ranks (Shoeybi et al. 2019, arXiv
-1909.08053).
-"""
+"""Tensor parallelism: each linear layer sharded over several ranks (Megatron-LM, arXiv 1909.08053)."""

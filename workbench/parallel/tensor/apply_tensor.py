@@ -1,4 +1,4 @@
-"""Split a model's linear layers over the tensor axis as a table says."""
+"""Apply tensor parallelism: column-, row- and vocabulary-parallel modules over the tensor axis."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from torch import nn
 from workbench.models import Transformer
 from workbench.models.transformer import Attention
 from workbench.parallel.layout import Layout
-from workbench.parallel.mesh import GRADIENTS, SIDES, Mesh, MeshAxis
-from workbench.parallel.tensor.column_parallel import ColumnLinear, Siblings
-from workbench.parallel.tensor.grid.apply_grid import lay_over_grid
-from workbench.parallel.tensor.row_parallel import RowLinear
-from workbench.parallel.tensor.sequence_parallel import keep_own_positions, own_run, whole_indices
-from workbench.parallel.tensor.shard_range import Cut
-from workbench.parallel.tensor.vocab_parallel import VocabularyEmbedding, VocabularyHeadLoss
+from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX, GRID_AXES, Mesh, MeshAxis
+from workbench.parallel.tensor.column_parallel import ColumnParallelGroup, ColumnParallelLinear
+from workbench.parallel.tensor.grid.apply_grid import apply_grid_parallel
+from workbench.parallel.tensor.row_parallel import RowParallelLinear
+from workbench.parallel.tensor.sequence_parallel import (
+    full_sequence_indices,
+    local_run,
+    shard_positions,
+)
+from workbench.parallel.tensor.shard_range import ShardRange
+from workbench.parallel.tensor.vocab_parallel import VocabParallelEmbedding, VocabParallelHeadLoss
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.legal_sizes import token_parts
 from workbench.plan.schema import Plan
 
-MEGATRON = {
+MEGATRON_SHARDING = {
     "embedding.tokens": "vocabulary",
     "blocks.*.attention.[qkv]": "column",
     "blocks.*.attention.o": "row",
@@ -32,41 +36,46 @@ MEGATRON = {
     "blocks.*.mlp.down": "row",
     "head": "vocabulary",
 }
-"""Module pattern -> how it is split: column, row or vocabulary (1909.08053). What is not named is
-replicated.
-
-Attention's are never split through a head: `plan.heads` deals them.
+"""Module pattern -> how it is sharded: column, row or vocabulary (Megatron-LM, 1909.08053). Others are
+replicated. Attention's projections are sharded by whole heads (`plan.head_split`).
 """
 
 _DIM = {"column": 0, "vocabulary": 0, "row": 1}
 
 
-def split_tensors(model: Transformer, layouts: dict[str, Layout], plan: Plan, mesh: Mesh) -> None:
-    """Split a model on the meta device over the tensor ranks, in place, and record its parameters'
-    new layouts.
+def apply_tensor_parallel(
+    model: Transformer, layouts: dict[str, Layout], plan: Plan, mesh: Mesh
+) -> None:
+    """Shard a model over the tensor ranks, in place, and record its parameters' new layouts.
+
+    Args:
+        model: A stage, on the meta device.
+        layouts: Local parameter name -> layout; updated.
     """
     axis, sequence = mesh["tensor"], plan.strategy.tensor.sequence
     if axis.size == 1:
         return
     if plan.strategy.tensor.algorithm != "1d":
-        lay_over_grid(model, layouts, mesh, plan.strategy.tensor.algorithm)
+        apply_grid_parallel(model, layouts, mesh, plan.strategy.tensor.algorithm)
         return
-    split_modules(model, layouts, MEGATRON, axis, sequence)
+    shard_modules(model, layouts, MEGATRON_SHARDING, axis, sequence)
     if sequence:
-        model.indices = whole_indices(plan.training.sequence_length)
-        model.here = partial(own_run, axis)
+        model.indices = full_sequence_indices(plan.training.sequence_length)
+        model.local_part_of = partial(local_run, axis)
         if model.embedding is not None:
-            model.embedding.register_forward_pre_hook(partial(keep_own_positions, axis))
+            model.embedding.register_forward_pre_hook(partial(shard_positions, axis))
 
 
-def tensor_sums(
+def tensor_reduction_axes(
     layouts: Iterable[tuple[str, Layout]], plan: Plan, mesh: Mesh
 ) -> dict[str, tuple[MeshAxis, ...]]:
-    """Local name -> the tensor axes over which a parameter's gradient is summed: those along which
-    ranks hold the same parameter and meet different tokens.
+    """Local parameter name -> the tensor axes over which its gradient is summed.
+
+    They are those along which ranks hold the same parameter and see different tokens: sequence
+    parallelism, or the axes of a tensor grid.
     """
     found = (
-        SIDES
+        GRID_AXES
         if plan.strategy.tensor.algorithm != "1d"
         else ("tensor",)
         if plan.strategy.tensor.sequence
@@ -74,15 +83,17 @@ def tensor_sums(
     )
     axes = [name for name in found if name in mesh.axes and mesh[name].size > 1]
     return {
-        name: tuple(mesh[axis + GRADIENTS] for axis in axes if axis in layout.copies)
+        name: tuple(
+            mesh[axis + GRADIENT_GROUP_SUFFIX] for axis in axes if axis in layout.replicated_over
+        )
         for name, layout in layouts
     }
 
 
-def boundary(plan: ResolvedPlan) -> tuple[int, int, int]:
-    """What of a microbatch [B, T, D] one rank hands on to the next stage."""
+def boundary_shape(plan: ResolvedPlan) -> tuple[int, int, int]:
+    """Shape of what a rank sends to the next pipeline stage: its part of a microbatch [B, T, D]."""
     t, tensor = plan.training, plan.strategy.tensor
-    if plan.code:  # one stage, which hands nothing on
+    if plan.code:  # a single stage, which sends nothing
         return 0, 0, 0
     tokens = t.sequence_length // plan.strategy.context.size
     if tensor.sequence:
@@ -95,70 +106,82 @@ def boundary(plan: ResolvedPlan) -> tuple[int, int, int]:
     )
 
 
-def counts_loss(mesh: Mesh) -> bool:
-    """Whether this rank's loss is added to the job's: of the tensor ranks that have met the same
-    tokens, the first.
-    """
+def counts_own_loss(mesh: Mesh) -> bool:
+    """Whether this rank's loss counts: it is the first of the tensor ranks with the same tokens."""
     return mesh["tensor.0" if "tensor.0" in mesh.axes else "tensor"].index == 0
 
 
-def split_modules(
+def shard_modules(
     model: Transformer,
     layouts: dict[str, Layout],
     table: dict[str, str],
     axis: MeshAxis,
     sequence: bool,
 ) -> None:
-    """Narrow the modules of a model on the meta device, in place, and record their parameters' new
-    layouts.
+    """Replace modules of a model by their tensor-parallel ones, in place, and record layouts.
+
+    Args:
+        table: Module pattern -> column, row or vocabulary.
+        sequence: Whether sequence parallelism shards what lies between tensor-parallel regions.
     """
-    families: dict[str, Siblings] = {}
+    groups: dict[str, ColumnParallelGroup] = {}
     for path, module in list(model.named_modules()):
         kind = next((kind for pattern, kind in table.items() if fnmatchcase(path, pattern)), None)
         if kind is None:
             continue
         parent_path, _, name = path.rpartition(".")
         parent = model.get_submodule(parent_path)
-        cut = _cut(model, parent, name, module.weight.shape[_DIM[kind]], axis)
-        _narrow(path, module, layouts, kind, axis, cut)
+        shard = _shard_range(model, parent, name, module.weight.shape[_DIM[kind]], axis)
+        _shard_parameters(path, module, layouts, kind, axis, shard)
         if kind == "column":
-            if parent_path not in families:
-                families[parent_path] = Siblings(parent, axis, sequence)
-            own = ColumnLinear(module.weight, module.bias, axis, cut.piece, cut.pieces)
+            if parent_path not in groups:
+                groups[parent_path] = ColumnParallelGroup(parent, axis, sequence)
+            own = ColumnParallelLinear(
+                module.weight, module.bias, axis, shard.shard, shard.num_shards
+            )
             setattr(parent, name, own)
-            families[parent_path].layers.append(own)
+            groups[parent_path].layers.append(own)
         else:
-            setattr(parent, name, _replacement(module, kind, axis, cut, sequence))
+            setattr(parent, name, _parallel_module(module, kind, axis, shard, sequence))
 
 
-def _cut(model: Transformer, parent: nn.Module, name: str, length: int, axis: MeshAxis) -> Cut:
+def _shard_range(
+    model: Transformer, parent: nn.Module, name: str, length: int, axis: MeshAxis
+) -> ShardRange:
     return (
-        Cut.heads(name, model.shape, axis)
+        ShardRange.heads(name, model.shape, axis)
         if isinstance(parent, Attention)
-        else Cut.even(length, axis)
+        else ShardRange.even(length, axis)
     )
 
 
-def _narrow(
-    path: str, module: nn.Module, layouts: dict[str, Layout], kind: str, axis: MeshAxis, cut: Cut
+def _shard_parameters(
+    path: str,
+    module: nn.Module,
+    layouts: dict[str, Layout],
+    kind: str,
+    axis: MeshAxis,
+    shard: ShardRange,
 ) -> None:
     for name in ("weight", "bias"):
         parameter = getattr(module, name, None)
         if parameter is None or (kind == "row" and name == "bias"):
             continue
         key = f"{path}.{name}"
-        if axis.name in layouts[key].copies:  # a tied weight is cut once
-            layouts[key] = cut.of(layouts[key], _DIM[kind])
+        if axis.name in layouts[key].replicated_over:  # a tied weight is sharded once
+            layouts[key] = shard.apply(layouts[key], _DIM[kind])
         own = torch.empty(layouts[key].local_shape, dtype=parameter.dtype, device="meta")
         setattr(module, name, nn.Parameter(own))
 
 
-def _replacement(
-    module: nn.Module, kind: str, axis: MeshAxis, cut: Cut, sequence: bool
+def _parallel_module(
+    module: nn.Module, kind: str, axis: MeshAxis, shard: ShardRange, sequence: bool
 ) -> nn.Module:
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     if kind == "row":
-        return RowLinear(weight, module.bias, axis, cut.kept, sequence)  # type: ignore[arg-type]
-    vocabulary = VocabularyEmbedding if isinstance(module, nn.Embedding) else VocabularyHeadLoss
-    return vocabulary(weight, (cut.start, cut.stop), axis, sequence)
+        return RowParallelLinear(weight, module.bias, axis, shard.num_real, sequence)  # type: ignore[arg-type]
+    vocabulary = (
+        VocabParallelEmbedding if isinstance(module, nn.Embedding) else VocabParallelHeadLoss
+    )
+    return vocabulary(weight, (shard.start, shard.stop), axis, sequence)

@@ -1,11 +1,14 @@
-"""Column-split layers that share one input: backward's collectives run behind the products of the
-weights' gradients.
+"""Column-parallel linear layers: sharded by outputs, backward's collectives overlapped (1909.08053).
 
-Megatron-LM does so too (1909.08053; with split tokens 2205.05198, where the input is gathered again
-behind the products of its own gradient). Here the order of autograd's nodes does it. Of what is
-ready, autograd runs first what forward made last: the products with the weights (`_Columns`), which
-begin the sum of the input's gradient; then each weight's gradient (`_Weight`), one after the other;
-then the wait for the sum (`_Arrival`). Another order would be as right.
+The layers of a module that share one input (q, k and v; gate and up) run as one group. In backward
+the all-reduce of the input's gradient overlaps with the GEMMs of the weights' gradients, as in
+Megatron-LM; with sequence parallelism (2205.05198) it is a reduce-scatter, and the input is
+all-gathered again behind the GEMM of its own gradient, instead of being kept.
+
+The overlap comes from the order of autograd's nodes. Of those that are ready autograd runs first
+what forward made last: `_ColumnParallelGemm`, which computes the input's gradient and starts its
+reduction; then each `_WeightGradient`; then `_WaitInputGradient`. Any other order would give the
+same numbers.
 """
 
 from __future__ import annotations
@@ -27,150 +30,173 @@ from workbench.parallel.async_collectives import (
     start_collective,
 )
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.pipeline.zero_bubble import Deferred, deferring
-from workbench.parallel.tensor.tensor_collectives import all_gather, share
+from workbench.parallel.pipeline.zero_bubble import DeferredWeightGrad, deferred_list_of
+from workbench.parallel.tensor.tensor_collectives import all_gather, share_weight
 
 Parameters = tuple[Tensor, Tensor | None]
 """Weight [out, in] and bias [out] of a layer."""
 
 
 @dataclass(eq=False)
-class Passage:
-    """One pass of an input through its layers: what the nodes of its backward hand to one
-    another.
-    """
+class ColumnParallelBackward:
+    """State that the backward nodes of one group, for one input, share."""
 
     axis: MeshAxis
     sequence: bool
     layers: Sequence[Parameters]
-    late: list[Deferred] | None
-    """Where a split backward leaves what the weights' gradients need."""
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    """Layer -> the gradient [N, out] of what it made, while its weight's is still to be made."""
-    whole: Tensor | None = None
-    """What the layers multiplied, [N, in]."""
-    gathered: WaitFn | None = None
-    summed: WaitFn | None = None
+    deferred: list[DeferredWeightGrad] | None
+    """Where weight gradients are deferred to, if backward is split (zero bubble)."""
+    output_gradients: dict[int, Tensor] = field(default_factory=dict)
+    """Layer -> gradient of its output [N, out], until its weight's gradient is computed."""
+    input: Tensor | None = None
+    """Input of the layers, of all tokens [N, in]."""
+    wait_gather: WaitFn | None = None
+    wait_reduce: WaitFn | None = None
 
-    def begin_gather(self, x_BTD: Tensor) -> None:
-        """Begin to make whole what the layers multiplied; kept for later, it must not keep the
-        graph that made it.
+    def start_gather(self, x_BTD: Tensor) -> None:
+        """Start the all-gather of the layers' input, if weight gradients need it.
+
+        Detached: a deferred weight gradient that holds the input must not hold its graph.
         """
-        self.whole = x_BTD.detach().flatten(0, -2)
-        if self.sequence and self.gradients:
-            part_ND, self.whole = (
-                self.whole,
-                self.whole.new_empty(len(self.whole) * self.axis.size, x_BTD.shape[-1]),
-            )
-            self.gathered = all_gather_async(self.whole, part_ND, self.axis)
+        self.input = x_BTD.detach().flatten(0, -2)
+        if self.sequence and self.output_gradients:
+            local_ND, width = self.input, x_BTD.shape[-1]
+            self.input = local_ND.new_empty(len(local_ND) * self.axis.size, width)
+            self.wait_gather = all_gather_async(self.input, local_ND, self.axis)
 
-    def begin_sum(self, gradient_ND: Tensor, shape: torch.Size) -> Tensor:
-        """Begin to sum the gradient of what came in; it is right, of `shape`, once `summed` has
-        been called.
+    def start_reduce(self, gradient_ND: Tensor, shape: torch.Size) -> Tensor:
+        """Start the all-reduce (or reduce-scatter) of the input's gradient.
+
+        The result, of `shape`, is valid once `wait_reduce` has been called.
         """
         if not self.sequence:
-            self.summed = start_collective(
-                partial(dist.all_reduce, group=self.axis.group), gradient_ND
-            )
+            all_reduce = partial(dist.all_reduce, group=self.axis.group)
+            self.wait_reduce = start_collective(all_reduce, gradient_ND)
             return gradient_ND.view(shape)
-        part_BTD = gradient_ND.new_empty(shape)
-        self.summed = reduce_scatter_async(part_BTD, gradient_ND, self.axis)
-        return part_BTD
+        local_BTD = gradient_ND.new_empty(shape)
+        self.wait_reduce = reduce_scatter_async(local_BTD, gradient_ND, self.axis)
+        return local_BTD
 
     def weight_gradient(self, layer: int) -> Tensor | None:
-        """[out, in], or None where it is left for later; the last one lets go of everything."""
-        gradient_NO, whole_ND = self.gradients.pop(layer), self.whole
-        assert whole_ND is not None
-        self.whole = whole_ND if self.gradients else None
-        if self.late is not None:
+        """Gradient [out, in] of a layer's weight, or None if it is deferred to W.
+
+        The last layer's frees the input.
+        """
+        gradient_NO, input_ND = self.output_gradients.pop(layer), self.input
+        assert input_ND is not None
+        self.input = input_ND if self.output_gradients else None
+        if self.deferred is not None:
             weight, bias = self.layers[layer]
-            self.late.append(
-                Deferred(
-                    whole_ND, gradient_NO, cast("nn.Parameter", weight), cast("nn.Parameter", bias)
+            self.deferred.append(
+                DeferredWeightGrad(
+                    input_ND, gradient_NO, cast("nn.Parameter", weight), cast("nn.Parameter", bias)
                 )
             )
             return None
-        if self.gathered is not None:
-            self.gathered()
-            self.gathered = None
-        return gradient_NO.t() @ whole_ND
+        if self.wait_gather is not None:
+            self.wait_gather()
+            self.wait_gather = None
+        return gradient_NO.t() @ input_ND
 
 
-def columns(
+def column_parallel_linear(
     x_BTD: Tensor, layers: Sequence[Parameters], axis: MeshAxis, sequence: bool
 ) -> tuple[Tensor, ...]:
-    """y_i = x W_i^T + b_i of layers split by outputs over `axis`, each [B, T, out / ranks].
+    """y_i = x W_i^T + b_i for a group of layers that are sharded by outputs over `axis`.
 
-    `x_BTD` is equal on all ranks, and its gradient is summed; with `sequence` it is a run of the
-    tokens, [B, T / ranks, D], which are gathered, and the sum of their gradient is scattered.
+    Args:
+        x_BTD: [B, T, D], equal on all ranks; its gradient is all-reduced. With sequence parallelism
+            this rank's tokens [B, T / ranks, D], which are all-gathered; the gradient is
+            reduce-scattered.
+        layers: Weight [out / ranks, D] and bias [out / ranks] or None of each layer.
+        sequence: Whether the input is sharded by tokens.
+
+    Returns:
+        [B, T, out / ranks] of each layer.
     """
-    passage = Passage(axis, sequence, layers, None if sequence else deferring(layers))
-    x_BTD = _Arrival.apply(x_BTD, passage)
-    weights = [_Weight.apply(weight, passage, i) for i, (weight, _) in enumerate(layers)]
-    ys: tuple[Tensor, ...] = _Columns.apply(x_BTD, passage, *weights, *(bias for _, bias in layers))
+    # With sequence parallelism weight gradients are not deferred: the gathered input would have to
+    # be kept until W.
+    deferred = None if sequence else deferred_list_of(layers)
+    state = ColumnParallelBackward(axis, sequence, layers, deferred)
+    x_BTD = _WaitInputGradient.apply(x_BTD, state)
+    weights = [_WeightGradient.apply(weight, state, i) for i, (weight, _) in enumerate(layers)]
+    biases = (bias for _, bias in layers)
+    ys: tuple[Tensor, ...] = _ColumnParallelGemm.apply(x_BTD, state, *weights, *biases)
     return ys
 
 
-class _Arrival(torch.autograd.Function):
+class _WaitInputGradient(torch.autograd.Function):
+    """Identity, whose backward waits for the reduction: the last node of the group to run."""
+
     @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, passage: Passage) -> Tensor:
-        ctx.passage = passage
+    def forward(ctx: Any, x_BTD: Tensor, state: ColumnParallelBackward) -> Tensor:
+        ctx.state = state
         return x_BTD.view_as(x_BTD)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.passage.summed()
-        ctx.passage.summed = None
+        ctx.state.wait_reduce()
+        ctx.state.wait_reduce = None
         return gradient, None
 
 
-class _Weight(torch.autograd.Function):
+class _WeightGradient(torch.autograd.Function):
+    """Identity on a weight, whose backward computes its gradient while the reduction is in flight."""
+
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, passage: Passage, layer: int) -> Tensor:
-        ctx.passage, ctx.layer = passage, layer
+    def forward(ctx: Any, weight: Tensor, state: ColumnParallelBackward, layer: int) -> Tensor:
+        ctx.state, ctx.layer = state, layer
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, nothing: Tensor) -> tuple[Tensor | None, None, None]:
-        return ctx.passage.weight_gradient(ctx.layer), None, None
+    def backward(ctx: Any, placeholder: Tensor) -> tuple[Tensor | None, None, None]:
+        return ctx.state.weight_gradient(ctx.layer), None, None
 
 
-class _Columns(torch.autograd.Function):
+class _ColumnParallelGemm(torch.autograd.Function):
+    """The GEMMs; backward computes the input's gradient and starts both collectives."""
+
     @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, passage: Passage, *parameters: Any) -> tuple[Tensor, ...]:
-        number = len(passage.layers)
-        weights, biases = parameters[:number], parameters[number:]
+    def forward(
+        ctx: Any, x_BTD: Tensor, state: ColumnParallelBackward, *parameters: Any
+    ) -> tuple[Tensor, ...]:
+        num_layers = len(state.layers)
+        weights, biases = parameters[:num_layers], parameters[num_layers:]
         ctx.save_for_backward(x_BTD, *weights)
-        ctx.passage = passage
-        whole_BTD = all_gather(x_BTD, passage.axis) if passage.sequence else x_BTD
-        return tuple(F.linear(whole_BTD, weight, bias) for weight, bias in zip(weights, biases))
+        ctx.state = state
+        full_BTD = all_gather(x_BTD, state.axis) if state.sequence else x_BTD
+        return tuple(F.linear(full_BTD, weight, bias) for weight, bias in zip(weights, biases))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        passage: Passage = ctx.passage
+        state: ColumnParallelBackward = ctx.state
         x_BTD, *weights = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         flat = [gradient.flatten(0, -2) for gradient in gradients]
-        passage.gradients = {i: gradient_NO for i, gradient_NO in enumerate(flat) if needed[i]}
-        passage.begin_gather(x_BTD)
+        state.output_gradients = {i: gradient_NO for i, gradient_NO in enumerate(flat) if needed[i]}
+        state.start_gather(x_BTD)
         input_gradient_ND = flat[0] @ weights[0]
         for gradient_NO, weight in zip(flat[1:], weights[1:]):
             input_gradient_ND.addmm_(gradient_NO, weight)
-        # Autograd wants a gradient of a weight's shape to go on to its node, which makes the true
-        # one.
-        promised = [x_BTD.new_empty(()).expand(weight.shape) for weight in weights]
-        biased = needed[len(weights) :] if passage.late is None else ()
+        # Autograd checks the shape of what goes on to a weight's node, which computes the true
+        # gradient; these placeholders hold a single element each.
+        placeholders = [x_BTD.new_empty(()).expand(weight.shape) for weight in weights]
+        biased = needed[len(weights) :] if state.deferred is None else ()
         biases = [gradient_NO.sum(0) if need else None for gradient_NO, need in zip(flat, biased)]
         missing = [None] * (len(weights) - len(biases))
-        return passage.begin_sum(input_gradient_ND, x_BTD.shape), None, *promised, *biases, *missing
+        input_gradient = state.start_reduce(input_gradient_ND, x_BTD.shape)
+        return input_gradient, None, *placeholders, *biases, *missing
 
 
-class ColumnLinear(nn.Module):
-    """A column-split layer among siblings that share their input: whoever holds them makes its
-    output.
+class ColumnParallelLinear(nn.Module):
+    """A column-parallel layer of a `ColumnParallelGroup`, which computes its output.
 
-    Weight [room for out / pieces, in]; `piece` is this rank's, of fewer `pieces` than ranks where
-    several need the same key-value head.
+    Args:
+        weight: [out / shards, in], padding included.
+        bias: [out / shards] or None.
+        axis: The tensor axis.
+        shard: Which of `num_shards` this rank's is; several ranks have the same where they need
+            the same key-value head (GQA).
     """
 
     def __init__(
@@ -178,43 +204,40 @@ class ColumnLinear(nn.Module):
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         axis: MeshAxis,
-        piece: int,
-        pieces: int,
+        shard: int,
+        num_shards: int,
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.axis = weight, bias, axis
-        self.piece, self.pieces = piece, pieces
-        self.made: Tensor | None = None
+        self.shard, self.num_shards = shard, num_shards
+        self.output: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, out / pieces], equal on the ranks that share the piece: what was made of the
-        siblings' input.
-        """
-        y, self.made = self.made, None
+        """The output [B, T, out / shards] that the group has computed from the same input."""
+        y, self.output = self.output, None
         assert y is not None
         return y
 
-    def parameters_now(self) -> Parameters:
-        """Weight and bias, whose gradients are summed over the ranks that share the piece."""
-        return self._own(self.weight), None if self.bias is None else self._own(self.bias)
+    def gemm_parameters(self) -> Parameters:
+        """Weight and bias, with gradients summed over the ranks that have the same shard."""
+        return self._shared(self.weight), None if self.bias is None else self._shared(self.bias)
 
-    def _own(self, parameter: Tensor) -> Tensor:
-        return (
-            parameter
-            if self.pieces == self.axis.size
-            else share(parameter, self.axis, self.piece, self.pieces)
-        )
+    def _shared(self, parameter: Tensor) -> Tensor:
+        if self.num_shards == self.axis.size:
+            return parameter
+        return share_weight(parameter, self.axis, self.shard, self.num_shards)
 
 
-class Siblings:
-    """The column-split layers of one module, which share its first argument."""
+class ColumnParallelGroup:
+    """The column-parallel layers of one module, which all read its first argument."""
 
     def __init__(self, parent: nn.Module, axis: MeshAxis, sequence: bool) -> None:
         self.axis, self.sequence = axis, sequence
-        self.layers: list[ColumnLinear] = []
-        parent.register_forward_pre_hook(self._make)
+        self.layers: list[ColumnParallelLinear] = []
+        parent.register_forward_pre_hook(self._compute_outputs)
 
-    def _make(self, parent: nn.Module, inputs: tuple[Any, ...]) -> None:
-        parameters = [layer.parameters_now() for layer in self.layers]
-        for layer, y in zip(self.layers, columns(inputs[0], parameters, self.axis, self.sequence)):
-            layer.made = y
+    def _compute_outputs(self, parent: nn.Module, inputs: tuple[Any, ...]) -> None:
+        parameters = [layer.gemm_parameters() for layer in self.layers]
+        outputs = column_parallel_linear(inputs[0], parameters, self.axis, self.sequence)
+        for layer, y in zip(self.layers, outputs):
+            layer.output = y

@@ -1,4 +1,4 @@
-"""Linear layers split by inputs."""
+"""Row-parallel linear layers: sharded by inputs, partial outputs summed over ranks (1909.08053)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.tensor.tensor_collectives import reduce_from, scatter_tokens
+from workbench.parallel.tensor.tensor_collectives import reduce_from_tensor_region, scatter_tokens
 
 
-class RowLinear(nn.Module):
-    """y = sum over ranks of x_r W_r^T, + bias once. Weight [out, in / ranks], bias [out] (equal on
-    every rank).
+class RowParallelLinear(nn.Module):
+    """y = sum over ranks of x_r W_r^T, + bias once.
 
-    Of its inputs the first `num_kept` are real; padding has no gradient, whatever comes in there.
-    With `sequence` each rank keeps a run of the result's tokens, and its bias' gradient is of those
-    alone.
+    Args:
+        weight: [out, in / ranks], padding included.
+        bias: [out], equal on every rank; added after the sum.
+        axis: The tensor axis.
+        num_inputs: Inputs of this rank without padding. Padding is left out of the GEMM, so that it
+            has no gradient, whatever the input holds there.
+        sequence: Whether the output is reduce-scattered by tokens (sequence parallelism) instead of
+            all-reduced; the bias' gradient is then of this rank's tokens only.
     """
 
     def __init__(
@@ -23,19 +27,21 @@ class RowLinear(nn.Module):
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         axis: MeshAxis,
-        num_kept: int,
+        num_inputs: int,
         sequence: bool = False,
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.axis = weight, bias, axis
-        self.num_kept, self.sequence = num_kept, sequence
+        self.num_inputs, self.sequence = num_inputs, sequence
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, in / ranks] to [B, T, out], equal on every rank; with `sequence` to [B, T / ranks,
-        out].
-        """
-        padded = self.num_kept < self.weight.shape[1]
-        weight = self.weight[:, : self.num_kept] if padded else self.weight
-        partial = F.linear(x[..., : self.num_kept] if padded else x, weight)
-        y = scatter_tokens(partial, self.axis) if self.sequence else reduce_from(partial, self.axis)
+        """[B, T, in / ranks] to [B, T, out], or with sequence parallelism [B, T / ranks, out]."""
+        padded = self.num_inputs < self.weight.shape[1]
+        weight = self.weight[:, : self.num_inputs] if padded else self.weight
+        partial = F.linear(x[..., : self.num_inputs] if padded else x, weight)
+        y = (
+            scatter_tokens(partial, self.axis)
+            if self.sequence
+            else reduce_from_tensor_region(partial, self.axis)
+        )
         return y if self.bias is None else y + self.bias

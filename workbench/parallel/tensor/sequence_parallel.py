@@ -1,8 +1,7 @@
-"""Sequence parallelism: what lies between split regions holds a run of the tokens each
-(2205.05198).
+"""Sequence parallelism (arXiv 2205.05198): outside tensor-parallel regions ranks have some tokens each.
 
-Tokens are cut in the order in which they lie in memory, [B, T] row by row into equal runs, so that
-gathering and scattering move no entry within a rank.
+Tokens are sharded in memory order, [B, T] in row-major order in equal runs, so that all-gather and
+reduce-scatter need no copy within a rank.
 """
 
 from __future__ import annotations
@@ -16,29 +15,26 @@ from workbench.models.seams import Positions
 from workbench.parallel.mesh import MeshAxis
 
 
-def keep_own_positions(
+def shard_positions(
     axis: MeshAxis, module: nn.Module, inputs: tuple[Tensor, Positions]
 ) -> tuple[Tensor, Positions]:
-    """Before an embedding's forward: learned positions are looked up for this rank's run of tokens
-    alone.
-    """
+    """Pre-hook of an embedding: learned positions are looked up for this rank's tokens only."""
     tokens_BT, positions = inputs
     return tokens_BT, positions._replace(
-        indices=own_run(axis, positions.indices.expand(tokens_BT.shape))
+        indices=local_run(axis, positions.indices.expand(tokens_BT.shape))
     )
 
 
-def own_run(axis: MeshAxis, x_BT: Tensor) -> Tensor:
-    """Of something that each token has, [B, T], what belongs to this rank's run of tokens, [B, T /
-    ranks].
-    """
+def local_run(axis: MeshAxis, x_BT: Tensor) -> Tensor:
+    """This rank's run of tokens [B, T / ranks], out of something that each token has, [B, T]."""
     batch, length = x_BT.shape
     return x_BT.flatten().chunk(axis.size)[axis.index].view(batch, length // axis.size)
 
 
-def whole_indices(length: int) -> Callable[[Tensor], Tensor]:
-    """Where the tokens that attention meets stand: whole sequences of `length`, however few tokens
-    a stage is given.
+def full_sequence_indices(length: int) -> Callable[[Tensor], Tensor]:
+    """The positions that attention sees, for any input: all `length` of the sequence.
+
+    The input of a stage has this rank's tokens only, and its shape does not give them.
     """
 
     def indices(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What of a split dim a tensor rank keeps."""
+"""The range of a sharded dim that a tensor-parallel rank holds: even, or by whole attention heads."""
 
 from __future__ import annotations
 
@@ -11,57 +11,52 @@ from workbench.plan.model_shape import Shape
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Entries [start, stop) of a dim, kept along `axis`, with room for more, which stay zero.
+class ShardRange:
+    """Elements [start, stop) of a dim, in a local size that may have padding, which stays zero.
 
-    It is `piece` of `pieces` different ones: fewer than ranks where several keep the same.
+    Attributes:
+        axis: That shards the dim.
+        num_local: Local size of the dim, padding included.
+        shard: Which of `num_shards` different shards this is.
+        num_shards: Fewer than ranks where several hold the same (GQA's key-value heads).
     """
 
     axis: MeshAxis
     start: int
     stop: int
-    room: int
-    piece: int
-    pieces: int
+    num_local: int
+    shard: int
+    num_shards: int
 
     @classmethod
-    def even(cls, length: int, axis: MeshAxis, unit: int = 1) -> Cut:
-        """Equal pieces, multiples of `unit`, the last ones padded."""
-        room = -(-length // (axis.size * unit)) * unit
-        start, stop = (min((axis.index + n) * room, length) for n in (0, 1))
-        return cls(axis, start, stop, room, axis.index, axis.size)
+    def even(cls, length: int, axis: MeshAxis, multiple: int = 1) -> ShardRange:
+        """Equal shards, each a multiple of `multiple`, the last ones padded."""
+        num_local = -(-length // (axis.size * multiple)) * multiple
+        start, stop = (min((axis.index + n) * num_local, length) for n in (0, 1))
+        return cls(axis, start, stop, num_local, axis.index, axis.size)
 
     @classmethod
-    def heads(cls, name: str, shape: Shape, axis: MeshAxis) -> Cut:
-        """Of attention's projection `name` (q, k, v or o): whole heads, padded where they cannot be
-        dealt evenly.
-        """
+    def heads(cls, name: str, shape: Shape, axis: MeshAxis) -> ShardRange:
+        """Whole heads of attention's projection `name` (q, k, v or o), padded where uneven."""
         deal, width = dealt(shape, axis.size, axis.index), int(shape.head_dim or 0)
         if name in ("q", "o"):
-            return cls(
-                axis,
-                deal.query[0] * width,
-                deal.query[1] * width,
-                deal.room * width,
-                axis.index,
-                axis.size,
-            )
-        return cls(
-            axis,
-            deal.kv[0] * width,
-            deal.kv[1] * width,
-            deal.kv_room * width,
-            deal.piece,
-            deal.pieces,
-        )
+            start, stop = deal.query
+            num_local, shard, num_shards = deal.room, axis.index, axis.size
+        else:
+            start, stop = deal.kv
+            num_local, shard, num_shards = deal.kv_room, deal.piece, deal.pieces
+        return cls(axis, start * width, stop * width, num_local * width, shard, num_shards)
 
     @property
-    def kept(self) -> int:
-        """Entries that are no padding."""
+    def num_real(self) -> int:
+        """Number of elements without padding."""
         return self.stop - self.start
 
-    def of(self, layout: Layout, dim: int) -> Layout:
-        """The layout cut along `dim`."""
-        shared = self.pieces < self.axis.size
-        again = shared and self.kept > 0 and self.axis.index % (self.axis.size // self.pieces) > 0
-        return layout.cut(dim, self.axis, (self.start, self.stop), self.room, again)
+    def apply(self, layout: Layout, dim: int) -> Layout:
+        """The layout sharded along `dim`."""
+        shared, ranks_per_shard = (
+            self.num_shards < self.axis.size,
+            self.axis.size // self.num_shards,
+        )
+        replica = shared and self.num_real > 0 and self.axis.index % ranks_per_shard > 0
+        return layout.split_at(dim, self.axis, (self.start, self.stop), self.num_local, replica)

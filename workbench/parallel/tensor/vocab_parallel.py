@@ -1,4 +1,4 @@
-"""Embedding, output projection and cross entropy with the vocabulary split over ranks."""
+"""Vocabulary parallelism: embedding, output projection and cross entropy sharded by vocabulary."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.kernels import cross_entropy as fused
-from workbench.models.seams import IGNORE, at_least_fp32
+from workbench.models.seams import IGNORE_INDEX, at_least_fp32
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.tensor.column_parallel import columns
-from workbench.parallel.tensor.tensor_collectives import all_reduce, reduce_from, scatter_tokens
+from workbench.parallel.tensor.column_parallel import column_parallel_linear
+from workbench.parallel.tensor.tensor_collectives import (
+    all_reduce,
+    reduce_from_tensor_region,
+    scatter_tokens,
+)
 
 
-class VocabularyEmbedding(nn.Module):
-    """Rows [start, stop) of the embedding; other ranks' tokens look up nothing. Weight [vocab /
-    ranks, D].
+class VocabParallelEmbedding(nn.Module):
+    """Vocabulary-parallel embedding: a rank looks up the tokens in its rows, and ranks sum.
 
-    With `sequence` each rank keeps a run of the tokens.
+    Args:
+        weight: [vocab / ranks, D], padding included.
+        rows: [start, stop) of the vocabulary that this rank holds.
+        axis: The tensor axis.
+        sequence: Whether the sum is reduce-scattered by tokens instead of all-reduced.
     """
 
     def __init__(
@@ -31,45 +38,50 @@ class VocabularyEmbedding(nn.Module):
         self.weight, self.rows, self.axis, self.sequence = weight, rows, axis, sequence
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Embedded tokens [B, T, D], equal on every rank; with `sequence` [B, T / ranks, D]."""
-        x_BTD = look_up(tokens_BT, self.weight, self.rows)
-        return scatter_tokens(x_BTD, self.axis) if self.sequence else reduce_from(x_BTD, self.axis)
+        """Tokens [B, T] to [B, T, D], or with sequence parallelism [B, T / ranks, D]."""
+        x_BTD = embedding_lookup(tokens_BT, self.weight, self.rows)
+        return (
+            scatter_tokens(x_BTD, self.axis)
+            if self.sequence
+            else reduce_from_tensor_region(x_BTD, self.axis)
+        )
 
 
-def look_up(tokens_BT: Tensor, weight_VD: Tensor, rows: tuple[int, int]) -> Tensor:
-    """Rows of a table that holds [start, stop) of the vocabulary: [B, T, D], zero for tokens that
-    are not there.
-    """
+def embedding_lookup(tokens_BT: Tensor, weight_VD: Tensor, rows: tuple[int, int]) -> Tensor:
+    """Look up tokens [B, T] in a table of vocabulary [start, stop): [B, T, D], 0 for other tokens."""
     start, stop = rows
-    foreign_BT = (tokens_BT < start) | (tokens_BT >= stop)
-    local_BT = (tokens_BT - start).masked_fill_(foreign_BT, 0)
-    return F.embedding(local_BT, weight_VD).masked_fill(foreign_BT[..., None], 0)
+    absent_BT = (tokens_BT < start) | (tokens_BT >= stop)
+    local_BT = (tokens_BT - start).masked_fill_(absent_BT, 0)
+    return F.embedding(local_BT, weight_VD).masked_fill(absent_BT[..., None], 0)
 
 
-def table_gradient(
-    tokens_BT: Tensor, gradient_BTD: Tensor, rows: tuple[int, int], room: int
+def embedding_gradient(
+    tokens_BT: Tensor, gradient_BTD: Tensor, rows: tuple[int, int], num_rows: int
 ) -> Tensor:
-    """Gradient [room, D] of a table that holds [start, stop) of the vocabulary; foreign tokens add
-    nothing.
-    """
+    """Gradient [num_rows, D] of a table of vocabulary [start, stop); other tokens add nothing."""
     start, stop = rows
-    foreign_BT = (tokens_BT < start) | (tokens_BT >= stop)
-    local_BT = (tokens_BT - start).masked_fill_(foreign_BT, room)  # a row more takes them
-    table_VD = gradient_BTD.new_zeros(room + 1, gradient_BTD.shape[-1])
-    return table_VD.index_add_(0, local_BT.flatten(), gradient_BTD.flatten(0, -2))[:room]
+    absent_BT = (tokens_BT < start) | (tokens_BT >= stop)
+    local_BT = (tokens_BT - start).masked_fill_(absent_BT, num_rows)  # an extra row takes them
+    table_VD = gradient_BTD.new_zeros(num_rows + 1, gradient_BTD.shape[-1])
+    return table_VD.index_add_(0, local_BT.flatten(), gradient_BTD.flatten(0, -2))[:num_rows]
 
 
-class VocabularyHeadLoss(nn.Module):
-    """The head_loss seam over a split vocabulary. Weight [vocab / ranks, D]; rows past `rows` are
-    padding.
+class VocabParallelHeadLoss(nn.Module):
+    """The head_loss seam, sharded by vocabulary: column-parallel projection and cross entropy.
 
-    With `sequence` its input is a run of the tokens, its targets are all.
+    No rank ever holds the logits of the whole vocabulary.
+
+    Args:
+        weight: [vocab / ranks, D]; rows beyond those of `rows` are padding.
+        rows: [start, stop) of the vocabulary that this rank holds.
+        axis: The tensor axis.
+        sequence: Whether the input is sharded by tokens; targets are those of all tokens.
     """
 
     kernels = "eager"
-    """What runs the loss: the plan's kernels, set once the module is built."""
+    """Kernels of the loss: the plan's, set once the module is built."""
     plain_below = 0
-    """Of how many logits on."""
+    """Minimum number of logits for these kernels; below it the loss runs in eager mode."""
 
     def __init__(
         self, weight: nn.Parameter, rows: tuple[int, int], axis: MeshAxis, sequence: bool = False
@@ -79,33 +91,43 @@ class VocabularyHeadLoss(nn.Module):
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Sum over valid tokens of the negative log-likelihood; a scalar, equal on every rank."""
-        (logits_BTV,) = columns(x_BTD, [(self.weight, None)], self.axis, self.sequence)
-        return cross_entropy(
+        (logits_BTV,) = column_parallel_linear(
+            x_BTD, [(self.weight, None)], self.axis, self.sequence
+        )
+        return vocab_parallel_cross_entropy(
             logits_BTV.flatten(0, -2),
             targets_BT.flatten(),
             self.rows,
             self.axis,
-            runs(self, logits_BTV),
+            loss_kernels(self, logits_BTV),
         )
 
 
-def runs(head: Any, logits: Tensor) -> str:
-    """The kernels that make the loss of so many logits: those of the `head`, or plain ones for
-    few.
-    """
+def loss_kernels(head: Any, logits: Tensor) -> str:
+    """The kernels of the loss of these logits: those of `head`, or eager if there are few."""
     return str(head.kernels) if logits.numel() >= head.plain_below else "eager"
 
 
-def cross_entropy(
+def vocab_parallel_cross_entropy(
     logits_NV: Tensor,
     targets_N: Tensor,
     rows: tuple[int, int],
     axis: MeshAxis,
     kernels: str = "eager",
 ) -> Tensor:
-    """Summed cross entropy of logits whose vocabulary is split over `axis`; `logits_NV` is used up.
+    """Cross entropy summed over tokens, of logits that are sharded by vocabulary over `axis`.
 
-    Whatever the kernels, the ranks reduce a maximum and then two sums a token.
+    Ranks all-reduce three numbers a token, whatever the kernels: the maximum, then the sum of
+    exponentials and the target's logit together.
+
+    Args:
+        logits_NV: [N, vocab / ranks]; overwritten.
+        targets_N: [N], of the whole vocabulary.
+        rows: [start, stop) of the vocabulary that this rank holds.
+        kernels: "eager", "compiled" or "fused".
+
+    Returns:
+        A scalar, equal on every rank.
     """
     if kernels != "eager":
         reduce = (
@@ -113,13 +135,15 @@ def cross_entropy(
             partial(all_reduce, axis=axis),
         )
         return fused.cross_entropy(logits_NV, targets_N, rows, reduce=reduce, kernels=kernels)
-    loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, rows, axis)
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits_NV, targets_N, rows, axis)
     return loss
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy from three numbers a token: the maximum, the sum of exponentials and the
-    target's logit.
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Cross entropy in place of the logits, which become the softmax that backward needs.
+
+    loss = log(sum of exp(logit - max)) - (target's logit - max). Backward needs no collective: each
+    rank has its part of the softmax, and the rank with the target subtracts 1 there.
     """
 
     @staticmethod
@@ -129,19 +153,19 @@ class _CrossEntropy(torch.autograd.Function):
         start, stop = rows
         dtype = logits_NV.dtype
         logits_NV = at_least_fp32(logits_NV)
-        exclude_padding(logits_NV, stop - start)
-        top_N = all_reduce(logits_NV.amax(-1), axis, dist.ReduceOp.MAX)
-        logits_NV = logits_NV.sub_(top_N[:, None])
+        mask_vocab_padding(logits_NV, stop - start)
+        max_N = all_reduce(logits_NV.amax(-1), axis, dist.ReduceOp.MAX)
+        logits_NV = logits_NV.sub_(max_N[:, None])
         local_N = (targets_N - start).clamp(0, max(stop - start - 1, 0))
         mine_N = (targets_N >= start) & (targets_N < stop)
         target_N = logits_NV.gather(1, local_N[:, None])[:, 0].masked_fill_(~mine_N, 0)
-        weights_NV = logits_NV.exp_()
-        statistics_2N = all_reduce(torch.stack((weights_NV.sum(-1), target_N)), axis)
-        weights_NV.div_(statistics_2N[0][:, None])
-        valid_N = targets_N != IGNORE
-        ctx.save_for_backward(weights_NV, local_N, mine_N, valid_N)
+        exp_NV = logits_NV.exp_()
+        sums_2N = all_reduce(torch.stack((exp_NV.sum(-1), target_N)), axis)
+        exp_NV.div_(sums_2N[0][:, None])
+        valid_N = targets_N != IGNORE_INDEX
+        ctx.save_for_backward(exp_NV, local_N, mine_N, valid_N)
         ctx.dtype = dtype
-        return ((statistics_2N[0].log() - statistics_2N[1]) * valid_N).sum()
+        return ((sums_2N[0].log() - sums_2N[1]) * valid_N).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -151,6 +175,6 @@ class _CrossEntropy(torch.autograd.Function):
         return softmax_NV.to(ctx.dtype), None, None, None
 
 
-def exclude_padding(logits_NV: Tensor, num_rows: int) -> None:
-    """Keep padded vocabulary entries out of the softmax, in place."""
+def mask_vocab_padding(logits_NV: Tensor, num_rows: int) -> None:
+    """Set logits of padding to -inf, in place, so that the softmax gives them 0."""
     logits_NV[:, num_rows:] = -torch.inf

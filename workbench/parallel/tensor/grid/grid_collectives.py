@@ -1,7 +1,6 @@
-"""The collectives of tensor grids: blocks go round along one side, partial results come back along
-another.
+"""Collectives of tensor grids: broadcast and reduce of blocks along rows and columns (SUMMA).
 
-What moves along two sides at a time moves side by side: a rank waits once for both.
+Those along two axes are issued together, so that a rank waits once for both.
 """
 
 from __future__ import annotations
@@ -23,57 +22,51 @@ from workbench.parallel.async_collectives import (
 from workbench.parallel.mesh import MeshAxis
 
 
-class Move(NamedTuple):
-    """A collective along `axis` that is yet to run, and the block that it reads or writes."""
+class PendingMove(NamedTuple):
+    """A collective along `axis` that is yet to be issued, and the block it reads or writes."""
 
     collective: Callable[..., Any]
     block: Tensor
     axis: MeshAxis
 
 
-def broadcast(x: Tensor, axis: MeshAxis, root: int) -> Move:
-    """To the block that index `root` of `axis` holds: there `x` itself, elsewhere a new tensor of
-    its size.
-    """
+def broadcast(x: Tensor, axis: MeshAxis, root: int) -> PendingMove:
+    """Broadcast of the block of index `root`: `x` itself there, elsewhere a new tensor of its size."""
     block = x if axis.index == root else torch.empty_like(x)
-    return Move(partial(dist.broadcast, group=axis.group, group_src=root), block, axis)
+    return PendingMove(partial(dist.broadcast, group=axis.group, group_src=root), block, axis)
 
 
-def reduce(x: Tensor, axis: MeshAxis, root: int) -> Move:
-    """To the sum of the ranks' `x` at index `root` of `axis`; elsewhere `x` is used up."""
-    return Move(partial(dist.reduce, group=axis.group, group_dst=root), x, axis)
+def reduce(x: Tensor, axis: MeshAxis, root: int) -> PendingMove:
+    """Reduce of the ranks' `x` to index `root`, in place; elsewhere `x` is overwritten."""
+    return PendingMove(partial(dist.reduce, group=axis.group, group_dst=root), x, axis)
 
 
-def together(*moves: Move) -> list[Tensor]:
-    """Run moves side by side, and give their blocks once all are done; all ranks name them in the
-    same order.
-    """
-    moving = [move for move in moves if move.axis.size > 1]
-    for finish in [start_collective(move.collective, move.block) for move in moving]:
-        finish()
+def run_moves(*moves: PendingMove) -> list[Tensor]:
+    """Issue moves together, wait for all, and return their blocks; in the same order on all ranks."""
+    issued = [move for move in moves if move.axis.size > 1]
+    for wait in [start_collective(move.collective, move.block) for move in issued]:
+        wait()
     return [move.block for move in moves]
 
 
 def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
-    """The sum of the ranks' `x`, in place."""
+    """All-reduce in place: the sum of the ranks' `x`."""
     if axis.size > 1:
         run_collective(partial(dist.all_reduce, group=axis.group), x)
     return x
 
 
 def all_gather(x: Tensor, axis: MeshAxis) -> Tensor:
-    """The ranks' blocks [n, ...] one after the other, [n * ranks, ...]."""
+    """All-gather of the ranks' blocks [n, ...] to [n * ranks, ...]."""
     if axis.size == 1:
         return x
-    whole = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
-    all_gather_async(whole, x, axis)()
-    return whole
+    gathered = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+    all_gather_async(gathered, x, axis)()
+    return gathered
 
 
 def reduce_scatter(x: Tensor, axis: MeshAxis) -> Tensor:
-    """The sum of the ranks' contiguous [n * ranks, ...], which is spent; each keeps its block [n,
-    ...].
-    """
+    """Reduce-scatter of contiguous [n * ranks, ...], which is overwritten, to this rank's [n, ...]."""
     if axis.size == 1:
         return x
     block = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
@@ -81,10 +74,8 @@ def reduce_scatter(x: Tensor, axis: MeshAxis) -> Tensor:
     return block
 
 
-def exchange(x: Tensor, axis: MeshAxis, peer: int) -> Tensor:
-    """What index `peer` of `axis` holds in the place of `x`; it gets `x`. Nothing moves where that
-    is this rank.
-    """
+def swap_with_peer(x: Tensor, axis: MeshAxis, peer: int) -> Tensor:
+    """Send `x` to index `peer` of `axis` and receive its block; a rank that is its own peer keeps x."""
     if peer == axis.index:
         return x
     theirs = torch.empty_like(x)
@@ -97,18 +88,18 @@ def exchange(x: Tensor, axis: MeshAxis, peer: int) -> Tensor:
     return theirs
 
 
-class _Exchanged(torch.autograd.Function):
+class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: MeshAxis, peer: int) -> Tensor:
         ctx.axis, ctx.peer = axis, peer
-        return exchange(x, axis, peer).view_as(x)
+        return swap_with_peer(x, axis, peer).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return exchange(gradient.contiguous(), ctx.axis, ctx.peer), None, None
+        return swap_with_peer(gradient.contiguous(), ctx.axis, ctx.peer), None, None
 
 
-def exchanged(x: Tensor, axis: MeshAxis, peer: int) -> Tensor:
-    """`exchange`, whose backward brings the gradient home."""
-    y: Tensor = _Exchanged.apply(x, axis, peer)
+def swap_with_gradient(x: Tensor, axis: MeshAxis, peer: int) -> Tensor:
+    """`swap_with_peer`, whose backward swaps the gradients back."""
+    y: Tensor = _Swap.apply(x, axis, peer)
     return y

@@ -1,6 +1,4 @@
-"""The output projection and the loss on a tensor grid: each rank's tokens, the vocabulary split
-over one side.
-"""
+"""Head and loss on a tensor grid: a rank's tokens, the vocabulary sharded over one grid axis."""
 
 from __future__ import annotations
 
@@ -9,18 +7,24 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.tensor.vocab_parallel import cross_entropy, runs
+from workbench.parallel.tensor.vocab_parallel import loss_kernels, vocab_parallel_cross_entropy
 
 
-class GridHeadLoss(nn.Module):
-    """The head_loss seam. `project(x, weight)` gives a rank's block of the logits, `own(targets)`
-    its targets; `rows` of the vocabulary are real there, `axis` splits it.
+class GridParallelHeadLoss(nn.Module):
+    """The head_loss seam on a tensor grid.
+
+    Args:
+        weight: This rank's block of the output projection.
+        project: (x, weight) -> this rank's block of the logits.
+        own: Targets of a microbatch [B, T] -> those of this rank's sequences.
+        rows: [start, stop) of the vocabulary in that block; the rest is padding.
+        axis: The grid axis that shards the vocabulary.
     """
 
     kernels = "eager"
-    """What runs the loss: the plan's kernels, set once the module is built."""
+    """Kernels of the loss: the plan's, set once the module is built."""
     plain_below = 0
-    """Of how many logits on."""
+    """Minimum number of logits for these kernels; below it the loss runs in eager mode."""
 
     def __init__(
         self,
@@ -38,6 +42,10 @@ class GridHeadLoss(nn.Module):
         along `axis`.
         """
         logits_NV = self.project(x_BTD, self.weight).flatten(0, -2)
-        return cross_entropy(
-            logits_NV, self.own(targets_BT).flatten(), self.rows, self.axis, runs(self, logits_NV)
+        return vocab_parallel_cross_entropy(
+            logits_NV,
+            self.own(targets_BT).flatten(),
+            self.rows,
+            self.axis,
+            loss_kernels(self, logits_NV),
         )

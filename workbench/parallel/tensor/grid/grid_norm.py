@@ -1,4 +1,7 @@
-"""Norms over a hidden width that is split: their statistics are of all its parts."""
+"""RMSNorm and LayerNorm over a hidden width that a tensor grid shards.
+
+Statistics are those of the whole width: forward and backward each need one small collective.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,15 @@ from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.tensor.grid.grid_collectives import all_gather, all_reduce
 
 
-class SplitNorm(nn.Module):
-    """The add_norm seam over [B, T, D / ranks]. Weight and bias [D / ranks]; `width` is D, split
-    over `axis`.
+class GridParallelNorm(nn.Module):
+    """The add_norm seam over a sharded width.
+
+    Args:
+        weight: [D / ranks].
+        bias: [D / ranks] or None.
+        kind: "rmsnorm" or "layernorm".
+        width: D.
+        axis: The grid axis that shards the width.
     """
 
     def __init__(
@@ -50,30 +59,39 @@ class _RmsNorm(torch.autograd.Function):
         width: int,
         axis: MeshAxis,
     ) -> Tensor:
-        wide = at_least_fp32(x_BTD)
-        squares_BT1 = all_reduce(wide.square().sum(-1, keepdim=True), axis)
+        upcast = at_least_fp32(x_BTD)
+        squares_BT1 = all_reduce(upcast.square().sum(-1, keepdim=True), axis)
         scale_BT1 = squares_BT1.div_(width).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x_BTD, weight_D, scale_BT1)
         ctx.width, ctx.axis = width, axis
-        return (wide * scale_BT1).to(x_BTD.dtype).mul_(weight_D)
+        return (upcast * scale_BT1).to(x_BTD.dtype).mul_(weight_D)
 
     @staticmethod
     def backward(ctx: Any, gradient_BTD: Tensor) -> tuple[Tensor | None, ...]:
         x_BTD, weight_D, scale_BT1 = ctx.saved_tensors
-        incoming = at_least_fp32(gradient_BTD)
+        gradient = at_least_fp32(gradient_BTD)
         unit = at_least_fp32(x_BTD) * scale_BT1
-        weight_gradient = (incoming * unit).flatten(0, -2).sum(0)
-        outgoing = incoming * weight_D
-        along_BT1 = all_reduce((outgoing * unit).sum(-1, keepdim=True), ctx.axis).div_(ctx.width)
-        outgoing.sub_(unit.mul_(along_BT1)).mul_(scale_BT1)
-        return outgoing.to(x_BTD.dtype), weight_gradient.to(weight_D.dtype), None, None, None, None
+        weight_gradient = (gradient * unit).flatten(0, -2).sum(0)
+        x_gradient = gradient * weight_D
+        projection_BT1 = all_reduce((x_gradient * unit).sum(-1, keepdim=True), ctx.axis).div_(
+            ctx.width
+        )
+        x_gradient.sub_(unit.mul_(projection_BT1)).mul_(scale_BT1)
+        return (
+            x_gradient.to(x_BTD.dtype),
+            weight_gradient.to(weight_D.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _LayerNorm(torch.autograd.Function):
     """y = (x - mean) / deviation * weight + bias (1607.06450), computed in fp32 or better.
 
-    The parts' means and squared deviations are gathered, not sums of squares, whose difference
-    would cancel.
+    Ranks all-gather the means and variances of their shards. Sums and sums of squares could be
+    all-reduced, but the variance as their difference would lose all digits.
     """
 
     @staticmethod
@@ -86,31 +104,31 @@ class _LayerNorm(torch.autograd.Function):
         width: int,
         axis: MeshAxis,
     ) -> Tensor:
-        wide = at_least_fp32(x_BTD)
-        mean_BT1, scale_BT1 = _statistics(wide, epsilon, axis)
+        upcast = at_least_fp32(x_BTD)
+        mean_BT1, scale_BT1 = _statistics(upcast, epsilon, axis)
         ctx.save_for_backward(x_BTD, weight_D, mean_BT1, scale_BT1)
         ctx.width, ctx.axis = width, axis
-        return ((wide - mean_BT1).mul_(scale_BT1).mul_(weight_D).add_(bias_D)).to(x_BTD.dtype)
+        return ((upcast - mean_BT1).mul_(scale_BT1).mul_(weight_D).add_(bias_D)).to(x_BTD.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient_BTD: Tensor) -> tuple[Tensor | None, ...]:
         x_BTD, weight_D, mean_BT1, scale_BT1 = ctx.saved_tensors
-        incoming = at_least_fp32(gradient_BTD)
+        gradient = at_least_fp32(gradient_BTD)
         unit = (at_least_fp32(x_BTD) - mean_BT1).mul_(scale_BT1)
-        weight_gradient = (incoming * unit).flatten(0, -2).sum(0).to(weight_D.dtype)
-        bias_gradient = incoming.flatten(0, -2).sum(0).to(weight_D.dtype)
-        outgoing = incoming * weight_D
+        weight_gradient = (gradient * unit).flatten(0, -2).sum(0).to(weight_D.dtype)
+        bias_gradient = gradient.flatten(0, -2).sum(0).to(weight_D.dtype)
+        x_gradient = gradient * weight_D
         sums = torch.stack(
-            (outgoing.sum(-1, keepdim=True), (outgoing * unit).sum(-1, keepdim=True))
+            (x_gradient.sum(-1, keepdim=True), (x_gradient * unit).sum(-1, keepdim=True))
         )
-        mean_BT1, along_BT1 = all_reduce(sums, ctx.axis).div_(ctx.width)
-        outgoing.sub_(mean_BT1).sub_(unit.mul_(along_BT1)).mul_(scale_BT1)
-        return outgoing.to(x_BTD.dtype), weight_gradient, bias_gradient, None, None, None
+        mean_BT1, projection_BT1 = all_reduce(sums, ctx.axis).div_(ctx.width)
+        x_gradient.sub_(mean_BT1).sub_(unit.mul_(projection_BT1)).mul_(scale_BT1)
+        return x_gradient.to(x_BTD.dtype), weight_gradient, bias_gradient, None, None, None
 
 
-def _statistics(wide_BTD: Tensor, epsilon: float, axis: MeshAxis) -> tuple[Tensor, Tensor]:
-    """Mean and reciprocal deviation of every token [B, T, 1], from those of the parts."""
-    variance, mean = torch.var_mean(wide_BTD, -1, correction=0, keepdim=True)
+def _statistics(x_BTD: Tensor, epsilon: float, axis: MeshAxis) -> tuple[Tensor, Tensor]:
+    """Mean and reciprocal standard deviation of every token [B, T, 1], from those of the shards."""
+    variance, mean = torch.var_mean(x_BTD, -1, correction=0, keepdim=True)
     variances, means = all_gather(torch.stack((variance, mean))[None], axis).unbind(1)
     mean = means.mean(0)
     variance = variances.mean(0) + (means - mean).square_().mean(0)
