@@ -11,8 +11,8 @@ from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine.verify.equivalence import verify
 from workbench.errors import PlanError
 from workbench.parallel import apply_strategy
-from workbench.parallel.operators.operator_forward import MatMul
-from workbench.parallel.operators.redistribution import Split
+from workbench.parallel.operators.operator_forward import LinearOperator
+from workbench.parallel.operators.redistribution import OperatorSharding
 from workbench.plan.operator_strategy import read
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
@@ -197,40 +197,46 @@ def failure(built: Plan) -> dict[str, Any]:
     return worst
 
 
-def test_a_partial_sum_taken_for_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Split, "settled", lambda self, y, **dims: y)
+def test_a_partial_sum_that_is_not_reduced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OperatorSharding, "reduce_partial", lambda self, y, **dims: y)
     failure(on(2, operators=INNER | {"blocks.*.mlp.up": "((1,1),(1,2))"}, layers=1))
 
 
-def test_a_partial_gradient_taken_for_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Split, "sums", Split.lies)
+def test_a_partial_gradient_that_is_not_reduced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OperatorSharding, "partial_placements", OperatorSharding.placements)
     failure(on(2, operators={"blocks.*.mlp.up": "((1,1),(1,2))"}, layers=1))
 
 
-def test_a_redistribution_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that should share out the sequences all take the first."""
-    original = Split.enter
+def test_a_missing_redistribution_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that should shard the sequences all take the first shard."""
+    original = OperatorSharding.to_local
 
-    def enter(self: Split, x: Tensor, **dims: int) -> Tensor:
+    def to_local(self: OperatorSharding, x: Tensor, **dims: int) -> Tensor:
         local = original(self, x, **dims)
         return x[: len(local)] if type(x) is Tensor and "rows" in self.placement else local
 
-    monkeypatch.setattr(Split, "enter", enter)
+    monkeypatch.setattr(OperatorSharding, "to_local", to_local)
     failure(on(2, operators={"blocks.*.mlp.up": "((2,1),(1,1))"}, layers=1))
 
 
 def test_a_bias_added_on_every_rank_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(self: MatMul, x: Tensor) -> Tensor:
-        y = F.linear(self.split.enter(x, rows=0, inner=-1), self.module.weight, self.module.bias)
-        return self.split.leave(self.split.settled(y, rows=0, columns=-1), rows=0, columns=-1)
+    def call(self: LinearOperator, x: Tensor) -> Tensor:
+        y = F.linear(
+            self.sharding.to_local(x, rows=0, inner=-1), self.module.weight, self.module.bias
+        )
+        return self.sharding.to_global(
+            self.sharding.reduce_partial(y, rows=0, columns=-1), rows=0, columns=-1
+        )
 
-    monkeypatch.setattr(MatMul, "__call__", call)
+    monkeypatch.setattr(LinearOperator, "__call__", call)
     failure(on(2, operators=megatron(2, GPT), shape=GPT, layers=1))
 
 
-def test_gradients_of_other_rows_left_out_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_not_summed_over_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        apply_strategy, "operator_sums", lambda names, placements, mesh: dict.fromkeys(names, ())
+        apply_strategy,
+        "operator_reduction_axes",
+        lambda names, placements, mesh: dict.fromkeys(names, ()),
     )
     failure(on(2, operators={"blocks.*.mlp.up": "((2,1),(1,1))"}, layers=1))
 

@@ -16,7 +16,7 @@ from workbench.engine.worker_lifecycle import train
 from workbench.errors import PlanError
 from workbench.models.python_model import build_python_model
 from workbench.parallel import python_model_stage
-from workbench.parallel.operators.redistribution import Split
+from workbench.parallel.operators.redistribution import OperatorSharding
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan, PythonModel
 from workbench.rehearsal.rehearse import rehearse
@@ -109,7 +109,7 @@ def test_pairing_communicates_twice_a_branch() -> None:
     assert counts == dict.fromkeys("FB", layers * branches * microbatches)
 
 
-def test_zero_3_gathers_the_whole_model_once_a_step() -> None:
+def test_zero_3_all_gathers_the_model_once_a_step() -> None:
     plan = users(4, 2, GRID, {"strategy.data.zero": 3, "strategy.precision": "bf16"})
     frame = rehearse(plan, allow_code=True).collectives
     frame = frame[
@@ -122,12 +122,14 @@ def test_zero_3_gathers_the_whole_model_once_a_step() -> None:
     )  # linear1 and linear2, and half of the table's rows, are halved already
 
 
-def test_a_partial_sum_of_heads_taken_for_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def settled(self: Split, y: Tensor, **dims: int) -> Tensor:
+def test_a_partial_sum_of_heads_that_is_not_reduced_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def reduce_partial(self: OperatorSharding, y: Tensor, **dims: int) -> Tensor:
         return y if "heads" in self.placement else original(self, y, **dims)
 
-    original = Split.settled
-    monkeypatch.setattr(Split, "settled", settled)
+    original = OperatorSharding.reduce_partial
+    monkeypatch.setattr(OperatorSharding, "reduce_partial", reduce_partial)
     answer = verify(users(2, operators=PAIRED), allow_code=True)
     assert not answer["passed"] and answer["worst"]["relative"] > 100 * answer["tolerance"]
 
@@ -137,7 +139,7 @@ def test_projections_whose_gradients_are_not_summed_are_found(
 ) -> None:
     monkeypatch.setattr(
         python_model_stage,
-        "operator_sums",
+        "operator_reduction_axes",
         lambda names, placements, mesh: dict.fromkeys(names, ()),
     )
     answer = verify(users(2, operators=PAIRED), allow_code=True)

@@ -1,11 +1,11 @@
-"""What is made again equals what was kept, and less is kept."""
+"""Activation checkpointing: what is recomputed in backward equals what forward computed."""
 
 from typing import Any
 
 import pytest
 
 from tests.parallel.small import GPT, LLAMA, plan
-from tests.parallel.test_context import spread
+from tests.parallel.test_context import context_plan
 from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_mutations import failure_of
 from workbench.engine.verify.equivalence import verify
@@ -17,7 +17,9 @@ KINDS: list[Any] = ["selective", "full", [1, 2]]
 @pytest.mark.parametrize("what", KINDS, ids=str)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (2, 2, 1)], ids=str)
-def test_equals_one_device(mesh: tuple[int, int, int], shape: dict[str, Any], what: Any) -> None:
+def test_recompute_equals_one_device(
+    mesh: tuple[int, int, int], shape: dict[str, Any], what: Any
+) -> None:
     assert_equal_to_one_device(
         verify(plan(*mesh, shape=shape, changes={"strategy.recompute": what}), "fp64")
     )
@@ -25,23 +27,23 @@ def test_equals_one_device(mesh: tuple[int, int, int], shape: dict[str, Any], wh
 
 @pytest.mark.parametrize("what", KINDS, ids=str)
 @pytest.mark.parametrize("algorithm", ["ring", "ulysses"])
-def test_with_spread_sequences(algorithm: str, what: Any) -> None:
+def test_recompute_with_context_parallel(algorithm: str, what: Any) -> None:
     assert_equal_to_one_device(
-        verify(spread(2, algorithm, changes={"strategy.recompute": what}), "fp64")
+        verify(context_plan(2, algorithm, changes={"strategy.recompute": what}), "fp64")
     )
 
 
-def test_a_block_made_again_from_another_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    again = module._checkpoint
+def test_a_block_recomputed_from_a_detached_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = module._checkpoint
     monkeypatch.setattr(
-        module, "_again", lambda forward, x, *rest: again(forward, x.detach(), *rest)
+        module, "_checkpoint", lambda forward, x, *rest: checkpoint(forward, x.detach(), *rest)
     )
     assert failure_of(verify(plan(changes={"strategy.recompute": "full"})))["tensor"]
 
 
 @pytest.mark.parametrize("what", KINDS, ids=str)
 @pytest.mark.parametrize("schedule", [("zb-h1", 1), ("zb-v", 2)], ids=str)
-def test_under_split_backward(schedule: tuple[str, int], what: Any) -> None:
+def test_recompute_under_a_split_backward(schedule: tuple[str, int], what: Any) -> None:
     changes = {
         "strategy.recompute": what,
         "strategy.pipeline.schedule": schedule[0],
@@ -51,6 +53,6 @@ def test_under_split_backward(schedule: tuple[str, int], what: Any) -> None:
 
 
 @pytest.mark.parametrize("what", KINDS, ids=str)
-def test_with_split_sequences(what: Any) -> None:
+def test_recompute_with_sequence_parallel(what: Any) -> None:
     changes = {"strategy.recompute": what, "strategy.tensor.sequence": True}
     assert_equal_to_one_device(verify(plan(2, 2, 1, changes=changes), "fp64"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from workbench.engine.exit_codes import status
 from workbench.models.python_model import build_python_model
-from workbench.parallel.operators.module_sites import placements_of
+from workbench.parallel.operators.module_sites import operator_placements
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 
@@ -22,7 +22,7 @@ def inspect(plan: Plan, allow_code: bool) -> None:
     full = plan.resolve()
     require(full, "run", allow_code)
     if full.code:
-        placements_of(build_python_model(full.code, full.training.seed), full)
+        operator_placements(build_python_model(full.code, full.training.seed), full)
 
 
 def main() -> int:

@@ -1,1 +1,1 @@
-"""How a plain model is spread over a mesh: one folder an axis, one layout for every tensor."""
+"""Parallel strategies: a plain model sharded over a mesh, one folder an axis, one layout a tensor."""

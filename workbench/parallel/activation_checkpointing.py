@@ -1,7 +1,7 @@
-"""Activations made again in backward instead of kept (Chen et al. 2016, arXiv 1604.06174).
+"""Activation checkpointing: activations recomputed in backward (Chen et al. 2016, arXiv 1604.06174).
 
-Nothing here draws random numbers, and dropout draws by position: what is made again is what was
-there.
+No state of a random generator is saved: nothing here draws from one, and dropout's masks are a
+function of the position, so that recomputation repeats forward exactly.
 """
 
 from __future__ import annotations
@@ -27,16 +27,21 @@ _checkpoint = partial(
 def apply_activation_checkpointing(
     model: Transformer, what: Literal["none", "selective", "full"] | Sequence[int]
 ) -> None:
-    """Make `model` keep less, in place: only the inputs of all blocks (full) or of those listed, or
-    all but what attention keeps for itself (selective, Korthikanti et al. 2022, arXiv 2205.05198).
+    """Apply activation checkpointing to a stage, in place.
+
+    Args:
+        what: "full" saves the inputs of all blocks only, a list those of the listed blocks.
+            "selective" recomputes attention's core (softmax of QK^T times V) and saves everything
+            else (Korthikanti et al. 2022, arXiv 2205.05198). "none" recomputes nothing.
     """
     if what == "selective":
         for module in list(model.modules()):
-            # Ulysses exchanges around the plain attention; what it exchanged stays.
-            plain = isinstance(module, Attention) and not isinstance(module.attend, UlyssesAttend)
-            if plain or isinstance(module, UlyssesAttend):
-                again = CheckpointedAttend(module.get_submodule("attend"))
-                setattr(module, "attend", again)  # noqa: B010 (a seam takes any module of its signature)
+            # Within Ulysses only the single-device attention is recomputed: recomputing the all-to-alls
+            # around it would communicate again in backward.
+            is_core = isinstance(module, Attention) and not isinstance(module.attend, UlyssesAttend)
+            if is_core or isinstance(module, UlyssesAttend):
+                checkpointed = CheckpointedAttend(module.get_submodule("attend"))
+                setattr(module, "attend", checkpointed)  # noqa: B010 (a seam takes any module of its signature)
         return
     for index, block in model.blocks.items():
         if what == "full" or (what != "none" and int(index) in what):
@@ -44,14 +49,14 @@ def apply_activation_checkpointing(
 
 
 class CheckpointedAttend(nn.Module):
-    """The attend seam, run again in backward."""
+    """The attend seam, recomputed in backward."""
 
     def __init__(self, attend: nn.Module) -> None:
         super().__init__()
         self.attend = attend
 
     def forward(self, *qkv_and_positions: Any) -> Tensor:
-        """As the seam that it wraps."""
+        """As the seam it wraps."""
         out: Tensor = _checkpoint(self.attend, *qkv_and_positions)
         return out
 
@@ -62,7 +67,7 @@ def _checkpointed_block(
     residual_BTD: Tensor | None,
     positions: Positions,
 ) -> tuple[Tensor, Tensor]:
-    """A block that keeps one tensor: branch and residual are added before it, not within."""
+    """A checkpointed block that saves one tensor: branch and residual are added before it."""
     total = x_BTD if residual_BTD is None else x_BTD + residual_BTD
     out: tuple[Tensor, Tensor] = _checkpoint(forward, total, None, positions)
     return out

@@ -1,6 +1,4 @@
-"""A model that is the user's code, as one stage: data parallelism and ZeRO as it is, operator
-strategies by pattern.
-"""
+"""A user's Python model as a single stage: data parallelism, ZeRO and operator strategies."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from workbench.parallel.operators.apply_operators import (
     apply_operator_strategies,
     operator_reduction_axes,
 )
-from workbench.parallel.operators.module_sites import placements_of
+from workbench.parallel.operators.module_sites import operator_placements
 from workbench.plan.schema import Plan
 
 
@@ -31,16 +29,23 @@ def apply_to_python_model(
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
 ) -> ParamAndGradStore:
-    """Make `model`, a whole module in host memory or on the meta device, this rank's part, in
-    place; its store.
+    """Shard `model`, in place, and return the store of its parameters and gradients.
 
-    Parameters and buffers are then on `device` in `dtype`: as the factory has drawn them, or zero
-    for a meta one's. Raises `PlanError` where a strategy names what the module does not have.
+    Parameters and buffers are then on `device` in `dtype`: as the factory has initialized them, or
+    zero where it has built them on the meta device.
+
+    Args:
+        model: Unsharded, in host memory or on the meta device.
+        overlap: Whether gradients are reduced during backward.
+        gradient_dtype: Of accumulated and reduced gradients.
+
+    Raises:
+        PlanError: Where a strategy names what the module does not have.
     """
     model.train()
     initial = dict(model.named_parameters())
     layouts = {name: Layout.unsharded(name, tuple(value.shape)) for name, value in initial.items()}
-    placements = placements_of(model, plan)
+    placements = operator_placements(model, plan)
     apply_operator_strategies(model, layouts, placements, mesh)
     add_loss(model)
     _move_buffers(model, device, dtype)
@@ -48,7 +53,7 @@ def apply_to_python_model(
         name: (*axes, mesh["replicas"])
         for name, axes in operator_reduction_axes(layouts, placements, mesh).items()
     }
-    draw = partial(_init_local_param, initial, layouts, device, dtype)
+    init_param = partial(_init_local_param, initial, layouts, device, dtype)
     store = ParamAndGradStore(
         {0: model},
         layouts,
@@ -56,7 +61,7 @@ def apply_to_python_model(
         mesh,
         plan.strategy.data,
         gradient_dtype,
-        draw,
+        init_param,
         overlap,
         separate=None,
     )

@@ -1,3 +1,1 @@
-"""Operator strategies: each module split as its own strategy says, redistributed where layouts
-differ.
-"""
+"""Operator strategies: each module sharded as its own strategy says, redistributed in between."""

@@ -1,4 +1,4 @@
-"""Where code between operators brings split and whole tensors together."""
+"""Implicit replication: code between operators that mixes plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class ImplicitReplicate(TorchFunctionMode):
-    """Inside, a plain tensor that meets a split one is what it means everywhere: the same whole
-    tensor on every rank.
+    """Within, a plain tensor that meets a DTensor in an operation is taken as replicated.
 
-    It is so before autograd sees it, so that its gradient is summed where it has to be.
+    torch's own `implicit_replication` converts in the dispatcher, below autograd. Converted here,
+    above it, the plain tensor's gradient is reduced where it is partial.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -29,17 +29,17 @@ class ImplicitReplicate(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call `func`, on split tensors alone if there is one."""
-        told = kwargs or {}
-        if any(isinstance(x, DTensor) for x in _flat((args, told))):
-            args, told = self._split(args), self._split(told)
-        return func(*args, **told)
+        """Call `func`, with all tensors as DTensors if any of them is one."""
+        named = kwargs or {}
+        if any(isinstance(x, DTensor) for x in _flatten((args, named))):
+            args, named = self._to_dtensors(args), self._to_dtensors(named)
+        return func(*args, **named)
 
-    def _split(self, value: Any) -> Any:
+    def _to_dtensors(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: self._split(each) for name, each in value.items()}
+            return {name: self._to_dtensors(each) for name, each in value.items()}
         if type(value) in (tuple, list):
-            return type(value)(self._split(each) for each in value)
+            return type(value)(self._to_dtensors(each) for each in value)
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
             return DTensor.from_local(
                 value, self.mesh, (Replicate(),) * self.mesh.ndim, run_check=False
@@ -47,10 +47,10 @@ class ImplicitReplicate(TorchFunctionMode):
         return value
 
 
-def _flat(value: Any) -> Any:
-    """All that is in nested dictionaries, lists and tuples."""
+def _flatten(value: Any) -> Any:
+    """All leaves of nested dictionaries, lists and tuples."""
     if isinstance(value, dict | tuple | list):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _flat(each)
+            yield from _flatten(each)
     else:
         yield value

@@ -1,6 +1,4 @@
-"""What of a model that this repository did not write may be named by a strategy, found by looking
-at its modules.
-"""
+"""Which modules of a user's model a strategy may name, found by their types."""
 
 from __future__ import annotations
 
@@ -12,27 +10,27 @@ from workbench.plan.rules.operator_rules import sides
 from workbench.plan.rules.operator_sites import Site, matched
 from workbench.plan.schema import Plan
 
-ACTIVATIONS = (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Mish)
-ANY = 0
-"""Units of a dimension whose length only the input tells: any number of pieces divides it."""
+ACTIVATION_MODULES = (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Mish)
+ANY_SIZE = 0
+"""Size of a dimension that only the input gives: any number of shards divides it."""
 
 
-def placements_of(model: nn.Module, plan: Plan) -> dict[str, Placement]:
-    """Module -> where its strategy lies on the grid, for all modules that the plan's operators
-    name.
+def operator_placements(model: nn.Module, plan: Plan) -> dict[str, Placement]:
+    """Module -> its strategy's placement on the grid, for all modules that the plan names.
 
-    Raises `PlanError`, pattern by pattern, for what the model does not have or cannot be split so.
+    Raises:
+        PlanError: For each pattern that the model does not have, or that cannot be sharded so.
     """
     if not plan.strategy.operators:
         return {}
     ranks, shape = plan.strategy.tensor.ranks, sides(plan)
-    found = matched(plan.strategy.operators, sites_of(model, plan.training.micro_batch), ranks)
+    found = matched(plan.strategy.operators, module_sites(model, plan.training.micro_batch), ranks)
     _refuse_shared(model, list(found))
     return {name: site.placement(form, shape) for name, (site, form) in found.items()}
 
 
-def sites_of(model: nn.Module, sequences: int) -> dict[str, Site]:
-    """Modules of known kinds, by path; what lies inside attention belongs to it."""
+def module_sites(model: nn.Module, sequences: int) -> dict[str, Site]:
+    """Modules of known types, by path; those within attention belong to it."""
     found: dict[str, Site] = {}
     inside: tuple[str, ...] = ()
     for path, module in model.named_modules():
@@ -57,17 +55,15 @@ def _site(module: nn.Module, rows: dict[str, int]) -> Site | None:
         return Site("Embedding", rows | {"vocabulary": vocabulary, "hidden": module.embedding_dim})
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return Site("Norm", rows)
-    if isinstance(module, ACTIVATIONS):
-        return Site("Activation", rows | {"width": ANY})
+    if isinstance(module, ACTIVATION_MODULES):
+        return Site("Activation", rows | {"width": ANY_SIZE})
     if isinstance(module, nn.MultiheadAttention) and _plain_attention(module):
         return Site("SelfAttention", rows | {"heads": module.num_heads})
     return None
 
 
 def _plain_attention(module: nn.MultiheadAttention) -> bool:
-    """Whether attention is of the kind that is split here: one width, [B, T, D], nothing added to
-    keys.
-    """
+    """Whether attention can be sharded here: one width, batch first, nothing added to the keys."""
     return (
         module.batch_first
         and module.in_proj_weight is not None
@@ -77,7 +73,7 @@ def _plain_attention(module: nn.MultiheadAttention) -> bool:
 
 
 def _refuse_shared(model: nn.Module, paths: list[str]) -> None:
-    """A parameter in two places could be cut in two ways."""
+    """Refuse strategies for tied parameters, which could be sharded in two ways."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])

@@ -1,4 +1,4 @@
-"""What an operator does with its parts: the forward of each kind of module, on local tensors."""
+"""Forwards of modules with an operator strategy: local computation between redistributions."""
 
 from __future__ import annotations
 
@@ -15,66 +15,77 @@ from workbench.kernels import cross_entropy as fused
 from workbench.models.seams import IGNORE_INDEX, HeadLoss, at_least_fp32
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.operators.redistribution import Shared, Split, moved, whole
+from workbench.parallel.operators.redistribution import (
+    OperatorSharding,
+    SharedInputs,
+    redistribute_between,
+    replicated,
+)
 from workbench.parallel.tensor.vocab_parallel import (
     embedding_lookup,
     loss_kernels,
     vocab_parallel_cross_entropy,
 )
 
-Forward = Callable[..., Any]
+ForwardFn = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class MatMul:
-    """y = x W^T + bias, split by rows, by its inner dimension (summed) and by columns. Weight
-    [columns, inner].
+class LinearOperator:
+    """y = x W^T + bias, sharded by rows, inner dimension (all-reduced) or columns.
+
+    Weight [columns, inner].
     """
 
     module: nn.Linear
-    split: Split
+    sharding: OperatorSharding
 
     def __call__(self, x: Tensor) -> Tensor:
         """[.., inner] to [.., columns]."""
         weight, bias = self.module.weight, self.module.bias
-        local = self.split.enter(x, rows=0, inner=-1)
-        if "inner" not in self.split.placement:
-            return self.split.leave(F.linear(local, weight, bias), rows=0, columns=-1)
-        y = self.split.settled(F.linear(local, weight), rows=0, columns=-1)
-        return self.split.leave(y if bias is None else y + bias, rows=0, columns=-1)
+        local = self.sharding.to_local(x, rows=0, inner=-1)
+        if "inner" not in self.sharding.placement:
+            return self.sharding.to_global(F.linear(local, weight, bias), rows=0, columns=-1)
+        y = self.sharding.reduce_partial(F.linear(local, weight), rows=0, columns=-1)
+        return self.sharding.to_global(y if bias is None else y + bias, rows=0, columns=-1)
 
 
 @dataclass(frozen=True)
-class Embedding:
-    """Rows of a table, split by rows of tokens, by vocabulary (summed) and by width. Weight
-    [vocabulary, hidden].
+class EmbeddingOperator:
+    """Embedding lookup, sharded by rows of tokens, vocabulary (all-reduced) or width.
+
+    Weight [vocabulary, hidden].
     """
 
     module: nn.Embedding
-    split: Split
+    sharding: OperatorSharding
     layout: Layout
 
     def __call__(self, tokens_BT: Tensor) -> Tensor:
         """[B, T] to [B, T, D]."""
-        local_BT = self.split.enter(tokens_BT, rows=0)
-        if "vocabulary" in self.split.placement:
+        local_BT = self.sharding.to_local(tokens_BT, rows=0)
+        if "vocabulary" in self.sharding.placement:
             x = embedding_lookup(local_BT, self.module.weight, self.layout.slices[0])
         else:
             x = F.embedding(local_BT, self.module.weight, self.module.padding_idx)
-        return self.split.leave(self.split.settled(x, rows=0, hidden=-1), rows=0, hidden=-1)
+        return self.sharding.to_global(
+            self.sharding.reduce_partial(x, rows=0, hidden=-1), rows=0, hidden=-1
+        )
 
 
 @dataclass(frozen=True)
-class SelfAttention:
-    """`nn.MultiheadAttention` by rows and by heads, projections and all; this rank has heads `part`
-    of `parts`.
+class SelfAttentionOperator:
+    """`nn.MultiheadAttention` with its projections, sharded by rows or heads.
 
-    The joint projection of query, key and value is no run of rows by heads, so that every rank
-    holds it whole.
+    The rows of one head are not contiguous in the joint projection of query, key and value, so that
+    every rank holds all of it and uses those of its heads.
+
+    Attributes:
+        part: Which of `parts` ranges of heads this rank has.
     """
 
     module: nn.MultiheadAttention
-    split: Split
+    sharding: OperatorSharding
     part: int
     parts: int
 
@@ -89,26 +100,29 @@ class SelfAttention:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """[B, T, D] each to ([B, T, D], None): weights are not told."""
-        assert key_padding_mask is None, "split attention takes no key_padding_mask"
-        assert attn_mask is None or attn_mask.ndim == 2, "split attention takes masks of [T, T]"
+        """[B, T, D] each to ([B, T, D], None): attention weights are not returned."""
+        assert key_padding_mask is None, "sharded attention takes no key_padding_mask"
+        assert attn_mask is None or attn_mask.ndim == 2, "sharded attention takes masks of [T, T]"
         out, bias = self.module.out_proj.weight, self.module.out_proj.bias
         q, k, v = (
-            self._heads(self.split.enter(x, rows=0), i) for i, x in enumerate((query, key, value))
+            self._heads(self.sharding.to_local(x, rows=0), i)
+            for i, x in enumerate((query, key, value))
         )
         mask = (
             attn_mask.logical_not()
             if attn_mask is not None and attn_mask.dtype == torch.bool
             else attn_mask
         )
-        made = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal and mask is None
         )
-        y = self.split.settled(F.linear(made.transpose(1, 2).flatten(-2), out), rows=0)
-        return self.split.leave(y if bias is None else y + bias, rows=0), None
+        y = self.sharding.reduce_partial(
+            F.linear(attended.transpose(1, 2).flatten(-2), out), rows=0
+        )
+        return self.sharding.to_global(y if bias is None else y + bias, rows=0), None
 
     def _heads(self, x_BTD: Tensor, which: int) -> Tensor:
-        """The query, key or value of this rank's heads, [B, heads, T, K]."""
+        """Query, key or value (`which`) of this rank's heads, [B, heads, T, head_dim]."""
         width, head = self.module.embed_dim, self.module.head_dim
         first, own = which * width + self.part * width // self.parts, width // self.parts
         weight, bias = self.module.in_proj_weight, self.module.in_proj_bias
@@ -117,83 +131,81 @@ class SelfAttention:
 
 
 @dataclass(frozen=True)
-class Local:
-    """A module that computes each of its parts by itself: `dims` of inputs and outputs may be
-    split.
-    """
+class LocalOperator:
+    """A module that computes shards independently: `dims` of inputs and outputs may be sharded."""
 
-    forward: Forward
-    split: Split
+    forward: ForwardFn
+    sharding: OperatorSharding
     dims: dict[str, int]
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """As the module, on this rank's part; what is no tensor, or is named in the call, stays as
-        it is.
-        """
-        mine = [self.split.enter(x, **self.dims) if isinstance(x, Tensor) else x for x in inputs]
-        made = self.forward(*mine, **named)
-        if isinstance(made, tuple):
-            return tuple(self.split.leave(y, **self.dims) for y in made)
-        return self.split.leave(made, **self.dims)
+        """Run the module on this rank's shards; keyword arguments and non-tensors are passed on."""
+        local = [
+            self.sharding.to_local(x, **self.dims) if isinstance(x, Tensor) else x for x in inputs
+        ]
+        outputs = self.forward(*local, **named)
+        if isinstance(outputs, tuple):
+            return tuple(self.sharding.to_global(y, **self.dims) for y in outputs)
+        return self.sharding.to_global(outputs, **self.dims)
 
 
 @dataclass(frozen=True)
-class Follow:
-    """A module that no strategy names, of a kind that computes its parts by itself: as its first
-    input lies.
-    """
+class FollowInput:
+    """A module without a strategy that computes shards independently: sharded as its first input."""
 
-    forward: Forward
+    forward: ForwardFn
     dims: tuple[int, ...] | None
-    """Dimensions that may be split; None: any."""
+    """Dims that may be sharded; None: any."""
 
     def __call__(self, *inputs: Any) -> Any:
-        """As the module; what is split otherwise than the first input is redistributed."""
+        """Run the module; other inputs are redistributed to the sharding of the first."""
         first = next((x for x in inputs if isinstance(x, DTensor)), None)
         if first is None:
             return self.forward(*inputs)
         names = tuple(self._name(p, first.ndim) for p in first.placements)
         if not any(names):
-            return self.forward(*map(whole, inputs))
+            return self.forward(*map(replicated, inputs))
         dims = {name: int(name) for name in names if name is not None}
-        split = Split(first.device_mesh, names, Shared())
-        return Local(self.forward, split, dims)(*inputs)
+        sharding = OperatorSharding(first.device_mesh, names, SharedInputs())
+        return LocalOperator(self.forward, sharding, dims)(*inputs)
 
     def _name(self, placement: Any, num_dims: int) -> str | None:
-        kept = isinstance(placement, Shard) and (self.dims is None or placement.dim in self.dims)
-        return str(placement.dim) if kept else None
+        shardable = isinstance(placement, Shard) and (
+            self.dims is None or placement.dim in self.dims
+        )
+        return str(placement.dim) if shardable else None
 
 
 @dataclass(frozen=True)
-class Head:
-    """The head_loss seam: a product by columns, whose logits the loss takes by rows and by
-    vocabulary.
-    """
+class HeadOperator:
+    """The head_loss seam: a GEMM sharded as `sharding` says, its loss by rows or vocabulary (`loss`)."""
 
     module: HeadLoss
-    split: Split
-    loss: Split
+    sharding: OperatorSharding
+    loss: OperatorSharding
     rows: tuple[int, int]
-    """Of the vocabulary, what this rank's loss sees."""
-    held: int
-    """Columns of this rank's logits that are no padding."""
+    """[start, stop) of the vocabulary that this rank's loss sees."""
+    num_columns: int
+    """Columns of this rank's logits without padding."""
     axis: MeshAxis | None
-    """Over which the loss splits the vocabulary."""
+    """The axis over which the loss shards the vocabulary."""
     kernels: str = "eager"
-    """What runs the loss: the plan's kernels."""
+    """Kernels of the loss: the plan's."""
     plain_below: int = 0
-    """Of how many logits on."""
+    """Minimum number of logits for these kernels; below it the loss runs in eager mode."""
 
     def __call__(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Sum over valid tokens of the negative log-likelihood; a scalar, equal on every rank."""
-        made = F.linear(self.split.enter(x_BTD, rows=0, inner=-1), self.module.weight)
-        logits = self._as_the_loss_wants(made)
+        projected = F.linear(self.sharding.to_local(x_BTD, rows=0, inner=-1), self.module.weight)
+        logits = self._redistribute_for_loss(projected)
         kernels = loss_kernels(self, logits)
-        if (self.axis is not None or kernels != "eager") and logits is not made:
-            logits = (
-                logits.clone()
-            )  # the loss uses them up, and what DTensor hands out must stay as it is
-        logits_NV, targets_N = logits.flatten(0, -2), self.loss.enter(targets_BT, rows=0).flatten()
+        if (self.axis is not None or kernels != "eager") and logits is not projected:
+            # The loss overwrites its input, and what DTensor returns may be kept for backward.
+            logits = logits.clone()
+        logits_NV, targets_N = (
+            logits.flatten(0, -2),
+            self.loss.to_local(targets_BT, rows=0).flatten(),
+        )
         if self.axis is not None:
             total = vocab_parallel_cross_entropy(
                 logits_NV, targets_N, self.rows, self.axis, kernels
@@ -205,11 +217,13 @@ class Head:
             total = F.cross_entropy(
                 logits_NV, targets_N, reduction="sum", ignore_index=IGNORE_INDEX
             )
-        return self.loss.only("rows").settled(total)
+        return self.loss.restricted_to("rows").reduce_partial(total)
 
-    def _as_the_loss_wants(self, logits: Tensor) -> Tensor:
-        logits = self.split.settled(logits, rows=0, columns=-1)
-        held, wanted = {"rows": 0, "columns": 2}, {"rows": 0, "vocabulary": 2}
-        if self.split.lies(3, held) == self.loss.lies(3, wanted):
+    def _redistribute_for_loss(self, logits: Tensor) -> Tensor:
+        logits = self.sharding.reduce_partial(logits, rows=0, columns=-1)
+        columns, wanted = {"rows": 0, "columns": 2}, {"rows": 0, "vocabulary": 2}
+        if self.sharding.placements(3, columns) == self.loss.placements(3, wanted):
             return logits
-        return moved(logits[..., : self.held], self.split, held, self.loss, wanted)
+        return redistribute_between(
+            logits[..., : self.num_columns], self.sharding, columns, self.loss, wanted
+        )

@@ -1,9 +1,8 @@
-"""How tensors enter and leave one operator: redistributed to what its strategy says, by DTensor's
-placements.
+"""DTensor redistribution at the borders of an operator, to the sharding of its strategy.
 
-Inside, everything is plain and local. Outside, a tensor that every rank holds whole is plain; one
-that is split is a DTensor, and whoever does not know what to do with it gets it whole. Sums over
-ranks are made where they arise.
+Within an operator tensors are local and plain. Between operators a tensor that every rank holds
+unsharded is plain, and a sharded one is a DTensor; code that cannot handle a DTensor gets the
+replicated tensor. Partial results are reduced where they arise.
 """
 
 from __future__ import annotations
@@ -15,118 +14,127 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement as Placed
+from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
 from workbench.plan.operator_strategy import Placement
 
-Placements = tuple[Placed, ...]
-"""One an axis of the grid."""
+DTensorPlacements = tuple[DTensorPlacement, ...]
+"""One placement for each axis of the operator grid."""
 
 
 @dataclass(eq=False)
-class Shared:
-    """Inputs that sibling modules have in common, laid out once: their gradients add up before they
-    are moved.
+class SharedInputs:
+    """Inputs that several modules of one parent read, redistributed once.
 
-    Held no longer than their parent's forward.
+    Their gradients are then added before the one redistribution of backward. Inputs are held until
+    the parent's forward is over, which also keeps their ids valid as keys.
     """
 
-    laid: dict[tuple[int, Placements], tuple[Tensor, DTensor]] = field(default_factory=dict)
+    redistributed: dict[tuple[int, DTensorPlacements], tuple[Tensor, DTensor]] = field(
+        default_factory=dict
+    )
 
-    def lay(self, x: Tensor, mesh: DeviceMesh, wanted: Placements) -> DTensor:
-        """`x` as `wanted`; a plain tensor is one that every rank holds whole."""
+    def redistribute(self, x: Tensor, mesh: DeviceMesh, wanted: DTensorPlacements) -> DTensor:
+        """`x` with the `wanted` placements; a plain tensor is replicated."""
         key = id(x), wanted
-        if key not in self.laid:
-            whole = x if isinstance(x, DTensor) else _placed(x, mesh, (Replicate(),) * mesh.ndim)
-            laid = whole if whole.placements == wanted else whole.redistribute(mesh, wanted)
-            self.laid[key] = x, laid
-        return self.laid[key][1]
+        if key not in self.redistributed:
+            source = (
+                x if isinstance(x, DTensor) else _as_dtensor(x, mesh, (Replicate(),) * mesh.ndim)
+            )
+            result = source if source.placements == wanted else source.redistribute(mesh, wanted)
+            self.redistributed[key] = x, result
+        return self.redistributed[key][1]
 
-    def forget(self, *_: Any) -> None:
-        """The parent's forward is over."""
-        self.laid.clear()
+    def clear(self, *_: Any) -> None:
+        """Forward hook of the parent: release the inputs."""
+        self.redistributed.clear()
 
 
 @dataclass(frozen=True)
-class Split:
-    """One operator's strategy on the grid: the dimension that each axis splits, None where it
-    repeats the work.
+class OperatorSharding:
+    """One operator's strategy on the grid: the dimension that each axis shards, None to replicate.
 
-    Methods take the place of each dimension in the tensor at hand, e.g. `rows=0, inner=-1`.
+    Methods take the dim of each named dimension in the tensor at hand, e.g. `rows=0, inner=-1`.
     """
 
     mesh: DeviceMesh
     placement: Placement
-    shared: Shared
+    shared: SharedInputs
 
-    def lies(self, num_dims: int, dims: dict[str, int]) -> Placements:
-        """How a tensor lies here: split by those of its dimensions that the strategy splits, else
-        whole.
-        """
+    def placements(self, num_dims: int, dims: dict[str, int]) -> DTensorPlacements:
+        """Placements of a tensor that has `dims`: sharded along those that the strategy shards."""
         return tuple(
             Shard(dims[name] % num_dims) if name is not None and name in dims else Replicate()
             for name in self.placement
         )
 
-    def sums(self, num_dims: int, dims: dict[str, int]) -> Placements:
-        """The same, where ranks that split a dimension which the tensor lacks hold parts of its
-        sum.
-        """
-        lies = self.lies(num_dims, dims)
+    def partial_placements(self, num_dims: int, dims: dict[str, int]) -> DTensorPlacements:
+        """As `placements`, but partial along axes that shard a dimension the tensor lacks."""
+        placements = self.placements(num_dims, dims)
         return tuple(
-            Partial() if name is not None and name not in dims else at
-            for name, at in zip(self.placement, lies)
+            Partial() if name is not None and name not in dims else each
+            for name, each in zip(self.placement, placements)
         )
 
-    def enter(self, x: Tensor, **dims: int) -> Tensor:
-        """This rank's part of an input, plain; its gradient is summed over the ranks that split
-        what it lacks.
+    def to_local(self, x: Tensor, **dims: int) -> Tensor:
+        """This rank's shard of an input, as a plain tensor.
+
+        Ranks that shard a dimension which the input lacks use the same input, so that its gradient
+        is partial on them: backward reduces it.
         """
-        wanted, gradient = self.lies(x.ndim, dims), self.sums(x.ndim, dims)
-        if not isinstance(x, DTensor) and _whole(gradient):
+        wanted = self.placements(x.ndim, dims)
+        gradient = self.partial_placements(x.ndim, dims)
+        if not isinstance(x, DTensor) and _all_replicated(gradient):
             return x
-        local: Tensor = self.shared.lay(x, self.mesh, wanted).to_local(grad_placements=gradient)
+        shared = self.shared.redistribute(x, self.mesh, wanted)
+        local: Tensor = shared.to_local(grad_placements=gradient)
         return local
 
-    def settled(self, y: Tensor, **dims: int) -> Tensor:
-        """A local result, summed over the ranks that split what it lacks."""
-        partial, wanted = self.sums(y.ndim, dims), self.lies(y.ndim, dims)
+    def reduce_partial(self, y: Tensor, **dims: int) -> Tensor:
+        """Reduce a local result over the ranks that shard a dimension which it lacks."""
+        partial, wanted = self.partial_placements(y.ndim, dims), self.placements(y.ndim, dims)
         if partial == wanted:
             return y
-        local: Tensor = _placed(y, self.mesh, partial).redistribute(self.mesh, wanted).to_local()
+        dtensor = _as_dtensor(y, self.mesh, partial)
+        local: Tensor = dtensor.redistribute(self.mesh, wanted).to_local()
         return local
 
-    def leave(self, y: Tensor, **dims: int) -> Tensor:
-        """A local result with its placement; plain where every rank holds it whole."""
-        at = self.lies(y.ndim, dims)
-        return y if _whole(at) else _placed(y, self.mesh, at)
+    def to_global(self, y: Tensor, **dims: int) -> Tensor:
+        """A local result as a DTensor, or as it is if every rank holds all of it."""
+        placements = self.placements(y.ndim, dims)
+        return y if _all_replicated(placements) else _as_dtensor(y, self.mesh, placements)
 
-    def only(self, name: str) -> Split:
-        """The same without what is not of dimension `name`."""
+    def restricted_to(self, name: str) -> OperatorSharding:
+        """The same with only the axes that shard dimension `name`."""
         return replace(
             self, placement=tuple(each if each == name else None for each in self.placement)
         )
 
 
-def moved(
-    y: Tensor, one: Split, dims: dict[str, int], other: Split, wanted: dict[str, int]
+def redistribute_between(
+    y: Tensor,
+    source: OperatorSharding,
+    dims: dict[str, int],
+    target: OperatorSharding,
+    wanted: dict[str, int],
 ) -> Tensor:
-    """A local result of one operator as the local input of another."""
-    placed = _placed(y, one.mesh, one.lies(y.ndim, dims))
-    local: Tensor = placed.redistribute(one.mesh, other.lies(y.ndim, wanted)).to_local()
+    """Redistribute a local result of operator `source` to a local input of operator `target`."""
+    dtensor = _as_dtensor(y, source.mesh, source.placements(y.ndim, dims))
+    wanted_placements = target.placements(y.ndim, wanted)
+    local: Tensor = dtensor.redistribute(source.mesh, wanted_placements).to_local()
     return local
 
 
-def _placed(local: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+def _as_dtensor(local: Tensor, mesh: DeviceMesh, placements: DTensorPlacements) -> DTensor:
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
-def _whole(placements: Iterable[Placed]) -> bool:
+def _all_replicated(placements: Iterable[DTensorPlacement]) -> bool:
     return all(isinstance(placement, Replicate) for placement in placements)
 
 
-def whole(x: Any) -> Any:
-    """A tensor as every rank can use it: gathered where it is split; anything else as it is."""
+def replicated(x: Any) -> Any:
+    """A DTensor as a plain tensor that every rank holds (all-gathered); anything else as it is."""
     return (
         x.redistribute(placements=(Replicate(),) * x.device_mesh.ndim).to_local()
         if isinstance(x, DTensor)
