@@ -116,7 +116,7 @@ def _activation(kind: str) -> Operator:
 
 def targets(vocab: int, rows: int = ROWS) -> Tensor:
     found = torch.randint(vocab, (rows,))
-    found[::7] = cross_entropy.IGNORE
+    found[::7] = cross_entropy.IGNORE_INDEX
     return found
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.kernels.canaries import canaries
 from workbench.kernels.cross_entropy import (
     BLOCK,
-    IGNORE,
+    IGNORE_INDEX,
     cross_entropy,
     gradient_op,
     losses,
@@ -27,7 +27,7 @@ def drawn(rows: int, columns: int, dtype: torch.dtype = torch.float64) -> tuple[
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     targets = torch.randint(columns, (rows,), generator=generator)
-    targets[1:2] = IGNORE
+    targets[1:2] = IGNORE_INDEX
     return logits.to(dtype), targets
 
 
@@ -153,7 +153,7 @@ def test_a_target_outside_the_vocabulary_spoils_its_token_alone() -> None:
     targets[0], targets[3] = 33, -7
     loss, gradient = results(logits, targets)
     assert loss.isnan() and gradient[[0, 3]].isnan().all()
-    targets[0] = targets[3] = IGNORE
+    targets[0] = targets[3] = IGNORE_INDEX
     assert (
         (gradient[1:3] - truth(logits, targets)[1][1:3]).abs().max()
         < 2e-6
@@ -163,7 +163,7 @@ def test_a_target_outside_the_vocabulary_spoils_its_token_alone() -> None:
 
 @pytest.mark.parametrize("value", [1.0, torch.inf, torch.nan])
 def test_all_ignored(value: float) -> None:
-    loss, gradient = results(torch.full((3, 40), value), torch.full((3,), IGNORE))
+    loss, gradient = results(torch.full((3, 40), value), torch.full((3,), IGNORE_INDEX))
     assert loss == 0 and not gradient.any()
 
 
@@ -188,8 +188,8 @@ def test_nothing_in_nothing_out() -> None:
 
 def test_rows_that_share_memory_are_copied() -> None:
     row = torch.randn(1, 50, dtype=torch.float64).requires_grad_()
-    loss = cross_entropy(row.expand(3, 50), torch.tensor([1, 2, IGNORE]))
+    loss = cross_entropy(row.expand(3, 50), torch.tensor([1, 2, IGNORE_INDEX]))
     loss.backward()
     other = row.detach().clone().requires_grad_()
-    reference(other.expand(3, 50), torch.tensor([1, 2, IGNORE])).backward()
+    reference(other.expand(3, 50), torch.tensor([1, 2, IGNORE_INDEX])).backward()
     assert row.grad is not None and other.grad is not None and torch.allclose(row.grad, other.grad)
