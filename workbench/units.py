@@ -1,11 +1,18 @@
-"""Units chosen by size: what a person reads easily, and what goes into a title."""
+"""Units and formatted numbers: three digits for tables and screens, fewer words for sentences.
+
+`bytes_text`, `seconds_text` and `count_text` choose the unit by size and keep three digits.
+`gib_text`, `duration_text`, `quantity_text` and the rest round as the sentences of `explain` and
+`search` do.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 
-BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+GIB = 2**30
+"""Bytes of a GiB."""
+BYTE_UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
@@ -61,3 +68,55 @@ def count_text(value: float | None) -> str:
         if value >= size:
             return f"{digits(value / (1e3 if name == ' k' else size))}{name}"
     return digits(value)
+
+
+def gib_text(size: float) -> str:
+    """Bytes with one decimal of a GiB, whole MiB below: 26224136806 -> '24.4 GiB'; '0' under a MiB."""
+    if abs(size) < 2**20:
+        return "0"
+    return f"{size / GIB:,.1f} GiB" if abs(size) >= GIB else f"{size / 2**20:.0f} MiB"
+
+
+def duration_text(value: float) -> str:
+    """Seconds of a step with three digits: 0.0123 -> '12.3 ms'."""
+    if value < 1e-6:
+        return "0"
+    return (
+        f"{value:,.0f} s"
+        if value >= 100
+        else f"{value:.3g} s"
+        if value >= 1
+        else f"{1e3 * value:.3g} ms"
+    )
+
+
+def percent_text(share: float) -> str:
+    """A share: 0.1234 -> '12 %', 0.0123 -> '1.2 %'."""
+    return f"{100 * share:.0f} %" if abs(share) >= 0.0995 else f"{100 * share:.1f} %"
+
+
+def share_of_text(share: float) -> str:
+    """A share as it stands before its whole: 0.1234 -> '12 % of', 4.93 -> '4.9 times'."""
+    return f"{percent_text(share)} of" if share < 2 else f"{share:,.1f} times"
+
+
+def quantity_text(number: float) -> str:
+    """A quantity with three digits: 160605224960 -> '161 G'."""
+    for name, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return f"{number:,.0f}"
+
+
+def days_text(number: float) -> str:
+    """Days: 3.34 -> '3.34 days', 1480 -> '1,480 days', 0.01 -> '14.4 minutes'."""
+    if number < 1 / 24:
+        return f"{1440 * number:.3g} minutes"
+    if number < 1:
+        return f"{24 * number:.3g} hours"
+    return f"{number:,.0f} days" if number >= 100 else f"{number:.3g} days"
+
+
+def signed_text(value: float, magnitude: str) -> str:
+    """`magnitude`, the text of the absolute `value`, with its sign; '0' stays."""
+    return magnitude if magnitude == "0" else f"{'+' if value >= 0 else '-'}{magnitude}"

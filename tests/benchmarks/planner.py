@@ -23,11 +23,11 @@ import numpy as np
 
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.explain.plan_figures import figures
+from workbench.planner.explain.plan_figures import plan_figures
 from workbench.planner.search import search
-from workbench.planner.search.cell_evaluation import Evaluator
-from workbench.planner.search.cells import Cell, cells
-from workbench.planner.search.search_space import plan_of, space_of
+from workbench.planner.search.cell_evaluation import CellEvaluator
+from workbench.planner.search.cells import Cell, search_cells
+from workbench.planner.search.search_space import candidate_plan, search_space
 
 ROUNDS = 5
 RANDOM, BY_PLAN, EQUAL = 4_000_000, 20, 1_000
@@ -53,7 +53,7 @@ LARGE = {
 Drawn = list[tuple[Cell, "np.ndarray[Any, Any]"]]
 
 
-def drawn(found: list[Cell], evaluator: Evaluator, count: int, draw: random.Random) -> Drawn:
+def drawn(found: list[Cell], evaluator: CellEvaluator, count: int, draw: random.Random) -> Drawn:
     """The numbers of `count` legal candidates at random, those of a cell together."""
     share = count // len(found)
     result = []
@@ -64,7 +64,7 @@ def drawn(found: list[Cell], evaluator: Evaluator, count: int, draw: random.Rand
     return result
 
 
-def evaluated(evaluator: Evaluator, some: Drawn) -> int:
+def evaluated(evaluator: CellEvaluator, some: Drawn) -> int:
     """Step time and peak of each: what they share is computed once on its grid, and read at each
     one's place.
     """
@@ -87,11 +87,11 @@ def timed(work: Callable[[], Any]) -> float:
 def measure() -> dict[str, Any]:
     """Every figure; rates are distinct legal plans a second."""
     plan, draw = Plan.model_validate(LARGE), random.Random(0)
-    space = space_of(plan, "wide")
-    evaluator, found = Evaluator.of(space), list(cells(space))
+    space = search_space(plan, "wide")
+    evaluator, found = CellEvaluator.of(space), list(search_cells(space))
     flat = drawn(found, evaluator, RANDOM, draw)
     some = [
-        plan_of(space, c.choice(_legal(evaluator, c, draw))).resolve()
+        candidate_plan(space, c.choice(_legal(evaluator, c, draw))).resolve()
         for c in draw.choices(found, k=BY_PLAN)
     ]
     kinds: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
@@ -100,7 +100,7 @@ def measure() -> dict[str, Any]:
             lambda result: result.candidates,
         ),
         "random candidates": (lambda: evaluated(evaluator, flat), lambda count: count),
-        "plan by plan": (lambda: [figures(one) for one in some], lambda _: len(some)),
+        "plan by plan": (lambda: [plan_figures(one) for one in some], lambda _: len(some)),
     }
     least: dict[str, float] = {}
     counts = {name: count(work()) for name, (work, count) in kinds.items()}
@@ -112,14 +112,15 @@ def measure() -> dict[str, Any]:
         "rate_per_second": rates,
         "ratio": {name: rate / rates["plan by plan"] for name, rate in rates.items()},
         "candidates": counts,
-        "replan_ms": 1e3 * min(timed(partial(figures, one)) for one in some for _ in range(ROUNDS)),
+        "replan_ms": 1e3
+        * min(timed(partial(plan_figures, one)) for one in some for _ in range(ROUNDS)),
         "import_s": min(float(_python(IMPORT)) for _ in range(ROUNDS)),
         "whole_process": _whole(),
         "largest_difference_from_estimate": _difference(evaluator, found, draw),
     }
 
 
-def _legal(evaluator: Evaluator, cell: Cell, draw: random.Random) -> int:
+def _legal(evaluator: CellEvaluator, cell: Cell, draw: random.Random) -> int:
     e = evaluator(cell, cell.grid())
     return int(draw.choice(np.flatnonzero(np.broadcast_to(e.legal, e.shape)).tolist()))
 
@@ -140,14 +141,14 @@ def _python(code: str, *words: str) -> str:
     ).stdout
 
 
-def _difference(evaluator: Evaluator, found: list[Cell], draw: random.Random) -> float:
+def _difference(evaluator: CellEvaluator, found: list[Cell], draw: random.Random) -> float:
     """Of step time between the search and `estimate`, relative, over random candidates."""
-    space, worst = space_of(Plan.model_validate(LARGE), "wide"), 0.0
+    space, worst = search_space(Plan.model_validate(LARGE), "wide"), 0.0
     for cell in draw.choices(found, k=EQUAL):
         number = _legal(evaluator, cell, draw)
         e = evaluator(cell, cell.grid())
         at = float(e.at(e.seconds, np.array([number]))[0])
-        whole = float(estimate(plan_of(space, cell.choice(number))).step_seconds or 0.0)
+        whole = float(estimate(candidate_plan(space, cell.choice(number))).step_seconds or 0.0)
         worst = max(worst, abs(whole / at - 1))
     return worst
 

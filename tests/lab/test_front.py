@@ -91,6 +91,6 @@ def test_a_result_without_plans_says_why_and_escapes_it() -> None:
 @pytest.mark.parametrize("length", [1, 12, 13, 57])
 def test_a_long_front_is_thinned_between_its_ends(length: int) -> None:
     front = tuple(replace(synthetic.found().top[0], seconds=float(i)) for i in range(length))
-    kept = result_tables.thinned(front)
+    kept = result_tables.thin_front(front)
     assert len(kept) == min(length, 12) and (kept[0], kept[-1]) == (front[0], front[-1])
     assert [one.seconds for one in kept] == sorted({one.seconds for one in kept})

@@ -26,7 +26,7 @@ from workbench.machine.calibration_file import (
 )
 from workbench.plan.schema import Plan, build_plan
 from workbench.planner import estimate
-from workbench.planner.calibrated_plan import calibrated, on_machine
+from workbench.planner.calibrated_plan import calibrated_hardware, with_calibration
 from workbench.planner.run_feedback import StepObservation, error, scale, step_observation
 from workbench.planner.search import search
 
@@ -209,12 +209,12 @@ def test_coefficients_are_never_negative() -> None:
 
 def test_without_a_calibration_nothing_changes() -> None:
     full = plan().resolve()
-    assert calibrated(full) == (full.gpu, full.fabric, {})
+    assert calibrated_hardware(full) == (full.gpu, full.fabric, {})
 
 
 def test_a_calibrated_plan_has_the_measured_figures(kept: Path) -> None:
     full = plan(kept).resolve()
-    card, fabric, changed = calibrated(full)
+    card, fabric, changed = calibrated_hardware(full)
     assert card.tflops == pytest.approx(
         {"fp32": RATE / 2 / 1e12}
     ) and card.bandwidth_gbs == pytest.approx(5.0)
@@ -233,7 +233,7 @@ def test_a_calibrated_plan_has_the_measured_figures(kept: Path) -> None:
 
 def test_one_rank_keeps_its_link(kept: Path) -> None:
     full = plan(kept, gpus=1, strategy="single").resolve()
-    card, fabric, changed = calibrated(full)
+    card, fabric, changed = calibrated_hardware(full)
     assert (card.link_gbs, fabric.link_latency_us) == (
         full.gpu.link_gbs,
         full.fabric.link_latency_us,
@@ -254,7 +254,7 @@ def test_a_published_peak_stays_and_shares_are_of_it(tmp_path: Path) -> None:
     full = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3").replace(
         **{"cluster.calibration": str(path)}
     )
-    card, _, changed = calibrated(full.resolve())
+    card, _, changed = calibrated_hardware(full.resolve())
     published = full.resolve().gpu
     assert (card.tflops, card.bandwidth_gbs) == (published.tflops, published.bandwidth_gbs)
     assert changed["gemm_share"] == pytest.approx(
@@ -359,9 +359,9 @@ def test_a_search_fetches_the_constants_of_a_number_of_stages_once(
 
     def counted(full: Plan) -> Any:
         fetched.append(full)
-        return on_machine(full)
+        return with_calibration(full)
 
-    monkeypatch.setattr("workbench.planner.search.cell_evaluation.on_machine", counted)
+    monkeypatch.setattr("workbench.planner.search.cell_evaluation.with_calibration", counted)
     search(plan(kept, 4), space="wide")
     staged = [full.strategy.pipeline.size for full in fetched if full.strategy.pipeline.size > 1]
     assert staged and len(staged) == len(set(staged)) and len(fetched) <= len(set(staged)) + 3
@@ -382,7 +382,7 @@ def test_a_plan_of_refused_figures_takes_the_catalogs_and_says_so(tmp_path: Path
     )
     assert calibration_file.read(path).doubt == "1 figure unsteady, 1 figure refused"
     full = plan(path).resolve()
-    card, fabric, _ = calibrated(full)
+    card, fabric, _ = calibrated_hardware(full)
     assert (
         card.link_gbs == full.gpu.link_gbs and fabric.link_latency_us == full.fabric.link_latency_us
     )

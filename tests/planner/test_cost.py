@@ -13,7 +13,7 @@ from workbench.errors import PlanError
 from workbench.machine import gpu_catalog
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.training_cost import Cost, cost, power, watts_per_card
+from workbench.planner.training_cost import TrainingCost, power_model, training_cost, watts_per_gpu
 
 
 def priced(
@@ -22,15 +22,15 @@ def priced(
     tokens: float | None = None,
     price: float | None = None,
     **sets: Any,
-) -> Cost:
+) -> TrainingCost:
     plan = Plan.of("llama-3-8b", gpu=gpu, gpus=8, strategy="fsdp", set=sets)
-    return cost(plan.resolve(), estimate(plan), tokens, price)
+    return training_cost(plan.resolve(), estimate(plan), tokens, price)
 
 
 def test_days_hours_and_money_follow_from_the_step() -> None:
     plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=8, strategy="fsdp")
     profile = estimate(plan)
-    found = cost(plan.resolve(), profile, tokens=10**12, price=2.5)
+    found = training_cost(plan.resolve(), profile, tokens=10**12, price=2.5)
     assert profile.step_seconds is not None
     step_tokens = plan.resolve().training.global_batch * plan.resolve().training.sequence_length
     assert found.tokens_per_second == pytest.approx(step_tokens / profile.step_seconds)
@@ -67,14 +67,14 @@ def test_a_price_without_a_source_is_in_no_catalog_entry() -> None:
 
 def test_a_node_under_full_load_draws_what_was_measured() -> None:
     """8 H100 under intensive training: 76 % of the 10.2 kW that the node is rated (2506.14551)."""
-    watts = watts_per_card(gpu_catalog.gpus()["h100-sxm-80gb"].gpu, 1.0)
+    watts = watts_per_gpu(gpu_catalog.gpus()["h100-sxm-80gb"].gpu, 1.0)
     assert watts is not None
-    assert 8 * watts / power().pue == pytest.approx(0.76 * 10200, rel=0.02)
+    assert 8 * watts / power_model().pue == pytest.approx(0.76 * 10200, rel=0.02)
 
 
 def test_energy_grows_with_the_share_that_computes_and_never_leaves_the_ratings() -> None:
     card = gpu_catalog.gpus()["a100-sxm-80gb"].gpu
-    drawn = [watts_per_card(card, share) for share in (0.0, 0.5, 1.0, 2.0)]
+    drawn = [watts_per_gpu(card, share) for share in (0.0, 0.5, 1.0, 2.0)]
     assert drawn[0] is not None and 0 < drawn[0] < drawn[1] < drawn[2] == drawn[3]  # type: ignore[operator]
     found = priced(tokens=10**9)
     assert found.watts is not None and found.kwh == pytest.approx(

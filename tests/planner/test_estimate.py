@@ -21,7 +21,7 @@ from workbench.costmodel.rates.constants import constants
 from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.memory_advice import other_gpus
+from workbench.planner.plan_changes import larger_gpus
 from workbench.profile import CATEGORIES, COLUMNS, MOMENTS, Profile
 
 
@@ -221,7 +221,7 @@ def test_advice_stays_on_the_gpus_of_the_plan_as_long_as_any_plan_fits_them(
     ("gpu", "own"), [("mi250x-gcd", "mi"), ("a100-sxm-40gb", ""), ("ascend-910", "ascend")]
 )
 def test_another_gpu_is_first_one_of_the_same_vendor(gpu: str, own: str) -> None:
-    names = [change["cluster.gpu"] for change in other_gpus(on_card(gpu)) if len(change) == 1]
+    names = [change["cluster.gpu"] for change in larger_gpus(on_card(gpu)) if len(change) == 1]
     amd = [name.startswith("mi") for name in names]
     assert names[0].startswith(own) and (amd == sorted(amd, reverse=own == "mi"))
 

@@ -16,9 +16,9 @@ from workbench.costmodel.memory.peak_memory import PeakMemory, num_communicators
 from workbench.costmodel.memory.reported_memory import reported_memory
 from workbench.costmodel.rates.constants import constants
 from workbench.plan.schema import Plan
-from workbench.planner.validation.framework_names import named
-from workbench.planner.validation.measured_rows import row
-from workbench.planner.validation.row_to_plan import Expressed, express
+from workbench.planner.validation.framework_names import find_framework
+from workbench.planner.validation.measured_rows import parse_row
+from workbench.planner.validation.row_to_plan import PlannedRow, row_to_plan
 
 LIT = {
     "id": "a-1",
@@ -65,8 +65,8 @@ def live(w: Workload) -> PeakMemory:
     return peak_memory(w, constants(s.gpu, s.kernels, s.stack))
 
 
-def lit(**changes: str) -> Expressed:
-    return express(row({**LIT, **changes}))
+def lit(**changes: str) -> PlannedRow:
+    return row_to_plan(parse_row({**LIT, **changes}))
 
 
 @pytest.mark.parametrize(("kernels", "down"), [("fused", 1), ("compiled", 0)])
@@ -98,7 +98,9 @@ def test_a_compiled_loss_keeps_logits_and_their_gradient_in_16_bits(
 
 
 def test_a_report_of_2024_means_the_torchtitan_of_then() -> None:
-    then, now = (named("torchtitan (FSDP2)", True, True, year) for year in (2024.12, 2025.06))
+    then, now = (
+        find_framework("torchtitan (FSDP2)", True, True, year) for year in (2024.12, 2025.06)
+    )
     assert (then.name, now.name) == ("torchtitan-2024", "torchtitan")
     assert then.family == now.family == "torchtitan"
 

@@ -12,7 +12,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import choose_for_plan
 from workbench.planner.autoshard.plan_problem import machine_model, tensor_bytes
-from workbench.planner.calibrated_plan import on_machine
+from workbench.planner.calibrated_plan import with_calibration
 
 
 def resolved(gpus: int = 8, **changes: object) -> ResolvedPlan:
@@ -31,7 +31,7 @@ def test_a_calibrated_plan_is_priced_with_its_measured_curves(tmp_path: Path) ->
     datasheet, measured = (calibration.plan(of).resolve() for of in (None, path))
     found = choose_for_plan(measured)
     assert found.seconds != choose_for_plan(datasheet).seconds
-    full, known = on_machine(measured)
+    full, known = with_calibration(measured)
     link = machine_model(measured, 2).links[0]
     assert link.bandwidth == full.gpu.link_gbs * 1e9 * known.link_share
     assert link.latency == full.fabric.link_latency_us * 1e-6

@@ -14,7 +14,7 @@ from workbench.costmodel.rates.constants import constants
 from workbench.machine import gpu_catalog
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.axis_placement import placements
+from workbench.planner.axis_placement import rank_placements
 
 FABRIC = {**gpu_catalog.clusters()["dgx-h100"].model_dump(), "name": "racks"}
 
@@ -65,7 +65,7 @@ def test_known_racks_are_narrower_outside(name: str) -> None:
 
 
 def test_placements_are_ranked_by_the_step_that_the_estimate_says() -> None:
-    ranked = placements(racked(4))
+    ranked = rank_placements(racked(4))
     assert [one.seconds for one in ranked] == sorted(one.seconds for one in ranked)
     assert len({one.order for one in ranked}) == 6  # three axes of several ranks
     for one in (ranked[0], ranked[-1]):
@@ -74,7 +74,7 @@ def test_placements_are_ranked_by_the_step_that_the_estimate_says() -> None:
 
 
 def test_what_moves_most_stands_innermost_and_the_reason_says_so() -> None:
-    best, worst = placements(racked(4))[0], placements(racked(4))[-1]
+    best, worst = rank_placements(racked(4))[0], rank_placements(racked(4))[-1]
     loudest = best.axes[0]
     assert (loudest.axis, loudest.reach) == ("tensor", "node") and best.order.index("tensor") < 2
     assert next(axis for axis in worst.axes if axis.axis == "tensor").reach != "node"
@@ -87,9 +87,9 @@ def test_what_moves_most_stands_innermost_and_the_reason_says_so() -> None:
 
 def test_unequal_replicas_keep_the_pipeline_outermost() -> None:
     plan = racked(4, **{"strategy.pipeline.size": 2, "strategy.pipeline.replicas": [12, 4]})
-    assert {one.order[-1] for one in placements(plan)} == {"pipeline"}
+    assert {one.order[-1] for one in rank_placements(plan)} == {"pipeline"}
 
 
 def test_one_rank_has_one_placement() -> None:
-    (only,) = placements(Plan.of("tiny", gpu="h100-sxm-80gb", gpus=1))
+    (only,) = rank_placements(Plan.of("tiny", gpu="h100-sxm-80gb", gpus=1))
     assert only.reason == "one rank moves nothing"

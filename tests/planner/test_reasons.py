@@ -12,9 +12,9 @@ import pytest
 
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.explain import Effect, explain, neighbours, sensitivity, why
-from workbench.planner.explain.bottlenecks import binding, crosses
-from workbench.planner.explain.plan_figures import figures
+from workbench.planner.explain import ChangeEffect, explain, neighbours, sensitivity, why
+from workbench.planner.explain.bottlenecks import find_bottleneck, leaves_node
+from workbench.planner.explain.plan_figures import plan_figures
 
 CARD = "h100-sxm-80gb"
 
@@ -33,7 +33,7 @@ def unfit() -> Plan:
     return on("llama-3-8b", 16, "ddp", "v100-sxm2-32gb")
 
 
-def named(effects: list[Effect], start: str) -> Effect:
+def named(effects: list[ChangeEffect], start: str) -> ChangeEffect:
     return next(effect for effect in effects if effect.name.startswith(start))
 
 
@@ -42,7 +42,7 @@ def test_a_plan_that_does_not_fit_is_bound_by_memory_and_the_sentence_has_the_es
     unfit: Plan,
 ) -> None:
     found, profile = why(unfit), estimate(unfit)
-    assert found.binding.constraint == "memory" and found.sentence == found.binding.memory
+    assert found.bottleneck.constraint == "memory" and found.sentence == found.bottleneck.memory
     peak = max(profile.peak_bytes_by_rank.values())
     assert f"{peak / 2**30:,.1f} GiB" in found.sentence and "too much" in found.sentence
     rows = profile.memory[(profile.memory.moment == "peak") & (profile.memory["rank"] == 0)]
@@ -55,8 +55,8 @@ def test_a_plan_that_does_not_fit_is_bound_by_memory_and_the_sentence_has_the_es
 
 def test_a_plan_that_fits_is_bound_by_the_largest_part_of_its_step(megatron: Plan) -> None:
     found, parts = why(megatron), estimate(megatron).notes["time"]
-    assert found.binding.constraint == max(parts, key=parts.get) and found.fixes == ()
-    share = parts[found.binding.constraint] / sum(parts.values())
+    assert found.bottleneck.constraint == max(parts, key=parts.get) and found.fixes == ()
+    share = parts[found.bottleneck.constraint] / sum(parts.values())
     assert f"({100 * share:.0f} %)" in found.sentence and "(estimated)" in found.sentence
 
 
@@ -67,31 +67,30 @@ def test_communication_is_told_with_the_link_that_it_rides(nodes: int, words: st
     plan = on("llama-3-8b", 16, "megatron-tp", **{"strategy.tensor.size": 8 * nodes})
     profile = estimate(plan)
     assert profile.notes["time"]["tensor_comm"] > 0.05 * sum(profile.notes["time"].values())
-    assert words in binding(plan.resolve(), profile).time
+    assert words in find_bottleneck(plan.resolve(), profile).time
 
 
 def test_a_group_crosses_nodes_where_its_ranks_span_more_than_one() -> None:
     full = on(
         "llama-3-8b", 32, "megatron-3d", **{"strategy.tensor.size": 8, "strategy.pipeline.size": 2}
     ).resolve()
-    assert [axis for axis in ("tensor", "context", "data", "pipeline") if crosses(full, axis)] == [
-        "data",
-        "pipeline",
-    ]
+    assert [
+        axis for axis in ("tensor", "context", "data", "pipeline") if leaves_node(full, axis)
+    ] == ["data", "pipeline"]
 
 
 def test_a_bubble_is_told_by_its_formula() -> None:
     plan = on("llama-3-8b", 8, "dapple", **{"training.global_batch": 8})
-    assert "(stages - 1) / microbatches = 7 / 8" in why(plan).binding.time
+    assert "(stages - 1) / microbatches = 7 / 8" in why(plan).bottleneck.time
 
 
 def test_a_card_almost_full_is_told() -> None:
     plan = on("llama-3-8b", 64, "zero-3")
-    peak = figures(plan.resolve()).peak_bytes / 2**30
+    peak = plan_figures(plan.resolve()).peak_bytes / 2**30
     near = plan.replace(**{"cluster.gpu.memory_gib": peak / 0.95})
     assert (
-        "near the limit" in why(near).binding.memory
-        and "near the limit" not in why(plan).binding.memory
+        "near the limit" in why(near).bottleneck.memory
+        and "near the limit" not in why(plan).bottleneck.memory
     )
 
 
@@ -192,7 +191,7 @@ def test_neighbours_that_fit_come_first_and_the_fastest_lead(megatron: Plan) -> 
 def test_kernels_are_no_step_from_the_plan_but_what_else_could_be_installed(megatron: Plan) -> None:
     assert not any("strategy.kernels" in effect.changes for effect in neighbours(megatron))
     other = named(sensitivity(megatron.replace(**{"strategy.kernels": "eager"})), "fused kernels")
-    assert other.after == figures(megatron.replace(**{"strategy.kernels": "fused"}).resolve())
+    assert other.after == plan_figures(megatron.replace(**{"strategy.kernels": "fused"}).resolve())
     assert other.after.seconds < other.before.seconds
 
 

@@ -15,12 +15,12 @@ from workbench.plan.catalog.catalog import models
 from workbench.plan.rules.legal_sizes import exceeds, grids
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.explain.plan_figures import figures
+from workbench.planner.explain.plan_figures import plan_figures
 from workbench.planner.search import result_tables, search
-from workbench.planner.search.cell_evaluation import Evaluator
-from workbench.planner.search.cells import cells
-from workbench.planner.search.constraints import narrowed, parse
-from workbench.planner.search.search_space import Space, plan_of, space_of
+from workbench.planner.search.cell_evaluation import CellEvaluator
+from workbench.planner.search.cells import search_cells
+from workbench.planner.search.constraints import narrow_space, parse_constraint
+from workbench.planner.search.search_space import SearchSpace, candidate_plan, search_space
 
 
 def of(model: str = "gpt3-175b", gpus: int = 512, /, **changes: Any) -> Plan:
@@ -28,10 +28,10 @@ def of(model: str = "gpt3-175b", gpus: int = 512, /, **changes: Any) -> Plan:
     return plan.replace(**{"training.global_batch": 3 * gpus, **changes})
 
 
-def legal_ones(space: Space) -> list[tuple[Any, int, float, float]]:
+def legal_ones(space: SearchSpace) -> list[tuple[Any, int, float, float]]:
     """(cell, number, seconds, peak) of every distinct legal candidate."""
-    evaluator, found = Evaluator.of(space), []
-    for cell in cells(space):
+    evaluator, found = CellEvaluator.of(space), []
+    for cell in search_cells(space):
         e = evaluator(cell, cell.grid())
         numbers = np.flatnonzero(np.broadcast_to(e.legal, e.shape))
         found += list(
@@ -57,14 +57,14 @@ def legal_ones(space: Space) -> list[tuple[Any, int, float, float]]:
     ids=["dense", "long", "mixture", "uneven"],
 )
 def test_a_candidate_is_what_estimate_says_of_its_plan(plan: Plan, where: list[str]) -> None:
-    space = narrowed(space_of(plan, "wide"), map(parse, where))
-    evaluator, draw = Evaluator.of(space), random.Random(0)
-    for cell in draw.sample(list(cells(space)), 30):
+    space = narrow_space(search_space(plan, "wide"), map(parse_constraint, where))
+    evaluator, draw = CellEvaluator.of(space), random.Random(0)
+    for cell in draw.sample(list(search_cells(space)), 30):
         e = evaluator(cell, cell.grid())
         legal = np.flatnonzero(np.broadcast_to(e.legal, e.shape)).tolist()
         numbers = np.array(draw.sample(legal, min(2, len(legal))), dtype=int)
         for number, seconds, peak in zip(numbers, e.at(e.seconds, numbers), e.at(e.peak, numbers)):
-            found = estimate(plan_of(space, cell.choice(number)))
+            found = estimate(candidate_plan(space, cell.choice(number)))
             assert found.step_seconds == pytest.approx(seconds, rel=1e-9)
             assert max(found.peak_bytes_by_rank.values()) == pytest.approx(peak, rel=1e-9, abs=32)
 
@@ -73,7 +73,7 @@ def test_a_candidate_is_what_estimate_says_of_its_plan(plan: Plan, where: list[s
 @pytest.mark.parametrize("kind", ["default", "vast"])
 def test_every_tensor_size_of_the_space_is_legal(model: str, kind: str) -> None:
     plan = Plan.model_validate({"model": model, "cluster": {"gpu": "h100-sxm-80gb", "gpus": 48}})
-    sizes = [size for size in space_of(plan, kind).tensor if isinstance(size, int)]
+    sizes = [size for size in search_space(plan, kind).tensor if isinstance(size, int)]
     for size in sizes:
         assert not exceeds(plan.resolve().shape, size)
         found = plan.replace(
@@ -83,14 +83,14 @@ def test_every_tensor_size_of_the_space_is_legal(model: str, kind: str) -> None:
 
 
 def test_sizes_that_pad_little_are_tried_and_those_that_pad_much_are_not() -> None:
-    assert space_of(of("gpt2-xl", 16, **{"training.sequence_length": 1024})).tensor == (
+    assert search_space(of("gpt2-xl", 16, **{"training.sequence_length": 1024})).tensor == (
         1,
         2,
         4,
         8,
     )  # 25 heads
     assert (
-        64 not in space_of(of("gpt3-175b", 512), "wide").tensor
+        64 not in search_space(of("gpt3-175b", 512), "wide").tensor
     )  # of 96 heads the widest rank would have 2
 
 
@@ -103,27 +103,28 @@ def test_so_is_one_of_any_kernels_and_on_any_tensor_grid(
     model: str, stack: str, algorithm: str
 ) -> None:
     plan = of(model, 64, **{"strategy.stack": stack})
-    space = narrowed(
-        space_of(plan, "vast"), map(parse, (*FEW, f"strategy.tensor.algorithm={algorithm}"))
+    space = narrow_space(
+        search_space(plan, "vast"),
+        map(parse_constraint, (*FEW, f"strategy.tensor.algorithm={algorithm}")),
     )
     draw, every = random.Random(2), legal_ones(space)
     kinds = ("eager", "compiled", "fused")
     drawn = {
-        kind: draw.sample([one for one in every if one[0].setting.kernels == kind], 4)
+        kind: draw.sample([one for one in every if one[0].fixed.kernels == kind], 4)
         for kind in kinds
     }
     for kind, (cell, number, seconds, peak) in (
         (kind, one) for kind, ones in drawn.items() for one in ones
     ):
-        full = plan_of(space, cell.choice(number)).resolve()
+        full = candidate_plan(space, cell.choice(number)).resolve()
         assert full.strategy.tensor.algorithm == algorithm and isinstance(
             full.strategy.tensor.size, int
         ) == (algorithm == "1d")
-        found = figures(full)
+        found = plan_figures(full)
         assert found.seconds == pytest.approx(seconds, rel=1e-9)
         assert found.peak_bytes == pytest.approx(peak, rel=1e-9, abs=32)
         assert full.strategy.kernels == kind
-    assert {cell.setting.kernels for cell, *_ in every} == set(kinds)
+    assert {cell.fixed.kernels for cell, *_ in every} == set(kinds)
 
 
 FEW = (
@@ -139,8 +140,9 @@ FEW = (
 
 
 def test_the_largest_space_holds_every_legal_grid() -> None:
-    space = narrowed(
-        space_of(of("llama-3-8b", 64), "vast"), map(parse, (*FEW, "strategy.tensor.algorithm!=1d"))
+    space = narrow_space(
+        search_space(of("llama-3-8b", 64), "vast"),
+        map(parse_constraint, (*FEW, "strategy.tensor.algorithm!=1d")),
     )
     shape = space.base.shape
     every = {
@@ -148,8 +150,8 @@ def test_the_largest_space_holds_every_legal_grid() -> None:
     }
     same = {(name, grid) for name, grid in every if grid[0] == 1 or grid[2:] == (1,)}
     found = {
-        (cell.setting.algorithm, tuple(split.size(cell.setting.algorithm)))  # type: ignore[arg-type]
-        for cell in cells(space)
+        (cell.fixed.algorithm, tuple(split.size(cell.fixed.algorithm)))  # type: ignore[arg-type]
+        for cell in search_cells(space)
         for split in cell.values["split"]
     }
     assert found == every - same
@@ -199,10 +201,10 @@ def test_what_was_found_is_told_without_completing_its_plans_again(
 def test_candidates_are_distinct_plans() -> None:
     plan = of("llama-3-8b", 16)
     few = ["strategy.recompute=none", "strategy.data.zero in 0,3", "strategy.data.bucket_mib=25"]
-    space = narrowed(space_of(plan, "vast"), map(parse, few))
+    space = narrow_space(search_space(plan, "vast"), map(parse_constraint, few))
     drawn = random.Random(1).sample(legal_ones(space), 300)
     plans = {
-        plan_of(space, cell.choice(number)).resolve().model_dump_json()
+        candidate_plan(space, cell.choice(number)).resolve().model_dump_json()
         for cell, number, *_ in drawn
     }
     assert len(plans) == 300
@@ -234,10 +236,10 @@ def test_brute_force_finds_the_same(objective: str, kind: str) -> None:
         ]
     found = search(plan, objective, space=kind, where=where)
     worlds = (8,) if objective == "time" else (8, 4, 2, 1)
-    space = narrowed(space_of(plan, kind, worlds), map(parse, where))
+    space = narrow_space(search_space(plan, kind, worlds), map(parse_constraint, where))
     rows = []
     for cell, number, *_ in legal_ones(space):
-        profile = estimate(plan_of(space, cell.choice(number)))
+        profile = estimate(candidate_plan(space, cell.choice(number)))
         score = {"time": 1, "cost": profile.world_size, "gpus": 0}[objective] * profile.step_seconds
         rows.append(
             (profile.world_size if objective == "gpus" else 0, score, profile.step_seconds, profile)
@@ -256,7 +258,7 @@ def test_no_candidate_beats_the_front() -> None:
     front = [(one.seconds, one.peak_bytes) for one in found.pareto]
     assert front == sorted(front) and len(front) > 3
     capacity = found.top[0].plan.resolve().gpu.memory_gib * 2**30
-    for _, _, seconds, peak in legal_ones(space_of(plan)):
+    for _, _, seconds, peak in legal_ones(search_space(plan)):
         if peak <= capacity:
             assert any(s <= seconds and p <= peak for s, p in front)
     assert found.top[0].seconds == front[0][0]
@@ -326,16 +328,16 @@ def test_a_missed_deadline_says_the_days_and_how_many_gpus_would_do() -> None:
 
 def test_tokens_give_days_and_cost_and_a_reason_for_fewer_gpus() -> None:
     found = search(of("gpt2-xl", 64), "cost", top=2, tokens=1e12)
-    first, row = found.top[0], result_tables.row(found, found.top[0])
-    assert result_tables.heads(found)[4:6] == ("time", "cost") and len(row) == len(
-        result_tables.heads(found)
+    first, row = found.top[0], result_tables.table_row(found, found.top[0])
+    assert result_tables.table_heads(found)[4:6] == ("time", "cost") and len(row) == len(
+        result_tables.table_heads(found)
     )
     bill, price = found.bill(first), found.price_per_hour
     assert bill["dollars"] == pytest.approx(bill["days"] * 24 * first.plan.world_size * price)
     assert row[5] == f"${bill['dollars']:,.0f}" and "days" in found.to_json()["top"][0]
     used = first.plan.world_size
-    assert used < 64 and f"The first uses {used} of 64 GPUs" in result_tables.told(found)
-    assert all(len(plans) <= 2 for _, plans in result_tables.tables(found))
+    assert used < 64 and f"The first uses {used} of 64 GPUs" in result_tables.search_text(found)
+    assert all(len(plans) <= 2 for _, plans in result_tables.search_tables(found))
 
 
 def test_a_deadline_keeps_what_is_fast_enough() -> None:

@@ -12,7 +12,7 @@ from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.search import search
-from workbench.planner.search.constraints import parse
+from workbench.planner.search.constraints import parse_constraint
 
 PLAN = Plan.model_validate({"model": "gpt2", "cluster": {"gpu": "h100-sxm-80gb", "gpus": 16}})
 
@@ -102,4 +102,4 @@ def test_a_condition_that_cannot_be_meant_is_refused(where: str) -> None:
     ],
 )
 def test_a_condition_lists_numbers_and_grids(written: str, values: list[Any]) -> None:
-    assert parse(f"strategy.tensor.size in {written}").value == values
+    assert parse_constraint(f"strategy.tensor.size in {written}").value == values

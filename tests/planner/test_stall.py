@@ -21,7 +21,7 @@ from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time, step_time_bounds, step_time_parts
 from workbench.plan.schema import Plan
-from workbench.planner.calibrated_plan import on_machine
+from workbench.planner.calibrated_plan import with_calibration
 
 
 def setting(
@@ -39,7 +39,7 @@ def setting(
         "training": {"global_batch": 256, "micro_batch": micro_batch, "sequence_length": 4096},
         "strategy": strategy,
     }
-    full, constants = on_machine(Plan.model_validate(description).resolve())
+    full, constants = with_calibration(Plan.model_validate(description).resolve())
     return workload(full), replace(constants, **changed)
 
 

@@ -18,11 +18,11 @@ from workbench.plan.catalog import catalog
 from workbench.plan.parameter_count import parameters
 from workbench.planner import estimate
 from workbench.planner.validation import cell_parsers, predict
-from workbench.planner.validation.framework_names import named, stacks
-from workbench.planner.validation.gpu_names import card, fabric
-from workbench.planner.validation.measured_rows import Row, read, row
+from workbench.planner.validation.framework_names import find_framework, framework_defaults
+from workbench.planner.validation.gpu_names import find_fabric, find_gpu
+from workbench.planner.validation.measured_rows import MeasuredRow, parse_row, read_measured_rows
 from workbench.planner.validation.row_shapes import Inexpressible
-from workbench.planner.validation.row_to_plan import Expressed, complete, express
+from workbench.planner.validation.row_to_plan import PlannedRow, is_complete, row_to_plan
 
 LLAMA = {
     "id": "a-1",
@@ -63,8 +63,8 @@ def cells(**changes: str) -> dict[str | None, object]:
     return {**LLAMA, **changes}
 
 
-def said(**changes: str) -> Expressed:
-    return express(row(cells(**changes)))
+def said(**changes: str) -> PlannedRow:
+    return row_to_plan(parse_row(cells(**changes)))
 
 
 def reason(**changes: str) -> str:
@@ -88,7 +88,7 @@ def reason(**changes: str) -> str:
     ],
 )
 def test_memory_in_gib(text: str, unit: str, expected: float | None) -> None:
-    assert cell_parsers.gib(text, unit) == (pytest.approx(expected) if expected else None)
+    assert cell_parsers.memory_gib(text, unit) == (pytest.approx(expected) if expected else None)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_kind_of_memory(text: str, expected: str) -> None:
     ],
 )
 def test_status(text: str, expected: str) -> None:
-    assert cell_parsers.status(text, True) == expected
+    assert cell_parsers.run_status(text, True) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_status(text: str, expected: str) -> None:
     ],
 )
 def test_precision(text: str, expected: str | None) -> None:
-    assert cell_parsers.precision(text) == expected
+    assert cell_parsers.narrowest_precision(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_precision(text: str, expected: str | None) -> None:
     ],
 )
 def test_recompute(text: str, expected: Any) -> None:
-    assert cell_parsers.recompute(text, 6) == expected
+    assert cell_parsers.recompute_kind(text, 6) == expected
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_recompute(text: str, expected: Any) -> None:
     ],
 )
 def test_fused_attention(text: str, expected: bool | None) -> None:
-    assert cell_parsers.flash(text) is expected
+    assert cell_parsers.is_fused_attention(text) is expected
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_fused_attention(text: str, expected: bool | None) -> None:
     ],
 )
 def test_zero(stage: str, sharding: str, expected: int | None) -> None:
-    assert cell_parsers.zero(stage, sharding) == expected
+    assert cell_parsers.zero_stage(stage, sharding) == expected
 
 
 @pytest.mark.parametrize(
@@ -217,21 +217,23 @@ def test_zero(stage: str, sharding: str, expected: int | None) -> None:
     ],
 )
 def test_offload(text: str, expected: str) -> None:
-    assert cell_parsers.offload(text) == expected
+    assert cell_parsers.offload_kind(text) == expected
 
 
 def test_versions_and_recipes_of_a_stack_are_its_own_profiles() -> None:
-    assert cell_parsers.year("26.04.01 NeMo Container / Pre-Training") == 2026.04
-    assert cell_parsers.year("benchmarks/llama3_h100_202412.md") == 2024.12
-    assert cell_parsers.year("Table 26.04 of a paper") is None
-    now, then = (named("Megatron-Bridge/mcore", False, True, year) for year in (2026.06, 2026.04))
+    assert cell_parsers.report_year("26.04.01 NeMo Container / Pre-Training") == 2026.04
+    assert cell_parsers.report_year("benchmarks/llama3_h100_202412.md") == 2024.12
+    assert cell_parsers.report_year("Table 26.04 of a paper") is None
+    now, then = (
+        find_framework("Megatron-Bridge/mcore", False, True, year) for year in (2026.06, 2026.04)
+    )
     assert (now.name, then.name, then.family) == (
         "megatron-bridge",
         "megatron-bridge-2025",
         "megatron-bridge",
     )
-    assert then.defaults == now.defaults and then.gigabyte == now.gigabyte
-    row_by_row = named("torchtitan", False, True, rowwise=True)
+    assert then.defaults == now.defaults and then.bytes_per_gb == now.bytes_per_gb
+    row_by_row = find_framework("torchtitan", False, True, rowwise=True)
     assert (row_by_row.name, row_by_row.family) == ("torchtitan-rowwise", "torchtitan")
 
 
@@ -251,7 +253,7 @@ def test_versions_and_recipes_of_a_stack_are_its_own_profiles() -> None:
     ],
 )
 def test_cards_by_words(text: str, memory: float | None, name: str, gib: float) -> None:
-    found = card(text, memory)
+    found = find_gpu(text, memory)
     assert found is not None
     assert (found.name, found.memory_gib) == (name, pytest.approx(gib))
 
@@ -262,11 +264,11 @@ def test_unknown_cards_are_reported(text: str) -> None:
 
 
 def test_networks_by_words() -> None:
-    usual = fabric("h100-sxm-80gb", "nothing said")
+    usual = find_fabric("h100-sxm-80gb", "nothing said")
     assert usual.name == "dgx-h100"
-    assert fabric("h100-sxm-80gb", "efa (aws p5) inter-node").nic_latency_us == 35.0
-    assert fabric("a100-sxm-80gb", "4x100gb roce between nodes").nic_gbs == 50.0
-    assert fabric("v100-sxm2-32gb", "4-gpu v100 nodes (nvlink), omni-path").gpus_per_node == 4
+    assert find_fabric("h100-sxm-80gb", "efa (aws p5) inter-node").nic_latency_us == 35.0
+    assert find_fabric("a100-sxm-80gb", "4x100gb roce between nodes").nic_gbs == 50.0
+    assert find_fabric("v100-sxm2-32gb", "4-gpu v100 nodes (nvlink), omni-path").gpus_per_node == 4
 
 
 def test_a_row_becomes_a_plan() -> None:
@@ -396,9 +398,11 @@ def test_a_bare_gb_is_what_the_stack_prints() -> None:
 
 
 def test_rows_that_their_table_warns_of() -> None:
-    assert row(cells(kind="measured (author warns +-40% from network noise)")).doubted
-    assert row(cells(notes="duplicate config in source with another value")).doubted
-    assert not row(cells()).doubted
+    assert parse_row(
+        cells(kind="measured (author warns +-40% from network noise)")
+    ).flagged_by_source
+    assert parse_row(cells(notes="duplicate config in source with another value")).flagged_by_source
+    assert not parse_row(cells()).flagged_by_source
 
 
 def test_defaults_of_several_devices() -> None:
@@ -411,7 +415,7 @@ def test_defaults_of_several_devices() -> None:
 def test_adapters_take_the_stack_default() -> None:
     lora = said(framework="NeMo 24.07", table="Finetuning LoRA").plan.training.lora
     assert lora is not None
-    assert lora.rank == stacks()["nemo"].defaults["training.lora.rank"]
+    assert lora.rank == framework_defaults()["nemo"].defaults["training.lora.rank"]
     stated = said(framework="NeMo 24.07", notes="LoRA rank=16").plan.training.lora
     assert stated is not None
     assert stated.rank == 16
@@ -434,7 +438,7 @@ def test_adapters_take_the_stack_default() -> None:
     ],
 )
 def test_stacks_by_words(framework: str, sharded: bool, flash: bool, expected: str) -> None:
-    assert named(framework, sharded, flash).name == expected
+    assert find_framework(framework, sharded, flash).name == expected
 
 
 def figures(entry: Any) -> list[dict[str, Any]]:
@@ -470,11 +474,11 @@ def test_stacks_say_only_what_is_sourced() -> None:
 
 
 def test_complete_rows_are_those_with_what_decides_the_cost() -> None:
-    assert complete(row(cells(recompute="", zero_stage="", seq_parallel="")))
+    assert is_complete(parse_row(cells(recompute="", zero_stage="", seq_parallel="")))
     for field in ("layers", "hidden", "heads", "ffn", "seq", "gpu", "mbs"):
-        assert not complete(row(cells(**{field: ""}))), field
-    assert not complete(row(cells(gbs="", grad_accum="")))
-    assert not complete(row(cells(n_experts="8")))
+        assert not is_complete(parse_row(cells(**{field: ""}))), field
+    assert not is_complete(parse_row(cells(gbs="", grad_accum="")))
+    assert not is_complete(parse_row(cells(n_experts="8")))
 
 
 def test_predict_is_estimate() -> None:
@@ -550,11 +554,11 @@ WORDS = st.text(max_size=30) | st.sampled_from(
     )
 )
 def test_no_row_fails(changes: dict[str, str]) -> None:
-    found = row(cells(**changes))
-    assert isinstance(found, Row)
-    complete(found)
+    found = parse_row(cells(**changes))
+    assert isinstance(found, MeasuredRow)
+    is_complete(found)
     try:
-        plan = express(found).plan
+        plan = row_to_plan(found).plan
     except Inexpressible as why:
         assert str(why)
     else:
@@ -572,8 +576,8 @@ def write(path: Path, rows: list[dict[str | None, object]]) -> Path:
 def test_files_with_oddities(tmp_path: Path) -> None:
     odd = tmp_path / "odd.csv"
     odd.write_bytes(b"\xef\xbb\xbfID, Layers ,n_gpus\n1,2,\x00\n\xff,,,,,\n\n")
-    assert [found.layers for found in read(odd)] == [2, None]
+    assert [found.layers for found in read_measured_rows(odd)] == [2, None]
     (tmp_path / "empty.csv").write_text("")
     for name in ("empty.csv", "missing.csv", "."):
         with pytest.raises(PlanError):
-            read(tmp_path / name)
+            read_measured_rows(tmp_path / name)

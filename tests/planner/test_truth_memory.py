@@ -25,7 +25,9 @@ def found() -> Validation:
 def errors(found: Validation, column: str, value: str) -> dict[str, Any]:
     table = found.table[found.table.measured_gib.notna()]
     chosen = table[table[column] == value]
-    return error_metrics.errors(chosen.predicted_gib, chosen.measured_gib, list(chosen.row))
+    return error_metrics.relative_errors(
+        chosen.predicted_gib, chosen.measured_gib, list(chosen.row)
+    )
 
 
 def test_nearly_every_complete_dense_row_is_expressed(found: Validation) -> None:
@@ -58,12 +60,14 @@ def test_whole_cards_are_read_within_a_few_percent(found: Validation) -> None:
 
 def test_ninety_five_percent_bounds_cover_what_they_say(found: Validation) -> None:
     table = found.table[found.table.measured_gib.notna()]
-    said = error_metrics.coverage(table.measured_gib, table.gib_low, table.gib_high)
+    said = error_metrics.interval_coverage(table.measured_gib, table.gib_low, table.gib_high)
     assert 0.92 <= said["below_high"] <= 0.98
 
 
 def test_what_ran_is_predicted_to_fit(found: Validation) -> None:
-    said = error_metrics.fit(found.table.needed_gib, found.table.card_gib, list(found.table.status))
+    said = error_metrics.fit_accuracy(
+        found.table.needed_gib, found.table.card_gib, list(found.table.status)
+    )
     assert said["ran"]["predicted_to_fit"] >= 0.98
 
 

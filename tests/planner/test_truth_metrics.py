@@ -18,9 +18,13 @@ from workbench import cli, verbs
 from workbench.errors import PlanError, refuse
 from workbench.plan.schema import Plan
 from workbench.planner.validation import Prediction, Validation, error_metrics, validate
-from workbench.planner.validation.measured_rows import row
-from workbench.planner.validation.row_consistency import flops, ratios, suspect
-from workbench.planner.validation.row_to_plan import Expressed, express
+from workbench.planner.validation.measured_rows import parse_row
+from workbench.planner.validation.row_consistency import (
+    consistency_ratios,
+    inconsistent,
+    model_flops_per_step,
+)
+from workbench.planner.validation.row_to_plan import PlannedRow, row_to_plan
 
 SHAPE = {
     "kind": "measured",
@@ -54,19 +58,21 @@ def cells(**changes: str) -> dict[str, str]:
     return {**SHAPE, **changes}
 
 
-def said(**changes: str) -> Expressed:
-    return express(row({**cells(**changes)}))
+def said(**changes: str) -> PlannedRow:
+    return row_to_plan(parse_row({**cells(**changes)}))
 
 
 def test_errors_by_hand() -> None:
-    found = error_metrics.errors([110, 80, 100, 103], [100, 100, 100, 100], ["a", "b", "c", "d"])
+    found = error_metrics.relative_errors(
+        [110, 80, 100, 103], [100, 100, 100, 100], ["a", "b", "c", "d"]
+    )
     assert found["rows"] == 4
     assert found["mape"] == pytest.approx((0.10 + 0.20 + 0 + 0.03) / 4)
     assert found["bias"] == pytest.approx((0.10 - 0.20 + 0 + 0.03) / 4)
     assert found["median_ape"] == pytest.approx((0.10 + 0.03) / 2)
     assert (found["within_5"], found["under_by_5"]) == (0.5, 0.25)
     assert found["worst"] == {"error": pytest.approx(-0.2), "row": "b"}
-    assert error_metrics.errors([], []) == {"rows": 0}
+    assert error_metrics.relative_errors([], []) == {"rows": 0}
 
 
 def test_spearman_is_scipys_with_ties() -> None:
@@ -78,22 +84,22 @@ def test_spearman_is_scipys_with_ties() -> None:
 
 def test_regret_of_first_and_of_three() -> None:
     predicted, measured = [1.0, 2.0, 3.0, 4.0, 5.0], [30.0, 11.0, 20.0, 10.0, 40.0]
-    assert error_metrics.regret(predicted, measured) == pytest.approx(2.0)
-    assert error_metrics.regret(predicted, measured, 3) == pytest.approx(0.1)
-    assert error_metrics.regret(predicted, measured, 4) == 0
+    assert error_metrics.selection_regret(predicted, measured) == pytest.approx(2.0)
+    assert error_metrics.selection_regret(predicted, measured, 3) == pytest.approx(0.1)
+    assert error_metrics.selection_regret(predicted, measured, 4) == 0
 
 
 def test_ranking_inside_groups_only() -> None:
     predicted, measured = [1, 2, 3, 4, 5, 9], [10, 20, 30, 40, 50, 1]
-    found = error_metrics.ranking(predicted, measured, ["g"] * 5 + ["alone"])
+    found = error_metrics.ranking_quality(predicted, measured, ["g"] * 5 + ["alone"])
     assert (found["groups"], found["rows"]) == (1, 5)
     assert found["spearman"] == pytest.approx(1)
     assert found["top_1_regret"] == 0
-    assert error_metrics.ranking([1.0], [1.0], ["g"]) == {"groups": 0, "rows": 0}
+    assert error_metrics.ranking_quality([1.0], [1.0], ["g"]) == {"groups": 0, "rows": 0}
 
 
 def test_fit_by_status() -> None:
-    found = error_metrics.fit(
+    found = error_metrics.fit_accuracy(
         [70, 90, 70, 90, 90], [80] * 5, ["ran", "ran", "out_of_memory", "out_of_memory", "failed"]
     )
     assert found["ran"] == {"rows": 2, "predicted_to_fit": 0.5}
@@ -102,33 +108,33 @@ def test_fit_by_status() -> None:
 
 
 def test_coverage_leaves_out_rows_without_an_interval() -> None:
-    found = error_metrics.coverage([10, 20, 30], [9, 21, np.nan], [11, 25, np.nan])
+    found = error_metrics.interval_coverage([10, 20, 30], [9, 21, np.nan], [11, 25, np.nan])
     assert found == {"rows": 2, "inside": 0.5, "below_high": 1.0}
 
 
 def test_one_calibrating_row_takes_away_a_scale() -> None:
     measured = np.array([10.0, 20.0, 40.0, 5.0, 7.0])
-    found = error_metrics.calibrated(
+    found = error_metrics.errors_after_calibration(
         measured * [2, 2, 2, 0.5, 0.5], measured, ["a", "a", "a", "b", "b"]
     )
     assert found["rows"] == 5
     assert found["mape"] == pytest.approx(0)
     # Of two rows that are 10 % apart, each calibrates the other: 1.1/1 - 1 and 1 - 1/1.1.
-    assert error_metrics.calibrated([1.0, 1.1], [1.0, 1.0], ["a", "a"])["mape"] == pytest.approx(
-        (0.1 + 1 - 1 / 1.1) / 2
-    )
+    assert error_metrics.errors_after_calibration([1.0, 1.1], [1.0, 1.0], ["a", "a"])[
+        "mape"
+    ] == pytest.approx((0.1 + 1 - 1 / 1.1) / 2)
 
 
 def test_leaving_one_source_out() -> None:
-    found = error_metrics.leave_one_out([1.0, 1.0, 1.0], [2.0, 2.0, 1.0], ["a", "b", "c"])
+    found = error_metrics.leave_one_group_out([1.0, 1.0, 1.0], [2.0, 2.0, 1.0], ["a", "b", "c"])
     assert found["by_group"] == {
         "a": pytest.approx(0.25),
         "b": pytest.approx(0.25),
         "c": pytest.approx(1.0),
     }
-    saved = error_metrics.reserve([1.0] * 4, [1.0, 1.1, 1.0, 3.0], ["a", "a", "b", "b"])
+    saved = error_metrics.memory_reserve([1.0] * 4, [1.0, 1.1, 1.0, 3.0], ["a", "a", "b", "b"])
     assert saved["covered"] == pytest.approx(0.75)
-    assert error_metrics.leave_one_out([1.0], [1.0], ["a"]) == {"groups": 1}
+    assert error_metrics.leave_one_group_out([1.0], [1.0], ["a"]) == {"groups": 1}
 
 
 def test_flops_are_six_a_weight_and_token() -> None:
@@ -136,17 +142,23 @@ def test_flops_are_six_a_weight_and_token() -> None:
     block = 12 * 1024**2
     tokens = 64 * 1024
     attention = 12 * 4 * 1024 * 1024 * tokens
-    assert flops(plan, causal=False) == pytest.approx(
+    assert model_flops_per_step(plan, causal=False) == pytest.approx(
         6 * (4 * block + 32000 * 1024) * tokens + attention
     )
-    assert flops(plan) == pytest.approx(flops(plan, causal=False) - attention / 2)
-    assert flops(plan, counted="twice") - flops(plan) == pytest.approx(6 * 32000 * 1024 * tokens)
-    assert flops(plan, counted="held") == flops(plan), "tied weights of one stage are held once"
+    assert model_flops_per_step(plan) == pytest.approx(
+        model_flops_per_step(plan, causal=False) - attention / 2
+    )
+    assert model_flops_per_step(plan, counted="twice") - model_flops_per_step(
+        plan
+    ) == pytest.approx(6 * 32000 * 1024 * tokens)
+    assert model_flops_per_step(plan, counted="held") == model_flops_per_step(plan), (
+        "tied weights of one stage are held once"
+    )
 
 
-def consistent(seconds: float, **changes: str) -> Expressed:
+def consistent(seconds: float, **changes: str) -> PlannedRow:
     """A row whose printed rate follows from its time."""
-    done = flops(said(**changes).plan, causal=False) / (seconds * 8 * 1e12)
+    done = model_flops_per_step(said(**changes).plan, causal=False) / (seconds * 8 * 1e12)
     return said(iter_time_s=str(seconds), tflops_gpu=f"{done:.6f}", **changes)
 
 
@@ -156,15 +168,15 @@ def test_a_row_that_contradicts_its_own_rate_is_suspect() -> None:
         for t, length in ((1.0, "1024"), (1.3, "512"), (2.0, "1024"), (1.7, "512"))
     ]
     wrong = said(iter_time_s="1.0", tflops_gpu=str((rows[0].row.tflops or 0) / 3))
-    assert suspect([*rows, wrong]).tolist() == [False] * 4 + [True]
-    assert ratios([*rows, wrong])[:4] == pytest.approx(1)
-    assert not suspect([wrong]).any(), "one row of a source says nothing"
+    assert inconsistent([*rows, wrong]).tolist() == [False] * 4 + [True]
+    assert consistency_ratios([*rows, wrong])[:4] == pytest.approx(1)
+    assert not inconsistent([wrong]).any(), "one row of a source says nothing"
 
 
 def test_recomputation_in_hardware_rates_is_no_contradiction() -> None:
-    def hardware(seconds: float, recompute: str) -> Expressed:
+    def hardware(seconds: float, recompute: str) -> PlannedRow:
         done = (
-            flops(said().plan, causal=False)
+            model_flops_per_step(said().plan, causal=False)
             * (4 / 3 if recompute == "full" else 1)
             / (seconds * 8e12)
         )
@@ -175,7 +187,7 @@ def test_recomputation_in_hardware_rates_is_no_contradiction() -> None:
             recompute=recompute,
         )
 
-    assert not suspect(
+    assert not inconsistent(
         [hardware(t, how) for t in (1.0, 2.0, 3.0) for how in ("none", "full")]
     ).any()
 

@@ -23,7 +23,7 @@ def found() -> Validation:
 def errors(found: Validation, stack: str | None = None) -> dict[str, Any]:
     table = found.table[found.table.measured_s.notna()]
     chosen = table if stack is None else table[table["stack"] == stack]
-    return error_metrics.errors(chosen.predicted_s, chosen.measured_s, list(chosen.row))
+    return error_metrics.relative_errors(chosen.predicted_s, chosen.measured_s, list(chosen.row))
 
 
 def test_every_row_is_expressed(found: Validation) -> None:
@@ -60,7 +60,7 @@ def test_errors_of_all_stay_where_they_are(found: Validation) -> None:
 def test_the_textbook_stays_in_the_middle_of_the_stacks() -> None:
     table = validate([ROOT / "data/validation/time.csv"], profile="textbook").table
     clean = table[table.measured_s.notna() & table.clean]
-    error = error_metrics.errors(clean.predicted_s, clean.measured_s)
+    error = error_metrics.relative_errors(clean.predicted_s, clean.measured_s)
     assert error["mape"] <= 0.20
     assert error["median_ape"] <= 0.12
     assert abs(error["median_bias"]) <= 0.05
@@ -70,7 +70,7 @@ def test_nine_of_ten_steps_lie_in_the_interval(found: Validation) -> None:
     table = found.table[found.table.measured_s.notna()]
     assert (
         0.85
-        <= error_metrics.coverage(table.measured_s, table.s_low, table.s_high)["inside"]
+        <= error_metrics.interval_coverage(table.measured_s, table.s_low, table.s_high)["inside"]
         <= 0.95
     )
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from workbench.checkpoint.manifest import REMEDY, read_manifest
 from workbench.checkpoint.resume_point import is_foreign
 from workbench.errors import refuse
+from workbench.units import GIB
 
 CHUNK = 8 * 2**20
 """Bytes hashed at once."""
-MOST_BYTES = 8 * 2**30
+MOST_BYTES = 8 * GIB
 """Checkpoints up to this size are read before a launch: under 10 s at 1 GB/s. Of larger ones ranks
 read their share.
 """

@@ -12,8 +12,8 @@ from typing import Literal
 from workbench.errors import refuse
 from workbench.machine import gpu_catalog
 from workbench.machine.hardware import GPU, Fabric
+from workbench.units import GIB
 
-GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup")
 """Where a container's limits stand."""
 

@@ -40,11 +40,11 @@ from workbench.fields.validation_messages import plan_error
 from workbench.machine.attached import Attached
 from workbench.safe_io import yaml_files
 from workbench.safe_io.files import known_file, replace_file, unread
+from workbench.units import GIB
 from workbench.untrusted_text import shown
 
 FIELD = "cluster.calibration"
 AGAIN = "write a new one with `workbench calibrate -o FILE`, or remove the field"
-GIB = 2**30
 CPUINFO = Path("/proc/cpuinfo")
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16"]

@@ -18,9 +18,9 @@ from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import AXES, Axis, Plan
-from workbench.planner.calibrated_plan import on_machine
+from workbench.planner.calibrated_plan import with_calibration
 
-Reach = Literal["node", "network", "racks"]
+TrafficReach = Literal["node", "network", "racks"]
 """How far an axis goes: over a node's own links, between nodes, between racks."""
 
 
@@ -33,10 +33,10 @@ class AxisTraffic:
     bytes: float
     seconds: float
     """In its collectives, hidden or not."""
-    reach: Reach
+    reach: TrafficReach
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """In a few words."""
         where = {"node": "inside nodes", "network": "between nodes", "racks": "between racks"}[
             self.reach
@@ -48,7 +48,7 @@ class AxisTraffic:
 
 
 @dataclass(frozen=True)
-class Placement:
+class AxisPlacement:
     """One order of the axes, innermost first; estimated."""
 
     order: tuple[Axis, ...]
@@ -61,26 +61,27 @@ class Placement:
     def reason(self) -> str:
         """The traffic of each axis and how far it goes, in one sentence."""
         return (
-            f"{'; '.join(axis.words for axis in self.axes)} (estimated)"
+            f"{'; '.join(axis.text for axis in self.axes)} (estimated)"
             if self.axes
             else "one rank moves nothing"
         )
 
 
-def placements(plan: Plan) -> list[Placement]:
+def rank_placements(plan: Plan) -> list[AxisPlacement]:
     """Orders of a plan's axes that differ in where axes of several ranks stand, fastest first;
     equal ones as written.
 
     Completes the plan; a few milliseconds. Raises `PlanError` as `estimate` does.
     """
-    full, constants = on_machine(plan.resolve())
+    full, constants = with_calibration(plan.resolve())
     w = workload(full)
     return sorted(
-        (_placed(w, constants, order) for order in _orders(full)), key=lambda one: one.seconds
+        (_evaluate_order(w, constants, order) for order in _distinct_orders(full)),
+        key=lambda one: one.seconds,
     )
 
 
-def _orders(full: ResolvedPlan) -> list[tuple[Axis, ...]]:
+def _distinct_orders(full: ResolvedPlan) -> list[tuple[Axis, ...]]:
     """As written, then every other; axes of one rank go outermost, but a pipeline of unequal
     replicas stays there.
     """
@@ -93,7 +94,7 @@ def _orders(full: ResolvedPlan) -> list[tuple[Axis, ...]]:
     return [written, *(short + order for order in orders if order != tuple(long))]
 
 
-def _placed(w: Workload, constants: Constants, order: tuple[Axis, ...]) -> Placement:
+def _evaluate_order(w: Workload, constants: Constants, order: tuple[Axis, ...]) -> AxisPlacement:
     mean = w.fixed.world_size / (w.tensor * w.searched.context * w.pipeline)
     sizes = {
         "tensor": w.tensor,
@@ -106,9 +107,9 @@ def _placed(w: Workload, constants: Constants, order: tuple[Axis, ...]) -> Place
     wires, found = axis_links(here, constants), []
     for axis in AXES:
         if sizes[axis] > 1:
-            moved = sum((_moved(call) for call in time.calls if call.axis == axis), 0.0)
+            moved = sum((_bytes_sent(call) for call in time.calls if call.axis == axis), 0.0)
             took = comm_seconds(time.calls, wires, constants, axis)
-            reach = _reach(here, float(here.searched.strides[axis] * sizes[axis]))
+            reach = _traffic_reach(here, float(here.searched.strides[axis] * sizes[axis]))
             found.append(
                 AxisTraffic(
                     axis,
@@ -118,10 +119,12 @@ def _placed(w: Workload, constants: Constants, order: tuple[Axis, ...]) -> Place
                     reach,
                 )
             )
-    return Placement(order, float(time.seconds), tuple(sorted(found, key=lambda one: -one.bytes)))
+    return AxisPlacement(
+        order, float(time.seconds), tuple(sorted(found, key=lambda one: -one.bytes))
+    )
 
 
-def _moved(call: CollectiveCall) -> float:
+def _bytes_sent(call: CollectiveCall) -> float:
     """Bytes that a rank sends in a step."""
     if call.kind == "recv":
         return 0.0
@@ -130,6 +133,6 @@ def _moved(call: CollectiveCall) -> float:
     return np.max(call.count * call.bytes * share)
 
 
-def _reach(w: Workload, span: float) -> Reach:
+def _traffic_reach(w: Workload, span: float) -> TrafficReach:
     node, racks = w.fixed.gpus_per_node, w.fixed.fabric.rack_nodes
     return "node" if span <= node else "racks" if racks and span > node * racks else "network"

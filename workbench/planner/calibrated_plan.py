@@ -24,60 +24,64 @@ from workbench.plan.probe_plan import probe_plan
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
-STREAMS = 3
+TENSORS_PER_ELEMENTWISE = 3
 """Tensors that a typical elementwise operator touches."""
-LEAST_TRAFFIC = 0.3
+MIN_TRAFFIC = 0.3
 """A step quicker than its products was disturbed less than they were."""
 _ALL_REDUCE = "collectives kind all_reduce"
-SLOWED = ("gemm_share", "attention_share", "memory_share")
+PEAK_SHARE_CONSTANTS = ("gemm_share", "attention_share", "memory_share")
 """Constants that are a share of a peak."""
 
 
-def calibrated(plan: ResolvedPlan) -> tuple[GPU, Fabric, dict[str, float]]:
+def calibrated_hardware(plan: ResolvedPlan) -> tuple[GPU, Fabric, dict[str, float]]:
     """Card, fabric and changed constants of a complete plan; its own, and none, where it names no
     calibration.
 
     Constants are named as in `data/planner.yaml`. Raises `PlanError` where the file cannot be used.
     """
     path = plan.cluster.calibration
-    return (plan.gpu, plan.fabric, {}) if path is None else applied(read(path), plan)
+    return (plan.gpu, plan.fabric, {}) if path is None else apply_calibration(read(path), plan)
 
 
-def on_machine(plan: ResolvedPlan) -> tuple[ResolvedPlan, Constants]:
+def with_calibration(plan: ResolvedPlan) -> tuple[ResolvedPlan, Constants]:
     """A complete plan with the figures of the machine that its calibration measured, and the
     constants beside them.
     """
-    card, fabric, changed = calibrated(plan)
+    card, fabric, changed = calibrated_hardware(plan)
     cluster = plan.cluster.model_copy(update={"gpu": card, "fabric": fabric})
     usual = constants(card, plan.strategy.kernels, plan.strategy.stack)
     return plan.model_copy(update={"cluster": cluster}), replace(usual, **changed)
 
 
-def ranks_at_once(plan: Plan) -> int:
+def ranks_per_machine(plan: Plan) -> int:
     """Ranks that share one machine."""
     return min(plan.world_size, int(plan.cluster.gpus_per_node or plan.world_size))
 
 
-def applied(calibration: Calibration, plan: ResolvedPlan) -> tuple[GPU, Fabric, dict[str, float]]:
+def apply_calibration(
+    calibration: Calibration, plan: ResolvedPlan
+) -> tuple[GPU, Fabric, dict[str, float]]:
     """Card, fabric and constants of `plan` on the machine of `calibration`, its scale included."""
-    curves = MeasuredCurves(calibration, ranks_at_once(plan))
-    figures = overrides(curves, plan)
-    card = plan.gpu.model_copy(update=_known(figures, GPU) | {"source": _source(calibration)})
-    fabric = plan.fabric.model_copy(update=_known(figures, Fabric))
-    found = constants_of(curves, card, plan)
+    curves = MeasuredCurves(calibration, ranks_per_machine(plan))
+    figures = measured_hardware(curves, plan)
+    card = plan.gpu.model_copy(
+        update=_model_fields(figures, GPU) | {"source": _calibration_source(calibration)}
+    )
+    fabric = plan.fabric.model_copy(update=_model_fields(figures, Fabric))
+    found = measured_constants(curves, card, plan)
     usual = constants(card, plan.strategy.kernels, plan.strategy.stack)
-    if traffic := _traffic(calibration, curves.ranks):
+    if traffic := _fitted_traffic(calibration, curves.ranks):
         plain = constants(card, "eager").traffic
         found["traffic"] = traffic * usual.traffic / plain
         found["plain_traffic"] = traffic * usual.plain_traffic / plain
-    return _scaled(calibration.scale or Scale(), card, fabric, found, usual)
+    return _apply_scale(calibration.scale or Scale(), card, fabric, found, usual)
 
 
-def _known(figures: Mapping[str, Any], model: type[GPU] | type[Fabric]) -> dict[str, Any]:
+def _model_fields(figures: Mapping[str, Any], model: type[GPU] | type[Fabric]) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if name in model.model_fields}
 
 
-def _source(calibration: Calibration) -> str:
+def _calibration_source(calibration: Calibration) -> str:
     machine = calibration.machine
     doubt = f", {calibration.doubt}" if calibration.doubts else ""
     gone = any(each.refused and each.point.startswith(_ALL_REDUCE) for each in calibration.doubts)
@@ -89,32 +93,32 @@ def _all_reduces(calibration: Calibration) -> list[Collective]:
     return [c for c in calibration.collectives if c.kind == "all_reduce"]
 
 
-def overrides(curves: MeasuredCurves, plan: ResolvedPlan) -> dict[str, Any]:
+def measured_hardware(curves: MeasuredCurves, plan: ResolvedPlan) -> dict[str, Any]:
     """Figures of card and fabric that a measurement replaces.
 
     A CPU rank has no published peak: its peak is the rate of an endless product. A card keeps its
     published ones, so that utilisation keeps its meaning, and is measured against them by
-    `constants_of`.
+    `measured_constants`.
     """
     figures: dict[str, Any] = {}
     if plan.gpu.device == "cpu":
         dtypes = sorted({g.dtype for g in curves.calibration.gemm})
         figures["tflops"] = {dtype: curves.gemm_fit(dtype).rate / 1e12 for dtype in dtypes}
-        figures["bandwidth_gbs"] = float(curves.memory_rate(_typical_bytes(plan))) / 1e9
-    return figures | _link(curves)
+        figures["bandwidth_gbs"] = float(curves.memory_rate(_elementwise_bytes(plan))) / 1e9
+    return figures | _fitted_link(curves)
 
 
-def _typical_bytes(plan: ResolvedPlan) -> int:
+def _elementwise_bytes(plan: ResolvedPlan) -> int:
     """Bytes that an elementwise operator of a layer touches: caches make small ones quick."""
     return (
-        STREAMS
+        TENSORS_PER_ELEMENTWISE
         * plan.training.sequence_length
         * plan.shape.hidden
         * DTYPE_BYTES[plan.strategy.precision]
     )
 
 
-def _link(curves: MeasuredCurves) -> dict[str, float]:
+def _fitted_link(curves: MeasuredCurves) -> dict[str, float]:
     """Bandwidth and latency of a ring that takes as long as the measured all-reduce over all ranks
     of the machine.
     """
@@ -125,7 +129,7 @@ def _link(curves: MeasuredCurves) -> dict[str, float]:
     return {"link_gbs": share / max(beta, 1e-15) / 1e9, "link_latency_us": alpha / hops * 1e6}
 
 
-def constants_of(curves: MeasuredCurves, card: GPU, plan: ResolvedPlan) -> dict[str, float]:
+def measured_constants(curves: MeasuredCurves, card: GPU, plan: ResolvedPlan) -> dict[str, float]:
     """Constants of `data/planner.yaml` that the measurement replaces, relative to the figures of
     `card`.
     """
@@ -135,7 +139,9 @@ def constants_of(curves: MeasuredCurves, card: GPU, plan: ResolvedPlan) -> dict[
     found = {
         "gemm_share": products.rate / most,
         "gemm_half_dim": products.half_dim,
-        "memory_share": float(curves.memory_rate(_typical_bytes(plan))) / 1e9 / card.bandwidth_gbs,
+        "memory_share": float(curves.memory_rate(_elementwise_bytes(plan)))
+        / 1e9
+        / card.bandwidth_gbs,
         "launch_us": host.layer_us / sum(KERNELS_PER_LAYER["eager"]),
     }
     if card.device == "cpu":
@@ -144,9 +150,9 @@ def constants_of(curves: MeasuredCurves, card: GPU, plan: ResolvedPlan) -> dict[
     if attention is not None:
         forward, backward = attention
         found |= {"attention_share": forward / most, "attention_backward": 2.5 / backward}
-    if _link(curves):
+    if _fitted_link(curves):
         found["link_share"] = 1.0
-    if plan.world_size == ranks_at_once(
+    if plan.world_size == ranks_per_machine(
         plan
     ):  # one machine: all that a step costs beside its layers was seen
         layers = -(-plan.shape.layers // plan.sizes["pipeline"])
@@ -158,30 +164,30 @@ def constants_of(curves: MeasuredCurves, card: GPU, plan: ResolvedPlan) -> dict[
 
 
 @lru_cache(maxsize=16)
-def _traffic(calibration: Calibration, ranks: int) -> float | None:
+def _fitted_traffic(calibration: Calibration, ranks: int) -> float | None:
     """Traffic of eager memory-bound operators over the textbook's: what products, attention and the
     host leave unexplained of whole steps of small models. None: none was timed.
     """
     near = {probe.ranks for probe in MeasuredCurves(calibration, ranks).probes}
     found = [
-        _of_probe(MeasuredCurves(calibration, at), probe)
+        _traffic_of_probe(MeasuredCurves(calibration, at), probe)
         for at in near
         for probe in MeasuredCurves(calibration, at).probes
     ]
-    return max(LEAST_TRAFFIC, float(np.median(found))) if found else None
+    return max(MIN_TRAFFIC, float(np.median(found))) if found else None
 
 
-def _of_probe(curves: MeasuredCurves, probe: Probe) -> float:
+def _traffic_of_probe(curves: MeasuredCurves, probe: Probe) -> float:
     sizes = probe.model_dump(exclude={"ranks", "seconds"})
     plan = probe_plan(curves.calibration.machine.device, **sizes)
-    card = plan.gpu.model_copy(update=_known(overrides(curves, plan), GPU))
+    card = plan.gpu.model_copy(update=_model_fields(measured_hardware(curves, plan), GPU))
     w = workload(plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"gpu": card})}))
-    k = replace(constants(card, "eager"), **constants_of(curves, card, plan))
+    k = replace(constants(card, "eager"), **measured_constants(curves, card, plan))
     one, two = (float(step_time(w, replace(k, traffic=traffic)).seconds) for traffic in (1.0, 2.0))
     return 1.0 + (probe.seconds - one) / (two - one)
 
 
-def _scaled(
+def _apply_scale(
     scale: Scale, card: GPU, fabric: Fabric, found: dict[str, float], usual: Constants
 ) -> tuple[GPU, Fabric, dict[str, float]]:
     """What computes slower by one factor, what communicates by another, every step longer by a
@@ -189,7 +195,7 @@ def _scaled(
     """
     slow, far = scale.compute, scale.communication
     whole = asdict(usual) | found
-    changed = found | {name: whole[name] / slow for name in SLOWED}
+    changed = found | {name: whole[name] / slow for name in PEAK_SHARE_CONSTANTS}
     changed |= {
         "launch_us": whole["launch_us"] * slow,
         "step_fixed_ms": whole["step_fixed_ms"] + scale.fixed_ms,

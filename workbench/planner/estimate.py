@@ -23,13 +23,14 @@ from workbench.costmodel.step_time import (
 )
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
-from workbench.planner.calibrated_plan import on_machine
-from workbench.planner.estimated_timeline import simulated_seconds, timeline
-from workbench.planner.memory_advice import advise
+from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
+from workbench.planner.memory_advice import first_fitting_change
 from workbench.profile import MOMENTS, Columns, Profile, columns_of, frame
 from workbench.schedules import Timeline
+from workbench.units import GIB
 
-UNCALIBRATED = "assumed figures, not calibrated: `workbench calibrate` measures this machine"
+UNCALIBRATED_NOTE = "assumed figures, not calibrated: `workbench calibrate` measures this machine"
 """What stands beside the times of CPU ranks that nothing was measured of: no datasheet knows them.
 """
 
@@ -41,21 +42,21 @@ def estimate(plan: Plan) -> Profile:
     Completes the plan. One rank a pipeline stage stands for all ranks of that stage. Raises
     `PlanError` where the plan is illegal or asks for what the planner does not model.
     """
-    full, k = on_machine(plan.resolve())
+    full, k = with_calibration(plan.resolve())
     w = workload(full)
     live, time = peak_memory(w, k), step_time(w, k)
-    drawn, microbatches = timeline(w, time.durations)
-    starts = _starts(full)
+    drawn, microbatches = simulated_timeline(w, time.durations)
+    starts = _first_rank_of_stages(full)
     head = {"run": full.name, "source": "estimated", "step": 0}
-    capacity = int(full.gpu.memory_gib * 2**30)
+    capacity = int(full.gpu.memory_gib * GIB)
     notes: dict[str, Any] = {
         "time": step_time_parts(w, time),
         "model_flops_utilisation": float(model_flops_utilization(w, k, time)),
     }
     if full.gpu.device == "cpu" and full.cluster.calibration is None:
-        notes["uncalibrated"] = UNCALIBRATED
+        notes["uncalibrated"] = UNCALIBRATED_NOTE
     notes["memory"] = memory_requirement(float(live.peak.max()), capacity, full.strategy.stack)
-    notes["simulated_step_seconds"] = simulated_seconds(w, time, drawn, microbatches)
+    notes["simulated_step_seconds"] = simulated_step_seconds(w, time, drawn, microbatches)
     notes["step_seconds_90"] = list(
         step_time_bounds(w, k, time, step_time_interval(full.strategy.stack))
     )
@@ -66,7 +67,7 @@ def estimate(plan: Plan) -> Profile:
     if microbatches < w.microbatches:
         notes["timeline_microbatches"] = microbatches
     if float(live.peak.max()) > capacity:
-        notes["advice"] = advise(plan, full)
+        notes["advice"] = first_fitting_change(plan, full)
     own = [exact_collectives(w, time.calls, rank) for rank in range(w.pipeline)]
     seconds = float(time.seconds)
     return Profile(
@@ -76,45 +77,45 @@ def estimate(plan: Plan) -> Profile:
         memory=_memory_frame(head, live, starts),
         timeline=_timeline_frame(head, drawn, starts),
         collectives=_collectives_frame(head, own, starts),
-        steps=_steps_frame(head, seconds, _tokens(full)),
-        representative=_representative(full, starts),
+        steps=_steps_frame(head, seconds, _tokens_per_step(full)),
+        representative=_representative_ranks(full, starts),
         capacity_bytes=capacity,
         notes=notes,
     )
 
 
-def _tokens(plan: Plan) -> int:
+def _tokens_per_step(plan: Plan) -> int:
     return plan.training.global_batch * plan.training.sequence_length
 
 
-def _stride(plan: ResolvedPlan) -> int:
+def _pipeline_stride(plan: ResolvedPlan) -> int:
     """Distance in ranks from one pipeline stage to the next."""
     order = plan.strategy.placement
     inner = order[: order.index("pipeline")]
     return int(np.prod([plan.sizes[axis] for axis in inner], dtype=int))
 
 
-def _starts(plan: ResolvedPlan) -> list[int]:
+def _first_rank_of_stages(plan: ResolvedPlan) -> list[int]:
     """The first rank of each pipeline stage."""
-    if replicas := _unequal(plan):
+    if replicas := _unequal_replicas(plan):
         each = plan.sizes["tensor"] * plan.sizes["context"]
         return [each * sum(replicas[:stage]) for stage in range(len(replicas))]
-    return [stage * _stride(plan) for stage in range(plan.sizes["pipeline"])]
+    return [stage * _pipeline_stride(plan) for stage in range(plan.sizes["pipeline"])]
 
 
-def _unequal(plan: Plan) -> list[int]:
+def _unequal_replicas(plan: Plan) -> list[int]:
     """Replicas of each stage where they differ; then stages stand one after the other."""
     replicas = plan.strategy.pipeline.replicas or []
     return replicas if len(set(replicas)) > 1 else []
 
 
-def _representative(plan: ResolvedPlan, starts: list[int]) -> dict[int, int]:
+def _representative_ranks(plan: ResolvedPlan, starts: list[int]) -> dict[int, int]:
     ranks = np.arange(plan.world_size)
-    if _unequal(plan):
+    if _unequal_replicas(plan):
         return {
             int(rank): starts[np.searchsorted(starts, rank, side="right") - 1] for rank in ranks
         }
-    stride = _stride(plan)
+    stride = _pipeline_stride(plan)
     stands_for = ranks // stride % plan.sizes["pipeline"] * stride
     return dict(enumerate(stands_for.tolist()))
 
@@ -138,8 +139,8 @@ def _memory_frame(head: dict[str, Any], live: PeakMemory, starts: list[int]) -> 
     return _frame("memory", head, columns, starts)
 
 
-def _timeline_frame(head: dict[str, Any], timeline: Timeline | None, starts: list[int]) -> Columns:
-    intervals = timeline.intervals if timeline else ()
+def _timeline_frame(head: dict[str, Any], simulated: Timeline | None, starts: list[int]) -> Columns:
+    intervals = simulated.intervals if simulated else ()
     columns: dict[str, list[Any]] = {
         "stage": [i.action.stage for i in intervals],
         "microbatch": [i.action.microbatch for i in intervals],

@@ -8,11 +8,11 @@ from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.step_time import MicrobatchDurations, StepTime, stage_durations
 from workbench.schedules import Timeline, generate, names, simulate
 
-ACTIONS = 1536
+MAX_ACTIONS = 1536
 """Most actions that are simulated; what a longer step adds only repeats."""
 
 
-def timeline(w: Workload, d: MicrobatchDurations) -> tuple[Timeline | None, int]:
+def simulated_timeline(w: Workload, d: MicrobatchDurations) -> tuple[Timeline | None, int]:
     """(timeline of one plan, microbatches in it); None where the schedule has no table or fills too
     slowly.
     """
@@ -20,7 +20,7 @@ def timeline(w: Workload, d: MicrobatchDurations) -> tuple[Timeline | None, int]
     whole, turn = int(w.microbatches), w.pipeline if s.schedule == "interleaved" else 1
     if s.table is not None:
         return simulate(s.table, stage_durations(w, d)), whole
-    microbatches = min(whole, ACTIONS // (2 * w.pipeline * s.chunks) // turn * turn)
+    microbatches = min(whole, MAX_ACTIONS // (2 * w.pipeline * s.chunks) // turn * turn)
     if s.schedule not in names() or microbatches < min(whole, 2 * w.pipeline):
         return None, 0
     return simulate(
@@ -28,7 +28,7 @@ def timeline(w: Workload, d: MicrobatchDurations) -> tuple[Timeline | None, int]
     ), microbatches
 
 
-def simulated_seconds(
+def simulated_step_seconds(
     w: Workload, time: StepTime, drawn: Timeline | None, microbatches: int
 ) -> float | None:
     """The step of one plan by event simulation: `drawn` with `microbatches`, the rest at the

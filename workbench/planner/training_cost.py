@@ -26,7 +26,7 @@ TOKENS_A_PARAMETER = 20
 
 
 @dataclass(frozen=True)
-class Power:
+class PowerModel:
     """What cards, hosts and sites draw; meanings and sources stand in `data/planner.yaml`."""
 
     idle_share: float
@@ -36,7 +36,7 @@ class Power:
 
 
 @dataclass(frozen=True)
-class Cost:
+class TrainingCost:
     """The estimated price of `tokens`. None where something it needs is unknown; `missing` says
     what.
     """
@@ -69,15 +69,15 @@ class Cost:
         }
 
 
-def cost(
+def training_cost(
     plan: ResolvedPlan, profile: Profile, tokens: float | None = None, price: float | None = None
-) -> Cost:
+) -> TrainingCost:
     """The cost of training a complete `plan` on `tokens`, by the step of its estimate `profile`.
 
     `tokens` default to 20 a parameter, the compute-optimal number; `price` is of one card, USD an
     hour, and default to the card's own. Raises `PlanError` for numbers that cannot be meant.
     """
-    _legal(tokens, price)
+    _check_amounts(tokens, price)
     step = float(profile.steps.seconds.iloc[0])
     rate = float(profile.steps.tokens.iloc[0]) / step
     wanted = int(tokens or TOKENS_A_PARAMETER * parameters(plan.shape).active)
@@ -85,8 +85,8 @@ def cost(
     each, told = (
         (plan.gpu.price_per_hour, plan.gpu.price_source) if price is None else (price, "as given")
     )
-    watts = watts_per_card(plan.gpu, profile.notes["time"]["compute"] / step)
-    return Cost(
+    watts = watts_per_gpu(plan.gpu, profile.notes["time"]["compute"] / step)
+    return TrainingCost(
         source=profile.source,
         tokens=wanted,
         tokens_from="as given" if tokens else "20 a parameter",
@@ -98,29 +98,31 @@ def cost(
         dollars=None if each is None else hours * each,
         watts=watts,
         kwh=None if watts is None else hours * watts / 1000,
-        missing=_missing(plan.gpu, each, watts),
+        missing=_missing_figures(plan.gpu, each, watts),
     )
 
 
-def watts_per_card(card: GPU, computing: float) -> float | None:
+def watts_per_gpu(card: GPU, computing: float) -> float | None:
     """Mean power at the site's meter of one card and its share of the host; `computing` is the
     share of the step.
     """
     if card.watts is None:
         return None
-    p = power()
+    p = power_model()
     board = p.idle_share + p.dynamic_share * min(1.0, max(0.0, computing))
     return card.watts * (board + p.host_share) * p.pue
 
 
 @lru_cache(maxsize=1)
-def power() -> Power:
+def power_model() -> PowerModel:
     """The constants of section `energy`."""
     section = data_files.read("data/planner.yaml")["energy"]
-    return Power(**{field.name: float(section[field.name]["value"]) for field in fields(Power)})
+    return PowerModel(
+        **{field.name: float(section[field.name]["value"]) for field in fields(PowerModel)}
+    )
 
 
-def _missing(card: GPU, price: float | None, watts: float | None) -> tuple[str, ...]:
+def _missing_figures(card: GPU, price: float | None, watts: float | None) -> tuple[str, ...]:
     told = []
     if price is None:
         told.append(
@@ -132,7 +134,7 @@ def _missing(card: GPU, price: float | None, watts: float | None) -> tuple[str, 
     return tuple(told)
 
 
-def _legal(tokens: float | None, price: float | None) -> None:
+def _check_amounts(tokens: float | None, price: float | None) -> None:
     if tokens is not None:
         hold("tokens", tokens, 1, TRAINED)
     if price is not None:

@@ -21,6 +21,7 @@ from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.profile import Profile, frame
 from workbench.rehearsal.fake import fake_tensors, fake_world
+from workbench.units import GIB
 
 STEADY = 2
 """Microbatches rehearsed beyond those that fill the pipeline."""
@@ -60,7 +61,7 @@ def rehearse(
         memory=frame("memory", memory),
         collectives=frame("collectives", collectives),
         representative=_stand_ins(representative, chosen),
-        capacity_bytes=int(plan.gpu.memory_gib * 2**30),
+        capacity_bytes=int(plan.gpu.memory_gib * GIB),
         notes={}
         if plan.code or not plan.shape.unmodelled
         else {"not_modelled": plan.shape.unmodelled},

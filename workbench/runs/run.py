@@ -21,6 +21,7 @@ from workbench.runs.store.run_state import State, is_run
 from workbench.runs.store.stop_request import GRACE_SECONDS, Stop, request_stop
 from workbench.runs.store.telemetry_frames import MeasuredFrames, write_frames
 from workbench.runs.store.telemetry_reader import Reader, history
+from workbench.units import GIB
 from workbench.untrusted_text import escaped
 
 POLL_SECONDS = 0.1
@@ -136,7 +137,7 @@ def _words(state: State) -> str:
 
 def measured(run: str, plan: ResolvedPlan) -> MeasuredFrames:
     """An empty collection for records of a run of the complete `plan`."""
-    return MeasuredFrames(run, plan.world_size, int(plan.gpu.memory_gib * 2**30))
+    return MeasuredFrames(run, plan.world_size, int(plan.gpu.memory_gib * GIB))
 
 
 def profile_of(folder: str | Path) -> Profile:

@@ -20,6 +20,7 @@ from workbench.cli.terminal import Grid
 from workbench.machine.attached import attached, host_memory
 from workbench.runs.launch.kernel_compilers import compiler as compiler_path
 from workbench.runs.store.run_directory import default_root
+from workbench.units import GIB
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
@@ -114,7 +115,7 @@ def _devices() -> list[Finding]:
 
 
 def _memory() -> Finding:
-    return Finding("memory", True, f"{host_memory() / 2**30:.1f} GiB")
+    return Finding("memory", True, f"{host_memory() / GIB:.1f} GiB")
 
 
 def _package(name: str) -> Finding:
@@ -138,7 +139,7 @@ def _launcher() -> Finding:
 def _runs() -> Finding:
     root = default_root()
     nearest = next(folder for folder in (root, *root.parents) if folder.exists())
-    free = shutil.disk_usage(nearest).free / 2**30
+    free = shutil.disk_usage(nearest).free / GIB
     fine = os.access(nearest, os.W_OK)
     return Finding(
         "runs",

@@ -12,11 +12,10 @@ from workbench.cli import tables
 from workbench.cli.options import Json, emit, planned
 from workbench.cli.terminal import Grid
 from workbench.plan.schema import Plan
-from workbench.planner.explain.explanation import HEADS, Explanation, cells
-from workbench.planner.explain.number_words import days
-from workbench.planner.explain.plan_figures import Effect
-from workbench.planner.training_cost import Cost
-from workbench.units import count_text, digits
+from workbench.planner.explain.explanation import EFFECT_HEADS, Explanation, effect_cells
+from workbench.planner.explain.plan_figures import ChangeEffect
+from workbench.planner.training_cost import TrainingCost
+from workbench.units import count_text, days_text, digits
 
 Tokens = Annotated[
     float | None,
@@ -36,16 +35,18 @@ def explain(plan: Plan, tokens: Tokens = None, price: Price = None, json: Json =
 
 
 def _shown(found: Explanation) -> list[Grid | str]:
-    binding = found.reasons.binding
+    binding = found.reasons.bottleneck
     effects = [_effects(title, rows) for title, rows in found.tables()]
     return [_cost(found.name, found.cost), f"{binding.memory}\n{binding.time}\n", *effects]
 
 
-def _cost(name: str, cost: Cost) -> Grid:
+def _cost(name: str, cost: TrainingCost) -> Grid:
     """The cost, one figure a row; what is missing says why."""
     built = tables.table(f"{name}, cost ({cost.source})", ("what", "value"), ("value",))
     built.add_row("tokens/s", count_text(cost.tokens_per_second))
-    built.add_row(f"time to {count_text(cost.tokens)} tokens ({cost.tokens_from})", days(cost.days))
+    built.add_row(
+        f"time to {count_text(cost.tokens)} tokens ({cost.tokens_from})", days_text(cost.days)
+    )
     built.add_row("GPU-hours", count_text(cost.gpu_hours))
     if cost.dollars is not None:
         built.add_row(
@@ -62,8 +63,8 @@ def _cost(name: str, cost: Cost) -> Grid:
     return built
 
 
-def _effects(title: str, rows: Sequence[Effect]) -> Grid:
-    built = tables.table(title, HEADS, HEADS[1:], ("tokens/s", "Δ step time"))
+def _effects(title: str, rows: Sequence[ChangeEffect]) -> Grid:
+    built = tables.table(title, EFFECT_HEADS, EFFECT_HEADS[1:], ("tokens/s", "Δ step time"))
     for effect in rows:
-        built.add_row(*cells(effect))
+        built.add_row(*effect_cells(effect))
     return built

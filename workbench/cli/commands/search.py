@@ -74,13 +74,13 @@ def search(
 
 
 def _shown(found: SearchResult) -> list[Grid | str]:
-    grids = [_table(found, title, rows) for title, rows in result_tables.tables(found)]
-    return [*grids, result_tables.told(found)]
+    grids = [_table(found, title, rows) for title, rows in result_tables.search_tables(found)]
+    return [*grids, result_tables.search_text(found)]
 
 
 def _table(found: SearchResult, title: str, rows: Sequence[Candidate]) -> Grid:
-    heads = result_tables.heads(found)
+    heads = result_tables.table_heads(found)
     built = tables.table(title, heads, heads[:-1], ("tokens/s",))
     for one in rows:
-        built.add_row(*result_tables.row(found, one))
+        built.add_row(*result_tables.table_row(found, one))
     return built

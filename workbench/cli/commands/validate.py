@@ -44,12 +44,12 @@ def validate(
 ) -> None:
     if by is not None and by not in BY:
         raise refuse("--by", f"is '{by}'; legal: {', '.join(BY)}")
-    from workbench.planner.validation.validation_report import split
+    from workbench.planner.validation.validation_report import errors_by_column
 
     found = verbs.validate(*files, profile=profile)
     data = found.summary()
     if by is not None:
-        data["by"] = {by: split(found.table, by)}
+        data["by"] = {by: errors_by_column(found.table, by)}
     if rows is not None:
         write_whole(rows, found.to_csv(), "--rows")
         data["rows_written"] = str(rows)
@@ -89,19 +89,19 @@ def _reasons(data: dict[str, Any]) -> Grid | None:
 
 
 def _errors(data: dict[str, Any]) -> Grid:
-    from workbench.planner.validation.validation_report import line
+    from workbench.planner.validation.validation_report import error_cells
 
     built = table("Estimated against measured", ("what", *HEAD))
     for kind, errors in data["memory"].items():
         if kind != "reserve_95":
-            built.add_row(f"memory, {kind}", *line(errors))
+            built.add_row(f"memory, {kind}", *error_cells(errors))
     time = data["time"]
     for name, errors in (
         ("consistent rows", time),
         ("clean rows", time["clean"]),
         ("all rows", time["all"]),
     ):
-        built.add_row(f"time, {name}", *line(errors))
+        built.add_row(f"time, {name}", *error_cells(errors))
     return built
 
 
@@ -150,12 +150,12 @@ def _figures(data: dict[str, Any]) -> list[tuple[str, Any, str]]:
 
 
 def _parts(name: str, parts: dict[str, Any]) -> Grid:
-    from workbench.planner.validation.validation_report import line
+    from workbench.planner.validation.validation_report import error_cells
 
     built = table(f"By {name}", (name, "of", *HEAD), optional=("median", "worst"))
     largest = sorted(parts.items(), key=lambda part: -part[1]["rows"])
     for part, errors in largest[:PARTS_SHOWN]:
         for what in ("memory", "time", "clean"):
             if errors[what].get("rows"):
-                built.add_row(part, what, *line(errors[what]))
+                built.add_row(part, what, *error_cells(errors[what]))
     return built

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from workbench.machine.calibration_file import Conditions, Doubt
+from workbench.units import GIB
 
 Key = tuple[str, tuple[tuple[str, Any], ...]]
 
@@ -83,7 +84,7 @@ def kept(figures: Mapping[Key, float], found: Iterable[Doubt], ranks: int) -> di
 def conditions() -> Conditions:
     """How busy this machine is now."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     return Conditions(
         load_average=round(load, 2), cpus=os.cpu_count() or 1, free_memory_gib=round(free, 2)
     )

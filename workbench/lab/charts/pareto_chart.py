@@ -15,8 +15,8 @@ from workbench.lab import palette
 from workbench.lab.charts import chart_data
 from workbench.lab.live.figure import Figure, vega_spec
 from workbench.planner.search import Candidate, SearchResult
-from workbench.planner.search.search import GIB, short
-from workbench.units import digits, time_unit
+from workbench.planner.search.strategy_summary import strategy_summary
+from workbench.units import GIB, digits, time_unit
 
 GPU_MEMORY_SHOWN_FROM = 0.6
 """The GPU's memory is drawn where a plan's peak reaches this share of it; elsewhere the subtitle
@@ -65,7 +65,7 @@ def _row(one: Candidate, kind: str, size: float) -> dict[str, Any]:
         "kind": kind,
         "time": one.seconds / size,
         "peak": one.peak_bytes / GIB,
-        "strategy": short(one.plan),
+        "strategy": strategy_summary(one.plan),
         "gpus": one.plan.world_size,
         "rate": tokens / one.seconds,
     }
@@ -78,7 +78,7 @@ def _named(found: SearchResult) -> dict[str, Candidate]:
     chosen += [("least memory", one) for one in found.pareto[-1:]]
     once: dict[str, tuple[str, Candidate]] = {}
     for what, one in chosen:
-        once.setdefault(short(one.plan), (what, one))
+        once.setdefault(strategy_summary(one.plan), (what, one))
     return {f"{what}: {words}": one for words, (what, one) in once.items()}
 
 

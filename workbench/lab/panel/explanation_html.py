@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.planner.explain.bottlenecks import binding
+from workbench.planner.explain.bottlenecks import find_bottleneck
 from workbench.planner.explain.explanation import cost_line
-from workbench.planner.training_cost import cost
+from workbench.planner.training_cost import training_cost
 from workbench.profile import Profile
 from workbench.untrusted_text import escaped
 
@@ -17,10 +17,10 @@ def reasons_html(resolved: ResolvedPlan, profile: Profile) -> str:
         resolved: The plan.
         profile: Its estimate, which is not made again.
     """
-    found = binding(resolved, profile)
+    found = find_bottleneck(resolved, profile)
     other = found.time if found.constraint == "memory" else found.memory
     lines = [
-        _line(cost_line(cost(resolved, profile))),
+        _line(cost_line(training_cost(resolved, profile))),
         _line(found.sentence, bold=True),
         _line(other),
     ]

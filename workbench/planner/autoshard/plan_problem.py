@@ -21,7 +21,7 @@ from workbench.planner.autoshard.choice_result import OperatorPlan
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import TensorBytes
 from workbench.planner.autoshard.strategy_choice import choose_strategies
-from workbench.planner.calibrated_plan import on_machine
+from workbench.planner.calibrated_plan import with_calibration
 
 
 def choose_for_plan(
@@ -86,7 +86,7 @@ def machine_model(plan: ResolvedPlan, grid: int | Sequence[int]) -> MachineModel
         grid: Ranks, or the sizes of a grid's axes, outermost first.
     """
     precision = plan.strategy.precision
-    measured, found = on_machine(plan)
+    measured, found = with_calibration(plan)
     constants = _operator_constants(plan, found)
     sizes = [grid] if isinstance(grid, int) else list(grid)
     node = int(plan.cluster.gpus_per_node or 1)

@@ -7,19 +7,24 @@ from workbench.plan.schema import Plan
 from workbench.planner.explain import fitting_changes as _fixes
 from workbench.planner.explain import neighbor_plans as _moves
 from workbench.planner.explain import sensitivity as _sensitivity
-from workbench.planner.explain.bottlenecks import Binding, binding
+from workbench.planner.explain.bottlenecks import Bottleneck, find_bottleneck
 from workbench.planner.explain.explanation import Explanation, Reasons
-from workbench.planner.explain.plan_figures import Effect, Figures, Subject, subject
-from workbench.planner.training_cost import cost
+from workbench.planner.explain.plan_figures import (
+    ChangeEffect,
+    ExplainedPlan,
+    PlanFigures,
+    explained_plan,
+)
+from workbench.planner.training_cost import training_cost
 
 __all__ = [
-    "Binding",
-    "Effect",
+    "Bottleneck",
+    "ChangeEffect",
     "Explanation",
-    "Figures",
+    "PlanFigures",
     "Reasons",
-    "binding",
     "explain",
+    "find_bottleneck",
     "neighbours",
     "sensitivity",
     "why",
@@ -30,19 +35,19 @@ def why(plan: ResolvedPlan) -> Reasons:
     """What binds `plan`, in a sentence, and the smallest changes that make it fit. Raises
     `PlanError`.
     """
-    return _why(subject(plan))
+    return _why(explained_plan(plan))
 
 
-def sensitivity(plan: ResolvedPlan) -> list[Effect]:
+def sensitivity(plan: ResolvedPlan) -> list[ChangeEffect]:
     """Step and peak on twice the network, link, memory bandwidth and FLOP/s, on eight more cards,
     and so on.
     """
-    return _sensitivity.sensitivity(subject(plan))
+    return _sensitivity.sensitivity(explained_plan(plan))
 
 
-def neighbours(plan: ResolvedPlan) -> list[Effect]:
+def neighbours(plan: ResolvedPlan) -> list[ChangeEffect]:
     """Every legal plan one step of one knob away: those that fit first, the fastest first."""
-    return _moves.neighbours(subject(plan))
+    return _moves.neighbor_plans(explained_plan(plan))
 
 
 def explain(plan: Plan, tokens: float | None = None, price: float | None = None) -> Explanation:
@@ -51,17 +56,19 @@ def explain(plan: Plan, tokens: float | None = None, price: float | None = None)
 
     Well under a second. Raises `PlanError` for an illegal plan or number.
     """
-    asked = subject(plan)
-    told = cost(asked.full, asked.profile, tokens, price)
+    asked = explained_plan(plan)
+    told = training_cost(asked.resolved, asked.profile, tokens, price)
     return Explanation(
-        asked.full.name,
+        asked.resolved.name,
         asked.figures,
         told,
         _why(asked),
         tuple(_sensitivity.sensitivity(asked)),
-        tuple(_moves.neighbours(asked)),
+        tuple(_moves.neighbor_plans(asked)),
     )
 
 
-def _why(asked: Subject) -> Reasons:
-    return Reasons(binding(asked.full, asked.profile), tuple(_fixes.fixes(asked)))
+def _why(asked: ExplainedPlan) -> Reasons:
+    return Reasons(
+        find_bottleneck(asked.resolved, asked.profile), tuple(_fixes.changes_that_fit(asked))
+    )

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.planner.calibrated_plan import on_machine
-from workbench.planner.explain.number_words import gib, of, percent, seconds
-from workbench.planner.explain.plan_figures import stage_sums
+from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.explain.plan_figures import device_bytes_by_stage
 from workbench.profile import Profile
+from workbench.units import duration_text, gib_text, percent_text, share_of_text
 
-NEAR = 0.9
+HIGH_MEMORY_SHARE = 0.9
 """Share of the card above which an allocator begins to retry."""
-TOLD = 0.05
+MIN_SHARE_SHOWN = 0.05
 """Share of a step from which a part beside the largest is told."""
-NAMES = {
+PART_NAMES = {
     "compute": "compute",
     "bubble": "the pipeline bubble",
     "tensor_comm": "exposed tensor-parallel communication",
@@ -34,7 +34,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Binding:
+class Bottleneck:
     """The binding constraint (`memory`, or a part of the step), and the two sentences; figures are
     estimated.
     """
@@ -49,43 +49,49 @@ class Binding:
         return self.memory if self.constraint == "memory" else self.time
 
 
-def binding(full: ResolvedPlan, profile: Profile) -> Binding:
+def find_bottleneck(full: ResolvedPlan, profile: Profile) -> Bottleneck:
     """What binds the complete plan `full`, read off its estimate: memory where it does not fit,
     else a part of time.
     """
-    full, _ = on_machine(full)
-    over = max(stage_sums(profile, "peak")) > (profile.capacity_bytes or np.inf)
+    full, _ = with_calibration(full)
+    over = max(device_bytes_by_stage(profile, "peak")) > (profile.capacity_bytes or np.inf)
     parts: dict[str, float] = profile.notes["time"]
     largest = max(parts, key=lambda part: parts[part])
-    return Binding(
+    return Bottleneck(
         "memory" if over else largest, memory_sentence(full, profile), time_sentence(full, profile)
     )
 
 
 def memory_sentence(full: ResolvedPlan, profile: Profile) -> str:
     """Stage, moment and category of the largest peak, and how far it is from the card."""
-    sums = stage_sums(profile, "peak")
+    sums = device_bytes_by_stage(profile, "peak")
     stage = int(np.argmax(sums))
     peak, card = sums[stage], float(profile.capacity_bytes or 0)
-    category, size = _largest(profile, stage)
+    category, size = _largest_category(profile, stage)
     where = f"pipeline stage {stage} of {len(sums)}" if len(sums) > 1 else "every rank"
-    room = f"{gib(card - peak)} to spare" if peak <= card else f"{gib(peak - card)} too much"
-    near = ", so near the limit that the allocator may retry" if NEAR * card < peak <= card else ""
+    room = (
+        f"{gib_text(card - peak)} to spare" if peak <= card else f"{gib_text(peak - card)} too much"
+    )
+    near = (
+        ", so near the limit that the allocator may retry"
+        if HIGH_MEMORY_SHARE * card < peak <= card
+        else ""
+    )
     return (
-        f"Memory: {where} peaks at {gib(peak)} {_moment(profile, stage, peak)}, {of(peak / card)} "
+        f"Memory: {where} peaks at {gib_text(peak)} {_moment_of_peak(profile, stage, peak)}, {share_of_text(peak / card)} "
         f"the "
-        f"{gib(card)} of {full.gpu.name} ({room}{near}); its largest category is {category}, "
-        f"{gib(size)} (estimated)."
+        f"{gib_text(card)} of {full.gpu.name} ({room}{near}); its largest category is {category}, "
+        f"{gib_text(size)} (estimated)."
     )
 
 
-def _largest(profile: Profile, stage: int) -> tuple[str, float]:
-    sizes = _peak(profile, stage)
+def _largest_category(profile: Profile, stage: int) -> tuple[str, float]:
+    sizes = _peak_by_category(profile, stage)
     category = max(sizes, key=lambda name: sizes[name])
     return category, sizes[category]
 
 
-def _peak(profile: Profile, stage: int) -> dict[str, float]:
+def _peak_by_category(profile: Profile, stage: int) -> dict[str, float]:
     """Bytes by category at a stage's largest instant."""
     rows = profile.memory
     here = (
@@ -101,14 +107,18 @@ def _peak(profile: Profile, stage: int) -> dict[str, float]:
     )
 
 
-def _moment(profile: Profile, stage: int, peak: float) -> str:
+def _moment_of_peak(profile: Profile, stage: int, peak: float) -> str:
     """When the peak is: without activations the optimizer's; the frames tell whether it is where
     forward ends.
     """
-    sums = stage_sums(profile, "forward_end")
+    sums = device_bytes_by_stage(profile, "forward_end")
     if stage < len(sums) and abs(sums[stage] - peak) < 1e-6 * peak:
         return "at the end of forward"
-    return "in backward" if _peak(profile, stage).get("activations") else "in the optimizer step"
+    return (
+        "in backward"
+        if _peak_by_category(profile, stage).get("activations")
+        else "in the optimizer step"
+    )
 
 
 def time_sentence(full: ResolvedPlan, profile: Profile) -> str:
@@ -117,31 +127,31 @@ def time_sentence(full: ResolvedPlan, profile: Profile) -> str:
     total = sum(parts.values())
     first, *others = sorted(parts, key=lambda part: -parts[part])
     told = [
-        f"{NAMES.get(first, first)} takes the largest part of a step, {seconds(parts[first])} of "
-        f"{seconds(total)} "
-        f"({percent(parts[first] / total)}){_because(first, full, profile)}"
+        f"{PART_NAMES.get(first, first)} takes the largest part of a step, {duration_text(parts[first])} of "
+        f"{duration_text(total)} "
+        f"({percent_text(parts[first] / total)}){_part_reason(first, full, profile)}"
     ]
     told += [
-        f"{NAMES.get(part, part)} {percent(parts[part] / total)}{_because(part, full, profile)}"
+        f"{PART_NAMES.get(part, part)} {percent_text(parts[part] / total)}{_part_reason(part, full, profile)}"
         for part in others[:2]
-        if parts[part] >= TOLD * total
+        if parts[part] >= MIN_SHARE_SHOWN * total
     ]
     return f"Time: {'; '.join(told)} (estimated)."
 
 
-def _because(part: str, full: ResolvedPlan, profile: Profile) -> str:
+def _part_reason(part: str, full: ResolvedPlan, profile: Profile) -> str:
     parts: dict[str, float] = profile.notes["time"]
     if part == "compute":
         over_step = float(profile.notes["model_flops_utilisation"])
         busy = over_step * sum(parts.values()) / parts["compute"]
         return (
-            f", at {percent(busy)} of the cards' peak in model FLOPs while it lasts, "
-            f"{percent(over_step)} over the step"
+            f", at {percent_text(busy)} of the cards' peak in model FLOPs while it lasts, "
+            f"{percent_text(over_step)} over the step"
         )
     if part == "bubble":
-        return f", {_bubble(full)}"
+        return f", {_bubble_formula(full)}"
     if part.endswith("_comm"):
-        return _wire(part.removesuffix("_comm"), full, profile)
+        return _traffic_text(part.removesuffix("_comm"), full, profile)
     if part == "offload":
         return f", over {full.gpu.pcie_gbs:g} GB/s a card"
     return (
@@ -151,7 +161,7 @@ def _because(part: str, full: ResolvedPlan, profile: Profile) -> str:
     )
 
 
-def _bubble(full: ResolvedPlan) -> str:
+def _bubble_formula(full: ResolvedPlan) -> str:
     """The schedule's bubble in words (FORMULAS of the papers: GPipe 2019, 2104.04473,
     2401.10241).
     """
@@ -168,7 +178,7 @@ def _bubble(full: ResolvedPlan) -> str:
     return f"as schedule {p.schedule} leaves it"
 
 
-def _wire(axis: str, full: ResolvedPlan, profile: Profile) -> str:
+def _traffic_text(axis: str, full: ResolvedPlan, profile: Profile) -> str:
     """What an axis moves, and over which link."""
     rows = profile.collectives
     here = rows.axis.to_numpy() == axis
@@ -176,12 +186,12 @@ def _wire(axis: str, full: ResolvedPlan, profile: Profile) -> str:
     ranks = rows["rank"].to_numpy()[here]
     most = max((moved[ranks == rank].sum() for rank in np.unique(ranks)), default=0.0)
     link = f"the network between nodes, {full.fabric.nic_gbs:g} GB/s a node"
-    if not crosses(full, axis):
+    if not leaves_node(full, axis):
         link = f"the links inside a node, {full.gpu.link_gbs:g} GB/s a card"
-    return f", {gib(most)} a rank and step over {link}"
+    return f", {gib_text(most)} a rank and step over {link}"
 
 
-def crosses(full: ResolvedPlan, axis: str) -> bool:
+def leaves_node(full: ResolvedPlan, axis: str) -> bool:
     """Whether groups of `axis` leave a node; experts are spread over data x context."""
     wanted = ("data", "context") if axis == "expert" else (axis,)
     stride = 1

@@ -6,43 +6,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.planner.explain.bottlenecks import Binding
-from workbench.planner.explain.number_words import (
-    ROUNDING,
-    count,
-    days,
-    gib,
-    html_table,
-    seconds,
-    signed,
-)
-from workbench.planner.explain.plan_figures import Effect, Figures
-from workbench.planner.training_cost import Cost
+from workbench.planner.explain.bottlenecks import Bottleneck
+from workbench.planner.explain.plan_figures import ChangeEffect, PlanFigures
+from workbench.planner.table_text import aligned_lines, captioned_html_table
+from workbench.planner.training_cost import TrainingCost
+from workbench.units import days_text, duration_text, gib_text, quantity_text, signed_text
 from workbench.untrusted_text import escaped
 
-HEADS = ("change", "step time", "Δ step time", "tokens/s", "peak memory", "Δ memory", "fits")
+ROUNDING = 1e-9
+"""Relative difference of two estimates that comes of arithmetic alone."""
+EFFECT_HEADS = ("change", "step time", "Δ step time", "tokens/s", "peak memory", "Δ memory", "fits")
 
 
 @dataclass(frozen=True)
 class Reasons:
     """What binds a plan, and what makes it fit where it does not. Figures are estimated."""
 
-    binding: Binding
-    fixes: tuple[Effect, ...]
+    bottleneck: Bottleneck
+    fixes: tuple[ChangeEffect, ...]
 
     @property
     def sentence(self) -> str:
         """The binding constraint in one sentence."""
-        return self.binding.sentence
+        return self.bottleneck.sentence
 
     def __repr__(self) -> str:
         return "\n".join(
-            [self.binding.memory, self.binding.time, *effect_lines("What makes it fit", self.fixes)]
+            [
+                self.bottleneck.memory,
+                self.bottleneck.time,
+                *effect_lines("What makes it fit", self.fixes),
+            ]
         )
 
     def to_json(self) -> dict[str, Any]:
         """The constraint, the sentences, the fixes."""
-        b = self.binding
+        b = self.bottleneck
         told = {
             "constraint": b.constraint,
             "sentence": b.sentence,
@@ -57,13 +56,13 @@ class Explanation:
     """A plan explained: its cost, what binds it, what would change it. Figures are estimated."""
 
     name: str
-    figures: Figures
-    cost: Cost
+    figures: PlanFigures
+    cost: TrainingCost
     reasons: Reasons
-    sensitivity: tuple[Effect, ...]
-    neighbours: tuple[Effect, ...]
+    sensitivity: tuple[ChangeEffect, ...]
+    neighbours: tuple[ChangeEffect, ...]
 
-    def tables(self) -> list[tuple[str, Sequence[Effect]]]:
+    def tables(self) -> list[tuple[str, Sequence[ChangeEffect]]]:
         """(title, rows) of what is not empty."""
         every = [
             ("What makes it fit", self.reasons.fixes),
@@ -93,8 +92,8 @@ class Explanation:
         lines = [
             self.name,
             cost_line(self.cost),
-            self.reasons.binding.memory,
-            self.reasons.binding.time,
+            self.reasons.bottleneck.memory,
+            self.reasons.bottleneck.time,
         ]
         return "\n".join(
             [*lines, *(line for title, rows in self.tables() for line in effect_lines(title, rows))]
@@ -104,20 +103,21 @@ class Explanation:
         words = [
             cost_line(self.cost),
             *self.cost.missing,
-            self.reasons.binding.memory,
-            self.reasons.binding.time,
+            self.reasons.bottleneck.memory,
+            self.reasons.bottleneck.time,
         ]
         told = "".join(f"<p>{escaped(line)}</p>" for line in words)
         return f"<h4>{escaped(self.name)}</h4>{told}" + "".join(
-            html_table(title, HEADS, map(cells, rows)) for title, rows in self.tables()
+            captioned_html_table(title, EFFECT_HEADS, map(effect_cells, rows))
+            for title, rows in self.tables()
         )
 
 
-def cost_line(cost: Cost) -> str:
+def cost_line(cost: TrainingCost) -> str:
     """The cost in one line."""
     told = [
         f"{cost.tokens_per_second:,.0f} tokens/s",
-        f"{count(cost.tokens)} tokens ({cost.tokens_from}) take {days(cost.days)}",
+        f"{quantity_text(cost.tokens)} tokens ({cost.tokens_from}) take {days_text(cost.days)}",
         f"{cost.gpu_hours:,.0f} card-hours",
     ]
     if cost.dollars is not None:
@@ -127,28 +127,24 @@ def cost_line(cost: Cost) -> str:
     return f"Cost: {', '.join(told)} ({cost.source})."
 
 
-def cells(effect: Effect) -> tuple[str, ...]:
-    """One row under `HEADS`."""
+def effect_cells(effect: ChangeEffect) -> tuple[str, ...]:
+    """One row under `EFFECT_HEADS`."""
     return (
         effect.name,
-        seconds(effect.after.seconds),
-        signed(effect.seconds_change, seconds(abs(effect.seconds_change))),
-        signed(
+        duration_text(effect.after.seconds),
+        signed_text(effect.seconds_change, duration_text(abs(effect.seconds_change))),
+        signed_text(
             effect.speed - 1,
             f"{abs(effect.speed - 1):.1%}" if abs(effect.speed - 1) > ROUNDING else "0",
         ),
-        gib(effect.after.peak_bytes),
-        signed(effect.peak_change, gib(abs(effect.peak_change))),
+        gib_text(effect.after.peak_bytes),
+        signed_text(effect.peak_change, gib_text(abs(effect.peak_change))),
         "yes" if effect.after.fits else "NO",
     )
 
 
-def effect_lines(title: str, rows: Sequence[Effect]) -> list[str]:
+def effect_lines(title: str, rows: Sequence[ChangeEffect]) -> list[str]:
     """A table as lines of text; nothing where there are no rows."""
-    table = [HEADS, *(cells(row) for row in rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(HEADS))]
-    lines = [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths)))
-        for r in table
-    ]
-    return ["", title, *lines] if rows else []
+    if not rows:
+        return []
+    return ["", title, *aligned_lines([EFFECT_HEADS, *(effect_cells(row) for row in rows)], left=0)]

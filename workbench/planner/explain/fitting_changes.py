@@ -9,19 +9,21 @@ from itertools import combinations
 
 from workbench.errors import PlanError
 from workbench.plan.rules.supported import unsupported
-from workbench.planner.explain.plan_figures import Change, Effect, Subject, figures
-from workbench.planner.memory_advice import (
+from workbench.planner.explain.plan_figures import ChangeEffect, ExplainedPlan, plan_figures
+from workbench.planner.memory_advice import plan_peak_bytes
+from workbench.planner.plan_changes import (
+    Change,
+    combined_changes,
+    larger_gpus,
     more_gpus,
-    one_field_here,
-    other_gpus,
-    peak_bytes,
-    together_here,
+    one_field_changes,
 )
+from workbench.units import GIB
 
-SHOWN = 6
+MAX_SHOWN = 6
 
 
-def fixes(subject: Subject) -> list[Effect]:
+def changes_that_fit(subject: ExplainedPlan) -> list[ChangeEffect]:
     """At most six changes that fit, the smallest of each kind; empty where the plan fits.
 
     One field where one is enough on the same GPUs, else several; then more GPUs, then another. On
@@ -29,18 +31,20 @@ def fixes(subject: Subject) -> list[Effect]:
     """
     if subject.figures.fits:
         return []
-    own = one_field_here(subject.full)
-    here = _smallest(subject, iter(own)) or _smallest(subject, _pairs(own))
-    here = here or _smallest(subject, together_here(subject.full), most=1)
-    hardware = [*more_gpus(subject.full), *other_gpus(subject.full)]
-    other = _smallest(subject, (change for change in hardware if len(change) == 1))
+    own = one_field_changes(subject.resolved)
+    here = _first_fitting(subject, iter(own)) or _first_fitting(subject, _pairs(own))
+    here = here or _first_fitting(subject, combined_changes(subject.resolved), most=1)
+    hardware = [*more_gpus(subject.resolved), *larger_gpus(subject.resolved)]
+    other = _first_fitting(subject, (change for change in hardware if len(change) == 1))
     if not here and not other:
-        other = _smallest(subject, iter(hardware), most=1)
+        other = _first_fitting(subject, iter(hardware), most=1)
     effects = [effect for change in other if (effect := _effect(subject, change))]
-    return [*_ranked(subject, here)[: SHOWN - min(2, len(effects))], *effects][:SHOWN]
+    return [*_ranked(subject, here)[: MAX_SHOWN - min(2, len(effects))], *effects][:MAX_SHOWN]
 
 
-def _smallest(subject: Subject, changes: Iterator[Change], most: int = SHOWN) -> list[Change]:
+def _first_fitting(
+    subject: ExplainedPlan, changes: Iterator[Change], most: int = MAX_SHOWN
+) -> list[Change]:
     """The first change that fits of each set of fields."""
     found: dict[tuple[str, ...], Change] = {}
     for change in changes:
@@ -49,10 +53,10 @@ def _smallest(subject: Subject, changes: Iterator[Change], most: int = SHOWN) ->
     return list(found.values())
 
 
-def _fits(subject: Subject, change: Change) -> bool:
+def _fits(subject: ExplainedPlan, change: Change) -> bool:
     try:
         full = subject.plan.replace(**change).resolve()
-        return peak_bytes(full) <= full.gpu.memory_gib * 2**30
+        return plan_peak_bytes(full) <= full.gpu.memory_gib * GIB
     except PlanError:
         return False
 
@@ -63,27 +67,27 @@ def _pairs(own: list[Change]) -> Iterator[Change]:
     yield from (a | b for a, b in combinations(single, 2) if a.keys() != b.keys())
 
 
-def _ranked(subject: Subject, changes: list[Change]) -> list[Effect]:
+def _ranked(subject: ExplainedPlan, changes: list[Change]) -> list[ChangeEffect]:
     effects = [effect for change in changes if (effect := _effect(subject, change))]
     return sorted(
         effects, key=lambda e: (not _runs(subject, e), -e.after.tokens_per_second / e.after.gpus)
     )
 
 
-def _effect(subject: Subject, change: Change) -> Effect | None:
+def _effect(subject: ExplainedPlan, change: Change) -> ChangeEffect | None:
     """As `plan.replace` makes it: what follows from a change by a preset's rules follows."""
     name = ", ".join(
         f"{field.removeprefix('strategy.')} → {value}" for field, value in change.items()
     )
     try:
-        return Effect(
-            name, change, subject.figures, figures(subject.plan.replace(**change).resolve())
+        return ChangeEffect(
+            name, change, subject.figures, plan_figures(subject.plan.replace(**change).resolve())
         )
     except PlanError:
         return None
 
 
-def _runs(subject: Subject, effect: Effect) -> bool:
-    if unsupported(subject.full, "run"):
+def _runs(subject: ExplainedPlan, effect: ChangeEffect) -> bool:
+    if unsupported(subject.resolved, "run"):
         return True
     return not unsupported(subject.plan.replace(**effect.changes).resolve(), "run")

@@ -11,52 +11,57 @@ from collections.abc import Iterator
 
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.axis_rules import CHUNKS, SCHEDULES
-from workbench.planner.axis_placement import placements
-from workbench.planner.explain.plan_figures import Change, Effect, Subject
+from workbench.planner.axis_placement import rank_placements
+from workbench.planner.explain.plan_figures import ChangeEffect, ExplainedPlan
+from workbench.planner.plan_changes import OFFLOAD_KINDS, RECOMPUTE_KINDS, Change
 
-Move = tuple[str, Change]
+NamedChange = tuple[str, Change]
 """What the step is called, and the fields that it sets."""
 
 
-def neighbours(subject: Subject) -> list[Effect]:
+def neighbor_plans(subject: ExplainedPlan) -> list[ChangeEffect]:
     """Every legal step that can be estimated: those that fit first, the fastest first."""
-    found = [effect for name, change in moves(subject) if (effect := subject.effect(name, change))]
+    found = [
+        effect
+        for name, change in one_step_changes(subject)
+        if (effect := subject.effect(name, change))
+    ]
     return sorted(
         found, key=lambda effect: (not effect.after.fits, -effect.speed, effect.after.peak_bytes)
     )
 
 
-def moves(subject: Subject) -> Iterator[Move]:
+def one_step_changes(subject: ExplainedPlan) -> Iterator[NamedChange]:
     """All one-step moves of one knob, legal or not."""
-    full = subject.full
-    yield from _axes(subject)
+    full = subject.resolved
+    yield from _axis_changes(subject)
     if full.strategy.pipeline.size > 1:
-        yield from _schedules(subject)
-    yield from _twice_and_half("micro-batch", "training.micro_batch", full.training.micro_batch)
-    yield from _data(full)
-    yield from _placement(full)
-    yield from _words(
-        "recompute", "strategy.recompute", full.strategy.recompute, ("none", "selective", "full")
+        yield from _schedule_changes(subject)
+    yield from _double_and_halve("micro-batch", "training.micro_batch", full.training.micro_batch)
+    yield from _data_changes(full)
+    yield from _placement_change(full)
+    yield from _choice_changes(
+        "recompute", "strategy.recompute", full.strategy.recompute, RECOMPUTE_KINDS
     )
 
 
-def _axes(subject: Subject) -> Iterator[Move]:
-    s = subject.full.strategy
+def _axis_changes(subject: ExplainedPlan) -> Iterator[NamedChange]:
+    s = subject.resolved.strategy
     if isinstance(s.tensor.size, int):
-        yield from _twice_and_half("tensor", "strategy.tensor.size", s.tensor.size)
+        yield from _double_and_halve("tensor", "strategy.tensor.size", s.tensor.size)
     if s.tensor.ranks > 1 and s.tensor.algorithm == "1d":
-        yield _switch("sequence parallel", "strategy.tensor.sequence", s.tensor.sequence)
-    for name, change in _twice_and_half("pipeline", "strategy.pipeline.size", s.pipeline.size):
+        yield _toggle("sequence parallel", "strategy.tensor.sequence", s.tensor.sequence)
+    for name, change in _double_and_halve("pipeline", "strategy.pipeline.size", s.pipeline.size):
         yield name, change | _repartitioned(subject)
-    yield from _twice_and_half("context", "strategy.context.size", s.context.size)
-    if subject.full.shape.moe:
-        yield from _twice_and_half("expert", "strategy.expert.size", s.expert.size)
+    yield from _double_and_halve("context", "strategy.context.size", s.context.size)
+    if subject.resolved.shape.moe:
+        yield from _double_and_halve("expert", "strategy.expert.size", s.expert.size)
 
 
-def _schedules(subject: Subject) -> Iterator[Move]:
-    p = subject.full.strategy.pipeline
+def _schedule_changes(subject: ExplainedPlan) -> Iterator[NamedChange]:
+    p = subject.resolved.strategy.pipeline
     if p.schedule == "interleaved":
-        for name, change in _twice_and_half("chunks", "strategy.pipeline.chunks", p.chunks):
+        for name, change in _double_and_halve("chunks", "strategy.pipeline.chunks", p.chunks):
             yield name, change | _repartitioned(subject)
     for schedule in SCHEDULES:
         if schedule != p.schedule:
@@ -69,43 +74,43 @@ def _schedules(subject: Subject) -> Iterator[Move]:
             yield f"schedule {p.schedule} → {schedule}", fields
 
 
-def _data(full: ResolvedPlan) -> Iterator[Move]:
+def _data_changes(full: ResolvedPlan) -> Iterator[NamedChange]:
     d = full.strategy.data
     for zero in (d.zero - 1, d.zero + 1):
         if 0 <= zero <= 3:
             yield f"ZeRO {d.zero} → {zero}", {"strategy.data.zero": zero}
-    yield from _words(
-        "offload", "strategy.data.offload", d.offload, ("none", "optimizer", "parameters")
-    )
+    yield from _choice_changes("offload", "strategy.data.offload", d.offload, OFFLOAD_KINDS)
     if full.sizes["data"] > 1:
-        yield _switch("overlap", "strategy.data.overlap", d.overlap)
+        yield _toggle("overlap", "strategy.data.overlap", d.overlap)
 
 
-def _placement(full: ResolvedPlan) -> Iterator[Move]:
+def _placement_change(full: ResolvedPlan) -> Iterator[NamedChange]:
     """The fastest order of the axes, where it is not the plan's own."""
-    best = list(placements(full)[0].order)
+    best = list(rank_placements(full)[0].order)
     if best != full.strategy.placement:
         yield f"placement → {', '.join(best)}", {"strategy.placement": best}
 
 
-def _repartitioned(subject: Subject) -> Change:
+def _repartitioned(subject: ExplainedPlan) -> Change:
     """A list of layers a stage does not outlive the number of stages."""
     fixed = isinstance(subject.plan.strategy.pipeline.partition, list)
     return {"strategy.pipeline.partition": "balanced"} if fixed else {}
 
 
-def _twice_and_half(name: str, field: str, now: int) -> Iterator[Move]:
+def _double_and_halve(name: str, field: str, now: int) -> Iterator[NamedChange]:
     yield f"{name} {now} → {2 * now}", {field: 2 * now}
     if now % 2 == 0:
         yield f"{name} {now} → {now // 2}", {field: now // 2}
 
 
-def _words(name: str, field: str, now: object, choices: tuple[str, ...]) -> Iterator[Move]:
+def _choice_changes(
+    name: str, field: str, now: object, choices: tuple[str, ...]
+) -> Iterator[NamedChange]:
     told = now if isinstance(now, str) else "some layers"
     yield from (
         (f"{name} {told} → {choice}", {field: choice}) for choice in choices if choice != now
     )
 
 
-def _switch(name: str, field: str, now: bool) -> Move:
+def _toggle(name: str, field: str, now: bool) -> NamedChange:
     return f"{name} {'on → off' if now else 'off → on'}", {field: not now}

@@ -15,16 +15,15 @@ from workbench.errors import PlanError
 from workbench.plan.resolution import with_preset
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
-from workbench.planner.calibrated_plan import on_machine
+from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimate import estimate
+from workbench.planner.plan_changes import Change
 from workbench.profile import Profile
-
-Change = dict[str, Any]
-"""Field -> value, as `Plan.replace` takes it."""
+from workbench.units import GIB
 
 
 @dataclass(frozen=True)
-class Figures:
+class PlanFigures:
     """An estimate in short. Bytes are of the fullest rank, tokens of the whole job in one step."""
 
     seconds: float
@@ -45,13 +44,13 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Effect:
+class ChangeEffect:
     """What one change of a plan does: `changes` is what `plan.replace` takes."""
 
     name: str
     changes: Change
-    before: Figures
-    after: Figures
+    before: PlanFigures
+    after: PlanFigures
 
     @property
     def seconds_change(self) -> float:
@@ -86,72 +85,74 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ExplainedPlan:
     """A plan, complete and estimated once; what is asked of it compares with this."""
 
     plan: Plan
-    full: ResolvedPlan
+    resolved: ResolvedPlan
     profile: Profile
-    figures: Figures
-    pins: Change
+    figures: PlanFigures
+    pinned_fields: Change
     """What a preset's rule or a default would decide anew after a change: sizes of axes, the global
     batch.
     """
 
-    def effect(self, name: str, change: Change) -> Effect | None:
+    def effect(self, name: str, change: Change) -> ChangeEffect | None:
         """What `change`, and nothing else, does; None where it is illegal or cannot be
         estimated.
         """
-        changes = {**self.pins, **change}
+        changes = {**self.pinned_fields, **change}
         try:
-            return Effect(
-                name, changes, self.figures, figures(self.plan.replace(**changes).resolve())
+            return ChangeEffect(
+                name, changes, self.figures, plan_figures(self.plan.replace(**changes).resolve())
             )
         except PlanError:
             return None
 
-    def with_hardware(self, name: str, card: Change, fabric: Change) -> Effect:
+    def with_hardware(self, name: str, card: Change, fabric: Change) -> ChangeEffect:
         """What other figures of the card and the fabric do. No change of a plan says them where it
         is calibrated.
         """
-        here, constants = on_machine(self.full)
+        here, constants = with_calibration(self.resolved)
         machine = {
             "gpu": here.gpu.model_copy(update=card),
             "fabric": here.fabric.model_copy(update=fabric),
         }
         faster = here.model_copy(update={"cluster": here.cluster.model_copy(update=machine)})
         written = {f"cluster.{field}": figure.model_dump() for field, figure in machine.items()}
-        changes = {} if self.full.cluster.calibration else {**self.pins, **written}
-        return Effect(name, changes, self.figures, _figures(faster, constants))
+        changes = {} if self.resolved.cluster.calibration else {**self.pinned_fields, **written}
+        return ChangeEffect(name, changes, self.figures, _calibrated_figures(faster, constants))
 
 
-def subject(plan: Plan, profile: Profile | None = None) -> Subject:
+def explained_plan(plan: Plan, profile: Profile | None = None) -> ExplainedPlan:
     """The subject of questions about `plan`; `profile` is its estimate where there is one. Raises
     `PlanError`.
     """
     full = plan.resolve()
-    return Subject(plan, full, profile or estimate(plan), figures(full), _pins(plan, full))
+    return ExplainedPlan(
+        plan, full, profile or estimate(plan), plan_figures(full), _pinned_fields(plan, full)
+    )
 
 
-def figures(full: ResolvedPlan) -> Figures:
+def plan_figures(full: ResolvedPlan) -> PlanFigures:
     """The estimate of a complete plan in short, without its frames and advice. Raises
     `PlanError`.
     """
-    return _figures(*on_machine(full))
+    return _calibrated_figures(*with_calibration(full))
 
 
-def _figures(full: ResolvedPlan, constants: Constants) -> Figures:
+def _calibrated_figures(full: ResolvedPlan, constants: Constants) -> PlanFigures:
     w = workload(full)
-    return Figures(
+    return PlanFigures(
         seconds=float(step_time(w, constants).seconds),
         tokens=float(full.training.global_batch * full.training.sequence_length),
         peak_bytes=round(float(peak_memory(w, constants).peak.max())),
-        capacity_bytes=int(full.gpu.memory_gib * 2**30),
+        capacity_bytes=int(full.gpu.memory_gib * GIB),
         gpus=full.world_size,
     )
 
 
-def stage_sums(profile: Profile, moment: str) -> list[float]:
+def device_bytes_by_stage(profile: Profile, moment: str) -> list[float]:
     """Device bytes of each pipeline rank at `moment`, all categories together."""
     rows = profile.memory
     here = (rows.moment.to_numpy() == moment) & (rows.tier.to_numpy() == "device")
@@ -162,14 +163,16 @@ def stage_sums(profile: Profile, moment: str) -> list[float]:
     return sums
 
 
-def _pins(plan: Plan, full: Plan) -> Change:
+def _pinned_fields(plan: Plan, full: Plan) -> Change:
     rules = with_preset(plan.strategy)
-    axes = [axis for axis in ("tensor", "pipeline", "context", "expert") if _is_rule(rules, axis)]
+    axes = [
+        axis for axis in ("tensor", "pipeline", "context", "expert") if _set_by_rule(rules, axis)
+    ]
     pins: Change = {f"strategy.{axis}.size": getattr(full.strategy, axis).size for axis in axes}
     if "global_batch" not in plan.training.model_fields_set:
         pins["training.global_batch"] = full.training.global_batch
     return pins
 
 
-def _is_rule(strategy: dict[str, Any], axis: str) -> bool:
+def _set_by_rule(strategy: dict[str, Any], axis: str) -> bool:
     return isinstance(strategy.get(axis, {}).get("size"), str)

@@ -10,26 +10,27 @@ from collections.abc import Iterator
 from workbench.costmodel.compute.roofline import KERNELS_PER_LAYER
 from workbench.errors import PlanError
 from workbench.plan.schema import Plan
-from workbench.planner.calibrated_plan import on_machine
-from workbench.planner.explain.neighbor_plans import Move
-from workbench.planner.explain.plan_figures import Change, Effect, Subject
+from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.explain.neighbor_plans import NamedChange
+from workbench.planner.explain.plan_figures import ChangeEffect, ExplainedPlan
+from workbench.planner.plan_changes import Change
 
-KERNELS = "strategy.kernels"
-MORE = 8
-FAR = 8
+KERNELS_FIELD = "strategy.kernels"
+EXTRA_GPUS = 8
+MAX_REPLICA_MULTIPLE = 8
 """Times the unit of cards (a replica) within which a legal number is looked for."""
 
 
-def sensitivity(subject: Subject) -> list[Effect]:
+def sensitivity(subject: ExplainedPlan) -> list[ChangeEffect]:
     """The effects of what can be changed and estimated, in a fixed order."""
     return [
-        *_hardware(subject),
-        *(e for name, change in _questions(subject) if (e := subject.effect(name, change))),
+        *_hardware_effects(subject),
+        *(e for name, change in _plan_changes(subject) if (e := subject.effect(name, change))),
     ]
 
 
-def _hardware(subject: Subject) -> Iterator[Effect]:
-    here = on_machine(subject.full)[0]
+def _hardware_effects(subject: ExplainedPlan) -> Iterator[ChangeEffect]:
+    here = with_calibration(subject.resolved)[0]
     card, fabric = here.gpu, here.fabric
     doubled: tuple[tuple[str, Change, Change], ...] = (
         ("twice the network between nodes", {}, {"nic_gbs": 2 * fabric.nic_gbs}),
@@ -44,11 +45,11 @@ def _hardware(subject: Subject) -> Iterator[Effect]:
     yield from (subject.with_hardware(*question) for question in doubled)
 
 
-def _questions(subject: Subject) -> Iterator[Move]:
-    full = subject.full
-    yield from _more_cards(subject)
+def _plan_changes(subject: ExplainedPlan) -> Iterator[NamedChange]:
+    full = subject.resolved
+    yield from _more_gpus(subject)
     yield from (
-        (f"{kind} kernels", {KERNELS: kind})
+        (f"{kind} kernels", {KERNELS_FIELD: kind})
         for kind in KERNELS_PER_LAYER
         if kind != full.strategy.kernels
     )
@@ -59,22 +60,24 @@ def _questions(subject: Subject) -> Iterator[Move]:
     yield "twice the micro-batch", {"training.micro_batch": 2 * size}
 
 
-def _more_cards(subject: Subject) -> Iterator[Move]:
+def _more_gpus(subject: ExplainedPlan) -> Iterator[NamedChange]:
     """Eight more cards, or the legal number nearest to that; the batch stays, or becomes the
     nearest that is legal.
     """
-    full = subject.full
-    wanted, unit = full.world_size + MORE, full.world_size // full.sizes["data"]
-    counts = [k * unit for k in range(full.world_size // unit + 1, wanted // unit + FAR)]
+    full = subject.resolved
+    wanted, unit = full.world_size + EXTRA_GPUS, full.world_size // full.sizes["data"]
+    counts = [
+        k * unit for k in range(full.world_size // unit + 1, wanted // unit + MAX_REPLICA_MULTIPLE)
+    ]
     for gpus in sorted(counts, key=lambda count: abs(count - wanted)):
-        change = _on(subject.plan, full, gpus, gpus // unit)
+        change = _on_gpus(subject.plan, full, gpus, gpus // unit)
         if _is_legal(subject, change):
             near = "" if gpus == wanted else ", the nearest legal number to 8"
             yield f"{gpus - full.world_size} more cards{near}", change
             return
 
 
-def _on(plan: Plan, full: Plan, gpus: int, replicas: int) -> Change:
+def _on_gpus(plan: Plan, full: Plan, gpus: int, replicas: int) -> Change:
     share = full.training.micro_batch * replicas
     batch = max(1, math.floor(full.training.global_batch / share + 0.5)) * share
     wiring: Change = {
@@ -85,9 +88,9 @@ def _on(plan: Plan, full: Plan, gpus: int, replicas: int) -> Change:
     return {"cluster.gpus": gpus, **wiring, "training.global_batch": batch}
 
 
-def _is_legal(subject: Subject, change: Change) -> bool:
+def _is_legal(subject: ExplainedPlan, change: Change) -> bool:
     try:
-        subject.plan.replace(**{**subject.pins, **change}).resolve()
+        subject.plan.replace(**{**subject.pinned_fields, **change}).resolve()
     except PlanError:
         return False
     return True

@@ -12,14 +12,14 @@ from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.memory.peak_memory import max_peak_bytes
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import longest_compute_seconds, step_time
-from workbench.planner.calibrated_plan import on_machine
+from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.search.cells import Cell, Index
-from workbench.planner.search.layer_costs import Layers, layers
-from workbench.planner.search.search_space import Space, on_cards
+from workbench.planner.search.layer_costs import SplitLayerTimes, layer_times_by_algorithm
+from workbench.planner.search.search_space import SearchSpace, plan_on_gpus
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedCell:
     """All combinations of a cell; arrays broadcast to `shape`, for few axes touch each of them."""
 
     shape: tuple[int, ...]
@@ -43,16 +43,16 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Evaluator:
+class CellEvaluator:
     """What all cells of a space share: constants, and the layers of every split, computed once."""
 
     constants: dict[tuple[int, int], Constants]
     """By cards and pipeline ranks; what depends on the plan's kernels is in the layers."""
-    layers: dict[str, Layers]
+    layers: dict[str, SplitLayerTimes]
     """By tensor algorithm."""
 
     @classmethod
-    def of(cls, space: Space) -> Evaluator:
+    def of(cls, space: SearchSpace) -> CellEvaluator:
         """Computes every layer of the space."""
         kinds = {
             kind: space.base.replace(**{"strategy.kernels": kind}).resolve()
@@ -60,19 +60,21 @@ class Evaluator:
         }
         return cls(
             _constants(space),
-            layers(space, {kind: on_machine(plan)[1] for kind, plan in kinds.items()}),
+            layer_times_by_algorithm(
+                space, {kind: with_calibration(plan)[1] for kind, plan in kinds.items()}
+            ),
         )
 
-    def __call__(self, cell: Cell, index: Index) -> Evaluated:
+    def __call__(self, cell: Cell, index: Index) -> EvaluatedCell:
         """The combinations at `index` of `cell`: of a grid, all of them, in the order of its
         axes.
         """
         w, legal = cell.workload(index)
-        s = cell.setting
+        s = cell.fixed
         k = self.constants[s.world_size, s.pipeline]
         time = step_time(w, k, self.layers[s.algorithm].at(cell, index))
         shape = np.broadcast_shapes(*(places.shape for places in index.values())) if index else (1,)
-        return Evaluated(
+        return EvaluatedCell(
             shape,
             np.asarray(legal),
             max_peak_bytes(w, k),
@@ -81,17 +83,17 @@ class Evaluator:
         )
 
 
-def _constants(space: Space) -> dict[tuple[int, int], Constants]:
+def _constants(space: SearchSpace) -> dict[tuple[int, int], Constants]:
     """By cards and pipeline ranks: a calibration's depend on both, and are fetched once for
     each.
     """
-    base, usual = space.base, on_machine(space.base)[1]
+    base, usual = space.base, with_calibration(space.base)[1]
     pairs = {
         (s.world_size, p): s
-        for s in space.settings
+        for s in space.fixed_configs
         for _, _, p in space.schedules
         if s.world_size % p == 0
     }
     if base.cluster.calibration is None:
         return dict.fromkeys(pairs, usual)
-    return {pair: on_machine(on_cards(base, s, pair[1]))[1] for pair, s in pairs.items()}
+    return {pair: with_calibration(plan_on_gpus(base, s, pair[1]))[1] for pair, s in pairs.items()}

@@ -28,11 +28,11 @@ from workbench.costmodel.inputs.config import (
 from workbench.costmodel.inputs.rank_workload import Workload, assemble_workload
 from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.stage_partition import balanced
-from workbench.planner.search.distinct_stages import Stages, stages_of
-from workbench.planner.search.layer_splits import Split, all_splits, fits
-from workbench.planner.search.search_space import Space
+from workbench.planner.search.distinct_stages import DistinctStages, distinct_stages
+from workbench.planner.search.layer_splits import LayerSplit, all_splits, split_divides
+from workbench.planner.search.search_space import SearchSpace
 
-AXES = (
+KNOB_AXES = (
     "kernels",
     "bucket_mib",
     "gradient",
@@ -46,8 +46,8 @@ AXES = (
     "split",
 )
 """Knobs of a cell, in the order of its axes."""
-NOT_NUMBERS = ("kernels", "gradient", "recompute", "placement", "split")
-WORDS = {
+NON_NUMERIC_KNOBS = ("kernels", "gradient", "recompute", "placement", "split")
+WORD_VALUES = {
     "none": 0.0,
     "optimizer": 1.0,
     "parameters": 2.0,
@@ -57,7 +57,7 @@ WORDS = {
 }
 """What words count as where a knob is a number."""
 
-OF_A_CELL = (
+CELL_FIELDS = (
     "world_size",
     "gpus_per_node",
     "pipeline",
@@ -79,16 +79,16 @@ has one value.
 class Cell:
     """Candidates that share cards, schedule and ZeRO stage: every combination of `values`."""
 
-    setting: FixedConfig
+    fixed: FixedConfig
     values: dict[str, tuple[Any, ...]]
-    stages: Stages
+    stages: DistinctStages
     table: Array
     """The splits as numbers: a row a knob."""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Length of each axis."""
-        return tuple(len(self.values[axis]) for axis in AXES)
+        return tuple(len(self.values[axis]) for axis in KNOB_AXES)
 
     @property
     def size(self) -> int:
@@ -97,17 +97,18 @@ class Cell:
 
     def choice(self, at: int) -> dict[str, Any]:
         """The knobs of combination number `at`, by name."""
-        s = self.setting
-        fixed = {name: getattr(s, name) for name in OF_A_CELL}
+        s = self.fixed
+        fixed = {name: getattr(s, name) for name in CELL_FIELDS}
         at_axis = {
-            axis: self.values[axis][i] for axis, i in zip(AXES, np.unravel_index(at, self.shape))
+            axis: self.values[axis][i]
+            for axis, i in zip(KNOB_AXES, np.unravel_index(at, self.shape))
         }
-        split: Split = at_axis.pop("split")
+        split: LayerSplit = at_axis.pop("split")
         return fixed | split._asdict() | {"tensor": split.size(s.algorithm)} | at_axis
 
     def grid(self) -> Index:
         """Every combination: each axis of several values along a dimension of its own."""
-        long = [(axis, len(self.values[axis])) for axis in AXES if len(self.values[axis]) > 1]
+        long = [(axis, len(self.values[axis])) for axis in KNOB_AXES if len(self.values[axis]) > 1]
         return {
             axis: np.arange(length).reshape([length if place == i else 1 for i in range(len(long))])
             for place, (axis, length) in enumerate(long)
@@ -117,18 +118,20 @@ class Cell:
         """(what the combinations ask of a rank, whether each is a plan of its own)."""
         dims = max((places.ndim for places in index.values()), default=0)
         rows = self.stages.ranks
-        columns: list[Any] = [_at(row, index.get("split")) for row in self.table]
-        split: Any = Split(*columns)
-        take = {axis: self._take(axis, index) for axis in AXES if axis not in NOT_NUMBERS}
+        columns: list[Any] = [_values_at(row, index.get("split")) for row in self.table]
+        split: Any = LayerSplit(*columns)
+        take = {
+            axis: self._take(axis, index) for axis in KNOB_AXES if axis not in NON_NUMERIC_KNOBS
+        }
         group, replicas = (
             take["shard"],
-            self.setting.world_size / (split.tensor * self.setting.pipeline),
+            self.fixed.world_size / (split.tensor * self.fixed.pipeline),
         )
         sizes: dict[str, Number] = {
             "tensor": split.tensor,
             "context": split.context,
             "data": replicas / split.context,
-            "pipeline": self.setting.pipeline,
+            "pipeline": self.fixed.pipeline,
         }
         recompute = index.get("recompute", np.zeros((), dtype=int))
         again = (len(rows), *(1,) * (dims - recompute.ndim), *recompute.shape)
@@ -147,35 +150,35 @@ class Cell:
             overlap=take["overlap"],
             bucket_bytes=take["bucket_mib"] * 2**20,
             gradient_element_bytes=self._gradients(index),
-            selective=_at(
+            selective=_values_at(
                 np.array([kind == "selective" for kind in self.values["recompute"]], float),
                 recompute,
             ),
             recomputed_layers=self.stages.recomputed[:, recompute.ravel()].reshape(again),
-            layers_after_recomputed=self.stages.kept_after[:, recompute.ravel()].reshape(again),
+            layers_after_recomputed=self.stages.layers_after[:, recompute.ravel()].reshape(again),
             strides=self._strides(index, sizes),
         )
         ahead = (len(rows), *(1,) * dims)
         w = assemble_workload(
-            self.setting,
+            self.fixed,
             knobs,
             rows.reshape(ahead).astype(float),
-            self.stages.weight.reshape(ahead),
+            self.stages.multiplicity.reshape(ahead),
         )
         return w, self._legal(w, group, replicas) & self._own_order(sizes, knobs.strides, index)
 
     def _take(self, axis: str, index: Index) -> Number:
-        return _at(
-            np.array([float(WORDS.get(value, value)) for value in self.values[axis]]),
+        return _values_at(
+            np.array([float(WORD_VALUES.get(value, value)) for value in self.values[axis]]),
             index.get(axis),
         )
 
     def _gradients(self, index: Index) -> Number:
-        parameter = DTYPE_BYTES[self.setting.precision]
+        parameter = DTYPE_BYTES[self.fixed.precision]
         sizes = np.array(
             [float(gradient_dtype_bytes(dtype, parameter)) for dtype in self.values["gradient"]]
         )
-        return _at(sizes, index.get("gradient"))
+        return _values_at(sizes, index.get("gradient"))
 
     def _strides(self, index: Index, sizes: dict[str, Number]) -> dict[str, Number]:
         each = [axis_strides(list(order), sizes) for order in self.values["placement"]]
@@ -186,11 +189,9 @@ class Cell:
     def _legal(self, w: Workload, group: Number, replicas: Number) -> Mask:
         """Whether each combination is a legal plan, and the only one of those that do the same."""
         good: Mask = np.True_
-        if (
-            self.setting.zero
-        ):  # over one replica there is nothing to shard, but something to offload
+        if self.fixed.zero:  # over one replica there is nothing to shard, but something to offload
             least = {1: w.searched.offload_optimizer, 3: w.searched.offload_parameters}.get(
-                self.setting.zero, 0.0
+                self.fixed.zero, 0.0
             )
             good = (replicas > 1) | (np.asarray(least) > 0)
         if any(size != "all" for size in self.values["shard"]):
@@ -219,7 +220,7 @@ class Cell:
         return np.moveaxis(np.array(np.broadcast_arrays(*own)), 0, along)
 
 
-def _at(values: Array, index: NDArray[np.int64] | None) -> Number:
+def _values_at(values: Array, index: NDArray[np.int64] | None) -> Number:
     return (
         float(values[0])
         if index is None or (index.ndim == 0 and len(values) == 1)
@@ -227,13 +228,13 @@ def _at(values: Array, index: NDArray[np.int64] | None) -> Number:
     )
 
 
-def cells(space: Space) -> Iterator[Cell]:
+def search_cells(space: SearchSpace) -> Iterator[Cell]:
     """Every cell of a space that has candidates; knobs that change nothing in it have one value
     there.
     """
     if () in vars(space).values():  # conditions left a knob no value
         return
-    for setting in space.settings:
+    for setting in space.fixed_configs:
         for schedule, chunks, pipeline in space.schedules:
             if setting.world_size % pipeline:
                 continue
@@ -246,27 +247,27 @@ def cells(space: Space) -> Iterator[Cell]:
                 partition=partition,
                 has_context_parallel=max(space.context) > 1,
             )
-            stages = stages_of(fixed, space.recompute)
+            stages = distinct_stages(fixed, space.recompute)
             for algorithm in space.algorithm:
                 own = replace(fixed, algorithm=algorithm)
                 if splits := tuple(
-                    split for split in all_splits(space, algorithm) if fits(own, split)
+                    split for split in all_splits(space, algorithm) if split_divides(own, split)
                 ):
-                    yield from _cells(space, own, splits, stages)
+                    yield from _cells_of_splits(space, own, splits, stages)
 
 
-def _cells(
-    space: Space, fixed: FixedConfig, splits: tuple[Split, ...], stages: Stages
+def _cells_of_splits(
+    space: SearchSpace, fixed: FixedConfig, splits: tuple[LayerSplit, ...], stages: DistinctStages
 ) -> Iterator[Cell]:
     """One for each ZeRO stage and kind of kernels, which change what is held."""
     table = np.array(splits, dtype=float).T
     for zero, kernels in product(space.zero, space.kernels):
         own = replace(fixed, zero=zero, kernels=kernels)
-        if all((values := _values(space, own, splits) | {"kernels": (kernels,)}).values()):
+        if all((values := _knob_values(space, own, splits) | {"kernels": (kernels,)}).values()):
             yield Cell(own, values, stages, table)
 
 
-OFFLOADS = {
+OFFLOAD_BY_ZERO = {
     0: ("none",),
     1: ("none", "optimizer"),
     2: ("none", "optimizer"),
@@ -275,7 +276,9 @@ OFFLOADS = {
 """ZeRO stage -> what it can offload."""
 
 
-def _values(space: Space, s: FixedConfig, splits: tuple[Split, ...]) -> dict[str, tuple[Any, ...]]:
+def _knob_values(
+    space: SearchSpace, s: FixedConfig, splits: tuple[LayerSplit, ...]
+) -> dict[str, tuple[Any, ...]]:
     """Values of each axis; none where conditions ask for what this ZeRO stage or schedule does not
     have.
     """
@@ -286,10 +289,10 @@ def _values(space: Space, s: FixedConfig, splits: tuple[Split, ...]) -> dict[str
     gathered = s.zero == 3 and s.pipeline == 1
     return {
         "split": splits,
-        "placement": _orders(space, s),
+        "placement": _distinct_placements(space, s),
         "recompute": space.recompute,
         "shard": space.shard if s.zero else only("shard", ("all",)),
-        "offload": only("offload", OFFLOADS[s.zero]),
+        "offload": only("offload", OFFLOAD_BY_ZERO[s.zero]),
         "reduce": space.reduce if s.zero >= 2 else only("reduce", ("step",)),
         "keep_gathered": space.keep_gathered if gathered else only("keep_gathered", (False,)),
         "overlap": space.overlap if s.zero == 3 or s.pipeline == 1 else space.overlap[:1],
@@ -298,7 +301,7 @@ def _values(space: Space, s: FixedConfig, splits: tuple[Split, ...]) -> dict[str
     }
 
 
-def _orders(space: Space, s: FixedConfig) -> tuple[tuple[str, ...], ...]:
+def _distinct_placements(space: SearchSpace, s: FixedConfig) -> tuple[tuple[str, ...], ...]:
     """Placements that differ in the order of axes that may be longer than one rank."""
     long = (
         {"tensor", "data"}

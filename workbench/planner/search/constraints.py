@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.planner.search.search_space import Space
+from workbench.planner.search.search_space import SearchSpace
 from workbench.safe_io import yaml_files
 
-KNOBS = {
+KNOB_FIELDS = {
     "strategy.tensor.size": "tensor",
     "strategy.tensor.algorithm": "algorithm",
     "strategy.tensor.sequence": "sequence",
@@ -35,15 +35,15 @@ KNOBS = {
     "training.micro_batch": "micro_batch",
 }
 """Fields of a plan that a search varies -> the knob of the space."""
-PIPELINE = {
+PIPELINE_FIELDS = {
     "strategy.pipeline.schedule": 0,
     "strategy.pipeline.chunks": 1,
     "strategy.pipeline.size": 2,
 }
 """Fields of a schedule -> its place in the space's triples."""
-RESULTS = ("seconds", "tokens_per_second", "peak_gib")
+RESULT_FIELDS = ("seconds", "tokens_per_second", "peak_gib")
 """What a condition on the result may name."""
-CARDS = ("gpus", "cluster.gpus")
+GPU_FIELDS = ("gpus", "cluster.gpus")
 
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "<=": operator.le,
@@ -54,11 +54,11 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     ">": operator.gt,
     "=": operator.eq,
 }
-BOUNDS = ("<=", ">=", "<", ">")
+BOUND_OPERATORS = ("<=", ">=", "<", ">")
 """Operators that only numbers have."""
-LONGEST = 1000
+MAX_LENGTH = 1000
 """Characters of a condition: a list of a hundred values fits."""
-FORM = re.compile(r"\s*([a-z_.0-9]+)\s*(<=|>=|==|!=|<|>|=|\bin\b)\s*(.+?)\s*")
+CONDITION_PATTERN = re.compile(r"\s*([a-z_.0-9]+)\s*(<=|>=|==|!=|<|>|=|\bin\b)\s*(.+?)\s*")
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ class Constraint:
         return OPERATORS[self.operator](value, self.value)
 
 
-def parse(text: str) -> Constraint:
+def parse_constraint(text: str) -> Constraint:
     """Read a condition. Raises `PlanError` naming it and what would be legal."""
-    if len(text) > LONGEST:
+    if len(text) > MAX_LENGTH:
         raise refuse(
-            "--where", f"'{text[:40]}...' has {len(text)} characters; legal: at most {LONGEST}"
+            "--where", f"'{text[:40]}...' has {len(text)} characters; legal: at most {MAX_LENGTH}"
         )
-    match = FORM.fullmatch(text)
+    match = CONDITION_PATTERN.fullmatch(text)
     if match is None:
         raise refuse(
             "--where",
@@ -91,7 +91,7 @@ def parse(text: str) -> Constraint:
             "e.g. strategy.tensor.size<=8",
         )
     field, sign, written = match.groups()
-    known = (*KNOBS, *PIPELINE, *CARDS, *RESULTS)
+    known = (*KNOB_FIELDS, *PIPELINE_FIELDS, *GPU_FIELDS, *RESULT_FIELDS)
     if field not in known:
         raise refuse(
             "--where",
@@ -102,17 +102,17 @@ def parse(text: str) -> Constraint:
         sign == "in" and len(value) == 1 and isinstance(value[0], list)
     ):  # the list was written with its brackets
         value = value[0]
-    if field in RESULTS and sign == "in":
+    if field in RESULT_FIELDS and sign == "in":
         raise refuse(
             "--where",
             f"'{text}' lists values of what is estimated; legal: a bound, e.g. {field}<=2",
         )
-    if (sign in BOUNDS or field in RESULTS) and not _number(value):
+    if (sign in BOUND_OPERATORS or field in RESULT_FIELDS) and not _is_finite_number(value):
         raise refuse("--where", f"'{text}' compares with {value!r}; {sign} takes a finite number")
     return Constraint(text, field, sign, value)
 
 
-def _number(value: Any) -> bool:
+def _is_finite_number(value: Any) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return (
@@ -120,28 +120,28 @@ def _number(value: Any) -> bool:
     )  # an int of any size compares, but is no float
 
 
-def searched(space: Space, c: Constraint) -> tuple[Any, ...]:
+def searched_values(space: SearchSpace, c: Constraint) -> tuple[Any, ...]:
     """The values that the space has of what a condition is on; none for what is estimated."""
-    if knob := KNOBS.get(c.field):
+    if knob := KNOB_FIELDS.get(c.field):
         return tuple(getattr(space, knob))
-    if c.field in PIPELINE:
-        return tuple(dict.fromkeys(one[PIPELINE[c.field]] for one in space.schedules))
-    return tuple(one.world_size for one in space.settings) if c.field in CARDS else ()
+    if c.field in PIPELINE_FIELDS:
+        return tuple(dict.fromkeys(one[PIPELINE_FIELDS[c.field]] for one in space.schedules))
+    return tuple(one.world_size for one in space.fixed_configs) if c.field in GPU_FIELDS else ()
 
 
-def sensible(space: Space, constraints: Iterable[Constraint]) -> None:
+def check_bounds(space: SearchSpace, constraints: Iterable[Constraint]) -> None:
     """Refuses a bound on a field that is a word wherever it is searched. Raises `PlanError`."""
     for c in constraints:
-        values = searched(space, c)
-        if values and c.operator in BOUNDS and not any(map(_number, values)):
-            told = ", ".join(words(values))
+        values = searched_values(space, c)
+        if values and c.operator in BOUND_OPERATORS and not any(map(_is_finite_number, values)):
+            told = ", ".join(condition_words(values))
             raise refuse(
                 "--where",
                 f"'{c.text}' bounds what is no number here; legal: {c.field}=VALUE, of {told}",
             )
 
 
-def words(values: Iterable[Any]) -> Iterable[str]:
+def condition_words(values: Iterable[Any]) -> Iterable[str]:
     """Values as people write them in a condition."""
     for value in values:
         yield (
@@ -151,23 +151,25 @@ def words(values: Iterable[Any]) -> Iterable[str]:
         )
 
 
-def narrowed(space: Space, constraints: Iterable[Constraint]) -> Space:
+def narrow_space(space: SearchSpace, constraints: Iterable[Constraint]) -> SearchSpace:
     """The space with only those values of its knobs that meet the conditions on them."""
     for c in constraints:
-        if knob := KNOBS.get(c.field):
-            kept: Any = {knob: tuple(v for v in getattr(space, knob) if _met(c, v))}
+        if knob := KNOB_FIELDS.get(c.field):
+            kept: Any = {knob: tuple(v for v in getattr(space, knob) if _value_meets(c, v))}
             space = replace(space, **kept)
-        elif c.field in PIPELINE:
-            place = PIPELINE[c.field]
-            space = replace(space, schedules=tuple(s for s in space.schedules if _met(c, s[place])))
-        elif c.field in CARDS:
+        elif c.field in PIPELINE_FIELDS:
+            place = PIPELINE_FIELDS[c.field]
             space = replace(
-                space, settings=tuple(s for s in space.settings if c.holds(s.world_size))
+                space, schedules=tuple(s for s in space.schedules if _value_meets(c, s[place]))
+            )
+        elif c.field in GPU_FIELDS:
+            space = replace(
+                space, fixed_configs=tuple(s for s in space.fixed_configs if c.holds(s.world_size))
             )
     return space
 
 
-def _met(c: Constraint, value: Any) -> bool:
+def _value_meets(c: Constraint, value: Any) -> bool:
     plain = list(value) if isinstance(value, tuple) else value
     try:
         return bool(c.holds(plain))

@@ -11,29 +11,31 @@ from numpy.typing import NDArray
 
 from workbench.costmodel.inputs.config import Array, FixedConfig, count_recomputed, layer_homes
 from workbench.costmodel.inputs.rank_workload import stage_layers
-from workbench.planner.search.search_space import chosen_layers
+from workbench.planner.search.search_space import recomputed_layers
 
 
 @dataclass(frozen=True)
-class Stages:
+class DistinctStages:
     """Pipeline ranks that stand for all."""
 
     ranks: NDArray[np.int64]
     """Of ranks alike the one that holds most in flight."""
-    weight: Array
+    multiplicity: Array
     """How many each stands for."""
     recomputed: Array
     """Layers that each recomputes in full (columns: kinds of recomputation)."""
-    kept_after: Array
+    layers_after: Array
     """Layers behind the last of them."""
 
 
-def stages_of(s: FixedConfig, kinds: tuple[str | float, ...]) -> Stages:
+def distinct_stages(s: FixedConfig, kinds: tuple[str | float, ...]) -> DistinctStages:
     """The distinct pipeline ranks of a setting under every kind of recomputation."""
     where, rank = layer_homes(s), np.arange(s.pipeline)
     layers = np.arange(len(where))
     each = [
-        count_recomputed(where, np.isin(layers, list(chosen_layers(kind, s.partition))), s.pipeline)
+        count_recomputed(
+            where, np.isin(layers, list(recomputed_layers(kind, s.partition))), s.pipeline
+        )
         for kind in kinds
     ]
     recomputed, kept_after = (np.stack(columns, axis=1) for columns in zip(*each))
@@ -46,4 +48,4 @@ def stages_of(s: FixedConfig, kinds: tuple[str | float, ...]) -> Stages:
     )  # while it fills, later ranks hold more; elsewhere earlier ones do
     _, most, count = np.unique(alike[::order], axis=0, return_index=True, return_counts=True)
     ranks = rank[::order][most]
-    return Stages(ranks, count.astype(float), recomputed[ranks], kept_after[ranks])
+    return DistinctStages(ranks, count.astype(float), recomputed[ranks], kept_after[ranks])

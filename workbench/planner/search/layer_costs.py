@@ -15,20 +15,20 @@ from workbench.costmodel.compute.roofline import LayerTimes, PassTimes, device_r
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number
 from workbench.costmodel.rates.constants import Constants
 from workbench.planner.search.cells import Cell, Index
-from workbench.planner.search.distinct_stages import stages_of
-from workbench.planner.search.layer_splits import Split, all_splits
-from workbench.planner.search.search_space import Space
+from workbench.planner.search.distinct_stages import distinct_stages
+from workbench.planner.search.layer_splits import LayerSplit, all_splits
+from workbench.planner.search.search_space import SearchSpace
 
-Places = NDArray[np.int64]
-FIRST: Places = np.zeros((), dtype=np.int64)
-PASS = tuple(field.name for field in fields(PassTimes))
+PlaceIndex = NDArray[np.int64]
+FIRST_PLACE: PlaceIndex = np.zeros((), dtype=np.int64)
+PASS_FIELDS = tuple(field.name for field in fields(PassTimes))
 
 
 @dataclass(frozen=True)
-class Layers:
+class SplitLayerTimes:
     """The layers of every split of one tensor algorithm."""
 
-    splits: dict[Split, int]
+    splits: dict[LayerSplit, int]
     """Split -> its place."""
     kinds: dict[str, int]
     """The plan's kernels -> their place."""
@@ -38,48 +38,55 @@ class Layers:
     def at(self, cell: Cell, index: Index) -> LayerTimes:
         """Those of a cell's candidates."""
         own = np.array([self.splits[split] for split in cell.values["split"]])[
-            index.get("split", FIRST)
+            index.get("split", FIRST_PLACE)
         ]
         kinds = np.array([self.kinds[kind] for kind in cell.values["kernels"]])[
-            index.get("kernels", FIRST)
+            index.get("kernels", FIRST_PLACE)
         ]
         k = self.seconds
-        dense, moe = (_map(one, lambda x: x[kinds, own]) for one in (k.dense, k.moe))
+        dense, moe = (_take_fields(one, lambda x: x[kinds, own]) for one in (k.dense, k.moe))
         return LayerTimes(
-            dense, moe, *(_map(one, lambda x: x[own]) for one in (k.attention, k.head))
+            dense, moe, *(_take_fields(one, lambda x: x[own]) for one in (k.attention, k.head))
         )
 
 
-def layers(space: Space, constants: dict[str, Constants]) -> dict[str, Layers]:
+def layer_times_by_algorithm(
+    space: SearchSpace, constants: dict[str, Constants]
+) -> dict[str, SplitLayerTimes]:
     """Of each tensor algorithm that splits something; `constants` by the plan's kernels."""
     found = {algorithm: tuple(all_splits(space, algorithm)) for algorithm in space.algorithm}
     return {
-        algorithm: _layers(space, algorithm, splits, constants)
+        algorithm: _split_layer_times(space, algorithm, splits, constants)
         for algorithm, splits in found.items()
         if splits
     }
 
 
-def _layers(
-    space: Space, algorithm: str, splits: tuple[Split, ...], constants: dict[str, Constants]
-) -> Layers:
-    each = [_kernels(space, algorithm, splits, kind, k) for kind, k in constants.items()]
+def _split_layer_times(
+    space: SearchSpace,
+    algorithm: str,
+    splits: tuple[LayerSplit, ...],
+    constants: dict[str, Constants],
+) -> SplitLayerTimes:
+    each = [
+        _layer_times_of_kernels(space, algorithm, splits, kind, k) for kind, k in constants.items()
+    ]
     dense, moe = (
-        _stacked([getattr(one, of) for one in each], len(splits)) for of in ("dense", "moe")
+        _stack_kernels([getattr(one, of) for one in each], len(splits)) for of in ("dense", "moe")
     )
     seconds = replace(each[0], dense=dense, moe=moe)
-    return Layers(
+    return SplitLayerTimes(
         {split: i for i, split in enumerate(splits)},
         {kind: i for i, kind in enumerate(constants)},
         seconds,
     )
 
 
-def _kernels(
-    space: Space, algorithm: str, splits: tuple[Split, ...], kind: str, k: Constants
+def _layer_times_of_kernels(
+    space: SearchSpace, algorithm: str, splits: tuple[LayerSplit, ...], kind: str, k: Constants
 ) -> LayerTimes:
     """A cell of one stage that differs in its splits only."""
-    setting = space.settings[0]
+    setting = space.fixed_configs[0]
     alone: FixedConfig = replace(
         setting,
         pipeline=1,
@@ -103,18 +110,23 @@ def _kernels(
         "bucket_mib": (25.0,),
         "gradient": ("auto",),
     }
-    cell = Cell(alone, values, stages_of(alone, ("none",)), np.array(splits, dtype=float).T)
+    cell = Cell(alone, values, distinct_stages(alone, ("none",)), np.array(splits, dtype=float).T)
     w, _ = cell.workload({"split": np.arange(len(splits))})
     return layer_times(w, device_rates(setting.gpu, setting.precision, k))
 
 
-def _stacked(each: list[PassTimes], size: int) -> PassTimes:
+def _stack_kernels(each: list[PassTimes], size: int) -> PassTimes:
     """The same pass, by one kind of kernels after the other."""
     return PassTimes(
-        *(np.stack([np.broadcast_to(getattr(one, name), size) for one in each]) for name in PASS)
+        *(
+            np.stack([np.broadcast_to(getattr(one, name), size) for one in each])
+            for name in PASS_FIELDS
+        )
     )
 
 
-def _map(one: PassTimes, take: Callable[[Array], Number]) -> PassTimes:
+def _take_fields(one: PassTimes, take: Callable[[Array], Number]) -> PassTimes:
     """Every array of a pass at some places; a number that is the same of all stays one."""
-    return PassTimes(*(take(x) if np.ndim(x) else x for x in (getattr(one, name) for name in PASS)))
+    return PassTimes(
+        *(take(x) if np.ndim(x) else x for x in (getattr(one, name) for name in PASS_FIELDS))
+    )

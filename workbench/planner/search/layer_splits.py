@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from workbench.costmodel.inputs.config import FixedConfig
 from workbench.plan.rules import legal_sizes
-from workbench.planner.search.search_space import Space
+from workbench.planner.search.search_space import SearchSpace
 
 
-class Split(NamedTuple):
+class LayerSplit(NamedTuple):
     """How one layer's work is cut: the knobs that its kernels depend on. They share an axis, for
     few combinations of them are legal together.
     """
@@ -38,18 +38,18 @@ class Split(NamedTuple):
         return grids.get(algorithm, self.tensor)
 
 
-def all_splits(space: Space, algorithm: str) -> Iterator[Split]:
+def all_splits(space: SearchSpace, algorithm: str) -> Iterator[LayerSplit]:
     """Every combination of the knobs of a split that some cell may find legal."""
     rest = (space.context, space.expert, space.micro_batch, space.sequence)
-    for ranks, side, depth in _tensors(space, algorithm):
+    for ranks, side, depth in _tensor_grids(space, algorithm):
         for context, expert, micro_batch, sequence in product(*rest):
             if not sequence or (
                 ranks > 1 and algorithm == "1d"
             ):  # one rank has nothing to split, a grid splits it all
-                yield Split(ranks, side, depth, context, expert, micro_batch, sequence)
+                yield LayerSplit(ranks, side, depth, context, expert, micro_batch, sequence)
 
 
-def _tensors(space: Space, algorithm: str) -> Iterator[tuple[int, int, int]]:
+def _tensor_grids(space: SearchSpace, algorithm: str) -> Iterator[tuple[int, int, int]]:
     """(ranks, side, depth) of each size that is one of `algorithm`."""
     for size in space.tensor:
         if isinstance(size, int):
@@ -61,7 +61,7 @@ def _tensors(space: Space, algorithm: str) -> Iterator[tuple[int, int, int]]:
             yield size[0] ** 2 * size[2], size[0], size[2]
 
 
-def fits(s: FixedConfig, split: Split) -> bool:
+def split_divides(s: FixedConfig, split: LayerSplit) -> bool:
     """Whether world, batch and sequence divide as the split asks; `plan.check` says the same of a
     plan.
     """

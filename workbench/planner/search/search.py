@@ -14,14 +14,21 @@ from workbench.costmodel.step_time import step_time
 from workbench.errors import PlanError, Problem, refuse
 from workbench.fields.bounds import RANKS, TRAINED, hold
 from workbench.plan.schema import Plan
-from workbench.planner.calibrated_plan import on_machine
-from workbench.planner.estimated_timeline import simulated_seconds, timeline
+from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
 from workbench.planner.search import result_tables
-from workbench.planner.search.constraints import Constraint, parse, searched, sensible, words
-from workbench.planner.search.pareto_front import Found
-from workbench.planner.search.search_space import KINDS, Space, plan_of, space_of
-from workbench.planner.search.space_scan import GIB, Seen, look
-from workbench.planner.search.strategy_summary import short
+from workbench.planner.search.constraints import (
+    Constraint,
+    check_bounds,
+    condition_words,
+    parse_constraint,
+    searched_values,
+)
+from workbench.planner.search.pareto_front import RankedCandidate
+from workbench.planner.search.search_space import SPACES, SearchSpace, candidate_plan, search_space
+from workbench.planner.search.space_scan import SearchStats, scan_space
+from workbench.planner.search.strategy_summary import strategy_summary
+from workbench.units import GIB
 
 DOUBLINGS = 5
 """Of the GPUs, that are tried for a deadline."""
@@ -54,7 +61,7 @@ class Candidate:
             "score": self.score,
             "tokens_per_second": self.step_tokens / self.seconds,
             "gpus": self.plan.world_size,
-            "strategy": short(self.plan),
+            "strategy": strategy_summary(self.plan),
             "plan": self.plan.model_dump(exclude_unset=True),
         }
 
@@ -143,16 +150,16 @@ def search(
     nothing.
     """
     began = clock.perf_counter()
-    _legal(objective, space, top, deadline_days, tokens)
-    constraints = [parse(text) for text in where]
-    whole = space_of(plan, space, _worlds(plan, objective))
-    sensible(whole, constraints)
+    _check_options(objective, space, top, deadline_days, tokens)
+    constraints = [parse_constraint(text) for text in where]
+    whole = search_space(plan, space, _gpu_counts(plan, objective))
+    check_bounds(whole, constraints)
     if deadline_days is not None and tokens is not None:
-        constraints.append(_deadline(whole, deadline_days, tokens))
-    seen = look(whole, constraints, objective, top)
+        constraints.append(_deadline_constraint(whole, deadline_days, tokens))
+    seen = scan_space(whole, constraints, objective, top)
     why = "" if seen.feasible else _why_empty(whole, constraints, seen)
     if not seen.feasible and deadline_days is not None and tokens is not None:
-        why += _in_time(plan, whole, constraints[:-1], deadline_days, tokens)
+        why += _deadline_advice(plan, whole, constraints[:-1], deadline_days, tokens)
     best, front = (
         tuple(_candidate(whole, one) for one in some) for some in (seen.best.top, seen.best.front)
     )
@@ -172,36 +179,39 @@ def search(
     )
 
 
-def _deadline(space: Space, days: float, tokens: float) -> Constraint:
+def _deadline_constraint(space: SearchSpace, days: float, tokens: float) -> Constraint:
     """The longest step that trains the tokens in time."""
     longest = days * 86400 * space.batch * space.base.training.sequence_length / tokens
     return Constraint(f"deadline of {days:g} days", "seconds", "<=", longest)
 
 
-def _in_time(
-    plan: Plan, whole: Space, others: Sequence[Constraint], days: float, tokens: float
+def _deadline_advice(
+    plan: Plan, whole: SearchSpace, others: Sequence[Constraint], days: float, tokens: float
 ) -> str:
     """The days of the fastest plan, and the first doubling of the GPUs that is in time; "" where no
     plan is left.
     """
-    left = look(whole, others, "time", 1)
+    left = scan_space(whole, others, "time", 1)
     if not left.feasible:
         return ""
-    takes = left.best.top[0].seconds / _deadline(whole, days, tokens).value * days
+    takes = left.best.top[0].seconds / _deadline_constraint(whole, days, tokens).value * days
     told = f"; it needs {takes:,.3g} days for {tokens:g} tokens"
     for more in range(1, DOUBLINGS + 1):
         gpus = plan.cluster.gpus * 2**more
-        space = space_of(plan.replace(**{"cluster.gpus": gpus, "cluster.nodes": None}))
-        limit = _deadline(space, days, tokens)
-        if gpus <= RANKS.most and (found := look(space, [*others, limit], "time", 1)).feasible:
+        space = search_space(plan.replace(**{"cluster.gpus": gpus, "cluster.nodes": None}))
+        limit = _deadline_constraint(space, days, tokens)
+        if (
+            gpus <= RANKS.most
+            and (found := scan_space(space, [*others, limit], "time", 1)).feasible
+        ):
             in_time = found.best.top[0].seconds / limit.value * days
             return f"{told}; {gpus:,} GPUs would do, in {in_time:,.3g} days (estimated)"
     return f"{told}; {2**DOUBLINGS} times the GPUs would not do either (estimated)"
 
 
-def _candidate(space: Space, found: Found) -> Candidate:
+def _candidate(space: SearchSpace, found: RankedCandidate) -> Candidate:
     plan, tokens = (
-        plan_of(space, found.cell.choice(found.number)),
+        candidate_plan(space, found.cell.choice(found.candidate_index)),
         space.batch * space.base.training.sequence_length,
     )
     return Candidate(plan, found.seconds, found.peak, found.score, step_tokens=tokens)
@@ -211,13 +221,13 @@ def _simulated(plan: Plan) -> float | None:
     """The step of a plan by event simulation, where there is a pipeline to simulate."""
     if plan.strategy.pipeline.size == 1:
         return None
-    full, k = on_machine(plan.resolve())
+    full, k = with_calibration(plan.resolve())
     w = workload(full)
     time = step_time(w, k)
-    return simulated_seconds(w, time, *timeline(w, time.durations))
+    return simulated_step_seconds(w, time, *simulated_timeline(w, time.durations))
 
 
-def _worlds(plan: Plan, objective: str) -> tuple[int, ...]:
+def _gpu_counts(plan: Plan, objective: str) -> tuple[int, ...]:
     """All cards where only time counts; else halves of them too."""
     worlds = [plan.cluster.gpus]
     while objective != "time" and plan.cluster.nodes is None and worlds[-1] % 2 == 0:
@@ -225,26 +235,26 @@ def _worlds(plan: Plan, objective: str) -> tuple[int, ...]:
     return tuple(worlds)
 
 
-def _why_empty(whole: Space, constraints: Sequence[Constraint], seen: Seen) -> str:
+def _why_empty(whole: SearchSpace, constraints: Sequence[Constraint], seen: SearchStats) -> str:
     """Which condition emptied the search, and what would be found without it."""
     if constraints:
         for number, c in enumerate(constraints):
             others = [*constraints[:number], *constraints[number + 1 :]]
-            if (left := look(whole, others, "time", 1)).feasible:
+            if (left := scan_space(whole, others, "time", 1)).feasible:
                 best = left.best.top[0]
                 fastest = (
                     f"the fastest takes {best.seconds:.3g} s a step and "
                     f"{best.peak / GIB:.1f} GiB (estimated)"
                 )
-                of = ", ".join(words(searched(whole, c)))
+                of = ", ".join(condition_words(searched_values(whole, c)))
                 values = f" (searched: {of})" if of else ""
                 return (
                     f"no plan meets '{c.text}'{values}; without it {left.feasible:,} do, {fastest}"
                 )
-        if len(constraints) > 1 and (left := look(whole, (), "time", 1)).feasible:
+        if len(constraints) > 1 and (left := scan_space(whole, (), "time", 1)).feasible:
             told = ", ".join(f"'{c.text}'" for c in constraints)
             return f"no plan meets {told} together; without them {left.feasible:,} do"
-    card, s = whole.settings[0].gpu, whole.settings[0]
+    card, s = whole.fixed_configs[0].gpu, whole.fixed_configs[0]
     if not seen.candidates:
         return (
             f"no combination of axes divides {s.world_size} cards and a batch of {s.global_batch} "
@@ -254,15 +264,18 @@ def _why_empty(whole: Space, constraints: Sequence[Constraint], seen: Seen) -> s
     return (
         f"no plan fits {card.name} of {card.memory_gib:.1f} GiB: the smallest of "
         f"{seen.candidates:,} peaks at "
-        f"{seen.least / GIB:.1f} GiB (estimated); change cluster.gpu, cluster.gpus, the sequence "
+        f"{seen.least_peak_bytes / GIB:.1f} GiB (estimated); change cluster.gpu, cluster.gpus, the sequence "
         f"length or the model"
     )
 
 
-def _legal(
+def _check_options(
     objective: str, space: str, top: int, deadline: float | None, tokens: float | None
 ) -> None:
-    for option, value, known in (("--objective", objective, OBJECTIVES), ("--space", space, KINDS)):
+    for option, value, known in (
+        ("--objective", objective, OBJECTIVES),
+        ("--space", space, SPACES),
+    ):
         if value not in known:
             raise refuse(option, f"is '{value}'; legal: {', '.join(known)}")
     if not 1 <= top <= 1000:
@@ -278,4 +291,4 @@ def _legal(
         )
 
 
-__all__ = ["OBJECTIVES", "Candidate", "SearchResult", "search", "short"]
+__all__ = ["OBJECTIVES", "Candidate", "SearchResult", "search", "strategy_summary"]

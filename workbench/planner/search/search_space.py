@@ -16,9 +16,9 @@ from workbench.plan.resolution import LEAST_BATCH, MICROBATCHES_A_RANK
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan, Strategy
-from workbench.planner.calibrated_plan import on_machine
+from workbench.planner.calibrated_plan import with_calibration
 
-KINDS = ("default", "wide", "vast")
+SPACES = ("default", "wide", "vast")
 
 PLACEMENTS = {
     "default": (tuple(AXES),),
@@ -46,23 +46,23 @@ SCHEDULES = {
 EIGHTHS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 ALGORITHMS = {"default": ("1d",), "wide": ("1d",), "vast": ("1d", "2d", "2.5d", "3d")}
 """Of tensor parallelism."""
-SHARES = {"default": (0.5,), "wide": EIGHTHS, "vast": EIGHTHS}
+RECOMPUTE_SHARES = {"default": (0.5,), "wide": EIGHTHS, "vast": EIGHTHS}
 """Partial recomputation: the first layers of every stage, as a share of them (Megatron's block
 method, 2205.05198).
 """
-MOST_CONTEXT, MOST_MICRO_BATCH = 64, 64
-MOST_WIDENING = 1.1
+MAX_CONTEXT, MAX_MICRO_BATCH = 64, 64
+MAX_WIDENING = 1.1
 """Of a tensor rank that pads, over an even share of a layer: beyond it, ranks mostly multiply
 zeros.
 """
-BUCKETS = (12.5, 25.0, 50.0, 100.0, 400.0)
+BUCKET_SIZES_MIB = (12.5, 25.0, 50.0, 100.0, 400.0)
 """Sizes of gradient buckets, MiB."""
-LONG = 16384
+LONG_SEQUENCE = 16384
 """Tokens from which on it is worth splitting the sequence over context ranks."""
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """Values of every knob. Candidates are their combinations that are legal and differ in what
     they do.
     """
@@ -77,7 +77,7 @@ class Space:
     """Sequences a step of every candidate: few strategies may divide it, and pure data parallelism
     need not.
     """
-    settings: tuple[FixedConfig, ...]
+    fixed_configs: tuple[FixedConfig, ...]
     """What all candidates of one number of cards share, but for the knobs of a cell."""
     schedules: tuple[tuple[str, int, int], ...]
     """(schedule, chunks, pipeline ranks)."""
@@ -105,52 +105,52 @@ class Space:
     """Dtypes of gradients."""
 
 
-def space_of(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) -> Space:
+def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) -> SearchSpace:
     """The space around a plan: its model, cards, batch and precision stay, its strategy is free.
 
     `worlds`: numbers of cards to try; default the plan's own.
     """
     worlds = worlds or (plan.cluster.gpus,)
-    bases = {world: _neutral(plan, world) for world in worlds}
-    measured = [on_machine(base)[0] for base in bases.values()]
-    base, batch = bases[max(worlds)], _batch(plan, max(worlds))
+    bases = {world: _neutral_plan(plan, world) for world in worlds}
+    measured = [with_calibration(base)[0] for base in bases.values()]
+    base, batch = bases[max(worlds)], _global_batch(plan, max(worlds))
     shape, most, wide = base.shape, max(worlds), kind != "default"
     sequence, node = base.training.sequence_length, int(base.cluster.gpus_per_node or 1)
     tensor = tuple(
-        t for t in legal_sizes.divisors(most) if (wide or t <= node) and _worth(shape, t)
+        t for t in legal_sizes.divisors(most) if (wide or t <= node) and _worth_searching(shape, t)
     )
-    ways = legal_sizes.context_sizes(shape, min(most, MOST_CONTEXT), sequence, 1, "ring")
-    return Space(
+    ways = legal_sizes.context_sizes(shape, min(most, MAX_CONTEXT), sequence, 1, "ring")
+    return SearchSpace(
         asked=plan,
         base=base,
         batch=batch,
-        settings=tuple(replace(fixed_config(each), global_batch=batch) for each in measured),
+        fixed_configs=tuple(replace(fixed_config(each), global_batch=batch) for each in measured),
         schedules=_schedules(kind, shape, most),
         zero=(0, 1, 2, 3),
-        tensor=(*tensor, *_grids(kind, shape, most)),
+        tensor=(*tensor, *_tensor_grids(kind, shape, most)),
         algorithm=ALGORITHMS[kind],
         kernels=tuple(KERNELS_PER_LAYER) if kind == "vast" else (plan.strategy.kernels,),
-        context=tuple(ways) if sequence >= LONG else (1,),
+        context=tuple(ways) if sequence >= LONG_SEQUENCE else (1,),
         expert=tuple(legal_sizes.expert_sizes(shape, most)),
         placement=PLACEMENTS[kind],
-        micro_batch=tuple(b for b in legal_sizes.divisors(batch) if b <= MOST_MICRO_BATCH),
-        recompute=("none", "selective", "full", *SHARES[kind]),
+        micro_batch=tuple(b for b in legal_sizes.divisors(batch) if b <= MAX_MICRO_BATCH),
+        recompute=("none", "selective", "full", *RECOMPUTE_SHARES[kind]),
         sequence=(False, True),
         shard=("all", node) if wide else ("all",),
         offload=("none", "optimizer", "parameters"),
         reduce=("step", "microbatch") if wide else ("step",),
         keep_gathered=(False, True) if wide else (False,),
         overlap=(True, False) if wide else (True,),
-        bucket_mib=BUCKETS if kind == "vast" else (plan.strategy.data.bucket_mib,),
+        bucket_mib=BUCKET_SIZES_MIB if kind == "vast" else (plan.strategy.data.bucket_mib,),
         gradient=("fp32", "parameters") if kind == "vast" else (plan.strategy.gradient_dtype,),
     )
 
 
-def _neutral(plan: Plan, world: int) -> ResolvedPlan:
+def _neutral_plan(plan: Plan, world: int) -> ResolvedPlan:
     """The plan completed with a strategy and a batch that are legal whatever they are: both are
     knobs.
     """
-    strategy = plan.strategy.model_dump(include=KEPT, exclude_unset=True)
+    strategy = plan.strategy.model_dump(include=KEPT_STRATEGY_FIELDS, exclude_unset=True)
     changes = {
         "strategy": strategy,
         "cluster.gpus": world,
@@ -162,7 +162,7 @@ def _neutral(plan: Plan, world: int) -> ResolvedPlan:
     ).resolve()
 
 
-def on_cards(base: Plan, setting: FixedConfig, pipeline: int = 1) -> ResolvedPlan:
+def plan_on_gpus(base: Plan, setting: FixedConfig, pipeline: int = 1) -> ResolvedPlan:
     """A neutral plan on the cards of `setting`, complete: a calibration's figures depend on their
     number.
     """
@@ -177,16 +177,16 @@ def on_cards(base: Plan, setting: FixedConfig, pipeline: int = 1) -> ResolvedPla
     ).resolve()
 
 
-def _batch(plan: Plan, world: int) -> int:
+def _global_batch(plan: Plan, world: int) -> int:
     """Sequences a step: as written, or the default for these cards."""
     written = plan.model_dump(exclude_unset=True).get("training", {})
     return int(written.get("global_batch", max(LEAST_BATCH, MICROBATCHES_A_RANK * world)))
 
 
-def _worth(shape: Shape, size: int) -> bool:
+def _worth_searching(shape: Shape, size: int) -> bool:
     """Whether a 1-D tensor size divides the model, or pads it little."""
     little = (
-        not legal_sizes.exceeds(shape, size) and legal_sizes.widening(shape, size) <= MOST_WIDENING
+        not legal_sizes.exceeds(shape, size) and legal_sizes.widening(shape, size) <= MAX_WIDENING
     )
     return little or not legal_sizes.splits(shape, size)
 
@@ -201,7 +201,7 @@ def _schedules(kind: str, shape: Shape, ranks: int) -> tuple[tuple[str, int, int
     return tuple(found)
 
 
-def _grids(kind: str, shape: Shape, ranks: int) -> tuple[tuple[int, ...], ...]:
+def _tensor_grids(kind: str, shape: Shape, ranks: int) -> tuple[tuple[int, ...], ...]:
     """Every grid of some algorithm, but those that are another's: of one rank, or of 2.5-D without
     depth.
     """
@@ -213,7 +213,7 @@ def _grids(kind: str, shape: Shape, ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(tuple(grid) for grid in found if grid[0] > 1 and grid[2:] != [1]))
 
 
-def chosen_layers(kind: str | float, partition: tuple[int, ...]) -> tuple[int, ...]:
+def recomputed_layers(kind: str | float, partition: tuple[int, ...]) -> tuple[int, ...]:
     """Layers that are recomputed in full: all, none, or the first share of every stage."""
     if isinstance(kind, str):
         return tuple(range(sum(partition))) if kind == "full" else ()
@@ -225,13 +225,13 @@ def chosen_layers(kind: str | float, partition: tuple[int, ...]) -> tuple[int, .
     )
 
 
-def plan_of(space: Space, choice: dict[str, Any]) -> Plan:
+def candidate_plan(space: SearchSpace, choice: dict[str, Any]) -> Plan:
     """The plan that a candidate is: as it was asked for, with every knob written out that is not at
     its default.
     """
     kind = choice["recompute"]
     strategy = {
-        "tensor": {name: choice[knob] for name, knob in TENSOR.items()},
+        "tensor": {name: choice[knob] for name, knob in TENSOR_KNOBS.items()},
         "context": {"size": choice["context"]},
         "expert": {"size": choice["expert"]},
         "pipeline": {
@@ -242,29 +242,29 @@ def plan_of(space: Space, choice: dict[str, Any]) -> Plan:
         "placement": list(choice["placement"]),
         "recompute": kind
         if isinstance(kind, str)
-        else list(chosen_layers(kind, choice["partition"])),
-        "data": {name: choice[name] for name in DATA},
+        else list(recomputed_layers(kind, choice["partition"])),
+        "data": {name: choice[name] for name in DATA_KNOBS},
         "gradient_dtype": choice["gradient"],
         "kernels": choice["kernels"],
     }
     asked = space.asked
-    kept = asked.strategy.model_dump(include=KEPT, exclude_unset=True)
+    kept = asked.strategy.model_dump(include=KEPT_STRATEGY_FIELDS, exclude_unset=True)
     wired = asked.cluster.model_dump(include={"gpu", "fabric", "calibration"}, exclude_unset=True)
     cluster = wired | {"gpus": choice["world_size"], "gpus_per_node": choice["gpus_per_node"]}
     batch = {"training.global_batch": space.batch, "training.micro_batch": choice["micro_batch"]}
     name = {"name": ""} if asked.name else {}
-    return asked.replace(**name, cluster=cluster, strategy=kept | _told(strategy), **batch)
+    return asked.replace(**name, cluster=cluster, strategy=kept | _non_default(strategy), **batch)
 
 
-TENSOR = {"size": "tensor", "algorithm": "algorithm", "sequence": "sequence"}
+TENSOR_KNOBS = {"size": "tensor", "algorithm": "algorithm", "sequence": "sequence"}
 """Fields of `strategy.tensor` -> knob."""
-DATA = ("zero", "shard", "offload", "reduce", "keep_gathered", "overlap", "bucket_mib")
+DATA_KNOBS = ("zero", "shard", "offload", "reduce", "keep_gathered", "overlap", "bucket_mib")
 """Knobs that are fields of `strategy.data`."""
-KEPT = {"precision", "stack"}
+KEPT_STRATEGY_FIELDS = {"precision", "stack"}
 """Fields of a strategy that a search leaves as they are."""
 
 
-def _told(strategy: dict[str, Any]) -> dict[str, Any]:
+def _non_default(strategy: dict[str, Any]) -> dict[str, Any]:
     """Those fields that are not at their default."""
     usual = Strategy().model_dump()
     result: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from workbench.plan.schema import Plan, Tensor, axis_sizes
 
 
-def short(plan: Plan) -> str:
+def strategy_summary(plan: Plan) -> str:
     """The strategy of a plan with its sizes written out, in a few words, as people write it on a
     board.
     """

@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 import re
 
+from workbench.units import GIB
+
 _NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
-_FIRST = re.compile(_NUMBER)
+_FIRST_NUMBER = re.compile(_NUMBER)
 _RANGE = re.compile(rf"^\D{{0,3}}({_NUMBER})\s*\w{{0,3}}?\s*(?:-|–|—|\.\.+|to)\s*({_NUMBER})")
-_LARGEST = 1e18
+_MAX_NUMBER = 1e18
 _UNKNOWN = re.compile(
     r"\b(see|not (in|on|read|stated|printed|given|known)|unknown|unstated|unclear|n/?a|"
     r"none stated|tbd)\b|^[-?]*$"
 )
-GIB_OF_GB = 1e9 / 2**30
+GIB_OF_GB = 1e9 / GIB
 YES_NO = {"yes": True, "true": True, "y": True, "on": True, "1": True} | dict.fromkeys(
     ("no", "false", "n", "off", "0", "none"), False
 )
@@ -29,14 +31,14 @@ def number(text: str) -> float | None:
     if span := _RANGE.match(text):
         low, high = (float(part.replace(",", "")) for part in span.groups())
         value = (low + high) / 2 if 0 <= low <= high else low
-    elif found := _FIRST.search(text):
+    elif found := _FIRST_NUMBER.search(text):
         value = float(found.group().replace(",", ""))
     else:
         return None
-    return value if math.isfinite(value) and 0 <= value < _LARGEST else None
+    return value if math.isfinite(value) and 0 <= value < _MAX_NUMBER else None
 
 
-def whole(text: str) -> int | None:
+def integer(text: str) -> int | None:
     """The integer in `text`; None for a range, a fraction or nothing. `8k` is 8192."""
     value = None if _RANGE.match(text) else number(text)
     if value is not None and re.search(r"\d\s*k\b", text.lower()):
@@ -44,12 +46,12 @@ def whole(text: str) -> int | None:
     return int(value) if value is not None and value == int(value) else None
 
 
-def count(text: str) -> int | None:
+def positive_integer(text: str) -> int | None:
     """A positive integer, or None."""
-    return whole(text) or None
+    return integer(text) or None
 
 
-def yes(text: str) -> bool | None:
+def yes_or_no(text: str) -> bool | None:
     """Yes or no; None where the text says neither."""
     word = re.match(r"\s*(\w+)", text.lower())
     if word is None:
@@ -57,20 +59,20 @@ def yes(text: str) -> bool | None:
     return YES_NO.get(word.group(1))
 
 
-def unknown(text: str) -> bool:
+def is_unknown(text: str) -> bool:
     """Whether the text is empty or only says that nothing is known ("see recipe", "not in
     table").
     """
     return _UNKNOWN.search(text.strip().lower()) is not None
 
 
-def seconds(text: str) -> float | None:
+def duration_seconds(text: str) -> float | None:
     """A duration in seconds; a trailing `ms` is honoured."""
     value = number(text)
     return value / 1000 if value and re.search(r"\d\s*ms\b", text.lower()) else value or None
 
 
-def gib(text: str, unit: str) -> float | None:
+def memory_gib(text: str, unit: str) -> float | None:
     """Memory in GiB. "GB" acts as GiB, as drivers and loggers print it, unless the unit speaks of
     1e9 bytes.
     """
@@ -83,20 +85,20 @@ def gib(text: str, unit: str) -> float | None:
     return value / 1024 if leading else value
 
 
-def doubted(text: str) -> bool:
+def is_flagged_by_source(text: str) -> bool:
     """Whether a table warns of a row: noise, throttled cards, labels mixed up, figures that
     contradict each other.
     """
-    return _DOUBTS.search(text.lower()) is not None
+    return _WARNING.search(text.lower()) is not None
 
 
-_DOUBTS = re.compile(
+_WARNING = re.compile(
     r"\bnois|warns|throttl|power.?limited|mislabel|mixed up|not proportional|inconsistent|"
     r"duplicate config|unreliable"
 )
 
 
-def plain_gb(unit: str) -> bool:
+def is_bare_gb(unit: str) -> bool:
     """Whether a unit is a bare GB that does not say what it is."""
     return re.search(r"\bgb\b", unit.lower()) is not None and not re.search(
         r"gib|mib|\bmb\b|1e9|10\^9|10\*\*9|decimal|1024|2\^30|rounded", unit.lower()
@@ -114,7 +116,7 @@ def memory_kind(text: str) -> str:
     return said[0] if len(said) == 1 and "not stated" not in text else "unknown"
 
 
-def nearest_kind(text: str) -> str:
+def nearest_memory_kind(text: str) -> str:
     """allocated | reserved | nvidia-smi | unknown by the first word that speaks of one, doubts
     aside.
 
@@ -125,7 +127,7 @@ def nearest_kind(text: str) -> str:
     return words.get(found.group(), "nvidia-smi") if found else "unknown"
 
 
-def year(text: str) -> float | None:
+def report_year(text: str) -> float | None:
     """When a report was made, its month as hundredths, where its name says so: `h100_202412.md` is
     2024.12, `26.06 NeMo Container` 2026.06.
     """
@@ -136,7 +138,7 @@ def year(text: str) -> float | None:
 _RELEASE = re.compile(r"\b(2\d)\.(0[1-9]|1[0-2])\b(?=[.\d]* (?:nemo|container))", re.IGNORECASE)
 
 
-def status(text: str, measured: bool) -> str:
+def run_status(text: str, measured: bool) -> str:
     """ran | out_of_memory | failed. A failure that may have been something else than memory is
     `failed`.
     """
@@ -150,7 +152,7 @@ def status(text: str, measured: bool) -> str:
     return "failed" if other else "ran"
 
 
-def precision(text: str) -> str | None:
+def narrowest_precision(text: str) -> str | None:
     """fp32 | tf32 | bf16 | fp16 | fp8 | fp4 by the narrowest dtype that matrix products are said to
     use.
     """
@@ -168,14 +170,14 @@ def precision(text: str) -> str | None:
     return None
 
 
-def pure(text: str) -> bool:
+def updates_16bit_weights(text: str) -> bool:
     """Whether the optimizer updates 16-bit weights themselves: "bf16-true", "pure bf16", "bf16
     weights".
     """
     return re.search(r"\b(pure|true)\b|16 (weights|params)\b|16.true", text.lower()) is not None
 
 
-def gradients(text: str) -> str | None:
+def gradient_dtype(text: str) -> str | None:
     """fp32 where gradients are said to add up or be reduced in it, else None."""
     said = re.search(
         r"fp32 (grad|main grad|reduce|accum)|(accum\w*|reduce\w*|grad\w*) in fp32", text.lower()
@@ -183,7 +185,7 @@ def gradients(text: str) -> str | None:
     return "fp32" if said else None
 
 
-def moments(text: str) -> str | None:
+def moments_dtype(text: str) -> str | None:
     """Dtype of the optimizer's moments where it is said: int8, bf16 or fp32; else None."""
     text = text.lower()
     if re.search(r"8.?bit (adam|optim)|adamw?_?8.?bit", text):
@@ -193,14 +195,14 @@ def moments(text: str) -> str | None:
     return None
 
 
-def flash(text: str) -> bool | None:
+def is_fused_attention(text: str) -> bool | None:
     """Whether attention is one fused kernel that keeps no scores; None where the words do not say.
 
     "flash", "cudnn", "sdpa", "te" are; "no flash", "eager", "sdpa math" and a fused softmax alone
     are not.
     """
     text = text.strip().lower()
-    if unknown(text):
+    if is_unknown(text):
         return None
     rest, negated = _UNFUSED.subn(" ", text)
     if re.search(
@@ -220,10 +222,10 @@ _UNFUSED = re.compile(
 )
 
 
-def recompute(text: str, layers: int) -> str | list[int] | None:
+def recompute_kind(text: str, layers: int) -> str | list[int] | None:
     """none | selective | full | the layers recomputed in full; None where the text does not say."""
     text = text.strip().lower()
-    if unknown(text):
+    if is_unknown(text):
         return None
     if every := re.search(r"every (\d+|other|second|2nd|third|3rd)", text):
         step = {"other": 2, "second": 2, "2nd": 2, "third": 3, "3rd": 3}.get(
@@ -241,15 +243,15 @@ def recompute(text: str, layers: int) -> str | list[int] | None:
     return None
 
 
-def zero(stage: str, sharding: str) -> int | None:
+def zero_stage(stage: str, sharding: str) -> int | None:
     """ZeRO stage: the number given, else what the sharding's words mean; None where neither
     says.
     """
-    given = whole(stage)
+    given = integer(stage)
     if given in (0, 1, 2, 3):
         return given
     text = sharding.lower()
-    if unknown(text):
+    if is_unknown(text):
         return None
     if named := re.search(r"zero[- _]?(?:stage)?[- _]?([0-3])\b", text):
         return int(named.group(1))
@@ -264,20 +266,20 @@ def zero(stage: str, sharding: str) -> int | None:
     return None
 
 
-def shard(text: str) -> int | None:
+def shard_group_size(text: str) -> int | None:
     """Ranks of a shard group where sharding is said to stay inside one ("within group of 8", "FSDP
     64").
     """
     found = re.search(r"(?:within|group of|groups of|fsdp[ =])\D{0,12}(\d+)", text.lower())
-    return count(found.group(1)) if found else None
+    return positive_integer(found.group(1)) if found else None
 
 
-def hybrid(text: str) -> bool:
+def is_hybrid_sharded(text: str) -> bool:
     """Whether parameters are sharded inside a node and replicated across nodes."""
     return re.search(r"hsdp|hybrid", text.lower()) is not None
 
 
-def offload(text: str) -> str:
+def offload_kind(text: str) -> str:
     """none | optimizer | parameters: what the words say lives in host memory. Activations there are
     another matter.
 

@@ -15,11 +15,13 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
-LEAST_GROUP = 5
+MIN_GROUP_ROWS = 5
 """Rows below which a ranking says nothing."""
 
 
-def errors(predicted: ArrayLike, measured: ArrayLike, labels: Sequence[str] = ()) -> dict[str, Any]:
+def relative_errors(
+    predicted: ArrayLike, measured: ArrayLike, labels: Sequence[str] = ()
+) -> dict[str, Any]:
     """Rows, mean and median absolute error, bias, worst row, shares within 5 and 10 %, and the low
     tail.
     """
@@ -57,7 +59,7 @@ def spearman(a: ArrayLike, b: ArrayLike) -> float:
     return float(np.corrcoef(x, y)[0, 1])
 
 
-def regret(predicted: ArrayLike, measured: ArrayLike, top: int = 1) -> float:
+def selection_regret(predicted: ArrayLike, measured: ArrayLike, top: int = 1) -> float:
     """How much slower the best of the `top` first by prediction is than the best of all; 0 is
     none.
     """
@@ -66,17 +68,21 @@ def regret(predicted: ArrayLike, measured: ArrayLike, top: int = 1) -> float:
     return float(costs[first].min() / costs.min() - 1)
 
 
-def ranking(
+def ranking_quality(
     predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable]
 ) -> dict[str, Any]:
     """Spearman and regret inside groups of at least five rows, over groups."""
     p, m = np.asarray(predicted, dtype=float), np.asarray(measured, dtype=float)
     found = []
     for name, index in _members(groups).items():
-        if len(index) >= LEAST_GROUP and np.ptp(m[index]) > 0:
+        if len(index) >= MIN_GROUP_ROWS and np.ptp(m[index]) > 0:
             at = {"group": str(name), "rows": len(index), "spearman": spearman(p[index], m[index])}
             found.append(
-                {**at, "top_1": regret(p[index], m[index]), "top_3": regret(p[index], m[index], 3)}
+                {
+                    **at,
+                    "top_1": selection_regret(p[index], m[index]),
+                    "top_3": selection_regret(p[index], m[index], 3),
+                }
             )
     if not found:
         return {"groups": 0, "rows": 0}
@@ -106,7 +112,7 @@ def _members(groups: Sequence[Hashable]) -> dict[Hashable, NDArray[np.intp]]:
     return dict(zip(names, parts))
 
 
-def fit(peak: ArrayLike, capacity: ArrayLike, status: Sequence[str]) -> dict[str, Any]:
+def fit_accuracy(peak: ArrayLike, capacity: ArrayLike, status: Sequence[str]) -> dict[str, Any]:
     """Shares of rows that ran and are predicted to fit, and of those out of memory that are
     predicted not to.
     """
@@ -124,7 +130,7 @@ def _share(flags: NDArray[np.bool_]) -> float | None:
     return float(flags.mean()) if len(flags) else None
 
 
-def coverage(measured: ArrayLike, low: ArrayLike, high: ArrayLike) -> dict[str, Any]:
+def interval_coverage(measured: ArrayLike, low: ArrayLike, high: ArrayLike) -> dict[str, Any]:
     """Share of measurements inside [low, high] and at most `high`; rows without an interval (NaN)
     are left out.
     """
@@ -138,7 +144,7 @@ def coverage(measured: ArrayLike, low: ArrayLike, high: ArrayLike) -> dict[str, 
     }
 
 
-def leave_one_out(
+def leave_one_group_out(
     predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable]
 ) -> dict[str, Any]:
     """Error on each group after one scale from all other groups (the median of their medians), over
@@ -156,7 +162,7 @@ def leave_one_out(
     return {"groups": len(found), "mape": float(np.mean(list(found.values()))), "by_group": found}
 
 
-def reserve(
+def memory_reserve(
     predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable], share: float = 0.95
 ) -> dict[str, Any]:
     """Leaving one group out: the factor under which `share` of the other rows stay, and how many
@@ -178,7 +184,7 @@ def reserve(
     }
 
 
-def calibrated(
+def errors_after_calibration(
     predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable]
 ) -> dict[str, Any]:
     """Error on the other rows of a group after scaling by one of its rows, over every choice of
@@ -205,7 +211,7 @@ def calibrated(
     }
 
 
-def worst(found: Mapping[str, Any]) -> str:
-    """The worst row of `errors`, in words."""
+def worst_row_text(found: Mapping[str, Any]) -> str:
+    """The worst row of `relative_errors`, in words."""
     at = found.get("worst", {})
     return f"{at.get('row', '')} {at['error']:+.0%}".strip() if at else ""

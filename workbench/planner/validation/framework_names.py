@@ -10,13 +10,14 @@ from functools import lru_cache
 from typing import Any
 
 from workbench import data_files
+from workbench.units import GIB
 
-UNNAMED = "textbook"
+FALLBACK = "textbook"
 """The stack of a framework that the catalog does not know."""
 
 
 @dataclass(frozen=True)
-class Stack:
+class FrameworkDefaults:
     """A stack, with what it inherits filled in."""
 
     name: str
@@ -26,16 +27,16 @@ class Stack:
     """How layers are dealt to pipeline stages: `balanced` with the head as a block, or `even` by
     their number alone.
     """
-    becomes: Mapping[str, str] = field(hash=False)
-    before: Mapping[float, str] = field(hash=False)
+    variants: Mapping[str, str] = field(hash=False)
+    earlier_versions: Mapping[float, str] = field(hash=False)
     """Year, the month as its hundredths -> the stack that this one was before it."""
-    separate: bool
+    has_untied_head: bool
     """Whether a head that a model ties to its embedding is a weight of its own."""
     defaults: Mapping[str, Any] = field(hash=False)
     """Plan field by dotted path -> documented default."""
-    several: frozenset[str]
+    multi_device_defaults: frozenset[str]
     """Those of them that hold only where there is more than one device."""
-    gigabyte: float
+    bytes_per_gb: float
     """Bytes of the GB in which its own reports print memory."""
     family: str
     """The stack that this one is an earlier version of, or with other fp8 products; else its own
@@ -44,64 +45,70 @@ class Stack:
 
 
 @lru_cache(maxsize=1)
-def stacks() -> dict[str, Stack]:
+def framework_defaults() -> dict[str, FrameworkDefaults]:
     """Every stack of `data/stacks.yaml` by name."""
     table = data_files.read("data/stacks.yaml")
-    return {name: _stack(name, entry, table) for name, entry in table.items()}
+    return {name: _framework_defaults(name, entry, table) for name, entry in table.items()}
 
 
-def _stack(name: str, entry: Mapping[str, Any], table: Mapping[str, Any]) -> Stack:
-    base: Mapping[str, Any] = _ancestry(entry, table)
+def _framework_defaults(
+    name: str, entry: Mapping[str, Any], table: Mapping[str, Any]
+) -> FrameworkDefaults:
+    base: Mapping[str, Any] = _inherited(entry, table)
     defaults = {**base.get("defaults", {}), **entry.get("defaults", {})}
-    return Stack(
+    return FrameworkDefaults(
         name=name,
         matches=tuple(entry["matches"]),
         attention=entry.get("attention", base.get("attention", "flash")),
         partition=entry.get("partition", base.get("partition", "even")),
-        becomes=entry.get("becomes", {}),
-        before=entry.get("before", {}),
-        separate="separate" in entry,
+        variants=entry.get("becomes", {}),
+        earlier_versions=entry.get("before", {}),
+        has_untied_head="separate" in entry,
         defaults={path: said["value"] for path, said in defaults.items()},
-        several=frozenset(path for path, said in defaults.items() if said.get("when") == "several"),
-        gigabyte=float(entry.get("gigabyte", base.get("gigabyte", {"value": 2**30}))["value"]),
-        family=next((whole for whole, one in table.items() if name in _variants(one)), name),
+        multi_device_defaults=frozenset(
+            path for path, said in defaults.items() if said.get("when") == "several"
+        ),
+        bytes_per_gb=float(entry.get("gigabyte", base.get("gigabyte", {"value": GIB}))["value"]),
+        family=next((whole for whole, one in table.items() if name in _variant_names(one)), name),
     )
 
 
-def _variants(entry: Mapping[str, Any]) -> set[str]:
+def _variant_names(entry: Mapping[str, Any]) -> set[str]:
     return {*entry.get("before", {}).values(), entry.get("becomes", {}).get("rowwise", "")}
 
 
-def _ancestry(entry: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+def _inherited(entry: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
     """What an entry inherits, nearest first."""
     if "like" not in entry:
         return {}
     parent = table[entry["like"]]
-    further = _ancestry(parent, table)
+    further = _inherited(parent, table)
     defaults = {**further.get("defaults", {}), **parent.get("defaults", {})}
     return {**further, **parent, "defaults": defaults}
 
 
 @lru_cache(maxsize=4096)
-def named(
+def find_framework(
     framework: str, sharded: bool, flash: bool, year: float | None = None, rowwise: bool = False
-) -> Stack:
+) -> FrameworkDefaults:
     """The stack that `framework` means: the first match in it, of those the longest; then what that
     becomes.
 
     `sharded`: ZeRO-2 or 3 without a pipeline. `flash`: attention is fused. `year`: of the report,
     where it is known. `rowwise`: fp8 products have a scale for every row.
     """
-    words, table = " ".join(framework.lower().split()), stacks()
+    words, table = " ".join(framework.lower().split()), framework_defaults()
     found = [
         (words.index(match), -len(match), name)
         for name, stack in table.items()
         for match in stack.matches
         if match in words
     ]
-    stack = table[min(found)[2] if found else UNNAMED]
+    stack = table[min(found)[2] if found else FALLBACK]
     for condition, holds in (("sharded", sharded), ("flash", flash), ("rowwise", rowwise)):
-        if holds and condition in stack.becomes:
-            return table[stack.becomes[condition]]
-    earlier = [name for since, name in stack.before.items() if year is not None and year < since]
+        if holds and condition in stack.variants:
+            return table[stack.variants[condition]]
+    earlier = [
+        name for since, name in stack.earlier_versions.items() if year is not None and year < since
+    ]
     return table[earlier[0]] if earlier else stack

@@ -9,51 +9,55 @@ from functools import lru_cache
 from workbench.machine import gpu_catalog
 from workbench.machine.hardware import GPU, Fabric
 
-FORMS = ("sxm", "pcie", "nvl", "oam")
-NEAR = 0.12
+FORM_FACTORS = ("sxm", "pcie", "nvl", "oam")
+MEMORY_TOLERANCE = 0.12
 """Share by which a printed memory may differ from the card's and still be it (GB against GiB,
 reserved parts).
 """
-USABLE = 0.991
+USABLE_MEMORY_SHARE = 0.991
 """Usable share of a printed size read as GiB, as data/gpus.yaml states."""
 NETWORKS = ("efa", "omni-path", "roce", "infiniband", "slingshot", "ethernet")
-PROVIDED = ("efa", "omni-path", "slingshot")
+PROVIDER_NETWORKS = ("efa", "omni-path", "slingshot")
 """Kinds whose rate the catalog knows by their name alone."""
 
 
 @lru_cache(maxsize=4096)
-def card(text: str, memory_gb: float | None) -> GPU | None:
+def find_gpu(text: str, memory_gb: float | None) -> GPU | None:
     """The card called `text` with `memory_gb` printed GB: the catalog's most specific of that name;
     None if unknown.
 
     A bin whose memory the catalog does not list is the nearest part with its own memory.
     """
-    words = _words(text)
-    said = _memory(words) or memory_gb
+    words = _name_words(text)
+    said = _memory_in_words(words) or memory_gb
     scored = [
         (score, name)
         for name in gpu_catalog.gpus()
-        if (score := _score(name, words, said)) is not None
+        if (score := _distance(name, words, said)) is not None
     ]
     if not scored:
         return None
     (_, _, _, off), name = min(scored)
     found = gpu_catalog.gpus()[name].gpu
     return (
-        found if off <= NEAR or not said else found.model_copy(update={"memory_gib": USABLE * said})
+        found
+        if off <= MEMORY_TOLERANCE or not said
+        else found.model_copy(update={"memory_gib": USABLE_MEMORY_SHARE * said})
     )
 
 
-def _score(
+def _distance(
     name: str, words: frozenset[str], memory: float | None
 ) -> tuple[int, bool, bool, float] | None:
     """How far the card `name` is from the words, smaller is nearer; None if it is another card."""
-    own = _words(name)
-    family = {word for word in own if word not in FORMS and not re.fullmatch(r"\d+gb", word)}
+    own = _name_words(name)
+    family = {word for word in own if word not in FORM_FACTORS and not re.fullmatch(r"\d+gb", word)}
     if not family <= words:
         return None
-    form = next((form for form in FORMS if form in own), "")
-    asked = next((form for form in FORMS if any(word.startswith(form) for word in words)), "")
+    form = next((form for form in FORM_FACTORS if form in own), "")
+    asked = next(
+        (form for form in FORM_FACTORS if any(word.startswith(form) for word in words)), ""
+    )
     size = gpu_catalog.gpus()[name].gpu.memory_gib
     off = (
         abs(math.log(size / memory)) if memory else 1 / size
@@ -61,7 +65,7 @@ def _score(
     return -len(family), bool(asked) and form != asked, form == "pcie", off
 
 
-def _words(text: str) -> frozenset[str]:
+def _name_words(text: str) -> frozenset[str]:
     """Lower-case words; `RTX5090` and `5060 Ti` as the catalog splits them."""
     plain = re.sub(r"(rtx|gtx)(?=\d)", r"\1 ", text.lower().replace("ascend910", "ascend 910"))
     plain = re.sub(r"sxm\d", "sxm", plain)
@@ -74,32 +78,32 @@ def _words(text: str) -> frozenset[str]:
     )
 
 
-def _memory(words: frozenset[str]) -> float | None:
+def _memory_in_words(words: frozenset[str]) -> float | None:
     sizes = [int(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
     return float(sizes[0]) if len(sizes) == 1 else None
 
 
 @lru_cache(maxsize=4096)
-def fabric(name: str, text: str) -> Fabric:
+def find_fabric(name: str, text: str) -> Fabric:
     """The network around the card `name`: its usual one, but for what `text` says."""
     usual = gpu_catalog.clusters()[gpu_catalog.gpus()[name].fabric]
     kind = next((kind for kind in NETWORKS if re.search(rf"\b{kind}\b", text)), None)
-    per_node, rate = _per_node(text), _rate(text, usual.gpus_per_node)
+    per_node, rate = _gpus_per_node(text), _node_bandwidth_gbs(text, usual.gpus_per_node)
     if kind is None and per_node is None and rate is None:
         return usual
-    like = _like(kind, usual) if kind else usual
+    like = _catalog_fabric(kind, usual) if kind else usual
     return usual.model_copy(
         update={
             "name": "described",
             "source": "what is said of the run",
             "gpus_per_node": per_node or usual.gpus_per_node,
-            "nic_gbs": rate or (like.nic_gbs if kind in PROVIDED else usual.nic_gbs),
+            "nic_gbs": rate or (like.nic_gbs if kind in PROVIDER_NETWORKS else usual.nic_gbs),
             "nic_latency_us": like.nic_latency_us,
         }
     )
 
 
-def _like(kind: str, usual: Fabric) -> Fabric:
+def _catalog_fabric(kind: str, usual: Fabric) -> Fabric:
     """The catalog's fabric of that kind of network: the fastest that is no faster than the card's
     usual one.
     """
@@ -108,7 +112,7 @@ def _like(kind: str, usual: Fabric) -> Fabric:
     return max(slower, key=lambda fabric: fabric.nic_gbs) if slower else same[0] if same else usual
 
 
-def _per_node(text: str) -> int | None:
+def _gpus_per_node(text: str) -> int | None:
     said = re.search(
         r"(\d+)[- ]?(?:x )?(?:gpus?|cards?|npus?)(?: v100| a100| h100)?[ -]*(?:/|per|a|"
         r"each)? ?nodes?\b",
@@ -117,7 +121,7 @@ def _per_node(text: str) -> int | None:
     return int(said.group(1)) if said and 0 < int(said.group(1)) <= 72 else None
 
 
-def _rate(text: str, cards: int) -> float | None:
+def _node_bandwidth_gbs(text: str, cards: int) -> float | None:
     """GB/s of one node: from `8x200Gb`, `400Gb/s per GPU`, or `400 Gbps inter-node`."""
     if each := re.search(r"(\d+) ?x ?(\d+) ?gb(?![a-z]*yte)", text):
         return float(each.group(1)) * float(each.group(2)) / 8 or None

@@ -16,7 +16,7 @@ from pathlib import Path
 from workbench.errors import refuse
 from workbench.planner.validation import cell_parsers
 
-ALIASES = {
+COLUMN_ALIASES = {
     "micro_batch": "mbs",
     "micro_batch_size": "mbs",
     "global_batch": "gbs",
@@ -39,11 +39,11 @@ ALIASES = {
     "stack": "framework",
 }
 """Other spellings of a column's name."""
-LARGEST_FILE = 512 * 2**20
+MAX_FILE_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredRow:
     """One configuration and what was measured of it; None or "" where the table does not say."""
 
     file: str
@@ -95,16 +95,16 @@ class Row:
     """What was read, where the table says so for certain."""
     memory_reading: str
     """The kind of reading that its words are nearest to."""
-    memory_first: bool
+    memory_of_first_stage: bool
     """Whether it was read on the rank that logs, which is of the first stage, not on the fullest.
     """
-    plain_gb: bool
+    is_bare_gb: bool
     """Whether the memory's unit is a bare GB, which may be 2**30 or 1e9 bytes."""
-    doubted: bool
+    flagged_by_source: bool
     """Whether the table itself warns of the row."""
     status: str
     notes: str
-    iteration: float | None
+    step_seconds: float | None
     samples_per_second: float | None
     tokens_per_second: float | None
     utilisation: float | None
@@ -123,7 +123,7 @@ class Row:
         return self.id or f"{self.file}:{self.line}"
 
 
-def read(path: str | Path) -> list[Row]:
+def read_measured_rows(path: str | Path) -> list[MeasuredRow]:
     """Every row of the CSV file `path`. Raises `PlanError` where it cannot be read or has no
     header.
     """
@@ -133,7 +133,7 @@ def read(path: str | Path) -> list[Row]:
             table = csv.DictReader(_without_nulls(file))
             if not table.fieldnames:
                 raise refuse(str(path), "is empty; legal: a CSV file with a header line")
-            return [row(cells, path.name, line) for line, cells in enumerate(table, start=2)]
+            return [parse_row(cells, path.name, line) for line, cells in enumerate(table, start=2)]
     except OSError as error:
         raise refuse(str(path), f"cannot be read: {error.strerror or error}") from None
     except csv.Error as error:
@@ -145,33 +145,33 @@ def _without_nulls(lines: Iterator[str]) -> Iterator[str]:
     return (line.replace("\0", "") for line in lines)
 
 
-def row(cells: Mapping[str | None, object], file: str = "", line: int = 0) -> Row:
-    """One line of a table, by column name, as a `Row`; never raises."""
+def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0) -> MeasuredRow:
+    """One line of a table, by column name, as a `MeasuredRow`; never raises."""
     cell = {
-        _column(key): str(value).strip()
+        _canonical_column(key): str(value).strip()
         for key, value in cells.items()
         if key and isinstance(value, str)
     }
     get = cell.get
     whole = {
-        name: _believed(name, cell_parsers.count(get(column, "")))
-        for name, column in COUNTS.items()
+        name: _plausible_count(name, cell_parsers.positive_integer(get(column, "")))
+        for name, column in COUNT_COLUMNS.items()
     }
-    memory = cell_parsers.gib(
-        get("mem_gib", ""), f"{get('mem_unit', '')} {_decimal(get('mem_kind', ''))}"
+    memory = cell_parsers.memory_gib(
+        get("mem_gib", ""), f"{get('mem_unit', '')} {_decimal_unit(get('mem_kind', ''))}"
     )
-    times = _times(cell)
+    times = _job_times(cell)
     said = get("kind", "").lower()
     billions, share = (
         cell_parsers.number(get("params_b", "")),
         cell_parsers.number(get("mfu_pct", "")),
     )
-    return Row(
+    return MeasuredRow(
         file=file,
         line=line,
         id=get("id", ""),
         source=get("source", "") or file,
-        table=_table(get("table", "")),
+        table=_table_name(get("table", "")),
         measured=not any(
             word in said for word in ("formula", "theor", "arithmetic", "simulat", "estimate")
         ),
@@ -179,20 +179,20 @@ def row(cells: Mapping[str | None, object], file: str = "", line: int = 0) -> Ro
         model=get("model", ""),
         arch=get("arch", ""),
         parameters=billions * 1e9 if billions else None,
-        **{name: whole[name] for name in OPTIONAL},
+        **{name: whole[name] for name in OPTIONAL_COUNTS},
         tensor=whole["tensor"] or 1,
         pipeline=whole["pipeline"] or 1,
         context=whole["context"] or 1,
         expert=whole["expert"] or 1,
-        tied=cell_parsers.yes(get("tied_emb", "")),
-        gated=cell_parsers.yes(get("gated_ffn", "")),
+        tied=cell_parsers.yes_or_no(get("tied_emb", "")),
+        gated=cell_parsers.yes_or_no(get("gated_ffn", "")),
         gpu=get("gpu", ""),
         gpu_memory=cell_parsers.number(get("gpu_mem_gb", "")) or None,
-        zero=cell_parsers.zero(
-            get("zero_stage", ""), get("sharding", "") or _named_zero(get("table", ""))
+        zero=cell_parsers.zero_stage(
+            get("zero_stage", ""), get("sharding", "") or _zero_stage_in_name(get("table", ""))
         ),
         sharding=get("sharding", ""),
-        sequence_parallel=cell_parsers.yes(get("seq_parallel", "")),
+        sequence_parallel=cell_parsers.yes_or_no(get("seq_parallel", "")),
         precision=get("precision", ""),
         recompute=get("recompute", ""),
         schedule=get("schedule", ""),
@@ -201,22 +201,22 @@ def row(cells: Mapping[str | None, object], file: str = "", line: int = 0) -> Ro
         tflops_kind=get("tflops_kind", ""),
         memory_gib=memory,
         memory_kind=cell_parsers.memory_kind(get("mem_kind", "")),
-        memory_reading=cell_parsers.nearest_kind(get("mem_kind", "")),
-        memory_first="logging rank" in get("mem_kind", ""),
-        plain_gb=cell_parsers.plain_gb(get("mem_unit", "")),
-        doubted=cell_parsers.doubted(
+        memory_reading=cell_parsers.nearest_memory_kind(get("mem_kind", "")),
+        memory_of_first_stage="logging rank" in get("mem_kind", ""),
+        is_bare_gb=cell_parsers.is_bare_gb(get("mem_unit", "")),
+        flagged_by_source=cell_parsers.is_flagged_by_source(
             " ".join(get(name, "") for name in ("kind", "table", "status", "notes"))
         ),
-        status=cell_parsers.status(get("status", ""), memory is not None or any(times)),
+        status=cell_parsers.run_status(get("status", ""), memory is not None or any(times)),
         notes=get("notes", ""),
-        iteration=times[0],
+        step_seconds=times[0],
         samples_per_second=times[1],
         tokens_per_second=times[2],
         utilisation=share / 100 if share else None,
     )
 
 
-COUNTS = {
+COUNT_COLUMNS = {
     "layers": "layers",
     "hidden": "hidden",
     "ffn": "ffn",
@@ -239,10 +239,12 @@ COUNTS = {
     "accumulation": "grad_accum",
 }
 """Field -> column of the positive integers."""
-OPTIONAL = [name for name in COUNTS if name not in ("tensor", "pipeline", "context", "expert")]
+OPTIONAL_COUNTS = [
+    name for name in COUNT_COLUMNS if name not in ("tensor", "pipeline", "context", "expert")
+]
 
 
-MOST = {
+MAX_COUNT = {
     "layers": 2**12,
     "hidden": 2**20,
     "ffn": 2**22,
@@ -251,46 +253,46 @@ MOST = {
     "batch": 2**24,
     "gpus": 2**20,
 }
-MOST_OTHERS = 2**16
+MAX_OTHER_COUNT = 2**16
 """Largest counts that can be meant; what is larger was misread."""
 
 
-def _believed(name: str, value: int | None) -> int | None:
-    return value if value is not None and value <= MOST.get(name, MOST_OTHERS) else None
+def _plausible_count(name: str, value: int | None) -> int | None:
+    return value if value is not None and value <= MAX_COUNT.get(name, MAX_OTHER_COUNT) else None
 
 
-def _times(cell: Mapping[str, str]) -> tuple[float | None, float | None, float | None]:
+def _job_times(cell: Mapping[str, str]) -> tuple[float | None, float | None, float | None]:
     """(seconds of a step, samples a second, tokens a second) of the whole job, as far as
     printed.
     """
-    gpus = cell_parsers.count(cell.get("n_gpus", ""))
+    gpus = cell_parsers.positive_integer(cell.get("n_gpus", ""))
     tokens, own = (
         cell_parsers.number(cell.get(name, "")) for name in ("tokens_per_s", "tokens_per_s_gpu")
     )
     total = tokens or (own * gpus if own and gpus else None)
     return (
-        cell_parsers.seconds(cell.get("iter_time_s", "")),
+        cell_parsers.duration_seconds(cell.get("iter_time_s", "")),
         cell_parsers.number(cell.get("samples_per_s", "")) or None,
         total,
     )
 
 
-def _decimal(kind: str) -> str:
+def _decimal_unit(kind: str) -> str:
     """What the kind of memory says about the unit: only that a figure was divided by 1e9."""
     return "1e9" if "1e9" in kind else ""
 
 
-def _named_zero(table: str) -> str:
+def _zero_stage_in_name(table: str) -> str:
     """The stage of ZeRO that a table is named for; nothing where it names several."""
     stages = re.findall(r"zero[- ]?[0-3]\b", table, re.IGNORECASE)
     return stages[0] if len(stages) == 1 else ""
 
 
-def _table(text: str) -> str:
+def _table_name(text: str) -> str:
     """The table's name without the line on which the row stands."""
     return re.sub(r"[,;]?\s*\(?(line|row) \d+\)?$", "", text)
 
 
-def _column(name: str) -> str:
+def _canonical_column(name: str) -> str:
     plain = name.strip().lower().replace(" ", "_").replace("-", "_")
-    return ALIASES.get(plain, plain)
+    return COLUMN_ALIASES.get(plain, plain)

@@ -16,7 +16,8 @@ from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.memory.reported_memory import Z_95, peak_memory_sigma, reported_memory
 from workbench.costmodel.step_time import step_time, step_time_bounds, step_time_parts
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.planner.calibrated_plan import on_machine
+from workbench.planner.calibrated_plan import with_calibration
+from workbench.units import GIB
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ Predict = Callable[[ResolvedPlan], Prediction]
 
 def predict(plan: ResolvedPlan) -> Prediction:
     """What the planner says of a complete `plan`. Raises `PlanError` for what it does not model."""
-    full, constants = on_machine(plan)
+    full, constants = with_calibration(plan)
     w = workload(full)
     live, time = peak_memory(w, constants), step_time(w, constants)
     low, high = step_time_bounds(w, constants, time, step_time_interval(plan.strategy.stack))
     fullest = int(np.argmax(live.peak))
     sizes = {
-        name: float(np.ravel(size)[fullest]) / 2**30 for name, size in live.moments["peak"].items()
+        name: float(np.ravel(size)[fullest]) / GIB for name, size in live.moments["peak"].items()
     }
     times = {f"{name} s": seconds for name, seconds in step_time_parts(w, time).items()}
     peak, deviation = sum(sizes.values()), Z_95 * peak_memory_sigma(plan.strategy.stack)
@@ -61,7 +62,7 @@ def predict(plan: ResolvedPlan) -> Prediction:
         seconds_low=low,
         seconds_high=high,
         readings={
-            kind: tuple((size / 2**30).tolist())
+            kind: tuple((size / GIB).tolist())
             for kind, size in reported_memory(w, live, constants).items()
         },
         parts={**times, **{f"{name} GiB": size for name, size in sizes.items() if size}},

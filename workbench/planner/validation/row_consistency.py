@@ -18,28 +18,30 @@ from numpy.typing import NDArray
 
 from workbench.plan.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.planner.validation.row_to_plan import Expressed
+from workbench.planner.validation.row_to_plan import PlannedRow
 
-TOLERANCE = 0.12
+MAX_DEVIATION = 0.12
 """A row further than this from its group's median is suspect."""
-LEAST = 3
+MIN_GROUP_ROWS = 3
 """Rows of a group below which nothing can be said."""
-PRINTED = 0.0005
+UTILISATION_ROUNDING = 0.0005
 """Half of the last digit of a printed utilisation: small ones are coarse, which is no
 contradiction.
 """
 
-Counted = Literal["once", "twice", "held"]
+VocabCounted = Literal["once", "twice", "held"]
 """How often tables of the vocabulary count: the head alone; head and embedding; what all stages
 hold (tied weights twice in a pipeline).
 """
-RULES: tuple[tuple[bool, Counted], ...] = tuple(
+COUNTING_RULES: tuple[tuple[bool, VocabCounted], ...] = tuple(
     (causal, counted) for counted in ("once", "twice", "held") for causal in (False, True)
 )
 """Ways of counting FLOPs: (attention causal, tables counted)."""
 
 
-def flops(plan: ResolvedPlan, causal: bool = True, counted: Counted = "once") -> float:
+def model_flops_per_step(
+    plan: ResolvedPlan, causal: bool = True, counted: VocabCounted = "once"
+) -> float:
     """Model FLOPs of one step of a complete plan: 6 a weight and token, and attention's products
     (2104.04473).
 
@@ -51,10 +53,10 @@ def flops(plan: ResolvedPlan, causal: bool = True, counted: Counted = "once") ->
     passes = 2 if t.lora else 3
     apart = not shape.tied or plan.strategy.pipeline.size > 1
     tables = 2 if counted == "twice" or (counted == "held" and apart) else 1
-    return passes * tokens * (2 * weights(shape, tables) + attended)
+    return passes * tokens * (2 * weights_per_token(shape, tables) + attended)
 
 
-def weights(shape: Shape, tables: int) -> float:
+def weights_per_token(shape: Shape, tables: int) -> float:
     """Weights that a token is multiplied with: blocks, and so many tables of the vocabulary."""
     h, moe = shape.hidden, shape.moe
     wide = 3 if shape.gated else 2
@@ -65,7 +67,7 @@ def weights(shape: Shape, tables: int) -> float:
     return shape.layers * block + dense + sparse * routed + tables * h * shape.vocab
 
 
-def ratios(rows: Sequence[Expressed]) -> NDArray[np.float64]:
+def consistency_ratios(rows: Sequence[PlannedRow]) -> NDArray[np.float64]:
     """r over the median of the rows counted alike; NaN where nothing can be said."""
     found = np.full(len(rows), np.nan)
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -73,22 +75,25 @@ def ratios(rows: Sequence[Expressed]) -> NDArray[np.float64]:
         if row.seconds and row.row.tflops:
             groups[row.row.source, row.row.tflops_kind].append(index)
     for indices in groups.values():
-        if len(indices) >= LEAST:
-            counted = [np.array([_ratio(rows[i], *rule) for i in indices]) for rule in RULES]
+        if len(indices) >= MIN_GROUP_ROWS:
+            counted = [
+                np.array([_implied_over_printed(rows[i], *rule) for i in indices])
+                for rule in COUNTING_RULES
+            ]
             scaled = [values / np.median(values) for values in counted]
             found[indices] = min(scaled, key=lambda values: float(np.median(np.abs(values - 1))))
     return found
 
 
-def suspect(rows: Sequence[Expressed]) -> NDArray[np.bool_]:
+def inconsistent(rows: Sequence[PlannedRow]) -> NDArray[np.bool_]:
     """Rows that fail the check; those of which nothing can be said pass."""
     coarse = np.array(
-        [PRINTED / row.row.utilisation if row.row.utilisation else 0.0 for row in rows]
+        [UTILISATION_ROUNDING / row.row.utilisation if row.row.utilisation else 0.0 for row in rows]
     )
-    return np.asarray(np.nan_to_num(np.abs(ratios(rows) - 1) - coarse) > TOLERANCE)
+    return np.asarray(np.nan_to_num(np.abs(consistency_ratios(rows) - 1) - coarse) > MAX_DEVIATION)
 
 
-def _ratio(row: Expressed, causal: bool, counted: Counted) -> float:
+def _implied_over_printed(row: PlannedRow, causal: bool, counted: VocabCounted) -> float:
     hardware = "hardware" in row.row.tflops_kind.lower() and row.plan.strategy.recompute == "full"
-    done = flops(row.plan, causal, counted) * (4 / 3 if hardware else 1)
+    done = model_flops_per_step(row.plan, causal, counted) * (4 / 3 if hardware else 1)
     return done / ((row.seconds or 1) * row.plan.world_size * (row.row.tflops or 1) * 1e12)

@@ -8,10 +8,10 @@ from typing import Any
 
 from workbench.plan.model_shape import Shape
 from workbench.plan.parameter_count import parameters
-from workbench.planner.validation.cell_parsers import count
-from workbench.planner.validation.measured_rows import Row
+from workbench.planner.validation.cell_parsers import positive_integer
+from workbench.planner.validation.measured_rows import MeasuredRow
 
-OTHERS = (
+UNSUPPORTED_ARCHITECTURES = (
     (
         "not a decoder",
         r"\b(bert|encoder|t5|vit|diffusion|dit|clip|resnet|vision|whisper|cnn|unet)\b|classif",
@@ -23,23 +23,23 @@ OTHERS = (
     ("sliding window", r"sliding|window"),
 )
 """(reason, words that give it away): models that no `Shape` of ours describes."""
-NEEDED = ("layers", "hidden", "heads", "sequence")
+REQUIRED_FIELDS = ("layers", "hidden", "heads", "sequence")
 
 
 class Inexpressible(Exception):
     """Why a row cannot be said as a plan; the message is the reason that rows are counted by."""
 
 
-def is_dense(row: Row) -> bool:
+def is_dense(row: MeasuredRow) -> bool:
     """Whether the row is about a dense decoder: no experts, and none of the architectures in
-    `OTHERS`.
+    `UNSUPPORTED_ARCHITECTURES`.
     """
-    return not _has_experts(row) and _other(row) is None
+    return not _has_experts(row) and _unsupported_architecture(row) is None
 
 
-def missing(row: Row) -> list[str]:
+def missing_fields(row: MeasuredRow) -> list[str]:
     """Fields without which no shape can be made, that the row leaves open and nothing implies."""
-    absent = [name for name in NEEDED if getattr(row, name) is None]
+    absent = [name for name in REQUIRED_FIELDS if getattr(row, name) is None]
     if row.vocab is None and row.parameters is None:
         absent.append("vocab")
     if row.ffn is None and row.gated is not False:
@@ -47,14 +47,14 @@ def missing(row: Row) -> list[str]:
     return absent
 
 
-def shape(row: Row) -> Shape:
+def row_shape(row: MeasuredRow) -> Shape:
     """The shape that the row describes. Raises `Inexpressible`."""
-    if other := _other(row):
+    if other := _unsupported_architecture(row):
         raise Inexpressible(f"not a dense decoder: {other}")
-    if absent := missing(row):
+    if absent := missing_fields(row):
         raise Inexpressible(f"missing {absent[0]}")
-    moe = _moe(row)
-    return _made(
+    moe = _moe_fields(row)
+    return _build_shape(
         row.model,
         row.arch.lower(),
         row.layers or 0,
@@ -73,7 +73,7 @@ def shape(row: Row) -> Shape:
 
 
 @lru_cache(maxsize=4096)
-def _made(
+def _build_shape(
     model: str,
     arch: str,
     layers: int,
@@ -100,19 +100,19 @@ def _made(
         "ffn": ffn,
         "vocab": vocab or 256,
         "max_positions": sequence,
-        **_style(arch, gated),
+        **_block_style(arch, gated),
         "moe": dict(moe) or None,
     }
     try:
         if vocab is None:
-            written["vocab"] = _vocabulary(written, tied, total or 0)
+            written["vocab"] = _vocab_from_parameters(written, tied, total or 0)
         found = Shape.model_validate({**written, "tied": bool(tied)})
     except ValueError:
         raise Inexpressible("impossible shape") from None
     return found if tied is not None or total is None else _nearest_tie(found, total)
 
 
-def _style(arch: str, gated: bool) -> dict[str, Any]:
+def _block_style(arch: str, gated: bool) -> dict[str, Any]:
     """Norms, positions and biases: those of GPT without a gate, of Llama with one, but for what
     `arch` says.
     """
@@ -142,7 +142,7 @@ def _style(arch: str, gated: bool) -> dict[str, Any]:
     }
 
 
-def _vocabulary(written: dict[str, Any], tied: bool | None, total: float) -> int:
+def _vocab_from_parameters(written: dict[str, Any], tied: bool | None, total: float) -> int:
     """Vocabulary that makes up the stated number of parameters, to a multiple of 128."""
     blocks = parameters(Shape.model_validate({**written, "tied": True})).total
     tables = 1 if tied or tied is None else 2
@@ -160,19 +160,21 @@ def _nearest_tie(found: Shape, total: float) -> Shape:
     return min((found, other), key=lambda shape: abs(parameters(shape).total - total))
 
 
-def _other(row: Row) -> str | None:
+def _unsupported_architecture(row: MeasuredRow) -> str | None:
     words = f"{row.arch} {row.model}".lower()
-    return next((reason for reason, pattern in OTHERS if re.search(pattern, words)), None)
+    return next(
+        (reason for reason, pattern in UNSUPPORTED_ARCHITECTURES if re.search(pattern, words)), None
+    )
 
 
-def _has_experts(row: Row) -> bool:
+def _has_experts(row: MeasuredRow) -> bool:
     return (
         bool(row.experts)
         or re.search(r"\bmoe\b|mixture|experts", f"{row.arch} {row.model}".lower()) is not None
     )
 
 
-def _moe(row: Row) -> dict[str, int]:
+def _moe_fields(row: MeasuredRow) -> dict[str, int]:
     """The mixture of experts as a shape has it, read from the row's columns and its words."""
     if not _has_experts(row):
         return {}
@@ -182,7 +184,7 @@ def _moe(row: Row) -> dict[str, int]:
             "mixture of experts: latent attention, whose widths are not in the schema"
         )
     width = re.search(r"(?:moe_ffn|expert_ffn)\D{0,3}(\d+)", arch)
-    ffn = count(width.group(1)) if width else None
+    ffn = positive_integer(width.group(1)) if width else None
     if not (row.experts and row.top_k and ffn):
         raise Inexpressible("mixture of experts: experts, top-k or width of an expert missing")
     shared, dense = re.search(r"(\d+) shared", arch), re.search(r"(\d+) dense", arch)

@@ -17,9 +17,15 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.legal_sizes import divisors
 from workbench.plan.schema import build_plan
 from workbench.planner.validation import cell_parsers, gpu_names
-from workbench.planner.validation.framework_names import Stack, named
-from workbench.planner.validation.measured_rows import Row
-from workbench.planner.validation.row_shapes import Inexpressible, is_dense, missing, shape
+from workbench.planner.validation.framework_names import FrameworkDefaults, find_framework
+from workbench.planner.validation.measured_rows import MeasuredRow
+from workbench.planner.validation.row_shapes import (
+    Inexpressible,
+    is_dense,
+    missing_fields,
+    row_shape,
+)
+from workbench.units import GIB
 
 SCHEDULES = (
     ("dualpipe-v", r"dual.?pipe"),
@@ -33,10 +39,10 @@ SCHEDULES = (
 
 
 @dataclass(frozen=True)
-class Expressed:
+class PlannedRow:
     """A row, the complete plan that says it, and the figures that can be compared."""
 
-    row: Row
+    row: MeasuredRow
     plan: ResolvedPlan
     stack: str
     seconds: float | None
@@ -47,7 +53,7 @@ class Expressed:
     """Plan fields that took a stack's documented default, because the row leaves them open."""
 
 
-def complete(row: Row) -> bool:
+def is_complete(row: MeasuredRow) -> bool:
     """Whether the row is one that must be expressible: a measured dense decoder with every field
     that decides cost.
 
@@ -55,16 +61,16 @@ def complete(row: Row) -> bool:
     micro-batch to know both; fields with a documented default (recompute, sharding, schedule,
     sequence parallelism) may be open.
     """
-    if not row.measured or not is_dense(row) or missing(row) or not row.gpu:
+    if not row.measured or not is_dense(row) or missing_fields(row) or not row.gpu:
         return False
     return (
-        _cards(row) is not None
+        _num_gpus(row) is not None
         and row.micro_batch is not None
         and (row.batch or row.accumulation) is not None
     )
 
 
-def express(row: Row, profile: str | None = None) -> Expressed:
+def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
     """The plan that `row` describes, complete and legal. Raises `Inexpressible` with a reason to be
     counted by.
 
@@ -73,21 +79,23 @@ def express(row: Row, profile: str | None = None) -> Expressed:
     """
     if not row.measured:
         raise Inexpressible("not a measurement")
-    model = shape(row)
-    gpus, data = _layout(row)
-    card = gpu_names.card(row.gpu, row.gpu_memory)
+    model = row_shape(row)
+    gpus, data = _gpus_and_data_size(row)
+    card = gpu_names.find_gpu(row.gpu, row.gpu_memory)
     if card is None:
         raise Inexpressible(f"card unknown: {row.gpu or 'none given'}")
-    stack = _stack(row, card)
-    micro, batch, known = _batch(row, data, stack)
-    if stack.separate:
+    stack = _row_framework(row, card)
+    micro, batch, known = _batch_sizes(row, data, stack)
+    if stack.has_untied_head:
         model = model.model_copy(update={"tied": False})
-    strategy, training, assumed = _strategy(row, stack, model.layers, data)
+    strategy, training, assumed = _strategy_fields(row, stack, model.layers, data)
     strategy["stack"] = profile or stack.name
-    network = gpu_names.fabric(card.name, f"{row.table} {row.gpu} {row.notes}".lower())
-    if cell_parsers.hybrid(row.sharding):
-        _shard_in_node(strategy, data * row.context, max(1, network.gpus_per_node // row.tensor))
-    _deal(strategy, stack, model)
+    network = gpu_names.find_fabric(card.name, f"{row.table} {row.gpu} {row.notes}".lower())
+    if cell_parsers.is_hybrid_sharded(row.sharding):
+        _shard_within_node(
+            strategy, data * row.context, max(1, network.gpus_per_node // row.tensor)
+        )
+    _partition_layers(strategy, stack, model)
     written = {
         "name": row.label,
         "model": model,
@@ -104,12 +112,17 @@ def express(row: Row, profile: str | None = None) -> Expressed:
         plan = build_plan(written).resolve()
     except PlanError as error:
         raise Inexpressible(f"illegal: {error.problems[0].field}") from None
-    return Expressed(
-        row, plan, stack.family, _seconds(row, batch, known), _memory(row, stack), tuple(assumed)
+    return PlannedRow(
+        row,
+        plan,
+        stack.family,
+        _measured_seconds(row, batch, known),
+        _measured_gib(row, stack),
+        tuple(assumed),
     )
 
 
-def _deal(strategy: dict[str, Any], stack: Stack, model: Shape) -> None:
+def _partition_layers(strategy: dict[str, Any], stack: FrameworkDefaults, model: Shape) -> None:
     """Layers of each pipeline stage as the stack deals them, where it does not balance them as the
     planner does.
     """
@@ -120,10 +133,10 @@ def _deal(strategy: dict[str, Any], stack: Stack, model: Shape) -> None:
         less, more = divmod(layers, stages)
         pipeline["partition"] = [less + (stage < more) for stage in range(stages)]
     elif stack.partition == "cumulative" and 1 < stages <= layers:
-        pipeline["partition"] = cumulative(model, stages)
+        pipeline["partition"] = cumulative_partition(model, stages)
 
 
-def cumulative(model: Shape, stages: int) -> list[int]:
+def cumulative_partition(model: Shape, stages: int) -> list[int]:
     """Layers of each stage where one ends as soon as the weights so far reach its share; the head
     weighs too.
     """
@@ -136,15 +149,15 @@ def cumulative(model: Shape, stages: int) -> list[int]:
     return [after - before for before, after in pairwise([0, *ends, model.layers])]
 
 
-def _cards(row: Row) -> int | None:
+def _num_gpus(row: MeasuredRow) -> int | None:
     """Ranks of the job: as printed, else the product of the axes."""
     others = row.tensor * row.pipeline * row.context
     return row.gpus or (others * row.data if row.data else None)
 
 
-def _layout(row: Row) -> tuple[int, int]:
+def _gpus_and_data_size(row: MeasuredRow) -> tuple[int, int]:
     """(ranks, size of data parallelism). Raises where the axes do not multiply to the cards."""
-    gpus, others = _cards(row), row.tensor * row.pipeline * row.context
+    gpus, others = _num_gpus(row), row.tensor * row.pipeline * row.context
     if gpus is None:
         raise Inexpressible("missing n_gpus")
     if gpus % others:
@@ -155,7 +168,7 @@ def _layout(row: Row) -> tuple[int, int]:
     return gpus, data
 
 
-def _batch(row: Row, data: int, stack: Stack) -> tuple[int, int, bool]:
+def _batch_sizes(row: MeasuredRow, data: int, stack: FrameworkDefaults) -> tuple[int, int, bool]:
     """(micro-batch, global batch, whether the row says so much); one follows from the others, or is
     the stack's own.
     """
@@ -176,12 +189,12 @@ def _batch(row: Row, data: int, stack: Stack) -> tuple[int, int, bool]:
     return micro, batch, known
 
 
-def _seconds(row: Row, batch: int, known: bool) -> float | None:
+def _measured_seconds(row: MeasuredRow, batch: int, known: bool) -> float | None:
     """Measured step time: as printed, else from a rate and the batch; None where the batch is not
     known.
     """
-    if row.iteration:
-        return row.iteration if known else None
+    if row.step_seconds:
+        return row.step_seconds if known else None
     if row.samples_per_second:
         return batch / row.samples_per_second
     return (
@@ -191,33 +204,33 @@ def _seconds(row: Row, batch: int, known: bool) -> float | None:
     )
 
 
-def _memory(row: Row, stack: Stack) -> float | None:
+def _measured_gib(row: MeasuredRow, stack: FrameworkDefaults) -> float | None:
     """Measured peak, GiB; a bare GB of the allocator's figures is what the stack's own reports mean
     by it.
     """
     if (
         row.memory_gib is None
-        or not row.plain_gb
+        or not row.is_bare_gb
         or row.memory_kind not in ("allocated", "reserved")
     ):
         return row.memory_gib
-    return row.memory_gib * stack.gigabyte / 2**30
+    return row.memory_gib * stack.bytes_per_gb / GIB
 
 
-def _shard_in_node(strategy: dict[str, Any], replicas: int, most: int) -> None:
+def _shard_within_node(strategy: dict[str, Any], replicas: int, most: int) -> None:
     """Hybrid sharding: the largest group that stays inside a node."""
     strategy["data"]["shard"] = max(size for size in divisors(replicas) if size <= most)
 
 
-def _stack(row: Row, card: GPU) -> Stack:
-    said = cell_parsers.flash(row.attention)
+def _row_framework(row: MeasuredRow, card: GPU) -> FrameworkDefaults:
+    said = cell_parsers.is_fused_attention(row.attention)
     fused = "fp8" in card.tflops if said is None else said
     sharded = row.pipeline == 1 and (row.zero or 0) >= 2
     when, rowwise = (
-        cell_parsers.year(f"{row.source} {row.table}"),
+        cell_parsers.report_year(f"{row.source} {row.table}"),
         re.search(r"row.?wise", row.precision.lower()) is not None,
     )
-    stack = named(row.framework, sharded, fused, when, rowwise)
+    stack = find_framework(row.framework, sharded, fused, when, rowwise)
     if said is not None and said != (stack.attention == "flash"):
         raise Inexpressible(
             f"attention is {'' if said else 'not '}fused, against all that is known of {stack.name}"
@@ -225,11 +238,11 @@ def _stack(row: Row, card: GPU) -> Stack:
     return stack
 
 
-def _strategy(
-    row: Row, stack: Stack, layers: int, data: int
+def _strategy_fields(
+    row: MeasuredRow, stack: FrameworkDefaults, layers: int, data: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """(strategy, training, plan fields that took a default) as plain data."""
-    precision = cell_parsers.precision(row.precision) or "auto"
+    precision = cell_parsers.narrowest_precision(row.precision) or "auto"
     if precision == "fp4":
         raise Inexpressible("precision fp4")
     if re.search(r"opt\w*.in.bwd|optimizer.in.back", row.text):
@@ -238,7 +251,7 @@ def _strategy(
         raise Inexpressible("options stand in a footnote that is not there")
     if re.search(r"select\w*.*\bmlp\b", row.recompute.lower()):
         raise Inexpressible("selective recomputation of the feed-forward")
-    said = _said(row, layers, data)
+    said = _stated_fields(row, layers, data)
     usual = {
         path: value
         for path, value in stack.defaults.items()
@@ -247,18 +260,18 @@ def _strategy(
     plan: dict[str, Any] = {"strategy": {"precision": precision}, "training": {}}
     for path, value in {**usual, **said}.items():
         if value is not None:
-            _put(plan, path.split("."), value)
-    _settle(plan["strategy"], row)
+            _set_path(plan, path.split("."), value)
+    _make_consistent(plan["strategy"], row)
     if "lora" in row.text:
-        plan["training"]["lora"] = {"rank": _rank(row, stack)}
+        plan["training"]["lora"] = {"rank": _lora_rank(row, stack)}
     return plan["strategy"], plan["training"], sorted(usual)
 
 
-def _said(row: Row, layers: int, data: int) -> dict[str, Any]:
+def _stated_fields(row: MeasuredRow, layers: int, data: int) -> dict[str, Any]:
     """Plan fields that the row itself states, by dotted path."""
     words = f"{row.sharding} {row.notes} {row.table}"
-    recompute = cell_parsers.recompute(row.recompute, layers)
-    shard = cell_parsers.shard(row.sharding)
+    recompute = cell_parsers.recompute_kind(row.recompute, layers)
+    shard = cell_parsers.shard_group_size(row.sharding)
     found: dict[str, Any] = {
         "strategy.tensor.size": row.tensor,
         "strategy.pipeline.size": row.pipeline,
@@ -267,21 +280,26 @@ def _said(row: Row, layers: int, data: int) -> dict[str, Any]:
         "strategy.data.zero": row.zero,
         "strategy.recompute": recompute,
         "strategy.tensor.sequence": row.sequence_parallel,
-        "strategy.gradient_dtype": cell_parsers.gradients(row.precision),
+        "strategy.gradient_dtype": cell_parsers.gradient_dtype(row.precision),
         "strategy.pipeline.chunks": row.chunks if row.pipeline > 1 else None,
         "strategy.data.shard": shard if shard and shard < data * row.context else None,
-        "training.optimizer.moments": cell_parsers.moments(f"{row.precision} {row.notes}"),
-        "training.optimizer.master": "none" if cell_parsers.pure(row.precision) else None,
-        "strategy.kernels": _kernels(row),
+        "training.optimizer.moments": cell_parsers.moments_dtype(f"{row.precision} {row.notes}"),
+        "training.optimizer.master": "none"
+        if cell_parsers.updates_16bit_weights(row.precision)
+        else None,
+        "strategy.kernels": _kernels_of_row(row),
     }
-    if (offload := cell_parsers.offload(words)) != "none":
+    if (offload := cell_parsers.offload_kind(words)) != "none":
         found["strategy.data.offload"] = offload
-    if cell_parsers.pure(row.precision) and found["training.optimizer.moments"] is None:
+    if (
+        cell_parsers.updates_16bit_weights(row.precision)
+        and found["training.optimizer.moments"] is None
+    ):
         found["training.optimizer.moments"] = "bf16"
     return {path: value for path, value in found.items() if value is not None}
 
 
-def _kernels(row: Row) -> str | None:
+def _kernels_of_row(row: MeasuredRow) -> str | None:
     """How the row's operators run, by its framework and notes; "eager" of its attention says
     nothing of the others.
     """
@@ -291,11 +309,11 @@ def _kernels(row: Row) -> str | None:
     return "eager" if re.search(r"\beager\b", words) else None
 
 
-def _applies(path: str, row: Row, stack: Stack) -> bool:
+def _applies(path: str, row: MeasuredRow, stack: FrameworkDefaults) -> bool:
     """Whether a default has something to act on: no sequence parallelism without tensor, no chunks
     without stages.
     """
-    if path in stack.several and _cards(row) == 1:
+    if path in stack.multi_device_defaults and _num_gpus(row) == 1:
         return False
     if path == "strategy.tensor.sequence":
         return row.tensor > 1
@@ -304,7 +322,7 @@ def _applies(path: str, row: Row, stack: Stack) -> bool:
     return not path.startswith(("training.lora", "training.global_batch"))
 
 
-def _settle(strategy: dict[str, Any], row: Row) -> None:
+def _make_consistent(strategy: dict[str, Any], row: MeasuredRow) -> None:
     """The schedule that goes with the chunks, and shards and offloads that ZeRO's stage allows."""
     pipeline, data = strategy["pipeline"], strategy.setdefault("data", {})
     chunks = pipeline.get("chunks", 1)
@@ -332,18 +350,22 @@ def _settle(strategy: dict[str, Any], row: Row) -> None:
         data.pop("reduce")
 
 
-def _rank(row: Row, stack: Stack) -> int:
+def _lora_rank(row: MeasuredRow, stack: FrameworkDefaults) -> int:
     """Rank of the adapters: as the row says, else the stack's documented default."""
     if "qlora" in row.text or "nf4" in row.text:
         raise Inexpressible("adapters on a quantised model")
     said = re.search(r"\b(?:rank|dim|r)\s*[=: ]\s*(\d+)", row.notes.lower())
-    rank = cell_parsers.count(said.group(1)) if said else stack.defaults.get("training.lora.rank")
+    rank = (
+        cell_parsers.positive_integer(said.group(1))
+        if said
+        else stack.defaults.get("training.lora.rank")
+    )
     if rank is None:
         raise Inexpressible("adapters of unknown rank")
     return int(rank)
 
 
-def _put(target: dict[str, Any], path: list[str], value: Any) -> None:
+def _set_path(target: dict[str, Any], path: list[str], value: Any) -> None:
     for key in path[:-1]:
         target = target.setdefault(key, {})
     target[path[-1]] = value

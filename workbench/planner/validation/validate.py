@@ -1,4 +1,4 @@
-"""Predictions against published measurements: read, express, predict, compare."""
+"""Predictions against published measurements: rows read, turned into plans, predicted, compared."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from workbench import errors
 from workbench.costmodel.memory.reported_memory import reported_memory_interval
 from workbench.errors import PlanError, refuse
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.planner.validation.framework_names import stacks
-from workbench.planner.validation.measured_rows import Row, read
+from workbench.planner.validation.framework_names import framework_defaults
+from workbench.planner.validation.measured_rows import MeasuredRow, read_measured_rows
 from workbench.planner.validation.predictions import Predict, Prediction, predict
-from workbench.planner.validation.row_consistency import flops, suspect
+from workbench.planner.validation.row_consistency import inconsistent, model_flops_per_step
 from workbench.planner.validation.row_shapes import Inexpressible
-from workbench.planner.validation.row_to_plan import Expressed, complete, express
+from workbench.planner.validation.row_to_plan import PlannedRow, is_complete, row_to_plan
+from workbench.planner.validation.validation_report import error_summary
 
-NEAR_LIMIT = 0.9
-"""Share of the card above which allocators retry and times mean little."""
-SLOW = 0.05
-"""Utilisation below which a measured time says more about the machine than about the plan."""
+HIGH_MEMORY_SHARE = 0.9
+"""Share of the GPU's memory above which allocators retry and times mean little."""
+MIN_UTILISATION = 0.05
+"""MFU below which a measured time says more about the machine than about the plan."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Every row that could be predicted, and why the others could not."""
+    """Every row that could be predicted, and why the others could not.
+
+    `expressed` counts the rows that became plans; `complete` the dense rows that give every field
+    that decides cost, and `complete_expressed` those of them that became plans.
+    """
 
     files: tuple[str, ...]
     rows: int
@@ -42,20 +46,36 @@ class Validation:
     refused: Mapping[str, int]
     """Plans that the planner refused, by the field it named."""
     table: pd.DataFrame
-    """A row a prediction; columns `COLUMNS`."""
+    """One row a prediction; columns `COLUMNS`."""
     parts: Sequence[Mapping[str, float]]
+    """Of each prediction: seconds by part of the step, and GiB by category at the peak."""
     seconds: float
+    """That the validation took."""
 
     @property
     def coverage(self) -> float | None:
-        """Share of the dense rows with complete fields that could be expressed."""
+        """Share of the complete dense rows that became plans; None where there are none."""
         return self.complete_expressed / self.complete if self.complete else None
 
     def summary(self) -> dict[str, Any]:
-        """The whole answer, as plain data."""
-        from workbench.planner.validation.validation_report import summary
+        """Counts of rows, and the errors of the predictions, as plain data.
 
-        return summary(self)
+        Shares, not percent; errors are predicted / measured - 1.
+        """
+        return {
+            "source": "estimated against measured",
+            "files": list(self.files),
+            "rows": self.rows,
+            "expressed": self.expressed,
+            "predicted": len(self.table),
+            "coverage": self.coverage,
+            "complete_rows": self.complete,
+            "complete_rows_expressed": self.complete_expressed,
+            "reasons": dict(self.reasons),
+            "refused_by_planner": dict(self.refused),
+            **error_summary(self.table),
+            "seconds": self.seconds,
+        }
 
     def dump(self, path: str | Path) -> Path:
         """Write every predicted row, with the parts of its prediction, as CSV. Raises `OSError`."""
@@ -63,7 +83,7 @@ class Validation:
         return Path(path)
 
     def to_csv(self) -> str:
-        """The lines of `dump`."""
+        """The CSV that `dump` writes."""
         parts = pd.DataFrame(list(self.parts), index=self.table.index)
         return str(pd.concat([self.table, parts], axis=1).to_csv(index=False, float_format="%.6g"))
 
@@ -71,55 +91,66 @@ class Validation:
 def validate(
     files: Sequence[str | Path], predict: Predict = predict, profile: str | None = None
 ) -> Validation:
-    """Read every row of `files`, predict those that can be expressed, and set prediction beside
-    measurement.
+    """Predict every row of published measurements that a plan can express, and compare.
 
-    `profile` names one stack to predict all rows with, in place of each row's own. Raises
-    `PlanError` where a file cannot be read or the profile is unknown; a row never fails the run, it
-    is counted with its reason.
+    A row that cannot be expressed or predicted never raises: it is counted with its reason.
+
+    Args:
+        files: CSV files with one configuration a row; columns are found by name.
+        predict: Peak memory and step time of one resolved plan.
+        profile: Framework profile to predict all rows with, in place of each row's own.
+
+    Returns:
+        The predictions beside the measurements, and the counts of what was left out.
+
+    Raises:
+        PlanError: A file cannot be read, has no column of measurements, or the profile is unknown.
     """
     start = time.perf_counter()
-    if profile is not None and profile not in stacks():
-        raise errors.unknown_name("profile", profile, stacks())
-    rows = [row for file in files for row in read(file)]
+    if profile is not None and profile not in framework_defaults():
+        raise errors.unknown_name("profile", profile, framework_defaults())
+    rows = [row for file in files for row in read_measured_rows(file)]
     if rows and not any(row.model or row.gpu or row.gpus or row.layers for row in rows):
         raise refuse(
-            ", ".join(map(str, files)), f"has none of the columns of measurements; legal: {HEADER}"
+            ", ".join(map(str, files)),
+            f"has none of the columns of measurements; legal: {COLUMN_HINT}",
         )
-    said, reasons = _expressed(rows, profile)
-    found, refused = _predicted(said, predict)
-    must = {id(row) for row in rows if complete(row)}
+    planned, reasons = _plan_rows(rows, profile)
+    found, refused = _predict_rows(planned, predict)
+    must = {id(row) for row in rows if is_complete(row)}
     return Validation(
         files=tuple(str(file) for file in files),
         rows=len(rows),
-        expressed=len(said),
+        expressed=len(planned),
         complete=len(must),
-        complete_expressed=sum(id(one.row) in must for one in said),
+        complete_expressed=sum(id(one.row) in must for one in planned),
         reasons=reasons,
         refused=refused,
-        table=_table(found),
+        table=_comparison_table(found),
         parts=[prediction.parts for _, prediction in found],
         seconds=time.perf_counter() - start,
     )
 
 
-def _expressed(rows: Sequence[Row], profile: str | None) -> tuple[list[Expressed], dict[str, int]]:
-    said, reasons = [], Counter[str]()
+def _plan_rows(
+    rows: Sequence[MeasuredRow], profile: str | None
+) -> tuple[list[PlannedRow], dict[str, int]]:
+    planned, reasons = [], Counter[str]()
     for row in rows:
         try:
-            said.append(express(row, profile))
+            planned.append(row_to_plan(row, profile))
         except Inexpressible as reason:
             reasons[str(reason)] += 1
-    return said, dict(reasons.most_common())
+    return planned, dict(reasons.most_common())
 
 
-def _predicted(
-    said: Sequence[Expressed], predict: Predict
-) -> tuple[list[tuple[Expressed, Prediction]], dict[str, int]]:
+def _predict_rows(
+    planned: Sequence[PlannedRow], predict: Predict
+) -> tuple[list[tuple[PlannedRow, Prediction]], dict[str, int]]:
     """Each row with its prediction; equal plans are predicted once."""
     known: dict[str, Prediction | str] = {}
     found, refused = [], Counter[str]()
-    for one in said:
+    for one in planned:
         key = one.plan.model_copy(update={"name": ""}).model_dump_json()
         if key not in known:
             try:
@@ -134,20 +165,25 @@ def _predicted(
     return found, dict(refused.most_common())
 
 
-def _table(found: Sequence[tuple[Expressed, Prediction]]) -> pd.DataFrame:
+def _comparison_table(found: Sequence[tuple[PlannedRow, Prediction]]) -> pd.DataFrame:
     """One line a predicted row; times that cannot be compared are missing."""
-    table = pd.DataFrame([_line(one, prediction) for one, prediction in found], columns=COLUMNS)
-    table["suspect"] = suspect([one for one, _ in found])
-    used = table.measured_gib / table.card_gib > NEAR_LIMIT
+    table = pd.DataFrame(
+        [_comparison_row(one, prediction) for one, prediction in found], columns=COLUMNS
+    )
+    table["suspect"] = inconsistent([one for one, _ in found])
+    used = table.measured_gib / table.card_gib > HIGH_MEMORY_SHARE
     table["clean"] = (
-        ~table.suspect & ~table.doubted.astype(bool) & ~used & ~(table.utilisation < SLOW)
+        ~table.suspect
+        & ~table.doubted.astype(bool)
+        & ~used
+        & ~(table.utilisation < MIN_UTILISATION)
     )
     table["memory_ratio"] = table.predicted_gib / table.measured_gib
     table["time_ratio"] = table.predicted_s / table.measured_s
     return table
 
 
-HEADER = (
+COLUMN_HINT = (
     "a CSV file whose header names columns such as model, layers, hidden, heads, vocab, seq, gpu, "
     "n_gpus, tp, pp, "
     "mbs, gbs, iter_time_s and mem_gib"
@@ -183,12 +219,14 @@ COLUMNS = [
 ]
 
 
-def _line(one: Expressed, p: Prediction) -> tuple[Any, ...]:
+def _comparison_row(one: PlannedRow, p: Prediction) -> tuple[Any, ...]:
     row, plan = one.row, one.plan
     memory = one.memory_gib if row.status != "failed" else None
     seconds = one.seconds if row.status == "ran" else None
     peak = plan.gpu.tflops.get("bf16", plan.gpu.tflops.get("fp16", plan.gpu.tflops["fp32"]))
-    done = flops(plan) / (seconds * plan.world_size * peak * 1e12) if seconds else None
+    done = (
+        model_flops_per_step(plan) / (seconds * plan.world_size * peak * 1e12) if seconds else None
+    )
     return (
         row.label,
         row.file,
@@ -205,32 +243,34 @@ def _line(one: Expressed, p: Prediction) -> tuple[Any, ...]:
         plan.gpu.memory_gib,
         p.peak_gib,
         memory,
-        *reading(row, p, one.stack),
+        *expected_reading(row, p, one.stack),
         seconds,
         p.seconds,
         p.seconds_low,
         p.seconds_high,
         plan.training.global_batch * plan.training.sequence_length,
         done,
-        row.doubted,
-        _layout(plan),
+        row.flagged_by_source,
+        _strategy_text(plan),
         " ".join(one.assumed),
     )
 
 
-def reading(row: Row, p: Prediction, stack: str = "") -> tuple[float, float | None, float | None]:
+def expected_reading(
+    row: MeasuredRow, p: Prediction, stack: str = ""
+) -> tuple[float, float | None, float | None]:
     """(what the row's way of reading should show, its 5 % and 95 % bounds), GiB; the card's own
     where none is known.
     """
     stages = p.readings.get(row.memory_reading)
     if not p.readings:
         return p.peak_gib, p.peak_low, p.peak_high
-    shown = p.peak_gib if not stages else stages[0] if row.memory_first else max(stages)
+    shown = p.peak_gib if not stages else stages[0] if row.memory_of_first_stage else max(stages)
     low, _, high = reported_memory_interval(row.memory_kind, stack)
     return shown, shown * low, shown * high
 
 
-def _layout(plan: ResolvedPlan) -> str:
+def _strategy_text(plan: ResolvedPlan) -> str:
     """The strategy in one line, as people write it in a table."""
     s, t = plan.strategy, plan.training
     recompute = s.recompute if isinstance(s.recompute, str) else f"{len(s.recompute)} layers"
@@ -240,8 +280,3 @@ def _layout(plan: ResolvedPlan) -> str:
         f"{sizes}{chunks} z{s.data.zero} mb{t.micro_batch} gb{t.global_batch} s{t.sequence_length} "
         f"{s.precision} {recompute}{' sp' if s.tensor.sequence else ''}"
     )
-
-
-def numbers(column: pd.Series[Any]) -> np.ndarray[Any, Any]:
-    """A column as floats, missing as NaN."""
-    return pd.to_numeric(column, errors="coerce").to_numpy(dtype=float)

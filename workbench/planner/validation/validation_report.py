@@ -1,59 +1,54 @@
-"""What a validation says: metrics of memory, time, ranking and fitting, by kind of memory and by
-stack.
+"""Errors of a table of predictions: memory, step time, ranking and fit, whole and by framework
+profile.
+
+Every function takes the table of a `Validation` (or a part of it) and returns plain data: shares,
+not percent; errors are predicted / measured - 1.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from workbench.planner.validation import error_metrics
-from workbench.planner.validation.validate import numbers
 
-if TYPE_CHECKING:
-    from workbench.planner.validation.validate import Validation
-
-KINDS = ("allocated", "reserved", "nvidia-smi", "unknown")
+MEMORY_KINDS = ("allocated", "reserved", "nvidia-smi", "unknown")
 
 
-def summary(found: Validation) -> dict[str, Any]:
-    """The whole answer as plain data; shares, not percent; errors are predicted / measured - 1."""
-    table = found.table
+def error_summary(table: pd.DataFrame) -> dict[str, Any]:
+    """Every metric of a table of predictions.
+
+    Args:
+        table: One row a prediction, with the columns of `validate.COLUMNS` and `suspect`, `clean`.
+
+    Returns:
+        `memory` and `time` errors, ranking inside `groups`, `fit` against the GPU's memory, and
+        the errors of each framework profile (`by_stack`).
+    """
     return {
-        "source": "estimated against measured",
-        "files": list(found.files),
-        "rows": found.rows,
-        "expressed": found.expressed,
-        "predicted": len(table),
-        "coverage": found.coverage,
-        "complete_rows": found.complete,
-        "complete_rows_expressed": found.complete_expressed,
-        "reasons": dict(found.reasons),
-        "refused_by_planner": dict(found.refused),
         "suspect": int(table.suspect.sum()),
-        "memory": memory(table),
-        "time": time(table),
-        "groups": groups(table),
-        "fit": error_metrics.fit(table.needed_gib, table.card_gib, list(table.status)),
-        "by_stack": {name: _both(part) for name, part in table.groupby("stack")},
-        "seconds": found.seconds,
+        "memory": memory_errors_by_kind(table),
+        "time": step_time_summary(table),
+        "groups": ranking_errors(table),
+        "fit": error_metrics.fit_accuracy(table.needed_gib, table.card_gib, list(table.status)),
+        "by_stack": {name: _memory_and_time(part) for name, part in table.groupby("stack")},
     }
 
 
-def memory(table: pd.DataFrame) -> dict[str, Any]:
-    """Errors of the peak by what was read, and of all readings the reserve that leaving one source
-    out asks for.
+def memory_errors_by_kind(table: pd.DataFrame) -> dict[str, Any]:
+    """Errors of peak memory by kind of reading, and the memory reserve that covers 95 % of rows when
+    one source is left out.
     """
     has = table[table.measured_gib.notna()]
     by_kind = {
         kind: memory_errors(has[has.memory_kind == kind])
-        for kind in KINDS
+        for kind in MEMORY_KINDS
         if kind in set(has.memory_kind)
     }
     reserve = (
-        error_metrics.reserve(has.predicted_gib, has.measured_gib, list(has.source))
+        error_metrics.memory_reserve(has.predicted_gib, has.measured_gib, list(has.source))
         if len(has)
         else {"rows": 0}
     )
@@ -61,86 +56,90 @@ def memory(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def memory_errors(table: pd.DataFrame) -> dict[str, Any]:
-    """Errors of the peak over the rows that have one, and coverage of its interval."""
+    """Errors of peak memory over the rows that report one, and coverage of its 90 % interval."""
     has = table[table.measured_gib.notna()]
-    found = error_metrics.errors(has.predicted_gib, has.measured_gib, list(has.row))
+    found = error_metrics.relative_errors(has.predicted_gib, has.measured_gib, list(has.row))
     return {
         **found,
-        "interval": error_metrics.coverage(
-            has.measured_gib, numbers(has.gib_low), numbers(has.gib_high)
+        "interval": error_metrics.interval_coverage(
+            has.measured_gib, as_floats(has.gib_low), as_floats(has.gib_high)
         ),
     }
 
 
-def time(table: pd.DataFrame) -> dict[str, Any]:
-    """Errors of the step time over rows that pass the consistency check; `clean` and `all` beside.
+def step_time_summary(table: pd.DataFrame) -> dict[str, Any]:
+    """Errors of the step time over rows that pass the consistency check, over `clean` and `all` rows.
 
-    Clean rows also use less than 90 % of the card and more than 5 % of its peak, and their table
-    does not warn of them.
+    Clean rows also use less than 90 % of the GPU's memory and more than 5 % of its peak FLOP/s, and
+    their source does not flag them.
     """
-    has = timed(table)
+    has = timed_rows(table)
     passed = has[~has.suspect]
     return {
         **time_errors(passed),
         "clean": time_errors(has[has.clean]),
         "all": time_errors(has),
         "leave_one_source_out": _without_groups(
-            error_metrics.leave_one_out, passed, list(passed.source)
+            error_metrics.leave_one_group_out, passed, list(passed.source)
         ),
-        "after_one_row": error_metrics.calibrated(
-            numbers(passed.predicted_s), numbers(passed.measured_s), _alike(passed)
+        "after_one_row": error_metrics.errors_after_calibration(
+            as_floats(passed.predicted_s), as_floats(passed.measured_s), _calibration_groups(passed)
         ),
-        "after_one_row_clean": error_metrics.calibrated(
-            numbers(has[has.clean].predicted_s),
-            numbers(has[has.clean].measured_s),
-            _alike(has[has.clean]),
+        "after_one_row_clean": error_metrics.errors_after_calibration(
+            as_floats(has[has.clean].predicted_s),
+            as_floats(has[has.clean].measured_s),
+            _calibration_groups(has[has.clean]),
         ),
     }
 
 
 def _without_groups(metric: Any, table: pd.DataFrame, names: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = metric(numbers(table.predicted_s), numbers(table.measured_s), names)
-    return found
+    errors: dict[str, Any] = metric(
+        as_floats(table.predicted_s), as_floats(table.measured_s), names
+    )
+    return errors
 
 
-def _alike(table: pd.DataFrame) -> list[tuple[str, ...]]:
-    """What one calibrating row speaks for: the same stack, table and card."""
+def _calibration_groups(table: pd.DataFrame) -> list[tuple[str, ...]]:
+    """Rows that one row can calibrate: the same framework profile, table and GPU."""
     return list(zip(table["stack"], table["table"], table["gpu"]))
 
 
-def timed(table: pd.DataFrame) -> pd.DataFrame:
+def timed_rows(table: pd.DataFrame) -> pd.DataFrame:
     """Rows with a measured and a predicted time."""
     return table[table.measured_s.notna() & table.predicted_s.notna()]
 
 
 def time_errors(table: pd.DataFrame) -> dict[str, Any]:
-    """Errors of the step time over the rows that have one, and coverage of its interval."""
-    has = timed(table)
-    predicted, measured = numbers(has.predicted_s), numbers(has.measured_s)
-    found = error_metrics.errors(predicted, measured, list(has.row))
+    """Errors of the step time over the rows that report one, and coverage of its 90 % interval."""
+    has = timed_rows(table)
+    predicted, measured = as_floats(has.predicted_s), as_floats(has.measured_s)
+    found = error_metrics.relative_errors(predicted, measured, list(has.row))
     return {
         **found,
-        "interval": error_metrics.coverage(measured, numbers(has.s_low), numbers(has.s_high)),
+        "interval": error_metrics.interval_coverage(
+            measured, as_floats(has.s_low), as_floats(has.s_high)
+        ),
     }
 
 
-def groups(table: pd.DataFrame) -> dict[str, Any]:
-    """Ranking by seconds a token inside groups of the same model and cluster."""
-    has = timed(table)
+def ranking_errors(table: pd.DataFrame) -> dict[str, Any]:
+    """How well plans are ranked by seconds a token, inside groups of one model on one cluster."""
+    has = timed_rows(table)
     has = has[~has.suspect]
-    tokens = numbers(has.tokens)
+    tokens = as_floats(has.tokens)
     names = list(zip(has.model, has.card, has.gpus))
-    return error_metrics.ranking(
-        numbers(has.predicted_s) / tokens, numbers(has.measured_s) / tokens, names
+    return error_metrics.ranking_quality(
+        as_floats(has.predicted_s) / tokens, as_floats(has.measured_s) / tokens, names
     )
 
 
-def split(table: pd.DataFrame, by: str) -> dict[str, Any]:
+def errors_by_column(table: pd.DataFrame, by: str) -> dict[str, Any]:
     """Memory and time errors of each value of the column `by`."""
-    return {str(name): _both(part) for name, part in table.groupby(by)}
+    return {str(name): _memory_and_time(part) for name, part in table.groupby(by)}
 
 
-def _both(table: pd.DataFrame) -> dict[str, Any]:
+def _memory_and_time(table: pd.DataFrame) -> dict[str, Any]:
     passed = table[~table.suspect]
     return {
         "rows": len(table),
@@ -150,19 +149,19 @@ def _both(table: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def line(found: dict[str, Any]) -> tuple[str, ...]:
-    """One set of errors in words: rows, mean, median, bias, within 10 %, worst row."""
-    if not found.get("rows"):
+def error_cells(errors: dict[str, Any]) -> tuple[str, ...]:
+    """One set of errors as cells of a table: rows, mean, median, bias, within 10 %, worst row."""
+    if not errors.get("rows"):
         return ("0", "", "", "", "", "")
-    shares = (found["mape"], found["median_ape"], found["bias"], found["within_10"])
+    shares = (errors["mape"], errors["median_ape"], errors["bias"], errors["within_10"])
     signs = ("{:.1%}", "{:.1%}", "{:+.1%}", "{:.0%}")
     return (
-        str(found["rows"]),
+        str(errors["rows"]),
         *(sign.format(value) for sign, value in zip(signs, shares)),
-        error_metrics.worst(found),
+        error_metrics.worst_row_text(errors),
     )
 
 
-def finite(value: float) -> bool:
-    """Whether a figure is a number."""
-    return bool(np.isfinite(value))
+def as_floats(column: pd.Series[Any]) -> np.ndarray[Any, Any]:
+    """A column as floats; missing values become NaN."""
+    return pd.to_numeric(column, errors="coerce").to_numpy(dtype=float)

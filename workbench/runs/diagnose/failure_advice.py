@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from workbench.plan.resolved_plan import ResolvedPlan
@@ -70,55 +70,16 @@ def memory_advice(plan: ResolvedPlan) -> str:
     """
     from workbench.errors import PlanError
     from workbench.plan.rules.supported import unsupported
+    from workbench.planner.plan_changes import after_out_of_memory
 
     useful = []
-    for change, words in _memory_changes(plan):
+    for change, text in after_out_of_memory(plan):
         try:
             if not unsupported(plan.replace(**change).resolve(), "run"):
-                useful.append(words)
+                useful.append(text)
         except PlanError:
             continue
     return (
         f"It ran out of memory. What would lower it: "
         f"{'; '.join(useful) or 'a smaller model or GPUs with more memory'}."
     )
-
-
-def _memory_changes(plan: ResolvedPlan) -> list[tuple[dict[str, Any], str]]:
-    strategy, batch, length = (
-        plan.strategy,
-        plan.training.micro_batch,
-        plan.training.sequence_length,
-    )
-    changes: list[tuple[dict[str, Any], str]] = []
-    if batch > 1:
-        changes.append(
-            (
-                {"training.micro_batch": batch // 2},
-                f"training.micro_batch: {batch // 2} (now {batch})",
-            )
-        )
-    if strategy.recompute != "full":
-        changes.append(({"strategy.recompute": "full"}, "strategy.recompute: full"))
-    if strategy.data.zero < 3 and plan.sizes["data"] > 1:
-        changes.append(
-            ({"strategy.data.zero": 3}, f"strategy.data.zero: 3 (now {strategy.data.zero})")
-        )
-    if strategy.precision == "fp32":
-        changes.append(({"strategy.precision": "bf16"}, "strategy.precision: bf16"))
-    sizes = {"tensor": 2 * plan.sizes["tensor"], "pipeline": 2 * plan.sizes["pipeline"]}
-    # Twice the ranks along an axis: taken from the data axis where that is even, else the job
-    # grows.
-    ranks = plan.world_size if plan.sizes["data"] % 2 == 0 else 2 * plan.world_size
-    for axis, size in sizes.items():
-        wider = {
-            f"strategy.{axis}.size": size,
-            "strategy.pipeline.partition": "balanced",
-            "cluster.gpus": ranks,
-        }
-        more = f" with cluster.gpus: {ranks}" if ranks != plan.world_size else ""
-        changes.append(({**wider, "cluster.nodes": None}, f"strategy.{axis}.size: {size}{more}"))
-    changes.append(
-        ({"training.sequence_length": length // 2}, f"training.sequence_length: {length // 2}")
-    )
-    return changes

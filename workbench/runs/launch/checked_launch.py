@@ -28,6 +28,7 @@ from workbench.runs.store.command_file import write_command
 from workbench.runs.store.run_directory import create, default_root
 from workbench.runs.store.run_state import first_state, is_run, write_state
 from workbench.safe_io import yaml_files
+from workbench.units import GIB
 
 Progress = Callable[[str], None]
 CALIBRATION = "calibration.yaml"
@@ -121,7 +122,7 @@ def _does_not_fit(plan: Plan, full: ResolvedPlan) -> list[Problem]:
         return []
     if profile.fits is not False:
         return []
-    need, have = max(profile.peak_bytes_by_rank.values()) / 2**30, full.gpu.memory_gib
+    need, have = max(profile.peak_bytes_by_rank.values()) / GIB, full.gpu.memory_gib
     # Asked of the plan as written: a resolved one holds the batch and sizes that a change moves.
     change = estimate(plan).advice
     change = f"; smallest change that fits: {change}" if change else ""

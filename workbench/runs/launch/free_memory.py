@@ -11,8 +11,7 @@ from workbench.machine.attached import Attached
 from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.parameter_count import parameters
 from workbench.plan.resolved_plan import ResolvedPlan
-
-GIB = 2**30
+from workbench.units import GIB
 
 
 def memory_problem(plan: ResolvedPlan, found: Attached) -> Problem | None:

@@ -24,6 +24,7 @@ from workbench.runs.launch.free_memory import memory_problem
 from workbench.runs.launch.kernel_compilers import missing_compiler
 from workbench.runs.launch.rendezvous_ports import port_problem
 from workbench.runs.store.run_directory import default_root, unwritable
+from workbench.units import GIB
 
 SPARE_BYTES = 64 * 2**20
 """Disk that logs and telemetry of a run may take."""
@@ -72,7 +73,7 @@ def _gpus(plan: ResolvedPlan, found: Attached) -> list[Problem]:
         f"here: {found.count} x {found.name}" if found.device == "cuda" else f"here: {found.name}"
     )
     legal = f"`cluster.gpu: local` with `cluster.gpus` from 1 to {found.count} runs on it"
-    gib = found.memory_bytes / 2**30
+    gib = found.memory_bytes / GIB
     if gpu.device != found.device:
         why = f" ({found.why_not_cuda})" if found.why_not_cuda else ""
         field, message = (
@@ -191,7 +192,7 @@ def _disk(plan: ResolvedPlan, root: Path) -> list[Problem]:
     free = shutil.disk_usage(nearest).free
     if need <= free:
         return []
-    space = f"take about {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free in {root}"
+    space = f"take about {need / GIB:.2f} GiB, {free / GIB:.2f} GiB are free in {root}"
     if not num_checkpoints:
         return [Problem("root", f"the logs of a run {space}; keep runs elsewhere (--root)")]
     message = (

@@ -22,6 +22,7 @@ from workbench.plan.schema import Plan
 from workbench.profile import Profile
 from workbench.runs.launch import child_process
 from workbench.runs.launch.kernel_compilers import missing_compiler
+from workbench.units import GIB
 
 VERIFY_COPIES = 8
 """Copies of the model that one device holds in 8-byte numbers: weights, gradients, moments, work
@@ -132,6 +133,6 @@ def _refuse_what_is_too_large(plan: ResolvedPlan) -> None:
     if need > have:
         raise refuse(
             "model",
-            f"verifying {plan.shape.name} takes about {need / 2**30:.1f} GiB, this machine has "
-            f"{have / 2**30:.1f} GiB; legal: a smaller model with the same strategy, e.g. tiny",
+            f"verifying {plan.shape.name} takes about {need / GIB:.1f} GiB, this machine has "
+            f"{have / GIB:.1f} GiB; legal: a smaller model with the same strategy, e.g. tiny",
         )

@@ -1,0 +1,158 @@
+"""The changes of a plan that lower its memory, in the order in which people try them.
+
+One home for what `estimate` advises, `explain` offers and the diagnosis of a failed run suggests:
+each caller decides which of them to try, and checks that they are legal and fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from workbench.machine import gpu_catalog
+from workbench.machine.hardware import GPU
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import Plan
+
+Change = dict[str, Any]
+"""Field -> value, as `Plan.replace` takes it."""
+
+RECOMPUTE_KINDS = ("none", "selective", "full")
+"""Activation checkpointing, each kind saving more memory than the one before."""
+OFFLOAD_KINDS = ("none", "optimizer", "parameters")
+"""What ZeRO-Offload keeps in host memory, each more than the one before."""
+MAX_DOUBLINGS = 6
+PRESETS = ("zero-3", "megatron-3d", "zero-infinity")
+"""Whole strategies that are tried before more GPUs, as they are and then recomputing all."""
+
+
+def one_field_changes(full: Plan) -> list[Change]:
+    """Changes of one field on the same GPUs.
+
+    In order: smaller micro-batch, more recomputation, a higher ZeRO stage, more offloading, more
+    tensor or pipeline ranks, a preset.
+    """
+    s = full.strategy
+    changes: list[Change] = [
+        {"training.micro_batch": size} for size in _halves(full.training.micro_batch)
+    ]
+    if isinstance(s.recompute, str):
+        changes += ({"strategy.recompute": kind} for kind in _further(RECOMPUTE_KINDS, s.recompute))
+    changes += ({"strategy.data.zero": zero} for zero in range(s.data.zero + 1, 4))
+    changes += ({"strategy.data.offload": kind} for kind in _further(OFFLOAD_KINDS, s.data.offload))
+    for field, now in (
+        ("strategy.tensor.size", s.tensor.ranks),
+        ("strategy.pipeline.size", s.pipeline.size),
+    ):
+        sizes = (now * 2**n for n in range(1, MAX_DOUBLINGS + 1))
+        changes += ({field: size} for size in sizes if size <= full.world_size)
+    return changes + [{"strategy.preset": name} for name in PRESETS if name != s.preset]
+
+
+def combined_changes(full: Plan) -> Iterator[Change]:
+    """Changes of several fields on the same GPUs, each adding to the one before.
+
+    Micro-batch 1 and full recomputation come first, then ZeRO stages and offloading on top, then
+    presets that recompute all.
+    """
+    s, change = full.strategy, Change()
+    if full.training.micro_batch > 1:
+        change["training.micro_batch"] = 1
+    if isinstance(s.recompute, str) and s.recompute != "full":
+        change["strategy.recompute"] = "full"
+        yield dict(change)
+    for zero in range(s.data.zero, 4):
+        change |= {"strategy.data.zero": zero} if zero != s.data.zero else {}
+        yield dict(change)
+        for kind in _further(OFFLOAD_KINDS, s.data.offload):
+            yield change | {"strategy.data.offload": kind}
+    yield from _recomputing_presets()
+
+
+def more_gpus(full: Plan) -> list[Change]:
+    """The same plan on more GPUs, then presets that recompute all on more GPUs."""
+    more = [{"cluster.gpus": full.world_size * 2**n} for n in range(1, 2 * MAX_DOUBLINGS)]
+    presets = _recomputing_presets()
+    return [*more[:MAX_DOUBLINGS], *(gpus | preset for gpus in more for preset in presets)]
+
+
+def larger_gpus(full: ResolvedPlan) -> list[Change]:
+    """The same plan on a GPU with more memory, then presets that recompute all on as many of the
+    largest as it takes.
+    """
+    larger: list[Change] = [{"cluster.gpu": gpu.name} for gpu in _gpus_with_more_memory(full.gpu)]
+    if not larger:
+        return []
+    counts = ({"cluster.gpus": full.world_size * 2**n} for n in range(1, 2 * MAX_DOUBLINGS))
+    more: list[Change] = [{}, *counts]
+    presets = _recomputing_presets()
+    return [*larger, *(larger[-1] | gpus | preset for gpus in more for preset in presets)]
+
+
+def after_out_of_memory(full: ResolvedPlan) -> list[tuple[Change, str]]:
+    """(change, how a person writes it) after a rank ran out of memory, cheapest first.
+
+    No estimate weighs them: it had said that the plan fits. They are one step of each field, and
+    a narrower precision and a shorter sequence, which change what is trained.
+    """
+    strategy, micro_batch = full.strategy, full.training.micro_batch
+    length = full.training.sequence_length
+    changes: list[tuple[Change, str]] = []
+    if micro_batch > 1:
+        half = micro_batch // 2
+        text = f"training.micro_batch: {half} (now {micro_batch})"
+        changes.append(({"training.micro_batch": half}, text))
+    if strategy.recompute != "full":
+        changes.append(({"strategy.recompute": "full"}, "strategy.recompute: full"))
+    if strategy.data.zero < 3 and full.sizes["data"] > 1:
+        text = f"strategy.data.zero: 3 (now {strategy.data.zero})"
+        changes.append(({"strategy.data.zero": 3}, text))
+    if strategy.precision == "fp32":
+        changes.append(({"strategy.precision": "bf16"}, "strategy.precision: bf16"))
+    changes += (_twice_the_axis(full, axis) for axis in ("tensor", "pipeline"))
+    text = f"training.sequence_length: {length // 2}"
+    return [*changes, ({"training.sequence_length": length // 2}, text)]
+
+
+def _twice_the_axis(full: ResolvedPlan, axis: str) -> tuple[Change, str]:
+    """Twice the ranks along `axis`: taken from the data axis where it is even, else the job grows."""
+    ranks = full.world_size if full.sizes["data"] % 2 == 0 else 2 * full.world_size
+    size = 2 * full.sizes[axis]
+    change = {
+        f"strategy.{axis}.size": size,
+        "strategy.pipeline.partition": "balanced",
+        "cluster.gpus": ranks,
+        "cluster.nodes": None,
+    }
+    more = f" with cluster.gpus: {ranks}" if ranks != full.world_size else ""
+    return change, f"strategy.{axis}.size: {size}{more}"
+
+
+def _further(kinds: tuple[str, ...], now: str) -> tuple[str, ...]:
+    return kinds[kinds.index(now) + 1 :]
+
+
+def _recomputing_presets() -> list[Change]:
+    """The strategies that save the most memory, recomputing all."""
+    return [{"strategy.preset": name, "strategy.recompute": "full"} for name in PRESETS]
+
+
+def _halves(size: int) -> Iterator[int]:
+    while size > 1:
+        size //= 2
+        yield size
+
+
+def _gpus_with_more_memory(gpu: GPU) -> list[GPU]:
+    """GPUs of the catalog with more memory (all GPUs, where the plan runs on CPU): the same
+    vendor's first, smallest first.
+    """
+    device = "cuda" if gpu.device == "cpu" else gpu.device
+    others = (entry.gpu for entry in gpu_catalog.gpus().values() if entry.gpu.device == device)
+    larger = [other for other in others if other.memory_gib > gpu.memory_gib]
+    return sorted(larger, key=lambda other: (_vendor(other) != _vendor(gpu), other.memory_gib))
+
+
+def _vendor(gpu: GPU) -> str:
+    """The first word of a GPU's title, as the catalog writes it."""
+    return gpu.title.partition(" ")[0].lower()
