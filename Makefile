@@ -1,4 +1,5 @@
 # The three things a new user does: `make demo`, `make test`, `make lab`. Each sets up what is missing in .venv.
+# Before a release also `make test-slow` and `make sweep`.
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
@@ -7,7 +8,7 @@ IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 DEMO := $(addprefix demo/,ddp.yaml megatron-tp.yaml dapple.yaml tensor-pipeline.yaml)
 
-.PHONY: demo test verify-all gpu-bench cpu-bench lab lint clean
+.PHONY: demo test test-slow sweep verify-all gpu-bench cpu-bench lab lint clean
 
 demo: .venv/.ready $(DEMO)
 	$(BIN)/workbench compare $(DEMO) --run --html report.html
@@ -21,9 +22,19 @@ demo/%.yaml: .venv/.ready
 	  --set training.micro_batch=1 --set training.optimizer.learning_rate=0.003 \
 	  --set training.optimizer.warmup_steps=5 -o $@
 
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
+
+# Every package in minutes; the cases that take longer are marked `slow`, and those for a night `sweep`.
 test: .venv/.ready-test lint
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(IN_TWO) $(PYTEST_ARGS)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/interpreted
+	$(PYTEST) $(IN_TWO) -m "not slow and not sweep" $(PYTEST_ARGS)
+
+test-slow: .venv/.ready-test
+	$(PYTEST) $(IN_TWO) -m "slow and not sweep" $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/interpreted
+
+# Hours: every verified plan, tests marked `sweep`, and 20 times as many drawn inputs.
+sweep: verify-all
+	FUZZ_FACTOR=20 $(PYTEST) $(IN_TWO) --timeout 7200 -m "sweep or hypothesis" $(PYTEST_ARGS)
 
 # Stopped, it goes on from the details of build/; the summary is written when every plan is verified.
 verify-all: .venv/.ready-test

@@ -11,7 +11,7 @@ import pytest
 from tests.browser.jupyter import Lab
 from tests.browser.server import ROOT
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(280)]
 
 HEADLINE = ".wb-headline"
 NUMBER = "document.querySelector('.wb-board')?.dataset.number"

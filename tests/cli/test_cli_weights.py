@@ -33,6 +33,7 @@ def problems(made: Plan, root: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_weights_go_out_and_start_a_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz import examples
 from tests.mutation import mutate
 from workbench import interop
 from workbench.errors import PlanError
@@ -125,7 +126,7 @@ def test_a_file_cut_off_or_with_letters_changed(name):
         assert found.plan.resolve()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.text(max_size=60),
     st.sampled_from(

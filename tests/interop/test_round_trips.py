@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz import examples
 from workbench import interop
 from workbench.interop.foreign_keys import flat
 from workbench.interop.megatron.argument_words import flags
@@ -245,7 +246,12 @@ OWN = ("version", "strategy.stack")
 
 
 @pytest.mark.parametrize("format", interop.FORMATS)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
 @given(plan=plans())
 def test_a_plan_survives_or_its_loss_is_named(format, plan):
     full = plan.resolve()

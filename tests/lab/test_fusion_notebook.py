@@ -12,6 +12,7 @@ from .notebooks import executed
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_fusion_notebook_runs_headless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

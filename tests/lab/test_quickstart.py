@@ -9,6 +9,7 @@ from .notebooks import executed
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_quickstart_runs_headless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = executed("00_quickstart.ipynb", tmp_path, monkeypatch, timeout=200)

@@ -54,6 +54,7 @@ def sharded(
     return plan(*mesh, shape=SHAPES[shape], microbatches=microbatches, changes=changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "shape", "microbatches", "data"), CASES, ids=lambda value: str(value)
 )

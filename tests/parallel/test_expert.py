@@ -63,6 +63,7 @@ def test_fp64_with_tensor_and_pipeline(
     assert_equal_to_one_device(verify(moe_plan(*mesh, shape=shape, tied=tied), "fp64"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moe",
     [
@@ -82,6 +83,7 @@ def test_other_mixtures(moe: dict[str, Any]) -> None:
     assert_equal_to_one_device(verify(moe_plan(2, 1, 2, 2, moe=moe), "fp64"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [

@@ -29,6 +29,7 @@ BIASED = MODEL | {"biases": "all", "mlp": "gelu", "norm": "layernorm"}
 LIMITED = MODEL | {"moe": MOE | {"capacity": 1.1}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "strategy", "gpus", "changes"),
     [

@@ -136,6 +136,7 @@ def test_a_tied_weight_not_summed_across_ranks(monkeypatch: pytest.MonkeyPatch, 
     assert failure_of(verify(scheduled(name, tied=True)))["tensor"] == "embedding.tokens.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_gradients_reduced_before_the_weights(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Each stage is reduced with its last input gradient, when weight gradients are still to

@@ -14,6 +14,7 @@ from workbench.parallel import activation_checkpointing as module
 KINDS: list[Any] = ["selective", "full", [1, 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", KINDS, ids=str)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (2, 2, 1)], ids=str)

@@ -21,6 +21,7 @@ def result(passed: bool = True, relative: float = 1e-12, **changes: Any) -> dict
     return {**choice(**changes), "passed": passed, "worst": "head.weight", "relative": relative}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_pair_of_values_equals_one_device() -> None:
     choices = covering_choices(seed=0)

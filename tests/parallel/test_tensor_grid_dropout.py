@@ -32,6 +32,7 @@ def dropping(grid: Grid, *mesh: int, changes: dict[str, Any] | None = None, **mo
     return on(grid, *mesh, layers=2, changes={"training.dropout": RATE, **(changes or {})}, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grid", "mesh", "changes"),
     [
@@ -55,6 +56,7 @@ def test_gpt_style() -> None:
     assert_equal(verify(dropping(CUBE, shape=GPT, tied=True, embedding_norm=True), "fp64"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grid", "planted"),
     [

@@ -37,6 +37,7 @@ def assert_equal(answer: dict[str, Any]) -> None:
     assert answer["passed"], answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("grid", [SQUARE, DEEP, CUBE], ids=lambda grid: grid[0])
@@ -44,6 +45,7 @@ def test_fp64(grid: tuple[str, list[int]], shape: dict[str, Any], tied: bool) ->
     assert_equal(verify(on(grid, shape=shape, tied=tied, layers=2), "fp64"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grid", "pipeline", "data"),
     [(SQUARE, 2, 1), (SQUARE, 1, 2), (("2.5d", [2, 2, 1]), 2, 1)],
@@ -56,11 +58,13 @@ def test_with_other_axes(
     assert_equal(verify(on(grid, pipeline, data, shape=shape, tied=True), "fp64"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", [SQUARE, DEEP, CUBE], ids=lambda grid: grid[0])
 def test_fp32(grid: tuple[str, list[int]]) -> None:
     assert_equal(verify(on(grid, shape=GPT if grid is DEEP else LLAMA, layers=2), "fp32"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", [SQUARE, CUBE], ids=lambda grid: grid[0])
 def test_one_key_value_head_padding_and_biases(grid: tuple[str, list[int]]) -> None:
     odd: dict[str, Any] = {

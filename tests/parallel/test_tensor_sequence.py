@@ -21,6 +21,7 @@ def on(
     return plan(*mesh, shape=shape, changes=SEQUENCE | (changes or {}), **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_sequence_parallel_equals_one_device_in_fp64(
@@ -36,6 +37,7 @@ def test_sequence_parallel_equals_one_device_in_fp32(shape: dict[str, Any]) -> N
     assert answer["passed"], answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

@@ -83,6 +83,7 @@ def proof(
     return verify(plan(*mesh, shape=shape, changes=changes, microbatches=2, **sizes), "fp64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ALONE)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_tensor_ranks(case: str, shape: dict[str, Any]) -> None:
@@ -91,6 +92,7 @@ def test_tensor_ranks(case: str, shape: dict[str, Any]) -> None:
     assert answer["passed"], answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BESIDE)
 def test_beside_other_axes(case: str) -> None:
     shape, mesh, more, changes = BESIDE[case]

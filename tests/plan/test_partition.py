@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz import examples
 from workbench.plan.catalog.catalog import models
 from workbench.plan.stage_partition import balanced, costs, dealt
 
@@ -28,7 +29,7 @@ def costliest(blocks: list[float], counts: list[int], first: float, last: float)
     st.integers(0, 9),
     st.integers(0, 20),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_no_other_way_is_better(blocks: list[float], stages: int, first: int, last: int) -> None:
     stages = min(stages, len(blocks))
     found = dealt(blocks, stages, first, last)

@@ -84,6 +84,7 @@ def traffic(profile: Profile) -> Counter[tuple[Any, ...]]:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "precision", "strategy", "gpus"), CASES)
 def test_peaks_and_collectives_are_the_engines(
     model: Any, precision: str, strategy: str, gpus: int
@@ -95,6 +96,7 @@ def test_peaks_and_collectives_are_the_engines(
     assert estimated.representative == rehearsed.representative
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "strategy", "gpus", "kernels"),
     [
@@ -127,6 +129,7 @@ FIVE = ODD | {"layers": 2, "heads": 5, "kv_heads": 5, "head_dim": 20, "mlp": "ge
 THREE = SHARED | {"layers": 2, "heads": 9, "kv_heads": 3, "head_dim": 10, "ffn": 158}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "tensor", "pipeline", "sequence"),
     [
@@ -157,6 +160,7 @@ def test_heads_and_widths_that_tensor_ranks_do_not_divide(
     assert traffic(estimated) == calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "schedule", "tensor"),
     [
@@ -194,6 +198,7 @@ def test_sequences_spread_over_ranks(model: Any, precision: str, gpus: int, algo
     assert traffic(estimated) == traffic(rehearsed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["selective", "full", [0, 2]], ids=str)
 @pytest.mark.parametrize(
     ("model", "precision", "strategy", "gpus"),
@@ -210,6 +215,7 @@ def test_recomputation(model: Any, precision: str, strategy: str, gpus: int, wha
     assert traffic(estimated) == traffic(rehearsed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "pipeline", "tensor"),
     [
@@ -234,6 +240,7 @@ def test_tensor_ranks_of_every_form(
     assert traffic(estimated) == traffic(rehearsed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "size"), [("2d", [2, 2]), ("3d", [2, 2, 2])])
 def test_dropout_on_grids(algorithm: str, size: list[int]) -> None:
     """It moves nothing, and keeps nothing: masks are drawn again."""
@@ -247,6 +254,7 @@ def test_dropout_on_grids(algorithm: str, size: list[int]) -> None:
     assert traffic(estimated) == traffic(rehearsed) != Counter()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
 def test_split_backward_beside_split_sequences(schedule: str) -> None:
     """What is gathered does not wait for its weights' gradients."""
@@ -290,6 +298,7 @@ def tensors_at_the_peak(profile: Profile) -> dict[int, int]:
     return {int(rank): int(size) for rank, size in rows.groupby("rank").bytes.sum().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "precision", "gpus", "form"),
     [
@@ -312,6 +321,7 @@ def test_heads_repeated_where_a_gpu_takes_no_groups(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instrument", [estimate, rehearse])
 @pytest.mark.parametrize(
     ("gpu", "precision", "repeated"),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz import examples
 from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.communication.collective_cost import AxisLink, collective_seconds
 from workbench.costmodel.communication.collective_volume import exact_collectives, step_collectives
@@ -84,7 +85,7 @@ SQUARE = {
 @given(
     st.sampled_from(["gpipe", "dapple"]), st.sampled_from([2, 4, 8]), st.sampled_from([8, 16, 64])
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_the_bubble_is_the_papers_share(strategy: str, pipeline: int, batch: int) -> None:
     """(p-1)/m of the ideal, where all stages are equal: next to no vocabulary, an even
     partition.

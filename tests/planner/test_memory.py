@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz import examples
 from workbench import data_files
 from workbench.costmodel.inputs.rank_parameters import count_params
 from workbench.costmodel.inputs.rank_workload import workload
@@ -252,7 +253,7 @@ def worst(**changes: Any) -> float:
     st.sampled_from([1, 2, 4]),
     st.sampled_from(["none", "full"]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_memory_never_falls_along_a_knob(
     knob: tuple[str, tuple[Any, ...]], pipeline: int, recompute: str
 ) -> None:
@@ -272,7 +273,7 @@ def test_memory_never_falls_along_a_knob(
     ),
     st.sampled_from(["tiny", "gpt3-6.7b", "llama-3-8b", "mixtral-8x7b"]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_moments_are_ordered(strategy: str, model: str) -> None:
     """Nothing exceeds the peak, states last through it, and no category exceeds its own maximum."""
     m = memory_of(on_cards(model, 8, strategy))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz import examples
 from workbench.errors import PlanError
 from workbench.plan.model_shape import Shape
 from workbench.planner.autoshard import (
@@ -243,7 +244,7 @@ def test_every_input_that_an_operator_makes_has_its_edge(fused):
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_the_problem_is_the_sum_of_what_its_operators_and_tensors_cost(seed):
     grouped = GPT.model_copy(update={"kv_heads": 2, "mlp": "swiglu", "tied": True})
     priced = price_graph(
@@ -318,7 +319,7 @@ def problems(draw, chain):
 
 
 @given(problems(chain=True))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_dynamic_and_integer_programming_find_the_optimum_of_a_chain(problem):
     best = problem.total_cost(brute(problem))
     assert problem.total_cost(solve_by_dynamic_programming(problem)) == best
@@ -326,7 +327,7 @@ def test_dynamic_and_integer_programming_find_the_optimum_of_a_chain(problem):
 
 
 @given(problems(chain=False), st.floats(0.0, 1.0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_integer_programming_finds_the_optimum_of_a_graph_within_a_limit(problem, tightness):
     least, most = (sum(f(size) for size in problem.node_bytes) for f in (np.min, np.max))
     limited = StrategyProblem(

@@ -198,6 +198,7 @@ def test_what_was_found_is_told_without_completing_its_plans_again(
     assert found.to_json()["top"][0]["strategy"] in repr(found)
 
 
+@pytest.mark.slow
 def test_candidates_are_distinct_plans() -> None:
     plan = of("llama-3-8b", 16)
     few = ["strategy.recompute=none", "strategy.data.zero in 0,3", "strategy.data.bucket_mib=25"]
@@ -210,6 +211,7 @@ def test_candidates_are_distinct_plans() -> None:
     assert len(plans) == 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "kind"),
     [("time", "default"), ("cost", "default"), ("gpus", "default"), ("time", "vast")],

@@ -24,6 +24,7 @@ def field(plan: Plan, path: str) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "value", "space"),
     [

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz import examples
 from workbench import data_files
 from workbench.errors import PlanError
 from workbench.plan.catalog import catalog
@@ -528,7 +529,7 @@ WORDS = st.text(max_size=30) | st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(sorted(LLAMA))

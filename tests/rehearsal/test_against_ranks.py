@@ -56,6 +56,7 @@ def of_rank(profile: Profile, kind: str, rank: int) -> Rows:
     return frame[frame["rank"] == profile.representative[rank]].to_dict("records")
 
 
+@pytest.mark.slow
 @EACH
 @ALL
 def test_rehearsed_peak_is_the_allocators_peak(case: str, precision: str) -> None:

@@ -41,6 +41,7 @@ def late(collective: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "zero-3", "megatron-sp"])
 def test_the_peak_is_the_rehearsed_one_however_late_collectives_end(
     monkeypatch: pytest.MonkeyPatch, strategy: str
@@ -77,12 +78,14 @@ def largest(strategy: str, in_flight: int, category: str) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [2, 3])
 def test_as_many_units_are_gathered_as_are_in_flight(in_flight: int) -> None:
     one = largest("zero-3", 1, "gathered")
     assert largest("zero-3", in_flight, "gathered") == in_flight * one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "bucket"), [("zero-2", 2**20), ("zero-3", 787456)])
 def test_no_more_buckets_are_reduced_than_are_in_flight(strategy: str, bucket: int) -> None:
     """One bucket is being filled; what a backward leaves alive beyond it is being reduced."""

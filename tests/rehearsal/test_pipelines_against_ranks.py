@@ -30,6 +30,7 @@ def of_rank(profile: Profile, kind: str, rank: int) -> Rows:
     return rows
 
 
+@pytest.mark.slow
 @EACH
 def test_peak_and_categories_are_those_of_real_ranks(name: str) -> None:
     profile, ranks = both(name)

@@ -94,6 +94,7 @@ def last_stage(plan: Plan) -> int:
     return layers * (matrices + 2 * shape.hidden) + shape.hidden * head + tables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [8, 2048])
 @pytest.mark.parametrize("strategy", RUNNABLE)
 def test_every_runnable_preset_rehearses_at_any_size(strategy: str, gpus: int) -> None:
@@ -219,6 +220,7 @@ def test_the_child_tells_its_progress_and_writes_a_profile(tmp_path: Path) -> No
     assert profile.representative == here.representative
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, arguments, words",
     [

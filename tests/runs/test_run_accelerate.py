@@ -71,6 +71,7 @@ def listening(process):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_nothing_of_a_run_listens_on_a_network(plan, tmp_path):
     changes = {"cluster.gpus": 2, "training.steps": 100000, "training.sequence_length": 32}
     run = start(plan.replace(**changes), root=tmp_path / "runs")

@@ -150,6 +150,7 @@ def test_other_ranks_and_supervised_runs_are_left_alone(plan, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_torchrun_by_hand_is_attached_to_and_stopped(plan, tmp_path):
     plan = plan.replace(
         **{"cluster.gpus": 2, "training.steps": 100000, "training.sequence_length": 32}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz import examples
 from workbench.schedules import (
     Deadlock,
     Table,
@@ -37,7 +38,7 @@ schedules = st.builds(
 
 
 @given(schedules, st.floats(0.1, 9), st.floats(0.1, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_bubble_is_that_of_the_papers(table: Table, forward: float, backward: float) -> None:
     """(p-1)(F+B) for GPipe and for 1F1B, with any number of microbatches, lowered or not."""
     durations = {"F": [forward] * table.stages, "B": [backward] * table.stages}
@@ -50,7 +51,7 @@ def test_bubble_is_that_of_the_papers(table: Table, forward: float, backward: fl
 
 
 @given(schedules)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_lowering_gives_a_table_that_may_run(table: Table) -> None:
     lowered = lower(table)
     assert validate(table) == [] and validate(lowered) == []
