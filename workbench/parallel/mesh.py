@@ -1,4 +1,4 @@
-"""The mesh: where this rank stands on every axis, and whom it talks to."""
+"""The device mesh: this rank's index and process group on every axis of the plan."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from workbench.plan.rules.operator_rules import sides as operator_sides
 from workbench.plan.schema import Plan
 
 GRID_AXES = ("tensor.0", "tensor.1", "tensor.2")
-"""Sides of a tensor grid, innermost first."""
+"""Axes of a tensor grid, innermost first."""
 CPU = torch.device("cpu")
 GRADIENT_GROUP_SUFFIX = " gradients"
-"""Ends the names of axes whose groups only sum gradients: beside the axis' own, so that neither
-waits for the other.
+"""Suffix of axes whose process groups only all-reduce gradients. They are separate from the axis' own
+group, so that neither's collectives wait for the other's.
 """
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis as this rank sees it. `ranks[i]` is the global rank at index i; `group` is None when
-    size is 1.
+    """One axis of the mesh, as this rank sees it.
+
+    Attributes:
+        index: This rank's.
+        ranks: The global rank at each index.
+        group: None when size is 1.
     """
 
     name: str
@@ -36,24 +40,23 @@ class MeshAxis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     reported: str = ""
-    """The axis of the plan that its traffic is counted under."""
+    """The axis of the plan that its collectives are reported under."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of this rank.
+    """All axes of this rank: those of the plan (tensor, context, data, pipeline), and derived ones.
 
-    Those of the plan (tensor, context, data, pipeline), and those made of them:
-    - `replicas`, data x context: ranks that hold the same parameters, and sum their gradients;
-    - its parts `shard` (neighbours, over which ZeRO shards) and `replicate` (what is left: hybrid
-      sharding);
-    - its parts `expert` (neighbours, which share out the experts) and `expert_replicas` (which hold
-      the same ones), of which again `expert_shard` and `expert_replicate`;
-    - the sides of a tensor grid, `tensor.0` to `tensor.2`;
-    - `tensor gradients`, and one of each side, where tensor ranks that meet different tokens sum
-      gradients.
-    - the sides of the grid that tensor ranks are to operator strategies, `operators.0` the
-      outermost; `operators` is the same as a DeviceMesh.
+    - `replicas`, data x context: ranks that hold the same parameters, and sum their gradients.
+    - `shard` and `replicate`: sub-axes of `replicas`, over which ZeRO shards and repeats (hybrid
+      sharding). Ranks of a shard group are neighbours.
+    - `expert` and `expert_replicas`: sub-axes of `replicas`, over which experts are sharded and
+      repeated; `expert_shard` and `expert_replicate` are ZeRO's sub-axes of the latter.
+    - `tensor.0` to `tensor.2`: axes of a tensor grid.
+    - `tensor gradients`, and one for each grid axis: where tensor ranks see different tokens and
+      sum gradients.
+    - `operators.0`, the outermost, and so on: axes of the grid that tensor ranks are to operator
+      strategies; `operators` is the same as a DeviceMesh.
     """
 
     rank: int
@@ -65,17 +68,20 @@ class Mesh:
         return self.axes[name]
 
     def coordinate(self) -> dict[str, int]:
-        """Index on every axis of the plan."""
+        """This rank's index on every axis of the plan."""
         return {name: axis.index for name, axis in self.axes.items() if axis.reported == name}
 
 
 def build_mesh(plan: ResolvedPlan, rank: int, device: torch.device = CPU) -> Mesh:
-    """The mesh of `rank` in a complete plan; the default process group must exist when more than
-    one rank takes part.
+    """Build the mesh of `rank`; every rank must call it, with the same plan.
 
-    Every rank must call it, with the same plan. Groups are made only for axes longer than 1, with
-    the plan's deadline, and used once for tensors on `device`; two axes of the same ranks that are
-    counted alike share one.
+    Groups are created only for axes longer than 1, with the plan's timeout, and used once. Two axes
+    with the same ranks that are reported alike share one.
+
+    Args:
+        plan: Resolved.
+        rank: Global rank; the default process group must exist if there are several.
+        device: Of the tensors that collectives will be given.
     """
     deadline = timedelta(seconds=plan.telemetry.timeout_seconds)
     groups: dict[tuple[str, str], dist.ProcessGroup] = {}
@@ -94,11 +100,10 @@ def build_mesh(plan: ResolvedPlan, rank: int, device: torch.device = CPU) -> Mes
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Use `group` once, by all of its ranks.
+    """Run one collective on `group` with all of its ranks.
 
-    NCCL makes its communicator at the first call, which all ranks of the group must make: a first
-    call between two of them, such as the exchange of a tied weight on a grid, waits for ever for
-    the others.
+    NCCL creates its communicator at the first call, which needs all ranks of the group: a first
+    call between two of them, such as the exchange of a tied weight on a grid, would hang.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -109,7 +114,7 @@ def _operators(plan: Plan) -> dict[str, int]:
 
 
 def _device_mesh(axes: list[MeshAxis], tensor: MeshAxis, device: torch.device) -> DeviceMesh | None:
-    """The grid as DTensor knows it, over the groups that there are; None without one."""
+    """The operator grid as DTensor's DeviceMesh, over the existing groups; None without one."""
     groups = [axis.group for axis in axes if axis.group is not None]
     if not groups:
         return None
@@ -126,52 +131,54 @@ def _device_mesh(axes: list[MeshAxis], tensor: MeshAxis, device: torch.device) -
 
 
 def _axes(plan: ResolvedPlan) -> dict[str, tuple[Tensor, str]]:
-    """Axis -> (its groups of ranks [groups, size], the plan's axis that it is counted under)."""
+    """Axis -> (its groups of ranks [groups, size], the plan's axis that it is reported under)."""
     s = plan.strategy
     sizes = {**plan.sizes}
     grid = s.tensor.size if isinstance(s.tensor.size, list) else []
-    parts = dict(zip(GRID_AXES, grid)) or dict(reversed(_operators(plan).items()))
-    sides, sizes = tuple(parts), sizes | parts
+    sub_axes = dict(zip(GRID_AXES, grid)) or dict(reversed(_operators(plan).items()))
+    grid_axes, sizes = tuple(sub_axes), sizes | sub_axes
     order = [
-        part for name in s.placement for part in (sides if name == "tensor" and sides else (name,))
+        part
+        for name in s.placement
+        for part in (grid_axes if name == "tensor" and grid_axes else (name,))
     ]
     ranks = torch.arange(plan.world_size).view([sizes[name] for name in reversed(order)])
 
     def along(*names: str) -> Tensor:
-        """Groups of the ranks that differ on `names` alone, those named first varying fastest."""
+        """Groups of the ranks that differ on `names` only, the first named varying fastest."""
         dims = [len(order) - 1 - order.index(name) for name in reversed(names)]
         return ranks.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)).flatten(0, -2)
 
-    summed = GRID_AXES[: len(grid)] or (("tensor",) if s.tensor.sequence and not sides else ())
-    twins = {
+    summed = GRID_AXES[: len(grid)] or (("tensor",) if s.tensor.sequence and not grid_axes else ())
+    gradient_axes = {
         name + GRADIENT_GROUP_SUFFIX: (along(name), "tensor" + GRADIENT_GROUP_SUFFIX)
         for name in summed
     }
     replicas = along(*(name for name in order if name in ("context", "data")))
     shard = replicas.shape[1] if s.data.shard == "all" else s.data.shard
     expert = s.expert.size
-    beside = _apart(replicas, expert)
+    expert_replicas = _strided(replicas, expert)
     found = {name: (along(name), name) for name in ("context", "data", "pipeline")}
-    found["tensor"] = (along(*(sides or ("tensor",))), "tensor")
-    found |= {side: (along(side), "tensor") for side in sides} | twins
-    found |= {"replicas": (replicas, "data"), "shard": (_together(replicas, shard), "data")}
+    found["tensor"] = (along(*(grid_axes or ("tensor",))), "tensor")
+    found |= {name: (along(name), "tensor") for name in grid_axes} | gradient_axes
+    found |= {"replicas": (replicas, "data"), "shard": (_neighbours(replicas, shard), "data")}
     found |= {
-        "replicate": (_apart(replicas, shard), "data"),
-        "expert": (_together(replicas, expert), "expert"),
+        "replicate": (_strided(replicas, shard), "data"),
+        "expert": (_neighbours(replicas, expert), "expert"),
     }
     inner = max(1, shard // expert)
     found |= {
-        "expert_replicas": (beside, "data"),
-        "expert_shard": (_together(beside, inner), "data"),
+        "expert_replicas": (expert_replicas, "data"),
+        "expert_shard": (_neighbours(expert_replicas, inner), "data"),
     }
-    return found | {"expert_replicate": (_apart(beside, inner), "data")}
+    return found | {"expert_replicate": (_strided(expert_replicas, inner), "data")}
 
 
-def _together(groups: Tensor, size: int) -> Tensor:
-    """Each group cut into groups of `size` neighbours."""
+def _neighbours(groups: Tensor, size: int) -> Tensor:
+    """Split each group into groups of `size` neighbours."""
     return groups.reshape(-1, size)
 
 
-def _apart(groups: Tensor, size: int) -> Tensor:
-    """Each group cut into those that stand at the same place of `size` neighbours."""
+def _strided(groups: Tensor, size: int) -> Tensor:
+    """Split each group into groups of the ranks at the same index of `size` neighbours."""
     return groups.view(len(groups), -1, size).transpose(1, 2).reshape(len(groups) * size, -1)
