@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.benchmarks import kernels_liger as liger
 from tests.benchmarks.kernels_timing import ROUNDS, WHOLE_ROUNDS, bytes_of, peak_bytes, seconds_of
-from workbench.engine.optimizer import Optimizer
+from workbench.engine.optimizer import MixedPrecisionOptimizer
 from workbench.kernels.fused_seams import replace_seams
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy
 from workbench.models import Transformer
@@ -219,7 +219,9 @@ class _Trained:
         self.gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         layouts = {name: Layout.unsharded(name, tuple(p.shape)) for name, p in parameters.items()}
         config = schema.Optimizer(decay="constant")
-        self.optimizer = Optimizer(parameters, self.gradients, layouts, config, 1, kernels)
+        self.optimizer = MixedPrecisionOptimizer(
+            parameters, self.gradients, layouts, config, 1, kernels
+        )
         self.scale = 1 / self.targets.numel()
 
     def step(self) -> Tensor:

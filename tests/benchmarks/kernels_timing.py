@@ -366,9 +366,9 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    from workbench.engine.measure.allocator_memory import CpuMeter
+    from workbench.engine.measure.allocator_memory import CpuMemoryMeter
 
-    meter = CpuMeter()
+    meter = CpuMemoryMeter()
     meter.start()
     run()
     return meter.stop().peak

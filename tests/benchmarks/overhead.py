@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.benchmarks.runtime import TORCH_SCHEDULES, plan_of
-from workbench.engine.measure.step_sampler import Follower
+from workbench.engine.measure.step_sampler import ActionTracker
 from workbench.engine.measure.telemetry_writer import Telemetry
-from workbench.engine.session import Session, Unobserved
+from workbench.engine.session import NullObserver, Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.custom_schedule import executed
@@ -38,7 +38,7 @@ from workbench.schedules.action import COMPUTE
 WARM, ROUNDS = 3, 20
 
 
-class Stopwatch(Unobserved):
+class Stopwatch(NullObserver):
     """Seconds of each kind of action by stage."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def bubble(plan: Plan) -> dict[str, Any]:
 def watched(plan: Plan, rank: int, folder: Path) -> list[list[float]]:
     """CPU seconds of bare steps, and of steps as a run takes them."""
     session, text = _session(plan, rank)
-    follower = Follower()
+    tracker = ActionTracker()
     found: list[list[float]] = [[], []]
     with Telemetry(folder, rank) as telemetry:
         for index in range(2 * (WARM + ROUNDS)):
@@ -100,10 +100,10 @@ def watched(plan: Plan, rank: int, folder: Path) -> list[list[float]]:
             began = time.process_time()
             if index % 2:
                 read_stop(folder)
-                result = session.step(index, text, text, follower)
+                result = session.step(index, text, text, tracker)
                 told = torch.stack([x for x in result if x is not None]).tolist()
                 telemetry.record(
-                    "step", step=index, loss=told[0], gradient_norm=told[1], action=follower.doing
+                    "step", step=index, loss=told[0], gradient_norm=told[1], action=tracker.current
                 )
             else:
                 session.step(index, text, text)[0].item()

@@ -27,10 +27,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from workbench.checkpoint.huggingface_names import config_of
-from workbench.engine.export_weights import export
+from workbench.checkpoint.huggingface_names import config_json
+from workbench.engine.export_weights import export_checkpoint
 from workbench.engine.session import Session
-from workbench.engine.session_checkpoint import Saver
+from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.model_shape import Shape
@@ -99,7 +99,7 @@ def convert(file: Path, folder: Path) -> Tokenizer:
     )
     folder.mkdir()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config_of(shape, torch.float32)))
+    (folder / "config.json").write_text(json.dumps(config_json(shape, torch.float32)))
     vocabulary = {token: index for index, token in enumerate(field["tokenizer.ggml.tokens"])}
     merges = [(a, b) for a, b in (merge.split(" ") for merge in field["tokenizer.ggml.merges"])]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
@@ -123,7 +123,7 @@ def text(tokenizer: Tokenizer) -> torch.Tensor:
 def loss_of(made: Plan, tokens: torch.Tensor, run_dir: Path, rank: int) -> float:
     """Load, lose on the tokens, save a checkpoint; the loss summed over the tokens."""
     session = Session.build(made, build_mesh(made, rank), torch.device("cpu"))
-    saver = Saver(session, run_dir)
+    saver = SessionCheckpointer(session, run_dir)
     assert saver.load() == 0
     with torch.no_grad():
         loss = session.evaluate(tokens[:, None, :-1], tokens[:, None, 1:])
@@ -156,7 +156,7 @@ def main() -> None:
         _, total = run_ranks(2, partial(loss_of, made, tokens, run), seconds=600)
         answer["nats_per_token"] = total / tokens[:, 1:].numel()
         began = time.monotonic()
-        answer |= export(run / "checkpoints" / "step-00000000", Path(scratch, "back"))
+        answer |= export_checkpoint(run / "checkpoints" / "step-00000000", Path(scratch, "back"))
         answer["export_seconds"] = time.monotonic() - began
         before, after = (
             load_file(folder / "model.safetensors") for folder in (there, Path(scratch, "back"))

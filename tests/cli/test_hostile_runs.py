@@ -225,7 +225,7 @@ def asked(*words: object) -> tuple[int, str]:
 def in_this_process(module: str, words: list[str], line: Callable[[str], None]) -> None:
     """A child that exports weights, without the seconds that it takes to load torch."""
     assert module == "workbench.engine.export_weights"
-    line(json.dumps(engine_weights.export(Path(words[0]), Path(words[2]))))
+    line(json.dumps(engine_weights.export_checkpoint(Path(words[0]), Path(words[2]))))
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)

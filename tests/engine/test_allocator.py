@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from workbench.engine.measure.allocator_memory import CpuMeter, CudaMeter, meter
+from workbench.engine.measure.allocator_memory import CpuMemoryMeter, CudaMemoryMeter, memory_meter
 
 
 def block(size: int) -> torch.Tensor:
@@ -12,17 +12,17 @@ def block(size: int) -> torch.Tensor:
 
 
 def test_known_allocations_exactly() -> None:
-    meter = CpuMeter()
-    meter.start()
+    memory_meter = CpuMemoryMeter()
+    memory_meter.start()
     a = block(1000)
-    meter.mark("one")
+    memory_meter.mark("one")
     b = block(5000)
     del a
-    meter.mark("two")
+    memory_meter.mark("two")
     c = block(300)
     del c
-    meter.mark("three")
-    window = meter.stop()
+    memory_meter.mark("three")
+    window = memory_meter.stop()
     assert (window.peak, window.end) == (6000, 5000)
     assert [(s.label, s.start, s.peak) for s in window.sections] == [
         ("one", 1000, 6000),
@@ -37,23 +37,23 @@ def test_known_allocations_exactly() -> None:
 
 
 def test_later_windows_are_tied_at_a_mark() -> None:
-    meter = CpuMeter()
-    meter.start()
+    memory_meter = CpuMemoryMeter()
+    memory_meter.start()
     kept = [block(4_000)]
-    meter.mark("step")
+    memory_meter.mark("step")
     kept.append(block(6_000))
-    meter.mark("step")
+    memory_meter.mark("step")
     scratch = block(500)
-    assert meter.stop().end == 10_500
+    assert memory_meter.stop().end == 10_500
     del scratch  # unseen, between the windows
     for size in (700, 900):
-        meter.start()
+        memory_meter.start()
         earlier = block(64)
         del earlier
-        meter.mark("step")
+        memory_meter.mark("step")
         scratch = block(size)
         del scratch
-        window = meter.stop()
+        window = memory_meter.stop()
         assert (window.at("step"), window.peak_of("step"), window.end) == (
             10_000,
             10_000 + size,
@@ -63,34 +63,34 @@ def test_later_windows_are_tied_at_a_mark() -> None:
 
 
 def test_kept_block_is_subtracted_when_freed_in_a_later_window() -> None:
-    meter = CpuMeter()
-    meter.start()
+    memory_meter = CpuMemoryMeter()
+    memory_meter.start()
     kept = block(10_000)
-    meter.mark("step")
-    meter.stop()
-    meter.start()
-    meter.mark("step")
+    memory_meter.mark("step")
+    memory_meter.stop()
+    memory_meter.start()
+    memory_meter.mark("step")
     del kept
-    assert meter.stop().end == 0
+    assert memory_meter.stop().end == 0
 
 
 def test_blocks_of_the_time_before_do_not_count() -> None:
-    earlier = CpuMeter()
+    earlier = CpuMemoryMeter()
     earlier.start()
     kept = block(10_000)
     earlier.stop()
-    meter = CpuMeter()
-    meter.start()
+    memory_meter = CpuMemoryMeter()
+    memory_meter.start()
     del kept
     again = block(300)
-    window = meter.stop()
+    window = memory_meter.stop()
     assert (window.peak, window.end) == (300, 300)
     del again
 
 
 def test_an_unseen_free_is_mended_when_the_address_returns() -> None:
     """A process group's thread may drop the last reference; the profiler does not hear of it."""
-    window = CpuMeter()._sum(
+    window = CpuMemoryMeter()._sum(
         [(1, None, 0x10, 100), (2, None, 0x20, 7), (3, None, 0x10, 50), (4, None, 0x10, -50)]
     )
     assert (window.peak, window.end) == (107, 7)
@@ -98,17 +98,17 @@ def test_an_unseen_free_is_mended_when_the_address_returns() -> None:
 
 def test_training_step_against_storages_alive() -> None:
     """Linear → ReLU → Linear: forward and backward by hand from shapes."""
-    meter = CpuMeter()
-    meter.start()
+    memory_meter = CpuMemoryMeter()
+    memory_meter.start()
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 32))
     parameters = sum(p.nbytes for p in model.parameters())
     x = torch.randn(128, 64)
-    meter.mark("step")
+    memory_meter.mark("step")
     y = model(x)
-    meter.mark("backward")
+    memory_meter.mark("backward")
     y.backward(torch.ones_like(y))
-    meter.mark("done")
-    window = meter.stop()
+    memory_meter.mark("done")
+    window = memory_meter.stop()
     unit = 128 * 4
     assert window.at("step") == parameters + 64 * unit
     # ReLU keeps its output, which is also the next layer's input; Linear's own output is freed.
@@ -117,16 +117,16 @@ def test_training_step_against_storages_alive() -> None:
 
 
 def test_meter_by_device() -> None:
-    assert isinstance(meter(torch.device("cpu")), CpuMeter)
+    assert isinstance(memory_meter(torch.device("cpu")), CpuMemoryMeter)
     with pytest.raises(ValueError, match=r"cluster\.gpu: memory of a meta device"):
-        meter(torch.device("meta"))
+        memory_meter(torch.device("meta"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_counts_in_blocks() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    cuda = CudaMeter(device)
+    cuda = CudaMemoryMeter(device)
     cuda.start()
     base = cuda.now()
     assert base is not None

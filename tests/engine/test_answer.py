@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from workbench.engine.exit_codes import status
+from workbench.engine.exit_codes import exit_status
 from workbench.engine.verify.forked_ranks import RankError
 from workbench.errors import refuse
 
@@ -23,11 +23,11 @@ def test_an_error_is_a_line_and_a_status(
     def fails() -> NoReturn:
         raise error
 
-    assert status(fails) == code
+    assert exit_status(fails) == code
     assert capsys.readouterr().err == f"{error}\n"
 
 
 def test_success_is_zero_and_other_errors_are_not_swallowed() -> None:
-    assert status(lambda: None) == 0
+    assert exit_status(lambda: None) == 0
     with pytest.raises(TypeError):
-        status(lambda: 1 + None)  # type: ignore[operator]
+        exit_status(lambda: 1 + None)  # type: ignore[operator]

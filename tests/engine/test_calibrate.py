@@ -15,13 +15,13 @@ import torch
 from workbench.costmodel.rates.measured_curves import MeasuredCurves
 from workbench.engine.calibrate import collective_points
 from workbench.engine.calibrate.measure import calibrate
-from workbench.engine.calibrate.measured_sizes import Survey
+from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.calibrate.timing import Stopwatch
 from workbench.engine.precision import DTYPES
 from workbench.machine.attached import attached
 from workbench.machine.calibration_file import KINDS, Calibration, fingerprint, read, write
 
-SMALL = Survey(
+SMALL = CalibrationSurvey(
     gemm=((16, 16, 16), (256, 256, 256)),
     streams=(12 * 2**10, 12 * 2**20),
     attention=((1, 2, 64, 16),),

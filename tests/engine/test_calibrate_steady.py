@@ -6,7 +6,7 @@ import pytest
 
 from workbench.engine.calibrate import believable_figures
 from workbench.engine.calibrate.measure import judge
-from workbench.engine.calibrate.rank_visits import Sample
+from workbench.engine.calibrate.rank_visits import PointSample
 
 KIB = 2**10
 
@@ -20,7 +20,7 @@ def found(
 ) -> dict[str, tuple[str, bool]]:
     samples = [
         [
-            Sample(section, dict(labels), "together", seconds)
+            PointSample(section, dict(labels), "together", seconds)
             for (section, labels), seconds in times.items()
         ]
     ]
@@ -73,16 +73,19 @@ def test_a_larger_message_that_is_quicker_makes_both_unsteady() -> None:
 def test_refused_figures_are_left_out_and_steady_ones_stay() -> None:
     good, bad = message("send", 64 * KIB), message("send", 256)
     figures = {good: 1e-4, bad: 1e-6, ("operator", (("autograd", False),)): 1e-9}
-    doubts = believable_figures.doubts(figures, {}, 2, 10e9)
-    assert set(believable_figures.kept(figures, doubts, 2)) == {
+    doubts = believable_figures.find_doubts(figures, {}, 2, 10e9)
+    assert set(believable_figures.believable(figures, doubts, 2)) == {
         good,
         ("operator", (("autograd", False),)),
     }
-    assert believable_figures.kept(figures, doubts, 4) == figures  # of another world
+    assert believable_figures.believable(figures, doubts, 4) == figures  # of another world
 
 
 def test_too_few_repeats_say_nothing() -> None:
-    assert believable_figures.scatter([1.0, 9.0]) == 0.0 and believable_figures.scatter([]) == 0.0
+    assert (
+        believable_figures.relative_iqr([1.0, 9.0]) == 0.0
+        and believable_figures.relative_iqr([]) == 0.0
+    )
 
 
 def test_the_memory_that_counts_is_the_quickest_stream() -> None:

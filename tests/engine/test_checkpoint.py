@@ -25,14 +25,18 @@ from workbench.checkpoint import (
     safetensors_writer,
     tensor_integrity,
 )
-from workbench.checkpoint.background_writer import Writer
-from workbench.checkpoint.checkpoint_format import Shard, path_of
-from workbench.checkpoint.checkpoint_lock import claim, clear, unwritable
+from workbench.checkpoint.background_writer import CheckpointWriter
+from workbench.checkpoint.checkpoint_format import Shard, checkpoint_path
+from workbench.checkpoint.checkpoint_lock import (
+    clear_unfinished,
+    lock_checkpoints,
+    unwritable_error,
+)
 from workbench.checkpoint.manifest import is_finite, manifest_text, read_manifest
-from workbench.checkpoint.read_tensors import Ranks, assigned
-from workbench.checkpoint.resume_point import checkpoint_of, finished
-from workbench.checkpoint.safetensors_writer import Entry
-from workbench.checkpoint.tensor_index import source_of
+from workbench.checkpoint.read_tensors import LoadingRanks, assign_files
+from workbench.checkpoint.resume_point import checkpoint_of, finished_checkpoints
+from workbench.checkpoint.safetensors_writer import TensorEntry
+from workbench.checkpoint.tensor_index import checkpoint_source
 from workbench.errors import PlanError
 
 SHAPES = {"embed.weight": (10, 6), "layers.0.weight": (8, 12), "norm.weight": (7,)}
@@ -76,10 +80,12 @@ def cut(dim: int, size: int, rank: int, empty: bool = False) -> list[Shard]:
     return shards
 
 
-def writers(folder: Path, size: int, keep: int = 2, patience: float = 20.0) -> list[Writer]:
+def writers(
+    folder: Path, size: int, keep: int = 2, patience: float = 20.0
+) -> list[CheckpointWriter]:
     """The writers of all ranks, in one process."""
-    os.close(claim(folder))
-    return [Writer(folder, rank, size, "token", keep, patience) for rank in range(size)]
+    os.close(lock_checkpoints(folder))
+    return [CheckpointWriter(folder, rank, size, "token", keep, patience) for rank in range(size)]
 
 
 def save_all(folder: Path, step: int, size: int, dim: int = 0, keep: int = 2, **meta: Any) -> Path:
@@ -88,11 +94,11 @@ def save_all(folder: Path, step: int, size: int, dim: int = 0, keep: int = 2, **
         writer.start(step, cut(dim, size, rank), meta)
     for writer in made:
         writer.wait()
-    return path_of(folder, step)
+    return checkpoint_path(folder, step)
 
 
 def load(path: Path, shards: list[Shard]) -> None:
-    read_tensors.load(source_of(path), shards)
+    read_tensors.load_shards(checkpoint_source(path), shards)
 
 
 def assert_loaded(shards: list[Shard]) -> None:
@@ -109,7 +115,7 @@ def test_same_mesh_loads_exactly(tmp_path: Path, size: int) -> None:
         "manifest.json",
         *(f"rank{r:05d}.safetensors" for r in range(size)),
     ]
-    assert source_of(path).meta == {"sample_index": 400, "plan": "abc"}
+    assert checkpoint_source(path).meta == {"sample_index": 400, "plan": "abc"}
     for rank in range(size):
         shards = cut(0, size, rank, empty=True)
         load(path, shards)
@@ -140,7 +146,7 @@ def test_views_of_one_buffer_transposed_and_in_several_boxes(tmp_path: Path) -> 
     (writer,) = writers(tmp_path, 1)
     writer.start(0, shards(flat), {})
     writer.wait()
-    load(path_of(tmp_path, 0), shards(again))
+    load(checkpoint_path(tmp_path, 0), shards(again))
     assert torch.equal(flat, again)
 
 
@@ -153,14 +159,14 @@ def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
         "e": torch.empty(0, 3),
         "t": torch.rand(4, 2).t(),
     }
-    entries = [Entry(key, value.dtype, tuple(value.shape)) for key, value in tensors.items()]
+    entries = [TensorEntry(key, value.dtype, tuple(value.shape)) for key, value in tensors.items()]
     told: list[int] = []
-    size, sha256 = safetensors_writer.write(
+    size, sha256 = safetensors_writer.write_safetensors(
         tmp_path / "x", entries, tensors.__getitem__, told.append
     )
     assert size == (tmp_path / "x").stat().st_size == sum(
         told
-    ) and sha256 == tensor_integrity.digest(tmp_path / "x")
+    ) and sha256 == tensor_integrity.file_sha256(tmp_path / "x")
     read = load_file(tmp_path / "x")
     assert read.keys() == tensors.keys() and all(
         torch.equal(read[key], tensors[key]) for key in read
@@ -171,11 +177,11 @@ def test_only_the_latest_are_kept(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save_all(tmp_path, step, 1)
     (tmp_path / "step-00000040").mkdir()
-    assert [p.name for p in finished(tmp_path)] == ["step-00000020", "step-00000030"]
+    assert [p.name for p in finished_checkpoints(tmp_path)] == ["step-00000020", "step-00000030"]
     save_all(tmp_path, 30, 1, again=True)
-    assert read_manifest(path_of(tmp_path, 30))["meta"] == {"again": True}
+    assert read_manifest(checkpoint_path(tmp_path, 30))["meta"] == {"again": True}
     save_all(tmp_path, 5, 1)  # a run that began again earlier
-    assert [p.name for p in finished(tmp_path)] == ["step-00000005", "step-00000030"]
+    assert [p.name for p in finished_checkpoints(tmp_path)] == ["step-00000005", "step-00000030"]
     assert not list(tmp_path.glob("*.writing*")) + list(tmp_path.glob("*.replaced"))
 
 
@@ -194,10 +200,10 @@ def test_a_value_that_is_no_number_marks_its_checkpoint(
             step, [Shard("w", "parameter", tensor, size, tuple((0, n) for n in size))], {"a": 1}
         )
         writer.wait()
-    first, second = (read_manifest(path_of(tmp_path, step)) for step in (1, 2))
+    first, second = (read_manifest(checkpoint_path(tmp_path, step)) for step in (1, 2))
     assert (first["meta"], second["meta"]) == ({"a": 1}, {"a": 1, "finite": False})
     assert all("finite" not in file for file in (*first["files"], *second["files"]))
-    assert [is_finite(path_of(tmp_path, step)) for step in (1, 2)] == [True, False]
+    assert [is_finite(checkpoint_path(tmp_path, step)) for step in (1, 2)] == [True, False]
 
 
 def test_the_last_checkpoint_without_nan_is_kept_and_gone_on_from(tmp_path: Path) -> None:
@@ -208,7 +214,7 @@ def test_the_last_checkpoint_without_nan_is_kept_and_gone_on_from(tmp_path: Path
         (writer,) = writers(folder, 1)
         writer.start(step, [Shard("w", "parameter", tensor, (3,), ((0, 3),))], {})
         writer.wait()
-    assert [path.name for path in finished(folder)] == [
+    assert [path.name for path in finished_checkpoints(folder)] == [
         "step-00000002",
         "step-00000004",
         "step-00000005",
@@ -226,13 +232,13 @@ class Slow:
     """Writes files only when told to go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, write = threading.Event(), safetensors_writer.write
+        self.go, write = threading.Event(), safetensors_writer.write_safetensors
 
         def slowly(*arguments: Any) -> tuple[int, str]:
             assert self.go.wait(20)
             return write(*arguments)
 
-        monkeypatch.setattr(safetensors_writer, "write", slowly)
+        monkeypatch.setattr(safetensors_writer, "write_safetensors", slowly)
 
 
 def test_training_goes_on_while_a_copy_is_written(
@@ -241,20 +247,20 @@ def test_training_goes_on_while_a_copy_is_written(
     slow = Slow(monkeypatch)
     shards = cut(0, 1, 0)
     told: list[tuple[int, Path]] = []
-    os.close(claim(tmp_path))
-    writer = Writer(
+    os.close(lock_checkpoints(tmp_path))
+    writer = CheckpointWriter(
         tmp_path, 0, 1, "t", 2, 20.0, lambda step, path, seconds: told.append((step, path))
     )
     writer.start(1, shards, {})
     for shard in shards:
         shard.tensor.fill_(-5)  # the next step
     writer.check()
-    assert not finished(tmp_path) and not told
+    assert not finished_checkpoints(tmp_path) and not told
     slow.go.set()
     writer.wait()
-    assert told == [(1, path_of(tmp_path, 1))]
+    assert told == [(1, checkpoint_path(tmp_path, 1))]
     again = cut(0, 1, 0, empty=True)
-    load(path_of(tmp_path, 1), again)
+    load(checkpoint_path(tmp_path, 1), again)
     assert_loaded(again)
 
 
@@ -267,7 +273,7 @@ def test_copies_are_written_over_and_may_be_left_out(tmp_path: Path) -> None:
         writer.start(step, shards, {}, copy)
         writer.wait()
         again = cut(0, 1, 0, empty=True)
-        load(path_of(tmp_path, step), again)
+        load(checkpoint_path(tmp_path, step), again)
         assert all(torch.equal(mine.tensor, theirs.tensor) for mine, theirs in zip(shards, again))
 
 
@@ -279,16 +285,16 @@ def test_the_next_waits_for_the_former_and_says_so(
     writer.start(1, cut(0, 1, 0), {})
     threading.Timer(0.1, slow.go.set).start()
     writer.start(2, cut(0, 1, 0), {})
-    assert path_of(tmp_path, 1) in finished(tmp_path)
+    assert checkpoint_path(tmp_path, 1) in finished_checkpoints(tmp_path)
     assert capsys.readouterr().out.startswith(
         "checkpoint: step 2 waits until the former one is written"
     )
     writer.wait()
-    assert [p.name for p in finished(tmp_path)] == ["step-00000001", "step-00000002"]
+    assert [p.name for p in finished_checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
 
 
 def full_disk(rank: int) -> Callable[..., Any]:
-    write = safetensors_writer.write
+    write = safetensors_writer.write_safetensors
 
     def failing(path: Path, *rest: Any) -> tuple[int, str]:
         if f"rank{rank:05d}" in path.name:
@@ -303,7 +309,7 @@ def test_a_rank_that_cannot_write_leaves_no_checkpoint_and_tells_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     save_all(tmp_path, 1, 2)
-    monkeypatch.setattr(safetensors_writer, "write", full_disk(failing))
+    monkeypatch.setattr(safetensors_writer, "write_safetensors", full_disk(failing))
     made = writers(tmp_path, 2)
     for rank, writer in enumerate(made):
         writer.start(2, cut(0, 2, rank), {})
@@ -312,13 +318,13 @@ def test_a_rank_that_cannot_write_leaves_no_checkpoint_and_tells_the_others(
         made[failing].wait()
     with pytest.raises(ValueError, match=rf"{words}.*rank {failing}"):
         made[1 - failing].wait()
-    assert [p.name for p in finished(tmp_path)] == ["step-00000001"]
+    assert [p.name for p in finished_checkpoints(tmp_path)] == ["step-00000001"]
     assert not list(
         tmp_path.glob("step-00000002.writing*/*.safetensors")
     )  # no room is kept by what came to nothing
     monkeypatch.undo()
     save_all(tmp_path, 2, 2)
-    assert [p.name for p in finished(tmp_path)] == ["step-00000001", "step-00000002"]
+    assert [p.name for p in finished_checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
 
 
 def test_a_file_that_grows_too_large_for_the_disk(tmp_path: Path) -> None:
@@ -336,7 +342,7 @@ def test_a_file_that_grows_too_large_for_the_disk(tmp_path: Path) -> None:
             os._exit(0 if "cannot write" in str(error) and "step-00000003" in str(error) else 2)
         os._exit(1)
     assert os.waitpid(limited, 0)[1] == 0
-    assert finished(tmp_path) == []
+    assert finished_checkpoints(tmp_path) == []
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
@@ -349,7 +355,7 @@ def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
         lead.wait()
     with pytest.raises(ValueError, match="rank 2 has not written"):
         other.wait()
-    assert finished(tmp_path) == []
+    assert finished_checkpoints(tmp_path) == []
 
 
 def test_a_killed_run_leaves_nothing_that_counts(tmp_path: Path) -> None:
@@ -357,18 +363,20 @@ def test_a_killed_run_leaves_nothing_that_counts(tmp_path: Path) -> None:
     killed = os.fork()
     if killed == 0:
         (writer,) = writers(tmp_path, 1)
-        checkpoint_format.commit = lambda *_: os.kill(os.getpid(), 9)  # type: ignore[assignment]
+        checkpoint_format.commit_checkpoint = lambda *_: os.kill(os.getpid(), 9)  # type: ignore[assignment]
         writer.start(2, cut(0, 1, 0), {})
         writer.wait()
         os._exit(1)
     assert os.waitpid(killed, 0)[1] == 9
     assert list(tmp_path.glob("step-00000002.writing-*")) and [
-        p.name for p in finished(tmp_path)
+        p.name for p in finished_checkpoints(tmp_path)
     ] == ["step-00000001"]
-    path_of(tmp_path, 1).rename(tmp_path / "step-00000001.replaced")  # killed between two renames
-    os.close(claim(tmp_path))
+    checkpoint_path(tmp_path, 1).rename(
+        tmp_path / "step-00000001.replaced"
+    )  # killed between two renames
+    os.close(lock_checkpoints(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
-    load(path_of(tmp_path, 1), cut(0, 1, 0, empty=True))
+    load(checkpoint_path(tmp_path, 1), cut(0, 1, 0, empty=True))
 
 
 def test_going_on_from_a_killed_run_clears_what_it_left_unless_one_still_writes(
@@ -377,26 +385,26 @@ def test_going_on_from_a_killed_run_clears_what_it_left_unless_one_still_writes(
     held, hold = os.pipe()
     writing = os.fork()
     if writing == 0:
-        claim(tmp_path)
+        lock_checkpoints(tmp_path)
         (tmp_path / "step-00000002.writing-token").mkdir()
         os.write(hold, b"x")
         threading.Event().wait()
     os.read(held, 1)
-    clear(tmp_path)
+    clear_unfinished(tmp_path)
     left = [path.name for path in tmp_path.iterdir()]
     os.kill(writing, 9)
     os.waitpid(writing, 0)
-    clear(tmp_path)
+    clear_unfinished(tmp_path)
     assert left == ["step-00000002.writing-token"] and list(tmp_path.iterdir()) == []
-    clear(tmp_path / "absent")
+    clear_unfinished(tmp_path / "absent")
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
-    first = claim(tmp_path)
+    first = lock_checkpoints(tmp_path)
     with pytest.raises(ValueError, match=f"another run writes to {tmp_path}; stop it"):
-        claim(tmp_path)
+        lock_checkpoints(tmp_path)
     os.close(first)
-    os.close(claim(tmp_path))
+    os.close(lock_checkpoints(tmp_path))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -404,13 +412,13 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"checkpoint: cannot write .*file.checkpoints: Not a directory"
     ):
-        claim(tmp_path / "file" / "checkpoints")
+        lock_checkpoints(tmp_path / "file" / "checkpoints")
     if not os.access("/proc", os.F_OK):
         return
     with pytest.raises(
         ValueError, match="checkpoint: cannot write /proc/"
     ):  # a file system that takes no files
-        claim(Path(f"/proc/{os.getpid()}"))
+        lock_checkpoints(Path(f"/proc/{os.getpid()}"))
 
 
 def test_a_link_in_place_of_the_folder_is_not_cleared(tmp_path: Path) -> None:
@@ -419,10 +427,10 @@ def test_a_link_in_place_of_the_folder_is_not_cleared(tmp_path: Path) -> None:
     (elsewhere / "step-00000002.writing-token").mkdir()
     link.parent.mkdir()
     link.symlink_to(elsewhere)
-    clear(link)
+    clear_unfinished(link)
     with pytest.raises(ValueError, match=f"{link} is a link, and what lies there would be cleared"):
-        claim(link)
-    assert (elsewhere / "step-00000002.writing-token").is_dir() and finished(link) == []
+        lock_checkpoints(link)
+    assert (elsewhere / "step-00000002.writing-token").is_dir() and finished_checkpoints(link) == []
 
 
 def test_a_tensor_of_another_shape_than_its_manifest_says_is_refused(tmp_path: Path) -> None:
@@ -439,7 +447,7 @@ def test_a_tensor_of_another_shape_than_its_manifest_says_is_refused(tmp_path: P
         tuple((0, n) for n in tensor["shape"]),
     )
     with pytest.raises(ValueError, match=r"has shape \[\d+, \d+\], its checkpoint says"):
-        read_tensors.load(replace(source_of(path), exact=False), [wanted])
+        read_tensors.load_shards(replace(checkpoint_source(path), exact=False), [wanted])
 
 
 @pytest.mark.parametrize("name", ["rank00001.safetensors", "manifest.json"])
@@ -513,13 +521,13 @@ def test_a_missing_slice_is_seen_when_saving(tmp_path: Path) -> None:
     writer.start(0, half, {})
     with pytest.raises(RuntimeError, match="what the ranks hold does not make a whole model"):
         writer.wait()
-    assert finished(tmp_path) == []
+    assert finished_checkpoints(tmp_path) == []
 
 
 def test_every_file_is_verified_once_by_a_rank_that_needs_it() -> None:
     sizes = {"a": 5, "b": 4, "c": 3, "d": 9}
     needs = [["a", "b", "c"], ["a", "b", "c"], ["c"], []]
-    own = assigned(needs, sizes)
+    own = assign_files(needs, sizes)
     assert sorted(file for files in own for file in files) == ["a", "b", "c"]
     assert all(set(mine) <= set(need) for mine, need in zip(own, needs)) and own == [
         ["a"],
@@ -539,7 +547,9 @@ def test_what_one_rank_finds_is_raised_on_all(tmp_path: Path) -> None:
         return [item, "rank 1 found this"] if len(rounds) == 1 else [item, item]
 
     with pytest.raises(ValueError, match="rank 1 found this"):
-        read_tensors.load(source_of(path), cut(0, 2, 0, empty=True), Ranks(0, gather))
+        read_tensors.load_shards(
+            checkpoint_source(path), cut(0, 2, 0, empty=True), LoadingRanks(0, gather)
+        )
     assert rounds == [[None]]
 
 
@@ -554,6 +564,6 @@ def test_what_one_rank_finds_is_raised_on_all(tmp_path: Path) -> None:
     ],
 )
 def test_the_remedy_is_that_of_what_the_disk_said(tmp_path: Path, number: int, remedy: str) -> None:
-    message = str(unwritable(tmp_path, OSError(number, os.strerror(number))))
+    message = str(unwritable_error(tmp_path, OSError(number, os.strerror(number))))
     assert os.strerror(number) in message and remedy in message
     assert ("free space" in message) == (number in (errno.ENOSPC, errno.EDQUOT))

@@ -89,7 +89,7 @@ def test_tokens_that_are_not_those_that_were_written_are_made_again(
     data.write_bytes(content)
     os.utime(data, ns=(1, 1))
     assert whole(corpora.load(setting, 256, folder=tmp_path / "cache")) == before
-    assert "are not those that were written; they are made again" in capsys.readouterr().err
+    assert "are damaged; encoding the corpus again" in capsys.readouterr().err
 
 
 def test_a_cache_that_was_copied_is_used(
@@ -131,7 +131,7 @@ def test_waiting_ends_at_the_deadline(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with (
-            pytest.raises(ValueError, match="another process has been making the tokens"),
+            pytest.raises(ValueError, match="another process has been encoding it"),
             corpora._only_one(tmp_path / "lock", 0.1),
         ):
             pass

@@ -65,7 +65,7 @@ def joined(made: Plan, world: int = 2) -> list[str]:
             (backend, words["device_id"], words["rank"])
         )
         try:
-            gpus.join_gpus(made)
+            gpus.init_gpu_process_group(made)
         except PlanError as error:
             assert not entered
             return str(error)
@@ -105,13 +105,13 @@ def test_a_gpu_written_out_has_no_name_to_compare(cuda: pytest.MonkeyPatch) -> N
 def test_fewer_gpus_than_ranks_are_refused_with_both_numbers(cuda: pytest.MonkeyPatch) -> None:
     cuda.setenv("LOCAL_RANK", "2")
     with pytest.raises(PlanError, match=r"cluster\.gpus: .* local rank 2 .* 2 GPUs"):
-        gpus.take_gpu(plan(4))
+        gpus.bind_gpu(plan(4))
 
 
 def test_unusable_cuda_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PlanError, match=r"cluster\.gpu: is h100-sxm-80gb, but .* CPU build"):
-        gpus.take_gpu(plan())
+        gpus.bind_gpu(plan())
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
     def broken() -> None:
@@ -119,7 +119,7 @@ def test_unusable_cuda_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch.cuda, "init", broken)
     with pytest.raises(PlanError, match=r"cluster\.gpu: .* Found no NVIDIA driver"):
-        gpus.take_gpu(plan())
+        gpus.bind_gpu(plan())
 
 
 def test_gpus_are_held_to_the_plan_before_accelerate_is_asked(
@@ -131,7 +131,7 @@ def test_gpus_are_held_to_the_plan_before_accelerate_is_asked(
     cuda.setattr(worker_lifecycle, "Accelerator", accelerator)
     cuda.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(PlanError, match=r"cluster\.gpus"):
-        worker_lifecycle.join(plan(), tmp_path)
+        worker_lifecycle.join_launch(plan(), tmp_path)
 
 
 def test_a_rank_says_which_gpu_it_has(cuda: pytest.MonkeyPatch) -> None:
@@ -142,6 +142,6 @@ def test_a_rank_says_which_gpu_it_has(cuda: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_says_nothing_is_named() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(milliseconds=50))
-    own = gpus.Gpu("host", 0, "uuid-a", H100)
+    own = gpus.RankGpu("host", 0, "uuid-a", H100)
     with pytest.raises(RuntimeError, match="rank 1 did not say which GPU it has"):
-        gpus.compare(plan(), own, store, 0, 2)
+        gpus.check_gpus(plan(), own, store, 0, 2)

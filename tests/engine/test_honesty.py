@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.rehearsal.measured import measure
 from workbench.engine.measure import step_sampler
-from workbench.engine.measure.allocator_memory import meter
+from workbench.engine.measure.allocator_memory import memory_meter
 from workbench.engine.measure.live_memory import LiveBytes
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
@@ -73,10 +73,10 @@ def _totals(plan: Plan, hidden: int) -> dict[str, int]:
 
 def _measured(plan: Plan, hidden: int, rank: int) -> dict[str, int]:
     device = torch.device("cpu")
-    gauge = meter(device)
+    gauge = memory_meter(device)
     gauge.start()
     session = Session.build(plan, build_mesh(plan, rank), device)
-    sampler = step_sampler.Sampler(session, gauge)
+    sampler = step_sampler.StepSampler(session, gauge)
     text = torch.zeros((plan.num_microbatches, 1, plan.training.sequence_length), dtype=torch.long)
     with sampler.step():
         with _disable_current_modes():

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tests.engine.test_saving import Whole, save, session_of
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.checkpoint.huggingface_names import config_of, parameters_of, source_of
-from workbench.engine.export_weights import export
-from workbench.engine.session_checkpoint import Saver
+from workbench.checkpoint.huggingface_names import config_json, huggingface_source, parameter_shapes
+from workbench.engine.export_weights import export_checkpoint
+from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
 from workbench.plan.model_shape import Shape
@@ -46,7 +46,7 @@ OUTSIDE = {
 
 def state(made: Plan, rank: int) -> tuple[int, list[tuple[str, str, Any, np.ndarray]]]:
     """Steps done, and what a rank holds, after it has loaded."""
-    saver = Saver(session_of(made, rank), Path("unused"))
+    saver = SessionCheckpointer(session_of(made, rank), Path("unused"))
     done = saver.load()
     return done, [(s.name, s.kind, s.slices, s.tensor.float().numpy()) for _, s in saver._shards()]
 
@@ -65,7 +65,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Whol
     ).resolve()
     run_ranks(4, partial(save, made, folder))
     checkpoint = folder / "checkpoints" / "step-00000001"
-    export(checkpoint, folder / "weights", shard_bytes=30_000)
+    export_checkpoint(checkpoint, folder / "weights", shard_bytes=30_000)
     read = {**BATCH, "strategy.precision": "bf16", "checkpoint.load": str(checkpoint)}
     return checkpoint, folder / "weights", whole(plan(changes=read).resolve())
 
@@ -187,7 +187,7 @@ def test_a_foreign_reader_computes_the_same_loss(tmp_path: Path, more: dict[str,
                 value.add_(
                     torch.randn(value.shape, generator=torch.Generator().manual_seed(3)), alpha=0.05
                 )
-        saver = Saver(session, tmp_path)
+        saver = SessionCheckpointer(session, tmp_path)
         saver.save(1)
         saver.wait()
         model = session.part.stages[0]
@@ -196,7 +196,7 @@ def test_a_foreign_reader_computes_the_same_loss(tmp_path: Path, more: dict[str,
 
     tokens = torch.randint(257, (17,), generator=torch.Generator().manual_seed(2))
     (loss,) = run_ranks(1, ours)
-    export(tmp_path / "checkpoints" / "step-00000001", tmp_path / "weights")
+    export_checkpoint(tmp_path / "checkpoints" / "step-00000001", tmp_path / "weights")
     config = json.loads((tmp_path / "weights" / "config.json").read_text())
     weights = {
         key: value.double()
@@ -204,8 +204,8 @@ def test_a_foreign_reader_computes_the_same_loss(tmp_path: Path, more: dict[str,
     }
     assert float(plain_loss(weights, config, tokens)) == pytest.approx(loss, rel=1e-5)
     theirs = Plan.of(str(tmp_path / "weights")).resolve().shape
-    assert source_of(tmp_path / "weights", theirs).tensors.keys() >= {
-        (n, "master") for n in parameters_of(made.shape)
+    assert huggingface_source(tmp_path / "weights", theirs).tensors.keys() >= {
+        (n, "master") for n in parameter_shapes(made.shape)
     }
 
 
@@ -223,7 +223,7 @@ def test_models_without_such_names_are_refused(
 ) -> None:
     run_ranks(1, partial(save, plan(shape=shape, changes=BATCH).resolve(), tmp_path))
     with pytest.raises(PlanError, match=words):
-        export(tmp_path / "checkpoints" / "step-00000001", tmp_path / "weights")
+        export_checkpoint(tmp_path / "checkpoints" / "step-00000001", tmp_path / "weights")
     assert not (tmp_path / "weights").exists()
 
 
@@ -232,14 +232,14 @@ def test_exports_replace_nothing_and_read_nothing_damaged(
 ) -> None:
     checkpoint, folder, _ = exported
     with pytest.raises(PlanError, match="is there already"):
-        export(checkpoint, folder)
+        export_checkpoint(checkpoint, folder)
     with pytest.raises(PlanError, match=r"--to.*cannot be written"):
-        export(checkpoint, folder / "config.json" / "below")
+        export_checkpoint(checkpoint, folder / "config.json" / "below")
     file = checkpoint / "rank00002.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(ValueError, match=r"rank00002\.safetensors is damaged"):
-        export(checkpoint, tmp_path / "other")
+        export_checkpoint(checkpoint, tmp_path / "other")
     file.write_bytes(data)
     assert list(tmp_path.iterdir()) == []
 
@@ -298,13 +298,13 @@ def test_foreign_folders_that_do_not_fit_are_refused(
         f"model.layers.{n}.{k}": torch.zeros(s) for n in range(4) for k, s in LAYER.items()
     }
     weights |= {key: torch.zeros(extent) for key, extent in OUTSIDE.items()}
-    config = config_of(shape, torch.float32)
+    config = config_json(shape, torch.float32)
     write(tmp_path, weights, config)
-    assert len(source_of(tmp_path, shape).tensors) == 2 * len(weights)
+    assert len(huggingface_source(tmp_path, shape).tensors) == 2 * len(weights)
     spoil(weights, config)
     write(tmp_path, weights, config)
     with pytest.raises(ValueError, match=words):
-        source_of(tmp_path, shape)
+        huggingface_source(tmp_path, shape)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -323,7 +323,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name_and_count(
     ).resolve()
     words = rf"{listed[key]}: 3 of the 1536 values of {key} are NaN or infinite"
     with pytest.raises(PlanError, match=words.replace(".", r"\.")):
-        Saver(session_of(made, 0), Path("unused")).load()
+        SessionCheckpointer(session_of(made, 0), Path("unused")).load()
 
 
 def write(folder: Path, weights: Weights, config: dict[str, Any]) -> None:
@@ -341,13 +341,13 @@ def test_files_that_are_missing_or_cut_are_named(
     data = cut.read_bytes()
     cut.write_bytes(data[:-3])
     with pytest.raises(ValueError, match=f"{cut.name} is damaged"):
-        source_of(tmp_path, shape)
+        huggingface_source(tmp_path, shape)
     cut.unlink()
     with pytest.raises(ValueError, match=f"lists '{cut.name}', which is not there"):
-        source_of(tmp_path, shape)
+        huggingface_source(tmp_path, shape)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="is no index of a model"):
-        source_of(tmp_path, shape)
+        huggingface_source(tmp_path, shape)
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match=r"has neither model\.safetensors nor"):
-        source_of(tmp_path, shape)
+        huggingface_source(tmp_path, shape)

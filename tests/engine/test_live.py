@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from workbench.engine.measure.allocator_memory import CpuMeter
+from workbench.engine.measure.allocator_memory import CpuMemoryMeter
 from workbench.engine.measure.live_memory import LiveBytes
 
 
@@ -146,7 +146,7 @@ def counted() -> LiveBytes:
 
 def test_training_step_equals_the_allocator() -> None:
     counted()
-    meter = CpuMeter()
+    meter = CpuMemoryMeter()
     meter.start()
     live = LiveBytes()
     with live:
@@ -170,7 +170,7 @@ def test_peak_equals_the_allocator(counting: bool) -> None:
     what it counts.
     """
     expected = sum(counted().peak.values())
-    meter, live = CpuMeter(), LiveBytes()
+    meter, live = CpuMemoryMeter(), LiveBytes()
     meter.start()
     net, tokens = model(), torch.zeros(3, 8, 16, dtype=torch.int64)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)

@@ -178,14 +178,14 @@ def test_a_larger_shape_of_the_same_names_is_refused(
 def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = checkpoint_format.write_part
+    write = checkpoint_format.write_rank_file
 
     def full(folder: Path, *rest: Any) -> None:
         if "step-00000002" in folder.name:
             raise OSError(28, "No space left on device")
         write(folder, *rest)
 
-    monkeypatch.setattr(checkpoint_format, "write_part", full)
+    monkeypatch.setattr(checkpoint_format, "write_rank_file", full)
     for asynchronous in (True, False):
         folder = tmp_path / str(asynchronous)
         changes = {
@@ -210,18 +210,18 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
 def test_dying_while_saving_leaves_the_former_checkpoint(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = checkpoint_format.commit
+    commit = checkpoint_format.commit_checkpoint
 
     def die_at_two(writing: Path, final: Path, *rest: Any) -> None:
         if final.name == "step-00000002":
             os.kill(os.getpid(), signal.SIGKILL)
         commit(writing, final, *rest)
 
-    monkeypatch.setattr(checkpoint_format, "commit", die_at_two)
+    monkeypatch.setattr(checkpoint_format, "commit_checkpoint", die_at_two)
     code, _ = trained(tmp_path / "run", text, checkpoint__every=1)
     folder = tmp_path / "run" / "checkpoints"
     assert code == -signal.SIGKILL and [
-        path.name for path in checkpoint_format.finished(folder)
+        path.name for path in checkpoint_format.finished_checkpoints(folder)
     ] == ["step-00000001"]
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

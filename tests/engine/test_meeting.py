@@ -48,7 +48,7 @@ def test_a_port_in_use_is_named():
     port = free_port()
     first = rendezvous.loopback_store(port, 1, SOON, listens=True)
     with pytest.raises(
-        RuntimeError, match=rf"cannot meet on 127\.0\.0\.1:{port}: Address already in use"
+        RuntimeError, match=rf"cannot rendezvous on 127\.0\.0\.1:{port}: Address already in use"
     ):
         rendezvous.loopback_store(port, 1, SOON, listens=True)
     del first
@@ -62,12 +62,14 @@ def test_a_store_that_the_launcher_made_is_taken(monkeypatch, nodes, agent, own)
     if agent:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
     made = plan().replace(**{"cluster.nodes": nodes, "cluster.gpus": 2 * nodes})
-    assert rendezvous.own_store(made) is own
+    assert rendezvous.rank_0_makes_store(made) is own
 
 
 def test_ranks_gather_plain_data_of_any_length():
     given = [None, "a word of rank 1 – é", ["step-1/rank00000.safetensors"] * 300]
-    for told in run_ranks(3, lambda rank: rendezvous.gather(given[rank], torch.device("cpu"))):
+    for told in run_ranks(
+        3, lambda rank: rendezvous.all_gather_json(given[rank], torch.device("cpu"))
+    ):
         assert told == given
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from workbench.engine.optimizer import Optimizer, learning_rate
-from workbench.engine.precision import dtypes
+from workbench.engine.optimizer import MixedPrecisionOptimizer, learning_rate
+from workbench.engine.precision import plan_dtypes
 from workbench.errors import PlanError
 from workbench.kernels.triton_compat import triton
 from workbench.parallel.layout import Layout
@@ -51,7 +51,7 @@ def test_equals_torch(dtype: torch.dtype, name: str) -> None:
     settings = config(name=name)
     ours, theirs = named(dtype), named(dtype)
     gradients = gradients_of(0, dtype)
-    optimizer = Optimizer(ours, gradients, LAYOUTS, settings, 10)
+    optimizer = MixedPrecisionOptimizer(ours, gradients, LAYOUTS, settings, 10)
     groups = [
         {"params": [p for p in theirs.values() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in theirs.values() if p.ndim < 2], "weight_decay": 0.0},
@@ -86,8 +86,8 @@ def test_master_follows_fp32_and_parameter_rounds_it(gradient_dtype: torch.dtype
     narrow = gradients_of(0, gradient_dtype)
     full = {n: g.float().clone() for n, g in narrow.items()}
     ours, reference = (
-        Optimizer(small, narrow, LAYOUTS, config(learning_rate=1e-4), 10),
-        Optimizer(wide, full, LAYOUTS, config(learning_rate=1e-4), 10),
+        MixedPrecisionOptimizer(small, narrow, LAYOUTS, config(learning_rate=1e-4), 10),
+        MixedPrecisionOptimizer(wide, full, LAYOUTS, config(learning_rate=1e-4), 10),
     )
     for step in range(5):
         fill(narrow, gradients_of(step, gradient_dtype))
@@ -111,7 +111,7 @@ def test_what_is_kept_in_16_bits_is_torchs_rounded_after_every_step(
     settings = config(name=name, moments=moments, master=master)
     ours, gradients = named(dtype), gradients_of(0, dtype)
     wide = {n: p.detach().float() for n, p in ours.items()}
-    optimizer = Optimizer(ours, gradients, LAYOUTS, settings, 10)
+    optimizer = MixedPrecisionOptimizer(ours, gradients, LAYOUTS, settings, 10)
     kinds = {
         "adamw": {"moment1": "exp_avg", "moment2": "exp_avg_sq"},
         "sgd": {"moment1": "momentum_buffer"},
@@ -157,7 +157,9 @@ def test_casting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     for limit in (1, 2**30):
         monkeypatch.setattr("workbench.engine.optimizer_groups.OPTIMIZER_CAST_BYTES", limit)
         parameters = named(torch.bfloat16)
-        optimizer = Optimizer(parameters, gradients_of(0, torch.bfloat16), LAYOUTS, config(), 3)
+        optimizer = MixedPrecisionOptimizer(
+            parameters, gradients_of(0, torch.bfloat16), LAYOUTS, config(), 3
+        )
         assert len(optimizer._groups) == (
             3 if limit == 1 else 2
         )  # matrices and vectors are decayed apart
@@ -172,7 +174,7 @@ def test_runs_on_fake_tensors(dtype: torch.dtype, name: str) -> None:
     with FakeTensorMode():
         parameters = {n: nn.Parameter(torch.empty(s, dtype=dtype)) for n, s in SHAPES.items()}
         gradients = {n: torch.empty(s, dtype=torch.float32) for n, s in SHAPES.items()}
-        optimizer = Optimizer(parameters, gradients, LAYOUTS, config(name=name), 3)
+        optimizer = MixedPrecisionOptimizer(parameters, gradients, LAYOUTS, config(name=name), 3)
         optimizer.step(0, torch.ones(()))
         optimizer.step(1, torch.ones(()), torch.zeros(()))
 
@@ -182,7 +184,9 @@ def test_fused_kernels_change_nothing_where_triton_does_not_run(name: str) -> No
     found = []
     for kernels in ("eager", "compiled", "fused"):
         parameters, gradients = named(torch.bfloat16), gradients_of(0, torch.bfloat16)
-        optimizer = Optimizer(parameters, gradients, LAYOUTS, config(name=name), 10, kernels)
+        optimizer = MixedPrecisionOptimizer(
+            parameters, gradients, LAYOUTS, config(name=name), 10, kernels
+        )
         optimizer.step(0, torch.tensor(0.5))
         found.append(
             [*parameters.values(), *(x for own in optimizer.state().values() for x in own.values())]
@@ -209,7 +213,7 @@ def test_cutting_what_is_cast_changes_nothing(
             for _ in range(2)
         )
         settings = config(name=name, master=master, moments="fp32")
-        optimizer = Optimizer(own, given, layouts, settings, 10, kernels)
+        optimizer = MixedPrecisionOptimizer(own, given, layouts, settings, 10, kernels)
         assert len(optimizer._groups) >= 4 if kernels == "fused" else len(optimizer._groups) == 2
         for step, skip in enumerate((0.0, 1.0, 0.0)):
             for x in given.values():
@@ -227,7 +231,7 @@ def test_the_kernel_of_a_gpu_runs_on_fake_tensors(dtype: torch.dtype) -> None:
     with FakeTensorMode():
         parameters = {n: torch.empty(s, dtype=dtype, device="cuda") for n, s in SHAPES.items()}
         gradients = {n: torch.empty_like(p) for n, p in parameters.items()}
-        optimizer = Optimizer(parameters, gradients, LAYOUTS, config(), 3, "fused")
+        optimizer = MixedPrecisionOptimizer(parameters, gradients, LAYOUTS, config(), 3, "fused")
         assert (optimizer._fused is None) == (triton is None)
         optimizer.step(0, torch.ones((), device="cuda"))
         optimizer.step(1, torch.ones(()), torch.zeros(()))
@@ -235,10 +239,10 @@ def test_the_kernel_of_a_gpu_runs_on_fake_tensors(dtype: torch.dtype) -> None:
 
 def test_state_loads_exactly_and_refuses_others() -> None:
     first, gradients = named(torch.float32), gradients_of(0, torch.float32)
-    optimizer = Optimizer(first, gradients, LAYOUTS, config(), 10)
+    optimizer = MixedPrecisionOptimizer(first, gradients, LAYOUTS, config(), 10)
     optimizer.step(0)
     second = {n: nn.Parameter(p.detach().clone()) for n, p in first.items()}
-    other = Optimizer(second, gradients_of(1, torch.float32), LAYOUTS, config(), 10)
+    other = MixedPrecisionOptimizer(second, gradients_of(1, torch.float32), LAYOUTS, config(), 10)
     other.load(optimizer.state())
     fill(gradients, gradients_of(1, torch.float32))
     optimizer.step(1)
@@ -283,10 +287,10 @@ def test_preflight_counts_the_bytes_that_are_there(
         ).resolve()
     except PlanError:
         pytest.skip("no legal plan")
-    stored, gradient = dtypes(plan)
+    stored, gradient = plan_dtypes(plan)
     values = named(stored)
     given = gradients_of(0, gradient)
-    state = Optimizer(values, given, LAYOUTS, plan.training.optimizer, 10).state()
+    state = MixedPrecisionOptimizer(values, given, LAYOUTS, plan.training.optimizer, 10).state()
     kept = sum(
         tensor.nbytes for own in state.values() for kind, tensor in own.items() if kind != "step"
     )

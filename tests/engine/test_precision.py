@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine import session as session_module
-from workbench.engine.precision import dtypes, set_attention, set_products
+from workbench.engine.precision import plan_dtypes, require_fused_attention, set_matmul_precision
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import _Recorder
 from workbench.engine.verify.forked_ranks import run_ranks
@@ -175,11 +175,11 @@ def test_tf32_is_fp32_whose_products_round_their_inputs() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         for precision, products in (("tf32", "high"), ("fp32", "highest"), ("bf16", "highest")):
-            set_products(on_a_card(precision))
+            set_matmul_precision(on_a_card(precision))
             assert torch.get_float32_matmul_precision() == products
     finally:
         torch.set_float32_matmul_precision(before)
-    assert dtypes(on_a_card("tf32")) == dtypes(on_a_card("fp32")) == (WIDE, WIDE)
+    assert plan_dtypes(on_a_card("tf32")) == plan_dtypes(on_a_card("fp32")) == (WIDE, WIDE)
     require(on_a_card("tf32"), "run")
 
 
@@ -303,7 +303,9 @@ def test_attention_on_gpus_is_fused_or_an_error(gpu: str, code: bool, plain: boo
     for itself.
     """
     model: Any = {"python": "tests.parallel.users_model:build", "vocab": 260} if code else "tiny"
-    set_attention(Plan.of("tiny", gpu=gpu, gpus=1, strategy="ddp", set={"model": model}).resolve())
+    require_fused_attention(
+        Plan.of("tiny", gpu=gpu, gpus=1, strategy="ddp", set={"model": model}).resolve()
+    )
     try:
         assert torch.backends.cuda.math_sdp_enabled() is plain
     finally:

@@ -8,8 +8,13 @@ import torch
 
 from tests.engine.test_saving import session_of
 from tests.parallel.small import GPT, plan
-from workbench.engine.replica_check import PIECE, WORDS, ReplicasDiffer, bit_sum
-from workbench.engine.session_checkpoint import Saver
+from workbench.engine.replica_check import (
+    CHUNK_ENTRIES,
+    INTEGER_OF_BYTES,
+    ReplicasDiffer,
+    bit_checksum,
+)
+from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
 
 NAME = "blocks.1.attention.o.weight"
@@ -18,23 +23,25 @@ NAME = "blocks.1.attention.o.weight"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
 def test_every_flipped_bit_changes_the_sum(dtype):
     tensor = torch.randn(37).to(dtype)
-    before, size = bit_sum(tensor), 8 * dtype.itemsize
+    before, size = bit_checksum(tensor), 8 * dtype.itemsize
     for bit in range(size):
         flipped = tensor.clone()
         mask = 1 << bit if bit < size - 1 else -(1 << bit)
-        flipped.view(WORDS[dtype.itemsize])[11] ^= mask
-        assert bit_sum(flipped) != before
+        flipped.view(INTEGER_OF_BYTES[dtype.itemsize])[11] ^= mask
+        assert bit_checksum(flipped) != before
 
 
 def test_the_sum_is_that_of_its_pieces():
-    tensor = torch.randn(2 * PIECE + 5)
-    pieces = [bit_sum(piece.clone()) for piece in tensor.split(PIECE)]
-    assert bit_sum(tensor) == sum(pieces) and bit_sum(tensor[:0]) == 0
+    tensor = torch.randn(2 * CHUNK_ENTRIES + 5)
+    pieces = [bit_checksum(piece.clone()) for piece in tensor.split(CHUNK_ENTRIES)]
+    assert bit_checksum(tensor) == sum(pieces) and bit_checksum(tensor[:0]) == 0
 
 
 def test_the_sum_knows_no_place_in_memory():
     tensor = torch.randn(40)
-    assert bit_sum(tensor[3:]) == bit_sum(tensor[3:].clone()) != bit_sum(tensor[2:39])
+    assert (
+        bit_checksum(tensor[3:]) == bit_checksum(tensor[3:].clone()) != bit_checksum(tensor[2:39])
+    )
 
 
 def saved(made, folder: Path, flip, rank):
@@ -45,7 +52,7 @@ def saved(made, folder: Path, flip, rank):
             name for name, layout in session.part.store.layouts.items() if layout.name == NAME
         )
         session.part.store.values[name].view(torch.int32).view(-1)[3] ^= 1 << 7
-    saver = Saver(session, folder)
+    saver = SessionCheckpointer(session, folder)
     try:
         saver.save(5)
         saver.wait()

@@ -16,7 +16,7 @@ import torch
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.checkpoint import read_tensors, tensor_integrity
 from workbench.engine.session import Session
-from workbench.engine.session_checkpoint import Saver
+from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -39,14 +39,14 @@ def save(made: ResolvedPlan, folder: Path, rank: int) -> None:
         data.index
     ]
     session.step(0, text, text.flip(-1))
-    saver = Saver(session, folder)
+    saver = SessionCheckpointer(session, folder)
     saver.save(1)
     saver.wait()
 
 
 def load(made: ResolvedPlan, rank: int) -> list[tuple[str, str, Any, np.ndarray]]:
     session = session_of(made, rank)
-    saver = Saver(session, Path("unused"))
+    saver = SessionCheckpointer(session, Path("unused"))
     assert saver.load() == 1
     return [
         (shard.name, shard.kind, shard.slices, shard.tensor.float().numpy())
@@ -164,7 +164,7 @@ def test_another_optimizer_state_is_refused_on_every_rank(
 
 def through(made: ResolvedPlan, folder: Path, rank: int) -> list[tuple[str, str, Any, np.ndarray]]:
     """What a rank holds once it has loaded, and has saved that again."""
-    saver = Saver(session_of(made, rank), folder)
+    saver = SessionCheckpointer(session_of(made, rank), folder)
     assert saver.load() == 1
     held = [
         (shard.name, shard.kind, shard.slices, shard.tensor.float().numpy())
@@ -287,11 +287,12 @@ def test_a_rank_reads_what_it_keeps_and_files_are_verified_once(tmp_path: Path) 
     def watched(rank: int) -> tuple[list[int], list[str], int]:
         read: list[int] = []
         hashed: list[str] = []
-        opened, digest = read_tensors.safe_open, tensor_integrity.digest
+        opened, digest = read_tensors.safe_open, tensor_integrity.file_sha256
         read_tensors.safe_open = lambda *given, **named: Counted(opened(*given, **named), read)
-        tensor_integrity.digest = lambda path, told: (hashed.append(path.name), digest(path, told))[
-            1
-        ]
+        tensor_integrity.file_sha256 = lambda path, told: (
+            hashed.append(path.name),
+            digest(path, told),
+        )[1]
         held = load(made, rank)
         return read, hashed, sum(tensor.size for _, kind, _, tensor in held if kind != "step")
 

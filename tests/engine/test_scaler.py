@@ -19,7 +19,7 @@ from tests.parallel.small import GPT, LLAMA, plan
 from workbench.costmodel.communication.collective_volume import STEP_SCALARS_BYTES
 from workbench.engine import loss_scaler as scaler_module
 from workbench.engine import session as session_module
-from workbench.engine.loss_scaler import INITIAL, LossScaler, overflow
+from workbench.engine.loss_scaler import INITIAL_SCALE, LossScaler, found_inf
 from workbench.engine.session import Session, StepResult
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.data.zero_shards import ParamAndGradStore
@@ -93,12 +93,12 @@ def steps(plan: Plan, planted: dict[int, int], rank: int) -> list[Seen]:
         plant = Planted(session.part.store, planted.get(index) == rank)
         result = session.step(index, text[..., :-1], text[..., 1:], plant)
         assert result.skipped is not None and session.scaler is not None
-        session.scaler.tell(bool(result.skipped))
+        session.scaler.count_skipped(bool(result.skipped))
         seen.append(Seen(numbers(result), fingerprint(session)))
     return seen
 
 
-class Planted(session_module.Unobserved):
+class Planted(session_module.NullObserver):
     """Puts an infinity where gradients are reduced but not yet agreed on."""
 
     def __init__(self, store: ParamAndGradStore, here: bool) -> None:
@@ -117,9 +117,9 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_changes_nothing(
     one = made(*MESHES[mesh])
     for before, skipped, after, last in run_ranks(one.world_size, partial(steps, one, {0: guilty})):
         _, norm, scale, flag = skipped.numbers
-        assert (flag, scale) == (1, INITIAL) and not norm < float("inf")
+        assert (flag, scale) == (1, INITIAL_SCALE) and not norm < float("inf")
         assert skipped.state == before.state
-        assert after.numbers[2:] == last.numbers[2:] == (INITIAL / 2, 0)
+        assert after.numbers[2:] == last.numbers[2:] == (INITIAL_SCALE / 2, 0)
         assert len({before.state, after.state, last.state}) == 3
 
 
@@ -137,32 +137,32 @@ def test_ranks_that_do_not_agree_would_diverge(monkeypatch: pytest.MonkeyPatch) 
     """The tests above can fail: here every rank judges by its own gradients."""
 
     def local(norm: Tensor) -> Tensor:
-        return overflow(norm) * float(torch.distributed.get_rank() == 0)
+        return found_inf(norm) * float(torch.distributed.get_rank() == 0)
 
-    monkeypatch.setattr(session_module, "overflow", local)
+    monkeypatch.setattr(session_module, "found_inf", local)
     one = made(*MESHES["data 2"])
     first, second = run_ranks(2, partial(steps, one, {0: 0}))
     assert first[1].state == first[0].state and second[1].state != second[0].state
 
 
 def test_a_skipped_step_that_decays_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "overflow", lambda norm: torch.zeros(()))
+    monkeypatch.setattr(session_module, "found_inf", lambda norm: torch.zeros(()))
     one = made(*MESHES["sgd"])
     seen = run_ranks(2, partial(steps, one, {0: 0}))[0]
     assert seen[1].state != seen[0].state
 
 
 def test_the_scale_goes_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaler_module, "INTERVAL", 3)
+    monkeypatch.setattr(scaler_module, "GROWTH_INTERVAL", 3)
     ours = LossScaler(CPU)
-    theirs, tracker = torch.full((), INITIAL), torch.zeros((), dtype=torch.int32)
+    theirs, tracker = torch.full((), INITIAL_SCALE), torch.zeros((), dtype=torch.int32)
     generator = torch.Generator().manual_seed(3)
     found = [float(x) for x in torch.rand(300, generator=generator) < 0.15]
     # At the top a growth would make the scale infinite: it stays.
     for one in [*found, *[0.0] * 400]:
         ours.update(torch.tensor(one))
         torch._amp_update_scale_(theirs, tracker, torch.tensor(one), 2.0, 0.5, 3)
-        assert (ours.scale.item(), ours.good.item()) == (theirs.item(), tracker.item())
+        assert (ours.scale.item(), ours.good_steps.item()) == (theirs.item(), tracker.item())
     assert ours.scale.item() == 2.0**127
 
 
@@ -170,9 +170,9 @@ def test_the_scale_is_saved_and_loaded() -> None:
     ours, other = LossScaler(CPU), LossScaler(CPU)
     for found in (0.0, 1.0, 0.0, 0.0):
         ours.update(torch.tensor(found))
-        ours.tell(bool(found))
+        ours.count_skipped(bool(found))
     other.load(ours.state())
-    assert other.state() == ours.state() == {"scale": INITIAL / 2, "good": 2, "skipped": 1}
+    assert other.state() == ours.state() == {"scale": INITIAL_SCALE / 2, "good": 2, "skipped": 1}
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
@@ -208,7 +208,7 @@ def test_a_run_that_overflows_by_itself_says_so_and_holds_its_schedule(
     """The first scale is far too large: steps are skipped until it is not; then a second run goes
     on from there.
     """
-    monkeypatch.setattr(scaler_module, "INITIAL", 2.0**30)
+    monkeypatch.setattr(scaler_module, "INITIAL_SCALE", 2.0**30)
     sets: dict[str, Any] = {
         "strategy.precision": "fp16",
         "training.optimizer.warmup_steps": 10,

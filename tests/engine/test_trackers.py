@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from workbench.engine.measure.experiment_trackers import Trackers, flat, require
+from workbench.engine.measure.experiment_trackers import Trackers, flatten_config, require_trackers
 from workbench.plan import schema
 
 
@@ -24,8 +24,8 @@ def test_missing_package_is_named() -> None:
         ValueError,
         match=r"telemetry\.trackers: no_such_tracker not installed; `pip install no_such",
     ):
-        require(["tensorboard", "no_such_tracker"])
-    require([])
+        require_trackers(["tensorboard", "no_such_tracker"])
+    require_trackers([])
 
 
 def test_tensorboard_holds_the_numbers(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_failing_tracker_is_let_go_once(
 
 
 def test_flat_names_are_dotted() -> None:
-    assert dict(flat({"a": {"b": 1, "c": [1, 2]}, "d": None})) == {
+    assert dict(flatten_config({"a": {"b": 1, "c": [1, 2]}, "d": None})) == {
         "a.b": 1,
         "a.c": "[1, 2]",
         "d": "None",

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from workbench.engine.data import tokenized_corpus
-from workbench.engine.data.batch_sampler import Sampler
+from workbench.engine.data.batch_sampler import BatchSampler
 from workbench.engine.optimizer import learning_rate
 from workbench.interop.export import export
 from workbench.models import Transformer
@@ -90,7 +90,7 @@ def expected(home: Path) -> tuple[list[float], dict[int, float]]:
     """Losses of one process that trains plainly, and its losses on held-out text by step."""
     full = plan(home, "single", 1).resolve()
     t, o = full.training, full.training.optimizer
-    text = Sampler(
+    text = BatchSampler(
         tokenized_corpus.load(full.corpus, full.shape.vocab),
         t.sequence_length,
         t.global_batch,

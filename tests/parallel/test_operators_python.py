@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, nn
 
 from tests.parallel.users_model import build
-from workbench.engine.check_python_model import inspect
+from workbench.engine.check_python_model import check_python_model
 from workbench.engine.verify.equivalence import verify
 from workbench.engine.worker_lifecycle import train
 from workbench.errors import PlanError
@@ -229,7 +229,7 @@ def test_operators_that_the_model_does_not_have_are_refused(
     plan: Plan, field: str, said: str
 ) -> None:
     with pytest.raises(PlanError) as refused:
-        inspect(plan, allow_code=True)
+        check_python_model(plan, allow_code=True)
     assert any(
         p.field == f"strategy.operators.{field}" and said in p.message
         for p in refused.value.problems
@@ -264,7 +264,7 @@ def test_what_names_parts_of_our_models_is_refused(changes: dict[str, Any], fiel
 )
 def test_models_that_would_not_train_alike_are_refused(factory: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        inspect(users(factory=factory), allow_code=True)
+        check_python_model(users(factory=factory), allow_code=True)
 
 
 def test_an_estimate_of_code_is_refused() -> None:

@@ -17,7 +17,7 @@ from tests.parallel.test_equality import assert_equal_to_one_device
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import verify
 from workbench.engine.verify.forked_ranks import run_ranks
-from workbench.engine.verify.single_device import proof_value
+from workbench.engine.verify.single_device import verification_weight
 from workbench.errors import PlanError
 from workbench.models import Transformer
 from workbench.parallel.mesh import build_mesh
@@ -204,7 +204,7 @@ def test_evaluation_with_several_stages_a_rank(name: str) -> None:
     model = Transformer(found.shape).double()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            parameter.copy_(proof_value(path, tuple(parameter.shape), 0, torch.float64))
+            parameter.copy_(verification_weight(path, tuple(parameter.shape), 0, torch.float64))
         expected = float(model(text[:, :-1], text[:, 1:]))
     losses = run_ranks(found.world_size, partial(_evaluate, found, text))
     assert [loss for loss in losses if loss is not None] == [pytest.approx(expected, rel=1e-12)]
@@ -215,7 +215,7 @@ def _evaluate(found: Plan, text: torch.Tensor, rank: int) -> float | None:
     store = session.part.store
     for name, layout in store.layouts.items():
         store.values[name].copy_(
-            layout.take(proof_value(layout.name, layout.shape, 0, torch.float64))
+            layout.take(verification_weight(layout.name, layout.shape, 0, torch.float64))
         )
     tokens = text.unflatten(0, (4, 2))
     before = {name: gradient.clone() for name, gradient in store.gradients.items()}

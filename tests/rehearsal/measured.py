@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from workbench.engine.measure.allocator_memory import meter
-from workbench.engine.measure.step_sampler import Sampler, allocated_rows
+from workbench.engine.measure.allocator_memory import memory_meter
+from workbench.engine.measure.step_sampler import StepSampler, allocated_rows
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
@@ -29,12 +29,12 @@ def measure(plan: Plan) -> list[tuple[Rows, Rows, Rows]]:
 def _measure_rank(plan: Plan, rank: int) -> tuple[Rows, Rows, Rows]:
     device, t = torch.device("cpu"), plan.training
     mesh = build_mesh(plan, rank)
-    gauge = meter(device)
+    gauge = memory_meter(device)
     gauge.start()
     session = Session.build(plan, mesh, device)
     shape = (plan.num_microbatches, t.micro_batch, t.sequence_length)
     batch = [torch.randint(plan.shape.vocab, shape) for _ in range(2)]
-    samplers = [Sampler(session, gauge) for _ in range(STEPS)]
+    samplers = [StepSampler(session, gauge) for _ in range(STEPS)]
     for step, sampler in enumerate(samplers):
         with sampler.step():
             session.step(step, batch[0], batch[1], sampler)

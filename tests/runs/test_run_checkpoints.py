@@ -7,7 +7,13 @@ import json
 import pytest
 
 from workbench.checkpoint.manifest import VERSION, manifest_text, read_manifest
-from workbench.checkpoint.resume_point import checkpoint_of, finished, meta_of, shape_of, steps_done
+from workbench.checkpoint.resume_point import (
+    checkpoint_meta,
+    checkpoint_of,
+    checkpoint_shape,
+    finished_checkpoints,
+    steps_done,
+)
 from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.runs.run import profile_of
@@ -48,7 +54,7 @@ def test_the_latest_whole_checkpoint_is_found_without_telemetry(run):
     for name in ("step-00000200", "step-00000300.writing-abc", "other"):
         (run / "checkpoints" / name).mkdir()
     whole(run / "checkpoints/step-00000300.writing-abc")
-    assert [path.name for path in finished(run / "checkpoints")] == [
+    assert [path.name for path in finished_checkpoints(run / "checkpoints")] == [
         "step-00000009",
         "step-00000100",
     ]
@@ -57,7 +63,7 @@ def test_the_latest_whole_checkpoint_is_found_without_telemetry(run):
     )  # 200 is not whole, 300 has not got its name
     assert checkpoint_of(run / "checkpoints/step-00000009").name == "step-00000009"
     assert profile_of(run).notes["checkpoints"] == [
-        str(path) for path in finished(run / "checkpoints")
+        str(path) for path in finished_checkpoints(run / "checkpoints")
     ]
     with pytest.raises(PlanError, match="is neither"):
         checkpoint_of(run / "checkpoints/step-00000200")
@@ -89,11 +95,11 @@ def test_a_run_whose_plan_is_damaged_says_so(run):
 def test_links_are_no_checkpoints(run, tmp_path):
     outside = whole(tmp_path / "outside/step-00000005")
     (run / "checkpoints/step-00000005").symlink_to(outside)
-    assert finished(run / "checkpoints") == []
+    assert finished_checkpoints(run / "checkpoints") == []
     (run / "checkpoints/step-00000005").unlink()
     (run / "checkpoints").rmdir()
     (run / "checkpoints").symlink_to(outside.parent)
-    assert finished(run / "checkpoints") == []
+    assert finished_checkpoints(run / "checkpoints") == []
 
 
 @pytest.mark.parametrize(
@@ -196,20 +202,23 @@ def test_a_manifest_whose_meta_is_no_object_is_refused(tmp_path, meta):
 )
 def test_a_manifest_that_does_not_say_of_what_it_is_is_refused(tmp_path, field, value):
     full = Plan.of("tiny", gpu="local", gpus=1).resolve()
-    meta = meta_of(full, 3) | {field: value}
-    for read in (lambda: steps_done(tmp_path, meta, full), lambda: shape_of(tmp_path, meta)):
+    meta = checkpoint_meta(full, 3) | {field: value}
+    for read in (
+        lambda: steps_done(tmp_path, meta, full),
+        lambda: checkpoint_shape(tmp_path, meta),
+    ):
         with pytest.raises(
             ValueError, match="its meta does not say sample_index, model, precision, optimizer"
         ):
             read()
-    assert steps_done(tmp_path, meta_of(full, 3), full) == 3
+    assert steps_done(tmp_path, checkpoint_meta(full, 3), full) == 3
 
 
 def test_a_manifest_whose_model_is_no_shape_is_told_by_its_first_fault(tmp_path):
-    meta = meta_of(Plan.of("tiny", gpu="local", gpus=1).resolve(), 3) | {
+    meta = checkpoint_meta(Plan.of("tiny", gpu="local", gpus=1).resolve(), 3) | {
         "model": {"hidden": "wide"}
     }
     with pytest.raises(
         ValueError, match=r"has a damaged manifest: model\.layers: is missing \(and 4 more\)$"
     ):
-        shape_of(tmp_path, meta)
+        checkpoint_shape(tmp_path, meta)

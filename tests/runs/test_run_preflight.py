@@ -13,7 +13,7 @@ import pytest
 
 from workbench.checkpoint.checksums import refuse_damaged
 from workbench.checkpoint.manifest import VERSION, manifest_text
-from workbench.checkpoint.resume_point import meta_of
+from workbench.checkpoint.resume_point import checkpoint_meta
 from workbench.errors import PlanError
 from workbench.machine.attached import Attached
 from workbench.plan.parameter_count import parameters
@@ -295,7 +295,7 @@ def test_another_launch_does_not_leak_in(plan, tmp_path, monkeypatch):
 def test_a_checkpoint_whose_file_is_cut_is_refused_before_launch_by_its_name(plan, tmp_path, left):
     made = plan.resolve().replace(**{"checkpoint.load": str(tmp_path)})
     files = [{"file": "rank00000.safetensors", "bytes": 8, "sha256": "", "tensors": []}]
-    body = {"version": VERSION, "meta": meta_of(made.resolve(), 1), "files": files}
+    body = {"version": VERSION, "meta": checkpoint_meta(made.resolve(), 1), "files": files}
     (tmp_path / "manifest.json").write_text(manifest_text(body))
     file = tmp_path / "rank00000.safetensors"
     file.write_bytes(bytes(8))
@@ -314,7 +314,7 @@ def test_a_checkpoint_with_a_flipped_byte_is_refused_before_launch_by_its_file(a
     sha256 = hashlib.sha256(content).hexdigest()
     files = [{"file": "rank00000.safetensors", "bytes": 256, "sha256": sha256, "tensors": []}]
     (at / "manifest.json").write_text(
-        manifest_text({"version": VERSION, "meta": meta_of(full, 1), "files": files})
+        manifest_text({"version": VERSION, "meta": checkpoint_meta(full, 1), "files": files})
     )
     (at / "rank00000.safetensors").write_bytes(content)
     told = []

@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from workbench.checkpoint import checkpoint_format
-from workbench.checkpoint.checkpoint_format import Shard, path_of
-from workbench.checkpoint.checkpoint_lock import REMEDY, unwritable
-from workbench.checkpoint.host_staging import staged
+from workbench.checkpoint.checkpoint_format import Shard, checkpoint_path
+from workbench.checkpoint.checkpoint_lock import FREE_SPACE, unwritable_error
+from workbench.checkpoint.host_staging import copy_to_host
 
-FIRST_LOOK, LAST_LOOK = 0.005, 0.5
+FIRST_POLL_SECONDS, MAX_POLL_SECONDS = 0.005, 0.5
 """Seconds between two looks at the folder: doubled from the first to the last."""
-BEAT = 0.1
+HEARTBEAT_SECONDS = 0.1
 """Seconds at least between two signs of life of rank 0."""
 
 
 @dataclass(frozen=True)
-class Job:
+class WriteJob:
     """One checkpoint on its way to the disk."""
 
     step: int
@@ -41,13 +41,13 @@ class Job:
     started: float
 
 
-class Writer:
+class CheckpointWriter:
     """Writes the checkpoints of one rank, one at a time; all ranks of a run agree on `token`, which
     no other run has.
 
-    `patience` is how long, in seconds, a disk may show nothing before the checkpoint is given up.
-    `told` is called from the thread with (step, folder, seconds since `start`) once a checkpoint
-    counts. The `keep` latest stay.
+    `timeout` is how long, in seconds, a disk may show nothing before the checkpoint is given up.
+    `on_committed` is called from the thread with (step, folder, seconds since `start`) once a
+    checkpoint counts. The `keep` latest stay.
     """
 
     def __init__(
@@ -57,16 +57,16 @@ class Writer:
         world_size: int,
         token: str,
         keep: int,
-        patience: float,
-        told: Callable[[int, Path, float], None] = lambda step, path, seconds: None,
+        timeout: float,
+        on_committed: Callable[[int, Path, float], None] = lambda step, path, seconds: None,
     ) -> None:
         self.folder, self.rank, self.world_size, self.token = folder, rank, world_size, token
-        self.keep, self.patience, self.told = keep, patience, told
+        self.keep, self.timeout, self.on_committed = keep, timeout, on_committed
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._beat = 0.0
         self._copies: list[Shard] = []
-        self._silent_disk = False
+        self._disk_timed_out = False
         """Whether the thread under way has been given up."""
 
     def start(
@@ -85,11 +85,11 @@ class Writer:
                 f"checkpoint.every would not"
             )
         self.wait()
-        final = path_of(self.folder, step)
+        final = checkpoint_path(self.folder, step)
         writing = final.with_name(f"{final.name}.writing-{self.token}")
         if copy:
-            shards = self._copies = staged(shards, self._copies)
-        job = Job(step, shards, meta, writing, final, began)
+            shards = self._copies = copy_to_host(shards, self._copies)
+        job = WriteJob(step, shards, meta, writing, final, began)
         self._beat = time.monotonic()
         self._thread = threading.Thread(
             target=self._run, args=(job,), name="checkpoint", daemon=True
@@ -108,32 +108,32 @@ class Writer:
         be written.
         """
         while self._thread is not None and self._thread.is_alive() and self._error is None:
-            self._thread.join(0.0 if self._silent_disk else 0.2)
-            if self._silent_disk or time.monotonic() - self._beat > 3 * self.patience:
-                self._silent_disk = True
-                raise self._silent(self.folder)
-        self._silent_disk = False
+            self._thread.join(0.0 if self._disk_timed_out else 0.2)
+            if self._disk_timed_out or time.monotonic() - self._beat > 3 * self.timeout:
+                self._disk_timed_out = True
+                raise self._timeout_error(self.folder)
+        self._disk_timed_out = False
         self._thread = None
         self.check()
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: WriteJob) -> None:
         try:
             try:
                 self._write(job)
             except OSError as error:
-                raise unwritable(job.writing, error) from error
+                raise unwritable_error(job.writing, error) from error
             except AssertionError as error:
                 raise RuntimeError(
                     f"checkpoint: what the ranks hold does not make a whole model: {error}"
                 ) from error
         except BaseException as error:
-            checkpoint_format.drop_part(job.writing, self.rank)
+            checkpoint_format.delete_rank_files(job.writing, self.rank)
             self._mark(job.writing, error)
             self._error = error
 
-    def _write(self, job: Job) -> None:
+    def _write(self, job: WriteJob) -> None:
         job.writing.mkdir(parents=True, exist_ok=True)
-        checkpoint_format.write_part(
+        checkpoint_format.write_rank_file(
             job.writing, self.rank, job.shards, partial(self._alive, job.writing)
         )
         if self.rank == 0:
@@ -141,24 +141,24 @@ class Writer:
             for failed in self.folder.glob(f"step-*.writing-{self.token}"):
                 if failed != job.writing:  # no rank looks there any more: all have begun this one
                     shutil.rmtree(failed, ignore_errors=True)
-            checkpoint_format.commit(job.writing, job.final, self.world_size, job.meta)
-            checkpoint_format.prune(self.folder, self.keep, job.final)
+            checkpoint_format.commit_checkpoint(job.writing, job.final, self.world_size, job.meta)
+            checkpoint_format.prune_checkpoints(self.folder, self.keep, job.final)
         else:
             self._see_committed(job)
-        self.told(job.step, job.final, time.monotonic() - job.started)
+        self.on_committed(job.step, job.final, time.monotonic() - job.started)
 
     def _alive(self, writing: Path, nbytes: int = 0) -> None:
         """The disk has taken something; rank 0 lets the others see it, who wait for its word."""
         now = time.monotonic()
-        if self.rank == 0 and now - self._beat > BEAT:
+        if self.rank == 0 and now - self._beat > HEARTBEAT_SECONDS:
             (writing / "alive").touch()
         self._beat = now
 
     def _gather(self, writing: Path) -> None:
         """Wait until every rank has written its part, and let them see that somebody does."""
         missing, size = [*range(self.world_size)], -1
-        for _ in self._looks(writing, lambda: f"rank {missing[0]} has not written its part of"):
-            while missing and checkpoint_format.index_of(writing, missing[0]).exists():
+        for _ in self._polls(writing, lambda: f"rank {missing[0]} has not written its part of"):
+            while missing and checkpoint_format.rank_index_path(writing, missing[0]).exists():
                 del missing[0]
             if not missing:
                 return
@@ -166,9 +166,9 @@ class Writer:
                 size = now
                 self._alive(writing)
 
-    def _see_committed(self, job: Job) -> None:
+    def _see_committed(self, job: WriteJob) -> None:
         alive = -1
-        for _ in self._looks(job.writing, lambda: "rank 0 has not committed", slower=2):
+        for _ in self._polls(job.writing, lambda: "rank 0 has not committed", slower=2):
             try:
                 now = (job.writing / "alive").stat().st_mtime_ns
             except FileNotFoundError:
@@ -179,27 +179,27 @@ class Writer:
                 alive = now
                 self._alive(job.writing)
 
-    def _looks(self, writing: Path, what: Callable[[], str], slower: int = 1) -> Iterator[None]:
+    def _polls(self, writing: Path, what: Callable[[], str], slower: int = 1) -> Iterator[None]:
         """Now, and again after a while, until the disk has been silent for too long or another rank
         has failed.
         """
-        pause = FIRST_LOOK
+        pause = FIRST_POLL_SECONDS
         while True:
             yield
             for name in (name for name in _names(writing) if name.endswith(".failed")):
                 raise ValueError(_read(writing / name) or f"checkpoint: {name} in {writing}")
-            if time.monotonic() - self._beat > slower * self.patience:
+            if time.monotonic() - self._beat > slower * self.timeout:
                 raise ValueError(
-                    f"checkpoint: {what()} {writing} for {slower * self.patience:.0f} s; "
-                    f"{REMEDY}, or "
+                    f"checkpoint: {what()} {writing} for {slower * self.timeout:.0f} s; "
+                    f"{FREE_SPACE}, or "
                     "raise telemetry.timeout_seconds"
                 )
             time.sleep(pause)
-            pause = min(2 * pause, LAST_LOOK)
+            pause = min(2 * pause, MAX_POLL_SECONDS)
 
-    def _silent(self, path: Path) -> ValueError:
+    def _timeout_error(self, path: Path) -> ValueError:
         return ValueError(
-            f"checkpoint: the disk of {path} has not answered for {3 * self.patience:.0f} s; see "
+            f"checkpoint: the disk of {path} has not answered for {3 * self.timeout:.0f} s; see "
             f"to it, "
             "or keep runs elsewhere (--root)"
         )

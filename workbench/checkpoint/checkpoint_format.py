@@ -24,15 +24,15 @@ import torch
 
 from workbench.checkpoint import safetensors_writer
 from workbench.checkpoint.manifest import FINITE, MANIFEST, VERSION, is_finite, manifest_text
-from workbench.checkpoint.resume_point import finished
-from workbench.checkpoint.safetensors_writer import WORDS, Entry
+from workbench.checkpoint.resume_point import finished_checkpoints
+from workbench.checkpoint.safetensors_writer import SAFETENSORS_DTYPES, TensorEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-LOOKED_AT = 2**20
+CHECK_ENTRIES = 2**20
 """Values that are looked at at once."""
 BF16_EXPONENT = 0x7F80
 """Bits of a bf16 that are all set where it is NaN or infinite."""
@@ -55,22 +55,22 @@ class Shard:
     slices: Slices
 
 
-def path_of(folder: Path, step: int) -> Path:
+def checkpoint_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of `step` lies in the folder of checkpoints."""
     return folder / f"step-{step:08d}"
 
 
-def size_of(slices: Iterable[tuple[int, int]]) -> int:
+def num_entries(slices: Iterable[tuple[int, int]]) -> int:
     """Entries in a box."""
     return math.prod(stop - start for start, stop in slices)
 
 
-def index_of(folder: Path, rank: int) -> Path:
+def rank_index_path(folder: Path, rank: int) -> Path:
     """What a rank says of its part, once that is whole."""
     return folder / f"rank{rank:05d}.json"
 
 
-def write_part(
+def write_rank_file(
     folder: Path, rank: int, shards: Sequence[Shard], wrote: Callable[[int], None]
 ) -> None:
     """Write this rank's shards, and then its part of the index; a rank without any says so too."""
@@ -78,8 +78,10 @@ def write_part(
     if shards:
         path = folder / f"rank{rank:05d}.safetensors"
         held = dict(zip(_keys(shards), shards))
-        described = [Entry(key, s.tensor.dtype, tuple(s.tensor.shape)) for key, s in held.items()]
-        size, sha256 = safetensors_writer.write(
+        described = [
+            TensorEntry(key, s.tensor.dtype, tuple(s.tensor.shape)) for key, s in held.items()
+        ]
+        size, sha256 = safetensors_writer.write_safetensors(
             path, described, lambda key: held[key].tensor, wrote
         )
         tensors = [_described(key, shard) for key, shard in held.items()]
@@ -93,7 +95,7 @@ def write_part(
                 "finite": finite,
             }
         ]
-    write_whole(index_of(folder, rank), json.dumps(entries))
+    write_atomically(rank_index_path(folder, rank), json.dumps(entries))
 
 
 def _finite(tensor: Tensor) -> bool:
@@ -101,17 +103,17 @@ def _finite(tensor: Tensor) -> bool:
     see `staging`.
     """
     if tensor.is_cuda:
-        return all(bool(part.isfinite().all()) for part in tensor.flatten().split(LOOKED_AT))
+        return all(bool(part.isfinite().all()) for part in tensor.flatten().split(CHECK_ENTRIES))
     values = tensor.detach()
     bits = values.dtype == torch.bfloat16  # which numpy does not know
     array = np.atleast_1d((values.view(torch.int16) if bits else values).numpy())
-    for part in np.array_split(array, -(-array.size // LOOKED_AT)) if array.size else ():
+    for part in np.array_split(array, -(-array.size // CHECK_ENTRIES)) if array.size else ():
         if ((part & BF16_EXPONENT) == BF16_EXPONENT).any() if bits else not np.isfinite(part).all():
             return False
     return True
 
 
-def drop_part(folder: Path, rank: int) -> None:
+def delete_rank_files(folder: Path, rank: int) -> None:
     """Give back the room of this rank's part of a checkpoint that cannot be written, as far as the
     disk allows.
     """
@@ -143,40 +145,40 @@ def _described(key: str, shard: Shard) -> dict[str, Any]:
         "key": key,
         "name": shard.name,
         "kind": shard.kind,
-        "dtype": WORDS[shard.tensor.dtype],
+        "dtype": SAFETENSORS_DTYPES[shard.tensor.dtype],
         "shape": shard.shape,
         "slices": shard.slices,
     }
 
 
-def commit(writing: Path, final: Path, world_size: int, meta: dict[str, Any]) -> None:
+def commit_checkpoint(writing: Path, final: Path, world_size: int, meta: dict[str, Any]) -> None:
     """Join what all ranks have written into the manifest, and give the folder its name."""
-    indexes = [index_of(writing, rank) for rank in range(world_size)]
+    indexes = [rank_index_path(writing, rank) for rank in range(world_size)]
     files = [entry for path in indexes for entry in json.loads(path.read_text())]
     _assert_whole(files)
     finite = [entry.pop("finite") for entry in files]
     meta = meta if all(finite) else {**meta, FINITE: False}
-    write_whole(
+    write_atomically(
         writing / MANIFEST, manifest_text({"version": VERSION, "meta": meta, "files": files})
     )
     for path in writing.iterdir():
         if path.name != MANIFEST and path.suffix != ".safetensors":
             path.unlink()
-    sync(writing)
+    fsync_folder(writing)
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
         final.rename(replaced)
     writing.rename(final)
-    sync(final.parent)
+    fsync_folder(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def prune(folder: Path, keep: int, latest: Path) -> None:
+def prune_checkpoints(folder: Path, keep: int, latest: Path) -> None:
     """Keep `latest`, and of the others as many as make `keep`, those of the highest steps.
 
     The last one without NaN or infinity stays too: it is the one to go on from.
     """
-    others = [path for path in finished(folder) if path != latest]
+    others = [path for path in finished_checkpoints(folder) if path != latest]
     good = [path for path in [*others, latest] if is_finite(path)]
     for old in others[: len(others) - (keep - 1)] if len(others) >= keep else ():
         if old in good[-1:]:
@@ -190,12 +192,12 @@ def _assert_whole(files: list[dict[str, Any]]) -> None:
     total: dict[tuple[str, str], int] = {}
     for tensor in (tensor for entry in files for tensor in entry["tensors"]):
         key = tensor["name"], tensor["kind"]
-        held[key] = held.get(key, 0) + size_of(tensor["slices"])
+        held[key] = held.get(key, 0) + num_entries(tensor["slices"])
         total[key] = math.prod(tensor["shape"])
     assert held == total, {key: (held[key], total[key]) for key in held if held[key] != total[key]}
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a small file so that it appears under its name only when it is on the disk."""
     draft = path.with_name(f".{path.name}")
     with draft.open("w") as file:
@@ -205,7 +207,7 @@ def write_whole(path: Path, text: str) -> None:
     draft.rename(path)
 
 
-def sync(path: Path) -> None:
+def fsync_folder(path: Path) -> None:
     """Have the disk keep what was renamed in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

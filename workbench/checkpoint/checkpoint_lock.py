@@ -11,17 +11,17 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-REMEDY = "free space there, or save less often (checkpoint.every, checkpoint.keep)"
-REFUSED = "make it writable, or keep runs elsewhere (--root)"
-BROKEN = "see to that disk, or keep runs elsewhere (--root)"
+FREE_SPACE = "free space there, or save less often (checkpoint.every, checkpoint.keep)"
+MAKE_WRITABLE = "make it writable, or keep runs elsewhere (--root)"
+CHECK_DISK = "see to that disk, or keep runs elsewhere (--root)"
 _REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), REMEDY),
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR), REFUSED),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), FREE_SPACE),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR), MAKE_WRITABLE),
 }
-"""What the disk said -> what to do; `BROKEN` for the rest."""
+"""What the disk said -> what to do; `CHECK_DISK` for the rest."""
 
 
-def claim(folder: Path) -> int:
+def lock_checkpoints(folder: Path) -> int:
     """Make the folder of checkpoints and lock it; a descriptor that holds the lock while it is
     open.
 
@@ -52,11 +52,11 @@ def claim(folder: Path) -> int:
         (folder / ".draft").write_bytes(b"")
         (folder / ".draft").unlink()
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable_error(folder, error) from error
     return descriptor
 
 
-def clear(folder: Path) -> None:
+def clear_unfinished(folder: Path) -> None:
     """Clear what killed runs have left in a folder of checkpoints, unless a run still writes there,
     or none may.
 
@@ -72,11 +72,11 @@ def clear(folder: Path) -> None:
             os.close(descriptor)
 
 
-def unwritable(path: Path, error: OSError) -> ValueError:
+def unwritable_error(path: Path, error: OSError) -> ValueError:
     """What to say where the disk refuses."""
     return ValueError(
         f"checkpoint: cannot write {path}: {error.strerror or error}; "
-        f"{_REMEDIES.get(error.errno or 0, BROKEN)}"
+        f"{_REMEDIES.get(error.errno or 0, CHECK_DISK)}"
     )
 
 

@@ -9,17 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from workbench.checkpoint.manifest import REMEDY, read_manifest
-from workbench.checkpoint.resume_point import is_foreign
+from workbench.checkpoint.resume_point import is_huggingface_folder
 from workbench.errors import refuse
 from workbench.units import GIB
 
-CHUNK = 8 * 2**20
+CHUNK_BYTES = 8 * 2**20
 """Bytes hashed at once."""
-MOST_BYTES = 8 * GIB
+MAX_PREFLIGHT_BYTES = 8 * GIB
 """Checkpoints up to this size are read before a launch: under 10 s at 1 GB/s. Of larger ones ranks
 read their share.
 """
-TOLD_BYTES = 256 * 2**20
+PROGRESS_BYTES = 256 * 2**20
 """Bytes between two calls of `progress`: without a terminal each is a line."""
 
 CheckProgress = Callable[[str], None]
@@ -29,22 +29,22 @@ def refuse_damaged(folder: Path, progress: CheckProgress = lambda words: None) -
     """Raise `PlanError` naming the first file of the checkpoint in `folder` whose content is not
     what was written.
 
-    A checkpoint of more than `MOST_BYTES`, and weights without checksums, are left to the ranks,
-    which check what they read. `progress` is called with how far it is.
+    A checkpoint of more than `MAX_PREFLIGHT_BYTES`, and weights without checksums, are left to the
+    ranks, which check what they read. `progress` is called with how far it is.
     """
-    files = [] if is_foreign(folder) else read_manifest(folder)["files"]
+    files = [] if is_huggingface_folder(folder) else read_manifest(folder)["files"]
     total, done = sum(file["bytes"] for file in files), 0
 
     def read(nbytes: int) -> None:
         nonlocal done
         done += nbytes
-        if done % TOLD_BYTES < nbytes or done == total:
+        if done % PROGRESS_BYTES < nbytes or done == total:
             progress(f"checking checkpoint, {done >> 20} of {total >> 20} MiB")
 
-    for file in files if total <= MOST_BYTES else ():
+    for file in files if total <= MAX_PREFLIGHT_BYTES else ():
         path = folder / file["file"]
         try:
-            intact = digest(path, read) == file["sha256"]
+            intact = file_sha256(path, read) == file["sha256"]
         except OSError as error:
             raise refuse(
                 "checkpoint.load", f"{path} cannot be read: {error.strerror}; {REMEDY}"
@@ -54,11 +54,11 @@ def refuse_damaged(folder: Path, progress: CheckProgress = lambda words: None) -
             raise refuse("checkpoint.load", why)
 
 
-def digest(path: Path, read: Callable[[int], None] = lambda nbytes: None) -> str:
+def file_sha256(path: Path, read: Callable[[int], None] = lambda nbytes: None) -> str:
     """sha256 of a file; `read` is called with the bytes of every chunk."""
     total = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(CHUNK_BYTES):
             total.update(chunk)
             read(len(chunk))
     return total.hexdigest()

@@ -12,7 +12,7 @@ from torch import Tensor
 from workbench.checkpoint.checkpoint_format import Shard
 
 
-def staged(shards: Sequence[Shard], former: Sequence[Shard] = ()) -> list[Shard]:
+def copy_to_host(shards: Sequence[Shard], former: Sequence[Shard] = ()) -> list[Shard]:
     """The shards with their values of now, in host memory of their own; returns when they are
     copied.
 

@@ -18,16 +18,20 @@ from safetensors import SafetensorError, safe_open
 
 from workbench.checkpoint.huggingface_folder import check_config
 from workbench.checkpoint.resume_point import CONFIG
-from workbench.checkpoint.safetensors_writer import DTYPES
-from workbench.checkpoint.tensor_index import Box, Source, Stored
+from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
+from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource
 from workbench.models import Transformer
 from workbench.plan.model_shape import Shape
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-KINDS = ("parameter", "master")
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+WEIGHT_KINDS = ("parameter", "master")
 """What of a training state weights alone can fill."""
-OUTSIDE = {"embedding.tokens": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
-INSIDE = {
+MODEL_MODULES = {
+    "embedding.tokens": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+}
+BLOCK_MODULES = {
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",
     "attention.k": "self_attn.k_proj",
@@ -39,25 +43,25 @@ INSIDE = {
     "mlp.down": "mlp.down_proj",
 }
 """Module here -> module there, inside blocks.N and model.layers.N."""
-UNREAD = re.compile(r".*rotary_emb\.inv_freq")
+IGNORED_TENSORS = re.compile(r".*rotary_emb\.inv_freq")
 """Tensors that say nothing that the configuration does not."""
 
 
-def foreign_name(name: str) -> str:
+def huggingface_name(name: str) -> str:
     """What transformers calls the parameter `name`."""
     module, _, leaf = name.rpartition(".")
     if found := re.fullmatch(r"blocks\.(\d+)\.(.+)", module):
-        return f"model.layers.{found[1]}.{INSIDE[found[2]]}.{leaf}"
-    return f"{OUTSIDE[module]}.{leaf}"
+        return f"model.layers.{found[1]}.{BLOCK_MODULES[found[2]]}.{leaf}"
+    return f"{MODEL_MODULES[module]}.{leaf}"
 
 
-def parameters_of(shape: Shape) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Global names and shapes of all parameters, tied ones once."""
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in Transformer(shape).named_parameters()}
 
 
-def config_of(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+def config_json(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     """The content of config.json. Biases on query, key and value alone are Qwen2's; on all,
     Llama's.
     """
@@ -93,7 +97,7 @@ def config_of(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def source_of(folder: Path, shape: Shape) -> Source:
+def huggingface_source(folder: Path, shape: Shape) -> TensorSource:
     """The weights in a folder, as parameters (and their masters) of a plan's `shape`.
 
     Raises ValueError naming the file, the field or the tensor where they are not whole, or of
@@ -105,12 +109,12 @@ def source_of(folder: Path, shape: Shape) -> Source:
         sizes[file] = ((folder / file).stat().st_size, None)
         for key, dtype, extent in _headers(folder / file):
             found[key] = Box(file, key, tuple((0, n) for n in extent), dtype)
-    tensors: dict[tuple[str, str], Stored] = {}
-    for name, needed in parameters_of(shape).items():
-        box = found.pop(foreign_name(name), None)
+    tensors: dict[tuple[str, str], StoredTensor] = {}
+    for name, needed in parameter_shapes(shape).items():
+        box = found.pop(huggingface_name(name), None)
         if box is None:
             raise ValueError(
-                f"{folder} has no {foreign_name(name)}, which the plan's model needs; get the "
+                f"{folder} has no {huggingface_name(name)}, which the plan's model needs; get the "
                 f"whole model"
             )
         has = tuple(stop for _, stop in box.slices)
@@ -119,24 +123,24 @@ def source_of(folder: Path, shape: Shape) -> Source:
                 f"{folder / box.file}: {box.key} has shape {has}, the plan's model needs {needed}; "
                 f"{CONFIG} and tensors are of different models"
             )
-        if box.dtype not in DTYPES:
+        if box.dtype not in TORCH_DTYPES:
             raise ValueError(
-                f"{folder / box.file}: {box.key} is {box.dtype}; legal: {', '.join(DTYPES)}"
+                f"{folder / box.file}: {box.key} is {box.dtype}; legal: {', '.join(TORCH_DTYPES)}"
             )
-        tensors |= {(name, kind): Stored(needed, [box]) for kind in KINDS}
+        tensors |= {(name, kind): StoredTensor(needed, [box]) for kind in WEIGHT_KINDS}
     _refuse_rest(folder, set(found), shape)
-    return Source(folder, tensors, sizes, {}, exact=False)
+    return TensorSource(folder, tensors, sizes, {}, exact=False)
 
 
 def _files(folder: Path) -> list[str]:
-    if (folder / WHOLE).is_file():
-        return [WHOLE]
-    path = folder / INDEX
+    if (folder / SINGLE_FILE).is_file():
+        return [SINGLE_FILE]
+    path = folder / INDEX_FILE
     try:
         files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
     except FileNotFoundError:
         raise ValueError(
-            f"{folder} has neither {WHOLE} nor {INDEX}; save the model as safetensors"
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; save the model as safetensors"
         ) from None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is no index of a model: {error!r}; get the file again") from None
@@ -159,8 +163,8 @@ def _headers(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 def _refuse_rest(folder: Path, rest: set[str], shape: Shape) -> None:
     """Refuse tensors that the plan's model would not use; a tied head may be there twice."""
-    tied = {foreign_name("head.weight")} if shape.tied else set()
-    unused = sorted(key for key in rest - tied if not UNREAD.fullmatch(key))
+    tied = {huggingface_name("head.weight")} if shape.tied else set()
+    unused = sorted(key for key in rest - tied if not IGNORED_TENSORS.fullmatch(key))
     if unused:
         others = f" and {len(unused) - 1} more" if unused[1:] else ""
         raise ValueError(

@@ -88,7 +88,7 @@ def is_finite(folder: Path) -> bool:
         return True
 
 
-def refuse_resized(path: Path, size: int) -> None:
+def check_size(path: Path, size: int) -> None:
     """ValueError where a checkpoint's file is missing, or has not the `size` that its manifest
     says.
     """

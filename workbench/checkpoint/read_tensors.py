@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from workbench.checkpoint.checkpoint_format import Shard, Slices, size_of
+from workbench.checkpoint.checkpoint_format import Shard, Slices, num_entries
 from workbench.checkpoint.manifest import REMEDY
-from workbench.checkpoint.safetensors_writer import WORDS
-from workbench.checkpoint.tensor_index import Box, Source
-from workbench.checkpoint.tensor_integrity import verify_all
+from workbench.checkpoint.safetensors_writer import SAFETENSORS_DTYPES
+from workbench.checkpoint.tensor_index import Box, TensorSource
+from workbench.checkpoint.tensor_integrity import verify_files
 from workbench.errors import PlanError, Problem
 
 SETTINGS = (
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class LoadingRanks:
     """This rank among those that load together; `gather` gives the objects of all of them, in order
     of rank.
     """
@@ -41,22 +41,24 @@ class Ranks:
     gather: Callable[[Any], list[Any]] = lambda item: [item]
 
 
-def load(source: Source, wanted: Sequence[Shard], ranks: Ranks | None = None) -> None:
+def load_shards(
+    source: TensorSource, wanted: Sequence[Shard], ranks: LoadingRanks | None = None
+) -> None:
     """Copy the stored values into `wanted`, in place, from whatever mesh wrote them.
 
     Checksums of all files that are read, and all names, shapes and dtypes, are verified before
     anything is copied. Raises `PlanError` on all ranks, naming the file or the tensor, and what to
     do.
     """
-    ranks = ranks or Ranks()
-    found = together(ranks, lambda: located(source, wanted))
+    ranks = ranks or LoadingRanks()
+    found = raise_on_all_ranks(ranks, lambda: locate_boxes(source, wanted))
     needs = ranks.gather(sorted({box.file for _, boxes in found for box in boxes}))
-    own = assigned(needs, {file: size for file, (size, _) in source.files.items()})[ranks.rank]
-    together(ranks, partial(verify_all, source, own))
-    together(ranks, lambda: copy_all(source, found))
+    own = assign_files(needs, {file: size for file, (size, _) in source.files.items()})[ranks.rank]
+    raise_on_all_ranks(ranks, partial(verify_files, source, own))
+    raise_on_all_ranks(ranks, lambda: copy_boxes(source, found))
 
 
-def together(ranks: Ranks, work: Callable[[], T]) -> T:
+def raise_on_all_ranks(ranks: LoadingRanks, work: Callable[[], T]) -> T:
     """The result of `work`; or on every rank the first error that any of them has met."""
     result, said = None, None
     try:
@@ -71,7 +73,7 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def assigned(needs: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> list[list[str]]:
+def assign_files(needs: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> list[list[str]]:
     """Which files each rank verifies, by the files that each needs: every file once, about as many
     bytes on each.
     """
@@ -88,11 +90,11 @@ def assigned(needs: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> list[l
     return own
 
 
-def located(source: Source, wanted: Sequence[Shard]) -> list[tuple[Shard, list[Box]]]:
+def locate_boxes(source: TensorSource, wanted: Sequence[Shard]) -> list[tuple[Shard, list[Box]]]:
     """Each shard and the boxes to read it from. ValueError where what is stored is not what the
     plan needs.
     """
-    found = [(shard, overlapping(source, shard)) for shard in wanted]
+    found = [(shard, overlapping_boxes(source, shard)) for shard in wanted]
     unwanted = {kind for _, kind in source.tensors} - {"step", *(shard.kind for shard in wanted)}
     if source.exact and wanted and unwanted:
         raise ValueError(
@@ -103,7 +105,7 @@ def located(source: Source, wanted: Sequence[Shard]) -> list[tuple[Shard, list[B
     return found
 
 
-def overlapping(source: Source, shard: Shard) -> list[Box]:
+def overlapping_boxes(source: TensorSource, shard: Shard) -> list[Box]:
     """The stored boxes that overlap with what is wanted. ValueError where they are not what the
     plan needs.
     """
@@ -116,27 +118,27 @@ def overlapping(source: Source, shard: Shard) -> list[Box]:
             f"{folder}: {what} has shape {stored.shape}, the plan's model needs {shard.shape}; "
             "load it with the plan that wrote it, or change the model's shape"
         )
-    boxes = [box for box in stored.boxes if size_of(overlap(box.slices, shard.slices))]
-    covered = sum(size_of(overlap(box.slices, shard.slices)) for box in boxes)
-    if covered != size_of(shard.slices):
+    boxes = [box for box in stored.boxes if num_entries(intersect(box.slices, shard.slices))]
+    covered = sum(num_entries(intersect(box.slices, shard.slices)) for box in boxes)
+    if covered != num_entries(shard.slices):
         raise ValueError(
-            f"{folder}: {what} has {covered} of the {size_of(shard.slices)} values wanted; {REMEDY}"
+            f"{folder}: {what} has {covered} of the {num_entries(shard.slices)} values wanted; {REMEDY}"
         )
     for box in boxes:
-        if source.exact and box.dtype != WORDS[shard.tensor.dtype]:
+        if source.exact and box.dtype != SAFETENSORS_DTYPES[shard.tensor.dtype]:
             raise ValueError(
-                f"{folder}: {what} is {box.dtype}, the plan needs {WORDS[shard.tensor.dtype]}; "
+                f"{folder}: {what} is {box.dtype}, the plan needs {SAFETENSORS_DTYPES[shard.tensor.dtype]}; "
                 f"{SETTINGS}"
             )
     return boxes
 
 
-def overlap(a: Slices, b: Slices) -> Slices:
+def intersect(a: Slices, b: Slices) -> Slices:
     """Common part of two boxes of one tensor, empty where there is none."""
     return tuple((max(s, t), max(max(s, t), min(e, f))) for (s, e), (t, f) in zip(a, b))
 
 
-def copy_all(source: Source, found: Sequence[tuple[Shard, Sequence[Box]]]) -> None:
+def copy_boxes(source: TensorSource, found: Sequence[tuple[Shard, Sequence[Box]]]) -> None:
     """Copy every box into the shards that overlap with it."""
     files = sorted({box.file for _, boxes in found for box in boxes})
     with ExitStack() as stack:
@@ -167,7 +169,7 @@ def _copy(file: Any, box: Box, shard: Shard) -> None:
     if not shard.shape:
         target.copy_(file.get_tensor(box.key))
         return
-    common = overlap(box.slices, shard.slices)
+    common = intersect(box.slices, shard.slices)
     theirs = tuple(slice(s - first, e - first) for (s, e), (first, _) in zip(common, box.slices))
     ours = tuple(slice(s - first, e - first) for (s, e), (first, _) in zip(common, shard.slices))
     target[ours].copy_(file.get_slice(box.key)[theirs])

@@ -18,11 +18,11 @@ from workbench.safe_io.json_field_checks import has, object_, text, whole
 CONFIG = "config.json"
 """What a folder of weights under Hugging Face's names holds beside them."""
 STEP = re.compile(r"step-(\d{8})")
-UNSEEN = {"name", "max_positions", "moe.capacity", "moe.auxiliary_loss"}
+IRRELEVANT_FIELDS = {"name", "max_positions", "moe.capacity", "moe.auxiliary_loss"}
 """Fields of a shape that change neither a weight nor what it computes, training aside."""
 
 
-def finished(folder: Path) -> list[Path]:
+def finished_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in a folder of them that are whole, oldest step first. Links are none: they lead
     elsewhere.
     """
@@ -47,7 +47,7 @@ def checkpoint_of(source: str | Path, field: str = "resume") -> Path:
             return path
         why = "is neither run nor checkpoint" if path.exists() else "does not exist"
         raise refuse(field, f"{path} {why}; legal: a run directory, or one of its checkpoints")
-    found = finished(path / "checkpoints")
+    found = finished_checkpoints(path / "checkpoints")
     for latest in reversed(found):
         if is_finite(latest):
             return latest
@@ -83,14 +83,14 @@ def _origin(run: Path, field: str) -> Path:
     return Path(load)
 
 
-def is_foreign(folder: Path) -> bool:
+def is_huggingface_folder(folder: Path) -> bool:
     """Whether the folder holds a model's weights as Hugging Face keeps them, instead of a
     checkpoint of ours.
     """
     return (folder / CONFIG).is_file() and not (folder / MANIFEST).is_file()
 
 
-def meta_of(plan: Plan, step: int) -> dict[str, Any]:
+def checkpoint_meta(plan: Plan, step: int) -> dict[str, Any]:
     """What a checkpoint says of the run: enough to refuse another model, and to find the sampler's
     place.
     """
@@ -108,11 +108,11 @@ def meta_of(plan: Plan, step: int) -> dict[str, Any]:
 
 
 _META = {"sample_index": whole, "model": object_, "precision": text, "optimizer": text}
-"""What of `meta_of` is read again."""
+"""What of `checkpoint_meta` is read again."""
 
 
 def _refuse_formless(folder: Path, meta: dict[str, Any]) -> None:
-    """ValueError where a manifest's `meta` is not what `meta_of` gives."""
+    """ValueError where a manifest's `meta` is not what `checkpoint_meta` gives."""
     if not has(meta, _META):
         raise ValueError(
             f"{folder / MANIFEST} is damaged: its meta does not say {', '.join(_META)}; {REMEDY}"
@@ -155,7 +155,7 @@ def _differing(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> list[P
     return found
 
 
-def shape_of(folder: Path, meta: dict[str, Any]) -> Shape:
+def checkpoint_shape(folder: Path, meta: dict[str, Any]) -> Shape:
     """The shape of a checkpoint's model. ValueError where that is code, which has none."""
     _refuse_formless(folder, meta)
     if "python" in meta["model"]:
@@ -209,4 +209,4 @@ def _flat(shape: Shape) -> dict[str, Any]:
             else {field: value}
         )
         flat |= inner
-    return {field: value for field, value in flat.items() if field not in UNSEEN}
+    return {field: value for field, value in flat.items() if field not in IRRELEVANT_FIELDS}

@@ -19,19 +19,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-WORDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 """What the format calls the dtypes that are kept."""
-DTYPES = {word: dtype for dtype, word in WORDS.items()}
-BLOCK = 32 * 2**20
+TORCH_DTYPES = {word: dtype for dtype, word in SAFETENSORS_DTYPES.items()}
+BLOCK_BYTES = 32 * 2**20
 """Bytes written and hashed at once: after each the writer has shown that its disk answers."""
-KEPT = 8 * BLOCK
+MAX_DIRTY_BYTES = 8 * BLOCK_BYTES
 """Bytes that may wait in the kernel for the disk: more would be waited for in silence at the file's
 end.
 """
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file."""
 
     key: str
@@ -44,9 +49,9 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write(
+def write_safetensors(
     path: Path,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorEntry],
     tensor_of: Callable[[str], Tensor],
     wrote: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[int, str]:
@@ -64,7 +69,7 @@ def write(
             file.write(block)
             digest.update(block)
             size += len(block)
-            if size - kept > KEPT:
+            if size - kept > MAX_DIRTY_BYTES:
                 file.flush()
                 os.fdatasync(file.fileno())
                 kept = size
@@ -75,7 +80,7 @@ def write(
 
 
 def _blocks(
-    entries: Sequence[Entry], tensor_of: Callable[[str], Tensor]
+    entries: Sequence[TensorEntry], tensor_of: Callable[[str], Tensor]
 ) -> Iterator[bytes | memoryview]:
     yield _header(entries)
     for entry in entries:
@@ -88,16 +93,16 @@ def _blocks(
         content = memoryview(
             tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         )
-        for start in range(0, len(content), BLOCK):
-            yield content[start : start + BLOCK]
+        for start in range(0, len(content), BLOCK_BYTES):
+            yield content[start : start + BLOCK_BYTES]
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def _header(entries: Sequence[TensorEntry]) -> bytes:
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for entry in entries:
         described[entry.key] = {
-            "dtype": WORDS[entry.dtype],
+            "dtype": SAFETENSORS_DTYPES[entry.dtype],
             "shape": entry.shape,
             "data_offsets": [at, at + entry.nbytes],
         }

@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench.checkpoint.checkpoint_format import Slices
 from workbench.checkpoint.manifest import REMEDY, read_manifest
-from workbench.checkpoint.safetensors_writer import DTYPES
+from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A global tensor, in one or more boxes."""
 
     shape: tuple[int, ...]
@@ -31,38 +31,38 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """What a folder holds: tensors by (name, kind), and of each file its bytes and sha256 (None: it
     has none).
     """
 
     folder: Path
-    tensors: Mapping[tuple[str, str], Stored]
+    tensors: Mapping[tuple[str, str], StoredTensor]
     files: Mapping[str, tuple[int, str | None]]
     meta: Mapping[str, Any]
     exact: bool = True
     """Whether a tensor of another dtype is refused; otherwise values are converted."""
 
 
-def source_of(folder: Path) -> Source:
+def checkpoint_source(folder: Path) -> TensorSource:
     """What a checkpoint holds. Raises ValueError where its manifest is not whole, or names a dtype
     that is none.
     """
     body = read_manifest(folder)
-    found: dict[tuple[str, str], Stored] = {}
+    found: dict[tuple[str, str], StoredTensor] = {}
     for entry in body["files"]:
         for tensor in entry["tensors"]:
-            if tensor["dtype"] not in DTYPES:
-                legal = ", ".join(DTYPES)
+            if tensor["dtype"] not in TORCH_DTYPES:
+                legal = ", ".join(TORCH_DTYPES)
                 raise ValueError(
                     f"{folder}: {tensor['key']} is {tensor['dtype']}; legal: {legal}; {REMEDY}"
                 )
             slices = tuple((start, stop) for start, stop in tensor["slices"])
             box = Box(entry["file"], tensor["key"], slices, tensor["dtype"])
             stored = found.setdefault(
-                (tensor["name"], tensor["kind"]), Stored(tuple(tensor["shape"]), [])
+                (tensor["name"], tensor["kind"]), StoredTensor(tuple(tensor["shape"]), [])
             )
             assert isinstance(stored.boxes, list)
             stored.boxes.append(box)
     files = {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in body["files"]}
-    return Source(folder, found, files, body["meta"])
+    return TensorSource(folder, found, files, body["meta"])

@@ -9,18 +9,20 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from workbench.checkpoint.checksums import CHUNK, digest
-from workbench.checkpoint.manifest import REMEDY, refuse_resized
-from workbench.checkpoint.tensor_index import Source
+from workbench.checkpoint.checksums import CHUNK_BYTES, file_sha256
+from workbench.checkpoint.manifest import REMEDY, check_size
+from workbench.checkpoint.tensor_index import TensorSource
 
 
-def verify_all(source: Source, files: Sequence[str]) -> None:
+def verify_files(source: TensorSource, files: Sequence[str]) -> None:
     """ValueError where one of the files is missing, or is not what was written."""
     for file in files:
-        verify(source, file)
+        verify_file(source, file)
 
 
-def verify(source: Source, file: str, read: Callable[[int], None] = lambda nbytes: None) -> None:
+def verify_file(
+    source: TensorSource, file: str, read: Callable[[int], None] = lambda nbytes: None
+) -> None:
     """ValueError where a file is missing, or is not what was written; `read` is told of every
     chunk.
 
@@ -28,11 +30,11 @@ def verify(source: Source, file: str, read: Callable[[int], None] = lambda nbyte
     NaN or infinite.
     """
     path, (size, sha256) = source.folder / file, source.files[file]
-    refuse_resized(path, size)
+    check_size(path, size)
     try:
         if sha256 is None:
             _refuse_non_finite(path, _keys(source, file))
-        elif digest(path, read) != sha256:
+        elif file_sha256(path, read) != sha256:
             raise ValueError(
                 f"{path} is damaged: its content does not match its checksum; {REMEDY}"
             )
@@ -42,7 +44,7 @@ def verify(source: Source, file: str, read: Callable[[int], None] = lambda nbyte
         raise ValueError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from None
 
 
-def _keys(source: Source, file: str) -> list[str]:
+def _keys(source: TensorSource, file: str) -> list[str]:
     return sorted(
         {box.key for stored in source.tensors.values() for box in stored.boxes if box.file == file}
     )
@@ -52,7 +54,7 @@ def _refuse_non_finite(path: Path, keys: Sequence[str]) -> None:
     with safe_open(path, framework="pt") as opened:
         for key in keys:
             values = opened.get_tensor(key).flatten()
-            bad = sum(int((~part.isfinite()).sum()) for part in values.split(CHUNK))
+            bad = sum(int((~part.isfinite()).sum()) for part in values.split(CHUNK_BYTES))
             if bad:
                 raise ValueError(
                     f"{path}: {bad} of the {values.numel()} values of {key} are NaN or infinite, "

@@ -1,5 +1,6 @@
-"""`python -m workbench.engine.check_python_model PLAN --allow-code`: hold a plan's operators
-against the model that is code.
+"""Check that a plan's operator strategies name modules of its Python model.
+
+`python -m workbench.engine.check_python_model PLAN --allow-code`
 """
 
 from __future__ import annotations
@@ -8,16 +9,18 @@ import argparse
 import sys
 from pathlib import Path
 
-from workbench.engine.exit_codes import status
+from workbench.engine.exit_codes import exit_status
 from workbench.models.python_model import build_python_model
 from workbench.parallel.operators.module_sites import operator_placements
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 
 
-def inspect(plan: Plan, allow_code: bool) -> None:
-    """Raises `PlanError` where a plan's code is not allowed, is no model, or has not what the
-    operators name.
+def check_python_model(plan: Plan, allow_code: bool) -> None:
+    """Build the plan's Python model, and find the modules that its operator strategies name.
+
+    Raises:
+        PlanError: The code is not allowed, builds no model, or lacks a module.
     """
     full = plan.resolve()
     require(full, "run", allow_code)
@@ -26,12 +29,12 @@ def inspect(plan: Plan, allow_code: bool) -> None:
 
 
 def main() -> int:
-    """0, or 2 with what stands against the plan on stderr."""
+    """Exit code 0, or 2 with the problems on stderr."""
     parser = argparse.ArgumentParser(prog="python -m workbench.engine.check_python_model")
     parser.add_argument("plan", type=Path)
     parser.add_argument("--allow-code", action="store_true")
     arguments = parser.parse_args()
-    return status(lambda: inspect(Plan.load(arguments.plan), arguments.allow_code))
+    return exit_status(lambda: check_python_model(Plan.load(arguments.plan), arguments.allow_code))
 
 
 if __name__ == "__main__":

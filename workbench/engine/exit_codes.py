@@ -1,4 +1,4 @@
-"""How a child process answers: its exit status, and one line on stderr instead of a traceback."""
+"""Exit codes of subprocess entry points, with one line on stderr instead of a traceback."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Callable
 from workbench.engine.verify.forked_ranks import RankError
 
 
-def status(work: Callable[[], None]) -> int:
-    """Run `work`; 0, or its error on stderr: 2 where what was asked is refused (ValueError), 1
-    where a rank failed.
-    """
+def exit_status(work: Callable[[], None]) -> int:
+    """Run `work`; returns 0, or prints its error: 2 for a refused request, 1 for a failed rank."""
     try:
         work()
     except (ValueError, RankError) as error:

@@ -1,8 +1,7 @@
-"""`python -m workbench.engine.export_weights CHECKPOINT --to FOLDER`: its parameters under Hugging
-Face's names.
+"""Export of a checkpoint's parameters as Hugging Face safetensors.
 
-Tensors are read and written one at a time. Prints a line of JSON as it goes on, and the answer as
-the last one.
+`python -m workbench.engine.export_weights CHECKPOINT --to FOLDER` prints its progress as lines of
+JSON, the answer last. Tensors are read and written one at a time.
 """
 
 from __future__ import annotations
@@ -20,56 +19,65 @@ import torch
 from torch import Tensor
 
 from workbench.checkpoint import read_tensors, safetensors_writer, tensor_integrity
-from workbench.checkpoint.checkpoint_format import Shard, write_whole
+from workbench.checkpoint.checkpoint_format import Shard, write_atomically
 from workbench.checkpoint.huggingface_folder import refuse_inexpressible
 from workbench.checkpoint.huggingface_names import (
-    INDEX,
-    WHOLE,
-    config_of,
-    foreign_name,
-    parameters_of,
+    INDEX_FILE,
+    SINGLE_FILE,
+    config_json,
+    huggingface_name,
+    parameter_shapes,
 )
-from workbench.checkpoint.resume_point import CONFIG, shape_of
-from workbench.checkpoint.safetensors_writer import DTYPES, Entry
-from workbench.checkpoint.tensor_index import Source, source_of
-from workbench.engine.exit_codes import status
+from workbench.checkpoint.resume_point import CONFIG, checkpoint_shape
+from workbench.checkpoint.safetensors_writer import TORCH_DTYPES, TensorEntry
+from workbench.checkpoint.tensor_index import TensorSource, checkpoint_source
+from workbench.engine.exit_codes import exit_status
 from workbench.errors import refuse
 from workbench.plan.model_shape import Shape
 
 SHARD_BYTES = 5 * 10**9
-"""A larger model is spread over files of at most this size; a larger tensor stands alone."""
+"""Maximum size of a file; a larger tensor gets a file of its own."""
 Progress = Callable[[int, int, str], None]
 
 
-def export(
+def export_checkpoint(
     checkpoint: Path,
     to: Path,
     progress: Progress = lambda done, of, what: None,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, Any]:
-    """Write the parameters of a checkpoint into the new folder `to`, to the bit and in their own
-    dtype.
+    """Write a checkpoint's parameters, unconverted, into a new folder.
 
-    `progress(done, of, what)` counts bytes, read to verify and written. Returns what was written.
-    Raises ValueError where the checkpoint is damaged, the model is none that Llama's names can
-    express, or `to` is there or unwritable.
+    Args:
+        checkpoint: A checkpoint.
+        to: The folder, which appears when all is written.
+        progress: Called with (bytes done, bytes in all, current step); bytes are those read to
+            verify and those written.
+        shard_bytes: Maximum size of a file.
+
+    Returns:
+        Files, tensors, parameters, bytes and dtype written.
+
+    Raises:
+        ValueError: The checkpoint is damaged, Llama's names cannot express the model, or `to`
+            exists or cannot be written.
     """
-    source = source_of(checkpoint)
-    shape = shape_of(checkpoint, dict(source.meta))
+    source = checkpoint_source(checkpoint)
+    shape = checkpoint_shape(checkpoint, dict(source.meta))
     refuse_inexpressible(shape)
     shards = {
-        foreign_name(name): _wanted(source, name, extent)
-        for name, extent in parameters_of(shape).items()
+        huggingface_name(name): _full_shard(source, name, extent)
+        for name, extent in parameter_shapes(shape).items()
     }
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise refuse("--to", f"'{to}' is there already; legal: a new folder, or an empty one")
     total = sum(size for size, _ in source.files.values()) + sum(
         _entry(*item).nbytes for item in shards.items()
     )
-    count = _Count(total, progress)
+    count = _ByteCounter(total, progress)
     for file in source.files:
         count.what = f"checking {file}"
-        tensor_integrity.verify(source, file, count)
+        tensor_integrity.verify_file(source, file, count)
     writing = to.with_name(f".{to.name}.writing-{os.getpid()}")
     try:
         writing.mkdir(parents=True)
@@ -80,17 +88,16 @@ def export(
     except OSError as error:
         raise refuse(
             "--to",
-            f"'{to}' cannot be written: {error.strerror or error}; free space there, or take "
-            f"another "
-            "folder",
+            f"'{to}' cannot be written: {error.strerror or error}; free space there, or choose "
+            "another folder",
         ) from None
     finally:
         shutil.rmtree(writing, ignore_errors=True)
     return {"folder": str(to), **answer}
 
 
-class _Count:
-    """Adds up bytes and tells of them."""
+class _ByteCounter:
+    """Adds up bytes and reports them."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         self.done, self.total, self.progress, self.what = 0, total, progress, ""
@@ -100,10 +107,10 @@ class _Count:
         self.progress(min(self.done, self.total), self.total, self.what)
 
 
-def _wanted(source: Source, name: str, shape: tuple[int, ...]) -> Shard:
-    """The whole parameter as something to be loaded; it has no storage yet."""
+def _full_shard(source: TensorSource, name: str, shape: tuple[int, ...]) -> Shard:
+    """The unsharded parameter as a shard to load; it has no storage yet."""
     stored = source.tensors.get((name, "parameter"))
-    dtype = DTYPES[stored.boxes[0].dtype] if stored else torch.float32
+    dtype = TORCH_DTYPES[stored.boxes[0].dtype] if stored else torch.float32
     return Shard(
         name,
         "parameter",
@@ -113,16 +120,16 @@ def _wanted(source: Source, name: str, shape: tuple[int, ...]) -> Shard:
     )
 
 
-def _entry(key: str, shard: Shard) -> Entry:
-    return Entry(key, shard.tensor.dtype, shard.shape)
+def _entry(key: str, shard: Shard) -> TensorEntry:
+    return TensorEntry(key, shard.tensor.dtype, shard.shape)
 
 
 def _write(
-    source: Source,
+    source: TensorSource,
     shape: Shape,
     shards: dict[str, Shard],
     folder: Path,
-    count: _Count,
+    count: _ByteCounter,
     shard_bytes: int,
 ) -> dict[str, Any]:
     def read(key: str) -> Tensor:
@@ -135,18 +142,18 @@ def _write(
             wanted.shape,
             wanted.slices,
         )
-        read_tensors.copy_all(source, [(target, boxes[key])])
+        read_tensors.copy_boxes(source, [(target, boxes[key])])
         return target.tensor
 
-    boxes = {key: read_tensors.overlapping(source, shard) for key, shard in shards.items()}
+    boxes = {key: read_tensors.overlapping_boxes(source, shard) for key, shard in shards.items()}
     entries = [_entry(key, shard) for key, shard in shards.items()]
     groups = list(_grouped(entries, shard_bytes))
     files = [
-        WHOLE if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+        SINGLE_FILE if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
         for i in range(len(groups))
     ]
     for file, group in zip(files, groups):
-        safetensors_writer.write(folder / file, group, read, count)
+        safetensors_writer.write_safetensors(folder / file, group, read, count)
     nbytes, numbers = (
         sum(entry.nbytes for entry in entries),
         sum(shard.tensor.numel() for shard in shards.values()),
@@ -157,9 +164,9 @@ def _write(
             "metadata": {"total_size": nbytes, "total_parameters": numbers},
             "weight_map": dict(sorted(place.items())),
         }
-        write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        write_atomically(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
     dtype = entries[0].dtype
-    write_whole(folder / CONFIG, json.dumps(config_of(shape, dtype), indent=2) + "\n")
+    write_atomically(folder / CONFIG, json.dumps(config_json(shape, dtype), indent=2) + "\n")
     return {
         "files": files,
         "tensors": len(entries),
@@ -169,8 +176,8 @@ def _write(
     }
 
 
-def _grouped(entries: list[Entry], most: int) -> Iterator[list[Entry]]:
-    group: list[Entry] = []
+def _grouped(entries: list[TensorEntry], most: int) -> Iterator[list[TensorEntry]]:
+    group: list[TensorEntry] = []
     for entry in entries:
         if group and sum(each.nbytes for each in group) + entry.nbytes > most:
             yield group
@@ -190,8 +197,10 @@ def main() -> int:
     def progress(done: int, of: int, what: str) -> None:
         print(json.dumps({"done": done, "of": of, "what": what}), flush=True)
 
-    return status(
-        lambda: print(json.dumps(export(arguments.checkpoint, arguments.to, progress)), flush=True)
+    return exit_status(
+        lambda: print(
+            json.dumps(export_checkpoint(arguments.checkpoint, arguments.to, progress)), flush=True
+        )
     )
 
 

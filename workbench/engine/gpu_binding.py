@@ -1,8 +1,8 @@
-"""Which GPU a rank has, held to the plan before anything is built.
+"""Binding of ranks to GPUs, checked against the plan before anything is built.
 
-accelerate takes GPU LOCAL_RANK modulo the number that is there, so that two ranks share one, which
-NCCL tells only at its first collective; and where torch cannot use the driver it makes every rank a
-world of its own.
+Accelerate takes GPU LOCAL_RANK modulo the number of GPUs, so that two ranks may share one, which
+NCCL reports only at its first collective; and where torch cannot use the driver it makes every rank
+a world of its own.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from workbench.engine.rendezvous import meet
+from workbench.engine.rendezvous import join_store
 from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import is_another_model
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
-HEARD = timedelta(seconds=10)
-"""How long rank 0 waits until every rank has read its verdict."""
+VERDICT_READ_TIMEOUT = timedelta(seconds=10)
+"""Time that rank 0, which serves the store, waits for every rank to read its verdict."""
 VERDICT = "gpus/verdict"
 """Key of the problems that rank 0 found."""
 
 
-class Gpu(NamedTuple):
-    """A rank's GPU: the host it is in, its index there, and what the driver calls it."""
+class RankGpu(NamedTuple):
+    """A rank's GPU: its host, its index there, and the driver's uuid and name."""
 
     host: str
     local: int
@@ -41,27 +41,33 @@ class Gpu(NamedTuple):
         return f"{self.name} {self.local} of {self.host} ({self.uuid})"
 
 
-def join_gpus(plan: ResolvedPlan) -> None:
-    """Take this rank's GPU, compare it with those of all ranks, and enter the process group over
-    NCCL.
+def init_gpu_process_group(plan: ResolvedPlan) -> None:
+    """Bind this rank's GPU, check the GPUs of all ranks, and join the process group over NCCL.
 
-    accelerate takes a group that is there as it is. A process without a launcher is alone, and
-    enters none. Raises `PlanError` on every rank where a GPU is missing, shared, or of another
-    model than the plan's.
+    Accelerate uses an existing process group as it is. A process that no launcher started joins
+    none.
+
+    Raises:
+        PlanError: On every rank, where a GPU is missing, shared, or of another model than the
+            plan's.
     """
-    device, deadline = take_gpu(plan), timedelta(seconds=plan.telemetry.timeout_seconds)
+    device, deadline = bind_gpu(plan), timedelta(seconds=plan.telemetry.timeout_seconds)
     if "RANK" not in os.environ:
-        _settle(_problems(plan, [own_gpu(device)]))
+        _settle(_problems(plan, [gpu_of(device)]))
         return
-    store, rank, world = meet(plan, deadline)
-    compare(plan, own_gpu(device), store, rank, world)
+    store, rank, world = join_store(plan, deadline)
+    check_gpus(plan, gpu_of(device), store, rank, world)
     dist.init_process_group(
         "nccl", store=store, rank=rank, world_size=world, timeout=deadline, device_id=device
     )
 
 
-def take_gpu(plan: ResolvedPlan) -> torch.device:
-    """Make GPU LOCAL_RANK the current one. Raises `PlanError` where torch has no such GPU."""
+def bind_gpu(plan: ResolvedPlan) -> torch.device:
+    """Make GPU LOCAL_RANK the current device.
+
+    Raises:
+        PlanError: torch has no such GPU.
+    """
     index, host = int(os.environ.get("LOCAL_RANK", "0")), socket.gethostname()
     if not torch.cuda.is_available():
         raise refuse(
@@ -85,24 +91,34 @@ def _why_not_cuda() -> str:
     return f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
 
 
-def own_gpu(device: torch.device) -> Gpu:
-    """What the driver tells of a CUDA `device`."""
+def gpu_of(device: torch.device) -> RankGpu:
+    """The GPU of a CUDA `device`, as the driver reports it."""
     found = torch.cuda.get_device_properties(device)
-    return Gpu(socket.gethostname(), device.index, str(found.uuid), found.name)
+    return RankGpu(socket.gethostname(), device.index, str(found.uuid), found.name)
 
 
 def gpu_record(device: torch.device) -> dict[str, str] | None:
-    """The GPU as a rank's first record names it; None for CPU ranks."""
+    """The GPU for a rank's first telemetry record; None for CPU ranks."""
     return (
-        {"uuid": (own := own_gpu(device)).uuid, "name": own.name} if device.type == "cuda" else None
+        {"uuid": (own := gpu_of(device)).uuid, "name": own.name} if device.type == "cuda" else None
     )
 
 
-def compare(plan: ResolvedPlan, own: Gpu, store: dist.Store, rank: int, world: int) -> None:
-    """Tell `store` this rank's GPU, and hold those of all `world` ranks to the plan.
+def check_gpus(plan: ResolvedPlan, own: RankGpu, store: dist.Store, rank: int, world: int) -> None:
+    """Check the GPUs of all ranks against the plan.
 
-    Rank 0 reads them all and the others its verdict, so that the store answers a few requests a
-    rank. Raises `PlanError`, alike on every rank.
+    Every rank writes its GPU to the store; rank 0 reads them all, and the others read its verdict:
+    a few requests per rank instead of world size squared.
+
+    Args:
+        plan: The plan.
+        own: This rank's GPU.
+        store: The rendezvous store.
+        rank: This rank.
+        world: World size.
+
+    Raises:
+        PlanError: The same on every rank.
     """
     store.set(_key(rank), json.dumps(own))
     if rank == 0:
@@ -112,7 +128,7 @@ def compare(plan: ResolvedPlan, own: Gpu, store: dist.Store, rank: int, world: i
     store.set(_read_by(rank), "")
     if rank == 0:  # the store ends with this rank, which may hold it
         with suppress(dist.DistStoreError):
-            store.wait([_read_by(each) for each in range(world)], HEARD)
+            store.wait([_read_by(each) for each in range(world)], VERDICT_READ_TIMEOUT)
     _settle(problems)
 
 
@@ -124,18 +140,16 @@ def _key(rank: int) -> str:
     return f"gpus/{rank}"
 
 
-def _read(plan: Plan, store: dist.Store, rank: int) -> Gpu:
+def _read(plan: Plan, store: dist.Store, rank: int) -> RankGpu:
     try:
-        return Gpu(*json.loads(store.get(_key(rank))))
+        return RankGpu(*json.loads(store.get(_key(rank))))
     except dist.DistStoreError:
         waited = f"{plan.telemetry.timeout_seconds} s (telemetry.timeout_seconds)"
         raise RuntimeError(f"rank {rank} did not say which GPU it has within {waited}") from None
 
 
-def _problems(plan: ResolvedPlan, gpus: list[Gpu]) -> list[Problem]:
-    """Of the ranks' `gpus`, in order of rank: those of another model, and those that several ranks
-    share.
-    """
+def _problems(plan: ResolvedPlan, gpus: list[RankGpu]) -> list[Problem]:
+    """GPUs (in order of rank) of another model than the plan's, or shared by several ranks."""
     found: list[Problem] = []
     owners: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):

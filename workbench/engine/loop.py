@@ -15,28 +15,28 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from workbench.engine.data import tokenized_corpus
-from workbench.engine.data.batch_sampler import Sampler as TextSampler
-from workbench.engine.measure.allocator_memory import meter
+from workbench.engine.data.batch_sampler import BatchSampler as TextSampler
+from workbench.engine.measure.allocator_memory import memory_meter
 from workbench.engine.measure.experiment_trackers import Trackers
-from workbench.engine.measure.step_sampler import Follower, Sampler, allocated_rows
+from workbench.engine.measure.step_sampler import ActionTracker, StepSampler, allocated_rows
 from workbench.engine.measure.telemetry_writer import Telemetry
 from workbench.engine.optimizer import learning_rate
 from workbench.engine.session import Session, StepResult
-from workbench.engine.session_checkpoint import Saver
+from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.runs.store.stop_request import read_stop
 
 FIRST_SAMPLES = 2
-"""Steps at the start whose memory is always sampled: the first, and the first of the steady state.
-"""
+"""Steps whose memory is always sampled: the first, and the first of the steady state."""
 GO_ON, STOP, SAVE_AND_STOP = 0, 1, 2
 
 
-class Loop:
-    """Builds this rank's session and trains it. `index` is the step under way, `follower` knows the
-    action.
+class TrainingLoop:
+    """Builds this rank's session and trains it.
+
+    `index` is the current step, `action_tracker` knows its current action.
     """
 
     def __init__(
@@ -48,21 +48,21 @@ class Loop:
         telemetry: Telemetry,
     ) -> None:
         self.plan, self.run_dir, self.mesh, self.telemetry = plan, run_dir, mesh, telemetry
-        self.follower = Follower()
-        self.follower.doing = "building"
+        self.action_tracker = ActionTracker()
+        self.action_tracker.current = "building"
         self.index = 0
-        self.meter = meter(accelerator.device)
+        self.meter = memory_meter(accelerator.device)
         self.trackers = Trackers(accelerator, plan)
         self._phase("building")
         self.text = self._text()
-        self._samples: list[tuple[int, Sampler]] = []
+        self._samples: list[tuple[int, StepSampler]] = []
         self._window_open = False
         self._open_window()
         self.session = Session.build(plan, mesh, accelerator.device)
         shape = (plan.num_microbatches, plan.training.micro_batch, plan.training.sequence_length)
         self.tokens = torch.zeros(shape, dtype=torch.long, device=accelerator.device)
         self.targets = torch.zeros_like(self.tokens)
-        self.saver = Saver(self.session, run_dir, self._saved)
+        self.saver = SessionCheckpointer(self.session, run_dir, self._saved)
         if plan.checkpoint.every:
             self.saver.prepare()
 
@@ -73,15 +73,12 @@ class Loop:
             tokens, t.sequence_length, t.global_batch, t.micro_batch, t.seed, data.index, data.size
         )
         if t.evaluation.every:
-            text.evaluation(
-                0
-            )  # refuses held-out text that is too short now, not at the first evaluation
+            # Refuse held-out text that is too short now, not at the first evaluation.
+            text.evaluation(0)
         return text
 
     def run(self) -> None:
-        """Train from where the checkpoint stands, or from the start, to the last step or until
-        asked to stop.
-        """
+        """Train from the checkpoint's step, or from 0, to the last step or a stop request."""
         self.index = self.saver.load()
         for kernel in self.session.warm_up():
             self._phase("compiling", kernel)
@@ -108,7 +105,7 @@ class Loop:
         return done < FIRST_SAMPLES or bool(every and done % every == 0)
 
     def _step(self, sampled: bool) -> int:
-        """One step, told; what all ranks agreed to do next."""
+        """One step and its telemetry record; returns what all ranks agreed to do next."""
         began = time.perf_counter()
         self._fill(*self.text.batch(self.index))
         asked = self._asked_to_stop()
@@ -118,12 +115,11 @@ class Loop:
         scheduled = self.index - (scaler.skipped if scaler else 0)
         skipped = bool(scaler and scaling[1])
         if scaler:
-            scaler.tell(skipped)
+            scaler.count_skipped(skipped)
         if not (math.isfinite(loss) or skipped):
             raise FloatingPointError(
-                f"the loss of step {self.index} is {loss}: nothing can be learnt from here; lower "
-                "training.optimizer.learning_rate, or look at the weights that checkpoint.load "
-                "names"
+                f"the loss of step {self.index} is {loss}: training cannot continue; lower "
+                "training.optimizer.learning_rate, or check the weights that checkpoint.load names"
             )
         record: dict[str, Any] = {
             "step": self.index,
@@ -135,14 +131,14 @@ class Loop:
             "loss_scale": scaling[0] if scaler else None,
             "skipped": skipped,
             "bytes": self.meter.now(),
-            "action": self.follower.doing,
+            "action": self.action_tracker.current,
         }
         self.telemetry.record("step", **record)
         self.trackers.log(record, self.index)
         return int(stop)
 
     def _asked_to_stop(self) -> int:
-        """What somebody wants of the run, as rank 0 sees it; all ranks learn it in the step."""
+        """The stop request on disk, read by rank 0 only; the step's all-reduce distributes it."""
         wish = read_stop(self.run_dir) if self.mesh.rank == 0 else None
         return GO_ON if wish is None else SAVE_AND_STOP if wish.checkpoint else STOP
 
@@ -151,11 +147,11 @@ class Loop:
         self.targets.copy_(targets)
 
     def _plain(self, asked: int) -> StepResult:
-        return self.session.step(self.index, self.tokens, self.targets, self.follower, asked)
+        return self.session.step(self.index, self.tokens, self.targets, self.action_tracker, asked)
 
     def _sampled(self, asked: int) -> StepResult:
         self._open_window()
-        sampler = Sampler(self.session, self.meter)
+        sampler = StepSampler(self.session, self.meter)
         self._samples.append((self.index, sampler))
         with sampler.step():
             return self.session.step(self.index, self.tokens, self.targets, sampler, asked)
@@ -166,7 +162,9 @@ class Loop:
             self._window_open = True
 
     def _end_window(self) -> None:
-        """Tell what the sampled steps since the window's start have shown."""
+        """Close the allocator's window, and record memory, timeline and collectives of its
+        steps.
+        """
         if not self._window_open:
             return
         self._window_open = False
@@ -178,7 +176,7 @@ class Loop:
         self._samples.clear()
 
     def _evaluate(self) -> None:
-        """Loss on held-out text, when its turn has come; equal on every rank."""
+        """Evaluate on held-out text every `training.evaluation.every` steps."""
         e = self.plan.training.evaluation
         if not e.every or self.index % e.every:
             return
@@ -198,37 +196,37 @@ class Loop:
         self._phase("training")
 
     def _save(self, asked: bool) -> None:
-        """Have a checkpoint written, when its turn has come or the run is asked to leave one.
+        """Start writing a checkpoint, every `checkpoint.every` steps and where `asked`.
 
-        One that the disk refuses costs the checkpoint, not the training: it is told, and tried
-        again when the next one is due.
+        A checkpoint that cannot be written does not end the training: it is reported, and the next
+        one is attempted as planned.
         """
-        self._told_unsaved(self.saver.check)
+        self._report_unsaved(self.saver.check)
         every, last = self.plan.checkpoint.every, self.index == self.plan.training.steps
         if not asked and not (every and (self.index % every == 0 or last)):
             return
         self._end_window()
         self._phase("checkpointing")
-        self._told_unsaved(self.saver.wait)
-        self._told_unsaved(lambda: self.saver.save(self.index))
+        self._report_unsaved(self.saver.wait)
+        self._report_unsaved(lambda: self.saver.save(self.index))
         self._phase("training")
 
     def _saved(self, step: int, path: Path, seconds: float) -> None:
-        """A checkpoint counts from now on; told by the thread that has written it."""
+        """Record a committed checkpoint; called from the writer's thread."""
         self.telemetry.record("checkpoint", step=step, path=str(path), seconds=seconds)
 
     def _finish_saving(self) -> None:
-        """Wait for the checkpoint under way, before the run ends."""
+        """Wait for the pending checkpoint before the run ends."""
         self._phase("checkpointing")
-        self._told_unsaved(self.saver.wait)
+        self._report_unsaved(self.saver.wait)
         self.saver.close()
 
-    def _told_unsaved(self, work: Callable[[], object]) -> None:
-        """Do what may find that a checkpoint cannot be written, and tell of it."""
+    def _report_unsaved(self, work: Callable[[], object]) -> None:
+        """Run `work`, and report a checkpoint that it finds to have failed."""
         try:
             work()
         except ValueError as error:
-            print(f"{error}; training goes on", file=sys.stderr)
+            print(f"{error}; training continues", file=sys.stderr)
             self.telemetry.record("unsaved", step=self.index, message=str(error))
 
     def _phase(self, phase: str, detail: str | None = None) -> None:

@@ -1,10 +1,9 @@
-"""The optimizer: AdamW or SGD over named tensors, with fp32 masters where the parameters have 16
-bits.
+"""Mixed-precision AdamW and SGD over named tensors, with fp32 master weights of 16-bit parameters.
 
-It is written over torch's functional optimizers (one fused kernel per group) rather than over
-`torch.optim.AdamW`, because a gradient here may have another dtype than its parameter, and because
-every tensor of the state is then ours to count, to checkpoint and to name. Nothing reads a value
-back, so that the step runs under fake tensors.
+Built on torch's functional optimizers (one fused kernel per group) rather than `torch.optim.AdamW`,
+because a gradient may have another dtype than its parameter, and because every state tensor then
+has a name by which it is counted and checkpointed. No value is read back to the host, so that a
+step runs under fake tensors too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from workbench.engine.optimizer_groups import Group
+from workbench.engine.optimizer_groups import OptimizerGroup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,10 +28,14 @@ if TYPE_CHECKING:
 
 
 def learning_rate(step: int, optimizer: schema.Optimizer, total_steps: int) -> float:
-    """Learning rate of `step` (from 0): linear warm-up to the peak, then constant, linear or cosine
-    decay.
+    """Learning rate of a step: linear warm-up to the peak, then constant, linear or cosine decay.
 
     The last step of the run has exactly `final_ratio` of the peak, unless the decay is constant.
+
+    Args:
+        step: The step, from 0.
+        optimizer: The plan's optimizer.
+        total_steps: Steps of the run.
     """
     peak, warmup = optimizer.learning_rate, optimizer.warmup_steps
     if step < warmup:
@@ -48,26 +51,35 @@ def _is_matrix(layout: Layout) -> bool:
     return len(layout.shape) >= 2 and not layout.name.endswith("bias")
 
 
-class Optimizer:
-    """Steps `parameters` by `gradients`; both are dicts by the same names and both are held, not
-    copied.
+class MixedPrecisionOptimizer:
+    """Updates parameters by gradients, and owns the optimizer state.
 
-    Matrices (two dimensions or more, as `layouts` know them) are decayed, decoupled from the
-    gradient (1711.05101), under SGD too; vectors are not, nor are experts' biases, however stacked.
-    State is allocated here, not at the first step, so that memory is known before training starts:
-    `moment1` and `moment2` (SGD: `moment1` only, and none without momentum) in fp32, or in the
+    Matrices (two dims or more in their global layout) have weight decay, decoupled from the
+    gradient (AdamW, arXiv 1711.05101), under SGD too; vectors and expert biases have none.
+
+    State is allocated at construction, not at the first step, so that memory is known before
+    training starts: `moment1` and `moment2` (SGD: `moment1`, none without momentum) in fp32, in the
     parameter's dtype where that is wider, or in bf16 where the plan says so; `master`, the fp32
-    copy of a 16-bit parameter, unless the plan wants none; `step`, a scalar.
+    copy of a 16-bit parameter, unless the plan has none; `step`, a scalar.
 
-    A step is made in the widest dtype of the state, and what is kept in less is rounded to nearest
-    afterwards. Only AdamW of bf16 parameters and moments, with no master, is made on those, by
-    torch's kernel, which widens within.
+    An update is computed in the widest dtype of a tensor's state and rounded to nearest into
+    narrower state. The exception is AdamW of bf16 parameters and moments without master weights,
+    which torch's kernel updates in place, upcasting in registers.
 
-    `kernels` is the plan's: with "fused", AdamW of contiguous tensors is our own kernel where
-    Triton runs. It reads gradients in their own dtype and scales them on the way, and so needs no
-    copy of them; elsewhere what torch's kernel needs copies of is cut so that those stay in a
-    processor's cache. `on_card` says where the tensors of a rehearsal, which are a processor's,
-    would be: there the kernel needs nothing, and nothing is done.
+    With `kernels="fused"`, contiguous tensors are updated by the Triton kernel
+    (`workbench.kernels.adamw`) where Triton runs: it reads gradients in their own dtype and scales
+    them in registers, so no upcast copies exist. On CPU, tensors are instead cut so that the
+    upcast copies that torch's kernel needs stay in cache.
+
+    Args:
+        parameters: Name -> local parameter; referenced, not copied.
+        gradients: Name -> gradient; same names, referenced.
+        layouts: Name -> layout of the global tensor.
+        config: The plan's optimizer.
+        total_steps: Steps of the run, for the learning-rate schedule.
+        kernels: The plan's `strategy.kernels`.
+        on_gpu: Whether the plan's tensors are on GPUs. In rehearsal, whose tensors are on the CPU,
+            the update is then skipped: the Triton kernel allocates nothing.
     """
 
     def __init__(
@@ -78,17 +90,17 @@ class Optimizer:
         config: schema.Optimizer,
         total_steps: int,
         kernels: str = "eager",
-        on_card: bool = False,
+        on_gpu: bool = False,
     ) -> None:
         assert parameters.keys() == gradients.keys(), sorted(parameters.keys() ^ gradients.keys())
         self.config = config
         self.total_steps = total_steps
         self._state = {name: self._initial(parameter) for name, parameter in parameters.items()}
         self._fused = self._kernel(parameters, gradients, layouts) if kernels == "fused" else None
-        self._groups: list[Group] = []
+        self._groups: list[OptimizerGroup] = []
         on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
-        rehearsed = kernels == "fused" and on_card and on_host and config.name == "adamw"
-        if self._fused is not None or rehearsed:
+        is_rehearsal = kernels == "fused" and on_gpu and on_host and config.name == "adamw"
+        if self._fused is not None or is_rehearsal:
             return
         groups = (
             self._group(
@@ -100,7 +112,7 @@ class Optimizer:
             for matrices, decay in ((True, config.weight_decay), (False, 0.0))
         )
         self._groups = [
-            piece for group in groups for piece in group.pieces(cut=kernels == "fused" and on_host)
+            piece for group in groups for piece in group.split(cut=kernels == "fused" and on_host)
         ]
 
     def _group(
@@ -109,7 +121,7 @@ class Optimizer:
         gradients: Mapping[str, Tensor],
         names: list[str],
         decay: float,
-    ) -> Group:
+    ) -> OptimizerGroup:
         held = [parameters[name].detach() for name in names]
         targets = [
             self._state[name].get("master", parameter) for name, parameter in zip(names, held)
@@ -118,7 +130,7 @@ class Optimizer:
         dtypes = [self._dtype(*of_one) for of_one in zip(targets, *moments)]
         counts = [self._state[name]["step"] for name in names]
         counted = [True] * len(names)
-        return Group(
+        return OptimizerGroup(
             held,
             [gradients[name] for name in names],
             targets,
@@ -135,7 +147,7 @@ class Optimizer:
         gradients: Mapping[str, Tensor],
         layouts: Mapping[str, Layout],
     ) -> AdamW | None:
-        """Our own kernel, or None where it has no place."""
+        """The Triton AdamW, or None where it does not support the tensors."""
         from workbench.kernels.adamw import AdamW, Stepped, suits
 
         if self.config.name != "adamw" or not all(
@@ -187,11 +199,13 @@ class Optimizer:
     def step(
         self, step_index: int, scale: Tensor | None = None, skip: Tensor | None = None
     ) -> None:
-        """One update with the learning rate of `step_index`; gradients are first multiplied by
-        `scale` (0-d).
+        """Update all parameters.
 
-        Gradients may be scaled in place: they are spent afterwards. Where `skip` (0-d, fp32) is 1
-        instead of 0, whatever the gradients are, nothing changes, counts of steps included.
+        Args:
+            step_index: Selects the learning rate.
+            scale: Factor of the gradients, a 0-d tensor; may be applied in place.
+            skip: 0-d fp32 tensor; where 1, nothing changes, step counts included, even if gradients
+                are not finite. A tensor, so that the host need not wait to know it.
         """
         rate = learning_rate(step_index, self.config, self.total_steps)
         if self._fused is not None:
@@ -200,20 +214,22 @@ class Optimizer:
             self._update(group, rate, scale, skip)
 
     def _dtype(self, *kept: Tensor) -> torch.dtype:
-        """What the update of a tensor is made in: the widest of what is kept."""
+        """The dtype of a tensor's update: the widest of its state."""
         widest = reduce(torch.promote_types, (x.dtype for x in kept))
         return widest if self.config.name == "adamw" else torch.promote_types(widest, torch.float32)
 
-    def _update(self, group: Group, rate: float, scale: Tensor | None, skip: Tensor | None) -> None:
-        wide = group.widened()
+    def _update(
+        self, group: OptimizerGroup, rate: float, scale: Tensor | None, skip: Tensor | None
+    ) -> None:
+        wide = group.upcast()
         device = wide.targets[0].device
         if scale is not None:
             torch._foreach_mul_(wide.gradients, scale.to(device))
         update = self._adamw if self.config.name == "adamw" else self._sgd
         update(wide, rate, None if skip is None else skip.to(device))
-        group.take(wide)
+        group.store(wide)
 
-    def _adamw(self, group: Group, rate: float, skip: Tensor | None) -> None:
+    def _adamw(self, group: OptimizerGroup, rate: float, skip: Tensor | None) -> None:
         first, second = group.moments
         adamw(
             group.targets,
@@ -221,7 +237,7 @@ class Optimizer:
             first,
             second,
             [],
-            group.counts,
+            group.step_counts,
             fused=True,
             foreach=False,
             amsgrad=False,
@@ -234,7 +250,7 @@ class Optimizer:
             found_inf=skip,
         )
 
-    def _sgd(self, group: Group, rate: float, skip: Tensor | None) -> None:
+    def _sgd(self, group: OptimizerGroup, rate: float, skip: Tensor | None) -> None:
         taken = 1.0 if skip is None else 1 - skip
         if group.decay:
             torch._foreach_mul_(group.targets, 1 - rate * group.decay * taken)
@@ -256,19 +272,20 @@ class Optimizer:
             found_inf=skip,
         )
         torch._foreach_add_(
-            group.counts, [torch.ones_like(group.counts[0]) * taken] * len(group.counts)
+            group.step_counts,
+            [torch.ones_like(group.step_counts[0]) * taken] * len(group.step_counts),
         )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The state itself (not a copy), by parameter name, then `moment1`, `moment2`, `master`,
-        `step`.
-        """
+        """State by parameter name, then `moment1`, `moment2`, `master`, `step`; not a copy."""
         return self._state
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Copy `state` in. Raises ValueError, naming the tensor, where it is not of this model and
-        optimizer.
+        """Copy `state` in.
+
+        Raises:
+            ValueError: It is of another model or optimizer; names the tensor.
         """
         for name, mine in self._state.items():
             theirs = state.get(name, {})

@@ -1,6 +1,4 @@
-"""What a plan's precision means for tensors, and for what torch may choose to compute with. There
-is no autocast.
-"""
+"""Dtypes and torch settings of a plan's precision. There is no autocast."""
 
 from __future__ import annotations
 
@@ -17,28 +15,25 @@ DTYPES = {
 }
 
 
-def dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
-    """(parameters and activations, accumulated gradients) of a complete plan."""
+def plan_dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
+    """(dtype of parameters and activations, dtype of accumulated gradients)."""
     precision = plan.strategy.precision
     return DTYPES[STORED.get(precision, precision)], DTYPES[plan.strategy.gradient_dtype]
 
 
-def set_products(plan: Plan) -> None:
-    """Let matrix products of fp32 tensors round their inputs to tf32 where the plan says so, and
-    nowhere else.
+def set_matmul_precision(plan: Plan) -> None:
+    """Allow TF32 GEMMs where the plan's precision is tf32, and only there.
 
-    It holds for the whole process, so that the worker calls it, once. Only CUDA cards have such
-    products.
+    The setting is the process's: the worker calls this once. It has no effect on CPU.
     """
     torch.set_float32_matmul_precision("high" if plan.strategy.precision == "tf32" else "highest")
 
 
-def set_attention(plan: ResolvedPlan) -> None:
-    """On GPUs, let attention run by fused operators alone: where none fits, an error, not [B, H, T,
-    T] in memory.
+def require_fused_attention(plan: ResolvedPlan) -> None:
+    """Disable the unfused SDPA backend on GPUs, which materialises scores of [B, H, T, T].
 
-    It holds for the whole process, so that the worker calls it, once. A model that is code chooses
-    for itself.
+    Where no fused backend supports the shapes, attention raises instead of exhausting memory. The
+    setting is the process's: the worker calls this once. A Python model chooses for itself.
     """
     if plan.gpu.device == "cuda" and plan.code is None:
         torch.backends.cuda.enable_math_sdp(False)

@@ -1,9 +1,8 @@
-"""Where the ranks of a run meet: on one node by the loopback address alone, whatever else the
-machine is connected to.
+"""Rendezvous of the ranks: on one node by a TCPStore that listens on the loopback address only.
 
-A store for rendezvous answers whoever reaches it, without a password. torch's own listens on all
-addresses; of one node rank 0 makes it, on a socket that is bound here. On several nodes torch's
-stands, for a network that is trusted.
+A TCPStore serves whoever reaches it, without authentication, and torch's listens on all addresses.
+On one node rank 0 therefore creates the store on a socket bound to the loopback address. On several
+nodes torch's own store is used, and the network must be trusted.
 """
 
 from __future__ import annotations
@@ -21,11 +20,17 @@ from workbench.interop.export import LOOPBACK, PORT, one_node
 from workbench.plan.schema import Plan
 
 
-def meet(plan: Plan, deadline: timedelta) -> tuple[dist.Store, int, int]:
-    """The store of this launch, this rank, and the number of ranks, from the launcher's environment
-    (`env://`).
+def join_store(plan: Plan, deadline: timedelta) -> tuple[dist.Store, int, int]:
+    """Join the store of this launch, found in the launcher's environment (`env://`).
+
+    Args:
+        plan: Says whether the launch is on one node.
+        deadline: Timeout of the rendezvous and of the store's operations.
+
+    Returns:
+        (store, this rank, world size).
     """
-    if not own_store(plan):
+    if not rank_0_makes_store(plan):
         store, rank, world = next(dist.rendezvous("env://", timeout=deadline))
     else:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -35,18 +40,22 @@ def meet(plan: Plan, deadline: timedelta) -> tuple[dist.Store, int, int]:
     return dist.PrefixStore("default_pg", store), rank, world
 
 
-def own_store(plan: Plan) -> bool:
-    """Whether rank 0 makes the store: on one node, unless the launcher (a torchrun by hand) has
-    made one already.
-    """
+def rank_0_makes_store(plan: Plan) -> bool:
+    """Whether rank 0 creates the store: on one node, unless torchrun has already created one."""
     return one_node(plan) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def loopback_store(port: int, world: int, deadline: timedelta, listens: bool) -> dist.Store:
-    """A store on `port` of the loopback address, which the rank that `listens` makes for `world`
-    ranks.
+    """A TCPStore on `port` of the loopback address.
 
-    Raises RuntimeError where the port is in use.
+    Args:
+        port: The port.
+        world: Number of ranks that join.
+        deadline: Timeout of its operations.
+        listens: Whether this rank serves the store.
+
+    Raises:
+        RuntimeError: The port is in use.
     """
     if not listens:
         return dist.TCPStore(LOOPBACK, port, world, False, deadline)
@@ -56,7 +65,9 @@ def loopback_store(port: int, world: int, deadline: timedelta, listens: bool) ->
         bound.bind((LOOPBACK, port))
     except OSError as error:
         bound.close()
-        raise RuntimeError(f"ranks cannot meet on {LOOPBACK}:{port}: {error.strerror}") from error
+        raise RuntimeError(
+            f"ranks cannot rendezvous on {LOOPBACK}:{port}: {error.strerror}"
+        ) from error
     bound.listen(world)
     listening = bound.detach()  # the store's to close
     return dist.TCPStore(
@@ -64,19 +75,24 @@ def loopback_store(port: int, world: int, deadline: timedelta, listens: bool) ->
     )
 
 
-def join_cpus(plan: Plan) -> None:
-    """Enter the process group over gloo; a process without a launcher is alone, and enters none."""
+def init_cpu_process_group(plan: Plan) -> None:
+    """Join the process group over gloo; none in a process that no launcher started."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         deadline = timedelta(seconds=plan.telemetry.timeout_seconds)
-        store, rank, world = meet(plan, deadline)
+        store, rank, world = join_store(plan, deadline)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=deadline)
 
 
-def gather(item: Any, device: torch.device) -> list[Any]:
-    """What every rank gives, in order of rank, as JSON: what another process sent is never run, as
-    a pickle would be.
+def all_gather_json(item: Any, device: torch.device) -> list[Any]:
+    """All-gather plain data as JSON: a pickle from another process could run code.
 
-    `item` is plain data. Lengths go first, then the text in tensors of bytes on `device`.
+    Args:
+        item: Plain data of this rank.
+        device: Where the group's collectives take tensors. Lengths are gathered first, then the
+            text, padded to the longest, as bytes.
+
+    Returns:
+        Every rank's item, in order of rank.
     """
     text = json.dumps(item).encode()
     lengths = [

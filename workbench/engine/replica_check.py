@@ -1,9 +1,8 @@
-"""Data-parallel replicas hold the same bits: where they do not, memory was corrupted, or training
-has gone apart.
+"""Detection of silent divergence between data-parallel replicas, which must be equal to the bit.
 
-Nothing in a step shows it: gradients are summed whatever weights they come from. Before a
-checkpoint is written, which keeps one replica of each tensor, sums of their bits are compared; a
-flipped bit changes a sum. The tensors are read once, and a few bytes a tensor are reduced.
+A step does not reveal it: gradients are summed whatever weights they come from. A checkpoint keeps
+one replica of each tensor, so before it is written the replicas' bit sums are compared. Each tensor
+is read once, and 16 bytes per tensor are all-reduced.
 """
 
 from __future__ import annotations
@@ -16,31 +15,36 @@ from torch import Tensor
 
 from workbench.parallel.mesh import MeshAxis
 
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of a dtype's size in bytes."""
-PIECE = 2**22
-"""Entries that are summed at once, and copied where they do not begin at a multiple of eight bytes.
-"""
-AXES = ("replicas", "replicate", "expert_replicas", "expert_replicate")
-"""Axes of the mesh along which ranks hold the same parameters, and sum their gradients."""
+CHUNK_ENTRIES = 2**22
+"""Entries summed at once, and copied first where they do not start at a multiple of eight bytes."""
+REPLICA_AXES = ("replicas", "replicate", "expert_replicas", "expert_replicate")
+"""Axes of the mesh along which parameters are replicated and gradients summed."""
 
 
 class ReplicasDiffer(RuntimeError):
-    """Training cannot go on from replicas that differ, as it can where only a disk refuses a
-    checkpoint.
-    """
+    """Replicas differ: unlike a checkpoint that cannot be written, this must end the training."""
 
 
-def compare(tensors: Mapping[str, Tensor], axis: MeshAxis, device: torch.device, step: int) -> None:
-    """Raise `ReplicasDiffer`, on every rank of `axis`, naming the first of the `tensors` that is
-    not equal along it.
+def check_replicas(
+    tensors: Mapping[str, Tensor], axis: MeshAxis, device: torch.device, step: int
+) -> None:
+    """Check that tensors are equal along an axis. Called by all its ranks.
 
-    Every rank of the axis calls it with the same names, in the same order; its group takes tensors
-    on `device`.
+    Args:
+        tensors: Name -> tensor; the same names in the same order on every rank.
+        axis: The mesh axis along which they are replicated.
+        device: Where the axis' group takes tensors.
+        step: Steps done, for the message.
+
+    Raises:
+        ReplicasDiffer: On every rank of the axis; names the first tensor that differs.
     """
     if axis.group is None or not tensors:
         return
-    sums = torch.stack([bit_sum(tensor).to(device) for tensor in tensors.values()])
+    sums = torch.stack([bit_checksum(tensor).to(device) for tensor in tensors.values()])
+    # max(~x) is ~min(x): one all-reduce finds both extremes, and equal extremes mean equal sums.
     both = torch.cat((sums, ~sums))
     dist.all_reduce(both, dist.ReduceOp.MAX, group=axis.group)
     highest, lowest = both[: len(sums)], ~both[len(sums) :]
@@ -54,22 +58,21 @@ def compare(tensors: Mapping[str, Tensor], axis: MeshAxis, device: torch.device,
     )
 
 
-def bit_sum(tensor: Tensor) -> Tensor:
-    """Sum of a tensor's bits, read as integers, modulo 2^64: one flipped bit always changes it; a
-    scalar of int64.
+def bit_checksum(tensor: Tensor) -> Tensor:
+    """Sum of a tensor's bits read as integers, modulo 2^64: an int64 scalar.
+
+    One flipped bit always changes it.
     """
     flat = tensor.detach().contiguous().flatten()
-    return torch.stack([_sum(piece) for piece in flat.split(PIECE)]).sum()
+    return torch.stack([_sum(piece) for piece in flat.split(CHUNK_ENTRIES)]).sum()
 
 
 def _sum(piece: Tensor) -> Tensor:
-    """The same of a flat piece, by eight bytes where there are as many: narrower integers are
-    widened first.
-    """
+    """Sum of a flat piece, eight bytes at a time; the rest as narrower integers."""
     each = 8 // piece.element_size()
     whole = piece.numel() // each * each
     aligned = piece if piece.storage_offset() % each == 0 else piece.clone()
-    rest = aligned[whole:].view(WORDS[piece.element_size()]).sum(dtype=torch.int64)
+    rest = aligned[whole:].view(INTEGER_OF_BYTES[piece.element_size()]).sum(dtype=torch.int64)
     return aligned[:whole].view(torch.int64).sum() + rest
 
 
@@ -81,8 +84,7 @@ def _words(name: str, sums: list[int], axis: MeshAxis, step: int) -> str:
     if 2 * sums.count(usual) <= len(sums):
         who = f"among ranks {', '.join(map(str, axis.ranks))}"
     return (
-        f"after {step} steps {name} differs {who}, and replicas must be equal to the bit: the "
-        f"memory of one was "
-        "corrupted, or they have gone apart; no checkpoint is written of it, go on from an "
-        "earlier one"
+        f"after {step} steps {name} differs {who}, and replicas must be equal to the bit: memory "
+        "was corrupted, or the replicas have diverged; this state is not saved, resume from an "
+        "earlier checkpoint"
     )

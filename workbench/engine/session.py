@@ -1,6 +1,6 @@
-"""A rank's part of a training job, built from a plan, and its step.
+"""Training session of one rank, built from a plan, and its optimizer step.
 
-The worker, the rehearsal and the verification all build this, so that what is proved is what runs.
+The worker, the rehearsal and `verify` all build this session: what is verified is what runs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.engine.loss_scaler import LossScaler, overflow, unowned
-from workbench.engine.optimizer import Optimizer
-from workbench.engine.precision import dtypes
+from workbench.engine.loss_scaler import LossScaler, found_inf, unowned_overflow
+from workbench.engine.optimizer import MixedPrecisionOptimizer
+from workbench.engine.precision import plan_dtypes
 from workbench.kernels.fused_seams import warm_up
 from workbench.models.moe import CountReader, read_counts
 from workbench.parallel.apply_strategy import ParallelModel, parallelize
@@ -33,12 +33,10 @@ from workbench.schedules import Action
 
 
 class Observer(Protocol):
-    """Watches a step without changing it: wraps every action, and is told of the moments of the
-    memory vocabulary.
-    """
+    """Observes a step without changing it: wraps every action, and is called at each moment."""
 
     def action(self, label: str, action: Action | None) -> AbstractContextManager[None]:
-        """Round one action of the schedule, or a named part of the step."""
+        """A context around one action of the schedule, or around a named part of the step."""
         ...
 
     def moment(self, name: str) -> None:
@@ -46,8 +44,8 @@ class Observer(Protocol):
         ...
 
 
-class Unobserved:
-    """Watches nothing."""
+class NullObserver:
+    """An observer that does nothing."""
 
     def action(self, label: str, action: Action | None) -> AbstractContextManager[None]:
         """No wrapping."""
@@ -58,9 +56,11 @@ class Unobserved:
 
 
 class StepResult(NamedTuple):
-    """Scalars on the device, equal on every rank: mean loss over the step's tokens, the global
-    gradient norm, the sum of all wishes to stop; where the loss is scaled, by what it was, and 1
-    where the step was skipped for it.
+    """Scalars of a step, on the device and equal on every rank.
+
+    `loss` is the mean over the step's tokens, `gradient_norm` the global norm before clipping,
+    `stop` the sum of the ranks' stop requests. With loss scaling, `loss_scale` is the scale of this
+    step and `skipped` is 1 where gradients overflowed and the step was skipped.
     """
 
     loss: Tensor
@@ -72,13 +72,13 @@ class StepResult(NamedTuple):
 
 @dataclass
 class Session:
-    """Everything a rank needs to train."""
+    """Model stages, buffers, optimizer and schedule executor of one rank."""
 
     plan: ResolvedPlan
     mesh: Mesh
     device: torch.device
     part: ParallelModel
-    optimizer: Optimizer
+    optimizer: MixedPrecisionOptimizer
     executor: ScheduleExecutor
     scaler: LossScaler | None = None
 
@@ -92,13 +92,20 @@ class Session:
         count_reader: CountReader = read_counts,
         model: nn.Module | None = None,
     ) -> Session:
-        """Build this rank's part of a complete plan.
+        """Build this rank's session.
 
-        `dtype` overrides the plan's precision (verification); `count_reader` says how many tokens an
-        expert gets where tensors have no values (rehearsal); `model` is the module of a plan whose
-        model is code, where it is built already.
+        Args:
+            plan: The plan.
+            mesh: This rank's place in the mesh.
+            device: Where parameters live.
+            dtype: Overrides the plan's precision, for parameters and gradients (`verify`).
+            count_reader: Tokens per expert where tensors have no values (rehearsal).
+            model: The module of a plan whose model is Python, where it is already built.
+
+        Returns:
+            The session, its parameters initialised.
         """
-        own, gradients = dtypes(plan)
+        own, gradients = plan_dtypes(plan)
         own, gradients = (dtype or own), (dtype or gradients)
         t, pipeline = plan.training, mesh["pipeline"]
         table, partition = executed(plan)
@@ -108,15 +115,15 @@ class Session:
             plan, mesh, stages, partition, overlap, device, own, gradients, count_reader, model
         )
         store = part.store
-        on_card = plan.gpu.device == "cuda" and plan.strategy.data.offload == "none"
-        optimizer = Optimizer(
+        on_gpu = plan.gpu.device == "cuda" and plan.strategy.data.offload == "none"
+        optimizer = MixedPrecisionOptimizer(
             store.values,
             store.optimizer_gradients,
             store.layouts,
             t.optimizer,
             t.steps,
             plan.strategy.kernels,
-            on_card,
+            on_gpu,
         )
         executor = ScheduleExecutor(
             table,
@@ -140,12 +147,10 @@ class Session:
         return min(self.part.stages)
 
     def warm_up(self) -> Iterator[str]:
-        """Compile the plan's kernels before the first step, where that can be done apart; before
-        each, its name.
-        """
+        """Compile the plan's CPU kernels before the first step; yields each name beforehand."""
         if self.device.type == "cpu":
             yield from warm_up(
-                self.part.stages.values(), dtypes(self.plan)[0], self.plan.training.micro_batch
+                self.part.stages.values(), plan_dtypes(self.plan)[0], self.plan.training.micro_batch
             )
 
     def step(
@@ -156,18 +161,29 @@ class Session:
         observer: Observer | None = None,
         stop: int = 0,
     ) -> StepResult:
-        """One optimizer step on this data-parallel rank's microbatches [M, B, T]; `index` counts
-        from 0.
+        """Forward, backward and optimizer step on this data-parallel rank's microbatches.
 
-        Steps that loss scaling has skipped do not move the learning rate's schedule, the text goes
-        on (as in Megatron-LM's `train_step` and Accelerate's scheduler). The loss is divided by the
-        step's global number of valid tokens: text is packed, so all are valid. `stop` is what this
-        rank asks of all (0: nothing); the sum of all wishes comes back with the step's reduction.
+        The loss is divided by the step's global number of tokens: text is packed, so all are valid.
+        Steps that loss scaling skips do not advance the learning-rate schedule, but do consume
+        their batch (as Megatron-LM's `train_step` and Accelerate's scheduler do).
+
+        Args:
+            index: The step, from 0.
+            tokens_MBT: Inputs [num_microbatches, micro_batch, sequence_length].
+            targets_MBT: Next tokens, same shape.
+            observer: Observes the actions and moments of the step.
+            stop: This rank's stop request; all ranks' are summed with the loss and gradient norm,
+                in the same all-reduce.
+
+        Returns:
+            Loss, gradient norm and summed stop requests of the whole job, not yet synchronised with
+            the host.
         """
-        watch = observer or Unobserved()
+        watch = observer or NullObserver()
         t = self.plan.training
         scale: Tensor | float = 1.0 / (t.global_batch * t.sequence_length)
         scale = scale if self.scaler is None else self.scaler.scale * scale
+        # The loss is scaled before backward, not the gradients after it: every axis then only sums.
         self.part.store.zero_grads()
         self.part.aux_loss.start(scale)
         share = t.global_batch // self.mesh["data"].size
@@ -176,6 +192,8 @@ class Session:
         )
         loss = self.executor.step(*self._own(tokens_MBT, targets_MBT), scale, watch.action)
         loss = self.part.aux_loss.added_to(loss)
+        # Tied embedding and head on different stages are two copies of one parameter: the sum of
+        # their gradients is the gradient of both.
         if self.part.tied_across_stages is not None:
             ends = self.executor.table.placement[0], self.executor.table.placement[-1]
             peer = ends[1] if self.mesh["pipeline"].index == ends[0] else ends[0]
@@ -186,6 +204,7 @@ class Session:
         with watch.action("CLIP", None):
             result = self._unscaled(*self._agree(loss, stop))
             factor = clip_factor(result.gradient_norm, t.optimizer.clip)
+            # Unscaling and clipping are one factor for the optimizer.
             if result.loss_scale is not None:
                 factor = (1.0 if factor is None else factor) / result.loss_scale
         with watch.action("OPTIMIZER", None):
@@ -198,29 +217,33 @@ class Session:
         return result
 
     def _unscaled(self, loss: Tensor, norm: Tensor, stop: Tensor) -> StepResult:
-        """What all ranks agreed on, without the loss scale, which then goes on to the next
-        step's.
-        """
+        """Divide loss and norm by the loss scale, and update the scale for the next step."""
         if self.scaler is None:
             return StepResult(loss, norm, stop)
-        scale, skipped = self.scaler.scale.clone(), overflow(norm)
+        scale, skipped = self.scaler.scale.clone(), found_inf(norm)
         self.scaler.update(skipped)
         return StepResult(loss / scale, norm / scale, stop, scale, skipped)
 
     def _own(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> tuple[Tensor, Tensor]:
-        """Of whole sequences, what this rank's place on the context axis sees."""
+        """This rank's part of the sequences, along the context axis."""
         return local_tokens(
             tokens_MBT, targets_MBT, self.mesh["context"], self.plan.strategy.context.algorithm
         )
 
     def _agree(self, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss and gradient norm of the whole job, by one small sum over all ranks."""
+        """Loss, gradient norm and stop requests of the whole job, by one all-reduce of 3 scalars.
+
+        A rank contributes the squares of the gradients that it owns (each global entry once), and
+        its loss where its stage has the head.
+        """
         square = square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh)
         if self.scaler is not None:
-            square = square + unowned(self.part.store.gradients, self.part.store.layouts, self.mesh)
-        read_counts = loss is not None and counts_own_loss(self.mesh)
+            square = square + unowned_overflow(
+                self.part.store.gradients, self.part.store.layouts, self.mesh
+            )
+        counts = loss is not None and counts_own_loss(self.mesh)
         own_loss = (
-            loss.to(square.dtype) if read_counts and loss is not None else torch.zeros_like(square)
+            loss.to(square.dtype) if counts and loss is not None else torch.zeros_like(square)
         )
         both = torch.stack((own_loss, square, torch.full_like(square, float(stop))))
         if self.mesh.world_size > 1:
@@ -228,8 +251,14 @@ class Session:
         return both[0], both[1].sqrt(), both[2]
 
     def evaluate(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> Tensor | None:
-        """Summed loss of this rank's microbatches without training on them; None where the head is
-        not.
+        """Summed loss of this rank's microbatches, without backward.
+
+        Args:
+            tokens_MBT: Inputs [num_microbatches, micro_batch, sequence_length].
+            targets_MBT: Next tokens, same shape.
+
+        Returns:
+            A scalar; None on stages without the head.
         """
         for model in self.part.stages.values():
             model.eval()
@@ -240,7 +269,8 @@ class Session:
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
-    """What to multiply gradients by so that their global norm is at most `limit`; a scalar, or
-    None.
+    """Factor that clips the global gradient norm to `limit`: a scalar tensor; None without limit.
+
+    Same formula as `torch.nn.utils.clip_grad_norm_`, its epsilon included.
     """
     return None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)

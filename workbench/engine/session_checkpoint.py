@@ -1,4 +1,4 @@
-"""A session's tensors as checkpoint shards: what this rank must save, and what it needs back."""
+"""Saving and loading of a session: its tensors as the shards of a distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -11,141 +11,169 @@ from pathlib import Path
 from torch import Tensor
 
 from workbench.checkpoint import huggingface_names, read_tensors, tensor_index
-from workbench.checkpoint.background_writer import Writer
+from workbench.checkpoint.background_writer import CheckpointWriter
 from workbench.checkpoint.checkpoint_format import Shard
-from workbench.checkpoint.checkpoint_lock import claim
-from workbench.checkpoint.read_tensors import Ranks
-from workbench.checkpoint.resume_point import is_foreign, meta_of, steps_done
+from workbench.checkpoint.checkpoint_lock import lock_checkpoints
+from workbench.checkpoint.read_tensors import LoadingRanks
+from workbench.checkpoint.resume_point import checkpoint_meta, is_huggingface_folder, steps_done
 from workbench.engine import replica_check
-from workbench.engine.rendezvous import gather
+from workbench.engine.rendezvous import all_gather_json
 from workbench.engine.session import Session
 
 
-class Saver:
-    """Saves and loads the session of one rank in its run directory; `told` as in `Writer`."""
+class SessionCheckpointer:
+    """Saves and loads the session of one rank in its run directory.
+
+    `on_committed` is called as in `CheckpointWriter`.
+    """
 
     def __init__(
         self,
         session: Session,
         run_dir: Path,
-        told: Callable[[int, Path, float], None] = lambda step, path, seconds: None,
+        on_committed: Callable[[int, Path, float], None] = lambda step, path, seconds: None,
     ) -> None:
-        self.session, self.folder, self.told = session, run_dir / "checkpoints", told
-        self._writer: Writer | None = None
+        self.session, self.folder, self.on_committed = (
+            session,
+            run_dir / "checkpoints",
+            on_committed,
+        )
+        self._writer: CheckpointWriter | None = None
         self._lock = -1
 
     def prepare(self) -> None:
-        """Claim the folder of checkpoints, on all ranks together, where this was not done before.
+        """Lock the folder of checkpoints, once; called by all ranks together.
 
-        Raises ValueError on every rank where it cannot be written, or another run writes there.
+        Raises:
+            ValueError: On every rank, where the folder cannot be written or another run holds it.
         """
         if self._writer is not None:
             return
         plan, mesh = self.session.plan, self.session.mesh
-        token = read_tensors.together(self._ranks(), self._claim)
+        token = read_tensors.raise_on_all_ranks(self._ranks(), self._lock_folder)
         token = next(word for word in self._ranks().gather(token) if word)
-        patience = float(plan.telemetry.timeout_seconds)
-        self._writer = Writer(
+        timeout = float(plan.telemetry.timeout_seconds)
+        self._writer = CheckpointWriter(
             self.folder,
             mesh.rank,
             mesh.world_size,
             token,
             plan.checkpoint.keep,
-            patience,
-            self.told,
+            timeout,
+            self.on_committed,
         )
 
-    def _claim(self) -> str:
-        """Rank 0's lock on the folder, and a word that no other run has; nothing on other ranks."""
+    def _lock_folder(self) -> str:
+        """Lock the folder on rank 0; returns a token unique to this run, empty on other ranks."""
         if self.session.mesh.rank:
             return ""
-        self._lock = claim(self.folder)
+        self._lock = lock_checkpoints(self.folder)
         return secrets.token_hex(6)
 
     def save(self, step: int) -> Path:
-        """Have the state after `step` steps written, from all ranks together; returns where it will
-        be.
+        """Save the state after `step` steps; called by all ranks together.
 
-        Copies this rank's part and returns, once the former checkpoint is whole; or only when this
-        one is, where the plan says so. Raises ValueError where a disk refuses, `ReplicasDiffer`
-        where replicas do.
+        Waits for the previous checkpoint, copies this rank's shards to host memory, and returns
+        while they are written; with `checkpoint.asynchronous` off it waits for this one too.
+
+        Args:
+            step: Steps done.
+
+        Returns:
+            The folder that the checkpoint will have once committed.
+
+        Raises:
+            ValueError: The previous checkpoint could not be written; synchronously, this one.
+            ReplicasDiffer: Data-parallel replicas differ.
         """
         self.prepare()
         assert self._writer is not None
         plan = self.session.plan
-        for axis in replica_check.AXES:
-            replica_check.compare(
-                self._along(axis), self.session.mesh[axis], self.session.device, step
+        for axis in replica_check.REPLICA_AXES:
+            replica_check.check_replicas(
+                self._replicated_tensors(axis), self.session.mesh[axis], self.session.device, step
             )
-        shards = [shard for name, shard in self._shards() if self._saves(name, shard)]
+        shards = [shard for name, shard in self._shards() if self._should_save(name, shard)]
         scaler = self.session.scaler
-        meta = meta_of(plan, step) | ({"loss_scaler": scaler.state()} if scaler else {})
+        meta = checkpoint_meta(plan, step) | ({"loss_scaler": scaler.state()} if scaler else {})
         path = self._writer.start(step, shards, meta, copy=plan.checkpoint.asynchronous)
         if not plan.checkpoint.asynchronous:
             self.wait()
         return path
 
     def check(self) -> None:
-        """Raise what went wrong with the checkpoint under way, if it is known already."""
+        """Raise the error of the pending checkpoint, if it is already known."""
         if self._writer is not None:
             self._writer.check()
 
     def wait(self) -> None:
-        """Wait until the checkpoint under way, if there is one, is whole. Raises ValueError where
-        it cannot be.
+        """Wait until the pending checkpoint is committed.
+
+        Raises:
+            ValueError: It cannot be written.
         """
         if self._writer is not None:
             self._writer.wait()
 
     def close(self) -> None:
-        """Let another run write to the folder."""
+        """Release the lock on the folder."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def load(self) -> int:
-        """Load what the plan says to start from; the number of steps already done, 0 where there is
-        nothing to load.
+        """Load the plan's `checkpoint.load`, from whatever mesh wrote it.
 
-        Of weights under Hugging Face's names parameters are loaded, the optimizer starts afresh,
-        and no step is done. Raises ValueError on every rank, naming the file or the tensor, where
-        what is there is damaged or of another model, and where the sampler's place does not fall
-        between two of this plan's steps.
+        From a folder of Hugging Face weights only parameters are loaded: the optimizer starts
+        afresh, at step 0.
+
+        Returns:
+            Steps already done; 0 where there is nothing to load.
+
+        Raises:
+            ValueError: On every rank, naming the file or tensor that is damaged or of another
+                model, or where the sample index does not fall between two of this plan's steps.
         """
         plan, ranks = self.session.plan, self._ranks()
         if plan.checkpoint.load is None:
             return 0
         folder = Path(plan.checkpoint.load)
-        if is_foreign(folder):
-            source = read_tensors.together(
-                ranks, lambda: huggingface_names.source_of(folder, plan.shape)
+        if is_huggingface_folder(folder):
+            source = read_tensors.raise_on_all_ranks(
+                ranks, lambda: huggingface_names.huggingface_source(folder, plan.shape)
             )
             steps, wanted = (
                 0,
-                [shard for _, shard in self._shards() if shard.kind in huggingface_names.KINDS],
+                [
+                    shard
+                    for _, shard in self._shards()
+                    if shard.kind in huggingface_names.WEIGHT_KINDS
+                ],
             )
         else:
-            source = read_tensors.together(ranks, lambda: tensor_index.source_of(folder))
-            steps = read_tensors.together(
+            source = read_tensors.raise_on_all_ranks(
+                ranks, lambda: tensor_index.checkpoint_source(folder)
+            )
+            steps = read_tensors.raise_on_all_ranks(
                 ranks, lambda: steps_done(folder, dict(source.meta), plan)
             )
             wanted = [shard for _, shard in self._shards()]
-        read_tensors.load(source, wanted, ranks)
+        read_tensors.load_shards(source, wanted, ranks)
         if self.session.scaler is not None and "loss_scaler" in source.meta:
             self.session.scaler.load(source.meta["loss_scaler"])
         self.session.part.store.gather_updated_params()
         return steps
 
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> LoadingRanks:
         mesh = self.session.mesh
         return (
-            Ranks(mesh.rank, partial(gather, device=self.session.device))
+            LoadingRanks(mesh.rank, partial(all_gather_json, device=self.session.device))
             if mesh.world_size > 1
-            else Ranks()
+            else LoadingRanks()
         )
 
-    def _along(self, axis: str) -> dict[str, Tensor]:
-        """What ranks along `axis` hold alike, by kind and name."""
+    def _replicated_tensors(self, axis: str) -> dict[str, Tensor]:
+        """Tensors replicated along `axis`, by kind and name."""
         store, states = self.session.part.store, self.session.optimizer.state()
         return {
             f"{kind} of {layout.name}": tensor
@@ -154,9 +182,9 @@ class Saver:
             for kind, tensor in {"parameter": store.values[name], **states[name]}.items()
         }
 
-    def _saves(self, name: str, shard: Shard) -> bool:
-        """Whether it is this rank that saves the shard; a count of steps goes with a tensor's first
-        entry.
+    def _should_save(self, name: str, shard: Shard) -> bool:
+        """Whether this rank saves the shard: of replicas one does, of a step count its tensor's
+        first entry's owner.
         """
         store = self.session.part.store
         layout = store.layouts[name]
@@ -170,7 +198,7 @@ class Saver:
         )
 
     def _shards(self) -> Iterator[tuple[str, Shard]]:
-        """Local names, and the boxes of the global tensors that lie under them."""
+        """(local name, shard) for every box of a global tensor that this rank holds."""
         store, states = self.session.part.store, self.session.optimizer.state()
         for name, layout in store.layouts.items():
             for kind, tensor in {"parameter": store.values[name], **states[name]}.items():

@@ -1,5 +1,6 @@
-"""What `accelerate launch` starts on every rank: `python -m workbench.engine.worker RUN/plan.yaml
-[--allow-code]`.
+"""Entry point of a rank, which `accelerate launch` starts.
+
+`python -m workbench.engine.worker RUN/plan.yaml [--allow-code]`
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ def main() -> int:
 
 
 def flush() -> None:
-    """Write out what was printed, as far as the launcher's logs take it: a full disk is no failure
-    of training.
-    """
+    """Flush stdout and stderr. A launcher's log on a full disk does not fail the training."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -39,6 +38,6 @@ def flush() -> None:
 if __name__ == "__main__":
     status = main()
     flush()
-    # Everything is written and closed. The interpreter's own end would race the transport's
-    # threads, which may abort.
+    # Everything is written and closed. A regular interpreter shutdown would race the threads of
+    # gloo or NCCL, which may abort the process.
     os._exit(status)

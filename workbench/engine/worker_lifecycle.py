@@ -1,4 +1,4 @@
-"""A rank's life: join, build, train, tell, save, leave."""
+"""Lifecycle of a worker: join the process group, build the session, train, save, report, leave."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from workbench.engine.gpu_binding import gpu_record, join_gpus
-from workbench.engine.loop import Loop
-from workbench.engine.measure.telemetry_writer import RankLog, Telemetry, set_aside, write_error
-from workbench.engine.precision import set_attention, set_products
-from workbench.engine.rendezvous import join_cpus
+from workbench.engine.gpu_binding import gpu_record, init_gpu_process_group
+from workbench.engine.loop import TrainingLoop
+from workbench.engine.measure.telemetry_writer import (
+    RankLog,
+    Telemetry,
+    set_aside_former_records,
+    write_error,
+)
+from workbench.engine.precision import require_fused_attention, set_matmul_precision
+from workbench.engine.rendezvous import init_cpu_process_group
 from workbench.errors import PlanError
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -34,30 +39,35 @@ GLOO, NCCL = "gloo", "nccl"
 
 
 def train(plan_path: Path, allow_code: bool = False) -> int:
-    """Train the plan in its run directory; 0 when it ended or was stopped, 1 when it failed.
+    """Train the plan in its run directory.
 
-    A model that is code runs only with `allow_code`.
+    Args:
+        plan_path: RUN/plan.yaml; its folder is the run directory.
+        allow_code: Run a model that is given as Python.
+
+    Returns:
+        The exit code: 0 when training ended or was stopped, 1 when it failed.
     """
     run_dir, rank = plan_path.parent, int(os.environ.get("RANK", "0"))
-    loop: Loop | None = None
+    loop: TrainingLoop | None = None
     elsewhere = ExternalRun(run_dir, rank)
-    set_aside(run_dir, rank)
+    set_aside_former_records(run_dir, rank)
     with RankLog(run_dir, rank), Telemetry(run_dir, rank) as telemetry:
         try:
             plan = Plan.load(plan_path).resolve()
             require(plan, "run", allow_code)
-            set_products(plan)
-            set_attention(plan)
+            set_matmul_precision(plan)
+            require_fused_attention(plan)
             elsewhere.begin(plan)
-            accelerator = join(plan, run_dir)
+            accelerator = join_launch(plan, run_dir)
             mesh = build_mesh(plan, rank, accelerator.device)
-            telemetry.record("hello", **hello(plan, mesh, accelerator.device))
+            telemetry.record("hello", **hello_record(plan, mesh, accelerator.device))
             elsewhere.running()
-            loop = Loop(plan, run_dir, mesh, accelerator, telemetry)
+            loop = TrainingLoop(plan, run_dir, mesh, accelerator, telemetry)
             loop.run()
         except BaseException as error:
-            step, doing = (loop.index, loop.follower.doing) if loop else (None, "joining")
-            write_error(run_dir, rank, step, doing, error)
+            step, action = (loop.index, loop.action_tracker.current) if loop else (None, "joining")
+            write_error(run_dir, rank, step, action, error)
             if not isinstance(error, Exception):
                 raise
             if isinstance(error, PlanError):
@@ -69,8 +79,9 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
 
 
 def _leave(code: int, elsewhere: ExternalRun) -> int:
-    """Wait for the other ranks where all went well: none may go while another still needs what it
-    sent.
+    """Synchronise before leaving: no rank may exit while another still receives from it.
+
+    After a failure there is no barrier, because the others may never reach it.
     """
     if dist.is_initialized() and code == 0:
         dist.barrier()
@@ -78,17 +89,27 @@ def _leave(code: int, elsewhere: ExternalRun) -> int:
     return code
 
 
-def join(plan: ResolvedPlan, run_dir: Path) -> Accelerator:
-    """Enter the process group, and hold the launcher to the plan: world size, backend and device
-    must be its own.
+def join_launch(plan: ResolvedPlan, run_dir: Path) -> Accelerator:
+    """Join the process group, and check that the launcher started what the plan says.
 
-    Raises RuntimeError where they are not: a launcher that quietly started fewer ranks would train
-    something else; and `PlanError` where a rank's GPU is not the plan's.
+    World size, backend and device must be the plan's: a launcher that silently started fewer ranks
+    would train with another batch size.
+
+    Args:
+        plan: The plan.
+        run_dir: Where Accelerate's trackers write.
+
+    Returns:
+        The Accelerator of this rank.
+
+    Raises:
+        RuntimeError: World size, backend or device differ from the plan's.
+        PlanError: A rank's GPU is not the plan's.
     """
     if plan.gpu.device == "cuda":
-        join_gpus(plan)
+        init_gpu_process_group(plan)
     elif plan.gpu.device == "cpu":
-        join_cpus(plan)
+        init_cpu_process_group(plan)
     deadline = InitProcessGroupKwargs(timeout=timedelta(seconds=plan.telemetry.timeout_seconds))
     accelerator = Accelerator(
         cpu=plan.gpu.device == "cpu",
@@ -105,18 +126,18 @@ def join(plan: ResolvedPlan, run_dir: Path) -> Accelerator:
         )
     if world > 1 and backend != expected:
         raise RuntimeError(
-            f"the plan's card ({plan.gpu.device}) needs backend {expected}, the launcher chose "
+            f"the plan's device ({plan.gpu.device}) needs backend {expected}, the launcher chose "
             f"{backend}"
         )
     if accelerator.device.type != plan.gpu.device:
         raise RuntimeError(
-            f"cluster.gpu is a {plan.gpu.device} card, but this rank has {accelerator.device}"
+            f"cluster.gpu is a {plan.gpu.device} device, but this rank has {accelerator.device}"
         )
     return accelerator
 
 
-def hello(plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Any]:
-    """The first record of a rank."""
+def hello_record(plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Any]:
+    """The first telemetry record of a rank: where it runs, with what, and its clock's offset."""
     return {
         "rank": mesh.rank,
         "world_size": mesh.world_size,

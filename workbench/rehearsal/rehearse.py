@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.engine.measure.step_sampler import Sampler
+from workbench.engine.measure.step_sampler import StepSampler
 from workbench.engine.session import Session
 from workbench.models.moe import balanced_counts
 from workbench.models.python_model import build_python_model
@@ -128,7 +128,7 @@ def _rehearse_rank(
 
 
 def _calls_of_whole_steps(
-    plan: ResolvedPlan, mesh: Mesh, samplers: Sequence[Sampler]
+    plan: ResolvedPlan, mesh: Mesh, samplers: Sequence[StepSampler]
 ) -> list[list[dict[str, Any]]]:
     """Collectives of each whole step, from `samplers` that saw a few of its microbatches.
 
@@ -145,7 +145,7 @@ def _calls_of_whole_steps(
     return [grown(rows, more.collective_rows(), of - few) for rows, more in zip(calls, longer)]
 
 
-def _steps(plan: ResolvedPlan, mesh: Mesh, microbatches: int) -> list[Sampler]:
+def _steps(plan: ResolvedPlan, mesh: Mesh, microbatches: int) -> list[StepSampler]:
     """What was seen of the steps of a rank, which holds the tokens of so many `microbatches`."""
     device, t, model = torch.device("cpu"), plan.training, _described(plan)
     found = []
@@ -154,7 +154,7 @@ def _steps(plan: ResolvedPlan, mesh: Mesh, microbatches: int) -> list[Sampler]:
         shape = (microbatches, t.micro_batch, t.sequence_length)
         batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
         for step in range(STEPS):
-            found.append(Sampler(session, None))
+            found.append(StepSampler(session, None))
             with found[-1].step():
                 session.step(step, *batch, found[-1])
     return found

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from workbench.checkpoint.resume_point import finished
+from workbench.checkpoint.resume_point import finished_checkpoints
 from workbench.errors import refuse
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
@@ -152,7 +152,9 @@ def profile_of(folder: str | Path) -> Profile:
     profile.notes["run_dir"] = str(folder)
     recorded = {Path(path).name for path in profile.notes["checkpoints"]}
     unrecorded = [
-        str(path) for path in finished(folder / "checkpoints") if path.name not in recorded
+        str(path)
+        for path in finished_checkpoints(folder / "checkpoints")
+        if path.name not in recorded
     ]
     profile.notes["checkpoints"] = sorted(
         [*profile.notes["checkpoints"], *unrecorded], key=lambda path: Path(path).name

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from workbench.engine.optimizer import Optimizer
+from workbench.engine.optimizer import MixedPrecisionOptimizer
 from workbench.kernels.adamw import AdamW, Stepped, reference
 from workbench.parallel.layout import Layout
 from workbench.plan import schema
@@ -234,7 +234,7 @@ def test_an_optimizer_of_fused_kernels_steps_as_one_of_torchs(dtype: torch.dtype
             {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
             for _ in range(2)
         )
-        optimizer = Optimizer(own, given, layouts, config, 10, kernels)
+        optimizer = MixedPrecisionOptimizer(own, given, layouts, config, 10, kernels)
         assert (optimizer._fused is None) == (kernels == "eager")
         for step in range(4):
             for x in given.values():
@@ -254,9 +254,12 @@ def test_what_a_kernel_does_not_step_is_torchs() -> None:
     layouts = {name: Layout.unsharded(name, shape) for name, shape in shapes.items()}
     whole = {"matrix": torch.zeros(6, 4)}
     turned = {"matrix": torch.zeros(4, 6).t()}
-    assert Optimizer(whole, whole, layouts, schema.Optimizer(), 1, "fused")._fused is not None
+    assert (
+        MixedPrecisionOptimizer(whole, whole, layouts, schema.Optimizer(), 1, "fused")._fused
+        is not None
+    )
     for given, config in ((whole, schema.Optimizer(name="sgd")), (turned, schema.Optimizer())):
-        optimizer = Optimizer(
+        optimizer = MixedPrecisionOptimizer(
             given, {"matrix": given["matrix"].clone() + 1}, layouts, config, 1, "fused"
         )
         optimizer.step(0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from workbench.engine.calibrate.measure import calibrate
-from workbench.engine.exit_codes import status
+from workbench.engine.exit_codes import exit_status
 from workbench.machine.calibration_file import write
 
 
@@ -27,10 +27,10 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
-    def told(spent: float, words: str) -> None:
+    def progress(spent: float, words: str) -> None:
         print(json.dumps({"done": spent, "of": arguments.seconds, "words": words}), flush=True)
 
-    return status(lambda: write(calibrate(arguments.seconds, told), arguments.to))
+    return exit_status(lambda: write(calibrate(arguments.seconds, progress), arguments.to))
 
 
 if __name__ == "__main__":

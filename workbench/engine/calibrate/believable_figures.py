@@ -16,18 +16,18 @@ from workbench.units import GIB
 
 Key = tuple[str, tuple[tuple[str, Any], ...]]
 
-MOST_SCATTER = 0.2
+MAX_RELATIVE_IQR = 0.2
 """Half of the repeats of a steady figure lie within this share of their median."""
-FEWEST = 4
+MIN_REPEATS = 4
 """Repeats from which a scatter says something."""
 FLOOR_SECONDS = 1.05e-6
 """A collective that took no longer is what was left of a difference of two noisy times."""
 SECTIONS = ("gemm", "memory", "attention", "collectives")
 
 
-def scatter(repeats: Sequence[float]) -> float:
-    """Distance of the quartiles over the median; 0 of fewer than `FEWEST` repeats."""
-    if len(repeats) < FEWEST:
+def relative_iqr(repeats: Sequence[float]) -> float:
+    """Distance of the quartiles over the median; 0 of fewer than `MIN_REPEATS` repeats."""
+    if len(repeats) < MIN_REPEATS:
         return 0.0
     low, middle, high = np.quantile(repeats, (0.25, 0.5, 0.75))
     return float((high - low) / middle)
@@ -43,7 +43,7 @@ def memory_rate(figures: Mapping[Key, float]) -> float:
     return max(rates, default=float("inf"))
 
 
-def doubts(
+def find_doubts(
     figures: Mapping[Key, float], repeats: Mapping[Key, Sequence[float]], ranks: int, memory: float
 ) -> list[Doubt]:
     """What stands against the seconds that a world of `ranks` has measured, point by point.
@@ -59,8 +59,8 @@ def doubts(
         if key[0] not in SECTIONS:
             continue
         refused = _impossible(key, seconds, memory)
-        spread = max(scatter(repeats.get(key, ())), quicker.get(key, 0.0))
-        if refused or spread > MOST_SCATTER:
+        spread = max(relative_iqr(repeats.get(key, ())), quicker.get(key, 0.0))
+        if refused or spread > MAX_RELATIVE_IQR:
             why = refused or f"unsteady: {spread:.0%}"
             found.append(
                 Doubt(
@@ -70,14 +70,16 @@ def doubts(
     return found
 
 
-def refused(found: Iterable[Doubt]) -> set[tuple[str, int]]:
+def refused_points(found: Iterable[Doubt]) -> set[tuple[str, int]]:
     """(point, ranks) of the figures that are left out."""
     return {(doubt.point, doubt.ranks) for doubt in found if doubt.refused}
 
 
-def kept(figures: Mapping[Key, float], found: Iterable[Doubt], ranks: int) -> dict[Key, float]:
+def believable(
+    figures: Mapping[Key, float], found: Iterable[Doubt], ranks: int
+) -> dict[Key, float]:
     """The figures without those refused."""
-    out = refused(found)
+    out = refused_points(found)
     return {key: seconds for key, seconds in figures.items() if (_words(key), ranks) not in out}
 
 

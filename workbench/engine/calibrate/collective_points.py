@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine.calibrate.local_points import Point
-from workbench.engine.calibrate.measured_sizes import Survey
+from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.precision import DTYPES
 from workbench.machine.calibration_file import Dtype, Kind
 from workbench.parallel.async_collectives import all_gather_async, reduce_scatter_async
@@ -20,7 +20,7 @@ SUMS = ("all_reduce", "reduce_scatter")
 """Kinds that calculate; to the others a byte is a byte, whatever its dtype."""
 
 
-def together(survey: Survey, device: torch.device) -> Iterator[Point]:
+def collective_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Point]:
     """Collectives over all ranks, and over pairs of neighbours that talk at the same time."""
     world = dist.get_world_size()
     for size in sorted({2, world}) if world > 1 else []:

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workbench.engine.calibrate.measured_sizes import Survey
+from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.precision import DTYPES
 
-OPERATORS = 50
+NUM_CHAINED_OPERATORS = 50
 """Operators of the chain whose cost is divided by their number."""
 
 
@@ -35,7 +35,7 @@ class Point:
     """Work that stands between two calls of a collective, and whose own time does not count."""
 
 
-def alone(survey: Survey, device: torch.device) -> Iterator[Point]:
+def local_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Point]:
     """All points that need no other rank."""
     for dtype in survey.dtypes:
         for rows, columns, inner in survey.gemm:
@@ -103,7 +103,7 @@ def _operators(device: torch.device, autograd: bool) -> Callable[[], object]:
 
     def call() -> None:
         z = x
-        for _ in range(OPERATORS):
+        for _ in range(NUM_CHAINED_OPERATORS):
             z = z + y
         if autograd:
             z.backward(y)

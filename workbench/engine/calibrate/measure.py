@@ -18,9 +18,9 @@ import torch
 
 from workbench.costmodel.rates.measured_curves import fit_nonnegative
 from workbench.engine.calibrate import believable_figures
-from workbench.engine.calibrate.local_points import OPERATORS
-from workbench.engine.calibrate.measured_sizes import Survey, survey_of
-from workbench.engine.calibrate.rank_visits import Sample, measure
+from workbench.engine.calibrate.local_points import NUM_CHAINED_OPERATORS
+from workbench.engine.calibrate.measured_sizes import CalibrationSurvey, survey_of
+from workbench.engine.calibrate.rank_visits import PointSample, measure_points
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.machine.attached import Attached, attached, local_cluster
 from workbench.machine.calibration_file import (
@@ -51,11 +51,12 @@ Key = tuple[str, tuple[tuple[str, Any], ...]]
 
 def calibrate(
     seconds: float = 60.0,
-    told: Callable[[float, str], None] = lambda spent, words: None,
-    survey: Survey | None = None,
+    progress: Callable[[float, str], None] = lambda spent, words: None,
+    survey: CalibrationSurvey | None = None,
     worlds: Sequence[int] | None = None,
 ) -> Calibration:
-    """Measure the attached machine for about `seconds`; `told(seconds spent, words)` follows it.
+    """Measure the attached machine for about `seconds`; `progress(seconds spent, words)` follows
+    it.
 
     `survey` and `worlds` default to what suits the device. Raises `PlanError` for a card that the
     catalog does not know, RankError where a rank fails or hangs. The caller must have used one
@@ -67,15 +68,15 @@ def calibrate(
     machine, busy = _machine(found), believable_figures.conditions()
     begin = time.monotonic()
     turns = [(world, turn == 0) for turn in range(PASSES) for world in sizes]
-    samples: dict[int, list[list[Sample]]] = defaultdict(list)
+    samples: dict[int, list[list[PointSample]]] = defaultdict(list)
     for place, (world, first) in enumerate(turns):
         spent = time.monotonic() - begin
         share = (seconds - spent) * _cost(world) / sum(_cost(w) for w, _ in turns[place:])
         if first or share > 0:
             samples[world] += _world(
-                found, points, world, max(0.0, share), first, partial(_at, told, spent, world)
+                found, points, world, max(0.0, share), first, partial(_at, progress, spent, world)
             )
-            told(time.monotonic() - begin, _words(world))
+            progress(time.monotonic() - begin, _words(world))
 
     alone = next(iter(samples))
     memory = believable_figures.memory_rate(_reduced(samples[alone], alone, _crowded(found, alone)))
@@ -89,20 +90,20 @@ def calibrate(
         share = AGAIN_SHARE * seconds * _cost(world) / sum(map(_cost, samples))
         spent = time.monotonic() - begin
         samples[world] += _world(
-            found, points, world, share, False, partial(_at, told, spent, world)
+            found, points, world, share, False, partial(_at, progress, spent, world)
         )
-        told(time.monotonic() - begin, f"{_words(world)}, again")
+        progress(time.monotonic() - begin, f"{_words(world)}, again")
     results = {world: judged(world) for world in samples}
     doubts = tuple(doubt for _, found_doubts in results.values() for doubt in found_doubts)
     figures = {
-        world: believable_figures.kept(own, against, world)
+        world: believable_figures.believable(own, against, world)
         for world, (own, against) in results.items()
     }
     return _calibration(machine, figures).model_copy(update={"conditions": busy, "doubts": doubts})
 
 
 def judge(
-    samples: list[list[Sample]], world: int, crowded: bool, memory: float
+    samples: list[list[PointSample]], world: int, crowded: bool, memory: float
 ) -> tuple[dict[Key, float], list[Doubt]]:
     """Each point's seconds from all visits of a world's ranks, and what stands against them, see
     `steady.doubts`.
@@ -112,11 +113,11 @@ def judge(
     for own in samples[::world]:  # rank 0 of each pass: all its ranks see the same neighbours
         for sample in own:
             repeats[sample.section, tuple(sample.labels.items())] += sample.seconds
-    return figures, believable_figures.doubts(figures, repeats, world, memory)
+    return figures, believable_figures.find_doubts(figures, repeats, world, memory)
 
 
-def _at(told: Callable[[float, str], None], before: float, world: int, spent: float) -> None:
-    told(before + spent, _words(world))
+def _at(progress: Callable[[float, str], None], before: float, world: int, spent: float) -> None:
+    progress(before + spent, _words(world))
 
 
 def _words(world: int) -> str:
@@ -142,22 +143,22 @@ def _crowded(found: Attached, world: int) -> bool:
 
 def _world(
     found: Attached,
-    survey: Survey,
+    survey: CalibrationSurvey,
     world: int,
     seconds: float,
     first: bool,
-    told: Callable[[float], None],
-) -> list[list[Sample]]:
+    progress: Callable[[float], None],
+) -> list[list[PointSample]]:
     threads = max(1, found.cores // world)
     work = partial(
-        measure,
+        measure_points,
         survey=survey,
         device_type=found.device,
         threads=threads,
         crowded=_crowded(found, world),
         seconds=seconds,
         every=first,
-        told=told,
+        progress=progress,
     )
     return run_ranks(world, work, seconds + SPARE_SECONDS)
 
@@ -182,18 +183,18 @@ def _machine(found: Attached) -> Measured:
     )
 
 
-def _reduced(ranks: Iterable[list[Sample]], world: int, crowded: bool) -> dict[Key, float]:
+def _reduced(ranks: Iterable[list[PointSample]], world: int, crowded: bool) -> dict[Key, float]:
     """Point -> seconds of one call, from all visits; `ranks` in order, those of one pass after
     another's.
     """
-    by_point: dict[Key, list[Sample]] = defaultdict(list)
+    by_point: dict[Key, list[PointSample]] = defaultdict(list)
     for own in ranks:
         for sample in own:
             by_point[sample.section, tuple(sample.labels.items())].append(sample)
     return {key: _one(samples, world, crowded) for key, samples in by_point.items()}
 
 
-def _one(samples: list[Sample], world: int, crowded: bool) -> float:
+def _one(samples: list[PointSample], world: int, crowded: bool) -> float:
     """The visit that counts: the mean over ranks, or the slowest of ranks that talk.
 
     Other work on the machine only ever makes a visit longer, so a quick one counts. But ranks that
@@ -252,7 +253,8 @@ def _passing(labels: dict[str, Any], seconds: float) -> float:
 
 def _host(world: int, own: dict[Key, float]) -> Host:
     operator, autograd = (
-        own["operator", (("autograd", flag),)] / OPERATORS * 1e6 for flag in (False, True)
+        own["operator", (("autograd", flag),)] / NUM_CHAINED_OPERATORS * 1e6
+        for flag in (False, True)
     )
     rows = [(dict(labels), s * 1e6) for (section, labels), s in own.items() if section == "steps"]
     cells = [

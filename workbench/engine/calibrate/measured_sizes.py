@@ -27,7 +27,7 @@ def _probe(**sizes: int) -> Mapping[str, int]:
 
 
 @dataclass(frozen=True)
-class Survey:
+class CalibrationSurvey:
     """Points to measure. Bytes of a stream are of its three tensors, bytes of a message of the full
     tensor.
     """
@@ -60,7 +60,7 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class CardSurvey(Survey):
+class GpuSurvey(CalibrationSurvey):
     """The same on a card, which needs larger shapes to be busy."""
 
     gemm: tuple[tuple[int, int, int], ...] = field(
@@ -84,6 +84,6 @@ class CardSurvey(Survey):
     probes: tuple[Mapping[str, int], ...] = ()
 
 
-def survey_of(device: str) -> Survey:
+def survey_of(device: str) -> CalibrationSurvey:
     """The points for a device type."""
-    return Survey() if device == "cpu" else CardSurvey()
+    return CalibrationSurvey() if device == "cpu" else GpuSurvey()

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.engine.calibrate.collective_points import together
-from workbench.engine.calibrate.local_points import Point, alone
-from workbench.engine.calibrate.measured_sizes import Survey
+from workbench.engine.calibrate.collective_points import collective_points
+from workbench.engine.calibrate.local_points import Point, local_points
+from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.calibrate.timing import Stopwatch
-from workbench.engine.calibrate.whole_steps import steps
+from workbench.engine.calibrate.whole_steps import step_points
 
 MOST_CALLS = 256
-Told = Callable[[float], None]
+Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Sample:
+class PointSample:
     """Seconds of one call of one point: one entry a visit."""
 
     section: str
@@ -40,17 +40,17 @@ LEAST_SECONDS = 1e-6
 """No collective takes less; what a difference of two times may fall below."""
 
 
-def measure(
+def measure_points(
     rank: int,
-    survey: Survey,
+    survey: CalibrationSurvey,
     device_type: str,
     threads: int,
     crowded: bool,
     seconds: float,
     every: bool,
-    told: Told,
-) -> list[Sample]:
-    """All points on this rank for about `seconds`; `told` hears the seconds spent.
+    progress: Progress,
+) -> list[PointSample]:
+    """All points on this rank for about `seconds`; `progress` hears the seconds spent.
 
     `every`: each point is visited, however long it takes. `crowded`: ranks share cores, and only
     what they do together is measured.
@@ -61,19 +61,21 @@ def measure(
     watches = _watches(device, threads)
     # What takes turns on a core takes as many times longer: nothing is learned from timing the
     # scheduler.
-    own = [] if crowded else [*alone(survey, device), *steps(survey, device)]
-    points = [*own, *together(survey, device)]
+    own = [] if crowded else [*local_points(survey, device), *step_points(survey, device)]
+    points = [*own, *collective_points(survey, device)]
     calls = [_prepared(point, watches[point.how], survey.window) for point in points]
     found: list[list[float]] = [[] for _ in points]
     for rounds in itertools.count():
         for point, often, seen in zip(points, calls, found):
             over = time.monotonic() - begin > seconds and (not every or rounds > 0)
             if _agreed(over):
-                return [Sample(p.section, p.labels, p.how, s) for p, s in zip(points, found) if s]
+                return [
+                    PointSample(p.section, p.labels, p.how, s) for p, s in zip(points, found) if s
+                ]
             if often:
                 seen.append(_visit(point, watches[point.how], often, survey.window))
         if rank == 0:
-            told(time.monotonic() - begin)
+            progress(time.monotonic() - begin)
     raise AssertionError("a count has no end")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from workbench.engine.calibrate.local_points import Point
-from workbench.engine.calibrate.measured_sizes import Survey
+from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.session import Session
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.probe_plan import probe_plan
@@ -19,7 +19,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 TINY = {"hidden": 16, "heads": 2, "ffn": 32, "vocab": 256}
 
 
-def steps(survey: Survey, device: torch.device) -> Iterator[Point]:
+def step_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Point]:
     """Tiny steps of every combination of layers and microbatches, and the probes, on this rank
     alone.
     """

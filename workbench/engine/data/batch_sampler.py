@@ -1,11 +1,10 @@
-"""Which tokens a rank takes in a step.
+"""Deterministic sampling of batches, which resumes by sample index on any mesh.
 
 Training text is cut into sequences of `sequence_length` inputs (and one more token, the last
-target). Sample `g` of the whole run is the `g mod n`-th of a pseudo-random permutation of the n
-sequences, another permutation every epoch. A step takes the next `global_batch` samples; data
-coordinate d takes the d-th contiguous part of them, cut into microbatches in order. So the parts of
-all coordinates, one after the other, are the batch of one device, and a run resumes anywhere by its
-sample index alone.
+target). Sample g of the run is element g mod n of a pseudo-random permutation of the n sequences,
+with another permutation every epoch. A step takes the next `global_batch` samples; data coordinate
+d takes the d-th contiguous part of them, cut into microbatches in order. The parts of all
+coordinates, concatenated, are the batch of one device.
 """
 
 from __future__ import annotations
@@ -24,11 +23,18 @@ ROUNDS = 6
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Images of `index` under a permutation of range(size) chosen by `key`; needs memory only for
-    `index`.
+    """Images of `index` under a pseudo-random permutation of range(size), without storing it.
 
-    A Feistel network on the smallest even number of bits that holds `size`, applied again to
-    whatever falls outside (cycle walking; Black and Rogaway 2002).
+    A Feistel network on the smallest even number of bits that holds `size`, applied again to images
+    outside the range (cycle walking; Black and Rogaway 2002).
+
+    Args:
+        index: Integers below `size`.
+        size: Size of the permutation.
+        key: Selects the permutation.
+
+    Returns:
+        int64, of the shape of `index`.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -53,10 +59,20 @@ def _mix(value: np.ndarray) -> np.ndarray:
     return value ^ (value >> np.uint64(31))
 
 
-class Sampler:
-    """Batches of one data coordinate; `tokens` as `corpus.load` gives them.
+class BatchSampler:
+    """Batches of one data coordinate.
 
-    Raises ValueError, naming the field, where the text is shorter than one sequence.
+    Args:
+        tokens: As `tokenized_corpus.load` returns them.
+        sequence_length: Inputs per sequence.
+        global_batch: Sequences per step, over all data coordinates.
+        micro_batch: Sequences per microbatch.
+        seed: Selects the permutations.
+        data_index: This data coordinate.
+        data_size: Number of data coordinates.
+
+    Raises:
+        ValueError: The text is shorter than one sequence; names the field.
     """
 
     def __init__(
@@ -92,22 +108,24 @@ class Sampler:
         return count
 
     def sample_index(self, step: int) -> int:
-        """Samples taken before `step`, over all ranks: what a checkpoint records."""
+        """Samples consumed before `step` over all ranks, which checkpoints record."""
         return step * self.global_batch
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of `step` (from 0), each int64 [num_microbatches, micro_batch,
-        sequence_length].
+        """Inputs and targets of `step` (from 0).
+
+        Returns:
+            Two int64 tensors [num_microbatches, micro_batch, sequence_length].
         """
         return self.take(self.sample_index(step))
 
     def take(self, sample: int) -> tuple[Tensor, Tensor]:
-        """This coordinate's part of the global batch that begins at `sample`; shapes as `batch`."""
+        """This coordinate's part of the global batch from sample index `sample`, as `batch`."""
         samples = np.arange(sample + self.offset, sample + self.offset + self.share)
         return self._gather(self.tokens.train, self.order(samples))
 
     def order(self, samples: np.ndarray) -> np.ndarray:
-        """The sequence that each global sample index stands for."""
+        """Sequence number of each global sample index."""
         epochs = samples // self.num_sequences
         order = np.empty_like(samples)
         for epoch in np.unique(epochs):
@@ -120,9 +138,9 @@ class Sampler:
         return order
 
     def evaluation(self, batch: int) -> tuple[Tensor, Tensor]:
-        """The `batch`-th global batch of the held-out text, in its own order; shapes as `batch`.
+        """The `batch`-th global batch of the held-out text, unshuffled; shapes as in `batch`.
 
-        Held-out text that is too short is read again from its start.
+        Held-out text that is too short wraps around.
         """
         count = self._sequences(self.tokens.holdout, "held-out text")
         first = batch * self.global_batch + self.offset

@@ -1,9 +1,9 @@
-"""Tokens of a plan's corpus, made once per machine and memory-mapped by every rank.
+"""Tokenized corpus: encoded once per machine, cached, and memory-mapped by every rank.
 
 The cache is keyed by the text's sha256, the tokenizer and the vocabulary. `KEY.bin` holds the raw
-tokens, `KEY.json` says how many there are, and which: the second is written last, so an entry
-without it, or of another content, does not exist. Content is told by the file's identity and time;
-where those are others, by its sha256.
+tokens, `KEY.json` their number and checksum. The second is written last, so an entry without it, or
+with another content, does not count. Content is compared by the file's inode and mtime, and by
+sha256 where those differ.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 BYTES = 256
 END = "<|end|>"
-"""Token 0 of a BPE, and byte 0 of byte-level tokens: it stands between two files."""
+"""End-of-text token: token 0 of a BPE, byte 0 of byte-level tokens; separates files."""
 TRAIN_BYTES = 16 * 2**20
-"""A BPE is trained on about this much text, taken evenly over the files; all of it is encoded."""
+"""Text that a BPE is trained on, sampled evenly over the files."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Memory-mapped token ids (uint16, or uint32 beyond 65,536), none as large as `vocab`."""
+    """Memory-mapped token ids (uint16, or uint32 beyond 65,536 ids), all below `vocab`."""
 
     train: np.ndarray
     holdout: np.ndarray
@@ -51,19 +51,29 @@ class Tokens:
 
 
 def cache_folder() -> Path:
-    """Where tokens are kept: `workbench/tokens` under the user's XDG cache folder."""
+    """The token cache: `workbench/tokens` under the user's XDG cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "workbench" / "tokens"
 
 
 def load(
     corpus: schema.Corpus, vocab: int, *, folder: Path | None = None, deadline: float = 900.0
 ) -> Tokens:
-    """Tokens of `corpus` for a model of `vocab` ids; the first rank of a host to come makes them,
-    others wait.
+    """Tokens of a corpus; the first rank of a host encodes them while the others wait.
 
-    A cached entry is used without reading the text. Raises ValueError, naming the field, where the
-    vocabulary is too small, the text is not the one that the plan was resolved with, or another
-    process holds the cache past `deadline` seconds.
+    A cached entry is used without reading the text.
+
+    Args:
+        corpus: The plan's corpus.
+        vocab: Vocabulary of the model.
+        folder: The cache; `cache_folder()` by default.
+        deadline: Seconds to wait for another process that encodes the same corpus.
+
+    Returns:
+        Training and held-out tokens.
+
+    Raises:
+        ValueError: The vocabulary is too small, the text is not the one that the plan was resolved
+            with, or another process holds the cache past `deadline`; names the field.
     """
     _check_vocab(corpus, vocab)
     folder = folder or cache_folder()
@@ -92,7 +102,7 @@ def _dtype(size: int) -> np.dtype:
 
 
 def _complete(folder: Path, key: str) -> bool:
-    """Whether the entry is there and is what was written."""
+    """Whether the entry exists and is intact."""
     path = folder / f"{key}.bin"
     try:
         meta = json.loads((folder / f"{key}.json").read_text())
@@ -102,15 +112,12 @@ def _complete(folder: Path, key: str) -> bool:
             return True
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    print(
-        f"corpus: the tokens in {path} are not those that were written; they are made again",
-        file=sys.stderr,
-    )
+    print(f"corpus: the tokens in {path} are damaged; encoding the corpus again", file=sys.stderr)
     return False
 
 
 def _stamp(path: Path) -> list[int]:
-    """What changes when a file is replaced or written to."""
+    """Inode, mtime and size: they change when a file is replaced or written to."""
     seen = path.stat()
     return [seen.st_ino, seen.st_mtime_ns, seen.st_size]
 
@@ -122,8 +129,10 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def _only_one(path: Path, deadline: float) -> Iterator[None]:
-    """Hold the lock file; the kernel lets go of it when its holder dies. ValueError after
-    `deadline` seconds.
+    """Hold the lock file, which the kernel releases when its holder dies.
+
+    Raises:
+        ValueError: Another process holds it past `deadline` seconds.
     """
     until = time.monotonic() + deadline
     with path.open("w") as lock:
@@ -134,9 +143,8 @@ def _only_one(path: Path, deadline: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise ValueError(
-                        f"corpus: another process has been making the tokens for {deadline:.0f} s "
-                        f"(lock {path}); "
-                        "end it, or choose a smaller corpus.source"
+                        f"corpus: another process has been encoding it for {deadline:.0f} s "
+                        f"(lock {path}); end it, or choose a smaller corpus.source"
                     ) from None
                 time.sleep(0.05)
         yield
@@ -147,8 +155,7 @@ def _build(corpus: schema.Corpus, sha256: str, size: int, folder: Path, key: str
     if now != sha256:
         raise ValueError(
             f"corpus.sha256: the plan was resolved with {sha256[:12]}…, {corpus.source} now has "
-            f"{now[:12]}…; "
-            "restore the text, or remove corpus.sha256 to train on what is there"
+            f"{now[:12]}…; restore the text, or remove corpus.sha256 to train on the present one"
         )
     paths = files(corpus.source)
     (folder / f"{key}.json").unlink(missing_ok=True)
@@ -184,7 +191,7 @@ def _bytes_of(path: Path) -> np.ndarray:
 
 
 def _bpe(paths: list[Path], size: int, folder: Path, key: str) -> Callable[[Path], list[int]]:
-    """Train a byte-level BPE (nothing is out of vocabulary), store it, and return its encoder."""
+    """Train a byte-level BPE, which has no out-of-vocabulary text, save it, return its encoder."""
     tokenizer = train_bpe(_sample(paths), size)
     _write(folder / f"{key}.tokenizer.json", tokenizer.to_str())
     return lambda path: [*tokenizer.encode(_text(path)).ids, 0]
@@ -195,13 +202,13 @@ def _text(path: Path) -> str:
 
 
 def _sample(paths: list[Path]) -> Iterator[str]:
-    """Texts of every n-th file, so that they add up to about `TRAIN_BYTES`."""
+    """Texts of every n-th file, about `TRAIN_BYTES` in all."""
     total = sum(path.stat().st_size for path in paths)
     return (_text(path) for path in paths[:: max(1, round(total / TRAIN_BYTES))])
 
 
 def train_bpe(texts: Iterator[str], size: int) -> Tokenizer:
-    """A byte-level BPE of at most `size` tokens; the same texts give the same tokenizer."""
+    """Train a byte-level BPE of at most `size` tokens; deterministic."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

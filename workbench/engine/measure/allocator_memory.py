@@ -40,7 +40,7 @@ PREFIX = "workbench.allocator:"
 
 
 @dataclass
-class Section:
+class MemorySection:
     """From one mark to the next: bytes at the mark, and the most until the next one."""
 
     label: str
@@ -49,12 +49,12 @@ class Section:
 
 
 @dataclass
-class Window:
+class MemoryWindow:
     """Bytes allocated between `start()` and `stop()`. `sections` has one entry a mark, in order."""
 
     peak: int
     end: int
-    sections: list[Section] = field(default_factory=list)
+    sections: list[MemorySection] = field(default_factory=list)
     reserved: int | None = None
     """CUDA: most that the caching allocator held of the device."""
     device_used: int | None = None
@@ -68,25 +68,25 @@ class Window:
         """Most bytes from the last mark of that label to the next mark."""
         return self._last(label).peak
 
-    def _last(self, label: str) -> Section:
+    def _last(self, label: str) -> MemorySection:
         for section in reversed(self.sections):
             if section.label == label:
                 return section
         raise KeyError(label)
 
 
-def meter(device: torch.device) -> CpuMeter | CudaMeter:
+def memory_meter(device: torch.device) -> CpuMemoryMeter | CudaMemoryMeter:
     """The meter of a device. Raises ValueError where its allocator cannot be read."""
     if device.type == "cuda":
-        return CudaMeter(device)
+        return CudaMemoryMeter(device)
     if device.type == "cpu":
-        return CpuMeter()
+        return CpuMemoryMeter()
     raise ValueError(
         f"cluster.gpu: memory of a {device.type} device cannot be measured, only of cpu and cuda"
     )
 
 
-class CpuMeter:
+class CpuMemoryMeter:
     """Running sum of the CPU allocator's events, absolute where the first window begins before
     anything is built.
 
@@ -118,7 +118,7 @@ class CpuMeter:
         with record_function(PREFIX + label):
             pass
 
-    def stop(self) -> Window:
+    def stop(self) -> MemoryWindow:
         """End the window and sum it up."""
         window = self._sum(
             sorted(
@@ -133,12 +133,12 @@ class CpuMeter:
         self._level = window.end
         return window
 
-    def _sum(self, events: list[tuple[int, str | None, int, int]]) -> Window:
-        window = Window(self._level, self._level)
+    def _sum(self, events: list[tuple[int, str | None, int, int]]) -> MemoryWindow:
+        window = MemoryWindow(self._level, self._level)
         level = self._level
         for _, label, address, size in events:
             if label is not None:
-                window.sections.append(Section(label, level, level))
+                window.sections.append(MemorySection(label, level, level))
                 continue
             # An address that is handed out again was freed where the profiler could not see it; one
             # that is freed but was never handed out belongs to the time before the first window.
@@ -165,7 +165,7 @@ def _events(tree: Iterable[Any]) -> Iterator[tuple[int, str | None, int, int]]:
         yield from _events(event.children)
 
 
-def _shift(window: Window, by: int) -> None:
+def _shift(window: MemoryWindow, by: int) -> None:
     window.peak += by
     window.end += by
     for section in window.sections:
@@ -173,14 +173,14 @@ def _shift(window: Window, by: int) -> None:
         section.peak += by
 
 
-class CudaMeter:
-    """The CUDA caching allocator's own counters; same words as `CpuMeter`. They follow the host,
-    not the stream.
+class CudaMemoryMeter:
+    """The CUDA caching allocator's own counters; same words as `CpuMemoryMeter`. They follow the
+    host, not the stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._sections: list[Section] = []
+        self._sections: list[MemorySection] = []
         self._peak = 0
 
     def now(self) -> int | None:
@@ -196,7 +196,7 @@ class CudaMeter:
     def mark(self, label: str) -> None:
         """Begin a section of the window."""
         self._close()
-        self._sections.append(Section(label, torch.cuda.memory_allocated(self.device), 0))
+        self._sections.append(MemorySection(label, torch.cuda.memory_allocated(self.device), 0))
 
     def _close(self) -> None:
         """Take the peaks since the last mark into the section and the window."""
@@ -207,11 +207,11 @@ class CudaMeter:
             self._sections[-1].peak = peak
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def stop(self) -> Window:
+    def stop(self) -> MemoryWindow:
         """End the window."""
         self._close()
         now = torch.cuda.memory_allocated(self.device)
-        return Window(
+        return MemoryWindow(
             self._peak,
             now,
             self._sections,

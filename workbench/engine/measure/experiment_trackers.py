@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from workbench.plan.schema import Plan
 
 
-def require(names: Iterable[str]) -> None:
+def require_trackers(names: Iterable[str]) -> None:
     """Raise ValueError, naming the field and the packages, where a tracker's package is not
     installed.
 
@@ -39,10 +39,10 @@ class Trackers:
     """
 
     def __init__(self, accelerator: Accelerator, plan: Plan) -> None:
-        require(plan.telemetry.trackers)
+        require_trackers(plan.telemetry.trackers)
         self._accelerator: Accelerator | None = accelerator if plan.telemetry.trackers else None
         if self._accelerator is not None:
-            config = dict(flat(plan.model_dump(mode="json")))
+            config = dict(flatten_config(plan.model_dump(mode="json")))
             self._accelerator.init_trackers("workbench", config=config)
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
@@ -69,10 +69,10 @@ class Trackers:
             self._accelerator = None
 
 
-def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_config(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of nested data by dotted name; what trackers cannot hold (lists, null) as text."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from flat(item, f"{name}.{key}" if name else str(key))
+            yield from flatten_config(item, f"{name}.{key}" if name else str(key))
     else:
         yield name, value if isinstance(value, bool | int | float | str) else str(value)

@@ -83,7 +83,7 @@ KINDS = {
 }
 """torch's operator -> the word of the field; an operator that is not here keeps its own name."""
 
-ELSEWHERE = "elsewhere"
+UNCOUNTED = "elsewhere"
 """Category of what is counted on `device` but is not of it: host tensors of an offloading rank on a
 CPU.
 """
@@ -106,7 +106,7 @@ class _Storage:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveCall:
     """One collective call; `bytes` are the full tensor's on one rank of the group."""
 
     group: str
@@ -118,7 +118,7 @@ class Collective:
 
 
 @dataclass
-class Levels:
+class MemoryLevels:
     """Bytes by category: now, at the instant of the largest sum, and each category at its own
     largest.
     """
@@ -134,7 +134,7 @@ class Levels:
 
     def add(self, changes: Sequence[tuple[str, int]]) -> None:
         """Apply changes in order, following the peaks."""
-        changes = [change for change in changes if change[0] != ELSEWHERE]
+        changes = [change for change in changes if change[0] != UNCOUNTED]
         total, most, at = sum(self.now.values()), sum(self.peak.values()), -1
         before = Counter(self.now)
         for index, (category, delta) in enumerate(changes):
@@ -164,9 +164,9 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
         self.device = device
-        self.levels = Levels()
+        self.levels = MemoryLevels()
         self.moments: dict[str, dict[str, int]] = {}
-        self.calls: Counter[Collective] = Counter()
+        self.calls: Counter[CollectiveCall] = Counter()
         self._live: dict[int, _Storage] = {}
         self._pending: list[tuple[_Storage, int]] = []
         self._scopes: list[str] = []
@@ -363,7 +363,7 @@ class LiveBytes(TorchDispatchMode):
         self, group: dist.ProcessGroup | None, kind: str, dtype: torch.dtype | None, size: int
     ) -> None:
         self.calls[
-            Collective(
+            CollectiveCall(
                 group=group.group_name if group else "",
                 kind=kind,
                 group_size=group.size() if group else 0,

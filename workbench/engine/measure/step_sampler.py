@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.engine.measure.allocator_memory import CpuMeter, CudaMeter, Window
-from workbench.engine.measure.live_memory import ELSEWHERE, LiveBytes
+from workbench.engine.measure.allocator_memory import CpuMemoryMeter, CudaMemoryMeter, MemoryWindow
+from workbench.engine.measure.live_memory import UNCOUNTED, LiveBytes
 from workbench.engine.session import Session
 from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX
 from workbench.profile import ALLOCATED
@@ -25,32 +25,32 @@ STEP = "initialised"
 """Mark of a step's start: the moment when only what lasts is there."""
 
 
-class Follower:
+class ActionTracker:
     """Remembers what the rank does now, so that an error can say where it happened."""
 
     def __init__(self) -> None:
-        self.doing = ""
+        self.current = ""
 
     def action(self, label: str, action: Action | None) -> AbstractContextManager[None]:
         """Remember the label."""
-        self.doing = label
+        self.current = label
         return nullcontext()
 
     def moment(self, name: str) -> None:
         """Remember the moment."""
-        self.doing = name
+        self.current = name
 
 
-class Sampler(Follower):
+class StepSampler(ActionTracker):
     """Counts live bytes by category and collectives on one step; marks the allocator's window,
     times the actions.
     """
 
-    def __init__(self, session: Session, meter: CpuMeter | CudaMeter | None) -> None:
+    def __init__(self, session: Session, meter: CpuMemoryMeter | CudaMemoryMeter | None) -> None:
         super().__init__()
         self.session, self.meter = session, meter
         self.live = LiveBytes(session.device.type)
-        self.clock = Clock(session.device)
+        self.clock = SpanClock(session.device)
         self.stage = session.first_stage
         self._stages: dict[str, int] = {}
         """Moment -> the stage that was under way."""
@@ -61,10 +61,10 @@ class Sampler(Follower):
         """Round one step."""
         with ExitStack() as stack:
             stack.enter_context(self.live)
-            for category, tensors in lasting(self.session).items():
+            for category, tensors in persistent_tensors(self.session).items():
                 self.live.register(tensors, category)
-            for tensors in hosted(self.session).values():
-                self.live.register(tensors, ELSEWHERE)
+            for tensors in host_tensors(self.session).values():
+                self.live.register(tensors, UNCOUNTED)
             if (head := self.session.part.head) is not None:
                 stack.callback(_logits_scope(head, self.live))
             self.live.restart()
@@ -105,7 +105,7 @@ class Sampler(Follower):
         device is that too.
         """
         on_host = label == "OPTIMIZER" and self.session.part.store.host is not None
-        return self.live.category(ELSEWHERE) if on_host else nullcontext()
+        return self.live.category(UNCOUNTED) if on_host else nullcontext()
 
     def memory_rows(self) -> list[dict[str, Any]]:
         """Rows of the memory frame by category; of a rank's stages, the one that was under way,
@@ -117,7 +117,9 @@ class Sampler(Follower):
             row | {"stage": self._stages.get(row["moment"], self.stage)}
             for row in self.live.memory_rows(self.stage)
         ]
-        sizes = {category: _bytes(tensors) for category, tensors in hosted(self.session).items()}
+        sizes = {
+            category: _bytes(tensors) for category, tensors in host_tensors(self.session).items()
+        }
         moments = dict.fromkeys((row["stage"], row["moment"]) for row in rows)
         return rows + [
             {"stage": stage, "moment": moment, "tier": "host", "category": category, "bytes": size}
@@ -174,7 +176,7 @@ def _where(row: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def lasting(session: Session) -> dict[str, list[Tensor]]:
+def persistent_tensors(session: Session) -> dict[str, list[Tensor]]:
     """Tensors that live on the device as long as the session, by category of the memory
     vocabulary.
     """
@@ -183,7 +185,7 @@ def lasting(session: Session) -> dict[str, list[Tensor]]:
     )
 
 
-def hosted(session: Session) -> dict[str, list[Tensor]]:
+def host_tensors(session: Session) -> dict[str, list[Tensor]]:
     """The same of the host's memory."""
     host = session.part.store.host
     return {} if host is None else host.persistent() | _states(session)
@@ -222,7 +224,7 @@ def _logits_scope(head: nn.Module, live: LiveBytes) -> Callable[[], None]:
     return undo
 
 
-class Clock:
+class SpanClock:
     """Spans of a step in seconds from its start; on CUDA by events, read only after the step."""
 
     def __init__(self, device: torch.device) -> None:
@@ -276,7 +278,7 @@ class Clock:
         ]
 
 
-def allocated_rows(window: Window, stage: int) -> list[list[dict[str, Any]]]:
+def allocated_rows(window: MemoryWindow, stage: int) -> list[list[dict[str, Any]]]:
     """The allocator's totals of every step in a window: rows of category `allocated`, a list a
     step.
     """

@@ -32,7 +32,7 @@ def rank_file(run_dir: Path, folder: str, rank: int, suffix: str) -> Path:
     return path
 
 
-def set_aside(run_dir: Path, rank: int) -> None:
+def set_aside_former_records(run_dir: Path, rank: int) -> None:
     """Rename what an earlier launch in this directory told of this rank: an exported plan may be
     launched twice.
     """
@@ -84,7 +84,7 @@ class Telemetry:
         descriptor = self._file
         while (record := self._queue.get()) is not None:
             try:
-                self._write(descriptor, line(record))
+                self._write(descriptor, json_line(record))
             except (OSError, TypeError, ValueError) as error:
                 self._warn(error)
 
@@ -109,7 +109,7 @@ class Telemetry:
             )
 
 
-def line(record: Mapping[str, Any]) -> bytes:
+def json_line(record: Mapping[str, Any]) -> bytes:
     """The record as one line of JSON; numbers that JSON does not know (NaN, infinities) become
     null.
     """

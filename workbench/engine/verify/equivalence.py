@@ -16,12 +16,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from workbench.engine.check_python_model import inspect
-from workbench.engine.exit_codes import status
+from workbench.engine.check_python_model import check_python_model
+from workbench.engine.exit_codes import exit_status
 from workbench.engine.precision import DTYPES
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
-from workbench.engine.verify.single_device import Reference, proof_value, train_plainly
+from workbench.engine.verify.single_device import (
+    ReferenceRun,
+    train_on_one_device,
+    verification_weight,
+)
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -29,19 +33,19 @@ from workbench.plan.rules.supported import require
 from workbench.plan.schema import Optimizer, Plan
 from workbench.schedules import Action
 
-STEPS = 3
+NUM_STEPS = 3
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 """Largest relative difference. fp32 compares weights after SGD: AdamW divides by the gradient's own
 size.
 """
-NOISE = 16
+NOISE_EPSILONS = 16
 """Epsilons of rounding that a gradient may have which is zero in exact arithmetic (a key bias)."""
 
 Kind = Literal["loss", "gradients", "weights"]
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """How far one tensor of one rank is from one device."""
 
     kind: Kind
@@ -72,7 +76,7 @@ def verify(
     seconds: float = 300.0,
     allow_code: bool = False,
 ) -> dict[str, Any]:
-    """Train `STEPS` steps on one device and under the plan, on CPU ranks, and compare.
+    """Train `NUM_STEPS` steps on one device and under the plan, on CPU ranks, and compare.
 
     The plan's own precision is not verified: `precision` replaces it, for parameters, activations,
     gradients and moments alike, because in 16 bits two correct programs differ by more than most
@@ -80,9 +84,9 @@ def verify(
 
     Per tensor, the relative difference is max|d| / max(max|reference|, 1e-6 x the model's largest
     gradient). A gradient that is zero but for rounding has no scale of its own: its noise must stay
-    within `NOISE` epsilons of the largest gradient, and its weight within what the optimizer makes
-    of that noise. Every rank compares each slice it holds, replicas too; slices must cover every
-    tensor exactly once.
+    within `NOISE_EPSILONS` epsilons of the largest gradient, and its weight within what the
+    optimizer makes of that noise. Every rank compares each slice it holds, replicas too; slices
+    must cover every tensor exactly once.
 
     Args:
         plan: A plan of a model small enough for CPU ranks, one process per rank.
@@ -102,11 +106,13 @@ def verify(
     """
     written = plan.resolve()
     full = _in_precision(written, precision, allow_code)
-    inspect(full, allow_code)
+    check_python_model(full, allow_code)
     dtype = DTYPES[precision]
     batches = list(_batches(full))
-    reference = train_plainly(full, batches, dtype)
-    exact = reference if precision == "fp64" else train_plainly(full, batches[:1], torch.float64)
+    reference = train_on_one_device(full, batches, dtype)
+    exact = (
+        reference if precision == "fp64" else train_on_one_device(full, batches[:1], torch.float64)
+    )
     scale = _Scale(
         precision, reference.largest_gradient, exact.vanishing(), full.training.optimizer
     )
@@ -154,7 +160,7 @@ def _batches(plan: ResolvedPlan) -> Iterator[tuple[Tensor, Tensor]]:
     """Random tokens that reach every part of the vocabulary; [global_batch, T] each."""
     t = plan.training
     generator = torch.Generator().manual_seed(t.seed)
-    for _ in range(STEPS):
+    for _ in range(NUM_STEPS):
         text = torch.randint(
             plan.vocab, (t.global_batch, t.sequence_length + 1), generator=generator
         )
@@ -174,7 +180,7 @@ class _Scale:
         scale = max(float(whole.abs().max()), 1e-6 * self.largest_gradient)
         if name not in self.vanishing:
             return scale
-        noise = self.largest_gradient * NOISE * torch.finfo(whole.dtype).eps
+        noise = self.largest_gradient * NOISE_EPSILONS * torch.finfo(whole.dtype).eps
         if kind == "gradients":
             return noise / TOLERANCE[self.precision]
         return max(scale, self._drift(noise) / TOLERANCE[self.precision])
@@ -185,7 +191,9 @@ class _Scale:
         """
         o = self.optimizer
         return (
-            STEPS * o.learning_rate * (min(1.0, noise / o.epsilon) if o.name == "adamw" else noise)
+            NUM_STEPS
+            * o.learning_rate
+            * (min(1.0, noise / o.epsilon) if o.name == "adamw" else noise)
         )
 
 
@@ -193,13 +201,13 @@ def _compare(
     plan: ResolvedPlan,
     rank: int,
     batches: list[tuple[Tensor, Tensor]],
-    reference: Reference,
+    reference: ReferenceRun,
     scale: _Scale,
     dtype: torch.dtype,
-) -> tuple[list[Difference], dict[str, int]]:
+) -> tuple[list[TensorDifference], dict[str, int]]:
     device = torch.device("cpu")
     mesh = build_mesh(plan, rank)
-    session = _proof_session(plan, mesh, device, dtype)
+    session = _verification_session(plan, mesh, device, dtype)
     recorder = _Recorder(session)
     losses = [
         session.step(i, *_share(plan, session, batch), recorder).loss
@@ -207,10 +215,10 @@ def _compare(
     ]
     weights, layouts = session.part.store.values, session.part.store.layouts
 
-    def differences() -> Iterator[Difference]:
+    def differences() -> Iterator[TensorDifference]:
         for i, (mine, theirs) in enumerate(zip(losses, reference.losses)):
             gap = _finite(abs(mine.item() - theirs))
-            yield Difference("loss", f"loss of step {i}", rank, gap, gap / abs(theirs))
+            yield TensorDifference("loss", f"loss of step {i}", rank, gap, gap / abs(theirs))
         for name, layout in layouts.items():
             yield _difference(
                 "gradients", layout, rank, recorder.gradients[name], reference.gradients, scale
@@ -223,7 +231,7 @@ def _compare(
     return list(differences()), owned
 
 
-def _proof_session(
+def _verification_session(
     plan: ResolvedPlan, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> Session:
     session = Session.build(plan, mesh, device, dtype)
@@ -231,7 +239,9 @@ def _proof_session(
         store = session.part.store
         for name, layout in store.layouts.items():
             store.values[name].copy_(
-                layout.take(proof_value(layout.name, layout.shape, plan.training.seed, dtype))
+                layout.take(
+                    verification_weight(layout.name, layout.shape, plan.training.seed, dtype)
+                )
             )
         store.gather_updated_params()
     return session
@@ -253,15 +263,15 @@ def _share(
 
 def _difference(
     kind: Kind, layout: Layout, rank: int, mine: Tensor, wholes: dict[str, Tensor], scale: _Scale
-) -> Difference:
+) -> TensorDifference:
     whole = wholes[layout.name]
     expected = [part for part, _ in layout.parts(layout.take(whole))]
-    gaps = [_furthest(part, other) for (part, _), other in zip(layout.parts(mine), expected)]
+    gaps = [_max_abs_diff(part, other) for (part, _), other in zip(layout.parts(mine), expected)]
     gap = max(gaps, default=0.0)
-    return Difference(kind, layout.name, rank, gap, gap / scale.of(kind, layout.name, whole))
+    return TensorDifference(kind, layout.name, rank, gap, gap / scale.of(kind, layout.name, whole))
 
 
-def _furthest(mine: Tensor, expected: Tensor) -> float:
+def _max_abs_diff(mine: Tensor, expected: Tensor) -> float:
     return _finite(float((mine - expected).abs().max())) if expected.numel() else 0.0
 
 
@@ -270,7 +280,7 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def _check_cover(reference: Reference, owned: list[dict[str, int]]) -> None:
+def _check_cover(reference: ReferenceRun, owned: list[dict[str, int]]) -> None:
     for name, weight in reference.weights.items():
         held = sum(part.get(name, 0) for part in owned)
         if held != weight.numel():
@@ -280,7 +290,7 @@ def _check_cover(reference: Reference, owned: list[dict[str, int]]) -> None:
 
 
 def _summary(
-    differences: list[Difference], precision: str, replaced: dict[str, dict[str, str]]
+    differences: list[TensorDifference], precision: str, replaced: dict[str, dict[str, str]]
 ) -> dict[str, Any]:
     worst = max(differences, key=lambda d: d.relative)
     kinds: tuple[Kind, ...] = ("loss", "gradients", "weights")
@@ -307,7 +317,7 @@ def main() -> int:
     parser.add_argument("--allow-code", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    return status(
+    return exit_status(
         lambda: print(
             json.dumps(
                 verify(

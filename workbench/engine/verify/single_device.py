@@ -21,7 +21,7 @@ from workbench.plan.schema import Plan
 
 
 @dataclass
-class Reference:
+class ReferenceRun:
     """What one device computes: losses of every step, gradients of the first before clipping, final
     weights.
     """
@@ -46,7 +46,7 @@ class Reference:
         }
 
 
-def proof_value(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+def verification_weight(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
     """A parameter's value at the start of a proof: drawn by its global name, so large that nothing
     hides in rounding.
 
@@ -61,16 +61,18 @@ def proof_value(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype
     return 0.1 * noise + (1 if "norm" in name and name.endswith("weight") else 0)
 
 
-def train_plainly(
+def train_on_one_device(
     plan: ResolvedPlan, batches: list[tuple[Tensor, Tensor]], dtype: torch.dtype
-) -> Reference:
+) -> ReferenceRun:
     """Train on `batches` of (tokens, targets), each [global_batch, T], one optimizer step a
     batch.
     """
     model = _model(plan).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(proof_value(name, tuple(parameter.shape), plan.training.seed, dtype))
+            parameter.copy_(
+                verification_weight(name, tuple(parameter.shape), plan.training.seed, dtype)
+            )
     optimizer = _optimizer(model, plan)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
@@ -87,7 +89,7 @@ def train_plainly(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, plan.training.optimizer, plan.training.steps)
         optimizer.step()
-    return Reference(losses, first, {name: p.detach() for name, p in model.named_parameters()})
+    return ReferenceRun(losses, first, {name: p.detach() for name, p in model.named_parameters()})
 
 
 def _model(plan: ResolvedPlan) -> nn.Module:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from workbench.checkpoint.checkpoint_lock import clear
+from workbench.checkpoint.checkpoint_lock import clear_unfinished
 from workbench.checkpoint.checksums import refuse_damaged
 from workbench.checkpoint.resume_point import checkpoint_of
 from workbench.errors import PlanError, Problem
@@ -168,7 +168,7 @@ def _clear_killed_run(plan: Plan) -> None:
     """Free the disk of what the run that `plan` goes on from was writing when it was killed."""
     load = plan.checkpoint.load
     if load is not None and is_run(Path(load).parent.parent):
-        clear(Path(load).parent)
+        clear_unfinished(Path(load).parent)
 
 
 def _with_calibration(plan: ResolvedPlan, folder: Path, final: Path) -> ResolvedPlan:

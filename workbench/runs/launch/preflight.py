@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 
 from workbench.checkpoint.huggingface_folder import check_config
-from workbench.checkpoint.manifest import FINITE, MANIFEST, read_manifest, refuse_resized
-from workbench.checkpoint.resume_point import CONFIG, is_foreign, steps_done
+from workbench.checkpoint.manifest import FINITE, MANIFEST, check_size, read_manifest
+from workbench.checkpoint.resume_point import CONFIG, is_huggingface_folder, steps_done
 from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import Attached, attached, is_another_model
 from workbench.plan import corpus_files
@@ -134,14 +134,14 @@ def _checkpoint(plan: ResolvedPlan) -> list[Problem]:
     load = plan.checkpoint.load
     if load is None:
         return []
-    if not is_foreign(Path(load)) and not (Path(load) / MANIFEST).is_file():
+    if not is_huggingface_folder(Path(load)) and not (Path(load) / MANIFEST).is_file():
         legal = (
             f"legal: a folder that holds {MANIFEST}, one of Hugging Face weights with "
             f"{CONFIG}, or null"
         )
         return [Problem("checkpoint.load", f"'{load}' is no checkpoint; {legal}")]
     try:
-        if is_foreign(Path(load)):
+        if is_huggingface_folder(Path(load)):
             check_config(Path(load), plan.shape)
         else:
             body = read_manifest(Path(load))
@@ -152,7 +152,7 @@ def _checkpoint(plan: ResolvedPlan) -> list[Problem]:
                     f"'{load}' has NaN or infinite values; take an earlier checkpoint",
                 )
             for file in body["files"]:
-                refuse_resized(Path(load, file["file"]), file["bytes"])
+                check_size(Path(load, file["file"]), file["bytes"])
     except PlanError as error:
         return error.problems
     except ValueError as error:
