@@ -361,3 +361,10 @@ def test_a_field_that_nothing_runs_says_so():
         assert "estimated and rehearsed only" in told[name].description, (
             f"{name}: only {can} can run"
         )
+
+
+@pytest.mark.parametrize(("old", "new"), [("complete", "resolve"), ("resolved", "pin")])
+def test_a_former_name_warns_and_names_the_new_one(old: str, new: str) -> None:
+    plan = Plan.of("tiny")
+    with pytest.warns(DeprecationWarning, match=rf"Plan\.{old}\(\) is now Plan\.{new}\(\)"):
+        assert getattr(plan, old)() == getattr(plan, new)()

@@ -120,12 +120,12 @@ class Plan(Frozen):
 
     def complete(self) -> ResolvedPlan:
         """`resolve()` by its former name."""
-        _renamed("Plan.resolve()", "Plan.resolve()")
+        _renamed("Plan.complete()", "Plan.resolve()")
         return self.resolve()
 
     def resolved(self) -> ResolvedPlan:
         """`pin()` by its former name."""
-        _renamed("Plan.pin()", "Plan.pin()")
+        _renamed("Plan.resolved()", "Plan.pin()")
         return self.pin()
 
     def __eq__(self, other: object) -> bool:
