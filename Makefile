@@ -41,7 +41,7 @@ verify-all: .venv/.ready-test
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.parallel.sweep --all \
 	  --summary data/benchmarks/verified.json --details build/verified.jsonl
 
-# Kernels beside their peers, each to one file of data/benchmarks; a card's machine may have torch and Triton of its own.
+# Kernels beside their peers, each to one file of data/benchmarks; a machine with GPUs may have torch and Triton of its own.
 gpu-bench:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.benchmarks.kernels --device cuda $(BENCH_ARGS)
 

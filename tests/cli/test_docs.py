@@ -23,7 +23,12 @@ from workbench.plan.catalog import catalog
 from workbench.plan.schema import Plan, parse_plan
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted(
+    [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "data/validation/README.md")),
+        *(ROOT / "docs").glob("*.md"),
+    ]
+)
 NAMES = {name for family in COMMANDS.values() for name in family}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -31,7 +36,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 SECTIONS = tuple(Plan.model_fields)
 ENDINGS = (".py", ".yaml", ".md", ".ipynb", ".json", ".csv", ".png")
 
-each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT))
+)
 
 
 def blocks(document: Path, language: str) -> list[str]:
