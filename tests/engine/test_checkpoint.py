@@ -287,7 +287,7 @@ def test_the_next_waits_for_the_former_and_says_so(
     writer.start(2, cut(0, 1, 0), {})
     assert checkpoint_path(tmp_path, 1) in finished_checkpoints(tmp_path)
     assert capsys.readouterr().out.startswith(
-        "checkpoint: step 2 waits until the former one is written"
+        "checkpoint: step 2 waits until the previous one is written"
     )
     writer.wait()
     assert [p.name for p in finished_checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
@@ -428,7 +428,7 @@ def test_a_link_in_place_of_the_folder_is_not_cleared(tmp_path: Path) -> None:
     link.parent.mkdir()
     link.symlink_to(elsewhere)
     clear_unfinished(link)
-    with pytest.raises(ValueError, match=f"{link} is a link, and what lies there would be cleared"):
+    with pytest.raises(ValueError, match=f"{link} is a link, whose target would be cleared"):
         lock_checkpoints(link)
     assert (elsewhere / "step-00000002.writing-token").is_dir() and finished_checkpoints(link) == []
 
@@ -446,7 +446,7 @@ def test_a_tensor_of_another_shape_than_its_manifest_says_is_refused(tmp_path: P
         tuple(tensor["shape"]),
         tuple((0, n) for n in tensor["shape"]),
     )
-    with pytest.raises(ValueError, match=r"has shape \[\d+, \d+\], its checkpoint says"):
+    with pytest.raises(ValueError, match=r"has shape \[\d+, \d+\], its manifest says"):
         read_tensors.load_shards(replace(checkpoint_source(path), exact=False), [wanted])
 
 
@@ -519,7 +519,7 @@ def test_a_missing_slice_is_seen_when_saving(tmp_path: Path) -> None:
     half = [Shard("a", "parameter", torch.zeros(2), (4,), ((0, 2),))]
     (writer,) = writers(tmp_path, 1)
     writer.start(0, half, {})
-    with pytest.raises(RuntimeError, match="what the ranks hold does not make a whole model"):
+    with pytest.raises(RuntimeError, match="shards do not cover the model"):
         writer.wait()
     assert finished_checkpoints(tmp_path) == []
 

@@ -82,7 +82,7 @@ def test_a_run_that_died_before_its_first_checkpoint_leads_back_to_the_one_it_we
     assert checkpoint_of(run) == own
     (own / "manifest.json").unlink()
     (former / "manifest.json").unlink()
-    with pytest.raises(PlanError, match=f"what it went on from is no longer one: {former}"):
+    with pytest.raises(PlanError, match=f"the one it resumed from is gone: {former}"):
         checkpoint_of(run)
 
 

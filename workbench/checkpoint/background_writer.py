@@ -1,9 +1,9 @@
-"""Checkpoints written in the background: a step waits for a copy to host memory, a thread does the
-rest.
+"""Asynchronous distributed checkpointing: a step waits for a copy to host memory only.
 
-Ranks meet through the folder alone, without a collective: each writes its file, then its index;
-rank 0 joins the indexes and commits, the others see it done. Everything waited for has a deadline
-that begins anew while something is written, and a rank that fails tells the others by a file.
+Ranks synchronise through the folder, without collectives, which a background thread could not order
+with the training's: each rank writes its file, then its index; rank 0 merges the indexes and
+commits, and the others observe that. Every wait has a timeout that restarts while something is
+being written, and a failed rank leaves a file that the others read.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from workbench.checkpoint.checkpoint_lock import FREE_SPACE, unwritable_error
 from workbench.checkpoint.host_staging import copy_to_host
 
 FIRST_POLL_SECONDS, MAX_POLL_SECONDS = 0.005, 0.5
-"""Seconds between two looks at the folder: doubled from the first to the last."""
+"""Interval at which the folder is polled: doubled from the first to the last."""
 HEARTBEAT_SECONDS = 0.1
-"""Seconds at least between two signs of life of rank 0."""
+"""Minimum interval of rank 0's heartbeats."""
 
 
 @dataclass(frozen=True)
 class WriteJob:
-    """One checkpoint on its way to the disk."""
+    """A checkpoint being written."""
 
     step: int
     shards: Sequence[Shard]
@@ -42,12 +42,16 @@ class WriteJob:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one rank, one at a time; all ranks of a run agree on `token`, which
-    no other run has.
+    """Writes the checkpoints of one rank, one at a time.
 
-    `timeout` is how long, in seconds, a disk may show nothing before the checkpoint is given up.
-    `on_committed` is called from the thread with (step, folder, seconds since `start`) once a
-    checkpoint counts. The `keep` latest stay.
+    Args:
+        folder: The folder of checkpoints.
+        rank: This rank.
+        world_size: Number of ranks.
+        token: A name that all ranks of this run share, and no other run has.
+        keep: Number of latest checkpoints that stay.
+        timeout: Seconds without progress on the disk after which a checkpoint is given up.
+        on_committed: Called from the thread with (step, folder, seconds since `start`).
     """
 
     def __init__(
@@ -72,17 +76,28 @@ class CheckpointWriter:
     def start(
         self, step: int, shards: Sequence[Shard], meta: dict[str, Any], copy: bool = True
     ) -> Path:
-        """Copy the shards, and have them written; returns where they will be. Waits for the former
-        checkpoint first.
+        """Copy the shards and write them in the background; called by every rank at the same steps.
 
-        Called by every rank at the same steps. Without `copy` the shards must stay as they are
-        until `wait` returns. Raises ValueError where the former one could not be written.
+        Waits for the previous checkpoint first.
+
+        Args:
+            step: Steps done.
+            shards: This rank's shards.
+            meta: The manifest's `meta`.
+            copy: Copy to host memory first; without, the shards must not change until `wait`
+                returns.
+
+        Returns:
+            The folder that the checkpoint will have once committed.
+
+        Raises:
+            ValueError: The previous checkpoint could not be written.
         """
         began = time.monotonic()
         if self.rank == 0 and self._thread is not None and self._thread.is_alive():
             print(
-                f"checkpoint: step {step} waits until the former one is written; a larger "
-                f"checkpoint.every would not"
+                f"checkpoint: step {step} waits until the previous one is written; a larger "
+                f"checkpoint.every would avoid this"
             )
         self.wait()
         final = checkpoint_path(self.folder, step)
@@ -98,14 +113,16 @@ class CheckpointWriter:
         return final
 
     def check(self) -> None:
-        """Raise what went wrong in the background, as soon as it is known."""
+        """Raise the background error, if there is one already."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def wait(self) -> None:
-        """Wait until what was started counts as a checkpoint. Raises ValueError where it could not
-        be written.
+        """Wait until the pending checkpoint is committed.
+
+        Raises:
+            ValueError: It could not be written.
         """
         while self._thread is not None and self._thread.is_alive() and self._error is None:
             self._thread.join(0.0 if self._disk_timed_out else 0.2)
@@ -124,7 +141,7 @@ class CheckpointWriter:
                 raise unwritable_error(job.writing, error) from error
             except AssertionError as error:
                 raise RuntimeError(
-                    f"checkpoint: what the ranks hold does not make a whole model: {error}"
+                    f"checkpoint: the ranks' shards do not cover the model: {error}"
                 ) from error
         except BaseException as error:
             checkpoint_format.delete_rank_files(job.writing, self.rank)
@@ -139,7 +156,7 @@ class CheckpointWriter:
         if self.rank == 0:
             self._gather(job.writing)
             for failed in self.folder.glob(f"step-*.writing-{self.token}"):
-                if failed != job.writing:  # no rank looks there any more: all have begun this one
+                if failed != job.writing:  # unused: all ranks have started this one
                     shutil.rmtree(failed, ignore_errors=True)
             checkpoint_format.commit_checkpoint(job.writing, job.final, self.world_size, job.meta)
             checkpoint_format.prune_checkpoints(self.folder, self.keep, job.final)
@@ -148,14 +165,14 @@ class CheckpointWriter:
         self.on_committed(job.step, job.final, time.monotonic() - job.started)
 
     def _alive(self, writing: Path, nbytes: int = 0) -> None:
-        """The disk has taken something; rank 0 lets the others see it, who wait for its word."""
+        """Something was written: restart the timeout; rank 0 also lets the waiting ranks see it."""
         now = time.monotonic()
         if self.rank == 0 and now - self._beat > HEARTBEAT_SECONDS:
             (writing / "alive").touch()
         self._beat = now
 
     def _gather(self, writing: Path) -> None:
-        """Wait until every rank has written its part, and let them see that somebody does."""
+        """Wait until every rank has written its part, sending heartbeats while any of them does."""
         missing, size = [*range(self.world_size)], -1
         for _ in self._polls(writing, lambda: f"rank {missing[0]} has not written its part of"):
             while missing and checkpoint_format.rank_index_path(writing, missing[0]).exists():
@@ -180,8 +197,10 @@ class CheckpointWriter:
                 self._alive(job.writing)
 
     def _polls(self, writing: Path, what: Callable[[], str], slower: int = 1) -> Iterator[None]:
-        """Now, and again after a while, until the disk has been silent for too long or another rank
-        has failed.
+        """Yield now and at each poll.
+
+        Raises:
+            ValueError: Another rank has failed, or the timeout has passed without progress.
         """
         pause = FIRST_POLL_SECONDS
         while True:
@@ -191,21 +210,19 @@ class CheckpointWriter:
             if time.monotonic() - self._beat > slower * self.timeout:
                 raise ValueError(
                     f"checkpoint: {what()} {writing} for {slower * self.timeout:.0f} s; "
-                    f"{FREE_SPACE}, or "
-                    "raise telemetry.timeout_seconds"
+                    f"{FREE_SPACE}, or raise telemetry.timeout_seconds"
                 )
             time.sleep(pause)
             pause = min(2 * pause, MAX_POLL_SECONDS)
 
     def _timeout_error(self, path: Path) -> ValueError:
         return ValueError(
-            f"checkpoint: the disk of {path} has not answered for {3 * self.timeout:.0f} s; see "
-            f"to it, "
-            "or keep runs elsewhere (--root)"
+            f"checkpoint: the disk of {path} has not answered for {3 * self.timeout:.0f} s; "
+            "check it, or keep runs elsewhere (--root)"
         )
 
     def _mark(self, writing: Path, error: BaseException) -> None:
-        """Let the other ranks know, as far as the disk allows."""
+        """Leave the error for the other ranks, if the disk allows."""
         try:
             (writing / f"rank{self.rank:05d}.failed").write_text(f"{error} (rank {self.rank})")
         except OSError:
@@ -213,12 +230,12 @@ class CheckpointWriter:
 
 
 def _size(folder: Path) -> int:
-    """Bytes in the folder's files, drafts that are being renamed left out."""
+    """Bytes of the ranks' files, without drafts that are being renamed."""
     return sum((folder / name).stat().st_size for name in _names(folder) if name.startswith("rank"))
 
 
 def _names(folder: Path) -> list[str]:
-    """What is in the folder; nothing once it has got its name as a checkpoint."""
+    """Names in the folder; none once it has been renamed by the commit."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:

@@ -1,9 +1,7 @@
-"""What a checkpoint is: a safetensors file of each rank that owns something, and a manifest written
-last.
+"""Format of a distributed checkpoint: a safetensors file per rank, and a manifest written last.
 
-Every stored tensor says which box of which global tensor it is, so a checkpoint loads under any
-mesh. A folder without its manifest does not count as a checkpoint; it appears under its name only
-when it is whole.
+Every stored tensor records which box of which global tensor it is, so a checkpoint loads on any
+mesh. A folder without manifest is not a checkpoint; a folder gets its name only when complete.
 """
 
 from __future__ import annotations
@@ -33,19 +31,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHECK_ENTRIES = 2**20
-"""Values that are looked at at once."""
+"""Entries checked for NaN and infinity at once."""
 BF16_EXPONENT = 0x7F80
-"""Bits of a bf16 that are all set where it is NaN or infinite."""
+"""Exponent bits of a bf16, all set in NaN and infinities."""
 Slices = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A local tensor and its place: `slices` are [start, stop) of the global `shape`, one pair a
-    dim.
+    """A local tensor and its box of the global tensor.
 
-    `kind` is parameter, moment1, moment2, master or step. `tensor` has the slices' extent exactly
-    (no padding).
+    `slices` are [start, stop) of the global `shape`, one pair per dim; `tensor` has their extent
+    exactly, without padding. `kind` is parameter, moment1, moment2, master or step.
     """
 
     name: str
@@ -56,24 +53,34 @@ class Shard:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies in the folder of checkpoints."""
+    """Path of the checkpoint of `step` in the folder of checkpoints."""
     return folder / f"step-{step:08d}"
 
 
 def num_entries(slices: Iterable[tuple[int, int]]) -> int:
-    """Entries in a box."""
+    """Number of entries of a box."""
     return math.prod(stop - start for start, stop in slices)
 
 
 def rank_index_path(folder: Path, rank: int) -> Path:
-    """What a rank says of its part, once that is whole."""
+    """Path of a rank's index, which is written after its tensors."""
     return folder / f"rank{rank:05d}.json"
 
 
 def write_rank_file(
     folder: Path, rank: int, shards: Sequence[Shard], wrote: Callable[[int], None]
 ) -> None:
-    """Write this rank's shards, and then its part of the index; a rank without any says so too."""
+    """Write this rank's shards, then its index, which is empty for a rank without shards.
+
+    Args:
+        folder: The folder of the checkpoint being written.
+        rank: This rank.
+        shards: Its shards, one file.
+        wrote: Called with the bytes of each block.
+
+    Raises:
+        OSError: The disk refuses.
+    """
     entries: list[dict[str, Any]] = []
     if shards:
         path = folder / f"rank{rank:05d}.safetensors"
@@ -99,8 +106,9 @@ def write_rank_file(
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite. CPU tensors are looked at outside of torch's allocator,
-    see `staging`.
+    """Whether no value is NaN or infinite.
+
+    CPU tensors are checked by numpy, outside of torch's allocator, whose count is the training's.
     """
     if tensor.is_cuda:
         return all(bool(part.isfinite().all()) for part in tensor.flatten().split(CHECK_ENTRIES))
@@ -114,16 +122,14 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def delete_rank_files(folder: Path, rank: int) -> None:
-    """Give back the room of this rank's part of a checkpoint that cannot be written, as far as the
-    disk allows.
-    """
+    """Delete this rank's files of a checkpoint that cannot be written, if the disk allows."""
     for path in folder.glob(f"*rank{rank:05d}.*"):
         with suppress(OSError):
             path.unlink()
 
 
 def _keys(shards: Sequence[Shard]) -> list[str]:
-    """What the shards are called in their file: several boxes of one tensor are numbered."""
+    """Names of the shards in their file: KIND/NAME, numbered where a tensor has several boxes."""
     count: Counter[str] = Counter()
     keys = []
     for shard in shards:
@@ -152,7 +158,17 @@ def _described(key: str, shard: Shard) -> dict[str, Any]:
 
 
 def commit_checkpoint(writing: Path, final: Path, world_size: int, meta: dict[str, Any]) -> None:
-    """Join what all ranks have written into the manifest, and give the folder its name."""
+    """Merge the ranks' indexes into the manifest, and rename the folder.
+
+    The order makes the commit atomic: the manifest is synced before the folder gets its name, and
+    an older checkpoint of that name is moved aside only then.
+
+    Args:
+        writing: The folder that the ranks have written.
+        final: Its name as a checkpoint.
+        world_size: Number of ranks.
+        meta: The manifest's `meta`.
+    """
     indexes = [rank_index_path(writing, rank) for rank in range(world_size)]
     files = [entry for path in indexes for entry in json.loads(path.read_text())]
     _assert_whole(files)
@@ -174,9 +190,9 @@ def commit_checkpoint(writing: Path, final: Path, world_size: int, meta: dict[st
 
 
 def prune_checkpoints(folder: Path, keep: int, latest: Path) -> None:
-    """Keep `latest`, and of the others as many as make `keep`, those of the highest steps.
+    """Delete old checkpoints: `latest` and the `keep` - 1 highest other steps stay.
 
-    The last one without NaN or infinity stays too: it is the one to go on from.
+    The last one without NaN or infinity stays too, because training can resume from it.
     """
     others = [path for path in finished_checkpoints(folder) if path != latest]
     good = [path for path in [*others, latest] if is_finite(path)]
@@ -187,7 +203,7 @@ def prune_checkpoints(folder: Path, keep: int, latest: Path) -> None:
 
 
 def _assert_whole(files: list[dict[str, Any]]) -> None:
-    """Every global tensor is there, once: the boxes that the ranks hold add up to it."""
+    """Assert that the ranks' boxes cover every global tensor exactly once."""
     held: dict[tuple[str, str], int] = {}
     total: dict[tuple[str, str], int] = {}
     for tensor in (tensor for entry in files for tensor in entry["tensors"]):
@@ -198,7 +214,7 @@ def _assert_whole(files: list[dict[str, Any]]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that it appears under its name only when it is on the disk."""
+    """Write a small file atomically: it gets its name only when it is on the disk."""
     draft = path.with_name(f".{path.name}")
     with draft.open("w") as file:
         file.write(text)
@@ -208,7 +224,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Have the disk keep what was renamed in a folder."""
+    """Sync a folder, so that renames in it survive a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,4 @@
-"""Who writes to a run's folder of checkpoints: one run at a time, which clears what killed ones
-left half-written.
-"""
+"""Lock on a run's folder of checkpoints: one run writes at a time, and clears unfinished ones."""
 
 from __future__ import annotations
 
@@ -18,23 +16,21 @@ _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), FREE_SPACE),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR), MAKE_WRITABLE),
 }
-"""What the disk said -> what to do; `CHECK_DISK` for the rest."""
+"""errno -> what to do; `CHECK_DISK` for others."""
 
 
 def lock_checkpoints(folder: Path) -> int:
-    """Make the folder of checkpoints and lock it; a descriptor that holds the lock while it is
-    open.
+    """Create and lock the folder of checkpoints, and clear what killed runs have left.
 
-    Clears what killed runs have left. Raises ValueError where it cannot be written, or another run
-    writes in it.
+    Returns:
+        A descriptor, which holds the lock while it is open.
+
+    Raises:
+        ValueError: The folder cannot be written, or another run writes to it.
     """
     if folder.is_symlink():
-        own = (
-            "legal: a folder of the run's own; to write elsewhere keep the whole run there (--root)"
-        )
-        raise ValueError(
-            f"checkpoint: {folder} is a link, and what lies there would be cleared; {own}"
-        )
+        own = "legal: a folder of the run's own; to write elsewhere keep the run there (--root)"
+        raise ValueError(f"checkpoint: {folder} is a link, whose target would be cleared; {own}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -44,9 +40,7 @@ def lock_checkpoints(folder: Path) -> int:
                 f"checkpoint: another run writes to {folder}; stop it, or start this one in a run "
                 f"directory of its own"
             ) from None
-        except (
-            OSError
-        ):  # A file system without locks: names that no other run uses keep runs apart there.
+        except OSError:  # A file system without locks: the runs' tokens keep them apart.
             descriptor = os.open(folder, os.O_RDONLY)
         _tidy(folder)
         (folder / ".draft").write_bytes(b"")
@@ -57,10 +51,9 @@ def lock_checkpoints(folder: Path) -> int:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Clear what killed runs have left in a folder of checkpoints, unless a run still writes there,
-    or none may.
+    """Clear what killed runs have left, unless a run still writes to the folder or none may.
 
-    A link is left alone: what it leads to is not the run's.
+    A link is left alone: its target is not the run's.
     """
     if folder.is_symlink():
         return
@@ -73,7 +66,7 @@ def clear_unfinished(folder: Path) -> None:
 
 
 def unwritable_error(path: Path, error: OSError) -> ValueError:
-    """What to say where the disk refuses."""
+    """The error for a disk that refuses a write, with the remedy."""
     return ValueError(
         f"checkpoint: cannot write {path}: {error.strerror or error}; "
         f"{_REMEDIES.get(error.errno or 0, CHECK_DISK)}"
@@ -81,8 +74,11 @@ def unwritable_error(path: Path, error: OSError) -> ValueError:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor with the folder's lock. BlockingIOError where another has it, OSError where
-    there are no locks.
+    """A descriptor with the folder's lock.
+
+    Raises:
+        BlockingIOError: Another process has it.
+        OSError: The file system has no locks.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -94,7 +90,7 @@ def _locked(folder: Path) -> int:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what is half-written; what was about to be replaced gets its name back."""
+    """Remove unfinished checkpoints; one that was about to be replaced gets its name back."""
     for path in folder.glob("step-*.replaced"):
         if not (final := path.with_suffix("")).exists():
             path.rename(final)

@@ -1,6 +1,4 @@
-"""Whether the files of a checkpoint are what was written, by the checksums in its manifest; without
-torch.
-"""
+"""Integrity of a checkpoint's files by the manifest's checksums, without torch."""
 
 from __future__ import annotations
 
@@ -16,21 +14,27 @@ from workbench.units import GIB
 CHUNK_BYTES = 8 * 2**20
 """Bytes hashed at once."""
 MAX_PREFLIGHT_BYTES = 8 * GIB
-"""Checkpoints up to this size are read before a launch: under 10 s at 1 GB/s. Of larger ones ranks
-read their share.
+"""Checkpoints up to this size are verified before a launch, which takes less than 10 s at 1 GB/s.
+Larger ones are verified by the ranks, each its share.
 """
 PROGRESS_BYTES = 256 * 2**20
-"""Bytes between two calls of `progress`: without a terminal each is a line."""
+"""Bytes between two calls of `progress`, each of which is a line without a terminal."""
 
 CheckProgress = Callable[[str], None]
 
 
 def refuse_damaged(folder: Path, progress: CheckProgress = lambda words: None) -> None:
-    """Raise `PlanError` naming the first file of the checkpoint in `folder` whose content is not
-    what was written.
+    """Verify a checkpoint's files against their checksums before a launch.
 
-    A checkpoint of more than `MAX_PREFLIGHT_BYTES`, and weights without checksums, are left to the
-    ranks, which check what they read. `progress` is called with how far it is.
+    Checkpoints of more than `MAX_PREFLIGHT_BYTES`, and weights without checksums, are left to the
+    ranks, which verify what they read.
+
+    Args:
+        folder: The checkpoint.
+        progress: Called with a description of the progress.
+
+    Raises:
+        PlanError: Names the first damaged file.
     """
     files = [] if is_huggingface_folder(folder) else read_manifest(folder)["files"]
     total, done = sum(file["bytes"] for file in files), 0

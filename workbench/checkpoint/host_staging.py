@@ -1,4 +1,4 @@
-"""Copies of what a rank saves, in host memory: training goes on while they are written."""
+"""Host copies of a rank's shards, which are written while training continues."""
 
 from __future__ import annotations
 
@@ -13,26 +13,34 @@ from workbench.checkpoint.checkpoint_format import Shard
 
 
 def copy_to_host(shards: Sequence[Shard], former: Sequence[Shard] = ()) -> list[Shard]:
-    """The shards with their values of now, in host memory of their own; returns when they are
-    copied.
+    """Copy shards to host memory; returns when the copies are complete.
 
-    `former` copies of the same shards are written over: fresh memory costs more than the copy
-    itself. Copies of a CUDA device's tensors are page-locked. Those on the CPU lie outside of
-    torch's allocator, whose count is the training's own memory.
+    Copies of CUDA tensors are in pinned memory. Copies of CPU tensors are allocated by numpy,
+    outside of torch's allocator, whose count is the training's own memory.
+
+    Args:
+        shards: The shards to copy.
+        former: Earlier copies of the same shards, which are overwritten: allocating costs more than
+            copying.
+
+    Returns:
+        The shards, with copied tensors.
     """
     known = [(copy.tensor.shape, copy.tensor.dtype) for copy in former]
     again = known == [(shard.tensor.shape, shard.tensor.dtype) for shard in shards]
-    rooms = [copy.tensor for copy in former] if again else [_room(shard.tensor) for shard in shards]
+    buffers = (
+        [copy.tensor for copy in former] if again else [_host_buffer(s.tensor) for s in shards]
+    )
     copies = [
-        replace(shard, tensor=room.copy_(shard.tensor.detach(), non_blocking=shard.tensor.is_cuda))
-        for shard, room in zip(shards, rooms)
+        replace(shard, tensor=into.copy_(shard.tensor.detach(), non_blocking=shard.tensor.is_cuda))
+        for shard, into in zip(shards, buffers)
     ]
     if any(shard.tensor.is_cuda for shard in shards):
         torch.cuda.current_stream().synchronize()
     return copies
 
 
-def _room(tensor: Tensor) -> Tensor:
+def _host_buffer(tensor: Tensor) -> Tensor:
     if tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return (

@@ -1,6 +1,4 @@
-"""Folders of weights as Hugging Face's transformers keeps them: what their config.json must say for
-a plan's model.
-"""
+"""Checks of a Hugging Face folder's config.json against a plan's model."""
 
 from __future__ import annotations
 
@@ -14,13 +12,15 @@ from workbench.plan.catalog import huggingface_config
 from workbench.plan.model_shape import Shape
 
 FAMILIES = ("llama", "mistral", "qwen2")
-"""model_type whose tensors have Llama's names."""
+"""Values of model_type whose tensors have Llama's names."""
 FIELD = "checkpoint.load"
 
 
 def refuse_inexpressible(shape: Shape) -> None:
-    """Raise `PlanError`, field by field, for a shape that Llama's names and configuration cannot
-    express.
+    """Check that Llama's names and config.json can express a model.
+
+    Raises:
+        PlanError: Names every field that they cannot express.
     """
     legal: list[tuple[str, Any, bool, str]] = [
         ("positions", shape.positions, shape.positions == "rope", "rope"),
@@ -49,8 +49,10 @@ def refuse_inexpressible(shape: Shape) -> None:
 
 
 def check_config(folder: Path, shape: Shape) -> None:
-    """Raise `PlanError` where the folder's config.json is not that of a plan's `shape`, or of no
-    Llama-style model.
+    """Check that the folder's config.json is that of a Llama-style model of the plan's shape.
+
+    Raises:
+        PlanError: Names every field that differs.
     """
     path = folder / CONFIG
     theirs = huggingface_config.read(str(path))
@@ -62,9 +64,8 @@ def check_config(folder: Path, shape: Shape) -> None:
     if theirs.unmodelled:
         raise refuse(
             FIELD,
-            f"'{path}' has {theirs.unmodelled}; weights are read of models that compute nothing "
-            f"beyond "
-            "the fields of a plan's model",
+            f"'{path}' has {theirs.unmodelled}; weights are read only of models that the fields "
+            "of a plan's model describe completely",
         )
     refuse_inexpressible(shape)
     if problems := shape_problems(f"in {path} it", theirs, shape):

@@ -1,8 +1,8 @@
-"""Llama-style weights under the names of Hugging Face's transformers, both ways.
+"""Mapping between parameter names here and those of Llama-style models in transformers.
 
 A folder holds config.json and model.safetensors, or shards of it that model.safetensors.index.json
-lists. Query and key rows need no permutation: rotary embedding pairs the halves of a head here as
-it does there.
+lists. Query and key rows need no permutation: rotary embedding pairs the two halves of a head in
+both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from workbench.plan.model_shape import Shape
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_KINDS = ("parameter", "master")
-"""What of a training state weights alone can fill."""
+"""Kinds of training state that weights alone can fill."""
 MODEL_MODULES = {
     "embedding.tokens": "model.embed_tokens",
     "final_norm": "model.norm",
@@ -42,13 +42,13 @@ BLOCK_MODULES = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-"""Module here -> module there, inside blocks.N and model.layers.N."""
+"""Module of blocks.N -> module of model.layers.N in transformers."""
 IGNORED_TENSORS = re.compile(r".*rotary_emb\.inv_freq")
-"""Tensors that say nothing that the configuration does not."""
+"""Tensors that the configuration determines."""
 
 
 def huggingface_name(name: str) -> str:
-    """What transformers calls the parameter `name`."""
+    """Name in transformers of the parameter `name`."""
     module, _, leaf = name.rpartition(".")
     if found := re.fullmatch(r"blocks\.(\d+)\.(.+)", module):
         return f"model.layers.{found[1]}.{BLOCK_MODULES[found[2]]}.{leaf}"
@@ -56,14 +56,14 @@ def huggingface_name(name: str) -> str:
 
 
 def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Global names and shapes of all parameters, tied ones once."""
+    """Global name -> shape of all parameters, tied ones once."""
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in Transformer(shape).named_parameters()}
 
 
 def config_json(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of config.json. Biases on query, key and value alone are Qwen2's; on all,
-    Llama's.
+    """Content of config.json: Qwen2's where only query, key and value have biases, else Llama's or
+    Mistral's.
     """
     qwen = shape.biases == "qkv"
     theta = {"rope_theta": shape.rope_theta}
@@ -98,10 +98,17 @@ def config_json(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def huggingface_source(folder: Path, shape: Shape) -> TensorSource:
-    """The weights in a folder, as parameters (and their masters) of a plan's `shape`.
+    """Index of the weights in a Hugging Face folder.
 
-    Raises ValueError naming the file, the field or the tensor where they are not whole, or of
-    another model.
+    Args:
+        folder: The folder.
+        shape: The plan's model.
+
+    Returns:
+        Each weight, as the source of the parameter and of its master weight.
+
+    Raises:
+        ValueError: Weights are incomplete or of another model; names the file, field or tensor.
     """
     check_config(folder, shape)
     sizes, found = {}, {}
@@ -115,7 +122,7 @@ def huggingface_source(folder: Path, shape: Shape) -> TensorSource:
         if box is None:
             raise ValueError(
                 f"{folder} has no {huggingface_name(name)}, which the plan's model needs; get the "
-                f"whole model"
+                f"complete model"
             )
         has = tuple(stop for _, stop in box.slices)
         if has != needed:
@@ -146,7 +153,7 @@ def _files(folder: Path) -> list[str]:
         raise ValueError(f"{path} is no index of a model: {error!r}; get the file again") from None
     for file in files:
         if not isinstance(file, str) or Path(file).name != file or not (folder / file).is_file():
-            raise ValueError(f"{path} lists {file!r}, which is not there; get the whole model")
+            raise ValueError(f"{path} lists {file!r}, which is not there; get the complete model")
     return files
 
 
@@ -162,13 +169,12 @@ def _headers(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def _refuse_rest(folder: Path, rest: set[str], shape: Shape) -> None:
-    """Refuse tensors that the plan's model would not use; a tied head may be there twice."""
+    """Refuse tensors that the plan's model would not use; a tied head may be stored twice."""
     tied = {huggingface_name("head.weight")} if shape.tied else set()
     unused = sorted(key for key in rest - tied if not IGNORED_TENSORS.fullmatch(key))
     if unused:
         others = f" and {len(unused) - 1} more" if unused[1:] else ""
         raise ValueError(
             f"{folder} has {unused[0]}{others}, which the plan's model lacks; give the plan the "
-            f"model of "
-            "this folder (model: FOLDER)"
+            f"model of this folder (model: FOLDER)"
         )

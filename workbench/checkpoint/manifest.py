@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: what it holds, file by file and box by box, and a checksum of
-itself.
+"""Manifest of a checkpoint: its files and their boxes of global tensors, and its own checksum.
 
-Whoever has a manifest from `read_manifest` may trust its form: every field is there, every box lies
-within its tensor, and every file is one in the checkpoint's own folder.
+A manifest from `read_manifest` is well-formed: every field is there, every box lies within its
+tensor, and every file is in the checkpoint's own folder.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ from typing import Any
 from workbench.safe_io.json_field_checks import has, list_of, object_, text, whole
 
 MANIFEST = "manifest.json"
-"""What every whole checkpoint holds; written last."""
+"""Name of the manifest, which is written last."""
 VERSION = 2
 REMEDY = "take another checkpoint (checkpoint.load)"
 FINITE = "finite"
-"""Entry of `meta` that is false where a value of the checkpoint is NaN or infinite; absent
-otherwise.
-"""
+"""Entry of `meta` that is false where a value is NaN or infinite; absent otherwise."""
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-"""The name of a file in the folder itself: no separator, no `..`, nothing hidden."""
+"""File name in the folder itself: no separator, no `..`, not hidden."""
 
 _TENSOR = {
     "key": text,
@@ -43,14 +40,19 @@ _FILE = {
 
 
 def manifest_text(body: dict[str, Any]) -> str:
-    """The manifest's content: `body` (version, meta, files) and a checksum of it."""
+    """Text of a manifest: `body` (version, meta, files) and its checksum."""
     plain = json.loads(json.dumps(body))
     return json.dumps({**plain, "sha256": _digest(plain)})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: `meta`, and `files` with their tensors. ValueError where it is
-    not whole.
+    """Read and check the manifest of a checkpoint.
+
+    Returns:
+        `version`, `meta`, and `files` with their tensors.
+
+    Raises:
+        ValueError: There is none, it is damaged, or it is of another version.
     """
     path = folder / MANIFEST
     try:
@@ -79,9 +81,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def is_finite(folder: Path) -> bool:
-    """Whether all values of a checkpoint are numbers, as far as its manifest says; of a damaged one
-    nothing is said.
-    """
+    """Whether the manifest reports no NaN or infinity; true where it cannot be read."""
     try:
         return read_manifest(folder)["meta"].get(FINITE) is not False
     except ValueError:
@@ -89,8 +89,10 @@ def is_finite(folder: Path) -> bool:
 
 
 def check_size(path: Path, size: int) -> None:
-    """ValueError where a checkpoint's file is missing, or has not the `size` that its manifest
-    says.
+    """Check that a checkpoint's file has the size in its manifest.
+
+    Raises:
+        ValueError: The file is missing or has another size.
     """
     try:
         now = path.stat().st_size
@@ -101,7 +103,7 @@ def check_size(path: Path, size: int) -> None:
 
 
 def _wrong(folder: Path, body: dict[str, Any]) -> str:
-    """What is wrong with the form of a manifest; empty where nothing is."""
+    """The first problem of a manifest's form; empty without one."""
     if not object_(body.get("meta")):
         return "meta is no object"
     if type(files := body.get("files")) is not list:

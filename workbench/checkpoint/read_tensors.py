@@ -1,8 +1,8 @@
-"""Stored tensors read back into whatever a rank holds of them: all refused together, or none.
+"""Loading of stored tensors into a rank's shards, resharding to any mesh.
 
-Each file that somebody needs is verified once, by one of the ranks that need it; what any rank
-finds wrong is raised on all of them, so that none is left waiting. A rank reads the boxes that
-overlap with its own, and nothing else.
+A rank reads only the boxes that overlap with its own. Each file is verified once, by one of the
+ranks that need it. An error of any rank is raised on all of them, so that none is left waiting in a
+collective.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadingRanks:
-    """This rank among those that load together; `gather` gives the objects of all of them, in order
-    of rank.
-    """
+    """This rank among those that load together; `gather` all-gathers plain data by rank."""
 
     rank: int = 0
     gather: Callable[[Any], list[Any]] = lambda item: [item]
@@ -44,11 +42,18 @@ class LoadingRanks:
 def load_shards(
     source: TensorSource, wanted: Sequence[Shard], ranks: LoadingRanks | None = None
 ) -> None:
-    """Copy the stored values into `wanted`, in place, from whatever mesh wrote them.
+    """Copy stored values into shards, in place, from whatever mesh wrote them.
 
     Checksums of all files that are read, and all names, shapes and dtypes, are verified before
-    anything is copied. Raises `PlanError` on all ranks, naming the file or the tensor, and what to
-    do.
+    anything is copied.
+
+    Args:
+        source: The index of the stored tensors.
+        wanted: This rank's shards.
+        ranks: The ranks that load together; None for a single one.
+
+    Raises:
+        PlanError: On all ranks; names the file or tensor, and the remedy.
     """
     ranks = ranks or LoadingRanks()
     found = raise_on_all_ranks(ranks, lambda: locate_boxes(source, wanted))
@@ -59,7 +64,11 @@ def load_shards(
 
 
 def raise_on_all_ranks(ranks: LoadingRanks, work: Callable[[], T]) -> T:
-    """The result of `work`; or on every rank the first error that any of them has met."""
+    """The result of `work`; an error of any rank is raised on all of them.
+
+    Raises:
+        PlanError: The first failing rank's message.
+    """
     result, said = None, None
     try:
         result = work()
@@ -67,15 +76,20 @@ def raise_on_all_ranks(ranks: LoadingRanks, work: Callable[[], T]) -> T:
         said = str(error)
     for words in ranks.gather(said):
         if words is not None:
-            raise PlanError(
-                Problem("", words)
-            )  # the words say all: what was read is at fault, not the code
+            # The message says all: the files are at fault, not the code.
+            raise PlanError(Problem("", words))
     return result  # type: ignore[return-value]
 
 
 def assign_files(needs: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> list[list[str]]:
-    """Which files each rank verifies, by the files that each needs: every file once, about as many
-    bytes on each.
+    """Files that each rank verifies: every file once, balanced by bytes.
+
+    Args:
+        needs: Files that each rank reads.
+        sizes: Bytes of each file.
+
+    Returns:
+        Per rank a list of files among those that it reads.
     """
     own: list[list[str]] = [[] for _ in needs]
     load = [0] * len(needs)
@@ -91,23 +105,26 @@ def assign_files(needs: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> li
 
 
 def locate_boxes(source: TensorSource, wanted: Sequence[Shard]) -> list[tuple[Shard, list[Box]]]:
-    """Each shard and the boxes to read it from. ValueError where what is stored is not what the
-    plan needs.
+    """(shard, boxes to read it from) for each shard.
+
+    Raises:
+        ValueError: The stored tensors are not those that the plan needs.
     """
     found = [(shard, overlapping_boxes(source, shard)) for shard in wanted]
     unwanted = {kind for _, kind in source.tensors} - {"step", *(shard.kind for shard in wanted)}
     if source.exact and wanted and unwanted:
         raise ValueError(
             f"{source.folder} holds {', '.join(sorted(unwanted))} of its parameters, which the "
-            f"plan has "
-            f"not; {SETTINGS}"
+            f"plan has not; {SETTINGS}"
         )
     return found
 
 
 def overlapping_boxes(source: TensorSource, shard: Shard) -> list[Box]:
-    """The stored boxes that overlap with what is wanted. ValueError where they are not what the
-    plan needs.
+    """Stored boxes that overlap with a shard.
+
+    Raises:
+        ValueError: They do not cover it, or have another shape or dtype.
     """
     folder, what = source.folder, f"{shard.kind} of {shard.name}"
     stored = source.tensors.get((shard.name, shard.kind))
@@ -122,24 +139,29 @@ def overlapping_boxes(source: TensorSource, shard: Shard) -> list[Box]:
     covered = sum(num_entries(intersect(box.slices, shard.slices)) for box in boxes)
     if covered != num_entries(shard.slices):
         raise ValueError(
-            f"{folder}: {what} has {covered} of the {num_entries(shard.slices)} values wanted; {REMEDY}"
+            f"{folder}: {what} has {covered} of the {num_entries(shard.slices)} values wanted; "
+            f"{REMEDY}"
         )
     for box in boxes:
-        if source.exact and box.dtype != SAFETENSORS_DTYPES[shard.tensor.dtype]:
+        needed = SAFETENSORS_DTYPES[shard.tensor.dtype]
+        if source.exact and box.dtype != needed:
             raise ValueError(
-                f"{folder}: {what} is {box.dtype}, the plan needs {SAFETENSORS_DTYPES[shard.tensor.dtype]}; "
-                f"{SETTINGS}"
+                f"{folder}: {what} is {box.dtype}, the plan needs {needed}; {SETTINGS}"
             )
     return boxes
 
 
 def intersect(a: Slices, b: Slices) -> Slices:
-    """Common part of two boxes of one tensor, empty where there is none."""
+    """Intersection of two boxes of one tensor; may be empty."""
     return tuple((max(s, t), max(max(s, t), min(e, f))) for (s, e), (t, f) in zip(a, b))
 
 
 def copy_boxes(source: TensorSource, found: Sequence[tuple[Shard, Sequence[Box]]]) -> None:
-    """Copy every box into the shards that overlap with it."""
+    """Copy the stored boxes into the shards that overlap with them.
+
+    Raises:
+        ValueError: A file is damaged.
+    """
     files = sorted({box.file for _, boxes in found for box in boxes})
     with ExitStack() as stack:
         opened = {file: stack.enter_context(_opened(source.folder / file)) for file in files}
@@ -164,7 +186,7 @@ def _copy(file: Any, box: Box, shard: Shard) -> None:
     target, extent = shard.tensor.detach(), [stop - start for start, stop in box.slices]
     if (has := file.get_slice(box.key).get_shape()) != extent:
         raise ValueError(
-            f"{box.file}: {box.key} has shape {has}, its checkpoint says {extent}; {REMEDY}"
+            f"{box.file}: {box.key} has shape {has}, its manifest says {extent}; {REMEDY}"
         )
     if not shard.shape:
         target.copy_(file.get_tensor(box.key))

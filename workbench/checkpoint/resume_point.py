@@ -1,6 +1,4 @@
-"""Checkpoints without torch: which one to go on from, whether its manifest is whole, and whether a
-plan fits it.
-"""
+"""Choice of the checkpoint to resume from, and checks of a plan against it, without torch."""
 
 from __future__ import annotations
 
@@ -16,16 +14,14 @@ from workbench.plan.schema import Plan, PythonModel
 from workbench.safe_io.json_field_checks import has, object_, text, whole
 
 CONFIG = "config.json"
-"""What a folder of weights under Hugging Face's names holds beside them."""
+"""Configuration in a folder of Hugging Face weights."""
 STEP = re.compile(r"step-(\d{8})")
 IRRELEVANT_FIELDS = {"name", "max_positions", "moe.capacity", "moe.auxiliary_loss"}
-"""Fields of a shape that change neither a weight nor what it computes, training aside."""
+"""Fields of a shape that change neither a weight nor, but for training, a result."""
 
 
 def finished_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints in a folder of them that are whole, oldest step first. Links are none: they lead
-    elsewhere.
-    """
+    """Complete checkpoints in a folder, in order of step; links do not count."""
     if folder.is_symlink() or not folder.is_dir():
         return []
     found = (
@@ -35,11 +31,15 @@ def finished_checkpoints(folder: Path) -> list[Path]:
 
 
 def checkpoint_of(source: str | Path, field: str = "resume") -> Path:
-    """The checkpoint meant by `source`: a checkpoint itself, or the latest of a run directory whose
-    values are finite.
+    """The checkpoint that `source` names.
 
-    A run that has none yet stands where the checkpoint stands that it went on from. Raises
-    `PlanError`, naming `field`, where there is none.
+    Args:
+        source: A checkpoint, or a run directory: its latest checkpoint without NaN or infinity, or
+            before its first one the checkpoint that the run resumed from.
+        field: Field that errors name.
+
+    Raises:
+        PlanError: There is no such checkpoint.
     """
     path = Path(source).absolute()
     if not (path / "state.json").is_file():
@@ -58,13 +58,13 @@ def checkpoint_of(source: str | Path, field: str = "resume") -> Path:
         )
         raise refuse(
             field,
-            f"{why}; go on from an earlier run, with a lower training.optimizer.learning_rate",
+            f"{why}; resume from an earlier run, with a lower training.optimizer.learning_rate",
         )
     return _origin(path, field)
 
 
 def _origin(run: Path, field: str) -> Path:
-    """The checkpoint that the run in `run` went on from."""
+    """The checkpoint that the run in `run` resumed from."""
     try:
         load = Plan.load(run / "plan.yaml").checkpoint.load
     except PlanError as error:
@@ -78,22 +78,18 @@ def _origin(run: Path, field: str) -> Path:
         )
     if not (Path(load) / MANIFEST).is_file():
         raise refuse(
-            field, f"{run} holds no checkpoint, and what it went on from is no longer one: {load}"
+            field, f"{run} holds no checkpoint, and the one it resumed from is gone: {load}"
         )
     return Path(load)
 
 
 def is_huggingface_folder(folder: Path) -> bool:
-    """Whether the folder holds a model's weights as Hugging Face keeps them, instead of a
-    checkpoint of ours.
-    """
+    """Whether the folder holds Hugging Face weights instead of a checkpoint of the workbench."""
     return (folder / CONFIG).is_file() and not (folder / MANIFEST).is_file()
 
 
 def checkpoint_meta(plan: Plan, step: int) -> dict[str, Any]:
-    """What a checkpoint says of the run: enough to refuse another model, and to find the sampler's
-    place.
-    """
+    """`meta` of a checkpoint: identifies the model, precision, optimizer and sample index."""
     return {
         "plan": plan.name,
         "world_size": plan.world_size,
@@ -108,7 +104,7 @@ def checkpoint_meta(plan: Plan, step: int) -> dict[str, Any]:
 
 
 _META = {"sample_index": whole, "model": object_, "precision": text, "optimizer": text}
-"""What of `checkpoint_meta` is read again."""
+"""Entries of `checkpoint_meta` that are read again."""
 
 
 def _refuse_formless(folder: Path, meta: dict[str, Any]) -> None:
@@ -120,11 +116,19 @@ def _refuse_formless(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def steps_done(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> int:
-    """Steps that a checkpoint of `meta` stands for in a complete `plan`.
+    """Steps of `plan` after which training resumes from a checkpoint.
 
-    Raises `PlanError`, field by field, where it is of another model, precision or optimizer, or
-    where the sampler's place does not fall between two of the plan's steps; ValueError where `meta`
-    does not say so.
+    The global batch may have changed: the sample index decides.
+
+    Args:
+        folder: The checkpoint, for messages.
+        meta: Its `meta`.
+        plan: The plan that resumes.
+
+    Raises:
+        PlanError: Names each field of another model, precision or optimizer, or a global batch by
+            which the sample index falls within a step.
+        ValueError: `meta` is incomplete.
     """
     _refuse_formless(folder, meta)
     found = _differing(folder, meta, plan)
@@ -132,8 +136,8 @@ def steps_done(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> int:
     steps, rest = divmod(samples, batch)
     if rest:
         message = (
-            f"is {batch}, but {folder} stands at sample {samples}, which is not between two "
-            f"of its steps"
+            f"is {batch}, but {folder} is at sample {samples}, which is not between two of its "
+            f"steps"
         )
         found.append(Problem("training.global_batch", f"{message}; legal: a divisor of {samples}"))
     if found:
@@ -156,11 +160,15 @@ def _differing(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> list[P
 
 
 def checkpoint_shape(folder: Path, meta: dict[str, Any]) -> Shape:
-    """The shape of a checkpoint's model. ValueError where that is code, which has none."""
+    """The shape of a checkpoint's model.
+
+    Raises:
+        ValueError: It is a Python model, which has none.
+    """
     _refuse_formless(folder, meta)
     if "python" in meta["model"]:
         raise ValueError(
-            f"{folder} is of the model '{meta['model']['python']}', which is code and has no shape"
+            f"{folder} is of the Python model '{meta['model']['python']}', which has no shape"
         )
     return _shape(folder, meta["model"])
 
@@ -186,7 +194,7 @@ def _model_problems(folder: Path, theirs: dict[str, Any], plan: ResolvedPlan) ->
 
 
 def shape_problems(where: str, theirs: Shape, mine: Shape) -> list[Problem]:
-    """Where the plan's shape is not that of the weights; `where` begins what is said of theirs."""
+    """Problems of a plan's shape that is not the weights'; `where` starts the text on theirs."""
     ours, others = _flat(mine), _flat(theirs)
     if mine.positions == "learned" or theirs.positions == "learned":
         ours["max_positions"], others["max_positions"] = mine.max_positions, theirs.max_positions

@@ -1,8 +1,7 @@
-"""safetensors files written as their tensors come: no more than one is in memory beside what the
-caller holds.
+"""Streaming safetensors writer with checksum: at most one tensor at a time is copied to the host.
 
-The library writes a file from tensors that are all there, and hashes nothing. The format is small:
-the header's length (8 bytes, little-endian), the header as JSON, then the tensors' bytes
+The safetensors library needs all tensors at once, and does not hash. The format: the header's
+length (8 bytes, little-endian), the header as JSON, then the tensors' bytes
 (https://github.com/huggingface/safetensors).
 """
 
@@ -25,19 +24,19 @@ SAFETENSORS_DTYPES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
-"""What the format calls the dtypes that are kept."""
+"""torch dtype -> its name in the format."""
 TORCH_DTYPES = {word: dtype for dtype, word in SAFETENSORS_DTYPES.items()}
 BLOCK_BYTES = 32 * 2**20
-"""Bytes written and hashed at once: after each the writer has shown that its disk answers."""
+"""Bytes written and hashed at once; progress is reported after each block."""
 MAX_DIRTY_BYTES = 8 * BLOCK_BYTES
-"""Bytes that may wait in the kernel for the disk: more would be waited for in silence at the file's
-end.
+"""Bytes after which written data is synced: the final fsync would otherwise block for long, without
+progress.
 """
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a file."""
+    """Name, dtype and shape of a tensor in a file."""
 
     key: str
     dtype: torch.dtype
@@ -55,12 +54,19 @@ def write_safetensors(
     tensor_of: Callable[[str], Tensor],
     wrote: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[int, str]:
-    """Write the file, asking `tensor_of(key)` for one tensor after the other, on any device; (its
-    bytes, its sha256).
+    """Write a safetensors file. Wide dtypes come first, so that all tensors are aligned.
 
-    The checksum is of what was to be written, so that it tells what the disk made of it. `wrote` is
-    told of every block. Wide dtypes come first, so that all are aligned. Raises OSError where the
-    disk refuses.
+    Args:
+        path: The file.
+        entries: Its tensors.
+        tensor_of: Key -> tensor, on any device; called for one tensor after the other.
+        wrote: Called with the bytes of each block written.
+
+    Returns:
+        (bytes, sha256) of the content as it was meant, which reveals later damage by the disk.
+
+    Raises:
+        OSError: The disk refuses.
     """
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.key))
     digest, size, kept = hashlib.sha256(), 0, 0

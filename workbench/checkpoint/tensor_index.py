@@ -1,4 +1,4 @@
-"""What a folder of tensors holds: boxes of global tensors, in files."""
+"""Index of stored tensors: boxes of global tensors, in files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a global tensor, in a file under `key`."""
+    """A box of a global tensor, stored in a file under `key`."""
 
     file: str
     key: str
@@ -24,7 +24,7 @@ class Box:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A global tensor, in one or more boxes."""
+    """A global tensor, stored in one or more boxes."""
 
     shape: tuple[int, ...]
     boxes: Sequence[Box]
@@ -32,21 +32,21 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """What a folder holds: tensors by (name, kind), and of each file its bytes and sha256 (None: it
-    has none).
-    """
+    """Index of a folder: tensors by (name, kind), and (bytes, sha256 or None) of each file."""
 
     folder: Path
     tensors: Mapping[tuple[str, str], StoredTensor]
     files: Mapping[str, tuple[int, str | None]]
     meta: Mapping[str, Any]
     exact: bool = True
-    """Whether a tensor of another dtype is refused; otherwise values are converted."""
+    """Whether a tensor of another dtype is refused instead of converted."""
 
 
 def checkpoint_source(folder: Path) -> TensorSource:
-    """What a checkpoint holds. Raises ValueError where its manifest is not whole, or names a dtype
-    that is none.
+    """Index of a checkpoint.
+
+    Raises:
+        ValueError: Its manifest is damaged, or names an unknown dtype.
     """
     body = read_manifest(folder)
     found: dict[tuple[str, str], StoredTensor] = {}

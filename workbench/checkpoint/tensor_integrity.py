@@ -1,6 +1,4 @@
-"""Whether a stored file is what was written; where no checksum says what that was, whether its
-values are numbers.
-"""
+"""Integrity of stored files: size and sha256; without checksum, no NaN or infinity."""
 
 from __future__ import annotations
 
@@ -15,7 +13,11 @@ from workbench.checkpoint.tensor_index import TensorSource
 
 
 def verify_files(source: TensorSource, files: Sequence[str]) -> None:
-    """ValueError where one of the files is missing, or is not what was written."""
+    """Verify files.
+
+    Raises:
+        ValueError: A file is missing or damaged.
+    """
     for file in files:
         verify_file(source, file)
 
@@ -23,11 +25,15 @@ def verify_files(source: TensorSource, files: Sequence[str]) -> None:
 def verify_file(
     source: TensorSource, file: str, read: Callable[[int], None] = lambda nbytes: None
 ) -> None:
-    """ValueError where a file is missing, or is not what was written; `read` is told of every
-    chunk.
+    """Verify a file's size and checksum; of a file without checksum, that its values are finite.
 
-    A file without a checksum comes from elsewhere: it is refused where a value of its tensors is
-    NaN or infinite.
+    Args:
+        source: The index.
+        file: The file.
+        read: Called with the bytes of each chunk.
+
+    Raises:
+        ValueError: The file is missing or damaged.
     """
     path, (size, sha256) = source.folder / file, source.files[file]
     check_size(path, size)
@@ -57,7 +63,6 @@ def _refuse_non_finite(path: Path, keys: Sequence[str]) -> None:
             bad = sum(int((~part.isfinite()).sum()) for part in values.split(CHUNK_BYTES))
             if bad:
                 raise ValueError(
-                    f"{path}: {bad} of the {values.numel()} values of {key} are NaN or infinite, "
-                    f"and "
-                    "training from them would learn nothing; get weights that are whole"
+                    f"{path}: {bad} of the {values.numel()} values of {key} are NaN or infinite; "
+                    "get intact weights"
                 )

@@ -1,3 +1,1 @@
-"""Measuring the attached machine: what a matrix product, a byte moved, an operator and a collective
-cost here.
-"""
+"""Calibration: measured rates of GEMMs, memory, attention, operators and collectives."""

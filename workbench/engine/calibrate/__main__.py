@@ -1,6 +1,6 @@
-"""`python -m workbench.engine.calibrate --seconds 60 --to FILE`: measure in a process of its own.
+"""Subprocess entry point: `python -m workbench.engine.calibrate --seconds 60 --to FILE`.
 
-Writes the calibration file; prints a line of JSON after each round of points.
+Writes the calibration file, and prints its progress as lines of JSON.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from workbench.machine.calibration_file import write
 
 
 def main() -> int:
-    """Measure and write; 2 with one line on stderr where this machine cannot be measured, 1 where a
-    rank failed.
-    """
+    """Measure and write; exit code 2 where this machine cannot be measured, 1 if a rank failed."""
     parser = argparse.ArgumentParser(prog="python -m workbench.engine.calibrate")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--to", type=Path, required=True)

@@ -1,6 +1,4 @@
-"""Which figures of a measurement can be believed: those that repeat, and that the machine's memory
-can carry.
-"""
+"""Filters of measured points: outliers that do not repeat, or exceed the memory's bandwidth."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ from workbench.units import GIB
 Key = tuple[str, tuple[tuple[str, Any], ...]]
 
 MAX_RELATIVE_IQR = 0.2
-"""Half of the repeats of a steady figure lie within this share of their median."""
+"""Interquartile range over the median, above which a point is unsteady."""
 MIN_REPEATS = 4
-"""Repeats from which a scatter says something."""
+"""Repeats below which the interquartile range is not evaluated."""
 FLOOR_SECONDS = 1.05e-6
-"""A collective that took no longer is what was left of a difference of two noisy times."""
+"""A collective this short is noise: the difference of two nearly equal times."""
 SECTIONS = ("gemm", "memory", "attention", "collectives")
 
 
 def relative_iqr(repeats: Sequence[float]) -> float:
-    """Distance of the quartiles over the median; 0 of fewer than `MIN_REPEATS` repeats."""
+    """Interquartile range over the median; 0 below `MIN_REPEATS` repeats."""
     if len(repeats) < MIN_REPEATS:
         return 0.0
     low, middle, high = np.quantile(repeats, (0.25, 0.5, 0.75))
@@ -34,7 +32,7 @@ def relative_iqr(repeats: Sequence[float]) -> float:
 
 
 def memory_rate(figures: Mapping[Key, float]) -> float:
-    """Bytes a second of the quickest stream among `figures`; infinite where there is none."""
+    """Bytes/s of the fastest stream among `figures`; infinite without streams."""
     rates = [
         dict(labels)["bytes"] / seconds
         for (name, labels), seconds in figures.items()
@@ -46,12 +44,19 @@ def memory_rate(figures: Mapping[Key, float]) -> float:
 def find_doubts(
     figures: Mapping[Key, float], repeats: Mapping[Key, Sequence[float]], ranks: int, memory: float
 ) -> list[Doubt]:
-    """What stands against the seconds that a world of `ranks` has measured, point by point.
+    """Doubts about the points that a world of `ranks` has measured.
 
-    `memory` is the bytes a second that one rank's memory carries.
+    A collective is refused if it took no measurable time or exceeded one rank's memory bandwidth. A
+    point is unsteady if its repeats scatter, or if a larger message was faster.
 
-    A collective is refused that took no time, or that carried its bytes faster than one rank's
-    memory can; a figure is unsteady that scatters, or that a larger message undercuts.
+    Args:
+        figures: Point -> seconds.
+        repeats: Point -> seconds of each visit.
+        ranks: World size of the measurement.
+        memory: Memory bandwidth of one rank, bytes/s.
+
+    Returns:
+        A doubt per point concerned.
     """
     found = []
     quicker = _undercut({key: s for key, s in figures.items() if key[0] == "collectives"})
@@ -64,27 +69,33 @@ def find_doubts(
             why = refused or f"unsteady: {spread:.0%}"
             found.append(
                 Doubt(
-                    section=key[0], point=_words(key), ranks=ranks, why=why, refused=bool(refused)
+                    section=key[0],
+                    point=_point_label(key),
+                    ranks=ranks,
+                    why=why,
+                    refused=bool(refused),
                 )
             )
     return found
 
 
 def refused_points(found: Iterable[Doubt]) -> set[tuple[str, int]]:
-    """(point, ranks) of the figures that are left out."""
+    """(point, ranks) of the refused points."""
     return {(doubt.point, doubt.ranks) for doubt in found if doubt.refused}
 
 
 def believable(
     figures: Mapping[Key, float], found: Iterable[Doubt], ranks: int
 ) -> dict[Key, float]:
-    """The figures without those refused."""
+    """The figures without the refused points."""
     out = refused_points(found)
-    return {key: seconds for key, seconds in figures.items() if (_words(key), ranks) not in out}
+    return {
+        key: seconds for key, seconds in figures.items() if (_point_label(key), ranks) not in out
+    }
 
 
 def conditions() -> Conditions:
-    """How busy this machine is now."""
+    """Load and free memory of this machine now."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     return Conditions(
@@ -105,9 +116,7 @@ def _impossible(key: Key, seconds: float, memory: float) -> str:
 
 
 def _undercut(figures: Mapping[Key, float]) -> dict[Key, float]:
-    """Point -> how much longer it took than a larger message of its kind, as a share of the
-    latter.
-    """
+    """Point -> relative excess over a larger message of its kind; only where there is one."""
     found: dict[Key, float] = {}
     for one, other in combinations(figures, 2):
         (small, few), (large, many) = sorted(
@@ -125,5 +134,5 @@ def _kind(key: Key) -> tuple[Any, ...]:
     return tuple(value for name, value in key[1] if name != "bytes")
 
 
-def _words(key: Key) -> str:
+def _point_label(key: Key) -> str:
     return f"{key[0]} " + ", ".join(f"{name} {value}" for name, value in key[1])

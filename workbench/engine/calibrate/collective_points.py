@@ -1,4 +1,4 @@
-"""Points that ranks measure together: every collective by kind, group, dtype and size."""
+"""Measured points of collectives, by kind, group size, dtype and message size."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from workbench.parallel.pipeline.stage_transfers import batched_send_recv
 from workbench.parallel.tensor.tensor_collectives import all_reduce
 
 SUMS = ("all_reduce", "reduce_scatter")
-"""Kinds that calculate; to the others a byte is a byte, whatever its dtype."""
+"""Kinds that reduce; the cost of the others does not depend on the dtype."""
 
 
 def collective_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Point]:
-    """Collectives over all ranks, and over pairs of neighbours that talk at the same time."""
+    """Collectives over all ranks, and concurrently over pairs of neighbours."""
     world = dist.get_world_size()
     for size in sorted({2, world}) if world > 1 else []:
         axis = _axis(size, device)
@@ -32,9 +32,7 @@ def collective_points(survey: CalibrationSurvey, device: torch.device) -> Iterat
 
 
 def _axis(size: int, device: torch.device) -> MeshAxis:
-    """Neighbouring ranks in groups of `size`; this rank's own. Every rank takes part in making all
-    of them.
-    """
+    """This rank's group of `size` neighbours; every rank takes part in creating all groups."""
     rank, world = dist.get_rank(), dist.get_world_size()
     backend = "nccl" if device.type == "cuda" else "gloo"
     members = [tuple(range(first, first + size)) for first in range(0, world, size)]
@@ -53,10 +51,10 @@ def _point(kind: Kind, dtype: Dtype, size: int, axis: MeshAxis, device: torch.de
 
 
 def _layer(device: torch.device) -> Callable[[], object]:
-    """A millisecond of products, as a layer computes between its collectives.
+    """About a millisecond of GEMM, as between the collectives of two layers.
 
-    Called one after the other, collectives find gloo's threads awake and all ranks in step; between
-    layers they find neither, and cost a multiple.
+    Back to back, collectives find gloo's threads awake and all ranks synchronised; between layers
+    they find neither, and cost a multiple.
     """
     x, weight = torch.ones(256, 512, device=device), torch.ones(512, 512, device=device)
     return lambda: torch.mm(x, weight)
@@ -75,11 +73,11 @@ def _call(
     if kind == "all_to_all":
         received = torch.empty_like(whole)
         return lambda: dist.all_to_all_single(received, whole, group=group)
-    return lambda: _passed_on(whole, axis)
+    return lambda: _ping_pong(whole, axis)
 
 
-def _passed_on(x: torch.Tensor, axis: MeshAxis) -> None:
-    """Even ranks send to the next, odd ranks receive, and then back: one way is half of it."""
+def _ping_pong(x: torch.Tensor, axis: MeshAxis) -> None:
+    """Even ranks send to the next and receive back: one way is half of the time."""
     peer = axis.index ^ 1
     if peer >= axis.size:
         return

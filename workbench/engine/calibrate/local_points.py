@@ -1,5 +1,6 @@
-"""Points that a rank measures by itself while its neighbours do the same: products, streams,
-attention, operators.
+"""Measured points without communication: GEMMs, memory streams, attention, operator overhead.
+
+All ranks measure them at the same time, because they share memory bandwidth.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.precision import DTYPES
 
 NUM_CHAINED_OPERATORS = 50
-"""Operators of the chain whose cost is divided by their number."""
+"""Operators of the chain from which the overhead per operator is measured."""
 
 
 @dataclass(frozen=True)
 class Point:
     """One thing to time.
 
-    A collective (`together`) is called equally often by all ranks; the rest fills a window of time,
-    of which what no neighbour can slow (`host`) counts its quickest part.
+    `how`: a collective (`together`) is called equally often by all ranks; other points repeat for a
+    window of time, of which points that neighbours cannot slow (`host`) count the fastest call.
     """
 
     section: str
@@ -32,15 +33,15 @@ class Point:
     call: Callable[[], object]
     how: Literal["alone", "host", "together"] = "alone"
     between: Callable[[], object] | None = None
-    """Work that stands between two calls of a collective, and whose own time does not count."""
+    """Work between two calls of a collective, whose own time is subtracted."""
 
 
 def local_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Point]:
-    """All points that need no other rank."""
+    """All points without communication."""
     for dtype in survey.dtypes:
         for rows, columns, inner in survey.gemm:
             labels = {"rows": rows, "columns": columns, "inner": inner, "dtype": dtype}
-            yield Point("gemm", labels, _product(rows, columns, inner, DTYPES[dtype], device))
+            yield Point("gemm", labels, _gemm(rows, columns, inner, DTYPES[dtype], device))
         for batch, heads, sequence, head_dim in survey.attention:
             labels = {
                 "batch": batch,
@@ -60,7 +61,7 @@ def local_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Po
     yield Point("operator", {"autograd": True}, _operators(device, True), "host")
 
 
-def _product(
+def _gemm(
     rows: int, columns: int, inner: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
     x, weight = (torch.randn(n, inner, device=device).to(dtype) for n in (rows, columns))
@@ -73,7 +74,7 @@ def _product(
 
 
 def _stream(size: int, device: torch.device) -> Callable[[], object]:
-    """The result is allocated anew, as eager operators do it: fresh pages are part of the price."""
+    """An addition that allocates its result, as eager operators do: page faults are included."""
     a, b = (torch.ones(size // 12, device=device) for _ in range(2))
     return lambda: a + b
 
@@ -97,7 +98,7 @@ def _attention(
 
 
 def _operators(device: torch.device, autograd: bool) -> Callable[[], object]:
-    """A chain of operators on so little data that only the host works."""
+    """A chain of operators on so little data that only host overhead remains."""
     x = torch.ones(8, device=device, requires_grad=autograd)
     y = torch.ones(8, device=device)
 

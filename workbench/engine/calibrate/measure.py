@@ -1,6 +1,4 @@
-"""The whole measurement: worlds of 1, 2 and 4 ranks in turn, their samples brought to one number a
-point.
-"""
+"""Calibration of the attached machine: worlds of 1 to 8 ranks in turn, one figure per point."""
 
 from __future__ import annotations
 
@@ -40,12 +38,11 @@ WORLDS = (1, 2, 4, 8)
 QUARTILE, MEDIAN = 0.25, 0.5
 PASSES = 3
 AGAIN = 2
-"""Times that a world is measured again where a figure of it cannot be believed."""
+"""Times that a world is measured again where some of its points are in doubt."""
 AGAIN_SHARE = 0.25
-"""Of the time asked for, what each of them may take beyond it, all worlds together."""
+"""Share of the requested time that each repetition may add, over all worlds."""
 SPARE_SECONDS = 120.0
-"""Beyond its share of time, what a world may take for its start and its first visit of every point.
-"""
+"""Time beyond its share that a world may take to start and to visit every point once."""
 Key = tuple[str, tuple[tuple[str, Any], ...]]
 
 
@@ -55,12 +52,20 @@ def calibrate(
     survey: CalibrationSurvey | None = None,
     worlds: Sequence[int] | None = None,
 ) -> Calibration:
-    """Measure the attached machine for about `seconds`; `progress(seconds spent, words)` follows
-    it.
+    """Measure the attached machine. The caller must be single-threaded, see `run_ranks`.
 
-    `survey` and `worlds` default to what suits the device. Raises `PlanError` for a card that the
-    catalog does not know, RankError where a rank fails or hangs. The caller must have used one
-    thread only, see `run_ranks`.
+    Args:
+        seconds: About how long to measure.
+        progress: Called with (seconds elapsed, a description).
+        survey: Points to measure; default: those for the device.
+        worlds: World sizes; default: up to the number of GPUs, or twice the cores.
+
+    Returns:
+        The calibration, with conditions and doubts.
+
+    Raises:
+        PlanError: The catalog does not know the GPU.
+        RankError: A rank failed or hangs.
     """
     found = attached()
     points = survey or survey_of(found.device)
@@ -76,7 +81,7 @@ def calibrate(
             samples[world] += _world(
                 found, points, world, max(0.0, share), first, partial(_at, progress, spent, world)
             )
-            progress(time.monotonic() - begin, _words(world))
+            progress(time.monotonic() - begin, _world_label(world))
 
     alone = next(iter(samples))
     memory = believable_figures.memory_rate(_reduced(samples[alone], alone, _crowded(found, alone)))
@@ -92,7 +97,7 @@ def calibrate(
         samples[world] += _world(
             found, points, world, share, False, partial(_at, progress, spent, world)
         )
-        progress(time.monotonic() - begin, f"{_words(world)}, again")
+        progress(time.monotonic() - begin, f"{_world_label(world)}, again")
     results = {world: judged(world) for world in samples}
     doubts = tuple(doubt for _, found_doubts in results.values() for doubt in found_doubts)
     figures = {
@@ -105,33 +110,31 @@ def calibrate(
 def judge(
     samples: list[list[PointSample]], world: int, crowded: bool, memory: float
 ) -> tuple[dict[Key, float], list[Doubt]]:
-    """Each point's seconds from all visits of a world's ranks, and what stands against them, see
-    `steady.doubts`.
-    """
+    """(point -> seconds, doubts about them), from all visits of a world's ranks."""
     figures = _reduced(samples, world, crowded)
     repeats: dict[Key, list[float]] = defaultdict(list)
-    for own in samples[::world]:  # rank 0 of each pass: all its ranks see the same neighbours
+    for own in samples[::world]:  # rank 0 of each pass: all its ranks share its conditions
         for sample in own:
             repeats[sample.section, tuple(sample.labels.items())] += sample.seconds
     return figures, believable_figures.find_doubts(figures, repeats, world, memory)
 
 
 def _at(progress: Callable[[float, str], None], before: float, world: int, spent: float) -> None:
-    progress(before + spent, _words(world))
+    progress(before + spent, _world_label(world))
 
 
-def _words(world: int) -> str:
+def _world_label(world: int) -> str:
     return f"{world} rank{'s' if world > 1 else ''} at once"
 
 
 def _cost(world: int) -> float:
-    """More ranks have collectives to measure too, and measure everything more slowly."""
+    """Relative time of a world: several ranks also measure collectives, and each point slower."""
     return 1.0 if world == 1 else 2.0
 
 
 def _worlds(found: Attached) -> list[int]:
-    """Up to as many ranks as cards, or as twice the cores: beyond that a rank only waits longer for
-    its turn.
+    """World sizes up to the number of GPUs, or twice the cores: more ranks only queue for a
+    core.
     """
     most = found.count if found.device == "cuda" else min(found.count, 2 * found.cores)
     return [world for world in WORLDS if world <= most]
@@ -184,9 +187,7 @@ def _machine(found: Attached) -> Measured:
 
 
 def _reduced(ranks: Iterable[list[PointSample]], world: int, crowded: bool) -> dict[Key, float]:
-    """Point -> seconds of one call, from all visits; `ranks` in order, those of one pass after
-    another's.
-    """
+    """Point -> seconds of one call, from all visits; `ranks` in order, pass after pass."""
     by_point: dict[Key, list[PointSample]] = defaultdict(list)
     for own in ranks:
         for sample in own:
@@ -195,11 +196,11 @@ def _reduced(ranks: Iterable[list[PointSample]], world: int, crowded: bool) -> d
 
 
 def _one(samples: list[PointSample], world: int, crowded: bool) -> float:
-    """The visit that counts: the mean over ranks, or the slowest of ranks that talk.
+    """One figure of a point: the mean over ranks, or the slowest rank of a collective.
 
-    Other work on the machine only ever makes a visit longer, so a quick one counts. But ranks that
-    work side by side slow each other, which belongs to the measurement: there the median counts, by
-    a clock that runs for them alone.
+    Other work on the machine only ever lengthens a visit, so a low quantile is taken. But ranks
+    that run concurrently slow each other, which is part of the measurement: there the median of
+    CPU time is taken.
     """
     if samples[0].how != "together":
         each = [np.concatenate([s.seconds for s in samples[rank::world]]) for rank in range(world)]
@@ -240,14 +241,14 @@ def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calib
             Probe(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("probes")
         ),
         collectives=tuple(
-            Collective(**labels, ranks=w, seconds=_passing(labels, s))
+            Collective(**labels, ranks=w, seconds=_one_way_seconds(labels, s))
             for w, labels, s in of("collectives")
         ),
     )
 
 
-def _passing(labels: dict[str, Any], seconds: float) -> float:
-    """A send was timed there and back."""
+def _one_way_seconds(labels: dict[str, Any], seconds: float) -> float:
+    """Seconds of a collective; a send was timed as a round trip."""
     return _seconds(seconds / 2 if labels["kind"] == "send" else seconds)
 
 

@@ -1,4 +1,4 @@
-"""What is measured: shapes, sizes and dtypes, chosen so that both ends of every curve are seen."""
+"""Shapes, sizes and dtypes that are measured: both ends of every efficiency curve."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def _probe(**sizes: int) -> Mapping[str, int]:
 
 @dataclass(frozen=True)
 class CalibrationSurvey:
-    """Points to measure. Bytes of a stream are of its three tensors, bytes of a message of the full
-    tensor.
+    """Points to measure.
+
+    Bytes of a stream are those of its three tensors, bytes of a message those of the full tensor.
     """
 
     gemm: tuple[tuple[int, int, int], ...] = (*((s, s, s) for s in SIDES), *FLAT)
@@ -47,21 +48,20 @@ class CalibrationSurvey:
     dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
     layers: tuple[int, int] = (1, 3)
     microbatches: tuple[int, int] = (1, 3)
-    """Tiny steps of all combinations are solved for the host's cost by step, microbatch and layer.
-    """
+    """Steps of all combinations are fitted for the host overhead per step, microbatch and layer."""
     probes: tuple[Mapping[str, int], ...] = (
         _probe(layers=2, hidden=128, heads=4, ffn=384, vocab=512, sequence=256),
         _probe(layers=2, hidden=256, heads=8, ffn=704, vocab=1024, sequence=128),
         _probe(layers=1, hidden=64, heads=2, ffn=192, vocab=512, sequence=512),
     )
-    """Small models of which a whole step is timed; names as in `plan.calibration.Probe`."""
+    """Small models whose training step is timed; names as in `calibration_file.Probe`."""
     window: float = 0.01
     """Seconds of one visit of a point."""
 
 
 @dataclass(frozen=True)
 class GpuSurvey(CalibrationSurvey):
-    """The same on a card, which needs larger shapes to be busy."""
+    """Points to measure on a GPU, which larger shapes saturate."""
 
     gemm: tuple[tuple[int, int, int], ...] = field(
         default=(

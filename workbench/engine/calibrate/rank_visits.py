@@ -1,8 +1,7 @@
-"""What one rank does: visit every point again and again, in turn with the others, until the time is
-over.
+"""Measurement loop of one rank: visit all points in turn until the time is over.
 
-Points are interleaved, so that a neighbour's burst of work spoils one visit of many points, not all
-visits of one.
+Points are interleaved, so that a burst of other work disturbs one visit of many points instead of
+all visits of one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class PointSample:
-    """Seconds of one call of one point: one entry a visit."""
+    """Seconds of one call of a point, one entry per visit."""
 
     section: str
     labels: dict[str, Any]
@@ -37,7 +36,7 @@ class PointSample:
 
 
 LEAST_SECONDS = 1e-6
-"""No collective takes less; what a difference of two times may fall below."""
+"""Lower bound of a collective, whose time is a difference of two."""
 
 
 def measure_points(
@@ -50,25 +49,34 @@ def measure_points(
     every: bool,
     progress: Progress,
 ) -> list[PointSample]:
-    """All points on this rank for about `seconds`; `progress` hears the seconds spent.
+    """Measure all points on this rank.
 
-    `every`: each point is visited, however long it takes. `crowded`: ranks share cores, and only
-    what they do together is measured.
+    Args:
+        rank: This rank.
+        survey: The points.
+        device_type: cpu or cuda.
+        threads: Threads of this rank.
+        crowded: Ranks share cores: only collectives are measured.
+        seconds: About how long to measure.
+        every: Visit each point at least once, however long it takes.
+        progress: Called with the seconds elapsed.
+
+    Returns:
+        A sample per point visited.
     """
     begin = time.monotonic()
     torch.set_num_threads(threads)
     device = _device(device_type, rank)
     watches = _watches(device, threads)
-    # What takes turns on a core takes as many times longer: nothing is learned from timing the
-    # scheduler.
+    # Ranks that share a core would time the operating system's scheduler.
     own = [] if crowded else [*local_points(survey, device), *step_points(survey, device)]
     points = [*own, *collective_points(survey, device)]
-    calls = [_prepared(point, watches[point.how], survey.window) for point in points]
+    calls = [_calls_per_visit(point, watches[point.how], survey.window) for point in points]
     found: list[list[float]] = [[] for _ in points]
     for rounds in itertools.count():
         for point, often, seen in zip(points, calls, found):
             over = time.monotonic() - begin > seconds and (not every or rounds > 0)
-            if _agreed(over):
+            if _time_is_over(over):
                 return [
                     PointSample(p.section, p.labels, p.how, s) for p, s in zip(points, found) if s
                 ]
@@ -80,7 +88,7 @@ def measure_points(
 
 
 def _watches(device: torch.device, threads: int) -> dict[str, Stopwatch]:
-    """How each kind of point is timed: what waits for nobody by the time that it has a core."""
+    """The clock of each kind of point: CPU time for points that wait for no other rank."""
     wall, own = Stopwatch(device), Stopwatch(device, time.process_time)
     return {"together": wall, "alone": own if threads == 1 else wall, "host": own}
 
@@ -88,13 +96,13 @@ def _watches(device: torch.device, threads: int) -> dict[str, Stopwatch]:
 def _visit(point: Point, watch: Stopwatch, calls: int, window: float) -> float:
     """Seconds of one call."""
     if point.how == "together":
-        return _alternating(point, watch, calls)
+        return _seconds_between_work(point, watch, calls)
     undisturbed = point.how == "host" and dist.get_world_size() == 1
     return (watch.quickest if undisturbed else watch.window)(point.call, window)
 
 
-def _alternating(point: Point, watch: Stopwatch, calls: int) -> float:
-    """Seconds of one call, less those of the work between two calls."""
+def _seconds_between_work(point: Point, watch: Stopwatch, calls: int) -> float:
+    """Seconds of one call, without those of the work between two calls."""
     between = point.between
     if between is None:
         return watch.of(point.call, calls) / calls
@@ -114,9 +122,9 @@ def _device(device_type: str, rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def _prepared(point: Point, watch: Stopwatch, window: float) -> int:
-    """Warm up; how often a visit calls the point, agreed by all ranks. 0: this backend cannot do
-    it.
+def _calls_per_visit(point: Point, watch: Stopwatch, window: float) -> int:
+    """Warm up; returns calls per visit, agreed by all ranks: 0 where the backend lacks the
+    point.
     """
     try:
         point.call()
@@ -131,10 +139,8 @@ def _prepared(point: Point, watch: Stopwatch, window: float) -> int:
     )
 
 
-def _agreed(over: bool) -> bool:
-    """Whether rank 0 says that the time is over; also what lets all ranks start a visit
-    together.
-    """
+def _time_is_over(over: bool) -> bool:
+    """Whether rank 0's time is over; the all-reduce also starts all ranks' visits together."""
     word = torch.tensor([float(over and dist.get_rank() == 0)])
     dist.all_reduce(word)
     return bool(word.item())

@@ -1,4 +1,4 @@
-"""Seconds of one call: by a clock of the host on CPU, by events on CUDA."""
+"""Timing of calls: by a host clock on CPU, by events on CUDA."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MOST_CALLS = 4096
 class Stopwatch:
     """Times calls on `device`; `clock` is the host's, in seconds.
 
-    `time.process_time` does not count while other programs have the core: for one thread that never
-    waits it is the wall time of a machine with nothing else to do.
+    `time.process_time` stops while other programs have the core: for one thread that never waits it
+    is the wall time on an idle machine.
     """
 
     device: torch.device
     clock: Callable[[], float] = time.perf_counter
 
     def of(self, call: Callable[[], object], calls: int) -> float:
-        """Seconds that `calls` calls, one after the other, take together."""
+        """Seconds of `calls` consecutive calls."""
         if self.device.type == "cuda":
             return self._events(call, calls)
         begin = self.clock()
@@ -32,10 +32,10 @@ class Stopwatch:
         return self.clock() - begin
 
     def window(self, call: Callable[[], object], seconds: float) -> float:
-        """Seconds a call, of as many as fill `seconds`.
+        """Seconds per call, over as many calls as fill `seconds`.
 
-        A fixed time, not a fixed number: ranks that share a memory stay busy until the last of them
-        has been timed.
+        A fixed time rather than a fixed number: ranks that share memory bandwidth stay busy until
+        the last of them has been timed.
         """
         total, done, calls = 0.0, 0, 1
         while total < seconds and done < MOST_CALLS:
@@ -45,7 +45,7 @@ class Stopwatch:
         return total / done
 
     def quickest(self, call: Callable[[], object], seconds: float) -> float:
-        """Seconds of the quickest of as many calls as fill `seconds`."""
+        """Seconds of the fastest of as many calls as fill `seconds`."""
         times = [self.of(call, 1)]
         while sum(times) < seconds and len(times) < MOST_CALLS:
             times.append(self.of(call, 1))

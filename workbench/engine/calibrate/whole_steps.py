@@ -1,5 +1,7 @@
-"""Whole steps: of models so small that only the host works, and of probes that hold the planner to
-a real step.
+"""Measured points of whole training steps.
+
+Tiny models, whose steps are host overhead only, and probe models against which estimates are
+checked.
 """
 
 from __future__ import annotations
@@ -20,9 +22,7 @@ TINY = {"hidden": 16, "heads": 2, "ffn": 32, "vocab": 256}
 
 
 def step_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Point]:
-    """Tiny steps of every combination of layers and microbatches, and the probes, on this rank
-    alone.
-    """
+    """Steps of tiny models (layers x microbatches) and of the probes, on this rank alone."""
     for layers, microbatches in itertools.product(survey.layers, survey.microbatches):
         plan = probe_plan(device.type, 4, microbatches, layers=layers, **TINY)
         yield Point(

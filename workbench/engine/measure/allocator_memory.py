@@ -1,13 +1,13 @@
-"""The measured memory: what torch's allocator itself says was allocated, apart from any count of
-ours.
+"""Measured memory: bytes allocated as torch's allocator reports them, independent of `LiveBytes`.
 
-CUDA's allocator keeps the figures. The CPU's does not: there the profiler reports every allocation
-and free, and their running sum is the memory. Only memory events and marks are recorded, no
-operators: a window costs nothing while it runs and about four microseconds an event when it ends.
+CUDA's caching allocator keeps these statistics. The CPU allocator does not: there the profiler
+reports every allocation and free, and their running sum is the memory. Only memory events and marks
+are recorded, no operators: a window costs nothing while it runs and about 4 us per event at its
+end.
 
-What the profiler does not see: threads that torch did not start from the measured one (a process
-group's), frees of blocks allocated before the first window, and memory that never goes through
-torch's allocator (NumPy's, a library's scratch buffers).
+The profiler does not see threads that torch did not start from the measured one (a process
+group's), frees of blocks allocated before the first window, and memory that bypasses torch's
+allocator (NumPy's, a library's scratch buffers).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PREFIX = "workbench.allocator:"
 
 @dataclass
 class MemorySection:
-    """From one mark to the next: bytes at the mark, and the most until the next one."""
+    """From one mark to the next: bytes allocated at the mark, and the peak until the next one."""
 
     label: str
     start: int
@@ -50,22 +50,26 @@ class MemorySection:
 
 @dataclass
 class MemoryWindow:
-    """Bytes allocated between `start()` and `stop()`. `sections` has one entry a mark, in order."""
+    """Bytes allocated between `start()` and `stop()`; one section per mark, in order."""
 
     peak: int
     end: int
     sections: list[MemorySection] = field(default_factory=list)
     reserved: int | None = None
-    """CUDA: most that the caching allocator held of the device."""
+    """CUDA: peak bytes reserved by the caching allocator."""
     device_used: int | None = None
-    """CUDA: what NVML says is in use on the device now, by every process."""
+    """CUDA: bytes in use on the device by all processes, as NVML reports them at the end."""
 
     def at(self, label: str) -> int:
-        """Bytes at the last mark of that label. Raises KeyError where there is none."""
+        """Bytes allocated at the last mark of that label.
+
+        Raises:
+            KeyError: There is no such mark.
+        """
         return self._last(label).start
 
     def peak_of(self, label: str) -> int:
-        """Most bytes from the last mark of that label to the next mark."""
+        """Peak bytes from the last mark of that label to the next mark."""
         return self._last(label).peak
 
     def _last(self, label: str) -> MemorySection:
@@ -76,7 +80,11 @@ class MemoryWindow:
 
 
 def memory_meter(device: torch.device) -> CpuMemoryMeter | CudaMemoryMeter:
-    """The meter of a device. Raises ValueError where its allocator cannot be read."""
+    """The memory meter of a device.
+
+    Raises:
+        ValueError: The device's allocator cannot be read.
+    """
     if device.type == "cuda":
         return CudaMemoryMeter(device)
     if device.type == "cpu":
@@ -87,13 +95,13 @@ def memory_meter(device: torch.device) -> CpuMemoryMeter | CudaMemoryMeter:
 
 
 class CpuMemoryMeter:
-    """Running sum of the CPU allocator's events, absolute where the first window begins before
-    anything is built.
+    """Running sum of the CPU allocator's events.
 
-    A later window begins at an unknown level, so it is tied to the first: at its first mark whose
-    label that one also had, it has the bytes that were last seen there. Mark the same moment of
-    every step, such as its start, and let the first window reach a step whose state is all there.
-    One window at a time in a process, and no other torch profiler beside it.
+    Bytes are absolute if the first window starts before anything is allocated. A later window
+    starts at an unknown level: it is aligned with the first at its first mark of a label that the
+    first also had. So mark the same moment of every step, such as its start, and let the first
+    window reach a step in which all persistent state exists. One window at a time in a process, and
+    no other torch profiler beside it.
     """
 
     def __init__(self) -> None:
@@ -102,11 +110,11 @@ class CpuMemoryMeter:
         self._level = 0
 
     def now(self) -> int | None:
-        """Bytes allocated now; the CPU knows them only in a window, afterwards."""
+        """None: on CPU, bytes are known only after a window."""
         return None
 
     def start(self) -> None:
-        """Begin a window."""
+        """Start a window."""
         config = ProfilerConfig(
             ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), ""
         )  # shapes, memory, stacks, flops, modules
@@ -114,12 +122,12 @@ class CpuMemoryMeter:
         _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})  # type: ignore[call-arg]
 
     def mark(self, label: str) -> None:
-        """Begin a section of the window."""
+        """Start a section of the window."""
         with record_function(PREFIX + label):
             pass
 
     def stop(self) -> MemoryWindow:
-        """End the window and sum it up."""
+        """End the window and sum its events."""
         window = self._sum(
             sorted(
                 _events(_disable_profiler().experimental_event_tree()), key=lambda event: event[0]
@@ -140,8 +148,8 @@ class CpuMemoryMeter:
             if label is not None:
                 window.sections.append(MemorySection(label, level, level))
                 continue
-            # An address that is handed out again was freed where the profiler could not see it; one
-            # that is freed but was never handed out belongs to the time before the first window.
+            # An address that is allocated again was freed on a thread that the profiler does not
+            # see; a free without allocation is of a block from before the first window.
             level -= self._blocks.pop(address, 0)
             if size > 0:
                 self._blocks[address] = size
@@ -194,7 +202,7 @@ class CudaMemoryMeter:
         self._reserved = 0
 
     def mark(self, label: str) -> None:
-        """Begin a section of the window."""
+        """Start a section of the window."""
         self._close()
         self._sections.append(MemorySection(label, torch.cuda.memory_allocated(self.device), 0))
 
@@ -221,9 +229,7 @@ class CudaMemoryMeter:
 
 
 def _nvml(read: Callable[[torch.device], int], device: torch.device) -> int | None:
-    """NVML's figure, or None where it gives none: its own errors share no base, and none may end a
-    run.
-    """
+    """NVML's figure, or None: its errors share no base class, and none may end a run."""
     try:
         return read(device)
     except Exception:

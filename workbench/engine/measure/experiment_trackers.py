@@ -1,6 +1,4 @@
-"""TensorBoard, Weights & Biases and MLflow, through Accelerate's trackers, beside the run's own
-telemetry.
-"""
+"""TensorBoard, Weights & Biases and MLflow through Accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -17,10 +15,12 @@ if TYPE_CHECKING:
 
 
 def require_trackers(names: Iterable[str]) -> None:
-    """Raise ValueError, naming the field and the packages, where a tracker's package is not
-    installed.
+    """Check before launch that the trackers' packages are installed.
 
-    To be asked before launch: Accelerate itself leaves a missing tracker out without a word.
+    Accelerate itself silently skips a tracker that is not installed.
+
+    Raises:
+        ValueError: Names the field and the missing packages.
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
@@ -31,11 +31,14 @@ def require_trackers(names: Iterable[str]) -> None:
 
 
 class Trackers:
-    """The trackers that the plan names; only the main process writes, elsewhere every call does
-    nothing.
+    """The plan's trackers; only the main process writes.
 
-    `accelerator` must have been made with `log_with` and a project folder. The run outlives its
-    trackers: the first that fails (a service that is away) is told of once and all are let go.
+    A failing tracker (an unreachable service) does not end the run: it is reported once, and all
+    trackers are dropped.
+
+    Args:
+        accelerator: Made with `log_with` and a project folder.
+        plan: The plan, which is logged as the configuration.
     """
 
     def __init__(self, accelerator: Accelerator, plan: Plan) -> None:
@@ -46,7 +49,7 @@ class Trackers:
             self._accelerator.init_trackers("workbench", config=config)
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
-        """Write the record's numbers; what is not a number is left out."""
+        """Log the numbers of a record."""
         if self._accelerator is None:
             return
         numbers = {
@@ -62,7 +65,7 @@ class Trackers:
             self._accelerator = None
 
     def close(self) -> None:
-        """Let the trackers write what they hold."""
+        """Flush and close the trackers."""
         if self._accelerator is not None:
             for tracker in self._accelerator.trackers:
                 tracker.finish()
@@ -70,7 +73,7 @@ class Trackers:
 
 
 def flatten_config(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested data by dotted name; what trackers cannot hold (lists, null) as text."""
+    """Leaves of nested data by dotted name; lists and null, which trackers cannot hold, as text."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from flatten_config(item, f"{name}.{key}" if name else str(key))

@@ -1,19 +1,19 @@
-"""Live bytes by category, and every collective, on real or on fake tensors.
+"""Live bytes by category, and all collectives, of real or fake tensors.
 
-A dispatch mode sees each operator's results. Each storage is counted once, however many views look
-into it, from the operator that made it to the moment it dies. Its category is, first of these:
+A dispatch mode sees each operator's results. Each storage is counted once, however many views it
+has, from its allocation to its release. Its category is the first that applies of:
 
-1. the one it was registered under (`register`), whenever that happens;
-2. the innermost `category(...)` scope in which it was made;
-3. what its action says, once that ends: what a forward (F) or a received activation leaves alive is
-   `activations`; what a backward (B, I) or a received gradient leaves alive is `communication`, for
-   it is on its way to or from another stage; whatever dies within its action, or lives on after
-   another kind of action, is `temporary`;
-4. `overhead`, for a storage that was there before the mode and was never registered.
+1. the category it was registered under (`register`), whenever that happens;
+2. the innermost `category(...)` scope in which it was allocated;
+3. its action's, at the end of the action: storages that outlive a forward (F) or a received
+   activation are `activations`; those that outlive a backward (B, I) or a received gradient are
+   `communication`, on their way to or from another stage; those released within their action, or
+   that outlive another kind of action, are `temporary`;
+4. `overhead`, for a storage that existed before the mode and was never registered.
 
-Because rule 3 needs hindsight, events are kept until their action ends and summed then. Memory that
-no operator returns (scratch inside a kernel, an allocator's rounding) is not seen; under
-`torch.compile` neither are results.
+Because rule 3 needs hindsight, events are buffered until their action ends. Memory that no operator
+returns (workspaces inside a kernel, an allocator's rounding) is not seen, nor are intermediate
+results under `torch.compile`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SURVIVORS = {
     "RECV_B": "communication",
     "SEND_B": "communication",
 }
-"""Kind of action -> category of what it leaves alive; other kinds leave `temporary`."""
+"""Kind of action -> category of storages that outlive it; `temporary` for other kinds."""
 
 KINDS = {
     "allreduce_": "all_reduce",
@@ -81,12 +81,10 @@ KINDS = {
     "recv_any_source_": "recv",
     "barrier": "barrier",
 }
-"""torch's operator -> the word of the field; an operator that is not here keeps its own name."""
+"""torch's operator -> kind of collective; other operators keep their name."""
 
 UNCOUNTED = "elsewhere"
-"""Category of what is counted on `device` but is not of it: host tensors of an offloading rank on a
-CPU.
-"""
+"""Category of storages excluded from the sums: host tensors of an offloading CPU rank."""
 
 DTYPES = {
     torch.float64: "fp64",
@@ -101,13 +99,13 @@ class _Storage:
     bytes: int
     category: str | None
     summed: int = 0
-    """What of its bytes the levels know already."""
+    """Bytes already included in the levels."""
     reference: weakref.ref[torch.UntypedStorage] | None = None
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One collective call; `bytes` are the full tensor's on one rank of the group."""
+    """A collective call; `bytes` are those of the full (unsharded) tensor on one rank."""
 
     group: str
     kind: str
@@ -119,21 +117,19 @@ class CollectiveCall:
 
 @dataclass
 class MemoryLevels:
-    """Bytes by category: now, at the instant of the largest sum, and each category at its own
-    largest.
-    """
+    """Bytes by category: now, at the instant of the largest sum, and each category's maximum."""
 
     now: Counter[str] = field(default_factory=Counter)
     peak: dict[str, int] = field(default_factory=dict)
     maximum: dict[str, int] = field(default_factory=dict)
 
     def restart(self) -> None:
-        """Peaks begin again at the present level."""
-        self.peak = _held(self.now)
-        self.maximum = _held(self.now)
+        """Reset peaks to the present level."""
+        self.peak = _nonzero(self.now)
+        self.maximum = _nonzero(self.now)
 
     def add(self, changes: Sequence[tuple[str, int]]) -> None:
-        """Apply changes in order, following the peaks."""
+        """Apply changes in order, updating the peaks."""
         changes = [change for change in changes if change[0] != UNCOUNTED]
         total, most, at = sum(self.now.values()), sum(self.peak.values()), -1
         before = Counter(self.now)
@@ -147,18 +143,18 @@ class MemoryLevels:
         if at >= 0:
             for category, delta in changes[: at + 1]:
                 before[category] += delta
-            self.peak = _held(before)
+            self.peak = _nonzero(before)
 
 
-def _held(levels: Mapping[str, int]) -> dict[str, int]:
+def _nonzero(levels: Mapping[str, int]) -> dict[str, int]:
     return {category: size for category, size in levels.items() if size}
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts storages on `device` while entered; enter it inside a FakeTensorMode, not round one.
+    """Counts storages on `device` while entered; enter it inside a FakeTensorMode, not around one.
 
-    Between entries it still sees storages die, not new ones: enter, register what must be known,
-    run the step.
+    Between entries it sees releases, but no allocations: enter, register persistent tensors, run
+    the step.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -172,7 +168,7 @@ class LiveBytes(TorchDispatchMode):
         self._scopes: list[str] = []
         self._kind = ""
         self._composed: CompositeCollective | None = None
-        """The last collective that was made of other operations; it counts once."""
+        """The last collective composed of other operations, which counts once."""
 
     def __torch_dispatch__(
         self,
@@ -184,7 +180,7 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._collective(func, args, out)
-        # A freed storage, or one that is filled again, changes its size in place.
+        # inductor's ops resize a storage in place where parameters are freed or all-gathered.
         for tensor in _tensors(args if func.namespace == "inductor" else out):
             if self._countable(tensor):
                 self._see(tensor, args)
@@ -227,9 +223,7 @@ class LiveBytes(TorchDispatchMode):
             entry.bytes = size
 
     def register(self, tensors: torch.Tensor | Iterable[torch.Tensor], category: str) -> None:
-        """Count the tensors' storages under `category`, from now on (and for the action that is
-        under way).
-        """
+        """Count the tensors' storages under `category` from the current action on."""
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             if not self._countable(tensor):
                 continue
@@ -239,9 +233,7 @@ class LiveBytes(TorchDispatchMode):
                 self._move(entry, category)
 
     def _move(self, entry: _Storage, category: str) -> None:
-        """Give a counted storage another category; what is already summed moves with it, peaks of
-        the past stay.
-        """
+        """Give a counted storage another category; its summed bytes move too, past peaks stay."""
         if entry.summed:
             assert entry.category is not None
             self.levels.now[entry.category] -= entry.summed
@@ -253,7 +245,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def category(self, name: str) -> Iterator[None]:
-        """Storages made inside belong to `name`; the innermost scope wins."""
+        """A scope whose new storages are counted under `name`; the innermost scope wins."""
         self._scopes.append(name)
         try:
             yield
@@ -262,9 +254,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def action(self, kind: str) -> Iterator[None]:
-        """An action of the schedule (F, B, …, or any other word); collectives inside carry its
-        name.
-        """
+        """A context around an action (F, B, or any other name); collectives inside carry `kind`."""
         self._sum()
         before, self._kind = self._kind, kind
         try:
@@ -274,7 +264,7 @@ class LiveBytes(TorchDispatchMode):
             self._kind = before
 
     def _sum(self) -> None:
-        """Settle the categories of the storages in the pending events, then apply those."""
+        """Settle the categories of the buffered events' storages, then apply the events."""
         pending, self._pending = self._pending, []
         survivors = SURVIVORS.get(self._kind, "temporary")
         for entry, delta in pending:
@@ -284,13 +274,13 @@ class LiveBytes(TorchDispatchMode):
         self.levels.add([(entry.category or "temporary", delta) for entry, delta in pending])
 
     def snapshot(self, moment: str) -> dict[str, int]:
-        """Bytes by category now, also kept in `moments` under that name."""
+        """Bytes by category now, also stored in `moments` under that name."""
         self._sum()
-        self.moments[moment] = _held(self.levels.now)
+        self.moments[moment] = _nonzero(self.levels.now)
         return self.moments[moment]
 
     def restart(self) -> None:
-        """Begin a step: peaks, moments and collectives are counted from here."""
+        """Start a step: reset peaks, moments and collectives."""
         self._sum()
         self.levels.restart()
         self.moments.clear()
@@ -300,7 +290,7 @@ class LiveBytes(TorchDispatchMode):
     def current(self) -> dict[str, int]:
         """Bytes by category now."""
         self._sum()
-        return _held(self.levels.now)
+        return _nonzero(self.levels.now)
 
     @property
     def peak(self) -> dict[str, int]:
@@ -310,7 +300,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def maximum(self) -> dict[str, int]:
-        """Each category's own largest since `restart`."""
+        """Each category's own maximum since `restart`."""
         self._sum()
         return dict(self.levels.maximum)
 
@@ -324,8 +314,10 @@ class LiveBytes(TorchDispatchMode):
         ]
 
     def collective_rows(self, axis_of: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Rows of the collectives frame; `axis_of` maps a group's name to its axis (unknown ones to
-        `world`).
+        """Rows of the collectives frame.
+
+        Args:
+            axis_of: Process group's name -> mesh axis; unknown groups are `world`.
         """
         return [
             {
@@ -375,9 +367,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in a value, however nested in lists and tuples (all that an operator takes or
-    returns).
-    """
+    """Tensors in an operator's argument or result, nested in lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -386,9 +376,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """The process group among an operator's arguments: boxed, or the last string, which is its
-    name.
-    """
+    """The process group among an operator's arguments: boxed, or named by the last string."""
     for value in args:
         if (
             isinstance(value, torch.ScriptObject)

@@ -1,6 +1,4 @@
-"""What is seen of a step: where it is, and on sampled steps its memory, its collectives and its
-timeline.
-"""
+"""Observers of a step: its current action; on sampled steps memory, collectives and timeline."""
 
 from __future__ import annotations
 
@@ -22,28 +20,31 @@ from workbench.schedules import Action
 from workbench.schedules.action import COMPUTE
 
 STEP = "initialised"
-"""Mark of a step's start: the moment when only what lasts is there."""
+"""Mark of a step's start, when only persistent tensors exist."""
 
 
 class ActionTracker:
-    """Remembers what the rank does now, so that an error can say where it happened."""
+    """Tracks the rank's current action, for error reports."""
 
     def __init__(self) -> None:
         self.current = ""
 
     def action(self, label: str, action: Action | None) -> AbstractContextManager[None]:
-        """Remember the label."""
+        """Record the label."""
         self.current = label
         return nullcontext()
 
     def moment(self, name: str) -> None:
-        """Remember the moment."""
+        """Record the moment."""
         self.current = name
 
 
 class StepSampler(ActionTracker):
-    """Counts live bytes by category and collectives on one step; marks the allocator's window,
-    times the actions.
+    """Measures one step: live bytes by category, collectives, and the span of each action.
+
+    Args:
+        session: The session whose step is measured.
+        meter: The allocator's meter, whose window is marked at each moment; None without one.
     """
 
     def __init__(self, session: Session, meter: CpuMemoryMeter | CudaMemoryMeter | None) -> None:
@@ -53,12 +54,12 @@ class StepSampler(ActionTracker):
         self.clock = SpanClock(session.device)
         self.stage = session.first_stage
         self._stages: dict[str, int] = {}
-        """Moment -> the stage that was under way."""
+        """Moment -> the stage that was computing."""
         self._peak = 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Round one step."""
+        """A context around one step."""
         with ExitStack() as stack:
             stack.enter_context(self.live)
             for category, tensors in persistent_tensors(self.session).items():
@@ -94,24 +95,24 @@ class StepSampler(ActionTracker):
             self.moment("forward_end")
 
     def moment(self, name: str) -> None:
-        """Keep the levels at a named moment."""
+        """Record the memory levels at a moment."""
         super().moment(name)
         self.live.snapshot(name)
         if self.meter is not None:
             self.meter.mark(name)
 
     def _tier(self, label: str) -> AbstractContextManager[None]:
-        """An optimizer that steps on the host makes its temporaries there, though a CPU rank's
-        device is that too.
+        """Exclude the temporaries of a host optimizer (offload), which a CPU rank cannot tell from
+        the device's.
         """
         on_host = label == "OPTIMIZER" and self.session.part.store.host is not None
         return self.live.category(UNCOUNTED) if on_host else nullcontext()
 
     def memory_rows(self) -> list[dict[str, Any]]:
-        """Rows of the memory frame by category; of a rank's stages, the one that was under way,
-        else its first.
+        """Rows of the memory frame by category.
 
-        What lives on the host does not move.
+        `stage` is the one that was computing, else the rank's first. Bytes on the host are the same
+        at every moment.
         """
         rows = [
             row | {"stage": self._stages.get(row["moment"], self.stage)}
@@ -131,8 +132,10 @@ class StepSampler(ActionTracker):
     def collective_rows(self, seen: int = 1, of: int = 1) -> list[dict[str, Any]]:
         """Rows of the collectives frame.
 
-        Where only `seen` of a step's `of` microbatches were run, what every microbatch repeats is
-        counted `of` times.
+        Args:
+            seen: Microbatches that were run.
+            of: Microbatches of a whole step: collectives that every microbatch repeats are scaled
+                to that number.
         """
         groups = {
             str(axis.group.group_name): axis.reported
@@ -152,8 +155,8 @@ class StepSampler(ActionTracker):
 
 
 def _every_microbatch(row: dict[str, Any]) -> bool:
-    """Whether a collective belongs to a microbatch's pass, not to the step; ZeRO-2 and 3 know more
-    kinds.
+    """Whether every microbatch repeats a collective: those inside compute or P2P actions, but for
+    the data axis' gradient reductions and parameter gathers.
     """
     axis, kind = row["axis"], row["action"]
     return not axis.endswith(("data", GRADIENT_GROUP_SUFFIX)) and (
@@ -162,8 +165,10 @@ def _every_microbatch(row: dict[str, Any]) -> bool:
 
 
 def _where(row: dict[str, Any]) -> dict[str, Any]:
-    """A mesh of one long axis lends its group to the whole job, a batch of transfers goes both
-    ways, and what the inputs' half of a split backward sends is the backward's.
+    """Changes of a row's axis or action.
+
+    Clipping is over the world, though a mesh of one axis uses that axis' group; I (input gradient)
+    reports as B; sends and receives of one batch are P2P.
     """
     if row["action"] == "CLIP":
         return {"axis": "world"}
@@ -177,16 +182,14 @@ def _where(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def persistent_tensors(session: Session) -> dict[str, list[Tensor]]:
-    """Tensors that live on the device as long as the session, by category of the memory
-    vocabulary.
-    """
+    """Tensors that live on the device as long as the session, by memory category."""
     return session.part.store.persistent() | (
         _states(session) if session.part.store.host is None else {}
     )
 
 
 def host_tensors(session: Session) -> dict[str, list[Tensor]]:
-    """The same of the host's memory."""
+    """Tensors that live in host memory as long as the session (offload), by memory category."""
     host = session.part.store.host
     return {} if host is None else host.persistent() | _states(session)
 
@@ -205,7 +208,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def _logits_scope(head: nn.Module, live: LiveBytes) -> Callable[[], None]:
-    """Count what the head's forward makes as logits; returns what undoes it."""
+    """Count allocations of the head's forward as logits; returns a function that ends that."""
     scopes: list[ExitStack] = []
 
     def enter(*_: object) -> None:
@@ -225,7 +228,7 @@ def _logits_scope(head: nn.Module, live: LiveBytes) -> Callable[[], None]:
 
 
 class SpanClock:
-    """Spans of a step in seconds from its start; on CUDA by events, read only after the step."""
+    """Spans of a step in seconds from its start; on CUDA by events, read after the step."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -233,17 +236,17 @@ class SpanClock:
         self._start: Any = None
 
     def start(self) -> None:
-        """The step begins."""
+        """Mark the start of the step."""
         self._start = self._now()
 
     def stop(self) -> None:
-        """The step has ended."""
+        """Mark the end of the step; on CUDA, synchronises."""
         if self.cuda:
             torch.cuda.synchronize()
 
     @contextmanager
     def span(self, label: str, action: Action | None) -> Iterator[None]:
-        """Time what runs inside."""
+        """A context whose duration is recorded."""
         begin = self._now()
         yield
         self._spans.append((label, action, begin, self._now()))
@@ -259,9 +262,7 @@ class SpanClock:
         return self._start.elapsed_time(moment) / 1e3 if self.cuda else moment - self._start
 
     def rows(self, stage: int) -> list[dict[str, Any]]:
-        """One row a span: stage (of what is no action, `stage`), microbatch (or null), action,
-        start and end.
-        """
+        """Rows of the timeline frame, one per span; `stage` is that of spans that are no action."""
         return [
             {
                 "stage": action.stage if action else stage,
@@ -279,9 +280,7 @@ class SpanClock:
 
 
 def allocated_rows(window: MemoryWindow, stage: int) -> list[list[dict[str, Any]]]:
-    """The allocator's totals of every step in a window: rows of category `allocated`, a list a
-    step.
-    """
+    """The allocator's totals in a window: per step a list of rows of category `allocated`."""
     steps: list[list[dict[str, Any]]] = []
     for section in window.sections:
         if section.label == STEP:

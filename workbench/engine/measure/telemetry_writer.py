@@ -1,8 +1,8 @@
-"""What a rank tells about itself: telemetry lines, its log, and the error that ended it.
+"""Files of a rank in the run directory: telemetry, its log, and the error that ended it.
 
 Telemetry never blocks a step: records go through a queue to a thread that writes each with one
-`write()` to `RUN/telemetry/rank00000.jsonl`. A disk that is full costs records and one warning,
-never the run.
+`write()` to `RUN/telemetry/rank00000.jsonl`. A full disk loses records, with one warning, but does
+not end the run.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ if TYPE_CHECKING:
 
 
 def rank_file(run_dir: Path, folder: str, rank: int, suffix: str) -> Path:
-    """RUN/FOLDER/rank00000.SUFFIX; the folder is made."""
+    """RUN/FOLDER/rank00000.SUFFIX; creates the folder."""
     path = Path(run_dir) / folder / f"rank{rank:05d}.{suffix}"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def set_aside_former_records(run_dir: Path, rank: int) -> None:
-    """Rename what an earlier launch in this directory told of this rank: an exported plan may be
-    launched twice.
-    """
+    """Rename this rank's files of an earlier launch: an exported plan may be launched twice."""
     for folder, suffix in (("telemetry", "jsonl"), ("errors", "json")):
         path = rank_file(run_dir, folder, rank, suffix)
         if path.exists():
@@ -43,9 +41,7 @@ def set_aside_former_records(run_dir: Path, rank: int) -> None:
 
 
 class Telemetry:
-    """Append-only records of one rank. Close it before the process ends, else what is queued is
-    lost.
-    """
+    """Append-only records of one rank; queued records are lost if it is not closed."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.path = rank_file(run_dir, "telemetry", rank, "jsonl")
@@ -57,15 +53,17 @@ class Telemetry:
         self._feeder.start()
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Queue one record and return at once; `t` is this host's monotonic clock, seconds.
+        """Queue one record and return at once; its `t` is this host's monotonic clock in seconds.
 
-        Fields are plain data, or tensors of one element that nobody changes any more: the thread
-        reads them.
+        Args:
+            kind: Kind of record.
+            **fields: Plain data, or one-element tensors that are not modified any more: the thread
+                reads them.
         """
         self._queue.put({"kind": kind, "t": time.monotonic(), **fields})
 
     def close(self, timeout: float = 10.0) -> None:
-        """Write what is queued and end the thread; safe to call twice."""
+        """Write queued records and end the thread; idempotent."""
         if self._file < 0:
             return
         self._queue.put(None)
@@ -110,9 +108,7 @@ class Telemetry:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """The record as one line of JSON; numbers that JSON does not know (NaN, infinities) become
-    null.
-    """
+    """A record as one line of JSON, with null for NaN and infinities."""
     try:
         text = json.dumps(record, separators=(",", ":"), default=float, allow_nan=False)
     except ValueError:
@@ -132,7 +128,7 @@ def _finite(value: Any) -> Any:
 
 
 class _Tee:
-    """A text stream that also writes to a file, at once."""
+    """A text stream that also writes to a file, unbuffered."""
 
     def __init__(self, stream: TextIO, file: IO[str]) -> None:
         self._stream = stream
@@ -144,7 +140,7 @@ class _Tee:
                 target.write(text)
                 target.flush()
             except OSError:
-                # The launcher's pipe may be gone, or the disk full; neither may end a training run.
+                # A closed pipe of the launcher or a full disk must not end training.
                 continue
         return len(text)
 
@@ -153,12 +149,11 @@ class _Tee:
 
 
 class RankLog:
-    """While open, what this process prints goes to RUN/logs/rank00000.log too, as do Python's fatal
-    signals.
+    """While open, this process's output and Python's fatal signals also go to RUN/logs/.
 
-    The tee sits on `sys.stdout` and `sys.stderr`: a C++ library's own prints reach the launcher's
-    log alone. A pipe under the file descriptors would catch them, but would lose the last lines of
-    a process that aborts.
+    The tee replaces `sys.stdout` and `sys.stderr`, so output of C++ libraries reaches only the
+    launcher's log. A pipe under the file descriptors would catch it, but would lose the last lines
+    of a process that aborts.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -180,7 +175,7 @@ class RankLog:
     ) -> None:
         faulthandler.disable()
         sys.stdout, sys.stderr = self._before
-        with suppress(OSError):  # what a full disk still owes this file is lost, and the run is not
+        with suppress(OSError):  # a full disk loses the traceback here, not the run
             if error is not None and not isinstance(error, SystemExit):
                 traceback.print_exception(kind, error, place, file=self._file)
         with suppress(OSError):
@@ -190,8 +185,17 @@ class RankLog:
 def write_error(
     run_dir: Path, rank: int, step: int | None, action: str | None, error: BaseException
 ) -> bool:
-    """Write RUN/errors/rank00000.json, whole or not at all; only this rank's first error is kept.
-    True if written.
+    """Write RUN/errors/rank00000.json atomically; only a rank's first error is kept.
+
+    Args:
+        run_dir: The run directory.
+        rank: This rank.
+        step: The step that failed; None before the first.
+        action: The action or phase that failed.
+        error: The error.
+
+    Returns:
+        Whether it was written.
     """
     path = rank_file(run_dir, "errors", rank, "json")
     if path.exists():

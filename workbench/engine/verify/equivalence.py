@@ -39,14 +39,14 @@ TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 size.
 """
 NOISE_EPSILONS = 16
-"""Epsilons of rounding that a gradient may have which is zero in exact arithmetic (a key bias)."""
+"""Rounding allowed to a gradient that is zero in exact arithmetic (a key bias), in epsilons."""
 
 Kind = Literal["loss", "gradients", "weights"]
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How far one tensor of one rank is from one device."""
+    """Difference of a tensor on one rank from the single device."""
 
     kind: Kind
     tensor: str
@@ -56,7 +56,7 @@ class TensorDifference:
 
 
 class _Recorder:
-    """Keeps the gradients as they stand before the first clipping."""
+    """Records the gradients of the first step before clipping."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -114,7 +114,7 @@ def verify(
         reference if precision == "fp64" else train_on_one_device(full, batches[:1], torch.float64)
     )
     scale = _Scale(
-        precision, reference.largest_gradient, exact.vanishing(), full.training.optimizer
+        precision, reference.largest_gradient, exact.rounding_only(), full.training.optimizer
     )
     work = partial(_compare, full, batches=batches, reference=reference, scale=scale, dtype=dtype)
     results = run_ranks(full.world_size, work, seconds)
@@ -157,7 +157,7 @@ def _replaced_fields(plan: ResolvedPlan, precision: str) -> dict[str, dict[str, 
 
 
 def _batches(plan: ResolvedPlan) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random tokens that reach every part of the vocabulary; [global_batch, T] each."""
+    """Random tokens over the whole vocabulary, [global_batch, sequence_length] each."""
     t = plan.training
     generator = torch.Generator().manual_seed(t.seed)
     for _ in range(NUM_STEPS):
@@ -169,16 +169,16 @@ def _batches(plan: ResolvedPlan) -> Iterator[tuple[Tensor, Tensor]]:
 
 @dataclass(frozen=True)
 class _Scale:
-    """What a difference is relative to."""
+    """Denominators of relative differences."""
 
     precision: str
     largest_gradient: float
-    vanishing: set[str]
+    rounding_only: set[str]
     optimizer: Optimizer
 
     def of(self, kind: Kind, name: str, whole: Tensor) -> float:
         scale = max(float(whole.abs().max()), 1e-6 * self.largest_gradient)
-        if name not in self.vanishing:
+        if name not in self.rounding_only:
             return scale
         noise = self.largest_gradient * NOISE_EPSILONS * torch.finfo(whole.dtype).eps
         if kind == "gradients":
@@ -186,8 +186,8 @@ class _Scale:
         return max(scale, self._drift(noise) / TOLERANCE[self.precision])
 
     def _drift(self, noise: float) -> float:
-        """How far a weight may move whose gradients are but `noise`: AdamW divides them by
-        themselves and epsilon.
+        """How far a weight may move on gradients of `noise`: AdamW normalises them by their own
+        size plus epsilon.
         """
         o = self.optimizer
         return (
@@ -250,7 +250,7 @@ def _verification_session(
 def _share(
     plan: ResolvedPlan, session: Session, batch: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """This data coordinate's microbatches [M, B, T] of a global batch."""
+    """This data coordinate's microbatches of a batch, [num_microbatches, micro_batch, T]."""
     data = session.mesh["data"]
     tokens, targets = (
         x.chunk(data.size)[data.index].unflatten(
@@ -276,7 +276,7 @@ def _max_abs_diff(mine: Tensor, expected: Tensor) -> float:
 
 
 def _finite(value: float) -> float:
-    """NaN counts as infinitely far."""
+    """`value`, with NaN as infinity."""
     return value if math.isfinite(value) else math.inf
 
 

@@ -1,6 +1,4 @@
-"""A few ranks forked from a warm process: how equality is proved on CPU in a fraction of a launch's
-time.
-"""
+"""Ranks forked from a warm process, which verify on CPU in a fraction of a launch's time."""
 
 from __future__ import annotations
 
@@ -27,12 +25,21 @@ class RankError(RuntimeError):
 
 
 def run_ranks(world_size: int, work: Callable[[int], Any], seconds: float = 60.0) -> list[Any]:
-    """Run `work(rank)` in `world_size` forked processes joined by gloo; the results in order of
-    rank.
+    """Run `work(rank)` in forked processes joined by gloo.
 
-    The caller must have used one thread only (`torch.set_num_threads(1)` before any operator), or a
-    child hangs in its first. Raises RankError with the first failure, or when `seconds` have
-    passed; no process is left behind.
+    The caller must be single-threaded (`torch.set_num_threads(1)` before any operator), or children
+    hang in their first operator. No process is left behind.
+
+    Args:
+        world_size: Number of ranks.
+        work: Called with the rank; its result must be picklable.
+        seconds: Time limit.
+
+    Returns:
+        The results in order of rank.
+
+    Raises:
+        RankError: The first failure of a rank, or the time limit.
     """
     assert torch.get_num_threads() == 1, "call torch.set_num_threads(1) before anything runs"
     context = multiprocessing.get_context("fork")
@@ -64,8 +71,8 @@ def _rank(
 ) -> None:
     die_with_parent(os.getppid())
     os.environ.update(ON_ONE_NODE)
-    # Torch makes its pool anew in a forked child, which must be over before gloo's threads ask for
-    # it too.
+    # torch recreates its thread pool in a forked child; this must finish before gloo's threads
+    # ask for the pool too.
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -97,7 +104,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             try:
                 kind, value = pipe.recv()
             except EOFError:
-                raise RankError(f"rank {rank} died without a word") from None
+                raise RankError(f"rank {rank} died without an error message") from None
             if kind == "error":
                 raise RankError(f"rank {rank} failed:\n{value}")
             results[rank] = value

@@ -1,7 +1,7 @@
-"""One device, done plainly: the oracle that every strategy must equal.
+"""Single-device training, the reference that every strategy must equal.
 
-It shares the model and the initial weights with the product path and nothing else: no mesh, no
-buckets, no schedule, torch's own optimizer and clipping.
+It shares only the model and the initial weights with the parallel path: no mesh, no buckets, no
+schedule; optimizer and clipping are torch's.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from workbench.plan.schema import Plan
 
 @dataclass
 class ReferenceRun:
-    """What one device computes: losses of every step, gradients of the first before clipping, final
-    weights.
-    """
+    """Results of one device: losses per step, unclipped gradients of step 0, final weights."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -35,9 +33,10 @@ class ReferenceRun:
         """Largest entry of any gradient."""
         return max(float(g.abs().max()) for g in self.gradients.values())
 
-    def vanishing(self) -> set[str]:
-        """Tensors whose gradient is zero but for rounding (a key bias: softmax does not see it);
-        ask in fp64.
+    def rounding_only(self) -> set[str]:
+        """Tensors whose gradient is zero but for rounding; meaningful in fp64 only.
+
+        For example a key bias, which shifts all logits of a softmax alike.
         """
         return {
             name
@@ -47,12 +46,16 @@ class ReferenceRun:
 
 
 def verification_weight(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
-    """A parameter's value at the start of a proof: drawn by its global name, so large that nothing
-    hides in rounding.
+    """A parameter's value at the start of a verification, drawn by its global name.
 
-    Biases are not zero and norms not one, or a bias added twice would show in nothing; matrices
-    keep the variance of what they multiply, or attention would be flat and its gradients all
-    cancellation.
+    Biases are not zero and norms not one, or a bias added twice would go unnoticed; matrices keep
+    the variance of their input, or attention would be uniform and its gradients mere rounding.
+
+    Args:
+        name: The global name.
+        shape: The global shape.
+        seed: The plan's seed.
+        dtype: The precision of the verification.
     """
     generator = torch.Generator().manual_seed(seed_of(name, seed))
     noise = torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
@@ -64,8 +67,12 @@ def verification_weight(name: str, shape: tuple[int, ...], seed: int, dtype: tor
 def train_on_one_device(
     plan: ResolvedPlan, batches: list[tuple[Tensor, Tensor]], dtype: torch.dtype
 ) -> ReferenceRun:
-    """Train on `batches` of (tokens, targets), each [global_batch, T], one optimizer step a
-    batch.
+    """Train on one device, one optimizer step per batch.
+
+    Args:
+        plan: The plan, of which model and training count.
+        batches: (tokens, targets), each [global_batch, sequence_length].
+        dtype: Precision of everything.
     """
     model = _model(plan).to(dtype)
     with torch.no_grad():
