@@ -324,15 +324,15 @@ def report(items: Sequence[Any] | Comparison, path: str | Path) -> Path:
     """Write a comparison as one HTML page that opens offline.
 
     Args:
-        items: A comparison, or what `compare` takes.
+        items: A comparison, or what `compare` takes; plans are then not rehearsed.
         path: File to write.
 
     Returns:
         The path.
     """
-    from workbench.lab.comparison.compare import Comparison, compare
+    from workbench.lab.comparison.compare import Comparison
 
-    found = items if isinstance(items, Comparison) else compare(*items)
+    found = items if isinstance(items, Comparison) else compare(*items, rehearsed=False)
     return found.to_html(path)
 
 

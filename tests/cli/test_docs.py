@@ -19,6 +19,7 @@ import pytest
 
 import workbench as wb
 from workbench.cli.app import COMMANDS, app
+from workbench.machine import gpu_catalog
 from workbench.plan.catalog import catalog
 from workbench.plan.schema import Plan, parse_plan
 
@@ -208,3 +209,16 @@ def test_verbs_page_names_every_command() -> None:
     document = ROOT / "docs" / "verbs.md"
     named = {words[0] for words in invocations(document, "workbench") if words}
     assert named >= NAMES
+
+
+@each_document
+def test_numbers_of_the_catalog_are_current(document: Path) -> None:
+    counts = {
+        "models": len(catalog.models()),
+        "GPUs": len(gpu_catalog.gpus()),
+        "presets": len(catalog.strategies()),
+    }
+    text = document.read_text()
+    for what, count in counts.items():
+        stated = re.findall(rf"(?:catalog: |lists |, )(\d+) {what}\b", text)
+        assert set(stated) <= {str(count)}, f"{stated} {what}, the catalog has {count}"

@@ -60,6 +60,16 @@ def test_compare_leaves_out_what_cannot_be_rehearsed():
     assert set(found.summary.source) == {"estimated"}
 
 
+def test_a_report_takes_what_compare_takes(tmp_path):
+    file = tmp_path / "plan.yaml"
+    file.write_text(wb.Plan.of("tiny", gpus=2, strategy="ddp").to_yaml())
+    page = wb.report(
+        [file, wb.Plan.of("tiny", gpus=2, strategy="zero-1")], tmp_path / "report.html"
+    )
+    text = page.read_text()
+    assert "ddp" in text and "zero-1" in text
+
+
 def test_a_profile_shows_itself():
     found = wb.estimate(wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="dapple"))
     assert "estimated" in repr(found) and "fits yes" in repr(found)
