@@ -15,6 +15,7 @@ from tests.interop.foreign_samples import (
     problems,
 )
 from workbench import interop
+from workbench.errors import PlanError
 from workbench.interop.megatron import read_megatron
 from workbench.interop.translation import ImportOptions
 from workbench.plan.schema import Plan
@@ -60,6 +61,24 @@ def test_a_mapping_of_arguments_with_experts():
     assert (moe.experts, moe.top_k, moe.ffn, moe.shared, moe.first_dense) == (8, 2, 128, 2, 1)
     assert full.strategy.expert.size == 4 and full.strategy.context.algorithm == "ulysses"
     assert full.strategy.precision == "fp8" and full.shape.biases == "none"
+
+
+A2A_P2P = ["--context-parallel-size", 8, "--cp-comm-type", "a2a+p2p"]
+LEVELS = "--hierarchical-context-parallel-sizes"
+
+
+def test_hierarchical_context_parallelism_is_usp():
+    found = read_megatron.read([*LLAMA, *A2A_P2P, LEVELS, 2, 4], ImportOptions(None, GPU_NAME, 8))
+    context = found.plan.strategy.context
+    assert (context.size, context.algorithm, context.ulysses_size) == (8, "usp", 2)
+    written = interop.write(found.plan, "megatron").text
+    assert "a2a+p2p" in written and f"{LEVELS} 2 4" in written
+
+
+@pytest.mark.parametrize("levels", [[], [LEVELS, 2], [LEVELS, 2, 2], [LEVELS, "two", 4]])
+def test_levels_of_another_product_are_refused(levels):
+    with pytest.raises(PlanError, match="two sizes whose product is --context-parallel-size = 8"):
+        read_megatron.read([*LLAMA, *A2A_P2P, *levels], ImportOptions(None, GPU_NAME, 8))
 
 
 def test_a_recipe_of_megatrons_tests():

@@ -167,6 +167,7 @@ def plans(draw):
     )
     stages, layers = pipeline * chunks, shape["layers"]
     counts = [1] * (stages - 1) + [layers - stages + 1]
+    algorithm = draw(st.sampled_from(["ring", "ulysses", "usp"]))
     strategy = {
         "data": {
             "zero": zero,
@@ -178,7 +179,11 @@ def plans(draw):
             "keep_gathered": zero == 3 and draw(st.booleans()),
         },
         "tensor": {"size": tensor, "sequence": tensor > 1 and draw(st.booleans())},
-        "context": {"size": context, "algorithm": draw(st.sampled_from(["ring", "ulysses"]))},
+        "context": {
+            "size": context,
+            "algorithm": algorithm,
+            "ulysses_size": context if algorithm == "usp" else 1,
+        },
         "pipeline": {
             "size": pipeline,
             "schedule": schedule,

@@ -381,6 +381,7 @@ CHANGES = {
     "sequence_parallel": True,
     "context": 2,
     "context_algorithm": "ulysses",
+    "ulysses_size": 2,
     "shard": 2,
     "placement": ["tensor", "pipeline", "context", "data"],
     "offload": "none",

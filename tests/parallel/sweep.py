@@ -57,7 +57,7 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"),
     "zero": (0, 1, 2, 3),
     "sequence": (False, True),
-    "context": ("ring", "ulysses"),
+    "context": ("ring", "ulysses", "usp"),
     "expert": (1, 2, 4),
     "shard": ("all", 2),
     "reduce": ("step", "microbatch"),
@@ -115,7 +115,7 @@ def plan_of(choice: Choice) -> Plan | None:
                 "algorithm": choice["algorithm"],
                 "sequence": choice["sequence"],
             },
-            "context": {"size": context, "algorithm": choice["context"]},
+            "context": {"size": context, "algorithm": choice["context"], "ulysses_size": 2},
             "pipeline": {"size": pipeline, "schedule": choice["schedule"], "chunks": chunks},
             "data": {
                 "zero": choice["zero"],

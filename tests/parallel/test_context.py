@@ -1,9 +1,11 @@
 """Context parallelism: ring attention and Ulysses equal one device and plain attention."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +24,7 @@ from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.mesh import MeshAxis
 from workbench.plan.schema import Plan
 
-ALGORITHMS = ["ring", "ulysses"]
+ALGORITHMS = ["ring", "ulysses", "usp"]
 NOWHERE = Positions(torch.empty(0), torch.empty(0), torch.empty(0))
 
 
@@ -30,7 +32,7 @@ def context_plan(
     context: int, algorithm: str, tensor: int = 1, pipeline: int = 1, data: int = 1, **more: Any
 ) -> Plan:
     made = plan(tensor, pipeline, data, **more)
-    sizes = {"strategy.context": {"size": context, "algorithm": algorithm}}
+    sizes = {"strategy.context": {"size": context, "algorithm": algorithm, "ulysses_size": 2}}
     return made.replace(**{"cluster.gpus": tensor * pipeline * data * context, **sizes})
 
 
@@ -53,9 +55,29 @@ def test_context_parallel_with_other_axes_equals_one_device(
     assert_equal_to_one_device(verify(context_plan(2, algorithm, *mesh), "fp64"))
 
 
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+def test_usp_equals_one_device_beside_other_axes(mesh: tuple[int, int, int]) -> None:
+    """Pairs of Ulysses on a ring of two."""
+    assert_equal_to_one_device(verify(context_plan(4, "usp", *mesh), "fp64"))
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_context_parallel_equals_one_device_in_fp32(algorithm: str) -> None:
     assert_equal_to_one_device(verify(context_plan(2, algorithm), "fp32"))
+
+
+def sub_axes(
+    ranks: int, rank: int, num_ulysses: int, connected: bool = False
+) -> tuple[MeshAxis, MeshAxis]:
+    """(ring, ulysses) of a rank; `connected`, with process groups."""
+    grid = torch.arange(ranks).view(-1, num_ulysses)
+    found = []
+    for name, groups in (("context.ring", grid.T.tolist()), ("context.ulysses", grid.tolist())):
+        made = [dist.new_group(group) if connected else None for group in groups]
+        own = next(i for i, group in enumerate(groups) if rank in group)
+        mine = tuple(groups[own])
+        found.append(MeshAxis(name, len(mine), mine.index(rank), mine, made[own]))
+    return found[0], found[1]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -73,10 +95,14 @@ def test_ring_and_ulysses_equal_plain_attention(
     expected = Attend()(*inputs, NOWHERE)
     (expected * weight).sum().backward()
 
+    num_ulysses = {"ring": 1, "ulysses": ranks, "usp": 2 if ranks == 4 else ranks}[algorithm]
+
     def work(rank: int) -> list[Any]:
-        axis = MeshAxis("context", ranks, rank, tuple(range(ranks)), torch.distributed.group.WORLD)
-        attend = RingAttend(axis) if algorithm == "ring" else UlyssesAttend(Attend(), axis)
-        mine = token_indices(length, axis, algorithm, torch.device("cpu"))
+        ring, ulysses = sub_axes(ranks, rank, num_ulysses, connected=True)
+        attend = RingAttend(ring) if ring.size > 1 else Attend()
+        if ulysses.size > 1:
+            attend = UlyssesAttend(attend, ulysses)
+        mine = token_indices(length, ring, ulysses, torch.device("cpu"))
         local = [x[:, mine].clone().requires_grad_() for x in (q, k, v)]
         out = attend(*local, NOWHERE)
         (out * weight[:, mine]).sum().backward()
@@ -84,9 +110,7 @@ def test_ring_and_ulysses_equal_plain_attention(
 
     found = run_ranks(ranks, work)
     places = [
-        token_indices(
-            length, MeshAxis("context", ranks, r, (), None), algorithm, torch.device("cpu")
-        )
+        token_indices(length, *sub_axes(ranks, r, num_ulysses), torch.device("cpu"))
         for r in range(ranks)
     ]
     assert torch.equal(torch.cat(places).sort().values, torch.arange(length))
@@ -122,9 +146,9 @@ def test_bf16_ring_attention_merges_blocks_in_fp32() -> None:
     )
 
     def work(rank: int) -> float:
-        axis = MeshAxis("context", 4, rank, (0, 1, 2, 3), torch.distributed.group.WORLD)
-        mine = token_indices(64, axis, "ring", torch.device("cpu"))
-        out = RingAttend(axis)(*(x[:, mine].bfloat16() for x in (q, k, v)), NOWHERE)
+        ring, ulysses = sub_axes(4, rank, 1, connected=True)
+        mine = token_indices(64, ring, ulysses, torch.device("cpu"))
+        out = RingAttend(ring)(*(x[:, mine].bfloat16() for x in (q, k, v)), NOWHERE)
         return float((out.double() - exact.transpose(1, 2)[:, mine]).abs().max())
 
     assert max(run_ranks(4, work)) < 2 * torch.finfo(torch.bfloat16).eps
@@ -151,18 +175,21 @@ def test_keys_of_later_tokens_that_are_not_masked(monkeypatch: pytest.MonkeyPatc
     assert failure_of(verify(context_plan(2, "ring")))["tensor"]
 
 
-def test_positions_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("axis", "algorithm"), [("ring", "ring"), ("ring", "usp"), ("ulysses", "usp")]
+)
+def test_positions_of_another_rank(
+    monkeypatch: pytest.MonkeyPatch, axis: str, algorithm: str
+) -> None:
     from workbench.parallel.context import apply_context
 
-    def first_rank(length: int, axis: MeshAxis, algorithm: str, device: torch.device) -> Tensor:
-        return token_indices(length, MeshAxis("context", axis.size, 0, (), None), algorithm, device)
+    def first_rank(ring: MeshAxis, ulysses: MeshAxis, length: int, x: Tensor) -> Tensor:
+        axes = {"ring": ring, "ulysses": ulysses}
+        axes[axis] = replace(axes[axis], index=0)
+        return token_indices(length, *axes.values(), x.device)
 
-    monkeypatch.setattr(
-        apply_context,
-        "_indices_like",
-        lambda axis, algorithm, length, x: first_rank(length, axis, algorithm, x.device),
-    )
-    assert failure_of(verify(context_plan(2, "ring")))["tensor"]
+    monkeypatch.setattr(apply_context, "_indices_like", first_rank)
+    assert failure_of(verify(context_plan(2 if algorithm == "ring" else 4, algorithm)))["tensor"]
 
 
 class RecordedLse(TorchDispatchMode):

@@ -27,10 +27,10 @@ def test_recompute_equals_one_device(
 
 
 @pytest.mark.parametrize("what", KINDS, ids=str)
-@pytest.mark.parametrize("algorithm", ["ring", "ulysses"])
-def test_recompute_with_context_parallel(algorithm: str, what: Any) -> None:
+@pytest.mark.parametrize(("ranks", "algorithm"), [(2, "ring"), (2, "ulysses"), (4, "usp")])
+def test_recompute_with_context_parallel(ranks: int, algorithm: str, what: Any) -> None:
     assert_equal_to_one_device(
-        verify(context_plan(2, algorithm, changes={"strategy.recompute": what}), "fp64")
+        verify(context_plan(ranks, algorithm, changes={"strategy.recompute": what}), "fp64")
     )
 
 

@@ -184,12 +184,12 @@ def test_tensor_ranks_under_a_split_backward(
     assert traffic(estimated) == traffic(rehearsed)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "ulysses"])
+@pytest.mark.parametrize("algorithm", ["ring", "ulysses", "usp"])
 @pytest.mark.parametrize(("model", "precision", "gpus"), [("tiny", "bf16", 4), (ODD, "fp32", 2)])
 def test_sequences_spread_over_ranks(model: Any, precision: str, gpus: int, algorithm: str) -> None:
     """With fewer key-value heads than ranks too, which Ulysses repeats."""
     spread = {
-        "strategy.context": {"size": gpus, "algorithm": algorithm},
+        "strategy.context": {"size": gpus, "algorithm": algorithm, "ulysses_size": 2},
         "training.global_batch": 4,
     }
     plan = small(model, "ddp", gpus, precision).replace(**{"strategy.preset": None, **spread})
@@ -206,6 +206,7 @@ def test_sequences_spread_over_ranks(model: Any, precision: str, gpus: int, algo
         ("tiny", "bf16", "tensor-pipeline", 4),
         (ODD, "fp32", "single", 1),
         ("tiny", "fp32", "ring-attention", 2),
+        ("tiny", "bf16", "usp", 4),
     ],
 )
 def test_recomputation(model: Any, precision: str, strategy: str, gpus: int, what: Any) -> None:

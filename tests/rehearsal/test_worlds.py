@@ -38,6 +38,7 @@ BOUNDED: dict[str, dict[str, object]] = {
     "colossal-2d": {"strategy.tensor.size": [4, 4]},
     "colossal-2.5d": {"strategy.tensor.size": [4, 4, 2]},
     "ring-attention": {"strategy.context.size": 8},
+    "usp": {"strategy.context.size": 16},
 }
 """What takes as many turns as it has ranks on a side."""
 SECONDS = 10.0
@@ -131,6 +132,8 @@ def test_every_runnable_preset_rehearses_at_any_size(strategy: str, gpus: int) -
         "tensor": max(tensor.size) if isinstance(tensor.size, list) else plan.sizes["tensor"]
     }
     shard = plan.strategy.data.shard
+    ulysses = plan.strategy.context.num_ulysses_ranks
+    sizes["context"] = max(ulysses, sizes["context"] // ulysses)
     sizes["data"] = replicas if shard == "all" else max(shard, replicas // shard)
     for axis, size in sizes.items():
         if size > 1:

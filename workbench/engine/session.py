@@ -227,7 +227,7 @@ class Session:
     def _own(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of the sequences, along the context axis."""
         return local_tokens(
-            tokens_MBT, targets_MBT, self.mesh["context"], self.plan.strategy.context.algorithm
+            tokens_MBT, targets_MBT, self.mesh["context.ring"], self.mesh["context.ulysses"]
         )
 
     def _agree(self, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:

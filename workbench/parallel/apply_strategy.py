@@ -141,7 +141,7 @@ def _build_stage(
     apply_expert_parallel(model, layouts, mesh, plan.strategy.tensor.sequence, count_reader)
     if mesh["context"].size > 1:
         apply_context_parallel(
-            model, mesh["context"], plan.strategy.context.algorithm, plan.training.sequence_length
+            model, mesh["context.ring"], mesh["context.ulysses"], plan.training.sequence_length
         )
     apply_activation_checkpointing(model, plan.strategy.recompute)
     if model.head is not None:  # vocabulary parallelism has replaced the head that had them

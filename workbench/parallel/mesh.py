@@ -52,6 +52,8 @@ class Mesh:
       sharding). Ranks of a shard group are neighbours.
     - `expert` and `expert_replicas`: sub-axes of `replicas`, over which experts are sharded and
       repeated; `expert_shard` and `expert_replicate` are ZeRO's sub-axes of the latter.
+    - `context.ring` and `context.ulysses`: sub-axes of `context`, around which keys and values are
+      sent, and between whose neighbours heads are exchanged for tokens.
     - `tensor.0` to `tensor.2`: axes of a tensor grid.
     - `tensor gradients`, and one for each grid axis: where tensor ranks see different tokens and
       sum gradients.
@@ -159,6 +161,11 @@ def _axes(plan: ResolvedPlan) -> dict[str, tuple[Tensor, str]]:
     expert = s.expert.size
     expert_replicas = _strided(replicas, expert)
     found = {name: (along(name), name) for name in ("context", "data", "pipeline")}
+    ulysses = s.context.num_ulysses_ranks
+    found |= {
+        "context.ring": (_strided(found["context"][0], ulysses), "context"),
+        "context.ulysses": (_neighbours(found["context"][0], ulysses), "context"),
+    }
     found["tensor"] = (along(*(grid_axes or ("tensor",))), "tensor")
     found |= {name: (along(name), "tensor") for name in grid_axes} | gradient_axes
     found |= {"replicas": (replicas, "data"), "shard": (_neighbours(replicas, shard), "data")}

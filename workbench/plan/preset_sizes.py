@@ -113,7 +113,8 @@ def _size(
         sizes = legal_sizes.pipeline_sizes(shape, left, int(fields.get("chunks", 1)))
     else:
         algorithm, tensor = fields.get("algorithm", "ring"), _fixed(strategy, "tensor")
-        sizes = legal_sizes.context_sizes(shape, left, sequence, tensor, algorithm)
+        ulysses = fields.get("ulysses_size", 1)
+        sizes = legal_sizes.context_sizes(shape, left, sequence, tensor, algorithm, ulysses)
     return _share(sizes or [1], rule, left, node)
 
 

@@ -26,6 +26,8 @@ class CollectiveCall:
     """Calls in a step."""
     action: str
     """Schedule action in which it is called: F, B, REDUCE_GRAD, P2P, OPTIMIZER or CLIP."""
+    sub_axis: str = ""
+    """Part of the axis that it runs over, where the parts have links of their own."""
 
 
 def gradient_dtype_name(w: Workload) -> str:

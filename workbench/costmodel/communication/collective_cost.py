@@ -45,10 +45,12 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
 
     An axis inside a node uses its links (NVLink, PCIe). One that leaves it shares the node's
     network with the other groups that leave at the same time; one that leaves a rack shares the
-    rack's uplink. The sides of a tensor grid take turns.
+    rack's uplink. The sides of a tensor grid take turns. Of `usp`, the all-to-all runs between
+    neighbors, inside the node where it fits, and the ring around the groups.
 
     Returns:
-        Axis -> link, for tensor, context, data, pipeline and expert.
+        Axis -> link, for tensor, context, data, pipeline and expert; with `usp` also for
+        context.ulysses and context.ring.
     """
     s, k = w.fixed, w.searched
     sizes = {"tensor": k.tensor, "context": k.context, "data": w.data, "pipeline": s.pipeline}
@@ -58,6 +60,10 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
         each = [_link(w, constants, side, k.strides["tensor"] * side**n) for n in range(sides)]
         slowness, latency = sum(1 / one.bandwidth for one in each), sum(one.latency for one in each)
         result["tensor"] = AxisLink(sides / slowness, latency / sides)
+    if s.context_algorithm == "usp":
+        stride = k.strides["context"]
+        result["context.ulysses"] = _link(w, constants, w.ulysses, stride)
+        result["context.ring"] = _link(w, constants, w.ring, stride * w.ulysses)
     # Gradients are reduced over data x context ranks, and MoE's all-to-all runs over them too:
     # the slower of the two axes decides.
     data, context = result["data"], result["context"]
@@ -194,7 +200,10 @@ def comm_seconds(
     ]
     return sum(
         (
-            c.count * collective_seconds(c.kind, c.bytes, c.group_size, links[axis], constants)
+            c.count
+            * collective_seconds(
+                c.kind, c.bytes, c.group_size, links.get(c.sub_axis, links[axis]), constants
+            )
             for c in chosen
         ),
         0.0,

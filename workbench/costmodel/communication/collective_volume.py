@@ -134,32 +134,49 @@ def _loss_calls(w: Workload) -> list[CollectiveCall]:
 
 
 def _context_calls(w: Workload) -> list[CollectiveCall]:
-    """Context parallelism.
+    """Context parallelism: ring attention, Ulysses, or Ulysses within a ring (2405.07719)."""
+    return [*_ring_calls(w), *_ulysses_calls(w)]
 
-    Ring attention (2310.01889) sends keys and values around, in backward with their gradients in
-    fp32. Ulysses (2309.14509) has an all-to-all of queries, keys and values, and one of the
-    output.
+
+def _ring_calls(w: Workload) -> list[CollectiveCall]:
+    """Ring attention (2310.01889) sends keys and values around, in backward with their gradients
+    in fp32. After Ulysses' all-to-all a rank has fewer heads of as many times more tokens.
     """
-    c, dtype, times = w.searched.context, w.dtype, w.microbatches * w.layers
-    keys = (w.k_width + w.v_width) * w.tokens * w.element_bytes
+    dtype, times = w.dtype, w.microbatches * w.layers
+    keys = w.kv_head_repeats * (w.k_width + w.v_width) * w.tokens * w.element_bytes
     again = w.microbatches * (w.recomputed_layers + w.searched.selective * w.layers)
-    if w.fixed.context_algorithm == "ring":
-        wide = "fp32" if w.element_bytes < w.upcast_bytes else dtype
-        ring = [
-            ("F", dtype, keys, times),
-            ("B", dtype, keys, times + again),
-            ("B", wide, keys * (w.upcast_bytes / w.element_bytes), times),
-        ]
-        return [
-            CollectiveCall("context", kind, c, name, size, count * (c - 1), action)
-            for action, name, size, count in ring
-            for kind in ("send", "recv")
-        ]
-    keys = keys * w.kv_head_repeats
+    wide = "fp32" if w.element_bytes < w.upcast_bytes else dtype
+    sent = [
+        ("F", dtype, keys, times),
+        ("B", dtype, keys, times + again),
+        ("B", wide, keys * (w.upcast_bytes / w.element_bytes), times),
+    ]
+    return [
+        CollectiveCall(
+            "context", kind, w.ring, name, size, count * (w.ring - 1), action, "context.ring"
+        )
+        for action, name, size, count in sent
+        for kind in ("send", "recv")
+    ]
+
+
+def _ulysses_calls(w: Workload) -> list[CollectiveCall]:
+    """Ulysses (2309.14509) has an all-to-all of queries, keys and values, and one of the output."""
+    dtype, times = w.dtype, w.microbatches * w.layers
+    keys = w.kv_head_repeats * (w.k_width + w.v_width) * w.tokens * w.element_bytes
     sizes = (keys + w.q_width * w.tokens * w.element_bytes, w.o_width * w.tokens * w.element_bytes)
     count = {"F": times, "B": times + w.microbatches * w.recomputed_layers}
     return [
-        CollectiveCall("context", "all_to_all", c, dtype, size, count[action], action)
+        CollectiveCall(
+            "context",
+            "all_to_all",
+            w.ulysses,
+            dtype,
+            size,
+            count[action],
+            action,
+            "context.ulysses",
+        )
         for action in count
         for size in sizes
     ]

@@ -69,6 +69,9 @@ class FixedConfig:
     algorithm: str
     """Tensor parallelism: 1d, 2d, 2.5d or 3d."""
     context_algorithm: str
+    """Context parallelism: ring, ulysses or usp."""
+    ulysses_size: int
+    """Ranks of an all-to-all group of usp."""
     has_context_parallel: bool
     """Whether any candidate shards the sequence over context ranks."""
     pipeline: int
@@ -175,6 +178,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         num_zero_in_flight=s.data.in_flight,
         algorithm=s.tensor.algorithm,
         context_algorithm=s.context.algorithm,
+        ulysses_size=s.context.ulysses_size,
         has_context_parallel=s.context.size > 1,
         pipeline=s.pipeline.size,
         schedule=s.pipeline.schedule,

@@ -136,18 +136,29 @@ class RankShapes:
         return self.vocab_rows * self.weight_in_dim
 
     @property
+    def ulysses(self) -> Number:
+        """Context ranks between which an all-to-all exchanges heads for tokens (2309.14509)."""
+        c = self.searched.context
+        if self.fixed.context_algorithm == "usp":
+            return np.minimum(c, self.fixed.ulysses_size)
+        return c if self.fixed.context_algorithm == "ulysses" else 1.0
+
+    @property
+    def ring(self) -> Number:
+        """Context ranks around which keys and values are sent (2310.01889)."""
+        return self.searched.context / self.ulysses
+
+    @property
     def kv_head_repeats(self) -> Number:
-        """Copies of each key-value head with which Ulysses (2309.14509) gives every context rank
-        whole heads.
+        """Copies of each key-value head with which Ulysses (2309.14509) gives every rank of its
+        all-to-all whole heads.
         """
         if self.shape.mla is not None:
             return 1.0
         heads = np.maximum(
             1, np.asarray(self.k_width / int(self.shape.head_dim or 1), dtype=np.int64)
         )
-        return self.searched.context / np.gcd(
-            heads, np.asarray(self.searched.context, dtype=np.int64)
-        )
+        return self.ulysses / np.gcd(heads, np.asarray(self.ulysses, dtype=np.int64))
 
     @property
     def upcast_bytes(self) -> int:

@@ -197,12 +197,12 @@ def _ulysses_saved(w: Workload) -> Number:
     """Bytes that Ulysses (2309.14509) saves besides: repeated key-value heads, and attention's
     output both by heads and by tokens.
     """
-    if w.fixed.context_algorithm == "ring" or not w.fixed.has_context_parallel:
+    if not w.fixed.has_context_parallel:
         return 0.0
     extra_width = (w.kv_head_repeats - 1) * (w.k_width + w.v_width) + w.o_width * (
         1 - w.searched.selective
     )
-    return (w.searched.context > 1) * extra_width * w.tokens * w.element_bytes
+    return (w.ulysses > 1) * extra_width * w.tokens * w.element_bytes
 
 
 def repeated_kv_bytes(w: Workload) -> Number:
@@ -215,11 +215,10 @@ def repeated_kv_bytes(w: Workload) -> Number:
     s = w.fixed
     if s.stack != WORKBENCH or not repeats_heads(s.gpu, s.precision, w.shape):
         return 0.0
-    context_parallel = np.asarray(w.searched.context > 1)
-    exchanged = context_parallel & (s.context_algorithm != "ring")
+    exchanged = np.asarray(w.ulysses > 1)
     repeats = w.k_width * np.where(exchanged, w.kv_head_repeats, 1.0) < w.q_width
     extra_width = w.q_width + w.o_width - np.where(exchanged, 0.0, w.k_width + w.v_width)
-    applies = repeats & ~(context_parallel & (s.context_algorithm == "ring"))
+    applies = repeats & np.asarray(w.ring == 1)
     return applies * extra_width * w.tokens * w.element_bytes
 
 

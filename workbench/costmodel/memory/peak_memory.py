@@ -130,11 +130,14 @@ def _fixed_bytes(w: Workload, constants: Constants) -> Number:
 
 
 def num_communicators(w: Workload) -> Number:
-    """Communicators of a rank: one per mesh axis longer than one, and one of all ranks."""
+    """Communicators of a rank: one per mesh axis longer than one, two more where the context axis
+    has both a ring and all-to-alls (usp), and one of all ranks.
+    """
     k = w.searched
     rest = w.fixed.world_size / (k.tensor * k.context * w.pipeline)
     axes = np.asarray(k.tensor > 1, float) + (k.context > 1) + (rest > 1) + (w.pipeline > 1)
-    return axes + (w.fixed.world_size > 1)
+    both = np.asarray((w.ulysses > 1) & (w.ring > 1))
+    return axes + 2 * both + (w.fixed.world_size > 1)
 
 
 def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryByCategory]:

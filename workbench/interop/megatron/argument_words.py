@@ -121,15 +121,12 @@ def _back(value: Any, texts: Mapping[str, Any]) -> Any:
 
 def command(world: Mapping[str, int], arguments: Mapping[str, Any]) -> str:
     """A `torchrun` line that starts Megatron's pretrain_gpt.py with `arguments`; True is a flag
-    without a value.
+    without a value, a list several words.
     """
     launcher = " ".join(f"--{key} {value}" for key, value in world.items())
     lines = [f"torchrun {launcher} pretrain_gpt.py"]
     for key, value in arguments.items():
-        word = (
-            ""
-            if value is True
-            else f" {shlex.quote(value) if isinstance(value, str) else json.dumps(value)}"
-        )
-        lines.append(f"  --{key}{word}")
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words = (shlex.quote(v) if isinstance(v, str) else json.dumps(v) for v in values)
+        lines.append(" ".join((f"  --{key}", *words)))
     return " \\\n".join(lines) + "\n"

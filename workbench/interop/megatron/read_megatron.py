@@ -257,12 +257,29 @@ def _context(keys: ForeignKeys, size: int) -> dict[str, Any]:
     words = {str(word) for word in (kinds if isinstance(kinds, list) else [kinds or "p2p"])}
     if not words <= set(_RINGS):
         raise refuse("--cp-comm-type", f"is {shown(kinds)}; legal: {', '.join(_RINGS)}")
+    if words == {"a2a+p2p"}:
+        ulysses = _ulysses_size(keys, size)
+        return {"size": size, "algorithm": "usp", "ulysses_size": ulysses}
     if len(words) > 1 or words & {"allgather", "a2a+p2p"}:
         keys.mark_untranslated(
-            "cp-comm-type",
-            "a plan's context parallelism is a ring, or Ulysses for every layer; ring taken",
+            "cp-comm-type", "a plan's context parallelism is the same for every layer; ring taken"
         )
     return {"size": size, "algorithm": "ulysses" if words == {"a2a"} else "ring"}
+
+
+def _ulysses_size(keys: ForeignKeys, size: int) -> int:
+    """Ranks of an all-to-all group: the first of the two levels of `a2a+p2p`."""
+    name = "hierarchical-context-parallel-sizes"
+    levels = keys.take(name)
+    words = levels if isinstance(levels, list) else str(levels or "").split()
+    sizes = [int(word) for word in words if str(word).isdigit()]
+    if len(sizes) != 2 or len(words) != 2 or sizes[0] * sizes[1] != size:
+        raise refuse(
+            f"--{name}",
+            f"is {shown(levels)}; --cp-comm-type a2a+p2p needs two sizes whose product is "
+            f"--context-parallel-size = {size}: all-to-all, ring",
+        )
+    return sizes[0]
 
 
 def _expert(keys: ForeignKeys, tensor: int) -> dict[str, int]:

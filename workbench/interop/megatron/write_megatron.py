@@ -12,6 +12,7 @@ from workbench.plan.schema import Plan
 
 MIB = 2**20
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+_CONTEXT_KINDS = {"ring": "p2p", "ulysses": "a2a", "usp": "a2a+p2p"}
 
 
 def launcher(full: Plan) -> dict[str, int]:
@@ -52,7 +53,10 @@ def _axes(full: ResolvedPlan) -> dict[str, Any]:
         stages = "|".join("t" * layers for layers in s.pipeline.partition)
         found["pipeline-model-parallel-layout"] = f"E{stages}L"
     if sizes["context"] > 1:
-        found["cp-comm-type"] = "a2a" if s.context.algorithm == "ulysses" else "p2p"
+        found["cp-comm-type"] = _CONTEXT_KINDS[s.context.algorithm]
+    if sizes["context"] > 1 and s.context.algorithm == "usp":
+        ulysses = s.context.ulysses_size
+        found["hierarchical-context-parallel-sizes"] = [ulysses, sizes["context"] // ulysses]
     if s.expert.size > 1:
         found["expert-model-parallel-size"] = s.expert.size
     sharing = [axis for axis in s.placement if axis in ("data", "pipeline")]

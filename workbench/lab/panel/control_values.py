@@ -90,8 +90,9 @@ def legal_choices(resolved: ResolvedPlan) -> dict[str, tuple[Choice, ...]]:
     """
     s, shape, sizes = resolved.strategy, resolved.shape, resolved.sizes
     world, replicas = resolved.world_size, sizes["data"] * sizes["context"]
+    length, context = resolved.training.sequence_length, s.context
     ways = legal_sizes.context_sizes(
-        shape, world, resolved.training.sequence_length, sizes["tensor"], s.context.algorithm
+        shape, world, length, sizes["tensor"], context.algorithm, context.ulysses_size
     )
     return {
         "tensor": tensor_choices(resolved, shape),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.models import Transformer
 from workbench.models.transformer import Attention
@@ -14,50 +14,58 @@ from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.mesh import MeshAxis
 
 
-def apply_context_parallel(model: Transformer, axis: MeshAxis, algorithm: str, length: int) -> None:
+def apply_context_parallel(
+    model: Transformer, ring: MeshAxis, ulysses: MeshAxis, length: int
+) -> None:
     """Replace the attend seams of `model`, in place, and set the indices of its tokens.
+
+    With both axes longer than 1 Ulysses' all-to-alls surround ring attention: within a group of
+    `ulysses` ranks heads are exchanged for the group's tokens, of which the ring's ranks then hold
+    a shard each (USP, Fang and Zhao 2024, arXiv 2405.07719).
 
     Args:
         model: A stage, on the meta device.
-        axis: The context axis.
-        algorithm: "ring" or "ulysses".
+        ring: The axis around which keys and values are sent.
+        ulysses: The axis of the all-to-alls.
         length: Tokens of a whole sequence.
     """
     for module in model.modules():
         if isinstance(module, Attention):
-            ring = algorithm == "ring"
-            attend = RingAttend(axis) if ring else UlyssesAttend(module.attend, axis)
+            attend: nn.Module = RingAttend(ring) if ring.size > 1 else module.attend
+            if ulysses.size > 1:
+                attend = UlyssesAttend(attend, ulysses)
             setattr(module, "attend", attend)  # noqa: B010 (a seam takes any module of its signature)
-    model.indices = partial(_indices_like, axis, algorithm, length)
+    model.indices = partial(_indices_like, ring, ulysses, length)
 
 
-def _indices_like(axis: MeshAxis, algorithm: str, length: int, x: Tensor) -> Tensor:
-    return token_indices(length, axis, algorithm, x.device)
+def _indices_like(ring: MeshAxis, ulysses: MeshAxis, length: int, x: Tensor) -> Tensor:
+    return token_indices(length, ring, ulysses, x.device)
 
 
-def token_indices(length: int, axis: MeshAxis, algorithm: str, device: torch.device) -> Tensor:
+def token_indices(length: int, ring: MeshAxis, ulysses: MeshAxis, device: torch.device) -> Tensor:
     """Indices [length / ranks] in the sequence of this rank's tokens, ascending.
 
     Ring attention needs the zigzag order: of 2 x ranks chunks rank i takes the i-th and the i-th
     from the end, so that under a causal mask all ranks have the same work. Ulysses takes contiguous
-    shards: within attention every rank has all tokens.
+    shards of that: within attention all its ranks have the same tokens.
     """
-    if algorithm == "ulysses":
-        num_local = length // axis.size
-        return torch.arange(axis.index * num_local, (axis.index + 1) * num_local, device=device)
-    chunk = length // (2 * axis.size)
-    first, second = (
-        torch.arange(i * chunk, (i + 1) * chunk, device=device)
-        for i in (axis.index, 2 * axis.size - 1 - axis.index)
-    )
-    return torch.cat((first, second))
+    if ring.size == 1:
+        indices = torch.arange(length, device=device)
+    else:
+        chunk = length // (2 * ring.size)
+        first, second = (
+            torch.arange(i * chunk, (i + 1) * chunk, device=device)
+            for i in (ring.index, 2 * ring.size - 1 - ring.index)
+        )
+        indices = torch.cat((first, second))
+    return indices.chunk(ulysses.size)[ulysses.index]
 
 
 def local_tokens(
-    tokens: Tensor, targets: Tensor, axis: MeshAxis, algorithm: str
+    tokens: Tensor, targets: Tensor, ring: MeshAxis, ulysses: MeshAxis
 ) -> tuple[Tensor, Tensor]:
     """This rank's part [..., T / ranks] of tokens and of targets [..., T]."""
-    if axis.size == 1:
+    if ring.size == ulysses.size == 1:
         return tokens, targets
-    indices = token_indices(tokens.shape[-1], axis, algorithm, torch.device(tokens.device))
+    indices = token_indices(tokens.shape[-1], ring, ulysses, torch.device(tokens.device))
     return tokens.index_select(-1, indices), targets.index_select(-1, indices)

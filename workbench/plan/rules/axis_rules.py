@@ -245,19 +245,17 @@ def _context(plan: ResolvedPlan) -> Iterator[Problem]:
     length, world = plan.training.sequence_length, plan.world_size
     if context.size == 1:
         return
-    sizes = legal_sizes.context_sizes(plan.shape, context.size, length, tensor, context.algorithm)
-    if context.size not in sizes:
-        heads = rooms(plan.shape, tensor)[0]
-        rule = f"2 x size divides sequence_length = {length}"
-        if context.algorithm == "ulysses":
-            rule = (
-                f"size divides the {heads} heads that tensor = {tensor} leaves, and "
-                f"sequence_length = {length}"
-            )
-        near = legal_sizes.near(
-            context.size,
-            legal_sizes.context_sizes(plan.shape, world, length, tensor, context.algorithm),
-        )
+    kind = (length, tensor, context.algorithm, context.ulysses_size)
+    if context.size not in legal_sizes.context_sizes(plan.shape, context.size, *kind):
+        heads = f"the {rooms(plan.shape, tensor)[0]} heads that tensor = {tensor} leaves"
+        rule = {
+            "ring": f"2 x size divides sequence_length = {length}",
+            "ulysses": f"size divides {heads}, and sequence_length = {length}",
+            "usp": f"ulysses_size = {context.ulysses_size} divides {heads} and size; size and "
+            f"2 x size / ulysses_size divide sequence_length = {length}",
+        }[context.algorithm]
+        sizes = legal_sizes.context_sizes(plan.shape, world, *kind)
+        near = legal_sizes.near(context.size, sizes)
         yield Problem(
             "strategy.context.size",
             f"is {context.size}; {context.algorithm}: {rule}; legal: {near}",

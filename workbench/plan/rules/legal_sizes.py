@@ -71,14 +71,21 @@ def pipeline_sizes(shape: Shape, ranks: int, chunks: int) -> list[int]:
 
 
 def context_sizes(
-    shape: Shape, ranks: int, sequence: int, tensor: int, algorithm: str
+    shape: Shape, ranks: int, sequence: int, tensor: int, algorithm: str, ulysses: int = 1
 ) -> list[int]:
-    """Context sizes that divide `ranks`: 2c divides the sequence (ring), or c the heads of a tensor
-    rank (Ulysses).
+    """Context sizes c that divide `ranks`.
+
+    2c divides the sequence (ring); c divides the sequence and the heads of a tensor rank (Ulysses);
+    or c is a multiple of `ulysses`, which divides those heads, and the ring of c / ulysses groups
+    is legal (usp).
     """
+    heads = rooms(shape, tensor)[0]
     if algorithm == "ulysses":
-        heads = rooms(shape, tensor)[0]
         return [c for c in divisors(ranks) if heads % c == 0 and sequence % c == 0]
+    if algorithm == "usp":
+        groups = divisors(ranks // ulysses) if ranks % ulysses == heads % ulysses == 0 else []
+        found = [r * ulysses for r in groups if sequence % (2 * r) == sequence % (r * ulysses) == 0]
+        return sorted({1, *found})
     return [c for c in divisors(ranks) if c == 1 or sequence % (2 * c) == 0]
 
 

@@ -92,9 +92,20 @@ class Context(Frozen):
     """Context parallelism: the sequence split inside attention too."""
 
     size: Ranks = Field(1, description="Ranks.")
-    algorithm: Literal["ring", "ulysses"] = Field(
-        "ring", description="Ring attention or all-to-all over heads."
+    algorithm: Literal["ring", "ulysses", "usp"] = Field(
+        "ring",
+        description="Ring attention, all-to-all over heads, or usp: a ring of all-to-all groups.",
     )
+    ulysses_size: Ranks = Field(1, description="Ranks of an all-to-all group of usp.")
+
+    @property
+    def num_ulysses_ranks(self) -> int:
+        """Neighbors that exchange heads for tokens, of whatever algorithm; the ring goes around
+        their groups.
+        """
+        return {"ring": 1, "ulysses": self.size, "usp": min(self.size, self.ulysses_size)}[
+            self.algorithm
+        ]
 
 
 class Expert(Frozen):
