@@ -143,12 +143,12 @@ def test_twice_of_a_rate_changes_what_rides_on_it(megatron: Plan) -> None:
     )
 
 
-def test_eight_more_cards_or_the_nearest_legal_number() -> None:
-    assert named(sensitivity(on("llama-3-8b", 64, "zero-3")), "8 more cards").after.gpus == 72
+def test_eight_more_gpus_or_the_nearest_legal_number() -> None:
+    assert named(sensitivity(on("llama-3-8b", 64, "zero-3")), "8 more GPUs").after.gpus == 72
     wide = on(
         "llama-3-8b", 64, "megatron-3d", **{"strategy.tensor.size": 8, "strategy.pipeline.size": 4}
     )
-    assert named(sensitivity(wide), "32 more cards, the nearest").after.gpus == 96
+    assert named(sensitivity(wide), "32 more GPUs, the nearest").after.gpus == 96
 
 
 def test_the_network_matters_only_beyond_a_node() -> None:

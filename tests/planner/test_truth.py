@@ -260,8 +260,8 @@ def test_cards_by_words(text: str, memory: float | None, name: str, gib: float) 
 
 
 @pytest.mark.parametrize("text", ["", "TPU v5p", "a fast one", "80GB SXM"])
-def test_unknown_cards_are_reported(text: str) -> None:
-    assert reason(gpu=text) == f"card unknown: {text or 'none given'}"
+def test_unknown_gpus_are_reported(text: str) -> None:
+    assert reason(gpu=text) == f"GPU unknown: {text or 'none given'}"
 
 
 def test_networks_by_words() -> None:
@@ -330,7 +330,7 @@ def test_batches_follow_from_each_other() -> None:
     assert said(gbs="64", grad_accum="").plan.num_microbatches == 8
     assert reason(gbs="64", grad_accum="2") == "batch fields contradict"
     assert reason(gbs="12") == "batch fields contradict"
-    assert reason(dp="3") == "layout contradicts the number of cards"
+    assert reason(dp="3") == "layout contradicts the number of GPUs"
     # An unknown number of accumulated steps leaves the memory good and the time of a step unknown.
     assert said(gbs="").seconds is None
 

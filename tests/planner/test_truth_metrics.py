@@ -210,7 +210,7 @@ def table(tmp_path: Path) -> Table:
 
 
 def stub(plan: Plan) -> Prediction:
-    """30 GiB, and a second for 64 sequences; refuses two cards."""
+    """30 GiB, and a second for 64 sequences; refuses two GPUs."""
     if plan.world_size == 2:
         raise refuse("cluster.gpus", "is 2")
     return Prediction(

@@ -40,7 +40,7 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     argument.
 
     Processors take one code for all sizes, which costs them nothing beyond the smallest and lets a
-    warm-up be small; on cards sizes are compiled in, for tiles depend on them. Torch function modes
+    warm-up be small; on GPUs sizes are compiled in, for tiles depend on them. Torch function modes
     round it (a split backward's) do not reach into it. Every kind is compiled from a copy of its
     own, for torch gives up on a function that it has compiled too often.
     """

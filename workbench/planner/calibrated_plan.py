@@ -1,4 +1,4 @@
-"""A calibrated plan is one whose card, fabric and constants come from a measurement: applied here,
+"""A calibrated plan is one whose GPU, fabric and constants come from a measurement: applied here,
 once.
 """
 
@@ -34,7 +34,7 @@ PEAK_SHARE_CONSTANTS = ("gemm_share", "attention_share", "memory_share")
 
 
 def calibrated_hardware(plan: ResolvedPlan) -> tuple[GPU, Fabric, dict[str, float]]:
-    """Card, fabric and changed constants of a complete plan; its own, and none, where it names no
+    """GPU, fabric and changed constants of a complete plan; its own, and none, where it names no
     calibration.
 
     Constants are named as in `data/planner.yaml`. Raises `PlanError` where the file cannot be used.
@@ -47,9 +47,9 @@ def with_calibration(plan: ResolvedPlan) -> tuple[ResolvedPlan, Constants]:
     """A complete plan with the figures of the machine that its calibration measured, and the
     constants beside them.
     """
-    card, fabric, changed = calibrated_hardware(plan)
-    cluster = plan.cluster.model_copy(update={"gpu": card, "fabric": fabric})
-    usual = constants(card, plan.strategy.kernels, plan.strategy.stack)
+    gpu, fabric, changed = calibrated_hardware(plan)
+    cluster = plan.cluster.model_copy(update={"gpu": gpu, "fabric": fabric})
+    usual = constants(gpu, plan.strategy.kernels, plan.strategy.stack)
     return plan.model_copy(update={"cluster": cluster}), replace(usual, **changed)
 
 
@@ -61,20 +61,20 @@ def ranks_per_machine(plan: Plan) -> int:
 def apply_calibration(
     calibration: Calibration, plan: ResolvedPlan
 ) -> tuple[GPU, Fabric, dict[str, float]]:
-    """Card, fabric and constants of `plan` on the machine of `calibration`, its scale included."""
+    """GPU, fabric and constants of `plan` on the machine of `calibration`, its scale included."""
     curves = MeasuredCurves(calibration, ranks_per_machine(plan))
     figures = measured_hardware(curves, plan)
-    card = plan.gpu.model_copy(
+    gpu = plan.gpu.model_copy(
         update=_model_fields(figures, GPU) | {"source": _calibration_source(calibration)}
     )
     fabric = plan.fabric.model_copy(update=_model_fields(figures, Fabric))
-    found = measured_constants(curves, card, plan)
-    usual = constants(card, plan.strategy.kernels, plan.strategy.stack)
+    found = measured_constants(curves, gpu, plan)
+    usual = constants(gpu, plan.strategy.kernels, plan.strategy.stack)
     if traffic := _fitted_traffic(calibration, curves.ranks):
-        plain = constants(card, "eager").traffic
+        plain = constants(gpu, "eager").traffic
         found["traffic"] = traffic * usual.traffic / plain
         found["plain_traffic"] = traffic * usual.plain_traffic / plain
-    return _apply_scale(calibration.scale or Scale(), card, fabric, found, usual)
+    return _apply_scale(calibration.scale or Scale(), gpu, fabric, found, usual)
 
 
 def _model_fields(figures: Mapping[str, Any], model: type[GPU] | type[Fabric]) -> dict[str, Any]:
@@ -94,9 +94,9 @@ def _all_reduces(calibration: Calibration) -> list[Collective]:
 
 
 def measured_hardware(curves: MeasuredCurves, plan: ResolvedPlan) -> dict[str, Any]:
-    """Figures of card and fabric that a measurement replaces.
+    """Figures of GPU and fabric that a measurement replaces.
 
-    A CPU rank has no published peak: its peak is the rate of an endless product. A card keeps its
+    A CPU rank has no published peak: its peak is the rate of an endless product. A GPU keeps its
     published ones, so that utilisation keeps its meaning, and is measured against them by
     `measured_constants`.
     """
@@ -129,22 +129,22 @@ def _fitted_link(curves: MeasuredCurves) -> dict[str, float]:
     return {"link_gbs": share / max(beta, 1e-15) / 1e9, "link_latency_us": alpha / hops * 1e6}
 
 
-def measured_constants(curves: MeasuredCurves, card: GPU, plan: ResolvedPlan) -> dict[str, float]:
+def measured_constants(curves: MeasuredCurves, gpu: GPU, plan: ResolvedPlan) -> dict[str, float]:
     """Constants of `data/planner.yaml` that the measurement replaces, relative to the figures of
-    `card`.
+    `gpu`.
     """
     precision = plan.strategy.precision
     products, host = curves.gemm_fit(precision), curves.host
-    most = peak_flops(card, precision)
+    most = peak_flops(gpu, precision)
     found = {
         "gemm_share": products.rate / most,
         "gemm_half_dim": products.half_dim,
         "memory_share": float(curves.memory_rate(_elementwise_bytes(plan)))
         / 1e9
-        / card.bandwidth_gbs,
+        / gpu.bandwidth_gbs,
         "launch_us": host.layer_us / sum(KERNELS_PER_LAYER["eager"]),
     }
-    if card.device == "cpu":
+    if gpu.device == "cpu":
         found["ranks_per_core"] = max(1.0, curves.ranks / curves.calibration.machine.cores)
     attention = curves.attention_rates(precision)
     if attention is not None:
@@ -180,15 +180,15 @@ def _fitted_traffic(calibration: Calibration, ranks: int) -> float | None:
 def _traffic_of_probe(curves: MeasuredCurves, probe: Probe) -> float:
     sizes = probe.model_dump(exclude={"ranks", "seconds"})
     plan = probe_plan(curves.calibration.machine.device, **sizes)
-    card = plan.gpu.model_copy(update=_model_fields(measured_hardware(curves, plan), GPU))
-    w = workload(plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"gpu": card})}))
-    k = replace(constants(card, "eager"), **measured_constants(curves, card, plan))
+    gpu = plan.gpu.model_copy(update=_model_fields(measured_hardware(curves, plan), GPU))
+    w = workload(plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"gpu": gpu})}))
+    k = replace(constants(gpu, "eager"), **measured_constants(curves, gpu, plan))
     one, two = (float(step_time(w, replace(k, traffic=traffic)).seconds) for traffic in (1.0, 2.0))
     return 1.0 + (probe.seconds - one) / (two - one)
 
 
 def _apply_scale(
-    scale: Scale, card: GPU, fabric: Fabric, found: dict[str, float], usual: Constants
+    scale: Scale, gpu: GPU, fabric: Fabric, found: dict[str, float], usual: Constants
 ) -> tuple[GPU, Fabric, dict[str, float]]:
     """What computes slower by one factor, what communicates by another, every step longer by a
     sum.
@@ -200,10 +200,10 @@ def _apply_scale(
         "launch_us": whole["launch_us"] * slow,
         "step_fixed_ms": whole["step_fixed_ms"] + scale.fixed_ms,
     }
-    link = {"link_gbs": card.link_gbs / far}
+    link = {"link_gbs": gpu.link_gbs / far}
     latency = {
         "link_latency_us": fabric.link_latency_us * far,
         "nic_latency_us": fabric.nic_latency_us * far,
     }
     further = latency | {"nic_gbs": fabric.nic_gbs / far}
-    return card.model_copy(update=link), fabric.model_copy(update=further), changed
+    return gpu.model_copy(update=link), fabric.model_copy(update=further), changed

@@ -1,7 +1,7 @@
-"""What training on so many tokens will cost: days, hours of cards, money and energy, from an
+"""What training on so many tokens will cost: days, hours of GPUs, money and energy, from an
 estimated step.
 
-Power is a card's board power times (what it draws while it waits + what computing adds, times the
+Power is a GPU's board power times (what it draws while it waits + what computing adds, times the
 share of the step that computes), and its share of the host; energy is that times the site's power
 usage effectiveness. The constants stand with their sources in `data/planner.yaml`, section
 `energy`.
@@ -27,7 +27,7 @@ TOKENS_A_PARAMETER = 20
 
 @dataclass(frozen=True)
 class PowerModel:
-    """What cards, hosts and sites draw; meanings and sources stand in `data/planner.yaml`."""
+    """What GPUs, hosts and sites draw; meanings and sources stand in `data/planner.yaml`."""
 
     idle_share: float
     dynamic_share: float
@@ -49,11 +49,11 @@ class TrainingCost:
     seconds: float
     gpu_hours: float
     price_per_hour: float | None
-    """USD of one card."""
+    """USD of one GPU."""
     price_source: str
     dollars: float | None
     watts: float | None
-    """Mean power at the site's meter, of one card with its share of the host."""
+    """Mean power at the site's meter, of one GPU with its share of the host."""
     kwh: float | None
     missing: tuple[str, ...]
 
@@ -74,8 +74,8 @@ def training_cost(
 ) -> TrainingCost:
     """The cost of training a complete `plan` on `tokens`, by the step of its estimate `profile`.
 
-    `tokens` default to 20 a parameter, the compute-optimal number; `price` is of one card, USD an
-    hour, and default to the card's own. Raises `PlanError` for numbers that cannot be meant.
+    `tokens` default to 20 a parameter, the compute-optimal number; `price` is of one GPU, USD an
+    hour, and default to the GPU's own. Raises `PlanError` for numbers that cannot be meant.
     """
     _check_amounts(tokens, price)
     step = float(profile.steps.seconds.iloc[0])
@@ -102,15 +102,15 @@ def training_cost(
     )
 
 
-def watts_per_gpu(card: GPU, computing: float) -> float | None:
-    """Mean power at the site's meter of one card and its share of the host; `computing` is the
+def watts_per_gpu(gpu: GPU, computing: float) -> float | None:
+    """Mean power at the site's meter of one GPU and its share of the host; `computing` is the
     share of the step.
     """
-    if card.watts is None:
+    if gpu.watts is None:
         return None
     p = power_model()
     board = p.idle_share + p.dynamic_share * min(1.0, max(0.0, computing))
-    return card.watts * (board + p.host_share) * p.pue
+    return gpu.watts * (board + p.host_share) * p.pue
 
 
 @lru_cache(maxsize=1)
@@ -122,15 +122,15 @@ def power_model() -> PowerModel:
     )
 
 
-def _missing_figures(card: GPU, price: float | None, watts: float | None) -> tuple[str, ...]:
+def _missing_figures(gpu: GPU, price: float | None, watts: float | None) -> tuple[str, ...]:
     told = []
     if price is None:
         told.append(
-            f"no public price of {card.name} is known; give one (--price, "
+            f"no public price of {gpu.name} is known; give one (--price, "
             f"cluster.gpu.price_per_hour)"
         )
     if watts is None:
-        told.append(f"the board power of {card.name} is not known; give it (cluster.gpu.watts)")
+        told.append(f"the board power of {gpu.name} is not known; give it (cluster.gpu.watts)")
     return tuple(told)
 
 

@@ -116,7 +116,7 @@ def _described(plan: Plan) -> nn.Module | None:
 def _rehearse_rank(
     plan: ResolvedPlan, rank: int, memory: list[dict[str, Any]], collectives: list[dict[str, Any]]
 ) -> None:
-    """Two steps of one rank; the fake tensors are on the CPU whatever the plan's card."""
+    """Two steps of one rank; the fake tensors are on the CPU whatever the plan's GPU."""
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan, rank)
         samplers = _steps(shortened(plan, mesh["pipeline"].index), mesh, plan.num_microbatches)

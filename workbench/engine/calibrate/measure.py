@@ -167,15 +167,15 @@ def _world(
 
 
 def _machine(found: Attached) -> Measured:
-    card, _ = local_cluster(found, 1)
+    gpu, _ = local_cluster(found, 1)
     versions = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
     return Measured(
-        device=card.device,
-        card=card.name,
+        device=gpu.device,
+        card=gpu.name,
         title=found.name,
         count=found.count,
         cores=found.cores,

@@ -39,7 +39,7 @@ def why(plan: ResolvedPlan) -> Reasons:
 
 
 def sensitivity(plan: ResolvedPlan) -> list[ChangeEffect]:
-    """Step and peak on twice the network, link, memory bandwidth and FLOP/s, on eight more cards,
+    """Step and peak on twice the network, link, memory bandwidth and FLOP/s, on eight more GPUs,
     and so on.
     """
     return _sensitivity.sensitivity(explained_plan(plan))
@@ -51,7 +51,7 @@ def neighbours(plan: ResolvedPlan) -> list[ChangeEffect]:
 
 
 def explain(plan: Plan, tokens: float | None = None, price: float | None = None) -> Explanation:
-    """Cost to `tokens` (default 20 a parameter) at `price` USD an hour and card (default the card's
+    """Cost to `tokens` (default 20 a parameter) at `price` USD an hour and GPU (default the GPU's
     own), and reasons.
 
     Well under a second. Raises `PlanError` for an illegal plan or number.

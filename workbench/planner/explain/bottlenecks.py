@@ -1,4 +1,4 @@
-"""What binds a plan, in a sentence each: the stage and category that fill the card, the part that
+"""What binds a plan, in a sentence each: the stage and category that fill the GPU, the part that
 takes the time.
 """
 
@@ -15,7 +15,7 @@ from workbench.profile import Profile
 from workbench.units import duration_text, gib_text, percent_text, share_of_text
 
 HIGH_MEMORY_SHARE = 0.9
-"""Share of the card above which an allocator begins to retry."""
+"""Share of the GPU above which an allocator begins to retry."""
 MIN_SHARE_SHOWN = 0.05
 """Share of a step from which a part beside the largest is told."""
 PART_NAMES = {
@@ -63,24 +63,26 @@ def find_bottleneck(full: ResolvedPlan, profile: Profile) -> Bottleneck:
 
 
 def memory_sentence(full: ResolvedPlan, profile: Profile) -> str:
-    """Stage, moment and category of the largest peak, and how far it is from the card."""
+    """Stage, moment and category of the largest peak, and how far it is from the GPU."""
     sums = device_bytes_by_stage(profile, "peak")
     stage = int(np.argmax(sums))
-    peak, card = sums[stage], float(profile.capacity_bytes or 0)
+    peak, capacity = sums[stage], float(profile.capacity_bytes or 0)
     category, size = _largest_category(profile, stage)
     where = f"pipeline stage {stage} of {len(sums)}" if len(sums) > 1 else "every rank"
     room = (
-        f"{gib_text(card - peak)} to spare" if peak <= card else f"{gib_text(peak - card)} too much"
+        f"{gib_text(capacity - peak)} to spare"
+        if peak <= capacity
+        else f"{gib_text(peak - capacity)} too much"
     )
     near = (
         ", so near the limit that the allocator may retry"
-        if HIGH_MEMORY_SHARE * card < peak <= card
+        if HIGH_MEMORY_SHARE * capacity < peak <= capacity
         else ""
     )
     return (
-        f"Memory: {where} peaks at {gib_text(peak)} {_moment_of_peak(profile, stage, peak)}, {share_of_text(peak / card)} "
+        f"Memory: {where} peaks at {gib_text(peak)} {_moment_of_peak(profile, stage, peak)}, {share_of_text(peak / capacity)} "
         f"the "
-        f"{gib_text(card)} of {full.gpu.name} ({room}{near}); its largest category is {category}, "
+        f"{gib_text(capacity)} of {full.gpu.name} ({room}{near}); its largest category is {category}, "
         f"{gib_text(size)} (estimated)."
     )
 
@@ -145,7 +147,7 @@ def _part_reason(part: str, full: ResolvedPlan, profile: Profile) -> str:
         over_step = float(profile.notes["model_flops_utilisation"])
         busy = over_step * sum(parts.values()) / parts["compute"]
         return (
-            f", at {percent_text(busy)} of the cards' peak in model FLOPs while it lasts, "
+            f", at {percent_text(busy)} of the GPUs' peak in model FLOPs while it lasts, "
             f"{percent_text(over_step)} over the step"
         )
     if part == "bubble":
@@ -153,7 +155,7 @@ def _part_reason(part: str, full: ResolvedPlan, profile: Profile) -> str:
     if part.endswith("_comm"):
         return _traffic_text(part.removesuffix("_comm"), full, profile)
     if part == "offload":
-        return f", over {full.gpu.pcie_gbs:g} GB/s a card"
+        return f", over {full.gpu.pcie_gbs:g} GB/s a GPU"
     return (
         f", reading and writing its states at {full.gpu.bandwidth_gbs:g} GB/s"
         if part == "optimizer"
@@ -187,7 +189,7 @@ def _traffic_text(axis: str, full: ResolvedPlan, profile: Profile) -> str:
     most = max((moved[ranks == rank].sum() for rank in np.unique(ranks)), default=0.0)
     link = f"the network between nodes, {full.fabric.nic_gbs:g} GB/s a node"
     if not leaves_node(full, axis):
-        link = f"the links inside a node, {full.gpu.link_gbs:g} GB/s a card"
+        link = f"the links inside a node, {full.gpu.link_gbs:g} GB/s a GPU"
     return f", {gib_text(most)} a rank and step over {link}"
 
 

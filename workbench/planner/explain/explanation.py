@@ -118,10 +118,10 @@ def cost_line(cost: TrainingCost) -> str:
     told = [
         f"{cost.tokens_per_second:,.0f} tokens/s",
         f"{quantity_text(cost.tokens)} tokens ({cost.tokens_from}) take {days_text(cost.days)}",
-        f"{cost.gpu_hours:,.0f} card-hours",
+        f"{cost.gpu_hours:,.0f} GPU-hours",
     ]
     if cost.dollars is not None:
-        told.append(f"${cost.dollars:,.0f} at ${cost.price_per_hour:g} a card-hour")
+        told.append(f"${cost.dollars:,.0f} at ${cost.price_per_hour:g} a GPU-hour")
     if cost.kwh is not None:
         told.append(f"{cost.kwh:,.0f} kWh")
     return f"Cost: {', '.join(told)} ({cost.source})."

@@ -34,7 +34,7 @@ class PlanFigures:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank is within its card."""
+        """Whether the peak memory (max rank) is within what the GPU has."""
         return self.peak_bytes <= self.capacity_bytes
 
     @property
@@ -109,13 +109,13 @@ class ExplainedPlan:
         except PlanError:
             return None
 
-    def with_hardware(self, name: str, card: Change, fabric: Change) -> ChangeEffect:
-        """What other figures of the card and the fabric do. No change of a plan says them where it
+    def with_hardware(self, name: str, gpu: Change, fabric: Change) -> ChangeEffect:
+        """What other figures of the GPU and the fabric do. No change of a plan says them where it
         is calibrated.
         """
         here, constants = with_calibration(self.resolved)
         machine = {
-            "gpu": here.gpu.model_copy(update=card),
+            "gpu": here.gpu.model_copy(update=gpu),
             "fabric": here.fabric.model_copy(update=fabric),
         }
         faster = here.model_copy(update={"cluster": here.cluster.model_copy(update=machine)})

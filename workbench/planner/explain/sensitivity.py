@@ -1,5 +1,5 @@
 """Sensitivity: what a plan's step and peak would be on twice the hardware, with other kernels, on
-eight more cards.
+eight more GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workbench.planner.plan_changes import Change
 KERNELS_FIELD = "strategy.kernels"
 EXTRA_GPUS = 8
 MAX_REPLICA_MULTIPLE = 8
-"""Times the unit of cards (a replica) within which a legal number is looked for."""
+"""Times the unit of GPUs (a replica) within which a legal number is looked for."""
 
 
 def sensitivity(subject: ExplainedPlan) -> list[ChangeEffect]:
@@ -31,14 +31,14 @@ def sensitivity(subject: ExplainedPlan) -> list[ChangeEffect]:
 
 def _hardware_effects(subject: ExplainedPlan) -> Iterator[ChangeEffect]:
     here = with_calibration(subject.resolved)[0]
-    card, fabric = here.gpu, here.fabric
+    gpu, fabric = here.gpu, here.fabric
     doubled: tuple[tuple[str, Change, Change], ...] = (
         ("twice the network between nodes", {}, {"nic_gbs": 2 * fabric.nic_gbs}),
-        ("twice the link inside a node", {"link_gbs": 2 * card.link_gbs}, {}),
-        ("twice the memory bandwidth", {"bandwidth_gbs": 2 * card.bandwidth_gbs}, {}),
+        ("twice the link inside a node", {"link_gbs": 2 * gpu.link_gbs}, {}),
+        ("twice the memory bandwidth", {"bandwidth_gbs": 2 * gpu.bandwidth_gbs}, {}),
         (
             "twice the FLOP/s",
-            {"tflops": {dtype: 2 * rate for dtype, rate in card.tflops.items()}},
+            {"tflops": {dtype: 2 * rate for dtype, rate in gpu.tflops.items()}},
             {},
         ),
     )
@@ -61,7 +61,7 @@ def _plan_changes(subject: ExplainedPlan) -> Iterator[NamedChange]:
 
 
 def _more_gpus(subject: ExplainedPlan) -> Iterator[NamedChange]:
-    """Eight more cards, or the legal number nearest to that; the batch stays, or becomes the
+    """Eight more GPUs, or the legal number nearest to that; the batch stays, or becomes the
     nearest that is legal.
     """
     full = subject.resolved
@@ -73,7 +73,7 @@ def _more_gpus(subject: ExplainedPlan) -> Iterator[NamedChange]:
         change = _on_gpus(subject.plan, full, gpus, gpus // unit)
         if _is_legal(subject, change):
             near = "" if gpus == wanted else ", the nearest legal number to 8"
-            yield f"{gpus - full.world_size} more cards{near}", change
+            yield f"{gpus - full.world_size} more GPUs{near}", change
             return
 
 

@@ -1,4 +1,4 @@
-"""Search: the best strategies of a whole space, by time, cost, energy or cards."""
+"""Search: the best strategies of a whole space, by time, cost, energy or GPUs."""
 
 from workbench.planner.search.search import OBJECTIVES, Candidate, SearchResult, search
 

@@ -47,7 +47,7 @@ class CellEvaluator:
     """What all cells of a space share: constants, and the layers of every split, computed once."""
 
     constants: dict[tuple[int, int], Constants]
-    """By cards and pipeline ranks; what depends on the plan's kernels is in the layers."""
+    """By GPUs and pipeline ranks; what depends on the plan's kernels is in the layers."""
     layers: dict[str, SplitLayerTimes]
     """By tensor algorithm."""
 
@@ -84,7 +84,7 @@ class CellEvaluator:
 
 
 def _constants(space: SearchSpace) -> dict[tuple[int, int], Constants]:
-    """By cards and pipeline ranks: a calibration's depend on both, and are fetched once for
+    """By GPUs and pipeline ranks: a calibration's depend on both, and are fetched once for
     each.
     """
     base, usual = space.base, with_calibration(space.base)[1]

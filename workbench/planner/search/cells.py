@@ -77,7 +77,7 @@ has one value.
 
 @dataclass(frozen=True)
 class Cell:
-    """Candidates that share cards, schedule and ZeRO stage: every combination of `values`."""
+    """Candidates that share GPUs, schedule and ZeRO stage: every combination of `values`."""
 
     fixed: FixedConfig
     values: dict[str, tuple[Any, ...]]

@@ -138,13 +138,13 @@ def search(
     deadline_days: float | None = None,
     tokens: float | None = None,
 ) -> SearchResult:
-    """The best plans for the model, cards, batch and precision of `plan`; its strategy is what is
+    """The best plans for the model, GPUs, batch and precision of `plan`; its strategy is what is
     searched for.
 
     `space`: `default`; `wide`, with more schedules, placements and sharding; `vast`, with kernels
     (as written in the others), grids of tensor ranks, sizes of buckets and gradient dtypes too.
-    Unequal replicas are not searched. `objective`: `time` of a step on all cards; `cost`
-    (card-hours a token), `energy`, `gpus` (fewest that fit) try fewer cards too. `where`:
+    Unequal replicas are not searched. `objective`: `time` of a step on all GPUs; `cost`
+    (GPU-hours a token), `energy`, `gpus` (fewest that fit) try fewer GPUs too. `where`:
     conditions such as `strategy.tensor.size<=8`. `deadline_days` keeps what trains `tokens` in
     time. Raises `PlanError` for words and numbers that mean nothing, not for a search that finds
     nothing.
@@ -228,7 +228,7 @@ def _simulated(plan: Plan) -> float | None:
 
 
 def _gpu_counts(plan: Plan, objective: str) -> tuple[int, ...]:
-    """All cards where only time counts; else halves of them too."""
+    """All GPUs where only time counts; else halves of them too."""
     worlds = [plan.cluster.gpus]
     while objective != "time" and plan.cluster.nodes is None and worlds[-1] % 2 == 0:
         worlds.append(worlds[-1] // 2)
@@ -254,15 +254,15 @@ def _why_empty(whole: SearchSpace, constraints: Sequence[Constraint], seen: Sear
         if len(constraints) > 1 and (left := scan_space(whole, (), "time", 1)).feasible:
             told = ", ".join(f"'{c.text}'" for c in constraints)
             return f"no plan meets {told} together; without them {left.feasible:,} do"
-    card, s = whole.fixed_configs[0].gpu, whole.fixed_configs[0]
+    gpu, s = whole.fixed_configs[0].gpu, whole.fixed_configs[0]
     if not seen.candidates:
         return (
-            f"no combination of axes divides {s.world_size} cards and a batch of {s.global_batch} "
+            f"no combination of axes divides {s.world_size} GPUs and a batch of {s.global_batch} "
             f"sequences; change "
             "cluster.gpus or training.global_batch"
         )
     return (
-        f"no plan fits {card.name} of {card.memory_gib:.1f} GiB: the smallest of "
+        f"no plan fits {gpu.name} of {gpu.memory_gib:.1f} GiB: the smallest of "
         f"{seen.candidates:,} peaks at "
         f"{seen.least_peak_bytes / GIB:.1f} GiB (estimated); change cluster.gpu, cluster.gpus, the sequence "
         f"length or the model"

@@ -78,7 +78,7 @@ class SearchSpace:
     need not.
     """
     fixed_configs: tuple[FixedConfig, ...]
-    """What all candidates of one number of cards share, but for the knobs of a cell."""
+    """What all candidates of one number of GPUs share, but for the knobs of a cell."""
     schedules: tuple[tuple[str, int, int], ...]
     """(schedule, chunks, pipeline ranks)."""
     zero: tuple[int, ...]
@@ -106,9 +106,9 @@ class SearchSpace:
 
 
 def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) -> SearchSpace:
-    """The space around a plan: its model, cards, batch and precision stay, its strategy is free.
+    """The space around a plan: its model, GPUs, batch and precision stay, its strategy is free.
 
-    `worlds`: numbers of cards to try; default the plan's own.
+    `worlds`: numbers of GPUs to try; default the plan's own.
     """
     worlds = worlds or (plan.cluster.gpus,)
     bases = {world: _neutral_plan(plan, world) for world in worlds}
@@ -163,7 +163,7 @@ def _neutral_plan(plan: Plan, world: int) -> ResolvedPlan:
 
 
 def plan_on_gpus(base: Plan, setting: FixedConfig, pipeline: int = 1) -> ResolvedPlan:
-    """A neutral plan on the cards of `setting`, complete: a calibration's figures depend on their
+    """A neutral plan on the GPUs of `setting`, complete: a calibration's figures depend on their
     number.
     """
     sizes = {
@@ -178,7 +178,7 @@ def plan_on_gpus(base: Plan, setting: FixedConfig, pipeline: int = 1) -> Resolve
 
 
 def _global_batch(plan: Plan, world: int) -> int:
-    """Sequences a step: as written, or the default for these cards."""
+    """Sequences a step: as written, or the default for these GPUs."""
     written = plan.model_dump(exclude_unset=True).get("training", {})
     return int(written.get("global_batch", max(LEAST_BATCH, MICROBATCHES_A_RANK * world)))
 

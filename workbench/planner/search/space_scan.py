@@ -1,4 +1,4 @@
-"""The look through a space: every cell evaluated, held against the card and the conditions, the
+"""The look through a space: every cell evaluated, held against the GPU and the conditions, the
 best kept.
 """
 
@@ -56,8 +56,8 @@ def scan_space(
 
 
 def _evaluators_by_gpus(space: SearchSpace) -> dict[int, CellEvaluator]:
-    """By number of cards; a measured machine is slower the more of its ranks work at once, other
-    cards are not.
+    """By number of GPUs; a measured machine is slower the more of its ranks work at once, other
+    GPUs are not.
     """
     base = space.base
     if base.cluster.calibration is None:

@@ -86,7 +86,7 @@ def memory_gib(text: str, unit: str) -> float | None:
 
 
 def is_flagged_by_source(text: str) -> bool:
-    """Whether a table warns of a row: noise, throttled cards, labels mixed up, figures that
+    """Whether a table warns of a row: noise, throttled GPUs, labels mixed up, figures that
     contradict each other.
     """
     return _WARNING.search(text.lower()) is not None

@@ -1,4 +1,4 @@
-"""Which card and which network a table's words mean, by the catalog."""
+"""Which GPU and which network a table's words mean, by the catalog."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workbench.machine.hardware import GPU, Fabric
 
 FORM_FACTORS = ("sxm", "pcie", "nvl", "oam")
 MEMORY_TOLERANCE = 0.12
-"""Share by which a printed memory may differ from the card's and still be it (GB against GiB,
+"""Share by which a printed memory may differ from the GPU's and still be it (GB against GiB,
 reserved parts).
 """
 USABLE_MEMORY_SHARE = 0.991
@@ -23,7 +23,7 @@ PROVIDER_NETWORKS = ("efa", "omni-path", "slingshot")
 
 @lru_cache(maxsize=4096)
 def find_gpu(text: str, memory_gb: float | None) -> GPU | None:
-    """The card called `text` with `memory_gb` printed GB: the catalog's most specific of that name;
+    """The GPU called `text` with `memory_gb` printed GB: the catalog's most specific of that name;
     None if unknown.
 
     A bin whose memory the catalog does not list is the nearest part with its own memory.
@@ -49,7 +49,7 @@ def find_gpu(text: str, memory_gb: float | None) -> GPU | None:
 def _distance(
     name: str, words: frozenset[str], memory: float | None
 ) -> tuple[int, bool, bool, float] | None:
-    """How far the card `name` is from the words, smaller is nearer; None if it is another card."""
+    """How far the GPU `name` is from the words, smaller is nearer; None if it is another GPU."""
     own = _name_words(name)
     family = {word for word in own if word not in FORM_FACTORS and not re.fullmatch(r"\d+gb", word)}
     if not family <= words:
@@ -85,7 +85,7 @@ def _memory_in_words(words: frozenset[str]) -> float | None:
 
 @lru_cache(maxsize=4096)
 def find_fabric(name: str, text: str) -> Fabric:
-    """The network around the card `name`: its usual one, but for what `text` says."""
+    """The network around the GPU `name`: its usual one, but for what `text` says."""
     usual = gpu_catalog.clusters()[gpu_catalog.gpus()[name].fabric]
     kind = next((kind for kind in NETWORKS if re.search(rf"\b{kind}\b", text)), None)
     per_node, rate = _gpus_per_node(text), _node_bandwidth_gbs(text, usual.gpus_per_node)
@@ -104,7 +104,7 @@ def find_fabric(name: str, text: str) -> Fabric:
 
 
 def _catalog_fabric(kind: str, usual: Fabric) -> Fabric:
-    """The catalog's fabric of that kind of network: the fastest that is no faster than the card's
+    """The catalog's fabric of that kind of network: the fastest that is no faster than the GPU's
     usual one.
     """
     same = [fabric for fabric in gpu_catalog.clusters().values() if kind in fabric.source.lower()]
@@ -121,12 +121,12 @@ def _gpus_per_node(text: str) -> int | None:
     return int(said.group(1)) if said and 0 < int(said.group(1)) <= 72 else None
 
 
-def _node_bandwidth_gbs(text: str, cards: int) -> float | None:
+def _node_bandwidth_gbs(text: str, num_gpus: int) -> float | None:
     """GB/s of one node: from `8x200Gb`, `400Gb/s per GPU`, or `400 Gbps inter-node`."""
     if each := re.search(r"(\d+) ?x ?(\d+) ?gb(?![a-z]*yte)", text):
         return float(each.group(1)) * float(each.group(2)) / 8 or None
     if own := re.search(r"(\d+) ?gb(?:ps|/s|it/s)? (?:per|a|/) ?gpu", text):
-        return float(own.group(1)) * cards / 8 or None
+        return float(own.group(1)) * num_gpus / 8 or None
     node = re.search(
         r"(?:inter-?node|between nodes)\D{0,12}(\d+) ?gb(?:ps|it|/s)|(\d+) ?gbps (?:inter|between)",
         text,

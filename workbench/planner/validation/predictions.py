@@ -22,12 +22,12 @@ from workbench.units import GIB
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner says of one plan: GiB on the fullest card, seconds of a step, and 5 % and 95
+    """What the planner says of one plan: GiB on the fullest GPU, seconds of a step, and 5 % and 95
     % bounds.
     """
 
     peak_gib: float
-    """What the fullest card must hold."""
+    """What the fullest GPU must hold."""
     seconds: float | None
     peak_low: float | None = None
     peak_high: float | None = None

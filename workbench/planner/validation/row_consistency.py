@@ -1,7 +1,7 @@
 """Rows that contradict themselves: the rate a row prints against the rate that its own shape, batch
 and time imply.
 
-r = FLOPs(shape, global batch) / (step time x cards x printed FLOP/s of a card). Pages count FLOPs
+r = FLOPs(shape, global batch) / (step time x GPUs x printed FLOP/s of a GPU). Pages count FLOPs
 by different rules (attention causal or not, recomputation or not), so r is compared with the median
 of the rows that were counted alike: same source, same kind of figure, under whichever rule makes
 them agree best.

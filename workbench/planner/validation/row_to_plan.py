@@ -57,7 +57,7 @@ def is_complete(row: MeasuredRow) -> bool:
     """Whether the row is one that must be expressible: a measured dense decoder with every field
     that decides cost.
 
-    These are the shape, the sequence, the number of cards and their name, and enough of batch and
+    These are the shape, the sequence, the number of GPUs and their name, and enough of batch and
     micro-batch to know both; fields with a documented default (recompute, sharding, schedule,
     sequence parallelism) may be open.
     """
@@ -81,16 +81,16 @@ def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
         raise Inexpressible("not a measurement")
     model = row_shape(row)
     gpus, data = _gpus_and_data_size(row)
-    card = gpu_names.find_gpu(row.gpu, row.gpu_memory)
-    if card is None:
-        raise Inexpressible(f"card unknown: {row.gpu or 'none given'}")
-    stack = _row_framework(row, card)
+    gpu = gpu_names.find_gpu(row.gpu, row.gpu_memory)
+    if gpu is None:
+        raise Inexpressible(f"GPU unknown: {row.gpu or 'none given'}")
+    stack = _row_framework(row, gpu)
     micro, batch, known = _batch_sizes(row, data, stack)
     if stack.has_untied_head:
         model = model.model_copy(update={"tied": False})
     strategy, training, assumed = _strategy_fields(row, stack, model.layers, data)
     strategy["stack"] = profile or stack.name
-    network = gpu_names.find_fabric(card.name, f"{row.table} {row.gpu} {row.notes}".lower())
+    network = gpu_names.find_fabric(gpu.name, f"{row.table} {row.gpu} {row.notes}".lower())
     if cell_parsers.is_hybrid_sharded(row.sharding):
         _shard_within_node(
             strategy, data * row.context, max(1, network.gpus_per_node // row.tensor)
@@ -100,7 +100,7 @@ def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
         "name": row.label,
         "model": model,
         "strategy": strategy,
-        "cluster": {"gpu": card, "gpus": gpus, "fabric": network},
+        "cluster": {"gpu": gpu, "gpus": gpus, "fabric": network},
         "training": {
             "sequence_length": row.sequence,
             "global_batch": batch,
@@ -156,15 +156,15 @@ def _num_gpus(row: MeasuredRow) -> int | None:
 
 
 def _gpus_and_data_size(row: MeasuredRow) -> tuple[int, int]:
-    """(ranks, size of data parallelism). Raises where the axes do not multiply to the cards."""
+    """(ranks, size of data parallelism). Raises where the axes do not multiply to the GPUs."""
     gpus, others = _num_gpus(row), row.tensor * row.pipeline * row.context
     if gpus is None:
         raise Inexpressible("missing n_gpus")
     if gpus % others:
-        raise Inexpressible("layout contradicts the number of cards")
+        raise Inexpressible("layout contradicts the number of GPUs")
     data = gpus // others
     if row.data is not None and row.data not in (data, data * row.context):
-        raise Inexpressible("layout contradicts the number of cards")
+        raise Inexpressible("layout contradicts the number of GPUs")
     return gpus, data
 
 
@@ -222,9 +222,9 @@ def _shard_within_node(strategy: dict[str, Any], replicas: int, most: int) -> No
     strategy["data"]["shard"] = max(size for size in divisors(replicas) if size <= most)
 
 
-def _row_framework(row: MeasuredRow, card: GPU) -> FrameworkDefaults:
+def _row_framework(row: MeasuredRow, gpu: GPU) -> FrameworkDefaults:
     said = cell_parsers.is_fused_attention(row.attention)
-    fused = "fp8" in card.tflops if said is None else said
+    fused = "fp8" in gpu.tflops if said is None else said
     sharded = row.pipeline == 1 and (row.zero or 0) >= 2
     when, rowwise = (
         cell_parsers.report_year(f"{row.source} {row.table}"),
@@ -339,7 +339,7 @@ def _make_consistent(strategy: dict[str, Any], row: MeasuredRow) -> None:
     zero = data.setdefault("zero", 0)
     if row.gpus == 1 and data.get(
         "offload"
-    ):  # on one card sharding changes nothing, but says what may leave it
+    ):  # on one GPU sharding changes nothing, but says what may leave it
         zero = data["zero"] = max(zero, 3 if data["offload"] == "parameters" else 1)
     if zero == 0:
         data.pop("shard", None)

@@ -259,7 +259,7 @@ def _comparison_row(one: PlannedRow, p: Prediction) -> tuple[Any, ...]:
 def expected_reading(
     row: MeasuredRow, p: Prediction, stack: str = ""
 ) -> tuple[float, float | None, float | None]:
-    """(what the row's way of reading should show, its 5 % and 95 % bounds), GiB; the card's own
+    """(what the row's way of reading should show, its 5 % and 95 % bounds), GiB; the GPU's own
     where none is known.
     """
     stages = p.readings.get(row.memory_reading)
