@@ -37,7 +37,7 @@ from tests.benchmarks.kernels_goals import line, summary, verdicts
 from tests.benchmarks.kernels_models import Size
 from tests.benchmarks.kernels_timing import Contest, Seconds, copy_bandwidth, race
 from tests.benchmarks.kernels_traffic import traffic
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 
 Found = dict[str, Any]
 """What becomes the JSON."""

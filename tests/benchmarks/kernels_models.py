@@ -25,7 +25,7 @@ from workbench.models import Transformer
 from workbench.models.seams import IGNORE_INDEX, at_least_fp32
 from workbench.parallel.layout import Layout
 from workbench.plan import schema
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.runtime_facts.loss_chunks import loss_chunk_tokens
 
 KERNELS = ("eager", "compiled", "fused")

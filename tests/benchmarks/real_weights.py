@@ -33,7 +33,7 @@ from workbench.engine.session import Session
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.schema import Plan
 
 NAMES = {

@@ -21,7 +21,7 @@ from workbench.engine.export_weights import export_checkpoint
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.schema import Plan
 
 BATCH = {"training.global_batch": 8}

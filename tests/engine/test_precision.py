@@ -24,7 +24,7 @@ from workbench.models import Transformer
 from workbench.models.weight_init import initial_value
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import build_mesh
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 

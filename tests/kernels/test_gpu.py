@@ -24,7 +24,7 @@ from workbench.kernels.weight_only_gemv import reference as matvec_reference
 from workbench.kernels.weight_quantization import Quantised, quantise
 from workbench.models import Transformer
 from workbench.models.seams import rotary_positions
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,7 +19,7 @@ from workbench.kernels.fused_seams import replace_seams, warm_up
 from workbench.models import Transformer
 from workbench.models.counter_dropout import Dropout
 from workbench.models.seams import IGNORE_INDEX, Activate, AddNorm, HeadLoss, Rope
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 from workbench.rehearsal.rehearse import rehearse

@@ -7,8 +7,8 @@ import torch
 
 from workbench.models import Transformer
 from workbench.plan.catalog import catalog
-from workbench.plan.model_shape import Mla, Moe, Shape
-from workbench.plan.parameter_count import parameters
+from workbench.plan.model.model_shape import Mla, Moe, Shape
+from workbench.plan.model.parameter_count import parameters
 
 SHAPE: dict[str, Any] = {
     "layers": 2,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from workbench.models import Transformer
 from workbench.models.moe import MoE, balanced_counts
 from workbench.models.moe_routing import capacity_rows, dropless_rows
-from workbench.plan.model_shape import Moe, Shape, rows_of_an_expert
-from workbench.plan.parameter_count import parameters
+from workbench.plan.model.model_shape import Moe, Shape, rows_of_an_expert
+from workbench.plan.model.parameter_count import parameters
 
 SHAPE: dict[str, Any] = {"layers": 2, "hidden": 12, "heads": 2, "ffn": 20, "vocab": 257}
 MOE: dict[str, Any] = {"experts": 4, "top_k": 2, "ffn": 8}

@@ -15,7 +15,7 @@ from torch import Tensor
 from workbench.models import Transformer
 from workbench.models.seams import IGNORE_INDEX
 from workbench.models.weight_init import initial_value
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 
 LLAMA: dict[str, Any] = {
     "layers": 3,

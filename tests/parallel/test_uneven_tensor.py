@@ -12,8 +12,8 @@ from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine.verify.equivalence import verify
 from workbench.parallel.tensor import row_parallel, shard_range
 from workbench.parallel.tensor.row_parallel import RowParallelLinear
-from workbench.plan.head_split import Dealt, dealt, rooms
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.head_split import Dealt, dealt, rooms
+from workbench.plan.model.model_shape import Shape
 
 ALONE: dict[str, tuple[int, dict[str, Any]]] = {
     "three heads on two": (2, {"heads": 3, "kv_heads": 3, "ffn": 47}),

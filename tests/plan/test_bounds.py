@@ -11,7 +11,7 @@ import workbench as wb
 from workbench.errors import PlanError
 from workbench.machine.calibration_file import Calibration
 from workbench.plan.catalog import catalog
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.schema import Plan, build_plan, written_fields
 
 

@@ -9,7 +9,7 @@ import pytest
 from workbench.errors import PlanError
 from workbench.machine import gpu_catalog
 from workbench.plan.catalog import catalog, huggingface_config
-from workbench.plan.parameter_count import parameters
+from workbench.plan.model.parameter_count import parameters
 from workbench.plan.rules.supported import runnable
 from workbench.plan.schema import Plan
 

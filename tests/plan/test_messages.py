@@ -21,7 +21,7 @@ from workbench.interop.missing_fields import asked
 from workbench.interop.translation import Imported, ImportOptions, MissingField
 from workbench.machine import calibration_file
 from workbench.plan.catalog import huggingface_config
-from workbench.plan.model_shape import shape_from
+from workbench.plan.model.model_shape import shape_from
 from workbench.plan.plan_data import changed
 from workbench.plan.schema import Plan, build_plan, parse_plan
 from workbench.safe_io import json_files, yaml_files

@@ -217,7 +217,7 @@ def test_ranks_together_hold_the_models_parameters(model: str) -> None:
     """Without tensor parallelism nothing is replicated: the stages' counts add up to the
     shape's.
     """
-    from workbench.plan.parameter_count import parameters
+    from workbench.plan.model.parameter_count import parameters
 
     plan = on_cards(
         model, 4, "single", **{"strategy.pipeline.size": 4, "strategy.pipeline.schedule": "1f1b"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz import examples
 from workbench.errors import PlanError
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.planner.autoshard import (
     TensorBytes,
     choose_strategies,
@@ -504,7 +504,7 @@ def test_a_machine_has_positive_rates(rates):
 
 
 def test_experts_and_latent_attention_are_refused_by_name():
-    from workbench.plan.model_shape import Moe
+    from workbench.plan.model.model_shape import Moe
 
     with pytest.raises(PlanError, match=r"model\.moe"):
         choose_strategies(

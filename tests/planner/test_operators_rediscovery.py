@@ -4,7 +4,7 @@ the mix of both.
 
 import pytest
 
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.planner.autoshard import choose_strategies, ideal_machine
 
 H100 = ideal_machine(flops=400e12, bandwidth=300e9, latency=6e-6, memory_bandwidth=2.5e12)

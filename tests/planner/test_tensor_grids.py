@@ -12,7 +12,7 @@ from workbench.costmodel.inputs.layer_gemms import layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.memory import activation_memory
 from workbench.errors import PlanError
-from workbench.plan.parameter_count import parameters
+from workbench.plan.model.parameter_count import parameters
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 

@@ -16,7 +16,7 @@ from tests.fuzz import examples
 from workbench import data_files
 from workbench.errors import PlanError
 from workbench.plan.catalog import catalog
-from workbench.plan.parameter_count import parameters
+from workbench.plan.model.parameter_count import parameters
 from workbench.planner import estimate
 from workbench.planner.validation import cell_parsers, predict
 from workbench.planner.validation.framework_names import find_framework, framework_defaults

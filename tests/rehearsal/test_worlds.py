@@ -15,7 +15,7 @@ import pytest
 from workbench.errors import PlanError
 from workbench.plan.catalog import catalog
 from workbench.plan.custom_schedule import executed
-from workbench.plan.parameter_count import parameters
+from workbench.plan.model.parameter_count import parameters
 from workbench.plan.rules.legal_sizes import token_parts
 from workbench.plan.rules.supported import runnable
 from workbench.plan.schema import Plan

@@ -16,7 +16,7 @@ from workbench.checkpoint.manifest import VERSION, manifest_text
 from workbench.checkpoint.resume_point import checkpoint_meta
 from workbench.errors import PlanError
 from workbench.machine.attached import Attached
-from workbench.plan.parameter_count import parameters
+from workbench.plan.model.parameter_count import parameters
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.runs import preflight, start

@@ -9,7 +9,7 @@ from typing import Any
 from workbench.checkpoint.resume_point import CONFIG, shape_problems
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.catalog import huggingface_config
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 
 FAMILIES = ("llama", "mistral", "qwen2")
 """Values of model_type whose tensors have Llama's names."""

@@ -21,7 +21,7 @@ from workbench.checkpoint.resume_point import CONFIG
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
 from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource
 from workbench.models import Transformer
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_KINDS = ("parameter", "master")

@@ -8,7 +8,7 @@ from typing import Any
 
 from workbench.checkpoint.manifest import MANIFEST, REMEDY, is_finite
 from workbench.errors import PlanError, Problem, refuse
-from workbench.plan.model_shape import Shape, shape_from
+from workbench.plan.model.model_shape import Shape, shape_from
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan, PythonModel
 from workbench.safe_io.json_field_checks import has, object_, text, whole

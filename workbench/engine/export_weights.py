@@ -33,7 +33,7 @@ from workbench.checkpoint.safetensors_writer import TORCH_DTYPES, TensorEntry
 from workbench.checkpoint.tensor_index import TensorSource, checkpoint_source
 from workbench.engine.exit_codes import exit_status
 from workbench.errors import refuse
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 
 SHARD_BYTES = 5 * 10**9
 """Maximum size of a file; a larger tensor gets a file of its own."""

@@ -31,7 +31,7 @@ from workbench.interop.translation import (
     Translation,
 )
 from workbench.machine.hardware import GPU
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.schema import Plan
 from workbench.safe_io.files import read_some, unread
 

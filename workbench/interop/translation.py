@@ -13,7 +13,7 @@ from workbench.errors import PlanError, Problem, refuse
 from workbench.machine import gpu_catalog
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.catalog import catalog
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.plan_data import changed
 from workbench.plan.schema import Plan, build_plan
 from workbench.untrusted_text import escaped

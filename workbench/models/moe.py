@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from workbench.models.grouped_gemm import GroupedLinear
 from workbench.models.moe_routing import ExpertRows, Router, Routing, capacity_rows, dropless_rows
 from workbench.models.seams import Activate
-from workbench.plan.model_shape import Moe, Shape
+from workbench.plan.model.model_shape import Moe, Shape
 
 CountReader = Callable[[Tensor, int], list[Any]]
 """Turns counts on the device, whose last dim adds up to a total, into integers on the host.

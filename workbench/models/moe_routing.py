@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.models.seams import at_least_fp32
-from workbench.plan.model_shape import Moe, rows_of_an_expert
+from workbench.plan.model.model_shape import Moe, rows_of_an_expert
 
 
 class Routing(NamedTuple):

@@ -25,7 +25,7 @@ from workbench.models.seams import (
     rotary_positions,
 )
 from workbench.models.weight_init import seed_of
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 
 
 class Embedding(nn.Module):

@@ -40,7 +40,7 @@ from workbench.parallel.operators.apply_operators import (
 )
 from workbench.parallel.python_model_stage import apply_to_python_model
 from workbench.parallel.tensor.apply_tensor import apply_tensor_parallel, tensor_reduction_axes
-from workbench.plan.attention_kernel import repeats_heads
+from workbench.plan.model.attention_kernel import repeats_heads
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import placements
 

@@ -10,7 +10,7 @@ from typing import Any
 from workbench.errors import refuse
 from workbench.machine import gpu_catalog
 from workbench.plan.catalog import catalog
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.safe_io import yaml_files
 from workbench.safe_io.files import read_some, unread
 from workbench.untrusted_text import shown

@@ -13,10 +13,11 @@ from workbench.errors import PlanError, refuse
 from workbench.machine import calibration_file, gpu_catalog
 from workbench.machine.attached import attached, local_cluster
 from workbench.machine.hardware import GPU, Fabric
-from workbench.plan import corpus_files, python_model_file
+from workbench.plan import corpus_files
 from workbench.plan.catalog import catalog, huggingface_config
 from workbench.plan.custom_schedule import digest
-from workbench.plan.model_shape import Shape
+from workbench.plan.model import python_model_file
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.preset_sizes import resolve_sizes, splits_nothing
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import calibration_rules, check, legal_sizes, python_model_rules

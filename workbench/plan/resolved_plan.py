@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from workbench.errors import refuse
 from workbench.machine.hardware import GPU, Fabric
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.plan_data import changed
 from workbench.plan.schema.cluster import Cluster
 from workbench.plan.schema.python_model import PythonModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from workbench.plan.model_shape import Shape
-from workbench.plan.parameter_count import block_matrices
+from workbench.plan.model.model_shape import Shape
+from workbench.plan.model.parameter_count import block_matrices
 
 
 def costs(shape: Shape, sequence: int) -> tuple[float, list[float], float]:

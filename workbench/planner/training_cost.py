@@ -16,7 +16,7 @@ from typing import Any
 from workbench import data_files
 from workbench.fields.bounds import PRICE, TRAINED, hold
 from workbench.machine.hardware import GPU
-from workbench.plan.parameter_count import parameters
+from workbench.plan.model.parameter_count import parameters
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.profile import Profile
 

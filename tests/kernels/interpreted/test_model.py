@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.kernels.canaries import canaries
 from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 
 LLAMA = Shape(
     name="llama",

@@ -11,7 +11,7 @@ from workbench.errors import PlanError
 from workbench.machine import gpu_catalog
 from workbench.machine.attached import attached, local_cluster
 from workbench.plan.catalog import catalog
-from workbench.plan.parameter_count import parameters
+from workbench.plan.model.parameter_count import parameters
 from workbench.plan.rules.supported import runnable
 
 

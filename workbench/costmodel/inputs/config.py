@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, framework_profile
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.custom_schedule import drawn
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import AXES, Plan

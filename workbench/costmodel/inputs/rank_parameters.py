@@ -8,7 +8,7 @@ import numpy as np
 
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_shapes import RankShapes
-from workbench.plan.parameter_count import (
+from workbench.plan.model.parameter_count import (
     BlockWidths,
     attention_parameters,
     block_norms,

@@ -13,7 +13,7 @@ import numpy as np
 from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number, SearchedConfig
 from workbench.costmodel.inputs.tensor_tiling import TensorTiling
-from workbench.plan.model_shape import Shape, rows_of_an_expert
+from workbench.plan.model.model_shape import Shape, rows_of_an_expert
 from workbench.plan.schema import STORED
 
 

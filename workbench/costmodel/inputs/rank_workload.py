@@ -22,8 +22,8 @@ from workbench.costmodel.inputs.config import (
 from workbench.costmodel.inputs.rank_parameters import ParamCounts, count_params
 from workbench.costmodel.inputs.rank_shapes import RankShapes
 from workbench.costmodel.inputs.tensor_tiling import TensorTiling, tensor_tiling
-from workbench.plan.head_split import kv_heads, rooms
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.head_split import kv_heads, rooms
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require

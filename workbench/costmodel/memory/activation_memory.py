@@ -15,7 +15,7 @@ import numpy as np
 from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.plan.attention_kernel import repeats_heads
+from workbench.plan.model.attention_kernel import repeats_heads
 from workbench.runtime_facts.cast_sizes import GRADIENT_CAST_NUMEL
 from workbench.runtime_facts.fused_thresholds import MIN_FUSED_SEAM_NUMEL
 
@@ -207,7 +207,7 @@ def _ulysses_saved(w: Workload) -> Number:
 
 def repeated_kv_bytes(w: Workload) -> Number:
     """Additional bytes where attention repeats key-value heads for every query head
-    (`plan/attention_kernel.py`).
+    (`plan/model/attention_kernel.py`).
 
     The unrepeated heads are freed, except those that Ulysses has exchanged together with the
     queries. Ring attention does not use the attention seam.

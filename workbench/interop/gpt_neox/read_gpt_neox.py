@@ -26,7 +26,7 @@ from workbench.interop.translation import (
     imported,
     lacks,
 )
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.schema import build_plan
 
 O = "training.optimizer."  # noqa: E741

@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench.errors import refuse
 from workbench.interop.foreign_keys import ForeignKeys, shown
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 
 _RUN = re.compile(r"\[([01](?:,[01]){0,9999})\](?:\*(\d{1,4}))?")
 _FORK = (

@@ -12,7 +12,7 @@ from workbench.interop.foreign_keys import ForeignKeys, shown
 from workbench.interop.megatron.expert_arguments import read_experts, write_experts
 from workbench.interop.megatron.megatron_keys import VOCABULARIES
 from workbench.interop.translation import STAND_IN, ImportOptions, MissingField, catalogued, lacks
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolution import model_shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import build_plan

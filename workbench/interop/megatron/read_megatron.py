@@ -31,7 +31,7 @@ from workbench.interop.translation import (
     imported,
 )
 from workbench.interop.translation_loss import lost, nearest
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.schema import Plan
 
 ABOVE = " (--set cluster.gpus=N stands above the file)"

@@ -19,7 +19,7 @@ from workbench.interop.torchtitan.write_torchtitan import tables
 from workbench.interop.translation import STACKS, Imported, ImportOptions, Translation, imported
 from workbench.interop.translation_loss import lost, nearest
 from workbench.plan.catalog import catalog
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolution import model_shape
 from workbench.plan.schema import Plan
 

@@ -15,7 +15,7 @@ from workbench.lab.panel.plan_controls import (
     plan_controls,
     schema_field,
 )
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolution import with_preset
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes

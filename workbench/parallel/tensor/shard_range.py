@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import MeshAxis
-from workbench.plan.head_split import dealt
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.head_split import dealt
+from workbench.plan.model.model_shape import Shape
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from workbench.data_files import read
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from workbench.errors import PlanError, refuse
 from workbench.fields.validation_messages import plan_error
 from workbench.plan.catalog.huggingface_code import told
 from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Account, Reading, shown
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.safe_io import json_files
 from workbench.safe_io.files import read_some, unread
 

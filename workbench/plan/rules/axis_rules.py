@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from workbench.errors import Problem
 from workbench.plan import custom_schedule
-from workbench.plan.head_split import rooms
+from workbench.plan.model.head_split import rooms
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan

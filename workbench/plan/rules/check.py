@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from workbench.errors import PlanError, Problem
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import axis_rules, legal_sizes, python_model_rules
 from workbench.plan.schema import STORED, Plan

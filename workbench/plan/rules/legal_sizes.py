@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from workbench.plan.head_split import kv_heads, rooms
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.head_split import kv_heads, rooms
+from workbench.plan.model.model_shape import Shape
 
 
 def divisors(number: int) -> list[int]:

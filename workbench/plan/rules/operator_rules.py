@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from workbench.errors import PlanError, Problem
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.operator_strategy import Placement, grid, read, written
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_sites import Site, matched

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from workbench.fields.frozen import Frozen
 from workbench.fields.validation_messages import plan_error
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.plan_data import changed, load_data, parse_data
 from workbench.plan.schema.cluster import Cluster
 from workbench.plan.schema.python_model import PythonModel

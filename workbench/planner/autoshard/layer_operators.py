@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from workbench.errors import refuse
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.planner.autoshard.attention_operators import attention_edges, attention_operators
 from workbench.planner.autoshard.operator_splits import Operator, OperatorDim, OperatorTensor
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from workbench.errors import PlanError, Problem, refuse
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.operator_strategy import Form, written
 from workbench.planner.autoshard.chain_choice import solve_by_dynamic_programming
 from workbench.planner.autoshard.choice_problem import ReshardingEdge

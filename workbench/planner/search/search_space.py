@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.costmodel.compute.roofline import KERNELS_PER_LAYER
 from workbench.costmodel.inputs.config import FixedConfig, fixed_config
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolution import LEAST_BATCH, MICROBATCHES_A_RANK
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes

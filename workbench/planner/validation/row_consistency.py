@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.validation.row_to_plan import PlannedRow
 

@@ -6,8 +6,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from workbench.plan.model_shape import Shape
-from workbench.plan.parameter_count import parameters
+from workbench.plan.model.model_shape import Shape
+from workbench.plan.model.parameter_count import parameters
 from workbench.planner.validation.cell_parsers import positive_integer
 from workbench.planner.validation.measured_rows import MeasuredRow
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from workbench.errors import PlanError
 from workbench.machine.hardware import GPU
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.legal_sizes import divisors
 from workbench.plan.schema import build_plan

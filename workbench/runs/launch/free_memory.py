@@ -8,8 +8,8 @@ import psutil
 
 from workbench.errors import Problem
 from workbench.machine.attached import Attached
+from workbench.plan.model.parameter_count import parameters
 from workbench.plan.optimizer_state import state_bytes
-from workbench.plan.parameter_count import parameters
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.units import GIB
 

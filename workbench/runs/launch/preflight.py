@@ -15,8 +15,8 @@ from workbench.checkpoint.resume_point import CONFIG, is_huggingface_folder, ste
 from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import Attached, attached, is_another_model
 from workbench.plan import corpus_files
+from workbench.plan.model.parameter_count import parameters
 from workbench.plan.optimizer_state import state_bytes
-from workbench.plan.parameter_count import parameters
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan

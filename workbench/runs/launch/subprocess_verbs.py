@@ -15,7 +15,7 @@ from workbench.checkpoint.resume_point import checkpoint_of
 from workbench.errors import PlanError, refuse
 from workbench.machine.attached import attached, host_memory
 from workbench.machine.gpu_catalog import local_constants
-from workbench.plan.parameter_count import parameters
+from workbench.plan.model.parameter_count import parameters
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan

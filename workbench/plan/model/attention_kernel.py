@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from workbench.machine.hardware import GPU
-from workbench.plan.head_split import kv_heads
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.head_split import kv_heads
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.schema import STORED
 
 FLASH_DTYPES = ("bf16", "fp16")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 
 Number = Any
 """A number, or an array of one number per candidate plan."""

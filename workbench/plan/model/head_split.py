@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from workbench.plan.model_shape import Shape
+from workbench.plan.model.model_shape import Shape
 
 
 class Dealt(NamedTuple):

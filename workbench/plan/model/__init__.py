@@ -1,0 +1,1 @@
+"""The model that a plan trains: its shape, parameters, heads and code."""
