@@ -133,7 +133,7 @@ def test_the_smallest_change_is_applied_by_a_button(planner: Planner) -> None:
 def test_cost_and_constraint_stand_beneath_the_charts(planner: Planner) -> None:
     before = planner.reasons.value
     assert (
-        "card-hours" in before and "kWh" in before and "takes the largest part of a step" in before
+        "GPU-hours" in before and "kWh" in before and "takes the largest part of a step" in before
     )
     planner.set("strategy", "ddp")
     planner.set("gpu", "v100-sxm2-32gb")
