@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from workbench.plan.rank_placement import leaves_node
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.explain import ChangeEffect, explain, neighbours, sensitivity, why
-from workbench.planner.explain.bottlenecks import find_bottleneck, leaves_node
+from workbench.planner.explain.bottlenecks import find_bottleneck
 from workbench.planner.explain.plan_figures import plan_figures
 
 CARD = "h100-sxm-80gb"

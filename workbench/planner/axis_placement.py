@@ -6,22 +6,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import Literal
 
 import numpy as np
 
 from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.communication.collective_cost import WIRE_FACTOR, axis_links, comm_seconds
-from workbench.costmodel.inputs.config import axis_strides
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
+from workbench.plan.rank_placement import TrafficReach, axis_reach, axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import AXES, Axis, Plan
 from workbench.planner.calibrated_plan import with_calibration
-
-TrafficReach = Literal["node", "network", "racks"]
-"""How far an axis goes: over a node's own links, between nodes, between racks."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,8 @@ def _evaluate_order(w: Workload, constants: Constants, order: tuple[Axis, ...]) 
         if sizes[axis] > 1:
             moved = sum((_bytes_sent(call) for call in time.calls if call.axis == axis), 0.0)
             took = comm_seconds(time.calls, wires, constants, axis)
-            reach = _traffic_reach(here, float(here.searched.strides[axis] * sizes[axis]))
+            span = float(here.searched.strides[axis] * sizes[axis])
+            reach = axis_reach(span, w.fixed.gpus_per_node, w.fixed.fabric.rack_nodes)
             found.append(
                 AxisTraffic(
                     axis,
@@ -131,8 +128,3 @@ def _bytes_sent(call: CollectiveCall) -> float:
     ranks = np.asarray(call.group_size, dtype=float)
     share = 1.0 if call.kind == "send" else WIRE_FACTOR[call.kind] * (ranks - 1) / ranks
     return np.max(call.count * call.bytes * share)
-
-
-def _traffic_reach(w: Workload, span: float) -> TrafficReach:
-    node, racks = w.fixed.gpus_per_node, w.fixed.fabric.rack_nodes
-    return "node" if span <= node else "racks" if racks and span > node * racks else "network"

@@ -21,7 +21,7 @@ from workbench.costmodel.step_time import (
     step_time_bounds,
     step_time_parts,
 )
-from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rank_placement import first_ranks_of_stages, representative_ranks
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
@@ -46,7 +46,7 @@ def estimate(plan: Plan) -> Profile:
     w = workload(full)
     live, time = peak_memory(w, k), step_time(w, k)
     drawn, microbatches = simulated_timeline(w, time.durations)
-    starts = _first_rank_of_stages(full)
+    starts = first_ranks_of_stages(full)
     head = {"run": full.name, "source": "estimated", "step": 0}
     capacity = int(full.gpu.memory_gib * GIB)
     notes: dict[str, Any] = {
@@ -78,7 +78,7 @@ def estimate(plan: Plan) -> Profile:
         timeline=_timeline_frame(head, drawn, starts),
         collectives=_collectives_frame(head, own, starts),
         steps=_steps_frame(head, seconds, _tokens_per_step(full)),
-        representative=_representative_ranks(full, starts),
+        representative=representative_ranks(full),
         capacity_bytes=capacity,
         notes=notes,
     )
@@ -86,38 +86,6 @@ def estimate(plan: Plan) -> Profile:
 
 def _tokens_per_step(plan: Plan) -> int:
     return plan.training.global_batch * plan.training.sequence_length
-
-
-def _pipeline_stride(plan: ResolvedPlan) -> int:
-    """Distance in ranks from one pipeline stage to the next."""
-    order = plan.strategy.placement
-    inner = order[: order.index("pipeline")]
-    return int(np.prod([plan.sizes[axis] for axis in inner], dtype=int))
-
-
-def _first_rank_of_stages(plan: ResolvedPlan) -> list[int]:
-    """The first rank of each pipeline stage."""
-    if replicas := _unequal_replicas(plan):
-        each = plan.sizes["tensor"] * plan.sizes["context"]
-        return [each * sum(replicas[:stage]) for stage in range(len(replicas))]
-    return [stage * _pipeline_stride(plan) for stage in range(plan.sizes["pipeline"])]
-
-
-def _unequal_replicas(plan: Plan) -> list[int]:
-    """Replicas of each stage where they differ; then stages stand one after the other."""
-    replicas = plan.strategy.pipeline.replicas or []
-    return replicas if len(set(replicas)) > 1 else []
-
-
-def _representative_ranks(plan: ResolvedPlan, starts: list[int]) -> dict[int, int]:
-    ranks = np.arange(plan.world_size)
-    if _unequal_replicas(plan):
-        return {
-            int(rank): starts[np.searchsorted(starts, rank, side="right") - 1] for rank in ranks
-        }
-    stride = _pipeline_stride(plan)
-    stands_for = ranks // stride % plan.sizes["pipeline"] * stride
-    return dict(enumerate(stands_for.tolist()))
 
 
 def _memory_frame(head: dict[str, Any], live: PeakMemory, starts: list[int]) -> Columns:

@@ -15,7 +15,7 @@ from workbench.engine.session import Session
 from workbench.models.moe import balanced_counts
 from workbench.models.python_model import build_python_model
 from workbench.parallel.mesh import Mesh, build_mesh
-from workbench.plan.rank_placement import coordinates, rank_at
+from workbench.plan.rank_placement import representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
@@ -43,7 +43,7 @@ def rehearse(
     """
     plan = plan.resolve()
     require(plan, "rehearse", allow_code)
-    representative = {rank: _representative(plan, rank) for rank in range(plan.world_size)}
+    representative = representative_ranks(plan)
     chosen = sorted(set(representative.values()) if ranks is None else set(ranks))
     for rank in chosen:
         if not 0 <= rank < plan.world_size:
@@ -66,12 +66,6 @@ def rehearse(
         if plan.code or not plan.shape.unmodelled
         else {"not_modelled": plan.shape.unmodelled},
     )
-
-
-def _representative(plan: ResolvedPlan, rank: int) -> int:
-    sizes, placement = plan.sizes, plan.strategy.placement
-    where = dict.fromkeys(sizes, 0) | {"pipeline": coordinates(rank, sizes, placement)["pipeline"]}
-    return rank_at(where, sizes, placement)
 
 
 def _stand_ins(representative: dict[int, int], chosen: list[int]) -> dict[int, int]:

@@ -19,8 +19,9 @@ from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.custom_schedule import drawn
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
+from workbench.plan.rank_placement import axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.schema import AXES, Plan
+from workbench.plan.schema import Plan
 from workbench.schedules import Table
 
 Array = NDArray[np.float64]
@@ -250,24 +251,6 @@ def tensor_grid(plan: Plan) -> tuple[int, int]:
     if isinstance(size, int):
         return size, 1
     return size[0], size[2] if len(size) > 2 else 1
-
-
-def axis_strides(placement: list[Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """Distance in ranks between neighbors along each mesh axis.
-
-    Args:
-        placement: Axes of the mesh, innermost first.
-        sizes: Axis -> number of ranks, floats or arrays.
-
-    Returns:
-        Axis -> stride in ranks, in the order of `plan.schema.AXES`.
-    """
-    result: dict[str, Any] = {}
-    stride: Any = 1
-    for axis in placement:
-        result[axis] = stride
-        stride = stride * sizes[axis]
-    return {axis: result[axis] for axis in AXES}
 
 
 def layer_homes(s: FixedConfig) -> NDArray[np.int64]:

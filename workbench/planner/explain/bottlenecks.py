@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.plan.rank_placement import leaves_node
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.explain.plan_figures import device_bytes_by_stage
@@ -191,15 +192,3 @@ def _traffic_text(axis: str, full: ResolvedPlan, profile: Profile) -> str:
     if not leaves_node(full, axis):
         link = f"the links inside a node, {full.gpu.link_gbs:g} GB/s a GPU"
     return f", {gib_text(most)} a rank and step over {link}"
-
-
-def leaves_node(full: ResolvedPlan, axis: str) -> bool:
-    """Whether groups of `axis` leave a node; experts are spread over data x context."""
-    wanted = ("data", "context") if axis == "expert" else (axis,)
-    stride = 1
-    for name in full.strategy.placement:
-        size = full.sizes[name]
-        if name in wanted and size > 1 and stride * size > int(full.cluster.gpus_per_node or 1):
-            return True
-        stride *= size
-    return False

@@ -22,11 +22,11 @@ from workbench.costmodel.inputs.config import (
     Mask,
     Number,
     SearchedConfig,
-    axis_strides,
     gradient_dtype_bytes,
 )
 from workbench.costmodel.inputs.rank_workload import Workload, assemble_workload
 from workbench.plan.optimizer_state import DTYPE_BYTES
+from workbench.plan.rank_placement import axis_strides
 from workbench.plan.stage_partition import balanced
 from workbench.planner.search.distinct_stages import DistinctStages, distinct_stages
 from workbench.planner.search.layer_splits import LayerSplit, all_splits, split_divides
