@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -134,6 +136,40 @@ def test_torch_free_packages_load_no_torch(package: str) -> None:
     module = "workbench.cli" if package == "top" else f"workbench.{package}"
     code = f"import sys, {module}, workbench; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def module_of(path: Path) -> str:
+    parts = ("workbench", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports inside functions count; those for annotations alone (TYPE_CHECKING) do not."""
+    modules = {module_of(path): path for path in FILES}
+    graph = {}
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text())
+        annotations = [
+            node
+            for branch in ast.walk(tree)
+            if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
+            for node in ast.walk(branch)
+        ]
+        found: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import) and node not in annotations:
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node not in annotations:
+                names = {f"{node.module}.{alias.name}": alias for alias in node.names}
+                found |= {name if name in modules else str(node.module) for name in names}
+        graph[module] = {name for name in found if name in modules and name != module}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_folders_stay_small() -> None:
+    files = Counter(path.parent for path in FILES if path.name != "__init__.py")
+    largest, count = files.most_common(1)[0]
+    assert count <= 15, f"{largest} has {count} files"
 
 
 def test_files_stay_small() -> None:

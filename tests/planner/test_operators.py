@@ -24,10 +24,12 @@ from workbench.planner.autoshard import (
     write,
     written,
 )
-from workbench.planner.autoshard.chain_choice import solve_by_dynamic_programming
 from workbench.planner.autoshard.choice_problem import ReshardingEdge, StrategyProblem
 from workbench.planner.autoshard.device_mesh import logical_mesh
-from workbench.planner.autoshard.graph_choice import solve_by_integer_programming
+from workbench.planner.autoshard.exact_choice import (
+    solve_by_dynamic_programming,
+    solve_by_integer_programming,
+)
 from workbench.planner.autoshard.graph_pricing import price_graph
 from workbench.planner.autoshard.layer_operators import layer_graph, model_graph
 from workbench.planner.autoshard.operator_cost import operator_cost, redistribution

@@ -12,12 +12,14 @@ import numpy as np
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.operator_strategy import Form, written
-from workbench.planner.autoshard.chain_choice import solve_by_dynamic_programming
 from workbench.planner.autoshard.choice_problem import ReshardingEdge
 from workbench.planner.autoshard.choice_reasons import explain_choice
 from workbench.planner.autoshard.choice_result import OperatorPlan, OperatorRow, Redistribution
 from workbench.planner.autoshard.device_mesh import logical_mesh
-from workbench.planner.autoshard.graph_choice import solve_by_integer_programming
+from workbench.planner.autoshard.exact_choice import (
+    solve_by_dynamic_programming,
+    solve_by_integer_programming,
+)
 from workbench.planner.autoshard.graph_pricing import PricedGraph, price_graph
 from workbench.planner.autoshard.layer_operators import (
     OperatorGraph,

@@ -1,6 +1,7 @@
-"""Exact choice on any graph, by integer linear programming (Alpa, arXiv:2201.12023, section 4).
+"""Exact choice of operator strategies: on a chain by dynamic programming, on any graph by integer
+linear programming (Alpa, arXiv:2201.12023, section 4).
 
-A binary x[node, option] picks options. An edge's cost, a product of two binaries, is linear in e[a,
+In the integer program a binary x[node, option] picks options. An edge's cost, a product of two binaries, is linear in e[a,
 b], which equals x[source, a] x[target, b] once its rows add up to x[source] and its columns to
 x[target].
 """
@@ -18,6 +19,30 @@ from workbench.planner.autoshard.choice_problem import Array, ReshardingEdge, St
 Triplets = tuple[NDArray[np.int64], NDArray[np.int64], Array]
 SCALE = 1e4
 """What costs are scaled to: the solver stops within 1e-6 of the optimum, in absolute terms."""
+
+
+def solve_by_dynamic_programming(problem: StrategyProblem) -> tuple[int, ...]:
+    """The options that cost least on a chain (OptCNN, arXiv:1802.04924), in time linear in its length.
+
+    Args:
+        problem: A chain without a memory limit.
+
+    Returns:
+        The option of each node.
+    """
+    assert problem.is_chain and problem.memory_limit is None, (
+        "dynamic programming takes chains without a limit"
+    )
+    # least[o]: seconds of the best choice up to this node, if this node takes option o.
+    least, best_sources = problem.node_costs[0], []
+    for edge, cost in zip(problem.edges, problem.node_costs[1:]):
+        through = least[:, None] + edge.costs
+        best_sources.append(through.argmin(axis=0))
+        least = through.min(axis=0) + cost
+    picked = [int(np.argmin(least))]
+    for sources in reversed(best_sources):
+        picked.append(int(sources[picked[-1]]))
+    return tuple(reversed(picked))
 
 
 def solve_by_integer_programming(problem: StrategyProblem) -> tuple[int, ...]:
