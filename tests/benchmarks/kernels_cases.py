@@ -28,8 +28,8 @@ from workbench.kernels import (
     rope,
     weight_quantization,
 )
+from workbench.kernels.backends.triton_compat import runs_triton
 from workbench.kernels.fused_seams import replace_seams
-from workbench.kernels.triton_compat import runs_triton
 from workbench.kernels.weight_only_gemv import matvec
 from workbench.kernels.weight_only_gemv import reference as matvec_reference
 from workbench.models import seams

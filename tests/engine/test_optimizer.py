@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from workbench.engine.optimizer import MixedPrecisionOptimizer, learning_rate
 from workbench.engine.precision import plan_dtypes
 from workbench.errors import PlanError
-from workbench.kernels.triton_compat import triton
+from workbench.kernels.backends.triton_compat import triton
 from workbench.parallel.layout import Layout
 from workbench.plan import schema
 from workbench.plan.optimizer_state import state_bytes

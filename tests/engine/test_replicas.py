@@ -8,14 +8,14 @@ import torch
 
 from tests.engine.test_saving import session_of
 from tests.parallel.small import GPT, plan
-from workbench.engine.replica_check import (
+from workbench.engine.session_checkpoint import SessionCheckpointer
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.verify.replica_check import (
     CHUNK_ENTRIES,
     INTEGER_OF_BYTES,
     ReplicasDiffer,
     bit_checksum,
 )
-from workbench.engine.session_checkpoint import SessionCheckpointer
-from workbench.engine.verify.forked_ranks import run_ranks
 
 NAME = "blocks.1.attention.o.weight"
 

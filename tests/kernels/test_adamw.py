@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.adamw import adamw as torch_adamw
 
 from workbench.kernels.adamw import AdamW, Stepped, reference
-from workbench.kernels.triton_compat import triton
+from workbench.kernels.backends.triton_compat import triton
 
 needs_triton = pytest.mark.skipif(triton is None, reason="without Triton no tensor is legal")
 

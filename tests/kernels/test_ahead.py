@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import workbench.kernels
-from workbench.kernels import ahead_of_time, triton_compat
+from workbench.kernels import ahead_of_time
 from workbench.kernels.ahead_of_time import Row, breaches, differences, launch_of, launches
+from workbench.kernels.backends import triton_compat
 from workbench.kernels.registry import KERNELS
 
 FILE = Path(__file__).parents[2] / "data" / "kernels.json"

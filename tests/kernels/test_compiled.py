@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workbench.engine.verify.forked_ranks import run_ranks
-from workbench.kernels.compiled_reference import compiled
+from workbench.kernels.backends.compiled_reference import compiled
 
 
 @compiled
@@ -30,7 +30,7 @@ def test_a_process_forked_after_compiling_can_compile(
 def test_every_layout_has_code_of_its_own_whatever_its_size(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="workbench.kernels.compiled_reference")
+    caplog.set_level(logging.INFO, logger="workbench.kernels.backends.compiled_reference")
     for said, x in enumerate((torch.rand(5, 7, 3), torch.rand(3, 5, 7).transpose(0, 2)), 1):
         for part in (x, x.repeat(2, 1, 1) if x.is_contiguous() else x[:4]):
             torch.testing.assert_close(_square(part), part * part + 1)

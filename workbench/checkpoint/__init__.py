@@ -1,0 +1,1 @@
+"""Distributed checkpoints: format, integrity, reading, writing, Hugging Face names."""

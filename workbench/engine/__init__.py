@@ -1,0 +1,1 @@
+"""The engine: training session, loop and worker of a rank."""

@@ -1,0 +1,1 @@
+"""Fused kernels for the models' seams, each with its plain reference."""

@@ -17,9 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-from workbench.kernels.compiled_reference import compiled
+from workbench.kernels.backends.compiled_reference import compiled
+from workbench.kernels.backends.triton_compat import (
+    jit,
+    next_power_of_2,
+    programs,
+    runs_triton,
+    tl,
+    wide,
+)
 from workbench.kernels.input_checks import check, check_shape, wide_dtype
-from workbench.kernels.triton_compat import jit, next_power_of_2, programs, runs_triton, tl, wide
 from workbench.models.seams import at_least_fp32
 
 GATED = ("swiglu", "geglu")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from workbench.kernels.backends.triton_compat import jit, runs_triton, tl, wide
 from workbench.kernels.input_checks import FLOATING, check, check_shape
-from workbench.kernels.triton_compat import jit, runs_triton, tl, wide
 
 BLOCK = 1024
 """Entries that a program steps."""

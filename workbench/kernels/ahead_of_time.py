@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.kernels import triton_compat
+from workbench.kernels.backends import triton_compat
 from workbench.kernels.registry import KERNELS, Kernel
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from workbench.kernels.backends.triton_compat import (
+    jit,
+    next_power_of_2,
+    programs,
+    runs_triton,
+    tl,
+    wide,
+)
 from workbench.kernels.input_checks import check, check_shape, rows_of, wide_dtype
-from workbench.kernels.triton_compat import jit, next_power_of_2, programs, runs_triton, tl, wide
 from workbench.models.counter_dropout import CHUNK_NUMEL, apply_dropout
 
 TILE = 4096

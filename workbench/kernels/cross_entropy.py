@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
-from workbench.kernels.compiled_reference import compiled
+from workbench.kernels.backends.compiled_reference import compiled
+from workbench.kernels.backends.triton_compat import jit, next_power_of_2, runs_triton, tl, wide
 from workbench.kernels.input_checks import check, check_shape, wide_dtype
-from workbench.kernels.triton_compat import jit, next_power_of_2, runs_triton, tl, wide
 from workbench.models.seams import IGNORE_INDEX, at_least_fp32
 
 BLOCK = 2048

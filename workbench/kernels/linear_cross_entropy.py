@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from workbench.kernels import cross_entropy as ce
+from workbench.kernels.backends.triton_compat import jit, runs_triton, tl, wide
 from workbench.kernels.cross_entropy import check_tokens, statistics_of, tile, write_gradient
 from workbench.kernels.input_checks import check, wide_dtype
-from workbench.kernels.triton_compat import jit, runs_triton, tl, wide
 from workbench.models.seams import IGNORE_INDEX
 from workbench.runtime_facts.loss_chunks import loss_chunk_columns, loss_chunk_tokens
 

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-from workbench.kernels.compiled_reference import compiled
-from workbench.kernels.input_checks import check, check_shape, rows_of, wide_dtype
-from workbench.kernels.triton_compat import (
+from workbench.kernels.backends.compiled_reference import compiled
+from workbench.kernels.backends.triton_compat import (
     INTERPRETED,
     jit,
     next_power_of_2,
@@ -25,6 +24,7 @@ from workbench.kernels.triton_compat import (
     tl,
     wide,
 )
+from workbench.kernels.input_checks import check, check_shape, rows_of, wide_dtype
 from workbench.kernels.weight_quantization import (
     CENTRE,
     GROUPS,

@@ -1,0 +1,1 @@
+"""Training data: tokenized corpora and deterministic batches."""

@@ -1,0 +1,1 @@
+"""Measurement of training: memory, collectives, timelines, telemetry."""

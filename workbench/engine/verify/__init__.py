@@ -1,0 +1,1 @@
+"""Numerical equivalence: to a single device, and between data-parallel replicas."""

@@ -1,0 +1,1 @@
+"""Compilers of the kernels: Triton where it is installed, torch.compile elsewhere."""
