@@ -30,8 +30,8 @@ from workbench.kernels import (
 )
 from workbench.kernels.backends.triton_compat import runs_triton
 from workbench.kernels.fused_seams import replace_seams
-from workbench.kernels.weight_only_gemv import matvec
 from workbench.kernels.weight_only_gemv import reference as matvec_reference
+from workbench.kernels.weight_only_gemv import weight_only_gemv
 from workbench.models import seams
 from workbench.models.counter_dropout import SAMPLE_STRIDE, Dropout
 from workbench.models.seams import at_least_fp32
@@ -343,8 +343,8 @@ def _compiled_step(*inputs: Tensor | None) -> Callable[[], Outputs]:
 def _fused_step(*inputs: Tensor | None) -> Callable[[], Outputs]:
     parameters, gradients, masters, first, second, counts = _columns(inputs)
     held = zip(parameters, gradients, first, second, counts, masters)
-    tensors = [adamw.Stepped(*one, STEP["decay"]) for one in held]
-    optimizer = adamw.AdamW(tensors, STEP["beta1"], STEP["beta2"], STEP["epsilon"])
+    tensors = [adamw.AdamWTensor(*one, STEP["decay"]) for one in held]
+    optimizer = adamw.FusedAdamW(tensors, STEP["beta1"], STEP["beta2"], STEP["epsilon"])
 
     def step() -> Outputs:
         optimizer.step(STEP["rate"])
@@ -366,17 +366,17 @@ def decoded(hidden: int, dtype: torch.dtype, device: torch.device, case: str) ->
 
     def inputs(generator: torch.Generator) -> Inputs:
         random = _random(device, dtype, generator)
-        weight = weight_quantization.quantise(random(4 * hidden, hidden), bits, group)
+        weight = weight_quantization.quantize_weight(random(4 * hidden, hidden), bits, group)
         return (
             random(tokens, hidden),
-            weight_quantization.dequantise(weight),
+            weight_quantization.dequantize_weight(weight),
             weight.values,
             weight.scales,
         )
 
     def of(function: Callable[..., Tensor]) -> Prepare:
         def run(x: Tensor, weight: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-            return function(x, weight_quantization.Quantised(values, scales, group, bits))
+            return function(x, weight_quantization.QuantizedWeight(values, scales, group, bits))
 
         return plain(run)
 
@@ -384,7 +384,7 @@ def decoded(hidden: int, dtype: torch.dtype, device: torch.device, case: str) ->
         "eager": of(matvec_reference),
         "compiled": _compiled(device, _widened_product, group, bits),
         "dense": plain(lambda x, weight, values, scales: F.linear(x, weight)),
-        "fused": of(matvec),
+        "fused": of(weight_only_gemv),
     }
     scales = 4 * hidden * (hidden // group) * dtype.itemsize
     least = {
@@ -397,7 +397,7 @@ def decoded(hidden: int, dtype: torch.dtype, device: torch.device, case: str) ->
 def _widened_product(
     x: Tensor, weight: Tensor, values: Tensor, scales: Tensor, group: int, bits: int
 ) -> Tensor:
-    return matvec_reference(x, weight_quantization.Quantised(values, scales, group, bits))
+    return matvec_reference(x, weight_quantization.QuantizedWeight(values, scales, group, bits))
 
 
 def _random(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Random:

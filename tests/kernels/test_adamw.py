@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.adamw import adamw as torch_adamw
 
-from workbench.kernels.adamw import AdamW, Stepped, reference
+from workbench.kernels.adamw import AdamWTensor, FusedAdamW, reference
 from workbench.kernels.backends.triton_compat import triton
 
 needs_triton = pytest.mark.skipif(triton is None, reason="without Triton no tensor is legal")
@@ -47,7 +47,7 @@ def test_reference_is_torchs_adamw() -> None:
             torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-14)
 
 
-def stepped(device: str = "cuda", **changes: object) -> Stepped:
+def stepped(device: str = "cuda", **changes: object) -> AdamWTensor:
     """A bf16 tensor with a master that nothing is wrong with, but for `changes`."""
     wide = {name: torch.empty(8, 3, device=device) for name in ("moment1", "moment2", "master")}
     narrow = {
@@ -55,7 +55,7 @@ def stepped(device: str = "cuda", **changes: object) -> Stepped:
         for name in ("parameter", "gradient")
     }
     whole = {**wide, **narrow, "steps": torch.empty((), device=device), "decay": 0.1, **changes}
-    return Stepped(**whole)  # type: ignore[arg-type]
+    return AdamWTensor(**whole)  # type: ignore[arg-type]
 
 
 @needs_triton
@@ -67,7 +67,7 @@ def test_nothing_has_an_address_among_fake_tensors() -> None:
             stepped(master=None),
             stepped(gradient=torch.empty(8, 3, device="cuda")),
         ]
-        optimizer = AdamW(own, 0.9, 0.95, 1e-8)
+        optimizer = FusedAdamW(own, 0.9, 0.95, 1e-8)
         assert [len(launch.targets) for launch in optimizer._launches] == [
             2,
             1,
@@ -95,7 +95,7 @@ def test_what_is_not_legal_is_refused_by_name(
     name: str, value: Callable[[], Tensor], message: str
 ) -> None:
     with FakeTensorMode(), pytest.raises(ValueError, match=f"adamw: {message}"):
-        AdamW([stepped(), stepped(**{name: value()})], 0.9, 0.95, 1e-8)
+        FusedAdamW([stepped(), stepped(**{name: value()})], 0.9, 0.95, 1e-8)
 
 
 def on_gpu(*shape: int) -> Tensor:
@@ -104,4 +104,4 @@ def on_gpu(*shape: int) -> Tensor:
 
 def test_a_device_without_triton_is_refused() -> None:
     with pytest.raises(ValueError, match="adamw: parameter is on cpu; legal: where Triton runs"):
-        AdamW([stepped("cpu")], 0.9, 0.95, 1e-8)
+        FusedAdamW([stepped("cpu")], 0.9, 0.95, 1e-8)

@@ -15,14 +15,20 @@ import torch
 
 import workbench.kernels
 from workbench.kernels import ahead_of_time
-from workbench.kernels.ahead_of_time import Row, breaches, differences, launch_of, launches
+from workbench.kernels.ahead_of_time import (
+    CompiledKernelRow,
+    exceeded_limits,
+    launch_of,
+    record_launches,
+    table_differences,
+)
 from workbench.kernels.backends import triton_compat
 from workbench.kernels.registry import KERNELS
 
 FILE = Path(__file__).parents[2] / "data" / "kernels.json"
 TABLE = json.loads(FILE.read_text())
 VERSION = getattr(triton_compat.triton, "__version__", None)
-GOOD = Row(
+GOOD = CompiledKernelRow(
     "add_norm",
     "add_norm_forward",
     "bf16 x 4096",
@@ -55,25 +61,25 @@ def modules() -> list[Any]:
 @compiles
 @same_triton
 def test_the_committed_table_is_what_triton_makes_today() -> None:
-    found = ahead_of_time.rows()
-    assert [said for row in found for said in breaches(row)] == []
-    assert differences(ahead_of_time.as_json(found), FILE.read_text()) == []
+    found = ahead_of_time.compile_all()
+    assert [said for row in found for said in exceeded_limits(row)] == []
+    assert table_differences(ahead_of_time.table_json(found), FILE.read_text()) == []
 
 
 def test_the_table_tells_of_every_operator_what_the_registry_does() -> None:
-    assert TABLE["kernels"] == ahead_of_time.facts()
+    assert TABLE["kernels"] == ahead_of_time.kernel_facts()
 
 
 def test_the_table_has_every_case_on_every_architecture_within_the_limits() -> None:
-    rows = [Row(**row) for row in TABLE["ahead"]]
+    rows = [CompiledKernelRow(**row) for row in TABLE["ahead"]]
     cases = {
         (kernel.name, case, sm)
         for kernel in KERNELS
         for case in kernel.cases
-        for sm in ahead_of_time.SHARED
+        for sm in ahead_of_time.SHARED_MEMORY_BYTES
     }
     assert {(row.kernel, row.case, row.sm) for row in rows} == cases
-    assert [said for row in rows for said in breaches(row)] == []
+    assert [said for row in rows for said in exceeded_limits(row)] == []
 
 
 def test_every_operator_is_in_the_registry_and_has_its_reference() -> None:
@@ -113,18 +119,21 @@ def test_every_triton_function_that_is_launched_is_in_the_table() -> None:
     ],
 )
 def test_a_limit_that_is_broken_is_told(changed: dict[str, int], said: str) -> None:
-    assert breaches(GOOD) == []
+    assert exceeded_limits(GOOD) == []
     bad = replace(GOOD, **changed)  # type: ignore[arg-type]
-    assert breaches(bad) == [f"add_norm_forward (bf16 x 4096, forward, sm_{bad.sm}) {said}"]
+    assert exceeded_limits(bad) == [f"add_norm_forward (bf16 x 4096, forward, sm_{bad.sm}) {said}"]
 
 
 def test_what_streams_nothing_need_not_load_widely() -> None:
-    assert breaches(replace(GOOD, streams="in", vector_stores=0)) == []
-    assert breaches(replace(GOOD, streams="nothing", vector_loads=0, vector_stores=0)) == []
+    assert exceeded_limits(replace(GOOD, streams="in", vector_stores=0)) == []
+    assert exceeded_limits(replace(GOOD, streams="nothing", vector_loads=0, vector_stores=0)) == []
 
 
 def test_tables_differ_by_the_lines_that_one_lacks() -> None:
-    assert differences("a\nb\nc", "a\nx\nc") == ["+ b", "- x"] and differences("a\nb", "a\nb") == []
+    assert (
+        table_differences("a\nb\nc", "a\nx\nc") == ["+ b", "- x"]
+        and table_differences("a\nb", "a\nb") == []
+    )
 
 
 @compiles
@@ -173,7 +182,7 @@ def test_a_launch_is_specialised_as_triton_does_it() -> None:
 @compiles
 def test_launches_are_recorded_not_run_and_the_room_is_as_before() -> None:
     run, kernel = triton_compat.triton.JITFunction.run, KERNELS[0]
-    found = launches(kernel, next(iter(kernel.cases)))
+    found = record_launches(kernel, next(iter(kernel.cases)))
     assert [(one.function.__name__, one.direction) for one in found] == [
         ("add_norm_forward", "forward"),
         ("add_norm_backward", "backward"),

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from workbench.engine.verify.forked_ranks import run_ranks
-from workbench.kernels.backends.compiled_reference import compiled
+from workbench.kernels.backends.compiled_reference import torch_compiled
 
 
-@compiled
+@torch_compiled
 def _square(x: Tensor) -> Tensor:
     return x * x + 1
 

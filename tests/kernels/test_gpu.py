@@ -17,11 +17,11 @@ from torch import Tensor
 
 from workbench.kernels import activation, bias_dropout_residual, cross_entropy, residual_norm, rope
 from workbench.kernels import linear_cross_entropy as head
-from workbench.kernels.adamw import AdamW, Stepped
+from workbench.kernels.adamw import AdamWTensor, FusedAdamW
 from workbench.kernels.fused_seams import replace_seams
-from workbench.kernels.weight_only_gemv import matvec
 from workbench.kernels.weight_only_gemv import reference as matvec_reference
-from workbench.kernels.weight_quantization import Quantised, quantise
+from workbench.kernels.weight_only_gemv import weight_only_gemv
+from workbench.kernels.weight_quantization import QuantizedWeight, quantize_weight
 from workbench.models import Transformer
 from workbench.models.seams import rotary_positions
 from workbench.plan.model.model_shape import Shape
@@ -158,14 +158,14 @@ def _dropout() -> Operator:
 def _matvec(bits: int, tokens: int) -> Operator:
     def inputs(width: int) -> list[Tensor]:
         group = width if bits == 8 else min(128, width)
-        weight = quantise(normal(ROWS, width // group * group), bits, group)
+        weight = quantize_weight(normal(ROWS, width // group * group), bits, group)
         return [normal(tokens, width // group * group), weight.values, weight.scales]
 
-    def arrange(x: Tensor, values: Tensor, scales: Tensor) -> tuple[Tensor, Quantised]:
-        return x, Quantised(values, scales, x.shape[-1] // scales.shape[-1], bits)
+    def arrange(x: Tensor, values: Tensor, scales: Tensor) -> tuple[Tensor, QuantizedWeight]:
+        return x, QuantizedWeight(values, scales, x.shape[-1] // scales.shape[-1], bits)
 
     def run(kernels: str, *inputs: Tensor) -> Any:
-        return matvec(*arrange(*inputs), kernels)
+        return weight_only_gemv(*arrange(*inputs), kernels)
 
     return Operator(inputs, run, lambda *inputs: matvec_reference(*arrange(*inputs)), trained=0)
 
@@ -367,10 +367,11 @@ def test_a_quantised_weight_beyond_32_bits() -> None:
     values.random_(-127, 128, generator=torch.Generator(DEVICE).manual_seed(0))
     scales = torch.linspace(0.5, 1.5, len(values), device=DEVICE)[:, None].to(torch.bfloat16)
     x = pattern(1, columns)
-    whole = matvec(x, Quantised(values, scales, columns, 8))
+    whole = weight_only_gemv(x, QuantizedWeight(values, scales, columns, 8))
     for end in ENDS:
         torch.testing.assert_close(
-            whole[:, end], matvec(x, Quantised(values[end], scales[end], columns, 8))
+            whole[:, end],
+            weight_only_gemv(x, QuantizedWeight(values[end], scales[end], columns, 8)),
         )
 
 
@@ -389,10 +390,10 @@ def test_adamw_equals_plain_operators(dtype: torch.dtype) -> None:
         count = torch.full((), 4.0, device=DEVICE)
         held = None if dtype == torch.float32 else master
         parameter = master if held is None else master.to(dtype)
-        tensors.append(Stepped(parameter, gradient, first, second, count, held, 0.1))
+        tensors.append(AdamWTensor(parameter, gradient, first, second, count, held, 0.1))
         wide = [x.double() for x in (master, gradient * 0.5, first, second)]
         truth.append(reference_step(*wide))
-    AdamW(tensors, 0.9, 0.95, 1e-8).step(1e-2, torch.tensor(0.5, device=DEVICE))
+    FusedAdamW(tensors, 0.9, 0.95, 1e-8).step(1e-2, torch.tensor(0.5, device=DEVICE))
     for mine, (parameter, first, second) in zip(tensors, truth):
         target = mine.parameter if mine.master is None else mine.master
         for x, true in ((target, parameter), (mine.moment1, first), (mine.moment2, second)):

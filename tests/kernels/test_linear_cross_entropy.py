@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 from tests.kernels.test_cross_entropy import again, peak
 from workbench.kernels import linear_cross_entropy as module
-from workbench.kernels.linear_cross_entropy import linear_cross_entropy, reference, run_op
+from workbench.kernels.linear_cross_entropy import chunk_op, linear_cross_entropy, reference
 from workbench.models.seams import IGNORE_INDEX
 from workbench.parallel.pipeline.zero_bubble import SplitBackward
 from workbench.runtime_facts import loss_chunks
@@ -126,7 +126,7 @@ def test_a_rehearsal_sees_what_a_run_holds(short_runs: None) -> None:
     x, weight = x.detach(), weight.detach()
 
     def run() -> Tensor:
-        return run_op(
+        return chunk_op(
             x[:64], weight, targets[:64], room, made[0][:64], made[1], True, 0.0, 0.0, "fused"
         )
 
@@ -175,7 +175,8 @@ def test_fp16_holds_sums_beyond_its_range(short_runs: None, z: float) -> None:
     true = gradients(partial(reference, z=z), *own, targets, 2.0**-3)
     found = gradients(partial(linear_cross_entropy, z=z), x, weight, targets, 2.0**-3)
     assert (
-        true[1].abs().max() * 2**3 * module.held(torch.float16, z) > torch.finfo(torch.float16).max
+        true[1].abs().max() * 2**3 * module.gradient_scale(torch.float16, z)
+        > torch.finfo(torch.float16).max
         or z
     )
     for mine, other in zip(found, true, strict=True):
@@ -200,8 +201,8 @@ def test_operator_is_what_torch_asks_of_it() -> None:
         torch.empty(N, loss_chunk_columns(V)),
         (torch.empty_like(x), torch.empty_like(weight)),
     )
-    opcheck(run_op, (x, weight, targets, room, *made, True, 0.1, 1e-3, "fused"))
-    opcheck(run_op, (x, weight, targets, room, None, None, True, 0.0, 0.0, "fused"))
+    opcheck(chunk_op, (x, weight, targets, room, *made, True, 0.1, 1e-3, "fused"))
+    opcheck(chunk_op, (x, weight, targets, room, None, None, True, 0.0, 0.0, "fused"))
 
 
 def test_within_a_compiled_graph(short_runs: None) -> None:

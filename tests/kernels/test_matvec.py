@@ -1,4 +1,4 @@
-"""Quantised weights and their products without Triton: bounds of rounding, values, refusals."""
+"""INT8 and INT4 weights and their GEMV without Triton: rounding errors, packed values, refusals."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from workbench.kernels.weight_only_gemv import Quantised, dequantise, matvec, quantise, reference
+from workbench.kernels.weight_only_gemv import (
+    QuantizedWeight,
+    dequantize_weight,
+    quantize_weight,
+    reference,
+    weight_only_gemv,
+)
 from workbench.kernels.weight_only_gemv import matvec_op as operator
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -18,30 +24,30 @@ DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
 def test_rounding_is_to_the_nearest(bits: int, group: int | None, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = torch.randn(7, 384, dtype=torch.float64).to(dtype)
-    own = quantise(weight, bits, group)
+    own = quantize_weight(weight, bits, group)
     assert own.scales.dtype == dtype and own.scales.shape == (7, 384 // own.group)
     assert own.values.nbytes == 7 * 384 * bits // 8
     scales = own.scales.double().repeat_interleave(own.group, -1)
-    found = dequantise(own._replace(scales=own.scales.double()))
+    found = dequantize_weight(own._replace(scales=own.scales.double()))
     error = (found - weight.double()).abs()
     # Beside half a unit, what the scale's own rounding cuts off at the ends.
     cut = (2 ** (bits - 1) - 1) * torch.finfo(dtype).eps
     assert (error <= scales * (0.5 + cut)).all()
     assert error.max() > 0.4 * scales.min()
-    assert torch.equal(dequantise(own), found.to(dtype))
+    assert torch.equal(dequantize_weight(own), found.to(dtype))
 
 
 def test_zeros_and_what_is_too_small_for_a_scale_stay_zero() -> None:
     weight = torch.zeros(2, 64, dtype=torch.float16)
     weight[1, 3] = 6e-8
     for bits in (8, 4):
-        assert not dequantise(quantise(weight, bits, 32)).any()
+        assert not dequantize_weight(quantize_weight(weight, bits, 32)).any()
 
 
 def test_half_bytes_lie_where_they_are_said_to() -> None:
     weight = torch.zeros(1, 160)
     weight[0, 16 * 5 + 3], weight[0, 128 + 16 + 2] = 7.0, -7.0
-    words = quantise(weight, 4, 32).values.view(torch.int32)[0].tolist()
+    words = quantize_weight(weight, 4, 32).values.view(torch.int32)[0].tolist()
     plain = int.from_bytes(bytes([0x88] * 4), "little", signed=True)
     assert len(words) == 32 and [i for i, word in enumerate(words) if word != plain] == [3, 18]
     assert words[3] >> 20 & 15 == 15 and words[18] >> 4 & 15 == 1
@@ -54,9 +60,9 @@ def test_half_bytes_lie_where_they_are_said_to() -> None:
 def test_many_tokens_widen_the_weight(
     bits: int, group: int | None, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workbench.kernels.weight_only_gemv.WIDENED", 1000)
+    monkeypatch.setattr("workbench.kernels.weight_only_gemv.DEQUANTIZE_NUMEL", 1000)
     x, weight = drawn(9, 11, columns, bits, group, dtype)
-    y, true = matvec(x, weight), reference(x, weight)
+    y, true = weight_only_gemv(x, weight), reference(x, weight)
     assert y.dtype == dtype
     # Here the weight itself is rounded to x's dtype.
     assert (y.double() - true).abs().max() <= 2 * DTYPES[dtype] * true.abs().max()
@@ -78,20 +84,20 @@ def test_few_tokens_equal_the_widened_weight(
     for rows, columns in ((5, 192), (37, 320)):
         x, weight = drawn(num_tokens, rows, columns, bits, group, dtype)
         own = weight._replace(zeros=weight.zeros if bits == 4 else None)
-        y, true = matvec(x, own, kernels), reference(x, own)
+        y, true = weight_only_gemv(x, own, kernels), reference(x, own)
         assert y.dtype == dtype and y.is_contiguous()
         assert (y.double() - true).abs().max() <= DTYPES[dtype] * true.abs().max()
 
 
 def drawn(
     num_tokens: int, rows: int, columns: int, bits: int, group: int | None, dtype: torch.dtype
-) -> tuple[Tensor, Quantised]:
+) -> tuple[Tensor, QuantizedWeight]:
     generator = torch.Generator().manual_seed(0)
     x, weight = (
         torch.randn(n, columns, generator=generator, dtype=torch.float64)
         for n in (num_tokens, rows)
     )
-    own = quantise(weight.to(dtype), bits, group)
+    own = quantize_weight(weight.to(dtype), bits, group)
     zeros = torch.rand(own.scales.shape, generator=generator, dtype=torch.float64) * 4 + (
         6 if bits == 4 else -2
     )
@@ -102,18 +108,18 @@ def test_fake_tensors_know_the_product_and_there_is_no_gradient() -> None:
     x, weight = drawn(9, 6, 128, 4, 64, torch.float32)
     torch.library.opcheck(operator, (x, *weight[:2], weight.zeros, 64, 4, "fused"))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        y = matvec(torch.empty(2, 3, 128, dtype=torch.bfloat16), weight)
+        y = weight_only_gemv(torch.empty(2, 3, 128, dtype=torch.bfloat16), weight)
         assert y.shape == (2, 3, 6) and y.dtype == torch.bfloat16
     for name, own, w in (
         ("x", x.clone().requires_grad_(), weight),
         ("scales", x, weight._replace(scales=weight.scales.clone().requires_grad_())),
     ):
         with pytest.raises(
-            ValueError, match=f"matvec: {name} requires a gradient, and there is none"
+            ValueError, match=f"weight_only_gemv: {name} requires a gradient, and there is none"
         ):
-            matvec(own, w)
+            weight_only_gemv(own, w)
         with torch.no_grad():
-            assert torch.equal(matvec(own, w), matvec(x, weight))
+            assert torch.equal(weight_only_gemv(own, w), weight_only_gemv(x, weight))
 
 
 @pytest.mark.parametrize(
@@ -136,11 +142,11 @@ def test_fake_tensors_know_the_product_and_there_is_no_gradient() -> None:
     ],
 )
 def test_what_is_not_legal_is_refused_by_name(
-    change: Callable[[Quantised], dict[str, object]], message: str
+    change: Callable[[QuantizedWeight], dict[str, object]], message: str
 ) -> None:
     x, weight = drawn(2, 5, 192, 4, 64, torch.float32)
-    with pytest.raises(ValueError, match=f"matvec: {message}"):
-        matvec(x, weight._replace(**change(weight)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"weight_only_gemv: {message}"):
+        weight_only_gemv(x, weight._replace(**change(weight)))  # type: ignore[arg-type]
 
 
 def test_weights_that_cannot_be_quantised_are_refused() -> None:
@@ -151,15 +157,17 @@ def test_weights_that_cannot_be_quantised_are_refused() -> None:
         (8, 64, 96, r"group is 64 of 96 columns; legal: \[32, 96\]"),
         (8, None, 0, r"group is 0 of 0 columns; legal: none of them"),
     ):
-        with pytest.raises(ValueError, match=f"quantise: {message}"):
-            quantise(torch.ones(1, columns), bits, group)
-    with pytest.raises(ValueError, match=r"quantise: weight has 3 dimensions; legal: 2, \[N, K\]"):
-        quantise(torch.ones(2, 2, 32), 8)
+        with pytest.raises(ValueError, match=f"quantize_weight: {message}"):
+            quantize_weight(torch.ones(1, columns), bits, group)
+    with pytest.raises(
+        ValueError, match=r"quantize_weight: weight has 3 dimensions; legal: 2, \[N, K\]"
+    ):
+        quantize_weight(torch.ones(2, 2, 32), 8)
 
 
 def test_half_bytes_may_begin_anywhere() -> None:
     x, weight = drawn(2, 5, 256, 4, 64, torch.float32)
     whole = torch.zeros(5 * 128 + 3, dtype=torch.uint8)
     moved = weight._replace(values=whole[3:].view(5, 128).copy_(weight.values))
-    assert torch.equal(matvec(x, moved), matvec(x, weight))
-    assert torch.equal(dequantise(moved), dequantise(weight))
+    assert torch.equal(weight_only_gemv(x, moved), weight_only_gemv(x, weight))
+    assert torch.equal(dequantize_weight(moved), dequantize_weight(weight))

@@ -74,7 +74,9 @@ def test_every_seam_that_can_be_is_replaced() -> None:
     names = set(model.state_dict())
     replace_seams(model, "fused")
     kinds = {type(module) for module in model.modules()}
-    assert set(fused_seams.FUSED.values()) <= kinds and not set(fused_seams.FUSED) & kinds
+    assert (
+        set(fused_seams.FUSED_SEAMS.values()) <= kinds and not set(fused_seams.FUSED_SEAMS) & kinds
+    )
     assert set(model.state_dict()) == names
 
 
@@ -211,7 +213,7 @@ def chosen(kernel: str, case: str, entries: int) -> bool:
         "cross_entropy": lambda: HeadLoss(8, 16),
     }[kernel]()
     replace_seams(seam, "fused", "cpu")
-    return type(seam) in fused_seams.FUSED.values() and entries >= int(
+    return type(seam) in fused_seams.FUSED_SEAMS.values() and entries >= int(
         getattr(seam, "plain_below", 0)
     )
 

@@ -32,7 +32,7 @@ from tests.parallel.small import GPT, LLAMA
 from tests.parallel.sweep_record import Details, summary, verify_all, versions, write_summary
 from workbench.engine.verify.equivalence import verify
 from workbench.errors import PlanError
-from workbench.kernels.fused_seams import SplitLoss, replace_seams, warm_up
+from workbench.kernels.fused_seams import VocabParallelLoss, replace_seams, warm_up
 from workbench.models import Transformer
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
@@ -200,7 +200,7 @@ def compile_once() -> None:
     """
     for precision, model in product((torch.float64, torch.float32), MODELS.values()):
         shape = Plan.of("tiny", gpu="local", gpus=1, set={"model": model}).resolve().shape
-        built, split = Transformer(shape), SplitLoss("compiled")
+        built, split = Transformer(shape), VocabParallelLoss("compiled")
         replace_seams(built, "compiled")
         for _ in warm_up([built, split], precision, batch=4):
             pass

@@ -22,7 +22,7 @@ from workbench.engine.optimizer_groups import OptimizerGroup
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from workbench.kernels.adamw import AdamW
+    from workbench.kernels.adamw import FusedAdamW
     from workbench.parallel.layout import Layout
     from workbench.plan import schema
 
@@ -146,12 +146,12 @@ class MixedPrecisionOptimizer:
         parameters: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         layouts: Mapping[str, Layout],
-    ) -> AdamW | None:
+    ) -> FusedAdamW | None:
         """The Triton AdamW, or None where it does not support the tensors."""
-        from workbench.kernels.adamw import AdamW, Stepped, suits
+        from workbench.kernels.adamw import AdamWTensor, FusedAdamW, is_supported
 
         if self.config.name != "adamw" or not all(
-            map(suits, (*parameters.values(), *gradients.values()))
+            map(is_supported, (*parameters.values(), *gradients.values()))
         ):
             return None
         stepped = []
@@ -162,7 +162,7 @@ class MixedPrecisionOptimizer:
             )
             moments = own["moment1"], own["moment2"]
             stepped += [
-                Stepped(
+                AdamWTensor(
                     parameter.detach(),
                     gradients[name],
                     *moments,
@@ -171,7 +171,7 @@ class MixedPrecisionOptimizer:
                     decay,
                 )
             ]
-        return AdamW(stepped, self.config.beta1, self.config.beta2, self.config.epsilon)
+        return FusedAdamW(stepped, self.config.beta1, self.config.beta2, self.config.epsilon)
 
     def _initial(self, parameter: Tensor) -> dict[str, Tensor]:
         value = parameter.detach()

@@ -1,10 +1,10 @@
-"""The feed-forward non-linearity: SwiGLU, GeGLU (Shazeer 2020, 2002.05202), bias + GELU (Hendrycks
-2016, 1606.08415).
+"""Fused feed-forward activation: SwiGLU, GeGLU (Shazeer 2020, arXiv 2002.05202), bias + GELU
+(Hendrycks 2016, arXiv 1606.08415).
 
-Only what goes in is saved: what lies between is made again in backward, which reads each byte once.
-Every kind is x sigmoid(z(x)). SiLU has z = x; GELU by tanh has z = 2 sqrt(2 / pi) (x + 0.044715
-x^3), for 1 + tanh(t) is 2 sigmoid(2 t). ReLU is torch's own, which saves nothing but its result,
-and that the next product saves anyway.
+Only the inputs are saved; intermediate values are recomputed in backward, which reads each input
+once. Every kind is x sigmoid(z(x)): SiLU has z = x; tanh-GELU has z = 2 sqrt(2 / pi) (x + 0.044715
+x^3), because 1 + tanh(t) = 2 sigmoid(2 t). ReLU is torch's, which saves only its result, as the
+next GEMM does anyway.
 """
 
 from __future__ import annotations
@@ -17,34 +17,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-from workbench.kernels.backends.compiled_reference import compiled
+from workbench.kernels.backends.compiled_reference import torch_compiled
 from workbench.kernels.backends.triton_compat import (
+    accumulation_type,
+    device_programs,
     jit,
     next_power_of_2,
-    programs,
     runs_triton,
     tl,
-    wide,
 )
-from workbench.kernels.input_checks import check, check_shape, wide_dtype
+from workbench.kernels.input_checks import accumulation_dtype, check_shape, check_tensors
 from workbench.models.seams import at_least_fp32
 
 GATED = ("swiglu", "geglu")
-"""The kinds that multiply by the up projection."""
+"""Kinds that multiply by the up projection."""
 KINDS = (*GATED, "gelu", "relu")
 TILE = 1024
-"""Entries that a program takes at once of each of two tensors or more: at least 16 bytes a thread.
-"""
-PER_PROCESSOR = 8
-"""Programs that a multiprocessor holds at once, where each goes on to further rows and sums over
-them.
-"""
+"""Entries per program of each of two tensors or more: at least 16 bytes per thread."""
+PROGRAMS_PER_SM = 8
+"""Programs per multiprocessor where each walks rows in a grid-stride loop and sums over them."""
 
 
 def reference(
     kind: str, gate: Tensor, up: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """The same as plain operators."""
+    """Activation by plain operators, which the kernel must equal."""
     x = gate if bias is None else gate + bias
     if kind == "relu":
         return F.relu(x)
@@ -82,7 +79,7 @@ def activate_forward(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of rows and columns a program."""
+    """One tile of rows and columns per program."""
     num_blocks = tl.cdiv(num_columns, BLOCK)
     rows = ((tl.program_id(0) // num_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     columns = ((tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -117,8 +114,9 @@ def activate_backward(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile a program; where there is a bias also each so-manieth tile below, for a part of the
-    bias's gradient.
+    """One tile per program; with a bias, a grid-stride loop over the tiles below it.
+
+    Each program then writes one partial sum of the bias gradient, which the caller adds up.
     """
     num_blocks = tl.cdiv(num_columns, BLOCK)
     first = tl.program_id(0) // num_blocks
@@ -178,8 +176,8 @@ def _launch_backward(
     tile = _tile(x.shape[1], TILE)
     down, across = _tiles(x, tile)
     if bias is not None:
-        down = min(down, max(1, programs(x.device, PER_PROCESSOR) // across))
-        parts = torch.empty(down, x.shape[1], dtype=wide_dtype(x), device=x.device)
+        down = min(down, max(1, device_programs(x.device, PROGRAMS_PER_SM) // across))
+        parts = torch.empty(down, x.shape[1], dtype=accumulation_dtype(x), device=x.device)
     activate_backward[(down * across,)](
         dy,
         x,
@@ -212,15 +210,15 @@ def _flags(kind: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> dict
         "SILU": kind == "swiglu",
         "HAS_UP": up is not None,
         "HAS_BIAS": bias is not None,
-        "WIDE": wide(x),
+        "WIDE": accumulation_type(x),
     }
 
 
-# ---- without Triton: the same by a compiler ------------------------------------------------------
+# ---- without Triton: torch.compile ---------------------------------------------------------------
 
 
-def _made_again(kind: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | float]:
-    """(x with its bias, sigmoid(z(x)), dz/dx), wide."""
+def _recomputed(kind: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | float]:
+    """(x + bias, sigmoid(z(x)), dz/dx) in fp32 or better."""
     x = at_least_fp32(x) if bias is None else at_least_fp32(x) + bias
     if kind == "swiglu":
         return x, x.sigmoid(), 1.0
@@ -228,17 +226,17 @@ def _made_again(kind: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tens
     return x, (scale * x * (1 + 0.044715 * x * x)).sigmoid(), scale * (1 + 3 * 0.044715 * x * x)
 
 
-@compiled
+@torch_compiled
 def _forward(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
-    x, sigmoid, _ = _made_again(kind, gate, bias)
+    x, sigmoid, _ = _recomputed(kind, gate, bias)
     return (x * sigmoid if up is None else x * sigmoid * up).to(gate.dtype)
 
 
-@compiled
+@torch_compiled
 def _backward(
     kind: str, dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    x, sigmoid, slope = _made_again(kind, gate, bias)
+    x, sigmoid, slope = _recomputed(kind, gate, bias)
     y, incoming = x * sigmoid, at_least_fp32(dy)
     dup = None if up is None else (incoming * y).to(up.dtype)
     dx = (incoming if up is None else incoming * up) * (sigmoid + y * (1 - sigmoid) * slope)
@@ -255,13 +253,21 @@ def activate(
     bias: Tensor | None = None,
     kernels: str = "fused",
 ) -> Tensor:
-    """Activated features [..., F] of `gate` [..., F], times `up` [..., F] where `kind` is gated
-    (swiglu, geglu).
+    """Fused activation, differentiable.
 
-    `bias` [F] is added first; only gelu has one. Rows may be those of a joint product; what is not
-    contiguous within a row is copied. `kernels` is the plan's: compiled, or fused, which is Triton
-    where that runs; relu is torch's own either way. Raises ValueError naming the tensor whose
-    presence, device, dtype or shape is not right.
+    Args:
+        kind: swiglu, geglu, gelu or relu.
+        gate: [..., F]. Rows may be slices of a fused projection; other strides are copied.
+        up: [..., F], multiplied with the activation; for gated kinds only.
+        bias: [F], added first; for gelu only.
+        kernels: compiled, or fused: Triton where it runs. ReLU is torch's in both.
+
+    Returns:
+        [..., F].
+
+    Raises:
+        ValueError: Names the tensor that is missing, superfluous, or of an unsupported device,
+            dtype or shape.
     """
     _check(kind, gate, up, bias)
     if kind == "relu":
@@ -282,7 +288,7 @@ def _check(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None) -> N
         raise ValueError(
             f"activate: bias is {tuple(bias.shape)} for {kind}; legal: there for gelu alone"
         )
-    check("activate", "gate", gate=gate, up=up, bias=bias)
+    check_tensors("activate", "gate", gate=gate, up=up, bias=bias)
     for name, x in (("gate", gate), ("up", up)):
         if x is not None and (x.dtype != gate.dtype or not x.is_floating_point()):
             raise ValueError(
@@ -298,7 +304,7 @@ def _check(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None) -> N
 def activate_op(
     kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: str
 ) -> Tensor:
-    """Activated features, contiguous."""
+    """The operator behind `activate`; contiguous result."""
     if gate.numel() == 0:
         return gate.new_empty(gate.shape)
     x, other = _rows(bias, gate, up)
@@ -315,7 +321,7 @@ def _(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: 
 def activate_backward_op(
     kind: str, dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the gate, of `up` and of the bias, contiguous; nothing for what is not there."""
+    """Gradients of gate, up and bias, contiguous; empty tensors for absent inputs."""
     if gate.numel() == 0:
         nothing = _like(gate, up, bias)
         return nothing[0], nothing[1], nothing[2].zero_()
@@ -341,6 +347,7 @@ def _like(gate: Tensor, up: Tensor | None, bias: Tensor | None) -> tuple[Tensor,
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.kind, gate, up, bias, ctx.kernels = inputs
+    # The inputs alone: sigmoid and product are recomputed, which costs less than reading them.
     ctx.save_for_backward(gate, up, bias)
 
 
@@ -354,9 +361,7 @@ activate_op.register_autograd(_gradients, setup_context=_setup)
 
 
 def _rows(bias: Tensor | None, *tensors: Tensor | None) -> list[Any]:
-    """Rows [N, F], each contiguous; where nothing lies between them and no bias asks for columns,
-    one row of all.
-    """
+    """Contiguous rows [N, F]; a single row where all tensors are contiguous and have no bias."""
     whole = bias is None and all(x is None or x.is_contiguous() for x in tensors)
     rows = [
         x if x is None else x.reshape(1 if whole else -1, x.numel() if whole else x.shape[-1])

@@ -1,9 +1,8 @@
-"""AdamW (Loshchilov and Hutter 2019, 1711.05101) of many tensors in one launch.
+"""Multi-tensor AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) in one launch.
 
-Gradients, weights and moments are read once and weights, their 16-bit copies and moments written
-once: gradients are scaled on the way, whatever their dtype, and what is kept in 16 bits is widened
-in registers alone. Where all that lies is a table on the device. There is no other path here: where
-Triton does not run, torch's own fused AdamW is used.
+Gradients, weights and moments are read once; weights, their 16-bit copies and moments are written
+once. Gradients of any dtype are scaled, and 16-bit state upcast, in registers. A table of addresses
+on the device replaces per-tensor arguments. Triton only: elsewhere torch's fused AdamW is used.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from workbench.kernels.backends.triton_compat import jit, runs_triton, tl, wide
-from workbench.kernels.input_checks import FLOATING, check, check_shape
+from workbench.kernels.backends.triton_compat import accumulation_type, jit, runs_triton, tl
+from workbench.kernels.input_checks import FLOAT_DTYPES, check_shape, check_tensors
 
 BLOCK = 1024
-"""Entries that a program steps."""
-WIDEST = 16
-"""Bytes of the widest load; where a tensor does not start on a multiple of it, it is loaded entry
-by entry.
-"""
+"""Entries per program."""
+MAX_VECTOR_BYTES = 16
+"""Bytes of a vectorised load; a tensor that is not aligned to them is loaded entry by entry."""
 
 
 def reference(
@@ -38,9 +35,7 @@ def reference(
     epsilon: float,
     decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(parameter, moment1, moment2) after the `count`-th step, counted from 1, as plain
-    operators.
-    """
+    """(parameter, moment1, moment2) after step `count`, from 1, by plain operators."""
     moment1 = beta1 * moment1 + (1 - beta1) * gradient
     moment2 = beta2 * moment2 + (1 - beta2) * gradient.square()
     deviation = (moment2 / (1 - beta2**count)).sqrt()
@@ -62,7 +57,7 @@ def adamw_count(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the step, and derive from that, in fp64, what all entries of a tensor share."""
+    """Increment the step counts, and derive each tensor's bias corrections in fp64."""
     tensors = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = tensors < num_tensors
     at = tl.load(TABLE + tensors * COLUMNS + 5, mask=here, other=0).to(tl.pointer_type(tl.float32))
@@ -98,7 +93,7 @@ def adamw_step(  # type: ignore[no-untyped-def]
     TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of one tensor a program."""
+    """One block of one tensor per program."""
     if HAS_SKIP:  # noqa: SIM102 (decided when this is compiled)
         if tl.load(SKIP) == 1:
             return
@@ -108,7 +103,7 @@ def adamw_step(  # type: ignore[no-untyped-def]
     start = tl.load(chunk + 1).to(tl.int64) * BLOCK
     row = TABLE + tensor * COLUMNS
     left = tl.load(row + 6) - start
-    # A mask, or an address of which nothing is known, would split wide loads into single entries.
+    # A mask, or an address of unknown alignment, would prevent vectorised loads.
     if (left >= BLOCK) & (tl.load(row + 7) != 0):
         _entries(
             row,
@@ -185,8 +180,8 @@ def _entries(  # type: ignore[no-untyped-def]
 
 @jit
 def _pointer(at, DTYPE: tl.constexpr, TOGETHER: tl.constexpr):  # type: ignore[no-untyped-def]
-    # All loads take as many entries: those in 16 bits would otherwise meet the others through
-    # shared memory.
+    # All loads have the same number of entries: a different layout of the 16-bit ones would need a
+    # conversion through shared memory.
     return tl.multiple_of(
         tl.load(at).to(tl.pointer_type(DTYPE)), TOGETHER * (DTYPE.primitive_bitwidth // 8)
     )
@@ -205,39 +200,46 @@ def _ratio(x, y):  # type: ignore[no-untyped-def]
 # ---- the operator --------------------------------------------------------------------------------
 
 
-class Stepped(NamedTuple):
-    """One tensor and what its steps need, all of one shape but `steps`, and contiguous."""
+class AdamWTensor(NamedTuple):
+    """A parameter with gradient and state: contiguous, of one shape but for `steps`."""
 
     parameter: Tensor
     gradient: Tensor
     moment1: Tensor
     moment2: Tensor
-    """In the dtype of the other moment."""
+    """Of the dtype of `moment1`."""
     steps: Tensor
-    """How many were taken: 0-d, fp32."""
+    """Steps taken: 0-d, fp32."""
     master: Tensor | None
-    """What is stepped, where that is not the parameter: the parameter then is its rounded copy."""
+    """fp32 master weight, of which the parameter is the rounded copy; None without one."""
     decay: float
-    """Per unit of learning rate."""
+    """Weight decay per unit of learning rate."""
 
 
-def suits(x: Tensor) -> bool:
-    """Whether `x` may be one of a kernel's tensors: where it lies and how."""
+def is_supported(x: Tensor) -> bool:
+    """Whether the kernel can take `x`: Triton runs on its device, and it is contiguous."""
     return runs_triton(x.device) and x.is_contiguous()
 
 
-class AdamW:
-    """Steps tensors, which are held, not copied, by one launch (and one that counts) for each kind
-    of dtypes.
+class FusedAdamW:
+    """Updates tensors with two launches per combination of dtypes (step counts, then entries).
 
-    Storages may move between steps: addresses are read anew at each. Raises ValueError naming the
-    tensor whose device, dtype, shape or strides are not right.
+    Storages may move between steps: addresses are read at each step.
+
+    Args:
+        tensors: The tensors, referenced, not copied.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        epsilon: Added to the denominator.
+
+    Raises:
+        ValueError: Names the tensor of an unsupported device, dtype, shape or strides.
     """
 
     def __init__(
-        self, tensors: Iterable[Stepped], beta1: float, beta2: float, epsilon: float
+        self, tensors: Iterable[AdamWTensor], beta1: float, beta2: float, epsilon: float
     ) -> None:
-        kinds: dict[tuple[Any, ...], list[Stepped]] = {}
+        kinds: dict[tuple[Any, ...], list[AdamWTensor]] = {}
         for tensor in tensors:
             _check(tensor)
             kinds.setdefault(_kind(tensor), []).append(tensor)
@@ -245,11 +247,12 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, rate: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
-        """One update with learning rate `rate`; gradients count `scale` times (0-d), and stay as
-        they are.
+        """Update all tensors; gradients are not modified.
 
-        Where `skip` (0-d) is 1 instead of 0 nothing changes, counts included, whatever the
-        gradients are.
+        Args:
+            rate: Learning rate.
+            scale: 0-d factor of the gradients.
+            skip: 0-d; where 1, nothing changes, step counts included.
         """
         check_shape("adamw", "scale", scale, ())
         check_shape("adamw", "skip", skip, ())
@@ -259,9 +262,11 @@ class AdamW:
 
 
 class _Launch:
-    """Tensors of the same dtypes on one device, and the tables that their kernel reads."""
+    """Tensors of the same dtypes on one device, and their tables of addresses."""
 
-    def __init__(self, own: Sequence[Stepped], beta1: float, beta2: float, epsilon: float) -> None:
+    def __init__(
+        self, own: Sequence[AdamWTensor], beta1: float, beta2: float, epsilon: float
+    ) -> None:
         device = own[0].parameter.device
         self.targets = [x.parameter if x.master is None else x.master for x in own]
         self.copies = [x.parameter for x in own if x.master is not None]
@@ -296,7 +301,7 @@ class _Launch:
         )
 
 
-CHANGED = (
+MUTATED_ARGUMENTS = (
     "targets",
     "copies",
     "moment1",
@@ -309,7 +314,7 @@ CHANGED = (
 )
 
 
-@custom_op("workbench::adamw", mutates_args=CHANGED)
+@custom_op("workbench::adamw", mutates_args=MUTATED_ARGUMENTS)
 def adamw_op(
     targets: Sequence[Tensor],
     copies: Sequence[Tensor],
@@ -326,13 +331,13 @@ def adamw_op(
     skip: Tensor | None,
     rate: float,
 ) -> None:
-    """Step `targets`, rounding them into `copies` where there are any.
+    """Update `targets`, and round them into `copies` where there are any.
 
-    A row of `table` [tensors, 8] has the addresses of gradient, target, copy, both moments and
-    count, the number of entries, and whether all may be loaded widely; `seen` is the host's copy of
-    it. A row of `numbers` [tensors, 4] has the decay, that of this step, the step's size, and the
-    root of the second moment's correction. `chunks` [n, 2] are (tensor, block of it); `common` is
-    (rate, beta1, 1 - beta1, beta2, 1 - beta2, epsilon).
+    A row of `table` [tensors, 8] has the addresses of gradient, target, copy, both moments and step
+    count, the number of entries, and whether all are aligned for vectorised loads; `seen` is its
+    copy on the host. A row of `numbers` [tensors, 4] has the decay, this step's decay, this step's
+    size, and the root of the second moment's bias correction. `chunks` [n, 2] are (tensor, block);
+    `common` is (rate, beta1, 1 - beta1, beta2, 1 - beta2, epsilon).
     """
     _locate((gradients, targets, copies or targets, moment1, moment2, counts), seen, table)
     common[0].fill_(rate)
@@ -352,9 +357,10 @@ def adamw_op(
             TARGET=_dtype(targets[0]),
             COPY=_dtype(copies[0]) if copies else None,
             MOMENT=_dtype(moment1[0]),
-            WIDE=wide(targets[0], moment1[0]),
+            WIDE=accumulation_type(targets[0], moment1[0]),
             HAS_SCALE=scale is not None,
-            TOGETHER=WIDEST // max(x.itemsize for x in (gradients[0], targets[0], moment1[0])),
+            TOGETHER=MAX_VECTOR_BYTES
+            // max(x.itemsize for x in (gradients[0], targets[0], moment1[0])),
             BLOCK=BLOCK,
             num_warps=4,
             **constants,
@@ -363,13 +369,11 @@ def adamw_op(
 
 @adamw_op.register_fake
 def _(*_: Any) -> None:
-    """Nothing has an address here."""
+    """Fake tensors have no addresses; the update allocates nothing."""
 
 
 def _locate(columns: Sequence[Sequence[Tensor]], seen: Tensor, table: Tensor) -> None:
-    """Bring `table` up to where tensors lie now; the host waits for that only where one has
-    moved.
-    """
+    """Refresh the addresses in `table`; synchronises only if a tensor has moved."""
     now = torch.tensor(
         [[x.data_ptr() for x in column] for column in columns], dtype=torch.int64
     ).t()
@@ -383,7 +387,7 @@ def _locate(columns: Sequence[Sequence[Tensor]], seen: Tensor, table: Tensor) ->
             )
     seen[:, : len(columns)] = now
     seen[:, 6] = torch.tensor([x.numel() for x in columns[1]])
-    seen[:, 7] = (now[:, :5] % WIDEST == 0).all(1)
+    seen[:, 7] = (now[:, :5] % MAX_VECTOR_BYTES == 0).all(1)
     table.copy_(seen)
 
 
@@ -395,19 +399,19 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _kind(own: Stepped) -> tuple[Any, ...]:
+def _kind(own: AdamWTensor) -> tuple[Any, ...]:
     master = None if own.master is None else own.master.dtype
     return own.parameter.device, own.parameter.dtype, own.gradient.dtype, own.moment1.dtype, master
 
 
-def _check(own: Stepped) -> None:
+def _check(own: AdamWTensor) -> None:
     held = {name: x for name, x in own._asdict().items() if isinstance(x, Tensor)}
-    check("adamw", "parameter", **held)
+    check_tensors("adamw", "parameter", **held)
     if not runs_triton(own.parameter.device):
         raise ValueError(f"adamw: parameter is on {own.parameter.device}; legal: where Triton runs")
     for name, x in held.items():
         check_shape("adamw", name, x, () if name == "steps" else own.parameter.shape)
-        legal = {"steps": (torch.float32,), "moment2": (own.moment1.dtype,)}.get(name, FLOATING)
+        legal = {"steps": (torch.float32,), "moment2": (own.moment1.dtype,)}.get(name, FLOAT_DTYPES)
         if x.dtype not in legal:
             raise ValueError(
                 f"adamw: {name} is {_name(x.dtype)}; legal: {', '.join(map(_name, legal))}"

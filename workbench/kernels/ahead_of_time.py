@@ -1,10 +1,9 @@
-"""Triton's kernels compiled ahead of time, with no GPU: what each takes of a multiprocessor, and
-the limits it keeps.
+"""Ahead-of-time compilation of the Triton kernels without GPU: resources of each, and its limits.
 
 `python -m workbench.kernels.ahead_of_time [--json FILE | --check FILE]` compiles every case of the
-registry for every architecture. Registers and spills are the assembler's (cuobjdump), accesses of
-16 bytes or more are counted in its input (PTX). `data/kernels.json` is the table of the Triton that
-it names, with the operators' facts beside it.
+registry for every architecture. Registers and spills are those of the assembler (cuobjdump),
+accesses of 16 bytes or more are counted in the PTX. `data/kernels.json` is the table for the Triton
+version that it names, with the registry's entries.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from torch import Tensor
 from workbench.kernels.backends import triton_compat
 from workbench.kernels.registry import KERNELS, Kernel
 
-SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Compute capability -> bytes of shared memory that one program may have (CUDA C++ Programming
-Guide, "Technical specifications per compute capability").
+SHARED_MEMORY_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Compute capability -> maximum shared memory of a program in bytes (CUDA C++ Programming Guide,
+"Technical specifications per compute capability").
 """
-REGISTERS = 65536
-"""Of a multiprocessor, on each of them."""
-PROCESSES = 2
+REGISTERS_PER_SM = 65536
+"""32-bit registers of a multiprocessor, equal on all of them."""
+NUM_PROCESSES = 2
 
-TYPES = {
+TRITON_TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
@@ -56,10 +55,8 @@ WIDE_ACCESS = (
 
 
 @dataclass(frozen=True)
-class Launch:
-    """One launch, as Triton's compiler sees it: argument types, constants, what is known to be a
-    multiple of 16.
-    """
+class KernelLaunch:
+    """A specialisation as Triton compiles it: argument types, constants, multiples of 16."""
 
     function: Any
     signature: dict[str, str]
@@ -70,10 +67,11 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one launch takes on one architecture: registers of a thread, spilled bytes of a thread,
-    shared bytes of a program, accesses of 16 bytes or more in its code. `streams` is what they are
-    limits of: in, in and out, nothing.
+class CompiledKernelRow:
+    """Resources of a launch on one architecture.
+
+    Registers and spilled bytes per thread, shared memory per program in bytes, and accesses of 16
+    bytes or more in its code. `streams` says which accesses must be that wide.
     """
 
     kernel: str
@@ -93,10 +91,8 @@ class Row:
 # ---- what an operator launches -------------------------------------------------------------------
 
 
-def launches(kernel: Kernel, case: str) -> list[Launch]:
-    """What `case` launches, forward and backward, each kind once. Nothing runs: values are not what
-    they would be.
-    """
+def record_launches(kernel: Kernel, case: str) -> list[KernelLaunch]:
+    """Launches of a case, forward and backward, each specialisation once; nothing is executed."""
     with _recorded() as found:
         out = kernel.cases[case]()
         kinds = [launch_of("step" if out is None else "forward", *own) for own in found]
@@ -110,8 +106,8 @@ def launches(kernel: Kernel, case: str) -> list[Launch]:
 
 @contextmanager
 def _recorded() -> Iterator[list[Any]]:
-    """Inside, operators of host tensors take Triton's path, and what they would launch is kept
-    instead: function, positional and named arguments.
+    """A context in which operators take Triton's path on host tensors, and launches are recorded
+    instead of run: (function, positional arguments, named arguments).
     """
     found: list[Any] = []
 
@@ -127,10 +123,10 @@ def _recorded() -> Iterator[list[Any]]:
         jit.run, triton_compat.INTERPRETED = true_run, before
 
 
-def launch_of(direction: str, function: Any, args: Sequence[Any], named: dict[str, Any]) -> Launch:
-    """The specialisation that Triton makes of a call: None and 1 are constants, as are those
-    declared so.
-    """
+def launch_of(
+    direction: str, function: Any, args: Sequence[Any], named: dict[str, Any]
+) -> KernelLaunch:
+    """The specialisation of a call: None, 1 and `tl.constexpr` arguments are constants."""
     values = {p.name: p.default for p in function.params if p.has_default} | dict(
         zip(function.arg_names, args)
     )
@@ -147,12 +143,12 @@ def launch_of(direction: str, function: Any, args: Sequence[Any], named: dict[st
             value.data_ptr() if isinstance(value, Tensor) else value if type(value) is int else 1
         ) % 16 == 0:
             multiples.append(index)
-    return Launch(function, signature, constants, tuple(multiples), options, direction)
+    return KernelLaunch(function, signature, constants, tuple(multiples), options, direction)
 
 
 def _type(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"*{TYPES[value.dtype]}"
+        return f"*{TRITON_TYPES[value.dtype]}"
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, int):
@@ -163,8 +159,8 @@ def _type(value: Any) -> str:
 # ---- what it takes of an architecture ------------------------------------------------------------
 
 
-def compiled(launch: Launch, sm: int) -> Any:
-    """The kernel that Triton makes of `launch` for compute capability `sm`."""
+def compile_launch(launch: KernelLaunch, sm: int) -> Any:
+    """Compile a launch for compute capability `sm`."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -175,12 +171,12 @@ def compiled(launch: Launch, sm: int) -> Any:
     )
 
 
-def row_of(kernel: Kernel, case: str, launch: Launch, sm: int) -> Row:
-    """What `launch` takes on `sm`."""
-    binary = compiled(launch, sm)
+def measure_launch(kernel: Kernel, case: str, launch: KernelLaunch, sm: int) -> CompiledKernelRow:
+    """Resources of a launch on compute capability `sm`."""
+    binary = compile_launch(launch, sm)
     function, used = launch.function.__name__, _used(binary.asm["cubin"])
     wide = re.findall(rf"\b(ld|st|)(?:{WIDE_ACCESS})", binary.asm["ptx"])
-    return Row(
+    return CompiledKernelRow(
         kernel.name,
         function,
         case,
@@ -207,14 +203,14 @@ def _used(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
 
 
-def breaches(row: Row) -> list[str]:
-    """Which limits `row` breaks, in words."""
-    taken = row.registers * row.warps * 32
+def exceeded_limits(row: CompiledKernelRow) -> list[str]:
+    """The limits that `row` exceeds, in words."""
+    taken, most_shared = row.registers * row.warps * 32, SHARED_MEMORY_BYTES[row.sm]
     broken = {
         f"spills {row.spills} bytes of a thread; legal: none": row.spills > 0,
-        f"takes {taken} registers; legal: {REGISTERS}": taken > REGISTERS,
-        f"takes {row.shared} bytes of shared memory; legal: {SHARED[row.sm]}": row.shared
-        > SHARED[row.sm],
+        f"takes {taken} registers; legal: {REGISTERS_PER_SM}": taken > REGISTERS_PER_SM,
+        f"takes {row.shared} bytes of shared memory; legal: {most_shared}": row.shared
+        > most_shared,
         "loads nothing 16 bytes wide": row.streams != "nothing" and not row.vector_loads,
         "stores nothing 16 bytes wide": row.streams == "in and out" and not row.vector_stores,
     }
@@ -228,28 +224,34 @@ def breaches(row: Row) -> list[str]:
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def rows(progress: Callable[[int, int, str], None] = lambda done, of, what: None) -> list[Row]:
-    """All cases on all architectures, by `PROCESSES` processes; `progress(done, of, what)` is told
-    of each case.
+def compile_all(
+    progress: Callable[[int, int, str], None] = lambda done, of, what: None,
+) -> list[CompiledKernelRow]:
+    """All cases on all architectures, by `NUM_PROCESSES` processes; `progress(done, of, what)` is
+    told of each case.
     """
     cases = [(kernel.name, case) for kernel in KERNELS for case in kernel.cases]
-    found: list[Row] = []
-    with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
+    found: list[CompiledKernelRow] = []
+    with ProcessPoolExecutor(NUM_PROCESSES, get_context("spawn")) as pool:
         for done, own in enumerate(pool.map(_rows_of_case, cases)):
             found += own
             progress(done + 1, len(cases), ", ".join(cases[done]))
     return found
 
 
-def _rows_of_case(name_and_case: tuple[str, str]) -> list[Row]:
+def _rows_of_case(name_and_case: tuple[str, str]) -> list[CompiledKernelRow]:
     torch.set_num_threads(1)
     name, case = name_and_case
     kernel = next(kernel for kernel in KERNELS if kernel.name == name)
-    return [row_of(kernel, case, launch, sm) for launch in launches(kernel, case) for sm in SHARED]
+    return [
+        measure_launch(kernel, case, launch, sm)
+        for launch in record_launches(kernel, case)
+        for sm in SHARED_MEMORY_BYTES
+    ]
 
 
-def facts() -> list[dict[str, str]]:
-    """What the registry says of each operator."""
+def kernel_facts() -> list[dict[str, str]]:
+    """The registry's entries as plain data."""
     return [
         {
             name: getattr(kernel, name)
@@ -259,9 +261,9 @@ def facts() -> list[dict[str, str]]:
     ]
 
 
-def as_json(found: Iterable[Row]) -> str:
-    """The table as it is kept: a line a row."""
-    parts = {"kernels": facts(), "ahead": [asdict(row) for row in found]}
+def table_json(found: Iterable[CompiledKernelRow]) -> str:
+    """The table as JSON, a line per row."""
+    parts = {"kernels": kernel_facts(), "ahead": [asdict(row) for row in found]}
     lists = [
         f' "{name}": [\n  ' + ",\n  ".join(map(json.dumps, own)) + "\n ]"
         for name, own in parts.items()
@@ -271,16 +273,16 @@ def as_json(found: Iterable[Row]) -> str:
     )
 
 
-def differences(now: str, before: str) -> list[str]:
-    """Lines that only one of two tables has."""
+def table_differences(now: str, before: str) -> list[str]:
+    """Lines that only one of two tables has, as + and -."""
     sides = [[line.rstrip(",") for line in side.splitlines()] for side in (now, before)]
     return [f"+ {x}" for x in sides[0] if x not in sides[1]] + [
         f"- {x}" for x in sides[1] if x not in sides[0]
     ]
 
 
-def shown(found: Sequence[Row]) -> str:
-    """The table for people: a line a row, columns aligned."""
+def table_text(found: Sequence[CompiledKernelRow]) -> str:
+    """The table as aligned text."""
     heads = [
         "kernel",
         "function",
@@ -312,7 +314,7 @@ def _bar(done: int, of: int, what: str) -> None:
 
 
 def main() -> int:
-    """Compile, show or write or compare; 1 where a limit is broken or the table is another."""
+    """Compile, then print, write or compare; 1 where a limit is exceeded or the table differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -326,15 +328,15 @@ def main() -> int:
         )
     for path in (arguments.json and arguments.json.parent, arguments.check):
         if path and not path.exists():
-            parser.error(f"{path} is not there")
-    found = rows(_bar)
-    table, wrong = as_json(found), [said for row in found for said in breaches(row)]
+            parser.error(f"{path} does not exist")
+    found = compile_all(_bar)
+    table, wrong = table_json(found), [said for row in found for said in exceeded_limits(row)]
     if arguments.json:
         arguments.json.write_text(table)
     elif arguments.check:
-        wrong += differences(table, arguments.check.read_text())
+        wrong += table_differences(table, arguments.check.read_text())
     else:
-        print(shown(found))
+        print(table_text(found))
     print("\n".join(wrong) if wrong else f"{len(found)} kernels within limits", file=sys.stderr)
     return 1 if wrong else 0
 

@@ -1,9 +1,9 @@
-"""Bias, dropout (Srivastava et al. 2014) and residual as one operator that keeps no mask: backward
-draws it again.
+"""Fused bias + dropout (Srivastava et al. 2014) + residual without a stored mask.
 
-Whether an entry is kept is the hash that `workbench.models.counter_dropout` draws, to the bit, so
-every path and every mesh drops the same ones; what is saved is the number of each row. Forward
-reads the branch and the residual once and writes their sum; backward reads and writes one gradient.
+The mask is the counter-based hash of `workbench.models.counter_dropout`, to the bit, so that every
+path and every mesh drops the same entries; backward recomputes it from the saved row numbers.
+Forward reads the branch and the residual once and writes their sum; backward reads and writes one
+gradient.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ from torch import Tensor
 from torch.library import custom_op
 
 from workbench.kernels.backends.triton_compat import (
+    accumulation_type,
+    device_programs,
     jit,
     next_power_of_2,
-    programs,
     runs_triton,
     tl,
-    wide,
 )
-from workbench.kernels.input_checks import check, check_shape, rows_of, wide_dtype
+from workbench.kernels.input_checks import (
+    accumulation_dtype,
+    check_shape,
+    check_tensors,
+    flatten_rows,
+)
 from workbench.models.counter_dropout import CHUNK_NUMEL, apply_dropout
 
 TILE = 4096
-"""Entries that a program takes at once: 32 of each of its threads, of one row where that is as
-wide, for the keys of a row are as much work as those of three entries.
+"""Entries per tile: 32 per thread; of a single row where it is wide enough, because hashing a row's
+key costs as much as hashing three entries.
 """
-RESIDENT = 4
-"""Backward's programs of a multiprocessor: what its registers hold, and enough to hide what memory
-takes.
-"""
-NARROW = 1024
-"""Columns of a program where a row is no multiple of more."""
+PROGRAMS_PER_SM = 4
+"""Programs of backward per multiprocessor: as many as its registers hold, which hides latency."""
+MIN_BLOCK_COLUMNS = 1024
+"""Columns per program where a row is not a multiple of more."""
 
 
 def reference(
@@ -46,7 +49,7 @@ def reference(
     rate: float,
     first: int = 0,
 ) -> Tensor:
-    """residual + dropout(x + bias) as plain operators."""
+    """residual + dropout(x + bias) by plain operators."""
     branch = x if bias is None else x + bias
     dropped = branch * apply_dropout(torch.ones_like(x), rows, key, rate, first)
     return dropped if residual is None else residual + dropped
@@ -103,7 +106,7 @@ def dropout_add_forward(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of rows and columns a program; also backward's, of a gradient without bias."""
+    """One tile per program; also the backward where there is no bias."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -134,9 +137,7 @@ def dropout_add_backward(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every program takes each so-manieth tile of its columns, and keeps its part of the bias's
-    gradient until the end.
-    """
+    """A grid-stride loop over tiles; each program accumulates a partial bias gradient."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
     db = tl.zeros((ROWS, BLOCK), WIDE)
@@ -163,9 +164,7 @@ def _plain(
     rate: float,
     first: int,
 ) -> Tensor:
-    """The model's own operators, some rows at a time: never compiled, for a compiler makes the hash
-    thrice as slow.
-    """
+    """The model's plain operators, in chunks of rows; torch.compile makes the hash 3x slower."""
     out = torch.empty_like(x_ND)
     size = max(1, CHUNK_NUMEL // max(1, x_ND.shape[-1]))
     for start in range(0, len(x_ND), size):
@@ -189,14 +188,25 @@ def dropout_add(
     first: int = 0,
     kernels: str = "fused",
 ) -> Tensor:
-    """residual + dropout(x + bias) [..., D], of a branch and a residual [..., D] and a bias [D].
+    """Fused bias, dropout and residual addition, differentiable.
 
-    `rows` [...] are the int64 numbers of the tokens (`SampleIndices.rows`), `key` the module's, `first`
-    the channel that x begins with; a share `rate` is dropped. `kernels` is the plan's: fused, which
-    is Triton where that runs, or compiled, which is plain operators. Raises ValueError naming what
-    has no right device, dtype, shape or value.
+    Args:
+        x: Branch [..., D].
+        bias: [D].
+        residual: [..., D].
+        rows: int64 numbers of the tokens [...] (`SampleIndices.rows`).
+        key: The module's key of the hash.
+        rate: Share of entries that are dropped.
+        first: Channel at which x starts, where channels are sharded.
+        kernels: compiled, which is plain operators, or fused: Triton where it runs.
+
+    Returns:
+        residual + dropout(x + bias), [..., D].
+
+    Raises:
+        ValueError: Names the argument of an unsupported device, dtype, shape or value.
     """
-    check("dropout_add", "x", x=x, bias=bias, residual=residual, rows=rows)
+    check_tensors("dropout_add", "x", x=x, bias=bias, residual=residual, rows=rows)
     check_shape("dropout_add", "bias", bias, x.shape[-1:])
     check_shape("dropout_add", "residual", residual, x.shape)
     check_shape("dropout_add", "rows", rows, x.shape[:-1])
@@ -221,8 +231,8 @@ def dropout_add_op(
     first: int,
     kernels: str,
 ) -> Tensor:
-    """residual + dropout(x + bias), contiguous."""
-    x_ND, residual_ND = rows_of(x), None if residual is None else rows_of(residual)
+    """The operator behind `dropout_add`; contiguous result."""
+    x_ND, residual_ND = flatten_rows(x), None if residual is None else flatten_rows(residual)
     rows_N = rows.reshape(-1).contiguous()
     if not _triton(x, kernels):
         return _plain(x_ND, bias, residual_ND, rows_N, key, rate, first).view(x.shape)
@@ -239,7 +249,7 @@ def dropout_add_op(
         key,
         HAS_B=bias is not None,
         HAS_R=residual is not None,
-        WIDE=wide(x),
+        WIDE=accumulation_type(x),
         **_constants(rate),
         **tile,
     )
@@ -264,20 +274,20 @@ def _(
 def dropout_add_backward_op(
     dy: Tensor, rows: Tensor, key: int, rate: float, first: int, has_bias: bool, kernels: str
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the branch [..., D] and, in fp32 or better, of the bias [D], or nothing where
-    there is none.
+    """Gradients of branch [..., D] and bias [D], the latter in fp32 or better, empty without
+    one.
     """
     if not has_bias:
         return dropout_add_op(dy, None, None, rows, key, rate, first, kernels), _no_bias(dy)
-    dy_ND, rows_N = rows_of(dy), rows.reshape(-1).contiguous()
+    dy_ND, rows_N = flatten_rows(dy), rows.reshape(-1).contiguous()
     if not _triton(dy, kernels):
         dx = _plain(dy_ND, None, None, rows_N, key, rate, first)
-        return dx.view(dy.shape), dx.sum(0, dtype=wide_dtype(dx))
+        return dx.view(dy.shape), dx.sum(0, dtype=accumulation_dtype(dx))
     tile = _tile(dy.shape[-1])
     num_tiles, num_blocks = _grid(dy_ND, tile)
-    num_parts = min(num_tiles, max(1, programs(dy.device, RESIDENT) // num_blocks))
+    num_parts = min(num_tiles, max(1, device_programs(dy.device, PROGRAMS_PER_SM) // num_blocks))
     dx = torch.empty_like(dy_ND)
-    parts = torch.empty(num_parts, dy.shape[-1], dtype=wide_dtype(dy), device=dy.device)
+    parts = torch.empty(num_parts, dy.shape[-1], dtype=accumulation_dtype(dy), device=dy.device)
     dropout_add_backward[num_parts, num_blocks](
         dy_ND,
         rows_N,
@@ -286,7 +296,7 @@ def dropout_add_backward_op(
         *dy_ND.shape,
         first,
         key,
-        WIDE=wide(dy),
+        WIDE=accumulation_type(dy),
         **_constants(rate),
         **tile,
     )
@@ -298,18 +308,19 @@ def _(
     dy: Tensor, rows: Tensor, key: int, rate: float, first: int, has_bias: bool, kernels: str
 ) -> tuple[Tensor, Tensor]:
     return dy.new_empty(dy.shape), dy.new_empty(
-        dy.shape[-1:], dtype=wide_dtype(dy)
+        dy.shape[-1:], dtype=accumulation_dtype(dy)
     ) if has_bias else _no_bias(dy)
 
 
 def _no_bias(dy: Tensor) -> Tensor:
-    return dy.new_empty(0, dtype=wide_dtype(dy))
+    return dy.new_empty(0, dtype=accumulation_dtype(dy))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, bias, residual, rows, ctx.key, ctx.rate, ctx.first, ctx.kernels = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.residual_dtype = None if residual is None else residual.dtype
+    # Neither mask nor input is saved: the hash of the row numbers gives the mask again.
     ctx.save_for_backward(rows)
 
 
@@ -330,7 +341,7 @@ def _triton(x: Tensor, kernels: str) -> bool:
 
 
 def _tile(columns: int) -> dict[str, int]:
-    block = min(next_power_of_2(columns), max(NARROW, min(TILE, columns & -columns)))
+    block = min(next_power_of_2(columns), max(MIN_BLOCK_COLUMNS, min(TILE, columns & -columns)))
     return {"ROWS": TILE // block, "BLOCK": block, "num_warps": 4}
 
 

@@ -1,12 +1,13 @@
-"""Summed cross entropy of logits, whose gradient takes the logits' place; with label smoothing
-(Szegedy et al. 2016, 1512.00567) and the z-loss, z times the squared log of the softmax's
-denominator (Chowdhery et al. 2022, 2204.02311).
+"""Fused vocabulary-parallel cross entropy, whose gradient overwrites the logits.
 
-Forward reads the logits once, for a few numbers a token (online softmax, Milakov and Gimelshein
-2018, 1805.02867), and leaves them as they are. Backward reads them again and writes the gradient
-over them: nothing else of the vocabulary's width is ever made, and the gradient is rounded once,
-after it was multiplied by what comes in, as fp16 needs it. Over a split vocabulary the numbers of
-each part are reduced by the caller's collectives. All of it is in fp32 or better.
+With label smoothing (Szegedy et al. 2016, arXiv 1512.00567) and the z-loss, z times the squared log
+of the softmax denominator (Chowdhery et al. 2022, arXiv 2204.02311).
+
+Forward reads the logits once for a few statistics per token (online softmax, Milakov and Gimelshein
+2018, arXiv 1805.02867). Backward reads them again and writes the gradient over them: no other
+tensor of the vocabulary's width exists, and the gradient is rounded once, after multiplication by
+the incoming gradient, as fp16 needs. With a sharded vocabulary the caller's collectives reduce the
+statistics. All arithmetic is in fp32 or better.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
-from workbench.kernels.backends.compiled_reference import compiled
-from workbench.kernels.backends.triton_compat import jit, next_power_of_2, runs_triton, tl, wide
-from workbench.kernels.input_checks import check, check_shape, wide_dtype
+from workbench.kernels.backends.compiled_reference import torch_compiled
+from workbench.kernels.backends.triton_compat import (
+    accumulation_type,
+    jit,
+    next_power_of_2,
+    runs_triton,
+    tl,
+)
+from workbench.kernels.input_checks import accumulation_dtype, check_shape, check_tensors
 from workbench.models.seams import IGNORE_INDEX, at_least_fp32
 
 BLOCK = 2048
-"""Entries that a program of few warps takes at once: many programs share a processor, and hide each
-other's waits.
-"""
+"""Entries per tile of a small program: many programs per multiprocessor hide latency."""
 
 Reduce = Callable[[Tensor], Tensor]
 """A reduction over ranks of a contiguous tensor, in place."""
@@ -37,7 +42,7 @@ Reduce = Callable[[Tensor], Tensor]
 def reference(
     logits_NV: Tensor, targets_N: Tensor, smoothing: float = 0.0, z: float = 0.0
 ) -> Tensor:
-    """The sum over valid tokens as plain operators."""
+    """The loss, summed over valid tokens, by plain operators."""
     own = at_least_fp32(logits_NV)
     loss = F.cross_entropy(
         own, targets_N, reduction="sum", ignore_index=IGNORE_INDEX, label_smoothing=smoothing
@@ -50,9 +55,7 @@ def reference(
 
 @jit
 def load(ROWS_AT, columns, here, num_columns, num_real, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block of rows, -inf where nothing real is. Padding is loaded, so that the mask is as
-    aligned as the rows.
-    """
+    """Load a block of logits, -inf in padding, which is loaded too: the mask stays aligned."""
     x = tl.load(ROWS_AT + columns, mask=here & (columns < num_columns), other=float("-inf")).to(
         WIDE
     )
@@ -71,8 +74,8 @@ def statistics_of(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Maximum, sum of exponentials over it, target's logit (else 0) and, where smoothed, the sum,
-    [ROWS, 1] each.
+    """Statistics of rows, [ROWS, 1] each: maximum, sum of exponentials relative to it, the target's
+    logit (0 if elsewhere), and with smoothing the sum of logits.
     """
     mine = here & (local >= 0) & (local < num_real)
     target = tl.load(ROWS_AT + local, mask=mine, other=0.0).to(WIDE)
@@ -107,7 +110,7 @@ def write_gradient(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Over the logits; zero where the token is ignored and in padding."""
+    """Write the gradient over the logits; zero for ignored tokens and padding."""
     weight = 1.0 + 2.0 * Z * lse
     for first in range(0, num_columns, BLOCK):
         columns = first + tl.arange(0, BLOCK)[None, :]
@@ -133,7 +136,7 @@ def cross_entropy_statistics(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A few rows a program; those of ignored tokens are not read."""
+    """A few rows per program; rows of ignored tokens are not read."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = rows < num_rows
     targets = tl.load(TARGETS + rows, mask=inside, other=ignore)
@@ -174,7 +177,7 @@ def cross_entropy_gradient(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """In place of the logits, times what came in."""
+    """Overwrite the logits by their gradient, times the incoming gradient."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = rows < num_rows
     targets = tl.load(TARGETS + rows, mask=inside, other=ignore)
@@ -199,7 +202,7 @@ def cross_entropy_gradient(  # type: ignore[no-untyped-def]
 # ---- without Triton: the same by a compiler, which on the CPU too holds no more than a row in fp32
 
 
-@compiled
+@torch_compiled
 def _statistics(logits_NV: Tensor, local_N: Tensor, smoothed: bool) -> Tensor:
     own = at_least_fp32(logits_NV)
     top = own.amax(-1)
@@ -212,7 +215,7 @@ def _statistics(logits_NV: Tensor, local_N: Tensor, smoothed: bool) -> Tensor:
     return torch.stack((top, (own - shift[:, None]).exp().sum(-1), target, *rest))
 
 
-@compiled
+@torch_compiled
 def _gradient(
     logits_NV: Tensor,
     local_N: Tensor,
@@ -237,9 +240,11 @@ def _gradient(
 def statistics_op(
     logits_NV: Tensor, targets_N: Tensor, start: int, stop: int, smoothed: bool, kernels: str
 ) -> Tensor:
-    """[3 or 4, N], in fp32 or better: of the entries [start, stop) of the vocabulary, with which
-    each row begins, the maximum, the sum of exponentials over it, the target's logit (0: it is not
-    here) and, where `smoothed`, the sum.
+    """Statistics [3 or 4, N], in fp32 or better, of the local entries [start, stop) of the
+    vocabulary.
+
+    Per token: maximum, sum of exponentials relative to it, the target's logit (0 if it is on
+    another rank), and with `smoothed` the sum of logits.
     """
     num_real = stop - start
     if not num_real or not len(logits_NV):
@@ -249,7 +254,7 @@ def statistics_op(
     if not _triton(logits_NV, kernels):
         return _statistics(logits_NV[:, :num_real], targets_N - start, smoothed)
     out = _room(logits_NV, smoothed)
-    shape = tile(logits_NV.shape[1], BLOCK)
+    shape = tile_shape(logits_NV.shape[1], BLOCK)
     cross_entropy_statistics[(-(-len(logits_NV) // shape["ROWS"]),)](
         logits_NV,
         targets_N,
@@ -261,7 +266,7 @@ def statistics_op(
         start,
         IGNORE_INDEX,
         SMOOTHED=smoothed,
-        WIDE=wide(logits_NV),
+        WIDE=accumulation_type(logits_NV),
         **shape,
     )
     return out
@@ -276,7 +281,7 @@ def _(
 
 def _room(logits_NV: Tensor, smoothed: bool) -> Tensor:
     return torch.empty(
-        3 + smoothed, len(logits_NV), dtype=wide_dtype(logits_NV), device=logits_NV.device
+        3 + smoothed, len(logits_NV), dtype=accumulation_dtype(logits_NV), device=logits_NV.device
     )
 
 
@@ -293,12 +298,10 @@ def gradient_op(
     z: float,
     kernels: str,
 ) -> None:
-    """The gradient in place of the logits, from the log of the whole vocabulary's sum of
-    exponentials.
-    """
+    """Overwrite the logits by their gradient, given the log-sum-exp over the global vocabulary."""
     if not _triton(logits_NV, kernels):
         return write(logits_NV, targets_N, lse_N, factor, start, stop, smoothing, share, z)
-    shape = tile(logits_NV.shape[1], BLOCK)
+    shape = tile_shape(logits_NV.shape[1], BLOCK)
     cross_entropy_gradient[(-(-len(logits_NV) // shape["ROWS"]),)](
         logits_NV,
         targets_N,
@@ -313,7 +316,7 @@ def gradient_op(
         SMOOTHING=smoothing,
         SHARE=share,
         Z=z,
-        WIDE=wide(logits_NV),
+        WIDE=accumulation_type(logits_NV),
         **shape,
     )
 
@@ -354,24 +357,20 @@ def write(
 # ---- what the numbers of a token make ------------------------------------------------------------
 
 
-def relative(
+def rescale_statistics(
     found_KN: Tensor, highest_N: Tensor, targets_N: Tensor, rows: tuple[int, int]
 ) -> Tensor:
-    """Statistics without their maximum, [2 or 3, N], made relative to `highest_N` of the whole
-    vocabulary: what the parts of the vocabulary then add up to is what the whole has.
-    """
+    """Statistics [2 or 3, N] relative to the global maximum `highest_N`, which ranks then sum."""
     top, exps, target, *total = found_KN
     mine = (targets_N >= rows[0]) & (targets_N < rows[1])
     moved = [exps * (top - highest_N).exp(), (target - highest_N).masked_fill_(~mine, 0.0)]
     return torch.stack(moved + [part - (rows[1] - rows[0]) * highest_N for part in total])
 
 
-def losses(
+def token_losses(
     sums_KN: Tensor, highest_N: Tensor, targets_N: Tensor, smoothing: float, share: float, z: float
 ) -> tuple[Tensor, Tensor]:
-    """(each token's loss, the log of its sum of exponentials), both [N], from sums over the whole
-    vocabulary.
-    """
+    """(loss per token, log-sum-exp), both [N], from sums over the global vocabulary."""
     log = sums_KN[0].log()
     lse_N, loss = highest_N + log, log - (1 - smoothing) * sums_KN[1]
     loss = loss - share * sums_KN[2] if smoothing else loss
@@ -379,7 +378,7 @@ def losses(
     return loss.masked_fill_(targets_N == IGNORE_INDEX, 0.0), lse_N
 
 
-def whole_losses(
+def unsharded_losses(
     found_KN: Tensor,
     targets_N: Tensor,
     rows: tuple[int, int],
@@ -387,11 +386,11 @@ def whole_losses(
     share: float,
     z: float,
 ) -> tuple[Tensor, Tensor]:
-    """The same from statistics of the whole vocabulary; both are NaN where the target is no part of
-    it.
+    """(loss per token, log-sum-exp), both [N], of an unsharded vocabulary; NaN where the target is
+    outside it.
     """
-    sums_KN = relative(found_KN, found_KN[0], targets_N, rows)
-    loss_N, lse_N = losses(sums_KN, found_KN[0], targets_N, smoothing, share, z)
+    sums_KN = rescale_statistics(found_KN, found_KN[0], targets_N, rows)
+    loss_N, lse_N = token_losses(sums_KN, found_KN[0], targets_N, smoothing, share, z)
     strange = (targets_N != IGNORE_INDEX) & ((targets_N < rows[0]) | (targets_N >= rows[1]))
     return loss_N.masked_fill_(strange, torch.nan), lse_N.masked_fill_(strange, torch.nan)
 
@@ -410,16 +409,18 @@ def cross_entropy(
     reduce: tuple[Reduce, Reduce] | None = None,
     kernels: str = "fused",
 ) -> Tensor:
-    """Sum over valid tokens, in fp32 or better; a scalar. Backward uses the logits up: their
-    gradient is written there.
+    """Cross entropy summed over valid tokens, in fp32 or better: a scalar.
 
-    `rows` is the part of the vocabulary whose logits come first in `logits_NV`; columns past it are
-    padding. Where it is not all, `reduce` makes the maximum and the sum over the ranks that hold
-    the others, and `vocab` is their number altogether, which smoothing asks for. Who has kept the
-    logits for a backward of his own, or runs this one twice, is told so by autograd. A target
-    outside an unsplit vocabulary makes its token's loss and gradient NaN; in a split one, it is as
-    one whose logit is the maximum. Nothing waits for the device. Raises ValueError naming what is
-    not right.
+    Backward overwrites the logits by their gradient; autograd raises where another operator has
+    saved them, or where backward runs twice. `rows` are the rank's entries of the vocabulary, whose
+    logits come first in `logits_NV`; further columns are padding. With a sharded vocabulary,
+    `reduce` gives the reductions (maximum, sum) over its ranks, and `vocab` its global size, which
+    label smoothing needs. A target outside an unsharded vocabulary makes its token's loss and
+    gradient NaN; in a sharded one its logit counts as the maximum. Does not synchronise with the
+    device.
+
+    Raises:
+        ValueError: Names the unsupported argument.
     """
     rows = (0, logits_NV.shape[-1]) if rows is None else rows
     check_tokens("cross_entropy", "logits", logits_NV, targets_N, smoothing, z)
@@ -449,10 +450,12 @@ def cross_entropy(
 def check_tokens(
     operator: str, name: str, x_NX: Tensor, targets_N: Tensor, smoothing: float, z: float
 ) -> None:
-    """Raise ValueError unless a row of `x_NX` stands beside every target, and the loss has a form
-    that there is.
+    """Check that there is a row of `x_NX` per target, and that the loss' options are legal.
+
+    Raises:
+        ValueError: Names the argument.
     """
-    check(operator, name, **{name: x_NX, "targets": targets_N})
+    check_tensors(operator, name, **{name: x_NX, "targets": targets_N})
     if x_NX.ndim != 2 or not x_NX.is_floating_point():
         raise ValueError(
             f"{operator}: {name} is {x_NX.dtype} of {x_NX.ndim} dimensions; legal: floating, "
@@ -470,14 +473,14 @@ def check_tokens(
 
 
 def _rows(logits_NV: Tensor) -> Tensor:
-    """As they are, if each row lies in one piece of its own; else copied, and the copy is used
-    up.
-    """
+    """The logits if their rows are contiguous and do not overlap; else a copy to overwrite."""
     own = logits_NV.stride(1) == 1 and logits_NV.stride(0) >= logits_NV.shape[1]
     return logits_NV if own else logits_NV.clone(memory_format=torch.contiguous_format)
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Saves the logits, targets and log-sum-exp; backward overwrites the logits by the gradient."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -492,11 +495,13 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         found = statistics_op(logits_NV, targets_N, *rows, smoothing > 0, kernels)
         if reduce is None:
-            loss_N, lse_N = whole_losses(found, targets_N, rows, smoothing, share, z)
+            loss_N, lse_N = unsharded_losses(found, targets_N, rows, smoothing, share, z)
         else:
+            # Two all-reduces of [N] and [2 or 3, N] instead of one of logits: every rank's sums are
+            # first made relative to the global maximum, which keeps the exponentials finite.
             highest_N = reduce[0](found[0].clone())
-            sums_KN = reduce[1](relative(found, highest_N, targets_N, rows))
-            loss_N, lse_N = losses(sums_KN, highest_N, targets_N, smoothing, share, z)
+            sums_KN = reduce[1](rescale_statistics(found, highest_N, targets_N, rows))
+            loss_N, lse_N = token_losses(sums_KN, highest_N, targets_N, smoothing, share, z)
         ctx.save_for_backward(logits_NV, targets_N, lse_N)
         ctx.form = (*rows, smoothing, share, z, kernels)
         return loss_N.sum()
@@ -505,6 +510,8 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, targets_N, lse_N = ctx.saved_tensors
+        # The custom op declares that it mutates the logits, so that their version counter advances
+        # and a second backward, or another reader, fails instead of reading the gradient.
         gradient_op(logits_NV, targets_N, lse_N, gradient, *ctx.form)
         return logits_NV.detach(), *[None] * 7
 
@@ -513,10 +520,8 @@ def _triton(logits_NV: Tensor, kernels: str) -> bool:
     return kernels == "fused" and runs_triton(logits_NV.device) and logits_NV.numel() > 0
 
 
-def tile(num_columns: int, most: int) -> dict[str, int]:
-    """A tile of at most `most` entries, of several rows where those are short, and the warps that
-    take it.
-    """
+def tile_shape(num_columns: int, most: int) -> dict[str, int]:
+    """Tile shape of at most `most` entries, of several rows if those are short, and its warps."""
     block = min(next_power_of_2(num_columns), most)
     rows = max(1, min(most, BLOCK) // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // 512))}

@@ -1,8 +1,6 @@
-"""The seams of a model (`workbench.models.seams`) with other bodies: the fused operators of this
-room.
+"""Fused versions of the models' seams (`workbench.models.seams`).
 
-A replaced seam stays the same module, with its parameters, its name and its hooks; only what runs
-is another.
+A replaced seam keeps its module, parameters, name and hooks; only its forward changes.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from workbench.runtime_facts.fused_thresholds import (
 
 
 class FusedAddNorm(AddNorm):
-    """Sum and norm in one pass over memory."""
+    """Residual addition and normalisation in one pass over memory."""
 
     kernels: str
     plain_below: int
@@ -46,7 +44,7 @@ class FusedAddNorm(AddNorm):
 
 
 class FusedRope(Rope):
-    """Positions turned where they lie: queries and keys that come in are used up."""
+    """Rotary position embedding in place: input queries and keys are overwritten."""
 
     kernels: str
     plain_below: int
@@ -54,14 +52,14 @@ class FusedRope(Rope):
     def forward(
         self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys [B, T, heads, head_dim], turned."""
+        """Rotated queries and keys [B, T, heads, head_dim]."""
         if q_BTHK.numel() < self.plain_below:
             return super().forward(q_BTHK, k_BTHK, positions)
         return rope(q_BTHK, k_BTHK, positions.cos, positions.sin, self.kernels)
 
 
 class FusedActivate(Activate):
-    """The non-linearity in one pass; what backward needs of it is made again."""
+    """Activation in one pass; backward recomputes intermediate values."""
 
     kernels: str
     plain_below: int
@@ -74,10 +72,10 @@ class FusedActivate(Activate):
 
 
 class FusedHeadLoss(HeadLoss):
-    """Projection and loss of some tokens at a time: the logits are never there at once.
+    """Output projection and loss in chunks of tokens, without full logits.
 
-    What splits the vocabulary replaces it, has all its logits, and makes their loss by plain
-    operators where they are fewer than `plain_below`.
+    Vocabulary parallelism replaces it: it materialises the logits of its shard, and computes the
+    loss by plain operators below `plain_below` logits.
     """
 
     kernels: str
@@ -91,12 +89,14 @@ class FusedHeadLoss(HeadLoss):
 
 
 class FusedDropout(Dropout):
-    """Dropout that draws its mask as it goes; the same entries as the plain one's."""
+    """Dropout that recomputes its mask; drops the same entries as the plain one."""
 
     kernels: str
 
     def forward(self, x_BTD: Tensor, rows_BT: Tensor | None) -> Tensor:
-        """[B, T, D] to the same; `rows` say which tokens these are."""
+        """[B, T, D] to [B, T, D]; `rows_BT` are the tokens' numbers, of which the mask is a
+        hash.
+        """
         if not self.rate or not self.training:
             return x_BTD
         assert rows_BT is not None, "dropout must be told which tokens it sees"
@@ -105,22 +105,29 @@ class FusedDropout(Dropout):
         )
 
 
-FUSED: dict[type[nn.Module], type[nn.Module]] = {
+FUSED_SEAMS: dict[type[nn.Module], type[nn.Module]] = {
     AddNorm: FusedAddNorm,
     Rope: FusedRope,
     Activate: FusedActivate,
     HeadLoss: FusedHeadLoss,
     Dropout: FusedDropout,
 }
-"""Plain seam -> the fused one; attention is torch's fused operator already."""
+"""Plain seam -> fused seam; attention already is torch's fused operator."""
 
 
 def replace_seams(model: nn.Module, kernels: str, device: str = "cuda") -> None:
-    """Let the seams of `model` run `kernels` (eager, compiled, fused), in place, on the planned
-    `device` (cuda, cpu).
+    """Replace the seams of a model, in place.
 
-    Fused on processors is torch's own operator for kinds that it has one for, plain operators where
-    there is little to do and for dropout, and else compiled code.
+    On CPU, fused means torch's own operator where it has one, plain operators for small tensors and
+    for dropout, and compiled code otherwise.
+
+    Args:
+        model: The model.
+        kernels: eager, compiled or fused.
+        device: The plan's device type: cuda or cpu.
+
+    Raises:
+        ValueError: `kernels` is none of these.
     """
     if kernels not in ("eager", "compiled", "fused"):
         raise ValueError(f"kernels are {kernels!r}; legal: 'eager', 'compiled' or 'fused'")
@@ -131,23 +138,30 @@ def replace_seams(model: nn.Module, kernels: str, device: str = "cuda") -> None:
         plain = on_processor and (
             isinstance(module, Dropout) or getattr(module, "kind", None) in ATEN_SEAMS
         )
-        if type(module) in FUSED and not plain:
+        if type(module) in FUSED_SEAMS and not plain:
             below = MIN_FUSED_LOSS_NUMEL if isinstance(module, HeadLoss) else MIN_FUSED_SEAM_NUMEL
-            use(module, FUSED[type(module)], kernels, below if on_processor else 0)
+            set_seam(module, FUSED_SEAMS[type(module)], kernels, below if on_processor else 0)
 
 
-def use(module: Any, kind: type[nn.Module], kernels: str, plain_below: int = 0) -> None:
-    """Make `module` one of `kind`, a subclass of its own that differs in what it runs."""
+def set_seam(module: Any, kind: type[nn.Module], kernels: str, plain_below: int = 0) -> None:
+    """Change a module's class to `kind`, a subclass that differs only in its forward."""
     module.__class__ = kind
     module.kernels, module.plain_below = kernels, plain_below
 
 
 def warm_up(models: Iterable[nn.Module], dtype: torch.dtype, batch: int = 2) -> Iterator[str]:
-    """Compile for processors what the seams of `models` will run, on small ones of the same kinds;
-    before each, say which.
+    """Compile the seams' CPU code before the first step, on small modules of the same kinds.
 
-    No two of their sizes are the same, or code would be compiled for just that; so it is for a
-    `batch` of one. Cards compile sizes in: there the first step does it.
+    All dims of the small inputs differ, or torch.compile would specialise on equal sizes. On GPUs
+    code is specialised on sizes, so the first step compiles it.
+
+    Args:
+        models: The models whose seams will run.
+        dtype: Dtype of parameters and activations.
+        batch: Micro-batch; 1 is specialised on.
+
+    Yields:
+        The name of each kind, before it is compiled.
     """
     done: set[tuple[Any, ...]] = set()
     for module in [
@@ -197,17 +211,15 @@ def _head(like: Any, zeros: Zeros) -> Small:
     return HeadLoss(10, vocab), [(x := zeros(5, 10), torch.zeros(x.shape[:2], dtype=torch.long))]
 
 
-class SplitLoss(nn.Module):
-    """The loss of a vocabulary that is split over ranks, of one rank alone; the last `padding`
-    columns are nobody's.
-    """
+class VocabParallelLoss(nn.Module):
+    """Vocabulary-parallel loss on a single rank; the last `padding` columns are no entries."""
 
     def __init__(self, kernels: str) -> None:
         super().__init__()
         self.kernels = kernels
 
     def forward(self, logits_NV: Tensor, targets_N: Tensor, padding: int) -> Tensor:
-        """The sum over tokens; uses the logits up."""
+        """The loss summed over tokens; overwrites the logits."""
         rows = 0, logits_NV.shape[1] - padding
         return cross_entropy(
             logits_NV, targets_N, rows, reduce=(Tensor.clone, Tensor.clone), kernels=self.kernels
@@ -216,7 +228,7 @@ class SplitLoss(nn.Module):
 
 def _split_head(like: Any, zeros: Zeros) -> Small:
     targets = torch.zeros(zeros(5).numel(), dtype=torch.long)
-    return SplitLoss(like.kernels), [
+    return VocabParallelLoss(like.kernels), [
         (zeros(5, 100).flatten(0, 1) * 1, targets, padding) for padding in (0, 2)
     ]
 
@@ -227,6 +239,4 @@ _SMALL: dict[type[nn.Module], Callable[[Any, Zeros], Small]] = {
     FusedActivate: _activate,
     FusedHeadLoss: _head,
 }
-"""A fused seam -> a small plain one of its kind, and what it is run on; others split the vocabulary
-of a head.
-"""
+"""Fused seam -> function that makes a small plain one of its kind, and its inputs."""

@@ -1,6 +1,4 @@
-"""What an operator asks of its tensors before any pointer is handed on; what is not right is
-refused by name.
-"""
+"""Input validation of the custom operators, before any pointer reaches a kernel."""
 
 from __future__ import annotations
 
@@ -10,15 +8,21 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-INTEGERS = ("targets", "rows", "values")
-"""Names of what holds whole numbers; what those may be, operators check themselves."""
-FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGER_TENSORS = ("targets", "rows", "values")
+"""Names of integer tensors, whose dtype operators check themselves."""
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check(operator: str, like: str, **tensors: Tensor | None) -> None:
-    """Raise ValueError, naming tensor, value and what would be legal, unless all that are there are
-    on the device of the one called `like`, without tangents and, but for `INTEGERS`, in a dtype
-    that the kernels know.
+def check_tensors(operator: str, like: str, **tensors: Tensor | None) -> None:
+    """Check devices and dtypes of an operator's tensors, and that none has a tangent.
+
+    Args:
+        operator: The operator, for messages.
+        like: Name of the tensor whose device all others must have.
+        **tensors: Name -> tensor; None is skipped.
+
+    Raises:
+        ValueError: Names tensor, value and what is legal.
     """
     first = tensors[like]
     assert first is not None
@@ -30,8 +34,8 @@ def check(operator: str, like: str, **tensors: Tensor | None) -> None:
                 f"{operator}: {name} is on {x.device}, but {like} on {first.device}; legal: one "
                 f"device"
             )
-        if x.dtype not in FLOATING and name not in INTEGERS:
-            legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
+        if x.dtype not in FLOAT_DTYPES and name not in INTEGER_TENSORS:
+            legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
             raise ValueError(
                 f"{operator}: {name} is {str(x.dtype).removeprefix('torch.')}; legal: {legal}"
             )
@@ -42,16 +46,16 @@ def check(operator: str, like: str, **tensors: Tensor | None) -> None:
 
 
 def check_shape(operator: str, name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless `x`, where it is there, has `shape`."""
+    """Raise ValueError unless `x` is None or has `shape`."""
     if x is not None and tuple(x.shape) != tuple(shape):
         raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}; legal: {tuple(shape)}")
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """`x` [..., D] as contiguous rows [N, D]; copied where it is not."""
+def flatten_rows(x: Tensor) -> Tensor:
+    """`x` [..., D] as contiguous rows [N, D]; copied if it is not contiguous."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
 
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """What statistics of `x` are kept in: fp32, or fp64 where x has it."""
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """Dtype of statistics of `x`: fp32, or fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

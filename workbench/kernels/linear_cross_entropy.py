@@ -1,13 +1,14 @@
-"""Output projection and summed cross entropy as one: logits are made for a run of tokens at a time,
-and never held.
+"""Fused linear cross entropy: output projection and loss in chunks of tokens.
 
-The gradients are made in forward, run by run, while the logits are there (as in Liger Kernel, Hsu
-et al. 2024, 2410.10989): the input's [N, D] and the weight's [V, D] are kept until backward, which
-multiplies them by what comes in. The weight's is summed over runs in its own dtype and so rounded
-once a run, of which there are few (`loss_chunk_tokens`): bf16 thus holds no second copy in fp32. In
-fp16 both are kept in fp32, made from a gradient of the logits that is multiplied by `held`: what
-will come in has the loss's scale in it, without which small ones would be lost, and sums of large
-ones overflow whatever that scale is.
+The full logits [N, V] never exist. Gradients are computed in forward, chunk by chunk, while the
+logits of the chunk exist (as in Liger Kernel, Hsu et al. 2024, arXiv 2410.10989): those of the
+input [N, D] and the weight [V, D] are kept for backward, which multiplies them by the incoming
+gradient. The weight gradient is accumulated in its own dtype, so it is rounded once per chunk, of
+which there are few (`loss_chunk_tokens`), and bf16 needs no second copy in fp32.
+
+In fp16 both are kept in fp32, and computed from logit gradients multiplied by `gradient_scale`: the
+loss scale arrives only with the incoming gradient, without it small values would underflow, and
+sums of large ones would overflow at any scale.
 """
 
 from __future__ import annotations
@@ -21,31 +22,27 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from workbench.kernels import cross_entropy as ce
-from workbench.kernels.backends.triton_compat import jit, runs_triton, tl, wide
-from workbench.kernels.cross_entropy import check_tokens, statistics_of, tile, write_gradient
-from workbench.kernels.input_checks import check, wide_dtype
+from workbench.kernels.backends.triton_compat import accumulation_type, jit, runs_triton, tl
+from workbench.kernels.cross_entropy import check_tokens, statistics_of, tile_shape, write_gradient
+from workbench.kernels.input_checks import accumulation_dtype, check_tensors
 from workbench.models.seams import IGNORE_INDEX
 from workbench.runtime_facts.loss_chunks import loss_chunk_columns, loss_chunk_tokens
 
-ENTRIES = 16384
-"""Of a row, which a program takes at once: few rows at a time, so that all stay in the cache until
-read again.
-"""
-PIECE = 2**22
-"""Entries that are widened at a time where no product takes narrow factors to a wide result."""
+TILE_NUMEL = 16384
+"""Entries of a row per tile: few rows at a time, which stay in the cache until read again."""
+CHUNK_NUMEL = 2**22
+"""Entries upcast at once where no GEMM has 16-bit inputs and an fp32 output."""
 
 
 def reference(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, smoothing: float = 0.0, z: float = 0.0
 ) -> Tensor:
-    """The sum over valid tokens as plain operators."""
+    """The loss, summed over valid tokens, by plain operators."""
     return ce.reference(F.linear(x_ND, weight_VD), targets_N, smoothing, z)
 
 
-def held(dtype: torch.dtype, z: float) -> float:
-    """What gradients made in forward are multiplied by; a power of two, and no logit's reaches
-    fp16's end by it.
-    """
+def gradient_scale(dtype: torch.dtype, z: float) -> float:
+    """Factor of the gradients computed in forward: a power of two by which no logit's overflows."""
     return 1.0 if dtype != torch.float16 else 2.0**10 if z else 2.0**15
 
 
@@ -70,9 +67,7 @@ def cross_entropy_both(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each token's loss, and its gradient in place of its logits, which are read again from the
-    cache.
-    """
+    """Loss per token, and the gradient over its logits, which are reloaded from the cache."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = rows < num_rows
     targets = tl.load(TARGETS + rows, mask=inside, other=ignore)
@@ -95,7 +90,7 @@ def cross_entropy_both(  # type: ignore[no-untyped-def]
     if SMOOTHING > 0.0:
         loss -= SHARE * total - SMOOTHING * top
     tl.store(LOSS + rows, tl.where(here, tl.where(known, loss, float("nan")), 0.0), mask=inside)
-    tl.debug_barrier()  # no thread may write an entry that another has still to read
+    tl.debug_barrier()  # no thread may overwrite an entry that another has yet to read
     write_gradient(
         LOGITS + rows * stride,
         inside,
@@ -117,7 +112,7 @@ def cross_entropy_both(  # type: ignore[no-untyped-def]
 
 
 @custom_op("workbench::linear_cross_entropy_run", mutates_args=("room", "dx_ND", "dw_VD"))
-def run_op(
+def chunk_op(
     x_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
@@ -129,8 +124,10 @@ def run_op(
     z: float,
     kernels: str,
 ) -> Tensor:
-    """Each token's loss [N]; the logits are made in `room`, and from their gradient, if asked for,
-    the input's is written and the weight's written by the `first` run, added by others.
+    """Loss per token [N] of one chunk.
+
+    The logits are computed in the buffer `room`; from their gradient, if requested, the input
+    gradient is written, and the weight gradient written by the `first` chunk and added by others.
     """
     num_real = len(weight_VD)
     logits_NV = room[: len(x_ND)]
@@ -145,7 +142,7 @@ def run_op(
     return loss_N
 
 
-@run_op.register_fake
+@chunk_op.register_fake
 def _(
     x_ND: Tensor,
     weight_VD: Tensor,
@@ -158,26 +155,28 @@ def _(
     z: float,
     kernels: str,
 ) -> Tensor:
-    return torch.empty(len(x_ND), dtype=wide_dtype(x_ND), device=x_ND.device)
+    return torch.empty(len(x_ND), dtype=accumulation_dtype(x_ND), device=x_ND.device)
 
 
 def _losses(
     logits_NV: Tensor, targets_N: Tensor, num_real: int, smoothing: float, z: float, kernels: str
 ) -> tuple[Tensor, Tensor]:
     found = ce.statistics_op(logits_NV, targets_N, 0, num_real, smoothing > 0, kernels)
-    return ce.whole_losses(found, targets_N, (0, num_real), smoothing, smoothing / num_real, z)
+    return ce.unsharded_losses(found, targets_N, (0, num_real), smoothing, smoothing / num_real, z)
 
 
 def _both(
     logits_NV: Tensor, targets_N: Tensor, num_real: int, smoothing: float, z: float, kernels: str
 ) -> Tensor:
-    share, factor = smoothing / num_real, held(logits_NV.dtype, z)
+    share, factor = smoothing / num_real, gradient_scale(logits_NV.dtype, z)
     if kernels != "fused" or not runs_triton(logits_NV.device):
         loss_N, lse_N = _losses(logits_NV, targets_N, num_real, smoothing, z, kernels)
         ce.write(logits_NV, targets_N, lse_N, factor, 0, num_real, smoothing, share, z)
         return loss_N
-    loss_N = torch.empty(len(logits_NV), dtype=wide_dtype(logits_NV), device=logits_NV.device)
-    shape = tile(logits_NV.shape[1], ENTRIES if logits_NV.element_size() < 8 else ce.BLOCK)
+    loss_N = torch.empty(
+        len(logits_NV), dtype=accumulation_dtype(logits_NV), device=logits_NV.device
+    )
+    shape = tile_shape(logits_NV.shape[1], TILE_NUMEL if logits_NV.element_size() < 8 else ce.BLOCK)
     cross_entropy_both[(-(-len(logits_NV) // shape["ROWS"]),)](
         logits_NV,
         targets_N,
@@ -191,20 +190,20 @@ def _both(
         SHARE=share,
         Z=z,
         HELD=factor,
-        WIDE=wide(logits_NV),
+        WIDE=accumulation_type(logits_NV),
         **shape,
     )
     return loss_N
 
 
 def _multiply(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """out = a b, or where not `first` out += a b; `out` may be wider than its factors."""
+    """out = a b, or out += a b unless `first`; `out` may have a wider dtype than a and b."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
     elif out.is_cuda:
         torch.addmm(out, a, b, beta=0 if first else 1, out_dtype=out.dtype, out=out)
-    else:  # torch has that product on CUDA alone
-        step = max(1, PIECE // max(*out.shape, 1))
+    else:  # torch has that GEMM on CUDA only
+        step = max(1, CHUNK_NUMEL // max(*out.shape, 1))
         for at in range(0, len(b), step):
             out.addmm_(
                 a[:, at : at + step].to(out.dtype),
@@ -225,15 +224,18 @@ def linear_cross_entropy(
     z: float = 0.0,
     kernels: str = "fused",
 ) -> Tensor:
-    """Sum over valid tokens of the cross entropy of x W^T, in fp32 or better; a scalar.
+    """Cross entropy of x W^T, summed over valid tokens, in fp32 or better: a scalar.
 
-    Where neither `x_ND` nor `weight_VD` wants a gradient none is made. Backward runs once: it uses
-    up what forward has kept, and autograd tells who runs it again. A target outside the vocabulary
-    makes the loss and the gradients NaN; nothing waits for the device. Raises ValueError naming
-    what is not right.
+    Gradients are computed in forward only where `x_ND` [N, D] or `weight_VD` [V, D] require them.
+    Backward can run once, because it overwrites them; a second time autograd raises. A target
+    outside the vocabulary makes the loss and the gradients NaN. Does not synchronise with the
+    device.
+
+    Raises:
+        ValueError: Names the unsupported argument.
     """
     check_tokens("linear_cross_entropy", "x", x_ND, targets_N, smoothing, z)
-    check("linear_cross_entropy", "x", x=x_ND, weight=weight_VD)
+    check_tensors("linear_cross_entropy", "x", x=x_ND, weight=weight_VD)
     fits = weight_VD.ndim == 2 and weight_VD.shape[1] == x_ND.shape[1] and len(weight_VD) > 0
     if not fits or weight_VD.dtype != x_ND.dtype:
         raise ValueError(
@@ -253,6 +255,8 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes loss and gradients in forward; saves the gradients, not the logits."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -272,13 +276,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.empty_like(t, dtype=dtype) if need else None
             for t, need in zip((x_ND, weight_VD), asked, strict=True)
         )
+        # One buffer serves the logits of all chunks, and their gradients.
         room, total = (
             x_ND.new_empty(step, loss_chunk_columns(v)),
-            torch.zeros((), dtype=wide_dtype(x_ND), device=x_ND.device),
+            torch.zeros((), dtype=accumulation_dtype(x_ND), device=x_ND.device),
         )
         for at in range(0, n, max(1, step)):
             here = slice(at, at + step)
-            total += run_op(
+            total += chunk_op(
                 x_ND[here],
                 weight_VD,
                 targets_N[here],
@@ -290,21 +295,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 z,
                 kernels,
             ).sum()
-        if dw_VD is not None and not n:
+        if dw_VD is not None and not n:  # the first chunk writes it, but there was none
             dw_VD.zero_()
         ctx.save_for_backward(dx_ND, dw_VD)
-        ctx.dtype, ctx.held = x_ND.dtype, held(x_ND.dtype, z)
+        ctx.dtype, ctx.gradient_scale = x_ND.dtype, gradient_scale(x_ND.dtype, z)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        made = (_scaled(kept, gradient / ctx.held, ctx.dtype) for kept in ctx.saved_tensors)
+        # `mul_` in place advances the version counter: a second backward raises.
+        made = (
+            _scaled(kept, gradient / ctx.gradient_scale, ctx.dtype) for kept in ctx.saved_tensors
+        )
         return *made, *[None] * 5
 
 
 def _scaled(kept: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What forward has kept, times `factor`: in its place, or narrowed."""
+    """A gradient kept by forward times `factor`: in place, or cast to `dtype`."""
     if kept is None:
         return None
     if kept.dtype == dtype:

@@ -1,8 +1,7 @@
-"""Every operator of this room: what it computes, where it runs, and the calls at which it is
-compiled ahead of time.
+"""Registry of the fused operators: what they compute, where they run, and cases to compile them at.
 
-A case makes the operator's inputs and calls it, as a model would; what that launches, at which tile
-and with how many warps, is the operator's own choice.
+A case makes the operator's inputs and calls it as a model would; tile and number of warps are the
+operator's choice.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ from workbench.kernels.activation import GATED, activate
 from workbench.kernels.bias_dropout_residual import dropout_add
 from workbench.kernels.cross_entropy import cross_entropy
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy
-from workbench.kernels.weight_only_gemv import MOST_TOKENS, matvec, quantise
+from workbench.kernels.weight_only_gemv import MAX_TOKENS, quantize_weight, weight_only_gemv
 
 ROWS, HIDDEN = 32, 4096
-"""Of a case. No kernel depends on how many rows there are, but that the number is most often a
-multiple of 16.
+"""Rows and columns of a case. Kernels do not depend on the number of rows, except that it usually
+is a multiple of 16.
 """
 
 VOCABULARIES = (8192, 128256)
 PARAMETERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 COMPILED = "torch.compile if large"
-"""Where `runtime_facts.fused_thresholds` says that starting it pays."""
+"""Above the sizes of `runtime_facts.fused_thresholds`."""
 
 Case = Callable[[], Tensor | tuple[Tensor, ...] | None]
-"""Runs forward and returns what backward begins with, if there is one."""
+"""Runs forward, and returns the tensors that backward starts from, if there is one."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operator. `gpu` and `cpu` say what runs it there, `reference` is the dotted name of its
-    plain operators.
+    """A fused operator.
 
-    `small` names the Triton functions that stream nothing: they read or write a few numbers of each
-    row or tensor; `summing` those that stream only in: what they write is a few numbers.
+    `gpu` and `cpu` name its backends, `reference` its plain version. `small` names the Triton
+    functions that stream no tensor: they read or write a few numbers per row or tensor; `summing`
+    those that only read a stream, and write a few numbers.
     """
 
     name: str
@@ -56,13 +55,11 @@ class Kernel:
 
     @property
     def reference(self) -> str:
-        """Where the plain operators are that it must equal."""
+        """Dotted name of the plain version, which the operator must equal."""
         return f"{self.module}.reference"
 
     def streams(self, function: str) -> str:
-        """What goes through a Triton function in whole tensors: nothing, what comes in, or in and
-        out.
-        """
+        """Full tensors that a Triton function streams: nothing, in, or in and out."""
         return (
             "nothing"
             if function in self.small
@@ -115,16 +112,16 @@ def _step(dtype: torch.dtype) -> None:
     parameter, gradient = (_tensor(HIDDEN, ROWS, dtype=dtype, grad=False) for _ in range(2))
     kept = [_tensor(HIDDEN, ROWS, dtype=torch.float32, grad=False) for _ in range(3)]
     master = None if dtype == torch.float32 else kept[2]
-    stepped = adamw.Stepped(
+    stepped = adamw.AdamWTensor(
         parameter, gradient, kept[0], kept[1], torch.zeros(()), master, decay=0.1
     )
-    adamw.AdamW([stepped], 0.9, 0.95, 1e-8).step(1e-3)
+    adamw.FusedAdamW([stepped], 0.9, 0.95, 1e-8).step(1e-3)
 
 
 def _decode(tokens: int, bits: int, group: int | None) -> Tensor:
-    return matvec(
+    return weight_only_gemv(
         _tensor(tokens, HIDDEN, grad=False),
-        quantise(_tensor(HIDDEN, HIDDEN, grad=False), bits, group),
+        quantize_weight(_tensor(HIDDEN, HIDDEN, grad=False), bits, group),
     )
 
 
@@ -138,7 +135,7 @@ KERNELS: tuple[Kernel, ...] = (
         {
             f"{kind}, bf16 x {hidden}": partial(_norm, hidden, kind == "LayerNorm")
             for kind in ("RMSNorm", "LayerNorm")
-            for hidden in (HIDDEN, residual_norm.WIDEST // 2)
+            for hidden in (HIDDEN, residual_norm.MAX_ROW_BYTES // 2)
         },
     ),
     Kernel(
@@ -162,7 +159,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         "cross_entropy",
-        "cross entropy of whole logits",
+        "cross entropy of materialized logits",
         "workbench.kernels.cross_entropy",
         "Triton",
         "torch.compile",
@@ -203,13 +200,13 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         "matvec",
-        "few tokens x 8- or 4-bit weight",
+        "weight-only INT8/INT4 GEMV",
         "workbench.kernels.weight_only_gemv",
         "Triton",
         "torch.compile",
         {
             f"{tokens} x bf16 x {HIDDEN}, {bits} bits": partial(_decode, tokens, bits, group)
-            for tokens in (1, MOST_TOKENS)
+            for tokens in (1, MAX_TOKENS)
             for bits, group in {8: None, 4: 128}.items()
         },
         summing=("matvec_threads", "matvec_cores"),

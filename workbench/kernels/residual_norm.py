@@ -1,9 +1,9 @@
-"""Residual + RMSNorm (Zhang and Sennrich 2019, 1910.07467) and residual + LayerNorm (Ba et al.
-2016, 1607.06450).
+"""Fused residual + RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) and residual + LayerNorm (Ba
+et al. 2016, arXiv 1607.06450).
 
 Forward reads the branch and the residual once, and writes their sum and its norm. Backward reads
-the sum and both gradients once; what it needs beside the sum is one or two numbers a row.
-Statistics are in fp32 or better.
+the sum and both gradients once, and one or two saved statistics per row. Statistics are in fp32 or
+better.
 """
 
 from __future__ import annotations
@@ -14,28 +14,31 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from workbench.kernels.backends.compiled_reference import compiled
+from workbench.kernels.backends.compiled_reference import torch_compiled
 from workbench.kernels.backends.triton_compat import (
+    accumulation_type,
+    device_programs,
     jit,
     next_power_of_2,
-    programs,
     runs_triton,
     tl,
-    wide,
 )
-from workbench.kernels.input_checks import check, check_shape, rows_of, wide_dtype
+from workbench.kernels.input_checks import (
+    accumulation_dtype,
+    check_shape,
+    check_tensors,
+    flatten_rows,
+)
 from workbench.models.seams import at_least_fp32
 
-WIDEST = 2**15
-"""Bytes of a row that one program's registers hold; wider rows are not Triton's."""
-HELD = 8192
-"""Columns whose bias gradient is held beside the weight's; of wider rows it is a sum of its own."""
+MAX_ROW_BYTES = 2**15
+"""Bytes of a row that fit in one program's registers; wider rows are not done by Triton."""
+MAX_BIAS_COLUMNS = 8192
+"""Columns up to which the bias gradient is accumulated beside the weight's; else separately."""
 TILE = 2048
-"""Entries that a program of narrow rows takes at once."""
-OF_THREAD = 32
-"""Entries of a thread, where a row has so many: four loads of 16 bytes from each tensor are under
-way at once.
-"""
+"""Entries per tile of narrow rows."""
+NUMEL_PER_THREAD = 32
+"""Entries per thread of wide rows: four 16-byte loads of each tensor are in flight at once."""
 
 
 def reference(
@@ -46,7 +49,7 @@ def reference(
     epsilon: float,
     centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(norm of the sum, sum) as plain operators: LayerNorm where `centred`, RMSNorm otherwise."""
+    """(norm of the sum, sum) by plain operators: LayerNorm where `centred`, else RMSNorm."""
     total = x if residual is None else x + residual
     own = at_least_fp32(total)
     if centred:
@@ -79,7 +82,7 @@ def add_norm_forward(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of rows a program: sum, statistics, norm."""
+    """One tile of rows per program: sum, statistics, norm."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -88,7 +91,7 @@ def add_norm_forward(  # type: ignore[no-untyped-def]
     total = tl.load(X + at, mask=here, other=0.0).to(WIDE)
     if HAS_R:
         total += tl.load(R + at, mask=here, other=0.0).to(WIDE)
-        # Backward sees the sum as it is stored, so the norm is of that too.
+        # Backward reads the sum as stored, rounded: forward normalises the same values.
         total = total.to(TOTAL.dtype.element_ty).to(WIDE)
         tl.store(TOTAL + at, total.to(TOTAL.dtype.element_ty), mask=here)
     if CENTRED:
@@ -123,11 +126,10 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every program takes each so-manieth tile, and keeps its own part of the weight's gradient
-    until the end.
+    """A grid-stride loop over tiles; each program accumulates a partial weight gradient.
 
-    What the sums over a row were of is read again after them, from the cache: held, it would not
-    fit in registers.
+    The inputs of a row's sums are reloaded after them, from the cache: they would not fit in
+    registers.
     """
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -140,7 +142,7 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
         scale = tl.load(SCALE + rows, mask=rows < num_rows, other=0.0)[:, None]
         normal = tl.load(TOTAL + at, mask=here, other=0.0, eviction_policy="evict_last").to(WIDE)
         incoming = tl.load(DY + at, mask=here, other=0.0, eviction_policy="evict_last").to(WIDE)
-        if HAS_TOTAL:  # asked for early, so that it comes while the sums are made
+        if HAS_TOTAL:  # loaded early, to overlap with the sums
             dtotal = tl.load(DTOTAL + at, mask=here, other=0.0)
         if CENTRED:
             mean = tl.load(MEAN + rows, mask=rows < num_rows, other=0.0)[:, None]
@@ -178,7 +180,7 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
 # ---- without Triton: the same by a compiler ------------------------------------------------------
 
 
-@compiled
+@torch_compiled
 def _forward(
     x: Tensor,
     residual: Tensor | None,
@@ -200,7 +202,7 @@ def _forward(
     )
 
 
-@compiled
+@torch_compiled
 def _backward(
     dy: Tensor,
     dtotal: Tensor | None,
@@ -235,13 +237,24 @@ def add_norm(
     centred: bool,
     kernels: str = "fused",
 ) -> tuple[Tensor, Tensor]:
-    """(norm of the sum, sum), both [..., D], of a branch and a residual [..., D]; without a
-    residual the sum is x.
+    """Fused residual addition and normalisation, differentiable.
 
-    `weight` and `bias` are [D]; `kernels` is the plan's: compiled, or fused, which is Triton where
-    that runs. Raises ValueError naming the tensor whose device, dtype or shape is not right.
+    Args:
+        x: Branch [..., D].
+        residual: [..., D]; without, the sum is x.
+        weight: [D].
+        bias: [D], of LayerNorm.
+        epsilon: Added to the variance.
+        centred: LayerNorm instead of RMSNorm.
+        kernels: compiled, or fused: Triton where it runs.
+
+    Returns:
+        (norm of the sum, sum), both [..., D].
+
+    Raises:
+        ValueError: Names the tensor of an unsupported device, dtype or shape.
     """
-    check("add_norm", "x", x=x, residual=residual, weight=weight, bias=bias)
+    check_tensors("add_norm", "x", x=x, residual=residual, weight=weight, bias=bias)
     check_shape("add_norm", "residual", residual, x.shape)
     check_shape("add_norm", "weight", weight, x.shape[-1:])
     check_shape("add_norm", "bias", bias, x.shape[-1:])
@@ -262,10 +275,10 @@ def add_norm_op(
     centred: bool,
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(norm, sum or nothing, statistics [1 or 2, rows]: one over the deviation, and where `centred`
-    the mean).
+    """(norm, sum or empty, statistics [1 or 2, rows]: inverse deviation, and for LayerNorm
+    mean).
     """
-    x_ND, residual_ND = rows_of(x), None if residual is None else rows_of(residual)
+    x_ND, residual_ND = flatten_rows(x), None if residual is None else flatten_rows(residual)
     if not _triton(x, kernels):
         y, total, statistics = _forward(x_ND, residual_ND, weight, bias, epsilon, centred)
     else:
@@ -285,7 +298,7 @@ def add_norm_op(
             HAS_R=residual is not None,
             HAS_B=bias is not None,
             CENTRED=centred,
-            WIDE=wide(x),
+            WIDE=accumulation_type(x),
             **tile,
         )
     return y.view(x.shape), x.new_empty(0) if residual is None else total.view(x.shape), statistics
@@ -295,7 +308,9 @@ def _outputs(
     x_ND: Tensor, residual_ND: Tensor | None, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = x_ND.new_empty(0 if residual_ND is None else x_ND.shape)
-    statistics = torch.empty(1 + centred, len(x_ND), dtype=wide_dtype(x_ND), device=x_ND.device)
+    statistics = torch.empty(
+        1 + centred, len(x_ND), dtype=accumulation_dtype(x_ND), device=x_ND.device
+    )
     return torch.empty_like(x_ND), total, statistics
 
 
@@ -309,7 +324,7 @@ def _(
     centred: bool,
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, total, statistics = _outputs(rows_of(x), residual, centred)
+    y, total, statistics = _outputs(flatten_rows(x), residual, centred)
     return y.view(x.shape), total if residual is None else total.view(x.shape), statistics
 
 
@@ -323,18 +338,16 @@ def add_norm_backward_op(
     has_bias: bool,
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the sum [..., D], the weight [D] and the bias [D], or nothing where there is
-    none.
-    """
-    dy_ND, total_ND = rows_of(dy), rows_of(total)
-    dtotal_ND = None if dtotal is None else rows_of(dtotal)
+    """Gradients of sum [..., D], weight [D] and bias [D]; empty where there is no bias."""
+    dy_ND, total_ND = flatten_rows(dy), flatten_rows(total)
+    dtotal_ND = None if dtotal is None else flatten_rows(dtotal)
     if not _triton(total, kernels):
         dx, dw, db = _backward(dy_ND, dtotal_ND, total_ND, statistics, weight, has_bias)
         return dx.view(total.shape), dw, db
     tile = _tile(total.shape[-1])
-    held = has_bias and tile["BLOCK"] <= HELD
+    held = has_bias and tile["BLOCK"] <= MAX_BIAS_COLUMNS
     num_programs = min(
-        programs(total.device, _resident(tile, held)), -(-len(total_ND) // tile["ROWS"])
+        device_programs(total.device, _resident(tile, held)), -(-len(total_ND) // tile["ROWS"])
     )
     dx = torch.empty_like(total_ND)
     parts = torch.empty(
@@ -354,7 +367,7 @@ def add_norm_backward_op(
         HAS_TOTAL=dtotal is not None,
         HAS_DB=held,
         CENTRED=len(statistics) == 2,
-        WIDE=wide(total),
+        WIDE=accumulation_type(total),
         **tile,
     )
     db = (
@@ -378,7 +391,7 @@ def _(
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, db = (
-        torch.empty_like(rows_of(total)).view(total.shape),
+        torch.empty_like(flatten_rows(total)).view(total.shape),
         weight.new_empty(len(weight) if has_bias else 0),
     )
     return dx, torch.empty_like(weight), db
@@ -404,7 +417,7 @@ add_norm_op.register_autograd(_gradients, setup_context=_setup)
 
 
 def _triton(x: Tensor, kernels: str) -> bool:
-    fits = 0 < x.shape[-1] * x.element_size() <= WIDEST and x.numel() > 0
+    fits = 0 < x.shape[-1] * x.element_size() <= MAX_ROW_BYTES and x.numel() > 0
     return kernels == "fused" and runs_triton(x.device) and fits
 
 
@@ -413,14 +426,12 @@ def _tile(columns: int) -> dict[str, int]:
     return {
         "ROWS": max(1, TILE // block),
         "BLOCK": block,
-        "num_warps": max(4, block // (32 * OF_THREAD)),
+        "num_warps": max(4, block // (32 * NUMEL_PER_THREAD)),
     }
 
 
 def _resident(tile: dict[str, int], held: bool) -> int:
-    """Backward's programs that a multiprocessor has registers for: 16 warps, or 12 that hold the
-    bias's gradient too.
-
-    One more would wait for the others to end.
+    """Programs of backward per multiprocessor: its registers hold 16 warps, or 12 that accumulate
+    the bias gradient too. More would run in a second wave.
     """
     return max(1, (12 if held else 16) // tile["num_warps"])

@@ -1,9 +1,8 @@
-"""Rotary positions (Su et al. 2021, 2104.09864) turned in place; the halves of a head are paired as
-in Llama.
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864) in place, pairing halves as Llama.
 
-Forward overwrites the queries and keys, which are fresh products that nobody else needs, so that it
-takes no memory. Backward turns the gradient back by the same angle, into fresh tensors: a gradient
-may have other readers.
+Forward overwrites queries and keys, which are outputs of a projection that nothing else reads, so
+that it allocates nothing. Backward rotates the gradient back by the same angle into new tensors,
+because a gradient may have other readers.
 """
 
 from __future__ import annotations
@@ -14,19 +13,23 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from workbench.kernels.backends.compiled_reference import compiled
-from workbench.kernels.backends.triton_compat import jit, next_power_of_2, runs_triton, tl, wide
-from workbench.kernels.input_checks import check, check_shape
+from workbench.kernels.backends.compiled_reference import torch_compiled
+from workbench.kernels.backends.triton_compat import (
+    accumulation_type,
+    jit,
+    next_power_of_2,
+    runs_triton,
+    tl,
+)
+from workbench.kernels.input_checks import check_shape, check_tensors
 from workbench.models.seams import at_least_fp32
 
 TILE = 1024
-"""Pairs that a program turns at once, at least 16 bytes of either half a thread; wider heads are
-the compiler's.
-"""
+"""Pairs per program, at least 16 bytes of each half per thread; wider heads use torch.compile."""
 
 
 def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys, turned, as plain operators into fresh tensors."""
+    """Rotated queries and keys by plain operators, out of place."""
     return _turned(q, cos, sin), _turned(k, cos, sin)
 
 
@@ -70,9 +73,7 @@ def rope_turn(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A few tokens a program, whose angles are loaded once; then their heads, queries first, some
-    at a time.
-    """
+    """A few tokens per program: their angles are loaded once for all heads of queries and keys."""
     row = tl.arange(0, TOKENS * HEADS)
     token = tl.program_id(0) * TOKENS + row // HEADS
     b, t = (token // length).to(tl.int64), (token % length).to(tl.int64)
@@ -106,7 +107,7 @@ def rope_turn(  # type: ignore[no-untyped-def]
 def _launch(
     x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, back: bool
 ) -> None:
-    """Queries and keys of `x`, if any, turned into those of `y`, which may be the same."""
+    """Rotate the queries and keys of `x` into those of `y`, which may be the same."""
     q, k, half = *x, cos.shape[-1]
     if q.numel() + k.numel() == 0:
         return
@@ -133,7 +134,7 @@ def _launch(
         *y[0].stride()[:3],
         *y[1].stride()[:3],
         BACK=back,
-        WIDE=wide(q, cos),
+        WIDE=accumulation_type(q, cos),
         TOKENS=tokens,
         HEADS=heads,
         BLOCK=block,
@@ -144,7 +145,7 @@ def _launch(
 # ---- without Triton: the same by a compiler ------------------------------------------------------
 
 
-@compiled
+@torch_compiled
 def _fresh(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     return reference(q, k, cos, -sin if back else sin)
 
@@ -155,16 +156,26 @@ def _fresh(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str = "fused"
 ) -> tuple[Tensor, Tensor]:
-    """Queries [B, T, H, K] and keys [B, T, Hk, K] turned by the tables `cos` and `sin` [T, K / 2],
-    where they lie.
+    """Rotate queries and keys in place, differentiably.
 
-    `q` and `k` are spent: only the results may be used afterwards, and where autograd has saved
-    what is overwritten its backward raises, as for any operator in place. Tokens and heads may lie
-    anywhere, as in a joint product (taken apart by slices: of the pieces of `split` autograd lets
-    none be overwritten); what is not contiguous within a head, or covers itself or the other, is
-    copied. `kernels` is the plan's: compiled, or fused, which is Triton where that runs. Raises
-    ValueError naming the tensor whose device, dtype or shape is not right, and for a leaf, or a
-    table, that requires a gradient.
+    `q` and `k` are overwritten: only the results may be used afterwards, and where autograd has
+    saved them its backward raises, as for any in-place operator.
+
+    Args:
+        q: Queries [B, T, H, K]. Tokens and heads may have any strides, as slices of a fused QKV
+            projection have (autograd forbids overwriting outputs of `split`); heads that are not
+            contiguous, or overlapping tensors, are copied.
+        k: Keys [B, T, Hk, K].
+        cos: [T, K / 2].
+        sin: [T, K / 2].
+        kernels: compiled, or fused: Triton where it runs.
+
+    Returns:
+        (queries, keys), rotated.
+
+    Raises:
+        ValueError: Names the tensor of an unsupported device, dtype or shape, a leaf that requires
+            a gradient, or a table that does.
     """
     _check(q, k, cos, sin)
     turned: tuple[Tensor, Tensor] = _Rope.apply(q, k, cos, sin, kernels)
@@ -172,7 +183,7 @@ def rope(
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    check("rope", "q", q=q, k=k, cos=cos, sin=sin)
+    check_tensors("rope", "q", q=q, k=k, cos=cos, sin=sin)
     for name, x in (("q", q), ("k", k)):
         if x.ndim != 4 or x.shape[-1] % 2:
             raise ValueError(
@@ -192,11 +203,11 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 class _Rope(torch.autograd.Function):
-    """The results are aliases that share the inputs' version counter: whoever saved those sees that
-    they changed.
+    """In-place rotation whose results alias the inputs.
 
-    Not `mark_dirty`: for views, which heads are, autograd would then copy the whole gradient in
-    backward.
+    The aliases share the inputs' version counter, so that autograd detects a saved input that was
+    overwritten. `mark_dirty` is not used: for views, which heads are, autograd's backward would
+    then copy the full gradient.
     """
 
     @staticmethod
@@ -219,7 +230,7 @@ class _Rope(torch.autograd.Function):
 
 
 class _Turned(torch.autograd.Function):
-    """The same into fresh tensors; its own gradient is the other direction's."""
+    """Out-of-place rotation, whose gradient is the rotation in the other direction."""
 
     @staticmethod
     def forward(
@@ -244,7 +255,7 @@ class _Turned(torch.autograd.Function):
 
 
 def _writable(x: Tensor) -> Tensor:
-    """`x`, or a copy where its heads are not contiguous or two of its entries share a place."""
+    """`x`, or a copy where its heads are not contiguous or its entries overlap."""
     reach = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1
@@ -256,8 +267,8 @@ def _writable(x: Tensor) -> Tensor:
 
 
 def _apart(q: Tensor, k: Tensor) -> bool:
-    """Whether writing one leaves the other: in one storage, each token's queries lie before its
-    keys or after them.
+    """Whether q and k do not overlap: in one storage, each token's queries are before its keys or
+    after them.
     """
     if q.untyped_storage() is not k.untyped_storage():
         return True
@@ -272,11 +283,10 @@ def _apart(q: Tensor, k: Tensor) -> bool:
 
 @custom_op("workbench::rope_", mutates_args=("q", "k"))
 def rope_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> None:
-    """Turn `q` and `k` where they lie; their heads are contiguous."""
+    """Rotate `q` and `k` in place; their heads are contiguous."""
     if not _by_compiler(q, k, cos, kernels):
         return _launch((q, k), (q, k), cos, sin, back=False)
-    # Out of place and back: a compiler that is given two tensors of one storage may not write to
-    # them.
+    # Compiled code must not write to two arguments of one storage: rotate out of place, copy back.
     for x, turned in zip((q, k), _fresh(q, k, cos, sin, False), strict=True):
         x.copy_(turned)
 
@@ -290,9 +300,9 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> None:
 def turned_op(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str
 ) -> tuple[Tensor, Tensor]:
-    """Both turned, or turned `back`, into fresh and contiguous tensors."""
+    """Rotate both, `back` for the inverse, into new contiguous tensors."""
     if _by_compiler(q, k, cos, kernels):
-        # Gradients come in as many layouts as there are ways to attend; code is compiled for one.
+        # Gradients come in the layouts of several attention kernels; code is compiled for one.
         q, k = _fresh(q.contiguous(), k.contiguous(), cos, sin, back)
         return q.contiguous(), k.contiguous()
     fresh = q.new_empty(q.shape), k.new_empty(k.shape)

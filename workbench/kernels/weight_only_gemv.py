@@ -1,8 +1,9 @@
-"""Few tokens times a weight of 8 or 4 bits, which is what decoding reads.
+"""Weight-only INT8/INT4 GEMV for decoding: few tokens times a quantized weight.
 
-A weight is read once, as it is stored, and widened in registers; sums are in fp32 or better. One
-token is multiplied by threads; several of 16 bits by tensor cores, where small integers are exact.
-More than `MOST_TOKENS` are the plain path's, which widens the weight by rows. There is no gradient.
+The weight is read once, as stored, and dequantized in registers; sums are in fp32 or better. One
+token is multiplied by CUDA cores; several 16-bit tokens by tensor cores, where small integers are
+exact. More than `MAX_TOKENS` tokens take the plain path, a GEMM with the weight dequantized in
+chunks of rows. Not differentiable.
 """
 
 from __future__ import annotations
@@ -14,47 +15,59 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-from workbench.kernels.backends.compiled_reference import compiled
+from workbench.kernels.backends.compiled_reference import torch_compiled
 from workbench.kernels.backends.triton_compat import (
     INTERPRETED,
+    accumulation_type,
+    device_programs,
     jit,
     next_power_of_2,
-    programs,
     runs_triton,
     tl,
-    wide,
 )
-from workbench.kernels.input_checks import check, check_shape, rows_of, wide_dtype
+from workbench.kernels.input_checks import (
+    accumulation_dtype,
+    check_shape,
+    check_tensors,
+    flatten_rows,
+)
 from workbench.kernels.weight_quantization import (
-    CENTRE,
     GROUPS,
-    PACKED,
-    Quantised,
-    check_form,
-    dequantise,
-    quantise,
-    words_of,
+    PACKED_COLUMNS,
+    ZERO_POINT,
+    QuantizedWeight,
+    as_words,
+    check_quantization,
+    dequantize_weight,
+    quantize_weight,
 )
 
-__all__ = ["MOST_TOKENS", "Quantised", "dequantise", "matvec", "quantise", "reference"]
+__all__ = [
+    "MAX_TOKENS",
+    "QuantizedWeight",
+    "dequantize_weight",
+    "quantize_weight",
+    "reference",
+    "weight_only_gemv",
+]
 
-MOST_TOKENS = 8
-"""That a kernel multiplies at once."""
-RAISED = 0x4B000000
-"""As fp32 this is 2**23, whose last bit is 1: a small integer in its low bits makes it 2**23 more
-than that integer, which is how kernels widen integers, for conversions are slow. They get it as an
-argument because the compiler, if it knew it, would split the one instruction that masks and sets
-bits.
+MAX_TOKENS = 8
+"""Tokens up to which a kernel is used."""
+FP32_2_POW_23 = 0x4B000000
+"""The bits of 2**23 in fp32, whose last mantissa bit counts 1: with a small integer in its low bits
+the number is 2**23 plus that integer. So kernels convert integers without slow conversion
+instructions. It is an argument because the compiler, knowing the constant, would split the one
+instruction that masks and sets bits.
 """
-WIDENED = 2**20
-"""Entries of a weight that the plain path widens at once."""
+DEQUANTIZE_NUMEL = 2**20
+"""Entries of a weight that the plain path dequantizes at once."""
 
 
-def reference(x: Tensor, weight: Quantised) -> Tensor:
-    """x [..., K] times the widened weight, [..., N], in fp64."""
+def reference(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """x [..., K] times the dequantized weight, [..., N], in fp64."""
     scales = weight.scales.double()
     zeros = None if weight.zeros is None else weight.zeros.double()
-    return x.double() @ dequantise(weight._replace(scales=scales, zeros=zeros)).t()
+    return x.double() @ dequantize_weight(weight._replace(scales=scales, zeros=zeros)).t()
 
 
 # ---- Triton --------------------------------------------------------------------------------------
@@ -71,19 +84,19 @@ def matvec_threads(  # type: ignore[no-untyped-def]
     num_columns,
     num_words,
     num_groups,
-    RAISED,
+    FP32_2_POW_23,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
-    CENTRE: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
     HAS_Z: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED_COLUMNS: tl.constexpr,
 ):
-    """Some rows times one token a program. `TOGETHER` words are a thread's own, and share
-    scales.
+    """Some rows of the weight times one token per program; `TOGETHER` words per thread share a
+    scale.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     X += tl.program_id(1).to(tl.int64) * num_columns
@@ -106,7 +119,7 @@ def matvec_threads(  # type: ignore[no-untyped-def]
                 some // GROUP,
                 num_rows,
                 num_groups,
-                CENTRE,
+                ZERO_POINT,
                 HAS_Z,
                 WIDE,
                 TOGETHER,
@@ -114,16 +127,16 @@ def matvec_threads(  # type: ignore[no-untyped-def]
         else:
             low = stored.to(tl.uint32, bitcast=True)
             high = low >> 16
-            for g in tl.static_range(PACKED // GROUP):
+            for g in tl.static_range(PACKED_COLUMNS // GROUP):
                 part = tl.zeros((ROWS, BLOCK), WIDE)
                 sum_x = tl.zeros((BLOCK,), WIDE)
                 for i in tl.static_range(g * (GROUP // 16), (g + 1) * (GROUP // 16)):
-                    columns = words // 16 * PACKED + words % 16 + 16 * i
+                    columns = words // 16 * PACKED_COLUMNS + words % 16 + 16 * i
                     x = tl.load(X + columns, mask=columns < num_columns, other=0.0).to(WIDE)
-                    number = _half_byte(low if i < 4 else high, 4 * (i % 4), RAISED)
+                    number = _half_byte(low if i < 4 else high, 4 * (i % 4), FP32_2_POW_23)
                     part += number.to(WIDE) * x[None, :]
                     sum_x += x
-                groups = some // 16 * (PACKED // GROUP) + g
+                groups = some // 16 * (PACKED_COLUMNS // GROUP) + g
                 total += _scaled(
                     part,
                     sum_x,
@@ -133,7 +146,7 @@ def matvec_threads(  # type: ignore[no-untyped-def]
                     groups,
                     num_rows,
                     num_groups,
-                    CENTRE,
+                    ZERO_POINT,
                     HAS_Z,
                     WIDE,
                     TOGETHER,
@@ -154,19 +167,19 @@ def matvec_cores(  # type: ignore[no-untyped-def]
     num_words,
     num_groups,
     num_chunks,
-    RAISED,
+    FP32_2_POW_23,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
-    CENTRE: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
     HAS_Z: tl.constexpr,
     PRODUCT: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     SPAN: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED_COLUMNS: tl.constexpr,
 ):
-    """Some rows times all tokens a program, over some chunks of `PACKED` columns, each in spans of
-    one group.
+    """Some rows times all tokens a program, over some chunks of `PACKED_COLUMNS` columns, each in
+    spans of one group.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     own = tl.minimum(rows, num_rows - 1)
@@ -174,15 +187,15 @@ def matvec_cores(  # type: ignore[no-untyped-def]
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     first = tl.program_id(1) * num_chunks
     for chunk in tl.range(
-        first, tl.minimum(first + num_chunks, tl.cdiv(num_columns, PACKED)), num_stages=3
+        first, tl.minimum(first + num_chunks, tl.cdiv(num_columns, PACKED_COLUMNS)), num_stages=3
     ):
         if BITS == 4:
             words = chunk * 16 + tl.arange(0, 16)
             stored = tl.load(W + own[:, None] * num_words + words[None, :]).to(
                 tl.uint32, bitcast=True
             )
-        for g in tl.static_range(PACKED // SPAN):
-            columns = chunk * PACKED + g * SPAN + tl.arange(0, SPAN)
+        for g in tl.static_range(PACKED_COLUMNS // SPAN):
+            columns = chunk * PACKED_COLUMNS + g * SPAN + tl.arange(0, SPAN)
             here = (columns < num_columns)[:, None] & (tokens < num_tokens)[None, :]
             x = tl.load(X + tokens[None, :] * num_columns + columns[:, None], mask=here, other=0.0)
             if BITS == 8:
@@ -190,14 +203,14 @@ def matvec_cores(  # type: ignore[no-untyped-def]
                 number = _byte(tl.load(at, mask=(columns < num_columns)[None, :], other=0))
             else:
                 place = (g * (SPAN // 16) + tl.arange(0, SPAN // 16)) * 4
-                number = ((stored[:, None, :] >> place[None, :, None]) & 15) | RAISED
+                number = ((stored[:, None, :] >> place[None, :, None]) & 15) | FP32_2_POW_23
                 number = number.to(tl.float32, bitcast=True).reshape(ROWS, SPAN) - (2.0**23 + 8.0)
             part = tl.dot(number.to(PRODUCT), x.to(PRODUCT))
             group = own * num_groups + tl.minimum(
-                (chunk * PACKED + g * SPAN) // GROUP, num_groups - 1
+                (chunk * PACKED_COLUMNS + g * SPAN) // GROUP, num_groups - 1
             )
             if HAS_Z:
-                zero = tl.load(Z + group).to(tl.float32) - CENTRE
+                zero = tl.load(Z + group).to(tl.float32) - ZERO_POINT
                 part -= zero[:, None] * tl.sum(x.to(tl.float32), 0)[None, :]
             total += part * tl.load(S + group).to(tl.float32)[:, None]
     Y += tl.program_id(1).to(tl.int64) * num_tokens * num_rows
@@ -209,15 +222,15 @@ def matvec_cores(  # type: ignore[no-untyped-def]
 
 @jit
 def _byte(stored):  # type: ignore[no-untyped-def]
-    # The same bits set and, as -128 is to be the least, the highest of the byte turned.
+    # The byte's highest bit is flipped, which adds 128: -128 becomes 0.
     raised = stored.to(tl.uint8, bitcast=True).to(tl.uint32) ^ (0x4B000000 + 128)
     return raised.to(tl.float32, bitcast=True) - (2.0**23 + 128.0)
 
 
 @jit
-def _half_byte(stored, PLACE: tl.constexpr, RAISED):  # type: ignore[no-untyped-def]
-    # Where it lies, not shifted: its power of two is taken off together with 2**23.
-    raised = ((stored & (15 << PLACE)) | RAISED).to(tl.float32, bitcast=True)
+def _half_byte(stored, PLACE: tl.constexpr, FP32_2_POW_23):  # type: ignore[no-untyped-def]
+    # Not shifted to the lowest bits: its power of two is removed together with 2**23.
+    raised = ((stored & (15 << PLACE)) | FP32_2_POW_23).to(tl.float32, bitcast=True)
     return raised * 2.0**-PLACE - (2.0 ** (23 - PLACE) + 8.0)
 
 
@@ -231,19 +244,19 @@ def _scaled(  # type: ignore[no-untyped-def]
     groups,
     num_rows,
     num_groups,
-    CENTRE: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
     HAS_Z: tl.constexpr,
     WIDE: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
     """Sums of `TOGETHER` neighbours of `part` [rows, words], which is x times numbers as if
-    `CENTRE` were zero.
+    `ZERO_POINT` were zero.
     """
     part = tl.sum(part.reshape(part.shape[0], part.shape[1] // TOGETHER, TOGETHER), 2)
     at = rows[:, None] * num_groups + groups[None, :]
     here = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
     if HAS_Z:
-        zero = tl.load(Z + at, mask=here, other=0.0).to(WIDE) - CENTRE
+        zero = tl.load(Z + at, mask=here, other=0.0).to(WIDE) - ZERO_POINT
         part -= zero * tl.sum(x.reshape(x.shape[0] // TOGETHER, TOGETHER), 1)[None, :]
     return part * tl.load(S + at, mask=here, other=0.0).to(WIDE)
 
@@ -251,20 +264,18 @@ def _scaled(  # type: ignore[no-untyped-def]
 # ---- without Triton: the same by a compiler ------------------------------------------------------
 
 
-@compiled
-def _bytes_product(
+@torch_compiled
+def _int8_gemv(
     x_MGS: Tensor, values_NGS: Tensor, scales: Tensor, zeros: Tensor | None, num_tokens: int
 ) -> Tensor:
-    """Of groups side by side; scales and zeros [N, groups, 1]. Every token has its own sum over the
-    one weight.
-    """
+    """INT8 GEMV by plain operators, per group; scales and zeros [N, groups, 1]."""
     weight = values_NGS.to(x_MGS.dtype)
     weight = (weight if zeros is None else weight - zeros) * scales
     return torch.stack([(x_MGS[i] * weight).sum((1, 2)) for i in range(num_tokens)])
 
 
-@compiled
-def _half_bytes_product(
+@torch_compiled
+def _int4_gemv(
     x_MK: Tensor,
     words: Tensor,
     scales: Tensor,
@@ -272,76 +283,88 @@ def _half_bytes_product(
     per_pack: int,
     num_tokens: int,
 ) -> Tensor:
-    """Of whole `PACKED`, `per_pack` groups of each. Shapes are numbers, for what is divided by a
-    size is slow.
+    """Of whole `PACKED_COLUMNS`, `per_pack` groups of each. Shapes are numbers, for what is divided
+    by a size is slow.
     """
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).view(
         per_pack, 8 // per_pack, 1
     )
-    numbers = (words.view(len(words), -1, 1, 1, PACKED // 8) >> shifts & 15).to(x_MK.dtype)
+    numbers = (words.view(len(words), -1, 1, 1, PACKED_COLUMNS // 8) >> shifts & 15).to(x_MK.dtype)
     shape = len(words), -1, per_pack, 1, 1
-    weight = (numbers - (CENTRE[4] if zeros is None else zeros.view(shape))) * scales.view(shape)
-    x = x_MK.view(num_tokens, -1, per_pack, 8 // per_pack, PACKED // 8)
+    weight = (numbers - (ZERO_POINT[4] if zeros is None else zeros.view(shape))) * scales.view(
+        shape
+    )
+    x = x_MK.view(num_tokens, -1, per_pack, 8 // per_pack, PACKED_COLUMNS // 8)
     return torch.stack([(x[i] * weight).sum((1, 2, 3, 4)) for i in range(num_tokens)])
 
 
-def _by_processor(x_MK: Tensor, weight: Quantised) -> Tensor:
-    """Few tokens by a compiler."""
+def _compiled_gemv(x_MK: Tensor, weight: QuantizedWeight) -> Tensor:
+    """Few tokens, by torch.compile."""
     values, scales, group, bits, zeros = weight
-    x = x_MK.to(wide_dtype(x_MK))
+    x = x_MK.to(accumulation_dtype(x_MK))
     if bits == 8:
         x_MGS, values_NGS = x.unflatten(-1, (-1, group)), values.unflatten(-1, (-1, group))
         zeros = None if zeros is None else zeros.unsqueeze(-1)
-        return _bytes_product(x_MGS, values_NGS, scales.unsqueeze(-1), zeros, len(x)).to(x_MK.dtype)
-    per_pack = PACKED // group
-    x = F.pad(x, (0, -x.shape[-1] % PACKED))
+        return _int8_gemv(x_MGS, values_NGS, scales.unsqueeze(-1), zeros, len(x)).to(x_MK.dtype)
+    per_pack = PACKED_COLUMNS // group
+    x = F.pad(x, (0, -x.shape[-1] % PACKED_COLUMNS))
     scales = F.pad(scales, (0, -scales.shape[-1] % per_pack))
     zeros = None if zeros is None else F.pad(zeros, (0, -zeros.shape[-1] % per_pack))
-    return _half_bytes_product(x, words_of(values), scales, zeros, per_pack, len(x)).to(x_MK.dtype)
+    return _int4_gemv(x, as_words(values), scales, zeros, per_pack, len(x)).to(x_MK.dtype)
 
 
-def _by_rows(x_MK: Tensor, weight: Quantised) -> Tensor:
-    """Many tokens: the weight widened some rows at a time."""
+def _dequantized_gemm(x_MK: Tensor, weight: QuantizedWeight) -> Tensor:
+    """Many tokens: GEMMs with chunks of dequantized rows."""
     y = x_MK.new_empty(len(x_MK), len(weight.values))
-    step = max(1, WIDENED // x_MK.shape[-1])
+    step = max(1, DEQUANTIZE_NUMEL // x_MK.shape[-1])
     for start in range(0, y.shape[1], step):
         own = slice(start, start + step)
         zeros = None if weight.zeros is None else weight.zeros[own]
         part = weight._replace(values=weight.values[own], scales=weight.scales[own], zeros=zeros)
         with torch.autocast(x_MK.device.type, enabled=False):
-            y[:, own] = F.linear(x_MK, dequantise(part).to(x_MK.dtype))
+            y[:, own] = F.linear(x_MK, dequantize_weight(part).to(x_MK.dtype))
     return y
 
 
 # ---- the operator --------------------------------------------------------------------------------
 
 
-def matvec(x: Tensor, weight: Quantised, kernels: str = "fused") -> Tensor:
-    """x [..., K] times a quantised weight [N, K]: [..., N] in x's dtype.
+def weight_only_gemv(x: Tensor, weight: QuantizedWeight, kernels: str = "fused") -> Tensor:
+    """x W^T with a quantized weight; not differentiable.
 
-    `kernels` is the plan's: compiled, or fused, which is Triton where that runs. Raises ValueError
-    naming the tensor whose device, dtype or shape is not right, or that requires a gradient, for
-    there is none.
+    Args:
+        x: [..., K].
+        weight: Quantized [N, K].
+        kernels: compiled, or fused: Triton where it runs.
+
+    Returns:
+        [..., N] in x's dtype.
+
+    Raises:
+        ValueError: Names the tensor of an unsupported device, dtype or shape, or that requires a
+            gradient.
     """
     values, scales, group, bits, zeros = weight
-    check("matvec", "x", x=x, values=values, scales=scales, zeros=zeros)
-    check_form("matvec", x.shape[-1], group, bits)
+    check_tensors("weight_only_gemv", "x", x=x, values=values, scales=scales, zeros=zeros)
+    check_quantization("weight_only_gemv", x.shape[-1], group, bits)
     for name, y in (("x", x), ("scales", scales), ("zeros", zeros)):
         if y is not None and y.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"matvec: {name} requires a gradient, and there is none; legal: under "
+                f"weight_only_gemv: {name} requires a gradient, and there is none; legal: under "
                 f"torch.no_grad()"
             )
     stored, width = (
         (torch.int8, x.shape[-1])
         if bits == 8
-        else (torch.uint8, -(-x.shape[-1] // PACKED) * PACKED // 2)
+        else (torch.uint8, -(-x.shape[-1] // PACKED_COLUMNS) * PACKED_COLUMNS // 2)
     )
     if values.dtype != stored:
-        raise ValueError(f"matvec: values of {bits} bits are {values.dtype}; legal: {stored}")
-    check_shape("matvec", "values", values, (len(values), width))
-    check_shape("matvec", "scales", scales, (len(values), x.shape[-1] // group))
-    check_shape("matvec", "zeros", zeros, tuple(scales.shape))
+        raise ValueError(
+            f"weight_only_gemv: values of {bits} bits are {values.dtype}; legal: {stored}"
+        )
+    check_shape("weight_only_gemv", "values", values, (len(values), width))
+    check_shape("weight_only_gemv", "scales", scales, (len(values), x.shape[-1] // group))
+    check_shape("weight_only_gemv", "zeros", zeros, tuple(scales.shape))
     return matvec_op(x, values, scales, zeros, group, bits, kernels)
 
 
@@ -355,10 +378,10 @@ def matvec_op(
     bits: int,
     kernels: str,
 ) -> Tensor:
-    """x [..., K] times a quantised weight, [..., N]."""
-    x_MK = rows_of(x)
+    """The operator behind `weight_only_gemv`."""
+    x_MK = flatten_rows(x)
     shape = *x.shape[:-1], len(values)
-    weight = Quantised(
+    weight = QuantizedWeight(
         values.contiguous(),
         scales.contiguous(),
         group,
@@ -367,12 +390,12 @@ def matvec_op(
     )
     if not x_MK.numel() or not len(values):
         return x.new_zeros(shape)
-    if len(x_MK) > MOST_TOKENS:
-        return _by_rows(x_MK, weight).view(shape)
+    if len(x_MK) > MAX_TOKENS:
+        return _dequantized_gemm(x_MK, weight).view(shape)
     if kernels == "fused" and runs_triton(x.device):
         several = len(x_MK) > 1 and x.element_size() == 2 and scales.dtype != torch.float64
-        return (_by_cores if several else _by_threads)(x_MK, weight).view(shape)
-    return _by_processor(x_MK, weight).view(shape)
+        return (_launch_tensor_cores if several else _launch_threads)(x_MK, weight).view(shape)
+    return _compiled_gemv(x_MK, weight).view(shape)
 
 
 @matvec_op.register_fake
@@ -388,10 +411,10 @@ def _(
     return x.new_empty(*x.shape[:-1], len(values))
 
 
-def _by_threads(x_MK: Tensor, weight: Quantised) -> Tensor:
+def _launch_threads(x_MK: Tensor, weight: QuantizedWeight) -> Tensor:
     words, form = _form(weight)
     y = x_MK.new_empty(len(x_MK), len(words))
-    each = 512 if weight.bits == 8 else 128  # words of a warp: 16 bytes a thread
+    each = 512 if weight.bits == 8 else 128  # words per warp: 16 bytes per thread
     num_warps = min(4, next_power_of_2(-(-words.shape[-1] // each)))
     matvec_threads[(-(-len(words) // 4), len(x_MK))](
         x_MK,
@@ -403,8 +426,8 @@ def _by_threads(x_MK: Tensor, weight: Quantised) -> Tensor:
         x_MK.shape[-1],
         words.shape[-1],
         weight.scales.shape[-1],
-        RAISED,
-        WIDE=wide(x_MK),
+        FP32_2_POW_23,
+        WIDE=accumulation_type(x_MK),
         ROWS=4,
         BLOCK=each * num_warps,
         TOGETHER=each // 32,
@@ -414,13 +437,15 @@ def _by_threads(x_MK: Tensor, weight: Quantised) -> Tensor:
     return y
 
 
-def _by_cores(x_MK: Tensor, weight: Quantised) -> Tensor:
+def _launch_tensor_cores(x_MK: Tensor, weight: QuantizedWeight) -> Tensor:
     words, form = _form(weight)
     (num_tokens, num_columns), num_rows = x_MK.shape, len(words)
-    # Where rows alone do not fill the device, columns are shared out, and their sums added up
-    # afterwards.
-    row_programs, chunks = -(-num_rows // 32), -(-num_columns // PACKED)
-    num_chunks = -(-chunks // min(-(-programs(x_MK.device, 8) // row_programs), -(-chunks // 2)))
+    # Split-K: where rows alone do not fill the device, columns are split over programs too, whose
+    # partial sums are added afterwards.
+    row_programs, chunks = -(-num_rows // 32), -(-num_columns // PACKED_COLUMNS)
+    num_chunks = -(
+        -chunks // min(-(-device_programs(x_MK.device, 8) // row_programs), -(-chunks // 2))
+    )
     splits = -(-chunks // num_chunks)
     y = torch.empty(
         splits,
@@ -441,33 +466,33 @@ def _by_cores(x_MK: Tensor, weight: Quantised) -> Tensor:
         words.shape[-1],
         weight.scales.shape[-1],
         num_chunks,
-        RAISED,
-        PRODUCT=_product_dtype(x_MK),
+        FP32_2_POW_23,
+        PRODUCT=_mma_dtype(x_MK),
         ROWS=32,
         TOKENS=16,
-        SPAN=min(form["GROUP"], PACKED),
+        SPAN=min(form["GROUP"], PACKED_COLUMNS),
         num_warps=2,
         **form,
     )
     return y[0] if splits == 1 else y.sum(0).to(x_MK.dtype)
 
 
-def _product_dtype(x: Tensor) -> Any:
-    """What tensor cores are given: x's own, but that the interpreter would multiply the bits of
-    bf16.
+def _mma_dtype(x: Tensor) -> Any:
+    """Input dtype of tensor cores: x's; under the interpreter, which multiplies bf16's bits,
+    fp32.
     """
     return tl.float32 if INTERPRETED else tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
 
 
-def _form(weight: Quantised) -> tuple[Tensor, dict[str, int]]:
-    """What is loaded at once, int8 or words, and how a kernel reads it."""
+def _form(weight: QuantizedWeight) -> tuple[Tensor, dict[str, int]]:
+    """The stored values as int8 or words, and the constants by which a kernel reads them."""
     bits, group = weight.bits, weight.group
-    words = weight.values if bits == 8 else words_of(weight.values)
+    words = weight.values if bits == 8 else as_words(weight.values)
     form = {
         "BITS": bits,
-        "CENTRE": CENTRE[bits],
+        "ZERO_POINT": ZERO_POINT[bits],
         "HAS_Z": weight.zeros is not None,
-        "PACKED": PACKED,
+        "PACKED_COLUMNS": PACKED_COLUMNS,
     }
-    # Any column of a row with one scale is of group 0.
+    # In a row with one scale every column is of group 0.
     return words, {**form, "GROUP": group if group in GROUPS else 2**30}

@@ -1,5 +1,5 @@
-"""Weights of 8 or 4 bits: integers, and a scale for each group of columns (2208.07339,
-2210.17323).
+"""INT8 and INT4 weight quantization with a scale per group of columns (LLM.int8(), arXiv
+2208.07339; GPTQ, arXiv 2210.17323).
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workbench.kernels.input_checks import check, wide_dtype
+from workbench.kernels.input_checks import accumulation_dtype, check_tensors
 
-PACKED = 128
-"""Columns whose 4-bit numbers lie together, in 16 words: column 16 i + j of them is number i, from
-the low bits, of word j. So neighbouring words hold neighbouring columns, and a program needs no
-other order of x.
+PACKED_COLUMNS = 128
+"""Columns whose 4-bit numbers are packed together, in 16 words: column 16 i + j is number i, from
+the low bits, of word j. So neighbouring words hold neighbouring columns, and x needs no
+permutation.
 """
 GROUPS = (32, 64, 128)
-CENTRE = {8: 0, 4: 8}
-"""By bits, the stored number that stands for zero where no zeros are given."""
+ZERO_POINT = {8: 0, 4: 8}
+"""Bits -> stored number of zero, where no zeros are given."""
 
 
-class Quantised(NamedTuple):
+class QuantizedWeight(NamedTuple):
     """A weight [N, K] as (number - zero) * scale, with a scale (and a zero) for each `group`
     columns of a row.
     """
 
     values: Tensor
-    """int8 [N, K], or of 4 bits uint8 [N, K / 2], two numbers of 0 to 15 a byte, rows padded to
-    whole `PACKED`.
+    """INT8: int8 [N, K]. INT4: uint8 [N, K / 2], two numbers of 0 to 15 per byte, rows padded to a
+    multiple of `PACKED_COLUMNS`.
     """
     scales: Tensor
     """[N, K / group]"""
@@ -40,23 +40,30 @@ class Quantised(NamedTuple):
     """[N, K / group], in the scales' dtype."""
 
 
-def quantise(weight: Tensor, bits: int, group: int | None = None) -> Quantised:
-    """`weight` [N, K] rounded to nearest, symmetrically: the largest of a group is 127 or 7 times
-    its scale.
+def quantize_weight(weight: Tensor, bits: int, group: int | None = None) -> QuantizedWeight:
+    """Quantize a weight symmetrically, rounding to nearest.
 
-    `group` is 32, 64 or 128 columns, and divides K; with 8 bits None is the whole row. Scales have
-    the weight's dtype. Raises ValueError naming what is not right.
+    The largest absolute value of a group is 127 (INT8) or 7 (INT4) times its scale; scales have the
+    weight's dtype.
+
+    Args:
+        weight: [N, K].
+        bits: 8 or 4.
+        group: Columns per scale: 32, 64 or 128, dividing K; None with 8 bits: one scale per row.
+
+    Raises:
+        ValueError: Names the unsupported argument.
     """
-    check("quantise", "weight", weight=weight)
+    check_tensors("quantize_weight", "weight", weight=weight)
     if weight.ndim != 2:
-        raise ValueError(f"quantise: weight has {weight.ndim} dimensions; legal: 2, [N, K]")
+        raise ValueError(f"quantize_weight: weight has {weight.ndim} dimensions; legal: 2, [N, K]")
     columns = weight.shape[-1]
     group = columns if group is None else group
-    check_form("quantise", columns, group, bits)
+    check_quantization("quantize_weight", columns, group, bits)
     most = 2 ** (bits - 1) - 1
-    grouped = weight.detach().to(wide_dtype(weight)).unflatten(-1, (-1, group))
+    grouped = weight.detach().to(accumulation_dtype(weight)).unflatten(-1, (-1, group))
     scales = (grouped.abs().amax(-1) / most).to(weight.dtype)
-    # Of a group of zeros, or of what its dtype has no scale for, every number is 0.
+    # In a group of zeros, or of values too small for a scale of their dtype, every number is 0.
     numbers = (
         (grouped / scales.to(grouped.dtype).unsqueeze(-1))
         .nan_to_num(0, 0, 0)
@@ -64,49 +71,55 @@ def quantise(weight: Tensor, bits: int, group: int | None = None) -> Quantised:
         .clamp(-most, most)
     )
     numbers = numbers.flatten(-2)
-    return Quantised(numbers.to(torch.int8) if bits == 8 else _packed(numbers), scales, group, bits)
+    return QuantizedWeight(
+        numbers.to(torch.int8) if bits == 8 else _pack_int4(numbers), scales, group, bits
+    )
 
 
-def dequantise(weight: Quantised) -> Tensor:
-    """The weight [N, K] that `weight` stands for, in its scales' dtype."""
+def dequantize_weight(weight: QuantizedWeight) -> Tensor:
+    """The dequantized weight [N, K], in the scales' dtype."""
     values, scales, group, bits, zeros = weight
     columns = scales.shape[-1] * group
-    numbers = values if bits == 8 else _half_bytes(values).flatten(-3)[..., :columns]
-    wide = numbers.unflatten(-1, (-1, group)).to(wide_dtype(scales))
-    centred = wide - (CENTRE[bits] if zeros is None else zeros.unsqueeze(-1))
+    numbers = values if bits == 8 else _unpack_int4(values).flatten(-3)[..., :columns]
+    wide = numbers.unflatten(-1, (-1, group)).to(accumulation_dtype(scales))
+    centred = wide - (ZERO_POINT[bits] if zeros is None else zeros.unsqueeze(-1))
     return (centred * scales.unsqueeze(-1)).flatten(-2).to(scales.dtype)
 
 
-def _packed(numbers: Tensor) -> Tensor:
-    """uint8 [N, K / 2] of numbers [N, K] from -8 to 7."""
-    whole = F.pad(numbers, (0, -numbers.shape[-1] % PACKED)).to(torch.int32) + CENTRE[4]
-    by_place = whole.unflatten(-1, (-1, 8, PACKED // 8))
-    # No two numbers have a bit in common, so that a sum is their union; the highest reaches the
-    # sign.
+def _pack_int4(numbers: Tensor) -> Tensor:
+    """Pack numbers [N, K] from -8 to 7 into uint8 [N, K / 2]."""
+    whole = F.pad(numbers, (0, -numbers.shape[-1] % PACKED_COLUMNS)).to(torch.int32) + ZERO_POINT[4]
+    by_place = whole.unflatten(-1, (-1, 8, PACKED_COLUMNS // 8))
+    # The shifted numbers have no bit in common, so that their sum is their union; the highest
+    # reaches the sign bit.
     shifts = torch.arange(0, 32, 4, device=numbers.device)
     words = (by_place.long() << shifts.unsqueeze(-1)).sum(-2)
     return words.to(torch.int32).flatten(-2).contiguous().view(torch.uint8)
 
 
-def words_of(values: Tensor) -> Tensor:
-    """4-bit numbers uint8 [N, K / 2] as words, int32 [N, K / 8]; copied where they do not begin at
-    one.
+def as_words(values: Tensor) -> Tensor:
+    """INT4 values uint8 [N, K / 2] as words, int32 [N, K / 8]; copied where they are not
+    aligned.
     """
     rows = values.contiguous()
     return (rows.clone() if rows.storage_offset() % 4 else rows).view(torch.int32)
 
 
-def _half_bytes(values: Tensor) -> Tensor:
-    """4-bit numbers [N, packs, 8, 16] of uint8 [N, K / 2], int32."""
-    words = words_of(values).unflatten(-1, (-1, 1, PACKED // 8))
+def _unpack_int4(values: Tensor) -> Tensor:
+    """Unpack uint8 [N, K / 2] into INT4 numbers [N, packs, 8, 16], int32."""
+    words = as_words(values).unflatten(-1, (-1, 1, PACKED_COLUMNS // 8))
     return (
         words >> torch.arange(0, 32, 4, dtype=torch.int32, device=values.device).unsqueeze(-1) & 15
     )
 
 
-def check_form(operator: str, columns: int, group: int, bits: int) -> None:
-    """Raise ValueError unless a weight of `columns` may have such groups and bits."""
-    if bits not in CENTRE:
+def check_quantization(operator: str, columns: int, group: int, bits: int) -> None:
+    """Check that a weight of `columns` columns can have these groups and bits.
+
+    Raises:
+        ValueError: Names the argument and what is legal.
+    """
+    if bits not in ZERO_POINT:
         raise ValueError(f"{operator}: bits is {bits}; legal: 8, 4")
     legal = [
         size

@@ -89,7 +89,7 @@ def test_a_programs_own_rows_make_its_part_of_the_bias_gradient(
         1,
         7,
     ):  # fewer than there are columns' blocks, and a number that divides nothing
-        monkeypatch.setattr(activation, "programs", lambda device, each, n=num_programs: n)
+        monkeypatch.setattr(activation, "device_programs", lambda device, each, n=num_programs: n)
         again = torch.autograd.grad(activate("gelu", gate, None, bias).sum(), bias)[0]
         assert torch.allclose(again, true, rtol=1e-12)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from workbench.engine.optimizer import MixedPrecisionOptimizer
-from workbench.kernels.adamw import AdamW, Stepped, reference
+from workbench.kernels.adamw import AdamWTensor, FusedAdamW, reference
 from workbench.parallel.layout import Layout
 from workbench.plan import schema
 
@@ -43,7 +43,7 @@ def drawn(
     moment: torch.dtype,
     master: bool,
     offset: int = 0,
-) -> list[Stepped]:
+) -> list[AdamWTensor]:
     """A tensor of each size; every other one is decayed."""
     generator = torch.Generator().manual_seed(0)
     own = []
@@ -52,17 +52,17 @@ def drawn(
         held = [value, *(torch.zeros(size, dtype=d) for d in (gradient, moment, moment))]
         parts = [between_canaries(x, offset) for x in held]
         wide = between_canaries(parts[0].float(), offset) if master else None
-        own.append(Stepped(*parts, torch.zeros(()), wide, DECAY * (i % 2)))
+        own.append(AdamWTensor(*parts, torch.zeros(()), wide, DECAY * (i % 2)))
     return own
 
 
-def gradients(own: list[Stepped], step: int) -> None:
+def gradients(own: list[AdamWTensor], step: int) -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for x in own:
         x.gradient.copy_(torch.randn(x.gradient.shape, generator=generator, dtype=torch.float64))
 
 
-def target(x: Stepped) -> Tensor:
+def target(x: AdamWTensor) -> Tensor:
     return x.parameter if x.master is None else x.master
 
 
@@ -96,7 +96,7 @@ def test_equals_plain_operators_in_fp64(kind: str, offset: int) -> None:
         (target(x).to(WIDEST, copy=True), *[torch.zeros(x.parameter.shape, dtype=WIDEST)] * 2)
         for x in own
     ]
-    optimizer = AdamW(own, *BETAS, EPSILON)
+    optimizer = FusedAdamW(own, *BETAS, EPSILON)
     for step in range(3):
         gradients(own, step)
         given = [x.gradient.clone() for x in own]
@@ -123,7 +123,7 @@ def test_forty_tensors_are_stepped_as_torchs_fused_kernel_does(kind: str) -> Non
     theirs = [
         [x.clone() for x in (y.parameter, y.gradient, y.moment1, y.moment2, y.steps)] for y in own
     ]
-    optimizer = AdamW(own, *BETAS, EPSILON)
+    optimizer = FusedAdamW(own, *BETAS, EPSILON)
     assert len(optimizer._launches) == 1
     for step in range(3):
         gradients(own, step)
@@ -161,7 +161,7 @@ def test_what_is_kept_in_16_bits_is_the_update_in_fp32_rounded(
     dtype: torch.dtype, master: bool
 ) -> None:
     own = drawn((7, 1030), dtype, dtype, torch.bfloat16, master)
-    optimizer = AdamW(own, *BETAS, EPSILON)
+    optimizer = FusedAdamW(own, *BETAS, EPSILON)
     for step in range(3):
         gradients(own, step)
         before = [
@@ -178,7 +178,7 @@ def test_what_is_kept_in_16_bits_is_the_update_in_fp32_rounded(
 
 def test_a_skipped_step_changes_nothing_whatever_the_gradients() -> None:
     own = drawn((5, 1025), *KINDS["bf16 with masters"])
-    optimizer = AdamW(own, *BETAS, EPSILON)
+    optimizer = FusedAdamW(own, *BETAS, EPSILON)
     gradients(own, 0)
     optimizer.step(RATE, None, torch.zeros(()))
     before = [
@@ -197,7 +197,7 @@ def test_a_skipped_step_changes_nothing_whatever_the_gradients() -> None:
 def test_storages_that_move_are_found_and_those_that_are_freed_refused() -> None:
     own = drawn((5, 1025), *KINDS["bf16 with masters"])
     fixed = drawn((5, 1025), *KINDS["bf16 with masters"])
-    optimizer, other = AdamW(own, *BETAS, EPSILON), AdamW(fixed, *BETAS, EPSILON)
+    optimizer, other = FusedAdamW(own, *BETAS, EPSILON), FusedAdamW(fixed, *BETAS, EPSILON)
     old = []
     for step in range(3):
         for x in own:

@@ -10,10 +10,10 @@ from workbench.kernels.cross_entropy import (
     IGNORE_INDEX,
     cross_entropy,
     gradient_op,
-    losses,
     reference,
-    relative,
+    rescale_statistics,
     statistics_op,
+    token_losses,
 )
 
 ROUNDED = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -134,9 +134,9 @@ def test_parts_of_a_vocabulary_add_up(form: tuple[float, float]) -> None:
             (targets < start) | (targets >= stop)
         ].any()  # what lies there is not even read
     highest = torch.stack([each[0] for each in found]).amax(0)
-    sums = sum(relative(each, highest, targets, r) for each, r in zip(found, rows))
+    sums = sum(rescale_statistics(each, highest, targets, r) for each, r in zip(found, rows))
     assert isinstance(sums, Tensor)
-    loss, lse = losses(sums, highest, targets, smoothing, smoothing / 3000, z)
+    loss, lse = token_losses(sums, highest, targets, smoothing, smoothing / 3000, z)
     factor = torch.tensor(0.75, dtype=torch.float64)
     for own, (start, stop) in zip(room, rows):
         gradient_op(own, targets, lse, factor, start, stop, smoothing, smoothing / 3000, z, "fused")

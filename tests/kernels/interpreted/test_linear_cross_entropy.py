@@ -46,7 +46,7 @@ def assert_equal(found: list[Tensor], true: list[Tensor], dtype: torch.dtype) ->
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of 64 tokens, and rows that are read in several blocks."""
     monkeypatch.setattr(loss_chunks, "LOSS_MIN_CHUNK_TOKENS", 64)
-    monkeypatch.setattr(module, "ENTRIES", 256)
+    monkeypatch.setattr(module, "TILE_NUMEL", 256)
     monkeypatch.setattr(cross_entropy, "BLOCK", 256)
 
 
@@ -67,7 +67,7 @@ def test_there_are_several_runs(short_runs: None) -> None:
 
 
 def test_a_row_in_two_blocks_of_the_real_size() -> None:
-    x, weight, targets = drawn(2, module.ENTRIES + 700, torch.float32)
+    x, weight, targets = drawn(2, module.TILE_NUMEL + 700, torch.float32)
     with canaries():
         found = results(linear_cross_entropy, x, weight, targets)
     assert_equal(found, results(reference, x.double(), weight.double(), targets), torch.float32)

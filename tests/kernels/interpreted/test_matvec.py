@@ -1,11 +1,16 @@
-"""Quantised products by the interpreter, against the widened weight in fp64."""
+"""QuantizedWeight products by the interpreter, against the widened weight in fp64."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels.canaries import canaries
-from workbench.kernels.weight_only_gemv import Quantised, matvec, quantise, reference
+from workbench.kernels.weight_only_gemv import (
+    QuantizedWeight,
+    quantize_weight,
+    reference,
+    weight_only_gemv,
+)
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Of the largest entry; the interpreter cuts off what bf16 has no room for."""
@@ -20,14 +25,14 @@ FORMS = {
 }
 
 
-def drawn(form: str, dtype: torch.dtype, zeros: bool) -> tuple[Tensor, Quantised]:
+def drawn(form: str, dtype: torch.dtype, zeros: bool) -> tuple[Tensor, QuantizedWeight]:
     """Eight tokens and a weight for them."""
     bits, group, shape = FORMS[form]
     generator = torch.Generator().manual_seed(0)
     x, weight = (
         torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((8, shape[1]), shape)
     )
-    own = quantise(weight.to(dtype), bits, group)
+    own = quantize_weight(weight.to(dtype), bits, group)
     about = torch.rand(own.scales.shape, generator=generator, dtype=torch.float64) * 4 + (
         6 if bits == 4 else -2
     )
@@ -41,7 +46,7 @@ def test_equals_the_widened_weight(form: str, dtype: torch.dtype, zeros: bool) -
     x, weight = drawn(form, dtype, zeros)
     for num_tokens in (1, 3):
         with canaries():
-            y = matvec(x[:num_tokens], weight)
+            y = weight_only_gemv(x[:num_tokens], weight)
         true = reference(x[:num_tokens], weight)
         assert y.dtype == dtype and y.shape == true.shape
         assert (y.double() - true).abs().max() <= TOLERANCE[dtype] * true.abs().max()
@@ -54,7 +59,7 @@ def test_any_few_tokens(num_tokens: int) -> None:
         ("4 bits in groups of 64, the last alone", torch.float32),
     ):
         x, weight = drawn(form, dtype, False)
-        y, true = matvec(x[:num_tokens], weight), reference(x[:num_tokens], weight)
+        y, true = weight_only_gemv(x[:num_tokens], weight), reference(x[:num_tokens], weight)
         assert (y.double() - true).abs().max() <= TOLERANCE[dtype] * true.abs().max()
 
 
@@ -70,9 +75,9 @@ def test_columns_are_shared_out_where_rows_are_few(
     found = []
     for num_programs in (1, 2, 64):
         monkeypatch.setattr(
-            "workbench.kernels.weight_only_gemv.programs", lambda *_, n=num_programs: n
+            "workbench.kernels.weight_only_gemv.device_programs", lambda *_, n=num_programs: n
         )
-        found.append(matvec(x, weight))
+        found.append(weight_only_gemv(x, weight))
     true = reference(x, weight)
     for y in found:
         assert (y.double() - true).abs().max() <= TOLERANCE[torch.float16] * true.abs().max()
@@ -89,11 +94,11 @@ def test_every_number_there_is() -> None:
             assert isinstance(words, Tensor)
             values = words.to(torch.int32).expand(3, -1).contiguous().view(torch.uint8)
         group = len(numbers) if bits == 8 else 128
-        weight = Quantised(values, torch.ones(3, 1), group, bits)
+        weight = QuantizedWeight(values, torch.ones(3, 1), group, bits)
         for dtype in (torch.float32, torch.float16):
             one = torch.eye(len(numbers), dtype=dtype)
             for some in one.split(8):
-                y = matvec(some, weight)
+                y = weight_only_gemv(some, weight)
                 expected = numbers[some.argmax(1)] - (8 if bits == 4 else 0)
                 assert torch.equal(y, expected.to(dtype).unsqueeze(1).expand(-1, 3))
 
@@ -101,6 +106,8 @@ def test_every_number_there_is() -> None:
 def test_strided_tokens_and_nothing() -> None:
     x, weight = drawn("8 bits by row", torch.float32, False)
     turned = torch.randn(131, 2, 3).permute(2, 1, 0)
-    assert torch.allclose(matvec(turned, weight).double(), reference(turned, weight), atol=1e-4)
-    assert matvec(x[:0], weight).shape == (0, 33)
-    assert matvec(x[0], weight).shape == (33,)
+    assert torch.allclose(
+        weight_only_gemv(turned, weight).double(), reference(turned, weight), atol=1e-4
+    )
+    assert weight_only_gemv(x[:0], weight).shape == (0, 33)
+    assert weight_only_gemv(x[0], weight).shape == (33,)

@@ -1,8 +1,7 @@
-"""Chains of plain operators under torch.compile, where it pays; what is compiled is told as it
-happens.
+"""Plain operators under torch.compile; logs each compilation.
 
-Compiled code is kept on disk by torch (its FX graph cache), so that a second run, or a second rank,
-only loads it.
+torch caches compiled code on disk (FX graph cache), so that a second run, or a second rank, only
+loads it.
 """
 
 from __future__ import annotations
@@ -20,29 +19,28 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 log = logging.getLogger(__name__)
-"""Says, at level INFO, what is about to be compiled."""
+"""Logs compilations at level INFO."""
 
 
-VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-"""Code would be compiled once more for where a dispatch mode watches: there autograd's views are
-past.
+VIEW_DISPATCH_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+"""Excluded, or code would be compiled again under a dispatch mode, below which autograd's view
+tracking has already run.
 """
 
 
-IN_THIS_THREAD: dict[str, str | int | bool | Callable[..., Any]] = {"compile_threads": 1}
-"""A process forked from one whose compiler has threads would wait for them for ever, and a chain is
-one kernel.
+COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"compile_threads": 1}
+"""Compile in the calling thread: a process forked from one with compiler threads would wait for
+them forever, and a chain of operators is one kernel.
 """
 
 
-def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` of tensors, without autograd, compiled at its first call for each kind of
-    argument.
+def torch_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: compile a function of tensors, without autograd, per kind of arguments.
 
-    Processors take one code for all sizes, which costs them nothing beyond the smallest and lets a
-    warm-up be small; on GPUs sizes are compiled in, for tiles depend on them. Torch function modes
-    round it (a split backward's) do not reach into it. Every kind is compiled from a copy of its
-    own, for torch gives up on a function that it has compiled too often.
+    On CPU one code serves all sizes, which costs nothing beyond the smallest and keeps the warm-up
+    small; on GPUs code is specialised on sizes, because tiles depend on them. Torch function modes
+    around a call (of a split backward) do not apply inside. Each kind is compiled from its own copy
+    of the function, because torch.compile gives up on a function after too many recompilations.
     """
     assert isinstance(function, FunctionType)
     fast: dict[tuple[Any, ...], Callable[P, R]] = {}
@@ -56,11 +54,11 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
                 x.device.type == "cpu" for x in (*args, *kwargs.values()) if isinstance(x, Tensor)
             )
             fast[kind] = torch.compile(
-                _copy(function), dynamic=True if on_cpu else None, options=IN_THIS_THREAD
+                _copy(function), dynamic=True if on_cpu else None, options=COMPILE_OPTIONS
             )
         with (
             torch._C.DisableTorchFunction(),
-            torch._C._ExcludeDispatchKeyGuard(VIEWS),
+            torch._C._ExcludeDispatchKeyGuard(VIEW_DISPATCH_KEYS),
             torch.no_grad(),
         ):
             return fast[kind](*map(_bare, args), **{name: _bare(x) for name, x in kwargs.items()})
@@ -69,9 +67,7 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _bare(x: Any) -> Any:
-    """A tensor without what code would be compiled for beside: whose parameter or view it is, and
-    for whom.
-    """
+    """A detached tensor, so that code is not specialised on parameters and views."""
     return x.detach() if isinstance(x, Tensor) else x
 
 
@@ -80,7 +76,7 @@ def _kind(x: object) -> Any:
 
 
 def _layout(x: Tensor) -> tuple[int, ...] | None:
-    """Dimensions of more than one entry, the densest first; None where contiguous."""
+    """Dims of more than one entry, innermost first; None where contiguous."""
     return (
         None
         if x.is_contiguous()

@@ -1,7 +1,7 @@
-"""Triton, which is optional, and where its kernels run.
+"""Triton as an optional dependency.
 
-Rooms above import `jit`, `tl` and `triton` from here. Without Triton the kernels are not compiled
-and nothing may start them; all else of this room works.
+Kernels import `jit`, `tl` and `triton` from here. Without Triton they are not compiled and must not
+be launched; everything else works.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ except ImportError:  # pragma: no cover (the tests install it)
     triton = tl = None
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton runs kernels on the host, operation by operation; it decides that at import."""
+"""Whether Triton interprets kernels on the host, which it decides at import."""
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -29,26 +29,22 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether tensors on `device` are given to Triton kernels: on a GPU, and where kernels are
-    interpreted.
-    """
+    """Whether Triton kernels run on `device`: on GPUs, and under Triton's interpreter."""
     return triton is not None and (device.type == "cuda" or INTERPRETED)
 
 
-def wide(*tensors: Tensor) -> Any:
-    """What a kernel computes in: fp64 where one of `tensors` has it, else fp32."""
+def accumulation_type(*tensors: Tensor) -> Any:
+    """Triton type that a kernel accumulates in: fp64 if one of `tensors` is fp64, else fp32."""
     return tl.float64 if any(x.dtype == torch.float64 for x in tensors) else tl.float32
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is no less than `n`, at least 1."""
+    """The smallest power of two that is at least `n` and 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
-def programs(device: torch.device, per_processor: int = 1) -> int:
-    """How many programs fill a device: `per_processor` times its multiprocessors; a handful where
-    it has none.
-    """
+def device_programs(device: torch.device, per_processor: int = 1) -> int:
+    """Programs that fill a device: `per_processor` per multiprocessor; 4 on the host."""
     if device.type != "cuda":
         return 4
     return per_processor * torch.cuda.get_device_properties(device).multi_processor_count
