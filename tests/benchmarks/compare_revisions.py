@@ -1,7 +1,7 @@
 """Whether two checkouts estimate the same: `python -m tests.benchmarks.compare_revisions BEFORE
 AFTER [--rows FILE ...]`.
 
-Both estimate the same plans, drawn by a seed over the catalog's models, GPUs and strategies, and
+Both estimate the same plans, drawn by a seed over the models, GPUs and strategies that both know, and
 validate the same published measurements. Bytes and counts must be equal, seconds within 1e-12
 relative. Each checkout runs in processes of its own with that checkout first on the path; only
 public names and the shell are used, so that the two may differ in everything else.
@@ -24,16 +24,12 @@ RELATIVE = 1e-12
 FRAMES = ("memory", "timeline", "collectives", "steps")
 
 
-def draw(seed: int, plans: int) -> None:
+def draw(seed: int, plans: int, names: dict[str, list[str]]) -> None:
     """Print one JSON object a line until `plans` are legal: the plan's fields, and its frames or
-    why it is refused.
+    why it is refused. `names` are the models, gpus and strategies to draw from.
     """
     import workbench as wb
 
-    names = {
-        kind: [entry["name"] for entry in listed(kind)] for kind in ("models", "gpus", "strategies")
-    }
-    names["gpus"].remove("local")
     rng, legal = random.Random(seed), 0
     while legal < plans:
         words = {
@@ -59,10 +55,13 @@ def draw(seed: int, plans: int) -> None:
         print(json.dumps(answer))
 
 
-def listed(kind: str) -> list[dict[str, Any]]:
-    """The catalog by the shell's own list, which every revision has."""
-    command = [sys.executable, "-m", "workbench", kind, "--json"]
-    found: list[dict[str, Any]] = json.loads(subprocess.check_output(command, text=True))
+def catalog(checkout: Path) -> dict[str, list[str]]:
+    """Names of the catalog by the shell's own list, which every revision has; `local` apart."""
+    found = {}
+    for kind in ("models", "gpus", "strategies"):
+        command = [sys.executable, "-m", "workbench", kind, "--json"]
+        text = subprocess.check_output(command, text=True, env=environment(checkout), cwd=checkout)
+        found[kind] = [row["name"] for row in json.loads(text) if row["name"] != "local"]
     return found
 
 
@@ -88,10 +87,10 @@ def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:
         yield f"{where}: {before!r} -> {after!r}"
 
 
-def answers(checkout: Path, seed: int, plans: int) -> list[Any]:
+def answers(checkout: Path, seed: int, plans: int, names: dict[str, list[str]]) -> list[Any]:
     """What `draw` prints when `checkout` is the package imported."""
     output = subprocess.check_output(
-        [sys.executable, __file__, "--draw", str(seed), str(plans)],
+        [sys.executable, __file__, "--draw", str(seed), str(plans), json.dumps(names)],
         text=True,
         env=environment(checkout),
         cwd=checkout,
@@ -120,7 +119,9 @@ def main() -> int:
     parser.add_argument("--rows", nargs="*", default=[], help="CSV files of published measurements")
     asked = parser.parse_args()
     pair = [asked.before.resolve(), asked.after.resolve()]
-    before, after = (answers(checkout, asked.seed, asked.plans) for checkout in pair)
+    first, second = map(catalog, pair)
+    names = {kind: [one for one in first[kind] if one in second[kind]] for kind in first}
+    before, after = (answers(checkout, asked.seed, asked.plans, names) for checkout in pair)
     found = list(differences(before, after, "plans"))
     legal = sum("frames" in answer for answer in before)
     print(f"{legal} plans estimated, {len(before) - legal} refused: {len(found)} differences")
@@ -135,6 +136,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--draw"]:
-        draw(int(sys.argv[2]), int(sys.argv[3]))
+        draw(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
     else:
         sys.exit(main())
