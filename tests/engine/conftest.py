@@ -1,4 +1,4 @@
-"""What tests of the loop share: a small text to train on."""
+"""Fixtures of the training loop: a small text to train on."""
 
 from pathlib import Path
 

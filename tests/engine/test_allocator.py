@@ -1,4 +1,4 @@
-"""The measured sum is the allocator's: exact on known allocations, tied across windows."""
+"""Measured memory is the allocator's: exact on known allocations, aligned across windows."""
 
 import pytest
 import torch

@@ -90,7 +90,7 @@ def test_more_work_takes_longer(found: Calibration) -> None:
         assert gemm[16] < gemm[256]
 
 
-def test_it_says_what_it_measured_and_names_no_host(found: Calibration) -> None:
+def test_the_record_says_what_was_measured_and_names_no_host(found: Calibration) -> None:
     here = attached()
     machine = found.machine
     assert machine.fingerprint == fingerprint(here) and machine.cores == here.cores
@@ -120,7 +120,7 @@ def test_the_file_gives_curves(found: Calibration, tmp_path) -> None:
         assert times[2] > times[1] >= times[0] > 0
 
 
-def test_what_the_backend_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_that_the_backend_refuses_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo sums no fp8: those points are skipped on all ranks alike, and the rest is measured."""
     monkeypatch.setattr(collective_points, "DTYPES", {**DTYPES, "bf16": torch.float8_e4m3fn})
     survey = replace(

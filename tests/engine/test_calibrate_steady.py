@@ -1,4 +1,4 @@
-"""What a busy machine measures is not believed: on given times, nothing is timed here."""
+"""Doubts about points measured on a busy machine, on given times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_steady_figures_are_believed() -> None:
     assert found(times) == {}
 
 
-def test_what_took_no_time_or_beats_the_memory_is_refused() -> None:
+def test_collectives_faster_than_memory_are_refused() -> None:
     """An all-gather of 309,201 GB/s, and one that is a difference of noise."""
     size = 16 * 2**20
     times = {
@@ -52,7 +52,7 @@ def test_what_took_no_time_or_beats_the_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("spread", "doubted"), [(1.1, False), (1.3, True), (3.0, True)])
-def test_what_scatters_is_marked_with_its_scatter(spread: float, doubted: bool) -> None:
+def test_scattered_repeats_are_marked_unsteady(spread: float, doubted: bool) -> None:
     times = {message("send", 64 * KIB): [1e-4, 1e-4, 1e-4 * spread, 1e-4 * spread] * 2}
     against = found(times)
     assert bool(against) is doubted

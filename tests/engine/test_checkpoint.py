@@ -150,7 +150,7 @@ def test_views_of_one_buffer_transposed_and_in_several_boxes(tmp_path: Path) -> 
     assert torch.equal(flat, again)
 
 
-def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
+def test_files_are_readable_by_the_safetensors_library(tmp_path: Path) -> None:
     tensors = {
         "b": torch.arange(3, dtype=torch.bfloat16),
         "a": torch.rand(2, 3),
@@ -206,7 +206,7 @@ def test_a_value_that_is_no_number_marks_its_checkpoint(
     assert [is_finite(checkpoint_path(tmp_path, step)) for step in (1, 2)] == [True, False]
 
 
-def test_the_last_checkpoint_without_nan_is_kept_and_gone_on_from(tmp_path: Path) -> None:
+def test_the_last_checkpoint_without_nan_is_kept_and_resumed_from(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("{}")
     folder = tmp_path / "checkpoints"
     good, bad = torch.ones(3), torch.full((3,), float("nan"))
@@ -379,7 +379,7 @@ def test_a_killed_run_leaves_nothing_that_counts(tmp_path: Path) -> None:
     load(checkpoint_path(tmp_path, 1), cut(0, 1, 0, empty=True))
 
 
-def test_going_on_from_a_killed_run_clears_what_it_left_unless_one_still_writes(
+def test_resuming_a_killed_run_clears_its_unfinished_checkpoints_unless_a_run_still_writes(
     tmp_path: Path,
 ) -> None:
     held, hold = os.pipe()
@@ -537,7 +537,7 @@ def test_every_file_is_verified_once_by_a_rank_that_needs_it() -> None:
     ]
 
 
-def test_what_one_rank_finds_is_raised_on_all(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     path = save_all(tmp_path, 5, 2)
     (path / "rank00001.safetensors").unlink()
     rounds: list[list[Any]] = []
@@ -563,7 +563,7 @@ def test_what_one_rank_finds_is_raised_on_all(tmp_path: Path) -> None:
         (errno.EIO, "see to that disk"),
     ],
 )
-def test_the_remedy_is_that_of_what_the_disk_said(tmp_path: Path, number: int, remedy: str) -> None:
+def test_the_remedy_follows_the_disks_errno(tmp_path: Path, number: int, remedy: str) -> None:
     message = str(unwritable_error(tmp_path, OSError(number, os.strerror(number))))
     assert os.strerror(number) in message and remedy in message
     assert ("free space" in message) == (number in (errno.ENOSPC, errno.EDQUOT))

@@ -1,4 +1,4 @@
-"""Tokens are made once, whole, and are the text."""
+"""A corpus is tokenized once, completely, and decodes to its text."""
 
 import fcntl
 import os
@@ -73,7 +73,7 @@ def test_cache_is_used_without_reading_the_text(
 
 
 @pytest.mark.parametrize("how", ["replaced", "written over", "one bit"])
-def test_tokens_that_are_not_those_that_were_written_are_made_again(
+def test_damaged_tokens_are_encoded_again(
     source: Path, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setting = schema.Corpus(source=str(source))
@@ -103,7 +103,9 @@ def test_a_cache_that_was_copied_is_used(
 
 
 @pytest.mark.parametrize("damage", ["truncate", "no-count", "torn-count"])
-def test_half_written_cache_is_made_again(source: Path, tmp_path: Path, damage: str) -> None:
+def test_an_unfinished_cache_entry_is_encoded_again(
+    source: Path, tmp_path: Path, damage: str
+) -> None:
     setting = schema.Corpus(source=str(source))
     before = whole(corpora.load(setting, 256, folder=tmp_path / "cache"))
     (data,) = (tmp_path / "cache").glob("*.bin")

@@ -108,7 +108,7 @@ def test_fewer_gpus_than_ranks_are_refused_with_both_numbers(cuda: pytest.Monkey
         gpus.bind_gpu(plan(4))
 
 
-def test_unusable_cuda_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_cuda_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PlanError, match=r"cluster\.gpu: is h100-sxm-80gb, but .* CPU build"):
         gpus.bind_gpu(plan())
@@ -122,7 +122,7 @@ def test_unusable_cuda_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) 
         gpus.bind_gpu(plan())
 
 
-def test_gpus_are_held_to_the_plan_before_accelerate_is_asked(
+def test_gpus_are_checked_against_the_plan_before_accelerate_starts(
     cuda: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     def accelerator(**words: Any) -> None:

@@ -1,4 +1,4 @@
-"""The measured total is the allocator's own, whatever the counter of live bytes says."""
+"""Measured memory is the allocator's, whatever the counter of live bytes says."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_names_shapes_and_index_are_those_of_transformers(
 @pytest.mark.parametrize(
     "mesh, data", [((1, 2, 1), {}), ((1, 1, 2), {"zero": 3}), ((2, 1, 1), {"zero": 1})]
 )
-def test_what_was_exported_starts_a_run_on_any_mesh(
+def test_exported_weights_start_a_run_on_any_mesh(
     exported: tuple[Path, Path, Whole], mesh: tuple[int, int, int], data: dict[str, Any]
 ) -> None:
     _, folder, wholes = exported
@@ -308,7 +308,7 @@ def test_foreign_folders_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_weights_that_are_no_numbers_are_refused_by_name_and_count(
+def test_nan_weights_are_refused_by_name_and_count(
     exported: tuple[Path, Path, Whole], tmp_path: Path, value: float
 ) -> None:
     for path in exported[1].iterdir():

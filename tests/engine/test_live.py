@@ -29,7 +29,7 @@ def test_views_and_in_place_count_once() -> None:
         assert live.peak == {"temporary": 720}
 
 
-def test_what_was_there_before() -> None:
+def test_storages_from_before_the_mode_are_overhead_unless_registered() -> None:
     known, unknown = torch.zeros(10), torch.zeros(20)
     with LiveBytes() as live:
         live.register([known, known.view(2, 5)], "parameters")
@@ -51,7 +51,7 @@ def test_resizing_is_followed() -> None:
         assert live.current == {}
 
 
-def test_actions_and_scopes_say_what_a_storage_is() -> None:
+def test_actions_and_scopes_decide_a_storages_category() -> None:
     with LiveBytes() as live:
         with live.action("F"):
             kept = torch.zeros(100) + 1

@@ -109,7 +109,7 @@ def test_held_out_text_that_is_too_short_is_refused_before_the_first_step(
     assert "the held-out text has" in refusal(tmp_path / "run")["message"]
 
 
-def test_a_second_launch_in_the_same_folder_is_told_alone(tmp_path: Path, text: Path) -> None:
+def test_a_second_launch_in_the_same_folder_reports_only_itself(tmp_path: Path, text: Path) -> None:
     assert trained(tmp_path / "run", text, checkpoint__load="nowhere")[0] == 1
     code, records = trained(tmp_path / "run", text)
     assert (code, steps(records, "step")) == (0, [0, 1, 2])
@@ -154,7 +154,7 @@ def test_more_steps_go_on_where_it_ended(tmp_path: Path, text: Path, saved: Path
         ({"checkpoint__load": "nowhere"}, "nowhere is not a finished checkpoint"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_in_words(
+def test_a_checkpoint_that_does_not_fit_is_refused_with_its_problems(
     tmp_path: Path, text: Path, saved: Path, changes: dict[str, Any], words: str
 ) -> None:
     code, records = trained(tmp_path / "again", text, **{"checkpoint__load": str(saved), **changes})

@@ -1,4 +1,4 @@
-"""Our optimizer equals torch's, keeps masters, and needs no values."""
+"""The optimizer equals torch's, keeps master weights, and needs no values."""
 
 import math
 
@@ -105,7 +105,7 @@ def test_master_follows_fp32_and_parameter_rounds_it(gradient_dtype: torch.dtype
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 @pytest.mark.parametrize("master", ["auto", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_is_kept_in_16_bits_is_torchs_rounded_after_every_step(
+def test_16_bit_state_is_torchs_rounded_after_every_step(
     dtype: torch.dtype, master: str, moments: str, name: str
 ) -> None:
     settings = config(name=name, moments=moments, master=master)
@@ -199,7 +199,7 @@ def test_fused_kernels_change_nothing_where_triton_does_not_run(name: str) -> No
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("master", ["auto", "none"])
-def test_cutting_what_is_cast_changes_nothing(
+def test_splitting_upcast_tensors_changes_nothing(
     name: str, master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workbench.engine.optimizer_groups.CPU_FUSED_CAST_BYTES", 1024)

@@ -183,7 +183,7 @@ def test_tf32_is_fp32_whose_products_round_their_inputs() -> None:
     require(on_a_card("tf32"), "run")
 
 
-def test_fp8_is_refused_with_what_is_legal() -> None:
+def test_fp8_is_refused_with_the_legal_values() -> None:
     with pytest.raises(
         PlanError,
         match=r"precision.*'fp8'; this version can run 'fp32' or 'tf32' or 'bf16' or 'fp16'",

@@ -1,4 +1,4 @@
-"""A bit that flips on one replica is named before a checkpoint is written of it."""
+"""A bit flip on one replica is named before a checkpoint is written."""
 
 from functools import partial
 from pathlib import Path

@@ -64,7 +64,7 @@ def load(made: ResolvedPlan, rank: int) -> list[tuple[str, str, Any, np.ndarray]
     ],
     ids=["shared heads", "tensor x pipeline", "tied, pipeline x data", "uneven heads"],
 )
-def test_any_mesh_loads_what_another_saved(
+def test_any_mesh_loads_a_checkpoint_of_another(
     tmp_path: Path, mesh: tuple[int, int, int], shape: dict[str, Any]
 ) -> None:
     batch = {"training.global_batch": 8}
@@ -98,7 +98,7 @@ STAGES: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("index", range(len(STAGES)))
-def test_any_stage_of_zero_loads_what_another_saved(
+def test_any_zero_stage_loads_a_checkpoint_of_another(
     tmp_path: Path, index: int, precision: str
 ) -> None:
     def staged(case: tuple[tuple[int, int, int], dict[str, Any]], **more: Any) -> ResolvedPlan:
@@ -281,7 +281,7 @@ def sharded(folder: Path, **more: Any) -> ResolvedPlan:
     return plan(1, 1, 4, changes=batch | at | more).resolve()
 
 
-def test_a_rank_reads_what_it_keeps_and_files_are_verified_once(tmp_path: Path) -> None:
+def test_a_rank_reads_only_its_own_boxes_and_files_are_verified_once(tmp_path: Path) -> None:
     made = sharded(tmp_path)
 
     def watched(rank: int) -> tuple[list[int], list[str], int]:
@@ -303,7 +303,7 @@ def test_a_rank_reads_what_it_keeps_and_files_are_verified_once(tmp_path: Path) 
     assert sorted(hashed) == ["rank00000.safetensors", "rank00001.safetensors"]
 
 
-def test_damage_that_one_rank_finds_is_told_by_all(tmp_path: Path) -> None:
+def test_damage_found_by_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     made = sharded(tmp_path)
     file = tmp_path / "checkpoints" / "step-00000001" / "rank00001.safetensors"
     data = bytearray(file.read_bytes())

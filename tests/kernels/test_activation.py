@@ -72,7 +72,7 @@ def test_16_bits_are_rounded_once(kernels: str) -> None:
         assert torch.allclose(mine.double(), expected, rtol=2**-8, atol=1e-6)
 
 
-def test_only_what_goes_in_is_saved() -> None:
+def test_only_inputs_are_saved() -> None:
     kept: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def test_only_what_goes_in_is_saved() -> None:
     ]
 
 
-def test_the_operators_are_what_they_say() -> None:
+def test_the_operators_pass_torchs_opcheck() -> None:
     tests = ("test_schema", "test_faketensor")
     gate, up, bias = inputs()
     torch.library.opcheck(activate_op, ("swiglu", gate, up, None, "fused"), test_utils=tests)

@@ -91,7 +91,7 @@ def test_nothing_has_an_address_among_fake_tensors() -> None:
         ("master", lambda: on_gpu(3, 8).t(), r"master has strides \(1, 8\); legal: contiguous"),
     ],
 )
-def test_what_is_not_legal_is_refused_by_name(
+def test_illegal_arguments_are_refused_by_name(
     name: str, value: Callable[[], Tensor], message: str
 ) -> None:
     with FakeTensorMode(), pytest.raises(ValueError, match=f"adamw: {message}"):

@@ -60,13 +60,13 @@ def modules() -> list[Any]:
 
 @compiles
 @same_triton
-def test_the_committed_table_is_what_triton_makes_today() -> None:
+def test_the_committed_table_is_what_triton_compiles_today() -> None:
     found = ahead_of_time.compile_all()
     assert [said for row in found for said in exceeded_limits(row)] == []
     assert table_differences(ahead_of_time.table_json(found), FILE.read_text()) == []
 
 
-def test_the_table_tells_of_every_operator_what_the_registry_does() -> None:
+def test_the_table_has_the_registrys_entry_of_every_operator() -> None:
     assert TABLE["kernels"] == ahead_of_time.kernel_facts()
 
 
@@ -118,13 +118,13 @@ def test_every_triton_function_that_is_launched_is_in_the_table() -> None:
         ({"vector_stores": 0}, "stores nothing 16 bytes wide"),
     ],
 )
-def test_a_limit_that_is_broken_is_told(changed: dict[str, int], said: str) -> None:
+def test_an_exceeded_limit_is_reported(changed: dict[str, int], said: str) -> None:
     assert exceeded_limits(GOOD) == []
     bad = replace(GOOD, **changed)  # type: ignore[arg-type]
     assert exceeded_limits(bad) == [f"add_norm_forward (bf16 x 4096, forward, sm_{bad.sm}) {said}"]
 
 
-def test_what_streams_nothing_need_not_load_widely() -> None:
+def test_kernels_that_stream_nothing_need_no_vector_loads() -> None:
     assert exceeded_limits(replace(GOOD, streams="in", vector_stores=0)) == []
     assert exceeded_limits(replace(GOOD, streams="nothing", vector_loads=0, vector_stores=0)) == []
 

@@ -60,7 +60,7 @@ def test_a_wrong_kernel_is_not_timed() -> None:
         kernels_timing.race(contest(wrong), CPU)
 
 
-def test_what_works_in_place_starts_from_the_same_each_time() -> None:
+def test_in_place_operators_start_from_the_same_inputs_each_time() -> None:
     seen: list[float] = []
 
     def in_place(x: Tensor, bias: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def test_what_works_in_place_starts_from_the_same_each_time() -> None:
     assert seen == [seen[0]] * 3 and seen[0] != 0
 
 
-def test_rows_say_what_they_are_and_what_failed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_labelled_and_failures_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def of(
         sizes: Any, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device
     ) -> list[Any]:

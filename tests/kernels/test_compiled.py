@@ -1,4 +1,4 @@
-"""Chains under torch.compile: when they are compiled, and where."""
+"""Plain operators under torch.compile: when they are compiled, and where."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Cross entropy without Triton, and what it asks of its tensors."""
+"""Cross entropy without Triton, and its refused arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -114,7 +114,7 @@ def test_without_a_gradient_logits_are_never_touched() -> None:
     assert not loss.requires_grad and logits._version == before
 
 
-def test_used_up_logits_are_told_of() -> None:
+def test_overwritten_logits_raise() -> None:
     logits, targets = drawn()
     leaf = logits.requires_grad_()
     loss = cross_entropy(leaf * 1, targets)
@@ -143,7 +143,7 @@ def test_nothing_else_as_wide_as_the_vocabulary_is_made(dtype: torch.dtype) -> N
     assert run(cross_entropy) < 0.05 * leaf.nbytes < run(reference)
 
 
-def test_operators_are_what_torch_asks_of_them() -> None:
+def test_operators_pass_torchs_opcheck() -> None:
     logits, targets = drawn(torch.float32)
     opcheck(statistics_op, (logits, targets, 0, V, True, "fused"))
     lse, factor = logits.logsumexp(-1), torch.tensor(0.5)
@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_right_is_refused_by_name(what: str) -> None:
+def test_unsupported_arguments_are_refused_by_name(what: str) -> None:
     run, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         run()

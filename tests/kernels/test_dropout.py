@@ -73,7 +73,7 @@ def test_gradients_are_those_of_differences(kernels: str) -> None:
     )
 
 
-def test_backward_drops_what_forward_dropped_and_keeps_no_mask() -> None:
+def test_backward_recomputes_the_mask_of_forward() -> None:
     x, bias, residual, rows = (t.requires_grad_(t.is_floating_point()) for t in inputs((4, 6, 32)))
     with saved() as kept:
         y = dropout_add(x, bias, residual, rows, KEY, 0.5)
@@ -160,7 +160,7 @@ def test_nothing_in_nothing_out() -> None:
         ({"rate": -0.1}, r"rate is -0.1; legal: 0 to 1 - 2\^-32"),
     ],
 )
-def test_what_is_not_right_is_refused_by_name(changed: dict, message: str) -> None:
+def test_unsupported_arguments_are_refused_by_name(changed: dict, message: str) -> None:
     x, bias, residual, rows = inputs((4, 8), torch.float32)
     given = {
         "x": x,

@@ -1,4 +1,4 @@
-"""Every operator on a card: against fp64 at real widths, beyond 2^31 entries, from odd places, and
+"""Every operator on a GPU: against fp64 at real widths, beyond 2^31 entries, from odd places, and
 what is refused.
 
 What needs no card is proved elsewhere: `interpreted/` runs the same kernels entry by entry.
@@ -283,7 +283,7 @@ def test_a_tensor_on_the_host_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_nothing_waits_for_the_card(name: str) -> None:
+def test_no_operator_synchronizes_with_the_gpu(name: str) -> None:
     one = OPERATORS[name]
     leaves = leaves_of(placed(one.inputs(256), torch.bfloat16), one.trained)
 

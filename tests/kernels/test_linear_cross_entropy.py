@@ -1,4 +1,4 @@
-"""Projection and loss in runs without Triton: values, memory, and what is asked of tensors."""
+"""Projection and loss in chunks without Triton: values, memory, and refused arguments."""
 
 from collections.abc import Callable
 from functools import partial
@@ -77,7 +77,7 @@ def test_runs_are_few_even_and_as_large_as_the_input() -> None:
 @pytest.mark.parametrize(
     "needs", [(True, True), (True, False), (False, True), (False, False)], ids=str
 )
-def test_only_what_is_asked_for_is_made(short_runs: None, needs: tuple[bool, bool]) -> None:
+def test_only_requested_gradients_are_computed(short_runs: None, needs: tuple[bool, bool]) -> None:
     x, weight, targets = drawn()
     true = gradients(reference, x, weight, targets)
     own = [t.detach().requires_grad_(need) for t, need in zip((x, weight), needs)]
@@ -118,7 +118,7 @@ def test_memory_is_less_than_a_quarter() -> None:
     assert mine <= 1.1 * (room + x.nbytes + weight.nbytes) and mine < plain / 4
 
 
-def test_a_rehearsal_sees_what_a_run_holds(short_runs: None) -> None:
+def test_rehearsed_memory_is_that_of_a_run(short_runs: None) -> None:
     """All that is as large as a run's logits is made outside the operator."""
     x, weight, targets = drawn(torch.float32)
     room = torch.empty(64, loss_chunk_columns(V))
@@ -195,7 +195,7 @@ def test_a_split_backward_leaves_it_alone() -> None:
     assert not deferred and weight.grad is not None and x.grad is not None
 
 
-def test_operator_is_what_torch_asks_of_it() -> None:
+def test_operator_passes_torchs_opcheck() -> None:
     x, weight, targets = (t.detach() for t in drawn(torch.float32))
     room, made = (
         torch.empty(N, loss_chunk_columns(V)),
@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_right_is_refused_by_name(what: str) -> None:
+def test_unsupported_arguments_are_refused_by_name(what: str) -> None:
     run, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         run()

@@ -37,14 +37,14 @@ def test_rounding_is_to_the_nearest(bits: int, group: int | None, dtype: torch.d
     assert torch.equal(dequantize_weight(own), found.to(dtype))
 
 
-def test_zeros_and_what_is_too_small_for_a_scale_stay_zero() -> None:
+def test_zeros_and_values_too_small_for_a_scale_stay_zero() -> None:
     weight = torch.zeros(2, 64, dtype=torch.float16)
     weight[1, 3] = 6e-8
     for bits in (8, 4):
         assert not dequantize_weight(quantize_weight(weight, bits, 32)).any()
 
 
-def test_half_bytes_lie_where_they_are_said_to() -> None:
+def test_int4_values_are_packed_as_documented() -> None:
     weight = torch.zeros(1, 160)
     weight[0, 16 * 5 + 3], weight[0, 128 + 16 + 2] = 7.0, -7.0
     words = quantize_weight(weight, 4, 32).values.view(torch.int32)[0].tolist()
@@ -141,7 +141,7 @@ def test_fake_tensors_know_the_product_and_there_is_no_gradient() -> None:
         ),
     ],
 )
-def test_what_is_not_legal_is_refused_by_name(
+def test_illegal_arguments_are_refused_by_name(
     change: Callable[[QuantizedWeight], dict[str, object]], message: str
 ) -> None:
     x, weight = drawn(2, 5, 192, 4, 64, torch.float32)

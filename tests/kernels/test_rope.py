@@ -107,7 +107,7 @@ def test_joint_products_checkpoints_and_functional_gradients_are_as_with_plain_o
         )
 
 
-def test_what_was_saved_and_is_overwritten_raises(uncompiled: None) -> None:
+def test_overwriting_a_saved_tensor_raises(uncompiled: None) -> None:
     q, k, cos, sin = inputs()
     saved = q.requires_grad_().exp()
     turned, _ = rope(saved, k, cos, sin)
@@ -130,7 +130,7 @@ def test_only_the_tables_are_saved(uncompiled: None) -> None:
     assert {x.data_ptr() for x in kept} == {cos.data_ptr(), sin.data_ptr()}
 
 
-def test_the_operators_are_what_they_say(uncompiled: None) -> None:
+def test_the_operators_pass_torchs_opcheck(uncompiled: None) -> None:
     tests = ("test_schema", "test_faketensor")
     q, k, cos, sin = inputs()
     torch.library.opcheck(rope_op, (q, k, cos, sin, "compiled"), test_utils=tests)
@@ -175,7 +175,7 @@ def test_refusals_name_the_tensor(
         rope(**(given | {name: change(given[name])}))
 
 
-def test_a_leaf_may_be_turned_where_nobody_differentiates(uncompiled: None) -> None:
+def test_a_leaf_may_be_rotated_without_autograd(uncompiled: None) -> None:
     q, k, cos, sin = inputs()
     true, _ = reference(q, k, cos, sin)
     with torch.no_grad():

@@ -236,7 +236,7 @@ def test_nothing_is_chosen_on_processors_that_loses_to_eager_by_the_committed_be
     assert any(seconds[1] > seconds[0] for seconds in rows.values())
 
 
-def test_other_words_than_a_plans_are_refused() -> None:
+def test_unknown_kernels_are_refused() -> None:
     with pytest.raises(
         ValueError, match="kernels are 'fuse'; legal: 'eager', 'compiled' or 'fused'"
     ):

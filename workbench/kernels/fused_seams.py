@@ -99,7 +99,7 @@ class FusedDropout(Dropout):
         """
         if not self.rate or not self.training:
             return x_BTD
-        assert rows_BT is not None, "dropout must be told which tokens it sees"
+        assert rows_BT is not None, "dropout needs the numbers of its tokens"
         return dropout_add(
             x_BTD, None, None, rows_BT, self.key, self.rate, self.first_channel, self.kernels
         )

@@ -111,12 +111,12 @@ def cross_entropy_both(  # type: ignore[no-untyped-def]
 # ---- a run of tokens -----------------------------------------------------------------------------
 
 
-@custom_op("workbench::linear_cross_entropy_run", mutates_args=("room", "dx_ND", "dw_VD"))
+@custom_op("workbench::linear_cross_entropy_run", mutates_args=("logits_buffer", "dx_ND", "dw_VD"))
 def chunk_op(
     x_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
-    room: Tensor,
+    logits_buffer: Tensor,
     dx_ND: Tensor | None,
     dw_VD: Tensor | None,
     first: bool,
@@ -126,11 +126,12 @@ def chunk_op(
 ) -> Tensor:
     """Loss per token [N] of one chunk.
 
-    The logits are computed in the buffer `room`; from their gradient, if requested, the input
-    gradient is written, and the weight gradient written by the `first` chunk and added by others.
+    The logits are computed in the buffer `logits_buffer`; from their gradient, if requested, the
+    input gradient is written, and the weight gradient written by the `first` chunk and added by
+    others.
     """
     num_real = len(weight_VD)
-    logits_NV = room[: len(x_ND)]
+    logits_NV = logits_buffer[: len(x_ND)]
     torch.mm(x_ND, weight_VD.t(), out=logits_NV[:, :num_real])
     if dx_ND is None and dw_VD is None:
         return _losses(logits_NV, targets_N, num_real, smoothing, z, kernels)[0]
@@ -147,7 +148,7 @@ def _(
     x_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
-    room: Tensor,
+    logits_buffer: Tensor,
     dx_ND: Tensor | None,
     dw_VD: Tensor | None,
     first: bool,
@@ -277,7 +278,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for t, need in zip((x_ND, weight_VD), asked, strict=True)
         )
         # One buffer serves the logits of all chunks, and their gradients.
-        room, total = (
+        logits_buffer, total = (
             x_ND.new_empty(step, loss_chunk_columns(v)),
             torch.zeros((), dtype=accumulation_dtype(x_ND), device=x_ND.device),
         )
@@ -287,7 +288,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 x_ND[here],
                 weight_VD,
                 targets_N[here],
-                room,
+                logits_buffer,
                 None if dx_ND is None else dx_ND[here],
                 dw_VD,
                 at == 0,

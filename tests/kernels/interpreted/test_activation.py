@@ -94,7 +94,7 @@ def test_a_programs_own_rows_make_its_part_of_the_bias_gradient(
         assert torch.allclose(again, true, rtol=1e-12)
 
 
-def test_only_what_goes_in_is_saved() -> None:
+def test_only_inputs_are_saved() -> None:
     gate, up = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
     kept: list[Tensor] = []
 

@@ -157,9 +157,7 @@ def test_forty_tensors_are_stepped_as_torchs_fused_kernel_does(kind: str) -> Non
 
 @pytest.mark.parametrize("master", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_what_is_kept_in_16_bits_is_the_update_in_fp32_rounded(
-    dtype: torch.dtype, master: bool
-) -> None:
+def test_16_bit_state_is_the_fp32_update_rounded(dtype: torch.dtype, master: bool) -> None:
     own = drawn((7, 1030), dtype, dtype, torch.bfloat16, master)
     optimizer = FusedAdamW(own, *BETAS, EPSILON)
     for step in range(3):
@@ -249,7 +247,7 @@ def test_an_optimizer_of_fused_kernels_steps_as_one_of_torchs(dtype: torch.dtype
     assert all(x == 3 for x in found[1] if x.ndim == 0)
 
 
-def test_what_a_kernel_does_not_step_is_torchs() -> None:
+def test_tensors_that_the_kernel_does_not_support_take_torchs_path() -> None:
     shapes = {"matrix": (6, 4)}
     layouts = {name: Layout.unsharded(name, shape) for name, shape in shapes.items()}
     whole = {"matrix": torch.zeros(6, 4)}

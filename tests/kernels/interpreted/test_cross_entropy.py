@@ -88,7 +88,7 @@ def test_padding_takes_no_part(real: int) -> None:
     assert not leaf.grad[:, real:].any()
 
 
-def test_what_lies_beside_a_row_stays() -> None:
+def test_entries_beside_a_row_are_not_written() -> None:
     whole = torch.full((3, 2600), -5.0)
     logits, targets = drawn(3, 2500, torch.float32)
     whole[:, :2500] = logits

@@ -24,7 +24,7 @@ def rows_of(shape: tuple[int, ...]) -> Tensor:
     [((3, 5, 33), 7, 0.1), ((2, 1030), 2**31 - 2000, 0.5), ((1, 2049), 0, 0.97)],
 )
 @pytest.mark.parametrize("key", [1, 16, KEY, 2**63 - 1])
-def test_drops_what_the_model_drops(
+def test_drops_the_entries_that_the_model_drops(
     dtype: torch.dtype, shape: tuple[int, ...], first: int, rate: float, key: int
 ) -> None:
     x, rows = torch.randn(shape).to(dtype), rows_of(shape)

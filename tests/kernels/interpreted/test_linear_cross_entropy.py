@@ -1,4 +1,4 @@
-"""Projection and loss in runs by the interpreter, against plain operators in fp64."""
+"""Projection and loss in chunks by the interpreter, against plain operators in fp64."""
 
 from typing import Any
 

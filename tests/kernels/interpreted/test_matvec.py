@@ -1,4 +1,4 @@
-"""QuantizedWeight products by the interpreter, against the widened weight in fp64."""
+"""INT8 and INT4 GEMV by the interpreter, against the dequantized weight in fp64."""
 
 import pytest
 import torch

@@ -81,7 +81,7 @@ def test_a_bias_of_wide_rows_and_of_rms_norm(
         assert (mine.double() - true).abs().max() <= TOLERANCE[dtype] * true.abs().max()
 
 
-def test_what_lies_apart_is_read_where_it_lies() -> None:
+def test_strided_weights_are_read_in_place() -> None:
     torch.manual_seed(0)
     x, residual, weight, bias = (
         torch.randn(4, 8),

@@ -96,7 +96,7 @@ def test_any_strides_of_tokens_and_heads_are_taken() -> None:
         )
 
 
-def test_what_covers_itself_is_copied() -> None:
+def test_overlapping_tensors_are_copied() -> None:
     cos, sin = (table.float() for table in tables(5, 8))
     spread, repeated = (
         torch.randn(2, 5, 4, 16)[..., ::2],
