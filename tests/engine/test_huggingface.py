@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.engine.test_saving import Whole, save, session_of
+from tests.engine.test_session_checkpoint import Whole, save, session_of
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.checkpoint.huggingface_names import config_json, huggingface_source, parameter_shapes
 from workbench.engine.export_weights import export_checkpoint

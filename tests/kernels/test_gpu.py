@@ -1,7 +1,7 @@
 """Every operator on a GPU: against fp64 at real widths, beyond 2^31 entries, from odd places, and
 what is refused.
 
-What needs no card is proved elsewhere: `interpreted/` runs the same kernels entry by entry.
+`interpreted/` tests without a GPU what needs none, by the same kernels under the interpreter.
 """
 
 from __future__ import annotations

@@ -282,10 +282,10 @@ def _finite(value: float) -> float:
 
 def _check_cover(reference: ReferenceRun, owned: list[dict[str, int]]) -> None:
     for name, weight in reference.weights.items():
-        held = sum(part.get(name, 0) for part in owned)
-        if held != weight.numel():
+        num_owned = sum(part.get(name, 0) for part in owned)
+        if num_owned != weight.numel():
             raise ValueError(
-                f"{name}: the ranks own {held} of {weight.numel()} entries; each must be owned once"
+                f"{name}: the ranks own {num_owned} of {weight.numel()} entries; each must be owned once"
             )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.test_saving import session_of
+from tests.engine.test_session_checkpoint import session_of
 from tests.parallel.small import GPT, plan
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
