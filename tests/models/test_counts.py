@@ -79,7 +79,7 @@ def test_an_embedding_norm_is_built_and_counts() -> None:
 
 
 @pytest.mark.parametrize("field, value", [("mla", MLA), ("positions", "alibi"), ("window", 16)])
-def test_what_cannot_be_built_is_refused_by_field(field: str, value: object) -> None:
+def test_models_that_cannot_be_built_are_refused_by_field(field: str, value: object) -> None:
     shape = Shape.model_validate({**SHAPE, "name": "odd", field: value})
     with pytest.raises(ValueError, match=rf"model\.{field}.*odd"):
         Transformer(shape)

@@ -1,4 +1,4 @@
-"""A mixture of experts equals one written here token by token, in double precision; what is
+"""An MoE layer equals one written here token by token, in double precision; what is
 dropped, and balance.
 """
 
@@ -24,7 +24,7 @@ def shape_of(moe: dict[str, Any], **more: Any) -> Shape:
     return Shape.model_validate({**SHAPE, **more, "moe": {**MOE, **moe}})
 
 
-def mixture_of(shape: Shape) -> MoE:
+def moe_layer_of(shape: Shape) -> MoE:
     """In double precision, with weights so large that nothing vanishes, biases included."""
     model = Transformer(shape).double()
     generator = torch.Generator().manual_seed(3)
@@ -32,9 +32,9 @@ def mixture_of(shape: Shape) -> MoE:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(noise / math.sqrt(parameter.shape[-1]) + 0.1)
-    mixture = model.blocks["1"].mlp
-    assert isinstance(mixture, MoE)
-    return mixture
+    moe_layer = model.blocks["1"].mlp
+    assert isinstance(moe_layer, MoE)
+    return moe_layer
 
 
 def inputs() -> Tensor:
@@ -59,13 +59,13 @@ def visit(shape: Shape, part: nn.Module, expert: int | None, x: Tensor) -> Tenso
     return linear("down", nn.functional.silu(linear("gate", x)) * up if shape.gated else gelu)
 
 
-def oracle(shape: Shape, mixture: MoE, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+def oracle(shape: Shape, moe_layer: MoE, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """(branch, auxiliary loss), token by token."""
     moe = shape.moe
     assert moe is not None
     branch, balance = torch.zeros_like(x_BTD), torch.zeros((), dtype=x_BTD.dtype)
     for b in range(BATCH):
-        scores = torch.stack([(mixture.route.weight @ x).softmax(0) for x in x_BTD[b]])
+        scores = torch.stack([(moe_layer.route.weight @ x).softmax(0) for x in x_BTD[b]])
         chosen = scores.topk(moe.top_k).indices.tolist()
         room = dict.fromkeys(
             range(moe.experts), rows_of_an_expert(TIME, moe) if moe.capacity else TIME * moe.top_k
@@ -78,13 +78,13 @@ def oracle(shape: Shape, mixture: MoE, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
                 )
                 if room[expert]:
                     room[expert] -= 1
-                    branch[b, t] += gate * visit(shape, mixture.experts, expert, x_BTD[b, t])
+                    branch[b, t] += gate * visit(shape, moe_layer.experts, expert, x_BTD[b, t])
         for expert in range(moe.experts):
             share = sum(expert in own for own in chosen) / (moe.top_k * TIME) * moe.experts
             balance = balance + moe.auxiliary_loss * TIME * share * scores[:, expert].mean()
-    if mixture.shared is not None:
+    if moe_layer.shared is not None:
         branch = branch + torch.stack(
-            [visit(shape, mixture.shared, None, x) for x in x_BTD.flatten(0, 1)]
+            [visit(shape, moe_layer.shared, None, x) for x in x_BTD.flatten(0, 1)]
         ).view_as(x_BTD)
     return branch, balance
 
@@ -103,13 +103,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("moe", "more"), CASES, ids=str)
-def test_a_mixture_is_what_token_by_token_gives(moe: dict[str, Any], more: dict[str, Any]) -> None:
+def test_moe_equals_a_loop_over_tokens(moe: dict[str, Any], more: dict[str, Any]) -> None:
     shape = shape_of({"auxiliary_loss": 0.5, **moe}, **more)
-    mixture, x = mixture_of(shape), inputs()
+    moe_layer, x = moe_layer_of(shape), inputs()
     results = []
-    for function in (mixture, lambda x: oracle(shape, mixture, x)):
+    for function in (moe_layer, lambda x: oracle(shape, moe_layer, x)):
         branch, auxiliary = function(x)
-        wanted = [x, *mixture.parameters()]
+        wanted = [x, *moe_layer.parameters()]
         weights = torch.linspace(-1, 1, branch.numel(), dtype=branch.dtype).view_as(branch)
         loss = (branch * weights).sum() + auxiliary
         results.append([branch, auxiliary, *torch.autograd.grad(loss, wanted)])
@@ -117,7 +117,7 @@ def test_a_mixture_is_what_token_by_token_gives(moe: dict[str, Any], more: dict[
         torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_what_finds_no_room_is_dropped_first_choices_last() -> None:
+def test_choices_over_capacity_are_dropped_first_choices_last() -> None:
     moe = Moe(
         experts=2, top_k=2, ffn=8, capacity=0.5
     )  # 2 rows of the 4 that each expert is chosen for
@@ -139,13 +139,13 @@ def test_nothing_is_dropped_without_a_capacity() -> None:
     assert (rows.tokens_R[rows.rows_NK] == torch.arange(BATCH * TIME)[:, None]).all()
 
 
-def test_a_sequence_is_dropped_from_and_balanced_by_itself() -> None:
+def test_capacity_and_aux_loss_are_per_sequence() -> None:
     """The same whether it comes alone or with others: nothing depends on how sequences are
     dealt.
     """
-    mixture, x = mixture_of(shape_of({"capacity": 0.8, "auxiliary_loss": 1.0})), inputs()
-    together, total = mixture(x)
-    alone = [mixture(one[None]) for one in x]
+    moe_layer, x = moe_layer_of(shape_of({"capacity": 0.8, "auxiliary_loss": 1.0})), inputs()
+    together, total = moe_layer(x)
+    alone = [moe_layer(one[None]) for one in x]
     torch.testing.assert_close(
         together, torch.cat([branch for branch, _ in alone]), rtol=1e-12, atol=1e-12
     )
@@ -154,28 +154,29 @@ def test_a_sequence_is_dropped_from_and_balanced_by_itself() -> None:
 
 def test_an_even_router_has_the_least_auxiliary_loss() -> None:
     shape = shape_of({"auxiliary_loss": 0.25, "top_k": 1})
-    mixture, x = mixture_of(shape), inputs()
+    moe_layer, x = moe_layer_of(shape), inputs()
     with torch.no_grad():
-        mixture.route.weight.zero_()
-    assert mixture(x)[1].item() == pytest.approx(0.25 * BATCH * TIME)
+        moe_layer.route.weight.zero_()
+    assert moe_layer(x)[1].item() == pytest.approx(0.25 * BATCH * TIME)
 
 
 def test_evaluation_has_no_auxiliary_loss() -> None:
-    mixture = mixture_of(shape_of({})).eval()
-    assert mixture(inputs())[1] is None
+    moe_layer = moe_layer_of(shape_of({})).eval()
+    assert moe_layer(inputs())[1] is None
 
 
-def test_scores_are_widened_and_their_gradients_are_not_lost() -> None:
-    mixture = mixture_of(shape_of({})).bfloat16()
+def test_router_scores_are_fp32_and_their_gradients_are_not_lost() -> None:
+    moe_layer = moe_layer_of(shape_of({})).bfloat16()
     x = inputs().detach().bfloat16().requires_grad_()
-    choice = mixture.route(x)
-    exact = (x.float() @ mixture.route.weight.float().T).softmax(-1)
+    choice = moe_layer.route(x)
+    exact = (x.float() @ moe_layer.route.weight.float().T).softmax(-1)
     expected = exact.topk(2)
     assert torch.equal(choice.experts_BTK, expected.indices)
-    branch, auxiliary = mixture(x)
+    branch, auxiliary = moe_layer(x)
     (branch.float().sum() + auxiliary).backward()
     assert (
-        mixture.route.weight.grad is not None and mixture.route.weight.grad.dtype == torch.bfloat16
+        moe_layer.route.weight.grad is not None
+        and moe_layer.route.weight.grad.dtype == torch.bfloat16
     )
 
 
@@ -185,7 +186,7 @@ def test_counts_without_values_are_even() -> None:
 
 
 @pytest.mark.parametrize("biases", ["none", "all"])
-def test_a_mixture_is_counted(biases: str) -> None:
+def test_moe_parameters_are_counted(biases: str) -> None:
     shape = shape_of({"shared": 2, "first_dense": 1}, biases=biases)
     assert sum(p.numel() for p in Transformer(shape).parameters()) == parameters(shape).total
 

@@ -215,7 +215,7 @@ def test_initial_weights_depend_on_name_and_seed_alone() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_initial_weights_have_their_deviation() -> None:
+def test_initial_weights_have_their_standard_deviation() -> None:
     assert drawn("head.weight").std().item() == pytest.approx(0.02, rel=0.02)
     assert drawn("blocks.0.mlp.down.weight").std().item() == pytest.approx(0.02 / 4, rel=0.02)
     assert drawn("blocks.0.attention.o.weight").std().item() == pytest.approx(0.02 / 4, rel=0.02)

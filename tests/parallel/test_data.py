@@ -74,6 +74,6 @@ def test_fp32(
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_a_bucket_a_tensor(zero: int) -> None:
+def test_one_bucket_per_tensor(zero: int) -> None:
     data = {"zero": zero, "bucket_mib": 1e-6}
     assert_equal_to_one_device(verify(sharded((1, 1, 2), "gpt tied", 2, data), "fp64"))

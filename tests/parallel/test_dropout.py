@@ -100,7 +100,7 @@ def test_tokens_of_all_tensor_ranks_dropped_alike(monkeypatch: pytest.MonkeyPatc
     assert failure_of(verify(dropping(2, changes=SEQUENCE)))["tensor"]
 
 
-def test_another_mask_when_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_dropout_mask_when_recomputed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def block(forward: Any, x: Tensor, residual: Tensor | None, positions: Positions) -> Any:
         runs: list[int] = []
 
@@ -120,7 +120,9 @@ def test_another_mask_when_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("forgotten", ["step", "microbatch", "data rank", "place"])
-def test_a_dropout_key_that_forgets(monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
+def test_a_dropout_key_without_one_of_its_parts_is_found(
+    monkeypatch: pytest.MonkeyPatch, forgotten: str
+) -> None:
     """The reference takes whole batches, so that a fault planted for micro-batches does not reach
     it.
     """
@@ -190,7 +192,7 @@ def test_the_hash_is_that_of_unsigned_arithmetic() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.9])
-def test_the_share_that_is_dropped(rate: float) -> None:
+def test_the_fraction_of_dropped_choices(rate: float) -> None:
     found = mask(rows_of(5, 16, 128), channels=512, rate=rate).double()
     for means, count in (
         (found.mean(), found.numel()),

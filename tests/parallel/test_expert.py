@@ -79,7 +79,7 @@ def test_fp64_with_tensor_and_pipeline(
     ],
     ids=str,
 )
-def test_other_mixtures(moe: dict[str, Any]) -> None:
+def test_other_moe_shapes(moe: dict[str, Any]) -> None:
     assert_equal_to_one_device(verify(moe_plan(2, 1, 2, 2, moe=moe), "fp64"))
 
 

@@ -1,4 +1,4 @@
-"""What is estimated of mixtures of experts is what the engine does, call by call; what cannot be is
+"""Estimates of MoE models equal what the engine does, call by call; what cannot be run is
 refused.
 """
 
@@ -46,7 +46,7 @@ LIMITED = MODEL | {"moe": MOE | {"capacity": 1.1}}
     ],
     ids=str,
 )
-def test_peaks_and_collectives_are_the_engines(
+def test_peak_memory_and_collectives_equal_the_engines(
     model: dict[str, Any], precision: str, strategy: str, gpus: int, changes: dict[str, Any]
 ) -> None:
     plan = small(model, strategy, gpus, precision).replace(**changes)
@@ -71,7 +71,7 @@ def test_collectives_beside_recomputation_and_shards(changes: dict[str, Any]) ->
     assert traffic(estimate(plan)) == traffic(rehearse(plan))
 
 
-def test_all_of_an_experts_collectives_in_numbers() -> None:
+def test_number_and_bytes_of_expert_collectives() -> None:
     """4 microbatches x 3 layers: counts, then rows there and back; and the same way for
     gradients.
     """
@@ -111,13 +111,13 @@ def test_all_of_an_experts_collectives_in_numbers() -> None:
     ],
     ids=["experts", "replicas", "top_k", "first_dense", "renormalise", "width"],
 )
-def test_what_cannot_be_is_refused(plan: Any, field: str, words: str) -> None:
+def test_illegal_expert_plans_are_refused(plan: Any, field: str, words: str) -> None:
     found = [problem for problem in check(plan()) if problem.field == field]
     assert found and re.search(words, found[0].message), found
 
 
 @pytest.mark.parametrize(("algorithm", "size"), [("2d", [2, 2]), ("3d", [2, 2, 2])])
-def test_a_mixture_on_a_grid_is_estimated_but_not_run(algorithm: str, size: list[int]) -> None:
+def test_moe_on_a_grid_is_estimated_but_not_run(algorithm: str, size: list[int]) -> None:
     grid = {
         "strategy.tensor.algorithm": algorithm,
         "strategy.tensor.size": size,

@@ -153,7 +153,7 @@ def test_columns_before_rows_communicate_as_algorithm_1d(ranks: int) -> None:
     )
 
 
-def test_the_planner_counts_the_same() -> None:
+def test_the_planner_counts_the_same_parameters() -> None:
     built = on(2, operators=megatron(2, GPT), shape=GPT, layers=2, vocab=256).resolve()
     t = built.training
     planned = choose_strategies(
@@ -178,7 +178,7 @@ def test_the_planner_counts_the_same() -> None:
     assert not planned.redistributions
 
 
-def test_what_the_planner_chooses_runs() -> None:
+def test_strategies_that_the_planner_chooses_run() -> None:
     built = on(4, operators={}, shape=GPT, layers=1).resolve()
     t, machine = built.training, ideal_machine(1e9, 1e12, 0, 1e12)
     tokens = t.micro_batch * t.sequence_length

@@ -172,7 +172,7 @@ def test_code_runs_only_where_the_user_says_so(
         require(plan.resolve(), "run")
 
 
-def test_a_worker_that_is_not_told_refuses_code(tmp_path: Path) -> None:
+def test_a_worker_without_allow_code_refuses_code(tmp_path: Path) -> None:
     for folder in ("telemetry", "logs", "errors"):
         (tmp_path / folder).mkdir()
     (tmp_path / "plan.yaml").write_text(users().to_yaml())
@@ -247,7 +247,9 @@ def test_operators_that_the_model_does_not_have_are_refused(
         ({"model.python": "os.system"}, "model"),
     ],
 )
-def test_what_names_parts_of_our_models_is_refused(changes: dict[str, Any], field: str) -> None:
+def test_plan_fields_that_name_parts_of_our_models_are_refused(
+    changes: dict[str, Any], field: str
+) -> None:
     with pytest.raises(PlanError) as refused:
         users(data=2).replace(**changes).resolve()
     assert any(problem.field.startswith(field) for problem in refused.value.problems), refused
@@ -272,5 +274,5 @@ def test_an_estimate_of_code_is_refused() -> None:
         require(users().resolve(), "estimate")
 
 
-def test_the_factory_is_plain() -> None:
+def test_the_factory_returns_a_plain_module() -> None:
     assert isinstance(build(), nn.Module)

@@ -172,7 +172,7 @@ def test_any_valid_table(seed: int, tied: bool, tmp_path: Path) -> None:
     assert_equal_to_one_device(verify(drawn(table, tmp_path, tied=tied, data=2)))
 
 
-def test_a_drawn_table_on_one_rank(tmp_path: Path) -> None:
+def test_a_random_table_on_one_rank(tmp_path: Path) -> None:
     assert_equal_to_one_device(verify(drawn(any_table(7, 1, 3, 3), tmp_path, tied=True, data=2)))
 
 
@@ -225,7 +225,7 @@ def _evaluate(found: Plan, text: torch.Tensor, rank: int) -> float | None:
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
-def test_bf16_gradients_add_up_as_those_of_whole_backwards(name: str) -> None:
+def test_bf16_split_gradients_accumulate_as_full_backwards_do(name: str) -> None:
     """Narrow gradients are widened into fp32 sums, microbatch by microbatch, in either half of a
     backward.
     """

@@ -34,7 +34,9 @@ def test_recompute_with_context_parallel(ranks: int, algorithm: str, what: Any) 
     )
 
 
-def test_a_block_recomputed_from_a_detached_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputing_a_block_from_a_detached_input_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     checkpoint = module._checkpoint
     monkeypatch.setattr(
         module, "_checkpoint", lambda forward, x, *rest: checkpoint(forward, x.detach(), *rest)

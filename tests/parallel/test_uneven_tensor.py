@@ -127,7 +127,7 @@ def test_padding_counted_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kv", [1, 2, 3, 5, 6])
 @pytest.mark.parametrize("ranks", range(1, 8))
-def test_every_query_head_is_dealt_once_beside_its_key_value_head(kv: int, ranks: int) -> None:
+def test_every_query_head_is_assigned_once_with_its_key_value_head(kv: int, ranks: int) -> None:
     for group in (1, 2, 3):
         shape = Shape(
             layers=1, hidden=8, heads=kv * group, kv_heads=kv, head_dim=2, ffn=8, vocab=257

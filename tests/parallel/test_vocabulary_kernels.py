@@ -99,7 +99,7 @@ def test_equals_one_device(size: int, vocab: int, kernels: str) -> None:
     assert max(gaps) <= 1e-10, gaps
 
 
-def test_equals_one_device_where_tokens_are_split() -> None:
+def test_equals_one_device_with_sequence_sharding() -> None:
     full = plan(2).resolve()
     gaps = run_ranks(
         2, lambda rank: furthest(build_mesh(full, rank)["tensor"], 257, "fused", sequence=True)
@@ -143,7 +143,7 @@ def reduced(axis: MeshAxis, kernels: str) -> list[Any]:
     return calls
 
 
-def test_kernels_reduce_what_plain_operators_do() -> None:
+def test_fused_kernels_all_reduce_what_plain_operators_do() -> None:
     full = plan(2).resolve()
     eager, fused = (
         run_ranks(2, lambda rank, k=kernels: reduced(build_mesh(full, rank)["tensor"], k))

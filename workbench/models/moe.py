@@ -87,11 +87,11 @@ class TokenDispatcher(nn.Module):
 
 
 class MoE(nn.Module):
-    """The feed-forward layer as a mixture of experts.
+    """MoE feed-forward layer: router, dispatch to routed experts, combine, shared experts.
 
     Args:
         shape: Of the model; `shape.moe` is set.
-        shared: The shared experts, which all tokens pass through, as one dense layer; or None.
+        shared: The shared experts, applied to all tokens, as one dense layer; or None.
     """
 
     def __init__(self, shape: Shape, shared: nn.Module | None) -> None:
@@ -104,7 +104,15 @@ class MoE(nn.Module):
         self.dispatcher = TokenDispatcher()
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(feed-forward branch [B, T, D], aux loss or None)."""
+        """Route tokens to experts and combine the experts' outputs.
+
+        Args:
+            x_BTD: Normed hidden states [B, T, D].
+
+        Returns:
+            The feed-forward branch [B, T, D], and the aux loss, a scalar: None in evaluation or if
+            its coefficient is 0.
+        """
         routing = self.route(x_BTD)
         rows, gates_NK = self.rows(routing)
         dispatched_RD = _Dispatch.apply(x_BTD.flatten(0, 1), rows)
@@ -165,6 +173,7 @@ class _Combine(torch.autograd.Function):
         for choice in range(rows_NK.shape[1]):
             row = rows_NK[:, choice]
             gates_gradient[:, choice] = (y_RD.index_select(0, row) * gradient_ND).sum(-1)
-            # A row belongs to one choice, unless that is dropped, whose gate is 0.
+            # Only dropped choices share a row with another, and their gate is 0: each entry has at
+            # most one nonzero term, so the order in which `index_add_` adds does not matter.
             y_gradient.index_add_(0, row, gradient_ND * gates_NK[:, choice, None])
         return y_gradient, gates_gradient, None

@@ -124,6 +124,8 @@ def capacity_rows(experts_BTK: Tensor, moe: Moe) -> ExpertRows:
     ).reshape(-1, top_k)
     total = num_experts * batch * capacity
     tokens = torch.arange(batch * length, device=device)[:, None].expand_as(rows)
+    # Dropped choices write to one extra row, which is cut off: no boolean indexing, whose output
+    # size would have to be read from the device.
     kept_NK = kept.reshape(-1, top_k)
     filled = torch.zeros(total + 1, dtype=rows.dtype, device=device)
     filled.scatter_(0, rows.masked_fill(~kept_NK, total).flatten(), tokens.flatten())

@@ -66,23 +66,29 @@ class Layout:
         return self.split_at(dim, axis, (start, min(start + size, length)), size)
 
     def split_at(
-        self, dim: int, axis: MeshAxis, kept: tuple[int, int], num_local: int, replica: bool = False
+        self,
+        dim: int,
+        axis: MeshAxis,
+        bounds: tuple[int, int],
+        num_local: int,
+        replica: bool = False,
     ) -> Layout:
         """This layout, sharded along `dim` over `axis` at given bounds.
 
         Args:
             dim: Of the global tensor.
             axis: Its ranks hold different slices.
-            kept: [start, stop) that this rank keeps, relative to its present slice.
+            bounds: [start, stop) of this rank's shard, relative to its present slice.
             num_local: Local size of the dim, padding included.
-            replica: Whether an earlier rank of the axis keeps the same slice.
+            replica: Whether an earlier rank of the axis has the same shard.
         """
         first = self.slices[dim][0]
-        assert 0 <= kept[0] <= kept[1] <= self.slices[dim][1] - first, (self, dim, kept)
+        start, stop = bounds
+        assert 0 <= start <= stop <= self.slices[dim][1] - first, (self, dim, bounds)
         return replace(
             self.sharded_over(axis.name),
-            slices=_replaced(self.slices, dim, (first + kept[0], first + kept[1])),
-            padding=_replaced(self.padding, dim, num_local - (kept[1] - kept[0])),
+            slices=_replaced(self.slices, dim, (first + start, first + stop)),
+            padding=_replaced(self.padding, dim, num_local - (stop - start)),
             replica=self.replica or replica,
         )
 
@@ -122,15 +128,18 @@ class Layout:
         for begin, local_slices in _boxes(box.local_shape, *self.flat):
             extent = [stop - start for start, stop in local_slices]
             view = local[begin - self.flat[0] :][: math.prod(extent)].view(extent)
-            kept = tuple(
+            # Rows of the local tensor may end in padding, which no global slice has.
+            unpadded = tuple(
                 (min(a, stop - start), min(b, stop - start))
                 for (a, b), (start, stop) in zip(local_slices, self.slices)
             )
-            if all(a < b for a, b in kept):
-                inner = tuple(slice(0, b - a) for a, b in kept)
+            if all(a < b for a, b in unpadded):
+                inner = tuple(slice(0, b - a) for a, b in unpadded)
                 yield (
                     view[inner],
-                    tuple((start + a, start + b) for (a, b), (start, _) in zip(kept, self.slices)),
+                    tuple(
+                        (start + a, start + b) for (a, b), (start, _) in zip(unpadded, self.slices)
+                    ),
                 )
 
     def take(self, global_tensor: Tensor) -> Tensor:
@@ -156,7 +165,11 @@ class Layout:
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Slices]]:
-    """Entries [start, stop) of a tensor in row-major order, as boxes (first entry, slices)."""
+    """Entries [start, stop) of a tensor in row-major order, as boxes (first entry, slices).
+
+    The end of a row, the full rows, and the beginning of a row; the two ends are divided likewise
+    along the next dim.
+    """
     if start >= stop:
         return
     if not shape:
@@ -190,10 +203,18 @@ def _replaced(values: tuple[Any, ...], at: int, value: object) -> tuple[Any, ...
 
 
 def square_norm(gradients: dict[str, Tensor], layouts: dict[str, Layout], mesh: Mesh) -> Tensor:
-    """This rank's share of the squared global gradient norm, a scalar in fp32 or better.
+    """This rank's share of the squared global gradient norm.
 
     It counts the slices that this rank owns: summed over all ranks it is the squared norm of the
     global gradients, on every mesh.
+
+    Args:
+        gradients: Local gradients by parameter name; padding is zero.
+        layouts: Layout of each of them.
+        mesh: Says which of several copies of a slice this rank owns.
+
+    Returns:
+        A scalar, in fp64 for fp64 gradients and in fp32 otherwise.
     """
     first = next(iter(gradients.values()))
     dtype = torch.float64 if first.dtype == torch.float64 else torch.float32

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class AuxLossCarrier:
-    """Attaches a stage's aux loss to its output: the gradient joins in backward, the value is kept.
+    """Attaches a stage's aux loss to its output, and adds its value to the step's total.
 
     The executor then runs one backward for each stage and needs no second loss (as Megatron-LM's
     MoEAuxLossAutoScaler and DeepSeek's released model do).
@@ -52,6 +52,8 @@ class _AttachAuxLoss(torch.autograd.Function):
 
 
 class _ScaleGradient(torch.autograd.Function):
+    """Identity, whose backward multiplies the gradient by `scale`."""
+
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
