@@ -285,7 +285,8 @@ def _check_cover(reference: ReferenceRun, owned: list[dict[str, int]]) -> None:
         num_owned = sum(part.get(name, 0) for part in owned)
         if num_owned != weight.numel():
             raise ValueError(
-                f"{name}: the ranks own {num_owned} of {weight.numel()} entries; each must be owned once"
+                f"{name}: the ranks own {num_owned} of {weight.numel()} entries; each must be "
+                "owned once"
             )
 
 
