@@ -12,7 +12,7 @@ from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine.verify.equivalence import verify
 from workbench.parallel.tensor import row_parallel, shard_range
 from workbench.parallel.tensor.row_parallel import RowParallelLinear
-from workbench.plan.model.head_split import Dealt, dealt, rooms
+from workbench.plan.model.head_split import HeadShard, head_shard, padded_heads_per_rank
 from workbench.plan.model.model_shape import Shape
 
 ALONE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -101,11 +101,11 @@ def test_beside_other_axes(case: str) -> None:
 
 
 def test_a_key_value_head_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_turns(shape: Shape, ranks: int, index: int) -> Dealt:
+    def by_turns(shape: Shape, ranks: int, index: int) -> HeadShard:
         head = index % 2
-        return dealt(shape, ranks, index)._replace(kv=(head, head + 1), piece=head)
+        return head_shard(shape, ranks, index)._replace(kv=(head, head + 1), kv_shard=head)
 
-    monkeypatch.setattr(shard_range, "dealt", by_turns)
+    monkeypatch.setattr(shard_range, "head_shard", by_turns)
     answer = proof((4, 1, 1), LLAMA, {"heads": 6, "kv_heads": 2})
     assert not answer["passed"] and "attention" in answer["worst"]["tensor"]
 
@@ -132,9 +132,15 @@ def test_every_query_head_is_assigned_once_with_its_key_value_head(kv: int, rank
         shape = Shape(
             layers=1, hidden=8, heads=kv * group, kv_heads=kv, head_dim=2, ffn=8, vocab=257
         )
-        deals = [dealt(shape, ranks, index) for index in range(ranks)]
+        deals = [head_shard(shape, ranks, index) for index in range(ranks)]
         assert [head for deal in deals for head in range(*deal.query)] == list(range(shape.heads))
-        assert max(deal.query[1] - deal.query[0] for deal in deals) == rooms(shape, ranks)[0]
+        assert (
+            max(deal.query[1] - deal.query[0] for deal in deals)
+            == padded_heads_per_rank(shape, ranks)[0]
+        )
         for deal in deals:
             assert all(deal.kv[0] <= head // group < deal.kv[1] for head in range(*deal.query))
-            assert deal.room == rooms(shape, ranks)[0] and deal.room % deal.kv_room == 0
+            assert (
+                deal.num_q_heads == padded_heads_per_rank(shape, ranks)[0]
+                and deal.num_q_heads % deal.num_kv_heads == 0
+            )

@@ -17,7 +17,7 @@ from workbench import interop
 from workbench.errors import PlanError, Problem
 from workbench.fields.validation_messages import _without_parents
 from workbench.interop import foreign_keys
-from workbench.interop.missing_fields import asked
+from workbench.interop.missing_fields import ask_for_missing
 from workbench.interop.translation import Imported, ImportOptions, MissingField
 from workbench.machine import calibration_file
 from workbench.plan.catalog import huggingface_config
@@ -120,7 +120,7 @@ def test_a_file_is_read_a_few_times_only_however_much_it_lacks() -> None:
             [Problem(f"field{len(reads)}", "is missing")], [{"gpus": 1}, {"gpus": 2}]
         )
 
-    assert "field1: is missing" in told(asked, read, ImportOptions(None, None, None))
+    assert "field1: is missing" in told(ask_for_missing, read, ImportOptions(None, None, None))
     assert len(reads) <= 20
 
 

@@ -40,19 +40,19 @@ def need(cells: Iterable[str], heading: str, figures: bool) -> Need:
     return Need(max(line, _longest([heading], LINES)), fair, word, figures)
 
 
-def fit(needs: Sequence[Need], room: int) -> list[int]:
-    """The width of each column, together at most `room`; less than the longest word only where
+def fit(needs: Sequence[Need], width: int) -> list[int]:
+    """The width of each column, together at most `width`; less than the longest word only where
     words do not fit.
 
     The first column, which says what a row is about, keeps its words longest.
     """
     whole_figures = [one.fair if one.figures else one.word for one in needs]
     for least in ([one.fair for one in needs], whole_figures, [one.word for one in needs]):
-        if sum(least) <= room:
-            return _levelled(least, [one.whole for one in needs], room)
+        if sum(least) <= width:
+            return _levelled(least, [one.whole for one in needs], width)
     words = [one.word for one in needs]
     first = [*words[:1], *(min(word, SHORT) for word in words[1:])]
-    return _levelled(first if sum(first) <= room else [1] * len(needs), words, room)
+    return _levelled(first if sum(first) <= width else [1] * len(needs), words, width)
 
 
 def shortened(text: str, width: int) -> str:
@@ -71,15 +71,15 @@ def _ends(word: str, size: int) -> str:
     return f"{word[: size - size // 2]}…{word[len(word) - size // 2 :]}"
 
 
-def _levelled(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
-    """Widths of at least `least` and at most `most`, the widest of them level, that fill `room` as
+def _levelled(least: Sequence[int], most: Sequence[int], width: int) -> list[int]:
+    """Widths of at least `least` and at most `most`, the widest of them level, that fill `width` as
     far as they can.
     """
     rows = (
         [max(low, min(high, level)) for low, high in zip(least, most)]
-        for level in range(room, 0, -1)
+        for level in range(width, 0, -1)
     )
-    return next((widths for widths in rows if sum(widths) <= room), list(least))
+    return next((widths for widths in rows if sum(widths) <= width), list(least))
 
 
 def _longest(texts: Iterable[str], parts: re.Pattern[str]) -> int:

@@ -113,8 +113,8 @@ def _wish(detail: ErrorDetails, path: list[str], root: type[BaseModel]) -> str:
     for bound, words in (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most")):
         if bound in context:
             number = context[bound]
-            told = int(number) if float(number).is_integer() else number
-            return f"{words} {told}{_reason(path, number, root) if bound == 'le' else ''}"
+            limit = int(number) if float(number).is_integer() else number
+            return f"{words} {limit}{_reason(path, number, root) if bound == 'le' else ''}"
     return _SAYS.get(detail["type"], detail["msg"].removeprefix("Input should be "))
 
 

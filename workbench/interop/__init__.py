@@ -17,7 +17,7 @@ from workbench.interop.deepspeed import read_deepspeed
 from workbench.interop.foreign_text import detect
 from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.megatron import read_megatron
-from workbench.interop.missing_fields import asked
+from workbench.interop.missing_fields import ask_for_missing
 from workbench.interop.torchtitan import read_torchtitan
 from workbench.interop.translation import (
     FORMATS,
@@ -85,7 +85,7 @@ def read(
     `format` is found by the content where it is None. `model`, `gpu`, `gpus` and `vocab_size` are
     what the text lacks; `set` gives fields of the plan by dotted path, above what the text says;
     `folder` holds files that it names. Keys that the format does not have are refused, or with
-    `lenient` told with the untranslated. Raises `PlanError`, also where no key of the text was
+    `lenient` listed with the untranslated. Raises `PlanError`, also where no key of the text was
     used.
     """
     if format is not None and format not in SOURCES:
@@ -104,7 +104,7 @@ def read(
         gpus or sets.get("cluster.gpus"),
     )
     reader = _READERS[format]
-    return asked(
+    return ask_for_missing(
         lambda given: reader(text, given, lenient),
         ImportOptions(*beside, sets=sets, vocab_size=vocab_size, folder=folder),
     )

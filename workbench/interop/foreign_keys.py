@@ -33,10 +33,10 @@ class UndecidedValue:
     def message(self) -> str:
         """What a refusal says of it."""
         between = " and " if "twice" in self.why else " or "
-        told = between.join(
+        values = between.join(
             text[:60] + f" (line {line})" * bool(line) for text, line in self.values
         )
-        return f"is {told}, {self.why}; or decide it with {self.hint}".replace(
+        return f"is {values}, {self.why}; or decide it with {self.hint}".replace(
             "say; or decide", "say; give"
         )
 

@@ -19,7 +19,7 @@ lacking are many.
 """
 
 
-def asked(read: Callable[[ImportOptions], Imported], given: ImportOptions) -> Imported:
+def ask_for_missing(read: Callable[[ImportOptions], Imported], given: ImportOptions) -> Imported:
     """What `read` makes of `given`. Raises `PlanError` naming everything that is lacking, not only
     the first.
     """
@@ -75,7 +75,7 @@ def _with(given: ImportOptions, stand_in: Mapping[str, Any]) -> ImportOptions:
     return replace(given, **own, sets={**given.sets, **sets})
 
 
-def told(error: PlanError, problems: Sequence[Problem]) -> PlanError:
+def with_problems(error: PlanError, problems: Sequence[Problem]) -> PlanError:
     """`error` with other `problems`, still lacking what it lacked."""
     return (
         MissingField(problems, error.stand_ins)

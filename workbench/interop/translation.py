@@ -259,7 +259,7 @@ KEEPS_ALL = "a plan keeps a number of checkpoints; the file's software keeps eve
 def imported(
     format: Source, plan: dict[str, Any], keys: ForeignKeys, given: ImportOptions
 ) -> Imported:
-    """The plan built and proved legal, with what was made of `keys`; `given.sets` stand above the
+    """The plan built and checked, with what was made of `keys`; `given.sets` stand above the
     file.
 
     Raises `PlanError` that names the format, and where no key of the file was used.
@@ -273,9 +273,9 @@ def imported(
         built = build_plan(changed(plan, given.sets))
         full = built.resolve()
     except PlanError as error:
-        told = _sources(format, plan, keys, given.sets)
+        sources = _sources(format, plan, keys, given.sets)
         raise PlanError(
-            [Problem(p.field, p.message + told.get(p.field, "")) for p in error.problems]
+            [Problem(p.field, p.message + sources.get(p.field, "")) for p in error.problems]
         ) from None
     assumed = [
         KeyNote(n.field, _at(full, n.field) if n.value == DEFAULT else n.value, n.why)
@@ -317,11 +317,11 @@ def _sources(
     set.
     """
     said = [field for field in _dotted(plan) if field.startswith(("strategy", "training"))]
-    told = {
+    messages = {
         **dict.fromkeys(said, as_said(format)),
         **{note.field: ASSUMED for note in keys.assumed},
     }
-    return {field: words for field, words in told.items() if field not in sets}
+    return {field: words for field, words in messages.items() if field not in sets}
 
 
 def _dotted(plan: Mapping[str, Any], above: str = "") -> list[str]:

@@ -228,7 +228,7 @@ def compile_all(
     progress: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> list[CompiledKernelRow]:
     """All cases on all architectures, by `NUM_PROCESSES` processes; `progress(done, of, what)` is
-    told of each case.
+    called after each case.
     """
     cases = [(kernel.name, case) for kernel in KERNELS for case in kernel.cases]
     found: list[CompiledKernelRow] = []

@@ -15,7 +15,7 @@ from workbench.schedules import Table, executable, generate, read_csv, validate
 
 FIELD = "strategy.pipeline.schedule"
 SHOWN = 3
-"""Problems of a table that are told; the rest mostly follow from them."""
+"""Problems of a table that are reported; the rest mostly follow from them."""
 
 
 def drawn(plan: ResolvedPlan) -> Table | None:

@@ -37,7 +37,7 @@ def differing(plans: Sequence[Plan]) -> dict[str, list[Any]]:
     sides = [_flat(written_fields(plan)) for plan in plans]
     fields = dict.fromkeys(field for side in sides for field in side if field != "name")
     values = {field: [side.get(field) for side in sides] for field in fields}
-    found = {field: told for field, told in values.items() if any(one != told[0] for one in told)}
+    found = {field: each for field, each in values.items() if any(one != each[0] for one in each)}
     for name in (f"{field}.name" for field in NAMED if f"{field}.name" in found):
         below = [
             field

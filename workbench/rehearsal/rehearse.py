@@ -39,7 +39,7 @@ def rehearse(
 
     Ranks of a stage do the same, so the others are represented by their stage's first. Raises
     `PlanError` where the engine cannot run the plan yet, ValueError for a rank outside the world.
-    `progress(done, of)` is told of each rank.
+    `progress(done, of)` is called after each rank.
     """
     plan = plan.resolve()
     require(plan, "rehearse", allow_code)

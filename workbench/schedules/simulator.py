@@ -145,12 +145,12 @@ def waiting(table: Table) -> tuple[int, ...]:
 
 def _waiting(row: Row) -> int:
     held = aside = 0
-    fullest = (0, 0)
+    largest = (0, 0)
     for action in row:
         held += (action.kind == "F") - (action.kind in ("B", "W"))
         aside += (action.kind == "I") - (action.kind == "W")
-        fullest = max(fullest, (held, -aside))
-    return -fullest[1]
+        largest = max(largest, (held, -aside))
+    return -largest[1]
 
 
 def most_losses(table: Table) -> int:

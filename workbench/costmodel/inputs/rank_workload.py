@@ -22,7 +22,7 @@ from workbench.costmodel.inputs.config import (
 from workbench.costmodel.inputs.rank_parameters import ParamCounts, count_params
 from workbench.costmodel.inputs.rank_shapes import RankShapes
 from workbench.costmodel.inputs.tensor_tiling import TensorTiling, tensor_tiling
-from workbench.plan.model.head_split import kv_heads, rooms
+from workbench.plan.model.head_split import num_kv_heads, padded_heads_per_rank
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -117,8 +117,8 @@ def tensor_parallel_widths(shape: Shape, columns: Number, padded: bool = True) -
     Returns:
         Names of `RankShapes` widths -> elements.
     """
-    even = shape.heads / columns, np.maximum(kv_heads(shape) / columns, 1.0)
-    heads, kv = rooms(shape, columns) if padded else even
+    even = shape.heads / columns, np.maximum(num_kv_heads(shape) / columns, 1.0)
+    heads, kv = padded_heads_per_rank(shape, columns) if padded else even
     mla, head = shape.mla, float(shape.head_dim or 0)
     moe = shape.moe
     expert, shared = (moe.ffn, moe.shared * moe.ffn) if moe else (0, 0)

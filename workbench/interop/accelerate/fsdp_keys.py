@@ -128,7 +128,7 @@ OPEN = (
     "tpu_env",
     "commands",
 )
-"""Sections of other matters: whatever stands in them is known, and told as not translated."""
+"""Sections of other matters: whatever stands in them is known, and reported as not translated."""
 
 WHYS = {
     **dict.fromkeys(_LAUNCH, "how it is launched; a plan's launcher decides"),

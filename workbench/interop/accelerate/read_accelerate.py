@@ -16,7 +16,7 @@ from workbench.interop.accelerate import read_fsdp
 from workbench.interop.deepspeed import read_deepspeed
 from workbench.interop.foreign_keys import ForeignKeys, flat, shown
 from workbench.interop.foreign_text import mapping
-from workbench.interop.missing_fields import told
+from workbench.interop.missing_fields import with_problems
 from workbench.interop.translation import STACKS, Imported, ImportOptions, KeyNote, imported
 from workbench.plan.schema import build_plan
 from workbench.safe_io import json_files, yaml_files
@@ -80,7 +80,7 @@ def read(
 
 
 def _keys(data: Mapping[str, Any], *other: str) -> ForeignKeys:
-    """The file's keys, those of the `other` kinds of launch told as unused."""
+    """The file's keys, those of the `other` kinds of launch reported as unused."""
     keys = ForeignKeys(read_fsdp.spelled(dict(data)))
     keys.sections("deepspeed_config", "parallelism_config", "dynamo_config")
     keys.take("distributed_type")
@@ -215,7 +215,9 @@ def _mixed(config: dict[str, Any], keys: ForeignKeys, named: bool) -> None:
 
 def _merged(inner: Imported, keys: ForeignKeys, names: Mapping[str, str]) -> Imported:
     """What was read through a ds_config.json, in the keys of this file."""
-    told = [KeyNote(names[n.field], n.value, n.why) for n in inner.untranslated if n.field in names]
+    untranslated = [
+        KeyNote(names[n.field], n.value, n.why) for n in inner.untranslated if n.field in names
+    ]
     unknown = [KeyNote(names[n.field], n.value, n.why) for n in inner.unknown if n.field in names]
     assumed = [
         KeyNote(n.field, n.value, SCRIPT if n.why.startswith("the file says auto") else n.why)
@@ -226,7 +228,7 @@ def _merged(inner: Imported, keys: ForeignKeys, names: Mapping[str, str]) -> Imp
         "fsdp",
         inner.plan,
         used,
-        [*keys.untranslated, *told],
+        [*keys.untranslated, *untranslated],
         [*keys.assumed, *assumed],
         [*keys.ignored, *inner.ignored],
         [*keys.unknown, *unknown],
@@ -292,6 +294,6 @@ def _read_inner(
     try:
         return read_deepspeed.read(config, given, lenient)
     except PlanError as error:
-        raise told(
+        raise with_problems(
             error, [Problem(names.get(p.field, p.field), p.message) for p in error.problems]
         ) from None

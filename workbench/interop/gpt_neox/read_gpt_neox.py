@@ -40,7 +40,7 @@ REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 class Spelled(ForeignKeys):
-    """Keys by their underscored names, told as the file spells them."""
+    """Keys by their underscored names, reported as the file spells them."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self._as: dict[str, str] = {}
@@ -293,7 +293,7 @@ def _beyond(
         found["attention_config"] = f"attention_config {kinds[:60]}"
     for key in found:
         keys.mark_untranslated(
-            key, "told in model.unmodelled: estimated without, refused where it would run"
+            key, "named in model.unmodelled: estimated without, refused where it would run"
         )
     biases = ["biases in attention or in the feed-forward layers only"] * (
         attention_bias != mlp_bias
@@ -339,7 +339,7 @@ def _training(keys: ForeignKeys, batch: dict[str, int]) -> dict[str, Any]:
 
 
 def _dropout(keys: ForeignKeys) -> float:
-    """Dropout of the residual stream; that of attention's probabilities is told, as a plan has
+    """Dropout of the residual stream; that of attention's probabilities is noted, as a plan has
     none.
     """
     attention, dropout = (

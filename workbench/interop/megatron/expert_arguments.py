@@ -79,7 +79,7 @@ def _interval(keys: ForeignKeys) -> None:
 
 
 def _balancing(keys: ForeignKeys) -> str:
-    """How experts are balanced, in Megatron's word; a list of several is told, and reads as a
+    """How experts are balanced, in Megatron's word; a list of several is noted, and reads as a
     loss.
     """
     found = keys.take("moe-router-load-balancing-type")
@@ -118,7 +118,7 @@ def _auxiliary_loss(keys: ForeignKeys, fork: bool, balancing: str) -> float:
 
 def _coefficient(keys: ForeignKeys) -> float | None:
     """The coefficient that is said; of several, one for each way of balancing, the first, which is
-    told.
+    noted.
     """
     found = keys.take("moe-aux-loss-coeff")
     if isinstance(found, list) and found:

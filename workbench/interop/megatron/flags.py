@@ -186,11 +186,11 @@ def resolve(name: str, found: Sequence[Occurrence]) -> Said | UndecidedValue:
         ),
         "",
     )
-    told = [(one.text or "given", one.line) for one in options.values()] + [
+    places = [(one.text or "given", one.line) for one in options.values()] + [
         ("not given", 0)
     ] * lacks
     ends = f"which {why} decides" if why else "written twice; keep one of them"
-    return UndecidedValue(tuple(told), ends, _hint(name, why))
+    return UndecidedValue(tuple(places), ends, _hint(name, why))
 
 
 def _hint(name: str, text: str) -> str:

@@ -31,7 +31,7 @@ _POSITIONS = {
 def read_model(keys: ForeignKeys, given: ImportOptions) -> tuple[str | dict[str, Any], Shape]:
     """The plan's `model` (a catalog name where one has this shape), and its shape.
 
-    A model that is given wins; arguments that say otherwise are told as not translated. Raises
+    A model that is given wins; arguments that say otherwise are reported as not translated. Raises
     `PlanError` naming the arguments that are missing.
     """
     if given.model is None and (missing := [key for key in REQUIRED if key not in keys]):
@@ -209,7 +209,7 @@ def _beyond(keys: ForeignKeys, computed: Collection[str], score: str, required: 
         found.append(f"--mtp-num-layers {more}")
     stands = "the model given stands"
     if required:
-        stands = "told in model.unmodelled: estimated without, refused where it would run"
+        stands = "named in model.unmodelled: estimated without, refused where it would run"
     for key in [note.split()[0][2:] for note in found]:
         keys.mark_untranslated(
             key, _NEAREST.get(key, "no field of a plan's model says it") + f"; {stands}"
@@ -275,7 +275,7 @@ def _vocabulary(keys: ForeignKeys, required: bool, given: ImportOptions) -> int 
 
 
 def _file(path: object) -> str:
-    """The name of a file whose folder may be a variable, told with its line; empty where there is
+    """The name of a file whose folder may be a variable, named with its line; empty where there is
     none.
     """
     return re.sub(r" \(line \d+\)$", "", str(path or "")).rpartition("/")[2]

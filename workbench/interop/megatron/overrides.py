@@ -56,8 +56,8 @@ def decided(
 def _decide(found: Arguments, flag: str, value: Any, add: bool = False) -> None:
     said = found.flags.get(flag)
     if said is not None and said != value:
-        told = str(said) if isinstance(said, UndecidedValue) else said
-        found.ignored.append(KeyNote(f"--{flag}", told, f"{value} is set instead"))
+        shown_value = str(said) if isinstance(said, UndecidedValue) else said
+        found.ignored.append(KeyNote(f"--{flag}", shown_value, f"{value} is set instead"))
     if said is not None or add:
         found.flags[flag] = value
         found.defaults.pop(flag, None)
@@ -72,6 +72,6 @@ def _keys(found: Arguments) -> ForeignKeys:
     for flag, (variable, value) in found.defaults.items():
         kind = "the script's argument" if variable.isdigit() else "the environment variable"
         keys.assume(f"--{flag}", value, f"default of {kind} ${variable}")
-    for variable, text in found.told.items():
+    for variable, text in found.decided_by.items():
         keys.assume(f"${variable}", text, "taken as not set; a condition of the script reads it")
     return keys

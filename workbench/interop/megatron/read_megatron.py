@@ -119,8 +119,10 @@ def _cluster(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
     per_node, nodes = found["nproc-per-node"], found["nnodes"]
     if per_node is None:
         return _over(given, given.world(None, "torchrun --nproc-per-node x --nnodes"), nodes)
-    told = "--nnodes" in {note.field for note in keys.untranslated}
-    world = given.world(None if told else per_node * (nodes or 1), "--nproc-per-node x --nnodes")
+    has_nodes_note = "--nnodes" in {note.field for note in keys.untranslated}
+    world = given.world(
+        None if has_nodes_note else per_node * (nodes or 1), "--nproc-per-node x --nnodes"
+    )
     nodes = nodes or max(1, world // per_node)
     return given.cluster(world, gpus_per_node=per_node, nodes=nodes)
 

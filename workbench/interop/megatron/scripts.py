@@ -50,7 +50,7 @@ class Arguments:
     ignored: list[KeyNote] = field(default_factory=list)
     left: list[KeyNote] = field(default_factory=list)
     """Words to Megatron-LM that are not known, and so not read."""
-    told: dict[str, str] = field(default_factory=dict)
+    decided_by: dict[str, str] = field(default_factory=dict)
     """Environment variable -> its default, by which a condition was decided."""
 
 
@@ -61,7 +61,7 @@ def read(text: str, given: Mapping[str, str] | None = None) -> Arguments:
     Raises `PlanError` for text that is no script.
     """
     script = commands(text, {**_slurm(text), **(given or {})})
-    found = Arguments(told=script.told)
+    found = Arguments(decided_by=script.decided_by)
     trains = _training(script.commands)
     loose: list[Value] = []
     front, back = _parts(trains, script)

@@ -47,7 +47,7 @@ def read_training(keys: ForeignKeys, data: int) -> dict[str, Any]:
 
 
 def _dropout(keys: ForeignKeys) -> float:
-    """Dropout of the residual stream; that of attention's probabilities is told, as a plan has
+    """Dropout of the residual stream; that of attention's probabilities is noted, as a plan has
     none.
     """
     if "attention-dropout" not in keys:

@@ -158,8 +158,8 @@ def _optimizer(full: Plan) -> dict[str, Any]:
 
 
 def _keeping(full: Plan) -> dict[str, Any]:
-    c, told = full.checkpoint, full.telemetry
-    found: dict[str, Any] = {"distributed-timeout-minutes": -(-told.timeout_seconds // 60)}
+    c, telemetry = full.checkpoint, full.telemetry
+    found: dict[str, Any] = {"distributed-timeout-minutes": -(-telemetry.timeout_seconds // 60)}
     if c.every:
         found |= {"save": "checkpoints", "save-interval": c.every, **_on(async_save=c.asynchronous)}
     if c.load is not None:
@@ -168,4 +168,4 @@ def _keeping(full: Plan) -> dict[str, Any]:
         "tensorboard": ("tensorboard-dir", "tensorboard"),
         "wandb": ("wandb-project", "workbench"),
     }
-    return found | dict(folders[name] for name in told.trackers if name in folders)
+    return found | dict(folders[name] for name in telemetry.trackers if name in folders)

@@ -52,7 +52,7 @@ class Script:
     variables: dict[str, Value] = field(default_factory=dict)
     comments: list[tuple[int, str]] = field(default_factory=list)
     """(line, text) of each comment."""
-    told: dict[str, str] = field(default_factory=dict)
+    decided_by: dict[str, str] = field(default_factory=dict)
     """Environment variable -> the default by which a condition was decided."""
     unread: list[tuple[int, str, str]] = field(default_factory=list)
     """(line, text, why) of what was not followed."""

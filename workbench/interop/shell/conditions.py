@@ -23,23 +23,23 @@ _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "<=": lambda a, b: a <= b,
     ">=": lambda a, b: a >= b,
 }
-_TOLD = dict[str, str]
+_DecidedBy = dict[str, str]
 
 
-def decide(node: Node, words: Words, told: _TOLD) -> bool | None:
+def decide(node: Node, words: Words, decided_by: _DecidedBy) -> bool | None:
     """Whether a condition holds; None where that is not known.
 
-    `told` gets the environment variables whose default (or absence) decided it.
+    `decided_by` gets the environment variables whose default (or absence) decided it.
     """
     kind = node.type
     if kind in ("test_command", "parenthesized_expression", "redirected_statement"):
         inner = [child for child in node.named_children if child.type != "comment"]
-        return decide(inner[0], words, told) if inner else None
+        return decide(inner[0], words, decided_by) if inner else None
     if kind in ("negated_command", "negation_expression"):
-        return _not(decide(node.named_children[0], words, told))
+        return _not(decide(node.named_children[0], words, decided_by))
     if kind == "list":
         first, last = (
-            decide(child, words, told)
+            decide(child, words, decided_by)
             for child in (node.named_children[0], node.named_children[-1])
         )
         return (
@@ -48,19 +48,19 @@ def decide(node: Node, words: Words, told: _TOLD) -> bool | None:
     if kind == "command":
         return {"true": True, "false": False, ":": True}.get(words.source.of(node).strip())
     if kind == "unary_expression":
-        return _unary(node, words, told)
+        return _unary(node, words, decided_by)
     if kind == "binary_expression":
-        return _binary(node, words, told)
+        return _binary(node, words, decided_by)
     if kind in ("word", "string", "simple_expansion", "expansion", "number"):
-        text = _known(words.value(node, True), told)
+        text = _known(words.value(node, True), decided_by)
         return None if text is None else bool(text)
     return None
 
 
-def _unary(node: Node, words: Words, told: _TOLD) -> bool | None:
+def _unary(node: Node, words: Words, decided_by: _DecidedBy) -> bool | None:
     sign = words.source.of(node.children[0])
     if sign == "!":
-        return _not(decide(node.children[-1], words, told))
+        return _not(decide(node.children[-1], words, decided_by))
     if sign not in ("-z", "-n"):
         return None
     value = words.value(node.children[-1], True)
@@ -68,20 +68,20 @@ def _unary(node: Node, words: Words, told: _TOLD) -> bool | None:
     if len(pieces) == 1 and isinstance(pieces[0], Unknown):
         if not pieces[0].unset:
             return None
-        told[pieces[0].text.lstrip("$")] = (
+        decided_by[pieces[0].text.lstrip("$")] = (
             ""  # as `${NAME:-}`: nothing sets it, so it is taken as not set
         )
         return sign == "-z"
-    text = _known(value, told)
+    text = _known(value, decided_by)
     return None if text is None else (not text) == (sign == "-z")
 
 
-def _binary(node: Node, words: Words, told: _TOLD) -> bool | None:
+def _binary(node: Node, words: Words, decided_by: _DecidedBy) -> bool | None:
     operator = node.child_by_field_name("operator")
     sign = words.source.of(operator) if operator else ""
     left, right = node.children[0], node.children[-1]
     if sign in ("&&", "-a", "||", "-o"):
-        first, last = decide(left, words, told), decide(right, words, told)
+        first, last = decide(left, words, decided_by), decide(right, words, decided_by)
         return _both(first, last) if sign in ("&&", "-a") else _any(first, last)
     results = set()
     options = [alternatives(words.value(side, True)) for side in (left, right)]
@@ -92,8 +92,8 @@ def _binary(node: Node, words: Words, told: _TOLD) -> bool | None:
             results.add(
                 _compare(
                     sign,
-                    _known(a, told),
-                    _known(b, told),
+                    _known(a, decided_by),
+                    _known(b, decided_by),
                     quoted=right.type in ("string", "raw_string"),
                 )
             )
@@ -121,9 +121,9 @@ def _is_pattern(text: str) -> bool:
     return True
 
 
-def matches(value: Value, patterns: list[str], told: _TOLD) -> bool | None:
+def matches(value: Value, patterns: list[str], decided_by: _DecidedBy) -> bool | None:
     """Whether the value of a `case` matches one of a branch's patterns."""
-    found = {_known(choice, told) for choice in alternatives(value)}
+    found = {_known(choice, decided_by) for choice in alternatives(value)}
     if None in found:
         return True if "*" in patterns else None
     results = {
@@ -137,10 +137,10 @@ def text_of(node: Node, words: Words) -> str:
     return " ".join(words.source.of(node).split())[:60]
 
 
-def _known(value: Value, told: _TOLD) -> str | None:
+def _known(value: Value, decided_by: _DecidedBy) -> str | None:
     text = literal(value)
     if text is not None:
-        told |= {
+        decided_by |= {
             piece.default: piece.text
             for piece in value
             if isinstance(piece, Text) and piece.default

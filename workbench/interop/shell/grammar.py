@@ -37,8 +37,8 @@ def parse(data: bytes, line: Callable[[int], int]) -> tuple[Node, Source]:
     source = Source(data, line)
     if (bad := _error(tree.root_node)) is not None:
         near = " ".join(source.of(bad).split())[:40]
-        told = f"line {line(bad.start_byte)} cannot be read" + f", near {near!r}" * bool(near)
-        raise refuse("file", f"is no shell script: {told}")
+        found = f"line {line(bad.start_byte)} cannot be read" + f", near {near!r}" * bool(near)
+        raise refuse("file", f"is no shell script: {found}")
     return tree.root_node, source
 
 

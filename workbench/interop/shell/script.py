@@ -73,7 +73,7 @@ class _Statements(Calls):
                 self._comments(child, source)
 
     def statement(self, node: Node, source: Source) -> None:
-        """One statement; what is not followed is told in `unread`."""
+        """One statement; what is not followed is named in `unread`."""
         kind = node.type
         if kind == "variable_assignment":
             self._assign(node, source)
@@ -131,7 +131,9 @@ class _Statements(Calls):
         if not any(child.type in ("&&", "||") for child in node.children):
             return self.block(node.named_children, source)
         tests = _is_test(left)
-        holds = conditions.decide(left, self.words(source), self.script.told) if tests else True
+        holds = (
+            conditions.decide(left, self.words(source), self.script.decided_by) if tests else True
+        )
         if not tests:
             self.statement(left, source)
         if holds is None:
@@ -142,17 +144,17 @@ class _Statements(Calls):
     def _if(self, node: Node, source: Source) -> None:
         branches, undecided = [], []
         for test, body in _arms(node):
-            told: dict[str, str] = {}
+            decided_by: dict[str, str] = {}
             words = self.words(source)
-            holds = True if test is None else conditions.decide(test, words, told)
+            holds = True if test is None else conditions.decide(test, words, decided_by)
             if holds is False:
-                self.script.told |= told
+                self.script.decided_by |= decided_by
                 continue
-            if holds and told and _exits(body, source):
+            if holds and decided_by and _exits(body, source):
                 holds = None  # what a script asks of its environment is taken as given
             branches.append(body)
             if holds:
-                self.script.told |= told
+                self.script.decided_by |= decided_by
                 break
             undecided.append(conditions.text_of(test, words) if test is not None else "")
         else:
@@ -171,7 +173,7 @@ class _Statements(Calls):
                 if item.field_name_for_child(k) == "value"
             ]
             holds = conditions.matches(
-                value, [conditions.pattern(p, words) for p in patterns], self.script.told
+                value, [conditions.pattern(p, words) for p in patterns], self.script.decided_by
             )
             if holds is False:
                 continue

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 LONGEST = 200_000
 """Characters and pieces of the longest value that is kept: no list of arguments is near it."""
 MOST = 16
-"""Alternatives of a word that are told apart; with more it is unknown."""
+"""Alternatives of a word that are kept apart; with more it is unknown."""
 
 
 @dataclass(frozen=True)

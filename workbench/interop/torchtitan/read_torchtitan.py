@@ -153,8 +153,8 @@ def _degree(keys: ForeignKeys, name: str, least: int = 1) -> int | None:
     }
     said = {section: degree for section, degree in found.items() if degree is not None}
     if len(set(said.values())) > 1:
-        told = " and ".join(f"{degree} in [{section}]" for section, degree in said.items())
-        raise refuse(P + name, f"is {told}; legal: the same, or one of them")
+        degrees = " and ".join(f"{degree} in [{section}]" for section, degree in said.items())
+        raise refuse(P + name, f"is {degrees}; legal: the same, or one of them")
     return next(iter(said.values()), None)
 
 

@@ -95,7 +95,7 @@ _SECTIONS = {
 KNOWN = frozenset(f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys.split())
 MAPPINGS = tuple(_SECTIONS)
 OPEN = ("float8", "mx", "quantize", "fault_tolerance", "debug", "experimental", "comm")
-"""Sections of other matters: whatever stands in them is known, and told as not translated."""
+"""Sections of other matters: whatever stands in them is known, and reported as not translated."""
 
 WHYS = {
     "job": "how it is launched; a run keeps its own directory",

@@ -116,13 +116,13 @@ def step_time_spec(unit: str, names: tuple[str, ...], bars: tuple[str, ...]) -> 
         ],
     )
     text = base.transform_filter("datum.text != null").mark_text(align="left", dx=5, fontSize=11)
-    room = (
+    axis_end = (
         alt.Chart(chart_data.ROWS)
-        .transform_calculate(room="datum.total * 1.2")
+        .transform_calculate(axis_end="datum.total * 1.2")
         .mark_point(opacity=0)
-        .encode(x="room:Q")
+        .encode(x="axis_end:Q")
     )
     return vega_spec(
-        alt.layer(stack, text.encode(x="total:Q", text="text:N"), room),
+        alt.layer(stack, text.encode(x="total:Q", text="text:N"), axis_end),
         height=max(50, 26 * len(bars)),
     )

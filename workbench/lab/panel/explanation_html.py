@@ -15,7 +15,7 @@ def reasons_html(resolved: ResolvedPlan, profile: Profile) -> str:
 
     Args:
         resolved: The plan.
-        profile: Its estimate, which is not made again.
+        profile: its estimate.
     """
     found = find_bottleneck(resolved, profile)
     other = found.time if found.constraint == "memory" else found.memory

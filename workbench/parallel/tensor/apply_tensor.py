@@ -37,7 +37,7 @@ MEGATRON_SHARDING = {
     "head": "vocabulary",
 }
 """Module pattern -> how it is sharded: column, row or vocabulary (Megatron-LM, 1909.08053). Others are
-replicated. Attention's projections are sharded by whole heads (`plan.head_split`).
+replicated. Attention's projections are sharded by whole heads (`plan.model.head_split`).
 """
 
 _DIM = {"column": 0, "vocabulary": 0, "row": 1}

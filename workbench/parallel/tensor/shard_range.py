@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import MeshAxis
-from workbench.plan.model.head_split import dealt
+from workbench.plan.model.head_split import head_shard
 from workbench.plan.model.model_shape import Shape
 
 
@@ -38,13 +38,13 @@ class ShardRange:
     @classmethod
     def heads(cls, name: str, shape: Shape, axis: MeshAxis) -> ShardRange:
         """Whole heads of attention's projection `name` (q, k, v or o), padded where uneven."""
-        deal, width = dealt(shape, axis.size, axis.index), int(shape.head_dim or 0)
+        deal, width = head_shard(shape, axis.size, axis.index), int(shape.head_dim or 0)
         if name in ("q", "o"):
             start, stop = deal.query
-            num_local, shard, num_shards = deal.room, axis.index, axis.size
+            num_local, shard, num_shards = deal.num_q_heads, axis.index, axis.size
         else:
             start, stop = deal.kv
-            num_local, shard, num_shards = deal.kv_room, deal.piece, deal.pieces
+            num_local, shard, num_shards = deal.num_kv_heads, deal.kv_shard, deal.num_kv_shards
         return cls(axis, start * width, stop * width, num_local * width, shard, num_shards)
 
     @property

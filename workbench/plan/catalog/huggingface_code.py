@@ -3,7 +3,7 @@ the model's authors.
 
 `architectures` names the class that was saved, `auto_map` classes in files beside the weights. None
 of them is run: a shape is what transformers' own class of the family computes, so any other class
-is told as not modelled.
+is noted as not modelled.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PUBLISHED = ("deepseek_v2", "deepseek_v3")
 _ENDS = "(?:Config|Model|PreTrainedModel|ForCausalLM|LMHeadModel)"
 
 
-def told(reading: Reading, family: str) -> None:
-    """Tell the classes of `reading` that are not what transformers has for a `family`'s language
+def note_other_classes(reading: Reading, family: str) -> None:
+    """Note the classes of `reading` that are not what transformers has for a `family`'s language
     models.
     """
     own = re.compile(CLASSES[family] + _ENDS, re.IGNORECASE)

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from workbench.errors import PlanError, refuse
 from workbench.fields.validation_messages import plan_error
-from workbench.plan.catalog.huggingface_code import told
+from workbench.plan.catalog.huggingface_code import note_other_classes
 from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Account, Reading, shown
 from workbench.plan.model.model_shape import Shape
 from workbench.safe_io import json_files
@@ -85,7 +85,7 @@ def _shape(reading: Reading, name: str) -> Shape:
         legal = ", ".join(sorted(FAMILIES))
         raise refuse("model", f"'{reading.where}' has model_type {shown(family)}; legal: {legal}")
     fields = {key: value for key, value in FAMILIES[family](reading).items() if value is not None}
-    told(reading, family)
+    note_other_classes(reading, family)
     if lacking := reading.account().not_modelled:
         fields["unmodelled"] = "; ".join(lacking.values())
     try:
@@ -136,7 +136,7 @@ def _llama(reading: Reading, **usual: Any) -> Fields:
 
 def _theta(reading: Reading, default: float) -> float:
     """The rotary base: its own key, or in transformers 5 one of `rope_parameters`; stretched
-    frequencies are told.
+    frequencies are noted.
     """
     theta, inner = reading.number("rope_theta", None), reading.section("rope_parameters")
     by_kind = [part for part in inner.values() if isinstance(part, dict)]
@@ -165,7 +165,7 @@ def _theta(reading: Reading, default: float) -> float:
 
 
 def _window(reading: Reading) -> int | None:
-    """The sliding window; a model in which only some layers have it is told."""
+    """The sliding window; a model in which only some layers have it is noted."""
     window, kinds = reading.whole("sliding_window", None), reading.get("layer_types", [])
     if not isinstance(kinds, list):
         raise reading.wrong("layer_types", kinds, "a list with the kind of each layer")

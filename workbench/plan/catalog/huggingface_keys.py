@@ -54,7 +54,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "kv_lora_scale": (None,),
     "pruned_heads": (None, {}),
 }
-"""Key -> values with which the model computes what its shape says; any other is told as not
+"""Key -> values with which the model computes what its shape says; any other is reported as not
 modelled.
 """
 
@@ -199,14 +199,18 @@ class Reading:
             if k not in self.used and k not in self.not_modelled
         }
         rest.pop("model_type", None)
-        told = {k: v for k, v in rest.items() if k in NEUTRAL}
-        for key, value in told.items():
+        neutral_keys = {k: v for k, v in rest.items() if k in NEUTRAL}
+        for key, value in neutral_keys.items():
             if not any(type(value) is type(plain) and value == plain for plain in NEUTRAL[key]):
                 self.lacks(key, f"{key} {_json(value)}")
-        neutral = {key: "as the shape has it" for key in told if key not in self.not_modelled}
-        ignored = {key: IGNORED[key] for key in rest if key in IGNORED and key not in told}
+        neutral = {
+            key: "as the shape has it" for key in neutral_keys if key not in self.not_modelled
+        }
+        ignored = {key: IGNORED[key] for key in rest if key in IGNORED and key not in neutral_keys}
         unknown = {
-            key: value for key, value in rest.items() if key not in told and key not in ignored
+            key: value
+            for key, value in rest.items()
+            if key not in neutral_keys and key not in ignored
         }
         used = ["model_type", *(key for key in self.used if key not in self.not_modelled)]
         return Account(used, dict(self.not_modelled), {**ignored, **neutral}, unknown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workbench.machine.hardware import GPU
-from workbench.plan.model.head_split import kv_heads
+from workbench.plan.model.head_split import num_kv_heads
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.schema import STORED
 
@@ -20,7 +20,7 @@ def repeats_heads(gpu: GPU, precision: str, shape: Shape) -> bool:
     operator, refuses them in torch 2.11 to 2.13, which leaves plain operators that keep scores [B,
     H, T, T] for backward.
     """
-    if gpu.device != "cuda" or kv_heads(shape) == shape.heads:
+    if gpu.device != "cuda" or num_kv_heads(shape) == shape.heads:
         return False
     sixteen = STORED.get(precision, precision) in FLASH_DTYPES and "bf16" in gpu.tflops
     return not sixteen or int(shape.head_dim or 0) > WIDEST

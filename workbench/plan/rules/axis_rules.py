@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from workbench.errors import Problem
 from workbench.plan import custom_schedule
-from workbench.plan.model.head_split import rooms
+from workbench.plan.model.head_split import padded_heads_per_rank
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan
@@ -247,7 +247,7 @@ def _context(plan: ResolvedPlan) -> Iterator[Problem]:
         return
     kind = (length, tensor, context.algorithm, context.ulysses_size)
     if context.size not in legal_sizes.context_sizes(plan.shape, context.size, *kind):
-        heads = f"the {rooms(plan.shape, tensor)[0]} heads that tensor = {tensor} leaves"
+        heads = f"the {padded_heads_per_rank(plan.shape, tensor)[0]} heads that tensor = {tensor} leaves"
         rule = {
             "ring": f"2 x size divides sequence_length = {length}",
             "ulysses": f"size divides {heads}, and sequence_length = {length}",

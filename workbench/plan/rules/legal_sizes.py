@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from workbench.plan.model.head_split import kv_heads, rooms
+from workbench.plan.model.head_split import num_kv_heads, padded_heads_per_rank
 from workbench.plan.model.model_shape import Shape
 
 
@@ -47,10 +47,10 @@ def widening(shape: Shape, size: int) -> float:
     """What the widest of `size` 1-D tensor ranks has of a layer's matrices, padding and shared
     key-value heads included, over an even share of them.
     """
-    heads, kv = rooms(shape, size)
+    heads, kv = padded_heads_per_rank(shape, size)
     each, wide = 2 * shape.q_width / shape.heads, 3 if shape.gated else 2
     ffn = (shape.moe.top_k + shape.moe.shared) * shape.moe.ffn if shape.moe else shape.ffn
-    whole = each * (shape.heads + kv_heads(shape)) + wide * ffn
+    whole = each * (shape.heads + num_kv_heads(shape)) + wide * ffn
     return size * (each * (heads + kv) + wide * -(-ffn // size)) / whole
 
 
@@ -79,7 +79,7 @@ def context_sizes(
     or c is a multiple of `ulysses`, which divides those heads, and the ring of c / ulysses groups
     is legal (usp).
     """
-    heads = rooms(shape, tensor)[0]
+    heads = padded_heads_per_rank(shape, tensor)[0]
     if algorithm == "ulysses":
         return [c for c in divisors(ranks) if heads % c == 0 and sequence % c == 0]
     if algorithm == "usp":

@@ -82,13 +82,13 @@ class Site:
                 f"number for each"
             )
             return
-        told = [
+        splits = [
             (name, number)
             for part, numbers in zip(dims, form)
             for name, number in zip(part, numbers)
         ]
-        for name, number in sorted(set(told), key=told.index):
-            others = {n for other, n in told if other == name}
+        for name, number in sorted(set(splits), key=splits.index):
+            others = {n for other, n in splits if other == name}
             if len(others) > 1:
                 if number == max(others):
                     yield (
@@ -102,7 +102,7 @@ class Site:
                     f"stay together"
                 )
                 yield f"is {written(form)}, which cuts {of}; legal: {near(number, pieces)}"
-        total = math.prod(dict(told).values())
+        total = math.prod(dict(splits).values())
         if ranks % total:
             yield (
                 f"is {written(form)}, whose pieces make {total} parts for strategy.tensor.size = "
@@ -148,7 +148,7 @@ def matched(
 
 
 def _some(sites: Mapping[str, Site]) -> str:
-    """Names of modules, those that differ in a number told once."""
+    """Names of modules, those that differ in a number named once."""
     shown = list(
         dict.fromkeys(
             ".".join("*" if p.isdigit() else p for p in name.split(".")) for name in sites

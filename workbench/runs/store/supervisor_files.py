@@ -18,9 +18,9 @@ import orjson
 from workbench.runs.store.run_state import State, write_state
 
 RESERVE_BYTES = 64 * 1024
-"""Room for the last state, whose cause holds the last lines of a log."""
+"""Reserved for the last state, whose cause holds the last lines of a log."""
 LAST_SECONDS = 30.0
-"""How long the last state is tried again where even that room does not help."""
+"""How long the last state is tried again where even that does not help."""
 RETRY_SECONDS = 0.5
 
 
