@@ -71,7 +71,9 @@ def count_text(value: float | None) -> str:
 
 
 def gib_text(size: float) -> str:
-    """Bytes with one decimal of a GiB, whole MiB below: 26224136806 -> '24.4 GiB'; '0' under a MiB."""
+    """Bytes with one decimal of a GiB, whole MiB below: 26224136806 -> '24.4 GiB'; '0' under a
+    MiB.
+    """
     if abs(size) < 2**20:
         return "0"
     return f"{size / GIB:,.1f} GiB" if abs(size) >= GIB else f"{size / 2**20:.0f} MiB"

@@ -320,11 +320,11 @@ def compare(
     return compare_named(items, rehearsed, root, progress)
 
 
-def report(items: Sequence[Any] | Comparison, path: str | Path) -> Path:
+def report(profiles: Sequence[Any] | Comparison, path: str | Path) -> Path:
     """Write a comparison as one HTML page that opens offline.
 
     Args:
-        items: A comparison, or what `compare` takes; plans are then not rehearsed.
+        profiles: A comparison, or what `compare` takes; plans are then not rehearsed.
         path: File to write.
 
     Returns:
@@ -332,8 +332,9 @@ def report(items: Sequence[Any] | Comparison, path: str | Path) -> Path:
     """
     from workbench.lab.comparison.compare import Comparison
 
-    found = items if isinstance(items, Comparison) else compare(*items, rehearsed=False)
-    return found.to_html(path)
+    if not isinstance(profiles, Comparison):
+        profiles = compare(*profiles, rehearsed=False)
+    return profiles.to_html(path)
 
 
 def verify(

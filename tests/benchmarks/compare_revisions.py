@@ -1,8 +1,8 @@
 """Whether two checkouts estimate the same: `python -m tests.benchmarks.compare_revisions BEFORE
 AFTER [--rows FILE ...]`.
 
-Both estimate the same plans, drawn by a seed over the models, GPUs and strategies that both know, and
-validate the same published measurements. Bytes and counts must be equal, seconds within 1e-12
+Both estimate the same plans, drawn by a seed over the models, GPUs and strategies that both know,
+and validate the same published measurements. Bytes and counts must be equal, seconds within 1e-12
 relative. Each checkout runs in processes of its own with that checkout first on the path; only
 public names and the shell are used, so that the two may differ in everything else.
 """

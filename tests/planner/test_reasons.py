@@ -248,3 +248,9 @@ def test_an_explanation_asks_for_one_whole_estimate(
     monkeypatch.setattr("workbench.planner.explain.plan_figures.estimate", counted)
     explain(megatron)
     assert calls == [megatron]
+
+
+def test_the_old_name_of_the_bottleneck_is_read_with_a_warning(unfit: Plan) -> None:
+    found = why(unfit)
+    with pytest.warns(DeprecationWarning, match="binding is now bottleneck"):
+        assert found.binding is found.bottleneck

@@ -76,7 +76,9 @@ def test_nine_of_ten_steps_lie_in_the_interval(found: Validation) -> None:
 
 
 def test_no_constant_is_keyed_by_a_model_or_a_source() -> None:
-    """Framework profiles and generations of GPUs have constants; models, papers and pages have none."""
+    """Framework profiles and generations of GPUs have constants; models, papers and pages have
+    none.
+    """
     models = set(yaml.safe_load((ROOT / "data/models.yaml").read_text()))
     for name in ("planner.yaml", "stacks.yaml"):
         keys: set[str] = set()

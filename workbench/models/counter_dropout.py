@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 CHUNK_NUMEL = 2**22
-"""Number of elements whose mask is drawn at a time, so that temporaries do not grow with the batch."""
+"""Number of elements whose mask is drawn at a time, so that temporaries do not grow with the
+batch.
+"""
 
 SAMPLE_STRIDE = 2**32
 """Distance of token ids from one sample to the next, at the same position."""
@@ -38,7 +40,9 @@ class SampleIndices:
         self.first, self._of_step, self._micro_batch = 0, 0, 0
 
     def start_step(self, first: int, micro_batch: int) -> None:
-        """Start a step: this rank's samples are `first` and after, `micro_batch` for each microbatch."""
+        """Start a step: this rank's samples are `first` and after, `micro_batch` for each
+        microbatch.
+        """
         self.first, self._of_step, self._micro_batch = first, first, micro_batch
 
     def start_microbatch(self, microbatch: int) -> None:
@@ -96,7 +100,9 @@ class _Dropout(torch.autograd.Function):
 
 
 def apply_dropout(x_BTD: Tensor, rows_BT: Tensor, key: int, rate: float, first: int = 0) -> Tensor:
-    """Dropout of [B, T, D], whose channels are `first` and after. It is linear: backward runs the same."""
+    """Dropout of [B, T, D], whose channels are `first` and after. It is linear: backward runs the
+    same.
+    """
     out = x_BTD.new_empty(x_BTD.shape)
     channels = x_BTD.shape[-1]
     keys_N2 = row_keys(rows_BT.flatten(), key)

@@ -1,4 +1,6 @@
-"""Grouped GEMM: rows sorted by group, each group's rows times the group's own weight (MoE experts)."""
+"""Grouped GEMM: rows sorted by group, each group's rows times the group's own weight (MoE
+experts).
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,9 @@ class GroupedExperts(nn.Module):
 
 
 class TokenDispatcher(nn.Module):
-    """The dispatcher seam: brings rows to the ranks that hold their experts; here, to this device."""
+    """The dispatcher seam: brings rows to the ranks that hold their experts; here, to this
+    device.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """MoE routing: which expert a token goes to, and its row among those that experts compute.
 
-Tokens are sorted by expert, so that each expert's GEMM reads one contiguous slice (dropless: Gale et
-al. 2022, MegaBlocks, arXiv 2211.15841). With a capacity factor each expert has a fixed number of
+Tokens are sorted by expert, so that each expert's GEMM reads one contiguous slice (dropless: Gale
+et al. 2022, MegaBlocks, arXiv 2211.15841). With a capacity factor each expert has a fixed number of
 rows in every sequence, and choices beyond it are dropped (Lepikhin et al. 2020, GShard, arXiv
 2006.16668). Capacity and aux loss are those of one sequence, so that neither depends on how
 sequences are distributed over ranks.

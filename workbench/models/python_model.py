@@ -32,7 +32,8 @@ Forward = Callable[..., Any]
 def build_python_model(model: PythonModel, seed: int) -> nn.Module:
     """Build the module that the user's factory returns, with its own initial weights.
 
-    This runs the user's code, and may be called only where the user has allowed it (`--allow-code`).
+    This runs the user's code, and may be called only where the user has allowed it
+    (`--allow-code`).
 
     Args:
         model: Where the factory is, and its arguments.
@@ -82,7 +83,9 @@ def returns_loss(model: nn.Module) -> bool:
 
 
 def add_loss(model: nn.Module) -> nn.Module:
-    """Give the module, in place, forward(tokens [B, T], targets [B, T]) -> loss summed over tokens."""
+    """Give the module, in place, forward(tokens [B, T], targets [B, T]) -> loss summed over
+    tokens.
+    """
     if not returns_loss(model):
         model.forward = _with_loss(model.forward)
     return model

@@ -86,7 +86,9 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class Rope(nn.Module):
-    """`rope(q, k, positions)`: rotary position embedding (RoPE, 2104.09864); halves paired as Llama."""
+    """`rope(q, k, positions)`: rotary position embedding (RoPE, 2104.09864); halves paired as
+    Llama.
+    """
 
     def forward(
         self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions
@@ -138,7 +140,9 @@ NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-"""Kind of feed-forward layer -> its non-linearity, which gated kinds multiply by the up projection."""
+"""Kind of feed-forward layer -> its non-linearity, which gated kinds multiply by the up
+projection.
+"""
 
 
 class Activate(nn.Module):

@@ -113,7 +113,9 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, residual_BTD: Tensor | None, positions: Positions
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(branch not yet added, residual stream), both [B, T, D], and the aux loss of an MoE layer."""
+        """(branch not yet added, residual stream), both [B, T, D], and the aux loss of an MoE
+        layer.
+        """
         h, residual = self.attention_norm(x_BTD, residual_BTD)
         branch = self.attention_dropout(self.attention(h, positions), positions.rows)
         h, residual = self.mlp_norm(branch, residual)
@@ -185,7 +187,9 @@ class Transformer(nn.Module):
         return torch.stack([loss, *aux_losses]).sum() if aux_losses else loss
 
     def positions(self, x: Tensor) -> Positions:
-        """Indices and rotary tables of the tokens that attention sees, and their ids for dropout."""
+        """Indices and rotary tables of the tokens that attention sees, and their ids for
+        dropout.
+        """
         dtype = next(self.parameters()).dtype
         indices = self.indices(x)
         rope_dim = int(self.shape.head_dim or 0) if self.shape.positions == "rope" else 0

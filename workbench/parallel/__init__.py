@@ -1,1 +1,3 @@
-"""Parallel strategies: a plain model sharded over a mesh, one folder an axis, one layout a tensor."""
+"""Parallel strategies: a plain model sharded over a mesh, one folder an axis, one layout a
+tensor.
+"""

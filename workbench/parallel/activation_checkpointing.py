@@ -1,4 +1,5 @@
-"""Activation checkpointing: activations recomputed in backward (Chen et al. 2016, arXiv 1604.06174).
+"""Activation checkpointing: activations recomputed in backward (Chen et al. 2016, arXiv
+1604.06174).
 
 No state of a random generator is saved: nothing here draws from one, and dropout's masks are a
 function of the position, so that recomputation repeats forward exactly.
@@ -36,8 +37,8 @@ def apply_activation_checkpointing(
     """
     if what == "selective":
         for module in list(model.modules()):
-            # Within Ulysses only the single-device attention is recomputed: recomputing the all-to-alls
-            # around it would communicate again in backward.
+            # Within Ulysses only the single-device attention is recomputed: recomputing the
+            # all-to-alls around it would communicate again in backward.
             is_core = isinstance(module, Attention) and not isinstance(module.attend, UlyssesAttend)
             if is_core or isinstance(module, UlyssesAttend):
                 checkpointed = CheckpointedAttend(module.get_submodule("attend"))

@@ -1,4 +1,5 @@
-"""Asynchronous collectives that hold no memory beyond their own tensors, and those until waited for.
+"""Asynchronous collectives that hold no memory beyond their own tensors, and those until waited
+for.
 
 NCCL's collectives are so. Gloo's are not: its all-gather fills a copy of the whole output and its
 reduce-scatter sums a copy of the whole input, on threads of its own, which free them whenever they

@@ -19,8 +19,8 @@ GRID_AXES = ("tensor.0", "tensor.1", "tensor.2")
 """Axes of a tensor grid, innermost first."""
 CPU = torch.device("cpu")
 GRADIENT_GROUP_SUFFIX = " gradients"
-"""Suffix of axes whose process groups only all-reduce gradients. They are separate from the axis' own
-group, so that neither's collectives wait for the other's.
+"""Suffix of axes whose process groups only all-reduce gradients. They are separate from the axis'
+own group, so that neither's collectives wait for the other's.
 """
 
 

@@ -1,4 +1,5 @@
-"""Where ranks stand: strides of mesh axes, stages and nodes, as the plan's placement orders the axes.
+"""Where ranks stand: strides of mesh axes, stages and nodes, as the plan's placement orders the
+axes.
 
 `placement` names the axes innermost first: ranks that differ by 1 are neighbors on the first axis,
 as in Megatron-LM's `tp-cp-ep-dp-pp` order.

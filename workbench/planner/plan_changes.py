@@ -115,7 +115,9 @@ def after_out_of_memory(full: ResolvedPlan) -> list[tuple[Change, str]]:
 
 
 def _twice_the_axis(full: ResolvedPlan, axis: str) -> tuple[Change, str]:
-    """Twice the ranks along `axis`: taken from the data axis where it is even, else the job grows."""
+    """Twice the ranks along `axis`: taken from the data axis where it is even, else the job
+    grows.
+    """
     ranks = full.world_size if full.sizes["data"] % 2 == 0 else 2 * full.world_size
     size = 2 * full.sizes[axis]
     change = {

@@ -274,7 +274,8 @@ SECTIONS = (
     "zero_optimization.zenflow",
     "zero_optimization.leaf_module",
 )
-"""Sections and keys of other matters: whatever stands in them is known, and reported as not translated.
+"""Sections and keys of other matters: whatever stands in them is known, and reported as not
+translated.
 """
 
 LOST = {

@@ -1,1 +1,3 @@
-"""Context parallelism: the tokens of a sequence sharded over ranks, with ring attention or Ulysses."""
+"""Context parallelism: the tokens of a sequence sharded over ranks, with ring attention or
+Ulysses.
+"""

@@ -1,4 +1,5 @@
-"""Blockwise attention with its log-sum-exp (LSE), so that results over several blocks can be merged.
+"""Blockwise attention with its log-sum-exp (LSE), so that results over several blocks can be
+merged.
 
 FlashAttention's forward and backward by torch's private fused operators, which nothing else of the
 project calls.

@@ -1,4 +1,5 @@
-"""Ring attention (Liu et al. 2023, arXiv 2310.01889): queries stay, keys and values travel the ring.
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889): queries stay, keys and values travel the
+ring.
 
 Tokens are in zigzag order (`apply_context.token_indices`): of 2c chunks rank i has chunks i and
 2c-1-i. A rank's attention to its own keys is causal; of an earlier rank's keys all its queries see

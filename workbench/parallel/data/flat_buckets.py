@@ -73,7 +73,9 @@ class BucketLayout:
                 yield name, low - first, low - start, high - start
 
     def shard_views(self, shard: Tensor) -> dict[str, Tensor]:
-        """This rank's part of each parameter, as 1-D views (in full shape if nothing is sharded)."""
+        """This rank's part of each parameter, as 1-D views (in full shape if nothing is
+        sharded).
+        """
         if self.shard_axis.size == 1:
             return self.views(shard)
         return {

@@ -1,4 +1,6 @@
-"""Resize a tensor's storage in place: the private torch operator that ZeRO-3 needs (as FSDP2 does)."""
+"""Resize a tensor's storage in place: the private torch operator that ZeRO-3 needs (as FSDP2
+does).
+"""
 
 from __future__ import annotations
 

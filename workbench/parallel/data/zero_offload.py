@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def copy_to_host(x: Tensor) -> Tensor:
-    """A copy in host memory; pinned if `x` is on a CUDA device, so that copies can be asynchronous."""
+    """A copy in host memory; pinned if `x` is on a CUDA device, so that copies can be
+    asynchronous.
+    """
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x)
 
 

@@ -287,7 +287,9 @@ class ParamAndGradStore:
                     self._limit_in_flight(0)
 
     def _limit_in_flight(self, limit: int) -> None:
-        """Advance all chained reductions but the newest `limit`, so that they free their buffers."""
+        """Advance all chained reductions but the newest `limit`, so that they free their
+        buffers.
+        """
         chained = [reduction for reduction in self._in_flight if reduction.is_chained]
         self._advance(chained[: max(0, len(chained) - max(0, limit))])
 

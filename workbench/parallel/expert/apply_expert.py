@@ -30,8 +30,8 @@ EXPERT_SPLIT_DIMS = {
     "up.bias": 0,
     "down.weight": 1,
 }
-"""Parameter of a feed-forward layer -> the dim that the tensor axis splits (column- and row-parallel,
-arXiv 1909.08053); stacked experts have one dim more in front.
+"""Parameter of a feed-forward layer -> the dim that the tensor axis splits (column- and
+row-parallel, arXiv 1909.08053); stacked experts have one dim more in front.
 """
 
 
@@ -140,7 +140,8 @@ def _replace_parameter(
 
 
 class PartialLinear(nn.Module):
-    """A row-parallel linear layer without its all-reduce: the MoE layer reduces once, after combine.
+    """A row-parallel linear layer without its all-reduce: the MoE layer reduces once, after
+    combine.
 
     Every rank adds `bias_share` of the bias, so that the sum has all of it.
     """

@@ -32,14 +32,18 @@ class AuxLossCarrier:
         return self.total if loss is None else loss if self.total is None else loss + self.total
 
     def __call__(self, x_BTD: Tensor, aux_loss: Tensor) -> Tensor:
-        """The stage's output [B, T, D], unchanged, with the loss (a scalar) attached to its graph."""
+        """The stage's output [B, T, D], unchanged, with the loss (a scalar) attached to its
+        graph.
+        """
         loss = aux_loss * self.scale
         self.total = loss.detach() if self.total is None else self.total + loss.detach()
         return _AttachAuxLoss.apply(x_BTD, loss)
 
 
 class _AttachAuxLoss(torch.autograd.Function):
-    """Identity on x, whose backward gives the loss a gradient of 1: as if it were added to the loss."""
+    """Identity on x, whose backward gives the loss a gradient of 1: as if it were added to the
+    loss.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, loss: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Collectives of expert parallelism: all-to-all of MoE dispatch and combine, and of token counts."""
+"""Collectives of expert parallelism: all-to-all of MoE dispatch and combine, and of token
+counts.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def all_reduce_counts(counts_BE: Tensor, axis: MeshAxis) -> Tensor:
 
 
 def exchange_counts(counts_E: Tensor, axis: MeshAxis) -> Tensor:
-    """Rows that this rank sends to each expert [E], to those it receives: [source rank, local expert]."""
+    """Rows that this rank sends to each expert [E], to those it receives: [source rank, local
+    expert].
+    """
     received = torch.empty_like(counts_E)
     run_collective(partial(dist.all_to_all_single, group=axis.group), received, counts_E)
     return received.view(axis.size, -1)

@@ -58,7 +58,9 @@ class OperatorGrid:
         return [axis for axis, placed in zip(self.axes, placement) if placed == name]
 
     def shard_over(self, layout: Layout, dim: int, axes: list[MeshAxis]) -> Layout:
-        """`layout` sharded evenly along `dim` over several axes, padded where it does not divide."""
+        """`layout` sharded evenly along `dim` over several axes, padded where it does not
+        divide.
+        """
         if not axes:
             return layout
         index, num_shards = _joint_index(axes)

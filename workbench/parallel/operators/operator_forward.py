@@ -151,7 +151,9 @@ class LocalOperator:
 
 @dataclass(frozen=True)
 class FollowInput:
-    """A module without a strategy that computes shards independently: sharded as its first input."""
+    """A module without a strategy that computes shards independently: sharded as its first
+    input.
+    """
 
     forward: ForwardFn
     dims: tuple[int, ...] | None
@@ -178,7 +180,9 @@ class FollowInput:
 
 @dataclass(frozen=True)
 class HeadOperator:
-    """The head_loss seam: a GEMM sharded as `sharding` says, its loss by rows or vocabulary (`loss`)."""
+    """The head_loss seam: a GEMM sharded as `sharding` says, its loss by rows or vocabulary
+    (`loss`).
+    """
 
     module: HeadLoss
     sharding: OperatorSharding

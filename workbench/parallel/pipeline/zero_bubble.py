@@ -1,4 +1,5 @@
-"""Zero bubble (Qi et al. 2024, arXiv 2401.10241): backward split into input (I) and weight (W) gradients.
+"""Zero bubble (Qi et al. 2024, arXiv 2401.10241): backward split into input (I) and weight (W)
+gradients.
 
 A forward whose backward is split runs under `SplitBackward`: the backward of a linear layer
 computes the gradient of its input only, and defers the GEMM of its weight's gradient to the

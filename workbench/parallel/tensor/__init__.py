@@ -1,1 +1,3 @@
-"""Tensor parallelism: each linear layer sharded over several ranks (Megatron-LM, arXiv 1909.08053)."""
+"""Tensor parallelism: each linear layer sharded over several ranks (Megatron-LM, arXiv
+1909.08053).
+"""

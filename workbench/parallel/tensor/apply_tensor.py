@@ -36,8 +36,8 @@ MEGATRON_SHARDING = {
     "blocks.*.mlp.down": "row",
     "head": "vocabulary",
 }
-"""Module pattern -> how it is sharded: column, row or vocabulary (Megatron-LM, 1909.08053). Others are
-replicated. Attention's projections are sharded by whole heads (`plan.model.head_split`).
+"""Module pattern -> how it is sharded: column, row or vocabulary (Megatron-LM, 1909.08053). Others
+are replicated. Attention's projections are sharded by whole heads (`plan.model.head_split`).
 """
 
 _DIM = {"column": 0, "vocabulary": 0, "row": 1}

@@ -1,4 +1,5 @@
-"""Column-parallel linear layers: sharded by outputs, backward's collectives overlapped (1909.08053).
+"""Column-parallel linear layers: sharded by outputs, backward's collectives overlapped
+(1909.08053).
 
 The layers of a module that share one input (q, k and v; gate and up) run as one group. In backward
 the all-reduce of the input's gradient overlaps with the GEMMs of the weights' gradients, as in
@@ -141,7 +142,9 @@ class _WaitInputGradient(torch.autograd.Function):
 
 
 class _WeightGradient(torch.autograd.Function):
-    """Identity on a weight, whose backward computes its gradient while the reduction is in flight."""
+    """Identity on a weight, whose backward computes its gradient while the reduction is in
+    flight.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, state: ColumnParallelBackward, layer: int) -> Tensor:

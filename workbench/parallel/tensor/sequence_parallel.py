@@ -1,4 +1,5 @@
-"""Sequence parallelism (arXiv 2205.05198): outside tensor-parallel regions ranks have some tokens each.
+"""Sequence parallelism (arXiv 2205.05198): outside tensor-parallel regions ranks have some tokens
+each.
 
 Tokens are sharded in memory order, [B, T] in row-major order in equal runs, so that all-gather and
 reduce-scatter need no copy within a rank.

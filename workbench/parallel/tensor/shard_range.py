@@ -1,4 +1,6 @@
-"""The range of a sharded dim that a tensor-parallel rank holds: even, or by whole attention heads."""
+"""The range of a sharded dim that a tensor-parallel rank holds: even, or by whole attention
+heads.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,9 @@ class _CopyToRegion(torch.autograd.Function):
 
 
 class _ReduceFromRegion(torch.autograd.Function):
-    """g: the output is the sum of the ranks' partial results, so that each has its full gradient."""
+    """g: the output is the sum of the ranks' partial results, so that each has its full
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
@@ -130,7 +132,9 @@ def copy_to_tensor_region(x: Tensor, axis: MeshAxis) -> Tensor:
 
 
 def reduce_from_tensor_region(x: Tensor, axis: MeshAxis) -> Tensor:
-    """g: leave a tensor-parallel region. All-reduce of partial results, in place; backward identity."""
+    """g: leave a tensor-parallel region. All-reduce of partial results, in place; backward
+    identity.
+    """
     return _ReduceFromRegion.apply(x, axis) if axis.size > 1 else x
 
 

@@ -48,7 +48,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def embedding_lookup(tokens_BT: Tensor, weight_VD: Tensor, rows: tuple[int, int]) -> Tensor:
-    """Look up tokens [B, T] in a table of vocabulary [start, stop): [B, T, D], 0 for other tokens."""
+    """Look up tokens [B, T] in a table of vocabulary [start, stop): [B, T, D], 0 for other
+    tokens.
+    """
     start, stop = rows
     absent_BT = (tokens_BT < start) | (tokens_BT >= stop)
     local_BT = (tokens_BT - start).masked_fill_(absent_BT, 0)

@@ -247,7 +247,10 @@ def _context(plan: ResolvedPlan) -> Iterator[Problem]:
         return
     kind = (length, tensor, context.algorithm, context.ulysses_size)
     if context.size not in legal_sizes.context_sizes(plan.shape, context.size, *kind):
-        heads = f"the {padded_heads_per_rank(plan.shape, tensor)[0]} heads that tensor = {tensor} leaves"
+        heads = (
+            f"the {padded_heads_per_rank(plan.shape, tensor)[0]} heads that tensor = {tensor} "
+            f"leaves"
+        )
         rule = {
             "ring": f"2 x size divides sequence_length = {length}",
             "ulysses": f"size divides {heads}, and sequence_length = {length}",

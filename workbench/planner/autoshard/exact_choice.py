@@ -1,9 +1,9 @@
 """Exact choice of operator strategies: on a chain by dynamic programming, on any graph by integer
 linear programming (Alpa, arXiv:2201.12023, section 4).
 
-In the integer program a binary x[node, option] picks options. An edge's cost, a product of two binaries, is linear in e[a,
-b], which equals x[source, a] x[target, b] once its rows add up to x[source] and its columns to
-x[target].
+In the integer program a binary x[node, option] picks options. An edge's cost, a product of two
+binaries, is linear in e[a, b], which equals x[source, a] x[target, b] once its rows add up to
+x[source] and its columns to x[target].
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ SCALE = 1e4
 
 
 def solve_by_dynamic_programming(problem: StrategyProblem) -> tuple[int, ...]:
-    """The options that cost least on a chain (OptCNN, arXiv:1802.04924), in time linear in its length.
+    """The options that cost least on a chain (OptCNN, arXiv:1802.04924), in time linear in its
+    length.
 
     Args:
         problem: A chain without a memory limit.

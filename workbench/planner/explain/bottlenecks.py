@@ -81,9 +81,11 @@ def memory_sentence(full: ResolvedPlan, profile: Profile) -> str:
         else ""
     )
     return (
-        f"Memory: {where} peaks at {gib_text(peak)} {_moment_of_peak(profile, stage, peak)}, {share_of_text(peak / capacity)} "
+        f"Memory: {where} peaks at {gib_text(peak)} {_moment_of_peak(profile, stage, peak)}, "
+        f"{share_of_text(peak / capacity)} "
         f"the "
-        f"{gib_text(capacity)} of {full.gpu.name} ({room}{near}); its largest category is {category}, "
+        f"{gib_text(capacity)} of {full.gpu.name} ({room}{near}); its largest category is "
+        f"{category}, "
         f"{gib_text(size)} (estimated)."
     )
 
@@ -130,12 +132,14 @@ def time_sentence(full: ResolvedPlan, profile: Profile) -> str:
     total = sum(parts.values())
     first, *others = sorted(parts, key=lambda part: -parts[part])
     told = [
-        f"{PART_NAMES.get(first, first)} takes the largest part of a step, {duration_text(parts[first])} of "
+        f"{PART_NAMES.get(first, first)} takes the largest part of a step, "
+        f"{duration_text(parts[first])} of "
         f"{duration_text(total)} "
         f"({percent_text(parts[first] / total)}){_part_reason(first, full, profile)}"
     ]
     told += [
-        f"{PART_NAMES.get(part, part)} {percent_text(parts[part] / total)}{_part_reason(part, full, profile)}"
+        f"{PART_NAMES.get(part, part)} "
+        f"{percent_text(parts[part] / total)}{_part_reason(part, full, profile)}"
         for part in others[:2]
         if parts[part] >= MIN_SHARE_SHOWN * total
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,12 @@ class Reasons:
     def sentence(self) -> str:
         """The binding constraint in one sentence."""
         return self.bottleneck.sentence
+
+    @property
+    def binding(self) -> Bottleneck:
+        """The old name of `bottleneck`."""
+        warnings.warn("Reasons.binding is now bottleneck", DeprecationWarning, stacklevel=2)
+        return self.bottleneck
 
     def __repr__(self) -> str:
         return "\n".join(

@@ -264,7 +264,8 @@ def _why_empty(whole: SearchSpace, constraints: Sequence[Constraint], seen: Sear
     return (
         f"no plan fits {gpu.name} of {gpu.memory_gib:.1f} GiB: the smallest of "
         f"{seen.candidates:,} peaks at "
-        f"{seen.least_peak_bytes / GIB:.1f} GiB (estimated); change cluster.gpu, cluster.gpus, the sequence "
+        f"{seen.least_peak_bytes / GIB:.1f} GiB (estimated); change cluster.gpu, cluster.gpus, "
+        f"the sequence "
         f"length or the model"
     )
 

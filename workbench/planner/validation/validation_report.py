@@ -38,8 +38,8 @@ def error_summary(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def memory_errors_by_kind(table: pd.DataFrame) -> dict[str, Any]:
-    """Errors of peak memory by kind of reading, and the memory reserve that covers 95 % of rows when
-    one source is left out.
+    """Errors of peak memory by kind of reading, and the memory reserve that covers 95 % of rows
+    when one source is left out.
     """
     has = table[table.measured_gib.notna()]
     by_kind = {
@@ -68,7 +68,8 @@ def memory_errors(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def step_time_summary(table: pd.DataFrame) -> dict[str, Any]:
-    """Errors of the step time over rows that pass the consistency check, over `clean` and `all` rows.
+    """Errors of the step time over rows that pass the consistency check, over `clean` and `all`
+    rows.
 
     Clean rows also use less than 90 % of the GPU's memory and more than 5 % of its peak FLOP/s, and
     their source does not flag them.

@@ -27,7 +27,8 @@ Layouts = dict[str, Layout]
 
 
 def apply_grid_parallel(model: Transformer, layouts: Layouts, mesh: Mesh, algorithm: str) -> None:
-    """Replace the modules of a model by sharded ones, in place, and record their parameters' layouts.
+    """Replace the modules of a model by sharded ones, in place, and record their parameters'
+    layouts.
 
     Args:
         model: A stage, on the meta device.

@@ -31,7 +31,9 @@ class PendingMove(NamedTuple):
 
 
 def broadcast(x: Tensor, axis: MeshAxis, root: int) -> PendingMove:
-    """Broadcast of the block of index `root`: `x` itself there, elsewhere a new tensor of its size."""
+    """Broadcast of the block of index `root`: `x` itself there, elsewhere a new tensor of its
+    size.
+    """
     block = x if axis.index == root else torch.empty_like(x)
     return PendingMove(partial(dist.broadcast, group=axis.group, group_src=root), block, axis)
 
@@ -42,7 +44,9 @@ def reduce(x: Tensor, axis: MeshAxis, root: int) -> PendingMove:
 
 
 def run_moves(*moves: PendingMove) -> list[Tensor]:
-    """Issue moves together, wait for all, and return their blocks; in the same order on all ranks."""
+    """Issue moves together, wait for all, and return their blocks; in the same order on all
+    ranks.
+    """
     issued = [move for move in moves if move.axis.size > 1]
     for wait in [start_collective(move.collective, move.block) for move in issued]:
         wait()
@@ -66,7 +70,9 @@ def all_gather(x: Tensor, axis: MeshAxis) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: MeshAxis) -> Tensor:
-    """Reduce-scatter of contiguous [n * ranks, ...], which is overwritten, to this rank's [n, ...]."""
+    """Reduce-scatter of contiguous [n * ranks, ...], which is overwritten, to this rank's [n,
+    ...].
+    """
     if axis.size == 1:
         return x
     block = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
@@ -75,7 +81,9 @@ def reduce_scatter(x: Tensor, axis: MeshAxis) -> Tensor:
 
 
 def swap_with_peer(x: Tensor, axis: MeshAxis, peer: int) -> Tensor:
-    """Send `x` to index `peer` of `axis` and receive its block; a rank that is its own peer keeps x."""
+    """Send `x` to index `peer` of `axis` and receive its block; a rank that is its own peer keeps
+    x.
+    """
     if peer == axis.index:
         return x
     theirs = torch.empty_like(x)

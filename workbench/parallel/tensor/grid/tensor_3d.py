@@ -40,7 +40,9 @@ class CubeGrid:
         return CubeGrid(self.output, self.weight, self.input)
 
     def own(self, x: Tensor, minor: MeshAxis) -> Tensor:
-        """This rank's sequences [B / l^2, ...] of a microbatch, sharded over `weight`, then `minor`."""
+        """This rank's sequences [B / l^2, ...] of a microbatch, sharded over `weight`, then
+        `minor`.
+        """
         index, parts = self.part(minor)
         return x.chunk(parts)[index]
 
