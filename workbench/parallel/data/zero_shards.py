@@ -48,7 +48,7 @@ class ParamBucket:
     params: ReplicatedParams | ShardedParams
     grads: AccumulatedGrads | ShardedGrads
     num_pending: int = 0
-    """How many gradients the backward under way has not made yet."""
+    """Number of gradients that the current backward has not accumulated yet."""
 
 
 class ParamAndGradStore:
@@ -67,8 +67,8 @@ class ParamAndGradStore:
         sums: Local parameter name -> the axes its gradient is summed over.
         dtype: Of accumulated gradients; also what `bucket_mib` is measured in.
         init_param: Gives the initial value of a local parameter.
-        overlap: Whether a bucket is reduced as soon as the last backward has made its gradients,
-            behind the rest of that backward; otherwise once the backward is over.
+        overlap: Whether a bucket's reduction starts as soon as the last backward has accumulated
+            its gradients, overlapped with the rest of that backward; otherwise after the backward.
         separate: Local name of a parameter that gets a bucket of its own: a tied weight, whose
             gradient another pipeline stage adds to.
     """
@@ -255,6 +255,10 @@ class ParamAndGradStore:
             self._start_reductions(stage, complete_only=True)
 
     def _all_reduce_partial(self, stage: int) -> None:
+        """Sum shards over the axes along which they are partial, once a step.
+
+        Reducing data parallelism first leaves only this rank's shard to all-reduce here.
+        """
         for bucket in self.buckets[stage]:
             for axis in bucket.grads.layout.partial_axes:
                 if wait := start_all_reduce(bucket.grads.shard, axis):
@@ -306,7 +310,7 @@ def _unit_of(name: str) -> str:
 
 
 def _replace_parameters(model: nn.Module, materialized: Mapping[int, nn.Parameter]) -> None:
-    """Replace meta parameters by the ones made for them, by id; tied ones stay tied."""
+    """Replace meta parameters by the materialized ones, by id; tied ones stay tied."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, materialized[id(parameter)])

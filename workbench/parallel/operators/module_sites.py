@@ -50,8 +50,9 @@ def _site(module: nn.Module, rows: dict[str, int]) -> Site | None:
     if isinstance(module, nn.Embedding) and not (
         module.max_norm or module.sparse or module.scale_grad_by_freq
     ):
-        whole = module.padding_idx is None
-        vocabulary = module.num_embeddings if whole else 1
+        # A vocabulary of 1 cannot be sharded: `padding_idx` is an index into the global table.
+        shardable = module.padding_idx is None
+        vocabulary = module.num_embeddings if shardable else 1
         return Site("Embedding", rows | {"vocabulary": vocabulary, "hidden": module.embedding_dim})
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return Site("Norm", rows)

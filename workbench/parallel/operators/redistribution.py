@@ -26,8 +26,8 @@ DTensorPlacements = tuple[DTensorPlacement, ...]
 class SharedInputs:
     """Inputs that several modules of one parent read, redistributed once.
 
-    Their gradients are then added before the one redistribution of backward. Inputs are held until
-    the parent's forward is over, which also keeps their ids valid as keys.
+    Their gradients are then added before the one redistribution of backward. Inputs stay
+    referenced until the parent's forward is over, which also keeps their ids valid as keys.
     """
 
     redistributed: dict[tuple[int, DTensorPlacements], tuple[Tensor, DTensor]] = field(
