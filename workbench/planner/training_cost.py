@@ -82,7 +82,7 @@ def training_cost(
     rate = float(profile.steps.tokens.iloc[0]) / step
     wanted = int(tokens or TOKENS_A_PARAMETER * parameters(plan.shape).active)
     hours = wanted / rate / HOUR * plan.world_size
-    each, told = (
+    each, price_source = (
         (plan.gpu.price_per_hour, plan.gpu.price_source) if price is None else (price, "as given")
     )
     watts = watts_per_gpu(plan.gpu, profile.notes["time"]["compute"] / step)
@@ -94,7 +94,7 @@ def training_cost(
         seconds=wanted / rate,
         gpu_hours=hours,
         price_per_hour=each,
-        price_source=told if each is not None else "",
+        price_source=price_source if each is not None else "",
         dollars=None if each is None else hours * each,
         watts=watts,
         kwh=None if watts is None else hours * watts / 1000,
@@ -123,15 +123,15 @@ def power_model() -> PowerModel:
 
 
 def _missing_figures(gpu: GPU, price: float | None, watts: float | None) -> tuple[str, ...]:
-    told = []
+    notes = []
     if price is None:
-        told.append(
+        notes.append(
             f"no public price of {gpu.name} is known; give one (--price, "
             f"cluster.gpu.price_per_hour)"
         )
     if watts is None:
-        told.append(f"the board power of {gpu.name} is not known; give it (cluster.gpu.watts)")
-    return tuple(told)
+        notes.append(f"the board power of {gpu.name} is not known; give it (cluster.gpu.watts)")
+    return tuple(notes)
 
 
 def _check_amounts(tokens: float | None, price: float | None) -> None:

@@ -57,11 +57,11 @@ def explain(plan: Plan, tokens: float | None = None, price: float | None = None)
     Well under a second. Raises `PlanError` for an illegal plan or number.
     """
     asked = explained_plan(plan)
-    told = training_cost(asked.resolved, asked.profile, tokens, price)
+    cost = training_cost(asked.resolved, asked.profile, tokens, price)
     return Explanation(
         asked.resolved.name,
         asked.figures,
-        told,
+        cost,
         _why(asked),
         tuple(_sensitivity.sensitivity(asked)),
         tuple(_moves.neighbor_plans(asked)),

@@ -18,7 +18,7 @@ from workbench.units import duration_text, gib_text, percent_text, share_of_text
 HIGH_MEMORY_SHARE = 0.9
 """Share of the GPU above which an allocator begins to retry."""
 MIN_SHARE_SHOWN = 0.05
-"""Share of a step from which a part beside the largest is told."""
+"""Share of a step from which a part beside the largest is named."""
 PART_NAMES = {
     "compute": "compute",
     "bubble": "the pipeline bubble",
@@ -70,7 +70,7 @@ def memory_sentence(full: ResolvedPlan, profile: Profile) -> str:
     peak, capacity = sums[stage], float(profile.capacity_bytes or 0)
     category, size = _largest_category(profile, stage)
     where = f"pipeline stage {stage} of {len(sums)}" if len(sums) > 1 else "every rank"
-    room = (
+    headroom = (
         f"{gib_text(capacity - peak)} to spare"
         if peak <= capacity
         else f"{gib_text(peak - capacity)} too much"
@@ -84,7 +84,7 @@ def memory_sentence(full: ResolvedPlan, profile: Profile) -> str:
         f"Memory: {where} peaks at {gib_text(peak)} {_moment_of_peak(profile, stage, peak)}, "
         f"{share_of_text(peak / capacity)} "
         f"the "
-        f"{gib_text(capacity)} of {full.gpu.name} ({room}{near}); its largest category is "
+        f"{gib_text(capacity)} of {full.gpu.name} ({headroom}{near}); its largest category is "
         f"{category}, "
         f"{gib_text(size)} (estimated)."
     )
@@ -131,19 +131,19 @@ def time_sentence(full: ResolvedPlan, profile: Profile) -> str:
     parts: dict[str, float] = profile.notes["time"]
     total = sum(parts.values())
     first, *others = sorted(parts, key=lambda part: -parts[part])
-    told = [
+    phrases = [
         f"{PART_NAMES.get(first, first)} takes the largest part of a step, "
         f"{duration_text(parts[first])} of "
         f"{duration_text(total)} "
         f"({percent_text(parts[first] / total)}){_part_reason(first, full, profile)}"
     ]
-    told += [
+    phrases += [
         f"{PART_NAMES.get(part, part)} "
         f"{percent_text(parts[part] / total)}{_part_reason(part, full, profile)}"
         for part in others[:2]
         if parts[part] >= MIN_SHARE_SHOWN * total
     ]
-    return f"Time: {'; '.join(told)} (estimated)."
+    return f"Time: {'; '.join(phrases)} (estimated)."
 
 
 def _part_reason(part: str, full: ResolvedPlan, profile: Profile) -> str:

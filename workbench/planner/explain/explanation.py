@@ -49,13 +49,13 @@ class Reasons:
     def to_json(self) -> dict[str, Any]:
         """The constraint, the sentences, the fixes."""
         b = self.bottleneck
-        told = {
+        fields = {
             "constraint": b.constraint,
             "sentence": b.sentence,
             "memory": b.memory,
             "time": b.time,
         }
-        return told | {"fixes": [fix.to_json() for fix in self.fixes]}
+        return fields | {"fixes": [fix.to_json() for fix in self.fixes]}
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,8 +113,8 @@ class Explanation:
             self.reasons.bottleneck.memory,
             self.reasons.bottleneck.time,
         ]
-        told = "".join(f"<p>{escaped(line)}</p>" for line in words)
-        return f"<h4>{escaped(self.name)}</h4>{told}" + "".join(
+        paragraphs = "".join(f"<p>{escaped(line)}</p>" for line in words)
+        return f"<h4>{escaped(self.name)}</h4>{paragraphs}" + "".join(
             captioned_html_table(title, EFFECT_HEADS, map(effect_cells, rows))
             for title, rows in self.tables()
         )
@@ -122,16 +122,16 @@ class Explanation:
 
 def cost_line(cost: TrainingCost) -> str:
     """The cost in one line."""
-    told = [
+    parts = [
         f"{cost.tokens_per_second:,.0f} tokens/s",
         f"{quantity_text(cost.tokens)} tokens ({cost.tokens_from}) take {days_text(cost.days)}",
         f"{cost.gpu_hours:,.0f} GPU-hours",
     ]
     if cost.dollars is not None:
-        told.append(f"${cost.dollars:,.0f} at ${cost.price_per_hour:g} a GPU-hour")
+        parts.append(f"${cost.dollars:,.0f} at ${cost.price_per_hour:g} a GPU-hour")
     if cost.kwh is not None:
-        told.append(f"{cost.kwh:,.0f} kWh")
-    return f"Cost: {', '.join(told)} ({cost.source})."
+        parts.append(f"{cost.kwh:,.0f} kWh")
+    return f"Cost: {', '.join(parts)} ({cost.source})."
 
 
 def effect_cells(effect: ChangeEffect) -> tuple[str, ...]:

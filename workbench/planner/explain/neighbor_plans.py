@@ -2,7 +2,7 @@
 loses.
 
 Kernels are no such knob: they are installed, not chosen, and a search leaves them as written unless
-it is told to vary them; `sensitivity` says what others would change.
+it is asked to vary them; `sensitivity` says what others would change.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def _double_and_halve(name: str, field: str, now: int) -> Iterator[NamedChange]:
 def _choice_changes(
     name: str, field: str, now: object, choices: tuple[str, ...]
 ) -> Iterator[NamedChange]:
-    told = now if isinstance(now, str) else "some layers"
+    current = now if isinstance(now, str) else "some layers"
     yield from (
-        (f"{name} {told} → {choice}", {field: choice}) for choice in choices if choice != now
+        (f"{name} {current} → {choice}", {field: choice}) for choice in choices if choice != now
     )
 
 

@@ -24,7 +24,9 @@ from workbench.units import GIB
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """An estimate in short. Bytes are of the fullest rank, tokens of the whole job in one step."""
+    """An estimate in short. Bytes are the maximum over ranks, tokens of the whole job in one
+    step.
+    """
 
     seconds: float
     tokens: float
@@ -59,7 +61,7 @@ class ChangeEffect:
 
     @property
     def peak_change(self) -> int:
-        """Bytes more on the fullest rank; below zero where it is emptier."""
+        """Increase of peak memory in bytes; negative where it decreases."""
         return self.after.peak_bytes - self.before.peak_bytes
 
     @property

@@ -134,10 +134,11 @@ def check_bounds(space: SearchSpace, constraints: Iterable[Constraint]) -> None:
     for c in constraints:
         values = searched_values(space, c)
         if values and c.operator in BOUND_OPERATORS and not any(map(_is_finite_number, values)):
-            told = ", ".join(condition_words(values))
+            legal_values = ", ".join(condition_words(values))
             raise refuse(
                 "--where",
-                f"'{c.text}' bounds what is no number here; legal: {c.field}=VALUE, of {told}",
+                f"'{c.text}' bounds what is no number here; legal: {c.field}=VALUE, of "
+                f"{legal_values}",
             )
 
 

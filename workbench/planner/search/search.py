@@ -195,7 +195,7 @@ def _deadline_advice(
     if not left.feasible:
         return ""
     takes = left.best.top[0].seconds / _deadline_constraint(whole, days, tokens).value * days
-    told = f"; it needs {takes:,.3g} days for {tokens:g} tokens"
+    needs = f"; it needs {takes:,.3g} days for {tokens:g} tokens"
     for more in range(1, DOUBLINGS + 1):
         gpus = plan.cluster.gpus * 2**more
         space = search_space(plan.replace(**{"cluster.gpus": gpus, "cluster.nodes": None}))
@@ -205,8 +205,8 @@ def _deadline_advice(
             and (found := scan_space(space, [*others, limit], "time", 1)).feasible
         ):
             in_time = found.best.top[0].seconds / limit.value * days
-            return f"{told}; {gpus:,} GPUs would do, in {in_time:,.3g} days (estimated)"
-    return f"{told}; {2**DOUBLINGS} times the GPUs would not do either (estimated)"
+            return f"{needs}; {gpus:,} GPUs would do, in {in_time:,.3g} days (estimated)"
+    return f"{needs}; {2**DOUBLINGS} times the GPUs would not do either (estimated)"
 
 
 def _candidate(space: SearchSpace, found: RankedCandidate) -> Candidate:
@@ -252,8 +252,8 @@ def _why_empty(whole: SearchSpace, constraints: Sequence[Constraint], seen: Sear
                     f"no plan meets '{c.text}'{values}; without it {left.feasible:,} do, {fastest}"
                 )
         if len(constraints) > 1 and (left := scan_space(whole, (), "time", 1)).feasible:
-            told = ", ".join(f"'{c.text}'" for c in constraints)
-            return f"no plan meets {told} together; without them {left.feasible:,} do"
+            quoted = ", ".join(f"'{c.text}'" for c in constraints)
+            return f"no plan meets {quoted} together; without them {left.feasible:,} do"
     gpu, s = whole.fixed_configs[0].gpu, whole.fixed_configs[0]
     if not seen.candidates:
         return (

@@ -287,17 +287,17 @@ def offload_kind(text: str) -> str:
     them again.
     """
     clauses = [clause for clause in re.split(r"[;.]\s|[;,]", text.lower()) if "offload" in clause]
-    told = " ".join(clause for clause in clauses if not _NOT_OFFLOADED.search(clause))
-    told = _ACTIVATIONS_OFFLOADED.sub("", told)
+    rest = " ".join(clause for clause in clauses if not _NOT_OFFLOADED.search(clause))
+    rest = _ACTIVATIONS_OFFLOADED.sub("", rest)
     if re.search(
         r"offload[- ](param|quant)|param\w* offload|(full|zero-?3) \+? ?(full )?offload|"
         r"offload\w* (of )?all",
-        told,
+        rest,
     ):
         return "parameters"
-    if re.search(r"offload[- ]master", told) and re.search(r"shard\W?weights", text.lower()):
+    if re.search(r"offload[- ]master", rest) and re.search(r"shard\W?weights", text.lower()):
         return "parameters"
-    return "optimizer" if "offload" in told else "none"
+    return "optimizer" if "offload" in rest else "none"
 
 
 _NOT_OFFLOADED = re.compile(

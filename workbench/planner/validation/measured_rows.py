@@ -96,7 +96,8 @@ class MeasuredRow:
     memory_reading: str
     """The kind of reading that its words are nearest to."""
     memory_of_first_stage: bool
-    """Whether it was read on the rank that logs, which is of the first stage, not on the fullest.
+    """Whether it was read on the rank that logs, which is of the first stage, not on the one with
+    the most memory.
     """
     is_bare_gb: bool
     """Whether the memory's unit is a bare GB, which may be 2**30 or 1e9 bytes."""

@@ -22,12 +22,12 @@ from workbench.units import GIB
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner says of one plan: GiB on the fullest GPU, seconds of a step, and 5 % and 95
+    """What the planner says of one plan: peak GiB, seconds of a step, and 5 % and 95
     % bounds.
     """
 
     peak_gib: float
-    """What the fullest GPU must hold."""
+    """Peak memory of the GPU with the most."""
     seconds: float | None
     peak_low: float | None = None
     peak_high: float | None = None
@@ -48,9 +48,9 @@ def predict(plan: ResolvedPlan) -> Prediction:
     w = workload(full)
     live, time = peak_memory(w, constants), step_time(w, constants)
     low, high = step_time_bounds(w, constants, time, step_time_interval(plan.strategy.stack))
-    fullest = int(np.argmax(live.peak))
+    peak_rank = int(np.argmax(live.peak))
     sizes = {
-        name: float(np.ravel(size)[fullest]) / GIB for name, size in live.moments["peak"].items()
+        name: float(np.ravel(size)[peak_rank]) / GIB for name, size in live.moments["peak"].items()
     }
     times = {f"{name} s": seconds for name, seconds in step_time_parts(w, time).items()}
     peak, deviation = sum(sizes.values()), Z_95 * peak_memory_sigma(plan.strategy.stack)
