@@ -216,7 +216,7 @@ def test_transfers_in_two_orders_are_found() -> None:
         (("interleaved", 2, 2, 1), "chunks = 1; schedule 'interleaved' takes 2 or more a rank"),
         (("interleaved", 4, 6, 2), "microbatches = 6; .* multiple of its 4 ranks, such as 4 or 8"),
         (("interleaved", 4, 3, 2), "microbatches = 3; .* multiple of its 4 ranks, such as 4"),
-        (("dualpipe-v", 4, 7, 2), "microbatches = 7; .* two for each of its 4 ranks, at least 8"),
+        (("dualpipe-v", 4, 7, 2), "microbatches = 7; .* 2 for each of its 4 ranks, at least 8"),
     ],
 )
 def test_generate_refuses_by_name(arguments: tuple, words: str) -> None:

@@ -251,7 +251,7 @@ def _bubble(w: Workload, d: MicrobatchDurations, slowest: Number) -> Number:
             for x in (d.forward, d.backward)
         ]
         return passes[0] + passes[1] - m * slowest
-    if s.schedule in ("1f1b", "interleaved"):
+    if not s.splits_backward:
         return ((w.rank_multiplicity * (d.forward + d.backward)).sum(axis=0) - slowest) / s.chunks
     forward, backward, weight = (
         (w.rank_multiplicity * x).sum(axis=0) / w.pipeline

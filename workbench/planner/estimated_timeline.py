@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.step_time import MicrobatchDurations, StepTime, stage_durations
-from workbench.schedules import Timeline, generate, names, simulate
+from workbench.schedules import Timeline, generate, simulate
+from workbench.schedules.generators import SCHEDULES
 
 MAX_ACTIONS = 1536
 """Most actions that are simulated; what a longer step adds only repeats."""
@@ -17,11 +18,12 @@ def simulated_timeline(w: Workload, d: MicrobatchDurations) -> tuple[Timeline | 
     slowly.
     """
     s = w.fixed
-    whole, turn = int(w.microbatches), w.pipeline if s.schedule == "interleaved" else 1
+    whole = int(w.microbatches)
     if s.table is not None:
         return simulate(s.table, stage_durations(w, d)), whole
+    turn = w.pipeline if SCHEDULES[s.schedule].needs_multiple_of_ranks else 1
     microbatches = min(whole, MAX_ACTIONS // (2 * w.pipeline * s.chunks) // turn * turn)
-    if s.schedule not in names() or microbatches < min(whole, 2 * w.pipeline):
+    if microbatches < min(whole, 2 * w.pipeline):
         return None, 0
     return simulate(
         generate(s.schedule, w.pipeline, microbatches, s.chunks), stage_durations(w, d)

@@ -1,35 +1,25 @@
-"""Compute-only tables by the name of their schedule, and which numbers each schedule takes."""
+"""The named pipeline schedules, and the tables that they generate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
-from workbench.schedules import multi_stage_rows, single_stage_rows
-from workbench.schedules.table import Row, Table
+from workbench.schedules.dualpipe_v import DUALPIPE_V
+from workbench.schedules.gpipe import GPIPE
+from workbench.schedules.interleaved_1f1b import INTERLEAVED_1F1B
+from workbench.schedules.one_f_one_b import ONE_F_ONE_B
+from workbench.schedules.pipeline_schedule import PipelineSchedule
+from workbench.schedules.table import Table
+from workbench.schedules.zero_bubble import ZB_H1, ZB_H2, ZB_V
 
-
-@dataclass(frozen=True)
-class Schedule:
-    """How the rows of a schedule are made, and where its stages lie."""
-
-    row: Callable[[int, int, int, int], Row]
-    """(rank, ranks, microbatches, chunks) -> the rank's actions."""
-    fewest_chunks: int = 1
-    most_chunks: int | None = 1
-    v_shaped: bool = False
-    """Stages run down the ranks and back up; else round and round."""
-
-
-SCHEDULES = {
-    "gpipe": Schedule(single_stage_rows.gpipe),
-    "1f1b": Schedule(single_stage_rows.one_forward_one_backward),
-    "interleaved": Schedule(multi_stage_rows.interleaved, 2, None),
-    "zb-h1": Schedule(single_stage_rows.zb_h1),
-    "zb-h2": Schedule(single_stage_rows.zb_h2),
-    "zb-v": Schedule(multi_stage_rows.zb_v, 2, 2, v_shaped=True),
-    "dualpipe-v": Schedule(multi_stage_rows.dualpipe_v, 2, 2, v_shaped=True),
+SCHEDULES: dict[str, PipelineSchedule] = {
+    "gpipe": GPIPE,
+    "1f1b": ONE_F_ONE_B,
+    "interleaved": INTERLEAVED_1F1B,
+    "zb-h1": ZB_H1,
+    "zb-h2": ZB_H2,
+    "zb-v": ZB_V,
+    "dualpipe-v": DUALPIPE_V,
 }
 
 
@@ -57,33 +47,31 @@ def names() -> tuple[str, ...]:
 
 
 def _check_chunks(name: str, chunks: int) -> None:
-    fewest, most = SCHEDULES[name].fewest_chunks, SCHEDULES[name].most_chunks
+    fewest, most = SCHEDULES[name].min_chunks, SCHEDULES[name].max_chunks
     if chunks < fewest or (most is not None and chunks > most):
         legal = f"{fewest} or more" if most is None else str(fewest)
         raise ValueError(f"chunks = {chunks}; schedule {name!r} takes {legal} a rank")
 
 
 def _check_microbatches(name: str, ranks: int, microbatches: int) -> None:
-    if name == "interleaved" and microbatches % ranks:
+    schedule = SCHEDULES[name]
+    if schedule.takes_microbatches(ranks, microbatches):
+        return
+    if schedule.needs_multiple_of_ranks:
         below = microbatches // ranks * ranks
         near = f"{below} or {below + ranks}" if below else str(ranks)
-        raise ValueError(
-            f"microbatches = {microbatches}; schedule {name!r} needs a multiple of its {ranks} "
-            f"ranks, such as {near}"
-        )
-    if name == "dualpipe-v" and ranks > 1 and microbatches < 2 * ranks:
-        raise ValueError(
-            f"microbatches = {microbatches}; schedule {name!r} needs two for each of its {ranks} "
-            f"ranks, "
-            f"at least {2 * ranks}"
-        )
+        needs = f"a multiple of its {ranks} ranks, such as {near}"
+    else:
+        least = schedule.min_microbatches_per_rank
+        needs = f"{least} for each of its {ranks} ranks, at least {least * ranks}"
+    raise ValueError(f"microbatches = {microbatches}; schedule {name!r} needs {needs}")
 
 
 @lru_cache(maxsize=64)
 def _table(name: str, ranks: int, microbatches: int, chunks: int) -> Table:
     schedule, stages = SCHEDULES[name], ranks * chunks
     rows = tuple(schedule.row(rank, ranks, microbatches, chunks) for rank in range(ranks))
-    home = (lambda s: min(s, stages - 1 - s)) if schedule.v_shaped else (lambda s: s % ranks)
+    home = (lambda s: min(s, stages - 1 - s)) if schedule.is_v_shaped else (lambda s: s % ranks)
     return Table(
         rows, stages, microbatches, placement=tuple(home(stage) for stage in range(stages))
     )

@@ -23,6 +23,7 @@ from workbench.plan.rank_placement import axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.schedules import Table
+from workbench.schedules.generators import SCHEDULES
 
 Array = NDArray[np.float64]
 Number: TypeAlias = float | NDArray[np.floating[Any]]
@@ -100,11 +101,9 @@ class FixedConfig:
         """Whether the schedule splits a backward (B) into input gradient (I) and weight gradient
         (W).
         """
-        return (
-            self.table.split
-            if self.table is not None
-            else self.schedule.startswith(("zb", "dualpipe"))
-        )
+        if self.table is not None:
+            return self.table.split
+        return SCHEDULES[self.schedule].splits_backward
 
 
 @dataclass(frozen=True)
@@ -270,7 +269,7 @@ def stage_homes(
         return np.array(table.placement)
     stage = np.arange(stages)
     ranks = stage % pipeline
-    back = schedule in ("zb-v", "dualpipe-v")
+    back = SCHEDULES[schedule].is_v_shaped
     return np.where((stage // pipeline % 2 == 1) & back, pipeline - 1 - ranks, ranks)
 
 

@@ -29,6 +29,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.schedules import closed_forms, most_losses, waiting
 from workbench.schedules import in_flight as most_held
+from workbench.schedules.generators import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def deferred_microbatches(s: FixedConfig, microbatches: Number, rank: Array) -> 
     """
     if s.table is not None:
         return np.asarray(waiting(s.table), dtype=float)[rank.astype(int)] / s.chunks
-    late = {"zb-h1": 1.0, "zb-h2": 2.0}.get(s.schedule, 0.0) if s.pipeline > 1 else 0.0
+    late = float(SCHEDULES[s.schedule].deferred_per_rank) if s.pipeline > 1 else 0.0
     before = late * (s.pipeline - 1 - rank)
     return np.asarray(
         np.minimum(late * rank, np.maximum(0.0, microbatches - before - 1)) * np.ones_like(rank)

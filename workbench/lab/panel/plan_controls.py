@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 from workbench.machine import gpu_catalog
 from workbench.machine.hardware import GPU
 from workbench.plan.catalog import catalog
-from workbench.plan.rules.axis_rules import SCHEDULES
 from workbench.plan.schema import AXES, Plan
+from workbench.schedules.generators import SCHEDULES
 
 Choice = tuple[str, Any]
 """What a choice is called, and its value."""

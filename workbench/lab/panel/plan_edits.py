@@ -16,9 +16,9 @@ from workbench.lab.panel.plan_controls import PlanControl, plan_controls
 from workbench.lab.panel.typed_values import AUTO
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
-from workbench.plan.rules.axis_rules import CHUNKS
 from workbench.plan.rules.check import check
 from workbench.plan.schema import Plan, build_plan, written_fields
+from workbench.schedules.generators import SCHEDULES
 
 GLOBAL_BATCH, MICRO_BATCH = "training.global_batch", "training.micro_batch"
 HOLDS_GLOBAL_BATCH = ("micro_batch", "strategy", "algorithm", "tensor")
@@ -111,8 +111,8 @@ def _assigned(control: PlanControl, value: Any, before: ResolvedPlan | None) -> 
     changes = {control.path: value}
     if before and control.name == "algorithm":
         changes["strategy.tensor.size"] = _grid(before, value)
-    if before and control.name == "schedule" and (value in CHUNKS or value == "interleaved"):
-        low, most = CHUNKS.get(value, (2, before.shape.layers))
+    if before and control.name == "schedule" and value in SCHEDULES:
+        low, most = SCHEDULES[value].min_chunks, SCHEDULES[value].max_chunks or before.shape.layers
         changes["strategy.pipeline.chunks"] = min(max(before.strategy.pipeline.chunks, low), most)
     return changes
 

@@ -11,17 +11,7 @@ from workbench.plan.model.head_split import padded_heads_per_rank
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan
-
-CHUNKS = {
-    "gpipe": (1, 1),
-    "1f1b": (1, 1),
-    "zb-h1": (1, 1),
-    "zb-h2": (1, 1),
-    "zb-v": (2, 2),
-    "dualpipe-v": (2, 2),
-}
-"""Schedule -> (fewest, most) chunks a rank; `interleaved` takes two or more, a CSV any."""
-SCHEDULES = (*CHUNKS, "interleaved")
+from workbench.schedules.generators import SCHEDULES
 
 
 def _world(plan: ResolvedPlan) -> Iterator[Problem]:
@@ -151,25 +141,25 @@ def _schedule(plan: ResolvedPlan) -> Iterator[Problem]:
         )
     elif broken := custom_schedule.problem(plan):
         yield from broken.problems
-    low, most = CHUNKS.get(name, (2 if name == "interleaved" else 1, chunks))
-    if not low <= chunks <= max(low, most):
+    if (schedule := SCHEDULES.get(name)) is None:
+        return
+    low, most = schedule.min_chunks, schedule.max_chunks
+    if chunks < low or (most is not None and chunks > most):
         yield Problem(
             "strategy.pipeline.chunks",
-            f"is {chunks}, but schedule {name} takes {low if name in CHUNKS else f'{low} or more'}",
+            f"is {chunks}, but schedule {name} takes {f'{low} or more' if most is None else low}",
         )
-    if name == "interleaved" and p > 1 and microbatches % p:
-        yield Problem(
-            "training.global_batch",
-            f"{plan.training.global_batch} makes {microbatches} microbatches, which "
-            f"schedule interleaved needs in multiples of pipeline.size = {p}; "
-            f"legal: {_batches(plan, _multiples(microbatches, p))}",
-        )
-    if name == "dualpipe-v" and p > 1 and microbatches < 2 * p:
-        yield Problem(
-            "training.global_batch",
-            f"{plan.training.global_batch} makes {microbatches} microbatches; "
-            f"schedule dualpipe-v needs two a rank; legal: at least {_batches(plan, [2 * p])}",
-        )
+    if schedule.takes_microbatches(p, microbatches):
+        return
+    made = f"{plan.training.global_batch} makes {microbatches} microbatches"
+    if schedule.needs_multiple_of_ranks:
+        needs = f", which schedule {name} needs in multiples of pipeline.size = {p}; legal: "
+        legal = _batches(plan, _multiples(microbatches, p))
+    else:
+        each = schedule.min_microbatches_per_rank
+        needs = f"; schedule {name} needs {each} for each pipeline rank; legal: at least "
+        legal = _batches(plan, [each * p])
+    yield Problem("training.global_batch", made + needs + legal)
 
 
 def _replicas(plan: ResolvedPlan) -> Iterator[Problem]:

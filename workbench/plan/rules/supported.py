@@ -15,8 +15,8 @@ from workbench.errors import PlanError, Problem
 from workbench.plan.catalog import catalog
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes, operator_rules, python_model_rules
-from workbench.plan.rules.axis_rules import SCHEDULES
 from workbench.plan.schema import Plan
+from workbench.schedules.generators import SCHEDULES
 
 Verb = Literal["estimate", "rehearse", "run"]
 
@@ -96,7 +96,7 @@ OF_SHAPE = ("model.", "strategy.tensor.")
 """Fields that say something of a model's shape."""
 
 ESTIMATED: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
-    ("strategy.pipeline.schedule", _named_schedule, SCHEDULES),
+    ("strategy.pipeline.schedule", _named_schedule, tuple(SCHEDULES)),
     ("strategy.operators", lambda p: p.strategy.operators, ({},)),
 )
 """The same for `estimate`."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.axis_rules import CHUNKS, SCHEDULES
 from workbench.planner.axis_placement import rank_placements
 from workbench.planner.explain.plan_figures import ChangeEffect, ExplainedPlan
 from workbench.planner.plan_changes import OFFLOAD_KINDS, RECOMPUTE_KINDS, Change
+from workbench.schedules.generators import SCHEDULES
 
 NamedChange = tuple[str, Change]
 """What the step is called, and the fields that it sets."""
@@ -63,9 +63,10 @@ def _schedule_changes(subject: ExplainedPlan) -> Iterator[NamedChange]:
     if p.schedule == "interleaved":
         for name, change in _double_and_halve("chunks", "strategy.pipeline.chunks", p.chunks):
             yield name, change | _repartitioned(subject)
-    for schedule in SCHEDULES:
+    for schedule, definition in SCHEDULES.items():
         if schedule != p.schedule:
-            chunks = CHUNKS[schedule][0] if schedule in CHUNKS else max(2, p.chunks)
+            low, most = definition.min_chunks, definition.max_chunks
+            chunks = max(low, p.chunks) if most is None else low
             fields: Change = {
                 "strategy.pipeline.schedule": schedule,
                 "strategy.pipeline.chunks": chunks,

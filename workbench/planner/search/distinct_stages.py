@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from workbench.costmodel.inputs.config import Array, FixedConfig, count_recomputed, layer_homes
 from workbench.costmodel.inputs.rank_workload import stage_layers
 from workbench.planner.search.search_space import recomputed_layers
+from workbench.schedules.generators import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,7 @@ def distinct_stages(s: FixedConfig, kinds: tuple[str | float, ...]) -> DistinctS
     alike = np.concatenate(
         [np.stack(stage_layers(s), axis=1), recomputed, kept_after, ends], axis=1
     )
-    order = (
-        -1 if s.schedule == "zb-v" else 1
-    )  # while it fills, later ranks hold more; elsewhere earlier ones do
+    order = -1 if SCHEDULES[s.schedule].last_rank_has_most else 1
     _, most, count = np.unique(alike[::order], axis=0, return_index=True, return_counts=True)
     ranks = rank[::order][most]
     return DistinctStages(ranks, count.astype(float), recomputed[ranks], kept_after[ranks])

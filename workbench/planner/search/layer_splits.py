@@ -11,6 +11,7 @@ from typing import NamedTuple
 from workbench.costmodel.inputs.config import FixedConfig
 from workbench.plan.rules import legal_sizes
 from workbench.planner.search.search_space import SearchSpace
+from workbench.schedules.generators import SCHEDULES
 
 
 class LayerSplit(NamedTuple):
@@ -80,6 +81,4 @@ def split_divides(s: FixedConfig, split: LayerSplit) -> bool:
     microbatches, rest = divmod(s.global_batch, b * (s.world_size // ranks))
     if rest or microbatches < 1:
         return False
-    if s.pipeline > 1 and s.schedule == "interleaved":
-        return microbatches % s.pipeline == 0
-    return s.schedule != "dualpipe-v" or microbatches >= 2 * s.pipeline
+    return SCHEDULES[s.schedule].takes_microbatches(s.pipeline, microbatches)

@@ -17,6 +17,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan, Strategy
 from workbench.planner.calibrated_plan import with_calibration
+from workbench.schedules.generators import SCHEDULES
 
 SPACES = ("default", "wide", "vast")
 
@@ -28,16 +29,12 @@ PLACEMENTS = {
 """Orders of the axes, innermost first; those that differ only in where an axis of one rank stands
 are one.
 """
-EVERY_SCHEDULE = (
-    ("gpipe", 1),
-    ("1f1b", 1),
-    *(("interleaved", chunks) for chunks in (2, 3, 4, 6, 8)),
-    ("zb-h1", 1),
-    ("zb-h2", 1),
-    ("zb-v", 2),
-    ("dualpipe-v", 2),
+EVERY_SCHEDULE = tuple(
+    (name, chunks)
+    for name, schedule in SCHEDULES.items()
+    for chunks in ((schedule.min_chunks,) if schedule.max_chunks else (2, 3, 4, 6, 8))
 )
-SCHEDULES = {
+SEARCHED_SCHEDULES = {
     "default": (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-v", 2)),
     "wide": EVERY_SCHEDULE,
     "vast": EVERY_SCHEDULE,
@@ -194,7 +191,7 @@ def _worth_searching(shape: Shape, size: int) -> bool:
 def _schedules(kind: str, shape: Shape, ranks: int) -> tuple[tuple[str, int, int], ...]:
     """Every schedule with every pipeline size that it fits; one rank needs no schedule."""
     found = [("1f1b", 1, 1)]
-    for schedule, chunks in SCHEDULES[kind]:
+    for schedule, chunks in SEARCHED_SCHEDULES[kind]:
         found += [
             (schedule, chunks, p) for p in legal_sizes.pipeline_sizes(shape, ranks, chunks) if p > 1
         ]
