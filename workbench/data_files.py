@@ -18,7 +18,7 @@ def assets() -> Path:
     return packed if packed.is_dir() else package.parent
 
 
-def read(relative: str) -> Any:
+def read_data_file(relative: str) -> Any:
     """The content of one catalog file, by its path below `assets()`. Raises `PlanError` if it is
     missing or broken.
     """

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tests.benchmarks.runtime import TORCH_SCHEDULES, plan_of
 from workbench.engine.measure.step_sampler import ActionTracker
-from workbench.engine.measure.telemetry_writer import Telemetry
+from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.session import NullObserver, Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
@@ -94,7 +94,7 @@ def watched(plan: Plan, rank: int, folder: Path) -> list[list[float]]:
     session, text = _session(plan, rank)
     tracker = ActionTracker()
     found: list[list[float]] = [[], []]
-    with Telemetry(folder, rank) as telemetry:
+    with TelemetryWriter(folder, rank) as telemetry:
         for index in range(2 * (WARM + ROUNDS)):
             dist.barrier()
             began = time.process_time()

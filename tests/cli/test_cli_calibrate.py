@@ -29,7 +29,7 @@ def test_the_file_and_its_figures_by_ranks(quick, tmp_path, capsys) -> None:
     assert cli.answer(["calibrate", "-o", str(path), "--seconds", "5", "--json"]) == 0
     said = capsys.readouterr()
     answer = json.loads(said.out)
-    assert calibration_file.read(path) == made() and "5 of 5 s" in said.err
+    assert calibration_file.read_calibration(path) == made() and "5 of 5 s" in said.err
     assert (
         answer["path"] == str(path) and answer["source"] == "measured" and answer["scale"] is None
     )

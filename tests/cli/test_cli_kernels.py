@@ -86,7 +86,7 @@ def test_machines_get_facts_and_the_worst_of_all_cases(listed):
 
 def test_a_kernel_that_loads_narrowly_is_shown(listed, monkeypatch):
     table = {**TABLE, "ahead": [dict(r, vector_stores=0) for r in TABLE["ahead"]]}
-    monkeypatch.setattr(kernels, "read", lambda: table)
+    monkeypatch.setattr(kernels, "read_kernel_table", lambda: table)
     found = {
         one["name"]: one["ahead"][0]["vectorised"]
         for one in json.loads(listed("--json")[1])["kernels"]

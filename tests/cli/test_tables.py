@@ -52,7 +52,7 @@ def test_a_failure_names_its_rank_once(tmp_path, rank, message, says):
 def test_notes_have_labels_and_keep_their_keys():
     time = {"tensor_comm": 0.0163, "bubble": 7e-18}
     found = Profile("tiny", "estimated", 1, notes={"time": time, "model_flops_utilisation": 0.25})
-    told = dict(zip(*(map(str, column.cells) for column in tables.notes(found).columns)))
+    told = dict(zip(*(map(str, column.cells) for column in tables.notes_table(found).columns)))
     assert told == {
         "time: exposed tensor communication": "16.3 ms",
         "time: bubble": "0 ms",
@@ -77,7 +77,7 @@ def test_keys_in_words(key, says):
 def test_an_interval_is_shown_by_its_ends():
     need = {"p50": 2.0**31, "p95": 3.0 * 2**30, "probability_of_running_out": 0.0123}
     found = Profile("tiny", "estimated", 1, notes={"step_seconds_90": [0.1, 0.25], "memory": need})
-    told = dict(zip(*(map(str, column.cells) for column in tables.notes(found).columns)))
+    told = dict(zip(*(map(str, column.cells) for column in tables.notes_table(found).columns)))
     assert told == {
         "step time, 90 % interval": "100 ms to 250 ms",
         "memory: median": "2.00 GiB",
@@ -141,16 +141,16 @@ VERIFICATION = {
 
 TABLES = [
     lambda _: tables.table(HOSTILE, [HOSTILE]),
-    lambda _: tables.plan(hostile_plan()),
-    lambda _: tables.profile(hostile_profile()),
-    lambda _: tables.notes(hostile_profile()),
-    lambda folder: tables.runs([hostile_run(folder)]),
-    lambda _: tables.verification(VERIFICATION),
-    lambda _: tables.differences([(HOSTILE, HOSTILE, HOSTILE)], HOSTILE),
+    lambda _: tables.plan_table(hostile_plan()),
+    lambda _: tables.profile_table(hostile_profile()),
+    lambda _: tables.notes_table(hostile_profile()),
+    lambda folder: tables.runs_table([hostile_run(folder)]),
+    lambda _: tables.verification_table(VERIFICATION),
+    lambda _: tables.differences_table([(HOSTILE, HOSTILE, HOSTILE)], HOSTILE),
     lambda _: doctor._table([Finding(HOSTILE, False, HOSTILE, HOSTILE)]),
-    lambda _: tables.models([ROW | SIZES]),
-    lambda _: tables.gpus([ROW | SIZES | RATES]),
-    lambda _: tables.strategies([ROW | {"runnable": False}]),
+    lambda _: tables.models_table([ROW | SIZES]),
+    lambda _: tables.gpus_table([ROW | SIZES | RATES]),
+    lambda _: tables.strategies_table([ROW | {"runnable": False}]),
     lambda _: kernels.overview([ROW | KERNEL]),
     lambda _: notes(HOSTILE, HOSTILE, [KeyNote(HOSTILE, HOSTILE, HOSTILE)]),
     lambda _: validate._reasons({"reasons": {HOSTILE: 1}, "refused_by_planner": {HOSTILE: 1}}),
@@ -265,26 +265,26 @@ def side_by_side(number: int) -> Grid:
         [estimated()],
         large_plan().replace(**{"training.micro_batch": 2}),
     )
-    return cli_compare.grid(*Comparison([entry, other]).tables[number])
+    return cli_compare.comparison_grid(*Comparison([entry, other]).tables[number])
 
 
 ORDINARY = [
-    lambda _: tables.plan(large_plan().resolve()),
-    lambda _: tables.profile(estimated()),
-    lambda _: tables.notes(estimated()),
-    lambda _: tables.stages(estimated()),
-    lambda _: tables.collectives(estimated()),
-    lambda folder: tables.runs([listed_run(folder)]),
-    lambda _: tables.verification(LONG_VERIFICATION),
-    lambda _: tables.models([COMMON | SIXTEEN]),
-    lambda _: tables.gpus([COMMON]),
-    lambda _: tables.differences(
+    lambda _: tables.plan_table(large_plan().resolve()),
+    lambda _: tables.profile_table(estimated()),
+    lambda _: tables.notes_table(estimated()),
+    lambda _: tables.stages_table(estimated()),
+    lambda _: tables.collectives_table(estimated()),
+    lambda folder: tables.runs_table([listed_run(folder)]),
+    lambda _: tables.verification_table(LONG_VERIFICATION),
+    lambda _: tables.models_table([COMMON | SIXTEEN]),
+    lambda _: tables.gpus_table([COMMON]),
+    lambda _: tables.differences_table(
         [("strategy.pipeline.partition", [32], [20, 20, 21, 19])], "other.yaml"
     ),
     lambda _: doctor._table(
         [Finding("CUDA", None, "torch 2.13.0+cpu sees no GPU", "Install a build for CUDA.")]
     ),
-    lambda _: tables.strategies([COMMON]),
+    lambda _: tables.strategies_table([COMMON]),
     lambda _: kernels.overview([FUSED]),
     lambda _: kernels.compiled([FUSED], "3.6.0"),
     lambda _: kernels.speeds([FUSED]),
@@ -333,7 +333,7 @@ def test_a_word_that_no_screen_holds_loses_its_middle_and_is_not_broken(tmp_path
 
 
 def test_what_is_left_out_is_named_and_only_where_it_must_be():
-    table = tables.gpus([COMMON])
+    table = tables.gpus_table([COMMON])
     assert "left out" not in shown(table, 160) and "Rajbhandari" in shown(table, 160)
     assert "left out at 80 columns: source\n" in shown(table, 80) and "frontier-mi250x" in shown(
         table, 80
@@ -342,7 +342,7 @@ def test_what_is_left_out_is_named_and_only_where_it_must_be():
 
 
 def test_figures_stay_with_their_units():
-    assert "16.9 GiB" in shown(tables.stages(estimated()), 80)
+    assert "16.9 GiB" in shown(tables.stages_table(estimated()), 80)
 
 
 def test_indents_and_wide_characters_are_measured():
@@ -363,7 +363,7 @@ def test_piped_tables_are_as_wide_as_columns_says(ask, monkeypatch, columns):
 
 def test_ids_of_runs_keep_to_one_line(tmp_path):
     run = listed_run(tmp_path)
-    assert run.id in shown(tables.runs([run]), 80)
+    assert run.id in shown(tables.runs_table([run]), 80)
 
 
 def test_runs_of_one_name_are_compared_with_the_fields_that_differ(ask, tmp_path):

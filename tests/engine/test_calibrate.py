@@ -19,7 +19,13 @@ from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.calibrate.timing import Stopwatch
 from workbench.engine.precision import DTYPES
 from workbench.machine.attached import attached
-from workbench.machine.calibration_file import KINDS, Calibration, fingerprint, read, write
+from workbench.machine.calibration_file import (
+    KINDS,
+    Calibration,
+    fingerprint,
+    read_calibration,
+    write_calibration,
+)
 
 SMALL = CalibrationSurvey(
     gemm=((16, 16, 16), (256, 256, 256)),
@@ -107,8 +113,8 @@ def test_it_is_followed_to_its_end(found: Calibration) -> None:
 
 
 def test_the_file_gives_curves(found: Calibration, tmp_path) -> None:
-    write(found, tmp_path / "calibration.yaml")
-    assert read(tmp_path / "calibration.yaml") == found
+    write_calibration(found, tmp_path / "calibration.yaml")
+    assert read_calibration(tmp_path / "calibration.yaml") == found
     curves = MeasuredCurves(found, 2)
     large, small = (
         side**3 / curves.gemm_fit("fp32").seconds(side, side, side) for side in (256, 16)

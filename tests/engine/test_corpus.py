@@ -34,7 +34,7 @@ def whole(tokens: corpora.Tokens) -> list[int]:
 
 
 def test_bytes_are_the_files(source: Path, tmp_path: Path) -> None:
-    tokens = corpora.load(
+    tokens = corpora.load_corpus(
         schema.Corpus(source=str(source), holdout=0.25), 300, folder=tmp_path / "cache"
     )
     paths = corpora.files(str(source))
@@ -49,7 +49,9 @@ def test_bpe_round_trips_and_is_deterministic(source: Path, tmp_path: Path) -> N
     from tokenizers import Tokenizer
 
     setting = schema.Corpus(source=str(source), tokenizer="bpe", holdout=0.0)
-    first, second = (corpora.load(setting, 320, folder=tmp_path / name) for name in ("one", "two"))
+    first, second = (
+        corpora.load_corpus(setting, 320, folder=tmp_path / name) for name in ("one", "two")
+    )
     assert whole(first) == whole(second)
     assert max(whole(first)) < 320
     assert len(whole(first)) < sum(len(text.encode()) for text in TEXTS.values()) / 2
@@ -61,15 +63,15 @@ def test_bpe_round_trips_and_is_deterministic(source: Path, tmp_path: Path) -> N
 def test_cache_is_used_without_reading_the_text(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting = schema.Corpus(source=str(source), sha256=corpora.digest(str(source)))
-    before = whole(corpora.load(setting, 256, folder=tmp_path))
+    setting = schema.Corpus(source=str(source), sha256=corpora.corpus_sha256(str(source)))
+    before = whole(corpora.load_corpus(setting, 256, folder=tmp_path))
 
     def fail(*_: object) -> None:
         raise AssertionError("read the text again")
 
-    monkeypatch.setattr(corpora, "digest", fail)
+    monkeypatch.setattr(corpora, "corpus_sha256", fail)
     monkeypatch.setattr(corpora, "files", fail)
-    assert whole(corpora.load(setting, 256, folder=tmp_path)) == before
+    assert whole(corpora.load_corpus(setting, 256, folder=tmp_path)) == before
 
 
 @pytest.mark.parametrize("how", ["replaced", "written over", "one bit"])
@@ -77,7 +79,7 @@ def test_damaged_tokens_are_encoded_again(
     source: Path, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setting = schema.Corpus(source=str(source))
-    before = whole(corpora.load(setting, 256, folder=tmp_path / "cache"))
+    before = whole(corpora.load_corpus(setting, 256, folder=tmp_path / "cache"))
     (data,) = (tmp_path / "cache").glob("*.bin")
     content = bytearray(data.read_bytes())
     if how == "one bit":
@@ -88,18 +90,18 @@ def test_damaged_tokens_are_encoded_again(
         data.rename(tmp_path / "kept")
     data.write_bytes(content)
     os.utime(data, ns=(1, 1))
-    assert whole(corpora.load(setting, 256, folder=tmp_path / "cache")) == before
+    assert whole(corpora.load_corpus(setting, 256, folder=tmp_path / "cache")) == before
     assert "are damaged; encoding the corpus again" in capsys.readouterr().err
 
 
 def test_a_cache_that_was_copied_is_used(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting = schema.Corpus(source=str(source), sha256=corpora.digest(str(source)))
-    before = whole(corpora.load(setting, 256, folder=tmp_path / "cache"))
+    setting = schema.Corpus(source=str(source), sha256=corpora.corpus_sha256(str(source)))
+    before = whole(corpora.load_corpus(setting, 256, folder=tmp_path / "cache"))
     shutil.copytree(tmp_path / "cache", tmp_path / "copy", copy_function=shutil.copyfile)
     monkeypatch.setattr(corpora, "_build", None)
-    assert whole(corpora.load(setting, 256, folder=tmp_path / "copy")) == before
+    assert whole(corpora.load_corpus(setting, 256, folder=tmp_path / "copy")) == before
 
 
 @pytest.mark.parametrize("damage", ["truncate", "no-count", "torn-count"])
@@ -107,7 +109,7 @@ def test_an_unfinished_cache_entry_is_encoded_again(
     source: Path, tmp_path: Path, damage: str
 ) -> None:
     setting = schema.Corpus(source=str(source))
-    before = whole(corpora.load(setting, 256, folder=tmp_path / "cache"))
+    before = whole(corpora.load_corpus(setting, 256, folder=tmp_path / "cache"))
     (data,) = (tmp_path / "cache").glob("*.bin")
     (meta,) = (tmp_path / "cache").glob("*.json")
     if damage == "truncate":
@@ -116,16 +118,18 @@ def test_an_unfinished_cache_entry_is_encoded_again(
         meta.unlink()
     else:
         meta.write_text(meta.read_text()[:5])
-    assert whole(corpora.load(setting, 256, folder=tmp_path / "cache")) == before
+    assert whole(corpora.load_corpus(setting, 256, folder=tmp_path / "cache")) == before
 
 
 def test_errors_name_the_field(source: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"corpus\.tokenizer: bytes needs .* at least 256, the model has 100"
     ):
-        corpora.load(schema.Corpus(source=str(source)), 100, folder=tmp_path)
+        corpora.load_corpus(schema.Corpus(source=str(source)), 100, folder=tmp_path)
     with pytest.raises(ValueError, match=r"corpus\.sha256: the plan was resolved with 0000"):
-        corpora.load(schema.Corpus(source=str(source), sha256="0" * 64), 256, folder=tmp_path)
+        corpora.load_corpus(
+            schema.Corpus(source=str(source), sha256="0" * 64), 256, folder=tmp_path
+        )
     assert not list(tmp_path.glob("*.bin*"))
 
 
@@ -147,7 +151,7 @@ def test_several_processes_build_once(source: Path, tmp_path: Path) -> None:
         "build = c._build\n"
         "def count(*a):\n    open(sys.argv[3], 'a').write('x'); build(*a)\n"
         "c._build = count\n"
-        "t = c.load(schema.Corpus(source=sys.argv[1]), 256, folder=Path(sys.argv[2])); "
+        "t = c.load_corpus(schema.Corpus(source=sys.argv[1]), 256, folder=Path(sys.argv[2])); "
         "print(len(t.train))"
     )
     arguments = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from workbench.engine.measure.telemetry_writer import RankLog, Telemetry, write_error
+from workbench.engine.measure.telemetry_writer import RankLog, TelemetryWriter, write_error
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -20,7 +20,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 
 def test_records_are_lines_in_order(tmp_path: Path) -> None:
-    with Telemetry(tmp_path, 3) as telemetry:
+    with TelemetryWriter(tmp_path, 3) as telemetry:
         for step in range(200):
             telemetry.record("step", step=step, loss=torch.tensor(1.5), rows=[{"bytes": 2**40}])
     records = lines(tmp_path / "telemetry" / "rank00003.jsonl")
@@ -45,7 +45,7 @@ def test_one_write_a_record_off_the_caller(tmp_path: Path, monkeypatch: pytest.M
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", slow)
-    telemetry = Telemetry(tmp_path, 0)
+    telemetry = TelemetryWriter(tmp_path, 0)
     start = time.monotonic()
     for step in range(50):
         telemetry.record("step", step=step)
@@ -71,7 +71,7 @@ def test_full_disk_warns_once_and_recovers(
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", full)
-    with Telemetry(tmp_path, 0) as telemetry:
+    with TelemetryWriter(tmp_path, 0) as telemetry:
         for step in range(6):
             telemetry.record("step", step=step)
     whole = []
@@ -85,7 +85,7 @@ def test_full_disk_warns_once_and_recovers(
 
 
 def test_values_json_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Telemetry(tmp_path, 0) as telemetry:
+    with TelemetryWriter(tmp_path, 0) as telemetry:
         telemetry.record(
             "step", loss=float("nan"), rows=[{"seconds": float("inf"), "bytes": 1, "skipped": True}]
         )

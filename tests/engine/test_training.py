@@ -91,7 +91,7 @@ def expected(home: Path) -> tuple[list[float], dict[int, float]]:
     full = plan(home, "single", 1).resolve()
     t, o = full.training, full.training.optimizer
     text = BatchSampler(
-        tokenized_corpus.load(full.corpus, full.shape.vocab),
+        tokenized_corpus.load_corpus(full.corpus, full.shape.vocab),
         t.sequence_length,
         t.global_batch,
         t.global_batch,

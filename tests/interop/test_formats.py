@@ -30,10 +30,10 @@ from workbench.interop.gpt_neox import read_gpt_neox
 )
 def test_the_stack_is_one_that_the_planner_knows(name):
     more = {} if name in ("megatron.sh", "torchtitan.toml") else {"model": "tiny"}
-    assert load(name, **more).plan.strategy.stack in data_files.read("data/stacks.yaml")
+    assert load(name, **more).plan.strategy.stack in data_files.read_data_file("data/stacks.yaml")
     assert read_deepspeed.read(
         {"pipeline": {"stages": 2}}, ON_16
-    ).plan.strategy.stack in data_files.read("data/stacks.yaml")
+    ).plan.strategy.stack in data_files.read_data_file("data/stacks.yaml")
 
 
 def test_what_is_set_decides_where_the_file_says_auto():

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from workbench.interop.shell import Text, commands, shown
+from workbench.interop.shell import Text, commands, shown_value
 from workbench.interop.shell.values import literal
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -34,7 +34,7 @@ def read_here(text):
     assert all(
         isinstance(word, tuple) and literal(word) is not None for words in found for word in words
     ), text
-    calls = [[shown(word) for word in words] for words in found]
+    calls = [[shown_value(word) for word in words] for words in found]
     return [
         [f"<{words[0]}", *words[1:-1], f"{words[-1]}>"]
         if len(words) > 1
@@ -121,6 +121,8 @@ def test_bash_passes_the_same_words_of_drawn_scripts():
 def test_a_piece_knows_its_line():
     script = commands('A="--x 1\n  --y 2"\ntrain $A z')
     lines = {
-        shown(word): word[0].line for word in script.commands[0].words if isinstance(word[0], Text)
+        shown_value(word): word[0].line
+        for word in script.commands[0].words
+        if isinstance(word[0], Text)
     }
     assert (lines["--x"], lines["--y"], lines["z"]) == (1, 2, 3)

@@ -64,7 +64,7 @@ def test_an_empty_search_says_why_in_place_of_a_chart() -> None:
 
 def test_text_and_html_show_the_same_plans() -> None:
     found = synthetic.found("cost")
-    text, page = result_tables.as_text(found), result_tables.as_html(found)
+    text, page = result_tables.search_result_text(found), result_tables.as_html(found)
     words = (
         "Best by cost (estimated)",
         "100 ms",
@@ -80,9 +80,9 @@ def test_text_and_html_show_the_same_plans() -> None:
 
 def test_a_result_without_plans_says_why_and_escapes_it() -> None:
     found = synthetic.found(empty="no plan meets 'peak_gib<1'", feasible=0)
-    assert result_tables.as_text(found).endswith(
+    assert result_tables.search_result_text(found).endswith(
         "no plan meets 'peak_gib<1'"
-    ) and "Best" not in result_tables.as_text(found)
+    ) and "Best" not in result_tables.search_result_text(found)
     assert "peak_gib&lt;1" in result_tables.as_html(
         found
     ) and "<table>" not in result_tables.as_html(found)

@@ -59,7 +59,7 @@ def measured(**changes: Any) -> dict[str, Any]:
 
 def written(folder: Path, **changes: Any) -> Path:
     path = folder / "calibration.yaml"
-    calibration_file.write(Calibration.model_validate(measured(**changes)), path)
+    calibration_file.write_calibration(Calibration.model_validate(measured(**changes)), path)
     return path
 
 
@@ -77,7 +77,7 @@ def refusal(plan: Plan) -> PlanError:
 
 def test_a_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
     path = written(tmp_path)
-    assert calibration_file.read(path) == Calibration.model_validate(measured())
+    assert calibration_file.read_calibration(path) == Calibration.model_validate(measured())
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     assert "seconds: 1.0e-05}" in path.read_text(), "points stand on one line each"
 
@@ -89,7 +89,7 @@ def test_a_resolved_plan_pins_the_file_and_its_hash(
     monkeypatch.chdir(tmp_path)
     full = named("calibration.yaml").pin()
     assert full.cluster.calibration == str(path)
-    assert full.cluster.calibration_sha256 == calibration_file.digest(path)
+    assert full.cluster.calibration_sha256 == calibration_file.calibration_sha256(path)
     assert full.pin() == full, "also where the GPU is written out"
 
 

@@ -13,7 +13,7 @@ from workbench.errors import PlanError
 from workbench.parallel import apply_strategy
 from workbench.parallel.operators.operator_forward import LinearOperator
 from workbench.parallel.operators.redistribution import OperatorSharding
-from workbench.plan.operator_strategy import read
+from workbench.plan.operator_strategy import read_strategies
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import choose_strategies, ideal_machine
@@ -163,7 +163,7 @@ def test_the_planner_counts_the_same_parameters() -> None:
         ideal_machine(1e12, 1e9, 1e-6),
         sequence_length=t.sequence_length,
         fused=True,
-        fixed=read(built.strategy.operators),
+        fixed=read_strategies(built.strategy.operators),
     )
     size = t.micro_batch * t.sequence_length * built.shape.hidden
     moved = collectives(built)

@@ -217,5 +217,5 @@ def test_a_file_that_is_no_configuration_is_told_of(tmp_path, text):
     file = tmp_path / "config.json"
     file.write_text(text)
     with pytest.raises(PlanError, match=r"is not JSON|is no model configuration") as caught:
-        huggingface_config.read(str(file))
+        huggingface_config.read_huggingface_config(str(file))
     assert caught.value.problems[0].field == "model"

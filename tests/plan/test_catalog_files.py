@@ -12,7 +12,7 @@ FILES = sorted(path.name for path in (data_files.assets() / "data").glob("*.yaml
 @pytest.mark.parametrize("name", ["strategies.yaml", *(f"data/{name}" for name in FILES)])
 def test_both_readers_say_the_same(name: str) -> None:
     text = (data_files.assets() / name).read_text(encoding="utf-8")
-    assert data_files.read(name) == yaml_files.parse(text, where=name)
+    assert data_files.read_data_file(name) == yaml_files.parse(text, where=name)
 
 
 @pytest.mark.parametrize("text", ["a: 1\na: 2\n", "a: [1\n"])
@@ -20,4 +20,4 @@ def test_a_broken_catalog_file_is_refused_by_name(text, tmp_path, monkeypatch) -
     monkeypatch.setattr(data_files, "assets", lambda: tmp_path)
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(PlanError):
-        data_files.read("x.yaml")
+        data_files.read_data_file("x.yaml")

@@ -275,9 +275,9 @@ def test_corpus_of_a_folder_is_stable_and_hashed_by_content(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "picture.png").write_bytes(b"\x89")
     assert [path.name for path in corpus_files.files(str(tmp_path))] == ["a.md", "b.txt"]
-    before = corpus_files.digest(str(tmp_path))
+    before = corpus_files.corpus_sha256(str(tmp_path))
     (tmp_path / "b.txt").write_text("three")
-    assert corpus_files.digest(str(tmp_path)) != before
+    assert corpus_files.corpus_sha256(str(tmp_path)) != before
 
 
 @pytest.mark.parametrize("source", ["no/such/text", "{empty}"])

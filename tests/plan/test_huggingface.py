@@ -290,7 +290,7 @@ def test_a_key_written_twice_is_refused(tmp_path):
         '{"model_type": "llama", "hidden_size": 8, "hidden_size": 16}'
     )
     with pytest.raises(PlanError, match="hidden_size is written twice"):
-        huggingface_config.read(str(tmp_path))
+        huggingface_config.read_huggingface_config(str(tmp_path))
 
 
 def test_a_rehearsal_is_that_of_the_model_without_what_is_not_modelled_and_says_so(tmp_path):

@@ -189,7 +189,13 @@ def test_numbers_that_python_writes_and_json_does_not_know_are_numbers_where_ask
 
 
 @pytest.mark.parametrize(
-    "read", [Plan.load, calibration_file.read, huggingface_config.read, interop.load]
+    "read",
+    [
+        Plan.load,
+        calibration_file.read_calibration,
+        huggingface_config.read_huggingface_config,
+        interop.load,
+    ],
 )
 @pytest.mark.parametrize("name", ["no\0file", "half\ud800", "binary", "x" * 5000, "."])
 def test_what_is_no_text_file_is_told_so(
@@ -207,4 +213,4 @@ def test_a_file_that_is_no_calibration_is_told_by_its_first_fault(
     tmp_path: Path, written: Any
 ) -> None:
     (tmp_path / "c.yaml").write_text(json.dumps(written))
-    assert "is no calibration: " in told(calibration_file.read, tmp_path / "c.yaml")
+    assert "is no calibration: " in told(calibration_file.read_calibration, tmp_path / "c.yaml")

@@ -109,7 +109,7 @@ def plan(path: Path | None = None, gpus: int = 2, strategy: str = "ddp", **chang
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     path = tmp_path / "calibration.yaml"
-    calibration_file.write(made(), path)
+    calibration_file.write_calibration(made(), path)
     return path
 
 
@@ -250,7 +250,7 @@ def test_a_published_peak_stays_and_shares_are_of_it(tmp_path: Path) -> None:
         g.model_copy(update={"dtype": "bf16", "seconds": g.seconds / 5000}) for g in made().gemm
     )
     path = tmp_path / "h100.yaml"
-    calibration_file.write(made(machine=machine, gemm=gemm), path)
+    calibration_file.write_calibration(made(machine=machine, gemm=gemm), path)
     full = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3").replace(
         **{"cluster.calibration": str(path)}
     )
@@ -266,7 +266,7 @@ def test_a_published_peak_stays_and_shares_are_of_it(tmp_path: Path) -> None:
 def test_an_estimate_uses_the_file(kept: Path) -> None:
     slow = made(gemm=tuple(g.model_copy(update={"seconds": 100 * g.seconds}) for g in made().gemm))
     before = estimate(plan(kept))
-    calibration_file.write(slow, kept)
+    calibration_file.write_calibration(slow, kept)
     after = estimate(plan(kept))
     assert after.notes["time"]["compute"] > 20 * before.notes["time"]["compute"]
     assert after.peak_bytes_by_rank == before.peak_bytes_by_rank
@@ -275,7 +275,9 @@ def test_an_estimate_uses_the_file(kept: Path) -> None:
 
 def test_a_scale_multiplies_its_part_of_the_step(kept: Path) -> None:
     base = estimate(plan(kept)).notes["time"]
-    calibration_file.write(made(scale=Scale(compute=2.0, communication=3.0, fixed_ms=7.0)), kept)
+    calibration_file.write_calibration(
+        made(scale=Scale(compute=2.0, communication=3.0, fixed_ms=7.0)), kept
+    )
     found = estimate(plan(kept)).notes["time"]
     assert found["compute"] == pytest.approx(2 * base["compute"]) and found[
         "optimizer"
@@ -291,7 +293,7 @@ def test_probes_settle_what_memory_bound_operators_cost(tmp_path: Path, kernels:
         Probe(**sizes, sequence=64, microbatches=2, ranks=r, seconds=0.5 * r) for r in (1, 2)
     )
     path = tmp_path / "calibration.yaml"
-    calibration_file.write(made(probes=probes), path)
+    calibration_file.write_calibration(made(probes=probes), path)
     cluster = {"gpu": "local", "gpus": 1, "calibration": str(path)}
     training = {"sequence_length": 64, "global_batch": 2, "micro_batch": 1}
     written = build_plan(
@@ -344,7 +346,7 @@ def test_a_step_shorter_than_its_overhead_still_gives_positive_factors() -> None
 def test_a_search_on_a_measured_machine_is_what_estimate_says(
     tmp_path: Path, objective: str, where: list[str]
 ) -> None:
-    calibration_file.write(made(), tmp_path / "cal.yaml")
+    calibration_file.write_calibration(made(), tmp_path / "cal.yaml")
     found = search(plan(tmp_path / "cal.yaml", 4), objective, where=where, top=20)
     worlds = {one.plan.world_size for one in (*found.top, *found.pareto)}
     assert worlds == ({4} if objective == "time" else {1, 2, 4})
@@ -377,10 +379,10 @@ def test_a_plan_of_refused_figures_takes_the_catalogs_and_says_so(tmp_path: Path
     )
     others = tuple(c for c in made().collectives if c.kind != "all_reduce")
     path = tmp_path / "doubtful.yaml"
-    calibration_file.write(
+    calibration_file.write_calibration(
         made(collectives=others, doubts=(doubt, doubt.model_copy(update={"refused": False}))), path
     )
-    assert calibration_file.read(path).doubt == "1 figure unsteady, 1 figure refused"
+    assert calibration_file.read_calibration(path).doubt == "1 figure unsteady, 1 figure refused"
     full = plan(path).resolve()
     card, fabric, _ = calibrated_hardware(full)
     assert (

@@ -285,7 +285,7 @@ def test_moments_are_ordered(strategy: str, model: str) -> None:
     assert (states <= m.peak).all()
 
 
-@pytest.mark.parametrize("stack", sorted(data_files.read("data/stacks.yaml")))
+@pytest.mark.parametrize("stack", sorted(data_files.read_data_file("data/stacks.yaml")))
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [

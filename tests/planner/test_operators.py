@@ -19,10 +19,10 @@ from workbench.planner.autoshard import (
     TensorBytes,
     choose_strategies,
     ideal_machine,
-    parse,
-    read,
-    write,
-    written,
+    parse_strategy,
+    read_strategies,
+    strategy_text,
+    write_strategies,
 )
 from workbench.planner.autoshard.choice_problem import ReshardingEdge, StrategyProblem
 from workbench.planner.autoshard.device_mesh import logical_mesh
@@ -64,7 +64,7 @@ def product(rows=8, inner=16, columns=32, units=(8, 16, 32)):
 
 
 def option(operator, grid, text):
-    return next(s for s in legal_strategies(operator, grid) if written(s.form) == text)
+    return next(s for s in legal_strategies(operator, grid) if strategy_text(s.form) == text)
 
 
 # --- legal strategies -----------------------------------------------------------------------------
@@ -394,8 +394,8 @@ def test_the_sum_of_the_rows_is_the_total():
 @given(st.lists(st.lists(st.integers(1, 4096), min_size=1, max_size=4), min_size=1, max_size=3))
 def test_a_strategy_survives_writing_and_reading(parts):
     form = tuple(map(tuple, parts))
-    assert parse(written(form), "x") == form
-    assert read(write({"blocks.*.mlp.up": form})) == {"blocks.*.mlp.up": form}
+    assert parse_strategy(strategy_text(form), "x") == form
+    assert read_strategies(write_strategies({"blocks.*.mlp.up": form})) == {"blocks.*.mlp.up": form}
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_a_strategy_survives_writing_and_reading(parts):
     ],
 )
 def test_legal_text(text, form):
-    assert parse(text, "x") == form
+    assert parse_strategy(text, "x") == form
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_illegal_text_is_refused_with_the_legal_form(text):
         PlanError,
         match=r"strategy\.operators\.head: is .*legal: a tuple of tuples.*\(\(4,1\),\(1,1\)\)",
     ):
-        read({"head": text})
+        read_strategies({"head": text})
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -9,7 +9,12 @@ import pytest
 
 from workbench.costmodel.rates.constants import constants
 from workbench.plan.schema import Plan
-from workbench.planner.autoshard import TensorBytes, choose_for_plan, choose_strategies, read
+from workbench.planner.autoshard import (
+    TensorBytes,
+    choose_for_plan,
+    choose_strategies,
+    read_strategies,
+)
 from workbench.planner.autoshard.plan_problem import machine_model
 
 H100 = ["--model", "llama-3-8b", "--gpu", "h100-sxm-80gb"]
@@ -53,7 +58,9 @@ def test_a_plan_written_with_its_operators_is_read_back_and_kept(ask, tmp_path):
     first = json.loads(out)
     assert code == 0 and first["path"] == str(path)
     kept = Plan.load(path)
-    assert kept.strategy.operators == first["operators"] and read(kept.strategy.operators)
+    assert kept.strategy.operators == first["operators"] and read_strategies(
+        kept.strategy.operators
+    )
     code, out, _ = ask("operators", path, "--json")
     second = json.loads(out)
     assert code == 0 and second["operators"] == first["operators"]

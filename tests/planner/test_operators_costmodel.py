@@ -27,7 +27,7 @@ def in_racks(plan: ResolvedPlan, **racks: object) -> ResolvedPlan:
 
 def test_a_calibrated_plan_is_priced_with_its_measured_curves(tmp_path: Path) -> None:
     path = tmp_path / "calibration.yaml"
-    calibration_file.write(calibration.made(), path)
+    calibration_file.write_calibration(calibration.made(), path)
     datasheet, measured = (calibration.plan(of).resolve() for of in (None, path))
     found = choose_for_plan(measured)
     assert found.seconds != choose_for_plan(datasheet).seconds

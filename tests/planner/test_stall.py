@@ -19,7 +19,7 @@ from workbench.costmodel.frameworks.stragglers import (
 )
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants
-from workbench.costmodel.step_time import step_time, step_time_bounds, step_time_parts
+from workbench.costmodel.step_time import step_time, step_time_bounds, step_time_breakdown
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 
@@ -70,7 +70,9 @@ def test_every_message_of_a_run_that_stalls_waits() -> None:
         assert float(stall_seconds(w, c)) == pytest.approx(0.27 * more)
         stalled, calm = step_time(w, c), step_time(w, replace(c, stall_ms=0.0))
         assert float(stalled.seconds) - float(calm.seconds) == pytest.approx(0.27 * more)
-        assert sum(step_time_parts(w, stalled).values()) == pytest.approx(float(stalled.seconds))
+        assert sum(step_time_breakdown(w, stalled).values()) == pytest.approx(
+            float(stalled.seconds)
+        )
     assert float(stall_seconds(*setting(512, 8, 1))) == 0.0
 
 

@@ -457,7 +457,7 @@ def test_stacks_say_only_what_is_sourced() -> None:
     """Every figure has its source; no stack is keyed by a model of the catalog or by where
     measurements come from.
     """
-    table = data_files.read("data/stacks.yaml")
+    table = data_files.read_data_file("data/stacks.yaml")
     models = {name.lower() for name in catalog.models()}
     for name, entry in table.items():
         assert not {name, *entry["matches"]} & models

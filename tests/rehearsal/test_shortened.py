@@ -14,9 +14,9 @@ def test_memory_and_traffic_are_those_of_the_whole_step(
     mesh: tuple[int, int, int], shape: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = plan(*mesh, shape=shape, tied=True, microbatches=11)
-    assert module.shortened(many.resolve(), mesh[1] - 1).num_microbatches == 3
+    assert module.with_fewer_microbatches(many.resolve(), mesh[1] - 1).num_microbatches == 3
     short = rehearse(many)
-    monkeypatch.setattr(module, "shortened", lambda plan, stage: plan)
+    monkeypatch.setattr(module, "with_fewer_microbatches", lambda plan, stage: plan)
     whole = rehearse(many)
     assert short.peak_bytes_by_rank == whole.peak_bytes_by_rank
     assert short.by_category == whole.by_category

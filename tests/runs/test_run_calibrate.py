@@ -37,7 +37,7 @@ def finished(plan, name, seconds):
 
 @pytest.fixture
 def path(tmp_path):
-    calibration_file.write(made(), tmp_path / "calibration.yaml")
+    calibration_file.write_calibration(made(), tmp_path / "calibration.yaml")
     return tmp_path / "calibration.yaml"
 
 
@@ -45,7 +45,7 @@ def test_one_run_is_fitted_and_the_error_before_and_after_is_stored(path) -> Non
     plan = planned(path)
     seconds = 3 * estimate(plan).step_seconds
     found = calibrate.learn(made(), [finished(plan, "a", seconds)])
-    calibration_file.write(found, path)
+    calibration_file.write_calibration(found, path)
     assert estimate(plan).step_seconds == pytest.approx(seconds, rel=1e-6)
     assert found.scale.runs == ["a"] and found.scale.compute == found.scale.communication > 2.9
     assert found.scale.error_before == pytest.approx(2 / 3) and found.scale.error_after < 1e-6
@@ -54,7 +54,7 @@ def test_one_run_is_fitted_and_the_error_before_and_after_is_stored(path) -> Non
 
 def test_runs_of_several_strategies_recover_the_scale_they_were_made_with(path) -> None:
     truth = Scale(compute=1.4, communication=2.5, fixed_ms=30.0)
-    calibration_file.write(made(scale=truth), path)
+    calibration_file.write_calibration(made(scale=truth), path)
     plans = [
         planned(path),
         planned(path, "megatron-tp"),
@@ -96,7 +96,7 @@ def test_a_file_corrects_itself_and_is_measured_only_where_there_is_none(path, m
     monkeypatch.setattr(calibrate, "calibrate", lambda *_: pytest.fail("measured"))
     assert (
         calibrate.calibrate_file(path, runs=[run]).scale
-        == calibration_file.read(path).scale
+        == calibration_file.read_calibration(path).scale
         is not None
     )
     other = path.with_name("other.yaml")
@@ -133,5 +133,5 @@ def test_a_run_outlives_the_file_that_it_was_planned_with(go, path) -> None:
     path.unlink()
     again = Run(run.dir)
     assert again.state.phase == "finished"
-    assert calibration_file.read(again.plan.cluster.calibration) == made()
+    assert calibration_file.read_calibration(again.plan.cluster.calibration) == made()
     assert calibrate.learn(made(), [again]).scale.runs == [run.id]

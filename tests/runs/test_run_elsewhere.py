@@ -15,7 +15,7 @@ import pytest
 from tests.runs.conftest import until
 from workbench.interop.export import export
 from workbench.runs import Reader, attach
-from workbench.runs.launch.accelerate_command import environment
+from workbench.runs.launch.accelerate_command import launch_environment
 from workbench.runs.launch.external_launcher import ExternalRun
 from workbench.runs.launch.rendezvous_ports import free_port
 from workbench.runs.store.run_state import (
@@ -164,7 +164,7 @@ def test_a_torchrun_by_hand_is_attached_to_and_stopped(plan, tmp_path):
         "workbench.engine.worker",
         str(tmp_path / "plan.yaml"),
     ]
-    environ = {**os.environ, **environment(plan.resolve())}
+    environ = {**os.environ, **launch_environment(plan.resolve())}
     launched = subprocess.Popen(
         torchrun, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -16,7 +16,7 @@ from workbench.schedules import (
     generate,
     in_flight,
     lower,
-    parse,
+    parse_action,
     read_csv,
     simulate,
     table_of,
@@ -66,7 +66,7 @@ def rows_of(order: dict[int, list[Any]]) -> list[list[str]]:
 
 
 def table_from(order: dict[int, list[Any]]) -> Table:
-    return table_of([[parse(cell) for cell in row] for row in rows_of(order)])
+    return table_of([[parse_action(cell) for cell in row] for row in rows_of(order)])
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -78,7 +78,9 @@ def test_compute_order_is_torchs(name: str, ranks: int, microbatches: int) -> No
     ours = [[str(a) for a in row] for row in generate(name, ranks, microbatches).rows]
     torchs = rows_of(order_of(ORDERS[name], ranks, microbatches))
     if name == "1f1b":
-        assert [parse(a).kind for a in ours.pop()] == [parse(a).kind for a in torchs.pop()]
+        assert [parse_action(a).kind for a in ours.pop()] == [
+            parse_action(a).kind for a in torchs.pop()
+        ]
     assert ours == torchs
 
 

@@ -17,7 +17,7 @@ from workbench.schedules import (
     in_flight,
     in_flight_by_stage,
     lower,
-    parse,
+    parse_action,
     simulate,
     table_of,
     uniform,
@@ -26,7 +26,7 @@ from workbench.schedules import (
 
 
 def drawn(*rows: str) -> Table:
-    return table_of([[parse(cell) for cell in row.split()] for row in rows])
+    return table_of([[parse_action(cell) for cell in row.split()] for row in rows])
 
 
 schedules = st.builds(
@@ -87,8 +87,8 @@ def test_neighbours_exchange_in_one_batch_in_the_steady_state() -> None:
     rank.
     """
     first, second = lower(generate("1f1b", 2, 4)).rows
-    assert (parse("0SEND_F1"), parse("0RECV_B0")) in list(batches(first))
-    assert (parse("1SEND_B0"), parse("1RECV_F1")) in list(batches(second))
+    assert (parse_action("0SEND_F1"), parse_action("0RECV_B0")) in list(batches(first))
+    assert (parse_action("1SEND_B0"), parse_action("1RECV_F1")) in list(batches(second))
 
 
 def test_transfers_take_time() -> None:
@@ -115,7 +115,7 @@ def test_a_deadlock_names_the_blocked_actions() -> None:
     table = drawn("0F0 0SEND_F0 0RECV_B0 0B0", "1F0 1RECV_F0 1B0 1SEND_B0")
     with pytest.raises(Deadlock, match="rank 0 at 0RECV_B0, rank 1 at 1F0") as error:
         simulate(table, uniform(2))
-    assert error.value.blocked == {0: parse("0RECV_B0"), 1: parse("1F0")}
+    assert error.value.blocked == {0: parse_action("0RECV_B0"), 1: parse_action("1F0")}
 
 
 def test_unsafe_order_deadlocks_only_on_the_strict_transport() -> None:

@@ -15,7 +15,7 @@ from workbench.schedules import (
     generate,
     lower,
     names,
-    parse,
+    parse_action,
     read_csv,
     table_of,
     validate,
@@ -35,7 +35,7 @@ actions = st.builds(
 
 @given(actions)
 def test_an_action_reads_back(action: Action) -> None:
-    assert parse(f" {action} ") == action
+    assert parse_action(f" {action} ") == action
 
 
 @given(actions.filter(lambda a: a.is_p2p and a.stage > 0))
@@ -69,19 +69,19 @@ def test_checking_goes_through_a_table_as_often_however_many_microbatches_it_has
 
 
 def test_words_are_those_of_the_field() -> None:
-    assert parse("1SEND_F0") == Action(1, "SEND_F", 0)
-    assert parse("0REDUCE_GRAD") == Action(0, "REDUCE_GRAD")
-    assert matching(parse("1SEND_B3")) == parse("0RECV_B3")
+    assert parse_action("1SEND_F0") == Action(1, "SEND_F", 0)
+    assert parse_action("0REDUCE_GRAD") == Action(0, "REDUCE_GRAD")
+    assert matching(parse_action("1SEND_B3")) == parse_action("0RECV_B3")
 
 
 @pytest.mark.parametrize("text", ["", "F0", "0X0", "0F", "0F-1", "0REDUCE_GRAD3", "0F0 1F0", "0f0"])
 def test_a_bad_action_is_refused_by_its_text(text: str) -> None:
     with pytest.raises(ValueError, match=r"kind|microbatch"):
-        parse(text)
+        parse_action(text)
 
 
 def test_an_overlapped_pair_reads_as_one_after_the_other() -> None:
-    assert parse_cell("(3F1;4B0)OVERLAP_F_B") == (parse("3F1"), parse("4B0"))
+    assert parse_cell("(3F1;4B0)OVERLAP_F_B") == (parse_action("3F1"), parse_action("4B0"))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_hostile_file_is_told_of_briefly_and_not_in_pythons_words(
 
 
 def drawn(*rows: str) -> Table:
-    return table_of([[parse(cell) for cell in row.split()] for row in rows])
+    return table_of([[parse_action(cell) for cell in row.split()] for row in rows])
 
 
 @pytest.mark.parametrize(

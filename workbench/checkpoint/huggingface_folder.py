@@ -55,7 +55,7 @@ def check_config(folder: Path, shape: Shape) -> None:
         PlanError: Names every field that differs.
     """
     path = folder / CONFIG
-    theirs = huggingface_config.read(str(path))
+    theirs = huggingface_config.read_huggingface_config(str(path))
     config = json.loads(path.read_text(encoding="utf-8"))
     if (family := config.get("model_type")) not in FAMILIES:
         raise refuse(

@@ -55,7 +55,7 @@ def fit(needs: Sequence[Need], width: int) -> list[int]:
     return _levelled(first if sum(first) <= width else [1] * len(needs), words, width)
 
 
-def shortened(text: str, width: int) -> str:
+def shortened_text(text: str, width: int) -> str:
     """`text` with the middle of each word that is wider than `width` left out."""
     return WORDS.sub(lambda word: _middle(word[0], width), text)
 

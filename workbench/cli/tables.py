@@ -46,7 +46,7 @@ def table(
     return built
 
 
-def models(rows: list[dict[str, Any]]) -> Grid:
+def models_table(rows: list[dict[str, Any]]) -> Grid:
     """The models of the catalog."""
     columns = (
         "model",
@@ -68,7 +68,7 @@ def models(rows: list[dict[str, Any]]) -> Grid:
     return built
 
 
-def gpus(rows: list[dict[str, Any]]) -> Grid:
+def gpus_table(rows: list[dict[str, Any]]) -> Grid:
     """The GPUs of the catalog."""
     columns = ("GPU", "GiB", "GB/s", "16-bit TFLOP/s", "link GB/s", "W", "fabric", "source")
     built = table("GPUs", columns, columns[1:6], ("source", "fabric"))
@@ -85,7 +85,7 @@ def gpus(rows: list[dict[str, Any]]) -> Grid:
     return built
 
 
-def strategies(rows: list[dict[str, Any]]) -> Grid:
+def strategies_table(rows: list[dict[str, Any]]) -> Grid:
     """The presets, and which can run."""
     built = table("Strategies", ("strategy", "runs", "title", "source"), optional=("source",))
     for row in rows:
@@ -95,7 +95,7 @@ def strategies(rows: list[dict[str, Any]]) -> Grid:
     return built
 
 
-def plan(full: ResolvedPlan) -> Grid:
+def plan_table(full: ResolvedPlan) -> Grid:
     """A resolved plan, by what decides its cost."""
     built = table(full.name, ("field", "value"))
     s, t, c = full.strategy, full.training, full.cluster
@@ -124,17 +124,17 @@ def plan(full: ResolvedPlan) -> Grid:
     return built
 
 
-def estimate(full: ResolvedPlan, found: Profile) -> list[Grid | None]:
+def estimate_table(full: ResolvedPlan, found: Profile) -> list[Grid | None]:
     """What `workbench estimate` shows."""
-    return [plan(full), profile(found), stages(found), notes(found)]
+    return [plan_table(full), profile_table(found), stages_table(found), notes_table(found)]
 
 
-def rehearsal(full: ResolvedPlan, found: Profile) -> list[Grid | None]:
+def rehearsal_table(full: ResolvedPlan, found: Profile) -> list[Grid | None]:
     """What `workbench rehearse` shows."""
-    return [plan(full), profile(found), stages(found), collectives(found)]
+    return [plan_table(full), profile_table(found), stages_table(found), collectives_table(found)]
 
 
-def profile(found: Profile) -> Grid:
+def profile_table(found: Profile) -> Grid:
     """A profile: peak memory, its categories on the rank with the largest peak, step time."""
     columns = ("what", "value", "which is")
     built = table(f"{found.run} ({found.source})", columns, ("value",), ("which is",))
@@ -183,7 +183,7 @@ def _host_bytes(found: Profile) -> float:
     return float(max(sums.values(), default=0.0))
 
 
-def stages(found: Profile) -> Grid | None:
+def stages_table(found: Profile) -> Grid | None:
     """Peak memory of each pipeline stage by category; None where there is one stage."""
     names = ("step", "stage", "category", "bytes")
     rows = list(found.rows("memory", *names, moment="peak", tier="device"))
@@ -211,7 +211,7 @@ def stages(found: Profile) -> Grid | None:
     return built
 
 
-def collectives(found: Profile, limit: int = 12) -> Grid | None:
+def collectives_table(found: Profile, limit: int = 12) -> Grid | None:
     """Collectives of one rank in a step, by axis and kind; None where nothing is communicated."""
     names = ("rank", "step", "axis", "kind", "group_size", "dtype", "count", "bytes")
     rows = list(found.rows("collectives", *names))
@@ -233,7 +233,7 @@ def collectives(found: Profile, limit: int = 12) -> Grid | None:
     return built
 
 
-def runs(found: list[Run]) -> Grid:
+def runs_table(found: list[Run]) -> Grid:
     """Runs of this machine, and their state."""
     built = table(
         "Runs",
@@ -251,7 +251,7 @@ def runs(found: list[Run]) -> Grid:
     return built
 
 
-def verification(found: Mapping[str, Any]) -> Grid:
+def verification_table(found: Mapping[str, Any]) -> Grid:
     """Largest differences from one device that `verify` found, and at which precision."""
     word = "PASSED" if found["passed"] else "FAILED"
     built = table(
@@ -271,7 +271,7 @@ def verification(found: Mapping[str, Any]) -> Grid:
     return built
 
 
-def replaced(found: Mapping[str, Any]) -> str | None:
+def replaced_choices(found: Mapping[str, Any]) -> str | None:
     """The plan fields that a verification replaced, in words; None where the plan's own stood."""
     fields = [
         f"{name} {pair['plan']} → {pair['verified']}" for name, pair in found["replaced"].items()
@@ -282,7 +282,7 @@ def replaced(found: Mapping[str, Any]) -> str | None:
     return f"Verified in {found['precision']}{other}. Replaced: {', '.join(fields)}."
 
 
-def differences(rows: list[tuple[str, Any, Any]], other: str) -> Grid:
+def differences_table(rows: list[tuple[str, Any, Any]], other: str) -> Grid:
     """Fields in which two plans differ."""
     built = table("Differences" if rows else "No difference", ("field", other, "this"))
     for field, theirs, ours in rows:
@@ -310,7 +310,7 @@ def cause_text(cause: Cause) -> str:
     return f"rank {cause.rank}: {cause.message}"
 
 
-def notes(found: Profile) -> Grid | None:
+def notes_table(found: Profile) -> Grid | None:
     """Notes of the instrument: times by part, the smallest change that fits; None without any."""
     flat = {key: value for key, value in found.notes.items() if value not in (None, {}, [])}
     if not flat:

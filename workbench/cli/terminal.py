@@ -17,7 +17,7 @@ from rich.style import StyleType
 from rich.table import Column, Table
 from rich.text import Text
 
-from workbench.cli.column_widths import Need, fit, need, shortened
+from workbench.cli.column_widths import Need, fit, need, shortened_text
 from workbench.untrusted_text import visible
 
 PIPE_WIDTH = 160
@@ -54,11 +54,11 @@ class Grid(Table):
         width, needs = options.max_width, [_need(column) for column in self.columns]
         kept, left_out = self._kept(needs, width)
         widths = fit([needs[index] for index in kept], _room(width, len(kept)))
-        yield Text(shortened(str(self.title), width), style="table.title")
+        yield Text(shortened_text(str(self.title), width), style="table.title")
         yield self._fitted([self.columns[index] for index in kept], widths)
         if left_out:
             left_out_line = f"left out at {width} columns: {', '.join(left_out)}\n"
-            yield Text(shortened(left_out_line, width), style="table.caption")
+            yield Text(shortened_text(left_out_line, width), style="table.caption")
 
     def _kept(self, needs: Sequence[Need], width: int) -> tuple[list[int], list[str]]:
         """(the columns that stay, the headings of the others)."""
@@ -75,11 +75,11 @@ class Grid(Table):
         """These columns in these widths."""
         built = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column, width in zip(columns, widths):
-            heading = as_text(shortened(str(column.header), width))
+            heading = as_text(shortened_text(str(column.header), width))
             built.add_column(heading, justify=column.justify, overflow="fold", width=width)
         for row, *cells in zip(self.rows, *(column.cells for column in columns)):
             cells_of_row = (
-                as_text(shortened(str(cell), width)) for cell, width in zip(cells, widths)
+                as_text(shortened_text(str(cell), width)) for cell, width in zip(cells, widths)
             )
             built.add_row(*cells_of_row, style=row.style, end_section=row.end_section)
         return built

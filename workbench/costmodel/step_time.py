@@ -132,7 +132,7 @@ def longest_compute_seconds(w: Workload, time: StepTime) -> Number:
     return w.microbatches * time.durations.compute.max(axis=0)
 
 
-def step_time_parts(w: Workload, time: StepTime) -> dict[str, float]:
+def step_time_breakdown(w: Workload, time: StepTime) -> dict[str, float]:
     """The step of one plan, part by part, on its busiest pipeline rank; they add up to
     `time.seconds`.
     """

@@ -19,7 +19,7 @@ from workbench.engine.data.batch_sampler import BatchSampler as TextSampler
 from workbench.engine.measure.allocator_memory import memory_meter
 from workbench.engine.measure.experiment_trackers import Trackers
 from workbench.engine.measure.step_sampler import ActionTracker, StepSampler, allocated_rows
-from workbench.engine.measure.telemetry_writer import Telemetry
+from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.optimizer import learning_rate
 from workbench.engine.session import Session, StepResult
 from workbench.engine.session_checkpoint import SessionCheckpointer
@@ -45,7 +45,7 @@ class TrainingLoop:
         run_dir: Path,
         mesh: Mesh,
         accelerator: Accelerator,
-        telemetry: Telemetry,
+        telemetry: TelemetryWriter,
     ) -> None:
         self.plan, self.run_dir, self.mesh, self.telemetry = plan, run_dir, mesh, telemetry
         self.action_tracker = ActionTracker()
@@ -68,7 +68,7 @@ class TrainingLoop:
 
     def _text(self) -> TextSampler:
         t, data = self.plan.training, self.mesh["data"]
-        tokens = tokenized_corpus.load(self.plan.corpus, self.plan.vocab)
+        tokens = tokenized_corpus.load_corpus(self.plan.corpus, self.plan.vocab)
         text = TextSampler(
             tokens, t.sequence_length, t.global_batch, t.micro_batch, t.seed, data.index, data.size
         )

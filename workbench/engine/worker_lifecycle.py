@@ -22,7 +22,7 @@ from workbench.engine.gpu_binding import gpu_record, init_gpu_process_group
 from workbench.engine.loop import TrainingLoop
 from workbench.engine.measure.telemetry_writer import (
     RankLog,
-    Telemetry,
+    TelemetryWriter,
     set_aside_former_records,
     write_error,
 )
@@ -52,7 +52,7 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
     loop: TrainingLoop | None = None
     elsewhere = ExternalRun(run_dir, rank)
     set_aside_former_records(run_dir, rank)
-    with RankLog(run_dir, rank), Telemetry(run_dir, rank) as telemetry:
+    with RankLog(run_dir, rank), TelemetryWriter(run_dir, rank) as telemetry:
         try:
             plan = Plan.load(plan_path).resolve()
             require(plan, "run", allow_code)

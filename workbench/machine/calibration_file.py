@@ -85,7 +85,7 @@ class Stream(Frozen):
     seconds: Seconds
 
 
-class Attention(Frozen):
+class AttentionRate(Frozen):
     """Fused causal attention, forward, and backward with respect to all three inputs."""
 
     batch: Elements
@@ -195,7 +195,7 @@ class Calibration(Frozen):
     host: Annotated[tuple[Host, ...], Field(strict=False, min_length=1)]
     gemm: Annotated[tuple[Gemm, ...], Field(strict=False, min_length=1)]
     memory: Annotated[tuple[Stream, ...], Field(strict=False, min_length=1)]
-    attention: Annotated[tuple[Attention, ...], Field(strict=False)] = ()
+    attention: Annotated[tuple[AttentionRate, ...], Field(strict=False)] = ()
     probes: Annotated[tuple[Probe, ...], Field(strict=False)] = ()
     collectives: Annotated[tuple[Collective, ...], Field(strict=False)] = ()
     scale: Scale | None = None
@@ -243,19 +243,19 @@ class Calibration(Frozen):
         )
 
 
-def read(path: str | Path) -> Calibration:
+def read_calibration(path: str | Path) -> Calibration:
     """The calibration in `path`. Raises `PlanError` naming the file, what is wrong with it, and the
     remedy.
     """
     return read_with_digest(path)[0]
 
 
-def digest(path: str | Path) -> str:
+def calibration_sha256(path: str | Path) -> str:
     """sha256 of the calibration file; it must be one."""
     return read_with_digest(path)[1]
 
 
-def write(calibration: Calibration, path: str | Path) -> None:
+def write_calibration(calibration: Calibration, path: str | Path) -> None:
     """Write the file, whole or not at all; a link stays a link. Raises OSError."""
     replace_file(path, yaml_files.dump(calibration.model_dump(mode="json"), compact=True))
 

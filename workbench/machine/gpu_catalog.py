@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from workbench.data_files import read
+from workbench.data_files import read_data_file
 from workbench.machine.hardware import GPU, Fabric
 
 
@@ -25,7 +25,9 @@ def gpus() -> dict[str, GPUEntry]:
     """Every GPU of `data/gpus.yaml` by name; `local`, which depends on the machine, is not among
     them.
     """
-    return {name: _gpu(name, dict(entry)) for name, entry in read("data/gpus.yaml").items()}
+    return {
+        name: _gpu(name, dict(entry)) for name, entry in read_data_file("data/gpus.yaml").items()
+    }
 
 
 def _gpu(name: str, entry: dict[str, Any]) -> GPUEntry:
@@ -37,16 +39,16 @@ def _gpu(name: str, entry: dict[str, Any]) -> GPUEntry:
 @lru_cache(maxsize=1)
 def clusters() -> dict[str, Fabric]:
     """Every fabric of `data/clusters.yaml` by name."""
-    entries = read("data/clusters.yaml")["fabrics"]
+    entries = read_data_file("data/clusters.yaml")["fabrics"]
     return {name: Fabric.model_validate({"name": name, **entry}) for name, entry in entries.items()}
 
 
 @lru_cache(maxsize=1)
 def local_constants() -> dict[str, Any]:
     """The `local` section of `data/clusters.yaml`: what a CPU rank is taken to be."""
-    return dict(read("data/clusters.yaml")["local"])
+    return dict(read_data_file("data/clusters.yaml")["local"])
 
 
 def default_fabric() -> str:
     """The fabric of a GPU that the catalog does not know."""
-    return str(read("data/clusters.yaml")["default_fabric"])
+    return str(read_data_file("data/clusters.yaml")["default_fabric"])

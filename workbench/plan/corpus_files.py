@@ -57,7 +57,7 @@ def files(source: str) -> list[Path]:
     return found
 
 
-def digest(source: str) -> str:
+def corpus_sha256(source: str) -> str:
     """Hash over the contents of the corpus, in order; names of files do not enter it."""
     total = hashlib.sha256()
     for path in files(source):

@@ -63,10 +63,12 @@ def problem(plan: ResolvedPlan) -> PlanError | None:
     try:
         table = drawn(plan)
         if p.schedule_sha256 is not None and (
-            table is None or p.schedule_sha256 != digest(p.schedule)
+            table is None or p.schedule_sha256 != schedule_sha256(p.schedule)
         ):
             now = (
-                "names no file" if table is None else f"'{p.schedule}' now has {digest(p.schedule)}"
+                "names no file"
+                if table is None
+                else f"'{p.schedule}' now has {schedule_sha256(p.schedule)}"
             )
             return refuse(
                 f"{FIELD}_sha256",
@@ -77,7 +79,7 @@ def problem(plan: ResolvedPlan) -> PlanError | None:
     return None
 
 
-def digest(path: str) -> str:
+def schedule_sha256(path: str) -> str:
     """sha256 of a table's file, which `drawn` has read."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 

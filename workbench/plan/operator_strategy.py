@@ -29,7 +29,7 @@ LONGEST = 1000
 """Characters of a strategy."""
 
 
-def parse(text: Any, field: str) -> Form:
+def parse_strategy(text: Any, field: str) -> Form:
     """The strategy that `text` means. Raises `PlanError` naming `field` and the legal form."""
     if not isinstance(text, str) or len(text) > LONGEST or not _FORM.fullmatch(text):
         raise refuse(field, f"is {_short(text)}; legal: {LEGAL}")
@@ -44,7 +44,7 @@ def _short(text: Any) -> str:
     return said if len(said) <= 60 else f"{said[:57]}..."
 
 
-def written(form: Form) -> str:
+def strategy_text(form: Form) -> str:
     """The strategy as text without spaces; a tuple of one keeps its comma, as in Python."""
     return _tuple(_tuple(map(str, part)) for part in form)
 
@@ -54,16 +54,17 @@ def _tuple(parts: Any) -> str:
     return f"({','.join(items)}{',' if len(items) == 1 else ''})"
 
 
-def read(operators: Mapping[str, Any]) -> dict[str, Form]:
+def read_strategies(operators: Mapping[str, Any]) -> dict[str, Form]:
     """Module pattern -> strategy, from a plan's `strategy.operators`. Raises `PlanError`."""
     return {
-        pattern: parse(text, f"strategy.operators.{pattern}") for pattern, text in operators.items()
+        pattern: parse_strategy(text, f"strategy.operators.{pattern}")
+        for pattern, text in operators.items()
     }
 
 
-def write(forms: Mapping[str, Form]) -> dict[str, str]:
+def write_strategies(forms: Mapping[str, Form]) -> dict[str, str]:
     """Module pattern -> text, for a plan's `strategy.operators`."""
-    return {pattern: written(form) for pattern, form in forms.items()}
+    return {pattern: strategy_text(form) for pattern, form in forms.items()}
 
 
 def placed(first: str, pieces: Mapping[str, int], sizes: Sequence[int]) -> Placement:
@@ -88,7 +89,7 @@ def factors(number: int) -> list[int]:
     return [number] if number > 1 else []
 
 
-def grid(ranks: int, forms: Iterable[Form]) -> tuple[int, ...]:
+def strategy_grid(ranks: int, forms: Iterable[Form]) -> tuple[int, ...]:
     """Sides of the grid that `ranks` are seen as, outermost first, so that every form has its axes:
     all ranks in a row where no form asks for some of them, else the prime factors.
     """
@@ -97,7 +98,7 @@ def grid(ranks: int, forms: Iterable[Form]) -> tuple[int, ...]:
 
 
 def on_grid(first: str, pieces: Mapping[str, int], sides: Sequence[int]) -> Placement:
-    """Where the pieces of each dimension lie on a grid of `grid`'s."""
+    """Where the pieces of each dimension lie on a grid of `strategy_grid`'s."""
     if len(sides) > 1:
         return placed(first, pieces, sides)
     return (next((name for name, number in pieces.items() if number > 1), None),)

@@ -15,7 +15,7 @@ from workbench.machine.attached import attached, local_cluster
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan import corpus_files
 from workbench.plan.catalog import catalog, huggingface_config
-from workbench.plan.custom_schedule import digest
+from workbench.plan.custom_schedule import schedule_sha256
 from workbench.plan.model import python_model_file
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.preset_sizes import resolve_sizes, splits_nothing
@@ -95,7 +95,7 @@ def pin(plan: Plan) -> ResolvedPlan:
     """
     full = plan.resolve()
     source, load, measured = full.corpus.source, full.checkpoint.load, full.cluster.calibration
-    found = corpus_files.digest(source)
+    found = corpus_files.corpus_sha256(source)
     if full.corpus.sha256 not in (None, found):
         raise refuse(
             "corpus.sha256",
@@ -108,11 +108,11 @@ def pin(plan: Plan) -> ResolvedPlan:
     }
     if measured is not None:
         changes |= {"cluster.calibration": _absolute(measured)}
-        changes |= {"cluster.calibration_sha256": calibration_file.digest(measured)}
+        changes |= {"cluster.calibration_sha256": calibration_file.calibration_sha256(measured)}
     table = full.strategy.pipeline.schedule
     if table.endswith(".csv"):
         changes |= {"strategy.pipeline.schedule": _absolute(table)}
-        changes |= {"strategy.pipeline.schedule_sha256": digest(table)}
+        changes |= {"strategy.pipeline.schedule_sha256": schedule_sha256(table)}
     pinned = {"model.sha256": python_model_file.pinned(full.code).sha256} if full.code else {}
     changes |= {"checkpoint.load": load and _absolute(load)}
     return full.with_fields(**changes, **pinned)
@@ -137,7 +137,7 @@ def model_shape(model: str | Shape | PythonModel) -> Shape:
     if model in catalog.models():
         return catalog.models()[model].shape
     if model.endswith(".json") or os.path.isdir(model):
-        return huggingface_config.read(model)
+        return huggingface_config.read_huggingface_config(model)
     raise errors.unknown_name("model", model, catalog.models())
 
 

@@ -17,7 +17,13 @@ from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import Constants, constants
 from workbench.costmodel.rates.measured_curves import MeasuredCurves
 from workbench.costmodel.step_time import step_time
-from workbench.machine.calibration_file import Calibration, Collective, Probe, Scale, read
+from workbench.machine.calibration_file import (
+    Calibration,
+    Collective,
+    Probe,
+    Scale,
+    read_calibration,
+)
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.probe_plan import probe_plan
@@ -40,7 +46,11 @@ def calibrated_hardware(plan: ResolvedPlan) -> tuple[GPU, Fabric, dict[str, floa
     Constants are named as in `data/planner.yaml`. Raises `PlanError` where the file cannot be used.
     """
     path = plan.cluster.calibration
-    return (plan.gpu, plan.fabric, {}) if path is None else apply_calibration(read(path), plan)
+    return (
+        (plan.gpu, plan.fabric, {})
+        if path is None
+        else apply_calibration(read_calibration(path), plan)
+    )
 
 
 def with_calibration(plan: ResolvedPlan) -> tuple[ResolvedPlan, Constants]:

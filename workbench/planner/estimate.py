@@ -19,7 +19,7 @@ from workbench.costmodel.step_time import (
     model_flops_utilization,
     step_time,
     step_time_bounds,
-    step_time_parts,
+    step_time_breakdown,
 )
 from workbench.plan.rank_placement import first_ranks_of_stages, representative_ranks
 from workbench.plan.schema import Plan
@@ -50,7 +50,7 @@ def estimate(plan: Plan) -> Profile:
     head = {"run": full.name, "source": "estimated", "step": 0}
     capacity = int(full.gpu.memory_gib * GIB)
     notes: dict[str, Any] = {
-        "time": step_time_parts(w, time),
+        "time": step_time_breakdown(w, time),
         "model_flops_utilisation": float(model_flops_utilization(w, k, time)),
     }
     if full.gpu.device == "cpu" and full.cluster.calibration is None:

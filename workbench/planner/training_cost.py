@@ -116,7 +116,7 @@ def watts_per_gpu(gpu: GPU, computing: float) -> float | None:
 @lru_cache(maxsize=1)
 def power_model() -> PowerModel:
     """The constants of section `energy`."""
-    section = data_files.read("data/planner.yaml")["energy"]
+    section = data_files.read_data_file("data/planner.yaml")["energy"]
     return PowerModel(
         **{field.name: float(section[field.name]["value"]) for field in fields(PowerModel)}
     )

@@ -81,7 +81,7 @@ def _stand_ins(representative: dict[int, int], chosen: list[int]) -> dict[int, i
     return {rank: own.get(rank, first[rep]) for rank, rep in representative.items() if rep in first}
 
 
-def shortened(plan: ResolvedPlan, stage: int) -> ResolvedPlan:
+def with_fewer_microbatches(plan: ResolvedPlan, stage: int) -> ResolvedPlan:
     """The plan with as few microbatches as show all that this stage does: its pipeline fills, runs
     and drains.
 
@@ -113,7 +113,9 @@ def _rehearse_rank(
     """Two steps of one rank; the fake tensors are on the CPU whatever the plan's GPU."""
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan, rank)
-        samplers = _steps(shortened(plan, mesh["pipeline"].index), mesh, plan.num_microbatches)
+        samplers = _steps(
+            with_fewer_microbatches(plan, mesh["pipeline"].index), mesh, plan.num_microbatches
+        )
         calls = _calls_of_whole_steps(plan, mesh, samplers)
         for step, (sampler, rows) in enumerate(zip(samplers, calls)):
             head = {"run": plan.name, "source": "rehearsed", "rank": rank, "step": step}
@@ -129,7 +131,10 @@ def _calls_of_whole_steps(
     Below ZeRO-2 the action of a call says whether microbatches repeat it; beyond, what one
     microbatch more adds.
     """
-    few, of = shortened(plan, mesh["pipeline"].index).num_microbatches, plan.num_microbatches
+    few, of = (
+        with_fewer_microbatches(plan, mesh["pipeline"].index).num_microbatches,
+        plan.num_microbatches,
+    )
     if plan.strategy.data.zero < 2:
         return [sampler.collective_rows(few, of) for sampler in samplers]
     calls = [sampler.collective_rows() for sampler in samplers]

@@ -51,7 +51,7 @@ class Run:
 
     def measured(self) -> MeasuredFrames:
         """An empty collection for this run's records; feed it from a `Reader` to follow the run."""
-        return measured(self.id, self.plan)
+        return measured_frames(self.id, self.plan)
 
     def profile(self) -> Profile:
         """What has been measured so far."""
@@ -135,7 +135,7 @@ def _words(state: State) -> str:
     return f"{text}: {state.cause.message}. {state.cause.advice}".rstrip() if state.cause else text
 
 
-def measured(run: str, plan: ResolvedPlan) -> MeasuredFrames:
+def measured_frames(run: str, plan: ResolvedPlan) -> MeasuredFrames:
     """An empty collection for records of a run of the complete `plan`."""
     return MeasuredFrames(run, plan.world_size, int(plan.gpu.memory_gib * GIB))
 
@@ -147,7 +147,7 @@ def profile_of(folder: str | Path) -> Profile:
     Raises `PlanError` where it holds no plan.
     """
     folder = Path(folder).absolute()
-    found = measured(folder.name, Plan.load(folder / "plan.yaml").resolve())
+    found = measured_frames(folder.name, Plan.load(folder / "plan.yaml").resolve())
     profile = found.read(history(folder)).profile()
     profile.notes["run_dir"] = str(folder)
     recorded = {Path(path).name for path in profile.notes["checkpoints"]}
@@ -166,7 +166,7 @@ def keep_frames(folder: Path) -> None:
     """Write what was measured in a run directory into its `frames/`, every step of it. Raises
     OSError, `PlanError`.
     """
-    found = measured(folder.name, Plan.load(folder / "plan.yaml").resolve())
+    found = measured_frames(folder.name, Plan.load(folder / "plan.yaml").resolve())
     write_frames(found, Reader(folder), folder / "frames")
 
 

@@ -1,6 +1,6 @@
 """Pipeline schedules as tables of actions: grammar, generators, lowering, validator, simulator."""
 
-from workbench.schedules.action import Action, parse
+from workbench.schedules.action import Action, parse_action
 from workbench.schedules.generators import generate, names
 from workbench.schedules.lowering import executable, forwards, lower
 from workbench.schedules.simulator import (
@@ -33,7 +33,7 @@ __all__ = [
     "lower",
     "most_losses",
     "names",
-    "parse",
+    "parse_action",
     "read_csv",
     "simulate",
     "table_of",

@@ -57,7 +57,7 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}...")
 
 
-def parse(text: str) -> Action:
+def parse_action(text: str) -> Action:
     """Read one action. Raises ValueError naming the text and what would be legal."""
     match = _TEXT.fullmatch(text.strip())
     if match is None:
@@ -82,10 +82,10 @@ def parse_cell(text: str) -> tuple[Action, ...]:
     if not text:
         return ()
     if not text.endswith(OVERLAP):
-        return (parse(text),)
+        return (parse_action(text),)
     inner = text.removesuffix(OVERLAP)
     pair = (
-        tuple(parse(part) for part in inner[1:-1].split(";"))
+        tuple(parse_action(part) for part in inner[1:-1].split(";"))
         if inner[:1] + inner[-1:] == "()"
         else ()
     )

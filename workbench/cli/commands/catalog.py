@@ -22,7 +22,7 @@ def models(json: Json = False) -> None:
         published = {"published_parameters": entry.parameters, "source": entry.source}
         counts = {"parameters": counted.total, "active_parameters": counted.active, **published}
         rows.append({**entry.shape.model_dump(), "name": name, **counts})
-    emit(json, rows, lambda: [tables.models(rows)])
+    emit(json, rows, lambda: [tables.models_table(rows)])
 
 
 def gpus(json: Json = False) -> None:
@@ -31,7 +31,7 @@ def gpus(json: Json = False) -> None:
         rows.append(
             {**entry.gpu.model_dump(), "name": name, "fabric": entry.fabric, "notes": entry.notes}
         )
-    emit(json, rows, lambda: [tables.gpus(rows)])
+    emit(json, rows, lambda: [tables.gpus_table(rows)])
 
 
 def _local() -> list[dict[str, Any]]:
@@ -57,4 +57,4 @@ def strategies(json: Json = False) -> None:
         {"name": name, "title": preset.title, "source": preset.source, "runnable": runnable(name)}
         for name, preset in catalog.strategies().items()
     ]
-    emit(json, rows, lambda: [tables.strategies(rows)])
+    emit(json, rows, lambda: [tables.strategies_table(rows)])

@@ -67,10 +67,12 @@ def compare(
     )
     report = f"report: {page}" if page else None
     left_out = "\n  ".join(["charts left out:", *found.left_out]) if found.left_out else None
-    emit(json, data, lambda: [*(grid(*sheet) for sheet in found.tables), report, left_out])
+    emit(
+        json, data, lambda: [*(comparison_grid(*sheet) for sheet in found.tables), report, left_out]
+    )
 
 
-def grid(caption: str, columns: list[TableColumn], frame: pd.DataFrame) -> Grid:
+def comparison_grid(caption: str, columns: list[TableColumn], frame: pd.DataFrame) -> Grid:
     """One of the tables of a comparison."""
     heads = {name: heading for name, heading, _ in columns}
     figures = [heading for name, heading in heads.items() if not is_text_column(name)]

@@ -83,7 +83,7 @@ def import_config(
         data,
         lambda: [
             f"{file}: {TITLES[found.format]}",
-            tables.plan(full),
+            tables.plan_table(full),
             *(notes(*table) for table in found.tables()),
             shown,
         ],

@@ -23,16 +23,16 @@ PEERS = ("eager", "compiled", "compiled_chunked", "liger")
 
 
 def kernels(json: Json = False) -> None:
-    found = read()
+    found = read_kernel_table()
     rows = [
-        {**fact, "ahead": ahead(found, fact["name"]), "measured": list(measured(fact["name"]))}
+        {**fact, "ahead": ahead(found, fact["name"]), "measured": list(measured_rows(fact["name"]))}
         for fact in found["kernels"]
     ]
     data = {"triton": found["triton"], "kernels": rows}
     emit(json, data, lambda: [overview(rows), compiled(rows, found["triton"]), speeds(rows)])
 
 
-def read() -> dict[str, Any]:
+def read_kernel_table() -> dict[str, Any]:
     """The table of kernels. Raises `PlanError` where it is missing or broken."""
     path = data_files.assets() / FILE
     try:
@@ -58,7 +58,7 @@ def _worst(sm: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"sm": sm, **most, "vectorised": loads and stores, "cases": len(rows)}
 
 
-def measured(name: str) -> Iterable[dict[str, Any]]:
+def measured_rows(name: str) -> Iterable[dict[str, Any]]:
     """The operator in each benchmark there is, at its largest shape, all passes together, case by
     case.
 

@@ -50,11 +50,11 @@ def plan(
         data["config"] = asdict(made)
         lines.append("\n".join([f"{plan.model}:", *(f"  {line}" for line in made.lines())]))
     if against is None:
-        emit(json, data, lambda: [_tables().plan(full), *lines])
+        emit(json, data, lambda: [_tables().plan_table(full), *lines])
         return
     rows = diff(Plan.load(against).resolve(), full)
     data["diff"] = [{"field": f, "other": a, "this": b} for f, a, b in rows]
-    emit(json, data, lambda: [_tables().differences(rows, str(against))])
+    emit(json, data, lambda: [_tables().differences_table(rows, str(against))])
 
 
 def _tables() -> ModuleType:
@@ -67,7 +67,7 @@ def _tables() -> ModuleType:
 def estimate(plan: Plan, json: Json = False) -> None:
     # The plan as written: a resolved one holds the sizes that a change of the advice moves.
     found = verbs.estimate(plan)
-    emit(json, found.summary(), lambda: _tables().estimate(plan.resolve(), found))
+    emit(json, found.summary(), lambda: _tables().estimate_table(plan.resolve(), found))
 
 
 @planned
@@ -90,7 +90,7 @@ def rehearse(
             lambda done, of: status(f"rehearsing, rank {done} of {of}"),
             allow_code=allow_code,
         )
-    emit(json, found.summary(), lambda: _tables().rehearsal(full, found))
+    emit(json, found.summary(), lambda: _tables().rehearsal_table(full, found))
 
 
 def _ranks(text: str, world_size: int) -> list[int]:
@@ -127,7 +127,11 @@ def verify(
         raise refuse("--precision", f"is '{precision}'; legal: fp64, fp32")
     with Status(f"training in {precision} on one device, and under the plan"):
         found = verbs.verify(plan, "fp64" if precision == "fp64" else "fp32", allow_code=allow_code)
-    emit(json, found, lambda: [_tables().verification(found), _tables().replaced(found)])
+    emit(
+        json,
+        found,
+        lambda: [_tables().verification_table(found), _tables().replaced_choices(found)],
+    )
     if not found["passed"]:
         raise typer.Exit(1)
 

@@ -88,12 +88,12 @@ def stop(
     found = verbs.attach(name, root=root)
     found.stop(checkpoint=checkpoint, grace_seconds=grace)
     state = found.wait(grace + 30.0)
-    emit(json, _answer(found, state), lambda: [tables.runs([found])])
+    emit(json, _answer(found, state), lambda: [tables.runs_table([found])])
 
 
 def runs(root: Root = None, json: Json = False) -> None:
     found = verbs.list_runs(root)
-    emit(json, [_answer(one, one.state) for one in found], lambda: [tables.runs(found)])
+    emit(json, [_answer(one, one.state) for one in found], lambda: [tables.runs_table(found)])
 
 
 def _follow_to_end(found: Run, json: bool, stop_on_interrupt: bool) -> None:
@@ -118,7 +118,7 @@ def _show(found: Run, state: State, json: bool) -> None:
     emit(
         json,
         {**measured, **_answer(found, state)},
-        lambda: [tables.profile(profile), tables.ending(found, state)],
+        lambda: [tables.profile_table(profile), tables.ending(found, state)],
     )
 
 

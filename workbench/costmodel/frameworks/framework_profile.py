@@ -139,7 +139,7 @@ def step_time_interval(name: str) -> tuple[float, float]:
 
     A profile without published step times has the textbook's, the spread over all frameworks.
     """
-    table = data_files.read("data/stacks.yaml")
+    table = data_files.read_data_file("data/stacks.yaml")
     while "interval" not in table[name]:
         name = table[name].get("like", "textbook")
     interval = table[name]["interval"]
@@ -148,7 +148,7 @@ def step_time_interval(name: str) -> tuple[float, float]:
 
 def _entry(name: str) -> dict[str, Any]:
     """A profile's entry, with what it inherits by `like` filled in."""
-    table = data_files.read("data/stacks.yaml")
+    table = data_files.read_data_file("data/stacks.yaml")
     if name not in table:
         raise refuse("strategy.stack", f"is '{name}'; legal: {', '.join(table)}")
     entry = table[name]

@@ -82,5 +82,5 @@ def reported_memory_constants() -> Mapping[str, float]:
     """Constants of `data/planner.yaml`, section `readings`."""
     return {
         name: float(entry["value"])
-        for name, entry in data_files.read("data/planner.yaml")["readings"].items()
+        for name, entry in data_files.read_data_file("data/planner.yaml")["readings"].items()
     }

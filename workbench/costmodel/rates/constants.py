@@ -99,7 +99,7 @@ def ideal_constants() -> Constants:
 
 @lru_cache(maxsize=256)
 def _constants(device: str, architecture: str, kernels: str, stack: str) -> Constants:
-    table = data_files.read("data/planner.yaml")
+    table = data_files.read_data_file("data/planner.yaml")
     section = table[device]
     section = table[section["like"]] if "like" in section else section
     generation = table["architectures"].get(architecture, {}) if device != "cpu" else {}

@@ -14,7 +14,7 @@ import torch
 
 from workbench.engine.calibrate.measure import calibrate
 from workbench.engine.exit_codes import exit_status
-from workbench.machine.calibration_file import write
+from workbench.machine.calibration_file import write_calibration
 
 
 def main() -> int:
@@ -28,7 +28,9 @@ def main() -> int:
     def progress(spent: float, words: str) -> None:
         print(json.dumps({"done": spent, "of": arguments.seconds, "words": words}), flush=True)
 
-    return exit_status(lambda: write(calibrate(arguments.seconds, progress), arguments.to))
+    return exit_status(
+        lambda: write_calibration(calibrate(arguments.seconds, progress), arguments.to)
+    )
 
 
 if __name__ == "__main__":

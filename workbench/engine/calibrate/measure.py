@@ -22,7 +22,7 @@ from workbench.engine.calibrate.rank_visits import PointSample, measure_points
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.machine.attached import Attached, attached, local_cluster
 from workbench.machine.calibration_file import (
-    Attention,
+    AttentionRate,
     Calibration,
     Collective,
     Doubt,
@@ -236,7 +236,7 @@ def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calib
         memory=tuple(
             Stream(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("memory")
         ),
-        attention=tuple(Attention(**row) for row in attention.values()),
+        attention=tuple(AttentionRate(**row) for row in attention.values()),
         probes=tuple(
             Probe(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("probes")
         ),

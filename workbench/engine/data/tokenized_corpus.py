@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.plan.corpus_files import digest, files
+from workbench.plan.corpus_files import corpus_sha256, files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "workbench" / "tokens"
 
 
-def load(
+def load_corpus(
     corpus: schema.Corpus, vocab: int, *, folder: Path | None = None, deadline: float = 900.0
 ) -> Tokens:
     """Tokens of a corpus; the first rank of a host encodes them while the others wait.
@@ -78,7 +78,7 @@ def load(
     _check_vocab(corpus, vocab)
     folder = folder or cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    sha256 = corpus.sha256 or digest(corpus.source)
+    sha256 = corpus.sha256 or corpus_sha256(corpus.source)
     size = BYTES if corpus.tokenizer == "bytes" else vocab
     key = f"{sha256[:32]}-{corpus.tokenizer}-{size}"
     if not _complete(folder, key):
@@ -151,7 +151,7 @@ def _only_one(path: Path, deadline: float) -> Iterator[None]:
 
 
 def _build(corpus: schema.Corpus, sha256: str, size: int, folder: Path, key: str) -> None:
-    now = digest(corpus.source)
+    now = corpus_sha256(corpus.source)
     if now != sha256:
         raise ValueError(
             f"corpus.sha256: the plan was resolved with {sha256[:12]}…, {corpus.source} now has "

@@ -104,7 +104,7 @@ class _Storage:
 
 
 @dataclass(frozen=True)
-class CollectiveCall:
+class RecordedCollective:
     """A collective call; `bytes` are those of the full (unsharded) tensor on one rank."""
 
     group: str
@@ -162,7 +162,7 @@ class LiveBytes(TorchDispatchMode):
         self.device = device
         self.levels = MemoryLevels()
         self.moments: dict[str, dict[str, int]] = {}
-        self.calls: Counter[CollectiveCall] = Counter()
+        self.calls: Counter[RecordedCollective] = Counter()
         self._live: dict[int, _Storage] = {}
         self._pending: list[tuple[_Storage, int]] = []
         self._scopes: list[str] = []
@@ -355,7 +355,7 @@ class LiveBytes(TorchDispatchMode):
         self, group: dist.ProcessGroup | None, kind: str, dtype: torch.dtype | None, size: int
     ) -> None:
         self.calls[
-            CollectiveCall(
+            RecordedCollective(
                 group=group.group_name if group else "",
                 kind=kind,
                 group_size=group.size() if group else 0,

@@ -40,7 +40,7 @@ def set_aside_former_records(run_dir: Path, rank: int) -> None:
             path.replace(path.with_name(f"before-{path.name}"))
 
 
-class Telemetry:
+class TelemetryWriter:
     """Append-only records of one rank; queued records are lost if it is not closed."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -72,7 +72,7 @@ class Telemetry:
             os.close(self._file)
         self._file = -1
 
-    def __enter__(self) -> Telemetry:
+    def __enter__(self) -> TelemetryWriter:
         return self
 
     def __exit__(self, *_: object) -> None:

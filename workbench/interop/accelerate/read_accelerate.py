@@ -126,7 +126,7 @@ def _plain(data: Mapping[str, Any], given: ImportOptions, lenient: bool) -> Impo
         "data": {"zero": 0},
         "precision": precision or "fp32",
         "gradient_dtype": "fp32",
-        "kernels": read_fsdp.kernels(keys),
+        "kernels": read_fsdp.kernels_of(keys),
     }
     return _finish(keys, given, {"cluster": cluster, "strategy": strategy}, lenient)
 

@@ -69,7 +69,7 @@ def read(
         "gradient_dtype": "parameters",
         "tensor": {"size": sizes["tensor"]},
         "context": {"size": sizes["context"], "algorithm": "ring"},
-        "kernels": kernels(keys),
+        "kernels": kernels_of(keys),
         "recompute": "full" if keys.flag(F + "activation_checkpointing") else "none",
     }
     for field in ("sequence_length", "micro_batch", "global_batch", "steps"):
@@ -233,7 +233,7 @@ def _node(given: ImportOptions, world: int, nodes: int) -> int:
     return min(world, fabric.gpus_per_node) if fabric else world
 
 
-def kernels(keys: ForeignKeys) -> str:
+def kernels_of(keys: ForeignKeys) -> str:
     """eager, or compiled where the file turns dynamo on."""
     for key in ("dynamo_config.dynamo_backend", "dynamo_config.backend", "dynamo_backend"):
         if (backend := keys.text(key)) is not None and backend.upper() not in ("NO", "EAGER"):

@@ -15,7 +15,7 @@ from workbench.errors import refuse
 from workbench.interop.foreign_keys import UndecidedValue, flat, shown
 from workbench.interop.foreign_text import Parsed
 from workbench.interop.megatron import functional_recipes
-from workbench.interop.megatron.flags import Occurrence, occurrences, resolve
+from workbench.interop.megatron.flags import Occurrence, occurrences, resolve_flag
 from workbench.interop.megatron.scripts import Arguments, read
 from workbench.interop.shell import Item, Text
 from workbench.safe_io import json_files, yaml_files
@@ -106,7 +106,7 @@ def _of_words(items: list[Any]) -> Arguments:
     found: dict[str, list[Occurrence]] = {}
     for flag in occurrences(words, []):
         found.setdefault(flag.flag, []).append(flag)
-    said = {name: resolve(name, flags) for name, flags in found.items()}
+    said = {name: resolve_flag(name, flags) for name, flags in found.items()}
     values = {
         name: one if isinstance(one, UndecidedValue) else one.value for name, one in said.items()
     }

@@ -12,7 +12,16 @@ from typing import Any
 
 from workbench.interop.foreign_keys import UndecidedValue
 from workbench.interop.megatron.megatron_keys import FIELDS, SWITCHES
-from workbench.interop.shell import Branch, Either, Item, Text, Unknown, Value, alternatives, shown
+from workbench.interop.shell import (
+    Branch,
+    Either,
+    Item,
+    Text,
+    Unknown,
+    Value,
+    alternatives,
+    shown_value,
+)
 from workbench.interop.shell.values import defaults, line_of
 
 _FLAG = re.compile(r"--[A-Za-z]")
@@ -75,7 +84,7 @@ def occurrences(items: Iterable[Item], loose: list[Value], when: When = ()) -> l
                 branch = (id(item), k, len(item.choices), item.why)
                 found += occurrences(choice, loose, (*when, branch))
             current = None
-        elif _FLAG.match(shown(item)):
+        elif _FLAG.match(shown_value(item)):
             name, value = _cut(item)
             current = Occurrence(
                 name.replace("_", "-"), line_of(item), when, [] if value is None else [value]
@@ -91,7 +100,7 @@ def occurrences(items: Iterable[Item], loose: list[Value], when: When = ()) -> l
 
 def _several(word: Value) -> Branch | None:
     """A flag whose name is one of several (`--$DTYPE`), as a branch of them."""
-    if not shown(word).startswith("--") or all(isinstance(piece, Text) for piece in word):
+    if not shown_value(word).startswith("--") or all(isinstance(piece, Text) for piece in word):
         return None
     before = tuple(
         itertools.takewhile(lambda piece: not (isinstance(piece, Text) and "=" in piece.text), word)
@@ -108,7 +117,7 @@ def _holds_flag(items: Sequence[Item]) -> bool:
     return any(
         any(map(_holds_flag, item.choices))
         if isinstance(item, Branch)
-        else bool(_FLAG.match(shown(item)))
+        else bool(_FLAG.match(shown_value(item)))
         for item in items
     )
 
@@ -125,14 +134,14 @@ def _is_loose(current: Occurrence, word: Value) -> bool:
     own.
     """
     alone = len(word) == 1 and isinstance(word[0], Unknown)
-    return alone and (current.flag in SWITCHES or bool(_HOLDS_ARGUMENTS.search(shown(word))))
+    return alone and (current.flag in SWITCHES or bool(_HOLDS_ARGUMENTS.search(shown_value(word))))
 
 
 def _cut(word: Value) -> tuple[str, Value | None]:
     """(name of the flag, its value behind `=`)."""
     name = ""
     for k, piece in enumerate(word):
-        text = piece.text if isinstance(piece, Text) else shown((piece,))
+        text = piece.text if isinstance(piece, Text) else shown_value((piece,))
         if isinstance(piece, Text) and "=" in text:
             head, _, tail = text.partition("=")
             rest = (Text(tail, piece.line, piece.quoted, piece.default), *word[k + 1 :])
@@ -148,10 +157,10 @@ def said(flag: Occurrence) -> list[Said]:
     found = []
     for chosen in itertools.product(*(alternatives(value) for value in flag.values)):
         pieces = tuple(itertools.chain(*chosen))
-        text = " ".join(map(shown, chosen))
+        text = " ".join(map(shown_value, chosen))
         known = not any(isinstance(piece, Unknown) for piece in pieces)
         values = [
-            value_of(part) for word in chosen for part in ([shown(word)] if len(word) else [])
+            value_of(part) for word in chosen for part in ([shown_value(word)] if len(word) else [])
         ]
         values = [value for value in values if value != ""]
         value = True if not values else values[0] if len(values) == 1 else values
@@ -160,7 +169,7 @@ def said(flag: Occurrence) -> list[Said]:
     return found
 
 
-def resolve(name: str, found: Sequence[Occurrence]) -> Said | UndecidedValue:
+def resolve_flag(name: str, found: Sequence[Occurrence]) -> Said | UndecidedValue:
     """What a flag is, where all its occurrences agree; else all that it may be, for whoever needs
     it to refuse.
     """

@@ -15,7 +15,7 @@ from typing import Any
 
 from workbench.errors import refuse
 from workbench.interop.foreign_keys import UndecidedValue, shown
-from workbench.interop.megatron.flags import Occurrence, resolve
+from workbench.interop.megatron.flags import Occurrence, resolve_flag
 from workbench.interop.megatron.scripts import Arguments
 from workbench.interop.shell import Text, Unknown, Value
 from workbench.interop.translation import KeyNote
@@ -87,7 +87,7 @@ def _put(found: Arguments, flag: str, value: Any) -> None:
         why = f"the harness passes the word {word}, which is no value of it; taken as not given"
         found.ignored.append(KeyNote(f"--{flag}", value, why))
     elif value != "":
-        said = resolve(flag, [Occurrence(flag, 0, (), [] if value is True else _words(value))])
+        said = resolve_flag(flag, [Occurrence(flag, 0, (), [] if value is True else _words(value))])
         found.flags[flag] = said if isinstance(said, UndecidedValue) else said.value
 
 

@@ -8,9 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.interop.foreign_keys import UndecidedValue
-from workbench.interop.megatron.flags import Occurrence, occurrences, resolve
+from workbench.interop.megatron.flags import Occurrence, occurrences, resolve_flag
 from workbench.interop.megatron.megatron_keys import DISTINCT, KNOWN, LAUNCHER
-from workbench.interop.shell import Branch, Command, Item, Script, Value, commands, shown, split
+from workbench.interop.shell import (
+    Branch,
+    Item,
+    Script,
+    ShellCommand,
+    Value,
+    commands,
+    shown_value,
+    split,
+)
 from workbench.interop.shell.values import line_of
 from workbench.interop.translation import KeyNote
 
@@ -69,7 +78,7 @@ def read(text: str, given: Mapping[str, str] | None = None) -> Arguments:
     lines = {line for flag in (*ahead, *behind) for line in (flag.line, *map(line_of, flag.values))}
     _take(found, ahead, behind)
     found.ignored += _ignored(script, trains, lines)
-    found.left += [_left(word) for word in loose if not _is_path(shown(word))]
+    found.left += [_left(word) for word in loose if not _is_path(shown_value(word))]
     return found
 
 
@@ -93,14 +102,14 @@ def _take(found: Arguments, ahead: Sequence[Occurrence], behind: Sequence[Occurr
         if flag.flag in _LAUNCHED:
             groups.setdefault(_LAUNCHED[flag.flag], []).append(flag)
         else:
-            text = " ".join(map(shown, flag.values))
+            text = " ".join(map(shown_value, flag.values))
             found.ignored.append(
                 KeyNote(f"--{flag.flag}", text, f"the launcher's word (line {flag.line})")
             )
     for flag in behind:
         groups.setdefault(flag.flag, []).append(flag)
     for name, flags in groups.items():
-        value = resolve(name, flags)
+        value = resolve_flag(name, flags)
         found.flags[name] = value if isinstance(value, UndecidedValue) else value.value
         if isinstance(value, UndecidedValue):
             continue
@@ -115,7 +124,7 @@ def _take(found: Arguments, ahead: Sequence[Occurrence], behind: Sequence[Occurr
             )
 
 
-def _training(found: Sequence[Command]) -> list[Command]:
+def _training(found: Sequence[ShellCommand]) -> list[ShellCommand]:
     """The commands that train: those with Megatron's arguments, and of them those whose script is
     named so.
     """
@@ -125,7 +134,7 @@ def _training(found: Sequence[Command]) -> list[Command]:
     return named or able or bare
 
 
-def _score(command: Command) -> bool:
+def _score(command: ShellCommand) -> bool:
     if (
         command.name.startswith("--")
         or command.name in _TALK
@@ -136,9 +145,9 @@ def _score(command: Command) -> bool:
     return bool(words & DISTINCT) or len(words & KNOWN) >= 3
 
 
-def _script_at(command: Command) -> int | None:
+def _script_at(command: ShellCommand) -> int | None:
     """Where in a command's words the script stands: x.py, or the module behind -m."""
-    texts = [shown(word) if isinstance(word, tuple) else "" for word in command.words]
+    texts = [shown_value(word) if isinstance(word, tuple) else "" for word in command.words]
     for k, text in enumerate(texts):
         module = k > 1 and texts[k - 1] == "-m" and not text.startswith(_LAUNCHING_MODULES)
         if text.endswith(".py") or module:
@@ -146,13 +155,13 @@ def _script_at(command: Command) -> int | None:
     return None
 
 
-def _script_of(command: Command) -> str:
+def _script_of(command: ShellCommand) -> str:
     at = _script_at(command)
     word = command.words[at] if at is not None else ()
-    return shown(word).rpartition("/")[2] if isinstance(word, tuple) else ""
+    return shown_value(word).rpartition("/")[2] if isinstance(word, tuple) else ""
 
 
-def _parts(trains: Sequence[Command], script: Script) -> tuple[list[Item], list[Item]]:
+def _parts(trains: Sequence[ShellCommand], script: Script) -> tuple[list[Item], list[Item]]:
     """(words in front of the script, words behind it); several commands stand side by side."""
     if not trains:
         return [], _sourced(script)
@@ -167,7 +176,7 @@ def _parts(trains: Sequence[Command], script: Script) -> tuple[list[Item], list[
     return [Branch(tuple(p[0] for p in parts), why)], [Branch(tuple(p[1] for p in parts), why)]
 
 
-def _cut(command: Command) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+def _cut(command: ShellCommand) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     at = _script_at(command)
     if at is not None:
         return command.words[:at], command.words[at + 1 :]
@@ -175,7 +184,7 @@ def _cut(command: Command) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     back: list[Item] = []
     side = front
     for word in command.words:
-        text = shown(word) if isinstance(word, tuple) else ""
+        text = shown_value(word) if isinstance(word, tuple) else ""
         name = text.lstrip("-").partition("=")[0].replace("_", "-")
         if text.startswith("--"):
             side = front if name in LAUNCHER or name in _LAUNCHED else back
@@ -191,14 +200,14 @@ def _sourced(script: Script) -> list[Item]:
         word
         for value in script.variables.values()
         for word in split(value)
-        if len(value) and re.search(r"(?:^|\s)--[A-Za-z]", " " + shown(value))
+        if len(value) and re.search(r"(?:^|\s)--[A-Za-z]", " " + shown_value(value))
     ]
     return found
 
 
 def _left(word: Value) -> KeyNote:
     return KeyNote(
-        shown(word)[:80],
+        shown_value(word)[:80],
         None,
         f"no argument that the file gives (line {line_of(word)})"
         if line_of(word)
@@ -218,7 +227,7 @@ def _is_path(text: str) -> bool:
     )
 
 
-def _ignored(script: Script, trains: Sequence[Command], lines: set[int]) -> list[KeyNote]:
+def _ignored(script: Script, trains: Sequence[ShellCommand], lines: set[int]) -> list[KeyNote]:
     found = [KeyNote(f"line {line}", text, why) for line, text, why in script.unread]
     for command in script.commands:
         if not any(command is chosen for chosen in trains):
@@ -234,7 +243,7 @@ def _ignored(script: Script, trains: Sequence[Command], lines: set[int]) -> list
             found.append(
                 KeyNote(
                     f"${name}",
-                    shown(value).strip()[:80],
+                    shown_value(value).strip()[:80],
                     f"no training command uses it (line {unused[0]})",
                 )
             )
@@ -256,13 +265,13 @@ def _comment(text: str) -> str:
 def _flag_lines(item: Item) -> list[int]:
     if isinstance(item, Branch):
         return [line for choice in item.choices for word in choice for line in _flag_lines(word)]
-    return [line_of(item)] if re.match(r"--[A-Za-z]", shown(item)) else []
+    return [line_of(item)] if re.match(r"--[A-Za-z]", shown_value(item)) else []
 
 
-def _other(command: Command) -> KeyNote:
-    text = " ".join(shown(word) if isinstance(word, tuple) else "..." for word in command.words)[
-        :80
-    ]
+def _other(command: ShellCommand) -> KeyNote:
+    text = " ".join(
+        shown_value(word) if isinstance(word, tuple) else "..." for word in command.words
+    )[:80]
     if command.name.startswith("--"):
         return KeyNote(
             f"line {command.line}",

@@ -7,7 +7,8 @@ decided, both of its outcomes stand side by side.
 
 from __future__ import annotations
 
-from workbench.interop.shell.script import Command, Script, commands
+from workbench.interop.shell.commands import ShellCommand
+from workbench.interop.shell.script import Script, commands
 from workbench.interop.shell.values import (
     Branch,
     Either,
@@ -16,21 +17,21 @@ from workbench.interop.shell.values import (
     Unknown,
     Value,
     alternatives,
-    shown,
+    shown_value,
     split,
 )
 
 __all__ = [
     "Branch",
-    "Command",
     "Either",
     "Item",
     "Script",
+    "ShellCommand",
     "Text",
     "Unknown",
     "Value",
     "alternatives",
     "commands",
-    "shown",
+    "shown_value",
     "split",
 ]

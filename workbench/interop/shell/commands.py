@@ -19,7 +19,7 @@ from workbench.interop.shell.values import (
     Value,
     line_of,
     quoted,
-    shown,
+    shown_value,
     split,
 )
 from workbench.interop.shell.words import Source, Words
@@ -32,7 +32,7 @@ _NO_WORDS = ("variable_assignment", "comment", "file_redirect", "herestring_redi
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """A command that the script would run, with its words; the first is its name."""
 
     words: tuple[Item, ...]
@@ -41,14 +41,14 @@ class Command:
     @property
     def name(self) -> str:
         """The command's first word, for people."""
-        return shown(self.words[0]) if self.words and isinstance(self.words[0], tuple) else ""
+        return shown_value(self.words[0]) if self.words and isinstance(self.words[0], tuple) else ""
 
 
 @dataclass
 class Script:
     """What a script holds."""
 
-    commands: list[Command] = field(default_factory=list)
+    commands: list[ShellCommand] = field(default_factory=list)
     variables: dict[str, Value] = field(default_factory=dict)
     comments: list[tuple[int, str]] = field(default_factory=list)
     """(line, text) of each comment."""
@@ -102,11 +102,11 @@ class Calls:
         items: list[Item] = []
         kept = [child for child in node.children if child.type not in _NO_WORDS]
         items += [item for value in words.each(kept) for item in split(value)]
-        command = Command(tuple(items), source.line(node.start_byte))
+        command = ShellCommand(tuple(items), source.line(node.start_byte))
         if items:
             self._run(command)
 
-    def _run(self, command: Command) -> None:
+    def _run(self, command: ShellCommand) -> None:
         name = command.name
         if name in ("exit", "return"):
             raise Ended
@@ -115,7 +115,9 @@ class Calls:
         if name in self.functions and self.depth < DEEPEST:
             return self._call(name, command.words[1:])
         if name in ("source", "."):
-            text = " ".join(shown(word) for word in command.words[1:2] if isinstance(word, tuple))
+            text = " ".join(
+                shown_value(word) for word in command.words[1:2] if isinstance(word, tuple)
+            )
             self.script.unread.append(
                 (command.line, f"{name} {text}", "another file, which is not read")
             )
@@ -125,9 +127,9 @@ class Calls:
         self.script.commands.append(command)
         return None
 
-    def _script_word(self, command: Command) -> Item | None:
+    def _script_word(self, command: ShellCommand) -> Item | None:
         """The script in `bash -c "..."`, wherever in the command it stands."""
-        texts = [shown(word) if isinstance(word, tuple) else "" for word in command.words]
+        texts = [shown_value(word) if isinstance(word, tuple) else "" for word in command.words]
         for k, text in enumerate(texts[:-2]):
             if text in _SHELLS and texts[k + 1].startswith("-") and texts[k + 1].endswith("c"):
                 return command.words[k + 2]
@@ -138,7 +140,7 @@ class Calls:
         more.
         """
         if not again:
-            return self._run(Command(tuple(words), line))
+            return self._run(ShellCommand(tuple(words), line))
         places: dict[str, Value] = {}
         data, lines = _encoded(words, places, line)
         self.depth += 1

@@ -8,7 +8,15 @@ from collections.abc import Callable
 
 from tree_sitter import Node
 
-from workbench.interop.shell.values import MOST, Text, Unknown, Value, alternatives, literal, shown
+from workbench.interop.shell.values import (
+    MOST,
+    Text,
+    Unknown,
+    Value,
+    alternatives,
+    literal,
+    shown_value,
+)
 from workbench.interop.shell.words import Words
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
@@ -164,4 +172,4 @@ def _both(first: bool | None, last: bool | None) -> bool | None:
 
 def pattern(node: Node, words: Words) -> str:
     """A pattern of a `case`, without quotes."""
-    return shown(words.value(node))
+    return shown_value(words.value(node))

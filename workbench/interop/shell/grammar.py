@@ -24,7 +24,7 @@ _BLANK = re.compile(rb"(?<!<)<[A-Z][\w ./,:-]*\w>(?!>)(?=[\s\"'/_]|$)")
 """`<PATH TO X>`, which people are to fill in: a word and no redirection."""
 
 
-def parse(data: bytes, line: Callable[[int], int]) -> tuple[Node, Source]:
+def parse_script(data: bytes, line: Callable[[int], int]) -> tuple[Node, Source]:
     """(root of the tree, its text); `line` says the line of the file of each byte.
 
     Raises `PlanError` naming the line where the text is no script.

@@ -11,8 +11,8 @@ from tree_sitter import Node
 
 from workbench.errors import refuse
 from workbench.interop.shell import conditions
-from workbench.interop.shell.commands import Calls, Command, Ended, Script
-from workbench.interop.shell.grammar import parse
+from workbench.interop.shell.commands import Calls, Ended, Script, ShellCommand
+from workbench.interop.shell.grammar import parse_script
 from workbench.interop.shell.values import (
     LONGEST,
     Either,
@@ -22,13 +22,13 @@ from workbench.interop.shell.values import (
     flattened,
     merge,
     quoted,
-    shown,
+    shown_value,
     split,
     weight,
 )
 from workbench.interop.shell.words import Source
 
-__all__ = ["Command", "Script", "commands"]
+__all__ = ["Script", "ShellCommand", "commands"]
 
 
 def commands(text: str, given: dict[str, str] | None = None) -> Script:
@@ -61,7 +61,7 @@ class _Statements(Calls):
 
     def text(self, data: bytes, line: Callable[[int], int]) -> None:
         """Read text as a script."""
-        root, source = parse(data, line)
+        root, source = parse_script(data, line)
         self._comments(root, source)
         self.block(root.children, source)
 
@@ -185,7 +185,7 @@ class _Statements(Calls):
             lambda body=body: self.block(body, source)
             for body in (branches if sure else [*branches, []])
         ]
-        self._either(runs, f"case {shown(value)[:40]}")
+        self._either(runs, f"case {shown_value(value)[:40]}")
 
     def _loop(self, node: Node, source: Source) -> None:
         body = node.child_by_field_name("body")

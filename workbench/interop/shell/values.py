@@ -86,7 +86,7 @@ def flattened(value: Value) -> Value:
     return tuple(found)
 
 
-def shown(value: Value) -> str:
+def shown_value(value: Value) -> str:
     """The value for people: what is unknown as the file writes it, alternatives with `|`."""
     return "".join(map(_shown, value))
 
@@ -95,7 +95,7 @@ def _shown(piece: Piece) -> str:
     if isinstance(piece, Break):
         return " "
     return (
-        "|".join(dict.fromkeys(map(shown, piece.choices)))
+        "|".join(dict.fromkeys(map(shown_value, piece.choices)))
         if isinstance(piece, Either)
         else piece.text
     )
@@ -129,7 +129,7 @@ def merge(values: Sequence[Value], why: str) -> Value:
     """One value where any of `values` may hold: what they have in common at both ends, and the rest
     side by side.
     """
-    distinct = list({shown(value): value for value in values}.values())
+    distinct = list({shown_value(value): value for value in values}.values())
     if len(distinct) == 1:
         return distinct[0]
     front = _common(distinct)
@@ -160,7 +160,7 @@ def alternatives(value: Value) -> list[Value]:
             found = [deeper for choice in piece.choices for deeper in alternatives(choice)]
         count *= len(found)
         if count > MOST:
-            return [(Unknown(shown(value)[:200], line_of(value)),)]
+            return [(Unknown(shown_value(value)[:200], line_of(value)),)]
         parts.append(found)
     return [tuple(itertools.chain(*combination)) for combination in itertools.product(*parts)]
 
@@ -174,7 +174,9 @@ def literal(value: Value) -> str | None:
 
 
 def _plain(value: Value) -> str | None:
-    return None if any(isinstance(piece, Unknown | Break) for piece in value) else shown(value)
+    return (
+        None if any(isinstance(piece, Unknown | Break) for piece in value) else shown_value(value)
+    )
 
 
 def defaults(value: Value) -> dict[str, str]:

@@ -23,7 +23,7 @@ from workbench.interop.shell.values import (
     literal,
     merge,
     quoted,
-    shown,
+    shown_value,
 )
 
 _NAMED = re.compile(r"\$\{\s*(#|!)?(\w+|[@*#?$!])(?:\[([^\]]*)\])?(.*)\}", re.DOTALL)
@@ -117,7 +117,7 @@ class Words:
         found: list[Value] = []
         for before, node in zip([None, *nodes], nodes, strict=False):
             if before is not None and before.end_byte == node.start_byte:
-                torn = shown(found.pop()) + self.source.of(node)
+                torn = shown_value(found.pop()) + self.source.of(node)
                 found.append((Unknown(_short(torn), self._line(node)),))
             else:
                 found.append(self.value(node))
@@ -202,7 +202,7 @@ class Words:
         if sign in (":?", "?"):
             return value
         if unset:
-            unknown = shown(value).lstrip("$") if value else name
+            unknown = shown_value(value).lstrip("$") if value else name
             return tuple(
                 Text(
                     piece.text,
@@ -302,7 +302,7 @@ def _defaults(value: Value) -> Iterator[str]:
 
 def _cased(value: Value | None, change: Callable[[str], str]) -> Value | None:
     if value is None or any(isinstance(piece, Either | Unknown) for piece in value):
-        return value if value is None else (Unknown(shown(value), 0),)
+        return value if value is None else (Unknown(shown_value(value), 0),)
     return tuple(
         Text(change(p.text), p.line, p.quoted, p.default) if isinstance(p, Text) else p
         for p in value

@@ -11,7 +11,7 @@ from workbench.parallel.async_collectives import WaitFn
 from workbench.parallel.data.data_collectives import local_shard, start_all_gather
 from workbench.parallel.data.flat_buckets import BucketLayout
 from workbench.parallel.data.storage_resize import resize_storage
-from workbench.parallel.data.zero_offload import copy_to_host
+from workbench.parallel.data.zero_offload import offloaded_copy
 
 InitParam = Callable[[str], Tensor]
 """Local parameter name -> its initial value, on the rank's device."""
@@ -81,7 +81,7 @@ class ShardedParams:
         # same values must not look like an in-place change of saved tensors.
         self.flat = flat.data
         shard = local_shard(self.flat, layout.shard_axis)
-        self.shard = copy_to_host(shard) if on_host else shard.clone()
+        self.shard = offloaded_copy(shard) if on_host else shard.clone()
         self.unsharded_bytes = self.flat.nbytes
         self._wait: WaitFn | None = None
         self.is_unsharded = True

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from workbench.parallel.data.sharded_params import ReplicatedParams, ShardedParams
 
 
-def copy_to_host(x: Tensor) -> Tensor:
+def offloaded_copy(x: Tensor) -> Tensor:
     """A copy in host memory; pinned if `x` is on a CUDA device, so that copies can be
     asynchronous.
     """
@@ -37,9 +37,9 @@ class HostShards:
         self._buckets = [
             _HostBucket(
                 params,
-                params.shard if params.on_host else copy_to_host(params.shard),
+                params.shard if params.on_host else offloaded_copy(params.shard),
                 grads,
-                copy_to_host(grads),
+                offloaded_copy(grads),
             )
             for params, grads in buckets
         ]

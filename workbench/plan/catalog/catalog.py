@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from workbench.data_files import read
+from workbench.data_files import read_data_file
 from workbench.plan.model.model_shape import Shape
 
 
@@ -39,7 +39,10 @@ class Preset:
 @lru_cache(maxsize=1)
 def models() -> dict[str, ModelEntry]:
     """Every model of `data/models.yaml` by name."""
-    return {name: _model(name, dict(entry)) for name, entry in read("data/models.yaml").items()}
+    return {
+        name: _model(name, dict(entry))
+        for name, entry in read_data_file("data/models.yaml").items()
+    }
 
 
 def _model(name: str, entry: dict[str, Any]) -> ModelEntry:
@@ -59,4 +62,4 @@ def _count(figure: float | None) -> int | None:
 @lru_cache(maxsize=1)
 def strategies() -> dict[str, Preset]:
     """Every preset of `strategies.yaml` by name, in the file's order."""
-    return {entry["name"]: Preset(**entry) for entry in read("strategies.yaml")}
+    return {entry["name"]: Preset(**entry) for entry in read_data_file("strategies.yaml")}

@@ -38,7 +38,7 @@ MOST_BYTES = 16 * 2**20
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu"}
 
 
-def read(path: str) -> Shape:
+def read_huggingface_config(path: str) -> Shape:
     """The shape that a config.json, or the folder that holds one, describes.
 
     Raises `PlanError` naming `model` where the file is missing, is no configuration, or is of a
@@ -48,8 +48,8 @@ def read(path: str) -> Shape:
 
 
 def account(path: str) -> Account:
-    """What `read` makes of each key of the configuration at `path`. Raises `PlanError` as it
-    does.
+    """What `read_huggingface_config` makes of each key of the configuration at `path`. Raises
+    `PlanError` as it does.
     """
     return _read(path)[1].account()
 

@@ -17,14 +17,14 @@ def pinned(model: PythonModel) -> PythonModel:
 
     Raises `PlanError` where the file is no longer the one that the plan was resolved with.
     """
-    found = digest(model.python)
+    found = python_model_sha256(model.python)
     if model.sha256 not in (None, found):
         what = f"the plan was resolved with code {model.sha256}, '{model.python}' is now {found}"
         raise refuse("model.sha256", f"{what}; remove the field to run what is there")
     return model.model_copy(update={"sha256": found})
 
 
-def digest(python: str) -> str | None:
+def python_model_sha256(python: str) -> str | None:
     """sha256 of the module's source, looked for as Python would: the current folder, then the
     path.
     """

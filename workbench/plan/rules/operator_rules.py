@@ -7,7 +7,12 @@ from collections.abc import Iterator
 
 from workbench.errors import PlanError, Problem
 from workbench.plan.model.model_shape import Shape
-from workbench.plan.operator_strategy import Placement, grid, read, written
+from workbench.plan.operator_strategy import (
+    Placement,
+    read_strategies,
+    strategy_grid,
+    strategy_text,
+)
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_sites import Site, matched
 from workbench.plan.schema import Plan
@@ -24,7 +29,7 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
         return []
     try:
         if plan.code:  # its modules are known only where it is built
-            read(plan.strategy.operators)
+            read_strategies(plan.strategy.operators)
             return []
         return [*_beside(plan), *_fitting(plan)]
     except PlanError as error:
@@ -36,7 +41,9 @@ def sides(plan: Plan) -> tuple[int, ...]:
     plan has none.
     """
     ranks, operators = plan.strategy.tensor.ranks, plan.strategy.operators
-    return grid(ranks, read(operators).values()) if operators and ranks > 1 else ()
+    return (
+        strategy_grid(ranks, read_strategies(operators).values()) if operators and ranks > 1 else ()
+    )
 
 
 def placements(plan: ResolvedPlan) -> dict[str, Placement]:
@@ -123,7 +130,7 @@ def _loss(
     vocabulary = pieces.get("head.loss", own)["vocabulary"]
     uneven = [n for n in (own["vocabulary"], vocabulary) if plan.shape.vocab % n]
     if pieces.get("head.loss", own) != own and uneven:
-        legal = written(((own["rows"], own["vocabulary"]), (own["rows"],)))
+        legal = strategy_text(((own["rows"], own["vocabulary"]), (own["rows"],)))
         yield Problem(
             "strategy.operators.head.loss",
             f"differs from the head's, and {uneven[0]} pieces do not divide "

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from workbench.errors import PlanError, Problem
-from workbench.plan.operator_strategy import Form, Placement, on_grid, read, written
+from workbench.plan.operator_strategy import (
+    Form,
+    Placement,
+    on_grid,
+    read_strategies,
+    strategy_text,
+)
 from workbench.plan.rules.legal_sizes import divisors, near
 
 _QUERY = ("rows", "heads", "query", "depth")
@@ -78,7 +84,7 @@ class Site:
         if tuple(map(len, form)) != tuple(map(len, dims)):
             said = ", ".join(f"({', '.join(part)})" for part in dims)
             yield (
-                f"is {written(form)}, but the inputs of a {self.kind} are {said}; legal: a "
+                f"is {strategy_text(form)}, but the inputs of a {self.kind} are {said}; legal: a "
                 f"number for each"
             )
             return
@@ -92,7 +98,8 @@ class Site:
             if len(others) > 1:
                 if number == max(others):
                     yield (
-                        f"is {written(form)}, which splits {name} in two ways; legal: the same "
+                        f"is {strategy_text(form)}, which splits {name} in two ways; legal: the "
+                        f"same "
                         f"pieces in every input"
                     )
             elif self.units.get(name, 1) % number:
@@ -101,11 +108,12 @@ class Site:
                     f"{name} into {number} pieces, but it has {self.units.get(name, 1)} that "
                     f"stay together"
                 )
-                yield f"is {written(form)}, which cuts {of}; legal: {near(number, pieces)}"
+                yield f"is {strategy_text(form)}, which cuts {of}; legal: {near(number, pieces)}"
         total = math.prod(dict(splits).values())
         if ranks % total:
             yield (
-                f"is {written(form)}, whose pieces make {total} parts for strategy.tensor.size = "
+                f"is {strategy_text(form)}, whose pieces make {total} parts for "
+                f"strategy.tensor.size = "
                 f"{ranks}; "
                 f"legal: a product that divides it: {near(total, divisors(ranks))}"
             )
@@ -119,7 +127,7 @@ def matched(
     Raises `PlanError` naming every pattern that matches nothing, is illegal for what it matches, or
     meets another one.
     """
-    forms, problems = read(operators), []
+    forms, problems = read_strategies(operators), []
     found: dict[str, tuple[Site, Form]] = {}
     by: dict[str, str] = {}
     for pattern, form in forms.items():

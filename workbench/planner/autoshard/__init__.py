@@ -2,7 +2,12 @@
 FlexFlow, Alpa and MindSpore's automatic parallelism.
 """
 
-from workbench.plan.operator_strategy import parse, read, write, written
+from workbench.plan.operator_strategy import (
+    parse_strategy,
+    read_strategies,
+    strategy_text,
+    write_strategies,
+)
 from workbench.planner.autoshard.choice_result import OperatorPlan
 from workbench.planner.autoshard.machine_model import MachineModel, ideal_machine
 from workbench.planner.autoshard.operator_cost import TensorBytes
@@ -16,8 +21,8 @@ __all__ = [
     "choose_for_plan",
     "choose_strategies",
     "ideal_machine",
-    "parse",
-    "read",
-    "write",
-    "written",
+    "parse_strategy",
+    "read_strategies",
+    "strategy_text",
+    "write_strategies",
 ]

@@ -14,7 +14,7 @@ from workbench.costmodel.memory.model_states import unsharded_state_bytes
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.rates.constants import constants as catalog_constants
 from workbench.fields.bounds import SEQUENCES, hold
-from workbench.plan.operator_strategy import read
+from workbench.plan.operator_strategy import read_strategies
 from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.autoshard.choice_result import OperatorPlan
@@ -65,7 +65,7 @@ def choose_for_plan(
         memory=memory,
         microbatches=max(1, plan.training.global_batch // count),
         sizes=tensor_bytes(plan),
-        fixed=read(plan.strategy.operators),
+        fixed=read_strategies(plan.strategy.operators),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.model.model_shape import Shape
-from workbench.plan.operator_strategy import Form, written
+from workbench.plan.operator_strategy import Form, strategy_text
 from workbench.planner.autoshard.choice_problem import ReshardingEdge
 from workbench.planner.autoshard.choice_reasons import explain_choice
 from workbench.planner.autoshard.choice_result import OperatorPlan, OperatorRow, Redistribution
@@ -189,9 +189,9 @@ def _unknown(pattern: str, priced: PricedGraph) -> Problem:
 def _illegal(
     operator: Operator, options: tuple[ShardingStrategy, ...], asked: Mapping[str, Form]
 ) -> Problem:
-    forms = list(dict.fromkeys(written(option.form) for option in options))
+    forms = list(dict.fromkeys(strategy_text(option.form) for option in options))
     more = f", and {len(forms) - MAX_LISTED} more" if len(forms) > MAX_LISTED else ""
-    said = " and ".join(dict.fromkeys(written(form) for form in asked.values()))
+    said = " and ".join(dict.fromkeys(strategy_text(form) for form in asked.values()))
     legal = f"{', '.join(forms[:MAX_LISTED])}{more}"
     return Problem(
         f"strategy.operators.{next(iter(asked))}", f"is {said} for {operator.name}; legal: {legal}"
@@ -231,7 +231,7 @@ def _row(priced: PricedGraph, index: int, option: int) -> OperatorRow:
         operator.name,
         operator.kind,
         operator.modules,
-        written(strategy.form),
+        strategy_text(strategy.form),
         words,
         cost.moves,
         cost.compute,

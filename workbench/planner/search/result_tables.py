@@ -86,7 +86,7 @@ def candidate_cells(one: Candidate) -> tuple[str, ...]:
     )
 
 
-def as_text(found: SearchResult) -> str:
+def search_result_text(found: SearchResult) -> str:
     """The tables and what was searched, as lines."""
     lines: list[str] = []
     for title, plans in search_tables(found):

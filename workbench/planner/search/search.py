@@ -90,7 +90,7 @@ class SearchResult:
     """Of the plan that was asked about."""
 
     def __repr__(self) -> str:
-        return result_tables.as_text(self)
+        return result_tables.search_result_text(self)
 
     def _repr_html_(self) -> str:
         """The tables, as a notebook shows them."""

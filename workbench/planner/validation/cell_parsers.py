@@ -26,7 +26,7 @@ YES_NO = {"yes": True, "true": True, "y": True, "on": True, "1": True} | dict.fr
 )
 
 
-def number(text: str) -> float | None:
+def parse_number(text: str) -> float | None:
     """The number in `text`, at least 0; the middle of a range; None where there is none."""
     if span := _RANGE.match(text):
         low, high = (float(part.replace(",", "")) for part in span.groups())
@@ -40,7 +40,7 @@ def number(text: str) -> float | None:
 
 def integer(text: str) -> int | None:
     """The integer in `text`; None for a range, a fraction or nothing. `8k` is 8192."""
-    value = None if _RANGE.match(text) else number(text)
+    value = None if _RANGE.match(text) else parse_number(text)
     if value is not None and re.search(r"\d\s*k\b", text.lower()):
         value *= 1024
     return int(value) if value is not None and value == int(value) else None
@@ -68,7 +68,7 @@ def is_unknown(text: str) -> bool:
 
 def duration_seconds(text: str) -> float | None:
     """A duration in seconds; a trailing `ms` is honoured."""
-    value = number(text)
+    value = parse_number(text)
     return value / 1000 if value and re.search(r"\d\s*ms\b", text.lower()) else value or None
 
 
@@ -76,7 +76,7 @@ def memory_gib(text: str, unit: str) -> float | None:
     """Memory in GiB. "GB" acts as GiB, as drivers and loggers print it, unless the unit speaks of
     1e9 bytes.
     """
-    value, unit = number(text), (unit + " " + text).lower()
+    value, unit = parse_number(text), (unit + " " + text).lower()
     if not value:
         return None
     if re.search(r"1e9|10\^9|10\*\*9|1000\^3|decimal", unit):
@@ -230,7 +230,7 @@ def recompute_kind(text: str, layers: int) -> str | list[int] | None:
     if every := re.search(r"every (\d+|other|second|2nd|third|3rd)", text):
         step = {"other": 2, "second": 2, "2nd": 2, "third": 3, "3rd": 3}.get(
             every.group(1)
-        ) or number(every.group(1))
+        ) or parse_number(every.group(1))
         return list(range(0, layers, max(1, int(step or 2))))
     if re.match(r"(none|no|off|false|disabled)\b", text):
         return "none"

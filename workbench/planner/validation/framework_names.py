@@ -47,7 +47,7 @@ class FrameworkDefaults:
 @lru_cache(maxsize=1)
 def framework_defaults() -> dict[str, FrameworkDefaults]:
     """Every stack of `data/stacks.yaml` by name."""
-    table = data_files.read("data/stacks.yaml")
+    table = data_files.read_data_file("data/stacks.yaml")
     return {name: _framework_defaults(name, entry, table) for name, entry in table.items()}
 
 

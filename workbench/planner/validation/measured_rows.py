@@ -164,8 +164,8 @@ def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0)
     times = _job_times(cell)
     said = get("kind", "").lower()
     billions, share = (
-        cell_parsers.number(get("params_b", "")),
-        cell_parsers.number(get("mfu_pct", "")),
+        cell_parsers.parse_number(get("params_b", "")),
+        cell_parsers.parse_number(get("mfu_pct", "")),
     )
     return MeasuredRow(
         file=file,
@@ -188,7 +188,7 @@ def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0)
         tied=cell_parsers.yes_or_no(get("tied_emb", "")),
         gated=cell_parsers.yes_or_no(get("gated_ffn", "")),
         gpu=get("gpu", ""),
-        gpu_memory=cell_parsers.number(get("gpu_mem_gb", "")) or None,
+        gpu_memory=cell_parsers.parse_number(get("gpu_mem_gb", "")) or None,
         zero=cell_parsers.zero_stage(
             get("zero_stage", ""), get("sharding", "") or _zero_stage_in_name(get("table", ""))
         ),
@@ -198,7 +198,7 @@ def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0)
         recompute=get("recompute", ""),
         schedule=get("schedule", ""),
         attention=get("attn_impl", ""),
-        tflops=cell_parsers.number(get("tflops_gpu", "")) or None,
+        tflops=cell_parsers.parse_number(get("tflops_gpu", "")) or None,
         tflops_kind=get("tflops_kind", ""),
         memory_gib=memory,
         memory_kind=cell_parsers.memory_kind(get("mem_kind", "")),
@@ -268,12 +268,13 @@ def _job_times(cell: Mapping[str, str]) -> tuple[float | None, float | None, flo
     """
     gpus = cell_parsers.positive_integer(cell.get("n_gpus", ""))
     tokens, own = (
-        cell_parsers.number(cell.get(name, "")) for name in ("tokens_per_s", "tokens_per_s_gpu")
+        cell_parsers.parse_number(cell.get(name, ""))
+        for name in ("tokens_per_s", "tokens_per_s_gpu")
     )
     total = tokens or (own * gpus if own and gpus else None)
     return (
         cell_parsers.duration_seconds(cell.get("iter_time_s", "")),
-        cell_parsers.number(cell.get("samples_per_s", "")) or None,
+        cell_parsers.parse_number(cell.get("samples_per_s", "")) or None,
         total,
     )
 

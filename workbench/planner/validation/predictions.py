@@ -14,7 +14,7 @@ from workbench.costmodel.frameworks.framework_profile import step_time_interval
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.memory.reported_memory import Z_95, peak_memory_sigma, reported_memory
-from workbench.costmodel.step_time import step_time, step_time_bounds, step_time_parts
+from workbench.costmodel.step_time import step_time, step_time_bounds, step_time_breakdown
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.units import GIB
@@ -52,7 +52,7 @@ def predict(plan: ResolvedPlan) -> Prediction:
     sizes = {
         name: float(np.ravel(size)[peak_rank]) / GIB for name, size in live.moments["peak"].items()
     }
-    times = {f"{name} s": seconds for name, seconds in step_time_parts(w, time).items()}
+    times = {f"{name} s": seconds for name, seconds in step_time_breakdown(w, time).items()}
     peak, deviation = sum(sizes.values()), Z_95 * peak_memory_sigma(plan.strategy.stack)
     return Prediction(
         peak_gib=peak,

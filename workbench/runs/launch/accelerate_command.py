@@ -13,7 +13,7 @@ from workbench.machine.attached import attached
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.runs.launch.parent_death import python_module
-from workbench.runs.store.command_file import Command
+from workbench.runs.store.command_file import RunCommand
 
 INHERITED = (
     "RANK",
@@ -42,7 +42,7 @@ class Recipe:
 
 def compose(
     plan: ResolvedPlan, folder: Path, port: int, recipe: Recipe, allow_code: bool = False
-) -> Command:
+) -> RunCommand:
     """The command of a complete `plan` whose run directory is (or will be) `folder`; ranks run a
     Python model only with `allow_code`.
     """
@@ -53,9 +53,9 @@ def compose(
         *(["--allow-code"] if allow_code else []),
     ]
     timeout = float(plan.telemetry.timeout_seconds)
-    return Command(
+    return RunCommand(
         argv=[*(recipe.launcher or accelerate_launch(plan, folder)), *module],
-        env={**environment(plan), export.PORT: str(port)},
+        env={**launch_environment(plan), export.PORT: str(port)},
         unset=[
             name for name in os.environ if name in INHERITED or name.startswith("TORCHELASTIC_")
         ],
@@ -75,7 +75,7 @@ def accelerate_launch(plan: Plan, folder: Path) -> list[str]:
     return [*launch, "--main_process_port", "0", *export.rendezvous(plan), *logs]
 
 
-def environment(plan: ResolvedPlan) -> dict[str, str]:
+def launch_environment(plan: ResolvedPlan) -> dict[str, str]:
     """Variables that ranks need; none of them steers a number.
 
     Ranks that wait must not spin while others compute on the same cores: hence the passive waiting.

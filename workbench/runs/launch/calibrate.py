@@ -11,7 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from workbench.errors import refuse
-from workbench.machine.calibration_file import Calibration, Scale, read, write
+from workbench.machine.calibration_file import (
+    Calibration,
+    Scale,
+    read_calibration,
+    write_calibration,
+)
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.estimate import estimate
 from workbench.planner.run_feedback import StepObservation, error, scale, step_observation
@@ -51,7 +56,7 @@ def calibrate(seconds: float = 60.0, progress: Progress | None = None) -> Calibr
         child_process.python(
             "workbench.engine.calibrate", ["--seconds", str(seconds), "--to", str(path)], on_line
         )
-        return read(path)
+        return read_calibration(path)
 
 
 def calibrate_file(
@@ -66,16 +71,16 @@ def calibrate_file(
     found = calibrate(seconds, progress) if base is None else base
     found = learn(found, runs) if runs else found
     if path is not None:
-        write(found, path)
+        write_calibration(found, path)
     return found
 
 
 def _base(path: Path | None, runs: Sequence[Run]) -> Calibration | None:
     """The calibration that runs correct; None where there is none yet."""
     if path is not None and path.exists():
-        return read(path)
+        return read_calibration(path)
     named = runs[0].plan.cluster.calibration
-    return None if named is None else read(named)
+    return None if named is None else read_calibration(named)
 
 
 def _writable(path: Path | None) -> None:
@@ -128,7 +133,7 @@ def _observations(
     """Each run with its estimate under `calibration`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "calibration.yaml")
-        write(calibration, path)
+        write_calibration(calibration, path)
         chosen = {"cluster.calibration": str(path), "cluster.calibration_sha256": None}
         return [
             step_observation(seconds, estimate(plan.replace(**chosen)).notes["time"])

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.runs.store.command_file import Command, write_command
+from workbench.runs.store.command_file import RunCommand, write_command
 from workbench.runs.store.run_liveness import failure_of_ranks, has_live_supervisor
 from workbench.runs.store.run_state import (
     Cause,
@@ -103,9 +103,9 @@ def _is_supervised(folder: Path) -> bool:
     return not state.final and not state.launched_elsewhere and has_live_supervisor(state)
 
 
-def _command(plan: Plan) -> Command:
+def _command(plan: Plan) -> RunCommand:
     """This process's own command: what launched it is not known."""
     timeout = float(plan.telemetry.timeout_seconds)
-    return Command(
+    return RunCommand(
         sys.orig_argv, {}, [], os.getcwd(), plan.world_size, plan.training.steps, timeout, timeout
     )

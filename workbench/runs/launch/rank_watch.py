@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from workbench.runs.diagnose.first_cause import RankStatus
-from workbench.runs.store.command_file import Command
+from workbench.runs.store.command_file import RunCommand
 from workbench.runs.store.process_identity import exit_code
 from workbench.runs.store.rank_logs import log_tail
 from workbench.runs.store.run_state import Cause
@@ -45,7 +45,7 @@ class _RankProcess:
 class RankWatch:
     """The ranks of the run in `folder`, seen from outside."""
 
-    def __init__(self, folder: Path, command: Command) -> None:
+    def __init__(self, folder: Path, command: RunCommand) -> None:
         self.folder = folder
         self.command = command
         self.ranks = {rank: RankStatus(rank) for rank in range(command.world_size)}

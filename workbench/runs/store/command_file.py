@@ -11,7 +11,7 @@ import orjson
 
 
 @dataclass(frozen=True)
-class Command:
+class RunCommand:
     """What is started, where, and how patiently it is watched."""
 
     argv: list[str]
@@ -28,11 +28,11 @@ class Command:
     """Longest silence of a rank that is not working."""
 
 
-def write_command(folder: Path, command: Command) -> None:
+def write_command(folder: Path, command: RunCommand) -> None:
     """Keep `command` in the run directory `folder`."""
     (folder / "command.json").write_bytes(orjson.dumps(asdict(command), option=orjson.OPT_INDENT_2))
 
 
-def read_command(folder: Path) -> Command:
+def read_command(folder: Path) -> RunCommand:
     """The command of the run in `folder`."""
-    return Command(**orjson.loads((folder / "command.json").read_bytes()))
+    return RunCommand(**orjson.loads((folder / "command.json").read_bytes()))
