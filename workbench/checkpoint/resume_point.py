@@ -132,7 +132,8 @@ def steps_done(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> int:
     """
     _refuse_formless(folder, meta)
     found = _differing(folder, meta, plan)
-    batch, samples = plan.training.global_batch, meta["sample_index"]
+    samples: int = meta["sample_index"]
+    batch = plan.training.global_batch
     steps, rest = divmod(samples, batch)
     if rest:
         message = (

@@ -129,7 +129,8 @@ def model_flops_utilization(w: Workload, constants: Constants, time: StepTime) -
 
 def longest_compute_seconds(w: Workload, time: StepTime) -> Number:
     """Seconds of the step in which the pipeline rank that computes longest computes."""
-    return w.microbatches * time.durations.compute.max(axis=0)
+    seconds: Number = w.microbatches * time.durations.compute.max(axis=0)
+    return seconds
 
 
 def step_time_breakdown(w: Workload, time: StepTime) -> dict[str, float]:
@@ -250,16 +251,19 @@ def _bubble(w: Workload, d: MicrobatchDurations, slowest: Number) -> Number:
             (w.rank_multiplicity * x).sum(axis=0) + (m - 1) * x.max(axis=0)
             for x in (d.forward, d.backward)
         ]
-        return passes[0] + passes[1] - m * slowest
+        bubble: Number = passes[0] + passes[1] - m * slowest
+        return bubble
     if not s.splits_backward:
-        return ((w.rank_multiplicity * (d.forward + d.backward)).sum(axis=0) - slowest) / s.chunks
+        bubble = ((w.rank_multiplicity * (d.forward + d.backward)).sum(axis=0) - slowest) / s.chunks
+        return bubble
     forward, backward, weight = (
         (w.rank_multiplicity * x).sum(axis=0) / w.pipeline
         for x in (d.forward, d.backward, d.weight_grad)
     )
-    return closed_forms.bubble(
+    bubble = closed_forms.bubble(
         s.schedule, w.pipeline, m, s.chunks, forward, backward - weight, weight
     )
+    return bubble
 
 
 def _bubble_on_shared_cores(bubble: Number, busy: Number, sharing: float) -> Number:
@@ -310,7 +314,10 @@ def _exposed_data_comm(
         else 0.0
     )
     gathers = comm_seconds(every, wires, constants, "data", "OPTIMIZER")
-    return np.asarray(np.maximum(seconds - hidden, seconds / buckets) + gathers).max(axis=0)
+    exposed: Number = np.asarray(np.maximum(seconds - hidden, seconds / buckets) + gathers).max(
+        axis=0
+    )
+    return exposed
 
 
 def _exposed_offload(w: Workload, constants: Constants, owned: Array, makespan: Number) -> Number:
@@ -325,4 +332,7 @@ def _exposed_offload(w: Workload, constants: Constants, owned: Array, makespan: 
         2 * w.microbatches * w.param_counts.total.max(axis=0) * w.element_bytes
     )
     seconds = transferred / (w.fixed.gpu.pcie_gbs * 1e9)
-    return np.maximum(0.0, seconds - k.offload_optimizer * constants.offload_overlap * makespan)
+    exposed: Number = np.maximum(
+        0.0, seconds - k.offload_optimizer * constants.offload_overlap * makespan
+    )
+    return exposed

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import PlanError, refuse
-from workbench.interop.foreign_keys import flat, shown
+from workbench.interop.foreign_keys import flat
 from workbench.interop.gpt_neox.gpt_neox_keys import MARKS as NEOX
 from workbench.interop.megatron.megatron_keys import DISTINCT, KNOWN
 from workbench.interop.translation import Source, nothing_read
 from workbench.safe_io import json_files, yaml_files
+from workbench.untrusted_text import shown
 
 Parsed = Mapping[str, Any] | list[Any]
 _DEEPSPEED = (

@@ -97,7 +97,8 @@ def _defaults(full: ResolvedPlan) -> dict[str, Any]:
 
 def _group(field: str, whole_model: bool) -> str:
     """The field as people know it: a GPU, a fabric, and a model that is one name, in one word."""
-    for section in ("cluster.gpu", "cluster.fabric", *(("model",) if whole_model else ())):
+    sections: list[str] = ["cluster.gpu", "cluster.fabric", *(["model"] if whole_model else [])]
+    for section in sections:
         if field == section or field.startswith(section + "."):
             return section
     return field

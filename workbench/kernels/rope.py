@@ -236,7 +236,8 @@ class _Turned(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str
     ) -> tuple[Tensor, Tensor]:
-        return turned_op(q, k, cos, sin, back, kernels)
+        output: tuple[Tensor, Tensor] = turned_op(q, k, cos, sin, back, kernels)
+        return output
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -365,7 +365,8 @@ def weight_only_gemv(x: Tensor, weight: QuantizedWeight, kernels: str = "fused")
     check_shape("weight_only_gemv", "values", values, (len(values), width))
     check_shape("weight_only_gemv", "scales", scales, (len(values), x.shape[-1] // group))
     check_shape("weight_only_gemv", "zeros", zeros, tuple(scales.shape))
-    return matvec_op(x, values, scales, zeros, group, bits, kernels)
+    output: Tensor = matvec_op(x, values, scales, zeros, group, bits, kernels)
+    return output
 
 
 @custom_op("workbench::matvec", mutates_args=())

@@ -83,7 +83,8 @@ def dequantize_weight(weight: QuantizedWeight) -> Tensor:
     numbers = values if bits == 8 else _unpack_int4(values).flatten(-3)[..., :columns]
     wide = numbers.unflatten(-1, (-1, group)).to(accumulation_dtype(scales))
     centred = wide - (ZERO_POINT[bits] if zeros is None else zeros.unsqueeze(-1))
-    return (centred * scales.unsqueeze(-1)).flatten(-2).to(scales.dtype)
+    output: Tensor = (centred * scales.unsqueeze(-1)).flatten(-2).to(scales.dtype)
+    return output
 
 
 def _pack_int4(numbers: Tensor) -> Tensor:
@@ -94,7 +95,8 @@ def _pack_int4(numbers: Tensor) -> Tensor:
     # reaches the sign bit.
     shifts = torch.arange(0, 32, 4, device=numbers.device)
     words = (by_place.long() << shifts.unsqueeze(-1)).sum(-2)
-    return words.to(torch.int32).flatten(-2).contiguous().view(torch.uint8)
+    output: Tensor = words.to(torch.int32).flatten(-2).contiguous().view(torch.uint8)
+    return output
 
 
 def as_words(values: Tensor) -> Tensor:
@@ -108,9 +110,10 @@ def as_words(values: Tensor) -> Tensor:
 def _unpack_int4(values: Tensor) -> Tensor:
     """Unpack uint8 [N, K / 2] into INT4 numbers [N, packs, 8, 16], int32."""
     words = as_words(values).unflatten(-1, (-1, 1, PACKED_COLUMNS // 8))
-    return (
+    output: Tensor = (
         words >> torch.arange(0, 32, 4, dtype=torch.int32, device=values.device).unsqueeze(-1) & 15
     )
+    return output
 
 
 def check_quantization(operator: str, columns: int, group: int, bits: int) -> None:

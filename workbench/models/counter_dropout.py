@@ -135,7 +135,8 @@ def keep_mask(keys_N2: Tensor, channels: int, rate: float, first: int = 0) -> Te
     bits.bitwise_xor_(_shift_right(bits, 16, 32)).mul_(_THIRD).bitwise_xor_(second_N1)
     bits.bitwise_xor_(_shift_right(bits, 15, 32)).mul_(_FOURTH)
     bits.bitwise_xor_(_shift_right(bits, 16, 32))
-    return bits >= round(rate * 2**32) - 2**31
+    output: Tensor = bits >= round(rate * 2**32) - 2**31
+    return output
 
 
 def _shift_right(x: Tensor, by: int, width: int) -> Tensor:

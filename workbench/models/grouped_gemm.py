@@ -26,7 +26,8 @@ class GroupedLinear(nn.Module):
         bias = (
             self.bias if self.bias is None or self.bias_share == 1 else self.bias * self.bias_share
         )
-        return _GroupedGemm.apply(x_RI, self.weight, bias, tuple(counts))
+        output: Tensor = _GroupedGemm.apply(x_RI, self.weight, bias, tuple(counts))
+        return output
 
 
 class _GroupedGemm(torch.autograd.Function):

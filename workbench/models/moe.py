@@ -57,7 +57,8 @@ class GroupedExperts(nn.Module):
             if self.gate is None
             else self.activate(self.gate(x_RD, counts), up)
         )
-        return self.down(activated, counts)
+        output: Tensor = self.down(activated, counts)
+        return output
 
 
 class TokenDispatcher(nn.Module):
@@ -80,7 +81,10 @@ class TokenDispatcher(nn.Module):
         Returns:
             [R, D], in the order of the rows.
         """
-        return experts(x_RD, self._host_counts(counts_E, len(x_RD), len(experts.up.weight)))
+        output: Tensor = experts(
+            x_RD, self._host_counts(counts_E, len(x_RD), len(experts.up.weight))
+        )
+        return output
 
     def _host_counts(self, counts_E: Tensor | None, total: int, num_experts: int) -> list[int]:
         if counts_E is None:

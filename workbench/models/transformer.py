@@ -45,7 +45,8 @@ class Embedding(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions.indices)
         x = x if self.norm is None else self.norm(x, None)[0]
-        return self.dropout(x, positions.rows)
+        output: Tensor = self.dropout(x, positions.rows)
+        return output
 
 
 class Attention(nn.Module):
@@ -72,7 +73,8 @@ class Attention(nn.Module):
             for project in (self.q, self.k, self.v)
         )
         q, k = self.rope(q, k, positions)
-        return self.o(self.attend(q, k, v, positions).flatten(-2))
+        output: Tensor = self.o(self.attend(q, k, v, positions).flatten(-2))
+        return output
 
 
 class Mlp(nn.Module):
@@ -89,9 +91,10 @@ class Mlp(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Feed-forward branch [B, T, D]."""
         up = self.up(x_BTD)
-        return self.down(
+        output: Tensor = self.down(
             self.activate(up, None) if self.gate is None else self.activate(self.gate(x_BTD), up)
         )
+        return output
 
 
 class Block(nn.Module):

@@ -127,4 +127,5 @@ def _bytes_sent(call: CollectiveCall) -> float:
         return 0.0
     ranks = np.asarray(call.group_size, dtype=float)
     share = 1.0 if call.kind == "send" else WIRE_FACTOR[call.kind] * (ranks - 1) / ranks
-    return np.max(call.count * call.bytes * share)
+    most_bytes: float = np.max(call.count * call.bytes * share)
+    return most_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,7 @@ from workbench.cli.options import Gpu, Gpus, Json, Model, Set, emit, planned
 from workbench.cli.output_files import write_whole
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
-from workbench.interop import FORMATS, TITLES, Format, KeyNote
+from workbench.interop import FORMATS, TITLES, KeyNote
 from workbench.plan.plan_data import assignments
 from workbench.plan.schema import Plan
 
@@ -103,7 +103,7 @@ def translate(
 ) -> None:
     if to not in FORMATS:
         raise refuse("--as", f"is '{to}'; legal: {', '.join(FORMATS)}")
-    found = verbs.translate(plan, cast(Format, to))
+    found = verbs.translate(plan, to)
     if output is not None:
         write_whole(output, found.text)
     data: dict[str, Any] = {
@@ -113,7 +113,7 @@ def translate(
     }
     if output is not None:
         data["path"] = str(output)
-    title = f"Not translated: what the plan says and {TITLES[cast(Format, to)]} cannot"
+    title = f"Not translated: what the plan says and {TITLES[to]} cannot"
     shown = None if output else found.text.rstrip()
     emit(json, data, lambda: [shown, notes(title, "field", found.untranslated)])
 

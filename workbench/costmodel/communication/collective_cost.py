@@ -160,7 +160,10 @@ def collective_seconds(
             if kind == "all_reduce"
             else ranks - 1
         )
-    return size * (WIRE_FACTOR[kind] * (ranks - 1) / ranks / link.bandwidth) + hops * link.latency
+    seconds: Number = (
+        size * (WIRE_FACTOR[kind] * (ranks - 1) / ranks / link.bandwidth) + hops * link.latency
+    )
+    return seconds
 
 
 def hierarchical_seconds(

@@ -226,7 +226,8 @@ def model_flops(w: Workload) -> Number:
         + w.has_head * head_flops(w)
     )
     each = passes * gemms + 3 * w.layers * attention_flops(w)
-    return (w.rank_multiplicity * w.data * each).sum(axis=0)
+    flops: Number = (w.rank_multiplicity * w.data * each).sum(axis=0)
+    return flops
 
 
 def layer_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:

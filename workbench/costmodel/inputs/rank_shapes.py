@@ -158,7 +158,8 @@ class RankShapes:
         heads = np.maximum(
             1, np.asarray(self.k_width / int(self.shape.head_dim or 1), dtype=np.int64)
         )
-        return self.ulysses / np.gcd(heads, np.asarray(self.ulysses, dtype=np.int64))
+        ratio: Number = self.ulysses / np.gcd(heads, np.asarray(self.ulysses, dtype=np.int64))
+        return ratio
 
     @property
     def upcast_bytes(self) -> int:

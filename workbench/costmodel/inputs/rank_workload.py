@@ -165,7 +165,8 @@ def microbatches_in_flight(s: FixedConfig, microbatches: Number, rank: Array) ->
     if s.pipeline == 1:
         return np.asarray(1.0 + 0 * rank)
     if s.table is not None:
-        return np.asarray(most_held(s.table), dtype=float)[rank.astype(int)] / s.chunks
+        in_flight: Array = np.asarray(most_held(s.table), dtype=float)[rank.astype(int)] / s.chunks
+        return in_flight
     held = closed_forms.in_flight(s.schedule, rank, s.pipeline, microbatches, s.chunks)
     return np.asarray(held / s.chunks, dtype=float)
 
@@ -187,7 +188,8 @@ def deferred_microbatches(s: FixedConfig, microbatches: Number, rank: Array) -> 
     defer W only while the pipeline drains, when fewer microbatches are in flight.
     """
     if s.table is not None:
-        return np.asarray(waiting(s.table), dtype=float)[rank.astype(int)] / s.chunks
+        deferred: Array = np.asarray(waiting(s.table), dtype=float)[rank.astype(int)] / s.chunks
+        return deferred
     late = float(SCHEDULES[s.schedule].deferred_per_rank) if s.pipeline > 1 else 0.0
     before = late * (s.pipeline - 1 - rank)
     return np.asarray(

@@ -151,7 +151,8 @@ def _feed_forward_backward(w: Workload, wide: Number, matrix: Number) -> Number:
     gradients = wide + matrix * w.element_bytes * has_weight_gradients(w)
     accumulated = accumulated_gradient_bytes(w, matrix)
     activation = (1 if w.shape.mlp == "gelu" else 2) * wide
-    return np.maximum(np.maximum(gradients, accumulated), activation) + gathered
+    peak: Number = np.maximum(np.maximum(gradients, accumulated), activation) + gathered
+    return peak
 
 
 def _column_parallel_backward(w: Workload, wide: Number, matrix: Number) -> Number:
@@ -219,7 +220,8 @@ def repeated_kv_bytes(w: Workload) -> Number:
     repeats = w.k_width * np.where(exchanged, w.kv_head_repeats, 1.0) < w.q_width
     extra_width = w.q_width + w.o_width - np.where(exchanged, 0.0, w.k_width + w.v_width)
     applies = repeats & np.asarray(w.ring == 1)
-    return applies * extra_width * w.tokens * w.element_bytes
+    num_bytes: Number = applies * extra_width * w.tokens * w.element_bytes
+    return num_bytes
 
 
 def grid_block_bytes(w: Workload, x: Number, matrix: Number, y: Number) -> Number:

@@ -137,7 +137,8 @@ def num_communicators(w: Workload) -> Number:
     rest = w.fixed.world_size / (k.tensor * k.context * w.pipeline)
     axes = np.asarray(k.tensor > 1, float) + (k.context > 1) + (rest > 1) + (w.pipeline > 1)
     both = np.asarray((w.ulysses > 1) & (w.ring > 1))
-    return axes + 2 * both + (w.fixed.world_size > 1)
+    groups: Number = axes + 2 * both + (w.fixed.world_size > 1)
+    return groups
 
 
 def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryByCategory]:

@@ -259,7 +259,10 @@ class SpanClock:
         return event
 
     def _seconds(self, moment: Any) -> float:
-        return self._start.elapsed_time(moment) / 1e3 if self.cuda else moment - self._start
+        seconds: float = (
+            self._start.elapsed_time(moment) / 1e3 if self.cuda else moment - self._start
+        )
+        return seconds
 
     def rows(self, stage: int) -> list[dict[str, Any]]:
         """Rows of the timeline frame, one per span; `stage` is that of spans that are no action."""

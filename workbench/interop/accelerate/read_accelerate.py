@@ -14,12 +14,13 @@ from workbench.errors import PlanError, Problem, refuse
 from workbench.interop.accelerate import fsdp_keys as known
 from workbench.interop.accelerate import read_fsdp
 from workbench.interop.deepspeed import read_deepspeed
-from workbench.interop.foreign_keys import ForeignKeys, flat, shown
+from workbench.interop.foreign_keys import ForeignKeys, flat
 from workbench.interop.foreign_text import mapping
 from workbench.interop.missing_fields import with_problems
 from workbench.interop.translation import STACKS, Imported, ImportOptions, KeyNote, imported
 from workbench.plan.schema import build_plan
 from workbench.safe_io import json_files, yaml_files
+from workbench.untrusted_text import shown
 
 PLAIN = (
     "NO",

@@ -12,7 +12,7 @@ from typing import Any
 
 from workbench.errors import refuse
 from workbench.interop.accelerate import fsdp_keys as known
-from workbench.interop.foreign_keys import ForeignKeys, shown
+from workbench.interop.foreign_keys import ForeignKeys
 from workbench.interop.foreign_text import mapping
 from workbench.interop.translation import STACKS, Imported, ImportOptions, Translation, imported
 from workbench.interop.translation_loss import lost, nearest
@@ -21,6 +21,7 @@ from workbench.machine.hardware import Fabric
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.safe_io import yaml_files
+from workbench.untrusted_text import shown
 
 F, AXIS = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 _KINDS = {

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.foreign_keys import UndecidedValue, flat, shown
+from workbench.interop.foreign_keys import UndecidedValue, flat
 from workbench.interop.foreign_text import Parsed
 from workbench.interop.megatron import functional_recipes
 from workbench.interop.megatron.flags import Occurrence, occurrences, resolve_flag
 from workbench.interop.megatron.scripts import Arguments, read
 from workbench.interop.shell import Item, Text
 from workbench.safe_io import json_files, yaml_files
+from workbench.untrusted_text import shown
 
 _NEGATED = {
     "add-bias-linear": "disable-bias-linear",

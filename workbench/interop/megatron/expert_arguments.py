@@ -8,8 +8,9 @@ import re
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.foreign_keys import ForeignKeys, shown
+from workbench.interop.foreign_keys import ForeignKeys
 from workbench.plan.model.model_shape import Shape
+from workbench.untrusted_text import shown
 
 _RUN = re.compile(r"\[([01](?:,[01]){0,9999})\](?:\*(\d{1,4}))?")
 _FORK = (

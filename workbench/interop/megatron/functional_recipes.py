@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.foreign_keys import UndecidedValue, shown
+from workbench.interop.foreign_keys import UndecidedValue
 from workbench.interop.megatron.flags import Occurrence, resolve_flag
 from workbench.interop.megatron.scripts import Arguments
 from workbench.interop.shell import Text, Unknown, Value
 from workbench.interop.translation import KeyNote
+from workbench.untrusted_text import shown
 
 ARGUMENTS = "MODEL_ARGS"
 _WHYS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from workbench.errors import Problem, refuse
 from workbench.fields.frozen import Frozen
-from workbench.interop.foreign_keys import ForeignKeys, shown
+from workbench.interop.foreign_keys import ForeignKeys
 from workbench.interop.megatron.expert_arguments import read_experts, write_experts
 from workbench.interop.megatron.megatron_keys import VOCABULARIES
 from workbench.interop.translation import STAND_IN, ImportOptions, MissingField, catalogued, lacks
@@ -16,6 +16,7 @@ from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolution import model_shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import build_plan
+from workbench.untrusted_text import shown
 
 REQUIRED = ("num-layers", "hidden-size", "num-attention-heads")
 _POSITIONS = {

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import PlanError, refuse
-from workbench.interop.foreign_keys import ForeignKeys, shown
+from workbench.interop.foreign_keys import ForeignKeys
 from workbench.interop.foreign_text import Parsed
 from workbench.interop.megatron import megatron_keys as known
 from workbench.interop.megatron.argument_words import arguments, command
@@ -33,6 +33,7 @@ from workbench.interop.translation import (
 from workbench.interop.translation_loss import lost, nearest
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.schema import Plan
+from workbench.untrusted_text import shown
 
 ABOVE = " (--set cluster.gpus=N stands above the file)"
 _RINGS = {"p2p": "ring", "allgather": "ring", "a2a": "ulysses", "a2a+p2p": "ring"}

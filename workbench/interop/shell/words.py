@@ -251,7 +251,7 @@ def elements_of(value: Value) -> list[Value]:
     """The elements of an array; none where the value is no array."""
     if not any(isinstance(piece, Break) for piece in value):
         return []
-    found: list[list] = []
+    found: list[list[Piece]] = []
     for piece in value:
         if isinstance(piece, Break):
             found.append([])
@@ -264,7 +264,7 @@ def _elements(value: Value) -> Value:
     """One word of an array's parentheses as the elements that it becomes: unquoted spaces are
     borders.
     """
-    found: list = []
+    found: list[Piece] = []
     for piece in value:
         if isinstance(piece, Text) and not piece.quoted:
             for k, part in enumerate(re.split(r"\s+", piece.text)):

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.interop.foreign_keys import ForeignKeys, shown
+from workbench.interop.foreign_keys import ForeignKeys
+from workbench.untrusted_text import shown
 
 _ASYNCHRONOUS = {"disabled": False, "async": True, "async_with_pinned_mem": True}
 """checkpoint.async_mode -> whether steps go on while a checkpoint is written."""

@@ -19,6 +19,8 @@ try:
 except ImportError:  # pragma: no cover (the tests install it)
     triton = tl = None
 
+__all__ = ["INTERPRETED", "accumulation_type", "jit", "runs_triton", "tl", "triton"]
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels on the host, which it decides at import."""
 

@@ -108,7 +108,10 @@ def line_chart(
 def single_points(base: alt.Chart, series: str) -> alt.Chart:
     """Points where a line has one step only, which a line mark does not draw."""
     counted = base.transform_joinaggregate(points="count()", groupby=[series])
-    return counted.transform_filter("datum.points == 1").mark_point(filled=True, size=40)
+    points: alt.Chart = counted.transform_filter("datum.points == 1").mark_point(
+        filled=True, size=40
+    )
+    return points
 
 
 def step_axis() -> alt.Axis:

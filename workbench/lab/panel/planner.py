@@ -43,7 +43,7 @@ MAX_RANKS = 2**16
 """Charts of more ranks take seconds an edit."""
 
 
-class Planner(widgets.VBox):
+class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     """The interactive planner: controls, the estimate's charts, its explanation and the plan file.
 
     Args:

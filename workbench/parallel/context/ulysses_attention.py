@@ -46,7 +46,8 @@ class UlyssesAttend(nn.Module):
         # One all-to-all for all three: each rank's heads of q, k and v are concatenated.
         parts = [x.unflatten(2, (ranks, -1)) for x in (q_BTHK, k_BTGK, v_BTGK)]
         q, k, v = _TokensToHeads.apply(torch.cat(parts, dim=3), self.axis).split(num_heads, dim=2)
-        return _HeadsToTokens.apply(self.attend(q, k, v, positions), self.axis)
+        output: Tensor = _HeadsToTokens.apply(self.attend(q, k, v, positions), self.axis)
+        return output
 
 
 class _TokensToHeads(torch.autograd.Function):

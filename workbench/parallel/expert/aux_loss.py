@@ -37,7 +37,8 @@ class AuxLossCarrier:
         """
         loss = aux_loss * self.scale
         self.total = loss.detach() if self.total is None else self.total + loss.detach()
-        return _AttachAuxLoss.apply(x_BTD, loss)
+        output: Tensor = _AttachAuxLoss.apply(x_BTD, loss)
+        return output
 
 
 class _AttachAuxLoss(torch.autograd.Function):
@@ -73,4 +74,5 @@ def scale_gradient(loss: Tensor, scale: float) -> Tensor:
 
     For one that several ranks compute alike and whose gradients they sum.
     """
-    return _ScaleGradient.apply(loss, scale)
+    output: Tensor = _ScaleGradient.apply(loss, scale)
+    return output

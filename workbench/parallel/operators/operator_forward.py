@@ -127,7 +127,8 @@ class SelfAttentionOperator:
         first, own = which * width + self.part * width // self.parts, width // self.parts
         weight, bias = self.module.in_proj_weight, self.module.in_proj_bias
         part = F.linear(x_BTD, weight[first:][:own], None if bias is None else bias[first:][:own])
-        return part.unflatten(-1, (-1, head)).transpose(1, 2)
+        output: Tensor = part.unflatten(-1, (-1, head)).transpose(1, 2)
+        return output
 
 
 @dataclass(frozen=True)

@@ -162,4 +162,5 @@ def share_weight(weight: Tensor, axis: MeshAxis, shard: int, num_shards: int) ->
             their gradients in backward; one at or beyond `num_shards` is padding, whose gradient
             is zero.
     """
-    return _ShareWeight.apply(weight, axis, shard, num_shards)
+    output: Tensor = _ShareWeight.apply(weight, axis, shard, num_shards)
+    return output

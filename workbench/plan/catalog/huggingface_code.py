@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from workbench.plan.catalog.huggingface_keys import Reading, shown
+from workbench.plan.catalog.huggingface_keys import Reading
+from workbench.untrusted_text import shown
 
 CLASSES = {
     "llama": "Llama",

@@ -19,10 +19,11 @@ from pydantic import ValidationError
 from workbench.errors import PlanError, refuse
 from workbench.fields.validation_messages import plan_error
 from workbench.plan.catalog.huggingface_code import note_other_classes
-from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Account, Reading, shown
+from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Account, Reading
 from workbench.plan.model.model_shape import Shape
 from workbench.safe_io import json_files
 from workbench.safe_io.files import read_some, unread
+from workbench.untrusted_text import shown
 
 Config = dict[str, Any]
 Fields = dict[str, Any]

@@ -111,14 +111,14 @@ def _pipeline(plan: ResolvedPlan) -> Iterator[Problem]:
             f"{plan.shape.name} has {layers} layers; "
             f"legal sizes: 1 to {layers // pipeline.chunks}",
         )
-    elif pipeline.partition == "uniform":
+    elif not isinstance(pipeline.partition, list):  # "uniform" stays where it has no answer
         even = [p for p in range(1, layers + 1) if layers % (p * pipeline.chunks) == 0]
         yield Problem(
             "strategy.pipeline.partition",
             f"uniform, but {stages} stages do not divide {layers} layers; "
             f"legal: balanced, a list, or pipeline.size {legal_sizes.near(pipeline.size, even)}",
         )
-    elif isinstance(pipeline.partition, list):
+    else:
         yield from _partition(pipeline.partition, stages, layers)
 
 

@@ -51,7 +51,8 @@ def widening(shape: Shape, size: int) -> float:
     each, wide = 2 * shape.q_width / shape.heads, 3 if shape.gated else 2
     ffn = (shape.moe.top_k + shape.moe.shared) * shape.moe.ffn if shape.moe else shape.ffn
     whole = each * (shape.heads + num_kv_heads(shape)) + wide * ffn
-    return size * (each * (heads + kv) + wide * -(-ffn // size)) / whole
+    ratio: float = size * (each * (heads + kv) + wide * -(-ffn // size)) / whole
+    return ratio
 
 
 def tensor_sizes(shape: Shape, ranks: int, most: int | None = None) -> list[int]:

@@ -46,7 +46,8 @@ def relative_errors(
 
 
 def _error(predicted: ArrayLike, measured: ArrayLike) -> Array:
-    return np.asarray(predicted, dtype=float) / np.asarray(measured, dtype=float) - 1
+    error: Array = np.asarray(predicted, dtype=float) / np.asarray(measured, dtype=float) - 1
+    return error
 
 
 def spearman(a: ArrayLike, b: ArrayLike) -> float:

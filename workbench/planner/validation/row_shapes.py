@@ -149,7 +149,8 @@ def _vocab_from_parameters(written: dict[str, Any], tied: bool | None, total: fl
     rows = 256 + (total - blocks) / (tables * written["hidden"])
     if not 1000 <= rows <= 1_000_000:
         raise Inexpressible("missing vocab")
-    return round(rows / 128) * 128
+    vocab: int = round(rows / 128) * 128
+    return vocab
 
 
 def _nearest_tie(found: Shape, total: float) -> Shape:
