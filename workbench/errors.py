@@ -66,8 +66,11 @@ def refuse(field: str, message: str) -> PlanError:
 
 
 def unknown_name(field_name: str, name: str, known: Iterable[str]) -> PlanError:
-    """The error for a name that the catalog does not have: close names first, else all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    """The error for a name that the catalog does not have: names that begin with it or are close
+    to it first, else all of them.
+    """
+    known, folded = list(known), name.casefold()
+    close = [one for one in known if folded and one.startswith(folded)][:6]
+    close = close or difflib.get_close_matches(folded, known, n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(close)}?" if close else ""
     return refuse(field_name, f"'{name}' is not known; {hint or 'legal: ' + ', '.join(known)}")

@@ -112,6 +112,7 @@ ILLEGAL = [
     ),
     ("strategy.preset", "did you mean dapple", {"strategy__preset": "dappel"}),
     ("cluster.gpu", "did you mean h100-sxm-80gb", {"cluster__gpu": "h100-sxm-80"}),
+    ("cluster.gpu", "did you mean h100-pcie-80gb, h100-sxm-80gb", {"cluster__gpu": "H100"}),
     ("model", "did you mean tiny", {"model": "tinny"}),
 ]
 
